@@ -1,0 +1,50 @@
+"""Packaging. configs/ and sweeps/ live at the top of the repository and are installed inside the package."""
+
+from pathlib import Path
+
+from setuptools import find_packages, setup
+from setuptools.command.build_py import build_py
+
+ROOT = Path(__file__).parent
+SHIPPED = ("configs", "sweeps")
+
+
+class BuildWithConfigs(build_py):
+    """Copy the shipped YAML into the built package, where stackexp.config.compose looks for it."""
+
+    def run(self) -> None:
+        super().run()
+        if self.editable_mode:  # the repository's own files are read in place
+            return
+        for folder in SHIPPED:
+            for source in sorted((ROOT / folder).rglob("*.yaml")):
+                target = Path(self.build_lib, "stackexp", source.relative_to(ROOT))
+                self.mkpath(str(target.parent))
+                self.copy_file(str(source), str(target))
+
+
+setup(
+    name="stackexp",
+    version="0.1.0",
+    description="Experiments with differentiable stacks between Transformer layers (StackTrans, arXiv 2507.15343)",
+    long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    python_requires=">=3.11",
+    packages=find_packages(include=["stackexp", "stackexp.*"]),
+    cmdclass={"build_py": BuildWithConfigs},
+    entry_points={"console_scripts": ["stackexp=stackexp.cli:main"]},
+    install_requires=[
+        "torch>=2.11",
+        "lightning>=2.6,!=2.6.2,!=2.6.3",  # 2.6.2 and 2.6.3 on PyPI were malicious
+        "torchmetrics>=1.9",
+        "tensorboard>=2.20",
+        "omegaconf>=2.4",
+        "mosaicml-streaming>=0.13",
+        "tokenizers>=0.22",
+        "zstandard>=0.23",
+    ],
+    extras_require={
+        "dev": ["pytest>=8", "hypothesis>=6.100", "ruff>=0.12"],
+        "flash": ["flash-attn>=2.8"],
+    },
+)

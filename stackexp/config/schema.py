@@ -1,0 +1,252 @@
+"""The typed schema of an experiment. YAML fills it, `compose` checks it; nothing here needs torch.
+
+A field's limits stand beside it: `at_least`, `above` and `within` put them into the field's metadata,
+`Literal` lists choices. What involves several fields is checked by the section's `problems`, which
+yields `(key, message)` pairs, the key relative to the section.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal, Optional
+
+from stackexp.config.registry import register
+
+Problems = Iterator[tuple[str, str]]
+
+
+def at_least(minimum: float, default: Any) -> Any:
+    """A number >= minimum."""
+    return field(default=default, metadata={"at_least": minimum})
+
+
+def above(bound: float, default: Any) -> Any:
+    """A number > bound."""
+    return field(default=default, metadata={"above": bound})
+
+
+def within(low: float, high: float, default: Any) -> Any:
+    """A number in [low, high]."""
+    return field(default=default, metadata={"within": (low, high)})
+
+
+@register("memory", "stack", builds="stackexp.models.memory:StackMemory")
+@dataclass
+class StackMemoryConfig:
+    """A differentiable stack of `num_slots` vectors of size `head_dim` for each of `num_heads` heads.
+
+    Notation of the paper (arXiv 2507.15343): H = num_heads, d_s = head_dim, S = num_slots, lambda = entropy_weight.
+    """
+
+    kind: str = "stack"
+    # Order of the updates: over the layers for each token, over the tokens for each layer, or both.
+    axis: Literal["depth", "time", "token_major"] = "depth"
+    discipline: Literal["stack", "queue", "push_only"] = "stack"
+    num_heads: int = at_least(1, 4)
+    head_dim: int = at_least(1, 16)
+    num_slots: int = at_least(1, 24)
+    eval_num_slots: Optional[int] = at_least(1, None)  # None: num_slots; S shapes no parameter
+    # none: H * d_s = hidden_size, no W_down and W_up. shared_slices: the authors' code.
+    projection: Literal["low_rank", "none", "shared_slices"] = "low_rank"
+    read: Literal["global", "top"] = "global"
+    read_mask: Literal["multiply", "log", "additive"] = "multiply"
+    action_input: Literal["head", "hidden"] = "head"
+    action_scale: Literal["none", "slice"] = "none"  # slice: logits / sqrt(hidden_size / num_heads)
+    residual_gate: Literal["hidden", "read"] = "hidden"  # g_h h + R, or h + g R
+    site: Literal["after_block", "after_attention", "before_attention"] = "after_block"
+    feedback: bool = False  # axis time: actions and push are computed from h_t + F R_{t-1}
+    entropy_weight: float = at_least(0, 0.001)
+
+    def problems(self, model: "TransformerConfig") -> Problems:
+        width = self.num_heads * self.head_dim
+        if self.projection == "none" and width != model.hidden_size:
+            yield "head_dim", (
+                f"projection none needs num_heads * head_dim = hidden_size, but {self.num_heads} * {self.head_dim} = "
+                f"{width}, not {model.hidden_size}"
+            )
+        if self.projection == "shared_slices" and model.hidden_size % self.num_heads:
+            yield "num_heads", (
+                f"projection shared_slices cuts hidden_size {model.hidden_size} into num_heads slices; "
+                f"{self.num_heads} does not divide it"
+            )
+        if self.action_scale == "slice" and self.action_input != "hidden":
+            yield "action_scale", "slice scales the logits of action_input: hidden; set that too, or action_scale: none"
+        if self.feedback and self.axis != "time":
+            yield "feedback", f"feedback needs axis: time; axis {self.axis} has no earlier read of the same layer"
+        if self.eval_num_slots is not None and self.eval_num_slots < self.num_slots:
+            yield "eval_num_slots", f"must not be smaller than num_slots {self.num_slots}"
+
+
+@register("model", "transformer", builds="stackexp.models.transformer:Transformer")
+@dataclass
+class TransformerConfig:
+    """Decoder of the Llama family: RMSNorm, RoPE, SwiGLU, grouped-query attention, no biases."""
+
+    kind: str = "transformer"
+    vocab_size: int = "${data.vocab_size}"  # type: ignore[assignment]
+    hidden_size: int = at_least(1, 960)
+    num_layers: int = at_least(1, 32)
+    num_heads: int = at_least(1, 15)
+    num_kv_heads: int = at_least(1, 5)
+    intermediate_size: int = at_least(1, 2560)
+    rope_theta: float = above(0, 1e5)
+    norm_eps: float = above(0, 1e-5)
+    tie_embeddings: bool = True
+    # fan_in: truncated normal at 3 sigma, sigma = 1/sqrt(hidden_size), outputs 1/sqrt(2 fan_in (layer+1)) (OLMo).
+    init: Literal["fan_in", "normal"] = "fan_in"
+    init_std: float = above(0, 0.02)  # of init: normal
+    memory: Any = None  # null, or a section of a registered memory kind
+
+    def problems(self) -> Problems:
+        if self.hidden_size % self.num_heads:
+            yield "num_heads", f"{self.num_heads} heads do not divide hidden_size {self.hidden_size}"
+        elif (self.hidden_size // self.num_heads) % 2:
+            yield "num_heads", f"RoPE needs an even head size; hidden_size / num_heads = {self.hidden_size // self.num_heads}"
+        if self.num_heads % self.num_kv_heads:
+            yield "num_kv_heads", f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}"
+
+
+@dataclass
+class DataConfig:
+    """What every source of tokens shares. Sizes of batches are in sequences and tokens, before any division by devices."""
+
+    kind: str = "shards"
+    vocab_size: int = at_least(2, 49152)
+    context_length: int = at_least(2, 2048)
+    global_batch_tokens: int = at_least(1, 2**21)  # tokens per optimizer step over all devices
+    micro_batch_size: int = at_least(1, 8)  # sequences per device and forward pass
+    eval_batch_size: int = at_least(1, 8)  # sequences per device; changes no figure
+    eval_sequences: Optional[int] = at_least(1, None)  # of each set while fitting; None: all
+    shuffle: bool = True
+    num_workers: int = at_least(0, 1)
+    num_canonical_nodes: int = at_least(1, 1)  # fixes the order of samples whatever the number of devices
+
+
+@register("data", "shards", builds="stackexp.datamodules.pretraining:PretrainingData")
+@dataclass
+class ShardsConfig(DataConfig):
+    """Token shards made by `stackexp data prepare`, and named sets of tokens to validate and test on."""
+
+    kind: str = "shards"
+    path: str = "???"  # the folder `data prepare` wrote
+    validation: dict[str, str] = field(default_factory=dict)  # name of the set -> folder of a prepared set
+    test: dict[str, str] = field(default_factory=dict)
+
+
+@register("data", "stdlib", builds="stackexp.datamodules.pretraining:StdlibData")
+@dataclass
+class StdlibConfig(DataConfig):
+    """The Python standard library's own source, prepared on first use and cached: needs no download."""
+
+    kind: str = "stdlib"
+    vocab_size: int = at_least(300, 4096)
+    context_length: int = at_least(2, 256)
+    global_batch_tokens: int = at_least(1, 4096)
+
+
+@register("optimizer", "adamw", builds="stackexp.modules.optimization:build_adamw")
+@dataclass
+class AdamWConfig:
+    """AdamW; norms, biases, embeddings and scalars are not decayed."""
+
+    kind: str = "adamw"
+    lr: float = above(0, 4e-4)
+    beta1: float = within(0, 1, 0.9)
+    beta2: float = within(0, 1, 0.95)
+    eps: float = above(0, 1e-5)
+    weight_decay: float = at_least(0, 0.1)
+
+
+@dataclass
+class ScheduleConfig:
+    """A linear warm-up from 0 over `warmup_steps`, then what the kind says, down to `final_fraction` of the peak."""
+
+    warmup_steps: int = at_least(0, 200)
+    final_fraction: float = within(0, 1, 0.1)
+
+    def problems(self, trainer: "TrainerConfig") -> Problems:
+        if self.warmup_steps >= trainer.max_steps:
+            yield "warmup_steps", f"must be smaller than trainer.max_steps {trainer.max_steps}"
+
+
+@register("schedule", "cosine", builds="stackexp.modules.optimization:cosine")
+@dataclass
+class CosineConfig(ScheduleConfig):
+    kind: str = "cosine"
+
+
+@register("schedule", "linear", builds="stackexp.modules.optimization:linear")
+@dataclass
+class LinearConfig(ScheduleConfig):
+    kind: str = "linear"
+
+
+@register("schedule", "wsd", builds="stackexp.modules.optimization:warmup_stable_decay")
+@dataclass
+class WarmupStableDecayConfig(ScheduleConfig):
+    """Warm-up, constant, then a decay over the last `decay_steps`: linear or 1 - sqrt."""
+
+    kind: str = "wsd"
+    final_fraction: float = within(0, 1, 0.0)
+    decay_steps: int = at_least(1, 1000)
+    decay: Literal["linear", "one_minus_sqrt"] = "one_minus_sqrt"
+
+    def problems(self, trainer: "TrainerConfig") -> Problems:
+        yield from super().problems(trainer)
+        if self.warmup_steps + self.decay_steps > trainer.max_steps:
+            yield "decay_steps", f"warmup_steps + decay_steps exceed trainer.max_steps {trainer.max_steps}"
+
+
+@dataclass
+class TrainerConfig:
+    """Named as in lightning's Trainer where it has a name; steps are optimizer steps throughout."""
+
+    accelerator: Literal["auto", "cpu", "cuda", "mps"] = "auto"
+    devices: int = at_least(1, 1)
+    num_nodes: int = at_least(1, 1)
+    strategy: Literal["auto", "ddp"] = "auto"
+    precision: Literal["32-true", "bf16-mixed", "bf16-true", "64-true"] = "bf16-mixed"
+    max_steps: int = at_least(1, 10_000)
+    gradient_clip_val: Optional[float] = above(0, 1.0)
+    val_check_interval: Optional[int] = at_least(1, 1000)  # None: only at the end
+    checkpoint_interval: int = at_least(1, 1000)
+    keep_checkpoints: int = at_least(1, 2)
+    activation_checkpointing: bool = False
+    compile: bool = False
+    z_loss: float = at_least(0, 0.0)  # weight of the mean squared log-partition function
+
+
+@dataclass
+class LoggingConfig:
+    root: str = "runs"  # run folders are <root>/<name>/<id>
+    tensorboard: bool = True
+    progress_bar: bool = True
+    probe_interval: int = at_least(1, 10)  # steps between the probes of what the memory does
+
+
+@dataclass
+class ExperimentConfig:
+    """One experiment: everything `fit` needs, and what a run folder's config.yaml holds."""
+
+    name: str = "unnamed"
+    seed: int = at_least(0, 0)
+    plugins: list[str] = field(default_factory=list)  # Python files or modules that register more kinds
+    model: Any = field(default_factory=lambda: {"kind": "transformer"})
+    data: Any = field(default_factory=lambda: {"kind": "shards"})
+    optimizer: Any = field(default_factory=lambda: {"kind": "adamw"})
+    schedule: Any = field(default_factory=lambda: {"kind": "cosine"})
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
+
+    @property
+    def accumulate_grad_batches(self) -> int:
+        """Micro-batches per optimizer step: global batch / (devices x micro-batch x context)."""
+        return self.data.global_batch_tokens // self.tokens_per_pass
+
+    @property
+    def tokens_per_pass(self) -> int:
+        """Tokens of one forward pass over all devices."""
+        return self.trainer.devices * self.trainer.num_nodes * self.data.micro_batch_size * self.data.context_length
+
+    @property
+    def total_tokens(self) -> int:
+        return self.trainer.max_steps * self.data.global_batch_tokens
