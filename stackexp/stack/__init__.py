@@ -1,0 +1,91 @@
+"""The memory between layers as two operations: one `step`, and a `scan` over the tokens. Both update, then read.
+
+The state is opaque to callers: make it with `empty`, thread it through. Implementations are modules of this package
+with the same `empty`, `step` and `scan`; `reference` is the specification that the others are tested against.
+
+Everything is computed in float32 at least (float64 stays float64), also under autocast; so is the state.
+"""
+
+import contextlib
+import functools
+import logging
+from collections.abc import Iterator
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from stackexp.stack import eager, reference
+from stackexp.stack.reference import StackOutput, StackState
+
+__all__ = ["StackOutput", "StackState", "empty", "implementation", "scan", "step"]
+
+IMPLEMENTATIONS: dict[str, ModuleType] = {"reference": reference, "eager": eager}
+_wanted = "auto"
+
+
+@contextlib.contextmanager
+def implementation(name: str) -> Iterator[None]:
+    """Use the implementation `name`, or "auto", within this context: for tests and benchmarks."""
+    global _wanted
+    assert name == "auto" or name in IMPLEMENTATIONS, name
+    before, _wanted = _wanted, name
+    try:
+        yield
+    finally:
+        _wanted = before
+
+
+def empty(shape: tuple[int, ...], num_slots: int, head_dim: int, like: Tensor) -> StackState:
+    """Empty stacks for leading dimensions `shape` (heads included), on the device of `like`."""
+    return _pick().empty(shape, num_slots, head_dim, _wide(like[..., :0]))
+
+
+def step(
+    state: StackState, x: Tensor, logits: Tensor, query: Tensor | None, **options: str | int
+) -> tuple[StackOutput, StackState]:
+    """One update and read of every stack. Leading dimensions `...` are any (depth axis: [B, T]).
+
+    x [..., H, D] is what a push would push; logits [..., H, 3] of push, pop, no-op ([..., H, 2] of push, no-op for
+    push_only); query [H, D] is w_g, None for `read: top`. Options: num_slots, discipline, read, read_mask.
+    """
+    with torch.autocast(x.device.type, enabled=False):
+        return _pick().step(state, _wide(x), _wide(logits), query if query is None else _wide(query), **options)
+
+
+def scan(
+    state: StackState,
+    x: Tensor,
+    logits: Tensor,
+    query: Tensor | None,
+    feedback: tuple[Tensor, Tensor] | None = None,
+    **options: str | int,
+) -> tuple[StackOutput, StackState]:
+    """`step` for each token in turn. x [B, T, H, D], logits [B, T, H, 3 or 2]; outputs [B, T, H, ...].
+
+    `feedback` = (P [H*D, H, D], Q [H*D, H, 3 or 2]) adds P R_{t-1} to x_t and Q R_{t-1} to the logits of t.
+    """
+    with torch.autocast(x.device.type, enabled=False):
+        feedback = feedback and (_wide(feedback[0]), _wide(feedback[1]))
+        query = query if query is None else _wide(query)
+        return _pick().scan(state, _wide(x), _wide(logits), query, feedback=feedback, **options)
+
+
+def _pick() -> ModuleType:
+    return IMPLEMENTATIONS[_resolve()]
+
+
+@torch.compiler.assume_constant_result  # under torch.compile the choice is made, and logged, while tracing
+def _resolve() -> str:
+    name = "eager" if _wanted == "auto" else _wanted
+    _log_once(name)
+    return name
+
+
+@functools.cache
+def _log_once(name: str) -> None:
+    logging.getLogger(__name__).info("stack implementation: %s", name)
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()

@@ -1,0 +1,61 @@
+"""Sampling from a decoder, with its cache."""
+
+import torch
+from torch import Tensor
+
+from stackexp.models.transformer import Cache, Transformer
+
+
+@torch.no_grad()
+def generate(
+    model: Transformer,
+    tokens: Tensor,
+    max_new_tokens: int,
+    *,
+    temperature: float = 1.0,
+    top_p: float = 1.0,
+    generator: torch.Generator | None = None,
+    stop_token: int | None = None,
+) -> Tensor:
+    """Continue tokens [B, T] by n <= max_new_tokens tokens: [B, T+n].
+
+    Temperature 0 takes the most probable token; `top_p` < 1 draws from the nucleus, the smallest set of tokens that
+    has at least that probability. A row that has drawn `stop_token` repeats it; n is smaller once every row has.
+    The model is put into eval mode for the call.
+    """
+    was_training = model.training
+    model.eval()
+    cache, new = Cache(), tokens
+    stopped = torch.zeros(len(tokens), dtype=torch.bool, device=tokens.device)
+    try:
+        for _ in range(max_new_tokens):
+            logits = model(new, cache).logits[:, -1]
+            token = sample(logits, temperature, top_p, generator)
+            if stop_token is not None:
+                token = torch.where(stopped, stop_token, token)
+                stopped |= token == stop_token
+            new = token[:, None]
+            tokens = torch.cat([tokens, new], 1)
+            if stopped.all():
+                break
+    finally:
+        model.train(was_training)
+    return tokens
+
+
+def sample(logits: Tensor, temperature: float, top_p: float, generator: torch.Generator | None = None) -> Tensor:
+    """One token for each row of logits [B, V]: [B]."""
+    if temperature == 0:
+        return logits.argmax(-1)
+    probabilities = (logits.float() / temperature).softmax(-1)
+    if top_p < 1:
+        probabilities = nucleus(probabilities, top_p)
+    return torch.multinomial(probabilities, 1, generator=generator)[:, 0]
+
+
+def nucleus(probabilities: Tensor, top_p: float) -> Tensor:
+    """Keep the most probable tokens of [B, V] until they have `top_p` together; the others get 0, unnormalised."""
+    ordered, order = probabilities.sort(-1, descending=True, stable=True)
+    before = ordered.cumsum(-1) - ordered  # the probability of all more probable tokens
+    before[..., 0] = 0  # the first stays, whatever the rounding and top_p
+    return torch.zeros_like(probabilities).scatter(-1, order, ordered.where(before < top_p, 0))

@@ -1,0 +1,185 @@
+"""Memories between layers: what fills the one slot of the decoder (`transformer.py`).
+
+To add one, subclass `Memory` in a file of your own together with a dataclass of its options, register both with
+`@register("memory", "my_memory", config=MyMemoryConfig)`, name the file under `plugins:` and set
+`model.memory.kind=my_memory`. The decoder makes one memory per layer and threads the state.
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from stackexp import stack
+from stackexp.config.schema import StackMemoryConfig, TransformerConfig
+from stackexp.models.initialization import init_weight_
+
+State = Any
+Trace = dict[str, Tensor]
+
+
+class Memory(nn.Module):
+    """A memory of one layer. Subclasses set the three attributes and give `empty_state` and `forward`.
+
+    `axis` says where the state a layer gets comes from, and which leading dimensions `...` it has:
+      depth        the layer before, for the same token; layer 0 gets an empty one. [B, T]: a state per token.
+      time         the same layer, at the token before: `forward` scans its T tokens. [B]
+      token_major  the layer before; layer 0 gets the last layer's at the token before. [B], and always T = 1.
+    A state may be anything made of tensors; it is never changed in place.
+    """
+
+    axis: str = "depth"
+    site: str = "after_block"  # or after_attention, before_attention: where in a block `forward` is called
+    entropy_weight: float = 0.0  # the loss adds entropy_weight x the mean of trace["entropy"] over the layers
+
+    def __init__(self, config: Any, model: TransformerConfig, layer: int) -> None:
+        """`config`: the memory's own section; `model`: the decoder's; `layer`: 0 .. num_layers - 1."""
+        super().__init__()
+
+    def empty_state(self, h: Tensor) -> State:
+        """The state before the first update, for h [B, T, d]."""
+        raise NotImplementedError
+
+    def forward(self, h: Tensor, state: State, probe: bool = False) -> tuple[Tensor, State, Trace]:
+        """h [B, T, d] and state -> new h [B, T, d], new state, trace.
+
+        A trace holds scalars: means over tokens and heads. "entropy" keeps its gradient, for the loss; with `probe`
+        there may be more, for the curves: push, pop, no_op, occupancy, read_share or names of your own.
+        """
+        raise NotImplementedError
+
+    def init_weights(self) -> None:
+        """Draw the parameters afresh; called when the decoder is built, and again after a meta device."""
+        for module in self.modules():
+            if module is not self and hasattr(module, "reset_parameters"):
+                module.reset_parameters()
+
+    def flops_per_token(self, context_length: int) -> float:
+        """Floating point operations of one forward pass per token: 2 per multiply-add."""
+        return 2.0 * sum(parameter.numel() for parameter in self.parameters())
+
+
+class StackMemory(Memory):
+    """H differentiable stacks of S slots of size D = d_s (queues, push-only): every option of `StackMemoryConfig`.
+
+    x = W_down h  [H, D],  a = softmax(A x),  St, M <- update,  R = read with w_g,  h' = g h + W_up concat(R).
+    Parameters (no biases): down d -> H*D, actions A [H, 3, D], query w_g [H, D], up H*D -> d, gate g [1].
+    """
+
+    def __init__(self, config: StackMemoryConfig, model: TransformerConfig, layer: int) -> None:
+        super().__init__(config, model, layer)
+        self.config, self.model, self.layer = config, model, layer
+        self.axis, self.site, self.entropy_weight = config.axis, config.site, config.entropy_weight
+        heads, size, hidden = config.num_heads, config.head_dim, model.hidden_size
+        shared = config.projection == "shared_slices"
+        num_actions = 2 if config.discipline == "push_only" else 3
+        self.down = self.up = self.query = self.feedback = None
+        if config.projection != "none":  # shared_slices: one map for all heads, from and to their slice of h
+            outer, inner = (hidden // heads, size) if shared else (hidden, heads * size)
+            self.down, self.up = _parameter(inner, outer), _parameter(outer, inner)
+        self.actions = _parameter(heads, num_actions, size if config.action_input == "head" else hidden)
+        if config.read == "global":
+            self.query = _parameter(1 if shared else heads, size)
+        if config.feedback:
+            self.feedback = _parameter(hidden, heads * size)
+        self.gate = _parameter(1)
+
+    def init_weights(self) -> None:
+        """As the decoder's: see `init_weight_`; the gate is 1."""
+        for name, weight in self.named_parameters():
+            init_weight_(weight, self.model, self.layer if name == "up" else None)
+        nn.init.ones_(self.gate)
+
+    @property
+    def num_slots(self) -> int:
+        """S; outside training `eval_num_slots`, where set."""
+        return self.config.num_slots if self.training else self.config.eval_num_slots or self.config.num_slots
+
+    def empty_state(self, h: Tensor) -> stack.StackState:
+        leading = h.shape[:2] if self.axis == "depth" else h.shape[:1]
+        return stack.empty((*leading, self.config.num_heads), self.num_slots, self.config.head_dim, like=h)
+
+    def forward(
+        self, h: Tensor, state: stack.StackState, probe: bool = False
+    ) -> tuple[Tensor, stack.StackState, Trace]:
+        config = self.config
+        x = self._push_vectors(h)
+        logits = self._action_logits(h, x)
+        query = self.query if self.query is None else self.query.expand(config.num_heads, -1)
+        options = {"num_slots": self.num_slots, "discipline": config.discipline, "read": config.read}
+        options["read_mask"] = config.read_mask
+        if self.axis == "depth":
+            output, state = stack.step(state, x, logits, query, **options)
+        else:
+            output, state = stack.scan(state, x, logits, query, self._feedback_maps(), **options)
+        read = self._read_out(output.read.to(h.dtype))
+        new_h = self.gate * h + read if config.residual_gate == "hidden" else h + self.gate * read
+        trace = {"entropy": output.entropy.mean()}
+        if probe:
+            trace |= _probes(output, read, h)
+        return new_h.to(h.dtype), state, trace
+
+    def _push_vectors(self, h: Tensor) -> Tensor:
+        """x [..., H, D] = W_down h [..., d]."""
+        if self.down is None:
+            return h.unflatten(-1, (self.config.num_heads, -1))
+        if self.config.projection == "shared_slices":
+            return F.linear(h.unflatten(-1, (self.config.num_heads, -1)), self.down)
+        return F.linear(h, self.down).unflatten(-1, (self.config.num_heads, -1))
+
+    def _action_logits(self, h: Tensor, x: Tensor) -> Tensor:
+        """A x, or A h for `action_input: hidden` [..., H, 3]."""
+        if self.config.action_input == "head":
+            logits = torch.einsum("...hd,had->...ha", x, self.actions)
+        else:
+            logits = F.linear(h, self.actions.flatten(0, 1)).unflatten(-1, (self.config.num_heads, -1))
+        if self.config.action_scale == "slice":
+            logits = logits / math.sqrt(self.model.hidden_size / self.config.num_heads)
+        return logits
+
+    def _read_out(self, read: Tensor) -> Tensor:
+        """W_up concat(R) [..., d] of R [..., H, D]."""
+        if self.up is None:
+            return read.flatten(-2)
+        if self.config.projection == "shared_slices":
+            return F.linear(read, self.up).flatten(-2)
+        return F.linear(read.flatten(-2), self.up)
+
+    def _feedback_maps(self) -> tuple[Tensor, Tensor] | None:
+        """What F R_{t-1} adds to x_t and to the logits, as maps of R: both are linear in h."""
+        if self.feedback is None:
+            return None
+        columns = self.feedback.T  # [H*D, d]: h for each number of R
+        x = self._push_vectors(columns)
+        return x, self._action_logits(columns, x)
+
+    def flops_per_token(self, context_length: int) -> float:
+        """Projections, actions, and the update (3) and the read (2 multiply-adds) of each occupied number."""
+        config = self.config
+        copies = config.num_heads if config.projection == "shared_slices" else 1  # the one map serves every head
+        matmuls = copies * sum(w.numel() for w in (self.down, self.up) if w is not None) + self.actions.numel()
+        updates = {"depth": self.layer + 1, "time": context_length, "token_major": context_length}[config.axis]
+        numbers = config.num_heads * config.head_dim
+        if config.feedback:
+            matmuls += numbers * (numbers + config.num_heads * self.actions.shape[1])
+        return 2.0 * matmuls + 2.0 * 5 * numbers * min(updates, config.num_slots)
+
+
+def _parameter(*shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.empty(shape))
+
+
+@torch.no_grad()
+def _probes(output: stack.StackOutput, read: Tensor, h: Tensor) -> Trace:
+    """Means over tokens and heads; occupancy is the sum of M, read_share |W_up R| / |h|."""
+    push, pop, no_op = output.action.flatten(0, -2).mean(0)
+    share = read.float().norm(dim=-1) / h.float().norm(dim=-1)
+    return {
+        "push": push,
+        "pop": pop,
+        "no_op": no_op,
+        "occupancy": output.occupancy.mean(),
+        "read_share": share.mean(),
+    }

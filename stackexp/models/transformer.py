@@ -1,0 +1,258 @@
+"""The decoder: Llama family, one slot per layer for a memory (`memory.py`). `memory: null` is the plain Transformer."""
+
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from stackexp.config import registry
+from stackexp.config.schema import TransformerConfig
+from stackexp.models.initialization import init_weight_
+from stackexp.models.memory import Memory, State, Trace
+
+KeysValues = tuple[Tensor, Tensor]  # each [B, kv heads, tokens so far, head size]
+
+
+class DecoderOutput(NamedTuple):
+    logits: Tensor  # [B, T, V]
+    entropy: Tensor  # mean action entropy over tokens, heads and layers in nats, []; 0 without a memory
+    probes: list[Trace] | None  # with probe=True, what each layer's memory tells of itself, as scalars
+
+
+@dataclass
+class Cache:
+    """What a decoder keeps of the tokens it has seen; `forward` reads and advances it."""
+
+    length: int = 0
+    keys_values: dict[int, KeysValues] = field(default_factory=dict)  # of each layer
+    states: dict[int, State] = field(default_factory=dict)  # of the memory; see `Transformer._decode`
+
+
+class Linear(nn.Linear):
+    """No bias, and no draw of random numbers when constructed: `Transformer.init_weights` does that."""
+
+    def __init__(self, in_features: int, out_features: int) -> None:
+        super().__init__(in_features, out_features, bias=False)
+
+    def reset_parameters(self) -> None:
+        pass
+
+
+class Embedding(nn.Embedding):
+    """No draw of random numbers when constructed."""
+
+    def reset_parameters(self) -> None:
+        pass
+
+
+class Attention(nn.Module):
+    """Causal grouped-query attention with RoPE."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.head_size = config.hidden_size // config.num_heads
+        self.grouped = config.num_kv_heads != config.num_heads
+        self.q_proj = Linear(config.hidden_size, config.hidden_size)
+        self.k_proj = Linear(config.hidden_size, config.num_kv_heads * self.head_size)
+        self.v_proj = Linear(config.hidden_size, config.num_kv_heads * self.head_size)
+        self.o_proj = Linear(config.hidden_size, config.hidden_size)
+
+    def forward(self, x: Tensor, rope: Tensor, past: KeysValues | None) -> tuple[Tensor, KeysValues]:
+        """x [B, T, d] -> [B, T, d] and the keys and values of all tokens so far."""
+        q, k, v = (
+            projection(x).unflatten(-1, (-1, self.head_size)).transpose(1, 2)  # [B, heads, T, head size]
+            for projection in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        q, k = rotate(q, rope), rotate(k, rope)
+        if past is not None:
+            k, v = torch.cat([past[0], k], 2), torch.cat([past[1], v], 2)
+        new, seen = q.shape[2], k.shape[2]
+        mask = None  # bool [T, tokens so far]; needed only for several tokens after earlier ones
+        if 1 < new < seen:
+            mask = torch.ones(new, seen, dtype=torch.bool, device=x.device).tril(seen - new)
+        y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=new == seen, enable_gqa=self.grouped)
+        return self.o_proj(y.transpose(1, 2).flatten(2)), (k, v)
+
+
+class FeedForward(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.gate_proj = Linear(config.hidden_size, config.intermediate_size)
+        self.up_proj = Linear(config.hidden_size, config.intermediate_size)
+        self.down_proj = Linear(config.intermediate_size, config.hidden_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Block(nn.Module):
+    """One layer: attention and feed-forward, each behind a norm and added to h, and perhaps a memory at its site."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(config.hidden_size, config.norm_eps)
+        self.attention = Attention(config)
+        self.feed_forward_norm = nn.RMSNorm(config.hidden_size, config.norm_eps)
+        self.feed_forward = FeedForward(config)
+        self.memory: Memory | None = None
+
+    def forward(
+        self, h: Tensor, state: State, past: KeysValues | None, rope: Tensor, probe: bool
+    ) -> tuple[Tensor, State, KeysValues, Trace]:
+        """h [B, T, d] and the memory's state (None: empty) -> new h, new state, keys and values, trace."""
+        trace: Trace = {}
+        site = self.memory.site if self.memory else None
+        if self.memory and state is None:
+            state = self.memory.empty_state(h)
+        if site == "before_attention":
+            h, state, trace = self.memory(h, state, probe)
+        attended, present = self.attention(self.attention_norm(h), rope, past)
+        h = h + attended
+        if site == "after_attention":
+            h, state, trace = self.memory(h, state, probe)
+        h = h + self.feed_forward(self.feed_forward_norm(h))
+        if site == "after_block":
+            h, state, trace = self.memory(h, state, probe)
+        return h, state, present, trace
+
+
+class Transformer(nn.Module):
+    """Decoder of the Llama family with a slot for a memory in each layer.
+
+    Set `checkpoint_blocks` to recompute each block in the backward pass instead of keeping its activations.
+    """
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.checkpoint_blocks = False
+        self.embedding = Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(Block(config) for _ in range(config.num_layers))
+        self.norm = nn.RMSNorm(config.hidden_size, config.norm_eps)
+        self.head = None if config.tie_embeddings else Linear(config.hidden_size, config.vocab_size)
+        self._init_backbone()  # before any memory exists: the same draws with and without one
+        if config.memory is not None:
+            for i, layer in enumerate(self.layers):
+                layer.memory = registry.build("memory", config.memory, model=config, layer=i)
+                layer.memory.init_weights()
+
+    @property
+    def memories(self) -> list[Memory]:
+        """The memory of each layer; empty without one."""
+        return [layer.memory for layer in self.layers if layer.memory is not None]
+
+    @property
+    def axis(self) -> str | None:
+        return self.memories[0].axis if self.memories else None
+
+    @property
+    def entropy_weight(self) -> float:
+        """lambda, the weight of the action entropy in the loss."""
+        return self.memories[0].entropy_weight if self.memories else 0.0
+
+    def forward(self, tokens: Tensor, cache: Cache | None = None, probe: bool = False) -> DecoderOutput:
+        """tokens [B, T] int64, which follow those in `cache`, if given -> logits [B, T, V] of each next token."""
+        h = self.embedding(tokens)
+        if self.axis == "token_major":  # all layers for one token, then the next
+            cache = Cache() if cache is None else cache
+            columns, traces = zip(*(self._decode(column, cache, probe) for column in h.split(1, 1)), strict=True)
+            h, traces = torch.cat(columns, 1), [_mean(of_layer) for of_layer in zip(*traces, strict=True)]
+        else:
+            h, traces = self._decode(h, cache, probe)
+        logits = F.linear(self.norm(h), self.head.weight if self.head else self.embedding.weight)
+        entropies = [trace["entropy"] for trace in traces if "entropy" in trace]
+        entropy = torch.stack(entropies).mean() if entropies else logits.new_zeros((), dtype=torch.float32)
+        probes = [{name: value.detach() for name, value in trace.items()} for trace in traces] if probe else None
+        return DecoderOutput(logits, entropy, probes)
+
+    def _decode(self, h: Tensor, cache: Cache | None, probe: bool) -> tuple[Tensor, list[Trace]]:
+        """All layers over h [B, T, d].
+
+        A layer takes its memory's state from states[key] and leaves it there. One key for all layers hands the state
+        from layer to layer (depth, token_major), a key for each keeps it with the layer (time); a dict in the cache
+        lasts from token to token (time, token_major), a new one for this pass (depth).
+        """
+        rope = rope_table(self.config, cache.length if cache else 0, h.shape[1], h)
+        states = cache.states if cache and self.axis != "depth" else {}
+        traces = []
+        for i, layer in enumerate(self.layers):
+            key = i if self.axis == "time" else 0
+            past = cache.keys_values.get(i) if cache else None
+            h, states[key], present, trace = self._run(layer, h, states.get(key), past, rope, probe)
+            traces.append(trace)
+            if cache:
+                cache.keys_values[i] = present
+        if cache:
+            cache.length += h.shape[1]
+        return h, traces
+
+    def _run(self, layer: Block, *args: Any) -> tuple[Tensor, State, KeysValues, Trace]:
+        if self.checkpoint_blocks and torch.is_grad_enabled():
+            return checkpoint(layer, *args, use_reentrant=False, preserve_rng_state=False)
+        return layer(*args)
+
+    def init_weights(self) -> None:
+        """Draw all parameters afresh, the backbone's first; needed after `to_empty` from the meta device."""
+        self._init_backbone()
+        for memory in self.memories:
+            memory.init_weights()
+
+    def _init_backbone(self) -> None:
+        init_weight_(self.embedding.weight, self.config)
+        for i, layer in enumerate(self.layers):
+            attention, ffn = layer.attention, layer.feed_forward
+            for linear in (attention.q_proj, attention.k_proj, attention.v_proj, ffn.gate_proj, ffn.up_proj):
+                init_weight_(linear.weight, self.config)
+            for linear in (attention.o_proj, ffn.down_proj):
+                init_weight_(linear.weight, self.config, output_of_layer=i)
+            nn.init.ones_(layer.attention_norm.weight)
+            nn.init.ones_(layer.feed_forward_norm.weight)
+        nn.init.ones_(self.norm.weight)
+        if self.head:
+            init_weight_(self.head.weight, self.config)
+
+    def num_parameters(self, memory: bool | None = None) -> int:
+        """All parameters, a tied embedding counted once; only the memory's (True) or the backbone's (False)."""
+        of_memory = sum(p.numel() for m in self.memories for p in m.parameters())
+        if memory is True:
+            return of_memory
+        total = sum(p.numel() for p in self.parameters())
+        return total if memory is None else total - of_memory
+
+    def flops_per_token(self, context_length: int) -> float:
+        """Floating point operations of one training pass (3 x forward) per token of a sequence of `context_length`.
+
+        2 per multiply-add of every matrix product and of the memory; attention as dense: 4 context_length d a layer.
+        """
+        config = self.config
+        tied = 0 if self.head else self.embedding.weight.numel()  # the embedding is a look-up, the head a product
+        matmuls = sum(m.weight.numel() for m in self.modules() if isinstance(m, Linear)) + tied
+        attention = 4.0 * config.num_layers * context_length * config.hidden_size
+        memory = sum(m.flops_per_token(context_length) for m in self.memories)
+        return 3 * (2.0 * matmuls + attention + memory)
+
+
+def rope_table(config: TransformerConfig, start: int, length: int, like: Tensor) -> Tensor:
+    """Angles' cosine and sine for positions start .. start+length-1 [2, length, head size / 2], float32 at least."""
+    dtype = torch.promote_types(like.dtype, torch.float32)
+    size = config.hidden_size // config.num_heads
+    frequencies = config.rope_theta ** (-torch.arange(0, size, 2, device=like.device, dtype=dtype) / size)
+    angles = torch.arange(start, start + length, device=like.device, dtype=dtype).outer(frequencies)
+    return torch.stack([angles.cos(), angles.sin()])
+
+
+def rotate(x: Tensor, rope: Tensor) -> Tensor:
+    """RoPE of x [B, heads, T, head size]; the two numbers of a pair stand half a head apart, as in Llama's code."""
+    first, second = x.chunk(2, -1)
+    cos, sin = rope
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)
+
+
+def _mean(traces: tuple[Trace, ...]) -> Trace:
+    """The mean of each scalar over several traces of one layer."""
+    return {name: torch.stack([trace[name] for trace in traces]).mean() for name in traces[0]}
