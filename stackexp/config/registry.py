@@ -9,10 +9,16 @@ needs no torch. A plugin holds dataclass and module together:
 
 import importlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from typing import Any
 
-SECTIONS = {"model": "model", "model.memory": "memory", "data": "data", "optimizer": "optimizer", "schedule": "schedule"}
+SECTIONS = {
+    "model": "model",
+    "model.memory": "memory",
+    "data": "data",
+    "optimizer": "optimizer",
+    "schedule": "schedule",
+}
 """Sections of a config that are chosen by `kind`, and the group each draws from."""
 
 
@@ -42,13 +48,19 @@ def register(group: str, kind: str, *, builds: str | None = None, config: type |
 
     def decorate(decorated: type) -> type:
         entry = Entry(config or decorated, builds or decorated)
+        if not is_dataclass(entry.config) or getattr(entry.config, "kind", None) != kind:
+            raise ValueError(f'{entry.config.__name__} must be a dataclass with the field `kind: str = "{kind}"`')
         known = _entries.get((group, kind))
-        if known and (known.config.__module__, known.config.__qualname__) != (entry.config.__module__, entry.config.__qualname__):
+        if known and _identity(known.config) != _identity(entry.config):
             raise ValueError(f"{group} kind {kind!r} is registered already, by {known.config.__module__}")
         _entries[group, kind] = entry
         return decorated
 
     return decorate
+
+
+def _identity(cls: type) -> tuple[str, str]:
+    return cls.__module__, cls.__qualname__
 
 
 def kinds(group: str) -> list[str]:

@@ -5,6 +5,7 @@ A field's limits stand beside it: `at_least`, `above` and `within` put them into
 yields `(key, message)` pairs, the key relative to the section.
 """
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal, Optional
@@ -59,14 +60,18 @@ class StackMemoryConfig:
     def problems(self, model: "TransformerConfig") -> Problems:
         width = self.num_heads * self.head_dim
         if self.projection == "none" and width != model.hidden_size:
-            yield "head_dim", (
-                f"projection none needs num_heads * head_dim = hidden_size, but {self.num_heads} * {self.head_dim} = "
-                f"{width}, not {model.hidden_size}"
+            product = f"{self.num_heads} * {self.head_dim} = {width}"
+            yield (
+                "head_dim",
+                f"projection none needs num_heads * head_dim = hidden_size, but {product}, not {model.hidden_size}",
             )
         if self.projection == "shared_slices" and model.hidden_size % self.num_heads:
-            yield "num_heads", (
-                f"projection shared_slices cuts hidden_size {model.hidden_size} into num_heads slices; "
-                f"{self.num_heads} does not divide it"
+            yield (
+                "num_heads",
+                (
+                    f"projection shared_slices cuts hidden_size {model.hidden_size} into num_heads slices; "
+                    f"{self.num_heads} does not divide it"
+                ),
             )
         if self.action_scale == "slice" and self.action_input != "hidden":
             yield "action_scale", "slice scales the logits of action_input: hidden; set that too, or action_scale: none"
@@ -100,14 +105,15 @@ class TransformerConfig:
         if self.hidden_size % self.num_heads:
             yield "num_heads", f"{self.num_heads} heads do not divide hidden_size {self.hidden_size}"
         elif (self.hidden_size // self.num_heads) % 2:
-            yield "num_heads", f"RoPE needs an even head size; hidden_size / num_heads = {self.hidden_size // self.num_heads}"
+            head_size = self.hidden_size // self.num_heads
+            yield "num_heads", f"RoPE needs an even head size, but hidden_size / num_heads = {head_size}"
         if self.num_heads % self.num_kv_heads:
             yield "num_kv_heads", f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}"
 
 
 @dataclass
 class DataConfig:
-    """What every source of tokens shares. Sizes of batches are in sequences and tokens, before any division by devices."""
+    """What every source of tokens shares."""
 
     kind: str = "shards"
     vocab_size: int = at_least(2, 49152)
@@ -160,6 +166,7 @@ class AdamWConfig:
 class ScheduleConfig:
     """A linear warm-up from 0 over `warmup_steps`, then what the kind says, down to `final_fraction` of the peak."""
 
+    kind: str = "cosine"
     warmup_steps: int = at_least(0, 200)
     final_fraction: float = within(0, 1, 0.1)
 
@@ -236,6 +243,20 @@ class ExperimentConfig:
     schedule: Any = field(default_factory=lambda: {"kind": "cosine"})
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
+
+    def problems(self) -> Problems:
+        if not re.fullmatch(r"[\w+-][\w.+-]*(/[\w+-][\w.+-]*)*", self.name):
+            yield "name", f"{self.name!r} cannot name run folders; use letters, digits and . _ - + between slashes"
+        batch, step = self.data.global_batch_tokens, self.tokens_per_pass
+        if batch % step:
+            nearest = max(1, round(batch / step)) * step
+            yield (
+                "data.global_batch_tokens",
+                (
+                    f"{batch} is not a multiple of trainer.devices * trainer.num_nodes * data.micro_batch_size * "
+                    f"data.context_length = {step}; the nearest that is: {nearest}"
+                ),
+            )
 
     @property
     def accumulate_grad_batches(self) -> int:

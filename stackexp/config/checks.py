@@ -1,0 +1,98 @@
+"""What a config must satisfy beyond its types, and how a mistake is told: origin, key, expectation, in one line."""
+
+import dataclasses
+import math
+import re
+import types
+import typing
+from collections.abc import Iterator
+from typing import Any, Literal, Union
+
+from stackexp.config.schema import ExperimentConfig
+from stackexp.config.yaml_files import nearest
+from stackexp.errors import ConfigError
+
+Origins = dict[str, str]
+"""Full key -> where its value was written; keys left at their default are missing."""
+
+
+def mistake(origin: str, key: str, message: str) -> ConfigError:
+    """`origin: key: message`, without the origin where a default is at fault."""
+    return ConfigError(": ".join(part for part in (origin, key, message) if part))
+
+
+def expected(hint: Any, metadata: typing.Mapping[str, Any]) -> str:
+    """A field's type and limits in words: `an integer >= 1`, `one of depth, time, token_major`."""
+    if typing.get_origin(hint) in (Union, types.UnionType):
+        options = [t for t in typing.get_args(hint) if t is not type(None)]
+        return " or ".join([*(expected(t, metadata) for t in options), "null"])
+    if typing.get_origin(hint) is Literal:
+        return f"one of {', '.join(map(str, typing.get_args(hint)))}"
+    words = {int: "an integer", float: "a number", bool: "true or false", str: "text"}
+    word = words.get(hint) or {list: "a list", dict: "a mapping"}.get(typing.get_origin(hint), str(hint))
+    if "at_least" in metadata:
+        return f"{word} >= {metadata['at_least']}"
+    if "above" in metadata:
+        return f"{word} > {metadata['above']}"
+    if "within" in metadata:
+        return "{} from {} to {}".format(word, *metadata["within"])
+    return word
+
+
+def wrong_value(origin: str, key: str, cls: type, field: str, value: Any) -> ConfigError:
+    """The error of a value that a field cannot take, with the nearest right one."""
+    hint = typing.get_type_hints(cls)[field]
+    metadata = next(f.metadata for f in dataclasses.fields(cls) if f.name == field)
+    if value is None or value == "":
+        found = "null" if value is None else "empty text"
+    else:
+        found = "a mapping" if isinstance(value, dict) else repr(value)
+    options = [hint, *typing.get_args(hint)] if typing.get_origin(hint) is Union else [hint]
+    choices = [str(choice) for t in options if typing.get_origin(t) is Literal for choice in typing.get_args(t)]
+    close = nearest(value, choices) if isinstance(value, str) else ""
+    if int in options and isinstance(value, float) and value.is_integer():
+        close = f"; write {int(value)}"
+    return mistake(origin, key, f"expected {expected(hint, metadata)}, found {found}{close}")
+
+
+def check(config: ExperimentConfig, origins: Origins) -> None:
+    """Limits of single values first, then what involves several. Raises ConfigError for the first mistake."""
+    for path, section in walk(config):
+        for field in dataclasses.fields(section):
+            value, key = getattr(section, field.name), f"{path}{field.name}"
+            if not _in_range(value, field.metadata):
+                raise wrong_value(origins.get(key, ""), key, type(section), field.name, value)
+    context = {"model.memory.": (config.model,), "schedule.": (config.trainer,)}
+    for path, section in walk(config):
+        for key, message in getattr(section, "problems", _no_problems)(*context.get(path, ())):
+            full_key = f"{path}{key}"
+            causes = _causes(message, path, full_key, origins)
+            raise mistake(origins.get(full_key, ""), full_key, message + causes)
+
+
+def walk(section: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """A section and the sections within it, each with the prefix of its keys: `model.memory.`"""
+    yield path, section
+    for field in dataclasses.fields(section):
+        if dataclasses.is_dataclass(getattr(section, field.name)):
+            yield from walk(getattr(section, field.name), f"{path}{field.name}.")
+
+
+def _no_problems(*_: Any) -> Iterator[tuple[str, str]]:
+    return iter(())
+
+
+def _in_range(value: Any, metadata: typing.Mapping[str, Any]) -> bool:
+    if not isinstance(value, int | float):
+        return True
+    low, high = metadata.get("within", (metadata.get("at_least", -math.inf), math.inf))
+    return math.isfinite(value) and low <= value <= high and value > metadata.get("above", -math.inf)
+
+
+def _causes(message: str, path: str, key: str, origins: Origins) -> str:
+    """Where the other keys that a message names were written: ` (trainer.max_steps: override …)`."""
+    outer = path.rstrip(".").rpartition(".")[0]
+    prefixes = [path, f"{outer}." if outer else ""]
+    named = [prefix + word for word in re.findall(r"[a-z][a-z_.]*[a-z]", message) for prefix in prefixes]
+    found = [k for k in dict.fromkeys(named) if k != key and origins.get(k) and origins[k] != origins.get(key)]
+    return f" ({'; '.join(f'{k}: {origins[k]}' for k in found)})" if found else ""

@@ -1,0 +1,150 @@
+"""Files and overrides -> one typed, checked config. Needs no torch; every mistake is a ConfigError of one line.
+
+    config = compose(["quickstart"], ["model.memory=queue", "trainer.max_steps=100"])
+
+Interpolation is resolved once, last: `${data.vocab_size}` and `${div:a,b}`, the exact quotient of two integers.
+"""
+
+import dataclasses
+import difflib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from stackexp.config.checks import check, mistake, wrong_value
+from stackexp.config.interpolation import first_line, keys, resolve
+from stackexp.config.layers import Layers, find_config, origin_of
+from stackexp.config.plugins import import_plugin
+from stackexp.config.registry import SECTIONS, kinds, lookup
+from stackexp.config.schema import ExperimentConfig
+from stackexp.config.yaml_files import Leaf, Tree, nearest
+
+
+def compose(configs: list[str], overrides: list[str] | tuple[str, ...] = ()) -> ExperimentConfig:
+    """Compose configs (shipped names or paths, in order) and overrides (`a.b=c`, `--a.b=c` or `--a.b c`).
+
+    Raises ConfigError, one line naming file or override, full key, expectation and the nearest right name.
+    """
+    layers = Layers()
+    for name in configs:
+        layers.add_file(find_config(name))
+    layers.add_overrides(list(overrides))
+    if configs and "name" not in layers.tree:
+        layers.tree["name"] = Leaf("+".join(Path(c).stem if Path(c).suffix else c for c in configs), "")
+    layers.tree["plugins"] = Leaf([import_plugin(name, folder) for name, folder in layers.plugins], "")
+    return _typed(layers.tree)
+
+
+def load(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> ExperimentConfig:
+    """The config of a run folder's config.yaml, or of any config file, with overrides on top."""
+    return compose([str(path)], overrides)
+
+
+def to_yaml(config: ExperimentConfig) -> str:
+    """A config as YAML that `load` turns into an equal one."""
+    return OmegaConf.to_yaml(OmegaConf.structured(config))
+
+
+def _typed(tree: Tree) -> ExperimentConfig:
+    origins = {key: leaf.origin for key, leaf in _leaves(tree)}
+    root = _skeleton(tree)
+    _fill(root, tree, "", root)
+    for key in sorted(OmegaConf.missing_keys(root)):
+        raise mistake(origins.get(key, ""), key, f"a value is required; set it with {key}=VALUE")
+    resolve(root, root, "", origins)
+    config = OmegaConf.to_object(root)
+    check(config, origins)
+    return config
+
+
+def _leaves(tree: Tree, path: str = "") -> Iterator[tuple[str, Leaf]]:
+    for key, value in tree.items():
+        if isinstance(value, Leaf):
+            yield path + key, value
+        else:
+            yield from _leaves(value, f"{path}{key}.")
+
+
+def _skeleton(tree: Tree) -> DictConfig:
+    """The schema with every section that is chosen by `kind` in its place, at its defaults."""
+    root = OmegaConf.structured(ExperimentConfig)
+    for section, group in SECTIONS.items():
+        *outer, name = section.split(".")
+        parent, place = root, tree
+        for part in outer:
+            parent, place = parent[part], place[part]
+        if name not in parent or name not in place:
+            continue
+        chosen = place[name]
+        if isinstance(chosen, Leaf) and chosen.value is None:
+            parent[name] = None
+            continue
+        parent[name] = OmegaConf.structured(_chosen_class(section, group, chosen))
+    return root
+
+
+def _chosen_class(section: str, group: str, chosen: Leaf | Tree) -> type:
+    known = kinds(group)
+    kind = chosen.get("kind") if isinstance(chosen, dict) else None
+    if kind is None:
+        ways = f"{section}=NAME (see `configs list`) or {section}.kind=KIND ({', '.join(known)})"
+        raise mistake(origin_of(chosen), section, f"is switched off here; choose one with {ways}")
+    value = kind.value if isinstance(kind, Leaf) else "a mapping"
+    if value not in known:
+        hint = nearest(str(value), known)
+        raise mistake(kind.origin, f"{section}.kind", f"expected one of {', '.join(known)}, found {value!r}{hint}")
+    return lookup(group, value).config
+
+
+def _fill(node: DictConfig, tree: Tree, path: str, root: DictConfig) -> None:
+    """Put the values of a tree into their fields, checking names and types."""
+    cls = OmegaConf.get_type(node)
+    fields = {f.name for f in dataclasses.fields(cls)} if dataclasses.is_dataclass(cls) else None
+    for name, value in tree.items():
+        key = path + name
+        if fields is not None and name not in fields:
+            raise mistake(origin_of(value), key, f"unknown key{_nearest_key(name, path, root)}")
+        child = node._get_node(name) if name in node else None
+        if isinstance(value, dict) and isinstance(child, DictConfig) and not child._is_none():
+            _fill(child, value, f"{key}.", root)
+            continue
+        plain = _plain(value)
+        bad = isinstance(plain, int) and not isinstance(plain, bool) and _takes(cls, name, bool)
+        try:
+            if bad:
+                raise TypeError
+            if isinstance(plain, list):
+                node[name] = plain
+            else:
+                node.merge_with({name: plain})
+        except (OmegaConfBaseException, TypeError) as error:
+            if fields is None:
+                raise mistake(origin_of(value), key, f"expected text, found {plain!r}") from error
+            if isinstance(plain, str) and "${" in plain:
+                message = f"malformed interpolation {plain}: {first_line(error)}"
+                raise mistake(origin_of(value), key, message) from error
+            raise wrong_value(origin_of(value), key, cls, name, plain) from error
+
+
+def _takes(cls: type, name: str, kind: type) -> bool:
+    return dataclasses.is_dataclass(cls) and cls.__annotations__.get(name) is kind
+
+
+def _plain(value: Leaf | Tree) -> Any:
+    return value.value if isinstance(value, Leaf) else {key: _plain(item) for key, item in value.items()}
+
+
+def _nearest_key(name: str, path: str, root: DictConfig) -> str:
+    """The nearest key in the same section, else the same name elsewhere, else the nearest full key."""
+    if "." in name:
+        return "; write the parts of a key one inside the other, or as an override"
+    known = keys(root)
+    beside = {key.removeprefix(path).split(".")[0] for key in known if key.startswith(path)}
+    close = difflib.get_close_matches(name, beside, n=1, cutoff=0.6)
+    elsewhere = [key for key in known if key.split(".")[-1] == name]
+    if close or elsewhere:
+        return f"; did you mean {path + close[0] if close else elsewhere[0]!r}?"
+    return nearest(path + name, known) or f"; {path.rstrip('.') or 'a config'} has {', '.join(sorted(beside))}"
