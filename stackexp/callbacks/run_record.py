@@ -1,0 +1,81 @@
+"""Writes the run folder while the run goes on: metrics.jsonl, and TensorBoard's copy of it."""
+
+import json
+import os
+import time
+from typing import Any
+
+import lightning.pytorch as pl
+
+from stackexp.callbacks.tensorboard import TensorBoardCopy
+from stackexp.modules.metrics import macro_average
+from stackexp.runs import RunFolder
+
+
+class RunRecord(pl.Callback):
+    """One line per optimizer step, from what module and callbacks put into `module.step_metrics`; one per validation.
+
+    A line is in the file before the step's checkpoint is written, so no checkpoint is ahead of its record.
+    """
+
+    def __init__(self, run: RunFolder, tensorboard: bool):
+        self._run = run
+        self._wants_tensorboard = tensorboard
+        self._tensorboard: TensorBoardCopy | None = None
+        self._recorded_steps = 0
+        self.last_line: dict[str, Any] = {}
+
+    def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        self._recorded_steps = trainer.global_step
+        if not trainer.is_global_zero:
+            return
+        self._run.forget_after(trainer.global_step)
+        trainer.datamodule.tokenizer.save(str(self._run.tokenizer))
+        self._file = open(self._run.metrics, "a", encoding="utf-8")  # noqa: SIM115
+        if self._wants_tensorboard:
+            self._tensorboard = TensorBoardCopy(self._run.path, list(self._run.read_metrics()))
+
+    def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
+        if trainer.global_step == self._recorded_steps:
+            return  # a micro-batch that did not end a step
+        self._recorded_steps = trainer.global_step
+        self._write(trainer, module, module.step_metrics.drain())
+
+    def on_validation_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        if trainer.state.fn == "fit":
+            self._write(trainer, module, validation_tags(module.set_metrics))
+
+    def _write(self, trainer: pl.Trainer, module: pl.LightningModule, metrics: dict[str, float]) -> None:
+        if not trainer.is_global_zero:
+            return
+        step = trainer.global_step
+        tokens = step * module.config.data.global_batch_tokens
+        line = {"step": step, "tokens": tokens, "time": round(time.time(), 3)} | metrics
+        self.last_line = self.last_line | line
+        self._file.write(json.dumps(line) + "\n")
+        self._file.flush()
+        if self._tensorboard:
+            self._tensorboard.write(line)
+
+    def on_save_checkpoint(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.is_global_zero and trainer.training:
+            os.fsync(self._file.fileno())
+
+    def finish(self, config: dict[str, Any], figures: dict[str, float], step: int) -> None:
+        """After the run: hyperparameters with the final figures."""
+        self._file.close()
+        if self._tensorboard:
+            self._tensorboard.finish(config, figures, step)
+
+    def on_exception(self, *_: Any) -> None:
+        if self._tensorboard:
+            self._tensorboard.close()
+
+
+def validation_tags(sets: dict[str, dict[str, float]]) -> dict[str, float]:
+    """`validation/<figure>/<set>` for every set, and their unweighted mean as the set `average`."""
+    with_average = sets | {"average": macro_average(sets)}
+    figures = ("loss", "perplexity", "bits_per_byte")
+    return {
+        f"validation/{figure}/{name}": values[figure] for name, values in with_average.items() for figure in figures
+    }

@@ -1,0 +1,50 @@
+"""Tokens and floating-point operations per second."""
+
+import time
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+
+PEAK_BF16_FLOPS = {
+    "A100": 312e12,
+    "H100 PCIe": 756e12,
+    "H100": 989e12,
+    "H200": 989e12,
+    "B200": 2250e12,
+}
+"""Dense bfloat16 peak of one card, from the makers' data sheets; the first name found in the device's name counts."""
+
+
+class Throughput(pl.Callback):
+    """throughput/tokens_per_second over all devices, and MFU where the card's peak is known, else FLOP/s.
+
+    Timed between the ends of consecutive optimizer steps, loading included, validation left out. FLOPs are counted
+    from the model's structure (`flops_per_token`); what activation checkpointing computes again is not counted.
+    """
+
+    def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        self._since = time.perf_counter()
+        self._step = trainer.global_step
+        self._flops_per_token = module.model.flops_per_token(module.config.data.context_length)
+        self._peak = peak_flops(module.device) * trainer.world_size
+
+    def on_validation_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        self._since = time.perf_counter()
+
+    def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
+        if trainer.global_step == self._step:
+            return
+        now = time.perf_counter()
+        tokens_per_second = module.config.data.global_batch_tokens / (now - self._since)
+        flops = tokens_per_second * self._flops_per_token
+        self._since, self._step = now, trainer.global_step
+        module.step_metrics.add("throughput/tokens_per_second", torch.tensor(tokens_per_second, device=module.device))
+        tag, value = ("throughput/mfu", flops / self._peak) if self._peak else ("throughput/flops_per_second", flops)
+        module.step_metrics.add(tag, torch.tensor(value, device=module.device))
+
+
+def peak_flops(device: torch.device) -> float:
+    """bfloat16 peak of the card in FLOP/s; 0.0 where it is not known, as on a CPU."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    return next((peak for card, peak in PEAK_BF16_FLOPS.items() if card in name), 0.0)

@@ -1,0 +1,117 @@
+"""Checkpoints: written whole or not at all, and read with one clear line where they do not fit."""
+
+import os
+import pickle
+import random
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.plugins import TorchCheckpointIO
+from torch import nn
+
+from stackexp.config.compose import to_dict
+from stackexp.config.schema import ExperimentConfig
+from stackexp.errors import RunError
+from stackexp.runs import RunFolder
+
+VERSION = 1
+
+
+class AtomicCheckpointIO(TorchCheckpointIO):
+    """Write beside the target, flush to disk, then rename: a kill leaves the old state or the new one."""
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(f".{path.name}.{os.getpid()}")
+        try:
+            with open(temporary, "wb") as file:
+                torch.save(checkpoint, file)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+
+class CheckpointState(pl.Callback):
+    """What a checkpoint holds beyond Lightning's own: the config, the token count and the generators' states."""
+
+    def on_save_checkpoint(self, trainer: pl.Trainer, module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
+        checkpoint["stackexp"] = {
+            "version": VERSION,
+            "config": to_dict(module.config),
+            "tokens": trainer.global_step * module.config.data.global_batch_tokens,
+            "python_rng": random.getstate(),
+            "torch_rng": torch.get_rng_state(),
+            "cuda_rng": torch.cuda.get_rng_state_all(),
+        }
+
+    def on_load_checkpoint(self, trainer: pl.Trainer, module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
+        state = checkpoint["stackexp"]
+        random.setstate(state["python_rng"])
+        torch.set_rng_state(state["torch_rng"])
+        if len(state["cuda_rng"]) == torch.cuda.device_count():
+            torch.cuda.set_rng_state_all(state["cuda_rng"])
+
+
+def read(path: Path) -> dict[str, Any]:
+    """The checkpoint at `path`, its tensors mapped from the file. Raises RunError if missing, damaged or foreign."""
+    if not path.is_file():
+        raise RunError(f"{path}: no such checkpoint; give a .ckpt file of a run's checkpoints/ folder, or `last`")
+    try:
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except (RuntimeError, pickle.UnpicklingError, EOFError, ValueError, OSError) as error:
+        raise RunError(f"{path}: damaged, or not a checkpoint ({_first_line(error)}); use an older one") from None
+    if not isinstance(checkpoint, dict) or "stackexp" not in checkpoint:
+        raise RunError(f"{path}: not a stackexp checkpoint (it holds no `stackexp` entry)")
+    if (version := checkpoint["stackexp"]["version"]) != VERSION:
+        raise RunError(f"{path}: checkpoint version {version}, but this stackexp reads version {VERSION}")
+    return checkpoint
+
+
+def check_fits(path: Path, checkpoint: dict[str, Any], config: ExperimentConfig) -> None:
+    """Raise RunError, naming the first option that differs, unless the config describes the checkpoint's model."""
+    ours, theirs = flatten(to_dict(config)["model"]), flatten(checkpoint["stackexp"]["config"]["model"])
+    for key in sorted(ours.keys() | theirs.keys()):
+        if ours.get(key) != theirs.get(key):
+            raise RunError(
+                f"{path}: another architecture: model.{key} is {theirs.get(key)} in the checkpoint, "
+                f"{ours.get(key)} in the config; resume with the run's own config.yaml"
+            )
+
+
+def choose(run: RunFolder, ckpt_path: str | None) -> Path:
+    """`ckpt_path`, or the run's newest checkpoint. Raises RunError if there is none."""
+    path = Path(ckpt_path) if ckpt_path else run.newest_checkpoint()
+    if path is None:
+        raise RunError(f"{run.checkpoints}: no checkpoint yet; wait for the first one or give --ckpt_path")
+    return path
+
+
+def load_weights(module: nn.Module, path: Path) -> None:
+    """Load a checkpoint's weights into a LanguageModeling. Raises RunError, naming the first one that does not fit."""
+    state = read(path)["state_dict"]
+    own = module.state_dict()
+    for name in sorted(state.keys() | own.keys()):
+        theirs, ours = (str(list(s[name].shape)) if name in s else "absent" for s in (state, own))
+        if theirs != ours:
+            raise RunError(
+                f"{path}: another architecture: {name} is {theirs} in the checkpoint, {ours} in the config's model; "
+                "use the run's own config.yaml"
+            )
+    module.load_state_dict(state)
+
+
+def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{"a": {"b": 1}} -> {"a.b": 1}."""
+    leaves: dict[str, Any] = {}
+    for key, value in tree.items():
+        leaves |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return leaves
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:120]

@@ -1,0 +1,116 @@
+"""Next-token training and evaluation of a decoder with a memory between its layers."""
+
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from stackexp.config import registry
+from stackexp.config.schema import ExperimentConfig
+from stackexp.errors import RunError
+from stackexp.modules.metrics import CorpusLoss, StepMetrics
+
+Batch = dict[str, Tensor]  # tokens [B, T] int64; index [B] int64: number of the sample in its set, -1 for padding
+
+
+class LanguageModeling(pl.LightningModule):
+    """L = L_LM + lambda * mean action entropy (+ z_loss * mean squared log-partition function).
+
+    As in OLMo, a sample of T tokens gives T - 1 predictions. `step_metrics` collects what one optimizer step has to
+    tell, `set_metrics` the result of the last evaluation: {set: {loss, perplexity, bits_per_byte, tokens, bytes}}.
+    """
+
+    def __init__(self, config: ExperimentConfig):
+        super().__init__()
+        self.config = config
+        self.model = registry.build("model", config.model)
+        self.model.checkpoint_blocks = config.trainer.activation_checkpointing
+        if config.trainer.compile:
+            self.model.compile()
+        self.step_metrics = StepMetrics()
+        self.set_metrics: dict[str, dict[str, float]] = {}
+        self.probe = False  # whether the next forward pass also measures what the memory does
+        self._samples: list[Tensor] = []  # of the optimizer step under way
+
+    def setup(self, stage: str) -> None:
+        self.register_buffer("token_bytes", torch.from_numpy(self.trainer.datamodule.token_bytes), persistent=False)
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        self._samples.append(batch["index"])
+        output = self.model(batch["tokens"], probe=self.probe)
+        loss = per_token_loss(output.logits, batch["tokens"]).mean()
+        self.step_metrics.add("loss/train", loss)
+        self._add_probes(output.probes or [])
+        if self.model.entropy_weight:
+            self.step_metrics.add("loss/action_entropy", output.entropy)
+            loss = loss + self.model.entropy_weight * output.entropy
+        if self.config.trainer.z_loss:
+            z_loss = output.logits[:, :-1].float().logsumexp(-1).square().mean()
+            self.step_metrics.add("loss/z", z_loss)
+            loss = loss + self.config.trainer.z_loss * z_loss
+        return loss
+
+    def _add_probes(self, probes: list[dict[str, Tensor]]) -> None:
+        for layer, probe in enumerate(probes):
+            for name, value in probe.items():
+                self.step_metrics.add(f"memory/{name}/layer_{layer:02d}", value)
+
+    def configure_optimizers(self) -> dict[str, Any]:
+        config = self.config
+        optimizer = registry.build("optimizer", config.optimizer, self.model)
+        factor = registry.build("schedule", config.schedule, config.trainer.max_steps)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    def configure_gradient_clipping(self, optimizer: torch.optim.Optimizer, *_: Any, **__: Any) -> None:
+        """Clip by the global norm, and refuse to step on a loss or gradient that is not finite."""
+        gradients = [p.grad for p in self.parameters() if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm(gradients)
+        if not torch.isfinite(norm):
+            raise RunError(self._not_finite(norm))
+        if self.config.trainer.gradient_clip_val is not None:
+            torch.nn.utils.clip_grads_with_norm_(self.parameters(), self.config.trainer.gradient_clip_val, norm)
+        self.step_metrics.add("optimizer/grad_norm", norm)
+        self.step_metrics.add("optimizer/lr", torch.tensor(optimizer.param_groups[0]["lr"], device=self.device))
+        self._samples.clear()
+
+    def _not_finite(self, norm: Tensor) -> str:
+        loss = self.step_metrics.drain()["loss/train"]
+        samples = torch.cat(self._samples).tolist()
+        return (
+            f"step {self.global_step + 1}: loss {loss} with gradient norm {norm.item()} on samples {samples} of rank "
+            f"{self.global_rank}; nothing was updated; lower optimizer.lr or look at these samples"
+        )
+
+    # Evaluation: `validate` and `test` differ only in their sets.
+
+    def on_validation_epoch_start(self) -> None:
+        self._start_evaluation("validate")
+
+    def on_test_epoch_start(self) -> None:
+        self._start_evaluation("test")
+
+    def _start_evaluation(self, stage: str) -> None:
+        names = self.trainer.datamodule.set_names(stage)
+        self._corpus_losses = {name: CorpusLoss().to(self.device) for name in names}
+
+    def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
+        losses = per_token_loss(self.model(batch["tokens"]).logits, batch["tokens"])
+        corpus_loss = list(self._corpus_losses.values())[dataloader_idx]
+        corpus_loss.update(losses, self.token_bytes[batch["tokens"][:, 1:]], batch["index"] >= 0)
+
+    test_step = validation_step
+
+    def on_validation_epoch_end(self) -> None:
+        self.set_metrics = {name: metric.compute() for name, metric in self._corpus_losses.items()}
+
+    on_test_epoch_end = on_validation_epoch_end
+
+
+def per_token_loss(logits: Tensor, tokens: Tensor) -> Tensor:
+    """Cross entropy in nats, [B, T - 1], of the next token; logits [B, T, V], tokens [B, T]; computed in float32."""
+    return F.cross_entropy(logits[:, :-1].float().flatten(0, 1), tokens[:, 1:].flatten(), reduction="none").view_as(
+        tokens[:, 1:]
+    )

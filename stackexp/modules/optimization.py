@@ -1,0 +1,57 @@
+"""AdamW and the learning-rate schedules, each a function from the optimizer step to a factor of the peak rate."""
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from stackexp.config.schema import AdamWConfig, CosineConfig, LinearConfig, ScheduleConfig, WarmupStableDecayConfig
+
+Factor = Callable[[int], float]
+
+
+def build_adamw(config: AdamWConfig, model: nn.Module) -> torch.optim.AdamW:
+    """AdamW in two groups: matrices decay; embeddings, norms, biases, gates and other scalars do not."""
+    embeddings = {p for module in model.modules() if isinstance(module, nn.Embedding) for p in module.parameters()}
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    decays = [p.ndim >= 2 and p not in embeddings for p in parameters]
+    groups = [
+        {"params": [p for p, d in zip(parameters, decays, strict=True) if d], "weight_decay": config.weight_decay},
+        {"params": [p for p, d in zip(parameters, decays, strict=True) if not d], "weight_decay": 0.0},
+    ]
+    fused = all(p.device.type in ("cpu", "cuda") for p in parameters)
+    return torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=fused)
+
+
+def cosine(config: CosineConfig, max_steps: int) -> Factor:
+    return _decaying(config, max_steps, lambda done: 0.5 * (1 + math.cos(math.pi * done)))
+
+
+def linear(config: LinearConfig, max_steps: int) -> Factor:
+    return _decaying(config, max_steps, lambda done: 1 - done)
+
+
+def _decaying(config: ScheduleConfig, max_steps: int, shape: Factor) -> Factor:
+    """From 1 after the warm-up to `final_fraction` at max_steps, as `shape` goes from 1 to 0."""
+
+    def factor(step: int) -> float:
+        if step < config.warmup_steps:
+            return step / config.warmup_steps
+        done = min(1.0, (step - config.warmup_steps) / (max_steps - config.warmup_steps))
+        return config.final_fraction + (1 - config.final_fraction) * shape(done)
+
+    return factor
+
+
+def warmup_stable_decay(config: WarmupStableDecayConfig, max_steps: int) -> Factor:
+    """Constant between warm-up and the last `decay_steps` (SmolLM's recipes)."""
+    shape = {"linear": lambda done: 1 - done, "one_minus_sqrt": lambda done: 1 - math.sqrt(done)}[config.decay]
+
+    def factor(step: int) -> float:
+        if step < config.warmup_steps:
+            return step / config.warmup_steps
+        done = min(1.0, max(0.0, (step - (max_steps - config.decay_steps)) / config.decay_steps))
+        return config.final_fraction + (1 - config.final_fraction) * shape(done)
+
+    return factor

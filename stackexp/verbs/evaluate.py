@@ -1,0 +1,56 @@
+"""`stackexp validate` and `stackexp test`: the figures of a checkpoint on every named set."""
+
+import json
+import time
+from pathlib import Path
+from typing import Literal
+
+from stackexp import runs
+from stackexp.config import compose, registry
+from stackexp.config.schema import ExperimentConfig
+from stackexp.errors import RunError
+from stackexp.modules import checkpoints
+from stackexp.modules.language_modeling import LanguageModeling
+from stackexp.modules.metrics import macro_average
+from stackexp.reports.tables import set_table
+from stackexp.verbs.trainer import build_trainer
+
+
+def run(
+    stage: Literal["validate", "test"],
+    run: str | None,
+    config: ExperimentConfig | None,
+    ckpt_path: str | None,
+    overrides: list[str],
+) -> int:
+    """Evaluate a run's newest checkpoint (or `ckpt_path`), or `config` with `ckpt_path`, on the whole of every set.
+
+    With a run the figures also go to <run>/<stage>.json.
+    """
+    if run is not None:
+        folder = runs.at(run)
+        config = compose.load(str(folder.config), overrides)
+        checkpoint = checkpoints.choose(folder, ckpt_path)
+    else:
+        assert config and ckpt_path, "the command line asks for --run, or for --config and --ckpt_path"
+        folder, checkpoint = None, Path(ckpt_path)
+    data = registry.build("data", config.data, seed=config.seed)
+    module = LanguageModeling(config)
+    checkpoints.load_weights(module, checkpoint)
+    trainer = build_trainer(config, [])
+    evaluate = trainer.validate if stage == "validate" else trainer.test
+    if not data.set_names(stage):
+        raise RunError(f"data.{stage}: no sets to {stage} on; name some in the config's data section")
+    evaluate(module, data, verbose=False)
+    if trainer.is_global_zero:
+        print(f"{checkpoint}\n\n{set_table(module.set_metrics)}")
+        if folder is not None:
+            record = {
+                "checkpoint": str(checkpoint),
+                "overrides": overrides,
+                "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+                "sets": module.set_metrics,
+                "average": macro_average(module.set_metrics),
+            }
+            runs.write_atomically(folder.path / f"{stage}.json", json.dumps(record, indent=2))
+    return 0

@@ -1,0 +1,47 @@
+"""`stackexp generate`: continue a prompt with a run's model."""
+
+import torch
+from tokenizers import Tokenizer
+from torch import nn
+
+from stackexp import runs
+from stackexp.config import compose
+from stackexp.data.tokenizer import END_OF_DOCUMENT
+from stackexp.models.generation import generate
+from stackexp.modules import checkpoints
+from stackexp.modules.language_modeling import LanguageModeling
+
+
+def run(
+    run: str, ckpt_path: str | None, prompt: str, max_new_tokens: int, temperature: float, top_p: float, seed: int
+) -> int:
+    """Print the prompt and its continuation by the model of a run's newest checkpoint, or of `ckpt_path`."""
+    folder = runs.at(run)
+    module = LanguageModeling(compose.load(str(folder.config)))
+    checkpoints.load_weights(module, checkpoints.choose(folder, ckpt_path))
+    tokenizer = Tokenizer.from_file(str(folder.tokenizer))
+    print(sample(module.model, tokenizer, prompt, max_new_tokens, temperature, top_p, seed))
+    return 0
+
+
+def sample(
+    model: nn.Module,
+    tokenizer: Tokenizer,
+    prompt: str,
+    max_new_tokens: int,
+    temperature: float,
+    top_p: float,
+    seed: int,
+) -> str:
+    """The prompt and what follows it, until the end of the document or `max_new_tokens`. An empty prompt opens one."""
+    device = next(model.parameters()).device
+    end = tokenizer.token_to_id(END_OF_DOCUMENT)
+    tokens = torch.tensor([tokenizer.encode(prompt).ids or [end]], device=device)
+    generator = torch.Generator(device).manual_seed(seed)
+    was_training = model.training
+    model.eval()
+    tokens = generate(
+        model, tokens, max_new_tokens, temperature=temperature, top_p=top_p, generator=generator, stop_token=end
+    )
+    model.train(was_training)
+    return tokenizer.decode(tokens[0].tolist())

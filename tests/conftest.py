@@ -1,0 +1,81 @@
+"""A small corpus of real text and a small experiment, shared by the tests that run the program."""
+
+import os
+from pathlib import Path
+
+import pytest
+import yaml
+from processes import Program
+
+TINY = {
+    "name": "tiny",
+    "model": {
+        "hidden_size": 32,
+        "num_layers": 2,
+        "num_heads": 2,
+        "num_kv_heads": 1,
+        "intermediate_size": 64,
+        "memory": {"kind": "stack", "num_heads": 2, "head_dim": 4, "num_slots": 4},
+    },
+    "data": {
+        "kind": "shards",
+        "vocab_size": 300,
+        "context_length": 32,
+        "global_batch_tokens": 256,
+        "micro_batch_size": 4,
+        "eval_batch_size": 4,
+        "num_workers": 0,
+    },
+    "optimizer": {"lr": 3e-3},
+    "schedule": {"warmup_steps": 2},
+    "trainer": {
+        "accelerator": "cpu",
+        "precision": "32-true",
+        "max_steps": 12,
+        "val_check_interval": 6,
+        "checkpoint_interval": 4,
+    },
+    "logging": {"probe_interval": 5},
+}
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory) -> dict[str, Path]:
+    """Prepared sets `train`, `left` and `right` of this repository's and the standard library's own text."""
+    from stackexp.verbs.prepare import main
+
+    folder = tmp_path_factory.mktemp("corpus")
+    stdlib = Path(os.__file__).parent
+    sets = {}
+    for name, files in {"train": ("argparse.py", "ast.py"), "left": ("bisect.py",), "right": ("heapq.py",)}.items():
+        source = folder / "text" / name
+        source.mkdir(parents=True)
+        for file in files:
+            (source / file).with_suffix(".txt").write_text((stdlib / file).read_text())
+        tokenizer = ["--tokenizer", str(sets["train"] / "tokenizer.json")] if sets else ["--vocab-size", "300"]
+        sets[name] = folder / name
+        argv = [str(source), "--to", str(sets[name]), "--context-length", "32", "--workers", "1", *tokenizer]
+        assert main(argv) == 0
+    return sets
+
+
+@pytest.fixture
+def tiny(corpus, tmp_path) -> Path:
+    """The YAML of an experiment of a few seconds, its runs under tmp_path/runs."""
+    config = TINY | {
+        "data": TINY["data"]
+        | {
+            "path": str(corpus["train"]),
+            "validation": {"left": str(corpus["left"]), "right": str(corpus["right"])},
+            "test": {"right": str(corpus["right"])},
+        },
+        "logging": TINY["logging"] | {"root": str(tmp_path / "runs")},
+    }
+    path = tmp_path / "tiny.yaml"
+    path.write_text(yaml.safe_dump(config))
+    return path
+
+
+@pytest.fixture
+def program(tmp_path) -> Program:
+    return Program(tmp_path)

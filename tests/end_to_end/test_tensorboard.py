@@ -1,0 +1,68 @@
+"""The real TensorBoard server shows a run's curves in a real browser."""
+
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import urllib.request
+
+import pytest
+from processes import kill, wait_until
+
+CHROMIUM = shutil.which("chromium")
+# Without --disable-3d-apis the curves are drawn by WebGL, which a headless machine does not have.
+FLAGS = (
+    "--headless --no-sandbox --disable-gpu --disable-3d-apis --disable-quic --no-first-run --disable-sync "
+    "--disable-background-networking --disable-component-update --disable-dev-shm-usage --window-size=1600,3000 "
+    "--virtual-time-budget=20000"
+).split()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def answers(url: str) -> bool:
+    try:
+        return urllib.request.urlopen(url, timeout=5).status == 200
+    except OSError:
+        return False
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs chromium on PATH (apt-get install chromium)")
+def test_curves_of_a_run_are_on_the_page(program, tiny, tmp_path):
+    program.run("fit", "--config", tiny)
+    url = f"http://127.0.0.1:{free_port()}"
+    command = [sys.executable, "-m", "tensorboard.main", "--logdir", str(tmp_path / "runs"), "--load_fast=false"]
+    server = subprocess.Popen(
+        [*command, "--host", "127.0.0.1", "--port", url.rsplit(":", 1)[1]],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        wait_until(lambda: answers(f"{url}/data/plugin/timeseries/tags"), server)
+        profile = tmp_path / "profile"
+        page = subprocess.run(
+            [CHROMIUM, *FLAGS, f"--user-data-dir={profile}", "--dump-dom", f"{url}/#timeseries"],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=True,
+        ).stdout
+    finally:
+        kill(server)
+    cards = page.split("<card-view ")[1:]
+    drawn = {}
+    for card in cards:
+        title = re.search(r'title="([^"]+/[^"]+)"', card)
+        # A curve is a path of straight lines alone, one between each two neighbouring points.
+        paths = re.findall(r'd="(M[\d.,-]+(?:L[\d.,-]+)+)"', card)
+        drawn[title[1]] = max((path.count("L") for path in paths), default=0)
+    assert drawn["loss/train"] == 11, "12 steps"
+    assert drawn["loss/train_by_tokens"] == 11
+    assert drawn["memory/entropy/layer_00"] == 2, "probed at steps 1, 5 and 10"

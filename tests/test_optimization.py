@@ -1,0 +1,56 @@
+"""Parameter groups and schedules."""
+
+import pytest
+import torch
+from torch import nn
+
+from stackexp.config.schema import AdamWConfig, CosineConfig, LinearConfig, WarmupStableDecayConfig
+from stackexp.modules.optimization import build_adamw, cosine, linear, warmup_stable_decay
+
+
+class Toy(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(5, 4)
+        self.linear = nn.Linear(4, 4)
+        self.norm = nn.RMSNorm(4)
+        self.actions = nn.Parameter(torch.ones(2, 3, 4))
+        self.gate = nn.Parameter(torch.ones(()))
+
+
+def test_only_matrices_decay():
+    model = Toy()
+    optimizer = build_adamw(AdamWConfig(weight_decay=0.3), model)
+    names = {p: name for name, p in model.named_parameters()}
+    decayed, kept = ({names[p] for p in group["params"]} for group in optimizer.param_groups)
+    assert decayed == {"linear.weight", "actions"}
+    assert kept == {"embedding.weight", "linear.bias", "norm.weight", "gate"}
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.3, 0.0]
+
+
+def test_options_reach_adamw():
+    optimizer = build_adamw(AdamWConfig(lr=0.5, beta1=0.8, beta2=0.7, eps=1e-3), Toy())
+    assert optimizer.defaults["lr"] == 0.5
+    assert optimizer.defaults["betas"] == (0.8, 0.7)
+    assert optimizer.defaults["eps"] == 1e-3
+    assert optimizer.defaults["fused"]
+
+
+@pytest.mark.parametrize(
+    ("factor", "expected"),
+    [
+        (cosine(CosineConfig(warmup_steps=10, final_fraction=0.2), 110), {0: 0, 5: 0.5, 10: 1, 60: 0.6, 110: 0.2}),
+        (linear(LinearConfig(warmup_steps=10, final_fraction=0.2), 110), {0: 0, 10: 1, 35: 0.8, 110: 0.2, 120: 0.2}),
+        (linear(LinearConfig(warmup_steps=0, final_fraction=0), 4), {0: 1, 1: 0.75, 4: 0}),
+        (
+            warmup_stable_decay(WarmupStableDecayConfig(warmup_steps=10, decay_steps=40, decay="linear"), 100),
+            {5: 0.5, 10: 1, 60: 1, 80: 0.5, 100: 0},
+        ),
+        (
+            warmup_stable_decay(WarmupStableDecayConfig(warmup_steps=10, decay_steps=40, final_fraction=0.5), 100),
+            {60: 1, 70: 0.75, 100: 0.5},
+        ),
+    ],
+)
+def test_schedules(factor, expected):
+    assert {step: factor(step) for step in expected} == pytest.approx(expected)
