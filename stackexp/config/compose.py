@@ -48,6 +48,11 @@ def to_yaml(config: ExperimentConfig) -> str:
     return OmegaConf.to_yaml(OmegaConf.structured(config))
 
 
+def to_dict(config: ExperimentConfig) -> dict[str, Any]:
+    """A config as plain nested dicts."""
+    return OmegaConf.to_container(OmegaConf.structured(config))  # type: ignore[return-value]
+
+
 def _typed(tree: Tree) -> ExperimentConfig:
     origins = {key: leaf.origin for key, leaf in _leaves(tree)}
     root = _skeleton(tree)
