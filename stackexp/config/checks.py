@@ -63,11 +63,15 @@ def check(config: ExperimentConfig, origins: Origins) -> None:
             if not _in_range(value, field.metadata):
                 raise wrong_value(origins.get(key, ""), key, type(section), field.name, value)
     context = {"model.memory.": (config.model,), "schedule.": (config.trainer,)}
+    keys = {path + field.name for path, section in walk(config) for field in dataclasses.fields(section)}
     for path, section in walk(config):
         for key, message in getattr(section, "problems", _no_problems)(*context.get(path, ())):
             full_key = f"{path}{key}"
-            causes = _causes(message, path, full_key, origins)
-            raise mistake(origins.get(full_key, ""), full_key, message + causes)
+            named = [
+                key for key in _named_keys(message, path, keys) if origins.get(key, "") != origins.get(full_key, "")
+            ]
+            others = "; ".join(f"{key}: {origins[key]}" for key in named if origins.get(key))
+            raise mistake(origins.get(full_key, ""), full_key, f"{message} ({others})" if others else message)
 
 
 def walk(section: Any, path: str = "") -> Iterator[tuple[str, Any]]:
@@ -89,10 +93,9 @@ def _in_range(value: Any, metadata: typing.Mapping[str, Any]) -> bool:
     return math.isfinite(value) and low <= value <= high and value > metadata.get("above", -math.inf)
 
 
-def _causes(message: str, path: str, key: str, origins: Origins) -> str:
-    """Where the other keys that a message names were written: ` (trainer.max_steps: override …)`."""
-    outer = path.rstrip(".").rpartition(".")[0]
-    prefixes = [path, f"{outer}." if outer else ""]
-    named = [prefix + word for word in re.findall(r"[a-z][a-z_.]*[a-z]", message) for prefix in prefixes]
-    found = [k for k in dict.fromkeys(named) if k != key and origins.get(k) and origins[k] != origins.get(key)]
-    return f" ({'; '.join(f'{k}: {origins[k]}' for k in found)})" if found else ""
+def _named_keys(message: str, path: str, keys: set[str]) -> list[str]:
+    """The full keys that a message of the section `path` names: its own, those of the section around it, full ones."""
+    prefixes = [path, path.rstrip(".").rpartition(".")[0] + ".", ""]
+    words = re.findall(r"[a-z][a-z_.]*[a-z]", message)
+    found = (next((prefix + word for prefix in prefixes if prefix + word in keys), None) for word in words)
+    return [key for key in dict.fromkeys(found) if key]

@@ -43,14 +43,14 @@ def load(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Exper
     return compose([str(path)], overrides)
 
 
+def to_dict(config: ExperimentConfig) -> dict[str, Any]:
+    """A config as plain nested dicts, for checkpoints and loggers."""
+    return dataclasses.asdict(config)
+
+
 def to_yaml(config: ExperimentConfig) -> str:
     """A config as YAML that `load` turns into an equal one."""
-    return OmegaConf.to_yaml(OmegaConf.structured(config))
-
-
-def to_dict(config: ExperimentConfig) -> dict[str, Any]:
-    """A config as plain nested dicts."""
-    return OmegaConf.to_container(OmegaConf.structured(config))  # type: ignore[return-value]
+    return OmegaConf.to_yaml(OmegaConf.create(to_dict(config)))
 
 
 def _typed(tree: Tree) -> ExperimentConfig:

@@ -37,9 +37,9 @@ def display(path: Path) -> str:
     return os.path.relpath(absolute, here) if absolute.startswith(here + os.sep) else absolute
 
 
-def nearest(name: str, candidates: Iterable[str]) -> str:
+def nearest(name: str, candidates: Iterable[str], cutoff: float = 0.6) -> str:
     """`; did you mean 'x'?` for the closest candidate, or nothing."""
-    found = difflib.get_close_matches(name, list(candidates), n=1, cutoff=0.6)
+    found = difflib.get_close_matches(name, list(candidates), n=1, cutoff=cutoff)
     return f"; did you mean {found[0]!r}?" if found else ""
 
 

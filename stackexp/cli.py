@@ -1,0 +1,240 @@
+"""The command line. Nothing heavy is imported before the config has been composed and checked."""
+
+import argparse
+import dataclasses
+import errno
+import os
+import sys
+from pathlib import Path
+from typing import Any, NoReturn
+
+from stackexp.errors import ConfigError, RunError
+
+USAGE = """\
+usage: python -m stackexp VERB [OPTIONS] [KEY=VALUE ...]
+
+  fit        train the model of a config
+  validate   loss, perplexity and bits per byte on the validation sets
+  test       the same on the test sets
+  generate   continue a text with a trained model
+  configs    list | show NAME: the shipped configs and the choices for their sections
+  data       prepare: turn text into token shards
+
+examples:
+  python -m stackexp fit --config quickstart
+  python -m stackexp fit --config quickstart model.memory=queue trainer.max_steps=100
+  python -m stackexp fit --config quickstart --ckpt_path last
+  python -m stackexp validate --run runs/quickstart/ID
+  python -m stackexp VERB --help
+
+exit codes: 0 done, 1 a run failed, 2 a mistake in config or command line, 130 interrupted
+"""
+
+CONFIG_HELP = """\
+--config takes a shipped name (`configs list`) or the path of a YAML file, and may stand several times.
+Overrides are spelled KEY=VALUE, --KEY=VALUE or --KEY VALUE. A section given a name is a choice of file:
+model=transformer-360m, model.memory=queue; model.memory=null switches the memory off.
+"""
+
+
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line, and takes no abbreviations."""
+
+    def __init__(self, verb: str, purpose: str, examples: list[str], usage: str, about: str = "") -> None:
+        lines = "".join(f"  python -m stackexp {example}\n" for example in examples)
+        super().__init__(
+            prog=f"python -m stackexp {verb}",
+            usage=f"python -m stackexp {verb} {usage}",
+            description=purpose,
+            epilog=f"{about}\nexamples:\n{lines}",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+        self.verb = verb
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{self.verb}: {message} (see python -m stackexp {self.verb} --help)")
+
+    def split(self, argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+        """The options, and the overrides that are left. An argument that looks like a misspelt option is an error."""
+        options, overrides = self.parse_known_args(argv)
+        flags = [flag for action in self._actions for flag in action.option_strings]
+        for argument in overrides:
+            name = argument.partition("=")[0]
+            hint = nearest(name, flags, cutoff=0.7) if name.startswith("-") and name[2:] not in _top_keys() else ""
+            if hint:
+                self.error(f"unknown option {name}{hint}")
+        return options, overrides
+
+    def parse(self, argv: list[str]) -> argparse.Namespace:
+        """The options of a verb that takes no overrides."""
+        options, rest = self.split(argv)
+        if rest:
+            self.error(f"unexpected argument {rest[0]}")
+        return options
+
+
+def nearest(name: str, candidates: list[str], cutoff: float = 0.6) -> str:
+    from stackexp.config.yaml_files import nearest as find
+
+    return find(name, candidates, cutoff)
+
+
+def _top_keys() -> list[str]:
+    from stackexp.config.schema import ExperimentConfig
+
+    return [field.name for field in dataclasses.fields(ExperimentConfig)]
+
+
+def fit(argv: list[str]) -> int:
+    examples = [
+        "fit --config quickstart",
+        "fit --config quickstart model.memory.num_slots=32 --seed 1",
+        "fit --config quickstart --ckpt_path last",
+    ]
+    usage = "--config NAME_OR_PATH [OPTIONS] [KEY=VALUE ...]"
+    parser = Parser("fit", "Train the model of a config. The record is the run folder.", examples, usage, CONFIG_HELP)
+    parser.add_argument("--config", action="append", metavar="NAME_OR_PATH")
+    parser.add_argument("--ckpt_path", metavar="last|PATH", help="resume the newest unfinished run, or a checkpoint")
+    parser.add_argument("--print-config", action="store_true", help="print the resolved config and exit")
+    options, overrides = parser.split(argv)
+    if not options.config:
+        parser.error("--config NAME_OR_PATH is missing; `configs list` shows the names")
+    from stackexp.config import compose
+
+    config = compose.compose(options.config, overrides)
+    if options.print_config:
+        print(compose.to_yaml(config), end="")
+        return 0
+    from stackexp.verbs import fit as verb
+
+    return verb.run(config, options.ckpt_path)
+
+
+def evaluate(stage: Any, argv: list[str]) -> int:
+    examples = [f"{stage} --run runs/quickstart/ID", f"{stage} --config quickstart --ckpt_path model.ckpt"]
+    usage = "(--run FOLDER | --config NAME_OR_PATH --ckpt_path PATH) [KEY=VALUE ...]"
+    parser = Parser(stage, f"The figures of a model on every set of data.{stage}", examples, usage, CONFIG_HELP)
+    parser.add_argument("--run", metavar="FOLDER", help="a run folder: its config and its newest checkpoint")
+    parser.add_argument("--config", action="append", default=[], metavar="NAME_OR_PATH")
+    parser.add_argument("--ckpt_path", metavar="PATH", help="a checkpoint to take instead, or for --config")
+    options, overrides = parser.split(argv)
+    if bool(options.run) == bool(options.config):
+        parser.error("give either --run, or --config and --ckpt_path")
+    if options.config and not options.ckpt_path:
+        parser.error("--config needs --ckpt_path, the checkpoint to evaluate")
+    from stackexp.config import compose
+
+    configs = [str(_run_config(parser, options.run))] if options.run else options.config
+    config = compose.compose(configs, overrides)
+    from stackexp.verbs import evaluate as verb
+
+    return verb.run(stage, options.run, config, options.ckpt_path, overrides)
+
+
+def generate(argv: list[str]) -> int:
+    examples = ["generate --run runs/quickstart/ID --prompt 'def main('", "generate --run RUN --temperature 0"]
+    parser = Parser("generate", "Continue a text with the model of a run.", examples, "--run FOLDER [OPTIONS]")
+    parser.add_argument("--run", metavar="FOLDER", required=True, help="a run folder")
+    parser.add_argument("--ckpt_path", metavar="PATH", help="a checkpoint instead of the run's newest")
+    parser.add_argument("--prompt", default="", help="text to continue (default: none)")
+    parser.add_argument("--max_new_tokens", type=int, default=128, metavar="N", help="default: %(default)s")
+    parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token (default: 0.8)")
+    parser.add_argument("--top_p", type=float, default=0.95, help="sample from this mass of tokens (default: 0.95)")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse(argv)
+    if options.max_new_tokens < 1:
+        parser.error(f"--max_new_tokens: expected an integer >= 1, found {options.max_new_tokens}")
+    if not 0 <= options.temperature < float("inf"):
+        parser.error(f"--temperature: expected a number >= 0, found {options.temperature}")
+    if not 0 < options.top_p <= 1:
+        parser.error(f"--top_p: expected a number above 0, up to 1, found {options.top_p}")
+    _run_config(parser, options.run)
+    from stackexp.verbs import generate as verb
+
+    return verb.run(**vars(options))
+
+
+def _run_config(parser: Parser, run: str) -> Path:
+    path = Path(run, "config.yaml")
+    if not path.is_file():
+        parser.error(f"--run {run} is no run folder: there is no {path}")
+    return path
+
+
+def configs(argv: list[str]) -> int:
+    examples = ["configs list", "configs show pretrain/stacktrans-360m", "configs show ablation/queue --seed 1"]
+    usage = "list | show NAME_OR_PATH [KEY=VALUE ...]"
+    parser = Parser("configs", "Browse the shipped configs and the choices for their sections.", examples, usage)
+    options, rest = parser.split(argv)
+    del options
+    if rest == ["list"]:
+        from stackexp.verbs import configs as verb
+
+        return verb.show_list()
+    if len(rest) >= 2 and rest[0] == "show":
+        from stackexp.config import compose
+
+        config = compose.compose(rest[1:2], rest[2:])
+        from stackexp.verbs import configs as verb
+
+        return verb.show(config)
+    hint = nearest(rest[0], ["list", "show"]) if rest else ""
+    parser.error(f"expected list, or show NAME{hint}")
+
+
+def data(argv: list[str]) -> int:
+    parser = Parser("data", "Prepare data.", ["data prepare --help"], "prepare [OPTIONS]")
+    if argv[:1] == ["prepare"]:
+        from stackexp.verbs import prepare
+
+        return prepare.main(argv[1:])
+    parser.split(argv)
+    parser.error(f"expected prepare{nearest(argv[0], ['prepare']) if argv else ''}")
+
+
+VERBS = {
+    "fit": fit,
+    "validate": lambda argv: evaluate("validate", argv),
+    "test": lambda argv: evaluate("test", argv),
+    "generate": generate,
+    "configs": configs,
+    "data": data,
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run a verb. Returns 0, 1 for a RunError, 2 for a ConfigError, 130 when interrupted."""
+    try:
+        return _dispatch(sys.argv[1:] if argv is None else argv)
+    except (ConfigError, RunError, OSError, KeyboardInterrupt) as error:
+        if os.environ.get("STACKEXP_TRACEBACK") == "1":
+            raise
+        return _report(error)
+
+
+def _dispatch(argv: list[str]) -> int:
+    if not argv or argv[0] in ("-h", "--help"):
+        print(USAGE, end="")
+        return 0
+    if argv[0] not in VERBS:
+        hint = nearest(argv[0], list(VERBS)) or f"; there are {', '.join(VERBS)}"
+        raise ConfigError(f"unknown verb {argv[0]!r}{hint}")
+    return VERBS[argv[0]](argv[1:])
+
+
+def _report(error: BaseException) -> int:
+    if isinstance(error, KeyboardInterrupt):
+        print("interrupted", file=sys.stderr)
+        return 130
+    if isinstance(error, ConfigError | RunError):
+        print(f"error: {error}", file=sys.stderr)
+        return 2 if isinstance(error, ConfigError) else 1
+    if isinstance(error, BrokenPipeError):  # the reader of our output has gone, as in `configs list | head -3`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+        where = f" while writing {error.filename}" if error.filename else ""
+        print(f"error: no space left on the disk{where}; free some, then resume with --ckpt_path last", file=sys.stderr)
+        return 1
+    raise error
