@@ -36,7 +36,8 @@ def group_folder(section: str) -> Path:
 
 def config_names() -> list[str]:
     """Names of the shipped configs; files in the folder of a section are choices for it and no configs."""
-    return [name for name in names_in(configs_folder(), "**/*.yaml") if name.split("/")[0] not in sections()]
+    names = [name for name in names_in(configs_folder(), "**/*.yaml") if name.split("/")[0] not in sections()]
+    return sorted(names, key=lambda name: (name.count("/"), name))
 
 
 def find_config(name: str, origin: str = "", folder: Path = Path()) -> Path:
