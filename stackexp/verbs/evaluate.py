@@ -32,7 +32,7 @@ def run(
         config = compose.load(str(folder.config), overrides)
         checkpoint = checkpoints.choose(folder, ckpt_path)
     else:
-        assert config and ckpt_path, "the command line asks for --run, or for --config and --ckpt_path"
+        assert ckpt_path, "the command line asks for --run, or for --config and --ckpt_path"
         folder, checkpoint = None, Path(ckpt_path)
     data = registry.build("data", config.data, seed=config.seed)
     module = LanguageModeling(config)

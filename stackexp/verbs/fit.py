@@ -32,8 +32,8 @@ def run(config: ExperimentConfig, ckpt_path: str | None) -> int:
     folder, checkpoint = _resume(config, ckpt_path) if ckpt_path else (None, None)
     pl.seed_everything(config.seed, verbose=False)
     data = registry.build("data", config.data, seed=config.seed)
-    if "LOCAL_RANK" not in os.environ:
-        data.prepare_data()  # an unusable corpus leaves no run folder behind
+    data.prepare_data()
+    data.setup("fit")  # an unusable corpus leaves no run folder behind
     folder = folder or _new_folder(config)
     module = LanguageModeling(config)
     record = RunRecord(folder, config.logging.tensorboard)

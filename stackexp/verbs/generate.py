@@ -6,7 +6,7 @@ from torch import nn
 
 from stackexp import runs
 from stackexp.config import compose
-from stackexp.data.tokenizer import END_OF_DOCUMENT
+from stackexp.data.tokenizer import end_of_text, load_tokenizer
 from stackexp.models.generation import generate
 from stackexp.modules import checkpoints
 from stackexp.modules.language_modeling import LanguageModeling
@@ -19,7 +19,7 @@ def run(
     folder = runs.at(run)
     module = LanguageModeling(compose.load(str(folder.config)))
     checkpoints.load_weights(module, checkpoints.choose(folder, ckpt_path))
-    tokenizer = Tokenizer.from_file(str(folder.tokenizer))
+    tokenizer = load_tokenizer(folder.tokenizer)
     print(sample(module.model, tokenizer, prompt, max_new_tokens, temperature, top_p, seed))
     return 0
 
@@ -35,7 +35,7 @@ def sample(
 ) -> str:
     """The prompt and what follows it, until the end of the document or `max_new_tokens`. An empty prompt opens one."""
     device = next(model.parameters()).device
-    end = tokenizer.token_to_id(END_OF_DOCUMENT)
+    end = end_of_text(tokenizer)
     tokens = torch.tensor([tokenizer.encode(prompt).ids or [end]], device=device)
     generator = torch.Generator(device).manual_seed(seed)
     was_training = model.training

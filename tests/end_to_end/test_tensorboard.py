@@ -12,11 +12,11 @@ from processes import kill, wait_until
 
 CHROMIUM = shutil.which("chromium")
 # Without --disable-3d-apis the curves are drawn by WebGL, which a headless machine does not have.
-FLAGS = (
-    "--headless --no-sandbox --disable-gpu --disable-3d-apis --disable-quic --no-first-run --disable-sync "
-    "--disable-background-networking --disable-component-update --disable-dev-shm-usage --window-size=1600,3000 "
-    "--virtual-time-budget=20000"
-).split()
+FLAGS = [
+    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-3d-apis", "--disable-quic", "--no-first-run"),
+    *("--disable-background-networking", "--disable-component-update", "--disable-sync", "--disable-dev-shm-usage"),
+    *("--window-size=1600,3000", "--virtual-time-budget=20000"),
+]
 
 
 def free_port() -> int:

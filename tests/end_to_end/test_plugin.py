@@ -1,0 +1,38 @@
+"""A new memory out of tree: one file, one YAML, as the README shows it."""
+
+import re
+from pathlib import Path
+
+from stackexp.runs import RunFolder
+
+README = Path(__file__).parents[2] / "README.md"
+
+
+def readme_block(language: str, first_line: str) -> str:
+    """The fenced block of the README that begins with `first_line`, so that what it shows is what runs."""
+    blocks = re.findall(rf"```{language}\n(.*?)```", README.read_text(encoding="utf-8"), flags=re.DOTALL)
+    (block,) = (block for block in blocks if block.startswith(first_line))
+    return block
+
+
+def test_the_readme_s_memory_trains_and_resumes_its_place(program, tiny, tmp_path):
+    (tmp_path / "moving_average.py").write_text(readme_block("python", "# moving_average.py"))
+    variant = readme_block("yaml", "# moving-average.yaml").replace("- quickstart", f"- {tiny}")
+    (tmp_path / "moving-average.yaml").write_text(variant)
+
+    output = program.run("fit", "--config", "moving-average.yaml", "logging.root=runs", "model.memory.decay=0.5")
+    (path,) = (tmp_path / "runs").glob("*/*")
+    run = RunFolder(path)
+    assert run.finished
+    assert "64 of them in the memory" in output, "a gate of 32 numbers in each of 2 layers"
+    lines = [line for line in run.read_metrics() if "loss/train" in line]
+    assert lines[-1]["loss/train"] < lines[0]["loss/train"]
+    assert "memory/occupancy/layer_01" in lines[0], "its own probes are recorded"
+
+    # The run's config.yaml finds the plugin again
+    program.run("generate", "--run", path, "--prompt", "def", "--max_new_tokens", "3")
+
+    # And its options are checked like any other's
+    mistake = program.run("fit", "--config", "moving-average.yaml", "model.memory.decya=0.5", expect=2)
+    assert "model.memory.decya" in mistake
+    assert "model.memory.decay" in mistake
