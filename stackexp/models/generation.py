@@ -55,7 +55,7 @@ def sample(logits: Tensor, temperature: float, top_p: float, generator: torch.Ge
 
 def nucleus(probabilities: Tensor, top_p: float) -> Tensor:
     """Keep the most probable tokens of [B, V] until they have `top_p` together; the others get 0, unnormalised."""
-    ordered, order = probabilities.sort(-1, descending=True, stable=True)
+    ordered, order = probabilities.sort(dim=-1, descending=True, stable=True)
     before = ordered.cumsum(-1) - ordered  # the probability of all more probable tokens
     before[..., 0] = 0  # the first stays, whatever the rounding and top_p
     return torch.zeros_like(probabilities).scatter(-1, order, ordered.where(before < top_p, 0))

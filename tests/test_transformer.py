@@ -1,0 +1,293 @@
+"""The decoder and its slot: sizes, the plain Transformer, causality, cache, checkpointing, precision, FLOPs."""
+
+import copy
+
+import pytest
+import torch
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from stackexp.config.schema import StackMemoryConfig, TransformerConfig
+from stackexp.models.transformer import Cache, Transformer, rope_table
+
+VOCAB, B, T = 13, 2, 9
+AXES = ["depth", "time", "token_major"]
+MEMORIES = {
+    "none": None,
+    "depth": {"axis": "depth"},
+    "queue": {"axis": "depth", "discipline": "queue", "site": "after_attention"},
+    "time": {"axis": "time", "read_mask": "log"},
+    "feedback": {"axis": "time", "feedback": True, "read": "top"},
+    "token_major": {"axis": "token_major", "site": "before_attention"},
+}
+
+
+def make_model(memory=None, seed=0, dtype=torch.float64, **options):
+    torch.manual_seed(seed)
+    if memory is not None:
+        memory = StackMemoryConfig(**({"num_heads": 2, "head_dim": 4, "num_slots": 3} | memory))
+    sizes = {"vocab_size": VOCAB, "hidden_size": 16, "num_layers": 3, "intermediate_size": 24}
+    sizes |= {"num_heads": 4, "num_kv_heads": 2}
+    return Transformer(TransformerConfig(**(sizes | options), memory=memory)).to(dtype)
+
+
+def make_tokens(length=T, batch=B):
+    return torch.randint(VOCAB, (batch, length), generator=torch.Generator().manual_seed(1))
+
+
+# hidden size, layers, heads, kv heads, feed-forward size, tied, parameters of the backbone, of the stack
+PRESETS = {
+    "360m": (960, 32, 15, 5, 2560, True, 361_821_120, 3_940_384),
+    "600m": (1280, 30, 20, 5, 3456, True, 584_003_840, 4_922_910),
+    "1b": (1536, 36, 24, 8, 4096, True, 981_579_264, 7_087_140),
+    "1.5b": (2048, 24, 32, 8, 8192, True, 1_560_381_440, 6_297_624),
+    "7b": (4096, 32, 32, 32, 11008, False, 6_878_924_800, 16_785_440),
+}
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_parameter_counts(preset):
+    hidden, layers, heads, kv_heads, ffn, tied, backbone, of_stack = PRESETS[preset]
+    sizes = {"vocab_size": 49152, "hidden_size": hidden, "num_layers": layers, "num_heads": heads}
+    sizes |= {"num_kv_heads": kv_heads, "intermediate_size": ffn, "tie_embeddings": tied}
+    with torch.device("meta"):
+        plain = Transformer(TransformerConfig(**sizes))
+        model = Transformer(TransformerConfig(**sizes, memory=StackMemoryConfig()))
+    assert plain.num_parameters() == plain.num_parameters(memory=False) == backbone
+    assert plain.num_parameters(memory=True) == 0
+    assert model.num_parameters(memory=False) == backbone
+    assert model.num_parameters(memory=True) == of_stack
+    assert model.num_parameters() == backbone + of_stack
+    assert of_stack == layers * (hidden * 64 * 2 + 192 + 64 + 1)
+
+
+def plain_llama(model, tokens):
+    """The decoder written out without a slot."""
+    h = model.embedding(tokens)
+    rope = rope_table(model.config, 0, tokens.shape[1], h)
+    for layer in model.layers:
+        h = h + layer.attention(layer.attention_norm(h), rope, None)[0]
+        h = h + layer.feed_forward(layer.feed_forward_norm(h))
+    return F.linear(model.norm(h), model.embedding.weight if model.head is None else model.head.weight)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_without_a_memory_it_is_the_plain_transformer_bit_for_bit(tied):
+    model = make_model(dtype=torch.float32, tie_embeddings=tied)
+    output = model(make_tokens(), probe=True)
+    assert torch.equal(output.logits, plain_llama(model, make_tokens()))
+    assert output.entropy == 0
+    assert output.probes == [{}] * 3
+    assert model.entropy_weight == 0
+    assert model(make_tokens()).probes is None
+
+
+@pytest.mark.parametrize("memory", [{"axis": axis} for axis in AXES])
+def test_a_seed_gives_the_same_backbone_with_and_without_a_memory(memory):
+    plain, model = make_model(seed=5), make_model(memory, seed=5)
+    weights = model.state_dict()
+    assert all(torch.equal(value, weights[name]) for name, value in plain.state_dict().items())
+    for layer in model.layers:
+        layer.memory = None
+    assert torch.equal(model(make_tokens()).logits, plain(make_tokens()).logits)
+
+
+def test_attention_is_grouped_query_attention_with_rope_in_complex_numbers():
+    model = make_model()
+    attention, x = model.layers[0].attention, torch.randn(B, T, 16, dtype=torch.float64)
+    frequency = 1e5 ** (-torch.arange(0, 4, 2, dtype=torch.float64) / 4)
+    turns = torch.polar(torch.ones(T, 2, dtype=torch.float64), torch.arange(T)[:, None] * frequency)
+
+    def rotated(y):  # [B, T, heads, 4], pairs half a head apart
+        z = torch.complex(*y.chunk(2, -1)) * turns[:, None]
+        return torch.cat([z.real, z.imag], -1)
+
+    q = rotated(attention.q_proj(x).view(B, T, 4, 4))
+    k = rotated(attention.k_proj(x).view(B, T, 2, 4)).repeat_interleave(2, 2)  # query heads 0 and 1 share kv head 0
+    v = attention.v_proj(x).view(B, T, 2, 4).repeat_interleave(2, 2)
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) / 2
+    weights = scores.masked_fill(torch.ones(T, T).triu(1).bool(), -torch.inf).softmax(-1)
+    expected = attention.o_proj(torch.einsum("bhqk,bkhd->bqhd", weights, v).flatten(2))
+    got, _ = attention(x, rope_table(model.config, 0, T, x), None)
+    torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.parametrize("name", MEMORIES)
+def test_causality(name):
+    model, tokens = make_model(MEMORIES[name]), make_tokens()
+    before = model(tokens).logits
+    changed = tokens.clone()
+    changed[0, 4] = (changed[0, 4] + 1) % VOCAB
+    after = model(changed).logits
+    torch.testing.assert_close(after[0, :4], before[0, :4], rtol=0, atol=1e-12)
+    torch.testing.assert_close(after[1], before[1], rtol=0, atol=1e-12)
+    assert all((after[0, t] - before[0, t]).abs().max() > 1e-9 for t in range(4, T))
+
+
+@pytest.mark.parametrize("axis", ["time", "token_major"])
+def test_the_stack_alone_carries_an_early_token_to_a_late_one(axis):
+    model, tokens = make_model({"axis": axis}), make_tokens()
+    for layer in model.layers:
+        torch.nn.init.zeros_(layer.attention.o_proj.weight)
+    before, changed = model(tokens).logits, tokens.clone()
+    changed[:, 0] = (changed[:, 0] + 1) % VOCAB
+    assert (model(changed).logits[:, 1] - before[:, 1]).abs().max() > 1e-9
+
+
+@pytest.mark.parametrize("name", MEMORIES)
+@pytest.mark.parametrize("chunks", [[1] * T, [5, 1, 3], [T - 1, 1]])
+def test_cached_logits_equal_those_of_the_whole(name, chunks):
+    model, tokens = make_model(MEMORIES[name]).eval(), make_tokens()
+    cache = Cache()
+    logits = torch.cat([model(part, cache).logits for part in tokens.split(chunks, 1)], 1)
+    torch.testing.assert_close(logits, model(tokens).logits)
+    assert cache.length == T
+
+
+def test_token_major_is_one_stack_through_all_layers_of_all_tokens():
+    """The decoder written out: the state that leaves the last layer enters layer 0 of the next token."""
+    model, tokens = make_model({"axis": "token_major"}), make_tokens()
+    pasts, logits = [None] * 3, []
+    state = model.memories[0].empty_state(model.embedding(tokens))
+    for t in range(T):
+        h = model.embedding(tokens[:, t : t + 1])
+        for i, layer in enumerate(model.layers):
+            rope = rope_table(model.config, t, 1, h)
+            attended, pasts[i] = layer.attention(layer.attention_norm(h), rope, pasts[i])
+            h = h + attended
+            h = h + layer.feed_forward(layer.feed_forward_norm(h))
+            h, state, _ = layer.memory(h, state)
+        logits.append(F.linear(model.norm(h), model.embedding.weight))
+    torch.testing.assert_close(model(tokens).logits, torch.cat(logits, 1))
+
+
+@pytest.mark.parametrize("site", ["before_attention", "after_attention", "after_block"])
+def test_site(site):
+    model, tokens = make_model({"site": site}), make_tokens()
+    order = []
+    layer = model.layers[0]
+    for name in ("memory", "attention", "feed_forward"):
+        getattr(layer, name).register_forward_hook(lambda *_, name=name: order.append(name))
+    model(tokens)
+    expected = ["attention", "feed_forward"]
+    expected.insert({"before_attention": 0, "after_attention": 1, "after_block": 2}[site], "memory")
+    assert order == expected
+
+
+@pytest.mark.parametrize("axis", AXES)
+def test_entropy_and_probes_are_means_over_layers_and_tokens(axis):
+    model = make_model({"axis": axis, "entropy_weight": 0.25})
+    output = model(make_tokens(), probe=True)
+    assert model.entropy_weight == 0.25
+    assert len(output.probes) == 3
+    entropies = torch.stack([probe["entropy"] for probe in output.probes])
+    assert output.entropy.item() == pytest.approx(entropies.mean().item())
+    assert output.entropy.requires_grad
+    for probe in output.probes:
+        assert not any(value.requires_grad for value in probe.values())
+        assert (probe["push"] + probe["pop"] + probe["no_op"]).item() == pytest.approx(1)
+    occupancy = [probe["occupancy"].item() for probe in output.probes]
+    assert 0 < occupancy[0] < 3
+    if axis == "depth":
+        assert occupancy[0] == pytest.approx(output.probes[0]["push"].item())
+
+
+@pytest.mark.parametrize("name", MEMORIES)
+def test_activation_checkpointing_gives_identical_gradients(name):
+    model = make_model(MEMORIES[name])
+    gradients = []
+    for model.checkpoint_blocks in (False, True):
+        output = model(make_tokens(5), probe=True)
+        loss = output.logits.logsumexp(-1).sum() + output.entropy
+        gradients.append((loss, torch.autograd.grad(loss, list(model.parameters()))))
+    torch.testing.assert_close(gradients[0], gradients[1], rtol=0, atol=0)
+
+
+def test_activation_checkpointing_recomputes_each_block():
+    model = make_model({"axis": "depth"})
+    model.checkpoint_blocks = True
+    calls = []
+    model.layers[0].feed_forward.register_forward_hook(lambda *_: calls.append(1))
+    loss = model(make_tokens()).logits.sum()
+    assert len(calls) == 1
+    loss.backward()
+    assert len(calls) == 2
+    with torch.no_grad():
+        model(make_tokens())
+    assert len(calls) == 3
+
+
+@pytest.mark.parametrize("name", MEMORIES)
+@pytest.mark.parametrize("precision", ["float32", "bf16_autocast", "bfloat16"])
+def test_precisions_agree(name, precision):
+    exact, tokens = make_model(MEMORIES[name]), make_tokens()
+    model = copy.deepcopy(exact).to(torch.bfloat16 if precision == "bfloat16" else torch.float32)
+    with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16_autocast"):
+        output = model(tokens)
+    wanted = exact(tokens)
+    error = (output.logits.double() - wanted.logits).abs().max() / wanted.logits.abs().max()
+    assert error < (1e-5 if precision == "float32" else 0.05)
+    assert output.entropy.dtype == torch.float32
+    output.logits.float().sum().backward()
+    assert model.embedding.weight.grad.dtype == model.embedding.weight.dtype
+
+
+@pytest.mark.parametrize("name", ["none", "depth", "feedback"])
+@pytest.mark.parametrize("init", ["fan_in", "normal"])
+def test_weights_drawn_after_the_meta_device_are_the_same(name, init):
+    direct = make_model(MEMORIES[name], init=init, dtype=torch.float32)
+    with torch.device("meta"):
+        model = make_model(MEMORIES[name], init=init, dtype=torch.float32)
+    model.to_empty(device="cpu")
+    torch.manual_seed(0)
+    model.init_weights()
+    assert all(torch.equal(value, model.state_dict()[key]) for key, value in direct.state_dict().items())
+    torch.testing.assert_close(model(make_tokens()).logits, direct(make_tokens()).logits)
+
+
+def test_init_scales_what_writes_into_the_residual_stream_down():
+    model = make_model(hidden_size=128, intermediate_size=512, vocab_size=500, dtype=torch.float32)
+    sigmas = {"attention.q_proj": 128, "feed_forward.up_proj": 128}
+    for i, layer in enumerate(model.layers):
+        sigmas |= {"attention.o_proj": 128 * 2 * (i + 1), "feed_forward.down_proj": 512 * 2 * (i + 1)}
+        for name, scaled_fan_in in sigmas.items():
+            weight = layer.get_submodule(name).weight
+            assert weight.std().item() == pytest.approx(0.9866 * scaled_fan_in**-0.5, rel=0.05)
+            assert weight.abs().max() <= 3 * scaled_fan_in**-0.5
+    assert model.embedding.weight.std().item() == pytest.approx(0.9866 * 128**-0.5, rel=0.05)
+    normal = make_model(hidden_size=128, init="normal", init_std=0.1, dtype=torch.float32)
+    assert normal.layers[2].attention.o_proj.weight.std().item() == pytest.approx(0.1, rel=0.05)
+
+
+@pytest.mark.parametrize("memory", [None, {"num_heads": 4, "head_dim": 16, "num_slots": 8}])
+@pytest.mark.parametrize("tied", [True, False])
+def test_flops_per_token_are_those_that_torch_counts(memory, tied):
+    """Dense attention; the update of the stack is no matrix product, so torch does not count it: 5 % with one."""
+    sizes = {"hidden_size": 256, "num_heads": 8, "intermediate_size": 512, "vocab_size": 300}
+    model = make_model(memory, dtype=torch.float32, tie_embeddings=tied, **sizes)
+    tokens = make_tokens(64, batch=1)
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        model(tokens).logits.sum().backward()
+    counted = counter.get_total_flops() / 64
+    assert model.flops_per_token(64) == pytest.approx(counted, rel=0.01 if memory is None else 0.05)
+    assert model.flops_per_token(64) > make_model(None, tie_embeddings=tied, **sizes).flops_per_token(64) or not memory
+
+
+@pytest.mark.parametrize("name", ["depth", "queue"])
+def test_compiles_as_one_graph(name):
+    model = make_model(MEMORIES[name], dtype=torch.float32)
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(make_tokens()), model(make_tokens()))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["none", "depth", "time"])
+def test_compiled_gradients(name):
+    model, tokens = make_model(MEMORIES[name], dtype=torch.float32), make_tokens()
+    results = []
+    for run in (model, torch.compile(model)):
+        output = run(tokens, probe=True)
+        loss = output.logits.logsumexp(-1).sum() + output.entropy
+        results.append((output.logits, torch.autograd.grad(loss, list(model.parameters()))))
+    torch.testing.assert_close(results[0], results[1], rtol=1e-3, atol=1e-4)
