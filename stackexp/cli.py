@@ -217,6 +217,8 @@ def _dispatch(argv: list[str]) -> int:
     if not argv or argv[0] in ("-h", "--help"):
         print(USAGE, end="")
         return 0
+    if argv[0].startswith("-"):
+        raise ConfigError(f"expected a verb before {argv[0]}: {', '.join(VERBS)}")
     if argv[0] not in VERBS:
         hint = nearest(argv[0], list(VERBS)) or f"; there are {', '.join(VERBS)}"
         raise ConfigError(f"unknown verb {argv[0]!r}{hint}")

@@ -5,7 +5,7 @@ import math
 import re
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal, Union
 
 from stackexp.config.schema import ExperimentConfig
@@ -21,7 +21,7 @@ def mistake(origin: str, key: str, message: str) -> ConfigError:
     return ConfigError(": ".join(part for part in (origin, key, message) if part))
 
 
-def expected(hint: Any, metadata: typing.Mapping[str, Any]) -> str:
+def expected(hint: Any, metadata: Mapping[str, Any]) -> str:
     """A field's type and limits in words: `an integer >= 1`, `one of depth, time, token_major`."""
     if typing.get_origin(hint) in (Union, types.UnionType):
         options = [t for t in typing.get_args(hint) if t is not type(None)]
@@ -39,10 +39,14 @@ def expected(hint: Any, metadata: typing.Mapping[str, Any]) -> str:
     return word
 
 
-def wrong_value(origin: str, key: str, cls: type, field: str, value: Any) -> ConfigError:
+def field_of(cls: type, name: str) -> tuple[Any, Mapping[str, Any]]:
+    """Type and metadata of a dataclass's field."""
+    metadata = next(field.metadata for field in dataclasses.fields(cls) if field.name == name)
+    return typing.get_type_hints(cls)[name], metadata
+
+
+def wrong_value(origin: str, key: str, hint: Any, metadata: Mapping[str, Any], value: Any) -> ConfigError:
     """The error of a value that a field cannot take, with the nearest right one."""
-    hint = typing.get_type_hints(cls)[field]
-    metadata = next(f.metadata for f in dataclasses.fields(cls) if f.name == field)
     if value is None or value == "":
         found = "null" if value is None else "empty text"
     else:
@@ -61,7 +65,7 @@ def check(config: ExperimentConfig, origins: Origins) -> None:
         for field in dataclasses.fields(section):
             value, key = getattr(section, field.name), f"{path}{field.name}"
             if not _in_range(value, field.metadata):
-                raise wrong_value(origins.get(key, ""), key, type(section), field.name, value)
+                raise wrong_value(origins.get(key, ""), key, *field_of(type(section), field.name), value)
     context = {"model.memory.": (config.model,), "schedule.": (config.trainer,)}
     keys = {path + field.name for path, section in walk(config) for field in dataclasses.fields(section)}
     for path, section in walk(config):
@@ -86,7 +90,7 @@ def _no_problems(*_: Any) -> Iterator[tuple[str, str]]:
     return iter(())
 
 
-def _in_range(value: Any, metadata: typing.Mapping[str, Any]) -> bool:
+def _in_range(value: Any, metadata: Mapping[str, Any]) -> bool:
     if not isinstance(value, int | float):
         return True
     low, high = metadata.get("within", (metadata.get("at_least", -math.inf), math.inf))

@@ -14,7 +14,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from stackexp.config.checks import check, mistake, wrong_value
+from stackexp.config.checks import check, field_of, mistake, wrong_value
 from stackexp.config.interpolation import first_line, keys, resolve
 from stackexp.config.layers import Layers, find_config, origin_of
 from stackexp.config.plugins import import_plugin
@@ -33,7 +33,8 @@ def compose(configs: list[str], overrides: list[str] | tuple[str, ...] = ()) -> 
         layers.add_file(find_config(name))
     layers.add_overrides(list(overrides))
     if configs and "name" not in layers.tree:
-        layers.tree["name"] = Leaf("+".join(Path(c).stem if Path(c).suffix else c for c in configs), "")
+        names = [Path(name).stem if name.endswith((".yaml", ".yml")) else name for name in configs]
+        layers.tree["name"] = Leaf("+".join(names), "")
     layers.tree["plugins"] = Leaf([import_plugin(name, folder) for name, folder in layers.plugins], "")
     return _typed(layers.tree)
 
@@ -57,9 +58,7 @@ def _typed(tree: Tree) -> ExperimentConfig:
     origins = {key: leaf.origin for key, leaf in _leaves(tree)}
     root = _skeleton(tree)
     _fill(root, tree, "", root)
-    for key in sorted(OmegaConf.missing_keys(root)):
-        raise mistake(origins.get(key, ""), key, f"a value is required; set it with {key}=VALUE")
-    resolve(root, root, "", origins)
+    resolve(root, origins)
     config = OmegaConf.to_object(root)
     check(config, origins)
     return config
@@ -100,7 +99,7 @@ def _chosen_class(section: str, group: str, chosen: Leaf | Tree) -> type:
     value = kind.value if isinstance(kind, Leaf) else "a mapping"
     if value not in known:
         hint = nearest(str(value), known)
-        raise mistake(kind.origin, f"{section}.kind", f"expected one of {', '.join(known)}, found {value!r}{hint}")
+        raise mistake(origin_of(kind), f"{section}.kind", f"expected one of {', '.join(known)}, found {value!r}{hint}")
     return lookup(group, value).config
 
 
@@ -115,27 +114,25 @@ def _fill(node: DictConfig, tree: Tree, path: str, root: DictConfig) -> None:
         child = node._get_node(name) if name in node else None
         if isinstance(value, dict) and isinstance(child, DictConfig) and not child._is_none():
             _fill(child, value, f"{key}.", root)
-            continue
-        plain = _plain(value)
-        bad = isinstance(plain, int) and not isinstance(plain, bool) and _takes(cls, name, bool)
-        try:
-            if bad:
-                raise TypeError
-            if isinstance(plain, list):
-                node[name] = plain
-            else:
-                node.merge_with({name: plain})
-        except (OmegaConfBaseException, TypeError) as error:
-            if fields is None:
-                raise mistake(origin_of(value), key, f"expected text, found {plain!r}") from error
-            if isinstance(plain, str) and "${" in plain:
-                message = f"malformed interpolation {plain}: {first_line(error)}"
-                raise mistake(origin_of(value), key, message) from error
-            raise wrong_value(origin_of(value), key, cls, name, plain) from error
+        else:
+            _set(node, name, _plain(value), origin_of(value), key)
 
 
-def _takes(cls: type, name: str, kind: type) -> bool:
-    return dataclasses.is_dataclass(cls) and cls.__annotations__.get(name) is kind
+def _set(node: DictConfig, name: str, value: Any, origin: str, key: str) -> None:
+    """Put a value into its field. Stricter than OmegaConf: a number is no boolean, and a mapping is no text."""
+    cls = OmegaConf.get_type(node)
+    hint, metadata = field_of(cls, name) if dataclasses.is_dataclass(cls) else (node._metadata.element_type, {})
+    try:
+        if (hint is bool and type(value) is int) or (hint is str and isinstance(value, dict)):
+            raise TypeError
+        if isinstance(value, list):
+            node[name] = value
+        else:
+            node.merge_with({name: value})
+    except (OmegaConfBaseException, TypeError) as error:
+        if isinstance(value, str) and "${" in value:
+            raise mistake(origin, key, f"malformed interpolation {value}: {first_line(error)}") from error
+        raise wrong_value(origin, key, hint, metadata, value) from error
 
 
 def _plain(value: Leaf | Tree) -> Any:

@@ -1,6 +1,7 @@
 """Interpolation: `${data.vocab_size}`, and `${div:a,b}`, the exact quotient of two integers."""
 
 import re
+from collections.abc import Iterator
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import InterpolationKeyError, InterpolationValidationError, OmegaConfBaseException
@@ -8,32 +9,46 @@ from omegaconf.errors import InterpolationKeyError, InterpolationValidationError
 from stackexp.config.checks import Origins, mistake
 from stackexp.config.yaml_files import nearest
 
+Place = tuple[str, DictConfig | ListConfig, str | int]
+"""The full key of a value, and the node and name or index that hold it."""
 
-def keys(node: DictConfig, path: str = "") -> list[str]:
+
+def places(node: DictConfig | ListConfig, path: str = "") -> Iterator[Place]:
+    """Every value below a node; the items of a list go under the key of the list."""
+    listed = isinstance(node, ListConfig)
+    for name in range(len(node)) if listed else list(node):
+        key = path if listed else f"{path}.{name}".lstrip(".")
+        child = node._get_node(name)
+        if isinstance(child, DictConfig | ListConfig) and not child._is_none() and not child._is_interpolation():
+            yield from places(child, key)
+        else:
+            yield key, node, name
+
+
+def resolve(root: DictConfig, origins: Origins) -> None:
+    """Raise ConfigError for a missing value, then for an interpolation that does not give a value of its key's type."""
+    for key, node, name in places(root):
+        if node._get_node(name)._value() == "???":
+            raise mistake(origins.get(key, ""), key, f"a value is required; set it with {key}=VALUE")
+    for key, node, name in places(root):
+        if OmegaConf.is_interpolation(node, name):
+            try:
+                value = node[name]
+            except (OmegaConfBaseException, RecursionError) as error:
+                message = _unresolved(node._get_node(name)._value(), error, root)
+                raise mistake(origins.get(key, ""), key, message) from error
+            if isinstance(value, DictConfig | ListConfig):
+                raise mistake(origins.get(key, ""), key, "an interpolation must name a single value, not a section")
+
+
+def keys(node: DictConfig) -> list[str]:
+    """The full keys of all single values and of all mappings that are empty."""
     found = []
     for name in node:
         child = node._get_node(name)
         inner = isinstance(child, DictConfig) and not child._is_none() and len(child) > 0
-        found += keys(child, f"{path}{name}.") if inner else [f"{path}{name}"]
+        found += [f"{name}.{key}" for key in keys(child)] if inner else [str(name)]
     return found
-
-
-def resolve(node: DictConfig | ListConfig, root: DictConfig, path: str, origins: Origins) -> None:
-    """Try every interpolation, so that a failure can name its key and origin."""
-    items = range(len(node)) if isinstance(node, ListConfig) else list(node)
-    for name in items:
-        key = path.rstrip(".") if isinstance(node, ListConfig) else f"{path}{name}"
-        child = node._get_node(name)
-        if isinstance(child, DictConfig | ListConfig) and not child._is_none() and not child._is_interpolation():
-            resolve(child, root, f"{key}.", origins)
-        elif OmegaConf.is_interpolation(node, name):
-            text = child._value()
-            try:
-                value = node[name]
-                if isinstance(value, DictConfig | ListConfig):
-                    raise TypeError("it names a section; it must name a single value")
-            except (OmegaConfBaseException, RecursionError, TypeError) as error:
-                raise mistake(origins.get(key, ""), key, _unresolved(text, error, root)) from error
 
 
 def _unresolved(text: str, error: Exception, root: DictConfig) -> str:

@@ -6,6 +6,7 @@ naming another kind starts the section afresh.
 """
 
 import dataclasses
+import difflib
 from pathlib import Path
 
 from stackexp.config.registry import SECTIONS, kinds
@@ -54,8 +55,10 @@ def find_config(name: str, origin: str = "", folder: Path = Path()) -> Path:
         if name.startswith(start) and name.removeprefix(start) in names_in(group_folder(section)):
             choice = f"{section}={name.removeprefix(start)}"
             raise ConfigError(f"{prefix}{name} is no config but a choice for the section {section}: write {choice}")
-    hint = nearest(name, config_names()) or f"; there are {', '.join(config_names())}"
-    raise ConfigError(f"{prefix}unknown config {name!r}{hint}")
+    close = {known.split("/")[-1]: known for known in config_names()} | {known: known for known in config_names()}
+    found = difflib.get_close_matches(name, close, n=1)
+    hint = f"did you mean {close[found[0]]!r}?" if found else "`configs list` shows them all"
+    raise ConfigError(f"{prefix}unknown config {name!r}; {hint}")
 
 
 def find_choice(section: str, name: str, origin: str, folder: Path = Path()) -> Path:

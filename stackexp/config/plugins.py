@@ -31,6 +31,6 @@ def import_plugin(name: Leaf, folder: Path) -> str:
         return str(path)
     except Exception as error:
         where = " and ".join(dict.fromkeys(str(place) for place in places))
-        missing = isinstance(error, ModuleNotFoundError) and error.name == name.value
+        missing = isinstance(error, ModuleNotFoundError) and error.name == name.value.split(".")[0]
         why = f"no file {where}, no module of that name" if missing else f"{type(error).__name__}: {error}"
         raise mistake(name.origin, "plugins", f"cannot import {name.value!r}: {' '.join(why.split())}") from error

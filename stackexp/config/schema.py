@@ -247,6 +247,8 @@ class ExperimentConfig:
     def problems(self) -> Problems:
         if not re.fullmatch(r"[\w+-][\w.+-]*(/[\w+-][\w.+-]*)*", self.name):
             yield "name", f"{self.name!r} cannot name run folders; use letters, digits and . _ - + between slashes"
+        if self.model.vocab_size < self.data.vocab_size:
+            yield "model.vocab_size", f"{self.model.vocab_size} is smaller than data.vocab_size {self.data.vocab_size}"
         batch, step = self.data.global_batch_tokens, self.tokens_per_pass
         if batch % step:
             nearest = max(1, round(batch / step)) * step

@@ -1,0 +1,263 @@
+"""Every mistake in a config is answered by one line that names origin, key, expectation and the nearest right name."""
+
+from pathlib import Path
+
+import pytest
+
+from stackexp.config.compose import compose
+from stackexp.errors import ConfigError
+
+
+@pytest.fixture(autouse=True)
+def _in_empty_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def write(name: str, text: str) -> str:
+    Path(name).parent.mkdir(parents=True, exist_ok=True)
+    Path(name).write_text(text, encoding="utf-8")
+    return name
+
+
+def mistake(configs: list[str], *overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        compose(configs, overrides)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("seed", "override seed: expected KEY=VALUE"),
+        ("quickstart", "override quickstart: expected KEY=VALUE; for a config write --config quickstart"),
+        ("seed=", "override seed=: empty value; write seed=null, or seed='\"\"' for empty text"),
+        ("--seed", "override --seed: no value follows; write --seed=VALUE"),
+        ("=3", "override =3: '' is no key; expected SECTION.KEY=VALUE"),
+        ("data..path=x", "override data..path=x: 'data..path' is no key; expected SECTION.KEY=VALUE"),
+        ("seed=[1,", "override seed=[1,: the value: not valid YAML: "),
+        ("seed=abc", "override seed=abc: seed: expected an integer >= 0, found 'abc'"),
+        ("seed=null", "override seed=null: seed: expected an integer >= 0, found null"),
+        ("trainer.max_steps=1e4", "trainer.max_steps: expected an integer >= 1, found 10000.0; write 10000"),
+        ("trainer.compile=2", "override trainer.compile=2: trainer.compile: expected true or false, found 2"),
+        ("seed={a: 1}", "override seed={a: 1}: seed: expected an integer >= 0, found a mapping"),
+        ("optimizer.lr=[1]", "optimizer.lr: expected a number > 0, found [1]"),
+        ("optimizer.lr=0", "override optimizer.lr=0: optimizer.lr: expected a number > 0, found 0.0"),
+        ("optimizer.lr=.nan", "optimizer.lr: expected a number > 0, found nan"),
+        ("optimizer.lr=.inf", "optimizer.lr: expected a number > 0, found inf"),
+        ("optimizer.beta1=1.5", "optimizer.beta1: expected a number from 0 to 1, found 1.5"),
+        ("model.memory.num_slots=0", "model.memory.num_slots: expected an integer >= 1, found 0"),
+        ("trainer.val_check_interval=0", "trainer.val_check_interval: expected an integer >= 1 or null, found 0"),
+        (
+            "model.memory.axis=dept",
+            "override model.memory.axis=dept: model.memory.axis: expected one of depth, time, token_major, "
+            "found 'dept'; did you mean 'depth'?",
+        ),
+        (
+            "model.memory.num_slot=3",
+            "override model.memory.num_slot=3: model.memory.num_slot: unknown key; "
+            "did you mean 'model.memory.num_slots'?",
+        ),
+        ("num_slots=3", "override num_slots=3: num_slots: unknown key; did you mean 'model.memory.num_slots'?"),
+        ("traner.max_steps=3", "traner: unknown key; did you mean 'trainer'?"),
+        (
+            "zzz=3",
+            "zzz: unknown key; a config has data, logging, model, name, optimizer, plugins, schedule, seed, trainer",
+        ),
+        ("seed.x=3", "override seed.x=3: seed: expected an integer >= 0, found a mapping"),
+        ("model.memory.kind=stak", "model.memory.kind: expected one of stack, found 'stak'; did you mean 'stack'?"),
+        ("data.kind=3", "override data.kind=3: data.kind: expected one of shards, stdlib, found 3"),
+        (
+            "model.memory=queu",
+            "override model.memory=queu: model.memory: unknown choice 'queu' (there are authors_code, full_dim, "
+            "push_only, "
+            "queue, single_head, stacktrans); did you mean 'queue'?",
+        ),
+        ("schedule=cosine", "unknown choice 'cosine' (there are olmo-cosine, smollm-wsd, smollm2-wsd); for the kind"),
+        ("logging=loud", "logging: unknown choice 'loud' (configs/ has no choices for this section)"),
+        ("model=null", "override model=null: model is a section with keys of its own; it cannot be null"),
+        ("trainer=null", "override trainer=null: trainer is a section with keys of its own; it cannot be null"),
+        ("data.kind=shards", "data.path: a value is required; set it with data.path=VALUE"),
+        ("data.path=x", "override data.path=x: data.path: unknown key; "),
+        ("name=../x", "override name=../x: name: '../x' cannot name run folders"),
+        ("name=/x", "name: '/x' cannot name run folders"),
+        (
+            "data.global_batch_tokens=5000",
+            "override data.global_batch_tokens=5000: data.global_batch_tokens: 5000 is not a multiple of "
+            "trainer.devices * trainer.num_nodes * data.micro_batch_size * data.context_length = 2048; "
+            "the nearest that is: 4096",
+        ),
+        (
+            "trainer.devices=3",
+            "data.global_batch_tokens: 4096 is not a multiple of trainer.devices * trainer.num_nodes * "
+            "data.micro_batch_size * data.context_length = 6144; the nearest that is: 6144 (trainer.devices: override",
+        ),
+        (
+            "trainer.max_steps=20",
+            "schedule.warmup_steps: must be smaller than trainer.max_steps 20 "
+            "(trainer.max_steps: override trainer.max_steps=20)",
+        ),
+        (
+            "model.num_kv_heads=4",
+            "override model.num_kv_heads=4: model.num_kv_heads: num_heads 6 is not a multiple of num_kv_heads 4",
+        ),
+        ("model.num_heads=7", "override model.num_heads=7: model.num_heads: 7 heads do not divide hidden_size 192"),
+        ("model.num_heads=64", "RoPE needs an even head size, but hidden_size / num_heads = 3"),
+        (
+            "model.memory.projection=none",
+            "model.memory.head_dim: projection none needs num_heads * head_dim = hidden_size, but 4 * 16 = 64, not 192 "
+            "(model.memory.projection: override model.memory.projection=none; ",
+        ),
+        ("model.memory.feedback=true", "model.memory.feedback: feedback needs axis: time"),
+        ("model.memory.eval_num_slots=8", "model.memory.eval_num_slots: must not be smaller than num_slots 24"),
+        (
+            "model.memory.action_scale=slice",
+            "model.memory.action_scale: slice scales the logits of action_input: hidden",
+        ),
+        (
+            "model.vocab_size=100",
+            "override model.vocab_size=100: model.vocab_size: 100 is smaller than data.vocab_size 4096",
+        ),
+        (
+            "seed=${data.vocab_siz}",
+            "seed: the interpolation ${data.vocab_siz} names no key of the config; did you mean 'data.vocab_size'?",
+        ),
+        ("seed=${seed}", "override seed=${seed}: seed: the interpolation ${seed} goes in a circle"),
+        ("seed=${data}", "seed: the interpolation ${data} "),
+        ("seed=${data.kind}", "seed: the interpolation ${data.kind} gives a wrong type: "),
+        (
+            "seed=${div:5,2}",
+            "override seed=${div:5,2}: seed: the interpolation ${div:5,2} cannot be resolved: 5 is not divisible by 2",
+        ),
+        ("seed=${div:5,0}", "5 is not divisible by 0"),
+        ("seed=${div:5,x}", "div needs two integers, found 5 and 'x'"),
+        ("seed=${div:5,2", "override seed=${div:5,2: seed: malformed interpolation ${div:5,2: "),
+        ("seed=${sqrt:4}", "seed: the interpolation ${sqrt:4} cannot be resolved: "),
+        ("plugins=x", "override plugins=x: plugins: expected a list of Python files or modules"),
+        ("plugins=[no_such]", "override plugins=[no_such]: plugins: cannot import 'no_such': no file "),
+    ],
+)
+def test_a_mistaken_override_is_named(override, message):
+    found = mistake(["quickstart"], override)
+    assert message in found
+    assert override in found or "required" in found
+
+
+def test_a_named_set_is_a_text():
+    assert mistake(["ablation/queue"], "data.validation=x").endswith("data.validation: expected a mapping, found 'x'")
+    found = mistake(["ablation/queue"], "data.validation={a: {b: 1}}")
+    assert found.endswith("data.validation.a: expected text, found a mapping")
+
+
+def test_a_circle_of_interpolations_is_named():
+    found = mistake(
+        ["quickstart"], "seed=${data.num_workers}", "data.num_workers=${trainer.devices}", "trainer.devices=${seed}"
+    )
+    assert "goes in a circle" in found
+
+
+def test_a_key_of_a_memory_that_is_off_says_how_to_switch_it_on():
+    found = mistake(["quickstart"], "model.memory=null", "model.memory.num_slots=3")
+    assert found.startswith("override model.memory.num_slots=3: model.memory: is switched off here; choose one with ")
+    assert "model.memory=NAME" in found
+    assert "model.memory.kind=KIND (stack)" in found
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "seed: 1\nmodel:\n  memory:\n    num_slotz: 3\n",
+            "x.yaml:4: model.memory.num_slotz: unknown key; did you mean",
+        ),
+        (
+            "model.memory.num_slots: 3\n",
+            "x.yaml:1: model.memory.num_slots: unknown key; write the parts of a key one inside",
+        ),
+        ("# c\n\ntrainer:\n  max_steps: many\n", "x.yaml:4: trainer.max_steps: expected an integer >= 1, found 'many'"),
+        ("trainer:\n  max_steps: 0\n", "x.yaml:2: trainer.max_steps: expected an integer >= 1, found 0"),
+        ("trainer:\n  max_steps:\n", "x.yaml:2: trainer.max_steps: expected an integer >= 1, found null"),
+        (
+            "trainer:\n  precision: 16\n",
+            "x.yaml:2: trainer.precision: expected one of 32-true, bf16-mixed, bf16-true, 64-true",
+        ),
+        ("model: {num_layers: [1\n", "x.yaml:2: not valid YAML: "),
+        ("seed: 1\n\tname: x\n", "x.yaml:2: not valid YAML: "),
+        ("seed: 1\n---\nseed: 2\n", "x.yaml:2: not valid YAML: "),
+        ("seed: !!python/object:os.system {}\n", "x.yaml:1: not valid YAML: "),
+        ("seed: 1\nname: a\nseed: 2\n", "x.yaml:3: duplicate key 'seed'"),
+        ("model:\n  memory: {num_slots: 3, num_slots: 4}\n", "x.yaml:2: duplicate key 'num_slots'"),
+        ("model: &a\n  memory: *a\n", "x.yaml:1: not valid YAML: an anchor that contains itself"),
+        ("1: x\n", "x.yaml:1: the key 1 reads as 1; put it in quotes"),
+        ("data: {validation: {no: a}}\n", "x.yaml:1: the key no reads as False; put it in quotes"),
+        ("- a\n- b\n", "x.yaml:1: expected keys and values at the top of the file, found a list"),
+        ("hello\n", "x.yaml:1: expected keys and values at the top of the file, found a single value"),
+        ("", "x.yaml:1: expected keys and values at the top of the file, found nothing"),
+        (
+            "model: transformer-360m\n",
+            "x.yaml:1: model is a section, not a single value; to choose a file for it, write "
+            "`- model: transformer-360m` under defaults:",
+        ),
+        ("trainer: 3\n", "x.yaml:1: trainer is a section with keys of its own; it cannot be 3"),
+        ("trainer:\n", "x.yaml:1: trainer is a section with keys of its own; it cannot be null"),
+        ("seed:\n  a: 1\n", "x.yaml:2: seed: expected an integer >= 0, found a mapping"),
+        ("seed: {}\n", "x.yaml:1: seed: expected an integer >= 0, found a mapping"),
+        ("defaults: quickstart\n", "x.yaml:1: defaults: expected a list, found a single value"),
+        ("defaults:\n  - quickstart\n  - [a]\n", "x.yaml:3: defaults: expected NAME or SECTION: NAME, found ['a']"),
+        ("defaults:\n  - quickstrat\n", "x.yaml:2: unknown config 'quickstrat'; did you mean 'quickstart'?"),
+        ("defaults:\n  - none.yaml\n", "x.yaml:2: there is no file none.yaml"),
+        ("defaults:\n  - model: transformer-36m\n", "x.yaml:2: model: unknown choice 'transformer-36m'"),
+        ("defaults:\n  - modle: transformer-360m\n", "x.yaml:2: modle is no section; did you mean 'model'?"),
+        ("defaults:\n  - model: null\n", "x.yaml:2: model is a section with keys of its own; it cannot be null"),
+        (
+            "data:\n  kind: shards\n  path: ???\n",
+            "x.yaml:3: data.path: a value is required; set it with data.path=VALUE",
+        ),
+        (
+            "schedule: {kind: [cosine]}\n",
+            "x.yaml:1: schedule.kind: expected one of cosine, linear, wsd, found ['cosine']",
+        ),
+        (
+            "schedule: {kind: {a: 1}}\n",
+            "x.yaml:1: schedule.kind: expected one of cosine, linear, wsd, found 'a mapping'",
+        ),
+        ("plugins:\n  - broken.py\n", "x.yaml:2: plugins: cannot import 'broken.py': no file "),
+    ],
+)
+def test_a_mistake_in_a_file_is_named_with_its_line(text, message):
+    found = mistake(["quickstart", write("x.yaml", text)])
+    assert message in found
+    assert found.startswith("x.yaml:")
+
+
+def test_unknown_configs():
+    assert mistake(["quickstat"]) == "unknown config 'quickstat'; did you mean 'quickstart'?"
+    assert mistake(["queue"]) == "unknown config 'queue'; did you mean 'ablation/queue'?"
+    assert mistake(["no.yaml"]) == "there is no file no.yaml"
+    assert mistake(["zzzz"]).startswith("unknown config 'zzzz'; `configs list` shows them all")
+    choice = "model/memory/queue is no config but a choice for the section model.memory: write model.memory=queue"
+    assert mistake(["model/memory/queue"]) == choice
+
+
+def test_files_that_cannot_be_read():
+    Path("latin.yaml").write_bytes(b"name: \xff\n")
+    assert mistake(["latin.yaml"]).startswith("latin.yaml: cannot be read: ")
+    Path("control.yaml").write_bytes(b"# a\nname: \x01\n")
+    assert mistake(["control.yaml"]).startswith("control.yaml:2: not valid YAML: ")
+    assert compose(["quickstart", write("no_ending", "seed: 9\n")]).seed == 9
+
+
+def test_a_circle_of_defaults_is_shown():
+    write("a.yaml", "defaults: [b.yaml]\n")
+    write("b.yaml", "defaults: [c.yaml]\n")
+    write("c.yaml", "defaults: [b.yaml]\n")
+    assert mistake(["a.yaml"]) == "b.yaml: the defaults go in a circle: b.yaml -> c.yaml -> b.yaml"
+    write("self.yaml", "defaults: [self.yaml]\n")
+    assert mistake(["self.yaml"]) == "self.yaml: the defaults go in a circle: self.yaml -> self.yaml"
+
+
+def test_a_mistake_is_traced_to_the_file_of_a_choice():
+    write("memory.yaml", "# wide\nkind: stack\nnum_heads: 5\nprojection: shared_slices\n")
+    found = mistake(["quickstart", write("x.yaml", "defaults:\n  - model.memory: memory.yaml\n")])
+    assert found.startswith("memory.yaml:3: model.memory.num_heads: projection shared_slices cuts hidden_size 192")
+    assert "(model.memory.projection: memory.yaml:4; model.hidden_size: " in found

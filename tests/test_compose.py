@@ -1,0 +1,235 @@
+"""Composition: layers, group choices, kinds, interpolation, writing and reading back."""
+
+import math
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stackexp.config import registry, yaml_files
+from stackexp.config.compose import compose, load, to_dict, to_yaml
+from stackexp.config.layers import config_names
+from stackexp.config.schema import StackMemoryConfig
+
+
+@pytest.fixture(autouse=True)
+def _in_empty_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def write(name: str, text: str) -> str:
+    Path(name).parent.mkdir(parents=True, exist_ok=True)
+    Path(name).write_text(text, encoding="utf-8")
+    return name
+
+
+def test_every_layer_wins_over_those_before_it():
+    a = write(
+        "a.yaml", "defaults:\n  - schedule: smollm-wsd\nschedule:\n  warmup_steps: 11\ntrainer: {max_steps: 200000}\n"
+    )
+    b = write("b.yaml", "schedule:\n  warmup_steps: 12\n")
+    quickstart = compose(["quickstart"])
+    assert (quickstart.schedule.kind, quickstart.schedule.warmup_steps) == ("cosine", 20)
+    assert compose(["quickstart", a]).schedule.warmup_steps == 11
+    assert compose(["quickstart", a]).schedule.decay_steps == 100_000
+    assert compose(["quickstart", a, b]).schedule.warmup_steps == 12
+    assert compose(["quickstart", b, a]).schedule.warmup_steps == 11
+    assert (
+        compose(["quickstart", a, b], ["schedule=smollm2-wsd", "trainer.max_steps=2600000"]).schedule.warmup_steps
+        == 2000
+    )
+    chosen = ["schedule.warmup_steps=13", "schedule=smollm2-wsd", "trainer.max_steps=2600000"]
+    assert compose(["quickstart", a, b], chosen).schedule.warmup_steps == 13
+
+
+def test_all_spellings_of_an_override_are_equal():
+    spellings = [
+        ["model.memory.num_slots=32", "optimizer.lr=3e-4", "seed=-0"],
+        ["--model.memory.num_slots=32", "--optimizer.lr=3e-4", "--seed=-0"],
+        ["--model.memory.num_slots", "32", "--optimizer.lr", "3e-4", "--seed", "-0"],
+    ]
+    configs = [compose(["quickstart"], spelling) for spelling in spellings]
+    assert configs[0] == configs[1] == configs[2]
+    assert (configs[0].model.memory.num_slots, configs[0].optimizer.lr) == (32, 3e-4)
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "value"),
+    [
+        ("optimizer.lr=3e-4", "optimizer.lr", 3e-4),
+        ("optimizer.lr=1", "optimizer.lr", 1.0),
+        ("optimizer.lr=.5E-3", "optimizer.lr", 5e-4),
+        ("optimizer.lr=1.5e3", "optimizer.lr", 1500.0),
+        ("trainer.gradient_clip_val=null", "trainer.gradient_clip_val", None),
+        ("trainer.compile=true", "trainer.compile", True),
+        ("name=2025-07-20", "name", "2025-07-20"),
+        ("name=360", "name", "360"),
+        ("data.eval_sequences=${data.micro_batch_size}", "data.eval_sequences", 8),
+        ("data.micro_batch_size=${div:${data.global_batch_tokens},1024}", "data.micro_batch_size", 4),
+        ("logging.root=a=b", "logging.root", "a=b"),
+    ],
+)
+def test_values_are_read_as_yaml(text, key, value):
+    node = compose(["quickstart"], [text])
+    for part in key.split("."):
+        node = getattr(node, part)
+    assert node == value
+    assert type(node) is type(value)
+
+
+def test_a_group_choice_replaces_the_section():
+    stacktrans = compose(["pretrain/stacktrans-360m"], ["model.num_layers=3"])
+    assert stacktrans.model.memory.num_slots == 24
+    assert stacktrans.model.num_layers == 3
+    transformer = compose(["pretrain/stacktrans-360m"], ["model=transformer-360m"])
+    assert transformer.model.memory is None
+    assert transformer.model == compose(["pretrain/transformer-360m"]).model
+    slots = write("slots.yaml", "model: {memory: {num_slots: 5}}\n")
+    assert compose(["quickstart", slots]).model.memory.num_slots == 5
+    assert (
+        compose(["quickstart", slots], ["model.memory=queue"]).model.memory == compose(["ablation/queue"]).model.memory
+    )
+
+
+def test_choices_are_made_before_plain_keys_and_outer_before_inner():
+    orders = [
+        ["model.memory.num_slots=7", "model.memory=queue", "model=transformer-360m"],
+        ["model=transformer-360m", "model.memory=queue", "model.memory.num_slots=7"],
+    ]
+    first, second = (compose(["quickstart"], order) for order in orders)
+    assert first == second
+    assert (first.model.hidden_size, first.model.memory.discipline, first.model.memory.num_slots) == (960, "queue", 7)
+
+
+def test_null_switches_the_memory_off():
+    assert compose(["quickstart"], ["model.memory=null"]).model.memory is None
+    assert compose(["quickstart", write("off.yaml", "model: {memory: null}\n")]).model.memory is None
+    assert compose(["quickstart", write("off.yaml", "defaults: [model.memory: null]\n")]).model.memory is None
+    on_again = compose(["quickstart"], ["model.memory.kind=stack", "model.memory.num_heads=2"])
+    assert on_again.model.memory.num_heads == 2
+
+
+def test_another_kind_starts_the_section_afresh():
+    wsd = compose(["quickstart"], ["schedule.decay_steps=100", "schedule.kind=wsd"])
+    assert (wsd.schedule.warmup_steps, wsd.schedule.decay_steps, wsd.schedule.final_fraction) == (200, 100, 0.0)
+    same = compose(["quickstart"], ["schedule.kind=cosine"])
+    assert same.schedule.warmup_steps == 20
+    text = "schedule: {kind: linear, final_fraction: 0.5}\n"
+    linear = compose(["quickstart", write("linear.yaml", text)])
+    assert (linear.schedule.kind, linear.schedule.warmup_steps, linear.schedule.final_fraction) == ("linear", 200, 0.5)
+
+
+def test_defaults_may_name_configs_paths_and_choices():
+    write("sub/base.yaml", "trainer: {max_steps: 77}\nseed: 5\n")
+    write("sub/memory.yaml", "defaults:\n  - queue\nnum_slots: 6\n")
+    top = write("sub/top.yaml", "defaults:\n  - quickstart\n  - base.yaml\n  - model.memory: memory.yaml\nseed: 6\n")
+    config = compose([top])
+    assert (config.trainer.max_steps, config.seed, config.name) == (77, 6, "top")
+    assert (config.model.memory.discipline, config.model.memory.num_slots) == ("queue", 6)
+
+
+def test_the_name_is_that_of_the_configs_unless_set():
+    assert compose(["ablation/queue"]).name == "ablation/queue"
+    assert compose(["quickstart", write("more.yaml", "seed: 1\n")]).name == "quickstart+more"
+    assert compose(["quickstart"], ["name=mine"]).name == "mine"
+
+
+def test_sets_add_up_by_name():
+    path = write("sets.yaml", "data:\n  validation: {dolma-v1.6: data/a, wiki: data/b}\n")
+    config = compose(["ablation/queue", path], ["data.validation.wiki=data/c"])
+    assert config.data.validation == {"dolma-v1.6": "data/a", "wiki": "data/c"}
+
+
+def test_interpolation_sees_the_last_value():
+    assert compose(["quickstart"], ["data.vocab_size=999"]).model.vocab_size == 999
+    assert compose(["ablation/full_dim"]).model.memory.head_dim == 240
+    assert compose(["quickstart"], ["model.memory=full_dim", "model.memory.num_heads=2"]).model.memory.head_dim == 96
+
+
+@pytest.mark.parametrize("name", config_names())
+def test_a_written_config_reads_back_equal(name):
+    config = compose([name], ["seed=3"])
+    Path("config.yaml").write_text(to_yaml(config))
+    assert load("config.yaml") == config
+    assert to_dict(load("config.yaml", ["seed=4"])) == {**to_dict(config), "seed": 4}
+
+
+texts = st.text(st.characters(codec="utf-8", exclude_characters="$\x00\\", exclude_categories=["C"]), min_size=1)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    path=texts.filter(lambda text: text != "???"),
+    lr=st.floats(1e-300, 1e300),
+    slots=st.none() | st.integers(24, 10**20),
+    seed=st.integers(0, 10**20),
+)
+def test_any_values_survive_writing_and_reading(path, lr, slots, seed):
+    config = compose(["ablation/queue"])
+    config.data.path, config.data.validation, config.seed = path, {"a.b c": path}, seed
+    config.optimizer.lr, config.model.memory.eval_num_slots = lr, slots
+    Path("config.yaml").write_text(to_yaml(config), encoding="utf-8")
+    assert load("config.yaml") == config
+
+
+KEYS = {
+    "trainer.max_steps": st.integers(1, 99),
+    "model.memory.num_slots": st.integers(1, 9),
+    "optimizer.lr": st.floats(1e-6, 1.0),
+    "seed": st.integers(0, 9),
+}
+layer = st.fixed_dictionaries({}, optional=KEYS).filter(bool)
+
+
+@settings(max_examples=40, deadline=None)
+@given(files=st.lists(layer, max_size=3), overrides=layer, order=st.randoms(use_true_random=False))
+def test_the_last_layer_that_names_a_key_decides(files, overrides, order):
+    names = []
+    for number, keys in enumerate([{"trainer.max_steps": 50, "seed": 0}, *files]):
+        config = [f"{key.split('.')[0]}: {nested(key, value)}" for key, value in keys.items()]
+        names.append(write(f"layer{number}.yaml", "# a layer\n" + "\n".join([*config, ""])))
+    arguments = [f"{key}={value!r}" for key, value in overrides.items()]
+    order.shuffle(arguments)
+    config = compose(["quickstart", *names], ["schedule.warmup_steps=0", *arguments])
+    expected = {"trainer.max_steps": 50, "seed": 0, "model.memory.num_slots": 24, "optimizer.lr": 2e-3}
+    for keys in [*files, overrides]:
+        expected |= keys
+    assert config.trainer.max_steps == expected["trainer.max_steps"]
+    assert config.model.memory.num_slots == expected["model.memory.num_slots"]
+    assert math.isclose(config.optimizer.lr, expected["optimizer.lr"])
+    assert config.seed == expected["seed"]
+
+
+def nested(key: str, value: object) -> str:
+    inner = key.split(".")[1:]
+    return "".join(f"{{{part}: " for part in inner) + repr(value) + "}" * len(inner)
+
+
+def test_configs_are_found_in_a_checkout_and_in_an_installed_package(tmp_path):
+    package = tmp_path / "site" / "stackexp"
+    package.mkdir(parents=True)
+    (tmp_path / "site" / "configs").mkdir()
+    assert yaml_files.configs_folder(package) == tmp_path / "site" / "configs"
+    (package / "configs").mkdir()
+    assert yaml_files.configs_folder(package) == package / "configs"
+
+
+def test_an_installed_package_reads_its_own_configs(tmp_path):
+    root = Path(yaml_files.__file__).parents[2]
+    shutil.copytree(root / "stackexp", tmp_path / "site" / "stackexp", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(root / "configs", tmp_path / "site" / "stackexp" / "configs")
+    (tmp_path / "site" / "configs").mkdir()  # of some other package
+    code = "from stackexp.config.compose import compose; print(compose(['ablation/queue']).model.memory.discipline)"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env={"PYTHONPATH": "site"}, cwd=tmp_path, capture_output=True, text=True)
+    assert done.stdout.strip() == "queue", done.stderr
+
+
+def test_composing_gives_instances_of_the_registered_dataclasses():
+    config = compose(["quickstart"])
+    assert type(config.model.memory) is StackMemoryConfig
+    assert type(config.data) is registry.lookup("data", "stdlib").config

@@ -1,0 +1,151 @@
+"""What is shipped: every YAML composes, builds on the meta device and says what it is for; `configs list|show`."""
+
+import functools
+from pathlib import Path
+
+import pytest
+
+from stackexp import cli
+from stackexp.config.compose import compose
+from stackexp.config.layers import config_names, find_config, group_folder, sections
+from stackexp.config.yaml_files import configs_folder, names_in, purpose
+from stackexp.verbs.configs import build_on_meta, choices, short, table
+
+CHOICES = [(section, name) for section in sections() for name in names_in(group_folder(section))]
+SIZES = {
+    "360m": (361_821_120, 361_821_120),
+    "600m": (583_950_000, 584_050_000),
+    "1b": (981_550_000, 981_650_000),
+    "1.5b": (1_560_350_000, 1_560_450_000),
+    "7b": (6_878_850_000, 6_878_950_000),
+}
+
+build = functools.cache(lambda name: (config := compose([name]), build_on_meta(config)))
+
+
+@pytest.mark.parametrize("name", config_names())
+def test_every_config_builds(name):
+    config, model = build(name)
+    assert config.name == name
+    assert model.num_parameters() > 0
+    assert next(model.parameters()).is_meta
+    assert (config.model.memory is None) == (model.num_parameters(memory=True) == 0)
+
+
+@pytest.mark.parametrize(("section", "name"), CHOICES)
+def test_every_choice_builds(section, name):
+    long_enough = ["trainer.max_steps=3000000"]
+    config = compose(["ablation/transformer"], [f"{section}={name}", *long_enough])
+    assert build_on_meta(config).num_parameters() > 0
+
+
+def test_every_file_is_a_config_or_a_choice_and_says_what_it_is_for():
+    files = {path.resolve() for path in configs_folder().rglob("*") if path.is_file()}
+    known = {find_config(name) for name in config_names()}
+    known |= {group_folder(section) / f"{name}.yaml" for section, name in CHOICES}
+    assert files == {path.resolve() for path in known}
+    for path in files:
+        assert path.read_text().startswith("# ")
+        assert 10 < len(purpose(path)) <= 110, path
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_presets_have_the_sizes_of_the_field(size):
+    low, high = SIZES[size]
+    transformer, stacktrans = build(f"pretrain/transformer-{size}")[1], build(f"pretrain/stacktrans-{size}")[1]
+    assert low <= transformer.num_parameters() <= high
+    assert stacktrans.num_parameters(memory=False) == transformer.num_parameters()
+    assert stacktrans.num_parameters(memory=True) > 0
+
+
+def test_the_stack_of_360m_has_the_paper_s_size():
+    assert build("ablation/stacktrans")[1].num_parameters(memory=True) == 3_940_384
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("queue", {"discipline": "queue"}),
+        ("push_only", {"discipline": "push_only"}),
+        ("single_head", {"num_heads": 1}),
+        ("full_dim", {"projection": "none", "head_dim": 240}),
+        (
+            "authors_code",
+            {
+                "site": "after_attention",
+                "projection": "shared_slices",
+                "action_input": "hidden",
+                "action_scale": "slice",
+                "read_mask": "additive",
+                "residual_gate": "read",
+            },
+        ),
+    ],
+)
+def test_an_ablation_differs_from_stacktrans_in_its_intervention_alone(name, change):
+    ablation, stacktrans = build(f"ablation/{name}")[0], build("ablation/stacktrans")[0]
+    memory = vars(ablation.model.memory)
+    assert {key: memory[key] for key in memory if memory[key] != vars(stacktrans.model.memory)[key]} == change
+    ablation.model.memory, ablation.name = stacktrans.model.memory, stacktrans.name
+    assert ablation == stacktrans
+
+
+def test_the_ablations_follow_the_recipe_closest_to_the_paper():
+    config = build("ablation/transformer")[0]
+    assert config.total_tokens == pytest.approx(20e9, rel=1e-4)
+    assert (config.data.context_length, config.data.global_batch_tokens) == (2048, 2_097_152)
+    optimizer = config.optimizer
+    assert (optimizer.lr, optimizer.beta1, optimizer.beta2, optimizer.eps) == (4e-4, 0.9, 0.95, 1e-5)
+    assert (optimizer.weight_decay, config.trainer.gradient_clip_val, config.trainer.z_loss) == (0.1, 1.0, 0.0)
+    schedule = config.schedule
+    assert (schedule.kind, schedule.warmup_steps, schedule.final_fraction) == ("cosine", 200, 0.1)
+    assert (config.model.init, config.trainer.precision) == ("fan_in", "bf16-mixed")
+
+
+def test_recipes_go_on_top_of_presets():
+    config = compose(["pretrain/stacktrans-360m", "recipe/smollm"])
+    assert config.model.memory.num_slots == 24
+    assert (config.model.init, config.model.init_std) == ("normal", 0.03227)
+    assert (config.schedule.kind, config.schedule.decay_steps, config.optimizer.lr) == ("wsd", 100_000, 3e-3)
+    assert config.total_tokens == 600_000 * 2**20
+    second = compose(["pretrain/stacktrans-360m", "recipe/smollm2"])
+    assert (second.schedule.warmup_steps, second.schedule.decay, second.schedule.decay_steps) == (
+        2000,
+        "linear",
+        520_000,
+    )
+    assert second.total_tokens == pytest.approx(4.09e12, rel=1e-3)
+
+
+def test_list_shows_every_config_and_choice(capsys):
+    assert cli.main(["configs", "list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["config", "parameters", "tokens", "what", "it", "is", "for"]
+    row = next(line for line in lines if line.startswith("ablation/stacktrans "))
+    assert row.split()[1:3] == ["365.8M", "20.0B"]
+    assert row.endswith("Ablation: the paper's stack between the layers.")
+    listed = {line.split()[0] for line in lines if line}
+    assert set(config_names()) <= listed
+    assert {choice for choice, _ in choices()} <= listed
+    assert "model.memory=queue" in listed
+
+
+def test_show_prints_the_config_and_its_cost(capsys):
+    assert cli.main(["configs", "show", "ablation/stacktrans", "trainer.max_steps=1000"]) == 0
+    shown = capsys.readouterr().out
+    assert "  max_steps: 1000\n" in shown
+    assert "365,761,504 = 361,821,120 backbone + 3,940,384 memory" in shown
+    assert "2,097,152,000 (2.1B)" in shown
+    assert "1,000 of 2,097,152 tokens" in shown
+    model = build("ablation/stacktrans")[1]
+    assert f"{model.flops_per_token(2048):.3e} per token" in shown
+
+
+def test_numbers_and_tables_for_reading():
+    assert [short(n) for n in (12, 1200, 361_821_120, 20e9, 4.1e12)] == ["12", "1.2K", "361.8M", "20.0B", "4.1T"]
+    assert table([("a", "bb"), ("ccc", "d")]) == "a    bb\nccc  d"
+
+
+def test_paths_in_configs_are_relative():
+    for name in config_names():
+        assert not Path(getattr(build(name)[0].data, "path", "data")).is_absolute()

@@ -1,0 +1,102 @@
+"""Plugins: files and modules that add kinds."""
+
+from pathlib import Path
+
+import pytest
+
+from stackexp.config import registry
+from stackexp.config.compose import compose, load, to_yaml
+from stackexp.errors import ConfigError
+
+PLUGIN = """
+from dataclasses import dataclass
+from stackexp.config.registry import register
+from stackexp.config.schema import at_least
+
+@register("memory", "{kind}", builds="nowhere:Nothing")
+@dataclass
+class Config:
+    kind: str = "{kind}"
+    size: int = at_least(1, 3)
+
+    def problems(self, model):
+        if self.size > model.hidden_size:
+            yield "size", f"larger than hidden_size {{model.hidden_size}}"
+"""
+
+
+@pytest.fixture(autouse=True)
+def _in_empty_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def write(name: str, text: str) -> str:
+    Path(name).parent.mkdir(parents=True, exist_ok=True)
+    Path(name).write_text(text, encoding="utf-8")
+    return name
+
+
+def mistake(configs: list[str], *overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        compose(configs, overrides)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.fixture
+def _forget_plugins():
+    before = dict(registry._entries)
+    yield
+    registry._entries.clear()
+    registry._entries.update(before)
+
+
+@pytest.mark.usefixtures("_forget_plugins")
+def test_a_plugin_beside_the_config_adds_a_kind(monkeypatch, tmp_path):
+    write("sub/ring.py", PLUGIN.format(kind="ring"))
+    path = write("sub/x.yaml", "plugins: [ring.py]\nmodel: {memory: {kind: ring, size: 4}}\n")
+    config = compose(["quickstart", path])
+    assert (config.model.memory.kind, config.model.memory.size) == ("ring", 4)
+    assert config.plugins == [str(tmp_path / "sub" / "ring.py")]
+    Path("config.yaml").write_text(to_yaml(config))
+    monkeypatch.chdir("/")
+    assert load(tmp_path / "config.yaml", ["model.memory.size=5"]).model.memory.size == 5
+    monkeypatch.chdir(tmp_path)
+    found = mistake(["quickstart", path], "model.memory.size=500")
+    assert found.startswith("override model.memory.size=500: model.memory.size: larger than hidden_size 192 ")
+    assert "size: expected an integer >= 1" in mistake(["quickstart", path], "model.memory.size=0")
+
+
+@pytest.mark.usefixtures("_forget_plugins")
+def test_plugins_of_all_layers_add_up(monkeypatch):
+    for kind in ("one", "two"):
+        write(f"{kind}.py", PLUGIN.format(kind=kind))
+    write("lib/three_plugin.py", PLUGIN.format(kind="three"))
+    monkeypatch.syspath_prepend("lib")
+    path = write("x.yaml", "plugins: [one]\n")
+    config = compose(["quickstart", path], ["plugins=[two.py, three_plugin]", "model.memory.kind=three"])
+    assert [Path(plugin).name for plugin in config.plugins] == ["one.py", "two.py", "three_plugin"]
+    assert config.model.memory.kind == "three"
+    assert {"one", "two", "three"} <= set(registry.kinds("memory"))
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        ("1/0\n", "cannot import 'bad.py': ZeroDivisionError: division by zero"),
+        ("def f(:\n", "cannot import 'bad.py': SyntaxError: "),
+        ("import no_such_thing\n", "cannot import 'bad.py': ModuleNotFoundError: No module named 'no_such_thing'"),
+        (
+            PLUGIN.format(kind="stack"),
+            "cannot import 'bad.py': ValueError: memory kind 'stack' is registered already, by",
+        ),
+        (
+            PLUGIN.format(kind="x").replace("@dataclass", ""),
+            "ValueError: Config must be a dataclass with the field `kind: str",
+        ),
+    ],
+)
+@pytest.mark.usefixtures("_forget_plugins")
+def test_a_broken_plugin_is_one_line(code, message):
+    write("bad.py", code)
+    assert message in mistake(["quickstart", write("x.yaml", "seed: 1\nplugins:\n  - bad.py\n")])

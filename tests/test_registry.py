@@ -1,0 +1,85 @@
+"""The registry: names to dataclasses and to what they build, imported only when it is built."""
+
+import subprocess
+import sys
+from dataclasses import dataclass, is_dataclass
+
+import pytest
+
+from stackexp.config import registry, schema
+
+
+@pytest.fixture(autouse=True)
+def _forget_what_a_test_registers():
+    before = dict(registry._entries)
+    yield
+    registry._entries.clear()
+    registry._entries.update(before)
+
+
+def test_a_kind_registered_by_its_options_is_imported_when_it_is_built():
+    @registry.register("memory", "fractions", builds="fractions:Fraction")
+    @dataclass
+    class Config:
+        kind: str = "fractions"
+
+    assert registry.lookup("memory", "fractions").config is Config
+    assert registry.kinds("memory") == ["fractions", "stack"]
+    assert registry.lookup("memory", "fractions").load().__name__ == "Fraction"
+
+
+def test_a_kind_registered_by_what_it_builds_gets_section_and_arguments():
+    @dataclass
+    class Config:
+        kind: str = "echo"
+
+    @registry.register("memory", "echo", config=Config)
+    def echo(config, *args, **kwargs):
+        return config, args, kwargs
+
+    config = Config()
+    assert registry.build("memory", config, 1, layer=2) == (config, (1,), {"layer": 2})
+
+
+def test_register_says_what_is_wrong():
+    with pytest.raises(ValueError, match="give `builds` on a dataclass or `config` on what it builds"):
+        registry.register("memory", "x")
+    with pytest.raises(ValueError, match="Options must be a dataclass with the field `kind"):
+
+        @registry.register("memory", "x", builds="a:b")
+        class Options:
+            kind: str = "x"
+
+    with pytest.raises(ValueError, match="Other must be a dataclass with the field `kind"):
+
+        @registry.register("memory", "x", builds="a:b")
+        @dataclass
+        class Other:
+            kind: str = "y"
+
+    with pytest.raises(ValueError, match="memory kind 'stack' is registered already, by stackexp"):
+
+        @registry.register("memory", "stack", builds="a:b")
+        @dataclass
+        class Stack:
+            kind: str = "stack"
+
+    with pytest.raises(KeyError):
+        registry.lookup("memory", "x")
+
+
+def test_registering_the_same_class_again_is_no_clash():
+    registry.register("memory", "stack", builds="stackexp.models.memory:StackMemory")(schema.StackMemoryConfig)
+
+
+@pytest.mark.parametrize(("group", "kind"), sorted(registry._entries))
+def test_what_a_kind_names_exists(group, kind):
+    entry = registry.lookup(group, kind)
+    assert is_dataclass(entry.config)
+    assert entry.config().kind == kind
+    assert callable(entry.load())
+
+
+def test_the_schema_needs_no_torch():
+    code = "import sys, stackexp.config.compose; print(sorted({'torch', 'lightning', 'numpy'} & set(sys.modules)))"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True) == "[]\n"
