@@ -6,7 +6,8 @@ its end, fewer than context_length, are kept beside them and packed together in 
 
 import itertools
 import json
-from collections.abc import Callable, Iterable, Iterator
+import shutil
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from stackexp.data.shards import Corpus, ShardWriter, dtype_of, in_folder, write
 from stackexp.data.tokenizer import end_of_text, fingerprint, vocab_size
 from stackexp.errors import RunError
 
+BAD_LINES = "bad_lines.log"  # in every unit and of all of them: file:line: why
 BATCH_PIECES, BATCH_CHARACTERS = 1024, 1 << 21  # limits of what is tokenised at once
 
 
@@ -28,7 +30,7 @@ class Unit:
     documents: int = 0
     tokens: int = 0
     bytes: int = 0
-    bad_lines: list[str] = field(default_factory=list)
+    bad_lines: int = 0
     shards: list[dict] = field(default_factory=list)
 
 
@@ -40,20 +42,14 @@ def read_unit(folder: Path) -> Unit:
     return Unit(**json.loads((folder / "unit.json").read_text(encoding="utf-8")))
 
 
-def write_unit(
-    folder: Path,
-    pieces: Iterable[Piece | BadLine],
-    tokenizer: Tokenizer,
-    context_length: int,
-    advance: Callable[[], None] = lambda: None,
-) -> Unit:
-    """Tokenise documents into `folder`: shards, tail.npy and unit.json. `advance` is called after every batch.
+def write_unit(folder: Path, pieces: Iterable[Piece | BadLine], tokenizer: Tokenizer, context_length: int) -> Unit:
+    """Tokenise documents into `folder`: shards, tail.npy, bad_lines.log and unit.json.
 
     Raises RunError for a token id outside the tokenizer's own vocabulary.
     """
     unit, size, end = Unit(), vocab_size(tokenizer), end_of_text(tokenizer)
     writer = ShardWriter(folder, context_length, dtype_of(size))
-    for batch in _batches(_without_bad_lines(pieces, unit)):
+    for batch in _batches(_without_bad_lines(pieces, unit, folder / BAD_LINES)):
         encodings = tokenizer.encode_batch_fast([piece.text for piece in batch], add_special_tokens=False)
         ids: list[int] = []
         for piece, encoding in zip(batch, encodings, strict=True):
@@ -67,7 +63,6 @@ def write_unit(
         unit.documents += sum(piece.ends for piece in batch)
         unit.bytes += sum(len(piece.text.encode()) for piece in batch)
         unit.tokens += len(tokens)
-        advance()
     np.save(folder / "tail.npy", writer.close())
     unit.shards = writer.shards
     write_json(folder / "unit.json", asdict(unit))
@@ -97,7 +92,7 @@ def merge(folder: Path, count: int, tokenizer: Tokenizer, context_length: int, s
         bytes=sum(u.bytes for u in units),
         sequences=(tokens - dropped) // context_length,
         dropped_tokens=dropped,
-        bad_lines=sum(len(u.bad_lines) for u in units),
+        bad_lines=sum(u.bad_lines for u in units),
         sources=sources,
     )
     if not corpus.sequences:
@@ -106,8 +101,10 @@ def merge(folder: Path, count: int, tokenizer: Tokenizer, context_length: int, s
             f"of {context_length}; add text or lower the context length"
         )
     assert sum(s["samples"] for s in shards) == corpus.sequences
-    bad = [line for u in units for line in u.bad_lines]
-    (folder / "bad_lines.log").write_text("".join(f"{line}\n" for line in bad), encoding="utf-8")
+    with open(folder / BAD_LINES, "wb") as log:
+        for n in range(count):
+            with open(folder / unit_name(n) / BAD_LINES, "rb") as part:
+                shutil.copyfileobj(part, log)
     write_set(folder, corpus, shards, tokenizer)
     return corpus
 
@@ -120,12 +117,14 @@ def write_documents(folder: Path, texts: Iterable[str], tokenizer: Tokenizer, co
     return merge(folder, 1, tokenizer, context_length, [])
 
 
-def _without_bad_lines(pieces: Iterable[Piece | BadLine], unit: Unit) -> Iterator[Piece]:
-    for piece in pieces:
-        if isinstance(piece, BadLine):
-            unit.bad_lines.append(str(piece))
-        else:
-            yield piece
+def _without_bad_lines(pieces: Iterable[Piece | BadLine], unit: Unit, path: Path) -> Iterator[Piece]:
+    with open(path, "w", encoding="utf-8", errors="backslashreplace") as log:
+        for piece in pieces:
+            if isinstance(piece, BadLine):
+                log.write(f"{piece}\n")
+                unit.bad_lines += 1
+            else:
+                yield piece
 
 
 def _batches(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:

@@ -6,7 +6,7 @@ import io
 import json
 import os
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
@@ -73,17 +73,19 @@ def _walk(folder: Path) -> Iterator[Path]:
         yield from (Path(root, f) for f in files if not f.startswith(".") and Path(root, f).is_file())
 
 
-def read(source: Source, raw: BinaryIO) -> Iterator[Piece | BadLine]:
-    """The documents of a file opened as `raw`, whose position tells how much has been read.
+def read(source: Source, advance: Callable[[int], None] = lambda size: None) -> Iterator[Piece | BadLine]:
+    """The documents of a file; `advance` is told of the bytes as they are read.
 
-    Raises RunError if the file is cut short or not what its name says.
+    Raises RunError if the file cannot be read, is cut short or not what its name says.
     """
-    name = source.name.lower()
+    name, position = source.name.lower(), 0
     try:
-        if name.endswith(TEXT):
-            yield from _read_text(source, raw)
-        else:
-            yield from _read_json_lines(source, _decompressed(name, raw))
+        with open(source.path, "rb") as raw:
+            read_kind = _read_text if name.endswith(TEXT) else _read_json_lines
+            for piece in read_kind(source, raw):
+                yield piece
+                advance(raw.tell() - position)
+                position = raw.tell()
     except (EOFError, zlib.error, zstandard.ZstdError, gzip.BadGzipFile) as e:
         raise RunError(f"{source.path}: corrupt or cut short ({e}); replace the file or remove it") from e
     except OSError as e:
@@ -129,8 +131,8 @@ def _invalid_line(raw: BinaryIO) -> int | None:
         line += chunk.count(b"\n")
 
 
-def _read_json_lines(source: Source, lines: Iterator[bytes]) -> Iterator[Piece | BadLine]:
-    for number, line in enumerate(lines, 1):
+def _read_json_lines(source: Source, raw: BinaryIO) -> Iterator[Piece | BadLine]:
+    for number, line in enumerate(_decompressed(source.name.lower(), raw), 1):
         if line.isspace():
             continue
         try:

@@ -51,6 +51,8 @@ class PretrainingData(pl.LightningDataModule):
         self.sets[kind] = {name: self._open(folder) for name, folder in folders[kind].items()}
         opened += self.sets[kind].values()
         if not opened:
+            if self.train_set:  # validating at the end of a fit without sets
+                return
             name = "validation" if stage == "validate" else stage
             raise RunError(f"no {name} sets; name one with data.{name}.NAME=FOLDER")
         for other in opened[1:]:
@@ -128,7 +130,7 @@ class PretrainingData(pl.LightningDataModule):
         if len(tokens) < self.sequences_per_step:
             raise RunError(
                 f"{tokens.folder}: {len(tokens)} sequences do not fill one global batch of {self.sequences_per_step}; "
-                f"set data.global_batch_tokens={len(tokens) * self.config.context_length} or lower, or prepare more text"
+                f"set data.global_batch_tokens={len(tokens) * self.config.context_length} or less, or add text"
             )
 
 
