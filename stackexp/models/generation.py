@@ -57,5 +57,5 @@ def nucleus(probabilities: Tensor, top_p: float) -> Tensor:
     """Keep the most probable tokens of [B, V] until they have `top_p` together; the others get 0, unnormalised."""
     ordered, order = probabilities.sort(dim=-1, descending=True, stable=True)
     before = ordered.cumsum(-1) - ordered  # the probability of all more probable tokens
-    before[..., 0] = 0  # the first stays, whatever the rounding and top_p
+    before[..., 0] = -1  # the first stays, whatever top_p and the rounding
     return torch.zeros_like(probabilities).scatter(-1, order, ordered.where(before < top_p, 0))
