@@ -22,7 +22,7 @@ from tokenizers import Tokenizer
 from tqdm import tqdm
 
 from stackexp.data.locking import locked
-from stackexp.data.packing import merge, read_unit, unit_name, write_unit
+from stackexp.data.packing import BAD_LINES, merge, read_unit, unit_name, write_unit
 from stackexp.data.readers import BadLine, Piece, Source, find_sources, read
 from stackexp.data.shards import FORMAT_VERSION, Corpus, TokenSet, write_json
 from stackexp.data.tokenizer import fingerprint, load_tokenizer, train_tokenizer
@@ -88,13 +88,13 @@ def prepare(
         ) from e
     except BrokenProcessPool as e:
         raise RunError(
-            f"{folder}: a worker process was killed (out of memory?); run the same command again, with fewer --workers: "
+            f"{folder}: a worker process was killed (out of memory?); run the same command with fewer --workers: "
             "what is finished is kept"
         ) from e
 
 
 def _finished(folder: Path, plan: dict) -> bool:
-    """Whether the folder's set is done. Records the plan in a new folder; raises RunError if it holds something else."""
+    """Whether the folder's set is done. A new folder gets the plan; RunError if it holds something else."""
     path = folder / "plan.json"
     if path.exists():
         earlier = json.loads(path.read_text(encoding="utf-8"))
@@ -150,17 +150,17 @@ def _group(sources: list[Source], unit_bytes: int) -> list[list[Source]]:
 def _write_units(job: Job, tokenizer_path: Path, workers: int, progress: bool) -> None:
     """Write the units that are missing."""
     for leftover in job.folder.glob(".unit.*"):  # of a process that was killed: we hold the lock
-        shutil.rmtree(leftover)
+        shutil.rmtree(leftover, ignore_errors=True)
     sizes = [sum(source.size for source in unit) for unit in job.units]
     todo = [n for n in range(len(job.units)) if not (job.folder / unit_name(n)).exists()]
     if job.strict:
         for n in set(range(len(job.units))) - set(todo):
-            for line in read_unit(job.folder / unit_name(n)).bad_lines:
-                raise RunError(_strict(line))
-    done = sum(sizes) - sum(sizes[n] for n in todo)
-    with tqdm(
-        total=sum(sizes), initial=done, unit="B", unit_scale=True, desc="tokenising", disable=not progress
-    ) as bar:
+            if read_unit(job.folder / unit_name(n)).bad_lines:
+                with open(job.folder / unit_name(n) / BAD_LINES, encoding="utf-8") as log:
+                    raise RunError(_strict(log.readline().rstrip()))
+    total, left = sum(sizes), sum(sizes[n] for n in todo)
+    bar = tqdm(total=total, initial=total - left, unit="B", unit_scale=True, desc="tokenising", disable=not progress)
+    with bar:
         workers = min(workers, len(todo))
         if workers > 1:
             _in_processes(job, tokenizer_path, todo, workers, bar)
@@ -176,7 +176,12 @@ def _write_unit(job: Job, number: int, tokenizer: Tokenizer, advance: Callable[[
     temporary.mkdir()
     pieces = (piece for source in job.units[number] for piece in _pieces(source, job.strict, advance))
     write_unit(temporary, pieces, tokenizer, job.context_length)
-    temporary.rename(job.folder / name)
+    try:
+        temporary.rename(job.folder / name)
+    except OSError:
+        if not (job.folder / name).exists():
+            raise
+        shutil.rmtree(temporary)  # the last act of a process whose parent was killed: the same unit
 
 
 def _pieces(source: Source, strict: bool, advance: Callable[[int], object]) -> Iterator[Piece | BadLine]:

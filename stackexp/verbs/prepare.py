@@ -1,5 +1,6 @@
 """`stackexp data prepare`: text -> a prepared set of token shards."""
 
+import itertools
 from pathlib import Path
 
 from stackexp.cli import Parser
@@ -54,6 +55,7 @@ def _parser() -> Parser:
 
 
 def _prepare_source(options) -> int:
+    from stackexp.data.packing import BAD_LINES
     from stackexp.data.prepare import prepare
 
     folder = Path(options.to)
@@ -70,12 +72,12 @@ def _prepare_source(options) -> int:
         f"{folder}: {corpus.documents:,} documents, {corpus.bytes:,} bytes, {corpus.tokens:,} tokens, "
         f"{corpus.sequences:,} sequences of {corpus.context_length}"
     )
-    print(f"{corpus.bad_lines} bad lines{':' if corpus.bad_lines else ''}")
-    bad = (folder / "bad_lines.log").read_text(encoding="utf-8").splitlines()
-    for line in bad[:BAD_LINES_SHOWN]:
-        print(f"  {line}")
-    if len(bad) > BAD_LINES_SHOWN:
-        print(f"  and {len(bad) - BAD_LINES_SHOWN} more: {folder / 'bad_lines.log'}")
+    print(f"{corpus.bad_lines:,} bad lines{':' if corpus.bad_lines else ''}")
+    with open(folder / BAD_LINES, encoding="utf-8") as log:
+        for line in itertools.islice(log, BAD_LINES_SHOWN):
+            print(f"  {line}", end="")
+    if corpus.bad_lines > BAD_LINES_SHOWN:
+        print(f"  and {corpus.bad_lines - BAD_LINES_SHOWN:,} more: {folder / BAD_LINES}")
     print("to train on it:")
     print(f"  data.kind=shards data.path={folder}")
     print(f"  data.vocab_size={corpus.vocab_size} data.context_length={corpus.context_length}")
@@ -89,7 +91,7 @@ def _prepare_config(configs: list[str], overrides: list[str]) -> int:
     data = compose(configs, overrides).data
     if not isinstance(data, StdlibConfig):
         raise ConfigError(
-            f"data prepare: data.kind {data.kind} has no corpus of its own; give SOURCE --to {getattr(data, 'path', 'FOLDER')}"
+            f"data prepare: data.kind {data.kind} has no corpus of its own; give SOURCE --to FOLDER, then data.path=FOLDER"
         )
     from stackexp.data.shards import TokenSet
     from stackexp.data.stdlib import prepare_stdlib
