@@ -9,6 +9,7 @@ import math
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from stackexp.stack import reference
 from stackexp.stack.reference import ADDITIVE_PENALTY, StackOutput, StackState
@@ -21,22 +22,26 @@ def empty(shape: tuple[int, ...], num_slots: int, head_dim: int, like: Tensor) -
 
 def update(state: StackState, action: Tensor, x: Tensor, discipline: str, num_slots: int) -> StackState:
     """n slots -> min(n + 1, S) slots. action [..., H, 3], x [..., H, D]."""
-    slots, mask = state
-    n, grown = mask.shape[-1], min(mask.shape[-1] + 1, num_slots)
-    # St[-1..grown] and M[-1..grown]: views of these are what a push, a no-op and a pop put into slots 0..grown-1.
-    padding = slots.new_zeros(()).expand(*slots.shape[:-2], grown - n + 1, slots.shape[-1])
-    column = torch.cat([x.unsqueeze(-2), slots, padding], -2)  # [..., H, grown + 2, D]
-    mask = torch.cat([torch.ones_like(x[..., :1]), mask, padding[..., 0]], -1)  # [..., H, grown + 2]
-    push, pop, no_op = action.unsqueeze(-2).unbind(-1)  # [..., H, 1]
-    new_mask = push * mask[..., :-2] + pop * mask[..., 2:] + no_op * mask[..., 1:-1]
-    pushed, kept, popped = column[..., :-2, :], column[..., 1:-1, :], column[..., 2:, :]
+    slots, mask = state.slots, state.mask.unsqueeze(-1)  # [..., H, n, D], [..., H, n, 1]
+    grown = min(mask.shape[-2] + 1, num_slots)
+    push, pop, no_op = action[..., None, None].unbind(-3)  # [..., H, 1, 1]
+
+    def mix(values: Tensor, first: Tensor, stays: Tensor, leaves: Tensor | None) -> Tensor:
+        """push values[j-1] + stays values[j] + leaves values[j+1]."""
+        mixed = push * torch.cat([first, values[..., : grown - 1, :]], -2) + _pad(stays * values, grown)
+        return mixed if leaves is None else mixed + _pad(leaves * values[..., 1:, :], grown)
+
+    pop = None if discipline == "push_only" else pop
+    new_mask = mix(mask, torch.ones_like(x[..., None, :1]), no_op, pop).squeeze(-1)
     if discipline == "queue":
-        stays = no_op + pop * reference.ratio(mask[..., 2:], mask[..., 1:-1])
-        return StackState(push.unsqueeze(-1) * pushed + stays.unsqueeze(-1) * kept, new_mask)
-    new_slots = push.unsqueeze(-1) * pushed + no_op.unsqueeze(-1) * kept
-    if discipline == "stack":
-        new_slots = new_slots + pop.unsqueeze(-1) * popped
-    return StackState(new_slots, new_mask)
+        following = _pad(mask[..., 1:, :], mask.shape[-2])
+        return StackState(mix(slots, x.unsqueeze(-2), no_op + pop * reference.ratio(following, mask), None), new_mask)
+    return StackState(mix(slots, x.unsqueeze(-2), no_op, pop), new_mask)
+
+
+def _pad(values: Tensor, num_slots: int) -> Tensor:
+    """Zeros after the last slot (dim -2), up to `num_slots`."""
+    return F.pad(values, (0, 0, 0, num_slots - values.shape[-2]))
 
 
 def read_slots(state: StackState, query: Tensor | None, read: str, read_mask: str, num_slots: int) -> Tensor:
