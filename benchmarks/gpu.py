@@ -1,0 +1,59 @@
+"""Everything that still waits for a GPU, in order of worth: python benchmarks/gpu.py [--out FOLDER] [--only STEP ...]
+
+Every step is a process of its own that ends within nine minutes and writes its JSON at once, so that a machine lent
+for half an hour is used to the last minute. A step that fails says so and the next one starts.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+LIMIT = 540  # seconds for one step
+
+VARIANTS = [sys.executable, "benchmarks/variants.py", "--config", "pretrain/transformer-360m", "--steps", "30"]
+SMALL = ["data.micro_batch_size=8", "data.context_length=2048", "data.global_batch_tokens=16384"]
+FIT = [sys.executable, "-m", "stackexp", "fit", "--config", "quickstart", "trainer.accelerator=cuda"]
+
+
+def steps(out: Path) -> dict[str, list[str]]:
+    """Name -> command; each writes below `out`."""
+    bf16 = ["trainer.precision=bf16-mixed", "data.micro_batch_size=64", "data.global_batch_tokens=16384"]
+    return {
+        "correctness": [sys.executable, "-m", "pytest", "-m", "gpu", f"--junitxml={out}/correctness.xml"],
+        "efficiency": [*VARIANTS, f"--out={out}/efficiency.json", *SMALL],
+        "efficiency_compiled": [*VARIANTS, f"--out={out}/efficiency_compiled.json", *SMALL, "trainer.compile=true"],
+        **{
+            f"ablation_{memory}": [*FIT, f"name={memory}", f"model.memory={memory}", f"logging.root={out}/runs", *bf16]
+            for memory in ("null", "stacktrans", "queue", "push_only", "single_head", "full_dim", "authors_code")
+        },
+    }
+
+
+def run(name: str, command: list[str], out: Path) -> dict[str, object]:
+    started = time.time()
+    with open(out / f"{name}.log", "w") as log:
+        try:
+            code = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, timeout=LIMIT).returncode
+        except subprocess.TimeoutExpired:
+            code = 124
+    return {"step": name, "exit_code": code, "seconds": round(time.time() - started, 1), "command": command[1:]}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("gpu-results"))
+    parser.add_argument("--only", nargs="+", help="names of steps; default: all")
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    for name, command in steps(options.out).items():
+        if options.only is None or name in options.only:
+            result = run(name, command, options.out)
+            print(f"{name}: exit code {result['exit_code']}, {result['seconds']} s", flush=True)
+            (options.out / f"{name}.step.json").write_text(json.dumps(result, indent=2))
+
+
+if __name__ == "__main__":
+    main()
