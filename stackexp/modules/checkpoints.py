@@ -32,6 +32,8 @@ class AtomicCheckpointIO(TorchCheckpointIO):
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(temporary, path)
+        except RuntimeError as error:  # torch's zip writer, closing what it could not write, hides the cause
+            raise error.__context__ if isinstance(error.__context__, OSError) else error from None
         finally:
             temporary.unlink(missing_ok=True)
 

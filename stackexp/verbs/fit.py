@@ -47,8 +47,11 @@ def run(config: ExperimentConfig, ckpt_path: str | None) -> int:
         trainer.fit(module, data, ckpt_path=checkpoint, weights_only=True)
     except RunError as error:
         raise RunError(f"{error}; last good checkpoint: {folder.newest_checkpoint() or 'none yet'}") from None
-    if trainer.interrupted:
-        raise KeyboardInterrupt
+    except SystemExit:  # what Lightning makes of a KeyboardInterrupt
+        step = folder.newest_checkpoint()
+        raise KeyboardInterrupt(
+            f"{folder.path}: newest checkpoint {step.name}; go on with --ckpt_path last" if step else "no checkpoint yet"
+        ) from None
     last = folder.checkpoints / checkpoint_name(trainer.global_step)
     if not last.exists():
         trainer.save_checkpoint(last)
@@ -64,8 +67,8 @@ def checkpoint_name(step: int) -> str:
 
 
 def _new_folder(config: ExperimentConfig) -> RunFolder:
-    """Made by the first process; those it starts find it in their environment."""
-    if runs.FOLDER_VARIABLE in os.environ:
+    """Made by the first process; those that Lightning starts (it sets LOCAL_RANK) find it in their environment."""
+    if "LOCAL_RANK" in os.environ and runs.FOLDER_VARIABLE in os.environ:
         return RunFolder(Path(os.environ[runs.FOLDER_VARIABLE]))
     folder = runs.create(config)
     os.environ[runs.FOLDER_VARIABLE] = str(folder.path)

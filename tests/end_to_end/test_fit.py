@@ -67,7 +67,7 @@ def test_fit_then_every_verb_on_its_run(program, tiny, tmp_path):
     program.run("test", "--run", run.path, "data.eval_batch_size=3")
     tested = json.loads((run.path / "test.json").read_text())["sets"]
     assert tested["right"] == pytest.approx(result["sets"]["right"], rel=1e-6)
-    said = program.run("generate", "--run", run.path, "--prompt", "def f", "--max-new-tokens", "5")
+    said = program.run("generate", "--run", run.path, "--prompt", "def f", "--max_new_tokens", "5")
     assert said.startswith("def f")
 
     # Done is done

@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import urllib.request
+from pathlib import Path
 
 import pytest
 from processes import kill, wait_until
@@ -15,7 +16,7 @@ CHROMIUM = shutil.which("chromium")
 FLAGS = [
     *("--headless", "--no-sandbox", "--disable-gpu", "--disable-3d-apis", "--disable-quic", "--no-first-run"),
     *("--disable-background-networking", "--disable-component-update", "--disable-sync", "--disable-dev-shm-usage"),
-    *("--window-size=1600,3000", "--virtual-time-budget=20000"),
+    *("--window-size=1600,3000", "--virtual-time-budget=30000"),
 ]
 
 
@@ -32,6 +33,25 @@ def answers(url: str) -> bool:
         return False
 
 
+def curves(url: str, tag_filter: str, profile: Path) -> dict[str, int]:
+    """Segments of the longest curve of each card that the Time Series page shows for a tag filter."""
+    address = f"{url}/?tagFilter={tag_filter}#timeseries"
+    page = subprocess.run(
+        [CHROMIUM, *FLAGS, f"--user-data-dir={profile}", "--dump-dom", address],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    ).stdout
+    drawn = {}
+    for card in page.split("<card-view ")[1:]:
+        if title := re.search(r'title="([^"]+/[^"]+)"', card):
+            # A curve is a path of straight lines alone, one between each two neighbouring points.
+            paths = re.findall(r'd="(M[\d.,-]+(?:L[\d.,-]+)+)"', card)
+            drawn[title[1]] = max((path.count("L") for path in paths), default=0)
+    return drawn
+
+
 @pytest.mark.skipif(CHROMIUM is None, reason="needs chromium on PATH (apt-get install chromium)")
 def test_curves_of_a_run_are_on_the_page(program, tiny, tmp_path):
     program.run("fit", "--config", tiny)
@@ -46,23 +66,9 @@ def test_curves_of_a_run_are_on_the_page(program, tiny, tmp_path):
     )
     try:
         wait_until(lambda: answers(f"{url}/data/plugin/timeseries/tags"), server)
-        profile = tmp_path / "profile"
-        page = subprocess.run(
-            [CHROMIUM, *FLAGS, f"--user-data-dir={profile}", "--dump-dom", f"{url}/#timeseries"],
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=True,
-        ).stdout
+        losses = curves(url, "loss/train", tmp_path / "profile-1")
+        probes = curves(url, "memory/entropy", tmp_path / "profile-2")
     finally:
         kill(server)
-    cards = page.split("<card-view ")[1:]
-    drawn = {}
-    for card in cards:
-        title = re.search(r'title="([^"]+/[^"]+)"', card)
-        # A curve is a path of straight lines alone, one between each two neighbouring points.
-        paths = re.findall(r'd="(M[\d.,-]+(?:L[\d.,-]+)+)"', card)
-        drawn[title[1]] = max((path.count("L") for path in paths), default=0)
-    assert drawn["loss/train"] == 11, "12 steps"
-    assert drawn["loss/train_by_tokens"] == 11
-    assert drawn["memory/entropy/layer_00"] == 2, "probed at steps 1, 5 and 10"
+    assert losses == {"loss/train": 11, "loss/train_by_tokens": 11}, "12 steps"
+    assert probes == {"memory/entropy/layer_00": 2, "memory/entropy/layer_01": 2}, "at steps 1, 5 and 10"

@@ -27,7 +27,8 @@ def test_two_processes_equal_one(program, tiny, tmp_path):
     assert losses[0] == pytest.approx(losses[1], abs=1e-5)
 
     # The same weights on one and on two processes, batches of another size
-    program.run("validate", "--run", one.path, "trainer.devices=2", "trainer.strategy=ddp", "data.eval_batch_size=7")
+    two_devices = ("trainer.devices=2", "trainer.strategy=ddp", "data.micro_batch_size=4")
+    program.run("validate", "--run", one.path, *two_devices, "data.eval_batch_size=7")
     again = json.loads((one.path / "validate.json").read_text())["sets"]
     for name in ("left", "right"):
         assert again[name] == pytest.approx(sets[0][name], rel=1e-6)
