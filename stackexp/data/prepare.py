@@ -73,6 +73,8 @@ def prepare(
     workers = workers or (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        if not (folder / "plan.json").exists() and any(not path.name.startswith(".") for path in folder.iterdir()):
+            raise RunError(f"{folder}: not empty, and not from data prepare; choose another --to")
         with locked(folder / ".lock", f"the preparation of {folder}"):
             if _finished(folder, plan):
                 return TokenSet(folder).corpus
@@ -102,8 +104,6 @@ def _finished(folder: Path, plan: dict) -> bool:
             if earlier.get(key) != value:
                 change = f"{earlier.get(key)}, not {value}" if key != "sources" else "files have come, gone or changed"
                 raise RunError(f"{folder}: made with another {key} ({change}); delete it or choose another --to")
-    elif any(path.name != ".lock" for path in folder.iterdir()):
-        raise RunError(f"{folder}: not empty, and not from data prepare; choose another --to")
     else:
         write_json(path, plan)
     return (folder / "corpus.json").exists()
@@ -137,9 +137,9 @@ def _sample(sources: list[Source]) -> Iterator[str]:
 def _group(sources: list[Source], unit_bytes: int) -> list[list[Source]]:
     """Neighbouring sources in groups of at most `unit_bytes`, or one source if that alone is larger."""
     units: list[list[Source]] = []
-    size = unit_bytes
+    size = 0
     for source in sources:
-        if size + source.size > unit_bytes:
+        if not units or size + source.size > unit_bytes:
             units.append([])
             size = 0
         units[-1].append(source)
@@ -201,11 +201,12 @@ def _in_processes(job: Job, tokenizer_path: Path, todo: list[int], workers: int,
     counter, stop = context.Value("q", 0), context.Event()
     state = (job, tokenizer_path, counter, stop)
     with ProcessPoolExecutor(workers, context, initializer=_start_worker, initargs=state) as pool:
-        pending = {pool.submit(_worker_unit, n) for n in todo}
+        pending, now = {pool.submit(_worker_unit, n) for n in todo}, 0
         try:
             while pending:
                 done, pending = wait(pending, timeout=0.2, return_when=FIRST_COMPLETED)
-                bar.update(bar.initial + counter.value - bar.n)
+                shown, now = now, counter.value
+                bar.update(now - shown)
                 for future in done:
                     future.result()
         except BaseException:

@@ -91,7 +91,7 @@ def _prepare_config(configs: list[str], overrides: list[str]) -> int:
     data = compose(configs, overrides).data
     if not isinstance(data, StdlibConfig):
         raise ConfigError(
-            f"data prepare: data.kind {data.kind} has no corpus of its own; give SOURCE --to FOLDER, then data.path=FOLDER"
+            f"data prepare: data.kind {data.kind} has no corpus of its own; give SOURCE --to FOLDER and set data.path"
         )
     from stackexp.data.shards import TokenSet
     from stackexp.data.stdlib import prepare_stdlib

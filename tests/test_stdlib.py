@@ -1,0 +1,146 @@
+import os
+import signal
+import subprocess
+import sys
+import sysconfig
+import time
+from pathlib import Path
+
+import pytest
+
+from stackexp.config.schema import StdlibConfig
+from stackexp.data import stdlib
+from stackexp.data.shards import TokenSet
+from stackexp.data.tokenizer import fingerprint, load_tokenizer
+from stackexp.errors import RunError
+
+ROOT = Path(sysconfig.get_paths()["stdlib"])
+SMALL = StdlibConfig(vocab_size=300, context_length=64)
+SETS = ["stdlib-asyncio", "stdlib-json+email", "stdlib-docstrings", "stdlib-logging+http", "stdlib-xml"]
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch) -> Path:
+    monkeypatch.setenv("STACKEXP_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(stdlib, "TRAIN_BYTES", 200_000)
+    return tmp_path / "cache"
+
+
+@pytest.fixture(scope="module")
+def corpora() -> stdlib.Corpora:
+    return stdlib.read_stdlib(ROOT)
+
+
+def test_no_file_is_in_two_sets_and_every_set_is_worth_measuring(corpora):
+    paths = [path for texts in (corpora.train, *corpora.held_out.values()) for path in texts]
+    assert len(paths) == len(set(paths))
+    assert sorted(corpora.held_out) == sorted(SETS)
+    for name, texts in corpora.held_out.items():
+        assert sum(map(len, texts.values())) > 50_000, name
+    assert 2_000_000 < sum(map(len, corpora.train.values())) < stdlib.TRAIN_BYTES + 1_000_000
+    assert {"test", "tests", "site-packages", "idlelib"}.isdisjoint(part for path in paths for part in path.split("/"))
+    assert not any(
+        path.startswith(("asyncio/", "json/", "email/", "logging/", "http/", "xml/")) for path in corpora.train
+    )
+
+
+def test_the_docstrings_set_holds_docstrings_alone(corpora):
+    texts = corpora.held_out["stdlib-docstrings"]
+    assert not set(texts) & set(corpora.train)
+    assert texts["heapq.py"].startswith("Heap queue algorithm")
+    code = 'import a\n"""not a docstring"""\ndef f(): "of f"\nclass C:\n    "of C"\n    async def g(self): "of g"\n'
+    assert stdlib.docstrings(code) == "of f\n\nof C\n\nof g\n"
+
+
+def test_prepared_once_then_taken_from_the_cache(cache):
+    first = stdlib.prepare_stdlib(SMALL, progress=False)
+    assert list(first.validation) + list(first.test) == SETS
+    folders = [first.train, *first.validation.values(), *first.test.values()]
+    opened = [TokenSet(folder) for folder in folders]
+    assert all(len(tokens) > 100 for tokens in opened)
+    assert len({tokens.corpus.tokenizer for tokens in opened}) == 1
+    assert fingerprint(load_tokenizer(first.tokenizer)) == opened[0].corpus.tokenizer
+    before = {path: path.stat().st_mtime_ns for path in cache.rglob("*")}
+    assert stdlib.prepare_stdlib(SMALL, progress=False) == first
+    assert {path: path.stat().st_mtime_ns for path in cache.rglob("*")} == before
+    other = stdlib.prepare_stdlib(StdlibConfig(vocab_size=300, context_length=32), progress=False)
+    assert other.train.parent != first.train.parent
+    assert TokenSet(other.train).corpus.context_length == 32
+
+
+def test_where_the_cache_is(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/x")
+    monkeypatch.delenv("STACKEXP_CACHE", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    assert stdlib.cache_root() == Path("/home/x/.cache/stackexp")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/xdg")
+    assert stdlib.cache_root() == Path("/xdg/stackexp")
+    monkeypatch.setenv("STACKEXP_CACHE", "/own")
+    assert stdlib.cache_root() == Path("/own")
+
+
+SCRIPT = """
+from stackexp.config.schema import StdlibConfig
+from stackexp.data import stdlib
+stdlib.TRAIN_BYTES = 200_000
+stdlib.prepare_stdlib(StdlibConfig(vocab_size=300, context_length=64), progress=False)
+"""
+
+
+def start(**kwargs) -> subprocess.Popen:
+    return subprocess.Popen([sys.executable, "-c", SCRIPT], env=os.environ, **kwargs)
+
+
+def test_killed_while_building_nothing_counts(cache):
+    process = start()
+    while not list(cache.glob("*.tmp/train")) and process.poll() is None:
+        time.sleep(0.002)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert list(cache.glob("stdlib-*.tmp")), "killed too late"
+    assert not [path for path in cache.glob("stdlib-*") if not path.suffix]
+    prepared = stdlib.prepare_stdlib(SMALL, progress=False)
+    assert len(TokenSet(prepared.train)) > 100
+    assert not list(cache.glob("stdlib-*.tmp"))
+
+
+def test_two_first_runs_at_once(cache):
+    processes = [start(stderr=subprocess.PIPE, text=True) for _ in range(2)]
+    messages = [process.communicate()[1] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], messages
+    assert len([path for path in cache.iterdir() if path.is_dir()]) == 1
+
+
+def fake_stdlib(folder: Path) -> Path:
+    held_out = [package for sets in stdlib.HELD_OUT.values() for packages in sets.values() for package in packages]
+    for name in [f"{package}/__init__.py" for package in held_out] + ["heapq.py", "os.py", "test/test_os.py"]:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(f'"""Docstring of {name}."""\n')
+    return folder
+
+
+def test_files_in_other_encodings_and_files_that_are_broken(tmp_path):
+    root = fake_stdlib(tmp_path)
+    (root / "latin.py").write_bytes("# -*- coding: latin-1 -*-\nname = 'é'\n".encode("latin-1"))
+    (root / "binary.py").write_bytes(b"name = '\xe9'\n")
+    (root / "csv.py").write_text("def broken(:\n")
+    (root / "empty.py").write_text("")
+    corpora = stdlib.read_stdlib(root)
+    assert sorted(corpora.train) == ["latin.py", "os.py"]
+    assert corpora.train["latin.py"].endswith("name = 'é'\n")
+    assert sorted(corpora.skipped) == ["binary.py", "csv.py"]
+
+
+def test_a_python_without_its_source_is_one_line(tmp_path):
+    root = fake_stdlib(tmp_path)
+    (root / "asyncio" / "__init__.py").unlink()
+    with pytest.raises(RunError, match=r"nothing for stdlib-asyncio.*data\.kind=shards") as error:
+        stdlib.read_stdlib(root)
+    assert "\n" not in str(error.value)
+
+
+def test_a_cache_that_cannot_be_written_is_one_line(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("STACKEXP_CACHE", str(tmp_path / "file" / "cache"))
+    with pytest.raises(RunError, match=r"cannot write .*STACKEXP_CACHE"):
+        stdlib.prepare_stdlib(SMALL, progress=False)

@@ -1,0 +1,86 @@
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from stackexp.data import tokenizer as tok
+from stackexp.errors import RunError
+
+TEXTS = ["def main(argv):\n    return 0\n", "naïve café, 東京, 🙂", "for i in range(10): print(i)\r\n"] * 20
+
+
+@pytest.fixture(scope="module")
+def trained() -> Tokenizer:
+    return tok.train_tokenizer(TEXTS, 305)
+
+
+def test_training_gives_the_size_asked_for_and_depends_on_nothing_else(trained):
+    assert tok.vocab_size(trained) == 305
+    assert trained.token_to_id("<|endoftext|>") == 0 == tok.end_of_text(trained)
+    assert tok.train_tokenizer(iter(TEXTS), 305).to_str() == trained.to_str()
+
+
+@given(st.text(st.characters(exclude_categories=["Cs"])))
+@settings(deadline=None, max_examples=200)
+def test_any_text_comes_back_and_its_bytes_are_counted(trained, text):
+    ids = trained.encode(text, add_special_tokens=False).ids
+    assert trained.decode(ids, skip_special_tokens=False) == text
+    assert tok.token_bytes(trained)[ids].sum() == len(text.encode())
+
+
+def test_end_of_text_written_in_a_text_is_not_the_end_of_the_text(trained, tmp_path):
+    trained.save(str(tmp_path / "tokenizer.json"))
+    for tokenizer in (trained, tok.load_tokenizer(tmp_path / "tokenizer.json")):
+        ids = tokenizer.encode("a<|endoftext|>b").ids
+        assert 0 not in ids
+        assert tokenizer.decode(ids) == "a<|endoftext|>b"
+
+
+def test_token_bytes_fills_up_with_zeros(trained):
+    table = tok.token_bytes(trained, 400)
+    assert table.shape == (400,)
+    assert table[0] == 0
+    assert (table[1:305] > 0).all()
+    assert (table[305:] == 0).all()
+
+
+def test_token_bytes_of_a_sentencepiece_alphabet(tmp_path):
+    vocabulary = {"<unk>": 0, "</s>": 1, "<0xC3>": 2, "<0xA9>": 3, "▁caf": 4, "▁": 5, "é": 6}
+    tokenizer = Tokenizer(models.BPE(vocabulary, [], byte_fallback=True))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Metaspace()
+    tokenizer.add_special_tokens(["<unk>", "</s>"])
+    assert tok.token_bytes(tokenizer).tolist() == [0, 0, 1, 1, 4, 1, 2]
+    assert tok.end_of_text(tokenizer) == 1
+
+
+def test_an_added_token_that_is_text_counts_its_bytes(trained):
+    tokenizer = Tokenizer.from_str(trained.to_str())
+    tokenizer.add_tokens(["    "])
+    assert tok.token_bytes(tokenizer)[305] == 4
+
+
+def test_fingerprint_sees_the_tokenizer_and_not_the_layout_of_its_file(trained, tmp_path):
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(json.loads(trained.to_str()), indent=3))
+    assert tok.fingerprint(tok.load_tokenizer(path)) == tok.fingerprint(trained)
+    assert tok.fingerprint(tok.train_tokenizer(TEXTS, 310)) != tok.fingerprint(trained)
+
+
+@pytest.mark.parametrize("content", [None, "", "{}", "[1, 2]", '{"model": "nonsense"}'])
+def test_what_is_no_tokenizer_is_one_line(tmp_path, content):
+    path = tmp_path / "tokenizer.json"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(RunError, match=r"tokenizer\.json: not a readable") as error:
+        tok.load_tokenizer(path)
+    assert "\n" not in str(error.value)
+
+
+def test_a_tokenizer_without_an_end_of_text_is_refused(tmp_path):
+    path = tmp_path / "tokenizer.json"
+    Tokenizer(models.BPE({"a": 0}, [])).save(str(path))
+    with pytest.raises(RunError, match="no end-of-text token"):
+        tok.load_tokenizer(path)
