@@ -26,6 +26,7 @@ class Program:
             stderr=subprocess.STDOUT,
             text=True,
             start_new_session=True,
+            preexec_fn=_listen_to_the_keyboard,
         )
 
     def run(self, *arguments: object, expect: int = 0) -> str:
@@ -37,6 +38,11 @@ class Program:
             kill(process)
         assert process.returncode == expect, output
         return output
+
+
+def _listen_to_the_keyboard() -> None:
+    """SIGINT as in a terminal, also where the tests themselves run in the background."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def kill(process: subprocess.Popen) -> None:

@@ -116,7 +116,7 @@ def test_one_process_at_a_time_in_a_folder(capsys, run, tiny):
 def test_interrupted_from_the_keyboard(program, tiny, tmp_path):
     process = program.start("fit", "--config", tiny, "trainer.max_steps=100000", "trainer.val_check_interval=null")
     try:
-        wait_until(lambda: any(path.stat().st_size for path in tmp_path.glob("runs/tiny/*/metrics.jsonl")), process)
+        wait_until(lambda: any(tmp_path.glob("runs/tiny/*/checkpoints/*.ckpt")), process)
         process.send_signal(signal.SIGINT)
         output, _ = process.communicate(timeout=60)
     finally:
