@@ -206,7 +206,9 @@ VERBS = {
 def main(argv: list[str] | None = None) -> int:
     """Run a verb. Returns 0, 1 for a RunError, 2 for a ConfigError, 130 when interrupted."""
     try:
-        return _dispatch(sys.argv[1:] if argv is None else argv)
+        code = _dispatch(sys.argv[1:] if argv is None else argv)
+        sys.stdout.flush()
+        return code
     except (ConfigError, RunError, OSError, KeyboardInterrupt) as error:
         if os.environ.get("STACKEXP_TRACEBACK") == "1":
             raise
@@ -227,10 +229,10 @@ def _dispatch(argv: list[str]) -> int:
 
 def _report(error: BaseException) -> int:
     if isinstance(error, KeyboardInterrupt):
-        print("interrupted", file=sys.stderr)
+        print(f"interrupted: {error}" if str(error) else "interrupted", file=sys.stderr)
         return 130
     if isinstance(error, ConfigError | RunError):
-        print(f"error: {error}", file=sys.stderr)
+        print("error:", " ".join(str(error).splitlines()), file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
     if isinstance(error, BrokenPipeError):  # the reader of our output has gone, as in `configs list | head -3`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,8 +1,11 @@
 """Every mistake in a config is answered by one line that names origin, key, expectation and the nearest right name."""
 
+import contextlib
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from stackexp.config.compose import compose
 from stackexp.errors import ConfigError
@@ -31,16 +34,17 @@ def mistake(configs: list[str], *overrides: str) -> str:
     [
         ("seed", "override seed: expected KEY=VALUE"),
         ("quickstart", "override quickstart: expected KEY=VALUE; for a config write --config quickstart"),
-        ("seed=", "override seed=: empty value; write seed=null, or seed='\"\"' for empty text"),
+        ("seed=", "override seed=: empty value; write null, or '\"\"' for empty text"),
+        ("seed=#3", "override seed=#3: empty value; write null, or '\"\"' for empty text"),
         ("--seed", "override --seed: no value follows; write --seed=VALUE"),
         ("=3", "override =3: '' is no key; expected SECTION.KEY=VALUE"),
         ("data..path=x", "override data..path=x: 'data..path' is no key; expected SECTION.KEY=VALUE"),
         ("seed=[1,", "override seed=[1,: the value: not valid YAML: "),
-        ("seed=abc", "override seed=abc: seed: expected an integer >= 0, found 'abc'"),
-        ("seed=null", "override seed=null: seed: expected an integer >= 0, found null"),
+        ("seed=abc", "override seed=abc: seed: expected an integer from 0 to 4294967295, found 'abc'"),
+        ("seed=null", "override seed=null: seed: expected an integer from 0 to 4294967295, found null"),
         ("trainer.max_steps=1e4", "trainer.max_steps: expected an integer >= 1, found 10000.0; write 10000"),
         ("trainer.compile=2", "override trainer.compile=2: trainer.compile: expected true or false, found 2"),
-        ("seed={a: 1}", "override seed={a: 1}: seed: expected an integer >= 0, found a mapping"),
+        ("seed={a: 1}", "override seed={a: 1}: seed: expected an integer from 0 to 4294967295, found a mapping"),
         ("optimizer.lr=[1]", "optimizer.lr: expected a number > 0, found [1]"),
         ("optimizer.lr=0", "override optimizer.lr=0: optimizer.lr: expected a number > 0, found 0.0"),
         ("optimizer.lr=.nan", "optimizer.lr: expected a number > 0, found nan"),
@@ -64,7 +68,7 @@ def mistake(configs: list[str], *overrides: str) -> str:
             "zzz=3",
             "zzz: unknown key; a config has data, logging, model, name, optimizer, plugins, schedule, seed, trainer",
         ),
-        ("seed.x=3", "override seed.x=3: seed: expected an integer >= 0, found a mapping"),
+        ("seed.x=3", "override seed.x=3: seed: expected an integer from 0 to 4294967295, found a mapping"),
         ("model.memory.kind=stak", "model.memory.kind: expected one of stack, found 'stak'; did you mean 'stack'?"),
         ("data.kind=3", "override data.kind=3: data.kind: expected one of shards, stdlib, found 3"),
         (
@@ -200,8 +204,8 @@ def test_a_key_of_a_memory_that_is_off_says_how_to_switch_it_on():
         ),
         ("trainer: 3\n", "x.yaml:1: trainer is a section with keys of its own; it cannot be 3"),
         ("trainer:\n", "x.yaml:1: trainer is a section with keys of its own; it cannot be null"),
-        ("seed:\n  a: 1\n", "x.yaml:2: seed: expected an integer >= 0, found a mapping"),
-        ("seed: {}\n", "x.yaml:1: seed: expected an integer >= 0, found a mapping"),
+        ("seed:\n  a: 1\n", "x.yaml:2: seed: expected an integer from 0 to 4294967295, found a mapping"),
+        ("seed: {}\n", "x.yaml:1: seed: expected an integer from 0 to 4294967295, found a mapping"),
         ("defaults: quickstart\n", "x.yaml:1: defaults: expected a list, found a single value"),
         ("defaults:\n  - quickstart\n  - [a]\n", "x.yaml:3: defaults: expected NAME or SECTION: NAME, found ['a']"),
         ("defaults:\n  - quickstrat\n", "x.yaml:2: unknown config 'quickstrat'; did you mean 'quickstart'?"),
@@ -261,3 +265,40 @@ def test_a_mistake_is_traced_to_the_file_of_a_choice():
     found = mistake(["quickstart", write("x.yaml", "defaults:\n  - model.memory: memory.yaml\n")])
     assert found.startswith("memory.yaml:3: model.memory.num_heads: projection shared_slices cuts hidden_size 192")
     assert "(model.memory.projection: memory.yaml:4; model.hidden_size: " in found
+
+
+PIECES = [
+    "${",
+    "}",
+    "???",
+    "null",
+    "[",
+    "{",
+    "- ",
+    ": ",
+    "&a ",
+    "*a",
+    "!!int ",
+    "'",
+    "\n",
+    "  ",
+    "1e9",
+    "kind",
+    "wsd",
+    "model",
+    "\x00",
+]
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    key=st.sampled_from(
+        ["seed", "name", "model", "model.memory", "model.kind", "data.path", "plugins", "trainer.x", "defaults"]
+    ),
+    value=st.lists(st.sampled_from(PIECES) | st.text(max_size=3), max_size=4).map("".join),
+)
+def test_any_value_gives_a_config_or_a_config_error(key, value):
+    for configs, overrides in (["quickstart"], [f"{key}={value}"]), (["quickstart", "x.yaml"], []):
+        Path("x.yaml").write_text(f"# any\n{key}: {value}\n", encoding="utf-8")
+        with contextlib.suppress(ConfigError):
+            assert compose(configs, overrides).trainer.max_steps == 300

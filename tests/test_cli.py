@@ -160,7 +160,7 @@ def raising(error: BaseException):
     ("error", "code", "line"),
     [
         (ConfigError("wrong"), 2, "error: wrong\n"),
-        (RunError("failed"), 1, "error: failed\n"),
+        (RunError("failed\nthere"), 1, "error: failed there\n"),
         (KeyboardInterrupt(), 130, "interrupted\n"),
         (
             OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "runs/x"),
@@ -186,9 +186,9 @@ def test_a_mistake_of_ours_keeps_its_traceback(error, monkeypatch):
 
 
 def test_a_closed_pipe_is_no_error(tmp_path):
-    command = f"{sys.executable} -m stackexp fit --config quickstart --print-config | head -1"
+    command = f"{sys.executable} -m stackexp fit --config quickstart --print-config | true"
     done = subprocess.run(["bash", "-c", command], cwd=tmp_path, capture_output=True, text=True)
-    assert (done.stdout, done.stderr) == ("name: quickstart\n", "")
+    assert (done.stdout, done.stderr) == ("", "")
 
 
 def test_verbs_get_what_was_given(monkeypatch, tmp_path):

@@ -100,3 +100,54 @@ def test_plugins_of_all_layers_add_up(monkeypatch):
 def test_a_broken_plugin_is_one_line(code, message):
     write("bad.py", code)
     assert message in mistake(["quickstart", write("x.yaml", "seed: 1\nplugins:\n  - bad.py\n")])
+
+
+NESTED = """
+from __future__ import annotations
+from dataclasses import dataclass, field
+from typing import Any
+from stackexp.config.registry import register
+from stackexp.config.schema import above
+
+@dataclass
+class Decay:
+    rate: float = above(0, 0.5)
+
+@dataclass
+class Config:
+    kind: str = "nested"
+    decay: Decay = field(default_factory=Decay)
+    sizes: list[int] = field(default_factory=lambda: [1, 2])
+    extra: Any = None
+    maybe: int | None = None
+
+@register("memory", "nested", config=Config)
+class Nested:
+    def __init__(self, config, **kwargs):
+        self.config = config
+"""
+
+
+@pytest.mark.usefixtures("_forget_plugins")
+def test_a_plugin_may_nest_its_options_and_hold_what_it_builds():
+    base = [
+        "quickstart",
+        write("x.yaml", f"plugins: [{write('nested.py', NESTED)}]\nmodel: {{memory: {{kind: nested}}}}\n"),
+    ]
+    config = compose(base, ["model.memory.decay.rate=0.1", "model.memory.sizes=[3]", "model.memory.extra={a: [1]}"])
+    memory = registry.build("memory", config.model.memory, layer=1).config
+    assert (memory.decay.rate, memory.sizes, memory.extra, memory.maybe) == (0.1, [3], {"a": [1]}, None)
+    Path("config.yaml").write_text(to_yaml(config))
+    assert load("config.yaml") == config
+    assert "model.memory.decay.rate: expected a number > 0, found 0.0" in mistake(base, "model.memory.decay.rate=0")
+    assert "did you mean 'model.memory.decay.rate'?" in mistake(base, "model.memory.decay.rat=0")
+    assert "model.memory.sizes: expected a list, found ['x']" in mistake(base, "model.memory.sizes=[x]")
+    assert "model.memory.decay: expected the keys rate, found 3" in mistake(base, "model.memory.decay=3")
+    assert "model.memory.maybe: expected an integer or null, found 'x'" in mistake(base, "model.memory.maybe=x")
+
+
+@pytest.mark.usefixtures("_forget_plugins")
+def test_options_that_yaml_cannot_fill_are_named():
+    write("bad.py", NESTED.replace("maybe: int | None = None", "maybe: bytearray = field(default_factory=bytearray)"))
+    write("x.yaml", "plugins: [bad]\nmodel: {memory: {kind: nested}}\n")
+    assert mistake(["quickstart", "x.yaml"]).startswith("x.yaml:2: model.memory.kind: Config: ")

@@ -28,6 +28,8 @@ def expected(hint: Any, metadata: Mapping[str, Any]) -> str:
         return " or ".join([*(expected(t, metadata) for t in options), "null"])
     if typing.get_origin(hint) is Literal:
         return f"one of {', '.join(map(str, typing.get_args(hint)))}"
+    if dataclasses.is_dataclass(hint):
+        return f"the keys {', '.join(field.name for field in dataclasses.fields(hint))}"
     words = {int: "an integer", float: "a number", bool: "true or false", str: "text"}
     word = words.get(hint) or {list: "a list", dict: "a mapping"}.get(typing.get_origin(hint), str(hint))
     if "at_least" in metadata:
@@ -70,12 +72,10 @@ def check(config: ExperimentConfig, origins: Origins) -> None:
     keys = {path + field.name for path, section in walk(config) for field in dataclasses.fields(section)}
     for path, section in walk(config):
         for key, message in getattr(section, "problems", _no_problems)(*context.get(path, ())):
-            full_key = f"{path}{key}"
-            named = [
-                key for key in _named_keys(message, path, keys) if origins.get(key, "") != origins.get(full_key, "")
-            ]
-            others = "; ".join(f"{key}: {origins[key]}" for key in named if origins.get(key))
-            raise mistake(origins.get(full_key, ""), full_key, f"{message} ({others})" if others else message)
+            origin = origins.get(path + key, "")
+            named = [k for k in _named_keys(message, path, keys) if origins.get(k) and origins[k] != origin]
+            others = "; ".join(f"{k}: {origins[k]}" for k in named)
+            raise mistake(origin, path + key, f"{message} ({others})" if others else message)
 
 
 def walk(section: Any, path: str = "") -> Iterator[tuple[str, Any]]:
@@ -94,7 +94,8 @@ def _in_range(value: Any, metadata: Mapping[str, Any]) -> bool:
     if not isinstance(value, int | float):
         return True
     low, high = metadata.get("within", (metadata.get("at_least", -math.inf), math.inf))
-    return math.isfinite(value) and low <= value <= high and value > metadata.get("above", -math.inf)
+    finite = isinstance(value, int) or math.isfinite(value)
+    return finite and low <= value <= high and value > metadata.get("above", -math.inf)
 
 
 def _named_keys(message: str, path: str, keys: set[str]) -> list[str]:

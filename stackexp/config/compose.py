@@ -7,6 +7,7 @@ Interpolation is resolved once, last: `${data.vocab_size}` and `${div:a,b}`, the
 
 import dataclasses
 import difflib
+import typing
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from stackexp.config.checks import check, field_of, mistake, wrong_value
 from stackexp.config.interpolation import first_line, keys, resolve
-from stackexp.config.layers import Layers, find_config, origin_of
+from stackexp.config.layers import Layers, find_config, origin_of, sections
 from stackexp.config.plugins import import_plugin
 from stackexp.config.registry import SECTIONS, kinds, lookup
 from stackexp.config.schema import ExperimentConfig
@@ -86,11 +87,11 @@ def _skeleton(tree: Tree) -> DictConfig:
         if isinstance(chosen, Leaf) and chosen.value is None:
             parent[name] = None
             continue
-        parent[name] = OmegaConf.structured(_chosen_class(section, group, chosen))
+        parent[name] = _defaults_of_kind(section, group, chosen)
     return root
 
 
-def _chosen_class(section: str, group: str, chosen: Leaf | Tree) -> type:
+def _defaults_of_kind(section: str, group: str, chosen: Leaf | Tree) -> DictConfig:
     known = kinds(group)
     kind = chosen.get("kind") if isinstance(chosen, dict) else None
     if kind is None:
@@ -100,7 +101,11 @@ def _chosen_class(section: str, group: str, chosen: Leaf | Tree) -> type:
     if value not in known:
         hint = nearest(str(value), known)
         raise mistake(origin_of(kind), f"{section}.kind", f"expected one of {', '.join(known)}, found {value!r}{hint}")
-    return lookup(group, value).config
+    cls = lookup(group, value).config
+    try:
+        return OmegaConf.structured(cls)
+    except OmegaConfBaseException as error:
+        raise mistake(origin_of(kind), f"{section}.kind", f"{cls.__name__}: {first_line(error)}") from error
 
 
 def _fill(node: DictConfig, tree: Tree, path: str, root: DictConfig) -> None:
@@ -119,17 +124,18 @@ def _fill(node: DictConfig, tree: Tree, path: str, root: DictConfig) -> None:
 
 
 def _set(node: DictConfig, name: str, value: Any, origin: str, key: str) -> None:
-    """Put a value into its field. Stricter than OmegaConf: a number is no boolean, and a mapping is no text."""
+    """Put a value into its field; stricter than OmegaConf, which takes numbers for booleans and mappings for text."""
     cls = OmegaConf.get_type(node)
     hint, metadata = field_of(cls, name) if dataclasses.is_dataclass(cls) else (node._metadata.element_type, {})
+    refused = {bool: int, str: dict, dict: str, list: str}.get(typing.get_origin(hint) or hint)
+    if refused and type(value) is refused:
+        raise wrong_value(origin, key, hint, metadata, value)
     try:
-        if (hint is bool and type(value) is int) or (hint is str and isinstance(value, dict)):
-            raise TypeError
         if isinstance(value, list):
             node[name] = value
         else:
             node.merge_with({name: value})
-    except (OmegaConfBaseException, TypeError) as error:
+    except OmegaConfBaseException as error:
         if isinstance(value, str) and "${" in value:
             raise mistake(origin, key, f"malformed interpolation {value}: {first_line(error)}") from error
         raise wrong_value(origin, key, hint, metadata, value) from error
@@ -143,7 +149,7 @@ def _nearest_key(name: str, path: str, root: DictConfig) -> str:
     """The nearest key in the same section, else the same name elsewhere, else the nearest full key."""
     if "." in name:
         return "; write the parts of a key one inside the other, or as an override"
-    known = keys(root)
+    known = [*keys(root), *sections()]
     beside = {key.removeprefix(path).split(".")[0] for key in known if key.startswith(path)}
     close = difflib.get_close_matches(name, beside, n=1, cutoff=0.6)
     elsewhere = [key for key in known if key.split(".")[-1] == name]

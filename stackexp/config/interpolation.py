@@ -33,12 +33,10 @@ def resolve(root: DictConfig, origins: Origins) -> None:
     for key, node, name in places(root):
         if OmegaConf.is_interpolation(node, name):
             try:
-                value = node[name]
+                node[name]
             except (OmegaConfBaseException, RecursionError) as error:
                 message = _unresolved(node._get_node(name)._value(), error, root)
                 raise mistake(origins.get(key, ""), key, message) from error
-            if isinstance(value, DictConfig | ListConfig):
-                raise mistake(origins.get(key, ""), key, "an interpolation must name a single value, not a section")
 
 
 def keys(node: DictConfig) -> list[str]:

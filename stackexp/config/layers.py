@@ -218,7 +218,5 @@ def split_overrides(arguments: list[str]) -> list[tuple[str, str, str]]:
             raise ConfigError(f"override {argument}: expected KEY=VALUE{hint}")
         if not all(part.strip() == part != "" for part in key.split(".")):
             raise ConfigError(f"override {argument}: {key!r} is no key; expected SECTION.KEY=VALUE")
-        if not value.strip():
-            raise ConfigError(f"override {argument}: empty value; write {key}=null, or {key}='\"\"' for empty text")
         found.append((key, value, f"override {argument}"))
     return found

@@ -13,7 +13,7 @@ from stackexp.config.yaml_files import Leaf
 def import_plugin(name: Leaf, folder: Path) -> str:
     """Import a Python file (beside the config or in the working directory) or module; its name for config.yaml."""
     places = [place / name.value for place in (folder, Path())]
-    files = [p for place in places for p in (place, place.with_name(place.name + ".py")) if p.is_file()]
+    files = [p for place in places for p in (place, Path(f"{place}.py")) if p.is_file()]
     try:
         if not files:
             importlib.import_module(name.value)

@@ -235,7 +235,7 @@ class ExperimentConfig:
     """One experiment: everything `fit` needs, and what a run folder's config.yaml holds."""
 
     name: str = "unnamed"
-    seed: int = at_least(0, 0)
+    seed: int = within(0, 2**32 - 1, 0)
     plugins: list[str] = field(default_factory=list)  # Python files or modules that register more kinds
     model: Any = field(default_factory=lambda: {"kind": "transformer"})
     data: Any = field(default_factory=lambda: {"kind": "shards"})

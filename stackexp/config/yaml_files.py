@@ -85,7 +85,7 @@ def read_file(path: Path) -> tuple[list[Leaf], Tree]:
         if key.value == "defaults":
             if not isinstance(value, yaml.SequenceNode):
                 raise ConfigError(f"{reader.origin(value)}: defaults: expected a list, found {_kind(value)}")
-            defaults = [Leaf(loader.construct_object(item, deep=True), reader.origin(item)) for item in value.value]
+            defaults = [reader.leaf(item) for item in value.value]
     tree = reader.mapping(node)
     tree.pop("defaults", None)
     return defaults, tree
@@ -94,6 +94,8 @@ def read_file(path: Path) -> tuple[list[Leaf], Tree]:
 def read_value(text: str, origin: str) -> Leaf | Tree:
     """The value of an override. Raises ConfigError naming the override."""
     loader, node = _parse(text, lambda line: f"{origin}: the value")
+    if node is None:
+        raise ConfigError(f"{origin}: empty value; write null, or '\"\"' for empty text")
     return _Reader(loader, lambda line: origin).value(node)
 
 
@@ -122,14 +124,15 @@ class _Reader:
     def origin(self, node: yaml.Node) -> str:
         return self.located(node.start_mark.line + 1)
 
-    def value(self, node: yaml.Node) -> Leaf | Tree:
-        if isinstance(node, yaml.MappingNode) and node.value:
-            return self.mapping(node)
+    def leaf(self, node: yaml.Node) -> Leaf:
         try:
             return Leaf(self.loader.construct_object(node, deep=True), self.origin(node))
-        except (yaml.YAMLError, ValueError) as error:
+        except Exception as error:  # PyYAML lets any exception through for a value that does not fit its !!tag
             what = getattr(error, "problem", None) or error
             raise ConfigError(f"{self.origin(node)}: not valid YAML: {what}") from error
+
+    def value(self, node: yaml.Node) -> Leaf | Tree:
+        return self.mapping(node) if isinstance(node, yaml.MappingNode) and node.value else self.leaf(node)
 
     def mapping(self, node: yaml.MappingNode) -> Tree:
         if node in self.inside:
@@ -137,7 +140,7 @@ class _Reader:
         self.inside.append(node)
         tree: Tree = {}
         for key_node, value_node in node.value:
-            key = self.loader.construct_object(key_node, deep=True)
+            key = self.leaf(key_node).value
             if not isinstance(key, str):
                 written = str(key_node.value)
                 raise ConfigError(f"{self.origin(key_node)}: the key {written} reads as {key!r}; put it in quotes")
