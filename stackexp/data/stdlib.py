@@ -1,6 +1,6 @@
 """The quickstart's corpus: the Python standard library's own source, split by file and cached.
 
-Every machine that runs us has it. Train is capped, so that a first run starts within seconds.
+Every machine that runs us has it. The sets are capped, so that a first run starts and ends within minutes.
 """
 
 import ast
@@ -11,6 +11,7 @@ import shutil
 import sys
 import sysconfig
 import tokenize
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from stackexp.data.shards import FORMAT_VERSION
 from stackexp.data.tokenizer import train_tokenizer
 from stackexp.errors import RunError
 
-TRAIN_BYTES = 6_000_000
+TRAIN_BYTES, HELD_OUT_BYTES = 6_000_000, 200_000  # of text in each set; a whole file may exceed it
 LEFT_OUT = {
     *("__pycache__", "site-packages", "dist-packages", "test", "tests", "idle_test", "idlelib", "lib2to3", "distutils"),
     *("ensurepip", "turtledemo", "lib-dynload", "pydoc_data", "encodings", "_pyrepl"),
@@ -90,35 +91,33 @@ def cache_root() -> Path:
 
 
 def read_stdlib(root: Path) -> Corpora:
-    """Read and split the .py files under `root`. Train takes files in the order of their path's hash, up to the cap.
+    """Read and split the .py files under `root`. Each set takes files in the order of their path's hash, up to its cap.
 
     Raises RunError if a set would be empty.
     """
-    held_out = {name: {} for names in _names().values() for name in names}
-    package_of = {p: name for sets in HELD_OUT.values() for name, packages in sets.items() for p in packages}
-    train, skipped, size = {}, [], 0
+    packages = {package: name for sets in HELD_OUT.values() for name, held in sets.items() for package in held}
+    texts = {name: {} for name in ["train", *_names()["validation"], *_names()["test"]]}
+    sizes, skipped = Counter(), []
     for path in sorted(_files(root), key=lambda path: hashlib.sha256(path.encode()).digest()):
-        name = DOCSTRINGS if path in DOCSTRING_FILES else package_of.get(path.split("/")[0])
-        if name is None and size >= TRAIN_BYTES:
+        name = DOCSTRINGS if path in DOCSTRING_FILES else packages.get(path.split("/")[0], "train")
+        if sizes[name] >= (TRAIN_BYTES if name == "train" else HELD_OUT_BYTES):
             continue
         try:
             with tokenize.open(root / path) as file:
-                source = file.read()
-            text = docstrings(source) if name == DOCSTRINGS else source
-        except (SyntaxError, ValueError, RecursionError):  # not in its declared encoding, or not Python of this version
+                text = file.read() if name != DOCSTRINGS else docstrings(file.read())
+        except (OSError, SyntaxError, ValueError, RecursionError):  # in no known encoding, or not this version's Python
             skipped.append(path)
             continue
-        if not text.strip():
-            continue
-        (train if name is None else held_out[name])[path] = text
-        size += len(text) if name is None else 0
-    empty = [name for name, texts in {"train": train, **held_out}.items() if not texts]
-    if empty:
-        raise RunError(
-            f"{root}: this Python comes without the source of its standard library (nothing for {empty[0]}); "
-            "install it whole, or train on your own text with data.kind=shards"
-        )
-    return Corpora(train, held_out, skipped)
+        if text.strip():
+            texts[name][path] = text
+            sizes[name] += len(text)
+    for name in texts:
+        if not texts[name]:
+            raise RunError(
+                f"{root}: this Python comes without the source of its standard library (nothing for {name}); "
+                "install it whole, or train on your own text with data.kind=shards"
+            )
+    return Corpora(texts.pop("train"), texts, skipped)
 
 
 def docstrings(source: str) -> str:
