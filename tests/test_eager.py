@@ -111,6 +111,18 @@ def test_computes_in_float32_at_least_also_under_autocast():
     torch.testing.assert_close(output.read, wanted.read.float(), rtol=1e-5, atol=1e-6)
 
 
+def test_feedback_is_computed_in_float32_under_autocast():
+    x, logits, query = (tensor.detach().float() for tensor in make_inputs("stack", 1.0))
+    x, logits = x.transpose(0, 1), logits.transpose(0, 1)
+    generator = torch.Generator().manual_seed(6)
+    feedback = tuple(0.3 * torch.randn(H * D, H, 3, generator=generator) for _ in range(2))
+    state = stack.empty((B, H), 7, D, x)
+    plain, _ = stack.scan(state, x, logits, query, feedback, num_slots=7)
+    with torch.autocast("cpu", torch.bfloat16):
+        mixed, _ = stack.scan(state, x, logits, query, feedback, num_slots=7)
+    assert torch.equal(mixed.read, plain.read)
+
+
 @pytest.mark.parametrize("discipline", DISCIPLINES)
 def test_compiles_without_graph_breaks(discipline):
     x, logits, query = (tensor.detach().float() for tensor in make_inputs(discipline, 1.0))

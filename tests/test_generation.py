@@ -50,15 +50,17 @@ def test_no_new_tokens():
 
 
 def test_stop_token_ends_a_row_and_all_rows_end_the_loop():
-    model = make_model()
-    free = generate(model, PROMPT, 30, generator=torch.Generator().manual_seed(3))
+    model, prompt = make_model().eval(), torch.randint(VOCAB, (4, 3), generator=torch.Generator().manual_seed(0))
+    free = generate(model, prompt, 90, generator=torch.Generator().manual_seed(3))
     stop = free[0, 6].item()
-    stopped = generate(model, PROMPT, 30, generator=torch.Generator().manual_seed(3), stop_token=stop)
+    stopped = generate(model, prompt, 90, generator=torch.Generator().manual_seed(3), stop_token=stop)
     firsts = [(row[3:] == stop).nonzero()[0].item() + 3 for row in stopped]
+    assert len(set(firsts)) > 1
     assert stopped.shape[1] == max(firsts) + 1
     for row, first in zip(stopped, firsts, strict=True):
         assert (row[first:] == stop).all()
     assert torch.equal(stopped[0, : firsts[0]], free[0, : firsts[0]])
+    assert not model.training
 
 
 def test_temperature_divides_the_logits():

@@ -1,6 +1,7 @@
 """The decoder and its slot: sizes, the plain Transformer, causality, cache, checkpointing, precision, FLOPs."""
 
 import copy
+import math
 
 import pytest
 import torch
@@ -111,6 +112,12 @@ def test_attention_is_grouped_query_attention_with_rope_in_complex_numbers():
     expected = attention.o_proj(torch.einsum("bhqk,bkhd->bqhd", weights, v).flatten(2))
     got, _ = attention(x, rope_table(model.config, 0, T, x), None)
     torch.testing.assert_close(got, expected)
+
+
+def test_rope_angles_are_float32_for_bfloat16():
+    table = rope_table(make_model().config, 4000, 1, torch.zeros(1, dtype=torch.bfloat16))
+    assert table.dtype == torch.float32
+    assert table[0, 0, 0].item() == pytest.approx(math.cos(4000), abs=1e-6)
 
 
 @pytest.mark.parametrize("name", MEMORIES)

@@ -33,7 +33,7 @@ def generate(
             token = sample(logits, temperature, top_p, generator)
             if stop_token is not None:
                 token = torch.where(stopped, stop_token, token)
-                stopped |= token == stop_token
+                stopped = token == stop_token
             new = token[:, None]
             tokens = torch.cat([tokens, new], 1)
             if stopped.all():
