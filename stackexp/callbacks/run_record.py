@@ -43,7 +43,7 @@ class RunRecord(pl.Callback):
 
     def on_validation_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         if trainer.state.fn == "fit":
-            self._write(trainer, module, validation_tags(module.set_metrics))
+            self._write(trainer, module, set_tags("validation", module.set_metrics))
 
     def _write(self, trainer: pl.Trainer, module: pl.LightningModule, metrics: dict[str, float]) -> None:
         if not trainer.is_global_zero:
@@ -72,10 +72,10 @@ class RunRecord(pl.Callback):
             self._tensorboard.close()
 
 
-def validation_tags(sets: dict[str, dict[str, float]]) -> dict[str, float]:
-    """`validation/<figure>/<set>` for every set, and their unweighted mean as the set `average`."""
+def set_tags(prefix: str, sets: dict[str, dict[str, float]]) -> dict[str, float]:
+    """`<prefix>/<figure>/<set>` for every set, and their unweighted mean as the set `average`."""
+    if not sets:
+        return {}
     with_average = sets | {"average": macro_average(sets)}
     figures = ("loss", "perplexity", "bits_per_byte")
-    return {
-        f"validation/{figure}/{name}": values[figure] for name, values in with_average.items() for figure in figures
-    }
+    return {f"{prefix}/{figure}/{name}": s[figure] for name, s in with_average.items() for figure in figures}

@@ -5,6 +5,8 @@ from stackexp.modules.metrics import macro_average
 
 def set_table(sets: dict[str, dict[str, float]]) -> str:
     """Loss, perplexity and bits per byte of each named set, then their unweighted means."""
+    if not sets:
+        return "no validation sets (name some in data.validation)"
     rows = [[name, f"{s['tokens']:,}", *_figures(s)] for name, s in sets.items()]
     rows.append(["average of sets", f"{sum(s['tokens'] for s in sets.values()):,}", *_figures(macro_average(sets))])
     return table(["set", "tokens", "loss", "perplexity", "bits/byte"], rows, rule_before_last=True)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Literal
 
 from stackexp import runs
-from stackexp.config import compose, registry
+from stackexp.config import registry
 from stackexp.config.schema import ExperimentConfig
 from stackexp.errors import RunError
 from stackexp.modules import checkpoints
@@ -19,21 +19,16 @@ from stackexp.verbs.trainer import build_trainer
 def run(
     stage: Literal["validate", "test"],
     run: str | None,
-    config: ExperimentConfig | None,
+    config: ExperimentConfig,
     ckpt_path: str | None,
     overrides: list[str],
 ) -> int:
-    """Evaluate a run's newest checkpoint (or `ckpt_path`), or `config` with `ckpt_path`, on the whole of every set.
+    """Evaluate on the whole of every set: a run's newest checkpoint, or `ckpt_path`.
 
-    With a run the figures also go to <run>/<stage>.json.
+    `config` is the run's with `overrides` on top, or any other. With a run the figures also go to <run>/<stage>.json.
     """
-    if run is not None:
-        folder = runs.at(run)
-        config = compose.load(str(folder.config), overrides)
-        checkpoint = checkpoints.choose(folder, ckpt_path)
-    else:
-        assert ckpt_path, "the command line asks for --run, or for --config and --ckpt_path"
-        folder, checkpoint = None, Path(ckpt_path)
+    folder = runs.at(run) if run else None
+    checkpoint = checkpoints.choose(folder, ckpt_path) if folder else Path(ckpt_path)
     data = registry.build("data", config.data, seed=config.seed)
     module = LanguageModeling(config)
     checkpoints.load_weights(module, checkpoint)

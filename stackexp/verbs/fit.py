@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from stackexp import runs
 from stackexp.callbacks.progress import StepProgress
-from stackexp.callbacks.run_record import RunRecord
+from stackexp.callbacks.run_record import RunRecord, set_tags
 from stackexp.callbacks.stack_probes import StackProbes
 from stackexp.callbacks.throughput import Throughput
 from stackexp.config import registry
@@ -43,27 +43,34 @@ def run(config: ExperimentConfig, ckpt_path: str | None) -> int:
         lock = folder.lock()
         folder.describe(config)
         print(_header(config, module, folder, checkpoint), flush=True)
-    try:
-        trainer.fit(module, data, ckpt_path=checkpoint, weights_only=True)
-    except RunError as error:
-        raise RunError(f"{error}; last good checkpoint: {folder.newest_checkpoint() or 'none yet'}") from None
-    except SystemExit:  # what Lightning makes of a KeyboardInterrupt
-        step = folder.newest_checkpoint()
-        raise KeyboardInterrupt(
-            f"{folder.path}: newest checkpoint {step.name}; go on with --ckpt_path last" if step else "no checkpoint yet"
-        ) from None
-    last = folder.checkpoints / checkpoint_name(trainer.global_step)
-    if not last.exists():
-        trainer.save_checkpoint(last)
-    trainer.validate(module, data, verbose=False)
+    _train(trainer, module, data, folder, checkpoint)
+    if data.set_names("validate"):
+        trainer.validate(module, data, verbose=False)
     if trainer.is_global_zero:
         _finish(config, module, data, folder, record, time.perf_counter() - started)
         lock.close()
     return 0
 
 
-def checkpoint_name(step: int) -> str:
-    return f"{step:08d}.ckpt"
+def _train(
+    trainer: pl.Trainer,
+    module: LanguageModeling,
+    data: pl.LightningDataModule,
+    folder: RunFolder,
+    checkpoint: Path | None,
+) -> None:
+    """Up to the last step and its checkpoint. What stops it earlier is told with the last good checkpoint."""
+    try:
+        trainer.fit(module, data, ckpt_path=checkpoint, weights_only=True)
+    except RunError as error:
+        raise RunError(f"{error}; last good checkpoint: {folder.newest_checkpoint() or 'none yet'}") from None
+    except SystemExit:  # what Lightning makes of a KeyboardInterrupt
+        newest = folder.newest_checkpoint()
+        state = f"newest checkpoint {newest.name}; go on with --ckpt_path last" if newest else "no checkpoint yet"
+        raise KeyboardInterrupt(f"{folder.path}: {state}") from None
+    last = folder.checkpoints / f"{trainer.global_step:08d}.ckpt"
+    if not last.exists():
+        trainer.save_checkpoint(last)
 
 
 def _new_folder(config: ExperimentConfig) -> RunFolder:
@@ -140,20 +147,17 @@ def _finish(
         "memory_parameters": module.model.num_parameters(memory=True),
         "train_loss": {"first": losses[0], "last_20_steps": sum(losses[-20:]) / len(losses[-20:])},
         "sets": module.set_metrics,
-        "average": macro_average(module.set_metrics),
+        "average": macro_average(module.set_metrics) if module.set_metrics else {},
         "seconds": round(seconds, 1),
         "sample": text,
     }
-    figures = {"final/loss/train": result["train_loss"]["last_20_steps"]} | {
-        f"final/{figure}/{name}": values[figure]
-        for name, values in (module.set_metrics | {"average": result["average"]}).items()
-        for figure in ("loss", "perplexity")
-    }
+    figures = {"final/loss/train": result["train_loss"]["last_20_steps"]}
+    figures |= set_tags("final", module.set_metrics)
     record.finish(checkpoints.flatten(to_dict(config)), figures, config.trainer.max_steps)
     runs.write_atomically(folder.result, json.dumps(result, indent=2))
     print(
         f"\ntraining loss {losses[0]:.3f} at the first step, {result['train_loss']['last_20_steps']:.3f} "
-        f"over the last 20; {seconds:.0f} s\n\n{set_table(module.set_metrics)}\n\nsample: {text!r}\n\n"
+        f"over the last 20; {seconds:.0f} s\n\n{set_table(module.set_metrics)}\n\nsample:\n{text}\n\n"
         f"run folder: {folder.path}\ncurves:     tensorboard --logdir {config.logging.root}",
         flush=True,
     )

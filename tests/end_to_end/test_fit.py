@@ -4,6 +4,7 @@ import json
 import math
 
 import pytest
+import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from stackexp.config import compose
@@ -74,3 +75,12 @@ def test_fit_then_every_verb_on_its_run(program, tiny, tmp_path):
     refusal = program.run("fit", "--config", tiny, "--ckpt_path", "last", expect=1)
     assert "finished" in refusal
     assert len(refusal.splitlines()) == 1
+
+
+def test_fit_without_validation_sets(program, tiny, tmp_path):
+    config = yaml.safe_load(tiny.read_text())
+    del config["data"]["validation"]
+    tiny.write_text(yaml.safe_dump(config))
+    output = program.run("fit", "--config", tiny, "trainer.max_steps=3")
+    assert "no validation sets" in output
+    assert RunFolder(next((tmp_path / "runs" / "tiny").iterdir())).finished
