@@ -4,6 +4,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,9 +20,19 @@ from stackexp.data.shards import TokenSet
 from stackexp.data.tokenizer import train_tokenizer
 from stackexp.datamodules.pretraining import PretrainingData, StdlibData
 from stackexp.datamodules.streaming import TokenStream, _remove_locks
+from stackexp.errors import RunError
 
 T, V, STEP = 16, 300, 8  # STEP sequences per optimizer step
 TEXTS = [f"line {n} of {n * n} lines\n" * 3 for n in range(200)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def own_temporary_folder(tmp_path_factory):
+    """Where streaming puts its lock files: those of a killed process stay."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tempfile, "tempdir", str(tmp_path_factory.mktemp("locks")))
+        patch.setenv("TMPDIR", tempfile.tempdir)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +54,7 @@ def config_of(folder: Path, **changes) -> ShardsConfig:
     return ShardsConfig(**settings | {"micro_batch_size": 4, "num_workers": 0} | changes)
 
 
-def flat(lists: list[list[int]]) -> list[int]:
+def flat(lists: Iterable[list[int]]) -> list[int]:
     return [item for items in lists for item in items]
 
 
@@ -91,10 +102,7 @@ def die_in_training(path: str, to: str) -> None:
     """A process that trains, saves, and is killed with everything it started."""
     for workers in (0, 1):
         fit(config_of(Path(path), num_workers=workers), 23, checkpoints(Path(to), workers))
-    data = PretrainingData(config_of(Path(path), num_workers=1), seed=5)
-    data.setup("fit")
-    data.trainer = SimpleNamespace(global_rank=0, world_size=1, num_devices=1)
-    next(iter(data.train_dataloader()))
+    next(iter(loader_of(config_of(Path(path), num_workers=1))))
     os.killpg(0, signal.SIGKILL)
 
 
@@ -140,48 +148,85 @@ def test_without_shuffling_the_order_is_that_of_the_set(folder):
 
 
 def test_the_batches_are_the_sequences_of_the_set(folder):
-    data = PretrainingData(config_of(folder), seed=0)
-    data.setup("fit")
-    data.trainer = SimpleNamespace(global_rank=0, world_size=1, num_devices=1)
     tokens, theirs = TokenSet(folder), LocalDataset(str(folder))
     assert len(tokens) == len(theirs)
-    for batch in data.train_dataloader():
+    for batch in loader_of(config_of(folder)):
         assert batch["tokens"].dtype == torch.int64
         for row, index in zip(batch["tokens"], batch["index"].tolist(), strict=True):
             assert row.tolist() == tokens[index].tolist() == theirs[index]["tokens"].tolist()
 
 
-def rank_steps(rank: int, world_size: int, config: ShardsConfig, meeting: str, queue) -> None:
-    """Sequences of each step of one rank's first epoch."""
+def rank_steps(rank: int, world_size: int, config: ShardsConfig, meeting: str, queue, after: int | None = None) -> None:
+    """Sequences of each step of one rank's first epoch. With `after`: up to that step, and the loader's state there."""
     torch.set_num_threads(1)
     distributed.init_process_group("gloo", f"file://{meeting}", rank=rank, world_size=world_size)
+    loader = loader_of(config, rank, world_size)
+    per_step = STEP // world_size // config.micro_batch_size
+    batches = []
+    for batch in loader:
+        batches.append(batch["index"].tolist())
+        if after and len(batches) == after * per_step:
+            break
+    steps = [flat(batches[i : i + per_step]) for i in range(0, len(batches), per_step)]
+    queue.put((world_size, rank, steps, loader.state_dict() if after else None))
+    distributed.destroy_process_group()
+
+
+def loader_of(config: ShardsConfig, rank: int = 0, world_size: int = 1):
     data = PretrainingData(config, seed=5)
     data.setup("fit")
     data.trainer = SimpleNamespace(global_rank=rank, world_size=world_size, num_devices=world_size)
-    batches = [batch["index"].tolist() for batch in data.train_dataloader()]
-    per_step = STEP // world_size // config.micro_batch_size
-    queue.put((rank, [flat(batches[i : i + per_step]) for i in range(0, len(batches), per_step)]))
-    distributed.destroy_process_group()
+    return data.train_dataloader()
+
+
+def run_ranks(world_size: int, *arguments) -> list:
+    context = multiprocessing.get_context("fork")
+    queue = context.Queue()
+    ranks = [
+        context.Process(target=rank_steps, args=(r, world_size, *arguments[:2], queue, *arguments[2:]))
+        for r in range(world_size)
+    ]
+    for process in ranks:
+        process.start()
+    results = sorted((queue.get(timeout=60) for _ in ranks), key=lambda result: result[1])
+    for process in ranks:
+        process.join()
+    return results
 
 
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_two_ranks_take_the_same_global_batches_as_one(folder, tmp_path, nodes):
     config = config_of(folder, num_canonical_nodes=nodes, micro_batch_size=2)
-    context = multiprocessing.get_context("fork")
-    queue = context.Queue()
-    ranks = [context.Process(target=rank_steps, args=(r, 2, config, str(tmp_path / "two"), queue)) for r in range(2)]
-    ranks.append(context.Process(target=rank_steps, args=(0, 1, config, str(tmp_path / "one"), queue)))
-    for process in ranks:
-        process.start()
-    results = [queue.get(timeout=60) for _ in ranks]
-    for process in ranks:
-        process.join()
-    one = next(steps for rank, steps in results if rank == 0 and len(steps[0]) == STEP)
-    two = [steps for _, steps in results if len(steps[0]) == STEP // 2]
-    assert len(two) == 2
+    [(*_, one, _)] = run_ranks(1, config, str(tmp_path / "one"))
+    two = [steps for *_, steps, _ in run_ranks(2, config, str(tmp_path / "two"))]
     together = [a + b for a, b in zip(*two, strict=True)]
     assert [sorted(step) for step in together] == [sorted(step) for step in one]
     assert max(Counter(flat(one)).values()) == 1
+
+
+def test_one_process_goes_on_where_two_stopped(folder, tmp_path):
+    config = config_of(folder, micro_batch_size=2)
+    [(*_, one, _)] = run_ranks(1, config, str(tmp_path / "one"))
+    state = run_ranks(2, config, str(tmp_path / "two"), 4)[0][-1]
+    loader = loader_of(config)
+    loader.load_state_dict(state)
+    following = flat(batch["index"].tolist() for batch in loader)
+    assert [sorted(following[i : i + STEP]) for i in range(0, len(following), STEP)] == [sorted(s) for s in one[4:]]
+
+
+def test_the_number_of_loader_processes_does_not_change_the_order(folder):
+    orders = [flat(b["index"].tolist() for b in loader_of(config_of(folder, num_workers=n))) for n in (0, 1, 3)]
+    assert orders[0] == orders[1] == orders[2]
+
+
+def test_nodes_that_do_not_divide_are_one_line(folder):
+    with pytest.raises(RunError, match=r"data\.num_canonical_nodes 3 does not divide the 8 sequences"):
+        loader_of(config_of(folder, num_canonical_nodes=3))
+    data = PretrainingData(config_of(folder, num_canonical_nodes=2), seed=0)
+    data.setup("fit")
+    data.trainer = SimpleNamespace(global_rank=0, world_size=3, num_devices=1)
+    with pytest.raises(RunError, match=r"the 3 nodes of this run must divide one another"):
+        data.train_dataloader()
 
 
 def count_samples(folder: Path, start, queue) -> None:

@@ -45,7 +45,7 @@ class PretrainingData(pl.LightningDataModule):
         opened: list[TokenSet] = []
         if stage == "fit":
             self.train_set = self._open(folders["fit"])
-            self._check_size(self.train_set)
+            self._check_epoch(self.train_set)
             opened.append(self.train_set)
         kind = "test" if stage == "test" else "validate"
         self.sets[kind] = {name: self._open(folder) for name, folder in folders[kind].items()}
@@ -70,8 +70,14 @@ class PretrainingData(pl.LightningDataModule):
 
         from stackexp.datamodules.streaming import TokenStream, set_world
 
-        config = self.config
-        set_world(self.trainer.global_rank, self.trainer.world_size, self.trainer.num_devices)
+        config, trainer = self.config, self.trainer
+        nodes = trainer.world_size // trainer.num_devices
+        if nodes % config.num_canonical_nodes and config.num_canonical_nodes % nodes:
+            raise RunError(
+                f"data.num_canonical_nodes {config.num_canonical_nodes} and the {nodes} nodes of this run must divide "
+                f"one another; set data.num_canonical_nodes={nodes}"
+            )
+        set_world(trainer.global_rank, trainer.world_size, trainer.num_devices)
         stream = TokenStream(
             local=str(self.train_set.folder),
             batch_size=config.micro_batch_size,
@@ -126,7 +132,13 @@ class PretrainingData(pl.LightningDataModule):
             )
         return opened
 
-    def _check_size(self, tokens: TokenSet) -> None:
+    def _check_epoch(self, tokens: TokenSet) -> None:
+        nodes = self.config.num_canonical_nodes
+        if self.sequences_per_step % nodes:  # the epoch would not be cut evenly: a last batch of another size
+            raise RunError(
+                f"data.num_canonical_nodes {nodes} does not divide the {self.sequences_per_step} sequences of a global "
+                "batch; set it to the number of nodes, or to 1"
+            )
         if len(tokens) < self.sequences_per_step:
             raise RunError(
                 f"{tokens.folder}: {len(tokens)} sequences do not fill one global batch of {self.sequences_per_step}; "
