@@ -300,7 +300,7 @@ sys.exit(main("data prepare {tmp_path}/source.txt --to {tmp_path}/to --vocab-siz
     ended = subprocess.run([sys.executable, "-c", limited], capture_output=True, text=True)
     assert ended.returncode == 1
     assert ended.stderr.splitlines()[-1].startswith(f"error: {tmp_path}/to: cannot be written (File too large)")
-    assert not list((tmp_path / "to").glob("unit.*"))
+    assert not list((tmp_path / "to").glob("*unit.*"))
     corpus = prepare(tmp_path / "source.txt", tmp_path / "to", vocab_size=300, context_length=64, progress=False)
     assert corpus.bytes == len(TEXTS[0].encode()) * 5
 

@@ -171,17 +171,16 @@ def _write_units(job: Job, tokenizer_path: Path, workers: int, progress: bool) -
 
 
 def _write_unit(job: Job, number: int, tokenizer: Tokenizer, advance: Callable[[int], object]) -> None:
-    name = unit_name(number)
-    temporary = job.folder / f".{name}.{os.getpid()}"
+    final = job.folder / unit_name(number)
+    temporary = job.folder / f".{final.name}.{os.getpid()}"
     temporary.mkdir()
     pieces = (piece for source in job.units[number] for piece in _pieces(source, job.strict, advance))
-    write_unit(temporary, pieces, tokenizer, job.context_length)
     try:
-        temporary.rename(job.folder / name)
-    except OSError:
-        if not (job.folder / name).exists():
-            raise
-        shutil.rmtree(temporary)  # the last act of a process whose parent was killed: the same unit
+        write_unit(temporary, pieces, tokenizer, job.context_length)
+        if not final.exists():  # it may: the last act of a process whose parent was killed, the same unit
+            temporary.rename(final)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _pieces(source: Source, strict: bool, advance: Callable[[int], object]) -> Iterator[Piece | BadLine]:

@@ -8,12 +8,13 @@ import hashlib
 import json
 import os
 import shutil
-import sys
 import sysconfig
 import tokenize
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
+
+from tqdm import tqdm
 
 from stackexp.config.schema import StdlibConfig
 from stackexp.data.locking import locked
@@ -145,19 +146,19 @@ def _files(root: Path) -> list[str]:
 
 
 def _build(folder: Path, corpora: Corpora, config: StdlibConfig, progress: bool) -> None:
-    """Train the tokenizer and write every set into a folder beside, then rename it. Holds the lock."""
-    from tqdm import tqdm
-
+    """Train the tokenizer and write every set into a folder beside, then rename it. The caller holds the lock."""
     temporary = folder.with_suffix(".tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
+    shutil.rmtree(temporary, ignore_errors=True)  # of a process that was killed
     sets = {"train": corpora.train, **corpora.held_out}
-    bar = tqdm(total=len(sets) + 1, desc="tokenizer", unit="set", disable=not progress, file=sys.stderr)
-    with bar:
-        tokenizer = train_tokenizer(corpora.train.values(), config.vocab_size)
-        for name, texts in sets.items():
+    try:
+        with tqdm(total=len(sets) + 1, desc="tokenizer", unit="set", disable=not progress) as bar:
+            tokenizer = train_tokenizer(corpora.train.values(), config.vocab_size)
+            for name, texts in sets.items():
+                bar.update()
+                bar.set_description(name)
+                write_documents(temporary / name, texts.values(), tokenizer, config.context_length)
             bar.update()
-            bar.set_description(name)
-            write_documents(temporary / name, texts.values(), tokenizer, config.context_length)
-        bar.update()
-        bar.set_description(f"{folder.name}: {len(corpora.train)} files to train on, {len(corpora.skipped)} skipped")
-    temporary.rename(folder)
+            bar.set_description(f"{len(corpora.train)} files to train on, {len(corpora.skipped)} skipped")
+        temporary.rename(folder)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
