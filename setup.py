@@ -38,6 +38,7 @@ setup(
         "lightning>=2.6,!=2.6.2,!=2.6.3",  # 2.6.2 and 2.6.3 on PyPI were malicious
         "torchmetrics>=1.9",
         "tensorboard>=2.20",
+        "matplotlib>=3.9",
         "omegaconf>=2.4",
         "mosaicml-streaming>=0.13",
         "tokenizers>=0.22",

@@ -1,0 +1,72 @@
+"""Runs side by side, from their folders alone: a table of final figures and a picture of the loss curves.
+
+python -m stackexp.reports.compare runs/quickstart/* [--figure loss.png]
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+from stackexp.runs import RunFolder, at
+
+
+def markdown(runs: list[RunFolder]) -> str:
+    """One row per finished run: parameters, training loss, loss and perplexity of every set, and their averages."""
+    results = {run: json.loads(run.result.read_text()) for run in runs if run.finished}
+    sets = list(dict.fromkeys(name for result in results.values() for name in result["sets"]))
+    header = ["run", "parameters", "in the memory", "training loss", *sets, "average", "bits/byte", "tokens/s"]
+    lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
+    for run, result in results.items():
+        figures = [result["sets"].get(name) for name in sets] + [result["average"]]
+        cells = [
+            run.path.parent.name,
+            f"{result['parameters']:,}",
+            f"{result['memory_parameters']:,}",
+            f"{result['train_loss']['last_20_steps']:.3f}",
+            *(f"{f['loss']:.3f} / {f['perplexity']:.1f}" if f else "" for f in figures),
+            f"{result['average'].get('bits_per_byte', float('nan')):.3f}",
+            f"{median_tokens_per_second(run):,.0f}",
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def median_tokens_per_second(run: RunFolder) -> float:
+    speeds = sorted(line["throughput/tokens_per_second"] for line in run.read_metrics() if "loss/train" in line)
+    return speeds[len(speeds) // 2]
+
+
+def draw_losses(runs: list[RunFolder], path: Path) -> None:
+    """Training loss (moving average over 10 steps) and mean validation loss against tokens, one colour a run."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4.2), layout="constrained")
+    axes = figure.add_subplot()
+    for run in runs:
+        lines = list(run.read_metrics())
+        train = [(line["tokens"], line["loss/train"]) for line in lines if "loss/train" in line]
+        means = [sum(loss for _, loss in train[max(0, i - 9) : i + 1]) / min(i + 1, 10) for i in range(len(train))]
+        (curve,) = axes.plot([tokens for tokens, _ in train], means, label=f"{run.path.parent.name}, training")
+        points = [(x["tokens"], x["validation/loss/average"]) for x in lines if "validation/loss/average" in x]
+        if points:
+            label = f"{run.path.parent.name}, mean of the validation sets"
+            axes.plot(*zip(*points, strict=True), "o--", color=curve.get_color(), label=label)
+    axes.set(xlabel="tokens", ylabel="loss (nats per token)")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=150)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", nargs="+", help="run folders")
+    parser.add_argument("--figure", type=Path, help="also draw the losses into this file")
+    options = parser.parse_args()
+    runs = [at(path) for path in options.runs]
+    print(markdown(runs))
+    if options.figure:
+        draw_losses(runs, options.figure)
+
+
+if __name__ == "__main__":
+    main()

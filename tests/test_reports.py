@@ -1,0 +1,46 @@
+"""Tables and figures, from run folders alone."""
+
+import json
+
+from stackexp import runs
+from stackexp.config.compose import compose
+from stackexp.reports.compare import draw_losses, markdown
+from stackexp.reports.tables import set_table, table
+
+
+def figures(loss: float) -> dict[str, float]:
+    return {"loss": loss, "perplexity": 2.0 * loss, "bits_per_byte": loss / 2, "tokens": 1000, "bytes": 3000}
+
+
+def test_set_table_ends_with_the_averages():
+    lines = set_table({"left": figures(1), "right": figures(3)}).splitlines()
+    assert lines[0].split() == ["set", "tokens", "loss", "perplexity", "bits/byte"]
+    assert lines[2].split() == ["left", "1,000", "1.0000", "2.00", "0.5000"]
+    assert lines[-1].split() == ["average", "of", "sets", "2,000", "2.0000", "4.00", "1.0000"]
+    assert len({len(line) for line in lines}) == 1, "columns are aligned"
+
+
+def test_numbers_stand_on_the_right():
+    assert table(["a", "b"], [["long name", "1"], ["x", "1000"]]).splitlines()[2:] == [
+        "long name     1",
+        "x          1000",
+    ]
+
+
+def test_runs_side_by_side(tmp_path):
+    folders = []
+    for name, losses in {"one": (3, 2), "two": (3, 1)}.items():
+        folder = runs.create(compose(["quickstart"], [f"name={name}", f"logging.root={tmp_path}"]))
+        lines = [{"step": i + 1, "tokens": 10 * (i + 1), "loss/train": x} for i, x in enumerate(losses)]
+        lines = [line | {"throughput/tokens_per_second": 100.0} for line in lines]
+        lines.append({"step": 2, "tokens": 20, "validation/loss/average": 2.5})
+        folder.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        result = {"parameters": 10, "memory_parameters": 2, "train_loss": {"last_20_steps": losses[-1]}}
+        result |= {"sets": {"left": figures(losses[-1])}, "average": figures(losses[-1])}
+        folder.result.write_text(json.dumps(result))
+        folders.append(folder)
+    rows = markdown(folders).splitlines()
+    assert rows[2] == "| one | 10 | 2 | 2.000 | 2.000 / 4.0 | 2.000 / 4.0 | 1.000 | 100 |"
+    assert rows[3].startswith("| two |")
+    draw_losses(folders, tmp_path / "loss.png")
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,98 @@
+"""The run folder."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from stackexp import runs
+from stackexp.config.compose import compose, load
+from stackexp.errors import RunError
+from stackexp.runs import RunFolder
+
+
+@pytest.fixture
+def config(tmp_path):
+    return compose(["quickstart"], [f"logging.root={tmp_path}/runs"])
+
+
+def with_metrics(folder: RunFolder, text: str) -> RunFolder:
+    folder.metrics.write_text(text)
+    return folder
+
+
+def test_a_new_folder_lies_under_its_name_and_can_be_run_again(config, tmp_path):
+    folder = runs.create(config)
+    assert folder.path.parent == tmp_path / "runs" / "quickstart"
+    folder.describe(config)
+    folder.describe(config)
+    assert load(folder.config) == config
+    sessions = json.loads((folder.path / "environment.json").read_text())
+    assert len(sessions) == 2, "one for each process that worked on it"
+    assert sessions[0]["cpu"]["cores"] == os.cpu_count()
+    assert runs.at(str(folder.path)) == folder
+
+
+def test_a_line_cut_off_by_a_kill_is_left_out(config):
+    folder = with_metrics(runs.create(config), '{"step": 1}\n{"step": 2}\n{"st')
+    assert list(folder.read_metrics()) == [{"step": 1}, {"step": 2}]
+
+
+def test_forgetting_what_a_resumed_run_takes_again(config):
+    folder = with_metrics(runs.create(config), '{"step": 1}\n{"step": 2}\n{"step": 2, "v": 0.1}\n{"step": 3}\n{"st')
+    folder.forget_after(2)
+    assert folder.metrics.read_text() == '{"step": 1}\n{"step": 2}\n{"step": 2, "v": 0.1}\n'
+
+
+def test_last_means_the_newest_unfinished_run_with_a_checkpoint(config, tmp_path):
+    with pytest.raises(RunError, match="no unfinished run"):
+        runs.newest_unfinished(config)
+    folders = [RunFolder(tmp_path / "runs" / "quickstart" / f"2026010{i}-000000-aaaa") for i in range(4)]
+    for folder in folders:
+        folder.checkpoints.mkdir(parents=True)
+    for folder in (folders[0], folders[1], folders[3]):
+        (folder.checkpoints / "00000001.ckpt").touch()
+    folders[3].result.touch()
+    assert runs.newest_unfinished(config) == folders[1]
+    folders[1].result.touch()
+    folders[0].result.touch()
+    with pytest.raises(RunError, match=f"{folders[3].path}: this run is finished"):
+        runs.newest_unfinished(config)
+
+
+def test_the_newest_checkpoint_has_the_highest_step(config):
+    folder = runs.create(config)
+    assert folder.newest_checkpoint() is None
+    for name in ("00000090.ckpt", "00000100.ckpt", ".00000200.ckpt.17"):
+        (folder.checkpoints / name).touch()
+    assert folder.newest_checkpoint().name == "00000100.ckpt"
+
+
+def test_one_process_at_a_time_even_after_a_kill(config):
+    folder = runs.create(config)
+    code = f"from stackexp.runs import at, RunFolder; from pathlib import Path; lock = RunFolder(Path({str(folder.path)!r}))"
+    code += ".lock(); print('locked', flush=True); import time; time.sleep(60)"
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "locked\n"
+    with pytest.raises(RunError, match="another process"):
+        folder.lock()
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    folder.lock().close()
+
+
+def test_writing_atomically_leaves_the_old_text_where_it_fails(tmp_path):
+    path = tmp_path / "result.json"
+    runs.write_atomically(path, "old")
+    with pytest.raises(UnicodeEncodeError):
+        runs.write_atomically(path, "new \ud800")
+    assert path.read_text() == "old"
+    assert os.listdir(tmp_path) == ["result.json"]
+
+
+def test_at_refuses_what_is_no_run_folder(tmp_path):
+    with pytest.raises(RunError, match="not a run folder"):
+        runs.at(str(tmp_path))
