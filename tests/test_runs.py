@@ -73,8 +73,8 @@ def test_the_newest_checkpoint_has_the_highest_step(config):
 
 def test_one_process_at_a_time_even_after_a_kill(config):
     folder = runs.create(config)
-    code = f"from stackexp.runs import at, RunFolder; from pathlib import Path; lock = RunFolder(Path({str(folder.path)!r}))"
-    code += ".lock(); print('locked', flush=True); import time; time.sleep(60)"
+    code = f"import pathlib, time; from stackexp.runs import RunFolder; path = pathlib.Path({str(folder.path)!r})\n"
+    code += "lock = RunFolder(path).lock(); print('locked', flush=True); time.sleep(60)"
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     assert process.stdout.readline() == "locked\n"
     with pytest.raises(RunError, match="another process"):
