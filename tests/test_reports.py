@@ -32,7 +32,6 @@ def test_runs_side_by_side(tmp_path):
     for name, losses in {"one": (3, 2), "two": (3, 1)}.items():
         folder = runs.create(compose(["quickstart"], [f"name={name}", f"logging.root={tmp_path}"]))
         lines = [{"step": i + 1, "tokens": 10 * (i + 1), "loss/train": x} for i, x in enumerate(losses)]
-        lines = [line | {"throughput/tokens_per_second": 100.0} for line in lines]
         lines.append({"step": 2, "tokens": 20, "validation/loss/average": 2.5})
         folder.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
         result = {"parameters": 10, "memory_parameters": 2, "train_loss": {"last_20_steps": losses[-1]}}
@@ -40,7 +39,7 @@ def test_runs_side_by_side(tmp_path):
         folder.result.write_text(json.dumps(result))
         folders.append(folder)
     rows = markdown(folders).splitlines()
-    assert rows[2] == "| one | 10 | 2 | 2.000 | 2.000 / 4.0 | 2.000 / 4.0 | 1.000 | 100 |"
+    assert rows[2] == "| one | 10 | 2 | 2.000 | 2.000 / 4.0 | 2.000 / 4.0 | 1.000 |"
     assert rows[3].startswith("| two |")
     draw_losses(folders, tmp_path / "loss.png")
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")

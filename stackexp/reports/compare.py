@@ -14,7 +14,7 @@ def markdown(runs: list[RunFolder]) -> str:
     """One row per finished run: parameters, training loss, loss and perplexity of every set, and their averages."""
     results = {run: json.loads(run.result.read_text()) for run in runs if run.finished}
     sets = list(dict.fromkeys(name for result in results.values() for name in result["sets"]))
-    header = ["run", "parameters", "in the memory", "training loss", *sets, "average", "bits/byte", "tokens/s"]
+    header = ["run", "parameters", "in the memory", "training loss", *sets, "average", "bits/byte"]
     lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
     for run, result in results.items():
         figures = [result["sets"].get(name) for name in sets] + [result["average"]]
@@ -25,15 +25,9 @@ def markdown(runs: list[RunFolder]) -> str:
             f"{result['train_loss']['last_20_steps']:.3f}",
             *(f"{f['loss']:.3f} / {f['perplexity']:.1f}" if f else "" for f in figures),
             f"{result['average'].get('bits_per_byte', float('nan')):.3f}",
-            f"{median_tokens_per_second(run):,.0f}",
         ]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
-
-
-def median_tokens_per_second(run: RunFolder) -> float:
-    speeds = sorted(line["throughput/tokens_per_second"] for line in run.read_metrics() if "loss/train" in line)
-    return speeds[len(speeds) // 2]
 
 
 def draw_losses(runs: list[RunFolder], path: Path) -> None:
