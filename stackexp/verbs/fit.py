@@ -26,6 +26,8 @@ from stackexp.runs import RunFolder
 from stackexp.verbs.generate import sample
 from stackexp.verbs.trainer import build_trainer
 
+HYPERPARAMETERS = ("model", "optimizer", "schedule", "seed")
+
 
 def run(config: ExperimentConfig, ckpt_path: str | None) -> int:
     """Fit `config` in a new run folder, or go on from `ckpt_path` ("last", or a file) in that run's own folder."""
@@ -153,7 +155,7 @@ def _finish(
     }
     figures = {"final/loss/train": result["train_loss"]["last_20_steps"]}
     figures |= set_tags("final", module.set_metrics)
-    record.finish(checkpoints.flatten(to_dict(config)), figures, config.trainer.max_steps)
+    record.finish(_hyperparameters(config), figures, config.trainer.max_steps)
     runs.write_atomically(folder.result, json.dumps(result, indent=2))
     print(
         f"\ntraining loss {losses[0]:.3f} at the first step, {result['train_loss']['last_20_steps']:.3f} "
@@ -161,3 +163,9 @@ def _finish(
         f"run folder: {folder.path}\ncurves:     tensorboard --logdir {config.logging.root}",
         flush=True,
     )
+
+
+def _hyperparameters(config: ExperimentConfig) -> dict[str, Any]:
+    """What a run is compared by; not where it ran and what it logged."""
+    chosen = {name: section for name, section in to_dict(config).items() if name in HYPERPARAMETERS}
+    return checkpoints.flatten(chosen)
