@@ -4,6 +4,7 @@ import contextlib
 from pathlib import Path
 
 import pytest
+from config_files import BASE, mistake, write
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,19 +15,6 @@ from stackexp.errors import ConfigError
 @pytest.fixture(autouse=True)
 def _in_empty_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-
-
-def write(name: str, text: str) -> str:
-    Path(name).parent.mkdir(parents=True, exist_ok=True)
-    Path(name).write_text(text, encoding="utf-8")
-    return name
-
-
-def mistake(configs: list[str], *overrides: str) -> str:
-    with pytest.raises(ConfigError) as caught:
-        compose(configs, overrides)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -142,7 +130,7 @@ def mistake(configs: list[str], *overrides: str) -> str:
     ],
 )
 def test_a_mistaken_override_is_named(override, message):
-    found = mistake(["quickstart"], override)
+    found = mistake([BASE], override)
     assert message in found
     assert override in found or "required" in found
 
@@ -155,13 +143,13 @@ def test_a_named_set_is_a_text():
 
 def test_a_circle_of_interpolations_is_named():
     found = mistake(
-        ["quickstart"], "seed=${data.num_workers}", "data.num_workers=${trainer.devices}", "trainer.devices=${seed}"
+        [BASE], "seed=${data.num_workers}", "data.num_workers=${trainer.devices}", "trainer.devices=${seed}"
     )
     assert "goes in a circle" in found
 
 
 def test_a_key_of_a_memory_that_is_off_says_how_to_switch_it_on():
-    found = mistake(["quickstart"], "model.memory=null", "model.memory.num_slots=3")
+    found = mistake([BASE], "model.memory=null", "model.memory.num_slots=3")
     assert found.startswith("override model.memory.num_slots=3: model.memory: is switched off here; choose one with ")
     assert "model.memory=NAME" in found
     assert "model.memory.kind=KIND (stack)" in found
@@ -229,7 +217,7 @@ def test_a_key_of_a_memory_that_is_off_says_how_to_switch_it_on():
     ],
 )
 def test_a_mistake_in_a_file_is_named_with_its_line(text, message):
-    found = mistake(["quickstart", write("x.yaml", text)])
+    found = mistake([BASE, write("x.yaml", text)])
     assert message in found
     assert found.startswith("x.yaml:")
 
@@ -248,7 +236,7 @@ def test_files_that_cannot_be_read():
     assert mistake(["latin.yaml"]).startswith("latin.yaml: cannot be read: ")
     Path("control.yaml").write_bytes(b"# a\nname: \x01\n")
     assert mistake(["control.yaml"]).startswith("control.yaml:2: not valid YAML: ")
-    assert compose(["quickstart", write("no_ending", "seed: 9\n")]).seed == 9
+    assert compose([BASE, write("no_ending", "seed: 9\n")]).seed == 9
 
 
 def test_a_circle_of_defaults_is_shown():
@@ -262,7 +250,7 @@ def test_a_circle_of_defaults_is_shown():
 
 def test_a_mistake_is_traced_to_the_file_of_a_choice():
     write("memory.yaml", "# wide\nkind: stack\nnum_heads: 5\nprojection: shared_slices\n")
-    found = mistake(["quickstart", write("x.yaml", "defaults:\n  - model.memory: memory.yaml\n")])
+    found = mistake([BASE, write("x.yaml", "defaults:\n  - model.memory: memory.yaml\n")])
     assert found.startswith("memory.yaml:3: model.memory.num_heads: projection shared_slices cuts hidden_size 192")
     assert "(model.memory.projection: memory.yaml:4; model.hidden_size: " in found
 
@@ -298,7 +286,7 @@ PIECES = [
     value=st.lists(st.sampled_from(PIECES) | st.text(max_size=3), max_size=4).map("".join),
 )
 def test_any_value_gives_a_config_or_a_config_error(key, value):
-    for configs, overrides in (["quickstart"], [f"{key}={value}"]), (["quickstart", "x.yaml"], []):
+    for configs, overrides in ([BASE], [f"{key}={value}"]), ([BASE, "x.yaml"], []):
         Path("x.yaml").write_text(f"# any\n{key}: {value}\n", encoding="utf-8")
         with contextlib.suppress(ConfigError):
             assert compose(configs, overrides).trainer.max_steps == 300

@@ -136,9 +136,9 @@ def test_a_mistake_is_one_line_and_exit_code_2(arguments, message, capsys):
 
 
 def test_mistakes_in_a_real_process(tmp_path):
-    found = mistake(tmp_path, "fit", "--config", "quickstart", "data.global_batch_tokens=5000")
+    found = mistake(tmp_path, "fit", "--config", "quickstart", "data.global_batch_tokens=4999")
     assert found.startswith(
-        "override data.global_batch_tokens=5000: data.global_batch_tokens: 5000 is not a multiple of"
+        "override data.global_batch_tokens=4999: data.global_batch_tokens: 4999 is not a multiple of"
     )
     (tmp_path / "x.yaml").write_text("defaults: [quickstart]\nmodel:\n  memory: {num_slots: 0}\n")
     found = mistake(tmp_path, "fit", "--config", "x.yaml")

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from config_files import BASE, write
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -21,29 +22,20 @@ def _in_empty_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-def write(name: str, text: str) -> str:
-    Path(name).parent.mkdir(parents=True, exist_ok=True)
-    Path(name).write_text(text, encoding="utf-8")
-    return name
-
-
 def test_every_layer_wins_over_those_before_it():
     a = write(
         "a.yaml", "defaults:\n  - schedule: smollm-wsd\nschedule:\n  warmup_steps: 11\ntrainer: {max_steps: 200000}\n"
     )
     b = write("b.yaml", "schedule:\n  warmup_steps: 12\n")
-    quickstart = compose(["quickstart"])
-    assert (quickstart.schedule.kind, quickstart.schedule.warmup_steps) == ("cosine", 20)
-    assert compose(["quickstart", a]).schedule.warmup_steps == 11
-    assert compose(["quickstart", a]).schedule.decay_steps == 100_000
-    assert compose(["quickstart", a, b]).schedule.warmup_steps == 12
-    assert compose(["quickstart", b, a]).schedule.warmup_steps == 11
-    assert (
-        compose(["quickstart", a, b], ["schedule=smollm2-wsd", "trainer.max_steps=2600000"]).schedule.warmup_steps
-        == 2000
-    )
+    base = compose([BASE])
+    assert (base.schedule.kind, base.schedule.warmup_steps) == ("cosine", 20)
+    assert compose([BASE, a]).schedule.warmup_steps == 11
+    assert compose([BASE, a]).schedule.decay_steps == 100_000
+    assert compose([BASE, a, b]).schedule.warmup_steps == 12
+    assert compose([BASE, b, a]).schedule.warmup_steps == 11
+    assert compose([BASE, a, b], ["schedule=smollm2-wsd", "trainer.max_steps=2600000"]).schedule.warmup_steps == 2000
     chosen = ["schedule.warmup_steps=13", "schedule=smollm2-wsd", "trainer.max_steps=2600000"]
-    assert compose(["quickstart", a, b], chosen).schedule.warmup_steps == 13
+    assert compose([BASE, a, b], chosen).schedule.warmup_steps == 13
 
 
 def test_all_spellings_of_an_override_are_equal():
@@ -52,7 +44,7 @@ def test_all_spellings_of_an_override_are_equal():
         ["--model.memory.num_slots=32", "--optimizer.lr=3e-4", "--seed=-0"],
         ["--model.memory.num_slots", "32", "--optimizer.lr", "3e-4", "--seed", "-0"],
     ]
-    configs = [compose(["quickstart"], spelling) for spelling in spellings]
+    configs = [compose([BASE], spelling) for spelling in spellings]
     assert configs[0] == configs[1] == configs[2]
     assert (configs[0].model.memory.num_slots, configs[0].optimizer.lr) == (32, 3e-4)
 
@@ -74,7 +66,7 @@ def test_all_spellings_of_an_override_are_equal():
     ],
 )
 def test_values_are_read_as_yaml(text, key, value):
-    node = compose(["quickstart"], [text])
+    node = compose([BASE], [text])
     for part in key.split("."):
         node = getattr(node, part)
     assert node == value
@@ -89,10 +81,8 @@ def test_a_group_choice_replaces_the_section():
     assert transformer.model.memory is None
     assert transformer.model == compose(["pretrain/transformer-360m"]).model
     slots = write("slots.yaml", "model: {memory: {num_slots: 5}}\n")
-    assert compose(["quickstart", slots]).model.memory.num_slots == 5
-    assert (
-        compose(["quickstart", slots], ["model.memory=queue"]).model.memory == compose(["ablation/queue"]).model.memory
-    )
+    assert compose([BASE, slots]).model.memory.num_slots == 5
+    assert compose([BASE, slots], ["model.memory=queue"]).model.memory == compose(["ablation/queue"]).model.memory
 
 
 def test_choices_are_made_before_plain_keys_and_outer_before_inner():
@@ -100,33 +90,33 @@ def test_choices_are_made_before_plain_keys_and_outer_before_inner():
         ["model.memory.num_slots=7", "model.memory=queue", "model=transformer-360m"],
         ["model=transformer-360m", "model.memory=queue", "model.memory.num_slots=7"],
     ]
-    first, second = (compose(["quickstart"], order) for order in orders)
+    first, second = (compose([BASE], order) for order in orders)
     assert first == second
     assert (first.model.hidden_size, first.model.memory.discipline, first.model.memory.num_slots) == (960, "queue", 7)
 
 
 def test_null_switches_the_memory_off():
-    assert compose(["quickstart"], ["model.memory=null"]).model.memory is None
-    assert compose(["quickstart", write("off.yaml", "model: {memory: null}\n")]).model.memory is None
-    assert compose(["quickstart", write("off.yaml", "defaults: [model.memory: null]\n")]).model.memory is None
-    on_again = compose(["quickstart"], ["model.memory.kind=stack", "model.memory.num_heads=2"])
+    assert compose([BASE], ["model.memory=null"]).model.memory is None
+    assert compose([BASE, write("off.yaml", "model: {memory: null}\n")]).model.memory is None
+    assert compose([BASE, write("off.yaml", "defaults: [model.memory: null]\n")]).model.memory is None
+    on_again = compose([BASE], ["model.memory.kind=stack", "model.memory.num_heads=2"])
     assert on_again.model.memory.num_heads == 2
 
 
 def test_another_kind_starts_the_section_afresh():
-    wsd = compose(["quickstart"], ["schedule.decay_steps=100", "schedule.kind=wsd"])
+    wsd = compose([BASE], ["schedule.decay_steps=100", "schedule.kind=wsd"])
     assert (wsd.schedule.warmup_steps, wsd.schedule.decay_steps, wsd.schedule.final_fraction) == (200, 100, 0.0)
-    same = compose(["quickstart"], ["schedule.kind=cosine"])
+    same = compose([BASE], ["schedule.kind=cosine"])
     assert same.schedule.warmup_steps == 20
     text = "schedule: {kind: linear, final_fraction: 0.5}\n"
-    linear = compose(["quickstart", write("linear.yaml", text)])
+    linear = compose([BASE, write("linear.yaml", text)])
     assert (linear.schedule.kind, linear.schedule.warmup_steps, linear.schedule.final_fraction) == ("linear", 200, 0.5)
 
 
 def test_defaults_may_name_configs_paths_and_choices():
-    write("sub/base.yaml", "trainer: {max_steps: 77}\nseed: 5\n")
+    write("sub/steps.yaml", "schedule: {warmup_steps: 7}\ntrainer: {max_steps: 77}\nseed: 5\n")
     write("sub/memory.yaml", "defaults:\n  - queue\nnum_slots: 6\n")
-    top = write("sub/top.yaml", "defaults:\n  - quickstart\n  - base.yaml\n  - model.memory: memory.yaml\nseed: 6\n")
+    top = write("sub/top.yaml", "defaults:\n  - quickstart\n  - steps.yaml\n  - model.memory: memory.yaml\nseed: 6\n")
     config = compose([top])
     assert (config.trainer.max_steps, config.seed, config.name) == (77, 6, "top")
     assert (config.model.memory.discipline, config.model.memory.num_slots) == ("queue", 6)
@@ -134,8 +124,8 @@ def test_defaults_may_name_configs_paths_and_choices():
 
 def test_the_name_is_that_of_the_configs_unless_set():
     assert compose(["ablation/queue"]).name == "ablation/queue"
-    assert compose(["quickstart", write("more.yaml", "seed: 1\n")]).name == "quickstart+more"
-    assert compose(["quickstart"], ["name=mine"]).name == "mine"
+    assert compose([BASE, write("more.yaml", "seed: 1\n")]).name == "base+more"
+    assert compose([BASE], ["name=mine"]).name == "mine"
 
 
 def test_sets_add_up_by_name():
@@ -145,9 +135,9 @@ def test_sets_add_up_by_name():
 
 
 def test_interpolation_sees_the_last_value():
-    assert compose(["quickstart"], ["data.vocab_size=999"]).model.vocab_size == 999
+    assert compose([BASE], ["data.vocab_size=999"]).model.vocab_size == 999
     assert compose(["ablation/full_dim"]).model.memory.head_dim == 240
-    assert compose(["quickstart"], ["model.memory=full_dim", "model.memory.num_heads=2"]).model.memory.head_dim == 96
+    assert compose([BASE], ["model.memory=full_dim", "model.memory.num_heads=2"]).model.memory.head_dim == 96
 
 
 @pytest.mark.parametrize("name", config_names())
@@ -194,7 +184,7 @@ def test_the_last_layer_that_names_a_key_decides(files, overrides, order):
         names.append(write(f"layer{number}.yaml", "# a layer\n" + "\n".join([*config, ""])))
     arguments = [f"{key}={value!r}" for key, value in overrides.items()]
     order.shuffle(arguments)
-    config = compose(["quickstart", *names], ["schedule.warmup_steps=0", *arguments])
+    config = compose([BASE, *names], ["schedule.warmup_steps=0", *arguments])
     expected = {"trainer.max_steps": 50, "seed": 0, "model.memory.num_slots": 24, "optimizer.lr": 2e-3}
     for keys in [*files, overrides]:
         expected |= keys
@@ -230,6 +220,6 @@ def test_an_installed_package_reads_its_own_configs(tmp_path):
 
 
 def test_composing_gives_instances_of_the_registered_dataclasses():
-    config = compose(["quickstart"])
+    config = compose([BASE])
     assert type(config.model.memory) is StackMemoryConfig
     assert type(config.data) is registry.lookup("data", "stdlib").config

@@ -3,10 +3,10 @@
 from pathlib import Path
 
 import pytest
+from config_files import BASE, mistake, write
 
 from stackexp.config import registry
 from stackexp.config.compose import compose, load, to_yaml
-from stackexp.errors import ConfigError
 
 PLUGIN = """
 from dataclasses import dataclass
@@ -30,19 +30,6 @@ def _in_empty_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-def write(name: str, text: str) -> str:
-    Path(name).parent.mkdir(parents=True, exist_ok=True)
-    Path(name).write_text(text, encoding="utf-8")
-    return name
-
-
-def mistake(configs: list[str], *overrides: str) -> str:
-    with pytest.raises(ConfigError) as caught:
-        compose(configs, overrides)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
-
-
 @pytest.fixture
 def _forget_plugins():
     before = dict(registry._entries)
@@ -55,16 +42,16 @@ def _forget_plugins():
 def test_a_plugin_beside_the_config_adds_a_kind(monkeypatch, tmp_path):
     write("sub/ring.py", PLUGIN.format(kind="ring"))
     path = write("sub/x.yaml", "plugins: [ring.py]\nmodel: {memory: {kind: ring, size: 4}}\n")
-    config = compose(["quickstart", path])
+    config = compose([BASE, path])
     assert (config.model.memory.kind, config.model.memory.size) == ("ring", 4)
     assert config.plugins == [str(tmp_path / "sub" / "ring.py")]
     Path("config.yaml").write_text(to_yaml(config))
     monkeypatch.chdir("/")
     assert load(tmp_path / "config.yaml", ["model.memory.size=5"]).model.memory.size == 5
     monkeypatch.chdir(tmp_path)
-    found = mistake(["quickstart", path], "model.memory.size=500")
+    found = mistake([BASE, path], "model.memory.size=500")
     assert found.startswith("override model.memory.size=500: model.memory.size: larger than hidden_size 192 ")
-    assert "size: expected an integer >= 1" in mistake(["quickstart", path], "model.memory.size=0")
+    assert "size: expected an integer >= 1" in mistake([BASE, path], "model.memory.size=0")
 
 
 @pytest.mark.usefixtures("_forget_plugins")
@@ -74,7 +61,7 @@ def test_plugins_of_all_layers_add_up(monkeypatch):
     write("lib/three_plugin.py", PLUGIN.format(kind="three"))
     monkeypatch.syspath_prepend("lib")
     path = write("x.yaml", "plugins: [one]\n")
-    config = compose(["quickstart", path], ["plugins=[two.py, three_plugin]", "model.memory.kind=three"])
+    config = compose([BASE, path], ["plugins=[two.py, three_plugin]", "model.memory.kind=three"])
     assert [Path(plugin).name for plugin in config.plugins] == ["one.py", "two.py", "three_plugin"]
     assert config.model.memory.kind == "three"
     assert {"one", "two", "three"} <= set(registry.kinds("memory"))
@@ -99,7 +86,7 @@ def test_plugins_of_all_layers_add_up(monkeypatch):
 @pytest.mark.usefixtures("_forget_plugins")
 def test_a_broken_plugin_is_one_line(code, message):
     write("bad.py", code)
-    assert message in mistake(["quickstart", write("x.yaml", "seed: 1\nplugins:\n  - bad.py\n")])
+    assert message in mistake([BASE, write("x.yaml", "seed: 1\nplugins:\n  - bad.py\n")])
 
 
 NESTED = """
@@ -131,7 +118,7 @@ class Nested:
 @pytest.mark.usefixtures("_forget_plugins")
 def test_a_plugin_may_nest_its_options_and_hold_what_it_builds():
     base = [
-        "quickstart",
+        BASE,
         write("x.yaml", f"plugins: [{write('nested.py', NESTED)}]\nmodel: {{memory: {{kind: nested}}}}\n"),
     ]
     config = compose(base, ["model.memory.decay.rate=0.1", "model.memory.sizes=[3]", "model.memory.extra={a: [1]}"])
@@ -150,4 +137,4 @@ def test_a_plugin_may_nest_its_options_and_hold_what_it_builds():
 def test_options_that_yaml_cannot_fill_are_named():
     write("bad.py", NESTED.replace("maybe: int | None = None", "maybe: bytearray = field(default_factory=bytearray)"))
     write("x.yaml", "plugins: [bad]\nmodel: {memory: {kind: nested}}\n")
-    assert mistake(["quickstart", "x.yaml"]).startswith("x.yaml:2: model.memory.kind: Config: ")
+    assert mistake([BASE, "x.yaml"]).startswith("x.yaml:2: model.memory.kind: Config: ")

@@ -1,0 +1,24 @@
+"""What the tests of composition share: a config to start from, files to lay on top, and the line a mistake gives."""
+
+from pathlib import Path
+
+import pytest
+
+from stackexp.config.compose import compose
+from stackexp.errors import ConfigError
+
+BASE = str(Path(__file__).with_name("base.yaml"))
+
+
+def write(name: str, text: str) -> str:
+    Path(name).parent.mkdir(parents=True, exist_ok=True)
+    Path(name).write_text(text, encoding="utf-8")
+    return name
+
+
+def mistake(configs: list[str], *overrides: str) -> str:
+    """The one line that answers a mistake."""
+    with pytest.raises(ConfigError) as caught:
+        compose(configs, overrides)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
