@@ -37,7 +37,9 @@ def _in_empty_folder(tmp_path, monkeypatch):
         ("optimizer.lr=0", "override optimizer.lr=0: optimizer.lr: expected a number > 0, found 0.0"),
         ("optimizer.lr=.nan", "optimizer.lr: expected a number > 0, found nan"),
         ("optimizer.lr=.inf", "optimizer.lr: expected a number > 0, found inf"),
-        ("optimizer.beta1=1.5", "optimizer.beta1: expected a number from 0 to 1, found 1.5"),
+        ("optimizer.beta1=1", "optimizer.beta1: expected a number >= 0 and < 1, found 1.0"),
+        ("optimizer.beta2=-0.1", "optimizer.beta2: expected a number >= 0 and < 1, found -0.1"),
+        ("schedule.final_fraction=1.5", "schedule.final_fraction: expected a number from 0 to 1, found 1.5"),
         ("model.memory.num_slots=0", "model.memory.num_slots: expected an integer >= 1, found 0"),
         ("trainer.val_check_interval=0", "trainer.val_check_interval: expected an integer >= 1 or null, found 0"),
         (

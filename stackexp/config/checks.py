@@ -32,6 +32,8 @@ def expected(hint: Any, metadata: Mapping[str, Any]) -> str:
         return f"the keys {', '.join(field.name for field in dataclasses.fields(hint))}"
     words = {int: "an integer", float: "a number", bool: "true or false", str: "text"}
     word = words.get(hint) or {list: "a list", dict: "a mapping"}.get(typing.get_origin(hint), str(hint))
+    if "below" in metadata:
+        return f"{word} >= {metadata['at_least']} and < {metadata['below']}"
     if "at_least" in metadata:
         return f"{word} >= {metadata['at_least']}"
     if "above" in metadata:
@@ -94,8 +96,9 @@ def _in_range(value: Any, metadata: Mapping[str, Any]) -> bool:
     if not isinstance(value, int | float):
         return True
     low, high = metadata.get("within", (metadata.get("at_least", -math.inf), math.inf))
+    above, below = metadata.get("above", -math.inf), metadata.get("below", math.inf)
     finite = isinstance(value, int) or math.isfinite(value)
-    return finite and low <= value <= high and value > metadata.get("above", -math.inf)
+    return finite and low <= value <= high and above < value < below
 
 
 def _named_keys(message: str, path: str, keys: set[str]) -> list[str]:

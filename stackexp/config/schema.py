@@ -1,6 +1,6 @@
 """The typed schema of an experiment. YAML fills it, `compose` checks it; nothing here needs torch.
 
-A field's limits stand beside it: `at_least`, `above` and `within` put them into the field's metadata,
+A field's limits stand beside it: `at_least`, `above`, `within` and `from_up_to` put them into the field's metadata,
 `Literal` lists choices. What involves several fields is checked by the section's `problems`, which
 yields `(key, message)` pairs, the key relative to the section.
 """
@@ -28,6 +28,11 @@ def above(bound: float, default: Any) -> Any:
 def within(low: float, high: float, default: Any) -> Any:
     """A number in [low, high]."""
     return field(default=default, metadata={"within": (low, high)})
+
+
+def from_up_to(low: float, bound: float, default: Any) -> Any:
+    """A number in [low, bound)."""
+    return field(default=default, metadata={"at_least": low, "below": bound})
 
 
 @register("memory", "stack", builds="stackexp.models.memory:StackMemory")
@@ -156,8 +161,8 @@ class AdamWConfig:
 
     kind: str = "adamw"
     lr: float = above(0, 4e-4)
-    beta1: float = within(0, 1, 0.9)
-    beta2: float = within(0, 1, 0.95)
+    beta1: float = from_up_to(0, 1, 0.9)
+    beta2: float = from_up_to(0, 1, 0.95)
     eps: float = above(0, 1e-5)
     weight_decay: float = at_least(0, 0.1)
 
