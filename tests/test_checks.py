@@ -31,6 +31,7 @@ def _in_empty_folder(tmp_path, monkeypatch):
         ("seed=abc", "override seed=abc: seed: expected an integer from 0 to 4294967295, found 'abc'"),
         ("seed=null", "override seed=null: seed: expected an integer from 0 to 4294967295, found null"),
         ("trainer.max_steps=1e4", "trainer.max_steps: expected an integer >= 1, found 10000.0; write 10000"),
+        ("trainer.accelerator=mps", "trainer.accelerator: expected one of auto, cpu, cuda, found 'mps'"),
         ("trainer.compile=2", "override trainer.compile=2: trainer.compile: expected true or false, found 2"),
         ("seed={a: 1}", "override seed={a: 1}: seed: expected an integer from 0 to 4294967295, found a mapping"),
         ("optimizer.lr=[1]", "optimizer.lr: expected a number > 0, found [1]"),

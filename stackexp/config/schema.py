@@ -212,7 +212,7 @@ class WarmupStableDecayConfig(ScheduleConfig):
 class TrainerConfig:
     """Named as in lightning's Trainer where it has a name; steps are optimizer steps throughout."""
 
-    accelerator: Literal["auto", "cpu", "cuda", "mps"] = "auto"
+    accelerator: Literal["auto", "cpu", "cuda"] = "auto"  # auto: cuda if there is one
     devices: int = at_least(1, 1)
     num_nodes: int = at_least(1, 1)
     strategy: Literal["auto", "ddp"] = "auto"
