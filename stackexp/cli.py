@@ -37,6 +37,9 @@ model=transformer-360m, model.memory=queue; model.memory=null switches the memor
 """
 
 
+NO_SPACE = {errno.ENOSPC: "no space left on the disk", errno.EDQUOT: "no space left in the disk quota"}
+
+
 class Parser(argparse.ArgumentParser):
     """Says what is wrong in one line, and takes no abbreviations."""
 
@@ -228,17 +231,30 @@ def _dispatch(argv: list[str]) -> int:
 
 
 def _report(error: BaseException) -> int:
-    if isinstance(error, KeyboardInterrupt):
-        print(f"interrupted: {error}" if str(error) else "interrupted", file=sys.stderr)
-        return 130
-    if isinstance(error, ConfigError | RunError):
-        print("error:", " ".join(str(error).splitlines()), file=sys.stderr)
-        return 2 if isinstance(error, ConfigError) else 1
+    """Print what ended the program, in one line on standard error; the exit code. Raises what is a mistake of ours."""
     if isinstance(error, BrokenPipeError):  # the reader of our output has gone, as in `configs list | head -3`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
-        where = f" while writing {error.filename}" if error.filename else ""
-        print(f"error: no space left on the disk{where}; free some, then resume with --ckpt_path last", file=sys.stderr)
-        return 1
+    code, line = _explain(error)
+    rank = os.environ.get("LOCAL_RANK", "0")  # set for the processes Lightning starts
+    if rank == "0":
+        print(line if code == 130 else f"error: {line}", file=sys.stderr)
+    elif code == 1:  # rank 0 says the others, which are the same in every process
+        print(f"error: rank {rank}: {line}", file=sys.stderr)
+    return code
+
+
+def _explain(error: BaseException) -> tuple[int, str]:
+    """Exit code, and what happened, where, and what to do."""
+    if isinstance(error, KeyboardInterrupt):
+        return 130, f"interrupted: {error}" if str(error) else "interrupted"
+    if isinstance(error, ConfigError | RunError):
+        return 2 if isinstance(error, ConfigError) else 1, " ".join(str(error).splitlines())
+    if isinstance(error, OSError):
+        path = error.filename2 or error.filename
+        if error.errno in NO_SPACE:
+            where = f" while writing {path}" if path else ""
+            return 1, f"{NO_SPACE[error.errno]}{where}; free some, then resume with --ckpt_path last"
+        if path:
+            return 1, f"{path}: {error.strerror}; mend the path or its permissions, or name another place"
     raise error

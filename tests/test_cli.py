@@ -162,20 +162,52 @@ def raising(error: BaseException):
         (ConfigError("wrong"), 2, "error: wrong\n"),
         (RunError("failed\nthere"), 1, "error: failed there\n"),
         (KeyboardInterrupt(), 130, "interrupted\n"),
+        (KeyboardInterrupt("at step 3"), 130, "interrupted: at step 3\n"),
         (
             OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "runs/x"),
             1,
             "error: no space left on the disk while writing runs/x; free some, then resume with --ckpt_path last\n",
         ),
+        (
+            OSError(errno.EDQUOT, os.strerror(errno.EDQUOT)),
+            1,
+            "error: no space left in the disk quota; free some, then resume with --ckpt_path last\n",
+        ),
+        (
+            PermissionError(errno.EACCES, "Permission denied", "runs/x"),
+            1,
+            "error: runs/x: Permission denied; mend the path or its permissions, or name another place\n",
+        ),
+        (
+            OSError(errno.EXDEV, "Invalid cross-device link", "a", None, "b"),
+            1,
+            "error: b: Invalid cross-device link; mend the path or its permissions, or name another place\n",
+        ),
     ],
 )
 def test_errors_of_a_verb(error, code, line, monkeypatch, capsys):
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
     monkeypatch.setitem(cli.VERBS, "fit", raising(error))
     assert cli.main(["fit"]) == code
     assert capsys.readouterr().err == line
     monkeypatch.setenv("STACKEXP_TRACEBACK", "1")
     with pytest.raises(type(error)):
         cli.main(["fit"])
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "line"),
+    [
+        (ConfigError("wrong"), 2, ""),
+        (KeyboardInterrupt("at step 3"), 130, ""),
+        (RunError("failed"), 1, "error: rank 1: failed\n"),
+    ],
+)
+def test_other_ranks_say_only_what_rank_0_may_not_know(error, code, line, monkeypatch, capsys):
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setitem(cli.VERBS, "fit", raising(error))
+    assert cli.main(["fit"]) == code
+    assert capsys.readouterr().err == line
 
 
 @pytest.mark.parametrize("error", [OSError(errno.EACCES, "denied"), ZeroDivisionError()])
