@@ -72,16 +72,28 @@ class RunFolder:
                     yield json.loads(line)
 
     def forget_after(self, step: int) -> None:
-        """Drop the metrics of the steps after `step`, which a resumed run will take again."""
+        """Drop metrics and checkpoints of the steps after `step`, which a resumed run will take again."""
         kept = [json.dumps(line) + "\n" for line in self.read_metrics() if line["step"] <= step]
         write_atomically(self.metrics, "".join(kept))
+        for path in self.checkpoints.glob("*.ckpt"):
+            if path.stem > checkpoint_name(step):
+                path.unlink()
 
-    def describe(self, config: ExperimentConfig) -> None:
-        """Write config.yaml and append this process to environment.json (a resumed run has several)."""
+    def begin(self, config: ExperimentConfig) -> IO[str]:
+        """Make the folder, or take it over, for this process: the returned file holds it while it is open.
+
+        Writes config.yaml, adds this process to environment.json (a resumed run has several) and removes what a
+        kill left half-written. Raises RunError if another process works here.
+        """
+        self.checkpoints.mkdir(parents=True, exist_ok=True)
+        lock = self.lock()
+        for leftover in self.checkpoints.glob(".*"):
+            leftover.unlink()
         write_atomically(self.config, to_yaml(config))
         path = self.path / "environment.json"
         sessions = json.loads(path.read_text()) if path.exists() else []
         write_atomically(path, json.dumps([*sessions, environment()], indent=2))
+        return lock
 
     def lock(self) -> IO[str]:
         """Hold the folder while the returned file is open. Raises RunError if another process does."""
@@ -90,15 +102,28 @@ class RunFolder:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise RunError(f"{self.path}: another process is running in this folder; wait for it or stop it") from None
+        os.register_at_fork(after_in_child=handle.close)  # a loader's worker that outlives us must not hold it
         return handle
 
 
-def create(config: ExperimentConfig) -> RunFolder:
-    """A new run folder, its id the time of its start."""
-    run_id = time.strftime("%Y%m%d-%H%M%S-") + secrets.token_hex(2)
-    path = Path(config.logging.root, config.name, run_id)
-    (path / "checkpoints").mkdir(parents=True)
+def new(config: ExperimentConfig) -> RunFolder:
+    """The folder of a new run, its id the time of its start; nothing is written yet.
+
+    Chosen by the first process; those that Lightning starts (it sets LOCAL_RANK) find it in their environment.
+    Raises RunError where somebody else launches the processes and does not name the folder to all of them.
+    """
+    if "LOCAL_RANK" in os.environ:
+        if FOLDER_VARIABLE not in os.environ:
+            raise RunError(f"started by another launcher: set {FOLDER_VARIABLE} to one new folder for all processes")
+        return RunFolder(Path(os.environ[FOLDER_VARIABLE]))
+    path = Path(config.logging.root, config.name, time.strftime("%Y%m%d-%H%M%S-") + secrets.token_hex(2))
+    os.environ[FOLDER_VARIABLE] = str(path)
     return RunFolder(path)
+
+
+def checkpoint_name(step: int) -> str:
+    """The name, without its ending, of the checkpoint after `step` steps; names sort as steps do."""
+    return f"{step:08d}"
 
 
 def newest_unfinished(config: ExperimentConfig) -> RunFolder:

@@ -56,14 +56,16 @@ def test_another_version_is_refused(tmp_path):
     [
         ("model.memory=null", "model.memory"),
         ("model.memory.read=top", "model.memory.read is global in the checkpoint, top in the config"),
+        ("optimizer.lr=1", "another run: optimizer.lr is 0.004 in the checkpoint, 1.0 in the config"),
+        ("data.global_batch_tokens=2048", "another run: data.global_batch_tokens"),
         ("model.num_layers=2", "model.num_layers is 6 in the checkpoint, 2 in the config"),
     ],
 )
-def test_another_architecture_is_named(tmp_path, override, difference):
+def test_what_keeps_a_run_from_going_on_is_named(tmp_path, override, difference):
     saved = checkpoint(compose(["quickstart"]))
-    checkpoints.check_fits(tmp_path, saved, compose(["quickstart"], ["optimizer.lr=1", "trainer.max_steps=999"]))
+    checkpoints.check_resumable(tmp_path, saved, compose(["quickstart"], ["trainer.max_steps=999", "name=x"]))
     with pytest.raises(RunError, match=difference):
-        checkpoints.check_fits(tmp_path, saved, compose(["quickstart"], [override]))
+        checkpoints.check_resumable(tmp_path, saved, compose(["quickstart"], [override]))
 
 
 def test_flatten():

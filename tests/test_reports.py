@@ -4,8 +4,9 @@ import json
 
 from stackexp import runs
 from stackexp.config.compose import compose
-from stackexp.reports.compare import draw_losses, markdown
+from stackexp.reports.compare import draw_losses, labels, markdown
 from stackexp.reports.tables import set_table, table
+from stackexp.runs import RunFolder
 
 
 def figures(loss: float) -> dict[str, float]:
@@ -30,7 +31,9 @@ def test_numbers_stand_on_the_right():
 def test_runs_side_by_side(tmp_path):
     folders = []
     for name, losses in {"one": (3, 2), "two": (3, 1)}.items():
-        folder = runs.create(compose(["quickstart"], [f"name={name}", f"logging.root={tmp_path}"]))
+        config = compose(["quickstart"], [f"name={name}", f"logging.root={tmp_path}"])
+        folder = runs.new(config)
+        folder.begin(config).close()
         lines = [{"step": i + 1, "tokens": 10 * (i + 1), "loss/train": x} for i, x in enumerate(losses)]
         lines.append({"step": 2, "tokens": 20, "validation/loss/average": 2.5})
         folder.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -41,5 +44,8 @@ def test_runs_side_by_side(tmp_path):
     rows = markdown(folders).splitlines()
     assert rows[2] == "| one | 10 | 2 | 2.000 | 2.000 / 4.0 | 2.000 / 4.0 | 1.000 |"
     assert rows[3].startswith("| two |")
+    assert labels(folders) == {folders[0]: "one", folders[1]: "two"}
+    again = RunFolder(folders[0].path.parent / "later")
+    assert labels([folders[0], again]) == {folders[0]: f"one/{folders[0].path.name}", again: "one/later"}
     draw_losses(folders, tmp_path / "loss.png")
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")

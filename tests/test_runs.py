@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -19,16 +20,25 @@ def config(tmp_path):
     return compose(["quickstart"], [f"logging.root={tmp_path}/runs"])
 
 
+def begun(config) -> RunFolder:
+    folder = runs.new(config)
+    folder.begin(config).close()
+    return folder
+
+
 def with_metrics(folder: RunFolder, text: str) -> RunFolder:
     folder.metrics.write_text(text)
     return folder
 
 
 def test_a_new_folder_lies_under_its_name_and_can_be_run_again(config, tmp_path):
-    folder = runs.create(config)
+    folder = runs.new(config)
     assert folder.path.parent == tmp_path / "runs" / "quickstart"
-    folder.describe(config)
-    folder.describe(config)
+    assert not folder.path.exists(), "nothing is written before it begins"
+    folder.begin(config).close()
+    (folder.checkpoints / ".00000004.ckpt.123").touch()
+    folder.begin(config).close()
+    assert not list(folder.checkpoints.iterdir()), "what a kill left half-written is gone"
     assert load(folder.config) == config
     sessions = json.loads((folder.path / "environment.json").read_text())
     assert len(sessions) == 2, "one for each process that worked on it"
@@ -37,13 +47,16 @@ def test_a_new_folder_lies_under_its_name_and_can_be_run_again(config, tmp_path)
 
 
 def test_a_line_cut_off_by_a_kill_is_left_out(config):
-    folder = with_metrics(runs.create(config), '{"step": 1}\n{"step": 2}\n{"st')
+    folder = with_metrics(begun(config), '{"step": 1}\n{"step": 2}\n{"st')
     assert list(folder.read_metrics()) == [{"step": 1}, {"step": 2}]
 
 
 def test_forgetting_what_a_resumed_run_takes_again(config):
-    folder = with_metrics(runs.create(config), '{"step": 1}\n{"step": 2}\n{"step": 2, "v": 0.1}\n{"step": 3}\n{"st')
+    folder = with_metrics(begun(config), '{"step": 1}\n{"step": 2}\n{"step": 2, "v": 0.1}\n{"step": 3}\n{"st')
+    for step in (1, 2, 3, 10):
+        (folder.checkpoints / f"{runs.checkpoint_name(step)}.ckpt").touch()
     folder.forget_after(2)
+    assert sorted(path.stem for path in folder.checkpoints.iterdir()) == ["00000001", "00000002"]
     assert folder.metrics.read_text() == '{"step": 1}\n{"step": 2}\n{"step": 2, "v": 0.1}\n'
 
 
@@ -64,7 +77,7 @@ def test_last_means_the_newest_unfinished_run_with_a_checkpoint(config, tmp_path
 
 
 def test_the_newest_checkpoint_has_the_highest_step(config):
-    folder = runs.create(config)
+    folder = begun(config)
     assert folder.newest_checkpoint() is None
     for name in ("00000090.ckpt", "00000100.ckpt", ".00000200.ckpt.17"):
         (folder.checkpoints / name).touch()
@@ -72,9 +85,11 @@ def test_the_newest_checkpoint_has_the_highest_step(config):
 
 
 def test_one_process_at_a_time_even_after_a_kill(config):
-    folder = runs.create(config)
+    folder = begun(config)
     code = f"import pathlib, time; from stackexp.runs import RunFolder; path = pathlib.Path({str(folder.path)!r})\n"
-    code += "lock = RunFolder(path).lock(); print('locked', flush=True); time.sleep(60)"
+    code += "import os; lock = RunFolder(path).lock()\n"
+    code += "os.fork() or print('locked', flush=True)\n"  # a child, as a loader's worker, that outlives its parent
+    code += "time.sleep(20)"
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     assert process.stdout.readline() == "locked\n"
     with pytest.raises(RunError, match="another process"):
@@ -96,3 +111,12 @@ def test_writing_atomically_leaves_the_old_text_where_it_fails(tmp_path):
 def test_at_refuses_what_is_no_run_folder(tmp_path):
     with pytest.raises(RunError, match="not a run folder"):
         runs.at(str(tmp_path))
+
+
+def test_processes_of_another_launcher_need_to_be_told_the_folder(config, monkeypatch):
+    monkeypatch.delenv(runs.FOLDER_VARIABLE, raising=False)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    with pytest.raises(RunError, match=runs.FOLDER_VARIABLE):
+        runs.new(config)
+    monkeypatch.setenv(runs.FOLDER_VARIABLE, "runs/here")
+    assert runs.new(config) == RunFolder(Path("runs/here"))

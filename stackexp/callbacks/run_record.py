@@ -27,10 +27,13 @@ class RunRecord(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         self._recorded_steps = trainer.global_step
-        if not trainer.is_global_zero:
-            return
-        self._run.forget_after(trainer.global_step)
-        trainer.datamodule.tokenizer.save(str(self._run.tokenizer))
+        if trainer.is_global_zero:
+            trainer.datamodule.tokenizer.save(str(self._run.tokenizer))
+            self.open(trainer.global_step)
+
+    def open(self, step: int) -> None:
+        """Go on after `step`: what was recorded or saved beyond it is forgotten."""
+        self._run.forget_after(step)
         self._file = open(self._run.metrics, "a", encoding="utf-8")  # noqa: SIM115
         if self._wants_tensorboard:
             self._tensorboard = TensorBoardCopy(self._run.path, list(self._run.read_metrics()))

@@ -12,9 +12,9 @@ from lightning.fabric.plugins import TorchCheckpointIO
 from torch import nn
 
 from stackexp.config.compose import to_dict
-from stackexp.config.schema import ExperimentConfig
+from stackexp.config.schema import ExperimentConfig, TrainerConfig
 from stackexp.errors import RunError
-from stackexp.runs import RunFolder
+from stackexp.runs import RunFolder, checkpoint_name
 
 VERSION = 1
 
@@ -39,13 +39,12 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
 
 class CheckpointState(pl.Callback):
-    """What a checkpoint holds beyond Lightning's own: the config, the token count and the generators' states."""
+    """What a checkpoint holds beyond Lightning's own: the config and the states of the random number generators."""
 
     def on_save_checkpoint(self, trainer: pl.Trainer, module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
         checkpoint["stackexp"] = {
             "version": VERSION,
             "config": to_dict(module.config),
-            "tokens": trainer.global_step * module.config.data.global_batch_tokens,
             "python_rng": random.getstate(),
             "torch_rng": torch.get_rng_state(),
             "cuda_rng": torch.cuda.get_rng_state_all(),
@@ -57,6 +56,42 @@ class CheckpointState(pl.Callback):
         torch.set_rng_state(state["torch_rng"])
         if len(state["cuda_rng"]) == torch.cuda.device_count():
             torch.cuda.set_rng_state_all(state["cuda_rng"])
+
+
+class StepCheckpoint(pl.callbacks.Checkpoint):
+    """<step>.ckpt every `checkpoint_interval` steps and after the last; the newest `keep_checkpoints` stay.
+
+    Only ever between two optimizer steps, never inside an accumulation. Where a validation is due at the same step it
+    comes first, so a run resumed from a checkpoint misses none. All ranks decide alike: saving is collective.
+    """
+
+    def __init__(self, folder: RunFolder, config: TrainerConfig):
+        self._folder, self._config = folder, config
+
+    def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        self._step = self._saved = trainer.global_step
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == self._step:
+            return  # a micro-batch that did not end a step
+        self._step = trainer.global_step
+        interval = self._config.val_check_interval
+        validates = interval and self._step % interval == 0 and trainer.datamodule.set_names("validate")
+        if not validates:
+            self._save_if_due(trainer)
+
+    def on_validation_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.state.fn == "fit":
+            self._save_if_due(trainer)
+
+    def _save_if_due(self, trainer: pl.Trainer) -> None:
+        due = self._step % self._config.checkpoint_interval == 0 or self._step == self._config.max_steps
+        if due and self._step != self._saved:
+            trainer.save_checkpoint(self._folder.checkpoints / f"{checkpoint_name(self._step)}.ckpt")
+            self._saved = self._step
+            if trainer.is_global_zero:
+                for old in sorted(self._folder.checkpoints.glob("*.ckpt"))[: -self._config.keep_checkpoints]:
+                    old.unlink()
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -74,14 +109,24 @@ def read(path: Path) -> dict[str, Any]:
     return checkpoint
 
 
-def check_fits(path: Path, checkpoint: dict[str, Any], config: ExperimentConfig) -> None:
-    """Raise RunError, naming the first option that differs, unless the config describes the checkpoint's model."""
-    ours, theirs = flatten(to_dict(config)["model"]), flatten(checkpoint["stackexp"]["config"]["model"])
-    for key in sorted(ours.keys() | theirs.keys()):
-        if ours.get(key) != theirs.get(key):
+MAY_CHANGE = (
+    *("name", "logging.", "plugins", "data.path", "data.validation.", "data.test.", "data.eval_", "data.num_workers"),
+    *("data.micro_batch_size", "trainer.accelerator", "trainer.devices", "trainer.num_nodes", "trainer.strategy"),
+    *("trainer.max_steps", "trainer.val_check_interval", "trainer.checkpoint_interval", "trainer.keep_checkpoints"),
+    *("trainer.activation_checkpointing", "trainer.compile"),
+)
+"""Options (or beginnings of them) that a resumed run may change: where and how it runs, not what it computes."""
+
+
+def check_resumable(path: Path, checkpoint: dict[str, Any], config: ExperimentConfig) -> None:
+    """Raise RunError, naming the first option that differs, unless the config goes on with the checkpoint's run."""
+    ours, theirs = flatten(to_dict(config)), flatten(checkpoint["stackexp"]["config"])
+    for key in sorted(ours.keys() | theirs.keys(), key=lambda key: (not key.startswith("model."), key)):
+        if ours.get(key) != theirs.get(key) and not key.startswith(MAY_CHANGE):
+            what = "another architecture" if key.startswith("model.") else "another run"
             raise RunError(
-                f"{path}: another architecture: model.{key} is {theirs.get(key)} in the checkpoint, "
-                f"{ours.get(key)} in the config; resume with the run's own config.yaml"
+                f"{path}: {what}: {key} is {theirs.get(key)} in the checkpoint, {ours.get(key)} in the config; "
+                "resume with the run's own config.yaml, or start a new run"
             )
 
 

@@ -62,7 +62,7 @@ class CorpusLoss(Metric):
 
 def perplexity(loss: float) -> float:
     """exp(loss); infinite where that overflows."""
-    return math.exp(loss) if loss < 700 else math.inf
+    return math.inf if loss > 700 else math.exp(loss)
 
 
 def macro_average(sets: dict[str, dict[str, float]]) -> dict[str, float]:

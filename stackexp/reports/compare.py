@@ -13,13 +13,14 @@ from stackexp.runs import RunFolder, at
 def markdown(runs: list[RunFolder]) -> str:
     """One row per finished run: parameters, training loss, loss and perplexity of every set, and their averages."""
     results = {run: json.loads(run.result.read_text()) for run in runs if run.finished}
+    names = labels(runs)
     sets = list(dict.fromkeys(name for result in results.values() for name in result["sets"]))
     header = ["run", "parameters", "in the memory", "training loss", *sets, "average", "bits/byte"]
     lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
     for run, result in results.items():
         figures = [result["sets"].get(name) for name in sets] + [result["average"]]
         cells = [
-            run.path.parent.name,
+            names[run],
             f"{result['parameters']:,}",
             f"{result['memory_parameters']:,}",
             f"{result['train_loss']['last_20_steps']:.3f}",
@@ -30,20 +31,31 @@ def markdown(runs: list[RunFolder]) -> str:
     return "\n".join(lines)
 
 
+def labels(runs: list[RunFolder]) -> dict[RunFolder, str]:
+    """The runs' names, with their ids where a name stands for several."""
+    names = [run.path.resolve().parent.name for run in runs]
+    ids = [run.path.resolve().name for run in runs]
+    return {
+        run: name if names.count(name) == 1 else f"{name}/{id_}"
+        for run, name, id_ in zip(runs, names, ids, strict=True)
+    }
+
+
 def draw_losses(runs: list[RunFolder], path: Path) -> None:
     """Training loss (moving average over 10 steps) and mean validation loss against tokens, one colour a run."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4.2), layout="constrained")
     axes = figure.add_subplot()
+    names = labels(runs)
     for run in runs:
         lines = list(run.read_metrics())
         train = [(line["tokens"], line["loss/train"]) for line in lines if "loss/train" in line]
         means = [sum(loss for _, loss in train[max(0, i - 9) : i + 1]) / min(i + 1, 10) for i in range(len(train))]
-        (curve,) = axes.plot([tokens for tokens, _ in train], means, label=f"{run.path.parent.name}, training")
+        (curve,) = axes.plot([tokens for tokens, _ in train], means, label=f"{names[run]}, training")
         points = [(x["tokens"], x["validation/loss/average"]) for x in lines if "validation/loss/average" in x]
         if points:
-            label = f"{run.path.parent.name}, mean of the validation sets"
+            label = f"{names[run]}, mean of the validation sets"
             axes.plot(*zip(*points, strict=True), "o--", color=curve.get_color(), label=label)
     axes.set(xlabel="tokens", ylabel="loss (nats per token)")
     axes.grid(alpha=0.3)

@@ -1,13 +1,13 @@
 """`stackexp fit`: train, resume, then evaluate on every set, and leave a finished run folder."""
 
 import json
-import os
+import logging
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import ModelCheckpoint
+from tqdm.contrib.logging import logging_redirect_tqdm
 
 from stackexp import runs
 from stackexp.callbacks.progress import StepProgress
@@ -19,6 +19,7 @@ from stackexp.config.compose import to_dict
 from stackexp.config.schema import ExperimentConfig
 from stackexp.errors import RunError
 from stackexp.modules import checkpoints
+from stackexp.modules.checkpoints import flatten
 from stackexp.modules.language_modeling import LanguageModeling
 from stackexp.modules.metrics import macro_average
 from stackexp.reports.tables import set_table
@@ -26,66 +27,49 @@ from stackexp.runs import RunFolder
 from stackexp.verbs.generate import sample
 from stackexp.verbs.trainer import build_trainer
 
-HYPERPARAMETERS = ("model", "optimizer", "schedule", "seed")
+HYPERPARAMETERS = ("model.", "data.global_batch_tokens", "data.context_length", "optimizer.", "schedule.", "seed")
+"""What runs are compared by in the HParams tab; not where they ran and what they logged."""
+
+
+class Start(NamedTuple):
+    folder: RunFolder
+    checkpoint: Path | None = None
+    step: int = 0
 
 
 def run(config: ExperimentConfig, ckpt_path: str | None) -> int:
     """Fit `config` in a new run folder, or go on from `ckpt_path` ("last", or a file) in that run's own folder."""
-    folder, checkpoint = _resume(config, ckpt_path) if ckpt_path else (None, None)
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger("stackexp").setLevel(logging.INFO)
+    start = _resume(config, ckpt_path) if ckpt_path else Start(runs.new(config))
     pl.seed_everything(config.seed, verbose=False)
     data = registry.build("data", config.data, seed=config.seed)
     data.prepare_data()
-    data.setup("fit")  # an unusable corpus leaves no run folder behind
-    folder = folder or _new_folder(config)
+    data.setup("fit")
     module = LanguageModeling(config)
-    record = RunRecord(folder, config.logging.tensorboard)
-    trainer = build_trainer(config, _callbacks(config, folder, record))
+    record = RunRecord(start.folder, config.logging.tensorboard)
+    trainer = build_trainer(config, _callbacks(config, start.folder, record))
+    lock = None
+    if trainer.is_global_zero:  # everything that may be wrong with config, data and machine has been found by now
+        lock = start.folder.begin(config)
+        print(_header(config, module, start), flush=True)
     started = time.perf_counter()
-    if trainer.is_global_zero:
-        lock = folder.lock()
-        folder.describe(config)
-        print(_header(config, module, folder, checkpoint), flush=True)
-    _train(trainer, module, data, folder, checkpoint)
-    if data.set_names("validate"):
+    if start.step < config.trainer.max_steps:
+        _train(trainer, module, data, start)
+    else:  # killed after its last step
+        checkpoints.load_weights(module, start.checkpoint)
+        if trainer.is_global_zero:
+            record.open(start.step)
+    if data.set_names("validate") and not _has_just_validated(config, module):
         trainer.validate(module, data, verbose=False)
     if trainer.is_global_zero:
-        _finish(config, module, data, folder, record, time.perf_counter() - started)
+        _finish(config, module, data, start.folder, record, time.perf_counter() - started)
         lock.close()
     return 0
 
 
-def _train(
-    trainer: pl.Trainer,
-    module: LanguageModeling,
-    data: pl.LightningDataModule,
-    folder: RunFolder,
-    checkpoint: Path | None,
-) -> None:
-    """Up to the last step and its checkpoint. What stops it earlier is told with the last good checkpoint."""
-    try:
-        trainer.fit(module, data, ckpt_path=checkpoint, weights_only=True)
-    except RunError as error:
-        raise RunError(f"{error}; last good checkpoint: {folder.newest_checkpoint() or 'none yet'}") from None
-    except SystemExit:  # what Lightning makes of a KeyboardInterrupt
-        newest = folder.newest_checkpoint()
-        state = f"newest checkpoint {newest.name}; go on with --ckpt_path last" if newest else "no checkpoint yet"
-        raise KeyboardInterrupt(f"{folder.path}: {state}") from None
-    last = folder.checkpoints / f"{trainer.global_step:08d}.ckpt"
-    if not last.exists():
-        trainer.save_checkpoint(last)
-
-
-def _new_folder(config: ExperimentConfig) -> RunFolder:
-    """Made by the first process; those that Lightning starts (it sets LOCAL_RANK) find it in their environment."""
-    if "LOCAL_RANK" in os.environ and runs.FOLDER_VARIABLE in os.environ:
-        return RunFolder(Path(os.environ[runs.FOLDER_VARIABLE]))
-    folder = runs.create(config)
-    os.environ[runs.FOLDER_VARIABLE] = str(folder.path)
-    return folder
-
-
-def _resume(config: ExperimentConfig, ckpt_path: str) -> tuple[RunFolder | None, Path]:
-    """The folder to go on in (None: a new one) and the checkpoint, checked against the config."""
+def _resume(config: ExperimentConfig, ckpt_path: str) -> Start:
+    """Where to go on, checked against the config."""
     if ckpt_path == "last":
         folder = runs.newest_unfinished(config)
         path = folder.newest_checkpoint()
@@ -93,37 +77,48 @@ def _resume(config: ExperimentConfig, ckpt_path: str) -> tuple[RunFolder | None,
         path = Path(ckpt_path)
         folder = RunFolder(path.parent.parent)
         if not folder.config.is_file() or folder.finished:
-            folder = None  # a copied checkpoint, or a finished run to go on from: in a folder of its own
+            folder = runs.new(config)  # from a copied checkpoint, or on from a finished run
     checkpoint = checkpoints.read(path)
-    checkpoints.check_fits(path, checkpoint, config)
-    if checkpoint["global_step"] >= config.trainer.max_steps:
+    checkpoints.check_resumable(path, checkpoint, config)
+    step, last = checkpoint["global_step"], config.trainer.max_steps
+    if step > last or (step == last and not folder.config.is_file()):
         raise RunError(
-            f"{path}: already at step {checkpoint['global_step']} of trainer.max_steps {config.trainer.max_steps}; "
-            "raise trainer.max_steps to train on"
+            f"{path}: already at step {step} of trainer.max_steps {last}; raise trainer.max_steps to train on"
         )
-    return folder, path
+    return Start(folder, path, step)
+
+
+def _train(trainer: pl.Trainer, module: LanguageModeling, data: pl.LightningDataModule, start: Start) -> None:
+    """Up to the last step. What stops it earlier is told with the last good checkpoint."""
+    try:
+        with logging_redirect_tqdm():
+            trainer.fit(module, data, ckpt_path=start.checkpoint, weights_only=True)
+    except RunError as error:
+        raise RunError(f"{error}; last good checkpoint: {start.folder.newest_checkpoint() or 'none yet'}") from None
+    except SystemExit:  # what Lightning makes of a KeyboardInterrupt
+        newest = start.folder.newest_checkpoint()
+        state = f"newest checkpoint {newest.name}; go on with --ckpt_path last" if newest else "no checkpoint yet"
+        raise KeyboardInterrupt(f"{start.folder.path}: {state}") from None
+
+
+def _has_just_validated(config: ExperimentConfig, module: LanguageModeling) -> bool:
+    """Whether the last step of fit ended with a validation on the whole of every set."""
+    interval = config.trainer.val_check_interval
+    whole = config.data.eval_sequences is None and interval and config.trainer.max_steps % interval == 0
+    return bool(whole and module.set_metrics)
 
 
 def _callbacks(config: ExperimentConfig, folder: RunFolder, record: RunRecord) -> list[pl.Callback]:
     """In the order of their work: measure, write down, then save."""
-    saver = ModelCheckpoint(
-        dirpath=folder.checkpoints,
-        filename="{step:08d}",
-        auto_insert_metric_name=False,
-        monitor="step",
-        mode="max",
-        save_top_k=config.trainer.keep_checkpoints,
-        every_n_train_steps=config.trainer.checkpoint_interval,
-    )
     bar = [StepProgress(record)] if config.logging.progress_bar else []
-    state = checkpoints.CheckpointState()
-    return [StackProbes(config.logging.probe_interval), Throughput(), record, *bar, state, saver]
+    saving = [checkpoints.CheckpointState(), checkpoints.StepCheckpoint(folder, config.trainer)]
+    return [StackProbes(config.logging.probe_interval), Throughput(), record, *bar, *saving]
 
 
-def _header(config: ExperimentConfig, module: LanguageModeling, folder: RunFolder, checkpoint: Path | None) -> str:
+def _header(config: ExperimentConfig, module: LanguageModeling, start: Start) -> str:
     parameters, memory = module.model.num_parameters(), module.model.num_parameters(memory=True)
     lines = [
-        f"run folder  {folder.path}" + (f", resumed from {checkpoint.name}" if checkpoint else ""),
+        f"run folder  {start.folder.path}" + (f", resumed from {start.checkpoint.name}" if start.checkpoint else ""),
         f"model       {parameters:,} parameters, {memory:,} of them in the memory",
         f"training    {config.trainer.max_steps:,} steps of {config.data.global_batch_tokens:,} tokens "
         f"({config.accumulate_grad_batches} micro-batches), {config.total_tokens:,} tokens in all",
@@ -150,7 +145,7 @@ def _finish(
         "train_loss": {"first": losses[0], "last_20_steps": sum(losses[-20:]) / len(losses[-20:])},
         "sets": module.set_metrics,
         "average": macro_average(module.set_metrics) if module.set_metrics else {},
-        "seconds": round(seconds, 1),
+        "seconds_of_last_session": round(seconds, 1),
         "sample": text,
     }
     figures = {"final/loss/train": result["train_loss"]["last_20_steps"]}
@@ -166,6 +161,4 @@ def _finish(
 
 
 def _hyperparameters(config: ExperimentConfig) -> dict[str, Any]:
-    """What a run is compared by; not where it ran and what it logged."""
-    chosen = {name: section for name, section in to_dict(config).items() if name in HYPERPARAMETERS}
-    return checkpoints.flatten(chosen)
+    return {key: value for key, value in flatten(to_dict(config)).items() if key.startswith(HYPERPARAMETERS)}

@@ -10,6 +10,7 @@ from stackexp.data.tokenizer import end_of_text, load_tokenizer
 from stackexp.models.generation import generate
 from stackexp.modules import checkpoints
 from stackexp.modules.language_modeling import LanguageModeling
+from stackexp.verbs.trainer import accelerator
 
 
 def run(
@@ -17,8 +18,10 @@ def run(
 ) -> int:
     """Print the prompt and its continuation by the model of a run's newest checkpoint, or of `ckpt_path`."""
     folder = runs.at(run)
-    module = LanguageModeling(compose.load(str(folder.config)))
+    config = compose.load(str(folder.config))
+    module = LanguageModeling(config)
     checkpoints.load_weights(module, checkpoints.choose(folder, ckpt_path))
+    module.to(accelerator(config))
     tokenizer = load_tokenizer(folder.tokenizer)
     print(sample(module.model, tokenizer, prompt, max_new_tokens, temperature, top_p, seed))
     return 0
@@ -36,12 +39,10 @@ def sample(
     """The prompt and what follows it, until the end of the document or `max_new_tokens`. An empty prompt opens one."""
     device = next(model.parameters()).device
     end = end_of_text(tokenizer)
-    tokens = torch.tensor([tokenizer.encode(prompt).ids or [end]], device=device)
+    ids = tokenizer.encode(prompt, add_special_tokens=False).ids  # as the training data was
+    tokens = torch.tensor([ids or [end]], device=device)
     generator = torch.Generator(device).manual_seed(seed)
-    was_training = model.training
-    model.eval()
     tokens = generate(
         model, tokens, max_new_tokens, temperature=temperature, top_p=top_p, generator=generator, stop_token=end
     )
-    model.train(was_training)
     return tokenizer.decode(tokens[0].tolist())

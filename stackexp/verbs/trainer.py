@@ -6,41 +6,58 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from stackexp.config.schema import ExperimentConfig
+from stackexp.errors import RunError
 from stackexp.modules.checkpoints import AtomicCheckpointIO
 
 
-def build_trainer(config: ExperimentConfig, callbacks: list[pl.Callback], **options: Any) -> pl.Trainer:
-    """Steps are optimizer steps in the config; Lightning counts validation in micro-batches, hence the product."""
+def build_trainer(config: ExperimentConfig, callbacks: list[pl.Callback]) -> pl.Trainer:
+    """The Trainer. Raises RunError if the machine does not have the devices.
+
+    Steps are optimizer steps in the config; Lightning counts validation in micro-batches, hence the product.
+    """
     _quiet()
+    try:
+        return pl.Trainer(**_options(config, callbacks))
+    except MisconfigurationException as error:
+        trainer = config.trainer
+        raise RunError(
+            f"trainer.accelerator={trainer.accelerator} trainer.devices={trainer.devices}: {str(error).splitlines()[0]}"
+        ) from None
+
+
+def accelerator(config: ExperimentConfig) -> str:
+    """ "cpu" or "cuda"; auto is cuda where there is one."""
+    if config.trainer.accelerator != "auto":
+        return config.trainer.accelerator
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _options(config: ExperimentConfig, callbacks: list[pl.Callback]) -> dict[str, Any]:
     trainer = config.trainer
-    accelerator = trainer.accelerator
-    if accelerator == "auto":
-        accelerator = "cuda" if torch.cuda.is_available() else "cpu"
-    interval = trainer.val_check_interval and trainer.val_check_interval * config.accumulate_grad_batches
-    return pl.Trainer(
-        accelerator=accelerator,
-        devices=trainer.devices,
-        num_nodes=trainer.num_nodes,
-        strategy=trainer.strategy,
-        precision=trainer.precision,
-        max_steps=trainer.max_steps,
-        max_epochs=-1,
-        accumulate_grad_batches=config.accumulate_grad_batches,
-        val_check_interval=interval,
-        check_val_every_n_epoch=None,
-        limit_val_batches=1.0,
-        num_sanity_val_steps=0,
-        use_distributed_sampler=False,
-        plugins=[AtomicCheckpointIO()],
-        logger=False,
-        enable_checkpointing=any(isinstance(callback, pl.callbacks.ModelCheckpoint) for callback in callbacks),
-        enable_progress_bar=any(isinstance(callback, pl.callbacks.ProgressBar) for callback in callbacks),
-        enable_model_summary=False,
-        callbacks=callbacks,
-        **options,
-    )
+    never = trainer.max_steps + 1  # Lightning takes None for the end of every epoch
+    return {
+        "accelerator": accelerator(config),
+        "devices": trainer.devices,
+        "num_nodes": trainer.num_nodes,
+        "strategy": trainer.strategy,
+        "precision": trainer.precision,
+        "max_steps": trainer.max_steps,
+        "max_epochs": -1,
+        "accumulate_grad_batches": config.accumulate_grad_batches,
+        "val_check_interval": (trainer.val_check_interval or never) * config.accumulate_grad_batches,
+        "check_val_every_n_epoch": None,
+        "num_sanity_val_steps": 0,
+        "use_distributed_sampler": False,
+        "plugins": [AtomicCheckpointIO()],
+        "logger": False,
+        "enable_checkpointing": any(isinstance(callback, pl.callbacks.Checkpoint) for callback in callbacks),
+        "enable_progress_bar": any(isinstance(callback, pl.callbacks.ProgressBar) for callback in callbacks),
+        "enable_model_summary": False,
+        "callbacks": callbacks,
+    }
 
 
 def _quiet() -> None:

@@ -54,7 +54,9 @@ def test_checkpoints_that_cannot_be_resumed(capsys, run, tiny, tmp_path):
     line = fails(capsys, *fit, newest, "model.memory.discipline=queue")
     assert "model.memory.discipline is stack in the checkpoint, queue in the config" in line
 
-    line = fails(capsys, "fit", "--config", tiny, "--ckpt_path", newest)
+    line = fails(capsys, *fit, newest, "optimizer.lr=1")
+    assert "optimizer.lr is 0.003 in the checkpoint, 1.0 in the config" in line
+    line = fails(capsys, *fit, newest, "trainer.max_steps=8")
     assert "already at step 12" in line
     assert "trainer.max_steps" in line
 
@@ -66,6 +68,13 @@ def test_checkpoints_that_cannot_be_resumed(capsys, run, tiny, tmp_path):
 
 def test_nothing_to_resume(capsys, tiny):
     assert "no unfinished run" in fails(capsys, "fit", "--config", tiny, "--ckpt_path", "last")
+
+
+def test_devices_that_the_machine_does_not_have(capsys, tiny, tmp_path):
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    assert "trainer.accelerator=cuda" in fails(capsys, "fit", "--config", tiny, "trainer.accelerator=cuda")
+    assert not (tmp_path / "runs").exists()
 
 
 def test_a_corpus_that_cannot_be_used_leaves_no_run_folder(capsys, corpus, tiny, tmp_path):
