@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any, NoReturn
 
+from stackexp.config.names import nearest
 from stackexp.errors import ConfigError, RunError
 
 USAGE = """\
@@ -75,12 +76,6 @@ class Parser(argparse.ArgumentParser):
         if rest:
             self.error(f"unexpected argument {rest[0]}")
         return options
-
-
-def nearest(name: str, candidates: list[str], cutoff: float = 0.6) -> str:
-    from stackexp.config.yaml_files import nearest as find
-
-    return find(name, candidates, cutoff)
 
 
 def _top_keys() -> list[str]:

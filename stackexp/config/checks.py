@@ -8,8 +8,8 @@ import typing
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, Union
 
+from stackexp.config.names import nearest
 from stackexp.config.schema import ExperimentConfig
-from stackexp.config.yaml_files import nearest
 from stackexp.errors import ConfigError
 
 Origins = dict[str, str]

@@ -6,7 +6,6 @@ Interpolation is resolved once, last: `${data.vocab_size}` and `${div:a,b}`, the
 """
 
 import dataclasses
-import difflib
 import typing
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,10 +17,11 @@ from omegaconf.errors import OmegaConfBaseException
 from stackexp.config.checks import check, field_of, mistake, wrong_value
 from stackexp.config.interpolation import first_line, keys, resolve
 from stackexp.config.layers import Layers, find_config, origin_of, sections
+from stackexp.config.names import closest, nearest
 from stackexp.config.plugins import import_plugin
 from stackexp.config.registry import SECTIONS, kinds, lookup
 from stackexp.config.schema import ExperimentConfig
-from stackexp.config.yaml_files import Leaf, Tree, nearest
+from stackexp.config.yaml_files import Leaf, Tree
 
 
 def compose(configs: list[str], overrides: list[str] | tuple[str, ...] = ()) -> ExperimentConfig:
@@ -151,8 +151,8 @@ def _nearest_key(name: str, path: str, root: DictConfig) -> str:
         return "; write the parts of a key one inside the other, or as an override"
     known = [*keys(root), *sections()]
     beside = {key.removeprefix(path).split(".")[0] for key in known if key.startswith(path)}
-    close = difflib.get_close_matches(name, beside, n=1, cutoff=0.6)
+    close = closest(name, beside)
     elsewhere = [key for key in known if key.split(".")[-1] == name]
     if close or elsewhere:
-        return f"; did you mean {path + close[0] if close else elsewhere[0]!r}?"
+        return f"; did you mean {path + close if close else elsewhere[0]!r}?"
     return nearest(path + name, known) or f"; {path.rstrip('.') or 'a config'} has {', '.join(sorted(beside))}"

@@ -7,7 +7,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import InterpolationKeyError, InterpolationValidationError, OmegaConfBaseException
 
 from stackexp.config.checks import Origins, mistake
-from stackexp.config.yaml_files import nearest
+from stackexp.config.names import nearest
 
 Place = tuple[str, DictConfig | ListConfig, str | int]
 """The full key of a value, and the node and name or index that hold it."""

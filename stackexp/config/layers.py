@@ -6,12 +6,12 @@ naming another kind starts the section afresh.
 """
 
 import dataclasses
-import difflib
 from pathlib import Path
 
+from stackexp.config.names import closest, nearest
 from stackexp.config.registry import SECTIONS, kinds
 from stackexp.config.schema import ExperimentConfig
-from stackexp.config.yaml_files import Leaf, Tree, configs_folder, display, names_in, nearest, read_file, read_value
+from stackexp.config.yaml_files import Leaf, Tree, configs_folder, display, names_in, read_file, read_value
 from stackexp.errors import ConfigError
 
 
@@ -55,9 +55,9 @@ def find_config(name: str, origin: str = "", folder: Path = Path()) -> Path:
         if name.startswith(start) and name.removeprefix(start) in names_in(group_folder(section)):
             choice = f"{section}={name.removeprefix(start)}"
             raise ConfigError(f"{prefix}{name} is no config but a choice for the section {section}: write {choice}")
-    close = {known.split("/")[-1]: known for known in config_names()} | {known: known for known in config_names()}
-    found = difflib.get_close_matches(name, close, n=1)
-    hint = f"did you mean {close[found[0]]!r}?" if found else "`configs list` shows them all"
+    known = {full.split("/")[-1]: full for full in config_names()} | {full: full for full in config_names()}
+    found = closest(name, known)
+    hint = f"did you mean {known[found]!r}?" if found else "`configs list` shows them all"
     raise ConfigError(f"{prefix}unknown config {name!r}; {hint}")
 
 

@@ -1,9 +1,8 @@
 """The YAML files a config is made of: where they are, and their contents with the file and line of every value."""
 
-import difflib
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,12 +34,6 @@ def display(path: Path) -> str:
     """A path as the user would write it: relative to the working directory where it lies below it."""
     absolute, here = os.path.abspath(path), os.getcwd()
     return os.path.relpath(absolute, here) if absolute.startswith(here + os.sep) else absolute
-
-
-def nearest(name: str, candidates: Iterable[str], cutoff: float = 0.6) -> str:
-    """`; did you mean 'x'?` for the closest candidate, or nothing."""
-    found = difflib.get_close_matches(name, list(candidates), n=1, cutoff=cutoff)
-    return f"; did you mean {found[0]!r}?" if found else ""
 
 
 def names_in(folder: Path, pattern: str = "*.yaml") -> list[str]:
