@@ -15,7 +15,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from stackexp.data.readers import BadLine, Piece
-from stackexp.data.shards import Corpus, ShardWriter, dtype_of, in_folder, write_json, write_set
+from stackexp.data.shards import Corpus, ShardWriter, dtype_of, in_folder, sync, write_json, write_set
 from stackexp.data.tokenizer import end_of_text, fingerprint, vocab_size
 from stackexp.errors import RunError
 
@@ -63,7 +63,9 @@ def write_unit(folder: Path, pieces: Iterable[Piece | BadLine], tokenizer: Token
         unit.documents += sum(piece.ends for piece in batch)
         unit.bytes += sum(len(piece.text.encode()) for piece in batch)
         unit.tokens += len(tokens)
-    np.save(folder / "tail.npy", writer.close())
+    with open(folder / "tail.npy", "wb") as file:
+        np.save(file, writer.close())
+        sync(file)
     unit.shards = writer.shards
     write_json(folder / "unit.json", asdict(unit))
     return unit

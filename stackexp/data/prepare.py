@@ -24,7 +24,7 @@ from tqdm import tqdm
 from stackexp.data.locking import locked
 from stackexp.data.packing import BAD_LINES, merge, read_unit, unit_name, write_unit
 from stackexp.data.readers import BadLine, Piece, Source, find_sources, read
-from stackexp.data.shards import FORMAT_VERSION, Corpus, TokenSet, write_json
+from stackexp.data.shards import FORMAT_VERSION, Corpus, TokenSet, write_json, write_text
 from stackexp.data.tokenizer import fingerprint, load_tokenizer, train_tokenizer
 from stackexp.errors import RunError
 
@@ -116,9 +116,7 @@ def _tokenizer(folder: Path, given: Tokenizer | None, vocab_size: int | None, so
         if given is None:
             print(f"training a tokenizer of {vocab_size} tokens", file=sys.stderr, flush=True)
             given = train_tokenizer(_sample(sources), vocab_size)
-        temporary = folder / ".tokenizer.json.tmp"
-        given.save(str(temporary))
-        temporary.replace(path)
+        write_text(path, given.to_str(pretty=True))
     return path
 
 

@@ -68,9 +68,18 @@ def find_sources(source: Path) -> list[Source]:
 
 
 def _walk(folder: Path) -> Iterator[Path]:
-    for root, folders, files in os.walk(folder, followlinks=True):
-        folders[:] = [f for f in folders if not f.startswith(".")]
-        yield from (Path(root, f) for f in files if not f.startswith(".") and Path(root, f).is_file())
+    """Files that are not hidden. Links to folders are followed last, so that each folder is read once, and never up."""
+    top, seen, starts = folder.resolve(), set(), [folder]
+    for start in starts:  # grows by the links that are found
+        for root, folders, files in os.walk(start):
+            real = Path(root).resolve()
+            if real in seen or real in top.parents:
+                folders.clear()
+                continue
+            seen.add(real)
+            folders[:] = sorted(f for f in folders if not f.startswith("."))
+            starts += [Path(root, f) for f in folders if Path(root, f).is_symlink()]
+            yield from (Path(root, f) for f in files if not f.startswith(".") and Path(root, f).is_file())
 
 
 def read(source: Source, advance: Callable[[int], None] = lambda size: None) -> Iterator[Piece | BadLine]:

@@ -4,10 +4,12 @@ Every sample is one sequence of exactly `context_length` tokens, column `tokens`
 tokens). The files are mosaicml-streaming's MDS; writing them takes a page and saves importing the library (5 s).
 """
 
+import hashlib
 import json
 import os
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -41,11 +43,24 @@ def dtype_of(vocab_size: int) -> np.dtype:
     return np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.uint32)
 
 
-def write_json(path: Path, value: object) -> None:
-    """Write JSON atomically: the file is whole or absent."""
+def write_text(path: Path, text: str) -> None:
+    """Write a file atomically: it is whole and on the disk, or as it was."""
     temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    with open(temporary, "w", encoding="utf-8") as file:
+        file.write(text)
+        sync(file)
     temporary.replace(path)
+
+
+def write_json(path: Path, value: object) -> None:
+    """Write JSON atomically."""
+    write_text(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
+
+
+def sync(file: IO) -> None:
+    """Wait until the disk has what was written."""
+    file.flush()
+    os.fsync(file.fileno())
 
 
 def write_shard(path: Path, sequences: np.ndarray) -> dict:
@@ -60,17 +75,20 @@ def write_shard(path: Path, sequences: np.ndarray) -> dict:
         "column_sizes": [length * sequences.dtype.itemsize],
         "compression": None,
         "format": "mds",
-        "hashes": [],
+        "hashes": ["sha256"],
         "size_limit": SHARD_BYTES,
         "version": 2,
     }
     header = json.dumps(columns, sort_keys=True).encode()
     begin = 4 + 4 * (samples + 1) + len(header)
     offsets = begin + np.arange(samples + 1) * columns["column_sizes"][0]
+    digest = hashlib.sha256()
     with open(path, "wb") as file:
-        file.write(np.uint32(samples).tobytes() + offsets.astype(np.uint32).tobytes() + header)
-        file.write(np.ascontiguousarray(sequences).data)
-    raw = {"basename": path.name, "bytes": int(offsets[-1]), "hashes": {}}
+        for part in (np.uint32(samples), offsets.astype(np.uint32), header, np.ascontiguousarray(sequences)):
+            file.write(part)
+            digest.update(part)
+        sync(file)
+    raw = {"basename": path.name, "bytes": int(offsets[-1]), "hashes": {"sha256": digest.hexdigest()}}
     return columns | {"raw_data": raw, "samples": samples, "zip_data": None}
 
 
@@ -116,7 +134,7 @@ def in_folder(shards: list[dict], name: str) -> list[dict]:
 
 def write_set(folder: Path, corpus: Corpus, shards: list[dict], tokenizer: Tokenizer) -> None:
     """Write what makes shards a prepared set; corpus.json comes last: its presence means done."""
-    tokenizer.save(str(folder / "tokenizer.json"))
+    write_text(folder / "tokenizer.json", tokenizer.to_str(pretty=True))
     write_json(folder / "index.json", {"version": 2, "shards": shards})
     write_json(folder / "corpus.json", asdict(corpus))
 
@@ -124,12 +142,13 @@ def write_set(folder: Path, corpus: Corpus, shards: list[dict], tokenizer: Token
 class TokenSet:
     """A prepared set, opened: `set[i]` is sequence i, [T] of token ids, read from disk on demand.
 
-    Raises RunError if the folder is missing, unfinished, of another format, or its shards are not whole.
+    Raises RunError if the folder is missing, unfinished, of another format, or its shards are not whole; it names the
+    command that makes the set, with `options`.
     """
 
-    def __init__(self, folder: str | Path):
+    def __init__(self, folder: str | Path, options: str = "--vocab-size N"):
         self.folder = Path(folder)
-        self.corpus = self._read_corpus()
+        self.corpus = self._read_corpus(options)
         try:
             shards = json.loads((self.folder / "index.json").read_text(encoding="utf-8"))["shards"]
             self.files = [(self.folder / s["raw_data"]["basename"], s["samples"]) for s in shards]
@@ -143,11 +162,12 @@ class TokenSet:
             raise RunError(f"{self.folder}: index.json and corpus.json do not agree; prepare the set again")
         self._maps: dict[int, np.ndarray] = {}
 
-    def _read_corpus(self) -> Corpus:
+    def _read_corpus(self, options: str) -> Corpus:
         path = self.folder / "corpus.json"
         if not path.is_file():
             state = "holds no finished set" if self.folder.is_dir() else "no such folder"
-            raise RunError(f"{self.folder}: {state}; make one with: stackexp data prepare SOURCE --to {self.folder}")
+            command = f"stackexp data prepare SOURCE --to {self.folder} {options}"
+            raise RunError(f"{self.folder}: {state}; make one with: {command}")
         try:
             record = json.loads(path.read_text(encoding="utf-8"))
             if record["format_version"] != FORMAT_VERSION:
