@@ -23,7 +23,7 @@ from stackexp.data.shards import FORMAT_VERSION
 from stackexp.data.tokenizer import train_tokenizer
 from stackexp.errors import RunError
 
-TRAIN_BYTES, HELD_OUT_BYTES = 6_000_000, 200_000  # of text in each set; a whole file may exceed it
+TRAIN_BYTES, HELD_OUT_BYTES = 6_000_000, 200_000  # of text in UTF-8 in each set; the last file may exceed it
 LEFT_OUT = {
     *("__pycache__", "site-packages", "dist-packages", "test", "tests", "idle_test", "idlelib", "lib2to3", "distutils"),
     *("ensurepip", "turtledemo", "lib-dynload", "pydoc_data", "encodings", "_pyrepl"),
@@ -106,12 +106,13 @@ def read_stdlib(root: Path) -> Corpora:
         try:
             with tokenize.open(root / path) as file:
                 text = file.read() if name != DOCSTRINGS else docstrings(file.read())
+            size = len(text.encode())
         except (OSError, SyntaxError, ValueError, RecursionError):  # in no known encoding, or not this version's Python
             skipped.append(path)
             continue
         if text.strip():
             texts[name][path] = text
-            sizes[name] += len(text)
+            sizes[name] += size
     for name in texts:
         if not texts[name]:
             raise RunError(
