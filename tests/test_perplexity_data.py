@@ -101,12 +101,20 @@ def test_names_tokenizer_and_bytes(prepared):
     [
         ({"context_length": 32}, r"context length 16, but data\.context_length is 32; set data\.context_length=16"),
         ({"vocab_size": V - 1}, r"has 300 tokens, but data\.vocab_size is 299; set data\.vocab_size=300"),
-        ({"path": "nowhere"}, r"nowhere: no such folder; make one with: stackexp data prepare"),
+        (
+            {"path": "nowhere"},
+            r"nowhere: no such folder; make one with: stackexp data prepare SOURCE --to nowhere "
+            r"--vocab-size 300 --context-length 16$",
+        ),
         (
             {"global_batch_tokens": 10**6 * T},
             r"do not fill one global batch of 1000000; set data\.global_batch_tokens=",
         ),
-        ({"validation": {"x": "nowhere"}}, "nowhere: no such folder"),
+        (
+            {"validation": {"x": "nowhere"}},
+            r"nowhere: no such folder; make one with: stackexp data prepare SOURCE --to nowhere "
+            r"--tokenizer .*/train/tokenizer\.json --context-length 16$",
+        ),
         (
             {"validation": {"x": "foreign"}},
             r"foreign: made with another tokenizer than .*train; prepare it with --tokenizer",

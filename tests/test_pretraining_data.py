@@ -1,4 +1,5 @@
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,10 +12,11 @@ from types import SimpleNamespace
 import lightning.pytorch as pl
 import pytest
 import torch
-from streaming import LocalDataset
+from streaming import LocalDataset, StreamingDataset
 from torch import distributed, multiprocessing
 
 from stackexp.config.schema import ShardsConfig, StdlibConfig
+from stackexp.data import stdlib
 from stackexp.data.packing import write_documents
 from stackexp.data.shards import TokenSet
 from stackexp.data.tokenizer import train_tokenizer
@@ -188,7 +190,7 @@ def run_ranks(world_size: int, *arguments) -> list:
     ]
     for process in ranks:
         process.start()
-    results = sorted((queue.get(timeout=60) for _ in ranks), key=lambda result: result[1])
+    results = sorted((queue.get(timeout=300) for _ in ranks), key=lambda result: result[1])
     for process in ranks:
         process.join()
     return results
@@ -229,6 +231,23 @@ def test_nodes_that_do_not_divide_are_one_line(folder):
         data.train_dataloader()
 
 
+def test_streaming_finds_damage_by_the_hashes_of_the_shards(folder, tmp_path):
+    """Checked as it copies shards from a remote place: here, from one folder to another."""
+
+    def copied(name: str) -> StreamingDataset:
+        folders = {"remote": str(tmp_path / "remote"), "local": str(tmp_path / name)}
+        return StreamingDataset(**folders, batch_size=4, num_canonical_nodes=1, validate_hash="sha256")
+
+    shutil.copytree(folder, tmp_path / "remote")
+    assert len(list(copied("whole"))) == 93
+    shard = tmp_path / "remote" / "unit.00000" / "shard.00000.mds"
+    data = bytearray(shard.read_bytes())
+    data[-1] ^= 1
+    shard.write_bytes(data)
+    with pytest.raises(ValueError, match="Checksum failure"):
+        copied("damaged")[0]
+
+
 def count_samples(folder: Path, start, queue) -> None:
     start.wait()
     queue.put(len(list(TokenStream(local=str(folder), batch_size=4, num_canonical_nodes=1))))
@@ -257,13 +276,18 @@ def test_lock_files_are_removed_at_exit(folder):
 
 def test_the_standard_library_prepares_itself(tmp_path, monkeypatch):
     monkeypatch.setenv("STACKEXP_CACHE", str(tmp_path))
-    monkeypatch.setattr("stackexp.data.stdlib.TRAIN_BYTES", 100_000)
+    monkeypatch.setattr(stdlib, "TRAIN_BYTES", 100_000)
     config = StdlibConfig(vocab_size=300, context_length=64, global_batch_tokens=512, eval_sequences=3, num_workers=0)
     data = StdlibData(config, seed=0)
-    data.prepare_data()
-    data.setup("fit")
+    reads = []
+    read_stdlib = stdlib.read_stdlib
+    monkeypatch.setattr(stdlib, "read_stdlib", lambda root: reads.append(root) or read_stdlib(root))
+    for _ in range(2):  # we call it, and then Lightning
+        data.prepare_data()
+        data.setup("fit")
     assert data.set_names("validate") == ["stdlib-asyncio", "stdlib-json+email", "stdlib-docstrings"]
     assert data.set_names("test") == ["stdlib-logging+http", "stdlib-xml"]
     data.trainer = SimpleNamespace(global_rank=0, world_size=1, num_devices=1)
     assert next(iter(data.train_dataloader()))["tokens"].shape == (8, 64)
     assert data.token_bytes.sum() > 300
+    assert len(reads) == 1

@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader
 
 from stackexp.config.schema import ShardsConfig, StdlibConfig
 from stackexp.data.shards import TokenSet
+from stackexp.data.stdlib import Prepared, prepare_stdlib
 from stackexp.data.tokenizer import token_bytes
 from stackexp.datamodules.perplexity import perplexity_loader
 from stackexp.errors import RunError
@@ -44,11 +45,12 @@ class PretrainingData(pl.LightningDataModule):
         folders = self.folders()
         opened: list[TokenSet] = []
         if stage == "fit":
-            self.train_set = self._open(folders["fit"])
+            self.train_set = self._open(folders["fit"], f"--vocab-size {self.config.vocab_size}")
             self._check_epoch(self.train_set)
             opened.append(self.train_set)
         kind = "test" if stage == "test" else "validate"
-        self.sets[kind] = {name: self._open(folder) for name, folder in folders[kind].items()}
+        tokenizer = f"--tokenizer {folders['fit']}/tokenizer.json"
+        self.sets[kind] = {name: self._open(folder, tokenizer) for name, folder in folders[kind].items()}
         opened += self.sets[kind].values()
         if not opened:
             if self.train_set:  # validating at the end of a fit without sets
@@ -117,9 +119,10 @@ class PretrainingData(pl.LightningDataModule):
         rank, world_size = (trainer.global_rank, trainer.world_size) if trainer else (0, 1)
         return [perplexity_loader(s, size, self.eval_limit, rank, world_size) for s in self.sets[kind].values()]
 
-    def _open(self, folder: str | Path) -> TokenSet:
-        opened = TokenSet(folder)
-        corpus, config = opened.corpus, self.config
+    def _open(self, folder: str | Path, tokenizer_option: str) -> TokenSet:
+        config = self.config
+        opened = TokenSet(folder, f"{tokenizer_option} --context-length {config.context_length}")
+        corpus = opened.corpus
         if corpus.context_length != config.context_length:
             raise RunError(
                 f"{folder}: prepared with context length {corpus.context_length}, but data.context_length is "
@@ -147,17 +150,13 @@ class PretrainingData(pl.LightningDataModule):
 
 
 class StdlibData(PretrainingData):
-    """The Python standard library's source, prepared on first use."""
+    """The Python standard library's source, prepared on first use and looked up once."""
+
+    _prepared: Prepared | None = None
 
     def prepare_data(self) -> None:
-        from stackexp.data.stdlib import prepare_stdlib
-
-        prepare_stdlib(self.config)
+        self._prepared = self._prepared or prepare_stdlib(self.config)
 
     def folders(self) -> dict[str, Any]:
-        from stackexp.data.stdlib import prepare_stdlib
-
-        if not hasattr(self, "_folders"):
-            sets = prepare_stdlib(self.config)
-            self._folders = {"fit": sets.train, "validate": sets.validation, "test": sets.test}
-        return self._folders
+        self.prepare_data()
+        return {"fit": self._prepared.train, "validate": self._prepared.validation, "test": self._prepared.test}
