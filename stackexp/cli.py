@@ -65,7 +65,8 @@ class Parser(argparse.ArgumentParser):
         flags = [flag for action in self._actions for flag in action.option_strings]
         for argument in overrides:
             name = argument.partition("=")[0]
-            hint = nearest(name, flags, cutoff=0.7) if name.startswith("-") and name[2:] not in _top_keys() else ""
+            is_key = name[2:].split(".")[0] in _top_keys()
+            hint = nearest(name, flags, cutoff=0.7) if name.startswith("-") and not is_key else ""
             if hint:
                 self.error(f"unknown option {name}{hint}")
         return options, overrides

@@ -1,6 +1,7 @@
 """The command line, as a process of its own: verbs, exit codes, one line for every mistake, and no torch before it."""
 
 import errno
+import json
 import os
 import subprocess
 import sys
@@ -52,10 +53,19 @@ def test_nothing_heavy_is_imported_before_the_config_is_checked(arguments):
         "except SystemExit: pass\n"
         f"print('heavy:', sorted({HEAVY} & set(sys.modules)))"
     )
-    start = time.perf_counter()
     output = subprocess.check_output([sys.executable, "-c", code, *arguments], text=True, stderr=subprocess.DEVNULL)
     assert output.splitlines()[-1] == "heavy: []"
-    assert time.perf_counter() - start < 5  # about 0.2 on an idle core
+
+
+@pytest.mark.parametrize(("arguments", "seconds"), [("--help", 0.3), ("fit --config quickstart --print-config", 1)])
+def test_answers_without_torch_come_at_once(arguments, seconds, tmp_path):
+    """The best of three, and twice the time allowed, as other processes may be at work on the machine."""
+    took = []
+    for _ in range(3):
+        start = time.perf_counter()
+        assert stackexp(tmp_path, *arguments.split()).returncode == 0
+        took.append(time.perf_counter() - start)
+    assert min(took) < 2 * seconds
 
 
 def test_help_names_every_verb_and_gives_examples(tmp_path):
@@ -147,6 +157,23 @@ def test_mistakes_in_a_real_process(tmp_path):
     run.mkdir()
     (run / "config.yaml").write_text(to_yaml(compose(["quickstart"])))
     assert "did you mean 'seed'?" in mistake(tmp_path, "validate", "--run", "run", "sed=1")
+
+
+def test_data_prepare_makes_a_config_s_own_corpus(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("STACKEXP_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("stackexp.data.stdlib.TRAIN_BYTES", 20_000)
+    monkeypatch.setattr("stackexp.data.stdlib.HELD_OUT_BYTES", 1)  # a file each
+    (tmp_path / "small.yaml").write_text("data: {kind: stdlib, vocab_size: 999}\n")
+    overrides = ["data.vocab_size=300", "--data.context_length", "64", "data.global_batch_tokens=512"]
+    assert cli.main(["data", "prepare", "--config", str(tmp_path / "small.yaml"), *overrides]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    (folder,) = (path for path in (tmp_path / "cache").iterdir() if path.is_dir())
+    assert [Path(line.split(":")[0]).relative_to(folder).name for line in lines] == [
+        *("train", "stdlib-asyncio", "stdlib-json+email", "stdlib-docstrings", "stdlib-logging+http", "stdlib-xml")
+    ]
+    corpus = json.loads((folder / "train" / "corpus.json").read_text())
+    assert (corpus["vocab_size"], corpus["context_length"]) == (300, 64)
+    assert f"{corpus['documents']:,} documents, {corpus['tokens']:,} tokens, " in lines[0]
 
 
 def raising(error: BaseException):

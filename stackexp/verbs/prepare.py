@@ -1,5 +1,6 @@
 """`stackexp data prepare`: text -> a prepared set of token shards."""
 
+import argparse
 import itertools
 from pathlib import Path
 
@@ -22,14 +23,15 @@ BAD_LINES_SHOWN = 10
 def main(argv: list[str]) -> int:
     """Run the verb. Raises ConfigError for a mistake on the command line, RunError for what goes wrong later."""
     parser = _parser()
-    options, overrides = parser.split(argv)
+    options, rest = parser.split(argv)  # the rest: overrides after --config, else SOURCE
     if options.config:
-        if options.source or options.to:
+        if options.to or (rest and "=" not in rest[0] and not rest[0].startswith("-")):
             parser.error("--config prepares the config's own corpus; it takes neither SOURCE nor --to")
-        return _prepare_config(options.config, overrides)
-    if overrides:
-        parser.error(f"unexpected argument {overrides[0]}")
-    if not options.source or not options.to:
+        return _prepare_config(options.config, rest)
+    unexpected = [argument for argument in rest if argument.startswith("-")] or rest[1:]
+    if unexpected:
+        parser.error(f"unexpected argument {unexpected[0]}")
+    if not rest or not options.to:
         parser.error("expected SOURCE --to FOLDER, or --config NAME_OR_PATH")
     if (options.tokenizer is None) == (options.vocab_size is None):
         parser.error("give either --tokenizer FILE, or --vocab-size N to train one")
@@ -37,13 +39,12 @@ def main(argv: list[str]) -> int:
         value = getattr(options, name)
         if value is not None and value < least:
             parser.error(f"--{name.replace('_', '-')}: expected an integer >= {least}, found {value}")
-    return _prepare_source(options)
+    return _prepare_source(Path(rest[0]), options)
 
 
 def _parser() -> Parser:
     usage = "SOURCE --to FOLDER (--tokenizer FILE | --vocab-size N) [OPTIONS] | --config NAME_OR_PATH [KEY=VALUE ...]"
     parser = Parser("data prepare", "Turn text into token shards.", EXAMPLES, usage, ABOUT)
-    parser.add_argument("source", nargs="?", metavar="SOURCE", help="a text file or a folder")
     parser.add_argument("--to", metavar="FOLDER", help="where the prepared set goes")
     parser.add_argument("--tokenizer", type=Path, metavar="FILE", help="a Hugging Face tokenizer.json")
     parser.add_argument("--vocab-size", type=int, metavar="N", help="train a byte-level BPE of N tokens on the text")
@@ -54,13 +55,13 @@ def _parser() -> Parser:
     return parser
 
 
-def _prepare_source(options) -> int:
+def _prepare_source(source: Path, options: argparse.Namespace) -> int:
     from stackexp.data.packing import BAD_LINES
     from stackexp.data.prepare import prepare
 
     folder = Path(options.to)
     corpus = prepare(
-        Path(options.source),
+        source,
         folder,
         tokenizer=options.tokenizer,
         vocab_size=options.vocab_size,
