@@ -1,5 +1,6 @@
 """Packaging. configs/ and sweeps/ live at the top of the repository and are installed inside the package."""
 
+import re
 from pathlib import Path
 
 from setuptools import find_packages, setup
@@ -7,10 +8,11 @@ from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).parent
 SHIPPED = ("configs", "sweeps")
+VERSION = re.search(r'__version__ = "(.+)"', (ROOT / "stackexp/__init__.py").read_text(encoding="utf-8"))[1]
 
 
 class BuildWithConfigs(build_py):
-    """Copy the shipped YAML into the built package, where stackexp.config.compose looks for it."""
+    """Copy the shipped YAML into the built package, where stackexp.config.yaml_files looks for it."""
 
     def run(self) -> None:
         super().run()
@@ -25,7 +27,7 @@ class BuildWithConfigs(build_py):
 
 setup(
     name="stackexp",
-    version="0.1.0",
+    version=VERSION,
     description="Experiments with differentiable stacks between Transformer layers (StackTrans, arXiv 2507.15343)",
     long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
@@ -35,14 +37,17 @@ setup(
     entry_points={"console_scripts": ["stackexp=stackexp.cli:main"]},
     install_requires=[
         "torch>=2.11",
+        "numpy>=2",
         "lightning>=2.6,!=2.6.2,!=2.6.3",  # 2.6.2 and 2.6.3 on PyPI were malicious
         "torchmetrics>=1.9",
         "tensorboard>=2.20",
         "matplotlib>=3.9",
         "omegaconf>=2.4",
+        "pyyaml>=6",
         "mosaicml-streaming>=0.13",
         "tokenizers>=0.22",
         "zstandard>=0.23",
+        "tqdm>=4.66",
     ],
     extras_require={
         "dev": ["pytest>=8", "hypothesis>=6.100", "ruff>=0.12"],
