@@ -9,7 +9,7 @@ from stackexp import cli
 from stackexp.config.compose import compose
 from stackexp.config.layers import config_names, find_config, group_folder, sections
 from stackexp.config.yaml_files import configs_folder, names_in, purpose
-from stackexp.verbs.configs import build_on_meta, choices, short, table
+from stackexp.verbs.configs import build_on_meta, choices, short
 
 CHOICES = [(section, name) for section in sections() for name in names_in(group_folder(section))]
 SIZES = {
@@ -141,9 +141,8 @@ def test_show_prints_the_config_and_its_cost(capsys):
     assert f"{model.flops_per_token(2048):.3e} per token" in shown
 
 
-def test_numbers_and_tables_for_reading():
+def test_numbers_for_reading():
     assert [short(n) for n in (12, 1200, 361_821_120, 20e9, 4.1e12)] == ["12", "1.2K", "361.8M", "20.0B", "4.1T"]
-    assert table([("a", "bb"), ("ccc", "d")]) == "a    bb\nccc  d"
 
 
 def test_paths_in_configs_are_relative():

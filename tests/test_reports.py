@@ -21,11 +21,15 @@ def test_set_table_ends_with_the_averages():
     assert len({len(line) for line in lines}) == 1, "columns are aligned"
 
 
-def test_numbers_stand_on_the_right():
-    assert table(["a", "b"], [["long name", "1"], ["x", "1000"]]).splitlines()[2:] == [
-        "long name     1",
-        "x          1000",
+def test_columns_are_aligned_as_asked():
+    rows = [["name", "number"], ["long name", "1"], ["x", "1000"]]
+    assert table(rows, align="<>", rules=(1,)).splitlines() == [
+        "name       number",
+        "---------  ------",
+        "long name       1",
+        "x            1000",
     ]
+    assert table([("a", "bb"), ("ccc", "d")]) == "a    bb\nccc  d"
 
 
 def test_runs_side_by_side(tmp_path):

@@ -7,6 +7,7 @@ from stackexp.config.compose import compose, to_yaml
 from stackexp.config.layers import config_names, find_config, group_folder, sections
 from stackexp.config.schema import ExperimentConfig
 from stackexp.config.yaml_files import names_in, purpose
+from stackexp.reports.tables import table
 
 
 def show_list() -> int:
@@ -16,7 +17,7 @@ def show_list() -> int:
         config = compose([name])
         parameters = build_on_meta(config).num_parameters()
         rows.append((name, short(parameters), short(config.total_tokens), purpose(find_config(name))))
-    print(table(rows))
+    print(table(rows, align="<>><"))
     print("\nChoices for a section, as in model.memory=queue:\n")
     print(table([("choice", "what it is for"), *choices()]))
     return 0
@@ -55,9 +56,3 @@ def short(number: float) -> str:
         if number >= size:
             return f"{number / size:.1f}{unit}"
     return str(number)
-
-
-def table(rows: list[tuple[str, ...]]) -> str:
-    """Rows of text in aligned columns."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
