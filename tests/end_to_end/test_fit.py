@@ -7,6 +7,7 @@ import pytest
 import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from stackexp.cli import main
 from stackexp.config import compose
 from stackexp.runs import RunFolder
 
@@ -84,3 +85,28 @@ def test_fit_without_validation_sets(program, tiny, tmp_path):
     output = program.run("fit", "--config", tiny, "trainer.max_steps=3")
     assert "no validation sets" in output
     assert RunFolder(next((tmp_path / "runs" / "tiny").iterdir())).finished
+
+
+def test_what_makes_training_cheaper_changes_little(tiny, tmp_path):
+    """bfloat16 within its rounding, recomputed activations exactly: through the whole program."""
+    losses = {}
+    for name, options in {
+        "plain": [],
+        "checkpointed": ["trainer.activation_checkpointing=true"],
+        "bf16": ["trainer.precision=bf16-mixed"],
+    }.items():
+        assert main(["fit", "--config", str(tiny), f"name={name}", *options]) == 0
+        (run,) = map(RunFolder, tmp_path.glob(f"runs/{name}/*"))
+        losses[name] = [line["loss/train"] for line in run.read_metrics() if "loss/train" in line]
+    assert losses["checkpointed"] == losses["plain"]
+    assert losses["bf16"] != losses["plain"]
+    assert losses["bf16"] == pytest.approx(losses["plain"], abs=0.05)
+
+
+@pytest.mark.slow
+def test_a_compiled_model_trains_alike(tiny, tmp_path):
+    for name, compiled in {"plain": "false", "compiled": "true"}.items():
+        assert main(["fit", "--config", str(tiny), f"name={name}", f"trainer.compile={compiled}"]) == 0
+    plain, compiled = (RunFolder(next(tmp_path.glob(f"runs/{name}/*"))) for name in ("plain", "compiled"))
+    losses = [[line["loss/train"] for line in run.read_metrics() if "loss/train" in line] for run in (plain, compiled)]
+    assert losses[1] == pytest.approx(losses[0], abs=1e-4)

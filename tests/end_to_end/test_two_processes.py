@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from processes import kill, wait_until
 
 from stackexp.runs import RunFolder
 
@@ -32,3 +33,21 @@ def test_two_processes_equal_one(program, tiny, tmp_path):
     again = json.loads((one.path / "validate.json").read_text())["sets"]
     for name in ("left", "right"):
         assert again[name] == pytest.approx(sets[0][name], rel=1e-6)
+
+
+def test_two_processes_resume_after_sigkill(program, tiny, tmp_path):
+    two = ("trainer.devices=2", "trainer.strategy=ddp", "data.micro_batch_size=2", "trainer.max_steps=30")
+    command = ("fit", "--config", tiny, *two, "trainer.checkpoint_interval=7", "trainer.val_check_interval=14")
+    program.run(*command)
+    (reference,) = map(RunFolder, tmp_path.glob("runs/tiny/*"))
+
+    command = (*command, f"logging.root={tmp_path}/killed")
+    process = program.start(*command)
+    wait_until(lambda: any(len(list(RunFolder(p).read_metrics())) > 9 for p in tmp_path.glob("killed/tiny/*")), process)
+    kill(process)
+    (run,) = map(RunFolder, tmp_path.glob("killed/tiny/*"))
+    assert not run.finished
+    program.run(*command, "--ckpt_path", "last")
+    tags = ("step", "loss/train", "optimizer/grad_norm", "validation/loss/average")
+    lines = [[{tag: line.get(tag) for tag in tags} for line in r.read_metrics()] for r in (run, reference)]
+    assert lines[0] == lines[1]
