@@ -4,6 +4,8 @@ import pytest
 import torch
 from torch import nn
 
+from stackexp.config import registry
+from stackexp.config.compose import compose
 from stackexp.config.schema import AdamWConfig, CosineConfig, LinearConfig, WarmupStableDecayConfig
 from stackexp.modules.optimization import build_adamw, cosine, linear, warmup_stable_decay
 
@@ -26,6 +28,26 @@ def test_only_matrices_decay():
     assert decayed == {"linear.weight", "actions"}
     assert kept == {"embedding.weight", "linear.bias", "norm.weight", "gate"}
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.3, 0.0]
+
+
+@pytest.mark.parametrize("memory", ["stacktrans", "null"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_of_the_decoder_embedding_norms_and_gates_do_not_decay_and_all_else_does(memory, tied):
+    small = ["model.hidden_size=32", "model.intermediate_size=32", f"model.memory={memory}"]
+    config = compose(["quickstart"], [*small, f"model.tie_embeddings={str(tied).lower()}"])
+    model = registry.build("model", config.model)
+    optimizer = build_adamw(AdamWConfig(weight_decay=0.3), model)
+    weight_decay = {p: group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
+    of_layer = {"attention_norm.weight", "feed_forward_norm.weight"} | ({"memory.gate"} if memory != "null" else set())
+    kept = {f"layers.{i}.{name}" for i in range(6) for name in of_layer} | {"embedding.weight", "norm.weight"}
+    found = {name: weight_decay.pop(p) for name, p in model.named_parameters()}
+    assert found == {name: 0.0 if name in kept else 0.3 for name in found}
+    assert kept < found.keys()
+    assert not weight_decay
+    matrices = {"attention.o_proj.weight", "feed_forward.down_proj.weight"}
+    matrices |= {"memory.actions", "memory.query", "memory.down", "memory.up"} if memory != "null" else set()
+    assert all(found[f"layers.5.{name}"] == 0.3 for name in matrices)
+    assert ("head.weight" in found) is not tied
 
 
 def test_options_reach_adamw():

@@ -1,0 +1,52 @@
+"""How weights are drawn."""
+
+import math
+
+import pytest
+import torch
+
+from stackexp.config.schema import TransformerConfig
+from stackexp.models.initialization import init_weight_
+
+FAN_IN, FAN_OUT = 64, 20_000  # 1.3 million draws: the estimate of a sigma is good to 0.1 %
+OF_TRUNCATED = 0.98658  # standard deviation of a unit normal cut at 3 sigma
+BEYOND_2 = 0.0429  # the part of a normal cut at 3 sigma that lies beyond 2
+
+
+def draw(output_of_layer: int | None = None, **options) -> torch.Tensor:
+    torch.manual_seed(0)
+    weight = torch.full((FAN_OUT, FAN_IN), torch.nan)
+    init_weight_(weight, TransformerConfig(**options), output_of_layer)
+    return weight
+
+
+@pytest.mark.parametrize(
+    ("output_of_layer", "sigma"),
+    [
+        (None, 1 / math.sqrt(FAN_IN)),
+        (0, 1 / math.sqrt(2 * FAN_IN)),
+        (1, 1 / math.sqrt(4 * FAN_IN)),
+        (7, 1 / math.sqrt(16 * FAN_IN)),
+    ],
+)
+def test_fan_in_is_a_normal_cut_at_three_sigma(output_of_layer, sigma):
+    weight = draw(output_of_layer, init="fan_in", init_std=5.0)
+    assert weight.mean().item() == pytest.approx(0, abs=sigma / 100)
+    assert weight.std().item() == pytest.approx(OF_TRUNCATED * sigma, rel=5e-3)
+    assert 2.99 * sigma < weight.abs().max() <= 3 * sigma
+    assert (weight.abs() > 2 * sigma).float().mean().item() == pytest.approx(BEYOND_2, rel=0.02)
+
+
+@pytest.mark.parametrize("output_of_layer", [None, 0, 7])
+def test_normal_is_neither_cut_nor_scaled(output_of_layer):
+    weight = draw(output_of_layer, init="normal", init_std=0.02)
+    assert weight.mean().item() == pytest.approx(0, abs=2e-4)
+    assert weight.std().item() == pytest.approx(0.02, rel=5e-3)
+    assert weight.abs().max() > 4 * 0.02
+
+
+def test_fan_in_is_the_last_dimension():
+    torch.manual_seed(0)
+    weight = torch.empty(100, 3, 400)  # as a memory's actions: [H, 3, D]
+    init_weight_(weight, TransformerConfig())
+    assert weight.std().item() == pytest.approx(OF_TRUNCATED / 20, rel=0.01)
