@@ -1,0 +1,148 @@
+"""What the CPU tests show, on a CUDA device: `pytest -m gpu`."""
+
+import itertools
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from stackexp.config.schema import StackMemoryConfig, TransformerConfig
+from stackexp.models.transformer import Cache, Transformer, rope_table
+from stackexp.stack import eager, reference
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+B, T, H, D, VOCAB = 4, 24, 3, 16, 101
+READS = [("global", "multiply"), ("global", "log"), ("global", "additive"), ("top", "multiply")]
+MEMORIES = {
+    "none": None,
+    "depth": {"axis": "depth"},
+    "queue": {"axis": "depth", "discipline": "queue", "site": "after_attention"},
+    "push_only": {"axis": "depth", "discipline": "push_only", "projection": "shared_slices"},
+    "time": {"axis": "time", "read_mask": "log"},
+    "feedback": {"axis": "time", "feedback": True, "read": "top"},
+    "token_major": {"axis": "token_major", "site": "before_attention"},
+}
+
+
+@pytest.fixture(autouse=True)
+def exact_float32() -> Iterator[None]:
+    """No TF32, whatever a test before has set."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    yield
+    torch.set_float32_matmul_precision(before)
+
+
+def make_model(memory: dict | None, **options) -> Transformer:
+    torch.manual_seed(0)
+    if memory is not None:
+        memory = StackMemoryConfig(**{"num_heads": 2, "head_dim": 8, "num_slots": 3} | memory)
+    sizes = {"vocab_size": VOCAB, "hidden_size": 64, "num_layers": 4, "intermediate_size": 96}
+    sizes |= {"num_heads": 4, "num_kv_heads": 2}
+    return Transformer(TransformerConfig(**sizes | options, memory=memory)).cuda()
+
+
+def make_tokens() -> torch.Tensor:
+    return torch.randint(VOCAB, (B, T), generator=torch.Generator().manual_seed(1)).cuda()
+
+
+def unroll(implementation, inputs: list[torch.Tensor], **options) -> tuple[list, tuple]:
+    """Every output of T steps, and the gradients of a random functional of them."""
+    x, logits, query = inputs
+    state, outputs = implementation.empty((B, H), options["num_slots"], D, x), []
+    for t in range(T):
+        output, state = implementation.step(state, x[t], logits[t], query, **options)
+        outputs.append(output)
+    fields = [torch.stack(values) for values in zip(*outputs, strict=True)]
+    generator = torch.Generator().manual_seed(4)
+    total = sum((field * torch.randn(field.shape, generator=generator).to(field)).sum() for field in fields)
+    return fields, torch.autograd.grad(total, inputs, allow_unused=True)
+
+
+@pytest.mark.parametrize("num_slots", [1, 7, 40])
+@pytest.mark.parametrize("discipline", ["stack", "queue", "push_only"])
+def test_eager_equals_the_reference(discipline, num_slots):
+    """In float32; the additive mask in float64, as (1 - M) * 1e9 makes the rounding of M choose among full slots."""
+    generator = torch.Generator().manual_seed(3)
+    shapes = [(T, B, H, D), (T, B, H, 2 if discipline == "push_only" else 3), (H, D)]
+    numbers = [torch.randn(shape, generator=generator) for shape in shapes]
+    for (read, read_mask), scale in itertools.product(READS, [1.0, 1000.0]):  # 1000: saturated actions
+        dtype = torch.float64 if read_mask == "additive" else torch.float32
+        inputs = [number.cuda().to(dtype) for number in (numbers[0], scale * numbers[1], numbers[2])]
+        inputs = [tensor.requires_grad_() for tensor in inputs]
+        options = {"num_slots": num_slots, "discipline": discipline, "read": read, "read_mask": read_mask}
+        values, gradients = unroll(eager, inputs, **options)
+        expected, expected_gradients = unroll(reference, inputs, **options)
+        for ours, theirs in zip((*values, *gradients), (*expected, *expected_gradients), strict=True):
+            assert (ours is None) == (theirs is None)
+            if ours is not None:
+                torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", MEMORIES)
+def test_equals_the_cpu_in_float32(name):
+    model, tokens = make_model(MEMORIES[name]), make_tokens()
+    on_gpu = model(tokens, probe=True)
+    on_gpu.logits.square().mean().backward()
+    gradients = [p.grad.cpu() for p in model.parameters()]
+    model.zero_grad()
+    on_cpu = model.cpu()(tokens.cpu(), probe=True)
+    on_cpu.logits.square().mean().backward()
+    torch.testing.assert_close(on_gpu.logits.cpu(), on_cpu.logits, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(on_gpu.entropy.cpu(), on_cpu.entropy, rtol=1e-4, atol=1e-5)
+    for ours, parameter in zip(gradients, model.parameters(), strict=True):
+        torch.testing.assert_close(ours, parameter.grad, rtol=1e-2, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", MEMORIES)
+def test_bf16_autocast_is_finite_and_near_float32(name):
+    model, tokens = make_model(MEMORIES[name]), make_tokens()
+    with torch.no_grad():
+        exact = model(tokens).logits
+    with torch.autocast("cuda", torch.bfloat16):
+        output = model(tokens, probe=True)
+        loss = F.cross_entropy(output.logits[:, :-1].float().flatten(0, 1), tokens[:, 1:].flatten()) + output.entropy
+    loss.backward()
+    assert loss.isfinite()
+    assert output.entropy.dtype == torch.float32
+    error = (output.logits.float() - exact).abs().max() / exact.abs().max()
+    assert error < 0.05
+    for parameter_name, parameter in model.named_parameters():
+        assert parameter.grad.isfinite().all(), parameter_name
+
+
+@pytest.mark.parametrize("name", MEMORIES)
+@pytest.mark.parametrize("chunks", [[1] * T, [5, 1, T - 6], [T - 1, 1]])
+def test_cached_logits_equal_those_of_the_whole(name, chunks):
+    model, tokens, cache = make_model(MEMORIES[name]).eval(), make_tokens(), Cache()
+    with torch.no_grad():
+        logits = torch.cat([model(part, cache).logits for part in tokens.split(chunks, 1)], 1)
+        torch.testing.assert_close(logits, model(tokens).logits, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_without_a_memory_it_is_the_plain_transformer_bit_for_bit(tied):
+    model, tokens = make_model(None, tie_embeddings=tied), make_tokens()
+    h = model.embedding(tokens)
+    rope = rope_table(model.config, 0, T, h)
+    for layer in model.layers:
+        h = h + layer.attention(layer.attention_norm(h), rope, None)[0]
+        h = h + layer.feed_forward(layer.feed_forward_norm(h))
+    expected = F.linear(model.norm(h), (model.embedding if tied else model.head).weight)
+    assert torch.equal(model(tokens).logits, expected)
+
+
+@pytest.mark.parametrize("name", ["depth", "queue"])
+def test_compiled_equals_eager(name):
+    model, tokens = make_model(MEMORIES[name]), make_tokens()
+    results = []
+    for run in (model, torch.compile(model)):
+        output = run(tokens)
+        loss = output.logits.logsumexp(-1).mean() + output.entropy
+        results.append((output.logits, torch.autograd.grad(loss, list(model.parameters()))))
+    torch.testing.assert_close(results[0], results[1], rtol=1e-2, atol=1e-4)
