@@ -142,7 +142,7 @@ def test_interpolation_sees_the_last_value():
 
 @pytest.mark.parametrize("name", config_names())
 def test_a_written_config_reads_back_equal(name):
-    config = compose([name], ["seed=3"])
+    config = compose([BASE, name], ["seed=3"])
     Path("config.yaml").write_text(to_yaml(config))
     assert load("config.yaml") == config
     assert to_dict(load("config.yaml", ["seed=4"])) == {**to_dict(config), "seed": 4}

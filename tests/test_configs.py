@@ -7,10 +7,12 @@ import pytest
 
 from stackexp import cli
 from stackexp.config.compose import compose
-from stackexp.config.layers import config_names, find_config, group_folder, sections
+from stackexp.config.layers import config_names, find_config, group_folder, is_recipe, sections
 from stackexp.config.yaml_files import configs_folder, names_in, purpose
 from stackexp.verbs.configs import build_on_meta, choices, short
 
+CONFIGS = [name for name in config_names() if not is_recipe(name)]
+RECIPES = [name for name in config_names() if is_recipe(name)]
 CHOICES = [(section, name) for section in sections() for name in names_in(group_folder(section))]
 SIZES = {
     "360m": (361_821_120, 361_821_120),
@@ -23,7 +25,7 @@ SIZES = {
 build = functools.cache(lambda name: (config := compose([name]), build_on_meta(config)))
 
 
-@pytest.mark.parametrize("name", config_names())
+@pytest.mark.parametrize("name", CONFIGS)
 def test_every_config_builds(name):
     config, model = build(name)
     assert config.name == name
@@ -102,6 +104,23 @@ def test_the_ablations_follow_the_recipe_closest_to_the_paper():
     assert (config.model.init, config.trainer.precision) == ("fan_in", "bf16-mixed")
 
 
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_leaves_the_data_be(name, tmp_path):
+    mine = tmp_path / "mine.yaml"
+    mine.write_text("data: {kind: shards, path: mine, vocab_size: 300, context_length: 64, validation: {left: a}}\n")
+    config = compose([str(mine), name])
+    assert (config.data.path, config.data.vocab_size, config.data.validation) == ("mine", 300, {"left": "a"})
+    assert config.data.context_length == 2048
+    assert build_on_meta(config).num_parameters() > 0
+
+
+def test_a_folder_of_shards_has_one_context_length():
+    data = [build(name)[0].data for name in CONFIGS if build(name)[0].data.kind == "shards"]
+    lengths = {shards.path: shards.context_length for shards in data}
+    assert all(lengths[shards.path] == shards.context_length for shards in data)
+    assert lengths["data/dolma-4096"] == 4096
+
+
 def test_recipes_go_on_top_of_presets():
     config = compose(["pretrain/stacktrans-360m", "recipe/smollm"])
     assert config.model.memory.num_slots == 24
@@ -126,6 +145,7 @@ def test_list_shows_every_config_and_choice(capsys):
     assert row.endswith("Ablation: the paper's stack between the layers.")
     listed = {line.split()[0] for line in lines if line}
     assert set(config_names()) <= listed
+    assert lines.index("") < lines.index(next(line for line in lines if line.startswith("recipe/olmo ")))
     assert {choice for choice, _ in choices()} <= listed
     assert "model.memory=queue" in listed
 
@@ -146,5 +166,5 @@ def test_numbers_for_reading():
 
 
 def test_paths_in_configs_are_relative():
-    for name in config_names():
+    for name in CONFIGS:
         assert not Path(getattr(build(name)[0].data, "path", "data")).is_absolute()

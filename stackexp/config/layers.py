@@ -41,6 +41,11 @@ def config_names() -> list[str]:
     return sorted(names, key=lambda name: (name.count("/"), name))
 
 
+def is_recipe(name: str) -> bool:
+    """Whether a config is there to be laid on top of another: it says how to train, but not on what data."""
+    return name.startswith("recipe/")
+
+
 def find_config(name: str, origin: str = "", folder: Path = Path()) -> Path:
     """The file of a config: a shipped NAME or a path, read as it is. Raises ConfigError with the nearest name."""
     prefix = f"{origin}: " if origin else ""

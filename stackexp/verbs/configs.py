@@ -4,20 +4,25 @@ import torch
 
 from stackexp.config import registry
 from stackexp.config.compose import compose, to_yaml
-from stackexp.config.layers import config_names, find_config, group_folder, sections
+from stackexp.config.layers import config_names, find_config, group_folder, is_recipe, sections
 from stackexp.config.schema import ExperimentConfig
 from stackexp.config.yaml_files import names_in, purpose
 from stackexp.reports.tables import table
 
 
 def show_list() -> int:
-    """Print every shipped config with parameters, tokens and purpose, then the choices for each section."""
+    """Print every shipped config with parameters, tokens and purpose, then the recipes and the sections' choices."""
     rows = [("config", "parameters", "tokens", "what it is for")]
+    recipes = [(name, purpose(find_config(name))) for name in config_names() if is_recipe(name)]
     for name in config_names():
+        if is_recipe(name):
+            continue
         config = compose([name])
         parameters = build_on_meta(config).num_parameters()
         rows.append((name, short(parameters), short(config.total_tokens), purpose(find_config(name))))
     print(table(rows, align="<>><"))
+    print("\nRecipes, to lay on top of a config, as in --config mine.yaml --config recipe/smollm:\n")
+    print(table([("recipe", "what it is for"), *recipes]))
     print("\nChoices for a section, as in model.memory=queue:\n")
     print(table([("choice", "what it is for"), *choices()]))
     return 0
