@@ -4,8 +4,8 @@ import argparse
 import itertools
 from pathlib import Path
 
-from stackexp.cli import Parser
 from stackexp.errors import ConfigError
+from stackexp.verbs.parser import Parser
 
 EXAMPLES = [
     "data prepare texts/ --to shards/ --vocab-size 32768 --context-length 1024",
