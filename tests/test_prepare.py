@@ -1,5 +1,4 @@
 import gzip
-import hashlib
 import json
 import os
 import signal
@@ -15,8 +14,8 @@ import zstandard
 
 from stackexp.data.packing import read_unit
 from stackexp.data.prepare import prepare
-from stackexp.data.readers import PIECE, find_sources
-from stackexp.data.shards import Corpus, TokenSet, write_json
+from stackexp.data.readers import PIECE
+from stackexp.data.shards import Corpus, TokenSet
 from stackexp.errors import RunError
 from stackexp.verbs.prepare import main
 
@@ -107,52 +106,6 @@ def test_the_number_of_workers_does_not_matter(source, tmp_path):
         folder = tmp_path / str(workers)
         prepare(source, folder, vocab_size=300, context_length=T, workers=workers, unit_bytes=1, progress=False)
     assert files_of(tmp_path / "1") == files_of(tmp_path / "2")
-
-
-def test_a_folder_is_read_once_however_many_links_lead_to_it(tmp_path):
-    top, outside = tmp_path / "outer" / "top", tmp_path / "outside"
-    for folder in (top / "sub", top / ".store" / "kept", outside / "deep"):
-        folder.mkdir(parents=True)
-        (folder / f"{folder.name}.txt").write_text("text")
-    (tmp_path / "outer" / "beside.txt").write_text("text")
-    (outside / "above.txt").write_text("text")
-    for link, target in {
-        "again": top / "sub",  # into the tree
-        "kept": top / ".store" / "kept",  # into a folder that is hidden there
-        "loop": top,
-        "up": top.parent,
-        "zone": outside,
-        "zone2": outside,
-    }.items():
-        (top / link).symlink_to(target)
-    (outside / "back").symlink_to(top)
-    (outside / "deep" / "round").symlink_to(outside)
-    names = [source.name for source in find_sources(top)]
-    assert names == ["kept/kept.txt", "sub/sub.txt", "zone/above.txt", "zone/deep/deep.txt"]
-    (tmp_path / "link").symlink_to(top)
-    assert [source.name for source in find_sources(tmp_path / "link")] == names
-
-
-def test_index_json_holds_the_hash_of_every_shard(prepared):
-    shards = json.loads((prepared / "index.json").read_text())["shards"]
-    for shard in shards:
-        data = (prepared / shard["raw_data"]["basename"]).read_bytes()
-        assert shard["raw_data"]["hashes"] == {"sha256": hashlib.sha256(data).hexdigest()}
-        assert shard["hashes"] == ["sha256"]
-
-
-def test_json_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
-    """A crash of the machine after `replace` must not leave an empty corpus.json: that would mean done."""
-    path, synced = tmp_path / "corpus.json", []
-
-    def fsync(descriptor: int) -> None:
-        assert not path.exists()
-        synced.append(Path(f"/proc/self/fd/{descriptor}").read_text())
-
-    monkeypatch.setattr(os, "fsync", fsync)
-    write_json(path, {"tokens": 3})
-    assert synced == [path.read_text()]
-    assert json.loads(synced[0]) == {"tokens": 3}
 
 
 SCRIPT = """

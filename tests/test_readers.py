@@ -1,0 +1,27 @@
+"""Which files a source folder holds."""
+
+from stackexp.data.readers import find_sources
+
+
+def test_a_folder_is_read_once_however_many_links_lead_to_it(tmp_path):
+    top, outside = tmp_path / "outer" / "top", tmp_path / "outside"
+    for folder in (top / "sub", top / ".store" / "kept", outside / "deep"):
+        folder.mkdir(parents=True)
+        (folder / f"{folder.name}.txt").write_text("text")
+    (tmp_path / "outer" / "beside.txt").write_text("text")
+    (outside / "above.txt").write_text("text")
+    for link, target in {
+        "again": top / "sub",  # into the tree
+        "kept": top / ".store" / "kept",  # into a folder that is hidden there
+        "loop": top,
+        "up": top.parent,
+        "zone": outside,
+        "zone2": outside,
+    }.items():
+        (top / link).symlink_to(target)
+    (outside / "back").symlink_to(top)
+    (outside / "deep" / "round").symlink_to(outside)
+    names = [source.name for source in find_sources(top)]
+    assert names == ["kept/kept.txt", "sub/sub.txt", "zone/above.txt", "zone/deep/deep.txt"]
+    (tmp_path / "link").symlink_to(top)
+    assert [source.name for source in find_sources(tmp_path / "link")] == names
