@@ -19,7 +19,7 @@ PEAK_BF16_FLOPS = {
 class Throughput(pl.Callback):
     """throughput/tokens_per_second over all devices, and MFU where the card's peak is known, else FLOP/s.
 
-    Timed between the ends of consecutive optimizer steps, loading included, validation left out. FLOPs are counted
+    Timed between the ends of consecutive optimizer steps: loading and saving included, validation left out. FLOPs come
     from the model's structure (`flops_per_token`); what activation checkpointing computes again is not counted.
     """
 
