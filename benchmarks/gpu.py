@@ -11,10 +11,12 @@ import sys
 import time
 from pathlib import Path
 
+from variants import VARIANTS
+
 LIMIT = 540  # seconds for one step
 
-VARIANTS = [sys.executable, "benchmarks/variants.py", "--config", "pretrain/transformer-360m", "--steps", "30"]
-SMALL = ["data.micro_batch_size=8", "data.context_length=2048", "data.global_batch_tokens=16384"]
+EFFICIENCY = [sys.executable, "benchmarks/variants.py", "--config", "pretrain/transformer-360m", "--steps", "30"]
+SMALL = ["data.micro_batch_size=2", "data.context_length=2048", "data.global_batch_tokens=4096"]
 FIT = [sys.executable, "-m", "stackexp", "fit", "--config", "quickstart", "trainer.accelerator=cuda"]
 
 
@@ -23,11 +25,11 @@ def steps(out: Path) -> dict[str, list[str]]:
     bf16 = ["trainer.precision=bf16-mixed", "data.micro_batch_size=64", "data.global_batch_tokens=16384"]
     return {
         "correctness": [sys.executable, "-m", "pytest", "-m", "gpu", f"--junitxml={out}/correctness.xml"],
-        "efficiency": [*VARIANTS, f"--out={out}/efficiency.json", *SMALL],
-        "efficiency_compiled": [*VARIANTS, f"--out={out}/efficiency_compiled.json", *SMALL, "trainer.compile=true"],
+        "efficiency": [*EFFICIENCY, f"--out={out}/efficiency.json", *SMALL],
+        "efficiency_compiled": [*EFFICIENCY, f"--out={out}/efficiency_compiled.json", *SMALL, "trainer.compile=true"],
         **{
-            f"ablation_{memory}": [*FIT, f"name={memory}", f"model.memory={memory}", f"logging.root={out}/runs", *bf16]
-            for memory in ("null", "stacktrans", "queue", "push_only", "single_head", "full_dim", "authors_code")
+            f"ablation_{name}": [*FIT, f"name={name}", f"model.memory={memory}", f"logging.root={out}/runs", *bf16]
+            for name, memory in VARIANTS.items()
         },
     }
 
