@@ -61,7 +61,7 @@ class RunRecord(pl.Callback):
             self._tensorboard.write(line)
 
     def on_save_checkpoint(self, trainer: pl.Trainer, *_: Any) -> None:
-        if trainer.is_global_zero and trainer.training:
+        if trainer.is_global_zero and trainer.state.fn == "fit":
             os.fsync(self._file.fileno())
 
     def finish(self, config: dict[str, Any], figures: dict[str, float], step: int) -> None:
