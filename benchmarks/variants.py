@@ -151,7 +151,8 @@ def main() -> None:
     cells = [
         [r["model"], f"{r['train_tokens_per_second']:,.0f}", *(f"{r[f'{w}_ratio']:.3f}" for w in ratios)] for r in rows
     ]
-    print(table(["model", "tokens/s", *(f"{what} x" for what in ratios)], cells))
+    header = ["model", "tokens/s", *(f"{what} x" for what in ratios)]
+    print(table([header, *cells], align="<" + ">" * (len(header) - 1), rules=(1,)))
     if options.out:
         record = {"environment": environment(), "configs": configs, "overrides": overrides, "rows": rows}
         options.out.write_text(json.dumps(record, indent=2))
