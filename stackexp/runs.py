@@ -136,7 +136,7 @@ def newest_unfinished(config: ExperimentConfig) -> RunFolder:
     if runs and runs[0].finished:
         raise RunError(
             f"{runs[0].path}: this run is finished (it has a result.json); start a new one without --ckpt_path, "
-            f"or extend it with --ckpt_path {runs[0].newest_checkpoint()}"
+            f"or extend it with trainer.max_steps=MORE --ckpt_path {runs[0].newest_checkpoint()}"
         )
     raise RunError(f"{parent}: no unfinished run with a checkpoint to resume; start one without --ckpt_path")
 

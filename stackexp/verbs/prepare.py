@@ -82,6 +82,7 @@ def _prepare_source(source: Path, options: argparse.Namespace) -> int:
     print("to train on it:")
     print(f"  data.kind=shards data.path={folder}")
     print(f"  data.vocab_size={corpus.vocab_size} data.context_length={corpus.context_length}")
+    print(f"to validate on it:\n  data.validation.NAME={folder}")
     return 0
 
 
