@@ -9,6 +9,7 @@ checkpoints/       <step>.ckpt
 result.json        written last, atomically: its presence means that the run is done
 """
 
+import contextlib
 import fcntl
 import importlib.metadata
 import json
@@ -60,9 +61,13 @@ class RunFolder:
     def finished(self) -> bool:
         return self.result.exists()
 
+    def saved(self) -> list[Path]:
+        """The checkpoints, oldest first; a file that a user put beside them under a name of its own is none."""
+        return sorted(path for path in self.checkpoints.glob("*.ckpt") if path.stem.isdecimal())
+
     def newest_checkpoint(self) -> Path | None:
         """The checkpoint of the highest step, or None."""
-        return max(self.checkpoints.glob("*.ckpt"), key=lambda path: path.stem, default=None)
+        return max(self.saved(), default=None)
 
     def read_metrics(self) -> Iterator[dict[str, Any]]:
         """The lines of metrics.jsonl, a last line cut off by a kill left out."""
@@ -75,50 +80,77 @@ class RunFolder:
         """Drop metrics and checkpoints of the steps after `step`, which a resumed run will take again."""
         kept = [json.dumps(line) + "\n" for line in self.read_metrics() if line["step"] <= step]
         write_atomically(self.metrics, "".join(kept))
-        for path in self.checkpoints.glob("*.ckpt"):
-            if path.stem > checkpoint_name(step):
+        for path in self.saved():
+            if int(path.stem) > step:
                 path.unlink()
 
-    def begin(self, config: ExperimentConfig) -> IO[str]:
-        """Make the folder, or take it over, for this process: the returned file holds it while it is open.
+    @contextlib.contextmanager
+    def begin(self, config: ExperimentConfig) -> Iterator[None]:
+        """Make the folder, or take it over, and hold it for this process within the context.
 
         Writes config.yaml, adds this process to environment.json (a resumed run has several) and removes what a
-        kill left half-written. Raises RunError if another process works here.
+        kill left half-written. Raises RunError if another process works here, or has finished the run meanwhile.
         """
         self.checkpoints.mkdir(parents=True, exist_ok=True)
-        lock = self.lock()
-        for leftover in self.checkpoints.glob(".*"):
-            leftover.unlink()
-        write_atomically(self.config, to_yaml(config))
-        path = self.path / "environment.json"
-        sessions = json.loads(path.read_text()) if path.exists() else []
-        write_atomically(path, json.dumps([*sessions, environment()], indent=2))
-        return lock
+        with self.lock():
+            if self.finished:
+                raise RunError(
+                    f"{self.path}: this run has been finished meanwhile; start a new one without --ckpt_path"
+                )
+            for leftover in self.checkpoints.glob(".*"):
+                leftover.unlink()
+            write_atomically(self.config, to_yaml(config))
+            path = self.path / "environment.json"
+            sessions = json.loads(path.read_text()) if path.exists() else []
+            write_atomically(path, json.dumps([*sessions, environment()], indent=2))
+            yield
 
-    def lock(self) -> IO[str]:
-        """Hold the folder while the returned file is open. Raises RunError if another process does."""
-        handle = open(self.path / ".lock", "w")  # noqa: SIM115
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise RunError(f"{self.path}: another process is running in this folder; wait for it or stop it") from None
-        os.register_at_fork(after_in_child=handle.close)  # a loader's worker that outlives us must not hold it
-        return handle
+    @contextlib.contextmanager
+    def lock(self) -> Iterator[None]:
+        """Hold the folder within the context. Raises RunError if another process does."""
+        with open(self.path / ".lock", "w") as handle:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise RunError(
+                    f"{self.path}: another process is running in this folder; wait for it or stop it"
+                ) from None
+            _held.add(handle)
+            try:
+                yield
+            finally:
+                _held.discard(handle)
+
+
+_held: set[IO[str]] = set()
+
+
+def _let_go() -> None:
+    """In a forked child: a loader's worker that outlives us must not hold our folder."""
+    for handle in _held:
+        handle.close()
+
+
+os.register_at_fork(after_in_child=_let_go)
 
 
 def new(config: ExperimentConfig) -> RunFolder:
     """The folder of a new run, its id the time of its start; nothing is written yet.
 
-    Chosen by the first process; those that Lightning starts (it sets LOCAL_RANK) find it in their environment.
+    Chosen by the first process; those that Lightning starts (it sets LOCAL_RANK) are handed it down.
     Raises RunError where somebody else launches the processes and does not name the folder to all of them.
     """
     if "LOCAL_RANK" in os.environ:
         if FOLDER_VARIABLE not in os.environ:
             raise RunError(f"started by another launcher: set {FOLDER_VARIABLE} to one new folder for all processes")
         return RunFolder(Path(os.environ[FOLDER_VARIABLE]))
-    path = Path(config.logging.root, config.name, time.strftime("%Y%m%d-%H%M%S-") + secrets.token_hex(2))
-    os.environ[FOLDER_VARIABLE] = str(path)
-    return RunFolder(path)
+    run_id = time.strftime("%Y%m%d-%H%M%S-") + secrets.token_hex(2)
+    return _handed_down(RunFolder(Path(config.logging.root, config.name, run_id)))
+
+
+def _handed_down(run: RunFolder) -> RunFolder:
+    os.environ[FOLDER_VARIABLE] = str(run.path)
+    return run
 
 
 def checkpoint_name(step: int) -> str:
@@ -128,11 +160,13 @@ def checkpoint_name(step: int) -> str:
 
 def newest_unfinished(config: ExperimentConfig) -> RunFolder:
     """The newest run of the config's name that has a checkpoint but no result. Raises RunError if there is none."""
+    if "LOCAL_RANK" in os.environ and FOLDER_VARIABLE in os.environ:
+        return RunFolder(Path(os.environ[FOLDER_VARIABLE]))  # as the first process chose
     parent = Path(config.logging.root, config.name)
     runs = sorted((RunFolder(path) for path in parent.glob("*/")), key=lambda run: run.path.name, reverse=True)
     for run in runs:
         if not run.finished and run.newest_checkpoint():
-            return run
+            return _handed_down(run)
     if runs and runs[0].finished:
         raise RunError(
             f"{runs[0].path}: this run is finished (it has a result.json); start a new one without --ckpt_path, "

@@ -68,5 +68,23 @@ def test_what_keeps_a_run_from_going_on_is_named(tmp_path, override, difference)
         checkpoints.check_resumable(tmp_path, saved, compose(["quickstart"], [override]))
 
 
+@pytest.mark.parametrize(
+    ("before", "after", "fits"),
+    [
+        (["data.micro_batch_size=1"], ["data.micro_batch_size=2"], False),
+        (["trainer.devices=2", "data.micro_batch_size=2"], ["data.micro_batch_size=4"], True),
+        (["trainer.devices=2", "data.micro_batch_size=2"], ["data.micro_batch_size=2"], False),
+    ],
+)
+def test_a_step_must_stay_as_many_micro_batches(tmp_path, before, after, fits):
+    """Lightning counts the position in the data in micro-batches."""
+    saved = checkpoint(compose(["quickstart"], before))
+    if fits:
+        checkpoints.check_resumable(tmp_path, saved, compose(["quickstart"], after))
+    else:
+        with pytest.raises(RunError, match=r"micro-batches made a step.*data.micro_batch_size"):
+            checkpoints.check_resumable(tmp_path, saved, compose(["quickstart"], after))
+
+
 def test_flatten():
     assert checkpoints.flatten({"a": {"b": 1, "c": {"d": None}}, "e": [2]}) == {"a.b": 1, "a.c.d": None, "e": [2]}

@@ -37,7 +37,8 @@ def test_runs_side_by_side(tmp_path):
     for name, losses in {"one": (3, 2), "two": (3, 1)}.items():
         config = compose(["quickstart"], [f"name={name}", f"logging.root={tmp_path}"])
         folder = runs.new(config)
-        folder.begin(config).close()
+        with folder.begin(config):
+            pass
         lines = [{"step": i + 1, "tokens": 10 * (i + 1), "loss/train": x} for i, x in enumerate(losses)]
         lines.append({"step": 2, "tokens": 20, "validation/loss/average": 2.5})
         folder.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))

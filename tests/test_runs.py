@@ -22,8 +22,8 @@ def config(tmp_path):
 
 def begun(config) -> RunFolder:
     folder = runs.new(config)
-    folder.begin(config).close()
-    return folder
+    with folder.begin(config):
+        return folder
 
 
 def with_metrics(folder: RunFolder, text: str) -> RunFolder:
@@ -35,9 +35,11 @@ def test_a_new_folder_lies_under_its_name_and_can_be_run_again(config, tmp_path)
     folder = runs.new(config)
     assert folder.path.parent == tmp_path / "runs" / "quickstart"
     assert not folder.path.exists(), "nothing is written before it begins"
-    folder.begin(config).close()
+    with folder.begin(config):
+        assert folder.config.exists()
     (folder.checkpoints / ".00000004.ckpt.123").touch()
-    folder.begin(config).close()
+    with folder.begin(config):
+        pass
     assert not list(folder.checkpoints.iterdir()), "what a kill left half-written is gone"
     assert load(folder.config) == config
     sessions = json.loads((folder.path / "environment.json").read_text())
@@ -53,10 +55,11 @@ def test_a_line_cut_off_by_a_kill_is_left_out(config):
 
 def test_forgetting_what_a_resumed_run_takes_again(config):
     folder = with_metrics(begun(config), '{"step": 1}\n{"step": 2}\n{"step": 2, "v": 0.1}\n{"step": 3}\n{"st')
-    for step in (1, 2, 3, 10):
-        (folder.checkpoints / f"{runs.checkpoint_name(step)}.ckpt").touch()
+    for name in [*map(runs.checkpoint_name, (1, 2, 3, 10)), "best"]:
+        (folder.checkpoints / f"{name}.ckpt").touch()
     folder.forget_after(2)
-    assert sorted(path.stem for path in folder.checkpoints.iterdir()) == ["00000001", "00000002"]
+    kept = sorted(path.stem for path in folder.checkpoints.iterdir())
+    assert kept == ["00000001", "00000002", "best"], "a user's own copy is not ours to delete"
     assert folder.metrics.read_text() == '{"step": 1}\n{"step": 2}\n{"step": 2, "v": 0.1}\n'
 
 
@@ -79,7 +82,7 @@ def test_last_means_the_newest_unfinished_run_with_a_checkpoint(config, tmp_path
 def test_the_newest_checkpoint_has_the_highest_step(config):
     folder = begun(config)
     assert folder.newest_checkpoint() is None
-    for name in ("00000090.ckpt", "00000100.ckpt", ".00000200.ckpt.17"):
+    for name in ("00000090.ckpt", "00000100.ckpt", ".00000200.ckpt.17", "best.ckpt"):
         (folder.checkpoints / name).touch()
     assert folder.newest_checkpoint().name == "00000100.ckpt"
 
@@ -87,16 +90,17 @@ def test_the_newest_checkpoint_has_the_highest_step(config):
 def test_one_process_at_a_time_even_after_a_kill(config):
     folder = begun(config)
     code = f"import pathlib, time; from stackexp.runs import RunFolder; path = pathlib.Path({str(folder.path)!r})\n"
-    code += "import os; lock = RunFolder(path).lock()\n"
+    code += "import os; lock = RunFolder(path).lock(); lock.__enter__()\n"
     code += "os.fork() or print('locked', flush=True)\n"  # a child, as a loader's worker, that outlives its parent
     code += "time.sleep(20)"
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     assert process.stdout.readline() == "locked\n"
-    with pytest.raises(RunError, match="another process"):
-        folder.lock()
+    with pytest.raises(RunError, match="another process"), folder.lock():
+        pass
     process.send_signal(signal.SIGKILL)
     process.wait()
-    folder.lock().close()
+    with folder.lock():
+        pass
 
 
 def test_writing_atomically_leaves_the_old_text_where_it_fails(tmp_path):
@@ -120,3 +124,24 @@ def test_processes_of_another_launcher_need_to_be_told_the_folder(config, monkey
         runs.new(config)
     monkeypatch.setenv(runs.FOLDER_VARIABLE, "runs/here")
     assert runs.new(config) == RunFolder(Path("runs/here"))
+
+
+def test_a_folder_finished_meanwhile_is_not_taken_over(config):
+    folder = begun(config)
+    folder.result.touch()
+    with pytest.raises(RunError, match="finished meanwhile"), folder.begin(config):
+        pass
+
+
+def test_a_failure_lets_go_of_the_folder(config):
+    folder = begun(config)
+    with pytest.raises(ZeroDivisionError), folder.begin(config):
+        1 / 0  # noqa: B018
+    with folder.begin(config):
+        pass
+
+
+def test_processes_that_lightning_starts_are_handed_down_the_run_to_resume(config, monkeypatch):
+    monkeypatch.setenv(runs.FOLDER_VARIABLE, "runs/chosen")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert runs.newest_unfinished(config) == RunFolder(Path("runs/chosen"))

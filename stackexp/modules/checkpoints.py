@@ -90,7 +90,7 @@ class StepCheckpoint(pl.callbacks.Checkpoint):
             trainer.save_checkpoint(self._folder.checkpoints / f"{checkpoint_name(self._step)}.ckpt")
             self._saved = self._step
             if trainer.is_global_zero:
-                for old in sorted(self._folder.checkpoints.glob("*.ckpt"))[: -self._config.keep_checkpoints]:
+                for old in self._folder.saved()[: -self._config.keep_checkpoints]:
                     old.unlink()
 
 
@@ -115,7 +115,7 @@ MAY_CHANGE = (
     *("trainer.max_steps", "trainer.val_check_interval", "trainer.checkpoint_interval", "trainer.keep_checkpoints"),
     *("trainer.activation_checkpointing", "trainer.compile"),
 )
-"""Options (or beginnings of them) that a resumed run may change: where and how it runs, not what it computes."""
+"""Options (or beginnings of them) that a resumed run may change: where it runs, how long, and what it tells."""
 
 
 def check_resumable(path: Path, checkpoint: dict[str, Any], config: ExperimentConfig) -> None:
@@ -128,6 +128,20 @@ def check_resumable(path: Path, checkpoint: dict[str, Any], config: ExperimentCo
                 f"{path}: {what}: {key} is {theirs.get(key)} in the checkpoint, {ours.get(key)} in the config; "
                 "resume with the run's own config.yaml, or start a new run"
             )
+    then, now = theirs_accumulation(checkpoint), config.accumulate_grad_batches
+    if then != now:
+        raise RunError(
+            f"{path}: {then} micro-batches made a step, now it would be {now}, and the position in the data would be "
+            "lost; change data.micro_batch_size and trainer.devices so that their product stays"
+        )
+
+
+def theirs_accumulation(checkpoint: dict[str, Any]) -> int:
+    """Micro-batches per optimizer step of the run that wrote a checkpoint."""
+    config = checkpoint["stackexp"]["config"]
+    data, trainer = config["data"], config["trainer"]
+    per_pass = trainer["devices"] * trainer["num_nodes"] * data["micro_batch_size"] * data["context_length"]
+    return data["global_batch_tokens"] // per_pass
 
 
 def choose(run: RunFolder, ckpt_path: str | None) -> Path:

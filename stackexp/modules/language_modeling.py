@@ -31,11 +31,20 @@ class LanguageModeling(pl.LightningModule):
             self.model.compile()
         self.step_metrics = StepMetrics()
         self.set_metrics: dict[str, dict[str, float]] = {}
+        self.set_metrics_step: int | None = None  # the optimizer step they were measured after
         self.probe = False  # whether the next forward pass also measures what the memory does
         self._samples: list[Tensor] = []  # of the optimizer step under way
 
     def setup(self, stage: str) -> None:
         self.register_buffer("token_bytes", torch.from_numpy(self.trainer.datamodule.token_bytes), persistent=False)
+
+    def on_train_start(self) -> None:
+        """The schedule's rate for the next step, also where a resumed run has another max_steps than before."""
+        scheduler = self.lr_schedulers()
+        for group, base, factor in zip(
+            self.optimizers().param_groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True
+        ):
+            group["lr"] = base * factor(scheduler.last_epoch)
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         self._samples.append(batch["index"])
@@ -105,6 +114,7 @@ class LanguageModeling(pl.LightningModule):
 
     def on_validation_epoch_end(self) -> None:
         self.set_metrics = {name: metric.compute() for name, metric in self._corpus_losses.items()}
+        self.set_metrics_step = self.global_step
 
     on_test_epoch_end = on_validation_epoch_end
 

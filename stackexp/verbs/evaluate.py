@@ -13,7 +13,7 @@ from stackexp.modules import checkpoints
 from stackexp.modules.language_modeling import LanguageModeling
 from stackexp.modules.metrics import macro_average
 from stackexp.reports.tables import set_table
-from stackexp.verbs.trainer import build_trainer
+from stackexp.verbs.trainer import build_trainer, interruptible
 
 
 def run(
@@ -36,7 +36,8 @@ def run(
     evaluate = trainer.validate if stage == "validate" else trainer.test
     if not data.set_names(stage):
         raise RunError(f"data.{stage}: no sets to {stage} on; name some in the config's data section")
-    evaluate(module, data, verbose=False)
+    with interruptible():
+        evaluate(module, data, verbose=False)
     if trainer.is_global_zero:
         print(f"{checkpoint}\n\n{set_table(module.set_metrics)}")
         if folder is not None:

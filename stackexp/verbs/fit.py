@@ -1,5 +1,6 @@
 """`stackexp fit`: train, resume, then evaluate on every set, and leave a finished run folder."""
 
+import contextlib
 import json
 import logging
 import time
@@ -25,7 +26,7 @@ from stackexp.modules.metrics import macro_average
 from stackexp.reports.tables import set_table
 from stackexp.runs import RunFolder
 from stackexp.verbs.generate import sample
-from stackexp.verbs.trainer import build_trainer
+from stackexp.verbs.trainer import build_trainer, interruptible
 
 HYPERPARAMETERS = ("model.", "data.global_batch_tokens", "data.context_length", "optimizer.", "schedule.", "seed")
 """What runs are compared by in the HParams tab; not where they ran and what they logged."""
@@ -49,22 +50,14 @@ def run(config: ExperimentConfig, ckpt_path: str | None) -> int:
     module = LanguageModeling(config)
     record = RunRecord(start.folder, config.logging.tensorboard)
     trainer = build_trainer(config, _callbacks(config, start.folder, record))
-    lock = None
-    if trainer.is_global_zero:  # everything that may be wrong with config, data and machine has been found by now
-        lock = start.folder.begin(config)
-        print(_header(config, module, start), flush=True)
-    started = time.perf_counter()
-    if start.step < config.trainer.max_steps:
-        _train(trainer, module, data, start)
-    else:  # killed after its last step
-        checkpoints.load_weights(module, start.checkpoint)
+    holding = start.folder.begin(config) if trainer.is_global_zero else contextlib.nullcontext()
+    with holding:
         if trainer.is_global_zero:
-            record.open(start.step)
-    if data.set_names("validate") and not _has_just_validated(config, module):
-        trainer.validate(module, data, verbose=False)
-    if trainer.is_global_zero:
-        _finish(config, module, data, start.folder, record, time.perf_counter() - started)
-        lock.close()
+            print(_header(config, module, start), flush=True)
+        started = time.perf_counter()
+        _train_and_validate(trainer, module, data, record, start)
+        if trainer.is_global_zero:
+            _finish(config, module, data, start.folder, record, time.perf_counter() - started)
     return 0
 
 
@@ -76,10 +69,11 @@ def _resume(config: ExperimentConfig, ckpt_path: str) -> Start:
     else:
         path = Path(ckpt_path)
         folder = RunFolder(path.parent.parent)
-        if not folder.config.is_file() or folder.finished:
-            folder = runs.new(config)  # from a copied checkpoint, or on from a finished run
     checkpoint = checkpoints.read(path)
     checkpoints.check_resumable(path, checkpoint, config)
+    of_this_name = folder.path.parent.resolve() == Path(config.logging.root, config.name).resolve()
+    if not (of_this_name and folder.config.is_file()) or folder.finished:
+        folder = runs.new(config)  # a copied checkpoint, a branch of another name, or on from a finished run
     step, last = checkpoint["global_step"], config.trainer.max_steps
     if step > last or (step == last and not folder.config.is_file()):
         raise RunError(
@@ -88,24 +82,28 @@ def _resume(config: ExperimentConfig, ckpt_path: str) -> Start:
     return Start(folder, path, step)
 
 
-def _train(trainer: pl.Trainer, module: LanguageModeling, data: pl.LightningDataModule, start: Start) -> None:
-    """Up to the last step. What stops it earlier is told with the last good checkpoint."""
+def _train_and_validate(
+    trainer: pl.Trainer, module: LanguageModeling, data: pl.LightningDataModule, record: RunRecord, start: Start
+) -> None:
+    """Up to the last step, then the whole of every set. What stops it is told with the last good checkpoint."""
+    config, folder = module.config, start.folder
     try:
-        with logging_redirect_tqdm():
-            trainer.fit(module, data, ckpt_path=start.checkpoint, weights_only=True)
+        with interruptible(), logging_redirect_tqdm():
+            if start.step < config.trainer.max_steps:
+                trainer.fit(module, data, ckpt_path=start.checkpoint, weights_only=True)
+            else:  # killed after its last step
+                checkpoints.load_weights(module, start.checkpoint)
+                if trainer.is_global_zero:
+                    record.open(start.step)
+            done = module.set_metrics_step == config.trainer.max_steps and config.data.eval_sequences is None
+            if data.set_names("validate") and not done:
+                trainer.validate(module, data, verbose=False)
     except RunError as error:
-        raise RunError(f"{error}; last good checkpoint: {start.folder.newest_checkpoint() or 'none yet'}") from None
-    except SystemExit:  # what Lightning makes of a KeyboardInterrupt
-        newest = start.folder.newest_checkpoint()
+        raise RunError(f"{error}; last good checkpoint: {folder.newest_checkpoint() or 'none yet'}") from None
+    except KeyboardInterrupt:
+        newest = folder.newest_checkpoint()
         state = f"newest checkpoint {newest.name}; go on with --ckpt_path last" if newest else "no checkpoint yet"
-        raise KeyboardInterrupt(f"{start.folder.path}: {state}") from None
-
-
-def _has_just_validated(config: ExperimentConfig, module: LanguageModeling) -> bool:
-    """Whether the last step of fit ended with a validation on the whole of every set."""
-    interval = config.trainer.val_check_interval
-    whole = config.data.eval_sequences is None and interval and config.trainer.max_steps % interval == 0
-    return bool(whole and module.set_metrics)
+        raise KeyboardInterrupt(f"{folder.path}: {state}") from None
 
 
 def _callbacks(config: ExperimentConfig, folder: RunFolder, record: RunRecord) -> list[pl.Callback]:

@@ -1,7 +1,9 @@
 """The Trainer of a config, the same for fit, validate and test."""
 
+import contextlib
 import logging
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import lightning.pytorch as pl
@@ -26,6 +28,15 @@ def build_trainer(config: ExperimentConfig, callbacks: list[pl.Callback]) -> pl.
         raise RunError(
             f"trainer.accelerator={trainer.accelerator} trainer.devices={trainer.devices}: {str(error).splitlines()[0]}"
         ) from None
+
+
+@contextlib.contextmanager
+def interruptible() -> Iterator[None]:
+    """A KeyboardInterrupt stays one; Lightning makes SystemExit(1) of it."""
+    try:
+        yield
+    except SystemExit:
+        raise KeyboardInterrupt from None
 
 
 def accelerator(config: ExperimentConfig) -> str:

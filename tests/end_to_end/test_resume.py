@@ -106,3 +106,26 @@ def test_more_steps_than_a_finished_run_had(tiny, tmp_path):
     assert main([*more, "--ckpt_path", str(finished.newest_checkpoint())]) == 0
     assert sorted(losses(only_run(tmp_path / "more"))) == [13, 14, 15, 16]
     assert finished.finished
+
+
+def test_a_branch_of_another_name_leaves_the_run_it_comes_from_alone(tiny, tmp_path):
+    fit = ("fit", "--config", str(tiny), "trainer.keep_checkpoints=9")
+    assert main([*fit]) == 0
+    run = only_run(tmp_path / "runs")
+    run.result.unlink()
+    before = record(run), sorted(run.checkpoints.iterdir())
+    assert main([*fit, "name=branch", "--ckpt_path", str(run.checkpoints / "00000004.ckpt")]) == 0
+    assert (record(run), sorted(run.checkpoints.iterdir())) == before
+    (branch,) = map(RunFolder, tmp_path.glob("runs/branch/*"))
+    assert sorted(losses(branch)) == list(range(5, 13))
+
+
+def test_more_steps_follow_the_new_schedule_from_the_first_on(tiny, tmp_path):
+    assert main(["fit", "--config", str(tiny), "schedule.final_fraction=0"]) == 0
+    first = only_run(tmp_path / "runs").newest_checkpoint()
+    more = ("fit", "--config", str(tiny), "schedule.final_fraction=0", "trainer.max_steps=24", "name=more")
+    assert main([*more, "--ckpt_path", str(first)]) == 0
+    (run,) = map(RunFolder, tmp_path.glob("runs/more/*"))
+    rates = [line["optimizer/lr"] for line in run.read_metrics() if "optimizer/lr" in line]
+    assert rates == sorted(rates, reverse=True)
+    assert rates[0] > 1e-3, "not the end of the old schedule"
