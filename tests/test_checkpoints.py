@@ -14,7 +14,8 @@ from stackexp.modules import checkpoints
 
 
 def checkpoint(config, **changes):
-    return {"state_dict": {}, "global_step": 3, "stackexp": {"version": 1, "config": to_dict(config), **changes}}
+    state = {"version": 1, "config": to_dict(config), "accumulate_grad_batches": config.accumulate_grad_batches}
+    return {"state_dict": {}, "global_step": 3, "stackexp": state | changes}
 
 
 def test_a_kill_while_writing_leaves_the_old_checkpoint(tmp_path):

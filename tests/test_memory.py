@@ -7,6 +7,7 @@ import math
 
 import pytest
 import torch
+from hard_programs import apply_hard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -352,16 +353,6 @@ def contents(state, *index):
     tokens = slots[:count].argmax(-1)
     assert torch.equal(slots[:count], torch.eye(VOCABULARY, dtype=torch.float64)[tokens])
     return tokens.tolist()
-
-
-def apply_hard(memory, operation, value, capacity):
-    """What S slots hold: the end of a list or deque is the top; a push into a full one drops the oldest element."""
-    if operation == "push":
-        memory.append(value)
-        if len(memory) > capacity:
-            del memory[0]
-    elif operation == "pop" and memory:
-        memory.pop() if isinstance(memory, list) else memory.popleft()
 
 
 def test_a_plugin_needs_an_empty_state_and_a_forward():

@@ -5,6 +5,7 @@ import itertools
 
 import pytest
 import torch
+from hard_programs import apply_hard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -183,13 +184,3 @@ def test_hard_actions_are_a_list_or_a_deque(program, num_slots, discipline):
         assert state.mask[0].tolist() == [1.0] * len(expected) + [0.0] * (num_slots - len(expected))
         assert state.slots[0, : len(expected), 0].tolist() == list(reversed(expected))
         assert (state.slots[0, len(expected) :] == 0).all()
-
-
-def apply_hard(memory, operation, value, capacity):
-    """What S slots hold: a list's or deque's end is the top; a push into a full one drops the oldest element."""
-    if operation == "push":
-        memory.append(value)
-        if len(memory) > capacity:
-            del memory[0]
-    elif operation == "pop" and memory:
-        memory.pop() if isinstance(memory, list) else memory.popleft()

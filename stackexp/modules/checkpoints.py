@@ -45,6 +45,7 @@ class CheckpointState(pl.Callback):
         checkpoint["stackexp"] = {
             "version": VERSION,
             "config": to_dict(module.config),
+            "accumulate_grad_batches": module.config.accumulate_grad_batches,
             "python_rng": random.getstate(),
             "torch_rng": torch.get_rng_state(),
             "cuda_rng": torch.cuda.get_rng_state_all(),
@@ -128,20 +129,12 @@ def check_resumable(path: Path, checkpoint: dict[str, Any], config: ExperimentCo
                 f"{path}: {what}: {key} is {theirs.get(key)} in the checkpoint, {ours.get(key)} in the config; "
                 "resume with the run's own config.yaml, or start a new run"
             )
-    then, now = theirs_accumulation(checkpoint), config.accumulate_grad_batches
+    then, now = checkpoint["stackexp"]["accumulate_grad_batches"], config.accumulate_grad_batches
     if then != now:
         raise RunError(
             f"{path}: {then} micro-batches made a step, now it would be {now}, and the position in the data would be "
             "lost; change data.micro_batch_size and trainer.devices so that their product stays"
         )
-
-
-def theirs_accumulation(checkpoint: dict[str, Any]) -> int:
-    """Micro-batches per optimizer step of the run that wrote a checkpoint."""
-    config = checkpoint["stackexp"]["config"]
-    data, trainer = config["data"], config["trainer"]
-    per_pass = trainer["devices"] * trainer["num_nodes"] * data["micro_batch_size"] * data["context_length"]
-    return data["global_batch_tokens"] // per_pass
 
 
 def choose(run: RunFolder, ckpt_path: str | None) -> Path:
