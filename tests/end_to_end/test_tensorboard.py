@@ -1,25 +1,19 @@
 """The real TensorBoard server shows a run's curves in a real browser."""
 
 import re
-import shutil
 import socket
 import subprocess
 import sys
-import time
 import urllib.parse
 import urllib.request
 from pathlib import Path
 
 import pytest
+from browser import CHROMIUM, Browser, poll
 from processes import kill, wait_until
 
-CHROMIUM = shutil.which("chromium")
-# Without --disable-3d-apis the curves are drawn by WebGL, which a headless machine does not have.
-FLAGS = [
-    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-3d-apis", "--disable-quic", "--no-first-run"),
-    *("--disable-background-networking", "--disable-component-update", "--disable-sync", "--disable-dev-shm-usage"),
-    *("--window-size=1600,3000", "--virtual-time-budget=30000"),
-]
+LOSSES = {"loss/train": 11, "loss/train_by_tokens": 11}  # segments of 12 steps
+PROBES = {"memory/entropy/layer_00": 2, "memory/entropy/layer_01": 2}  # of steps 1, 5 and 10
 
 
 def free_port() -> int:
@@ -36,32 +30,26 @@ def has_loaded(url: str) -> bool:
         return False
 
 
-def curves(url: str, tag_filter: str, profile: Path) -> dict[str, int]:
-    """Segments of the longest curve of each card that the Time Series page shows for a tag filter."""
-    address = f"{url}/?tagFilter={urllib.parse.quote(tag_filter, safe='')}#timeseries"
-    page = subprocess.run(
-        [CHROMIUM, *FLAGS, f"--user-data-dir={profile}", "--dump-dom", address],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-    ).stdout
+def curves(page: str) -> dict[str, int]:
+    """Segments of the longest curve of each card with one on the Time Series page."""
     drawn: dict[str, int] = {}
     for card in page.split("<card-view ")[1:]:
         if title := re.search(r'title="([^"]+/[^"]+)"', card):
             # A curve is a path of straight lines alone, one between each two neighbouring points.
             paths = re.findall(r'd="(M[\d.,-]+(?:L[\d.,-]+)+)"', card)
-            drawn[title[1]] = max((path.count("L") for path in paths), default=0)
+            if paths:
+                drawn[title[1]] = max(path.count("L") for path in paths)
     return drawn
 
 
-def reloaded_until_loaded(url: str, tag_filter: str, folder: Path) -> dict[str, int]:
-    """As a user would: load the page again while the server has not read the events yet."""
-    for attempt in range(5):
-        if drawn := curves(url, tag_filter, folder / f"profile-{tag_filter.replace('/', '-')}-{attempt}"):
-            break
-        time.sleep(2)
-    return drawn
+def shown(url: str, tag_filter: str, expected: dict[str, int], profile: Path) -> dict[str, int]:
+    """The curves that the Time Series page shows for a tag filter; loaded again until they are as expected."""
+    with Browser(profile) as page:
+        for _ in range(4):
+            page.open(f"{url}/?tagFilter={urllib.parse.quote(tag_filter, safe='')}#timeseries")
+            if (found := poll(lambda: curves(page.html()), expected, seconds=30)) == expected:
+                break
+        return found
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="needs chromium on PATH (apt-get install chromium)")
@@ -78,9 +66,9 @@ def test_curves_of_a_run_are_on_the_page(program, tiny, tmp_path):
     )
     try:
         wait_until(lambda: has_loaded(url), server)
-        losses = reloaded_until_loaded(url, "loss/train", tmp_path)
-        probes = reloaded_until_loaded(url, "memory/entropy", tmp_path)
+        losses = shown(url, "loss/train", LOSSES, tmp_path / "first")
+        probes = shown(url, "memory/entropy", PROBES, tmp_path / "second")
     finally:
         kill(server)
-    assert (losses["loss/train"], losses["loss/train_by_tokens"]) == (11, 11), "12 steps"
-    assert probes == {"memory/entropy/layer_00": 2, "memory/entropy/layer_01": 2}, "at steps 1, 5 and 10"
+    assert losses == LOSSES
+    assert probes == PROBES
