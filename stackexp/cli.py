@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from stackexp.config.names import nearest
-from stackexp.errors import ConfigError, RunError
+from stackexp.errors import ConfigError, FolderBusy, RunError, Stopped
 from stackexp.verbs.parser import Parser
 
 USAGE = """\
@@ -19,6 +19,9 @@ usage: python -m stackexp VERB [OPTIONS] [KEY=VALUE ...]
   generate   continue a text with a trained model
   configs    list | show NAME: the shipped configs and the choices for their sections
   data       prepare: turn text into token shards
+  plan       memory, time and cost of a training run, before it is paid for
+  sweep      run | status | stop | results: many runs of one study
+  checkpoint consolidate: the weights of a checkpoint as one safetensors file
 
 examples:
   python -m stackexp fit --config quickstart
@@ -27,7 +30,8 @@ examples:
   python -m stackexp validate --run runs/quickstart/ID
   python -m stackexp VERB --help
 
-exit codes: 0 done, 1 a run failed, 2 a mistake in config or command line, 130 interrupted
+exit codes: 0 done, 1 a run failed, 2 a mistake in config or command line, 74 another process works in the run
+folder, 75 stopped by SIGTERM, SIGUSR1 or max_time after saving (the same command goes on), 130 interrupted
 """
 
 CONFIG_HELP = """\
@@ -146,6 +150,24 @@ def data(argv: list[str]) -> int:
     parser.error(f"expected prepare{nearest(argv[0], ['prepare']) if argv else ''}")
 
 
+def plan(argv: list[str]) -> int:
+    from stackexp.verbs import plan as verb
+
+    return verb.main(argv)
+
+
+def sweep(argv: list[str]) -> int:
+    from stackexp.verbs import sweep as verb
+
+    return verb.main(argv)
+
+
+def checkpoint(argv: list[str]) -> int:
+    from stackexp.verbs import checkpoint as verb
+
+    return verb.main(argv)
+
+
 VERBS = {
     "fit": fit,
     "validate": lambda argv: evaluate("validate", argv),
@@ -153,6 +175,9 @@ VERBS = {
     "generate": generate,
     "configs": configs,
     "data": data,
+    "plan": plan,
+    "sweep": sweep,
+    "checkpoint": checkpoint,
 }
 
 
@@ -162,7 +187,7 @@ def main(argv: list[str] | None = None) -> int:
         code = _dispatch(sys.argv[1:] if argv is None else argv)
         sys.stdout.flush()
         return code
-    except (ConfigError, RunError, OSError, KeyboardInterrupt) as error:
+    except (ConfigError, RunError, Stopped, OSError, KeyboardInterrupt) as error:
         if os.environ.get("STACKEXP_TRACEBACK") == "1":
             raise
         return _report(error)
@@ -188,7 +213,7 @@ def _report(error: BaseException) -> int:
     code, line = _explain(error)
     rank = os.environ.get("LOCAL_RANK", "0")  # set for the processes Lightning starts
     if rank == "0":
-        print(line if code == 130 else f"error: {line}", file=sys.stderr)
+        print(line if code in (75, 130) else f"error: {line}", file=sys.stderr)
     elif code == 1:  # rank 0 says the others, which are the same in every process
         print(f"error: rank {rank}: {line}", file=sys.stderr)
     return code
@@ -198,8 +223,9 @@ def _explain(error: BaseException) -> tuple[int, str]:
     """Exit code, and what happened, where, and what to do."""
     if isinstance(error, KeyboardInterrupt):
         return 130, f"interrupted: {error}" if str(error) else "interrupted"
-    if isinstance(error, ConfigError | RunError):
-        return 2 if isinstance(error, ConfigError) else 1, " ".join(str(error).splitlines())
+    for kind, code in {ConfigError: 2, Stopped: 75, FolderBusy: 74, RunError: 1}.items():
+        if isinstance(error, kind):
+            return code, " ".join(str(error).splitlines())
     if isinstance(error, OSError):
         path = error.filename2 or error.filename
         if error.errno in NO_SPACE:

@@ -1,4 +1,4 @@
-"""The two errors a user sees. The command line prints each as one line, without a traceback."""
+"""What ends a verb early. The command line prints each as one line, without a traceback."""
 
 
 class ConfigError(ValueError):
@@ -7,3 +7,11 @@ class ConfigError(ValueError):
 
 class RunError(RuntimeError):
     """Something went wrong while working: data, checkpoint, disk, diverged loss. Exit code 1."""
+
+
+class FolderBusy(RunError):
+    """Another process works in the run folder. Exit code 74; nothing was changed."""
+
+
+class Stopped(Exception):
+    """Told to stop (SIGTERM, SIGUSR1, max_time) and saved. Exit code 75: the same command goes on from there."""

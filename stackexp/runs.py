@@ -27,7 +27,7 @@ from typing import IO, Any
 
 from stackexp.config.compose import to_yaml
 from stackexp.config.schema import ExperimentConfig
-from stackexp.errors import RunError
+from stackexp.errors import FolderBusy, RunError
 
 FOLDER_VARIABLE = "STACKEXP_RUN_FOLDER"
 """Set by the first process of a run, so that the processes it starts write to the same folder."""
@@ -112,9 +112,7 @@ class RunFolder:
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                raise RunError(
-                    f"{self.path}: another process is running in this folder; wait for it or stop it"
-                ) from None
+                raise FolderBusy(f"{self.path}: another process is running in this folder; wait or stop it") from None
             _held.add(handle)
             try:
                 yield

@@ -1,8 +1,9 @@
 """Files, group choices and overrides laid over one another; every value keeps the place it was written at.
 
 Order: schema defaults < files in order < group choices < overrides. A group choice is the file
-configs/<section path>/<name>.yaml, which takes the place of the whole section. In a section chosen by `kind`,
-naming another kind starts the section afresh.
+configs/<section path>/<name>.yaml. It takes the place of a section chosen by `kind`, and lies on top of any other
+(trainer: fsdp says how to spread over devices, not for how long to train). In a section chosen by `kind`, naming
+another kind starts the section afresh.
 """
 
 import dataclasses
@@ -121,7 +122,7 @@ class Layers:
     def choose(
         self, section: str, name: object, origin: str, folder: Path = Path(), chain: tuple[Path, ...] = ()
     ) -> None:
-        """Put the group file `name` in the place of a section; None switches a section off that may be."""
+        """Lay the group file `name`, a section chosen by kind afresh; None switches a section off that may be."""
         if section not in sections():
             raise ConfigError(f"{origin}: {section} is no section{nearest(section, sections())}")
         place = self.tree
@@ -131,7 +132,8 @@ class Layers:
         if name is None:
             place[key] = _checked_leaf(section, Leaf(None, origin))
         else:
-            place[key] = default_tree().get(section, {})
+            if section in SECTIONS:
+                place[key] = default_tree().get(section, {})
             self.add_file(find_choice(section, str(name), origin, folder), section, chain)
 
     def add_overrides(self, arguments: list[str]) -> None:
