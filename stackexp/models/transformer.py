@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from stackexp.config import registry
 from stackexp.config.schema import TransformerConfig
-from stackexp.models.initialization import init_weight_
+from stackexp.models.initialization import init_weight_, whole
 from stackexp.models.memory import Memory, State, Trace
 
 KeysValues = tuple[Tensor, Tensor]  # each [B, kv heads, tokens so far, head size]
@@ -197,24 +197,32 @@ class Transformer(nn.Module):
         return layer(*args)
 
     def init_weights(self) -> None:
-        """Draw all parameters afresh, the backbone's first; needed after `to_empty` from the meta device."""
+        """Draw all parameters afresh, the backbone's first; needed after `to_empty` from the meta device.
+
+        The same draws in every process, sharded or not, with the same state of torch's generator.
+        """
         self._init_backbone()
         for memory in self.memories:
-            memory.init_weights()
+            with whole(memory):
+                memory.init_weights()
 
     def _init_backbone(self) -> None:
-        init_weight_(self.embedding.weight, self.config)
+        self._init_linear(self.embedding)
         for i, layer in enumerate(self.layers):
             attention, ffn = layer.attention, layer.feed_forward
             for linear in (attention.q_proj, attention.k_proj, attention.v_proj, ffn.gate_proj, ffn.up_proj):
-                init_weight_(linear.weight, self.config)
+                self._init_linear(linear)
             for linear in (attention.o_proj, ffn.down_proj):
-                init_weight_(linear.weight, self.config, output_of_layer=i)
+                self._init_linear(linear, output_of_layer=i)
             nn.init.ones_(layer.attention_norm.weight)
             nn.init.ones_(layer.feed_forward_norm.weight)
         nn.init.ones_(self.norm.weight)
         if self.head:
-            init_weight_(self.head.weight, self.config)
+            self._init_linear(self.head)
+
+    def _init_linear(self, linear: nn.Linear | nn.Embedding, output_of_layer: int | None = None) -> None:
+        with whole(linear):
+            init_weight_(linear.weight, self.config, output_of_layer)
 
     def num_parameters(self, memory: bool | None = None) -> int:
         """All parameters, a tied embedding counted once; only the memory's (True) or the backbone's (False)."""
