@@ -1,0 +1,89 @@
+"""The typed schema of a sweep's YAML. What it searches over (grid, axes, center, list) is read by `grid`."""
+
+import re
+from dataclasses import dataclass, field
+from typing import Any, Literal, Optional
+
+from stackexp.config.schema import Problems, above, at_least
+
+
+@dataclass
+class Resources:
+    """What each trial gets. `devices` and `num_nodes` are put into the trial's trainer section, where launchers read
+    them (a trial may have its own, as `trainer.devices` in `list`); the rest is for Slurm, in its own words."""
+
+    devices: Optional[int] = at_least(1, None)  # of each node; None: as the config says
+    num_nodes: Optional[int] = at_least(1, None)  # None: as the config says
+    time: Optional[str] = None  # sbatch --time, such as 1-12:00:00
+    partition: Optional[str] = None
+    account: Optional[str] = None
+    qos: Optional[str] = None
+    gres: Optional[str] = None  # such as gpu:h100:8
+    cpus_per_task: Optional[int] = at_least(1, None)  # a task is one device
+    signal_seconds: int = at_least(1, 120)  # warning before the time limit, for the checkpoint
+
+
+@dataclass
+class Space:
+    """The values of one key: some `values`, or a range."""
+
+    values: Optional[list[Any]] = None
+    low: Optional[float] = None
+    high: Optional[float] = None
+    log: bool = False  # uniform in the logarithm
+    int: bool = False
+
+    def problems(self) -> Problems:
+        if self.values is not None:
+            if self.low is not None or self.high is not None or not self.values:
+                yield "values", "give either values, at least one, or low and high"
+        elif self.low is None or self.high is None or not self.low < self.high:
+            yield "low", "expected values: [...], or low and high with low < high"
+        elif self.log and self.low <= 0:
+            yield "low", f"expected a number > 0 with log: true, found {self.low}"
+        elif self.int and not (self.low.is_integer() and self.high.is_integer()):
+            yield "low", f"expected integers with int: true, found {self.low} and {self.high}"
+
+
+@dataclass
+class Prune:
+    """Successive halving: of the trials that reach min_steps * reduction_factor**k, the best 1/reduction_factor go on."""
+
+    reduction_factor: int = at_least(2, 3)
+    min_steps: int = at_least(1, 100)
+    metric: str = "validation/loss/average"  # of metrics.jsonl; loss/train is averaged over the last 20 steps
+
+
+@dataclass
+class Search:
+    """Adaptive search: each next trial is drawn where the trials so far were good."""
+
+    kind: Literal["tpe"] = "tpe"
+    trials: int = at_least(1, 50)
+    seed: int = at_least(0, 0)  # of the sampler
+    space: dict[str, Space] = field(default_factory=dict)
+    prune: Optional[Prune] = None
+
+    def problems(self) -> Problems:
+        if not self.space:
+            yield "space", "name at least one key with its values"
+
+
+@dataclass
+class SweepConfig:
+    """A sweep. Its trials are the product of `grid`, `axes`, `list` and `seeds`, each of which may be missing."""
+
+    name: Optional[str] = None  # of the folder <logging.root>/<name>; None: the file's name
+    config: Any = "???"  # one or several base configs, names or paths
+    overrides: list[str] = field(default_factory=list)  # KEY=VALUE, for every trial
+    seeds: list[int] = field(default_factory=list)
+    tokens: Optional[float] = above(0, None)  # budget of each trial; trainer.max_steps follows from it
+    objective: str = "average.loss"  # path into result.json
+    direction: Literal["minimize", "maximize"] = "minimize"
+    resources: Resources = field(default_factory=Resources)
+    retries: int = at_least(0, 0)  # of a trial that fails, within one `sweep run`
+    search: Optional[Search] = None
+
+    def problems(self) -> Problems:
+        if self.name is not None and not re.fullmatch(r"[\w+-][\w.+-]*", self.name):
+            yield "name", f"{self.name!r} cannot name a folder; use letters, digits and . _ - +"

@@ -1,0 +1,59 @@
+"""A trial: one run of a sweep, in a run folder named by the values searched and the hash of the resolved config."""
+
+import hashlib
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from stackexp.config.compose import to_dict
+from stackexp.config.schema import ExperimentConfig
+from stackexp.runs import RunFolder
+
+NOT_HASHED = {
+    "": ("name", "plugins", "logging"),
+    "data": ("micro_batch_size", "eval_batch_size", "num_workers"),
+    "trainer": (
+        *("accelerator", "devices", "num_nodes", "strategy", "reshard_after_forward", "compile"),
+        *("activation_checkpointing", "max_time", "checkpoint_interval", "checkpoint_minutes", "keep_checkpoints"),
+        "collective_timeout",
+    ),
+}
+"""Where a trial runs and what it keeps, by section: they change none of its figures, so it stays the same trial."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Two trials are equal if their folders are."""
+
+    folder: RunFolder
+    config: ExperimentConfig = field(compare=False)
+    values: dict[str, Any] = field(compare=False)  # searched key -> value
+
+    @property
+    def name(self) -> str:
+        return self.folder.path.name
+
+    @property
+    def log(self) -> Path:
+        """What all its attempts printed."""
+        return self.folder.path / "log.txt"
+
+    @property
+    def failure(self) -> Path:
+        """How its last failed attempt ended: exit_code, cause, attempts, time."""
+        return self.folder.path / "failure.json"
+
+    @property
+    def pruned(self) -> Path:
+        """Written when the search gives it up: step, value, time."""
+        return self.folder.path / "pruned.json"
+
+
+def config_hash(config: ExperimentConfig) -> str:
+    """8 hexadecimal digits of everything in a config that shapes its figures."""
+    tree = to_dict(config)
+    for section, keys in NOT_HASHED.items():
+        for key in keys:
+            (tree[section] if section else tree).pop(key)
+    return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()[:8]
