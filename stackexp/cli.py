@@ -53,10 +53,15 @@ def fit(argv: list[str]) -> int:
     parser = Parser("fit", "Train the model of a config. The record is the run folder.", examples, usage, CONFIG_HELP)
     parser.add_argument("--config", action="append", metavar="NAME_OR_PATH")
     parser.add_argument("--ckpt_path", metavar="last|PATH", help="resume the newest unfinished run, or a checkpoint")
+    parser.add_argument(
+        "--run", metavar="FOLDER", help="the run folder: start there, or go on where it is"
+    )
     parser.add_argument("--print-config", action="store_true", help="print the resolved config and exit")
     options, overrides = parser.split(argv)
     if not options.config:
         parser.error("--config NAME_OR_PATH is missing; `configs list` shows the names")
+    if options.run and options.ckpt_path:
+        parser.error("give --run, which goes on from the folder's newest checkpoint, or --ckpt_path, not both")
     from stackexp.config import compose
 
     config = compose.compose(options.config, overrides)
@@ -65,7 +70,7 @@ def fit(argv: list[str]) -> int:
         return 0
     from stackexp.verbs import fit as verb
 
-    return verb.run(config, options.ckpt_path)
+    return verb.run(config, options.ckpt_path, options.run)
 
 
 def evaluate(stage: Any, argv: list[str]) -> int:
@@ -74,7 +79,7 @@ def evaluate(stage: Any, argv: list[str]) -> int:
     parser = Parser(stage, f"The figures of a model on every set of data.{stage}", examples, usage, CONFIG_HELP)
     parser.add_argument("--run", metavar="FOLDER", help="a run folder: its config and its newest checkpoint")
     parser.add_argument("--config", action="append", default=[], metavar="NAME_OR_PATH")
-    parser.add_argument("--ckpt_path", metavar="PATH", help="a checkpoint to take instead, or for --config")
+    parser.add_argument("--ckpt_path", metavar="best|PATH", help="a checkpoint to take instead, or for --config")
     options, overrides = parser.split(argv)
     if bool(options.run) == bool(options.config):
         parser.error("give either --run, or --config and --ckpt_path")
@@ -93,7 +98,7 @@ def generate(argv: list[str]) -> int:
     examples = ["generate --run runs/quickstart/ID --prompt 'def main('", "generate --run RUN --temperature 0"]
     parser = Parser("generate", "Continue a text with the model of a run.", examples, "--run FOLDER [OPTIONS]")
     parser.add_argument("--run", metavar="FOLDER", required=True, help="a run folder")
-    parser.add_argument("--ckpt_path", metavar="PATH", help="a checkpoint instead of the run's newest")
+    parser.add_argument("--ckpt_path", metavar="best|PATH", help="a checkpoint instead of the run's newest")
     parser.add_argument("--prompt", default="", help="text to continue (default: none)")
     parser.add_argument("--max_new_tokens", type=int, default=128, metavar="N", help="default: %(default)s")
     parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token (default: 0.8)")

@@ -5,7 +5,7 @@ environment.json   commit, versions, hardware, command
 metrics.jsonl      one line per optimizer step (`step`, `tokens`, TensorBoard tags), and one per validation
 events.out.*       TensorBoard's copy of the metrics
 tokenizer.json     what turns the run's tokens into text
-checkpoints/       <step>.ckpt
+checkpoints/       <step>/
 result.json        written last, atomically: its presence means that the run is done
 """
 
@@ -15,13 +15,16 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
 import secrets
 import shlex
+import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import IO, Any
 
@@ -29,8 +32,8 @@ from stackexp.config.compose import to_yaml
 from stackexp.config.schema import ExperimentConfig
 from stackexp.errors import FolderBusy, RunError
 
-FOLDER_VARIABLE = "STACKEXP_RUN_FOLDER"
-"""Set by the first process of a run, so that the processes it starts write to the same folder."""
+STAMP = "%Y%m%d-%H%M%S"
+AVERAGE_LOSS = "validation/loss/average"  # the tag in metrics.jsonl
 
 
 @dataclass(frozen=True)
@@ -62,12 +65,17 @@ class RunFolder:
         return self.result.exists()
 
     def saved(self) -> list[Path]:
-        """The checkpoints, oldest first; a file that a user put beside them under a name of its own is none."""
-        return sorted(path for path in self.checkpoints.glob("*.ckpt") if path.stem.isdecimal())
+        """The checkpoints, oldest first; what a user put beside them under a name of its own is none."""
+        return sorted(path for path in self.checkpoints.glob("*/") if path.name.isdecimal())
 
     def newest_checkpoint(self) -> Path | None:
         """The checkpoint of the highest step, or None."""
         return max(self.saved(), default=None)
+
+    def best_checkpoint(self) -> Path | None:
+        """The checkpoint of the lowest mean validation loss among those of a step with a validation, or None."""
+        losses = {x["step"]: x[AVERAGE_LOSS] for x in self.read_metrics() if AVERAGE_LOSS in x}
+        return min((p for p in self.saved() if int(p.name) in losses), key=lambda p: losses[int(p.name)], default=None)
 
     def read_metrics(self) -> Iterator[dict[str, Any]]:
         """The lines of metrics.jsonl, a last line cut off by a kill left out."""
@@ -81,8 +89,8 @@ class RunFolder:
         kept = [json.dumps(line) + "\n" for line in self.read_metrics() if line["step"] <= step]
         write_atomically(self.metrics, "".join(kept))
         for path in self.saved():
-            if int(path.stem) > step:
-                path.unlink()
+            if int(path.name) > step:
+                remove(path)
 
     @contextlib.contextmanager
     def begin(self, config: ExperimentConfig) -> Iterator[None]:
@@ -98,7 +106,7 @@ class RunFolder:
                     f"{self.path}: this run has been finished meanwhile; start a new one without --ckpt_path"
                 )
             for leftover in self.checkpoints.glob(".*"):
-                leftover.unlink()
+                shutil.rmtree(leftover)
             write_atomically(self.config, to_yaml(config))
             path = self.path / "environment.json"
             sessions = json.loads(path.read_text()) if path.exists() else []
@@ -133,38 +141,34 @@ os.register_at_fork(after_in_child=_let_go)
 
 
 def new(config: ExperimentConfig) -> RunFolder:
-    """The folder of a new run, its id the time of its start; nothing is written yet.
-
-    Chosen by the first process; those that Lightning starts (it sets LOCAL_RANK) are handed it down.
-    Raises RunError where somebody else launches the processes and does not name the folder to all of them.
-    """
-    if "LOCAL_RANK" in os.environ:
-        if FOLDER_VARIABLE not in os.environ:
-            raise RunError(f"started by another launcher: set {FOLDER_VARIABLE} to one new folder for all processes")
-        return RunFolder(Path(os.environ[FOLDER_VARIABLE]))
-    run_id = time.strftime("%Y%m%d-%H%M%S-") + secrets.token_hex(2)
-    return _handed_down(RunFolder(Path(config.logging.root, config.name, run_id)))
+    """The folder of a new run; nothing is written yet. Its id is the time of its start, after all earlier ids."""
+    parent = Path(config.logging.root, config.name)
+    now = datetime.now()
+    stamps = [match[0] for path in parent.glob("*/") if (match := re.match(r"\d{8}-\d{6}(?=-)", path.name))]
+    if stamps and now.strftime(STAMP) < max(stamps):  # the clock went backwards
+        now = datetime.strptime(max(stamps), STAMP) + timedelta(seconds=1)
+    return RunFolder(parent / f"{now.strftime(STAMP)}-{secrets.token_hex(2)}")
 
 
-def _handed_down(run: RunFolder) -> RunFolder:
-    os.environ[FOLDER_VARIABLE] = str(run.path)
-    return run
+def remove(checkpoint: Path) -> None:
+    """Delete a checkpoint; a kill in the middle leaves none that looks whole."""
+    hidden = checkpoint.with_name(f".{checkpoint.name}.old")
+    os.replace(checkpoint, hidden)
+    shutil.rmtree(hidden)
 
 
 def checkpoint_name(step: int) -> str:
-    """The name, without its ending, of the checkpoint after `step` steps; names sort as steps do."""
+    """The name of the checkpoint after `step` steps; names sort as steps do."""
     return f"{step:08d}"
 
 
 def newest_unfinished(config: ExperimentConfig) -> RunFolder:
     """The newest run of the config's name that has a checkpoint but no result. Raises RunError if there is none."""
-    if "LOCAL_RANK" in os.environ and FOLDER_VARIABLE in os.environ:
-        return RunFolder(Path(os.environ[FOLDER_VARIABLE]))  # as the first process chose
     parent = Path(config.logging.root, config.name)
     runs = sorted((RunFolder(path) for path in parent.glob("*/")), key=lambda run: run.path.name, reverse=True)
     for run in runs:
         if not run.finished and run.newest_checkpoint():
-            return _handed_down(run)
+            return run
     if runs and runs[0].finished:
         raise RunError(
             f"{runs[0].path}: this run is finished (it has a result.json); start a new one without --ckpt_path, "

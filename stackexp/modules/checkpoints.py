@@ -1,51 +1,113 @@
-"""Checkpoints: written whole or not at all, and read with one clear line where they do not fit."""
+"""Checkpoints, as folders: written in the background, whole or not at all, by and for any number of processes.
+
+<step>/            renamed into place when whole
+  state.pt         config, loops, schedule, data position, random number generators: what is no tensor of the model
+  .metadata, *.distcp   weights and optimizer, in torch.distributed.checkpoint's format: each process writes its share
+"""
 
 import os
 import pickle
 import random
+import shutil
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.fabric.plugins import TorchCheckpointIO
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from stackexp.config.compose import to_dict
-from stackexp.config.schema import ExperimentConfig, TrainerConfig
+from stackexp.config.compose import to_dict, to_yaml
+from stackexp.config.schema import ExperimentConfig
 from stackexp.errors import RunError
-from stackexp.runs import RunFolder, checkpoint_name
+from stackexp.runs import RunFolder
 
-VERSION = 1
+VERSION = 2
+STATE = "state.pt"
+WEIGHTS = ".safetensors"
 
 
-class AtomicCheckpointIO(TorchCheckpointIO):
-    """Write beside the target, flush to disk, then rename: a kill leaves the old state or the new one."""
+class CheckpointWriter:
+    """Writes one checkpoint at a time, from a copy, while training goes on. Every process calls every method."""
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
-        path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(f".{path.name}.{os.getpid()}")
-        try:
-            with open(temporary, "wb") as file:
-                torch.save(checkpoint, file)
+    def __init__(self) -> None:
+        self._executor = ThreadPoolExecutor(1, "checkpoint")
+        self._pending: Future[None] | None = None
+        self._group: dist.ProcessGroup | None = None
+
+    def save(self, path: Path, tensors: dict[str, Any], state: dict[str, Any], then: Callable[[], None]) -> None:
+        """Begin to write `path`; once it is in place, the first process calls `then`. Waits for the one before."""
+        self.wait()
+        partial = path.with_name(f".{path.name}")
+        if _is_first():
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+            with open(partial / STATE, "wb") as file:
+                torch.save(state, file)
                 file.flush()
                 os.fsync(file.fileno())
-            os.replace(temporary, path)
-        except RuntimeError as error:  # torch's zip writer, closing what it could not write, hides the cause
-            raise error.__context__ if isinstance(error.__context__, OSError) else error from None
-        finally:
-            temporary.unlink(missing_ok=True)
+        if dist.is_initialized():
+            dist.barrier()
+            self._group = self._group or dist.new_group(backend="gloo")  # its own: training uses the others meanwhile
+        writer = dcp.FileSystemWriter(partial)
+        written = dcp.async_save(
+            tensors, storage_writer=writer, process_group=self._group, no_dist=not dist.is_initialized()
+        )
+        self._pending = self._executor.submit(_commit, written, partial, path, then)
+
+    def wait(self) -> None:
+        """Until what was begun is in place. Raises OSError or RunError if it could not be written."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
+
+
+def _commit(written: Future, partial: Path, path: Path, then: Callable[[], None]) -> None:
+    """Rename a checkpoint that is whole, or remove what there is of it."""
+    try:
+        written.result()
+    except Exception as error:
+        if _is_first():
+            shutil.rmtree(partial, ignore_errors=True)
+        raise _cause(error, path) from None
+    if _is_first():
+        os.replace(partial, path)
+        folder = os.open(path.parent, os.O_RDONLY)
+        os.fsync(folder)
+        os.close(folder)
+        then()
+
+
+def _cause(error: BaseException, path: Path) -> Exception:
+    """What went wrong in one of the processes: an OSError where there is one below it."""
+    failures = getattr(error, "failures", None)
+    while failures or error.__cause__ or error.__context__:
+        error = next(iter(failures.values()))[0] if failures else error.__cause__ or error.__context__
+        failures = getattr(error, "failures", None)
+        if isinstance(error, OSError):
+            return error
+    return RunError(f"{path}: could not be written ({_first_line(error)})")
+
+
+def _is_first() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0
 
 
 class CheckpointState(pl.Callback):
-    """What a checkpoint holds beyond Lightning's own: the config and the states of the random number generators."""
+    """What a checkpoint holds beyond Lightning's own: config, tokens, and the random number generators' states."""
 
     def on_save_checkpoint(self, trainer: pl.Trainer, module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
         checkpoint["stackexp"] = {
             "version": VERSION,
             "config": to_dict(module.config),
             "accumulate_grad_batches": module.config.accumulate_grad_batches,
+            "tokens": trainer.global_step * module.config.data.global_batch_tokens,
             "python_rng": random.getstate(),
             "torch_rng": torch.get_rng_state(),
             "cuda_rng": torch.cuda.get_rng_state_all(),
@@ -57,64 +119,53 @@ class CheckpointState(pl.Callback):
         torch.set_rng_state(state["torch_rng"])
         if len(state["cuda_rng"]) == torch.cuda.device_count():
             torch.cuda.set_rng_state_all(state["cuda_rng"])
+        progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
+        rescale(progress, state["accumulate_grad_batches"], module.config.accumulate_grad_batches)
 
 
-class StepCheckpoint(pl.callbacks.Checkpoint):
-    """<step>.ckpt every `checkpoint_interval` steps and after the last; the newest `keep_checkpoints` stay.
-
-    Only ever between two optimizer steps, never inside an accumulation. Where a validation is due at the same step it
-    comes first, so a run resumed from a checkpoint misses none. All ranks decide alike: saving is collective.
-    """
-
-    def __init__(self, folder: RunFolder, config: TrainerConfig):
-        self._folder, self._config = folder, config
-
-    def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        self._step = self._saved = trainer.global_step
-
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        if trainer.global_step == self._step:
-            return  # a micro-batch that did not end a step
-        self._step = trainer.global_step
-        interval = self._config.val_check_interval
-        validates = interval and self._step % interval == 0 and trainer.datamodule.set_names("validate")
-        if not validates:
-            self._save_if_due(trainer)
-
-    def on_validation_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        if trainer.state.fn == "fit":
-            self._save_if_due(trainer)
-
-    def _save_if_due(self, trainer: pl.Trainer) -> None:
-        due = self._step % self._config.checkpoint_interval == 0 or self._step == self._config.max_steps
-        if due and self._step != self._saved:
-            trainer.save_checkpoint(self._folder.checkpoints / f"{checkpoint_name(self._step)}.ckpt")
-            self._saved = self._step
-            if trainer.is_global_zero:
-                for old in self._folder.saved()[: -self._config.keep_checkpoints]:
-                    old.unlink()
+def rescale(progress: dict[str, Any], then: int, now: int) -> None:
+    """Lightning's count of micro-batches, where a step had `then` of them and has `now`: on other devices."""
+    for counts in (progress["total"], progress["current"]):
+        for key, count in counts.items():
+            assert count % then == 0, "a checkpoint is only ever made between two steps"
+            counts[key] = count // then * now
 
 
 def read(path: Path) -> dict[str, Any]:
-    """The checkpoint at `path`, its tensors mapped from the file. Raises RunError if missing, damaged or foreign."""
-    if not path.is_file():
-        raise RunError(f"{path}: no such checkpoint; give a .ckpt file of a run's checkpoints/ folder, or `last`")
+    """The state of the checkpoint at `path`, without its tensors. Raises RunError if missing, damaged or foreign."""
+    if path.is_file():
+        raise RunError(f"{path}: checkpoints are folders now (version {VERSION}), this is a file; train again")
+    if not path.is_dir():
+        raise RunError(f"{path}: no such checkpoint; give a folder in a run's checkpoints/, `last` or `best`")
     try:
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        checkpoint = torch.load(path / STATE, map_location="cpu", weights_only=True)
+    except FileNotFoundError:
+        raise RunError(f"{path}: not a stackexp checkpoint (it holds no {STATE})") from None
     except (RuntimeError, pickle.UnpicklingError, EOFError, ValueError, OSError) as error:
         raise RunError(f"{path}: damaged, or not a checkpoint ({_first_line(error)}); use an older one") from None
     if not isinstance(checkpoint, dict) or "stackexp" not in checkpoint:
-        raise RunError(f"{path}: not a stackexp checkpoint (it holds no `stackexp` entry)")
+        raise RunError(f"{path}: not a stackexp checkpoint (its {STATE} holds no `stackexp` entry)")
     if (version := checkpoint["stackexp"]["version"]) != VERSION:
         raise RunError(f"{path}: checkpoint version {version}, but this stackexp reads version {VERSION}")
     return checkpoint
 
 
+def load_tensors(tensors: dict[str, Any], path: Path) -> None:
+    """Fill tensors, sharded or not, in place from a checkpoint. Raises RunError if it is damaged."""
+    try:
+        dcp.load(tensors, storage_reader=dcp.FileSystemReader(path), no_dist=not dist.is_initialized())
+    except Exception as error:
+        failures = getattr(error, "failures", None)
+        cause = next(iter(failures.values()))[0] if failures else error
+        raise RunError(f"{path}: damaged ({_first_line(cause)}); use an older one") from None
+
+
 MAY_CHANGE = (
     *("name", "logging.", "plugins", "data.path", "data.validation.", "data.test.", "data.eval_", "data.num_workers"),
     *("data.micro_batch_size", "trainer.accelerator", "trainer.devices", "trainer.num_nodes", "trainer.strategy"),
-    *("trainer.max_steps", "trainer.val_check_interval", "trainer.checkpoint_interval", "trainer.keep_checkpoints"),
-    *("trainer.activation_checkpointing", "trainer.compile"),
+    *("trainer.reshard_after_forward", "trainer.activation_checkpointing", "trainer.compile", "trainer.max_steps"),
+    *("trainer.max_time", "trainer.val_check_interval", "trainer.checkpoint_", "trainer.keep_checkpoints"),
+    *("trainer.collective_timeout", "trainer.spike_threshold", "trainer.skip_spikes"),
 )
 """Options (or beginnings of them) that a resumed run may change: where it runs, how long, and what it tells."""
 
@@ -129,34 +180,77 @@ def check_resumable(path: Path, checkpoint: dict[str, Any], config: ExperimentCo
                 f"{path}: {what}: {key} is {theirs.get(key)} in the checkpoint, {ours.get(key)} in the config; "
                 "resume with the run's own config.yaml, or start a new run"
             )
-    then, now = checkpoint["stackexp"]["accumulate_grad_batches"], config.accumulate_grad_batches
-    if then != now:
-        raise RunError(
-            f"{path}: {then} micro-batches made a step, now it would be {now}, and the position in the data would be "
-            "lost; change data.micro_batch_size and trainer.devices so that their product stays"
-        )
 
 
 def choose(run: RunFolder, ckpt_path: str | None) -> Path:
-    """`ckpt_path`, or the run's newest checkpoint. Raises RunError if there is none."""
-    path = Path(ckpt_path) if ckpt_path else run.newest_checkpoint()
+    """`ckpt_path`, or the run's checkpoint `last` (None) or `best`. Raises RunError if there is none."""
+    if ckpt_path not in (None, "last", "best"):
+        return Path(ckpt_path)
+    path = run.best_checkpoint() if ckpt_path == "best" else run.newest_checkpoint()
     if path is None:
-        raise RunError(f"{run.checkpoints}: no checkpoint yet; wait for the first one or give --ckpt_path")
+        missing = "none was made at a validation" if ckpt_path == "best" and run.saved() else "no checkpoint yet"
+        raise RunError(f"{run.checkpoints}: {missing}; wait for the first one or give --ckpt_path PATH")
     return path
 
 
-def load_weights(module: nn.Module, path: Path) -> None:
-    """Load a checkpoint's weights into a LanguageModeling. Raises RunError, naming the first one that does not fit."""
-    state = read(path)["state_dict"]
-    own = module.state_dict()
-    for name in sorted(state.keys() | own.keys()):
-        theirs, ours = (str(list(s[name].shape)) if name in s else "absent" for s in (state, own))
-        if theirs != ours:
+def load_weights(model: nn.Module, path: Path) -> None:
+    """Load the weights of a checkpoint, or of a consolidated file, into a model, sharded or not.
+
+    Raises RunError, naming the first one that does not fit.
+    """
+    whole = _load_file(path) if path.suffix == WEIGHTS else None
+    own = model.state_dict()
+    theirs = {name: of.size for name, of in _stored(path).items()} if whole is None else _shapes(whole)
+    _check_shapes(path, theirs, _shapes(own))
+    if whole is not None:
+        model.load_state_dict(whole)
+    else:
+        load_tensors({"model": own}, path)
+
+
+def consolidate(path: Path, target: Path, config: ExperimentConfig) -> int:
+    """Write a checkpoint's weights into one safetensors file, with the config beside them; how many tensors."""
+    read(path)
+    tensors = {name: torch.empty(of.size, dtype=of.properties.dtype) for name, of in _stored(path).items()}
+    load_tensors({"model": tensors}, path)
+    partial = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        save_file(tensors, partial, metadata={"format": "pt", "stackexp_config": to_yaml(config)})
+        os.replace(partial, target)
+    finally:
+        partial.unlink(missing_ok=True)
+    return len(tensors)
+
+
+def _load_file(path: Path) -> dict[str, torch.Tensor]:
+    try:
+        return load_file(path)
+    except (SafetensorError, OSError) as error:
+        raise RunError(f"{path}: cannot be read as safetensors ({_first_line(error)})") from None
+
+
+def _shapes(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Size]:
+    return {name: tensor.shape for name, tensor in tensors.items()}
+
+
+def _stored(path: Path) -> dict[str, TensorStorageMetadata]:
+    """Of each weight of a checkpoint. Raises RunError if it is none, or damaged."""
+    read(path)
+    try:
+        stored = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    except (OSError, RuntimeError, pickle.UnpicklingError, EOFError, AttributeError) as error:
+        raise RunError(f"{path}: damaged ({_first_line(error)}); use an older one") from None
+    return {name.removeprefix("model."): of for name, of in stored.items() if name.startswith("model.")}
+
+
+def _check_shapes(path: Path, theirs: dict[str, torch.Size], ours: dict[str, torch.Size]) -> None:
+    for name in sorted(theirs.keys() | ours.keys()):
+        then, now = (str(list(shapes[name])) if name in shapes else "absent" for shapes in (theirs, ours))
+        if then != now:
             raise RunError(
-                f"{path}: another architecture: {name} is {theirs} in the checkpoint, {ours} in the config's model; "
+                f"{path}: another architecture: {name} is {then} in the checkpoint, {now} in the config's model; "
                 "use the run's own config.yaml"
             )
-    module.load_state_dict(state)
 
 
 def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -167,5 +261,5 @@ def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return leaves
 
 
-def _first_line(error: Exception) -> str:
+def _first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0][:120]

@@ -1,16 +1,27 @@
 """Next-token training and evaluation of a decoder with a memory between its layers."""
 
+import contextlib
+import logging
+import math
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from stackexp.config import registry
 from stackexp.config.schema import ExperimentConfig
 from stackexp.errors import RunError
+from stackexp.models.sharding import build_mesh, shard_
+from stackexp.modules.checkpoints import load_weights
 from stackexp.modules.metrics import CorpusLoss, StepMetrics
+from stackexp.modules.spikes import SpikeDetector
+
+log = logging.getLogger(__name__)
 
 Batch = dict[str, Tensor]  # tokens [B, T] int64; index [B] int64: number of the sample in its set, -1 for padding
 
@@ -22,18 +33,39 @@ class LanguageModeling(pl.LightningModule):
     tell, `set_metrics` the result of the last evaluation: {set: {loss, perplexity, bits_per_byte, tokens, bytes}}.
     """
 
-    def __init__(self, config: ExperimentConfig):
+    def __init__(self, config: ExperimentConfig, weights: Path | None = None):
+        """Freshly drawn, or with the `weights` of a checkpoint; a sharded model has them from `configure_model` on."""
         super().__init__()
-        self.config = config
-        self.model = registry.build("model", config.model)
+        self.config, self.weights = config, weights
+        self._sharded = False
+        with torch.device("meta") if config.trainer.sharded else contextlib.nullcontext():
+            self.model = registry.build("model", config.model)
         self.model.checkpoint_blocks = config.trainer.activation_checkpointing
-        if config.trainer.compile:
+        if config.trainer.compile and not config.trainer.sharded:
             self.model.compile()
+        if weights is not None and not config.trainer.sharded:
+            load_weights(self.model, weights)
         self.step_metrics = StepMetrics()
         self.set_metrics: dict[str, dict[str, float]] = {}
         self.set_metrics_step: int | None = None  # the optimizer step they were measured after
         self.probe = False  # whether the next forward pass also measures what the memory does
-        self._samples: list[Tensor] = []  # of the optimizer step under way
+        self._losses: list[Tensor] = []  # of the optimizer step under way: loss of each micro-batch
+        self._samples: list[Tensor] = []  # and the numbers of its samples
+        self._spikes = SpikeDetector()
+
+    def configure_model(self) -> None:
+        """Sharded strategies: shard the model, empty so far, and draw the weights that one process would have drawn."""
+        trainer = self.config.trainer
+        if not trainer.sharded or self._sharded:
+            return
+        device = self.trainer.strategy.root_device
+        shard_(self.model, build_mesh(device.type, trainer), trainer)
+        self.model.to_empty(device=device)
+        torch.manual_seed(self.config.seed)
+        self.model.init_weights()
+        if self.weights is not None:
+            load_weights(self.model, self.weights)
+        self._sharded = True
 
     def setup(self, stage: str) -> None:
         self.register_buffer("token_bytes", torch.from_numpy(self.trainer.datamodule.token_bytes), persistent=False)
@@ -46,11 +78,18 @@ class LanguageModeling(pl.LightningModule):
         ):
             group["lr"] = base * factor(scheduler.last_epoch)
 
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["losses"] = list(self._spikes.losses)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self._spikes.losses.extend(checkpoint["losses"])
+
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         self._samples.append(batch["index"])
         output = self.model(batch["tokens"], probe=self.probe)
         loss = per_token_loss(output.logits, batch["tokens"]).mean()
         self.step_metrics.add("loss/train", loss)
+        self._losses.append(loss.detach().float())
         self._add_probes(output.probes or [])
         if self.model.entropy_weight:
             self.step_metrics.add("loss/action_entropy", output.entropy)
@@ -74,23 +113,51 @@ class LanguageModeling(pl.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     def configure_gradient_clipping(self, optimizer: torch.optim.Optimizer, *_: Any, **__: Any) -> None:
-        """Clip by the global norm, and refuse to step on a loss or gradient that is not finite."""
+        """Clip by the global norm; stop at a loss or gradient that is not finite, and look out for spikes."""
         gradients = [p.grad for p in self.parameters() if p.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients)
-        if not torch.isfinite(norm):
-            raise RunError(self._not_finite(norm))
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        loss = torch.stack(self._losses).mean()
+        if dist.is_initialized():
+            dist.all_reduce(loss)
+            loss /= dist.get_world_size()
+        loss_value, norm_value = torch.stack([loss, norm.float()]).tolist()
+        if not (math.isfinite(loss_value) and math.isfinite(norm_value)):
+            raise RunError(self._not_finite(loss_value, norm_value))
         if self.config.trainer.gradient_clip_val is not None:
             torch.nn.utils.clip_grads_with_norm_(self.parameters(), self.config.trainer.gradient_clip_val, norm)
         self.step_metrics.add("optimizer/grad_norm", norm)
         self.step_metrics.add("optimizer/lr", torch.tensor(optimizer.param_groups[0]["lr"], device=self.device))
+        self._watch_for_spikes(loss_value)
+        self._losses.clear()
         self._samples.clear()
 
-    def _not_finite(self, norm: Tensor) -> str:
-        loss = self.step_metrics.drain()["loss/train"]
-        samples = torch.cat(self._samples).tolist()
+    def _watch_for_spikes(self, loss: float) -> None:
+        trainer, deviations = self.config.trainer, self._spikes.deviations(loss)
+        if trainer.spike_threshold is None or deviations <= trainer.spike_threshold:
+            return
+        self.step_metrics.add("loss/spike", torch.tensor(deviations, device=self.device))
+        if trainer.skip_spikes:
+            for parameter in self.parameters():
+                parameter.grad = None  # the optimizer leaves it, and its moments, as they are
+        log.warning(
+            "step %d: loss %.4f is %.1f standard deviations above the mean of the steps before; %s; samples %s",
+            *(self.global_step + 1, loss, deviations, "no update" if trainer.skip_spikes else "updated all the same"),
+            torch.cat(self._samples).tolist(),
+        )
+
+    def _not_finite(self, loss: float, norm: float) -> str:
+        """The message; every process hears which of them had the batch, and raises the same."""
+        bad = any(not torch.isfinite(value) for value in self._losses)
+        found = [(bad, self.global_rank, torch.cat(self._samples).tolist())]
+        if dist.is_initialized():
+            found = [None] * dist.get_world_size()
+            dist.all_gather_object(found, (bad, self.global_rank, torch.cat(self._samples).tolist()))
+        culprits = [entry for entry in found if entry[0]] or found  # none: the gradients alone are not finite
+        samples = ", ".join(f"{numbers} of rank {rank}" for _, rank, numbers in culprits)
         return (
-            f"step {self.global_step + 1}: loss {loss} with gradient norm {norm.item()} on samples {samples} of rank "
-            f"{self.global_rank}; nothing was updated; lower optimizer.lr or look at these samples"
+            f"step {self.global_step + 1}: loss {loss} with gradient norm {norm} on samples {samples}; nothing was "
+            "updated; lower optimizer.lr or look at these samples"
         )
 
     # Evaluation: `validate` and `test` differ only in their sets.

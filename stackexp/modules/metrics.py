@@ -7,16 +7,27 @@ import torch.distributed as dist
 from torch import Tensor
 from torchmetrics import Metric
 
+WISH = "wish/"
+
 
 class StepMetrics:
     """Means over the micro-batches of one optimizer step and over the ranks, on the device until they are drained."""
 
     def __init__(self) -> None:
         self._values: dict[str, list[Tensor]] = {}
+        self.wishes: set[str] = set()  # what one process or more wished for at the last drain
+
+    def wish(self, name: str, whether: bool) -> None:
+        """What this process wants all of them to do after this step; every rank says, whether it does or not."""
+        self.add(WISH + name, torch.tensor(float(whether), device=self._device))
 
     def add(self, tag: str, value: Tensor) -> None:
         """One 0-d value of a micro-batch. Every rank adds the same tags in the same order."""
         self._values.setdefault(tag, []).append(value.detach().float())
+
+    @property
+    def _device(self) -> torch.device:
+        return next(iter(self._values.values()))[0].device if self._values else torch.device("cpu")
 
     def drain(self) -> dict[str, float]:
         """The means since the last drain, with one transfer from the device, and one reduction over the ranks."""
@@ -28,7 +39,10 @@ class StepMetrics:
         if dist.is_initialized():
             dist.all_reduce(means)
             means /= dist.get_world_size()
-        return dict(zip(tags, means.tolist(), strict=True))
+        drained = dict(zip(tags, means.tolist(), strict=True))
+        wishes = {tag: drained.pop(tag) for tag in tags if tag.startswith(WISH)}
+        self.wishes = {tag.removeprefix(WISH) for tag, share in wishes.items() if share}
+        return drained
 
 
 class CorpusLoss(Metric):

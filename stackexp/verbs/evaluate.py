@@ -3,7 +3,7 @@
 import json
 import time
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from stackexp import runs
 from stackexp.config import registry
@@ -13,7 +13,9 @@ from stackexp.modules import checkpoints
 from stackexp.modules.language_modeling import LanguageModeling
 from stackexp.modules.metrics import macro_average
 from stackexp.reports.tables import set_table
-from stackexp.verbs.trainer import build_trainer, interruptible
+from stackexp.runs import RunFolder
+from stackexp.verbs.processes import started
+from stackexp.verbs.trainer import accelerator, build_trainer, interruptible
 
 
 def run(
@@ -29,24 +31,28 @@ def run(
     """
     folder = runs.at(run) if run else None
     checkpoint = checkpoints.choose(folder, ckpt_path) if folder else Path(ckpt_path)
-    data = registry.build("data", config.data, seed=config.seed)
-    module = LanguageModeling(config)
-    checkpoints.load_weights(module, checkpoint)
-    trainer = build_trainer(config, [])
-    evaluate = trainer.validate if stage == "validate" else trainer.test
-    if not data.set_names(stage):
-        raise RunError(f"data.{stage}: no sets to {stage} on; name some in the config's data section")
-    with interruptible():
-        evaluate(module, data, verbose=False)
-    if trainer.is_global_zero:
-        print(f"{checkpoint}\n\n{set_table(module.set_metrics)}")
-        if folder is not None:
-            record = {
-                "checkpoint": str(checkpoint),
-                "overrides": overrides,
-                "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-                "sets": module.set_metrics,
-                "average": macro_average(module.set_metrics),
-            }
-            runs.write_atomically(folder.path / f"{stage}.json", json.dumps(record, indent=2))
+    with started(config.trainer, accelerator(config)) as processes:
+        data = registry.build("data", config.data, seed=config.seed)
+        module = LanguageModeling(config, weights=checkpoint)
+        trainer = build_trainer(config, processes, [])
+        evaluate = trainer.validate if stage == "validate" else trainer.test
+        if not data.set_names(stage):
+            raise RunError(f"data.{stage}: no sets to {stage} on; name some in the config's data section")
+        with interruptible():
+            evaluate(module, data, verbose=False)
+        if processes.first:
+            print(f"{checkpoint}\n\n{set_table(module.set_metrics)}")
+            if folder is not None:
+                _write(folder, stage, checkpoint, overrides, module.set_metrics)
     return 0
+
+
+def _write(folder: RunFolder, stage: str, checkpoint: Path, overrides: list[str], sets: dict[str, Any]) -> None:
+    record = {
+        "checkpoint": str(checkpoint),
+        "overrides": overrides,
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "sets": sets,
+        "average": macro_average(sets),
+    }
+    runs.write_atomically(folder.path / f"{stage}.json", json.dumps(record, indent=2))

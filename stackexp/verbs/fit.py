@@ -4,6 +4,7 @@ import contextlib
 import json
 import logging
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,19 +15,21 @@ from stackexp import runs
 from stackexp.callbacks.progress import StepProgress
 from stackexp.callbacks.run_record import RunRecord, set_tags
 from stackexp.callbacks.stack_probes import StackProbes
+from stackexp.callbacks.step_checkpoint import StepCheckpoint, StopRequest, Wishes
 from stackexp.callbacks.throughput import Throughput
 from stackexp.config import registry
 from stackexp.config.compose import to_dict
 from stackexp.config.schema import ExperimentConfig
-from stackexp.errors import RunError
+from stackexp.errors import RunError, Stopped
 from stackexp.modules import checkpoints
-from stackexp.modules.checkpoints import flatten
+from stackexp.modules.checkpoints import CheckpointState, flatten
 from stackexp.modules.language_modeling import LanguageModeling
 from stackexp.modules.metrics import macro_average
 from stackexp.reports.tables import set_table
 from stackexp.runs import RunFolder
 from stackexp.verbs.generate import sample
-from stackexp.verbs.trainer import build_trainer, interruptible
+from stackexp.verbs.processes import Processes, started
+from stackexp.verbs.trainer import accelerator, build_trainer, interruptible
 
 HYPERPARAMETERS = ("model.", "data.global_batch_tokens", "data.context_length", "optimizer.", "schedule.", "seed")
 """What runs are compared by in the HParams tab; not where they ran and what they logged."""
@@ -38,42 +41,66 @@ class Start(NamedTuple):
     step: int = 0
 
 
-def run(config: ExperimentConfig, ckpt_path: str | None) -> int:
-    """Fit `config` in a new run folder, or go on from `ckpt_path` ("last", or a file) in that run's own folder."""
+def run(config: ExperimentConfig, ckpt_path: str | None, folder: str | None) -> int:
+    """Fit `config` in a new run folder, in `folder`, or go on from `ckpt_path` ("last", or a path)."""
     logging.basicConfig(format="%(message)s")
     logging.getLogger("stackexp").setLevel(logging.INFO)
-    start = _resume(config, ckpt_path) if ckpt_path else Start(runs.new(config))
+    stop = StopRequest(config.trainer.max_time)
+    if folder and RunFolder(Path(folder)).finished:
+        print(f"{folder}: this run is finished (it has a result.json)")
+        return 0
+    with started(config.trainer, accelerator(config)) as processes:
+        start = processes.agree(lambda: _start(config, ckpt_path, folder))
+        _fit(config, start, processes, stop)
+    return 0
+
+
+def _fit(config: ExperimentConfig, start: Start, processes: Processes, stop: StopRequest) -> None:
     pl.seed_everything(config.seed, verbose=False)
     data = registry.build("data", config.data, seed=config.seed)
     data.prepare_data()
     data.setup("fit")
-    module = LanguageModeling(config)
+    started_at = time.perf_counter()
+    trained = start.step >= config.trainer.max_steps  # killed after its last step
+    module = LanguageModeling(config, weights=start.checkpoint if trained else None)
     record = RunRecord(start.folder, config.logging.tensorboard)
-    trainer = build_trainer(config, _callbacks(config, start.folder, record))
-    holding = start.folder.begin(config) if trainer.is_global_zero else contextlib.nullcontext()
-    with holding:
-        if trainer.is_global_zero:
+    trainer = build_trainer(config, processes, _callbacks(config, start.folder, record, stop))
+    with start.folder.begin(config) if processes.first else contextlib.nullcontext():
+        if processes.first:
             print(_header(config, module, start), flush=True)
-        started = time.perf_counter()
-        _train_and_validate(trainer, module, data, record, start)
-        if trainer.is_global_zero:
-            _finish(config, module, data, start.folder, record, time.perf_counter() - started)
-    return 0
+        with _telling_the_checkpoint(start.folder), interruptible(), logging_redirect_tqdm():
+            if not trained:
+                trainer.fit(module, data, ckpt_path=start.checkpoint, weights_only=True)
+            elif processes.first:
+                record.open(start.step)
+            done = module.set_metrics_step == config.trainer.max_steps and config.data.eval_sequences is None
+            if data.set_names("validate") and not done:
+                trainer.validate(module, data, verbose=False)
+        if processes.first:
+            _finish(config, module, data, start.folder, record, time.perf_counter() - started_at)
 
 
-def _resume(config: ExperimentConfig, ckpt_path: str) -> Start:
-    """Where to go on, checked against the config."""
-    if ckpt_path == "last":
-        folder = runs.newest_unfinished(config)
-        path = folder.newest_checkpoint()
-    else:
-        path = Path(ckpt_path)
-        folder = RunFolder(path.parent.parent)
+def _start(config: ExperimentConfig, ckpt_path: str | None, folder: str | None) -> Start:
+    """Where to begin or to go on, checked against the config."""
+    if folder:
+        run = RunFolder(Path(folder))
+        newest = run.newest_checkpoint()
+        return _resume(config, newest, run) if newest else Start(run)
+    if ckpt_path is None:
+        return Start(runs.new(config))
+    path = runs.newest_unfinished(config).newest_checkpoint() if ckpt_path == "last" else Path(ckpt_path)
+    return _resume(config, path, None)
+
+
+def _resume(config: ExperimentConfig, path: Path, folder: RunFolder | None) -> Start:
+    """Go on from `path` in `folder`, or else in the folder it lies in, if that is an unfinished run of this name."""
     checkpoint = checkpoints.read(path)
     checkpoints.check_resumable(path, checkpoint, config)
-    of_this_name = folder.path.parent.resolve() == Path(config.logging.root, config.name).resolve()
-    if not (of_this_name and folder.config.is_file()) or folder.finished:
-        folder = runs.new(config)  # a copied checkpoint, a branch of another name, or on from a finished run
+    if folder is None:
+        folder = RunFolder(path.parent.parent)
+        of_this_name = folder.path.parent.resolve() == Path(config.logging.root, config.name).resolve()
+        if not (of_this_name and folder.config.is_file()) or folder.finished:
+            folder = runs.new(config)  # a copied checkpoint, a branch of another name, or on from a finished run
     step, last = checkpoint["global_step"], config.trainer.max_steps
     if step > last or (step == last and not folder.config.is_file()):
         raise RunError(
@@ -82,35 +109,25 @@ def _resume(config: ExperimentConfig, ckpt_path: str) -> Start:
     return Start(folder, path, step)
 
 
-def _train_and_validate(
-    trainer: pl.Trainer, module: LanguageModeling, data: pl.LightningDataModule, record: RunRecord, start: Start
-) -> None:
-    """Up to the last step, then the whole of every set. What stops it is told with the last good checkpoint."""
-    config, folder = module.config, start.folder
+@contextlib.contextmanager
+def _telling_the_checkpoint(folder: RunFolder) -> Iterator[None]:
+    """What stops the run is told with the checkpoint it goes on from."""
     try:
-        with interruptible(), logging_redirect_tqdm():
-            if start.step < config.trainer.max_steps:
-                trainer.fit(module, data, ckpt_path=start.checkpoint, weights_only=True)
-            else:  # killed after its last step
-                checkpoints.load_weights(module, start.checkpoint)
-                if trainer.is_global_zero:
-                    record.open(start.step)
-            done = module.set_metrics_step == config.trainer.max_steps and config.data.eval_sequences is None
-            if data.set_names("validate") and not done:
-                trainer.validate(module, data, verbose=False)
+        yield
     except RunError as error:
         raise RunError(f"{error}; last good checkpoint: {folder.newest_checkpoint() or 'none yet'}") from None
-    except KeyboardInterrupt:
+    except (Stopped, KeyboardInterrupt) as error:
         newest = folder.newest_checkpoint()
         state = f"newest checkpoint {newest.name}; go on with --ckpt_path last" if newest else "no checkpoint yet"
-        raise KeyboardInterrupt(f"{folder.path}: {state}") from None
+        raise type(error)(f"{folder.path}: {f'{error}; ' if str(error) else ''}{state}") from None
 
 
-def _callbacks(config: ExperimentConfig, folder: RunFolder, record: RunRecord) -> list[pl.Callback]:
+def _callbacks(config: ExperimentConfig, folder: RunFolder, record: RunRecord, stop: StopRequest) -> list[pl.Callback]:
     """In the order of their work: measure, write down, then save."""
+    measuring = [StackProbes(config.logging.probe_interval), Throughput()]
     bar = [StepProgress(record)] if config.logging.progress_bar else []
-    saving = [checkpoints.CheckpointState(), checkpoints.StepCheckpoint(folder, config.trainer)]
-    return [StackProbes(config.logging.probe_interval), Throughput(), record, *bar, *saving]
+    wishes = Wishes(stop, config.trainer.checkpoint_minutes)
+    return [*measuring, wishes, record, *bar, CheckpointState(), StepCheckpoint(folder, config.trainer, stop)]
 
 
 def _header(config: ExperimentConfig, module: LanguageModeling, start: Start) -> str:
@@ -134,7 +151,9 @@ def _finish(
 ) -> None:
     """Table, sample, hyperparameters; result.json last."""
     losses = [line["loss/train"] for line in folder.read_metrics() if "loss/train" in line]
-    text = sample(module.model, data.tokenizer, prompt="", max_new_tokens=60, temperature=0.8, top_p=0.95, seed=0)
+    text = f"python -m stackexp generate --run {folder.path}"  # needs the whole model on one device
+    if not config.trainer.sharded:
+        text = sample(module.model, data.tokenizer, prompt="", max_new_tokens=60, temperature=0.8, top_p=0.95, seed=0)
     result: dict[str, Any] = {
         "steps": config.trainer.max_steps,
         "tokens": config.total_tokens,
@@ -144,7 +163,7 @@ def _finish(
         "sets": module.set_metrics,
         "average": macro_average(module.set_metrics) if module.set_metrics else {},
         "seconds_of_last_session": round(seconds, 1),
-        "sample": text,
+        "sample": None if config.trainer.sharded else text,
     }
     figures = {"final/loss/train": result["train_loss"]["last_20_steps"]}
     figures |= set_tags("final", module.set_metrics)

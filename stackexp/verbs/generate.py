@@ -19,8 +19,8 @@ def run(
     """Print the prompt and its continuation by the model of a run's newest checkpoint, or of `ckpt_path`."""
     folder = runs.at(run)
     config = compose.load(str(folder.config))
-    module = LanguageModeling(config)
-    checkpoints.load_weights(module, checkpoints.choose(folder, ckpt_path))
+    config.trainer.strategy = "single"  # the whole model on one device, however it was trained
+    module = LanguageModeling(config, weights=checkpoints.choose(folder, ckpt_path))
     module.to(accelerator(config))
     tokenizer = load_tokenizer(folder.tokenizer)
     print(sample(module.model, tokenizer, prompt, max_new_tokens, temperature, top_p, seed))

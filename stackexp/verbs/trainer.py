@@ -12,22 +12,24 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from stackexp.config.schema import ExperimentConfig
 from stackexp.errors import RunError
-from stackexp.modules.checkpoints import AtomicCheckpointIO
+from stackexp.modules.strategies import build_strategy
+from stackexp.verbs.processes import Processes
 
 
-def build_trainer(config: ExperimentConfig, callbacks: list[pl.Callback]) -> pl.Trainer:
-    """The Trainer. Raises RunError if the machine does not have the devices.
+def build_trainer(config: ExperimentConfig, processes: Processes, callbacks: list[pl.Callback]) -> pl.Trainer:
+    """The Trainer of processes that run already. Raises RunError if the machine does not have the devices.
 
     Steps are optimizer steps in the config; Lightning counts validation in micro-batches, hence the product.
     """
     _quiet()
     try:
-        return pl.Trainer(**_options(config, callbacks))
+        trainer = pl.Trainer(**_options(config, processes, callbacks))
     except MisconfigurationException as error:
-        trainer = config.trainer
-        raise RunError(
-            f"trainer.accelerator={trainer.accelerator} trainer.devices={trainer.devices}: {str(error).splitlines()[0]}"
-        ) from None
+        where = f"trainer.accelerator={config.trainer.accelerator} trainer.devices={config.trainer.devices}"
+        raise RunError(f"{where}: {str(error).splitlines()[0]}") from None
+    # Lightning's own would run a collective within the handler; ours (StopRequest) are in place already.
+    trainer._signal_connector.register_signal_handlers = lambda: None
+    return trainer
 
 
 @contextlib.contextmanager
@@ -46,14 +48,15 @@ def accelerator(config: ExperimentConfig) -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def _options(config: ExperimentConfig, callbacks: list[pl.Callback]) -> dict[str, Any]:
+def _options(config: ExperimentConfig, processes: Processes, callbacks: list[pl.Callback]) -> dict[str, Any]:
     trainer = config.trainer
+    watching = [processes.watchdog] if processes.watchdog else []
     never = trainer.max_steps + 1  # Lightning takes None for the end of every epoch
     return {
         "accelerator": accelerator(config),
         "devices": trainer.devices,
         "num_nodes": trainer.num_nodes,
-        "strategy": trainer.strategy,
+        "strategy": build_strategy(config, accelerator(config)),
         "precision": trainer.precision,
         "max_steps": trainer.max_steps,
         "max_epochs": -1,
@@ -62,12 +65,12 @@ def _options(config: ExperimentConfig, callbacks: list[pl.Callback]) -> dict[str
         "check_val_every_n_epoch": None,
         "num_sanity_val_steps": 0,
         "use_distributed_sampler": False,
-        "plugins": [AtomicCheckpointIO()],
+        "plugins": [processes.environment],
         "logger": False,
         "enable_checkpointing": any(isinstance(callback, pl.callbacks.Checkpoint) for callback in callbacks),
         "enable_progress_bar": any(isinstance(callback, pl.callbacks.ProgressBar) for callback in callbacks),
         "enable_model_summary": False,
-        "callbacks": callbacks,
+        "callbacks": [*watching, *callbacks],
     }
 
 
@@ -75,3 +78,5 @@ def _quiet() -> None:
     """Our own lines say what is picked; Lightning's hints about workers, loggers and intervals say nothing here."""
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", module="lightning")
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process writes a checkpoint too
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module")  # a view leaves a block: keys and values, no more

@@ -1,0 +1,133 @@
+"""When to save, and when to save and stop."""
+
+import logging
+import signal
+import time
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+
+from stackexp.config.schema import TrainerConfig
+from stackexp.errors import Stopped
+from stackexp.modules.checkpoints import CheckpointWriter
+from stackexp.runs import RunFolder, checkpoint_name, remove
+
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+log = logging.getLogger(__name__)
+
+
+class StopRequest:
+    """SIGTERM, SIGUSR1 (Slurm's warning) or the end of `max_time`, counted from now."""
+
+    def __init__(self, max_time: str | None):
+        self._reason: str | None = None
+        self._max_time = max_time
+        self._deadline = time.monotonic() + seconds(max_time) if max_time else None
+        for number in SIGNALS:
+            signal.signal(number, self._note)
+
+    def _note(self, number: int, _: Any) -> None:
+        self._reason = signal.Signals(number).name
+
+    @property
+    def reason(self) -> str | None:
+        """Why this process should stop, if it should."""
+        if self._reason is None and self._deadline is not None and time.monotonic() > self._deadline:
+            self._reason = f"trainer.max_time {self._max_time} is over"
+        return self._reason
+
+
+def seconds(max_time: str) -> int:
+    """DD:HH:MM:SS -> seconds."""
+    days, hours, minutes, rest = map(int, max_time.split(":"))
+    return ((days * 24 + hours) * 60 + minutes) * 60 + rest
+
+
+class Wishes(pl.Callback):
+    """At the end of a step, what each process wishes, for all of them to hear of in one reduction with the metrics."""
+
+    def __init__(self, stop: StopRequest, checkpoint_minutes: float | None):
+        self._stop, self._minutes = stop, checkpoint_minutes
+        self._saved_at = time.monotonic()
+
+    def on_train_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        self._step = trainer.global_step
+
+    def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
+        if trainer.global_step == self._step:
+            return
+        self._step = trainer.global_step
+        overdue = self._minutes is not None and time.monotonic() - self._saved_at > 60 * self._minutes
+        module.step_metrics.wish("stop", self._stop.reason is not None)
+        module.step_metrics.wish("save", overdue)
+
+    def on_save_checkpoint(self, *_: Any) -> None:
+        self._saved_at = time.monotonic()
+
+    def on_validation_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, *args: Any) -> None:
+        """The whole evaluation after the last step can be long, and everything is saved: stop within it."""
+        batch_idx = args[2]
+        if trainer.state.fn == "validate" and batch_idx % 16 == 0:
+            wish = torch.tensor(float(self._stop.reason is not None), device=module.device)
+            if dist.is_initialized():
+                dist.all_reduce(wish)
+            if wish:
+                raise Stopped(self._stop.reason or "another process was told to stop")
+
+
+class StepCheckpoint(pl.callbacks.Checkpoint):
+    """<step>/ every `checkpoint_interval` steps, after `checkpoint_minutes`, after the last step, and before stopping.
+
+    The newest `keep_checkpoints` stay, and the best: the one of the lowest mean validation loss. Only ever between two
+    optimizer steps, never inside an accumulation. Where a validation is due at the same step it comes first, so a run
+    resumed from a checkpoint misses none. All processes decide alike: saving is collective.
+    """
+
+    def __init__(self, folder: RunFolder, config: TrainerConfig, stop: StopRequest):
+        self._folder, self._config, self._stop = folder, config, stop
+        self._writer = CheckpointWriter()
+
+    def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        self._step = self._saved = trainer.global_step
+
+    def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
+        if trainer.global_step == self._step:
+            return  # a micro-batch that did not end a step
+        self._step = trainer.global_step
+        interval = self._config.val_check_interval
+        validates = interval and self._step % interval == 0 and trainer.datamodule.set_names("validate")
+        if not validates:
+            self._save_if_due(trainer, module.step_metrics.wishes)
+
+    def on_validation_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        if trainer.state.fn == "fit":
+            self._save_if_due(trainer, module.step_metrics.wishes)
+
+    def _save_if_due(self, trainer: pl.Trainer, wishes: set[str]) -> None:
+        due = self._step % self._config.checkpoint_interval == 0 or self._step == self._config.max_steps or wishes
+        if due and self._step != self._saved:
+            path = self._folder.checkpoints / checkpoint_name(self._step)
+            trainer.save_checkpoint(path, storage_options={"writer": self._writer, "then": self._forget_old})
+            self._saved = self._step
+        if "stop" in wishes and self._step < self._config.max_steps:
+            self._writer.wait()
+            raise Stopped(self._stop.reason or "another process was told to stop")
+
+    def _forget_old(self) -> None:
+        best = self._folder.best_checkpoint()
+        for old in self._folder.saved()[: -self._config.keep_checkpoints]:
+            if old != best:
+                remove(old)
+
+    def on_train_end(self, *_: Any) -> None:
+        self._writer.wait()
+
+    def on_exception(self, *_: Any) -> None:
+        """What was begun before the failure is still worth having, if it can be finished."""
+        if not dist.is_initialized():  # otherwise a process that is gone may be needed for it
+            try:
+                self._writer.wait()
+            except Exception as error:
+                log.warning("the checkpoint under way could not be finished: %s", error)

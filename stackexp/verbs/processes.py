@@ -1,0 +1,141 @@
+"""The processes of a run, one per device: started here, by srun or by torchrun; they agree on things, and end together.
+
+Alone on a machine, the first process starts the others with its own command line. On several machines without Slurm
+or torchrun, start one process on each with MASTER_ADDR, MASTER_PORT and NODE_RANK set.
+"""
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins.environments import (
+    ClusterEnvironment,
+    LightningEnvironment,
+    SLURMEnvironment,
+    TorchElasticEnvironment,
+)
+
+from stackexp.callbacks.watchdog import Watchdog
+from stackexp.config.schema import TrainerConfig
+from stackexp.errors import RunError, Stopped
+
+T = TypeVar("T")
+
+
+@dataclass
+class Processes:
+    rank: int
+    size: int
+    environment: ClusterEnvironment
+    watchdog: Watchdog | None = None  # where there are several
+
+    @property
+    def first(self) -> bool:
+        return self.rank == 0
+
+    def agree(self, decide: Callable[[], T]) -> T:
+        """What the first process decides, or the error it raises, in all of them."""
+        if self.size == 1:
+            return decide()
+        answer: list[Any] = [None, None]
+        if self.first:
+            try:
+                answer[0] = decide()
+            except (RunError, OSError) as error:
+                answer[1] = error
+        dist.broadcast_object_list(answer)
+        if answer[1] is not None:
+            raise answer[1]
+        return answer[0]
+
+
+@contextlib.contextmanager
+def started(trainer: TrainerConfig, device_type: str) -> Iterator[Processes]:
+    """All processes of the run, connected. Raises RunError if their number is not that of the config's devices."""
+    size = trainer.devices * trainer.num_nodes
+    environment, children = _environment(trainer)
+    if size == 1 and not trainer.sharded:
+        yield Processes(0, 1, environment)
+        return
+    rank = _connect(environment, trainer, device_type)
+    watchdog = Watchdog(rank, size, trainer.collective_timeout)
+    watchdog.start()
+    try:
+        yield Processes(rank, size, environment, watchdog)
+        dist.barrier()
+    except (Stopped, KeyboardInterrupt):
+        raise  # in all of them, at the same step
+    except Exception as error:
+        if not isinstance(error, dist.DistError) and "gloo" not in str(error):
+            watchdog.tell(str(error))
+            raise
+        raise RunError(watchdog.cause(error)) from None  # a collective failed: a process has gone
+    finally:
+        watchdog.stop()
+    dist.destroy_process_group()
+    for child in children:
+        child.wait()
+
+
+def _environment(trainer: TrainerConfig) -> tuple[ClusterEnvironment, list[subprocess.Popen]]:
+    """Who started us, and the processes that this one has started besides."""
+    asked = trainer.devices * trainer.num_nodes
+    by_srun = int(os.environ.get("SLURM_STEP_NUM_TASKS", 1))
+    by_torchrun = int(os.environ["WORLD_SIZE"]) if "TORCHELASTIC_RUN_ID" in os.environ else 1
+    for name, found in {"srun": by_srun, "torchrun": by_torchrun}.items():
+        if found > 1 and found != asked:
+            raise RunError(
+                f"{name} started {found} processes, but trainer.devices * trainer.num_nodes = {asked}; make them equal"
+            )
+    if by_srun > 1:
+        return SLURMEnvironment(auto_requeue=False), []
+    if by_torchrun > 1:
+        return TorchElasticEnvironment(), []
+    children = _start_others(trainer) if asked > 1 and "LOCAL_RANK" not in os.environ else []
+    return LightningEnvironment(), children
+
+
+def _start_others(trainer: TrainerConfig) -> list[subprocess.Popen]:
+    os.environ.setdefault("NODE_RANK", "0")
+    if trainer.num_nodes > 1 and not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
+        raise RunError(
+            f"trainer.num_nodes={trainer.num_nodes}: start with srun or torchrun, or on each node with MASTER_ADDR, "
+            "MASTER_PORT and NODE_RANK set"
+        )
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    os.environ.setdefault("MASTER_PORT", str(_free_port()))
+    os.environ["LOCAL_RANK"] = "0"
+    command = [sys.executable, "-m", "stackexp", *sys.argv[1:]]
+    return [subprocess.Popen(command, env=os.environ | {"LOCAL_RANK": str(rank)}) for rank in range(1, trainer.devices)]
+
+
+def _connect(environment: ClusterEnvironment, trainer: TrainerConfig, device_type: str) -> int:
+    """Join the process group; our rank in it."""
+    size = trainer.devices * trainer.num_nodes
+    local = environment.local_rank()
+    rank = environment.node_rank() * trainer.devices + local
+    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = environment.main_address, str(environment.main_port)
+    if device_type == "cuda":
+        torch.cuda.set_device(local)
+    dist.init_process_group(
+        "nccl" if device_type == "cuda" else "gloo",
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=trainer.collective_timeout),
+        device_id=torch.device("cuda", local) if device_type == "cuda" else None,
+    )
+    return rank
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
