@@ -48,9 +48,12 @@ setup(
         "tokenizers>=0.22",
         "zstandard>=0.23",
         "tqdm>=4.66",
+        "rich>=13.9",
+        "safetensors>=0.5",
     ],
     extras_require={
-        "dev": ["pytest>=8", "hypothesis>=6.100", "ruff>=0.12"],
+        "dev": ["pytest>=8", "hypothesis>=6.100", "ruff>=0.12", "optuna>=4"],
+        "optuna": ["optuna>=4"],
         "flash": ["flash-attn>=2.8"],
     },
 )

@@ -65,12 +65,17 @@ def wrong_value(origin: str, key: str, hint: Any, metadata: Mapping[str, Any], v
 
 def check(config: ExperimentConfig, origins: Origins) -> None:
     """Limits of single values first, then what involves several. Raises ConfigError for the first mistake."""
+    context = {"model.memory.": (config.model,), "schedule.": (config.trainer,)}
+    check_all(config, origins, context)
+
+
+def check_all(config: Any, origins: Origins, context: Mapping[str, tuple] = types.MappingProxyType({})) -> None:
+    """`check` for any dataclass. `context`: what the `problems` of a section are given, by the prefix of its keys."""
     for path, section in walk(config):
         for field in dataclasses.fields(section):
             value, key = getattr(section, field.name), f"{path}{field.name}"
             if not _in_range(value, field.metadata):
                 raise wrong_value(origins.get(key, ""), key, *field_of(type(section), field.name), value)
-    context = {"model.memory.": (config.model,), "schedule.": (config.trainer,)}
     keys = {path + field.name for path, section in walk(config) for field in dataclasses.fields(section)}
     for path, section in walk(config):
         for key, message in getattr(section, "problems", _no_problems)(*context.get(path, ())):

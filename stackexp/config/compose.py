@@ -14,7 +14,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from stackexp.config.checks import check, field_of, mistake, wrong_value
+from stackexp.config.checks import check, check_all, field_of, mistake, wrong_value
 from stackexp.config.interpolation import first_line, keys, resolve
 from stackexp.config.layers import Layers, find_config, origin_of, sections
 from stackexp.config.names import closest, nearest
@@ -53,6 +53,34 @@ def to_dict(config: ExperimentConfig) -> dict[str, Any]:
 def to_yaml(config: ExperimentConfig) -> str:
     """A config as YAML that `load` turns into an equal one."""
     return OmegaConf.to_yaml(OmegaConf.create(to_dict(config)))
+
+
+def typed_as(cls: type, tree: Tree) -> Any:
+    """A tree as the dataclass `cls`, whatever it describes: names, types and limits are checked as an experiment's."""
+    origins = {key: leaf.origin for key, leaf in _leaves(tree)}
+    root = OmegaConf.structured(cls)
+    _fill(_open(root, tree), tree, "", root)
+    resolve(root, origins)
+    config = OmegaConf.to_object(root)
+    check_all(config, origins)
+    return config
+
+
+def _open(node: DictConfig, tree: Tree) -> DictConfig:
+    """Put its default into each typed entry of `node` that is absent and that the tree writes into."""
+    cls = OmegaConf.get_type(node)
+    for name, value in tree.items():
+        if dataclasses.is_dataclass(cls):
+            hint = typing.get_type_hints(cls).get(name)
+            hints = [hint, *typing.get_args(hint)]
+        else:
+            hints = [node._metadata.element_type]
+        section = next((hint for hint in hints if dataclasses.is_dataclass(hint)), None)
+        if isinstance(value, dict) and section and (name not in node or node[name] is None):
+            node[name] = OmegaConf.structured(section)
+        if isinstance(value, dict) and name in node and isinstance(node[name], DictConfig):
+            _open(node[name], value)
+    return node
 
 
 def _typed(tree: Tree) -> ExperimentConfig:
@@ -149,7 +177,7 @@ def _nearest_key(name: str, path: str, root: DictConfig) -> str:
     """The nearest key in the same section, else the same name elsewhere, else the nearest full key."""
     if "." in name:
         return "; write the parts of a key one inside the other, or as an override"
-    known = [*keys(root), *sections()]
+    known = [*keys(root), *(sections() if OmegaConf.get_type(root) is ExperimentConfig else [])]
     beside = {key.removeprefix(path).split(".")[0] for key in known if key.startswith(path)}
     close = closest(name, beside)
     elsewhere = [key for key in known if key.split(".")[-1] == name]

@@ -2,11 +2,11 @@
 
 from collections.abc import Sequence
 
-from stackexp.modules.metrics import macro_average
-
 
 def set_table(sets: dict[str, dict[str, float]]) -> str:
     """Loss, perplexity and bits per byte of each named set, then their unweighted means."""
+    from stackexp.modules.metrics import macro_average  # imports torch, which tables of text do without
+
     if not sets:
         return "no validation sets (name some in data.validation)"
     rows = [["set", "tokens", "loss", "perplexity", "bits/byte"]]

@@ -28,6 +28,5 @@ class Launcher(Protocol):
 
 def fit_command(trial: Trial) -> list[str]:
     """Begin the trial, or go on from its checkpoint; ends at once if it has a result."""
-    return [sys.executable, "-m", "stackexp", "fit", "--config", str(trial.folder.config), "--run"] + [
-        str(trial.folder.path)
-    ]
+    config, folder = str(trial.folder.config), str(trial.folder.path)
+    return [sys.executable, "-m", "stackexp", "fit", "--config", config, "--run", folder]

@@ -1,9 +1,11 @@
-"""The typed schema of a sweep's YAML. What it searches over (grid, axes, center, list) is read by `grid`."""
+"""The typed schema of a sweep's YAML, checked like a config's."""
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Optional
 
+from stackexp.config.names import nearest
 from stackexp.config.schema import Problems, above, at_least
 
 
@@ -47,7 +49,7 @@ class Space:
 
 @dataclass
 class Prune:
-    """Successive halving: of the trials that reach min_steps * reduction_factor**k, the best 1/reduction_factor go on."""
+    """Successive halving: of the trials at step min_steps * reduction_factor**k, the best 1/reduction_factor go on."""
 
     reduction_factor: int = at_least(2, 3)
     min_steps: int = at_least(1, 100)
@@ -67,14 +69,20 @@ class Search:
     def problems(self) -> Problems:
         if not self.space:
             yield "space", "name at least one key with its values"
+        for key, space in self.space.items():
+            yield from ((f"space.{key}.{name}", message) for name, message in space.problems())
 
 
 @dataclass
 class SweepConfig:
-    """A sweep. Its trials are the product of `grid`, `axes`, `list` and `seeds`, each of which may be missing."""
+    """A sweep. Its trials are the product of `grid`, `axes`, `list` and `seeds`, each of which may be missing.
+
+    Keys and values are overrides of the config (`model.memory.num_heads: [1, 2]`, `model.memory: [queue, null]`); two
+    keys are of the sweep itself: `config` (base configs) and `tokens` (the budget of a trial).
+    """
 
     name: Optional[str] = None  # of the folder <logging.root>/<name>; None: the file's name
-    config: Any = "???"  # one or several base configs, names or paths
+    config: Any = None  # one or several base configs, names or paths
     overrides: list[str] = field(default_factory=list)  # KEY=VALUE, for every trial
     seeds: list[int] = field(default_factory=list)
     tokens: Optional[float] = above(0, None)  # budget of each trial; trainer.max_steps follows from it
@@ -83,7 +91,33 @@ class SweepConfig:
     resources: Resources = field(default_factory=Resources)
     retries: int = at_least(0, 0)  # of a trial that fails, within one `sweep run`
     search: Optional[Search] = None
+    grid: dict[str, list[Any]] = field(default_factory=dict)  # every combination of the values
+    axes: dict[str, list[Any]] = field(default_factory=dict)  # one key at a time, the others at the center
+    center: dict[str, Any] = field(default_factory=dict)  # also where figures cut through a grid
+    list: "list[dict[str, Any]]" = field(default_factory=list)  # `name`, and the keys of one trial
 
     def problems(self) -> Problems:
+        if not isinstance(self.config, str) and not (
+            isinstance(self.config, Sequence) and self.config and all(isinstance(name, str) for name in self.config)
+        ):
+            yield "config", "name the base config of the trials, or a list of them"
+        yield from self._clashes()
+        for key in self.axes.keys() - self.center.keys():
+            yield f"axes.{key}", f"the other axes need to know where this one stands meanwhile; set center.{key}"
+        for key in self.center.keys() - self.axes.keys() - self.grid.keys():
+            yield f"center.{key}", f"there is no axis of that name{nearest(key, [*self.axes, *self.grid])}"
         if self.name is not None and not re.fullmatch(r"[\w+-][\w.+-]*", self.name):
             yield "name", f"{self.name!r} cannot name a folder; use letters, digits and . _ - +"
+
+    def _clashes(self) -> Problems:
+        for section in (self.grid, self.axes):
+            for key, values in section.items():
+                if not values:
+                    yield f"{'grid' if section is self.grid else 'axes'}.{key}", "expected at least one value"
+        listed = [key for entry in self.list for key in entry if key != "name"]
+        keys = [*self.grid, *self.axes, *dict.fromkeys(listed), *(["seed"] if self.seeds else [])]
+        for key in keys:
+            if keys.count(key) > 1:
+                yield "grid" if key in self.grid else "axes", f"{key} is set by two of grid, axes, list and seeds"
+        if self.search and keys:
+            yield "search", "a search chooses its trials itself; remove grid, axes, list and seeds"

@@ -1,0 +1,148 @@
+"""Adaptive search by Optuna, asked and told in the driver. Its study is in memory: the run folders are the record."""
+
+import json
+import time
+from typing import Any
+
+from stackexp.errors import ConfigError
+from stackexp.runs import write_atomically
+from stackexp.sweeps.grid import Sweep, label
+from stackexp.sweeps.schema import Search, Space
+from stackexp.sweeps.status import State, figure, state_of, tail
+from stackexp.sweeps.trials import Trial
+
+MEAN_STEPS = 20
+"""Training loss is averaged over so many steps before trials are compared by it."""
+DRAWS = 100
+"""So many in a row without a new trial mean that the space is exhausted."""
+
+
+class Study:
+    """The trials of a sweep's `search`: those in its folder, and new ones while there are fewer than `search.trials`.
+
+    `parallel`: how many may be unfinished at once; the fewer they are, the more is known when the next is chosen.
+    Raises ConfigError if Optuna is missing.
+    """
+
+    def __init__(self, sweep: Sweep, parallel: int | None = None) -> None:
+        try:
+            import optuna
+        except ModuleNotFoundError:
+            raise ConfigError("search needs Optuna, which is not installed: pip install 'stackexp[optuna]'") from None
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        assert sweep.config.search is not None
+        self._optuna, self._sweep, self._search = optuna, sweep, sweep.config.search
+        prune = self._search.prune
+        pruner = (
+            optuna.pruners.SuccessiveHalvingPruner(prune.min_steps, prune.reduction_factor)
+            if prune
+            else optuna.pruners.NopPruner()
+        )
+        self._parallel = parallel or self._search.trials
+        self._asked: dict[Trial, Any] = {}
+        self._study = optuna.create_study(direction=sweep.config.direction, pruner=pruner)
+        self._told: set[Trial] = set()
+        self._reported: dict[Trial, int] = {}
+        self._exhausted = False
+        self.trials()
+        seed = self._search.seed + len(self._asked)  # not to draw the same again
+        self._tpe = optuna.samplers.TPESampler(seed=seed, constant_liar=True)
+        self._random = optuna.samplers.RandomSampler(seed=seed)
+
+    def trials(self) -> list[Trial]:
+        """Those known, with those that another driver has added."""
+        for trial in self._sweep.begun({trial.folder for trial in self._asked}):
+            self._study.enqueue_trial(trial.values)
+            self._asked[trial] = self._ask()[1]
+            self._report(trial)
+        self._tell()
+        return list(self._asked)
+
+    def add(self, count: int) -> None:
+        unfinished = sum(state_of(trial) != State.FAILED for trial in self._asked.keys() - self._told)
+        for _ in range(min(count, self._parallel - unfinished)):
+            if not self.complete():
+                self._add()
+
+    def complete(self) -> bool:
+        return self._exhausted or len(self._asked) >= self._search.trials
+
+    def hopeless(self, running: list[Trial]) -> list[Trial]:
+        """Those whose last figure is not among the best at their rung; a pruned.json says at which step."""
+        given_up = []
+        for trial in running if self._search.prune else []:
+            last = self._report(trial)
+            if last and self._asked[trial].should_prune():
+                pruned = {"step": last[0], self._search.prune.metric: last[1], "time": time.strftime("%FT%T%z")}
+                write_atomically(trial.pruned, json.dumps(pruned, indent=2))
+                given_up.append(trial)
+        return given_up
+
+    def _add(self) -> None:
+        """Ask for a trial that there is not yet; what has been tried before gives way to a draw by chance."""
+        for draw in range(DRAWS):
+            self._study.sampler = self._random if draw else self._tpe
+            values, asked = self._ask()
+            try:
+                trial = self._sweep.trial(values, label(values))
+            except ConfigError as error:
+                print(f"left out: {error}", flush=True)
+            else:
+                if trial not in self._asked:
+                    self._asked[trial] = asked
+                    return
+            self._study.tell(asked, state=self._optuna.trial.TrialState.FAIL)
+        print(f"{DRAWS} draws gave no new trial: the space is exhausted", flush=True)
+        self._exhausted = True
+
+    def _ask(self) -> tuple[dict[str, Any], Any]:
+        asked = self._study.ask()
+        return {key: _suggest(asked, key, space) for key, space in self._search.space.items()}, asked
+
+    def _tell(self) -> None:
+        """Tell Optuna what has come of the trials that have ended."""
+        states = self._optuna.trial.TrialState
+        for trial in self._asked.keys() - self._told:
+            state = state_of(trial)
+            if state == State.DONE:
+                result = json.loads(trial.folder.result.read_text())
+                self._study.tell(self._asked[trial], figure(result, self._sweep.config.objective))
+            elif state == State.PRUNED:
+                self._study.tell(self._asked[trial], state=states.PRUNED)
+            else:
+                continue
+            self._told.add(trial)
+
+    def _report(self, trial: Trial) -> tuple[int, float] | None:
+        """Report the figures that are new in metrics.jsonl; the last one and its step."""
+        prune = self._search.prune
+        if prune is None:
+            return None
+        lines = [line for line in tail(trial.folder.metrics) if prune.metric in line]
+        if prune.metric == "loss/train" and lines:
+            recent = [line["loss/train"] for line in lines[-MEAN_STEPS:]]
+            lines = [{"step": lines[-1]["step"], prune.metric: sum(recent) / len(recent)}]
+        last = None
+        for line in lines:
+            if line["step"] > self._reported.get(trial, 0):
+                last = line["step"], line[prune.metric]
+                self._asked[trial].report(last[1], last[0])
+                self._reported[trial] = last[0]
+        return last
+
+
+def _suggest(asked: Any, key: str, space: Space) -> Any:
+    """A value of the space; real numbers to four digits, which is what the trial's name shows."""
+    if space.values is not None:
+        return asked.suggest_categorical(key, space.values)
+    if space.int:
+        return asked.suggest_int(key, round(space.low), round(space.high), log=space.log)
+    value = float(f"{asked.suggest_float(key, space.low, space.high, log=space.log):.4g}")
+    return min(max(value, space.low), space.high)
+
+
+def ends(search: Search) -> list[dict[str, Any]]:
+    """What to check before anything starts: every choice and both ends of every range, one key at a time."""
+    choices = {key: s.values or [int(x) if s.int else x for x in (s.low, s.high)] for key, s in search.space.items()}
+    first = {key: values[0] for key, values in choices.items()}
+    return [first, *(first | {key: value} for key, values in choices.items() for value in values[1:])]
