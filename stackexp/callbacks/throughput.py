@@ -6,14 +6,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 
-PEAK_BF16_FLOPS = {
-    "A100": 312e12,
-    "H100 PCIe": 756e12,
-    "H100": 989e12,
-    "H200": 989e12,
-    "B200": 2250e12,
-}
-"""Dense bfloat16 peak of one card, from the makers' data sheets; the first name found in the device's name counts."""
+from stackexp.config.devices import DEVICES
 
 
 class Throughput(pl.Callback):
@@ -47,4 +40,4 @@ class Throughput(pl.Callback):
 def peak_flops(device: torch.device) -> float:
     """bfloat16 peak of the card in FLOP/s; 0.0 where it is not known, as on a CPU."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    return next((peak for card, peak in PEAK_BF16_FLOPS.items() if card in name), 0.0)
+    return next((device.peak_flops for device in DEVICES.values() if device.card in name), 0.0)
