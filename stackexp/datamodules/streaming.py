@@ -40,7 +40,7 @@ def _private_prefix(locals_: list[str], remotes: list, world: World, retry: int 
     drawn = [secrets.randbelow(10**9)]
     if distributed.is_available() and distributed.is_initialized():
         distributed.broadcast_object_list(drawn)
-    prefix = drawn[0]
+    prefix = drawn[0] + world.node  # two nodes may be one machine
     name = streaming.base.dataset._get_path(prefix, LOCALS)
     if world.is_local_leader:
         record = "\0".join([*locals_, str(prefix)]).encode()
