@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from stackexp.config.compose import compose, load, typed_as
-from stackexp.config.layers import origin_of, split_overrides
+from stackexp.config.layers import origin_of, sections, split_overrides
 from stackexp.config.names import nearest
 from stackexp.config.schema import ExperimentConfig
 from stackexp.config.yaml_files import Leaf, Tree, configs_folder, display, names_in, read_file, read_value
@@ -113,6 +113,7 @@ class Sweep:
         tree = dataclasses.asdict(self.config)
         tree |= {"name": self.name, "config": self._configs({}), "overrides": self.all_overrides}
         kept = {key: value for key, value in tree.items() if value not in (None, [], {})}
+        kept["resources"] = {key: value for key, value in tree["resources"].items() if value is not None}
         return f"# The sweep as it was last run here.\n{yaml.safe_dump(kept, sort_keys=False)}"
 
     def _compose(self, values: dict[str, Any]) -> ExperimentConfig:
@@ -151,7 +152,8 @@ class Sweep:
     def _located(self, message: str, values: dict[str, Any]) -> str:
         """An error of `compose`, with this sweep's lines in the place of overrides that it has made itself."""
         own = dict.fromkeys(self.config.overrides, "overrides")
-        own |= {f"{key}={spelled(value)}": key for key, value in values.items()}
+        resources = {f"trainer.{key}": value for key, value in dataclasses.asdict(self.config.resources).items()}
+        own |= {f"{key}={spelled(value)}": key for key, value in (resources | values).items()}
         for override, key in own.items():
             message = message.replace(f"override {override}", self.origins.get(key, f"override {override}"))
         named = message.startswith(("override ", f"{display(self.path)}:"))
@@ -171,6 +173,9 @@ def read(target: str, overrides: Iterable[str] = ()) -> Sweep:
             raise ConfigError(f"{origin}: the sweep itself sets {key} at {sweep.origins[key]}; change it there")
         if key == "name":
             raise ConfigError(f"{origin}: trials are named by the sweep; set name: in {display(path)}")
+    for key in config.search.space if config.search else []:
+        if key in (*sections(), "config", "tokens"):
+            raise ConfigError(f"{sweep.origins[key]}: {key}: a search takes plain keys, such as optimizer.lr; use list")
     return sweep
 
 
@@ -181,7 +186,9 @@ def _origins(config: SweepConfig, tree: Tree) -> dict[str, str]:
     origins = {key: origin_of(value) for section in sections for key, value in section.items()}
     origins |= {key: origin_of(tree["list"]) for entry in config.list for key in entry}
     named = {"seed": "seeds", "tokens": "tokens", "overrides": "overrides"}
-    return {key: origin_of(tree[name]) for key, name in named.items() if name in tree} | origins
+    around = {key: origin_of(tree[name]) for key, name in named.items() if name in tree}
+    around |= {f"trainer.{key}": leaf.origin for key, leaf in tree.get("resources", {}).items()}
+    return around | origins
 
 
 def points(config: SweepConfig) -> list[tuple[str, dict[str, Any]]]:
@@ -196,7 +203,7 @@ def points(config: SweepConfig) -> list[tuple[str, dict[str, Any]]]:
     for entry, cell, point, seed in itertools.product(config.list or [{}], grid, axes, seeds or [{}]):
         listed = {key: value for key, value in entry.items() if key != "name"}
         named = {} if "name" in entry else listed
-        parts = [entry["name"]] if "name" in entry else []
+        parts = [_word(entry["name"])] if "name" in entry else []
         parts += [f"{names[key]}={_word(value)}" for key, value in (named | cell | point | seed).items()]
         found.append((_label(parts), listed | cell | point | seed))
     return found
@@ -220,10 +227,11 @@ def _label(parts: list[str]) -> str:
 def short_names(keys: Iterable[str]) -> dict[str, str]:
     """key -> the paper's symbol, or as many of its last parts as tell it from the other keys."""
     keys, names = list(dict.fromkeys(keys)), {}
+    plain = [key for key in keys if key not in SYMBOLS]
     for key in keys:
         parts = key.split(".")
         tails = [".".join(parts[-n:]) for n in range(1, len(parts) + 1)]
-        alone = (tail for tail in tails if sum(f".{other}".endswith(f".{tail}") for other in keys) == 1)
+        alone = (tail for tail in tails if sum(f".{other}".endswith(f".{tail}") for other in plain) == 1)
         names[key] = SYMBOLS.get(key) or next(alone)
     return names
 

@@ -58,6 +58,8 @@ def main(argv: list[str]) -> int:
     from stackexp.sweeps import grid
 
     sweep = grid.read(rest[0], rest[1:])
+    if verb != "run" and not rest[1:] and (sweep.folder / grid.COPY).is_file():
+        sweep = grid.read(str(sweep.folder))  # as it was last run, with the overrides it was given
     return {"run": _run, "status": _status, "stop": _stop, "results": _results}[verb](sweep, options)
 
 
@@ -136,15 +138,21 @@ def _dry_run(sweep: Any) -> int:
     rows = [["trial", "state", "steps", "tokens", "GPU-hours", "left"]]
     for status in statuses:
         config = status.trial.config
-        hours = plan(config).gpu_hours
+        planned = plan(config)
+        hours = planned.gpu_hours
         settled = status.state in (State.DONE, State.PRUNED)
         remaining = 0.0 if settled else hours * (1 - status.step / config.trainer.max_steps)
         total, left = total + hours, left + remaining
-        figures = [f"{config.trainer.max_steps:,}", f"{config.total_tokens:,}", f"{hours:,.3g}", f"{remaining:,.3g}"]
+        figures = [f"{config.trainer.max_steps:,}", f"{config.total_tokens:,}", _hours(hours), _hours(remaining)]
         rows.append([status.trial.name, status.state, *figures])
     print(table(rows, align="<<>>>>", rules=(1,)))
-    print(f"\n{summary(statuses)}; {total:,.3g} GPU-hours in all, {left:,.3g} left")
+    at = f"on {planned.device} at {planned.mfu:.0%} of its FLOP/s"
+    print(f"\n{summary(statuses)}; {_hours(total)} GPU-hours in all, {_hours(left)} left, {at}")
     return 0
+
+
+def _hours(hours: float) -> str:
+    return f"{hours:,.1f}" if hours >= 10 else f"{hours:.3g}"
 
 
 def _status(sweep: Any, _: argparse.Namespace) -> int:
