@@ -1,11 +1,14 @@
 """A small corpus of real text and a small experiment, shared by the tests that run the program."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import yaml
 from processes import Program
+from slurm import Slurm
+from slurm import missing as slurm_is_missing
 
 TINY = {
     "name": "tiny",
@@ -79,3 +82,21 @@ def tiny(corpus, tmp_path) -> Path:
 @pytest.fixture
 def program(tmp_path) -> Program:
     return Program(tmp_path)
+
+
+@pytest.fixture(scope="session")
+def cluster(tmp_path_factory) -> Iterator[Slurm]:
+    """A real Slurm of two nodes."""
+    if reason := slurm_is_missing():
+        pytest.skip(reason)
+    with Slurm(tmp_path_factory.mktemp("slurm")) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def slurm(cluster, monkeypatch) -> Iterator[Slurm]:
+    """The cluster, without jobs, and led to by the environment."""
+    for name, value in cluster.variables.items():
+        monkeypatch.setenv(name, value)
+    yield cluster
+    cluster.mend()

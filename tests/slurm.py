@@ -1,0 +1,188 @@
+"""A real Slurm of two nodes on this machine, its daemons, ports and files all its own. Needs root."""
+
+import contextlib
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+COMMANDS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "squeue", "scontrol", "scancel", "sinfo")
+NODES = ("n0", "n1")
+CONFIG = """\
+ClusterName=test
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={ports[0]}
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge/socket
+StateSaveLocation={folder}/slurmctld/state
+SlurmdSpoolDir={folder}/%n/spool
+SlurmctldPidFile={folder}/slurmctld/pid
+SlurmdPidFile={folder}/%n/pid
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+JobAcctGatherType=jobacct_gather/none
+AccountingStorageType=accounting_storage/none
+MpiDefault=none
+SwitchType=switch/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+SchedulerParameters=batch_sched_delay=0,sched_interval=1
+ReturnToService=2
+JobRequeue=1
+KillWait=2
+MessageTimeout=2
+SlurmdTimeout=5
+NodeName=n0 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=2
+NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=2
+PartitionName=main Nodes=ALL Default=YES State=UP
+"""
+
+
+def missing() -> str | None:
+    """Why Slurm cannot be started here, or None."""
+    if os.getuid():
+        return "starting a Slurm of our own needs root"
+    absent = [name for name in COMMANDS if not shutil.which(name)]
+    return f"not installed: {', '.join(absent)}" if absent else None
+
+
+class Slurm:
+    """The cluster and what an operator does to it. `variables` of the environment lead commands and jobs to it.
+
+    After SlurmdTimeout, 5 seconds, the controller gives up a silent node, and requeues what ran on it.
+    """
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.variables = {"SLURM_CONF": str(folder / "slurm.conf"), "MASTER_ADDR": "127.0.0.1"}
+        self.daemons: dict[str, subprocess.Popen] = {}
+
+    def __enter__(self) -> "Slurm":
+        for name in ("munge", "slurmctld", *NODES):
+            (self.folder / name).mkdir()
+        config = CONFIG.format(host=socket.gethostname(), folder=self.folder, ports=_free_ports(3))
+        (self.folder / "slurm.conf").write_text(config)
+        try:
+            self._start_munge()
+            self.start_controller()
+            for node in NODES:
+                self.start_node(node)
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_) -> None:
+        for node in set(NODES) & set(self.daemons):
+            self.kill_node(node)
+        for daemon in self.daemons.values():
+            daemon.kill()
+            daemon.wait()
+
+    def start_controller(self) -> None:
+        """Start the controller, again with the state it left."""
+        self._start("slurmctld", "slurmctld", "-D")
+        wait_for(lambda: self.call("scontrol", "ping").returncode == 0)
+
+    def stop_controller(self) -> None:
+        self.daemons["slurmctld"].terminate()
+        self.daemons["slurmctld"].wait()
+
+    def start_node(self, node: str) -> None:
+        """Start a node, also a killed one, and wait until it takes jobs."""
+        self._start(node, "slurmd", "-D", "-N", node)
+        wait_for(lambda: self.call("sinfo", "-h", "-n", node, "-t", "idle,mix,alloc", "-o", "%n").stdout)
+
+    def kill_node(self, node: str) -> None:
+        """The node's power fails: SIGKILL to its daemon and to all that runs on it."""
+        self.daemons[node].kill()
+        self.daemons[node].wait()
+        while processes := list(self._processes(node)):
+            for pid in processes:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+    def call(self, *command: object, input: str | None = None) -> subprocess.CompletedProcess[str]:
+        environment = os.environ | self.variables
+        return subprocess.run([*map(str, command)], capture_output=True, text=True, input=input, env=environment)
+
+    def output(self, *command: object, input: str | None = None) -> str:
+        """What the command printed; fails if it fails."""
+        result = self.call(*command, input=input)
+        assert result.returncode == 0, result.stderr
+        return result.stdout
+
+    def sbatch(self, script: str, *options: object) -> str:
+        """The id of the new job."""
+        return self.output("sbatch", "--parsable", *options, input=f"#!/bin/bash\n{script}\n").strip()
+
+    def squeue(self) -> dict[str, str]:
+        """Id (`12`, in an array `12_3`) -> state of each job that has not ended."""
+        return dict(line.split() for line in self.output("squeue", "-h", "--array", "-o", "%i %T").splitlines())
+
+    def hurry(self) -> None:
+        """Start requeued jobs soon; otherwise they wait for two minutes.
+
+        Not at once: where the last steps of a job have not ended, Slurm starts it, but none of its steps.
+        """
+        time.sleep(3)
+        for job, state in self.squeue().items():
+            if state == "PENDING":
+                self.call("scontrol", "update", f"JobId={job}", "StartTime=now")
+
+    def mend(self) -> None:
+        """No jobs, and everything runs: whatever a test has left."""
+        if self.daemons["slurmctld"].poll() is not None:
+            self.start_controller()
+        self.output("scancel", "--user=root")
+        for node in NODES:
+            if self.daemons[node].poll() is not None:
+                self.start_node(node)
+        wait_for(lambda: not self.squeue())
+
+    def _start_munge(self) -> None:
+        folder = self.folder / "munge"
+        folder.joinpath("key").touch(mode=0o600)
+        folder.joinpath("key").write_bytes(secrets.token_bytes(128))
+        files = {"key-file": "key", "log-file": "log", "pid-file": "pid", "seed-file": "seed", "socket": "socket"}
+        options = [f"--{option}={folder / name}" for option, name in files.items()]
+        self._start("munge", "munged", "--foreground", "--force", *options)
+        wait_for(folder.joinpath("socket").exists)
+
+    def _start(self, name: str, *command: str) -> None:
+        """The daemon's working directory is the folder of its name, and so is that of a node's steps."""
+        with open(self.folder / name / "log.txt", "a") as log:
+            self.daemons[name] = subprocess.Popen(
+                command, cwd=self.folder / name, stdout=log, stderr=log, env=os.environ | self.variables
+            )
+
+    def _processes(self, node: str) -> Iterator[int]:
+        """The steps of a node, known by their working directory, and what they run, by its environment."""
+        marks = {f"SLURM_CONF={self.folder}/slurm.conf".encode(), f"SLURMD_NODENAME={node}".encode()}
+        for process in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                step = os.readlink(process / "cwd") == str(self.folder / node)
+                if step or marks <= set((process / "environ").read_bytes().split(b"\0")):
+                    yield int(process.name)
+
+
+def wait_for(condition: Callable[[], object], seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "timed out"
+        time.sleep(0.1)
+
+
+def _free_ports(number: int) -> list[int]:
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(number)]
+        for opened in sockets:
+            opened.bind(("127.0.0.1", 0))
+        return [opened.getsockname()[1] for opened in sockets]

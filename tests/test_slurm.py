@@ -1,0 +1,242 @@
+"""The Slurm launcher on a real Slurm of two nodes; a few lines of shell stand for the trials' program."""
+
+import json
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from slurm import Slurm, wait_for
+
+from stackexp.config.schema import ExperimentConfig, TrainerConfig
+from stackexp.errors import ConfigError, RunError
+from stackexp.runs import RunFolder
+from stackexp.sweeps import slurm as launcher_module
+from stackexp.sweeps.schema import Resources
+from stackexp.sweeps.slurm import SlurmLauncher, newest_tasks, states
+from stackexp.sweeps.trials import Trial
+
+COUNT = 'echo >>"$0/starts"; '
+UNTIL_TOLD = f"{COUNT}trap 'sleep 1; exit 75' USR1 TERM; touch $0/ready; until [ -e $0/go ]; do sleep 0.05; done; "
+"""Runs until there is a file `go`, ends with 75 a second after it is told to stop."""
+
+
+@pytest.fixture
+def sweep(slurm, tmp_path) -> "Sweep":
+    return Sweep(tmp_path / "study")
+
+
+class Sweep:
+    """A sweep's folder, with trials that are lines of shell; their folder is $0."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.shell: dict[str, str] = {}
+        folder.mkdir()
+
+    def trial(self, name: str, shell: str, **trainer: int) -> Trial:
+        self.shell[name] = shell
+        folder = RunFolder(self.folder / name)
+        folder.path.mkdir()
+        return Trial(folder, ExperimentConfig(trainer=TrainerConfig(**trainer)), {})
+
+    def launcher(self, max_parallel: int | None = None, **resources) -> SlurmLauncher:
+        return SlurmLauncher(self.folder, Resources(**resources), max_parallel, command=self.command)
+
+    def command(self, trial: Trial) -> list[str]:
+        return ["bash", "-c", self.shell[trial.name], str(trial.folder.path)]
+
+
+def codes(launcher: SlurmLauncher, number: int = 1, seconds: float = 60) -> dict[str, int]:
+    """Name of the trial -> exit code, of the next `number` trials that end."""
+    found: dict[str, int] = {}
+
+    def enough() -> bool:
+        found.update({trial.name: code for trial, code in launcher.ended()})
+        return len(found) >= number
+
+    wait_for(enough, seconds)
+    return found
+
+
+def starts(trial: Trial) -> int:
+    path = trial.folder.path / "starts"
+    return len(path.read_text().splitlines()) if path.exists() else 0
+
+
+def is_ready(trial: Trial) -> bool:
+    return (trial.folder.path / "ready").exists()
+
+
+def test_how_trials_end(sweep):
+    """Each with its own code and its output in its own log; of several processes the first to fail has the code."""
+    endings = {"done": 0, "failed": 1, "config": 2, "busy": 74}
+    trials = [sweep.trial(name, f"echo {name} $SLURM_PROCID; exit {code}") for name, code in endings.items()]
+    trials.append(sweep.trial("killed", "kill -9 $$"))
+    trials.append(sweep.trial("one-of-two", "((SLURM_PROCID == 1)) && exit 3; sleep 100", num_nodes=2))
+    launcher = sweep.launcher()
+    launcher.start(trials)
+    assert launcher.free() == 1000 - 6
+    assert codes(launcher, 6) == endings | {"killed": -9, "one-of-two": 3}
+    assert launcher.free() == 1000
+    assert all(f"{trial.name} 0\n" in trial.log.read_text() for trial in trials[:4])
+    record = json.loads((trials[1].folder.path / "exit.json").read_text())
+    assert (record["exit_code"], record["attempt"]) == (1, 1)
+    lines = [json.loads(line) for line in (sweep.folder / "jobs.jsonl").read_text().splitlines()]
+    assert [len(line["trials"]) for line in lines] == [5, 1], "one array job for each shape"
+
+
+def test_the_time_limit_warns_and_the_trial_is_requeued(sweep, slurm):
+    """After one minute less 55 seconds; one process has saved at once, and the other one is not ended for it."""
+    told = "((SLURM_PROCID)) && sleep 2 && touch $0/saved; exit 75"
+    shell = f"{COUNT}trap '{told}' USR1; [ -e $0/saved ] || sleep 100 & wait"
+    trials = [sweep.trial("short", COUNT), sweep.trial("long", shell, num_nodes=2)]
+    launcher = sweep.launcher(time="1", signal_seconds=55)
+    launcher.start(trials)
+    assert codes(launcher) == {"short": 0}
+    wait_for(lambda: "PENDING" in slurm.squeue().values() and (trials[1].folder.path / "saved").exists())
+    assert launcher.ended() == []
+    wait_for(lambda: [slurm.hurry(), starts(trials[1]) == 4][1])
+    assert codes(launcher) == {"long": 0}
+    assert json.loads((trials[1].folder.path / "exit.json").read_text())["attempt"] == 2
+    assert starts(trials[0]) == 1, "only the task itself is requeued"
+
+
+def test_never_more_at_once_than_told(sweep):
+    shell = "echo 1 >>$0/../load; sleep 0.5; echo -1 >>$0/../load"
+    trials = [sweep.trial(f"t{i}", shell) for i in range(4)] + [
+        sweep.trial(f"wide{i}", shell, devices=2) for i in (0, 1)
+    ]
+    launcher = sweep.launcher(max_parallel=2)
+    launcher.start(trials[:3])
+    launcher.start(trials[3:])
+    assert set(codes(launcher, 6).values()) == {0}
+    load = [int(line) for line in (sweep.folder / "load").read_text().split()]
+    assert len(load) == 2 * (4 + 2 * 2)
+    running = [sum(load[: i + 1]) for i in range(len(load))]
+    assert 2 <= max(running) <= 4, "two trials, of up to two processes"
+
+
+def test_no_two_drivers_submit_a_trial(sweep, slurm):
+    """Neither at once, nor one after the other; the later one learns how it ended."""
+    trials = [sweep.trial(f"t{i}", UNTIL_TOLD) for i in range(3)]
+    launchers = [sweep.launcher() for _ in range(4)]
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(lambda launcher: launcher.start(trials), launchers))
+    wait_for(lambda: all(map(is_ready, trials)))
+    later = sweep.launcher()
+    later.start(trials)
+    assert len(slurm.squeue()) == 3
+    for trial in trials:
+        (trial.folder.path / "go").touch()
+    for launcher in (*launchers, later):
+        assert codes(launcher, 3) == {"t0": 0, "t1": 0, "t2": 0}
+    assert [starts(trial) for trial in trials] == [1, 1, 1]
+
+    for attempt in (2, 3, 4):  # one that has ended may be started again at once
+        later.start(trials[:1])
+        assert codes(later) == {"t0": 0}
+        assert starts(trials[0]) == attempt
+
+
+def test_status(sweep):
+    trials = [sweep.trial("a", UNTIL_TOLD), sweep.trial("b", UNTIL_TOLD)]
+    launcher = sweep.launcher(max_parallel=1)
+    launcher.start(trials)
+    wait_for(lambda: is_ready(trials[0]))
+    shown = states(sweep.folder)
+    tasks = newest_tasks(sweep.folder)
+    assert [shown[tasks[name]].state for name in "ab"] == ["RUNNING", "PENDING"]
+    assert str(shown[tasks["a"]]).startswith("running n0, job ")
+    assert "JobArrayTaskLimit" in str(shown[tasks["b"]])
+
+
+def test_stop_saves_what_runs_and_nothing_is_requeued(sweep, slurm):
+    trials = [sweep.trial(f"t{i}", UNTIL_TOLD) for i in range(3)]
+    trials.append(sweep.trial("stubborn", f"{COUNT}trap '' TERM; touch $0/ready; sleep 100 & wait; wait"))
+    launcher = sweep.launcher(max_parallel=3, signal_seconds=5)
+    launcher.start([trials[3], *trials[:3]])
+    wait_for(lambda: sum(map(is_ready, trials)) == 3)
+    sweep.launcher(signal_seconds=5).stop()  # as `sweep stop` without a driver
+    assert slurm.squeue() == {}
+    assert codes(launcher, 4) == {"t0": 75, "t1": 75, "t2": 75, "stubborn": -9}
+    assert [starts(trial) for trial in trials] == [1, 1, 0, 1]
+
+
+def test_cancel_ends_one(sweep, slurm):
+    trials = [sweep.trial("a", UNTIL_TOLD), sweep.trial("b", UNTIL_TOLD), sweep.trial("c", UNTIL_TOLD)]
+    launcher = sweep.launcher(max_parallel=2)
+    launcher.start(trials)
+    wait_for(lambda: is_ready(trials[0]) and is_ready(trials[1]))
+    launcher.cancel(trials[2])
+    launcher.cancel(trials[0])
+    assert codes(launcher, 2) == {"a": 75, "c": 75}
+    assert list(slurm.squeue().values()) == ["RUNNING"]
+
+
+def test_a_job_that_vanishes_was_killed(sweep, slurm):
+    trial = sweep.trial("a", f"{COUNT}touch $0/ready; sleep 100")
+    launcher = sweep.launcher()
+    launcher.start([trial])
+    wait_for(lambda: is_ready(trial))
+    slurm.output("scancel", *slurm.squeue())
+    assert codes(launcher) == {"a": -9}
+    assert slurm.squeue() == {}
+
+
+def test_without_the_controller_nothing_has_ended(sweep, slurm, monkeypatch):
+    """A record counts even so; a trial started meanwhile is submitted when the controller is back."""
+    monkeypatch.setattr(launcher_module, "RETRY_SECONDS", 0.2)
+    trials = [sweep.trial("a", UNTIL_TOLD), sweep.trial("b", UNTIL_TOLD), sweep.trial("c", COUNT)]
+    launcher = sweep.launcher()
+    launcher.start(trials[:2])
+    wait_for(lambda: all(map(is_ready, trials[:2])))
+    slurm.stop_controller()
+    assert launcher.ended() == []
+    record = {"exit_code": 0, "job": newest_tasks(sweep.folder)["a"].job}
+    (trials[0].folder.path / "exit.json").write_text(json.dumps(record))
+    assert codes(launcher) == {"a": 0}
+    with ThreadPoolExecutor() as pool:
+        submission = pool.submit(launcher.start, trials[2:])
+        time.sleep(1)
+        slurm.start_controller()
+        submission.result()
+    for trial in trials[:2]:
+        (trial.folder.path / "go").touch()
+    assert codes(launcher, 2) == {"b": 0, "c": 0}
+    assert [starts(trial) for trial in trials] == [1, 1, 1]
+
+
+def test_a_failed_node_is_no_failure_of_the_trial(sweep, slurm):
+    """Whether the trial's other processes notice it before Slurm does, or not; it goes on when there are nodes."""
+    again = "[ $(wc -l <$0/starts) -gt 2 ] && exit 0; touch $0/ready; "
+    trial = sweep.trial("a", f"{COUNT}sleep 0.2; {again} sleep 3; exit 1", num_nodes=2)
+    launcher = sweep.launcher()
+    launcher.start([trial])
+    wait_for(lambda: is_ready(trial))
+    slurm.kill_node("n1")
+    wait_for(lambda: "PENDING" in slurm.squeue().values())
+    assert launcher.ended() == []
+    slurm.start_node("n1")
+    wait_for(lambda: [slurm.hurry(), starts(trial) == 4][1])
+    assert codes(launcher) == {"a": 0}
+
+
+def test_what_slurm_refuses_is_told(sweep):
+    with pytest.raises(RunError, match=r"^sbatch: .*invalid partition specified: gpu"):
+        sweep.launcher(partition="gpu").start([sweep.trial("a", "true")])
+
+
+def test_without_slurm(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(ConfigError, match="no sbatch here"):
+        SlurmLauncher(tmp_path, Resources(), None)
+
+
+def test_the_cluster_can_be_started_beside_another(slurm, tmp_path):
+    (tmp_path / "second").mkdir()
+    with Slurm(tmp_path / "second") as second:
+        job = second.sbatch("sleep 100")
+        assert job in second.squeue()
+        assert slurm.squeue() == {}
+    assert all(daemon.poll() is not None for daemon in second.daemons.values())
