@@ -80,12 +80,9 @@ def test_a_budget_in_tokens_sets_the_steps():
 
 
 def test_resources_go_into_the_trainer_unless_a_trial_has_its_own():
-    many = {"devices": 2, "num_nodes": 2}
-    found = sweep("data.micro_batch_size=4", resources=many, list=[{"name": "a"}, {"name": "b", "trainer.num_nodes": 1}])
-    assert [(t.config.trainer.devices, t.config.trainer.num_nodes) for t in found.trials] == [(2, 2)]
-    # They are one trial: where it runs changes none of its figures.
-    found = sweep(resources=many, list=[{"name": "b", "trainer.num_nodes": 1}])
-    assert found.trials[0].config.trainer.num_nodes == 1
+    listed = [{"name": "a"}, {"name": "b", "trainer.num_nodes": 1, "seed": 1}]
+    found = sweep("data.micro_batch_size=4", resources={"devices": 2, "num_nodes": 2}, list=listed)
+    assert [(t.config.trainer.devices, t.config.trainer.num_nodes) for t in found.trials] == [(2, 2), (2, 1)]
 
 
 def test_names_use_as_much_of_a_key_as_tells_them_apart():
@@ -171,6 +168,8 @@ def test_mistakes_name_file_and_line_and_the_nearest_right_name():
     assert f"{H} is set by two of" in mistake(grid={H: [1]}, axes={H: [1]}, center={H: 1})
     assert "seed is set by two of" in mistake(grid={"seed": [1]}, seeds=[2])
     assert "name: 'a/b' cannot name a folder" in mistake(name="a/b")
+    twice = [{"name": "a"}, {"name": "b", "trainer.devices": 2}]
+    assert "study.yaml: a and b are the same trial: they differ in nothing, or only in" in mistake(list=twice)
     assert "config: name the base config" in mistake(config=None)
     assert "must be smaller than trainer.max_steps 1 " in mistake(tokens=1.0)
     assert "trainer.devices: study.yaml:3" in mistake(resources={"devices": 3})

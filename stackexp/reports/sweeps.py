@@ -97,14 +97,20 @@ def draw(sweep: Sweep, rows: list[Row], folder: Path) -> list[Path]:
     Each figure cuts through the center of the sweep, or through the best trial: all other keys have its values.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    through = rows[0].values | sweep.config.center
     paths = []
     for key, name in short_names(rows[0].values).items():
-        cut = [row for row in rows if all(row.values.get(k) == v for k, v in through.items() if k != key)]
-        cut = [row for row in cut if type(row.values[key]) in (int, float)]
-        if len({row.values[key] for row in cut}) > 1:
-            paths += _draw_axis(key, name, sorted(cut, key=lambda row: row.values[key]), folder)
+        found = cut(rows, key, sweep.config.center)
+        if len({row.values[key] for row in found}) > 1:
+            paths += _draw_axis(key, name, found, folder)
     return paths
+
+
+def cut(rows: list[Row], key: str, center: dict[str, Any]) -> list[Row]:
+    """The rows, by `key`, whose other keys have the values of the center, or else of the best row."""
+    through = rows[0].values | center
+    others = through.keys() - {key}
+    found = [row for row in rows if all(row.values.get(other) == through[other] for other in others)]
+    return sorted((r for r in found if type(r.values[key]) in (int, float)), key=lambda row: row.values[key])
 
 
 def _draw_axis(key: str, name: str, rows: list[Row], folder: Path) -> list[Path]:

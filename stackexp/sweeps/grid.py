@@ -75,8 +75,14 @@ class Sweep:
         """The trials of grid, axes, list and seeds, each once, composed and checked; of a search, those begun."""
         if self.config.search:
             return self.begun()
-        trials = (self.trial(values, label) for label, values in points(self.config))
-        return list({trial.folder: trial for trial in trials}.values())
+        found: dict[str, tuple[str, Trial]] = {}
+        for label, values in points(self.config):
+            trial = self.trial(values, label)
+            first, _ = found.setdefault(config_hash(trial.config), (label, trial))
+            if first != label:
+                why = "they differ in nothing, or only in where they run"
+                raise ConfigError(f"{display(self.path)}: {first} and {label} are the same trial: {why}")
+        return [trial for _, trial in found.values()]
 
     def trial(self, values: dict[str, Any], label: str) -> Trial:
         """The trial of these values. A folder of the same hash is the same trial, whatever it was called."""

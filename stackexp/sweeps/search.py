@@ -2,6 +2,7 @@
 
 import json
 import time
+from collections.abc import Iterable
 from typing import Any
 
 from stackexp.errors import ConfigError
@@ -13,7 +14,7 @@ from stackexp.sweeps.trials import Trial
 
 MEAN_STEPS = 20
 """Training loss is averaged over so many steps before trials are compared by it."""
-DRAWS = 100
+DRAWS = 30
 """So many in a row without a new trial mean that the space is exhausted."""
 
 
@@ -54,7 +55,7 @@ class Study:
         for trial in self._sweep.begun({trial.folder for trial in self._asked}):
             self._study.enqueue_trial(trial.values)
             self._asked[trial] = self._ask()[1]
-            self._report(trial)
+            self._report(trial, trial.folder.read_metrics())
         self._tell()
         return list(self._asked)
 
@@ -68,13 +69,12 @@ class Study:
         return self._exhausted or len(self._asked) >= self._search.trials
 
     def hopeless(self, running: list[Trial]) -> list[Trial]:
-        """Those whose last figure is not among the best at their rung; a pruned.json says at which step."""
+        """Those whose newest figure is not among the best at their rung; a pruned.json keeps step and figure."""
         given_up = []
-        for trial in running if self._search.prune else []:
-            last = self._report(trial)
-            if last and self._asked[trial].should_prune():
-                pruned = {"step": last[0], self._search.prune.metric: last[1], "time": time.strftime("%FT%T%z")}
-                write_atomically(trial.pruned, json.dumps(pruned, indent=2))
+        for trial in running:
+            verdict = None if trial.pruned.exists() else self._report(trial, tail(trial.folder.metrics))
+            if verdict:
+                write_atomically(trial.pruned, json.dumps(verdict, indent=2))
                 given_up.append(trial)
         return given_up
 
@@ -113,22 +113,29 @@ class Study:
                 continue
             self._told.add(trial)
 
-    def _report(self, trial: Trial) -> tuple[int, float] | None:
-        """Report the figures that are new in metrics.jsonl; the last one and its step."""
-        prune = self._search.prune
-        if prune is None:
+    def _report(self, trial: Trial, lines: Iterable[dict[str, Any]]) -> dict[str, Any] | None:
+        """Report what is new in these lines of metrics.jsonl; the figure to give the trial up for, if there is one."""
+        if self._search.prune is None:
             return None
-        lines = [line for line in tail(trial.folder.metrics) if prune.metric in line]
-        if prune.metric == "loss/train" and lines:
-            recent = [line["loss/train"] for line in lines[-MEAN_STEPS:]]
-            lines = [{"step": lines[-1]["step"], prune.metric: sum(recent) / len(recent)}]
-        last = None
-        for line in lines:
-            if line["step"] > self._reported.get(trial, 0):
-                last = line["step"], line[prune.metric]
-                self._asked[trial].report(last[1], last[0])
-                self._reported[trial] = last[0]
-        return last
+        metric, verdict = self._search.prune.metric, None
+        for step, value in _figures(lines, metric):
+            if step > self._reported.get(trial, 0):
+                self._asked[trial].report(value, step)
+                self._reported[trial] = step
+                hopeless = self._asked[trial].should_prune()  # which also notes the rung, for the others
+                verdict = {"step": step, metric: value, "time": time.strftime("%FT%T%z")} if hopeless else None
+        return verdict
+
+
+def _figures(lines: Iterable[dict[str, Any]], metric: str) -> list[tuple[int, float]]:
+    """(step, value) of a metric; the training loss as means over MEAN_STEPS steps."""
+    found = [(line["step"], line[metric]) for line in lines if metric in line]
+    if metric != "loss/train":
+        return found
+    groups: dict[int, list[float]] = {}
+    for step, value in found:
+        groups.setdefault(-(-step // MEAN_STEPS) * MEAN_STEPS, []).append(value)
+    return [(step, sum(g) / MEAN_STEPS) for step, g in groups.items() if len(g) == MEAN_STEPS]
 
 
 def _suggest(asked: Any, key: str, space: Space) -> Any:

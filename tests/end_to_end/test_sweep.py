@@ -1,0 +1,54 @@
+"""A sweep by the real program: its driver and one trial are killed in the middle, the same command does the rest."""
+
+import json
+import os
+import signal
+
+import yaml
+from processes import Program, wait_until
+
+from stackexp.sweeps import grid
+from stackexp.sweeps.status import State, is_running, state_of
+
+
+def test_a_killed_sweep_is_finished_by_the_same_command(program: Program, tiny, tmp_path):
+    path = tmp_path / "slots.yaml"
+    keys = {"config": "tiny.yaml", "overrides": ["trainer.max_steps=40"], "grid": {"model.memory.num_slots": [2, 3, 4]}}
+    path.write_text(yaml.safe_dump(keys))
+    trials = grid.read(str(path)).trials
+    first, second, third = (trial.folder for trial in trials)
+
+    driver = program.start("sweep", "run", path, "--max-parallel", "2")
+    wait_until(lambda: first.newest_checkpoint() is not None and (second.path / "environment.json").exists(), driver)
+    os.kill(driver.pid, signal.SIGKILL)
+    driver.wait()
+    mapped = [int(pid) for pid in os.listdir("/proc") if pid.isdecimal() and _runs(pid, str(first.path))]
+    assert mapped
+    os.kill(mapped[0], signal.SIGKILL)  # the other trial lives on without a driver
+    assert not third.path.exists()
+
+    output = program.run("sweep", "run", path, "--max-parallel", "2")
+    assert [state_of(trial) for trial in trials] == [State.DONE] * 3
+    assert not any(is_running(trial) for trial in trials)
+    sessions = [len(json.loads((run.path / "environment.json").read_text())) for run in (first, second, third)]
+    assert sessions == [2, 1, 1]  # the killed one went on from its checkpoint, no other was started twice
+    for run in (first, second, third):
+        losses = [line["step"] for line in run.read_metrics() if "loss/train" in line]
+        assert losses == list(range(1, 41))
+    assert "resumed from" in trials[0].log.read_text()
+    assert output.count("done  ") == 3
+
+    table = program.run("sweep", "results", path, "--figures", tmp_path / "figures").splitlines()
+    assert {row.split()[0] for row in table[2:5]} == {"S=2", "S=3", "S=4"}
+    objectives = [float(row.split()[1]) for row in table[2:5]]
+    assert objectives == sorted(objectives)
+    assert (tmp_path / "figures" / "S.png").stat().st_size > 10_000
+
+
+def _runs(pid: str, folder: str) -> bool:
+    """Whether a process is the fit of a folder."""
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as file:
+            return file.read().decode().split("\0")[-2:-1] == [folder]
+    except OSError:
+        return False

@@ -1,0 +1,163 @@
+"""What `sweep status|results|stop` and `run --dry-run` print, and what `results` draws, from run folders alone."""
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from config_files import BASE, write
+
+from stackexp import cli
+from stackexp.reports import sweeps as report
+from stackexp.sweeps import grid
+from stackexp.sweeps.display import duration
+
+H, S = "model.memory.num_heads", "model.memory.num_slots"
+
+
+@pytest.fixture(autouse=True)
+def _empty_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def study(**keys: object) -> grid.Sweep:
+    return grid.read(write("study.yaml", yaml.safe_dump({"config": BASE} | keys, sort_keys=False)))
+
+
+def finish(trial, loss: float, validated: bool = True) -> None:
+    trial.folder.path.mkdir(parents=True)
+    result = {"parameters": 2_000_000, "memory_parameters": 3000, "train_loss": {"last_20_steps": loss - 0.5}}
+    result["average"] = {"loss": loss} if validated else {}
+    trial.folder.result.write_text(json.dumps(result))
+
+
+def lines(capsys) -> list[list[str]]:
+    return [line.split() for line in capsys.readouterr().out.splitlines()]
+
+
+def test_results_are_sorted_by_the_objective_over_seeds(capsys):
+    sweep = study(grid={H: [1, 2, 4]}, seeds=[0, 1])
+    for trial, loss in zip(sweep.trials, [3.0, 3.2, 2.0, 2.4, 2.9], strict=False):
+        finish(trial, loss)
+    assert cli.main(["sweep", "results", "study.yaml"]) == 0
+    rows = lines(capsys)
+    assert rows[0][:2] == ["trial", "average.loss"]
+    assert rows[2][:5] == ["H=2", "2.2000", "+-", "0.2828", "1.7000"]
+    assert [row[0] for row in rows[2:]] == ["H=2", "H=4", "H=1"]
+    assert rows[3][1:3] == ["2.9000", "2.4000"]  # one seed so far, and no deviation
+    assert cli.main(["sweep", "results", "study.yaml", "--markdown"]) == 0
+    assert capsys.readouterr().out.splitlines()[2].startswith("| H=2 | 2.2000 ± 0.2828 | 1.7000 ± 0.2828 | 2 |")
+    assert cli.main(["sweep", "results", "study.yaml", "--json"]) == 0
+    first = json.loads(capsys.readouterr().out)[0]
+    assert (first["values"], first["seeds"], first["objective"]["mean"]) == ({H: 2}, 2, 2.2)
+    assert len(first["trials"]) == 2
+
+
+def test_the_best_may_be_the_highest_and_any_number_of_the_result(capsys):
+    sweep = study(grid={H: [1, 2]}, objective="train_loss.last_20_steps", direction="maximize")
+    for trial, loss in zip(sweep.trials, [2.0, 3.0], strict=True):
+        finish(trial, loss, validated=False)
+    assert cli.main(["sweep", "results", "study.yaml"]) == 0
+    assert [row[0] for row in lines(capsys)[2:]] == ["H=2", "H=1"]
+
+
+def test_an_objective_that_is_not_there_is_one_line(capsys):
+    sweep = study(grid={H: [1]}, objective="average.accuracy")
+    assert cli.main(["sweep", "results", "study.yaml"]) == 1
+    assert "no trial is done yet" in capsys.readouterr().err
+    finish(sweep.trials[0], 2.0)
+    assert cli.main(["sweep", "results", "study.yaml"]) == 1
+    assert "objective average.accuracy: result.json has no 'accuracy' there, but loss" in capsys.readouterr().err
+
+
+def test_curves_cut_through_the_center(tmp_path):
+    sweep = study(grid={H: [1, 2, 4, 8], S: [8, 24]}, center={H: 2, S: 24})
+    for trial in sweep.trials:
+        finish(trial, 2 + trial.values[H] / 10 + trial.values[S] / 100)
+    rows = report.collect(sweep)
+    paths = report.draw(sweep, rows, Path("figures"))
+    assert [path.name for path in paths] == ["H.png", "H.pdf", "S.png", "S.pdf"]
+    assert paths[0].read_bytes().startswith(b"\x89PNG")
+    assert paths[1].read_bytes().startswith(b"%PDF")
+    cut = report.cut(rows, H, sweep.config.center)
+    assert [(row.values[H], row.values[S]) for row in cut] == [(1, 24), (2, 24), (4, 24), (8, 24)]
+    best = report.cut(rows, S, {})  # without a center: through the best trial
+    assert [(row.values[H], row.values[S]) for row in best] == [(1, 8), (1, 24)]
+
+
+def test_curves_leave_out_what_is_no_number():
+    sweep = study(grid={"model.memory.discipline": ["stack", "queue"], H: [1]})
+    for trial in sweep.trials:
+        finish(trial, 2.0)
+    assert report.draw(sweep, report.collect(sweep), Path("figures")) == []
+
+
+def test_status_shows_each_state_and_the_cause(capsys):
+    sweep = study(grid={H: [1, 2, 4, 8]})
+    done, failed, stopped, _ = sweep.trials
+    finish(done, 2.5)
+    for trial in (failed, stopped):
+        trial.folder.path.mkdir()
+        trial.folder.metrics.write_text('{"step": 7, "tokens": 1, "time": 0, "loss/train": 3.25}\n{"step": 8')
+    failure = {"exit_code": 1, "cause": "no space left", "attempts": 2, "time": "", "tried_again": False}
+    failed.failure.write_text(json.dumps(failure))
+    assert cli.main(["sweep", "status", "study.yaml"]) == 0
+    rows = lines(capsys)
+    assert rows[2][1:] == ["done", "300/300", "2.5000", "1"]
+    assert rows[3][1:] == ["failed", "7/300", "3.250", "2", "no", "space", "left"]
+    assert rows[4][1:] == ["stopped", "7/300", "3.250", "1"]
+    assert rows[5][1:] == ["waiting", "0/300"]
+    assert " ".join(rows[-1]).endswith("4 trials: 1 waiting, 1 stopped, 1 failed, 1 done; no driver is at work")
+
+
+def test_status_of_a_name_is_of_what_was_last_run_there(capsys):
+    sweep = grid.read(str(study(grid={H: [1]}).path), ["seed=3"])
+    finish(sweep.trials[0], 2.5)
+    (sweep.folder / "sweep.yaml").write_text(sweep.copy())
+    assert cli.main(["sweep", "status", "study.yaml"]) == 0
+    assert "1 done" in capsys.readouterr().out
+
+
+def test_a_dry_run_counts_what_is_left_and_writes_nothing(capsys):
+    sweep = study(grid={H: [1, 2]})
+    finish(sweep.trials[0], 2.5)
+    before = sorted(Path().rglob("*"))
+    assert cli.main(["sweep", "run", "study.yaml", "--dry-run"]) == 0
+    rows = lines(capsys)
+    assert rows[2][1:4] == ["done", "300", "1,228,800"]
+    assert rows[3][1:4] == ["waiting", "300", "1,228,800"]
+    assert float(rows[2][4]) > 0
+    assert (float(rows[2][5]), rows[3][5]) == (0, rows[3][4])
+    assert " ".join(rows[-1]).startswith("2 trials: 1 waiting, 1 done; ")
+    assert sorted(Path().rglob("*")) == before
+
+
+def test_mistakes_of_the_verb(capsys):
+    study(grid={H: [1]})
+    mistakes = {
+        "sweep runn": "found 'runn'; did you mean 'run'?",
+        "sweep run": "SWEEP is missing",
+        "sweep run seed=1": "SWEEP is missing",
+        "sweep run study.yaml --max-parallel 0": "--max-parallel: expected an integer >= 1, found 0",
+        "sweep run study.yaml --retries -1": "--retries: expected an integer >= 0, found -1",
+        "sweep run study.yaml --launcher pbs": "invalid choice: 'pbs'",
+        "sweep run study.yaml --max-paralel 2": "did you mean '--max-parallel'?",
+        "sweep run study.yaml trainer.accelerator=cpu trainer.num_nodes=3": "data.global_batch_tokens",
+        "sweep run study.yaml trainer.accelerator=cpu trainer.num_nodes=2": "--launcher slurm",
+    }
+    for line, expected in mistakes.items():
+        assert cli.main(line.split()) == 2, line
+        error = capsys.readouterr().err
+        assert expected in error, error
+        assert error.count("\n") == 1
+    assert not Path("runs").exists()
+
+
+def test_stopping_what_does_not_run_says_so(capsys):
+    study(grid={H: [1]})
+    assert cli.main(["sweep", "stop", "study.yaml"]) == 0
+    assert capsys.readouterr().out == "runs/study: no driver is at work; 1 trials: 1 waiting\n"
+
+
+def test_durations():
+    assert [duration(s) for s in (None, 9, 250, 7500)] == ["", "0m09s", "4m10s", "2h05m"]
