@@ -93,6 +93,12 @@ class RMSNormKernel(torch.autograd.Function):
         return torch.empty_like(x), torch.empty_like(weight)
 
 
+def _fuse_norms(model: Transformer) -> None:
+    for module in model.modules():
+        if isinstance(module, nn.RMSNorm):
+            module.forward = functools.partial(_rms_norm, module)
+
+
 def _rms_norm(module: nn.RMSNorm, x: Tensor) -> Tensor:
     """As on CUDA: one kernel, or made of parts where input and weight differ in precision. (The CPU has no kernel.)"""
     if x.dtype == module.weight.dtype:
@@ -147,9 +153,7 @@ def _drop_gradient(parameter: Tensor) -> None:
 @contextlib.contextmanager
 def _fake(model: Transformer) -> Iterator[None]:
     """The model, and all that is made within the context, as fake tensors; attention is a flash kernel, as on CUDA."""
-    for module in model.modules():
-        if isinstance(module, nn.RMSNorm):
-            module.forward = functools.partial(_rms_norm, module)
+    _fuse_norms(model)
     with FakeTensorMode(allow_non_fake_inputs=True):
         model.to_empty(device="cpu")
         yield

@@ -22,7 +22,6 @@ from stackexp.errors import RunError
 from stackexp.models.allocations import training_peak, validation_peak
 from stackexp.models.transformer import Transformer
 
-GIB = 2**30
 DTYPES = {"32-true": torch.float32, "bf16-mixed": torch.float32, "bf16-true": torch.bfloat16, "64-true": torch.float64}
 LAYERS = (1, 2)  # counted in place of more layers, where a memory is scanned over the tokens
 
@@ -141,6 +140,11 @@ def plan(config: ExperimentConfig, device: str = "h100", mfu: float = 0.4) -> Pl
     )
 
 
+def readable(size: int) -> str:
+    """Bytes for people: 74.35 GiB, 512.00 MiB."""
+    return f"{size / 2**30:,.2f} GiB" if abs(size) >= 2**30 else f"{size / 2**20:,.2f} MiB"
+
+
 def build(config: ExperimentConfig) -> Transformer:
     """The model of a config in the precision of its weights, on the meta device."""
     with torch.device("meta"):
@@ -222,21 +226,25 @@ def _count(config: ExperimentConfig, training: bool) -> Counter[str]:
     batch = data.micro_batch_size if training else data.eval_batch_size
     length, axis = data.context_length, build(config).axis
     short = 2 ** math.ceil(math.log2(getattr(config.model.memory, "num_slots", 1) + 1))
-    if axis in (None, "depth") or length <= 2 * short or layers <= LAYERS[-1]:
+    lengths = {"time": [short, 2 * short], "token_major": [short, 2 * short, 4 * short]}.get(axis, [length])
+    if axis in (None, "depth") or length <= lengths[-1] or layers <= LAYERS[-1]:
         return _pass(config, training, layers, batch, length)
-    scale = (lambda t: 1 / t) if axis == "time" else (lambda t: t)
 
-    def with_layers(layers: int) -> Counter[str]:
-        counts = [_pass(config, training, layers, round(batch * length / t), t) for t in (short, 2 * short)]
-        return _extend(scale(short), counts[0], scale(2 * short), counts[1], scale(length))
+    def at_length(layers: int) -> Counter[str]:
+        """Of as many tokens in shorter sequences: linear in 1/T (slots fill) and T (token_major keeps all keys)."""
+        counts = [_pass(config, training, layers, round(batch * length / t), t) for t in lengths]
+        return _extend(
+            [[1, 1 / t, t][: len(lengths)] for t in lengths], counts, [1, 1 / length, length][: len(lengths)]
+        )
 
-    return _extend(LAYERS[0], with_layers(LAYERS[0]), LAYERS[1], with_layers(LAYERS[1]), layers)
+    return _extend([[1, x] for x in LAYERS], [at_length(x) for x in LAYERS], [1, layers])
 
 
-def _extend(x0: float, counts0: Counter[str], x1: float, counts1: Counter[str], x: float) -> Counter[str]:
-    """The straight line through the counts at x0 and x1, at x."""
-    share = (x - x0) / (x1 - x0)
-    return Counter({k: round(counts0[k] + share * (counts1[k] - counts0[k])) for k in counts0.keys() | counts1.keys()})
+def _extend(points: list[list[float]], counts: list[Counter[str]], point: list[float]) -> Counter[str]:
+    """At `point`, the function linear in the coordinates that has these counts at these points."""
+    shares = torch.linalg.solve(torch.tensor(points, dtype=torch.float64).T, torch.tensor(point, dtype=torch.float64))
+    kinds = set().union(*counts)
+    return Counter({k: round(sum(s * c[k] for s, c in zip(shares.tolist(), counts, strict=True))) for k in kinds})
 
 
 _passes: dict[str, Counter[str]] = {}  # counted so far

@@ -5,16 +5,16 @@ from dataclasses import replace
 
 from stackexp.config.devices import DEVICES
 from stackexp.config.schema import ExperimentConfig
-from stackexp.models.cost import GIB, Plan
+from stackexp.models.cost import Plan, readable
 
 MOST_NODES = 64
 
 
 def remedies(plan: Plan) -> str:
     """Single changes that each make it fit, with the memory they leave it at; else all that help, together."""
-    single = [f"{change} ({_gib(p.peak)})" for change, p in _changes(plan) if p.fits]
+    single = [f"{change} ({readable(p.peak)})" for change, p in _changes(plan) if p.fits]
     single += [
-        f"--device {name} ({_gib(other.room)} of room)"
+        f"--device {name} ({readable(other.room)} of room)"
         for name in DEVICES
         if (other := replace(plan, device=name)).room > plan.room and plan.peak <= other.room
     ]
@@ -48,12 +48,14 @@ def _together(plan: Plan) -> str:
         name, plan = step(plan)
         names.append(name)
         if plan.fits:
-            return f"together these would fit: {' '.join(names)} ({_gib(plan.peak)})"
+            return f"together these would fit: {' '.join(names)} ({readable(plan.peak)})"
     for name, larger in _more_nodes(plan):
         if larger.fits:
-            return f"together these would fit: {' '.join([*names, name])} ({_gib(larger.peak)})"
+            return f"together these would fit: {' '.join([*names, name])} ({readable(larger.peak)})"
     tried = f" even with {' '.join(names)}" if names else ""
-    return f"it needs {_gib(plan.peak)}{tried}; take a smaller model, a shorter data.context_length, or larger devices"
+    return (
+        f"it needs {readable(plan.peak)}{tried}; take a smaller model, a shorter data.context_length, or larger devices"
+    )
 
 
 def _shard(plan: Plan) -> tuple[str, Plan]:
@@ -97,7 +99,3 @@ def _changed(plan: Plan, key: str, value: object) -> tuple[str, Plan]:
 
 def _undivided(config: ExperimentConfig) -> int:
     return config.data.global_batch_tokens % config.tokens_per_pass
-
-
-def _gib(size: int) -> str:
-    return f"{size / GIB:.1f} GiB"

@@ -1,0 +1,85 @@
+"""`python -m stackexp plan` as a user meets it."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from stackexp.cli import main
+from stackexp.config.compose import compose
+from stackexp.config.devices import DEVICES, Device
+from stackexp.models.cost import plan
+
+TINY = ["--config", "quickstart", "model.num_layers=2", "data.context_length=64", "data.micro_batch_size=2"]
+
+
+def test_prints_size_time_and_memory(capsys):
+    assert main(["plan", *TINY, "trainer.devices=2", "--device", "h200", "--mfu", "0.5"]) == 0
+    output = capsys.readouterr().out
+    planned = plan(compose(TINY[1:2], [*TINY[2:], "trainer.devices=2"]), "h200", 0.5)
+    assert "quickstart on 2 h200, ddp, 32-true" in output
+    assert f"{planned.parameters:,}, {planned.memory_parameters:,} of them in the memory" in output
+    assert "4 micro-batches of 2 x 64 tokens on each device" in output
+    assert f"{planned.tokens_per_second:,.0f} tokens/s at an MFU of 50%" in output
+    rows = [line.split("  ")[0] for line in output.splitlines()]
+    assert [row for row in rows if row in ("weights", "stack", "logits", "activations")] == [
+        *("weights", "activations", "stack", "logits")
+    ]
+    assert "validation" in output
+    assert f"{planned.training.logits / 2**20:,.2f} MiB" in output
+
+
+def test_json_holds_the_same_numbers(capsys):
+    assert main(["plan", *TINY, "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    planned = plan(compose(TINY[1:2], TINY[2:]))
+    assert printed["gpu_hours"] == planned.gpu_hours
+    assert printed["training"] == vars(planned.training)
+    assert printed["validation"] == vars(planned.validation)
+    assert printed["peak"] == max(sum(printed["training"].values()), sum(printed["validation"].values()))
+    assert printed["fits"] is True
+
+
+def test_what_does_not_fit_is_one_line_after_the_table(capsys, monkeypatch):
+    monkeypatch.setitem(DEVICES, "a100", Device("A100", 312e12, 0.01))
+    assert main(["plan", *TINY, "--device", "a100"]) == 1
+    output, error = capsys.readouterr()
+    assert "memory of a rank" in output
+    assert error.startswith("error: plan: ")
+    assert "more than fit into its 9.63 MiB; any of these would fit: " in error
+    assert "--device h200" in error
+    assert error.count("\n") == 1
+
+
+def test_json_of_what_does_not_fit_is_still_json(capsys, monkeypatch):
+    monkeypatch.setitem(DEVICES, "a100", Device("A100", 312e12, 0.01))
+    assert main(["plan", *TINY, "--device", "a100", "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["fits"] is False
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "plan: --config NAME_OR_PATH is missing"),
+        (["--config", "pretrain/stacktrans-7"], "did you mean 'pretrain/stacktrans-7b'?"),
+        ([*TINY, "--mfu", "2"], "--mfu: expected a number above 0, up to 1, found 2.0"),
+        ([*TINY, "--mfu", "nan"], "--mfu: expected a number above 0, up to 1, found nan"),
+        ([*TINY, "--device", "foo"], "--device: expected one of a100, h100-pcie, h100, h200, b200, found 'foo'"),
+        ([*TINY, "--device", "h20"], "did you mean 'h200'?"),
+        ([*TINY, "trainer.devices=3"], "1024 is not a multiple of trainer.devices"),
+        ([*TINY, "--devise", "h200"], "unknown option --devise; did you mean '--device'?"),
+    ],
+)
+def test_mistakes_are_one_line(capsys, arguments, message):
+    assert main(["plan", *arguments]) == 2
+    output, error = capsys.readouterr()
+    assert output == ""
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_mistakes_are_found_before_torch_is_imported():
+    code = "import sys; from stackexp.cli import main; print(main(sys.argv[1:]), 'torch' in sys.modules)"
+    command = [sys.executable, "-c", code, "plan", *TINY, "--mfu", "2"]
+    assert subprocess.run(command, capture_output=True, text=True).stdout == "2 False\n"

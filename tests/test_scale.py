@@ -1,0 +1,72 @@
+"""What 64 ranks would hold, built on one machine: torch's fake process group, the meta device, no weights anywhere."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+
+import pytest
+
+from stackexp.config.compose import compose
+from stackexp.models.cost import build, plan
+
+BUILD = """
+import json, sys
+import torch, torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from stackexp.config.compose import compose
+from stackexp.models.cost import build
+from stackexp.models.sharding import build_mesh, shard_
+
+def held(tensor):
+    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return [list(local.shape), local.nbytes]
+
+def rank(number):
+    dist.init_process_group("fake", store=FakeStore(), rank=number, world_size=64)
+    model = build(config)
+    shard_(model, build_mesh("cpu", config.trainer), config.trainer)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    dist.destroy_process_group()
+    return {
+        "weights": {name: held(p) for name, p in model.named_parameters()},
+        "gradients": {name: held(p.grad) for name, p in model.named_parameters()},
+        "optimizer": [held(value) for state in optimizer.state.values() for value in state.values()],
+    }
+
+config = compose(["pretrain/stacktrans-7b"], sys.argv[1:])
+print(json.dumps([rank(0), rank(63)]))
+"""
+
+
+def first_and_last(overrides: list[str]) -> list[dict]:
+    """What ranks 0 and 63 hold, from a process of its own: no process group is left behind in this one."""
+    command = [sys.executable, "-c", BUILD, *overrides]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    process = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert process.returncode == 0, process.stderr
+    return json.loads(process.stdout)
+
+
+@pytest.mark.parametrize(("strategy", "ranks"), [("fsdp", 64), ("hsdp", 8)])  # 8 nodes of 8 devices
+def test_a_rank_of_64_holds_what_the_plan_says(strategy, ranks):
+    overrides = [f"trainer={strategy}", "trainer.num_nodes=8"]
+    config = compose(["pretrain/stacktrans-7b"], overrides)
+    first, last = first_and_last(overrides)
+    whole = {name: list(p.shape) for name, p in build(config).named_parameters()}
+    assert first["weights"].keys() == last["weights"].keys() == whole.keys()
+    for name, shape in whole.items():
+        rows = math.ceil(shape[0] / ranks)
+        expected = [[rows, *shape[1:]], 4 * math.prod([rows, *shape[1:]])]
+        assert first["weights"][name] == first["gradients"][name] == expected, name
+        assert last["weights"][name][1] <= expected[1], name
+    memory = plan(config).training
+    assert memory.weights == sum(size for _, size in first["weights"].values())
+    assert memory.gradients == sum(size for _, size in first["gradients"].values())
+    assert memory.optimizer == sum(size for _, size in first["optimizer"])
+    assert sum(math.prod(shape) for shape in whole.values()) == 6_895_710_240
+    assert memory.weights == pytest.approx(4 * 6_895_710_240 / ranks, rel=1e-4)
