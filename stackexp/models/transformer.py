@@ -138,7 +138,8 @@ class Transformer(nn.Module):
         self._init_backbone()  # before any memory exists: the same draws with and without one
         if config.memory is not None:
             for i, layer in enumerate(self.layers):
-                layer.memory = registry.build("memory", config.memory, model=config, layer=i)
+                with torch.random.fork_rng([]):  # on a meta device, constructing draws nothing
+                    layer.memory = registry.build("memory", config.memory, model=config, layer=i)
                 layer.memory.init_weights()
 
     @property
