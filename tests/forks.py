@@ -1,0 +1,103 @@
+"""The program without the seconds that its imports take: processes forked from one that has imported everything."""
+
+import atexit
+import multiprocessing
+import os
+import socket
+import sys
+from collections.abc import Callable
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+PRELOAD = ["stackexp.cli", "stackexp.verbs.evaluate", "stackexp.verbs.fit", "stackexp.verbs.generate"]
+PRELOAD += ["stackexp.datamodules.pretraining", "stackexp.datamodules.streaming", "stackexp.models.memory"]
+SECONDS = 120
+
+
+class Ranks(list[BaseProcess]):
+    """The processes of one run, in the order of their ranks; what they print is in the file `output`."""
+
+    def __init__(self, output: Path):
+        super().__init__()
+        self.output = output
+
+    def join(self) -> list[int]:
+        """Their exit codes (negative: killed by that signal); those that take too long are killed."""
+        for process in self:
+            process.join(SECONDS)
+        self.kill()
+        return [process.exitcode for process in self]
+
+    def kill(self) -> None:
+        for process in self:
+            process.kill()
+        for process in self:
+            process.join()
+
+
+class Forks:
+    """Starts `python -m stackexp`, or a function, in new processes."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self._context = multiprocessing.get_context("forkserver")
+        self._started = 0
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("OMP_NUM_THREADS", "1")
+            self._context.set_forkserver_preload(PRELOAD)
+            self._context.Process(target=_nothing).start()  # starts the server, if there is none yet
+
+    def start(self, *arguments: object, ranks: int = 1, nodes: int = 1, function: Callable[..., Any] | None = None):
+        """`ranks` processes on `nodes` nodes, as a launcher would start them, that work in `folder`."""
+        self._started += 1
+        output, port = self.folder / f"output-{self._started}.txt", _free_port()
+        started = Ranks(output)
+        for rank in range(ranks):
+            node, local = divmod(rank, ranks // nodes)
+            here = {"LOCAL_RANK": local, "NODE_RANK": node, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            here |= {"RANK": rank, "WORLD_SIZE": ranks} if function else {}  # for init_process_group
+            arguments_of_child = (function or _program, arguments, here if ranks > 1 else {}, self.folder, output)
+            started.append(self._context.Process(target=_child, args=arguments_of_child))
+        for process in started:
+            process.start()
+        return started
+
+    def run(self, *arguments: object, expect: int = 0, **options: Any) -> str:
+        """What they printed; fails unless all of them exit with `expect`."""
+        started = self.start(*arguments, **options)
+        codes = started.join()
+        assert set(codes) == {expect}, started.output.read_text()
+        return started.output.read_text()
+
+
+def _nothing() -> None:
+    pass
+
+
+def _child(function: Callable[..., Any], arguments: tuple, environment: dict, folder: Path, output: Path) -> None:
+    os.environ.update({name: str(value) for name, value in environment.items()})
+    os.chdir(folder)
+    file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    try:
+        code = function(*arguments)
+    finally:
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+    sys.exit(code)
+
+
+def _program(*arguments: object) -> int:
+    from stackexp.cli import main
+
+    return main([str(argument) for argument in arguments])
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
