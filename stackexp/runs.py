@@ -145,7 +145,7 @@ def new(config: ExperimentConfig) -> RunFolder:
     parent = Path(config.logging.root, config.name)
     now = datetime.now()
     stamps = [match[0] for path in parent.glob("*/") if (match := re.match(r"\d{8}-\d{6}(?=-)", path.name))]
-    if stamps and now.strftime(STAMP) < max(stamps):  # the clock went backwards
+    if stamps and now.strftime(STAMP) <= max(stamps):  # within the same second, or the clock went backwards
         now = datetime.strptime(max(stamps), STAMP) + timedelta(seconds=1)
     return RunFolder(parent / f"{now.strftime(STAMP)}-{secrets.token_hex(2)}")
 

@@ -5,7 +5,8 @@ import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
+from datetime import datetime
+from types import SimpleNamespace
 
 import pytest
 
@@ -26,6 +27,12 @@ def begun(config) -> RunFolder:
         return folder
 
 
+def save(folder: RunFolder, name: str) -> None:
+    """Something that looks like a checkpoint."""
+    (folder.checkpoints / name).mkdir()
+    (folder.checkpoints / name / "state.pt").touch()
+
+
 def with_metrics(folder: RunFolder, text: str) -> RunFolder:
     folder.metrics.write_text(text)
     return folder
@@ -37,7 +44,8 @@ def test_a_new_folder_lies_under_its_name_and_can_be_run_again(config, tmp_path)
     assert not folder.path.exists(), "nothing is written before it begins"
     with folder.begin(config):
         assert folder.config.exists()
-    (folder.checkpoints / ".00000004.ckpt.123").touch()
+    (folder.checkpoints / ".00000004").mkdir()
+    (folder.checkpoints / ".00000004" / "state.pt").touch()
     with folder.begin(config):
         pass
     assert not list(folder.checkpoints.iterdir()), "what a kill left half-written is gone"
@@ -56,9 +64,9 @@ def test_a_line_cut_off_by_a_kill_is_left_out(config):
 def test_forgetting_what_a_resumed_run_takes_again(config):
     folder = with_metrics(begun(config), '{"step": 1}\n{"step": 2}\n{"step": 2, "v": 0.1}\n{"step": 3}\n{"st')
     for name in [*map(runs.checkpoint_name, (1, 2, 3, 10)), "best"]:
-        (folder.checkpoints / f"{name}.ckpt").touch()
+        save(folder, name)
     folder.forget_after(2)
-    kept = sorted(path.stem for path in folder.checkpoints.iterdir())
+    kept = sorted(path.name for path in folder.checkpoints.iterdir())
     assert kept == ["00000001", "00000002", "best"], "a user's own copy is not ours to delete"
     assert folder.metrics.read_text() == '{"step": 1}\n{"step": 2}\n{"step": 2, "v": 0.1}\n'
 
@@ -70,7 +78,7 @@ def test_last_means_the_newest_unfinished_run_with_a_checkpoint(config, tmp_path
     for folder in folders:
         folder.checkpoints.mkdir(parents=True)
     for folder in (folders[0], folders[1], folders[3]):
-        (folder.checkpoints / "00000001.ckpt").touch()
+        save(folder, "00000001")
     folders[3].result.touch()
     assert runs.newest_unfinished(config) == folders[1]
     folders[1].result.touch()
@@ -82,9 +90,29 @@ def test_last_means_the_newest_unfinished_run_with_a_checkpoint(config, tmp_path
 def test_the_newest_checkpoint_has_the_highest_step(config):
     folder = begun(config)
     assert folder.newest_checkpoint() is None
-    for name in ("00000090.ckpt", "00000100.ckpt", ".00000200.ckpt.17", "best.ckpt"):
-        (folder.checkpoints / name).touch()
-    assert folder.newest_checkpoint().name == "00000100.ckpt"
+    for name in ("00000090", "00000100", ".00000200", "keep", "00000300.bak"):
+        save(folder, name)
+    assert folder.newest_checkpoint().name == "00000100"
+    assert [path.name for path in folder.saved()] == ["00000090", "00000100"]
+
+
+def test_the_best_checkpoint_has_the_lowest_validation_loss(config):
+    folder = begun(config)
+    assert folder.best_checkpoint() is None
+    for step in (10, 20, 30, 40):
+        save(folder, runs.checkpoint_name(step))
+    assert folder.best_checkpoint() is None, "none was validated"
+    losses = {10: 3.0, 20: 2.0, 25: 1.0, 30: 2.5}  # no checkpoint at 25, no validation at 40
+    lines = [{"step": step, "validation/loss/average": loss} for step, loss in losses.items()]
+    with_metrics(folder, "".join(json.dumps(line) + "\n" for line in [{"step": 40, "loss/train": 0.5}, *lines]))
+    assert folder.best_checkpoint().name == "00000020"
+
+
+def test_a_checkpoint_is_removed_whole(config):
+    folder = begun(config)
+    save(folder, "00000001")
+    runs.remove(folder.newest_checkpoint())
+    assert not list(folder.checkpoints.iterdir())
 
 
 def test_one_process_at_a_time_even_after_a_kill(config):
@@ -117,13 +145,15 @@ def test_at_refuses_what_is_no_run_folder(tmp_path):
         runs.at(str(tmp_path))
 
 
-def test_processes_of_another_launcher_need_to_be_told_the_folder(config, monkeypatch):
-    monkeypatch.delenv(runs.FOLDER_VARIABLE, raising=False)
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    with pytest.raises(RunError, match=runs.FOLDER_VARIABLE):
-        runs.new(config)
-    monkeypatch.setenv(runs.FOLDER_VARIABLE, "runs/here")
-    assert runs.new(config) == RunFolder(Path("runs/here"))
+def test_ids_sort_in_the_order_of_starting_even_if_the_clock_goes_backwards(config, monkeypatch):
+    times = [datetime(2026, 3, 1, 12), datetime(2026, 2, 1), datetime(2026, 3, 1, 12, 0, 1), datetime(2026, 3, 2)]
+    clock = SimpleNamespace(now=lambda: times.pop(0), strptime=datetime.strptime)
+    monkeypatch.setattr(runs, "datetime", clock)
+    (runs.new(config).path.parent / "notes").mkdir(parents=True)  # no run, and no stamp in its name
+    times.insert(0, datetime(2026, 3, 1, 12))
+    names = [begun(config).path.name for _ in range(4)]
+    stamps = ["20260301-120000", "20260301-120001", "20260301-120002", "20260302-000000"]
+    assert [name[:15] for name in names] == stamps, "the third began within the second of the second"
 
 
 def test_a_folder_finished_meanwhile_is_not_taken_over(config):
@@ -139,9 +169,3 @@ def test_a_failure_lets_go_of_the_folder(config):
         1 / 0  # noqa: B018
     with folder.begin(config):
         pass
-
-
-def test_processes_that_lightning_starts_are_handed_down_the_run_to_resume(config, monkeypatch):
-    monkeypatch.setenv(runs.FOLDER_VARIABLE, "runs/chosen")
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    assert runs.newest_unfinished(config) == RunFolder(Path("runs/chosen"))
