@@ -74,7 +74,7 @@ def fit(argv: list[str]) -> int:
 
 
 def evaluate(stage: Any, argv: list[str]) -> int:
-    examples = [f"{stage} --run runs/quickstart/ID", f"{stage} --config quickstart --ckpt_path model.ckpt"]
+    examples = [f"{stage} --run runs/quickstart/ID", f"{stage} --config quickstart --ckpt_path model.safetensors"]
     usage = "(--run FOLDER | --config NAME_OR_PATH --ckpt_path PATH) [KEY=VALUE ...]"
     parser = Parser(stage, f"The figures of a model on every set of data.{stage}", examples, usage, CONFIG_HELP)
     parser.add_argument("--run", metavar="FOLDER", help="a run folder: its config and its newest checkpoint")
@@ -188,6 +188,7 @@ VERBS = {
 
 def main(argv: list[str] | None = None) -> int:
     """Run a verb. Returns 0, 1 for a RunError, 2 for a ConfigError, 130 when interrupted."""
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # read when torch is loaded: its warnings are stack traces
     try:
         code = _dispatch(sys.argv[1:] if argv is None else argv)
         sys.stdout.flush()

@@ -12,7 +12,7 @@ import pytest
 
 from stackexp import cli
 from stackexp.config.compose import compose, load, to_yaml
-from stackexp.errors import ConfigError, RunError
+from stackexp.errors import ConfigError, FolderBusy, RunError, Stopped
 
 HEAVY = {"torch", "lightning", "numpy", "streaming", "tensorboard", "tokenizers"}
 
@@ -76,7 +76,7 @@ def test_help_names_every_verb_and_gives_examples(tmp_path):
         assert "python -m stackexp fit --config quickstart" in done.stdout
 
 
-@pytest.mark.parametrize("verb", ["fit", "validate", "test", "generate", "configs", "data"])
+@pytest.mark.parametrize("verb", cli.VERBS)
 def test_every_verb_has_help_with_examples(verb, capsys):
     with pytest.raises(SystemExit) as done:
         cli.main([verb, "--help"])
@@ -97,8 +97,8 @@ def test_print_config_prints_what_load_reads(tmp_path):
     ("arguments", "message"),
     [
         ("fti", "unknown verb 'fti'; did you mean 'fit'?"),
-        ("zzzz", "unknown verb 'zzzz'; there are fit, validate, test, generate, configs, data"),
-        ("--config quickstart", "expected a verb before --config: fit, validate, test, generate, configs, data"),
+        ("zzzz", f"unknown verb 'zzzz'; there are {', '.join(cli.VERBS)}"),
+        ("--config quickstart", f"expected a verb before --config: {', '.join(cli.VERBS)}"),
         (
             "fit",
             "fit: --config NAME_OR_PATH is missing; `configs list` shows the names (see python -m stackexp fit --help)",
@@ -114,6 +114,16 @@ def test_print_config_prints_what_load_reads(tmp_path):
         ("fit --config quickstart --lr 3", "override --lr 3: lr: unknown key; did you mean 'optimizer.lr'?"),
         ("fit --config quickstart --lr=3", "override --lr=3: lr: unknown key; did you mean 'optimizer.lr'?"),
         ("fit --config quickstart seed", "override seed: expected KEY=VALUE"),
+        (
+            "fit --config quickstart --run x --ckpt_path last",
+            "fit: give --run, which goes on from the folder's newest checkpoint, or --ckpt_path, not both",
+        ),
+        ("checkpoint", "checkpoint: the following arguments are required: consolidate, --run, --to"),
+        ("checkpoint merge --run x --to y", "checkpoint: argument consolidate: invalid choice: 'merge'"),
+        (
+            "checkpoint consolidate --run x --to y.pt",
+            "checkpoint: --to: expected a name that ends in .safetensors, found y.pt",
+        ),
         ("validate", "validate: give either --run, or --config and --ckpt_path"),
         ("validate --run x --config quickstart", "validate: give either --run, or --config and --ckpt_path"),
         ("test --config quickstart", "test: --config needs --ckpt_path, the checkpoint to evaluate"),
@@ -188,6 +198,8 @@ def raising(error: BaseException):
     [
         (ConfigError("wrong"), 2, "error: wrong\n"),
         (RunError("failed\nthere"), 1, "error: failed there\n"),
+        (FolderBusy("runs/x: another process"), 74, "error: runs/x: another process\n"),
+        (Stopped("runs/x: SIGTERM; newest checkpoint 00000004"), 75, "runs/x: SIGTERM; newest checkpoint 00000004\n"),
         (KeyboardInterrupt(), 130, "interrupted\n"),
         (KeyboardInterrupt("at step 3"), 130, "interrupted: at step 3\n"),
         (
@@ -226,6 +238,7 @@ def test_errors_of_a_verb(error, code, line, monkeypatch, capsys):
     ("error", "code", "line"),
     [
         (ConfigError("wrong"), 2, ""),
+        (Stopped("at step 3"), 75, ""),
         (KeyboardInterrupt("at step 3"), 130, ""),
         (RunError("failed"), 1, "error: rank 1: failed\n"),
     ],
@@ -263,13 +276,15 @@ def test_verbs_get_what_was_given(monkeypatch, tmp_path):
     (tmp_path / "config.yaml").write_text(to_yaml(config))
     run = str(tmp_path)
     assert cli.main(["fit", "--config", "quickstart", "--ckpt_path", "last", "--seed", "1"]) == 0
-    assert calls.pop() == ((config, "last"), {})
+    assert calls.pop() == ((config, "last", None), {})
+    assert cli.main(["fit", "--config", "quickstart", "--run", "here", "--seed", "1"]) == 0
+    assert calls.pop() == ((config, None, "here"), {})
     assert cli.main(["validate", "--run", run, "data.eval_batch_size=2"]) == 0
     args, _ = calls.pop()
     assert (args[:2], args[3:]) == (("validate", run), (None, ["data.eval_batch_size=2"]))
     assert (args[2].seed, args[2].data.eval_batch_size) == (1, 2)
-    assert cli.main(["test", "--config", "quickstart", "--seed=1", "--ckpt_path", "a.ckpt"]) == 0
-    assert calls.pop() == (("test", None, config, "a.ckpt", ["--seed=1"]), {})
+    assert cli.main(["test", "--config", "quickstart", "--seed=1", "--ckpt_path", "a.safetensors"]) == 0
+    assert calls.pop() == (("test", None, config, "a.safetensors", ["--seed=1"]), {})
     assert cli.main(["generate", "--run", run, "--prompt", "def", "--temperature", "0", "--seed", "7"]) == 0
     options = {"run": run, "ckpt_path": None, "prompt": "def", "max_new_tokens": 128, "temperature": 0.0}
     assert calls.pop() == ((), {**options, "top_p": 0.95, "seed": 7})
