@@ -4,7 +4,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import lightning.pytorch as pl
-import pytest
 import torch
 from forks import Forks
 from torch import distributed
@@ -13,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from stackexp.config.compose import compose
 from stackexp.modules.language_modeling import LanguageModeling
 
+PLUGIN = Path(__file__).with_name("linear_memory.py")
 SMALL = ["hidden_size=32", "num_layers=3", "intermediate_size=40", "num_heads=2", "num_kv_heads=1", "vocab_size=301"]
 SMALL = [f"model.{option}" for option in SMALL] + ["data.vocab_size=301", "seed=7"]
 LARGE = ["hidden_size=512", "num_layers=8", "intermediate_size=1536", "num_heads=8", "num_kv_heads=8", "vocab_size=512"]
@@ -24,8 +24,7 @@ MODELS = {
     "plain": ["model.memory=null"],
     "untied-head": ["model.tie_embeddings=false", "model.init=normal"],
     "authors-code": ["model.memory.projection=shared_slices"],
-    "plugin": [f"plugins=[{Path(__file__).with_name('linear_memory.py')}]", "model.memory=null"]
-    + ["model.memory.kind=linear_memory"],
+    "plugin": [f"plugins=[{PLUGIN}]", "model.memory=null", "model.memory.kind=linear_memory"],
 }
 
 
