@@ -102,7 +102,7 @@ class SlurmLauncher:
         max_parallel: int | None,
         command: Callable[[Trial], list[str]] = fit_command,
     ):
-        if not shutil.which("sbatch"):
+        if not available():
             raise ConfigError("--launcher slurm: there is no sbatch here; start the sweep where Slurm's commands are")
         self.folder = sweep_folder.resolve()
         self.resources = resources
@@ -230,6 +230,17 @@ class SlurmLauncher:
         with open(self.folder / ".jobs.lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield lock
+
+
+def available() -> bool:
+    """Whether Slurm's commands are on this machine."""
+    return shutil.which("sbatch") is not None
+
+
+def jobs(sweep_folder: Path) -> dict[str, State]:
+    """Name of the trial -> its job, for those whose job waits or runs. Raises NoAnswer while Slurm does not answer."""
+    found = states(sweep_folder)
+    return {name: found[task] for name, task in newest_tasks(sweep_folder).items() if task in found}
 
 
 def newest_tasks(sweep_folder: Path) -> dict[str, Task]:

@@ -160,17 +160,37 @@ def _status(sweep: Any, _: argparse.Namespace) -> int:
     from stackexp.sweeps.display import COLUMNS, cells_of, summary
     from stackexp.sweeps.driver import has_driver
 
-    statuses = _statuses(sweep)
-    print(table([COLUMNS, *map(cells_of, statuses)], align="<<>>>>>><", rules=(1,)))
+    statuses, jobs = _statuses(sweep), _jobs(sweep)
+    rows = [[*cells_of(status)[:-1], str(jobs.get(status.trial.name, status.cause))] for status in statuses]
+    print(table([COLUMNS, *rows], align="<<>>>>>><", rules=(1,)))
     print(f"\n{sweep.folder}: {summary(statuses)}; {'a' if has_driver(sweep.folder) else 'no'} driver is at work")
     return 0
+
+
+def _jobs(sweep: Any) -> dict[str, Any]:
+    """Name of the trial -> its job in Slurm's queue, if this machine knows of one."""
+    from stackexp.sweeps import slurm
+
+    if not slurm.available():
+        return {}
+    try:
+        return slurm.jobs(sweep.folder)
+    except slurm.NoAnswer as error:
+        print(f"{error}\n")
+        return {}
 
 
 def _stop(sweep: Any, _: argparse.Namespace) -> int:
     from stackexp.sweeps.display import summary
     from stackexp.sweeps.driver import has_driver, order_stop
+    from stackexp.sweeps.slurm import SlurmLauncher
 
     if not has_driver(sweep.folder):
+        if _jobs(sweep):
+            print(f"{sweep.folder}: no driver is at work; its jobs are told to stop and to save", flush=True)
+            SlurmLauncher(sweep.folder, sweep.config.resources, None).stop()
+            print(summary(_statuses(sweep)))
+            return 0
         print(f"{sweep.folder}: no driver is at work; {summary(_statuses(sweep))}")
         return 0
     order_stop(sweep.folder)

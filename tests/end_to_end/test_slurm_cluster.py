@@ -1,0 +1,103 @@
+"""A run and a sweep on a real Slurm of two nodes, both of which lose what they run on."""
+
+import json
+import os
+import re
+import signal
+from pathlib import Path
+
+import pytest
+import yaml
+from processes import Program, kill, wait_until
+from records import losses, record
+from slurm import Slurm, wait_for
+
+from stackexp.runs import RunFolder
+from stackexp.sweeps import grid
+
+DOCS = Path(__file__).parents[2] / "docs" / "cluster.md"
+FSDP = ("trainer.strategy=fsdp", "data.micro_batch_size=2", "trainer.max_steps=40")
+
+
+@pytest.fixture
+def program(slurm, tmp_path) -> Program:
+    return Program(tmp_path)
+
+
+def batch_script() -> str:
+    """The batch script of the docs."""
+    return next(block for block in re.findall(r"```bash\n(.*?)```", DOCS.read_text(), re.DOTALL) if "#SBATCH" in block)
+
+
+def for_two_nodes(script: str) -> str:
+    """The same with the test's config, on two nodes without GPUs."""
+    config = f"--config tiny.yaml trainer.num_nodes=2 {' '.join(FSDP)}"
+    changes = {
+        "--nodes=1": "--nodes=2",
+        "--ntasks-per-node=8": "--ntasks-per-node=1",
+        "--cpus-per-task=8": "--cpus-per-task=1",
+        "#SBATCH --gpus-per-node=8\n": "",
+        "source .venv/bin/activate\n": "",
+        "--config pretrain/stacktrans-360m trainer=fsdp": config,
+    }
+    for old, new in changes.items():
+        assert old in script
+        script = script.replace(old, new)
+    return script
+
+
+def test_a_run_goes_on_after_a_requeue(slurm: Slurm, program, tiny, tmp_path):
+    """Sharded over two nodes, by the docs' script, warned and requeued: the record is that of an undisturbed run."""
+    reference = program.start("fit", "--config", tiny, *FSDP, "trainer.devices=2", "--run", tmp_path / "reference")
+    (tmp_path / "job.sh").write_text(for_two_nodes(batch_script()))
+    run = RunFolder(tmp_path / "runs" / "my-run")
+    job = slurm.output("sbatch", "--parsable", f"--chdir={tmp_path}", tmp_path / "job.sh").strip()
+    wait_for(lambda: len(losses(run)) > 5)
+    slurm.output("scancel", "--signal=USR1", job)
+    wait_for(lambda: slurm.squeue() == {job: "PENDING"})
+    assert not run.finished
+    slurm.hurry()
+    wait_for(lambda: slurm.squeue() == {})
+    assert run.finished, (tmp_path / "my-run.txt").read_text()
+    assert "resumed from" in (tmp_path / "my-run.txt").read_text()
+    assert len(json.loads((run.path / "environment.json").read_text())) == 2
+    assert reference.wait() == 0
+    kill(reference)
+    assert record(run) == record(RunFolder(tmp_path / "reference"))
+
+
+def test_a_sweep_loses_its_driver_and_a_node(slurm: Slurm, program, tiny, tmp_path):
+    """One trial is sharded over both nodes. All are done in the end, none of them twice, none of them lost."""
+    path = tmp_path / "study.yaml"
+    slots = [{"model.memory.num_slots": number} for number in (2, 3, 4)]
+    wide = {"model.memory.num_slots": 5, "trainer.num_nodes": 2, "trainer.strategy": "fsdp"}
+    overrides = ["trainer.max_steps=40", "data.micro_batch_size=2", "logging.tensorboard=false"]
+    path.write_text(yaml.safe_dump({"config": "tiny.yaml", "overrides": overrides, "list": [wide, *slots]}))
+    trials = grid.read(str(path)).trials
+    assert len(trials) == 4
+
+    command = ("sweep", "run", path, "--launcher", "slurm")
+    driver = program.start(*command)
+    wait_until(lambda: len(losses(trials[0].folder)) > 5, driver)
+    os.kill(driver.pid, signal.SIGKILL)
+    driver.wait()
+    slurm.kill_node("n1")
+    assert not trials[0].folder.finished, "too late to test anything"
+
+    driver = program.start(*command)
+    wait_until(lambda: "PENDING" in slurm.squeue().values(), driver)
+    assert "pending (" in program.run("sweep", "status", path)
+    slurm.start_node("n1")
+    wait_for(lambda: [slurm.hurry(), driver.poll() is not None][1], 180)
+    assert driver.returncode == 0, driver.stdout.read()
+
+    for trial in trials:
+        assert trial.folder.finished
+        steps = [line["step"] for line in trial.folder.read_metrics() if "loss/train" in line]
+        assert steps == list(range(1, 41)), trial.name
+    sessions = [len(json.loads((trial.folder.path / "environment.json").read_text())) for trial in trials]
+    assert sessions[0] == 2
+    assert max(sessions) == 2
+    lines = (trials[0].folder.path.parent / "jobs.jsonl").read_text().splitlines()
+    submitted = [name for line in lines for name in json.loads(line)["trials"]]
+    assert sorted(submitted) == sorted(trial.name for trial in trials), "each once"
