@@ -1,5 +1,6 @@
 """Writes the run folder while the run goes on: metrics.jsonl, and TensorBoard's copy of it."""
 
+import contextlib
 import json
 import os
 import time
@@ -72,13 +73,14 @@ class RunRecord(pl.Callback):
 
     def on_exception(self, *_: Any) -> None:
         if self._tensorboard:
-            self._tensorboard.close()
+            with contextlib.suppress(OSError):  # a full disk, which is what ends the run
+                self._tensorboard.close()
 
 
 def set_tags(prefix: str, sets: dict[str, dict[str, float]]) -> dict[str, float]:
-    """`<prefix>/<figure>/<set>` for every set, and their unweighted mean as the set `average`."""
+    """`<prefix>/<figure>/<set>` for every set, and first their unweighted mean, as the set `average`."""
     if not sets:
         return {}
-    with_average = sets | {"average": macro_average(sets)}
+    with_average = {"average": macro_average(sets)} | sets
     figures = ("loss", "perplexity", "bits_per_byte")
     return {f"{prefix}/{figure}/{name}": s[figure] for name, s in with_average.items() for figure in figures}

@@ -130,4 +130,4 @@ class StepCheckpoint(pl.callbacks.Checkpoint):
             try:
                 self._writer.wait()
             except Exception as error:
-                log.warning("the checkpoint under way could not be finished: %s", error)
+                log.warning("the checkpoint under way could not be finished: %s", str(error).splitlines()[0])

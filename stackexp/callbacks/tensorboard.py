@@ -1,10 +1,13 @@
 """TensorBoard's copy of metrics.jsonl. A resumed run deletes the copy and makes it anew from the lines kept."""
 
+import threading
 from pathlib import Path
 from typing import Any
 
 from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard.summary import hparams
+
+from stackexp.config.schema import SYMBOLS
 
 NOT_TAGS = ("step", "tokens", "time")
 
@@ -32,6 +35,15 @@ CHARTS = {
 }
 
 
+def _say_nothing_of_disks(failure: threading.ExceptHookArgs) -> None:
+    """The writer's thread has its OSError raised again in the main thread, which tells of it in one line."""
+    if not isinstance(failure.exc_value, OSError):
+        threading.__excepthook__(failure)
+
+
+threading.excepthook = _say_nothing_of_disks
+
+
 class TensorBoardCopy:
     """Event files in `folder`, beginning with the lines of an earlier session."""
 
@@ -54,8 +66,11 @@ class TensorBoardCopy:
             self._writer.add_scalar("loss/train_by_tokens", line["loss/train"], line["tokens"], walltime=line["time"])
 
     def finish(self, config: dict[str, Any], figures: dict[str, float], step: int) -> None:
-        """The hyperparameters beside the final figures, once, for the HParams tab."""
-        for summary in hparams({key: _scalar(value) for key, value in config.items()}, figures):
+        """The hyperparameters beside the final figures, once, for the HParams tab.
+
+        The tab sorts them by name and shows the first few: the paper's capitals come before all others.
+        """
+        for summary in hparams({SYMBOLS.get(key, key): _scalar(value) for key, value in config.items()}, figures):
             self._writer.file_writer.add_summary(summary)
         for tag, value in figures.items():
             self._writer.add_scalar(tag, value, step)

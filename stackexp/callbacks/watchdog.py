@@ -163,5 +163,5 @@ def _module(file: str) -> str:
 
 def _end(rank: int, verdict: str) -> None:
     prefix = "error: " if rank == 0 else f"error: rank {rank}: "
-    print(f"{prefix}{verdict}; resume with --ckpt_path last", file=sys.stderr, flush=True)
+    print(f"{prefix}{verdict}; go on with --ckpt_path last", file=sys.stderr, flush=True)
     os._exit(1)

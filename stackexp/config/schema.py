@@ -86,6 +86,10 @@ class StackMemoryConfig:
             yield "eval_num_slots", f"must not be smaller than num_slots {self.num_slots}"
 
 
+SYMBOLS = {"model.memory.num_heads": "H", "model.memory.head_dim": "d_s", "model.memory.num_slots": "S"}
+"""The paper's notation, for names of trials, tables and figures."""
+
+
 @register("model", "transformer", builds="stackexp.models.transformer:Transformer")
 @dataclass
 class TransformerConfig:

@@ -21,6 +21,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from stackexp.config.compose import to_dict, to_yaml
@@ -46,12 +47,7 @@ class CheckpointWriter:
         self.wait()
         partial = path.with_name(f".{path.name}")
         if _is_first():
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir(parents=True)
-            with open(partial / STATE, "wb") as file:
-                torch.save(state, file)
-                file.flush()
-                os.fsync(file.fileno())
+            _begin(partial, state)
         if dist.is_initialized():
             dist.barrier()
             self._group = self._group or dist.new_group(backend="gloo")  # its own: training uses the others meanwhile
@@ -68,11 +64,24 @@ class CheckpointWriter:
             pending.result()
 
 
+def _begin(partial: Path, state: dict[str, Any]) -> None:
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        with open(partial / STATE, "wb") as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())
+    except (OSError, RuntimeError) as error:  # torch's zip writer, closing what it could not write, hides the cause
+        shutil.rmtree(partial, ignore_errors=True)
+        raise error.__context__ if isinstance(error.__context__, OSError) else error from None
+
+
 def _commit(written: Future, partial: Path, path: Path, then: Callable[[], None]) -> None:
     """Rename a checkpoint that is whole, or remove what there is of it."""
     try:
         written.result()
-    except Exception as error:
+    except (CheckpointException, Exception) as error:  # the former is a BaseException
         if _is_first():
             shutil.rmtree(partial, ignore_errors=True)
         raise _cause(error, path) from None
@@ -126,9 +135,10 @@ class CheckpointState(pl.Callback):
 def rescale(progress: dict[str, Any], then: int, now: int) -> None:
     """Lightning's count of micro-batches, where a step had `then` of them and has `now`: on other devices."""
     for counts in (progress["total"], progress["current"]):
-        for key, count in counts.items():
-            assert count % then == 0, "a checkpoint is only ever made between two steps"
-            counts[key] = count // then * now
+        ready = counts["ready"]
+        assert ready % then == 0, "a checkpoint is only ever made between two steps"
+        for key, count in counts.items():  # Lightning completes the last micro-batch after the callbacks that save
+            counts[key] = ready // then * now - (ready - count)
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -154,7 +164,7 @@ def load_tensors(tensors: dict[str, Any], path: Path) -> None:
     """Fill tensors, sharded or not, in place from a checkpoint. Raises RunError if it is damaged."""
     try:
         dcp.load(tensors, storage_reader=dcp.FileSystemReader(path), no_dist=not dist.is_initialized())
-    except Exception as error:
+    except (CheckpointException, Exception) as error:
         failures = getattr(error, "failures", None)
         cause = next(iter(failures.values()))[0] if failures else error
         raise RunError(f"{path}: damaged ({_first_line(cause)}); use an older one") from None

@@ -1,6 +1,5 @@
 """How a run is spread over devices: Lightning's strategies, all with the same checkpoints (`checkpoints.py`)."""
 
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +21,10 @@ def build_strategy(config: ExperimentConfig, device_type: str) -> Strategy:
     """single, ddp, fsdp or hsdp; auto is single on one device, else ddp."""
     trainer = config.trainer
     processes = trainer.devices * trainer.num_nodes
-    timeout = timedelta(seconds=trainer.collective_timeout)
     if trainer.sharded:
-        return Sharded(data_parallel_size=processes, tensor_parallel_size=1, timeout=timeout)
+        return Sharded(data_parallel_size=processes, tensor_parallel_size=1)
     if trainer.strategy == "ddp" or processes > 1:
-        return Replicated(timeout=timeout)
+        return Replicated()
     return Single(torch.device(device_type, 0) if device_type == "cuda" else torch.device(device_type))
 
 

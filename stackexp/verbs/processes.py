@@ -28,6 +28,7 @@ from stackexp.config.schema import TrainerConfig
 from stackexp.errors import RunError, Stopped
 
 T = TypeVar("T")
+STARTING = timedelta(minutes=5)  # what processes may differ by in starting; while they run the watchdog is quicker
 
 
 @dataclass
@@ -71,13 +72,13 @@ def started(trainer: TrainerConfig, device_type: str) -> Iterator[Processes]:
     try:
         yield Processes(rank, size, environment, watchdog)
         dist.barrier()
-    except (Stopped, KeyboardInterrupt):
+    except Stopped:
         raise  # in all of them, at the same step
-    except Exception as error:
+    except (Exception, KeyboardInterrupt) as error:
         if not isinstance(error, dist.DistError) and "gloo" not in str(error):
-            watchdog.tell(str(error))
+            watchdog.tell("interrupted" if isinstance(error, KeyboardInterrupt) else str(error))
             raise
-        raise RunError(watchdog.cause(error)) from None  # a collective failed: a process has gone
+        raise RunError(f"{watchdog.cause(error)}; go on with --ckpt_path last") from None  # a process has gone
     finally:
         watchdog.stop()
     dist.destroy_process_group()
@@ -125,14 +126,24 @@ def _connect(environment: ClusterEnvironment, trainer: TrainerConfig, device_typ
     os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = environment.main_address, str(environment.main_port)
     if device_type == "cuda":
         torch.cuda.set_device(local)
-    dist.init_process_group(
-        "nccl" if device_type == "cuda" else "gloo",
-        rank=rank,
-        world_size=size,
-        timeout=timedelta(seconds=trainer.collective_timeout),
-        device_id=torch.device("cuda", local) if device_type == "cuda" else None,
-    )
+    try:
+        dist.init_process_group(
+            "nccl" if device_type == "cuda" else "gloo",
+            rank=rank,
+            world_size=size,
+            timeout=timedelta(seconds=trainer.collective_timeout) + STARTING,
+            device_id=torch.device("cuda", local) if device_type == "cuda" else None,
+        )
+    except dist.DistError as error:
+        where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        raise RunError(
+            f"rank {rank}: cannot meet the other {size - 1} processes at {where} ({_brief(error)})"
+        ) from None
     return rank
+
+
+def _brief(error: Exception) -> str:
+    return str(error).splitlines()[0][:200]
 
 
 def _free_port() -> int:

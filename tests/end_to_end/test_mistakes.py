@@ -1,13 +1,9 @@
 """Mistakes that show only while working: each ends in one clear line, and leaves nothing half-written."""
 
-import os
 import shutil
-import signal
-import subprocess
 
 import pytest
 import torch
-from processes import kill, wait_until
 
 from stackexp.cli import main
 from stackexp.runs import RunFolder
@@ -105,54 +101,7 @@ def test_token_ids_beyond_the_vocabulary(capsys, corpus, tiny, tmp_path):
     assert not RunFolder(run).finished
 
 
-def test_a_loss_that_is_not_finite_stops_the_run(capsys, tiny, tmp_path):
-    line = fails(capsys, "fit", "--config", tiny, "optimizer.lr=1e30", "trainer.checkpoint_interval=1")
-    assert "step " in line
-    assert "samples [" in line
-    (run,) = map(RunFolder, tmp_path.glob("runs/tiny/*"))
-    assert f"last good checkpoint: {run.newest_checkpoint()}" in line
-    checkpoint = torch.load(run.newest_checkpoint(), weights_only=True)
-    assert f"step {checkpoint['global_step'] + 1}: " in line
-    assert not run.finished
-
-
 def test_one_process_at_a_time_in_a_folder(capsys, run, tiny):
     with run.lock():
         line = fails(capsys, "fit", "--config", tiny, "trainer.max_steps=14", "--ckpt_path", "last")
     assert "another process is running in this folder" in line
-
-
-def test_interrupted_from_the_keyboard(program, tiny, tmp_path):
-    process = program.start("fit", "--config", tiny, "trainer.max_steps=100000", "trainer.val_check_interval=null")
-    try:
-        wait_until(lambda: any(tmp_path.glob("runs/tiny/*/checkpoints/*.ckpt")), process)
-        process.send_signal(signal.SIGINT)
-        output, _ = process.communicate(timeout=60)
-    finally:
-        kill(process)
-    assert process.returncode == 130
-    assert "--ckpt_path last" in output.splitlines()[-1]
-    assert "Traceback" not in output
-
-
-def mount_small_disk(folder) -> bool:
-    folder.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=1500k", "tmpfs", str(folder)]
-    return os.geteuid() == 0 and shutil.which("mount") and subprocess.run(command, capture_output=True).returncode == 0
-
-
-def test_a_full_disk_loses_no_checkpoint(program, tiny, tmp_path):
-    disk = tmp_path / "disk"
-    if not mount_small_disk(disk):
-        pytest.skip("needs the right to mount a small tmpfs")
-    try:
-        command = ("fit", "--config", tiny, f"logging.root={disk}", "trainer.max_steps=2000")
-        output = program.run(*command, "trainer.keep_checkpoints=1000", "trainer.val_check_interval=null", expect=1)
-        assert "no space left" in output.splitlines()[-1]
-        assert "Traceback" not in output
-        (run,) = map(RunFolder, disk.glob("tiny/*"))
-        assert not run.finished
-        assert not list(run.checkpoints.glob(".*")), "no half-written checkpoint"
-        torch.load(run.newest_checkpoint(), weights_only=True)
-    finally:
-        subprocess.run(["umount", str(disk)], check=True)

@@ -1,0 +1,234 @@
+"""What goes wrong on a cluster: signals, processes that die or hang, disks, clocks, losses. Real processes."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from processes import kill, wait_until
+
+from stackexp.cli import main
+from stackexp.modules.checkpoints import read
+from stackexp.runs import RunFolder
+
+LONG = ("trainer.max_steps=100000", "trainer.val_check_interval=null", "trainer.checkpoint_interval=20")
+FSDP2 = ("trainer.strategy=fsdp", "trainer.devices=2", "data.micro_batch_size=2")
+CLOCK = ("time", "throughput/tokens_per_second", "throughput/flops_per_second")
+
+
+def the_run(folder: Path) -> RunFolder:
+    (path,) = folder.glob("tiny/*")
+    return RunFolder(path)
+
+
+def record(run: RunFolder) -> list[dict[str, float]]:
+    return [{tag: value for tag, value in line.items() if tag not in CLOCK} for line in run.read_metrics()]
+
+
+def has_saved(root: Path) -> bool:
+    return any(RunFolder(path).saved() for path in root.glob("tiny/*"))
+
+
+def children(process: subprocess.Popen) -> list[int]:
+    return [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
+
+
+def plugin(folder: Path, rank: int, action: str) -> str:
+    """A plugin file that lets one process misbehave in its memory's forward pass, in the 30th or so step."""
+    path = folder / "misbehave.py"
+    path.write_text(
+        "import os, time\nfrom stackexp.models.memory import StackMemory\nforward, calls = StackMemory.forward, []\n"
+        "def misbehaving(self, h, *rest):\n    calls.append(1)\n"
+        f"    if os.environ.get('LOCAL_RANK', '0') == '{rank}' and self.training and len(calls) > 120: {action}\n"
+        "    return forward(self, h, *rest)\nStackMemory.forward = misbehaving\n"
+    )
+    return f"plugins=[{path}]"
+
+
+def ended(process: subprocess.Popen, seconds: float = 60) -> tuple[str, str]:
+    """All it printed, and the last line that is no progress bar."""
+    try:
+        output, _ = process.communicate(timeout=seconds)
+    finally:
+        kill(process)
+    assert "Traceback" not in output
+    return output, [line for line in output.splitlines() if line.strip()][-1]
+
+
+@pytest.mark.parametrize(
+    ("number", "strategy"), [(signal.SIGTERM, ()), (signal.SIGUSR1, FSDP2)], ids=["SIGTERM", "SIGUSR1-fsdp"]
+)
+def test_told_to_stop_it_saves_and_goes_on_exactly_where_it_was(program, tiny, tmp_path, number, strategy):
+    command = ("fit", "--config", tiny, *strategy, "trainer.max_steps=60", "logging.progress_bar=false")
+    process = program.start(*command, "trainer.checkpoint_interval=1000", f"logging.root={tmp_path}/stopped")
+    wait_until(lambda: any(len(record(RunFolder(p))) > 9 for p in tmp_path.glob("stopped/tiny/*")), process)
+    os.kill(children(process)[0] if strategy else process.pid, number)  # one process hears of it, all stop
+    _, line = ended(process)
+    assert process.returncode == 75
+    run = the_run(tmp_path / "stopped")
+    step = int(run.newest_checkpoint().name)
+    assert record(run)[-1]["step"] == step < 60
+    assert f"newest checkpoint {step:08d}; go on with --ckpt_path last" in line
+
+    program.run(*command, f"logging.root={tmp_path}/stopped", "--run", run.path)
+    program.run(*command, f"logging.root={tmp_path}/whole")
+    assert record(run) == record(the_run(tmp_path / "whole")), "bit for bit"
+    assert "finished" in program.run(*command, "--run", run.path), "once more changes nothing"
+
+
+def test_the_others_end_with_the_cause_when_a_process_is_killed(program, tiny, tmp_path):
+    for victim in (1, 0):
+        root = tmp_path / str(victim)
+        process = program.start("fit", "--config", tiny, *FSDP2, *LONG, f"logging.root={root}")
+        wait_until(lambda root=root: has_saved(root), process)
+        (other,) = children(process)
+        os.kill(process.pid if victim == 0 else other, signal.SIGKILL)
+        started = time.monotonic()
+        output, _ = process.communicate(timeout=60)  # until every process has closed its output
+        assert time.monotonic() - started < 60
+        cause = f"error: rank 1 (process {other} on " if victim == 1 else "error: rank 1: rank 0 "
+        assert cause in output
+        assert "has gone" in output
+        assert "Traceback" not in output
+        assert process.returncode == (1 if victim == 1 else -signal.SIGKILL)
+        read(the_run(root).newest_checkpoint())
+
+
+def test_a_process_that_hangs_is_named(program, tiny, tmp_path):
+    hang = plugin(tmp_path, 1, "time.sleep(1000)")
+    process = program.start("fit", "--config", tiny, *FSDP2, *LONG, hang, "trainer.collective_timeout=6")
+    output, _ = ended(process, 120)
+    assert process.returncode == 1
+    (line,) = [line for line in output.splitlines() if line.startswith("error: no progress")]
+    assert "no progress for 6 s: rank 1 at " in line
+    assert "misbehave.py:6 (misbehaving); the others wait at torch/distributed/" in line
+
+
+def test_a_loss_that_is_not_finite_names_the_batch_and_the_process(program, tiny, tmp_path):
+    process = program.start("fit", "--config", tiny, *FSDP2, *LONG, plugin(tmp_path, 1, "h = h * float('nan')"))
+    output, _ = ended(process, 120)
+    assert process.returncode == 1
+    run = the_run(tmp_path / "runs")
+    (line,) = [line for line in output.splitlines() if line.startswith("error: step")]
+    assert line.startswith(f"error: step {record(run)[-1]['step'] + 1}: loss nan ")
+    assert "] of rank 1; nothing was updated" in line
+    assert f"last good checkpoint: {run.newest_checkpoint()}" in line
+
+
+def test_a_diverged_loss_stops_the_run(capsys, tiny, tmp_path):
+    assert main(["fit", "--config", str(tiny), "optimizer.lr=1e30", "trainer.checkpoint_interval=1"]) == 1
+    line = capsys.readouterr().err.splitlines()[-1]
+    run = the_run(tmp_path / "runs")
+    assert f"step {int(run.newest_checkpoint().name) + 1}: " in line
+    assert "samples [" in line
+    assert not run.finished
+
+
+def test_interrupted_from_the_keyboard(program, tiny, tmp_path):
+    process = program.start("fit", "--config", tiny, *LONG)
+    wait_until(lambda: has_saved(tmp_path / "runs"), process)
+    process.send_signal(signal.SIGINT)
+    _, line = ended(process)
+    assert process.returncode == 130
+    assert "--ckpt_path last" in line
+
+
+def mounted(*options: str, at: Path) -> None:
+    """Mount, or skip the test where that is not allowed."""
+    at.mkdir(exist_ok=True)
+    if os.geteuid() or not shutil.which("mount"):
+        pytest.skip("needs the right to mount")
+    done = subprocess.run(["mount", *options, str(at)], capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"needs the right to mount: {done.stderr.strip()}")
+
+
+def test_a_full_disk_loses_no_checkpoint(program, tiny, tmp_path):
+    disk = tmp_path / "disk"
+    mounted("-t", "tmpfs", "-o", "size=1500k", "tmpfs", at=disk)
+    try:
+        command = ("fit", "--config", tiny, *LONG, f"logging.root={disk}", "trainer.checkpoint_interval=4")
+        output = program.run(*command, "trainer.keep_checkpoints=1000", "logging.progress_bar=false", expect=1)
+        assert "no space left" in output.splitlines()[-1]
+        assert "Traceback" not in output
+        run = the_run(disk)
+        assert not run.finished
+        assert not list(run.checkpoints.glob(".*")), "no half-written checkpoint"
+        assert main(["generate", "--run", str(run.path), "--max_new_tokens", "1"]) == 0, "the last one is whole"
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_a_folder_that_becomes_read_only_loses_no_checkpoint(program, tiny, tmp_path):
+    process = program.start("fit", "--config", tiny, *LONG, "trainer.checkpoint_interval=100")
+    wait_until(lambda: has_saved(tmp_path / "runs"), process)
+    run = the_run(tmp_path / "runs")
+    newest = run.newest_checkpoint()
+    mounted("--bind", str(run.checkpoints), at=run.checkpoints)
+    try:
+        subprocess.run(["mount", "-o", "remount,ro,bind", str(run.checkpoints)], check=True)
+        _, line = ended(process)
+        assert process.returncode == 1
+        assert line.startswith("error: ")
+        assert "Read-only file system" in line
+        assert run.newest_checkpoint() >= newest
+        assert main(["fit", "--config", str(tiny), *LONG, "--run", str(run.path)]) == 1, "nor can it go on here"
+    finally:
+        subprocess.run(["umount", str(run.checkpoints)], check=True)
+    few = f"trainer.max_steps={int(newest.name) + 3}"
+    assert main(["fit", "--config", str(tiny), *LONG, few, "--run", str(run.path)]) == 0, "mended, it goes on"
+
+
+def test_a_clock_that_goes_backwards_loses_nothing(tiny, tmp_path, monkeypatch):
+    fit = ["fit", "--config", str(tiny), "logging.progress_bar=false"]
+    assert main([*fit, "trainer.max_time=00:00:00:00"]) == 75, "no time: it stops after its first step"
+    first = the_run(tmp_path / "runs")
+    hours = iter(range(10**6))
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now - 3600 * next(hours))
+    assert main([*fit, "--ckpt_path", "last"]) == 0
+    lines = record(first)
+    assert [line["step"] for line in lines if "loss/train" in line] == list(range(1, 13))
+    assert first.newest_checkpoint().name == "00000012"
+
+
+def test_time_limits_and_checkpoints_by_the_minute(program, tiny, tmp_path):
+    often = ("trainer.checkpoint_minutes=0.01", "trainer.keep_checkpoints=99", "trainer.checkpoint_interval=100000")
+    output = program.run("fit", "--config", tiny, *LONG, *often, "trainer.max_time=00:00:00:09", expect=75)
+    assert "trainer.max_time 00:00:00:09 is over; newest checkpoint" in output.splitlines()[-1]
+    steps = [int(path.name) for path in the_run(tmp_path / "runs").saved()]
+    assert len(steps) > 2
+    assert steps[-1] == record(the_run(tmp_path / "runs"))[-1]["step"]
+
+
+@pytest.mark.parametrize("skip", [False, True])
+def test_loss_spikes_are_told_and_can_be_skipped(tiny, tmp_path, caplog, skip):
+    """A threshold so low that every second step or so is a spike."""
+    options = ["trainer.spike_threshold=0.001", f"trainer.skip_spikes={skip}", "trainer.max_steps=60"]
+    options += ["trainer.checkpoint_interval=1", "trainer.keep_checkpoints=99", "trainer.val_check_interval=null"]
+    assert main(["fit", "--config", str(tiny), *options, "optimizer.lr=1e-6"]) == 0
+    run = the_run(tmp_path / "runs")
+    spikes = [line["step"] for line in record(run) if "loss/spike" in line]
+    assert spikes
+    assert min(spikes) > 32, "not before there is something to compare with"
+    told = [message for message in caplog.messages if "standard deviations above" in message]
+    assert [int(message.split()[1].rstrip(":")) for message in told] == spikes
+    assert all("samples [" in message for message in told)
+    for step in range(33, 60):
+        before, after = (weights(run.checkpoints / f"{s:08d}") for s in (step - 1, step))
+        assert (before == after) == (skip and step in spikes)
+    assert json.loads(run.result.read_text())["steps"] == 60
+
+
+def weights(checkpoint: Path) -> bytes:
+    import torch
+
+    from stackexp.modules.checkpoints import load_tensors
+
+    tensors = {"model": {"embedding.weight": torch.empty(300, 32)}}
+    load_tensors(tensors, checkpoint)
+    return tensors["model"]["embedding.weight"].numpy().tobytes()
