@@ -33,8 +33,11 @@ def has_saved(root: Path) -> bool:
     return any(RunFolder(path).saved() for path in root.glob("tiny/*"))
 
 
-def children(process: subprocess.Popen) -> list[int]:
-    return [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
+def second_rank(process: subprocess.Popen) -> int:
+    """The process id of rank 1, which the first process has started."""
+    pids = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    (pid,) = [pid for pid in pids if b"LOCAL_RANK=1\0" in Path(f"/proc/{pid}/environ").read_bytes()]
+    return int(pid)
 
 
 def plugin(folder: Path, rank: int, action: str) -> str:
@@ -66,7 +69,7 @@ def test_told_to_stop_it_saves_and_goes_on_exactly_where_it_was(program, tiny, t
     command = ("fit", "--config", tiny, *strategy, "trainer.max_steps=60", "logging.progress_bar=false")
     process = program.start(*command, "trainer.checkpoint_interval=1000", f"logging.root={tmp_path}/stopped")
     wait_until(lambda: any(len(record(RunFolder(p))) > 9 for p in tmp_path.glob("stopped/tiny/*")), process)
-    os.kill(children(process)[0] if strategy else process.pid, number)  # one process hears of it, all stop
+    os.kill(second_rank(process) if strategy else process.pid, number)  # one process hears of it, all stop
     _, line = ended(process)
     assert process.returncode == 75
     run = the_run(tmp_path / "stopped")
@@ -85,7 +88,7 @@ def test_the_others_end_with_the_cause_when_a_process_is_killed(program, tiny, t
         root = tmp_path / str(victim)
         process = program.start("fit", "--config", tiny, *FSDP2, *LONG, f"logging.root={root}")
         wait_until(lambda root=root: has_saved(root), process)
-        (other,) = children(process)
+        other = second_rank(process)
         os.kill(process.pid if victim == 0 else other, signal.SIGKILL)
         started = time.monotonic()
         output, _ = process.communicate(timeout=60)  # until every process has closed its output
