@@ -7,8 +7,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from stackexp.config.schema import SYMBOLS
 from stackexp.reports.tables import table
-from stackexp.sweeps.grid import SYMBOLS, Sweep, short_names
+from stackexp.sweeps.grid import Sweep, short_names
 from stackexp.sweeps.status import figure
 
 LOSSES = {"training loss": "train_loss.last_20_steps", "validation loss": "average.loss"}

@@ -17,7 +17,7 @@ import yaml
 from stackexp.config.compose import compose, load, typed_as
 from stackexp.config.layers import origin_of, sections, split_overrides
 from stackexp.config.names import nearest
-from stackexp.config.schema import ExperimentConfig
+from stackexp.config.schema import SYMBOLS, ExperimentConfig
 from stackexp.config.yaml_files import Leaf, Tree, configs_folder, display, names_in, read_file, read_value
 from stackexp.errors import ConfigError
 from stackexp.runs import RunFolder
@@ -25,8 +25,6 @@ from stackexp.sweeps.schema import SweepConfig
 from stackexp.sweeps.trials import Trial, config_hash
 
 COPY = "sweep.yaml"
-SYMBOLS = {"model.memory.num_heads": "H", "model.memory.head_dim": "d_s", "model.memory.num_slots": "S"}
-"""The paper's notation, for the names of trials, tables and figures."""
 MAX_LABEL = 120
 
 
