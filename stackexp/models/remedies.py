@@ -1,18 +1,17 @@
 """What would make a plan fit that does not."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from stackexp.config.devices import DEVICES
-from stackexp.config.schema import ExperimentConfig
 from stackexp.models.cost import Plan, readable
 
 MOST_NODES = 64
 
 
 def remedies(plan: Plan) -> str:
-    """Single changes that each make it fit, with the memory they leave it at; else all that help, together."""
-    single = [f"{change} ({readable(p.peak)})" for change, p in _changes(plan) if p.fits]
+    """Single changes that each make it fit, with the memory they leave it at; else several that do together."""
+    single = [f"{change} ({readable(p.peak)})" for change, p in _changes(plan) if _works(p)]
     single += [
         f"--device {name} ({readable(other.room)} of room)"
         for name in DEVICES
@@ -25,69 +24,73 @@ def remedies(plan: Plan) -> str:
 
 def _changes(plan: Plan) -> Iterator[tuple[str, Plan]]:
     """One change at a time."""
-    trainer = plan.config.trainer
-    if not trainer.sharded:
-        yield _shard(plan)
-    if not trainer.activation_checkpointing:
-        yield _changed(plan, "trainer.activation_checkpointing", True)
-    yield from _smaller_batch(plan)
-    if trainer.strategy == "fsdp":
-        yield from _more_nodes(plan)
+    yield from _distribute(plan)
+    yield from _recompute(plan)
+    yield from _shrink(plan, "micro_batch_size", plan.training.peak)
+    if plan.validation:
+        yield from _shrink(plan, "eval_batch_size", plan.validation.peak)
+    yield from _add_nodes(plan)
 
 
 def _together(plan: Plan) -> str:
-    """Shard, recompute, and the smallest batches; then more nodes."""
-    names, trainer = [], plan.config.trainer
-    steps = [] if trainer.sharded else [_shard]
-    if not trainer.activation_checkpointing:
-        steps.append(lambda p: _changed(p, "trainer.activation_checkpointing", True))
-    for key in ("micro_batch_size", "eval_batch_size"):
-        if getattr(plan.config.data, key) > 1:
-            steps.append(lambda p, key=key: _changed(p, f"data.{key}", 1))
-    for step in steps:
-        name, plan = step(plan)
-        names.append(name)
-        if plan.fits:
+    """Changes one on top of the other until it fits: recompute, batches of one, shard, more nodes."""
+    names = []
+    for step in (_recompute, _smallest("micro_batch_size"), _smallest("eval_batch_size"), _distribute, _add_nodes):
+        for name, changed in step(plan):
+            if _divides(changed):
+                names.append(name)
+                plan = changed
+        if _works(plan):
             return f"together these would fit: {' '.join(names)} ({readable(plan.peak)})"
-    for name, larger in _more_nodes(plan):
-        if larger.fits:
-            return f"together these would fit: {' '.join([*names, name])} ({readable(larger.peak)})"
     tried = f" even with {' '.join(names)}" if names else ""
     return (
         f"it needs {readable(plan.peak)}{tried}; take a smaller model, a shorter data.context_length, or larger devices"
     )
 
 
-def _shard(plan: Plan) -> tuple[str, Plan]:
+def _distribute(plan: Plan) -> Iterator[tuple[str, Plan]]:
+    if plan.config.trainer.sharded:
+        return
     if plan.devices > 1:
-        return _changed(plan, "trainer.strategy", "fsdp")
-    trainer = replace(plan.config.trainer, strategy="fsdp", devices=8)
-    return "trainer=fsdp", replace(plan, config=replace(plan.config, trainer=trainer))
+        yield _changed(plan, "trainer.strategy", "fsdp")
+    else:
+        trainer = replace(plan.config.trainer, strategy="fsdp", devices=8)  # as configs/trainer/fsdp.yaml
+        yield "trainer=fsdp", replace(plan, config=replace(plan.config, trainer=trainer))
 
 
-def _smaller_batch(plan: Plan) -> Iterator[tuple[str, Plan]]:
-    """The largest size of each batch, halved as often as needed, at which its pass fits."""
-    for key, part in {"micro_batch_size": "training", "eval_batch_size": "validation"}.items():
-        size, memory = getattr(plan.config.data, key), getattr(plan, part)
-        if memory is None or memory.peak <= plan.room:
-            continue
-        growing = memory.activations + memory.stack + memory.logits
-        while size > 1:
-            growing, size = growing // 2, size // 2
-            if memory.peak - (memory.activations + memory.stack + memory.logits) + growing <= plan.room:
-                yield _changed(plan, f"data.{key}", size)
-                break
+def _recompute(plan: Plan) -> Iterator[tuple[str, Plan]]:
+    if not plan.config.trainer.activation_checkpointing:
+        yield _changed(plan, "trainer.activation_checkpointing", True)
 
 
-def _more_nodes(plan: Plan) -> Iterator[tuple[str, Plan]]:
-    """The smallest number of nodes, doubled as often as needed, that fits and divides the batch."""
-    nodes = 2 * plan.config.trainer.num_nodes
-    while nodes <= MOST_NODES:
-        name, larger = _changed(plan, "trainer.num_nodes", nodes)
-        if larger.fits and not _undivided(larger.config):
-            yield name, larger
-            break
+def _shrink(plan: Plan, key: str, peak: int) -> Iterator[tuple[str, Plan]]:
+    """The batch halved until its pass, whose `peak` is too large, fits."""
+    size = getattr(plan.config.data, key)
+    while peak > plan.room and size > 1:
+        size //= 2
+        change, smaller = _changed(plan, f"data.{key}", size)
+        if _works(smaller):
+            yield change, smaller
+            return
+
+
+def _smallest(key: str) -> Callable[[Plan], Iterator[tuple[str, Plan]]]:
+    def step(plan: Plan) -> Iterator[tuple[str, Plan]]:
+        if getattr(plan.config.data, key) > 1 and (plan.validation or key == "micro_batch_size"):
+            yield _changed(plan, f"data.{key}", 1)
+
+    return step
+
+
+def _add_nodes(plan: Plan) -> Iterator[tuple[str, Plan]]:
+    """The nodes doubled until it fits. Only fsdp holds less on each device the more there are."""
+    nodes = plan.config.trainer.num_nodes
+    while plan.config.trainer.strategy == "fsdp" and 2 * nodes <= MOST_NODES:
         nodes *= 2
+        change, larger = _changed(plan, "trainer.num_nodes", nodes)
+        if _works(larger):
+            yield change, larger
+            return
 
 
 def _changed(plan: Plan, key: str, value: object) -> tuple[str, Plan]:
@@ -97,5 +100,10 @@ def _changed(plan: Plan, key: str, value: object) -> tuple[str, Plan]:
     return f"{key}={shown}", replace(plan, config=config)
 
 
-def _undivided(config: ExperimentConfig) -> int:
-    return config.data.global_batch_tokens % config.tokens_per_pass
+def _works(plan: Plan) -> bool:
+    return _divides(plan) and plan.fits
+
+
+def _divides(plan: Plan) -> bool:
+    """Whether whole micro-batches make up the global batch."""
+    return plan.config.data.global_batch_tokens % plan.config.tokens_per_pass == 0
