@@ -9,6 +9,7 @@ import os
 import pickle
 import random
 import shutil
+import warnings
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -32,6 +33,7 @@ from stackexp.runs import RunFolder
 VERSION = 2
 STATE = "state.pt"
 WEIGHTS = ".safetensors"
+warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process has checkpoints too
 
 
 class CheckpointWriter:

@@ -78,5 +78,4 @@ def _quiet() -> None:
     """Our own lines say what is picked; Lightning's hints about workers, loggers and intervals say nothing here."""
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", module="lightning")
-    warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process writes a checkpoint too
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module")  # a view leaves a block: keys and values, no more
