@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import socket
 import sys
+import time
 from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -30,6 +31,15 @@ class Ranks(list[BaseProcess]):
             process.join(SECONDS)
         self.kill()
         return [process.exitcode for process in self]
+
+    def kill_when(self, condition: Callable[[], bool]) -> None:
+        """SIGKILL to all of them as soon as `condition()` is true; fails if one ends before."""
+        deadline = time.monotonic() + SECONDS
+        while not condition():
+            assert all(process.is_alive() for process in self), self.output.read_text()
+            assert time.monotonic() < deadline, "timed out"
+            time.sleep(0.01)
+        self.kill()
 
     def kill(self) -> None:
         for process in self:

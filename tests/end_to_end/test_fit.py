@@ -53,7 +53,7 @@ def test_fit_then_every_verb_on_its_run(program, tiny, tmp_path):
 
     # The rest of the folder
     assert compose.load(str(run.config)) == compose.compose([str(tiny)], [])
-    assert [path.name for path in sorted(run.checkpoints.iterdir())] == ["00000008.ckpt", "00000012.ckpt"]
+    assert [path.name for path in sorted(run.checkpoints.iterdir())] == ["00000008", "00000012"]
     (session,) = json.loads((run.path / "environment.json").read_text())
     assert "fit --config" in session["command"]
     assert session["versions"]["torch"]

@@ -1,9 +1,11 @@
-"""SIGKILL in the middle of a run, then the same command with --ckpt_path last."""
+"""Runs that go on: after SIGKILL, from older checkpoints, in branches, for more steps."""
 
 import json
 from pathlib import Path
 
-from processes import Program, kill, wait_until
+import pytest
+from forks import Forks
+from records import losses, only_run, record
 
 from stackexp.cli import main
 from stackexp.runs import RunFolder
@@ -11,59 +13,46 @@ from stackexp.runs import RunFolder
 INTERVALS = ("trainer.max_steps=60", "trainer.checkpoint_interval=7", "trainer.val_check_interval=14")
 
 
-def losses(run: RunFolder) -> dict[int, float]:
-    return {line["step"]: line["loss/train"] for line in run.read_metrics() if "loss/train" in line}
+@pytest.fixture
+def forks(tmp_path) -> Forks:
+    return Forks(tmp_path)
 
 
-def record(run: RunFolder) -> list[dict[str, float]]:
-    """Every line of metrics.jsonl, less what depends on the clock."""
-    clock = ("time", "throughput/tokens_per_second", "throughput/flops_per_second")
-    return [{tag: value for tag, value in line.items() if tag not in clock} for line in run.read_metrics()]
-
-
-def only_run(folder: Path) -> RunFolder:
-    (path,) = folder.glob("tiny/*")
-    return RunFolder(path)
-
-
-def kill_after(step: int, program: Program, folder: Path, *command: object) -> None:
+def kill_after(step: int, forks: Forks, folder: Path, *command: object) -> None:
     """Start the command and kill it as soon as it has recorded `step`."""
-    process = program.start(*command)
-    try:
-        wait_until(lambda: any(step in losses(RunFolder(path)) for path in folder.glob("tiny/*")), process)
-    finally:
-        kill(process)
+    started = forks.start(*command)
+    started.kill_when(lambda: any(step in losses(RunFolder(path)) for path in folder.glob("tiny/*")))
 
 
-def test_resume_after_sigkill_is_exact(program, tiny, tmp_path):
-    program.run("fit", "--config", tiny, *INTERVALS)
+def test_resume_after_sigkill_is_exact(forks, tiny, tmp_path):
+    forks.run("fit", "--config", tiny, *INTERVALS)
     reference = only_run(tmp_path / "runs")
     assert sorted(losses(reference)) == list(range(1, 61))
 
     # Twice within one checkpoint interval, with a loader process; two micro-batches make a step.
     elsewhere = tmp_path / "killed"
     command = ("fit", "--config", tiny, *INTERVALS, f"logging.root={elsewhere}", "data.num_workers=1")
-    kill_after(17, program, elsewhere, *command)
-    kill_after(19, program, elsewhere, *command, "--ckpt_path", "last")
+    kill_after(17, forks, elsewhere, *command)
+    kill_after(19, forks, elsewhere, *command, "--ckpt_path", "last")
     run = only_run(elsewhere)
     assert not run.finished, "the kills came too late to test anything"
 
-    program.run(*command, "--ckpt_path", "last")
+    forks.run(*command, "--ckpt_path", "last")
     assert only_run(elsewhere) == run, "it goes on in its own folder"
     assert run.finished
     assert record(run) == record(reference), "bit for bit: losses, gradient norms, probes and validations, each once"
     assert len(json.loads((run.path / "environment.json").read_text())) == 3, "one entry a session"
 
 
-def test_a_kill_during_validation_loses_no_validation(program, tiny, tmp_path):
+def test_a_kill_during_validation_loses_no_validation(forks, tiny, tmp_path):
     command = ("fit", "--config", tiny, *INTERVALS, "trainer.max_steps=30")
-    program.run(*command)
+    forks.run(*command)
     reference = only_run(tmp_path / "runs")
 
     elsewhere = tmp_path / "killed"
     command = (*command, f"logging.root={elsewhere}")
-    kill_after(14, program, elsewhere, *command)
-    program.run(*command, "--ckpt_path", "last")
+    kill_after(14, forks, elsewhere, *command)
+    forks.run(*command, "--ckpt_path", "last")
     assert record(only_run(elsewhere)) == record(reference)
 
 
@@ -73,14 +62,14 @@ def test_checkpoints_at_the_end_of_an_epoch_and_older_ones(tiny, tmp_path):
     few = (*few, "trainer.checkpoint_interval=94", "trainer.keep_checkpoints=9", "logging.progress_bar=false")
     assert main([*few]) == 0
     run = only_run(tmp_path / "runs")
-    assert [path.stem for path in sorted(run.checkpoints.iterdir())] == [f"{s:08d}" for s in (94, 188, 282, 376, 380)]
+    assert [path.name for path in run.saved()] == [f"{s:08d}" for s in (94, 188, 282, 376, 380)]
     reference = record(run)
 
     run.result.unlink()
-    assert main([*few, "--ckpt_path", str(run.checkpoints / "00000376.ckpt")]) == 0
+    assert main([*few, "--ckpt_path", str(run.checkpoints / "00000376")]) == 0
     assert record(run) == reference
     run.result.unlink()
-    assert main([*few, "--ckpt_path", str(run.checkpoints / "00000282.ckpt")]) == 0
+    assert main([*few, "--ckpt_path", str(run.checkpoints / "00000282")]) == 0
     assert record(run) == reference
     assert len(list((tmp_path / "runs" / "tiny").iterdir())) == 1
 
@@ -114,7 +103,7 @@ def test_a_branch_of_another_name_leaves_the_run_it_comes_from_alone(tiny, tmp_p
     run = only_run(tmp_path / "runs")
     run.result.unlink()
     before = record(run), sorted(run.checkpoints.iterdir())
-    assert main([*fit, "name=branch", "--ckpt_path", str(run.checkpoints / "00000004.ckpt")]) == 0
+    assert main([*fit, "name=branch", "--ckpt_path", str(run.checkpoints / "00000004")]) == 0
     assert (record(run), sorted(run.checkpoints.iterdir())) == before
     (branch,) = map(RunFolder, tmp_path.glob("runs/branch/*"))
     assert sorted(losses(branch)) == list(range(5, 13))
@@ -129,3 +118,35 @@ def test_more_steps_follow_the_new_schedule_from_the_first_on(tiny, tmp_path):
     rates = [line["optimizer/lr"] for line in run.read_metrics() if "optimizer/lr" in line]
     assert rates == sorted(rates, reverse=True)
     assert rates[0] > 1e-3, "not the end of the old schedule"
+
+
+def test_a_run_of_a_given_folder_starts_goes_on_and_is_done(forks, tiny, tmp_path):
+    forks.run("fit", "--config", tiny, *INTERVALS)
+    reference = only_run(tmp_path / "runs")
+    folder = tmp_path / "given"
+    command = ("fit", "--config", tiny, *INTERVALS, "--run", folder)
+    started = forks.start(*command)
+    started.kill_when(lambda: 17 in losses(RunFolder(folder)))
+    forks.run(*command)
+    assert record(RunFolder(folder)) == record(reference)
+    before = RunFolder(folder).result.read_text()
+    assert "is finished" in forks.run(*command)
+    assert RunFolder(folder).result.read_text() == before
+
+
+def test_the_best_checkpoint_stays_besides_the_newest(capsys, tiny, tmp_path):
+    """The rate rises without end, so that the validation loss rises again."""
+    often = ("trainer.max_steps=24", "trainer.val_check_interval=2", "trainer.checkpoint_interval=2")
+    rising = ("schedule.kind=linear", "schedule.warmup_steps=23", "optimizer.lr=2.0")
+    assert main(["fit", "--config", str(tiny), *often, *rising]) == 0
+    run = only_run(tmp_path / "runs")
+    validated = {x["step"]: x["validation/loss/average"] for x in record(run) if "validation/loss/average" in x}
+    best = min(validated, key=validated.get)
+    assert best < 20, "the loss never rose again: this proves nothing"
+    assert [int(path.name) for path in run.saved()] == [best, 22, 24]
+
+    capsys.readouterr()
+    assert main(["validate", "--run", str(run.path), "--ckpt_path", "best"]) == 0
+    shown = capsys.readouterr().out
+    assert f"{best:08d}" in shown
+    assert f"{validated[best]:.4f}" in shown
