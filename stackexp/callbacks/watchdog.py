@@ -162,6 +162,6 @@ def _module(file: str) -> str:
 
 
 def _end(rank: int, verdict: str) -> None:
-    prefix = "error: " if rank == 0 else f"error: rank {rank}: "
+    prefix = "\nerror: " if rank == 0 else f"\nerror: rank {rank}: "  # below the progress bar
     print(f"{prefix}{verdict}; go on with --ckpt_path last", file=sys.stderr, flush=True)
     os._exit(1)
