@@ -70,3 +70,48 @@ def test_a_rank_of_64_holds_what_the_plan_says(strategy, ranks):
     assert memory.optimizer == sum(size for _, size in first["optimizer"])
     assert sum(math.prod(shape) for shape in whole.values()) == 6_895_710_240
     assert memory.weights == pytest.approx(4 * 6_895_710_240 / ranks, rel=1e-4)
+
+
+MEASURE = """
+import sys
+import torch, torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from stackexp.config.compose import compose
+from stackexp.models import allocations
+from stackexp.models.cost import build
+from stackexp.models.sharding import build_mesh, shard_
+
+config = compose(["pretrain/stacktrans-360m"], sys.argv[1:])
+dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+mesh, model = build_mesh("cpu", config.trainer), build(config)
+allocations._fuse_norms(model)
+with FakeTensorMode(allow_non_fake_inputs=True):
+    shard_(model, mesh, config.trainer)
+    tracker = FSDPMemTracker(model.to_empty(device="cpu"))
+    tracker.track_inputs((torch.zeros(1),))
+    with tracker:
+        for _ in range(2):  # the second with the gradients of the first
+            tracker.reset_mod_stats()
+            tokens = torch.zeros(config.data.micro_batch_size, config.data.context_length, dtype=torch.int64)
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = allocations._loss(model, tokens, z_loss=False)
+            loss.backward()
+print(sum(kinds["Total"] for kinds in tracker.get_tracker_snapshot("peak").values()))
+"""
+
+
+@pytest.mark.parametrize("overrides", [[], ["trainer.activation_checkpointing=true"]])
+def test_fsdp_itself_takes_no_more(overrides):
+    """torch's own account of the passes of a rank of 4: the plan adds up what is not all held at the same moment."""
+    overrides = [
+        *("trainer.strategy=fsdp", "trainer.devices=4", "model.num_layers=6"),
+        *("data.context_length=1024", "data.micro_batch_size=4", "data.global_batch_tokens=16384", *overrides),
+    ]
+    memory = plan(compose(["pretrain/stacktrans-360m"], overrides)).training
+    command = [sys.executable, "-c", MEASURE, *overrides]
+    process = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    assert process.returncode == 0, process.stderr
+    measured = int(process.stdout)
+    assert measured <= memory.peak - memory.optimizer <= 1.2 * measured
