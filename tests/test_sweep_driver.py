@@ -14,8 +14,9 @@ import yaml
 from conftest import TINY
 from processes import kill, wait_until
 
+from stackexp import cli
 from stackexp.sweeps import grid
-from stackexp.sweeps.driver import has_driver, order_stop
+from stackexp.sweeps.driver import has_driver
 from stackexp.sweeps.status import State, is_running, read, read_failure, state_of
 
 DRIVER = Path(__file__).with_name("sweep_driver.py")
@@ -185,7 +186,7 @@ def test_stopping_saves_and_the_same_command_goes_on(study, how, code):
     wait_until(lambda: study.attempts()[:2] == [1, 1], drivers[0])
     assert has_driver(study.runs)
     if how == "stop":
-        order_stop(study.runs)
+        assert cli.main(["sweep", "stop", str(study.folder / "letters.yaml")]) == 0
     for driver in drivers:
         if how != "stop":
             driver.send_signal(how)

@@ -1,16 +1,21 @@
 """The real TensorBoard server shows a run's curves in a real browser."""
 
+import contextlib
 import re
 import socket
 import subprocess
 import sys
 import urllib.parse
 import urllib.request
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from browser import CHROMIUM, Browser, poll
 from processes import kill, wait_until
+
+from stackexp.callbacks.run_record import set_tags
+from stackexp.callbacks.tensorboard import TensorBoardCopy
 
 LOSSES = {"loss/train": 11, "loss/train_by_tokens": 11}  # segments of 12 steps
 PROBES = {"memory/entropy/layer_00": 2, "memory/entropy/layer_01": 2}  # of steps 1, 5 and 10
@@ -24,10 +29,15 @@ def free_port() -> int:
 
 def has_loaded(url: str) -> bool:
     """Whether the server answers and has read the run's events."""
+    return "loss/train" in fetched(f"{url}/data/plugin/timeseries/tags")
+
+
+def fetched(url: str) -> str:
+    """What a server answers, or nothing."""
     try:
-        return "loss/train" in urllib.request.urlopen(f"{url}/data/plugin/timeseries/tags", timeout=5).read().decode()
+        return urllib.request.urlopen(url, timeout=5).read().decode()
     except OSError:
-        return False
+        return ""
 
 
 def curves(page: str) -> dict[str, int]:
@@ -52,11 +62,11 @@ def shown(url: str, tag_filter: str, expected: dict[str, int], profile: Path) ->
         return found
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="needs chromium on PATH (apt-get install chromium)")
-def test_curves_of_a_run_are_on_the_page(program, tiny, tmp_path):
-    program.run("fit", "--config", tiny)
+@contextlib.contextmanager
+def tensorboard(logdir: Path, has_loaded: Callable[[str], bool]) -> Iterator[str]:
+    """The address of a server that has read the events."""
     url = f"http://127.0.0.1:{free_port()}"
-    command = [sys.executable, "-m", "tensorboard.main", "--logdir", str(tmp_path / "runs"), "--load_fast=false"]
+    command = [sys.executable, "-m", "tensorboard.main", "--logdir", str(logdir), "--load_fast=false"]
     server = subprocess.Popen(
         [*command, "--host", "127.0.0.1", "--port", url.rsplit(":", 1)[1]],
         stdout=subprocess.PIPE,
@@ -66,9 +76,50 @@ def test_curves_of_a_run_are_on_the_page(program, tiny, tmp_path):
     )
     try:
         wait_until(lambda: has_loaded(url), server)
-        losses = shown(url, "loss/train", LOSSES, tmp_path / "first")
-        probes = shown(url, "memory/entropy", PROBES, tmp_path / "second")
+        yield url
     finally:
         kill(server)
+
+
+needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="needs chromium on PATH (apt-get install chromium)")
+
+
+@needs_chromium
+def test_curves_of_a_run_are_on_the_page(program, tiny, tmp_path):
+    program.run("fit", "--config", tiny)
+    with tensorboard(tmp_path / "runs", has_loaded) as url:
+        losses = shown(url, "loss/train", LOSSES, tmp_path / "first")
+        probes = shown(url, "memory/entropy", PROBES, tmp_path / "second")
     assert losses == LOSSES
     assert probes == PROBES
+
+
+TEXTS = """
+(function texts(root) {
+  return [...root.querySelectorAll("*")].flatMap(element => [
+    ...(element.shadowRoot ? texts(element.shadowRoot) : []),
+    ...(element.children.length ? [] : [element.textContent.trim()]),
+  ]);
+})(document)
+"""
+
+
+@needs_chromium
+def test_the_hparams_tab_of_a_sweep_begins_with_the_papers_symbols(tmp_path):
+    for heads in (1, 2):
+        folder = tmp_path / "study" / f"H={heads}-0123abcd"
+        hyperparameters = {"data.context_length": 2048, "model.memory.head_dim": 16, "model.memory.num_slots": 24}
+        sets = {"left": {"loss": 2.5, "perplexity": 12.0, "bits_per_byte": 1.0}}
+        figures = {"final/loss/train": 2.125} | set_tags("final", sets)
+        TensorBoardCopy(folder, []).finish(hyperparameters | {"model.memory.num_heads": heads}, figures, 10)
+    columns = ["H", "S", "d_s", "data.context_length", "final/loss/train", "final/loss/average"]
+
+    def header(page: Browser) -> list[str]:
+        texts = page.evaluate(TEXTS) or []
+        return [text for text in texts[texts.index("Trial ID") :] if text in columns] if "Trial ID" in texts else []
+
+    server = tensorboard(tmp_path / "study", lambda url: "H=2-0123abcd" in fetched(f"{url}/data/runs"))
+    with server as url, Browser(tmp_path / "profile") as page:
+        page.open(f"{url}/#hparams")
+        assert poll(lambda: header(page)[:6], columns) == columns
+        assert "H=1-0123abcd" in " ".join(page.evaluate(TEXTS))
