@@ -37,21 +37,15 @@ NO_ANSWER = ("Unable to contact slurm controller", "Socket timed out", "Zero Byt
 
 SCRIPT = """\
 folder=${folders[SLURM_ARRAY_TASK_ID]}
-command=${commands[SLURM_ARRAY_TASK_ID]}
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-1}}
 
-# The first process to fail has the reason; srun then ends the others, and returns what became of them.
-# One that has saved (75) has not failed: the others are still saving. Signals reach the shell around it as well.
-first=$folder/.exit_code
-rm -f "$first"
-srun --kill-on-bad-exit=1 ${SLURM_CPUS_PER_TASK:+--cpus-per-task=$SLURM_CPUS_PER_TASK} bash -c 'trap : USR1 TERM
-  '"$command"'
-  code=$?
-  ((code == 0)) || (set -o noclobber; echo $code >"$0") 2>/dev/null
-  ((code == 75)) || exit $code' "$first"
-code=$?
-[ -f "$first" ] && code=$(<"$first")
-rm -f "$first"
+# Nothing stands between srun and fit: on many clusters signals reach the tasks alone, not their children.
+# When one process has ended with 75, others are still saving: --kill-on-bad-exit=1 would kill them. That none hangs
+# after another has failed is seen to by fit itself.
+options=(--kill-on-bad-exit=0 --wait=300 ${SLURM_CPUS_PER_TASK:+--cpus-per-task=$SLURM_CPUS_PER_TASK})
+eval srun "${options[@]}" "${commands[SLURM_ARRAY_TASK_ID]}"
+code=$? # the highest of the tasks'; 138: warned by SIGUSR1 before it could listen
+((code == 138)) && code=75
 
 # Where a node has failed, the trial has not: it goes on from its checkpoint on another.
 ((code == 0 || code == 75)) || srun --ntasks-per-node=1 true || code=75
@@ -109,6 +103,7 @@ class SlurmLauncher:
         self.max_parallel = max_parallel
         self.command = command
         self.started: dict[Trial, Task] = {}  # and not ended, as far as this driver knows
+        self.told: set[Task] = set()  # to end
 
     def start(self, trials: list[Trial]) -> None:
         """Submit those that have no waiting or running job, whoever submitted it.
@@ -136,6 +131,8 @@ class SlurmLauncher:
             code = _exit_code(trial.folder.path, task)
             if code is None and alive is not None and task not in alive:
                 code = -signal.SIGKILL
+            if code == -signal.SIGTERM and task in self.told:  # by which it ends while it starts
+                code = 75
             if code is not None:
                 ended.append((trial, code))
                 del self.started[trial]
@@ -155,27 +152,26 @@ class SlurmLauncher:
     def stop(self) -> None:
         """End all jobs of the sweep, whoever submitted them; what has not saved after `signal_seconds` is killed."""
         deadline = time.monotonic() + self.resources.signal_seconds
-        told: set[Task] = set()
         while alive := self._alive():
             late = time.monotonic() > deadline
             for name, task in newest_tasks(self.folder).items():
-                if task in alive and task not in told and self._end(name, task, alive[task]):
-                    told.add(task)
+                if task in alive and task not in self.told:
+                    self._end(name, task, alive[task])
             if late:
                 _call("scancel", *(state.id for state in alive.values()))
             time.sleep(POLL_SECONDS)
 
-    def _end(self, name: str, task: Task, state: State) -> bool:
-        """False if Slurm could not do it now: the job may be about to start or to end."""
+    def _end(self, name: str, task: Task, state: State) -> None:
+        """Slurm may refuse while the job is about to start or to end; then the task is not in `told`."""
         if state.state == "PENDING":
             record = self.folder / name / "exit.json"
             write_atomically(record, json.dumps({"exit_code": 75, "job": task.job, "id": state.id}))
-            cancelled = _call("scancel", state.id).returncode == 0
-            if not cancelled:
+            if _call("scancel", state.id).returncode:
                 record.unlink()
-            return cancelled
-        no_requeue = _call("scontrol", "update", f"JobId={state.id}", "Requeue=0")
-        return no_requeue.returncode == 0 and _call("scancel", "--signal=TERM", state.id).returncode == 0
+        elif _call("scontrol", "update", f"JobId={state.id}", "Requeue=0").returncode == 0:
+            self.told.add(task)
+            if _call("scancel", "--signal=TERM", state.id).returncode:
+                self.told.remove(task)
 
     def _submit(self, trials: list[Trial], alive: dict[Task, State], lock: IO[str]) -> None:
         """One array job. A driver killed meanwhile leaves the lock to sbatch, so that the next one sees the job."""
