@@ -3,7 +3,7 @@
 Nothing is estimated that can be counted: parameters on the meta device, FLOPs from the modules, weights, gradients and
 optimizer per shard, activations by a pass of fake tensors (`allocations`). Not counted is what torch does not allocate
 for tensors (CUDA context, NCCL buffers, cuBLAS workspaces) and the allocator's fragmentation: `devices.HEADROOM`
-is kept free for them. A run with `trainer.compile` is counted as without: it needs no more.
+is kept free for them. `trainer.compile` is counted as if it were off.
 """
 
 import math
