@@ -170,6 +170,7 @@ class Driver:
         self._stopping = True
         self._launcher.stop()
         self._collect()
+        self._display.update(self._source.trials())
         message = f"{self._folder}: stopped; go on with: python -m stackexp sweep run {self._folder}"
         if self._told_to_stop == signal.SIGINT:
             raise KeyboardInterrupt(message)
