@@ -217,7 +217,7 @@ def _report(error: BaseException) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     code, line = _explain(error)
-    rank = os.environ.get("LOCAL_RANK", "0")  # set for the processes Lightning starts
+    rank = os.environ.get("RANK", "0")  # set once the processes of a run have met
     if rank == "0":
         print(line if code in (75, 130) else f"error: {line}", file=sys.stderr)
     elif code == 1:  # rank 0 says the others, which are the same in every process

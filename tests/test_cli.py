@@ -225,7 +225,7 @@ def raising(error: BaseException):
     ],
 )
 def test_errors_of_a_verb(error, code, line, monkeypatch, capsys):
-    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    monkeypatch.delenv("RANK", raising=False)
     monkeypatch.setitem(cli.VERBS, "fit", raising(error))
     assert cli.main(["fit"]) == code
     assert capsys.readouterr().err == line
@@ -244,7 +244,7 @@ def test_errors_of_a_verb(error, code, line, monkeypatch, capsys):
     ],
 )
 def test_other_ranks_say_only_what_rank_0_may_not_know(error, code, line, monkeypatch, capsys):
-    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setenv("RANK", "1")
     monkeypatch.setitem(cli.VERBS, "fit", raising(error))
     assert cli.main(["fit"]) == code
     assert capsys.readouterr().err == line

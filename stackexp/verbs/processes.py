@@ -115,7 +115,11 @@ def _start_others(trainer: TrainerConfig) -> list[subprocess.Popen]:
     os.environ.setdefault("MASTER_PORT", str(_free_port()))
     os.environ["LOCAL_RANK"] = "0"
     command = [sys.executable, "-m", "stackexp", *sys.argv[1:]]
-    return [subprocess.Popen(command, env=os.environ | {"LOCAL_RANK": str(rank)}) for rank in range(1, trainer.devices)]
+    first = int(os.environ["NODE_RANK"]) * trainer.devices
+    return [
+        subprocess.Popen(command, env=os.environ | {"LOCAL_RANK": str(local), "RANK": str(first + local)})
+        for local in range(1, trainer.devices)
+    ]
 
 
 def _connect(environment: ClusterEnvironment, trainer: TrainerConfig, device_type: str) -> int:
@@ -123,6 +127,7 @@ def _connect(environment: ClusterEnvironment, trainer: TrainerConfig, device_typ
     size = trainer.devices * trainer.num_nodes
     local = environment.local_rank()
     rank = environment.node_rank() * trainer.devices + local
+    os.environ["RANK"] = str(rank)
     os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = environment.main_address, str(environment.main_port)
     if device_type == "cuda":
         torch.cuda.set_device(local)
