@@ -3,6 +3,7 @@
 import logging
 import signal
 import time
+from multiprocessing import resource_tracker
 from typing import Any
 
 import lightning.pytorch as pl
@@ -27,6 +28,7 @@ class StopRequest:
         self._deadline = time.monotonic() + seconds(max_time) if max_time else None
         for number in SIGNALS:
             signal.signal(number, self._note)
+        _start_resource_tracker()
 
     def _note(self, number: int, _: Any) -> None:
         self._reason = signal.Signals(number).name
@@ -37,6 +39,13 @@ class StopRequest:
         if self._reason is None and self._deadline is not None and time.monotonic() > self._deadline:
             self._reason = f"trainer.max_time {self._max_time} is over"
         return self._reason
+
+
+def _start_resource_tracker() -> None:
+    """Python starts it when it shares memory. Slurm may signal every process of a task, and SIGUSR1 would end it."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+    resource_tracker.ensure_running()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})
 
 
 def seconds(max_time: str) -> int:
