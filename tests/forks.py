@@ -34,12 +34,15 @@ class Ranks(list[BaseProcess]):
 
     def kill_when(self, condition: Callable[[], bool]) -> None:
         """SIGKILL to all of them as soon as `condition()` is true; fails if one ends before."""
+        self.wait_until(condition)
+        self.kill()
+
+    def wait_until(self, condition: Callable[[], bool]) -> None:
         deadline = time.monotonic() + SECONDS
         while not condition():
             assert all(process.is_alive() for process in self), self.output.read_text()
             assert time.monotonic() < deadline, "timed out"
             time.sleep(0.01)
-        self.kill()
 
     def kill(self) -> None:
         for process in self:
