@@ -158,6 +158,7 @@ def test_mistakes_name_file_and_line_and_the_nearest_right_name():
     assert "study.yaml:4: model.memory: unknown choice 'ques'" in mistake(grid={"model.memory": ["ques"]})
     assert "resorces: unknown key; did you mean 'resources'?" in mistake(resorces={})
     assert "resources.device: unknown key; did you mean" in mistake(resources={"device": 1})
+    assert "resources.time: expected '24:00:00' or" in mistake(resources={"time": 86400})  # YAML's 24:00:00
     assert "retries: expected an integer >= 0, found -1" in mistake(retries=-1)
     assert "direction: expected one of minimize, maximize, found 'minimise'; did you" in mistake(direction="minimise")
     assert "study.yaml: unknown config 'quickstrt'; did you mean 'quickstart'?" in mistake(config="quickstrt")

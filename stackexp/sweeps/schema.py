@@ -24,6 +24,11 @@ class Resources:
     cpus_per_task: Optional[int] = at_least(1, None)  # a task is one device
     signal_seconds: int = at_least(1, 120)  # warning before the time limit, for the checkpoint
 
+    def problems(self) -> Problems:
+        if self.time is not None and not re.fullmatch(r"(\d+-)?\d+:\d\d(:\d\d)?", self.time):
+            quotes = " (in quotes: YAML takes 24:00:00 for a number)" if self.time.isdecimal() else ""
+            yield "time", f"expected '24:00:00' or '1-12:00:00'{quotes}, found {self.time!r}"
+
 
 @dataclass
 class Space:
