@@ -25,6 +25,7 @@ def steps(out: Path) -> dict[str, list[str]]:
     bf16 = ["trainer.precision=bf16-mixed", "data.micro_batch_size=64", "data.global_batch_tokens=16384"]
     return {
         "correctness": [sys.executable, "-m", "pytest", "-m", "gpu", f"--junitxml={out}/correctness.xml"],
+        "sharded": [*FIT, "name=sharded", "trainer.strategy=fsdp", f"logging.root={out}/runs", *bf16],
         "efficiency": [*EFFICIENCY, f"--out={out}/efficiency.json", *SMALL],
         "efficiency_compiled": [*EFFICIENCY, f"--out={out}/efficiency_compiled.json", *SMALL, "trainer.compile=true"],
         **{
