@@ -160,6 +160,8 @@ def shards(trainer: TrainerConfig) -> int:
 
 def size_of(parameter: torch.Tensor, ranks: int = 1) -> int:
     """Bytes of the largest part of a parameter that FSDP2 cuts along dimension 0 into `ranks`, padded as it pads."""
+    if ranks == 1:
+        return parameter.nbytes
     rows = math.ceil(parameter.shape[0] / ranks)
     return rows * parameter[0].numel() * parameter.element_size()
 
