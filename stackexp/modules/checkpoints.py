@@ -245,13 +245,26 @@ def _shapes(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Size]:
     return {name: tensor.shape for name, tensor in tensors.items()}
 
 
+def check_whole(path: Path) -> dict[str, Any]:
+    """What a checkpoint's files hold, by name. Raises RunError if a file is missing or cut off."""
+    try:
+        metadata = dcp.FileSystemReader(path).read_metadata()
+    except (OSError, RuntimeError, pickle.UnpicklingError, EOFError, AttributeError) as error:
+        raise RunError(f"{path}: damaged ({_first_line(error)}); use an older one") from None
+    ends: dict[str, int] = {}  # of each file, in bytes
+    for item in metadata.storage_data.values():
+        ends[item.relative_path] = max(ends.get(item.relative_path, 0), item.offset + item.length)
+    for name, end in ends.items():
+        file = path / name
+        if not file.is_file() or file.stat().st_size < end:
+            raise RunError(f"{path}: damaged ({name} is missing or cut off); use an older one")
+    return metadata.state_dict_metadata
+
+
 def _stored(path: Path) -> dict[str, TensorStorageMetadata]:
     """Of each weight of a checkpoint. Raises RunError if it is none, or damaged."""
     read(path)
-    try:
-        stored = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
-    except (OSError, RuntimeError, pickle.UnpicklingError, EOFError, AttributeError) as error:
-        raise RunError(f"{path}: damaged ({_first_line(error)}); use an older one") from None
+    stored = check_whole(path)
     return {name.removeprefix("model."): of for name, of in stored.items() if name.startswith("model.")}
 
 

@@ -96,6 +96,7 @@ def _resume(config: ExperimentConfig, path: Path, folder: RunFolder | None) -> S
     """Go on from `path` in `folder`, or else in the folder it lies in, if that is an unfinished run of this name."""
     checkpoint = checkpoints.read(path)
     checkpoints.check_resumable(path, checkpoint, config)
+    checkpoints.check_whole(path)
     if folder is None:
         folder = RunFolder(path.parent.parent)
         of_this_name = folder.path.parent.resolve() == Path(config.logging.root, config.name).resolve()

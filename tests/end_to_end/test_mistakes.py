@@ -18,10 +18,10 @@ def run(tiny, tmp_path) -> RunFolder:
     return run
 
 
-def fails(capsys, *argv: object) -> str:
+def fails(capsys, *argv: object, code: int = 1) -> str:
     """The one line that a failing command prints."""
     capsys.readouterr()
-    assert main([str(argument) for argument in argv]) == 1
+    assert main([str(argument) for argument in argv]) == code
     (line,) = capsys.readouterr().err.strip().splitlines()
     assert line.startswith("error: ")
     return line
@@ -31,17 +31,20 @@ def test_checkpoints_that_cannot_be_resumed(capsys, run, tiny, tmp_path):
     fit = ("fit", "--config", tiny, "trainer.max_steps=14", "--ckpt_path")
     before = sorted(tmp_path.glob("runs/*/*"))
 
-    assert "no such checkpoint" in fails(capsys, *fit, tmp_path / "nowhere.ckpt")
+    assert "no such checkpoint" in fails(capsys, *fit, tmp_path / "nowhere")
 
-    newest = run.newest_checkpoint()
-    truncated = tmp_path / "truncated.ckpt"
-    truncated.write_bytes(newest.read_bytes()[:5000])
-    assert f"{truncated}: damaged" in fails(capsys, *fit, truncated)
-    truncated.write_bytes(b"")
-    assert f"{truncated}: damaged" in fails(capsys, *fit, truncated)
+    newest, old = run.newest_checkpoint(), tmp_path / "old.ckpt"
+    old.write_bytes(b"x" * 100)
+    assert f"{old}: checkpoints are folders now" in fails(capsys, *fit, old)
+    for name in ("state.pt", ".metadata", "__0_0.distcp"):
+        damaged = tmp_path / "damaged" / name.strip(".")
+        shutil.copytree(newest, damaged)
+        file = damaged / name
+        file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+        assert f"{damaged}: damaged" in fails(capsys, *fit, damaged)
 
-    foreign = tmp_path / "foreign.ckpt"
-    torch.save({"weights": torch.zeros(3)}, foreign)
+    foreign = tmp_path / "foreign"
+    foreign.mkdir()
     assert "not a stackexp checkpoint" in fails(capsys, *fit, foreign)
 
     line = fails(capsys, *fit, newest, "model.hidden_size=64")
@@ -103,5 +106,5 @@ def test_token_ids_beyond_the_vocabulary(capsys, corpus, tiny, tmp_path):
 
 def test_one_process_at_a_time_in_a_folder(capsys, run, tiny):
     with run.lock():
-        line = fails(capsys, "fit", "--config", tiny, "trainer.max_steps=14", "--ckpt_path", "last")
+        line = fails(capsys, "fit", "--config", tiny, "trainer.max_steps=14", "--ckpt_path", "last", code=74)
     assert "another process is running in this folder" in line
