@@ -75,7 +75,8 @@ def _options(config: ExperimentConfig, processes: Processes, callbacks: list[pl.
 
 
 def _quiet() -> None:
-    """Our own lines say what is picked; Lightning's hints about workers, loggers and intervals say nothing here."""
-    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    """Our own lines say what is picked; the libraries' hints about workers, loggers and defaults say nothing here."""
+    for library in ("lightning.pytorch", "streaming"):
+        logging.getLogger(library).setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", module="lightning")
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module")  # a view leaves a block: keys and values, no more
