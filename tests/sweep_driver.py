@@ -20,7 +20,7 @@ def fake_command(trial: object) -> list[str]:
 def main(argv: list[str]) -> int:
     sweep = grid.read(argv[0])
     launcher = LocalLauncher(sweep.trials, int(argv[1]), fake_command)
-    Driver(sweep.folder, Fixed(sweep.trials), launcher, int(argv[2]), Lines("average.loss")).run()
+    Driver(sweep.folder, Fixed(sweep.trials), launcher, int(argv[2]), Lines(sweep.config.objective)).run()
     return 0
 
 

@@ -136,6 +136,16 @@ def test_a_trial_that_saved_and_stopped_has_not_failed(study):
     assert not study.trials[0].failure.exists()
 
 
+def test_a_result_without_the_objective_stops_nothing(study):
+    keys = yaml.safe_load((study.folder / "letters.yaml").read_text()) | {"objective": "average.accuracy"}
+    (study.folder / "letters.yaml").write_text(yaml.safe_dump(keys))
+    study.drive()
+    assert study.attempts() == [1] * 4
+    status = read(study.trials[0], "average.accuracy")
+    assert status.objective is None
+    assert status.cause == "objective average.accuracy: result.json has no 'accuracy' there, but loss"
+
+
 def test_two_drivers_do_each_trial_once(study):
     study.behave({name: {"seconds": 0.4} for name in "abcd"})
     drivers = [study.start(parallel=2) for _ in range(3)]

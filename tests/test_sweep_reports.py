@@ -132,6 +132,12 @@ def test_a_dry_run_counts_what_is_left_and_writes_nothing(capsys):
     assert sorted(Path().rglob("*")) == before
 
 
+def test_a_dry_run_of_a_search_counts_what_it_will_choose(capsys):
+    study(search={"trials": 5, "space": {H: {"values": [1, 2]}}})
+    assert cli.main(["sweep", "run", "study.yaml", "--dry-run"]) == 0
+    assert lines(capsys)[2][:3] == ["5", "more", "unchosen"]
+
+
 def test_mistakes_of_the_verb(capsys):
     study(grid={H: [1]})
     mistakes = {

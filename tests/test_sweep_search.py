@@ -86,6 +86,17 @@ def test_a_study_is_rebuilt_from_its_folders():
     assert again.complete()
 
 
+def test_a_result_without_the_objective_counts_as_failed():
+    sweep = read(trials=2, space={S: SPACE[S]})
+    study = Study(sweep)
+    study.add(1)
+    [trial] = study.trials()
+    begin(trial)
+    trial.folder.result.write_text('{"average": {}}')
+    study.trials()
+    assert [t.state.name for t in study._study.trials] == ["FAIL"]
+
+
 def test_folders_of_another_search_are_none_of_this_one():
     sweep = read(trials=3, space={S: SPACE[S]})
     for trial in run(sweep, Study(sweep), lambda values: 1.0):

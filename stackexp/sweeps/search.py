@@ -9,7 +9,7 @@ from stackexp.errors import ConfigError
 from stackexp.runs import write_atomically
 from stackexp.sweeps.grid import Sweep, label
 from stackexp.sweeps.schema import Search, Space
-from stackexp.sweeps.status import State, figure, state_of, tail
+from stackexp.sweeps.status import State, reached, state_of, tail
 from stackexp.sweeps.trials import Trial
 
 MEAN_STEPS = 20
@@ -105,8 +105,8 @@ class Study:
         for trial in self._asked.keys() - self._told:
             state = state_of(trial)
             if state == State.DONE:
-                result = json.loads(trial.folder.result.read_text())
-                self._study.tell(self._asked[trial], figure(result, self._sweep.config.objective))
+                value, _ = reached(trial, self._sweep.config.objective)  # None: as good as failed
+                self._study.tell(self._asked[trial], value, states.FAIL if value is None else None)
             elif state == State.PRUNED:
                 self._study.tell(self._asked[trial], state=states.PRUNED)
             else:

@@ -36,7 +36,7 @@ class Status:
     seconds_left: float | None
     objective: float | None
     attempts: int
-    cause: str
+    cause: str  # of a failure, or of a missing objective
 
 
 def read(trial: Trial, objective: str) -> Status:
@@ -44,7 +44,7 @@ def read(trial: Trial, objective: str) -> Status:
     line: dict[str, Any] = {}
     for later in tail(trial.folder.metrics):
         line |= later
-    result = json.loads(trial.folder.result.read_text()) if trial.folder.finished else {}
+    value, problem = reached(trial, objective) if trial.folder.finished else (None, "")
     state, failure, steps = state_of(trial), read_failure(trial), trial.config.trainer.max_steps
     step, speed = line.get("step", 0), line.get("throughput/tokens_per_second")
     left = (steps - step) * trial.config.data.global_batch_tokens / speed if speed else None
@@ -55,9 +55,9 @@ def read(trial: Trial, objective: str) -> Status:
         loss=line.get("loss/train"),
         tokens_per_second=speed,
         seconds_left=left if state == State.RUNNING else None,
-        objective=figure(result, objective) if result else None,
+        objective=value,
         attempts=failure.get("attempts", 0) + (state not in (State.WAITING, State.FAILED)),
-        cause=failure["cause"] if state == State.FAILED else "",
+        cause=failure["cause"] if state == State.FAILED else problem,
     )
 
 
@@ -102,6 +102,14 @@ def tail(path: Path) -> list[dict[str, Any]]:
         return []
     lines = text.splitlines(keepends=True)[size > TAIL :]
     return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def reached(trial: Trial, objective: str) -> tuple[float | None, str]:
+    """The objective of a finished trial; or None, and what is in its place."""
+    try:
+        return figure(json.loads(trial.folder.result.read_text()), objective), ""
+    except RunError as error:
+        return None, str(error)
 
 
 def figure(result: dict[str, Any], path: str) -> float:

@@ -134,19 +134,23 @@ def _dry_run(sweep: Any) -> int:
     from stackexp.sweeps.display import summary
     from stackexp.sweeps.status import State
 
-    statuses, total, left = _statuses(sweep), 0.0, 0.0
+    statuses, typical = _statuses(sweep), plan(sweep.any_trial.config)
+    total = left = 0.0
     rows = [["trial", "state", "steps", "tokens", "GPU-hours", "left"]]
     for status in statuses:
         config = status.trial.config
-        planned = plan(config)
-        hours = planned.gpu_hours
+        hours = plan(config).gpu_hours
         settled = status.state in (State.DONE, State.PRUNED)
         remaining = 0.0 if settled else hours * (1 - status.step / config.trainer.max_steps)
         total, left = total + hours, left + remaining
         figures = [f"{config.trainer.max_steps:,}", f"{config.total_tokens:,}", _hours(hours), _hours(remaining)]
         rows.append([status.trial.name, status.state, *figures])
+    if sweep.config.search:
+        more = max(0, sweep.config.search.trials - len(statuses))
+        total, left = total + more * typical.gpu_hours, left + more * typical.gpu_hours
+        rows.append([f"{more} more", "unchosen", "", "", *[_hours(more * typical.gpu_hours)] * 2])
     print(table(rows, align="<<>>>>", rules=(1,)))
-    at = f"on {planned.device} at {planned.mfu:.0%} of its FLOP/s"
+    at = f"on {typical.device} at {typical.mfu:.0%} of its FLOP/s"
     print(f"\n{summary(statuses)}; {_hours(total)} GPU-hours in all, {_hours(left)} left, {at}")
     return 0
 
