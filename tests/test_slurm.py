@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 from slurm import Slurm, wait_for
 
+from stackexp.cli import main
 from stackexp.config.schema import ExperimentConfig, TrainerConfig
 from stackexp.errors import ConfigError, RunError
 from stackexp.runs import RunFolder
+from stackexp.sweeps import grid
 from stackexp.sweeps import slurm as launcher_module
 from stackexp.sweeps.schema import Resources
 from stackexp.sweeps.slurm import SlurmLauncher, jobs, newest_tasks
@@ -22,7 +24,8 @@ UNTIL_TOLD = f"{COUNT}trap 'sleep 1; exit 75' USR1 TERM; touch $0/ready; until [
 
 
 @pytest.fixture
-def sweep(slurm, tmp_path) -> "Sweep":
+def sweep(slurm, tmp_path, monkeypatch) -> "Sweep":
+    monkeypatch.setattr(launcher_module, "SQUEUE_SECONDS", 0)
     return Sweep(tmp_path / "study")
 
 
@@ -243,3 +246,24 @@ def test_the_cluster_can_be_started_beside_another(slurm, tmp_path):
         assert job in second.squeue()
         assert slurm.squeue() == {}
     assert all(daemon.poll() is not None for daemon in second.daemons.values())
+
+
+def test_sweep_status_and_stop_without_a_driver(slurm, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("study.yaml").write_text("config: quickstart\ngrid: {model.memory.num_heads: [1, 2]}\n")
+    found = grid.read("study.yaml")
+    for trial in found.trials:
+        trial.folder.path.mkdir(parents=True)
+    launcher = SlurmLauncher(
+        found.folder, Resources(), 1, lambda trial: ["bash", "-c", UNTIL_TOLD, str(trial.folder.path.resolve())]
+    )
+    launcher.start(found.trials)
+    wait_for(lambda: is_ready(found.trials[0]))
+    assert main(["sweep", "status", "study.yaml"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "running n0, job " in lines[2]
+    assert "pending (JobArrayTaskLimit), job " in lines[3]
+    assert main(["sweep", "stop", "study.yaml"]) == 0
+    assert "its jobs are told to stop and to save" in capsys.readouterr().out
+    assert slurm.squeue() == {}
+    assert codes(launcher, 2) == {trial.name: 75 for trial in found.trials}

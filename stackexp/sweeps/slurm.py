@@ -32,6 +32,7 @@ log = logging.getLogger(__name__)
 
 ARRAY_SIZE = 1000  # of one job; Slurm's limit where its administrator has set none
 POLL_SECONDS = 1
+SQUEUE_SECONDS = 15  # between two questions for jobs that have vanished
 RETRY_SECONDS = 20
 NO_ANSWER = ("Unable to contact slurm controller", "Socket timed out", "Zero Bytes were transmitted")
 
@@ -104,6 +105,7 @@ class SlurmLauncher:
         self.command = command
         self.started: dict[Trial, Task] = {}  # and not ended, as far as this driver knows
         self.told: set[Task] = set()  # to end
+        self.asked = 0.0  # when squeue was
 
     def start(self, trials: list[Trial]) -> None:
         """Submit those that have no waiting or running job, whoever submitted it.
@@ -121,11 +123,7 @@ class SlurmLauncher:
 
     def ended(self) -> list[tuple[Trial, int]]:
         """A job without a record that squeue does not show was killed: code -SIGKILL."""
-        try:
-            alive = states(self.folder)  # before the records are read: what ends in between has one
-        except NoAnswer as error:
-            log.warning("%s", error)
-            alive = None
+        alive = self._alive_if_due()  # before the records are read: what ends in between has one
         ended = []
         for trial, task in list(self.started.items()):
             code = _exit_code(trial.folder.path, task)
@@ -219,6 +217,17 @@ class SlurmLauncher:
                 return states(self.folder)
             except NoAnswer as error:
                 _wait(error)
+
+    def _alive_if_due(self) -> dict[Task, State] | None:
+        """`states`; None if that was asked a short while ago, or Slurm does not answer."""
+        if time.monotonic() < self.asked + SQUEUE_SECONDS:
+            return None
+        self.asked = time.monotonic()
+        try:
+            return states(self.folder)
+        except NoAnswer as error:
+            log.warning("%s", error)
+            return None
 
     @contextlib.contextmanager
     def _only_driver(self) -> Iterator[IO[str]]:
