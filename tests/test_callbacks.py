@@ -2,6 +2,7 @@
 
 import io
 import re
+import signal
 import sys
 from types import SimpleNamespace
 
@@ -12,10 +13,11 @@ from tensorboard.backend.event_processing.event_file_loader import EventFileLoad
 from tensorboard.plugins.custom_scalar import layout_pb2
 from tensorboard.plugins.hparams import plugin_data_pb2
 
-from stackexp.callbacks import throughput
+from stackexp.callbacks import step_checkpoint, throughput
 from stackexp.callbacks.progress import StepProgress
 from stackexp.callbacks.run_record import set_tags
 from stackexp.callbacks.stack_probes import StackProbes
+from stackexp.callbacks.step_checkpoint import StopRequest, Wishes
 from stackexp.callbacks.tensorboard import TensorBoardCopy
 from stackexp.callbacks.throughput import Throughput, peak_flops
 from stackexp.config.compose import compose
@@ -98,6 +100,50 @@ def test_peak_of_a_card(name, peak, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
     assert peak_flops(CUDA) == peak
     assert peak_flops(CPU) == 0.0
+
+
+@pytest.fixture
+def _signals_as_before():
+    before = {number: signal.getsignal(number) for number in step_checkpoint.SIGNALS}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("_signals_as_before")
+def test_a_signal_or_the_end_of_the_time_asks_to_stop(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(step_checkpoint, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    stop = StopRequest("00:00:01:30")
+    now[0] += 90
+    assert stop.reason is None
+    now[0] += 1
+    assert stop.reason == "trainer.max_time 00:00:01:30 is over"
+    stop = StopRequest(None)
+    assert stop.reason is None
+    signal.raise_signal(signal.SIGUSR1)
+    assert stop.reason == "SIGUSR1"
+
+
+def test_time_as_slurm_writes_it():
+    assert [step_checkpoint.seconds(time) for time in ("00:00:00:07", "2:03:04:05")] == [7, 183845]
+
+
+def test_a_checkpoint_is_wished_for_after_so_many_minutes(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(step_checkpoint, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    callback, module, trainer = Wishes(SimpleNamespace(reason=None), 0.5), fake_module(), SimpleNamespace(global_step=0)
+    callback.on_train_start(trainer, module)
+    wished = []
+    for trainer.global_step in range(1, 6):
+        now[0] += 20
+        for _ in range(2):  # micro-batches
+            callback.on_train_batch_end(trainer, module)
+        module.step_metrics.drain()
+        if wish := module.step_metrics.wishes:
+            wished.append((now[0], wish))
+            callback.on_save_checkpoint(trainer, module, {})
+    assert wished == [(40, {"save"}), (80, {"save"})]
 
 
 def test_probes_are_on_at_the_first_step_and_at_multiples_and_off_in_validation():

@@ -17,6 +17,18 @@ def test_step_metrics_are_means_over_micro_batches():
     assert metrics.drain() == {}
 
 
+def test_wishes_travel_with_the_metrics_and_are_none():
+    metrics = StepMetrics()
+    metrics.add("loss", torch.tensor(1.0))
+    metrics.wish("stop", False)
+    metrics.wish("save", True)
+    assert metrics.drain() == {"loss": 1.0}
+    assert metrics.wishes == {"save"}
+    metrics.wish("save", False)
+    assert metrics.drain() == {}
+    assert metrics.wishes == set()
+
+
 def test_corpus_loss_does_not_depend_on_the_batch_size_and_skips_padding():
     losses = torch.rand(7, 5, generator=torch.Generator().manual_seed(0))
     num_bytes = torch.arange(35).view(7, 5)

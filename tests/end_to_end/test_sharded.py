@@ -1,12 +1,18 @@
-"""One run over changing devices: its checkpoints are read by any number of processes, and its record is one."""
+"""Checkpoints of several processes: written while training goes on, read by any number of other processes."""
 
 import json
 import re
+import time
+from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
 from forks import Forks
 from records import assert_close, losses, only_run
 
+from stackexp.cli import main
+from stackexp.modules import checkpoints
 from stackexp.runs import RunFolder
 
 INTERVALS = ("trainer.max_steps=48", "trainer.checkpoint_interval=5", "trainer.val_check_interval=12")
@@ -63,3 +69,40 @@ def assert_same_figures(ours: dict[str, dict[str, float]], theirs: dict[str, dic
     assert ours.keys() == theirs.keys()
     for name, figures in theirs.items():
         assert ours[name] == pytest.approx(figures, rel=1e-6)
+
+
+def fit_with_a_slow_disk(*arguments: object) -> int:
+    """`fit --run FOLDER` where a checkpoint is written only once two more steps are on record."""
+    run, write = RunFolder(Path(arguments[-1])), dcp.FileSystemWriter.write_data
+
+    def write_late(self, *args):
+        step, deadline = int(Path(self.path).name.strip(".")), time.monotonic() + 60
+        while max(losses(run)) < min(step + 2, 12):
+            assert time.monotonic() < deadline, "training waits for the checkpoint"
+            time.sleep(0.01)
+        return write(self, *args)
+
+    dcp.FileSystemWriter.write_data = write_late
+    return main([str(argument) for argument in arguments])
+
+
+def tensors_of(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """Weights and the optimizer's moments, whole."""
+    stored = checkpoints.check_whole(checkpoint)
+    sizes = {name: of for name, of in stored.items() if hasattr(of, "size")}
+    tensors = {name: torch.empty(of.size, dtype=of.properties.dtype) for name, of in sizes.items()}
+    dcp.load(tensors, storage_reader=dcp.FileSystemReader(checkpoint), no_dist=True)
+    return tensors
+
+
+def test_a_checkpoint_holds_its_own_step_while_two_processes_train_on(tiny, tmp_path):
+    forks, runs = Forks(tmp_path), [RunFolder(tmp_path / name) for name in ("quick", "slow")]
+    fit = ("fit", "--config", tiny, "trainer.checkpoint_interval=4", "trainer.keep_checkpoints=9", *CHEAP)
+    fit = (*fit, *SESSIONS["fsdp"], "trainer.val_check_interval=null", "--run")
+    forks.run(*fit, runs[0].path, ranks=2)
+    forks.run(*fit, runs[1].path, ranks=2, function=fit_with_a_slow_disk)
+    for step in (4, 8, 12):
+        quick, slow = (tensors_of(run.checkpoints / f"{step:08d}") for run in runs)
+        assert sum(name.startswith("optimizer.") for name in quick) > sum(name.startswith("model.") for name in quick)
+        assert quick.keys() == slow.keys()
+        assert all(torch.equal(quick[name], slow[name]) for name in quick)
