@@ -34,4 +34,4 @@ def test_every_step_for_a_gpu_is_a_command_that_composes():
         "        print(name)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=BENCHMARKS, capture_output=True, text=True, check=True)
-    assert len(done.stdout.split()) == 9, "two tables and seven models"
+    assert len(done.stdout.split()) == 10, "two tables, seven models, one of them sharded as well"
