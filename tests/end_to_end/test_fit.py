@@ -5,6 +5,7 @@ import math
 
 import pytest
 import yaml
+from forks import Forks
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from stackexp.cli import main
@@ -13,7 +14,7 @@ from stackexp.runs import RunFolder
 
 
 def test_fit_then_every_verb_on_its_run(program, tiny, tmp_path):
-    output = program.run("fit", "--config", tiny)
+    output, forks = program.run("fit", "--config", tiny), Forks(tmp_path)
     run = RunFolder(next((tmp_path / "runs" / "tiny").iterdir()))
 
     # What it says
@@ -63,26 +64,26 @@ def test_fit_then_every_verb_on_its_run(program, tiny, tmp_path):
     assert result["train_loss"]["first"] == steps[0]["loss/train"]
 
     # validate agrees with the end of fit, test has its own sets, generate speaks
-    validated = program.run("validate", "--run", run.path)
+    validated = forks.run("validate", "--run", run.path)
     assert json.loads((run.path / "validate.json").read_text())["sets"] == result["sets"]
     assert f"{result['average']['loss']:.4f}" in validated
-    program.run("test", "--run", run.path, "data.eval_batch_size=3")
+    forks.run("test", "--run", run.path, "data.eval_batch_size=3")
     tested = json.loads((run.path / "test.json").read_text())["sets"]
     assert tested["right"] == pytest.approx(result["sets"]["right"], rel=1e-6)
-    said = program.run("generate", "--run", run.path, "--prompt", "def f", "--max_new_tokens", "5")
+    said = forks.run("generate", "--run", run.path, "--prompt", "def f", "--max_new_tokens", "5")
     assert said.startswith("def f")
 
     # Done is done
-    refusal = program.run("fit", "--config", tiny, "--ckpt_path", "last", expect=1)
+    refusal = forks.run("fit", "--config", tiny, "--ckpt_path", "last", expect=1)
     assert "finished" in refusal
     assert len(refusal.splitlines()) == 1
 
 
-def test_fit_without_validation_sets(program, tiny, tmp_path):
+def test_fit_without_validation_sets(tiny, tmp_path):
     config = yaml.safe_load(tiny.read_text())
     del config["data"]["validation"]
     tiny.write_text(yaml.safe_dump(config))
-    output = program.run("fit", "--config", tiny, "trainer.max_steps=3")
+    output = Forks(tmp_path).run("fit", "--config", tiny, "trainer.max_steps=3")
     assert "no validation sets" in output
     assert RunFolder(next((tmp_path / "runs" / "tiny").iterdir())).finished
 

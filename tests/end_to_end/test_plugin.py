@@ -3,6 +3,8 @@
 import re
 from pathlib import Path
 
+from forks import Forks
+
 from stackexp.runs import RunFolder
 
 README = Path(__file__).parents[2] / "README.md"
@@ -15,12 +17,13 @@ def readme_block(language: str, first_line: str) -> str:
     return block
 
 
-def test_the_readme_s_memory_trains_and_resumes_its_place(program, tiny, tmp_path):
+def test_the_readme_s_memory_trains_and_resumes_its_place(tiny, tmp_path):
+    forks = Forks(tmp_path)
     (tmp_path / "moving_average.py").write_text(readme_block("python", "# moving_average.py"))
     variant = readme_block("yaml", "# moving-average.yaml").replace("- quickstart", f"- {tiny}")
     (tmp_path / "moving-average.yaml").write_text(variant)
 
-    output = program.run("fit", "--config", "moving-average.yaml", "logging.root=runs", "model.memory.decay=0.5")
+    output = forks.run("fit", "--config", "moving-average.yaml", "logging.root=runs", "model.memory.decay=0.5")
     (path,) = (tmp_path / "runs").glob("*/*")
     run = RunFolder(path)
     assert run.finished
@@ -30,9 +33,9 @@ def test_the_readme_s_memory_trains_and_resumes_its_place(program, tiny, tmp_pat
     assert "memory/occupancy/layer_01" in lines[0], "its own probes are recorded"
 
     # The run's config.yaml finds the plugin again
-    program.run("generate", "--run", path, "--prompt", "def", "--max_new_tokens", "3")
+    forks.run("generate", "--run", path, "--prompt", "def", "--max_new_tokens", "3")
 
     # And its options are checked like any other's
-    mistake = program.run("fit", "--config", "moving-average.yaml", "model.memory.decya=0.5", expect=2)
+    mistake = forks.run("fit", "--config", "moving-average.yaml", "model.memory.decya=0.5", expect=2)
     assert "model.memory.decya" in mistake
     assert "model.memory.decay" in mistake
