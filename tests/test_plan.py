@@ -9,6 +9,7 @@ import pytest
 from stackexp.cli import main
 from stackexp.config.compose import compose
 from stackexp.config.devices import DEVICES, Device
+from stackexp.config.layers import config_names
 from stackexp.models.cost import plan
 
 TINY = ["--config", "quickstart", "model.num_layers=2", "data.context_length=64", "data.micro_batch_size=2"]
@@ -83,3 +84,9 @@ def test_mistakes_are_found_before_torch_is_imported():
     code = "import sys; from stackexp.cli import main; print(main(sys.argv[1:]), 'torch' in sys.modules)"
     command = [sys.executable, "-c", code, "plan", *TINY, "--mfu", "2"]
     assert subprocess.run(command, capture_output=True, text=True).stdout == "2 False\n"
+
+
+@pytest.mark.slow  # 15 plans
+@pytest.mark.parametrize("name", [name for name in config_names() if name.startswith(("pretrain/", "ablation/"))])
+def test_shipped_configs_fit_on_eight_cards_of_80_gb(name, capsys):
+    assert main(["plan", "--config", name, "trainer=fsdp"]) == 0, capsys.readouterr().err

@@ -100,10 +100,8 @@ def _fuse_norms(model: Transformer) -> None:
 
 
 def _rms_norm(module: nn.RMSNorm, x: Tensor) -> Tensor:
-    """As on CUDA: one kernel, or made of parts where input and weight differ in precision. (The CPU has no kernel.)"""
-    if x.dtype == module.weight.dtype:
-        return RMSNormKernel.apply(x, module.weight)
-    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + module.eps) * module.weight
+    """As on CUDA, one kernel. (The CPU has none.)"""
+    return RMSNormKernel.apply(x, module.weight.to(x.dtype))
 
 
 def training_peak(model: Transformer, batch: int, length: int, autocast: bool, z_loss: bool) -> Counter[str]:

@@ -48,6 +48,13 @@ class Embedding(nn.Embedding):
         pass
 
 
+class RMSNorm(nn.RMSNorm):
+    """With its weight in the input's precision: FSDP gathers it in bfloat16, where the fused kernel wants them alike."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
+
+
 class Attention(nn.Module):
     """Causal grouped-query attention with RoPE."""
 
@@ -95,9 +102,9 @@ class Block(nn.Module):
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
-        self.attention_norm = nn.RMSNorm(config.hidden_size, config.norm_eps)
+        self.attention_norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.attention = Attention(config)
-        self.feed_forward_norm = nn.RMSNorm(config.hidden_size, config.norm_eps)
+        self.feed_forward_norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.feed_forward = FeedForward(config)
         self.memory: Memory | None = None
 
@@ -133,7 +140,7 @@ class Transformer(nn.Module):
         self.checkpoint_blocks = False
         self.embedding = Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(Block(config) for _ in range(config.num_layers))
-        self.norm = nn.RMSNorm(config.hidden_size, config.norm_eps)
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.head = None if config.tie_embeddings else Linear(config.hidden_size, config.vocab_size)
         self._init_backbone()  # before any memory exists: the same draws with and without one
         if config.memory is not None:
