@@ -50,7 +50,7 @@ class Sweep:
         return ["bash", "-c", self.shell[trial.name], str(trial.folder.path)]
 
 
-def codes(launcher: SlurmLauncher, number: int = 1, seconds: float = 60) -> dict[str, int]:
+def codes(launcher: SlurmLauncher, number: int = 1) -> dict[str, int]:
     """Name of the trial -> exit code, of the next `number` trials that end."""
     found: dict[str, int] = {}
 
@@ -58,7 +58,7 @@ def codes(launcher: SlurmLauncher, number: int = 1, seconds: float = 60) -> dict
         found.update({trial.name: code for trial, code in launcher.ended()})
         return len(found) >= number
 
-    wait_for(enough, seconds)
+    wait_for(enough)
     return found
 
 
