@@ -49,7 +49,7 @@ class Embedding(nn.Embedding):
 
 
 class RMSNorm(nn.RMSNorm):
-    """With its weight in the input's precision: FSDP gathers it in bfloat16, where the fused kernel wants them alike."""
+    """With its weight in the precision of its input, as the fused kernel wants it: FSDP gathers it in bfloat16."""
 
     def forward(self, x: Tensor) -> Tensor:
         return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
