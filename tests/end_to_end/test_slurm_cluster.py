@@ -38,7 +38,7 @@ def for_two_nodes(script: str) -> str:
         "--cpus-per-task=8": "--cpus-per-task=1",
         "#SBATCH --gpus-per-node=8\n": "",
         "source .venv/bin/activate\n": "",
-        "--config pretrain/stacktrans-360m trainer=fsdp data.micro_batch_size=4": config,
+        "--config pretrain/stacktrans-360m trainer=fsdp": config,
     }
     for old, new in changes.items():
         assert old in script
