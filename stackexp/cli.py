@@ -53,9 +53,7 @@ def fit(argv: list[str]) -> int:
     parser = Parser("fit", "Train the model of a config. The record is the run folder.", examples, usage, CONFIG_HELP)
     parser.add_argument("--config", action="append", metavar="NAME_OR_PATH")
     parser.add_argument("--ckpt_path", metavar="last|PATH", help="resume the newest unfinished run, or a checkpoint")
-    parser.add_argument(
-        "--run", metavar="FOLDER", help="the run folder: start there, or go on where it is"
-    )
+    parser.add_argument("--run", metavar="FOLDER", help="the run folder: start there, or go on where it is")
     parser.add_argument("--print-config", action="store_true", help="print the resolved config and exit")
     options, overrides = parser.split(argv)
     if not options.config:
