@@ -15,7 +15,7 @@ from stackexp.modules.language_modeling import LanguageModeling
 PLUGIN = Path(__file__).with_name("linear_memory.py")
 SMALL = ["hidden_size=32", "num_layers=3", "intermediate_size=40", "num_heads=2", "num_kv_heads=1", "vocab_size=301"]
 SMALL = [f"model.{option}" for option in SMALL] + ["data.vocab_size=301", "seed=7"]
-LARGE = ["hidden_size=512", "num_layers=8", "intermediate_size=1536", "num_heads=8", "num_kv_heads=8", "vocab_size=512"]
+LARGE = ["hidden_size=512", "num_layers=12", "intermediate_size=512", "num_heads=8", "num_kv_heads=8", "vocab_size=512"]
 LARGE = [f"model.{option}" for option in LARGE] + ["data.vocab_size=512"]
 TWO = ["trainer.devices=2", "data.micro_batch_size=2"]
 MODELS = {
@@ -90,4 +90,4 @@ def test_no_process_ever_holds_the_whole_model(tmp_path):
     for line in each:
         sharded_size, peak = map(int, line.split())
         assert sharded_size == size
-        assert 0.5 * size < peak < 0.7 * size
+        assert 0.5 * size < peak < 0.75 * size

@@ -1,10 +1,9 @@
-"""Two CPU processes, the second started by the first, as a user runs them: killed, resumed, and evaluated."""
+"""Two CPU processes: killed, resumed as a user does it (the first starts the second), and evaluated."""
 
 import json
 
 import pytest
 from forks import Forks
-from processes import kill, wait_until
 from records import only_run, record
 
 from stackexp.runs import RunFolder
@@ -15,18 +14,15 @@ TWO = ("trainer.devices=2", "trainer.strategy=ddp", "data.micro_batch_size=2")
 def test_two_processes_resume_after_sigkill(program, tiny, tmp_path):
     command = ("fit", "--config", tiny, *TWO, "trainer.max_steps=30")
     command = (*command, "trainer.checkpoint_interval=7", "trainer.val_check_interval=14")
-    Forks(tmp_path).run(*command, ranks=2)
+    forks = Forks(tmp_path)
+    forks.run(*command, ranks=2)
     reference = only_run(tmp_path / "runs")
 
-    command = (*command, "--run", tmp_path / "killed")
     run = RunFolder(tmp_path / "killed")
-    process = program.start(*command)
-    try:
-        wait_until(lambda: len(record(run)) > 9, process)
-    finally:
-        kill(process)
+    started = forks.start(*command, "--run", run.path, ranks=2)
+    started.kill_when(lambda: len(record(run)) > 9)
     assert not run.finished
-    program.run(*command)
+    program.run(*command, "--run", run.path)
     assert record(run) == record(reference)
 
 
