@@ -13,6 +13,7 @@ import contextlib
 import fcntl
 import importlib.metadata
 import json
+import math
 import os
 import platform
 import re
@@ -74,7 +75,8 @@ class RunFolder:
 
     def best_checkpoint(self) -> Path | None:
         """The checkpoint of the lowest mean validation loss among those of a step with a validation, or None."""
-        losses = {x["step"]: x[AVERAGE_LOSS] for x in self.read_metrics() if AVERAGE_LOSS in x}
+        lines = (line for line in self.read_metrics() if math.isfinite(line.get(AVERAGE_LOSS, math.nan)))
+        losses = {line["step"]: line[AVERAGE_LOSS] for line in lines}
         return min((p for p in self.saved() if int(p.name) in losses), key=lambda p: losses[int(p.name)], default=None)
 
     def read_metrics(self) -> Iterator[dict[str, Any]]:
@@ -86,11 +88,11 @@ class RunFolder:
 
     def forget_after(self, step: int) -> None:
         """Drop metrics and checkpoints of the steps after `step`, which a resumed run will take again."""
-        kept = [json.dumps(line) + "\n" for line in self.read_metrics() if line["step"] <= step]
-        write_atomically(self.metrics, "".join(kept))
         for path in self.saved():
             if int(path.name) > step:
                 remove(path)
+        kept = [json.dumps(line) + "\n" for line in self.read_metrics() if line["step"] <= step]
+        write_atomically(self.metrics, "".join(kept))
 
     @contextlib.contextmanager
     def begin(self, config: ExperimentConfig) -> Iterator[None]:
@@ -106,7 +108,7 @@ class RunFolder:
                     f"{self.path}: this run has been finished meanwhile; start a new one without --ckpt_path"
                 )
             for leftover in self.checkpoints.glob(".*"):
-                shutil.rmtree(leftover)
+                shutil.rmtree(leftover, ignore_errors=True)
             write_atomically(self.config, to_yaml(config))
             path = self.path / "environment.json"
             sessions = json.loads(path.read_text()) if path.exists() else []

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from stackexp.config.schema import TrainerConfig
 from stackexp.errors import Stopped
 from stackexp.modules.checkpoints import CheckpointWriter
-from stackexp.runs import RunFolder, checkpoint_name, remove
+from stackexp.runs import AVERAGE_LOSS, RunFolder, checkpoint_name, remove
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 log = logging.getLogger(__name__)
@@ -76,9 +76,9 @@ class Wishes(pl.Callback):
         self._saved_at = time.monotonic()
 
     def on_validation_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, *args: Any) -> None:
-        """The whole evaluation after the last step can be long, and everything is saved: stop within it."""
+        """A validation can be long: stop within it. Resumed, the run validates first."""
         batch_idx = args[2]
-        if trainer.state.fn == "validate" and batch_idx % 16 == 0:
+        if batch_idx % 16 == 0:
             wish = torch.tensor(float(self._stop.reason is not None), device=module.device)
             if dist.is_initialized():
                 dist.all_reduce(wish)
@@ -90,8 +90,8 @@ class StepCheckpoint(pl.callbacks.Checkpoint):
     """<step>/ every `checkpoint_interval` steps, after `checkpoint_minutes`, after the last step, and before stopping.
 
     The newest `keep_checkpoints` stay, and the best: the one of the lowest mean validation loss. Only ever between two
-    optimizer steps, never inside an accumulation. Where a validation is due at the same step it comes first, so a run
-    resumed from a checkpoint misses none. All processes decide alike: saving is collective.
+    optimizer steps, never inside an accumulation. Where a validation is due at the same step it comes after; a run
+    resumed from there makes it up first. All processes decide alike: saving is collective.
     """
 
     def __init__(self, folder: RunFolder, config: TrainerConfig, stop: StopRequest):
@@ -99,28 +99,29 @@ class StepCheckpoint(pl.callbacks.Checkpoint):
         self._writer = CheckpointWriter()
 
     def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        self._step = self._saved = trainer.global_step
+        self._step = trainer.global_step
+        if trainer.strategy.broadcast(self._misses_a_validation(trainer)):
+            trainer.validating = True  # as Lightning itself does between two steps
+            trainer.fit_loop.epoch_loop.val_loop.run()
+            trainer.training = True
+
+    def _misses_a_validation(self, trainer: pl.Trainer) -> bool:
+        """Whether the run was stopped or killed after this step, but before its validation had been recorded."""
+        interval = self._config.val_check_interval
+        if not interval or self._step % interval or not trainer.datamodule.set_names("validate"):
+            return False
+        recorded = [line for line in self._folder.read_metrics() if line["step"] == self._step]
+        return any("loss/train" in line for line in recorded) and not any(AVERAGE_LOSS in line for line in recorded)
 
     def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
         if trainer.global_step == self._step:
             return  # a micro-batch that did not end a step
-        self._step = trainer.global_step
-        interval = self._config.val_check_interval
-        validates = interval and self._step % interval == 0 and trainer.datamodule.set_names("validate")
-        if not validates:
-            self._save_if_due(trainer, module.step_metrics.wishes)
-
-    def on_validation_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        if trainer.state.fn == "fit":
-            self._save_if_due(trainer, module.step_metrics.wishes)
-
-    def _save_if_due(self, trainer: pl.Trainer, wishes: set[str]) -> None:
-        due = self._step % self._config.checkpoint_interval == 0 or self._step == self._config.max_steps or wishes
-        if due and self._step != self._saved:
+        self._step, wishes = trainer.global_step, module.step_metrics.wishes
+        last = self._step == self._config.max_steps
+        if self._step % self._config.checkpoint_interval == 0 or last or wishes:
             path = self._folder.checkpoints / checkpoint_name(self._step)
             trainer.save_checkpoint(path, storage_options={"writer": self._writer, "then": self._forget_old})
-            self._saved = self._step
-        if "stop" in wishes and self._step < self._config.max_steps:
+        if "stop" in wishes and not last:
             self._writer.wait()
             raise Stopped(self._stop.reason or "another process was told to stop")
 

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ INTERVAL = 1.0  # seconds between two signs of life
 SILENCE = 30.0  # seconds without one until a process on another machine counts as gone
 GRACE = 3.0  # seconds a process has to say itself what it knows
 VERDICT = "verdict"
+FIRST_GONE = "rank 0 has gone: it answers no more"
 
 
 class Watchdog(pl.Callback):
@@ -32,6 +34,8 @@ class Watchdog(pl.Callback):
         self._store = _connect(rank, size)
         self._batches, self._progress = 0, time.monotonic()
         self._stopping = threading.Event()
+        self._found: str | None = None  # the verdict
+        self._asked: float | None = None  # since when the store has been asked
         self._seen: dict[int, tuple[int, float]] = {}  # rank -> its last sign of life, and when we first saw it
         self._main = threading.main_thread().ident
         self._thread = threading.Thread(target=self._run, daemon=True, name="watchdog")
@@ -39,28 +43,45 @@ class Watchdog(pl.Callback):
     def start(self) -> None:
         self._report()
         self._thread.start()
+        threading.Thread(target=self._guard, daemon=True, name="watchdog-guard").start()
 
     def stop(self) -> None:
         """This process ends as it should; the others must not take it for gone."""
-        self._stopping.set()
-        self._thread.join(GRACE)
-        with contextlib.suppress(RuntimeError):  # the first process, which keeps the store, may have ended before us
-            self._store.set(str(self._rank), json.dumps({"done": True}))
+        if not self._stopping.is_set():
+            self._stopping.set()
+            self._thread.join(GRACE)
+            with self._asking():  # the first process, which keeps the store, may have ended before us
+                self._store.set(str(self._rank), json.dumps({"done": True}))
 
     def tell(self, cause: str) -> None:
         """Let the others know why this process is about to end."""
-        with contextlib.suppress(RuntimeError):
-            self._store.compare_set(VERDICT, "", f"rank {self._rank}: {cause}")
-            time.sleep(2 * INTERVAL)  # the first process keeps the store: the others must have read it
+        if not self._stopping.is_set():
+            with self._asking():
+                self._store.compare_set(VERDICT, "", f"rank {self._rank}: {cause}")
+                time.sleep(2 * INTERVAL)  # the first process keeps the store: the others must have read it
 
     def cause(self, error: Exception) -> str:
         """Why a collective failed: the verdict, once there is one."""
         deadline = time.monotonic() + SILENCE + 10
-        while time.monotonic() < deadline:
-            if verdict := self._verdict():
-                return verdict
+        while time.monotonic() < deadline and self._found is None:
             time.sleep(INTERVAL / 2)
-        return f"lost contact with another process ({str(error).splitlines()[0][:200]})"
+        return self._found or f"lost contact with another process ({str(error).splitlines()[0][:200]})"
+
+    @contextlib.contextmanager
+    def _asking(self) -> Iterator[None]:
+        """Talk to the store; `_guard` sees how long it takes. A store that has gone is no error here."""
+        self._asked = time.monotonic()
+        with contextlib.suppress(RuntimeError):
+            yield
+        self._asked = None
+
+    def _guard(self) -> None:
+        """The store waits for ever for a first process that is frozen, or whose machine has lost its power."""
+        while True:
+            time.sleep(INTERVAL)
+            asked = self._asked
+            if asked is not None and time.monotonic() - asked > SILENCE:
+                _end(self._rank, FIRST_GONE)
 
     # Progress, as Lightning's loops make it
 
@@ -74,22 +95,18 @@ class Watchdog(pl.Callback):
 
     def _run(self) -> None:
         while not self._stopping.wait(INTERVAL):
-            verdict = self._verdict()
-            if verdict and not self._stopping.wait(GRACE):  # else the main thread has it, and ends the process itself
-                _end(self._rank, verdict)
+            self._found = FIRST_GONE
+            with self._asking():
+                self._found = self._verdict()
+            if self._found and not self._stopping.wait(GRACE):  # else the main thread has it, and ends the process
+                _end(self._rank, self._found)
 
     def _verdict(self) -> str | None:
         """What is wrong, as the first to notice it has put it; None if all is well."""
-        try:
-            self._report()
-            if self._store.check([VERDICT]):
-                return self._store.get(VERDICT).decode()
-            found = self._judge()
-            if found:
-                self._store.set(VERDICT, found)
-            return found
-        except RuntimeError:
-            return "rank 0 has gone: it answers no more"
+        self._report()
+        if found := self._judge():
+            self._store.compare_set(VERDICT, "", found)
+        return self._store.get(VERDICT).decode() if self._store.check([VERDICT]) else None
 
     def _report(self) -> None:
         frame = sys._current_frames().get(self._main)
@@ -144,8 +161,9 @@ def _hang(lives: dict[int, dict[str, Any]], timeout: float) -> str:
     places = Counter(life["where"] for life in lives.values())
     least, usual = min(batches), places.most_common(1)[0][0]
     behind = [r for r, life in lives.items() if life["batches"] == least] if len(batches) > 1 else []
-    behind = behind or [r for r, life in lives.items() if not _in_collective(life["where"])]
-    behind = behind or [r for r, life in lives.items() if life["where"] != usual] or list(lives)
+    if places[usual] > len(lives) / 2:
+        behind = behind or [r for r, life in lives.items() if life["where"] != usual]
+    behind = behind or [r for r, life in lives.items() if not _in_collective(life["where"])] or list(lives)
     named = ", ".join(f"rank {rank} at {lives[rank]['where']}" for rank in behind[:8])
     rest = next((life["where"] for rank, life in lives.items() if rank not in behind), None)
     waiting = f"; the others wait at {rest}" if rest else ""

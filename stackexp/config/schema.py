@@ -224,7 +224,7 @@ class TrainerConfig:
     reshard_after_forward: bool = True  # fsdp, hsdp: free a block's gathered weights between forward and backward
     precision: Literal["32-true", "bf16-mixed", "bf16-true", "64-true"] = "bf16-mixed"
     max_steps: int = at_least(1, 10_000)
-    max_time: Optional[str] = None  # DD:HH:MM:SS; then save, and exit with code 75: the run can be resumed
+    max_time: Optional[str] = None  # DD:HH:MM:SS of this session; then save and exit with code 75
     gradient_clip_val: Optional[float] = above(0, 1.0)
     val_check_interval: Optional[int] = at_least(1, 1000)  # None: only at the end
     checkpoint_interval: int = at_least(1, 1000)

@@ -1,5 +1,6 @@
 """Token shards to train on, and the named sets to validate and test on."""
 
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +92,11 @@ class PretrainingData(pl.LightningDataModule):
         )
         workers = config.num_workers
         return StreamingDataLoader(
-            stream, batch_size=config.micro_batch_size, num_workers=workers, persistent_workers=workers > 0
+            stream,
+            batch_size=config.micro_batch_size,
+            num_workers=workers,
+            persistent_workers=workers > 0,
+            worker_init_fn=_leave_sigterm_to_the_run,
         )
 
     def val_dataloader(self) -> list[DataLoader]:
@@ -147,6 +152,11 @@ class PretrainingData(pl.LightningDataModule):
                 f"{tokens.folder}: {len(tokens)} sequences do not fill one global batch of {self.sequences_per_step}; "
                 f"set data.global_batch_tokens={len(tokens) * self.config.context_length} or less, or add text"
             )
+
+
+def _leave_sigterm_to_the_run(_: int) -> None:
+    """In a loader's process: Slurm may signal every process of a task, and the run still needs it to save."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 class StdlibData(PretrainingData):

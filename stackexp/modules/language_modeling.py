@@ -135,15 +135,17 @@ class LanguageModeling(pl.LightningModule):
     def _watch_for_spikes(self, loss: float) -> None:
         trainer, deviations = self.config.trainer, self._spikes.deviations(loss)
         if trainer.spike_threshold is None or deviations <= trainer.spike_threshold:
+            self._spikes.add(loss)
             return
+        self._spikes.add(loss, most=trainer.spike_threshold)
         self.step_metrics.add("loss/spike", torch.tensor(deviations, device=self.device))
         if trainer.skip_spikes:
             for parameter in self.parameters():
                 parameter.grad = None  # the optimizer leaves it, and its moments, as they are
         log.warning(
-            "step %d: loss %.4f is %.1f standard deviations above the mean of the steps before; %s; samples %s",
+            "step %d: loss %.4f is %.1f standard deviations above those before it; %s; samples %s of rank %d",
             *(self.global_step + 1, loss, deviations, "no update" if trainer.skip_spikes else "updated all the same"),
-            torch.cat(self._samples).tolist(),
+            *(torch.cat(self._samples).tolist(), self.global_rank),
         )
 
     def _not_finite(self, loss: float, norm: float) -> str:

@@ -30,8 +30,8 @@ def run(
     `config` is the run's with `overrides` on top, or any other. With a run the figures also go to <run>/<stage>.json.
     """
     folder = runs.at(run) if run else None
-    checkpoint = checkpoints.choose(folder, ckpt_path) if folder else Path(ckpt_path)
     with started(config.trainer, accelerator(config)) as processes:
+        checkpoint = processes.agree(lambda: checkpoints.choose(folder, ckpt_path) if folder else Path(ckpt_path))
         data = registry.build("data", config.data, seed=config.seed)
         module = LanguageModeling(config, weights=checkpoint)
         trainer = build_trainer(config, processes, [])

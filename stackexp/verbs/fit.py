@@ -46,12 +46,12 @@ def run(config: ExperimentConfig, ckpt_path: str | None, folder: str | None) -> 
     logging.basicConfig(format="%(message)s")
     logging.getLogger("stackexp").setLevel(logging.INFO)
     stop = StopRequest(config.trainer.max_time)
-    if folder and RunFolder(Path(folder)).finished:
-        print(f"{folder}: this run is finished (it has a result.json)")
-        return 0
     with started(config.trainer, accelerator(config)) as processes:
         start = processes.agree(lambda: _start(config, ckpt_path, folder))
-        _fit(config, start, processes, stop)
+        if start is not None:
+            _fit(config, start, processes, stop)
+        elif processes.first:
+            print(f"{folder}: this run is finished (it has a result.json)")
     return 0
 
 
@@ -80,11 +80,13 @@ def _fit(config: ExperimentConfig, start: Start, processes: Processes, stop: Sto
             _finish(config, module, data, start.folder, record, time.perf_counter() - started_at)
 
 
-def _start(config: ExperimentConfig, ckpt_path: str | None, folder: str | None) -> Start:
-    """Where to begin or to go on, checked against the config."""
+def _start(config: ExperimentConfig, ckpt_path: str | None, folder: str | None) -> Start | None:
+    """Where to begin or to go on, checked against the config; None if `folder` holds a finished run."""
     if folder:
         run = RunFolder(Path(folder))
-        newest = run.newest_checkpoint()
+        if run.finished:
+            return None
+        newest = run.newest_checkpoint() or max(run.checkpoints.glob("*.ckpt"), default=None)  # the latter: refused
         return _resume(config, newest, run) if newest else Start(run)
     if ckpt_path is None:
         return Start(runs.new(config))

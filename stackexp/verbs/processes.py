@@ -9,6 +9,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -28,6 +29,7 @@ from stackexp.config.schema import TrainerConfig
 from stackexp.errors import RunError, Stopped
 
 T = TypeVar("T")
+CHILDREN_SECONDS = 30  # what the processes started here are given to end after this one
 STARTING = timedelta(minutes=5)  # what processes may differ by in starting; while they run the watchdog is quicker
 
 
@@ -66,24 +68,64 @@ def started(trainer: TrainerConfig, device_type: str) -> Iterator[Processes]:
     if size == 1 and not trainer.sharded:
         yield Processes(0, 1, environment)
         return
-    rank = _connect(environment, trainer, device_type)
+    with _watching(children):
+        rank = _connect(environment, trainer, device_type)
     watchdog = Watchdog(rank, size, trainer.collective_timeout)
     watchdog.start()
     try:
-        yield Processes(rank, size, environment, watchdog)
-        dist.barrier()
-    except Stopped:
-        raise  # in all of them, at the same step
-    except (Exception, KeyboardInterrupt) as error:
+        try:
+            yield Processes(rank, size, environment, watchdog)
+        except Stopped:  # in all of them, at the same step
+            _part(watchdog)
+            raise
+        _part(watchdog)
+    except (RunError, OSError, KeyboardInterrupt) as error:
+        watchdog.tell(str(error) or "interrupted")
+        raise
+    except Exception as error:
         if not isinstance(error, dist.DistError) and "gloo" not in str(error):
-            watchdog.tell("interrupted" if isinstance(error, KeyboardInterrupt) else str(error))
+            watchdog.tell(f"{type(error).__name__}: {error}")
             raise
         raise RunError(f"{watchdog.cause(error)}; go on with --ckpt_path last") from None  # a process has gone
     finally:
         watchdog.stop()
+        _wait_for(children)
+
+
+def _part(watchdog: Watchdog) -> None:
+    """All processes have come to their end together: none takes another for gone."""
+    watchdog.stop()
+    dist.barrier()
     dist.destroy_process_group()
+
+
+def _wait_for(children: list[subprocess.Popen]) -> None:
     for child in children:
-        child.wait()
+        try:
+            child.wait(CHILDREN_SECONDS)
+        except subprocess.TimeoutExpired:
+            child.kill()
+
+
+@contextlib.contextmanager
+def _watching(children: list[subprocess.Popen]) -> Iterator[None]:
+    """While the processes meet, before the watchdog: end at once if one of ours has ended."""
+    met = threading.Event()
+
+    def watch() -> None:
+        while not met.wait(0.5):
+            for local_rank, child in enumerate(children, start=1):
+                if child.poll() is not None:
+                    print(f"error: rank {local_rank} ended at its start, exit code {child.returncode}", file=sys.stderr)
+                    for other in children:
+                        other.kill()
+                    os._exit(1)
+
+    threading.Thread(target=watch, daemon=True, name="start").start()
+    try:
+        yield
+    finally:
+        met.set()
 
 
 def _environment(trainer: TrainerConfig) -> tuple[ClusterEnvironment, list[subprocess.Popen]]:
@@ -130,6 +172,11 @@ def _connect(environment: ClusterEnvironment, trainer: TrainerConfig, device_typ
     os.environ["RANK"] = str(rank)
     os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = environment.main_address, str(environment.main_port)
     if device_type == "cuda":
+        if local >= torch.cuda.device_count():
+            raise RunError(
+                f"rank {rank}: it is process {local} of its node, but sees {torch.cuda.device_count()} GPUs; let every "
+                "task see all GPUs of the node (--gpus-per-node, not --gpus-per-task)"
+            )
         torch.cuda.set_device(local)
     try:
         dist.init_process_group(
