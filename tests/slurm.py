@@ -7,6 +7,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -110,7 +111,8 @@ class Slurm:
                     os.kill(pid, signal.SIGKILL)
 
     def call(self, *command: object, input: str | None = None) -> subprocess.CompletedProcess[str]:
-        environment = os.environ | self.variables
+        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # a job's `python` is this one
+        environment = os.environ | self.variables | {"PATH": path}
         return subprocess.run([*map(str, command)], capture_output=True, text=True, input=input, env=environment)
 
     def output(self, *command: object, input: str | None = None) -> str:

@@ -53,7 +53,8 @@ class CheckpointWriter:
         if dist.is_initialized():
             dist.barrier()
             self._group = self._group or dist.new_group(backend="gloo")  # its own: training uses the others meanwhile
-        writer = dcp.FileSystemWriter(partial, thread_count=2)  # with one thread it touches GPU 0 from every process
+        # What is written lies on the CPU; copying ahead from a device would touch GPU 0 from every process.
+        writer = dcp.FileSystemWriter(partial, per_thread_copy_ahead=0)
         written = dcp.async_save(
             tensors, storage_writer=writer, process_group=self._group, no_dist=not dist.is_initialized()
         )

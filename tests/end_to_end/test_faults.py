@@ -1,15 +1,19 @@
 """What goes wrong on a cluster: signals, processes that die or hang, disks, clocks, losses. Real processes."""
 
+import contextlib
 import json
 import os
 import shutil
 import signal
 import subprocess
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from forks import Forks
 from processes import kill, wait_until
+from records import record
 
 from stackexp.cli import main
 from stackexp.modules.checkpoints import read
@@ -17,7 +21,6 @@ from stackexp.runs import RunFolder
 
 LONG = ("trainer.max_steps=100000", "trainer.val_check_interval=null", "trainer.checkpoint_interval=20")
 FSDP2 = ("trainer.strategy=fsdp", "trainer.devices=2", "data.micro_batch_size=2")
-CLOCK = ("time", "throughput/tokens_per_second", "throughput/flops_per_second")
 
 
 def the_run(folder: Path) -> RunFolder:
@@ -25,19 +28,21 @@ def the_run(folder: Path) -> RunFolder:
     return RunFolder(path)
 
 
-def record(run: RunFolder) -> list[dict[str, float]]:
-    return [{tag: value for tag, value in line.items() if tag not in CLOCK} for line in run.read_metrics()]
-
-
 def has_saved(root: Path) -> bool:
     return any(RunFolder(path).saved() for path in root.glob("tiny/*"))
 
 
+def environments(process: subprocess.Popen) -> Iterator[bytes]:
+    """Of its children."""
+    for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split():
+        with contextlib.suppress(OSError):
+            yield pid.encode() + b":" + Path(f"/proc/{pid}/environ").read_bytes()
+
+
 def second_rank(process: subprocess.Popen) -> int:
     """The process id of rank 1, which the first process has started."""
-    pids = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    (pid,) = [pid for pid in pids if b"LOCAL_RANK=1\0" in Path(f"/proc/{pid}/environ").read_bytes()]
-    return int(pid)
+    (found,) = [environment for environment in environments(process) if b"LOCAL_RANK=1\0" in environment]
+    return int(found.split(b":")[0])
 
 
 def plugin(folder: Path, rank: int, action: str) -> str:
@@ -66,21 +71,46 @@ def ended(process: subprocess.Popen, seconds: float = 60) -> tuple[str, str]:
     ("number", "strategy"), [(signal.SIGTERM, ()), (signal.SIGUSR1, FSDP2)], ids=["SIGTERM", "SIGUSR1-fsdp"]
 )
 def test_told_to_stop_it_saves_and_goes_on_exactly_where_it_was(program, tiny, tmp_path, number, strategy):
+    forks, ranks = Forks(tmp_path), 2 if strategy else 1
     command = ("fit", "--config", tiny, *strategy, "trainer.max_steps=60", "logging.progress_bar=false")
-    process = program.start(*command, "trainer.checkpoint_interval=1000", f"logging.root={tmp_path}/stopped")
-    wait_until(lambda: any(len(record(RunFolder(p))) > 9 for p in tmp_path.glob("stopped/tiny/*")), process)
-    os.kill(second_rank(process) if strategy else process.pid, number)  # one process hears of it, all stop
-    _, line = ended(process)
+    run, whole = RunFolder(tmp_path / "stopped"), RunFolder(tmp_path / "whole")
+    process = program.start(*command, "trainer.checkpoint_interval=1000", "data.num_workers=1", "--run", run.path)
+    wait_until(lambda: len(record(run)) > 9, process)
+    if strategy:
+        os.kill(second_rank(process), number)  # one process hears of it, all stop
+    else:
+        os.killpg(process.pid, number)  # all processes of a task hear of it, the loader's too, as with some launchers
+    output, _ = ended(process)
     assert process.returncode == 75
-    run = the_run(tmp_path / "stopped")
+    assert "error" not in output
     step = int(run.newest_checkpoint().name)
     assert record(run)[-1]["step"] == step < 60
-    assert f"newest checkpoint {step:08d}; go on with --ckpt_path last" in line
+    assert f"newest checkpoint {step:08d}; go on with --ckpt_path last" in output
 
-    program.run(*command, f"logging.root={tmp_path}/stopped", "--run", run.path)
-    program.run(*command, f"logging.root={tmp_path}/whole")
-    assert record(run) == record(the_run(tmp_path / "whole")), "bit for bit"
-    assert "finished" in program.run(*command, "--run", run.path), "once more changes nothing"
+    forks.run(*command, "--run", run.path, ranks=ranks)
+    forks.run(*command, "--run", whole.path, ranks=ranks)
+    assert record(run) == record(whole), "bit for bit"
+    assert "finished" in forks.run(*command, "--run", run.path, ranks=ranks), "once more changes nothing"
+
+
+def test_a_process_that_dies_at_its_start_is_not_waited_for(program, tiny):
+    process = program.start("fit", "--config", tiny, *FSDP2)
+    wait_until(lambda: b"LOCAL_RANK=1\0" in b"".join(environments(process)), process)
+    os.kill(second_rank(process), signal.SIGKILL)
+    _, line = ended(process, 30)
+    assert process.returncode == 1
+    assert line == "error: rank 1 ended at its start, exit code -9"
+
+
+@pytest.mark.slow  # half a minute of silence
+def test_a_first_process_that_freezes_is_named(program, tiny, tmp_path):
+    process = program.start("fit", "--config", tiny, *FSDP2, *LONG)
+    wait_until(lambda: has_saved(tmp_path / "runs"), process)
+    other = second_rank(process)
+    process.send_signal(signal.SIGSTOP)
+    wait_until(lambda: not Path(f"/proc/{other}/cmdline").read_bytes(), process, 60)
+    kill(process)
+    assert "error: rank 1: rank 0 has gone" in process.stdout.read()
 
 
 def test_the_others_end_with_the_cause_when_a_process_is_killed(program, tiny, tmp_path):
