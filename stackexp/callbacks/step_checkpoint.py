@@ -131,8 +131,10 @@ class StepCheckpoint(pl.callbacks.Checkpoint):
             if old != best:
                 remove(old)
 
-    def on_train_end(self, *_: Any) -> None:
+    def on_train_end(self, trainer: pl.Trainer, *_: Any) -> None:
         self._writer.wait()
+        if trainer.is_global_zero:
+            self._forget_old()  # once more, after the last validation
 
     def on_exception(self, *_: Any) -> None:
         """What was begun before the failure is still worth having, if it can be finished."""
