@@ -102,6 +102,7 @@ print(sum(kinds["Total"] for kinds in tracker.get_tracker_snapshot("peak").value
 """
 
 
+@pytest.mark.slow  # the plan of 64 ranks is exact without it
 @pytest.mark.parametrize("overrides", [[], ["trainer.activation_checkpointing=true"]])
 def test_fsdp_itself_takes_no_more(overrides):
     """torch's own account of the passes of a rank of 4: the plan adds up what is not all held at the same moment."""

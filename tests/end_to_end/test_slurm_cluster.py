@@ -46,6 +46,7 @@ def for_two_nodes(script: str) -> str:
     return script
 
 
+@pytest.mark.slow  # a minute and a half
 def test_a_run_goes_on_after_a_requeue(slurm: Slurm, program, tiny, tmp_path):
     """Sharded over two nodes, by the docs' script, warned and requeued: the record is that of an undisturbed run."""
     reference = program.start("fit", "--config", tiny, *FSDP, "trainer.devices=2", "--run", tmp_path / "reference")

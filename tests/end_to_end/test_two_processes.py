@@ -11,6 +11,7 @@ from stackexp.runs import RunFolder
 TWO = ("trainer.devices=2", "trainer.strategy=ddp", "data.micro_batch_size=2")
 
 
+@pytest.mark.slow  # test_kills.py kills two processes that are forked faster
 def test_two_processes_resume_after_sigkill(program, tiny, tmp_path):
     command = ("fit", "--config", tiny, *TWO, "trainer.max_steps=30")
     command = (*command, "trainer.checkpoint_interval=7", "trainer.val_check_interval=14")
