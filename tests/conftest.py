@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import yaml
 from processes import Program
-
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: two cores are shared with the processes that tests start
 from slurm import Slurm
 from slurm import missing as slurm_is_missing
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: two cores are shared with the processes that tests start
 
 TINY = {
     "name": "tiny",
