@@ -39,7 +39,7 @@ def main(argv: list[str]) -> int:
     config = compose(options.config, overrides)
     from stackexp.models.cost import plan, readable
     from stackexp.models.remedies import remedies
-    from stackexp.reports.plans import as_dict, report
+    from stackexp.verbs.plan_tables import as_dict, report
 
     planned = plan(config, options.device, options.mfu)
     print(json.dumps(as_dict(planned), indent=2) if options.json else report(planned), flush=True)
