@@ -1,6 +1,7 @@
 """The command line. Nothing heavy is imported before the config has been composed and checked."""
 
 import errno
+import importlib
 import os
 import sys
 from pathlib import Path
@@ -18,9 +19,10 @@ usage: python -m stackexp VERB [OPTIONS] [KEY=VALUE ...]
   test       the same on the test sets
   generate   continue a text with a trained model
   configs    list | show NAME: the shipped configs and the choices for their sections
-  data       prepare: turn text into token shards
+  data       prepare | fetch | retokenize | inspect: text into token shards, validation sets, a look inside
   plan       memory, time and cost of a training run, before it is paid for
   sweep      run | status | stop | results: many runs of one study
+  report     compare: runs side by side
   checkpoint consolidate: the weights of a checkpoint as one safetensors file
 
 examples:
@@ -144,13 +146,12 @@ def configs(argv: list[str]) -> int:
 
 
 def data(argv: list[str]) -> int:
-    parser = Parser("data", "Prepare data.", ["data prepare --help"], "prepare [OPTIONS]")
-    if argv[:1] == ["prepare"]:
-        from stackexp.verbs import prepare
-
-        return prepare.main(argv[1:])
+    parser = Parser("data", "Prepare data.", [f"data {name} --help" for name in DATA], f"{'|'.join(DATA)} [OPTIONS]")
+    if argv[:1] and argv[0] in DATA:
+        verb = importlib.import_module(f"stackexp.verbs.{argv[0]}")
+        return verb.main(argv[1:])
     parser.split(argv)
-    parser.error(f"expected prepare{nearest(argv[0], ['prepare']) if argv else ''}")
+    parser.error(f"expected {', '.join(DATA)}{nearest(argv[0], DATA) if argv else ''}")
 
 
 def plan(argv: list[str]) -> int:
@@ -165,12 +166,19 @@ def sweep(argv: list[str]) -> int:
     return verb.main(argv)
 
 
+def report(argv: list[str]) -> int:
+    from stackexp.verbs import report as verb
+
+    return verb.main(argv)
+
+
 def checkpoint(argv: list[str]) -> int:
     from stackexp.verbs import checkpoint as verb
 
     return verb.main(argv)
 
 
+DATA = ("prepare", "fetch", "retokenize", "inspect")
 VERBS = {
     "fit": fit,
     "validate": lambda argv: evaluate("validate", argv),
@@ -180,6 +188,7 @@ VERBS = {
     "data": data,
     "plan": plan,
     "sweep": sweep,
+    "report": report,
     "checkpoint": checkpoint,
 }
 

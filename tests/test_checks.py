@@ -72,7 +72,7 @@ def _in_empty_folder(tmp_path, monkeypatch):
         ("logging=loud", "logging: unknown choice 'loud' (configs/ has no choices for this section)"),
         ("model=null", "override model=null: model is a section with keys of its own; it cannot be null"),
         ("trainer=null", "override trainer=null: trainer is a section with keys of its own; it cannot be null"),
-        ("data.kind=shards", "data.path: a value is required; set it with data.path=VALUE"),
+        ("data.kind=shards", "data.path: a source of tokens is required; set it with data.path=FOLDER"),
         ("data.path=x", "override data.path=x: data.path: unknown key; "),
         ("name=../x", "override name=../x: name: '../x' cannot name run folders"),
         ("name=/x", "name: '/x' cannot name run folders"),
@@ -139,9 +139,37 @@ def test_a_mistaken_override_is_named(override, message):
 
 
 def test_a_named_set_is_a_text():
-    assert mistake(["ablation/queue"], "data.validation=x").endswith("data.validation: expected a mapping, found 'x'")
+    found = mistake(["ablation/queue"], "data.validation=olm")
+    assert found.endswith(
+        "data.validation: unknown choice 'olm' (there are custom, olmo, v2, v3); did you mean 'olmo'?"
+    )
     found = mistake(["ablation/queue"], "data.validation={a: {b: 1}}")
     assert found.endswith("data.validation.a: expected text, found a mapping")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["data.streams.a.path=x"], "data.path: give one source (data.path, data.remote) or data.streams, not both"),
+        (["data.streams.a.pth=x"], "data.streams.a.pth: unknown key; did you mean 'data.streams.a.path'?"),
+        (
+            ["data.path=null", "data.streams.a.path=x", "data.streams.a.repeat=0"],
+            "expected a number > 0 or null, found 0",
+        ),
+        (["data.path=null", "data.streams.a.proportion=1"], "data.streams.a.path: a stream needs a path, a remote, or"),
+        (
+            ["data.path=null", "data.streams.a={path: x, proportion: 1}", "data.streams.b.path=y"],
+            "data.streams: give proportion to all streams or to none",
+        ),
+        (
+            ["data.path=null", "data.streams.a={path: x, proportion: 1, repeat: 2}"],
+            "data.streams.a.repeat: give proportion or repeat, not both",
+        ),
+        (["data.cache_limit=3xb"], "data.cache_limit: expected a size such as 200gb, found '3xb'"),
+    ],
+)
+def test_a_mistaken_mixture_is_named(overrides, message):
+    assert message in mistake(["ablation/queue"], *overrides)
 
 
 def test_a_circle_of_interpolations_is_named():
@@ -206,7 +234,7 @@ def test_a_key_of_a_memory_that_is_off_says_how_to_switch_it_on():
         ("defaults:\n  - model: null\n", "x.yaml:2: model is a section with keys of its own; it cannot be null"),
         (
             "data:\n  kind: shards\n  path: ???\n",
-            "x.yaml:3: data.path: a value is required; set it with data.path=VALUE",
+            "x.yaml:3: data.path: a source of tokens is required; set it with data.path=FOLDER",
         ),
         (
             "schedule: {kind: [cosine]}\n",

@@ -89,8 +89,11 @@ def walk(section: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     """A section and the sections within it, each with the prefix of its keys: `model.memory.`"""
     yield path, section
     for field in dataclasses.fields(section):
-        if dataclasses.is_dataclass(getattr(section, field.name)):
-            yield from walk(getattr(section, field.name), f"{path}{field.name}.")
+        value = getattr(section, field.name)
+        inner = {f"{field.name}.{name}": item for name, item in value.items()} if isinstance(value, dict) else {}
+        for name, item in (inner or {field.name: value}).items():
+            if dataclasses.is_dataclass(item):
+                yield from walk(item, f"{path}{name}.")
 
 
 def _no_problems(*_: Any) -> Iterator[tuple[str, str]]:

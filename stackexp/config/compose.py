@@ -85,7 +85,7 @@ def _open(node: DictConfig, tree: Tree) -> DictConfig:
 
 def _typed(tree: Tree) -> ExperimentConfig:
     origins = {key: leaf.origin for key, leaf in _leaves(tree)}
-    root = _skeleton(tree)
+    root = _open(_skeleton(tree), tree)
     _fill(root, tree, "", root)
     resolve(root, origins)
     config = OmegaConf.to_object(root)

@@ -17,9 +17,9 @@ from stackexp.errors import ConfigError
 
 
 def sections() -> list[str]:
-    """Every section of a config, such as model, model.memory and trainer."""
+    """Every section of a config that files can be chosen for, such as model, model.memory and trainer."""
     typed = [f.name for f in dataclasses.fields(ExperimentConfig) if dataclasses.is_dataclass(f.type)]
-    return [*SECTIONS, *typed]
+    return [*SECTIONS, *typed, "data.validation"]
 
 
 def default_tree() -> Tree:

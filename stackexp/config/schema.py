@@ -134,17 +134,55 @@ class DataConfig:
     shuffle: bool = True
     num_workers: int = at_least(0, 1)
     num_canonical_nodes: int = at_least(1, 1)  # fixes the order of samples whatever the number of devices
+    keep_remainder: bool = False  # score every token of a set but its first, not whole chunks alone as OLMo does
+    document_mask: bool = False  # attention stays within a document, and positions begin anew in each
+    hash_interval: int = at_least(1, 10)  # steps between two records of the hash of all tokens trained on so far
+
+
+@dataclass
+class StreamConfig:
+    """One source of a mixture: a set made by `stackexp data prepare`, on a disk or in object storage."""
+
+    path: Optional[str] = None  # its folder; with `remote` the cache of it
+    remote: Optional[str] = None  # s3://bucket/folder
+    proportion: Optional[float] = above(0, None)  # its share of the sequences, relative to the others'
+    repeat: Optional[float] = above(0, None)  # how often each of its sequences comes in an epoch
 
 
 @register("data", "shards", builds="stackexp.datamodules.pretraining:PretrainingData")
 @dataclass
 class ShardsConfig(DataConfig):
-    """Token shards made by `stackexp data prepare`, and named sets of tokens to validate and test on."""
+    """Token shards made by `stackexp data prepare`, and named sets of tokens to validate and test on.
+
+    A set to validate or test on is a file or a folder: a prepared set, raw token ids (.npy, .bin), .jsonl or text.
+    A folder of several such sets gives a group: `v2: data/olmo/v2` has the sets v2/4chan, v2/c4_en ...
+    """
 
     kind: str = "shards"
-    path: str = "???"  # the folder `data prepare` wrote
-    validation: dict[str, str] = field(default_factory=dict)  # name of the set -> folder of a prepared set
+    path: Optional[str] = None  # the folder `data prepare` wrote; with `remote` the cache of it
+    remote: Optional[str] = None  # s3://bucket/folder: where that folder was copied to
+    streams: dict[str, StreamConfig] = field(default_factory=dict)  # a mixture instead: name -> source
+    cache_limit: Optional[str] = None  # of the cached shards of a remote on each node, such as 200gb; null: no limit
+    download_timeout: float = above(0, 60)  # seconds for one shard
+    download_retries: int = at_least(0, 4)
+    validation: dict[str, str] = field(default_factory=dict)  # name -> a set, or a folder of sets
     test: dict[str, str] = field(default_factory=dict)
+
+    def problems(self) -> Problems:
+        single = self.path or self.remote
+        if bool(single) == bool(self.streams):
+            missing = "a source of tokens is required; set it with data.path=FOLDER, data.remote=URL or data.streams"
+            yield "path", "give one source (data.path, data.remote) or data.streams, not both" if single else missing
+        for name, stream in self.streams.items():
+            key = f"streams.{name}"
+            if not (stream.path or stream.remote):
+                yield f"{key}.path", "a stream needs a path, a remote, or both"
+            if stream.proportion is not None and stream.repeat is not None:
+                yield f"{key}.repeat", "give proportion or repeat, not both"
+        if len({s.proportion is None for s in self.streams.values()}) > 1:
+            yield "streams", "give proportion to all streams or to none (repeat counts epochs, not shares)"
+        if self.cache_limit is not None and not re.fullmatch(r"\d+(\.\d+)? *([kmgt]?b)?", self.cache_limit.lower()):
+            yield "cache_limit", f"expected a size such as 200gb, found {self.cache_limit!r}"
 
 
 @register("data", "stdlib", builds="stackexp.datamodules.pretraining:StdlibData")

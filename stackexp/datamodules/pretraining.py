@@ -1,7 +1,5 @@
 """Token shards to train on, and the named sets to validate and test on."""
 
-import signal
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -14,6 +12,7 @@ from stackexp.data.shards import TokenSet
 from stackexp.data.stdlib import Prepared, prepare_stdlib
 from stackexp.data.tokenizer import token_bytes
 from stackexp.datamodules.perplexity import perplexity_loader
+from stackexp.datamodules.training import TrainingSet, open_prepared
 from stackexp.errors import RunError
 
 
@@ -29,7 +28,7 @@ class PretrainingData(pl.LightningDataModule):
         self.config, self.seed = config, seed
         self.tokenizer: Tokenizer | None = None
         self.token_bytes: np.ndarray | None = None  # [V]: bytes of text a token stands for
-        self.train_set: TokenSet | None = None
+        self.train_set: TrainingSet | None = None
         self.sets: dict[str, dict[str, TokenSet]] = {"validate": {}, "test": {}}
         self.eval_limit: int | None = None
 
@@ -46,12 +45,13 @@ class PretrainingData(pl.LightningDataModule):
         folders = self.folders()
         opened: list[TokenSet] = []
         if stage == "fit":
-            self.train_set = self._open(folders["fit"], f"--vocab-size {self.config.vocab_size}")
-            self._check_epoch(self.train_set)
-            opened.append(self.train_set)
+            self.train_set = TrainingSet(self.config, folders["fit"], self.seed)
+            opened.append(self.train_set.tokens)
         kind = "test" if stage == "test" else "validate"
         tokenizer = f"--tokenizer {folders['fit']}/tokenizer.json"
-        self.sets[kind] = {name: self._open(folder, tokenizer) for name, folder in folders[kind].items()}
+        self.sets[kind] = {
+            name: open_prepared(folder, self.config, tokenizer) for name, folder in folders[kind].items()
+        }
         opened += self.sets[kind].values()
         if not opened:
             if self.train_set:  # validating at the end of a fit without sets
@@ -69,35 +69,7 @@ class PretrainingData(pl.LightningDataModule):
         self.eval_limit = self.config.eval_sequences if stage == "fit" else None
 
     def train_dataloader(self) -> DataLoader:
-        from streaming import StreamingDataLoader
-
-        from stackexp.datamodules.streaming import TokenStream, set_world
-
-        config, trainer = self.config, self.trainer
-        nodes = trainer.world_size // trainer.num_devices
-        if nodes % config.num_canonical_nodes and config.num_canonical_nodes % nodes:
-            raise RunError(
-                f"data.num_canonical_nodes {config.num_canonical_nodes} and the {nodes} nodes of this run must divide "
-                f"one another; set data.num_canonical_nodes={nodes}"
-            )
-        set_world(trainer.global_rank, trainer.world_size, trainer.num_devices)
-        stream = TokenStream(
-            local=str(self.train_set.folder),
-            batch_size=config.micro_batch_size,
-            epoch_size=len(self.train_set) // self.sequences_per_step * self.sequences_per_step,
-            sampling_method="balanced" if config.shuffle else "fixed",
-            shuffle=config.shuffle,
-            shuffle_seed=self.seed,
-            num_canonical_nodes=config.num_canonical_nodes,
-        )
-        workers = config.num_workers
-        return StreamingDataLoader(
-            stream,
-            batch_size=config.micro_batch_size,
-            num_workers=workers,
-            persistent_workers=workers > 0,
-            worker_init_fn=_leave_sigterm_to_the_run,
-        )
+        return self.train_set.loader(self.trainer)
 
     def val_dataloader(self) -> list[DataLoader]:
         return self._loaders("validate")
@@ -114,49 +86,10 @@ class PretrainingData(pl.LightningDataModule):
             )
         return batch
 
-    @property
-    def sequences_per_step(self) -> int:
-        """Sequences of one optimizer step over all devices."""
-        return self.config.global_batch_tokens // self.config.context_length
-
     def _loaders(self, kind: str) -> list[DataLoader]:
         trainer, size = self.trainer, self.config.eval_batch_size
         rank, world_size = (trainer.global_rank, trainer.world_size) if trainer else (0, 1)
         return [perplexity_loader(s, size, self.eval_limit, rank, world_size) for s in self.sets[kind].values()]
-
-    def _open(self, folder: str | Path, tokenizer_option: str) -> TokenSet:
-        config = self.config
-        opened = TokenSet(folder, f"{tokenizer_option} --context-length {config.context_length}")
-        corpus = opened.corpus
-        if corpus.context_length != config.context_length:
-            raise RunError(
-                f"{folder}: prepared with context length {corpus.context_length}, but data.context_length is "
-                f"{config.context_length}; set data.context_length={corpus.context_length} or prepare it again"
-            )
-        if corpus.vocab_size > config.vocab_size:
-            raise RunError(
-                f"{folder}: its tokenizer has {corpus.vocab_size} tokens, but data.vocab_size is {config.vocab_size}; "
-                f"set data.vocab_size={corpus.vocab_size}"
-            )
-        return opened
-
-    def _check_epoch(self, tokens: TokenSet) -> None:
-        nodes = self.config.num_canonical_nodes
-        if self.sequences_per_step % nodes:  # the epoch would not be cut evenly: a last batch of another size
-            raise RunError(
-                f"data.num_canonical_nodes {nodes} does not divide the {self.sequences_per_step} sequences of a global "
-                "batch; set it to the number of nodes, or to 1"
-            )
-        if len(tokens) < self.sequences_per_step:
-            raise RunError(
-                f"{tokens.folder}: {len(tokens)} sequences do not fill one global batch of {self.sequences_per_step}; "
-                f"set data.global_batch_tokens={len(tokens) * self.config.context_length} or less, or add text"
-            )
-
-
-def _leave_sigterm_to_the_run(_: int) -> None:
-    """In a loader's process: Slurm may signal every process of a task, and the run still needs it to save."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 class StdlibData(PretrainingData):

@@ -1,13 +1,9 @@
-"""Runs side by side, from their folders alone: a table of final figures and a picture of the loss curves.
+"""Runs side by side, from their folders alone: a table of final figures and a picture of the loss curves."""
 
-python -m stackexp.reports.compare runs/quickstart/* [--figure loss.png]
-"""
-
-import argparse
 import json
 from pathlib import Path
 
-from stackexp.runs import RunFolder, at
+from stackexp.runs import RunFolder
 
 
 def markdown(runs: list[RunFolder]) -> str:
@@ -61,18 +57,3 @@ def draw_losses(runs: list[RunFolder], path: Path) -> None:
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(path, dpi=150)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("runs", nargs="+", help="run folders")
-    parser.add_argument("--figure", type=Path, help="also draw the losses into this file")
-    options = parser.parse_args()
-    runs = [at(path) for path in options.runs]
-    print(markdown(runs))
-    if options.figure:
-        draw_losses(runs, options.figure)
-
-
-if __name__ == "__main__":
-    main()
