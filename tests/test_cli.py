@@ -144,7 +144,7 @@ def test_print_config_prints_what_load_reads(tmp_path):
         ("configs show quickstat", "unknown config 'quickstat'; did you mean 'quickstart'?"),
         ("configs show quickstart sed=1", "override sed=1: sed: unknown key; did you mean 'seed'?"),
         ("data", "data: expected prepare"),
-        ("data prepar", "data: expected prepare; did you mean 'prepare'?"),
+        ("data prepar", "data: expected prepare, fetch, retokenize, inspect; did you mean 'prepare'?"),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(arguments, message, capsys):
