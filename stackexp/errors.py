@@ -1,6 +1,11 @@
 """What ends a verb early. The command line prints each as one line, without a traceback."""
 
 
+def first_line(error: BaseException) -> str:
+    """What another library's error says, short enough for our one line."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+
+
 class ConfigError(ValueError):
     """A mistake in a config, an override or the command line. Exit code 2; nothing has been written."""
 

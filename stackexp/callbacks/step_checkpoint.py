@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from stackexp.config.schema import TrainerConfig
-from stackexp.errors import Stopped
+from stackexp.errors import Stopped, first_line
 from stackexp.modules.checkpoints import CheckpointWriter
 from stackexp.runs import AVERAGE_LOSS, RunFolder, checkpoint_name, remove
 
@@ -136,10 +136,11 @@ class StepCheckpoint(pl.callbacks.Checkpoint):
         if trainer.is_global_zero:
             self._forget_old()  # once more, after the last validation
 
-    def on_exception(self, *_: Any) -> None:
+    def on_exception(self, trainer: pl.Trainer, module: pl.LightningModule, exception: BaseException) -> None:
         """What was begun before the failure is still worth having, if it can be finished."""
-        if not dist.is_initialized():  # otherwise a process that is gone may be needed for it
+        # Stopped: in all processes, at the same place. Otherwise one that is needed for it may be gone.
+        if isinstance(exception, Stopped) or not dist.is_initialized():
             try:
                 self._writer.wait()
             except Exception as error:
-                log.warning("the checkpoint under way could not be finished: %s", str(error).splitlines()[0])
+                log.warning("the checkpoint under way could not be finished: %s", first_line(error))

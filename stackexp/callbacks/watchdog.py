@@ -15,6 +15,8 @@ from typing import Any
 import lightning.pytorch as pl
 import torch.distributed as dist
 
+from stackexp.errors import first_line
+
 INTERVAL = 1.0  # seconds between two signs of life
 SILENCE = 30.0  # seconds without one until a process on another machine counts as gone
 GRACE = 3.0  # seconds a process has to say itself what it knows
@@ -65,7 +67,7 @@ class Watchdog(pl.Callback):
         deadline = time.monotonic() + SILENCE + 10
         while time.monotonic() < deadline and self._found is None:
             time.sleep(INTERVAL / 2)
-        return self._found or f"lost contact with another process ({str(error).splitlines()[0][:200]})"
+        return self._found or f"lost contact with another process ({first_line(error)})"
 
     @contextlib.contextmanager
     def _asking(self) -> Iterator[None]:

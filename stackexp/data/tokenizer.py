@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from stackexp.errors import RunError
+from stackexp.errors import RunError, first_line
 
 END_OF_TEXT = "<|endoftext|>"
 _END_OF_TEXT_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>")  # of other people's tokenizers
@@ -37,7 +37,7 @@ def load_tokenizer(path: Path) -> Tokenizer:
     try:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as e:  # the library raises plain Exception
-        raise RunError(f"{path}: not a readable tokenizer.json ({str(e).splitlines()[0]})") from e
+        raise RunError(f"{path}: not a readable tokenizer.json ({first_line(e)})") from e
     end_of_text(tokenizer, path)
     return literal(tokenizer)
 

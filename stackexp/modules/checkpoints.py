@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from stackexp.config.compose import to_dict, to_yaml
 from stackexp.config.schema import ExperimentConfig
-from stackexp.errors import RunError
+from stackexp.errors import RunError, first_line
 from stackexp.runs import RunFolder
 
 VERSION = 2
@@ -104,7 +104,7 @@ def _cause(error: BaseException, path: Path) -> Exception:
         failures = getattr(error, "failures", None)
         if isinstance(error, OSError):
             return error
-    return RunError(f"{path}: could not be written ({_first_line(error)})")
+    return RunError(f"{path}: could not be written ({first_line(error)})")
 
 
 def _is_first() -> bool:
@@ -155,7 +155,7 @@ def read(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise RunError(f"{path}: not a stackexp checkpoint (it holds no {STATE})") from None
     except (RuntimeError, pickle.UnpicklingError, EOFError, ValueError, OSError) as error:
-        raise RunError(f"{path}: damaged, or not a checkpoint ({_first_line(error)}); use an older one") from None
+        raise RunError(f"{path}: damaged, or not a checkpoint ({first_line(error)}); use an older one") from None
     if not isinstance(checkpoint, dict) or "stackexp" not in checkpoint:
         raise RunError(f"{path}: not a stackexp checkpoint (its {STATE} holds no `stackexp` entry)")
     if (version := checkpoint["stackexp"]["version"]) != VERSION:
@@ -170,7 +170,7 @@ def load_tensors(tensors: dict[str, Any], path: Path) -> None:
     except (CheckpointException, Exception) as error:
         failures = getattr(error, "failures", None)
         cause = next(iter(failures.values()))[0] if failures else error
-        raise RunError(f"{path}: damaged ({_first_line(cause)}); use an older one") from None
+        raise RunError(f"{path}: damaged ({first_line(cause)}); use an older one") from None
 
 
 MAY_CHANGE = (
@@ -239,7 +239,7 @@ def _load_file(path: Path) -> dict[str, torch.Tensor]:
     try:
         return load_file(path)
     except (SafetensorError, OSError) as error:
-        raise RunError(f"{path}: cannot be read as safetensors ({_first_line(error)})") from None
+        raise RunError(f"{path}: cannot be read as safetensors ({first_line(error)})") from None
 
 
 def _shapes(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Size]:
@@ -251,7 +251,7 @@ def check_whole(path: Path) -> dict[str, Any]:
     try:
         metadata = dcp.FileSystemReader(path).read_metadata()
     except (OSError, RuntimeError, pickle.UnpicklingError, EOFError, AttributeError) as error:
-        raise RunError(f"{path}: damaged ({_first_line(error)}); use an older one") from None
+        raise RunError(f"{path}: damaged ({first_line(error)}); use an older one") from None
     ends: dict[str, int] = {}  # of each file, in bytes
     for item in metadata.storage_data.values():
         ends[item.relative_path] = max(ends.get(item.relative_path, 0), item.offset + item.length)
@@ -285,7 +285,3 @@ def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     for key, value in tree.items():
         leaves |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
     return leaves
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0][:120]

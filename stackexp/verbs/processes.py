@@ -6,7 +6,6 @@ or torchrun, start one process on each with MASTER_ADDR, MASTER_PORT and NODE_RA
 
 import contextlib
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -26,7 +25,7 @@ from lightning.fabric.plugins.environments import (
 
 from stackexp.callbacks.watchdog import Watchdog
 from stackexp.config.schema import TrainerConfig
-from stackexp.errors import RunError, Stopped
+from stackexp.errors import RunError, Stopped, first_line
 
 T = TypeVar("T")
 CHILDREN_SECONDS = 30  # what the processes started here are given to end after this one
@@ -154,7 +153,7 @@ def _start_others(trainer: TrainerConfig) -> list[subprocess.Popen]:
             "MASTER_PORT and NODE_RANK set"
         )
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-    os.environ.setdefault("MASTER_PORT", str(_free_port()))
+    os.environ.setdefault("MASTER_PORT", str(LightningEnvironment().main_port))
     os.environ["LOCAL_RANK"] = "0"
     command = [sys.executable, "-m", "stackexp", *sys.argv[1:]]
     first = int(os.environ["NODE_RANK"]) * trainer.devices
@@ -189,16 +188,6 @@ def _connect(environment: ClusterEnvironment, trainer: TrainerConfig, device_typ
     except dist.DistError as error:
         where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         raise RunError(
-            f"rank {rank}: cannot meet the other {size - 1} processes at {where} ({_brief(error)})"
+            f"rank {rank}: cannot meet the other {size - 1} processes at {where} ({first_line(error)})"
         ) from None
     return rank
-
-
-def _brief(error: Exception) -> str:
-    return str(error).splitlines()[0][:200]
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from stackexp.config.schema import ExperimentConfig
-from stackexp.errors import RunError
+from stackexp.errors import RunError, first_line
 from stackexp.modules.strategies import build_strategy
 from stackexp.verbs.processes import Processes
 
@@ -26,7 +26,7 @@ def build_trainer(config: ExperimentConfig, processes: Processes, callbacks: lis
         trainer = pl.Trainer(**_options(config, processes, callbacks))
     except MisconfigurationException as error:
         where = f"trainer.accelerator={config.trainer.accelerator} trainer.devices={config.trainer.devices}"
-        raise RunError(f"{where}: {str(error).splitlines()[0]}") from None
+        raise RunError(f"{where}: {first_line(error)}") from None
     # Lightning's own would run a collective within the handler; ours (StopRequest) are in place already.
     trainer._signal_connector.register_signal_handlers = lambda: None
     return trainer

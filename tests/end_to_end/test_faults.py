@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from forks import Forks
 from processes import kill, wait_until
-from records import record
+from records import losses, record
 
 from stackexp.cli import main
 from stackexp.modules.checkpoints import read
@@ -92,6 +92,25 @@ def test_told_to_stop_it_saves_and_goes_on_exactly_where_it_was(program, tiny, t
     forks.run(*command, "--run", whole.path, ranks=ranks)
     assert record(run) == record(whole), "bit for bit"
     assert "finished" in forks.run(*command, "--run", run.path, ranks=ranks), "once more changes nothing"
+
+
+@pytest.mark.parametrize("strategy", [(), FSDP2], ids=["single", "fsdp"])
+def test_told_to_stop_within_a_validation_it_makes_it_up(tiny, tmp_path, strategy):
+    forks, ranks = Forks(tmp_path), 2 if strategy else 1
+    command = ("fit", "--config", tiny, *strategy, "trainer.max_steps=20", "trainer.checkpoint_interval=7")
+    command += ("trainer.val_check_interval=14", "data.eval_batch_size=1", "logging.progress_bar=false")
+    run, whole = RunFolder(tmp_path / "stopped"), RunFolder(tmp_path / "whole")
+    started = forks.start(*command, "--run", run.path, ranks=ranks)
+    started.wait_until(lambda: 14 in losses(run))
+    os.kill(started[-1].pid, signal.SIGTERM)  # the last rank's; the others hear of it
+    assert started.join() == [75] * ranks, started.output.read_text()
+    assert "newest checkpoint 00000014; go on with --ckpt_path last" in started.output.read_text()
+    last = record(run)[-1]
+    assert (last["step"], "loss/train" in last) == (14, True), "its validation was not recorded"
+
+    forks.run(*command, "--run", run.path, ranks=ranks)
+    forks.run(*command, "--run", whole.path, ranks=ranks)
+    assert record(run) == record(whole), "bit for bit"
 
 
 def test_a_process_that_dies_at_its_start_is_not_waited_for(program, tiny):
