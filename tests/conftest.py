@@ -67,6 +67,10 @@ def corpus(tmp_path_factory) -> dict[str, Path]:
 @pytest.fixture
 def tiny(corpus, tmp_path) -> Path:
     """The YAML of an experiment of a few seconds, its runs under tmp_path/runs."""
+    return write_tiny(corpus, tmp_path)
+
+
+def write_tiny(corpus: dict[str, Path], folder: Path) -> Path:
     config = TINY | {
         "data": TINY["data"]
         | {
@@ -74,9 +78,9 @@ def tiny(corpus, tmp_path) -> Path:
             "validation": {"left": str(corpus["left"]), "right": str(corpus["right"])},
             "test": {"right": str(corpus["right"])},
         },
-        "logging": TINY["logging"] | {"root": str(tmp_path / "runs")},
+        "logging": TINY["logging"] | {"root": str(folder / "runs")},
     }
-    path = tmp_path / "tiny.yaml"
+    path = folder / "tiny.yaml"
     path.write_text(yaml.safe_dump(config))
     return path
 

@@ -5,7 +5,10 @@ import math
 
 import pytest
 import yaml
+from conftest import write_tiny
 from forks import Forks
+from processes import Program
+from records import losses, only_run
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from stackexp.cli import main
@@ -13,47 +16,53 @@ from stackexp.config import compose
 from stackexp.runs import RunFolder
 
 
-def test_fit_then_every_verb_on_its_run(program, tiny, tmp_path):
-    output, forks = program.run("fit", "--config", tiny), Forks(tmp_path)
-    run = RunFolder(next((tmp_path / "runs" / "tiny").iterdir()))
+@pytest.fixture(scope="module")
+def fitted(corpus, tmp_path_factory) -> tuple[RunFolder, str]:
+    """A run of twelve steps, and what the program printed."""
+    folder = tmp_path_factory.mktemp("fitted")
+    output = Program(folder).run("fit", "--config", write_tiny(corpus, folder))
+    return only_run(folder / "runs"), output
 
-    # What it says
+
+def test_fit_says_where_and_how_it_went(fitted):
+    run, output = fitted
     assert str(run.path) in output
     assert "tensorboard --logdir" in output
     for name in ("left", "right", "average of sets"):
         assert any(line.startswith(name) for line in output.splitlines())
 
-    # metrics.jsonl: one line per step, two more for the validations
+
+def test_metrics_have_a_line_for_each_step_and_each_validation(fitted):
+    run, _ = fitted
     lines = list(run.read_metrics())
     steps = [line for line in lines if "loss/train" in line]
     assert [line["step"] for line in steps] == list(range(1, 13))
     assert [line["tokens"] for line in steps] == [256 * step for step in range(1, 13)]
     assert [line["step"] for line in lines if "validation/loss/average" in line] == [6, 12]
-    assert all(math.isfinite(value) for line in lines for value in line.values())
+    assert all(math.isfinite(value) for line in lines for value in line.values() if not isinstance(value, str))
     assert steps[-1]["loss/train"] < steps[0]["loss/train"]
 
-    # TensorBoard has the same figures
+
+def test_tensorboard_has_the_same_figures(fitted):
+    run, _ = fitted
+    train = losses(run)
     events = EventAccumulator(str(run.path), size_guidance={"scalars": 0}).Reload()
-    assert [e.step for e in events.Scalars("loss/train")] == list(range(1, 13))
-    assert [e.value for e in events.Scalars("loss/train")] == pytest.approx([s["loss/train"] for s in steps])
+    assert {e.step: e.value for e in events.Scalars("loss/train")} == pytest.approx(train)
     assert [e.step for e in events.Scalars("loss/train_by_tokens")] == [256 * step for step in range(1, 13)]
     tags = set(events.Tags()["scalars"])
-    assert {
-        "optimizer/lr",
-        "optimizer/grad_norm",
-        "throughput/tokens_per_second",
-        "throughput/flops_per_second",
-    } <= tags
+    assert {"optimizer/lr", "optimizer/grad_norm"} <= tags
+    assert {"throughput/tokens_per_second", "throughput/flops_per_second"} <= tags
     assert {f"validation/{f}/{s}" for f in ("loss", "perplexity", "bits_per_byte") for s in ("left", "right")} <= tags
     probes = ("push", "pop", "no_op", "entropy", "occupancy", "read_share")
     assert {f"memory/{probe}/layer_{layer:02d}" for probe in probes for layer in (0, 1)} <= tags
     assert [e.step for e in events.Scalars("memory/push/layer_00")] == [1, 5, 10]
-    assert {"custom_scalars__config__", "_hparams_/experiment", "_hparams_/session_end_info"} <= set(
-        events.summary_metadata
-    )
+    hparams = {"custom_scalars__config__", "_hparams_/experiment", "_hparams_/session_end_info"}
+    assert hparams <= set(events.summary_metadata)
 
-    # The rest of the folder
-    assert compose.load(str(run.config)) == compose.compose([str(tiny)], [])
+
+def test_the_folder_is_enough_to_run_again(fitted):
+    run, _ = fitted
+    assert compose.load(str(run.config)) == compose.compose([str(run.path.parents[2] / "tiny.yaml")], [])
     assert [path.name for path in sorted(run.checkpoints.iterdir())] == ["00000008", "00000012"]
     (session,) = json.loads((run.path / "environment.json").read_text())
     assert "fit --config" in session["command"]
@@ -61,9 +70,12 @@ def test_fit_then_every_verb_on_its_run(program, tiny, tmp_path):
     result = json.loads(run.result.read_text())
     assert result["steps"] == 12
     assert set(result["sets"]) == {"left", "right"}
-    assert result["train_loss"]["first"] == steps[0]["loss/train"]
+    assert result["train_loss"]["first"] == losses(run)[1]
 
-    # validate agrees with the end of fit, test has its own sets, generate speaks
+
+def test_every_verb_on_a_finished_run(fitted, tmp_path):
+    run, forks = fitted[0], Forks(tmp_path)
+    result = json.loads(run.result.read_text())
     validated = forks.run("validate", "--run", run.path)
     assert json.loads((run.path / "validate.json").read_text())["sets"] == result["sets"]
     assert f"{result['average']['loss']:.4f}" in validated
@@ -73,8 +85,10 @@ def test_fit_then_every_verb_on_its_run(program, tiny, tmp_path):
     said = forks.run("generate", "--run", run.path, "--prompt", "def f", "--max_new_tokens", "5")
     assert said.startswith("def f")
 
-    # Done is done
-    refusal = forks.run("fit", "--config", tiny, "--ckpt_path", "last", expect=1)
+
+def test_a_finished_run_does_not_go_on(fitted, tmp_path):
+    tiny = fitted[0].path.parents[2] / "tiny.yaml"
+    refusal = Forks(tmp_path).run("fit", "--config", tiny, "--ckpt_path", "last", expect=1)
     assert "finished" in refusal
     assert len(refusal.splitlines()) == 1
 

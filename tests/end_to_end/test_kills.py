@@ -17,8 +17,10 @@ QUIET = ("logging.tensorboard=false", "logging.progress_bar=false")
 FSDP = ("trainer.strategy=fsdp", "trainer.devices=2", "data.micro_batch_size=2")
 
 
-def kill_often(kills: int, folder: Path, tiny: Path, options: tuple[str, ...], ranks: int) -> int:
-    """Train to the end through `kills` kills, and once without; how many kills came while a checkpoint was written."""
+def kill_often(
+    kills: int, folder: Path, tiny: Path, options: tuple[str, ...], ranks: int
+) -> tuple[RunFolder, RunFolder, int]:
+    """Train to the end through `kills` kills, and once without: both runs, and how many kills fell into a save."""
     forks, moments, unfinished = Forks(folder), random.Random(0), 0
     fit = ("fit", "--config", tiny, *EVERY_STEP, *QUIET, *options)
     forks.run(*fit, ranks=ranks)
@@ -34,15 +36,17 @@ def kill_often(kills: int, folder: Path, tiny: Path, options: tuple[str, ...], r
         assert not run.finished, "too few steps for so many kills"
         unfinished += any(run.checkpoints.glob(".*"))
     forks.run(*fit, "--run", run.path, ranks=ranks)
-    assert run.finished
-    assert record(run) == record(reference)
-    return unfinished
+    return run, reference, unfinished
 
 
 def test_a_killed_run_always_goes_on(tiny, tmp_path):
-    unfinished = kill_often(30, tmp_path, tiny, ("trainer.max_steps=240",), ranks=1)
+    run, reference, unfinished = kill_often(30, tmp_path, tiny, ("trainer.max_steps=240",), ranks=1)
+    assert run.finished
+    assert record(run) == record(reference)
     assert unfinished > 3, "hardly a kill came while a checkpoint was written"
 
 
 def test_a_killed_run_of_two_processes_always_goes_on(tiny, tmp_path):
-    kill_often(3, tmp_path, tiny, ("trainer.max_steps=30", *FSDP), ranks=2)
+    run, reference, _ = kill_often(3, tmp_path, tiny, ("trainer.max_steps=30", *FSDP), ranks=2)
+    assert run.finished
+    assert record(run) == record(reference)
