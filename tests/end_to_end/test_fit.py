@@ -125,3 +125,13 @@ def test_a_compiled_model_trains_alike(tiny, tmp_path):
     plain, compiled = (RunFolder(next(tmp_path.glob(f"runs/{name}/*"))) for name in ("plain", "compiled"))
     losses = [[line["loss/train"] for line in run.read_metrics() if "loss/train" in line] for run in (plain, compiled)]
     assert losses[1] == pytest.approx(losses[0], abs=1e-4)
+
+
+@pytest.mark.slow  # compiles in two processes
+def test_sharded_recomputed_and_compiled_at_once(tiny, tmp_path):
+    forks, fsdp = Forks(tmp_path), ("trainer.strategy=fsdp", "trainer.devices=2", "data.micro_batch_size=2")
+    forks.run("fit", "--config", tiny, "name=plain")
+    all_at_once = ("trainer.compile=true", "trainer.activation_checkpointing=true")
+    forks.run("fit", "--config", tiny, "name=all", *fsdp, *all_at_once, ranks=2)
+    plain, everything = (losses(only_run(tmp_path / "runs", name)) for name in ("plain", "all"))
+    assert everything == pytest.approx(plain, abs=1e-4)
