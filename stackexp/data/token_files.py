@@ -1,0 +1,171 @@
+"""Token ids in one file, memory-mapped: raw little-endian uint16 without a header, as OLMo's, or a real .npy.
+
+Beside a file that stackexp wrote or fetched lies its record, `<file>.json`, written last: its presence means that
+the file is whole and was checked.
+"""
+
+import hashlib
+import json
+import mmap
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+
+from stackexp.data.shards import dtype_of, sync, write_json
+from stackexp.errors import RunError
+
+NPY_MAGIC = b"\x93NUMPY"
+REMEDY = "cut short or damaged: fetch or make it again"
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """What is known of a token file. Sizes: `bytes` of the file, `text_bytes` of the text that its tokens stand for."""
+
+    sha256: str
+    bytes: int
+    tokens: int
+    vocab_size: int  # the tokenizer's largest id + 1
+    tokenizer: str  # fingerprint, or "gpt-neox-20b"
+    source: str  # URL or path
+    source_sha256: str | None = None  # of the file it was re-encoded from
+    end_of_text: int | None = None  # the id that ends a document
+    documents: int | None = None
+    text_bytes: int | None = None
+    replaced_documents: int | None = None  # whose tokens were not UTF-8: U+FFFD stands for what was not
+
+
+def record_path(path: Path) -> Path:
+    return path.with_name(f"{path.name}.json")
+
+
+def read_record(path: Path) -> FileRecord | None:
+    """The record beside the token file `path`, if there is one. Raises RunError if it is corrupt."""
+    record = record_path(path)
+    try:
+        return FileRecord(**json.loads(record.read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        return None
+    except (ValueError, TypeError) as e:
+        raise RunError(f"{record}: corrupt; delete it, and make {path.name} again") from e
+
+
+class TokenFile:
+    """A token file, opened: `tokens` is a memory map [N] of uint16, or uint32 above a vocabulary of 65,536.
+
+    Raises RunError if the file is missing, empty, of an odd number of bytes, or not as long as its record says.
+    """
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+        self.record = read_record(self.path)
+        try:
+            size = self.path.stat().st_size
+            if self.record and size != self.record.bytes:
+                raise RunError(f"{self.path}: {size:,} bytes, not the {self.record.bytes:,} of its record; {REMEDY}")
+            self.tokens = self._map(size)
+        except (OSError, ValueError) as e:
+            raise RunError(f"{self.path}: cannot be read ({getattr(e, 'strerror', None) or e})") from e
+
+    def _map(self, size: int) -> np.memmap:
+        if not size:
+            raise RunError(f"{self.path}: empty; {REMEDY}")
+        with open(self.path, "rb") as file:
+            if file.read(len(NPY_MAGIC)) == NPY_MAGIC:
+                return _map_npy(self.path)
+        dtype = dtype_of(self.record.vocab_size if self.record else 0).newbyteorder("<")
+        if size % dtype.itemsize:
+            raise RunError(f"{self.path}: {size:,} bytes are no whole number of {dtype.name} token ids; {REMEDY}")
+        return np.memmap(self.path, dtype, "r")
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __reduce__(self) -> tuple:
+        return TokenFile, (self.path,)
+
+
+def _map_npy(path: Path) -> np.memmap:
+    """The numbers of a real .npy, flat. Raises RunError if they are no token ids, ValueError if it is broken."""
+    array = np.lib.format.open_memmap(path, mode="r")
+    if array.dtype.kind not in "ui" or not array.size:
+        raise RunError(f"{path}: expected token ids, found {array.dtype.name} {list(array.shape)}")
+    return np.memmap(path, array.dtype, "r", array.offset, (array.size,))
+
+
+class Chunks:
+    """Token ids [N] cut into instances of at most T = context_length ids; a chunk scores all its ids but its first.
+
+    Without `keep_remainder`, as in OLMo: chunk i is tokens[i T : (i + 1) T], the rest is dropped. With it, chunk i is
+    tokens[i (T - 1) : i (T - 1) + T], the last maybe shorter: each id but the file's first is scored exactly once.
+    """
+
+    def __init__(self, tokens: np.ndarray, context_length: int, keep_remainder: bool):
+        assert context_length >= 2
+        self.tokens, self.context_length, self.keep_remainder = tokens, context_length, keep_remainder
+
+    def __len__(self) -> int:
+        if self.keep_remainder:
+            return -(-(len(self.tokens) - 1) // (self.context_length - 1)) if len(self.tokens) else 0
+        return len(self.tokens) // self.context_length
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        """Chunk `index`, [<= T]."""
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        begin = index * (self.context_length - self.keep_remainder)
+        return self.tokens[begin : begin + self.context_length]
+
+    def __reduce__(self) -> tuple:
+        """A memory map is opened anew by who unpickles it: its pages are not sent."""
+        tokens, rest = self.tokens, (self.context_length, self.keep_remainder)
+        if isinstance(getattr(tokens, "base", None), mmap.mmap):
+            return _reopen, (tokens.filename, tokens.dtype, tokens.offset, tokens.shape, *rest)
+        return Chunks, (tokens, *rest)
+
+
+def _reopen(path: Path, dtype: np.dtype, offset: int, shape: tuple[int], *rest: int) -> Chunks:
+    return Chunks(np.memmap(path, dtype, "r", offset, shape), *rest)
+
+
+def sha256_of(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def commit(temporary: Path, path: Path, record: FileRecord) -> None:
+    """Make the finished file `temporary` the token file `path`; its record comes last."""
+    record_path(path).unlink(missing_ok=True)
+    temporary.replace(path)
+    write_json(record_path(path), {key: value for key, value in asdict(record).items() if value is not None})
+
+
+def write_token_file(path: Path, tokens: Iterable[np.ndarray], *, vocab_size: int, **record: object) -> FileRecord:
+    """Write arrays of token ids [N] one after the other as a raw token file, atomically, with its record.
+
+    `record`: the other fields of FileRecord (tokenizer, source ...). Raises RunError for an id >= vocab_size, and if
+    there are no tokens.
+    """
+    dtype, digest, count = dtype_of(vocab_size).newbyteorder("<"), hashlib.sha256(), 0
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        with open(temporary, "wb") as file:
+            for part in tokens:
+                if len(part) and part.max() >= vocab_size:
+                    raise RunError(f"{path}: token id {part.max()}, outside the vocabulary of {vocab_size}")
+                data = np.ascontiguousarray(part, dtype)
+                file.write(data)
+                digest.update(data)
+                count += len(part)
+            sync(file)
+        if not count:
+            raise RunError(f"{path}: no tokens to write")
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    size = count * dtype.itemsize
+    written = FileRecord(digest.hexdigest(), size, count, vocab_size, **record)
+    commit(temporary, path, written)
+    return written

@@ -1,0 +1,165 @@
+"""Token files: what they read, and that their chunks score what they say."""
+
+import json
+import pickle
+import resource
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stackexp.data.token_files import Chunks, TokenFile, record_path, write_token_file
+from stackexp.errors import RunError
+
+
+def write(path, ids, dtype="<u2"):
+    path.write_bytes(np.array(ids, dtype).tobytes())
+    return path
+
+
+def record_of(**fields):
+    return {"vocab_size": 300, "tokenizer": "t", "source": "here"} | fields
+
+
+@given(st.integers(0, 300), st.integers(2, 40))
+def test_chunks_as_olmo_drop_the_remainder(length, context_length):
+    chunks = Chunks(np.arange(length), context_length, keep_remainder=False)
+    assert len(chunks) == length // context_length
+    assert {len(chunk) for chunk in chunks} <= {context_length}
+    assert np.array_equal(np.concatenate([[], *chunks]), np.arange(length // context_length * context_length))
+
+
+@given(st.integers(0, 300), st.integers(2, 40))
+def test_chunks_that_keep_the_remainder_score_every_token_but_the_first_once(length, context_length):
+    chunks = list(Chunks(np.arange(length), context_length, keep_remainder=True))
+    scored = [int(token) for chunk in chunks for token in chunk[1:]]
+    assert scored == list(range(1, length))
+    assert all(2 <= len(chunk) <= context_length for chunk in chunks)
+
+
+def test_no_chunk_beyond_the_last():
+    chunks = Chunks(np.arange(10), 5, keep_remainder=False)
+    for index in (2, -1):
+        with pytest.raises(IndexError):
+            chunks[index]
+
+
+@pytest.mark.parametrize("suffix", [".npy", ".bin"])
+def test_reads_raw_uint16_whatever_the_suffix(tmp_path, suffix):
+    file = TokenFile(write(tmp_path / f"set{suffix}", [1, 50_279, 65_535]))
+    assert file.tokens.tolist() == [1, 50_279, 65_535]
+    assert isinstance(file.tokens, np.memmap)
+    assert file.record is None
+
+
+@pytest.mark.parametrize("dtype", ["uint16", "<i8", "int32"])
+def test_reads_a_real_npy_flat(tmp_path, dtype):
+    np.save(tmp_path / "set.npy", np.arange(6, dtype=dtype).reshape(2, 3))
+    file = TokenFile(tmp_path / "set.npy")
+    assert isinstance(file.tokens, np.memmap)
+    assert file.tokens.tolist() == [0, 1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "empty"),
+        (b"abc", "no whole number of uint16"),
+        (b"\x93NUMPY nonsense", "cannot be read"),
+    ],
+)
+def test_a_broken_file_is_named(tmp_path, content, message):
+    (tmp_path / "set.npy").write_bytes(content)
+    with pytest.raises(RunError, match=rf"set\.npy.*{message}"):
+        TokenFile(tmp_path / "set.npy")
+
+
+def test_an_npy_of_text_is_refused(tmp_path):
+    np.save(tmp_path / "set.npy", np.array(["a"]))
+    with pytest.raises(RunError, match="expected token ids"):
+        TokenFile(tmp_path / "set.npy")
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(RunError, match=r"none\.npy: cannot be read \(No such file"):
+        TokenFile(tmp_path / "none.npy")
+
+
+@pytest.mark.parametrize(("vocab_size", "dtype"), [(65_536, "uint16"), (65_537, "uint32")])
+def test_written_and_read_again(tmp_path, vocab_size, dtype):
+    path = tmp_path / "set.npy"
+    parts = [np.array([1, 2]), np.array([], int), np.array([vocab_size - 1])]
+    record = write_token_file(path, iter(parts), **record_of(vocab_size=vocab_size))
+    file = TokenFile(path)
+    assert file.tokens.dtype == dtype
+    assert file.tokens.tolist() == [1, 2, vocab_size - 1]
+    assert file.record == record
+    assert (record.tokens, record.bytes) == (3, path.stat().st_size)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["set.npy", "set.npy.json"]
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"), [([300], "token id 300, outside the vocabulary of 300"), ([], "no tokens")]
+)
+def test_nothing_wrong_is_written(tmp_path, ids, message):
+    with pytest.raises(RunError, match=message):
+        write_token_file(tmp_path / "set.npy", [np.array(ids, int)], **record_of())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_failure_leaves_the_earlier_file_and_its_record(tmp_path):
+    path = tmp_path / "set.npy"
+    record = write_token_file(path, [np.array([1, 2, 3])], **record_of())
+
+    def broken():
+        yield np.array([4])
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        write_token_file(path, broken(), **record_of())
+    assert TokenFile(path).record == record
+    assert TokenFile(path).tokens.tolist() == [1, 2, 3]
+
+
+def test_a_file_not_as_long_as_its_record_is_refused(tmp_path):
+    path = tmp_path / "set.npy"
+    write_token_file(path, [np.array([1, 2, 3])], **record_of())
+    write(path, [1, 2])
+    with pytest.raises(RunError, match="4 bytes, not the 6 of its record"):
+        TokenFile(path)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", json.dumps({"sha": "x"})])
+def test_a_corrupt_record_is_named(tmp_path, text):
+    path = write(tmp_path / "set.npy", [1])
+    record_path(path).write_text(text)
+    with pytest.raises(RunError, match=r"set\.npy\.json: corrupt; delete it"):
+        TokenFile(path)
+
+
+def test_nothing_is_loaded_whole(tmp_path):
+    """A file of 6 GB (sparse), opened, cut and sent to a worker; it would not fit the memory allowed."""
+    path = tmp_path / "large.npy"
+    with open(path, "wb") as file:
+        file.seek((6 << 30) - 2)
+        file.write(np.uint16(7).tobytes())
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    chunks = Chunks(TokenFile(path).tokens, 2048, keep_remainder=False)
+    sent = pickle.dumps(chunks)
+    assert len(sent) < 1000
+    last = pickle.loads(sent)[len(chunks) - 1]
+    assert last[-1] == 7
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 << 10  # KiB
+
+
+@pytest.mark.parametrize("header", [True, False])
+def test_chunks_and_files_pickle(tmp_path, header):
+    ids = np.arange(100, dtype=np.uint16)
+    np.save(tmp_path / "set.npy", ids) if header else write(tmp_path / "set.npy", ids)
+    file = TokenFile(tmp_path / "set.npy")
+    assert pickle.loads(pickle.dumps(file)).tokens.tolist() == ids.tolist()
+    for tokens in (file.tokens, file.tokens[3:50]):  # a part of a map is sent by value
+        chunks = Chunks(tokens, 7, keep_remainder=True)
+        again = pickle.loads(pickle.dumps(chunks))
+        assert [c.tolist() for c in again] == [c.tolist() for c in chunks]
