@@ -143,16 +143,16 @@ class TokenSet:
     """A prepared set, opened: `set[i]` is sequence i, [T] of token ids, read from disk on demand.
 
     Raises RunError if the folder is missing, unfinished, of another format, or its shards are not whole; it names the
-    command that makes the set, with `options`.
+    command that makes the set, with `options`. The folder may be the `cache` of a set elsewhere: shards come when needed.
     """
 
-    def __init__(self, folder: str | Path, options: str = "--vocab-size N"):
+    def __init__(self, folder: str | Path, options: str = "--vocab-size N", cache: bool = False):
         self.folder = Path(folder)
         self.corpus = self._read_corpus(options)
         try:
             shards = json.loads((self.folder / "index.json").read_text(encoding="utf-8"))["shards"]
             self.files = [(self.folder / s["raw_data"]["basename"], s["samples"]) for s in shards]
-            broken = [path for (path, _), s in zip(self.files, shards, strict=True) if not _whole(path, s)]
+            broken = [path for (path, _), s in zip(self.files, shards, strict=True) if not (cache or _whole(path, s))]
         except (OSError, ValueError, KeyError, TypeError) as e:
             raise RunError(f"{self.folder}/index.json: missing or corrupt; prepare the set again") from e
         if broken:
