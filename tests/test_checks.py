@@ -141,7 +141,7 @@ def test_a_mistaken_override_is_named(override, message):
 def test_a_named_set_is_a_text():
     found = mistake(["ablation/queue"], "data.validation=olm")
     assert found.endswith(
-        "data.validation: unknown choice 'olm' (there are custom, olmo, v2, v3); did you mean 'olmo'?"
+        "data.validation: unknown choice 'olm' (there are custom, olmo, olmo-49152, v2, v3); did you mean 'olmo'?"
     )
     found = mistake(["ablation/queue"], "data.validation={a: {b: 1}}")
     assert found.endswith("data.validation.a: expected text, found a mapping")

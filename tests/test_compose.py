@@ -30,7 +30,7 @@ def test_every_layer_wins_over_those_before_it():
     base = compose([BASE])
     assert (base.schedule.kind, base.schedule.warmup_steps) == ("cosine", 20)
     assert compose([BASE, a]).schedule.warmup_steps == 11
-    assert compose([BASE, a]).schedule.decay_steps == 100_000
+    assert compose([BASE, a]).schedule.decay_fraction == 0.166667
     assert compose([BASE, a, b]).schedule.warmup_steps == 12
     assert compose([BASE, b, a]).schedule.warmup_steps == 11
     assert compose([BASE, a, b], ["schedule=smollm2-wsd", "trainer.max_steps=2600000"]).schedule.warmup_steps == 2000
@@ -131,7 +131,19 @@ def test_the_name_is_that_of_the_configs_unless_set():
 def test_sets_add_up_by_name():
     path = write("sets.yaml", "data:\n  validation: {dolma-v1.6: data/a, wiki: data/b}\n")
     config = compose(["ablation/queue", path], ["data.validation.wiki=data/c"])
-    assert config.data.validation == {"dolma-v1.6": "data/a", "wiki": "data/c"}
+    olmo = {"v2": "data/olmo-49152/v2", "v3": "data/olmo-49152/v3"}
+    assert config.data.validation == olmo | {"dolma-v1.6": "data/a", "wiki": "data/c"}
+
+
+@pytest.mark.parametrize(("choice", "sets"), [("v2", {"v2": "data/olmo/v2"}), ("null", {})])
+def test_a_choice_of_validation_sets_replaces_them(choice, sets):
+    assert compose(["ablation/queue"], [f"data.validation={choice}"]).data.validation == sets
+    path = write("mine.yaml", f"defaults:\n  - ablation/queue\n  - data.validation: {choice}\n")
+    assert compose([path]).data.validation == sets
+
+
+def test_null_stands_for_no_validation_sets_in_a_file_too():
+    assert compose(["ablation/queue", write("none.yaml", "data:\n  validation: null\n")]).data.validation == {}
 
 
 def test_interpolation_sees_the_last_value():

@@ -85,7 +85,7 @@ def test_the_stack_of_360m_has_the_paper_s_size():
     ],
 )
 def test_an_ablation_differs_from_stacktrans_in_its_intervention_alone(name, change):
-    ablation, stacktrans = build(f"ablation/{name}")[0], build("ablation/stacktrans")[0]
+    ablation, stacktrans = compose([f"ablation/{name}"]), compose(["ablation/stacktrans"])
     memory = vars(ablation.model.memory)
     assert {key: memory[key] for key in memory if memory[key] != vars(stacktrans.model.memory)[key]} == change
     ablation.model.memory, ablation.name = stacktrans.model.memory, stacktrans.name
@@ -125,15 +125,30 @@ def test_recipes_go_on_top_of_presets():
     config = compose(["pretrain/stacktrans-360m", "recipe/smollm"])
     assert config.model.memory.num_slots == 24
     assert (config.model.init, config.model.init_std) == ("normal", 0.03227)
-    assert (config.schedule.kind, config.schedule.decay_steps, config.optimizer.lr) == ("wsd", 100_000, 3e-3)
+    assert (config.schedule.kind, config.schedule.decay_steps_of(600_000)) == ("wsd", 100_000)
+    assert config.optimizer.lr == 3e-3
     assert config.total_tokens == 600_000 * 2**20
     second = compose(["pretrain/stacktrans-360m", "recipe/smollm2"])
-    assert (second.schedule.warmup_steps, second.schedule.decay, second.schedule.decay_steps) == (
-        2000,
-        "linear",
-        520_000,
-    )
+    schedule = second.schedule
+    assert (schedule.warmup_steps, schedule.decay, schedule.decay_steps_of(2_600_000)) == (2000, "linear", 520_000)
     assert second.total_tokens == pytest.approx(4.09e12, rel=1e-3)
+
+
+@pytest.mark.parametrize("name", [name for name in CONFIGS if name.startswith(("pretrain/", "ablation/"))])
+@pytest.mark.parametrize(("schedule", "kind"), [("olmo-cosine", "cosine"), ("smollm-wsd", "wsd")])
+def test_every_pretraining_config_takes_both_schedules_and_data_from_afar(name, schedule, kind):
+    config = compose([name], [f"schedule={schedule}", "data.remote=s3://bucket/set"])
+    assert config.schedule.kind == kind
+    assert (config.data.remote, set(config.data.validation)) == ("s3://bucket/set", {"v2", "v3"})
+    assert config.total_tokens >= 20e9
+
+
+@pytest.mark.parametrize("memory", ["transformer", "stacktrans", "queue", "push_only", "single_head", "full_dim"])
+def test_an_ablation_in_olmo_s_vocabulary_differs_in_its_data_alone(memory):
+    olmo, ours = compose([f"pretrain/olmo-ablation-{memory}"]), compose([f"ablation/{memory}"])
+    assert (olmo.model.vocab_size, olmo.data.validation) == (50304, {"v2": "data/olmo/v2", "v3": "data/olmo/v3"})
+    olmo.model.vocab_size, olmo.data, olmo.name = ours.model.vocab_size, ours.data, ours.name
+    assert olmo == ours
 
 
 def test_list_shows_every_config_and_choice(capsys):

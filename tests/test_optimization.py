@@ -72,6 +72,10 @@ def test_options_reach_adamw():
             warmup_stable_decay(WarmupStableDecayConfig(warmup_steps=10, decay_steps=40, final_fraction=0.5), 100),
             {60: 1, 70: 0.75, 100: 0.5},
         ),
+        (
+            warmup_stable_decay(WarmupStableDecayConfig(warmup_steps=10, decay_fraction=0.25, decay="linear"), 80),
+            {60: 1, 70: 0.5, 80: 0},
+        ),
     ],
 )
 def test_schedules(factor, expected):

@@ -1,9 +1,9 @@
 """Files, group choices and overrides laid over one another; every value keeps the place it was written at.
 
 Order: schema defaults < files in order < group choices < overrides. A group choice is the file
-configs/<section path>/<name>.yaml. It takes the place of a section chosen by `kind`, and lies on top of any other
-(trainer: fsdp says how to spread over devices, not for how long to train). In a section chosen by `kind`, naming
-another kind starts the section afresh.
+configs/<section path>/<name>.yaml. It takes the place of a section chosen by `kind`, and of the validation sets, and
+lies on top of any other (trainer: fsdp says how to spread over devices, not for how long to train). In a section
+chosen by `kind`, naming another kind starts the section afresh.
 """
 
 import dataclasses
@@ -15,11 +15,13 @@ from stackexp.config.schema import ExperimentConfig
 from stackexp.config.yaml_files import Leaf, Tree, configs_folder, display, names_in, read_file, read_value
 from stackexp.errors import ConfigError
 
+SETS = "data.validation"  # null: none
+
 
 def sections() -> list[str]:
     """Every section of a config that files can be chosen for, such as model, model.memory and trainer."""
     typed = [f.name for f in dataclasses.fields(ExperimentConfig) if dataclasses.is_dataclass(f.type)]
-    return [*SECTIONS, *typed, "data.validation"]
+    return [*SECTIONS, *typed, SETS]
 
 
 def default_tree() -> Tree:
@@ -132,7 +134,7 @@ class Layers:
         if name is None:
             place[key] = _checked_leaf(section, Leaf(None, origin))
         else:
-            if section in SECTIONS:
+            if section in (*SECTIONS, SETS):
                 place[key] = default_tree().get(section, {})
             self.add_file(find_choice(section, str(name), origin, folder), section, chain)
 
@@ -196,8 +198,10 @@ def _merge(base: Tree, top: Tree, section: str) -> None:
             base[key] = _checked_leaf(where, value) if where in sections() else value
 
 
-def _checked_leaf(section: str, leaf: Leaf) -> Leaf:
+def _checked_leaf(section: str, leaf: Leaf) -> Leaf | Tree:
     """A single value may stand in the place of a section only where it is null and the section can be switched off."""
+    if section == SETS and leaf.value is None:
+        return {}
     if leaf.value == {} or (leaf.value is None and section not in default_tree()):
         return leaf
     if isinstance(leaf.value, str):

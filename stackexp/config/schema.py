@@ -241,13 +241,18 @@ class WarmupStableDecayConfig(ScheduleConfig):
 
     kind: str = "wsd"
     final_fraction: float = within(0, 1, 0.0)
-    decay_steps: int = at_least(1, 1000)
+    decay_steps: Optional[int] = at_least(1, None)  # None: decay_fraction of trainer.max_steps
+    decay_fraction: float = within(0, 1, 0.2)
     decay: Literal["linear", "one_minus_sqrt"] = "one_minus_sqrt"
 
     def problems(self, trainer: "TrainerConfig") -> Problems:
         yield from super().problems(trainer)
-        if self.warmup_steps + self.decay_steps > trainer.max_steps:
+        if self.warmup_steps + self.decay_steps_of(trainer.max_steps) > trainer.max_steps:
             yield "decay_steps", f"warmup_steps + decay_steps exceed trainer.max_steps {trainer.max_steps}"
+
+    def decay_steps_of(self, max_steps: int) -> int:
+        """How many of `max_steps` the decay takes."""
+        return self.decay_steps or max(1, round(self.decay_fraction * max_steps))
 
 
 @dataclass

@@ -45,13 +45,14 @@ def _decaying(config: ScheduleConfig, max_steps: int, shape: Factor) -> Factor:
 
 
 def warmup_stable_decay(config: WarmupStableDecayConfig, max_steps: int) -> Factor:
-    """Constant between warm-up and the last `decay_steps` (SmolLM's recipes)."""
+    """Constant between warm-up and the decay at the end (SmolLM's recipes)."""
+    decay_steps = config.decay_steps_of(max_steps)
     shape = {"linear": lambda done: 1 - done, "one_minus_sqrt": lambda done: 1 - math.sqrt(done)}[config.decay]
 
     def factor(step: int) -> float:
         if step < config.warmup_steps:
             return step / config.warmup_steps
-        done = min(1.0, max(0.0, (step - (max_steps - config.decay_steps)) / config.decay_steps))
+        done = min(1.0, max(0.0, (step - (max_steps - decay_steps)) / decay_steps))
         return config.final_fraction + (1 - config.final_fraction) * shape(done)
 
     return factor
