@@ -52,7 +52,7 @@ setup(
         "safetensors>=0.5",
     ],
     extras_require={
-        "dev": ["pytest>=8", "hypothesis>=6.100", "ruff>=0.12", "optuna>=4", "moto[server]>=5"],
+        "dev": ["pytest>=8", "pytest-xdist>=3.6", "hypothesis>=6.100", "ruff>=0.12", "optuna>=4", "moto[server]>=5"],
         "optuna": ["optuna>=4"],
         "flash": ["flash-attn>=2.8"],
     },

@@ -44,6 +44,13 @@ TINY = {
 }
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """With `pytest -n`, the tests of one file stay together, and all of Slurm: there can be one cluster on a machine."""
+    for item in items:
+        group = "slurm" if "cluster" in item.fixturenames else item.path.name
+        item.add_marker(pytest.mark.xdist_group(group))
+
+
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory) -> dict[str, Path]:
     """Prepared sets `train`, `left` and `right` of this repository's and the standard library's own text."""
