@@ -176,7 +176,7 @@ def test_cancel_ends_one(sweep, slurm):
     launcher.cancel(trials[2])
     launcher.cancel(trials[0])
     assert codes(launcher, 2) == {"a": 75, "c": 75}
-    assert list(slurm.squeue().values()) == ["RUNNING"]
+    wait_for(lambda: list(slurm.squeue().values()) == ["RUNNING"])
 
 
 def test_a_job_that_vanishes_was_killed(sweep, slurm):
