@@ -23,7 +23,8 @@ from stackexp.errors import RunError, first_line
 PIECE = 1 << 18  # bytes read at a time
 TIMEOUT = 30.0  # seconds to connect, or without a byte
 ATTEMPTS = 6  # in a row that bring nothing new
-LONGEST_PAUSE = 60.0  # seconds between two of them
+PAUSE = 1.0  # seconds between the first two of them, then twice as many each time
+LONGEST_PAUSE = 60.0
 _TRANSIENT = (408, 416, 425, 429)  # and 5xx
 _NO_ROUTE = (errno.ENETUNREACH, errno.ENETDOWN, errno.EHOSTUNREACH)
 
@@ -65,10 +66,10 @@ def discard(part: Path) -> None:
     version_path(part).unlink(missing_ok=True)
 
 
-def download(url: str, part: Path, bar: tqdm, pause: float = 1.0) -> None:
+def download(url: str, part: Path, bar: tqdm) -> None:
     """Bring the file at `url` to `part`, going on from what is there of the same file.
 
-    Dropped connections, short bodies, 5xx and 429 are tried again after `pause` seconds, twice as many each time.
+    Dropped connections, short bodies, 5xx and 429 are tried again after PAUSE seconds, twice as many each time.
     Raises Unreachable, or RunError with the URL: what cannot be mended (404, 403), or ATTEMPTS that bring nothing new.
     """
     most, failures, answered = _size(part), 0, False
@@ -92,7 +93,7 @@ def download(url: str, part: Path, bar: tqdm, pause: float = 1.0) -> None:
             what = f"{error}, {failures} times in a row"
             raise RunError(f"{url}: {what}; try again later: what came is kept") if answered else Unreachable(what)
         bar.set_postfix_str(f"{error}; attempt {failures + 1} of {ATTEMPTS}")
-        time.sleep(min(LONGEST_PAUSE, max(error.pause, pause * 2 ** (failures - 1))))
+        time.sleep(min(LONGEST_PAUSE, max(error.pause, PAUSE * 2 ** (failures - 1))))
 
 
 def _attempt(url: str, part: Path, bar: tqdm) -> None:

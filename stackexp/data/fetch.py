@@ -44,12 +44,16 @@ def fetch(
             for version in sorted({s.version for s in sets}):
                 (folder / version).mkdir(parents=True, exist_ok=True)
                 stack.enter_context(locked(folder / version / ".lock", f"fetching into {folder / version}"))
-            for n, one in enumerate(sets):
+            for one in sets:
                 try:
-                    fetched.there[one] = _fetch(one, folder, mirror, verify, progress)
+                    record = _there(one, folder, verify)
+                    if record is None and fetched.unreached:
+                        fetched.unreached.append(one)
+                    else:
+                        fetched.there[one] = record or _bring(one, folder, mirror, progress)
                 except Unreachable as e:
-                    fetched.unreached, fetched.why_unreached = sets[n:], str(e)
-                    break
+                    fetched.unreached.append(one)
+                    fetched.why_unreached = str(e)
                 except RunError as e:
                     fetched.failed[one] = e
                     _say(f"error: {one}: {e}")
@@ -61,11 +65,9 @@ def fetch(
     return fetched
 
 
-def _fetch(one: OlmoSet, folder: Path, mirror: str | None, verify: bool, progress: bool) -> FileRecord:
+def _bring(one: OlmoSet, folder: Path, mirror: str | None, progress: bool) -> FileRecord:
+    """Fetch one set, whatever is there. Raises Unreachable or RunError."""
     path = one.file(folder)
-    if (record := _there(path, verify)) is not None:
-        _say(f"{one}: already there")
-        return record
     part, expected = path.with_name(f".{path.name}.part"), None
     if mirror and "://" not in mirror:
         file = find_in(Path(mirror), one)
@@ -91,8 +93,9 @@ def _fetch(one: OlmoSet, folder: Path, mirror: str | None, verify: bool, progres
     return record
 
 
-def _there(path: Path, verify: bool) -> FileRecord | None:
+def _there(one: OlmoSet, folder: Path, verify: bool) -> FileRecord | None:
     """The record of a set that is whole; nothing if it is to be fetched."""
+    path = one.file(folder)
     try:
         record = read_record(path)
     except RunError as e:
@@ -105,6 +108,7 @@ def _there(path: Path, verify: bool) -> FileRecord | None:
     if path.stat().st_size != record.bytes or (verify and sha256_of(path) != record.sha256):
         _say(f"{path}: not what its record says; fetching it again")
         return None
+    _say(f"{one}: already there")
     return record
 
 

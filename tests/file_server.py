@@ -1,0 +1,76 @@
+"""An HTTP server of files whose faults a test chooses."""
+
+import hashlib
+import threading
+import time
+from collections import defaultdict
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Self
+
+
+class FileServer(ThreadingHTTPServer):
+    """Serves `files` (path -> bytes) with ETag and Range; `requests` has the (path, Range, status) of each request.
+
+    `faults[path]` are consumed one a request: a status such as 503, or the number of bytes of the body after which
+    the connection is cut. `ranges`: whether Range is honoured; `if_range`: whether If-Range is. `pause`: seconds
+    between pieces of 1000 bytes. `headers`: replace those that are sent, None leaves one out.
+    """
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.files: dict[str, bytes] = {}
+        self.faults: dict[str, list[int]] = defaultdict(list)
+        self.requests: list[tuple[str, str | None, int]] = []
+        self.headers: dict[str, str | None] = {}
+        self.ranges, self.if_range, self.pause = True, True, 0.0
+        self.url = f"http://127.0.0.1:{self.server_port}"
+
+    def __enter__(self) -> Self:
+        threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
+        self.server_close()
+
+    def handle_error(self, *_: object) -> None:
+        """Clients that were killed are part of the tests."""
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: FileServer
+
+    def do_GET(self) -> None:
+        path, asked = self.path.lstrip("/"), self.headers.get("Range")
+        fault = self.server.faults[path].pop(0) if self.server.faults[path] else None
+        body = self.server.files.get(path)
+        if body is None or (fault and fault in range(400, 600)):
+            return self._answer(fault or 404, asked, {"Content-Length": "0"}, b"")
+        tag = f'"{hashlib.md5(body).hexdigest()}"'
+        headers = {"Content-Type": "application/octet-stream", "ETag": tag}
+        status, begin = 200, 0
+        same = not self.server.if_range or self.headers.get("If-Range") == tag
+        if asked and self.server.ranges and same:
+            begin = int(asked.removeprefix("bytes=").removesuffix("-"))
+            if begin >= len(body):
+                return self._answer(416, asked, {"Content-Range": f"bytes */{len(body)}", "Content-Length": "0"}, b"")
+            status, headers["Content-Range"] = 206, f"bytes {begin}-{len(body) - 1}/{len(body)}"
+        headers["Content-Length"] = str(len(body) - begin)
+        self._answer(status, asked, headers, body[begin:][:fault])
+
+    def _answer(self, status: int, asked: str | None, headers: dict[str, str], body: bytes) -> None:
+        self.server.requests.append((self.path.lstrip("/"), asked, status))
+        self.send_response(status)
+        for name, value in (headers | self.server.headers).items():
+            if value is not None:
+                self.send_header(name, value)
+        self.end_headers()
+        step = 1000 if self.server.pause else max(1, len(body))
+        for first in range(0, len(body), step):
+            self.wfile.write(body[first : first + step])
+            time.sleep(self.server.pause)
+
+    def log_message(self, *_: object) -> None:
+        pass
