@@ -1,23 +1,30 @@
-"""Documents out of files: plain text (one document a file) and JSON lines (Dolma's id, text, source; one a line)."""
+"""Documents out of files: plain text (one document a file) and JSON lines (Dolma's id, text, source; one a line).
+
+Memory is bounded whatever a document's length.
+"""
 
 import codecs
+import errno
 import gzip
 import io
 import json
 import os
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 import zstandard
 
+from stackexp.data.long_lines import TooLong, long_text
 from stackexp.errors import RunError
 
 TEXT = (".txt", ".text", ".md", ".rst", ".py")
 JSON_LINES = (".jsonl", ".jsonl.gz", ".json.gz", ".jsonl.zst", ".json.zst")
 PIECE = 1 << 18  # characters tokenised at a time; longer documents are cut, at a line's end where there is one
+LONG_LINE = 1 << 22  # bytes; a longer line is never whole in memory
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @dataclass(frozen=True)
@@ -82,33 +89,42 @@ def _walk(folder: Path) -> Iterator[Path]:
             yield from (Path(root, f) for f in files if not f.startswith(".") and Path(root, f).is_file())
 
 
-def read(source: Source, advance: Callable[[int], None] = lambda size: None) -> Iterator[Piece | BadLine]:
+def read(
+    source: Source, advance: Callable[[int], None] = lambda size: None, scratch: Path | None = None
+) -> Iterator[Piece | BadLine]:
     """The documents of a file; `advance` is told of the bytes as they are read.
 
+    `scratch`: folder for what lines that are too long for memory need of the disk (None: the system's).
     Raises RunError if the file cannot be read, is cut short or not what its name says.
     """
     name, position = source.name.lower(), 0
     try:
         with open(source.path, "rb") as raw:
-            read_kind = _read_text if name.endswith(TEXT) else _read_json_lines
-            for piece in read_kind(source, raw):
+            pieces = _read_text(source, raw) if name.endswith(TEXT) else _read_json_lines(source, raw, scratch)
+            for piece in pieces:
                 yield piece
                 advance(raw.tell() - position)
                 position = raw.tell()
     except (EOFError, zlib.error, zstandard.ZstdError, gzip.BadGzipFile) as e:
         raise RunError(f"{source.path}: corrupt or cut short ({e}); replace the file or remove it") from e
     except OSError as e:
+        if e.errno in NO_ROOM:  # it was reading that needed room
+            raise
         raise RunError(f"{source.path}: cannot be read ({e.strerror or e})") from e
 
 
-def cut(text: str) -> Iterator[Piece]:
-    """A document as pieces of at most PIECE characters, cut after a newline where there is one."""
-    begin = 0
-    while len(text) - begin > PIECE:
-        end = text.rfind("\n", begin, begin + PIECE) + 1 or begin + PIECE
-        yield Piece(text[begin:end], False)
-        begin = end
-    yield Piece(text[begin:], True)
+def cut(parts: Iterable[str]) -> Iterator[Piece]:
+    """A document, given in parts, as pieces of at most PIECE characters, cut after a newline where there is one."""
+    held = ""
+    for part in parts:
+        held += part
+        begin = 0
+        while len(held) - begin > PIECE:
+            end = held.rfind("\n", begin, begin + PIECE) + 1 or begin + PIECE
+            yield Piece(held[begin:end], False)
+            begin = end
+        held = held[begin:]
+    yield Piece(held, True)
 
 
 def _read_text(source: Source, raw: BinaryIO) -> Iterator[Piece | BadLine]:
@@ -140,21 +156,38 @@ def _invalid_line(raw: BinaryIO) -> int | None:
         line += chunk.count(b"\n")
 
 
-def _read_json_lines(source: Source, raw: BinaryIO) -> Iterator[Piece | BadLine]:
-    for number, line in enumerate(_decompressed(source.name.lower(), raw), 1):
-        if line.isspace():
+def _read_json_lines(source: Source, raw: BinaryIO, scratch: Path | None) -> Iterator[Piece | BadLine]:
+    file, number = _decompressed(source.name.lower(), raw), 0
+    while line := file.readline(LONG_LINE):
+        number += 1
+        short = len(line) < LONG_LINE or line.endswith(b"\n")
+        if short and line.isspace():
             continue
+        where = f"{source.name}:{number}"
         try:
-            text = json.loads(line.decode())["text"]
-            text.encode()
+            if short:
+                text = json.loads(line.decode())["text"]
+                text.encode()
+                parts = [text]
+            else:
+                parts = long_text(_to_its_end(line, file), scratch)
         except UnicodeError:
-            yield BadLine(f"{source.name}:{number}", "invalid UTF-8")
+            yield BadLine(where, "invalid UTF-8")
         except json.JSONDecodeError as e:
-            yield BadLine(f"{source.name}:{number}", f"invalid JSON ({e.msg})")
+            yield BadLine(where, f"invalid JSON ({e.msg})")
+        except TooLong:
+            yield BadLine(where, "too long beside its text")
         except (KeyError, TypeError, AttributeError, RecursionError):
-            yield BadLine(f"{source.name}:{number}", "no text")
+            yield BadLine(where, "no text")
         else:
-            yield from cut(text) if text else [BadLine(f"{source.name}:{number}", "no text")]
+            yield from cut(parts) if parts != [""] else [BadLine(where, "no text")]
+
+
+def _to_its_end(line: bytes, file: BinaryIO) -> Iterator[bytes]:
+    """The parts of a line that begins with `line`."""
+    yield line
+    while not line.endswith(b"\n") and (line := file.readline(LONG_LINE)):
+        yield line
 
 
 def _decompressed(name: str, raw: BinaryIO) -> BinaryIO:
