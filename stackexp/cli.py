@@ -75,23 +75,46 @@ def fit(argv: list[str]) -> int:
 
 def evaluate(stage: Any, argv: list[str]) -> int:
     examples = [f"{stage} --run runs/quickstart/ID", f"{stage} --config quickstart --ckpt_path model.safetensors"]
-    usage = "(--run FOLDER | --config NAME_OR_PATH --ckpt_path PATH) [KEY=VALUE ...]"
-    parser = Parser(stage, f"The figures of a model on every set of data.{stage}", examples, usage, CONFIG_HELP)
+    examples += [f"{stage} --run RUN --sets v2,v3", f"{stage} --run RUN --sets mine=texts/,books=books.npy"]
+    usage = "(--run FOLDER | --config NAME_OR_PATH --ckpt_path PATH) [OPTIONS] [KEY=VALUE ...]"
+    section = "validation" if stage == "validate" else "test"
+    about = f"The figures of a model on every set of data.{section}, or on --sets."
+    parser = Parser(stage, about, examples, usage, CONFIG_HELP)
     parser.add_argument("--run", metavar="FOLDER", help="a run folder: its config and its newest checkpoint")
     parser.add_argument("--config", action="append", default=[], metavar="NAME_OR_PATH")
     parser.add_argument("--ckpt_path", metavar="best|PATH", help="a checkpoint to take instead, or for --config")
+    names = f"sets of data.{section}, v2 and v3 (`data fetch`), NAME=PATH of a set or a folder of sets"
+    parser.add_argument("--sets", action="append", default=[], metavar="NAME,...", help=names)
+    parser.add_argument("--keep-remainder", action="store_true", help="score every token, not whole chunks alone")
+    parser.add_argument(
+        "--out", metavar="FILE.json", help=f"instead of RUN/{stage}.json; a table goes beside it, as .md"
+    )
     options, overrides = parser.split(argv)
     if bool(options.run) == bool(options.config):
         parser.error("give either --run, or --config and --ckpt_path")
     if options.config and not options.ckpt_path:
         parser.error("--config needs --ckpt_path, the checkpoint to evaluate")
+    if options.out and not options.out.endswith(".json"):
+        parser.error(f"--out: expected a name that ends in .json, found {options.out}")
+    if options.keep_remainder:
+        overrides.append("data.keep_remainder=true")
     from stackexp.config import compose
 
     configs = [str(_run_config(parser, options.run))] if options.run else options.config
     config = compose.compose(configs, overrides)
+    from stackexp import runs
     from stackexp.verbs import evaluate as verb
 
-    return verb.run(stage, options.run, config, options.ckpt_path, overrides)
+    asked = verb.Evaluation(
+        stage,
+        config,
+        run=runs.at(options.run) if options.run else None,
+        ckpt_path=options.ckpt_path,
+        sets=tuple(name.strip() for names in options.sets for name in names.split(",") if name.strip()),
+        out=Path(options.out) if options.out else None,
+        overrides=tuple(overrides),
+    )
+    return verb.run(asked)
 
 
 def generate(argv: list[str]) -> int:

@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from stackexp.config.schema import ShardsConfig
+from stackexp.data.evaluation_sets import Concatenated
 from stackexp.data.packing import write_documents
 from stackexp.data.shards import TokenSet
+from stackexp.data.token_files import Chunks
 from stackexp.data.tokenizer import train_tokenizer
 from stackexp.datamodules.perplexity import PADDING, RankBatches, perplexity_loader
 from stackexp.datamodules.pretraining import PretrainingData
@@ -61,12 +63,20 @@ def test_a_sum_over_a_set_depends_on_neither_batch_nor_ranks(prepared, batch_siz
     expected = {i: tokens[i].tolist() for i in range(len(tokens))}
     found = {}
     for rank in range(world_size):
-        for batch in perplexity_loader(tokens, batch_size, None, rank, world_size):
+        for batch in perplexity_loader(Chunks(Concatenated(tokens), T, False), batch_size, None, rank, world_size):
             assert batch["tokens"].shape == (batch_size, T)
-            assert batch["tokens"].dtype == batch["index"].dtype == torch.int64
+            assert batch["tokens"].dtype == batch["index"].dtype == batch["length"].dtype == torch.int64
             rows = batch["index"] != PADDING
+            assert batch["length"].tolist() == [T * row for row in rows.tolist()]
             found |= zip(batch["index"][rows].tolist(), batch["tokens"][rows].tolist(), strict=True)
     assert found == expected
+
+
+def test_a_chunk_cut_short_is_padded_and_says_how_long_it_is():
+    (batch,) = perplexity_loader(Chunks(np.arange(100, 110), 7, keep_remainder=True), 3)
+    assert batch["tokens"].tolist() == [[*range(100, 107)], [*range(106, 110), 0, 0, 0], [0] * 7]
+    assert batch["length"].tolist() == [7, 4, 0]
+    assert batch["index"].tolist() == [0, 1, PADDING]
 
 
 def test_the_limit_holds_while_fitting_and_nowhere_else(prepared):
@@ -112,8 +122,8 @@ def test_names_tokenizer_and_bytes(prepared):
         ),
         (
             {"validation": {"x": "nowhere"}},
-            r"nowhere: no such folder; make one with: stackexp data prepare SOURCE --to nowhere "
-            r"--tokenizer .*/train/tokenizer\.json --context-length 16$",
+            r"nowhere: no such file or folder, set x; correct the path, or make it with: python -m stackexp data "
+            r"prepare SOURCE --to nowhere --tokenizer TOKENIZER\.json$",
         ),
         (
             {"validation": {"x": "foreign"}},
@@ -129,7 +139,7 @@ def test_sets_that_do_not_fit_are_one_line(prepared, changes, message, monkeypat
 
 
 def test_a_stage_without_sets(prepared):
-    with pytest.raises(RunError, match=r"no validation sets; name one with data\.validation\.NAME=FOLDER"):
+    with pytest.raises(RunError, match=r"no validation sets; name one with data\.validation\.NAME=PLACE"):
         data_of(prepared, "validate", validation={})
     with pytest.raises(RunError, match="no test sets"):
         data_of(prepared, "test", test={})

@@ -5,20 +5,35 @@ import json
 from stackexp import runs
 from stackexp.config.compose import compose
 from stackexp.reports.compare import draw_losses, labels, markdown
-from stackexp.reports.tables import set_table, table
+from stackexp.reports.tables import set_markdown, set_table, table
 from stackexp.runs import RunFolder
 
 
 def figures(loss: float) -> dict[str, float]:
-    return {"loss": loss, "perplexity": 2.0 * loss, "bits_per_byte": loss / 2, "tokens": 1000, "bytes": 3000}
+    means = {"loss": loss, "perplexity": 2.0 * loss, "bits_per_byte": loss / 2}
+    return means | {"instances": 10, "tokens": 1000, "bytes": 3000, "loss_low": loss - 0.1, "loss_high": loss + 0.1}
 
 
 def test_set_table_ends_with_the_averages():
     lines = set_table({"left": figures(1), "right": figures(3)}).splitlines()
-    assert lines[0].split() == ["set", "tokens", "loss", "perplexity", "bits/byte"]
-    assert lines[2].split() == ["left", "1,000", "1.0000", "2.00", "0.5000"]
-    assert lines[-1].split() == ["average", "of", "sets", "2,000", "2.0000", "4.00", "1.0000"]
+    columns = ["set", "instances", "tokens", "loss", "95", "%", "interval", "perplexity", "bits/byte"]
+    assert lines[0].split() == columns
+    assert lines[2].split() == ["left", "10", "1,000", "1.0000", "0.9000-1.1000", "2.00", "0.5000"]
+    assert lines[-1].split() == ["average", "of", "sets", "20", "2,000", "2.0000", "\u2013", "4.00", "1.0000"]
     assert len({len(line) for line in lines}) == 1, "columns are aligned"
+
+
+def test_groups_have_their_averages_and_absent_bytes_are_a_dash():
+    sets = {"v2/a": figures(1), "v2/b": figures(3)}
+    del sets["v2/a"]["bits_per_byte"]
+    lines = set_table(sets).splitlines()
+    assert lines[2].split()[-1] == "\u2013"
+    assert lines[-2].split() == ["v2:", "means", "of", "2", "sets", "20", "2,000", "2.0000", "\u2013", "4.00", "\u2013"]
+    assert lines[-1].split() == ["v2:", "exp", "of", "the", "mean", "loss", "7.39"]
+    assert not any(line.startswith("average of sets") for line in lines), "the same sets again"
+    both = set_table(sets | {"v3/a": figures(2)}).splitlines()
+    assert both[-1].startswith("average of sets")
+    assert set_markdown(sets).splitlines()[2] == "| v2/a | 10 | 1,000 | 1.0000 | 0.9000-1.1000 | 2.00 | \u2013 |"
 
 
 def test_columns_are_aligned_as_asked():

@@ -9,7 +9,7 @@ from typing import Any
 import lightning.pytorch as pl
 
 from stackexp.callbacks.tensorboard import TensorBoardCopy
-from stackexp.modules.metrics import macro_average
+from stackexp.modules.metrics import group_averages, macro_average
 from stackexp.runs import RunFolder
 
 
@@ -77,10 +77,26 @@ class RunRecord(pl.Callback):
                 self._tensorboard.close()
 
 
+FIGURES = ("loss", "perplexity", "bits_per_byte")
+
+
 def set_tags(prefix: str, sets: dict[str, dict[str, float]]) -> dict[str, float]:
-    """`<prefix>/<figure>/<set>` for every set, and first their unweighted mean, as the set `average`."""
+    """`<prefix>/<figure>/<set>` for every set, and first their unweighted mean, as the set `average`.
+
+    The sets of a group such as v2 have `v2/<set>`, the loss, and the group `v2/average/<figure>` (not under the
+    prefix while fitting, as `validate` writes the same tags).
+    """
     if not sets:
         return {}
-    with_average = {"average": macro_average(sets)} | sets
-    figures = ("loss", "perplexity", "bits_per_byte")
-    return {f"{prefix}/{figure}/{name}": s[figure] for name, s in with_average.items() for figure in figures}
+    lead = "" if prefix == "validation" else f"{prefix}/"
+    plain = {"average": macro_average(sets)} | {name: s for name, s in sets.items() if "/" not in name}
+    tags = {f"{prefix}/{figure}/{name}": s[figure] for name, s in plain.items() for figure in FIGURES if figure in s}
+    return tags | {lead + tag: value for tag, value in group_tags(sets).items()}
+
+
+def group_tags(sets: dict[str, dict[str, float]]) -> dict[str, float]:
+    """`v2/<set>`, the loss, for the sets of groups, and `v2/average/<figure>`."""
+    tags = {name: s["loss"] for name, s in sets.items() if "/" in name}
+    for group, average in group_averages(sets).items():
+        tags |= {f"{group}/average/{key}": value for key, value in average.items() if key != "sets"}
+    return tags

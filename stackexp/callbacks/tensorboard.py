@@ -9,6 +9,7 @@ from torch.utils.tensorboard.summary import hparams
 
 from stackexp.config.schema import SYMBOLS
 
+EVALUATION = ".evaluation"  # what the names of event files that `validate` and `test` wrote end in: they stay
 NOT_TAGS = ("step", "tokens", "time")
 
 CHARTS = {
@@ -49,7 +50,8 @@ class TensorBoardCopy:
 
     def __init__(self, folder: Path, lines: list[dict[str, Any]]):
         for old in folder.glob("events.out.tfevents.*"):
-            old.unlink()
+            if not old.name.endswith(EVALUATION):
+                old.unlink()
         self._writer = SummaryWriter(folder)
         self._writer.add_custom_scalars(
             {group: {title: ["Multiline", tags] for title, tags in charts.items()} for group, charts in CHARTS.items()}
@@ -78,6 +80,13 @@ class TensorBoardCopy:
 
     def close(self) -> None:
         self._writer.close()
+
+
+def write_scalars(folder: Path, tags: dict[str, float], step: int) -> None:
+    """Figures of an evaluation of the checkpoint of `step`, in an event file of their own."""
+    with SummaryWriter(folder, filename_suffix=EVALUATION) as writer:
+        for tag, value in tags.items():
+            writer.add_scalar(tag, value, step)
 
 
 def _scalar(value: Any) -> Any:

@@ -1,33 +1,39 @@
-"""Named sets of tokens to validate and test on: map-style, every sequence once, whatever the batch or the ranks."""
+"""Named sets of tokens to validate and test on: map-style, every chunk once, whatever the batch or the ranks."""
 
 from collections.abc import Iterator
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from stackexp.data.shards import TokenSet
+from stackexp.data.token_files import Chunks
 
 PADDING = -1  # the index of a row that fills up a batch and must not count
 
 
-class Sequences(Dataset):
-    """A prepared set as a map-style dataset: {"tokens": int64 [T], "index": int}; index -1 gives a padding row."""
+class ChunkRows(Dataset):
+    """Chunks as a map-style dataset: {"tokens": int64 [T], "index": int, "length": its ids, the rest of the row is 0}.
 
-    def __init__(self, tokens: TokenSet):
-        self.tokens = tokens
+    Index -1 gives a padding row, of length 0.
+    """
+
+    def __init__(self, chunks: Chunks):
+        self.chunks = chunks
 
     def __len__(self) -> int:
-        return len(self.tokens)
+        return len(self.chunks)
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor | int]:
-        row = self.tokens[0 if index == PADDING else index]
-        return {"tokens": torch.from_numpy(row.astype("int64")), "index": index}
+        row = torch.zeros(self.chunks.context_length, dtype=torch.int64)
+        chunk = self.chunks[index] if index != PADDING else np.empty(0)
+        row[: len(chunk)] = torch.from_numpy(chunk.astype("int64"))
+        return {"tokens": row, "index": index, "length": len(chunk)}
 
 
 class RankBatches(Sampler[list[int]]):
-    """Batches of one rank over sequences 0..length-1, in turns; every rank gets as many, of the same size.
+    """Batches of one rank over chunks 0..length-1, in turns; every rank gets as many, of the same size.
 
-    Over all ranks each sequence comes once; what is missing at the end is filled with PADDING.
+    Over all ranks each chunk comes once; what is missing at the end is filled with PADDING.
     """
 
     def __init__(self, length: int, batch_size: int, rank: int = 0, world_size: int = 1):
@@ -43,8 +49,8 @@ class RankBatches(Sampler[list[int]]):
 
 
 def perplexity_loader(
-    tokens: TokenSet, batch_size: int, limit: int | None = None, rank: int = 0, world_size: int = 1
+    chunks: Chunks, batch_size: int, limit: int | None = None, rank: int = 0, world_size: int = 1
 ) -> DataLoader:
-    """A loader of this rank's share of the set's first `limit` sequences (None: all)."""
-    length = len(tokens) if limit is None else min(limit, len(tokens))
-    return DataLoader(Sequences(tokens), batch_sampler=RankBatches(length, batch_size, rank, world_size))
+    """A loader of this rank's share of the set's first `limit` chunks (None: all)."""
+    length = len(chunks) if limit is None else min(limit, len(chunks))
+    return DataLoader(ChunkRows(chunks), batch_sampler=RankBatches(length, batch_size, rank, world_size))

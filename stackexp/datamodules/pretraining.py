@@ -1,5 +1,6 @@
 """Token shards to train on, and the named sets to validate and test on."""
 
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -7,13 +8,17 @@ import numpy as np
 from tokenizers import Tokenizer
 from torch.utils.data import DataLoader
 
+from stackexp.config.names import nearest
 from stackexp.config.schema import ShardsConfig, StdlibConfig
-from stackexp.data.shards import TokenSet
+from stackexp.data import olmo
+from stackexp.data.evaluation_sets import EvaluationSet, KnownTokenizer, expand, open_set
 from stackexp.data.stdlib import Prepared, prepare_stdlib
 from stackexp.data.tokenizer import token_bytes
 from stackexp.datamodules.perplexity import perplexity_loader
-from stackexp.datamodules.training import TrainingSet, open_prepared
-from stackexp.errors import RunError
+from stackexp.datamodules.training import TrainingSet
+from stackexp.errors import ConfigError, RunError
+
+OPTION = {"validate": "data.validation", "test": "data.test"}
 
 
 class PretrainingData(pl.LightningDataModule):
@@ -21,52 +26,99 @@ class PretrainingData(pl.LightningDataModule):
 
     An epoch of training is a whole number of optimizer steps: the sequences that do not fill the last global batch
     sit out, others in every epoch. Epochs repeat, each in a new order, until the trainer has had enough.
+
+    Sets to validate and test on are chunks of tokens, with their lengths int64 [B]; see data/evaluation_sets.py.
     """
 
     def __init__(self, config: ShardsConfig | StdlibConfig, seed: int = 0):
         super().__init__()
         self.config, self.seed = config, seed
-        self.tokenizer: Tokenizer | None = None
+        self.tokenizer: Tokenizer | None = None  # unknown where there are token ids alone
         self.token_bytes: np.ndarray | None = None  # [V]: bytes of text a token stands for
+        self.tokenizer_file: Path | None = None  # a run's: it goes before what lies beside the sets
         self.train_set: TrainingSet | None = None
-        self.sets: dict[str, dict[str, TokenSet]] = {"validate": {}, "test": {}}
         self.eval_limit: int | None = None
+        self.leave_out: frozenset[str] = frozenset()  # sets whose figures are known already
+        self._chosen: dict[str, dict[str, Path]] = {}  # of a stage, instead of the config's
+        self._expanded: dict[str, dict[str, Path]] = {}
+        self._opened: dict[tuple[str, Path], EvaluationSet] = {}
 
     def folders(self) -> dict[str, Any]:
-        """Where the prepared sets are: {"fit": folder, "validate": {name: folder}, "test": {name: folder}}."""
+        """Where the sets are: {"fit": folder, "validate": {name: place}, "test": {name: place}}."""
         return {"fit": self.config.path, "validate": self.config.validation, "test": self.config.test}
+
+    def choose(self, stage: str, wanted: list[str]) -> None:
+        """Evaluate on these instead: names of the config's sets, v2 or v3, one set of those as v2/4chan, NAME=PLACE.
+
+        Raises ConfigError for a name that is none of these.
+        """
+        places = {version: olmo.DEFAULT_FOLDER / version for version in olmo.NAMES} | self.folders()[stage]
+        chosen: dict[str, Path] = {}
+        for item in wanted:
+            name, _, place = item.partition("=")
+            if place:
+                chosen |= expand(name, Path(place))
+            elif name in places:
+                chosen |= expand(name, Path(places[name]))
+            else:
+                group = name.split("/")[0]
+                members = expand(group, Path(places[group])) if group in places and group != name else {}
+                if name not in members:
+                    hint = nearest(name, [*places, *members]) or f"; there are {', '.join([*places, *members])}"
+                    raise ConfigError(f"--sets: no set {name!r} in {OPTION[stage]}{hint} (or give NAME=PATH)")
+                chosen[name] = members[name]
+        self._chosen[stage] = chosen
+
+    def places(self, stage: str) -> dict[str, Path]:
+        """Names of the sets of stage "validate" or "test" and where they lie, in the order of their loaders."""
+        if stage not in self._expanded:
+            found = self._chosen.get(stage)
+            if found is None:
+                found = {}
+                for name, place in self.folders()[stage].items():
+                    found |= expand(name, Path(place))
+            self._expanded[stage] = found
+        return {name: place for name, place in self._expanded[stage].items() if name not in self.leave_out}
 
     def set_names(self, stage: str) -> list[str]:
         """Names of the sets of stage "validate" or "test", in the order of their loaders."""
-        return list(self.folders()[stage])
+        return list(self.places(stage))
+
+    def sets(self, stage: str) -> list[EvaluationSet]:
+        """The opened sets of stage "validate" or "test", in the order of their loaders."""
+        known = KnownTokenizer(self.tokenizer, self._tokenizer_path) if self.tokenizer else None
+        places = self.places(stage)
+        for item in places.items():
+            if item not in self._opened:
+                self._opened[item] = open_set(*item, self.config, known)
+        return [self._opened[item] for item in places.items()]
 
     def setup(self, stage: str) -> None:
         """Open and check the sets a stage ("fit", "validate", "test") reads. Raises RunError."""
-        folders = self.folders()
-        opened: list[TokenSet] = []
+        folders, kind = self.folders(), "test" if stage == "test" else "validate"
         if stage == "fit":
             self.train_set = TrainingSet(self.config, folders["fit"], self.seed)
-            opened.append(self.train_set.tokens)
-        kind = "test" if stage == "test" else "validate"
-        tokenizer = f"--tokenizer {folders['fit']}/tokenizer.json"
-        self.sets[kind] = {
-            name: open_prepared(folder, self.config, tokenizer) for name, folder in folders[kind].items()
-        }
-        opened += self.sets[kind].values()
-        if not opened:
-            if self.train_set:  # validating at the end of a fit without sets
-                return
+        if not (self.places(kind) or self.leave_out or self.train_set):
             name = "validation" if stage == "validate" else stage
-            raise RunError(f"no {name} sets; name one with data.{name}.NAME=FOLDER")
-        for other in opened[1:]:
-            if other.corpus.tokenizer != opened[0].corpus.tokenizer:
-                raise RunError(
-                    f"{other.folder}: made with another tokenizer than {opened[0].folder}; prepare it with "
-                    f"--tokenizer {opened[0].folder}/tokenizer.json"
-                )
-        self.tokenizer = opened[0].tokenizer()
-        self.token_bytes = token_bytes(self.tokenizer, self.config.vocab_size)
+            raise RunError(f"no {name} sets; name one with data.{name}.NAME=PLACE")
+        self._find_tokenizer(folders["fit"], kind)
         self.eval_limit = self.config.eval_sequences if stage == "fit" else None
+        self.sets(kind)
+
+    def _find_tokenizer(self, train: str | Path | None, kind: str) -> None:
+        """The model's: of the training set or the run, else the first that lies in the folder of a set."""
+        if self.tokenizer is not None:
+            return
+        if self.train_set:
+            self.tokenizer, self._tokenizer_path = self.train_set.tokens.tokenizer(), self.train_set.tokens.folder
+            self._tokenizer_path /= "tokenizer.json"
+        else:
+            files = [Path(folder, "tokenizer.json") for folder in (train, *self.places(kind).values()) if folder]
+            files = ([self.tokenizer_file] if self.tokenizer_file else []) + files
+            if (found := next((file for file in files if file.is_file()), None)) is None:
+                return
+            self.tokenizer, self._tokenizer_path = KnownTokenizer.read(found).tokenizer, found
+        self.token_bytes = token_bytes(self.tokenizer, self.config.vocab_size)
 
     def train_dataloader(self) -> DataLoader:
         return self.train_set.loader(self.trainer)
@@ -89,7 +141,7 @@ class PretrainingData(pl.LightningDataModule):
     def _loaders(self, kind: str) -> list[DataLoader]:
         trainer, size = self.trainer, self.config.eval_batch_size
         rank, world_size = (trainer.global_rank, trainer.world_size) if trainer else (0, 1)
-        return [perplexity_loader(s, size, self.eval_limit, rank, world_size) for s in self.sets[kind].values()]
+        return [perplexity_loader(s.chunks, size, self.eval_limit, rank, world_size) for s in self.sets(kind)]
 
 
 class StdlibData(PretrainingData):

@@ -15,10 +15,11 @@ from torch.distributed.tensor import DTensor
 
 from stackexp.config import registry
 from stackexp.config.schema import ExperimentConfig
+from stackexp.data.evaluation_sets import EvaluationSet
 from stackexp.errors import RunError
 from stackexp.models.sharding import build_mesh, shard_
 from stackexp.modules.checkpoints import load_weights
-from stackexp.modules.metrics import CorpusLoss, StepMetrics
+from stackexp.modules.metrics import ChunkLosses, StepMetrics, set_figures
 from stackexp.modules.spikes import SpikeDetector
 
 log = logging.getLogger(__name__)
@@ -30,7 +31,7 @@ class LanguageModeling(pl.LightningModule):
     """L = L_LM + lambda * mean action entropy (+ z_loss * mean squared log-partition function).
 
     As in OLMo, a sample of T tokens gives T - 1 predictions. `step_metrics` collects what one optimizer step has to
-    tell, `set_metrics` the result of the last evaluation: {set: {loss, perplexity, bits_per_byte, tokens, bytes}}.
+    tell, `set_metrics` the result of the last evaluation: {set: figures}, see `set_figures`.
     """
 
     def __init__(self, config: ExperimentConfig, weights: Path | None = None):
@@ -68,7 +69,9 @@ class LanguageModeling(pl.LightningModule):
         self._sharded = True
 
     def setup(self, stage: str) -> None:
-        self.register_buffer("token_bytes", torch.from_numpy(self.trainer.datamodule.token_bytes), persistent=False)
+        table = self.trainer.datamodule.token_bytes
+        unknown = torch.zeros(self.config.data.vocab_size, dtype=torch.int64)
+        self.register_buffer("token_bytes", unknown if table is None else torch.from_numpy(table), persistent=False)
 
     def on_train_start(self) -> None:
         """The schedule's rate for the next step, also where a resumed run has another max_steps than before."""
@@ -165,24 +168,28 @@ class LanguageModeling(pl.LightningModule):
     # Evaluation: `validate` and `test` differ only in their sets.
 
     def on_validation_epoch_start(self) -> None:
-        self._start_evaluation("validate")
+        self._start_evaluation(self.trainer.datamodule.sets("validate"), self.trainer.num_val_batches)
 
     def on_test_epoch_start(self) -> None:
-        self._start_evaluation("test")
+        self._start_evaluation(self.trainer.datamodule.sets("test"), self.trainer.num_test_batches)
 
-    def _start_evaluation(self, stage: str) -> None:
-        names = self.trainer.datamodule.set_names(stage)
-        self._corpus_losses = {name: CorpusLoss().to(self.device) for name in names}
+    def _start_evaluation(self, sets: list[EvaluationSet], batches: list[int]) -> None:
+        limit = self.trainer.datamodule.eval_limit
+        losses = [ChunkLosses(each.instances(limit), self.device) for each in sets]
+        self._evaluated = list(zip(sets, losses, batches, strict=True))
+        self.set_metrics = {}
 
     def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """One batch of chunks; with the last one of a set, its figures are in `set_metrics`."""
+        of, chunk_losses, batches = self._evaluated[dataloader_idx]
         losses = per_token_loss(self.model(batch["tokens"]).logits, batch["tokens"])
-        corpus_loss = list(self._corpus_losses.values())[dataloader_idx]
-        corpus_loss.update(losses, self.token_bytes[batch["tokens"][:, 1:]], batch["index"] >= 0)
+        chunk_losses.update(batch["index"], batch["length"], losses, self.token_bytes[batch["tokens"][:, 1:]])
+        if batch_idx + 1 == batches:
+            self.set_metrics[of.name] = set_figures(chunk_losses.gather(), of.bytes_per_token)
 
     test_step = validation_step
 
     def on_validation_epoch_end(self) -> None:
-        self.set_metrics = {name: metric.compute() for name, metric in self._corpus_losses.items()}
         self.set_metrics_step = self.global_step
 
     on_test_epoch_end = on_validation_epoch_end

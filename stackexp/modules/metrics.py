@@ -2,10 +2,10 @@
 
 import math
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torchmetrics import Metric
 
 WISH = "wish/"
 
@@ -45,33 +45,61 @@ class StepMetrics:
         return drained
 
 
-class CorpusLoss(Metric):
-    """Loss of one set: sums over its tokens and over all ranks, so batch size and rank count change no figure."""
+class ChunkLosses:
+    """What each chunk of one set adds up to, whichever rank evaluates it; row -1 of a batch is padding.
 
-    full_state_update = False
+    The figures of a set are sums over its chunks in their order, so batch size and rank count change none.
+    """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.add_state("loss", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
-        self.add_state("tokens", torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum")
-        self.add_state("bytes", torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum")
+    def __init__(self, chunks: int, device: torch.device | str = "cpu"):
+        self._sums = torch.zeros(3, chunks, dtype=torch.float64, device=device)  # loss in nats, predictions, bytes
 
-    def update(self, losses: Tensor, num_bytes: Tensor, counts: Tensor) -> None:
-        """losses [B, T] in nats; num_bytes [B, T] of text each target stands for; counts [B] False for padding rows."""
-        self.loss += losses[counts].double().sum()
-        self.tokens += losses[counts].numel()
-        self.bytes += num_bytes[counts].sum()
+    def update(self, index: Tensor, lengths: Tensor, losses: Tensor, num_bytes: Tensor) -> None:
+        """index [B] of the chunks, their lengths [B] in ids; losses [B, T-1] in nats of the ids after the first, and
+        num_bytes [B, T-1] of text these stand for; T is the batch's, beyond a chunk's length nothing counts."""
+        rows = index >= 0
+        scored = torch.arange(1, losses.shape[1] + 1, device=losses.device) < lengths[rows, None]
+        parts = (losses[rows].double(), scored.double(), num_bytes[rows].double())
+        self._sums[:, index[rows]] = torch.stack([part.where(scored, 0.0).sum(1) for part in parts])
 
-    def compute(self) -> dict[str, float]:
-        """loss in nats per token, perplexity, bits_per_byte, and the counts of tokens and bytes they are over."""
-        loss = (self.loss / self.tokens).item()
-        return {
-            "loss": loss,
-            "perplexity": perplexity(loss),
-            "bits_per_byte": (self.loss / (math.log(2) * self.bytes)).item(),
-            "tokens": self.tokens.item(),
-            "bytes": self.bytes.item(),
-        }
+    def gather(self) -> np.ndarray:
+        """[3, N]: loss, predictions and bytes of each chunk, from all ranks. Every rank calls it."""
+        if dist.is_initialized():
+            dist.all_reduce(self._sums)  # exact: all ranks but one add zero to a chunk
+        return self._sums.cpu().numpy()
+
+
+def set_figures(chunks: np.ndarray, bytes_per_token: float | None = None) -> dict[str, float]:
+    """The figures of a set from its chunks [3, N]: loss in nats, predictions, bytes of text.
+
+    instances, tokens (predictions), loss in nats per token, perplexity; with two chunks or more also the 95 %
+    interval loss_low, loss_high. Where bytes are known, from the tokenizer or else from `bytes_per_token` of the set's
+    record: bytes, bits_per_byte.
+    """
+    total, tokens, num_bytes = (float(math.fsum(row)) for row in chunks)
+    loss = total / tokens
+    figures = {"instances": chunks.shape[1], "tokens": int(tokens), "loss": loss, "perplexity": perplexity(loss)}
+    if num_bytes or bytes_per_token:
+        figures["bytes"] = int(num_bytes or bytes_per_token * tokens)
+        figures["bits_per_byte"] = total / (math.log(2) * figures["bytes"])
+    if chunks.shape[1] > 1:
+        figures["loss_low"], figures["loss_high"] = bootstrap_interval(chunks[0], chunks[1])
+    return figures
+
+
+def bootstrap_interval(
+    losses: np.ndarray, counts: np.ndarray, resamples: int = 1000, level: float = 0.95, seed: int = 0
+) -> tuple[float, float]:
+    """Percentile interval of sum(losses) / sum(counts) over N chunks, each resample N of them with replacement."""
+    rng, size = np.random.default_rng(seed), len(losses)
+    block = max(1, (1 << 22) // size)
+    means = []
+    for begin in range(0, resamples, block):
+        drawn = rng.integers(size, size=(min(block, resamples - begin), size))
+        means.append(losses[drawn].sum(1) / counts[drawn].sum(1))
+    tail = (1 - level) / 2
+    low, high = np.quantile(np.concatenate(means), [tail, 1 - tail])
+    return float(low), float(high)
 
 
 def perplexity(loss: float) -> float:
@@ -80,5 +108,19 @@ def perplexity(loss: float) -> float:
 
 
 def macro_average(sets: dict[str, dict[str, float]]) -> dict[str, float]:
-    """Unweighted means over sets, of losses and of perplexities separately (Hyper-Connections, section 4)."""
-    return {key: sum(s[key] for s in sets.values()) / len(sets) for key in ("loss", "perplexity", "bits_per_byte")}
+    """Unweighted means over sets, of losses and of perplexities separately (Hyper-Connections, section 4).
+
+    `exp_mean_loss`, exp of the mean loss, is never above the mean perplexity. bits_per_byte only if all sets have it.
+    """
+    keys = [key for key in ("loss", "perplexity", "bits_per_byte") if all(key in s for s in sets.values())]
+    average = {key: sum(s[key] for s in sets.values()) / len(sets) for key in keys}
+    return average | {"exp_mean_loss": perplexity(average["loss"])}
+
+
+def group_averages(sets: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
+    """The macro average of each group: of the sets v2/4chan, v2/c4_en ... under "v2", with their number, `sets`."""
+    groups: dict[str, dict[str, dict[str, float]]] = {}
+    for name, figures in sets.items():
+        if "/" in name:
+            groups.setdefault(name.split("/")[0], {})[name] = figures
+    return {group: {"sets": len(members)} | macro_average(members) for group, members in groups.items()}

@@ -1,58 +1,165 @@
 """`stackexp validate` and `stackexp test`: the figures of a checkpoint on every named set."""
 
+import dataclasses
+import hashlib
 import json
+import logging
 import time
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
+import lightning.pytorch as pl
+
+import stackexp
 from stackexp import runs
+from stackexp.callbacks.evaluation import EvaluationRecord, PartialFigures
+from stackexp.callbacks.run_record import group_tags
+from stackexp.callbacks.tensorboard import write_scalars
 from stackexp.config import registry
+from stackexp.config.compose import to_dict
 from stackexp.config.schema import ExperimentConfig
-from stackexp.errors import RunError
+from stackexp.errors import FolderBusy, RunError
 from stackexp.modules import checkpoints
 from stackexp.modules.language_modeling import LanguageModeling
-from stackexp.modules.metrics import macro_average
-from stackexp.reports.tables import set_table
+from stackexp.modules.metrics import group_averages, macro_average
+from stackexp.reports.tables import set_markdown, set_table
 from stackexp.runs import RunFolder
-from stackexp.verbs.processes import started
+from stackexp.verbs.processes import Processes, started
 from stackexp.verbs.trainer import accelerator, build_trainer, interruptible
 
+Stage = Literal["validate", "test"]
+Sets = dict[str, dict[str, float]]
 
-def run(
-    stage: Literal["validate", "test"],
-    run: str | None,
-    config: ExperimentConfig,
-    ckpt_path: str | None,
-    overrides: list[str],
-) -> int:
-    """Evaluate on the whole of every set: a run's newest checkpoint, or `ckpt_path`.
 
-    `config` is the run's with `overrides` on top, or any other. With a run the figures also go to <run>/<stage>.json.
+@dataclasses.dataclass(frozen=True)
+class Evaluation:
+    """What is asked: `run`, the folder whose config it is; `sets` instead of the config's; `out`, FILE.json."""
+
+    stage: Stage
+    config: ExperimentConfig
+    run: RunFolder | None = None
+    ckpt_path: str | None = None
+    sets: tuple[str, ...] = ()
+    out: Path | None = None
+    overrides: tuple[str, ...] = ()
+
+    @property
+    def record(self) -> Path | None:
+        """Where the figures go, as JSON; beside it as Markdown, and, set by set, while it goes on."""
+        return self.out or (self.run.path / f"{self.stage}.json" if self.run else None)
+
+
+def run(asked: Evaluation) -> int:
+    """Evaluate a run's newest checkpoint, or `ckpt_path`, on the whole of every set.
+
+    The figures go to <run>/<stage>.json, or `out`, as each set is done; the same command after a kill does the rest.
     """
-    folder = runs.at(run) if run else None
+    logging.basicConfig(format="%(message)s")
+    config, data = asked.config, _data(asked)
     with started(config.trainer, accelerator(config)) as processes:
-        checkpoint = processes.agree(lambda: checkpoints.choose(folder, ckpt_path) if folder else Path(ckpt_path))
-        data = registry.build("data", config.data, seed=config.seed)
-        module = LanguageModeling(config, weights=checkpoint)
-        trainer = build_trainer(config, processes, [])
-        evaluate = trainer.validate if stage == "validate" else trainer.test
-        if not data.set_names(stage):
-            raise RunError(f"data.{stage}: no sets to {stage} on; name some in the config's data section")
-        with interruptible():
-            evaluate(module, data, verbose=False)
+        checkpoint = processes.agree(lambda: _checkpoint(asked))
+        data.prepare_data()
+        data.setup(asked.stage)
+        partial = PartialFigures(asked.record.with_suffix(".partial.jsonl")) if asked.record else None
+        names, keys = data.set_names(asked.stage), _keys(asked, data, processes, checkpoint)
+        done = processes.agree(lambda: partial.read(keys)) if partial else {}
+        data.leave_out = frozenset(done)
+        if done and processes.first:
+            print(f"{partial.path}: {len(done)} of {len(names)} sets were done before", flush=True)
+        if len(done) < len(names):
+            done |= _figures(
+                asked, data, processes, checkpoint, EvaluationRecord(partial, keys, config.logging.progress_bar)
+            )
         if processes.first:
-            print(f"{checkpoint}\n\n{set_table(module.set_metrics)}")
-            if folder is not None:
-                _write(folder, stage, checkpoint, overrides, module.set_metrics)
+            sets = {name: done[name] for name in names}
+            print(f"{checkpoint}\n\n{set_table(sets)}")
+            if asked.record:
+                _write(asked, checkpoint, sets)
+                partial.forget(keys)
     return 0
 
 
-def _write(folder: RunFolder, stage: str, checkpoint: Path, overrides: list[str], sets: dict[str, Any]) -> None:
+def _data(asked: Evaluation) -> pl.LightningDataModule:
+    data = registry.build("data", asked.config.data, seed=asked.config.seed)
+    if asked.run and asked.run.tokenizer.is_file():
+        data.tokenizer_file = asked.run.tokenizer
+    if asked.sets:
+        data.choose(asked.stage, list(asked.sets))
+    if not data.set_names(asked.stage):
+        section = "data.validation" if asked.stage == "validate" else "data.test"
+        raise RunError(
+            f"{section}: no sets to {asked.stage} on; name some in the config's data section, or with --sets"
+        )
+    return data
+
+
+def _checkpoint(asked: Evaluation) -> Path:
+    return checkpoints.choose(asked.run, asked.ckpt_path) if asked.run else Path(asked.ckpt_path)
+
+
+def _figures(
+    asked: Evaluation, data: pl.LightningDataModule, processes: Processes, checkpoint: Path, record: EvaluationRecord
+) -> Sets:
+    """Of the sets that are not done yet."""
+    module = LanguageModeling(asked.config, weights=checkpoint)
+    trainer = build_trainer(asked.config, processes, [record])
+    with interruptible():
+        (trainer.validate if asked.stage == "validate" else trainer.test)(module, data, verbose=False)
+    return module.set_metrics
+
+
+def _keys(asked: Evaluation, data: pl.LightningDataModule, processes: Processes, checkpoint: Path) -> dict[str, str]:
+    """For each set a hash of all that its figures come from: checkpoint, what the set holds, model, chunks, precision."""
+    config = to_dict(asked.config)
+    options = [config["model"], config["trainer"]["precision"], config["data"]["context_length"]]
+    options += [config["data"]["keep_remainder"], stackexp.__version__, asked.stage]
+    table = "" if data.token_bytes is None else hashlib.sha256(data.token_bytes.tobytes()).hexdigest()
+    common = [*options, table, processes.agree(lambda: _identity(checkpoint))]
+    return {
+        opened.name: hashlib.sha256(json.dumps([*common, opened.name, opened.identity]).encode()).hexdigest()
+        for opened in data.sets(asked.stage)
+    }
+
+
+def _identity(checkpoint: Path) -> list:
+    """What tells a checkpoint from every other: its files' sizes and times, and the step and more in state.pt."""
+    if not checkpoint.exists():
+        raise RunError(f"{checkpoint}: no such checkpoint; give a folder in a run's checkpoints/, `last` or `best`")
+    files = sorted(checkpoint.rglob("*")) if checkpoint.is_dir() else [checkpoint]
+    stats = [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files]
+    state = checkpoint / checkpoints.STATE
+    return [*stats, hashlib.sha256(state.read_bytes()).hexdigest() if state.is_file() else None]
+
+
+def _write(asked: Evaluation, checkpoint: Path, sets: Sets) -> None:
+    step = checkpoints.read(checkpoint)["global_step"] if checkpoint.is_dir() else None
     record = {
         "checkpoint": str(checkpoint),
-        "overrides": overrides,
+        "step": step,
+        "overrides": list(asked.overrides),
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "context_length": asked.config.data.context_length,
+        "keep_remainder": asked.config.data.keep_remainder,
         "sets": sets,
         "average": macro_average(sets),
+        "groups": group_averages(sets),
     }
-    runs.write_atomically(folder.path / f"{stage}.json", json.dumps(record, indent=2))
+    runs.write_atomically(asked.record, json.dumps(record, indent=2))
+    about = f"{checkpoint}, chunks of {record['context_length']} tokens"
+    about += ", every token scored" if record["keep_remainder"] else ""
+    runs.write_atomically(asked.record.with_suffix(".md"), f"{about}\n\n{set_markdown(sets)}")
+    if asked.run and step is not None and asked.config.logging.tensorboard:
+        _write_scalars(asked.run, asked.stage, step, sets)
+
+
+def _write_scalars(run: RunFolder, stage: Stage, step: int, sets: Sets) -> None:
+    """`v2/<set>` and `v2/average/...`, at the checkpoint's step; other sets as `validate/loss/<set>`.
+
+    In the run's folder, unless a run goes on in it: TensorBoard would read its file no more. Then in <run>/<stage>.
+    """
+    tags = group_tags(sets) | {f"{stage}/loss/{name}": s["loss"] for name, s in sets.items() if "/" not in name}
+    try:
+        with run.lock():
+            write_scalars(run.path, tags, step)
+    except FolderBusy:
+        write_scalars(run.path / stage, tags, step)

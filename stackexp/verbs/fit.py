@@ -24,7 +24,7 @@ from stackexp.errors import RunError, Stopped
 from stackexp.modules import checkpoints
 from stackexp.modules.checkpoints import CheckpointState, flatten
 from stackexp.modules.language_modeling import LanguageModeling
-from stackexp.modules.metrics import macro_average
+from stackexp.modules.metrics import group_averages, macro_average
 from stackexp.reports.tables import set_table
 from stackexp.runs import RunFolder
 from stackexp.verbs.generate import sample
@@ -165,6 +165,7 @@ def _finish(
         "train_loss": {"first": losses[0], "last_20_steps": sum(losses[-20:]) / len(losses[-20:])},
         "sets": module.set_metrics,
         "average": macro_average(module.set_metrics) if module.set_metrics else {},
+        "groups": group_averages(module.set_metrics),
         "seconds_of_last_session": round(seconds, 1),
         "sample": None if config.trainer.sharded else text,
     }
