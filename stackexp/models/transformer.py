@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from stackexp.config import registry
 from stackexp.config.schema import TransformerConfig
+from stackexp.data.documents import attention_mask, positions
 from stackexp.models.initialization import init_weight_, whole
 from stackexp.models.memory import Memory, State, Trace
 
@@ -67,8 +68,13 @@ class Attention(nn.Module):
         self.v_proj = Linear(config.hidden_size, config.num_kv_heads * self.head_size)
         self.o_proj = Linear(config.hidden_size, config.hidden_size)
 
-    def forward(self, x: Tensor, rope: Tensor, past: KeysValues | None) -> tuple[Tensor, KeysValues]:
-        """x [B, T, d] -> [B, T, d] and the keys and values of all tokens so far."""
+    def forward(
+        self, x: Tensor, rope: Tensor, past: KeysValues | None, mask: Tensor | None = None
+    ) -> tuple[Tensor, KeysValues]:
+        """x [B, T, d] -> [B, T, d] and the keys and values of all tokens so far.
+
+        `mask` bool [B, 1, T, T]: which keys a query sees, where not simply all up to it.
+        """
         q, k, v = (
             projection(x).unflatten(-1, (-1, self.head_size)).transpose(1, 2)  # [B, heads, T, head size]
             for projection in (self.q_proj, self.k_proj, self.v_proj)
@@ -77,10 +83,10 @@ class Attention(nn.Module):
         if past is not None:
             k, v = torch.cat([past[0], k], 2), torch.cat([past[1], v], 2)
         new, seen = q.shape[2], k.shape[2]
-        mask = None  # bool [T, tokens so far]; needed only for several tokens after earlier ones
-        if 1 < new < seen:
+        if 1 < new < seen:  # several tokens after earlier ones
             mask = torch.ones(new, seen, dtype=torch.bool, device=x.device).tril(seen - new)
-        y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=new == seen, enable_gqa=self.grouped)
+        causal = new == seen and mask is None
+        y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, enable_gqa=self.grouped)
         return self.o_proj(y.transpose(1, 2).flatten(2)), (k, v)
 
 
@@ -109,7 +115,7 @@ class Block(nn.Module):
         self.memory: Memory | None = None
 
     def forward(
-        self, h: Tensor, state: State, past: KeysValues | None, rope: Tensor, probe: bool
+        self, h: Tensor, state: State, past: KeysValues | None, rope: Tensor, probe: bool, mask: Tensor | None = None
     ) -> tuple[Tensor, State, KeysValues, Trace]:
         """h [B, T, d] and the memory's state (None: empty) -> new h, new state, keys and values, trace."""
         trace: Trace = {}
@@ -118,7 +124,7 @@ class Block(nn.Module):
             state = self.memory.empty_state(h)
         if site == "before_attention":
             h, state, trace = self.memory(h, state, probe)
-        attended, present = self.attention(self.attention_norm(h), rope, past)
+        attended, present = self.attention(self.attention_norm(h), rope, past, mask)
         h = h + attended
         if site == "after_attention":
             h, state, trace = self.memory(h, state, probe)
@@ -163,22 +169,36 @@ class Transformer(nn.Module):
         """lambda, the weight of the action entropy in the loss."""
         return self.memories[0].entropy_weight if self.memories else 0.0
 
-    def forward(self, tokens: Tensor, cache: Cache | None = None, probe: bool = False) -> DecoderOutput:
-        """tokens [B, T] int64, which follow those in `cache`, if given -> logits [B, T, V] of each next token."""
+    def forward(
+        self, tokens: Tensor, cache: Cache | None = None, probe: bool = False, documents: Tensor | None = None
+    ) -> DecoderOutput:
+        """tokens [B, T] int64, which follow those in `cache`, if given -> logits [B, T, V] of each next token.
+
+        With `documents` [B, T], the number of each token's document, a token attends within its document alone, and
+        positions begin anew in each: as if documents were run one by one. Only without a cache, and without a memory
+        that lasts from token to token: raises ValueError.
+        """
+        if documents is not None and (cache is not None or self.axis in ("time", "token_major")):
+            raise ValueError(
+                "documents cannot be told apart in a cache, nor by a memory that lasts from token to token; "
+                "set data.document_mask=false or model.memory.axis=depth"
+            )
         h = self.embedding(tokens)
         if self.axis == "token_major":  # all layers for one token, then the next
             cache = Cache() if cache is None else cache
             columns, traces = zip(*(self._decode(column, cache, probe) for column in h.split(1, 1)), strict=True)
             h, traces = torch.cat(columns, 1), [_mean(of_layer) for of_layer in zip(*traces, strict=True)]
         else:
-            h, traces = self._decode(h, cache, probe)
+            h, traces = self._decode(h, cache, probe, documents)
         logits = F.linear(self.norm(h), self.head.weight if self.head else self.embedding.weight)
         entropies = [trace["entropy"] for trace in traces if "entropy" in trace]
         entropy = torch.stack(entropies).mean() if entropies else logits.new_zeros((), dtype=torch.float32)
         probes = [{name: value.detach() for name, value in trace.items()} for trace in traces] if probe else None
         return DecoderOutput(logits, entropy, probes)
 
-    def _decode(self, h: Tensor, cache: Cache | None, probe: bool) -> tuple[Tensor, list[Trace]]:
+    def _decode(
+        self, h: Tensor, cache: Cache | None, probe: bool, documents: Tensor | None = None
+    ) -> tuple[Tensor, list[Trace]]:
         """All layers over h [B, T, d].
 
         A layer takes its memory's state from states[key] and leaves it there. One key for all layers hands the state
@@ -186,12 +206,16 @@ class Transformer(nn.Module):
         lasts from token to token (time, token_major), a new one for this pass (depth).
         """
         rope = rope_table(self.config, cache.length if cache else 0, h.shape[1], h)
+        mask = None
+        if documents is not None:
+            rope = rope[:, positions(documents)].unsqueeze(2)
+            mask = attention_mask(documents)
         states = cache.states if cache and self.axis != "depth" else {}
         traces = []
         for i, layer in enumerate(self.layers):
             key = i if self.axis == "time" else 0
             past = cache.keys_values.get(i) if cache else None
-            h, states[key], present, trace = self._run(layer, h, states.get(key), past, rope, probe)
+            h, states[key], present, trace = self._run(layer, h, states.get(key), past, rope, probe, mask)
             traces.append(trace)
             if cache:
                 cache.keys_values[i] = present
@@ -263,7 +287,10 @@ def rope_table(config: TransformerConfig, start: int, length: int, like: Tensor)
 
 
 def rotate(x: Tensor, rope: Tensor) -> Tensor:
-    """RoPE of x [B, heads, T, head size]; the two numbers of a pair stand half a head apart, as in Llama's code."""
+    """RoPE of x [B, heads, T, head size] by a table [2, T, head size / 2], or [2, B, 1, T, ...] of each sequence's own.
+
+    The two numbers of a pair stand half a head apart, as in Llama's code.
+    """
     first, second = x.chunk(2, -1)
     cos, sin = rope
     return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)

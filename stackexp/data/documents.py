@@ -1,0 +1,29 @@
+"""Which document a token belongs to, and where in it, from the token that ends documents."""
+
+import torch
+from torch import Tensor
+
+
+def document_ids(tokens: Tensor, end: int) -> Tensor:
+    """The number of each token's document in its sequence, int64 [B, T], of tokens [B, T].
+
+    The token `end` belongs to the document it ends. A sequence may begin in the middle of a document: that is its
+    document 0.
+    """
+    ends = (tokens == end).long()
+    return ends.cumsum(1) - ends
+
+
+def positions(documents: Tensor) -> Tensor:
+    """The place of each token in its document, int64 [B, T], of document ids [B, T]: 0 for the first one seen."""
+    length = documents.shape[1]
+    places = torch.arange(length, device=documents.device).expand_as(documents)
+    begins = torch.ones_like(documents, dtype=torch.bool)
+    begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
+    return places - torch.where(begins, places, 0).cummax(1).values
+
+
+def attention_mask(documents: Tensor) -> Tensor:
+    """Who may look at whom, bool [B, 1, T, T]: a query (third axis) at keys of its document that are not after it."""
+    same = documents[:, :, None] == documents[:, None, :]
+    return same.tril()[:, None]

@@ -1,0 +1,102 @@
+"""Documents within a sequence: their numbers and positions, and a decoder that keeps them apart."""
+
+import pytest
+import torch
+
+from stackexp.config.schema import StackMemoryConfig, TransformerConfig
+from stackexp.data.documents import attention_mask, document_ids, positions
+from stackexp.models.generation import generate
+from stackexp.models.transformer import Cache, Transformer
+
+END, VOCAB = 0, 13
+TOKENS = torch.tensor([[3, 4, END, 5, END, END, 6, 7, 8], [END, 1, 2, 3, 4, 5, 6, 7, END]])
+DEPTH = {"num_heads": 2, "head_dim": 4, "num_slots": 3, "axis": "depth"}
+
+
+def make_model(memory: dict | None, dtype: torch.dtype = torch.float64) -> Transformer:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": VOCAB, "hidden_size": 16, "num_layers": 3, "intermediate_size": 24}
+    sizes |= {"num_heads": 4, "num_kv_heads": 2}
+    return Transformer(TransformerConfig(**sizes, memory=memory and StackMemoryConfig(**memory))).to(dtype)
+
+
+def test_the_token_that_ends_a_document_belongs_to_it():
+    assert document_ids(TOKENS, END).tolist() == [[0, 0, 0, 1, 1, 2, 3, 3, 3], [0, 1, 1, 1, 1, 1, 1, 1, 1]]
+
+
+def test_positions_begin_anew_in_each_document():
+    places = positions(document_ids(TOKENS, END))
+    assert places.tolist() == [[0, 1, 2, 0, 1, 0, 0, 1, 2], [0, 0, 1, 2, 3, 4, 5, 6, 7]]
+
+
+def test_the_mask_is_causal_and_within_documents():
+    mask = attention_mask(document_ids(TOKENS[:1, :5], END))
+    assert mask.shape == (1, 1, 5, 5)
+    assert mask[0, 0].int().tolist() == [
+        [1, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0],
+        [1, 1, 1, 0, 0],
+        [0, 0, 0, 1, 0],
+        [0, 0, 0, 1, 1],
+    ]
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("memory", [None, DEPTH, DEPTH | {"site": "before_attention", "discipline": "queue"}])
+def test_documents_in_one_sequence_are_as_if_run_one_by_one(memory, recompute):
+    model = make_model(memory)
+    model.checkpoint_blocks = recompute
+    documents = document_ids(TOKENS, END)
+    together = model(TOKENS, documents=documents).logits
+    for row, numbers, logits in zip(TOKENS, documents, together, strict=True):
+        for number in numbers.unique():
+            alone = model(row[numbers == number][None]).logits[0]
+            torch.testing.assert_close(logits[numbers == number], alone)
+    assert not torch.allclose(together, model(TOKENS).logits), "the documents make no difference: this proves nothing"
+
+
+def test_gradients_stay_within_the_document():
+    model = make_model(DEPTH)
+    embedded = []
+    model.embedding.register_forward_hook(lambda _, __, output: embedded.append(output.retain_grad() or output))
+    documents = document_ids(TOKENS, END)
+    model(TOKENS, documents=documents).logits[0, 4].sum().backward()  # the end of document 1: tokens 3 and 4
+    of_tokens = embedded[0].grad.abs().sum(-1)
+    assert of_tokens.nonzero().tolist() == [[0, 3], [0, 4]]
+
+
+def test_one_document_is_the_plain_sequence():
+    model, tokens = make_model(DEPTH, torch.float32), TOKENS[:, 1:8].clamp(min=1)
+    whole = model(tokens, documents=document_ids(tokens, END)).logits
+    torch.testing.assert_close(whole, model(tokens).logits)
+
+
+def test_switched_off_nothing_is_built(monkeypatch):
+    masks = []
+    attention = torch.nn.functional.scaled_dot_product_attention
+
+    def watched(q, k, v, mask=None, **options):
+        masks.append((mask, options["is_causal"]))
+        return attention(q, k, v, mask, **options)
+
+    monkeypatch.setattr("stackexp.models.transformer.F.scaled_dot_product_attention", watched)
+    monkeypatch.setattr("stackexp.models.transformer.attention_mask", None)
+    monkeypatch.setattr("stackexp.models.transformer.positions", None)
+    make_model(DEPTH)(TOKENS)
+    assert masks == [(None, True)] * 3
+
+
+@pytest.mark.parametrize("axis", ["time", "token_major"])
+def test_a_memory_that_lasts_from_token_to_token_is_refused(axis):
+    with pytest.raises(ValueError, match=r"model\.memory\.axis=depth"):
+        make_model(DEPTH | {"axis": axis})(TOKENS, documents=document_ids(TOKENS, END))
+
+
+def test_generating_knows_nothing_of_documents():
+    model = make_model(DEPTH)
+    with pytest.raises(ValueError, match="cache"):
+        model(TOKENS, Cache(), documents=document_ids(TOKENS, END))
+    prompt = TOKENS[:1, :5]
+    tokens = generate(model, prompt, 3, temperature=0)
+    for length in (5, 6, 7):
+        assert tokens[0, length] == model(tokens[:, :length]).logits[0, -1].argmax()
