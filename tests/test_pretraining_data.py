@@ -21,7 +21,7 @@ from stackexp.data.packing import write_documents
 from stackexp.data.shards import TokenSet
 from stackexp.data.tokenizer import train_tokenizer
 from stackexp.datamodules.pretraining import PretrainingData, StdlibData
-from stackexp.datamodules.streaming import TokenStream, _remove_locks
+from stackexp.datamodules.streaming import Source, TokenStream, _remove_locks
 from stackexp.errors import RunError
 
 T, V, STEP = 16, 300, 8  # STEP sequences per optimizer step
@@ -250,7 +250,7 @@ def test_streaming_finds_damage_by_the_hashes_of_the_shards(folder, tmp_path):
 
 def count_samples(folder: Path, start, queue) -> None:
     start.wait()
-    queue.put(len(list(TokenStream(local=str(folder), batch_size=4, num_canonical_nodes=1))))
+    queue.put(len(list(TokenStream([Source(folder, 93)], batch_size=4, num_canonical_nodes=1))))
 
 
 def test_runs_that_start_together_do_not_meet(folder):
@@ -267,7 +267,7 @@ def test_runs_that_start_together_do_not_meet(folder):
 
 
 def test_lock_files_are_removed_at_exit(folder):
-    stream = TokenStream(local=str(folder), batch_size=4, num_canonical_nodes=1)
+    stream = TokenStream([Source(folder, 93)], batch_size=4, num_canonical_nodes=1)
     list(stream)
     pattern = f"{stream._shm_prefix_int:06}_*_filelock"
     _remove_locks(stream._shm_prefix_int)

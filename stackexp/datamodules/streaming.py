@@ -1,26 +1,206 @@
-"""mosaicml-streaming as we use it: local shards, exact resume, nothing shared with other runs on the machine."""
+"""mosaicml-streaming as we use it: exact resume, downloads that are checked, nothing shared with other runs here.
+
+The library decides the order of samples and looks ahead; which shards are here is decided here. Its own cache counts a
+shard only once it is downloaded, evicts shards of sources that are no cache, waits without end for one that another
+process has evicted or could not download, and ends an epoch early where a download fails.
+"""
 
 import atexit
+import hashlib
 import os
 import secrets
 import tempfile
 from pathlib import Path
+from time import sleep
+from typing import Any
 
+import numpy as np
 import streaming.base.dataset
 import torch
-from streaming import StreamingDataset
-from streaming.base.constant import LOCALS
-from streaming.base.shared import SharedMemory
+from filelock import FileLock
+from streaming import Stream, StreamingDataset
+from streaming.base.constant import LOCALS, TICK
+from streaming.base.format import Reader
+from streaming.base.shared import SharedArray, SharedMemory
 from streaming.base.world import World
 from torch import distributed
 
+from stackexp.data.documents import document_ids
+from stackexp.datamodules.remote import Remote, SourceError
+
+ABSENT, COMING, HERE = range(3)  # states of a shard
+
+
+class Source(Stream):
+    """One set in a TokenStream: `sequences` of it in each epoch. With a `remote`, `folder` is the cache of it."""
+
+    def __init__(self, folder: str | Path, sequences: int, remote: Remote | None = None):
+        super().__init__(local=str(folder), choose=sequences)
+        self._copy_of = remote
+
+    @property
+    def is_cache(self) -> bool:
+        return self._copy_of is not None
+
+    def set_up_local(self, shards: list[Reader], cache_usage_per_shard: np.ndarray) -> None:
+        """Have the library take every shard for present: `TokenStream.prepare_shard` knows which are."""
+        cache_usage_per_shard[:] = [shard.get_raw_size() for shard in shards]
+
+    def fetch(self, shard: Reader, patient: bool) -> None:
+        """Download a shard. Raises SourceError or OSError, if `patient` after as many attempts as the config allows."""
+        path = Path(self.local, shard.raw_data.basename)
+        if self._copy_of is None:
+            raise SourceError(f"{path}: has gone since the run began; put it back, then go on with --ckpt_path last")
+        self._copy_of.fetch(shard.raw_data.basename, path, shard.raw_data.hashes["sha256"], patient)
+
 
 class TokenStream(StreamingDataset):
-    """A prepared set as a StreamingDataset: samples are {"tokens": int64 [T], "index": its number in the set}."""
+    """One prepared set, or a mixture of several. Samples are
 
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor | int]:
-        tokens = super().__getitem__(index)["tokens"]
-        return {"tokens": torch.from_numpy(tokens.astype("int64")), "index": int(index)}
+    {"tokens": uint16 or uint32 [T], "index": its number among all sequences, "source": whose, "hash": 64 bits of it}
+
+    `cache_limit`: bytes that all caches on this node may have together, whatever its `processes` (loaders) download at
+    once; None: no limit. Raises SourceError if that is too little, or where a shard cannot be had.
+    """
+
+    def __init__(self, sources: list[Source], cache_limit: int | None = None, processes: int = 1, **options: Any):
+        super().__init__(streams=sources, **options)
+        self._limit = cache_limit
+        self._is_cached = np.array([source.is_cache for source in sources])[self.stream_per_shard]
+        self._states = SharedArray(self.num_shards, np.uint8, f"{self._shm_prefix_int:06}_stackexp_states")
+        self._used = SharedArray(1, np.int64, f"{self._shm_prefix_int:06}_stackexp_used")
+        if self._unique_rank_world.is_local_leader:
+            self._states[:] = [HERE if os.path.isfile(_path(shard)) else ABSENT for shard in self.shards]
+            self._used[0] = sum(_size_of_files(source.local) for source in sources if source.is_cache)
+            self._check_limit(processes)
+            self._make_room(0)
+
+    def _check_limit(self, processes: int) -> None:
+        """Each process may fetch one shard to read and one ahead: with less room they wait for one another."""
+        sizes = [shard.get_raw_size() for shard, cached in zip(self.shards, self._is_cached, strict=True) if cached]
+        if self._limit is None or not sizes:
+            return
+        shards = self._states.numpy()[self._is_cached] == HERE
+        description = int(self._used[0]) - int(np.array(sizes)[shards].sum())
+        number = min(2 + 2 * processes, len(sizes))
+        least = description + number * max(sizes)
+        if self._limit < least:
+            raise SourceError(
+                f"data.cache_limit: {self._limit:,} bytes do not hold {number} shards of {max(sizes):,} bytes, which "
+                f"{processes} loaders on a node need; set data.cache_limit={least}b or more"
+            )
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        try:
+            tokens = super().__getitem__(index)["tokens"]
+        except SourceError:
+            raise
+        except OSError as error:
+            raise SourceError(_line(error)) from None
+        except RuntimeError:  # the library's: a shard was evicted so often before it was read
+            raise SourceError("data.cache_limit: too small for so many loader processes; raise it") from None
+        return {
+            "tokens": tokens,
+            "index": int(index),
+            "source": int(np.searchsorted(self.sample_offset_per_stream, index, side="right")) - 1,
+            "hash": hash_of(tokens),
+        }
+
+    def prepare_shard(self, shard_id: int, blocking: bool = True) -> None:
+        """Have a shard here: fetch it, or wait for the process that does. Raises SourceError or OSError.
+
+        Without `blocking`, which is to look ahead: try once, and leave it to the one who needs it where that fails.
+        """
+        if self._states[shard_id] == HERE and os.path.isfile(_path(self.shards[shard_id])):
+            return
+        with self._locked():
+            ours = self._states[shard_id] != COMING
+            if ours:
+                if self._states[shard_id] == HERE:  # somebody else has removed the file
+                    self._count(shard_id, -1)
+                self._states[shard_id] = COMING
+        if ours:
+            try:
+                self._fetch(shard_id, patient=blocking)
+            except (SourceError, OSError):
+                if blocking:
+                    raise
+        while blocking and self._states[shard_id] == COMING:
+            sleep(TICK)
+
+    def _fetch(self, shard_id: int, patient: bool) -> None:
+        shard, source = self.shards[shard_id], self.streams[self.stream_per_shard[shard_id]]
+        state = ABSENT
+        try:
+            self._make_room(shard.get_raw_size() if source.is_cache else 0)
+            try:
+                source.fetch(shard, patient)
+                state = HERE
+            finally:
+                with self._locked():
+                    if state == ABSENT:
+                        self._count(shard_id, -1)
+        finally:
+            self._states[shard_id] = state
+
+    def _make_room(self, size: int) -> None:
+        """Count `size` bytes as used once there is room for them: evict what was not used for longest, or wait."""
+        while True:
+            with self._locked():
+                while self._lacks(size) and (candidates := self._evictable()).size:
+                    self._evict(candidates[np.argmin(self._shard_access_times.numpy()[candidates])])
+                if not self._lacks(size):
+                    self._used[0] += size
+                    return
+            sleep(TICK)  # all that is cached is being fetched
+
+    def _lacks(self, size: int) -> bool:
+        return self._limit is not None and self._used[0] + size > self._limit
+
+    def _evictable(self) -> np.ndarray:
+        return np.flatnonzero(self._is_cached & (self._states.numpy() == HERE))
+
+    def _evict(self, shard_id: int) -> None:
+        self._states[shard_id] = ABSENT
+        self.shards[shard_id].evict()
+        self._count(shard_id, -1)
+
+    def _count(self, shard_id: int, sign: int) -> None:
+        if self._is_cached[shard_id]:
+            self._used[0] += sign * self.shards[shard_id].get_raw_size()
+
+    def _locked(self) -> FileLock:
+        """The lock of states and bytes, held by one thread of the node at a time."""
+        return FileLock(self._cache_filelock_path)
+
+
+def _path(shard: Reader) -> str:
+    return os.path.join(shard.dirname, shard.split, shard.raw_data.basename)
+
+
+def _size_of_files(folder: str) -> int:
+    """Bytes in all files of a folder."""
+    return sum(path.stat().st_size for path in Path(folder).rglob("*") if path.is_file())
+
+
+def hash_of(tokens: np.ndarray) -> int:
+    """64 bits that stand for token ids [T], whatever type they are stored as."""
+    return int.from_bytes(hashlib.blake2b(tokens.astype("<u4"), digest_size=8).digest(), "little")
+
+
+def collate(samples: list[dict[str, Any]], end_of_document: int | None = None) -> dict[str, torch.Tensor | np.ndarray]:
+    """A batch: tokens int64 [B, T], index int64 [B]; source int64 [B] and hash uint64 [B] in numpy: they stay here.
+
+    Where the id that ends documents is given, also documents int64 [B, T], each token's document (see data/documents).
+    """
+    tokens = torch.from_numpy(np.stack([sample["tokens"] for sample in samples]).astype(np.int64))
+    documents = {} if end_of_document is None else {"documents": document_ids(tokens, end_of_document)}
+    return {
+        "tokens": tokens,
+        "index": torch.tensor([sample["index"] for sample in samples]),
+        "source": np.array([sample["source"] for sample in samples]),
+        "hash": np.array([sample["hash"] for sample in samples], np.uint64),
+    } | documents
 
 
 def set_world(rank: int, world_size: int, ranks_per_node: int) -> None:
@@ -29,6 +209,12 @@ def set_world(rank: int, world_size: int, ranks_per_node: int) -> None:
     LOCAL_RANK stays as it is: Lightning takes it for a sign that somebody else launches the processes.
     """
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(ranks_per_node))
+
+
+def _line(error: OSError) -> str:
+    """What the command line says of an OSError: it does not come through a loader's process whole."""
+    where = error.filename or "the cache"
+    return f"{where}: {error.strerror or error}; free space, or name another cache with data.path or STACKEXP_CACHE"
 
 
 def _private_prefix(locals_: list[str], remotes: list, world: World, retry: int = 0) -> tuple[int, SharedMemory]:

@@ -1,37 +1,70 @@
 """The sequences a run trains on: where they lie, in what order they come, and the loader that brings them."""
 
+import logging
+import math
+import re
 import signal
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import lightning.pytorch as pl
 from torch.utils.data import DataLoader
 
-from stackexp.config.schema import DataConfig
+from stackexp.config.schema import DataConfig, StreamConfig
 from stackexp.data.shards import TokenSet
+from stackexp.data.tokenizer import end_of_text
 from stackexp.errors import RunError
+
+log = logging.getLogger(__name__)
+UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}  # of sizes such as 200gb
+
+
+@dataclass
+class TrainingSource:
+    """One prepared set, and how many sequences of it there are in each epoch."""
+
+    name: str
+    tokens: TokenSet
+    remote: str | None
+    sequences: int = 0
 
 
 class TrainingSet:
-    """A prepared set, and its order. An epoch is a whole number of optimizer steps; see PretrainingData.
+    """Prepared sets, and the order of their sequences: a function of the seed and the config's sources alone.
 
-    Raises RunError if it is missing, does not fit the config, or holds less than one global batch.
+    An epoch is a whole number of optimizer steps; see PretrainingData. Raises RunError if a set is missing, does not
+    fit the config, has another tokenizer than the first, or if an epoch would hold less than one global batch.
     """
 
-    def __init__(self, config: DataConfig, folder: str | Path, seed: int):
+    def __init__(self, config: DataConfig, folder: str | Path | None, seed: int):
+        """`folder`: of the only source, where the config names no `streams`."""
         self.config, self.seed = config, seed
-        self.tokens = open_prepared(folder, config, f"--vocab-size {config.vocab_size}")
-        self._check_epoch()
+        streams = getattr(config, "streams", {}) or {
+            "train": StreamConfig(path=folder and str(folder), remote=getattr(config, "remote", None))
+        }
+        self.sources = [self._open(name, stream) for name, stream in streams.items()]
+        self.tokens = self.sources[0].tokens
+        self._check_tokenizers()
+        self._fill_epoch(list(streams.values()))
+        self.end = end_of_text(self.tokens.tokenizer(), self.tokens.folder) if config.document_mask else None
 
     @property
     def sequences_per_step(self) -> int:
         """Sequences of one optimizer step over all devices."""
         return self.config.global_batch_tokens // self.config.context_length
 
+    @property
+    def names(self) -> list[str]:
+        """Of the streams of a mixture, in the order of the numbers that batches have for them."""
+        return [source.name for source in self.sources]
+
     def loader(self, trainer: pl.Trainer) -> DataLoader:
         """This process's share of the sequences, epoch after epoch."""
         from streaming import StreamingDataLoader
 
-        from stackexp.datamodules.streaming import TokenStream, set_world
+        from stackexp.datamodules.remote import Remote
+        from stackexp.datamodules.streaming import Source, TokenStream, collate, set_world
 
         config = self.config
         nodes = trainer.world_size // trainer.num_devices
@@ -41,41 +74,104 @@ class TrainingSet:
                 f"one another; set data.num_canonical_nodes={nodes}"
             )
         set_world(trainer.global_rank, trainer.world_size, trainer.num_devices)
+        limit = getattr(config, "cache_limit", None)
+        workers = config.num_workers
         stream = TokenStream(
-            local=str(self.tokens.folder),
+            [
+                Source(
+                    source.tokens.folder,
+                    source.sequences,
+                    Remote(source.remote, config.download_timeout, config.download_retries) if source.remote else None,
+                )
+                for source in self.sources
+            ],
+            cache_limit=None if limit is None else bytes_of(limit),
+            processes=trainer.num_devices * max(1, workers),
             batch_size=config.micro_batch_size,
-            epoch_size=len(self.tokens) // self.sequences_per_step * self.sequences_per_step,
             sampling_method="balanced" if config.shuffle else "fixed",
             shuffle=config.shuffle,
             shuffle_seed=self.seed,
             num_canonical_nodes=config.num_canonical_nodes,
         )
-        workers = config.num_workers
         return StreamingDataLoader(
             stream,
             batch_size=config.micro_batch_size,
             num_workers=workers,
             persistent_workers=workers > 0,
             worker_init_fn=_leave_sigterm_to_the_run,
+            collate_fn=partial(collate, end_of_document=self.end),
         )
 
-    def _check_epoch(self) -> None:
-        nodes, count = self.config.num_canonical_nodes, len(self.tokens)
-        if self.sequences_per_step % nodes:  # the epoch would not be cut evenly: a last batch of another size
+    def _open(self, name: str, stream: StreamConfig) -> TrainingSource:
+        config, folder = self.config, stream.path
+        if stream.remote is not None:
+            from stackexp.datamodules.remote import Remote, cache_on_this_node
+
+            remote = Remote(stream.remote, config.download_timeout, config.download_retries)
+            folder = cache_on_this_node(remote, stream.path)
+        options = f"--vocab-size {config.vocab_size}"
+        return TrainingSource(
+            name, open_prepared(folder, config, options, cache=stream.remote is not None), stream.remote
+        )
+
+    def _check_tokenizers(self) -> None:
+        for source in self.sources[1:]:
+            if source.tokens.corpus.tokenizer != self.tokens.corpus.tokenizer:
+                raise RunError(
+                    f"{source.tokens.folder}: made with another tokenizer than {self.tokens.folder}; prepare it with "
+                    f"--tokenizer {self.tokens.folder}/tokenizer.json"
+                )
+
+    def _fill_epoch(self, streams: list[StreamConfig]) -> None:
+        """Set how many sequences of each source come in an epoch.
+
+        By proportion: as many in all as the sources have; by repeat: so often each. The last global batch is full.
+        """
+        nodes, step = self.config.num_canonical_nodes, self.sequences_per_step
+        if step % nodes:  # the epoch would not be cut evenly: a last batch of another size
             raise RunError(
-                f"data.num_canonical_nodes {nodes} does not divide the {self.sequences_per_step} sequences of a global "
+                f"data.num_canonical_nodes {nodes} does not divide the {step} sequences of a global "
                 "batch; set it to the number of nodes, or to 1"
             )
-        if count < self.sequences_per_step:
+        sizes = [len(source.tokens) for source in self.sources]
+        if streams[0].proportion is None:
+            shares = [(stream.repeat or 1) * size for stream, size in zip(streams, sizes, strict=True)]
+            count = int(sum(shares))
+        else:
+            shares, count = [stream.proportion for stream in streams], sum(sizes)
+        if count < step:
             raise RunError(
-                f"{self.tokens.folder}: {count} sequences do not fill one global batch of {self.sequences_per_step}; "
-                f"set data.global_batch_tokens={count * self.config.context_length} or less, or add text"
+                f"{', '.join(str(source.tokens.folder) for source in self.sources)}: {count} sequences do not fill one "
+                f"global batch of {step}; set data.global_batch_tokens={count * self.config.context_length} or less, "
+                "or add text"
             )
+        for source, sequences in zip(self.sources, apportion(count // step * step, shares), strict=True):
+            source.sequences = sequences
+            if not sequences:
+                raise RunError(
+                    f"data.streams.{source.name}: its share of an epoch of {count // step * step} sequences is less "
+                    "than one; raise it, or leave the stream out"
+                )
 
 
-def open_prepared(folder: str | Path, config: DataConfig, options: str) -> TokenSet:
+def apportion(total: int, shares: list[float]) -> list[int]:
+    """Whole numbers that are as the shares are, as nearly as can be, and add up to `total`."""
+    exact = [total * share / math.fsum(shares) for share in shares]
+    whole = [math.floor(number) for number in exact]
+    for i in sorted(range(len(shares)), key=lambda i: whole[i] - exact[i])[: total - sum(whole)]:
+        whole[i] += 1
+    return whole
+
+
+def bytes_of(size: str) -> int:
+    """The number of bytes in a size such as 200gb (1 kb = 1024 b)."""
+    number, unit = re.fullmatch(r"([\d.]+) *([kmgt]?)b?", size.lower()).groups()
+    return int(float(number) * UNITS[unit])
+
+
+def open_prepared(folder: str | Path, config: DataConfig, options: str, cache: bool = False) -> TokenSet:
     """A prepared set that fits the config. Raises RunError; what makes the set names `options`."""
-    opened = TokenSet(folder, f"{options} --context-length {config.context_length}")
+    opened = TokenSet(folder, f"{options} --context-length {config.context_length}", cache)
     corpus = opened.corpus
     if corpus.context_length != config.context_length:
         raise RunError(
