@@ -6,7 +6,6 @@ process has evicted or could not download, and ends an epoch early where a downl
 """
 
 import atexit
-import hashlib
 import os
 import secrets
 import tempfile
@@ -26,6 +25,7 @@ from streaming.base.world import World
 from torch import distributed
 
 from stackexp.data.documents import document_ids
+from stackexp.data.stream_record import sample_hash
 from stackexp.datamodules.remote import Remote, SourceError
 
 ABSENT, COMING, HERE = range(3)  # states of a shard
@@ -103,7 +103,7 @@ class TokenStream(StreamingDataset):
             "tokens": tokens,
             "index": int(index),
             "source": int(np.searchsorted(self.sample_offset_per_stream, index, side="right")) - 1,
-            "hash": hash_of(tokens),
+            "hash": sample_hash(tokens),
         }
 
     def prepare_shard(self, shard_id: int, blocking: bool = True) -> None:
@@ -181,11 +181,6 @@ def _path(shard: Reader) -> str:
 def _size_of_files(folder: str) -> int:
     """Bytes in all files of a folder."""
     return sum(path.stat().st_size for path in Path(folder).rglob("*") if path.is_file())
-
-
-def hash_of(tokens: np.ndarray) -> int:
-    """64 bits that stand for token ids [T], whatever type they are stored as."""
-    return int.from_bytes(hashlib.blake2b(tokens.astype("<u4"), digest_size=8).digest(), "little")
 
 
 def collate(samples: list[dict[str, Any]], end_of_document: int | None = None) -> dict[str, torch.Tensor | np.ndarray]:

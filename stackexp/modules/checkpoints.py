@@ -8,6 +8,7 @@
 import os
 import pickle
 import random
+import re
 import shutil
 import warnings
 from collections.abc import Callable
@@ -179,15 +180,18 @@ MAY_CHANGE = (
     *("trainer.reshard_after_forward", "trainer.activation_checkpointing", "trainer.compile", "trainer.max_steps"),
     *("trainer.max_time", "trainer.val_check_interval", "trainer.checkpoint_", "trainer.keep_checkpoints"),
     *("trainer.collective_timeout", "trainer.spike_threshold", "trainer.skip_spikes"),
+    *("data.remote", "data.cache_limit", "data.download_", "data.hash_interval", "data.keep_remainder"),
 )
 """Options (or beginnings of them) that a resumed run may change: where it runs, how long, and what it tells."""
+
+PLACES = re.compile(r"data\.streams\..+\.(path|remote)")  # of the streams of a mixture: they may have moved
 
 
 def check_resumable(path: Path, checkpoint: dict[str, Any], config: ExperimentConfig) -> None:
     """Raise RunError, naming the first option that differs, unless the config goes on with the checkpoint's run."""
     ours, theirs = flatten(to_dict(config)), flatten(checkpoint["stackexp"]["config"])
     for key in sorted(ours.keys() | theirs.keys(), key=lambda key: (not key.startswith("model."), key)):
-        if ours.get(key) != theirs.get(key) and not key.startswith(MAY_CHANGE):
+        if ours.get(key) != theirs.get(key) and not (key.startswith(MAY_CHANGE) or PLACES.fullmatch(key)):
             what = "another architecture" if key.startswith("model.") else "another run"
             raise RunError(
                 f"{path}: {what}: {key} is {theirs.get(key)} in the checkpoint, {ours.get(key)} in the config; "

@@ -89,7 +89,7 @@ class LanguageModeling(pl.LightningModule):
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         self._samples.append(batch["index"])
-        output = self.model(batch["tokens"], probe=self.probe)
+        output = self.model(batch["tokens"], probe=self.probe, documents=batch.get("documents"))
         loss = per_token_loss(output.logits, batch["tokens"]).mean()
         self.step_metrics.add("loss/train", loss)
         self._losses.append(loss.detach().float())

@@ -12,6 +12,7 @@ import lightning.pytorch as pl
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from stackexp import runs
+from stackexp.callbacks.data_record import DataRecord
 from stackexp.callbacks.progress import StepProgress
 from stackexp.callbacks.run_record import RunRecord, set_tags
 from stackexp.callbacks.stack_probes import StackProbes
@@ -20,6 +21,7 @@ from stackexp.callbacks.throughput import Throughput
 from stackexp.config import registry
 from stackexp.config.compose import to_dict
 from stackexp.config.schema import ExperimentConfig
+from stackexp.data import stream_record
 from stackexp.errors import RunError, Stopped
 from stackexp.modules import checkpoints
 from stackexp.modules.checkpoints import CheckpointState, flatten
@@ -130,7 +132,8 @@ def _callbacks(config: ExperimentConfig, folder: RunFolder, record: RunRecord, s
     measuring = [StackProbes(config.logging.probe_interval), Throughput()]
     bar = [StepProgress(record)] if config.logging.progress_bar else []
     wishes = Wishes(stop, config.trainer.checkpoint_minutes)
-    return [*measuring, wishes, record, *bar, CheckpointState(), StepCheckpoint(folder, config.trainer, stop)]
+    data = DataRecord(folder.path, config.data.hash_interval)
+    return [*measuring, data, wishes, record, *bar, CheckpointState(), StepCheckpoint(folder, config.trainer, stop)]
 
 
 def _header(config: ExperimentConfig, module: LanguageModeling, start: Start) -> str:
@@ -166,6 +169,7 @@ def _finish(
         "sets": module.set_metrics,
         "average": macro_average(module.set_metrics) if module.set_metrics else {},
         "groups": group_averages(module.set_metrics),
+        **_data_result(folder),
         "seconds_of_last_session": round(seconds, 1),
         "sample": None if config.trainer.sharded else text,
     }
@@ -179,6 +183,12 @@ def _finish(
         f"run folder: {folder.path}\ncurves:     tensorboard --logdir {config.logging.root}",
         flush=True,
     )
+
+
+def _data_result(folder: RunFolder) -> dict[str, Any]:
+    """The hash of all that was trained on, by the last step, and how many sequences of each source that were."""
+    lines = list(stream_record.read(folder.path))
+    return {"data_hash": {lines[-1]["step"]: lines[-1]["hash"]}, "sequences": lines[-1]["sequences"]} if lines else {}
 
 
 def _hyperparameters(config: ExperimentConfig) -> dict[str, Any]:
