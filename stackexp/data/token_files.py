@@ -7,7 +7,7 @@ the file is whole and was checked.
 import hashlib
 import json
 import mmap
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -31,6 +31,8 @@ class FileRecord:
     tokenizer: str  # fingerprint, or "gpt-neox-20b"
     source: str  # URL or path
     source_sha256: str | None = None  # of the file it was re-encoded from
+    source_tokenizer: str | None = None  # that decoded it, a fingerprint
+    source_end_of_text: int | None = None
     end_of_text: int | None = None  # the id that ends a document
     documents: int | None = None
     text_bytes: int | None = None
@@ -139,14 +141,26 @@ def commit(temporary: Path, path: Path, record: FileRecord) -> None:
     """Make the finished file `temporary` the token file `path`; its record comes last."""
     record_path(path).unlink(missing_ok=True)
     temporary.replace(path)
+    write_record(path, record)
+
+
+def write_record(path: Path, record: FileRecord) -> None:
+    """Write the record of the token file `path`, atomically."""
     write_json(record_path(path), {key: value for key, value in asdict(record).items() if value is not None})
 
 
-def write_token_file(path: Path, tokens: Iterable[np.ndarray], *, vocab_size: int, **record: object) -> FileRecord:
+def write_token_file(
+    path: Path,
+    tokens: Iterable[np.ndarray],
+    *,
+    vocab_size: int,
+    counts: Callable[[], dict[str, int]] = dict,
+    **record: object,
+) -> FileRecord:
     """Write arrays of token ids [N] one after the other as a raw token file, atomically, with its record.
 
-    `record`: the other fields of FileRecord (tokenizer, source ...). Raises RunError for an id >= vocab_size, and if
-    there are no tokens.
+    `record`: the other fields of FileRecord (tokenizer, source ...); `counts`: those that are known once `tokens` have
+    come. Raises RunError for an id >= vocab_size, and if there are no tokens.
     """
     dtype, digest, count = dtype_of(vocab_size).newbyteorder("<"), hashlib.sha256(), 0
     temporary = path.with_name(f".{path.name}.tmp")
@@ -166,6 +180,6 @@ def write_token_file(path: Path, tokens: Iterable[np.ndarray], *, vocab_size: in
         temporary.unlink(missing_ok=True)
         raise
     size = count * dtype.itemsize
-    written = FileRecord(digest.hexdigest(), size, count, vocab_size, **record)
+    written = FileRecord(digest.hexdigest(), size, count, vocab_size, **record, **counts())
     commit(temporary, path, written)
     return written

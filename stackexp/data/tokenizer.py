@@ -69,6 +69,12 @@ def fingerprint(tokenizer: Tokenizer) -> str:
     return hashlib.sha256(canonical.encode()).hexdigest()
 
 
+def is_byte_level(tokenizer: Tokenizer) -> bool:
+    """Whether each character of a token stands for one byte, as in GPT-2's, GPT-NeoX's and our own."""
+    spec = json.loads(tokenizer.to_str())
+    return '"ByteLevel"' in json.dumps([spec["decoder"], spec["pre_tokenizer"]])
+
+
 def token_bytes(tokenizer: Tokenizer, size: int | None = None) -> np.ndarray:
     """Bytes of text each token stands for, int64 [size]; 0 for special tokens and ids that are not used.
 
@@ -76,7 +82,7 @@ def token_bytes(tokenizer: Tokenizer, size: int | None = None) -> np.ndarray:
     written as U+2581, a lone byte as <0x0A>).
     """
     spec = json.loads(tokenizer.to_str())
-    byte_level = '"ByteLevel"' in json.dumps([spec["decoder"], spec["pre_tokenizer"]])
+    byte_level = is_byte_level(tokenizer)
     table = np.zeros(size or vocab_size(tokenizer), np.int64)
     for token, index in tokenizer.get_vocab(with_added_tokens=False).items():
         if byte_level:
