@@ -198,12 +198,12 @@ print(count, size, memory() - before)
 
 
 def memory_of_one_document(folder: Path, name: str, size: int, tokenizer: Path | str = "") -> float:
-    """Read (with a tokenizer: prepare) a document of about `size` bytes; the peak of memory beyond the program's, MB."""
+    """Read (with a tokenizer: prepare) a document of about `size` bytes; peak of memory beyond the program's, in MB."""
     text = Path(codecs.__file__).read_text()[: 1 << 15]
     text = text * (size // len(text)) + "ends here"
-    opened = {".gz": lambda p: gzip.open(p, "wb", 1), ".zst": lambda p: zstandard.open(p, "wb")}
-    with opened.get(Path(name).suffix, lambda p: open(p, "wb"))(folder / name) as file:
-        file.write(text.encode() if name.endswith(".txt") else b'{"text": ' + json.dumps(text).encode() + b"}\n")
+    data = text.encode() if name.endswith(".txt") else json.dumps({"text": text}).encode()
+    pack = {".gz": lambda data: gzip.compress(data, 1), ".zst": zstandard.compress}.get(Path(name).suffix, bytes)
+    (folder / name).write_bytes(pack(data))
     command = [sys.executable, "-c", MEASURE, folder, name, tokenizer]
     environment = os.environ | {"TOKENIZERS_PARALLELISM": "false"}
     result = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)

@@ -1,6 +1,5 @@
 import gzip
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -11,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import zstandard
+from corpora import TEXTS, files_of, json_lines, write_many
 
 from stackexp.data.packing import read_unit
 from stackexp.data.prepare import prepare
@@ -20,15 +20,7 @@ from stackexp.errors import RunError
 from stackexp.verbs.prepare import main
 
 T = 64
-STDLIB = Path(os.__file__).parent
-TEXTS = [(STDLIB / name).read_text() for name in ("ast.py", "bisect.py", "heapq.py", "keyword.py", "queue.py")]
 ODD = ["naïve 東京 🙂\r\n", "<|endoftext|>", "x", "tabs\tand\n\n\nlines\n", "no newline " * (PIECE // 5)]
-
-
-def json_lines(texts: list[str]) -> bytes:
-    return b"".join(
-        json.dumps({"id": str(i), "text": t, "source": "test"}).encode() + b"\n" for i, t in enumerate(texts)
-    )
 
 
 @pytest.fixture(scope="module")
@@ -61,12 +53,6 @@ def prepared(source, tmp_path_factory) -> Path:
 def tokens_of(folder: Path) -> np.ndarray:
     opened = TokenSet(folder)
     return np.concatenate([opened[i] for i in range(len(opened))])
-
-
-def files_of(folder: Path) -> dict[str, bytes]:
-    """Everything in the folder but what records how it came about."""
-    paths = [p for p in sorted(folder.rglob("*")) if p.is_file() and p.name not in (".lock", "plan.json")]
-    return {str(p.relative_to(folder)): p.read_bytes() for p in paths}
 
 
 def test_decoding_gives_the_documents_back_in_order(prepared):
@@ -137,11 +123,7 @@ def members(group: int) -> list[int]:
 @pytest.fixture(scope="module")
 def many_files(tmp_path_factory) -> Path:
     """About 70 units of 20 kB."""
-    folder = tmp_path_factory.mktemp("many")
-    text = "".join((STDLIB / name).read_text() for name in ("argparse.py", "inspect.py", "typing.py", "turtle.py"))
-    for n in range(150):
-        (folder / f"{n:03}.jsonl").write_bytes(json_lines([text[n * 700 : n * 700 + 4000], text[n * 900 :][:5000]]))
-    return folder
+    return write_many(tmp_path_factory.mktemp("many"), 150)
 
 
 def finished_units(folder: Path) -> int:

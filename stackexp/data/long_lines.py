@@ -1,7 +1,8 @@
 """JSON lines of any length: a document's text out of a line that is never whole in memory.
 
 Long strings are decoded into a temporary file and replaced by marks as the line is read. What is left is short: the
-json module itself judges it, so keys before and after, nested objects, doubled keys and syntax mean what they always do.
+json module itself judges it, so keys before and after, nested objects, doubled keys and syntax mean what they always
+do.
 """
 
 import codecs
@@ -39,7 +40,7 @@ def long_text(line: Iterable[bytes], scratch: Path | None = None) -> Iterable[st
     """
     line = iter(line)
     characters = _decoded(line)
-    aside = tempfile.TemporaryFile(dir=scratch)
+    aside = tempfile.TemporaryFile(dir=scratch)  # noqa: SIM115 (open for as long as its text is read)
     try:
         rest, spans = _set_aside(characters, aside)
         text = json.loads(rest)["text"]

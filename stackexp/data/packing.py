@@ -4,7 +4,6 @@ A set is made of units. Each holds whole sequences of its own documents in `unit
 its end, fewer than context_length, are kept beside them and packed together in `tails/` at the merge.
 """
 
-import itertools
 import json
 import shutil
 from collections.abc import Iterable, Iterator
@@ -14,12 +13,14 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer
 
-from stackexp.data.readers import BadLine, Piece
+from stackexp.data.readers import BadLine, Piece, Tokens
 from stackexp.data.shards import Corpus, ShardWriter, dtype_of, in_folder, sync, write_json, write_set
+from stackexp.data.token_files import sha256_of
 from stackexp.data.tokenizer import end_of_text, fingerprint, vocab_size
 from stackexp.errors import RunError
 
 BAD_LINES = "bad_lines.log"  # in every unit and of all of them: file:line: why
+TAIL = "tail.npy"
 BATCH_PIECES, BATCH_CHARACTERS = 1024, 1 << 21  # limits of what is tokenised at once
 
 
@@ -32,6 +33,7 @@ class Unit:
     bytes: int = 0
     bad_lines: int = 0
     shards: list[dict] = field(default_factory=list)
+    hashes: dict[str, str] = field(default_factory=dict)  # sha256 of the other files
 
 
 def unit_name(number: int) -> str:
@@ -42,33 +44,48 @@ def read_unit(folder: Path) -> Unit:
     return Unit(**json.loads((folder / "unit.json").read_text(encoding="utf-8")))
 
 
-def write_unit(folder: Path, pieces: Iterable[Piece | BadLine], tokenizer: Tokenizer, context_length: int) -> Unit:
-    """Tokenise documents into `folder`: shards, tail.npy, bad_lines.log and unit.json.
+def write_unit(
+    folder: Path, parts: Iterable[Piece | Tokens | BadLine], tokenizer: Tokenizer, context_length: int
+) -> Unit:
+    """Write documents into `folder`: shards, tail.npy, bad_lines.log and unit.json. Text is tokenised.
 
     Raises RunError for a token id outside the tokenizer's own vocabulary.
     """
-    unit, size, end = Unit(), vocab_size(tokenizer), end_of_text(tokenizer)
+    unit, size = Unit(), vocab_size(tokenizer)
     writer = ShardWriter(folder, context_length, dtype_of(size))
-    for batch in _batches(_without_bad_lines(pieces, unit, folder / BAD_LINES)):
-        encodings = tokenizer.encode_batch_fast([piece.text for piece in batch], add_special_tokens=False)
-        ids: list[int] = []
-        for piece, encoding in zip(batch, encodings, strict=True):
-            ids += encoding.ids
-            if piece.ends:
-                ids.append(end)
-        tokens = np.array(ids, np.int64)
-        if tokens.max(initial=0) >= size:
-            raise RunError(f"the tokenizer gave token id {tokens.max()}, outside its vocabulary of {size}; replace it")
-        writer.write(tokens.astype(writer.dtype))
-        unit.documents += sum(piece.ends for piece in batch)
-        unit.bytes += sum(len(piece.text.encode()) for piece in batch)
-        unit.tokens += len(tokens)
-    with open(folder / "tail.npy", "wb") as file:
+    for tokens in _tokenised(_without_bad_lines(parts, unit, folder / BAD_LINES), tokenizer):
+        highest = tokens.ids.max(initial=0)
+        if highest >= size:
+            raise RunError(f"the tokenizer gave token id {highest}, outside its vocabulary of {size}; replace it")
+        writer.write(tokens.ids.astype(writer.dtype, copy=False))
+        unit.documents += tokens.documents
+        unit.bytes += tokens.bytes
+        unit.tokens += len(tokens.ids)
+    with open(folder / TAIL, "wb") as file:
         np.save(file, writer.close())
         sync(file)
     unit.shards = writer.shards
+    unit.hashes = {name: sha256_of(folder / name) for name in (TAIL, BAD_LINES)}
     write_json(folder / "unit.json", asdict(unit))
     return unit
+
+
+def damaged_file(folder: Path) -> str | None:
+    """The first file of a finished unit that is not as it was written, or None."""
+    try:
+        unit = read_unit(folder)
+        hashes = {s["raw_data"]["basename"]: s["raw_data"]["hashes"]["sha256"] for s in unit.shards}
+        hashes |= {name: unit.hashes[name] for name in (TAIL, BAD_LINES)}
+    except (OSError, ValueError, TypeError, KeyError):
+        return "unit.json"
+    for name, expected in hashes.items():
+        try:
+            found = sha256_of(folder / name)
+        except FileNotFoundError:
+            found = None
+        if found != expected:
+            return name
+    return None
 
 
 def merge(folder: Path, count: int, tokenizer: Tokenizer, context_length: int, sources: list[str]) -> Corpus:
@@ -80,7 +97,7 @@ def merge(folder: Path, count: int, tokenizer: Tokenizer, context_length: int, s
     (folder / "tails").mkdir(exist_ok=True)
     writer = ShardWriter(folder / "tails", context_length, dtype_of(vocab_size(tokenizer)))
     for n in range(count):
-        writer.write(np.load(folder / unit_name(n) / "tail.npy"))
+        writer.write(np.load(folder / unit_name(n) / TAIL))
     dropped = len(writer.close())
     shards = [entry for n, unit in enumerate(units) for entry in in_folder(unit.shards, unit_name(n))]
     shards += in_folder(writer.shards, "tails")
@@ -119,24 +136,40 @@ def write_documents(folder: Path, texts: Iterable[str], tokenizer: Tokenizer, co
     return merge(folder, 1, tokenizer, context_length, [])
 
 
-def _without_bad_lines(pieces: Iterable[Piece | BadLine], unit: Unit, path: Path) -> Iterator[Piece]:
+def _without_bad_lines(parts: Iterable[Piece | Tokens | BadLine], unit: Unit, path: Path) -> Iterator[Piece | Tokens]:
     with open(path, "w", encoding="utf-8", errors="backslashreplace") as log:
-        for piece in pieces:
-            if isinstance(piece, BadLine):
-                log.write(f"{piece}\n")
+        for part in parts:
+            if isinstance(part, BadLine):
+                log.write(f"{part}\n")
                 unit.bad_lines += 1
             else:
-                yield piece
+                yield part
+        sync(log)
 
 
-def _batches(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
-    """Groups of pieces of at most BATCH_PIECES pieces and about BATCH_CHARACTERS characters."""
-    while first := list(itertools.islice(pieces, 1)):
-        batch, characters = first, len(first[0].text)
-        while len(batch) < BATCH_PIECES and characters < BATCH_CHARACTERS:
-            piece = next(pieces, None)
-            if piece is None:
-                break
-            batch.append(piece)
-            characters += len(piece.text)
-        yield batch
+def _tokenised(parts: Iterator[Piece | Tokens], tokenizer: Tokenizer) -> Iterator[Tokens]:
+    """The tokens of all parts in order, text in groups of at most BATCH_PIECES and about BATCH_CHARACTERS."""
+    batch: list[Piece] = []
+    characters = 0
+    for part in parts:
+        if isinstance(part, Tokens):
+            yield part
+            continue
+        batch.append(part)
+        characters += len(part.text)
+        if len(batch) == BATCH_PIECES or characters >= BATCH_CHARACTERS:
+            yield _encode(batch, tokenizer)
+            batch, characters = [], 0
+    if batch:
+        yield _encode(batch, tokenizer)
+
+
+def _encode(batch: list[Piece], tokenizer: Tokenizer) -> Tokens:
+    end, ids = end_of_text(tokenizer), []
+    encodings = tokenizer.encode_batch_fast([piece.text for piece in batch], add_special_tokens=False)
+    for piece, encoding in zip(batch, encodings, strict=True):
+        ids += encoding.ids
+        if piece.ends:
+            ids.append(end)
+    size = sum(len(piece.text.encode()) for piece in batch)
+    return Tokens(np.array(ids, np.uint32), sum(piece.ends for piece in batch), size)

@@ -1,8 +1,11 @@
-"""A folder of text -> a prepared set, in several processes, restartable after a kill.
+"""A folder of text or of token files -> a prepared set, in several processes and jobs, restartable after a kill.
 
 The source files, in order of their names, are grouped into units of about UNIT_BYTES. A unit is written into a
 hidden folder and renamed when it is whole, so a restart does the missing units and nothing twice. The set depends
-on the sources, the tokenizer and the context length alone, not on the number of processes or of restarts.
+on the sources, the tokenizer and the context length alone, not on the number of processes, parts or restarts.
+
+A part does every n-th unit. Parts share the lock of the folder, and each locks the unit it writes; who merges, and
+checks the units that others have written, holds the folder alone.
 """
 
 import json
@@ -12,24 +15,72 @@ import shutil
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from tokenizers import Tokenizer
 from tqdm import tqdm
 
-from stackexp.data.locking import locked
-from stackexp.data.packing import BAD_LINES, merge, read_unit, unit_name, write_unit
-from stackexp.data.readers import BadLine, Piece, Source, find_sources, read
+from stackexp.data.locking import locked, locked_part
+from stackexp.data.packing import BAD_LINES, damaged_file, merge, read_unit, unit_name, write_unit
+from stackexp.data.readers import NO_ROOM, BadLine, Piece, Source, Tokens, find_sources, read
 from stackexp.data.shards import FORMAT_VERSION, Corpus, TokenSet, write_json, write_text
+from stackexp.data.token_sources import check_token_sources, of_tokens, read_tokens
 from stackexp.data.tokenizer import fingerprint, load_tokenizer, train_tokenizer
 from stackexp.errors import RunError
 
 UNIT_BYTES = 1 << 24  # of source files; a larger file is a unit of its own
 TRAINING_BYTES = 1 << 26  # of text to train a tokenizer on, spread over all source files
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a prepared set is made of. Raises RunError if there is nothing to read."""
+
+    source: Path
+    tokenizer: Path | None  # None: one of `vocab_size` is trained
+    vocab_size: int | None
+    context_length: int
+    unit_bytes: int = UNIT_BYTES
+
+    def __post_init__(self):
+        assert (self.tokenizer is None) != (self.vocab_size is None)
+
+    @cached_property
+    def sources(self) -> list[Source]:
+        found = find_sources(self.source)
+        if of_tokens(found, self.source):
+            check_token_sources(found, self.tokenizer)
+        return found
+
+    @cached_property
+    def units(self) -> list[list[Source]]:
+        """Neighbouring sources in groups of at most `unit_bytes`, or one source if that alone is larger."""
+        units: list[list[Source]] = []
+        size = 0
+        for source in self.sources:
+            if not units or size + source.size > self.unit_bytes:
+                units.append([])
+                size = 0
+            units[-1].append(source)
+            size += source.size
+        return units
+
+    def record(self) -> dict:
+        """plan.json: what a folder was begun with."""
+        given = self.tokenizer and fingerprint(load_tokenizer(self.tokenizer))
+        return {
+            "format version": FORMAT_VERSION,
+            "tokenizer": given or f"trained here, {self.vocab_size} tokens",
+            "context length": self.context_length,
+            "unit bytes": self.unit_bytes,
+            "sources": [[s.name, s.size, s.modified] for s in self.sources],
+        }
 
 
 @dataclass(frozen=True)
@@ -40,6 +91,7 @@ class Job:
     context_length: int
     strict: bool
     units: list[list[Source]]
+    check: bool  # units that are there already: who merges does
 
 
 def prepare(
@@ -53,39 +105,54 @@ def prepare(
     strict: bool = False,
     progress: bool = True,
     unit_bytes: int = UNIT_BYTES,
-) -> Corpus:
+    part: tuple[int, int] | None = None,
+) -> Corpus | None:
     """Prepare `source` (a folder or a file) in `folder`, or go on where an earlier call was stopped.
 
     The tokens come from `tokenizer` (a tokenizer.json), or from a new one of `vocab_size` tokens. `workers`: number
     of processes, None for one per CPU. Bad lines are counted, or with `strict` the first one ends the work.
+    `part` (i, n): only part i of n, counted from 1, maybe while others do theirs, and nothing is returned; a call
+    without it merges.
     Raises RunError if there is nothing to read, a file is damaged, the disk is full, or `folder` holds something else.
     """
-    assert (tokenizer is None) != (vocab_size is None)
-    sources = find_sources(source)
-    given = tokenizer and load_tokenizer(tokenizer)
-    plan = {
-        "format version": FORMAT_VERSION,
-        "tokenizer": fingerprint(given) if given else f"trained here, {vocab_size} tokens",
-        "context length": context_length,
-        "unit bytes": unit_bytes,
-        "sources": [[s.name, s.size, s.modified] for s in sources],
-    }
+    plan = Plan(source, tokenizer, vocab_size, context_length, unit_bytes)
     workers = workers or (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        if not (folder / "plan.json").exists() and any(not path.name.startswith(".") for path in folder.iterdir()):
-            raise RunError(f"{folder}: not empty, and not from data prepare; choose another --to")
-        with locked(folder / ".lock", f"the preparation of {folder}"):
-            if _finished(folder, plan):
-                return TokenSet(folder).corpus
-            tokenizer_path = _tokenizer(folder, given, vocab_size, sources)
-            job = Job(folder, context_length, strict, _group(sources, unit_bytes))
-            _write_units(job, tokenizer_path, workers, progress)
-            names = [s.name for s in sources]
+    with _one_line(folder):
+        begin(plan, folder)
+        with locked(folder / ".lock", f"the preparation of {folder}", shared=part is not None):
+            if (folder / "corpus.json").exists():
+                return None if part else TokenSet(folder).corpus
+            tokenizer_path = _tokenizer(plan, folder)
+            job = Job(folder, context_length, strict, plan.units, check=part is None)
+            numbers = range(len(plan.units)) if part is None else range(part[0] - 1, len(plan.units), part[1])
+            _write_units(job, tokenizer_path, numbers, workers, progress)
+            if part:
+                return None
+            names = [s.name for s in plan.sources]
             return merge(folder, len(job.units), load_tokenizer(tokenizer_path), context_length, names)
+
+
+def begin(plan: Plan, folder: Path) -> None:
+    """Put the plan into a new folder. Raises RunError if it is another plan's, or holds something else."""
+    record = plan.record()
+    with _one_line(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        there = {path.name for path in folder.iterdir() if not path.name.startswith(".")}
+        if there and "plan.json" not in there:
+            raise RunError(f"{folder}: not empty, and not from data prepare; choose another --to")
+        with locked(folder / ".plan.lock", f"the beginning of {folder}"):
+            _match(record, folder)
+
+
+@contextmanager
+def _one_line(folder: Path) -> Iterator[None]:
+    """What the system refuses becomes a RunError that says what to do."""
+    try:
+        yield
     except OSError as e:
+        remedy = "make room" if e.errno in NO_ROOM else "mend that"
         raise RunError(
-            f"{folder}: cannot be written ({e.strerror or e}); make room, then run the same command again: "
+            f"{folder}: cannot be written ({e.strerror or e}); {remedy}, then run the same command again: "
             "what is finished is kept"
         ) from e
     except BrokenProcessPool as e:
@@ -95,28 +162,28 @@ def prepare(
         ) from e
 
 
-def _finished(folder: Path, plan: dict) -> bool:
-    """Whether the folder's set is done. A new folder gets the plan; RunError if it holds something else."""
+def _match(record: dict, folder: Path) -> None:
     path = folder / "plan.json"
-    if path.exists():
-        earlier = json.loads(path.read_text(encoding="utf-8"))
-        for key, value in plan.items():
-            if earlier.get(key) != value:
-                change = f"{earlier.get(key)}, not {value}" if key != "sources" else "files have come, gone or changed"
-                raise RunError(f"{folder}: made with another {key} ({change}); delete it or choose another --to")
-    else:
-        write_json(path, plan)
-    return (folder / "corpus.json").exists()
+    if not path.exists():
+        return write_json(path, record)
+    earlier = json.loads(path.read_text(encoding="utf-8"))
+    for key, value in record.items():
+        if earlier.get(key) != value:
+            change = f"{earlier.get(key)}, not {value}" if key != "sources" else "files have come, gone or changed"
+            raise RunError(f"{folder}: made with another {key} ({change}); delete it or choose another --to")
 
 
-def _tokenizer(folder: Path, given: Tokenizer | None, vocab_size: int | None, sources: list[Source]) -> Path:
+def _tokenizer(plan: Plan, folder: Path) -> Path:
     """The set's tokenizer.json, trained if none was given. An earlier call's is taken: the plan is the same."""
     path = folder / "tokenizer.json"
-    if not path.exists():
-        if given is None:
-            print(f"training a tokenizer of {vocab_size} tokens", file=sys.stderr, flush=True)
-            given = train_tokenizer(_sample(sources), vocab_size)
-        write_text(path, given.to_str(pretty=True))
+    with locked(folder / ".plan.lock", f"the tokenizer of {folder}"):  # of several parts one makes it
+        if not path.exists():
+            if plan.tokenizer:
+                tokenizer = load_tokenizer(plan.tokenizer)
+            else:
+                print(f"training a tokenizer of {plan.vocab_size} tokens", file=sys.stderr, flush=True)
+                tokenizer = train_tokenizer(_sample(plan.sources), plan.vocab_size)
+            write_text(path, tokenizer.to_str(pretty=True))
     return path
 
 
@@ -132,58 +199,68 @@ def _sample(sources: list[Source]) -> Iterator[str]:
                 break
 
 
-def _group(sources: list[Source], unit_bytes: int) -> list[list[Source]]:
-    """Neighbouring sources in groups of at most `unit_bytes`, or one source if that alone is larger."""
-    units: list[list[Source]] = []
-    size = 0
-    for source in sources:
-        if not units or size + source.size > unit_bytes:
-            units.append([])
-            size = 0
-        units[-1].append(source)
-        size += source.size
-    return units
-
-
-def _write_units(job: Job, tokenizer_path: Path, workers: int, progress: bool) -> None:
-    """Write the units that are missing."""
-    for leftover in job.folder.glob(".unit.*"):  # of a process that was killed: we hold the lock
-        shutil.rmtree(leftover, ignore_errors=True)
-    sizes = [sum(source.size for source in unit) for unit in job.units]
-    todo = [n for n in range(len(job.units)) if not (job.folder / unit_name(n)).exists()]
-    if job.strict:
-        for n in set(range(len(job.units))) - set(todo):
-            if read_unit(job.folder / unit_name(n)).bad_lines:
-                with open(job.folder / unit_name(n) / BAD_LINES, encoding="utf-8") as log:
-                    raise RunError(_strict(log.readline().rstrip()))
-    total, left = sum(sizes), sum(sizes[n] for n in todo)
-    bar = tqdm(total=total, initial=total - left, unit="B", unit_scale=True, desc="tokenising", disable=not progress)
+def _write_units(job: Job, tokenizer_path: Path, numbers: Sequence[int], workers: int, progress: bool) -> None:
+    """Write those of the units that are missing."""
+    total = sum(source.size for n in numbers for source in job.units[n])
+    often = 0.1 if sys.stderr.isatty() else 60  # seconds
+    bar = tqdm(
+        total=total,
+        unit="B",
+        unit_scale=True,
+        desc="tokenising",
+        disable=not progress,
+        mininterval=often,
+        maxinterval=60,
+    )
     with bar:
-        workers = min(workers, len(todo))
+        workers = min(workers, len(numbers))
         if workers > 1:
-            _in_processes(job, tokenizer_path, todo, workers, bar)
+            _in_processes(job, tokenizer_path, numbers, workers, bar)
         else:
             tokenizer = load_tokenizer(tokenizer_path)
-            for n in todo:
-                _write_unit(job, n, tokenizer, bar.update)
+            for n in numbers:
+                _finish_unit(job, n, tokenizer, bar.update)
+
+
+def _finish_unit(job: Job, number: int, tokenizer: Tokenizer, advance: Callable[[int], object]) -> None:
+    """Write a unit unless it is there."""
+    final = job.folder / unit_name(number)
+    with locked_part(job.folder / ".units.lock", number, f"{final.name} of {job.folder}"):
+        for leftover in job.folder.glob(f".{final.name}.*"):  # of a process that was killed
+            shutil.rmtree(leftover)
+        if final.exists() and job.check and (name := damaged_file(final)):
+            print(f"{final / name}: missing or damaged; {final.name} is done again", file=sys.stderr, flush=True)
+            hidden = final.with_name(f".{final.name}.damaged")
+            final.rename(hidden)
+            shutil.rmtree(hidden)
+        if not final.exists():
+            return _write_unit(job, number, tokenizer, advance)
+    if job.strict and read_unit(final).bad_lines:
+        with open(final / BAD_LINES, encoding="utf-8") as log:
+            raise RunError(_strict(log.readline().rstrip()))
+    advance(sum(source.size for source in job.units[number]))
 
 
 def _write_unit(job: Job, number: int, tokenizer: Tokenizer, advance: Callable[[int], object]) -> None:
     final = job.folder / unit_name(number)
     temporary = job.folder / f".{final.name}.{os.getpid()}"
     temporary.mkdir()
-    pieces = (piece for source in job.units[number] for piece in _pieces(source, job.strict, advance))
+    parts = (part for source in job.units[number] for part in _parts(source, job, tokenizer, temporary, advance))
     try:
-        write_unit(temporary, pieces, tokenizer, job.context_length)
-        if not final.exists():  # it may: the last act of a process whose parent was killed, the same unit
-            temporary.rename(final)
+        write_unit(temporary, parts, tokenizer, job.context_length)
+        temporary.rename(final)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _pieces(source: Source, strict: bool, advance: Callable[[int], object]) -> Iterator[Piece | BadLine]:
-    for piece in read(source, advance):
-        if strict and isinstance(piece, BadLine):
+def _parts(
+    source: Source, job: Job, tokenizer: Tokenizer, scratch: Path, advance: Callable[[int], object]
+) -> Iterator[Piece | Tokens | BadLine]:
+    if source.is_tokens:
+        yield from read_tokens(source, tokenizer, advance)
+        return
+    for piece in read(source, advance, scratch):
+        if job.strict and isinstance(piece, BadLine):
             raise RunError(_strict(str(piece)))
         yield piece
 
@@ -192,13 +269,13 @@ def _strict(line: str) -> str:
     return f"{line}; mend the line, or leave out --strict to skip it"
 
 
-def _in_processes(job: Job, tokenizer_path: Path, todo: list[int], workers: int, bar: tqdm) -> None:
+def _in_processes(job: Job, tokenizer_path: Path, numbers: Sequence[int], workers: int, bar: tqdm) -> None:
     """Share the units out among processes; the first error stops them all."""
     context = multiprocessing.get_context("spawn")
     counter, stop = context.Value("q", 0), context.Event()
     state = (job, tokenizer_path, counter, stop)
     with ProcessPoolExecutor(workers, context, initializer=_start_worker, initargs=state) as pool:
-        pending, now = {pool.submit(_worker_unit, n) for n in todo}, 0
+        pending, now = {pool.submit(_worker_unit, n) for n in numbers}, 0
         try:
             while pending:
                 done, pending = wait(pending, timeout=0.2, return_when=FIRST_COMPLETED)
@@ -239,4 +316,4 @@ def _end_with_parent() -> None:
 
 def _worker_unit(number: int) -> None:
     job, tokenizer, advance = _worker_unit_arguments
-    _write_unit(job, number, tokenizer, advance)
+    _finish_unit(job, number, tokenizer, advance)

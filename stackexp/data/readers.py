@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
+import numpy as np
 import zstandard
 
 from stackexp.data.long_lines import TooLong, long_text
@@ -22,6 +23,7 @@ from stackexp.errors import RunError
 
 TEXT = (".txt", ".text", ".md", ".rst", ".py")
 JSON_LINES = (".jsonl", ".jsonl.gz", ".json.gz", ".jsonl.zst", ".json.zst")
+TOKENS = (".npy", ".bin")
 PIECE = 1 << 18  # characters tokenised at a time; longer documents are cut, at a line's end where there is one
 LONG_LINE = 1 << 22  # bytes; a longer line is never whole in memory
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -36,12 +38,24 @@ class Source:
     size: int
     modified: int  # ns
 
+    @property
+    def is_tokens(self) -> bool:
+        return self.name.lower().endswith(TOKENS)
+
 
 class Piece(NamedTuple):
     """Part of a document's text; `ends`: it is the last part."""
 
     text: str
     ends: bool
+
+
+class Tokens(NamedTuple):
+    """Token ids [N], end-of-text included: how many documents end among them, and the bytes of their text."""
+
+    ids: np.ndarray
+    documents: int
+    bytes: int
 
 
 class BadLine(NamedTuple):
@@ -57,15 +71,15 @@ class BadLine(NamedTuple):
 def find_sources(source: Path) -> list[Source]:
     """The readable files of a folder, in order of their names, or the one file given.
 
-    Hidden files and folders are left out. Raises RunError if nothing is there to read.
+    Hidden files and folders are left out, and prepared sets. Raises RunError if nothing is there to read.
     """
     if not source.exists():
         raise RunError(f"{source}: no such file or folder")
     paths = [source] if source.is_file() else sorted(_walk(source), key=lambda p: p.relative_to(source).as_posix())
-    known = [p for p in paths if p.name.lower().endswith(TEXT + JSON_LINES)]
+    known = [p for p in paths if p.name.lower().endswith(TEXT + JSON_LINES + TOKENS)]
     if not known:
         seen = ", ".join(sorted({p.suffix or p.name for p in paths})[:8]) or "no files"
-        raise RunError(f"{source}: nothing to read (found {seen}); known are {' '.join(TEXT + JSON_LINES)}")
+        raise RunError(f"{source}: nothing to read (found {seen}); known are {' '.join(TEXT + JSON_LINES + TOKENS)}")
     base = source.parent if source.is_file() else source
     found = []
     for path in known:
@@ -75,12 +89,15 @@ def find_sources(source: Path) -> list[Source]:
 
 
 def _walk(folder: Path) -> Iterator[Path]:
-    """Files that are not hidden. Links to folders are followed last, so that each folder is read once, and never up."""
+    """Files that are not hidden, nor of prepared sets.
+
+    Links to folders are followed last, so that each folder is read once, and never up.
+    """
     top, seen, starts = folder.resolve(), set(), [folder]
     for start in starts:  # grows by the links that are found
         for root, folders, files in os.walk(start):
             real = Path(root).resolve()
-            if real in seen or real in top.parents:
+            if real in seen or real in top.parents or {"plan.json", ".lock"} <= set(files):
                 folders.clear()
                 continue
             seen.add(real)

@@ -143,7 +143,8 @@ class TokenSet:
     """A prepared set, opened: `set[i]` is sequence i, [T] of token ids, read from disk on demand.
 
     Raises RunError if the folder is missing, unfinished, of another format, or its shards are not whole; it names the
-    command that makes the set, with `options`. The folder may be the `cache` of a set elsewhere: shards come when needed.
+    command that makes the set, with `options`. The folder may be the `cache` of a set elsewhere: its shards come when
+    they are needed.
     """
 
     def __init__(self, folder: str | Path, options: str = "--vocab-size N", cache: bool = False):

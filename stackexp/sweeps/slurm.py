@@ -199,11 +199,7 @@ class SlurmLauncher:
                 options.append("--dependency=afterany:" + ":".join(sorted(ids)))
         nodes, devices = _shape(trials[0])
         options += [f"--array={array}", f"--nodes={nodes}", f"--ntasks-per-node={devices}"]
-        for name in ("time", "partition", "account", "qos", "gres", "cpus_per_task"):
-            value = getattr(self.resources, name)
-            if value is not None:
-                options.append(f"--{name.replace('_', '-')}={value}")
-        return options
+        return options + resource_options(self.resources)
 
     def _script(self, trials: list[Trial]) -> str:
         folders = shlex.join(str(trial.folder.path.resolve()) for trial in trials)
@@ -240,6 +236,24 @@ class SlurmLauncher:
 def available() -> bool:
     """Whether Slurm's commands are on this machine."""
     return shutil.which("sbatch") is not None
+
+
+def resource_options(resources: Resources) -> list[str]:
+    """sbatch's options for all but the shape of a job."""
+    values = {
+        name: getattr(resources, name) for name in ("time", "partition", "account", "qos", "gres", "cpus_per_task")
+    }
+    return [f"--{name.replace('_', '-')}={value}" for name, value in values.items() if value is not None]
+
+
+def submit(name: str, script: str, *options: str) -> str:
+    """Submit a job that is no trial; its id. Raises RunError for what Slurm refuses, NoAnswer if it may have it."""
+    return _slurm("sbatch", "--parsable", f"--job-name={name}", *options, input=script).strip().split(";")[0]
+
+
+def jobs_named(name: str) -> list[str]:
+    """The ids of the jobs of this name that wait or run."""
+    return _slurm("squeue", "--noheader", f"--name={name}", "--format=%A").split()
 
 
 def jobs(sweep_folder: Path) -> dict[str, State]:

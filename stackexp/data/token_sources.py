@@ -1,0 +1,80 @@
+"""Token files as the source of a prepared set: their ids as they are; each document ends with end-of-text."""
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from stackexp.data.evaluation_sets import KnownTokenizer
+from stackexp.data.readers import TOKENS, Source, Tokens
+from stackexp.data.token_files import REMEDY, TokenFile, sha256_of
+from stackexp.data.tokenizer import end_of_text, token_bytes, vocab_size
+from stackexp.errors import RunError
+
+BLOCK = 1 << 20  # ids read at a time
+
+
+def of_tokens(sources: list[Source], place: Path) -> bool:
+    """Whether the sources are token files. Raises RunError if they are both those and text."""
+    tokens = [source for source in sources if source.is_tokens]
+    if tokens and len(tokens) < len(sources):
+        text = next(source for source in sources if not source.is_tokens)
+        raise RunError(
+            f"{place}: holds token ids ({tokens[0].name}) and text ({text.name}); prepare them apart, "
+            "and train on both with data.streams"
+        )
+    return bool(tokens)
+
+
+def check_token_sources(sources: list[Source], tokenizer: Path | None) -> None:
+    """Raise RunError if a token file is not whole, or known to be of another tokenizer than the given."""
+    if tokenizer is None:
+        suffixes = " and ".join(TOKENS)
+        raise RunError(
+            f"{sources[0].path}: {suffixes} files hold token ids; name the tokenizer that made them with --tokenizer"
+        )
+    known = KnownTokenizer.read(tokenizer)
+    end = end_of_text(known.tokenizer)
+    for source in sources:
+        record = TokenFile(source.path).record
+        if record and known.contradicts(record.tokenizer):
+            raise RunError(
+                f"{source.path}: token ids of another tokenizer ({record.tokenizer[:16]}) than {tokenizer}; "
+                "give the one that made them, or re-encode them with data retokenize"
+            )
+        if record and record.end_of_text not in (None, end):
+            raise RunError(
+                f"{source.path}: its documents end with id {record.end_of_text}, but end-of-text of {tokenizer} is "
+                f"{end}; give the tokenizer that made them, or re-encode them with data retokenize"
+            )
+
+
+def read_tokens(source: Source, tokenizer: Tokenizer, advance: Callable[[int], None]) -> Iterator[Tokens]:
+    """The ids of a token file in order, with end-of-text at its end.
+
+    Raises RunError for an id outside the tokenizer's vocabulary, and if the file is not what its record says.
+    """
+    path, size, end, table = source.path, vocab_size(tokenizer), end_of_text(tokenizer), token_bytes(tokenizer)
+    file, position, documents, last = TokenFile(path), 0, 0, end
+    if file.record and file.record.sha256 != sha256_of(Path(path)):
+        raise RunError(f"{path}: not what its record says (another SHA-256); {REMEDY}")
+    with open(path, "rb") as raw:  # not through the memory map, whose pages would count as ours
+        raw.seek(file.tokens.offset)
+        while len(ids := np.fromfile(raw, file.tokens.dtype, BLOCK)):
+            outside = np.flatnonzero((ids >= size) | (ids < 0))
+            if len(outside):
+                first = outside[0]
+                raise RunError(
+                    f"{path}: token id {ids[first]} at position {position + first}, outside the vocabulary of {size}; "
+                    "give the tokenizer that made the file"
+                )
+            ends = int((ids == end).sum())
+            yield Tokens(ids, ends, int(table[ids].sum()))
+            documents, position, last = documents + ends, position + len(ids), ids[-1]
+            advance(ids.nbytes)
+    if last != end:
+        yield Tokens(np.array([end], ids.dtype), 1, 0)
+    if not documents:
+        print(f"{path}: end-of-text, id {end}, is not in it: taken for one document", file=sys.stderr, flush=True)
