@@ -42,8 +42,9 @@ def mds_tokens(folder: Path, size: int, tokenizer: Tokenizer | None) -> TokenFil
 
     `size` of the vocabulary. Raises RunError if neither column is there, or ids lie outside the vocabulary.
     """
+    column = _column(folder)
     digest = _digest(folder)
-    if _column(folder) == "text":
+    if column == "text":
         return _cached_text(folder, digest, lambda: (Piece(s["text"], True) for s in _samples(folder)), tokenizer)
     source = {"source_sha256": digest, "tokenizer": "unknown"}
     return _cached(folder, [digest, size], lambda: _ids(folder, size), size, source)

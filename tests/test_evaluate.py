@@ -1,0 +1,313 @@
+"""`validate` and `test`: the figures of chunks, whatever the batch and the processes; what is recorded; kills."""
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from conftest import write_tiny
+from forks import Forks
+from records import only_run
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch.nn import functional as F
+
+from stackexp import runs
+from stackexp.callbacks.evaluation import PartialFigures
+from stackexp.cli import main
+from stackexp.config import compose
+from stackexp.modules import checkpoints
+from stackexp.modules.language_modeling import LanguageModeling
+from stackexp.runs import RunFolder
+
+T, V = 32, 300
+LENGTHS = {"a": 7 * T + 5, "b": 3 * T, "c": 2 * T - 1}
+
+
+@pytest.fixture(scope="module")
+def group(tmp_path_factory) -> Path:
+    """Raw token files as OLMo's."""
+    folder = tmp_path_factory.mktemp("group")
+    for name, length in LENGTHS.items():
+        (folder / f"{name}.npy").write_bytes(ids_of(name).tobytes())
+        assert len(ids_of(name)) == length
+    return folder
+
+
+def ids_of(name: str) -> np.ndarray:
+    return np.random.default_rng(ord(name)).integers(1, V, LENGTHS[name]).astype("<u2")
+
+
+@pytest.fixture(scope="module")
+def fitted(corpus, group, tmp_path_factory) -> RunFolder:
+    """A run that validates on a group and on a set of its own, three chunks of each."""
+    folder = tmp_path_factory.mktemp("fitted")
+    path = write_tiny(corpus, folder)
+    config = yaml.safe_load(path.read_text())
+    config["data"] |= {"validation": {"v2": str(group), "left": str(corpus["left"])}, "eval_sequences": 3}
+    path.write_text(yaml.safe_dump(config))
+    Forks(folder).run("fit", "--config", path)
+    return only_run(folder / "runs")
+
+
+def evaluate(run: RunFolder, *options: object, stage: str = "validate", expect: int = 0) -> dict:
+    """What the program leaves in <run>/<stage>.json."""
+    assert main([stage, "--run", str(run.path), *map(str, options)]) == expect
+    return json.loads((run.path / f"{stage}.json").read_text())
+
+
+def reference(run: RunFolder, ids: np.ndarray, starts: range, length: int = T) -> tuple[list[float], list[int]]:
+    """Loss and number of predictions of the chunks that begin at `starts`, one after the other, in plain torch."""
+    config = compose.load(str(run.config))
+    model = LanguageModeling(config, weights=checkpoints.choose(run, None)).model.eval()
+    losses, counts = [], []
+    with torch.no_grad():
+        for start in starts:
+            chunk = torch.from_numpy(ids[start : start + length].astype(np.int64))
+            logits = model(chunk[None]).logits[0]
+            losses.append(F.cross_entropy(logits[:-1].double(), chunk[1:], reduction="sum").item())
+            counts.append(len(chunk) - 1)
+    return losses, counts
+
+
+def test_figures_are_those_of_a_plain_loop_over_the_file(fitted):
+    record = evaluate(fitted)
+    for name, length in LENGTHS.items():
+        losses, counts = reference(fitted, ids_of(name), range(0, length - T + 1, T))
+        mean = np.mean([loss / count for loss, count in zip(losses, counts, strict=True)])  # OLMo: of means of chunks
+        figures = record["sets"][f"v2/{name}"]
+        assert figures["instances"] == length // T
+        assert figures["tokens"] == length // T * (T - 1)
+        assert figures["loss"] == pytest.approx(mean, rel=1e-6)
+        assert figures["perplexity"] == pytest.approx(math.exp(mean), rel=1e-5)
+    assert (record["context_length"], record["keep_remainder"]) == (T, False)
+
+
+def test_with_the_remainder_every_token_but_the_first_is_scored_once(fitted):
+    record = evaluate(fitted, "--keep-remainder", "--sets", "v2/a,v2/c")
+    assert list(record["sets"]) == ["v2/a", "v2/c"]
+    for name in ("a", "c"):
+        length = LENGTHS[name]
+        losses, counts = reference(fitted, ids_of(name), range(0, length - 1, T - 1))
+        figures = record["sets"][f"v2/{name}"]
+        assert figures["tokens"] == sum(counts) == length - 1
+        assert figures["instances"] == len(counts)
+        assert figures["loss"] == pytest.approx(sum(losses) / sum(counts), rel=1e-6)
+    assert record["keep_remainder"]
+
+
+def test_neither_batch_size_nor_processes_change_a_figure(fitted, tmp_path):
+    expected = evaluate(fitted, "data.eval_batch_size=1")["sets"]
+    again = evaluate(fitted, "data.eval_batch_size=7")["sets"]
+    two = ("trainer.devices=2", "data.micro_batch_size=2", "data.eval_batch_size=3")
+    Forks(tmp_path).run("validate", "--run", fitted.path, *two, ranks=2)
+    divided = json.loads((fitted.path / "validate.json").read_text())["sets"]
+    for sets in (again, divided):
+        assert sets.keys() == expected.keys()
+        for name, figures in expected.items():
+            assert sets[name] == pytest.approx(figures, rel=2e-7), name  # float32 in another order within the model
+            assert all(sets[name][key] == figures[key] for key in ("instances", "tokens", "bytes"))
+
+
+def test_averages_of_the_group_and_of_all(fitted):
+    record = evaluate(fitted)
+    sets = [record["sets"][f"v2/{name}"] for name in LENGTHS]
+    group = record["groups"]["v2"]
+    assert group["sets"] == 3
+    assert group["loss"] == pytest.approx(sum(s["loss"] for s in sets) / 3)
+    assert group["perplexity"] == pytest.approx(sum(s["perplexity"] for s in sets) / 3)
+    assert group["exp_mean_loss"] == pytest.approx(math.exp(group["loss"]))
+    assert record["average"]["loss"] == pytest.approx(sum(s["loss"] for s in record["sets"].values()) / 4)
+    table = (fitted.path / "validate.md").read_text()
+    assert "| v2: means of 3 sets | " in table
+    assert f"| {group['exp_mean_loss']:.2f} |" in table
+    assert f"| left | 70 | 2,170 | {record['sets']['left']['loss']:.4f} |" in table
+
+
+def test_while_fitting_groups_have_tags_of_their_own_and_sets_are_the_first_chunks(fitted):
+    lines = [line for line in fitted.read_metrics() if "validation/loss/average" in line]
+    assert [line["step"] for line in lines] == [6, 12]
+    tags = {f"v2/{name}" for name in LENGTHS} | {f"v2/average/{f}" for f in ("loss", "perplexity", "exp_mean_loss")}
+    ours = {f"validation/{figure}/{name}" for figure in ("loss", "perplexity") for name in ("left", "average")}
+    assert tags | ours <= lines[-1].keys()
+    assert not [tag for tag in lines[-1] if tag.startswith("validation/") and "v2" in tag]
+    losses, counts = reference(fitted, ids_of("a"), range(0, 3 * T, T))
+    assert lines[-1]["v2/a"] == pytest.approx(sum(losses) / sum(counts), rel=1e-6)
+    assert lines[-1]["v2/average/loss"] == pytest.approx(np.mean([lines[-1][f"v2/{name}"] for name in LENGTHS]))
+
+
+def test_the_result_is_over_whole_sets_and_has_the_groups(fitted):
+    result, record = json.loads(fitted.result.read_text()), evaluate(fitted)
+    assert result["sets"] == record["sets"]
+    assert result["groups"] == record["groups"]
+    assert result["average"] == record["average"]
+
+
+def test_tensorboard_has_the_sets_of_groups_at_the_checkpoints_step(fitted):
+    for old in fitted.path.glob("*.evaluation"):
+        old.unlink()
+    record = evaluate(fitted, "--ckpt_path", fitted.checkpoints / "00000008")
+    assert record["step"] == 8
+    events = EventAccumulator(str(fitted.path), size_guidance={"scalars": 0}).Reload()
+    found = {e.step: e.value for e in events.Scalars("v2/a")}
+    assert found[8] == pytest.approx(record["sets"]["v2/a"]["loss"])
+    assert {6, 8, 12} == found.keys(), "those of the fit are still there"
+    assert [e.step for e in events.Scalars("validate/loss/left")] == [8]
+
+
+def test_other_sets_than_the_configs(fitted, corpus, tmp_path, monkeypatch, caplog):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("STACKEXP_CACHE", str(tmp_path / "cache"))
+    Path("words.txt").write_text("def one():\n    return 1\n" * 30)
+    Path("mine").mkdir()
+    Path("mine/ice.jsonl").write_text(json.dumps({"text": "def one():\n    return 1\n" * 30}) + "\n")
+    Path("mine/left").symlink_to(corpus["left"])
+    sets = ("--sets", "words=words.txt, right", "--sets", "v3=mine")
+    assert main(["test", "--run", str(fitted.path), *sets, "--out", "out.json", "data.eval_batch_size=64"]) == 0
+    record = json.loads(Path("out.json").read_text())
+    assert list(record["sets"]) == ["words", "right", "v3/ice", "v3/left"]
+    assert record["sets"]["v3/ice"] == record["sets"]["words"]
+    assert Path("out.md").exists()
+    assert not (fitted.path / "test.json").exists()
+    assert "v3: 10 sets are missing: c4_en, dolma_books" in caplog.text
+
+
+# Kills
+
+
+@pytest.fixture
+def many(tmp_path) -> Path:
+    """Twelve sets, enough for a kill in the middle."""
+    rng = np.random.default_rng(0)
+    (tmp_path / "many").mkdir()
+    for number in range(12):
+        (tmp_path / "many" / f"set{number:02}.npy").write_bytes(rng.integers(1, V, 30 * T).astype("<u2").tobytes())
+    return tmp_path / "many"
+
+
+def lines_of(partial: Path) -> list[dict]:
+    return [json.loads(line) for line in partial.read_text().splitlines()] if partial.exists() else []
+
+
+def test_a_kill_after_some_sets_loses_none_of_them(fitted, many, tmp_path):
+    forks, out = Forks(tmp_path), tmp_path / "figures.json"
+    command = ("validate", "--run", fitted.path, "--sets", f"g={many}", "--out", out, "data.eval_batch_size=1")
+    partial = out.with_suffix(".partial.jsonl")
+    started = forks.start(*command)
+    started.kill_when(lambda: len(lines_of(partial)) >= 4)
+    done = lines_of(partial)
+    assert 4 <= len(done) < 12
+    assert not out.exists()
+    marked = [line | {"figures": line["figures"] | {"loss": 100.0 + number}} for number, line in enumerate(done)]
+    partial.write_text("".join(json.dumps(line) + "\n" for line in marked) + '{"key": "cut o')
+
+    other = fitted.checkpoints / "00000008"
+    forks.run(*command, "--ckpt_path", other)
+    assert all(figures["loss"] < 100 for figures in json.loads(out.read_text())["sets"].values())
+    assert [line["set"] for line in lines_of(partial)] == [line["set"] for line in done], "another's lines stay"
+
+    said = forks.run(*command)
+    assert f"{len(done)} of 12 sets were done before" in said
+    sets = json.loads(out.read_text())["sets"]
+    assert list(sets) == [f"g/set{number:02}" for number in range(12)]
+    assert {name: sets[name]["loss"] for name in sets if sets[name]["loss"] >= 100} == {
+        line["set"]: line["figures"]["loss"] for line in marked
+    }, "what was done is taken as it was"
+    assert not partial.exists()
+
+    forks.run(*command)
+    whole = json.loads(out.read_text())["sets"]
+    killed = {line["set"]: line["figures"] for line in done}
+    assert whole == sets | killed, "to the last bit what an evaluation without a kill gives"
+
+
+def test_what_changes_a_figure_is_in_the_key(fitted, many, tmp_path):
+    """The chunks, the model, the precision, a set's content: nothing done otherwise is taken for done."""
+    from stackexp.verbs import evaluate as verb
+
+    class Here:
+        def agree(self, decide):
+            return decide()
+
+    def keys(*overrides: str, checkpoint: str = "00000012") -> dict[str, str]:
+        config = compose.compose([str(fitted.config)], list(overrides))
+        asked = verb.Evaluation("validate", config, run=fitted, sets=(f"g={many}",))
+        data = verb._data(asked)
+        data.setup("validate")
+        return verb._keys(asked, data, Here(), fitted.checkpoints / checkpoint)
+
+    first = keys()
+    assert keys("data.eval_batch_size=3", "trainer.devices=1", "logging.progress_bar=false") == first
+    others = [keys("data.keep_remainder=true"), keys("data.context_length=16"), keys(checkpoint="00000008")]
+    others += [keys("model.memory.eval_num_slots=8"), keys("trainer.precision=bf16-true")]
+    for other in others:
+        assert not set(other.values()) & set(first.values())
+    (many / "set01.npy").write_bytes((many / "set01.npy").read_bytes()[: -2 * T])
+    changed = keys()
+    assert [name for name in first if changed[name] != first[name]] == ["g/set01"]
+
+
+def test_partial_figures_of_two_evaluations_share_a_file(tmp_path):
+    partial = PartialFigures(tmp_path / "x.jsonl")
+    assert partial.read({"a": "1"}) == {}
+    partial.add("1", "a", {"loss": 1.0})
+    partial.add("2", "a", {"loss": 2.0})
+    assert partial.read({"a": "1", "b": "3"}) == {"a": {"loss": 1.0}}
+    partial.forget({"a": "1"})
+    assert partial.read({"a": "1"}) == {}
+    assert partial.read({"a": "2"}) == {"a": {"loss": 2.0}}
+    partial.forget({"a": "2"})
+    assert not partial.path.exists()
+
+
+# Mistakes
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "message"),
+    [
+        (["--sets", "v9"], 2, "--sets: no set 'v9' in data.validation; there are v2, v3, left (or give NAME=PATH)"),
+        (["--sets", "lefft"], 2, "--sets: no set 'lefft' in data.validation; did you mean 'left'? (or give NAME=PATH)"),
+        (["--sets", "v2/aa"], 2, "--sets: no set 'v2/aa' in data.validation; did you mean 'v2/a'?"),
+        (["--sets", "v3"], 1, "data/olmo/v3: no such folder; fetch them with: python -m stackexp data fetch v3"),
+        (["--sets", "x=nowhere.npy"], 1, "nowhere.npy: no such file or folder, set x; correct the path"),
+        (["--sets", "x=large.npy"], 1, "large.npy: token id 50,279, but data.vocab_size is 300; re-encode it with"),
+        (["--sets", "x=odd.npy"], 1, "odd.npy: 3 bytes are no whole number of uint16 token ids"),
+        (["--out", "figures.txt"], 2, "validate: --out: expected a name that ends in .json, found figures.txt"),
+        (["--set", "v2"], 2, "validate: unknown option --set; did you mean '--sets'?"),
+        (["--ckpt_path", "nowhere"], 1, "nowhere: no such checkpoint; give a folder in a run's checkpoints/"),
+    ],
+)
+def test_a_mistake_is_one_line(fitted, tmp_path, monkeypatch, capsys, options, code, message):
+    monkeypatch.chdir(tmp_path)
+    np.array([1, 50_279] * 99, "<u2").tofile("large.npy")
+    Path("odd.npy").write_bytes(b"abc")
+    assert main(["validate", "--run", str(fitted.path), *options]) == code
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith(f"error: {message}")
+    assert printed.err.count("\n") == 1
+
+
+def test_progress_of_a_long_evaluation_goes_to_standard_error(fitted, monkeypatch, capsys):
+    monkeypatch.setattr("stackexp.callbacks.evaluation.QUIET_SECONDS", 0)
+    evaluate(fitted, "--sets", "v2")
+    printed = capsys.readouterr()
+    assert [line.split(":")[0] for line in printed.err.splitlines()] == ["1/3 v2/a", "2/3 v2/b", "3/3 v2/c"]
+    assert "instances" in printed.out
+    evaluate(fitted, "--sets", "v2", "logging.progress_bar=false")
+    assert capsys.readouterr().err == ""
+
+
+def test_a_live_run_keeps_its_tensorboard_file_for_itself(fitted, tmp_path):
+    folder = runs.RunFolder(tmp_path / "run")
+    folder.path.mkdir()
+    from stackexp.verbs.evaluate import _write_scalars
+
+    with folder.lock():
+        _write_scalars(folder, "validate", 3, {"v2/a": {"loss": 1.0, "perplexity": 2.0}})
+    assert not list(folder.path.glob("events*"))
+    events = EventAccumulator(str(folder.path / "validate")).Reload()
+    assert [(e.step, e.value) for e in events.Scalars("v2/a")] == [(3, 1.0)]
