@@ -50,7 +50,7 @@ def main(argv: list[str]) -> int:
         parser.error("expected SOURCE --to FOLDER, or --config NAME_OR_PATH")
     if (options.tokenizer is None) == (options.vocab_size is None):
         parser.error("give either --tokenizer FILE, or --vocab-size N to train one")
-    for name, least in {"vocab_size": 300, "context_length": 2, "workers": 1, "tasks": 1}.items():
+    for name, least in {"vocab_size": 300, "context_length": 2, "workers": 1, "tasks": 1, "unit_bytes": 1}.items():
         value = getattr(options, name)
         if value is not None and value < least:
             parser.error(f"--{name.replace('_', '-')}: expected an integer >= {least}, found {value}")
@@ -89,6 +89,9 @@ def _parser() -> Parser:
     parser.add_argument("--workers", type=int, metavar="N", help="processes (default: one per CPU)")
     parser.add_argument("--strict", action="store_true", help="stop at the first bad line")
     parser.add_argument("--config", action="append", metavar="NAME_OR_PATH", help="prepare a config's own corpus")
+    parser.add_argument(
+        "--unit-bytes", type=int, default=1 << 24, metavar="N", help="small files share a unit of work (%(default)s)"
+    )
     parser.add_argument("--part", metavar="I/N", help="only part I of N; without it all are merged")
     parser.add_argument("--launcher", choices=["local", "slurm"], default="local", help="default: %(default)s")
     parser.add_argument("--tasks", type=int, metavar="N", help="of the Slurm array, of --workers processes each")
@@ -110,6 +113,7 @@ def _prepare_source(source: Path, options: argparse.Namespace) -> int:
         context_length=options.context_length,
         workers=options.workers,
         strict=options.strict,
+        unit_bytes=options.unit_bytes,
         part=options.part,
     )
     if options.part:
@@ -144,11 +148,9 @@ def _submit(source: Path, options: argparse.Namespace) -> int:
     for name, problem in resources.problems():
         raise ConfigError(f"data prepare: --{name}: {problem}")
     if not slurm.available():
-        raise ConfigError(
-            "data prepare --launcher slurm: there is no sbatch here; start it where Slurm's commands are"
-        )
+        raise ConfigError("data prepare --launcher slurm: there is no sbatch here; start it where Slurm's commands are")
     folder = Path(options.to).absolute()
-    plan = Plan(source.absolute(), options.tokenizer, options.vocab_size, options.context_length)
+    plan = Plan(source.absolute(), options.tokenizer, options.vocab_size, options.context_length, options.unit_bytes)
     begin(plan, folder)
     if (folder / "corpus.json").exists():
         return _prepare_source(source, options)
@@ -178,7 +180,7 @@ def _command(plan: Any, folder: Path, workers: int, strict: bool) -> str:
         words += ["--tokenizer", plan.tokenizer.absolute()]
     else:
         words += ["--vocab-size", plan.vocab_size]
-    words += ["--context-length", plan.context_length] + ["--strict"] * strict
+    words += ["--context-length", plan.context_length, "--unit-bytes", plan.unit_bytes] + ["--strict"] * strict
     return shlex.join(map(str, words))
 
 
