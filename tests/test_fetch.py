@@ -2,8 +2,11 @@
 
 import json
 import shutil
+import subprocess
+import sys
 import threading
 import time
+import urllib.request
 
 import numpy as np
 import pytest
@@ -259,6 +262,23 @@ def test_what_are_no_ids_is_refused(fetch, server, tmp_path, capsys, body, messa
     assert fetch("v2", "--only", "ptb") == 0
 
 
+def test_a_compressed_file_is_refused(fetch, server, capsys):
+    server.headers["Content-Encoding"] = "gzip"
+    assert fetch("v2", "--only", "ptb") == 1
+    assert "the server sends the file in gzip" in capsys.readouterr().err
+
+
+def test_a_proxy_is_used(server, tmp_path, monkeypatch):
+    host = "http://no-such-host.invalid"
+    server.files = {f"{host}/{PTB.path}": CONTENT[PTB]}
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("http_proxy", server.url)
+    monkeypatch.setattr(urllib.request, "_opener", None)  # it keeps the environment of its first use
+    assert main(["data", "fetch", "v2", "--only", "ptb", "--mirror", host, "--to", str(tmp_path / "to")]) == 0
+    assert content(tmp_path, PTB) == CONTENT[PTB]
+
+
 def test_an_html_page_is_named(fetch, server, capsys):
     server.headers["Content-Type"] = "text/html; charset=utf-8"
     assert fetch("v2", "--only", "ptb") == 1
@@ -419,10 +439,30 @@ def test_a_folder_that_cannot_be_written(tmp_path, capsys):
     assert line.startswith(f"error: {tmp_path / 'file' / 'v2'}: cannot be written (Not a directory)")
 
 
+SMALL_DISK = """
+import resource, sys
+from stackexp.cli import main
+resource.setrlimit(resource.RLIMIT_FSIZE, (4000, 4000))
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_a_full_disk_is_named_and_the_same_command_goes_on(fetch, server, tmp_path):
+    command = ["data", "fetch", "v2", "--only", "ptb", "--mirror", server.url, "--to", str(tmp_path / "to")]
+    ended = subprocess.run([sys.executable, "-c", SMALL_DISK, *command], capture_output=True, text=True)
+    assert ended.returncode == 1
+    [line] = [line for line in ended.stderr.replace("\r", "\n").splitlines() if "error" in line]
+    assert line.strip().startswith(f"error: {tmp_path / 'to'}: cannot be written (File too large); make room")
+    assert not PTB.file(tmp_path / "to").exists()
+    assert fetch("v2", "--only", "ptb") == 0
+    assert server.requests[-1][1:] == ("bytes=4000-", 206)
+    assert content(tmp_path, PTB) == CONTENT[PTB]
+
+
 def test_a_silent_server_is_given_up(fetch, server, monkeypatch, capsys):
     monkeypatch.setattr(download, "TIMEOUT", 0.05)
     monkeypatch.setattr(download, "ATTEMPTS", 2)
-    server.pause = 0.5
+    server.pause, server.ranges = 0.5, False
     begin = time.monotonic()
     assert fetch("v2", "--only", "ptb") == 1
     assert time.monotonic() - begin < 5

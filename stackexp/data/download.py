@@ -124,8 +124,9 @@ def _attempt(url: str, part: Path, bar: tqdm) -> None:
 
 
 def _show(bar: tqdm, have: int, size: int) -> None:
+    bar.initial = 0
     bar.reset(size)
-    bar.initial = bar.n = have
+    bar.initial = bar.n = bar.last_print_n = have
     bar.refresh()
 
 
@@ -186,7 +187,9 @@ def _version_of(url: str, response: http.client.HTTPResponse) -> tuple[_Version,
     """The file that a response is from, and the byte that it begins with. Raises RunError for a page of text."""
     if response.headers.get_content_type() in ("text/html", "application/xhtml+xml"):
         raise RunError(f"{url}: the server sends an HTML page, not a file of token ids; is this the right place?")
-    if response.headers.get("Content-Encoding", "identity") != "identity" or response.length is None:
+    if (encoding := response.headers.get("Content-Encoding", "identity")) != "identity":
+        raise RunError(f"{url}: the server sends the file in {encoding}, not as it is")
+    if response.length is None:
         raise RunError(f"{url}: the server does not say how long the file is, so nothing shows whether it came whole")
     size, begin = response.length, 0
     if response.status == 206:

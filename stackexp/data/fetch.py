@@ -34,7 +34,7 @@ def fetch(
 ) -> Fetched:
     """Bring `sets` to `folder`/v2 and `folder`/v3, each checked, its record beside it; what is whole there stays.
 
-    `mirror`: a URL with what is below OLMo's, or a folder (see find_in). `verify`: read what is there again and
+    `mirror`: a URL with what lies below OLMo's, or a folder (see find_in). `verify`: read what is there again and
     compare its SHA-256 with the record's. A set that fails leaves the others alone; without a way to the server the
     rest is given up. Raises RunError if `folder` cannot be written.
     """
@@ -72,7 +72,7 @@ def _bring(one: OlmoSet, folder: Path, mirror: str | None, progress: bool) -> Fi
     if mirror and "://" not in mirror:
         file = find_in(Path(mirror), one)
         expected = _record_of_mirror(file)
-        source = expected.source if expected else str(file)
+        source = expected.source if expected else str(file.absolute())
         part = path if path.exists() and path.samefile(file) else _copy(file, part)
     else:
         source = f"{(mirror or BASE_URL).rstrip('/')}/{one.path}"

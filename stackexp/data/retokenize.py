@@ -104,7 +104,7 @@ class Retokenizer:
             self._encoded(self._texts(parts, counts), counts),
             vocab_size=vocab_size(self.new),
             counts=lambda: {name: n for name, n in asdict(counts).items() if name != "source_bytes"},
-            source=str(file.path),
+            source=str(file.path.absolute()),
             end_of_text=end_of_text(self.new),
             **made_of,
         )
