@@ -212,9 +212,9 @@ def test_a_tokenizer_that_is_not_byte_level(tmp_path):
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
     tokenizer.add_special_tokens(["<unk>", "</s>"])
-    ids = np.array([6, 7, 5, 1, 1, 6, 8, 9, 10, 11, 1, 3, 8])
+    ids = np.array([6, 7, 5, 1, 1, 6, 8, 9, 10, 11, 1, 4, 0, 1, 3, 8])
     new = convert(write(tmp_path / "a.npy", ids, tokenizer), tmp_path / "new", tokenizer)
-    assert documents_in(NEW, ids_in(new)) == ["a bc", "", "a🙂", "a\ufffd"]
+    assert documents_in(NEW, ids_in(new)) == ["a bc", "", "a🙂", "b<unk>", "a\ufffd"]
     assert read_record(new).replaced_documents == 1
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from stackexp import __version__
+import stackexp
 from stackexp.data.shards import sync, write_json
 from stackexp.errors import RunError, first_line
 
@@ -146,7 +146,7 @@ def _read_version(url: str, part: Path) -> _Version | None:
 
 @contextmanager
 def _open(url: str, headers: dict[str, str]) -> Iterator[http.client.HTTPResponse]:
-    headers = {"User-Agent": f"stackexp/{__version__}", "Accept-Encoding": "identity", **headers}
+    headers = {"User-Agent": f"stackexp/{stackexp.__version__}", "Accept-Encoding": "identity", **headers}
     try:
         response = urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=TIMEOUT)
     except urllib.error.HTTPError as e:
