@@ -22,6 +22,7 @@ from stackexp.errors import RunError, first_line
 
 T = TypeVar("T")
 DESCRIPTION = ("corpus.json", "index.json", "tokenizer.json")
+SECONDS = 1.0  # before the second attempt at a download; twice as many before each further one
 MARK = ".remote"  # the file of a cache folder that is locked, and names the remote
 OF_NO_USE = {errno.ENOENT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENOTDIR}
 """Errors of the system that trying again does not mend."""
@@ -51,7 +52,7 @@ class Remote:
         """
         part = to.with_name(f".{to.name}.{os.getpid()}-{threading.get_ident()}")
         for attempt in range(1 + self._retries if patient else 1):
-            time.sleep(2 ** (attempt - 1) if attempt else 0)
+            time.sleep(SECONDS * 2 ** (attempt - 1) if attempt else 0)
             try:
                 self._downloader.download(f"{self.url}/{name}", str(part), self._timeout)
                 _check_hash(part, sha256)
@@ -92,7 +93,8 @@ def _is_final(error: Exception) -> bool:
 
 def _status(error: Exception) -> int:
     """Of an answer over HTTP, as botocore's ClientError has it; 0 where there was none."""
-    return getattr(error, "response", {}).get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
+    response = getattr(error, "response", None)
+    return response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0) if isinstance(response, dict) else 0
 
 
 def _explain(error: Exception, attempts: int) -> str:

@@ -122,7 +122,7 @@ class TokenStream(StreamingDataset):
         if ours:
             try:
                 self._fetch(shard_id, patient=blocking)
-            except (SourceError, OSError):
+            except Exception:
                 if blocking:
                     raise
         while blocking and self._states[shard_id] == COMING:
