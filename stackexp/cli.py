@@ -102,19 +102,10 @@ def evaluate(stage: Any, argv: list[str]) -> int:
 
     configs = [str(_run_config(parser, options.run))] if options.run else options.config
     config = compose.compose(configs, overrides)
-    from stackexp import runs
     from stackexp.verbs import evaluate as verb
 
-    asked = verb.Evaluation(
-        stage,
-        config,
-        run=runs.at(options.run) if options.run else None,
-        ckpt_path=options.ckpt_path,
-        sets=tuple(name.strip() for names in options.sets for name in names.split(",") if name.strip()),
-        out=Path(options.out) if options.out else None,
-        overrides=tuple(overrides),
-    )
-    return verb.run(asked)
+    sets = [name.strip() for names in options.sets for name in names.split(",") if name.strip()]
+    return verb.run(stage, options.run, config, options.ckpt_path, sets, options.out, overrides)
 
 
 def generate(argv: list[str]) -> int:

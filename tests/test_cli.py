@@ -282,10 +282,15 @@ def test_verbs_get_what_was_given(monkeypatch, tmp_path):
     assert calls.pop() == ((config, None, "here"), {})
     assert cli.main(["validate", "--run", run, "data.eval_batch_size=2"]) == 0
     args, _ = calls.pop()
-    assert (args[:2], args[3:]) == (("validate", run), (None, ["data.eval_batch_size=2"]))
+    assert (args[:2], args[3:]) == (("validate", run), (None, [], None, ["data.eval_batch_size=2"]))
     assert (args[2].seed, args[2].data.eval_batch_size) == (1, 2)
     assert cli.main(["test", "--config", "quickstart", "--seed=1", "--ckpt_path", "a.safetensors"]) == 0
-    assert calls.pop() == (("test", None, config, "a.safetensors", ["--seed=1"]), {})
+    assert calls.pop() == (("test", None, config, "a.safetensors", [], None, ["--seed=1"]), {})
+    asked = ["--sets", "v2, v3", "--sets", "a=b.npy", "--keep-remainder", "--out", "x.json"]
+    assert cli.main(["validate", "--run", run, *asked]) == 0
+    args, _ = calls.pop()
+    assert args[4:] == (["v2", "v3", "a=b.npy"], "x.json", ["data.keep_remainder=true"])
+    assert args[2].data.keep_remainder
     assert cli.main(["generate", "--run", run, "--prompt", "def", "--temperature", "0", "--seed", "7"]) == 0
     options = {"run": run, "ckpt_path": None, "prompt": "def", "max_new_tokens": 128, "temperature": 0.0}
     assert calls.pop() == ((), {**options, "top_p": 0.95, "seed": 7})

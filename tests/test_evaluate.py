@@ -165,11 +165,11 @@ def test_other_sets_than_the_configs(fitted, corpus, tmp_path, monkeypatch, capl
     Path("mine/ice.jsonl").write_text(json.dumps({"text": "def one():\n    return 1\n" * 30}) + "\n")
     Path("mine/left").symlink_to(corpus["left"])
     sets = ("--sets", "words=words.txt, right", "--sets", "v3=mine")
-    assert main(["test", "--run", str(fitted.path), *sets, "--out", "out.json", "data.eval_batch_size=64"]) == 0
-    record = json.loads(Path("out.json").read_text())
+    assert main(["test", "--run", str(fitted.path), *sets, "--out", "to/out.json", "data.eval_batch_size=64"]) == 0
+    record = json.loads(Path("to/out.json").read_text())
     assert list(record["sets"]) == ["words", "right", "v3/ice", "v3/left"]
     assert record["sets"]["v3/ice"] == record["sets"]["words"]
-    assert Path("out.md").exists()
+    assert {path.name for path in Path("to").iterdir()} == {"out.json", "out.md"}
     assert not (fitted.path / "test.json").exists()
     assert "v3: 10 sets are missing: c4_en, dolma_books" in caplog.text
 
@@ -277,6 +277,7 @@ def test_partial_figures_of_two_evaluations_share_a_file(tmp_path):
         (["--sets", "x=odd.npy"], 1, "odd.npy: 3 bytes are no whole number of uint16 token ids"),
         (["--out", "figures.txt"], 2, "validate: --out: expected a name that ends in .json, found figures.txt"),
         (["--set", "v2"], 2, "validate: unknown option --set; did you mean '--sets'?"),
+        (["--out", "odd.npy/x.json"], 1, "odd.npy: File exists; mend the path"),
         (["--ckpt_path", "nowhere"], 1, "nowhere: no such checkpoint; give a folder in a run's checkpoints/"),
     ],
 )

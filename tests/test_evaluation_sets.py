@@ -185,11 +185,13 @@ def test_a_folder_of_sets_is_a_group(tmp_path, known):
         MAKERS[name](group)
     write_token_file(group / "with.record.npy", [np.array(IDS)], vocab_size=V, tokenizer=known.fingerprint, source="x")
     write_documents(group / "prepared", TEXTS, TOKENIZER, T)
-    raw(group / "deep" / "val" / "part.npy")
+    raw(group / "4chan" / "val" / "part-0-00000.npy")  # as on OLMo's server
+    raw(group / "two" / "a.npy")
+    raw(group / "two" / "b.npy")
     (group / "README.md").write_text("what these are")
     (group / ".hidden.npy").write_bytes(b"")
     found = expand("g", group)
-    assert list(found) == ["g/deep/val/part", "g/prepared", "g/raw", "g/text", "g/with.record"]
+    assert list(found) == ["g/4chan", "g/prepared", "g/raw", "g/text", "g/two/a", "g/two/b", "g/with.record"]
     for name, path in found.items():
         assert tokens_of(open_set(name, path, config(), known))[: 10 * T] == IDS[: 10 * T]
     assert expand("one", group / "raw.npy") == {"one": group / "raw.npy"}

@@ -24,6 +24,12 @@ class PartialFigures:
     def __init__(self, path: Path):
         self.path = path
 
+    def begin(self, keys: dict[str, str]) -> dict[str, dict[str, float]]:
+        """`read`, once it is sure that the file can be written: better now than after the first set."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        open(self.path, "ab").close()
+        return self.read(keys)
+
     def read(self, keys: dict[str, str]) -> dict[str, dict[str, float]]:
         """The figures of those of the sets {name: key} that are done."""
         done = {line["key"]: line["figures"] for line in self._lines()}

@@ -6,7 +6,7 @@ A place that data.validation or data.test names is one set, or a folder of sets,
     .npy, .bin                              token ids, see data/token_files.py
     a folder of other people's MDS shards   column `tokens` or `text`, read once into the cache
     .jsonl, .jsonl.gz, .jsonl.zst, .txt     tokenised once, into the cache
-    a folder of several of these            the sets <name>/<stem>
+    a folder of several of these            the sets <name>/<stem>; a folder in it that holds a single one is that set
 
 A set is cut into chunks of the context length (`Chunks`). Nothing is loaded whole.
 """
@@ -129,6 +129,7 @@ def _sets_in(name: str, folder: Path) -> dict[str, Path]:
         stem = f"{name}/{_stem(entry)}"
         if entry.is_dir() and not _is_set(entry):
             inside = _sets_in(stem, entry)
+            inside = dict.fromkeys([stem], *inside.values()) if len(inside) == 1 else inside  # 4chan/val.npy
         else:
             inside = {stem: entry} if entry.is_dir() or entry.name.lower().endswith(LISTED) else {}
         if twice := found.keys() & inside.keys():

@@ -4,6 +4,7 @@ import dataclasses
 import hashlib
 import json
 import logging
+import sys
 import time
 from pathlib import Path
 from typing import Literal
@@ -49,30 +50,44 @@ class Evaluation:
         return self.out or (self.run.path / f"{self.stage}.json" if self.run else None)
 
 
-def run(asked: Evaluation) -> int:
-    """Evaluate a run's newest checkpoint, or `ckpt_path`, on the whole of every set.
+def run(
+    stage: Stage,
+    run: str | None,
+    config: ExperimentConfig,
+    ckpt_path: str | None,
+    sets: list[str],
+    out: str | None,
+    overrides: list[str],
+) -> int:
+    """Evaluate a run's newest checkpoint, or `ckpt_path`, on the whole of every set of the config, or of `sets`.
 
-    The figures go to <run>/<stage>.json, or `out`, as each set is done; the same command after a kill does the rest.
+    `config` is the run's with `overrides` on top, or any other. The figures go to <run>/<stage>.json, or `out`, as each
+    set is done; the same command after a kill does the rest.
     """
+    folder, file = runs.at(run) if run else None, Path(out) if out else None
+    return _evaluate(Evaluation(stage, config, folder, ckpt_path, tuple(sets), file, tuple(overrides)))
+
+
+def _evaluate(asked: Evaluation) -> int:
     logging.basicConfig(format="%(message)s")
     config, data = asked.config, _data(asked)
     with started(config.trainer, accelerator(config)) as processes:
         checkpoint = processes.agree(lambda: _checkpoint(asked))
         data.prepare_data()
         data.setup(asked.stage)
-        partial = PartialFigures(asked.record.with_suffix(".partial.jsonl")) if asked.record else None
         names, keys = data.set_names(asked.stage), _keys(asked, data, processes, checkpoint)
-        done = processes.agree(lambda: partial.read(keys)) if partial else {}
-        data.leave_out = frozenset(done)
+        partial = PartialFigures(asked.record.with_suffix(".partial.jsonl")) if asked.record else None
+        done = processes.agree(lambda: partial.begin(keys)) if partial else {}
         if done and processes.first:
-            print(f"{partial.path}: {len(done)} of {len(names)} sets were done before", flush=True)
+            line = f"{partial.path}: {len(done)} of {len(names)} sets were done before"
+            print(line, file=sys.stderr, flush=True)
+        data.leave_out = frozenset(done)
         if len(done) < len(names):
-            done |= _figures(
-                asked, data, processes, checkpoint, EvaluationRecord(partial, keys, config.logging.progress_bar)
-            )
+            record = EvaluationRecord(partial, keys, config.logging.progress_bar)
+            done |= _figures(asked, data, processes, checkpoint, record)
         if processes.first:
             sets = {name: done[name] for name in names}
-            print(f"{checkpoint}\n\n{set_table(sets)}")
+            print(f"{_about(asked, checkpoint)}\n\n{set_table(sets)}")
             if asked.record:
                 _write(asked, checkpoint, sets)
                 partial.forget(keys)
@@ -109,7 +124,7 @@ def _figures(
 
 
 def _keys(asked: Evaluation, data: pl.LightningDataModule, processes: Processes, checkpoint: Path) -> dict[str, str]:
-    """For each set a hash of all that its figures come from: checkpoint, what the set holds, model, chunks, precision."""
+    """For each set a hash of what its figures come from: checkpoint, what the set holds, model, chunks, precision."""
     config = to_dict(asked.config)
     options = [config["model"], config["trainer"]["precision"], config["data"]["context_length"]]
     options += [config["data"]["keep_remainder"], stackexp.__version__, asked.stage]
@@ -145,11 +160,16 @@ def _write(asked: Evaluation, checkpoint: Path, sets: Sets) -> None:
         "groups": group_averages(sets),
     }
     runs.write_atomically(asked.record, json.dumps(record, indent=2))
-    about = f"{checkpoint}, chunks of {record['context_length']} tokens"
-    about += ", every token scored" if record["keep_remainder"] else ""
-    runs.write_atomically(asked.record.with_suffix(".md"), f"{about}\n\n{set_markdown(sets)}")
+    table = f"{_about(asked, checkpoint)}\n\n{set_markdown(sets)}"
+    runs.write_atomically(asked.record.with_suffix(".md"), table)
     if asked.run and step is not None and asked.config.logging.tensorboard:
         _write_scalars(asked.run, asked.stage, step, sets)
+
+
+def _about(asked: Evaluation, checkpoint: Path) -> str:
+    """What the figures depend on besides the model."""
+    scored = "every token scored" if asked.config.data.keep_remainder else "what is left at a set's end dropped"
+    return f"{checkpoint}, chunks of {asked.config.data.context_length:,} tokens, {scored}"
 
 
 def _write_scalars(run: RunFolder, stage: Stage, step: int, sets: Sets) -> None:
