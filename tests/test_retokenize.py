@@ -17,7 +17,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from stackexp.cli import main
 from stackexp.data import retokenize
 from stackexp.data.retokenize import Retokenizer
-from stackexp.data.token_files import TokenFile, read_record, write_token_file
+from stackexp.data.token_files import TokenFile, read_record, write_record, write_token_file
 from stackexp.data.tokenizer import END_OF_TEXT, fingerprint, literal, load_tokenizer, train_tokenizer, vocab_size
 from stackexp.errors import RunError
 
@@ -147,7 +147,7 @@ def test_the_id_that_ends_documents_is_looked_for(tmp_path, capsys, known_from):
     new = convert(source, tmp_path / "new", NEOX, end=50_276 if known_from == "option" else None)
     expected = ids_of(NEW, ["one", "two", "three", "four"]).tolist()
     assert ids_in(new) == (expected if known_from == "file" else expected[:-1])
-    assert ("id 50276 ends its documents, but is also the tokenizer's '  '" in capsys.readouterr().err) == (
+    assert ("id 50276 ends the documents of a.npy, but is also the tokenizer's '  '" in capsys.readouterr().err) == (
         known_from != "option"
     )
 
@@ -186,6 +186,9 @@ def test_the_record_of_the_source_learns_the_bytes_of_its_text(tmp_path, capsys)
     after = read_record(source)
     assert after.text_bytes == read_record(new).text_bytes
     assert (after.sha256, after.documents) == (before.sha256, 7)
+    write_record(source, before)  # as after a kill between the two records
+    convert(source, tmp_path / "new")
+    assert read_record(source) == after
 
 
 @pytest.mark.parametrize(

@@ -56,6 +56,8 @@ class Retokenizer:
         if inside or source.resolve() == (folder / source.name).resolve():
             raise RunError(f"{folder}: holds the files to read themselves; choose another --to")
         tokens = {name: TokenFile(path) for name, path in files.items()}
+        ends = {name: self._end_of(file) for name, file in tokens.items()}
+        self._remark_on(ends)
         total = sum(map(len, tokens.values()))
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -63,7 +65,7 @@ class Retokenizer:
                 locked(folder / ".lock", f"the re-encoding into {folder}"),
                 tqdm(desc="re-encoding", total=total, unit="tok", unit_scale=True, disable=not progress) as bar,
             ):
-                return {name: self._file(file, folder / name, bar) for name, file in tokens.items()}
+                return {name: self._file(file, ends[name], folder / name, bar) for name, file in tokens.items()}
         except OSError as e:
             raise RunError(
                 f"{e.filename or folder}: cannot be written ({e.strerror or e}); make room or choose another --to, "
@@ -85,8 +87,7 @@ class Retokenizer:
     def _table(self) -> dict[int, bytes] | None:
         return _bytes_of_tokens(self.old) if is_byte_level(self.old) else None
 
-    def _file(self, file: TokenFile, path: Path, bar: tqdm) -> FileRecord:
-        end = self._end_of(file)
+    def _file(self, file: TokenFile, end: int, path: Path, bar: tqdm) -> FileRecord:
         made_of = {
             **self._fingerprints,
             "source_sha256": file.record.sha256 if file.record else sha256_of(file.path),
@@ -95,6 +96,8 @@ class Retokenizer:
         if (record := _there(path, made_of)) is not None:
             bar.update(len(file))
             tqdm.write(f"{path}: already there", file=sys.stderr)
+            if not record.replaced_documents:
+                _complete(file, record.text_bytes)
             return record
         path.parent.mkdir(parents=True, exist_ok=True)
         counts = Counts()
@@ -108,7 +111,7 @@ class Retokenizer:
             end_of_text=end_of_text(self.new),
             **made_of,
         )
-        _complete(file, counts)
+        _complete(file, counts.source_bytes)
         return record
 
     def _end_of(self, file: TokenFile) -> int:
@@ -121,13 +124,18 @@ class Retokenizer:
         else:
             neox = own == 0 and olmo.END_OF_TEXT[1] < len(self._known) <= olmo.EMBEDDING_SIZE
             found = olmo.find_end_of_text(file.tokens, (own, *olmo.END_OF_TEXT) if neox else (own,))
-        if found not in (None, own) and (text := self.old.id_to_token(found)):
-            tqdm.write(
-                f"note: {file.path}: id {found} ends its documents, but is also the tokenizer's {text!r}, which "
-                "ends a document too wherever it stands; with --end-of-text another id ends them",
-                file=sys.stderr,
-            )
         return own if found is None else found
+
+    def _remark_on(self, ends: dict[str, int]) -> None:
+        """Say which ids end documents though they are text to the tokenizer, as two spaces in OLMo's oldest files."""
+        for end in sorted(set(ends.values()) - {self.end, end_of_text(self.old)}):
+            if text := self.old.id_to_token(end):
+                names = [name for name, of in ends.items() if of == end]
+                tqdm.write(
+                    f"note: id {end} ends the documents of {', '.join(names)}, but is also the tokenizer's {text!r}, "
+                    "which ends one too wherever it stands; with --end-of-text another id ends them",
+                    file=sys.stderr,
+                )
 
     def _checked(self, file: TokenFile, end: int, advance: Callable[[int], object]) -> Iterator[Part]:
         """The documents of a file. Raises RunError for an id that the old tokenizer has not."""
@@ -266,12 +274,12 @@ def _there(path: Path, made_of: dict) -> FileRecord | None:
     return record if record and made_of.items() <= asdict(record).items() else None
 
 
-def _complete(file: TokenFile, counts: Counts) -> None:
+def _complete(file: TokenFile, text_bytes: int) -> None:
     """Note the bytes of text, known now, in the record of the source too: bits per byte of either can be told."""
     if file.record is None or file.record.text_bytes is not None:
         return
     try:
-        write_record(file.path, replace(file.record, text_bytes=counts.source_bytes))
+        write_record(file.path, replace(file.record, text_bytes=text_bytes))
     except OSError as e:
         tqdm.write(f"note: the record of {file.path} stays without the bytes of its text ({e.strerror})", sys.stderr)
 
