@@ -138,6 +138,11 @@ def test_a_mistaken_override_is_named(override, message):
     assert override in found or "required" in found
 
 
+def test_a_document_mask_wants_a_memory_of_each_token():
+    found = mistake([BASE], "data.document_mask=true", "model.memory.axis=time")
+    assert "data.document_mask: a memory of axis time lasts across documents" in found
+
+
 def test_a_named_set_is_a_text():
     found = mistake(["ablation/queue"], "data.validation=olm")
     assert found.endswith(

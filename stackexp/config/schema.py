@@ -320,6 +320,9 @@ class ExperimentConfig:
             yield "name", f"{self.name!r} cannot name run folders; use letters, digits and . _ - + between slashes"
         if self.model.vocab_size < self.data.vocab_size:
             yield "model.vocab_size", f"{self.model.vocab_size} is smaller than data.vocab_size {self.data.vocab_size}"
+        axis = getattr(self.model.memory, "axis", "depth")
+        if self.data.document_mask and axis != "depth":
+            yield "data.document_mask", f"a memory of axis {axis} lasts across documents; set it to false"
         batch, step = self.data.global_batch_tokens, self.tokens_per_pass
         if batch % step:
             nearest = max(1, round(batch / step)) * step
