@@ -111,10 +111,10 @@ class TokenStream(StreamingDataset):
 
         Without `blocking`, which is to look ahead: try once, and leave it to the one who needs it where that fails.
         """
-        if self._states[shard_id] == HERE and os.path.isfile(_path(self.shards[shard_id])):
+        if self._is_here(shard_id):
             return
         with self._locked():
-            ours = self._states[shard_id] != COMING
+            ours = self._states[shard_id] != COMING and not self._is_here(shard_id)
             if ours:
                 if self._states[shard_id] == HERE:  # somebody else has removed the file
                     self._count(shard_id, -1)
@@ -127,6 +127,9 @@ class TokenStream(StreamingDataset):
                     raise
         while blocking and self._states[shard_id] == COMING:
             sleep(TICK)
+
+    def _is_here(self, shard_id: int) -> bool:
+        return self._states[shard_id] == HERE and os.path.isfile(_path(self.shards[shard_id]))
 
     def _fetch(self, shard_id: int, patient: bool) -> None:
         shard, source = self.shards[shard_id], self.streams[self.stream_per_shard[shard_id]]

@@ -1,9 +1,10 @@
 """The sequences a run trains on: where they lie, in what order they come, and the loader that brings them."""
 
-import logging
+import atexit
 import math
 import re
 import signal
+import weakref
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,7 +17,6 @@ from stackexp.data.shards import TokenSet
 from stackexp.data.tokenizer import end_of_text
 from stackexp.errors import RunError
 
-log = logging.getLogger(__name__)
 UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}  # of sizes such as 200gb
 
 
@@ -93,7 +93,7 @@ class TrainingSet:
             shuffle_seed=self.seed,
             num_canonical_nodes=config.num_canonical_nodes,
         )
-        return StreamingDataLoader(
+        loader = StreamingDataLoader(
             stream,
             batch_size=config.micro_batch_size,
             num_workers=workers,
@@ -101,6 +101,8 @@ class TrainingSet:
             worker_init_fn=_leave_sigterm_to_the_run,
             collate_fn=partial(collate, end_of_document=self.end),
         )
+        atexit.register(_end_processes, weakref.ref(loader))
+        return loader
 
     def _open(self, name: str, stream: StreamConfig) -> TrainingSource:
         config, folder = self.config, stream.path
@@ -189,3 +191,12 @@ def open_prepared(folder: str | Path, config: DataConfig, options: str, cache: b
 def _leave_sigterm_to_the_run(_: int) -> None:
     """In a loader's process: Slurm may signal every process of a task, and the run still needs it to save."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+def _end_processes(of: weakref.ref[DataLoader]) -> None:
+    """At exit: Python would end a loader's processes by SIGTERM, which they ignore, and wait for them without end."""
+    iterator = getattr(of(), "_iterator", None)
+    if iterator is not None and hasattr(iterator, "_workers"):
+        iterator._shutdown_workers()  # asks them, and waits 5 s
+        for process in iterator._workers:
+            process.kill()
