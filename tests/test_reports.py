@@ -2,9 +2,12 @@
 
 import json
 
+import pytest
+
 from stackexp import runs
 from stackexp.config.compose import compose
-from stackexp.reports.compare import draw_losses, labels, markdown
+from stackexp.errors import RunError
+from stackexp.reports.compare import check_same_data, draw_losses, labels, markdown
 from stackexp.reports.tables import set_markdown, set_table, table
 from stackexp.runs import RunFolder
 
@@ -69,3 +72,20 @@ def test_runs_side_by_side(tmp_path):
     assert labels([folders[0], again]) == {folders[0]: f"one/{folders[0].path.name}", again: "one/later"}
     draw_losses(folders, tmp_path / "loss.png")
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_runs_are_compared_by_the_hashes_of_steps_they_share(tmp_path):
+    """Records at other intervals, and runs without any."""
+    records = {"a": {10: "aa", 20: "bb", 30: "cc"}, "b": {20: "bb", 40: "dd"}, "none": {}, "c": {30: "ff", 40: "ee"}}
+    folders = {}
+    for name, hashes in records.items():
+        (tmp_path / name).mkdir()
+        folders[name] = RunFolder(tmp_path / name)
+        lines = [json.dumps({"step": step, "hash": value}) + "\n" for step, value in hashes.items()]
+        if lines:
+            (tmp_path / name / "data.jsonl").write_text("".join(lines))
+    assert check_same_data([folders["a"], folders["b"]]) == []
+    (line,) = check_same_data([folders["a"], folders["none"], folders["b"]])
+    assert line.startswith(f"{tmp_path}/none: no record of its data")
+    with pytest.raises(RunError, match=r"/c: trained on other data than .*/a, first seen at step 30; give --diff"):
+        check_same_data([folders["a"], folders["b"], folders["c"]])

@@ -11,16 +11,15 @@ from stackexp.runs import RunFolder
 def check_same_data(runs: list[RunFolder]) -> list[str]:
     """Raise RunError, with the first step on record that differs, if two runs were not trained on the same data.
 
-    Each run is compared with the one before it that has a record. What could not be compared is told in lines.
+    Each run is compared with all before it that have a record. What could not be compared is told in lines.
     """
-    untold, before = [], None
+    untold, before = [], {}
     for run in runs:
         hashes = stream_record.hashes(run.path)
         if not hashes:
             untold.append(f"{run.path}: no record of its data ({stream_record.FILE}); not compared by it")
             continue
-        if before is not None:
-            other, theirs = before
+        for other, theirs in before.items():
             common = sorted(hashes.keys() & theirs.keys())
             differing = next((step for step in common if hashes[step] != theirs[step]), None)
             if differing is not None:
@@ -30,7 +29,7 @@ def check_same_data(runs: list[RunFolder]) -> list[str]:
                 )
             if not common:
                 untold.append(f"{run.path}: no step in common with {other.path} in their records of the data")
-        before = run, hashes
+        before[run] = hashes
     return untold
 
 
