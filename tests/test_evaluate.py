@@ -223,6 +223,24 @@ def test_a_kill_after_some_sets_loses_none_of_them(fitted, many, tmp_path):
     assert whole == sets | killed, "to the last bit what an evaluation without a kill gives"
 
 
+def test_a_kill_after_the_last_step_loses_no_set_either(corpus, many, tmp_path):
+    path, run = write_tiny(corpus, tmp_path), RunFolder(tmp_path / "run")
+    config = yaml.safe_load(path.read_text())
+    config["data"] |= {"validation": {"g": str(many)}, "eval_sequences": 1, "eval_batch_size": 1}
+    path.write_text(yaml.safe_dump(config))
+    forks, command = Forks(tmp_path), ("fit", "--config", path, "--run", run.path)
+    partial = run.path / "validate.partial.jsonl"
+    forks.start(*command).kill_when(lambda: len(lines_of(partial)) >= 2)
+    done = [line | {"figures": line["figures"] | {"loss": 100.0}} for line in lines_of(partial)]
+    assert not run.finished
+    partial.write_text("".join(json.dumps(line) + "\n" for line in done))
+    assert f"{len(done)} of 12 sets were done before" in forks.run(*command)
+    sets = json.loads(run.result.read_text())["sets"]
+    assert len(sets) == 12
+    assert [name for name in sets if sets[name]["loss"] == 100] == [line["set"] for line in done]
+    assert not partial.exists()
+
+
 def test_what_changes_a_figure_is_in_the_key(fitted, many, tmp_path):
     """The chunks, the model, the precision, a set's content: nothing done otherwise is taken for done."""
     from stackexp.verbs import evaluate as verb
@@ -233,10 +251,9 @@ def test_what_changes_a_figure_is_in_the_key(fitted, many, tmp_path):
 
     def keys(*overrides: str, checkpoint: str = "00000012") -> dict[str, str]:
         config = compose.compose([str(fitted.config)], list(overrides))
-        asked = verb.Evaluation("validate", config, run=fitted, sets=(f"g={many}",))
-        data = verb._data(asked)
+        data = verb._data(verb.Evaluation("validate", config, run=fitted, sets=(f"g={many}",)))
         data.setup("validate")
-        return verb._keys(asked, data, Here(), fitted.checkpoints / checkpoint)
+        return verb._keys("validate", config, data, Here(), fitted.checkpoints / checkpoint)
 
     first = keys()
     assert keys("data.eval_batch_size=3", "trainer.devices=1", "logging.progress_bar=false") == first

@@ -1,11 +1,13 @@
 """`stackexp validate` and `stackexp test`: the figures of a checkpoint on every named set."""
 
+import contextlib
 import dataclasses
 import hashlib
 import json
 import logging
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Literal
 
@@ -74,23 +76,20 @@ def _evaluate(asked: Evaluation) -> int:
     with started(config.trainer, accelerator(config)) as processes:
         checkpoint = processes.agree(lambda: _checkpoint(asked))
         data.prepare_data()
-        data.setup(asked.stage)
-        names, keys = data.set_names(asked.stage), _keys(asked, data, processes, checkpoint)
-        partial = PartialFigures(asked.record.with_suffix(".partial.jsonl")) if asked.record else None
-        done = processes.agree(lambda: partial.begin(keys)) if partial else {}
-        if done and processes.first:
-            line = f"{partial.path}: {len(done)} of {len(names)} sets were done before"
-            print(line, file=sys.stderr, flush=True)
-        data.leave_out = frozenset(done)
-        if len(done) < len(names):
-            record = EvaluationRecord(partial, keys, config.logging.progress_bar)
-            done |= _figures(asked, data, processes, checkpoint, record)
-        if processes.first:
-            sets = {name: done[name] for name in names}
-            print(f"{_about(asked, checkpoint)}\n\n{set_table(sets)}")
-            if asked.record:
-                _write(asked, checkpoint, sets)
-                partial.forget(keys)
+
+        def evaluate(record: EvaluationRecord) -> Sets:
+            module = LanguageModeling(config, weights=checkpoint)
+            trainer = build_trainer(config, processes, [record])
+            with interruptible():
+                (trainer.validate if asked.stage == "validate" else trainer.test)(module, data, verbose=False)
+            return module.set_metrics
+
+        with resumable(asked.stage, config, data, processes, checkpoint, asked.record) as whole:
+            sets = whole.figures(evaluate)
+            if processes.first:
+                print(f"{_about(asked, checkpoint)}\n\n{set_table(sets)}")
+                if asked.record:
+                    _write(asked, checkpoint, sets)
     return 0
 
 
@@ -112,27 +111,57 @@ def _checkpoint(asked: Evaluation) -> Path:
     return checkpoints.choose(asked.run, asked.ckpt_path) if asked.run else Path(asked.ckpt_path)
 
 
-def _figures(
-    asked: Evaluation, data: pl.LightningDataModule, processes: Processes, checkpoint: Path, record: EvaluationRecord
-) -> Sets:
-    """Of the sets that are not done yet."""
-    module = LanguageModeling(asked.config, weights=checkpoint)
-    trainer = build_trainer(asked.config, processes, [record])
-    with interruptible():
-        (trainer.validate if asked.stage == "validate" else trainer.test)(module, data, verbose=False)
-    return module.set_metrics
+@dataclasses.dataclass
+class Resumable:
+    """An evaluation of whole sets, some of which may have been done before a kill."""
+
+    names: list[str]
+    done: Sets
+    record: EvaluationRecord
+
+    def figures(self, evaluate: Callable[[EvaluationRecord], Sets]) -> Sets:
+        """Of all sets; `evaluate` is for those that are not done, in a trainer that has the callback."""
+        if len(self.done) < len(self.names):
+            self.done |= evaluate(self.record)
+        return {name: self.done[name] for name in self.names}
 
 
-def _keys(asked: Evaluation, data: pl.LightningDataModule, processes: Processes, checkpoint: Path) -> dict[str, str]:
+@contextlib.contextmanager
+def resumable(
+    stage: Stage,
+    config: ExperimentConfig,
+    data: pl.LightningDataModule,
+    processes: Processes,
+    checkpoint: Path,
+    record: Path | None,
+) -> Iterator[Resumable]:
+    """Keeps figures set by set beside the file `record` until the context is left, when they are recorded elsewhere."""
+    data.setup(stage)
+    names, keys = data.set_names(stage), _keys(stage, config, data, processes, checkpoint)
+    partial = PartialFigures(record.with_suffix(".partial.jsonl")) if record else None
+    done = processes.agree(lambda: partial.begin(keys)) if partial else {}
+    if done and processes.first:
+        line = f"{partial.path}: {len(done)} of {len(names)} sets were done before"
+        print(line, file=sys.stderr, flush=True)
+    data.leave_out = frozenset(done)
+    yield Resumable(names, done, EvaluationRecord(partial, keys, config.logging.progress_bar))
+    data.leave_out = frozenset()
+    if partial and processes.first:
+        partial.forget(keys)
+
+
+def _keys(
+    stage: Stage, settings: ExperimentConfig, data: pl.LightningDataModule, processes: Processes, checkpoint: Path
+) -> dict[str, str]:
     """For each set a hash of what its figures come from: checkpoint, what the set holds, model, chunks, precision."""
-    config = to_dict(asked.config)
+    config = to_dict(settings)
     options = [config["model"], config["trainer"]["precision"], config["data"]["context_length"]]
-    options += [config["data"]["keep_remainder"], stackexp.__version__, asked.stage]
+    options += [config["data"]["keep_remainder"], stackexp.__version__]
     table = "" if data.token_bytes is None else hashlib.sha256(data.token_bytes.tobytes()).hexdigest()
     common = [*options, table, processes.agree(lambda: _identity(checkpoint))]
     return {
         opened.name: hashlib.sha256(json.dumps([*common, opened.name, opened.identity]).encode()).hexdigest()
-        for opened in data.sets(asked.stage)
+        for opened in data.sets(stage)
     }
 
 

@@ -13,6 +13,7 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 
 from stackexp import runs
 from stackexp.callbacks.data_record import DataRecord
+from stackexp.callbacks.evaluation import EvaluationRecord
 from stackexp.callbacks.progress import StepProgress
 from stackexp.callbacks.run_record import RunRecord, set_tags
 from stackexp.callbacks.stack_probes import StackProbes
@@ -29,6 +30,7 @@ from stackexp.modules.language_modeling import LanguageModeling
 from stackexp.modules.metrics import group_averages, macro_average
 from stackexp.reports.tables import set_table
 from stackexp.runs import RunFolder
+from stackexp.verbs.evaluate import resumable
 from stackexp.verbs.generate import sample
 from stackexp.verbs.processes import Processes, started
 from stackexp.verbs.trainer import accelerator, build_trainer, interruptible
@@ -76,10 +78,35 @@ def _fit(config: ExperimentConfig, start: Start, processes: Processes, stop: Sto
             elif processes.first:
                 record.open(start.step)
             done = module.set_metrics_step == config.trainer.max_steps and config.data.eval_sequences is None
-            if data.set_names("validate") and not done:
-                trainer.validate(module, data, verbose=False)
-        if processes.first:
-            _finish(config, module, data, start.folder, record, time.perf_counter() - started_at)
+            with _evaluated(module, data, trainer, processes, start.folder, done):
+                if processes.first:
+                    _finish(config, module, data, start.folder, record, time.perf_counter() - started_at)
+
+
+@contextlib.contextmanager
+def _evaluated(
+    module: LanguageModeling,
+    data: pl.LightningDataModule,
+    trainer: pl.Trainer,
+    processes: Processes,
+    folder: RunFolder,
+    done: bool,
+) -> Iterator[None]:
+    """The module has the figures of every set, whole; those a kill left are kept until the run's result is written."""
+
+    def evaluate(record: EvaluationRecord) -> dict[str, dict[str, float]]:
+        trainer.callbacks.append(record)
+        trainer.validate(module, data, verbose=False)
+        return module.set_metrics
+
+    if done or not data.set_names("validate"):
+        yield
+        return
+    newest = processes.agree(folder.newest_checkpoint)
+    file = folder.path / "validate.json"
+    with resumable("validate", module.config, data, processes, newest, file) as whole:
+        module.set_metrics = whole.figures(evaluate)
+        yield
 
 
 def _start(config: ExperimentConfig, ckpt_path: str | None, folder: str | None) -> Start | None:
