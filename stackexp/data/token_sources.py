@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer
 
-from stackexp.data.evaluation_sets import KnownTokenizer
 from stackexp.data.readers import TOKENS, Source, Tokens
 from stackexp.data.token_files import REMEDY, TokenFile, sha256_of
 from stackexp.data.tokenizer import end_of_text, token_bytes, vocab_size
@@ -35,6 +34,8 @@ def check_token_sources(sources: list[Source], tokenizer: Path | None) -> None:
         raise RunError(
             f"{sources[0].path}: {suffixes} files hold token ids; name the tokenizer that made them with --tokenizer"
         )
+    from stackexp.data.evaluation_sets import KnownTokenizer  # not needed where there is text
+
     known = KnownTokenizer.read(tokenizer)
     end = end_of_text(known.tokenizer)
     for source in sources:
