@@ -1,8 +1,10 @@
 import gzip
 import json
+import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -268,6 +270,10 @@ def test_strict_stops_at_the_first_bad_line(bad_source, tmp_path):
         prepare(bad_source, tmp_path / "lenient", strict=True, unit_bytes=1, workers=1, **arguments)
 
 
+def broken_in_the_middle(data: bytes) -> bytes:
+    return data[: len(data) // 2] + bytes([data[len(data) // 2] ^ 255]) + data[len(data) // 2 + 1 :]
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
@@ -277,6 +283,7 @@ def test_strict_stops_at_the_first_bad_line(bad_source, tmp_path):
         ("a.jsonl", b"{}\n" * 5, r"0 documents \(5 bad lines\) do not fill one sequence"),
         ("a.jsonl.gz", gzip.compress(json_lines(TEXTS))[:-9], r"a\.jsonl\.gz: corrupt or cut short"),
         ("a.jsonl.gz", b"plain text", r"a\.jsonl\.gz: corrupt or cut short"),
+        ("a.jsonl.gz", broken_in_the_middle(gzip.compress(json_lines(TEXTS))), r"a\.jsonl\.gz: corrupt or cut short"),
         ("a.jsonl.zst", zstandard.compress(json_lines(TEXTS))[:-9], r"a\.jsonl\.zst: corrupt or cut short"),
         ("a.jsonl.zst", b"plain text", r"a\.jsonl\.zst: corrupt or cut short"),
     ],
@@ -315,6 +322,43 @@ sys.exit(main("data prepare {tmp_path}/source.txt --to {tmp_path}/to --vocab-siz
     assert not list((tmp_path / "to").glob("*unit.*"))
     corpus = prepare(tmp_path / "source.txt", tmp_path / "to", vocab_size=300, context_length=64, progress=False)
     assert corpus.bytes == len(TEXTS[0].encode()) * 5
+
+
+def test_a_full_disk_while_a_long_line_is_read(tmp_path):
+    """Its text goes through a temporary file, which is too large here; nothing else is."""
+    (tmp_path / "source.jsonl").write_text(json.dumps({"text": "many words " * 500_000}))
+    limited = f"""
+import resource, sys
+from stackexp.cli import main
+resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+command = "data prepare {tmp_path}/source.jsonl --to {tmp_path}/to --vocab-size 300 --context-length 64"
+sys.exit(main(command.split()))
+"""
+    ended = subprocess.run([sys.executable, "-c", limited], capture_output=True, text=True)
+    assert ended.returncode == 1
+    assert ended.stderr.splitlines()[-1].startswith(f"error: {tmp_path}/to: cannot be written (File too large); make")
+    assert not list((tmp_path / "to").rglob("unit.*"))
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user, who may not write")
+def test_a_folder_that_cannot_be_written_is_one_line():
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o755)
+        Path(folder, "source.txt").write_text(TEXTS[0])
+        Path(folder, "set").mkdir()
+        code = f"""
+import os, sys
+from stackexp.cli import main
+import stackexp.data.prepare, stackexp.verbs.prepare
+os.setuid(65534)
+sys.exit(main("data prepare {folder}/source.txt --to {folder}/set --vocab-size 300".split()))
+"""
+        ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        assert ended.returncode == 1
+        message = f"error: {folder}/set: cannot be written (Permission denied); mend that, then run the same command"
+        assert ended.stderr.startswith(message)
+        assert len(ended.stderr.splitlines()) == 1
+        assert not list(Path(folder, "set").iterdir())
 
 
 @pytest.mark.parametrize(
