@@ -86,6 +86,15 @@ def test_damaged_units_are_named_and_done_again_when_merged(source, whole, tmp_p
     ]
 
 
+def test_a_finished_set_that_is_damaged_is_mended(source, whole, tmp_path, capsys):
+    shutil.copytree(whole, tmp_path / "set")
+    shard = tmp_path / "set" / unit_name(3) / "shard.00000.mds"
+    shard.write_bytes(shard.read_bytes()[:-1])
+    prepare(source, tmp_path / "set", vocab_size=300, **SETTINGS)
+    assert files_of(tmp_path / "set") == files_of(whole)
+    assert f"damaged: {shard}: missing or not as long as index.json says" in capsys.readouterr().err
+
+
 def test_parts_of_another_set_are_refused(source, whole, tmp_path):
     shutil.copytree(whole, tmp_path / "set")
     with pytest.raises(RunError, match="another context length"):

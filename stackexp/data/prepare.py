@@ -120,8 +120,10 @@ def prepare(
     with _one_line(folder):
         begin(plan, folder)
         with locked(folder / ".lock", f"the preparation of {folder}", shared=part is not None):
-            if (folder / "corpus.json").exists():
-                return None if part else TokenSet(folder).corpus
+            if part and (folder / "corpus.json").exists():
+                return None
+            if not part and (finished := _finished(folder)):
+                return finished
             tokenizer_path = _tokenizer(plan, folder)
             job = Job(folder, context_length, strict, plan.units, check=part is None)
             numbers = range(len(plan.units)) if part is None else range(part[0] - 1, len(plan.units), part[1])
@@ -171,6 +173,18 @@ def _match(record: dict, folder: Path) -> None:
         if earlier.get(key) != value:
             change = f"{earlier.get(key)}, not {value}" if key != "sources" else "files have come, gone or changed"
             raise RunError(f"{folder}: made with another {key} ({change}); delete it or choose another --to")
+
+
+def _finished(folder: Path) -> Corpus | None:
+    """The set that is done. One whose shards are missing or cut short is undone: its units are checked and merged."""
+    if not (folder / "corpus.json").exists():
+        return None
+    try:
+        return TokenSet(folder).corpus
+    except RunError as error:
+        print(f"damaged: {error}; doing so", file=sys.stderr, flush=True)
+        (folder / "corpus.json").unlink()
+        return None
 
 
 def _tokenizer(plan: Plan, folder: Path) -> Path:

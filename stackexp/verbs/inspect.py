@@ -72,6 +72,8 @@ def _show(found: Any) -> None:
         print(f"  not checked by hash: {found.unchecked}")
     for line in found.damage:
         print(f"  DAMAGED {line}")
+    if found.damage and found.kind == "prepared set":
+        print(f"  to mend it, delete {found.path / 'corpus.json'} and run the same data prepare command again")
     print()
 
 
