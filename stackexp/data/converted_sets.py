@@ -8,13 +8,14 @@ import hashlib
 import itertools
 import json
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 from tokenizers import Tokenizer
 
 from stackexp.data.locking import locked
+from stackexp.data.packing import tokenised
 from stackexp.data.readers import BadLine, Piece, find_sources, read
 from stackexp.data.stdlib import cache_root
 from stackexp.data.token_files import TokenFile, sha256_of, write_token_file
@@ -24,7 +25,6 @@ from stackexp.errors import RunError, first_line
 log = logging.getLogger(__name__)
 
 Ids = Iterator[np.ndarray]
-PIECES = 64  # of text tokenised at a time, a quarter of a million characters each at most
 RE_ENCODE = "re-encode its text with the model's tokenizer"
 SAMPLES = 1024  # of an MDS set read at a time
 
@@ -99,12 +99,10 @@ def _pieces(path: Path) -> Iterator[Piece]:
         log.warning("%s: %d lines hold no document and are left out; the first: %s", path, len(bad), bad[0])
 
 
-def _tokenised(path: Path, pieces: Iterable[Piece], tokenizer: Tokenizer) -> Ids:
-    end, pieces, empty = end_of_text(tokenizer), iter(pieces), True
-    while batch := list(itertools.islice(pieces, PIECES)):
-        encodings = tokenizer.encode_batch_fast([piece.text for piece in batch], add_special_tokens=False)
-        ends = ([end] if piece.ends else [] for piece in batch)
-        yield np.array([i for e, last in zip(encodings, ends, strict=True) for i in e.ids + last], np.int64)
+def _tokenised(path: Path, pieces: Iterator[Piece], tokenizer: Tokenizer) -> Ids:
+    empty = True
+    for tokens in tokenised(pieces, tokenizer):
+        yield tokens.ids
         empty = False
     if empty:
         raise RunError(f"{path}: no text in it")

@@ -53,7 +53,7 @@ def write_unit(
     """
     unit, size = Unit(), vocab_size(tokenizer)
     writer = ShardWriter(folder, context_length, dtype_of(size))
-    for tokens in _tokenised(_without_bad_lines(parts, unit, folder / BAD_LINES), tokenizer):
+    for tokens in tokenised(_without_bad_lines(parts, unit, folder / BAD_LINES), tokenizer):
         highest = tokens.ids.max(initial=0)
         if highest >= size:
             raise RunError(f"the tokenizer gave token id {highest}, outside its vocabulary of {size}; replace it")
@@ -147,7 +147,7 @@ def _without_bad_lines(parts: Iterable[Piece | Tokens | BadLine], unit: Unit, pa
         sync(log)
 
 
-def _tokenised(parts: Iterator[Piece | Tokens], tokenizer: Tokenizer) -> Iterator[Tokens]:
+def tokenised(parts: Iterator[Piece | Tokens], tokenizer: Tokenizer) -> Iterator[Tokens]:
     """The tokens of all parts in order, text in groups of at most BATCH_PIECES and about BATCH_CHARACTERS."""
     batch: list[Piece] = []
     characters = 0
