@@ -86,8 +86,8 @@ class TokenStream(StreamingDataset):
         least = description + number * max(sizes)
         if self._limit < least:
             raise SourceError(
-                f"data.cache_limit: {self._limit:,} bytes do not hold {number} shards of {max(sizes):,} bytes, which "
-                f"{processes} loaders on a node need; set data.cache_limit={least}b or more"
+                f"data.cache_limit: {self._limit:,} bytes are too few for {processes} loader process(es) on a node and "
+                f"shards of {max(sizes):,} bytes; set data.cache_limit={least}b or more"
             )
 
     def __getitem__(self, index: int) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """The sequences a run trains on: where they lie, in what order they come, and the loader that brings them."""
 
 import atexit
+import logging
 import math
 import re
 import signal
@@ -13,10 +14,12 @@ import lightning.pytorch as pl
 from torch.utils.data import DataLoader
 
 from stackexp.config.schema import DataConfig, StreamConfig
-from stackexp.data.shards import TokenSet
+from stackexp.data.shards import TokenSet, dtype_of
 from stackexp.data.tokenizer import end_of_text
 from stackexp.errors import RunError
 
+SHUFFLED = 4_000_000  # sequences over all canonical nodes: the library's default, which fixes the order
+log = logging.getLogger(__name__)
 UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}  # of sizes such as 200gb
 
 
@@ -75,6 +78,8 @@ class TrainingSet:
             )
         set_world(trainer.global_rank, trainer.world_size, trainer.num_devices)
         limit = getattr(config, "cache_limit", None)
+        if limit is not None and trainer.global_rank == 0:
+            self._warn_of_thrashing(bytes_of(limit))
         workers = config.num_workers
         stream = TokenStream(
             [
@@ -92,6 +97,7 @@ class TrainingSet:
             shuffle=config.shuffle,
             shuffle_seed=self.seed,
             num_canonical_nodes=config.num_canonical_nodes,
+            shuffle_block_size=max(SHUFFLED // config.num_canonical_nodes, 1 << 18),
         )
         loader = StreamingDataLoader(
             stream,
@@ -103,6 +109,19 @@ class TrainingSet:
         )
         atexit.register(_end_processes, weakref.ref(loader))
         return loader
+
+    def _warn_of_thrashing(self, limit: int) -> None:
+        """Sequences are drawn from all shards that are shuffled together (the library's py1e): these should fit."""
+        cached = [source for source in self.sources if source.remote]
+        together = max(SHUFFLED // self.config.num_canonical_nodes, 1 << 18) if self.config.shuffle else 0
+        itemsize = dtype_of(self.tokens.corpus.vocab_size).itemsize
+        size = min(sum(len(s.tokens) for s in cached), together) * self.config.context_length * itemsize
+        if limit < size:
+            log.warning(
+                "data.cache_limit: %s of the %s bytes that are shuffled together fit, so shards will be downloaded "
+                "again and again within an epoch; a limit of more than the latter avoids it",
+                *(f"{limit:,}", f"{size:,}"),
+            )
 
     def _open(self, name: str, stream: StreamConfig) -> TrainingSource:
         config, folder = self.config, stream.path
