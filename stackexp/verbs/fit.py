@@ -23,7 +23,7 @@ from stackexp.config import registry
 from stackexp.config.compose import to_dict
 from stackexp.config.schema import ExperimentConfig
 from stackexp.data import stream_record
-from stackexp.errors import ConfigError, RunError, Stopped
+from stackexp.errors import RunError, Stopped
 from stackexp.modules import checkpoints
 from stackexp.modules.checkpoints import CheckpointState, flatten
 from stackexp.modules.language_modeling import LanguageModeling
@@ -67,11 +67,6 @@ def _fit(config: ExperimentConfig, start: Start, processes: Processes, stop: Sto
     started_at = time.perf_counter()
     trained = start.step >= config.trainer.max_steps  # killed after its last step
     module = LanguageModeling(config, weights=start.checkpoint if trained else None)
-    if config.data.document_mask and module.model.axis in ("time", "token_major"):
-        raise ConfigError(
-            f"data.document_mask: a memory of axis {module.model.axis} lasts beyond the end of a document; "
-            "set data.document_mask=false or model.memory.axis=depth"
-        )
     record = RunRecord(start.folder, config.logging.tensorboard)
     trainer = build_trainer(config, processes, _callbacks(config, start.folder, record, stop))
     with start.folder.begin(config) if processes.first else contextlib.nullcontext():
