@@ -287,6 +287,11 @@ def test_partial_figures_of_two_evaluations_share_a_file(tmp_path):
     [
         (["--sets", "v9"], 2, "--sets: no set 'v9' in data.validation; there are v2, v3, left (or give NAME=PATH)"),
         (["--sets", "lefft"], 2, "--sets: no set 'lefft' in data.validation; did you mean 'left'? (or give NAME=PATH)"),
+        (
+            ["--sets", "odd.npy"],
+            2,
+            "--sets: no set 'odd.npy' in data.validation; there are v2, v3, left (or give NAME=odd.npy)",
+        ),
         (["--sets", "v2/aa"], 2, "--sets: no set 'v2/aa' in data.validation; did you mean 'v2/a'?"),
         (["--sets", "v3"], 1, "data/olmo/v3: no such folder; fetch them with: python -m stackexp data fetch v3"),
         (["--sets", "x=nowhere.npy"], 1, "nowhere.npy: no such file or folder, set x; correct the path"),

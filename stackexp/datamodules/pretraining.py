@@ -65,7 +65,8 @@ class PretrainingData(pl.LightningDataModule):
                 members = expand(group, Path(places[group])) if group in places and group != name else {}
                 if name not in members:
                     hint = nearest(name, [*places, *members]) or f"; there are {', '.join([*places, *members])}"
-                    raise ConfigError(f"--sets: no set {name!r} in {OPTION[stage]}{hint} (or give NAME=PATH)")
+                    path = f"NAME={name}" if Path(name).exists() else "NAME=PATH"
+                    raise ConfigError(f"--sets: no set {name!r} in {OPTION[stage]}{hint} (or give {path})")
                 chosen[name] = members[name]
         self._chosen[stage] = chosen
 
