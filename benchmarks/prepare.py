@@ -110,6 +110,8 @@ def main() -> None:
     print(
         f"data prepare reaches {statistics.median(ratios):.0%} of the library ({min(ratios):.0%} to {max(ratios):.0%})"
     )
+    work = statistics.median(turn["alone_processors"] / turn["prepare_processors"] for turn in taken)
+    print(f"and {work:.0%} by the time of the processors")
     if options.out:
         figures = {"documents": len(texts), "bytes": size, "tokens": tokens, "turns": taken, "ratios": ratios}
         record = figures | {"workers": options.workers, "vocab_size": options.vocab_size, "environment": environment()}
