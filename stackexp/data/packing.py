@@ -6,6 +6,7 @@ its end, fewer than context_length, are kept beside them and packed together in 
 
 import json
 import shutil
+from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -165,10 +166,10 @@ def tokenised(parts: Iterator[Piece | Tokens], tokenizer: Tokenizer) -> Iterator
 
 
 def _encode(batch: list[Piece], tokenizer: Tokenizer) -> Tokens:
-    end, ids = end_of_text(tokenizer), []
+    end, ids = end_of_text(tokenizer), array("I")
     encodings = tokenizer.encode_batch_fast([piece.text for piece in batch], add_special_tokens=False)
     for piece, encoding in zip(batch, encodings, strict=True):
-        ids += encoding.ids
+        ids.extend(encoding.ids)
         if piece.ends:
             ids.append(end)
     size = sum(len(piece.text.encode()) for piece in batch)
