@@ -56,6 +56,10 @@ class _Version:
         """For If-Range, which takes no weak ETag."""
         return self.etag if self.etag and not self.etag.startswith("W/") else self.modified
 
+    def agrees_with(self, part: "_Version") -> bool:
+        """Whether `part`, what a 206 tells of the file, is of this one; a 206 need not repeat all."""
+        return part.size == self.size and part.etag in (None, self.etag) and part.modified in (None, self.modified)
+
 
 def version_path(part: Path) -> Path:
     return part.with_name(f"{part.name}.json")
@@ -66,13 +70,14 @@ def discard(part: Path) -> None:
     version_path(part).unlink(missing_ok=True)
 
 
-def download(url: str, part: Path, bar: tqdm) -> None:
+def download(url: str, part: Path, bar: tqdm, answered: bool = False) -> None:
     """Bring the file at `url` to `part`, going on from what is there of the same file.
 
     Dropped connections, short bodies, 5xx and 429 are tried again after PAUSE seconds, twice as many each time.
+    `answered`: the server has been reached before, so not to reach it is no more than one of these.
     Raises Unreachable, or RunError with the URL: what cannot be mended (404, 403), or ATTEMPTS that bring nothing new.
     """
-    most, failures, answered = _size(part), 0, False
+    most, failures = _size(part), 0
     while True:
         try:
             return _attempt(url, part, bar)
@@ -104,7 +109,7 @@ def _attempt(url: str, part: Path, bar: tqdm) -> None:
     headers = {"Range": f"bytes={have}-", "If-Range": known.validator} if known and have else {}
     with _open(url, headers) as response:
         version, begin = _version_of(url, response)
-        if begin and (begin != have or version != known):
+        if begin and (begin != have or not known.agrees_with(version)):
             raise _Broken("the file on the server has changed since its first part came", anew=True)
         _show(bar, begin, version.size)
         if not begin:
@@ -150,12 +155,13 @@ def _open(url: str, headers: dict[str, str]) -> Iterator[http.client.HTTPRespons
     try:
         response = urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=TIMEOUT)
     except urllib.error.HTTPError as e:
+        status = f"HTTP {e.code} {e.reason}".splitlines()[0]
         with e:
             if e.code in _TRANSIENT or e.code >= 500:
                 pause = _retry_after(e.headers.get("Retry-After"))
-                raise _Broken(f"HTTP {e.code} {e.reason}", pause=pause, anew=e.code == 416) from e
-            raise RunError(f"{url}: HTTP {e.code} {e.reason}") from e
-    except http.client.InvalidURL as e:
+                raise _Broken(status, pause=pause, anew=e.code == 416) from e
+            raise RunError(f"{url}: {status}") from e
+    except (http.client.InvalidURL, ValueError) as e:
         raise RunError(f"{url}: no valid URL ({first_line(e)})") from e
     except urllib.error.URLError as e:
         raise _connection_error(url, e.reason) from e

@@ -6,23 +6,24 @@ A file is raw little-endian uint16, whatever its suffix says: documents of GPT-N
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
 BASE_URL = "https://olmo-data.org/eval-data/perplexity"
 DEFAULT_FOLDER = Path("data/olmo")
 TOKENIZER = "gpt-neox-20b"
 VOCAB_SIZE = 50_280  # ids up to 50,279; OLMo's embedding has 50,304 rows
 EMBEDDING_SIZE = 50_304
-# The id that ends a document: <|endoftext|>, or the tokenizer's last id, which OLMo's first tools took for it: 50276
-# of GPT-NeoX-20B (also its token for two spaces), 50279 of that tokenizer with three more for names that were removed.
-END_OF_TEXT = (0, 50_276, 50_279)
+# What ends a document: of OLMo's two tokenizers one has <|endoftext|> at 0 and a mask of IP addresses at 50279, the
+# other has them the other way round.
+END_OF_TEXT = (0, 50_279)
+# So does, in files of OLMo's first tools, the last id of GPT-NeoX-20B's tokenizer, which is also its token for this.
+TWO_SPACES = 50_276
 INSTANCE = 2048  # tokens of an instance in OLMo's own runs
 
+_V2_INSTANCES = {
+    **{"4chan": 490, "c4_100_domains": 451, "c4_en": 498, "gab": 495, "ice": 494, "m2d2_s2orc": 493, "m2d2_wiki": 500},
+    **{"manosphere": 442, "mc4_en": 480, "pile": 427, "ptb": 45, "twitterAEE": 439, "wikitext_103": 120},
+}
 NAMES = {
-    "v2": (
-        *("4chan", "c4_100_domains", "c4_en", "gab", "ice", "m2d2_s2orc", "m2d2_wiki", "manosphere", "mc4_en", "pile"),
-        *("ptb", "twitterAEE", "wikitext_103"),
-    ),
+    "v2": tuple(_V2_INSTANCES),
     "v3": (
         *("c4_en", "dolma_books", "dolma_common-crawl", "dolma_pes2o", "dolma_reddit", "dolma_stack", "dolma_wiki"),
         *("ice", "m2d2_s2orc", "pile", "wikitext_103"),
@@ -42,9 +43,9 @@ class OlmoSet:
         return f"{self.version}/{self.name}"
 
     @property
-    def label(self) -> str:
-        """OLMo's name of it."""
-        return f"{self.version}-small-{self.name}-validation"
+    def instances(self) -> int | None:
+        """Of INSTANCE tokens in OLMo's own file; not known of V3."""
+        return _V2_INSTANCES[self.name] if self.version == "v2" else None
 
     @property
     def path(self) -> str:
@@ -62,11 +63,3 @@ class OlmoSet:
 
 def olmo_sets(version: str) -> list[OlmoSet]:
     return [OlmoSet(version, name) for name in NAMES[version]]
-
-
-def find_end_of_text(tokens: np.ndarray, candidates: tuple[int, ...] = END_OF_TEXT) -> int | None:
-    """The id that ends the documents of `tokens` [N]: the candidate that the file ends with.
-
-    None if it ends with none of them: it is one text, or was cut.
-    """
-    return int(tokens[-1]) if len(tokens) and int(tokens[-1]) in candidates else None

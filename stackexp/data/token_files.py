@@ -5,6 +5,7 @@ the file is whole and was checked.
 """
 
 import hashlib
+import io
 import json
 import mmap
 from collections.abc import Callable, Iterable
@@ -13,11 +14,13 @@ from pathlib import Path
 
 import numpy as np
 
+from stackexp.data.olmo import END_OF_TEXT, TWO_SPACES
 from stackexp.data.shards import dtype_of, sync, write_json
 from stackexp.errors import RunError
 
 NPY_MAGIC = b"\x93NUMPY"
 REMEDY = "cut short or damaged: fetch or make it again"
+BLOCK = 1 << 22  # ids looked through at a time
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,7 @@ def record_path(path: Path) -> Path:
 
 
 def read_record(path: Path) -> FileRecord | None:
-    """The record beside the token file `path`, if there is one. Raises RunError if it is corrupt."""
+    """The record beside the token file `path`, if there is one. Raises RunError if it is corrupt or cannot be read."""
     record = record_path(path)
     try:
         return FileRecord(**json.loads(record.read_text(encoding="utf-8")))
@@ -52,10 +55,12 @@ def read_record(path: Path) -> FileRecord | None:
         return None
     except (ValueError, TypeError) as e:
         raise RunError(f"{record}: corrupt; delete it, and make {path.name} again") from e
+    except OSError as e:
+        raise RunError(f"{record}: cannot be read ({e.strerror})") from e
 
 
 class TokenFile:
-    """A token file, opened: `tokens` is a memory map [N] of uint16, or uint32 above a vocabulary of 65,536.
+    """A token file, opened: `tokens` is a memory map [N] of uint16, or of what the header of a real .npy says.
 
     Raises RunError if the file is missing, empty, of an odd number of bytes, or not as long as its record says.
     """
@@ -77,10 +82,9 @@ class TokenFile:
         with open(self.path, "rb") as file:
             if file.read(len(NPY_MAGIC)) == NPY_MAGIC:
                 return _map_npy(self.path)
-        dtype = dtype_of(self.record.vocab_size if self.record else 0).newbyteorder("<")
-        if size % dtype.itemsize:
-            raise RunError(f"{self.path}: {size:,} bytes are no whole number of {dtype.name} token ids; {REMEDY}")
-        return np.memmap(self.path, dtype, "r")
+        if size % 2:
+            raise RunError(f"{self.path}: {size:,} bytes are no whole number of uint16 token ids; {REMEDY}")
+        return np.memmap(self.path, "<u2", "r")
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -132,6 +136,26 @@ def _reopen(path: Path, dtype: np.dtype, offset: int, shape: tuple[int], *rest: 
     return Chunks(np.memmap(path, dtype, "r", offset, shape), *rest)
 
 
+def count_of(tokens: np.ndarray, token: int) -> int:
+    """How often the id `token` is in `tokens` [N], which are not loaded whole."""
+    return sum(int((tokens[begin : begin + BLOCK] == token).sum()) for begin in range(0, len(tokens), BLOCK))
+
+
+def find_end_of_text(tokens: np.ndarray) -> int | None:
+    """The id that ends the documents of `tokens` [N], GPT-NeoX-20B's or OLMo's; None if they hold none that does.
+
+    The last id, if it is one of END_OF_TEXT; of a copy that was cut the more frequent of these. TWO_SPACES only where
+    it is the last id and neither of them is there.
+    """
+    last = int(tokens[-1])
+    if last in END_OF_TEXT:
+        return last
+    counts = {end: count_of(tokens, end) for end in END_OF_TEXT}
+    if any(counts.values()):
+        return max(counts, key=counts.get)
+    return last if last == TWO_SPACES else None
+
+
 def sha256_of(path: Path) -> str:
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
@@ -157,29 +181,40 @@ def write_token_file(
     counts: Callable[[], dict[str, int]] = dict,
     **record: object,
 ) -> FileRecord:
-    """Write arrays of token ids [N] one after the other as a raw token file, atomically, with its record.
+    """Write arrays of token ids [N] one after the other as a token file, atomically, with its record.
 
+    It is raw uint16, or above a vocabulary of 65,536 a real .npy of uint32, so that it can be read without the record.
     `record`: the other fields of FileRecord (tokenizer, source ...); `counts`: those that are known once `tokens` have
     come. Raises RunError for an id >= vocab_size, and if there are no tokens.
     """
-    dtype, digest, count = dtype_of(vocab_size).newbyteorder("<"), hashlib.sha256(), 0
+    dtype, count = dtype_of(vocab_size).newbyteorder("<"), 0
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         with open(temporary, "wb") as file:
+            file.write(_header(dtype, count))
             for part in tokens:
                 if len(part) and part.max() >= vocab_size:
                     raise RunError(f"{path}: token id {part.max()}, outside the vocabulary of {vocab_size}")
-                data = np.ascontiguousarray(part, dtype)
-                file.write(data)
-                digest.update(data)
+                file.write(np.ascontiguousarray(part, dtype))
                 count += len(part)
+            file.seek(0)
+            file.write(_header(dtype, count))
             sync(file)
         if not count:
             raise RunError(f"{path}: no tokens to write")
+        size = temporary.stat().st_size
+        written = FileRecord(sha256_of(temporary), size, count, vocab_size, **record, **counts())
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    size = count * dtype.itemsize
-    written = FileRecord(digest.hexdigest(), size, count, vocab_size, **record, **counts())
     commit(temporary, path, written)
     return written
+
+
+def _header(dtype: np.dtype, count: int) -> bytes:
+    """Of a real .npy of `count` ids, as long whatever their number; none for uint16."""
+    if dtype.itemsize == 2:
+        return b""
+    header = io.BytesIO()
+    np.lib.format.write_array_header_1_0(header, {"descr": dtype.str, "fortran_order": False, "shape": (count,)})
+    return header.getvalue()

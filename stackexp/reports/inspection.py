@@ -10,12 +10,11 @@ import numpy as np
 from tokenizers import Tokenizer
 from tqdm import tqdm
 
-from stackexp.data import olmo
 from stackexp.data.evaluation_sets import KnownTokenizer, expand
 from stackexp.data.packing import TAIL
 from stackexp.data.readers import JSON_LINES, TEXT, TOKENS
 from stackexp.data.shards import TokenSet, dtype_of
-from stackexp.data.token_files import FileRecord, TokenFile, read_record, sha256_of
+from stackexp.data.token_files import FileRecord, TokenFile, find_end_of_text, read_record, sha256_of
 from stackexp.data.tokenizer import end_of_text
 from stackexp.errors import RunError
 from stackexp.reports.lengths import Documents, Lengths
@@ -224,7 +223,7 @@ def _token_file(path: Path, wish: Wish) -> Inspection:
         found.checked = 1
     end = record.end_of_text if record and record.end_of_text is not None else None
     if end is None:
-        end = end_of_text(known.tokenizer) if known else olmo.find_end_of_text(tokens)
+        end = end_of_text(known.tokenizer) if known else find_end_of_text(tokens)
     documents, highest = Documents(-1 if end is None else end), 0
     for begin in tqdm(range(0, len(tokens), BLOCK), desc="reading", disable=not wish.progress):
         block = np.asarray(tokens[begin : begin + BLOCK])
