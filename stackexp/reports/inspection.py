@@ -112,8 +112,9 @@ def _prepared(path: Path, wish: Wish) -> Inspection:
         "bytes": f"{corpus.bytes:,}, {corpus.bytes / max(corpus.tokens, 1):.2f} of each token",
         "sequences": f"{corpus.sequences:,} of {corpus.context_length:,} tokens; shards: {len(shards):,}",
         "tokenizer": f"{corpus.tokenizer[:16]}, {corpus.vocab_size:,} tokens, tokenizer.json",
-        "sources": f"{len(corpus.sources):,}: {sources}",
     }
+    if corpus.sources:
+        found.facts["sources"] = f"{len(corpus.sources):,}: {sources}"
     documents = Documents(end_of_text(tokenizer)) if tokenizer else None
     broken = set()
     for number, (shard, data) in enumerate(whole_shards(found, shards, wish)):

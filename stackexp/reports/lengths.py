@@ -70,6 +70,7 @@ class Lengths:
     def draw(self, path: Path, title: str, unit: str, context_length: int | None) -> None:
         """Draw documents, and where their text lies, over their length."""
         from matplotlib.figure import Figure
+        from matplotlib.ticker import MaxNLocator, PercentFormatter
 
         counts, sums, edges = self.coarse(2)
         drawing = Figure(figsize=(7, 4), layout="constrained")
@@ -83,7 +84,8 @@ class Lengths:
             axes.axvline(context_length, color="0.3", linestyle="--", label=f"sequence, {context_length:,}")
         axes.set_xscale("log", base=2)
         axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
-        axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+        axes.yaxis.set_major_locator(MaxNLocator(steps=[1, 2, 5, 10]))
+        axes.yaxis.set_major_formatter(PercentFormatter(1))
         axes.tick_params(axis="x", labelrotation=45)
         axes.set(xlabel=f"length of a document ({unit})", ylabel="share of each half octave", title=title)
         axes.set_ylim(0, 1.08 * max(documents.max(), text.max()))
