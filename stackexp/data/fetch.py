@@ -1,8 +1,8 @@
 """OLMo's perplexity sets onto this machine: from the server, from a mirror of it or from a folder, and checked."""
 
-import shutil
 import sys
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -11,12 +11,22 @@ from tqdm import tqdm
 
 from stackexp.data.download import Unreachable, discard, download
 from stackexp.data.locking import locked
-from stackexp.data.olmo import BASE_URL, TOKENIZER, VOCAB_SIZE, OlmoSet, find_end_of_text
+from stackexp.data.olmo import BASE_URL, INSTANCE, TOKENIZER, VOCAB_SIZE, OlmoSet
 from stackexp.data.shards import sync
-from stackexp.data.token_files import NPY_MAGIC, FileRecord, commit, read_record, sha256_of
+from stackexp.data.token_files import (
+    NPY_MAGIC,
+    FileRecord,
+    TokenFile,
+    commit,
+    count_of,
+    find_end_of_text,
+    read_record,
+    sha256_of,
+)
 from stackexp.errors import RunError
 
 IDS_AT_ONCE = 1 << 22
+COPIED_AT_ONCE = 1 << 20  # bytes
 
 
 @dataclass
@@ -29,16 +39,14 @@ class Fetched:
     why_unreached: str = ""
 
 
-def fetch(
-    sets: list[OlmoSet], folder: Path, mirror: str | None = None, *, verify: bool = False, progress: bool = True
-) -> Fetched:
+def fetch(sets: list[OlmoSet], folder: Path, mirror: str | None = None, *, verify: bool = False) -> Fetched:
     """Bring `sets` to `folder`/v2 and `folder`/v3, each checked, its record beside it; what is whole there stays.
 
     `mirror`: a URL with what lies below OLMo's, or a folder (see find_in). `verify`: read what is there again and
-    compare its SHA-256 with the record's. A set that fails leaves the others alone; without a way to the server the
-    rest is given up. Raises RunError if `folder` cannot be written.
+    compare its SHA-256 with the record's. A set that fails leaves the others alone; without a way to the server from
+    the start they are given up. Raises RunError if `folder` cannot be written.
     """
-    fetched = Fetched()
+    fetched, reached = Fetched(), False
     try:
         with ExitStack() as stack:
             for version in sorted({s.version for s in sets}):
@@ -49,8 +57,10 @@ def fetch(
                     record = _there(one, folder, verify)
                     if record is None and fetched.unreached:
                         fetched.unreached.append(one)
-                    else:
-                        fetched.there[one] = record or _bring(one, folder, mirror, progress)
+                        continue
+                    if record is None:
+                        record, reached = _bring(one, folder, mirror, reached), True
+                    fetched.there[one] = record
                 except Unreachable as e:
                     fetched.unreached.append(one)
                     fetched.why_unreached = str(e)
@@ -65,32 +75,43 @@ def fetch(
     return fetched
 
 
-def _bring(one: OlmoSet, folder: Path, mirror: str | None, progress: bool) -> FileRecord:
-    """Fetch one set, whatever is there. Raises Unreachable or RunError."""
+def _bring(one: OlmoSet, folder: Path, mirror: str | None, reached: bool) -> FileRecord:
+    """Fetch one set, whatever is there; `reached`: the server has sent others. Raises Unreachable or RunError."""
     path = one.file(folder)
     part, expected = path.with_name(f".{path.name}.part"), None
     if mirror and "://" not in mirror:
-        file = find_in(Path(mirror), one)
-        expected = _record_of_mirror(file)
+        with _reading(Path(mirror)):
+            file = find_in(Path(mirror), one)
+            expected = _record_of_mirror(file)
+            in_place = path.exists() and path.samefile(file)
         source = expected.source if expected else str(file.absolute())
-        part = path if path.exists() and path.samefile(file) else _copy(file, part)
+        part = path if in_place else _copy(file, part)
     else:
         source = f"{(mirror or BASE_URL).rstrip('/')}/{one.path}"
-        _download(source, part, str(one), progress)
+        _download(source, part, str(one), reached)
     try:
-        record = check(part, source)
+        with _reading(part):
+            record = check(part, source)
         if expected and record.sha256 != expected.sha256:
             raise RunError(f"{file}: damaged: its content is not what the record beside it says")
     except RunError:
         if part != path:
             discard(part)
         raise
-    if record.end_of_text is None:
-        _say(f"note: {one} ends within a document; if its copy may be cut short, compare its size with the server's")
     commit(part, path, record)
     if part != path:
         discard(part)
+    _remark_on(one, path)
     return record
+
+
+def _remark_on(one: OlmoSet, path: Path) -> None:
+    """Say what is odd about the set in `path`, maybe of a copy that is not OLMo's file or not all of it."""
+    file, doubt = TokenFile(path), "compare its size with the server's: the copy may be cut short"
+    if file.tokens[-1] != file.record.end_of_text:
+        _say(f"note: {one} ends within a document; {doubt}")
+    if one.instances not in (None, count := len(file) // INSTANCE):
+        _say(f"note: {one} has {count:,} instances of {INSTANCE} tokens, OLMo's own {one.instances:,}; {doubt}")
 
 
 def _there(one: OlmoSet, folder: Path, verify: bool) -> FileRecord | None:
@@ -116,7 +137,6 @@ def find_in(folder: Path, one: OlmoSet) -> Path:
     """The file of a set in a folder laid out like the server, or like ours. Raises RunError if there is none."""
     inner = one.path.partition("/")[2]
     places = [folder / one.path, one.file(folder)]
-    places += [folder / above / one.path for above in ("eval-data/perplexity", "olmo-data.org/eval-data/perplexity")]
     if folder.name.startswith(one.version):  # the folder of this version alone
         places += [folder / inner, folder / f"{one.name}.npy"]
     for place in places:
@@ -132,10 +152,10 @@ def _record_of_mirror(file: Path) -> FileRecord | None:
     return record
 
 
-def _download(url: str, part: Path, name: str, progress: bool) -> None:
-    with tqdm(desc=name, unit="B", unit_scale=True, unit_divisor=1024, disable=not progress) as bar:
+def _download(url: str, part: Path, name: str, reached: bool) -> None:
+    with tqdm(desc=name, unit="B", unit_scale=True, unit_divisor=1024) as bar:
         try:
-            download(url, part, bar)
+            download(url, part, bar, reached)
         except BaseException:
             bar.leave = False  # the line that says why stands alone
             raise
@@ -144,12 +164,29 @@ def _download(url: str, part: Path, name: str, progress: bool) -> None:
 def _copy(file: Path, part: Path) -> Path:
     discard(part)
     try:
-        with open(file, "rb") as reader, open(part, "wb") as writer:
-            shutil.copyfileobj(reader, writer)
+        with open(part, "wb") as writer:
+            for data in _content(file):
+                writer.write(data)
             sync(writer)
-    except PermissionError as e:
-        raise RunError(f"{file}: cannot be read ({e.strerror})") from e
+    except RunError:
+        discard(part)
+        raise
     return part
+
+
+def _content(file: Path) -> Iterator[bytes]:
+    with _reading(file), open(file, "rb") as reader:
+        while data := reader.read(COPIED_AT_ONCE):
+            yield data
+
+
+@contextmanager
+def _reading(place: Path) -> Iterator[None]:
+    """Tell what cannot be read from what cannot be written."""
+    try:
+        yield
+    except OSError as e:
+        raise RunError(f"{e.filename or place}: cannot be read ({e.strerror or e})") from e
 
 
 def check(path: Path, source: str) -> FileRecord:
@@ -167,7 +204,6 @@ def check(path: Path, source: str) -> FileRecord:
     if not size or size % 2:
         raise RunError(f"{source}: {size:,} bytes are no whole number of token ids of two bytes")
     tokens = np.memmap(path, "<u2", "r")
-    end_of_text, documents = find_end_of_text(tokens), 0
     for first in range(0, len(tokens), IDS_AT_ONCE):
         ids = tokens[first : first + IDS_AT_ONCE]
         if (largest := int(ids.max())) >= VOCAB_SIZE:
@@ -176,7 +212,7 @@ def check(path: Path, source: str) -> FileRecord:
                 f"{source}: id {largest:,} at position {position:,} is not GPT-NeoX-20B's, whose ids are below "
                 f"{VOCAB_SIZE:,}"
             )
-        documents += int((ids == end_of_text).sum()) if end_of_text is not None else 0
+    end_of_text = find_end_of_text(tokens)
     return FileRecord(
         sha256=sha256_of(path),
         bytes=size,
@@ -185,7 +221,7 @@ def check(path: Path, source: str) -> FileRecord:
         tokenizer=TOKENIZER,
         source=source,
         end_of_text=end_of_text,
-        documents=documents or None,
+        documents=None if end_of_text is None else count_of(tokens, end_of_text),
     )
 
 

@@ -1,7 +1,6 @@
 """Token files of one tokenizer -> token files of another: decoded document by document and encoded again."""
 
 import codecs
-import itertools
 import json
 import sys
 from collections.abc import Callable, Iterator
@@ -13,57 +12,72 @@ import numpy as np
 from tokenizers import Tokenizer
 from tqdm import tqdm
 
-from stackexp.data import olmo
+from stackexp.data.evaluation_sets import KnownTokenizer
 from stackexp.data.locking import locked
-from stackexp.data.readers import PIECE, Piece
-from stackexp.data.token_files import FileRecord, TokenFile, sha256_of, write_record, write_token_file
-from stackexp.data.tokenizer import end_of_text, fingerprint, is_byte_level, vocab_size
+from stackexp.data.packing import tokenised
+from stackexp.data.readers import Piece, cut
+from stackexp.data.token_files import (
+    REMEDY,
+    FileRecord,
+    TokenFile,
+    count_of,
+    find_end_of_text,
+    sha256_of,
+    write_record,
+    write_token_file,
+)
+from stackexp.data.tokenizer import end_of_text, fingerprint, is_byte_level, token_bytes, vocab_size
 from stackexp.errors import RunError
 
 SUFFIXES = (".npy", ".bin")
 IDS_AT_ONCE = 1 << 18
-BATCH_PIECES, BATCH_CHARACTERS = 1024, 1 << 21  # limits of what is encoded at once
+NO_IDS = np.array([], np.int64)
 
 Part = tuple[np.ndarray, bool]  # token ids [N] of a document, and whether they end it
 
 
 @dataclass
 class Counts:
-    """What is counted of a file; `text_bytes` of the new file, `source_bytes` of what the old tokens stand for."""
+    """What is counted of a file: bytes of its text, and those that the old tokens and the new ones stand for."""
 
     documents: int = 0
+    replaced_documents: int = 0
     text_bytes: int = 0
     source_bytes: int = 0
-    replaced_documents: int = 0
+    kept_bytes: int = 0
+
+    def recorded(self) -> dict[str, int]:
+        return {name: getattr(self, name) for name in ("documents", "replaced_documents", "text_bytes")}
 
 
 @dataclass(frozen=True)
 class Retokenizer:
     """From one tokenizer to another. `end`: the id that ends a document, if it is not what the files say themselves."""
 
-    old: Tokenizer
+    known: KnownTokenizer
     new: Tokenizer
     end: int | None = None
 
-    def retokenize(self, source: Path, folder: Path, progress: bool = True) -> dict[str, FileRecord]:
+    def retokenize(self, source: Path, folder: Path) -> dict[str, FileRecord]:
         """Re-encode the token file or the folder of them `source` into files of the same names; their records.
 
         A file that is there already, made of the same file with the same tokenizers, stays. Raises RunError if there
-        is nothing to read, an id is not of the old tokenizer, or `folder` cannot be written.
+        is nothing to read, a file is damaged or not of the old tokenizer, or `folder` cannot be written.
         """
         files = find_token_files(source)
         inside = source.is_dir() and source.resolve() in (folder.resolve(), *folder.resolve().parents)
         if inside or source.resolve() == (folder / source.name).resolve():
             raise RunError(f"{folder}: holds the files to read themselves; choose another --to")
         tokens = {name: TokenFile(path) for name, path in files.items()}
+        for file in tokens.values():
+            self._check_tokenizer(file)
         ends = {name: self._end_of(file) for name, file in tokens.items()}
         self._remark_on(ends)
-        total = sum(map(len, tokens.values()))
         try:
             folder.mkdir(parents=True, exist_ok=True)
             with (
                 locked(folder / ".lock", f"the re-encoding into {folder}"),
-                tqdm(desc="re-encoding", total=total, unit="tok", unit_scale=True, disable=not progress) as bar,
+                tqdm(desc="re-encoding", total=sum(map(len, tokens.values())), unit="tok", unit_scale=True) as bar,
             ):
                 return {name: self._file(file, ends[name], folder / name, bar) for name, file in tokens.items()}
         except OSError as e:
@@ -72,14 +86,18 @@ class Retokenizer:
                 "then run the same command again: finished files are kept"
             ) from e
 
-    @cached_property
-    def _fingerprints(self) -> dict[str, str]:
-        return {"tokenizer": fingerprint(self.new), "source_tokenizer": fingerprint(self.old)}
+    @property
+    def old(self) -> Tokenizer:
+        return self.known.tokenizer
 
     @cached_property
-    def _known(self) -> np.ndarray:
+    def _fingerprints(self) -> dict[str, str]:
+        return {"tokenizer": fingerprint(self.new), "source_tokenizer": self.known.fingerprint}
+
+    @cached_property
+    def _known_ids(self) -> np.ndarray:
         """Which ids the old tokenizer has, [its vocab_size]."""
-        known = np.zeros(vocab_size(self.old), bool)
+        known = np.zeros(self.known.vocab_size, bool)
         known[list(self.old.get_vocab(with_added_tokens=True).values())] = True
         return known
 
@@ -88,58 +106,87 @@ class Retokenizer:
         return _bytes_of_tokens(self.old) if is_byte_level(self.old) else None
 
     def _file(self, file: TokenFile, end: int, path: Path, bar: tqdm) -> FileRecord:
-        made_of = {
-            **self._fingerprints,
-            "source_sha256": file.record.sha256 if file.record else sha256_of(file.path),
-            "source_end_of_text": end,
-        }
+        digest = sha256_of(file.path)
+        if file.record and file.record.sha256 != digest:
+            raise RunError(f"{file.path}: not what its record says (another SHA-256); {REMEDY}")
+        made_of = {**self._fingerprints, "source_sha256": digest, "source_end_of_text": end}
         if (record := _there(path, made_of)) is not None:
             bar.update(len(file))
-            tqdm.write(f"{path}: already there", file=sys.stderr)
+            _say(f"{path}: already there")
             if not record.replaced_documents:
-                _complete(file, record.text_bytes)
+                self._complete(file, record.text_bytes)
             return record
         path.parent.mkdir(parents=True, exist_ok=True)
         counts = Counts()
-        parts = self._checked(file, end, bar.update)
         record = write_token_file(
             path,
-            self._encoded(self._texts(parts, counts), counts),
+            self.encoded(file, end, counts, bar.update),
             vocab_size=vocab_size(self.new),
-            counts=lambda: {name: n for name, n in asdict(counts).items() if name != "source_bytes"},
+            counts=counts.recorded,
             source=str(file.path.absolute()),
             end_of_text=end_of_text(self.new),
             **made_of,
         )
-        _complete(file, counts.source_bytes)
+        if (lost := counts.text_bytes - counts.kept_bytes) > 0:
+            _say(
+                f"note: {path}: {lost:,} of {counts.text_bytes:,} bytes of text are not in its tokens: --tokenizer "
+                "changes the text before it encodes it, or has no token for some of its characters"
+            )
+        self._complete(file, counts.source_bytes)
         return record
 
+    def _check_tokenizer(self, file: TokenFile) -> None:
+        if file.record and self.known.contradicts(file.record.tokenizer):
+            raise RunError(
+                f"{file.path}: token ids of another tokenizer ({file.record.tokenizer[:16]}) than {self.known.path}; "
+                "give with --from the one that made them"
+            )
+
     def _end_of(self, file: TokenFile) -> int:
-        """The id that ends the documents of a file."""
-        if self.end is not None:
-            return self.end
-        own = end_of_text(self.old)
-        if file.record and file.record.end_of_text is not None:
-            found = file.record.end_of_text
-        else:
-            neox = own == 0 and olmo.END_OF_TEXT[1] < len(self._known) <= olmo.EMBEDDING_SIZE
-            found = olmo.find_end_of_text(file.tokens, (own, *olmo.END_OF_TEXT) if neox else (own,))
-        return own if found is None else found
+        """The id that ends the documents of a file. Raises RunError if it was given and the file does not hold it."""
+        end = self.end
+        if end is None and file.record:
+            end = file.record.end_of_text
+        if end is None and self.known.is_neox:
+            end = find_end_of_text(file.tokens)
+        if end is None:
+            end = end_of_text(self.old)
+        if not count_of(file.tokens, end):
+            if self.end is not None:
+                raise RunError(f"{file.path}: holds no id {end}; --end-of-text is the id that ends its documents")
+            _say(
+                f"note: {file.path}: id {end}, which ends a document, is not in it: taken for one document; if another "
+                "id ends them, give it with --end-of-text"
+            )
+        return end
 
     def _remark_on(self, ends: dict[str, int]) -> None:
         """Say which ids end documents though they are text to the tokenizer, as two spaces in OLMo's oldest files."""
         for end in sorted(set(ends.values()) - {self.end, end_of_text(self.old)}):
             if text := self.old.id_to_token(end):
                 names = [name for name, of in ends.items() if of == end]
-                tqdm.write(
+                _say(
                     f"note: id {end} ends the documents of {', '.join(names)}, but is also the tokenizer's {text!r}, "
-                    "which ends one too wherever it stands; with --end-of-text another id ends them",
-                    file=sys.stderr,
+                    "which ends one too wherever it stands; with --end-of-text another id ends them"
                 )
+
+    def encoded(
+        self, file: TokenFile, end: int, counts: Counts, advance: Callable[[int], object]
+    ) -> Iterator[np.ndarray]:
+        """The new token ids of a file in parts, each document followed by the new tokenizer's end-of-text id.
+
+        `end`: the id that ends a document of the file; `advance` is told of its ids as they are read.
+        """
+        table = token_bytes(self.new)
+        table[end_of_text(self.new)] = 0  # also where it is no special token
+        for tokens in tokenised(self._texts(self._checked(file, end, advance), counts), self.new):
+            counts.text_bytes += tokens.bytes
+            counts.kept_bytes += int(table[tokens.ids].sum())
+            yield tokens.ids
 
     def _checked(self, file: TokenFile, end: int, advance: Callable[[int], object]) -> Iterator[Part]:
         """The documents of a file. Raises RunError for an id that the old tokenizer has not."""
-        known = self._known
+        known = self._known_ids
         for first in range(0, len(file), IDS_AT_ONCE):
             ids = np.asarray(file.tokens[first : first + IDS_AT_ONCE])
             bad = (ids != end) & ~((ids >= 0) & (ids < len(known)) & known[np.clip(ids, 0, len(known) - 1)])
@@ -158,38 +205,39 @@ class Retokenizer:
             advance(len(ids))
 
     def _texts(self, parts: Iterator[Part], counts: Counts) -> Iterator[Piece]:
-        """The documents' text in pieces of at most PIECE characters, cut after a newline where there is one.
-
-        The last piece does not end if the file ends within a document.
-        """
+        """The documents' text in pieces (see readers.cut); the last does not end if the file ends within a document."""
         decode = _ByteLevel(self._table) if self._table else _WholeDocuments(self.old)
-        text, opened = "", False
-        for ids, ends in itertools.chain(parts, [(np.array([], np.int64), None)]):
-            opened |= len(ids) > 0
-            text += decode(ids, ends is not False)
-            while len(text) > PIECE:
-                cut = text.rfind("\n", 0, PIECE) + 1 or PIECE
-                yield Piece(text[:cut], False)
-                text = text[cut:]
-            if ends or (ends is None and opened):
-                yield Piece(text, bool(ends))
-                counts.documents += 1
-                counts.replaced_documents += decode.replaced
-                text, opened, decode.replaced = "", False, False
+        ended = False
+
+        def texts(part: Part | None) -> Iterator[str]:
+            """Of the document that begins with `part`."""
+            nonlocal ended
+            while part:
+                ids, ended = part
+                yield decode(ids, ended)
+                part = None if ended else next(parts, None)
+            if not ended:
+                yield decode(NO_IDS, True)
+
+        for part in parts:
+            for piece in cut(texts(part)):
+                yield Piece(piece.text, piece.ends and ended)
+            counts.documents += 1
+            counts.replaced_documents += decode.replaced
+            decode.replaced = False
         counts.source_bytes = decode.bytes
 
-    def _encoded(self, pieces: Iterator[Piece], counts: Counts) -> Iterator[np.ndarray]:
-        """Token ids of the pieces in batches, each document followed by the new tokenizer's end-of-text id."""
-        end = end_of_text(self.new)
-        for batch in _batches(pieces):
-            encodings = self.new.encode_batch_fast([piece.text for piece in batch], add_special_tokens=False)
-            ids: list[int] = []
-            for piece, encoding in zip(batch, encodings, strict=True):
-                ids += encoding.ids
-                if piece.ends:
-                    ids.append(end)
-            counts.text_bytes += sum(len(piece.text.encode()) for piece in batch)
-            yield np.array(ids, np.int64)
+    def _complete(self, file: TokenFile, text_bytes: int) -> None:
+        """Note the bytes of text, known now, in the record of the source too: bits per byte of either can be told.
+
+        Not if the id that ends a document was given: it may not be the one whose bytes count as none.
+        """
+        if self.end is not None or file.record is None or file.record.text_bytes == text_bytes:
+            return
+        try:
+            write_record(file.path, replace(file.record, text_bytes=text_bytes))
+        except OSError as e:
+            _say(f"note: the record of {file.path} stays without the bytes of its text ({e.strerror})")
 
 
 class _ByteLevel:
@@ -274,23 +322,5 @@ def _there(path: Path, made_of: dict) -> FileRecord | None:
     return record if record and made_of.items() <= asdict(record).items() else None
 
 
-def _complete(file: TokenFile, text_bytes: int) -> None:
-    """Note the bytes of text, known now, in the record of the source too: bits per byte of either can be told."""
-    if file.record is None or file.record.text_bytes is not None:
-        return
-    try:
-        write_record(file.path, replace(file.record, text_bytes=text_bytes))
-    except OSError as e:
-        tqdm.write(f"note: the record of {file.path} stays without the bytes of its text ({e.strerror})", sys.stderr)
-
-
-def _batches(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
-    """Groups of at most BATCH_PIECES pieces, ended by the piece that makes them BATCH_CHARACTERS long."""
-    while batch := list(itertools.islice(pieces, 1)):
-        characters = len(batch[0].text)
-        while len(batch) < BATCH_PIECES and characters < BATCH_CHARACTERS:
-            if (piece := next(pieces, None)) is None:
-                break
-            batch.append(piece)
-            characters += len(piece.text)
-        yield batch
+def _say(line: str) -> None:
+    tqdm.write(line, file=sys.stderr)

@@ -1,6 +1,7 @@
 """`stackexp data fetch`: OLMo's perplexity sets V2 and V3 onto this machine."""
 
 import argparse
+import re
 import sys
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -81,11 +82,26 @@ def _chosen(parser: Parser, options: argparse.Namespace) -> list[olmo.OlmoSet]:
 
 
 def _check_mirror(parser: Parser, mirror: str) -> None:
-    if "://" in mirror:
-        if not mirror.startswith(("http://", "https://")):
-            parser.error(f"--mirror {mirror}: expected http://..., https://... or a folder")
-    elif not Path(mirror).is_dir():
-        parser.error(f"--mirror {mirror}: no such folder; a URL begins with http:// or https://")
+    scheme, url, rest = mirror.partition("://")
+    if not url:
+        if not Path(mirror).is_dir():
+            parser.error(f"--mirror {mirror}: no such folder; a URL begins with http:// or https://")
+    elif "@" in rest.partition("/")[0]:
+        parser.error("--mirror: a URL without a user's name and password is expected")  # which are not repeated
+    elif scheme not in ("http", "https"):
+        parser.error(f"--mirror {mirror}: expected http://..., https://... or a folder")
+    elif not _is_valid(mirror):
+        parser.error(f"--mirror {mirror}: no valid URL; other characters than ASCII's are written %XX")
+
+
+def _is_valid(url: str) -> bool:
+    """Whether it has a host, a port that is a number if one, and none but printable ASCII characters."""
+    try:
+        parts = urlsplit(url)
+        host, _ = parts.hostname.encode("idna"), parts.port
+    except (ValueError, AttributeError):
+        return False
+    return bool(host) and re.fullmatch("[!-~]+", url) is not None
 
 
 def _summary(there: dict) -> str:

@@ -1,6 +1,7 @@
 """`stackexp data retokenize`: token files of one tokenizer -> token files of another."""
 
 import sys
+from functools import partial
 from pathlib import Path
 
 from stackexp.verbs.parser import Parser
@@ -19,20 +20,15 @@ vocabularies. A file that is there already, made of the same, stays: the same co
 def main(argv: list[str]) -> int:
     """Run the verb. Raises ConfigError for a mistake on the command line, RunError for what goes wrong later."""
     parser = _parser()
-    options, rest = parser.split(argv)
-    unexpected = [argument for argument in rest if argument.startswith("-")] or rest[1:]
-    if unexpected:
-        parser.error(f"unexpected argument {unexpected[0]}")
-    if not rest:
-        parser.error("expected SOURCE, a token file or a folder of them")
-    missing = [flag for flag in ("to", "from", "tokenizer") if getattr(options, flag) is None]
-    if missing:
-        parser.error(f"--{missing[0]} is missing")
+    options = parser.parse(argv)
+    if options.end_of_text is not None and options.end_of_text < 0:
+        parser.error(f"--end-of-text {options.end_of_text}: ids are not negative")
+    from stackexp.data.evaluation_sets import KnownTokenizer
     from stackexp.data.retokenize import Retokenizer
     from stackexp.data.tokenizer import load_tokenizer
 
-    old, new = load_tokenizer(getattr(options, "from")), load_tokenizer(options.tokenizer)
-    records = Retokenizer(old, new, options.end_of_text).retokenize(Path(rest[0]), options.to)
+    old, new = KnownTokenizer.read(getattr(options, "from")), load_tokenizer(options.tokenizer)
+    records = Retokenizer(old, new, options.end_of_text).retokenize(options.source, options.to)
     print(_summary(records))
     if replaced := sum(record.replaced_documents or 0 for record in records.values()):
         print(f"{replaced:,} documents hold bytes that are no UTF-8; U+FFFD stands for them", file=sys.stderr)
@@ -43,9 +39,11 @@ def main(argv: list[str]) -> int:
 def _parser() -> Parser:
     usage = "SOURCE --to FOLDER --from TOKENIZER.json --tokenizer TOKENIZER.json"
     parser = Parser("data retokenize", "Re-encode token files with another tokenizer.", EXAMPLES, usage, ABOUT)
-    parser.add_argument("--to", type=Path, metavar="FOLDER", help="where the new files go")
-    parser.add_argument("--from", type=Path, metavar="FILE", help="the tokenizer.json that made SOURCE")
-    parser.add_argument("--tokenizer", type=Path, metavar="FILE", help="the tokenizer.json to encode with")
+    add = partial(parser.add_argument, type=Path, required=True)
+    parser.add_argument("source", type=Path, metavar="SOURCE", help="a token file, or a folder of them")
+    add("--to", metavar="FOLDER", help="where the new files go")
+    add("--from", metavar="FILE", help="the tokenizer.json that made SOURCE")
+    add("--tokenizer", metavar="FILE", help="the tokenizer.json to encode with")
     parser.add_argument(
         "--end-of-text", type=int, metavar="ID", help="the id that ends a document of SOURCE (default: looked for)"
     )
