@@ -13,7 +13,8 @@ class FileServer(ThreadingHTTPServer):
 
     `faults[path]` are consumed one a request: a status such as 503, or the number of bytes of the body after which
     the connection is cut. `ranges`: whether Range is honoured; `if_range`: whether If-Range is. `pause`: seconds
-    between pieces of 1000 bytes. `headers`: replace those that are sent, None leaves one out.
+    between pieces of 1000 bytes. `headers`: replace those that are sent, None leaves one out; `partial_headers` do so
+    in a 206.
     """
 
     daemon_threads = True
@@ -24,6 +25,7 @@ class FileServer(ThreadingHTTPServer):
         self.faults: dict[str, list[int]] = defaultdict(list)
         self.requests: list[tuple[str, str | None, int]] = []
         self.headers: dict[str, str | None] = {}
+        self.partial_headers: dict[str, str | None] = {}
         self.ranges, self.if_range, self.pause = True, True, 0.0
         self.url = f"http://127.0.0.1:{self.server_port}"
 
@@ -46,7 +48,7 @@ class _Handler(BaseHTTPRequestHandler):
         path, asked = self.path.lstrip("/"), self.headers.get("Range")
         fault = self.server.faults[path].pop(0) if self.server.faults[path] else None
         body = self.server.files.get(path)
-        if body is None or (fault and fault in range(400, 600)):
+        if body is None or (fault and fault in range(300, 600)):
             return self._answer(fault or 404, asked, {"Content-Length": "0"}, b"")
         tag = f'"{hashlib.md5(body).hexdigest()}"'
         headers = {"Content-Type": "application/octet-stream", "ETag": tag}
@@ -63,7 +65,8 @@ class _Handler(BaseHTTPRequestHandler):
     def _answer(self, status: int, asked: str | None, headers: dict[str, str], body: bytes) -> None:
         self.server.requests.append((self.path.lstrip("/"), asked, status))
         self.send_response(status)
-        for name, value in (headers | self.server.headers).items():
+        headers |= self.server.headers | (self.server.partial_headers if status == 206 else {})
+        for name, value in headers.items():
             if value is not None:
                 self.send_header(name, value)
         self.end_headers()

@@ -2,11 +2,12 @@
 
 import json
 import shutil
+import socket
 import subprocess
 import sys
-import threading
 import time
 import urllib.request
+from typing import NoReturn
 
 import numpy as np
 import pytest
@@ -63,7 +64,7 @@ def test_the_catalogue():
     assert books.url == (
         "https://olmo-data.org/eval-data/perplexity/v3_small_gptneox20b/dolma_books/val/part-0-00000.npy"
     )
-    assert books.label == "v3-small-dolma_books-validation"
+    assert [one.instances for one in (PTB, ICE, books)] == [45, 494, None]
 
 
 @pytest.mark.parametrize("end", [0, 50_276, 50_279])
@@ -73,6 +74,33 @@ def test_the_end_of_a_document_is_what_the_file_ends_with(fetch, server, tmp_pat
     record = read_record(PTB.file(tmp_path / "to"))
     assert record.end_of_text == end
     assert record.documents == (TokenFile(PTB.file(tmp_path / "to")).tokens == end).sum()
+
+
+@pytest.mark.parametrize(
+    ("ids", "end"),
+    [
+        ([5, 0, 7, 0, 9, 50_276], 0),  # cut after two spaces
+        ([5, 0, 7, 50_279, 8, 50_279], 50_279),  # 0 is a mask of that tokenizer
+        ([5, 50_279, 7, 0, 8, 0], 0),
+        ([5, 50_279, 0, 50_279, 8], 50_279),  # cut
+        ([5, 50_276, 8], None),
+    ],
+)
+def test_one_id_at_the_end_does_not_mislead(fetch, server, tmp_path, capsys, ids, end):
+    server.files[PTB.path] = np.array(ids, "<u2").tobytes()
+    assert fetch("v2", "--only", "ptb") == 0
+    record = read_record(PTB.file(tmp_path / "to"))
+    assert (record.end_of_text, record.documents) == (end, ids.count(end) or None)
+    assert ("v2/ptb ends within a document" in capsys.readouterr().err) == (ids[-1] != end)
+
+
+def test_a_set_not_as_long_as_olmos_is_remarked_on(fetch, server, capsys):
+    server.files[PTB.path] = raw(1, 46 * 2048 - 1)
+    assert fetch("v2", "--only", "ptb") == 0
+    assert "note" not in capsys.readouterr().err
+    server.files[ICE.path] = raw(1, 494 * 2048 - 1)
+    assert fetch("v2", "--only", "ice") == 0
+    assert "note: v2/ice has 493 instances of 2048 tokens, OLMo's own 494" in capsys.readouterr().err
 
 
 def test_everything(fetch, server, tmp_path, capsys):
@@ -176,6 +204,15 @@ def test_the_time_of_change_tells_files_apart_too(fetch, server, tmp_path):
     assert fetch("v2", "--only", "ptb") == 0
     assert content(tmp_path, PTB) == CONTENT[PTB]
     assert server.requests[-1][1:] == ("bytes=4000-", 206)
+
+
+def test_what_goes_on_with_a_file_need_not_say_when_it_changed(fetch, server, tmp_path):
+    server.headers["Last-Modified"] = "Wed, 21 Oct 2026 07:28:00 GMT"
+    server.partial_headers["Last-Modified"] = None
+    server.faults[PTB.path] = [4000]
+    assert fetch("v2", "--only", "ptb") == 0
+    assert content(tmp_path, PTB) == CONTENT[PTB]
+    assert [request[1:] for request in server.requests] == [(None, 200), ("bytes=4000-", 206)]
 
 
 @pytest.mark.parametrize("status", [503, 500, 429])
@@ -285,7 +322,12 @@ def test_an_html_page_is_named(fetch, server, capsys):
     assert "the server sends an HTML page" in capsys.readouterr().err
 
 
+def no_such_name(*_: object, **__: object) -> NoReturn:
+    raise socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
+
+
 def test_without_a_way_to_the_server(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(socket, "getaddrinfo", no_such_name)
     monkeypatch.setenv("no_proxy", "*")
     host = "http://no-such-host.invalid/a/b"
     assert main(["data", "fetch", "v2", "--to", str(tmp_path), "--mirror", host]) == 1
@@ -295,6 +337,34 @@ def test_without_a_way_to_the_server(tmp_path, capsys, monkeypatch):
     assert line.startswith(f"error: {host} cannot be reached from this machine (")
     assert "wget -x -nH --cut-dirs=2 -i urls.txt -P copies" in line
     assert "--mirror copies" in line
+
+
+@pytest.mark.parametrize("lasting", [False, True])
+def test_a_server_that_is_lost_in_between_fails_no_other_set(fetch, server, tmp_path, monkeypatch, capsys, lasting):
+    lookups, find = [], socket.getaddrinfo
+
+    def getaddrinfo(*arguments: object, **options: object) -> list:
+        lookups.append(arguments)
+        lost = range(1, 1 + download.ATTEMPTS) if lasting else [1]
+        return no_such_name() if len(lookups) - 1 in lost else find(*arguments, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    assert fetch("v2", "--only", "gab", "ice", "ptb") == lasting
+    error = capsys.readouterr().err
+    assert "wget" not in error
+    for one in (OlmoSet("v2", "gab"), PTB, *([] if lasting else [ICE])):
+        assert content(tmp_path, one) == CONTENT[one]
+    if lasting:
+        assert f"error: v2/ice: {server.url}/{ICE.path}: Temporary failure in name resolution, 6 times in" in error
+        assert "error: 1 of 3 sets could not be fetched: v2/ice" in error
+
+
+def test_a_redirect_loop_is_one_line(fetch, server, capsys):
+    server.headers["Location"] = f"{server.url}/{PTB.path}"
+    server.faults[PTB.path] = [302] * 20
+    assert fetch("v2", "--only", "ptb") == 1
+    [line] = [line for line in capsys.readouterr().err.splitlines() if "infinite loop" in line]
+    assert line.startswith(f"error: v2/ptb: {server.url}/{PTB.path}: HTTP 302")
 
 
 def test_only_what_is_missing_is_listed_for_elsewhere(fetch, server, tmp_path, capsys):
@@ -323,7 +393,7 @@ def test_a_killed_fetch_goes_on_where_it_was(server, tmp_path, program):
 
 
 def test_two_at_once_fetch_once(fetch, server, tmp_path, program, capsys):
-    server.pause = 0.05
+    server.pause = 0.2
     process = program.start("data", "fetch", "v2", "--only", "ptb", "--mirror", server.url, "--to", tmp_path / "to")
     wait_until(lambda: bool(server.requests), process, 60)
     assert fetch("v2", "--only", "ptb") == 0
@@ -334,7 +404,6 @@ def test_two_at_once_fetch_once(fetch, server, tmp_path, program, capsys):
 
 LAYOUTS = {
     "server": lambda one: one.path,
-    "wget -x": lambda one: f"olmo-data.org/eval-data/perplexity/{one.path}",
     "ours": lambda one: f"{one.version}/{one.name}.npy",
 }
 
@@ -394,6 +463,25 @@ def test_a_mirror_whose_record_tells_of_damage(fetch, tmp_path, capsys):
     assert read_record(PTB.file(tmp_path / "other")) == read_record(PTB.file(tmp_path / "to"))
 
 
+@pytest.mark.parametrize("what", ["record", "file"])
+def test_what_cannot_be_read_of_a_mirror_fails_no_other_set(tmp_path, capsys, what):
+    mirror = tmp_path / "mirror"
+    PTB.file(mirror).parent.mkdir(parents=True)
+    PTB.file(mirror).write_bytes(CONTENT[PTB])
+    if what == "record":
+        ICE.file(mirror).write_bytes(CONTENT[ICE])
+        ICE.file(mirror).with_name("ice.npy.json").mkdir()
+    else:
+        ICE.file(mirror).symlink_to("/proc/self/mem")  # reading its first byte fails, whoever reads
+    command = ["data", "fetch", "v2", "--only", "ptb", "ice", "--mirror", str(mirror), "--to", str(tmp_path / "to")]
+    assert main(command) == 1
+    error = capsys.readouterr().err
+    assert f"error: v2/ice: {ICE.file(mirror)}{'.json' if what == 'record' else ''}: cannot be read (I" in error
+    assert "make room" not in error
+    assert content(tmp_path, PTB) == CONTENT[PTB]
+    assert leftovers(tmp_path) == []
+
+
 def test_files_of_another_tokenizer_are_left_alone(fetch, tmp_path, capsys):
     fetch("v2", "--only", "ptb")
     record = PTB.file(tmp_path / "to").with_name("ptb.npy.json")
@@ -421,6 +509,13 @@ def test_a_copy_that_may_be_cut_is_remarked_on(tmp_path, capsys):
         (["v3", "--only", "dolma_common_crawl"], "did you mean 'dolma_common-crawl'?"),
         (["v2", "--mirror", "no-such-folder"], "--mirror no-such-folder: no such folder"),
         (["v2", "--mirror", "s3://bucket"], "expected http://..., https://... or a folder"),
+        (["v2", "--mirror", "http://[::1/x"], "--mirror http://[::1/x: no valid URL"),
+        (["v2", "--mirror", "http://host/é"], "no valid URL; other characters than ASCII's are written %XX"),
+        (["v2", "--mirror", f"http://{'h' * 64}/x"], "no valid URL"),
+        (["v2", "--mirror", "http://host:port/x"], "no valid URL"),
+        (["v2", "--mirror", "http:///x"], "no valid URL"),
+        (["v2", "--mirror", "http://host/a b"], "no valid URL"),
+        (["v2", "--mirror", "http://me:secret@host/x"], "--mirror: a URL without a user's name and password"),
         (["v2", "--onyl", "ptb"], "unknown option --onyl; did you mean '--only'?"),
     ],
 )
@@ -429,7 +524,15 @@ def test_a_mistake_is_answered_in_one_line(arguments, message, capsys, tmp_path,
     assert main(["data", "fetch", *arguments]) == 2
     [line] = capsys.readouterr().err.splitlines()
     assert message in line
+    assert "secret" not in line
     assert list(tmp_path.iterdir()) == []
+
+
+def test_help_is_light():
+    script = (
+        "import sys; sys.argv[1:] = ['data', 'fetch', '--help']; sys.modules['numpy'] = None; import stackexp.__main__"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, stdout=subprocess.PIPE)
 
 
 def test_a_folder_that_cannot_be_written(tmp_path, capsys):
@@ -467,4 +570,3 @@ def test_a_silent_server_is_given_up(fetch, server, monkeypatch, capsys):
     assert fetch("v2", "--only", "ptb") == 1
     assert time.monotonic() - begin < 5
     assert "timed out" in capsys.readouterr().err
-    assert threading.active_count() < 20

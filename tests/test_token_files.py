@@ -97,6 +97,10 @@ def test_written_and_read_again(tmp_path, vocab_size, dtype):
     assert file.record == record
     assert (record.tokens, record.bytes) == (3, path.stat().st_size)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["set.npy", "set.npy.json"]
+    record_path(path).unlink()  # not needed to read what was written
+    assert TokenFile(path).tokens.tolist() == [1, 2, vocab_size - 1]
+    if dtype == "uint32":
+        assert np.load(path).tolist() == [1, 2, vocab_size - 1]
 
 
 @pytest.mark.parametrize(
@@ -135,6 +139,13 @@ def test_a_corrupt_record_is_named(tmp_path, text):
     path = write(tmp_path / "set.npy", [1])
     record_path(path).write_text(text)
     with pytest.raises(RunError, match=r"set\.npy\.json: corrupt; delete it"):
+        TokenFile(path)
+
+
+def test_a_record_that_cannot_be_read_is_named(tmp_path):
+    path = write(tmp_path / "set.npy", [1])
+    record_path(path).mkdir()
+    with pytest.raises(RunError, match=r"set\.npy\.json: cannot be read \(Is a directory\)"):
         TokenFile(path)
 
 
