@@ -53,6 +53,16 @@ def test_repeats_say_how_often_each_sequence_comes(sets):
     assert set(of_math.values()) <= {2, 3}
 
 
+def test_the_shares_hold_from_the_first_batch_on(sets):
+    """However unequal the shards are: here one of 150 sequences, and of another source thirty times one of 20."""
+    taken = samples(loader_of(mixture(sets, {"web": {}, "math": {"repeat": 30}})))
+    of_web = [source == 0 for _, source, _ in taken]
+    share = sum(of_web) / len(taken)
+    for count in (100, 200, 400):
+        deviation = math.sqrt(share * (1 - share) / count)
+        assert sum(of_web[:count]) / count == pytest.approx(share, abs=4 * deviation)
+
+
 def test_every_sample_is_of_the_source_that_its_number_says(sets):
     config = mixture(sets, PROPORTIONS)
     opened = [TokenSet(path) for path in sets.values()]

@@ -1,11 +1,8 @@
 """The sequences a run trains on: where they lie, in what order they come, and the loader that brings them."""
 
-import atexit
 import logging
 import math
 import re
-import signal
-import weakref
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -63,11 +60,13 @@ class TrainingSet:
         return [source.name for source in self.sources]
 
     def loader(self, trainer: pl.Trainer) -> DataLoader:
-        """This process's share of the sequences, epoch after epoch."""
-        from streaming import StreamingDataLoader
+        """This process's share of the sequences, epoch after epoch.
 
+        One source is shuffled by the library's py1e, which spreads the downloads; but a large shard comes late in it,
+        so a mixture, whose shares are to hold at any time, takes py1br.
+        """
         from stackexp.datamodules.remote import Remote
-        from stackexp.datamodules.streaming import Source, TokenStream, collate, set_world
+        from stackexp.datamodules.streaming import Loader, Source, TokenStream, collate, set_world
 
         config = self.config
         nodes = trainer.world_size // trainer.num_devices
@@ -95,23 +94,21 @@ class TrainingSet:
             batch_size=config.micro_batch_size,
             sampling_method="balanced" if config.shuffle else "fixed",
             shuffle=config.shuffle,
+            shuffle_algo="py1br" if len(self.sources) > 1 else "py1e",
             shuffle_seed=self.seed,
             num_canonical_nodes=config.num_canonical_nodes,
             shuffle_block_size=max(SHUFFLED // config.num_canonical_nodes, 1 << 18),
         )
-        loader = StreamingDataLoader(
+        return Loader(
             stream,
             batch_size=config.micro_batch_size,
             num_workers=workers,
             persistent_workers=workers > 0,
-            worker_init_fn=_leave_sigterm_to_the_run,
             collate_fn=partial(collate, end_of_document=self.end),
         )
-        atexit.register(_end_processes, weakref.ref(loader))
-        return loader
 
     def _warn_of_thrashing(self, limit: int) -> None:
-        """Sequences are drawn from all shards that are shuffled together (the library's py1e): these should fit."""
+        """Sequences are drawn from all shards that are shuffled together: these should fit."""
         cached = [source for source in self.sources if source.remote]
         together = max(SHUFFLED // self.config.num_canonical_nodes, 1 << 18) if self.config.shuffle else 0
         itemsize = dtype_of(self.tokens.corpus.vocab_size).itemsize
@@ -205,17 +202,3 @@ def open_prepared(folder: str | Path, config: DataConfig, options: str, cache: b
             f"set data.vocab_size={corpus.vocab_size}"
         )
     return opened
-
-
-def _leave_sigterm_to_the_run(_: int) -> None:
-    """In a loader's process: Slurm may signal every process of a task, and the run still needs it to save."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-
-
-def _end_processes(of: weakref.ref[DataLoader]) -> None:
-    """At exit: Python would end a loader's processes by SIGTERM, which they ignore, and wait for them without end."""
-    iterator = getattr(of(), "_iterator", None)
-    if iterator is not None and hasattr(iterator, "_workers"):
-        iterator._shutdown_workers()  # asks them, and waits 5 s
-        for process in iterator._workers:
-            process.kill()
