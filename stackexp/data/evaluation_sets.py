@@ -57,9 +57,9 @@ class KnownTokenizer:
 
     @cached_property
     def is_neox(self) -> bool:
-        """Whether its ids are GPT-NeoX-20B's, maybe with a few more at the end, as in OLMo's."""
-        ids = [self.tokenizer.token_to_id(token) for token in ("<|endoftext|>", "<|padding|>")]
-        return ids == [0, 1] and 50_254 <= self.vocab_size <= olmo.EMBEDDING_SIZE
+        """Whether its ids are GPT-NeoX-20B's, maybe with a few more at the end, as in both of OLMo's."""
+        end, padding = (self.tokenizer.token_to_id(token) for token in ("<|endoftext|>", "<|padding|>"))
+        return end in (0, 50_279) and padding == 1 and 50_254 <= self.vocab_size <= olmo.EMBEDDING_SIZE
 
     def contradicts(self, whose: str) -> bool:
         """Whether ids of the tokenizer `whose`, a fingerprint or a name, are known to be another's."""
