@@ -8,8 +8,14 @@ process has evicted or could not download, and ends an epoch early where a downl
 import atexit
 import os
 import secrets
+import signal
 import tempfile
+import weakref
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from multiprocessing.process import BaseProcess
 from pathlib import Path
+from threading import Thread
 from time import sleep
 from typing import Any
 
@@ -17,7 +23,7 @@ import numpy as np
 import streaming.base.dataset
 import torch
 from filelock import FileLock
-from streaming import Stream, StreamingDataset
+from streaming import Stream, StreamingDataLoader, StreamingDataset
 from streaming.base.constant import LOCALS, TICK
 from streaming.base.format import Reader
 from streaming.base.shared import SharedArray, SharedMemory
@@ -65,6 +71,7 @@ class TokenStream(StreamingDataset):
 
     def __init__(self, sources: list[Source], cache_limit: int | None = None, processes: int = 1, **options: Any):
         super().__init__(streams=sources, **options)
+        self._executor = _Threads()
         self._limit = cache_limit
         self._is_cached = np.array([source.is_cache for source in sources])[self.stream_per_shard]
         self._states = SharedArray(self.num_shards, np.uint8, f"{self._shm_prefix_int:06}_stackexp_states")
@@ -105,6 +112,13 @@ class TokenStream(StreamingDataset):
             "source": int(np.searchsorted(self.sample_offset_per_stream, index, side="right")) - 1,
             "hash": sample_hash(tokens),
         }
+
+    def _each_sample_id(self, it: Any) -> Iterator[int]:
+        """Also when an epoch is left by an error, or given up, the threads that look ahead for it end."""
+        try:
+            yield from super()._each_sample_id(it)
+        finally:
+            it.non_blocking_exit()
 
     def prepare_shard(self, shard_id: int, blocking: bool = True) -> None:
         """Have a shard here: fetch it, or wait for the process that does. Raises SourceError or OSError.
@@ -175,6 +189,76 @@ class TokenStream(StreamingDataset):
     def _locked(self) -> FileLock:
         """The lock of states and bytes, held by one thread of the node at a time."""
         return FileLock(self._cache_filelock_path)
+
+
+class _Threads:
+    """The executor that looks ahead: at exit nobody waits for its threads, which may be in a long download."""
+
+    def submit(self, function: Callable[..., Any], *arguments: Any) -> Future:
+        future: Future = Future()
+        Thread(target=self._run, args=(future, function, arguments), daemon=True).start()
+        return future
+
+    @staticmethod
+    def _run(future: Future, function: Callable[..., Any], arguments: tuple) -> None:
+        try:
+            future.set_result(function(*arguments))
+        except Exception as error:
+            future.set_exception(error)
+
+
+class Loader(StreamingDataLoader):
+    """The library's loader, whose processes leave SIGTERM to the run, and end when it is collected or at exit."""
+
+    def __init__(self, *arguments: Any, **options: Any):
+        self._processes: list[BaseProcess] = []
+        super().__init__(*arguments, worker_init_fn=_leave_sigterm_to_the_run, **options)
+
+    def _get_iterator(self) -> Any:
+        iterator = super()._get_iterator()
+        if processes := getattr(iterator, "_workers", []):
+            self._processes = processes
+            _keep(iterator)
+        return iterator
+
+    def __del__(self) -> None:
+        super().__del__()  # asks them, waits 5 s, ends them by SIGTERM, which they ignore
+        _kill(self._processes)
+
+
+def _leave_sigterm_to_the_run(_: int) -> None:
+    """In a loader's process: Slurm may signal every process of a task, and the run still needs it to save."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+_kept: list[tuple[weakref.ref, list[BaseProcess], list]] = []
+
+
+def _keep(iterator: Any) -> None:
+    """Hold the queues of an iterator as long as its processes live.
+
+    Were they collected together with it they would be closed first, and the processes never told to end.
+    """
+    _kept[:] = [kept for kept in _kept if any(process.is_alive() for process in kept[1])]
+    _kept.append((weakref.ref(iterator), iterator._workers, iterator._index_queues))
+
+
+def _end_processes() -> None:
+    """At exit: Python would end a loader's processes by SIGTERM, which they ignore, and wait for them without end."""
+    for iterator, processes, _ in _kept:
+        if iterator() is not None:
+            iterator()._shutdown_workers()  # asks them, and waits 5 s
+        _kill(processes)
+
+
+def _kill(processes: list[BaseProcess]) -> None:
+    for process in processes:
+        if process.is_alive():
+            process.kill()
+
+
+atexit.register(_end_processes)
+os.register_at_fork(after_in_child=_kept.clear)
 
 
 def _path(shard: Reader) -> str:
