@@ -14,7 +14,7 @@ def test_the_config_for_one_s_own_text_composes(tmp_path):
     path = tmp_path / "mine.yaml"
     path.write_text(block)
     config = compose([str(path)])
-    assert config.data.validation == {"held-out": "data/held-out"}
+    assert config.data.validation == {"held-out": "texts/held-out"}
     assert config.model.vocab_size == 8192
     assert config.trainer == compose(["quickstart"]).trainer
 
