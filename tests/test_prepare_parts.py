@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from corpora import files_of, write_many
 
+from stackexp.data.locking import locked
 from stackexp.data.packing import BAD_LINES, TAIL, damaged_file, unit_name
 from stackexp.data.prepare import prepare
 from stackexp.data.shards import TokenSet
@@ -123,6 +124,13 @@ def test_parts_at_once_and_the_same_part_twice_and_a_merge_write_each_unit_once(
     assert sum("training a tokenizer" in message for message in messages) == 1
     assert all(line.startswith(("waiting for", "training a")) for text in messages for line in text.splitlines())
     assert files_of(tmp_path / "set") == files_of(whole)
+
+
+def test_a_lock_is_shared_as_nfs_wants_it(tmp_path, monkeypatch):
+    """It refuses a shared lock on a file that is not open for reading."""
+    monkeypatch.setattr("fcntl.flock", lambda file, flags: pytest.fail("EBADF") if not file.readable() else None)
+    with locked(tmp_path / "lock", "the test", shared=True):
+        pass
 
 
 def test_who_merges_waits_for_the_parts(source, tmp_path):

@@ -19,7 +19,7 @@ def locked(path: Path, what: str, shared: bool = False) -> Iterator[None]:
     ends, however it ends, so a kill leaves nothing behind. Processes that the holder forks do not hold it.
     """
     kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
-    with open(path, "a") as file:
+    with open(path, "a+") as file:  # NFS shares a lock only on a file that is open for reading
         _held.add(file)
         try:
             _wait(lambda flags: fcntl.flock(file, kind | flags), what)
