@@ -227,6 +227,7 @@ BAD = [
     (b'{"text": ""}', "no text"),
     (b"[1, 2]", "no text"),
     (b"", None),
+    (b'{"text": "x", "n": ' + b"1" * 5000 + b"}", "Exceeds the limit"),
     (b'{"text": "\xff"}', "invalid UTF-8"),
     (b'{"text": "\\ud800"}', "invalid UTF-8"),
     (b'{"text": "also good"}', None),
@@ -254,7 +255,7 @@ def test_bad_lines_are_counted_and_named(bad_source, tmp_path, capsys):
     corpus = TokenSet(tmp_path / "to").corpus
     assert (corpus.bad_lines, corpus.documents) == (len(expected), 3)
     output = capsys.readouterr().out
-    assert "8 bad lines:\n  lines.jsonl.gz:2: invalid JSON" in output
+    assert "9 bad lines:\n  lines.jsonl.gz:2: invalid JSON" in output
     assert f"data.kind=shards data.path={tmp_path / 'to'}" in output
 
 

@@ -1,6 +1,11 @@
 """Which files a source folder holds."""
 
+import os
+
+import pytest
+
 from stackexp.data.readers import find_sources
+from stackexp.errors import RunError
 
 
 def test_a_folder_is_read_once_however_many_links_lead_to_it(tmp_path):
@@ -25,3 +30,11 @@ def test_a_folder_is_read_once_however_many_links_lead_to_it(tmp_path):
     assert names == ["kept/kept.txt", "sub/sub.txt", "zone/above.txt", "zone/deep/deep.txt"]
     (tmp_path / "link").symlink_to(top)
     assert [source.name for source in find_sources(tmp_path / "link")] == names
+
+
+def test_a_name_that_is_not_utf_8_is_refused(tmp_path):
+    with open(os.fsencode(tmp_path) + b"/caf\xe9.txt", "w") as file:
+        file.write("text")
+    with pytest.raises(RunError, match=r"the name of 'caf\\udce9.txt' is not UTF-8; rename it") as error:
+        find_sources(tmp_path)
+    str(error.value).encode()

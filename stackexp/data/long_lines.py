@@ -91,7 +91,7 @@ def _set_aside(characters: Iterable[str], aside: IO[bytes]) -> tuple[str, list[t
                 break  # until more is read
             buffer, inside = buffer[end + 1 :], False
         if size > REST:
-            raise TooLong
+            raise TooLong("too long beside its text")
     if inside:  # json says what it says of such strings
         rest.append(f'"{buffer}')
     return "".join(rest), spans

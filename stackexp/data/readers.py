@@ -18,7 +18,7 @@ from typing import BinaryIO, NamedTuple
 import numpy as np
 import zstandard
 
-from stackexp.data.long_lines import TooLong, long_text
+from stackexp.data.long_lines import long_text
 from stackexp.errors import RunError
 
 TEXT = (".txt", ".text", ".md", ".rst", ".py")
@@ -83,8 +83,10 @@ def find_sources(source: Path) -> list[Source]:
     base = source.parent if source.is_file() else source
     found = []
     for path in known:
-        stat = path.stat()
-        found.append(Source(str(path), path.relative_to(base).as_posix(), stat.st_size, stat.st_mtime_ns))
+        stat, name = path.stat(), path.relative_to(base).as_posix()
+        if name.encode(errors="replace").decode() != name:
+            raise RunError(f"{source}: the name of {name!a} is not UTF-8; rename it")
+        found.append(Source(str(path), name, stat.st_size, stat.st_mtime_ns))
     return found
 
 
@@ -192,8 +194,8 @@ def _read_json_lines(source: Source, raw: BinaryIO, scratch: Path | None) -> Ite
             yield BadLine(where, "invalid UTF-8")
         except json.JSONDecodeError as e:
             yield BadLine(where, f"invalid JSON ({e.msg})")
-        except TooLong:
-            yield BadLine(where, "too long beside its text")
+        except ValueError as e:  # TooLong, or a number of more digits than Python reads
+            yield BadLine(where, str(e).partition(":")[0])
         except (KeyError, TypeError, AttributeError, RecursionError):
             yield BadLine(where, "no text")
         else:
