@@ -21,6 +21,7 @@ class S3:
 
     `fail_every` 3: each third request for an object ends in an error 500 or, by turns, in a reset connection.
     `seconds_per_chunk`: how long each piece of 64 KiB of an answer takes.
+    `stalls`: answers for objects whose key ends so come after a minute.
     """
 
     def __init__(self) -> None:
@@ -28,6 +29,8 @@ class S3:
         self._lock = threading.Lock()
         self.fail_every = 0
         self.seconds_per_chunk = 0.0
+        self.stalls: str | None = None
+        self.stalled = 0
         self.requests: list[str] = []  # paths of GET requests
         self.failures = 0
         self.refuses: int | None = None  # the status that all requests for objects are answered with
@@ -77,6 +80,9 @@ class S3:
         if fails or self.refuses:
             start_response(f"{500 if fails else self.refuses} No", [("Content-Length", "0")])
             return [b""]
+        if self.stalls and environ["PATH_INFO"].endswith(self.stalls):
+            self.stalled += 1
+            time.sleep(60)
         return self._slowly(self._app(environ, start_response))
 
     def _slowly(self, answer: Iterable[bytes]) -> Iterable[bytes]:

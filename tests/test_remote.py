@@ -1,8 +1,10 @@
 """Training from object storage: a real S3 server that fails, dawdles or lacks what is asked for; the cache's bounds."""
 
+import gc
 import inspect
 import os
 import shutil
+import sys
 import threading
 import time
 from pathlib import Path
@@ -15,6 +17,7 @@ from records import losses, only_run
 from s3 import S3, without_credentials
 from streaming import Stream, StreamingDataset
 
+from stackexp.config.schema import ShardsConfig
 from stackexp.data import stream_record
 from stackexp.data.shards import TokenSet
 from stackexp.datamodules import remote as remote_module
@@ -46,9 +49,10 @@ def s3(server, monkeypatch, tmp_path):
     monkeypatch.setattr(remote_module, "_held", {})
     monkeypatch.setattr(remote_module, "SECONDS", 0.01)
     server.fail_every, server.seconds_per_chunk, server.refuses, server.failures = 0, 0.0, None, 0
+    server.stalls = None
     server.requests.clear()
     yield server
-    server.fail_every, server.refuses = 0, None
+    server.fail_every, server.refuses, server.stalls = 0, None, None
     for cache in remote_module._held.values():
         cache.close()
 
@@ -160,6 +164,37 @@ def test_a_shard_that_has_gone_is_named(s3, url, workers):
     with pytest.raises(SourceError, match=rf"^{url}/{SHARD}: not found"):
         taken += samples(loader)
     assert not taken
+
+
+def test_the_processes_of_a_loader_end_with_it(folder):
+    """Also where it is part of a cycle, as after an error: Python closes what it is told by before it can be told."""
+    loader = loader_of(config_of(path=str(folder), num_workers=2))
+    next(iter(loader))
+    processes = list(loader._iterator._workers)
+    loader.itself = loader
+    began = time.monotonic()
+    del loader
+    gc.collect()
+    assert not any(process.is_alive() for process in processes), "Python waits for these at exit, without end"
+    assert time.monotonic() - began < 4, "they were not told, but waited for"
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_at_exit_nobody_waits_for_a_download_that_looks_ahead(s3, url, workers, tmp_path):
+    s3.stalls, stalled = SHARD, s3.stalled
+    config = config_of(remote=url, shuffle=False, num_workers=workers)
+    Forks(tmp_path).run(s3.environment, config, tmp_path / "leaves", function=_take_one)
+    assert s3.stalled == stalled + 1, "nothing was being downloaded: this proves nothing"
+    assert time.time() - (tmp_path / "leaves").stat().st_mtime < 3
+
+
+def _take_one(environment: dict[str, str], config: ShardsConfig, leaves: Path) -> None:
+    os.environ.update(environment)
+    batches = iter(loader_of(config))
+    next(batches)
+    time.sleep(0.5)  # of looking ahead
+    sys.modules["kept until the end"] = batches  # as an error's traceback is
+    leaves.touch()
 
 
 def test_an_outage_is_waited_for(s3, url, local):
