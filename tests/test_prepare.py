@@ -286,6 +286,8 @@ def broken_in_the_middle(data: bytes) -> bytes:
         ("a.jsonl.gz", b"plain text", r"a\.jsonl\.gz: corrupt or cut short"),
         ("a.jsonl.gz", broken_in_the_middle(gzip.compress(json_lines(TEXTS))), r"a\.jsonl\.gz: corrupt or cut short"),
         ("a.jsonl.zst", zstandard.compress(json_lines(TEXTS))[:-9], r"a\.jsonl\.zst: corrupt or cut short"),
+        ("a.jsonl.gz", b"", r"a\.jsonl\.gz: corrupt or cut short \(it is empty\)"),
+        ("a.jsonl.zst", b"", r"a\.jsonl\.zst: corrupt or cut short \(it is empty\)"),
         ("a.jsonl.zst", b"plain text", r"a\.jsonl\.zst: corrupt or cut short"),
     ],
 )

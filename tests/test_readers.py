@@ -4,6 +4,7 @@ import os
 
 import pytest
 
+from stackexp.data.prepare import prepare
 from stackexp.data.readers import find_sources
 from stackexp.errors import RunError
 
@@ -38,3 +39,25 @@ def test_a_name_that_is_not_utf_8_is_refused(tmp_path):
     with pytest.raises(RunError, match=r"the name of 'caf\\udce9.txt' is not UTF-8; rename it") as error:
         find_sources(tmp_path)
     str(error.value).encode()
+
+
+def test_what_cannot_be_read_is_not_left_out(tmp_path, monkeypatch):
+    (tmp_path / "a.txt").write_text("text")
+    (tmp_path / "other").symlink_to("nowhere")
+    assert [source.name for source in find_sources(tmp_path)] == ["a.txt"]
+    (tmp_path / "b.jsonl").symlink_to("nowhere")
+    with pytest.raises(RunError, match=r"b\.jsonl: cannot be read \(No such file or directory\)"):
+        find_sources(tmp_path)
+    (tmp_path / "b.jsonl").unlink()
+    (tmp_path / "closed").mkdir()
+    scandir = os.scandir
+
+    def refuse(path):  # root may read everything
+        if str(path).endswith("closed"):
+            raise PermissionError(13, "Permission denied", path)
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(RunError, match=r"/closed: cannot be read \(Permission denied\); mend that") as error:
+        prepare(tmp_path, tmp_path / "to", vocab_size=300)
+    assert "\n" not in str(error.value)

@@ -117,21 +117,20 @@ def prepare(
     """
     plan = Plan(source, tokenizer, vocab_size, context_length, unit_bytes)
     workers = workers or (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())
-    with _one_line(folder):
-        begin(plan, folder)
-        with locked(folder / ".lock", f"the preparation of {folder}", shared=part is not None):
-            if part and (folder / "corpus.json").exists():
-                return None
-            if not part and (finished := _finished(folder)):
-                return finished
-            tokenizer_path = _tokenizer(plan, folder)
-            job = Job(folder, context_length, strict, plan.units, check=part is None)
-            numbers = range(len(plan.units)) if part is None else range(part[0] - 1, len(plan.units), part[1])
-            _write_units(job, tokenizer_path, numbers, workers, progress)
-            if part:
-                return None
-            names = [s.name for s in plan.sources]
-            return merge(folder, len(job.units), load_tokenizer(tokenizer_path), context_length, names)
+    begin(plan, folder)
+    with _one_line(folder), locked(folder / ".lock", f"the preparation of {folder}", shared=part is not None):
+        if part and (folder / "corpus.json").exists():
+            return None
+        if not part and (finished := _finished(folder)):
+            return finished
+        tokenizer_path = _tokenizer(plan, folder)
+        job = Job(folder, context_length, strict, plan.units, check=part is None)
+        numbers = range(len(plan.units)) if part is None else range(part[0] - 1, len(plan.units), part[1])
+        _write_units(job, tokenizer_path, numbers, workers, progress)
+        if part:
+            return None
+        names = [s.name for s in plan.sources]
+        return merge(folder, len(job.units), load_tokenizer(tokenizer_path), context_length, names)
 
 
 def begin(plan: Plan, folder: Path) -> None:

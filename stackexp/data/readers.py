@@ -71,8 +71,16 @@ class BadLine(NamedTuple):
 def find_sources(source: Path) -> list[Source]:
     """The readable files of a folder, in order of their names, or the one file given.
 
-    Hidden files and folders are left out, and prepared sets. Raises RunError if nothing is there to read.
+    Hidden files and folders are left out, and prepared sets. Raises RunError if nothing is there to read, or if a
+    folder or a file of a known kind cannot be.
     """
+    try:
+        return _find_sources(source)
+    except OSError as e:
+        raise RunError(f"{e.filename}: cannot be read ({e.strerror}); mend that, or remove it") from e
+
+
+def _find_sources(source: Path) -> list[Source]:
     if not source.exists():
         raise RunError(f"{source}: no such file or folder")
     paths = [source] if source.is_file() else sorted(_walk(source), key=lambda p: p.relative_to(source).as_posix())
@@ -91,13 +99,13 @@ def find_sources(source: Path) -> list[Source]:
 
 
 def _walk(folder: Path) -> Iterator[Path]:
-    """Files that are not hidden, nor of prepared sets.
+    """Files that are not hidden, nor of prepared sets; links that lead nowhere, too.
 
     Links to folders are followed last, so that each folder is read once, and never up.
     """
     top, seen, starts = folder.resolve(), set(), [folder]
     for start in starts:  # grows by the links that are found
-        for root, folders, files in os.walk(start):
+        for root, folders, files in os.walk(start, onerror=_raise):
             real = Path(root).resolve()
             if real in seen or real in top.parents or {"plan.json", ".lock"} <= set(files):
                 folders.clear()
@@ -105,7 +113,12 @@ def _walk(folder: Path) -> Iterator[Path]:
             seen.add(real)
             folders[:] = sorted(f for f in folders if not f.startswith("."))
             starts += [Path(root, f) for f in folders if Path(root, f).is_symlink()]
-            yield from (Path(root, f) for f in files if not f.startswith(".") and Path(root, f).is_file())
+            paths = [Path(root, f) for f in files if not f.startswith(".")]
+            yield from (path for path in paths if path.is_file() or not path.exists())
+
+
+def _raise(error: OSError) -> None:
+    raise error
 
 
 def read(
@@ -119,6 +132,8 @@ def read(
     name, position = source.name.lower(), 0
     try:
         with open(source.path, "rb") as raw:
+            if name.endswith((".gz", ".zst")) and not raw.peek(1):
+                raise EOFError("it is empty")
             pieces = _read_text(source, raw) if name.endswith(TEXT) else _read_json_lines(source, raw, scratch)
             for piece in pieces:
                 yield piece
