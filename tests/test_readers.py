@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from stackexp.data.prepare import prepare
+from stackexp.data.prepare import Plan, begin, prepare
 from stackexp.data.readers import find_sources
 from stackexp.errors import RunError
 
@@ -61,3 +61,14 @@ def test_what_cannot_be_read_is_not_left_out(tmp_path, monkeypatch):
     with pytest.raises(RunError, match=r"/closed: cannot be read \(Permission denied\); mend that") as error:
         prepare(tmp_path, tmp_path / "to", vocab_size=300)
     assert "\n" not in str(error.value)
+
+
+def test_sets_within_the_sources_are_left_out(tmp_path):
+    """One that is only begun, where Slurm's logs lie already, and a copy, of which hidden files were left behind."""
+    (tmp_path / "a.txt").write_text("text")
+    begin(Plan(tmp_path, None, 300, 64), tmp_path / "set")
+    (tmp_path / "set" / "jobs").mkdir()
+    (tmp_path / "copy").mkdir()
+    for name in ("set/jobs/1.txt", "copy/index.json", "copy/corpus.json", "copy/notes.txt"):
+        (tmp_path / name).write_text("{}")
+    assert [source.name for source in find_sources(tmp_path)] == ["a.txt"]

@@ -26,6 +26,7 @@ JSON_LINES = (".jsonl", ".jsonl.gz", ".json.gz", ".jsonl.zst", ".json.zst")
 TOKENS = (".npy", ".bin")
 PIECE = 1 << 18  # characters tokenised at a time; longer documents are cut, at a line's end where there is one
 LONG_LINE = 1 << 22  # bytes; a longer line is never whole in memory
+PREPARED = ({"plan.json", ".plan.lock"}, {"index.json", "corpus.json"})  # files of a set, begun or copied
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -107,7 +108,7 @@ def _walk(folder: Path) -> Iterator[Path]:
     for start in starts:  # grows by the links that are found
         for root, folders, files in os.walk(start, onerror=_raise):
             real = Path(root).resolve()
-            if real in seen or real in top.parents or {"plan.json", ".lock"} <= set(files):
+            if real in seen or real in top.parents or any(marks <= set(files) for marks in PREPARED):
                 folders.clear()
                 continue
             seen.add(real)
