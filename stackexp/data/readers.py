@@ -242,13 +242,13 @@ class _Zstd(io.RawIOBase):
 
     def readinto(self, buffer: memoryview) -> int:
         while not self.data:
-            self.pending = self.pending or self.raw.read(1 << 17)
+            self.pending = self.pending or self.raw.read(1 << 10)  # which may be 1 << 18 times as long decompressed
             if not self.pending:
                 if self.frame is not None:
                     raise EOFError("the last zstd frame is not complete")
                 return 0
             self.frame = self.frame or zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj()
-            self.data, self.pending = self.frame.decompress(self.pending), b""
+            self.data, self.pending = memoryview(self.frame.decompress(self.pending)), b""
             if self.frame.eof:
                 self.frame, self.pending = None, self.frame.unused_data
         size = min(len(buffer), len(self.data))
