@@ -8,6 +8,7 @@ import os
 import random
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -128,6 +129,15 @@ def test_a_line_of_too_much_beside_its_strings(monkeypatch):
     with pytest.raises(TooLong):
         long_text(parts(line, 100))
     assert in_parts(json.dumps({"text": "x" * 5000}).encode(), 100) == "x" * 5000
+
+
+def test_many_short_strings_take_no_longer_than_their_length(monkeypatch):
+    """As they did while what is left of 4 MB was copied for each of them."""
+    monkeypatch.setattr(long_lines, "HELD", 1 << 12)
+    line = json.dumps({"words": ["ab"] * 700_000, "text": "x"}).encode()
+    start = time.process_time()
+    assert in_parts(line, 1 << 22) == "x"
+    assert time.process_time() - start < 20
 
 
 def lines_file(folder: Path, name: str, lines: list[bytes]) -> list[Piece | BadLine]:

@@ -63,37 +63,40 @@ def _set_aside(characters: Iterable[str], aside: IO[bytes]) -> tuple[str, list[t
     """The line with a mark for each long string, and where those are in `aside`: begin, end; None for one that is not
     Unicode. Raises json's errors for a long string, and TooLong."""
     rest, size, spans = [], 0, []
-    buffer, inside, begin = "", False, None  # begin: of the string in `aside`, once it is known to be long
+    buffer, at, inside = "", 0, False
+    begin = None  # of the string in `aside`, once it is known to be long
     for chunk in characters:
-        buffer += chunk
-        while buffer:
+        buffer, at = buffer[at:] + chunk, 0
+        while at < len(buffer):
             if not inside:
-                before, quote, buffer = buffer.partition('"')
-                rest.append(before)
-                size += len(before)
-                inside, begin = bool(quote), None
+                quote = buffer.find('"', at)
+                inside, begin = quote >= 0, None
+                end = quote if inside else len(buffer)
+                rest.append(buffer[at:end])
+                size += end - at
+                at = end + inside
                 continue
-            end = WHOLE.match(buffer).end()
+            end = WHOLE.match(buffer, at).end()
             closed = buffer[end : end + 1] == '"'
-            if begin is None and end > HELD:
+            if begin is None and end - at > HELD:
                 begin = aside.tell()
                 spans.append((begin, begin))
             if begin is not None:
-                spans[-1] = _append(buffer[:end], aside, spans[-1])
+                spans[-1] = _append(buffer[at:end], aside, spans[-1])
                 if closed:
                     rest.append(f'"{MARK}{len(spans) - 1}"')
                 else:
-                    buffer = buffer[end:]
+                    at = end
             elif closed:
-                rest.append(f'"{buffer[: end + 1]}')
-                size += end
+                rest.append(f'"{buffer[at : end + 1]}')
+                size += end - at
             if not closed:
                 break  # until more is read
-            buffer, inside = buffer[end + 1 :], False
+            at, inside = end + 1, False
         if size > REST:
             raise TooLong("too long beside its text")
     if inside:  # json says what it says of such strings
-        rest.append(f'"{buffer}')
+        rest.append(f'"{buffer[at:]}')
     return "".join(rest), spans
 
 
