@@ -247,15 +247,21 @@ def _fetch_without(url: str, folder: str, endpoint: str) -> int:
     return 0
 
 
-def test_a_cache_belongs_to_one_run(s3, url, tmp_path):
+def test_a_cache_belongs_to_one_run(s3, url, tmp_path, caplog):
     remote = Remote(url, 5, 0)
     first, second = Cache(remote, None), Cache(remote, None)
     assert first.folder != second.folder
-    named = Cache(remote, str(tmp_path / "named"))
-    with pytest.raises(SourceError, match="another run uses this cache"):
+    named = [Cache(remote, str(tmp_path / "named")) for _ in range(3)]
+    assert [cache.folder.name for cache in named] == ["named", "named-2", "named-3"]
+    lines = [line for name, _, line in caplog.record_tuples if name == remote_module.__name__]
+    for cache, line in zip(named[1:], lines, strict=True):
+        assert line == f"{named[0].folder}: another run uses this cache; this run's is {cache.folder}"
+    named[1].close()
+    assert Cache(remote, str(tmp_path / "named")).folder == named[1].folder
+    (tmp_path / "named-4").mkdir()
+    (tmp_path / "named-4" / "thesis.tex").touch()
+    with pytest.raises(SourceError, match="named-4: holds other files"):
         Cache(remote, str(tmp_path / "named"))
-    named.close()
-    Cache(remote, str(tmp_path / "named")).close()
     with pytest.raises(SourceError, match=r"the cache of s3://.*, not of"):
         Cache(Remote("s3://another/set", 5, 0), str(tmp_path / "named"))
 

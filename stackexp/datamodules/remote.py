@@ -6,7 +6,9 @@ A cache folder belongs to one run at a time; the next run finds it warm. It neve
 import errno
 import fcntl
 import hashlib
+import itertools
 import json
+import logging
 import os
 import threading
 import time
@@ -21,6 +23,7 @@ from stackexp.data.stdlib import cache_root
 from stackexp.errors import RunError, first_line
 
 T = TypeVar("T")
+log = logging.getLogger(__name__)
 DESCRIPTION = ("corpus.json", "index.json", "tokenizer.json")
 SECONDS = 1.0  # before the second attempt at a download; twice as many before each further one
 MARK = ".remote"  # the file of a cache folder that is locked, and names the remote
@@ -112,18 +115,20 @@ class Cache:
     """The folder that holds what is needed of a remote set on this node; ours alone as long as this object lives."""
 
     def __init__(self, remote: Remote, folder: str | None):
-        """`folder`, or else a private one below `cache_root()`. Raises SourceError if another run has `folder`."""
+        """The first that no other run has of `folder`, `folder`-2, ... (None: of private ones below `cache_root()`).
+
+        Raises SourceError, or OSError, if that cannot be a cache of `remote`.
+        """
         self.remote = remote
         name = hashlib.sha256(remote.url.encode()).hexdigest()[:16]
-        roots = [Path(folder)] if folder else [cache_root() / "remotes" / f"{name}-{n}" for n in range(1000)]
-        for self.folder in roots:
+        first = Path(folder) if folder else cache_root() / "remotes" / name
+        for number in itertools.count(1):
+            self.folder = first.with_name(f"{first.name}-{number}") if number > 1 else first
             self._mark = self._hold()
             if self._mark:
                 break
-        else:
-            raise SourceError(
-                f"{folder}: another run uses this cache; leave data.path out, or give each run its own folder"
-            )
+        if folder and number > 1:
+            log.warning("%s: another run uses this cache; this run's is %s", first, self.folder)
         self._describe()
 
     def close(self) -> None:
