@@ -1,6 +1,7 @@
 """The rolling hash of what a run trains on: what it depends on, where it is kept, and runs that differ in it."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -48,7 +49,7 @@ def forks(tmp_path_factory) -> Forks:
     return Forks(tmp_path_factory.mktemp("forks"))
 
 
-def test_the_hash_does_not_depend_on_how_batches_are_divided_nor_on_stops(forks, tiny, tmp_path):
+def test_the_hash_does_not_depend_on_how_batches_are_divided_nor_on_stops(forks, tiny, corpus, tmp_path):
     """Micro-batches of 4 in one process; of 2 in two processes with a loader's process each, and resumed at step 3."""
     fit = ("fit", "--config", tiny, *FEW)
     forks.run(*fit, f"logging.root={tmp_path}/one")
@@ -69,6 +70,15 @@ def test_the_hash_does_not_depend_on_how_batches_are_divided_nor_on_stops(forks,
     before = list(read(one.path))
     forks.run(*fit, f"logging.root={tmp_path}/one", "--ckpt_path", one.checkpoints / "00000003")
     assert list(read(one.path)) == before
+
+    shutil.copytree(corpus["train"], tmp_path / "moved")
+    resume = (*fit, f"logging.root={tmp_path}/one", "--ckpt_path", one.checkpoints / "00000003")
+    one.result.unlink()
+    forks.run(*resume, f"data.path={tmp_path / 'moved'}")
+    assert list(read(one.path)) == before
+    one.result.unlink()
+    said = forks.run(*resume, f"data.path={corpus['left']}", expect=1)
+    assert f"error: {corpus['left']}: holds other sequences than when the run began" in said
 
 
 def test_report_compare_refuses_runs_on_other_data(tiny, tmp_path, capsys):

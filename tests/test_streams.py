@@ -23,7 +23,7 @@ from stackexp.errors import RunError
 def sets(tmp_path_factory) -> dict[str, str]:
     """Three sets of about 150, 60 and 20 sequences."""
     folder = tmp_path_factory.mktemp("sets")
-    counts = {"web": (0, 60), "code": (1000, 25), "math": (5000, 8)}
+    counts = {"books": (0, 60), "code": (1000, 25), "math": (5000, 8)}
     return {name: str(write(folder / name, first, count)) for name, (first, count) in counts.items()}
 
 
@@ -31,7 +31,7 @@ def mixture(sets: dict[str, str], weights: dict[str, dict], **changes):
     return config_of(streams={name: StreamConfig(path=sets[name], **of) for name, of in weights.items()}, **changes)
 
 
-PROPORTIONS = {"web": {"proportion": 1}, "code": {"proportion": 2}, "math": {"proportion": 1}}
+PROPORTIONS = {"books": {"proportion": 1}, "code": {"proportion": 2}, "math": {"proportion": 1}}
 
 
 def test_an_epoch_has_the_proportions_asked_for_in_whole_global_batches(sets):
@@ -43,7 +43,7 @@ def test_an_epoch_has_the_proportions_asked_for_in_whole_global_batches(sets):
 
 
 def test_repeats_say_how_often_each_sequence_comes(sets):
-    config = mixture(sets, {"web": {"repeat": 0.5}, "code": {}, "math": {"repeat": 3}})
+    config = mixture(sets, {"books": {"repeat": 0.5}, "code": {}, "math": {"repeat": 3}})
     taken, sizes = samples(loader_of(config)), [len(TokenSet(path)) for path in sets.values()]
     assert len(taken) % STEP == 0
     counts = Counter(source for _, source, _ in taken)
@@ -55,12 +55,12 @@ def test_repeats_say_how_often_each_sequence_comes(sets):
 
 def test_the_shares_hold_from_the_first_batch_on(sets):
     """However unequal the shards are: here one of 150 sequences, and of another source thirty times one of 20."""
-    taken = samples(loader_of(mixture(sets, {"web": {}, "math": {"repeat": 30}})))
-    of_web = [source == 0 for _, source, _ in taken]
-    share = sum(of_web) / len(taken)
+    taken = samples(loader_of(mixture(sets, {"books": {}, "math": {"repeat": 30}})))
+    of_books = [source == 0 for _, source, _ in taken]
+    share = sum(of_books) / len(taken)
     for count in (100, 200, 400):
         deviation = math.sqrt(share * (1 - share) / count)
-        assert sum(of_web[:count]) / count == pytest.approx(share, abs=4 * deviation)
+        assert sum(of_books[:count]) / count == pytest.approx(share, abs=4 * deviation)
 
 
 def test_every_sample_is_of_the_source_that_its_number_says(sets):
@@ -84,6 +84,8 @@ def test_the_order_is_a_function_of_the_seed_alone(sets):
     assert one[:half] != one[half:], "each epoch has its own order"
     for workers in (1, 3):
         assert samples(loader_of(mixture(sets, PROPORTIONS, num_workers=workers)), epochs=2) == one
+    backwards = dict(reversed(PROPORTIONS.items()))
+    assert samples(loader_of(mixture(sets, backwards)), epochs=2) == one
 
 
 def test_the_global_batches_are_the_same_for_any_number_of_processes(sets, tmp_path):
@@ -105,19 +107,19 @@ def test_another_tokenizer_is_named(sets, tmp_path):
 
     texts = ["quite other words, " * 200]
     write_documents(tmp_path / "other", texts, train_tokenizer(texts, 280), T)
-    config = mixture(sets | {"other": str(tmp_path / "other")}, {"web": {}, "other": {}})
-    with pytest.raises(RunError, match=r"other: made with another tokenizer than .*web; prepare it with --tokenizer"):
+    config = mixture(sets | {"other": str(tmp_path / "other")}, {"books": {}, "other": {}})
+    with pytest.raises(RunError, match=r"other: made with another tokenizer than .*books; prepare it with --tokenizer"):
         loader_of(config)
 
 
 def test_a_share_of_nothing_is_named(sets):
     with pytest.raises(RunError, match=r"data\.streams\.math: its share of an epoch of \d+ sequences is less than one"):
-        loader_of(mixture(sets, {"web": {"proportion": 1}, "math": {"proportion": 1e-9}}))
+        loader_of(mixture(sets, {"books": {"proportion": 1}, "math": {"proportion": 1e-9}}))
 
 
 def test_less_than_one_global_batch_is_one_line(sets):
     with pytest.raises(RunError, match=r"set data\.global_batch_tokens=\d+ or less"):
-        loader_of(mixture(sets, {"web": {}, "code": {}}, global_batch_tokens=T * 4096))
+        loader_of(mixture(sets, {"books": {}, "code": {}}, global_batch_tokens=T * 4096))
 
 
 @given(st.integers(0, 10**12), st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=9))

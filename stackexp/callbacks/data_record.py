@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 
 from stackexp.data.stream_record import DataFile, next_hash
+from stackexp.datamodules.training import TrainingSet
+from stackexp.errors import RunError
 
 KEY = "data_record"  # in checkpoints
 log = logging.getLogger(__name__)
@@ -19,30 +21,42 @@ class DataRecord(pl.Callback):
     """A line of data.jsonl every `interval` steps and after the last; see `stackexp.data.stream_record`.
 
     With several sources, how many sequences of each came so far is in the step's metrics too, as
-    `data/sequences/<name>`. Checkpoints hold hash and counts, so that a resumed run continues them exactly.
+    `data/sequences/<name>` (in float32; exact in data.jsonl). Checkpoints hold hash and counts, so that a resumed run
+    continues them exactly, and what the sources held: on other data it raises RunError.
     """
 
     def __init__(self, folder: Path, interval: int):
         self._folder, self._interval = folder, interval
         self._hash: str | None = ""  # None: not known from a checkpoint of an earlier stackexp
         self._counts: list[int] = []  # of each source
+        self._sources: dict[str, str] = {}  # name -> fingerprint
         self._batches: list[tuple[np.ndarray, np.ndarray]] = []  # since the last step: hashes [B] and sources [B]
         self._steps: list[tuple[np.ndarray, np.ndarray]] = []  # the same of each step not yet in the hash, [N / ranks]
 
     def on_load_checkpoint(self, trainer: pl.Trainer, module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
         saved = checkpoint.get(KEY)
         self._hash, self._counts = (saved["hash"], saved["sequences"]) if saved else (None, [])
+        self._sources = saved["sources"] if saved else {}
 
     def on_save_checkpoint(self, trainer: pl.Trainer, module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
         if trainer.state.fn == "fit":
             self._advance(module.device)
-            checkpoint[KEY] = {"hash": self._hash, "sequences": self._counts} if self._hash is not None else None
+            record = {"hash": self._hash, "sequences": self._counts, "sources": self._sources}
+            checkpoint[KEY] = record if self._hash is not None else None
             if trainer.is_global_zero:
                 self._file.sync()
 
     def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         self._step = trainer.global_step
-        self._names = trainer.datamodule.train_set.names
+        train_set: TrainingSet = trainer.datamodule.train_set
+        self._names = train_set.names
+        before, self._sources = self._sources, {source.name: source.fingerprint for source in train_set.sources}
+        for source in train_set.sources:
+            if before.get(source.name, source.fingerprint) != source.fingerprint:
+                raise RunError(
+                    f"{source.remote or source.tokens.folder}: holds other sequences than when the run began; "
+                    "bring that set back, or start a new run"
+                )
         self._counts = self._counts or [0] * len(self._names)
         if trainer.is_global_zero:
             self._file = DataFile(self._folder, self._step)

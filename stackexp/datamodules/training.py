@@ -1,5 +1,6 @@
 """The sequences a run trains on: where they lie, in what order they come, and the loader that brings them."""
 
+import hashlib
 import logging
 import math
 import re
@@ -29,9 +30,17 @@ class TrainingSource:
     remote: str | None
     sequences: int = 0
 
+    @property
+    def fingerprint(self) -> str:
+        """What tells the set from every other: the hashes of its shards, which index.json holds, and its tokenizer."""
+        index = (self.tokens.folder / "index.json").read_bytes()
+        return hashlib.sha256(index + self.tokens.corpus.tokenizer.encode()).hexdigest()
+
 
 class TrainingSet:
     """Prepared sets, and the order of their sequences: a function of the seed and the config's sources alone.
+
+    In whatever order a config names the sources: here they stand in the order of their names.
 
     An epoch is a whole number of optimizer steps; see PretrainingData. Raises RunError if a set is missing, does not
     fit the config, has another tokenizer than the first, or if an epoch would hold less than one global batch.
@@ -43,6 +52,7 @@ class TrainingSet:
         streams = getattr(config, "streams", {}) or {
             "train": StreamConfig(path=folder and str(folder), remote=getattr(config, "remote", None))
         }
+        streams = dict(sorted(streams.items()))
         self.sources = [self._open(name, stream) for name, stream in streams.items()]
         self.tokens = self.sources[0].tokens
         self._check_tokenizers()
