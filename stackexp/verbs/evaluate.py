@@ -8,6 +8,7 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
@@ -18,7 +19,7 @@ from stackexp import runs
 from stackexp.callbacks.evaluation import EvaluationRecord, PartialFigures
 from stackexp.callbacks.run_record import group_tags
 from stackexp.callbacks.tensorboard import write_scalars
-from stackexp.config import registry
+from stackexp.config import compose, registry
 from stackexp.config.compose import to_dict
 from stackexp.config.schema import ExperimentConfig
 from stackexp.errors import FolderBusy, RunError
@@ -36,7 +37,11 @@ Sets = dict[str, dict[str, float]]
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
-    """What is asked: `run`, the folder whose config it is; `sets` instead of the config's; `out`, FILE.json."""
+    """What is asked: `run`, the folder whose config it is; `sets` instead of the config's; `out`, FILE.json.
+
+    Without `out` the figures go to <run>/<stage>.json; those of another checkpoint than the newest, of other sets or
+    with options that change figures beside it: <stage>-<checkpoint>-<sets>-<hash of what has no name>.json.
+    """
 
     stage: Stage
     config: ExperimentConfig
@@ -46,10 +51,27 @@ class Evaluation:
     out: Path | None = None
     overrides: tuple[str, ...] = ()
 
-    @property
+    @cached_property
     def record(self) -> Path | None:
         """Where the figures go, as JSON; beside it as Markdown, and, set by set, while it goes on."""
-        return self.out or (self.run.path / f"{self.stage}.json" if self.run else None)
+        if self.out or not self.run:
+            return self.out
+        name, places = "+".join(item.partition("=")[0] for item in self.sets), any("=" in item for item in self.sets)
+        parts = [Path(self.ckpt_path or "").stem, name.replace("/", "-") if len(name) < 80 else ""]
+        if not self.own_options or places or len(name) >= 80:
+            parts.append(_hash([_options(self.config), self.config_sets, self.sets])[:8])
+        return self.run.path / ("-".join([self.stage, *filter(None, parts)]) + ".json")
+
+    @property
+    def config_sets(self) -> dict[str, str]:
+        """The places that the config names for this stage."""
+        return getattr(self.config.data, "validation" if self.stage == "validate" else "test", {})
+
+    @cached_property
+    def own_options(self) -> bool:
+        """Whether nothing that decides figures differs from the config of the run."""
+        own = dataclasses.replace(self, config=compose.load(self.run.config))
+        return (_options(own.config), own.config_sets) == (_options(self.config), self.config_sets)
 
 
 def run(
@@ -63,7 +85,7 @@ def run(
 ) -> int:
     """Evaluate a run's newest checkpoint, or `ckpt_path`, on the whole of every set of the config, or of `sets`.
 
-    `config` is the run's with `overrides` on top, or any other. The figures go to <run>/<stage>.json, or `out`, as each
+    `config` is the run's with `overrides` on top, or any other. The figures go to `Evaluation.record` as each
     set is done; the same command after a kill does the rest.
     """
     folder, file = runs.at(run) if run else None, Path(out) if out else None
@@ -90,6 +112,7 @@ def _evaluate(asked: Evaluation) -> int:
                 print(f"{_about(asked, checkpoint)}\n\n{set_table(sets)}")
                 if asked.record:
                     _write(asked, checkpoint, sets)
+                    print(f"\nfigures: {asked.record}")
     return 0
 
 
@@ -154,15 +177,20 @@ def _keys(
     stage: Stage, settings: ExperimentConfig, data: pl.LightningDataModule, processes: Processes, checkpoint: Path
 ) -> dict[str, str]:
     """For each set a hash of what its figures come from: checkpoint, what the set holds, model, chunks, precision."""
-    config = to_dict(settings)
-    options = [config["model"], config["trainer"]["precision"], config["data"]["context_length"]]
-    options += [config["data"]["keep_remainder"], stackexp.__version__]
     table = "" if data.token_bytes is None else hashlib.sha256(data.token_bytes.tobytes()).hexdigest()
-    common = [*options, table, processes.agree(lambda: _identity(checkpoint))]
-    return {
-        opened.name: hashlib.sha256(json.dumps([*common, opened.name, opened.identity]).encode()).hexdigest()
-        for opened in data.sets(stage)
-    }
+    common = [*_options(settings), stackexp.__version__, table, processes.agree(lambda: _identity(checkpoint))]
+    return {opened.name: _hash([*common, opened.name, opened.identity]) for opened in data.sets(stage)}
+
+
+def _options(settings: ExperimentConfig) -> list:
+    """What decides a set's figures besides the checkpoint and what the set holds."""
+    config = to_dict(settings)
+    data = config["data"]
+    return [config["model"], config["trainer"]["precision"], data["context_length"], data["keep_remainder"]]
+
+
+def _hash(things: list) -> str:
+    return hashlib.sha256(json.dumps(things).encode()).hexdigest()
 
 
 def _identity(checkpoint: Path) -> list:
