@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from corpora import TEXTS, json_lines
 
+from stackexp.data.packing import TAIL
 from stackexp.data.prepare import prepare
 from stackexp.data.shards import TokenSet
 from stackexp.data.token_files import write_token_file
@@ -108,10 +109,39 @@ def test_all_damaged_shards_are_named(copy, capsys):
     assert main([str(copy), "--samples", "1000"]) == 1
     printed = capsys.readouterr().out.splitlines()
     named = [line.strip().removeprefix("DAMAGED ") for line in printed if "DAMAGED" in line]
-    reasons = ("cut short: ", "corrupt: another SHA256 than in the index", "missing", "too long: ")
+    reasons = ("cut short: ", "corrupt: another SHA256 than recorded", "missing", "too long: ")
     assert len(named) == 4
     for line, shard, reason in zip(named, shards, reasons, strict=True):
         assert line.startswith(f"{shard}: {reason}")
+
+
+def test_damaged_ends_of_units_are_named(copy, capsys):
+    cut, changed, gone, lost = (copy / f"unit.0000{n}" for n in range(4))
+    (cut / TAIL).write_bytes((cut / TAIL).read_bytes()[:-1])
+    (changed / TAIL).write_bytes((changed / TAIL).read_bytes()[:-1] + b"\1")
+    (gone / TAIL).unlink()
+    (lost / "unit.json").write_text("{")
+    [found] = as_json(capsys, copy, expect=1)
+    other = "corrupt: another SHA256 than recorded"
+    assert found["damage"] == [
+        f"{cut / TAIL}: {other}",
+        f"{changed / TAIL}: {other}",
+        f"{gone / TAIL}: missing",
+        f"{lost}/unit.json: missing or corrupt",
+    ]
+    for folder in (cut, changed, lost):
+        (folder / TAIL).unlink()
+    [found] = as_json(capsys, copy)
+    assert found["lengths"]["longest"], "a copy without any is no damage"
+
+
+def test_a_unit_too_short_for_a_sequence(prepared, tmp_path, capsys):
+    (tmp_path / "a.txt").write_text(TEXTS[1])
+    (tmp_path / "b.txt").write_text("short")
+    settings = {"tokenizer": prepared / "tokenizer.json", "context_length": 64, "unit_bytes": 1, "progress": False}
+    prepare(tmp_path, tmp_path / "set", **settings)
+    [found] = as_json(capsys, tmp_path / "set")
+    assert sum(found["lengths"]["documents"]) == found["documents"] == 2
 
 
 def test_a_tokenizer_that_is_not_the_index_s(copy, capsys):
@@ -200,7 +230,11 @@ def test_a_folder_of_sets(prepared, tmp_path, capsys):
         ("third.txt", "text"),
     ]
     next((tmp_path / "all" / "first").rglob("*.mds")).unlink()
-    assert len(as_json(capsys, tmp_path / "all", expect=1)) == 3, "one is damaged, all are shown"
+    (tmp_path / "all" / "other").mkdir()
+    (tmp_path / "all" / "other" / "index.json").write_text('{"shards": [{"column_names": [], "samples": 1}]}')
+    found = as_json(capsys, tmp_path / "all", expect=1)
+    assert [len(one["damage"]) for one in found] == [1, 1, 0, 0], "two are damaged, all are shown"
+    assert "index.json: missing or corrupt" in found[1]["damage"][0]
 
 
 def test_what_is_no_set_is_one_line(prepared, tmp_path):

@@ -7,7 +7,7 @@ import numpy as np
 
 from stackexp.data.tokenizer import end_of_text
 from stackexp.errors import RunError, first_line
-from stackexp.reports.inspection import SAMPLE, Inspection, Wish, damage, whole_shards
+from stackexp.reports.inspection import SAMPLE, Inspection, Wish, whole_shards
 from stackexp.reports.lengths import Documents, Lengths
 
 LARGEST = 1 << 20  # no vocabulary is larger: tells which integers plain bytes are
@@ -19,41 +19,33 @@ def inspect_shards(path: Path, wish: Wish) -> Inspection:
         shards = json.loads((path / "index.json").read_text(encoding="utf-8"))["shards"]
         columns = shards[0]["column_names"]
         count = sum(shard["samples"] for shard in shards)
-    except (OSError, ValueError, KeyError, TypeError, IndexError) as e:
+        entries = [_entry(path, shard) for shard in shards]
+    except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError) as e:
         raise RunError(f"{path}/index.json: missing or corrupt; copy the folder again") from e
     found = Inspection(path, "MDS shards")
     found.figures = {"samples": count, "shards": len(shards), "columns": columns}
     found.facts = {"samples": f"{count:,} in {len(shards):,} shards, columns {', '.join(columns)}"}
-    hashed = [entry for shard in shards if (entry := _entry(path, shard)).get("hashes")]
-    if len(hashed) < len(shards):
-        found.unchecked = (
-            f"{len(shards) - len(hashed)} shards have no hash in the index: only their lengths were compared"
-        )
-    zipped = [shard for shard in shards if shard.get("zip_data") and not _raw(path, shard).is_file()]
+    unhashed = sum(not entry.get("hashes") for entry in entries)
+    if unhashed:
+        found.unchecked = f"{unhashed} shards have no hash in the index: only their lengths were compared"
+    for _ in whole_shards(found, entries, wish):
+        pass
+    zipped = [shard for shard, entry in zip(shards, entries, strict=True) if entry is not shard["raw_data"]]
     if zipped:  # only their files can be looked at
-        for shard in shards:
-            entry = _entry(path, shard)
-            if problem := damage(path / entry["basename"], entry):
-                found.damage.append(f"{path / entry['basename']}: {problem}")
-            else:
-                found.checked += 1
         found.facts["compression"] = str(zipped[0].get("compression"))
         return found
-    for _ in whole_shards(found, shards, wish):
-        pass
     column = next((name for name in ("tokens", "text") if name in columns), None)
     if column and not found.damage:
         _look(found, column, wish)
     return found
 
 
-def _raw(path: Path, shard: dict) -> Path:
-    return path / shard["raw_data"]["basename"]
-
-
 def _entry(path: Path, shard: dict) -> dict:
-    """What the index says of the file of the shard that is there."""
-    return shard["raw_data"] if _raw(path, shard).is_file() or not shard.get("zip_data") else shard["zip_data"]
+    """What the index says of the file of the shard that is there. Raises KeyError if it says too little."""
+    raw = shard["raw_data"]
+    entry = shard["zip_data"] if shard.get("zip_data") and not (path / raw["basename"]).is_file() else raw
+    _ = entry["basename"], entry["bytes"]
+    return entry
 
 
 def _look(found: Inspection, column: str, wish: Wish) -> None:

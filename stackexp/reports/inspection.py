@@ -1,6 +1,7 @@
 """What a set of tokens holds, and whether its files are as they were written: `data inspect`."""
 
 import hashlib
+import io
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -11,7 +12,7 @@ from tokenizers import Tokenizer
 from tqdm import tqdm
 
 from stackexp.data.evaluation_sets import KnownTokenizer, expand
-from stackexp.data.packing import TAIL
+from stackexp.data.packing import TAIL, read_unit
 from stackexp.data.readers import JSON_LINES, TEXT, TOKENS
 from stackexp.data.shards import TokenSet, dtype_of
 from stackexp.data.token_files import FileRecord, TokenFile, find_end_of_text, read_record, sha256_of
@@ -74,7 +75,16 @@ def inspect(path: Path, wish: Wish) -> list[Inspection]:
     found = expand(path.name, path)
     if not path.is_dir() and path.name.lower().endswith(TEXT + JSON_LINES):
         raise RunError(f"{path}: text; to see its tokens: python -m stackexp data prepare {path} --to FOLDER ...")
-    return [_inspect(place, wish) for place in found.values()]
+    if len(found) == 1:
+        return [_inspect(place, wish) for place in found.values()]
+    return [_inspect_one_of_several(place, wish) for place in found.values()]
+
+
+def _inspect_one_of_several(path: Path, wish: Wish) -> Inspection:
+    try:
+        return _inspect(path, wish)
+    except RunError as error:  # the others are shown all the same
+        return Inspection(path, "cannot be read", damage=[str(error)])
 
 
 def _inspect(path: Path, wish: Wish) -> Inspection:
@@ -116,16 +126,21 @@ def _prepared(path: Path, wish: Wish) -> Inspection:
     if corpus.sources:
         found.facts["sources"] = f"{len(corpus.sources):,}: {sources}"
     documents = Documents(end_of_text(tokenizer)) if tokenizer else None
-    broken = set()
-    for number, (shard, data) in enumerate(whole_shards(found, shards, wish)):
+    broken, tails = set(), _tails(found)
+    whole = bool(tails)
+    for number, data in enumerate(whole_shards(found, [shard["raw_data"] for shard in shards], wish)):
         if data is None:
             broken.add(number)
-        elif documents:
-            _count(documents, path, shards, number, _sequences(data, shard, opened))
-    if documents and not broken:
+        elif documents and not (whole and _unit(shards[number]) == "tails"):
+            documents.add(_sequences(data, shards[number], opened))
+            if number + 1 == len(shards) or _unit(shards[number + 1]) != _unit(shards[number]):
+                documents.add(tails.pop(_unit(shards[number]), np.empty(0)))
+    if documents and not found.damage:
+        for tail in tails.values():  # of units too short for a sequence
+            documents.add(tail)
         documents.close()
         found.lengths = documents.lengths
-        if _has_tails(path, shards) and found.lengths.total != corpus.documents:
+        if whole and found.lengths.total != corpus.documents:
             found.damage.append(f"{path}/corpus.json: {corpus.documents:,} documents, found {found.lengths.total:,}")
     if tokenizer:
         _sample_sequences(found, opened, broken, tokenizer, wish)
@@ -142,20 +157,24 @@ def _unit(shard: dict) -> str:
     return shard["raw_data"]["basename"].rpartition("/")[0]
 
 
-def _has_tails(path: Path, shards: list[dict]) -> bool:
-    """Whether the ends of the units are there, so that every document can be seen whole."""
-    return all((path / _unit(shard) / TAIL).exists() for shard in shards if _unit(shard) != "tails")
-
-
-def _count(documents: Documents, path: Path, shards: list[dict], number: int, tokens: np.ndarray) -> None:
-    """Count the documents of a shard; at the end of a unit those of its tail, which also lies in `tails`."""
-    unit = _unit(shards[number])
-    if not _has_tails(path, shards):
-        documents.add(tokens)
-    elif unit != "tails":
-        documents.add(tokens)
-        if number + 1 == len(shards) or _unit(shards[number + 1]) != unit:
-            documents.add(np.load(path / unit / TAIL))
+def _tails(found: Inspection) -> dict[str, np.ndarray]:
+    """The ends of the units, which make their documents whole; {} of a copy that was made without them."""
+    folders = sorted(found.path.glob("unit.*"))
+    if not any((folder / TAIL).exists() for folder in folders):
+        return {}
+    tails = {}
+    for folder in folders:
+        try:
+            entry = {"hashes": {"sha256": read_unit(folder).hashes[TAIL]}}
+        except (OSError, ValueError, TypeError, KeyError):
+            found.damage.append(f"{folder / 'unit.json'}: missing or corrupt")
+            continue
+        data, problem = read_whole(folder / TAIL, entry)
+        if problem:
+            found.damage.append(f"{folder / TAIL}: {problem}")
+        else:
+            tails[folder.name] = np.load(io.BytesIO(data))
+    return tails
 
 
 def _sample_sequences(found: Inspection, opened: TokenSet, broken: set[int], tokenizer: Tokenizer, wish: Wish) -> None:
@@ -168,40 +187,39 @@ def _sample_sequences(found: Inspection, opened: TokenSet, broken: set[int], tok
 # Shards and their hashes
 
 
-def whole_shards(found: Inspection, shards: list[dict], wish: Wish) -> Iterator[tuple[dict, bytes | None]]:
-    """Each shard with what is in its file; None if that is damaged, which is noted."""
-    bar = tqdm(shards, desc="checking shards", unit="shard", disable=not wish.progress)
-    for shard in bar:
-        path, entry = found.path / shard["raw_data"]["basename"], shard["raw_data"]
-        if problem := damage(path, entry):
-            found.damage.append(f"{path}: {problem}")
-            yield shard, None
+def whole_shards(found: Inspection, entries: list[dict], wish: Wish) -> Iterator[bytes | None]:
+    """What is in the file of each entry of an index; None if that is damaged, which is noted."""
+    for entry in tqdm(entries, desc="checking shards", unit="shard", disable=not wish.progress):
+        data, problem = read_whole(found.path / entry["basename"], entry)
+        if problem:
+            found.damage.append(f"{found.path / entry['basename']}: {problem}")
         else:
             found.checked += 1
-            yield shard, path.read_bytes()
+        yield data
 
 
-def damage(path: Path, entry: dict) -> str | None:
-    """How a file differs from what an index says of it: `bytes` and `hashes`."""
-    if not path.is_file():
-        return "missing"
-    if (size := path.stat().st_size) != entry["bytes"]:
-        kind = "cut short" if size < entry["bytes"] else "too long"
-        return f"{kind}: {size:,} bytes, not {entry['bytes']:,}"
+def read_whole(path: Path, entry: dict) -> tuple[bytes, None] | tuple[None, str]:
+    """What is in a file, or how it differs from what an index says of it: `bytes` and `hashes`, if they are given."""
+    try:
+        size = path.stat().st_size
+        if size != (expected := entry.get("bytes", size)):
+            return None, f"{'cut short' if size < expected else 'too long'}: {size:,} bytes, not {expected:,}"
+        data = path.read_bytes()
+    except OSError as e:
+        return None, "missing" if isinstance(e, FileNotFoundError) else f"cannot be read ({e.strerror})"
     for name, expected in (entry.get("hashes") or {}).items():
-        if digest(path, name) != expected:
-            return f"corrupt: another {name.upper()} than in the index"
-    return None
+        if digest(data, name) != expected:
+            return None, f"corrupt: another {name.upper()} than recorded"
+    return data, None
 
 
-def digest(path: Path, algorithm: str) -> str:
-    """The hash of a file, by hashlib or by what mosaicml-streaming has beside."""
+def digest(data: bytes, algorithm: str) -> str:
+    """A hash by hashlib, or by what mosaicml-streaming has beside."""
     if algorithm in hashlib.algorithms_available:
-        with open(path, "rb") as file:
-            return hashlib.file_digest(file, algorithm).hexdigest()
+        return hashlib.new(algorithm, data).hexdigest()
     from streaming.base.hashing import get_hash
 
-    return get_hash(algorithm, path.read_bytes())
+    return get_hash(algorithm, data)
 
 
 # Token files
