@@ -1,5 +1,6 @@
 """Several processes on several machines make one set: `--part I/N`, then the command without it."""
 
+import os
 import shutil
 import signal
 import subprocess
@@ -94,6 +95,31 @@ def test_a_finished_set_that_is_damaged_is_mended(source, whole, tmp_path, capsy
     prepare(source, tmp_path / "set", vocab_size=300, **SETTINGS)
     assert files_of(tmp_path / "set") == files_of(whole)
     assert f"damaged: {shard}: missing or not as long as index.json says" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_a_tokenizer_that_was_exchanged_is_refused(source, whole, tmp_path, given):
+    """Of tokenizers trained here only the units tell which one it was."""
+    shutil.copytree(whole, tmp_path / "set")
+    tokenizer = tmp_path / "set" / "tokenizer.json"
+    own = {"tokenizer": shutil.copy(tokenizer, tmp_path)} if given else {"vocab_size": 300}
+    if given:
+        shutil.rmtree(tmp_path / "set")
+        prepare(source, tmp_path / "set", part=(1, 9), **own, **SETTINGS)
+    else:
+        (tmp_path / "set" / "corpus.json").unlink()
+    tokenizer.write_text(tokenizer.read_text().replace('"lstrip": false', '"lstrip": true', 1))
+    message = r"tokenizer\.json: not " + ("/.*; delete it" if given else "the tokenizer that unit.00000 was made with;")
+    with pytest.raises(RunError, match=message) as error:
+        prepare(source, tmp_path / "set", **own, **SETTINGS)
+    assert "\n" not in str(error.value)
+
+
+def test_the_folder_is_not_listed_for_every_unit(source, tmp_path, monkeypatch):
+    listed, scandir = [], os.scandir
+    monkeypatch.setattr(os, "scandir", lambda path: listed.append(str(path)) or scandir(path))
+    prepare(source, tmp_path / "set", vocab_size=300, **SETTINGS)
+    assert listed.count(str(tmp_path / "set")) < COUNT
 
 
 def test_parts_of_another_set_are_refused(source, whole, tmp_path):

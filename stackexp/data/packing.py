@@ -35,6 +35,7 @@ class Unit:
     bad_lines: int = 0
     shards: list[dict] = field(default_factory=list)
     hashes: dict[str, str] = field(default_factory=dict)  # sha256 of the other files
+    tokenizer: str = ""  # fingerprint; "": not recorded
 
 
 def unit_name(number: int) -> str:
@@ -52,7 +53,7 @@ def write_unit(
 
     Raises RunError for a token id outside the tokenizer's own vocabulary.
     """
-    unit, size = Unit(), vocab_size(tokenizer)
+    unit, size = Unit(tokenizer=fingerprint(tokenizer)), vocab_size(tokenizer)
     writer = ShardWriter(folder, context_length, dtype_of(size))
     for tokens in tokenised(_without_bad_lines(parts, unit, folder / BAD_LINES), tokenizer):
         highest = tokens.ids.max(initial=0)
@@ -92,9 +93,16 @@ def damaged_file(folder: Path) -> str | None:
 def merge(folder: Path, count: int, tokenizer: Tokenizer, context_length: int, sources: list[str]) -> Corpus:
     """Make the `count` units in `folder` one prepared set; drops the last < context_length tokens of all tails.
 
-    Raises RunError if they hold less than one sequence.
+    Raises RunError if they hold less than one sequence, or were made with another tokenizer.
     """
     units = [read_unit(folder / unit_name(n)) for n in range(count)]
+    own = fingerprint(tokenizer)
+    for n, unit in enumerate(units):
+        if unit.tokenizer not in ("", own):
+            raise RunError(
+                f"{folder}/tokenizer.json: not the tokenizer that {unit_name(n)} was made with; put that one back, or "
+                f"delete {folder} and prepare it anew"
+            )
     (folder / "tails").mkdir(exist_ok=True)
     writer = ShardWriter(folder / "tails", context_length, dtype_of(vocab_size(tokenizer)))
     for n in range(count):
@@ -104,7 +112,7 @@ def merge(folder: Path, count: int, tokenizer: Tokenizer, context_length: int, s
     shards += in_folder(writer.shards, "tails")
     tokens = sum(u.tokens for u in units)
     corpus = Corpus(
-        tokenizer=fingerprint(tokenizer),
+        tokenizer=own,
         vocab_size=vocab_size(tokenizer),
         context_length=context_length,
         documents=sum(u.documents for u in units),

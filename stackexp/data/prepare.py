@@ -190,6 +190,9 @@ def _tokenizer(plan: Plan, folder: Path) -> Path:
     """The set's tokenizer.json, trained if none was given. An earlier call's is taken: the plan is the same."""
     path = folder / "tokenizer.json"
     with locked(folder / ".plan.lock", f"the tokenizer of {folder}"):  # of several parts one makes it
+        own = plan.tokenizer and fingerprint(load_tokenizer(plan.tokenizer))
+        if own and path.exists() and fingerprint(load_tokenizer(path)) != own:
+            raise RunError(f"{path}: not {plan.tokenizer}, which {folder} is made with; delete it")
         if not path.exists():
             if plan.tokenizer:
                 tokenizer = load_tokenizer(plan.tokenizer)
@@ -239,11 +242,11 @@ def _finish_unit(job: Job, number: int, tokenizer: Tokenizer, advance: Callable[
     """Write a unit unless it is there."""
     final = job.folder / unit_name(number)
     with locked_part(job.folder / ".units.lock", number, f"{final.name} of {job.folder}"):
-        for leftover in job.folder.glob(f".{final.name}.*"):  # of a process that was killed
-            shutil.rmtree(leftover)
+        hidden = _hidden(final)
+        if hidden.exists():  # of a process that was killed
+            shutil.rmtree(hidden)
         if final.exists() and job.check and (name := damaged_file(final)):
             print(f"{final / name}: missing or damaged; {final.name} is done again", file=sys.stderr, flush=True)
-            hidden = final.with_name(f".{final.name}.damaged")
             final.rename(hidden)
             shutil.rmtree(hidden)
         if not final.exists():
@@ -254,9 +257,14 @@ def _finish_unit(job: Job, number: int, tokenizer: Tokenizer, advance: Callable[
     advance(sum(source.size for source in job.units[number]))
 
 
+def _hidden(final: Path) -> Path:
+    """Where a unit is while it is written, and while it is removed."""
+    return final.with_name(f".{final.name}.part")
+
+
 def _write_unit(job: Job, number: int, tokenizer: Tokenizer, advance: Callable[[int], object]) -> None:
     final = job.folder / unit_name(number)
-    temporary = job.folder / f".{final.name}.{os.getpid()}"
+    temporary = _hidden(final)
     temporary.mkdir()
     parts = (part for source in job.units[number] for part in _parts(source, job, tokenizer, temporary, advance))
     try:
