@@ -4,7 +4,9 @@ import gc
 import inspect
 import os
 import shutil
+import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -257,11 +259,13 @@ def test_a_cache_belongs_to_one_run(s3, url, tmp_path, caplog):
     for cache, line in zip(named[1:], lines, strict=True):
         assert line == f"{named[0].folder}: another run uses this cache; this run's is {cache.folder}"
     named[1].close()
-    assert Cache(remote, str(tmp_path / "named")).folder == named[1].folder
+    named.append(Cache(remote, str(tmp_path / "named")))
+    assert named[-1].folder == named[1].folder
     (tmp_path / "named-4").mkdir()
     (tmp_path / "named-4" / "thesis.tex").touch()
     with pytest.raises(SourceError, match="named-4: holds other files"):
         Cache(remote, str(tmp_path / "named"))
+    named[0].close()
     with pytest.raises(SourceError, match=r"the cache of s3://.*, not of"):
         Cache(Remote("s3://another/set", 5, 0), str(tmp_path / "named"))
 
@@ -277,6 +281,55 @@ def test_a_cache_keeps_what_is_whole_and_of_the_same_set(s3, url, folder, tmp_pa
     part.touch()
     Cache(remote, str(place)).close()
     assert (whole.exists(), cut.exists(), part.exists()) == (True, False, False)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_full_disk_is_one_line(folder, url, tmp_path, workers):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    described = sum(-((folder / name).stat().st_size // -4096) for name in remote_module.DESCRIPTION)
+    size = f"size={4 * (described + 4)}k"  # what names the remote, and three shards
+    if os.geteuid() or subprocess.run(["mount", "-t", "tmpfs", "-o", size, "tmpfs", disk], stderr=-1).returncode:
+        pytest.skip("needs the right to mount")
+    try:
+        with pytest.raises(SourceError) as raised:
+            samples(loader_of(config_of(remote=url, path=str(disk / "cache"), num_workers=workers)))
+        place, _, what = str(raised.value).partition(": ")
+        assert place.startswith(f"{disk}/cache/unit.00000/")
+        assert what == "No space left on device; free space, or name another cache with data.path or STACKEXP_CACHE"
+        names = sorted(path.name for path in disk.rglob("*.mds*"))
+        assert len(names) == 3
+        assert not any(name.startswith(".") for name in names), "nothing half-good stays"
+    finally:
+        for cache in remote_module._held.values():
+            cache.close()
+        subprocess.run(["umount", disk], check=True)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user, who may not write")
+def test_a_cache_that_cannot_be_written_is_one_line(s3, url, tmp_path):
+    """Not ours from the beginning, or, as when a file system goes read-only, not any more."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o777)
+        Path(folder, "theirs").mkdir(mode=0o755)
+        output = Forks(tmp_path).run(s3.environment, url, folder, function=_fetch_as_another)
+    first, second = output.strip().splitlines()[-2:]
+    assert first.endswith(f"Permission denied: '{folder}/theirs/cache'")
+    assert second.startswith(f"{folder}/ours/unit.00000/")
+    assert second.endswith(": Permission denied; free space, or name another cache with data.path or STACKEXP_CACHE")
+
+
+def _fetch_as_another(environment: dict[str, str], url: str, folder: str) -> None:
+    os.environ.update(environment)
+    os.setuid(65534)
+    for name in ("theirs/cache", "ours"):
+        try:
+            loader = loader_of(config_of(remote=url, path=f"{folder}/{name}"))
+            Path(folder, name, "unit.00000").mkdir()
+            os.chmod(Path(folder, name, "unit.00000"), 0o555)
+            next(iter(loader))
+        except (RunError, OSError) as error:
+            print(error)
 
 
 def test_a_run_killed_and_resumed_sees_what_a_run_on_the_local_folder_sees(s3, tiny, corpus, tmp_path):

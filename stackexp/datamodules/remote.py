@@ -69,6 +69,7 @@ class Remote:
             finally:
                 part.unlink(missing_ok=True)
         if isinstance(failure, OSError) and failure.errno in OF_NO_USE and not self._is_missing(failure):
+            failure.filename = failure.filename or str(to)  # a disk that is full does not say of which file
             raise failure
         raise SourceError(f"{self.url}/{name}: {_explain(failure, attempt + 1)}") from None
 
