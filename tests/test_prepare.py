@@ -15,8 +15,8 @@ import zstandard
 from corpora import TEXTS, files_of, json_lines, write_many
 
 from stackexp.data.packing import read_unit
-from stackexp.data.prepare import prepare
-from stackexp.data.readers import PIECE
+from stackexp.data.prepare import _sample, prepare
+from stackexp.data.readers import PIECE, find_sources
 from stackexp.data.shards import Corpus, TokenSet
 from stackexp.errors import RunError
 from stackexp.verbs.prepare import main
@@ -94,6 +94,13 @@ def test_the_number_of_workers_does_not_matter(source, tmp_path):
         folder = tmp_path / str(workers)
         prepare(source, folder, vocab_size=300, context_length=T, workers=workers, unit_bytes=1, progress=False)
     assert files_of(tmp_path / "1") == files_of(tmp_path / "2")
+
+
+def test_a_tokenizer_is_trained_on_no_more_than_the_limit(tmp_path, monkeypatch):
+    for name in "ab":
+        (tmp_path / f"{name}.txt").write_text(TEXTS[0])
+    monkeypatch.setattr("stackexp.data.prepare.TRAINING_BYTES", 1000)
+    assert list(_sample(find_sources(tmp_path))) == [TEXTS[0][:500]] * 2
 
 
 SCRIPT = """

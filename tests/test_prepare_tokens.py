@@ -1,11 +1,13 @@
 """Token files as the source of a prepared set."""
 
+import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 from corpora import TEXTS, files_of
 
+from stackexp.data import token_sources
 from stackexp.data.prepare import prepare
 from stackexp.data.shards import TokenSet
 from stackexp.data.token_files import write_token_file
@@ -119,6 +121,27 @@ def test_the_record_is_believed_and_checked(tokenizer, ids, tmp_path):
     write_token_file(path, [ids], **known, tokenizer=own, end_of_text=0)
     path.write_bytes(b"\7" + path.read_bytes()[1:])
     refused(path, tmp_path / "to", r"a\.npy: not what its record says \(another SHA-256\)", tokenizer=tokenizer)
+
+
+def test_end_of_text_that_is_not_marked_special_is_no_text(tokenizer, ids, tmp_path):
+    spec = json.loads(tokenizer.read_text())
+    spec["added_tokens"][0]["special"] = False
+    (tmp_path / "tokenizer.json").write_text(json.dumps(spec))
+    ids.astype("<u2").tofile(tmp_path / "a.npy")
+    corpus = prepare(tmp_path / "a.npy", tmp_path / "to", tokenizer=tmp_path / "tokenizer.json", **SETTINGS)
+    assert corpus.bytes == sum(len(text.encode()) for text in DOCUMENTS)
+
+
+def test_a_file_is_read_once_and_the_tokenizer_s_table_made_once(tokenizer, ids, tmp_path, monkeypatch):
+    own = {"vocab_size": 400, "tokenizer": fingerprint(load_tokenizer(tokenizer)), "source": "here", "end_of_text": 0}
+    (tmp_path / "source").mkdir()
+    tables, table = [], token_sources.token_bytes
+    for name in "ab":
+        write_token_file(tmp_path / "source" / f"{name}.npy", [ids], **own)
+    monkeypatch.setattr(token_sources, "sha256_of", lambda path: pytest.fail("read to be hashed"))
+    monkeypatch.setattr(token_sources, "token_bytes", lambda tokenizer: tables.append(1) or table(tokenizer))
+    prepare(tmp_path / "source", tmp_path / "set", tokenizer=tokenizer, **SETTINGS)
+    assert tables == [1]
 
 
 def test_a_file_without_end_of_text_is_one_document_and_said_to_be(tokenizer, tmp_path, capsys):

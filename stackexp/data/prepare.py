@@ -209,7 +209,7 @@ def _sample(sources: list[Source]) -> Iterator[str]:
         left = TRAINING_BYTES // len(sources)
         for piece in read(source):
             if isinstance(piece, Piece):
-                yield piece.text
+                yield piece.text[:left]
                 left -= len(piece.text)
             if left <= 0:
                 break

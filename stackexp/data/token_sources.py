@@ -1,5 +1,7 @@
 """Token files as the source of a prepared set: their ids as they are; each document ends with end-of-text."""
 
+import functools
+import hashlib
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -52,21 +54,31 @@ def check_token_sources(sources: list[Source], tokenizer: Path | None) -> None:
             )
 
 
+@functools.lru_cache(maxsize=1)
+def _text_bytes(tokenizer: Tokenizer) -> np.ndarray:
+    """Bytes of text each token stands for, [size]; end-of-text stands for none, whether it is marked special or not."""
+    table = token_bytes(tokenizer)
+    table[end_of_text(tokenizer)] = 0
+    return table
+
+
 def read_tokens(source: Source, tokenizer: Tokenizer, advance: Callable[[int], None]) -> Iterator[Tokens]:
     """The ids of a token file in order, with end-of-text at its end.
 
     Raises RunError for an id outside the tokenizer's vocabulary, and if the file is not what its record says.
     """
-    path, size, end, table = source.path, vocab_size(tokenizer), end_of_text(tokenizer), token_bytes(tokenizer)
-    file, position, documents, last = TokenFile(path), 0, 0, end
-    if file.record and file.record.sha256 != sha256_of(Path(path)):
-        raise RunError(f"{path}: not what its record says (another SHA-256); {REMEDY}")
+    path, size, end, table = source.path, vocab_size(tokenizer), end_of_text(tokenizer), _text_bytes(tokenizer)
+    file, digest, position, documents, last = TokenFile(path), hashlib.sha256(), 0, 0, end
+    other = RunError(f"{path}: not what its record says (another SHA-256); {REMEDY}")
     with open(path, "rb") as raw:  # not through the memory map, whose pages would count as ours
-        raw.seek(file.tokens.offset)
+        digest.update(raw.read(file.tokens.offset))
         while len(ids := np.fromfile(raw, file.tokens.dtype, BLOCK)):
+            digest.update(ids)
             outside = np.flatnonzero((ids >= size) | (ids < 0))
             if len(outside):
                 first = outside[0]
+                if file.record and file.record.sha256 != sha256_of(Path(path)):
+                    raise other
                 raise RunError(
                     f"{path}: token id {ids[first]} at position {position + first}, outside the vocabulary of {size}; "
                     "give the tokenizer that made the file"
@@ -75,6 +87,8 @@ def read_tokens(source: Source, tokenizer: Tokenizer, advance: Callable[[int], N
             yield Tokens(ids, ends, int(table[ids].sum()))
             documents, position, last = documents + ends, position + len(ids), ids[-1]
             advance(ids.nbytes)
+    if file.record and file.record.sha256 != digest.hexdigest():
+        raise other
     if last != end:
         yield Tokens(np.array([end], ids.dtype), 1, 0)
     if not documents:
