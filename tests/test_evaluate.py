@@ -4,7 +4,9 @@ import contextlib
 import io
 import json
 import math
+import os
 import re
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -204,8 +206,20 @@ def many(tmp_path) -> Path:
     rng = np.random.default_rng(0)
     (tmp_path / "many").mkdir()
     for number in range(12):
-        (tmp_path / "many" / f"set{number:02}.npy").write_bytes(rng.integers(1, V, 30 * T).astype("<u2").tobytes())
+        (tmp_path / "many" / f"set{number:02}.npy").write_bytes(rng.integers(1, V, 2 * T).astype("<u2").tobytes())
     return tmp_path / "many"
+
+
+def killed_after_four(*arguments: object) -> int:
+    add = PartialFigures.add
+
+    def add_and_die(partial: PartialFigures, *of: object) -> None:
+        add(partial, *of)
+        if len(lines_of(partial.path)) == 4:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    PartialFigures.add = add_and_die
+    return main([str(argument) for argument in arguments])
 
 
 def lines_of(partial: Path) -> list[dict]:
@@ -216,16 +230,15 @@ def test_a_kill_after_some_sets_loses_none_of_them(fitted, many, tmp_path):
     forks, out = Forks(tmp_path), tmp_path / "figures.json"
     command = ("validate", "--run", fitted.path, "--sets", f"g={many}", "--out", out, "data.eval_batch_size=1")
     partial = out.with_suffix(".partial.jsonl")
-    started = forks.start(*command)
-    started.kill_when(lambda: len(lines_of(partial)) >= 4)
+    assert forks.start(*command, function=killed_after_four).join() == [-signal.SIGKILL]
     done = lines_of(partial)
-    assert 4 <= len(done) < 12
+    assert len(done) == 4
     assert not out.exists()
     marked = [line | {"figures": line["figures"] | {"loss": 100.0 + number}} for number, line in enumerate(done)]
     partial.write_text("".join(json.dumps(line) + "\n" for line in marked) + '{"key": "cut o')
 
     other = fitted.checkpoints / "00000008"
-    forks.run(*command, "--ckpt_path", other)
+    assert main([*map(str, command), "--ckpt_path", str(other)]) == 0
     assert all(figures["loss"] < 100 for figures in json.loads(out.read_text())["sets"].values())
     assert [line["set"] for line in lines_of(partial)] == [line["set"] for line in done], "another's lines stay"
 
@@ -238,7 +251,7 @@ def test_a_kill_after_some_sets_loses_none_of_them(fitted, many, tmp_path):
     }, "what was done is taken as it was"
     assert not partial.exists()
 
-    forks.run(*command)
+    assert main([*map(str, command)]) == 0
     whole = json.loads(out.read_text())["sets"]
     killed = {line["set"]: line["figures"] for line in done}
     assert whole == sets | killed, "to the last bit what an evaluation without a kill gives"
@@ -251,7 +264,7 @@ def test_a_kill_after_the_last_step_loses_no_set_either(corpus, many, tmp_path):
     path.write_text(yaml.safe_dump(config))
     forks, command = Forks(tmp_path), ("fit", "--config", path, "--run", run.path)
     partial = run.path / "validate.partial.jsonl"
-    forks.start(*command).kill_when(lambda: len(lines_of(partial)) >= 2)
+    forks.start(*command, function=killed_after_four).join()
     done = [line | {"figures": line["figures"] | {"loss": 100.0}} for line in lines_of(partial)]
     assert not run.finished
     partial.write_text("".join(json.dumps(line) + "\n" for line in done))
