@@ -1,12 +1,21 @@
 """Documents within a sequence: their numbers and positions, and a decoder that keeps them apart."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
+from records import losses, only_run
 
+from stackexp.cli import main
+from stackexp.config import compose
 from stackexp.config.schema import StackMemoryConfig, TransformerConfig
 from stackexp.data.documents import attention_mask, document_ids, positions
+from stackexp.data.packing import write_documents
+from stackexp.data.tokenizer import end_of_text, load_tokenizer
+from stackexp.datamodules.pretraining import PretrainingData
 from stackexp.models.generation import generate
 from stackexp.models.transformer import Cache, Transformer
+from stackexp.modules.language_modeling import LanguageModeling
 
 END, VOCAB = 0, 13
 TOKENS = torch.tensor([[3, 4, END, 5, END, END, 6, 7, 8], [END, 1, 2, 3, 4, 5, 6, 7, END]])
@@ -100,3 +109,41 @@ def test_generating_knows_nothing_of_documents():
     tokens = generate(model, prompt, 3, temperature=0)
     for length in (5, 6, 7):
         assert tokens[0, length] == model(tokens[:, :length]).logits[0, -1].argmax()
+
+
+def test_data_document_mask_reaches_the_loss_in_training(tiny, corpus, tmp_path):
+    """Of the first step, before which the model is what it was made as: the loss over documents run one by one."""
+    texts = [f"{n} of {n * n}\n" for n in range(300)]
+    tokenizer = load_tokenizer(corpus["train"] / "tokenizer.json")
+    write_documents(tmp_path / "short", texts, tokenizer, 32)
+    fit = ["fit", "--config", str(tiny), f"data.path={tmp_path}/short", "trainer.max_steps=1"]
+    fit += [
+        "schedule.warmup_steps=0",
+        "trainer.val_check_interval=null",
+        "logging.progress_bar=false",
+        "logging.tensorboard=false",
+    ]
+    found = {}
+    for mask in (False, True):
+        root = tmp_path / str(mask)
+        assert main([*fit, f"data.document_mask={str(mask).lower()}", f"logging.root={root}"]) == 0
+        found[mask] = losses(only_run(root))[1]
+
+    config = compose.load(str(only_run(tmp_path / "True").config))
+    data = PretrainingData(config.data, seed=config.seed)
+    data.setup("fit")
+    data.trainer = SimpleNamespace(global_rank=0, world_size=1, num_devices=1)
+    torch.manual_seed(config.seed)
+    model = LanguageModeling(config).model
+    alone, together = [], []
+    with torch.no_grad():
+        for _, batch in zip(range(2), data.train_dataloader(), strict=False):  # two micro-batches of four: the step
+            ends = document_ids(batch["tokens"], end_of_text(tokenizer))
+            for row, numbers in zip(batch["tokens"], ends, strict=True):
+                logits = [model(row[numbers == number][None]).logits[0] for number in numbers.unique()]
+                assert len(logits) > 1
+                alone.append(torch.nn.functional.cross_entropy(torch.cat(logits)[:-1], row[1:]))
+                together.append(torch.nn.functional.cross_entropy(model(row[None]).logits[0, :-1], row[1:]))
+    assert found[True] == pytest.approx(torch.stack(alone).mean().item(), abs=2e-6)
+    assert found[False] == pytest.approx(torch.stack(together).mean().item(), abs=2e-6)
+    assert abs(found[True] - found[False]) > 1e-5, "the mask makes no difference: this proves nothing"
