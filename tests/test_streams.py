@@ -1,5 +1,6 @@
 """Mixtures: how many sequences of each source, in which order, whoever reads them, and going on in the middle."""
 
+import json
 import math
 from collections import Counter
 from pathlib import Path
@@ -15,6 +16,7 @@ from stackexp.config.schema import StreamConfig
 from stackexp.data import stream_record
 from stackexp.data.shards import TokenSet
 from stackexp.data.tokenizer import train_tokenizer
+from stackexp.datamodules.remote import DESCRIPTION, Remote, SourceError
 from stackexp.datamodules.training import apportion, bytes_of
 from stackexp.errors import RunError
 
@@ -100,6 +102,31 @@ def test_the_global_batches_are_the_same_for_any_number_of_processes(sets, tmp_p
     config.num_workers = 0
     third, _ = run_ranks(4, config, tmp_path / "four", 10, state)
     assert first + second + third == whole[:45]
+
+
+def test_what_is_downloaded_is_read_before_it_is_evicted(tmp_path, monkeypatch):
+    """Read in order, with room for eight shards of many, few are downloaded twice."""
+    fetched = []
+    fetch = Remote.fetch
+    monkeypatch.setattr(Remote, "fetch", lambda self, name, *rest: (fetched.append(name), fetch(self, name, *rest)))
+    folder = write(tmp_path / "set", 0, 400)
+    shards = [shard["raw_data"]["bytes"] for shard in json.loads((folder / "index.json").read_text())["shards"]]
+    described = sum((folder / name).stat().st_size for name in DESCRIPTION)
+    limit = f"{described + 8 * max(shards) + 1000}b"
+    config = config_of(remote=str(folder), path=str(tmp_path / "cache"), cache_limit=limit, shuffle=False)
+    samples(loader_of(config))
+    downloads = [name for name in fetched if "shard" in name]
+    assert len(set(downloads)) == len(shards)
+    assert len(downloads) <= 1.25 * len(shards)
+
+
+def test_a_shard_damaged_while_it_is_read_is_named(tmp_path):
+    folder = write(tmp_path / "set", 0, 40)
+    loader = loader_of(config_of(path=str(folder)))
+    shard = min(folder.rglob("shard*"))
+    shard.write_bytes(shard.read_bytes()[:100])
+    with pytest.raises(SourceError, match=rf"{shard.name}: damaged \(.*\); prepare it again"):
+        samples(loader)
 
 
 def test_another_tokenizer_is_named(sets, tmp_path):

@@ -163,7 +163,7 @@ class ShardsConfig(DataConfig):
     remote: Optional[str] = None  # s3://bucket/folder: where that folder was copied to
     streams: dict[str, StreamConfig] = field(default_factory=dict)  # a mixture instead: name -> source
     cache_limit: Optional[str] = None  # of the cached shards of a remote on each node, such as 200gb; null: no limit
-    download_timeout: float = above(0, 60)  # seconds for one shard
+    download_timeout: float = above(0, 60)  # seconds without an answer from the server
     download_retries: int = at_least(0, 4)
     validation: dict[str, str] = field(default_factory=dict)  # name -> a set, or a folder of sets
     test: dict[str, str] = field(default_factory=dict)
@@ -315,7 +315,8 @@ class ExperimentConfig:
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
 
-    def problems(self) -> Problems:
+    def problems(self, trains: bool = True) -> Problems:
+        """`trains`: False where the model is only evaluated, which knows no global batch."""
         if not re.fullmatch(r"[\w+-][\w.+-]*(/[\w+-][\w.+-]*)*", self.name):
             yield "name", f"{self.name!r} cannot name run folders; use letters, digits and . _ - + between slashes"
         if self.model.vocab_size < self.data.vocab_size:
@@ -324,7 +325,7 @@ class ExperimentConfig:
         if self.data.document_mask and axis != "depth":
             yield "data.document_mask", f"a memory of axis {axis} lasts across documents; set it to false"
         batch, step = self.data.global_batch_tokens, self.tokens_per_pass
-        if batch % step:
+        if trains and batch % step:
             nearest = max(1, round(batch / step)) * step
             yield (
                 "data.global_batch_tokens",
@@ -337,7 +338,7 @@ class ExperimentConfig:
     @property
     def accumulate_grad_batches(self) -> int:
         """Micro-batches per optimizer step: global batch / (devices x micro-batch x context)."""
-        return self.data.global_batch_tokens // self.tokens_per_pass
+        return max(1, self.data.global_batch_tokens // self.tokens_per_pass)
 
     @property
     def tokens_per_pass(self) -> int:

@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from stackexp.errors import RunError
+
 FILE = "data.jsonl"
 
 
@@ -55,9 +57,12 @@ def read(folder: Path) -> Iterator[dict[str, Any]]:
     """The lines of a run's data.jsonl, a last line cut off by a kill left out; none where there is no such file."""
     path = folder / FILE
     if path.is_file():
-        for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(keepends=True), 1):
             if line.endswith("\n"):
-                yield json.loads(line)
+                try:
+                    yield json.loads(line)
+                except ValueError:
+                    raise RunError(f"{path}: line {number} is damaged; delete the line") from None
 
 
 def hashes(folder: Path) -> dict[int, str]:

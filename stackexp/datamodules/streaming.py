@@ -16,7 +16,7 @@ from concurrent.futures import Future
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from threading import Thread
-from time import sleep
+from time import sleep, time_ns
 from typing import Any
 
 import numpy as np
@@ -33,6 +33,7 @@ from torch import distributed
 from stackexp.data.documents import document_ids
 from stackexp.data.stream_record import sample_hash
 from stackexp.datamodules.remote import Remote, SourceError
+from stackexp.errors import first_line
 
 ABSENT, COMING, HERE = range(3)  # states of a shard
 
@@ -104,8 +105,13 @@ class TokenStream(StreamingDataset):
             raise
         except OSError as error:
             raise SourceError(_line(error)) from None
-        except RuntimeError:  # the library's: a shard was evicted so often before it was read
-            raise SourceError("data.cache_limit: too small for so many loader processes; raise it") from None
+        except RuntimeError as error:  # the library's: a shard was evicted, or removed, so often before it was read
+            too_small = "data.cache_limit: too small for so many loader processes; raise it"
+            raise SourceError(too_small if self._limit else first_line(error)) from None
+        except (IndexError, ValueError) as error:  # its bytes are not what its index says
+            shard = self.shards[self.spanner[index][0]]
+            remedy = "prepare it again, or copy it again, then go on with --ckpt_path last"
+            raise SourceError(f"{_path(shard)}: damaged ({first_line(error)}); {remedy}") from None
         return {
             "tokens": tokens,
             "index": int(index),
@@ -152,6 +158,7 @@ class TokenStream(StreamingDataset):
             self._make_room(shard.get_raw_size() if source.is_cache else 0)
             try:
                 source.fetch(shard, patient)
+                self._shard_access_times[shard_id] = time_ns()  # not the first to be evicted, before it is read
                 state = HERE
             finally:
                 with self._locked():

@@ -107,7 +107,7 @@ class TrainingSet:
             shuffle_algo="py1br" if len(self.sources) > 1 else "py1e",
             shuffle_seed=self.seed,
             num_canonical_nodes=config.num_canonical_nodes,
-            shuffle_block_size=max(SHUFFLED // config.num_canonical_nodes, 1 << 18),
+            shuffle_block_size=self._block,
         )
         return Loader(
             stream,
@@ -117,10 +117,16 @@ class TrainingSet:
             collate_fn=partial(collate, end_of_document=self.end),
         )
 
+    @property
+    def _block(self) -> int:
+        """How many sequences are shuffled together on a canonical node. Of a mixture, all are replaced at once."""
+        least = 1 << 18
+        return least if len(self.sources) > 1 else max(SHUFFLED // self.config.num_canonical_nodes, least)
+
     def _warn_of_thrashing(self, limit: int) -> None:
-        """Sequences are drawn from all shards that are shuffled together: these should fit."""
+        """Sequences are drawn from all shards that are shuffled together: these should fit, of a mixture twice."""
         cached = [source for source in self.sources if source.remote]
-        together = max(SHUFFLED // self.config.num_canonical_nodes, 1 << 18) if self.config.shuffle else 0
+        together = self._block * (2 if len(self.sources) > 1 else 1) if self.config.shuffle else 0
         itemsize = dtype_of(self.tokens.corpus.vocab_size).itemsize
         size = min(sum(len(s.tokens) for s in cached), together) * self.config.context_length * itemsize
         if limit < size:
