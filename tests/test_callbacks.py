@@ -15,14 +15,13 @@ from tensorboard.plugins.hparams import plugin_data_pb2
 
 from stackexp.callbacks import step_checkpoint, throughput
 from stackexp.callbacks.progress import StepProgress
-from stackexp.callbacks.run_record import set_tags
 from stackexp.callbacks.stack_probes import StackProbes
 from stackexp.callbacks.step_checkpoint import StopRequest, Wishes
 from stackexp.callbacks.tensorboard import TensorBoardCopy
 from stackexp.callbacks.throughput import Throughput, peak_flops
 from stackexp.config.compose import compose
 from stackexp.modules.language_modeling import LanguageModeling
-from stackexp.modules.metrics import StepMetrics
+from stackexp.modules.metrics import StepMetrics, set_tags
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 TOKENS, CONTEXT, FLOPS = 1024, 64, 2.0**31  # tokens per step, context length, FLOPs per token
@@ -222,6 +221,7 @@ def of_layers(figure: str) -> set[str]:
     return {f"memory/{figure}/layer_00", f"memory/{figure}/layer_01"}
 
 
+AVERAGES_OF_V3 = {f"sample/v3/average/{figure}" for figure in ("perplexity", "exp_mean_loss")}
 SHOWN = {
     "Training": {
         "loss": {"loss/train"} | of_sets("loss"),
@@ -235,6 +235,11 @@ SHOWN = {
         "perplexity": of_sets("perplexity"),
         "bits per byte": of_sets("bits_per_byte"),
     },
+    "V2": {
+        "loss": {"v2/a", "v2/average/loss"},
+        "averages of perplexity": {"v2/average/perplexity", "v2/average/exp_mean_loss"},
+    },
+    "V3": {"loss": {"sample/v3/a", "sample/v3/average/loss"}, "averages of perplexity": AVERAGES_OF_V3},
     "Memory, by layer": {
         "push probability": of_layers("push"),
         "pop probability": of_layers("pop"),
@@ -256,7 +261,10 @@ def test_every_chart_shows_the_tags_it_is_for(tmp_path):
     copy = TensorBoardCopy(tmp_path, [])
     copy.write(step_line())
     result = {"loss": 2.0, "perplexity": 7.4, "bits_per_byte": 1.0}
-    copy.write({"step": 1, "tokens": 16, "time": 1001.0} | set_tags("validation", {"left": result, "right": result}))
+    tags = set_tags("validation", {"left": result, "right": result})
+    for name, lead in (("v2/a", ""), ("v3/a", "sample/")):
+        tags |= set_tags("validation", {name: result}, lead)
+    copy.write({"step": 1, "tokens": 16, "time": 1001.0} | tags)
     copy.close()
     events = events_of(tmp_path)
     tags = events.Tags()["scalars"]

@@ -19,7 +19,6 @@ from records import only_run
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.nn import functional as F
 
-from stackexp import runs
 from stackexp.callbacks.evaluation import PartialFigures
 from stackexp.cli import main
 from stackexp.config import compose
@@ -135,13 +134,16 @@ def test_averages_of_the_group_and_of_all(fitted):
 def test_while_fitting_groups_have_tags_of_their_own_and_sets_are_the_first_chunks(fitted):
     lines = [line for line in fitted.read_metrics() if "validation/loss/average" in line]
     assert [line["step"] for line in lines] == [6, 12]
-    tags = {f"v2/{name}" for name in LENGTHS} | {f"v2/average/{f}" for f in ("loss", "perplexity", "exp_mean_loss")}
+    averages = {f"sample/v2/average/{figure}" for figure in ("loss", "perplexity", "exp_mean_loss")}
+    tags = {f"sample/v2/{name}" for name in LENGTHS} | averages
     ours = {f"validation/{figure}/{name}" for figure in ("loss", "perplexity") for name in ("left", "average")}
     assert tags | ours <= lines[-1].keys()
     assert not [tag for tag in lines[-1] if tag.startswith("validation/") and "v2" in tag]
     losses, counts = reference(fitted, ids_of("a"), range(0, 3 * T, T))
-    assert lines[-1]["v2/a"] == pytest.approx(sum(losses) / sum(counts), rel=1e-6)
-    assert lines[-1]["v2/average/loss"] == pytest.approx(np.mean([lines[-1][f"v2/{name}"] for name in LENGTHS]))
+    assert lines[-1]["sample/v2/a"] == pytest.approx(sum(losses) / sum(counts), rel=1e-6)
+    assert lines[-1]["sample/v2/average/loss"] == pytest.approx(
+        np.mean([lines[-1][f"sample/v2/{name}"] for name in LENGTHS])
+    )
 
 
 def test_the_result_is_over_whole_sets_and_has_the_groups(fitted):
@@ -151,16 +153,27 @@ def test_the_result_is_over_whole_sets_and_has_the_groups(fitted):
     assert result["average"] == record["average"]
 
 
-def test_tensorboard_has_the_sets_of_groups_at_the_checkpoints_step(fitted):
+def test_tensorboard_has_the_sets_of_groups_at_the_checkpoints_step(fitted, group):
+    def steps_of(tag: str) -> list[int]:
+        events = EventAccumulator(str(fitted.path), size_guidance={"scalars": 0}).Reload()
+        return sorted(e.step for e in events.Scalars(tag)) if tag in events.Tags()["scalars"] else []
+
     for old in fitted.path.glob("*.evaluation"):
         old.unlink()
-    record = evaluate(fitted, "--ckpt_path", fitted.checkpoints / "00000008")
+    older = ("--ckpt_path", fitted.checkpoints / "00000008")
+    record = evaluate(fitted, *older)
     assert record["step"] == 8
-    events = EventAccumulator(str(fitted.path), size_guidance={"scalars": 0}).Reload()
-    found = {e.step: e.value for e in events.Scalars("v2/a")}
-    assert found[8] == pytest.approx(record["sets"]["v2/a"]["loss"])
-    assert {6, 8, 12} == found.keys(), "those of the fit are still there"
-    assert [e.step for e in events.Scalars("validate/loss/left")] == [8]
+    evaluate(fitted)
+    evaluate(fitted, *older, "--sets", "v2")
+    for others in (["--keep-remainder", "--sets", "left"], ["--sets", "v2/a"], ["--sets", f"left={group / 'b.npy'}"]):
+        evaluate(fitted, *older, *others)
+    evaluate(fitted, *older, "--sets", "right", stage="test")
+    assert steps_of("v2/a") == steps_of("v2/average/loss") == steps_of("whole/loss/left") == [8, 12]
+    assert steps_of("whole/loss/average") == [8, 12]
+    assert steps_of("sample/v2/a") == steps_of("validation/loss/left") == [6, 12], "the fit's"
+    assert steps_of("test/loss/right") == [8]
+    value = {e.step: e.value for e in EventAccumulator(str(fitted.path)).Reload().Scalars("v2/a")}
+    assert value[8] == pytest.approx(record["sets"]["v2/a"]["loss"])
 
 
 def test_other_sets_than_the_configs(fitted, corpus, tmp_path, monkeypatch, caplog):
@@ -357,13 +370,11 @@ def test_progress_of_a_long_evaluation_goes_to_standard_error(fitted, monkeypatc
     assert capsys.readouterr().err == ""
 
 
-def test_a_live_run_keeps_its_tensorboard_file_for_itself(fitted, tmp_path):
-    folder = runs.RunFolder(tmp_path / "run")
-    folder.path.mkdir()
-    from stackexp.verbs.evaluate import _write_scalars
-
-    with folder.lock():
-        _write_scalars(folder, "validate", 3, {"v2/a": {"loss": 1.0, "perplexity": 2.0}})
-    assert not list(folder.path.glob("events*"))
-    events = EventAccumulator(str(folder.path / "validate")).Reload()
-    assert [(e.step, e.value) for e in events.Scalars("v2/a")] == [(3, 1.0)]
+def test_a_live_run_keeps_its_tensorboard_file_for_itself(fitted):
+    for old in fitted.path.glob("*.evaluation"):
+        old.unlink()
+    with fitted.lock():
+        evaluate(fitted, "--sets", "v2")
+    assert not list(fitted.path.glob("*.evaluation"))
+    events = EventAccumulator(str(fitted.path / "validate")).Reload()
+    assert [e.step for e in events.Scalars("v2/a")] == [12]

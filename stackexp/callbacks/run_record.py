@@ -9,7 +9,7 @@ from typing import Any
 import lightning.pytorch as pl
 
 from stackexp.callbacks.tensorboard import TensorBoardCopy
-from stackexp.modules.metrics import group_averages, macro_average
+from stackexp.modules.metrics import set_tags
 from stackexp.runs import RunFolder
 
 
@@ -47,7 +47,8 @@ class RunRecord(pl.Callback):
 
     def on_validation_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         if trainer.state.fn == "fit":
-            self._write(trainer, module, set_tags("validation", module.set_metrics))
+            lead = "" if trainer.datamodule.eval_limit is None else "sample/"  # `v2/...` are figures of whole sets
+            self._write(trainer, module, set_tags("validation", module.set_metrics, lead))
 
     def _write(self, trainer: pl.Trainer, module: pl.LightningModule, metrics: dict[str, float]) -> None:
         if not trainer.is_global_zero:
@@ -75,28 +76,3 @@ class RunRecord(pl.Callback):
         if self._tensorboard:
             with contextlib.suppress(OSError):  # a full disk, which is what ends the run
                 self._tensorboard.close()
-
-
-FIGURES = ("loss", "perplexity", "bits_per_byte")
-
-
-def set_tags(prefix: str, sets: dict[str, dict[str, float]]) -> dict[str, float]:
-    """`<prefix>/<figure>/<set>` for every set, and first their unweighted mean, as the set `average`.
-
-    The sets of a group such as v2 have `v2/<set>`, the loss, and the group `v2/average/<figure>` (not under the
-    prefix while fitting, as `validate` writes the same tags).
-    """
-    if not sets:
-        return {}
-    lead = "" if prefix == "validation" else f"{prefix}/"
-    plain = {"average": macro_average(sets)} | {name: s for name, s in sets.items() if "/" not in name}
-    tags = {f"{prefix}/{figure}/{name}": s[figure] for name, s in plain.items() for figure in FIGURES if figure in s}
-    return tags | {lead + tag: value for tag, value in group_tags(sets).items()}
-
-
-def group_tags(sets: dict[str, dict[str, float]]) -> dict[str, float]:
-    """`v2/<set>`, the loss, for the sets of groups, and `v2/average/<figure>`."""
-    tags = {name: s["loss"] for name, s in sets.items() if "/" in name}
-    for group, average in group_averages(sets).items():
-        tags |= {f"{group}/average/{key}": value for key, value in average.items() if key != "sets"}
-    return tags

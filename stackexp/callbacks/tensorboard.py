@@ -3,6 +3,7 @@
 import threading
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard.summary import hparams
@@ -21,9 +22,16 @@ CHARTS = {
         "tokens per second": ["throughput/tokens_per_second"],
     },
     "Validation": {
-        "loss": ["validation/loss/.*"],
-        "perplexity": ["validation/perplexity/.*"],
-        "bits per byte": ["validation/bits_per_byte/.*"],
+        "loss": ["(validation|whole)/loss/.*"],
+        "perplexity": ["(validation|whole)/perplexity/.*"],
+        "bits per byte": ["(validation|whole)/bits_per_byte/.*"],
+    },
+    **{
+        group.upper(): {
+            "loss": [f"(sample/)?{group}/[^/]*$", f"(sample/)?{group}/average/loss"],
+            "averages of perplexity": [f"(sample/)?{group}/average/(perplexity|exp_mean_loss)"],
+        }
+        for group in ("v2", "v3")
     },
     "Memory, by layer": {
         "push probability": ["memory/push/.*"],
@@ -82,11 +90,15 @@ class TensorBoardCopy:
         self._writer.close()
 
 
-def write_scalars(folder: Path, tags: dict[str, float], step: int) -> None:
-    """Figures of an evaluation of the checkpoint of `step`, in an event file of their own."""
-    with SummaryWriter(folder, filename_suffix=EVALUATION) as writer:
+def write_scalars(folder: Path, tags: dict[str, float], step: int, what: str) -> None:
+    """Figures of an evaluation of the checkpoint of `step`, in an event file that takes the place of `what`'s last."""
+    suffix = f".{quote(what, safe='')}.{step}{EVALUATION}"
+    before = list(folder.glob(f"events.out.tfevents.*{suffix}"))
+    with SummaryWriter(folder, filename_suffix=suffix) as writer:
         for tag, value in tags.items():
             writer.add_scalar(tag, value, step)
+    for path in before:
+        path.unlink()
 
 
 def _scalar(value: Any) -> Any:

@@ -52,21 +52,20 @@ class ChunkLosses:
     """
 
     def __init__(self, chunks: int, device: torch.device | str = "cpu"):
-        self._sums = torch.zeros(3, chunks, dtype=torch.float64, device=device)  # loss in nats, predictions, bytes
+        self._sums = torch.zeros(3, chunks + 1, dtype=torch.float64, device=device)  # loss in nats, predictions, bytes
 
     def update(self, index: Tensor, lengths: Tensor, losses: Tensor, num_bytes: Tensor) -> None:
         """index [B] of the chunks, their lengths [B] in ids; losses [B, T-1] in nats of the ids after the first, and
         num_bytes [B, T-1] of text these stand for; T is the batch's, beyond a chunk's length nothing counts."""
-        rows = index >= 0
-        scored = torch.arange(1, losses.shape[1] + 1, device=losses.device) < lengths[rows, None]
-        parts = (losses[rows].double(), scored.double(), num_bytes[rows].double())
-        self._sums[:, index[rows]] = torch.stack([part.where(scored, 0.0).sum(1) for part in parts])
+        scored = torch.arange(1, losses.shape[1] + 1, device=losses.device) < lengths[:, None]
+        parts = (losses.double(), scored.double(), num_bytes.double())
+        self._sums[:, index] = torch.stack([part.where(scored, 0.0).sum(1) for part in parts])
 
     def gather(self) -> np.ndarray:
         """[3, N]: loss, predictions and bytes of each chunk, from all ranks. Every rank calls it."""
         if dist.is_initialized():
             dist.all_reduce(self._sums)  # exact: all ranks but one add zero to a chunk
-        return self._sums.cpu().numpy()
+        return self._sums[:, :-1].cpu().numpy()
 
 
 def set_figures(chunks: np.ndarray, bytes_per_token: float | None = None) -> dict[str, float]:
@@ -124,3 +123,23 @@ def group_averages(sets: dict[str, dict[str, float]]) -> dict[str, dict[str, flo
         if "/" in name:
             groups.setdefault(name.split("/")[0], {})[name] = figures
     return {group: {"sets": len(members)} | macro_average(members) for group, members in groups.items()}
+
+
+FIGURES = ("loss", "perplexity", "bits_per_byte")
+
+
+def set_tags(prefix: str, sets: dict[str, dict[str, float]], lead: str | None = None) -> dict[str, float]:
+    """`<prefix>/<figure>/<set>` for every set, and first their unweighted mean, as the set `average`.
+
+    The sets of a group such as v2 have `<lead>v2/<set>`, the loss, and the group `<lead>v2/average/<figure>`; `lead`
+    is `<prefix>/` by default.
+    """
+    if not sets:
+        return {}
+    lead = f"{prefix}/" if lead is None else lead
+    plain = {"average": macro_average(sets)} | {name: s for name, s in sets.items() if "/" not in name}
+    tags = {f"{prefix}/{figure}/{name}": s[figure] for name, s in plain.items() for figure in FIGURES if figure in s}
+    tags |= {lead + name: s["loss"] for name, s in sets.items() if "/" in name}
+    for group, average in group_averages(sets).items():
+        tags |= {f"{lead}{group}/average/{key}": value for key, value in average.items() if key != "sets"}
+    return tags

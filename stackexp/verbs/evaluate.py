@@ -17,7 +17,6 @@ import lightning.pytorch as pl
 import stackexp
 from stackexp import runs
 from stackexp.callbacks.evaluation import EvaluationRecord, PartialFigures
-from stackexp.callbacks.run_record import group_tags
 from stackexp.callbacks.tensorboard import write_scalars
 from stackexp.config import compose, registry
 from stackexp.config.compose import to_dict
@@ -25,7 +24,7 @@ from stackexp.config.schema import ExperimentConfig
 from stackexp.errors import FolderBusy, RunError
 from stackexp.modules import checkpoints
 from stackexp.modules.language_modeling import LanguageModeling
-from stackexp.modules.metrics import group_averages, macro_average
+from stackexp.modules.metrics import group_averages, macro_average, set_tags
 from stackexp.reports.tables import set_markdown, set_table
 from stackexp.runs import RunFolder
 from stackexp.verbs.processes import Processes, started
@@ -66,6 +65,13 @@ class Evaluation:
     def config_sets(self) -> dict[str, str]:
         """The places that the config names for this stage."""
         return getattr(self.config.data, "validation" if self.stage == "validate" else "test", {})
+
+    @property
+    def has_tags(self) -> bool:
+        """Whether TensorBoard has the figures: not those of other options, other places or parts of groups."""
+        if self.out or not self.run or not self.config.logging.tensorboard:
+            return False
+        return self.own_options and not any("=" in item or "/" in item for item in self.sets)
 
     @cached_property
     def own_options(self) -> bool:
@@ -219,8 +225,8 @@ def _write(asked: Evaluation, checkpoint: Path, sets: Sets) -> None:
     runs.write_atomically(asked.record, json.dumps(record, indent=2))
     table = f"{_about(asked, checkpoint)}\n\n{set_markdown(sets)}"
     runs.write_atomically(asked.record.with_suffix(".md"), table)
-    if asked.run and step is not None and asked.config.logging.tensorboard:
-        _write_scalars(asked.run, asked.stage, step, sets)
+    if asked.has_tags and step is not None:
+        _write_scalars(asked, step, sets)
 
 
 def _about(asked: Evaluation, checkpoint: Path) -> str:
@@ -229,14 +235,29 @@ def _about(asked: Evaluation, checkpoint: Path) -> str:
     return f"{checkpoint}, chunks of {asked.config.data.context_length:,} tokens, {scored}"
 
 
-def _write_scalars(run: RunFolder, stage: Stage, step: int, sets: Sets) -> None:
-    """`v2/<set>` and `v2/average/...`, at the checkpoint's step; other sets as `validate/loss/<set>`.
+def _write_scalars(asked: Evaluation, step: int, sets: Sets) -> None:
+    """At the checkpoint's step `v2/<set>`, `v2/average/...` and, of other sets, `validation/<figure>/<set>`.
 
-    In the run's folder, unless a run goes on in it: TensorBoard would read its file no more. Then in <run>/<stage>.
+    `whole/<figure>/<set>` where the fit's own are over a part of each set; `test/...` of test. Each group, and each set
+    of none, has an event file that takes the place of its last. What the fit itself has recorded is left to it. In the
+    run's folder, unless a run goes on in it: TensorBoard would read its file no more. Then in <run>/<stage>.
     """
-    tags = group_tags(sets) | {f"{stage}/loss/{name}": s["loss"] for name, s in sets.items() if "/" not in name}
-    try:
-        with run.lock():
-            write_scalars(run.path, tags, step)
-    except FolderBusy:
-        write_scalars(run.path / stage, tags, step)
+    fitted = "validation" if asked.config.data.eval_sequences is None else "whole"
+    prefix, lead = (fitted, "") if asked.stage == "validate" else ("test", None)
+    recorded = {tag for line in asked.run.read_metrics() if line["step"] == step for tag in line}
+    parts = {"average": {}} if asked.sets else {"average": sets}
+    for name, figures in sets.items():
+        parts.setdefault(f"set.{name.split('/')[0]}", {})[name] = figures
+    with contextlib.ExitStack() as stack:
+        folder = asked.run.path
+        try:
+            stack.enter_context(asked.run.lock())
+        except FolderBusy:
+            folder = folder / asked.stage
+        for what, part in parts.items():
+            tags = set_tags(prefix, part, lead)
+            tags = {
+                t: v for t, v in tags.items() if t.endswith("/average") == (what == "average") and t not in recorded
+            }
+            if tags:
+                write_scalars(folder, tags, step, f"{asked.stage}.{what}")

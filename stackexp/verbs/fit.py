@@ -15,7 +15,7 @@ from stackexp import runs
 from stackexp.callbacks.data_record import DataRecord
 from stackexp.callbacks.evaluation import EvaluationRecord
 from stackexp.callbacks.progress import StepProgress
-from stackexp.callbacks.run_record import RunRecord, set_tags
+from stackexp.callbacks.run_record import RunRecord
 from stackexp.callbacks.stack_probes import StackProbes
 from stackexp.callbacks.step_checkpoint import StepCheckpoint, StopRequest, Wishes
 from stackexp.callbacks.throughput import Throughput
@@ -27,7 +27,7 @@ from stackexp.errors import RunError, Stopped
 from stackexp.modules import checkpoints
 from stackexp.modules.checkpoints import CheckpointState, flatten
 from stackexp.modules.language_modeling import LanguageModeling
-from stackexp.modules.metrics import group_averages, macro_average
+from stackexp.modules.metrics import group_averages, macro_average, set_tags
 from stackexp.reports.tables import set_table
 from stackexp.runs import RunFolder
 from stackexp.verbs.evaluate import resumable
