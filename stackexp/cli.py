@@ -101,7 +101,7 @@ def evaluate(stage: Any, argv: list[str]) -> int:
     from stackexp.config import compose
 
     configs = [str(_run_config(parser, options.run))] if options.run else options.config
-    config = compose.compose(configs, overrides)
+    config = compose.compose(configs, overrides, trains=False)
     from stackexp.verbs import evaluate as verb
 
     sets = [name.strip() for names in options.sets for name in names.split(",") if name.strip()]

@@ -284,6 +284,8 @@ def test_verbs_get_what_was_given(monkeypatch, tmp_path):
     args, _ = calls.pop()
     assert (args[:2], args[3:]) == (("validate", run), (None, [], None, ["data.eval_batch_size=2"]))
     assert (args[2].seed, args[2].data.eval_batch_size) == (1, 2)
+    assert cli.main(["validate", "--run", run, "data.context_length=48", "trainer.devices=3"]) == 0
+    assert calls.pop()[0][2].data.context_length == 48, "the global batch is training's alone"
     assert cli.main(["test", "--config", "quickstart", "--seed=1", "--ckpt_path", "a.safetensors"]) == 0
     assert calls.pop() == (("test", None, config, "a.safetensors", [], None, ["--seed=1"]), {})
     asked = ["--sets", "v2, v3", "--sets", "a=b.npy", "--keep-remainder", "--out", "x.json"]

@@ -63,9 +63,9 @@ def wrong_value(origin: str, key: str, hint: Any, metadata: Mapping[str, Any], v
     return mistake(origin, key, f"expected {expected(hint, metadata)}, found {found}{close}")
 
 
-def check(config: ExperimentConfig, origins: Origins) -> None:
+def check(config: ExperimentConfig, origins: Origins, trains: bool = True) -> None:
     """Limits of single values first, then what involves several. Raises ConfigError for the first mistake."""
-    context = {"model.memory.": (config.model,), "schedule.": (config.trainer,)}
+    context = {"": (trains,), "model.memory.": (config.model,), "schedule.": (config.trainer,)}
     check_all(config, origins, context)
 
 

@@ -24,9 +24,10 @@ from stackexp.config.schema import ExperimentConfig
 from stackexp.config.yaml_files import Leaf, Tree
 
 
-def compose(configs: list[str], overrides: list[str] | tuple[str, ...] = ()) -> ExperimentConfig:
+def compose(configs: list[str], overrides: list[str] | tuple[str, ...] = (), trains: bool = True) -> ExperimentConfig:
     """Compose configs (shipped names or paths, in order) and overrides (`a.b=c`, `--a.b=c` or `--a.b c`).
 
+    `trains`: False where it is for an evaluation, whose options need not fit the global batch.
     Raises ConfigError, one line naming file or override, full key, expectation and the nearest right name.
     """
     layers = Layers()
@@ -37,7 +38,7 @@ def compose(configs: list[str], overrides: list[str] | tuple[str, ...] = ()) -> 
         names = [Path(name).stem if name.endswith((".yaml", ".yml")) else name for name in configs]
         layers.tree["name"] = Leaf("+".join(names), "")
     layers.tree["plugins"] = Leaf([import_plugin(name, folder) for name, folder in layers.plugins], "")
-    return _typed(layers.tree)
+    return _typed(layers.tree, trains)
 
 
 def load(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> ExperimentConfig:
@@ -83,13 +84,13 @@ def _open(node: DictConfig, tree: Tree) -> DictConfig:
     return node
 
 
-def _typed(tree: Tree) -> ExperimentConfig:
+def _typed(tree: Tree, trains: bool) -> ExperimentConfig:
     origins = {key: leaf.origin for key, leaf in _leaves(tree)}
     root = _open(_skeleton(tree), tree)
     _fill(root, tree, "", root)
     resolve(root, origins)
     config = OmegaConf.to_object(root)
-    check(config, origins)
+    check(config, origins, trains)
     return config
 
 

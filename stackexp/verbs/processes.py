@@ -150,7 +150,7 @@ def _start_others(trainer: TrainerConfig) -> list[subprocess.Popen]:
     if trainer.num_nodes > 1 and not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
         raise RunError(
             f"trainer.num_nodes={trainer.num_nodes}: start with srun or torchrun, or on each node with MASTER_ADDR, "
-            "MASTER_PORT and NODE_RANK set"
+            "MASTER_PORT and NODE_RANK set; one machine alone: trainer.num_nodes=1 trainer.devices=1"
         )
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ.setdefault("MASTER_PORT", str(LightningEnvironment().main_port))
