@@ -222,8 +222,30 @@ def test_changed_sources_are_refused(tmp_path):
     arguments = {"vocab_size": 300, "context_length": T, "progress": False}
     prepare(tmp_path, tmp_path / "to", **arguments)
     (tmp_path / "b.txt").write_text(TEXTS[1])
-    with pytest.raises(RunError, match="another sources"):
+    with pytest.raises(RunError, match=r"another sources \(come, gone or changed: b\.txt\)"):
         prepare(tmp_path, tmp_path / "to", **arguments)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_broken_sources_are_all_named_and_mending_them_redoes_no_others(prepared, tmp_path, capsys, workers):
+    source, to = tmp_path / "source", tmp_path / "to"
+    source.mkdir()
+    for n, text in enumerate(TEXTS):
+        (source / f"{n}.jsonl.gz").write_bytes(gzip.compress(json_lines([text])))
+    for n in (1, 3):
+        (source / f"{n}.jsonl.gz").write_bytes(b"broken")
+    settings = {"tokenizer": prepared / "tokenizer.json", "context_length": T, "unit_bytes": 1, "progress": False}
+    with pytest.raises(RunError, match=r"3\.jsonl\.gz: corrupt or cut short"):
+        prepare(source, to, **settings, workers=workers)
+    assert "1.jsonl.gz: corrupt or cut short" in capsys.readouterr().err
+    made = [(to / f"unit.0000{n}").stat().st_ino for n in (0, 2, 4)]
+    (source / "1.jsonl.gz").unlink()
+    (source / "3.jsonl.gz").write_bytes(gzip.compress(json_lines([TEXTS[3]])))
+    prepare(source, to, **settings, workers=workers)
+    assert "sources have changed, 1.jsonl.gz and 1 more" in capsys.readouterr().err
+    assert [(to / f"unit.0000{n}").stat().st_ino for n in (0, 1, 3)] == made
+    prepare(source, tmp_path / "anew", **settings)
+    assert files_of(to) == files_of(tmp_path / "anew")
 
 
 BAD = [

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer
 
-from stackexp.data.readers import BadLine, Piece, Tokens
+from stackexp.data.readers import BadLine, Piece, Source, Tokens
 from stackexp.data.shards import Corpus, ShardWriter, dtype_of, in_folder, sync, write_json, write_set
 from stackexp.data.token_files import sha256_of
 from stackexp.data.tokenizer import end_of_text, fingerprint, vocab_size
@@ -36,6 +36,7 @@ class Unit:
     shards: list[dict] = field(default_factory=list)
     hashes: dict[str, str] = field(default_factory=dict)  # sha256 of the other files
     tokenizer: str = ""  # fingerprint; "": not recorded
+    sources: list[list] = field(default_factory=list)  # name, size, time of change (ns) of each file
 
 
 def unit_name(number: int) -> str:
@@ -47,13 +48,17 @@ def read_unit(folder: Path) -> Unit:
 
 
 def write_unit(
-    folder: Path, parts: Iterable[Piece | Tokens | BadLine], tokenizer: Tokenizer, context_length: int
+    folder: Path,
+    parts: Iterable[Piece | Tokens | BadLine],
+    tokenizer: Tokenizer,
+    context_length: int,
+    sources: Iterable[Source] = (),
 ) -> Unit:
     """Write documents into `folder`: shards, tail.npy, bad_lines.log and unit.json. Text is tokenised.
 
     Raises RunError for a token id outside the tokenizer's own vocabulary.
     """
-    unit, size = Unit(tokenizer=fingerprint(tokenizer)), vocab_size(tokenizer)
+    unit, size = Unit(tokenizer=fingerprint(tokenizer), sources=[s.record for s in sources]), vocab_size(tokenizer)
     writer = ShardWriter(folder, context_length, dtype_of(size))
     for tokens in tokenised(_without_bad_lines(parts, unit, folder / BAD_LINES), tokenizer):
         highest = tokens.ids.max(initial=0)
@@ -90,6 +95,30 @@ def damaged_file(folder: Path) -> str | None:
     return None
 
 
+def regroup(folder: Path, units: list[list[Source]]) -> None:
+    """Give the finished units in `folder` the numbers that they have in `units`, and remove those of other sources."""
+    places = {json.dumps([s.record for s in unit]): folder / unit_name(n) for n, unit in enumerate(units)}
+    for path in folder.glob("unit.*"):
+        if path != _place(path, places):  # first all out of the way
+            hidden = path.with_name(f".moved.{path.name}")
+            shutil.rmtree(hidden, ignore_errors=True)
+            path.rename(hidden)
+    for path in folder.glob(".moved.*"):  # also of an earlier call that was killed
+        place = _place(path, places)
+        if place and not place.exists():
+            path.rename(place)
+        else:
+            shutil.rmtree(path)
+
+
+def _place(path: Path, places: dict[str, Path]) -> Path | None:
+    """Where a unit belongs. None: nowhere, its sources have changed or are not known."""
+    try:
+        return places.get(json.dumps(read_unit(path).sources))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
 def merge(folder: Path, count: int, tokenizer: Tokenizer, context_length: int, sources: list[str]) -> Corpus:
     """Make the `count` units in `folder` one prepared set; drops the last < context_length tokens of all tails.
 
@@ -103,7 +132,8 @@ def merge(folder: Path, count: int, tokenizer: Tokenizer, context_length: int, s
                 f"{folder}/tokenizer.json: not the tokenizer that {unit_name(n)} was made with; put that one back, or "
                 f"delete {folder} and prepare it anew"
             )
-    (folder / "tails").mkdir(exist_ok=True)
+    shutil.rmtree(folder / "tails", ignore_errors=True)  # of a merge that was stopped
+    (folder / "tails").mkdir()
     writer = ShardWriter(folder / "tails", context_length, dtype_of(vocab_size(tokenizer)))
     for n in range(count):
         writer.write(np.load(folder / unit_name(n) / TAIL))

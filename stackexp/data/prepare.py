@@ -27,8 +27,8 @@ from tokenizers import Tokenizer
 from tqdm import tqdm
 
 from stackexp.data.locking import locked, locked_part
-from stackexp.data.packing import BAD_LINES, damaged_file, merge, read_unit, unit_name, write_unit
-from stackexp.data.readers import NO_ROOM, BadLine, Piece, Source, Tokens, find_sources, read
+from stackexp.data.packing import BAD_LINES, damaged_file, merge, read_unit, regroup, unit_name, write_unit
+from stackexp.data.readers import NO_ROOM, BadLine, BrokenSource, Piece, Source, Tokens, find_sources, read
 from stackexp.data.shards import FORMAT_VERSION, Corpus, TokenSet, write_json, write_text
 from stackexp.data.token_sources import check_token_sources, of_tokens, read_tokens
 from stackexp.data.tokenizer import fingerprint, load_tokenizer, train_tokenizer
@@ -79,7 +79,7 @@ class Plan:
             "tokenizer": given or f"trained here, {self.vocab_size} tokens",
             "context length": self.context_length,
             "unit bytes": self.unit_bytes,
-            "sources": [[s.name, s.size, s.modified] for s in self.sources],
+            "sources": [s.record for s in self.sources],
         }
 
 
@@ -119,6 +119,8 @@ def prepare(
     workers = workers or (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())
     begin(plan, folder)
     with _one_line(folder), locked(folder / ".lock", f"the preparation of {folder}", shared=part is not None):
+        if changed := _match(plan.record(), folder):  # while this one waited
+            raise RunError(f"{folder}: sources have changed again, {_listed(changed)}; run the same command again")
         if part and (folder / "corpus.json").exists():
             return None
         if not part and (finished := _finished(folder)):
@@ -134,7 +136,10 @@ def prepare(
 
 
 def begin(plan: Plan, folder: Path) -> None:
-    """Put the plan into a new folder. Raises RunError if it is another plan's, or holds something else."""
+    """Put the plan into a new folder. Raises RunError if it is another plan's, or holds something else.
+
+    Of a set that is not finished the sources may change: what was made of others is removed.
+    """
     record = plan.record()
     with _one_line(folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -142,7 +147,12 @@ def begin(plan: Plan, folder: Path) -> None:
         if there and "plan.json" not in there:
             raise RunError(f"{folder}: not empty, and not from data prepare; choose another --to")
         with locked(folder / ".plan.lock", f"the beginning of {folder}"):
-            _match(record, folder)
+            changed = _match(record, folder)
+        if changed:
+            with locked(folder / ".lock", f"the preparation of {folder}"):
+                regroup(folder, plan.units)
+                write_json(folder / "plan.json", record)
+            print(f"{folder}: sources have changed, {_listed(changed)}; their units are done again", file=sys.stderr)
 
 
 @contextmanager
@@ -163,15 +173,30 @@ def _one_line(folder: Path) -> Iterator[None]:
         ) from e
 
 
-def _match(record: dict, folder: Path) -> None:
+def _match(record: dict, folder: Path) -> list[str]:
+    """The names of the sources that are not as they were. Raises RunError if another plan is there, or a finished set
+    of other sources."""
     path = folder / "plan.json"
     if not path.exists():
-        return write_json(path, record)
+        write_json(path, record)
     earlier = json.loads(path.read_text(encoding="utf-8"))
+    changed = sorted({name for name, *_ in _difference(earlier["sources"], record["sources"])})
     for key, value in record.items():
-        if earlier.get(key) != value:
-            change = f"{earlier.get(key)}, not {value}" if key != "sources" else "files have come, gone or changed"
-            raise RunError(f"{folder}: made with another {key} ({change}); delete it or choose another --to")
+        if earlier.get(key) == value or (key == "sources" and not (folder / "corpus.json").exists()):
+            continue
+        change = (
+            f"{earlier.get(key)}, not {value}" if key != "sources" else f"come, gone or changed: {_listed(changed)}"
+        )
+        raise RunError(f"{folder}: made with another {key} ({change}); delete it or choose another --to")
+    return changed
+
+
+def _difference(some: list[list], others: list[list]) -> set[tuple]:
+    return {tuple(source) for source in some} ^ {tuple(source) for source in others}
+
+
+def _listed(names: list[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
 
 
 def _finished(folder: Path) -> Corpus | None:
@@ -216,7 +241,8 @@ def _sample(sources: list[Source]) -> Iterator[str]:
 
 
 def _write_units(job: Job, tokenizer_path: Path, numbers: Sequence[int], workers: int, progress: bool) -> None:
-    """Write those of the units that are missing."""
+    """Write those of the units that are missing. Raises RunError at the end if sources are broken; all are named."""
+    broken: list[str] = []
     total = sum(source.size for n in numbers for source in job.units[n])
     often = 0.1 if sys.stderr.isatty() else 60  # seconds
     bar = tqdm(
@@ -231,11 +257,26 @@ def _write_units(job: Job, tokenizer_path: Path, numbers: Sequence[int], workers
     with bar:
         workers = min(workers, len(numbers))
         if workers > 1:
-            _in_processes(job, tokenizer_path, numbers, workers, bar)
+            _in_processes(job, tokenizer_path, numbers, workers, bar, broken)
         else:
             tokenizer = load_tokenizer(tokenizer_path)
             for n in numbers:
-                _finish_unit(job, n, tokenizer, bar.update)
+                with _noted(broken):
+                    _finish_unit(job, n, tokenizer, bar.update)
+    if broken:
+        *others, last = sorted(broken)
+        for message in others:
+            print(f"error: {message}", file=sys.stderr)
+        raise RunError(last)
+
+
+@contextmanager
+def _noted(broken: list[str]) -> Iterator[None]:
+    """A source that cannot be read does not end the work on the others."""
+    try:
+        yield
+    except BrokenSource as error:
+        broken.append(str(error))
 
 
 def _finish_unit(job: Job, number: int, tokenizer: Tokenizer, advance: Callable[[int], object]) -> None:
@@ -268,7 +309,7 @@ def _write_unit(job: Job, number: int, tokenizer: Tokenizer, advance: Callable[[
     temporary.mkdir()
     parts = (part for source in job.units[number] for part in _parts(source, job, tokenizer, temporary, advance))
     try:
-        write_unit(temporary, parts, tokenizer, job.context_length)
+        write_unit(temporary, parts, tokenizer, job.context_length, job.units[number])
         temporary.rename(final)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -290,8 +331,10 @@ def _strict(line: str) -> str:
     return f"{line}; mend the line, or leave out --strict to skip it"
 
 
-def _in_processes(job: Job, tokenizer_path: Path, numbers: Sequence[int], workers: int, bar: tqdm) -> None:
-    """Share the units out among processes; the first error stops them all."""
+def _in_processes(
+    job: Job, tokenizer_path: Path, numbers: Sequence[int], workers: int, bar: tqdm, broken: list[str]
+) -> None:
+    """Share the units out among processes; the first error, but of a broken source, stops them all."""
     context = multiprocessing.get_context("spawn")
     counter, stop = context.Value("q", 0), context.Event()
     state = (job, tokenizer_path, counter, stop)
@@ -303,7 +346,8 @@ def _in_processes(job: Job, tokenizer_path: Path, numbers: Sequence[int], worker
                 shown, now = now, counter.value
                 bar.update(now - shown)
                 for future in done:
-                    future.result()
+                    with _noted(broken):
+                        future.result()
         except BaseException:
             stop.set()
             pool.shutdown(cancel_futures=True)

@@ -30,6 +30,10 @@ PREPARED = ({"plan.json", ".plan.lock"}, {"index.json", "corpus.json"})  # files
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
+class BrokenSource(RunError):
+    """A source file that cannot be read to its end."""
+
+
 @dataclass(frozen=True)
 class Source:
     """One input file: `name` is its path relative to the source folder, with slashes."""
@@ -38,6 +42,11 @@ class Source:
     name: str
     size: int
     modified: int  # ns
+
+    @property
+    def record(self) -> list:
+        """What tells whether the file has changed."""
+        return [self.name, self.size, self.modified]
 
     @property
     def is_tokens(self) -> bool:
@@ -128,7 +137,7 @@ def read(
     """The documents of a file; `advance` is told of the bytes as they are read.
 
     `scratch`: folder for what lines that are too long for memory need of the disk (None: the system's).
-    Raises RunError if the file cannot be read, is cut short or not what its name says.
+    Raises BrokenSource if the file cannot be read, is cut short or not what its name says.
     """
     name, position = source.name.lower(), 0
     try:
@@ -141,11 +150,11 @@ def read(
                 advance(raw.tell() - position)
                 position = raw.tell()
     except (EOFError, zlib.error, zstandard.ZstdError, gzip.BadGzipFile) as e:
-        raise RunError(f"{source.path}: corrupt or cut short ({e}); replace the file or remove it") from e
+        raise BrokenSource(f"{source.path}: corrupt or cut short ({e}); replace the file or remove it") from e
     except OSError as e:
         if e.errno in NO_ROOM:  # it was reading that needed room
             raise
-        raise RunError(f"{source.path}: cannot be read ({e.strerror or e})") from e
+        raise BrokenSource(f"{source.path}: cannot be read ({e.strerror or e})") from e
 
 
 def cut(parts: Iterable[str]) -> Iterator[Piece]:
