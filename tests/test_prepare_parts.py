@@ -191,13 +191,16 @@ def wait_for(condition) -> None:
         time.sleep(0.002)
 
 
-def test_the_verb_says_what_comes_next(source, tmp_path, capsys):
+def test_the_verb_says_what_comes_next(source, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("RAYON_NUM_THREADS", "to be restored")
+    monkeypatch.delenv("RAYON_NUM_THREADS")
     command = [str(source), "--to", str(tmp_path / "set"), "--vocab-size", "300", "--context-length", "64"]
     assert main([*command, "--workers", "1", "--part", "1/1"]) == 0
     assert capsys.readouterr().out.endswith(
         "part 1 of 1 is done; when all are, the same command without --part merges them\n"
     )
     assert main([*command, "--workers", "1"]) == 0
+    assert os.environ["RAYON_NUM_THREADS"] == "1", "the library's threads"
     assert np.array(TokenSet(tmp_path / "set")[0]).shape == (64,)
 
 

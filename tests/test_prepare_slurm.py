@@ -90,6 +90,29 @@ def test_what_slurm_refuses_is_one_line(slurm, source, tmp_path, capsys):
     assert not slurm.squeue()
 
 
+def test_an_array_without_its_merge_is_told(source, tmp_path, capsys, monkeypatch):
+    answers = iter(["17", RunError("sbatch: too many jobs")])
+
+    def submit_or_refuse(*_) -> str:
+        if isinstance(answer := next(answers), RunError):
+            raise answer
+        return answer
+
+    for name, stand_in in {
+        "available": lambda: True,
+        "jobs_named": lambda name: [],
+        "submit": submit_or_refuse,
+    }.items():
+        monkeypatch.setattr(slurm_module, name, stand_in)
+    message = (
+        r"job 17, an array of 2 tasks, is submitted, but not .* \(sbatch: too many jobs\).*merge them with: .* prepare"
+    )
+    with pytest.raises(RunError, match=message) as error:
+        submit(capsys, source, tmp_path / "set", "--tasks", "2")
+    assert "\n" not in str(error.value)
+    assert "--part" not in str(error.value)
+
+
 def test_without_slurm(source, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(slurm_module, "available", lambda: False)
     with pytest.raises(ConfigError, match="there is no sbatch here"):

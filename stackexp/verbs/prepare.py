@@ -3,6 +3,7 @@
 import argparse
 import hashlib
 import itertools
+import os
 import re
 import shlex
 import sys
@@ -101,6 +102,8 @@ def _parser() -> Parser:
 
 
 def _prepare_source(source: Path, options: argparse.Namespace) -> int:
+    if options.workers:  # also the library's threads, where there is one process and while a tokenizer is trained
+        os.environ.setdefault("RAYON_NUM_THREADS", str(options.workers))
     from stackexp.data.packing import BAD_LINES
     from stackexp.data.prepare import prepare
 
@@ -165,7 +168,13 @@ def _submit(source: Path, options: argparse.Namespace) -> int:
     part = f"#!/bin/bash\nexec {command} --part $SLURM_ARRAY_TASK_ID/{tasks}\n"
     array = slurm.submit(name, part, f"--array=1-{tasks}", f"--output={logs}/%A_%a.txt", *shared)
     after = [f"--dependency=afterany:{array}", f"--output={logs}/%j-merge.txt"]
-    merge = slurm.submit(name, f"#!/bin/bash\nexec {command}\n", *after, *shared)
+    try:
+        merge = slurm.submit(name, f"#!/bin/bash\nexec {command}\n", *after, *shared)
+    except RunError as error:
+        raise RunError(
+            f"job {array}, an array of {tasks} tasks, is submitted, but not the job that merges ({error}); when they "
+            f"have ended, merge them with: {command}"
+        ) from error
     print(f"job {array}: {tasks} tasks for {len(plan.units)} units of work in {len(plan.sources)} files")
     print(f"job {merge}: checks and merges them into {folder}")
     print(f"how they stand:  squeue --jobs={array},{merge}\ntheir logs:      {logs}")
