@@ -28,6 +28,8 @@ class PartialFigures:
         """`read`, once it is sure that the file can be written: better now than after the first set."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         open(self.path, "ab").close()
+        if not self.path.stat().st_size:
+            self.path.unlink()
         return self.read(keys)
 
     def read(self, keys: dict[str, str]) -> dict[str, dict[str, float]]:
@@ -36,8 +38,11 @@ class PartialFigures:
         return {name: done[key] for name, key in keys.items() if key in done}
 
     def add(self, key: str, name: str, figures: dict[str, float]) -> None:
-        """One write, on the disk when it returns: other processes may add to the same file."""
-        line = json.dumps({"key": key, "set": name, "figures": figures}) + "\n"
+        """One write, on the disk when it returns: other processes may add to the same file.
+
+        The first line feed parts it from a line that a kill has cut off.
+        """
+        line = "\n" + json.dumps({"key": key, "set": name, "figures": figures}) + "\n"
         with open(self.path, "ab", buffering=0) as file:
             file.write(line.encode())
             os.fsync(file.fileno())
