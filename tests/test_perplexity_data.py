@@ -87,6 +87,8 @@ def test_the_limit_holds_while_fitting_and_nowhere_else(prepared):
     assert whole > 5
     fitting = data_of(prepared, "fit", eval_sequences=5)
     assert indices(fitting.val_dataloader()[0]) == list(range(5))
+    sample, rows = fitting.val_dataloader()[0].dataset, TokenSet(prepared / "short")
+    assert [sample[i]["tokens"].tolist() for i in range(5)] == [rows[i * whole // 5].tolist() for i in range(5)]
     fitting.setup("validate")
     assert indices(fitting.val_dataloader()[0]) == list(range(whole))
     assert indices(data_of(prepared, "validate", eval_sequences=5).val_dataloader()[0]) == list(range(whole))

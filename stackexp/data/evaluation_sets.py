@@ -78,10 +78,6 @@ class EvaluationSet:
     bytes_per_token: float | None
     identity: str
 
-    def instances(self, limit: int | None) -> int:
-        """How many chunks are evaluated: the first `limit`, or all."""
-        return len(self.chunks) if limit is None else min(limit, len(self.chunks))
-
 
 class Concatenated:
     """The sequences of a prepared set as one array of token ids [N], of which slices are read on demand."""

@@ -14,18 +14,19 @@ PADDING = -1  # the index of a row that fills up a batch and must not count
 class ChunkRows(Dataset):
     """Chunks as a map-style dataset: {"tokens": int64 [T], "index": int, "length": its ids, the rest of the row is 0}.
 
-    Index -1 gives a padding row, of length 0.
+    With a `limit`, so many of them, evenly spaced. Index -1 gives a padding row, of length 0.
     """
 
-    def __init__(self, chunks: Chunks):
+    def __init__(self, chunks: Chunks, limit: int | None = None):
         self.chunks = chunks
+        self.length = len(chunks) if limit is None else min(limit, len(chunks))
 
     def __len__(self) -> int:
-        return len(self.chunks)
+        return self.length
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor | int]:
         row = torch.zeros(self.chunks.context_length, dtype=torch.int64)
-        chunk = self.chunks[index] if index != PADDING else np.empty(0)
+        chunk = self.chunks[index * len(self.chunks) // self.length] if index != PADDING else np.empty(0)
         row[: len(chunk)] = torch.from_numpy(chunk.astype("int64"))
         return {"tokens": row, "index": index, "length": len(chunk)}
 
@@ -51,6 +52,6 @@ class RankBatches(Sampler[list[int]]):
 def perplexity_loader(
     chunks: Chunks, batch_size: int, limit: int | None = None, rank: int = 0, world_size: int = 1
 ) -> DataLoader:
-    """A loader of this rank's share of the set's first `limit` chunks (None: all)."""
-    length = len(chunks) if limit is None else min(limit, len(chunks))
-    return DataLoader(ChunkRows(chunks), batch_sampler=RankBatches(length, batch_size, rank, world_size))
+    """A loader of this rank's share of `limit` chunks of the set (None: all)."""
+    rows = ChunkRows(chunks, limit)
+    return DataLoader(rows, batch_sampler=RankBatches(len(rows), batch_size, rank, world_size))

@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader
 
 from stackexp.config import registry
 from stackexp.config.schema import ExperimentConfig
@@ -168,15 +169,14 @@ class LanguageModeling(pl.LightningModule):
     # Evaluation: `validate` and `test` differ only in their sets.
 
     def on_validation_epoch_start(self) -> None:
-        self._start_evaluation(self.trainer.datamodule.sets("validate"), self.trainer.num_val_batches)
+        self._start_evaluation(self.trainer.datamodule.sets("validate"), self.trainer.val_dataloaders)
 
     def on_test_epoch_start(self) -> None:
-        self._start_evaluation(self.trainer.datamodule.sets("test"), self.trainer.num_test_batches)
+        self._start_evaluation(self.trainer.datamodule.sets("test"), self.trainer.test_dataloaders)
 
-    def _start_evaluation(self, sets: list[EvaluationSet], batches: list[int]) -> None:
-        limit = self.trainer.datamodule.eval_limit
-        losses = [ChunkLosses(each.instances(limit), self.device) for each in sets]
-        self._evaluated = list(zip(sets, losses, batches, strict=True))
+    def _start_evaluation(self, sets: list[EvaluationSet], loaders: list[DataLoader]) -> None:
+        losses = [ChunkLosses(len(loader.dataset), self.device) for loader in loaders]
+        self._evaluated = list(zip(sets, losses, map(len, loaders), strict=True))
         self.set_metrics = {}
 
     def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
@@ -185,7 +185,8 @@ class LanguageModeling(pl.LightningModule):
         losses = per_token_loss(self.model(batch["tokens"]).logits, batch["tokens"])
         chunk_losses.update(batch["index"], batch["length"], losses, self.token_bytes[batch["tokens"][:, 1:]])
         if batch_idx + 1 == batches:
-            self.set_metrics[of.name] = set_figures(chunk_losses.gather(), of.bytes_per_token)
+            whole = self.trainer.datamodule.eval_limit is None
+            self.set_metrics[of.name] = set_figures(chunk_losses.gather(), of.bytes_per_token, interval=whole)
 
     test_step = validation_step
 
