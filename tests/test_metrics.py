@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from stackexp.modules import metrics
 from stackexp.modules.metrics import (
     ChunkLosses,
     StepMetrics,
@@ -16,6 +17,7 @@ from stackexp.modules.metrics import (
     perplexity,
     set_figures,
 )
+from stackexp.reports.tables import set_rows
 
 
 def test_step_metrics_are_means_over_micro_batches():
@@ -117,7 +119,16 @@ def test_the_interval_covers_the_mean_about_as_often_as_it_says():
     assert 0.88 < np.mean(inside) < 0.99
 
 
+def test_the_interval_of_many_chunks_is_that_of_their_blocks():
+    losses = np.random.default_rng(3).gamma(9.0, size=metrics.BLOCKS + 1)
+    blocks = np.add.reduceat(losses, np.arange(0, len(losses), 2))
+    counts = np.full(len(blocks), 2)
+    counts[-1] = 1
+    assert bootstrap_interval(losses, np.ones(len(losses)), 50) == bootstrap_interval(blocks, counts, 50)
+
+
 def test_a_single_chunk_has_no_interval():
+    assert "loss_low" not in set_figures(np.ones((3, 2)), interval=False)
     assert "loss_low" not in set_figures(np.array([[3.0], [2.0], [1.0]]))
 
 
@@ -142,5 +153,10 @@ def test_each_group_has_its_averages():
     assert "bits_per_byte" not in groups["v2"]
 
 
-def test_perplexity_of_a_hopeless_loss_is_infinite():
+def test_perplexity_of_a_hopeless_loss_is_infinite_and_short():
     assert perplexity(1000.0) == math.inf
+    assert metrics.finite({"a": {"b": math.inf, "c": math.nan, "d": 1.0, "e": "x"}}) == {
+        "a": {"b": None, "c": None, "d": 1.0, "e": "x"}
+    }
+    for loss, cell in ((1000.0, "inf"), (600.0, "3.77e+260"), (2.0, "7.39")):
+        assert set_rows({"a": {"loss": loss, "perplexity": perplexity(loss)}})[0][0][5] == cell

@@ -9,7 +9,7 @@ from typing import Any
 import lightning.pytorch as pl
 
 from stackexp.callbacks.tensorboard import TensorBoardCopy
-from stackexp.modules.metrics import set_tags
+from stackexp.modules.metrics import finite, set_tags
 from stackexp.runs import RunFolder
 
 
@@ -57,7 +57,7 @@ class RunRecord(pl.Callback):
         tokens = step * module.config.data.global_batch_tokens
         line = {"step": step, "tokens": tokens, "time": round(time.time(), 3)} | metrics
         self.last_line = self.last_line | line
-        self._file.write(json.dumps(line) + "\n")
+        self._file.write(json.dumps(finite(line)) + "\n")
         self._file.flush()
         if self._tensorboard:
             self._tensorboard.write(line)

@@ -70,7 +70,7 @@ class TensorBoardCopy:
     def write(self, line: dict[str, Any]) -> None:
         """One line of metrics.jsonl: each tag against the step, the training loss against the tokens too."""
         for tag, value in line.items():
-            if tag not in NOT_TAGS:
+            if tag not in NOT_TAGS and value is not None:
                 self._writer.add_scalar(tag, value, line["step"], walltime=line["time"])
         if "loss/train" in line:
             self._writer.add_scalar("loss/train_by_tokens", line["loss/train"], line["tokens"], walltime=line["time"])

@@ -1,6 +1,7 @@
 """Figures of a run: means over one optimizer step, and the loss of a named set of tokens."""
 
 import math
+from typing import Any
 
 import numpy as np
 import torch
@@ -8,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 WISH = "wish/"
+BLOCKS = 10_000  # most that a bootstrap draws from
 
 
 class StepMetrics:
@@ -68,12 +70,12 @@ class ChunkLosses:
         return self._sums[:, :-1].cpu().numpy()
 
 
-def set_figures(chunks: np.ndarray, bytes_per_token: float | None = None) -> dict[str, float]:
+def set_figures(chunks: np.ndarray, bytes_per_token: float | None = None, interval: bool = True) -> dict[str, float]:
     """The figures of a set from its chunks [3, N]: loss in nats, predictions, bytes of text.
 
     instances, tokens (predictions), loss in nats per token, perplexity; with two chunks or more also the 95 %
-    interval loss_low, loss_high. Where bytes are known, from the tokenizer or else from `bytes_per_token` of the set's
-    record: bytes, bits_per_byte.
+    `interval` loss_low, loss_high. Where bytes are known, from the tokenizer or else from `bytes_per_token` of the
+    set's record: bytes, bits_per_byte.
     """
     total, tokens, num_bytes = (float(math.fsum(row)) for row in chunks)
     loss = total / tokens
@@ -81,7 +83,7 @@ def set_figures(chunks: np.ndarray, bytes_per_token: float | None = None) -> dic
     if num_bytes or bytes_per_token:
         figures["bytes"] = int(num_bytes or bytes_per_token * tokens)
         figures["bits_per_byte"] = total / (math.log(2) * figures["bytes"])
-    if chunks.shape[1] > 1:
+    if interval and chunks.shape[1] > 1:
         figures["loss_low"], figures["loss_high"] = bootstrap_interval(chunks[0], chunks[1])
     return figures
 
@@ -89,7 +91,12 @@ def set_figures(chunks: np.ndarray, bytes_per_token: float | None = None) -> dic
 def bootstrap_interval(
     losses: np.ndarray, counts: np.ndarray, resamples: int = 1000, level: float = 0.95, seed: int = 0
 ) -> tuple[float, float]:
-    """Percentile interval of sum(losses) / sum(counts) over N chunks, each resample N of them with replacement."""
+    """Percentile interval of sum(losses) / sum(counts) over N chunks, each resample N of them with replacement.
+
+    Of more than BLOCKS chunks, blocks of neighbours are drawn, as long as leaves at most BLOCKS of them.
+    """
+    starts = np.arange(0, len(losses), -(-len(losses) // BLOCKS))
+    losses, counts = np.add.reduceat(losses, starts), np.add.reduceat(counts, starts)
     rng, size = np.random.default_rng(seed), len(losses)
     block = max(1, (1 << 22) // size)
     means = []
@@ -123,6 +130,13 @@ def group_averages(sets: dict[str, dict[str, float]]) -> dict[str, dict[str, flo
         if "/" in name:
             groups.setdefault(name.split("/")[0], {})[name] = figures
     return {group: {"sets": len(members)} | macro_average(members) for group, members in groups.items()}
+
+
+def finite(value: Any) -> Any:
+    """The same for JSON, which has no infinity and no NaN: None in their place."""
+    if isinstance(value, dict):
+        return {key: finite(item) for key, item in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 FIGURES = ("loss", "perplexity", "bits_per_byte")

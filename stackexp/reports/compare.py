@@ -47,7 +47,7 @@ def markdown(runs: list[RunFolder]) -> str:
             f"{result['parameters']:,}",
             f"{result['memory_parameters']:,}",
             f"{result['train_loss']['last_20_steps']:.3f}",
-            *(f"{f['loss']:.3f} / {f['perplexity']:.1f}" if f else "" for f in figures),
+            *(f"{f['loss']:.3f} / {f['perplexity'] or float('inf'):.1f}" if f else "" for f in figures),
             f"{result['average'].get('bits_per_byte', float('nan')):.3f}",
         ]
         lines.append("| " + " | ".join(cells) + " |")

@@ -30,7 +30,7 @@ def set_rows(sets: dict[str, dict[str, float]]) -> tuple[list[list[str]], list[l
     for group, average in group_averages(sets).items():
         members = [s for name, s in sets.items() if name.startswith(f"{group}/")]
         averages.append(_row(f"{group}: means of {len(members)} set{'s' * (len(members) > 1)}", members, average))
-        exp = f"{average['exp_mean_loss']:.2f}"
+        exp = _perplexity(average["exp_mean_loss"])
         averages.append([f"{group}: exp of the mean loss", *[""] * 4, exp, ""])
     if not averages or any("/" not in name for name in sets) or len(averages) > 2:
         averages.append(_row("average of sets", list(sets.values()), macro_average(sets)))
@@ -41,8 +41,12 @@ def _row(name: str, sets: list[dict[str, float]], figures: dict[str, float]) -> 
     instances, tokens = (sum(s.get(key, 0) for s in sets) for key in ("instances", "tokens"))
     interval = f"{figures['loss_low']:.4f}-{figures['loss_high']:.4f}" if "loss_low" in figures else ABSENT
     bits = f"{figures['bits_per_byte']:.4f}" if "bits_per_byte" in figures else ABSENT
-    perplexity = f"{figures['perplexity']:.2f}"
+    perplexity = _perplexity(figures["perplexity"])
     return [name, f"{instances:,}", f"{tokens:,}", f"{figures['loss']:.4f}", interval, perplexity, bits]
+
+
+def _perplexity(value: float) -> str:
+    return f"{value:.2f}" if value < 1e6 else f"{value:.3g}"  # a diverged model's would fill three lines
 
 
 def table(rows: list[Sequence[str]], align: str = "", rules: Sequence[int] = ()) -> str:

@@ -24,7 +24,7 @@ from stackexp.config.schema import ExperimentConfig
 from stackexp.errors import FolderBusy, RunError
 from stackexp.modules import checkpoints
 from stackexp.modules.language_modeling import LanguageModeling
-from stackexp.modules.metrics import group_averages, macro_average, set_tags
+from stackexp.modules.metrics import finite, group_averages, macro_average, set_tags
 from stackexp.reports.tables import set_markdown, set_table
 from stackexp.runs import RunFolder
 from stackexp.verbs.processes import Processes, started
@@ -222,7 +222,7 @@ def _write(asked: Evaluation, checkpoint: Path, sets: Sets) -> None:
         "average": macro_average(sets),
         "groups": group_averages(sets),
     }
-    runs.write_atomically(asked.record, json.dumps(record, indent=2))
+    runs.write_atomically(asked.record, json.dumps(finite(record), indent=2))
     table = f"{_about(asked, checkpoint)}\n\n{set_markdown(sets)}"
     runs.write_atomically(asked.record.with_suffix(".md"), table)
     if asked.has_tags and step is not None:

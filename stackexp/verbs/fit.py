@@ -27,7 +27,7 @@ from stackexp.errors import RunError, Stopped
 from stackexp.modules import checkpoints
 from stackexp.modules.checkpoints import CheckpointState, flatten
 from stackexp.modules.language_modeling import LanguageModeling
-from stackexp.modules.metrics import group_averages, macro_average, set_tags
+from stackexp.modules.metrics import finite, group_averages, macro_average, set_tags
 from stackexp.reports.tables import set_table
 from stackexp.runs import RunFolder
 from stackexp.verbs.evaluate import resumable
@@ -203,7 +203,7 @@ def _finish(
     figures = {"final/loss/train": result["train_loss"]["last_20_steps"]}
     figures |= set_tags("final", module.set_metrics)
     record.finish(_hyperparameters(config), figures, config.trainer.max_steps)
-    runs.write_atomically(folder.result, json.dumps(result, indent=2))
+    runs.write_atomically(folder.result, json.dumps(finite(result), indent=2))
     print(
         f"\ntraining loss {losses[0]:.3f} at the first step, {result['train_loss']['last_20_steps']:.3f} "
         f"over the last 20; {seconds:.0f} s\n\n{set_table(module.set_metrics)}\n\nsample:\n{text}\n\n"
