@@ -131,8 +131,8 @@ def members(group: int) -> list[int]:
 
 @pytest.fixture(scope="module")
 def many_files(tmp_path_factory) -> Path:
-    """About 70 units of 20 kB."""
-    return write_many(tmp_path_factory.mktemp("many"), 150)
+    """About 20 units of 20 kB."""
+    return write_many(tmp_path_factory.mktemp("many"), 40)
 
 
 def finished_units(folder: Path) -> int:
@@ -144,13 +144,9 @@ def is_in_a_unit(folder: Path) -> bool:
 
 
 MOMENTS = [  # what is there to see when the process is killed
-    lambda folder: (folder / "plan.json").exists(),
     lambda folder: (folder / "tokenizer.json").exists(),
     is_in_a_unit,
-    lambda folder: finished_units(folder) >= 1,
-    lambda folder: finished_units(folder) >= 10 and is_in_a_unit(folder),
-    lambda folder: finished_units(folder) >= 30,
-    lambda folder: finished_units(folder) >= 50 and is_in_a_unit(folder),
+    lambda folder: finished_units(folder) >= 5 and is_in_a_unit(folder),
 ]
 
 
@@ -186,15 +182,6 @@ def test_killed_at_any_moment_it_goes_on_and_nothing_is_lost_or_doubled(many_fil
         many_files, tmp_path / "whole", vocab_size=300, context_length=T, unit_bytes=20000, progress=False, workers=1
     )
     assert files_of(folder) == files_of(tmp_path / "whole")
-
-
-def test_of_two_at_once_the_second_waits_and_takes_the_result(many_files, tmp_path):
-    processes = [start(many_files, tmp_path / "set", stderr=subprocess.PIPE, text=True) for _ in range(2)]
-    messages = [process.communicate()[1] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], messages
-    assert sum("waiting for another process" in message for message in messages) == 1
-    assert sum("training a tokenizer" in message for message in messages) == 1
-    assert TokenSet(tmp_path / "set").corpus.documents == 300
 
 
 def test_a_finished_set_is_left_as_it_is(source, prepared):
