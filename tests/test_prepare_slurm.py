@@ -16,8 +16,8 @@ SETTINGS = ["--vocab-size", "300", "--context-length", "64", "--unit-bytes", "20
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory) -> Path:
-    """Twelve units of work."""
-    return write_many(tmp_path_factory.mktemp("source") / "of text", 24)
+    """Fifty units of work."""
+    return write_many(tmp_path_factory.mktemp("source") / "of text", 100)
 
 
 @pytest.fixture(scope="module")
@@ -64,8 +64,8 @@ def test_a_node_that_fails_and_a_task_that_is_cancelled_lose_nothing(slurm, sour
     slurm.output("scontrol", "update", "NodeName=n1", "State=DRAIN", "Reason=test")
     array, _ = submit(capsys, source, folder, "--tasks", "2", "--workers", "2")  # one after the other, on n0
     wait_for(lambda: list(folder.glob("unit.*")))
+    slurm.kill_node("n0")  # part 1 is at work still
     slurm.output("scancel", f"{array}_2")
-    slurm.kill_node("n0")
     slurm.output("scontrol", "update", "NodeName=n1", "State=RESUME")
     wait_for(lambda: slurm.squeue().get(f"{array}_1") == "PENDING")
     assert not (folder / "corpus.json").exists()
