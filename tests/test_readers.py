@@ -1,9 +1,11 @@
 """Which files a source folder holds."""
 
+import json
 import os
 
 import pytest
 
+from stackexp.data import readers
 from stackexp.data.prepare import Plan, begin, prepare
 from stackexp.data.readers import find_sources
 from stackexp.errors import RunError
@@ -72,3 +74,13 @@ def test_sets_within_the_sources_are_left_out(tmp_path):
     for name in ("set/jobs/1.txt", "copy/index.json", "copy/corpus.json", "copy/notes.txt"):
         (tmp_path / name).write_text("{}")
     assert [source.name for source in find_sources(tmp_path)] == ["a.txt"]
+
+
+def test_text_is_cut_alike_in_files_of_every_kind(tmp_path, monkeypatch):
+    monkeypatch.setattr(readers, "PIECE", 50)
+    text = "a line of it\r\nand more of 東京, " * 30 + "\n"
+    (tmp_path / "a.txt").write_bytes(text.encode())
+    (tmp_path / "b.jsonl").write_text(json.dumps({"text": text}))
+    of_text, of_lines = (list(readers.read(source)) for source in find_sources(tmp_path))
+    assert of_text == of_lines
+    assert "".join(piece.text for piece in of_text) == text

@@ -54,16 +54,10 @@ def write_unit(
     context_length: int,
     sources: Iterable[Source] = (),
 ) -> Unit:
-    """Write documents into `folder`: shards, tail.npy, bad_lines.log and unit.json. Text is tokenised.
-
-    Raises RunError for a token id outside the tokenizer's own vocabulary.
-    """
-    unit, size = Unit(tokenizer=fingerprint(tokenizer), sources=[s.record for s in sources]), vocab_size(tokenizer)
-    writer = ShardWriter(folder, context_length, dtype_of(size))
+    """Write documents into `folder`: shards, tail.npy, bad_lines.log and unit.json. Text is tokenised."""
+    unit = Unit(tokenizer=fingerprint(tokenizer), sources=[s.record for s in sources])
+    writer = ShardWriter(folder, context_length, dtype_of(vocab_size(tokenizer)))
     for tokens in tokenised(_without_bad_lines(parts, unit, folder / BAD_LINES), tokenizer):
-        highest = tokens.ids.max(initial=0)
-        if highest >= size:
-            raise RunError(f"the tokenizer gave token id {highest}, outside its vocabulary of {size}; replace it")
         writer.write(tokens.ids.astype(writer.dtype, copy=False))
         unit.documents += tokens.documents
         unit.bytes += tokens.bytes

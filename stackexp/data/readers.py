@@ -176,13 +176,10 @@ def _read_text(source: Source, raw: BinaryIO) -> Iterator[Piece | BadLine]:
         yield BadLine(f"{source.name}:{line}", "invalid UTF-8")
         return
     raw.seek(0)
-    text = io.TextIOWrapper(raw, encoding="utf-8", newline="")
-    piece = text.read(PIECE) + text.readline(PIECE)
-    while piece:
-        following = text.read(PIECE) + text.readline(PIECE)
-        yield Piece(piece, not following)
-        piece = following
-    text.detach()
+    if raw.peek(1):
+        text = io.TextIOWrapper(raw, encoding="utf-8", newline="")
+        yield from cut(iter(lambda: text.read(PIECE), ""))
+        text.detach()
 
 
 def _invalid_line(raw: BinaryIO) -> int | None:
