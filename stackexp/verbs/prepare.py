@@ -154,13 +154,13 @@ def _submit(source: Path, options: argparse.Namespace) -> int:
         raise ConfigError("data prepare --launcher slurm: there is no sbatch here; start it where Slurm's commands are")
     folder = Path(options.to).absolute()
     plan = Plan(source.absolute(), options.tokenizer, options.vocab_size, options.context_length, options.unit_bytes)
-    begin(plan, folder)
-    if (folder / "corpus.json").exists():
-        return _prepare_source(source, options)
     name = f"prepare-{hashlib.sha256(str(folder).encode()).hexdigest()[:12]}"
     if found := slurm.jobs_named(name):
         ids = ",".join(sorted(set(found)))
         raise RunError(f"{folder}: Slurm is at it already, jobs {ids}; wait for them, or end them with scancel {ids}")
+    begin(plan, folder)  # after that: where sources have changed it waits until none is at work
+    if (folder / "corpus.json").exists():
+        return _prepare_source(source, options)
     tasks, logs = min(options.tasks, len(plan.units)), folder / "jobs"
     logs.mkdir(exist_ok=True)
     command = _command(plan, folder, workers, options.strict)
