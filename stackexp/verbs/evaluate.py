@@ -100,10 +100,10 @@ def run(
 
 def _evaluate(asked: Evaluation) -> int:
     logging.basicConfig(format="%(message)s")
-    config, data = asked.config, _data(asked)
+    config = asked.config
     with started(config.trainer, accelerator(config)) as processes:
+        data = processes.together(lambda: _opened(asked))
         checkpoint = processes.agree(lambda: _checkpoint(asked))
-        data.prepare_data()
 
         def evaluate(record: EvaluationRecord) -> Sets:
             module = LanguageModeling(config, weights=checkpoint)
@@ -133,6 +133,13 @@ def _data(asked: Evaluation) -> pl.LightningDataModule:
         raise RunError(
             f"{section}: no sets to {asked.stage} on; name some in the config's data section, or with --sets"
         )
+    return data
+
+
+def _opened(asked: Evaluation) -> pl.LightningDataModule:
+    data = _data(asked)
+    data.prepare_data()
+    data.setup(asked.stage)
     return data
 
 

@@ -62,8 +62,7 @@ def run(config: ExperimentConfig, ckpt_path: str | None, folder: str | None) -> 
 def _fit(config: ExperimentConfig, start: Start, processes: Processes, stop: StopRequest) -> None:
     pl.seed_everything(config.seed, verbose=False)
     data = registry.build("data", config.data, seed=config.seed)
-    data.prepare_data()
-    data.setup("fit")
+    processes.together(lambda: (data.prepare_data(), data.setup("fit")))
     started_at = time.perf_counter()
     trained = start.step >= config.trainer.max_steps  # killed after its last step
     module = LanguageModeling(config, weights=start.checkpoint if trained else None)

@@ -5,6 +5,7 @@ or torchrun, start one process on each with MASTER_ADDR, MASTER_PORT and NODE_RA
 """
 
 import contextlib
+import logging
 import os
 import subprocess
 import sys
@@ -55,8 +56,29 @@ class Processes:
                 answer[1] = error
         dist.broadcast_object_list(answer)
         if answer[1] is not None:
+            answer[1].said = not self.first  # by the first
             raise answer[1]
         return answer[0]
+
+    def together(self, work: Callable[[], T]) -> T:
+        """`work` on data in every process; of the warnings and errors that all of them meet only the first tells."""
+        if self.size == 1:
+            return work()
+        error, log, result = None, logging.getLogger("stackexp.data"), None
+        if not self.first:
+            log.setLevel(logging.ERROR)
+        try:
+            result = work()
+        except RunError as met:
+            error = met
+        finally:
+            log.setLevel(logging.NOTSET)
+        met_by: list[str | None] = [None] * self.size
+        dist.all_gather_object(met_by, str(error) if error else None)
+        if error is not None:
+            error.said = not self.first and met_by[0] == str(error)
+            raise error
+        return result
 
 
 @contextlib.contextmanager
