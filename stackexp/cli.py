@@ -104,7 +104,7 @@ def evaluate(stage: Any, argv: list[str]) -> int:
     config = compose.compose(configs, overrides, trains=False)
     from stackexp.verbs import evaluate as verb
 
-    sets = [name.strip() for names in options.sets for name in names.split(",") if name.strip()]
+    sets = [name.strip() for names in options.sets for name in names.split(",")]
     return verb.run(stage, options.run, config, options.ckpt_path, sets, options.out, overrides)
 
 
@@ -210,14 +210,15 @@ VERBS = {
 def main(argv: list[str] | None = None) -> int:
     """Run a verb. Returns 0, 1 for a RunError, 2 for a ConfigError, 130 when interrupted."""
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # read when torch is loaded: its warnings are stack traces
+    argv = sys.argv[1:] if argv is None else argv
     try:
-        code = _dispatch(sys.argv[1:] if argv is None else argv)
+        code = _dispatch(argv)
         sys.stdout.flush()
         return code
     except (ConfigError, RunError, Stopped, OSError, KeyboardInterrupt) as error:
         if os.environ.get("STACKEXP_TRACEBACK") == "1":
             raise
-        return _report(error)
+        return _report(error, "resume with --ckpt_path last" if argv[:1] == ["fit"] else "give the command again")
 
 
 def _dispatch(argv: list[str]) -> int:
@@ -232,21 +233,21 @@ def _dispatch(argv: list[str]) -> int:
     return VERBS[argv[0]](argv[1:])
 
 
-def _report(error: BaseException) -> int:
+def _report(error: BaseException, go_on: str) -> int:
     """Print what ended the program, in one line on standard error; the exit code. Raises what is a mistake of ours."""
     if isinstance(error, BrokenPipeError):  # the reader of our output has gone, as in `configs list | head -3`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    code, line = _explain(error)
+    code, line = _explain(error, go_on)
     rank = os.environ.get("RANK", "0")  # set once the processes of a run have met
     if rank == "0":
         print(line if code in (75, 130) else f"error: {line}", file=sys.stderr)
-    elif code == 1:  # rank 0 says the others, which are the same in every process
+    elif code == 1 and not getattr(error, "said", False):  # rank 0 says those that are the same in every process
         print(f"error: rank {rank}: {line}", file=sys.stderr)
     return code
 
 
-def _explain(error: BaseException) -> tuple[int, str]:
+def _explain(error: BaseException, go_on: str) -> tuple[int, str]:
     """Exit code, and what happened, where, and what to do."""
     if isinstance(error, KeyboardInterrupt):
         return 130, f"interrupted: {error}" if str(error) else "interrupted"
@@ -257,7 +258,7 @@ def _explain(error: BaseException) -> tuple[int, str]:
         path = error.filename2 or error.filename
         if error.errno in NO_SPACE:
             where = f" while writing {path}" if path else ""
-            return 1, f"{NO_SPACE[error.errno]}{where}; free some, then resume with --ckpt_path last"
+            return 1, f"{NO_SPACE[error.errno]}{where}; free some, then {go_on}"
         if path:
             return 1, f"{path}: {error.strerror}; mend the path or its permissions, or name another place"
     raise error

@@ -230,6 +230,9 @@ def test_errors_of_a_verb(error, code, line, monkeypatch, capsys):
     monkeypatch.setitem(cli.VERBS, "fit", raising(error))
     assert cli.main(["fit"]) == code
     assert capsys.readouterr().err == line
+    monkeypatch.setitem(cli.VERBS, "validate", raising(error))
+    cli.main(["validate"])
+    assert capsys.readouterr().err == line.replace("resume with --ckpt_path last", "give the command again")
     monkeypatch.setenv("STACKEXP_TRACEBACK", "1")
     with pytest.raises(type(error)):
         cli.main(["fit"])

@@ -24,6 +24,7 @@ from stackexp.errors import RunError, first_line
 
 log = logging.getLogger(__name__)
 
+UNKNOWN = "unknown"  # the tokenizer in the record of ids that came without one
 Ids = Iterator[np.ndarray]
 RE_ENCODE = "re-encode its text with the model's tokenizer"
 SAMPLES = 1024  # of an MDS set read at a time
@@ -46,7 +47,7 @@ def mds_tokens(folder: Path, size: int, tokenizer: Tokenizer | None) -> TokenFil
     digest = _digest(folder)
     if column == "text":
         return _cached_text(folder, digest, lambda: (Piece(s["text"], True) for s in _samples(folder)), tokenizer)
-    source = {"source_sha256": digest, "tokenizer": "unknown"}
+    source = {"source_sha256": digest, "tokenizer": UNKNOWN}
     return _cached(folder, [digest, size], lambda: _ids(folder, size), size, source)
 
 

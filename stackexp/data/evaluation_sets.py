@@ -21,7 +21,7 @@ from tokenizers import Tokenizer
 
 from stackexp.config.schema import DataConfig
 from stackexp.data import olmo
-from stackexp.data.converted_sets import mds_tokens, text_tokens
+from stackexp.data.converted_sets import UNKNOWN, mds_tokens, text_tokens
 from stackexp.data.readers import JSON_LINES, TEXT
 from stackexp.data.shards import TokenSet
 from stackexp.data.token_files import Chunks, TokenFile, sha256_of
@@ -32,7 +32,6 @@ log = logging.getLogger(__name__)
 
 TOKENS = (".npy", ".bin")
 LISTED = (*TOKENS, ".txt", ".text", *JSON_LINES)  # what counts as a set in a folder of sets; not its README.md
-UNKNOWN = "unknown"  # the tokenizer in the record of ids that came without one
 BLOCK = 1 << 24  # ids looked through at a time
 
 
@@ -98,10 +97,11 @@ class Concatenated:
 # Which sets there are
 
 
-def expand(name: str, path: Path) -> dict[str, Path]:
+def expand(name: str, path: Path, whole: bool = True) -> dict[str, Path]:
     """The sets at a place: {name: path}, or of a folder of sets {name/<stem>: path}.
 
-    Raises RunError if there are none. Warns where sets of V2 or V3 are missing: its averages are over the others.
+    Raises RunError if there are none. Warns where sets of V2 or V3 are missing: its averages are over the others; but
+    not if the `whole` is not asked for.
     """
     if not path.exists():
         raise RunError(_missing(name, path))
@@ -112,7 +112,7 @@ def expand(name: str, path: Path) -> dict[str, Path]:
         known = " ".join(dict.fromkeys(LISTED))
         raise RunError(f"{path}: holds no sets; expected prepared sets, MDS shards or files that end in {known}")
     missing = [n for n in olmo.NAMES.get(name, ()) if f"{name}/{n}" not in found]
-    if missing:
+    if missing and whole:
         log.warning("%s: %d sets are missing: %s; %s", name, len(missing), ", ".join(missing), _fetch(name, path))
     return found
 
@@ -120,7 +120,8 @@ def expand(name: str, path: Path) -> dict[str, Path]:
 def _sets_in(name: str, folder: Path) -> dict[str, Path]:
     found: dict[str, Path] = {}
     for entry in sorted(folder.iterdir()):
-        if entry.name.startswith("."):
+        upwards = entry.is_symlink() and entry.is_dir() and folder.resolve().is_relative_to(entry.resolve())
+        if upwards or entry.name.startswith("."):
             continue
         stem = f"{name}/{_stem(entry)}"
         if entry.is_dir() and not _is_set(entry):

@@ -50,24 +50,30 @@ class PretrainingData(pl.LightningDataModule):
     def choose(self, stage: str, wanted: list[str]) -> None:
         """Evaluate on these instead: names of the config's sets, v2 or v3, one set of those as v2/4chan, NAME=PLACE.
 
-        Raises ConfigError for a name that is none of these.
+        Raises ConfigError for a name that is none of these, or comes twice.
         """
-        places = {version: olmo.DEFAULT_FOLDER / version for version in olmo.NAMES} | self.folders()[stage]
+        named = {} if all("=" in item for item in wanted) else self.folders()[stage]
+        places = {version: olmo.DEFAULT_FOLDER / version for version in olmo.NAMES} | named
         chosen: dict[str, Path] = {}
         for item in wanted:
             name, _, place = item.partition("=")
+            if not name or (not place and "=" in item):
+                raise ConfigError(f"--sets: expected names and NAME=PATH, parted by single commas, found {item!r}")
             if place:
-                chosen |= expand(name, Path(place))
+                found = expand(name, Path(place))
             elif name in places:
-                chosen |= expand(name, Path(places[name]))
+                found = expand(name, Path(places[name]))
             else:
                 group = name.split("/")[0]
-                members = expand(group, Path(places[group])) if group in places and group != name else {}
+                members = expand(group, Path(places[group]), whole=False) if group in places and group != name else {}
                 if name not in members:
                     hint = nearest(name, [*places, *members]) or f"; there are {', '.join([*places, *members])}"
                     path = f"NAME={name}" if Path(name).exists() else "NAME=PATH"
                     raise ConfigError(f"--sets: no set {name!r} in {OPTION[stage]}{hint} (or give {path})")
-                chosen[name] = members[name]
+                found = {name: members[name]}
+            if twice := chosen.keys() & found.keys():
+                raise ConfigError(f"--sets: {min(twice)} comes twice; give every set once, or other names")
+            chosen |= found
         self._chosen[stage] = chosen
 
     def places(self, stage: str) -> dict[str, Path]:
