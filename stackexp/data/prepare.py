@@ -180,7 +180,7 @@ def _match(record: dict, folder: Path) -> list[str]:
     if not path.exists():
         write_json(path, record)
     earlier = json.loads(path.read_text(encoding="utf-8"))
-    changed = sorted({name for name, *_ in _difference(earlier["sources"], record["sources"])})
+    changed = sorted({name for name, *_ in _difference(earlier.get("sources", []), record["sources"])})
     for key, value in record.items():
         if earlier.get(key) == value or (key == "sources" and not (folder / "corpus.json").exists()):
             continue
