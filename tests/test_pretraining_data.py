@@ -1,5 +1,4 @@
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -10,10 +9,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import lightning.pytorch as pl
+import loaders
 import pytest
 import torch
-from streaming import LocalDataset, StreamingDataset
-from torch import distributed, multiprocessing
+from loaders import T, V, loader_of, run_ranks
+from streaming import LocalDataset
+from torch import multiprocessing
 
 from stackexp.config.schema import ShardsConfig, StdlibConfig
 from stackexp.data import stdlib
@@ -24,7 +25,6 @@ from stackexp.datamodules.pretraining import PretrainingData, StdlibData
 from stackexp.datamodules.streaming import Source, TokenStream, _remove_locks
 from stackexp.errors import RunError
 
-T, V, STEP = 16, 300, 8  # STEP sequences per optimizer step
 TEXTS = [f"line {n} of {n * n} lines\n" * 3 for n in range(200)]
 
 
@@ -52,8 +52,7 @@ def folder(tmp_path_factory) -> Path:
 
 
 def config_of(folder: Path, **changes) -> ShardsConfig:
-    settings = {"path": str(folder), "vocab_size": V, "context_length": T, "global_batch_tokens": STEP * T}
-    return ShardsConfig(**settings | {"micro_batch_size": 4, "num_workers": 0} | changes)
+    return loaders.config_of(path=str(folder), **changes)
 
 
 def flat(lists: Iterable[list[int]]) -> list[int]:
@@ -158,67 +157,13 @@ def test_the_batches_are_the_sequences_of_the_set(folder):
             assert row.tolist() == tokens[index].tolist() == theirs[index]["tokens"].tolist()
 
 
-def rank_steps(rank: int, world_size: int, config: ShardsConfig, meeting: str, queue, after: int | None = None) -> None:
-    """Sequences of each step of one rank's first epoch. With `after`: up to that step, and the loader's state there."""
-    torch.set_num_threads(1)
-    distributed.init_process_group("gloo", f"file://{meeting}", rank=rank, world_size=world_size)
-    loader = loader_of(config, rank, world_size)
-    per_step = STEP // world_size // config.micro_batch_size
-    batches = []
-    for batch in loader:
-        batches.append(batch["index"].tolist())
-        if after and len(batches) == after * per_step:
-            break
-    steps = [flat(batches[i : i + per_step]) for i in range(0, len(batches), per_step)]
-    queue.put((world_size, rank, steps, loader.state_dict() if after else None))
-    distributed.destroy_process_group()
-
-
-def loader_of(config: ShardsConfig, rank: int = 0, world_size: int = 1):
-    data = PretrainingData(config, seed=5)
-    data.setup("fit")
-    data.trainer = SimpleNamespace(global_rank=rank, world_size=world_size, num_devices=world_size)
-    return data.train_dataloader()
-
-
-def run_ranks(world_size: int, *arguments) -> list:
-    context = multiprocessing.get_context("fork")
-    queue = context.Queue()
-    ranks = [
-        context.Process(target=rank_steps, args=(r, world_size, *arguments[:2], queue, *arguments[2:]))
-        for r in range(world_size)
-    ]
-    for process in ranks:
-        process.start()
-    results = sorted((queue.get(timeout=300) for _ in ranks), key=lambda result: result[1])
-    for process in ranks:
-        process.join()
-    return results
-
-
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_two_ranks_take_the_same_global_batches_as_one(folder, tmp_path, nodes):
     config = config_of(folder, num_canonical_nodes=nodes, micro_batch_size=2)
-    [(*_, one, _)] = run_ranks(1, config, str(tmp_path / "one"))
-    two = [steps for *_, steps, _ in run_ranks(2, config, str(tmp_path / "two"))]
-    together = [a + b for a, b in zip(*two, strict=True)]
-    assert [sorted(step) for step in together] == [sorted(step) for step in one]
-    assert max(Counter(flat(one)).values()) == 1
-
-
-def test_one_process_goes_on_where_two_stopped(folder, tmp_path):
-    config = config_of(folder, micro_batch_size=2)
-    [(*_, one, _)] = run_ranks(1, config, str(tmp_path / "one"))
-    state = run_ranks(2, config, str(tmp_path / "two"), 4)[0][-1]
-    loader = loader_of(config)
-    loader.load_state_dict(state)
-    following = flat(batch["index"].tolist() for batch in loader)
-    assert [sorted(following[i : i + STEP]) for i in range(0, len(following), STEP)] == [sorted(s) for s in one[4:]]
-
-
-def test_the_number_of_loader_processes_does_not_change_the_order(folder):
-    orders = [flat(b["index"].tolist() for b in loader_of(config_of(folder, num_workers=n))) for n in (0, 1, 3)]
-    assert orders[0] == orders[1] == orders[2]
+    one, _ = run_ranks(1, config, tmp_path / "one", 11)
+    two, _ = run_ranks(2, config, tmp_path / "two", 11)
+    assert two == one
+    assert max(Counter(index for step in one for index, *_ in step).values()) == 1
 
 
 def test_nodes_that_do_not_divide_are_one_line(folder):
@@ -229,23 +174,6 @@ def test_nodes_that_do_not_divide_are_one_line(folder):
     data.trainer = SimpleNamespace(global_rank=0, world_size=3, num_devices=1)
     with pytest.raises(RunError, match=r"the 3 nodes of this run must divide one another"):
         data.train_dataloader()
-
-
-def test_streaming_finds_damage_by_the_hashes_of_the_shards(folder, tmp_path):
-    """Checked as it copies shards from a remote place: here, from one folder to another."""
-
-    def copied(name: str) -> StreamingDataset:
-        folders = {"remote": str(tmp_path / "remote"), "local": str(tmp_path / name)}
-        return StreamingDataset(**folders, batch_size=4, num_canonical_nodes=1, validate_hash="sha256")
-
-    shutil.copytree(folder, tmp_path / "remote")
-    assert len(list(copied("whole"))) == 93
-    shard = tmp_path / "remote" / "unit.00000" / "shard.00000.mds"
-    data = bytearray(shard.read_bytes())
-    data[-1] ^= 1
-    shard.write_bytes(data)
-    with pytest.raises(ValueError, match="Checksum failure"):
-        copied("damaged")[0]
 
 
 def count_samples(folder: Path, start, queue) -> None:
