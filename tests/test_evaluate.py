@@ -166,7 +166,11 @@ def test_tensorboard_has_the_sets_of_groups_at_the_checkpoints_step(fitted, grou
     assert record["step"] == 8
     evaluate(fitted)
     evaluate(fitted, *older, "--sets", "v2")
-    for others in (["--keep-remainder", "--sets", "left"], ["--sets", "v2/a"], ["--sets", f"left={group / 'b.npy'}"]):
+    for others in (
+        ["data.context_length=48", "--sets", "left"],
+        ["--sets", "v2/a"],
+        ["--sets", f"left={group / 'b.npy'}"],
+    ):
         evaluate(fitted, *older, *others)
     evaluate(fitted, *older, "--sets", "right", stage="test")
     assert steps_of("v2/a") == steps_of("v2/average/loss") == steps_of("whole/loss/left") == [8, 12]

@@ -74,9 +74,13 @@ class Evaluation:
         return self.own_options and not any("=" in item or "/" in item for item in self.sets)
 
     @cached_property
+    def own_config(self) -> ExperimentConfig:
+        return compose.load(self.run.config)
+
+    @cached_property
     def own_options(self) -> bool:
         """Whether nothing that decides figures differs from the config of the run."""
-        own = dataclasses.replace(self, config=compose.load(self.run.config))
+        own = dataclasses.replace(self, config=self.own_config)
         return (_options(own.config), own.config_sets) == (_options(self.config), self.config_sets)
 
 
@@ -249,7 +253,7 @@ def _write_scalars(asked: Evaluation, step: int, sets: Sets) -> None:
     of none, has an event file that takes the place of its last. What the fit itself has recorded is left to it. In the
     run's folder, unless a run goes on in it: TensorBoard would read its file no more. Then in <run>/<stage>.
     """
-    fitted = "validation" if asked.config.data.eval_sequences is None else "whole"
+    fitted = "validation" if asked.own_config.data.eval_sequences is None else "whole"
     prefix, lead = (fitted, "") if asked.stage == "validate" else ("test", None)
     recorded = {tag for line in asked.run.read_metrics() if line["step"] == step for tag in line}
     parts = {"average": {}} if asked.sets else {"average": sets}
