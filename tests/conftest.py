@@ -45,7 +45,7 @@ TINY = {
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """With `pytest -n`, the tests of one file stay together, and all of Slurm: there can be one cluster on a machine."""
+    """With `pytest -n`, the tests of a file stay together, and all of Slurm: a machine can have one cluster."""
     for item in items:
         group = "slurm" if "cluster" in item.fixturenames else item.path.name
         item.add_marker(pytest.mark.xdist_group(group))
