@@ -307,29 +307,32 @@ def test_a_full_disk_is_one_line(folder, url, tmp_path, workers):
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user, who may not write")
-def test_a_cache_that_cannot_be_written_is_one_line(s3, url, tmp_path):
+def test_a_cache_that_cannot_be_written_is_one_line(folder, tmp_path):
     """Not ours from the beginning, or, as when a file system goes read-only, not any more."""
-    with tempfile.TemporaryDirectory() as folder:
-        os.chmod(folder, 0o777)
-        Path(folder, "theirs").mkdir(mode=0o755)
-        output = Forks(tmp_path).run(s3.environment, url, folder, function=_fetch_as_another)
+    with tempfile.TemporaryDirectory() as place:
+        os.chmod(place, 0o777)
+        Path(place, "theirs").mkdir(mode=0o755)
+        shutil.copytree(folder, Path(place, "set"))
+        subprocess.run(["chmod", "-R", "a+rX", place], check=True)
+        output = Forks(tmp_path).run(place, function=_fetch_as_another)
     first, second = output.strip().splitlines()[-2:]
-    assert first.endswith(f"Permission denied: '{folder}/theirs/cache'")
-    assert second.startswith(f"{folder}/ours/unit.00000/")
+    assert first.endswith(f"Permission denied: '{place}/theirs/cache'")
+    assert second.startswith(f"{place}/ours/unit.00000/")
     assert second.endswith(": Permission denied; free space, or name another cache with data.path or STACKEXP_CACHE")
 
 
-def _fetch_as_another(environment: dict[str, str], url: str, folder: str) -> None:
-    os.environ.update(environment)
-    os.setuid(65534)
+def _fetch_as_another(place: str) -> None:
+    next(iter(loader_of(config_of(remote=f"{place}/set", path=f"{place}/root"))))  # imports what another may not read
+    os.seteuid(65534)
     for name in ("theirs/cache", "ours"):
         try:
-            loader = loader_of(config_of(remote=url, path=f"{folder}/{name}"))
-            Path(folder, name, "unit.00000").mkdir()
-            os.chmod(Path(folder, name, "unit.00000"), 0o555)
+            loader = loader_of(config_of(remote=f"{place}/set", path=f"{place}/{name}"))
+            Path(place, name, "unit.00000").mkdir()
+            os.chmod(Path(place, name, "unit.00000"), 0o555)
             next(iter(loader))
         except (RunError, OSError) as error:
             print(error)
+    os.seteuid(0)
 
 
 def test_a_run_killed_and_resumed_sees_what_a_run_on_the_local_folder_sees(s3, tiny, corpus, tmp_path):
