@@ -78,7 +78,7 @@ def test_files_with_records_in_two_processes(tokenizer, ids, of_text, tmp_path):
     assert corpus.sources == ["a.npy", "b.npy"]
 
 
-def refused(source: Path, folder: Path, message: str, **given) -> None:
+def assert_refused(source: Path, folder: Path, message: str, **given) -> None:
     with pytest.raises(RunError, match=message) as error:
         prepare(source, folder, **given, **SETTINGS)
     assert "\n" not in str(error.value)
@@ -90,23 +90,25 @@ def test_what_is_refused_is_one_line(tokenizer, ids, tmp_path):
     source.mkdir()
     path = source / "a.npy"
     ids.astype("<u2").tofile(path)
-    refused(source, to, r"a\.npy: .*name the tokenizer that made them with --tokenizer", vocab_size=400)
+    assert_refused(source, to, r"a\.npy: .*name the tokenizer that made them with --tokenizer", vocab_size=400)
     (source / "b.jsonl").write_text('{"text": "b"}')
-    refused(source, to, r"holds token ids \(a\.npy\) and text \(b\.jsonl\); prepare them apart", tokenizer=tokenizer)
+    assert_refused(
+        source, to, r"holds token ids \(a\.npy\) and text \(b\.jsonl\); prepare them apart", tokenizer=tokenizer
+    )
     (source / "b.jsonl").unlink()
     path.write_bytes(path.read_bytes()[:-1])
-    refused(source, to, r"a\.npy: .*no whole number of uint16", tokenizer=tokenizer)
+    assert_refused(source, to, r"a\.npy: .*no whole number of uint16", tokenizer=tokenizer)
     path.write_bytes(b"")
-    refused(source, to, r"a\.npy: empty", tokenizer=tokenizer)
+    assert_refused(source, to, r"a\.npy: empty", tokenizer=tokenizer)
     np.save(path, ids / 2)
-    refused(source, to, r"a\.npy: expected token ids, found float64", tokenizer=tokenizer)
+    assert_refused(source, to, r"a\.npy: expected token ids, found float64", tokenizer=tokenizer)
 
 
 @pytest.mark.parametrize("wrong", [400, 65_535, -1])
 def test_ids_outside_the_vocabulary(tokenizer, ids, tmp_path, wrong):
     np.save(tmp_path / "a.npy", np.concatenate([ids, [wrong], ids]))
     message = rf"a\.npy: token id {wrong} at position {len(ids)}, outside the vocabulary of 400"
-    refused(tmp_path / "a.npy", tmp_path / "to", message, tokenizer=tokenizer)
+    assert_refused(tmp_path / "a.npy", tmp_path / "to", message, tokenizer=tokenizer)
 
 
 def test_the_record_is_believed_and_checked(tokenizer, ids, tmp_path):
@@ -118,10 +120,10 @@ def test_the_record_is_believed_and_checked(tokenizer, ids, tmp_path):
         (own, 3, "its documents end with id 3, but end-of-text of .* is 0"),
     ]:
         write_token_file(path, [ids], **known, tokenizer=tokenizer_of, end_of_text=end)
-        refused(path, tmp_path / "to", message, tokenizer=tokenizer)
+        assert_refused(path, tmp_path / "to", message, tokenizer=tokenizer)
     write_token_file(path, [ids], **known, tokenizer=own, end_of_text=0)
     path.write_bytes(b"\7" + path.read_bytes()[1:])
-    refused(path, tmp_path / "to", r"a\.npy: not what its record says \(another SHA-256\)", tokenizer=tokenizer)
+    assert_refused(path, tmp_path / "to", r"a\.npy: not what its record says \(another SHA-256\)", tokenizer=tokenizer)
 
 
 def test_end_of_text_that_is_not_marked_special_is_no_text(tokenizer, ids, tmp_path):

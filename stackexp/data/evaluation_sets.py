@@ -22,7 +22,7 @@ from tokenizers import Tokenizer
 from stackexp.config.schema import DataConfig
 from stackexp.data import olmo
 from stackexp.data.converted_sets import UNKNOWN, mds_tokens, text_tokens
-from stackexp.data.readers import JSON_LINES, TEXT
+from stackexp.data.readers import JSON_LINES, TEXT, TOKENS
 from stackexp.data.shards import TokenSet
 from stackexp.data.token_files import Chunks, TokenFile, sha256_of
 from stackexp.data.tokenizer import fingerprint, load_tokenizer, vocab_size
@@ -30,7 +30,6 @@ from stackexp.errors import RunError
 
 log = logging.getLogger(__name__)
 
-TOKENS = (".npy", ".bin")
 LISTED = (*TOKENS, ".txt", ".text", *JSON_LINES)  # what counts as a set in a folder of sets; not its README.md
 BLOCK = 1 << 24  # ids looked through at a time
 

@@ -15,7 +15,7 @@ from tqdm import tqdm
 from stackexp.data.evaluation_sets import KnownTokenizer
 from stackexp.data.locking import locked
 from stackexp.data.packing import tokenised
-from stackexp.data.readers import Piece, cut
+from stackexp.data.readers import TOKENS, Piece, cut
 from stackexp.data.token_files import (
     REMEDY,
     FileRecord,
@@ -29,7 +29,6 @@ from stackexp.data.token_files import (
 from stackexp.data.tokenizer import end_of_text, fingerprint, is_byte_level, token_bytes, vocab_size
 from stackexp.errors import RunError
 
-SUFFIXES = (".npy", ".bin")
 IDS_AT_ONCE = 1 << 18
 NO_IDS = np.array([], np.int64)
 
@@ -302,14 +301,14 @@ def find_token_files(source: Path) -> dict[str, Path]:
         return {source.name: source}
     if not source.is_dir():
         raise RunError(f"{source}: no such file or folder")
-    found = {path.relative_to(source): path for path in sorted(source.rglob("*")) if path.suffix in SUFFIXES}
+    found = {path.relative_to(source): path for path in sorted(source.rglob("*")) if path.suffix in TOKENS}
     files = {
         str(name): path
         for name, path in found.items()
         if path.is_file() and not any(part.startswith(".") for part in name.parts)
     }
     if not files:
-        raise RunError(f"{source}: holds no token files; they end in {' or '.join(SUFFIXES)}")
+        raise RunError(f"{source}: holds no token files; they end in {' or '.join(TOKENS)}")
     return files
 
 
