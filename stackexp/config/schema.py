@@ -8,7 +8,7 @@ yields `(key, message)` pairs, the key relative to the section.
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, Literal, Optional
+from typing import Any, ClassVar, Literal, Optional
 
 from stackexp.config.registry import register
 
@@ -59,7 +59,8 @@ class StackMemoryConfig:
     action_scale: Literal["none", "slice"] = "none"  # slice: logits / sqrt(hidden_size / num_heads)
     residual_gate: Literal["hidden", "read"] = "hidden"  # g_h h + R, or h + g R
     site: Literal["after_block", "after_attention", "before_attention"] = "after_block"
-    feedback: bool = False  # axis time: actions and push are computed from h_t + F R_{t-1}
+    feedback: bool = False  # axis time: actions and push are computed from h_t + F f(R_{t-1})
+    feedback_activation: Literal["identity", "tanh"] = "identity"  # f
     entropy_weight: float = at_least(0, 0.001)
 
     def problems(self, model: "TransformerConfig") -> Problems:
@@ -82,6 +83,10 @@ class StackMemoryConfig:
             yield "action_scale", "slice scales the logits of action_input: hidden; set that too, or action_scale: none"
         if self.feedback and self.axis != "time":
             yield "feedback", f"feedback needs axis: time; axis {self.axis} has no earlier read of the same layer"
+        if self.feedback_activation != "identity" and not self.feedback:
+            yield "feedback_activation", f"{self.feedback_activation} is of what is fed back; set feedback: true too"
+        if self.axis == "token_major" and not model.causal:
+            yield "axis", "token_major runs from token to token; set model.causal: true"
         if self.eval_num_slots is not None and self.eval_num_slots < self.num_slots:
             yield "eval_num_slots", f"must not be smaller than num_slots {self.num_slots}"
 
@@ -93,15 +98,21 @@ SYMBOLS = {"model.memory.num_heads": "H", "model.memory.head_dim": "d_s", "model
 @register("model", "transformer", builds="stackexp.models.transformer:Transformer")
 @dataclass
 class TransformerConfig:
-    """Decoder of the Llama family: RMSNorm, RoPE, SwiGLU, grouped-query attention, no biases."""
+    """Decoder of the Llama family: RMSNorm, RoPE, SwiGLU, grouped-query attention, no biases.
+
+    `positional`, `causal` and `output_vocab_size` are for other tasks than language modeling.
+    """
 
     kind: str = "transformer"
     vocab_size: int = "${data.vocab_size}"  # type: ignore[assignment]
+    output_vocab_size: Optional[int] = at_least(1, None)  # None: vocab_size
     hidden_size: int = at_least(1, 960)
     num_layers: int = at_least(1, 32)
     num_heads: int = at_least(1, 15)
     num_kv_heads: int = at_least(1, 5)
     intermediate_size: int = at_least(1, 2560)
+    positional: Literal["rope", "none", "sin_cos", "alibi"] = "rope"
+    causal: bool = True  # False: every token sees all of its sequence
     rope_theta: float = above(0, 1e5)
     norm_eps: float = above(0, 1e-5)
     tie_embeddings: bool = True
@@ -113,16 +124,22 @@ class TransformerConfig:
     def problems(self) -> Problems:
         if self.hidden_size % self.num_heads:
             yield "num_heads", f"{self.num_heads} heads do not divide hidden_size {self.hidden_size}"
-        elif (self.hidden_size // self.num_heads) % 2:
+        elif self.positional == "rope" and (self.hidden_size // self.num_heads) % 2:
             head_size = self.hidden_size // self.num_heads
             yield "num_heads", f"RoPE needs an even head size, but hidden_size / num_heads = {head_size}"
         if self.num_heads % self.num_kv_heads:
             yield "num_kv_heads", f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}"
+        if self.positional == "sin_cos" and self.hidden_size % 2:
+            yield "hidden_size", f"positional sin_cos needs an even one, found {self.hidden_size}"
+        if self.tie_embeddings and self.output_vocab_size not in (None, self.vocab_size):
+            yield "tie_embeddings", "answers in symbols of their own (output_vocab_size) need a head: set it to false"
 
 
 @dataclass
 class DataConfig:
     """What every source of tokens shares."""
+
+    objective: ClassVar[str] = "language_modeling"
 
     kind: str = "shards"
     vocab_size: int = at_least(2, 49152)
@@ -321,7 +338,19 @@ class ExperimentConfig:
             yield "name", f"{self.name!r} cannot name run folders; use letters, digits and . _ - + between slashes"
         if self.model.vocab_size < self.data.vocab_size:
             yield "model.vocab_size", f"{self.model.vocab_size} is smaller than data.vocab_size {self.data.vocab_size}"
-        axis = getattr(self.model.memory, "axis", "depth")
+        if getattr(self.data, "objective", "") == "transduction":
+            from stackexp.config.formal import transduction_problems
+
+            yield from transduction_problems(self)
+        else:
+            yield from self._token_problems(trains)
+
+    def _token_problems(self, trains: bool) -> Problems:
+        if not getattr(self.model, "causal", True):
+            yield "model.causal", "a token must not see the next one, which is to be foretold; set it to true"
+        if getattr(self.model, "output_vocab_size", None) not in (None, self.model.vocab_size):
+            yield "model.output_vocab_size", "next tokens are of vocab_size; set it to null"
+        axis = getattr(getattr(self.model, "memory", None), "axis", "depth")
         if self.data.document_mask and axis != "depth":
             yield "data.document_mask", f"a memory of axis {axis} lasts across documents; set it to false"
         batch, step = self.data.global_batch_tokens, self.tokens_per_pass

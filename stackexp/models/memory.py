@@ -113,6 +113,7 @@ class StackMemory(Memory):
         if self.axis == "depth":
             output, state = stack.step(state, x, logits, query, **options)
         else:
+            options["feedback_activation"] = config.feedback_activation
             output, state = stack.scan(state, x, logits, query, self._feedback_maps(), **options)
         read = self._read_out(output.read.to(h.dtype))
         new_h = self.gate * h + read if config.residual_gate == "hidden" else h + self.gate * read
@@ -148,7 +149,7 @@ class StackMemory(Memory):
         return F.linear(read.flatten(-2), self.up)
 
     def _feedback_maps(self) -> tuple[Tensor, Tensor] | None:
-        """What F R_{t-1} adds to x_t and to the logits, as maps of R: both are linear in h."""
+        """What F f(R_{t-1}) adds to x_t and to the logits, as maps of f(R): both are linear in h."""
         if self.feedback is None:
             return None
         columns = self.feedback.T  # [H*D, d]: h for each number of R

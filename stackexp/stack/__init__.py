@@ -63,7 +63,8 @@ def scan(
 ) -> tuple[StackOutput, StackState]:
     """`step` for each token in turn. x [B, T, H, D], logits [B, T, H, 3 or 2]; outputs [B, T, H, ...].
 
-    `feedback` = (P [H*D, H, D], Q [H*D, H, 3 or 2]) adds P R_{t-1} to x_t and Q R_{t-1} to the logits of t.
+    `feedback` = (P [H*D, H, D], Q [H*D, H, 3 or 2]) adds P f(R_{t-1}) to x_t and Q f(R_{t-1}) to the logits of t; the
+    option feedback_activation is f, identity or tanh.
     """
     with torch.autocast(x.device.type, enabled=False):
         feedback = feedback and (_wide(feedback[0]), _wide(feedback[1]))

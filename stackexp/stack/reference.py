@@ -124,6 +124,7 @@ def scan(
     query: Tensor | None,
     *,
     feedback: tuple[Tensor, Tensor] | None = None,
+    feedback_activation: str = "identity",
     step: Callable = step,
     read_slots: Callable = read_slots,
     read: str = "global",
@@ -132,15 +133,17 @@ def scan(
 ) -> tuple[StackOutput, StackState]:
     """`step` over the tokens t of x [B, T, H, D] and logits [B, T, H, 3]; outputs are stacked along T.
 
-    `feedback` = (P [H*D, H, D], Q [H*D, H, 3]) adds P R_{t-1} to x_t and Q R_{t-1} to the logits; R_{-1} is what the
-    given state reads (0 of an empty one), so a scan may be cut anywhere.
+    `feedback` = (P [H*D, H, D], Q [H*D, H, 3]) adds P f(R_{t-1}) to x_t and Q f(R_{t-1}) to the logits, where f is the
+    `feedback_activation`, identity or tanh; R_{-1} is what the given state reads (0 of an empty one), so a scan may be
+    cut anywhere.
     """
     outputs = []
     last_read = read_slots(state, query, read, read_mask) if feedback else None
     for x_t, logits_t in zip(x.unbind(1), logits.unbind(1), strict=True):
         if feedback:
-            x_t = x_t + torch.einsum("bk,khd->bhd", last_read.flatten(1), feedback[0])
-            logits_t = logits_t + torch.einsum("bk,kha->bha", last_read.flatten(1), feedback[1])
+            fed = (last_read.tanh() if feedback_activation == "tanh" else last_read).flatten(1)  # [B, H*D]
+            x_t = x_t + torch.einsum("bk,khd->bhd", fed, feedback[0])
+            logits_t = logits_t + torch.einsum("bk,kha->bha", fed, feedback[1])
         output, state = step(state, x_t, logits_t, query, read=read, read_mask=read_mask, **options)
         last_read = output.read
         outputs.append(output)

@@ -1,0 +1,159 @@
+"""Sections of experiments on formal languages (Deletang et al. 2023): the data, and the models beside ours."""
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal, NamedTuple, Optional
+
+from omegaconf import OmegaConf
+
+from stackexp.config.registry import register
+from stackexp.config.schema import ExperimentConfig, Problems, at_least
+
+
+class Sizes(NamedTuple):
+    """How many symbols a task reads and writes, without the empty token, which stands where an answer is wanted."""
+
+    inputs: int
+    outputs: int
+
+
+TASKS: dict[str, Sizes] = {
+    "even_pairs": Sizes(2, 2),
+    "parity_check": Sizes(2, 2),
+    "cycle_navigation": Sizes(3, 5),
+    "modular_arithmetic": Sizes(9, 5),
+    "modular_arithmetic_brackets": Sizes(11, 5),
+    "solve_equation": Sizes(11, 5),
+    "stack_manipulation": Sizes(5, 3),
+    "reverse_string": Sizes(2, 2),
+    "odds_first": Sizes(2, 2),
+    "duplicate_string": Sizes(2, 2),
+    "missing_duplicate": Sizes(4, 2),
+    "binary_addition": Sizes(3, 3),
+    "binary_multiplication": Sizes(3, 3),
+    "compute_sqrt": Sizes(2, 2),
+    "bucket_sort": Sizes(5, 5),
+}
+"""The generators of `stackexp.tasks`, from the lowest class of the Chomsky hierarchy to the highest."""
+
+OmegaConf.register_resolver("task_inputs", lambda task: TASKS[task].inputs + 1, replace=True)
+OmegaConf.register_resolver("task_outputs", lambda task: TASKS[task].outputs, replace=True)
+
+
+@register("data", "formal_language", builds="stackexp.datamodules.formal_language:FormalLanguageData")
+@dataclass
+class FormalLanguageConfig:
+    """Strings of one task, drawn as they are needed: symbols, then an empty token for each symbol of the answer.
+
+    A batch has one length, uniform in 1 .. max_length. Lengths above it are for the test.
+    """
+
+    objective: ClassVar[str] = "transduction"
+
+    kind: str = "formal_language"
+    task: Literal[
+        "even_pairs",
+        "parity_check",
+        "cycle_navigation",
+        "modular_arithmetic",
+        "modular_arithmetic_brackets",
+        "solve_equation",
+        "stack_manipulation",
+        "reverse_string",
+        "odds_first",
+        "duplicate_string",
+        "missing_duplicate",
+        "binary_addition",
+        "binary_multiplication",
+        "compute_sqrt",
+        "bucket_sort",
+    ] = "reverse_string"
+    vocab_size: int = "${task_inputs:${data.task}}"  # type: ignore[assignment]  # the empty token is the last id
+    output_vocab_size: int = "${task_outputs:${data.task}}"  # type: ignore[assignment]
+    batch_size: int = at_least(1, 128)  # sequences per optimizer step, over all devices
+    max_length: int = at_least(1, 40)  # longest string to train on
+    curriculum_steps: int = at_least(0, 0)  # the longest grows from curriculum_start to max_length over these steps
+    curriculum_start: int = at_least(1, 4)
+    validation_max_length: int = at_least(1, 60)  # while fitting: every length above max_length up to this
+    validation_sequences: int = at_least(1, 32)  # of each such length, from a seed of their own
+    eval_max_length: int = at_least(1, 500)
+    eval_length_stride: int = at_least(1, 1)  # test every so many-th length, counted from max_length + 1 both ways
+    eval_sequences: int = at_least(1, 512)  # of each length tested
+    eval_batch_size: int = at_least(1, 128)  # changes no figure
+
+    def problems(self) -> Problems:
+        if self.curriculum_steps and self.curriculum_start > self.max_length:
+            yield "curriculum_start", f"must not be larger than max_length {self.max_length}"
+        for name in ("validation_max_length", "eval_max_length"):
+            if getattr(self, name) <= self.max_length:
+                yield name, f"must be larger than max_length {self.max_length}: it is there to test longer strings"
+
+    @property
+    def tested_lengths(self) -> list[int]:
+        first = self.max_length + 1
+        return [n for n in range(1, self.eval_max_length + 1) if (n - first) % self.eval_length_stride == 0]
+
+    # As the sections of language modeling tell it: an upper bound, for the plan.
+    @property
+    def context_length(self) -> int:
+        """Symbols and empty tokens of the longest training string of any task: the answer has at most twice as many."""
+        return 3 * self.max_length
+
+    @property
+    def micro_batch_size(self) -> int:
+        return self.batch_size
+
+    @property
+    def global_batch_tokens(self) -> int:
+        return self.batch_size * self.context_length
+
+
+@dataclass
+class RecurrentConfig:
+    """What the recurrent models share: an embedding, `num_layers` layers of `hidden_size`, an output projection."""
+
+    kind: str = ""
+    vocab_size: int = "${data.vocab_size}"  # type: ignore[assignment]
+    output_vocab_size: Optional[int] = at_least(1, None)  # None: vocab_size
+    hidden_size: int = at_least(1, 64)
+    num_layers: int = at_least(1, 5)
+
+
+@register("model", "lstm", builds="stackexp.models.recurrent:LSTM")
+@dataclass
+class LSTMConfig(RecurrentConfig):
+    kind: str = "lstm"
+
+
+@register("model", "stack_rnn", builds="stackexp.models.recurrent:StackRNN")
+@dataclass
+class StackRNNConfig(RecurrentConfig):
+    """Joulin & Mikolov 2015: a tanh RNN that reads the top of a soft stack, and pushes, pops or leaves it."""
+
+    kind: str = "stack_rnn"
+    slot_size: int = at_least(1, 8)
+    num_slots: int = at_least(1, 64)
+    eval_num_slots: Optional[int] = at_least(1, None)  # None: num_slots; it shapes no parameter
+
+    def problems(self) -> Problems:
+        if self.eval_num_slots is not None and self.eval_num_slots < self.num_slots:
+            yield "eval_num_slots", f"must not be smaller than num_slots {self.num_slots}"
+
+
+@register("memory", "stack_attention", builds="stackexp.models.stack_attention:StackAttention")
+@dataclass
+class StackAttentionConfig:
+    """Li et al. 2024: after the feed-forward of every layer h + Stack(h), a full-width stack over the tokens."""
+
+    kind: str = "stack_attention"
+    axis: ClassVar[str] = "time"
+
+
+def transduction_problems(config: ExperimentConfig) -> Problems:
+    """What model and data of an experiment on formal languages must agree in."""
+    data, model, trainer = config.data, config.model, config.trainer
+    output = model.output_vocab_size
+    if output != data.output_vocab_size:
+        yield "model.output_vocab_size", f"{data.task} has {data.output_vocab_size} answers, but the model {output}"
+    processes = trainer.devices * trainer.num_nodes
+    if data.batch_size % processes:
+        yield "data.batch_size", f"{data.batch_size} is not a multiple of trainer.devices * num_nodes = {processes}"
