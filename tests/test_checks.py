@@ -60,7 +60,10 @@ def _in_empty_folder(tmp_path, monkeypatch):
             "zzz: unknown key; a config has data, logging, model, name, optimizer, plugins, schedule, seed, trainer",
         ),
         ("seed.x=3", "override seed.x=3: seed: expected an integer from 0 to 4294967295, found a mapping"),
-        ("model.memory.kind=stak", "model.memory.kind: expected one of stack, stack_attention, found 'stak'; did you mean 'stack'?"),
+        (
+            "model.memory.kind=stak",
+            "model.memory.kind: expected one of stack, stack_attention, found 'stak'; did you mean 'stack'?",
+        ),
         ("data.kind=3", "override data.kind=3: data.kind: expected one of shards, stdlib, found 3"),
         (
             "model.memory=queu",

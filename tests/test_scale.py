@@ -52,7 +52,9 @@ def first_and_last(overrides: list[str]) -> list[dict]:
     return json.loads(process.stdout)
 
 
-@pytest.mark.parametrize(("strategy", "ranks"), [("fsdp", 64), ("hsdp", 8)])  # 8 nodes of 8 devices
+@pytest.mark.parametrize(
+    ("strategy", "ranks"), [("fsdp", 64), pytest.param("hsdp", 8, marks=pytest.mark.slow)]
+)  # 8 x 8 devices
 def test_a_rank_of_64_holds_what_the_plan_says(strategy, ranks):
     overrides = [f"trainer={strategy}", "trainer.num_nodes=8"]
     config = compose(["pretrain/stacktrans-7b"], overrides)

@@ -4,6 +4,7 @@ import json
 import os
 import signal
 
+import pytest
 import yaml
 from processes import Program, wait_until
 
@@ -11,6 +12,7 @@ from stackexp.sweeps import grid
 from stackexp.sweeps.status import State, is_running, state_of
 
 
+@pytest.mark.slow  # two minutes; tests/test_sweep_driver.py kills drivers too
 def test_a_killed_sweep_is_finished_by_the_same_command(program: Program, tiny, tmp_path):
     path = tmp_path / "slots.yaml"
     keys = {"config": "tiny.yaml", "overrides": ["trainer.max_steps=40"], "grid": {"model.memory.num_slots": [2, 3, 4]}}
