@@ -1,0 +1,92 @@
+"""What a task of formal languages is: strings of symbols in, strings of symbols out."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from stackexp.config.formal import TASKS as SIZES
+
+Drawn = tuple[np.ndarray, np.ndarray] | tuple[np.ndarray, np.ndarray, np.ndarray]
+Draw = Callable[[np.random.Generator, int, int], Drawn]
+
+
+class Batch(NamedTuple):
+    """Strings of one length and their answers."""
+
+    inputs: np.ndarray  # int64 [B, L]
+    targets: np.ndarray  # int64 [B, O]
+    mask: np.ndarray  # bool [B, O]: the answers that accuracy counts
+
+
+def one(length: int) -> int:
+    """The length of an answer that is a class."""
+    return 1
+
+
+def same(length: int) -> int:
+    return length
+
+
+def constant(length: int) -> None:
+    """So many slots does a stack need whose task asks for no more with longer strings."""
+    return None
+
+
+@dataclass(frozen=True)
+class Task:
+    """A generator of strings with exact answers, after Deletang et al. 2023.
+
+    `draw(rng, batch_size, length)` gives inputs [B, L], targets [B, O] and, where an answer ends before its last
+    position, the position of the symbol that ends it [B]. Written symbols have one character, or words between spaces.
+    """
+
+    name: str
+    draw: Draw
+    symbols: tuple[str, ...]  # as they are written, by id
+    answers: tuple[str, ...]
+    output_length: Callable[[int], int] = one  # symbols of the answer to a string of so many
+    min_length: int = 1  # of the shortest string the task is defined for
+    string_length: Callable[[int], int] = same  # of the strings drawn when so much is asked for
+    needs_slots: Callable[[int], int | None] = constant  # how many slots a stack must hold for strings so long
+
+    def __post_init__(self) -> None:
+        assert (len(self.symbols), len(self.answers)) == SIZES[self.name]
+
+    @property
+    def inputs(self) -> int:
+        """How many symbols strings consist of; this is the id of the empty token."""
+        return len(self.symbols)
+
+    @property
+    def outputs(self) -> int:
+        return len(self.answers)
+
+    def sample(self, rng: np.random.Generator, batch_size: int, length: int) -> Batch:
+        """Draws a batch: the same state of `rng`, the same strings.
+
+        Raises ValueError where `length` is below `min_length`.
+        """
+        if length < self.min_length:
+            raise ValueError(
+                f"task {self.name}: length {length} is too short, its strings have {self.min_length} or more"
+            )
+        inputs, targets, *end = self.draw(rng, batch_size, length)
+        mask = np.ones(targets.shape, bool)
+        if end:
+            mask = np.arange(targets.shape[1]) <= end[0][:, None]
+        return Batch(inputs, targets, mask)
+
+    def text(self, string: np.ndarray) -> str:
+        """A string [L], written."""
+        return written(string, self.symbols)
+
+    def answer_text(self, answer: np.ndarray) -> str:
+        """An answer [O], written."""
+        return written(answer, self.answers)
+
+
+def written(ids: np.ndarray, names: tuple[str, ...]) -> str:
+    separator = " " if any(len(name) > 1 for name in names) else ""
+    return separator.join(names[i] for i in ids)
