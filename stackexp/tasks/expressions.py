@@ -1,4 +1,8 @@
-"""Arithmetic mod 5 with brackets: expressions to evaluate, equations to solve."""
+"""Arithmetic mod 5 with brackets: expressions to evaluate, equations to solve.
+
+Brackets could nest L / 4 deep, but hardly ever do: of 10,000 strings of length 500, half nest 13 deep or less, none
+more than 21.
+"""
 
 from typing import NamedTuple
 
@@ -7,20 +11,8 @@ import numpy as np
 from stackexp.tasks.task import Drawn, Task
 
 MODULUS = 5
-
-
-class Alphabet(NamedTuple):
-    """Ids of the symbols that are no digits, and how many of the operators + - * there are."""
-
-    operators: int
-    plus: int
-    minus: int
-    opening: int
-    closing: int
-
-
-BRACKETS = Alphabet(operators=3, plus=5, minus=6, opening=8, closing=9)
-EQUATION = Alphabet(operators=2, plus=5, minus=6, opening=7, closing=8)
+BRACKETS = "01234+-*()x"  # no x occurs: the last symbol is of Deletang et al.'s alphabet, but not of their strings
+EQUATION = "01234+-()x="
 
 
 class Level(NamedTuple):
@@ -34,7 +26,7 @@ class Level(NamedTuple):
 
 
 def levels(rng: np.random.Generator, batch_size: int, length: int, operators: int) -> list[Level]:
-    """Draws the trees of a batch of expressions from the outside in.
+    """Draws the trees of a batch of expressions of `length` symbols from the outside in, with so many of + - *.
 
     Of less than 5 symbols: d, -d, (d), (-d). Of n: (left operator right), left of 1 .. n-4 symbols, all equally likely.
     """
@@ -64,23 +56,23 @@ def evaluate(trees: list[Level]) -> np.ndarray:
     return values
 
 
-def write(trees: list[Level], batch_size: int, length: int, alphabet: Alphabet) -> np.ndarray:
+def write(trees: list[Level], batch_size: int, length: int, symbols: str) -> np.ndarray:
     """The expressions as symbols [B, L]."""
     start, size, operator_at, operator, digit = map(np.concatenate, zip(*trees, strict=True))
     strings = np.empty(batch_size * length, np.int64)
-    strings[operator_at] = alphabet.plus + operator
+    strings[operator_at] = symbols.index("+") + operator
     bracketed = size >= 3
-    strings[start[bracketed]] = alphabet.opening
-    strings[(start + size)[bracketed] - 1] = alphabet.closing
+    strings[start[bracketed]] = symbols.index("(")
+    strings[(start + size)[bracketed] - 1] = symbols.index(")")
     leaf = size < 5
     digit_at = (start + size // 2)[leaf]
     strings[digit_at] = digit
-    strings[digit_at[size[leaf] % 2 == 0] - 1] = alphabet.minus
+    strings[digit_at[size[leaf] % 2 == 0] - 1] = symbols.index("-")
     return strings.reshape(batch_size, length)
 
 
 def modular_arithmetic_brackets(rng: np.random.Generator, batch_size: int, length: int) -> Drawn:
-    trees = levels(rng, batch_size, length, BRACKETS.operators)
+    trees = levels(rng, batch_size, length, operators=3)
     return write(trees, batch_size, length, BRACKETS), evaluate(trees)[:, None]
 
 
@@ -89,22 +81,20 @@ def solve_equation(rng: np.random.Generator, batch_size: int, length: int) -> Dr
 
     As in Deletang et al., x takes the place of the first digit from a random position on.
     """
-    trees = levels(rng, batch_size, length - 2, EQUATION.operators)
+    trees = levels(rng, batch_size, length - 2, operators=2)
     expressions = write(trees, batch_size, length - 2, EQUATION)
     position = np.where(expressions < MODULUS, np.arange(length - 2), length)
     next_digit = np.minimum.accumulate(position[:, ::-1], 1)[:, ::-1]  # [B, L-2]; L: none until the end
     x = np.take_along_axis(next_digit, rng.integers(0, length - 2, (batch_size, 1)), 1)
     x = np.where(x < length, x, next_digit[:, :1])
     solution = np.take_along_axis(expressions, x, 1)
-    unknown, equals = SOLVE_SYMBOLS.index("x"), SOLVE_SYMBOLS.index("=")
-    np.put_along_axis(expressions, x, unknown, 1)
-    return np.column_stack([expressions, np.full(batch_size, equals), evaluate(trees)]), solution
+    np.put_along_axis(expressions, x, EQUATION.index("x"), 1)
+    equals = np.full(batch_size, EQUATION.index("="))
+    return np.column_stack([expressions, equals, evaluate(trees)]), solution
 
 
-SOLVE_SYMBOLS = tuple("01234+-()x=")
+VALUES = tuple("01234")
 TASKS = [
-    Task(  # the last symbol is of Deletang et al.'s alphabet, but not of their strings
-        "modular_arithmetic_brackets", modular_arithmetic_brackets, tuple("01234+-*()x"), tuple("01234")
-    ),
-    Task("solve_equation", solve_equation, SOLVE_SYMBOLS, tuple("01234"), min_length=3),
+    Task("modular_arithmetic_brackets", modular_arithmetic_brackets, tuple(BRACKETS), VALUES),
+    Task("solve_equation", solve_equation, tuple(EQUATION), VALUES, min_length=3),
 ]

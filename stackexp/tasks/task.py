@@ -13,7 +13,7 @@ Draw = Callable[[np.random.Generator, int, int], Drawn]
 
 
 class Batch(NamedTuple):
-    """Strings of one length and their answers."""
+    """Strings of one length L, the task's `string_length` of what was asked for, and their answers."""
 
     inputs: np.ndarray  # int64 [B, L]
     targets: np.ndarray  # int64 [B, O]
@@ -30,7 +30,7 @@ def same(length: int) -> int:
 
 
 def constant(length: int) -> None:
-    """So many slots does a stack need whose task asks for no more with longer strings."""
+    """No number of slots that grows with the string."""
     return None
 
 
@@ -39,7 +39,7 @@ class Task:
     """A generator of strings with exact answers, after Deletang et al. 2023.
 
     `draw(rng, batch_size, length)` gives inputs [B, L], targets [B, O] and, where an answer ends before its last
-    position, the position of the symbol that ends it [B]. Written symbols have one character, or words between spaces.
+    position, the position of the symbol that ends it [B].
     """
 
     name: str
@@ -49,7 +49,7 @@ class Task:
     output_length: Callable[[int], int] = one  # symbols of the answer to a string of so many
     min_length: int = 1  # of the shortest string the task is defined for
     string_length: Callable[[int], int] = same  # of the strings drawn when so much is asked for
-    needs_slots: Callable[[int], int | None] = constant  # how many slots a stack must hold for strings so long
+    needs_slots: Callable[[int], int | None] = constant  # of a stack that keeps a string so long
 
     def __post_init__(self) -> None:
         assert (len(self.symbols), len(self.answers)) == SIZES[self.name]
@@ -69,9 +69,8 @@ class Task:
         Raises ValueError where `length` is below `min_length`.
         """
         if length < self.min_length:
-            raise ValueError(
-                f"task {self.name}: length {length} is too short, its strings have {self.min_length} or more"
-            )
+            least = f"its strings have {self.min_length} or more"
+            raise ValueError(f"task {self.name}: length {length} is too short, {least}")
         inputs, targets, *end = self.draw(rng, batch_size, length)
         mask = np.ones(targets.shape, bool)
         if end:
@@ -88,5 +87,6 @@ class Task:
 
 
 def written(ids: np.ndarray, names: tuple[str, ...]) -> str:
+    """Symbols one after another, with spaces between them where a name has several characters."""
     separator = " " if any(len(name) > 1 for name in names) else ""
     return separator.join(names[i] for i in ids)
