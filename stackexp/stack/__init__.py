@@ -1,26 +1,34 @@
 """The memory between layers as two operations: one `step`, and a `scan` over the tokens. Both update, then read.
 
 The state is opaque to callers: make it with `empty`, thread it through. Implementations are modules of this package
-with the same `empty`, `step` and `scan`; `reference` is the specification that the others are tested against.
+with the same `empty`, `step` and `scan`; `reference` is the specification that the others are tested against. All but
+`reference` share one form of state, so the step and the scan of one memory may be different implementations'.
 
 Everything is computed in float32 at least (float64 stays float64), also under autocast; so is the state.
 """
 
 import contextlib
 import functools
+import importlib
 import logging
 from collections.abc import Iterator
 from types import ModuleType
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from stackexp.stack import eager, reference
 from stackexp.stack.reference import StackOutput, StackState
 
 __all__ = ["StackOutput", "StackState", "empty", "implementation", "scan", "step"]
 
-IMPLEMENTATIONS: dict[str, ModuleType] = {"reference": reference, "eager": eager}
+IMPLEMENTATIONS: dict[str, ModuleType | None] = {  # None: imported when it is first used
+    "reference": reference,
+    "eager": eager,
+    "compiled": None,
+}
+SCANS = {"cpu": "compiled"}  # what "auto" is for a scan on a device of this type; otherwise, and for steps, eager
 _wanted = "auto"
 
 
@@ -38,7 +46,8 @@ def implementation(name: str) -> Iterator[None]:
 
 def empty(shape: tuple[int, ...], num_slots: int, head_dim: int, like: Tensor) -> StackState:
     """Empty stacks for leading dimensions `shape` (heads included), on the device of `like`."""
-    return _pick().empty(shape, num_slots, head_dim, _wide(like[..., :0]))
+    made = reference if _wanted == "reference" else eager
+    return made.empty(shape, num_slots, head_dim, _wide(like[..., :0]))
 
 
 def step(
@@ -69,18 +78,33 @@ def scan(
     with torch.autocast(x.device.type, enabled=False):
         feedback = feedback and (_wide(feedback[0]), _wide(feedback[1]))
         query = query if query is None else _wide(query)
-        return _pick().scan(state, _wide(x), _wide(logits), query, feedback=feedback, **options)
+        return _pick(_for_scan(x)).scan(state, _wide(x), _wide(logits), query, feedback=feedback, **options)
 
 
-def _pick() -> ModuleType:
-    return IMPLEMENTATIONS[_resolve()]
+def _pick(automatic: str = "eager") -> ModuleType:
+    name = _resolve(automatic)
+    return IMPLEMENTATIONS[name] or _load(name)
 
 
 @torch.compiler.assume_constant_result  # under torch.compile the choice is made, and logged, while tracing
-def _resolve() -> str:
-    name = "eager" if _wanted == "auto" else _wanted
+def _resolve(automatic: str) -> str:
+    name = automatic if _wanted == "auto" else _wanted
     _log_once(name)
     return name
+
+
+def _for_scan(x: Tensor) -> str:
+    """What "auto" is for a scan of x: eager where operations are recorded, counted or transformed, not computed."""
+    if torch.compiler.is_compiling():
+        return "eager"
+    if _get_current_dispatch_mode() is not None or torch._C._are_functorch_transforms_active():
+        return "eager"
+    return SCANS.get(x.device.type, "eager") if type(x) in (Tensor, torch.nn.Parameter) else "eager"
+
+
+def _load(name: str) -> ModuleType:
+    module = IMPLEMENTATIONS[name] = importlib.import_module(f"{__name__}.{name}")
+    return module
 
 
 @functools.cache
