@@ -64,7 +64,7 @@ def _in_empty_folder(tmp_path, monkeypatch):
             "model.memory.kind=stak",
             "model.memory.kind: expected one of stack, stack_attention, found 'stak'; did you mean 'stack'?",
         ),
-        ("data.kind=3", "override data.kind=3: data.kind: expected one of shards, stdlib, found 3"),
+        ("data.kind=3", "override data.kind=3: data.kind: expected one of formal_language, shards, stdlib, found 3"),
         (
             "model.memory=queu",
             "override model.memory=queu: model.memory: unknown choice 'queu' (there are authors_code, full_dim, "
@@ -191,7 +191,7 @@ def test_a_key_of_a_memory_that_is_off_says_how_to_switch_it_on():
     found = mistake([BASE], "model.memory=null", "model.memory.num_slots=3")
     assert found.startswith("override model.memory.num_slots=3: model.memory: is switched off here; choose one with ")
     assert "model.memory=NAME" in found
-    assert "model.memory.kind=KIND (stack)" in found
+    assert "model.memory.kind=KIND (stack, stack_attention)" in found
 
 
 @pytest.mark.parametrize(

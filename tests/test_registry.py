@@ -24,7 +24,7 @@ def test_a_kind_registered_by_its_options_is_imported_when_it_is_built():
         kind: str = "fractions"
 
     assert registry.lookup("memory", "fractions").config is Config
-    assert registry.kinds("memory") == ["fractions", "stack"]
+    assert registry.kinds("memory") == ["fractions", "stack", "stack_attention"]
     assert registry.lookup("memory", "fractions").load().__name__ == "Fraction"
 
 

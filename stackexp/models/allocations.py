@@ -20,7 +20,7 @@ class Allocations(TorchDispatchMode):
     """Within the context, the bytes of all storages alive by kind: `live` now, `peak` when their sum was largest.
 
     The model's own weights and what was there before are not counted. Kinds:
-      logits       [..., vocab_size], and their gradients
+      logits       [..., vocabulary of the output], and their gradients
       stack        made in a memory's forward pass, except the hidden state it hands on
       casts        copies of weights in another precision, as autocast makes them
       activations  everything else
@@ -30,7 +30,7 @@ class Allocations(TorchDispatchMode):
         super().__init__()
         self.live: Counter[str] = Counter()
         self.peak: Counter[str] = Counter()
-        self._vocab_size = model.config.vocab_size
+        self._outputs = getattr(model.config, "output_vocab_size", None) or model.config.vocab_size
         self._kinds = {p.untyped_storage()._cdata: "weights" for p in model.parameters()}
         self._in_memory = False
         self._total = 0
@@ -50,7 +50,7 @@ class Allocations(TorchDispatchMode):
         storage = tensor.untyped_storage()
         if storage._cdata in self._kinds:  # a view, or changed in place
             return
-        if tensor.ndim and tensor.shape[-1] == self._vocab_size:
+        if tensor.ndim and tensor.shape[-1] == self._outputs:
             kind = "logits"
         else:
             kind = "casts" if cast else "stack" if self._in_memory else "activations"

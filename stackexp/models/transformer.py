@@ -1,5 +1,6 @@
 """The decoder: Llama family, one slot per layer for a memory (`memory.py`). `memory: null` is the plain Transformer."""
 
+import math
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -11,10 +12,11 @@ from torch.utils.checkpoint import checkpoint
 from stackexp.config import registry
 from stackexp.config.schema import TransformerConfig
 from stackexp.data.documents import attention_mask, positions
+from stackexp.models.attention import Attention, KeysValues
 from stackexp.models.initialization import init_weight_, whole
+from stackexp.models.layers import Embedding, FeedForward, Linear, RMSNorm
 from stackexp.models.memory import Memory, State, Trace
-
-KeysValues = tuple[Tensor, Tensor]  # each [B, kv heads, tokens so far, head size]
+from stackexp.models.positions import alibi_bias, rope_table, sin_cos_table
 
 
 class DecoderOutput(NamedTuple):
@@ -32,77 +34,6 @@ class Cache:
     states: dict[int, State] = field(default_factory=dict)  # of the memory; see `Transformer._decode`
 
 
-class Linear(nn.Linear):
-    """No bias, and no draw of random numbers when constructed: `Transformer.init_weights` does that."""
-
-    def __init__(self, in_features: int, out_features: int) -> None:
-        super().__init__(in_features, out_features, bias=False)
-
-    def reset_parameters(self) -> None:
-        pass
-
-
-class Embedding(nn.Embedding):
-    """No draw of random numbers when constructed."""
-
-    def reset_parameters(self) -> None:
-        pass
-
-
-class RMSNorm(nn.RMSNorm):
-    """With its weight in the precision of its input, as the fused kernel wants it: FSDP gathers it in bfloat16."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
-
-
-class Attention(nn.Module):
-    """Causal grouped-query attention with RoPE."""
-
-    def __init__(self, config: TransformerConfig) -> None:
-        super().__init__()
-        self.head_size = config.hidden_size // config.num_heads
-        self.grouped = config.num_kv_heads != config.num_heads
-        self.q_proj = Linear(config.hidden_size, config.hidden_size)
-        self.k_proj = Linear(config.hidden_size, config.num_kv_heads * self.head_size)
-        self.v_proj = Linear(config.hidden_size, config.num_kv_heads * self.head_size)
-        self.o_proj = Linear(config.hidden_size, config.hidden_size)
-
-    def forward(
-        self, x: Tensor, rope: Tensor, past: KeysValues | None, mask: Tensor | None = None
-    ) -> tuple[Tensor, KeysValues]:
-        """x [B, T, d] -> [B, T, d] and the keys and values of all tokens so far.
-
-        `mask` bool [B, 1, T, T]: which keys a query sees, where not simply all up to it.
-        """
-        q, k, v = (
-            projection(x).unflatten(-1, (-1, self.head_size)).transpose(1, 2)  # [B, heads, T, head size]
-            for projection in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        q, k = rotate(q, rope), rotate(k, rope)
-        if past is not None:
-            k, v = torch.cat([past[0], k], 2), torch.cat([past[1], v], 2)
-        new, seen = q.shape[2], k.shape[2]
-        if 1 < new < seen:  # several tokens after earlier ones
-            mask = torch.ones(new, seen, dtype=torch.bool, device=x.device).tril(seen - new)
-        causal = new == seen and mask is None
-        y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, enable_gqa=self.grouped)
-        return self.o_proj(y.transpose(1, 2).flatten(2)), (k, v)
-
-
-class FeedForward(nn.Module):
-    """SwiGLU."""
-
-    def __init__(self, config: TransformerConfig) -> None:
-        super().__init__()
-        self.gate_proj = Linear(config.hidden_size, config.intermediate_size)
-        self.up_proj = Linear(config.hidden_size, config.intermediate_size)
-        self.down_proj = Linear(config.intermediate_size, config.hidden_size)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-
-
 class Block(nn.Module):
     """One layer: attention and feed-forward, each behind a norm and added to h, and perhaps a memory at its site."""
 
@@ -115,7 +46,13 @@ class Block(nn.Module):
         self.memory: Memory | None = None
 
     def forward(
-        self, h: Tensor, state: State, past: KeysValues | None, rope: Tensor, probe: bool, mask: Tensor | None = None
+        self,
+        h: Tensor,
+        state: State,
+        past: KeysValues | None,
+        rope: Tensor | None,
+        probe: bool,
+        mask: Tensor | None = None,
     ) -> tuple[Tensor, State, KeysValues, Trace]:
         """h [B, T, d] and the memory's state (None: empty) -> new h, new state, keys and values, trace."""
         trace: Trace = {}
@@ -147,7 +84,8 @@ class Transformer(nn.Module):
         self.embedding = Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(Block(config) for _ in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.head = None if config.tie_embeddings else Linear(config.hidden_size, config.vocab_size)
+        outputs = config.output_vocab_size or config.vocab_size
+        self.head = None if config.tie_embeddings else Linear(config.hidden_size, outputs)
         self._init_backbone()  # before any memory exists: the same draws with and without one
         if config.memory is not None:
             for i, layer in enumerate(self.layers):
@@ -172,12 +110,17 @@ class Transformer(nn.Module):
     def forward(
         self, tokens: Tensor, cache: Cache | None = None, probe: bool = False, documents: Tensor | None = None
     ) -> DecoderOutput:
-        """tokens [B, T] int64, which follow those in `cache`, if given -> logits [B, T, V] of each next token.
+        """tokens [B, T] int64, which follow those in `cache`, if given -> logits [B, T, V] of next tokens, or answers.
 
         With `documents` [B, T], the number of each token's document, a token attends within its document alone, and
         positions begin anew in each: as if documents were run one by one. Only without a cache, and without a memory
-        that lasts from token to token: raises ValueError.
+        that lasts from token to token: raises ValueError. So does a cache of a model that is not causal.
         """
+        if not self.config.causal and (cache is not None or documents is not None or self.axis == "token_major"):
+            raise ValueError(
+                "a token that sees later ones (model.causal=false) can go with no cache, no axis token_major "
+                "and no document mask; set model.causal=true"
+            )
         if documents is not None and (cache is not None or self.axis in ("time", "token_major")):
             raise ValueError(
                 "documents cannot be told apart in a cache, nor by a memory that lasts from token to token; "
@@ -205,11 +148,7 @@ class Transformer(nn.Module):
         from layer to layer (depth, token_major), a key for each keeps it with the layer (time); a dict in the cache
         lasts from token to token (time, token_major), a new one for this pass (depth).
         """
-        rope = rope_table(self.config, cache.length if cache else 0, h.shape[1], h)
-        mask = None
-        if documents is not None:
-            rope = rope[:, positions(documents)].unsqueeze(2)
-            mask = attention_mask(documents)
+        h, rope, mask = self._place(h, cache.length if cache else 0, documents)
         states = cache.states if cache and self.axis != "depth" else {}
         traces = []
         for i, layer in enumerate(self.layers):
@@ -222,6 +161,27 @@ class Transformer(nn.Module):
         if cache:
             cache.length += h.shape[1]
         return h, traces
+
+    def _place(self, h: Tensor, start: int, documents: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Tell tokens start .. start+T-1, h [B, T, d], where they stand: new h, and the rope and mask of attention.
+
+        Sinusoids are added to sqrt(d) h (Vaswani et al. 2017, section 3.4: h would be small beside them).
+        """
+        config, length = self.config, h.shape[1]
+        rope = mask = None
+        places = slice(None) if documents is None else positions(documents)
+        if config.positional == "rope":
+            rope = rope_table(config, start, length, h)[:, places]
+            rope = rope if documents is None else rope.unsqueeze(2)
+        elif config.positional == "sin_cos":
+            table = sin_cos_table(config.hidden_size, start, length, h)
+            h = math.sqrt(config.hidden_size) * h + table[places].to(h.dtype)
+        elif config.positional == "alibi":
+            mask = alibi_bias(config.num_heads, start, length, config.causal, h)
+        if documents is not None:
+            within = attention_mask(documents)
+            mask = within if mask is None else mask.masked_fill(~within, -torch.inf)
+        return h, rope, mask
 
     def _run(self, layer: Block, *args: Any) -> tuple[Tensor, State, KeysValues, Trace]:
         if self.checkpoint_blocks and torch.is_grad_enabled():
@@ -275,25 +235,6 @@ class Transformer(nn.Module):
         attention = 4.0 * config.num_layers * context_length * config.hidden_size
         memory = sum(m.flops_per_token(context_length) for m in self.memories)
         return 3 * (2.0 * matmuls + attention + memory)
-
-
-def rope_table(config: TransformerConfig, start: int, length: int, like: Tensor) -> Tensor:
-    """Angles' cosine and sine for positions start .. start+length-1 [2, length, head size / 2], float32 at least."""
-    dtype = torch.promote_types(like.dtype, torch.float32)
-    size = config.hidden_size // config.num_heads
-    frequencies = config.rope_theta ** (-torch.arange(0, size, 2, device=like.device, dtype=dtype) / size)
-    angles = torch.arange(start, start + length, device=like.device, dtype=dtype).outer(frequencies)
-    return torch.stack([angles.cos(), angles.sin()])
-
-
-def rotate(x: Tensor, rope: Tensor) -> Tensor:
-    """RoPE of x [B, heads, T, head size] by a table [2, T, head size / 2], or [2, B, 1, T, ...] of each sequence's own.
-
-    The two numbers of a pair stand half a head apart, as in Llama's code.
-    """
-    first, second = x.chunk(2, -1)
-    cos, sin = rope
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)
 
 
 def _mean(traces: tuple[Trace, ...]) -> Trace:

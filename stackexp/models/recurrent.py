@@ -1,0 +1,182 @@
+"""Recurrent models beside the decoder, called as it is: the LSTM, and the StackRNN of Joulin & Mikolov (2015)."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from stackexp.config.formal import LSTMConfig, RecurrentConfig, StackRNNConfig
+from stackexp.models.memory import Trace
+from stackexp.models.transformer import Cache, DecoderOutput
+
+LSTMState = tuple[Tensor, Tensor]  # each [1, B, d]
+StackRNNState = tuple[Tensor, Tensor]  # h [B, d], slots [B, n, D]
+
+EMPTY = -1.0  # every number of an empty slot, as in Joulin & Mikolov's code; a pushed number lies in (0, 1)
+
+
+class Recurrent(nn.Module):
+    """An embedding, recurrent layers on top of one another, an output projection. Subclasses give `build_layer`.
+
+    Set `checkpoint_blocks` to recompute each layer in the backward pass instead of keeping its activations.
+    """
+
+    axis = None
+    entropy_weight = 0.0
+
+    def __init__(self, config: RecurrentConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.checkpoint_blocks = False
+        self.memories: list[nn.Module] = []
+        with torch.random.fork_rng([]):  # on a meta device, constructing draws nothing
+            self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
+            self.layers = nn.ModuleList(self.build_layer(config) for _ in range(config.num_layers))
+            self.head = nn.Linear(config.hidden_size, config.output_vocab_size or config.vocab_size)
+        self.init_weights()
+
+    def build_layer(self, config: Any) -> nn.Module:
+        """x [B, T, d] and a state (None: the first) -> y [B, T, d], new state, and a trace with probe=True."""
+        raise NotImplementedError
+
+    def forward(
+        self, tokens: Tensor, cache: Cache | None = None, probe: bool = False, documents: Tensor | None = None
+    ) -> DecoderOutput:
+        """tokens [B, T] int64, which follow those in `cache`, if given -> logits [B, T, V] of next tokens, or answers.
+
+        Raises ValueError for `documents`: what a recurrent model remembers lasts from token to token.
+        """
+        if documents is not None:
+            raise ValueError("a recurrent model cannot tell documents apart; set data.document_mask=false")
+        h, traces = self.embedding(tokens), []
+        for i, layer in enumerate(self.layers):
+            h, state, trace = self._run(layer, h, cache.states.get(i) if cache else None, probe)
+            traces.append(trace)
+            if cache:
+                cache.states[i] = state
+        if cache:
+            cache.length += tokens.shape[1]
+        logits = self.head(h)
+        return DecoderOutput(logits, logits.new_zeros((), dtype=torch.float32), traces if probe else None)
+
+    def _run(self, layer: nn.Module, *args: Any) -> tuple[Tensor, Any, Trace]:
+        if self.checkpoint_blocks and torch.is_grad_enabled():
+            return checkpoint(layer, *args, use_reentrant=False, preserve_rng_state=False)
+        return layer(*args)
+
+    def init_weights(self) -> None:
+        """Draw all parameters afresh; needed after `to_empty` from the meta device."""
+        nn.init.normal_(self.embedding.weight)
+        for module in [*self.layers, self.head]:
+            module.reset_parameters()
+
+    def num_parameters(self, memory: bool | None = None) -> int:
+        """All parameters, or the backbone's (False), which is the same; there is no memory between layers (True)."""
+        return 0 if memory else sum(p.numel() for p in self.parameters())
+
+    def flops_per_token(self, context_length: int) -> float:
+        """Floating point operations of one training pass (3 x forward) per token: 2 per multiply-add."""
+        matmuls = sum(p.numel() for p in self.parameters() if p.ndim == 2) - self.embedding.weight.numel()
+        return 3 * 2.0 * (matmuls + sum(layer.other_multiply_adds(context_length) for layer in self.layers))
+
+
+class LSTM(Recurrent):
+    """torch.nn.LSTM."""
+
+    config: LSTMConfig
+
+    def build_layer(self, config: LSTMConfig) -> nn.Module:
+        return LSTMLayer(config.hidden_size)
+
+
+class LSTMLayer(nn.LSTM):
+    """One layer of torch.nn.LSTM, which forgets little at first: its forget gate begins with a bias of 1."""
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__(hidden_size, hidden_size, batch_first=True)
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        with torch.no_grad():
+            for bias in (self.bias_ih_l0, self.bias_hh_l0):
+                bias.zero_()
+            self.bias_ih_l0.chunk(4)[1].fill_(1)  # gates: input, forget, cell, output
+
+    def forward(self, x: Tensor, state: LSTMState | None, probe: bool) -> tuple[Tensor, LSTMState, Trace]:
+        y, state = super().forward(x, state)
+        return y, state, {}
+
+    def other_multiply_adds(self, context_length: int) -> float:
+        return 0
+
+
+class StackRNN(Recurrent):
+    """RNNs that each read the top of a soft stack of their own, and push to it, pop it or leave it."""
+
+    config: StackRNNConfig
+
+    def build_layer(self, config: StackRNNConfig) -> nn.Module:
+        return StackRNNLayer(config)
+
+
+class StackRNNLayer(nn.Module):
+    """One layer; slots 0..S-1 of size D, the top at 0, all -1 when empty. Joulin & Mikolov's equations, tanh for h.
+
+    h_t = tanh(W x_t + U h_{t-1} + P s_{t-1}[0] + b),  a = softmax(A h_t + b_a): push, pop, no-op
+    s_t[j] = a_push s_{t-1}[j-1] + a_pop s_{t-1}[j+1] + a_noop s_{t-1}[j],  s[-1] = sigmoid(V h_t + b_v),  s[S] = -1
+    """
+
+    def __init__(self, config: StackRNNConfig) -> None:
+        super().__init__()
+        self.config = config
+        hidden, size = config.hidden_size, config.slot_size
+        self.input = nn.Linear(hidden, hidden)  # W, b
+        self.recurrent = nn.Parameter(torch.empty(hidden, hidden + size))  # U, P
+        self.stack_input = nn.Linear(hidden, 3 + size)  # A, V
+
+    def reset_parameters(self) -> None:
+        self.input.reset_parameters()
+        self.stack_input.reset_parameters()
+        bound = 1 / math.sqrt(self.recurrent.shape[1])
+        nn.init.uniform_(self.recurrent, -bound, bound)
+
+    @property
+    def num_slots(self) -> int:
+        """S; outside training `eval_num_slots`, where set."""
+        return self.config.num_slots if self.training else self.config.eval_num_slots or self.config.num_slots
+
+    def forward(self, x: Tensor, state: StackRNNState | None, probe: bool) -> tuple[Tensor, StackRNNState, Trace]:
+        """Slots that nothing was pushed to yet are not kept: a state has n = min(t, S) of them."""
+        size, num_slots, projected = self.config.slot_size, self.num_slots, self.input(x)
+        h, slots = state or (projected.new_zeros(projected[:, 0].shape), projected.new_zeros(len(x), 0, size))
+        top = slots[:, 0] if slots.shape[1] else slots.new_full((len(x), size), EMPTY)
+        hidden, all_actions = [], []
+        for projected_t in projected.unbind(1):
+            h = torch.addmm(projected_t, torch.cat([h, top], -1), self.recurrent.T).tanh()
+            actions, value = self.stack_input(h).split([3, size], -1)
+            actions = actions.softmax(-1)
+            slots = update(slots, actions, value.sigmoid(), num_slots)
+            top = slots[:, 0]
+            hidden.append(h)
+            all_actions.append(actions)
+        trace = {}
+        if probe:
+            means = torch.stack(all_actions).detach().mean((0, 1))
+            trace = dict(zip(("push", "pop", "no_op"), means, strict=True))
+        return torch.stack(hidden, 1), (h, slots), trace
+
+    def other_multiply_adds(self, context_length: int) -> float:
+        """Of the update: 3 for each occupied number."""
+        return 3 * self.config.slot_size * min(context_length, self.config.num_slots)
+
+
+def update(slots: Tensor, actions: Tensor, value: Tensor, num_slots: int) -> Tensor:
+    """n slots [B, n, D] -> min(n + 1, S) slots. actions [B, 3], value [B, D]."""
+    grown = min(slots.shape[1] + 1, num_slots)
+    below = grown + 1 - slots.shape[1]  # empty slots that the new ones look down on
+    slots = F.pad(torch.cat([value[:, None], slots], 1), (0, 0, 0, below), value=EMPTY)
+    push, pop, no_op = actions[:, :, None, None].unbind(1)
+    return push * slots[:, :grown] + no_op * slots[:, 1 : grown + 1] + pop * slots[:, 2:]

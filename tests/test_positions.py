@@ -1,0 +1,173 @@
+"""Positions of the decoder: RoPE, sinusoids, ALiBi, none; causal or not; answers in symbols of their own."""
+
+import math
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from stackexp.config.schema import StackMemoryConfig, TransformerConfig
+from stackexp.models.positions import alibi_bias, alibi_slopes, sin_cos_table
+from stackexp.models.transformer import Cache, Transformer
+
+VOCAB, B, T, HEADS, HIDDEN = 11, 2, 9, 4, 16
+KINDS = ["rope", "none", "sin_cos", "alibi"]
+
+
+def make_model(dtype=torch.float64, memory=None, **options):
+    torch.manual_seed(0)
+    sizes = {"vocab_size": VOCAB, "hidden_size": HIDDEN, "num_layers": 3, "num_heads": HEADS, "num_kv_heads": 2}
+    if memory is not None:
+        memory = StackMemoryConfig(num_heads=2, head_dim=4, num_slots=3, **memory)
+    config = TransformerConfig(**(sizes | {"intermediate_size": 24} | options), memory=memory)
+    return Transformer(config).to(dtype)
+
+
+def make_tokens(length=T):
+    return torch.randint(VOCAB, (B, length), generator=torch.Generator().manual_seed(1))
+
+
+def attention_by_hand(attention, x, bias):
+    """Softmax attention without rotations, one query head at a time; bias [heads, T, T] is added to the scores."""
+    size = HIDDEN // HEADS
+    q = attention.q_proj(x).unflatten(-1, (HEADS, size))
+    k, v = (p(x).unflatten(-1, (2, size)) for p in (attention.k_proj, attention.v_proj))
+    heads = []
+    for n in range(HEADS):
+        scores = q[:, :, n] @ k[:, :, n // 2].transpose(1, 2) / math.sqrt(size) + bias[n]
+        heads.append(scores.softmax(-1) @ v[:, :, n // 2])
+    return attention.o_proj(torch.cat(heads, -1))
+
+
+def decoder_by_hand(model, h, bias):
+    for layer in model.layers:
+        h = h + attention_by_hand(layer.attention, layer.attention_norm(h), bias)
+        h = h + layer.feed_forward(layer.feed_forward_norm(h))
+    return F.linear(model.norm(h), model.embedding.weight)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("positional", ["none", "sin_cos", "alibi"])
+def test_the_decoder_is_the_one_written_out(positional, causal):
+    model, tokens = make_model(positional=positional, causal=causal), make_tokens()
+    h, bias = model.embedding(tokens), torch.zeros(HEADS, T, T, dtype=torch.float64)
+    for i in range(T):
+        if positional == "sin_cos":
+            angles = [i / 10_000 ** (2 * (n // 2) / HIDDEN) for n in range(HIDDEN)]
+            row = [math.cos(a) if n % 2 else math.sin(a) for n, a in enumerate(angles)]
+            h[:, i] = 4 * model.embedding(tokens)[:, i] + torch.tensor(row, dtype=torch.float64)
+        for j in range(T):
+            if causal and j > i:
+                bias[:, i, j] = -torch.inf
+            elif positional == "alibi":
+                bias[:, i, j] = torch.tensor([-abs(i - j) / 4 ** (n + 1) for n in range(HEADS)])
+    torch.testing.assert_close(model(tokens).logits, decoder_by_hand(model, h, bias))
+
+
+@pytest.mark.parametrize(
+    ("heads", "exponents"),
+    [
+        (1, [8]),
+        (2, [4, 8]),
+        (3, [4, 8, 2]),
+        (8, [1, 2, 3, 4, 5, 6, 7, 8]),
+        (12, [1, 2, 3, 4, 5, 6, 7, 8, 0.5, 1.5, 2.5, 3.5]),
+        (15, [1, 2, 3, 4, 5, 6, 7, 8, 0.5, 1.5, 2.5, 3.5, 4.5, 5.5, 6.5]),
+    ],
+)
+def test_alibi_slopes_are_those_of_the_paper(heads, exponents):
+    assert alibi_slopes(heads) == pytest.approx([2**-e for e in exponents])
+
+
+def test_tables_are_float32_for_bfloat16_and_begin_where_they_should():
+    like = torch.zeros(1, dtype=torch.bfloat16)
+    table = sin_cos_table(8, 4000, 2, like)
+    assert table.dtype == torch.float32
+    assert table[0, :2].tolist() == pytest.approx([math.sin(4000), math.cos(4000)], abs=1e-6)
+    assert torch.equal(table, sin_cos_table(8, 3998, 4, like)[2:])
+    bias = alibi_bias(4, 300, 2, True, like)
+    assert bias.dtype == torch.float32
+    assert bias.shape == (1, 4, 2, 302)
+    assert bias[0, 0, 0, [0, 300, 301]].tolist() == [-75, 0, -torch.inf]
+    assert torch.equal(bias, alibi_bias(4, 0, 302, True, like)[:, :, 300:])
+
+
+@pytest.mark.parametrize("memory", [None, {"axis": "time"}, {"axis": "token_major"}])
+@pytest.mark.parametrize("positional", KINDS)
+@pytest.mark.parametrize("chunks", [[1] * T, [4, 1, 4]])
+def test_cached_logits_equal_those_of_the_whole(positional, memory, chunks):
+    model, tokens, cache = make_model(positional=positional, memory=memory).eval(), make_tokens(), Cache()
+    logits = torch.cat([model(part, cache).logits for part in tokens.split(chunks, 1)], 1)
+    torch.testing.assert_close(logits, model(tokens).logits)
+
+
+@pytest.mark.parametrize("positional", KINDS)
+def test_causal_attention_sees_no_later_token_and_bidirectional_attention_does(positional):
+    tokens, changed = make_tokens(), make_tokens()
+    changed[:, 5] = (changed[:, 5] + 1) % VOCAB
+    for causal in (True, False):
+        model = make_model(positional=positional, causal=causal)
+        moved = (model(changed).logits - model(tokens).logits).abs().amax((0, 2))
+        assert all(moved[5:] > 1e-9)
+        assert all((moved[:5] < 1e-12) if causal else (moved[:5] > 1e-9))
+
+
+@pytest.mark.parametrize(("positional", "same"), [("rope", True), ("alibi", True), ("none", True), ("sin_cos", False)])
+def test_only_sinusoids_tell_where_a_sequence_begins(positional, same):
+    """The same tokens at 0 and at 40, where nothing before them can be seen: the others know distances alone."""
+    model, outputs = make_model(positional=positional), []
+    for start in (0, 40):
+        h, rope, mask = model._place(model.embedding(make_tokens()), start, None)
+        for layer in model.layers:
+            h = layer(h, None, None, rope, False, mask if mask is None else mask[..., start:])[0]
+        outputs.append(h)
+    assert torch.allclose(*outputs) == same
+
+
+@pytest.mark.parametrize("positional", KINDS)
+def test_documents_are_run_as_if_one_by_one(positional):
+    model, tokens = make_model(positional=positional), make_tokens()
+    documents = torch.tensor([[0] * 4 + [1] * 5, [3] * 7 + [8] * 2])
+    logits = model(tokens, documents=documents).logits
+    torch.testing.assert_close(logits[0, 4:], model(tokens[:1, 4:]).logits[0])
+    torch.testing.assert_close(logits[1, :7], model(tokens[1:, :7]).logits[0])
+
+
+def test_what_needs_order_is_refused_without_causality():
+    model, tokens = make_model(causal=False), make_tokens()
+    for options in ({"cache": Cache()}, {"documents": torch.zeros_like(tokens)}):
+        with pytest.raises(ValueError, match=r"model\.causal=false.*set model\.causal=true"):
+            model(tokens, **options)
+    with pytest.raises(ValueError, match="token_major"):
+        make_model(causal=False, memory={"axis": "token_major"})(tokens)
+
+
+@pytest.mark.parametrize("memory", [None, {"axis": "depth"}, {"axis": "time"}])
+def test_answers_in_symbols_of_their_own(memory):
+    model = make_model(output_vocab_size=5, tie_embeddings=False, memory=memory)
+    plain = make_model(tie_embeddings=False, memory=memory)
+    assert model(make_tokens()).logits.shape == (B, T, 5)
+    assert plain.num_parameters() - model.num_parameters() == (VOCAB - 5) * HIDDEN
+    assert plain.flops_per_token(T) - model.flops_per_token(T) == 6 * (VOCAB - 5) * HIDDEN
+
+
+@pytest.mark.parametrize("positional", KINDS)
+@pytest.mark.parametrize("causal", [True, False])
+def test_precisions_agree(positional, causal):
+    exact, tokens = make_model(positional=positional, causal=causal), make_tokens()
+    wanted = exact(tokens).logits
+    for dtype, autocast in ((torch.float32, False), (torch.float32, True), (torch.bfloat16, False)):
+        model = make_model(dtype, positional=positional, causal=causal)
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            logits = model(tokens).logits
+        error = (logits.double() - wanted).abs().max() / wanted.abs().max()
+        assert error < (1e-5 if dtype == torch.float32 and not autocast else 0.05)
+        logits.float().sum().backward()
+
+
+@pytest.mark.parametrize("positional", KINDS)
+def test_activation_checkpointing_gives_identical_gradients(positional):
+    model, gradients = make_model(positional=positional), []
+    for model.checkpoint_blocks in (False, True):
+        gradients.append(torch.autograd.grad(model(make_tokens()).logits.logsumexp(-1).sum(), model.parameters()))
+    torch.testing.assert_close(gradients[0], gradients[1], rtol=0, atol=0)
