@@ -22,7 +22,7 @@ usage: python -m stackexp VERB [OPTIONS] [KEY=VALUE ...]
   data       prepare | fetch | retokenize | inspect: text into token shards, validation sets, a look inside
   plan       memory, time and cost of a training run, before it is paid for
   sweep      run | status | stop | results: many runs of one study
-  report     compare: runs side by side
+  report     compare | formal: runs side by side, the paper's table of formal languages
   checkpoint consolidate: the weights of a checkpoint as one safetensors file
 
 examples:

@@ -1,0 +1,329 @@
+"""Runs on formal languages, from their folders alone, as the cells of the paper's Table 1: one per task and model."""
+
+import json
+import os
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from stackexp.config.yaml_files import Leaf, Tree, read_file
+from stackexp.errors import RunError
+from stackexp.reports import paper
+from stackexp.runs import RunFolder
+from stackexp.sweeps.status import tail
+from stackexp.sweeps.trials import NOT_HASHED
+
+DEPTH = "StackTrans depth"
+COLUMNS = (*paper.MODELS, DEPTH)
+"""The paper's models; of StackTrans any axis but depth, which has a column of its own."""
+
+NOT_OF_RECIPE = (
+    *("seed", "trainer.val_check_interval", "data.validation_max_length", "data.validation_sequences"),
+    *("data.eval_max_length", "data.eval_length_stride", "data.eval_sequences"),
+    *(f"{section}.{key}".strip(".") for section, keys in NOT_HASHED.items() for key in keys),
+)
+"""Keys, and sections, in which runs of one recipe may differ: where they run, and how long they are tested."""
+
+Range = tuple[int, int]  # of lengths, both included
+Recipe = dict[str, Any]  # key of the config -> value
+
+
+@dataclass(frozen=True)
+class Tested:
+    """Accuracy at each length tested, as one file of a run folder has it."""
+
+    file: str
+    accuracy: dict[int, float]
+    sequences: int  # of each length
+    stride: int
+
+    def lengths(self, among: Range) -> list[int]:
+        return [length for length in self.accuracy if among[0] <= length <= among[1]]
+
+    def covers(self, among: Range) -> bool:
+        """Whether no length of the range is a stride or more away from those tested in it."""
+        found = self.lengths(among)
+        return bool(found) and min(found) - among[0] < self.stride and among[1] - max(found) < self.stride
+
+    def score(self, among: Range) -> float:
+        """Mean accuracy over the lengths tested in the range."""
+        return statistics.fmean(self.accuracy[length] for length in self.lengths(among))
+
+    def strings(self, among: Range) -> int:
+        """How many were tested: how thorough it is."""
+        return len(self.lengths(among)) * self.sequences
+
+
+@dataclass(frozen=True)
+class FormalRun:
+    """A run folder on a formal language. `config`: full key -> value; `tests`: of result.json and test.json."""
+
+    path: Path
+    config: dict[str, Any]
+    column: str
+    result: dict[str, Any]  # {} if unfinished
+    tests: tuple[Tested, ...]
+
+    @property
+    def task(self) -> str:
+        return self.config["data.task"]
+
+    @property
+    def seed(self) -> int:
+        return self.config["seed"]
+
+    @property
+    def finished(self) -> bool:
+        return bool(self.result)
+
+    @cached_property
+    def last_line(self) -> dict[str, Any]:
+        """What the last lines of the metrics say, each tag as it stood last."""
+        return {key: value for line in tail(self.path / "metrics.jsonl") for key, value in line.items()}
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps taken."""
+        return self.result["steps"] if self.finished else self.last_line.get("step", 0)
+
+    @property
+    def validation(self) -> float | None:
+        """Mean accuracy on the validation strings; of an unfinished run, the last known."""
+        source, key = (self.result, "validation_accuracy"), "validation/accuracy/average"
+        return source[0].get(source[1]) if self.finished else self.last_line.get(key)
+
+    @cached_property
+    def recipe(self) -> Recipe:
+        """The config but for NOT_OF_RECIPE."""
+        return {key: value for key, value in self.config.items() if in_recipe(key)}
+
+    def tested(self, among: Range) -> Tested | None:
+        """The most thorough test that covers the range; on a tie that of result.json."""
+        found = [tested for tested in self.tests if tested.covers(among)]
+        return max(found, key=lambda tested: tested.strings(among), default=None)
+
+    def score(self, among: Range) -> float | None:
+        tested = self.tested(among)
+        return tested.score(among) if tested else None
+
+
+def in_recipe(key: str) -> bool:
+    return not any(key == other or key.startswith(f"{other}.") for other in NOT_OF_RECIPE)
+
+
+def column_of(config: dict[str, Any]) -> str | None:
+    """The table's model of a config, or None if it is in no column."""
+    kind, memory = config["model.kind"], config.get("model.memory.kind")
+    if kind == "transformer" and memory == "stack" and config["model.memory.discipline"] == "stack":
+        return DEPTH if config["model.memory.axis"] == "depth" else "StackTrans"
+    known = {
+        ("lstm", None): "LSTM",
+        ("stack_rnn", None): "StackRNN",
+        ("transformer", None): "Transformer",
+        ("transformer", "stack_attention"): "StackAttn",
+    }
+    return known.get((kind, memory))
+
+
+# Cells
+
+
+@dataclass(frozen=True)
+class Cell:
+    """The runs of a task and a model by the recipe of the best validation, one a seed.
+
+    pending: runs of the recipe that are not finished, or not tested over the range. others: recipes not taken.
+    again: runs of a seed that is there already.
+    """
+
+    task: str
+    column: str
+    among: Range
+    runs: list[FormalRun] = field(default_factory=list)
+    pending: list[FormalRun] = field(default_factory=list)
+    again: list[FormalRun] = field(default_factory=list)
+    others: list[list[FormalRun]] = field(default_factory=list)
+
+    @cached_property
+    def scores(self) -> list[float]:
+        return [score for run in self.runs if (score := run.score(self.among)) is not None]
+
+    @property
+    def best_run(self) -> FormalRun:
+        """The run of the best score, the paper's figure."""
+        return max(self.runs, key=lambda run: run.score(self.among) or 0.0)
+
+    @property
+    def paper(self) -> float | None:
+        return printed(self.task, self.column)
+
+    @property
+    def short(self) -> bool:
+        """Whether our best is below the paper's, at the two decimals that it prints."""
+        return bool(self.scores) and self.paper is not None and round(max(self.scores), 2) < self.paper
+
+    @property
+    def reached(self) -> bool:
+        return bool(self.scores) and self.paper is not None and not self.short
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether seeds are missing that were begun, or stand there before their end."""
+        return bool(self.pending) or any(not run.finished for run in self.runs)
+
+
+def printed(task: str, column: str) -> float | None:
+    """The paper's figure for a column; the depth axis, as the paper prints its equations, is held to its StackTrans."""
+    return paper.TABLE_1.get(task, {}).get("StackTrans" if column == DEPTH else column)
+
+
+@dataclass(frozen=True)
+class Report:
+    among: Range
+    runs: list[FormalRun]  # all, as found
+    cells: dict[tuple[str, str], Cell]
+    left_out: list[str]  # lines
+
+    @cached_property
+    def strings(self) -> int:
+        """How many strings the most thorough test of the table has."""
+        found = [run.tested(self.among) for cell in self.cells.values() for run in cell.runs]
+        return max(tested.strings(self.among) for tested in found if tested)
+
+    def coarse(self, cell: Cell) -> list[Tested]:
+        """The tests of a cell that are less thorough than others in the table."""
+        found = [run.tested(self.among) for run in cell.runs]
+        return [tested for tested in found if tested and tested.strings(self.among) < self.strings]
+
+
+def collect(paths: Iterable[Path | str], among: Range) -> Report:
+    """The table of the runs in these folders. Raises RunError for a folder without runs, and if none can be shown."""
+    runs, left_out = [], defaultdict(list)
+    for path in find(paths):
+        config = _flat(read_file(path / "config.yaml")[1])
+        column = column_of(config) if config.get("data.kind") == "formal_language" else ""
+        if column:
+            runs.append(_read(path, config, column))
+        else:
+            left_out["no formal language" if column == "" else "a model that the table has no column for"].append(path)
+    lines = [f"left out, {why}: {_some(found)}" for why, found in left_out.items()]
+    groups = defaultdict(list)
+    for run in runs:
+        groups[run.task, run.column].append(run)
+    cells = {key: _cell(*key, groups.get(key, []), among) for key in ((t, c) for t in paper.TASKS for c in COLUMNS)}
+    if not any(cell.scores for cell in cells.values()):
+        about = f"{len(runs)} of formal languages unfinished or not tested over {among[0]}..{among[1]}"
+        raise RunError(f"{_some(list(paths))}: no finished run of a formal language ({'; '.join([about, *lines])})")
+    return Report(among, runs, cells, lines)
+
+
+def find(paths: Iterable[Path | str]) -> list[Path]:
+    """The run folders at or below these paths, each once, sorted below each path. Raises RunError where is none."""
+    found: dict[Path, Path] = {}
+    for path in map(Path, paths):
+        below = _below(path)
+        if not below:
+            raise RunError(
+                f"{path}: no run folder there (no config.yaml in it or below); give runs/<name>/<id>, "
+                "or a folder of run folders such as runs/formal_table"
+            )
+        for folder in below:
+            found.setdefault(folder.resolve(), folder)
+    return list(found.values())
+
+
+def _below(path: Path) -> list[Path]:
+    found = []
+    for folder, folders, files in os.walk(path):
+        if "config.yaml" in files:
+            found.append(Path(folder))
+            folders.clear()
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+    return found
+
+
+def _flat(tree: Tree, path: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        found |= {path + key: value.value} if isinstance(value, Leaf) else _flat(value, f"{path}{key}.")
+    return found
+
+
+def _read(path: Path, config: dict[str, Any], column: str) -> FormalRun:
+    folder = RunFolder(path)
+    result = _figures(folder.result) if folder.finished else {}
+    tests = [_tested(folder.result, result)] if result else []
+    if (path / "test.json").exists():
+        tests.append(_tested(path / "test.json", _figures(path / "test.json")))
+    return FormalRun(path, config, column, result, tuple(tests))
+
+
+def _figures(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise RunError(f"{path}: not valid JSON; remove it, and test the run again") from error
+
+
+def _tested(path: Path, figures: dict[str, Any]) -> Tested:
+    try:
+        accuracy = {int(length): float(value) for length, value in figures["accuracy"].items()}
+        return Tested(
+            path.name, dict(sorted(accuracy.items())), figures["sequences_per_length"], figures["length_stride"]
+        )
+    except KeyError as error:
+        raise RunError(
+            f"{path}: has no {error}; test the run again: python -m stackexp test --run {path.parent}"
+        ) from error
+
+
+def _cell(task: str, column: str, runs: list[FormalRun], among: Range) -> Cell:
+    """The recipe of the best median validation accuracy is taken; on a tie that of more seeds, then of fewer steps."""
+    recipes: dict[str, list[FormalRun]] = defaultdict(list)
+    for run in runs:
+        recipes[json.dumps(run.recipe, sort_keys=True, default=str)].append(run)
+    order = sorted(recipes, key=lambda recipe: (*_rank(recipes[recipe], among), recipe))
+    if not order:
+        return Cell(task, column, among)
+    taken = recipes[order[0]]
+    scored = [run for run in taken if run.score(among) is not None]
+    seeds: dict[int, FormalRun] = {}
+    for run in scored:  # the more thoroughly tested, then the later
+        if run.seed not in seeds or _weight(run, among) >= _weight(seeds[run.seed], among):
+            seeds[run.seed] = run
+    kept = [seeds[seed] for seed in sorted(seeds)]
+    again = [run for run in scored if run is not seeds[run.seed]]
+    pending = [run for run in taken if run.score(among) is None and run.seed not in seeds]
+    return Cell(task, column, among, kept, pending, again, [recipes[recipe] for recipe in order[1:]])
+
+
+def _weight(run: FormalRun, among: Range) -> tuple[bool, int]:
+    tested = run.tested(among)
+    return run.finished, tested.strings(among) if tested else 0
+
+
+def _rank(runs: list[FormalRun], among: Range) -> tuple[bool, float, int, int]:
+    """What recipes are sorted by, the best first. The score takes no part in it."""
+    scored = [run for run in runs if run.score(among) is not None]
+    median = median_validation(scored)
+    return (
+        not scored,
+        -1.0 if median is None else -median,
+        -len({run.seed for run in scored}),
+        max(r.step for r in runs),
+    )
+
+
+def median_validation(runs: list[FormalRun]) -> float | None:
+    """Median over the runs of their validation accuracy; None if none has one."""
+    known = [run.validation for run in runs if run.validation is not None]
+    return statistics.median(known) if known else None
+
+
+def _some(paths: list[Path | str], most: int = 3) -> str:
+    shown = ", ".join(map(str, paths[:most]))
+    return shown if len(paths) <= most else f"{shown} and {len(paths) - most} more"

@@ -1,0 +1,58 @@
+"""Run folders on formal languages as `fit` leaves them, without training: for tests of what is made of them."""
+
+import json
+from pathlib import Path
+
+from stackexp.config.compose import compose, to_yaml
+from stackexp.config.formal import TASKS
+
+TRANSFORMER = [
+    *("model.kind=transformer", "model.hidden_size=64", "model.num_layers=5", "model.num_heads=4"),
+    *("model.num_kv_heads=4", "model.tie_embeddings=false", "model.positional=none"),
+]
+STACK = [*TRANSFORMER, "model.memory.kind=stack", "model.memory.head_dim=8"]
+MODELS = {
+    "LSTM": ["model.kind=lstm"],
+    "StackRNN": ["model.kind=stack_rnn"],
+    "StackAttn": [*TRANSFORMER, "model.memory.kind=stack_attention"],
+    "Transformer": TRANSFORMER,
+    "StackTrans": [*STACK, "model.memory.axis=time", "model.memory.read=top", "model.memory.feedback=true"],
+    "StackTrans depth": STACK,
+}
+_yaml: dict[tuple[str, ...], str] = {}  # composing takes a while
+
+
+def overrides_of(model: str, task: str) -> list[str]:
+    outputs = f"model.output_vocab_size={TASKS[task].outputs}"
+    return ["data.kind=formal_language", f"data.task={task}", outputs, "schedule.warmup_steps=0", *MODELS[model]]
+
+
+def write_run(folder: Path, model: str, task: str, *overrides: str, seed: int = 0) -> Path:
+    """A run that has been begun: its config.yaml in `folder`, which is made."""
+    key = (*overrides_of(model, task), *overrides)
+    if key not in _yaml:
+        _yaml[key] = to_yaml(compose([], ["name=formal_table", *key]))
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text(_yaml[key].replace("\nseed: 0\n", f"\nseed: {seed}\n"))
+    return folder
+
+
+def finish(
+    run: Path,
+    *,
+    beyond: float,
+    up_to_100: float | None = None,
+    validation: float = 1.0,
+    file: str = "result.json",
+    stride: int = 1,
+    sequences: int = 512,
+    longest: int = 500,
+) -> Path:
+    """Write what `fit` leaves when it is done: accuracy 1 up to 40, `up_to_100` (or `beyond`) to 100, then `beyond`."""
+    lengths = [n for n in range(1, longest + 1) if (n - 41) % stride == 0]
+    near = beyond if up_to_100 is None else up_to_100
+    accuracy = {str(n): 1.0 if n <= 40 else near if n <= 100 else beyond for n in lengths}
+    result = {"steps": 10_000, "parameters": 139_650, "memory_parameters": 1_300, "train_accuracy": 0.99}
+    result |= {"validation_accuracy": validation, "accuracy": accuracy}
+    (run / file).write_text(json.dumps(result | {"sequences_per_length": sequences, "length_stride": stride}))
+    return run
