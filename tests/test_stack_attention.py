@@ -1,0 +1,182 @@
+"""StackAttn: against a slow loop over one sequence, against a list where actions are hard, in caches, its gradients."""
+
+import pytest
+import torch
+
+from stackexp.config import registry
+from stackexp.config.formal import StackAttentionConfig
+from stackexp.config.schema import TransformerConfig
+from stackexp.models.stack_attention import StackAttention, Tops
+from stackexp.models.transformer import Cache
+
+VOCAB, B, T = 7, 2, 9
+
+
+def make_model(dtype=torch.float64, seed=0, **options):
+    torch.manual_seed(seed)
+    sizes = {"vocab_size": VOCAB, "hidden_size": 16, "num_layers": 3, "num_heads": 2, "num_kv_heads": 2}
+    config = TransformerConfig(**sizes, intermediate_size=24, memory=StackAttentionConfig(), **options)
+    model = registry.build("model", config).to(dtype)
+    with torch.no_grad():
+        for memory in model.memories:
+            memory.actions.bias.normal_()
+    return model
+
+
+def make_tokens(length=T):
+    return torch.randint(VOCAB, (B, length), generator=torch.Generator().manual_seed(1))
+
+
+def random_actions(length, batch=B, seed=0):
+    logits = torch.randn(batch, length, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    return (2 * logits).softmax(-1)
+
+
+def alphas_by_hand(actions):
+    """[alpha_{-1}, alpha_0 ...] of one sequence [T, 3] as dicts token -> mass, following what each state was before."""
+    states = [{0: 1.0}]
+    for t, (push, pop, no_op) in enumerate(actions):
+        if t == 0:
+            states.append({0: 1.0})
+            continue
+        new = {t: push}
+        for token, mass in states[-1].items():
+            new[token] = new.get(token, 0) + no_op * mass
+            for below, share in states[token].items():  # the state before `token` was read
+                new[below] = new.get(below, 0) + pop * mass * share
+        states.append(new)
+    return states
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 12])
+def test_tops_and_their_gradients_equal_a_slow_loop(length):
+    actions = random_actions(length).requires_grad_()
+    tops = Tops.apply(actions, actions.new_zeros(B, 1, 0))
+    assert tops.shape == (B, length + 1, length)
+    wanted = torch.zeros(B, length + 1, length, dtype=torch.float64)
+    for b, sequence in enumerate(actions):
+        for row, state in enumerate(alphas_by_hand(sequence)):
+            for token, mass in state.items():
+                wanted[b, row, token] = mass
+    torch.testing.assert_close(tops, wanted)
+    torch.testing.assert_close(tops.sum(-1), torch.ones(B, length + 1, dtype=torch.float64))
+    if length > 1:
+        weights = torch.randn_like(tops)
+        gradients = [torch.autograd.grad((weights * y).sum(), actions)[0] for y in (tops, wanted)]
+        torch.testing.assert_close(*gradients)
+
+
+def test_gradcheck_of_a_scan_that_is_cut():
+    def cut(logits, first):
+        actions = logits.softmax(-1)
+        tops = Tops.apply(actions[:, :first], actions.new_zeros(B, 1, 0))
+        return Tops.apply(actions[:, first:], tops)
+
+    logits = torch.randn(B, 7, 3, dtype=torch.float64).requires_grad_()
+    for first in (1, 2, 5):
+        torch.testing.assert_close(cut(logits, first), Tops.apply(logits.softmax(-1), logits.new_zeros(B, 1, 0)))
+        torch.autograd.gradcheck(lambda x, first=first: cut(x, first), logits)
+
+
+def test_with_hard_actions_it_is_a_list():
+    length = 80
+    hard = torch.randint(3, (B, length), generator=torch.Generator().manual_seed(3))
+    tops = Tops.apply(torch.nn.functional.one_hot(hard, 3).double(), torch.zeros(B, 1, 0, dtype=torch.float64))
+    for b in range(B):
+        stack = [0]  # the first token is the bottom, whatever its action
+        for t in range(1, length):
+            if hard[b, t] == 0:
+                stack.append(t)
+            elif hard[b, t] == 1 and len(stack) > 1:
+                stack.pop()
+            assert tops[b, t + 1].nonzero().flatten().tolist() == [stack[-1]]
+            assert tops[b, t + 1, stack[-1]] == 1
+
+
+def test_the_memory_adds_what_is_on_top():
+    memory = make_model().memories[0]
+    h = torch.randn(B, T, 16, dtype=torch.float64)
+    new_h, _, trace = memory(h, memory.empty_state(h), probe=True)
+    actions = (h @ memory.actions.weight.T + memory.actions.bias).softmax(-1)
+    for b in range(B):
+        for t, state in enumerate(alphas_by_hand(actions[b].tolist())[1:]):
+            read = sum(mass * h[b, token] for token, mass in state.items())
+            torch.testing.assert_close(new_h[b, t], h[b, t] + read)
+    assert [trace[name].item() for name in ("push", "pop", "no_op")] == pytest.approx(actions.mean((0, 1)).tolist())
+    assert trace["read_share"].item() == pytest.approx(((new_h - h).norm(dim=-1) / h.norm(dim=-1)).mean().item())
+
+
+@pytest.mark.parametrize("positional", ["none", "rope", "alibi"])
+@pytest.mark.parametrize("chunks", [[1] * T, [5, 1, 3], [T - 1, 1]])
+def test_cached_logits_equal_those_of_the_whole(positional, chunks):
+    model, cache = make_model(positional=positional).eval(), Cache()
+    kept = []
+    parts = []
+    for part in make_tokens().split(chunks, 1):
+        parts.append(model(part, cache).logits)
+        kept += [(state, [x.clone() for x in state]) for state in cache.states.values()]
+    torch.testing.assert_close(torch.cat(parts, 1), model(make_tokens()).logits)
+    assert all(torch.equal(now, then) for state, before in kept for now, then in zip(state, before, strict=True))
+
+
+def test_the_decoder_calls_it_after_the_feed_forward_of_every_layer():
+    model, order = make_model(), []
+    assert (model.axis, model.entropy_weight, len(model.memories)) == ("time", 0, 3)
+    for layer in model.layers:
+        for name in ("feed_forward", "memory"):
+            getattr(layer, name).register_forward_hook(lambda *_, name=name: order.append(name))
+    output = model(make_tokens(), probe=True)
+    assert order == ["feed_forward", "memory"] * 3
+    assert output.entropy == 0
+    assert set(output.probes[0]) == {"push", "pop", "no_op", "read_share"}
+    assert model.num_parameters(memory=True) == 3 * (16 * 3 + 3)
+    later = make_tokens()
+    later[0, 4] = (later[0, 4] + 1) % VOCAB
+    moved = (model(later).logits - output.logits).abs().amax(-1)
+    assert all(moved[0, :4] < 1e-12)
+    assert all(moved[0, 4:] > 1e-9)
+    assert all(moved[1] < 1e-12)
+
+
+def test_precisions_agree():
+    wanted = make_model()(make_tokens()).logits
+    for dtype, autocast in ((torch.float32, False), (torch.float32, True), (torch.bfloat16, False)):
+        model = make_model(dtype)
+        model.load_state_dict(make_model().state_dict())
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            logits = model(make_tokens()).logits
+        error = (logits.double() - wanted).abs().max() / wanted.abs().max()
+        assert error < (1e-5 if dtype == torch.float32 and not autocast else 0.05)
+        logits.float().sum().backward()
+
+
+def test_weights_drawn_after_the_meta_device_are_the_same():
+    def make():
+        torch.manual_seed(4)
+        model = TransformerConfig(vocab_size=VOCAB, hidden_size=16, num_heads=2, num_kv_heads=2)
+        memory = StackAttention(StackAttentionConfig(), model, 0)
+        return memory
+
+    with torch.device("meta"):
+        empty = make()
+    empty.to_empty(device="cpu")
+    direct, drawn = make(), []
+    for memory in (direct, empty):
+        torch.manual_seed(4)
+        memory.init_weights()
+        drawn.append(memory.state_dict())
+    assert all(torch.equal(value, drawn[1][name]) for name, value in drawn[0].items())
+
+
+def test_activation_checkpointing_gives_identical_gradients():
+    model, gradients = make_model(), []
+    for model.checkpoint_blocks in (False, True):
+        gradients.append(torch.autograd.grad(model(make_tokens()).logits.logsumexp(-1).sum(), model.parameters()))
+    torch.testing.assert_close(gradients[0], gradients[1], rtol=0, atol=0)
+
+
+def test_flops_are_those_of_the_steps():
+    """Pops: t^2 multiply-adds at token t; read: t vectors of 16."""
+    memory, length = make_model().memories[0], 200
+    counted = 2 * (16 * 3 + sum(t**2 + 16 * (t + 1) for t in range(length)) / length)
+    assert memory.flops_per_token(length) == pytest.approx(counted, rel=0.01)
