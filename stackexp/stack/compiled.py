@@ -42,7 +42,8 @@ def scan(
     batch, tokens, heads, size = x.shape
     how = kernels.TOP if read == "top" else HOW[read_mask]
     every = max(1, math.isqrt(tokens))
-    options = (num_slots, how, int(discipline == "queue"), int(feedback_activation == "tanh"), every)
+    shape = (tokens, heads, size, logits.shape[-1], state.mask.shape[-1], num_slots)
+    options = (*shape, how, int(discipline == "queue"), int(feedback_activation == "tanh"), every)
     maps = x.new_empty(0, 0)
     if feedback:
         maps = torch.cat([feedback[0].flatten(1), feedback[1].flatten(1)], 1)  # [H*D, H*D + H*A]
@@ -60,20 +61,17 @@ def scan(
 def _forward(options: tuple[int, ...], tensors: list[Tensor], keep: bool) -> tuple[list[Tensor], list[Tensor]]:
     """Outputs, and what the backward pass needs of the states: pushed vectors, R_{-1}, every k-th state."""
     tensors = [tensor.detach().contiguous() for tensor in tensors]
-    slots, x, maps = tensors[0], tensors[2], tensors[5]
-    num_slots, *_, every = options
-    batch, heads, start, size = slots.shape
-    tokens = x.shape[1]
+    tokens, heads, size, _, start, num_slots, *_, every = options
+    x, maps = tensors[2], tensors[5]
     assert start <= num_slots, (start, num_slots)
+    batch, new, feedback = len(x), x.new_empty, maps.numel() > 0
     end, segments = min(start + tokens, num_slots), (tokens - 1) // every if keep and tokens else 0
-    new, feedback = x.new_empty, maps.numel() > 0
     outputs = [new(x.shape), new(batch, tokens, heads * 3), new(batch, tokens, heads), new(batch, tokens, heads)]
     outputs += [new(batch, heads, end, size), new(batch, heads, end)]
-    kept = [new(x.shape if feedback and keep else (0, 0, 0)), new((batch, heads * size) if feedback else (0, 0))]
+    kept = [new(x.shape if feedback and keep else 0), new((batch, heads * size) if feedback else 0)]
     kept += [new(batch, heads, segments, end, size), new(batch, heads, segments, end)]
-    given = _arrays(tensors[:2])
     work = batch * tokens * heads * size * end
-    _for_all(kernels.forward, batch, work, options, given, _arrays(tensors[2:]), _arrays(outputs), _arrays(kept))
+    _for_all(kernels.forward, batch, work, options, tensors, outputs, kept)
     return outputs, kept
 
 
@@ -95,22 +93,19 @@ class _Scan(torch.autograd.Function):
             tensor.detach().contiguous() for tensor in ctx.saved_tensors
         )
         pushed, first_read, states, masks = kept
-        batch, start, tokens = len(slots), slots.shape[2], x.shape[1]
-        fed = x.new_empty(0, 0, 0)
+        tokens, heads, size, _, start, num_slots, _, _, tanh, _ = ctx.options
+        batch, fed = len(x), x.new_empty(0)
         if feedback := maps.numel() > 0:
             fed = torch.cat([first_read.unsqueeze(1), read], 1)[:, :tokens]  # R_{t-1}
-            fed = fed.tanh() if ctx.options[3] else fed.contiguous()
+            fed = fed.tanh() if tanh else fed.contiguous()
         incoming = [*incoming[:3], *incoming[4:]]  # none of the occupancy
-        shapes = [(0, 0, 0)] * 3 + [(0, 0, 0, 0), (0, 0, 0)]
-        incoming = [
-            x.new_empty(shape) if g is None else g.contiguous() for g, shape in zip(incoming, shapes, strict=True)
-        ]
+        incoming = [x.new_empty(0) if gradient is None else gradient.contiguous() for gradient in incoming]
         wanted = ctx.needs_input_grad[1] or ctx.needs_input_grad[2]
         of_state = [torch.empty_like(tensor) if wanted else tensor[:0] for tensor in (slots, mask)]
         outgoing = [*of_state, torch.empty_like(x), torch.empty_like(logits), x.new_zeros(batch, *query.shape)]
-        inputs = [pushed if feedback else x, fed, query, maps.T.contiguous()]
-        work = 3 * batch * tokens * x.shape[2] * min(start + tokens, ctx.options[0])
-        arrays = [_arrays(t) for t in ([slots, mask], inputs, [action, entropy], [states, masks], incoming, outgoing)]
+        inputs = [slots, mask, pushed if feedback else x, query, maps.T.contiguous(), fed]
+        work = 3 * batch * tokens * heads * size * min(start + tokens, num_slots)
+        arrays = (inputs, [action, entropy], [states, masks], incoming, outgoing)
         _for_all(kernels.backward, batch, work, ctx.options, *arrays)
         g_slots, g_mask, g_x, g_logits, g_query = outgoing
         g_maps = None
@@ -120,12 +115,9 @@ class _Scan(torch.autograd.Function):
         return None, *g_state, g_x, g_logits, g_query.sum(0), g_maps
 
 
-def _arrays(tensors: list[Tensor]) -> tuple:
-    return tuple(tensor.numpy() for tensor in tensors)
-
-
-def _for_all(kernel: Callable, batch: int, work: int, *args: tuple) -> None:
-    """`kernel(begin, end, *args)` for the sequences of a batch, in as many threads as torch uses and the work fills."""
+def _for_all(kernel: Callable, batch: int, work: int, options: tuple[int, ...], *groups: list[Tensor]) -> None:
+    """Run a kernel for the sequences of a batch, in as many threads as torch uses and the work fills."""
+    args = options, *(tuple(tensor.view(-1).numpy() for tensor in group) for group in groups)
     threads = max(1, min(torch.get_num_threads(), batch, work // NUMBERS_PER_THREAD))
     if threads == 1:
         kernel(0, batch, *args)
