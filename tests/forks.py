@@ -13,7 +13,13 @@ from typing import Any
 
 import pytest
 
-PRELOAD = ["stackexp.cli", "stackexp.verbs.evaluate", "stackexp.verbs.fit", "stackexp.verbs.generate"]
+PRELOAD = [
+    "stackexp.cli",
+    "stackexp.verbs.evaluate",
+    "stackexp.verbs.fit",
+    "stackexp.verbs.language",
+    "stackexp.verbs.formal",
+]
 PRELOAD += ["stackexp.datamodules.pretraining", "stackexp.datamodules.streaming", "stackexp.models.memory"]
 SECONDS = 120
 

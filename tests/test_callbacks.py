@@ -17,7 +17,7 @@ from stackexp.callbacks import step_checkpoint, throughput
 from stackexp.callbacks.progress import StepProgress
 from stackexp.callbacks.stack_probes import StackProbes
 from stackexp.callbacks.step_checkpoint import StopRequest, Wishes
-from stackexp.callbacks.tensorboard import TensorBoardCopy
+from stackexp.callbacks.tensorboard import TensorBoardCopy, write_curve
 from stackexp.callbacks.throughput import Throughput, peak_flops
 from stackexp.config.compose import compose
 from stackexp.modules.language_modeling import LanguageModeling
@@ -45,7 +45,13 @@ def fake_module(device: torch.device = CPU) -> SimpleNamespace:
     data = SimpleNamespace(global_batch_tokens=TOKENS, context_length=CONTEXT)
     model = SimpleNamespace(flops_per_token=lambda context_length: {CONTEXT: FLOPS}[context_length])
     return SimpleNamespace(
-        config=SimpleNamespace(data=data), model=model, device=device, step_metrics=StepMetrics(), probe=False
+        config=SimpleNamespace(data=data),
+        model=model,
+        device=device,
+        step_metrics=StepMetrics(),
+        probe=False,
+        tokens=0,
+        sequence_length=CONTEXT,
     )
 
 
@@ -56,7 +62,7 @@ def test_tokens_per_second_are_those_between_the_ends_of_steps(clock):
     callback.on_train_batch_end(trainer, module)  # a micro-batch
     assert module.step_metrics.drain() == {}
     clock.now += 0.5
-    trainer.global_step = 8
+    trainer.global_step, module.tokens = 8, TOKENS
     callback.on_train_batch_end(trainer, module)
     assert module.step_metrics.drain() == {
         "throughput/tokens_per_second": TOKENS / 2,
@@ -65,7 +71,7 @@ def test_tokens_per_second_are_those_between_the_ends_of_steps(clock):
     clock.now += 60  # validation
     callback.on_validation_end(trainer, module)
     clock.now += 4
-    trainer.global_step = 9
+    trainer.global_step, module.tokens = 9, 2 * TOKENS
     callback.on_train_batch_end(trainer, module)
     assert module.step_metrics.drain()["throughput/tokens_per_second"] == TOKENS / 4
 
@@ -76,7 +82,7 @@ def test_mfu_is_against_the_peak_of_all_devices(clock, monkeypatch):
     callback, module, trainer = Throughput(), fake_module(CUDA), SimpleNamespace(global_step=0, world_size=4)
     callback.on_train_start(trainer, module)
     clock.now += 0.5
-    trainer.global_step = 1
+    trainer.global_step, module.tokens = 1, TOKENS
     callback.on_train_batch_end(trainer, module)
     assert module.step_metrics.drain() == {
         "throughput/tokens_per_second": 2 * TOKENS,
@@ -240,6 +246,11 @@ SHOWN = {
         "averages of perplexity": {"v2/average/perplexity", "v2/average/exp_mean_loss"},
     },
     "V3": {"loss": {"sample/v3/a", "sample/v3/average/loss"}, "averages of perplexity": AVERAGES_OF_V3},
+    "Formal languages": {
+        "Accuracy against length": {"length/accuracy"},
+        "accuracy": {"accuracy/train", "validation/accuracy/average"},
+        "longest string of the curriculum": {"data/max_length"},
+    },
     "Memory, by layer": {
         "push probability": of_layers("push"),
         "pop probability": of_layers("pop"),
@@ -264,8 +275,10 @@ def test_every_chart_shows_the_tags_it_is_for(tmp_path):
     tags = set_tags("validation", {"left": result, "right": result})
     for name, lead in (("v2/a", ""), ("v3/a", "sample/")):
         tags |= set_tags("validation", {name: result}, lead)
+    tags |= {"accuracy/train": 0.5, "validation/accuracy/average": 0.5, "data/max_length": 4.0}
     copy.write({"step": 1, "tokens": 16, "time": 1001.0} | tags)
     copy.close()
+    write_curve(tmp_path, "length/accuracy", {1: 1.0, 2: 0.5}, "test.lengths")
     events = events_of(tmp_path)
     tags = events.Tags()["scalars"]
     [layout] = events.Tensors("custom_scalars__config__")

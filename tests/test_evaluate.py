@@ -299,6 +299,7 @@ def test_a_kill_after_the_last_step_loses_no_set_either(corpus, many, tmp_path):
 def test_what_changes_a_figure_is_in_the_key(fitted, many, tmp_path):
     """The chunks, the model, the precision, a set's content: nothing done otherwise is taken for done."""
     from stackexp.verbs import evaluate as verb
+    from stackexp.verbs.evaluation import keys_of
 
     class Here:
         def agree(self, decide):
@@ -308,7 +309,7 @@ def test_what_changes_a_figure_is_in_the_key(fitted, many, tmp_path):
         config = compose.compose([str(fitted.config)], list(overrides))
         data = verb._data(verb.Evaluation("validate", config, run=fitted, sets=(f"g={many}",)))
         data.setup("validate")
-        return verb._keys("validate", config, data, Here(), fitted.checkpoints / checkpoint)
+        return keys_of("validate", config, data, Here(), fitted.checkpoints / checkpoint)
 
     first = keys()
     assert keys("data.eval_batch_size=3", "trainer.devices=1", "logging.progress_bar=false") == first

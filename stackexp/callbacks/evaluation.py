@@ -13,6 +13,7 @@ from tqdm import tqdm
 from stackexp.runs import write_atomically
 
 QUIET_SECONDS = 10  # an evaluation shorter than this says nothing before its table
+MANY = 40  # sets of which not every one has a line
 
 
 class PartialFigures:
@@ -69,7 +70,8 @@ class PartialFigures:
 class EvaluationRecord(pl.Callback):
     """On the first process: adds each set to `partial` once it is done, and says on standard error how far it is.
 
-    A bar in a terminal; elsewhere a line a set, where the whole takes longer than QUIET_SECONDS.
+    A bar in a terminal; elsewhere a line a set, where the whole takes longer than QUIET_SECONDS; of MANY sets or more
+    only one in so many seconds.
     """
 
     def __init__(self, partial: PartialFigures | None, keys: dict[str, str], progress: bool):
@@ -79,6 +81,7 @@ class EvaluationRecord(pl.Callback):
 
     def _start(self, trainer: pl.Trainer, batches: list[int]) -> None:
         self._started, self._sets = time.monotonic(), len(batches)
+        self._told, self._pause = 0.0, QUIET_SECONDS if self._sets >= MANY else 0
         if self._progress and trainer.is_global_zero and sys.stderr.isatty():
             self._bar = tqdm(total=sum(batches), unit="batch", file=sys.stderr, dynamic_ncols=True)
 
@@ -96,9 +99,10 @@ class EvaluationRecord(pl.Callback):
 
     def _tell(self, name: str, figures: dict[str, float]) -> None:
         seconds = time.monotonic() - self._started
-        if self._progress and self._bar is None and seconds > QUIET_SECONDS:
-            count = f"{len(self._recorded)}/{self._sets}"
-            print(f"{count} {name}: loss {figures['loss']:.4f}, {seconds:.0f} s", file=sys.stderr, flush=True)
+        if self._progress and self._bar is None and seconds > max(QUIET_SECONDS, self._told + self._pause):
+            self._told = seconds
+            count, figure = f"{len(self._recorded)}/{self._sets}", "accuracy" if "accuracy" in figures else "loss"
+            print(f"{count} {name}: {figure} {figures[figure]:.4f}, {seconds:.0f} s", file=sys.stderr, flush=True)
 
     def _end(self, *_: Any) -> None:
         if self._bar is not None:

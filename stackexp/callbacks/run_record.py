@@ -9,7 +9,7 @@ from typing import Any
 import lightning.pytorch as pl
 
 from stackexp.callbacks.tensorboard import TensorBoardCopy
-from stackexp.modules.metrics import finite, set_tags
+from stackexp.modules.metrics import finite
 from stackexp.runs import RunFolder
 
 
@@ -29,7 +29,8 @@ class RunRecord(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         self._recorded_steps = trainer.global_step
         if trainer.is_global_zero:
-            trainer.datamodule.tokenizer.save(str(self._run.tokenizer))
+            if trainer.datamodule.tokenizer is not None:
+                trainer.datamodule.tokenizer.save(str(self._run.tokenizer))
             self.open(trainer.global_step)
 
     def open(self, step: int) -> None:
@@ -47,15 +48,12 @@ class RunRecord(pl.Callback):
 
     def on_validation_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         if trainer.state.fn == "fit":
-            lead = "" if trainer.datamodule.eval_limit is None else "sample/"  # `v2/...` are figures of whole sets
-            self._write(trainer, module, set_tags("validation", module.set_metrics, lead))
+            self._write(trainer, module, module.validation_tags())
 
     def _write(self, trainer: pl.Trainer, module: pl.LightningModule, metrics: dict[str, float]) -> None:
         if not trainer.is_global_zero:
             return
-        step = trainer.global_step
-        tokens = step * module.config.data.global_batch_tokens
-        line = {"step": step, "tokens": tokens, "time": round(time.time(), 3)} | metrics
+        line = {"step": trainer.global_step, "tokens": module.tokens, "time": round(time.time(), 3)} | metrics
         self.last_line = self.last_line | line
         self._file.write(json.dumps(finite(line)) + "\n")
         self._file.flush()

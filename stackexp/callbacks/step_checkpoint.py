@@ -76,7 +76,7 @@ class Wishes(pl.Callback):
         self._saved_at = time.monotonic()
 
     def on_validation_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, *args: Any) -> None:
-        """A validation can be long: stop within it. Resumed, the run validates first."""
+        """An evaluation can be long: stop within it. Resumed, the run makes it up first."""
         batch_idx = args[2]
         if batch_idx % 16 == 0:
             wish = torch.tensor(float(self._stop.reason is not None), device=module.device)
@@ -84,6 +84,8 @@ class Wishes(pl.Callback):
                 dist.all_reduce(wish)
             if wish:
                 raise Stopped(self._stop.reason or "another process was told to stop")
+
+    on_test_batch_end = on_validation_batch_end
 
 
 class StepCheckpoint(pl.callbacks.Checkpoint):

@@ -1,6 +1,8 @@
 """TensorBoard's copy of metrics.jsonl. A resumed run deletes the copy and makes it anew from the lines kept."""
 
+import contextlib
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -32,6 +34,11 @@ CHARTS = {
             "averages of perplexity": [f"(sample/)?{group}/average/(perplexity|exp_mean_loss)"],
         }
         for group in ("v2", "v3")
+    },
+    "Formal languages": {
+        "Accuracy against length": ["length/accuracy"],
+        "accuracy": ["accuracy/train", "validation/accuracy/average"],
+        "longest string of the curriculum": ["data/max_length"],
     },
     "Memory, by layer": {
         "push probability": ["memory/push/.*"],
@@ -92,11 +99,24 @@ class TensorBoardCopy:
 
 def write_scalars(folder: Path, tags: dict[str, float], step: int, what: str) -> None:
     """Figures of an evaluation of the checkpoint of `step`, in an event file that takes the place of `what`'s last."""
-    suffix = f".{quote(what, safe='')}.{step}{EVALUATION}"
-    before = list(folder.glob(f"events.out.tfevents.*{suffix}"))
-    with SummaryWriter(folder, filename_suffix=suffix) as writer:
+    with _replacing(folder, f".{quote(what, safe='')}.{step}{EVALUATION}") as writer:
         for tag, value in tags.items():
             writer.add_scalar(tag, value, step)
+
+
+def write_curve(folder: Path, tag: str, points: dict[int, float], what: str) -> None:
+    """A figure against something else than the step, such as the length, in a file that takes the place of the last."""
+    with _replacing(folder, f".{quote(what, safe='')}{EVALUATION}") as writer:
+        for x, value in sorted(points.items()):
+            writer.add_scalar(tag, value, x)
+
+
+@contextlib.contextmanager
+def _replacing(folder: Path, suffix: str) -> Iterator[SummaryWriter]:
+    """A writer of a file whose name ends in `suffix`; the one of before goes when this one is whole."""
+    before = list(folder.glob(f"events.out.tfevents.*{suffix}"))
+    with SummaryWriter(folder, filename_suffix=suffix) as writer:
+        yield writer
     for path in before:
         path.unlink()
 

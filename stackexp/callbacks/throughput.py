@@ -16,10 +16,12 @@ class Throughput(pl.Callback):
     from the model's structure (`flops_per_token`); what activation checkpointing computes again is not counted.
     """
 
+    def __init__(self) -> None:
+        self._flops_per_token: dict[int, float] = {}  # by the length of the sequences
+
     def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         self._since = time.perf_counter()
-        self._step = trainer.global_step
-        self._flops_per_token = module.model.flops_per_token(module.config.data.context_length)
+        self._step, self._tokens = trainer.global_step, module.tokens
         self._peak = peak_flops(module.device) * trainer.world_size
 
     def on_validation_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
@@ -29,12 +31,18 @@ class Throughput(pl.Callback):
         if trainer.global_step == self._step:
             return
         now = time.perf_counter()
-        tokens_per_second = module.config.data.global_batch_tokens / (now - self._since)
-        flops = tokens_per_second * self._flops_per_token
-        self._since, self._step = now, trainer.global_step
+        tokens_per_second = (module.tokens - self._tokens) / (now - self._since)
+        flops = tokens_per_second * self._flops_of(module)
+        self._since, self._step, self._tokens = now, trainer.global_step, module.tokens
         module.step_metrics.add("throughput/tokens_per_second", torch.tensor(tokens_per_second, device=module.device))
         tag, value = ("throughput/mfu", flops / self._peak) if self._peak else ("throughput/flops_per_second", flops)
         module.step_metrics.add(tag, torch.tensor(value, device=module.device))
+
+    def _flops_of(self, module: pl.LightningModule) -> float:
+        length = module.sequence_length
+        if length not in self._flops_per_token:
+            self._flops_per_token[length] = module.model.flops_per_token(length)
+        return self._flops_per_token[length]
 
 
 def peak_flops(device: torch.device) -> float:

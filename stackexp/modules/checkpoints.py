@@ -120,7 +120,7 @@ class CheckpointState(pl.Callback):
             "version": VERSION,
             "config": to_dict(module.config),
             "accumulate_grad_batches": module.config.accumulate_grad_batches,
-            "tokens": trainer.global_step * module.config.data.global_batch_tokens,
+            "tokens": module.tokens,
             "python_rng": random.getstate(),
             "torch_rng": torch.get_rng_state(),
             "cuda_rng": torch.cuda.get_rng_state_all(),

@@ -1,0 +1,201 @@
+"""Strings of a formal language: to train on, drawn as they are needed; to validate and test on, by their length."""
+
+import hashlib
+import json
+import logging
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import torch
+
+from stackexp.config.formal import FormalLanguageConfig
+from stackexp.config.schema import ExperimentConfig
+from stackexp.errors import ConfigError, RunError
+from stackexp.tasks import TASKS, Task
+from stackexp.tasks import Batch as Strings
+
+log = logging.getLogger(__name__)
+
+SEEDS = {"validate": 1, "test": 2}
+"""Third words of the seeds [length, 0, .] of what is evaluated on. Those of training have two words: all differ."""
+
+
+@dataclass(frozen=True)
+class LengthSet:
+    """The strings of one length: a set to validate or test on, the same whatever the run, batch size and devices."""
+
+    task: Task
+    stage: str  # validate or test
+    length: int
+    sequences: int
+
+    @property
+    def name(self) -> str:
+        return f"length_{self.length:03d}"
+
+    @property
+    def identity(self) -> str:
+        """A hash of all its strings' cause."""
+        cause = [self.task.name, SEEDS[self.stage], self.length, self.sequences]
+        return hashlib.sha256(json.dumps(cause).encode()).hexdigest()
+
+    def draw(self) -> Strings:
+        rng = np.random.default_rng([self.length, 0, SEEDS[self.stage]])
+        return self.task.sample(rng, self.sequences, self.length)
+
+
+class FormalLanguageData(pl.LightningDataModule):
+    """Batches of one length: tokens int64 [B, L + O], symbols and then the empty token; targets int64 [B, O]; mask
+    bool [B, O], of what accuracy counts.
+
+    Those of training have besides: length, max_length (of this step of the curriculum), and counted, how many symbols
+    accuracy counts on this rank in the mean over ranks. Those of evaluation: index int64 [B], -1 for padding.
+    """
+
+    tokenizer = token_bytes = eval_limit = None  # as sets of text have them
+
+    def __init__(self, config: FormalLanguageConfig, seed: int = 0):
+        super().__init__()
+        self.config, self.seed, self.task = config, seed, TASKS[config.task]
+        self.leave_out: frozenset[str] = frozenset()  # sets whose figures are known already
+
+    def setup(self, stage: str) -> None:
+        """Raises RunError where strings to train on would be too short for the task."""
+        if stage != "fit":
+            return
+        keys = ["curriculum_start", "max_length"] if self.config.curriculum_steps else ["max_length"]
+        for key in keys:
+            if (length := getattr(self.config, key)) < self.task.min_length:
+                raise RunError(
+                    f"data.{key}: {length} is too short, strings of {self.task.name} have {self.task.min_length} "
+                    f"symbols or more; set data.{key}={self.task.min_length} or more"
+                )
+
+    def choose(self, stage: str, wanted: list[str]) -> None:
+        raise ConfigError(
+            "--sets: strings of formal languages are told apart by their length alone; choose lengths with "
+            "data.eval_max_length and data.eval_length_stride"
+        )
+
+    def sets(self, stage: str) -> list[LengthSet]:
+        """The lengths of stage "validate" or "test", in the order of their loaders."""
+        config = self.config
+        between = range(config.max_length + 1, config.validation_max_length + 1)
+        lengths, sequences = {
+            "validate": (between, config.validation_sequences),
+            "test": (config.tested_lengths, config.eval_sequences),
+        }[stage]
+        sets = [LengthSet(self.task, stage, n, sequences) for n in lengths if n >= self.task.min_length]
+        return [of for of in sets if of.name not in self.leave_out]
+
+    def set_names(self, stage: str) -> list[str]:
+        return [of.name for of in self.sets(stage)]
+
+    def training_batch(self, step: int) -> dict[str, Any]:
+        """What the optimizer's `step` (from 1 on) is made from, a function of seed and step; this process's rows."""
+        longest, rng = longest_of(self.config, step), np.random.default_rng([self.seed, step])
+        length = int(rng.integers(self.task.min_length, longest + 1))
+        rank, world_size = _place(self.trainer)
+        strings = self.task.sample(rng, self.config.batch_size, length)
+        counted = float(strings.mask.sum()) / world_size
+        rows = Strings(*(part[rank::world_size] for part in strings))
+        return tensors(rows, self.task) | {"length": length, "max_length": longest, "counted": counted}
+
+    def train_dataloader(self) -> "TrainingBatches":
+        return TrainingBatches(self)
+
+    def val_dataloader(self) -> list["LengthBatches"]:
+        return self._loaders("validate")
+
+    def test_dataloader(self) -> list["LengthBatches"]:
+        return self._loaders("test")
+
+    def _loaders(self, stage: str) -> list["LengthBatches"]:
+        return [LengthBatches(of, self.config.eval_batch_size, *_place(self.trainer)) for of in self.sets(stage)]
+
+
+class TrainingBatches:
+    """The batches after the trainer's last step, without end."""
+
+    def __init__(self, data: FormalLanguageData):
+        self._data = data
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        step = self._data.trainer.global_step
+        while True:
+            step += 1
+            yield self._data.training_batch(step)
+
+
+class LengthBatches:
+    """A rank's share of a set: every rank has as many batches, padded with strings of index -1."""
+
+    def __init__(self, of: LengthSet, batch_size: int, rank: int = 0, world_size: int = 1):
+        self._of, self._size, self._rank, self._world_size = of, batch_size, rank, world_size
+
+    def __len__(self) -> int:
+        return math.ceil(self._of.sequences / (self._size * self._world_size))
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        strings, count = self._of.draw(), self._of.sequences
+        for batch in range(len(self)):
+            wanted = (batch * self._size + np.arange(self._size)) * self._world_size + self._rank
+            if self._world_size == 1:
+                wanted = wanted[wanted < count]
+            rows = Strings(*(part[np.minimum(wanted, count - 1)] for part in strings))
+            yield tensors(rows, self._of.task) | {"index": torch.from_numpy(np.where(wanted < count, wanted, -1))}
+
+
+def longest_of(config: FormalLanguageConfig, step: int) -> int:
+    """The longest string of a step (from 1 on): max_length, or what the curriculum has reached, linear in the step."""
+    if step > config.curriculum_steps:
+        return config.max_length
+    grown = (config.max_length - config.curriculum_start) * (step - 1) // config.curriculum_steps
+    return config.curriculum_start + grown
+
+
+def tensors(strings: Strings, task: Task) -> dict[str, torch.Tensor]:
+    """tokens [B, L + O]: the symbols, then an empty token for each symbol of the answer; targets, mask [B, O]."""
+    empty = np.full(strings.targets.shape, task.inputs)
+    return {
+        "tokens": torch.from_numpy(np.concatenate([strings.inputs, empty], 1)),
+        "targets": torch.from_numpy(np.ascontiguousarray(strings.targets)),
+        "mask": torch.from_numpy(np.ascontiguousarray(strings.mask)),
+    }
+
+
+def _place(trainer: pl.Trainer | None) -> tuple[int, int]:
+    """Rank and number of the processes."""
+    return (trainer.global_rank, trainer.world_size) if trainer else (0, 1)
+
+
+def warn_of_slots(config: ExperimentConfig) -> None:
+    """Say what a stack that is too small for the longest tested strings can reach at best."""
+    data, memory = config.data, getattr(config.model, "memory", None) or config.model
+    slots = getattr(memory, "eval_num_slots", None) or getattr(memory, "num_slots", None)
+    needed = TASKS[data.task].needs_slots(data.eval_max_length)
+    if slots is None or getattr(memory, "axis", "time") == "depth" or needed is None or slots >= needed:
+        return
+    key = "model.eval_num_slots" if memory is config.model else "model.memory.eval_num_slots"
+    log.warning(
+        "%s: %d slots, but %s needs %d at length %d: a hard stack of S slots scores about %.2g + %.2g min(1, S/L), so "
+        "at most %.2f over %d..%d; set %s=%d",
+        *(key, slots, data.task, needed, data.eval_max_length, *_chances(data), ceiling(data, slots)),
+        *(data.max_length + 1, data.eval_max_length, key, needed),
+    )
+
+
+def ceiling(data: FormalLanguageConfig, slots: int) -> float:
+    """The mean over the tested lengths above max_length of chance + (1 - chance) min(1, S / needed)."""
+    chance, rest = _chances(data)
+    needs = [TASKS[data.task].needs_slots(n) for n in range(data.max_length + 1, data.eval_max_length + 1)]
+    return sum(chance + rest * min(1.0, slots / needed) for needed in needs) / len(needs)
+
+
+def _chances(data: FormalLanguageConfig) -> tuple[float, float]:
+    chance = 1 / TASKS[data.task].outputs
+    return chance, 1 - chance

@@ -1,0 +1,22 @@
+"""Which LightningModule an experiment trains: its data say what they are to be used for."""
+
+import importlib
+from pathlib import Path
+
+from stackexp.config.schema import ExperimentConfig
+from stackexp.modules.training import TrainingModule
+
+MODULES = {
+    "language_modeling": "stackexp.modules.language_modeling:LanguageModeling",
+    "transduction": "stackexp.modules.transduction:Transduction",
+}
+
+
+def objective(config: ExperimentConfig) -> str:
+    """A key of MODULES; kinds of data that do not say are of language modeling."""
+    return getattr(config.data, "objective", "language_modeling")
+
+
+def build_module(config: ExperimentConfig, weights: Path | None = None) -> TrainingModule:
+    module, name = MODULES[objective(config)].split(":")
+    return getattr(importlib.import_module(module), name)(config, weights)

@@ -1,0 +1,172 @@
+"""Formal languages in the verbs: every length tested, and accuracy against length as scores, table and picture."""
+
+import contextlib
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+
+from stackexp import runs
+from stackexp.callbacks.evaluation import EvaluationRecord
+from stackexp.callbacks.tensorboard import write_curve
+from stackexp.config.compose import to_dict
+from stackexp.config.schema import ExperimentConfig
+from stackexp.datamodules.formal_language import warn_of_slots
+from stackexp.errors import FolderBusy
+from stackexp.modules import checkpoints
+from stackexp.modules.checkpoints import flatten
+from stackexp.modules.transduction import average
+from stackexp.reports.accuracy import accuracy_plot, accuracy_table, scores
+from stackexp.runs import RunFolder
+from stackexp.verbs.evaluation import Evaluation, Sets, resumable
+from stackexp.verbs.session import Session
+
+HYPERPARAMETERS = ("model.", "data.", "optimizer.", "schedule.", "seed", "trainer.max_steps")
+NOT_HYPERPARAMETERS = ("data.validation_", "data.eval_")
+CURVE = "length/accuracy"
+
+
+def begin(config: ExperimentConfig) -> None:
+    warn_of_slots(config)
+
+
+def trains_on(config: ExperimentConfig) -> str:
+    data = config.data
+    text = f"{config.trainer.max_steps:,} steps of {data.batch_size} strings of {data.task}, lengths up to "
+    if not data.curriculum_steps:
+        return f"{text}{data.max_length}"
+    return f"{text}{data.curriculum_start}, growing to {data.max_length} over {data.curriculum_steps:,} steps"
+
+
+def callbacks(config: ExperimentConfig, folder: RunFolder) -> list[pl.Callback]:
+    """None: the data are a function of seed and step, so there is nothing to record of them."""
+    return []
+
+
+def model_label(config: ExperimentConfig) -> str:
+    """transformer, stacktrans, stacktrans-depth, stack_attention, lstm, stack_rnn, or the name of a plugin's kind."""
+    model = config.model
+    if model.kind != "transformer":
+        return model.kind
+    memory = model.memory
+    if memory is None or memory.kind != "stack":
+        return "transformer" if memory is None else memory.kind
+    return "stacktrans-depth" if memory.axis == "depth" else "stacktrans"
+
+
+def finish(session: Session) -> None:
+    """The validation lengths, if the last step has not had them; every length of the test; result.json last."""
+    config, module, data, trainer = session.config, session.module, session.data, session.trainer
+    if module.set_metrics_step != config.trainer.max_steps:
+        trainer.validate(module, data, verbose=False)
+    validated = average(module.set_metrics)["accuracy"]
+
+    def evaluate(record: EvaluationRecord) -> Sets:
+        trainer.callbacks.append(record)
+        trainer.test(module, data, verbose=False)
+        return module.set_metrics
+
+    newest = session.processes.agree(session.folder.newest_checkpoint)
+    with resumable("test", config, data, session.processes, newest, session.folder.path / "test.json") as whole:
+        sets = whole.figures(evaluate)
+        if session.processes.first:
+            _finish(session, tested(config, sets), validated)
+
+
+def tested(config: ExperimentConfig, sets: Sets) -> dict[str, Any]:
+    """What a test has to tell, under the keys of result.json."""
+    accuracy = accuracy_of(sets)
+    return {
+        "task": config.data.task,
+        "model": model_label(config),
+        "accuracy": {str(length): value for length, value in accuracy.items()},
+        **scores(config.data, accuracy),
+        "sequences_per_length": config.data.eval_sequences,
+        "length_stride": config.data.eval_length_stride,
+    }
+
+
+def accuracy_of(sets: Sets) -> dict[int, float]:
+    """{length_041: figures} -> {41: accuracy}."""
+    return {int(name.removeprefix("length_")): figures["accuracy"] for name, figures in sets.items()}
+
+
+def _finish(session: Session, test: dict[str, Any], validated: float) -> None:
+    config, module, folder = session.config, session.module, session.folder
+    seconds = time.perf_counter() - session.started_at
+    lines = [line for line in folder.read_metrics() if "loss/train" in line]
+    losses, accuracies = ([line[tag] for line in lines] for tag in ("loss/train", "accuracy/train"))
+    result = {
+        "steps": config.trainer.max_steps,
+        "tokens": lines[-1]["tokens"],
+        "parameters": module.model.num_parameters(),
+        "memory_parameters": module.model.num_parameters(memory=True),
+        "train_loss": {"first": losses[0], "last_20_steps": sum(losses[-20:]) / len(losses[-20:])},
+        "train_accuracy": sum(accuracies[-20:]) / len(accuracies[-20:]),
+        "validation_accuracy": validated,
+        **test,
+        "seconds_of_last_session": round(seconds, 1),
+    }
+    figures = {f"final/{key}": value for key, value in test.items() if key.startswith("score_")}
+    figures["final/validation_accuracy"] = validated
+    figures["final/loss/train"] = result["train_loss"]["last_20_steps"]
+    session.record.finish(_hyperparameters(config), figures, config.trainer.max_steps)
+    if config.logging.tensorboard:
+        write_curve(folder.path, CURVE, {int(n): a for n, a in test["accuracy"].items()}, "test.lengths")
+    runs.write_atomically(folder.result, json.dumps(result, indent=2))
+    print(
+        f"\ntraining loss {losses[0]:.3f} at the first step, {result['train_loss']['last_20_steps']:.3f} over the last "
+        f"20; accuracy {validated:.3f} on the lengths of the validation; {seconds:.0f} s\n\n{_shown(config, test)}\n\n"
+        f"run folder: {folder.path}\ncurves:     tensorboard --logdir {config.logging.root}",
+        flush=True,
+    )
+
+
+def _shown(config: ExperimentConfig, test: dict[str, Any]) -> str:
+    curves = {test["model"]: {int(length): value for length, value in test["accuracy"].items()}}
+    title = f"{config.data.task}, {config.data.eval_sequences} strings of each length tested"
+    table = accuracy_table(curves, config.data)
+    return f"{title}\n\n{table}\n\n{accuracy_plot(curves, config.data.max_length)}"
+
+
+def report(asked: Evaluation, checkpoint: Path, sets: Sets) -> None:
+    """Of `test`: scores, table and picture, and test.json with the keys of result.json; of `validate`: its lengths."""
+    config, step = asked.config, checkpoints.read(checkpoint)["global_step"] if checkpoint.is_dir() else None
+    record = {"checkpoint": str(checkpoint), "step": step, "overrides": list(asked.overrides)}
+    record |= {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
+    print(f"{checkpoint}\n")
+    if asked.stage == "test":
+        record |= tested(config, sets)
+        print(_shown(config, record))
+    else:
+        accuracy, mean = accuracy_of(sets), average(sets)
+        record |= {"task": config.data.task, "model": model_label(config)}
+        record |= {"accuracy": {str(length): value for length, value in accuracy.items()}}
+        record |= {"validation_accuracy": mean["accuracy"], "loss": mean["loss"]}
+        record |= {"sequences_per_length": config.data.validation_sequences}
+        print("\n".join(f"length {length:4d}  accuracy {value:.4f}" for length, value in accuracy.items()))
+        print(f"mean         accuracy {mean['accuracy']:.4f}  loss {mean['loss']:.4f}")
+    if asked.record:
+        runs.write_atomically(asked.record, json.dumps(record, indent=2))
+        if asked.stage == "test" and asked.has_tags:
+            _write_curve(asked, accuracy_of(sets))
+        print(f"\nfigures: {asked.record}")
+
+
+def _write_curve(asked: Evaluation, accuracy: dict[int, float]) -> None:
+    """In the place of the fit's own; in <run>/test while a run goes on in the folder: TensorBoard follows its file."""
+    with contextlib.ExitStack() as stack:
+        folder = asked.run.path
+        try:
+            stack.enter_context(asked.run.lock())
+        except FolderBusy:
+            folder = folder / asked.stage
+        write_curve(folder, CURVE, accuracy, "test.lengths")
+
+
+def _hyperparameters(config: ExperimentConfig) -> dict[str, Any]:
+    options = flatten(to_dict(config))
+    chosen = {key: value for key, value in options.items() if key.startswith(HYPERPARAMETERS)}
+    return {key: value for key, value in chosen.items() if not key.startswith(NOT_HYPERPARAMETERS)}

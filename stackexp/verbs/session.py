@@ -1,0 +1,38 @@
+"""A run of `stackexp fit` as its parts see it, and what of the verbs depends on the objective."""
+
+import importlib
+from dataclasses import dataclass
+from types import ModuleType
+
+import lightning.pytorch as pl
+
+from stackexp.callbacks.run_record import RunRecord
+from stackexp.config.schema import ExperimentConfig
+from stackexp.modules import objectives
+from stackexp.modules.training import TrainingModule
+from stackexp.runs import RunFolder
+from stackexp.verbs.processes import Processes
+
+VERBS = {"language_modeling": "stackexp.verbs.language", "transduction": "stackexp.verbs.formal"}
+
+
+def objective(config: ExperimentConfig) -> ModuleType:
+    """The module with the functions that training and evaluation call for an objective:
+
+    begin(config): warn of what the config cannot reach. trains_on(config): in a line.
+    callbacks(config, folder): besides those of every run. finish(session): what comes after the last step, result.json
+    last. report(asked, checkpoint, sets): print and write the figures of an evaluation.
+    """
+    return importlib.import_module(VERBS[objectives.objective(config)])
+
+
+@dataclass(frozen=True)
+class Session:
+    config: ExperimentConfig
+    module: TrainingModule
+    data: pl.LightningDataModule
+    trainer: pl.Trainer
+    processes: Processes
+    folder: RunFolder
+    record: RunRecord
+    started_at: float  # time.perf_counter()
