@@ -55,5 +55,5 @@ def config_hash(config: ExperimentConfig) -> str:
     tree = to_dict(config)
     for section, keys in NOT_HASHED.items():
         for key in keys:
-            (tree[section] if section else tree).pop(key)
+            (tree[section] if section else tree).pop(key, None)  # not every kind of data has all
     return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()[:8]
