@@ -2,8 +2,11 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
-from stackexp.config.compose import compose, to_yaml
+import yaml
+
+from stackexp.config.compose import compose, to_dict
 from stackexp.config.formal import TASKS
 
 TRANSFORMER = [
@@ -11,6 +14,7 @@ TRANSFORMER = [
     *("model.num_kv_heads=4", "model.tie_embeddings=false", "model.positional=none"),
 ]
 STACK = [*TRANSFORMER, "model.memory.kind=stack", "model.memory.head_dim=8"]
+OTHER = "even_pairs"
 MODELS = {
     "LSTM": ["model.kind=lstm"],
     "StackRNN": ["model.kind=stack_rnn"],
@@ -19,21 +23,20 @@ MODELS = {
     "StackTrans": [*STACK, "model.memory.axis=time", "model.memory.read=top", "model.memory.feedback=true"],
     "StackTrans depth": STACK,
 }
-_yaml: dict[tuple[str, ...], str] = {}  # composing takes a while
-
-
-def overrides_of(model: str, task: str) -> list[str]:
-    outputs = f"model.output_vocab_size={TASKS[task].outputs}"
-    return ["data.kind=formal_language", f"data.task={task}", outputs, "schedule.warmup_steps=0", *MODELS[model]]
+_trees: dict[tuple[str, ...], dict[str, Any]] = {}  # composing takes a while: once for all tasks and seeds
 
 
 def write_run(folder: Path, model: str, task: str, *overrides: str, seed: int = 0) -> Path:
     """A run that has been begun: its config.yaml in `folder`, which is made."""
-    key = (*overrides_of(model, task), *overrides)
-    if key not in _yaml:
-        _yaml[key] = to_yaml(compose([], ["name=formal_table", *key]))
+    if (model, *overrides) not in _trees:
+        own = ["name=formal_table", "data.kind=formal_language", "schedule.warmup_steps=0"]
+        sizes = [f"data.task={OTHER}", f"model.output_vocab_size={TASKS[OTHER].outputs}"]
+        _trees[model, *overrides] = to_dict(compose([], [*own, *sizes, *MODELS[model], *overrides]))
+    tree, (inputs, outputs) = _trees[model, *overrides], TASKS[task]
+    sizes = {"vocab_size": inputs + 1, "output_vocab_size": outputs}
+    tree = tree | {"seed": seed, "model": tree["model"] | sizes, "data": tree["data"] | sizes | {"task": task}}
     folder.mkdir(parents=True)
-    (folder / "config.yaml").write_text(_yaml[key].replace("\nseed: 0\n", f"\nseed: {seed}\n"))
+    (folder / "config.yaml").write_text(yaml.safe_dump(tree, sort_keys=False))
     return folder
 
 

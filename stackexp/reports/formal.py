@@ -1,15 +1,19 @@
 """Runs on formal languages, from their folders alone, as the cells of the paper's Table 1: one per task and model."""
 
+import dataclasses
+import functools
 import json
 import os
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from stackexp.config.registry import SECTIONS, kinds, lookup
+from stackexp.config.schema import TrainerConfig
 from stackexp.config.yaml_files import Leaf, Tree, read_file
 from stackexp.errors import RunError
 from stackexp.reports import paper
@@ -111,6 +115,22 @@ class FormalRun:
         return tested.score(among) if tested else None
 
 
+def completed(config: dict[str, Any]) -> dict[str, Any]:
+    """A run's config with the defaults of options that are younger than the run."""
+    found = _defaults("trainer", TrainerConfig)
+    for section, group in SECTIONS.items():
+        kind = config.get(f"{section}.kind")
+        if kind in kinds(group):
+            found = found | _defaults(section, lookup(group, kind).config)
+    return {key: value for key, value in found.items() if f"{key}.kind" not in config} | config
+
+
+@functools.cache
+def _defaults(section: str, cls: type) -> dict[str, Any]:
+    found = {f"{section}.{field.name}": field.default for field in dataclasses.fields(cls)}
+    return {k: v for k, v in found.items() if v is not dataclasses.MISSING and not str(v).startswith("${")}
+
+
 def in_recipe(key: str) -> bool:
     return not any(key == other or key.startswith(f"{other}.") for other in NOT_OF_RECIPE)
 
@@ -143,10 +163,10 @@ class Cell:
     task: str
     column: str
     among: Range
-    runs: list[FormalRun] = field(default_factory=list)
-    pending: list[FormalRun] = field(default_factory=list)
-    again: list[FormalRun] = field(default_factory=list)
-    others: list[list[FormalRun]] = field(default_factory=list)
+    runs: list[FormalRun] = dataclasses.field(default_factory=list)
+    pending: list[FormalRun] = dataclasses.field(default_factory=list)
+    again: list[FormalRun] = dataclasses.field(default_factory=list)
+    others: list[list[FormalRun]] = dataclasses.field(default_factory=list)
 
     @cached_property
     def scores(self) -> list[float]:
@@ -204,10 +224,10 @@ def collect(paths: Iterable[Path | str], among: Range) -> Report:
     """The table of the runs in these folders. Raises RunError for a folder without runs, and if none can be shown."""
     runs, left_out = [], defaultdict(list)
     for path in find(paths):
-        config = _flat(read_file(path / "config.yaml")[1])
+        config = flatten(read_file(path / "config.yaml")[1])
         column = column_of(config) if config.get("data.kind") == "formal_language" else ""
         if column:
-            runs.append(_read(path, config, column))
+            runs.append(_read(path, completed(config), column))
         else:
             left_out["no formal language" if column == "" else "a model that the table has no column for"].append(path)
     lines = [f"left out, {why}: {_some(found)}" for why, found in left_out.items()]
@@ -246,10 +266,14 @@ def _below(path: Path) -> list[Path]:
     return found
 
 
-def _flat(tree: Tree, path: str = "") -> dict[str, Any]:
+def flatten(tree: Tree | dict[str, Any], path: str = "") -> dict[str, Any]:
+    """Full key -> value, of a file's tree or of nested dicts; a mapping without keys is a value."""
     found: dict[str, Any] = {}
     for key, value in tree.items():
-        found |= {path + key: value.value} if isinstance(value, Leaf) else _flat(value, f"{path}{key}.")
+        if isinstance(value, dict) and value:
+            found |= flatten(value, f"{path}{key}.")
+        else:
+            found[path + key] = value.value if isinstance(value, Leaf) else value
     return found
 
 

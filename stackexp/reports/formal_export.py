@@ -54,7 +54,7 @@ def latex(report: Report, paths: Iterable[Path | str]) -> str:
     lines = [
         "% Needs \\usepackage{booktabs,graphicx}.",
         *(f"% missing cells: {command}" for command in commands),
-        *(r"\begin{table}", r"\centering", rf"\caption{{{escape(legend(report))}}}"),
+        *(r"\begin{table}", r"\centering", r"\setlength{\tabcolsep}{3pt}", rf"\caption{{{escape(legend(report))}}}"),
         rf"\resizebox{{\textwidth}}{{!}}{{\begin{{tabular}}{{l{'lr' * pairs}llr}}",
         *(r"\toprule", " & ".join(escape(name) for name in header()) + r" \\"),
     ]

@@ -11,7 +11,7 @@ from typing import Any
 from stackexp.config.compose import compose, to_dict
 from stackexp.config.formal import TASKS
 from stackexp.errors import ConfigError
-from stackexp.reports.formal import DEPTH, Cell, FormalRun, Recipe, Report, column_of, in_recipe
+from stackexp.reports.formal import DEPTH, Cell, FormalRun, Recipe, Report, column_of, flatten, in_recipe
 from stackexp.sweeps import grid
 
 SHIPPED = {
@@ -66,14 +66,6 @@ def _shipped(name: str) -> Recipe | None:
     except ConfigError:  # not shipped with this version
         return None
     return {key: value for key, value in flatten(to_dict(config)).items() if in_recipe(key)}
-
-
-def flatten(tree: dict[str, Any], path: str = "") -> dict[str, Any]:
-    """Full key -> value; a mapping without keys is a value."""
-    found: dict[str, Any] = {}
-    for key, value in tree.items():
-        found |= flatten(value, f"{path}{key}.") if isinstance(value, dict) and value else {path + key: value}
-    return found
 
 
 def without_task(recipe: Recipe) -> str:
