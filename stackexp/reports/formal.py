@@ -12,6 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from stackexp.config.layers import split_overrides
 from stackexp.config.registry import SECTIONS, kinds, lookup
 from stackexp.config.schema import TrainerConfig
 from stackexp.config.yaml_files import Leaf, Tree, read_file
@@ -64,13 +65,17 @@ class Tested:
 
 @dataclass(frozen=True)
 class FormalRun:
-    """A run folder on a formal language. `config`: full key -> value; `tests`: of result.json and test.json."""
+    """A run folder on a formal language. `config`: full key -> value; `tests`: of result.json and test.json.
+
+    unused: a test.json that is not of this run as it was trained.
+    """
 
     path: Path
     config: dict[str, Any]
     column: str
     result: dict[str, Any]  # {} if unfinished
     tests: tuple[Tested, ...]
+    unused: Path | None = None
 
     @property
     def task(self) -> str:
@@ -230,6 +235,9 @@ def collect(paths: Iterable[Path | str], among: Range) -> Report:
             runs.append(_read(path, completed(config), column))
         else:
             left_out["no formal language" if column == "" else "a model that the table has no column for"].append(path)
+    for run in runs:
+        if run.unused:
+            left_out["of another checkpoint, or with overrides that change more than the test"].append(run.unused)
     lines = [f"left out, {why}: {_some(found)}" for why, found in left_out.items()]
     groups = defaultdict(list)
     for run in runs:
@@ -281,9 +289,21 @@ def _read(path: Path, config: dict[str, Any], column: str) -> FormalRun:
     folder = RunFolder(path)
     result = _figures(folder.result) if folder.finished else {}
     tests = [_tested(folder.result, result)] if result else []
-    if (path / "test.json").exists():
-        tests.append(_tested(path / "test.json", _figures(path / "test.json")))
-    return FormalRun(path, config, column, result, tuple(tests))
+    test, unused = path / "test.json", None
+    if test.exists():
+        figures = _figures(test)
+        if _is_of_the_run(figures, result):
+            tests.append(_tested(test, figures))
+        else:
+            unused = test
+    return FormalRun(path, config, column, result, tuple(tests), unused)
+
+
+def _is_of_the_run(test: dict[str, Any], result: dict[str, Any]) -> bool:
+    """Whether a test is of the run's last checkpoint, and was given nothing that changes what is tested."""
+    keys = [key for key, *_ in split_overrides(test.get("overrides", []))]
+    last = result["steps"] if result else test.get("step")
+    return not any(map(in_recipe, keys)) and test.get("step", last) == last
 
 
 def _figures(path: Path) -> dict[str, Any]:

@@ -33,7 +33,7 @@ def draw_bars(report: Report, path: Path) -> None:
     first, last = report.among
     for axes in (left, panels[names[2]]):
         axes.set_ylabel(f"accuracy, lengths {first}..{last}")
-    figure.legend(*_legend(report), loc="outside lower center", ncols=len(COLUMNS) + 2, fontsize=8.5, frameon=False)
+    figure.legend(*_legend(), loc="outside lower center", ncols=len(COLUMNS) + 2, fontsize=8.5, frameon=False)
     figure.savefig(path, dpi=200)
 
 
@@ -45,8 +45,9 @@ def _draw_class(report: Report, axes: Any, tasks: tuple[str, ...]) -> None:
             if cell.scores:
                 axes.bar(x, max(cell.scores), width * 0.92, color=COLORS[column])
                 axes.plot(x, statistics.median(cell.scores), ".", color="black", markersize=4)
-            if cell.paper is not None:
-                axes.hlines(cell.paper, x - width / 2, x + width / 2, color="black", linewidth=1.3)
+            if cell.paper is not None:  # in the color of the bar that is missing
+                color = "black" if cell.scores else COLORS[column]
+                axes.hlines(cell.paper, x - width * 0.42, x + width * 0.42, color=color, linewidth=1.4)
     axes.set_xticks(range(len(tasks)), [task.replace("_", "\n", 1).replace("_", " ") for task in tasks], fontsize=8.5)
     axes.set(xlim=(-0.5, len(tasks) - 0.5), ylim=(0, 1.04))
     axes.tick_params(axis="x", length=0)
@@ -55,14 +56,13 @@ def _draw_class(report: Report, axes: Any, tasks: tuple[str, ...]) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def _legend(report: Report) -> tuple[list[Any], list[str]]:
+def _legend() -> tuple[list[Any], list[str]]:
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
-    columns = [column for column in COLUMNS if any(report.cells[task, column].scores for task in paper.TASKS)]
-    handles: list[Any] = [Patch(color=COLORS[column]) for column in columns]
+    handles: list[Any] = [Patch(color=COLORS[column]) for column in COLUMNS]
     handles += [Line2D([], [], marker=".", linestyle="", color="black"), Line2D([], [], color="black", linewidth=1.3)]
-    return handles, [*columns, "median of the seeds", "the paper's figure"]
+    return handles, [*COLUMNS, "median of the seeds", "the paper's figure"]
 
 
 def draw_curves(report: Report, path: Path) -> None:
@@ -74,6 +74,7 @@ def draw_curves(report: Report, path: Path) -> None:
     across = 5 if len(tasks) == len(paper.TASKS) else min(4, len(tasks))
     down = -(-len(tasks) // across)
     figure = Figure(figsize=(max(2.7 * across, 6.5), 2.1 * down + 0.9), layout="constrained")
+    figure.get_layout_engine().set(w_pad=0.09)  # inches, between the last length and the next panel's first
     grid = figure.subplots(down, across, sharex=True, sharey=True, squeeze=False)
     for axes, task in zip(grid.flat, tasks, strict=False):
         _draw_task(report, axes, task)
