@@ -149,34 +149,100 @@ class StackRNNLayer(nn.Module):
         return self.config.num_slots if self.training else self.config.eval_num_slots or self.config.num_slots
 
     def forward(self, x: Tensor, state: StackRNNState | None, probe: bool) -> tuple[Tensor, StackRNNState, Trace]:
-        """Slots that nothing was pushed to yet are not kept: a state has n = min(t, S) of them."""
-        size, num_slots, projected = self.config.slot_size, self.num_slots, self.input(x)
-        h, slots = state or (projected.new_zeros(projected[:, 0].shape), projected.new_zeros(len(x), 0, size))
-        top = slots[:, 0] if slots.shape[1] else slots.new_full((len(x), size), EMPTY)
-        hidden, all_actions = [], []
-        for projected_t in projected.unbind(1):
-            h = torch.addmm(projected_t, torch.cat([h, top], -1), self.recurrent.T).tanh()
-            actions, value = self.stack_input(h).split([3, size], -1)
-            actions = actions.softmax(-1)
-            slots = update(slots, actions, value.sigmoid(), num_slots)
-            top = slots[:, 0]
-            hidden.append(h)
-            all_actions.append(actions)
-        trace = {}
-        if probe:
-            means = torch.stack(all_actions).detach().mean((0, 1))
-            trace = dict(zip(("push", "pop", "no_op"), means, strict=True))
-        return torch.stack(hidden, 1), (h, slots), trace
+        """Computed in float32 at least. A state has n = min(t, S) slots: what nothing was pushed to is not kept."""
+        projected, size = self.input(x), self.config.slot_size
+        dtype = torch.promote_types(projected.dtype, torch.float32)
+        with torch.autocast(x.device.type, enabled=False):
+            weights = (w.to(dtype) for w in (self.recurrent, self.stack_input.weight, self.stack_input.bias))
+            projected = projected.to(dtype).transpose(0, 1)  # [T, B, d]
+            h, slots = state or (
+                projected.new_zeros(x[:, 0].shape),
+                projected.new_zeros(len(x), 0, self.config.slot_size),
+            )
+            hidden, actions, slots = StackRNNScan.apply(projected, h, slots, *weights, self.num_slots)
+        trace = dict(zip(("push", "pop", "no_op"), actions.mean((0, 1)), strict=True)) if probe else {}
+        return hidden.transpose(0, 1).to(x.dtype), (hidden[-1], slots), trace
 
     def other_multiply_adds(self, context_length: int) -> float:
         """Of the update: 3 for each occupied number."""
         return 3 * self.config.slot_size * min(context_length, self.config.num_slots)
 
 
-def update(slots: Tensor, actions: Tensor, value: Tensor, num_slots: int) -> Tensor:
-    """n slots [B, n, D] -> min(n + 1, S) slots. actions [B, 3], value [B, D]."""
-    grown = min(slots.shape[1] + 1, num_slots)
-    below = grown + 1 - slots.shape[1]  # empty slots that the new ones look down on
-    slots = F.pad(torch.cat([value[:, None], slots], 1), (0, 0, 0, below), value=EMPTY)
-    push, pop, no_op = actions[:, :, None, None].unbind(1)
-    return push * slots[:, :grown] + no_op * slots[:, 1 : grown + 1] + pop * slots[:, 2:]
+class StackRNNScan(torch.autograd.Function):
+    """The loop over the tokens, with a backward pass of its own: autograd's, step by step, takes several times as long.
+
+    projected [T, B, d] = W x + b; h [B, d] and slots [B, n, D] before; `recurrent` [d, d+D] = U, P; `weight` [3+D, d]
+    and `bias` = A, V -> h [T, B, d], actions [T, B, 3] without gradient, slots after.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        projected: Tensor,
+        h: Tensor,
+        slots: Tensor,
+        recurrent: Tensor,
+        weight: Tensor,
+        bias: Tensor,
+        limit: int,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        size, ctx.num_slots_before = slots.shape[2], slots.shape[1]
+        top = slots[:, 0] if slots.shape[1] else slots.new_full((len(h), size), EMPTY)
+        joint, hidden, actions, values, stacks = [], [], [], [], []
+        for projected_t in projected:
+            joint.append(torch.cat([h, top], 1))
+            h = torch.addmm(projected_t, joint[-1], recurrent.T).tanh_()
+            action, value = torch.addmm(bias, h, weight.T).split([3, size], 1)
+            actions.append(action.softmax(1))
+            values.append(value.sigmoid())
+            hidden.append(h)
+            stacks.append(between(values[-1], slots, limit))
+            slots = update(stacks[-1], actions[-1])
+            top = slots[:, 0]
+        hidden, actions = torch.stack(hidden), torch.stack(actions)
+        ctx.save_for_backward(torch.stack(joint), hidden, actions, torch.stack(values), recurrent, weight, *stacks)
+        ctx.mark_non_differentiable(actions)
+        return hidden, actions, slots
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, of_hidden: Tensor, _: Tensor, of_slots: Tensor) -> tuple[Tensor | None, ...]:
+        joint, hidden, actions, values, recurrent, weight, *stacks = ctx.saved_tensors
+        num_slots = [ctx.num_slots_before, *(stack.shape[1] - 2 for stack in stacks)]
+        of_sums, of_logits = torch.empty_like(hidden), hidden.new_empty(*hidden.shape[:2], len(weight))
+        of_h = torch.zeros_like(hidden[0])
+        for t in reversed(range(len(hidden))):
+            h, action, value = hidden[t], actions[t], values[t]
+            of_stack, of_action = update_backward(stacks[t], action, of_slots)
+            of_logits[t, :, :3] = action * (of_action - (action * of_action).sum(1, keepdim=True))
+            of_logits[t, :, 3:] = of_stack[:, 0] * value * (1 - value)
+            of_h = torch.addmm(of_h + of_hidden[t], of_logits[t], weight)
+            of_sums[t] = of_h * (1 - h * h)
+            of_h, of_top = (of_sums[t] @ recurrent).split([h.shape[1], value.shape[1]], 1)
+            of_slots = of_stack[:, 1 : 1 + num_slots[t]]
+            of_slots[:, :1] += of_top[:, None]
+        of_recurrent = of_sums.flatten(0, 1).T @ joint.flatten(0, 1)
+        of_weight = of_logits.flatten(0, 1).T @ hidden.flatten(0, 1)
+        return of_sums, of_h, of_slots, of_recurrent, of_weight, of_logits.sum((0, 1)), None
+
+
+def between(value: Tensor, slots: Tensor, limit: int) -> Tensor:
+    """What the next slots look at, min(n + 1, limit) of them: value [B, D], slots [B, n, D], and empty ones below."""
+    below = min(slots.shape[1] + 1, limit) + 1 - slots.shape[1]
+    return F.pad(torch.cat([value[:, None], slots], 1), (0, 0, 0, below), value=EMPTY)
+
+
+def update(stack: Tensor, action: Tensor) -> Tensor:
+    """The next slots [B, n, D] of what they look at [B, n+2, D]: each one the mean of three neighbours."""
+    push, pop, no_op = action[:, :, None, None].unbind(1)
+    return (push * stack[:, :-2]).addcmul_(no_op, stack[:, 1:-1]).addcmul_(pop, stack[:, 2:])
+
+
+def update_backward(stack: Tensor, action: Tensor, of_slots: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradients of `update`'s inputs from that of its output."""
+    push, pop, no_op = action[:, :, None, None].unbind(1)
+    of_stack = F.pad(push * of_slots, (0, 0, 0, 2))
+    of_stack[:, 1:-1].addcmul_(no_op, of_slots)
+    of_stack[:, 2:].addcmul_(pop, of_slots)
+    neighbours = (stack[:, :-2], stack[:, 2:], stack[:, 1:-1])
+    return of_stack, torch.stack([(of_slots * values).sum((1, 2)) for values in neighbours], 1)

@@ -93,11 +93,11 @@ class Tops(torch.autograd.Function):
         (actions, tops), first = ctx.saved_tensors, ctx.first
         total, of_actions, end = gradient.clone(), torch.zeros_like(actions), tops.shape[2]
         _, pop, no_op = actions.unsqueeze(-1).unbind(2)
-        popped = pop * tops[:, first:-1]  # [B, T, N]
+        popped = (pop * tops[:, first:-1]).mT.contiguous()  # [B, N, T]: how much of a row a step's pop takes
         for t in range(end - 1, max(first, 1) - 1, -1):
             i, last, row = t - first, tops[:, t, :t], total[:, t + 1]
             if t + 2 < end:
-                taken = popped[:, None, i + 2 :, t + 1]  # [B, 1, steps after the next]
+                taken = popped[:, t + 1, None, i + 2 :]  # by the steps after the next
                 row[:, : t + 1] += torch.bmm(taken, total[:, t + 3 :, : t + 1]).squeeze(1)
             of_row = row[:, :t]
             of_popped = torch.bmm(tops[:, :t, :t], of_row.unsqueeze(2)).squeeze(2)
@@ -105,7 +105,7 @@ class Tops(torch.autograd.Function):
             total[:, t, :t] += pop[:, i] * of_popped + no_op[:, i] * of_row
         if not ctx.needs_input_grad[1]:
             return of_actions, None
-        of_past = total[:, : first + 1, :first] + popped[:, :, : first + 1].mT @ total[:, first + 1 :, :first]
+        of_past = total[:, : first + 1, :first] + popped[:, : first + 1] @ total[:, first + 1 :, :first]
         return of_actions, of_past
 
 
