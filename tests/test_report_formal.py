@@ -93,6 +93,7 @@ def test_the_score_is_over_the_range_asked_for(runs):
     finish(write_run(runs / "a", "LSTM", "even_pairs"), beyond=0.5, up_to_100=0.9)
     near = row(table(runs, NEAR), "even_pairs")["LSTM"]
     assert near == "0.90↓ / 0.90 (1)"
+    assert "over strings of length 41..100 (every length, 512 strings of each). Bold" in table(runs, NEAR)
     whole = (60 * 0.9 + 400 * 0.5) / 460
     assert row(table(runs), "even_pairs")["LSTM"] == f"{whole:.2f}↓ / {whole:.2f} (1)"
 
@@ -141,7 +142,13 @@ def test_of_recipes_of_the_same_validation_the_one_of_more_seeds_is_taken(runs):
 
 def test_runs_that_differ_in_where_and_how_long_they_are_tested_are_of_one_recipe(runs):
     finish(write_run(runs / "a", "LSTM", "odds_first"), beyond=0.5)
-    other = ("data.eval_length_stride=9", "trainer.accelerator=cpu", "trainer.checkpoint_interval=7", "name=x")
+    other = (
+        "data.eval_length_stride=9",
+        "beside={x: [seed=1]}",
+        "trainer.accelerator=cpu",
+        "trainer.checkpoint_interval=7",
+        "name=x",
+    )
     finish(write_run(runs / "b", "LSTM", "odds_first", *other, seed=1), beyond=0.7, stride=9, sequences=64)
     (old,) = [write_run(runs / "c", "LSTM", "odds_first", seed=2)]
     finish(old, beyond=0.6)
@@ -209,16 +216,17 @@ def test_a_sweep_fills_its_own_cells(runs, tmp_path):
     base.write_text(
         "data: {kind: formal_language}\nmodel: {kind: lstm, output_vocab_size: 2}\nschedule: {warmup_steps: 0}\n"
     )
-    runs.mkdir(parents=True)
+    mine = runs.parent / "mine"
+    mine.mkdir(parents=True)
     sweep = {"config": str(base), "grid": {"data.task": ["even_pairs", "parity_check"]}, "seeds": [0, 1, 2]}
-    (runs / "sweep.yaml").write_text(json.dumps(sweep))
-    finish(write_run(runs / "a-1", "LSTM", "even_pairs"), beyond=0.5)
-    text = table(runs)
-    command = "python -m stackexp sweep run runs/formal_table"
-    number = re.search(r"\[(\d+)\]", row(text, "parity_check")["LSTM"])[1]
-    assert f"\n{number}. `{command}`\n" in text
-    assert f"- runs/formal_table: 5 of 6 trials are not done: `{command}`" in text
-    assert "parity_check" not in next(line for line in text.splitlines() if "formal/lstm" in line)
+    (mine / "sweep.yaml").write_text(json.dumps(sweep))
+    finish(write_run(mine / "a-1", "LSTM", "even_pairs"), beyond=0.5)
+    for folder, name in ((mine, "runs/mine"), (runs, "formal_table")):  # of a shipped sweep, in its place
+        text = table(folder if folder.exists() else mine.rename(runs))
+        number = re.search(r"\[(\d+)\]", row(text, "parity_check")["LSTM"])[1]
+        assert f"\n{number}. `python -m stackexp sweep run {name}`\n" in text
+        assert f"- {folder}: 5 of 6 trials are not done: `python -m stackexp sweep run {name}`" in text
+        assert "parity_check" not in next(line for line in text.splitlines() if "formal/lstm" in line)
 
 
 def test_a_recipe_is_named_by_the_shipped_config_and_what_was_changed(tmp_path, monkeypatch):

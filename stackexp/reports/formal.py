@@ -27,7 +27,7 @@ COLUMNS = (*paper.MODELS, DEPTH)
 """The paper's models; of StackTrans any axis but depth, which has a column of its own."""
 
 NOT_OF_RECIPE = (
-    *("seed", "trainer.val_check_interval", "data.validation_max_length", "data.validation_sequences"),
+    *("seed", "beside", "trainer.val_check_interval", "data.validation_max_length", "data.validation_sequences"),
     *("data.eval_max_length", "data.eval_length_stride", "data.eval_sequences"),
     *(f"{section}.{key}".strip(".") for section, keys in NOT_HASHED.items() for key in keys),
 )
@@ -214,15 +214,15 @@ class Report:
     left_out: list[str]  # lines
 
     @cached_property
-    def strings(self) -> int:
-        """How many strings the most thorough test of the table has."""
+    def finest(self) -> Tested:
+        """The most thorough test of the table."""
         found = [run.tested(self.among) for cell in self.cells.values() for run in cell.runs]
-        return max(tested.strings(self.among) for tested in found if tested)
+        return max((tested for tested in found if tested), key=lambda tested: tested.strings(self.among))
 
     def coarse(self, cell: Cell) -> list[Tested]:
         """The tests of a cell that are less thorough than others in the table."""
-        found = [run.tested(self.among) for run in cell.runs]
-        return [tested for tested in found if tested and tested.strings(self.among) < self.strings]
+        found, most = [run.tested(self.among) for run in cell.runs], self.finest.strings(self.among)
+        return [tested for tested in found if tested and tested.strings(self.among) < most]
 
 
 def collect(paths: Iterable[Path | str], among: Range) -> Report:

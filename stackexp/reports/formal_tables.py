@@ -23,9 +23,9 @@ from stackexp.reports.tables import ABSENT
 
 SHORT, COARSE, UNFINISHED = "↓", "†", "‡"
 LEGEND = (
-    "Ours: best / median of the seeds (number of seeds), mean accuracy over strings of length {first}..{last}. "
-    "Bold: at least the paper's figure, at its two decimals; {short}: below it. paper: Table 1 of arXiv 2507.15343, "
-    "best of the seeds; {absent}: it prints none. StackTrans: any axis but depth."
+    "Ours: best / median of the seeds (number of seeds), mean accuracy over strings of length {first}..{last} "
+    "({manner}). Bold: at least the paper's figure, at its two decimals; {short}: below it. paper: Table 1 of "
+    "arXiv 2507.15343, best of the seeds; {absent}: it prints none. StackTrans: any axis but depth."
 )
 RECIPE_HEADER = (
     *("task", "axis", "read", "feedback", "lambda", "S", "curriculum", "steps", "seeds", "validation", "recipe"),
@@ -79,7 +79,15 @@ def rows(report: Report, numbers: dict[tuple[str, str], int]) -> list[tuple[str,
 
 def legend(report: Report) -> str:
     first, last = report.among
-    return LEGEND.format(first=first, last=last, short=SHORT, absent=ABSENT)
+    return LEGEND.format(
+        first=first, last=last, manner=manner(report.finest.stride, report.finest.sequences), short=SHORT, absent=ABSENT
+    )
+
+
+def manner(stride: int, sequences: int) -> str:
+    """How thorough a test is."""
+    lengths = "every length" if stride == 1 else f"one length in {stride}"
+    return f"{lengths}, {sequences} strings of each"
 
 
 def notes(report: Report, sweeps: Sweeps) -> list[str]:
@@ -105,8 +113,7 @@ def _coarse(report: Report) -> list[str]:
     lines = []
     for (stride, sequences), columns in sorted(groups.items()):
         names = "; ".join(f"{column}: {_names(tasks)}" for column, tasks in columns.items())
-        lengths = "every length" if stride == 1 else f"one length in {stride}"
-        lines.append(f"{COARSE} tested less than others: {lengths}, {sequences} strings of each ({names})")
+        lines.append(f"{COARSE} tested less than others: {manner(stride, sequences)} ({names})")
     return lines
 
 
