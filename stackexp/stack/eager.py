@@ -54,13 +54,13 @@ def read_slots(state: StackState, query: Tensor | None, read: str, read_mask: st
         return slots[..., 0, :]
     scores = reference.scores(state, query, read_mask)  # [..., H, n]
     if num_empty:
-        score = _empty_score(read_mask, mask.dtype) + math.log(num_empty)
+        score = empty_score(read_mask, mask.dtype) + math.log(num_empty)
         scores = torch.cat([scores, torch.full_like(scores[..., :1], score)], -1)
     weights = scores.softmax(-1)[..., : mask.shape[-1]]
     return (weights.unsqueeze(-1) * slots).sum(-2)
 
 
-def _empty_score(read_mask: str, dtype: torch.dtype) -> float:
+def empty_score(read_mask: str, dtype: torch.dtype) -> float:
     """The score of a slot with St = 0 and M = 0."""
     log_nothing = math.log(torch.finfo(dtype).tiny)
     return {"multiply": 0.0, "log": log_nothing, "additive": ADDITIVE_PENALTY}[read_mask]
