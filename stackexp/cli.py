@@ -68,9 +68,24 @@ def fit(argv: list[str]) -> int:
     if options.print_config:
         print(compose.to_yaml(config), end="")
         return 0
+    beside = {name: _beside(config, options.config, overrides, name) for name in config.beside}
+    config.beside = {}
     from stackexp.verbs import fit as verb
 
-    return verb.run(config, options.ckpt_path, options.run)
+    return verb.run(config, options.ckpt_path, options.run, beside)
+
+
+def _beside(config: Any, configs: list[str], overrides: list[str], name: str) -> Any:
+    """The config that `beside` names, under a name of its own."""
+    from stackexp.config import compose
+
+    try:
+        own = [*config.beside[name], f"name={config.name}-{name}"]
+        other = compose.compose(configs, overrides, on_top=own)
+    except ConfigError as error:
+        raise ConfigError(f"beside.{name}: {error}") from None
+    other.beside = {}
+    return other
 
 
 def evaluate(stage: Any, argv: list[str]) -> int:

@@ -164,10 +164,21 @@ def checkpoint_name(step: int) -> str:
     return f"{step:08d}"
 
 
+def _of_name(config: ExperimentConfig) -> list[RunFolder]:
+    """The runs of the config's name, oldest first; folders of other names may lie among them, as in formal/."""
+    runs = map(RunFolder, sorted(Path(config.logging.root, config.name).glob("*/")))
+    return [run for run in runs if run.config.is_file()]
+
+
+def newest(config: ExperimentConfig) -> RunFolder | None:
+    """The newest run of the config's name, or None."""
+    found = _of_name(config)
+    return found[-1] if found else None
+
+
 def newest_unfinished(config: ExperimentConfig) -> RunFolder:
     """The newest run of the config's name that has a checkpoint but no result. Raises RunError if there is none."""
-    parent = Path(config.logging.root, config.name)
-    runs = sorted((RunFolder(path) for path in parent.glob("*/")), key=lambda run: run.path.name, reverse=True)
+    parent, runs = Path(config.logging.root, config.name), _of_name(config)[::-1]
     for run in runs:
         if not run.finished and run.newest_checkpoint():
             return run

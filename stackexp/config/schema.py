@@ -325,6 +325,8 @@ class ExperimentConfig:
     name: str = "unnamed"
     seed: int = within(0, 2**32 - 1, 0)
     plugins: list[str] = field(default_factory=list)  # Python files or modules that register more kinds
+    # name -> overrides: `fit` then trains this config with them on top, in its own run, and shows all side by side.
+    beside: dict[str, list[str]] = field(default_factory=dict)
     model: Any = field(default_factory=lambda: {"kind": "transformer"})
     data: Any = field(default_factory=lambda: {"kind": "shards"})
     optimizer: Any = field(default_factory=lambda: {"kind": "adamw"})
@@ -336,6 +338,8 @@ class ExperimentConfig:
         """`trains`: False where the model is only evaluated, which knows no global batch."""
         if not re.fullmatch(r"[\w+-][\w.+-]*(/[\w+-][\w.+-]*)*", self.name):
             yield "name", f"{self.name!r} cannot name run folders; use letters, digits and . _ - + between slashes"
+        if self.beside and self.trainer.devices * self.trainer.num_nodes > 1:
+            yield "beside", "trains one run after the other in one process; set trainer.devices: 1, or use a sweep"
         if self.model.vocab_size < self.data.vocab_size:
             yield "model.vocab_size", f"{self.model.vocab_size} is smaller than data.vocab_size {self.data.vocab_size}"
         if getattr(self.data, "objective", "") == "transduction":

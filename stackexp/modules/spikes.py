@@ -21,7 +21,7 @@ class SpikeDetector:
 
     def add(self, loss: float, most: float = math.inf) -> None:
         """Into the window, as no more than `most` deviations: so it learns of a loss that stays higher, in time."""
-        if self.deviations(loss) > most:
+        if most < math.inf and self.deviations(loss) > most:
             mean, spread = self._window()
             loss = mean + most * spread
         self.losses.append(loss)

@@ -143,7 +143,8 @@ class TrainingModule(pl.LightningModule):
         self._samples.clear()
 
     def _watch_for_spikes(self, loss: float) -> None:
-        trainer, deviations = self.config.trainer, self._spikes.deviations(loss)
+        trainer = self.config.trainer
+        deviations = 0.0 if trainer.spike_threshold is None else self._spikes.deviations(loss)
         if trainer.spike_threshold is None or deviations <= trainer.spike_threshold:
             self._spikes.add(loss)
             return

@@ -11,7 +11,7 @@ from stackexp.config.schema import ExperimentConfig
 from stackexp.runs import RunFolder
 
 NOT_HASHED = {
-    "": ("name", "plugins", "logging"),
+    "": ("name", "plugins", "beside", "logging"),
     "data": ("micro_batch_size", "eval_batch_size", "num_workers"),
     "trainer": (
         *("accelerator", "devices", "num_nodes", "strategy", "reshard_after_forward", "compile"),

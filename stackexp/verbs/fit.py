@@ -35,8 +35,37 @@ class Start(NamedTuple):
     step: int = 0
 
 
-def run(config: ExperimentConfig, ckpt_path: str | None, folder: str | None) -> int:
-    """Fit `config` in a new run folder, in `folder`, or go on from `ckpt_path` ("last", or a path)."""
+def run(
+    config: ExperimentConfig, ckpt_path: str | None, folder: str | None, beside: dict[str, ExperimentConfig]
+) -> int:
+    """Fit `config` in a new run folder, in `folder`, or go on from `ckpt_path` ("last", or a path).
+
+    Then those `beside` it, in <folder>-<name> where `folder` is given, and shows all of them side by side. With "last"
+    they go on as well, and what is finished stays.
+    """
+    if not beside:
+        train(config, ckpt_path, folder)
+        return 0
+    runs_of = {"": _train_or_take(config, ckpt_path, folder)}
+    for name, other in beside.items():
+        last = "last" if ckpt_path == "last" else None
+        runs_of[name] = _train_or_take(other, last, f"{folder}-{name}" if folder else None)
+    print(f"\n{objective(config).side_by_side(config, runs_of)}", flush=True)
+    return 0
+
+
+def _train_or_take(config: ExperimentConfig, ckpt_path: str | None, folder: str | None) -> RunFolder:
+    """`train`; "last" is a finished run where that is the newest, and a new one where nothing was saved."""
+    newest = runs.newest(config) if ckpt_path == "last" else None
+    if newest and newest.finished:
+        print(f"{newest.path}: this run is finished (it has a result.json)")
+        return newest
+    saved = ckpt_path != "last" or (newest and newest.newest_checkpoint())
+    return train(config, ckpt_path if saved else None, folder)
+
+
+def train(config: ExperimentConfig, ckpt_path: str | None, folder: str | None) -> RunFolder:
+    """One run, to its end; its folder."""
     logging.basicConfig(format="%(message)s")
     logging.getLogger("stackexp").setLevel(logging.INFO)
     stop = StopRequest(config.trainer.max_time)
@@ -46,7 +75,7 @@ def run(config: ExperimentConfig, ckpt_path: str | None, folder: str | None) -> 
             _fit(config, start, processes, stop)
         elif processes.first:
             print(f"{folder}: this run is finished (it has a result.json)")
-    return 0
+    return start.folder if start else RunFolder(Path(folder))
 
 
 def _fit(config: ExperimentConfig, start: Start, processes: Processes, stop: StopRequest) -> None:

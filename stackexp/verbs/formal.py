@@ -114,21 +114,31 @@ def _finish(session: Session, test: dict[str, Any], validated: float) -> None:
     figures["final/loss/train"] = result["train_loss"]["last_20_steps"]
     session.record.finish(_hyperparameters(config), figures, config.trainer.max_steps)
     if config.logging.tensorboard:
-        write_curve(folder.path, CURVE, {int(n): a for n, a in test["accuracy"].items()}, "test.lengths")
+        write_curve(folder.path, CURVE, accuracy_in(test), "test.lengths")
     runs.write_atomically(folder.result, json.dumps(result, indent=2))
+    shown = _shown(config, {test["model"]: accuracy_in(test)})
     print(
         f"\ntraining loss {losses[0]:.3f} at the first step, {result['train_loss']['last_20_steps']:.3f} over the last "
-        f"20; accuracy {validated:.3f} on the lengths of the validation; {seconds:.0f} s\n\n{_shown(config, test)}\n\n"
+        f"20; accuracy {validated:.3f} on the lengths of the validation; {seconds:.0f} s\n\n{shown}\n\n"
         f"run folder: {folder.path}\ncurves:     tensorboard --logdir {config.logging.root}",
         flush=True,
     )
 
 
-def _shown(config: ExperimentConfig, test: dict[str, Any]) -> str:
-    curves = {test["model"]: {int(length): value for length, value in test["accuracy"].items()}}
+def accuracy_in(record: dict[str, Any]) -> dict[int, float]:
+    """Of a result.json or test.json, by length."""
+    return {int(length): value for length, value in record["accuracy"].items()}
+
+
+def _shown(config: ExperimentConfig, curves: dict[str, dict[int, float]]) -> str:
     title = f"{config.data.task}, {config.data.eval_sequences} strings of each length tested"
     table = accuracy_table(curves, config.data)
     return f"{title}\n\n{table}\n\n{accuracy_plot(curves, config.data.max_length)}"
+
+
+def side_by_side(config: ExperimentConfig, folders: dict[str, RunFolder]) -> str:
+    results = {name or model_label(config): json.loads(run.result.read_text()) for name, run in folders.items()}
+    return _shown(config, {name: accuracy_in(result) for name, result in results.items()})
 
 
 def report(asked: Evaluation, checkpoint: Path, sets: Sets) -> None:
@@ -139,7 +149,7 @@ def report(asked: Evaluation, checkpoint: Path, sets: Sets) -> None:
     print(f"{checkpoint}\n")
     if asked.stage == "test":
         record |= tested(config, sets)
-        print(_shown(config, record))
+        print(_shown(config, {record["model"]: accuracy_in(record)}))
     else:
         accuracy, mean = accuracy_of(sets), average(sets)
         record |= {"task": config.data.task, "model": model_label(config)}

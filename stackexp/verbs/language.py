@@ -20,6 +20,7 @@ from stackexp.errors import FolderBusy
 from stackexp.modules import checkpoints
 from stackexp.modules.checkpoints import flatten
 from stackexp.modules.metrics import finite, group_averages, macro_average, set_tags
+from stackexp.reports.compare import markdown
 from stackexp.reports.tables import set_markdown, set_table
 from stackexp.runs import RunFolder
 from stackexp.verbs.evaluation import Evaluation, Sets, resumable
@@ -116,6 +117,10 @@ def _data_result(folder: RunFolder) -> dict[str, Any]:
 
 def _hyperparameters(config: ExperimentConfig) -> dict[str, Any]:
     return {key: value for key, value in flatten(to_dict(config)).items() if key.startswith(HYPERPARAMETERS)}
+
+
+def side_by_side(config: ExperimentConfig, folders: dict[str, RunFolder]) -> str:
+    return markdown(list(folders.values()))
 
 
 def report(asked: Evaluation, checkpoint: Path, sets: Sets) -> None:

@@ -21,7 +21,8 @@ def objective(config: ExperimentConfig) -> ModuleType:
 
     begin(config): warn of what the config cannot reach. trains_on(config): in a line.
     callbacks(config, folder): besides those of every run. finish(session): what comes after the last step, result.json
-    last. report(asked, checkpoint, sets): print and write the figures of an evaluation.
+    last. side_by_side(config, folders): text that compares finished runs, of which "" is that of `config`.
+    report(asked, checkpoint, sets): print and write the figures of an evaluation.
     """
     return importlib.import_module(VERBS[objectives.objective(config)])
 
