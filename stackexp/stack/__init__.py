@@ -10,6 +10,7 @@ Everything is computed in float32 at least (float64 stays float64), also under a
 import contextlib
 import functools
 import importlib
+import importlib.util
 import logging
 from collections.abc import Iterator
 from types import ModuleType
@@ -27,8 +28,10 @@ IMPLEMENTATIONS: dict[str, ModuleType | None] = {  # None: imported when it is f
     "reference": reference,
     "eager": eager,
     "compiled": None,
+    "triton": None,
 }
-SCANS = {"cpu": "compiled"}  # what "auto" is for a scan on a device of this type; otherwise, and for steps, eager
+FILES = {"triton": "triton_scan"}  # where the name is another's
+SCANS = {"cpu": "compiled", "cuda": "triton"}  # what "auto" is for a scan on a device of this type; otherwise, and for steps, eager
 _wanted = "auto"
 
 
@@ -99,11 +102,17 @@ def _for_scan(x: Tensor) -> str:
         return "eager"
     if _get_current_dispatch_mode() is not None or torch._C._are_functorch_transforms_active():
         return "eager"
-    return SCANS.get(x.device.type, "eager") if type(x) in (Tensor, torch.nn.Parameter) else "eager"
+    name = SCANS.get(x.device.type, "eager") if type(x) in (Tensor, torch.nn.Parameter) else "eager"
+    return "eager" if name == "triton" and not _has_triton() else name
+
+
+@functools.cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
 
 
 def _load(name: str) -> ModuleType:
-    module = IMPLEMENTATIONS[name] = importlib.import_module(f"{__name__}.{name}")
+    module = IMPLEMENTATIONS[name] = importlib.import_module(f"{__name__}.{FILES.get(name, name)}")
     return module
 
 
