@@ -31,7 +31,8 @@ IMPLEMENTATIONS: dict[str, ModuleType | None] = {  # None: imported when it is f
     "triton": None,
 }
 FILES = {"triton": "triton_scan"}  # where the name is another's
-SCANS = {"cpu": "compiled", "cuda": "triton"}  # what "auto" is for a scan on a device of this type; otherwise, and for steps, eager
+# what "auto" is for a scan on a device of this type; otherwise, for steps, and on CUDA without Triton, eager
+SCANS = {"cpu": "compiled", "cuda": "triton"}
 _wanted = "auto"
 
 
