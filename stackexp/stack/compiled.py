@@ -9,9 +9,10 @@ compiles, and keeps what it compiled beside this file or, where that may not be 
 import functools
 import math
 import os
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor, wait
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,6 +22,7 @@ from stackexp.stack.reference import StackOutput, StackState
 empty, step = eager.empty, eager.step
 
 HOW = {"multiply": kernels.MULTIPLY, "log": kernels.LOG, "additive": kernels.ADDITIVE}
+LIKE = {torch.float32: np.zeros(0, np.float32), torch.float64: np.zeros(0, np.float64)}
 NUMBERS_PER_THREAD = 2**18  # of updates of one number of a slot: less is done before a thread has begun
 
 
@@ -39,45 +41,37 @@ def scan(
 ) -> tuple[StackOutput, StackState]:
     """As `reference.scan`."""
     assert x.device.type == "cpu", x.device
-    batch, tokens, heads, size = x.shape
-    how = kernels.TOP if read == "top" else HOW[read_mask]
-    every = max(1, math.isqrt(tokens))
-    shape = (tokens, heads, size, logits.shape[-1], state.mask.shape[-1], num_slots)
-    options = (*shape, how, int(discipline == "queue"), int(feedback_activation == "tanh"), every)
-    maps = x.new_empty(0, 0)
-    if feedback:
-        maps = torch.cat([feedback[0].flatten(1), feedback[1].flatten(1)], 1)  # [H*D, H*D + H*A]
-    query = x.new_zeros(heads, size) if query is None else query
-    tensors = [*state, x.flatten(2), logits.flatten(2), query, maps]
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-        *outputs, slots, mask = _Scan.apply(options, *tensors)
-    else:
-        *outputs, slots, mask = _forward(options, tensors, keep=False)[0]
-    read_, action, entropy, occupancy = outputs
-    output = StackOutput(read_.view(x.shape), action.view(batch, tokens, heads, 3), entropy, occupancy)
-    return output, StackState(slots, mask)
-
-
-def _forward(options: tuple[int, ...], tensors: list[Tensor], keep: bool) -> tuple[list[Tensor], list[Tensor]]:
-    """Outputs, and what the backward pass needs of the states: pushed vectors, R_{-1}, every k-th state."""
-    tensors = [tensor.detach().contiguous() for tensor in tensors]
-    tokens, heads, size, _, start, num_slots, *_, every = options
-    x, maps = tensors[2], tensors[5]
+    (*shape, size), start = x.shape, state.mask.shape[-1]
     assert start <= num_slots, (start, num_slots)
-    batch, new, feedback = len(x), x.new_empty, maps.numel() > 0
-    end, segments = min(start + tokens, num_slots), (tokens - 1) // every if keep and tokens else 0
-    outputs = [new(x.shape), new(batch, tokens, heads * 3), new(batch, tokens, heads), new(batch, tokens, heads)]
-    outputs += [new(batch, heads, end, size), new(batch, heads, end)]
-    kept = [new(x.shape if feedback and keep else 0), new((batch, heads * size) if feedback else 0)]
-    kept += [new(batch, heads, segments, end, size), new(batch, heads, segments, end)]
-    work = batch * tokens * heads * size * end
-    _for_all(kernels.forward, batch, work, options, tensors, outputs, kept)
-    return outputs, kept
+    how = kernels.TOP if read == "top" else HOW[read_mask]
+    every = max(1, math.isqrt(shape[1]))
+    options = (*shape, size, logits.shape[-1], start, num_slots, how)
+    options += (int(discipline == "queue"), int(feedback_activation == "tanh"), every)
+    maps = feedback or (None, None)
+    tensors = [*state, x, logits, None if read == "top" else query, *maps]
+    _check(options, tensors)
+    if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors):
+        *output, slots, mask = _Scan.apply(options, *tensors)
+    else:
+        *output, slots, mask = _forward(options, _contiguous(tensors), keep=False)[0]
+    return StackOutput(*output), StackState(slots, mask)
+
+
+def _check(options: tuple[int, ...], tensors: list[Tensor | None]) -> None:
+    """The kernels trust the shapes, and that all numbers are of one dtype."""
+    batch, tokens, heads, size, count, start, *_ = options
+    shapes = [(batch, heads, start, size), (batch, heads, start), (batch, tokens, heads, size)]
+    shapes += [(batch, tokens, heads, count), (heads, size), (heads * size, heads, size), (heads * size, heads, count)]
+    for tensor, shape in zip(tensors, shapes, strict=True):
+        if tensor is not None:
+            assert tensor.shape == shape, (tensor.shape, shape)
+            assert tensor.dtype == tensors[2].dtype, (tensor.dtype, tensors[2].dtype)
 
 
 class _Scan(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, options: tuple[int, ...], *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx, options: tuple[int, ...], *tensors: Tensor | None) -> tuple[Tensor, ...]:
+        tensors = _contiguous(tensors)
         outputs, kept = _forward(options, tensors, keep=True)
         read, action, entropy, occupancy, *_ = outputs
         ctx.options = options
@@ -89,35 +83,62 @@ class _Scan(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, *incoming: Tensor | None) -> tuple[Tensor | None, ...]:
-        slots, mask, x, logits, query, maps, read, action, entropy, *kept = (
-            tensor.detach().contiguous() for tensor in ctx.saved_tensors
+        slots, mask, x, logits, query, *maps, read, action, entropy, pushed, first_read, states, masks = (
+            ctx.saved_tensors
         )
-        pushed, first_read, states, masks = kept
-        tokens, heads, size, _, start, num_slots, _, _, tanh, _ = ctx.options
-        batch, fed = len(x), x.new_empty(0)
-        if feedback := maps.numel() > 0:
-            fed = torch.cat([first_read.unsqueeze(1), read], 1)[:, :tokens]  # R_{t-1}
+        batch, tokens, heads, size, *_, tanh, _ = ctx.options
+        fed = g_slots = g_mask = g_query = None
+        if first_read is not None:
+            fed = torch.cat([first_read, read], 1)[:, :tokens]  # R_{t-1}
             fed = fed.tanh() if tanh else fed.contiguous()
-        incoming = [*incoming[:3], *incoming[4:]]  # none of the occupancy
-        incoming = [x.new_empty(0) if gradient is None else gradient.contiguous() for gradient in incoming]
-        wanted = ctx.needs_input_grad[1] or ctx.needs_input_grad[2]
-        of_state = [torch.empty_like(tensor) if wanted else tensor[:0] for tensor in (slots, mask)]
-        outgoing = [*of_state, torch.empty_like(x), torch.empty_like(logits), x.new_zeros(batch, *query.shape)]
-        inputs = [slots, mask, pushed if feedback else x, query, maps.T.contiguous(), fed]
-        work = 3 * batch * tokens * heads * size * min(start + tokens, num_slots)
-        arrays = (inputs, [action, entropy], [states, masks], incoming, outgoing)
-        _for_all(kernels.backward, batch, work, ctx.options, *arrays)
-        g_slots, g_mask, g_x, g_logits, g_query = outgoing
-        g_maps = None
-        if feedback:
-            g_maps = fed.flatten(0, 1).T @ torch.cat([g_x, g_logits], 2).flatten(0, 1)
-        g_state = (g_slots, g_mask) if wanted else (None, None)
-        return None, *g_state, g_x, g_logits, g_query.sum(0), g_maps
+        incoming = _contiguous([*incoming[:3], *incoming[4:]])  # none of the occupancy
+        if ctx.needs_input_grad[1] or ctx.needs_input_grad[2]:
+            g_slots, g_mask = torch.empty_like(slots), torch.empty_like(mask)
+        if query is not None:
+            g_query = x.new_zeros(batch, heads, size)
+        g_x, g_logits = torch.empty_like(x), torch.empty_like(logits)
+        inputs = [slots, mask, x if pushed is None else pushed, query, *maps, fed]
+        outgoing = [g_slots, g_mask, g_x, g_logits, g_query]
+        _for_all(kernels.backward, ctx.options, inputs, [action, entropy], [states, masks], incoming, outgoing)
+        if query is not None:
+            g_query = g_query.sum(0)
+        g_maps = (None, None)
+        if fed is not None:
+            fed = fed.flatten(2).flatten(0, 1).T  # [H*D, B*T]
+            g_maps = [(fed @ g.flatten(2).flatten(0, 1)).view_as(m) for g, m in zip((g_x, g_logits), maps, strict=True)]
+        return None, g_slots, g_mask, g_x, g_logits, g_query, *g_maps
 
 
-def _for_all(kernel: Callable, batch: int, work: int, options: tuple[int, ...], *groups: list[Tensor]) -> None:
-    """Run a kernel for the sequences of a batch, in as many threads as torch uses and the work fills."""
-    args = options, *(tuple(tensor.view(-1).numpy() for tensor in group) for group in groups)
+def _forward(
+    options: tuple[int, ...], tensors: list[Tensor | None], keep: bool
+) -> tuple[list[Tensor], list[Tensor | None]]:
+    """The outputs and the last state; and for the backward pass, what was pushed, R_{-1}, every k-th state."""
+    batch, tokens, heads, size, _, start, num_slots, *_, every = options
+    x, feedback, room = tensors[2], tensors[5] is not None, min(start + tokens, num_slots)
+    segments = max(0, tokens - 1) // every
+    new = x.new_empty
+    outputs = [new(x.shape), new(batch, tokens, heads, 3), new(batch, tokens, heads), new(batch, tokens, heads)]
+    outputs += [new(batch, heads, room, size), new(batch, heads, room)]
+    kept = [new(x.shape) if feedback and keep else None, new(batch, 1, heads, size) if feedback else None, None, None]
+    if keep and segments:
+        kept[2:] = new(batch, heads, segments, room, size), new(batch, heads, segments, room)
+    _for_all(kernels.forward, options, tensors, outputs, kept)
+    return outputs, kept
+
+
+def _contiguous(tensors: Iterable[Tensor | None]) -> list[Tensor | None]:
+    return [None if tensor is None else tensor.contiguous() for tensor in tensors]
+
+
+def _for_all(kernel: Callable, options: tuple[int, ...], *groups: list[Tensor | None]) -> None:
+    """Run a kernel for the sequences of a batch, in as many threads as torch uses and the work fills.
+
+    The kernels get addresses; the tensors live, in the lists of the caller, until the last thread is done.
+    """
+    like = LIKE[next(tensor.dtype for tensor in groups[0] if tensor is not None)]
+    args = like, options, *(tuple(0 if tensor is None else tensor.data_ptr() for tensor in group) for group in groups)
+    batch, tokens, heads, size, _, start, num_slots, *_ = options
+    work = batch * tokens * heads * size * min(start + tokens, num_slots)
     threads = max(1, min(torch.get_num_threads(), batch, work // NUMBERS_PER_THREAD))
     if threads == 1:
         kernel(0, batch, *args)
@@ -125,7 +146,10 @@ def _for_all(kernel: Callable, batch: int, work: int, options: tuple[int, ...], 
     bounds = [batch * i // threads for i in range(threads + 1)]
     pool = _pool(os.getpid(), threads - 1)
     others = [pool.submit(kernel, bounds[i], bounds[i + 1], *args) for i in range(1, threads)]
-    kernel(0, bounds[1], *args)
+    try:
+        kernel(0, bounds[1], *args)
+    finally:
+        wait(others)
     for other in others:
         other.result()
 

@@ -1,9 +1,10 @@
 """The loops of `compiled`: a scan over the tokens, and its gradients, for the sequences begin .. end - 1 of a batch.
 
-Arrays are flat and contiguous; in the order of `reference`'s dimensions unless a comment says otherwise. A stack in
-work lies in a row of a scratch buffer, slot -1 (what a push pushes) in front and zeros behind: the update of all its
-slots is one loop over contiguous numbers, new[i] = push old[i - D] + pop old[i + D] + no_op old[i]. Heads are walked
-one after the other; with feedback, which mixes them, all at once.
+Tensors come as addresses, which costs a call with few tokens less than arrays do (0: there is none), and are flat, in
+the order of `reference`'s dimensions unless a comment says otherwise. A stack in work lies in a row of a scratch
+buffer, slot -1 (what a push pushes) in front and zeros behind: the update of all its slots is one loop over contiguous
+numbers, new[i] = push old[i - D] + pop old[i + D] + no_op old[i]. Heads are walked one after the other; with feedback,
+which mixes them, all at once.
 
 Backward, the states of a segment of `every` tokens are computed anew from the one kept at its start.
 """
@@ -11,6 +12,7 @@ Backward, the states of a segment of `every` tokens are computed anew from the o
 import math
 
 import numpy as np
+from llvmlite import ir
 from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
@@ -19,6 +21,8 @@ from numba.np.arrayobj import make_array, populate_array
 from stackexp.stack.reference import ADDITIVE_PENALTY
 
 TOP, MULTIPLY, LOG, ADDITIVE = range(4)  # how to read
+LOG_LANES = 3
+LANES = 1 << LOG_LANES  # numbers in a vector operation of ours
 SUMS = {"reassoc", "contract", "nsz", "arcp"}  # sums in any order; infinities and NaN stay what they are
 compiled = njit(nogil=True, cache=True, fastmath=SUMS, error_model="numpy")
 
@@ -41,6 +45,26 @@ def view(typing_context, array, start, count):
     return types.Array(array.dtype, 1, "C")(array, types.intp, types.intp), generate
 
 
+@intrinsic
+def array_at(typing_context, address, count, like):
+    """The `count` contiguous numbers of the dtype of `like` at an address; the same holds as for `view`."""
+
+    def generate(context, builder, signature, arguments):
+        array = make_array(signature.return_type)(context, builder)
+        number = context.get_data_type(like.dtype)
+        size = context.get_constant(types.intp, context.get_abi_sizeof(number))
+        data = builder.inttoptr(arguments[0], number.as_pointer())
+        populate_array(array, data=data, shape=[arguments[1]], strides=[size], itemsize=size, meminfo=None)
+        return array._getvalue()
+
+    return types.Array(like.dtype, 1, "C")(address, types.intp, like), generate
+
+
+@compiled
+def _row(rows, number, length):
+    return view(rows, number * length, length)
+
+
 @compiled
 def _copy(source, target):
     for i in range(target.shape[0]):
@@ -51,6 +75,107 @@ def _copy(source, target):
 def _clear(target):
     for i in range(target.shape[0]):
         target[i] = 0
+
+
+def _vector(context, builder, array_type, array, at):
+    """Address of array[at : at + LANES] as one vector, and the vector's type and alignment."""
+    number = context.get_data_type(array_type.dtype)
+    kind = ir.VectorType(number, LANES)
+    address = cgutils.gep_inbounds(builder, make_array(array_type)(context, builder, array).data, at)
+    return builder.bitcast(address, kind.as_pointer()), kind, context.get_abi_sizeof(number)
+
+
+@intrinsic
+def _dot_vectors(typing_context, a, b, at):
+    """Sum of a[i] b[i] over at <= i < at + LANES: a head is too short for the compiler to see a vector in a loop."""
+
+    def generate(context, builder, signature, arguments):
+        factors = []
+        for array in (0, 1):
+            address, kind, align = _vector(context, builder, signature.args[array], arguments[array], arguments[2])
+            factors.append(builder.load(address, align=align))
+        product, number = builder.fmul(*factors), kind.element
+        name = f"llvm.vector.reduce.fadd.v{LANES}f{8 * align}"
+        add = builder.module.declare_intrinsic(name, fnty=ir.FunctionType(number, [number, kind]))
+        return builder.call(add, [ir.Constant(number, -0.0), product], fastmath=["reassoc"])
+
+    return a.dtype(a, b, types.intp), generate
+
+
+@intrinsic
+def _add_vectors(typing_context, factor, a, out, at):
+    """out[i] += factor a[i] over at <= i < at + LANES."""
+
+    def generate(context, builder, signature, arguments):
+        address, kind, align = _vector(context, builder, signature.args[1], arguments[1], arguments[3])
+        target, _, _ = _vector(context, builder, signature.args[2], arguments[2], arguments[3])
+        one = builder.insert_element(ir.Constant(kind, ir.Undefined), arguments[0], ir.Constant(ir.IntType(32), 0))
+        lanes = ir.Constant(ir.VectorType(ir.IntType(32), LANES), [0] * LANES)
+        factors = builder.shuffle_vector(one, ir.Constant(kind, ir.Undefined), lanes)
+        product = builder.fmul(factors, builder.load(address, align=align), flags=["contract"])
+        total = builder.fadd(product, builder.load(target, align=align), flags=["contract"])
+        builder.store(total, target, align=align)
+        return context.get_dummy_value()
+
+    return types.void(a.dtype, a, out, types.intp), generate
+
+
+@intrinsic
+def _exp_vectors(typing_context, a, at):
+    """a[i] = exp a[i] over at <= i < at + LANES, for a[i] <= 0; below the smallest normal number it stays there.
+
+    2^n e^r with n = round(a / ln 2), and e^r by its Taylor series: |r| <= ln(2) / 2.
+    """
+    single = a.dtype == types.float32
+    degree, mantissa, bias, lowest = (7, 23, 127, -87.0) if single else (13, 52, 1023, -708.0)
+    parts = (0.693359375, -2.12194440e-4) if single else (6.93145751953125e-1, 1.42860682030941723212e-6)  # of ln 2
+
+    def generate(context, builder, signature, arguments):
+        address, kind, align = _vector(context, builder, signature.args[0], arguments[0], arguments[1])
+        name = f"v{LANES}f{8 * align}"
+        fma = builder.module.declare_intrinsic(f"llvm.fma.{name}", fnty=ir.FunctionType(kind, [kind] * 3))
+        nearest = builder.module.declare_intrinsic(f"llvm.rint.{name}", fnty=ir.FunctionType(kind, [kind]))
+        whole = ir.VectorType(ir.IntType(8 * align), LANES)
+
+        def constant(value, of=kind):
+            return ir.Constant(of, [value] * LANES)
+
+        x = builder.load(address, align=align)
+        x = builder.select(builder.fcmp_ordered("<", x, constant(lowest)), constant(lowest), x)
+        n = builder.call(nearest, [builder.fmul(x, constant(1 / math.log(2)))])
+        for part in parts:
+            x = builder.call(fma, [n, constant(-part), x])
+        total = constant(1 / math.factorial(degree))
+        for power in range(degree - 1, -1, -1):
+            total = builder.call(fma, [total, x, constant(1 / math.factorial(power))])
+        exponent = builder.add(builder.fptosi(n, whole), constant(bias, whole))
+        scale = builder.bitcast(builder.shl(exponent, constant(mantissa, whole)), kind)
+        builder.store(builder.fmul(total, scale), address, align=align)
+        return context.get_dummy_value()
+
+    return types.void(a, types.intp), generate
+
+
+@compiled
+def _dot(a, b):
+    count, total = a.shape[0], a.dtype.type(0)
+    whole = (count >> LOG_LANES) << LOG_LANES
+    for c in range(count >> LOG_LANES):
+        total += _dot_vectors(a, b, c * LANES)
+    for i in range(whole, count):
+        total += a[i] * b[i]
+    return total
+
+
+@compiled
+def _add(factor, a, out):
+    """out[i] += factor a[i]."""
+    count = out.shape[0]
+    whole = (count >> LOG_LANES) << LOG_LANES
+    for c in range(count >> LOG_LANES):
+        _add_vectors(factor, a, out, c * LANES)
+    for i in range(whole, count):
+        out[i] += factor * a[i]
 
 
 @compiled
@@ -108,7 +233,7 @@ def _update(old, new, old_mask, new_mask, action, grown, size, queue, tiny):
 
 @compiled
 def _weigh(row, mask, query, how, slots, num_slots, weights, tiny):
-    """Weights [slots] of the global read: their softmax with that of the empty slots."""
+    """Weights of the global read, their softmax with that of the empty slots; `weights` has LANES numbers to spare."""
     size = query.shape[0]
     penalty, empty_score = mask.dtype.type(ADDITIVE_PENALTY), tiny * 0
     if how == LOG:
@@ -117,10 +242,7 @@ def _weigh(row, mask, query, how, slots, num_slots, weights, tiny):
         empty_score = penalty
     largest = empty_score if num_slots > slots else -mask.dtype.type(np.inf)
     for j in range(slots):
-        slot = view(row, (j + 1) * size, size)
-        score = tiny * 0
-        for i in range(size):
-            score += slot[i] * query[i]
+        score = _dot(view(row, (j + 1) * size, size), query)
         if how == MULTIPLY:
             score *= mask[j + 1]
         elif how == LOG:
@@ -131,7 +253,10 @@ def _weigh(row, mask, query, how, slots, num_slots, weights, tiny):
         largest = max(largest, score)
     total = tiny * 0
     for j in range(slots):
-        weights[j] = math.exp(weights[j] - largest)
+        weights[j] -= largest
+    for j in range(0, slots, LANES):
+        _exp_vectors(weights, j)
+    for j in range(slots):
         total += weights[j]
     if num_slots > slots:
         total += (num_slots - slots) * math.exp(empty_score - largest)
@@ -149,9 +274,7 @@ def _read(row, mask, query, how, slots, num_slots, weights, out, tiny):
     _weigh(row, mask, query, how, slots, num_slots, weights, tiny)
     _clear(out)
     for j in range(slots):
-        slot = view(row, (j + 1) * size, size)
-        for i in range(size):
-            out[i] += weights[j] * slot[i]
+        _add(weights[j], view(row, (j + 1) * size, size), out)
 
 
 @compiled
@@ -176,79 +299,84 @@ def _add_product(vector, matrix, out):
     """out [n] += vector [m] matrix [m, n]."""
     columns = out.shape[0]
     for k in range(vector.shape[0]):
-        factor, line = vector[k], view(matrix, k * columns, columns)
-        for i in range(columns):
-            out[i] += factor * line[i]
+        _add(vector[k], view(matrix, k * columns, columns), out)
 
 
 @compiled
-def forward(begin, end, options, inputs, outputs, kept):
-    """Fill `outputs` and, for the backward pass, `kept` (of size 0 where there will be none)."""
-    tokens, heads, size, count, start, num_slots, how, queue, tanh, every = options
-    slots, mask, x, logits, query, maps = inputs  # maps [H*D, H*D + H*A] or of size 0: P and Q beside each other
-    read, action, entropy, occupancy, last_slots, last_mask = outputs
-    pushed, first_read, states, masks = kept  # states [B, H, segments - 1, room, D]
-    feedback, tiny, dtype = maps.size > 0, np.finfo(x.dtype).tiny, x.dtype
-    tiny = x.dtype.type(tiny)
-    room, group, width = min(start + tokens, num_slots), heads if feedback else 1, heads * size
-    segments, span = (tokens - 1) // every, (room + 3) * size
-    rows, row_masks = np.zeros(group * 2 * span, dtype), np.zeros(group * 2 * (room + 3), dtype)
-    weights, fed, mixed = np.zeros(room, dtype), np.zeros(width, dtype), np.zeros(width + heads * count, dtype)
+def _transpose(matrix, columns, out):
+    lines = matrix.shape[0] // columns
+    for i in range(lines):
+        for j in range(columns):
+            out[j * lines + i] = matrix[i * columns + j]
+
+
+@compiled
+def forward(begin, end, like, options, inputs, outputs, kept):
+    """Fill `outputs` and, for the backward pass, `kept`. `like` is an array of the dtype."""
+    batch, tokens, heads, size, count, start, num_slots, how, queue, tanh, every = options
+    room, width, actions, stacks = min(start + tokens, num_slots), heads * size, heads * count, batch * heads
+    segments, span, length, dtype = (tokens - 1) // every, (room + 3) * size, room + 3, like.dtype
+    feedback, pushes, keeps, tiny = inputs[5] != 0, kept[0] != 0, kept[2] != 0, dtype.type(np.finfo(dtype).tiny)
+    slots, mask = array_at(inputs[0], stacks * start * size, like), array_at(inputs[1], stacks * start, like)
+    x, logits = array_at(inputs[2], tokens * batch * width, like), array_at(inputs[3], tokens * batch * actions, like)
+    query = array_at(inputs[4], width, like)
+    map_x, map_logits = array_at(inputs[5], width * width, like), array_at(inputs[6], width * actions, like)
+    read, action = array_at(outputs[0], tokens * batch * width, like), array_at(outputs[1], tokens * stacks * 3, like)
+    entropy, occupancy = array_at(outputs[2], tokens * stacks, like), array_at(outputs[3], tokens * stacks, like)
+    last_slots, last_mask = array_at(outputs[4], stacks * room * size, like), array_at(outputs[5], stacks * room, like)
+    pushed, first_read = array_at(kept[0], tokens * batch * width, like), array_at(kept[1], batch * width, like)
+    states = array_at(kept[2], stacks * segments * room * size, like)  # [B, H, segments, room, D]
+    masks = array_at(kept[3], stacks * segments * room, like)
+    group = heads if feedback else 1
+    rows, row_masks = np.zeros(group * 2 * span, dtype), np.zeros(group * 2 * length, dtype)
+    weights, fed, mixed = np.zeros(room + LANES, dtype), np.zeros(width, dtype), np.zeros(width + actions, dtype)
+    mixed_x, mixed_logits = view(mixed, 0, width), view(mixed, width, actions)
     for i in range(group * 2):
-        row_masks[i * (room + 3)] = 1
+        row_masks[i * length] = 1
     for b in range(begin, end):
         for first in range(0, heads, group):
             for k in range(group):
-                at = b * heads + first + k
-                row, row_mask = view(rows, 2 * k * span, span), view(row_masks, 2 * k * (room + 3), room + 3)
-                _load(view(slots, at * start * size, start * size), view(mask, at * start, start), row, row_mask)
+                at, row, row_mask = b * heads + first + k, _row(rows, 2 * k, span), _row(row_masks, 2 * k, length)
+                _load(_row(slots, at, start * size), _row(mask, at, start), row, row_mask)
                 if feedback:
-                    own, out = view(query, (first + k) * size, size), view(first_read, at * size, size)
+                    own, out = _row(query, first + k, size), _row(first_read, at, size)
                     _read(row, row_mask, own, how, start, num_slots, weights, out, tiny)
             if feedback:
-                _activate(view(first_read, b * width, width), tanh, fed)
+                _activate(_row(first_read, b, width), tanh, fed)
             for t in range(tokens):
                 grown, here, now = min(start + t + 1, num_slots), b * tokens + t, t % 2
                 if feedback:
-                    _copy(view(x, here * width, width), view(mixed, 0, width))
-                    _copy(view(logits, here * heads * count, heads * count), view(mixed, width, heads * count))
-                    _add_product(fed, maps, mixed)
-                    if pushed.size:
-                        _copy(mixed, view(pushed, here * width, width))
+                    _copy(_row(x, here, width), mixed_x)
+                    _copy(_row(logits, here, actions), mixed_logits)
+                    _add_product(fed, map_x, mixed_x)
+                    _add_product(fed, map_logits, mixed_logits)
+                    if pushes:
+                        _copy(mixed_x, _row(pushed, here, width))
                 for k in range(group):
-                    h = first + k
+                    h, i, j = first + k, 2 * k + now, 2 * k + 1 - now
                     at = here * heads + h
-                    own, out = view(query, h * size, size), view(read, at * size, size)
-                    row, row_mask = (
-                        view(rows, (2 * k + now) * span, span),
-                        view(row_masks, (2 * k + now) * (room + 3), room + 3),
-                    )
-                    new, new_mask = (
-                        view(rows, (2 * k + 1 - now) * span, span),
-                        view(row_masks, (2 * k + 1 - now) * (room + 3), room + 3),
-                    )
-                    if states.size and t and t % every == 0:
-                        place = ((b * heads + h) * segments + t // every - 1) * room
-                        _copy(view(row, size, room * size), view(states, place * size, room * size))
-                        _copy(view(row_mask, 1, room), view(masks, place, room))
-                    chosen = view(action, at * 3, 3)
+                    row, row_mask = _row(rows, i, span), _row(row_masks, i, length)
+                    new, new_mask = _row(rows, j, span), _row(row_masks, j, length)
+                    if keeps and t and t % every == 0:
+                        place = (b * heads + h) * segments + t // every - 1
+                        _copy(view(row, size, room * size), _row(states, place, room * size))
+                        _copy(view(row_mask, 1, room), _row(masks, place, room))
+                    chosen = _row(action, at, 3)
                     if feedback:
-                        _copy(view(mixed, h * size, size), view(row, 0, size))
-                        entropy[at] = _softmax(view(mixed, width + h * count, count), chosen)
+                        _copy(_row(mixed_x, h, size), view(row, 0, size))
+                        entropy[at] = _softmax(_row(mixed_logits, h, count), chosen)
                     else:
-                        _copy(view(x, at * size, size), view(row, 0, size))
-                        entropy[at] = _softmax(view(logits, at * count, count), chosen)
+                        _copy(_row(x, at, size), view(row, 0, size))
+                        entropy[at] = _softmax(_row(logits, at, count), chosen)
                     occupancy[at] = _update(row, new, row_mask, new_mask, chosen, grown, size, queue, tiny)
+                    own, out = _row(query, h, size), _row(read, at, size)
                     _read(new, new_mask, own, how, grown, num_slots, weights, out, tiny)
                 if feedback:
-                    _activate(view(read, here * width, width), tanh, fed)
+                    _activate(_row(read, here, width), tanh, fed)
             for k in range(group):
-                at = b * heads + first + k
-                _copy(
-                    view(rows, (2 * k + tokens % 2) * span + size, room * size),
-                    view(last_slots, at * room * size, room * size),
-                )
-                _copy(view(row_masks, (2 * k + tokens % 2) * (room + 3) + 1, room), view(last_mask, at * room, room))
+                at, i = b * heads + first + k, 2 * k + tokens % 2
+                _copy(view(rows, i * span + size, room * size), _row(last_slots, at, room * size))
+                _copy(view(row_masks, i * length + 1, room), _row(last_mask, at, room))
 
 
 @compiled
@@ -263,30 +391,22 @@ def _read_back(row, mask, query, how, slots, num_slots, weights, g_read, grad, g
     _weigh(row, mask, query, how, slots, num_slots, weights, tiny)
     mean = tiny * 0  # dR . R
     for j in range(slots):
-        slot = view(row, (j + 1) * size, size)
-        of_slot = tiny * 0
-        for i in range(size):
-            of_slot += slot[i] * g_read[i]
-        mean += weights[j] * of_slot
+        mean += weights[j] * _dot(view(row, (j + 1) * size, size), g_read)
     for j in range(slots):
         slot, g_slot = view(row, (j + 1) * size, size), view(grad, (j + 1) * size, size)
-        g_weight, content = tiny * 0, tiny * 0
-        for i in range(size):
-            g_weight += slot[i] * g_read[i]
-            content += slot[i] * query[i]
-        g_score = weights[j] * (g_weight - mean)
+        g_score = weights[j] * (_dot(slot, g_read) - mean)
         factor = g_score
         if how == MULTIPLY:
-            g_mask[j + 1] += g_score * content
+            g_mask[j + 1] += g_score * _dot(slot, query)
             factor = g_score * mask[j + 1]
         elif how == LOG:
             if mask[j + 1] >= tiny:
                 g_mask[j + 1] += g_score / mask[j + 1]
         else:
             g_mask[j + 1] -= g_score * mask.dtype.type(ADDITIVE_PENALTY)
-        for i in range(size):
-            g_slot[i] += weights[j] * g_read[i] + factor * query[i]
-            g_query[i] += factor * slot[i]
+        _add(weights[j], g_read, g_slot)
+        _add(factor, query, g_slot)
+        _add(factor, slot, g_query)
 
 
 @compiled
@@ -352,114 +472,136 @@ def _softmax_back(action, g_push, g_pop, g_no_op, g_entropy, entropy, g_logits):
 
 
 @compiled
-def backward(begin, end, options, inputs, outputs, kept, incoming, outgoing):
-    """Fill `outgoing`: the gradients of the state, x, the logits and w_g (one for each sequence, from zeros).
+def backward(begin, end, like, options, inputs, outputs, kept, incoming, outgoing):
+    """Fill `outgoing`: the gradients of the state, x and the logits; and add to w_g's, one for each sequence.
 
-    `incoming`: those of read, action, entropy and the last state, each of size 0 if there is none.
+    `incoming`: those of read, action, entropy and the last state. `inputs` has, for x, what was pushed, and fed
+    [B, T, H*D], f(R_{t-1}).
     """
-    tokens, heads, size, count, start, num_slots, how, queue, tanh, every = options
-    slots, mask, pushed, query, maps, fed = inputs  # maps [H*D + H*A, H*D], transposed; fed [B, T, H*D]: f(R_{t-1})
-    action, entropy = outputs
-    states, masks = kept
-    in_read, in_action, in_entropy, in_slots, in_mask = incoming
-    g_slots, g_mask, g_x, g_logits, g_query = outgoing
-    feedback, tiny, dtype = maps.size > 0, np.finfo(pushed.dtype).tiny, pushed.dtype
-    tiny = pushed.dtype.type(tiny)
-    use_mask = queue or how != TOP or in_mask.size > 0
-    room, group, width = min(start + tokens, num_slots), heads if feedback else 1, heads * size
-    segments, span, long = (tokens - 1) // every, (room + 3) * size, room + 3
-    rows, row_masks = np.zeros(group * (every + 1) * span, dtype), np.zeros(group * (every + 1) * long, dtype)
-    grads, grad_masks = np.zeros(group * 2 * span, dtype), np.zeros(group * 2 * long, dtype)
-    weights, g_read = np.zeros(room, dtype), np.zeros(size, dtype)
-    g_fed, g_mixed = np.zeros(width, dtype), np.zeros(width + heads * count, dtype)
+    batch, tokens, heads, size, count, start, num_slots, how, queue, tanh, every = options
+    room, width, actions, stacks = min(start + tokens, num_slots), heads * size, heads * count, batch * heads
+    segments, span, length, dtype = (tokens - 1) // every, (room + 3) * size, room + 3, like.dtype
+    feedback, tiny = inputs[4] != 0, dtype.type(np.finfo(dtype).tiny)
+    slots, mask = array_at(inputs[0], stacks * start * size, like), array_at(inputs[1], stacks * start, like)
+    pushed, query = array_at(inputs[2], tokens * batch * width, like), array_at(inputs[3], width, like)
+    map_x, map_logits = array_at(inputs[4], width * width, like), array_at(inputs[5], width * actions, like)
+    fed = array_at(inputs[6], tokens * batch * width, like)
+    action, entropy = array_at(outputs[0], tokens * stacks * 3, like), array_at(outputs[1], tokens * stacks, like)
+    states = array_at(kept[0], stacks * segments * room * size, like)
+    masks = array_at(kept[1], stacks * segments * room, like)
+    in_read, in_action = (
+        array_at(incoming[0], tokens * batch * width, like),
+        array_at(incoming[1], tokens * stacks * 3, like),
+    )
+    in_entropy, in_slots = (
+        array_at(incoming[2], tokens * stacks, like),
+        array_at(incoming[3], stacks * room * size, like),
+    )
+    in_mask = array_at(incoming[4], stacks * room, like)
+    g_slots, g_mask = array_at(outgoing[0], stacks * start * size, like), array_at(outgoing[1], stacks * start, like)
+    g_x, g_logits = (
+        array_at(outgoing[2], tokens * batch * width, like),
+        array_at(outgoing[3], tokens * batch * actions, like),
+    )
+    g_query = array_at(outgoing[4], batch * width, like)
+    use_mask = queue or how != TOP or incoming[4] != 0
+    group = heads if feedback else 1
+    rows, row_masks = np.zeros(group * (every + 1) * span, dtype), np.zeros(group * (every + 1) * length, dtype)
+    grads, grad_masks = np.zeros(group * 2 * span, dtype), np.zeros(group * 2 * length, dtype)
+    weights, g_read, g_fed = np.zeros(room + LANES, dtype), np.zeros(size, dtype), np.zeros(width, dtype)
+    maps = np.zeros(width * (width + actions) if feedback else 0, dtype)  # P and Q, transposed
+    if feedback:
+        _transpose(map_x, width, view(maps, 0, width * width))
+        _transpose(map_logits, actions, view(maps, width * width, width * actions))
     for i in range(group * (every + 1)):
-        row_masks[i * long] = 1
+        row_masks[i * length] = 1
     for b in range(begin, end):
         for first in range(0, heads, group):
             _clear(g_fed)
             for k in range(group):
-                i, at = 2 * k + tokens % 2, (b * heads + first + k) * room
-                _clear(view(grads, i * span, span))
-                _clear(view(grad_masks, i * long, long))
-                if in_slots.size:
-                    _copy(view(in_slots, at * size, room * size), view(grads, i * span + size, room * size))
-                if in_mask.size:
-                    _copy(view(in_mask, at, room), view(grad_masks, i * long + 1, room))
+                at, grad, grad_mask = (
+                    b * heads + first + k,
+                    _row(grads, 2 * k + tokens % 2, span),
+                    _row(grad_masks, 2 * k + tokens % 2, length),
+                )
+                _clear(grad)
+                _clear(grad_mask)
+                if incoming[3]:
+                    _copy(_row(in_slots, at, room * size), view(grad, size, room * size))
+                if incoming[4]:
+                    _copy(_row(in_mask, at, room), view(grad_mask, 1, room))
             for segment in range(segments, -1, -1):
                 begun, ended = segment * every, min((segment + 1) * every, tokens)
                 for k in range(group):
                     h, i = first + k, k * (every + 1)
-                    row, row_mask = view(rows, i * span, span), view(row_masks, i * long, long)
-                    at, held = (b * heads + h) * start, start
+                    row, row_mask = _row(rows, i, span), _row(row_masks, i, length)
+                    at, held = b * heads + h, start
                     if segment:
-                        at = ((b * heads + h) * segments + segment - 1) * room
-                        _load(view(states, at * size, room * size), view(masks, at, room), row, row_mask)
+                        at = at * segments + segment - 1
+                        _load(_row(states, at, room * size), _row(masks, at, room), row, row_mask)
                     else:
-                        _load(view(slots, at * size, held * size), view(mask, at, held), row, row_mask)
+                        _load(_row(slots, at, held * size), _row(mask, at, held), row, row_mask)
                     for t in range(begun, ended):
-                        at = (b * tokens + t) * heads + h
-                        row, row_mask = view(rows, i * span, span), view(row_masks, i * long, long)
+                        at, row, row_mask = (
+                            (b * tokens + t) * heads + h,
+                            _row(rows, i, span),
+                            _row(row_masks, i, length),
+                        )
                         i += 1
-                        _copy(view(pushed, at * size, size), view(row, 0, size))
+                        _copy(_row(pushed, at, size), view(row, 0, size))
                         if t + 1 < ended or how != TOP:
-                            new, new_mask = view(rows, i * span, span), view(row_masks, i * long, long)
-                            grown = min(start + t + 1, num_slots)
-                            _update(row, new, row_mask, new_mask, view(action, at * 3, 3), grown, size, queue, tiny)
+                            new, new_mask = _row(rows, i, span), _row(row_masks, i, length)
+                            chosen, grown = _row(action, at, 3), min(start + t + 1, num_slots)
+                            _update(row, new, row_mask, new_mask, chosen, grown, size, queue, tiny)
                 for t in range(ended - 1, begun - 1, -1):
-                    here, now = b * tokens + t, (t + 1) % 2
-                    before, grown = min(start + t, num_slots), min(start + t + 1, num_slots)
+                    here, before, grown = b * tokens + t, min(start + t, num_slots), min(start + t + 1, num_slots)
                     for k in range(group):
-                        h, i = first + k, k * (every + 1) + t - begun
-                        at = here * heads + h
-                        grad, grad_mask = (
-                            view(grads, (2 * k + now) * span, span),
-                            view(grad_masks, (2 * k + now) * long, long),
-                        )
-                        out, out_mask = (
-                            view(grads, (2 * k + 1 - now) * span, span),
-                            view(grad_masks, (2 * k + 1 - now) * long, long),
-                        )
-                        for d in range(size):
-                            g_read[d] = g_fed[h * size + d]
-                        if in_read.size:
-                            for d in range(size):
-                                g_read[d] += in_read[at * size + d]
+                        h, i, now, then = first + k, k * (every + 1) + t - begun, 2 * k + (t + 1) % 2, 2 * k + t % 2
+                        at, grad, grad_mask = here * heads + h, _row(grads, now, span), _row(grad_masks, now, length)
+                        _copy(_row(g_fed, h, size), g_read)
+                        if incoming[0]:
+                            _add(tiny / tiny, _row(in_read, at, size), g_read)
+                        row, row_mask = _row(rows, i + 1, span), _row(row_masks, i + 1, length)
+                        own, g_own = _row(query, h, size), _row(g_query, b * heads + h, size)
                         _read_back(
-                            view(rows, (i + 1) * span, span), view(row_masks, (i + 1) * long, long),
-                            view(query, h * size, size), how, grown, num_slots, weights, g_read,
-                            grad, grad_mask, view(g_query, (b * heads + h) * size, size), tiny,
-                        )  # fmt: skip
-                        chosen = view(action, at * 3, 3)
+                            row, row_mask, own, how, grown, num_slots, weights, g_read, grad, grad_mask, g_own, tiny
+                        )
+                        row, row_mask = _row(rows, i, span), _row(row_masks, i, length)
+                        out, out_mask, chosen = (
+                            _row(grads, then, span),
+                            _row(grad_masks, then, length),
+                            _row(action, at, 3),
+                        )
                         g_push, g_pop, g_no_op = _update_back(
-                            view(rows, i * span, span), view(row_masks, i * long, long), chosen, grad, grad_mask,
-                            out, out_mask, before, grown, size, queue, use_mask, tiny, view(g_x, at * size, size),
+                            row, row_mask, chosen, grad, grad_mask, out, out_mask, before, grown, size, queue, use_mask,
+                            tiny, _row(g_x, at, size),
                         )  # fmt: skip
-                        if in_action.size:
+                        if incoming[1]:
                             g_push += in_action[at * 3]
                             g_pop += in_action[at * 3 + 1]
                             g_no_op += in_action[at * 3 + 2]
-                        of_entropy = in_entropy[at] if in_entropy.size else tiny * 0
-                        own = view(g_logits, at * count, count)
-                        _softmax_back(chosen, g_push, g_pop, g_no_op, of_entropy, entropy[at], own)
+                        of_entropy = in_entropy[at] if incoming[2] else tiny * 0
+                        out = _row(g_logits, at, count)
+                        _softmax_back(chosen, g_push, g_pop, g_no_op, of_entropy, entropy[at], out)
                     if feedback:
-                        _copy(view(g_x, here * width, width), view(g_mixed, 0, width))
-                        _copy(view(g_logits, here * heads * count, heads * count), view(g_mixed, width, heads * count))
                         _clear(g_fed)
-                        _add_product(g_mixed, maps, g_fed)
+                        _add_product(_row(g_x, here, width), view(maps, 0, width * width), g_fed)
+                        _add_product(_row(g_logits, here, actions), view(maps, width * width, width * actions), g_fed)
                         if tanh:
                             for d in range(width):
                                 g_fed[d] *= 1 - fed[here * width + d] * fed[here * width + d]
             for k in range(group):
-                at = (b * heads + first + k) * start
+                h, at, grad, grad_mask = (
+                    first + k,
+                    b * heads + first + k,
+                    _row(grads, 2 * k, span),
+                    _row(grad_masks, 2 * k, length),
+                )
                 if feedback and start:  # R_{-1} was read from the given state
-                    h, i = first + k, k * (every + 1)
-                    row, row_mask = view(rows, i * span, span), view(row_masks, i * long, long)
-                    _load(view(slots, at * size, start * size), view(mask, at, start), row, row_mask)
-                    _read_back(
-                        row, row_mask, view(query, h * size, size), how, start, num_slots, weights,
-                        view(g_fed, h * size, size), view(grads, 2 * k * span, span),
-                        view(grad_masks, 2 * k * long, long), view(g_query, (b * heads + h) * size, size), tiny,
-                    )  # fmt: skip
-                if g_slots.size:
-                    _copy(view(grads, 2 * k * span + size, start * size), view(g_slots, at * size, start * size))
-                    _copy(view(grad_masks, 2 * k * long + 1, start), view(g_mask, at, start))
+                    row, row_mask = _row(rows, k * (every + 1), span), _row(row_masks, k * (every + 1), length)
+                    _load(_row(slots, at, start * size), _row(mask, at, start), row, row_mask)
+                    own, g_own, out = _row(query, h, size), _row(g_query, at, size), _row(g_fed, h, size)
+                    _read_back(row, row_mask, own, how, start, num_slots, weights, out, grad, grad_mask, g_own, tiny)
+                if outgoing[0]:
+                    _copy(view(grad, size, start * size), _row(g_slots, at, start * size))
+                    _copy(view(grad_mask, 1, start), _row(g_mask, at, start))
