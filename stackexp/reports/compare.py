@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 from stackexp.data import stream_record
 from stackexp.errors import RunError
@@ -34,24 +35,43 @@ def check_same_data(runs: list[RunFolder]) -> list[str]:
 
 
 def markdown(runs: list[RunFolder]) -> str:
-    """One row per finished run: parameters, training loss, loss and perplexity of every set, and their averages."""
+    """One row per finished run: parameters, training loss, loss and perplexity of every set, and their averages.
+
+    Runs on formal languages have their task and their scores instead of sets.
+    """
     results = {run: json.loads(run.result.read_text()) for run in runs if run.finished}
-    names = labels(runs)
-    sets = list(dict.fromkeys(name for result in results.values() for name in result["sets"]))
-    header = ["run", "parameters", "in the memory", "training loss", *sets, "average", "bits/byte"]
+    names, of_sets = labels(runs), [result for result in results.values() if "sets" in result]
+    sets = list(dict.fromkeys(name for result in of_sets for name in result["sets"]))
+    scores = list(
+        dict.fromkeys(key for r in results.values() for key in r if key == "task" or key.startswith("score_"))
+    )
+    header = ["run", "parameters", "in the memory", "training loss", *scores]
+    header += [*sets, "average", "bits/byte"] if of_sets else []
     lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
     for run, result in results.items():
-        figures = [result["sets"].get(name) for name in sets] + [result["average"]]
         cells = [
             names[run],
             f"{result['parameters']:,}",
             f"{result['memory_parameters']:,}",
             f"{result['train_loss']['last_20_steps']:.3f}",
-            *(f"{f['loss']:.3f} / {f['perplexity'] or float('inf'):.1f}" if f else "" for f in figures),
-            f"{result['average'].get('bits_per_byte', float('nan')):.3f}",
+            *(_score(result.get(key, "")) for key in scores),
+            *(_set_cells(result, sets) if of_sets else []),
         ]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
+
+
+def _score(value: float | str) -> str:
+    return value if isinstance(value, str) else f"{value:.3f}"
+
+
+def _set_cells(result: dict[str, Any], sets: list[str]) -> list[str]:
+    """Of a run on tokens: loss and perplexity of each set and of their average, bits per byte; else nothing."""
+    if "sets" not in result:
+        return [""] * (len(sets) + 2)
+    figures = [result["sets"].get(name) for name in sets] + [result["average"]]
+    cells = [f"{f['loss']:.3f} / {f['perplexity'] or float('inf'):.1f}" if f else "" for f in figures]
+    return [*cells, f"{result['average'].get('bits_per_byte', float('nan')):.3f}"]
 
 
 def labels(runs: list[RunFolder]) -> dict[RunFolder, str]:

@@ -59,7 +59,7 @@ def collect(sweep: Sweep) -> list[Row]:
 
 def _row(trials: list[Any], values: dict[str, Any], objective: str) -> Row:
     results = [json.loads(trial.folder.result.read_text()) for trial in trials]
-    losses = {title: path for title, path in LOSSES.items() if path != "average.loss" or results[0]["average"]}
+    losses = {title: path for title, path in LOSSES.items() if path != "average.loss" or results[0].get("average")}
     return Row(
         name=re.sub(r"-?seed=\d+$", "", trials[0].name.rpartition("-")[0]) or "trial",
         values=values,

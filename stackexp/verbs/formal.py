@@ -159,10 +159,27 @@ def report(asked: Evaluation, checkpoint: Path, sets: Sets) -> None:
         print("\n".join(f"length {length:4d}  accuracy {value:.4f}" for length, value in accuracy.items()))
         print(f"mean         accuracy {mean['accuracy']:.4f}  loss {mean['loss']:.4f}")
     if asked.record:
-        runs.write_atomically(asked.record, json.dumps(record, indent=2))
-        if asked.stage == "test" and asked.has_tags:
+        path = _place(asked, record)
+        runs.write_atomically(path, json.dumps(record, indent=2))
+        if asked.stage == "test" and asked.has_tags and path == asked.record:
             _write_curve(asked, accuracy_of(sets))
-        print(f"\nfigures: {asked.record}")
+        print(f"\nfigures: {path}")
+
+
+def _place(asked: Evaluation, record: dict[str, Any]) -> Path:
+    """Where the figures go: not in the place of a test of the same checkpoint with more strings."""
+    path = asked.record
+    if asked.out or asked.stage != "test" or not path.exists():
+        return path
+    before = json.loads(path.read_text())
+    if before["checkpoint"] != record["checkpoint"] or _strings(before) <= _strings(record):
+        return path
+    return path.with_name(f"{path.stem}-every-{record['length_stride']}-of-{record['sequences_per_length']}.json")
+
+
+def _strings(record: dict[str, Any]) -> int:
+    """How many were tested."""
+    return len(record["accuracy"]) * record["sequences_per_length"]
 
 
 def _write_curve(asked: Evaluation, accuracy: dict[int, float]) -> None:

@@ -1,0 +1,165 @@
+"""Formal languages from the command line: fit, killed and resumed, tested, shown in TensorBoard, side by side."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from forks import Forks
+from records import assert_close, losses, only_run, record
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from stackexp.runs import RunFolder
+from stackexp.tasks import TASKS
+
+TINY = ("model.hidden_size=16", "model.num_layers=2", "model.num_heads=2", "model.num_kv_heads=2")
+TINY += ("model.intermediate_size=16", "data.batch_size=4", "data.max_length=8", "data.validation_max_length=10")
+TINY += ("data.validation_sequences=4", "data.eval_max_length=14", "data.eval_length_stride=2", "data.eval_sequences=6")
+TINY += ("data.curriculum_steps=10", "data.curriculum_start=2", "trainer.accelerator=cpu", "trainer.max_steps=60")
+TINY += ("trainer.val_check_interval=20", "trainer.checkpoint_interval=5", "logging.probe_interval=5")
+FIT = ("fit", "--config", "formal/stacktrans-depth", *TINY, "name=tiny")
+TESTED = [1, 3, 5, 7, 9, 11, 13]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("formal")
+
+
+@pytest.fixture(scope="module")
+def forks(folder) -> Forks:
+    return Forks(folder)
+
+
+@pytest.fixture(scope="module")
+def printed(forks) -> str:
+    return forks.run(*FIT)
+
+
+@pytest.fixture(scope="module")
+def run(folder, printed) -> RunFolder:
+    return only_run(folder / "runs")
+
+
+def result_of(run: RunFolder, file: str = "result.json") -> dict:
+    return json.loads((run.path / file).read_text())
+
+
+def test_a_run_killed_twice_ends_as_one_that_was_not(forks, folder, run):
+    elsewhere = folder / "killed"
+    command = (*FIT, f"logging.root={elsewhere}")
+
+    def reached(step: int) -> bool:
+        runs = map(RunFolder, elsewhere.glob("tiny/*"))
+        return any(step in losses(run) and run.saved() for run in runs)
+
+    for step, resume in ((12, ()), (27, ("--ckpt_path", "last"))):
+        forks.start(*command, *resume).kill_when(lambda step=step: reached(step))
+    killed = only_run(elsewhere)
+    assert not killed.finished, "the kills came too late to test anything"
+    forks.run(*command, "--ckpt_path", "last")
+    assert record(killed) == record(run), "bit for bit, tokens and validations too"
+    results = [result_of(each) | {"seconds_of_last_session": 0} for each in (killed, run)]
+    assert results[0] == results[1]
+
+
+def test_tokens_are_those_of_the_strings_that_came(run):
+    tokens = 0
+    for line in run.read_metrics():
+        if "loss/train" in line:
+            rng = np.random.default_rng([0, line["step"]])
+            length = rng.integers(1, line["data/max_length"] + 1)
+            tokens += 4 * (length + TASKS["reverse_string"].output_length(length))
+        assert line["tokens"] == tokens
+    longest = [line["data/max_length"] for line in run.read_metrics() if "data/max_length" in line]
+    assert (longest[0], longest[5], longest[9:]) == (2, 5, [7, *[8] * 50])
+
+
+def test_the_result_has_every_length_and_scores(run, printed):
+    result = result_of(run)
+    accuracy = {int(length): value for length, value in result["accuracy"].items()}
+    assert sorted(accuracy) == TESTED
+    assert result["score_9_14"] == pytest.approx(np.mean([accuracy[n] for n in (9, 11, 13)]))
+    assert (result["task"], result["model"]) == ("reverse_string", "stacktrans-depth")
+    assert (result["sequences_per_length"], result["length_stride"]) == (6, 2)
+    [last] = [line for line in run.read_metrics() if line["step"] == 60 and "validation/loss/average" in line]
+    assert result["validation_accuracy"] == last["validation/accuracy/average"]
+    mean = np.mean([last["validation/accuracy/length_009"], last["validation/accuracy/length_010"]])
+    assert result["validation_accuracy"] == pytest.approx(mean)
+    assert f"{result['score_9_14']:.3f}" in printed
+    assert "o stacktrans-depth" in printed
+    assert not (run.path / "data.jsonl").exists()
+    assert not run.tokenizer.exists()
+    assert not (run.path / "test.partial.jsonl").exists()
+
+
+def events_of(run: RunFolder) -> EventAccumulator:
+    events = EventAccumulator(str(run.path))
+    events.Reload()
+    return events
+
+
+def test_tensorboard_has_accuracy_against_length(run):
+    events = events_of(run)
+    accuracy = result_of(run)["accuracy"]
+    points = {point.step: point.value for point in events.Scalars("length/accuracy")}
+    assert points == pytest.approx({int(length): value for length, value in accuracy.items()})
+    tags = events.Tags()["scalars"]
+    assert {"accuracy/train", "data/max_length", "validation/accuracy/average", "final/score_9_14"} <= set(tags)
+    assert len(events.Scalars("accuracy/train")) == 60
+
+
+def test_a_test_of_a_finished_run(forks, run):
+    before = run.result.read_text()
+    text = forks.run("test", "--run", run.path, "data.eval_batch_size=4")
+    again, result = result_of(run, "test.json"), result_of(run)
+    assert again["accuracy"] == result["accuracy"]
+    assert again["score_9_14"] == result["score_9_14"]
+    assert again["step"] == 60
+    assert "o stacktrans-depth" in text
+
+    forks.run("test", "--run", run.path, "data.eval_length_stride=1", "data.eval_sequences=7")
+    more = result_of(run, "test.json")
+    assert sorted(map(int, more["accuracy"])) == list(range(1, 15))
+    assert (more["sequences_per_length"], more["length_stride"]) == (7, 1)
+    points = {point.step for point in events_of(run).Scalars("length/accuracy")}
+    assert points == set(range(1, 15)), "the curve takes the place of the one before"
+    forks.run("test", "--run", run.path, "data.eval_length_stride=4")
+    assert result_of(run, "test.json") == more, "a shorter test does not take the place of a longer one"
+    forks.run("test", "--run", run.path, "model.memory.eval_num_slots=40")
+    assert result_of(run, "test.json") == more, "nor one of another model"
+    assert run.result.read_text() == before
+
+
+def test_a_validation_of_a_finished_run(forks, run):
+    text = forks.run("validate", "--run", run.path)
+    record = result_of(run, "validate.json")
+    assert sorted(record["accuracy"]) == ["10", "9"]
+    assert record["validation_accuracy"] == result_of(run)["validation_accuracy"]
+    assert "length    9  accuracy" in text
+
+
+def test_two_devices_train_as_one(forks, folder, run):
+    elsewhere = folder / "two"
+    options = ("trainer.devices=2", "data.eval_batch_size=2", f"logging.root={elsewhere}")
+    forks.run(*FIT, *options, ranks=2)
+    assert_close(only_run(elsewhere), run, tolerance=1e-4)
+    assert result_of(only_run(elsewhere))["accuracy"] == pytest.approx(result_of(run)["accuracy"], abs=0.05)
+
+
+def test_what_stands_beside_is_trained_and_shown_too(forks, folder):
+    config = folder / "both.yaml"
+    config.write_text("defaults: [formal/stacktrans-depth]\nbeside: {plain: [model.memory=null]}\n")
+    command = ("fit", "--config", config, *TINY, "model.memory.num_slots=3", "trainer.max_steps=4")
+    text = forks.run(*command)
+    both = only_run(folder / "runs", "both"), only_run(folder / "runs", "both-plain")
+    assert [result_of(run)["model"] for run in both] == ["stacktrans-depth", "transformer"]
+    assert "o stacktrans-depth   x plain" in text.rpartition("tensorboard")[2]
+    both[1].result.unlink()
+    assert "o stacktrans-depth   x plain" in forks.run(*command, "--ckpt_path", "last")
+    assert only_run(folder / "runs", "both-plain").finished
+
+
+def test_runs_of_formal_languages_can_be_compared(forks, run):
+    score = f"{result_of(run)['score_9_14']:.3f}"
+    assert score in forks.run("report", "compare", run.path)

@@ -1,0 +1,176 @@
+"""Strings to train and test on: functions of seed, step and length alone, whatever the devices and batch sizes."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from stackexp.config.compose import compose
+from stackexp.config.formal import TASKS as SIZES
+from stackexp.datamodules.formal_language import (
+    FormalLanguageData,
+    LengthBatches,
+    ceiling,
+    longest_of,
+    warn_of_slots,
+)
+from stackexp.errors import ConfigError, RunError
+from stackexp.tasks import TASKS
+
+
+def data(*overrides: str, seed: int = 0, rank: int = 0, world_size: int = 1, step: int = 0) -> FormalLanguageData:
+    config = compose(["formal/transformer"], [f"data.{override}" for override in overrides]).data
+    built = FormalLanguageData(config, seed)
+    built.trainer = SimpleNamespace(global_rank=rank, world_size=world_size, global_step=step)
+    return built
+
+
+def same(one: dict, other: dict) -> bool:
+    return one.keys() == other.keys() and all(
+        torch.equal(one[key], other[key]) if isinstance(one[key], torch.Tensor) else one[key] == other[key]
+        for key in one
+    )
+
+
+def test_a_batch_is_a_function_of_seed_and_step():
+    assert same(data().training_batch(7), data().training_batch(7))
+    assert not same(data().training_batch(7), data().training_batch(8))
+    assert not same(data().training_batch(7), data(seed=1).training_batch(7))
+
+
+def test_training_goes_on_after_the_last_step():
+    resumed = iter(data(step=5).train_dataloader())
+    for step in (6, 7):
+        assert same(next(resumed), data().training_batch(step))
+
+
+@pytest.mark.parametrize("task", SIZES)
+def test_a_sequence_is_the_string_then_an_empty_token_for_each_symbol_of_the_answer(task):
+    built = data(f"task={task}", "max_length=12", "validation_max_length=13", "batch_size=8")
+    batch = built.training_batch(3)
+    tokens, targets, mask = (batch[key].numpy() for key in ("tokens", "targets", "mask"))
+    rng = np.random.default_rng([0, 3])
+    assert batch["length"] == rng.integers(TASKS[task].min_length, 13)
+    expected = TASKS[task].sample(rng, 8, batch["length"])
+    symbols = expected.inputs.shape[1]
+    assert (tokens[:, :symbols] == expected.inputs).all()
+    assert (tokens[:, symbols:] == SIZES[task].inputs).all()
+    assert tokens.shape[1] - symbols == targets.shape[1]
+    assert (targets == expected.targets).all()
+    assert (mask == expected.mask).all()
+    assert tokens.max() == built.config.vocab_size - 1
+
+
+def test_lengths_are_uniform_from_the_tasks_least_to_the_longest():
+    built = data("max_length=6", "validation_max_length=7", "task=solve_equation", "batch_size=1")
+    lengths = [built.training_batch(step)["length"] for step in range(1, 801)]
+    least = TASKS["solve_equation"].min_length
+    counts = np.bincount(lengths, minlength=7)
+    assert counts[:least].sum() == 0
+    assert (np.abs(counts[least:] - 800 / (7 - least)) < 60).all()
+
+
+def test_the_longest_grows_linearly_then_stays():
+    config = data("curriculum_steps=36", "curriculum_start=4").config
+    assert [longest_of(config, step) for step in (1, 2, 3, 36, 37, 38, 1000)] == [4, 5, 6, 39, 40, 40, 40]
+    slow = data("curriculum_steps=72", "curriculum_start=4").config
+    assert [longest_of(slow, step) for step in (1, 2, 3, 4, 5)] == [4, 4, 5, 5, 6]
+    assert longest_of(data().config, 1) == 40
+    built = data("curriculum_steps=36", "curriculum_start=4")
+    for step in (1, 20, 37):
+        batch = built.training_batch(step)
+        assert batch["length"] <= batch["max_length"] == longest_of(config, step)
+
+
+def test_devices_share_the_rows_of_a_batch():
+    whole = data("task=stack_manipulation", "batch_size=12").training_batch(4)
+    parts = [data("task=stack_manipulation", "batch_size=12", rank=r, world_size=3).training_batch(4) for r in range(3)]
+    for key in ("tokens", "targets", "mask"):
+        together = torch.empty_like(whole[key])
+        for rank, part in enumerate(parts):
+            assert len(part[key]) == 4
+            together[rank::3] = part[key]
+        assert torch.equal(together, whole[key])
+    assert sum(part["counted"] for part in parts) == whole["counted"] == whole["mask"].sum()
+
+
+def rows_of(stage: str, *overrides: str, length: int, world_size: int = 1) -> dict[int, list[int]]:
+    """number -> tokens of each string of a length, from all ranks."""
+    rows = {}
+    for rank in range(world_size):
+        built = data(*overrides, rank=rank, world_size=world_size)
+        [of] = [of for of in built.sets(stage) if of.length == length]
+        loader = LengthBatches(of, built.config.eval_batch_size, rank, world_size)
+        batches = list(loader)
+        assert len(batches) == len(loader)
+        for batch in batches:
+            for number, tokens in zip(batch["index"].tolist(), batch["tokens"].tolist(), strict=True):
+                assert number not in rows
+                if number >= 0:
+                    rows[number] = tokens
+    return rows
+
+
+def test_tested_strings_are_the_same_whatever_batch_size_and_devices():
+    expected = rows_of("test", "eval_sequences=10", length=45)
+    assert sorted(expected) == list(range(10))
+    assert rows_of("test", "eval_sequences=10", "eval_batch_size=3", length=45) == expected
+    assert rows_of("test", "eval_sequences=10", "eval_batch_size=2", length=45, world_size=3) == expected
+    assert rows_of("test", "eval_sequences=10", "eval_length_stride=4", length=45) == expected
+    other = rows_of("validate", "validation_sequences=10", length=45)
+    assert other != expected, "recipes are chosen on other strings"
+
+
+def test_the_lengths_of_each_stage():
+    built = data("validation_max_length=43", "eval_length_stride=200", "eval_max_length=300")
+    assert built.set_names("validate") == ["length_041", "length_042", "length_043"]
+    assert built.set_names("test") == ["length_041", "length_241"]
+    built.leave_out = frozenset(["length_041"])
+    assert built.set_names("test") == ["length_241"]
+    least = TASKS["solve_equation"].min_length
+    assert data("task=solve_equation", "eval_max_length=50").sets("test")[0].length == least > 1
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key"),
+    [
+        (("max_length=1", "eval_max_length=50"), "max_length"),
+        (("curriculum_start=1", "curriculum_steps=10"), "curriculum_start"),
+    ],
+)
+def test_strings_too_short_for_a_task_are_refused(overrides, key):
+    least = TASKS["solve_equation"].min_length
+    with pytest.raises(RunError, match=rf"^data.{key}: 1 is too short, strings of solve_equation have {least} .*$"):
+        data("task=solve_equation", *overrides).setup("fit")
+    data("task=solve_equation", "curriculum_start=1").setup("fit")  # without a curriculum it says nothing
+
+
+def test_sets_cannot_be_named():
+    with pytest.raises(ConfigError, match=r"data\.eval_length_stride"):
+        data().choose("test", ["length_041"])
+
+
+def slots(caplog, *overrides: str, config: str = "formal/stacktrans") -> list[str]:
+    caplog.clear()
+    warn_of_slots(compose([config], list(overrides)))
+    return [entry.getMessage() for entry in caplog.records]
+
+
+def test_a_stack_too_small_for_the_test_is_told_its_ceiling(caplog):
+    [line] = slots(caplog, "model.memory.eval_num_slots=null")
+    assert line.startswith("model.memory.eval_num_slots: 24 slots, but reverse_string needs 500 at length 500")
+    assert "0.5 + 0.5 min(1, S/L), so at most 0.57 over 41..500; set model.memory.eval_num_slots=500" in line
+    [line] = slots(caplog, "model.eval_num_slots=null", config="formal/stack_rnn")
+    assert line.startswith("model.eval_num_slots: 64 slots")
+    assert slots(caplog) == []
+    assert slots(caplog, "model.memory.eval_num_slots=null", "data.eval_max_length=41") != []
+    assert slots(caplog, "model.memory.eval_num_slots=41", "data.eval_max_length=41") == []
+    assert slots(caplog, "model.memory.eval_num_slots=null", "data.task=parity_check") == []
+    assert slots(caplog, config="formal/stacktrans-depth") == slots(caplog, config="formal/transformer") == []
+
+
+def test_the_ceiling_of_a_stack():
+    config = compose(["formal/stacktrans"]).data
+    assert ceiling(config, 24) == pytest.approx(np.mean([0.5 + 0.5 * 24 / n for n in range(41, 501)]))
+    assert ceiling(config, 500) == 1

@@ -1,0 +1,137 @@
+"""Training on formal languages: what the loss and the accuracy count, and what a step and an evaluation tell."""
+
+import math
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from stackexp.config.compose import compose
+from stackexp.datamodules.formal_language import FormalLanguageData
+from stackexp.errors import RunError
+from stackexp.modules.language_modeling import LanguageModeling
+from stackexp.modules.objectives import build_module
+from stackexp.modules.transduction import Scores, Transduction
+
+SMALL = ["model.hidden_size=16", "model.num_layers=2", "model.intermediate_size=16", "data.batch_size=12"]
+SMALL += ["model.memory.axis=depth", "data.task=stack_manipulation"]
+
+
+def module(*overrides: str) -> Transduction:
+    torch.manual_seed(0)
+    return build_module(compose(["formal/stacktrans"], [*SMALL, *overrides]))
+
+
+def batch(step: int = 1, rank: int = 0, world_size: int = 1) -> dict:
+    data = FormalLanguageData(compose(["formal/stacktrans"], SMALL).data)
+    data.trainer = SimpleNamespace(global_rank=rank, world_size=world_size)
+    return data.training_batch(step)
+
+
+def test_the_objective_of_the_data_chooses_the_module():
+    assert type(module()) is Transduction
+    small = [option for option in SMALL if option.startswith("model.")]
+    lm = compose(["quickstart"], small)
+    assert type(build_module(lm)) is LanguageModeling
+    lm.data = SimpleNamespace(vocab_size=4096)  # a plugin's, which knows nothing of objectives
+    assert type(build_module(lm)) is LanguageModeling
+
+
+def test_the_loss_is_the_mean_over_all_symbols_of_the_answers():
+    model, strings = module("model.memory.entropy_weight=0.5"), batch()
+    loss = model.training_step(strings, 0)
+    output = model.model(strings["tokens"])
+    answers = strings["targets"].shape[1]
+    expected = torch.stack(
+        [
+            -output.logits[row, -answers + place].log_softmax(-1)[strings["targets"][row, place]]
+            for row in range(12)
+            for place in range(answers)
+        ]
+    ).mean()
+    assert loss.item() == pytest.approx((expected + 0.5 * output.entropy).item(), rel=1e-5)
+    assert model.step_metrics.drain()["loss/train"] == pytest.approx(expected.item(), rel=1e-5)
+
+
+def test_accuracy_counts_what_the_mask_counts():
+    model, strings = module(), batch()
+    assert not strings["mask"].all()
+    model.training_step(strings, 0)
+    answers = model.model(strings["tokens"]).logits[:, -strings["targets"].shape[1] :].argmax(-1)
+    right = (answers == strings["targets"])[strings["mask"]]
+    metrics = model.step_metrics.drain()
+    assert metrics["accuracy/train"] == pytest.approx(right.double().mean().item(), rel=1e-6)
+    assert metrics["data/max_length"] == 40
+
+
+def test_devices_with_a_share_of_the_rows_have_the_mean_of_the_whole():
+    model = module()
+    model.training_step(batch(), 0)
+    whole = model.step_metrics.drain()
+    for rank in range(3):
+        model.training_step(batch(rank=rank, world_size=3), 0)
+    parts = model.step_metrics.drain()  # means over what were ranks
+    for tag in ("loss/train", "accuracy/train", "loss/action_entropy"):
+        assert parts[tag] == pytest.approx(whole[tag], rel=1e-5)
+
+
+def test_tokens_are_counted_as_they_come():
+    model, seen = module(), 0
+    for step in (1, 2, 3):
+        strings = batch(step)
+        model.training_step(strings, 0)
+        seen += strings["tokens"].numel()
+        assert (model.tokens, model.sequence_length) == (seen, strings["tokens"].shape[1])
+    resumed = module()
+    resumed.on_load_checkpoint({"losses": [], "stackexp": {"tokens": seen}})
+    resumed.training_step(batch(4), 0)
+    assert resumed.tokens == seen + batch(4)["tokens"].numel()
+
+
+def test_what_is_not_finite_names_step_and_length():
+    model, strings = module(), batch(3)
+    model.training_step(strings, 0).backward()
+    next(model.parameters()).grad[0, 0] = math.nan
+    length = strings["length"]
+    with pytest.raises(RunError, match=rf"^step 1: loss .* gradient norm nan on lengths \[{length}\] of rank 0"):
+        model.configure_gradient_clipping(model.configure_optimizers()["optimizer"])
+
+
+def test_figures_of_a_length_do_not_depend_on_how_it_is_cut():
+    rng = np.random.default_rng(0)
+    losses = torch.from_numpy(rng.random((10, 4)))
+    counted = torch.from_numpy(rng.random((10, 4)) < 0.7)
+    right = torch.from_numpy(rng.random((10, 4)) < 0.6) & counted
+
+    def figures(*cuts: list[int]) -> dict[str, float]:
+        scores = Scores(10)
+        for rows in cuts:
+            scores.update(torch.tensor(rows), losses[rows], right[rows], counted[rows])
+        return scores.figures()
+
+    whole = figures(list(range(10)))
+    assert whole["accuracy"] == right.sum().item() / counted.sum().item()
+    assert whole["loss"] == pytest.approx(losses.mean().item(), rel=1e-12)
+    assert whole["sequences"] == 10
+    assert figures([3, 1, 2], [9, 8, 7, 0, -1], [4, 5, 6, -1]) == whole
+
+
+def test_a_validation_tells_every_length_and_the_means():
+    model = module()
+    assert model.validation_tags() == {}
+    model.set_metrics = {"length_041": {"accuracy": 0.5, "loss": 0.7}, "length_042": {"accuracy": 1.0, "loss": 0.1}}
+    assert model.validation_tags() == {
+        "validation/accuracy/average": 0.75,
+        "validation/loss/average": pytest.approx(0.4),
+        "validation/accuracy/length_041": 0.5,
+        "validation/accuracy/length_042": 1.0,
+    }
+
+
+def test_answers_that_are_all_equally_likely_lose_the_log_of_their_number():
+    model, strings = module("model.memory.entropy_weight=0"), batch()
+    with torch.no_grad():
+        model.model.head.weight.zero_()
+    loss = model.training_step(strings, 0)
+    assert loss.item() == pytest.approx(math.log(3), rel=1e-6)
