@@ -1,6 +1,7 @@
 """The recurrent models: equations against a plain loop, hard actions against a list, states, sizes, gradients."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,8 +9,10 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from stackexp.config import registry
+from stackexp.config.compose import compose
 from stackexp.config.formal import LSTMConfig, StackRNNConfig
-from stackexp.config.schema import TransformerConfig
+from stackexp.models import cost
+from stackexp.models.allocations import Allocations, _fuse_norms
 from stackexp.models.transformer import Cache
 
 VOCAB, OUTPUTS, B, T = 7, 3, 2, 9
@@ -132,19 +135,44 @@ def test_sequences_know_nothing_of_one_another_nor_of_later_tokens(kind):
     assert all(moved[1] < 1e-12)
 
 
-# The five layers of the formal languages' Transformer, and how many numbers a layer of the others needs to match it.
-TRANSFORMER = {"hidden_size": 64, "num_heads": 4, "num_kv_heads": 4, "intermediate_size": 176}
-MATCHED = {"lstm": (79, 253_197), "stack_rnn": (154, 253_387)}
+# kind -> how many numbers a layer needs to be as large as five layers of a Transformer (64, 176), of StackTrans
+MATCHED = {"lstm": (79, 82), "stack_rnn": (154, 160)}
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_parameters_match_those_of_the_transformer(kind):
-    sizes = {"vocab_size": 3, "output_vocab_size": 2, "num_layers": 5}
-    transformer = registry.build("model", TransformerConfig(**sizes, **TRANSFORMER, tie_embeddings=False))
-    model = registry.build("model", KINDS[kind](**sizes, hidden_size=MATCHED[kind][0]))
-    assert model.num_parameters() == model.num_parameters(memory=False) == MATCHED[kind][1]
-    assert model.num_parameters() == pytest.approx(transformer.num_parameters(), rel=0.02)
+@pytest.mark.parametrize(("column", "like"), [(0, "formal/transformer"), (1, "formal/stacktrans")])
+def test_parameters_match_those_of_the_decoders(kind, column, like):
+    config, decoder = (compose([name]).model for name in (f"formal/{kind}", like))
+    assert config.hidden_size == MATCHED[kind][1]
+    model = registry.build("model", replace(config, hidden_size=MATCHED[kind][column]))
+    assert model.num_parameters() == pytest.approx(registry.build("model", decoder).num_parameters(), rel=0.01)
+    assert model.num_parameters() == model.num_parameters(memory=False) == sum(p.numel() for p in model.parameters())
     assert model.num_parameters(memory=True) == 0
+
+
+SHORT = ["data.max_length=2", "data.batch_size=3"]
+
+
+@pytest.mark.parametrize("kind", ["stack_rnn", "stack_attention"])
+def test_the_plan_counts_what_a_real_pass_takes(kind):
+    config = compose([f"formal/{kind}"], SHORT)
+    model, tokens = cost.build(config).to_empty(device="cpu"), torch.zeros(3, 6, dtype=torch.int64)
+    _fuse_norms(model)
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+    with Allocations(model) as allocations:
+        model(tokens).logits[:, :-1].float().logsumexp(-1).mean().backward()
+    planned = cost.plan(config).training
+    taken = planned.activations + planned.stack + planned.logits
+    assert taken == pytest.approx(allocations.peak.total(), rel=0.05)
+    assert (planned.stack > 0) == (kind == "stack_attention")
+
+
+def test_an_lstm_can_be_planned():
+    """Its kernels are the device's own, and what they keep: counted are at least inputs and outputs of each layer."""
+    planned = cost.plan(compose(["formal/lstm"], SHORT))
+    assert planned.training.activations > 2 * 5 * (3 * 6 * 82) * 4
+    assert planned.fits
 
 
 @pytest.mark.parametrize("kind", KINDS)

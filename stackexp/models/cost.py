@@ -214,7 +214,7 @@ def _communication(trainer: TrainerConfig, model: Transformer, training: bool) -
     blocks = max(gathered) + (max(gathered) if trainer.reshard_after_forward else sum(gathered))
     if not training:
         return root + blocks
-    head = _bytes([model.embedding.weight])  # tied or not, of the same size
+    head = _bytes([(model.head or model.embedding).weight])
     return root + max(blocks + head + max(gathered) + reduced, root + root)
 
 
@@ -223,13 +223,16 @@ def _bytes(parameters: Iterable[torch.Tensor]) -> int:
 
 
 def _count(config: ExperimentConfig, training: bool) -> Counter[str]:
-    """Bytes by kind of one pass. A memory that is scanned over the tokens is counted on fewer layers and tokens."""
+    """Bytes by kind of one pass. A stack that is scanned over the tokens is counted on fewer layers and tokens."""
     data, layers = config.data, config.model.num_layers
     batch = data.micro_batch_size if training else data.eval_batch_size
     length, axis = data.context_length, build(config).axis
-    short = 2 ** math.ceil(math.log2(getattr(config.model.memory, "num_slots", 1) + 1))
-    lengths = {"time": [short, 2 * short], "token_major": [short, 2 * short, 4 * short]}.get(axis, [length])
-    if axis in (None, "depth") or length <= lengths[-1] or layers <= LAYERS[-1]:
+    num_slots = getattr(getattr(config.model, "memory", None), "num_slots", None)
+    if axis in (None, "depth") or num_slots is None:
+        return _pass(config, training, layers, batch, length)
+    short = 2 ** math.ceil(math.log2(num_slots + 1))
+    lengths = [short, 2 * short] if axis == "time" else [short, 2 * short, 4 * short]
+    if length <= lengths[-1] or layers <= LAYERS[-1]:
         return _pass(config, training, layers, batch, length)
 
     def at_length(layers: int) -> Counter[str]:

@@ -155,10 +155,7 @@ class StackRNNLayer(nn.Module):
         with torch.autocast(x.device.type, enabled=False):
             weights = (w.to(dtype) for w in (self.recurrent, self.stack_input.weight, self.stack_input.bias))
             projected = projected.to(dtype).transpose(0, 1)  # [T, B, d]
-            h, slots = state or (
-                projected.new_zeros(x[:, 0].shape),
-                projected.new_zeros(len(x), 0, self.config.slot_size),
-            )
+            h, slots = state or (projected.new_zeros(x[:, 0].shape), projected.new_zeros(len(x), 0, size))
             hidden, actions, slots = StackRNNScan.apply(projected, h, slots, *weights, self.num_slots)
         trace = dict(zip(("push", "pop", "no_op"), actions.mean((0, 1)), strict=True)) if probe else {}
         return hidden.transpose(0, 1).to(x.dtype), (hidden[-1], slots), trace
