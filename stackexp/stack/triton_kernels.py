@@ -35,13 +35,15 @@ def _place(kept, FEEDBACK: tl.constexpr, HEADS: tl.constexpr, H: tl.constexpr, S
 
 
 @triton.jit
-def _load_actions(logits, at, present, NUM_ACTIONS: tl.constexpr):
-    """Probabilities of push, pop, no-op [H, 1, 1]; of two actions, pop's is 0."""
-    push = tl.load(logits + at, present, other=0)
+def _load_token(x, at_x, with_x, logits, at_logits, with_logits, NUM_ACTIONS: tl.constexpr):
+    """x_t [H, 1, D] and the logits of push, pop, no-op [H, 1, 1]; of two actions, pop's is -inf."""
+    pushed = tl.load(x + at_x, with_x, other=0)
+    push = tl.load(logits + at_logits, with_logits, other=0)
+    no_op = tl.load(logits + at_logits + NUM_ACTIONS - 1, with_logits, other=0)
     pop = tl.full(push.shape, float("-inf"), push.dtype)
     if NUM_ACTIONS == 3:
-        pop = tl.load(logits + at + 1, present, other=0)
-    return softmax(push, pop, tl.load(logits + at + NUM_ACTIONS - 1, present, other=0))
+        pop = tl.load(logits + at_logits + 1, with_logits, other=0)
+    return pushed, push, pop, no_op
 
 
 @triton.jit
@@ -169,24 +171,25 @@ def forward(
     if READ == "global":
         w = tl.load(query + at_vector, vector, other=0)
 
+    at_x, at_logits = row * num_tokens * numbers + at_vector, (row * num_tokens * HEADS + head) * NUM_ACTIONS
+    if not FEEDBACK:
+        following = _load_token(x, at_x, vector, logits, at_logits, here, NUM_ACTIONS)
     for t in range(num_tokens):
         if (num_checkpoints > 0) & (t % interval == 0):
             saved = t // interval * num_stacks * kept + stacks
             tl.store(saved_slots + saved * HEAD_DIM + at_slots, slots, vector & (j < kept))
             tl.store(saved_mask + saved + at_mask, mask, here & (j < kept))
         token = (row * num_tokens + t) * HEADS
-        given_x, given_logits = x + token * HEAD_DIM, logits + token * NUM_ACTIONS
         if FEEDBACK:
-            to_x, to_logits = fed_x + token * HEAD_DIM, fed_logits + token * NUM_ACTIONS
             tl.debug_barrier()  # the read before is written
             _feed_back(
                 read + (t - 1) * numbers,
-                given_x,
-                given_logits,
+                x + token * HEAD_DIM,
+                logits + token * NUM_ACTIONS,
                 feedback_x,
                 feedback_logits,
-                to_x,
-                to_logits,
+                fed_x + token * HEAD_DIM,
+                fed_logits + token * NUM_ACTIONS,
                 HEADS,
                 HEAD_DIM,
                 NUM_ACTIONS,
@@ -195,10 +198,14 @@ def forward(
                 NUMBERS,
                 LOGITS,
             )
-            given_x, given_logits = to_x, to_logits
             tl.debug_barrier()
-        pushed = tl.load(given_x + at_vector, vector, other=0)
-        push, pop, no_op = _load_actions(given_logits, head * NUM_ACTIONS, here, NUM_ACTIONS)
+            pushed, push, pop, no_op = _load_token(fed_x, at_x, vector, fed_logits, at_logits, here, NUM_ACTIONS)
+        ahead = tl.minimum(t + 1, num_tokens - 1) - t  # 0: there is no next token
+        at_x, at_logits = at_x + ahead * numbers, at_logits + ahead * (HEADS * NUM_ACTIONS)
+        if not FEEDBACK:  # a token ahead, as memory answers later than the update is done
+            pushed, push, pop, no_op = following
+            following = _load_token(x, at_x, vector, logits, at_logits, here, NUM_ACTIONS)
+        push, pop, no_op = softmax(push, pop, no_op)
         slots, mask = update(slots, mask, pushed, push, pop, no_op, j, kept, DISCIPLINE, TINY)
         if READ == "top":
             out = tl.sum(tl.where(j == 0, slots, 0), 1, keep_dims=True)
@@ -284,14 +291,20 @@ def backward(
             tl.store(segment_slots + saved * HEAD_DIM + at_slots, slots, vector & (j < kept))
             tl.store(segment_mask + saved + at_mask, mask, here & (j < kept))
             token = (row * num_tokens + start + i) * HEADS
-            pushed = tl.load(x + token * HEAD_DIM + at_vector, vector, other=0)
-            push, pop, no_op = _load_actions(logits + token * NUM_ACTIONS, head * NUM_ACTIONS, here, NUM_ACTIONS)
+            at_x, at_logits = token * HEAD_DIM + at_vector, (token + head) * NUM_ACTIONS
+            pushed, push, pop, no_op = _load_token(x, at_x, vector, logits, at_logits, here, NUM_ACTIONS)
+            push, pop, no_op = softmax(push, pop, no_op)
             slots, mask = update(slots, mask, pushed, push, pop, no_op, j, kept, DISCIPLINE, TINY)
         tl.debug_barrier()  # a thread may load what another has stored
         for later in range(length):
             i = length - 1 - later
             token = (row * num_tokens + start + i) * HEADS
-            grad = tl.load(grad_read + token * HEAD_DIM + at_vector, vector, other=0)
+            at_x, at_logits = token * HEAD_DIM + at_vector, (token + head) * NUM_ACTIONS
+            grad = tl.load(grad_read + at_x, vector, other=0)
+            pushed, push, pop, no_op = _load_token(x, at_x, vector, logits, at_logits, here, NUM_ACTIONS)
+            saved = i * stride + stacks  # the state before the token
+            old_slots = tl.load(segment_slots + saved * HEAD_DIM + at_slots, vector & (j < kept), other=0)
+            old_mask = tl.load(segment_mask + saved + at_mask, here & (j < kept), other=0)
             if FEEDBACK:
                 grad += tl.load(grad_last + row * numbers + at_vector, vector, other=0)
             if READ == "top":
@@ -303,27 +316,23 @@ def backward(
                 grad_slots += to_slots
                 grad_mask += to_mask
                 grad_w += to_w
-            saved = i * stride + stacks  # the state before the token
-            slots = tl.load(segment_slots + saved * HEAD_DIM + at_slots, vector & (j < kept), other=0)
-            mask = tl.load(segment_mask + saved + at_mask, here & (j < kept), other=0)
-            pushed = tl.load(x + token * HEAD_DIM + at_vector, vector, other=0)
-            at = token * NUM_ACTIONS + head * NUM_ACTIONS
-            push, pop, no_op = _load_actions(logits, at, here, NUM_ACTIONS)
+            slots, mask = old_slots, old_mask
+            push, pop, no_op = softmax(push, pop, no_op)
             grad_slots, grad_mask, to_x, to_push, to_pop, to_no_op = update_backward(
                 grad_slots, grad_mask, slots, mask, pushed, push, pop, no_op, j, kept, DISCIPLINE, TINY
             )
             mean = push * to_push + pop * to_pop + no_op * to_no_op
             to_push, to_pop, to_no_op = push * (to_push - mean), pop * (to_pop - mean), no_op * (to_no_op - mean)
             if FEEDBACK:
-                to_push += tl.load(grad_fed_logits + at, here, other=0)
-                to_no_op += tl.load(grad_fed_logits + at + NUM_ACTIONS - 1, here, other=0)
+                to_push += tl.load(grad_fed_logits + at_logits, here, other=0)
+                to_no_op += tl.load(grad_fed_logits + at_logits + NUM_ACTIONS - 1, here, other=0)
                 if NUM_ACTIONS == 3:
-                    to_pop += tl.load(grad_fed_logits + at + 1, here, other=0)
-            tl.store(grad_x + token * HEAD_DIM + at_vector, to_x, vector)
-            tl.store(grad_logits + at, to_push, here)
-            tl.store(grad_logits + at + NUM_ACTIONS - 1, to_no_op, here)
+                    to_pop += tl.load(grad_fed_logits + at_logits + 1, here, other=0)
+            tl.store(grad_x + at_x, to_x, vector)
+            tl.store(grad_logits + at_logits, to_push, here)
+            tl.store(grad_logits + at_logits + NUM_ACTIONS - 1, to_no_op, here)
             if NUM_ACTIONS == 3:
-                tl.store(grad_logits + at + 1, to_pop, here)
+                tl.store(grad_logits + at_logits + 1, to_pop, here)
             if FEEDBACK:
                 tl.debug_barrier()
                 _feed_back_backward(

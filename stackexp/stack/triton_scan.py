@@ -23,7 +23,7 @@ from stackexp.stack.reference import StackOutput, StackState
 __all__ = ["empty", "scan", "step"]
 
 MAX_WARPS = 8
-NUMBERS_PER_WARP = 512  # of a tile: 16 registers a thread for each of the tiles that the backward pass holds
+NUMBERS_PER_WARP = 512  # of a tile: 16 registers a thread for each tile that the backward pass holds; more spill
 MAP_BLOCK = 2048  # numbers of P that a program multiplies at once
 
 
@@ -175,7 +175,8 @@ def _launch(
             BLOCK=min(numbers, max(1, MAP_BLOCK // numbers)),
             NUMBERS=numbers,
             LOGITS=_power_of_2(num_heads * num_actions),
-            num_warps=min(MAX_WARPS, max(1, math.prod(tile) // NUMBERS_PER_WARP)),
+            num_stages=1,  # what a loop loads, it may have stored
+            num_warps=min(MAX_WARPS, max(1, math.prod(tile) * (2 if feedback else 1) // NUMBERS_PER_WARP)),
         )
 
 

@@ -1,0 +1,104 @@
+"""A scan of an implementation beside the reference's: values, gradients, and how far they may be apart."""
+
+import itertools
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from stackexp import stack
+from stackexp.stack import StackState
+
+
+class Case(NamedTuple):
+    """One scan. T, H, D and S as everywhere; `filled`: slots of the state it starts from."""
+
+    num_slots: int
+    head_dim: int
+    num_heads: int
+    num_tokens: int
+    discipline: str = "stack"
+    read: str = "global"
+    read_mask: str = "multiply"
+    feedback: str | None = None  # the activation
+    scale: float = 1.0  # of the logits; 1000: saturated actions
+    filled: int = 0
+    batch_size: int = 2
+    dtype: torch.dtype = torch.float64
+    cuts: tuple[int, ...] = ()
+
+    @property
+    def name(self) -> str:
+        sizes = f"S{self.num_slots}-D{self.head_dim}-H{self.num_heads}-T{self.num_tokens}-B{self.batch_size}"
+        how = self.read if self.read == "top" else self.read_mask
+        extra = [self.feedback and f"feedback_{self.feedback}", self.scale > 1 and "saturated"]
+        extra += [self.filled and f"filled{self.filled}", self.cuts and f"cut{self.cuts}"]
+        return "-".join([sizes, self.discipline, how, str(self.dtype)[6:], *(word for word in extra if word)])
+
+
+def make_inputs(case: Case, device: str) -> list[Tensor]:
+    """x, logits, query, contents, mask, and P, Q with feedback; x, logits and P are not contiguous."""
+    generator = torch.Generator().manual_seed(3)
+
+    def draw(*shape: int, scale: float = 1.0) -> Tensor:
+        return scale * torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    B, T, H, D = case.batch_size, case.num_tokens, case.num_heads, case.head_dim
+    num_actions = 2 if case.discipline == "push_only" else 3
+    mask = torch.rand(B, H, case.filled, generator=generator, dtype=torch.float64).cumprod(-1)
+    inputs = [draw(T, B, D, H).permute(1, 0, 3, 2), draw(T, B, H, num_actions, scale=case.scale).transpose(0, 1)]
+    inputs += [draw(1, D).expand(H, D), draw(B, H, case.filled, D) * mask.unsqueeze(-1), mask]
+    if case.feedback:
+        inputs += [draw(H, H * D, D, scale=0.3).transpose(0, 1), draw(H * D, H, num_actions, scale=0.3)]
+    return [tensor.to(device, case.dtype).requires_grad_() for tensor in inputs]
+
+
+def scan(implementation: str, case: Case, inputs: list[Tensor]) -> tuple[list[Tensor], tuple[Tensor | None, ...]]:
+    """Every output, the last state padded to S slots; and the gradients of a random functional of them."""
+    x, logits, query, slots, mask, *feedback = inputs
+    start = case.num_slots if implementation == "reference" else case.filled
+    state = _padded(StackState(slots, mask), start)
+    options = {"num_slots": case.num_slots, "discipline": case.discipline}
+    options |= {"read": case.read, "read_mask": case.read_mask}
+    if feedback:
+        options |= {"feedback": tuple(feedback), "feedback_activation": case.feedback}
+    parts, outputs = [0, *case.cuts, case.num_tokens], []
+    with stack.implementation(implementation):
+        for begin, end in itertools.pairwise(parts):
+            query = query if case.read == "global" else None
+            output, state = stack.scan(state, x[:, begin:end], logits[:, begin:end], query, **options)
+            outputs.append(output)
+    values = [torch.cat(fields, 1) for fields in zip(*outputs, strict=True)]
+    values += _padded(state, case.num_slots)
+    generator = torch.Generator().manual_seed(4)
+    weights = [torch.randn(v.shape, generator=generator, dtype=torch.float64).to(v) for v in values]
+    total = sum((weight * value).sum() for weight, value in zip(weights, values, strict=True))
+    return values, torch.autograd.grad(total, inputs, allow_unused=True)
+
+
+def _padded(state: StackState, num_slots: int) -> StackState:
+    missing = num_slots - state.mask.shape[-1]
+    return StackState(F.pad(state.slots, (0, 0, 0, missing)), F.pad(state.mask, (0, missing)))
+
+
+def run(implementation: str, case: Case, device: str = "cpu") -> list[Tensor]:
+    """All values and gradients of the case."""
+    values, gradients = scan(implementation, case, make_inputs(case, device))
+    return [*(value.detach() for value in values), *gradients]
+
+
+def check(implementation: str, case: Case, device: str = "cpu") -> None:
+    """Values and gradients of the case equal the reference's to the rounding of its dtype."""
+    inputs = make_inputs(case, device)
+    values, gradients = scan(implementation, case, inputs)
+    expected, expected_gradients = scan("reference", case, inputs)
+    tolerance = {"rtol": 1e-9, "atol": 1e-11} if case.dtype == torch.float64 else {"rtol": 1e-4, "atol": 1e-5}
+    if case.read_mask == "additive":  # (1 - M) * 1e9 magnifies the rounding of M in the scores
+        tolerance = {"rtol": 1e-5, "atol": 1e-6}
+    torch.testing.assert_close(values, expected, **tolerance)
+    for ours, theirs in zip(gradients, expected_gradients, strict=True):
+        if theirs is not None:  # the query of `read: top` has none
+            torch.testing.assert_close(ours, theirs, **tolerance)
+        else:
+            assert ours is None

@@ -1,0 +1,135 @@
+"""The Triton kernels of a scan equal the reference: in Triton's interpreter, and on a GPU."""
+
+import itertools
+import multiprocessing
+import os
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+from scans import Case, check, run
+
+from stackexp import stack
+
+pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
+
+F32 = torch.float32
+CASES = [
+    Case(1, 1, 1, 1),
+    Case(1, 4, 1, 5, "queue", read_mask="log", filled=1),
+    Case(2, 1, 1, 5, "push_only", read="top", dtype=F32),
+    Case(2, 8, 1, 5, "queue", scale=1000, dtype=F32),
+    Case(7, 17, 1, 2, "stack", read_mask="log", filled=2),
+    Case(7, 4, 1, 9, "queue", filled=3, batch_size=1),
+    Case(2, 4, 1, 9, "push_only", read_mask="additive", batch_size=1),
+    Case(7, 4, 3, 2, "stack", read_mask="log", dtype=F32, batch_size=1),
+    Case(33, 4, 1, 5, "stack", read_mask="additive", filled=30, batch_size=1),
+    Case(24, 8, 1, 5, "stack", read_mask="log", scale=1000, batch_size=1),
+    Case(7, 4, 1, 5, "queue", filled=2, cuts=(1, 4), batch_size=1),
+    Case(7, 4, 3, 5, "stack", read_mask="log", feedback="tanh", filled=2, batch_size=1),
+    Case(2, 17, 3, 5, "queue", feedback="identity", batch_size=1),
+    Case(7, 1, 3, 2, "push_only", read="top", feedback="tanh", dtype=F32),
+    Case(7, 4, 3, 5, "queue", read="top", feedback="identity", cuts=(2, 3), batch_size=1),
+    Case(7, 4, 3, 5, "stack", feedback="tanh", scale=1000, dtype=F32, batch_size=1),
+]
+HOW = [("top", "multiply"), ("global", "multiply"), ("global", "log"), ("global", "additive")]
+MORE = [
+    Case(S, D, H, T, discipline, *how, feedback, scale, filled, 1)
+    for (S, D, H, T, filled), discipline, how, (feedback, scale) in itertools.product(
+        [(7, 4, 1, 9, 2), (24, 8, 1, 5, 23), (33, 17, 3, 2, 0), (2, 1, 3, 5, 0)],
+        ["stack", "queue", "push_only"],
+        HOW,
+        [(None, 1.0), (None, 1000.0), ("identity", 1.0), ("tanh", 1.0)],
+    )
+]
+
+
+@pytest.fixture(scope="module")
+def interpreter() -> Iterator[ProcessPoolExecutor]:
+    """A process in which Triton interprets kernels: it decides when it is imported, and here it may have been."""
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("TRITON_INTERPRET", "1")
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as executor:
+            executor.submit(os.getpid).result()  # it has started, and keeps this environment
+            yield executor
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_equals_the_reference(interpreter, case):
+    interpreter.submit(check, "triton", case).result()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", MORE, ids=lambda case: case.name)
+def test_equals_the_reference_with_all_options(interpreter, case):
+    interpreter.submit(check, "triton", case).result()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("feedback", [False, True])
+@pytest.mark.parametrize("kernel", ["forward", "backward"])
+def test_compiles_for_an_h100_without_spilling_registers(kernel, feedback):
+    """At the sizes of the paper's formal languages, H = 4, D = 8, S = 24: its state is nowhere but in registers."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    from stackexp.stack import triton_kernels
+
+    function = getattr(triton_kernels, kernel)
+    constants = {"HEADS": 4, "HEAD_DIM": 8, "NUM_ACTIONS": 3, "H": 4 if feedback else 1, "S": 32, "D": 8}
+    constants |= {"DISCIPLINE": "stack", "READ": "global", "READ_MASK": "log", "FEEDBACK": feedback}
+    constants |= {"ACTIVATION": "tanh", "EMPTY": -87.3, "TINY": torch.finfo(F32).tiny}
+    constants |= {"BLOCK": 32, "NUMBERS": 32, "LOGITS": 16}
+    signature = {name: "i32" if name in triton_kernels.DYNAMIC else "*fp32" for name in function.arg_names}
+    signature |= dict.fromkeys(constants, "constexpr")
+    source = triton.compiler.ASTSource(fn=function, signature=signature, constexprs=constants)
+    options = {"num_warps": 4 if feedback else 1, "num_stages": 1}
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        command = [Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump", "-res-usage", file.name]
+        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert "STACK:0 " in usage
+    assert "LOCAL:0 " in usage
+
+
+def test_is_what_auto_takes_for_scans_on_cuda(monkeypatch):
+    x = torch.empty(0)
+    assert stack._for_scan(x) != "triton"
+    monkeypatch.setitem(stack.SCANS, "cpu", stack.SCANS["cuda"])
+    assert stack._for_scan(x) == "triton"
+    monkeypatch.setattr(stack, "_has_triton", lambda: False)
+    assert stack._for_scan(x) == "eager"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("case", [*CASES, *MORE], ids=lambda case: case.name)
+def test_equals_the_reference_on_a_gpu(case):
+    check("triton", case, "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_second_run_is_the_same_to_the_bit():
+    case = Case(24, 8, 4, 40, "queue", read_mask="log", feedback="tanh", dtype=F32, batch_size=128)
+    for ours, theirs in zip(run("triton", case, "cuda"), run("triton", case, "cuda"), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("feedback", [None, "tanh"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("num_slots", [1, 24, 48, 300])
+def test_equals_the_reference_at_sizes_of_use_on_a_gpu(num_slots, dtype, feedback):
+    """More warps than one to a program, more programs than the device runs at once."""
+    for discipline, read_mask in (("stack", "log"), ("queue", "multiply")):
+        case = Case(num_slots, 8, 4, 100, discipline, "global", read_mask, feedback, filled=1, batch_size=300)
+        check("triton", case._replace(dtype=dtype), "cuda")
