@@ -1,5 +1,6 @@
 """What is shipped: every YAML composes, builds on the meta device and says what it is for; `configs list|show`."""
 
+import dataclasses
 import functools
 from pathlib import Path
 
@@ -7,8 +8,10 @@ import pytest
 
 from stackexp import cli
 from stackexp.config.compose import compose
+from stackexp.config.formal import TASKS
 from stackexp.config.layers import config_names, find_config, group_folder, is_recipe, sections
 from stackexp.config.yaml_files import configs_folder, names_in, purpose
+from stackexp.sweeps import grid
 from stackexp.verbs.configs import build_on_meta, choices, short
 
 CONFIGS = [name for name in config_names() if not is_recipe(name)]
@@ -31,7 +34,8 @@ def test_every_config_builds(name):
     assert config.name == name
     assert model.num_parameters() > 0
     assert next(model.parameters()).is_meta
-    assert (config.model.memory is None) == (model.num_parameters(memory=True) == 0)
+    memory = getattr(config.model, "memory", None)
+    assert (memory is None) == (model.num_parameters(memory=True) == 0)
 
 
 @pytest.mark.parametrize(("section", "name"), CHOICES)
@@ -183,3 +187,41 @@ def test_numbers_for_reading():
 def test_paths_in_configs_are_relative():
     for name in CONFIGS:
         assert not Path(getattr(build(name)[0].data, "path", "data")).is_absolute()
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_a_recipe_of_formal_languages_keeps_the_sizes_and_the_lengths_of_all(task):
+    recipe, base = build(f"formal/stacktrans/{task}")[0], build("formal/stacktrans")[0]
+    assert recipe.data.task == task
+    sizes = ("hidden_size", "num_layers", "num_heads", "intermediate_size", "positional", "causal")
+    assert [getattr(recipe.model, key) for key in sizes] == [getattr(base.model, key) for key in sizes]
+    memory = recipe.model.memory
+    assert (memory.num_heads, memory.head_dim, memory.eval_num_slots) == (4, 8, 512)
+    assert memory.axis != "depth"
+    lengths = (recipe.data.max_length, recipe.data.validation_max_length, recipe.data.eval_max_length)
+    assert lengths == (40, 60, 500)
+
+
+@pytest.mark.parametrize("name", ["transformer", "stacktrans", "stacktrans-depth", "stack_attention"])
+def test_models_of_formal_languages_differ_in_their_memory_alone(name):
+    ours, plain = build(f"formal/{name}")[0], build("formal/transformer")[0]
+    ours = dataclasses.replace(ours, name=plain.name, model=dataclasses.replace(ours.model, memory=None))
+    assert ours == plain
+
+
+@pytest.mark.parametrize("name", ["lstm", "stack_rnn"])
+def test_recurrent_models_are_as_large_as_stacktrans(name):
+    parameters = build("formal/stacktrans")[1].num_parameters()
+    assert build(f"formal/{name}")[1].num_parameters() == pytest.approx(parameters, rel=0.02)
+
+
+def test_the_table_has_every_task_by_every_model():
+    sweep = grid.read("formal_table")
+    models = ["lstm", "stack_rnn", "stack_attention", "transformer", "stacktrans-depth", "stacktrans"]
+    assert [entry["name"] for entry in sweep.config.list] == [f"{task}-{model}" for task in TASKS for model in models]
+    assert (sweep.config.seeds, sweep.config.objective) == ([0, 1, 2], "score_41_500")
+    for entry in sweep.config.list:
+        task, _, model = entry["name"].partition("-")
+        recipe = model == "stacktrans"
+        assert entry["config"] == (f"formal/stacktrans/{task}" if recipe else f"formal/{model}")
+        assert recipe or entry["data.task"] == task

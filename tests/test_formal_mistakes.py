@@ -1,0 +1,57 @@
+"""What is answered to mistakes in experiments on formal languages: one line each, before anything starts."""
+
+import pytest
+
+from stackexp.cli import main
+
+FIT = ["fit", "--config", "formal/stacktrans"]
+
+
+def said(capsys, *arguments: str, code: int = 2) -> str:
+    """The one line of an error."""
+    assert main([*FIT, *arguments]) == code
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    [line] = printed.err.splitlines()
+    assert line.startswith("error: ")
+    return line
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["data.task=reverse_strings"], ["data.task", "did you mean 'reverse_string'?"]),
+        (["data.task=reverse"], ["data.task", "expected one of even_pairs, parity_check"]),
+        (["model.memory.axis=token_major", "model.causal=false"], ["model.memory.axis", "set model.causal: true"]),
+        (["model.memory.eval_num_slots=8"], ["model.memory.eval_num_slots", "must not be smaller than num_slots 24"]),
+        (["data.eval_max_length=40"], ["data.eval_max_length", "must be larger than max_length 40"]),
+        (["data.curriculum_steps=5", "data.curriculum_start=50"], ["data.curriculum_start", "max_length 40"]),
+        (["trainer.devices=3"], ["data.batch_size", "128 is not a multiple of trainer.devices * num_nodes = 3"]),
+        (["model.output_vocab_size=3"], ["model.output_vocab_size", "reverse_string has 2 answers, but the model 3"]),
+        (["beside.other=[model.memry=null]"], ["beside.other: override model.memry=null", "unknown key"]),
+        (["beside.other=[seed=1]", "trainer.devices=2"], ["beside", "in one process; set trainer.devices: 1"]),
+    ],
+)
+def test_a_mistake_in_the_config_names_key_and_way_out(capsys, overrides, words):
+    line = said(capsys, *overrides)
+    for word in words:
+        assert word in line
+
+
+def test_strings_too_short_for_the_task_end_the_run_before_its_folder_is_made(capsys, tmp_path):
+    root = f"logging.root={tmp_path}"
+    line = said(capsys, "data.task=solve_equation", "data.max_length=1", root, code=1)
+    assert "data.max_length: 1 is too short" in line
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_sets_of_a_test_have_no_names(capsys, tmp_path):
+    (tmp_path / "config.yaml").write_text("defaults: [formal/transformer]\n")
+    assert main(["test", "--run", str(tmp_path), "--sets", "length_041"]) == 2
+    assert "data.eval_length_stride" in capsys.readouterr().err
+
+
+def test_there_is_no_text_to_continue(capsys, tmp_path):
+    (tmp_path / "config.yaml").write_text("defaults: [formal/transformer]\n")
+    assert main(["generate", "--run", str(tmp_path)]) == 1
+    assert "trained on reverse_string, not on text" in capsys.readouterr().err
