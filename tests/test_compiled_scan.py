@@ -257,5 +257,10 @@ def test_numba_is_not_imported_before_a_scan():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+def test_where_no_cache_may_be_written_kernels_are_still_made():
+    code = "from numba.core.caching import CacheImpl; CacheImpl._locator_classes = []; import stackexp.stack.kernels"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 def test_steps_are_eagers():
     assert compiled.step is eager.step

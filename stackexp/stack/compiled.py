@@ -89,7 +89,7 @@ class _Scan(torch.autograd.Function):
         batch, tokens, heads, size, *_, tanh, _ = ctx.options
         fed = g_slots = g_mask = g_query = None
         if first_read is not None:
-            fed = torch.cat([first_read, read], 1)[:, :tokens]  # R_{t-1}
+            fed = first_read if tokens == 1 else torch.cat([first_read, read], 1)[:, :tokens]  # R_{t-1}
             fed = fed.tanh() if tanh else fed.contiguous()
         incoming = _contiguous([*incoming[:3], *incoming[4:]])  # none of the occupancy
         if ctx.needs_input_grad[1] or ctx.needs_input_grad[2]:

@@ -7,9 +7,12 @@ numbers, new[i] = push old[i - D] + pop old[i + D] + no_op old[i]. Heads are wal
 which mixes them, all at once.
 
 Backward, the states of a segment of `every` tokens are computed anew from the one kept at its start.
+
+All in one file: numba compiles what it cached anew when the file changes that holds the function called, and only then.
 """
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 from llvmlite import ir
@@ -24,7 +27,17 @@ TOP, MULTIPLY, LOG, ADDITIVE = range(4)  # how to read
 LOG_LANES = 3
 LANES = 1 << LOG_LANES  # numbers in a vector operation of ours
 SUMS = {"reassoc", "contract", "nsz", "arcp"}  # sums in any order; infinities and NaN stay what they are
-compiled = njit(nogil=True, cache=True, fastmath=SUMS, error_model="numpy")
+
+
+def compiled(function: Callable) -> Callable:
+    """numba's, kept on disk: beside this file, else in the user's cache; where neither may be written, not kept."""
+    options = {"nogil": True, "fastmath": SUMS, "error_model": "numpy"}
+    try:
+        return njit(cache=True, **options)(function)
+    except RuntimeError as error:
+        if "no locator available" not in str(error):
+            raise
+        return njit(**options)(function)
 
 
 @intrinsic
@@ -179,6 +192,19 @@ def _add(factor, a, out):
 
 
 @compiled
+def _add_read(weight, g_read, factor, query, slot, g_slot, g_query):
+    """g_slot += weight g_read + factor query;  g_query += factor slot."""
+    count = slot.shape[0]
+    for c in range(count >> LOG_LANES):
+        _add_vectors(weight, g_read, g_slot, c * LANES)
+        _add_vectors(factor, query, g_slot, c * LANES)
+        _add_vectors(factor, slot, g_query, c * LANES)
+    for i in range((count >> LOG_LANES) << LOG_LANES, count):
+        g_slot[i] += weight * g_read[i] + factor * query[i]
+        g_query[i] += factor * slot[i]
+
+
+@compiled
 def _softmax(logits, action):
     """a of one head into action [3]; its entropy. Two logits are push and no-op."""
     last = logits.shape[0] - 1
@@ -233,8 +259,8 @@ def _update(old, new, old_mask, new_mask, action, grown, size, queue, tiny):
 
 @compiled
 def _weigh(row, mask, query, how, slots, num_slots, weights, tiny):
-    """Weights of the global read, their softmax with that of the empty slots; `weights` has LANES numbers to spare."""
-    size = query.shape[0]
+    """The softmax of the global read, in which the empty slots count; and, a third of `weights` on, w_g . St[j]."""
+    size, contents = query.shape[0], _row(weights, 1, weights.shape[0] // 3)
     penalty, empty_score = mask.dtype.type(ADDITIVE_PENALTY), tiny * 0
     if how == LOG:
         empty_score = math.log(tiny)
@@ -242,7 +268,7 @@ def _weigh(row, mask, query, how, slots, num_slots, weights, tiny):
         empty_score = penalty
     largest = empty_score if num_slots > slots else -mask.dtype.type(np.inf)
     for j in range(slots):
-        score = _dot(view(row, (j + 1) * size, size), query)
+        score = contents[j] = _dot(view(row, (j + 1) * size, size), query)
         if how == MULTIPLY:
             score *= mask[j + 1]
         elif how == LOG:
@@ -329,7 +355,7 @@ def forward(begin, end, like, options, inputs, outputs, kept):
     masks = array_at(kept[3], stacks * segments * room, like)
     group = heads if feedback else 1
     rows, row_masks = np.zeros(group * 2 * span, dtype), np.zeros(group * 2 * length, dtype)
-    weights, fed, mixed = np.zeros(room + LANES, dtype), np.zeros(width, dtype), np.zeros(width + actions, dtype)
+    weights, fed, mixed = np.zeros(3 * (room + LANES), dtype), np.zeros(width, dtype), np.zeros(width + actions, dtype)
     mixed_x, mixed_logits = view(mixed, 0, width), view(mixed, width, actions)
     for i in range(group * 2):
         row_masks[i * length] = 1
@@ -389,24 +415,25 @@ def _read_back(row, mask, query, how, slots, num_slots, weights, g_read, grad, g
             top[i] += g_read[i]
         return
     _weigh(row, mask, query, how, slots, num_slots, weights, tiny)
+    third = weights.shape[0] // 3
+    contents, g_weights = _row(weights, 1, third), _row(weights, 2, third)
     mean = tiny * 0  # dR . R
     for j in range(slots):
-        mean += weights[j] * _dot(view(row, (j + 1) * size, size), g_read)
+        g_weights[j] = _dot(view(row, (j + 1) * size, size), g_read)
+        mean += weights[j] * g_weights[j]
     for j in range(slots):
         slot, g_slot = view(row, (j + 1) * size, size), view(grad, (j + 1) * size, size)
-        g_score = weights[j] * (_dot(slot, g_read) - mean)
+        g_score = weights[j] * (g_weights[j] - mean)
         factor = g_score
         if how == MULTIPLY:
-            g_mask[j + 1] += g_score * _dot(slot, query)
+            g_mask[j + 1] += g_score * contents[j]
             factor = g_score * mask[j + 1]
         elif how == LOG:
             if mask[j + 1] >= tiny:
                 g_mask[j + 1] += g_score / mask[j + 1]
         else:
             g_mask[j + 1] -= g_score * mask.dtype.type(ADDITIVE_PENALTY)
-        _add(weights[j], g_read, g_slot)
-        _add(factor, query, g_slot)
-        _add(factor, slot, g_query)
+        _add_read(weights[j], g_read, factor, query, slot, g_slot, g_query)
 
 
 @compiled
@@ -508,7 +535,7 @@ def backward(begin, end, like, options, inputs, outputs, kept, incoming, outgoin
     group = heads if feedback else 1
     rows, row_masks = np.zeros(group * (every + 1) * span, dtype), np.zeros(group * (every + 1) * length, dtype)
     grads, grad_masks = np.zeros(group * 2 * span, dtype), np.zeros(group * 2 * length, dtype)
-    weights, g_read, g_fed = np.zeros(room + LANES, dtype), np.zeros(size, dtype), np.zeros(width, dtype)
+    weights, g_read, g_fed = np.zeros(3 * (room + LANES), dtype), np.zeros(size, dtype), np.zeros(width, dtype)
     maps = np.zeros(width * (width + actions) if feedback else 0, dtype)  # P and Q, transposed
     if feedback:
         _transpose(map_x, width, view(maps, 0, width * width))
