@@ -15,6 +15,8 @@ from variants import VARIANTS
 
 LIMIT = 540  # seconds for one step
 
+GPU_TESTS = [sys.executable, "-m", "pytest", "-m", "gpu"]
+SCAN_TESTS = "tests/test_triton_scan.py"  # a step of their own: Triton compiles a kernel for every option
 EFFICIENCY = [sys.executable, "benchmarks/variants.py", "--config", "pretrain/transformer-360m", "--steps", "30"]
 SMALL = ["data.micro_batch_size=2", "data.context_length=2048", "data.global_batch_tokens=4096"]
 FIT = [sys.executable, "-m", "stackexp", "fit", "--config", "quickstart", "trainer.accelerator=cuda"]
@@ -24,7 +26,9 @@ def steps(out: Path) -> dict[str, list[str]]:
     """Name -> command; each writes below `out`."""
     bf16 = ["trainer.precision=bf16-mixed", "data.micro_batch_size=64", "data.global_batch_tokens=16384"]
     return {
-        "correctness": [sys.executable, "-m", "pytest", "-m", "gpu", f"--junitxml={out}/correctness.xml"],
+        "correctness": [*GPU_TESTS, f"--ignore={SCAN_TESTS}", f"--junitxml={out}/correctness.xml"],
+        "scan_correctness": [*GPU_TESTS, SCAN_TESTS, f"--junitxml={out}/scan_correctness.xml"],
+        "scan": [sys.executable, "benchmarks/cuda_scan.py", f"--out={out}/scan.json"],
         "sharded": [*FIT, "name=sharded", "trainer.strategy=fsdp", f"logging.root={out}/runs", *bf16],
         "efficiency": [*EFFICIENCY, f"--out={out}/efficiency.json", *SMALL],
         "efficiency_compiled": [*EFFICIENCY, f"--out={out}/efficiency_compiled.json", *SMALL, "trainer.compile=true"],

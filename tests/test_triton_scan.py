@@ -1,9 +1,11 @@
 """The Triton kernels of a scan equal the reference: in Triton's interpreter, and on a GPU."""
 
 import itertools
+import json
 import multiprocessing
 import os
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -47,6 +49,7 @@ MORE = [
         [(None, 1.0), (None, 1000.0), ("identity", 1.0), ("tanh", 1.0)],
     )
 ]
+OPTIONS = [case for case in MORE if case.num_slots == 7 and case.feedback != "identity"]  # a kernel takes seconds
 
 
 @pytest.fixture(scope="module")
@@ -108,9 +111,21 @@ def test_is_what_auto_takes_for_scans_on_cuda(monkeypatch):
     assert stack._for_scan(x) == "eager"
 
 
+def test_the_benchmark_compares_both_and_writes_as_it_goes(tmp_path):
+    benchmark = Path(__file__).parents[1] / "benchmarks/cuda_scan.py"
+    command = [sys.executable, benchmark, "--device", "cpu", "--cases", "1,2,2,1,2", "--rounds", "1"]
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    subprocess.run([*command, "--out", tmp_path / "scan.json"], env=environment, check=True)
+    plain, fed = json.loads((tmp_path / "scan.json").read_text())["rows"]
+    assert (plain["feedback"], fed["feedback"]) == (False, True)
+    for row in (plain, fed):
+        assert min(row["eager_ms"], row["triton_ms"]) > 0
+        assert max(row["read_error"], row["gradient_error"]) < 1e-5
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("case", [*CASES, *MORE], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [*CASES, *OPTIONS], ids=lambda case: case.name)
 def test_equals_the_reference_on_a_gpu(case):
     check("triton", case, "cuda")
 
@@ -127,7 +142,7 @@ def test_a_second_run_is_the_same_to_the_bit():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("feedback", [None, "tanh"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("num_slots", [1, 24, 48, 300])
+@pytest.mark.parametrize("num_slots", [24, 300])
 def test_equals_the_reference_at_sizes_of_use_on_a_gpu(num_slots, dtype, feedback):
     """More warps than one to a program, more programs than the device runs at once."""
     for discipline, read_mask in (("stack", "log"), ("queue", "multiply")):
