@@ -47,6 +47,8 @@ def make_inputs(case: Case, device: str) -> list[Tensor]:
     B, T, H, D = case.batch_size, case.num_tokens, case.num_heads, case.head_dim
     num_actions = 2 if case.discipline == "push_only" else 3
     mask = torch.rand(B, H, case.filled, generator=generator, dtype=torch.float64).cumprod(-1)
+    if case.filled > 1:  # below the smallest normal number: empty
+        mask[..., -2:] = torch.finfo(case.dtype).tiny * torch.tensor([0.5, 0.25], dtype=torch.float64)
     inputs = [draw(T, B, D, H).permute(1, 0, 3, 2), draw(T, B, H, num_actions, scale=case.scale).transpose(0, 1)]
     inputs += [draw(1, D).expand(H, D), draw(B, H, case.filled, D) * mask.unsqueeze(-1), mask]
     if case.feedback:
