@@ -68,7 +68,7 @@ def fit(argv: list[str]) -> int:
     if options.print_config:
         print(compose.to_yaml(config), end="")
         return 0
-    beside = {name: _beside(config, options.config, overrides, name) for name in config.beside}
+    beside = {name: _beside(config, options.config, overrides, name) for name in config.beside or {}}
     config.beside = {}
     from stackexp.verbs import fit as verb
 

@@ -57,7 +57,8 @@ def _in_empty_folder(tmp_path, monkeypatch):
         ("traner.max_steps=3", "traner: unknown key; did you mean 'trainer'?"),
         (
             "zzz=3",
-            "zzz: unknown key; a config has data, logging, model, name, optimizer, plugins, schedule, seed, trainer",
+            "zzz: unknown key; a config has beside, data, logging, model, name, optimizer, plugins, schedule, seed, "
+            "trainer",
         ),
         ("seed.x=3", "override seed.x=3: seed: expected an integer from 0 to 4294967295, found a mapping"),
         (

@@ -222,6 +222,10 @@ def test_the_table_has_every_task_by_every_model():
     assert (sweep.config.seeds, sweep.config.objective) == ([0, 1, 2], "score_41_500")
     for entry in sweep.config.list:
         task, _, model = entry["name"].partition("-")
-        recipe = model == "stacktrans"
-        assert entry["config"] == (f"formal/stacktrans/{task}" if recipe else f"formal/{model}")
-        assert recipe or entry["data.task"] == task
+        assert entry["config"] == (f"formal/stacktrans/{task}" if model == "stacktrans" else f"formal/{model}")
+        assert entry["data.task"] == task
+    for label, values in grid.points(sweep.config):
+        if values["data.task"] == "parity_check" and values["seed"] == 2:
+            config = sweep.trial(values, label).config
+            assert (config.data.task, config.seed, config.name) == ("parity_check", 2, "formal_table")
+            assert (config.data.eval_length_stride, config.data.eval_sequences) == (9, 128)

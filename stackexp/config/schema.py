@@ -57,6 +57,8 @@ class StackMemoryConfig:
     read_mask: Literal["multiply", "log", "additive"] = "multiply"
     action_input: Literal["head", "hidden"] = "head"
     action_scale: Literal["none", "slice"] = "none"  # slice: logits / sqrt(hidden_size / num_heads)
+    action_sharpness: float = above(0, 1.0)  # factor of the logits
+    action_noise: float = at_least(0, 0.0)  # in training: standard deviation of what is added to the logits
     residual_gate: Literal["hidden", "read"] = "hidden"  # g_h h + R, or h + g R
     site: Literal["after_block", "after_attention", "before_attention"] = "after_block"
     feedback: bool = False  # axis time: actions and push are computed from h_t + F f(R_{t-1})
@@ -326,7 +328,7 @@ class ExperimentConfig:
     seed: int = within(0, 2**32 - 1, 0)
     plugins: list[str] = field(default_factory=list)  # Python files or modules that register more kinds
     # name -> overrides: `fit` then trains this config with them on top, in its own run, and shows all side by side.
-    beside: dict[str, list[str]] = field(default_factory=dict)
+    beside: Optional[dict[str, list[str]]] = field(default_factory=dict)
     model: Any = field(default_factory=lambda: {"kind": "transformer"})
     data: Any = field(default_factory=lambda: {"kind": "shards"})
     optimizer: Any = field(default_factory=lambda: {"kind": "adamw"})

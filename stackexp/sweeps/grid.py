@@ -136,7 +136,7 @@ class Sweep:
                 config = compose(configs, [*overrides, *own])
         except ConfigError as error:
             raise ConfigError(self._located(str(error), values)) from None
-        config.beside.clear()  # a sweep has its trials
+        config.beside = {}  # a sweep has its trials
         return config
 
     @property

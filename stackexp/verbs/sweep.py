@@ -29,9 +29,9 @@ EXAMPLES = {
     "results": ["sweep results stack_grid --figures figures/", "sweep results quick_grid --markdown"],
 }
 ABOUT = """\
-SWEEP is a shipped name (stack_grid, ablation, scaling, quick_grid), a YAML file, or a sweep's folder in runs/.
-KEY=VALUE lies on the base config of every trial. The run folders are the only record: the same command does what is
-missing, with any number of drivers at once.
+SWEEP is a shipped name (stack_grid, ablation, scaling, quick_grid, formal_table), a YAML file, or a sweep's folder in
+runs/. KEY=VALUE lies on the base config of every trial. The run folders are the only record: the same command does
+what is missing, with any number of drivers at once.
 """
 STOP_SECONDS = 180
 """How long `sweep stop` waits for the drivers."""
