@@ -32,6 +32,7 @@ class Memory(nn.Module):
 
     axis: str = "depth"
     site: str = "after_block"  # or after_attention, before_attention: where in a block `forward` is called
+    draws: bool = False  # whether `forward` draws random numbers in training
     entropy_weight: float = 0.0  # the loss adds entropy_weight x the mean of trace["entropy"] over the layers
 
     def __init__(self, config: Any, model: TransformerConfig, layer: int) -> None:
@@ -72,6 +73,7 @@ class StackMemory(Memory):
         super().__init__(config, model, layer)
         self.config, self.model, self.layer = config, model, layer
         self.axis, self.site, self.entropy_weight = config.axis, config.site, config.entropy_weight
+        self.draws = config.action_noise > 0
         heads, size, hidden = config.num_heads, config.head_dim, model.hidden_size
         shared = config.projection == "shared_slices"
         num_actions = 2 if config.discipline == "push_only" else 3
@@ -107,6 +109,8 @@ class StackMemory(Memory):
         config = self.config
         x = self._push_vectors(h)
         logits = self._action_logits(h, x)
+        if self.training and config.action_noise:  # what it learns must be sharp to stand that
+            logits = logits + config.action_noise * torch.randn_like(logits)
         query = self.query if self.query is None else self.query.expand(config.num_heads, -1)
         options = {"num_slots": self.num_slots, "discipline": config.discipline, "read": config.read}
         options["read_mask"] = config.read_mask
@@ -131,14 +135,14 @@ class StackMemory(Memory):
         return F.linear(h, self.down).unflatten(-1, (self.config.num_heads, -1))
 
     def _action_logits(self, h: Tensor, x: Tensor) -> Tensor:
-        """A x, or A h for `action_input: hidden` [..., H, 3]."""
+        """A x, or A h for `action_input: hidden` [..., H, 3], times `action_sharpness`."""
         if self.config.action_input == "head":
             logits = torch.einsum("...hd,had->...ha", x, self.actions)
         else:
             logits = F.linear(h, self.actions.flatten(0, 1)).unflatten(-1, (self.config.num_heads, -1))
         if self.config.action_scale == "slice":
             logits = logits / math.sqrt(self.model.hidden_size / self.config.num_heads)
-        return logits
+        return logits if self.config.action_sharpness == 1 else self.config.action_sharpness * logits
 
     def _read_out(self, read: Tensor) -> Tensor:
         """W_up concat(R) [..., d] of R [..., H, D]."""

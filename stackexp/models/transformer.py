@@ -185,7 +185,8 @@ class Transformer(nn.Module):
 
     def _run(self, layer: Block, *args: Any) -> tuple[Tensor, State, KeysValues, Trace]:
         if self.checkpoint_blocks and torch.is_grad_enabled():
-            return checkpoint(layer, *args, use_reentrant=False, preserve_rng_state=False)
+            draws = layer.memory is not None and layer.memory.draws
+            return checkpoint(layer, *args, use_reentrant=False, preserve_rng_state=draws)
         return layer(*args)
 
     def init_weights(self) -> None:

@@ -1,0 +1,67 @@
+"""`action_sharpness` and `action_noise`: what makes the actions of a stack over many tokens nearly one-hot."""
+
+import pytest
+import torch
+
+from stackexp import stack
+from stackexp.config import registry
+from stackexp.config.schema import StackMemoryConfig, TransformerConfig
+
+
+def decoder(**options):
+    """A small decoder of seed 0 with a stack over the tokens."""
+    memory = StackMemoryConfig(axis="time", num_heads=2, head_dim=4, num_slots=5, read="top", **options)
+    sizes = {"hidden_size": 16, "num_layers": 2, "num_heads": 2, "num_kv_heads": 2, "intermediate_size": 16}
+    torch.manual_seed(0)
+    return registry.build("model", TransformerConfig(vocab_size=7, memory=memory, **sizes))
+
+
+@pytest.fixture
+def tokens():
+    return torch.randint(7, (3, 9), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("feedback", [False, True])
+def test_sharpness_is_a_factor_of_all_that_makes_the_logits(tokens, feedback):
+    sharp, plain = decoder(action_sharpness=3.0, feedback=feedback), decoder(feedback=feedback)
+    assert not torch.equal(sharp(tokens).logits, plain(tokens).logits)
+    with torch.no_grad():
+        for memory in plain.memories:
+            memory.actions *= 3
+    torch.testing.assert_close(sharp(tokens).logits, plain(tokens).logits, rtol=1e-5, atol=1e-6)
+
+
+def test_noise_is_for_training_alone(tokens):
+    noisy, plain = decoder(action_noise=2.0), decoder()
+    assert not torch.equal(noisy(tokens).logits, noisy(tokens).logits)
+    assert torch.equal(noisy.eval()(tokens).logits, plain.eval()(tokens).logits)
+
+
+def test_noise_has_the_standard_deviation_that_is_asked(monkeypatch):
+    seen = []
+    scan = stack.scan
+
+    def watched(state, x, logits, *rest, **options):
+        seen.append(logits)
+        return scan(state, x, logits, *rest, **options)
+
+    monkeypatch.setattr(stack, "scan", watched)
+    model, many = decoder(action_noise=0.5), torch.zeros(200, 40, dtype=torch.int64)
+    model(many)
+    noisy = seen[0]
+    model.eval()(many)
+    difference = noisy - seen[2]
+    assert difference.std().item() == pytest.approx(0.5, rel=0.02)
+    assert abs(difference.mean().item()) < 0.01
+
+
+def test_a_block_computed_again_draws_the_same_noise(tokens):
+    gradients = []
+    for again in (False, True):
+        model = decoder(action_noise=2.0)
+        model.checkpoint_blocks = again
+        torch.manual_seed(3)
+        model(tokens).logits.square().sum().backward()
+        gradients.append([p.grad.clone() for p in model.parameters()])
+    for first, second in zip(*gradients, strict=True):
+        torch.testing.assert_close(first, second, rtol=1e-5, atol=1e-6)
