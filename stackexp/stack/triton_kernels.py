@@ -3,9 +3,10 @@
 One program holds the stacks of one head of one row of the batch or, with feedback, of all heads of the row, as tiles
 (`triton_math`) that stay in registers from the first token to the last. What makes a scan slow is not arithmetic (5 S D
 multiply-adds a token) but the chain of dependent operations from one state to the next, and in it the shift of the
-slots. `tl.gather` along the slots compiles to shuffles within a warp, some 25 cycles and no barrier. A scratch in
-global memory needs a store, a barrier and a load, 40 cycles if the line is in L1 and 250 if not; a product with a shift
-matrix S times the arithmetic, outside the tensor cores, as float32 must not become TF32.
+slots. `tl.gather` along the slots compiles to shuffles within a warp: about 25 cycles and no barrier, as an H100's
+latencies are published. A scratch in global memory needs a store, a barrier and a load, 40 cycles if the line is in L1
+and 250 if not; a product with a shift matrix S times the arithmetic, outside the tensor cores, as float32 must not
+become TF32. `benchmarks/cuda_scan.py` measures the whole.
 
 Feedback makes every number of x_t and of the logits depend on all of R_{t-1}: those go through global memory, where
 each side has the layout that suits it, two barriers a token. Without it programs share nothing and reads are outside

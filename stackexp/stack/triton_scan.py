@@ -176,6 +176,7 @@ def _launch(
             NUMBERS=numbers,
             LOGITS=_power_of_2(num_heads * num_actions),
             num_stages=1,  # what a loop loads, it may have stored
+            enable_fp_fusion=True,  # the default differs between versions
             num_warps=min(MAX_WARPS, max(1, math.prod(tile) * (2 if feedback else 1) // NUMBERS_PER_WARP)),
         )
 
