@@ -203,11 +203,21 @@ def test_a_recipe_of_formal_languages_keeps_the_sizes_and_the_lengths_of_all(tas
     assert lengths == (40, 60, 500)
 
 
-@pytest.mark.parametrize("name", ["transformer", "stacktrans", "stacktrans-depth", "stack_attention"])
+@pytest.mark.parametrize("name", ["stacktrans", "stacktrans-depth", "stack_attention"])
 def test_models_of_formal_languages_differ_in_their_memory_alone(name):
     ours, plain = build(f"formal/{name}")[0], build("formal/transformer")[0]
-    ours = dataclasses.replace(ours, name=plain.name, model=dataclasses.replace(ours.model, memory=None))
-    assert ours == plain
+    assert ours.data.curriculum_steps == plain.data.curriculum_steps == 0
+    silent = {key: getattr(plain.data, key) for key in ("curriculum_start", "eval_batch_size")}  # change no figure
+    data, model = dataclasses.replace(ours.data, **silent), dataclasses.replace(ours.model, memory=None)
+    assert dataclasses.replace(ours, name=plain.name, data=data, model=model) == plain
+
+
+def test_every_model_of_formal_languages_is_tested_alike():
+    """Put down once: quick alone tests less."""
+    for name in CONFIGS:
+        if name.startswith("formal/") and name != "formal/quick":
+            data = build(name)[0].data
+            assert (data.eval_length_stride, data.eval_sequences, data.max_length) == (9, 128, 40), name
 
 
 @pytest.mark.parametrize("name", ["lstm", "stack_rnn"])
