@@ -32,7 +32,7 @@ def write_run(folder: Path, model: str, task: str, *overrides: str, seed: int = 
         own = ["name=formal_table", "data.kind=formal_language", "schedule.warmup_steps=0"]
         sizes = [f"data.task={OTHER}", f"model.output_vocab_size={TASKS[OTHER].outputs}"]
         _trees[model, *overrides] = to_dict(compose([], [*own, *sizes, *MODELS[model], *overrides]))
-    tree, (inputs, outputs) = _trees[model, *overrides], TASKS[task]
+    tree, (inputs, outputs, *_) = _trees[model, *overrides], TASKS[task]
     sizes = {"vocab_size": inputs + 1, "output_vocab_size": outputs}
     tree = tree | {"seed": seed, "model": tree["model"] | sizes, "data": tree["data"] | sizes | {"task": task}}
     folder.mkdir(parents=True)

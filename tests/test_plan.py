@@ -10,6 +10,7 @@ from stackexp.cli import main
 from stackexp.config.compose import compose
 from stackexp.config.devices import DEVICES, Device
 from stackexp.config.layers import config_names
+from stackexp.models import remedies
 from stackexp.models.cost import plan
 
 TINY = ["--config", "quickstart", "model.num_layers=2", "data.context_length=64", "data.micro_batch_size=2"]
@@ -90,3 +91,30 @@ def test_mistakes_are_found_before_torch_is_imported():
 @pytest.mark.parametrize("name", [name for name in config_names() if name.startswith(("pretrain/", "ablation/"))])
 def test_shipped_configs_fit_on_eight_cards_of_80_gb(name, capsys):
     assert main(["plan", "--config", name, "trainer=fsdp"]) == 0, capsys.readouterr().err
+
+
+def test_strings_of_formal_languages_are_counted_as_long_as_they_are(capsys):
+    """In the mean where tokens are counted, at their longest where memory is; a batch is of all devices."""
+    steps = ["data.batch_size=128", "trainer.max_steps=10", "schedule.warmup_steps=0", "data.max_length=9"]
+    one = compose(["formal/transformer"], [*steps, "data.task=duplicate_string"])
+    assert (one.data.context_length, one.data.global_batch_tokens) == (27, 128 * 15)
+    root = compose(["formal/transformer"], [*steps, "data.task=compute_sqrt", "data.max_length=3"])
+    assert (root.data.context_length, root.total_tokens) == (5, 10 * round(128 * (2 + 3 + 5) / 3))
+    addition = compose(["formal/transformer"], [*steps, "data.task=binary_addition"])
+    assert addition.data.global_batch_tokens == 128 * (6 + 7), "of 3 symbols and more"
+    two = compose(["formal/transformer"], [*steps, "data.task=duplicate_string", "trainer.devices=2"])
+    assert plan(two).training.activations == pytest.approx(plan(one).training.activations / 2, rel=0.1)
+    assert two.accumulate_grad_batches == one.accumulate_grad_batches == 1
+    assert main(["plan", "--config", "formal/transformer", *steps, "trainer.devices=2"]) == 0
+    output = capsys.readouterr().out
+    assert "10 of about 1,280 tokens, 12,800 in all" in output
+    assert "1 micro-batches of 64 x up to 18 tokens on each device" in output
+
+
+def test_a_smaller_batch_of_strings_is_a_remedy():
+    planned = plan(compose(["formal/transformer"], ["data.batch_size=32"]))
+    assert remedies._batch(planned) == "batch_size"
+    change, smaller = remedies._changed(planned, "data.batch_size", 16)
+    assert change == "data.batch_size=16"
+    assert remedies._divides(smaller)
+    assert not remedies._divides(remedies._changed(smaller, "trainer.devices", 3)[1])

@@ -1,5 +1,6 @@
 """Sections of experiments on formal languages (Deletang et al. 2023): the data, and the models beside ours."""
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar, Literal, NamedTuple, Optional
 
@@ -14,6 +15,13 @@ class Sizes(NamedTuple):
 
     inputs: int
     outputs: int
+    answer: tuple[float, int] = (0, 1)  # symbols of an answer: so many for each of the string's, rounded up, and more
+    min_length: int = 1  # of the shortest string the task is defined for
+
+    def output_length(self, length: int) -> int:
+        """Symbols of the answer to a string of `length`."""
+        each, more = self.answer
+        return math.ceil(each * length) + more
 
 
 TASKS: dict[str, Sizes] = {
@@ -22,16 +30,16 @@ TASKS: dict[str, Sizes] = {
     "cycle_navigation": Sizes(3, 5),
     "modular_arithmetic": Sizes(9, 5),
     "modular_arithmetic_brackets": Sizes(11, 5),
-    "solve_equation": Sizes(11, 5),
-    "stack_manipulation": Sizes(5, 3),
-    "reverse_string": Sizes(2, 2),
-    "odds_first": Sizes(2, 2),
-    "duplicate_string": Sizes(2, 2),
-    "missing_duplicate": Sizes(4, 2),
-    "binary_addition": Sizes(3, 3),
-    "binary_multiplication": Sizes(3, 3),
-    "compute_sqrt": Sizes(2, 2),
-    "bucket_sort": Sizes(5, 5),
+    "solve_equation": Sizes(11, 5, min_length=3),
+    "stack_manipulation": Sizes(5, 3, (1, 1)),
+    "reverse_string": Sizes(2, 2, (1, 0)),
+    "odds_first": Sizes(2, 2, (1, 0)),
+    "duplicate_string": Sizes(2, 2, (2, 0)),
+    "missing_duplicate": Sizes(4, 2, min_length=2),
+    "binary_addition": Sizes(3, 3, (1, 1), min_length=3),
+    "binary_multiplication": Sizes(3, 3, (1, 0), min_length=3),
+    "compute_sqrt": Sizes(2, 2, (0.5, 0)),
+    "bucket_sort": Sizes(5, 5, (1, 0)),
 }
 """The generators of `stackexp.tasks`, from the lowest class of the Chomsky hierarchy to the highest."""
 
@@ -48,6 +56,7 @@ class FormalLanguageConfig:
     """
 
     objective: ClassVar[str] = "transduction"
+    lengths_vary: ClassVar[bool] = True
 
     kind: str = "formal_language"
     task: Literal[
@@ -81,6 +90,10 @@ class FormalLanguageConfig:
     eval_batch_size: int = at_least(1, 128)  # changes no figure
 
     def problems(self) -> Problems:
+        least = TASKS[self.task].min_length
+        for name in ["curriculum_start", "max_length"] if self.curriculum_steps else ["max_length"]:
+            if (length := getattr(self, name)) < least:
+                yield name, f"{length} is too short: strings of {self.task} have {least} symbols or more; set {least}"
         if self.curriculum_steps and self.curriculum_start > self.max_length:
             yield "curriculum_start", f"must not be larger than max_length {self.max_length}"
         for name in ("validation_max_length", "eval_max_length"):
@@ -92,19 +105,31 @@ class FormalLanguageConfig:
         first = self.max_length + 1
         return [n for n in range(1, self.eval_max_length + 1) if (n - first) % self.eval_length_stride == 0]
 
-    # As the sections of language modeling tell it: an upper bound, for the plan.
+    # As the sections of language modeling tell it, for the plan.
     @property
     def context_length(self) -> int:
-        """Symbols and empty tokens of the longest training string of any task: the answer has at most twice as many."""
-        return 3 * self.max_length
-
-    @property
-    def micro_batch_size(self) -> int:
-        return self.batch_size
+        """Symbols and empty tokens of the longest training string."""
+        return self.max_length + TASKS[self.task].output_length(self.max_length)
 
     @property
     def global_batch_tokens(self) -> int:
-        return self.batch_size * self.context_length
+        """Of a step in the mean over the lengths, as they are once a curriculum has ended."""
+        task = TASKS[self.task]
+        lengths = range(task.min_length, self.max_length + 1)
+        return round(self.batch_size * sum(n + task.output_length(n) for n in lengths) / len(lengths))
+
+    def micro_batch(self, devices: int) -> int:
+        return self.batch_size // devices
+
+    def experiment_problems(self, config: ExperimentConfig, trains: bool) -> Problems:
+        """What model and trainer must agree in with the strings."""
+        output, devices = config.model.output_vocab_size, config.trainer.devices * config.trainer.num_nodes
+        if output != self.output_vocab_size:
+            found = f"{self.task} has {self.output_vocab_size} answers, but the model {output}"
+            yield "model.output_vocab_size", f"{found}; set model.output_vocab_size=${{data.output_vocab_size}}"
+        if self.batch_size % devices:
+            multiple = f"trainer.devices * num_nodes = {devices}"
+            yield "data.batch_size", f"{self.batch_size} is not a multiple of {multiple}"
 
 
 @dataclass
@@ -146,14 +171,3 @@ class StackAttentionConfig:
 
     kind: str = "stack_attention"
     axis: ClassVar[str] = "time"
-
-
-def transduction_problems(config: ExperimentConfig) -> Problems:
-    """What model and data of an experiment on formal languages must agree in."""
-    data, model, trainer = config.data, config.model, config.trainer
-    output = model.output_vocab_size
-    if output != data.output_vocab_size:
-        yield "model.output_vocab_size", f"{data.task} has {data.output_vocab_size} answers, but the model {output}"
-    processes = trainer.devices * trainer.num_nodes
-    if data.batch_size % processes:
-        yield "data.batch_size", f"{data.batch_size} is not a multiple of trainer.devices * num_nodes = {processes}"

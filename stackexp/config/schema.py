@@ -58,7 +58,9 @@ class StackMemoryConfig:
     action_input: Literal["head", "hidden"] = "head"
     action_scale: Literal["none", "slice"] = "none"  # slice: logits / sqrt(hidden_size / num_heads)
     action_sharpness: float = above(0, 1.0)  # factor of the logits
-    action_noise: float = at_least(0, 0.0)  # in training: standard deviation of what is added to the logits
+    # In training: standard deviation of what is added to the logits. Every device draws the same numbers for its own
+    # part of the batch, so that N devices do not train as one does.
+    action_noise: float = at_least(0, 0.0)
     residual_gate: Literal["hidden", "read"] = "hidden"  # g_h h + R, or h + g R
     site: Literal["after_block", "after_attention", "before_attention"] = "after_block"
     feedback: bool = False  # axis time: actions and push are computed from h_t + F f(R_{t-1})
@@ -139,9 +141,10 @@ class TransformerConfig:
 
 @dataclass
 class DataConfig:
-    """What every source of tokens shares."""
+    """What every source of tokens shares; a plugin's options derive from it."""
 
-    objective: ClassVar[str] = "language_modeling"
+    objective: ClassVar[str] = "language_modeling"  # what a model is trained for: a key of `modules.objectives`
+    lengths_vary: ClassVar[bool] = False  # from batch to batch; context_length is then that of the longest
 
     kind: str = "shards"
     vocab_size: int = at_least(2, 49152)
@@ -156,6 +159,31 @@ class DataConfig:
     keep_remainder: bool = False  # score every token of a set but its first, not whole chunks alone as OLMo does
     document_mask: bool = False  # attention stays within a document, and positions begin anew in each
     hash_interval: int = at_least(1, 10)  # steps between two records of the hash of all tokens trained on so far
+
+    def micro_batch(self, devices: int) -> int:
+        """Sequences of one forward pass on each of so many devices."""
+        return self.micro_batch_size
+
+    def experiment_problems(self, config: "ExperimentConfig", trains: bool) -> Problems:
+        """What model and trainer must agree in with the tokens; keys are those of the experiment."""
+        model = config.model
+        if not getattr(model, "causal", True):
+            yield "model.causal", "a token must not see the next one, which is to be foretold; set it to true"
+        if getattr(model, "output_vocab_size", None) not in (None, model.vocab_size):
+            yield "model.output_vocab_size", "next tokens are of vocab_size; set it to null"
+        axis = getattr(getattr(model, "memory", None), "axis", "depth")
+        if self.document_mask and axis != "depth":
+            yield "data.document_mask", f"a memory of axis {axis} lasts across documents; set it to false"
+        batch, step = self.global_batch_tokens, config.tokens_per_pass
+        if trains and batch % step:
+            nearest = max(1, round(batch / step)) * step
+            yield (
+                "data.global_batch_tokens",
+                (
+                    f"{batch} is not a multiple of trainer.devices * trainer.num_nodes * data.micro_batch_size * "
+                    f"data.context_length = {step}; the nearest that is: {nearest}"
+                ),
+            )
 
 
 @dataclass
@@ -344,31 +372,7 @@ class ExperimentConfig:
             yield "beside", "trains one run after the other in one process; set trainer.devices: 1, or use a sweep"
         if self.model.vocab_size < self.data.vocab_size:
             yield "model.vocab_size", f"{self.model.vocab_size} is smaller than data.vocab_size {self.data.vocab_size}"
-        if getattr(self.data, "objective", "") == "transduction":
-            from stackexp.config.formal import transduction_problems
-
-            yield from transduction_problems(self)
-        else:
-            yield from self._token_problems(trains)
-
-    def _token_problems(self, trains: bool) -> Problems:
-        if not getattr(self.model, "causal", True):
-            yield "model.causal", "a token must not see the next one, which is to be foretold; set it to true"
-        if getattr(self.model, "output_vocab_size", None) not in (None, self.model.vocab_size):
-            yield "model.output_vocab_size", "next tokens are of vocab_size; set it to null"
-        axis = getattr(getattr(self.model, "memory", None), "axis", "depth")
-        if self.data.document_mask and axis != "depth":
-            yield "data.document_mask", f"a memory of axis {axis} lasts across documents; set it to false"
-        batch, step = self.data.global_batch_tokens, self.tokens_per_pass
-        if trains and batch % step:
-            nearest = max(1, round(batch / step)) * step
-            yield (
-                "data.global_batch_tokens",
-                (
-                    f"{batch} is not a multiple of trainer.devices * trainer.num_nodes * data.micro_batch_size * "
-                    f"data.context_length = {step}; the nearest that is: {nearest}"
-                ),
-            )
+        yield from self.data.experiment_problems(self, trains)
 
     @property
     def accumulate_grad_batches(self) -> int:
@@ -376,9 +380,14 @@ class ExperimentConfig:
         return max(1, self.data.global_batch_tokens // self.tokens_per_pass)
 
     @property
+    def micro_batch_size(self) -> int:
+        """Sequences of one forward pass on each device."""
+        return self.data.micro_batch(self.trainer.devices * self.trainer.num_nodes)
+
+    @property
     def tokens_per_pass(self) -> int:
-        """Tokens of one forward pass over all devices."""
-        return self.trainer.devices * self.trainer.num_nodes * self.data.micro_batch_size * self.data.context_length
+        """Tokens of one forward pass over all devices, at most."""
+        return self.trainer.devices * self.trainer.num_nodes * self.micro_batch_size * self.data.context_length
 
     @property
     def total_tokens(self) -> int:

@@ -14,14 +14,16 @@ import torch
 
 from stackexp.config.formal import FormalLanguageConfig
 from stackexp.config.schema import ExperimentConfig
-from stackexp.errors import ConfigError, RunError
+from stackexp.errors import ConfigError
 from stackexp.tasks import TASKS, Task
 from stackexp.tasks import Batch as Strings
 
 log = logging.getLogger(__name__)
 
 SEEDS = {"validate": 1, "test": 2}
-"""Third words of the seeds [length, 0, .] of what is evaluated on. Those of training have two words: all differ."""
+"""Third words of the seeds [length, 0, .] of what is evaluated on. Those of training are [seed, step], to numpy
+the same as [seed, step, 0]; steps count from 1, and no word here is 0, so that all differ."""
+assert 0 not in SEEDS.values()
 
 
 @dataclass(frozen=True)
@@ -43,9 +45,12 @@ class LengthSet:
         cause = [self.task.name, SEEDS[self.stage], self.length, self.sequences]
         return hashlib.sha256(json.dumps(cause).encode()).hexdigest()
 
+    @property
+    def seed(self) -> list[int]:
+        return [self.length, 0, SEEDS[self.stage]]
+
     def draw(self) -> Strings:
-        rng = np.random.default_rng([self.length, 0, SEEDS[self.stage]])
-        return self.task.sample(rng, self.sequences, self.length)
+        return self.task.sample(np.random.default_rng(self.seed), self.sequences, self.length)
 
 
 class FormalLanguageData(pl.LightningDataModule):
@@ -62,18 +67,6 @@ class FormalLanguageData(pl.LightningDataModule):
         super().__init__()
         self.config, self.seed, self.task = config, seed, TASKS[config.task]
         self.leave_out: frozenset[str] = frozenset()  # sets whose figures are known already
-
-    def setup(self, stage: str) -> None:
-        """Raises RunError where strings to train on would be too short for the task."""
-        if stage != "fit":
-            return
-        keys = ["curriculum_start", "max_length"] if self.config.curriculum_steps else ["max_length"]
-        for key in keys:
-            if (length := getattr(self.config, key)) < self.task.min_length:
-                raise RunError(
-                    f"data.{key}: {length} is too short, strings of {self.task.name} have {self.task.min_length} "
-                    f"symbols or more; set data.{key}={self.task.min_length} or more"
-                )
 
     def choose(self, stage: str, wanted: list[str]) -> None:
         raise ConfigError(
@@ -173,29 +166,29 @@ def _place(trainer: pl.Trainer | None) -> tuple[int, int]:
     return (trainer.global_rank, trainer.world_size) if trainer else (0, 1)
 
 
-def warn_of_slots(config: ExperimentConfig) -> None:
-    """Say what a stack that is too small for the longest tested strings can reach at best."""
+def warn_of_slots(config: ExperimentConfig, stage: str) -> None:
+    """Say what a stack keeps that is too small for the longest strings of the stage, and of training for "fit"."""
     data, memory = config.data, getattr(config.model, "memory", None) or config.model
-    slots = getattr(memory, "eval_num_slots", None) or getattr(memory, "num_slots", None)
-    needed = TASKS[data.task].needs_slots(data.eval_max_length)
-    if slots is None or getattr(memory, "axis", "time") == "depth" or needed is None or slots >= needed:
+    num_slots = getattr(memory, "num_slots", None)
+    if num_slots is None or getattr(memory, "axis", "time") == "depth":
         return
-    key = "model.eval_num_slots" if memory is config.model else "model.memory.eval_num_slots"
-    log.warning(
-        "%s: %d slots, but %s needs %d at length %d: a hard stack of S slots scores about %.2g + %.2g min(1, S/L), so "
-        "at most %.2f over %d..%d; set %s=%d",
-        *(key, slots, data.task, needed, data.eval_max_length, *_chances(data), ceiling(data, slots)),
-        *(data.max_length + 1, data.eval_max_length, key, needed),
-    )
+    section = "model" if memory is config.model else "model.memory"
+    longest = data.validation_max_length if stage == "validate" else data.eval_max_length
+    asked = [("eval_num_slots", memory.eval_num_slots or num_slots, longest)]
+    if stage == "fit":
+        asked.insert(0, ("num_slots", num_slots, data.max_length))
+    for key, slots, length in asked:
+        needed = TASKS[data.task].needs_slots(length)
+        if needed is None or slots >= needed:
+            continue
+        kept = f"a stack of {slots} slots keeps {slots} of up to {needed} symbols"
+        if data.task == "reverse_string" and length > data.max_length:
+            best = ceiling(slots, range(data.max_length + 1, length + 1))
+            kept += f" and scores 0.5 + 0.5 min(1, {slots}/L), {best:.2f} over {data.max_length + 1}..{length}"
+        key = f"{section}.{key}"
+        log.warning("%s: %s at length %d: %s; set %s=%d", key, data.task, length, kept, key, needed)
 
 
-def ceiling(data: FormalLanguageConfig, slots: int) -> float:
-    """The mean over the tested lengths above max_length of chance + (1 - chance) min(1, S / needed)."""
-    chance, rest = _chances(data)
-    needs = [TASKS[data.task].needs_slots(n) for n in range(data.max_length + 1, data.eval_max_length + 1)]
-    return sum(chance + rest * min(1.0, slots / needed) for needed in needs) / len(needs)
-
-
-def _chances(data: FormalLanguageConfig) -> tuple[float, float]:
-    chance = 1 / TASKS[data.task].outputs
-    return chance, 1 - chance
+def ceiling(slots: int, lengths: range) -> float:
+    """The mean accuracy over these lengths of a stack that reverses as many symbols as it has slots, and guesses."""
+    return sum(0.5 + 0.5 * min(1.0, slots / length) for length in lengths) / len(lengths)

@@ -225,7 +225,7 @@ def _bytes(parameters: Iterable[torch.Tensor]) -> int:
 def _count(config: ExperimentConfig, training: bool) -> Counter[str]:
     """Bytes by kind of one pass. A stack that is scanned over the tokens is counted on fewer layers and tokens."""
     data, layers = config.data, config.model.num_layers
-    batch = data.micro_batch_size if training else data.eval_batch_size
+    batch = config.micro_batch_size if training else data.eval_batch_size
     length, axis = data.context_length, build(config).axis
     num_slots = getattr(getattr(config.model, "memory", None), "num_slots", None)
     if axis in (None, "depth") or num_slots is None:

@@ -67,6 +67,7 @@ class StackMemory(Memory):
 
     x = W_down h  [H, D],  a = softmax(A x),  St, M <- update,  R = read with w_g,  h' = g h + W_up concat(R).
     Parameters (no biases): down d -> H*D, actions A [H, 3, D], query w_g [H, D], up H*D -> d, gate g [1].
+    With `action_noise` every rank draws the same numbers for its own part of a batch: N devices do not train as one.
     """
 
     def __init__(self, config: StackMemoryConfig, model: TransformerConfig, layer: int) -> None:

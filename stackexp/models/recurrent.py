@@ -166,7 +166,7 @@ class StackRNNLayer(nn.Module):
 
 
 class StackRNNScan(torch.autograd.Function):
-    """The loop over the tokens, with a backward pass of its own: autograd's, step by step, takes several times as long.
+    """The loop over the tokens, with a backward pass of its own: autograd's, step by step, takes longer.
 
     projected [T, B, d] = W x + b; h [B, d] and slots [B, n, D] before; `recurrent` [d, d+D] = U, P; `weight` [3+D, d]
     and `bias` = A, V -> h [T, B, d], actions [T, B, 3] without gradient, slots after.

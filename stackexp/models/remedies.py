@@ -26,7 +26,7 @@ def _changes(plan: Plan) -> Iterator[tuple[str, Plan]]:
     """One change at a time."""
     yield from _distribute(plan)
     yield from _recompute(plan)
-    yield from _shrink(plan, "micro_batch_size", plan.training.peak)
+    yield from _shrink(plan, _batch(plan), plan.training.peak)
     if plan.validation:
         yield from _shrink(plan, "eval_batch_size", plan.validation.peak)
     yield from _add_nodes(plan)
@@ -35,7 +35,7 @@ def _changes(plan: Plan) -> Iterator[tuple[str, Plan]]:
 def _together(plan: Plan) -> str:
     """Changes one on top of the other until it fits: recompute, batches of one, shard, more nodes."""
     names = []
-    for step in (_recompute, _smallest("micro_batch_size"), _smallest("eval_batch_size"), _distribute, _add_nodes):
+    for step in (_recompute, _smallest(_batch(plan)), _smallest("eval_batch_size"), _distribute, _add_nodes):
         for name, changed in step(plan):
             if _divides(changed):
                 names.append(name)
@@ -46,6 +46,11 @@ def _together(plan: Plan) -> str:
     return (
         f"it needs {readable(plan.peak)}{tried}; take a smaller model, a shorter data.context_length, or larger devices"
     )
+
+
+def _batch(plan: Plan) -> str:
+    """The option that sets how many sequences a device takes in training."""
+    return "micro_batch_size" if hasattr(plan.config.data, "micro_batch_size") else "batch_size"
 
 
 def _distribute(plan: Plan) -> Iterator[tuple[str, Plan]]:
@@ -76,7 +81,7 @@ def _shrink(plan: Plan, key: str, peak: int) -> Iterator[tuple[str, Plan]]:
 
 def _smallest(key: str) -> Callable[[Plan], Iterator[tuple[str, Plan]]]:
     def step(plan: Plan) -> Iterator[tuple[str, Plan]]:
-        if getattr(plan.config.data, key) > 1 and (plan.validation or key == "micro_batch_size"):
+        if getattr(plan.config.data, key) > 1 and (plan.validation or key != "eval_batch_size"):
             yield _changed(plan, f"data.{key}", 1)
 
     return step
@@ -105,5 +110,5 @@ def _works(plan: Plan) -> bool:
 
 
 def _divides(plan: Plan) -> bool:
-    """Whether whole micro-batches make up the global batch."""
-    return plan.config.data.global_batch_tokens % plan.config.tokens_per_pass == 0
+    """Whether the batch can be divided among the devices: whole micro-batches make up the global batch."""
+    return not any(plan.config.data.experiment_problems(plan.config, True))

@@ -12,11 +12,6 @@ MODULES = {
 }
 
 
-def objective(config: ExperimentConfig) -> str:
-    """A key of MODULES; kinds of data that do not say are of language modeling."""
-    return getattr(config.data, "objective", "language_modeling")
-
-
 def build_module(config: ExperimentConfig, weights: Path | None = None) -> TrainingModule:
-    module, name = MODULES[objective(config)].split(":")
+    module, name = MODULES[config.data.objective].split(":")
     return getattr(importlib.import_module(module), name)(config, weights)

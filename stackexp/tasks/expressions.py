@@ -96,5 +96,5 @@ def solve_equation(rng: np.random.Generator, batch_size: int, length: int) -> Dr
 VALUES = tuple("01234")
 TASKS = [
     Task("modular_arithmetic_brackets", modular_arithmetic_brackets, tuple(BRACKETS), VALUES),
-    Task("solve_equation", solve_equation, tuple(EQUATION), VALUES, min_length=3),
+    Task("solve_equation", solve_equation, tuple(EQUATION), VALUES),
 ]

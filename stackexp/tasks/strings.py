@@ -20,10 +20,6 @@ def odds_first(rng: np.random.Generator, batch_size: int, length: int) -> Drawn:
     return strings, np.concatenate([strings[:, 1::2], strings[:, ::2]], 1)
 
 
-def twice(length: int) -> int:
-    return 2 * length
-
-
 def duplicate_string(rng: np.random.Generator, batch_size: int, length: int) -> Drawn:
     strings = rng.integers(0, 2, (batch_size, length))
     return strings, np.concatenate([strings, strings], 1)
@@ -42,10 +38,6 @@ def missing_duplicate(rng: np.random.Generator, batch_size: int, length: int) ->
 def bucket_sort(rng: np.random.Generator, batch_size: int, length: int) -> Drawn:
     strings = rng.integers(0, 5, (batch_size, length))
     return strings, np.sort(strings, 1)
-
-
-def one_more(length: int) -> int:
-    return length + 1
 
 
 def stack_manipulation(rng: np.random.Generator, batch_size: int, length: int) -> Drawn:
@@ -72,17 +64,16 @@ def stack_manipulation(rng: np.random.Generator, batch_size: int, length: int) -
 
 BITS = tuple("01")
 TASKS = [
-    Task("reverse_string", reverse_string, BITS, BITS, output_length=same, needs_slots=same),
-    Task("odds_first", odds_first, BITS, BITS, output_length=same, needs_slots=same),
-    Task("duplicate_string", duplicate_string, BITS, BITS, output_length=twice, needs_slots=same),
-    Task("missing_duplicate", missing_duplicate, tuple("01_."), BITS, min_length=2),
-    Task("bucket_sort", bucket_sort, tuple("01234"), tuple("01234"), output_length=same),
+    Task("reverse_string", reverse_string, BITS, BITS, needs_slots=same),
+    Task("odds_first", odds_first, BITS, BITS, needs_slots=same),
+    Task("duplicate_string", duplicate_string, BITS, BITS, needs_slots=same),
+    Task("missing_duplicate", missing_duplicate, tuple("01_."), BITS),
+    Task("bucket_sort", bucket_sort, tuple("01234"), tuple("01234")),
     Task(
         "stack_manipulation",
         stack_manipulation,
         ("0", "1", "POP", "PUSH0", "PUSH1"),
         tuple("01."),
-        output_length=one_more,
         needs_slots=same,
     ),
 ]

@@ -20,11 +20,6 @@ class Batch(NamedTuple):
     mask: np.ndarray  # bool [B, O]: the answers that accuracy counts
 
 
-def one(length: int) -> int:
-    """The length of an answer that is a class."""
-    return 1
-
-
 def same(length: int) -> int:
     return length
 
@@ -46,13 +41,11 @@ class Task:
     draw: Draw
     symbols: tuple[str, ...]  # as they are written, by id
     answers: tuple[str, ...]
-    output_length: Callable[[int], int] = one  # symbols of the answer to a string of so many
-    min_length: int = 1  # of the shortest string the task is defined for
     string_length: Callable[[int], int] = same  # of the strings drawn when so much is asked for
     needs_slots: Callable[[int], int | None] = constant  # of a stack that keeps a string so long
 
     def __post_init__(self) -> None:
-        assert (len(self.symbols), len(self.answers)) == SIZES[self.name]
+        assert (len(self.symbols), len(self.answers)) == SIZES[self.name][:2]
 
     @property
     def inputs(self) -> int:
@@ -62,6 +55,15 @@ class Task:
     @property
     def outputs(self) -> int:
         return len(self.answers)
+
+    @property
+    def min_length(self) -> int:
+        """Of the shortest string the task is defined for."""
+        return SIZES[self.name].min_length
+
+    def output_length(self, length: int) -> int:
+        """Symbols of the answer to a string of so many."""
+        return SIZES[self.name].output_length(length)
 
     def sample(self, rng: np.random.Generator, batch_size: int, length: int) -> Batch:
         """Draws a batch: the same state of `rng`, the same strings.

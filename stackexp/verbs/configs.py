@@ -39,10 +39,11 @@ def show(config: ExperimentConfig) -> int:
     model = build_on_meta(config)
     backbone, memory = model.num_parameters(memory=False), model.num_parameters(memory=True)
     per_token = model.flops_per_token(config.data.context_length)
+    about = "about " if config.data.lengths_vary else ""
     facts = [
         ("parameters", f"{backbone + memory:,} = {backbone:,} backbone + {memory:,} memory"),
         ("tokens", f"{config.total_tokens:,} ({short(config.total_tokens)})"),
-        ("steps", f"{config.trainer.max_steps:,} of {config.data.global_batch_tokens:,} tokens"),
+        ("steps", f"{config.trainer.max_steps:,} of {about}{config.data.global_batch_tokens:,} tokens"),
         ("FLOPs", f"{per_token:.3e} per token, {per_token * config.total_tokens:.3e} in all"),
     ]
     print(f"{to_yaml(config)}\n{table(facts)}")

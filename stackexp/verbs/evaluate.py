@@ -43,7 +43,7 @@ def _evaluate(asked: Evaluation) -> int:
         data = processes.together(lambda: _opened(asked))
         checkpoint = processes.agree(lambda: _checkpoint(asked))
         if processes.first:
-            objective(config).begin(config)
+            objective(config).begin(config, asked.stage)
 
         def evaluate(record: EvaluationRecord) -> Sets:
             module = build_module(config, weights=checkpoint)

@@ -90,7 +90,7 @@ def _fit(config: ExperimentConfig, start: Start, processes: Processes, stop: Sto
     with start.folder.begin(config) if processes.first else contextlib.nullcontext():
         if processes.first:
             print(_header(config, module, start), flush=True)
-            objective(config).begin(config)
+            objective(config).begin(config, "fit")
         with _telling_the_checkpoint(start.folder), interruptible(), logging_redirect_tqdm():
             if not trained:
                 trainer.fit(module, data, ckpt_path=start.checkpoint, weights_only=True)

@@ -28,8 +28,8 @@ NOT_HYPERPARAMETERS = ("data.validation_", "data.eval_")
 CURVE = "length/accuracy"
 
 
-def begin(config: ExperimentConfig) -> None:
-    warn_of_slots(config)
+def begin(config: ExperimentConfig, stage: str) -> None:
+    warn_of_slots(config, stage)
 
 
 def trains_on(config: ExperimentConfig) -> str:

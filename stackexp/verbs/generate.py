@@ -11,7 +11,6 @@ from stackexp.errors import RunError
 from stackexp.models.generation import generate
 from stackexp.modules import checkpoints
 from stackexp.modules.language_modeling import LanguageModeling
-from stackexp.modules.objectives import objective
 from stackexp.verbs.trainer import accelerator
 
 
@@ -21,7 +20,7 @@ def run(
     """Print the prompt and its continuation by the model of a run's newest checkpoint, or of `ckpt_path`."""
     folder = runs.at(run)
     config = compose.load(str(folder.config))
-    if objective(config) != "language_modeling":
+    if config.data.objective != "language_modeling":
         raise RunError(f"{run}: trained on {config.data.task}, not on text; see how it does with `test --run {run}`")
     config.trainer.strategy = "single"  # the whole model on one device, however it was trained
     module = LanguageModeling(config, weights=checkpoints.choose(folder, ckpt_path))

@@ -31,7 +31,7 @@ HYPERPARAMETERS = ("model.", "data.global_batch_tokens", "data.context_length", 
 """What runs are compared by in the HParams tab; not where they ran and what they logged."""
 
 
-def begin(config: ExperimentConfig) -> None:
+def begin(config: ExperimentConfig, stage: str) -> None:
     """Nothing to warn of."""
 
 

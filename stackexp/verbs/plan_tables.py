@@ -45,14 +45,16 @@ def _run(plan: Plan) -> list[tuple[str, str]]:
     config, trainer = plan.config, plan.config.trainer
     count = f"{trainer.num_nodes} x {trainer.devices}" if trainer.num_nodes > 1 else f"{trainer.devices}"
     kept = trainer.keep_checkpoints + 1
+    about, up_to = ("about ", "up to ") if config.data.lengths_vary else ("", "")
+    tokens = f"{about}{config.data.global_batch_tokens:,} tokens, {plan.tokens:,} in all"
     return [
         ("run", f"{config.name} on {count} {plan.device}, {plan.strategy}, {trainer.precision}"),
         ("parameters", f"{plan.parameters:,}, {plan.memory_parameters:,} of them in the memory"),
-        ("steps", f"{trainer.max_steps:,} of {config.data.global_batch_tokens:,} tokens, {plan.tokens:,} in all"),
+        ("steps", f"{trainer.max_steps:,} of {tokens}"),
         (
             "a step",
-            f"{config.accumulate_grad_batches} micro-batches of {config.data.micro_batch_size} x "
-            f"{config.data.context_length:,} tokens on each device",
+            f"{config.accumulate_grad_batches} micro-batches of {config.micro_batch_size} x "
+            f"{up_to}{config.data.context_length:,} tokens on each device",
         ),
         ("FLOPs", f"{plan.flops_per_token:.3e} per token, {plan.flops:.3e} in all"),
         ("speed", f"{plan.tokens_per_second:,.0f} tokens/s at an MFU of {plan.mfu:.0%}"),

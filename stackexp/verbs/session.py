@@ -8,7 +8,6 @@ import lightning.pytorch as pl
 
 from stackexp.callbacks.run_record import RunRecord
 from stackexp.config.schema import ExperimentConfig
-from stackexp.modules import objectives
 from stackexp.modules.training import TrainingModule
 from stackexp.runs import RunFolder
 from stackexp.verbs.processes import Processes
@@ -19,12 +18,12 @@ VERBS = {"language_modeling": "stackexp.verbs.language", "transduction": "stacke
 def objective(config: ExperimentConfig) -> ModuleType:
     """The module with the functions that training and evaluation call for an objective:
 
-    begin(config): warn of what the config cannot reach. trains_on(config): in a line.
+    begin(config, stage): warn of what the config cannot reach. trains_on(config): in a line.
     callbacks(config, folder): besides those of every run. finish(session): what comes after the last step, result.json
     last. side_by_side(config, folders): text that compares finished runs, of which "" is that of `config`.
     report(asked, checkpoint, sets): print and write the figures of an evaluation.
     """
-    return importlib.import_module(VERBS[objectives.objective(config)])
+    return importlib.import_module(VERBS[config.data.objective])
 
 
 @dataclass(frozen=True)
