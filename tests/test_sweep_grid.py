@@ -1,5 +1,6 @@
 """A sweep's YAML becomes trials: which, under what names and hashes, and what is answered to mistakes."""
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -9,9 +10,11 @@ import pytest
 import yaml
 from config_files import BASE, write
 
+from stackexp.config.schema import StackMemoryConfig
 from stackexp.config.yaml_files import names_in
 from stackexp.errors import ConfigError
 from stackexp.sweeps import grid
+from stackexp.sweeps.trials import config_hash
 
 H, D, S = "model.memory.num_heads", "model.memory.head_dim", "model.memory.num_slots"
 
@@ -103,6 +106,21 @@ def test_the_hash_is_of_what_is_computed_not_of_where_and_under_which_name():
     assert (one.folder, other.folder) == (Path("runs/study"), Path("elsewhere/other"))
     for changed in ("seed=1", "trainer.max_steps=301", "optimizer.lr=1e-3", "trainer.precision=64-true"):
         assert sweep(changed, grid={H: [1]}).trials[0].name != one.trials[0].name
+
+
+def test_the_hash_stays_when_the_schema_gets_another_option():
+    @dataclasses.dataclass
+    class Younger(StackMemoryConfig):
+        of_tomorrow: bool = False
+
+    config = sweep(grid={H: [1]}).trials[0].config
+    before, memory = config_hash(config), vars(config.model.memory)
+    config.model.memory = Younger(**memory)
+    assert config_hash(config) == before
+    config.model.memory = Younger(**memory, of_tomorrow=True)
+    assert config_hash(config) != before
+    config.model.memory = None
+    assert config_hash(config) != before
 
 
 def test_a_trial_keeps_its_folder_when_it_gets_another_label():

@@ -1,12 +1,12 @@
 """A trial: one run of a sweep, in a run folder named by the values searched and the hash of the resolved config."""
 
+import dataclasses
 import hashlib
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from stackexp.config.compose import to_dict
 from stackexp.config.schema import ExperimentConfig
 from stackexp.runs import RunFolder
 
@@ -51,9 +51,27 @@ class Trial:
 
 
 def config_hash(config: ExperimentConfig) -> str:
-    """8 hexadecimal digits of everything in a config that shapes its figures."""
-    tree = to_dict(config)
+    """8 hexadecimal digits of what in a config shapes its figures and is not the schema's default.
+
+    So a trial stays the same when the schema gets another option.
+    """
+    tree = _chosen(config)
     for section, keys in NOT_HASHED.items():
         for key in keys:
-            (tree[section] if section else tree).pop(key, None)  # not every kind of data has all
+            (tree.get(section, {}) if section else tree).pop(key, None)  # not every kind of data has all
     return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()[:8]
+
+
+def _chosen(value: Any) -> Any:
+    """A section as plain dicts: the kinds, and all values that are not the defaults."""
+    if isinstance(value, dict):
+        return {key: _chosen(item) for key, item in value.items()}
+    if not dataclasses.is_dataclass(value):
+        return value
+    values = {field: getattr(value, field.name) for field in dataclasses.fields(value)}
+    kept = {field.name: item for field, item in values.items() if field.name == "kind" or item != _default(field)}
+    return {name: _chosen(item) for name, item in kept.items()}
+
+
+def _default(field: dataclasses.Field) -> Any:
+    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
