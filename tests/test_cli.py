@@ -280,9 +280,9 @@ def test_verbs_get_what_was_given(monkeypatch, tmp_path):
     (tmp_path / "config.yaml").write_text(to_yaml(config))
     run = str(tmp_path)
     assert cli.main(["fit", "--config", "quickstart", "--ckpt_path", "last", "--seed", "1"]) == 0
-    assert calls.pop() == ((config, "last", None), {})
+    assert calls.pop() == ((config, "last", None, {}), {})
     assert cli.main(["fit", "--config", "quickstart", "--run", "here", "--seed", "1"]) == 0
-    assert calls.pop() == ((config, None, "here"), {})
+    assert calls.pop() == ((config, None, "here", {}), {})
     assert cli.main(["validate", "--run", run, "data.eval_batch_size=2"]) == 0
     args, _ = calls.pop()
     assert (args[:2], args[3:]) == (("validate", run), (None, [], None, ["data.eval_batch_size=2"]))

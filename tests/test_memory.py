@@ -263,7 +263,7 @@ def test_additive_mask_reads_one_slot_and_teaches_the_query_nothing():
     memory, h = make_memory(axis="time", read_mask="additive"), hidden_states()
     out, _, _ = memory(h, memory.empty_state(h))
     (gradient,) = torch.autograd.grad(out.sum(), memory.query)
-    assert (gradient == 0).all()
+    assert gradient.abs().max() < 1e-100, "nothing but what underflow leaves"
     top = make_memory(axis="time", read="top")
     top.load_state_dict({name: value for name, value in memory.state_dict().items() if name != "query"})
     torch.testing.assert_close(out, top(h, top.empty_state(h))[0])  # the occupied-most slot is the top

@@ -77,9 +77,11 @@ def test_last_means_the_newest_unfinished_run_with_a_checkpoint(config, tmp_path
     folders = [RunFolder(tmp_path / "runs" / "quickstart" / f"2026010{i}-000000-aaaa") for i in range(4)]
     for folder in folders:
         folder.checkpoints.mkdir(parents=True)
+        folder.config.touch()
     for folder in (folders[0], folders[1], folders[3]):
         save(folder, "00000001")
     folders[3].result.touch()
+    RunFolder(folders[0].path.parent / "z-of-another-name" / "x").checkpoints.mkdir(parents=True)
     assert runs.newest_unfinished(config) == folders[1]
     folders[1].result.touch()
     folders[0].result.touch()
