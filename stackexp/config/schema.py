@@ -59,7 +59,7 @@ class StackMemoryConfig:
     action_scale: Literal["none", "slice"] = "none"  # slice: logits / sqrt(hidden_size / num_heads)
     action_sharpness: float = above(0, 1.0)  # factor of the logits
     # In training: standard deviation of what is added to the logits. Every device draws the same numbers for its own
-    # part of the batch, so that N devices do not train as one does.
+    # part of the batch, so that N devices do not train as one does. Entropy and curves are of the noisy actions.
     action_noise: float = at_least(0, 0.0)
     residual_gate: Literal["hidden", "read"] = "hidden"  # g_h h + R, or h + g R
     site: Literal["after_block", "after_attention", "before_attention"] = "after_block"
