@@ -110,9 +110,7 @@ class StackMemory(Memory):
         config = self.config
         x = self._push_vectors(h)
         logits = self._action_logits(h, x)
-        if (
-            self.training and config.action_noise
-        ):  # what it learns must be sharp to stand that; entropy and probes see it
+        if self.training and config.action_noise:  # to stand that, it must act sharply; entropy and probes see it too
             logits = logits + config.action_noise * torch.randn_like(logits)
         query = self.query if self.query is None else self.query.expand(config.num_heads, -1)
         options = {"num_slots": self.num_slots, "discipline": config.discipline, "read": config.read}
