@@ -90,6 +90,18 @@ def run(implementation: str, case: Case, device: str = "cpu") -> list[Tensor]:
     return [*(value.detach() for value in values), *gradients]
 
 
+def check_autocast(implementation: str) -> None:
+    """A scan's gradients are the same where autocast is on around backward."""
+    case, gradients = Case(7, 4, 2, 5, feedback="tanh", dtype=torch.float32), []
+    for enabled in (False, True):
+        x, logits, query, slots, mask, *maps = make_inputs(case, "cpu")
+        with stack.implementation(implementation):
+            output, _ = stack.scan(StackState(slots, mask), x, logits, query, tuple(maps), num_slots=case.num_slots)
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            gradients.append(torch.autograd.grad(output.read.square().sum(), maps))
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-6, atol=1e-6)
+
+
 def check(implementation: str, case: Case, device: str = "cpu") -> None:
     """Values and gradients of the case equal the reference's to the rounding of its dtype."""
     inputs = make_inputs(case, device)

@@ -2,8 +2,9 @@
 
 Equals `reference` in values and gradients. A step, all tokens in parallel, is `eager`'s: there torch is fast enough.
 For the backward pass every k-th state is kept, k about the square root of the number of tokens; nothing is kept where
-no gradient is wanted. The first call in a process takes a moment, the first on a machine about half a minute: numba
-compiles, and keeps what it compiled beside this file or, where that may not be written, in the user's cache.
+no gradient is wanted. The first call in a process takes a moment, the first on a machine 10 to 20 s of processor
+time for each dtype: numba compiles, and keeps what it compiled beside this file or, where that may not be written, in
+the user's cache.
 """
 
 import functools
@@ -17,11 +18,12 @@ import torch
 from torch import Tensor
 
 from stackexp.stack import eager, kernels
-from stackexp.stack.reference import StackOutput, StackState
+from stackexp.stack.numba_update_read import ADDITIVE, LOG, MULTIPLY, TOP
+from stackexp.stack.reference import ACTIVATIONS, StackOutput, StackState
 
 empty, step = eager.empty, eager.step
 
-HOW = {"multiply": kernels.MULTIPLY, "log": kernels.LOG, "additive": kernels.ADDITIVE}
+HOW = {"multiply": MULTIPLY, "log": LOG, "additive": ADDITIVE}
 LIKE = {torch.float32: np.zeros(0, np.float32), torch.float64: np.zeros(0, np.float64)}
 NUMBERS_PER_THREAD = 2**18  # of updates of one number of a slot: less is done before a thread has begun
 
@@ -40,10 +42,9 @@ def scan(
     read_mask: str = "multiply",
 ) -> tuple[StackOutput, StackState]:
     """As `reference.scan`."""
-    assert x.device.type == "cpu", x.device
     (*shape, size), start = x.shape, state.mask.shape[-1]
-    assert start <= num_slots, (start, num_slots)
-    how = kernels.TOP if read == "top" else HOW[read_mask]
+    assert feedback_activation in ACTIVATIONS, feedback_activation
+    how = TOP if read == "top" else HOW[read_mask]
     every = max(1, math.isqrt(shape[1]))
     options = (*shape, size, logits.shape[-1], start, num_slots, how)
     options += (int(discipline == "queue"), int(feedback_activation == "tanh"), every)
@@ -58,14 +59,25 @@ def scan(
 
 
 def _check(options: tuple[int, ...], tensors: list[Tensor | None]) -> None:
-    """The kernels trust the shapes, and that all numbers are of one dtype."""
-    batch, tokens, heads, size, count, start, *_ = options
+    """ValueError unless all numbers are where the kernels will read them: they get addresses, and trust the shapes."""
+    batch, tokens, heads, size, count, start, num_slots, how, *_ = options
     shapes = [(batch, heads, start, size), (batch, heads, start), (batch, tokens, heads, size)]
     shapes += [(batch, tokens, heads, count), (heads, size), (heads * size, heads, size), (heads * size, heads, count)]
+    if count not in (2, 3):
+        raise ValueError(f"stack scan: {count} actions; there are 3, or 2 of push_only")
     for tensor, shape in zip(tensors, shapes, strict=True):
-        if tensor is not None:
-            assert tensor.shape == shape, (tensor.shape, shape)
-            assert tensor.dtype == tensors[2].dtype, (tensor.dtype, tensors[2].dtype)
+        if tensor is None:
+            continue
+        if tensor.shape != shape:
+            raise ValueError(f"stack scan: a tensor of shape {tuple(tensor.shape)} where {shape} is due")
+        if tensor.dtype != tensors[2].dtype or tensor.dtype not in LIKE:
+            raise ValueError(f"stack scan: {tensor.dtype} beside {tensors[2].dtype}; all are float32, or all float64")
+        if tensor.device.type != "cpu":
+            raise ValueError(f"stack scan: a tensor on {tensor.device}; the compiled scan is for the CPU")
+    if start > num_slots:
+        raise ValueError(f"stack scan: a state of {start} slots where there are {num_slots}")
+    if tensors[4] is None and how != TOP:
+        raise ValueError("stack scan: a global read needs a query")
 
 
 class _Scan(torch.autograd.Function):
@@ -105,7 +117,9 @@ class _Scan(torch.autograd.Function):
         g_maps = (None, None)
         if fed is not None:
             fed = fed.flatten(2).flatten(0, 1).T  # [H*D, B*T]
-            g_maps = [(fed @ g.flatten(2).flatten(0, 1)).view_as(m) for g, m in zip((g_x, g_logits), maps, strict=True)]
+            with torch.autocast("cpu", enabled=False):  # of whoever calls backward
+                products = [fed @ gradient.flatten(2).flatten(0, 1) for gradient in (g_x, g_logits)]
+            g_maps = [product.view_as(weights) for product, weights in zip(products, maps, strict=True)]
         return None, g_slots, g_mask, g_x, g_logits, g_query, *g_maps
 
 
@@ -131,23 +145,21 @@ def _contiguous(tensors: Iterable[Tensor | None]) -> list[Tensor | None]:
 
 
 def _for_all(kernel: Callable, options: tuple[int, ...], *groups: list[Tensor | None]) -> None:
-    """Run a kernel for the sequences of a batch, in as many threads as torch uses and the work fills.
-
-    The kernels get addresses; the tensors live, in the lists of the caller, until the last thread is done.
-    """
+    """Run a kernel for the sequences of a batch, in as many threads as torch uses and the work fills."""
     like = LIKE[next(tensor.dtype for tensor in groups[0] if tensor is not None)]
     args = like, options, *(tuple(0 if tensor is None else tensor.data_ptr() for tensor in group) for group in groups)
     batch, tokens, heads, size, _, start, num_slots, *_ = options
     work = batch * tokens * heads * size * min(start + tokens, num_slots)
     threads = max(1, min(torch.get_num_threads(), batch, work // NUMBERS_PER_THREAD))
-    if threads == 1:
-        kernel(0, batch, *args)
-        return
     bounds = [batch * i // threads for i in range(threads + 1)]
-    pool = _pool(os.getpid(), threads - 1)
-    others = [pool.submit(kernel, bounds[i], bounds[i + 1], *args) for i in range(1, threads)]
+
+    def job(part: int, alive: tuple[list[Tensor | None], ...] = groups) -> None:
+        """The kernels get addresses: the tensors must live until this is done, even if an interrupt ends the caller."""
+        kernel(bounds[part], bounds[part + 1], *args)
+
+    others = [_pool().submit(job, part) for part in range(1, threads)]
     try:
-        kernel(0, bounds[1], *args)
+        job(0)
     finally:
         wait(others)
     for other in others:
@@ -155,6 +167,9 @@ def _for_all(kernel: Callable, options: tuple[int, ...], *groups: list[Tensor | 
 
 
 @functools.cache
-def _pool(process: int, threads: int) -> ThreadPoolExecutor:
-    """One for each process: threads do not survive a fork."""
-    return ThreadPoolExecutor(threads, thread_name_prefix="stack")
+def _pool() -> ThreadPoolExecutor:
+    """Of this process. Its threads begin as they are needed."""
+    return ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="stack")
+
+
+os.register_at_fork(after_in_child=_pool.cache_clear)  # threads do not survive a fork

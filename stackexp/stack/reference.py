@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 ADDITIVE_PENALTY = -1e9
+ACTIVATIONS = ("identity", "tanh")  # of the feedback
 
 
 class StackState(NamedTuple):
@@ -137,6 +138,7 @@ def scan(
     `feedback_activation`, identity or tanh; R_{-1} is what the given state reads (0 of an empty one), so a scan may be
     cut anywhere.
     """
+    assert feedback_activation in ACTIVATIONS, feedback_activation
     outputs = []
     last_read = read_slots(state, query, read, read_mask) if feedback else None
     for x_t, logits_t in zip(x.unbind(1), logits.unbind(1), strict=True):

@@ -1,0 +1,183 @@
+"""What the kernels of `compiled` are made of: views without references, and loops over contiguous numbers.
+
+Compiled anew with the kernels that call them, never kept by themselves: see `kernels`.
+"""
+
+import math
+
+from llvmlite import ir
+from numba import njit, types
+from numba.core import cgutils
+from numba.extending import intrinsic
+from numba.np.arrayobj import make_array, populate_array
+
+LOG_LANES = 3
+LANES = 1 << LOG_LANES  # numbers in a vector operation of ours
+SUMS = {"reassoc", "contract", "nsz", "arcp"}  # sums in any order; infinities and NaN stay what they are
+OPTIONS = {"nogil": True, "fastmath": SUMS, "error_model": "numpy"}
+plain = njit(**OPTIONS)
+
+
+@intrinsic
+def view(typing_context, array, start, count):
+    """array[start : start + count], not counted as a reference (an atomic addition for each) and not checked.
+
+    The array must outlive it, and to numba an array's life ends where its name is used last: a kernel that makes one
+    must still use it, the array and not the view, after the last use of the view, or in the same loop.
+    """
+
+    def generate(context, builder, signature, arguments):
+        whole = make_array(signature.args[0])(context, builder, arguments[0])
+        part = make_array(signature.return_type)(context, builder)
+        size = context.get_constant(types.intp, context.get_abi_sizeof(context.get_data_type(array.dtype)))
+        data = cgutils.gep_inbounds(builder, whole.data, arguments[1])
+        populate_array(part, data=data, shape=[arguments[2]], strides=[size], itemsize=size, meminfo=None)
+        return part._getvalue()
+
+    return types.Array(array.dtype, 1, "C")(array, types.intp, types.intp), generate
+
+
+@intrinsic
+def array_at(typing_context, address, count, like):
+    """The `count` contiguous numbers of the dtype of `like` at an address; the same holds as for `view`."""
+
+    def generate(context, builder, signature, arguments):
+        array = make_array(signature.return_type)(context, builder)
+        number = context.get_data_type(like.dtype)
+        size = context.get_constant(types.intp, context.get_abi_sizeof(number))
+        data = builder.inttoptr(arguments[0], number.as_pointer())
+        populate_array(array, data=data, shape=[arguments[1]], strides=[size], itemsize=size, meminfo=None)
+        return array._getvalue()
+
+    return types.Array(like.dtype, 1, "C")(address, types.intp, like), generate
+
+
+@plain
+def part(rows, number, length):
+    return view(rows, number * length, length)
+
+
+@plain
+def copy(source, target):
+    for i in range(target.shape[0]):
+        target[i] = source[i]
+
+
+@plain
+def clear(target):
+    for i in range(target.shape[0]):
+        target[i] = 0
+
+
+def _vector(context, builder, array_type, array, at):
+    """Address of array[at : at + LANES] as one vector, and the vector's type and alignment."""
+    number = context.get_data_type(array_type.dtype)
+    kind = ir.VectorType(number, LANES)
+    address = cgutils.gep_inbounds(builder, make_array(array_type)(context, builder, array).data, at)
+    return builder.bitcast(address, kind.as_pointer()), kind, context.get_abi_sizeof(number)
+
+
+@intrinsic
+def _dot_vectors(typing_context, a, b, at):
+    """Sum of a[i] b[i] over at <= i < at + LANES: a head is too short for the compiler to see a vector in a loop."""
+
+    def generate(context, builder, signature, arguments):
+        factors = []
+        for array in (0, 1):
+            address, kind, align = _vector(context, builder, signature.args[array], arguments[array], arguments[2])
+            factors.append(builder.load(address, align=align))
+        product, number = builder.fmul(*factors), kind.element
+        name = f"llvm.vector.reduce.fadd.v{LANES}f{8 * align}"
+        add = builder.module.declare_intrinsic(name, fnty=ir.FunctionType(number, [number, kind]))
+        return builder.call(add, [ir.Constant(number, -0.0), product], fastmath=["reassoc"])
+
+    return a.dtype(a, b, types.intp), generate
+
+
+@intrinsic
+def _add_vectors(typing_context, factor, a, out, at):
+    """out[i] += factor a[i] over at <= i < at + LANES."""
+
+    def generate(context, builder, signature, arguments):
+        address, kind, align = _vector(context, builder, signature.args[1], arguments[1], arguments[3])
+        target, _, _ = _vector(context, builder, signature.args[2], arguments[2], arguments[3])
+        one = builder.insert_element(ir.Constant(kind, ir.Undefined), arguments[0], ir.Constant(ir.IntType(32), 0))
+        lanes = ir.Constant(ir.VectorType(ir.IntType(32), LANES), [0] * LANES)
+        factors = builder.shuffle_vector(one, ir.Constant(kind, ir.Undefined), lanes)
+        product = builder.fmul(factors, builder.load(address, align=align), flags=["contract"])
+        total = builder.fadd(product, builder.load(target, align=align), flags=["contract"])
+        builder.store(total, target, align=align)
+        return context.get_dummy_value()
+
+    return types.void(a.dtype, a, out, types.intp), generate
+
+
+@intrinsic
+def exp_vectors(typing_context, a, at):
+    """a[i] = exp a[i] over at <= i < at + LANES, for a[i] <= 0; below the smallest normal number it stays there.
+
+    2^n e^r with n = round(a / ln 2), and e^r by its Taylor series: |r| <= ln(2) / 2.
+    """
+    single = a.dtype == types.float32
+    degree, mantissa, bias, lowest = (7, 23, 127, -87.0) if single else (13, 52, 1023, -708.0)
+    parts = (0.693359375, -2.12194440e-4) if single else (6.93145751953125e-1, 1.42860682030941723212e-6)  # of ln 2
+
+    def generate(context, builder, signature, arguments):
+        address, kind, align = _vector(context, builder, signature.args[0], arguments[0], arguments[1])
+        name = f"v{LANES}f{8 * align}"
+        fma = builder.module.declare_intrinsic(f"llvm.fma.{name}", fnty=ir.FunctionType(kind, [kind] * 3))
+        nearest = builder.module.declare_intrinsic(f"llvm.rint.{name}", fnty=ir.FunctionType(kind, [kind]))
+        whole = ir.VectorType(ir.IntType(8 * align), LANES)
+
+        def constant(value, of=kind):
+            return ir.Constant(of, [value] * LANES)
+
+        x = builder.load(address, align=align)
+        x = builder.select(builder.fcmp_ordered("<", x, constant(lowest)), constant(lowest), x)
+        n = builder.call(nearest, [builder.fmul(x, constant(1 / math.log(2)))])
+        for part in parts:
+            x = builder.call(fma, [n, constant(-part), x])
+        total = constant(1 / math.factorial(degree))
+        for power in range(degree - 1, -1, -1):
+            total = builder.call(fma, [total, x, constant(1 / math.factorial(power))])
+        exponent = builder.add(builder.fptosi(n, whole), constant(bias, whole))
+        scale = builder.bitcast(builder.shl(exponent, constant(mantissa, whole)), kind)
+        builder.store(builder.fmul(total, scale), address, align=align)
+        return context.get_dummy_value()
+
+    return types.void(a, types.intp), generate
+
+
+@plain
+def dot(a, b):
+    count, total = a.shape[0], a.dtype.type(0)
+    whole = (count >> LOG_LANES) << LOG_LANES
+    for c in range(count >> LOG_LANES):
+        total += _dot_vectors(a, b, c * LANES)
+    for i in range(whole, count):
+        total += a[i] * b[i]
+    return total
+
+
+@plain
+def add_scaled(factor, a, out):
+    """out[i] += factor a[i]."""
+    count = out.shape[0]
+    whole = (count >> LOG_LANES) << LOG_LANES
+    for c in range(count >> LOG_LANES):
+        _add_vectors(factor, a, out, c * LANES)
+    for i in range(whole, count):
+        out[i] += factor * a[i]
+
+
+@plain
+def add_read(weight, g_read, factor, query, slot, g_slot, g_query):
+    """g_slot += weight g_read + factor query;  g_query += factor slot."""
+    count = slot.shape[0]
+    for c in range(count >> LOG_LANES):
+        _add_vectors(weight, g_read, g_slot, c * LANES)
+        _add_vectors(factor, query, g_slot, c * LANES)
+        _add_vectors(factor, slot, g_query, c * LANES)
+    for i in range((count >> LOG_LANES) << LOG_LANES, count):
+        g_slot[i] += weight * g_read[i] + factor * query[i]
+        g_query[i] += factor * slot[i]

@@ -1,0 +1,91 @@
+"""What numba makes of the scan's kernels: how long their arrays live, and when what it compiled is of use."""
+
+import ast
+import inspect
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from numba.core import compiler, ir, postproc
+
+from stackexp.stack import kernels
+
+PACKAGE = Path(kernels.__file__).parents[1]
+
+
+def made_arrays(function):
+    """Names that the function gives to what np.zeros makes."""
+    names = set()
+    for node in ast.walk(ast.parse(inspect.getsource(function))):
+        if isinstance(node, ast.Assign):
+            (target,), value = node.targets, node.value
+            several = isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple)
+            pairs = zip(target.elts, value.elts, strict=True) if several else [(target, value)]
+            names |= {name.id for name, value in pairs if ast.unparse(value).startswith("np.zeros(")}
+    return names
+
+
+@pytest.mark.parametrize("kernel", [kernels._forward, kernels._backward], ids=["forward", "backward"])
+def test_scratch_arrays_live_until_the_kernel_ends(kernel):
+    """A view holds no reference: an array that is used no more in the loop over sequences is freed before that."""
+    function = compiler.run_frontend(kernel.py_func)
+    postproc.PostProcessor(function).run(emit_dels=True)
+    arrays = made_arrays(kernel.py_func)
+    assert {"rows", "row_masks", "weights"} < arrays
+    deaths = [(s.value, at) for at, block in function.blocks.items() for s in block.find_insts(ir.Del)]
+    assert {death for death in deaths if death[0] in arrays} == {(name, max(function.blocks)) for name in arrays}
+
+
+def test_what_is_kept_on_disk_depends_on_every_file_of_the_kernels(tmp_path):
+    for name in kernels.SOURCES:
+        shutil.copy(PACKAGE / "stack" / name, tmp_path)
+        for node in ast.walk(ast.parse((PACKAGE / "stack" / name).read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module.startswith("stackexp"):
+                assert f"{node.module.rpartition('.')[2]}.py" in kernels.SOURCES
+    found = {kernels.digest(tmp_path)}
+    for name in kernels.SOURCES:
+        (tmp_path / name).write_text((tmp_path / name).read_text() + "# another\n")
+        found.add(kernels.digest(tmp_path))
+    assert len(found) == 1 + len(kernels.SOURCES)
+    for kernel in (kernels.forward, kernels.backward):
+        assert kernels.digest() in [cell.cell_contents for cell in kernel.py_func.__closure__]
+
+
+SCAN = """
+import torch
+from stackexp.stack import compiled, kernels
+x = torch.zeros(1, 1, 1, 1)
+compiled.scan(compiled.empty((1, 1), 1, 1, x), x, torch.zeros(1, 1, 1, 3), None, num_slots=1, read="top")
+print(sum(kernels.forward.stats.cache_hits.values()), sum(kernels.forward.stats.cache_misses.values()))
+"""
+
+
+@pytest.mark.slow
+def test_a_change_of_a_file_that_kernels_call_compiles_anew(tmp_path):
+    copy = tmp_path / "stackexp"
+    shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    environment = os.environ | {"PYTHONPATH": str(tmp_path), "NUMBA_CACHE_DIR": str(tmp_path / "cache")}
+
+    def hits_and_misses():
+        command = [sys.executable, "-c", SCAN]
+        return subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+
+    assert hits_and_misses() == "0 1\n"
+    assert hits_and_misses() == "1 0\n"
+    helpers = copy / "stack/numba_vectors.py"
+    helpers.write_text(helpers.read_text() + "# another\n")
+    assert hits_and_misses() == "0 1\n"
+
+
+def test_where_no_cache_may_be_written_kernels_are_still_made():
+    code = """
+from numba.core.caching import CacheImpl, NullCache
+CacheImpl._locator_classes = []
+from stackexp.stack import kernels
+assert isinstance(kernels.forward._cache, NullCache)
+assert isinstance(kernels.backward._cache, NullCache)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
