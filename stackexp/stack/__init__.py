@@ -5,6 +5,9 @@ with the same `empty`, `step` and `scan`; `reference` is the specification that 
 `reference` share one form of state, so the step and the scan of one memory may be different implementations'.
 
 Everything is computed in float32 at least (float64 stays float64), also under autocast; so is the state.
+
+Under torch.compile a scan is `eager`'s loop, unrolled: compiling takes time in proportion to the tokens. A warning
+says so.
 """
 
 import contextlib
@@ -17,6 +20,7 @@ from types import ModuleType
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from stackexp.stack import eager, reference
@@ -77,8 +81,11 @@ def scan(
     """`step` for each token in turn. x [B, T, H, D], logits [B, T, H, 3 or 2]; outputs [B, T, H, ...].
 
     `feedback` = (P [H*D, H, D], Q [H*D, H, 3 or 2]) adds P f(R_{t-1}) to x_t and Q f(R_{t-1}) to the logits of t; the
-    option feedback_activation is f, identity or tanh.
+    option feedback_activation is f, identity or tanh. No tokens leave the state as it is.
     """
+    if x.shape[1] == 0:
+        x = _wide(x.detach())
+        return StackOutput(x, x.new_zeros(*x.shape[:3], 3), x.new_zeros(x.shape[:3]), x.new_zeros(x.shape[:3])), state
     with torch.autocast(x.device.type, enabled=False):
         feedback = feedback and (_wide(feedback[0]), _wide(feedback[1]))
         query = query if query is None else _wide(query)
@@ -98,13 +105,25 @@ def _resolve(automatic: str) -> str:
 
 
 def _for_scan(x: Tensor) -> str:
-    """What "auto" is for a scan of x: eager where operations are recorded, counted or transformed, not computed."""
+    """What "auto" is for a scan of x: eager where operations are recorded, counted or transformed, not computed.
+
+    So it is in forward-mode differentiation, which the kernels do not know: they would lose the tangents.
+    """
     if torch.compiler.is_compiling():
+        if x.shape[1] > 1:
+            _warn_of_unrolling()
         return "eager"
     if _get_current_dispatch_mode() is not None or torch._C._are_functorch_transforms_active():
         return "eager"
+    if forward_ad._current_level >= 0:
+        return "eager"
     name = SCANS.get(x.device.type, "eager") if type(x) in (Tensor, torch.nn.Parameter) else "eager"
     return "eager" if name == "triton" and not _has_triton() else name
+
+
+@torch.compiler.assume_constant_result
+def _warn_of_unrolling() -> None:
+    _warn_of_unrolling_once()
 
 
 @functools.cache
@@ -120,6 +139,13 @@ def _load(name: str) -> ModuleType:
 @functools.cache
 def _log_once(name: str) -> None:
     logging.getLogger(__name__).info("stack implementation: %s", name)
+
+
+@functools.cache
+def _warn_of_unrolling_once() -> None:
+    logging.getLogger(__name__).warning(
+        "torch.compile unrolls the scan of a stack over the tokens, which is slow to compile"
+    )
 
 
 def _wide(x: Tensor) -> Tensor:

@@ -86,5 +86,6 @@ def step(
 
 def scan(state: StackState, x: Tensor, logits: Tensor, query: Tensor | None, *, num_slots: int, **options):
     """As `reference.scan`."""
+    assert state.mask.shape[-1] <= num_slots, (state.mask.shape[-1], num_slots)
     read = functools.partial(read_slots, num_slots=num_slots)
     return reference.scan(state, x, logits, query, step=step, read_slots=read, num_slots=num_slots, **options)

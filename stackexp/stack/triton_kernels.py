@@ -1,16 +1,20 @@
 """The kernels of `triton_scan`: a scan over the tokens, and its gradients. Needs Triton.
 
 One program holds the stacks of one head of one row of the batch or, with feedback, of all heads of the row, as tiles
-(`triton_math`) that stay in registers from the first token to the last. What makes a scan slow is not arithmetic (5 S D
-multiply-adds a token) but the chain of dependent operations from one state to the next, and in it the shift of the
-slots. `tl.gather` along the slots compiles to shuffles within a warp: about 25 cycles and no barrier, as an H100's
-latencies are published. A scratch in global memory needs a store, a barrier and a load, 40 cycles if the line is in L1
-and 250 if not; a product with a shift matrix S times the arithmetic, outside the tensor cores, as float32 must not
-become TF32. `benchmarks/cuda_scan.py` measures the whole.
+(`triton_math`), from the first token to the last. What makes a scan slow is not arithmetic (5 S D multiply-adds a
+token) but the chain of dependent operations from one state to the next, and in it the shift of the slots, which is a
+`tl.gather` along them. Without feedback and with S <= 32 a program is one warp: tiles stay in registers and a gather
+compiles to shuffles, about 25 cycles as an H100's latencies are published, without a barrier. A scratch in global
+memory would need a store, a barrier and a load, 40 cycles if the line is in L1 and 250 if not; a product with a shift
+matrix S times the arithmetic, outside the tensor cores, as float32 must not become TF32.
+
+More slots, and feedback, take several warps, and what crosses them barriers: compiled for an H100 a token has 14
+forward and 20 backward with feedback at S = 24, and 30 and 74 at S = 512, where 56 and 232 bytes are spilled. All this
+is read from compiled code, not yet measured on a GPU; `benchmarks/cuda_scan.py` does.
 
 Feedback makes every number of x_t and of the logits depend on all of R_{t-1}: those go through global memory, where
-each side has the layout that suits it, two barriers a token. Without it programs share nothing and reads are outside
-the chain. Every sum has one order: results are deterministic.
+each side has the layout that suits it. Without it programs share nothing and reads are outside the chain. Every sum has
+one order: results are deterministic.
 
 Arguments that both kernels have: `kept` slots N of S; `num_empty`, the other S - N; HEADS, HEAD_DIM and NUM_ACTIONS as
 they are, H, S, D padded; for the feedback NUMBERS = H*D and LOGITS = H*3 padded, and BLOCK rows of P at once.
@@ -21,7 +25,8 @@ import triton.language as tl
 
 from stackexp.stack.triton_math import activated, read_backward, softmax, update, update_backward, weigh
 
-DYNAMIC = ["num_tokens", "kept", "num_empty", "interval", "num_checkpoints"]  # no kernel of its own for each length
+# not what a kernel is made for: there is one pair of kernels for each power of two of slots, whatever the lengths
+DYNAMIC = ["num_tokens", "kept", "num_empty", "interval", "num_checkpoints"]
 
 
 @triton.jit

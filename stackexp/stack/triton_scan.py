@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from stackexp.stack import eager, reference
 from stackexp.stack.eager import empty, step
-from stackexp.stack.reference import StackOutput, StackState
+from stackexp.stack.reference import ACTIVATIONS, StackOutput, StackState
 
 __all__ = ["empty", "scan", "step"]
 
@@ -51,6 +51,8 @@ def scan(
 ) -> tuple[StackOutput, StackState]:
     """As `reference.scan`; all tensors of one dtype, float32 or float64."""
     num_tokens, occupied = x.shape[1], state.mask.shape[-1]
+    assert occupied <= num_slots, (occupied, num_slots)
+    assert feedback_activation in ACTIVATIONS, feedback_activation
     missing = min(occupied + num_tokens, num_slots) - occupied
     initial_read = eager.read_slots(state, query, read, read_mask, num_slots) if feedback else None
     tensors = (
@@ -130,7 +132,8 @@ class _Scan(torch.autograd.Function):
         to_feedback = None, None, None
         if options.feedback_activation:
             fed = reads[:, :-1].tanh() if options.feedback_activation == "tanh" else reads[:, :-1]
-            to_maps = (torch.einsum("btk,bthd->khd", fed.flatten(2), gradient) for gradient in (to_x, to_logits))
+            with torch.autocast(x.device.type, enabled=False):  # of whoever calls backward
+                to_maps = [torch.einsum("btk,bthd->khd", fed.flatten(2), gradient) for gradient in (to_x, to_logits)]
             to_feedback = (*to_maps, to_read)
         return to_x, to_logits, to_query, to_slots, to_mask, *to_feedback, None
 
@@ -145,40 +148,56 @@ def _launch(
     """Run the kernel `name` of `triton_kernels`: one program per row and head, or per row with feedback."""
     assert {tensor.dtype for tensor in tensors if tensor is not None} == {x.dtype}, "one dtype"
     batch_size, num_tokens, num_heads, head_dim = x.shape
-    kept, num_actions = slots.shape[2], logits.shape[-1]
-    feedback = options.feedback_activation is not None
-    tile = (_power_of_2(num_heads) if feedback else 1, _power_of_2(kept), _power_of_2(head_dim))
-    numbers = _power_of_2(num_heads * head_dim)
+    kept = slots.shape[2]
+    made_for = constants(num_heads, head_dim, logits.shape[-1], kept, x.dtype, options)
     interval = options.interval or num_tokens  # without saved states any
     checkpoints = -(-num_tokens // interval) if options.interval else 0
     with torch.cuda.device_of(x):
-        getattr(_kernels(), name)[(batch_size * (1 if feedback else num_heads),)](
+        getattr(_kernels(), name)[(batch_size * (1 if made_for["FEEDBACK"] else num_heads),)](
             *tensors,
             num_tokens=num_tokens,
             kept=kept,
             num_empty=options.num_slots - kept,
             interval=interval,
             num_checkpoints=checkpoints,
-            HEADS=num_heads,
-            HEAD_DIM=head_dim,
-            NUM_ACTIONS=num_actions,
-            H=tile[0],
-            S=tile[1],
-            D=tile[2],
-            DISCIPLINE=options.discipline,
-            READ=options.read,
-            READ_MASK=options.read_mask,
-            FEEDBACK=feedback,
-            ACTIVATION=options.feedback_activation or "identity",
-            EMPTY=eager.empty_score(options.read_mask, x.dtype),
-            TINY=torch.finfo(x.dtype).tiny,
-            BLOCK=min(numbers, max(1, MAP_BLOCK // numbers)),
-            NUMBERS=numbers,
-            LOGITS=_power_of_2(num_heads * num_actions),
-            num_stages=1,  # what a loop loads, it may have stored
-            enable_fp_fusion=True,  # the default differs between versions
-            num_warps=min(MAX_WARPS, max(1, math.prod(tile) * (2 if feedback else 1) // NUMBERS_PER_WARP)),
+            **made_for,
+            **compiler_options(made_for),
         )
+
+
+def constants(
+    num_heads: int, head_dim: int, num_actions: int, kept: int, dtype: torch.dtype, options: _Options
+) -> dict[str, str | float]:
+    """What the kernels are compiled for: their `tl.constexpr` arguments."""
+    feedback, numbers = options.feedback_activation is not None, _power_of_2(num_heads * head_dim)
+    return {
+        "HEADS": num_heads,
+        "HEAD_DIM": head_dim,
+        "NUM_ACTIONS": num_actions,
+        "H": _power_of_2(num_heads) if feedback else 1,
+        "S": _power_of_2(kept),
+        "D": _power_of_2(head_dim),
+        "DISCIPLINE": options.discipline,
+        "READ": options.read,
+        "READ_MASK": options.read_mask,
+        "FEEDBACK": feedback,
+        "ACTIVATION": options.feedback_activation or "identity",
+        "EMPTY": eager.empty_score(options.read_mask, dtype),
+        "TINY": torch.finfo(dtype).tiny,
+        "BLOCK": min(numbers, max(1, MAP_BLOCK // numbers)),
+        "NUMBERS": numbers,
+        "LOGITS": _power_of_2(num_heads * num_actions),
+    }
+
+
+def compiler_options(made_for: dict[str, str | float]) -> dict[str, int]:
+    """How Triton compiles a kernel with these `constants`."""
+    tiles = made_for["H"] * made_for["S"] * made_for["D"] * (2 if made_for["FEEDBACK"] else 1)
+    return {
+        "num_stages": 1,  # what a loop loads, it may have stored
+        "enable_fp_fusion": True,  # the default differs between versions
+        "num_warps": min(MAX_WARPS, max(1, tiles // NUMBERS_PER_WARP)),
+    }
 
 
 def _power_of_2(size: int) -> int:
