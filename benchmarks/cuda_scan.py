@@ -100,9 +100,13 @@ def main() -> None:
                     json.dumps({"device": device, "torch": torch.__version__, "rows": rows}, indent=1)
                 )
             figures = [f"{row[f'{which}_ms']:.3f}" for which in IMPLEMENTATIONS]
-            lines.append([name + (", feedback" if feedback else ""), *figures, f"{row['gradient_error']:.0e}"])
-            lines[-1].insert(3, f"{row['eager_ms'] / row['triton_ms']:.1f}")
-    print(table([["ms", *IMPLEMENTATIONS, "times faster", "gradient apart"], *lines], align="<>>>>", rules=(1,)))
+            figures += [f"{row['eager_ms'] / row['triton_ms']:.1f}"]
+            figures += [f"{row[f'{which}_mib']:.0f}" if f"{which}_mib" in row else "" for which in IMPLEMENTATIONS]
+            figures += [f"{row[f'{what}_error']:.0e}" for what in ("read", "gradient")]
+            lines.append([name + (", feedback" if feedback else ""), *figures])
+    header = ["", *(f"{which} ms" for which in IMPLEMENTATIONS), "times faster"]
+    header += [*(f"{which} MiB" for which in IMPLEMENTATIONS), "read apart", "gradient apart"]
+    print(table([header, *lines], align="<>>>>>>>", rules=(1,)))
 
 
 if __name__ == "__main__":
