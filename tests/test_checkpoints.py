@@ -271,7 +271,3 @@ def test_micro_batches_are_counted_anew_where_a_step_has_others():
     assert progress == {"total": {"ready": 3, "completed": 2}, "current": {"ready": 2, "completed": 1}}
     checkpoints.rescale(progress, then=1, now=2)
     assert progress == {"total": {"ready": 6, "completed": 5}, "current": {"ready": 4, "completed": 3}}
-
-
-def test_flatten():
-    assert checkpoints.flatten({"a": {"b": 1, "c": {"d": None}}, "e": [2]}) == {"a.b": 1, "a.c.d": None, "e": [2]}

@@ -15,6 +15,7 @@ from stackexp.config import registry, yaml_files
 from stackexp.config.compose import compose, load, to_dict, to_yaml
 from stackexp.config.layers import config_names
 from stackexp.config.schema import StackMemoryConfig
+from stackexp.config.yaml_files import Leaf, flatten
 
 
 @pytest.fixture(autouse=True)
@@ -235,3 +236,8 @@ def test_composing_gives_instances_of_the_registered_dataclasses():
     config = compose([BASE])
     assert type(config.model.memory) is StackMemoryConfig
     assert type(config.data) is registry.lookup("data", "stdlib").config
+
+
+def test_flatten():
+    assert flatten({"a": {"b": 1, "c": {"d": None}}, "e": [2]}) == {"a.b": 1, "a.c.d": None, "e": [2]}
+    assert flatten({"a": {"b": Leaf(1, "x.yaml:1")}}) == {"a.b": 1}

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from formal_runs import write_run
 
 from stackexp import runs
 from stackexp.config.compose import compose
@@ -89,3 +90,27 @@ def test_runs_are_compared_by_the_hashes_of_steps_they_share(tmp_path):
     assert line.startswith(f"{tmp_path}/none: no record of its data")
     with pytest.raises(RunError, match=r"/c: trained on other data than .*/a, first seen at step 30; give --diff"):
         check_same_data([folders["a"], folders["b"], folders["c"]])
+
+
+def test_runs_on_formal_languages_are_compared_by_what_their_strings_come_from(tmp_path):
+    one, longer, other, again = (
+        RunFolder(write_run(tmp_path / name, model, task, *overrides, seed=seed))
+        for name, model, task, overrides, seed in [
+            ("one", "LSTM", "even_pairs", [], 0),
+            ("longer", "StackRNN", "even_pairs", ["data.eval_max_length=600"], 0),
+            ("other", "LSTM", "odds_first", [], 0),
+            ("again", "LSTM", "even_pairs", [], 1),
+        ]
+    )
+    assert check_same_data([one, longer]) == [], "how they are tested is another matter"
+    with pytest.raises(
+        RunError, match=r"other: trained on other data than .*/one: data.task is odds_first, not even_p"
+    ):
+        check_same_data([one, longer, other])
+    with pytest.raises(RunError, match=r"again: .*/one: seed is 1, not 0; give --different-data"):
+        check_same_data([one, again])
+    tokens = RunFolder(tmp_path / "tokens")
+    tokens.path.mkdir()
+    (tokens.path / "data.jsonl").write_text('{"step": 10, "hash": "aa"}\n')
+    with pytest.raises(RunError, match=r"tokens: trained on tokens, but .*/one on a formal language"):
+        check_same_data([one, tokens])

@@ -1,8 +1,9 @@
 """Sections of experiments on formal languages (Deletang et al. 2023): the data, and the models beside ours."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal, NamedTuple, Optional
+from typing import Any, ClassVar, Literal, NamedTuple, Optional
 
 from omegaconf import OmegaConf
 
@@ -171,3 +172,14 @@ class StackAttentionConfig:
 
     kind: str = "stack_attention"
     axis: ClassVar[str] = "time"
+
+
+def model_label(options: Mapping[str, Any]) -> str:
+    """What results call a model, of a config's full keys: transformer, stacktrans, stacktrans-depth, stack_attention,
+    lstm, stack_rnn; stacktrans-queue, stacktrans-depth-push_only; or the name of a plugin's kind."""
+    kind, memory = options["model.kind"], options.get("model.memory.kind")
+    if kind != "transformer" or memory != "stack":
+        return kind if kind != "transformer" else memory or kind
+    discipline = options["model.memory.discipline"]
+    depth = ["depth"] * (options["model.memory.axis"] == "depth")
+    return "-".join(["stacktrans", *depth, *[discipline] * (discipline != "stack")])

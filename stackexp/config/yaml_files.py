@@ -142,3 +142,14 @@ class _Reader:
             tree[key] = self.value(value_node)
         self.inside.pop()
         return tree
+
+
+def flatten(tree: Tree, path: str = "") -> dict[str, Any]:
+    """{"a": {"b": 1}} -> {"a.b": 1}, of plain values or of a file's tree."""
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            found |= flatten(value, f"{path}{key}.")
+        else:
+            found[path + key] = value.value if isinstance(value, Leaf) else value
+    return found

@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from stackexp.config.compose import to_dict, to_yaml
 from stackexp.config.schema import ExperimentConfig
+from stackexp.config.yaml_files import flatten
 from stackexp.errors import RunError, first_line
 from stackexp.runs import RunFolder
 
@@ -281,11 +282,3 @@ def _check_shapes(path: Path, theirs: dict[str, torch.Size], ours: dict[str, tor
                 f"{path}: another architecture: {name} is {then} in the checkpoint, {now} in the config's model; "
                 "use the run's own config.yaml"
             )
-
-
-def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """{"a": {"b": 1}} -> {"a.b": 1}."""
-    leaves: dict[str, Any] = {}
-    for key, value in tree.items():
-        leaves |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
-    return leaves

@@ -4,18 +4,27 @@ import json
 from pathlib import Path
 from typing import Any
 
+from stackexp.config.yaml_files import flatten, read_file
 from stackexp.data import stream_record
 from stackexp.errors import RunError
 from stackexp.runs import RunFolder
+
+EVALUATED = ("data.validation_", "data.eval_")  # options of formal languages that training does not see
 
 
 def check_same_data(runs: list[RunFolder]) -> list[str]:
     """Raise RunError, with the first step on record that differs, if two runs were not trained on the same data.
 
-    Each run is compared with all before it that have a record. What could not be compared is told in lines.
+    Each run is compared with all before it that have a record. What could not be compared is told in lines. Strings of
+    formal languages are a function of the config: of those the first option that differs is told.
     """
-    untold, before = [], {}
+    untold, before, drawn = [], {}, {}
     for run in runs:
+        if strings := _strings(run):
+            for other, theirs in drawn.items():
+                _check_same_strings(run, strings, other, theirs)
+            drawn[run] = strings
+            continue
         hashes = stream_record.hashes(run.path)
         if not hashes:
             untold.append(f"{run.path}: no record of its data ({stream_record.FILE}); not compared by it")
@@ -31,7 +40,29 @@ def check_same_data(runs: list[RunFolder]) -> list[str]:
             if not common:
                 untold.append(f"{run.path}: no step in common with {other.path} in their records of the data")
         before[run] = hashes
+    if drawn and before:
+        raise RunError(
+            f"{next(iter(before)).path}: trained on tokens, but {next(iter(drawn)).path} on a formal language"
+        )
     return untold
+
+
+def _strings(run: RunFolder) -> dict[str, Any]:
+    """Full key -> value of all that a run's strings of a formal language are drawn from; {} of tokens."""
+    config = flatten(read_file(run.config)[1]) if run.config.is_file() else {}
+    if config.get("data.kind") != "formal_language":
+        return {}
+    keys = [key for key in config if key.startswith("data.") and not key.startswith(EVALUATED)]
+    return {key: config.get(key) for key in ("data.task", "seed", *keys)}
+
+
+def _check_same_strings(run: RunFolder, ours: dict[str, Any], other: RunFolder, theirs: dict[str, Any]) -> None:
+    for key in dict.fromkeys([*ours, *theirs]):
+        if ours.get(key) != theirs.get(key):
+            raise RunError(
+                f"{run.path}: trained on other data than {other.path}: {key} is {ours.get(key)}, not "
+                f"{theirs.get(key)}; give --different-data to compare them all the same"
+            )
 
 
 def markdown(runs: list[RunFolder]) -> str:

@@ -12,10 +12,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from stackexp.config.formal import model_label
 from stackexp.config.layers import split_overrides
 from stackexp.config.registry import SECTIONS, kinds, lookup
 from stackexp.config.schema import TrainerConfig
-from stackexp.config.yaml_files import Leaf, Tree, read_file
+from stackexp.config.yaml_files import flatten, read_file
 from stackexp.errors import RunError
 from stackexp.reports import paper
 from stackexp.runs import RunFolder
@@ -26,12 +27,18 @@ DEPTH = "StackTrans depth"
 COLUMNS = (*paper.MODELS, DEPTH)
 """The paper's models; of StackTrans any axis but depth, which has a column of its own."""
 
+LABELS = ("lstm", "stack_rnn", "stack_attention", "transformer", "stacktrans", "stacktrans-depth")
+COLUMN_OF = dict(zip(LABELS, COLUMNS, strict=True))
+"""`model_label` -> column."""
+
 NOT_OF_RECIPE = (
     *("seed", "beside", "trainer.val_check_interval", "data.validation_max_length", "data.validation_sequences"),
     *("data.eval_max_length", "data.eval_length_stride", "data.eval_sequences"),
     *(f"{section}.{key}".strip(".") for section, keys in NOT_HASHED.items() for key in keys),
 )
 """Keys, and sections, in which runs of one recipe may differ: where they run, and how long they are tested."""
+
+ENOUGH = 3  # seeds, to choose a recipe by its median
 
 Range = tuple[int, int]  # of lengths, both included
 Recipe = dict[str, Any]  # key of the config -> value
@@ -102,8 +109,9 @@ class FormalRun:
     @property
     def validation(self) -> float | None:
         """Mean accuracy on the validation strings; of an unfinished run, the last known."""
-        source, key = (self.result, "validation_accuracy"), "validation/accuracy/average"
-        return source[0].get(source[1]) if self.finished else self.last_line.get(key)
+        if self.finished:
+            return self.result.get("validation_accuracy")
+        return self.last_line.get("validation/accuracy/average")
 
     @cached_property
     def recipe(self) -> Recipe:
@@ -142,16 +150,7 @@ def in_recipe(key: str) -> bool:
 
 def column_of(config: dict[str, Any]) -> str | None:
     """The table's model of a config, or None if it is in no column."""
-    kind, memory = config["model.kind"], config.get("model.memory.kind")
-    if kind == "transformer" and memory == "stack" and config["model.memory.discipline"] == "stack":
-        return DEPTH if config["model.memory.axis"] == "depth" else "StackTrans"
-    known = {
-        ("lstm", None): "LSTM",
-        ("stack_rnn", None): "StackRNN",
-        ("transformer", None): "Transformer",
-        ("transformer", "stack_attention"): "StackAttn",
-    }
-    return known.get((kind, memory))
+    return COLUMN_OF.get(model_label(config))
 
 
 # Cells
@@ -159,7 +158,7 @@ def column_of(config: dict[str, Any]) -> str | None:
 
 @dataclass(frozen=True)
 class Cell:
-    """The runs of a task and a model by the recipe of the best validation, one a seed.
+    """The runs of a task and a model by one recipe, that of the best validation (see `_cell`), one a seed.
 
     pending: runs of the recipe that are not finished, or not tested over the range. others: recipes not taken.
     again: runs of a seed that is there already.
@@ -274,17 +273,6 @@ def _below(path: Path) -> list[Path]:
     return found
 
 
-def flatten(tree: Tree | dict[str, Any], path: str = "") -> dict[str, Any]:
-    """Full key -> value, of a file's tree or of nested dicts; a mapping without keys is a value."""
-    found: dict[str, Any] = {}
-    for key, value in tree.items():
-        if isinstance(value, dict) and value:
-            found |= flatten(value, f"{path}{key}.")
-        else:
-            found[path + key] = value.value if isinstance(value, Leaf) else value
-    return found
-
-
 def _read(path: Path, config: dict[str, Any], column: str) -> FormalRun:
     folder = RunFolder(path)
     result = _figures(folder.result) if folder.finished else {}
@@ -326,7 +314,8 @@ def _tested(path: Path, figures: dict[str, Any]) -> Tested:
 
 
 def _cell(task: str, column: str, runs: list[FormalRun], among: Range) -> Cell:
-    """The recipe of the best median validation accuracy is taken; on a tie that of more seeds, then of fewer steps."""
+    """The recipe taken: of three seeds rather than fewer, then of the best median validation accuracy, of more seeds
+    yet, of fewer steps."""
     recipes: dict[str, list[FormalRun]] = defaultdict(list)
     for run in runs:
         recipes[json.dumps(run.recipe, sort_keys=True, default=str)].append(run)
@@ -350,16 +339,11 @@ def _weight(run: FormalRun, among: Range) -> tuple[bool, int]:
     return run.finished, tested.strings(among) if tested else 0
 
 
-def _rank(runs: list[FormalRun], among: Range) -> tuple[bool, float, int, int]:
+def _rank(runs: list[FormalRun], among: Range) -> tuple[int, float, int, int]:
     """What recipes are sorted by, the best first. The score takes no part in it."""
     scored = [run for run in runs if run.score(among) is not None]
-    median = median_validation(scored)
-    return (
-        not scored,
-        -1.0 if median is None else -median,
-        -len({run.seed for run in scored}),
-        max(r.step for r in runs),
-    )
+    seeds, median = len({run.seed for run in scored}), median_validation(scored)
+    return -min(seeds, ENOUGH), -1.0 if median is None else -median, -seeds, max(run.step for run in runs)
 
 
 def median_validation(runs: list[FormalRun]) -> float | None:

@@ -10,8 +10,9 @@ from typing import Any
 
 from stackexp.config.compose import compose, to_dict
 from stackexp.config.formal import TASKS
+from stackexp.config.yaml_files import flatten
 from stackexp.errors import ConfigError
-from stackexp.reports.formal import DEPTH, Cell, FormalRun, Recipe, Report, column_of, flatten, in_recipe
+from stackexp.reports.formal import DEPTH, Cell, FormalRun, Recipe, Report, column_of, in_recipe
 from stackexp.sweeps import grid
 
 SHIPPED = {

@@ -25,7 +25,8 @@ SHORT, COARSE, UNFINISHED = "↓", "†", "‡"
 LEGEND = (
     "Ours: best / median of the seeds (number of seeds), mean accuracy over strings of length {first}..{last} "
     "({manner}). Bold: at least the paper's figure, at its two decimals; {short}: below it. paper: Table 1 of "
-    "arXiv 2507.15343, best of the seeds; {absent}: it prints none. StackTrans: any axis but depth."
+    "arXiv 2507.15343, best of the seeds; {absent}: it prints none. StackTrans: any axis but depth. "
+    "Steps of training: {steps}."
 )
 RECIPE_HEADER = (
     *("task", "axis", "read", "feedback", "lambda", "S", "curriculum", "steps", "seeds", "validation", "recipe"),
@@ -79,9 +80,20 @@ def rows(report: Report, numbers: dict[tuple[str, str], int]) -> list[tuple[str,
 
 def legend(report: Report) -> str:
     first, last = report.among
-    return LEGEND.format(
-        first=first, last=last, manner=manner(report.finest.stride, report.finest.sequences), short=SHORT, absent=ABSENT
-    )
+    how = manner(report.finest.stride, report.finest.sequences)
+    return LEGEND.format(first=first, last=last, manner=how, short=SHORT, absent=ABSENT, steps=_steps(report))
+
+
+def _steps(report: Report) -> str:
+    """Of each column, those of all its tasks."""
+    found: dict[str, list[int]] = defaultdict(list)
+    for (_, column), cell in report.cells.items():
+        found[column] += [run.step for run in cell.runs]
+    return "; ".join(f"{column} {_range(found[column])}" for column in COLUMNS if found[column])
+
+
+def _range(steps: list[int]) -> str:
+    return f"{min(steps):,}" if min(steps) == max(steps) else f"{min(steps):,} to {max(steps):,}"
 
 
 def manner(stride: int, sequences: int) -> str:
@@ -173,9 +185,11 @@ def baselines(report: Report) -> list[str]:
 
 
 def _training(runs: list[FormalRun]) -> str:
-    config, steps = runs[0].config, sorted({run.step for run in runs})
-    parts = [f"`{name_of(runs[0])}`", f"{steps[-1]:,} steps", f"lr {config['optimizer.lr']:g}"]
+    config = runs[0].config
+    parts = [f"`{name_of(runs[0])}`", f"{_range([run.step for run in runs])} steps", f"lr {config['optimizer.lr']:g}"]
     parts.append(f"curriculum: {curriculum(config)}")
+    if runs[0].column == "Transformer":
+        parts += [f"positional {config['model.positional']}", "causal" if config["model.causal"] else "not causal"]
     if runs[0].column == DEPTH:
         memory = {key: config[f"model.memory.{key}"] for key in ("read", "entropy_weight")}
         parts += [f"read {memory['read']}, lambda {memory['entropy_weight']:g}, S {slots(config)}"]

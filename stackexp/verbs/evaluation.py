@@ -17,7 +17,7 @@ from stackexp.callbacks.evaluation import EvaluationRecord, PartialFigures
 from stackexp.config import compose
 from stackexp.config.compose import to_dict
 from stackexp.config.schema import ExperimentConfig
-from stackexp.errors import RunError
+from stackexp.errors import FolderBusy, RunError
 from stackexp.modules import checkpoints
 from stackexp.runs import RunFolder
 from stackexp.verbs.processes import Processes
@@ -31,7 +31,8 @@ class Evaluation:
     """What is asked: `run`, the folder whose config it is; `sets` instead of the config's; `out`, FILE.json.
 
     Without `out` the figures go to <run>/<stage>.json; those of another checkpoint than the newest, of other sets or
-    with options that change figures beside it: <stage>-<checkpoint>-<sets>-<hash of what has no name>.json.
+    with options that change figures beside it: <stage>-<checkpoint>-<sets>-<hash of what has no name>.json. A test of
+    formal languages that is less thorough than the one there: test-to-<longest>-every-<stride>-of-<strings>.json.
     """
 
     stage: Stage
@@ -44,7 +45,7 @@ class Evaluation:
 
     @cached_property
     def record(self) -> Path | None:
-        """Where the figures go, as JSON; beside it as Markdown, and, set by set, while it goes on."""
+        """Where the figures go, as JSON; beside it, those of language as Markdown and, while it goes on, set by set."""
         if self.out or not self.run:
             return self.out
         name, places = "+".join(item.partition("=")[0] for item in self.sets), any("=" in item for item in self.sets)
@@ -64,6 +65,18 @@ class Evaluation:
         if self.out or not self.run or not self.config.logging.tensorboard:
             return False
         return self.own_options and not any("=" in item or "/" in item for item in self.sets)
+
+    @contextlib.contextmanager
+    def event_folder(self) -> Iterator[Path]:
+        """Where TensorBoard's files go: into the run's folder, unless a run goes on in it, whose file TensorBoard
+        would read no more. Then into <run>/<stage>."""
+        with contextlib.ExitStack() as stack:
+            folder = self.run.path
+            try:
+                stack.enter_context(self.run.lock())
+            except FolderBusy:
+                folder = folder / self.stage
+            yield folder
 
     @cached_property
     def own_config(self) -> ExperimentConfig:
@@ -127,7 +140,7 @@ def keys_of(
 def options(settings: ExperimentConfig) -> list:
     """What decides a set's figures besides the checkpoint and what the set holds."""
     config = to_dict(settings)
-    of_sets = [config["data"].get(key) for key in ("context_length", "keep_remainder")]  # none of formal languages
+    of_sets = [config["data"][key] for key in ("context_length", "keep_remainder", "task") if key in config["data"]]
     return [config["model"], config["trainer"]["precision"], *of_sets]
 
 

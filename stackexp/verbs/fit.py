@@ -41,27 +41,29 @@ def run(
     """Fit `config` in a new run folder, in `folder`, or go on from `ckpt_path` ("last", or a path).
 
     Then those `beside` it, in <folder>-<name> where `folder` is given, and shows all of them side by side. With "last"
-    they go on as well, and what is finished stays.
+    what is finished stays, they go on as well, and those that have not been begun are.
     """
     if not beside:
         train(config, ckpt_path, folder)
         return 0
-    runs_of = {"": _train_or_take(config, ckpt_path, folder)}
+    last = ckpt_path == "last"
+    runs_of = {"": (last and _finished(config)) or train(config, ckpt_path, folder)}
     for name, other in beside.items():
-        last = "last" if ckpt_path == "last" else None
-        runs_of[name] = _train_or_take(other, last, f"{folder}-{name}" if folder else None)
+        newest = runs.newest(other)
+        begun = last and newest and newest.newest_checkpoint()
+        place = f"{folder}-{name}" if folder else None
+        runs_of[name] = (last and _finished(other)) or train(other, "last" if begun else None, place)
     print(f"\n{objective(config).side_by_side(config, runs_of)}", flush=True)
     return 0
 
 
-def _train_or_take(config: ExperimentConfig, ckpt_path: str | None, folder: str | None) -> RunFolder:
-    """`train`; "last" is a finished run where that is the newest, and a new one where nothing was saved."""
-    newest = runs.newest(config) if ckpt_path == "last" else None
-    if newest and newest.finished:
-        print(f"{newest.path}: this run is finished (it has a result.json)")
-        return newest
-    saved = ckpt_path != "last" or (newest and newest.newest_checkpoint())
-    return train(config, ckpt_path if saved else None, folder)
+def _finished(config: ExperimentConfig) -> RunFolder | None:
+    """The newest run of a config's name, if it is finished."""
+    newest = runs.newest(config)
+    if newest is None or not newest.finished:
+        return None
+    print(f"{newest.path}: this run is finished (it has a result.json)")
+    return newest
 
 
 def train(config: ExperimentConfig, ckpt_path: str | None, folder: str | None) -> RunFolder:

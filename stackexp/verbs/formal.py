@@ -1,6 +1,5 @@
 """Formal languages in the verbs: every length tested, and accuracy against length as scores, table and picture."""
 
-import contextlib
 import json
 import time
 from pathlib import Path
@@ -12,16 +11,16 @@ from stackexp import runs
 from stackexp.callbacks.evaluation import EvaluationRecord
 from stackexp.callbacks.tensorboard import write_curve
 from stackexp.config.compose import to_dict
+from stackexp.config.formal import model_label
 from stackexp.config.schema import ExperimentConfig
+from stackexp.config.yaml_files import flatten
 from stackexp.datamodules.formal_language import warn_of_slots
-from stackexp.errors import FolderBusy
 from stackexp.modules import checkpoints
-from stackexp.modules.checkpoints import flatten
 from stackexp.modules.transduction import average
 from stackexp.reports.accuracy import accuracy_plot, accuracy_table, scores
 from stackexp.runs import RunFolder
 from stackexp.verbs.evaluation import Evaluation, Sets, resumable
-from stackexp.verbs.session import Session
+from stackexp.verbs.session import Session, hyperparameters
 
 HYPERPARAMETERS = ("model.", "data.", "optimizer.", "schedule.", "seed", "trainer.max_steps")
 NOT_HYPERPARAMETERS = ("data.validation_", "data.eval_")
@@ -45,15 +44,8 @@ def callbacks(config: ExperimentConfig, folder: RunFolder) -> list[pl.Callback]:
     return []
 
 
-def model_label(config: ExperimentConfig) -> str:
-    """transformer, stacktrans, stacktrans-depth, stack_attention, lstm, stack_rnn, or the name of a plugin's kind."""
-    model = config.model
-    if model.kind != "transformer":
-        return model.kind
-    memory = model.memory
-    if memory is None or memory.kind != "stack":
-        return "transformer" if memory is None else memory.kind
-    return "stacktrans-depth" if memory.axis == "depth" else "stacktrans"
+def label(config: ExperimentConfig) -> str:
+    return model_label(flatten(to_dict(config)))
 
 
 def finish(session: Session) -> None:
@@ -80,7 +72,7 @@ def tested(config: ExperimentConfig, sets: Sets) -> dict[str, Any]:
     accuracy = accuracy_of(sets)
     return {
         "task": config.data.task,
-        "model": model_label(config),
+        "model": label(config),
         "accuracy": {str(length): value for length, value in accuracy.items()},
         **scores(config.data, accuracy),
         "sequences_per_length": config.data.eval_sequences,
@@ -112,7 +104,8 @@ def _finish(session: Session, test: dict[str, Any], validated: float) -> None:
     figures = {f"final/{key}": value for key, value in test.items() if key.startswith("score_")}
     figures["final/validation_accuracy"] = validated
     figures["final/loss/train"] = result["train_loss"]["last_20_steps"]
-    session.record.finish(_hyperparameters(config), figures, config.trainer.max_steps)
+    chosen = hyperparameters(config, HYPERPARAMETERS, NOT_HYPERPARAMETERS)
+    session.record.finish(chosen, figures, config.trainer.max_steps)
     if config.logging.tensorboard:
         write_curve(folder.path, CURVE, accuracy_in(test), "test.lengths")
     runs.write_atomically(folder.result, json.dumps(result, indent=2))
@@ -137,7 +130,8 @@ def _shown(config: ExperimentConfig, curves: dict[str, dict[int, float]]) -> str
 
 
 def side_by_side(config: ExperimentConfig, folders: dict[str, RunFolder]) -> str:
-    results = {name or model_label(config): json.loads(run.result.read_text()) for name, run in folders.items()}
+    own = label(config) if label(config) not in folders else f"{label(config)} ({config.name})"
+    results = {name or own: json.loads(run.result.read_text()) for name, run in folders.items()}
     return _shown(config, {name: accuracy_in(result) for name, result in results.items()})
 
 
@@ -152,7 +146,7 @@ def report(asked: Evaluation, checkpoint: Path, sets: Sets) -> None:
         print(_shown(config, {record["model"]: accuracy_in(record)}))
     else:
         accuracy, mean = accuracy_of(sets), average(sets)
-        record |= {"task": config.data.task, "model": model_label(config)}
+        record |= {"task": config.data.task, "model": label(config)}
         record |= {"accuracy": {str(length): value for length, value in accuracy.items()}}
         record |= {"validation_accuracy": mean["accuracy"], "loss": mean["loss"]}
         record |= {"sequences_per_length": config.data.validation_sequences}
@@ -161,39 +155,21 @@ def report(asked: Evaluation, checkpoint: Path, sets: Sets) -> None:
     if asked.record:
         path = _place(asked, record)
         runs.write_atomically(path, json.dumps(record, indent=2))
-        if asked.stage == "test" and asked.has_tags and path == asked.record:
-            _write_curve(asked, accuracy_of(sets))
+        if asked.stage == "test" and asked.ckpt_path is None and asked.has_tags and path == asked.record:
+            with asked.event_folder() as folder:  # in the place of the fit's own
+                write_curve(folder, CURVE, accuracy_of(sets), "test.lengths")
         print(f"\nfigures: {path}")
 
 
 def _place(asked: Evaluation, record: dict[str, Any]) -> Path:
-    """Where the figures go: not in the place of a test of the same checkpoint with more strings."""
+    """Where the figures go: in the place of a test of the same checkpoint only if they are of no fewer strings of any
+    length."""
     path = asked.record
     if asked.out or asked.stage != "test" or not path.exists():
         return path
-    before = json.loads(path.read_text())
-    if before["checkpoint"] != record["checkpoint"] or _strings(before) <= _strings(record):
+    before, key = json.loads(path.read_text()), "sequences_per_length"
+    whole = before["accuracy"].keys() <= record["accuracy"].keys() and before[key] <= record[key]
+    if whole or before["checkpoint"] != record["checkpoint"]:
         return path
-    return path.with_name(f"{path.stem}-every-{record['length_stride']}-of-{record['sequences_per_length']}.json")
-
-
-def _strings(record: dict[str, Any]) -> int:
-    """How many were tested."""
-    return len(record["accuracy"]) * record["sequences_per_length"]
-
-
-def _write_curve(asked: Evaluation, accuracy: dict[int, float]) -> None:
-    """In the place of the fit's own; in <run>/test while a run goes on in the folder: TensorBoard follows its file."""
-    with contextlib.ExitStack() as stack:
-        folder = asked.run.path
-        try:
-            stack.enter_context(asked.run.lock())
-        except FolderBusy:
-            folder = folder / asked.stage
-        write_curve(folder, CURVE, accuracy, "test.lengths")
-
-
-def _hyperparameters(config: ExperimentConfig) -> dict[str, Any]:
-    options = flatten(to_dict(config))
-    chosen = {key: value for key, value in options.items() if key.startswith(HYPERPARAMETERS)}
-    return {key: value for key, value in chosen.items() if not key.startswith(NOT_HYPERPARAMETERS)}
+    manner = f"to-{max(accuracy_in(record))}-every-{record['length_stride']}-of-{record[key]}"
+    return path.with_name(f"{path.stem}-{manner}.json")

@@ -13,19 +13,16 @@ from stackexp import runs
 from stackexp.callbacks.data_record import DataRecord
 from stackexp.callbacks.evaluation import EvaluationRecord
 from stackexp.callbacks.tensorboard import write_scalars
-from stackexp.config.compose import to_dict
 from stackexp.config.schema import ExperimentConfig
 from stackexp.data import stream_record
-from stackexp.errors import FolderBusy
 from stackexp.modules import checkpoints
-from stackexp.modules.checkpoints import flatten
 from stackexp.modules.metrics import finite, group_averages, macro_average, set_tags
 from stackexp.reports.compare import markdown
 from stackexp.reports.tables import set_markdown, set_table
 from stackexp.runs import RunFolder
 from stackexp.verbs.evaluation import Evaluation, Sets, resumable
 from stackexp.verbs.generate import sample
-from stackexp.verbs.session import Session
+from stackexp.verbs.session import Session, hyperparameters
 
 HYPERPARAMETERS = ("model.", "data.global_batch_tokens", "data.context_length", "optimizer.", "schedule.", "seed")
 """What runs are compared by in the HParams tab; not where they ran and what they logged."""
@@ -99,7 +96,7 @@ def _finish(session: Session) -> None:
     }
     figures = {"final/loss/train": result["train_loss"]["last_20_steps"]}
     figures |= set_tags("final", module.set_metrics)
-    session.record.finish(_hyperparameters(config), figures, config.trainer.max_steps)
+    session.record.finish(hyperparameters(config, HYPERPARAMETERS), figures, config.trainer.max_steps)
     runs.write_atomically(folder.result, json.dumps(finite(result), indent=2))
     print(
         f"\ntraining loss {losses[0]:.3f} at the first step, {result['train_loss']['last_20_steps']:.3f} "
@@ -113,10 +110,6 @@ def _data_result(folder: RunFolder) -> dict[str, Any]:
     """The hash of all that was trained on, by the last step, and how many sequences of each source that were."""
     lines = list(stream_record.read(folder.path))
     return {"data_hash": {lines[-1]["step"]: lines[-1]["hash"]}, "sequences": lines[-1]["sequences"]} if lines else {}
-
-
-def _hyperparameters(config: ExperimentConfig) -> dict[str, Any]:
-    return {key: value for key, value in flatten(to_dict(config)).items() if key.startswith(HYPERPARAMETERS)}
 
 
 def side_by_side(config: ExperimentConfig, folders: dict[str, RunFolder]) -> str:
@@ -160,8 +153,7 @@ def _write_scalars(asked: Evaluation, step: int, sets: Sets) -> None:
     """At the checkpoint's step `v2/<set>`, `v2/average/...` and, of other sets, `validation/<figure>/<set>`.
 
     `whole/<figure>/<set>` where the fit's own are over a part of each set; `test/...` of test. Each group, and each set
-    of none, has an event file that takes the place of its last. What the fit itself has recorded is left to it. In the
-    run's folder, unless a run goes on in it: TensorBoard would read its file no more. Then in <run>/<stage>.
+    of none, has an event file that takes the place of its last. What the fit itself has recorded is left to it.
     """
     fitted = "validation" if asked.own_config.data.eval_sequences is None else "whole"
     prefix, lead = (fitted, "") if asked.stage == "validate" else ("test", None)
@@ -169,12 +161,7 @@ def _write_scalars(asked: Evaluation, step: int, sets: Sets) -> None:
     parts = {"average": {}} if asked.sets else {"average": sets}
     for name, figures in sets.items():
         parts.setdefault(f"set.{name.split('/')[0]}", {})[name] = figures
-    with contextlib.ExitStack() as stack:
-        folder = asked.run.path
-        try:
-            stack.enter_context(asked.run.lock())
-        except FolderBusy:
-            folder = folder / asked.stage
+    with asked.event_folder() as folder:
         for what, part in parts.items():
             tags = set_tags(prefix, part, lead)
             tags = {

@@ -3,11 +3,14 @@
 import importlib
 from dataclasses import dataclass
 from types import ModuleType
+from typing import Any
 
 import lightning.pytorch as pl
 
 from stackexp.callbacks.run_record import RunRecord
+from stackexp.config.compose import to_dict
 from stackexp.config.schema import ExperimentConfig
+from stackexp.config.yaml_files import flatten
 from stackexp.modules.training import TrainingModule
 from stackexp.runs import RunFolder
 from stackexp.verbs.processes import Processes
@@ -36,3 +39,9 @@ class Session:
     folder: RunFolder
     record: RunRecord
     started_at: float  # time.perf_counter()
+
+
+def hyperparameters(config: ExperimentConfig, chosen: tuple[str, ...], but: tuple[str, ...] = ()) -> dict[str, Any]:
+    """The options whose full keys begin as `chosen`, for the HParams tab; not those that begin as `but`."""
+    options = flatten(to_dict(config))
+    return {key: value for key, value in options.items() if key.startswith(chosen) and not key.startswith(but)}
