@@ -15,8 +15,8 @@ USAGE = """\
 usage: python -m stackexp VERB [OPTIONS] [KEY=VALUE ...]
 
   fit        train the model of a config
-  validate   loss, perplexity and bits per byte on the validation sets
-  test       the same on the test sets
+  validate   loss, perplexity and bits per byte on the validation sets; of formal languages accuracy by length
+  test       the same on the test sets; of formal languages up to the longest strings, as a table and a curve
   generate   continue a text with a trained model
   configs    list | show NAME: the shipped configs and the choices for their sections
   data       prepare | fetch | retokenize | inspect: text into token shards, validation sets, a look inside
@@ -29,6 +29,7 @@ examples:
   python -m stackexp fit --config quickstart
   python -m stackexp fit --config quickstart model.memory=queue trainer.max_steps=100
   python -m stackexp fit --config quickstart --ckpt_path last
+  python -m stackexp fit --config formal/quick
   python -m stackexp validate --run runs/quickstart/ID
   python -m stackexp VERB --help
 
@@ -39,7 +40,8 @@ folder, 75 stopped by SIGTERM, SIGUSR1 or max_time after saving (the same comman
 CONFIG_HELP = """\
 --config takes a shipped name (`configs list`) or the path of a YAML file, and may stand several times.
 Overrides are spelled KEY=VALUE, --KEY=VALUE or --KEY VALUE. A section given a name is a choice of file:
-model=transformer-360m, model.memory=queue; model.memory=null switches the memory off.
+model=transformer-360m, model.memory=queue; model.memory=null switches the memory off, beside=null the runs that
+`fit` trains beside a config's own.
 """
 
 NO_SPACE = {errno.ENOSPC: "no space left on the disk", errno.EDQUOT: "no space left in the disk quota"}
@@ -50,12 +52,15 @@ def fit(argv: list[str]) -> int:
         "fit --config quickstart",
         "fit --config quickstart model.memory.num_slots=32 --seed 1",
         "fit --config quickstart --ckpt_path last",
+        "fit --config formal/quick",
     ]
     usage = "--config NAME_OR_PATH [OPTIONS] [KEY=VALUE ...]"
-    parser = Parser("fit", "Train the model of a config. The record is the run folder.", examples, usage, CONFIG_HELP)
+    purpose = "Train the model of a config, on tokens or on strings of a formal language. The record is the run folder."
+    parser = Parser("fit", purpose, examples, usage, CONFIG_HELP)
     parser.add_argument("--config", action="append", metavar="NAME_OR_PATH")
     parser.add_argument("--ckpt_path", metavar="last|PATH", help="resume the newest unfinished run, or a checkpoint")
-    parser.add_argument("--run", metavar="FOLDER", help="the run folder: start there, or go on where it is")
+    place = "the run folder: start there, or go on where it is; what stands `beside` as NAME goes to FOLDER-NAME"
+    parser.add_argument("--run", metavar="FOLDER", help=place)
     parser.add_argument("--print-config", action="store_true", help="print the resolved config and exit")
     options, overrides = parser.split(argv)
     if not options.config:
@@ -93,7 +98,9 @@ def evaluate(stage: Any, argv: list[str]) -> int:
     examples += [f"{stage} --run RUN --sets v2,v3", f"{stage} --run RUN --sets mine=texts/,books=books.npy"]
     usage = "(--run FOLDER | --config NAME_OR_PATH --ckpt_path PATH) [OPTIONS] [KEY=VALUE ...]"
     section = "validation" if stage == "validate" else "test"
-    about = f"The figures of a model on every set of data.{section}, or on --sets."
+    lengths = "validation" if stage == "validate" else "eval"
+    about = f"The figures of a model on every set of data.{section}, or on --sets; of formal languages the accuracy at "
+    about += f"every length up to data.{lengths}_max_length."
     parser = Parser(stage, about, examples, usage, CONFIG_HELP)
     parser.add_argument("--run", metavar="FOLDER", help="a run folder: its config and its newest checkpoint")
     parser.add_argument("--config", action="append", default=[], metavar="NAME_OR_PATH")
@@ -102,7 +109,7 @@ def evaluate(stage: Any, argv: list[str]) -> int:
     parser.add_argument("--sets", action="append", default=[], metavar="NAME,...", help=names)
     parser.add_argument("--keep-remainder", action="store_true", help="score every token, not whole chunks alone")
     parser.add_argument(
-        "--out", metavar="FILE.json", help=f"instead of RUN/{stage}.json; a table goes beside it, as .md"
+        "--out", metavar="FILE.json", help=f"instead of RUN/{stage}.json; a table of sets goes beside it, as .md"
     )
     options, overrides = parser.split(argv)
     if bool(options.run) == bool(options.config):
@@ -111,12 +118,15 @@ def evaluate(stage: Any, argv: list[str]) -> int:
         parser.error("--config needs --ckpt_path, the checkpoint to evaluate")
     if options.out and not options.out.endswith(".json"):
         parser.error(f"--out: expected a name that ends in .json, found {options.out}")
-    if options.keep_remainder:
-        overrides.append("data.keep_remainder=true")
     from stackexp.config import compose
 
     configs = [str(_run_config(parser, options.run))] if options.run else options.config
     config = compose.compose(configs, overrides, trains=False)
+    if options.keep_remainder:
+        if config.data.objective != "language_modeling":
+            parser.error(f"--keep-remainder is of sets of text, but the data are strings of {config.data.task}")
+        overrides.append("data.keep_remainder=true")
+        config = compose.compose(configs, overrides, trains=False)
     from stackexp.verbs import evaluate as verb
 
     sets = [name.strip() for names in options.sets for name in names.split(",")]

@@ -47,6 +47,14 @@ def test_a_mistake_in_the_config_names_key_and_way_out(capsys, overrides, words)
         assert word in line
 
 
+def test_a_run_with_others_beside_it_is_not_begun_anew_where_none_can_go_on(capsys, tmp_path):
+    beside, root = "beside.plain=[model.memory=null]", f"logging.root={tmp_path}/runs"
+    assert main([*FIT, beside, root, "--ckpt_path", "last"]) == 1
+    [line] = capsys.readouterr().err.splitlines()
+    assert "no unfinished run with a checkpoint to resume; start one without --ckpt_path" in line
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_sets_of_a_test_have_no_names(capsys, tmp_path):
     (tmp_path / "config.yaml").write_text("defaults: [formal/transformer]\n")
     assert main(["test", "--run", str(tmp_path), "--sets", "length_041"]) == 2
@@ -57,3 +65,24 @@ def test_there_is_no_text_to_continue(capsys, tmp_path):
     (tmp_path / "config.yaml").write_text("defaults: [formal/transformer]\n")
     assert main(["generate", "--run", str(tmp_path)]) == 1
     assert "trained on reverse_string, not on text" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("stage", ["validate", "test"])
+def test_strings_have_no_remainder(capsys, tmp_path, stage):
+    (tmp_path / "config.yaml").write_text("defaults: [formal/transformer]\n")
+    assert main([stage, "--run", str(tmp_path), "--keep-remainder"]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert "--keep-remainder is of sets of text, but the data are strings of reverse_string" in line
+
+
+def test_help_tells_of_formal_languages(capsys):
+    told = {}
+    for verb in ("fit", "validate", "test"):
+        with pytest.raises(SystemExit):
+            main([verb, "--help"])
+        told[verb] = " ".join(capsys.readouterr().out.split())
+    assert "fit --config formal/quick" in told["fit"]
+    assert "FOLDER-NAME" in told["fit"]
+    assert "beside=null" in told["fit"]
+    assert "every length up to data.validation_max_length" in told["validate"]
+    assert "every length up to data.eval_max_length" in told["test"]
