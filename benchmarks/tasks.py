@@ -19,28 +19,20 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
-from stackexp.config.schema import TransformerConfig
+from stackexp.config.compose import compose
 from stackexp.models.transformer import Transformer
 from stackexp.reports.tables import table
 from stackexp.tasks import TASKS
 
 ASKED = 0.05
-SMALL = TransformerConfig(
-    vocab_size=12,
-    hidden_size=64,
-    num_layers=5,
-    num_heads=4,
-    num_kv_heads=4,
-    intermediate_size=176,
-    memory=None,
-)
 
 
 def training_step(batch_size: int, length: int) -> Callable[[], None]:
     """A forward and backward pass of the small model over random symbols."""
     torch.manual_seed(0)
-    model = Transformer(SMALL)
-    tokens = torch.randint(SMALL.vocab_size, (batch_size, length))
+    config = compose(["formal/transformer"]).model
+    model = Transformer(config)
+    tokens = torch.randint(config.output_vocab_size, (batch_size, length))
 
     def step() -> None:
         model.zero_grad()
