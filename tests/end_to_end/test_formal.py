@@ -16,8 +16,15 @@ TINY = ("model.hidden_size=16", "model.num_layers=2", "model.num_heads=2", "mode
 TINY += ("model.intermediate_size=16", "data.batch_size=4", "data.max_length=8", "data.validation_max_length=10")
 TINY += ("data.validation_sequences=4", "data.eval_max_length=14", "data.eval_length_stride=2", "data.eval_sequences=6")
 TINY += ("data.curriculum_steps=10", "data.curriculum_start=2", "trainer.accelerator=cpu", "trainer.max_steps=60")
-TINY += ("trainer.val_check_interval=20", "trainer.checkpoint_interval=5", "logging.probe_interval=5")
-FIT = ("fit", "--config", "formal/stacktrans-depth", *TINY, "name=tiny")
+TINY += (
+    "schedule.warmup_steps=0",
+    "trainer.val_check_interval=20",
+    "trainer.checkpoint_interval=5",
+    "logging.probe_interval=5",
+)
+NOISE = ("model.memory.axis=time", "model.memory.read=top", "model.memory.num_slots=4", "model.memory.action_noise=0.5")
+FIT = ("fit", "--config", "formal/stacktrans", *TINY, *NOISE, "model.memory.eval_num_slots=5", "name=tiny")
+FIT += ("trainer.keep_checkpoints=2",)
 TESTED = [1, 3, 5, 7, 9, 11, 13]
 
 
@@ -80,14 +87,16 @@ def test_the_result_has_every_length_and_scores(run, printed):
     accuracy = {int(length): value for length, value in result["accuracy"].items()}
     assert sorted(accuracy) == TESTED
     assert result["score_9_14"] == pytest.approx(np.mean([accuracy[n] for n in (9, 11, 13)]))
-    assert (result["task"], result["model"]) == ("reverse_string", "stacktrans-depth")
+    assert (result["task"], result["model"]) == ("reverse_string", "stacktrans")
     assert (result["sequences_per_length"], result["length_stride"]) == (6, 2)
     [last] = [line for line in run.read_metrics() if line["step"] == 60 and "validation/loss/average" in line]
     assert result["validation_accuracy"] == last["validation/accuracy/average"]
     mean = np.mean([last["validation/accuracy/length_009"], last["validation/accuracy/length_010"]])
     assert result["validation_accuracy"] == pytest.approx(mean)
     assert f"{result['score_9_14']:.3f}" in printed
-    assert "o stacktrans-depth" in printed
+    assert "o stacktrans" in printed
+    told = [line for line in printed.splitlines() if "slots" in line]
+    assert [line.partition(":")[0] for line in told] == ["model.memory.num_slots", "model.memory.eval_num_slots"]
     assert not (run.path / "data.jsonl").exists()
     assert not run.tokenizer.exists()
     assert not (run.path / "test.partial.jsonl").exists()
@@ -116,7 +125,7 @@ def test_a_test_of_a_finished_run(forks, run):
     assert again["accuracy"] == result["accuracy"]
     assert again["score_9_14"] == result["score_9_14"]
     assert again["step"] == 60
-    assert "o stacktrans-depth" in text
+    assert "o stacktrans" in text
 
     forks.run("test", "--run", run.path, "data.eval_length_stride=1", "data.eval_sequences=7")
     more = result_of(run, "test.json")
@@ -126,9 +135,23 @@ def test_a_test_of_a_finished_run(forks, run):
     assert points == set(range(1, 15)), "the curve takes the place of the one before"
     forks.run("test", "--run", run.path, "data.eval_length_stride=4")
     assert result_of(run, "test.json") == more, "a shorter test does not take the place of a longer one"
+    forks.run("test", "--run", run.path, "data.eval_max_length=12", "data.eval_sequences=900")
+    assert result_of(run, "test.json") == more, "nor one of other lengths, however many strings"
+    assert (run.path / "test-to-11-every-2-of-900.json").exists()
+    forks.run("test", "--run", run.path, "data.task=odds_first", "data.eval_sequences=2000")
+    assert result_of(run, "test.json") == more, "nor one of another task"
     forks.run("test", "--run", run.path, "model.memory.eval_num_slots=40")
     assert result_of(run, "test.json") == more, "nor one of another model"
     assert run.result.read_text() == before
+
+
+def test_a_test_of_an_older_checkpoint_leaves_the_curve_to_the_last(forks, run):
+    before = {point.step: point.value for point in events_of(run).Scalars("length/accuracy")}
+    older, newest = sorted(run.checkpoints.iterdir())[0], run.newest_checkpoint()
+    assert older != newest
+    forks.run("test", "--run", run.path, "--ckpt_path", older, "data.eval_max_length=10")
+    assert result_of(run, f"test-{older.name}.json")["step"] == int(older.name) < 60
+    assert {point.step: point.value for point in events_of(run).Scalars("length/accuracy")} == before
 
 
 def test_a_validation_of_a_finished_run(forks, run):
@@ -139,12 +162,29 @@ def test_a_validation_of_a_finished_run(forks, run):
     assert "length    9  accuracy" in text
 
 
-def test_two_devices_train_as_one(forks, folder, run):
-    elsewhere = folder / "two"
-    options = ("trainer.devices=2", "data.eval_batch_size=2", f"logging.root={elsewhere}")
-    forks.run(*FIT, *options, ranks=2)
-    assert_close(only_run(elsewhere), run, tolerance=1e-4)
-    assert result_of(only_run(elsewhere))["accuracy"] == pytest.approx(result_of(run)["accuracy"], abs=0.05)
+def test_two_devices_train_as_one(forks, folder):
+    few = (*FIT, "model.memory.action_noise=0", "model.memory.axis=depth", "trainer.max_steps=20")
+    forks.run(*few, f"logging.root={folder}/one")
+    options = ("trainer.devices=2", "data.eval_batch_size=2", f"logging.root={folder}/two")
+    forks.run(*few, *options, ranks=2)
+    one, two = only_run(folder / "one"), only_run(folder / "two")
+    assert_close(two, one, tolerance=1e-4)
+    assert result_of(two)["accuracy"] == pytest.approx(result_of(one)["accuracy"], abs=0.05)
+
+
+def test_a_run_killed_in_its_test_goes_on_with_the_lengths_that_are_left(forks, folder):
+    command = (*FIT, f"logging.root={folder}/tested", "trainer.max_steps=4", "model.memory.axis=depth")
+    command += ("data.eval_sequences=1200", "data.eval_length_stride=1")
+
+    def lengths_done() -> int:
+        return sum(len(path.read_text().splitlines()) for path in folder.glob("tested/tiny/*/test.partial.jsonl"))
+
+    forks.start(*command).kill_when(lambda: lengths_done() >= 3)
+    killed = only_run(folder / "tested")
+    assert not killed.finished, "the kill came too late to test anything"
+    assert "of 14 sets were done before" in forks.run(*command, "--ckpt_path", "last")
+    forks.run("test", "--run", killed.path)
+    assert result_of(killed)["accuracy"] == result_of(killed, "test.json")["accuracy"]
 
 
 def test_what_stands_beside_is_trained_and_shown_too(forks, folder):
@@ -155,6 +195,8 @@ def test_what_stands_beside_is_trained_and_shown_too(forks, folder):
     both = only_run(folder / "runs", "both"), only_run(folder / "runs", "both-plain")
     assert [result_of(run)["model"] for run in both] == ["stacktrans-depth", "transformer"]
     assert "o stacktrans-depth   x plain" in text.rpartition("tensorboard")[2]
+    three = forks.run(*command, "--ckpt_path", "last", "beside.stacktrans-depth=[model.memory=null]")
+    assert "o stacktrans-depth (both)   x plain   + stacktrans-depth" in three, "two of one name are two"
     both[1].result.unlink()
     assert "o stacktrans-depth   x plain" in forks.run(*command, "--ckpt_path", "last")
     assert only_run(folder / "runs", "both-plain").finished
