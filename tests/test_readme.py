@@ -27,3 +27,13 @@ def test_every_fit_command_composes():
     for command in plain:
         if "model.memory.num_slot=8" not in command:
             compose(["quickstart"], command)
+
+
+def test_every_command_on_formal_languages_composes():
+    docs = Path(__file__).parents[1] / "docs" / "formal.md"
+    text = README + docs.read_text(encoding="utf-8")
+    commands = re.findall(r"python -m stackexp fit --config (formal/[^#`\n]*)", text)
+    assert len(commands) > 5
+    for command in commands:
+        name, *overrides = shlex.split(command)
+        assert compose([name], overrides).data.kind == "formal_language"
