@@ -156,7 +156,8 @@ SHORT = ["data.max_length=2", "data.batch_size=3"]
 @pytest.mark.parametrize("kind", ["stack_rnn", "stack_attention"])
 def test_the_plan_counts_what_a_real_pass_takes(kind):
     config = compose([f"formal/{kind}"], SHORT)
-    model, tokens = cost.build(config).to_empty(device="cpu"), torch.zeros(3, 6, dtype=torch.int64)
+    shape = 3, config.data.context_length
+    model, tokens = cost.build(config).to_empty(device="cpu"), torch.zeros(shape, dtype=torch.int64)
     _fuse_norms(model)
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
