@@ -7,6 +7,7 @@ from processes import Program
 from records import only_run
 
 
+@pytest.mark.xfail(reason="0.97 at length 500 so far: docs/results.md")
 @pytest.mark.slow  # two minutes; its time is for the benchmarks to tell
 def test_the_demonstration_reverses_strings_of_500_symbols_and_shows_both_curves(program: Program, tmp_path):
     printed = program.run("fit", "--config", "formal/quick", "logging.progress_bar=false")
@@ -14,7 +15,7 @@ def test_the_demonstration_reverses_strings_of_500_symbols_and_shows_both_curves
         json.loads(only_run(tmp_path / "runs", name).result.read_text())
         for name in ("formal/quick", "formal/quick-transformer")
     )
-    assert stacktrans["score_41_500"] >= 0.95  # docs/results.md: 1.00 at length 500 is not reached yet
+    assert stacktrans["accuracy"]["500"] >= 0.995
     assert (stacktrans["model"], transformer["model"]) == ("stacktrans", "transformer")
     last = printed.rpartition("tensorboard --logdir")[2]
     assert "o stacktrans   x transformer" in last, "the table and the picture of both"
