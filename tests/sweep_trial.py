@@ -47,4 +47,5 @@ for step in range(done + 1, STEPS + 1):
         sys.exit(75)
 result = {"steps": STEPS, "parameters": 1000, "memory_parameters": 10, "train_loss": {"last_20_steps": 4.0}}
 result["average"] = {"loss": behaviour.get("loss", 4.0)}
-(folder / "result.json").write_text(json.dumps(result))
+(folder / ".result").write_text(json.dumps(result))
+os.replace(folder / ".result", folder / "result.json")  # whole or not at all, as fit: drivers read it meanwhile
