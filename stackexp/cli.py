@@ -23,6 +23,7 @@ usage: python -m stackexp VERB [OPTIONS] [KEY=VALUE ...]
   plan       memory, time and cost of a training run, before it is paid for
   sweep      run | status | stop | results: many runs of one study
   report     compare | formal: runs side by side, the paper's table of formal languages
+  bench      efficiency | stack: what the memory costs, in whole models and alone
   checkpoint consolidate: the weights of a checkpoint as one safetensors file
 
 examples:
@@ -211,6 +212,12 @@ def report(argv: list[str]) -> int:
     return verb.main(argv)
 
 
+def bench(argv: list[str]) -> int:
+    from stackexp.verbs import bench as verb
+
+    return verb.main(argv)
+
+
 def checkpoint(argv: list[str]) -> int:
     from stackexp.verbs import checkpoint as verb
 
@@ -228,6 +235,7 @@ VERBS = {
     "plan": plan,
     "sweep": sweep,
     "report": report,
+    "bench": bench,
     "checkpoint": checkpoint,
 }
 
