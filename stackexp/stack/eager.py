@@ -54,10 +54,14 @@ def read_slots(state: StackState, query: Tensor | None, read: str, read_mask: st
         return slots[..., 0, :]
     scores = reference.scores(state, query, read_mask)  # [..., H, n]
     if num_empty:
-        score = empty_score(read_mask, mask.dtype) + math.log(num_empty)
-        scores = torch.cat([scores, torch.full_like(scores[..., :1], score)], -1)
+        scores = torch.cat([scores, empty_scores(scores[..., :1], num_empty, read_mask)], -1)
     weights = scores.softmax(-1)[..., : mask.shape[-1]]
     return (weights.unsqueeze(-1) * slots).sum(-2)
+
+
+def empty_scores(like: Tensor, number: int, read_mask: str) -> Tensor:
+    """One score that stands for `number` empty slots in a softmax, in the shape of `like`."""
+    return torch.full_like(like, empty_score(read_mask, like.dtype) + math.log(number))
 
 
 def empty_score(read_mask: str, dtype: torch.dtype) -> float:
