@@ -18,8 +18,8 @@ import torch
 
 from stackexp.config import registry
 from stackexp.config.compose import compose
+from stackexp.models.cross_entropy import NextTokenLoss
 from stackexp.models.transformer import Cache
-from stackexp.modules.language_modeling import per_token_loss
 from stackexp.reports.tables import table
 from stackexp.runs import environment
 
@@ -45,6 +45,7 @@ class Variant:
         if self.config.trainer.compile:
             self.model.compile()
         self.optimizer = registry.build("optimizer", self.config.optimizer, self.model)
+        self.criterion = NextTokenLoss.of(self.config.trainer)
         self.device = device
         shape = (self.config.data.micro_batch_size, self.config.data.context_length)
         self.tokens = torch.randint(self.config.model.vocab_size, shape, device=device)
@@ -53,9 +54,9 @@ class Variant:
     def train(self) -> None:
         self.model.train()
         with self.autocast:
-            output = self.model(self.tokens)
-            loss = per_token_loss(output.logits, self.tokens).mean() + self.model.entropy_weight * output.entropy
-        loss.backward()
+            output = self.model(self.tokens, hidden=self.criterion.of_hidden)
+            losses = self.criterion(self.model, output, self.tokens)
+        (losses.total + self.model.entropy_weight * output.entropy).backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
 

@@ -14,6 +14,7 @@ from stackexp.errors import RunError
 from stackexp.models import allocations, cost
 from stackexp.models.allocations import Allocations, training_peak
 from stackexp.models.cost import plan
+from stackexp.models.cross_entropy import NextTokenLoss
 from stackexp.models.remedies import remedies
 from stackexp.modules.optimization import build_adamw
 
@@ -65,7 +66,7 @@ def test_fake_tensors_take_what_real_ones_do(stack, precision, checkpointing):
     mixed = precision == "bf16-mixed"
     length = 16 if stack == "time" else 64
     counted = _real_pass(real, length, mixed, fused_norm=True)
-    assert training_peak(cost.build(config), 2, length, mixed, z_loss=False) == counted.peak
+    assert training_peak(cost.build(config), 2, length, mixed, NextTokenLoss()) == counted.peak
 
 
 @pytest.mark.parametrize("checkpointing", ["true", "false"])
@@ -80,7 +81,7 @@ def test_what_is_counted_is_what_the_allocator_gives(stack, checkpointing, tmp_p
         memory._forward_pre_hooks.clear()
     with torch.profiler.profile(profile_memory=True) as profiler:
         before = torch.zeros(1)  # an event with the total so far
-        loss = allocations._loss(model, torch.zeros(2, 64, dtype=torch.int64), z_loss=False)
+        loss = allocations._loss(model, torch.zeros(2, 64, dtype=torch.int64), NextTokenLoss())
         loss.backward()
     del before
     profiler.export_chrome_trace(str(tmp_path / "trace.json"))
@@ -104,7 +105,7 @@ def test_what_is_saved_for_the_backward_pass_is_counted():
     weights = set(saved)
     tokens = torch.zeros(2, 64, dtype=torch.int64)
     with Allocations(model) as counted, torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        loss = allocations._loss(model, tokens, z_loss=False)
+        loss = allocations._loss(model, tokens, NextTokenLoss())
     kept = sum(storage.nbytes() for key, storage in saved.items() if key not in weights)
     live = counted.live.total()
     assert loss.grad_fn is not None
@@ -122,7 +123,7 @@ def _real_pass(model, length=64, mixed=False, fused_norm=False) -> Allocations:
     with Allocations(model) as counted:
         tokens = torch.zeros(2, length, dtype=torch.int64)
         with torch.autocast("cpu", torch.bfloat16, enabled=mixed):
-            loss = allocations._loss(model, tokens, z_loss=False)
+            loss = allocations._loss(model, tokens, NextTokenLoss())
         loss.backward()
     return counted
 
@@ -144,9 +145,9 @@ def test_a_gpu_takes_what_is_counted(stack, checkpointing):
         before = torch.cuda.memory_allocated()
         tokens = torch.zeros(8, 1024, dtype=torch.int64, device="cuda")
         with torch.autocast("cuda", torch.bfloat16):
-            loss = allocations._loss(model, tokens, z_loss=False)
+            loss = allocations._loss(model, tokens, NextTokenLoss())
         loss.backward()
-    counted = training_peak(cost.build(config), 8, 1024, autocast=True, z_loss=False).total()
+    counted = training_peak(cost.build(config), 8, 1024, autocast=True, criterion=NextTokenLoss()).total()
     assert counted == pytest.approx(torch.cuda.max_memory_allocated() - before, rel=0.05)
 
 

@@ -88,8 +88,8 @@ def test_switched_off_nothing_is_built(monkeypatch):
         masks.append((mask, options["is_causal"]))
         return attention(q, k, v, mask, **options)
 
-    monkeypatch.setattr("stackexp.models.transformer.F.scaled_dot_product_attention", watched)
-    monkeypatch.setattr("stackexp.models.transformer.attention_mask", None)
+    monkeypatch.setattr("stackexp.models.attention_backends.F.scaled_dot_product_attention", watched)
+    monkeypatch.setattr("stackexp.models.attention_backends.attention_mask", None)
     monkeypatch.setattr("stackexp.models.transformer.positions", None)
     make_model(DEPTH)(TOKENS)
     assert masks == [(None, True)] * 3

@@ -8,7 +8,8 @@ from torch.nn import functional as F
 
 from stackexp.config.compose import compose
 from stackexp.errors import RunError
-from stackexp.modules.language_modeling import LanguageModeling, per_token_loss
+from stackexp.models.cross_entropy import per_token_loss
+from stackexp.modules.language_modeling import LanguageModeling
 
 SMALL = ["model.hidden_size=16", "model.num_layers=2", "model.intermediate_size=16", "model.num_heads=2"]
 SMALL += ["model.num_kv_heads=1", "model.vocab_size=50", "data.kind=shards", "data.path=none", "data.vocab_size=50"]

@@ -17,6 +17,7 @@ import torch, torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from stackexp.config.compose import compose
 from stackexp.models.cost import build
+from stackexp.models.cross_entropy import NextTokenLoss
 from stackexp.models.sharding import build_mesh, shard_
 
 def held(tensor):
@@ -98,7 +99,7 @@ with FakeTensorMode(allow_non_fake_inputs=True):
             tracker.reset_mod_stats()
             tokens = torch.zeros(config.data.micro_batch_size, config.data.context_length, dtype=torch.int64)
             with torch.autocast("cpu", torch.bfloat16):
-                loss = allocations._loss(model, tokens, z_loss=False)
+                loss = allocations._loss(model, tokens, NextTokenLoss())
             loss.backward()
 print(sum(kinds["Total"] for kinds in tracker.get_tracker_snapshot("peak").values()))
 """

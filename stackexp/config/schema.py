@@ -95,6 +95,9 @@ class StackMemoryConfig:
             yield "eval_num_slots", f"must not be smaller than num_slots {self.num_slots}"
 
 
+FLASH_KERNELS = ("varlen", "flash_attn")
+"""Choices of `model.attention` that are kernels for CUDA, in half precision."""
+
 SYMBOLS = {"model.memory.num_heads": "H", "model.memory.head_dim": "d_s", "model.memory.num_slots": "S"}
 """The paper's notation, for names of trials, tables and figures."""
 
@@ -120,6 +123,8 @@ class TransformerConfig:
     rope_theta: float = above(0, 1e5)
     norm_eps: float = above(0, 1e-5)
     tie_embeddings: bool = True
+    # What computes attention: figures differ within rounding. varlen and flash_attn need CUDA and bfloat16.
+    attention: Literal["sdpa", "flex", "varlen", "flash_attn"] = "sdpa"
     # fan_in: truncated normal at 3 sigma, sigma = 1/sqrt(hidden_size), outputs 1/sqrt(2 fan_in (layer+1)) (OLMo).
     init: Literal["fan_in", "normal"] = "fan_in"
     init_std: float = above(0, 0.02)  # of init: normal
@@ -133,6 +138,8 @@ class TransformerConfig:
             yield "num_heads", f"RoPE needs an even head size, but hidden_size / num_heads = {head_size}"
         if self.num_heads % self.num_kv_heads:
             yield "num_kv_heads", f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}"
+        if self.positional == "alibi" and self.attention in FLASH_KERNELS:
+            yield "attention", f"{self.attention} knows no positional alibi; set it to sdpa or flex"
         if self.positional == "sin_cos" and self.hidden_size % 2:
             yield "hidden_size", f"positional sin_cos needs an even one, found {self.hidden_size}"
         if self.tie_embeddings and self.output_vocab_size not in (None, self.vocab_size):
@@ -321,8 +328,13 @@ class TrainerConfig:
     checkpoint_minutes: Optional[float] = above(0, None)  # besides, whenever so much time has passed
     keep_checkpoints: int = at_least(1, 2)  # the newest, besides the one of the lowest validation loss
     collective_timeout: float = above(0, 600)  # seconds without progress of any process until the run is given up
-    activation_checkpointing: bool = False
+    activation_checkpointing: bool = False  # compute activations again in the backward pass, a block at a time:
+    recompute: Literal["all", "selective"] = "all"  # of them, or those that take no matrix product and no attention
     compile: bool = False
+    # chunked: makes logits of `cross_entropy_chunk` tokens at a time. liger: the same by the package liger-kernel, on
+    # CUDA. whole: of a whole micro-batch.
+    cross_entropy: Literal["chunked", "liger", "whole"] = "chunked"
+    cross_entropy_chunk: int = at_least(1, 4096)
     z_loss: float = at_least(0, 0.0)  # weight of the mean squared log-partition function
     spike_threshold: Optional[float] = above(0, 6.0)  # a loss so many deviations above the mean of the last steps
     skip_spikes: bool = False  # make no update on such a batch; otherwise it is only logged
@@ -331,8 +343,19 @@ class TrainerConfig:
         processes = self.devices * self.num_nodes
         if self.strategy == "single" and processes > 1:
             yield "strategy", f"single is for one device, not {processes}; choose ddp, fsdp or hsdp"
+        if self.recompute == "selective" and not self.activation_checkpointing:
+            yield "recompute", "selective says how activation_checkpointing does it; set that to true, too"
         if self.max_time is not None and not re.fullmatch(r"\d+:[0-2]\d:[0-5]\d:[0-5]\d", self.max_time):
             yield "max_time", f"expected DD:HH:MM:SS such as 00:23:30:00, found {self.max_time!r}"
+
+    @property
+    def recomputed(self) -> bool | str:
+        """As `Transformer.checkpoint_blocks`: False, True or "selective"."""
+        return self.activation_checkpointing and (self.recompute == "all" or self.recompute)
+
+    def device_type(self, has_cuda: bool) -> str:
+        """ "cpu" or "cuda", on a machine that has CUDA or not; auto is cuda where there is one."""
+        return self.accelerator if self.accelerator != "auto" else "cuda" if has_cuda else "cpu"
 
     @property
     def sharded(self) -> bool:
@@ -370,6 +393,11 @@ class ExperimentConfig:
             yield "name", f"{self.name!r} cannot name run folders; use letters, digits and . _ - + between slashes"
         if self.beside and self.trainer.devices * self.trainer.num_nodes > 1:
             yield "beside", "trains one run after the other in one process; set trainer.devices: 1, or use a sweep"
+        attention, precision = getattr(self.model, "attention", "sdpa"), self.trainer.precision
+        if attention in FLASH_KERNELS and not precision.startswith("bf16"):
+            yield "model.attention", f"{attention} is for bfloat16, not trainer.precision {precision}; set it to flex"
+        if attention in FLASH_KERNELS and self.trainer.accelerator == "cpu":
+            yield "model.attention", f"{attention} needs CUDA, not trainer.accelerator cpu; set it to flex"
         if self.model.vocab_size < self.data.vocab_size:
             yield "model.vocab_size", f"{self.model.vocab_size} is smaller than data.vocab_size {self.data.vocab_size}"
         yield from self.data.experiment_problems(self, trains)

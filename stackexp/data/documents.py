@@ -2,6 +2,7 @@
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 
 def document_ids(tokens: Tensor, end: int) -> Tensor:
@@ -18,9 +19,25 @@ def positions(documents: Tensor) -> Tensor:
     """The place of each token in its document, int64 [B, T], of document ids [B, T]: 0 for the first one seen."""
     length = documents.shape[1]
     places = torch.arange(length, device=documents.device).expand_as(documents)
+    return places - torch.where(_begins(documents), places, 0).cummax(1).values
+
+
+def bounds(documents: Tensor) -> Tensor:
+    """Where documents begin in B * T tokens one sequence after another, and their end B * T, int32 [n + 1].
+
+    Of document ids [B, T]; no document goes on into the next sequence. n is rounded up to a power of two by empty
+    documents at the end, so that few lengths occur. On a GPU this waits for it: better called where batches are made.
+    """
+    begins = _begins(documents).flatten().nonzero()[:, 0].int()
+    rounded = 1 << (len(begins) - 1).bit_length()
+    return F.pad(begins, (0, rounded + 1 - len(begins)), value=documents.numel())
+
+
+def _begins(documents: Tensor) -> Tensor:
+    """Whether a token is its document's first in its sequence, bool [B, T]."""
     begins = torch.ones_like(documents, dtype=torch.bool)
     begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
-    return places - torch.where(begins, places, 0).cummax(1).values
+    return begins
 
 
 def attention_mask(documents: Tensor) -> Tensor:

@@ -30,7 +30,7 @@ from streaming.base.shared import SharedArray, SharedMemory
 from streaming.base.world import World
 from torch import distributed
 
-from stackexp.data.documents import document_ids
+from stackexp.data.documents import bounds, document_ids
 from stackexp.data.stream_record import sample_hash
 from stackexp.datamodules.remote import Remote, SourceError
 from stackexp.errors import first_line
@@ -280,10 +280,14 @@ def _size_of_files(folder: str) -> int:
 def collate(samples: list[dict[str, Any]], end_of_document: int | None = None) -> dict[str, torch.Tensor | np.ndarray]:
     """A batch: tokens int64 [B, T], index int64 [B]; source int64 [B] and hash uint64 [B] in numpy: they stay here.
 
-    Where the id that ends documents is given, also documents int64 [B, T], each token's document (see data/documents).
+    Where the id that ends documents is given, also documents int64 [B, T], each token's document, and their
+    document_bounds int32 [n + 1] (see data/documents).
     """
     tokens = torch.from_numpy(np.stack([sample["tokens"] for sample in samples]).astype(np.int64))
-    documents = {} if end_of_document is None else {"documents": document_ids(tokens, end_of_document)}
+    documents = {}
+    if end_of_document is not None:
+        numbers = document_ids(tokens, end_of_document)
+        documents = {"documents": numbers, "document_bounds": bounds(numbers)}
     return {
         "tokens": tokens,
         "index": torch.tensor([sample["index"] for sample in samples]),

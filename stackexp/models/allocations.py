@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from stackexp.models.cross_entropy import NextTokenLoss
 from stackexp.models.transformer import Transformer
 
 
@@ -104,7 +104,9 @@ def _rms_norm(module: nn.RMSNorm, x: Tensor) -> Tensor:
     return RMSNormKernel.apply(x, module.weight.to(x.dtype))
 
 
-def training_peak(model: Transformer, batch: int, length: int, autocast: bool, z_loss: bool) -> Counter[str]:
+def training_peak(
+    model: Transformer, batch: int, length: int, autocast: bool, criterion: NextTokenLoss
+) -> Counter[str]:
     """Bytes by kind at the worst moment of a forward and backward pass over `batch` sequences of `length` tokens.
 
     `model` is on the meta device. Gradients of weights are dropped as they come: `cost.plan` counts all of them.
@@ -115,33 +117,27 @@ def training_peak(model: Transformer, batch: int, length: int, autocast: bool, z
         with Allocations(model) as allocations:
             tokens = torch.zeros(batch, length, dtype=torch.int64)
             with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-                loss = _loss(model.train(), tokens, z_loss)
+                loss = _loss(model.train(), tokens, criterion)
             loss.backward()
     return allocations.peak
 
 
-def validation_peak(model: Transformer, batch: int, length: int, autocast: bool) -> Counter[str]:
+def validation_peak(
+    model: Transformer, batch: int, length: int, autocast: bool, criterion: NextTokenLoss
+) -> Counter[str]:
     """As `training_peak`, for a forward pass without gradients."""
     with _fake(model), torch.no_grad(), Allocations(model) as allocations:
         tokens = torch.zeros(batch, length, dtype=torch.int64)
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            _token_losses(model.eval()(tokens).logits, tokens)
+            criterion.per_token(model, model.eval()(tokens, hidden=criterion.of_hidden), tokens)
     return allocations.peak
 
 
-def _loss(model: Transformer, tokens: Tensor, z_loss: bool) -> Tensor:
+def _loss(model: Transformer, tokens: Tensor, criterion: NextTokenLoss) -> Tensor:
     """As LanguageModeling.training_step: what lives as long there lives as long here."""
-    output = model(tokens)
-    loss = _token_losses(output.logits, tokens).mean()
-    if model.entropy_weight:
-        loss = loss + model.entropy_weight * output.entropy
-    if z_loss:
-        loss = loss + output.logits[:, :-1].float().logsumexp(-1).square().mean()
-    return loss
-
-
-def _token_losses(logits: Tensor, tokens: Tensor) -> Tensor:
-    return F.cross_entropy(logits[:, :-1].float().flatten(0, 1), tokens[:, 1:].flatten(), reduction="none")
+    output = model(tokens, hidden=criterion.of_hidden)
+    loss = criterion(model, output, tokens).total
+    return loss + model.entropy_weight * output.entropy if model.entropy_weight else loss
 
 
 def _drop_gradient(parameter: Tensor) -> None:

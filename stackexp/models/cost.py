@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
@@ -20,6 +21,7 @@ from stackexp.config.devices import DEVICES, Device
 from stackexp.config.schema import ExperimentConfig, ShardsConfig, TrainerConfig
 from stackexp.errors import RunError
 from stackexp.models.allocations import training_peak, validation_peak
+from stackexp.models.cross_entropy import NextTokenLoss
 from stackexp.models.transformer import Transformer
 
 DTYPES = {"32-true": torch.float32, "bf16-mixed": torch.float32, "bf16-true": torch.bfloat16, "64-true": torch.float64}
@@ -146,11 +148,18 @@ def readable(size: int) -> str:
 
 
 def build(config: ExperimentConfig) -> Transformer:
-    """The model of a config in the precision of its weights, on the meta device."""
+    """The model of a config in the precision of its weights, on the meta device.
+
+    Its attention is sdpa: on CUDA every backend is a flash kernel, and this one runs on fake tensors too.
+    """
     with torch.device("meta"):
-        model = registry.build("model", config.model)
-    model.checkpoint_blocks = config.trainer.activation_checkpointing
+        model = registry.build("model", _with_sdpa(config.model))
+    model.checkpoint_blocks = config.trainer.recomputed
     return model.to(DTYPES[config.trainer.precision])
+
+
+def _with_sdpa(model: Any) -> Any:
+    return replace(model, attention="sdpa") if hasattr(model, "attention") else model
 
 
 def shards(trainer: TrainerConfig) -> int:
@@ -258,8 +267,8 @@ _passes: dict[str, Counter[str]] = {}  # counted so far
 def _pass(config: ExperimentConfig, training: bool, layers: int, batch: int, length: int) -> Counter[str]:
     trainer = config.trainer
     config = replace(config, model=replace(config.model, num_layers=layers))
-    autocast, z_loss = trainer.precision == "bf16-mixed", trainer.z_loss > 0
-    key = f"{config.model} {trainer.precision} {trainer.sharded} {trainer.activation_checkpointing} {z_loss}"
+    autocast, criterion = trainer.precision == "bf16-mixed", replace(NextTokenLoss.of(trainer), compiled=False)
+    key = f"{config.model} {trainer.precision} {trainer.sharded} {trainer.recomputed} {criterion}"
     key = f"{key} {training} {batch} {length}"
     if key not in _passes:
         model = build(config)
@@ -267,9 +276,9 @@ def _pass(config: ExperimentConfig, training: bool, layers: int, batch: int, len
             model.layers.to(torch.bfloat16)  # as they are gathered
         try:
             if training:
-                _passes[key] = training_peak(model, batch, length, autocast, z_loss)
+                _passes[key] = training_peak(model, batch, length, autocast, criterion)
             else:
-                _passes[key] = validation_peak(model, batch, length, autocast)
+                _passes[key] = validation_peak(model, batch, length, autocast, criterion)
         except DataDependentOutputException as error:
             raise RunError(
                 f"model.memory.kind {config.model.memory.kind}: its forward pass needs the values of tensors "

@@ -6,10 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 from stackexp.config.formal import LSTMConfig, RecurrentConfig, StackRNNConfig
+from stackexp.models.cross_entropy import Head
 from stackexp.models.memory import Trace
+from stackexp.models.recomputation import Recompute, recomputed
 from stackexp.models.transformer import Cache, DecoderOutput
 
 LSTMState = tuple[Tensor, Tensor]  # each [1, B, d]
@@ -21,7 +22,8 @@ EMPTY = -1.0  # every number of an empty slot, as in Joulin & Mikolov's code; a 
 class Recurrent(nn.Module):
     """An embedding, recurrent layers on top of one another, an output projection. Subclasses give `build_layer`.
 
-    Set `checkpoint_blocks` to recompute each layer in the backward pass instead of keeping its activations.
+    Set `checkpoint_blocks` to recompute each layer in the backward pass instead of keeping its activations: all of it
+    (True), or what takes no matrix product ("selective").
     """
 
     axis = None
@@ -30,7 +32,7 @@ class Recurrent(nn.Module):
     def __init__(self, config: RecurrentConfig) -> None:
         super().__init__()
         self.config = config
-        self.checkpoint_blocks = False
+        self.checkpoint_blocks: Recompute = False
         self.memories: list[nn.Module] = []
         with torch.random.fork_rng([]):  # on a meta device, constructing draws nothing
             self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
@@ -42,12 +44,24 @@ class Recurrent(nn.Module):
         """x [B, T, d] and a state (None: the first) -> y [B, T, d], new state, and a trace with probe=True."""
         raise NotImplementedError
 
+    @property
+    def output_head(self) -> Head:
+        """What makes logits of `hidden`."""
+        return Head(self.head.weight, self.head.bias)
+
     def forward(
-        self, tokens: Tensor, cache: Cache | None = None, probe: bool = False, documents: Tensor | None = None
+        self,
+        tokens: Tensor,
+        cache: Cache | None = None,
+        probe: bool = False,
+        documents: Tensor | None = None,
+        document_bounds: Tensor | None = None,
+        hidden: bool = False,
     ) -> DecoderOutput:
         """tokens [B, T] int64, which follow those in `cache`, if given -> logits [B, T, V] of next tokens, or answers.
 
-        Raises ValueError for `documents`: what a recurrent model remembers lasts from token to token.
+        Raises ValueError for `documents`: what a recurrent model remembers lasts from token to token. With `hidden`
+        what would be projected onto the vocabulary, in place of the logits.
         """
         if documents is not None:
             raise ValueError("a recurrent model cannot tell documents apart; set data.document_mask=false")
@@ -59,12 +73,12 @@ class Recurrent(nn.Module):
                 cache.states[i] = state
         if cache:
             cache.length += tokens.shape[1]
-        logits = self.head(h)
-        return DecoderOutput(logits, logits.new_zeros((), dtype=torch.float32), traces if probe else None)
+        entropy, probes = h.new_zeros((), dtype=torch.float32), traces if probe else None
+        return DecoderOutput(None, entropy, probes, h) if hidden else DecoderOutput(self.head(h), entropy, probes)
 
     def _run(self, layer: nn.Module, *args: Any) -> tuple[Tensor, Any, Trace]:
         if self.checkpoint_blocks and torch.is_grad_enabled():
-            return checkpoint(layer, *args, use_reentrant=False, preserve_rng_state=False)
+            return recomputed(layer, *args, selective=self.checkpoint_blocks == "selective")
         return layer(*args)
 
     def init_weights(self) -> None:

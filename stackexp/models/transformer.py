@@ -7,22 +7,25 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 from stackexp.config import registry
 from stackexp.config.schema import TransformerConfig
-from stackexp.data.documents import attention_mask, positions
+from stackexp.data.documents import positions
 from stackexp.models.attention import Attention, KeysValues
+from stackexp.models.attention_backends import sight
+from stackexp.models.cross_entropy import Head
 from stackexp.models.initialization import init_weight_, whole
 from stackexp.models.layers import Embedding, FeedForward, Linear, RMSNorm
 from stackexp.models.memory import Memory, State, Trace
-from stackexp.models.positions import alibi_bias, rope_table, sin_cos_table
+from stackexp.models.positions import rope_table, sin_cos_table
+from stackexp.models.recomputation import Recompute, recomputed
 
 
 class DecoderOutput(NamedTuple):
-    logits: Tensor  # [B, T, V]
+    logits: Tensor | None  # [B, T, V]; None where `hidden` was asked for
     entropy: Tensor  # mean action entropy over tokens, heads and layers in nats, []; 0 without a memory
     probes: list[Trace] | None  # with probe=True, what each layer's memory tells of itself, as scalars
+    hidden: Tensor | None = None  # [B, T, d], which the model's `output_head` projects onto the vocabulary
 
 
 @dataclass
@@ -52,16 +55,29 @@ class Block(nn.Module):
         past: KeysValues | None,
         rope: Tensor | None,
         probe: bool,
-        mask: Tensor | None = None,
+        seen: Any = None,
+        recompute: Recompute = False,
     ) -> tuple[Tensor, State, KeysValues, Trace]:
-        """h [B, T, d] and the memory's state (None: empty) -> new h, new state, keys and values, trace."""
+        """h [B, T, d] and the memory's state (None: empty) -> new h, new state, keys and values, trace.
+
+        `recompute`: see `Transformer`. `rope` and `seen`: see `Attention`.
+        """
+        args = (h, state, past, rope, probe, seen)
+        if recompute and torch.is_grad_enabled():
+            draws = self.memory is not None and self.memory.draws
+            return recomputed(self._forward, *args, selective=recompute == "selective", draws=draws)
+        return self._forward(*args)
+
+    def _forward(
+        self, h: Tensor, state: State, past: KeysValues | None, rope: Tensor | None, probe: bool, seen: Any
+    ) -> tuple[Tensor, State, KeysValues, Trace]:
         trace: Trace = {}
         site = self.memory.site if self.memory else None
         if self.memory and state is None:
             state = self.memory.empty_state(h)
         if site == "before_attention":
             h, state, trace = self.memory(h, state, probe)
-        attended, present = self.attention(self.attention_norm(h), rope, past, mask)
+        attended, present = self.attention(self.attention_norm(h), rope, past, seen)
         h = h + attended
         if site == "after_attention":
             h, state, trace = self.memory(h, state, probe)
@@ -74,13 +90,14 @@ class Block(nn.Module):
 class Transformer(nn.Module):
     """Decoder of the Llama family with a slot for a memory in each layer.
 
-    Set `checkpoint_blocks` to recompute each block in the backward pass instead of keeping its activations.
+    Set `checkpoint_blocks` to recompute each block in the backward pass instead of keeping its activations: all of it
+    (True), or what takes no matrix product ("selective").
     """
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
         self.config = config
-        self.checkpoint_blocks = False
+        self.checkpoint_blocks: Recompute = False
         self.embedding = Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(Block(config) for _ in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
@@ -107,14 +124,27 @@ class Transformer(nn.Module):
         """lambda, the weight of the action entropy in the loss."""
         return self.memories[0].entropy_weight if self.memories else 0.0
 
+    @property
+    def output_head(self) -> Head:
+        """What makes logits of `hidden`. Of a sharded model: after its forward pass, which gathers it."""
+        return Head(self.head.weight if self.head else self.embedding.weight)
+
     def forward(
-        self, tokens: Tensor, cache: Cache | None = None, probe: bool = False, documents: Tensor | None = None
+        self,
+        tokens: Tensor,
+        cache: Cache | None = None,
+        probe: bool = False,
+        documents: Tensor | None = None,
+        document_bounds: Tensor | None = None,
+        hidden: bool = False,
     ) -> DecoderOutput:
         """tokens [B, T] int64, which follow those in `cache`, if given -> logits [B, T, V] of next tokens, or answers.
 
         With `documents` [B, T], the number of each token's document, a token attends within its document alone, and
         positions begin anew in each: as if documents were run one by one. Only without a cache, and without a memory
         that lasts from token to token: raises ValueError. So does a cache of a model that is not causal.
+        `document_bounds`: `data.documents.bounds` of them, which some attention backends would find themselves.
+        With `hidden` what would be projected onto the vocabulary, in place of the logits.
         """
         if not self.config.causal and (cache is not None or documents is not None or self.axis == "token_major"):
             raise ValueError(
@@ -132,15 +162,22 @@ class Transformer(nn.Module):
             columns, traces = zip(*(self._decode(column, cache, probe) for column in h.split(1, 1)), strict=True)
             h, traces = torch.cat(columns, 1), [_mean(of_layer) for of_layer in zip(*traces, strict=True)]
         else:
-            h, traces = self._decode(h, cache, probe, documents)
-        logits = F.linear(self.norm(h), self.head.weight if self.head else self.embedding.weight)
+            h, traces = self._decode(h, cache, probe, documents, document_bounds)
+        h = self.norm(h)
         entropies = [trace["entropy"] for trace in traces if "entropy" in trace]
-        entropy = torch.stack(entropies).mean() if entropies else logits.new_zeros((), dtype=torch.float32)
+        entropy = torch.stack(entropies).mean() if entropies else h.new_zeros((), dtype=torch.float32)
         probes = [{name: value.detach() for name, value in trace.items()} for trace in traces] if probe else None
-        return DecoderOutput(logits, entropy, probes)
+        if hidden:
+            return DecoderOutput(None, entropy, probes, h)
+        return DecoderOutput(F.linear(h, self.output_head.weight), entropy, probes)
 
     def _decode(
-        self, h: Tensor, cache: Cache | None, probe: bool, documents: Tensor | None = None
+        self,
+        h: Tensor,
+        cache: Cache | None,
+        probe: bool,
+        documents: Tensor | None = None,
+        document_bounds: Tensor | None = None,
     ) -> tuple[Tensor, list[Trace]]:
         """All layers over h [B, T, d].
 
@@ -148,13 +185,15 @@ class Transformer(nn.Module):
         from layer to layer (depth, token_major), a key for each keeps it with the layer (time); a dict in the cache
         lasts from token to token (time, token_major), a new one for this pass (depth).
         """
-        h, rope, mask = self._place(h, cache.length if cache else 0, documents)
+        start = cache.length if cache else 0
+        seen = sight(self.config, start, h, documents, document_bounds)
+        h, rope = self._place(h, start, documents)
         states = cache.states if cache and self.axis != "depth" else {}
         traces = []
         for i, layer in enumerate(self.layers):
             key = i if self.axis == "time" else 0
             past = cache.keys_values.get(i) if cache else None
-            h, states[key], present, trace = self._run(layer, h, states.get(key), past, rope, probe, mask)
+            h, states[key], present, trace = layer(h, states.get(key), past, rope, probe, seen, self.checkpoint_blocks)
             traces.append(trace)
             if cache:
                 cache.keys_values[i] = present
@@ -162,13 +201,13 @@ class Transformer(nn.Module):
             cache.length += h.shape[1]
         return h, traces
 
-    def _place(self, h: Tensor, start: int, documents: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Tell tokens start .. start+T-1, h [B, T, d], where they stand: new h, and the rope and mask of attention.
+    def _place(self, h: Tensor, start: int, documents: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Tell tokens start .. start+T-1, h [B, T, d], where they stand: new h, and the rope of attention.
 
         Sinusoids are added to sqrt(d) h (Vaswani et al. 2017, section 3.4: h would be small beside them).
         """
         config, length = self.config, h.shape[1]
-        rope = mask = None
+        rope = None
         places = slice(None) if documents is None else positions(documents)
         if config.positional == "rope":
             rope = rope_table(config, start, length, h)[:, places]
@@ -176,18 +215,7 @@ class Transformer(nn.Module):
         elif config.positional == "sin_cos":
             table = sin_cos_table(config.hidden_size, start, length, h)
             h = math.sqrt(config.hidden_size) * h + table[places].to(h.dtype)
-        elif config.positional == "alibi":
-            mask = alibi_bias(config.num_heads, start, length, config.causal, h)
-        if documents is not None:
-            within = attention_mask(documents)
-            mask = within if mask is None else mask.masked_fill(~within, -torch.inf)
-        return h, rope, mask
-
-    def _run(self, layer: Block, *args: Any) -> tuple[Tensor, State, KeysValues, Trace]:
-        if self.checkpoint_blocks and torch.is_grad_enabled():
-            draws = layer.memory is not None and layer.memory.draws
-            return checkpoint(layer, *args, use_reentrant=False, preserve_rng_state=draws)
-        return layer(*args)
+        return h, rope
 
     def init_weights(self) -> None:
         """Draw all parameters afresh, the backbone's first; needed after `to_empty` from the meta device.

@@ -178,7 +178,8 @@ def load_tensors(tensors: dict[str, Any], path: Path) -> None:
 MAY_CHANGE = (
     *("name", "logging.", "plugins", "data.path", "data.validation.", "data.test.", "data.eval_", "data.num_workers"),
     *("data.micro_batch_size", "trainer.accelerator", "trainer.devices", "trainer.num_nodes", "trainer.strategy"),
-    *("trainer.reshard_after_forward", "trainer.activation_checkpointing", "trainer.compile", "trainer.max_steps"),
+    *("trainer.reshard_after_forward", "trainer.activation_checkpointing", "trainer.recompute", "trainer.compile"),
+    *("trainer.cross_entropy", "model.attention", "trainer.max_steps"),
     *("trainer.max_time", "trainer.val_check_interval", "trainer.checkpoint_", "trainer.keep_checkpoints"),
     *("trainer.collective_timeout", "trainer.spike_threshold", "trainer.skip_spikes"),
     *("data.remote", "data.cache_limit", "data.download_", "data.hash_interval", "data.keep_remainder"),

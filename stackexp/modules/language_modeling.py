@@ -1,11 +1,14 @@
 """Next-token training and evaluation of a decoder with a memory between its layers."""
 
+from pathlib import Path
+
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from stackexp.config.schema import ExperimentConfig
 from stackexp.data.evaluation_sets import EvaluationSet
+from stackexp.models.cross_entropy import NextTokenLoss
 from stackexp.modules.metrics import ChunkLosses, set_figures, set_tags
 from stackexp.modules.training import TrainingModule
 
@@ -18,15 +21,25 @@ class LanguageModeling(TrainingModule):
     As in OLMo, a sample of T tokens gives T - 1 predictions. For `set_metrics` see `set_figures`.
     """
 
+    def __init__(self, config: ExperimentConfig, weights: Path | None = None):
+        super().__init__(config, weights)
+        self.criterion = NextTokenLoss.of(config.trainer)
+
     def setup(self, stage: str) -> None:
         table = self.trainer.datamodule.token_bytes
         unknown = torch.zeros(self.config.data.vocab_size, dtype=torch.int64)
         self.register_buffer("token_bytes", unknown if table is None else torch.from_numpy(table), persistent=False)
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        output = self.model(batch["tokens"], probe=self.probe, documents=batch.get("documents"))
-        loss = per_token_loss(output.logits, batch["tokens"]).mean()
-        return self._objective(loss, output.logits[:, :-1], output, batch["index"])
+        documents, bounds = batch.get("documents"), batch.get("document_bounds")
+        output = self.model(
+            batch["tokens"],
+            probe=self.probe,
+            documents=documents,
+            document_bounds=bounds,
+            hidden=self.criterion.of_hidden,
+        )
+        return self._objective(self.criterion(self.model, output, batch["tokens"]), output, batch["index"])
 
     def validation_tags(self) -> dict[str, float]:
         lead = "" if self.trainer.datamodule.eval_limit is None else "sample/"  # `v2/...` are figures of whole sets
@@ -48,7 +61,8 @@ class LanguageModeling(TrainingModule):
     def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
         """One batch of chunks; with the last one of a set, its figures are in `set_metrics`."""
         of, chunk_losses, batches = self._evaluated[dataloader_idx]
-        losses = per_token_loss(self.model(batch["tokens"]).logits, batch["tokens"])
+        output = self.model(batch["tokens"], hidden=self.criterion.of_hidden)
+        losses = self.criterion.per_token(self.model, output, batch["tokens"])
         chunk_losses.update(batch["index"], batch["length"], losses, self.token_bytes[batch["tokens"][:, 1:]])
         if batch_idx + 1 == batches:
             whole = self.trainer.datamodule.eval_limit is None
@@ -60,10 +74,3 @@ class LanguageModeling(TrainingModule):
         self.set_metrics_step = self.global_step
 
     on_test_epoch_end = on_validation_epoch_end
-
-
-def per_token_loss(logits: Tensor, tokens: Tensor) -> Tensor:
-    """Cross entropy in nats, [B, T - 1], of the next token; logits [B, T, V], tokens [B, T]; computed in float32."""
-    return F.cross_entropy(logits[:, :-1].float().flatten(0, 1), tokens[:, 1:].flatten(), reduction="none").view_as(
-        tokens[:, 1:]
-    )

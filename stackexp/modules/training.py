@@ -15,6 +15,8 @@ from torch.distributed.tensor import DTensor
 from stackexp.config import registry
 from stackexp.config.schema import ExperimentConfig
 from stackexp.errors import RunError
+from stackexp.models.attention_backends import require
+from stackexp.models.cross_entropy import Losses
 from stackexp.models.sharding import build_mesh, shard_
 from stackexp.models.transformer import DecoderOutput
 from stackexp.modules.checkpoints import load_weights
@@ -38,9 +40,10 @@ class TrainingModule(pl.LightningModule):
         super().__init__()
         self.config, self.weights = config, weights
         self._sharded = False
+        require(getattr(config.model, "attention", "sdpa"), config.trainer.device_type(torch.cuda.is_available()))
         with torch.device("meta") if config.trainer.sharded else contextlib.nullcontext():
             self.model = registry.build("model", config.model)
-        self.model.checkpoint_blocks = config.trainer.activation_checkpointing
+        self.model.checkpoint_blocks = config.trainer.recomputed
         if config.trainer.compile and not config.trainer.sharded:
             self.model.compile()
         if weights is not None and not config.trainer.sharded:
@@ -95,25 +98,23 @@ class TrainingModule(pl.LightningModule):
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self._spikes.losses.extend(checkpoint["losses"])
 
-    def _objective(self, loss: Tensor, scored: Tensor, output: DecoderOutput, samples: Tensor) -> Tensor:
-        """loss + lambda * mean action entropy + z_loss * mean squared log-partition function of the `scored` logits.
+    def _objective(self, losses: Losses, output: DecoderOutput, samples: Tensor) -> Tensor:
+        """cross entropy + z_loss * mean squared log-partition function + lambda * mean action entropy.
 
-        Keeps the loss, of these `samples`, for the step's metrics and for `configure_gradient_clipping`.
+        Keeps the cross entropy, of these `samples`, for the step's metrics and for `configure_gradient_clipping`.
         """
         self._samples.append(samples)
-        self.step_metrics.add("loss/train", loss)
-        self._losses.append(loss.detach().float())
+        self.step_metrics.add("loss/train", losses.cross_entropy)
+        self._losses.append(losses.cross_entropy.float())
         for layer, probe in enumerate(output.probes or []):
             for name, value in probe.items():
                 self.step_metrics.add(f"memory/{name}/layer_{layer:02d}", value)
-        if self.model.entropy_weight:
-            self.step_metrics.add("loss/action_entropy", output.entropy)
-            loss = loss + self.model.entropy_weight * output.entropy
-        if self.config.trainer.z_loss:
-            z_loss = scored.float().logsumexp(-1).square().mean()
-            self.step_metrics.add("loss/z", z_loss)
-            loss = loss + self.config.trainer.z_loss * z_loss
-        return loss
+        if losses.z is not None:
+            self.step_metrics.add("loss/z", losses.z)
+        if not self.model.entropy_weight:
+            return losses.total
+        self.step_metrics.add("loss/action_entropy", output.entropy)
+        return losses.total + self.model.entropy_weight * output.entropy
 
     def configure_optimizers(self) -> dict[str, Any]:
         config = self.config

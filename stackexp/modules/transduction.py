@@ -7,6 +7,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from stackexp.models.cross_entropy import losses_of
 from stackexp.modules.training import TrainingModule
 from stackexp.runs import AVERAGE_LOSS
 
@@ -42,9 +43,9 @@ class Transduction(TrainingModule):
         self._tokens += self.config.data.batch_size * self._sequence_length
         output = self.model(batch["tokens"], probe=self.probe)
         logits = output.logits[:, -targets.shape[1] :]
-        loss = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+        losses = losses_of(logits, targets, self.config.trainer.z_loss)
         correct = (logits.argmax(-1) == targets) & batch["mask"]
-        loss = self._objective(loss, logits, output, torch.tensor([length]))
+        loss = self._objective(losses, output, torch.tensor([length]))
         self.step_metrics.add("accuracy/train", correct.sum() / batch["counted"])
         self.step_metrics.add("data/max_length", torch.tensor(float(batch["max_length"]), device=self.device))
         return loss

@@ -12,11 +12,12 @@ from stackexp.runs import RunFolder
 
 NOT_HASHED = {
     "": ("name", "plugins", "beside", "logging"),
+    "model": ("attention",),
     "data": ("micro_batch_size", "eval_batch_size", "num_workers"),
     "trainer": (
         *("accelerator", "devices", "num_nodes", "strategy", "reshard_after_forward", "compile"),
-        *("activation_checkpointing", "max_time", "checkpoint_interval", "checkpoint_minutes", "keep_checkpoints"),
-        "collective_timeout",
+        *("activation_checkpointing", "recompute", "cross_entropy", "cross_entropy_chunk", "collective_timeout"),
+        *("max_time", "checkpoint_interval", "checkpoint_minutes", "keep_checkpoints"),
     ),
 }
 """Where a trial runs and what it keeps, by section: they change none of its figures, so it stays the same trial."""

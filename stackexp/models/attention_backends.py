@@ -1,0 +1,183 @@
+"""Who computes attention: one function of queries, keys and values for each choice of `model.attention`.
+
+    sdpa        torch's scaled_dot_product_attention; the mask of documents is dense, [B, 1, T, T]
+    flex        torch's flex_attention, which skips the blocks of scores that no query sees: anywhere, fused on CUDA
+    varlen      torch.nn.attention.varlen, all documents one after another: CUDA, bfloat16
+    flash_attn  the package flash-attn (`pip install 'stackexp[flash]'`), likewise
+
+Each takes q [B, heads, T, D], k and v [B, kv heads, T, D] and `seen`, what `sight` made for it: which keys a query
+sees. -> [B, heads, T, D].
+"""
+
+import functools
+import importlib
+import inspect
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from stackexp.config.schema import TransformerConfig
+from stackexp.data.documents import attention_mask, bounds
+from stackexp.errors import ConfigError, first_line
+from stackexp.models.positions import alibi_bias, alibi_slopes
+
+if TYPE_CHECKING:  # importing it takes seconds, and sdpa needs none of it
+    from torch.nn.attention.flex_attention import BlockMask
+
+Attend = Callable[[Tensor, Tensor, Tensor, Any, bool], Tensor]
+
+
+class FlexSight(NamedTuple):
+    """What flex_attention is told."""
+
+    blocks: "BlockMask | None"  # None: every query sees every key
+    slopes: Tensor | None  # of ALiBi [heads]
+
+
+def load(backend: str) -> Attend:
+    """The function of a backend; flash-attn itself is imported when it is called."""
+    if backend == "flex":
+        from torch.nn.attention.flex_attention import flex_attention
+
+        return functools.partial(flex, flex_attention)
+    if backend == "varlen":
+        from torch.nn.attention.varlen import varlen_attn
+
+        groups = "enable_gqa" in inspect.signature(varlen_attn).parameters  # torch 2.11 has no grouped queries
+        return functools.partial(varlen, varlen_attn, groups)
+    return {"sdpa": sdpa, "flash_attn": flash_attn}[backend]
+
+
+def require(backend: str, device_type: str) -> None:
+    """Raise ConfigError, in one line, if `backend` cannot run on a device of this type in this installation."""
+    if backend not in ("varlen", "flash_attn"):
+        return
+    if device_type != "cuda":
+        raise ConfigError(f"model.attention={backend} needs a CUDA device, not {device_type}; set model.attention=flex")
+    if backend != "flash_attn":
+        return
+    try:
+        importlib.import_module("flash_attn")
+    except ImportError as error:  # not there, or built for another torch
+        raise ConfigError(
+            f"model.attention=flash_attn needs the package flash-attn ({first_line(error)}); "
+            "pip install 'stackexp[flash]', or set model.attention=varlen"
+        ) from None
+
+
+def sight(
+    config: TransformerConfig, start: int, h: Tensor, documents: Tensor | None, document_bounds: Tensor | None
+) -> Any:
+    """What the backend of a model needs to know of who sees whom, made once for all layers.
+
+    For tokens start .. start+T-1, h [B, T, d]. `documents` [B, T] and their `bounds`: see `Transformer.forward`.
+    """
+    backend = config.attention if start == 0 else "sdpa"  # see `Attention.forward`
+    if backend == "sdpa":
+        return _dense(config, start, h, documents)
+    if backend == "flex":
+        return _blocks(config, h, documents)
+    if documents is None:
+        return None
+    return bounds(documents) if document_bounds is None else document_bounds
+
+
+def _dense(config: TransformerConfig, start: int, h: Tensor, documents: Tensor | None) -> Tensor | None:
+    """[B or 1, heads or 1, T, S]: which keys a query sees (bool), or what is added to their scores (float, ALiBi)."""
+    mask = None
+    if config.positional == "alibi":
+        mask = alibi_bias(config.num_heads, start, h.shape[1], config.causal, h)
+    if documents is None:
+        return mask
+    within = attention_mask(documents)
+    return within if mask is None else mask.masked_fill(~within, -torch.inf)
+
+
+def _blocks(config: TransformerConfig, h: Tensor, documents: Tensor | None) -> FlexSight:
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    slopes = torch.tensor(alibi_slopes(config.num_heads), device=h.device) if config.positional == "alibi" else None
+    if not config.causal:
+        return FlexSight(None, slopes)
+
+    def up_to(b: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return query >= key
+
+    def within(b: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (query >= key) & (documents[b, query] == documents[b, key])
+
+    length = h.shape[1]
+    rule, batch = (up_to, None) if documents is None else (within, h.shape[0])
+    return FlexSight(create_block_mask(rule, batch, None, length, length, device=h.device), slopes)
+
+
+def sdpa(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, causal: bool) -> Tensor:
+    """`seen`: see `_dense`. S keys, of which the last T are the queries' own."""
+    new, of_all = q.shape[2], k.shape[2]
+    if seen is None and 1 < new < of_all:  # several tokens after earlier ones
+        seen = torch.ones(new, of_all, dtype=torch.bool, device=q.device).tril(of_all - new)
+    elif seen is not None and seen.is_floating_point():
+        seen = seen.to(q.dtype)
+    causal = causal and new == of_all and seen is None
+    return F.scaled_dot_product_attention(q, k, v, seen, is_causal=causal, enable_gqa=_grouped(q, k))
+
+
+def flex(kernel: Callable, q: Tensor, k: Tensor, v: Tensor, seen: FlexSight, causal: bool) -> Tensor:
+    blocks, slopes = seen
+
+    def alibi(score: Tensor, b: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return score - slopes[head] * (query - key).abs()
+
+    if q.device.type == "cuda" and not torch.compiler.is_compiling():  # uncompiled it holds all scores
+        kernel = _compiled(kernel)
+    return kernel(q, k, v, None if slopes is None else alibi, blocks, enable_gqa=_grouped(q, k))
+
+
+def varlen(
+    kernel: Callable, groups: bool, q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, causal: bool
+) -> Tensor:
+    """`seen`: the bounds of all documents, int32 [n + 1]; None: each sequence is one. `groups`: whether k and v may
+    have fewer heads than q."""
+    _on_cuda(q, "varlen")
+    batch, _, length, _ = q.shape
+    if seen is None:
+        seen = torch.arange(0, batch * length + 1, length, dtype=torch.int32, device=q.device)
+    options = {"enable_gqa": _grouped(q, k)} if groups else {}
+    if _grouped(q, k) and not groups:
+        k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    y = kernel(*_packed(q, k, v), seen, seen, length, length, window_size=(-1, 0 if causal else -1), **options)
+    return y.unflatten(0, (batch, length)).transpose(1, 2)
+
+
+def flash_attn(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, causal: bool) -> Tensor:
+    """`seen` as for `varlen`."""
+    _on_cuda(q, "flash_attn")
+    from flash_attn import flash_attn_func, flash_attn_varlen_func
+
+    batch, _, length, _ = q.shape
+    if seen is None:
+        return flash_attn_func(*(x.transpose(1, 2) for x in (q, k, v)), causal=causal).transpose(1, 2)
+    y = flash_attn_varlen_func(*_packed(q, k, v), seen, seen, length, length, causal=causal)
+    return y.unflatten(0, (batch, length)).transpose(1, 2)
+
+
+def _packed(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """[B, heads, T, D] -> [B * T, heads, D]."""
+    return tuple(x.transpose(1, 2).flatten(0, 1) for x in tensors)
+
+
+def _grouped(q: Tensor, k: Tensor) -> bool:
+    return q.shape[1] != k.shape[1]
+
+
+def _on_cuda(q: Tensor, backend: str) -> None:
+    if q.device.type != "cuda":
+        require(backend, q.device.type)
+
+
+@functools.cache
+def _compiled(kernel: Callable) -> Callable:
+    return torch.compile(kernel, dynamic=False)

@@ -1,0 +1,224 @@
+"""The chunked cross entropy against the whole one: values, gradients, precision, memory; and liger-kernel's."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from stackexp.config.compose import compose
+from stackexp.config.schema import StackMemoryConfig, TransformerConfig
+from stackexp.errors import ConfigError
+from stackexp.models import cross_entropy
+from stackexp.models.cross_entropy import Head, NextTokenLoss, linear_cross_entropy, linear_token_losses
+from stackexp.models.transformer import DecoderOutput, Transformer
+from stackexp.modules.language_modeling import LanguageModeling
+
+B, T, D, V = 3, 8, 6, 29
+CHUNKS = [1, 5, 24, 100]  # one token, a remainder, all, more than all
+
+
+def make_inputs(dtype=torch.float64, bias=False, scale=1.0):
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(B, T, D), (V, D), (V,)][: 3 if bias else 2]
+    numbers = [scale * torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+    tokens = torch.randint(V, (B, T), generator=generator)
+    return [x.to(dtype).requires_grad_() for x in numbers], tokens
+
+
+def whole(inputs, tokens, z_loss):
+    """total, cross entropy and z as one would write them down."""
+    logits = F.linear(*inputs)[:, :-1]
+    cross_entropy = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+    z = logits.logsumexp(-1).square().mean()
+    return cross_entropy + z_loss * z, cross_entropy, z
+
+
+@pytest.mark.parametrize("chunk", CHUNKS)
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("z_loss", [0.0, 0.25])
+@pytest.mark.parametrize("scale", [1.0, 30.0])  # 30: predictions that are certain, and wrong
+def test_values_and_gradients_are_those_of_the_whole(chunk, bias, z_loss, scale):
+    inputs, tokens = make_inputs(bias=bias, scale=scale)
+    losses = linear_cross_entropy(inputs[0], Head(*inputs[1:]), tokens, z_loss, chunk)
+    expected = whole(inputs, tokens, z_loss)
+    torch.testing.assert_close(losses.total, expected[0])
+    torch.testing.assert_close(losses.cross_entropy, expected[1].detach())
+    assert (losses.z is None) == (z_loss == 0)
+    if losses.z is not None:
+        torch.testing.assert_close(losses.z, expected[2].detach())
+    gradients = torch.autograd.grad(3 * losses.total, inputs)
+    torch.testing.assert_close(gradients, torch.autograd.grad(3 * expected[0], inputs))
+
+
+def test_a_second_backward_pass_is_refused():
+    """The gradients are made once and scaled in place: a second time they would be wrong."""
+    inputs, tokens = make_inputs()
+    total = linear_cross_entropy(inputs[0], Head(inputs[1]), tokens).total
+    (2 * total).backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        total.backward()
+
+
+@pytest.mark.parametrize("chunk", CHUNKS)
+def test_losses_of_tokens_to_evaluate_with(chunk):
+    inputs, tokens = make_inputs(torch.float32)
+    expected = cross_entropy.per_token_loss(F.linear(*inputs), tokens)
+    losses = linear_token_losses(inputs[0], Head(inputs[1]), tokens, chunk)
+    assert losses.shape == (B, T - 1)
+    torch.testing.assert_close(losses, expected)
+    assert not losses.requires_grad
+
+
+@pytest.mark.parametrize("chunk", [7, 100])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_bfloat16_is_as_exact_as_the_whole_in_bfloat16(chunk, autocast):
+    """Against float64, in products of bfloat16 (by autocast of float32, or throughout): at most the whole's error.
+
+    A weight in bfloat16 has its gradient rounded twice, each chunk's and their sum: sqrt(2) times the error.
+    """
+    exact, tokens = make_inputs(scale=3.0)
+    wanted = torch.autograd.grad(whole(exact, tokens, 0.1)[0], exact)
+    inputs = [x.detach().to(torch.float32 if autocast else torch.bfloat16).requires_grad_() for x in exact]
+    errors = {}
+    for name in ("whole", "chunked"):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            if name == "whole":
+                losses = cross_entropy.losses_of(F.linear(*inputs)[:, :-1], tokens[:, 1:], 0.1)
+            else:
+                losses = linear_cross_entropy(inputs[0], Head(inputs[1]), tokens, 0.1, chunk)
+        assert losses.total.dtype == losses.cross_entropy.dtype == losses.z.dtype == torch.float32
+        found = torch.autograd.grad(losses.total, inputs)
+        assert [x.dtype for x in found] == [x.dtype for x in inputs]
+        errors[name] = [((x - y).norm() / y.norm()).item() for x, y in zip(found, wanted, strict=True)]
+    for ours, theirs in zip(errors["chunked"], errors["whole"], strict=True):
+        assert ours <= (1.1 if autocast or chunk > B * T else 1.5) * theirs < 0.02, errors
+
+
+class Largest(TorchDispatchMode):
+    """The most numbers that a tensor with a row for each symbol of the vocabulary has had, by its dtype."""
+
+    def __init__(self):
+        super().__init__()
+        self.rows = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(tensor, torch.Tensor) and tensor.ndim and tensor.shape[-1] == V:
+                self.rows[tensor.dtype] = max(self.rows.get(tensor.dtype, 0), tensor.numel() // V)
+        return result
+
+
+@pytest.mark.parametrize("kind", ["chunked", "whole"])
+def test_no_logits_of_the_whole_batch_exist(kind):
+    model, tokens = make_model(), make_tokens()
+    criterion = NextTokenLoss(kind, chunk=D + 1, z_loss=0.1)  # the weight itself, transposed, has D rows
+    with Largest() as largest:
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = criterion(model, model(tokens, hidden=criterion.of_hidden), tokens).total
+        loss.backward()
+        with torch.no_grad():
+            criterion.per_token(model, model(tokens, hidden=criterion.of_hidden), tokens)
+    most = {"chunked": D + 1, "whole": B * T}[kind]
+    assert largest.rows == {torch.float32: most, torch.bfloat16: most}
+
+
+def make_model(tied=True, memory=True):
+    torch.manual_seed(0)
+    sizes = {"vocab_size": V, "hidden_size": D, "num_layers": 2, "intermediate_size": 8, "num_heads": 1}
+    stack = StackMemoryConfig(num_heads=2, head_dim=3, num_slots=4) if memory else None
+    return Transformer(TransformerConfig(**sizes, num_kv_heads=1, tie_embeddings=tied, memory=stack))
+
+
+def make_tokens():
+    return torch.randint(V, (B, T), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("memory", [True, False])
+def test_a_model_learns_the_same_from_chunks(tied, memory):
+    model, tokens = make_model(tied, memory).double(), make_tokens()
+    gradients = {}
+    for criterion in (NextTokenLoss("whole", z_loss=0.1), NextTokenLoss("chunked", chunk=5, z_loss=0.1)):
+        output = model(tokens, hidden=criterion.of_hidden)
+        assert (output.logits is None) == (output.hidden is not None) == (criterion.kind == "chunked")
+        loss = criterion(model, output, tokens).total + 0.5 * output.entropy
+        gradients[criterion.kind] = torch.autograd.grad(loss, list(model.parameters()))
+    torch.testing.assert_close(gradients["chunked"], gradients["whole"])
+
+
+@pytest.mark.parametrize("kind", ["chunked", "whole"])
+def test_training_and_evaluation_go_by_the_config(kind, monkeypatch):
+    options = ["model.hidden_size=6", "model.num_layers=1", "model.num_heads=1", "model.num_kv_heads=1"]
+    options += [f"model.vocab_size={V}", "data.kind=shards", "data.path=none", f"data.vocab_size={V}"]
+    options += [f"trainer.cross_entropy={kind}", "trainer.cross_entropy_chunk=7", "trainer.z_loss=0.1"]
+    torch.manual_seed(0)
+    lm = LanguageModeling(compose(["quickstart"], [*options, f"data.context_length={T}", "optimizer.lr=0.01"]))
+    batch = {"tokens": make_tokens(), "index": torch.arange(B)}
+    chunks = []
+    of_chunk = cross_entropy._chunk
+    monkeypatch.setattr(cross_entropy, "_chunk", lambda x, *rest: chunks.append(len(x)) or of_chunk(x, *rest))
+    loss = lm.training_step(batch, 0)
+    assert chunks == ([7, 7, 7, 3] if kind == "chunked" else [])
+    output = lm.model(batch["tokens"])
+    total, alone, z = whole([output.logits, torch.eye(V)], batch["tokens"], 0.1)
+    torch.testing.assert_close(loss, total + lm.model.entropy_weight * output.entropy)
+    metrics = lm.step_metrics.drain()
+    assert (metrics["loss/train"], metrics["loss/z"]) == pytest.approx((alone.item(), z.item()), rel=1e-5)
+
+
+def test_a_recurrent_model_has_chunks_too():
+    """Its output projection has a bias."""
+    options = ["model.kind=lstm", "model.hidden_size=6", "model.num_layers=1", f"model.vocab_size={V}"]
+    options += [f"data.vocab_size={V}", "data.kind=shards", "data.path=none", "trainer.precision=32-true"]
+    config = compose(["quickstart"], ["model.kind=lstm", *options[1:]])
+    model, tokens = LanguageModeling(config).model, make_tokens()
+    losses = {}
+    for criterion in (NextTokenLoss("whole"), NextTokenLoss("chunked", chunk=5)):
+        total = criterion(model, model(tokens, hidden=criterion.of_hidden), tokens).total
+        losses[criterion.kind] = (total, *torch.autograd.grad(total, list(model.parameters())))
+    torch.testing.assert_close(losses["chunked"], losses["whole"])
+
+
+def test_a_compiled_chunk_is_the_same(monkeypatch):
+    """In the form it has under torch.compile: without what changes tensors in place."""
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    inputs, tokens = make_inputs(bias=True)
+    expected = torch.autograd.grad(whole(inputs, tokens, 0.1)[0], inputs)
+    total = linear_cross_entropy(inputs[0], Head(*inputs[1:]), tokens, 0.1, 5).total
+    torch.testing.assert_close(torch.autograd.grad(total, inputs), expected)
+
+
+@pytest.mark.slow  # compiles with the C++ compiler
+def test_compiled_by_the_inductor():
+    inputs, tokens = make_inputs(torch.float32)
+    expected = whole(inputs, tokens, 0.1)
+    losses = linear_cross_entropy(inputs[0], Head(inputs[1]), tokens, 0.1, 6, compiled=True)
+    torch.testing.assert_close(losses.total, expected[0])
+    torch.testing.assert_close(torch.autograd.grad(losses.total, inputs), torch.autograd.grad(expected[0], inputs))
+    of_tokens = linear_token_losses(inputs[0], Head(inputs[1]), tokens, 6, compiled=True)
+    torch.testing.assert_close(of_tokens.mean(), expected[1])
+
+
+def test_without_liger_kernel_one_line_says_so(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "liger_kernel", None)
+    cross_entropy._liger.cache_clear()
+    with pytest.raises(ConfigError, match=r"trainer\.cross_entropy=liger needs .*pip install 'stackexp\[liger\]'"):
+        NextTokenLoss.of(compose(["quickstart"], ["trainer.cross_entropy=liger"]).trainer)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("z_loss", [0.0, 0.1])
+def test_liger_kernel_on_a_gpu(z_loss):
+    pytest.importorskip("liger_kernel")
+    inputs, tokens = make_inputs(torch.float32)
+    inputs, tokens = [x.detach().cuda().requires_grad_() for x in inputs], tokens.cuda()
+    expected = whole(inputs, tokens, z_loss)
+    output = DecoderOutput(None, torch.zeros(()), None, inputs[0])
+    model = torch.nn.Module()
+    model.output_head = Head(inputs[1])
+    losses = NextTokenLoss("liger", z_loss=z_loss)(model, output, tokens)
+    torch.testing.assert_close((losses.total, losses.cross_entropy), expected[:2], rtol=1e-3, atol=1e-4)
+    gradients = torch.autograd.grad(losses.total, inputs)
+    torch.testing.assert_close(gradients, torch.autograd.grad(expected[0], inputs), rtol=1e-2, atol=1e-4)
