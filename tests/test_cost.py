@@ -90,7 +90,8 @@ def test_what_is_counted_is_what_the_allocator_gives(stack, checkpointing, tmp_p
     assert counted == pytest.approx(max(totals) - totals[0], rel=1e-4)
 
 
-def test_what_is_saved_for_the_backward_pass_is_counted():
+@pytest.mark.parametrize("kind", ["whole", "chunked"])
+def test_what_is_saved_for_the_backward_pass_is_counted(kind):
     """Without checkpointing, nothing but what autograd saves outlives the forward pass."""
     config = small()
     model = cost.build(config).to_empty(device="cpu")
@@ -105,13 +106,13 @@ def test_what_is_saved_for_the_backward_pass_is_counted():
     weights = set(saved)
     tokens = torch.zeros(2, 64, dtype=torch.int64)
     with Allocations(model) as counted, torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        loss = allocations._loss(model, tokens, NextTokenLoss())
+        loss = allocations._loss(model, tokens, NextTokenLoss(kind))
     kept = sum(storage.nbytes() for key, storage in saved.items() if key not in weights)
     live = counted.live.total()
     assert loss.grad_fn is not None
     assert live == pytest.approx(kept, rel=0.01)
     assert counted.live["stack"] > 0
-    assert counted.live["logits"] == pytest.approx(2 * 63 * 500 * 4, rel=0.05)
+    assert counted.live["logits"] == pytest.approx(2 * 63 * 500 * 4 if kind == "whole" else 0, rel=0.05)
 
 
 def _real_pass(model, length=64, mixed=False, fused_norm=False) -> Allocations:
@@ -219,7 +220,11 @@ def test_blocks_that_stay_gathered_take_more():
 
 
 def test_validation_counts_where_there_are_sets(tmp_path):
-    assert plan(small("data.eval_batch_size=64")).validation.logits == 64 * 64 * 500 * 4 * 3 - 64 * 500 * 4 * 2
+    wide = "data.eval_batch_size=64", "model.memory=null"
+    whole = plan(small(*wide, "trainer.cross_entropy=whole")).validation
+    assert whole.logits == 64 * 64 * 500 * 4 * 3 - 64 * 500 * 4 * 2
+    chunked = plan(small(*wide, "trainer.cross_entropy_chunk=2048")).validation
+    assert chunked.logits == 2048 * 500 * 4 * 2, "logits and log-probabilities"
     shards = compose(["quickstart"], [*SMALL, "data.kind=shards", "data.path=x", "data.vocab_size=500"])
     assert plan(shards).validation is None
 
