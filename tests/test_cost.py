@@ -220,7 +220,7 @@ def test_blocks_that_stay_gathered_take_more():
 
 
 def test_validation_counts_where_there_are_sets(tmp_path):
-    wide = "data.eval_batch_size=64", "model.memory=null"
+    wide = "data.eval_batch_size=64", "model.memory=null", "model.hidden_size=16"
     whole = plan(small(*wide, "trainer.cross_entropy=whole")).validation
     assert whole.logits == 64 * 64 * 500 * 4 * 3 - 64 * 500 * 4 * 2
     chunked = plan(small(*wide, "trainer.cross_entropy_chunk=2048")).validation
