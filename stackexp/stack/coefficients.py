@@ -42,6 +42,7 @@ slots, against 1.3 KB for C and 0.3 KB for k and a; X itself, 3.8 KB, is the hid
 Operations on C run over N = all tokens of the batch in the last dimension, where numbers are contiguous.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -52,11 +53,12 @@ from stackexp.stack import eager
 from stackexp.stack.reference import ADDITIVE_PENALTY, StackOutput, ratio
 
 KEEP_EVERY = 4  # layers: the coefficients after these many updates are kept for the backward pass
+FEW = 2**18  # numbers, 1 MB: so many cost more to call an operation for than to copy
 
 
 class CoefficientState(NamedTuple):
     coefficients: Tensor  # [M | C], [n, 1 + m, H, N]
-    pushed: list[Tensor]  # x_0 .. x_{m-1}, each [N, H, D]
+    pushed: list[Tensor]  # x_0 .. x_{m-1} in blocks [1 or more, N, H, D]
     kept: Tensor  # [M | C] before the last len(actions) updates, without gradient
     actions: list[Tensor]  # a [3 or 2, H, N] of these updates, without gradient
 
@@ -84,9 +86,9 @@ def step(
     options = num_slots, discipline, read, read_mask
     query = None if read == "top" else query
     start, earlier = state.kept, state.actions
-    if len(earlier) == KEEP_EVERY:
+    if len(earlier) == KEEP_EVERY or state.coefficients.numel() <= FEW:
         start, earlier = state.coefficients.detach(), []
-    pushed = [*state.pushed, x.reshape(-1, heads, size)]
+    pushed = _appended(state.pushed, x.reshape(1, -1, heads, size))
     inputs = state.coefficients, logits.reshape(-1, *logits.shape[-2:]).permute(2, 1, 0), query, pushed
     if _by_hand(inputs):
         coefficients, result, entropy, action, *pushed = _Step.apply(
@@ -101,6 +103,13 @@ def step(
     action, entropy, occupancy = action.permute(2, 1, 0), entropy.t(), occupancy.t()  # [N, H, ...]
     fields = (field.reshape(*batch, *field.shape[1:]) for field in (result, action, entropy, occupancy))
     return StackOutput(*fields), state
+
+
+def _appended(blocks: list[Tensor], new: Tensor) -> list[Tensor]:
+    """Put a vector [1, N, H, D] into the last block, if that has few numbers, or into one of its own."""
+    if blocks and blocks[-1].numel() + new.numel() <= FEW:
+        return [*blocks[:-1], torch.cat([blocks[-1], new])]
+    return [*blocks, new]
 
 
 def _by_hand(inputs: tuple[Tensor, Tensor, Tensor | None, list[Tensor]]) -> bool:
@@ -171,21 +180,30 @@ def _slot_weights(coefficients: Tensor, keys: Tensor, read_mask: str, num_slots:
     return scores.softmax(0)[: len(mask)], content
 
 
-def _dots(vectors: list[Tensor], others: Tensor) -> Tensor:
-    """v . o for each of m vectors [N, H, D]; others [N, H, D] or [H, D] -> [m, H, N].
+def _dots(blocks: list[Tensor], others: Tensor) -> Tensor:
+    """v . o [m, H, N] for each of m vectors v [N, H, D], in blocks; others [N, H, D] or [H, D].
 
     No matrix product: in float32 that may mean TF32 or bfloat16, by a setting that is not ours.
     """
-    return torch.stack([(vector * others).sum(-1).t() for vector in vectors])
+    return torch.cat([(block * others).sum(-1).transpose(1, 2) for block in blocks])
 
 
-def _combined(vectors: list[Tensor], weights: Tensor) -> Tensor:
-    """sum_i w_i v_i [N, H, D] of m vectors [N, H, D] and weights [m, H, N]."""
-    first, *others = (weight.t().unsqueeze(-1) for weight in weights)
-    total = vectors[0] * first
-    for vector, weight in zip(vectors[1:], others, strict=True):
-        total.addcmul_(vector, weight)
+def _combined(blocks: list[Tensor], weights: Tensor) -> Tensor:
+    """sum_i w_i v_i [N, H, D] of m vectors [N, H, D], in blocks, and weights [m, H, N]."""
+    total = None
+    for block, weight in zip(blocks, _per_block(weights, blocks), strict=True):
+        if total is not None and len(block) == 1:
+            total.addcmul_(block[0], weight[0])
+        else:
+            part = (block * weight).sum(0) if len(block) > 1 else block[0] * weight[0]
+            total = part if total is None else total.add_(part)
     return total
+
+
+def _per_block(weights: Tensor, blocks: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Weights [m, H, N] -> [b, N, H, 1] for each block of b vectors [N, H, D]."""
+    weights = weights.transpose(1, 2).unsqueeze(-1)
+    return [weights] if len(blocks) == 1 else weights.split([len(block) for block in blocks])
 
 
 class _Step(torch.autograd.Function):
@@ -207,7 +225,7 @@ class _Step(torch.autograd.Function):
         ctx.options, ctx.num_actions = options, num_earlier + 1
         ctx.save_for_backward(query, keys, start, *earlier, action, *pushed)
         ctx.set_materialize_grads(False)
-        return *outputs, action, *(vector.view_as(vector) for vector in pushed)
+        return *outputs, action, *(block.view_as(block) for block in pushed)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -229,20 +247,25 @@ class _Step(torch.autograd.Function):
                 weights, g_keys = _read_backward(after, keys, g_weights, g_after, read_mask, num_slots)
                 terms = [(g_result, weights), (query.unsqueeze(0), g_keys)]
                 g_query = _combined(pushed, g_keys).sum(0)
-            g_pushed = [_accumulated(i, g, terms) for i, g in enumerate(g_pushed)]
+            for vectors, weights in terms:
+                g_pushed = _accumulated(
+                    g_pushed, vectors, _per_block(weights, pushed), in_place=vectors is not g_result
+                )
         g_before, g_of_action = _update_backward(before, action, g_after, discipline)
         g_logits = _softmax_backward(action, g_of_action if g_action is None else g_of_action + g_action, g_entropy)
         return None, None, g_before, g_logits, g_query, None, *([None] * len(earlier)), *g_pushed
 
 
-def _accumulated(i: int, total: Tensor | None, terms: list[tuple[Tensor, Tensor]]) -> Tensor:
-    """The gradient of the i-th vector pushed [N, H, D]: what later layers have for it, plus vector * weight[i] each."""
-    (vector, weights), *others = terms
-    weight = weights[i].t().unsqueeze(-1)
-    total = vector * weight if total is None else torch.addcmul(total, vector, weight)
-    for vector, weights in others:
-        total.addcmul_(vector, weights[i].t().unsqueeze(-1))
-    return total
+def _accumulated(
+    totals: list[Tensor | None], vectors: Tensor, weights: Sequence[Tensor], in_place: bool
+) -> list[Tensor]:
+    """Add to the gradient of each block [b, N, H, D], or to none, vectors [N or 1, H, D] * weights [b, N, H, 1]."""
+    if in_place:
+        return [total.addcmul_(vectors, weight) for total, weight in zip(totals, weights, strict=True)]
+    return [
+        vectors * weight if total is None else torch.addcmul(total, vectors, weight)
+        for total, weight in zip(totals, weights, strict=True)
+    ]
 
 
 def _read_backward(
