@@ -123,7 +123,8 @@ class TransformerConfig:
     rope_theta: float = above(0, 1e5)
     norm_eps: float = above(0, 1e-5)
     tie_embeddings: bool = True
-    # What computes attention: figures differ within rounding. varlen and flash_attn need CUDA and bfloat16.
+    # What computes attention: figures differ within rounding. All but sdpa train on CUDA alone, and the last two in
+    # bfloat16; they skip what a document mask leaves out.
     attention: Literal["sdpa", "flex", "varlen", "flash_attn"] = "sdpa"
     # fan_in: truncated normal at 3 sigma, sigma = 1/sqrt(hidden_size), outputs 1/sqrt(2 fan_in (layer+1)) (OLMo).
     init: Literal["fan_in", "normal"] = "fan_in"
@@ -393,11 +394,14 @@ class ExperimentConfig:
             yield "name", f"{self.name!r} cannot name run folders; use letters, digits and . _ - + between slashes"
         if self.beside and self.trainer.devices * self.trainer.num_nodes > 1:
             yield "beside", "trains one run after the other in one process; set trainer.devices: 1, or use a sweep"
+        axis = getattr(getattr(self.model, "memory", None), "axis", "depth")
+        if self.trainer.recompute == "selective" and not (isinstance(self.model, TransformerConfig) and axis == "depth"):
+            yield "trainer.recompute", "selective is for a decoder without a scan over the tokens; set it to all"
         attention, precision = getattr(self.model, "attention", "sdpa"), self.trainer.precision
         if attention in FLASH_KERNELS and not precision.startswith("bf16"):
-            yield "model.attention", f"{attention} is for bfloat16, not trainer.precision {precision}; set it to flex"
-        if attention in FLASH_KERNELS and self.trainer.accelerator == "cpu":
-            yield "model.attention", f"{attention} needs CUDA, not trainer.accelerator cpu; set it to flex"
+            yield "model.attention", f"{attention} is for bfloat16, not trainer.precision {precision}; set it to sdpa"
+        if attention != "sdpa" and self.trainer.accelerator == "cpu" and (trains or attention in FLASH_KERNELS):
+            yield "model.attention", f"{attention} needs CUDA, not trainer.accelerator cpu; set it to sdpa"
         if self.model.vocab_size < self.data.vocab_size:
             yield "model.vocab_size", f"{self.model.vocab_size} is smaller than data.vocab_size {self.data.vocab_size}"
         yield from self.data.experiment_problems(self, trains)

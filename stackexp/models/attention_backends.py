@@ -1,7 +1,7 @@
 """Who computes attention: one function of queries, keys and values for each choice of `model.attention`.
 
     sdpa        torch's scaled_dot_product_attention; the mask of documents is dense, [B, 1, T, T]
-    flex        torch's flex_attention, which skips the blocks of scores that no query sees: anywhere, fused on CUDA
+    flex        torch's flex_attention, which skips the blocks of scores that no query sees: on a CPU it only evaluates
     varlen      torch.nn.attention.varlen, all documents one after another: CUDA, bfloat16
     flash_attn  the package flash-attn (`pip install 'stackexp[flash]'`), likewise
 
@@ -56,7 +56,7 @@ def require(backend: str, device_type: str) -> None:
     if backend not in ("varlen", "flash_attn"):
         return
     if device_type != "cuda":
-        raise ConfigError(f"model.attention={backend} needs a CUDA device, not {device_type}; set model.attention=flex")
+        raise ConfigError(f"model.attention={backend} needs a CUDA device, not {device_type}; set model.attention=sdpa")
     if backend != "flash_attn":
         return
     try:
@@ -127,6 +127,8 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, causal: bool) -> 
 
 def flex(kernel: Callable, q: Tensor, k: Tensor, v: Tensor, seen: FlexSight, causal: bool) -> Tensor:
     blocks, slopes = seen
+    if q.requires_grad and torch.is_grad_enabled():
+        _has_backward(q)
 
     def alibi(score: Tensor, b: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return score - slopes[head] * (query - key).abs()
@@ -176,6 +178,11 @@ def _grouped(q: Tensor, k: Tensor) -> bool:
 def _on_cuda(q: Tensor, backend: str) -> None:
     if q.device.type != "cuda":
         require(backend, q.device.type)
+
+
+def _has_backward(q: Tensor) -> None:
+    if q.device.type == "cpu":
+        raise ConfigError("model.attention=flex has no backward pass on a CPU; set model.attention=sdpa")
 
 
 @functools.cache

@@ -25,8 +25,9 @@ def recomputed(layer: Callable, *args: Any, selective: bool, draws: bool = False
     """layer(*args), whose activations are not kept for the backward pass but computed again from `args`.
 
     `selective`: but for the outputs of matrix products and attention, so that only cheap operations are repeated:
-    norms, rotations, activations, casts, the update of a memory. `draws`: whether the layer draws random numbers,
-    which must be the same again.
+    norms, rotations, activations, casts, the update of a memory. Not for a layer that scans the tokens: it is run
+    under a dispatch mode, where a scan is taken apart. `draws`: whether the layer draws random numbers, which must be
+    the same again.
     """
     contexts = functools.partial(create_selective_checkpoint_contexts, _policy)
     options = {"context_fn": contexts} if selective else {}

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from stackexp.config.formal import LSTMConfig, RecurrentConfig, StackRNNConfig
 from stackexp.models.cross_entropy import Head
 from stackexp.models.memory import Trace
-from stackexp.models.recomputation import Recompute, recomputed
+from stackexp.models.recomputation import recomputed
 from stackexp.models.transformer import Cache, DecoderOutput
 
 LSTMState = tuple[Tensor, Tensor]  # each [1, B, d]
@@ -22,8 +22,7 @@ EMPTY = -1.0  # every number of an empty slot, as in Joulin & Mikolov's code; a 
 class Recurrent(nn.Module):
     """An embedding, recurrent layers on top of one another, an output projection. Subclasses give `build_layer`.
 
-    Set `checkpoint_blocks` to recompute each layer in the backward pass instead of keeping its activations: all of it
-    (True), or what takes no matrix product ("selective").
+    Set `checkpoint_blocks` to recompute each layer in the backward pass instead of keeping its activations.
     """
 
     axis = None
@@ -32,7 +31,7 @@ class Recurrent(nn.Module):
     def __init__(self, config: RecurrentConfig) -> None:
         super().__init__()
         self.config = config
-        self.checkpoint_blocks: Recompute = False
+        self.checkpoint_blocks = False
         self.memories: list[nn.Module] = []
         with torch.random.fork_rng([]):  # on a meta device, constructing draws nothing
             self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
@@ -78,7 +77,7 @@ class Recurrent(nn.Module):
 
     def _run(self, layer: nn.Module, *args: Any) -> tuple[Tensor, Any, Trace]:
         if self.checkpoint_blocks and torch.is_grad_enabled():
-            return recomputed(layer, *args, selective=self.checkpoint_blocks == "selective")
+            return recomputed(layer, *args, selective=False)
         return layer(*args)
 
     def init_weights(self) -> None:

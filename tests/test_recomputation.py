@@ -1,0 +1,146 @@
+"""Activation checkpointing, of whole blocks and selective: what is computed twice, what is kept, what changes."""
+
+import copy
+from collections import Counter
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from stackexp.config.compose import compose
+from stackexp.config.schema import StackMemoryConfig, TransformerConfig
+from stackexp.errors import ConfigError
+from stackexp.models.cost import plan
+from stackexp.models.transformer import Transformer
+from stackexp.modules.training import TrainingModule
+
+VOCAB, LAYERS = 13, 3
+MEMORIES = {
+    "none": None,
+    "depth": {"axis": "depth"},
+    "queue": {"axis": "depth", "discipline": "queue", "site": "after_attention"},
+    "full_dim": {"axis": "depth", "projection": "none", "head_dim": 8, "num_slots": 2},
+    "authors_code": {"projection": "shared_slices", "action_input": "hidden", "read_mask": "additive"},
+    "time": {"axis": "time", "read_mask": "log"},
+    "noisy": {"axis": "depth", "action_noise": 0.5},
+}
+aten = torch.ops.aten
+PRODUCTS = {aten.mm.default, aten._scaled_dot_product_flash_attention_for_cpu.default}
+
+
+def make_model(memory: dict | None, dtype=torch.float32) -> Transformer:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": VOCAB, "hidden_size": 16, "num_layers": LAYERS, "intermediate_size": 24}
+    memory = memory and StackMemoryConfig(**{"num_heads": 2, "head_dim": 4, "num_slots": 3} | memory)
+    return Transformer(TransformerConfig(**sizes, num_heads=4, num_kv_heads=2, memory=memory)).to(dtype)
+
+
+def make_tokens():
+    return torch.randint(VOCAB, (2, 9), generator=torch.Generator().manual_seed(1))
+
+
+def gradients(model: Transformer, recompute: bool | str) -> list[torch.Tensor]:
+    model.checkpoint_blocks = recompute
+    torch.manual_seed(2)
+    output = model(make_tokens())
+    return torch.autograd.grad(output.logits.logsumexp(-1).sum() + output.entropy, list(model.parameters()))
+
+
+@pytest.mark.parametrize(
+    ("memory", "recompute"), [(m, r) for m in MEMORIES for r in (True, "selective") if (m, r) != ("time", "selective")]
+)
+def test_gradients_are_the_same_bit_for_bit(memory, recompute):
+    model = make_model(MEMORIES[memory])
+    assert all(map(torch.equal, gradients(model, recompute), gradients(model, False)))
+
+
+@pytest.mark.parametrize("recompute", [True, "selective"])
+def test_under_autocast_too(recompute):
+    model = make_model(MEMORIES["depth"])
+    with torch.autocast("cpu", torch.bfloat16):
+        assert all(map(torch.equal, gradients(model, recompute), gradients(model, False)))
+
+
+class Calls(TorchDispatchMode):
+    """How often each operator is called in a backward pass; `forward` operators are what recomputing repeats."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.counts[func] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def calls_in_backward(recompute: bool | str) -> Counter:
+    model = make_model(MEMORIES["depth"])
+    model.checkpoint_blocks = recompute
+    loss = model(make_tokens()).logits.sum()
+    with Calls() as calls:
+        loss.backward()
+    return calls.counts
+
+
+def test_selective_repeats_no_matrix_product_but_what_is_cheap():
+    kept, whole, selective = (calls_in_backward(recompute) for recompute in (False, True, "selective"))
+    in_block = {aten.mm.default: 9, aten._scaled_dot_product_flash_attention_for_cpu.default: 1}  # 7, and two of W
+    for operator, times in in_block.items():
+        assert whole[operator] - kept[operator] == pytest.approx(LAYERS * times, abs=LAYERS), operator
+        assert selective[operator] == kept[operator], operator
+    for operator in (aten.silu.default, aten._softmax.default, aten.cat.default):
+        assert whole[operator] > kept[operator], operator
+        assert selective[operator] == whole[operator], operator
+
+
+def test_without_gradients_nothing_is_repeated():
+    model = make_model(MEMORIES["depth"])
+    model.checkpoint_blocks = "selective"
+    calls = []
+    model.layers[0].feed_forward.register_forward_hook(lambda *_: calls.append(1))
+    with torch.no_grad():
+        model(make_tokens())
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize("memory", ["null", "stacktrans"])
+def test_selective_keeps_more_than_nothing_and_less_than_all(memory):
+    sizes = ["data.context_length=256", "data.micro_batch_size=4", "data.global_batch_tokens=8192"]
+    peaks = {}
+    for name, overrides in {
+        "none": [],
+        "selective": ["trainer.activation_checkpointing=true", "trainer.recompute=selective"],
+        "all": ["trainer.activation_checkpointing=true"],
+    }.items():
+        training = plan(compose(["quickstart"], [f"model.memory={memory}", *sizes, *overrides])).training
+        peaks[name] = training.activations + training.stack
+    assert peaks["all"] < 0.8 * peaks["selective"] < 0.64 * peaks["none"], peaks
+
+
+def test_the_config_says_which():
+    options = {"": False, "trainer.activation_checkpointing=true": True}
+    selective = "trainer.activation_checkpointing=true trainer.recompute=selective"
+    for overrides, expected in (options | {selective: "selective"}).items():
+        config = compose(["quickstart"], ["model.memory=null", "model.num_layers=1", *overrides.split()])
+        assert config.trainer.recomputed == expected
+        assert TrainingModule(config).model.checkpoint_blocks == expected
+    with pytest.raises(ConfigError, match=r"trainer\.recompute: selective says how activation_checkpointing does it"):
+        compose(["quickstart"], ["trainer.recompute=selective"])
+
+
+@pytest.mark.parametrize(
+    "overrides", [["ablation/stacktrans", "model.memory.axis=time"], ["formal/stack_rnn"], ["formal/stack_attention"]]
+)
+def test_selective_is_refused_where_tokens_are_scanned(overrides):
+    selective = ["trainer.activation_checkpointing=true", "trainer.recompute=selective"]
+    with pytest.raises(ConfigError, match=r"trainer\.recompute: selective is for a decoder without a scan"):
+        compose(overrides[:1], [*overrides[1:], *selective])
+
+
+@pytest.mark.slow  # compiles with the C++ compiler
+@pytest.mark.parametrize("recompute", [True, "selective"])
+def test_compiled_it_has_the_same_gradients(recompute):
+    model = make_model(MEMORIES["depth"])
+    compiled = copy.deepcopy(model)
+    compiled.compile(fullgraph=True)
+    torch.testing.assert_close(gradients(compiled, recompute), gradients(model, False), rtol=1e-3, atol=1e-4)
