@@ -16,11 +16,12 @@ from stackexp.stack.reference import StackOutput
 SEGMENT = 4  # k
 NUMBERS_PER_THREAD = 4  # of a tile: of bfloat16 8 bytes to load at once, of float32 16; more for rows past 128
 MOST_NUMBERS_PER_THREAD = 16
-NUM_WARPS = 4
+WARPS = {"forward": 4, "backward": 1}  # of a program; where they are several the backward pass would need barriers
+MOST_PROGRAMS = 2**14  # of the backward pass: what they have of the gradient to w_g stays in the L2 cache
 
 
 class DepthState(NamedTuple):
-    """A state as the last one kept and what has come since. It has n = min(updates so far, S) slots; `...` as [B, T]."""
+    """A state as the last one kept and what has come since. n = min(updates so far, S) slots; `...` is [B, T]."""
 
     slots: Tensor  # contents kept, V_0 [n_0, ..., H, D]; this, and all but the last two, has no gradient
     mask: Tensor  # M of V_0 [n_0, ..., H], in float32 at least
@@ -88,7 +89,7 @@ def depth_step(
     read_mask: str,
     is_kept: bool,  # whether the new state is
 ) -> tuple[Tensor, ...]:
-    """R, a, its entropy, occupancy; rest and log_total for the gradients; of the new state slots, mask, to_slots, to_mask.
+    """R, a, its entropy, occupancy; for the gradients rest, log_total; the new slots, mask, to_slots, to_mask.
 
     rest [..., H, D] is what R lost in rounding to the dtype of x; log_total [..., H] the log of the softmax's sum. What
     is not needed, slots and mask of a state that is not kept too, has no elements.
@@ -154,12 +155,14 @@ def depth_step_backward(
 ) -> tuple[Tensor, ...]:
     """The gradients to x, logits, query (none for `read: top`: no elements), and to the contents and M before."""
     to_x, to_logits, to_query, *to_state = _gradients(x, logits, query, slots, mask, num_old)
-    num_blocks = -(-x.shape[:-2].numel() // tile(*x.shape[-2:])["TOKENS"])
-    parts = None if query is None else query.new_empty((num_blocks, *query.shape), dtype=_wide(x, mask))
+    programs, _, repeat = grid("backward", x)
+    parts = None if query is None else query.new_empty((programs, *query.shape), dtype=_wide(x, mask))
     one_entropy = grad_entropy is not None and not any(grad_entropy.stride())  # of a mean: one number, expanded
-    gradients = (grad_read, grad_action, grad_entropy[:1] if one_entropy else grad_entropy, grad_slots, grad_mask)
+    grad_entropy = grad_entropy[(slice(1),) * grad_entropy.ndim] if one_entropy else grad_entropy
+    gradients = (grad_read, grad_action, grad_entropy, grad_slots, grad_mask)
     tensors = ((*pushed, x), (*pushed_logits, logits), query, slots, mask, values, rest, log_total, *gradients)
-    sizes = {"num_old": num_old, "num_new": min(num_old + 1, num_slots), "ONE_ENTROPY": one_entropy}
+    sizes = {"num_old": num_old, "num_new": min(num_old + 1, num_slots), "repeat": repeat}
+    sizes |= {"ONE_ENTROPY": one_entropy}
     _launch("backward", (*tensors, to_x, to_logits, parts, *to_state), (num_slots, discipline, read, read_mask), sizes)
     return to_x, to_logits, to_query if parts is None else parts.sum(0).to(query.dtype), *to_state
 
@@ -217,33 +220,32 @@ depth_step.register_autograd(_differentiate, setup_context=_remember)
 def _launch(name: str, tensors: tuple, how: tuple[int, str, str, str], sizes: dict[str, int]) -> None:
     """Run the kernel `name` of `triton_depth_kernels` on as many programs as the tokens and heads need."""
     (*_, x), (*_, logits), _, slots, mask = tensors[:5]
-    num_tokens, (num_heads, head_dim) = x.shape[:-2].numel(), x.shape[-2:]
-    if num_tokens == 0:
-        return
     num_slots, *options = how
     capped = slots.shape[0] + len(tensors[0]) > num_slots
-    made_for = constants(num_heads, head_dim, logits.shape[-1], _wide(x, mask), options, capped)
-    grid = (-(-num_tokens // made_for["TOKENS"]), -(-num_heads // made_for["GROUP"]))
+    made_for = constants(name, *x.shape[-2:], logits.shape[-1], _wide(x, mask), options, capped)
+    programs, groups, _ = grid(name, x)
+    if programs == 0:
+        return
     with torch.cuda.device_of(x):
-        getattr(_kernels(), name)[grid](
+        getattr(_kernels(), name)[(programs, groups)](
             *map(_contiguous, tensors),
-            num_tokens=num_tokens,
+            num_tokens=x.shape[:-2].numel(),
             num_occupied=slots.shape[0],
             num_slots=num_slots,
             **sizes,
             **made_for,
-            **compiler_options(head_dim),
+            **compiler_options(name, x.shape[-1]),
         )
 
 
 def constants(
-    num_heads: int, head_dim: int, num_actions: int, dtype: torch.dtype, options: list[str], capped: bool
+    name: str, num_heads: int, head_dim: int, num_actions: int, dtype: torch.dtype, options: list[str], capped: bool
 ) -> dict[str, object]:
-    """What both kernels are compiled for: their `tl.constexpr` arguments. `options`: discipline, read, read_mask."""
+    """What the kernel `name` is compiled for: its `tl.constexpr` arguments. `options`: discipline, read, read_mask."""
     import triton.language as tl
 
     discipline, read, read_mask = options
-    return tile(num_heads, head_dim) | {
+    return tile(name, num_heads, head_dim) | {
         "HEADS": num_heads,
         "HEAD_DIM": head_dim,
         "NUM_ACTIONS": num_actions,
@@ -257,26 +259,35 @@ def constants(
     }
 
 
-def tile(num_heads: int, head_dim: int) -> dict[str, int]:
-    """TOKENS and GROUP heads that a program takes, and D."""
+def tile(name: str, num_heads: int, head_dim: int) -> dict[str, int]:
+    """TOKENS and GROUP heads that a program of the kernel takes at once, and D."""
     padded = _power_of_2(head_dim)
-    numbers = max(padded, 32 * NUM_WARPS * _per_thread(padded))
+    numbers = compiler_options(name, head_dim)["num_warps"] * 32 * _per_thread(padded)
     group = min(_power_of_2(num_heads), numbers // padded)
     return {"TOKENS": numbers // padded // group, "GROUP": group, "D": padded}
 
 
-def compiler_options(head_dim: int) -> dict[str, int]:
-    """How Triton compiles the kernels: a row lies within a warp, if there is a way."""
+def compiler_options(name: str, head_dim: int) -> dict[str, int]:
+    """How Triton compiles the kernel: a row of a tile lies within a warp, if it can."""
     padded = _power_of_2(head_dim)
     return {
-        "num_warps": max(NUM_WARPS, padded // (32 * _per_thread(padded))),
-        "num_stages": 1,  # they load ahead by themselves
+        "num_warps": max(WARPS[name], padded // (32 * _per_thread(padded))),
+        "num_stages": 1,  # it loads ahead by itself
         "enable_fp_fusion": True,  # the default differs between versions
     }
 
 
 def _per_thread(padded: int) -> int:
     return min(max(NUMBERS_PER_THREAD, padded // 32), MOST_NUMBERS_PER_THREAD)
+
+
+def grid(name: str, x: Tensor) -> tuple[int, int, int]:
+    """Programs along the tokens and along the heads, and how many blocks of tokens each takes in turn."""
+    (num_heads, head_dim), num_tokens = x.shape[-2:], x.shape[:-2].numel()
+    sizes = tile(name, num_heads, head_dim)
+    blocks, groups = -(-num_tokens // sizes["TOKENS"]), -(-num_heads // sizes["GROUP"])
+    repeat = max(1, -(-blocks * groups // MOST_PROGRAMS)) if name == "backward" else 1
+    return -(-blocks // repeat), groups, repeat
 
 
 def _wide(tensor: Tensor, mask: Tensor) -> torch.dtype:

@@ -33,7 +33,7 @@ from stackexp.stack.triton_depth_math import (
 from stackexp.stack.triton_math import _divided
 
 # not what a kernel is made for: one serves all layers that have as many stages
-DYNAMIC = ["num_tokens", "num_occupied", "num_old", "num_new", "num_slots"]
+DYNAMIC = ["num_tokens", "repeat", "num_occupied", "num_old", "num_new", "num_slots"]
 
 
 @triton.jit(do_not_specialize=DYNAMIC)
@@ -70,11 +70,9 @@ def forward(
     DTYPE: tl.constexpr,
 ):
     """`reference.step`, after that of the layers since V_0."""
-    place = place_of(num_tokens, HEADS, HEAD_DIM, TOKENS, GROUP, D)
+    place = place_of(tl.program_id(0), num_tokens, HEADS, HEAD_DIM, TOKENS, GROUP, D)
     at, here, at_x, within, _, at_w = place
-    w = tl.zeros([TOKENS * GROUP, D], DTYPE)
-    if READ == "global":
-        w = tl.load(query + at_w, within, other=0).to(DTYPE)
+    w = load_or(tl.zeros([TOKENS * GROUP, D], DTYPE), query, at_w, within)
     stages, actions = enter(xs, logits, place, NUM_ACTIONS, DTYPE)
     needed = num_occupied
     if READ == "top" and new_slots is None:  # slots further down do not get there
@@ -119,6 +117,7 @@ def backward(
     to_slots,  # out, of St [num_old, tokens, H, D]
     to_mask,  # out [num_old, tokens, H]
     num_tokens,
+    repeat,  # blocks of tokens that a program takes
     num_occupied,
     num_old,
     num_new,
@@ -140,77 +139,98 @@ def backward(
 ):
     """The gradients of this layer's step. At slot j those to St[j - 1] are complete; x is St[-1]."""
     LAST: tl.constexpr = len(xs) - 1
-    place = place_of(num_tokens, HEADS, HEAD_DIM, TOKENS, GROUP, D)
-    at, here, at_x, within, plane, at_w = place
-    filled = (num_occupied, num_occupied)
     nothing = tl.zeros([TOKENS * GROUP, D], DTYPE)
     none = tl.zeros([TOKENS * GROUP], DTYPE)
-    w = nothing
+    filled = (num_occupied, num_occupied)
+    to_w = nothing
+    for block in range(tl.program_id(0) * repeat, (tl.program_id(0) + 1) * repeat):
+        place = place_of(block, num_tokens, HEADS, HEAD_DIM, TOKENS, GROUP, D)
+        at, here, at_x, within, plane, at_w = place
+        w = load_or(nothing, query, at_w, within)
+        stages, actions = enter(xs, logits, place, NUM_ACTIONS, DTYPE)
+        from_read = load_or(nothing, grad_read, at_x, within)
+        value, highest, total = nothing, none, none + 1
+        if log_total is not None:
+            value = load_or(nothing, read, at_x, within) + load_or(nothing, rest, at_x, within)
+            highest = load_or(none, log_total, at, here)
+        elif READ == "global":
+            value, highest, total = sweep(
+                stages, actions, slots, mask, w, None, None, filled, num_new, num_slots, place,
+                HEAD_DIM, DISCIPLINE, READ, READ_MASK, CAPPED, EMPTY, TINY, DTYPE,
+            )[:3]  # fmt: skip
+        mean = tl.sum(from_read * value, 1)  # of what the weights get
+        stages = fill(stages, actions, slots, mask, filled, num_slots, place, HEAD_DIM, DISCIPLINE, CAPPED, TINY, DTYPE)
+
+        products, sums = (nothing, nothing, nothing), (none, none, none)
+        above, above_mask, above_queue = (nothing, nothing), (none, none), (none, none, none)
+        slot, slot_mask = load_slot(slots, mask, len(xs), filled, place, HEAD_DIM, DTYPE)
+        grad, grad_m = load_gradients(grad_slots, grad_mask, 0, num_new, place, HEAD_DIM, nothing, none)
+        for j in tl.range(num_old + 1, loop_unroll_factor=2):
+            t = j + len(xs)
+            later = load_slot(slots, mask, t + 1, filled, place, HEAD_DIM, DTYPE)  # while this one is worked on
+            later_grad = load_gradients(grad_slots, grad_mask, j + 1, num_new, place, HEAD_DIM, nothing, none)
+            window = stages[LAST]
+            stages, new, m = advance(stages, actions, slot, slot_mask, t, num_slots, len(xs), DISCIPLINE, CAPPED, TINY)
+            if READ == "global":
+                score, content = score_of(new, m, w, READ_MASK, EMPTY, TINY)
+                weight = tl.where(j < num_new, tl.exp(score - highest), 0)
+                if log_total is None:
+                    weight = _divided(weight, total)
+                to_score = weight * (tl.sum(from_read * new, 1) - mean)
+                to_content, more = score_backward(to_score, content, m, READ_MASK, EMPTY, TINY)
+                grad += weight[:, None] * from_read + to_content[:, None] * w
+                grad_m += more
+                to_w += to_content[:, None] * new
+            else:
+                grad += tl.where(j == 0, from_read, 0)
+            products, sums, complete, complete_mask, above_queue = update_backward(
+                grad, grad_m, above, above_mask, above_queue, window, stages[LAST], actions[LAST], products, sums,
+                DISCIPLINE, TINY,
+            )  # fmt: skip
+            if j == 0:
+                tl.store(to_x + at_x, complete, within)
+            else:
+                tl.store(to_slots + (j - 1) * plane * HEAD_DIM + at_x, complete, within)
+                tl.store(to_mask + (j - 1) * plane + at, complete_mask, here)
+            above, above_mask = (grad, above[0]), (grad_m, above_mask[0])
+            slot, slot_mask = later
+            grad, grad_m = later_grad
+        _store_logits_gradient(
+            products, sums, actions[LAST], logits[LAST], grad_action, grad_entropy, to_logits, place,
+            NUM_ACTIONS, ONE_ENTROPY, DTYPE,
+        )  # fmt: skip
     if READ == "global":
-        w = tl.load(query + at_w, within, other=0).to(DTYPE)
-    stages, actions = enter(xs, logits, place, NUM_ACTIONS, DTYPE)
-    push, pop, no_op = actions[LAST]
-    from_read = load_or(nothing, grad_read, at_x, within)
-    highest, total = none, none + 1
-    if log_total is not None:
-        value = load_or(nothing, read, at_x, within) + load_or(nothing, rest, at_x, within)
-        highest = tl.load(log_total + at, here, other=0)
-    elif READ == "global":
-        value, highest, total, _ = sweep(
-            stages, actions, slots, mask, w, None, None, filled, num_new, num_slots, place,
-            HEAD_DIM, DISCIPLINE, READ, READ_MASK, CAPPED, EMPTY, TINY, DTYPE,
-        )  # fmt: skip
-    mean = tl.sum(from_read * value, 1) if READ == "global" else none  # of what each weight gets
-    stages = fill(stages, actions, slots, mask, filled, num_slots, place, HEAD_DIM, DISCIPLINE, CAPPED, TINY, DTYPE)
+        to_w = tl.sum(tl.reshape(to_w, [TOKENS, GROUP, D]), 0)
+        head, d = tl.program_id(1) * GROUP + tl.arange(0, GROUP)[:, None], tl.arange(0, D)[None, :]
+        at_w = (tl.program_id(0) * HEADS + head) * HEAD_DIM + d
+        tl.store(to_query + at_w, to_w, (head < HEADS) & (d < HEAD_DIM))
 
-    to_w, products, sums = nothing, (nothing, nothing, nothing), (none, none, none)
-    above, above_mask, above_queue = (nothing, nothing), (none, none), (none, none, none)  # of slots j-1 and j-2
-    slot, slot_mask = load_slot(slots, mask, len(xs), filled, place, HEAD_DIM, DTYPE)
-    grad, grad_m = load_gradients(grad_slots, grad_mask, 0, num_new, place, HEAD_DIM, nothing, none)
-    for j in range(num_old + 1):
-        t = j + len(xs)
-        later = load_slot(slots, mask, t + 1, filled, place, HEAD_DIM, DTYPE)  # while this one is worked on
-        later_grad = load_gradients(grad_slots, grad_mask, j + 1, num_new, place, HEAD_DIM, nothing, none)
-        window = stages[LAST]
-        stages, new, m = advance(stages, actions, slot, slot_mask, t, num_slots, len(xs), DISCIPLINE, CAPPED, TINY)
-        if READ == "global":
-            score, content = score_of(new, m, w, READ_MASK, EMPTY, TINY)
-            weight = tl.where(j < num_new, _divided(tl.exp(score - highest), total), 0)
-            to_score = weight * (tl.sum(from_read * new, 1) - mean)
-            to_content, more = score_backward(to_score, content, m, READ_MASK, EMPTY, TINY)
-            grad += weight[:, None] * from_read + to_content[:, None] * w
-            grad_m += more
-            to_w += to_content[:, None] * new
-        else:
-            grad += tl.where(j == 0, from_read, 0)
-        products, sums, complete, complete_mask, above_queue = update_backward(
-            grad, grad_m, above, above_mask, above_queue, window, stages[LAST], actions[LAST], products, sums,
-            DISCIPLINE, TINY,
-        )  # fmt: skip
-        if j == 0:
-            tl.store(to_x + at_x, complete, within)
-        else:
-            tl.store(to_slots + (j - 1) * plane * HEAD_DIM + at_x, complete, within)
-            tl.store(to_mask + (j - 1) * plane + at, complete_mask, here)
-        above, above_mask = (grad, above[0]), (grad_m, above_mask[0])
-        slot, slot_mask = later
-        grad, grad_m = later_grad
 
+@triton.jit
+def _store_logits_gradient(
+    products,
+    sums,
+    action,
+    logits,
+    grad_action,
+    grad_entropy,
+    to_logits,
+    place,
+    NUM_ACTIONS: tl.constexpr,
+    ONE_ENTROPY: tl.constexpr,
+    DTYPE: tl.constexpr,
+):
+    """Through the softmax of the actions, whose gradients `products` and `sums` add up to."""
+    at, here = place[:2]
+    none = tl.zeros_like(sums[0])
     to_push = tl.sum(products[0], 1) + sums[0] + load_or(none, grad_action, at * 3, here)
     to_pop = tl.sum(products[1], 1) + sums[1] + load_or(none, grad_action, at * 3 + 1, here)
     to_no_op = tl.sum(products[2], 1) + sums[2] + load_or(none, grad_action, at * 3 + 2, here)
     to_entropy = load_or(none, grad_entropy, at * 0 if ONE_ENTROPY else at, here)
     push, pop, no_op = logits_backward(
-        (to_push, to_pop, to_no_op), to_entropy, actions[LAST],
-        load_logits(logits[LAST], place, NUM_ACTIONS, DTYPE), NUM_ACTIONS,
-    )  # fmt: skip
+        (to_push, to_pop, to_no_op), to_entropy, action, load_logits(logits, place, NUM_ACTIONS, DTYPE), NUM_ACTIONS
+    )
     tl.store(to_logits + at * NUM_ACTIONS, push, here)
     if NUM_ACTIONS == 3:
         tl.store(to_logits + at * 3 + 1, pop, here)
     tl.store(to_logits + at * NUM_ACTIONS + NUM_ACTIONS - 1, no_op, here)
-    if READ == "global":
-        to_w = tl.sum(tl.reshape(tl.where(within, to_w, 0), [TOKENS, GROUP, D]), 0)
-        head = tl.program_id(1) * GROUP + tl.arange(0, GROUP)[:, None]
-        d = tl.arange(0, D)[None, :]
-        at_program = tl.program_id(0).to(tl.int64) * HEADS + head
-        tl.store(to_query + at_program * HEAD_DIM + d, to_w, (head < HEADS) & (d < HEAD_DIM))

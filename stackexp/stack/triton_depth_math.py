@@ -5,8 +5,8 @@ makes the slots V_{i+1} of V_i,
 
     V_{i+1}[j] = a_push V_i[j-1] + a_pop V_i[j+1] + a_noop V_i[j]        V_i[-1] = x_i
 
-so it hands slot j on as soon as it gets slot j+1, and of what it got it keeps two slots, its window. V_0 is loaded; what
-the last stage hands on are this layer's slots St', the top first. M goes the same way, with M[-1] = 1.
+so it hands slot j on as soon as it gets slot j+1, and of what it got it keeps two slots, its window. V_0 is loaded;
+what the last stage hands on are this layer's slots St', the top first. M goes the same way, with M[-1] = 1.
 
 Sums of products are spelled as `tl.fma`: the forward and the backward pass must round alike, and what a compiler
 contracts by itself depends on what stands around.
@@ -20,6 +20,7 @@ from stackexp.stack.triton_math import _divided, softmax
 
 @triton.jit
 def place_of(
+    block,
     num_tokens,
     HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -27,12 +28,12 @@ def place_of(
     GROUP: tl.constexpr,
     D: tl.constexpr,
 ):
-    """Of the rows: place among [tokens, HEADS], whether they exist; of their numbers the same; the size of a plane.
+    """Of the rows of a block of tokens: places among [tokens, HEADS], and whether they exist; of the numbers the same.
 
-    A plane is one slot of all stacks. Last the numbers' places among [HEADS, HEAD_DIM].
+    Then the size of a plane, which is one slot of all stacks; and the numbers' places among [HEADS, HEAD_DIM].
     """
     row = tl.arange(0, TOKENS * GROUP)
-    token = tl.program_id(0).to(tl.int64) * TOKENS + row // GROUP
+    token = tl.full(row.shape, block, tl.int64) * TOKENS + row // GROUP
     head = tl.program_id(1) * GROUP + row % GROUP
     d = tl.arange(0, D)[None, :]
     at, here = token * HEADS + head, (token < num_tokens) & (head < HEADS)
@@ -218,14 +219,14 @@ def sweep(
     total = occupancy + (num_slots - num_new)  # the empty slots' share
     highest = tl.where(total > 0, tl.full(total.shape, EMPTY, DTYPE), float("-inf"))
     slot, slot_mask = load_slot(slots, mask, len(stages), filled, place, HEAD_DIM, DTYPE)
-    for j in range(num_new):
+    for j in tl.range(num_new, loop_unroll_factor=2):
         t = j + len(stages)
         later = load_slot(slots, mask, t + 1, filled, place, HEAD_DIM, DTYPE)  # while this one is worked on
         stages, new, m = advance(stages, actions, slot, slot_mask, t, num_slots, len(stages), DISCIPLINE, CAPPED, TINY)
         slot, slot_mask = later
         occupancy += m
         if READ == "global":
-            score, _ = score_of(new, m, w, READ_MASK, EMPTY, TINY)
+            score = score_of(new, m, w, READ_MASK, EMPTY, TINY)[0]
             raised = tl.maximum(highest, score)
             scale, weight = tl.exp(highest - raised), tl.exp(score - raised)
             total, read = tl.fma(total, scale, weight), tl.fma(read, scale[:, None], weight[:, None] * new)
