@@ -6,7 +6,7 @@ from torch import nn
 
 from stackexp.config import registry
 from stackexp.config.compose import compose
-from stackexp.config.schema import AdamWConfig, CosineConfig, LinearConfig, WarmupStableDecayConfig
+from stackexp.config.optimization import AdamWConfig, CosineConfig, LinearConfig, WarmupStableDecayConfig
 from stackexp.modules.optimization import build_adamw, cosine, linear, warmup_stable_decay
 
 

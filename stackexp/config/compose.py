@@ -14,7 +14,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from stackexp.config import formal  # noqa: F401  (registers its kinds)
+from stackexp.config import formal, optimization  # noqa: F401  (they register their kinds)
 from stackexp.config.checks import check, check_all, field_of, mistake, wrong_value
 from stackexp.config.interpolation import first_line, keys, resolve
 from stackexp.config.layers import Layers, find_config, origin_of, sections

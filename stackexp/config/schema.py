@@ -251,65 +251,6 @@ class StdlibConfig(DataConfig):
     global_batch_tokens: int = at_least(1, 4096)
 
 
-@register("optimizer", "adamw", builds="stackexp.modules.optimization:build_adamw")
-@dataclass
-class AdamWConfig:
-    """AdamW; norms, biases, embeddings and scalars are not decayed."""
-
-    kind: str = "adamw"
-    lr: float = above(0, 4e-4)
-    beta1: float = from_up_to(0, 1, 0.9)
-    beta2: float = from_up_to(0, 1, 0.95)
-    eps: float = above(0, 1e-5)
-    weight_decay: float = at_least(0, 0.1)
-
-
-@dataclass
-class ScheduleConfig:
-    """A linear warm-up from 0 over `warmup_steps`, then what the kind says, down to `final_fraction` of the peak."""
-
-    kind: str = "cosine"
-    warmup_steps: int = at_least(0, 200)
-    final_fraction: float = within(0, 1, 0.1)
-
-    def problems(self, trainer: "TrainerConfig") -> Problems:
-        if self.warmup_steps >= trainer.max_steps:
-            yield "warmup_steps", f"must be smaller than trainer.max_steps {trainer.max_steps}"
-
-
-@register("schedule", "cosine", builds="stackexp.modules.optimization:cosine")
-@dataclass
-class CosineConfig(ScheduleConfig):
-    kind: str = "cosine"
-
-
-@register("schedule", "linear", builds="stackexp.modules.optimization:linear")
-@dataclass
-class LinearConfig(ScheduleConfig):
-    kind: str = "linear"
-
-
-@register("schedule", "wsd", builds="stackexp.modules.optimization:warmup_stable_decay")
-@dataclass
-class WarmupStableDecayConfig(ScheduleConfig):
-    """Warm-up, constant, then a decay over the last `decay_steps`: linear or 1 - sqrt."""
-
-    kind: str = "wsd"
-    final_fraction: float = within(0, 1, 0.0)
-    decay_steps: Optional[int] = at_least(1, None)  # None: decay_fraction of trainer.max_steps
-    decay_fraction: float = within(0, 1, 0.2)
-    decay: Literal["linear", "one_minus_sqrt"] = "one_minus_sqrt"
-
-    def problems(self, trainer: "TrainerConfig") -> Problems:
-        yield from super().problems(trainer)
-        if self.warmup_steps + self.decay_steps_of(trainer.max_steps) > trainer.max_steps:
-            yield "decay_steps", f"warmup_steps + decay_steps exceed trainer.max_steps {trainer.max_steps}"
-
-    def decay_steps_of(self, max_steps: int) -> int:
-        """How many of `max_steps` the decay takes."""
-        return self.decay_steps or max(1, round(self.decay_fraction * max_steps))
-
-
 @dataclass
 class TrainerConfig:
     """Named as in lightning's Trainer where it has a name; steps are optimizer steps throughout."""
@@ -395,7 +336,8 @@ class ExperimentConfig:
         if self.beside and self.trainer.devices * self.trainer.num_nodes > 1:
             yield "beside", "trains one run after the other in one process; set trainer.devices: 1, or use a sweep"
         axis = getattr(getattr(self.model, "memory", None), "axis", "depth")
-        if self.trainer.recompute == "selective" and not (isinstance(self.model, TransformerConfig) and axis == "depth"):
+        blocks = isinstance(self.model, TransformerConfig) and axis == "depth"
+        if self.trainer.recompute == "selective" and not blocks:
             yield "trainer.recompute", "selective is for a decoder without a scan over the tokens; set it to all"
         attention, precision = getattr(self.model, "attention", "sdpa"), self.trainer.precision
         if attention in FLASH_KERNELS and not precision.startswith("bf16"):

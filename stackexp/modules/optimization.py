@@ -6,7 +6,13 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from stackexp.config.schema import AdamWConfig, CosineConfig, LinearConfig, ScheduleConfig, WarmupStableDecayConfig
+from stackexp.config.optimization import (
+    AdamWConfig,
+    CosineConfig,
+    LinearConfig,
+    ScheduleConfig,
+    WarmupStableDecayConfig,
+)
 
 Factor = Callable[[int], float]
 
