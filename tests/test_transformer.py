@@ -279,21 +279,3 @@ def test_flops_per_token_are_those_that_torch_counts(memory, tied):
     counted = counter.get_total_flops() / 64
     assert model.flops_per_token(64) == pytest.approx(counted, rel=0.01 if memory is None else 0.05)
     assert model.flops_per_token(64) > make_model(None, tie_embeddings=tied, **sizes).flops_per_token(64) or not memory
-
-
-@pytest.mark.parametrize("name", ["depth", "queue"])
-def test_compiles_as_one_graph(name):
-    model = make_model(MEMORIES[name], dtype=torch.float32)
-    compiled = torch.compile(model, fullgraph=True, backend="eager")
-    torch.testing.assert_close(compiled(make_tokens()), model(make_tokens()))
-
-
-@pytest.mark.slow
-def test_compiled_gradients():
-    model, tokens = make_model(MEMORIES["depth"], dtype=torch.float32), make_tokens()
-    results = []
-    for run in (model, torch.compile(model)):
-        output = run(tokens, probe=True)
-        loss = output.logits.logsumexp(-1).sum() + output.entropy
-        results.append((output.logits, torch.autograd.grad(loss, list(model.parameters()))))
-    torch.testing.assert_close(results[0], results[1], rtol=1e-3, atol=1e-4)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from stackexp.config.schema import TransformerConfig
-from stackexp.models.attention_backends import load, sdpa
+from stackexp.models.attention_backends import load, sdpa_after
 from stackexp.models.layers import Linear
 from stackexp.models.positions import rotate
 
@@ -43,6 +43,5 @@ class Attention(nn.Module):
             q, k = rotate(q, rope), rotate(k, rope)
         if past is not None:
             k, v = torch.cat([past[0], k], 2), torch.cat([past[1], v], 2)
-        attend = self.attend if past is None else sdpa
-        y = attend(q, k, v, seen, self.causal)
+        y = self.attend(q, k, v, seen, self.causal) if past is None else sdpa_after(q, k, v, seen)
         return self.o_proj(y.transpose(1, 2).flatten(2)), (k, v)

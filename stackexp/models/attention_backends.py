@@ -115,14 +115,19 @@ def _blocks(config: TransformerConfig, h: Tensor, documents: Tensor | None) -> F
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, causal: bool) -> Tensor:
-    """`seen`: see `_dense`. S keys, of which the last T are the queries' own."""
-    new, of_all = q.shape[2], k.shape[2]
-    if seen is None and 1 < new < of_all:  # several tokens after earlier ones
-        seen = torch.ones(new, of_all, dtype=torch.bool, device=q.device).tril(of_all - new)
-    elif seen is not None and seen.is_floating_point():
+    """`seen`: see `_dense`; where it is given it says all."""
+    if seen is not None and seen.is_floating_point():
         seen = seen.to(q.dtype)
-    causal = causal and new == of_all and seen is None
+    causal = causal and seen is None
     return F.scaled_dot_product_attention(q, k, v, seen, is_causal=causal, enable_gqa=_grouped(q, k))
+
+
+def sdpa_after(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None) -> Tensor:
+    """Of T queries that follow others, causal: k and v [B, kv heads, S, D] are of all tokens, the last T their own."""
+    new, of_all = q.shape[2], k.shape[2]
+    if seen is None and new > 1:
+        seen = torch.ones(new, of_all, dtype=torch.bool, device=q.device).tril(of_all - new)
+    return sdpa(q, k, v, seen, causal=False)
 
 
 def flex(kernel: Callable, q: Tensor, k: Tensor, v: Tensor, seen: FlexSight, causal: bool) -> Tensor:

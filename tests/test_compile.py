@@ -1,0 +1,153 @@
+"""torch.compile of the whole model: one graph, whatever the memory between the layers, and the same numbers."""
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._dynamo.utils import counters
+
+from stackexp import stack
+from stackexp.config.compose import compose
+from stackexp.config.schema import StackMemoryConfig, TransformerConfig
+from stackexp.data.documents import document_ids
+from stackexp.models.transformer import Cache, Transformer
+from stackexp.modules.language_modeling import LanguageModeling
+
+VOCAB, B, T = 13, 2, 9
+VARIANTS = {
+    "transformer": None,
+    "stacktrans": {},
+    "queue": {"discipline": "queue", "site": "after_attention"},
+    "push_only": {"discipline": "push_only", "read_mask": "log"},
+    "single_head": {"num_heads": 1},
+    "full_dim": {"projection": "none", "head_dim": 8},
+    "authors_code": {
+        "site": "after_attention",
+        "projection": "shared_slices",
+        "action_input": "hidden",
+        "action_scale": "slice",
+        "read_mask": "additive",
+        "residual_gate": "read",
+    },
+    "top": {"read": "top", "site": "before_attention"},
+    "noisy": {"action_noise": 0.5, "action_sharpness": 2.0},
+    "one_slot": {"num_slots": 1, "discipline": "queue"},
+}
+IMPLEMENTATIONS = ["eager", *({"coefficients"} & set(stack.IMPLEMENTATIONS))]
+
+
+@pytest.fixture(autouse=True)
+def afresh():
+    torch._dynamo.reset()
+    counters.clear()
+
+
+def make_model(variant: str, **options) -> Transformer:
+    torch.manual_seed(0)
+    memory = VARIANTS[variant]
+    if memory is not None:
+        memory = StackMemoryConfig(**{"num_heads": 2, "head_dim": 4, "num_slots": 2} | memory)
+    sizes = {"vocab_size": VOCAB, "hidden_size": 16, "num_layers": 2, "intermediate_size": 24}
+    return Transformer(TransformerConfig(**sizes | options, num_heads=4, num_kv_heads=2, memory=memory))
+
+
+def make_tokens() -> torch.Tensor:
+    return torch.randint(VOCAB, (B, T), generator=torch.Generator().manual_seed(1))
+
+
+def run(model, tokens, **options) -> tuple:
+    """Every output, and the gradients of all parameters."""
+    torch.manual_seed(2)
+    output = model(tokens, **options)
+    weights = list(getattr(model, "_orig_mod", model).parameters())
+    score = output.hidden if output.logits is None else output.logits
+    return output, torch.autograd.grad(score.logsumexp(-1).sum() + output.entropy, weights, allow_unused=True)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_variant_of_the_depth_axis_is_one_graph(variant, implementation):
+    model, tokens = make_model(variant), make_tokens()
+    counter = CompileCounterWithBackend("eager")
+    with stack.implementation(implementation):
+        got = run(torch.compile(model, fullgraph=True, backend=counter), tokens, probe=True)
+        wanted = run(model, tokens, probe=True)
+    assert counter.frame_count == 1
+    assert counter.op_count > 50
+    torch.testing.assert_close(got, wanted)
+
+
+@pytest.mark.parametrize("recompute", ["selective", *(pytest.param(r, marks=pytest.mark.slow) for r in (False, True))])
+def test_one_graph_forward_and_one_backward(recompute):
+    """Under autocast, of hidden states, as a training step calls it; with blocks recomputed or not."""
+    model, tokens = make_model("stacktrans"), make_tokens()
+    model.checkpoint_blocks = recompute
+    counter = CompileCounterWithBackend("aot_eager")
+    with torch.autocast("cpu", torch.bfloat16):
+        got = run(torch.compile(model, fullgraph=True, backend=counter), tokens, hidden=True)
+        wanted = run(model, tokens, hidden=True)
+    assert counter.frame_count == 1
+    torch.testing.assert_close(got, wanted, rtol=2e-2, atol=2e-2)
+
+
+def test_documents_are_in_the_graph():
+    model, tokens = make_model("stacktrans"), make_tokens()
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    documents = document_ids(tokens, 0)
+    torch.testing.assert_close(run(compiled, tokens, documents=documents), run(model, tokens, documents=documents))
+
+
+@torch.no_grad()
+def test_prefill_and_decode_are_one_graph_each():
+    model, tokens = make_model("stacktrans").eval(), make_tokens()
+    counter = CompileCounterWithBackend("eager")
+    compiled, cache = torch.compile(model, fullgraph=True, backend=counter), Cache()
+    logits = [compiled(part, cache).logits for part in tokens.split([5, 1, 1, 1, 1], 1)]
+    torch.testing.assert_close(torch.cat(logits, 1), model(tokens).logits)
+    assert counter.frame_count <= 3, "a prefill, a first token, any further token"
+
+
+def language_model(monkeypatch, **compile_options) -> LanguageModeling:
+    """With trainer.compile=true."""
+    compile_module = torch.nn.Module.compile
+    monkeypatch.setattr(
+        torch.nn.Module, "compile", lambda self, *a, **o: compile_module(self, *a, **o | compile_options)
+    )
+    small = ["model.hidden_size=16", "model.num_layers=2", "model.num_heads=2", "model.num_kv_heads=1"]
+    small += ["model.intermediate_size=16", "data.kind=shards", "data.path=none", f"data.vocab_size={VOCAB}"]
+    small += ["trainer.precision=32-true", "trainer.z_loss=0.1", "trainer.cross_entropy_chunk=6"]
+    torch.manual_seed(0)
+    return LanguageModeling(compose(["quickstart"], [*small, "trainer.compile=true", "model.memory=stacktrans"]))
+
+
+def step(lm: LanguageModeling) -> list[torch.Tensor]:
+    loss = lm.training_step({"tokens": make_tokens(), "index": torch.arange(B)}, 0)
+    return [loss, *torch.autograd.grad(loss, list(lm.parameters()))]
+
+
+def test_the_option_compiles_the_model_without_a_break(monkeypatch):
+    """And the chunks of the loss. `backend` here stands for the inductor, which takes a minute."""
+    monkeypatch.setattr("stackexp.models.cross_entropy._compiled", lambda f: torch.compile(f, backend="eager"))
+    lm = language_model(monkeypatch, backend="eager")
+    compiled = step(lm)
+    assert counters["stats"]["unique_graphs"] == 2, "the model, and a chunk"
+    assert not counters["graph_break"]
+    with torch.compiler.set_stance("force_eager"):
+        torch.testing.assert_close(compiled, step(lm))
+
+
+@pytest.mark.slow  # compiles with the C++ compiler
+def test_the_inductor_gives_the_same_training_step(monkeypatch):
+    lm = language_model(monkeypatch, fullgraph=True)
+    compiled = step(lm)
+    with torch.compiler.set_stance("force_eager"):
+        torch.testing.assert_close(compiled, step(lm), rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_inductor_gives_the_same_numbers(variant):
+    if variant == "noisy":
+        pytest.skip("the inductor draws other numbers")
+    model, tokens = make_model(variant), make_tokens()
+    compiled = torch.compile(model, fullgraph=True)
+    torch.testing.assert_close(run(compiled, tokens, probe=True), run(model, tokens, probe=True), rtol=1e-3, atol=1e-4)
