@@ -1,6 +1,41 @@
-"""The stack between the layers as one kernel a layer for CUDA, and one for its gradients. Values as `reference`.
+"""The depth axis as one kernel a layer for CUDA, and one for its gradients. Values and gradients as `reference`.
 
-TODO
+Between the layers no stack is written and read again. Every k-th layer's is kept (`segment`, k = 4); a layer in between
+starts from the last one kept and makes the updates since once more, from the pushed vectors and the action logits of
+those layers: H(d_s + 3) numbers a layer instead of H n (d_s + 1), for n = min(l + 1, S) occupied slots at layer l. So
+does its backward pass. An update costs 3 multiply-adds for a number that is in registers; to have stored the number
+costs 4 bytes of traffic in bfloat16 and, worse, memory until the backward pass.
+
+Forward, a layer reads the kept stack, and x and the logits of up to k layers; it writes R, a, entropy, occupancy, what
+the gradients need (16 bits that R lost in rounding to bfloat16, and the log of the softmax's sum) and, if it is a
+k-th layer, its stack. Backward it reads the same, R, and the gradients to R and to the stack, and writes those to x, to
+the logits and to the stack before. The part of w_g's gradient that a program has is its own row, summed afterwards:
+nothing is added atomically, and a second run is the same to the bit.
+
+Of the gradient to the stack one is read and one written by each layer: it cannot be rebuilt. Autograd carries it from
+layer to layer as the gradient to two tensors of the state that have its shape, hold zeros, and take no storage: the
+values of a stack and the way back to it are apart. Recomputing whole blocks (activation checkpointing) keeps no stacks
+either, therefore: a block is given the kept one, which others have too, some x and logits, and these zeros.
+
+Bytes per token and layer, mean over the 32 layers of 360m, H = 4, d_s = 16, S = 24 (`traffic`):
+
+                                              forward   backward   kept for the backward pass
+    stack read and written once, bfloat16       4,080          -
+    k = 1 (each layer's is kept)                4,824      7,130     2,638
+    k = 2                                       3,766      7,152     1,558
+    k = 4                                       3,270      7,196     1,018    of which x and R are there anyway: 256
+    k = 8                                       3,088      7,284       748
+    k = 4, float32                              5,906     13,424     1,698
+
+4,200 of the 7,196 are the gradient to the stack. Above k = 4 little is saved, and arithmetic and registers grow with k.
+At an H100's 3.35 TB/s k = 4 is 3.1 ns a token and layer, 1.5 % of what the Transformer takes at 45 % of the card's peak
+(205 ns). Compiled for it (Triton 3.6), a warp has for a slot of 8 stacks 90-145 instructions forward and 165-225
+backward, which at full rate is 2.6 ns: bandwidth and arithmetic are near balance. Neither is measured yet on a GPU.
+
+Everything is computed in float32, or float64 where x or the state is; contents are stored as `empty` is told,
+rounded only in what is kept; M always in float32 at least. The kernels are opaque operators to torch.compile, with fake
+and autograd implementations; no size depends on data, nothing waits for the device. Triton is imported by the first
+step. With TRITON_INTERPRET=1 in the environment before, steps run on a CPU, slowly.
 """
 
 from types import ModuleType
@@ -16,7 +51,6 @@ from stackexp.stack.reference import StackOutput
 SEGMENT = 4  # k
 NUMBERS_PER_THREAD = 4  # of a tile: of bfloat16 8 bytes to load at once, of float32 16; more for rows past 128
 MOST_NUMBERS_PER_THREAD = 16
-WARPS = {"forward": 4, "backward": 1}  # of a program; where they are several the backward pass would need barriers
 MOST_PROGRAMS = 2**14  # of the backward pass: what they have of the gradient to w_g stays in the L2 cache
 
 
@@ -204,10 +238,10 @@ def _remembers(read: str, read_mask: str) -> bool:
 
 
 def _differentiate(ctx: FunctionCtx, *grads: Tensor | None) -> tuple:
-    given, lists = ctx.saved_tensors[:8], list(ctx.saved_tensors[8:])
-    pushed, pushed_logits = lists[: ctx.num_pushed], lists[ctx.num_pushed :]
+    saved = ctx.saved_tensors
+    given, pushed, pushed_logits = saved[:8], saved[8 : 8 + ctx.num_pushed], saved[8 + ctx.num_pushed :]
     to_read, to_action, to_entropy, *_, to_slots, to_mask = grads
-    tensors = (*given[:5], pushed, pushed_logits, *given[5:], to_read, to_action, to_entropy, to_slots, to_mask)
+    tensors = (*given[:5], list(pushed), list(pushed_logits), *given[5:], to_read, to_action, to_entropy, to_slots, to_mask)
     to_x, to_logits, to_query, *to_state = depth_step_backward(*tensors, ctx.num_old, *ctx.options)
     nothing = [None] * ctx.num_pushed
     query = None if given[2] is None else to_query
@@ -222,7 +256,7 @@ def _launch(name: str, tensors: tuple, how: tuple[int, str, str, str], sizes: di
     (*_, x), (*_, logits), _, slots, mask = tensors[:5]
     num_slots, *options = how
     capped = slots.shape[0] + len(tensors[0]) > num_slots
-    made_for = constants(name, *x.shape[-2:], logits.shape[-1], _wide(x, mask), options, capped)
+    made_for = constants(*x.shape[-2:], logits.shape[-1], _wide(x, mask), options, capped)
     programs, groups, _ = grid(name, x)
     if programs == 0:
         return
@@ -234,18 +268,18 @@ def _launch(name: str, tensors: tuple, how: tuple[int, str, str, str], sizes: di
             num_slots=num_slots,
             **sizes,
             **made_for,
-            **compiler_options(name, x.shape[-1]),
+            **compiler_options(x.shape[-1]),
         )
 
 
 def constants(
-    name: str, num_heads: int, head_dim: int, num_actions: int, dtype: torch.dtype, options: list[str], capped: bool
+    num_heads: int, head_dim: int, num_actions: int, dtype: torch.dtype, options: list[str], capped: bool
 ) -> dict[str, object]:
-    """What the kernel `name` is compiled for: its `tl.constexpr` arguments. `options`: discipline, read, read_mask."""
+    """What both kernels are compiled for: their `tl.constexpr` arguments. `options`: discipline, read, read_mask."""
     import triton.language as tl
 
     discipline, read, read_mask = options
-    return tile(name, num_heads, head_dim) | {
+    return tile(num_heads, head_dim) | {
         "HEADS": num_heads,
         "HEAD_DIM": head_dim,
         "NUM_ACTIONS": num_actions,
@@ -259,32 +293,33 @@ def constants(
     }
 
 
-def tile(name: str, num_heads: int, head_dim: int) -> dict[str, int]:
-    """TOKENS and GROUP heads that a program of the kernel takes at once, and D."""
+def tile(num_heads: int, head_dim: int) -> dict[str, int]:
+    """TOKENS and GROUP heads that a program takes at once, and D."""
     padded = _power_of_2(head_dim)
-    numbers = compiler_options(name, head_dim)["num_warps"] * 32 * _per_thread(padded)
+    numbers = compiler_options(head_dim)["num_warps"] * 32 * _per_thread(padded)
     group = min(_power_of_2(num_heads), numbers // padded)
     return {"TOKENS": numbers // padded // group, "GROUP": group, "D": padded}
 
 
-def compiler_options(name: str, head_dim: int) -> dict[str, int]:
-    """How Triton compiles the kernel: a row of a tile lies within a warp, if it can."""
+def compiler_options(head_dim: int) -> dict[str, int]:
+    """How Triton compiles the kernels: a row of a tile lies within a warp, if it can."""
     padded = _power_of_2(head_dim)
     return {
-        "num_warps": max(WARPS[name], padded // (32 * _per_thread(padded))),
-        "num_stages": 1,  # it loads ahead by itself
+        "num_warps": max(1, padded // (32 * _per_thread(padded))),  # one, if it can: several need barriers
+        "num_stages": 1,  # they load ahead by themselves
         "enable_fp_fusion": True,  # the default differs between versions
     }
 
 
 def _per_thread(padded: int) -> int:
-    return min(max(NUMBERS_PER_THREAD, padded // 32), MOST_NUMBERS_PER_THREAD)
+    """Numbers of a tile: of one row, whose probabilities and M every thread of the row has."""
+    return min(max(min(NUMBERS_PER_THREAD, padded), padded // 32), MOST_NUMBERS_PER_THREAD)
 
 
 def grid(name: str, x: Tensor) -> tuple[int, int, int]:
     """Programs along the tokens and along the heads, and how many blocks of tokens each takes in turn."""
     (num_heads, head_dim), num_tokens = x.shape[-2:], x.shape[:-2].numel()
-    sizes = tile(name, num_heads, head_dim)
+    sizes = tile(num_heads, head_dim)
     blocks, groups = -(-num_tokens // sizes["TOKENS"]), -(-num_heads // sizes["GROUP"])
     repeat = max(1, -(-blocks * groups // MOST_PROGRAMS)) if name == "backward" else 1
     return -(-blocks // repeat), groups, repeat

@@ -1,0 +1,233 @@
+"""Layers of a depth axis through `triton_depth` and the reference: values, gradients, and how far they may be apart."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from stackexp.stack import StackOutput, reference, triton_depth
+
+F64 = torch.float64
+
+
+class Case(NamedTuple):
+    """A stack that goes through L layers. S, d_s, H and L as everywhere; `segment` is k."""
+
+    num_slots: int
+    head_dim: int
+    num_heads: int
+    num_layers: int
+    discipline: str = "stack"
+    read: str = "global"
+    read_mask: str = "multiply"
+    scale: float = 1.0  # of the logits; 1000: saturated actions
+    segment: int = triton_depth.SEGMENT
+    leading: tuple[int, ...] = (1, 2)
+    dtype: torch.dtype = F64  # of x, logits, query
+    state_dtype: torch.dtype | None = None
+
+    @property
+    def name(self) -> str:
+        sizes = f"S{self.num_slots}-D{self.head_dim}-H{self.num_heads}-L{self.num_layers}-k{self.segment}"
+        how = self.read if self.read == "top" else self.read_mask
+        return "-".join([sizes, self.discipline, how, *(["saturated"] if self.scale > 1 else [])])
+
+    @property
+    def options(self) -> dict[str, int | str]:
+        names = ("num_slots", "discipline", "read", "read_mask")
+        return {name: getattr(self, name) for name in names}
+
+
+def make_inputs(case: Case, device: str = "cpu") -> list[Tensor]:
+    """x of each layer, logits of each, query; none contiguous, all numbers of the case's dtype."""
+    generator = torch.Generator().manual_seed(3)
+    num_actions = 2 if case.discipline == "push_only" else 3
+
+    def draw(*sizes: int) -> Tensor:  # the leading sizes last
+        return torch.randn(*sizes, *case.leading, generator=generator, dtype=F64).to(device, case.dtype)
+
+    def arrange(numbers: Tensor) -> Tensor:
+        return numbers.movedim((0, 1), (-1, -2))
+
+    xs = [arrange(draw(case.head_dim, case.num_heads)) for _ in range(case.num_layers)]
+    logits = [arrange(case.scale * draw(num_actions, case.num_heads)) for _ in range(case.num_layers)]
+    query = torch.randn(case.head_dim, generator=generator, dtype=F64).to(device, case.dtype)
+    return [t.requires_grad_() for t in (*xs, *logits, query.expand(case.num_heads, -1))]
+
+
+def unroll(case: Case, inputs: list[Tensor], step: Callable, state: NamedTuple, **options) -> list[StackOutput]:
+    """What every layer makes of the state of the one before."""
+    xs, logits, query = inputs[: case.num_layers], inputs[case.num_layers : -1], inputs[-1]
+    query = query if case.read == "global" else None
+    outputs = []
+    for x, of_actions in zip(xs, logits, strict=True):
+        output, state = step(state, x, of_actions, query, **case.options, **options)
+        outputs.append(output)
+    return outputs
+
+
+def triton(case: Case, inputs: list[Tensor], step: Callable = triton_depth.step) -> list[StackOutput]:
+    shape = (*case.leading, case.num_heads)
+    state = triton_depth.empty(shape, case.num_slots, case.head_dim, inputs[0], case.state_dtype)
+    return unroll(case, inputs, step, state, segment=case.segment)
+
+
+def by_reference(case: Case, inputs: list[Tensor]) -> list[StackOutput]:
+    state = reference.empty((*case.leading, case.num_heads), case.num_slots, case.head_dim, inputs[0])
+    return unroll(case, inputs, reference.step, state)
+
+
+def differentiate(outputs: list[StackOutput], inputs: list[Tensor]) -> dict[str, Tensor]:
+    """Outputs of all layers, and the gradients of a random functional of reads, actions and entropies."""
+    values = {name: torch.stack([getattr(o, name) for o in outputs]) for name in StackOutput._fields}
+    generator = torch.Generator().manual_seed(4)
+    total = 0
+    for name in ("read", "action", "entropy"):
+        weights = torch.randn(values[name].shape, generator=generator, dtype=F64)
+        total = total + (weights.to(values[name]) * values[name]).sum()
+    gradients = torch.autograd.grad(total, inputs, allow_unused=True)
+    num_layers = len(outputs)
+    found = {name: value.detach() for name, value in values.items()}
+    found |= {"to_x": torch.stack(gradients[:num_layers]), "to_logits": torch.stack(gradients[num_layers:-1])}
+    return found if gradients[-1] is None else found | {"to_query": gradients[-1]}
+
+
+def check(case: Case, device: str = "cpu") -> None:
+    """Values and gradients equal the reference's, all in float64."""
+    inputs = make_inputs(case, device)
+    ours, expected = (differentiate(run(case, inputs), inputs) for run in (triton, by_reference))
+    assert ours.keys() == expected.keys()
+    # (1 - M) * 1e9 magnifies the rounding of M in the scores
+    tolerance = (1e-5, 1e-6) if case.read_mask == "additive" else (1e-9, 1e-11)
+    for name, value in expected.items():
+        torch.testing.assert_close(ours[name], value, rtol=tolerance[0], atol=tolerance[1], msg=lambda m, n=name: n + m)
+
+
+def check_errors(case: Case, ulps: float, device: str = "cpu") -> None:
+    """Ours is no further from float64 than twice what the reference is in the case's dtype, or than some roundings."""
+    inputs = make_inputs(case, device)
+    exact_inputs = [tensor.detach().double().requires_grad_() for tensor in inputs]
+    exact = differentiate(by_reference(case, exact_inputs), exact_inputs)
+    ours, theirs = (differentiate(run(case, inputs), inputs) for run in (triton, by_reference))
+    for name, value in exact.items():
+        errors = [(found[name].double() - value).abs().max().item() for found in (ours, theirs)]
+        rounding = ulps * torch.finfo(case.dtype).eps * value.abs().max().item()
+        assert errors[0] <= max(2 * errors[1], rounding), (name, errors, rounding)
+
+
+def check_segments(case: Case) -> None:
+    """Where stacks are kept makes no difference."""
+    inputs, found = make_inputs(case), []
+    for segment in (1, 2, 3, case.num_layers + 1):
+        case = case._replace(segment=segment)
+        found.append(differentiate(triton(case, inputs), inputs))
+    for other in found[1:]:
+        torch.testing.assert_close(other, found[0], rtol=1e-9, atol=1e-11)
+
+
+def check_parts(case: Case) -> None:
+    """Gradients of some of the outputs alone: of the entropy's mean, of the last read, of one layer's action."""
+    functionals = [
+        lambda outputs: torch.stack([o.entropy.mean() for o in outputs]).mean(),
+        lambda outputs: outputs[-1].read.square().sum(),
+        lambda outputs: outputs[1].action[..., 0].sum() + outputs[0].read.sum(),
+    ]
+    for functional in functionals:
+        inputs = make_inputs(case)
+        ours, expected = (
+            torch.autograd.grad(functional(run(case, inputs)), inputs, allow_unused=True, materialize_grads=True)
+            for run in (triton, by_reference)
+        )
+        torch.testing.assert_close(ours, expected, rtol=1e-9, atol=1e-11)
+
+
+def check_recomputed(case: Case) -> None:
+    """Activation checkpointing of each layer changes nothing but what is kept: no stack of a layer's own."""
+
+    def recomputed(*args, **options):
+        return checkpoint(triton_depth.step, *args, use_reentrant=False, **options)
+
+    inputs = make_inputs(case)
+    plain, expected = kept_bytes(lambda: triton(case, inputs))
+    kept, outputs = kept_bytes(lambda: triton(case, inputs, recomputed))
+    torch.testing.assert_close(differentiate(outputs, inputs), differentiate(expected, inputs), rtol=0, atol=0)
+    assert kept < plain
+
+
+def kept_bytes(run: Callable[[], list]) -> tuple[int, list]:
+    """Of the storages that autograd keeps in `run`; and what it returns."""
+    storages = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        outputs = run()
+    return sum(storages.values()), outputs
+
+
+def check_operators(case: Case, device: str = "cpu") -> None:
+    """torch.library.opcheck of both operators, at every layer of the case."""
+    inputs, calls = make_inputs(case, device), []
+
+    class Recorder(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            if function.namespace == "stackexp":
+                calls.append((function, args))
+            return function(*args, **kwargs or {})
+
+    with Recorder():
+        differentiate(triton(case, inputs), inputs)
+    assert len(calls) == 2 * case.num_layers
+    for function, args in calls:
+        is_forward = function is torch.ops.stackexp.depth_step.default
+        args = [_detached(arg, is_forward and place in (0, 1, 2, 7, 8)) for place, arg in enumerate(args)]
+        torch.library.opcheck(function, args)
+
+
+def _detached(arg: object, requires_grad: bool) -> object:
+    if isinstance(arg, list):
+        return [_detached(a, requires_grad) for a in arg]
+    if not isinstance(arg, Tensor):
+        return arg
+    return arg.detach().requires_grad_(requires_grad)
+
+
+def check_compiled(case: Case, backend: str, device: str = "cpu") -> None:
+    """In one graph without breaks, and layer by layer, so that the state leaves graphs and enters others."""
+    inputs = make_inputs(case, device)
+    expected = differentiate(triton(case, inputs), inputs)
+    whole = torch.compile(triton, fullgraph=True, backend=backend)
+    step = torch.compile(triton_depth.step, fullgraph=True, backend=backend)
+    for outputs in (whole(case, inputs), triton(case, inputs, step)):
+        torch.testing.assert_close(differentiate(outputs, inputs), expected)
+
+
+def count_bytes(case: Case) -> tuple[list[list[int]], int]:
+    """What forward and backward of each layer get and give, once each; and what autograd keeps, but the query."""
+    inputs, moved = make_inputs(case), [[], []]
+
+    class Counter(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            outputs = function(*args, **kwargs or {})
+            if function.namespace == "stackexp":
+                is_forward = function is torch.ops.stackexp.depth_step.default
+                moved[not is_forward].append(_numbers([*args, *outputs], skip=args[2]))
+            return outputs
+
+    with Counter():
+        kept, outputs = kept_bytes(lambda: triton(case, inputs))
+        sum(o.read.square().float().sum() + o.entropy.mean() for o in outputs).backward()
+    return [moved[0], moved[1][::-1]], kept - inputs[-1].untyped_storage().nbytes()
+
+
+def _numbers(found: object, skip: Tensor) -> int:
+    if isinstance(found, list):
+        return sum(_numbers(each, skip) for each in found)
+    if not isinstance(found, Tensor) or found is skip or found.shape == skip.shape or 0 in found.stride():
+        return 0
+    return found.nbytes

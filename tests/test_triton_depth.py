@@ -1,0 +1,149 @@
+"""The Triton kernels of the depth axis equal the reference: in Triton's interpreter, and on a GPU."""
+
+import itertools
+import multiprocessing
+import os
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from importlib.util import find_spec
+
+import depths
+import pytest
+import torch
+from depths import Case
+
+from stackexp.stack import triton_depth
+from stackexp.stack.traffic import traffic
+
+pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
+
+F32, BF16 = torch.float32, torch.bfloat16
+CASES = [
+    Case(1, 1, 1, 1),
+    Case(1, 4, 3, 3, "queue", read_mask="log"),
+    Case(2, 17, 1, 4, "push_only", "top", segment=2),
+    Case(2, 4, 3, 6, "stack", scale=1000),
+    Case(7, 4, 1, 9, "queue", segment=3),
+    Case(7, 1, 8, 3, "push_only", read_mask="additive"),
+    Case(24, 16, 4, 5, "stack", leading=(2, 3)),
+    Case(33, 64, 1, 3, "queue", read_mask="additive", scale=1000),
+    Case(7, 240, 4, 2, "stack", read_mask="log"),
+    Case(7, 4, 3, 3, "stack", leading=(2, 0)),
+]
+HOW = [("top", "multiply"), ("global", "multiply"), ("global", "log"), ("global", "additive")]
+OPTIONS = [
+    Case(3, 4, 1, 6, discipline, *how, scale=scale, segment=2)
+    for discipline, how, scale in itertools.product(["stack", "queue", "push_only"], HOW, [1.0, 1000.0])
+]
+SIZES = [  # S, d_s, H, L
+    *[(1, 4, 1, 7), (2, 64, 4, 9), (7, 16, 3, 20), (24, 17, 8, 30), (33, 16, 1, 40), (24, 16, 4, 32)],
+    *[(7, 240, 3, 12), (33, 1, 4, 36), (2, 240, 1, 5), (24, 4, 8, 26), (33, 64, 3, 35), (1, 17, 4, 3)],
+]
+HOWEVER = itertools.cycle(itertools.product(["stack", "queue", "push_only"], HOW[1:]))
+MORE = [*OPTIONS, *(Case(*sizes, *how, segment=k) for sizes, how, k in zip(SIZES, HOWEVER, itertools.cycle([4, 1, 8])))]
+ROUNDED = [
+    Case(3, 16, 2, 6, discipline, read_mask=read_mask, scale=scale, dtype=dtype, state_dtype=state)
+    for discipline, read_mask, scale, dtype, state in (
+        ("stack", "multiply", 1, F32, F32),
+        ("queue", "log", 1, F32, F32),
+        ("queue", "multiply", 1000, F32, F32),
+        ("stack", "multiply", 1, BF16, BF16),
+        ("queue", "log", 1000, BF16, BF16),
+        ("stack", "log", 1, BF16, F32),
+    )
+]
+
+
+@pytest.fixture(scope="module")
+def interpreter() -> Iterator[ProcessPoolExecutor]:
+    """A process in which Triton interprets kernels: it decides when it is imported, and here it may have been."""
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("TRITON_INTERPRET", "1")
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as executor:
+            executor.submit(os.getpid).result()  # it has started, and keeps this environment
+            yield executor
+
+
+def name_of(case: Case) -> str:
+    return case.name
+
+
+@pytest.mark.parametrize("case", CASES, ids=name_of)
+def test_equals_the_reference(interpreter, case):
+    interpreter.submit(depths.check, case).result()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", MORE, ids=name_of)
+def test_equals_the_reference_with_all_options_and_sizes(interpreter, case):
+    interpreter.submit(depths.check, case).result()
+
+
+@pytest.mark.parametrize("case", ROUNDED[::3], ids=name_of)
+def test_errs_no_more_than_the_reference(interpreter, case):
+    interpreter.submit(depths.check_errors, case, 4 if case.dtype == F32 else 1).result()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ROUNDED, ids=name_of)
+def test_errs_no_more_than_the_reference_with_all_options(interpreter, case):
+    for sizes in ({}, {"num_slots": 24, "num_layers": 32, "leading": (8,)}):
+        interpreter.submit(depths.check_errors, case._replace(**sizes), 4 if case.dtype == F32 else 1).result()
+
+
+def test_where_stacks_are_kept_makes_no_difference(interpreter):
+    interpreter.submit(depths.check_segments, Case(2, 4, 1, 4, "queue", read_mask="log")).result()
+
+
+def test_any_output_alone_has_its_gradient(interpreter):
+    interpreter.submit(depths.check_parts, Case(3, 4, 1, 2)).result()
+
+
+def test_the_operators_pass_opcheck(interpreter):
+    interpreter.submit(depths.check_operators, Case(2, 4, 1, 2, segment=2, dtype=BF16, state_dtype=F32)).result()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [Case(2, 4, 1, 3, "push_only", *how, segment=2) for how in HOW], ids=name_of)
+def test_the_operators_pass_opcheck_with_all_reads(interpreter, case):
+    interpreter.submit(depths.check_operators, case).result()
+
+
+def test_compiles_in_one_graph_and_in_several(interpreter):
+    interpreter.submit(depths.check_compiled, Case(2, 4, 1, 3, segment=2), "aot_eager").result()
+
+
+@pytest.mark.slow
+def test_compiles_with_inductor(interpreter):
+    interpreter.submit(depths.check_compiled, Case(2, 4, 1, 3, segment=2), "inductor").result()
+
+
+def test_recomputed_layers_keep_no_stack(interpreter):
+    interpreter.submit(depths.check_recomputed, Case(3, 4, 2, 5, segment=2)).result()
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_moves_and_keeps_what_it_says(interpreter, dtype):
+    case = Case(4, 4, 2, 6, leading=(3,), segment=2, dtype=dtype, state_dtype=BF16)
+    sizes = {"num_heads": 2, "head_dim": 4, "num_slots": 4, "segment": 2}
+    sizes |= {"x_bytes": dtype.itemsize, "logits_bytes": dtype.itemsize}
+    expected = [traffic(layer, **sizes) for layer in range(case.num_layers)]
+    moved, kept = interpreter.submit(depths.count_bytes, case).result()
+    stack = 4 * 2 * (4 * 2 + 4)  # nobody needs that of the last layer, nor has a gradient to it
+    backward = [t.backward for t in expected]
+    assert moved == [[3 * t.forward for t in expected], [*(3 * b for b in backward[:-1]), 3 * (backward[-1] - stack)]]
+    assert kept == 3 * (sum(t.kept for t in expected) - stack)
+
+
+def test_the_table_of_the_docstring():
+    def row(segment: int, **sizes: int) -> str:
+        layers = [
+            traffic(layer, num_heads=4, head_dim=16, num_slots=24, segment=segment, **sizes) for layer in range(32)
+        ]
+        means = [f"{sum(numbers) / 32:,.0f}" for numbers in zip(*layers, strict=True)]
+        return f"{means[0]:>9}{means[1]:>11}{means[2]:>10}"
+
+    for k in (1, 2, 4, 8):
+        assert f"k = {k}" in triton_depth.__doc__
+        assert row(k) in triton_depth.__doc__
+    assert row(4, state_bytes=4, x_bytes=4, logits_bytes=4) in triton_depth.__doc__
