@@ -1,6 +1,7 @@
-"""The scan over tokens on CPU: numba kernels for both passes, which touch only occupied slots.
+"""The stack on CPU: numba kernels for both passes, which touch only occupied slots.
 
-Equals `reference` in values and gradients. A step, all tokens in parallel, is `eager`'s: there torch is fast enough.
+Equals `reference` in values and gradients. A step, of all tokens in parallel, is a scan of one token in as many
+sequences: a stack is in the cache from its update to its read, where `eager` goes through memory for each operation.
 For the backward pass every k-th state is kept, k about the square root of the number of tokens; nothing is kept where
 no gradient is wanted. The first call in a process takes a moment, the first on a machine 10 to 20 s of processor
 time for each dtype: numba compiles, and keeps what it compiled beside this file or, where that may not be written, in
@@ -21,11 +22,23 @@ from stackexp.stack import eager, kernels
 from stackexp.stack.numba_update_read import ADDITIVE, LOG, MULTIPLY, TOP
 from stackexp.stack.reference import ACTIVATIONS, StackOutput, StackState
 
-empty, step = eager.empty, eager.step
+empty = eager.empty
 
 HOW = {"multiply": MULTIPLY, "log": LOG, "additive": ADDITIVE}
 LIKE = {torch.float32: np.zeros(0, np.float32), torch.float64: np.zeros(0, np.float64)}
 NUMBERS_PER_THREAD = 2**18  # of updates of one number of a slot: less is done before a thread has begun
+
+
+def step(
+    state: StackState, x: Tensor, logits: Tensor, query: Tensor | None, **options: str | int
+) -> tuple[StackOutput, StackState]:
+    """As `reference.step`."""
+    shape = x.shape[:-2]
+    state = StackState(*(field.reshape(shape.numel(), *field.shape[len(shape) :]) for field in state))
+    x, logits = (field.reshape(shape.numel(), 1, *field.shape[-2:]) for field in (x, logits))
+    output, state = scan(state, x, logits, query, **options)
+    fields = (field.view(*shape, *field.shape[2:]) for field in output)
+    return StackOutput(*fields), StackState(*(field.view(*shape, *field.shape[1:]) for field in state))
 
 
 def scan(

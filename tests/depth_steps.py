@@ -1,0 +1,101 @@
+"""The steps of several layers, as the depth axis takes them, of an implementation beside the reference's."""
+
+from types import ModuleType
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from stackexp.stack import reference
+
+
+class Case(NamedTuple):
+    """L layers of B x T tokens. The other sizes as everywhere."""
+
+    num_slots: int
+    head_dim: int
+    num_heads: int
+    num_layers: int
+    discipline: str = "stack"
+    read: str = "global"
+    read_mask: str = "multiply"
+    scale: float = 1.0  # of the logits; 1000: saturated actions
+    num_tokens: int = 3
+    dtype: torch.dtype = torch.float64
+
+    @property
+    def name(self) -> str:
+        how = self.read if self.read == "top" else self.read_mask
+        sizes = f"S{self.num_slots}-D{self.head_dim}-H{self.num_heads}-L{self.num_layers}-T{self.num_tokens}"
+        return "-".join([sizes, self.discipline, how, str(self.dtype)[6:], *(["saturated"] if self.scale > 1 else [])])
+
+    @property
+    def options(self) -> dict[str, str | int]:
+        return {name: getattr(self, name) for name in ("num_slots", "discipline", "read", "read_mask")}
+
+
+def make_inputs(case: Case) -> list[Tensor]:
+    """x [L, B, T, H, D], logits [L, B, T, H, 3 or 2], not contiguous, and w_g of each layer [L, H, D]."""
+    generator = torch.Generator().manual_seed(3)
+    layers, tokens, heads, size = case.num_layers, case.num_tokens, case.num_heads, case.head_dim
+    shapes = [(layers, 2, size, heads, tokens), (layers, heads, 2, tokens, 2 if case.discipline == "push_only" else 3)]
+    x, logits = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
+    query = torch.randn(layers, 1, size, generator=generator, dtype=torch.float64).expand(-1, heads, -1)
+    inputs = [x.permute(0, 1, 4, 3, 2), case.scale * logits.permute(0, 2, 3, 1, 4), query]
+    return [tensor.to(case.dtype).requires_grad_() for tensor in inputs]
+
+
+def unroll(implementation: ModuleType, case: Case, inputs: list[Tensor]) -> list[Tensor]:
+    """Read, action, entropy and occupancy [L, B, T, H, ...]."""
+    x, logits, query = inputs
+    state, outputs = implementation.empty(x.shape[1:4], case.num_slots, case.head_dim, x), []
+    for layer in range(case.num_layers):
+        own = query[layer] if case.read == "global" else None
+        output, state = implementation.step(state, x[layer], logits[layer], own, **case.options)
+        outputs.append(output)
+    return [torch.stack(values) for values in zip(*outputs, strict=True)]
+
+
+def gradients(values: list[Tensor], inputs: list[Tensor]) -> tuple[Tensor | None, ...]:
+    """Of a random functional of the values."""
+    generator = torch.Generator().manual_seed(4)
+    weights = [torch.randn(v.shape, generator=generator, dtype=torch.float64).to(v) for v in values]
+    total = sum((weight * value).sum() for weight, value in zip(weights, values, strict=True))
+    return torch.autograd.grad(total, inputs, allow_unused=True)
+
+
+def check(implementation: ModuleType, case: Case) -> None:
+    """Values and gradients equal the reference's to the rounding of float64."""
+    inputs = make_inputs(case)
+    values, expected = (unroll(module, case, inputs) for module in (implementation, reference))
+    tolerance = {"rtol": 1e-9, "atol": 1e-11}
+    if case.read_mask == "additive":  # (1 - M) * 1e9 magnifies the rounding of M in the scores
+        tolerance = {"rtol": 1e-5, "atol": 1e-6 * max(1.0, case.scale)}
+    torch.testing.assert_close(values, expected, **tolerance)
+    pairs = zip(gradients(values, inputs), gradients(expected, inputs), strict=True)
+    for ours, theirs in pairs:
+        assert (ours is None) == (theirs is None)
+        if ours is not None:
+            torch.testing.assert_close(ours, theirs, **tolerance)
+
+
+def check_rounding(implementation: ModuleType, case: Case, query_scale: float, factor: float) -> None:
+    """In float32, values and gradients are as near to float64's as the reference's are, within a factor."""
+    x, logits, query = (tensor.detach() for tensor in make_inputs(case._replace(dtype=torch.float32)))
+    inputs = [tensor.requires_grad_() for tensor in (x, logits, query_scale * query)]
+    exact_inputs = [tensor.detach().double().requires_grad_() for tensor in inputs]
+    exact = unroll(reference, case, exact_inputs)
+    exact += gradients(exact, exact_inputs)
+    errors = []
+    for module in (implementation, reference):
+        values = unroll(module, case, inputs)
+        values += gradients(values, inputs)
+        errors.append([error(value, true) for value, true in zip(values, exact, strict=True) if true is not None])
+    for ours, theirs in zip(*errors, strict=True):
+        assert ours <= factor * theirs + torch.finfo(torch.float32).eps, (errors, case.name)
+
+
+def error(value: Tensor, true: Tensor) -> float:
+    """Root mean square of the error, as a part of the root mean square of the true numbers."""
+    value, true = value.detach().double(), true.detach()
+    return float((value - true).square().mean().sqrt() / true.square().mean().sqrt().clamp_min(1e-30))
