@@ -36,5 +36,5 @@ def traffic(
     read = vector * x_bytes * (2 if x_bytes < 4 else 1) + row  # R, what it lost in rounding, and the softmax's sum
     state = num_new * slot if earlier + 1 == segment else 0
     forward = rebuilt + read + (3 + 1 + 1) * row + state  # a, its entropy, occupancy
-    backward = rebuilt + read + vector * x_bytes + (num_new + num_old) * slot + layer_inputs
+    backward = rebuilt + read + vector * x_bytes + row + (num_new + num_old) * slot + layer_inputs
     return Traffic(forward, backward, layer_inputs + read + state)

@@ -21,13 +21,13 @@ Bytes per token and layer, mean over the 32 layers of 360m, H = 4, d_s = 16, S =
 
                                               forward   backward   kept for the backward pass
     stack read and written once, bfloat16       4,080          -
-    k = 1 (each layer's is kept)                4,824      7,130     2,638
-    k = 2                                       3,766      7,152     1,558
-    k = 4                                       3,270      7,196     1,018    of which x and R are there anyway: 256
-    k = 8                                       3,088      7,284       748
-    k = 4, float32                              5,906     13,424     1,698
+    k = 1 (each layer's is kept)                4,824      7,146     2,638
+    k = 2                                       3,766      7,168     1,558
+    k = 4                                       3,270      7,212     1,018    of which x and R are there anyway: 256
+    k = 8                                       3,088      7,300       748
+    k = 4, float32                              5,906     13,440     1,698
 
-4,200 of the 7,196 are the gradient to the stack. Above k = 4 little is saved, and arithmetic and registers grow with k.
+4,200 of the 7,212 are the gradient to the stack. Above k = 4 little is saved, and arithmetic and registers grow with k.
 At an H100's 3.35 TB/s k = 4 is 3.1 ns a token and layer, 1.5 % of what the Transformer takes at 45 % of the card's peak
 (205 ns). Compiled for it (Triton 3.6), a warp has for a slot of 8 stacks 90-145 instructions forward and 165-225
 backward, which at full rate is 2.6 ns: bandwidth and arithmetic are near balance. Neither is measured yet on a GPU.
@@ -191,12 +191,9 @@ def depth_step_backward(
     to_x, to_logits, to_query, *to_state = _gradients(x, logits, query, slots, mask, num_old)
     programs, _, repeat = grid("backward", x)
     parts = None if query is None else query.new_empty((programs, *query.shape), dtype=_wide(x, mask))
-    one_entropy = grad_entropy is not None and not any(grad_entropy.stride())  # of a mean: one number, expanded
-    grad_entropy = grad_entropy[(slice(1),) * grad_entropy.ndim] if one_entropy else grad_entropy
     gradients = (grad_read, grad_action, grad_entropy, grad_slots, grad_mask)
     tensors = ((*pushed, x), (*pushed_logits, logits), query, slots, mask, values, rest, log_total, *gradients)
     sizes = {"num_old": num_old, "num_new": min(num_old + 1, num_slots), "repeat": repeat}
-    sizes |= {"ONE_ENTROPY": one_entropy}
     _launch("backward", (*tensors, to_x, to_logits, parts, *to_state), (num_slots, discipline, read, read_mask), sizes)
     return to_x, to_logits, to_query if parts is None else parts.sum(0).to(query.dtype), *to_state
 
@@ -241,7 +238,17 @@ def _differentiate(ctx: FunctionCtx, *grads: Tensor | None) -> tuple:
     saved = ctx.saved_tensors
     given, pushed, pushed_logits = saved[:8], saved[8 : 8 + ctx.num_pushed], saved[8 + ctx.num_pushed :]
     to_read, to_action, to_entropy, *_, to_slots, to_mask = grads
-    tensors = (*given[:5], list(pushed), list(pushed_logits), *given[5:], to_read, to_action, to_entropy, to_slots, to_mask)
+    tensors = (
+        *given[:5],
+        list(pushed),
+        list(pushed_logits),
+        *given[5:],
+        to_read,
+        to_action,
+        to_entropy,
+        to_slots,
+        to_mask,
+    )
     to_x, to_logits, to_query, *to_state = depth_step_backward(*tensors, ctx.num_old, *ctx.options)
     nothing = [None] * ctx.num_pushed
     query = None if given[2] is None else to_query

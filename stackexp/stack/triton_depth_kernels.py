@@ -108,7 +108,7 @@ def backward(
     log_total,
     grad_read,  # [tokens, H, D]; each gradient may be None
     grad_action,  # [tokens, H, 3]
-    grad_entropy,  # [tokens, H], or of one number for all
+    grad_entropy,  # [tokens, H]
     grad_slots,  # of St' [num_new, tokens, H, D]
     grad_mask,  # [num_new, tokens, H]
     to_x,  # out [tokens, H, D]
@@ -135,7 +135,6 @@ def backward(
     EMPTY: tl.constexpr,
     TINY: tl.constexpr,
     DTYPE: tl.constexpr,
-    ONE_ENTROPY: tl.constexpr,
 ):
     """The gradients of this layer's step. At slot j those to St[j - 1] are complete; x is St[-1]."""
     LAST: tl.constexpr = len(xs) - 1
@@ -197,7 +196,7 @@ def backward(
             grad, grad_m = later_grad
         _store_logits_gradient(
             products, sums, actions[LAST], logits[LAST], grad_action, grad_entropy, to_logits, place,
-            NUM_ACTIONS, ONE_ENTROPY, DTYPE,
+            NUM_ACTIONS, DTYPE,
         )  # fmt: skip
     if READ == "global":
         to_w = tl.sum(tl.reshape(to_w, [TOKENS, GROUP, D]), 0)
@@ -217,7 +216,6 @@ def _store_logits_gradient(
     to_logits,
     place,
     NUM_ACTIONS: tl.constexpr,
-    ONE_ENTROPY: tl.constexpr,
     DTYPE: tl.constexpr,
 ):
     """Through the softmax of the actions, whose gradients `products` and `sums` add up to."""
@@ -226,7 +224,7 @@ def _store_logits_gradient(
     to_push = tl.sum(products[0], 1) + sums[0] + load_or(none, grad_action, at * 3, here)
     to_pop = tl.sum(products[1], 1) + sums[1] + load_or(none, grad_action, at * 3 + 1, here)
     to_no_op = tl.sum(products[2], 1) + sums[2] + load_or(none, grad_action, at * 3 + 2, here)
-    to_entropy = load_or(none, grad_entropy, at * 0 if ONE_ENTROPY else at, here)
+    to_entropy = load_or(none, grad_entropy, at, here)
     push, pop, no_op = logits_backward(
         (to_push, to_pop, to_no_op), to_entropy, action, load_logits(logits, place, NUM_ACTIONS, DTYPE), NUM_ACTIONS
     )
