@@ -3,9 +3,12 @@
 import itertools
 import multiprocessing
 import os
+import subprocess
+import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from importlib.util import find_spec
+from pathlib import Path
 
 import depths
 import pytest
@@ -147,3 +150,87 @@ def test_the_table_of_the_docstring():
         assert f"k = {k}" in triton_depth.__doc__
         assert row(k) in triton_depth.__doc__
     assert row(4, state_bytes=4, x_bytes=4, logits_bytes=4) in triton_depth.__doc__
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_stages", [1, 4])
+@pytest.mark.parametrize("name", ["forward", "backward"])
+def test_compiles_for_an_h100_without_spilling_registers(name, num_stages):
+    """At the sizes of 360m, H = 4 and d_s = 16, in bfloat16; a warp's barriers would be another sign of trouble."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    from stackexp.stack import triton_depth_kernels
+
+    function = getattr(triton_depth_kernels, name)
+    constants = triton_depth.constants(4, 16, 3, F32, ["stack", "global", "multiply"], capped=True)
+    constants |= dict.fromkeys(set(function.arg_names) & {"grad_action"})
+    halves = {"query", "slots", "read", "rest", "new_slots", "grad_read", "grad_slots", "to_x", "to_logits", "to_slots"}
+    signature = {n: "*bf16" if n in halves else "*fp32" for n in function.arg_names}
+    signature |= dict.fromkeys(set(function.arg_names) & set(triton_depth_kernels.DYNAMIC), "i32")
+    signature |= dict.fromkeys(("xs", "logits"), ("*bf16",) * num_stages) | dict.fromkeys(constants, "constexpr")
+    places = [(i, j) for i in (0, 1) for j in range(num_stages)]
+    places += [(i,) for i, n in enumerate(function.arg_names) if signature[n] in ("*bf16", "*fp32")]
+    aligned = {place: [["tt.divisibility", 16]] for place in places}
+    source = triton.compiler.ASTSource(fn=function, signature=signature, constexprs=constants, attrs=aligned)
+    target = GPUTarget("cuda", 90, 32)
+    compiled = triton.compile(source, target=target, options=triton_depth.compiler_options(16))
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        command = [Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump", "-res-usage", "-sass", file.name]
+        found = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert "STACK:0 " in found
+    assert "LOCAL:0 " in found
+    assert "BAR.SYNC" not in found
+
+
+on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+GPU_CASE = Case(24, 16, 4, 32, leading=(4, 300), dtype=BF16, state_dtype=BF16)
+
+
+@pytest.mark.gpu
+@on_gpu
+@pytest.mark.parametrize("case", [*CASES, *MORE], ids=name_of)
+def test_equals_the_reference_on_a_gpu(case):
+    depths.check(case, "cuda")
+
+
+@pytest.mark.gpu
+@on_gpu
+@pytest.mark.parametrize("case", [*ROUNDED, GPU_CASE], ids=name_of)
+def test_errs_no_more_than_the_reference_on_a_gpu(case):
+    depths.check_errors(case._replace(leading=(4, 300)), 8 if case.dtype == F32 else 1, "cuda")
+
+
+@pytest.mark.gpu
+@on_gpu
+def test_the_operators_pass_opcheck_on_a_gpu():
+    depths.check_operators(Case(3, 16, 4, 5, segment=2, dtype=BF16, state_dtype=BF16, leading=(2, 3)), "cuda")
+
+
+@pytest.mark.gpu
+@on_gpu
+def test_compiles_with_inductor_on_a_gpu():
+    depths.check_compiled(Case(3, 16, 4, 5, segment=2, dtype=F32, leading=(2, 3)), "inductor", "cuda")
+
+
+@pytest.mark.gpu
+@on_gpu
+def test_a_graph_replays_it_without_waiting_and_to_the_bit():
+    inputs = depths.make_inputs(GPU_CASE, "cuda")
+
+    def run() -> list[torch.Tensor]:
+        outputs = depths.triton(GPU_CASE, inputs)
+        total = sum(o.read.float().square().sum() + o.entropy.sum() for o in outputs)
+        return [o.read for o in outputs] + list(torch.autograd.grad(total, inputs))
+
+    expected = run()  # and compiles
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    with torch.cuda.stream(stream):
+        run()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph, stream=stream):  # refuses whatever waits for the device
+        found = run()
+    graph.replay()
+    assert all(map(torch.equal, found, expected))
