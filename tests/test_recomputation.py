@@ -105,7 +105,7 @@ def test_without_gradients_nothing_is_repeated():
 
 @pytest.mark.parametrize("memory", ["null", "stacktrans"])
 def test_selective_keeps_more_than_nothing_and_less_than_all(memory):
-    sizes = ["model.num_layers=3", "data.context_length=256", "data.micro_batch_size=4", "data.vocab_size=300"]
+    sizes = ["model.num_layers=6", "data.context_length=256", "data.micro_batch_size=4", "data.vocab_size=300"]
     peaks = {}
     for name, overrides in {
         "none": [],

@@ -108,12 +108,13 @@ def test_what_makes_training_cheaper_changes_little(tiny, tmp_path):
     for name, options in {
         "plain": [],
         "checkpointed": ["trainer.activation_checkpointing=true"],
+        "selectively": ["trainer.activation_checkpointing=true", "trainer.recompute=selective"],
         "bf16": ["trainer.precision=bf16-mixed"],
     }.items():
         assert main(["fit", "--config", str(tiny), f"name={name}", *options]) == 0
         (run,) = map(RunFolder, tmp_path.glob(f"runs/{name}/*"))
         losses[name] = [line["loss/train"] for line in run.read_metrics() if "loss/train" in line]
-    assert losses["checkpointed"] == losses["plain"]
+    assert losses["checkpointed"] == losses["selectively"] == losses["plain"]
     assert losses["bf16"] != losses["plain"]
     assert losses["bf16"] == pytest.approx(losses["plain"], abs=0.05)
 
@@ -131,7 +132,7 @@ def test_a_compiled_model_trains_alike(tiny, tmp_path):
 def test_sharded_recomputed_and_compiled_at_once(tiny, tmp_path):
     forks, fsdp = Forks(tmp_path), ("trainer.strategy=fsdp", "trainer.devices=2", "data.micro_batch_size=2")
     forks.run("fit", "--config", tiny, "name=plain")
-    all_at_once = ("trainer.compile=true", "trainer.activation_checkpointing=true")
+    all_at_once = ("trainer.compile=true", "trainer.activation_checkpointing=true", "trainer.recompute=selective")
     forks.run("fit", "--config", tiny, "name=all", *fsdp, *all_at_once, ranks=2)
     plain, everything = (losses(only_run(tmp_path / "runs", name)) for name in ("plain", "all"))
     assert everything == pytest.approx(plain, abs=1e-4)
