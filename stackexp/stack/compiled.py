@@ -26,7 +26,8 @@ empty = eager.empty
 
 HOW = {"multiply": MULTIPLY, "log": LOG, "additive": ADDITIVE}
 LIKE = {torch.float32: np.zeros(0, np.float32), torch.float64: np.zeros(0, np.float64)}
-NUMBERS_PER_THREAD = 2**18  # of updates of one number of a slot: less is done before a thread has begun
+NUMBERS_PER_THREAD = 2**17  # of updates of one number of a slot: less is done before a thread has begun
+NUMBERS_PER_STACK = 300  # of such updates: what the rest of a step takes, actions and softmaxes
 
 
 def step(
@@ -162,7 +163,7 @@ def _for_all(kernel: Callable, options: tuple[int, ...], *groups: list[Tensor | 
     like = LIKE[next(tensor.dtype for tensor in groups[0] if tensor is not None)]
     args = like, options, *(tuple(0 if tensor is None else tensor.data_ptr() for tensor in group) for group in groups)
     batch, tokens, heads, size, _, start, num_slots, *_ = options
-    work = batch * tokens * heads * size * min(start + tokens, num_slots)
+    work = batch * tokens * heads * (size * min(start + tokens, num_slots) + NUMBERS_PER_STACK)
     threads = max(1, min(torch.get_num_threads(), batch, work // NUMBERS_PER_THREAD))
     bounds = [batch * i // threads for i in range(threads + 1)]
 
