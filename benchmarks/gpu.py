@@ -29,6 +29,7 @@ def steps(out: Path) -> dict[str, list[str]]:
         "correctness": [*GPU_TESTS, f"--ignore={SCAN_TESTS}", f"--junitxml={out}/correctness.xml"],
         "scan_correctness": [*GPU_TESTS, SCAN_TESTS, f"--junitxml={out}/scan_correctness.xml"],
         "scan": [sys.executable, "benchmarks/cuda_scan.py", f"--out={out}/scan.json"],
+        "cross_entropy": [sys.executable, "benchmarks/cross_entropy.py", f"--out={out}/cross_entropy.json"],
         "sharded": [*FIT, "name=sharded", "trainer.strategy=fsdp", f"logging.root={out}/runs", *bf16],
         "efficiency": [*EFFICIENCY, f"--out={out}/efficiency.json", *SMALL],
         "efficiency_compiled": [*EFFICIENCY, f"--out={out}/efficiency_compiled.json", *SMALL, "trainer.compile=true"],

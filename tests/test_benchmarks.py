@@ -24,6 +24,16 @@ def test_variants_prints_and_writes_multiples_of_the_transformer(tmp_path):
     assert record["environment"]["versions"]["torch"]
 
 
+def test_cross_entropy_compares_chunks_with_the_whole(tmp_path):
+    small = ["--tokens=24", "--batch_size=2", "--hidden_size=8", "--vocab_size=50", "--chunk=7", "--steps=1"]
+    command = [sys.executable, BENCHMARKS / "cross_entropy.py", *small, "--out", tmp_path / "out.json"]
+    subprocess.run(command, capture_output=True, text=True, check=True)
+    record = json.loads((tmp_path / "out.json").read_text())
+    assert [row["loss"] for row in record["rows"]][:2] == ["whole", "chunked"]
+    assert record["rows"][0]["of the whole"] == 1
+    assert record["options"]["chunk"] == 7
+
+
 def test_every_step_for_a_gpu_is_a_command_that_composes():
     code = (
         "import gpu, pathlib; from stackexp.config.compose import compose\n"

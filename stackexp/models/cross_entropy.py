@@ -93,8 +93,9 @@ def linear_cross_entropy(
     hidden: Tensor, head: Head, tokens: Tensor, z_loss: float = 0.0, chunk: int = 4096, compiled: bool = False
 ) -> Losses:
     """`losses_of` the next tokens: hidden [B, T, d], tokens [B, T]. `compiled`: each chunk by torch.compile."""
+    learns = torch.is_grad_enabled() and (hidden.requires_grad or head.weight.requires_grad)
     total, cross_entropy, z = LinearCrossEntropy.apply(
-        hidden.flatten(0, 1), head.weight, head.bias, next_tokens(tokens), z_loss, chunk, compiled
+        hidden.flatten(0, 1), head.weight, head.bias, next_tokens(tokens), z_loss, chunk, compiled, learns
     )
     return Losses(total, cross_entropy, z if z_loss else None)
 
@@ -156,19 +157,19 @@ class LinearCrossEntropy(torch.autograd.Function):
         z_loss: float,
         chunk: int,
         compiled: bool,
+        learns: bool,  # whether gradients are wanted
     ) -> tuple[Tensor, Tensor, Tensor]:
         scale = 1 / (targets >= 0).sum()
-        wanted = any(ctx.needs_input_grad)
         of_chunk = _compiled(_chunk) if compiled else _chunk
         x, w, b = _cast(hidden, weight, bias)
         sums, to_weight, to_bias = 0, _Sum(weight), _Sum(bias)
-        to_hidden = torch.empty_like(hidden) if wanted else None
+        to_hidden = torch.empty_like(hidden) if learns else None
         with torch.autocast(hidden.device.type, enabled=False):
             for start in range(0, len(x), chunk):
                 rows = slice(start, start + chunk)
-                found, *gradients = of_chunk(x[rows], w, b, targets[rows], scale, z_loss, wanted)
+                found, *gradients = of_chunk(x[rows], w, b, targets[rows], scale, z_loss, learns)
                 sums = sums + found
-                if wanted:
+                if learns:
                     to_hidden[rows] = gradients[0]
                     to_weight.add(gradients[1])
                     to_bias.add(gradients[2])
@@ -183,7 +184,7 @@ class LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         """In place, so that at the worst moment of a pass there are no two of them: a second time raises."""
         scaled = [saved if saved is None else saved.mul_(gradient) for saved in ctx.saved_tensors]
-        return (*scaled, None, None, None, None)
+        return (*scaled, None, None, None, None, None)
 
 
 class _Sum:
@@ -205,9 +206,9 @@ class _Sum:
 
 
 def _chunk(
-    x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, scale: Tensor, z_loss: float, wanted: bool
+    x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, scale: Tensor, z_loss: float, learns: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """Of rows x [C, d]: the sums of cross entropy and squared log Z [2], and if `wanted` the gradients of
+    """Of rows x [C, d]: the sums of cross entropy and squared log Z [2], and if it `learns` the gradients of
     scale * (cross entropy + z_loss * squared log Z) with respect to x, weight and bias.
 
     d/dlogits = p - onehot + 2 z_loss log Z p, rounded once, to the precision of the products it enters.
@@ -215,7 +216,7 @@ def _chunk(
     log_p, losses, log_z = _log_probabilities(x, weight, bias, targets)
     counted = targets >= 0
     sums = torch.stack([losses.sum(), torch.where(counted, log_z.square(), 0).sum()])
-    if not wanted:
+    if not learns:
         return sums, None, None, None
     share = (scale * counted)[:, None]  # [C, 1]
     p = log_p.exp() if torch.compiler.is_compiling() else log_p.exp_()
@@ -252,7 +253,7 @@ def _minus_one_hot(p: Tensor, factor: Tensor, share: Tensor, targets: Tensor) ->
 
 @functools.cache
 def _compiled(of_chunk: Callable) -> Callable:
-    return torch.compile(of_chunk, dynamic=False, fullgraph=True)
+    return torch.compile(of_chunk, fullgraph=True)
 
 
 def _cast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
