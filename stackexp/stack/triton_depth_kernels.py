@@ -172,14 +172,14 @@ def backward(
             stages, new, m = advance(stages, actions, slot, slot_mask, t, num_slots, len(xs), DISCIPLINE, CAPPED, TINY)
             if READ == "global":
                 score, content = score_of(new, m, w, READ_MASK, EMPTY, TINY)
-                weight = tl.where(j < num_new, tl.exp(score - highest), 0)
+                weight = tl.where(j < num_new, tl.exp(tl.minimum(score - highest, 0)), 0)
                 if log_total is None:
                     weight = _divided(weight, total)
                 to_score = weight * (tl.sum(from_read * new, 1) - mean)
                 to_content, more = score_backward(to_score, content, m, READ_MASK, EMPTY, TINY)
-                grad += weight[:, None] * from_read + to_content[:, None] * w
+                grad = tl.fma(weight[:, None], from_read, tl.fma(to_content[:, None], w, grad))
                 grad_m += more
-                to_w += to_content[:, None] * new
+                to_w = tl.fma(to_content[:, None], new, to_w)
             else:
                 grad += tl.where(j == 0, from_read, 0)
             products, sums, complete, complete_mask, above_queue = update_backward(

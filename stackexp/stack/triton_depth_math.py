@@ -8,8 +8,8 @@ makes the slots V_{i+1} of V_i,
 so it hands slot j on as soon as it gets slot j+1, and of what it got it keeps two slots, its window. V_0 is loaded;
 what the last stage hands on are this layer's slots St', the top first. M goes the same way, with M[-1] = 1.
 
-Sums of products are spelled as `tl.fma`: the forward and the backward pass must round alike, and what a compiler
-contracts by itself depends on what stands around.
+Sums of products are spelled as `tl.fma`, and kernels are compiled without contraction of their own: what a compiler
+contracts depends on what stands around, and the forward and the backward pass must round alike.
 """
 
 import triton
@@ -308,28 +308,29 @@ def update_backward(
     push, pop, no_op = action
     to_push, to_pop, to_no_op = products
     sum_push, sum_pop, sum_no_op = sums
-    to_push += grad * before
-    sum_push += grad_m * before_mask
-    sum_no_op += grad_m * here_mask
-    complete, complete_mask = push[:, None] * grad, push * grad_m + no_op * above_mask[0]
+    to_push = tl.fma(grad, before, to_push)
+    sum_push = tl.fma(grad_m, before_mask, sum_push)
+    sum_no_op = tl.fma(grad_m, here_mask, sum_no_op)
+    complete = push[:, None] * grad
+    complete_mask = tl.fma(no_op, above_mask[0], push * grad_m)
     if DISCIPLINE != "push_only":
-        sum_pop += grad_m * following_mask
-        complete_mask += pop * above_mask[1]
+        sum_pop = tl.fma(grad_m, following_mask, sum_pop)
+        complete_mask = tl.fma(pop, above_mask[1], complete_mask)
     if DISCIPLINE == "queue":
         ratio, divisor, occupied = ratio_of(here_mask, following_mask, TINY)
         kept, quotient, through_ratio = above_queue
-        complete += kept[:, None] * above[0]
+        complete = tl.fma(kept[:, None], above[0], complete)
         complete_mask += through_ratio
         stays = tl.sum(grad * here, 1)
         sum_no_op += stays
-        sum_pop += ratio * stays
+        sum_pop = tl.fma(ratio, stays, sum_pop)
         through_ratio = quotient
         quotient = tl.where(occupied, _divided(pop * stays, divisor), 0)
-        above_queue = (tl.fma(pop, ratio, no_op), quotient, through_ratio - ratio * quotient)
+        above_queue = (tl.fma(pop, ratio, no_op), quotient, tl.fma(-ratio, quotient, through_ratio))
     else:
-        to_no_op += grad * here
-        complete += no_op[:, None] * above[0]
+        to_no_op = tl.fma(grad, here, to_no_op)
+        complete = tl.fma(no_op[:, None], above[0], complete)
     if DISCIPLINE == "stack":
-        to_pop += grad * following
-        complete += pop[:, None] * above[1]
+        to_pop = tl.fma(grad, following, to_pop)
+        complete = tl.fma(pop[:, None], above[1], complete)
     return (to_push, to_pop, to_no_op), (sum_push, sum_pop, sum_no_op), complete, complete_mask, above_queue
