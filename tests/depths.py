@@ -107,9 +107,9 @@ def check(case: Case, device: str = "cpu") -> None:
 
 
 def check_errors(case: Case, device: str = "cpu") -> None:
-    """Ours is no further from float64 than twice what the reference is in the case's dtype, or than a rounding.
+    """Ours is no further from float64 than twice what the reference is in the case's dtype, in root mean squares.
 
-    In root mean squares; where actions are saturated, float64's own rounding counts too.
+    Or than the rounding of the result and a few of float32; where actions are saturated, float64's own is larger.
     """
     inputs = make_inputs(case, device)
     exact_inputs = [tensor.detach().double().requires_grad_() for tensor in inputs]
@@ -117,7 +117,8 @@ def check_errors(case: Case, device: str = "cpu") -> None:
     ours, theirs = (differentiate(run(case, inputs), inputs) for run in (triton, by_reference))
     for name, value in exact.items():
         errors = [(found[name].double() - value).square().mean().sqrt().item() for found in (ours, theirs)]
-        rounding = torch.finfo(case.dtype).eps * value.square().mean().sqrt().item() + torch.finfo(F64).eps
+        rounding = torch.finfo(case.dtype).eps / 2 + 4 * torch.finfo(torch.float32).eps
+        rounding = rounding * value.square().mean().sqrt().item() + torch.finfo(F64).eps
         assert errors[0] <= max(2 * errors[1], rounding), (name, errors, rounding)
 
 
