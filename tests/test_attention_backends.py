@@ -6,6 +6,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from stackexp.config.compose import compose
 from stackexp.config.schema import StackMemoryConfig, TransformerConfig
@@ -14,6 +15,7 @@ from stackexp.datamodules.streaming import collate
 from stackexp.errors import ConfigError
 from stackexp.models import attention_backends
 from stackexp.models.generation import generate
+from stackexp.models.recomputation import KEPT_BY_NAME
 from stackexp.models.transformer import Cache, Transformer
 from stackexp.modules.language_modeling import LanguageModeling
 
@@ -147,6 +149,64 @@ def test_recomputed_blocks_have_the_same_gradients(backend, recompute):
         loss = model(TOKENS, documents=documents).logits.logsumexp(-1).sum()
         gradients.append(torch.autograd.grad(loss, list(model.parameters())))
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
+class KernelCalls(TorchDispatchMode):
+    """The names of all operators called, flex_attention's among them."""
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def is_infra_mode(cls):
+        return True  # flex_attention, uncompiled, compiles a little: it stands no other mode
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@torch.library.custom_op("flash_attn::_flash_attn_stand_in", mutates_args=())
+def flash_kernel(q: torch.Tensor) -> torch.Tensor:
+    return q.clone()
+
+
+flash_kernel.register_autograd(lambda ctx, gradient: gradient)
+
+
+@torch.library.custom_op("torch_attn::_varlen_attn_stand_in", mutates_args=())
+def varlen_kernel(q: torch.Tensor) -> torch.Tensor:
+    return q.clone()
+
+
+varlen_kernel.register_autograd(lambda ctx, gradient: gradient)
+
+
+@pytest.mark.parametrize(
+    ("backend", "again"), [("flex", True), ("flex", "selective"), ("varlen", "selective"), ("flash_attn", "selective")]
+)
+def test_selective_recomputation_does_not_compute_attention_twice(backend, again, monkeypatch):
+    """The kernels go by names under torch.ops.torch_attn and torch.ops.flash_attn, as these stand-ins do."""
+    model = make_model(backend, num_kv_heads=4)
+    model.checkpoint_blocks = again
+    stand_in = {"varlen": varlen_kernel, "flash_attn": flash_kernel}.get(backend)
+    for layer in model.layers if stand_in else []:
+        layer.attention.attend = lambda q, *_: stand_in(q)
+    with KernelCalls() as calls:
+        loss = model(TOKENS).logits.sum()
+        forward = len(calls.names)
+        loss.backward()
+    kernels = [name.startswith(KEPT_BY_NAME) and "backward" not in name for name in calls.names]
+    assert sum(kernels[:forward]) == 2, "one in each layer"
+    assert sum(kernels[forward:]) == (2 if again is True else 0)
+
+
+def test_the_kernel_of_torch_goes_by_the_name_that_is_kept():
+    assert torch.nn.attention.varlen
+    assert str(torch.ops.torch_attn._varlen_attn.default).startswith(KEPT_BY_NAME)
 
 
 @torch.no_grad()

@@ -192,4 +192,4 @@ def _has_backward(q: Tensor) -> None:
 
 @functools.cache
 def _compiled(kernel: Callable) -> Callable:
-    return torch.compile(kernel, dynamic=False)
+    return torch.compile(kernel)

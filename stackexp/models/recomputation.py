@@ -17,7 +17,7 @@ KEPT = {
     *(aten._scaled_dot_product_fused_attention_overrideable.default, aten._flash_attention_forward.default),
 }
 """What selective checkpointing does not compute twice: matrix products and attention."""
-KEPT_BY_NAME = ("flex_attention", "torch_attn::_varlen_attn", "flash_attn::_flash_attn")
+KEPT_BY_NAME = ("flex_attention", "torch_attn._varlen_attn", "flash_attn._flash_attn")
 """The same of those that are not there until their module is imported, by how their names begin."""
 
 
