@@ -28,8 +28,8 @@ da_push = sum_j C[j-1] . dC'[j], and so on.
 
 Every layer has a gradient for every vector pushed before it: m (m + 1) / 2 of them for m layers. They are accumulated
 in one buffer for each vector, which goes down from layer to layer: `step` hands on each x_i as an output of its own, so
-that what it gets back is the sum of all later layers' gradients, to which it adds its dX as it makes it (one pass; two
-additions of autograd's would be three).
+that what it gets back is the sum of all later layers' gradients, to which it adds the two terms of its dX as it makes
+them. Autograd would write each term to memory, and then read them all again to add them.
 
 Saved for the backward pass, in numbers for a token, a head and a layer:
 
