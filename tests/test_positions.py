@@ -7,6 +7,7 @@ import torch
 from torch.nn import functional as F
 
 from stackexp.config.schema import StackMemoryConfig, TransformerConfig
+from stackexp.models.attention_backends import sight
 from stackexp.models.positions import alibi_bias, alibi_slopes, sin_cos_table
 from stackexp.models.transformer import Cache, Transformer
 
@@ -117,9 +118,10 @@ def test_only_sinusoids_tell_where_a_sequence_begins(positional, same):
     """The same tokens at 0 and at 40, where nothing before them can be seen: the others know distances alone."""
     model, outputs = make_model(positional=positional), []
     for start in (0, 40):
-        h, rope, mask = model._place(model.embedding(make_tokens()), start, None)
+        h, rope = model._place(model.embedding(make_tokens()), start, None)
+        seen = sight(model.config, start, h, None, None)
         for layer in model.layers:
-            h = layer(h, None, None, rope, False, mask if mask is None else mask[..., start:])[0]
+            h = layer(h, None, None, rope, False, seen if seen is None else seen[..., start:])[0]
         outputs.append(h)
     assert torch.allclose(*outputs) == same
 
