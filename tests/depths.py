@@ -132,6 +132,16 @@ def check_segments(case: Case) -> None:
         torch.testing.assert_close(other, found[0], rtol=1e-9, atol=1e-11)
 
 
+def check_few_programs(case: Case) -> None:
+    """A program that takes several blocks of tokens, the last one past the end, is right too."""
+    before, triton_depth.MOST_PROGRAMS = triton_depth.MOST_PROGRAMS, 2
+    try:
+        check(case)
+        assert triton_depth.grid("backward", make_inputs(case)[0]) == (2, 1, 2)
+    finally:
+        triton_depth.MOST_PROGRAMS = before
+
+
 def check_parts(case: Case) -> None:
     """Gradients of some of the outputs alone: of the entropy's mean, of the last read, of one layer's action."""
     functionals = [

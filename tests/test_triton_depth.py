@@ -98,6 +98,10 @@ def test_where_stacks_are_kept_makes_no_difference(interpreter):
     interpreter.submit(depths.check_segments, Case(2, 4, 1, 4, "queue", read_mask="log")).result()
 
 
+def test_a_program_may_take_several_blocks_of_tokens(interpreter):
+    interpreter.submit(depths.check_few_programs, Case(2, 64, 1, 2, leading=(5,))).result()
+
+
 def test_any_output_alone_has_its_gradient(interpreter):
     interpreter.submit(depths.check_parts, Case(3, 4, 1, 2)).result()
 

@@ -29,8 +29,9 @@ Bytes per token and layer, mean over the 32 layers of 360m, H = 4, d_s = 16, S =
 
 4,200 of the 7,212 are the gradient to the stack. Above k = 4 little is saved, and arithmetic and registers grow with k.
 At an H100's 3.35 TB/s k = 4 is 3.1 ns a token and layer, 1.5 % of what the Transformer takes at 45 % of the card's peak
-(205 ns). Compiled for it (Triton 3.6), a warp has for a slot of 8 stacks 90-145 instructions forward and 165-225
-backward, which at full rate is 2.6 ns: bandwidth and arithmetic are near balance. Neither is measured yet on a GPU.
+(205 ns). Compiled for it (Triton 3.6), a warp has for one slot of 8 stacks 93 to 149 instructions forward and 194 to
+231 backward, 2.8 ns a token and layer at full rate: bandwidth and arithmetic are near balance, and overlap only in
+part. Nothing here has been measured on a GPU yet.
 
 Everything is computed in float32, or float64 where x or the state is; contents are stored as `empty` is told,
 rounded only in what is kept; M always in float32 at least. The kernels are opaque operators to torch.compile, with fake
