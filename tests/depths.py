@@ -122,6 +122,22 @@ def check_errors(case: Case, device: str = "cpu") -> None:
         assert errors[0] <= max(2 * errors[1], rounding), (name, errors, rounding)
 
 
+def check_rest(case: Case) -> None:
+    """That R is rounded to the dtype of x costs the gradients through its softmax nothing."""
+    inputs = [t.detach().to(case.dtype).double().requires_grad_() for t in make_inputs(case)]
+    mixed = [t.detach().to(case.dtype if i < case.num_layers else torch.float32) for i, t in enumerate(inputs)]
+    mixed = [t.requires_grad_() for t in mixed]
+    for_actions = slice(case.num_layers, None)  # and query: in float32
+    gradients = []
+    for run, tensors in ((triton, mixed), (by_reference, inputs)):
+        reads = torch.stack([o.read for o in run(case, tensors)])
+        assert reads.dtype == tensors[0].dtype
+        weights = torch.randn(reads.shape, generator=torch.Generator().manual_seed(5)).to(case.dtype).to(reads)
+        gradients.append(torch.autograd.grad((reads * weights).sum(), tensors[for_actions]))
+    for ours, exact in zip(*gradients, strict=True):
+        assert (ours - exact).norm() < 2**-14 * exact.norm()
+
+
 def check_segments(case: Case) -> None:
     """Where stacks are kept makes no difference."""
     inputs, found = make_inputs(case), []

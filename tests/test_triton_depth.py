@@ -24,7 +24,7 @@ F32, BF16 = torch.float32, torch.bfloat16
 CASES = [
     Case(1, 1, 1, 1),
     Case(1, 4, 3, 3, "queue", read_mask="log"),
-    Case(2, 17, 1, 4, "push_only", "top", segment=2),
+    Case(3, 17, 1, 6, "stack", "top", segment=2),
     Case(2, 4, 3, 6, "stack", scale=1000),
     Case(7, 4, 1, 9, "queue", segment=3),
     Case(7, 1, 8, 3, "push_only", read_mask="additive"),
@@ -92,6 +92,10 @@ def test_errs_no_more_than_the_reference(interpreter, case):
 def test_errs_no_more_than_the_reference_with_all_options(interpreter, case):
     sizes = {"num_slots": 24, "num_layers": 30, "leading": (4,)} if case.scale == 1 else {}
     interpreter.submit(depths.check_errors, case._replace(**sizes)).result()
+
+
+def test_a_rounded_read_costs_its_gradients_nothing(interpreter):
+    interpreter.submit(depths.check_rest, Case(3, 16, 2, 3, dtype=BF16, state_dtype=F32)).result()
 
 
 def test_where_stacks_are_kept_makes_no_difference(interpreter):
