@@ -17,7 +17,6 @@ import torch, torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from stackexp.config.compose import compose
 from stackexp.models.cost import build
-from stackexp.models.cross_entropy import NextTokenLoss
 from stackexp.models.sharding import build_mesh, shard_
 
 def held(tensor):
@@ -84,6 +83,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from stackexp.config.compose import compose
 from stackexp.models import allocations
 from stackexp.models.cost import build
+from stackexp.models.cross_entropy import NextTokenLoss
 from stackexp.models.sharding import build_mesh, shard_
 
 config = compose(["pretrain/stacktrans-360m"], sys.argv[1:])
