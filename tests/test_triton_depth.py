@@ -146,6 +146,17 @@ def test_moves_and_keeps_what_it_says(interpreter, dtype):
     assert kept == 3 * (sum(t.kept for t in expected) - stack)
 
 
+@pytest.fixture
+def compiler(monkeypatch) -> None:
+    """Triton is imported, if it is now, to compile, whatever the fixture above has set for another process."""
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+
+
+def test_says_what_it_needs(compiler):
+    with pytest.raises(ValueError, match="run on CUDA, not on cpu: take another"):
+        depths.check(Case(1, 1, 1, 1))
+
+
 def test_the_table_of_the_docstring():
     def row(segment: int, **sizes: int) -> str:
         layers = [
@@ -163,7 +174,7 @@ def test_the_table_of_the_docstring():
 @pytest.mark.slow
 @pytest.mark.parametrize("num_stages", [1, 4])
 @pytest.mark.parametrize("name", ["forward", "backward"])
-def test_compiles_for_an_h100_without_spilling_registers(name, num_stages):
+def test_compiles_for_an_h100_without_spilling_registers(compiler, name, num_stages):
     """At the sizes of 360m, H = 4 and d_s = 16, in bfloat16; a warp's barriers would be another sign of trouble."""
     import triton
     from triton.backends.compiler import GPUTarget

@@ -39,8 +39,7 @@ and autograd implementations; no size depends on data, nothing waits for the dev
 step. With TRITON_INTERPRET=1 in the environment before, steps run on a CPU, slowly.
 """
 
-from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -268,8 +267,9 @@ def _launch(name: str, tensors: tuple, how: tuple[int, str, str, str], sizes: di
     programs, groups, _ = grid(name, x)
     if programs == 0:
         return
+    kernel = _kernel(name, x.device)
     with torch.cuda.device_of(x):
-        getattr(_kernels(), name)[(programs, groups)](
+        kernel[(programs, groups)](
             *map(_contiguous, tensors),
             num_tokens=x.shape[:-2].numel(),
             num_occupied=slots.shape[0],
@@ -353,7 +353,15 @@ def _power_of_2(size: int) -> int:
     return 1 << (size - 1).bit_length()
 
 
-def _kernels() -> ModuleType:
+def _kernel(name: str, device: torch.device) -> Any:
+    from triton.runtime import JITFunction
+
     from stackexp.stack import triton_depth_kernels
 
-    return triton_depth_kernels
+    kernel = getattr(triton_depth_kernels, name)
+    if device.type != "cuda" and isinstance(kernel, JITFunction):
+        raise ValueError(
+            f"Triton's kernels run on CUDA, not on {device.type}: take another implementation of the stack, "
+            "or set TRITON_INTERPRET=1 in the environment"
+        )
+    return kernel
