@@ -83,6 +83,21 @@ def test_a_state_may_go_two_ways(discipline):
 
 
 @pytest.mark.usefixtures("sizes")
+def test_gradients_that_others_hold_are_left_alone():
+    """Those to a state between two layers are the same whether or not the pass goes on through the layer before."""
+    inputs, middle, total = make_inputs(USUAL), [], 0
+    state = coefficients.empty(inputs[0].shape[1:4], USUAL.num_slots, USUAL.head_dim, inputs[0])
+    for at in range(6):
+        output, state = coefficients.step(state, *(t[at] for t in inputs), **USUAL.options)
+        if at == 2:
+            middle = [state.coefficients, *state.pushed]
+        total = total + output.read.square().sum()
+    alone = [gradient.clone() for gradient in torch.autograd.grad(total, middle, retain_graph=True)]
+    further = torch.autograd.grad(total, [*middle, *inputs])
+    torch.testing.assert_close(list(further[: len(middle)]), alone, rtol=0, atol=0)
+
+
+@pytest.mark.usefixtures("sizes")
 def test_recomputed_steps_are_the_same():
     """Activation checkpointing of each layer; the state goes through as tensors and lists of them."""
     inputs = make_inputs(USUAL)
