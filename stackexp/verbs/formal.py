@@ -53,7 +53,7 @@ def finish(session: Session) -> None:
     config, module, data, trainer = session.config, session.module, session.data, session.trainer
     if module.set_metrics_step != config.trainer.max_steps:
         trainer.validate(module, data, verbose=False)
-    validated = average(module.set_metrics)["accuracy"]
+    validated = average(module.set_metrics)
 
     def evaluate(record: EvaluationRecord) -> Sets:
         trainer.callbacks.append(record)
@@ -85,7 +85,7 @@ def accuracy_of(sets: Sets) -> dict[int, float]:
     return {int(name.removeprefix("length_")): figures["accuracy"] for name, figures in sets.items()}
 
 
-def _finish(session: Session, test: dict[str, Any], validated: float) -> None:
+def _finish(session: Session, test: dict[str, Any], validated: dict[str, float]) -> None:
     config, module, folder = session.config, session.module, session.folder
     seconds = time.perf_counter() - session.started_at
     lines = [line for line in folder.read_metrics() if "loss/train" in line]
@@ -97,12 +97,13 @@ def _finish(session: Session, test: dict[str, Any], validated: float) -> None:
         "memory_parameters": module.model.num_parameters(memory=True),
         "train_loss": {"first": losses[0], "last_20_steps": sum(losses[-20:]) / len(losses[-20:])},
         "train_accuracy": sum(accuracies[-20:]) / len(accuracies[-20:]),
-        "validation_accuracy": validated,
+        "validation_accuracy": validated["accuracy"],
+        "validation_loss": validated["loss"],
         **test,
         "seconds_of_last_session": round(seconds, 1),
     }
     figures = {f"final/{key}": value for key, value in test.items() if key.startswith("score_")}
-    figures["final/validation_accuracy"] = validated
+    figures["final/validation_accuracy"] = validated["accuracy"]
     figures["final/loss/train"] = result["train_loss"]["last_20_steps"]
     chosen = hyperparameters(config, HYPERPARAMETERS, NOT_HYPERPARAMETERS)
     session.record.finish(chosen, figures, config.trainer.max_steps)
@@ -112,7 +113,7 @@ def _finish(session: Session, test: dict[str, Any], validated: float) -> None:
     shown = _shown(config, {test["model"]: accuracy_in(test)})
     print(
         f"\ntraining loss {losses[0]:.3f} at the first step, {result['train_loss']['last_20_steps']:.3f} over the last "
-        f"20; accuracy {validated:.3f} on the lengths of the validation; {seconds:.0f} s\n\n{shown}\n\n"
+        f"20; accuracy {validated['accuracy']:.3f} on the lengths of the validation; {seconds:.0f} s\n\n{shown}\n\n"
         f"run folder: {folder.path}\ncurves:     tensorboard --logdir {config.logging.root}",
         flush=True,
     )
@@ -148,7 +149,7 @@ def report(asked: Evaluation, checkpoint: Path, sets: Sets) -> None:
         accuracy, mean = accuracy_of(sets), average(sets)
         record |= {"task": config.data.task, "model": label(config)}
         record |= {"accuracy": {str(length): value for length, value in accuracy.items()}}
-        record |= {"validation_accuracy": mean["accuracy"], "loss": mean["loss"]}
+        record |= {"validation_accuracy": mean["accuracy"], "validation_loss": mean["loss"]}
         record |= {"sequences_per_length": config.data.validation_sequences}
         print("\n".join(f"length {length:4d}  accuracy {value:.4f}" for length, value in accuracy.items()))
         print(f"mean         accuracy {mean['accuracy']:.4f}  loss {mean['loss']:.4f}")

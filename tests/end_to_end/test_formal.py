@@ -91,6 +91,7 @@ def test_the_result_has_every_length_and_scores(run, printed):
     assert (result["sequences_per_length"], result["length_stride"]) == (6, 2)
     [last] = [line for line in run.read_metrics() if line["step"] == 60 and "validation/loss/average" in line]
     assert result["validation_accuracy"] == last["validation/accuracy/average"]
+    assert result["validation_loss"] == last["validation/loss/average"]
     mean = np.mean([last["validation/accuracy/length_009"], last["validation/accuracy/length_010"]])
     assert result["validation_accuracy"] == pytest.approx(mean)
     assert f"{result['score_9_14']:.3f}" in printed
@@ -158,7 +159,8 @@ def test_a_validation_of_a_finished_run(forks, run):
     text = forks.run("validate", "--run", run.path)
     record = result_of(run, "validate.json")
     assert sorted(record["accuracy"]) == ["10", "9"]
-    assert record["validation_accuracy"] == result_of(run)["validation_accuracy"]
+    for key in ("validation_accuracy", "validation_loss"):
+        assert record[key] == result_of(run)[key]
     assert "length    9  accuracy" in text
 
 
