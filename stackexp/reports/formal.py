@@ -294,10 +294,10 @@ def _read(path: Path, config: dict[str, Any], column: str) -> FormalRun:
 
 
 def _is_of_the_run(test: dict[str, Any], result: dict[str, Any]) -> bool:
-    """Whether a test is of the run's last checkpoint, and was given nothing that changes what is tested."""
+    """Whether a test is of the checkpoint that the run itself tested, with nothing that changes what is tested."""
     keys = [key for key, *_ in split_overrides(test.get("overrides", []))]
-    last = result["steps"] if result else test.get("step")
-    return not any(map(in_recipe, keys)) and test.get("step", last) == last
+    tested = result.get("tested_step", result["steps"]) if result else test.get("step")
+    return not any(map(in_recipe, keys)) and test.get("step", tested) == tested
 
 
 def _figures(path: Path) -> dict[str, Any]:

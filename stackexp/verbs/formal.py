@@ -48,20 +48,29 @@ def label(config: ExperimentConfig) -> str:
     return model_label(flatten(to_dict(config)))
 
 
+def checkpoint_of(run: RunFolder) -> Path:
+    """What is tested: the lowest validation loss. A task once solved gives hardly a gradient, and what Adam makes of
+    that may undo it."""
+    return checkpoints.choose(run, "best" if run.best_checkpoint() else "last")
+
+
 def finish(session: Session) -> None:
-    """The validation lengths, if the last step has not had them; every length of the test; result.json last."""
+    """The checkpoint of the lowest validation loss on every length of the test; result.json last."""
     config, module, data, trainer = session.config, session.module, session.data, session.trainer
-    if module.set_metrics_step != config.trainer.max_steps:
+    checkpoint = session.processes.agree(lambda: checkpoint_of(session.folder))
+    step, last = int(checkpoint.name), config.trainer.max_steps
+    if step != last:
+        checkpoints.load_weights(module.model, checkpoint)
+    if step != last or module.set_metrics_step != last:
         trainer.validate(module, data, verbose=False)
-    validated = average(module.set_metrics)
+    validated = {"tested_step": step} | average(module.set_metrics)
 
     def evaluate(record: EvaluationRecord) -> Sets:
         trainer.callbacks.append(record)
         trainer.test(module, data, verbose=False)
         return module.set_metrics
 
-    newest = session.processes.agree(session.folder.newest_checkpoint)
-    with resumable("test", config, data, session.processes, newest, session.folder.path / "test.json") as whole:
+    with resumable("test", config, data, session.processes, checkpoint, session.folder.path / "test.json") as whole:
         sets = whole.figures(evaluate)
         if session.processes.first:
             _finish(session, tested(config, sets), validated)
@@ -97,6 +106,7 @@ def _finish(session: Session, test: dict[str, Any], validated: dict[str, float])
         "memory_parameters": module.model.num_parameters(memory=True),
         "train_loss": {"first": losses[0], "last_20_steps": sum(losses[-20:]) / len(losses[-20:])},
         "train_accuracy": sum(accuracies[-20:]) / len(accuracies[-20:]),
+        "tested_step": validated["tested_step"],
         "validation_accuracy": validated["accuracy"],
         "validation_loss": validated["loss"],
         **test,
@@ -111,9 +121,10 @@ def _finish(session: Session, test: dict[str, Any], validated: dict[str, float])
         write_curve(folder.path, CURVE, accuracy_in(test), "test.lengths")
     runs.write_atomically(folder.result, json.dumps(result, indent=2))
     shown = _shown(config, {test["model"]: accuracy_in(test)})
+    best = f"{validated['accuracy']:.3f} on the lengths of the validation at step {validated['tested_step']:,}"
     print(
         f"\ntraining loss {losses[0]:.3f} at the first step, {result['train_loss']['last_20_steps']:.3f} over the last "
-        f"20; accuracy {validated['accuracy']:.3f} on the lengths of the validation; {seconds:.0f} s\n\n{shown}\n\n"
+        f"20; accuracy {best}, which is tested; {seconds:.0f} s\n\n{shown}\n\n"
         f"run folder: {folder.path}\ncurves:     tensorboard --logdir {config.logging.root}",
         flush=True,
     )
