@@ -46,6 +46,7 @@ def finish(
     beyond: float,
     up_to_100: float | None = None,
     validation: float = 1.0,
+    loss: float = 0.25,
     file: str = "result.json",
     stride: int = 1,
     sequences: int = 512,
@@ -56,6 +57,6 @@ def finish(
     near = beyond if up_to_100 is None else up_to_100
     accuracy = {str(n): 1.0 if n <= 40 else near if n <= 100 else beyond for n in lengths}
     result = {"steps": 10_000, "parameters": 139_650, "memory_parameters": 1_300, "train_accuracy": 0.99}
-    result |= {"validation_accuracy": validation, "accuracy": accuracy}
+    result |= {"validation_accuracy": validation, "validation_loss": loss, "accuracy": accuracy}
     (run / file).write_text(json.dumps(result | {"sequences_per_length": sequences, "length_stride": stride}))
     return run

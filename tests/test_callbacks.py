@@ -268,8 +268,9 @@ def events_of(folder) -> EventAccumulator:
     return events
 
 
-def test_every_chart_shows_the_tags_it_is_for(tmp_path):
-    copy = TensorBoardCopy(tmp_path, [])
+@pytest.mark.parametrize("objective", ["language_modeling", "transduction"])
+def test_every_chart_shows_the_tags_it_is_for_and_none_is_of_another_objective(tmp_path, objective):
+    copy = TensorBoardCopy(tmp_path, [], objective)
     copy.write(step_line())
     result = {"loss": 2.0, "perplexity": 7.4, "bits_per_byte": 1.0}
     tags = set_tags("validation", {"left": result, "right": result})
@@ -291,17 +292,18 @@ def test_every_chart_shows_the_tags_it_is_for(tmp_path):
         }
         for category in layout.category
     }
-    assert shown == SHOWN
+    others = ["Formal languages"] if objective == "language_modeling" else ["Validation", "V2", "V3"]
+    assert shown == {group: charts for group, charts in SHOWN.items() if group not in others}
 
 
 def test_a_resumed_copy_is_made_anew_from_the_lines(tmp_path):
-    first = TensorBoardCopy(tmp_path, [])
+    first = TensorBoardCopy(tmp_path, [], "language_modeling")
     for step in (1, 2, 3):
         first.write({"step": step, "tokens": 16 * step, "time": 1000.0 + step, "loss/train": 10.0 - step})
     first.close()
     old = {path: path.read_bytes() for path in tmp_path.iterdir()}
     kept = [{"step": s, "tokens": 16 * s, "time": 1000.0 + s, "loss/train": 5.0 - s} for s in (1, 2)]
-    second = TensorBoardCopy(tmp_path, kept)
+    second = TensorBoardCopy(tmp_path, kept, "language_modeling")
     second.write({"step": 3, "tokens": 48, "time": 2000.0, "loss/train": 2.5})
     second.close()
     [path] = tmp_path.iterdir()
@@ -314,7 +316,7 @@ def test_a_resumed_copy_is_made_anew_from_the_lines(tmp_path):
 
 
 def test_hyperparameters_are_written_once_with_the_final_figures(tmp_path):
-    copy = TensorBoardCopy(tmp_path, [])
+    copy = TensorBoardCopy(tmp_path, [], "language_modeling")
     copy.finish({"optimizer.lr": 0.5, "model.memory.axis": "depth", "model.memory": None}, {"final/loss/train": 3.0}, 9)
     [path] = tmp_path.iterdir()
     values = [value for event in EventFileLoader(str(path)).Load() for value in event.summary.value]

@@ -217,7 +217,7 @@ def test_every_model_of_formal_languages_is_tested_alike():
     for name in CONFIGS:
         if name.startswith("formal/") and name != "formal/quick":
             data = build(name)[0].data
-            assert (data.eval_length_stride, data.eval_sequences, data.max_length) == (9, 128, 40), name
+            assert (data.eval_length_stride, data.eval_sequences, data.max_length) == (27, 64, 40), name
 
 
 @pytest.mark.parametrize("name", ["lstm", "stack_rnn"])
@@ -239,4 +239,4 @@ def test_the_table_has_every_task_by_every_model():
         if values["data.task"] == "parity_check" and values["seed"] == 2:
             config = sweep.trial(values, label).config
             assert (config.data.task, config.seed, config.name) == ("parity_check", 2, "formal_table")
-            assert (config.data.eval_length_stride, config.data.eval_sequences) == (9, 128)
+            assert (config.data.eval_length_stride, config.data.eval_sequences) == (27, 64)

@@ -118,7 +118,7 @@ def test_recipes_are_not_mixed_and_are_chosen_on_the_validation(runs):
     assert row(text, "odds_first")["StackTrans"] == "**0.60** / 0.60 (2)"
     assert (
         "- StackTrans, odds_first: recipe not taken: `data.curriculum_steps=1500` "
-        "(2 seeds, validation accuracy 0.875, against 0.900; runs/formal_table/b0)"
+        "(2 seeds, validation accuracy 0.875, against 0.9; runs/formal_table/b0)"
     ) in text
     finish(runs / "b0", beyond=0.8, validation=0.86)
     text = table(runs)
@@ -137,6 +137,17 @@ def test_a_recipe_of_three_seeds_goes_before_one_of_a_better_validation(runs):
         finish(other, beyond=0.9, validation=1.0)
     finish(write_run(runs / "b3", "LSTM", "odds_first", seed=3), beyond=0.5, validation=0.8)
     assert row(table(runs), "odds_first")["LSTM"] == "**0.90** / 0.90 (3)"
+
+
+def test_of_recipes_of_the_same_validation_accuracy_the_one_of_the_lower_loss_is_taken(runs):
+    for seed in range(2):
+        finish(write_run(runs / f"a{seed}", "LSTM", "odds_first", seed=seed), beyond=0.9, loss=0.02)
+        finish(
+            write_run(runs / f"b{seed}", "LSTM", "odds_first", "optimizer.lr=0.01", seed=seed), beyond=0.5, loss=0.001
+        )
+    text = table(runs)
+    assert row(text, "odds_first")["LSTM"] == "0.50↓ / 0.50 (2)"
+    assert "(2 seeds, validation loss 0.02, against 0.001; runs/formal_table/a0)" in text
 
 
 def test_of_recipes_of_the_same_validation_the_one_of_more_seeds_is_taken(runs):

@@ -19,8 +19,8 @@ class RunRecord(pl.Callback):
     A line is in the file before the step's checkpoint is written, so no checkpoint is ahead of its record.
     """
 
-    def __init__(self, run: RunFolder, tensorboard: bool):
-        self._run = run
+    def __init__(self, run: RunFolder, tensorboard: bool, objective: str):
+        self._run, self._objective = run, objective
         self._wants_tensorboard = tensorboard
         self._tensorboard: TensorBoardCopy | None = None
         self._recorded_steps = 0
@@ -38,7 +38,7 @@ class RunRecord(pl.Callback):
         self._run.forget_after(step)
         self._file = open(self._run.metrics, "a", encoding="utf-8")  # noqa: SIM115
         if self._wants_tensorboard:
-            self._tensorboard = TensorBoardCopy(self._run.path, list(self._run.read_metrics()))
+            self._tensorboard = TensorBoardCopy(self._run.path, list(self._run.read_metrics()), self._objective)
 
     def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
         if trainer.global_step == self._recorded_steps:

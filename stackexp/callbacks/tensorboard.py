@@ -51,6 +51,10 @@ CHARTS = {
     },
 }
 
+OF_OBJECTIVE = {"Validation": "language_modeling", "V2": "language_modeling", "V3": "language_modeling"}
+OF_OBJECTIVE |= {"Formal languages": "transduction"}
+"""The groups that stay empty in runs of another objective."""
+
 
 def _say_nothing_of_disks(failure: threading.ExceptHookArgs) -> None:
     """The writer's thread has its OSError raised again in the main thread, which tells of it in one line."""
@@ -62,15 +66,19 @@ threading.excepthook = _say_nothing_of_disks
 
 
 class TensorBoardCopy:
-    """Event files in `folder`, beginning with the lines of an earlier session."""
+    """Event files in `folder`, beginning with the lines of an earlier session; `objective`: of the run's data."""
 
-    def __init__(self, folder: Path, lines: list[dict[str, Any]]):
+    def __init__(self, folder: Path, lines: list[dict[str, Any]], objective: str):
         for old in folder.glob("events.out.tfevents.*"):
             if not old.name.endswith(EVALUATION):
                 old.unlink()
         self._writer = SummaryWriter(folder)
         self._writer.add_custom_scalars(
-            {group: {title: ["Multiline", tags] for title, tags in charts.items()} for group, charts in CHARTS.items()}
+            {
+                group: {title: ["Multiline", tags] for title, tags in charts.items()}
+                for group, charts in CHARTS.items()
+                if OF_OBJECTIVE.get(group, objective) == objective
+            }
         )
         for line in lines:
             self.write(line)

@@ -7,7 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from stackexp.reports import paper
-from stackexp.reports.formal import COLUMNS, DEPTH, Cell, FormalRun, Report, median_validation
+from stackexp.reports.formal import (
+    COLUMNS,
+    DEPTH,
+    Cell,
+    FormalRun,
+    Report,
+    median_validation,
+    median_validation_loss,
+)
 from stackexp.reports.formal_recipes import (
     Sweeps,
     curriculum,
@@ -141,16 +149,18 @@ def _state(run: FormalRun) -> str:
 
 
 def _other(cell: Cell, runs: list[FormalRun]) -> str:
-    """A recipe not taken: in what it differs, its seeds and its validation accuracy."""
+    """A recipe not taken: in what it differs, its seeds and its validation accuracy, or loss where that is the same."""
     taken = [*cell.runs, *cell.pending][0]
     changes = differences(runs[0].recipe, taken.recipe)
     shown = overrides(dict(list(changes.items())[:6])) + " ..." * (len(changes) > 6)
     finished = [run for run in runs if run.score(cell.among) is not None]
     seeds = len({run.seed for run in finished})
-    median = median_validation(finished)
-    validation = "no validation accuracy" if median is None else f"validation accuracy {median:.3f}"
-    best = median_validation(cell.runs)
-    against = "" if best is None else f", against {best:.3f}"
+    what, median, best = "accuracy", median_validation(finished), median_validation(cell.runs)
+    losses = median_validation_loss(finished), median_validation_loss(cell.runs)
+    if median == best and None not in losses:
+        what, (median, best) = "loss", losses
+    validation = f"no validation {what}" if median is None else f"validation {what} {median:.3g}"
+    against = "" if best is None else f", against {best:.3g}"
     state = f"{seeds} seed{'s' * (seeds != 1)}, {validation}{against}" if finished else _state(runs[0])
     return f"`{shown}` ({state}; {runs[0].path})"
 

@@ -81,4 +81,8 @@ def _opened(asked: Evaluation) -> pl.LightningDataModule:
 
 
 def _checkpoint(asked: Evaluation) -> Path:
-    return checkpoints.choose(asked.run, asked.ckpt_path) if asked.run else Path(asked.ckpt_path)
+    if not asked.run:
+        return Path(asked.ckpt_path)
+    if asked.ckpt_path:
+        return checkpoints.choose(asked.run, asked.ckpt_path)
+    return objective(asked.config).checkpoint_of(asked.run)

@@ -87,7 +87,7 @@ def _fit(config: ExperimentConfig, start: Start, processes: Processes, stop: Sto
     started_at = time.perf_counter()
     trained = start.step >= config.trainer.max_steps  # killed after its last step
     module = build_module(config, weights=start.checkpoint if trained else None)
-    record = RunRecord(start.folder, config.logging.tensorboard)
+    record = RunRecord(start.folder, config.logging.tensorboard, config.data.objective)
     trainer = build_trainer(config, processes, _callbacks(config, start.folder, record, stop))
     with start.folder.begin(config) if processes.first else contextlib.nullcontext():
         if processes.first:

@@ -48,20 +48,29 @@ def label(config: ExperimentConfig) -> str:
     return model_label(flatten(to_dict(config)))
 
 
+def checkpoint_of(run: RunFolder) -> Path:
+    """What is tested: the lowest validation loss. A task once solved gives hardly a gradient, and what Adam makes of
+    that may undo it."""
+    return checkpoints.choose(run, "best" if run.best_checkpoint() else "last")
+
+
 def finish(session: Session) -> None:
-    """The validation lengths, if the last step has not had them; every length of the test; result.json last."""
+    """The checkpoint of the lowest validation loss on every length of the test; result.json last."""
     config, module, data, trainer = session.config, session.module, session.data, session.trainer
-    if module.set_metrics_step != config.trainer.max_steps:
+    checkpoint = session.processes.agree(lambda: checkpoint_of(session.folder))
+    step, last = int(checkpoint.name), config.trainer.max_steps
+    if step != last:
+        checkpoints.load_weights(module.model, checkpoint)
+    if step != last or module.set_metrics_step != last:
         trainer.validate(module, data, verbose=False)
-    validated = average(module.set_metrics)["accuracy"]
+    validated = {"tested_step": step} | average(module.set_metrics)
 
     def evaluate(record: EvaluationRecord) -> Sets:
         trainer.callbacks.append(record)
         trainer.test(module, data, verbose=False)
         return module.set_metrics
 
-    newest = session.processes.agree(session.folder.newest_checkpoint)
-    with resumable("test", config, data, session.processes, newest, session.folder.path / "test.json") as whole:
+    with resumable("test", config, data, session.processes, checkpoint, session.folder.path / "test.json") as whole:
         sets = whole.figures(evaluate)
         if session.processes.first:
             _finish(session, tested(config, sets), validated)
@@ -85,7 +94,7 @@ def accuracy_of(sets: Sets) -> dict[int, float]:
     return {int(name.removeprefix("length_")): figures["accuracy"] for name, figures in sets.items()}
 
 
-def _finish(session: Session, test: dict[str, Any], validated: float) -> None:
+def _finish(session: Session, test: dict[str, Any], validated: dict[str, float]) -> None:
     config, module, folder = session.config, session.module, session.folder
     seconds = time.perf_counter() - session.started_at
     lines = [line for line in folder.read_metrics() if "loss/train" in line]
@@ -97,12 +106,14 @@ def _finish(session: Session, test: dict[str, Any], validated: float) -> None:
         "memory_parameters": module.model.num_parameters(memory=True),
         "train_loss": {"first": losses[0], "last_20_steps": sum(losses[-20:]) / len(losses[-20:])},
         "train_accuracy": sum(accuracies[-20:]) / len(accuracies[-20:]),
-        "validation_accuracy": validated,
+        "tested_step": validated["tested_step"],
+        "validation_accuracy": validated["accuracy"],
+        "validation_loss": validated["loss"],
         **test,
         "seconds_of_last_session": round(seconds, 1),
     }
     figures = {f"final/{key}": value for key, value in test.items() if key.startswith("score_")}
-    figures["final/validation_accuracy"] = validated
+    figures["final/validation_accuracy"] = validated["accuracy"]
     figures["final/loss/train"] = result["train_loss"]["last_20_steps"]
     chosen = hyperparameters(config, HYPERPARAMETERS, NOT_HYPERPARAMETERS)
     session.record.finish(chosen, figures, config.trainer.max_steps)
@@ -110,9 +121,10 @@ def _finish(session: Session, test: dict[str, Any], validated: float) -> None:
         write_curve(folder.path, CURVE, accuracy_in(test), "test.lengths")
     runs.write_atomically(folder.result, json.dumps(result, indent=2))
     shown = _shown(config, {test["model"]: accuracy_in(test)})
+    best = f"{validated['accuracy']:.3f} on the lengths of the validation at step {validated['tested_step']:,}"
     print(
         f"\ntraining loss {losses[0]:.3f} at the first step, {result['train_loss']['last_20_steps']:.3f} over the last "
-        f"20; accuracy {validated:.3f} on the lengths of the validation; {seconds:.0f} s\n\n{shown}\n\n"
+        f"20; accuracy {best}, which is tested; {seconds:.0f} s\n\n{shown}\n\n"
         f"run folder: {folder.path}\ncurves:     tensorboard --logdir {config.logging.root}",
         flush=True,
     )
@@ -148,7 +160,7 @@ def report(asked: Evaluation, checkpoint: Path, sets: Sets) -> None:
         accuracy, mean = accuracy_of(sets), average(sets)
         record |= {"task": config.data.task, "model": label(config)}
         record |= {"accuracy": {str(length): value for length, value in accuracy.items()}}
-        record |= {"validation_accuracy": mean["accuracy"], "loss": mean["loss"]}
+        record |= {"validation_accuracy": mean["accuracy"], "validation_loss": mean["loss"]}
         record |= {"sequences_per_length": config.data.validation_sequences}
         print("\n".join(f"length {length:4d}  accuracy {value:.4f}" for length, value in accuracy.items()))
         print(f"mean         accuracy {mean['accuracy']:.4f}  loss {mean['loss']:.4f}")

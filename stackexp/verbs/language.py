@@ -43,6 +43,11 @@ def callbacks(config: ExperimentConfig, folder: RunFolder) -> list[pl.Callback]:
     return [DataRecord(folder.path, config.data.hash_interval)]
 
 
+def checkpoint_of(run: RunFolder) -> Path:
+    """What is evaluated unless another is asked for: the newest."""
+    return checkpoints.choose(run, "last")
+
+
 def finish(session: Session) -> None:
     """Every set, whole; then table, sample, hyperparameters; result.json last."""
     config = session.config

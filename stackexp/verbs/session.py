@@ -22,9 +22,10 @@ def objective(config: ExperimentConfig) -> ModuleType:
     """The module with the functions that training and evaluation call for an objective:
 
     begin(config, stage): warn of what the config cannot reach. trains_on(config): in a line.
-    callbacks(config, folder): besides those of every run. finish(session): what comes after the last step, result.json
-    last. side_by_side(config, folders): text that compares finished runs, of which "" is that of `config`.
-    report(asked, checkpoint, sets): print and write the figures of an evaluation.
+    callbacks(config, folder): besides those of every run. checkpoint_of(run): the one that is evaluated unless another
+    is asked for. finish(session): what comes after the last step, result.json last. side_by_side(config, folders): text
+    that compares finished runs, of which "" is that of `config`. report(asked, checkpoint, sets): print and write the
+    figures of an evaluation.
     """
     return importlib.import_module(VERBS[config.data.objective])
 

@@ -89,9 +89,13 @@ def test_the_result_has_every_length_and_scores(run, printed):
     assert result["score_9_14"] == pytest.approx(np.mean([accuracy[n] for n in (9, 11, 13)]))
     assert (result["task"], result["model"]) == ("reverse_string", "stacktrans")
     assert (result["sequences_per_length"], result["length_stride"]) == (6, 2)
-    [last] = [line for line in run.read_metrics() if line["step"] == 60 and "validation/loss/average" in line]
-    assert result["validation_accuracy"] == last["validation/accuracy/average"]
-    mean = np.mean([last["validation/accuracy/length_009"], last["validation/accuracy/length_010"]])
+    validations = [line for line in run.read_metrics() if "validation/loss/average" in line]
+    assert [line["step"] for line in validations] == [20, 40, 60]
+    best = min(validations, key=lambda line: line["validation/loss/average"])
+    assert result["tested_step"] == best["step"]
+    assert result["validation_accuracy"] == best["validation/accuracy/average"]
+    assert result["validation_loss"] == best["validation/loss/average"]
+    mean = np.mean([best["validation/accuracy/length_009"], best["validation/accuracy/length_010"]])
     assert result["validation_accuracy"] == pytest.approx(mean)
     assert f"{result['score_9_14']:.3f}" in printed
     assert "o stacktrans" in printed
@@ -106,6 +110,28 @@ def events_of(run: RunFolder) -> EventAccumulator:
     events = EventAccumulator(str(run.path))
     events.Reload()
     return events
+
+
+def test_what_is_tested_is_the_checkpoint_of_the_lowest_validation_loss(forks, run, folder):
+    """Here training goes astray after it: the result is that of the checkpoint before, as if the run had ended there."""
+    spoilt = (
+        *FIT,
+        "optimizer.lr=0.3",
+        "optimizer.weight_decay=0",
+        "trainer.gradient_clip_val=null",
+        "trainer.max_steps=40",
+    )
+    forks.run(*spoilt, f"logging.root={folder / 'spoilt'}", "schedule.warmup_steps=30")
+    spoilt_run = only_run(folder / "spoilt")
+    first, last = [line for line in spoilt_run.read_metrics() if "validation/loss/average" in line]
+    assert first["validation/loss/average"] < last["validation/loss/average"], "it did not go astray"
+    result = result_of(spoilt_run)
+    assert (result["tested_step"], result["steps"]) == (20, 40)
+    assert result["validation_loss"] == first["validation/loss/average"]
+    forks.run("test", "--run", spoilt_run.path, "--ckpt_path", spoilt_run.checkpoints / "00000020")
+    assert result_of(spoilt_run, "test-00000020.json")["accuracy"] == result["accuracy"]
+    forks.run("test", "--run", spoilt_run.path, "--ckpt_path", "last")
+    assert result_of(spoilt_run, "test-last.json")["step"] == 40
 
 
 def test_tensorboard_has_accuracy_against_length(run):
@@ -124,7 +150,7 @@ def test_a_test_of_a_finished_run(forks, run):
     again, result = result_of(run, "test.json"), result_of(run)
     assert again["accuracy"] == result["accuracy"]
     assert again["score_9_14"] == result["score_9_14"]
-    assert again["step"] == 60
+    assert again["step"] == result["tested_step"]
     assert "o stacktrans" in text
 
     forks.run("test", "--run", run.path, "data.eval_length_stride=1", "data.eval_sequences=7")
@@ -158,7 +184,8 @@ def test_a_validation_of_a_finished_run(forks, run):
     text = forks.run("validate", "--run", run.path)
     record = result_of(run, "validate.json")
     assert sorted(record["accuracy"]) == ["10", "9"]
-    assert record["validation_accuracy"] == result_of(run)["validation_accuracy"]
+    for key in ("validation_accuracy", "validation_loss"):
+        assert record[key] == result_of(run)[key]
     assert "length    9  accuracy" in text
 
 

@@ -111,7 +111,8 @@ def test_the_hparams_tab_of_a_sweep_begins_with_the_papers_symbols(tmp_path):
         hyperparameters = {"data.context_length": 2048, "model.memory.head_dim": 16, "model.memory.num_slots": 24}
         sets = {"left": {"loss": 2.5, "perplexity": 12.0, "bits_per_byte": 1.0}}
         figures = {"final/loss/train": 2.125} | set_tags("final", sets)
-        TensorBoardCopy(folder, []).finish(hyperparameters | {"model.memory.num_heads": heads}, figures, 10)
+        copy = TensorBoardCopy(folder, [], "language_modeling")
+        copy.finish(hyperparameters | {"model.memory.num_heads": heads}, figures, 10)
     columns = ["H", "S", "d_s", "data.context_length", "final/loss/train", "final/loss/average"]
 
     def header(page: Browser) -> list[str]:
