@@ -11,14 +11,17 @@ import sys
 import time
 from pathlib import Path
 
-from variants import VARIANTS
-
 LIMIT = 540  # seconds for one step
 
 GPU_TESTS = [sys.executable, "-m", "pytest", "-m", "gpu"]
+VARIANTS = {name: name for name in ("stacktrans", "queue", "push_only", "single_head", "full_dim", "authors_code")}
+VARIANTS |= {"transformer": "null"}
 SCAN_TESTS = "tests/test_triton_scan.py"  # a step of their own: Triton compiles a kernel for every option
-EFFICIENCY = [sys.executable, "benchmarks/variants.py", "--config", "pretrain/transformer-360m", "--steps", "30"]
-SMALL = ["data.micro_batch_size=2", "data.context_length=2048", "data.global_batch_tokens=4096"]
+BENCH = [sys.executable, "-m", "stackexp", "bench"]
+EFFICIENCY = [*BENCH, "efficiency", "--config", "pretrain/transformer-360m", "trainer.precision=bf16-mixed"]
+EFFICIENCY += ["data.micro_batch_size=8", "data.context_length=2048", "data.global_batch_tokens=16384"]
+PAPER_ROWS = ["--only", "stacktrans", "single_head", "full_dim"]
+STACK = [*BENCH, "stack", "--config", "pretrain/stacktrans-360m", "data.micro_batch_size=8"]
 FIT = [sys.executable, "-m", "stackexp", "fit", "--config", "quickstart", "trainer.accelerator=cuda"]
 
 
@@ -31,8 +34,17 @@ def steps(out: Path) -> dict[str, list[str]]:
         "scan": [sys.executable, "benchmarks/cuda_scan.py", f"--out={out}/scan.json"],
         "cross_entropy": [sys.executable, "benchmarks/cross_entropy.py", f"--out={out}/cross_entropy.json"],
         "sharded": [*FIT, "name=sharded", "trainer.strategy=fsdp", f"logging.root={out}/runs", *bf16],
-        "efficiency": [*EFFICIENCY, f"--out={out}/efficiency.json", *SMALL],
-        "efficiency_compiled": [*EFFICIENCY, f"--out={out}/efficiency_compiled.json", *SMALL, "trainer.compile=true"],
+        "efficiency": [*EFFICIENCY, f"--out={out}/efficiency.json", "--steps=30"],
+        "efficiency_compiled": [
+            *EFFICIENCY,
+            *PAPER_ROWS,
+            f"--out={out}/efficiency_compiled.json",
+            "trainer.compile=true",
+        ],
+        **{
+            f"stack_{every}": [*STACK, f"model.memory.keep_every={every}", f"--out={out}/stack_{every}.json"]
+            for every in (1, 2, 3, 4, 6)
+        },
         **{
             f"ablation_{name}": [*FIT, f"name={name}", f"model.memory={memory}", f"logging.root={out}/runs", *bf16]
             for name, memory in VARIANTS.items()

@@ -142,7 +142,7 @@ def test_what_was_picked_is_logged_once(caplog):
     with caplog.at_level(logging.INFO, "stackexp.stack"):
         for _ in range(2):
             stack.step(stack.empty((B, H), 7, D, x), x[0], logits[0], query, num_slots=7)
-    assert [record.getMessage() for record in caplog.records] == ["stack implementation: eager"]
+    assert [record.getMessage() for record in caplog.records] == ["stack implementation: compiled"]
 
 
 def test_a_forced_implementation_ends_with_its_context():

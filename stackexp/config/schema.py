@@ -66,6 +66,10 @@ class StackMemoryConfig:
     feedback: bool = False  # axis time: actions and push are computed from h_t + F f(R_{t-1})
     feedback_activation: Literal["identity", "tanh"] = "identity"  # f
     entropy_weight: float = at_least(0, 0.001)
+    # Axis depth on CUDA: every so many layers the stack is kept for the backward pass, in this precision (auto: that
+    # of matrix products), and made again from it in between.
+    keep_every: int = at_least(1, 4)
+    state_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
 
     def problems(self, model: "TransformerConfig") -> Problems:
         width = self.num_heads * self.head_dim

@@ -101,8 +101,12 @@ class StackMemory(Memory):
         return self.config.num_slots if self.training else self.config.eval_num_slots or self.config.num_slots
 
     def empty_state(self, h: Tensor) -> stack.StackState:
-        leading = h.shape[:2] if self.axis == "depth" else h.shape[:1]
-        return stack.empty((*leading, self.config.num_heads), self.num_slots, self.config.head_dim, like=h)
+        heads, size = self.config.num_heads, self.config.head_dim
+        if self.axis != "depth":
+            return stack.empty((h.shape[0], heads), self.num_slots, size, like=h)
+        dtype = {"auto": _precision(h), "float32": torch.float32, "bfloat16": torch.bfloat16}[self.config.state_dtype]
+        shape = (*h.shape[:2], heads)
+        return stack.empty(shape, self.num_slots, size, like=h, layers=self.model.num_layers, dtype=dtype)
 
     def forward(
         self, h: Tensor, state: stack.StackState, probe: bool = False
@@ -116,7 +120,7 @@ class StackMemory(Memory):
         options = {"num_slots": self.num_slots, "discipline": config.discipline, "read": config.read}
         options["read_mask"] = config.read_mask
         if self.axis == "depth":
-            output, state = stack.step(state, x, logits, query, **options)
+            output, state = stack.step(state, x, logits, query, segment=config.keep_every, **options)
         else:
             options["feedback_activation"] = config.feedback_activation
             output, state = stack.scan(state, x, logits, query, self._feedback_maps(), **options)
@@ -171,6 +175,12 @@ class StackMemory(Memory):
         if config.feedback:
             matmuls += numbers * (numbers + config.num_heads * self.actions.shape[1])
         return 2.0 * matmuls + 2.0 * 5 * numbers * min(updates, config.num_slots)
+
+
+def _precision(h: Tensor) -> torch.dtype:
+    """What matrix products of h come in."""
+    kind = h.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else h.dtype
 
 
 def _parameter(*shape: int) -> nn.Parameter:

@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader
 
 from stackexp.config.schema import ExperimentConfig
 from stackexp.data.evaluation_sets import EvaluationSet
-from stackexp.models.cross_entropy import NextTokenLoss, per_token_loss  # noqa: F401  (benchmarks know it here)
+from stackexp.models.cross_entropy import NextTokenLoss
 from stackexp.modules.metrics import ChunkLosses, set_figures, set_tags
 from stackexp.modules.training import TrainingModule
 

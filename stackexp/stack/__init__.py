@@ -1,10 +1,12 @@
 """The memory between layers as two operations: one `step`, and a `scan` over the tokens. Both update, then read.
 
 The state is opaque to callers: make it with `empty`, thread it through. Implementations are modules of this package
-with the same `empty`, `step` and `scan`; `reference` is the specification that the others are tested against. All but
-`reference` share one form of state, so the step and the scan of one memory may be different implementations'.
+with the same `empty` and `step`, or `scan`; `reference` is the specification that the others are tested against. A
+state has one of three forms: slots and mask (scans, and the steps of `reference`, `eager` and `compiled`),
+coefficients, and the last stack kept with what was pushed since (`triton_depth`). A step is that of its state's form.
 
-Everything is computed in float32 at least (float64 stays float64), also under autocast; so is the state.
+Everything is computed in float32 at least (float64 stays float64), also under autocast; so is the state, but for what
+`triton_depth` is told to keep in bfloat16.
 
 Under torch.compile a scan is `eager`'s loop, unrolled: compiling takes time in proportion to the tokens. A warning
 says so.
@@ -17,32 +19,39 @@ import importlib.util
 import logging
 from collections.abc import Iterator
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from stackexp.stack import eager, reference
+from stackexp.stack import coefficients, eager, reference, triton_depth
+from stackexp.stack.coefficients import CoefficientState
 from stackexp.stack.reference import StackOutput, StackState
+from stackexp.stack.triton_depth import DepthState
 
 __all__ = ["StackOutput", "StackState", "empty", "implementation", "scan", "step"]
 
-IMPLEMENTATIONS: dict[str, ModuleType | None] = {  # None: imported when it is first used
-    "reference": reference,
-    "eager": eager,
-    "compiled": None,
-    "triton": None,
+IMPLEMENTATIONS: dict[str, tuple[str, str]] = {  # name -> the modules of its steps and of its scans
+    "reference": ("reference", "reference"),
+    "eager": ("eager", "eager"),
+    "coefficients": ("coefficients", "eager"),
+    "compiled": ("compiled", "compiled"),
+    "triton": ("triton_depth", "triton_scan"),
 }
-FILES = {"triton": "triton_scan"}  # where the name is another's
-# what "auto" is for a scan on a device of this type; otherwise, for steps, and on CUDA without Triton, eager
+# what "auto" is for a scan on a device of this type; otherwise, and on CUDA without Triton, eager
 SCANS = {"cpu": "compiled", "cuda": "triton"}
+_modules = {"reference": reference, "eager": eager, "coefficients": coefficients, "triton_depth": triton_depth}
 _wanted = "auto"
 
 
 @contextlib.contextmanager
 def implementation(name: str) -> Iterator[None]:
-    """Use the implementation `name`, or "auto", within this context: for tests and benchmarks."""
+    """Use the implementation `name`, or "auto", within this context: for tests and benchmarks.
+
+    It says what states are made and what takes those of slots; `empty` and `step` belong into the same context.
+    """
     global _wanted
     assert name == "auto" or name in IMPLEMENTATIONS, name
     before, _wanted = _wanted, name
@@ -52,22 +61,63 @@ def implementation(name: str) -> Iterator[None]:
         _wanted = before
 
 
-def empty(shape: tuple[int, ...], num_slots: int, head_dim: int, like: Tensor) -> StackState:
-    """Empty stacks for leading dimensions `shape` (heads included), on the device of `like`."""
-    made = reference if _wanted == "reference" else eager
+def empty(
+    shape: tuple[int, ...],
+    num_slots: int,
+    head_dim: int,
+    like: Tensor,
+    layers: int | None = None,
+    dtype: torch.dtype | None = None,
+) -> StackState | CoefficientState | DepthState:
+    """Empty stacks for leading dimensions `shape` (heads included), on the device of `like`.
+
+    `layers`: how many steps will follow; None: a scan. `dtype`: of what `triton_depth` keeps of the contents; None: as
+    `like`.
+    """
+    made = _form(head_dim, like, layers)
+    if made is triton_depth:
+        return made.empty(shape, num_slots, head_dim, like[..., :0], dtype=dtype)
     return made.empty(shape, num_slots, head_dim, _wide(like[..., :0]))
 
 
+def _form(head_dim: int, like: Tensor, layers: int | None) -> ModuleType:
+    """Whose states are made. "auto" for steps: on CUDA Triton's; on a CPU slots, for `compiled`; where torch's own
+    operations are all there is (torch.compile on a CPU, torch.func) the form of fewer numbers, a slot of `head_dim` or
+    one coefficient for each of the `layers`."""
+    if _wanted == "reference":
+        return reference
+    if layers is None or _wanted in ("eager", "compiled"):
+        return eager
+    if _wanted != "auto":
+        return _modules[IMPLEMENTATIONS[_wanted][0]]
+    if like.device.type == "cuda" and not _is_transformed() and _has_triton():
+        return triton_depth
+    return coefficients if _of_slots(like) == "eager" and head_dim >= layers else eager
+
+
 def step(
-    state: StackState, x: Tensor, logits: Tensor, query: Tensor | None, **options: str | int
-) -> tuple[StackOutput, StackState]:
+    state: StackState | CoefficientState | DepthState,
+    x: Tensor,
+    logits: Tensor,
+    query: Tensor | None,
+    segment: int | None = None,
+    **options: str | int,
+) -> tuple[StackOutput, Any]:
     """One update and read of every stack. Leading dimensions `...` are any (depth axis: [B, T]).
 
     x [..., H, D] is what a push would push; logits [..., H, 3] of push, pop, no-op ([..., H, 2] of push, no-op for
-    push_only); query [H, D] is w_g, None for `read: top`. Options: num_slots, discipline, read, read_mask.
+    push_only); query [H, D] is w_g, None for `read: top`. Options: num_slots, discipline, read, read_mask. `segment`:
+    see `triton_depth`; it changes no value.
     """
     with torch.autocast(x.device.type, enabled=False):
-        return _pick().step(state, _wide(x), _wide(logits), query if query is None else _wide(query), **options)
+        if isinstance(state, DepthState):
+            _say("triton")
+            kept = {} if segment is None else {"segment": segment}
+            return triton_depth.step(state, x, logits, query, **kept, **options)
+        name = "coefficients" if isinstance(state, CoefficientState) else _resolve(_of_slots(x))
+        _say(name)
+        query = query if query is None else _wide(query)
+        return _load(IMPLEMENTATIONS[name][0]).step(state, _wide(x), _wide(logits), query, **options)
 
 
 def scan(
@@ -89,36 +139,42 @@ def scan(
     with torch.autocast(x.device.type, enabled=False):
         feedback = feedback and (_wide(feedback[0]), _wide(feedback[1]))
         query = query if query is None else _wide(query)
-        return _pick(_for_scan(x)).scan(state, _wide(x), _wide(logits), query, feedback=feedback, **options)
+        name = _resolve(_for_scan(x))
+        _say(name)
+        module = _load(IMPLEMENTATIONS[name][1])
+        return module.scan(state, _wide(x), _wide(logits), query, feedback=feedback, **options)
 
 
-def _pick(automatic: str = "eager") -> ModuleType:
-    name = _resolve(automatic)
-    return IMPLEMENTATIONS[name] or _load(name)
-
-
-@torch.compiler.assume_constant_result  # under torch.compile the choice is made, and logged, while tracing
+@torch.compiler.assume_constant_result  # under torch.compile the choice is made while tracing
 def _resolve(automatic: str) -> str:
-    name = automatic if _wanted == "auto" else _wanted
-    _log_once(name)
-    return name
+    return automatic if _wanted == "auto" else _wanted
+
+
+def _of_slots(x: Tensor) -> str:
+    """What "auto" is for the steps of x whose state is of slots."""
+    return "compiled" if x.device.type == "cpu" and _is_computed(x) else "eager"
 
 
 def _for_scan(x: Tensor) -> str:
-    """What "auto" is for a scan of x: eager where operations are recorded, counted or transformed, not computed.
-
-    So it is in forward-mode differentiation, which the kernels do not know: they would lose the tangents.
-    """
-    if torch.compiler.is_compiling():
-        if x.shape[1] > 1:
-            _warn_of_unrolling()
-        return "eager"
-    if _get_current_dispatch_mode() is not None or torch._C._are_functorch_transforms_active():
-        return "eager"
-    if forward_ad._current_level >= 0:
-        return "eager"
-    name = SCANS.get(x.device.type, "eager") if type(x) in (Tensor, torch.nn.Parameter) else "eager"
+    """What "auto" is for a scan of x."""
+    if torch.compiler.is_compiling() and x.shape[1] > 1:
+        _warn_of_unrolling()
+    name = SCANS.get(x.device.type, "eager") if _is_computed(x) else "eager"
     return "eager" if name == "triton" and not _has_triton() else name
+
+
+def _is_computed(x: Tensor) -> bool:
+    """Whether operations are computed here and now, not recorded, counted or transformed."""
+    if torch.compiler.is_compiling() or _is_transformed() or _get_current_dispatch_mode() is not None:
+        return False
+    return type(x) in (Tensor, torch.nn.Parameter)
+
+
+def _is_transformed() -> bool:
+    """By torch.func or in forward-mode differentiation, which kernels do not know: they would lose the tangents."""
+    if torch.compiler.is_compiling():
+        return False
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
 @torch.compiler.assume_constant_result
@@ -132,8 +188,14 @@ def _has_triton() -> bool:
 
 
 def _load(name: str) -> ModuleType:
-    module = IMPLEMENTATIONS[name] = importlib.import_module(f"{__name__}.{FILES.get(name, name)}")
-    return module
+    if name not in _modules:
+        _modules[name] = importlib.import_module(f"{__name__}.{name}")
+    return _modules[name]
+
+
+@torch.compiler.assume_constant_result
+def _say(name: str) -> None:
+    _log_once(name)
 
 
 @functools.cache

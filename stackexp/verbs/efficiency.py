@@ -20,8 +20,8 @@ from stackexp import stack
 from stackexp.callbacks.throughput import peak_flops
 from stackexp.config import registry
 from stackexp.config.compose import compose
+from stackexp.models.cross_entropy import NextTokenLoss
 from stackexp.models.transformer import Cache
-from stackexp.modules.language_modeling import per_token_loss
 
 TRANSFORMER = "transformer"
 MEMORIES = ("stacktrans", "queue", "push_only", "single_head", "full_dim", "authors_code")
@@ -57,6 +57,7 @@ class Subject:
         if self.config.trainer.compile and row.implementation == "auto":  # the reference is no candidate for speed
             self.model.compile(dynamic=False)
         self.optimizer = registry.build("optimizer", self.config.optimizer, self.model)
+        self.criterion = NextTokenLoss.of(self.config.trainer)
         self._autocast = torch.autocast(device.type, torch.bfloat16, enabled="bf16" in self.config.trainer.precision)
         shape = (self.config.data.micro_batch_size, self.config.data.context_length)
         self.tokens = torch.randint(self.config.model.vocab_size, shape, device=device)
@@ -72,9 +73,9 @@ class Subject:
     def train(self) -> None:
         """One optimizer step on one micro-batch."""
         with self._as_measured(training=True):
-            output = self.model(self.tokens)
-            loss = per_token_loss(output.logits, self.tokens).mean() + self.model.entropy_weight * output.entropy
-        loss.backward()
+            output = self.model(self.tokens, hidden=self.criterion.of_hidden)
+            losses = self.criterion(self.model, output, self.tokens)
+        (losses.total + self.model.entropy_weight * output.entropy).backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
 

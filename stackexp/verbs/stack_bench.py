@@ -17,16 +17,19 @@ from stackexp import stack
 from stackexp.config.schema import ExperimentConfig
 from stackexp.verbs.efficiency import WARM_UP, seconds
 
-BYTES = 4  # of a float32
+
+def precision(config: ExperimentConfig, device: torch.device) -> torch.dtype:
+    """Of pushed vectors, logits and reads, and of what Triton's kernels keep of the stacks."""
+    return torch.bfloat16 if device.type == "cuda" and "bf16" in config.trainer.precision else torch.float32
 
 
-def floor_bytes(config: ExperimentConfig, tokens: int) -> int:
+def floor_bytes(config: ExperimentConfig, tokens: int, dtype: torch.dtype = torch.float32) -> int:
     """Of one forward pass of all layers over so many tokens; a backward pass moves twice as many."""
     memory, total = config.model.memory, 0
     for layer in range(config.model.num_layers):
         before, after = (min(layer + more, memory.num_slots) for more in (0, 1))
         total += (before + after) * (memory.head_dim + 1) + 2 * memory.head_dim + 3
-    return BYTES * tokens * memory.num_heads * total
+    return dtype.itemsize * tokens * memory.num_heads * total
 
 
 def floor_flops(config: ExperimentConfig, tokens: int) -> int:
@@ -48,19 +51,23 @@ class Layers:
         generator = torch.Generator(device).manual_seed(0)
 
         def normal(*size: int) -> Tensor:
-            return torch.randn(*size, device=device, generator=generator).requires_grad_()
+            numbers = torch.randn(*size, device=device, generator=generator)
+            return numbers.to(precision(config, device)).requires_grad_()
 
         layers = range(config.model.num_layers)
         self.pushed = [normal(*self.shape, memory.head_dim) for _ in layers]
         self.logits = [normal(*self.shape, actions) for _ in layers]
         self.query = normal(memory.num_heads, memory.head_dim) if memory.read == "global" else None
+        self.segment = memory.keep_every
 
     def forward(self) -> Tensor:
         """Sum of all reads: what a model would add to the residual stream."""
-        state = stack.empty(self.shape, self.options["num_slots"], self.pushed[0].shape[-1], like=self.pushed[0])
+        first = self.pushed[0]
+        sizes = self.shape, self.options["num_slots"], first.shape[-1]
+        state = stack.empty(*sizes, like=first, layers=len(self.pushed), dtype=first.dtype)
         reads = []
         for x, logits in zip(self.pushed, self.logits, strict=True):
-            output, state = stack.step(state, x, logits, self.query, **self.options)
+            output, state = stack.step(state, x, logits, self.query, segment=self.segment, **self.options)
             reads.append(output.read)
         return torch.stack(reads).sum()
 
@@ -82,8 +89,9 @@ def measure(config: ExperimentConfig, turns: int, device: torch.device) -> Itera
         "forward + backward": (layers.training, 3),
     }
     for name, (action, multiple) in passes.items():
-        moved, flops = multiple * floor_bytes(config, tokens), multiple * floor_flops(config, tokens)
-        source = torch.empty(moved // (2 * BYTES), device=device)
+        moved = multiple * floor_bytes(config, tokens, precision(config, device))
+        flops = multiple * floor_flops(config, tokens)
+        source = torch.empty(moved // 2, dtype=torch.uint8, device=device)  # read once, written once
         target = torch.empty_like(source)
         for implementation in ("auto", "reference"):
             taken, copied = [], []
