@@ -113,7 +113,7 @@ def events_of(run: RunFolder) -> EventAccumulator:
 
 
 def test_what_is_tested_is_the_checkpoint_of_the_lowest_validation_loss(forks, run, folder):
-    """Here training goes astray after it: the result is that of the checkpoint before, as if the run had ended there."""
+    """Here training goes astray after it."""
     spoilt = (
         *FIT,
         "optimizer.lr=0.3",
