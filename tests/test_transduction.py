@@ -16,6 +16,7 @@ from stackexp.modules.transduction import Scores, Transduction
 
 SMALL = ["model.hidden_size=16", "model.num_layers=2", "model.intermediate_size=16", "data.batch_size=12"]
 SMALL += ["model.memory.axis=depth", "data.task=stack_manipulation", "model.memory.action_noise=0"]
+SMALL += ["model.memory.entropy_weight=0.001"]
 
 
 def module(*overrides: str) -> Transduction:
