@@ -1,4 +1,4 @@
-"""The demonstration of formal languages as a newcomer starts it: minutes, whose number is for the benchmarks to tell."""
+"""The demonstration of formal languages as a newcomer starts it: minutes, and how many is for benchmarks to tell."""
 
 import json
 import subprocess
