@@ -61,6 +61,7 @@ class StackMemoryConfig:
     # In training: standard deviation of what is added to the logits. Every device draws the same numbers for its own
     # part of the batch, so that N devices do not train as one does. Entropy and curves are of the noisy actions.
     action_noise: float = at_least(0, 0.0)
+    action_noise_steps: int = at_least(0, 0)  # it grows linearly from 0 over so many steps
     residual_gate: Literal["hidden", "read"] = "hidden"  # g_h h + R, or h + g R
     site: Literal["after_block", "after_attention", "before_attention"] = "after_block"
     feedback: bool = False  # axis time: actions and push are computed from h_t + F f(R_{t-1})
