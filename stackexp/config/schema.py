@@ -118,6 +118,7 @@ class TransformerConfig:
     intermediate_size: int = at_least(1, 2560)
     positional: Literal["rope", "none", "sin_cos", "alibi"] = "rope"
     causal: bool = True  # False: every token sees all of its sequence
+    attention_window: Optional[int] = at_least(1, None)  # a token sees the last so many, itself included; None: all
     rope_theta: float = above(0, 1e5)
     norm_eps: float = above(0, 1e-5)
     tie_embeddings: bool = True
@@ -134,6 +135,8 @@ class TransformerConfig:
             yield "num_heads", f"RoPE needs an even head size, but hidden_size / num_heads = {head_size}"
         if self.num_heads % self.num_kv_heads:
             yield "num_kv_heads", f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}"
+        if self.attention_window and not self.causal:
+            yield "attention_window", "is of the tokens before; set causal: true"
         if self.positional == "sin_cos" and self.hidden_size % 2:
             yield "hidden_size", f"positional sin_cos needs an even one, found {self.hidden_size}"
         if self.tie_embeddings and self.output_vocab_size not in (None, self.vocab_size):

@@ -16,7 +16,7 @@ from stackexp.models.attention import Attention, KeysValues
 from stackexp.models.initialization import init_weight_, whole
 from stackexp.models.layers import Embedding, FeedForward, Linear, RMSNorm
 from stackexp.models.memory import Memory, State, Trace
-from stackexp.models.positions import alibi_bias, rope_table, sin_cos_table
+from stackexp.models.positions import alibi_bias, rope_table, sin_cos_table, window_mask
 
 
 class DecoderOutput(NamedTuple):
@@ -178,9 +178,12 @@ class Transformer(nn.Module):
             h = math.sqrt(config.hidden_size) * h + table[places].to(h.dtype)
         elif config.positional == "alibi":
             mask = alibi_bias(config.num_heads, start, length, config.causal, h)
-        if documents is not None:
-            within = attention_mask(documents)
-            mask = within if mask is None else mask.masked_fill(~within, -torch.inf)
+        seen = None if documents is None else attention_mask(documents)
+        if config.attention_window:
+            window = window_mask(config.attention_window, start, length, h.device)
+            seen = window if seen is None else seen & window
+        if seen is not None:
+            mask = seen if mask is None else mask.masked_fill(~seen, -torch.inf)
         return h, rope, mask
 
     def _run(self, layer: Block, *args: Any) -> tuple[Tensor, State, KeysValues, Trace]:
