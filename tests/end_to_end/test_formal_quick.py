@@ -41,6 +41,5 @@ def test_the_transformer_does_not_learn_it(results):
     assert results[1]["score_41_500"] < 0.6
 
 
-@pytest.mark.xfail(reason="0.94 at length 500 so far: docs/results.md")
 def test_the_demonstration_reverses_strings_of_500_symbols(results):
     assert results[0]["accuracy"]["500"] >= 0.995
