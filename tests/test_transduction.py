@@ -53,6 +53,14 @@ def test_the_loss_is_the_mean_over_all_symbols_of_the_answers():
     assert model.step_metrics.drain()["loss/train"] == pytest.approx(expected.item(), rel=1e-5)
 
 
+def test_memories_are_told_the_step_before_it_is_taken(monkeypatch):
+    model = module("model.memory.action_noise=2.0", "model.memory.action_noise_steps=10")
+    for step, noise in ((0, 0.0), (5, 1.0), (20, 2.0)):
+        monkeypatch.setattr(Transduction, "global_step", step)
+        model.on_train_batch_start({}, 0)
+        assert [memory.noise.item() for memory in model.model.memories] == [noise, noise]
+
+
 def test_accuracy_counts_what_the_mask_counts():
     model, strings = module(), batch()
     assert not strings["mask"].all()
