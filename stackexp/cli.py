@@ -103,7 +103,11 @@ def evaluate(stage: Any, argv: list[str]) -> int:
     about = f"The figures of a model on every set of data.{section}, or on --sets; of formal languages the accuracy at "
     about += f"every length up to data.{lengths}_max_length."
     parser = Parser(stage, about, examples, usage, CONFIG_HELP)
-    parser.add_argument("--run", metavar="FOLDER", help="a run folder: its config and its newest checkpoint")
+    parser.add_argument(
+        "--run",
+        metavar="FOLDER",
+        help="a run folder: its config and its newest checkpoint (of formal languages its best)",
+    )
     parser.add_argument("--config", action="append", default=[], metavar="NAME_OR_PATH")
     parser.add_argument("--ckpt_path", metavar="best|PATH", help="a checkpoint to take instead, or for --config")
     names = f"sets of data.{section}, v2 and v3 (`data fetch`), NAME=PATH of a set or a folder of sets"

@@ -35,6 +35,7 @@ from stackexp.errors import FolderBusy, RunError
 
 STAMP = "%Y%m%d-%H%M%S"
 AVERAGE_LOSS = "validation/loss/average"  # the tag in metrics.jsonl
+AVERAGE_ACCURACY = "validation/accuracy/average"
 
 
 @dataclass(frozen=True)
@@ -74,10 +75,14 @@ class RunFolder:
         return max(self.saved(), default=None)
 
     def best_checkpoint(self) -> Path | None:
-        """The checkpoint of the lowest mean validation loss among those of a step with a validation, or None."""
+        """The checkpoint of the lowest mean validation loss among those of a step with a validation, or None.
+
+        Those without a mistake are equally good, whatever their loss: of these the latest, which has trained longest.
+        """
         lines = (line for line in self.read_metrics() if math.isfinite(line.get(AVERAGE_LOSS, math.nan)))
-        losses = {line["step"]: line[AVERAGE_LOSS] for line in lines}
-        return min((p for p in self.saved() if int(p.name) in losses), key=lambda p: losses[int(p.name)], default=None)
+        losses = {line["step"]: 0.0 if line.get(AVERAGE_ACCURACY) == 1 else line[AVERAGE_LOSS] for line in lines}
+        validated = [p for p in self.saved() if int(p.name) in losses]
+        return min(reversed(validated), key=lambda p: losses[int(p.name)], default=None)
 
     def read_metrics(self) -> Iterator[dict[str, Any]]:
         """The lines of metrics.jsonl, a last line cut off by a kill left out."""

@@ -65,3 +65,15 @@ def test_a_block_computed_again_draws_the_same_noise(tokens):
         gradients.append([p.grad.clone() for p in model.parameters()])
     for first, second in zip(*gradients, strict=True):
         torch.testing.assert_close(first, second, rtol=1e-5, atol=1e-6)
+
+
+def test_noise_grows_over_the_steps_that_are_asked():
+    growing, whole = decoder(action_noise=2.0, action_noise_steps=10), decoder(action_noise=2.0)
+    seen = []
+    for step in (0, 5, 10, 15):
+        for model in (growing, whole):
+            for memory in model.memories:
+                memory.at_step(step)
+        seen.append(([m.noise.item() for m in growing.memories], [m.noise.item() for m in whole.memories]))
+    assert seen == [([0.0] * 2, [2.0] * 2), ([1.0] * 2, [2.0] * 2), ([2.0] * 2, [2.0] * 2), ([2.0] * 2, [2.0] * 2)]
+    assert "noise" not in " ".join(growing.state_dict())

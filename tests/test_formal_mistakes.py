@@ -23,6 +23,7 @@ def said(capsys, *arguments: str) -> str:
         (["data.task=reverse_strings"], ["data.task", "did you mean 'reverse_string'?"]),
         (["data.task=reverse"], ["data.task", "expected one of even_pairs, parity_check"]),
         (["model.memory.axis=token_major", "model.causal=false"], ["model.memory.axis", "set model.causal: true"]),
+        (["model.attention_window=8", "model.causal=false"], ["model.attention_window", "set causal: true"]),
         (["model.memory.eval_num_slots=8"], ["model.memory.eval_num_slots", "must not be smaller than num_slots 24"]),
         (["data.eval_max_length=40"], ["data.eval_max_length", "must be larger than max_length 40"]),
         (["data.curriculum_steps=5", "data.curriculum_start=50"], ["data.curriculum_start", "max_length 40"]),

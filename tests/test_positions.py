@@ -95,9 +95,10 @@ def test_tables_are_float32_for_bfloat16_and_begin_where_they_should():
 
 @pytest.mark.parametrize("memory", [None, {"axis": "time"}, {"axis": "token_major"}])
 @pytest.mark.parametrize("positional", KINDS)
-@pytest.mark.parametrize("chunks", [[1] * T, [4, 1, 4]])
-def test_cached_logits_equal_those_of_the_whole(positional, memory, chunks):
-    model, tokens, cache = make_model(positional=positional, memory=memory).eval(), make_tokens(), Cache()
+@pytest.mark.parametrize(("chunks", "window"), [([1] * T, None), ([4, 1, 4], None), ([1] * T, 3), ([4, 1, 4], 3)])
+def test_cached_logits_equal_those_of_the_whole(positional, memory, chunks, window):
+    model, tokens = make_model(positional=positional, memory=memory, attention_window=window).eval(), make_tokens()
+    cache = Cache()
     logits = torch.cat([model(part, cache).logits for part in tokens.split(chunks, 1)], 1)
     torch.testing.assert_close(logits, model(tokens).logits)
 
@@ -113,6 +114,19 @@ def test_causal_attention_sees_no_later_token_and_bidirectional_attention_does(p
         assert all((moved[:5] < 1e-12) if causal else (moved[:5] > 1e-9))
 
 
+@pytest.mark.parametrize("positional", KINDS)
+def test_a_window_ends_what_a_token_sees(positional):
+    tokens, changed = make_tokens(), make_tokens()
+    changed[:, 2] = (changed[:, 2] + 1) % VOCAB
+    model = make_model(positional=positional, attention_window=2)
+    moved = (model(changed).logits - model(tokens).logits).abs().amax((0, 2))
+    assert all(moved[2:6] > 1e-9), "one token further in each of three layers"
+    assert all(moved[:2] < 1e-12)
+    assert all(moved[6:] < 1e-12)
+    whole, wide = (make_model(positional=positional, attention_window=width)(tokens).logits for width in (None, T))
+    torch.testing.assert_close(whole, wide)
+
+
 @pytest.mark.parametrize(("positional", "same"), [("rope", True), ("alibi", True), ("none", True), ("sin_cos", False)])
 def test_only_sinusoids_tell_where_a_sequence_begins(positional, same):
     """The same tokens at 0 and at 40, where nothing before them can be seen: the others know distances alone."""
@@ -126,9 +140,10 @@ def test_only_sinusoids_tell_where_a_sequence_begins(positional, same):
     assert torch.allclose(*outputs) == same
 
 
+@pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("positional", KINDS)
-def test_documents_are_run_as_if_one_by_one(positional):
-    model, tokens = make_model(positional=positional), make_tokens()
+def test_documents_are_run_as_if_one_by_one(positional, window):
+    model, tokens = make_model(positional=positional, attention_window=window), make_tokens()
     documents = torch.tensor([[0] * 4 + [1] * 5, [3] * 7 + [8] * 2])
     logits = model(tokens, documents=documents).logits
     torch.testing.assert_close(logits[0, 4:], model(tokens[:1, 4:]).logits[0])

@@ -110,6 +110,15 @@ def test_the_best_checkpoint_has_the_lowest_validation_loss(config):
     assert folder.best_checkpoint().name == "00000020"
 
 
+def test_of_checkpoints_without_a_mistake_the_latest_is_best(config):
+    folder, lines = begun(config), []
+    for step, loss, accuracy in ((10, 1e-6, 1.0), (20, 1e-3, 1.0), (30, 1e-7, 0.999), (40, 2.0, 0.5)):
+        save(folder, runs.checkpoint_name(step))
+        lines.append({"step": step, "validation/loss/average": loss, "validation/accuracy/average": accuracy})
+    with_metrics(folder, "".join(json.dumps(line) + "\n" for line in lines))
+    assert folder.best_checkpoint().name == "00000020"
+
+
 def test_a_checkpoint_is_removed_whole(config):
     folder = begun(config)
     save(folder, "00000001")

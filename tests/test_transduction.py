@@ -16,6 +16,7 @@ from stackexp.modules.transduction import Scores, Transduction
 
 SMALL = ["model.hidden_size=16", "model.num_layers=2", "model.intermediate_size=16", "data.batch_size=12"]
 SMALL += ["model.memory.axis=depth", "data.task=stack_manipulation", "model.memory.action_noise=0"]
+SMALL += ["model.memory.entropy_weight=0.001"]
 
 
 def module(*overrides: str) -> Transduction:
@@ -50,6 +51,14 @@ def test_the_loss_is_the_mean_over_all_symbols_of_the_answers():
     ).mean()
     assert loss.item() == pytest.approx((expected + 0.5 * output.entropy).item(), rel=1e-5)
     assert model.step_metrics.drain()["loss/train"] == pytest.approx(expected.item(), rel=1e-5)
+
+
+def test_memories_are_told_the_step_before_it_is_taken(monkeypatch):
+    model = module("model.memory.action_noise=2.0", "model.memory.action_noise_steps=10")
+    for step, noise in ((0, 0.0), (5, 1.0), (20, 2.0)):
+        monkeypatch.setattr(Transduction, "global_step", step)
+        model.on_train_batch_start({}, 0)
+        assert [memory.noise.item() for memory in model.model.memories] == [noise, noise]
 
 
 def test_accuracy_counts_what_the_mask_counts():

@@ -61,6 +61,7 @@ class StackMemoryConfig:
     # In training: standard deviation of what is added to the logits. Every device draws the same numbers for its own
     # part of the batch, so that N devices do not train as one does. Entropy and curves are of the noisy actions.
     action_noise: float = at_least(0, 0.0)
+    action_noise_steps: int = at_least(0, 0)  # it grows linearly from 0 over so many steps
     residual_gate: Literal["hidden", "read"] = "hidden"  # g_h h + R, or h + g R
     site: Literal["after_block", "after_attention", "before_attention"] = "after_block"
     feedback: bool = False  # axis time: actions and push are computed from h_t + F f(R_{t-1})
@@ -124,6 +125,7 @@ class TransformerConfig:
     intermediate_size: int = at_least(1, 2560)
     positional: Literal["rope", "none", "sin_cos", "alibi"] = "rope"
     causal: bool = True  # False: every token sees all of its sequence
+    attention_window: Optional[int] = at_least(1, None)  # a token sees the last so many, itself included; None: all
     rope_theta: float = above(0, 1e5)
     norm_eps: float = above(0, 1e-5)
     tie_embeddings: bool = True
@@ -145,6 +147,8 @@ class TransformerConfig:
             yield "num_kv_heads", f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}"
         if self.positional == "alibi" and self.attention in FLASH_KERNELS:
             yield "attention", f"{self.attention} knows no positional alibi; set it to sdpa or flex"
+        if self.attention_window and not self.causal:
+            yield "attention_window", "is of the tokens before; set causal: true"
         if self.positional == "sin_cos" and self.hidden_size % 2:
             yield "hidden_size", f"positional sin_cos needs an even one, found {self.hidden_size}"
         if self.tie_embeddings and self.output_vocab_size not in (None, self.vocab_size):

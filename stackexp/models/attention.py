@@ -20,7 +20,7 @@ class Attention(nn.Module):
         super().__init__()
         self.head_size = config.hidden_size // config.num_heads
         self.causal = config.causal
-        self.attend = load(config.attention)
+        self.attend = load(config)
         self.q_proj = Linear(config.hidden_size, config.hidden_size)
         self.k_proj = Linear(config.hidden_size, config.num_kv_heads * self.head_size)
         self.v_proj = Linear(config.hidden_size, config.num_kv_heads * self.head_size)

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from stackexp.config.schema import TransformerConfig
 from stackexp.data.documents import attention_mask, bounds
 from stackexp.errors import ConfigError, first_line
-from stackexp.models.positions import alibi_bias, alibi_slopes
+from stackexp.models.positions import alibi_bias, alibi_slopes, window_mask
 
 if TYPE_CHECKING:  # importing it takes seconds, and sdpa needs none of it
     from torch.nn.attention.flex_attention import BlockMask
@@ -37,18 +37,22 @@ class FlexSight(NamedTuple):
     slopes: Tensor | None  # of ALiBi [heads]
 
 
-def load(backend: str) -> Attend:
-    """The function of a backend; flash-attn itself is imported when it is called."""
-    if backend == "flex":
+def load(config: TransformerConfig) -> Attend:
+    """The function of a model's backend; flash-attn itself is imported when it is called."""
+    if config.attention == "sdpa":
+        return sdpa
+    if config.attention == "flex":
         from torch.nn.attention.flex_attention import flex_attention
 
         return functools.partial(flex, flex_attention)
-    if backend == "varlen":
+    behind = -1 if config.attention_window is None else config.attention_window - 1  # keys before a query; -1: all
+    window = (behind, 0 if config.causal else -1)
+    if config.attention == "varlen":
         from torch.nn.attention.varlen import varlen_attn
 
         groups = "enable_gqa" in inspect.signature(varlen_attn).parameters  # torch 2.11 has no grouped queries
-        return functools.partial(varlen, varlen_attn, groups)
-    return {"sdpa": sdpa, "flash_attn": flash_attn}[backend]
+        return functools.partial(varlen, varlen_attn, groups, window)
+    return functools.partial(flash_attn, window)
 
 
 def require(backend: str, device_type: str) -> None:
@@ -90,10 +94,13 @@ def _dense(config: TransformerConfig, start: int, h: Tensor, documents: Tensor |
     mask = None
     if config.positional == "alibi":
         mask = alibi_bias(config.num_heads, start, h.shape[1], config.causal, h)
-    if documents is None:
-        return mask
-    within = attention_mask(documents)
-    return within if mask is None else mask.masked_fill(~within, -torch.inf)
+    seen = None if documents is None else attention_mask(documents)
+    if config.attention_window:
+        window = window_mask(config.attention_window, start, h.shape[1], h.device)
+        seen = window if seen is None else seen & window
+    if mask is None or seen is None:
+        return mask if seen is None else seen
+    return mask.masked_fill(~seen, -torch.inf)
 
 
 def _blocks(config: TransformerConfig, h: Tensor, documents: Tensor | None) -> FlexSight:
@@ -103,14 +110,16 @@ def _blocks(config: TransformerConfig, h: Tensor, documents: Tensor | None) -> F
     if not config.causal:
         return FlexSight(None, slopes)
 
-    def up_to(b: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return query >= key
+    length = h.shape[1]
+    window = config.attention_window or length
+
+    def before(b: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (query >= key) & (query - key < window)
 
     def within(b: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return (query >= key) & (documents[b, query] == documents[b, key])
+        return before(b, head, query, key) & (documents[b, query] == documents[b, key])
 
-    length = h.shape[1]
-    rule, batch = (up_to, None) if documents is None else (within, h.shape[0])
+    rule, batch = (before, None) if documents is None else (within, h.shape[0])
     return FlexSight(create_block_mask(rule, batch, None, length, length, device=h.device), slopes)
 
 
@@ -144,10 +153,17 @@ def flex(kernel: Callable, q: Tensor, k: Tensor, v: Tensor, seen: FlexSight, cau
 
 
 def varlen(
-    kernel: Callable, groups: bool, q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, causal: bool
+    kernel: Callable,
+    groups: bool,
+    window: tuple[int, int],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    seen: Tensor | None,
+    causal: bool,
 ) -> Tensor:
     """`seen`: the bounds of all documents, int32 [n + 1]; None: each sequence is one. `groups`: whether k and v may
-    have fewer heads than q."""
+    have fewer heads than q. `window`: how many keys before a query, and after it, are seen; -1: all."""
     _on_cuda(q, "varlen")
     batch, _, length, _ = q.shape
     if seen is None:
@@ -155,19 +171,20 @@ def varlen(
     options = {"enable_gqa": _grouped(q, k)} if groups else {}
     if _grouped(q, k) and not groups:
         k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
-    y = kernel(*_packed(q, k, v), seen, seen, length, length, window_size=(-1, 0 if causal else -1), **options)
+    y = kernel(*_packed(q, k, v), seen, seen, length, length, window_size=window, **options)
     return y.unflatten(0, (batch, length)).transpose(1, 2)
 
 
-def flash_attn(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, causal: bool) -> Tensor:
-    """`seen` as for `varlen`."""
+def flash_attn(window: tuple[int, int], q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, causal: bool) -> Tensor:
+    """`seen` and `window` as for `varlen`."""
     _on_cuda(q, "flash_attn")
     from flash_attn import flash_attn_func, flash_attn_varlen_func
 
     batch, _, length, _ = q.shape
+    options = {"causal": causal, "window_size": window}
     if seen is None:
-        return flash_attn_func(*(x.transpose(1, 2) for x in (q, k, v)), causal=causal).transpose(1, 2)
-    y = flash_attn_varlen_func(*_packed(q, k, v), seen, seen, length, length, causal=causal)
+        return flash_attn_func(*(x.transpose(1, 2) for x in (q, k, v)), **options).transpose(1, 2)
+    y = flash_attn_varlen_func(*_packed(q, k, v), seen, seen, length, length, **options)
     return y.unflatten(0, (batch, length)).transpose(1, 2)
 
 

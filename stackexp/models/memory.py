@@ -57,6 +57,9 @@ class Memory(nn.Module):
             if module is not self and hasattr(module, "reset_parameters"):
                 module.reset_parameters()
 
+    def at_step(self, step: int) -> None:
+        """Called before each training step, 0 .. max_steps - 1: for what changes as training goes on."""
+
     def flops_per_token(self, context_length: int) -> float:
         """Floating point operations of one forward pass per token: 2 per multiply-add."""
         return 2.0 * sum(parameter.numel() for parameter in self.parameters())
@@ -88,12 +91,21 @@ class StackMemory(Memory):
         if config.feedback:
             self.feedback = _parameter(hidden, heads * size)
         self.gate = _parameter(1)
+        if self.draws:  # a tensor, which may change without compiling anew
+            self.register_buffer("noise", torch.empty(()), persistent=False)
 
     def init_weights(self) -> None:
         """As the decoder's: see `init_weight_`; the gate is 1."""
         for name, weight in self.named_parameters():
             init_weight_(weight, self.model, self.layer if name == "up" else None)
         nn.init.ones_(self.gate)
+        if self.draws:
+            self.noise.fill_(self.config.action_noise)
+
+    def at_step(self, step: int) -> None:
+        """The noise grows linearly over the first `action_noise_steps` steps."""
+        if self.draws and self.config.action_noise_steps:
+            self.noise.fill_(self.config.action_noise * min(1.0, step / self.config.action_noise_steps))
 
     @property
     def num_slots(self) -> int:
@@ -114,8 +126,8 @@ class StackMemory(Memory):
         config = self.config
         x = self._push_vectors(h)
         logits = self._action_logits(h, x)
-        if self.training and config.action_noise:  # to stand that, it must act sharply; entropy and probes see it too
-            logits = logits + config.action_noise * torch.randn_like(logits)
+        if self.training and self.draws:  # to stand that, it must act sharply; entropy and probes see it too
+            logits = logits + self.noise * torch.randn_like(logits)
         query = self.query if self.query is None else self.query.expand(config.num_heads, -1)
         options = {"num_slots": self.num_slots, "discipline": config.discipline, "read": config.read}
         options["read_mask"] = config.read_mask

@@ -61,3 +61,13 @@ def alibi_bias(num_heads: int, start: int, length: int, causal: bool, like: Tens
     slopes = torch.tensor(alibi_slopes(num_heads), device=like.device, dtype=dtype)
     bias = -slopes[:, None, None] * ahead.abs()
     return (bias.masked_fill(ahead > 0, -torch.inf) if causal else bias)[None]
+
+
+def window_mask(window: int, start: int, length: int, device: torch.device) -> Tensor:
+    """Which keys a query sees, bool [1, 1, length, start+length]: its own place and the `window` - 1 before it.
+
+    The queries are the last `length` of start+length tokens.
+    """
+    places = torch.arange(start + length, device=device)
+    behind = places[start:, None] - places  # i - j [T, S]
+    return ((behind >= 0) & (behind < window))[None, None]

@@ -92,6 +92,10 @@ class TrainingModule(pl.LightningModule):
         ):
             group["lr"] = base * factor(scheduler.last_epoch)
 
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        for memory in self.model.memories:
+            memory.at_step(self.global_step)
+
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["losses"] = list(self._spikes.losses)
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from stackexp.models.cross_entropy import losses_of
 from stackexp.modules.training import TrainingModule
-from stackexp.runs import AVERAGE_LOSS
+from stackexp.runs import AVERAGE_ACCURACY, AVERAGE_LOSS
 
 Batch = dict[str, Any]  # see `datamodules.formal_language`
 
@@ -55,7 +55,7 @@ class Transduction(TrainingModule):
             return {}
         mean = average(self.set_metrics)
         tags = {f"validation/accuracy/{name}": figures["accuracy"] for name, figures in self.set_metrics.items()}
-        return {"validation/accuracy/average": mean["accuracy"], AVERAGE_LOSS: mean["loss"]} | tags
+        return {AVERAGE_ACCURACY: mean["accuracy"], AVERAGE_LOSS: mean["loss"]} | tags
 
     # Evaluation: `validate` and `test` differ only in their lengths.
 

@@ -108,12 +108,15 @@ def _csv_row(report: Report, run: FormalRun) -> dict[str, object]:
     cell, config, tested = report.cells[run.task, run.column], run.config, run.tested(report.among)
     memory = {key: config.get(f"model.memory.{key}") for key in ("axis", "read", "read_mask", "feedback")}
     memory |= {key: config.get(f"model.memory.{key}") for key in ("feedback_activation", "num_slots", "eval_num_slots")}
+    memory |= {key: config.get(f"model.memory.{key}") for key in ("action_noise", "action_noise_steps")}
+    attention = {key: config.get(f"model.{key}") for key in ("positional", "attention_window")}
     data = {key: config[f"data.{key}"] for key in ("max_length", "curriculum_start", "curriculum_steps", "batch_size")}
     scores = {f"score_{a}_{b}": run.score((a, b)) for a, b in dict.fromkeys((*RANGES, report.among))}
     return {
         **{"task": run.task, "class": paper.TASKS[run.task], "model": run.column, "seed": run.seed},
         **memory,
-        **{"entropy_weight": config.get("model.memory.entropy_weight"), "positional": config.get("model.positional")},
+        "entropy_weight": config.get("model.memory.entropy_weight"),
+        **attention,
         **data,
         **{"lr": config["optimizer.lr"], "steps": run.step, "max_steps": config["trainer.max_steps"]},
         **{key: run.result.get(key) for key in ("parameters", "memory_parameters", "train_accuracy")},

@@ -27,7 +27,7 @@ def run(
     out: str | None,
     overrides: list[str],
 ) -> int:
-    """Evaluate a run's newest checkpoint, or `ckpt_path`, on the whole of every set of the config, or of `sets`.
+    """Evaluate a run's checkpoint (see `objective`), or `ckpt_path`, on all of the config's sets, or on `sets`.
 
     `config` is the run's with `overrides` on top, or any other. The figures go to `Evaluation.record` as each
     set is done; the same command after a kill does the rest.

@@ -30,7 +30,7 @@ Sets = dict[str, dict[str, float]]
 class Evaluation:
     """What is asked: `run`, the folder whose config it is; `sets` instead of the config's; `out`, FILE.json.
 
-    Without `out` the figures go to <run>/<stage>.json; those of another checkpoint than the newest, of other sets or
+    Without `out` the figures go to <run>/<stage>.json; those of a checkpoint that was asked for, of other sets or
     with options that change figures beside it: <stage>-<checkpoint>-<sets>-<hash of what has no name>.json. A test of
     formal languages that is less thorough than the one there: test-to-<longest>-every-<stride>-of-<strings>.json.
     """

@@ -49,13 +49,13 @@ def label(config: ExperimentConfig) -> str:
 
 
 def checkpoint_of(run: RunFolder) -> Path:
-    """What is tested: the lowest validation loss. A task once solved gives hardly a gradient, and what Adam makes of
+    """What is tested: the best by validation. A task once solved gives hardly a gradient, and what Adam makes of
     that may undo it."""
     return checkpoints.choose(run, "best" if run.best_checkpoint() else "last")
 
 
 def finish(session: Session) -> None:
-    """The checkpoint of the lowest validation loss on every length of the test; result.json last."""
+    """The best checkpoint on every length of the test; result.json last."""
     config, module, data, trainer = session.config, session.module, session.data, session.trainer
     checkpoint = session.processes.agree(lambda: checkpoint_of(session.folder))
     step, last = int(checkpoint.name), config.trainer.max_steps

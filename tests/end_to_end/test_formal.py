@@ -113,23 +113,21 @@ def events_of(run: RunFolder) -> EventAccumulator:
 
 
 def test_what_is_tested_is_the_checkpoint_of_the_lowest_validation_loss(forks, run, folder):
-    """Here training goes astray after it."""
-    spoilt = (
-        *FIT,
-        "optimizer.lr=0.3",
-        "optimizer.weight_decay=0",
-        "trainer.gradient_clip_val=null",
-        "trainer.max_steps=40",
-    )
-    forks.run(*spoilt, f"logging.root={folder / 'spoilt'}", "schedule.warmup_steps=30")
+    """Here training goes astray after it: the rate rises to 3."""
+    rising = ("optimizer.lr=3", "trainer.gradient_clip_val=null", "trainer.max_steps=40", "schedule.warmup_steps=39")
+    rising += ("schedule.decay_steps=1", "schedule.final_fraction=1")
+    rising += ("trainer.val_check_interval=4", "trainer.checkpoint_interval=4")
+    forks.run(*FIT, *rising, f"logging.root={folder / 'spoilt'}")
     spoilt_run = only_run(folder / "spoilt")
-    first, last = [line for line in spoilt_run.read_metrics() if "validation/loss/average" in line]
-    assert first["validation/loss/average"] < last["validation/loss/average"], "it did not go astray"
+    validations = [line for line in spoilt_run.read_metrics() if "validation/loss/average" in line]
+    best = min(validations, key=lambda line: line["validation/loss/average"])
+    assert len(validations) == 10
+    assert best["step"] < 40, "it did not go astray"
     result = result_of(spoilt_run)
-    assert (result["tested_step"], result["steps"]) == (20, 40)
-    assert result["validation_loss"] == first["validation/loss/average"]
-    forks.run("test", "--run", spoilt_run.path, "--ckpt_path", spoilt_run.checkpoints / "00000020")
-    assert result_of(spoilt_run, "test-00000020.json")["accuracy"] == result["accuracy"]
+    assert (result["tested_step"], result["steps"]) == (best["step"], 40)
+    assert result["validation_loss"] == best["validation/loss/average"]
+    forks.run("test", "--run", spoilt_run.path, "--ckpt_path", spoilt_run.checkpoints / f"{best['step']:08}")
+    assert result_of(spoilt_run, f"test-{best['step']:08}.json")["accuracy"] == result["accuracy"]
     forks.run("test", "--run", spoilt_run.path, "--ckpt_path", "last")
     assert result_of(spoilt_run, "test-last.json")["step"] == 40
 
