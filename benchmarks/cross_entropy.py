@@ -9,17 +9,18 @@ and on a GPU the peak of allocated memory. In bfloat16 by autocast, as in traini
 import argparse
 import json
 import statistics
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from torch.nn import functional as F
-from variants import peak_memory, seconds
 
 from stackexp.errors import ConfigError
 from stackexp.models.cross_entropy import Head, NextTokenLoss, _liger
 from stackexp.models.transformer import DecoderOutput
 from stackexp.reports.tables import table
 from stackexp.runs import environment
+from stackexp.verbs.efficiency import seconds
 
 WARM_UP = 3
 
@@ -81,6 +82,16 @@ def main() -> None:
         sizes = {key: value for key, value in vars(options).items() if key != "out"}
         record = {"environment": environment(), "options": sizes, "rows": rows}
         options.out.write_text(json.dumps(record, indent=2))
+
+
+def peak_memory(action: Callable[[], None], device: torch.device) -> int | None:
+    """Bytes above what was allocated before; None on a CPU, where torch does not count."""
+    if device.type != "cuda":
+        return None
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    action()
+    return torch.cuda.max_memory_allocated() - before
 
 
 def row(name: str, times: dict[str, list[float]], memory: int | None) -> dict[str, object]:

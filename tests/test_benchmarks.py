@@ -20,3 +20,10 @@ def test_every_step_for_a_gpu_is_a_command_that_composes():
     assert len(done.stdout.split()) == 15, (
         "two tables, five of the step alone, seven models, one of them sharded as well"
     )
+
+
+def test_the_losses_are_measured():
+    sizes = {"tokens": 64, "batch_size": 2, "vocab_size": 50, "hidden_size": 16, "chunk": 16, "steps": 2}
+    command = [sys.executable, "cross_entropy.py", *(f"--{name}={value}" for name, value in sizes.items())]
+    done = subprocess.run(command, cwd=BENCHMARKS, capture_output=True, text=True, check=True)
+    assert [line.split()[0] for line in done.stdout.splitlines()] == ["loss", "whole", "chunked"]
