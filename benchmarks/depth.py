@@ -13,13 +13,11 @@ thread's processor, with one thread, or else of the clock.
 """
 
 import argparse
-import contextlib
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -32,22 +30,9 @@ from stackexp.models.memory import Memory
 from stackexp.models.transformer import Cache
 from stackexp.reports.tables import table
 from stackexp.runs import environment
-from stackexp.stack import coefficients, compiled, eager, reference
 
-IMPLEMENTATIONS = {"reference": reference, "eager": eager, "compiled": compiled, "coefficients": coefficients}
+IMPLEMENTATIONS = ("reference", "eager", "compiled", "coefficients")
 PASSES = ("train", "prefill", "decode")
-
-
-@contextlib.contextmanager
-def using(module: ModuleType) -> Iterator[None]:
-    """All steps of memories are `module`'s, whatever "auto" is."""
-    before = stack.empty, stack.step
-    stack.empty = lambda shape, num_slots, head_dim, like: module.empty(shape, num_slots, head_dim, like[..., :0])
-    stack.step = module.step
-    try:
-        yield
-    finally:
-        stack.empty, stack.step = before
 
 
 class Bench:
@@ -128,7 +113,7 @@ def measure(bench: Bench, rows: list[tuple[str, str]], rounds: int) -> dict[tupl
             for row in rows:
                 memory, name = row
                 bench.attach(memory, what == "train")
-                with using(IMPLEMENTATIONS[name]) if name else contextlib.nullcontext():
+                with stack.implementation(name or "auto"):
                     args = [bench.cache()] if what == "decode" else []
                     taken = {what: seconds(getattr(bench, what), *args)}
                     if name:
