@@ -7,6 +7,7 @@ import torch
 
 from stackexp.config.schema import TransformerConfig
 from stackexp.models.initialization import init_weight_
+from stackexp.models.transformer import Transformer
 
 FAN_IN, FAN_OUT = 64, 20_000  # 1.3 million draws: the estimate of a sigma is good to 0.1 %
 OF_TRUNCATED = 0.98658  # standard deviation of a unit normal cut at 3 sigma
@@ -50,3 +51,13 @@ def test_fan_in_is_the_last_dimension():
     weight = torch.empty(100, 3, 400)  # as a memory's actions: [H, 3, D]
     init_weight_(weight, TransformerConfig())
     assert weight.std().item() == pytest.approx(OF_TRUNCATED / 20, rel=0.01)
+
+
+@pytest.mark.parametrize("init", ["fan_in", "normal"])
+def test_the_embedding_may_have_a_size_of_its_own(init):
+    options = {"vocab_size": 1000, "hidden_size": 48, "num_layers": 1, "num_heads": 2, "num_kv_heads": 2}
+    config = TransformerConfig(**options, intermediate_size=32, init=init, tie_embeddings=False, embedding_std=1.5)
+    model = Transformer(config)
+    assert model.embedding.weight.std().item() == pytest.approx(1.5, rel=0.02)
+    assert model.embedding.weight.abs().max() > 3.5 * 1.5, "it is not cut"
+    assert model.head.weight.std().item() < 0.2

@@ -50,6 +50,24 @@ def test_of_the_decoder_embedding_norms_and_gates_do_not_decay_and_all_else_does
     assert ("head.weight" in found) is not tied
 
 
+@pytest.mark.parametrize("memory", ["stacktrans", "null"])
+def test_memories_have_a_rate_of_their_own(memory):
+    config = compose(["quickstart"], ["model.hidden_size=32", "model.intermediate_size=32", f"model.memory={memory}"])
+    model = registry.build("model", config.model)
+    optimizer = build_adamw(AdamWConfig(lr=0.1, memory_lr=0.3, weight_decay=0.2), model)
+    groups = [(group["lr"], group["weight_decay"], group["params"]) for group in optimizer.param_groups]
+    rates = {p: (lr, decay) for lr, decay, params in groups for p in params}
+    found = {name: rates.pop(p) for name, p in model.named_parameters()}
+    assert not rates
+    for name, (lr, _) in found.items():
+        assert lr == (0.3 if ".memory." in name else 0.1), name
+    plain = build_adamw(AdamWConfig(lr=0.1, weight_decay=0.2), model)
+    assert {g["lr"] for g in plain.param_groups} == {0.1}
+    decays = {p: group["weight_decay"] for group in plain.param_groups for p in group["params"]}
+    assert {name: decay for name, (_, decay) in found.items()} == {n: decays[p] for n, p in model.named_parameters()}
+    assert len(groups) == (2 if memory == "null" else 4)
+
+
 def test_options_reach_adamw():
     optimizer = build_adamw(AdamWConfig(lr=0.5, beta1=0.8, beta2=0.7, eps=1e-3), Toy())
     assert optimizer.defaults["lr"] == 0.5

@@ -14,6 +14,7 @@ class AdamWConfig:
 
     kind: str = "adamw"
     lr: float = above(0, 4e-4)
+    memory_lr: Optional[float] = above(0, None)  # of the memory's parameters, if there is one; None: lr
     beta1: float = from_up_to(0, 1, 0.9)
     beta2: float = from_up_to(0, 1, 0.95)
     eps: float = above(0, 1e-5)

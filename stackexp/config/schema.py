@@ -135,6 +135,7 @@ class TransformerConfig:
     # fan_in: truncated normal at 3 sigma, sigma = 1/sqrt(hidden_size), outputs 1/sqrt(2 fan_in (layer+1)) (OLMo).
     init: Literal["fan_in", "normal"] = "fan_in"
     init_std: float = above(0, 0.02)  # of init: normal
+    embedding_std: Optional[float] = above(0, None)  # of the embedding, drawn normal; None: as init says
     memory: Any = None  # null, or a section of a registered memory kind
 
     def problems(self) -> Problems:

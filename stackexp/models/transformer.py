@@ -228,7 +228,7 @@ class Transformer(nn.Module):
                 memory.init_weights()
 
     def _init_backbone(self) -> None:
-        self._init_linear(self.embedding)
+        self._init_embedding()
         for i, layer in enumerate(self.layers):
             attention, ffn = layer.attention, layer.feed_forward
             for linear in (attention.q_proj, attention.k_proj, attention.v_proj, ffn.gate_proj, ffn.up_proj):
@@ -240,6 +240,12 @@ class Transformer(nn.Module):
         nn.init.ones_(self.norm.weight)
         if self.head:
             self._init_linear(self.head)
+
+    def _init_embedding(self) -> None:
+        if self.config.embedding_std is None:
+            return self._init_linear(self.embedding)
+        with whole(self.embedding):
+            nn.init.normal_(self.embedding.weight, std=self.config.embedding_std)
 
     def _init_linear(self, linear: nn.Linear | nn.Embedding, output_of_layer: int | None = None) -> None:
         with whole(linear):

@@ -18,14 +18,21 @@ Factor = Callable[[int], float]
 
 
 def build_adamw(config: AdamWConfig, model: nn.Module) -> torch.optim.AdamW:
-    """AdamW in two groups: matrices decay; embeddings, norms, biases, gates and other scalars do not."""
+    """AdamW in two groups: matrices decay; embeddings, norms, biases, gates and other scalars do not.
+
+    With `memory_lr` the parameters of memories are two groups of their own, after those.
+    """
     embeddings = {p for module in model.modules() if isinstance(module, nn.Embedding) for p in module.parameters()}
+    memories = getattr(model, "memories", ()) if config.memory_lr else ()
+    in_memory = {p for memory in memories for p in memory.parameters()}
     parameters = [p for p in model.parameters() if p.requires_grad]
-    decays = [p.ndim >= 2 and p not in embeddings for p in parameters]
-    groups = [
-        {"params": [p for p, d in zip(parameters, decays, strict=True) if d], "weight_decay": config.weight_decay},
-        {"params": [p for p, d in zip(parameters, decays, strict=True) if not d], "weight_decay": 0.0},
-    ]
+    groups = []
+    for rate, own in ((config.lr, False), (config.memory_lr, True))[: 1 + bool(in_memory)]:
+        there = [p for p in parameters if (p in in_memory) == own]
+        decays = [p.ndim >= 2 and p not in embeddings for p in there]
+        for decayed, weight_decay in ((True, config.weight_decay), (False, 0.0)):
+            members = [p for p, d in zip(there, decays, strict=True) if d == decayed]
+            groups.append({"params": members, "lr": rate, "weight_decay": weight_decay})
     fused = all(p.device.type in ("cpu", "cuda") for p in parameters)
     return torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=fused)
 
