@@ -1,0 +1,67 @@
+"""A model trained by each implementation of the stack's step: the loss curves differ by the drift of rounding alone."""
+
+import functools
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from stackexp import stack
+from stackexp.config.schema import StackMemoryConfig, TransformerConfig
+from stackexp.models.transformer import Transformer
+
+STEPS, VOCAB, LAYERS = 200, 17, 3
+SIZES = {"vocab_size": VOCAB, "hidden_size": 32, "num_layers": LAYERS, "intermediate_size": 48}
+SIZES |= {"num_heads": 4, "num_kv_heads": 2}
+MEMORIES = {
+    "stacktrans": {"num_heads": 4, "head_dim": 8, "num_slots": 24},
+    "queue": {"num_heads": 2, "head_dim": 8, "num_slots": 2, "discipline": "queue", "read": "top"},
+}
+
+
+@functools.cache
+def curve(memory: str, implementation: str, dtype: torch.dtype, device: str = "cpu") -> torch.Tensor:
+    """Losses [STEPS] in float64. Each token is followed by one that it and the one before it fix."""
+    torch.manual_seed(0)
+    config = StackMemoryConfig(**MEMORIES[memory], axis="depth", entropy_weight=0.01)
+    model = Transformer(TransformerConfig(**SIZES, memory=config)).to(device, dtype)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    generator, losses = torch.Generator().manual_seed(1), []
+    for _ in range(STEPS):
+        tokens = torch.randint(VOCAB, (4, 12), generator=generator)
+        for t in range(2, 12):
+            tokens[:, t] = (tokens[:, t - 1] + tokens[:, t - 2]) % VOCAB
+        tokens = tokens.to(device)
+        with stack.implementation(implementation):
+            output = model(tokens)
+            loss = F.cross_entropy(output.logits[:, 1:-1].flatten(0, 1), tokens[:, 2:].flatten())
+            (loss + 0.01 * output.entropy).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return torch.tensor(losses, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("memory", MEMORIES)
+@pytest.mark.parametrize("implementation", ["eager", "compiled", "coefficients"])
+def test_the_curve_is_the_reference_s(memory, implementation):
+    exact = curve(memory, "reference", torch.float64)
+    assert exact[-1] < 0.7 * exact[0], "it must learn something"
+    drift = (curve(memory, "reference", torch.float32) - exact).abs().max()
+    assert (curve(memory, implementation, torch.float32) - exact).abs().max() <= 4 * drift
+
+
+def test_another_memory_has_another_curve():
+    """Else the test above could not fail."""
+    curves = [curve(memory, "reference", torch.float64) for memory in ("stacktrans", "queue")]
+    drift = (curve("stacktrans", "reference", torch.float32) - curves[0]).abs().max()
+    assert (curves[0] - curves[1]).abs().max() > 40 * drift
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("memory", MEMORIES)
+def test_the_curve_of_triton_s_kernels_is_the_reference_s(memory):
+    exact = curve(memory, "reference", torch.float64, "cuda")
+    drift = (curve(memory, "reference", torch.float32, "cuda") - exact).abs().max()
+    assert (curve(memory, "triton", torch.float32, "cuda") - exact).abs().max() <= 4 * drift
