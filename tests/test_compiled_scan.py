@@ -219,7 +219,3 @@ def test_auto_scans_with_it_on_cpu_only_where_numbers_are_computed(monkeypatch):
 def test_numba_is_not_imported_before_a_scan():
     code = "import sys, stackexp.stack; assert 'numba' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
-
-
-def test_steps_are_eagers():
-    assert compiled.step is eager.step
