@@ -17,7 +17,7 @@ from scans import Case, check, check_autocast, make_inputs, run, scan
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from stackexp import stack
-from stackexp.stack import StackState, compiled, eager
+from stackexp.stack import StackState, compiled
 
 DISCIPLINES = ["stack", "queue", "push_only"]
 READS = [("global", "multiply"), ("global", "log"), ("global", "additive"), ("top", "multiply")]
