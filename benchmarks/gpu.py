@@ -20,7 +20,7 @@ SCAN_TESTS = "tests/test_triton_scan.py"  # a step of their own: Triton compiles
 BENCH = [sys.executable, "-m", "stackexp", "bench"]
 EFFICIENCY = [*BENCH, "efficiency", "--config", "pretrain/transformer-360m", "trainer.precision=bf16-mixed"]
 EFFICIENCY += ["data.micro_batch_size=8", "data.context_length=2048", "data.global_batch_tokens=16384"]
-PAPER_ROWS = ["--only", "stacktrans", "single_head", "full_dim"]
+PAPER_ROWS = ["--only=stacktrans,single_head,full_dim"]
 STACK = [*BENCH, "stack", "--config", "pretrain/stacktrans-360m", "data.micro_batch_size=8"]
 FIT = [sys.executable, "-m", "stackexp", "fit", "--config", "quickstart", "trainer.accelerator=cuda"]
 

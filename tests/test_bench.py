@@ -20,7 +20,7 @@ def lines_of(text: str) -> list[list[str]]:
 
 def test_efficiency_prints_and_writes_multiples_of_the_transformer(tmp_path, capsys):
     out = tmp_path / "out.json"
-    only = ["--only", "stacktrans", "single_head", "--steps", "3", "--out", str(out)]
+    only = ["--only", "stacktrans,single_head", "--steps", "3", "--out", str(out)]
     assert cli.main(["bench", "efficiency", *only, *SMALL]) == 0
     record = json.loads(out.read_text())
     expected = [("transformer", "auto"), ("stacktrans", "auto"), ("stacktrans", "reference"), ("single_head", "auto")]

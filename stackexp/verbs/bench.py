@@ -65,15 +65,16 @@ def efficiency(argv: list[str]) -> int:
     """Whole models in turns with the Transformer."""
     parser = _parser("efficiency", "Training, prefill, decode and memory in multiples of the plain Transformer's.")
     known = "stacktrans, queue, push_only, single_head, full_dim, authors_code"
-    parser.add_argument("--only", nargs="+", metavar="MEMORY", help=f"of {known}; default: all")
+    parser.add_argument("--only", metavar="MEMORIES", help=f"by commas, of {known}; default: all")
     options, configs, overrides = _options(parser, argv)
     names = known.split(", ")
-    for name in options.only or []:
+    wanted = options.only.split(",") if options.only else names
+    for name in wanted:
         if name not in names:
             parser.error(f"--only: expected some of {known}, found {name!r}{nearest(name, names)}")
     from stackexp.config.compose import compose
 
-    for name in ("null", *(options.only or names)):
+    for name in ("null", *wanted):
         try:
             compose(configs, [*overrides, f"model.memory={name}"])
         except ConfigError as error:
@@ -81,7 +82,7 @@ def efficiency(argv: list[str]) -> int:
     from stackexp.verbs import efficiency as measuring
 
     device, rows = _device(), []
-    for row in measuring.measure(measuring.rows_of(options.only or names), configs, overrides, options.steps, device):
+    for row in measuring.measure(measuring.rows_of(wanted), configs, overrides, options.steps, device):
         rows.append(row)
         print(f"measured {row['model']} ({row['implementation']})", flush=True)
     print(f"\n{efficiency_table(rows)}\n", flush=True)
