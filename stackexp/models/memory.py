@@ -124,8 +124,7 @@ class StackMemory(Memory):
         self, h: Tensor, state: stack.StackState, probe: bool = False
     ) -> tuple[Tensor, stack.StackState, Trace]:
         config = self.config
-        x = self._push_vectors(h)
-        logits = self._action_logits(h, x)
+        x, logits = self._project(h)
         if self.training and self.draws:  # to stand that, it must act sharply; entropy and probes see it too
             logits = logits + self.noise * torch.randn_like(logits)
         query = self.query if self.query is None else self.query.expand(config.num_heads, -1)
@@ -143,23 +142,29 @@ class StackMemory(Memory):
             trace |= _probes(output, read, h)
         return new_h.to(h.dtype), state, trace
 
+    def _project(self, h: Tensor) -> tuple[Tensor, Tensor]:
+        """x [..., H, D] = W_down h [..., d] and the logits of the actions [..., H, 3]: A x, or A h for `action_input:
+        hidden`, times `action_sharpness`. W_down and an A that reads all of h are one matrix product."""
+        config, heads = self.config, self.config.num_heads
+        if config.action_input == "head":
+            x = self._push_vectors(h)
+            logits = torch.einsum("...hd,had->...ha", x, self.actions)
+        elif config.projection == "low_rank":
+            both = F.linear(h, torch.cat([self.down, self.actions.flatten(0, 1)]))
+            x, logits = (part.unflatten(-1, (heads, -1)) for part in both.tensor_split([len(self.down)], -1))
+        else:
+            x = self._push_vectors(h)
+            logits = F.linear(h, self.actions.flatten(0, 1)).unflatten(-1, (heads, -1))
+        if config.action_scale == "slice":
+            logits = logits / math.sqrt(self.model.hidden_size / heads)
+        return x, logits if config.action_sharpness == 1 else config.action_sharpness * logits
+
     def _push_vectors(self, h: Tensor) -> Tensor:
-        """x [..., H, D] = W_down h [..., d]."""
         if self.down is None:
             return h.unflatten(-1, (self.config.num_heads, -1))
         if self.config.projection == "shared_slices":
             return F.linear(h.unflatten(-1, (self.config.num_heads, -1)), self.down)
         return F.linear(h, self.down).unflatten(-1, (self.config.num_heads, -1))
-
-    def _action_logits(self, h: Tensor, x: Tensor) -> Tensor:
-        """A x, or A h for `action_input: hidden` [..., H, 3], times `action_sharpness`."""
-        if self.config.action_input == "head":
-            logits = torch.einsum("...hd,had->...ha", x, self.actions)
-        else:
-            logits = F.linear(h, self.actions.flatten(0, 1)).unflatten(-1, (self.config.num_heads, -1))
-        if self.config.action_scale == "slice":
-            logits = logits / math.sqrt(self.model.hidden_size / self.config.num_heads)
-        return logits if self.config.action_sharpness == 1 else self.config.action_sharpness * logits
 
     def _read_out(self, read: Tensor) -> Tensor:
         """W_up concat(R) [..., d] of R [..., H, D]."""
@@ -173,9 +178,7 @@ class StackMemory(Memory):
         """What F f(R_{t-1}) adds to x_t and to the logits, as maps of f(R): both are linear in h."""
         if self.feedback is None:
             return None
-        columns = self.feedback.T  # [H*D, d]: h for each number of R
-        x = self._push_vectors(columns)
-        return x, self._action_logits(columns, x)
+        return self._project(self.feedback.T)  # [H*D, d]: h for each number of R
 
     def flops_per_token(self, context_length: int) -> float:
         """Projections, actions, and the update (3) and the read (2 multiply-adds) of each occupied number."""
