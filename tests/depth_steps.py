@@ -1,5 +1,8 @@
 """The steps of several layers, as the depth axis takes them, of an implementation beside the reference's."""
 
+import itertools
+import random
+from collections.abc import Iterator
 from types import ModuleType
 from typing import NamedTuple
 
@@ -32,6 +35,24 @@ class Case(NamedTuple):
     @property
     def options(self) -> dict[str, str | int]:
         return {name: getattr(self, name) for name in ("num_slots", "discipline", "read", "read_mask")}
+
+
+DISCIPLINES = ["stack", "queue", "push_only"]
+READS = [("global", "multiply"), ("global", "log"), ("global", "additive"), ("top", "multiply")]
+SIZES = {"num_slots": [1, 2, 7, 24, 33], "head_dim": [1, 4, 16, 17, 64, 240], "num_heads": [1, 3, 4, 8]}
+SIZES |= {"num_layers": [1, 2, 5, 12, 26, 40], "num_tokens": [1, 3]}
+USUAL = Case(num_slots=7, head_dim=5, num_heads=2, num_layers=10)
+
+
+def cases() -> Iterator[Case]:
+    """All options with sizes drawn from all, and each size by itself."""
+    rng = random.Random(0)
+    for discipline, (read, read_mask), scale in itertools.product(DISCIPLINES, READS, [1.0, 1000.0]):
+        sizes = {name: rng.choice(values) for name, values in SIZES.items()}
+        yield Case(**sizes, discipline=discipline, read=read, read_mask=read_mask, scale=scale)
+    for name, values in SIZES.items():
+        yield from (USUAL._replace(**{name: value}) for value in values)
+    yield USUAL._replace(num_tokens=0)
 
 
 def make_inputs(case: Case) -> list[Tensor]:

@@ -1,34 +1,16 @@
 """The coefficient form of the stack equals the reference, and keeps and adds up no more than it says."""
 
 import itertools
-import random
 from contextlib import nullcontext
 
 import pytest
 import torch
-from depth_steps import Case, check, check_rounding, gradients, make_inputs, unroll
+from depth_steps import DISCIPLINES, USUAL, Case, cases, check, check_rounding, gradients, make_inputs, unroll
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import checkpoint
 
 from stackexp.stack import coefficients, eager, reference
-
-DISCIPLINES = ["stack", "queue", "push_only"]
-READS = [("global", "multiply"), ("global", "log"), ("global", "additive"), ("top", "multiply")]
-SIZES = {"num_slots": [1, 2, 7, 24, 33], "head_dim": [1, 4, 16, 17, 64, 240], "num_heads": [1, 3, 4, 8]}
-SIZES |= {"num_layers": [1, 2, 5, 12, 26, 40], "num_tokens": [1, 3]}
-USUAL = Case(num_slots=7, head_dim=5, num_heads=2, num_layers=10)
-
-
-def cases():
-    """All options with sizes drawn from all, and each size by itself."""
-    rng = random.Random(0)
-    for discipline, (read, read_mask), scale in itertools.product(DISCIPLINES, READS, [1.0, 1000.0]):
-        sizes = {name: rng.choice(values) for name, values in SIZES.items()}
-        yield Case(**sizes, discipline=discipline, read=read, read_mask=read_mask, scale=scale)
-    for name, values in SIZES.items():
-        yield from (USUAL._replace(**{name: value}) for value in values)
-    yield USUAL._replace(num_tokens=0)
 
 
 @pytest.fixture(params=["few numbers", "many numbers"])
