@@ -144,10 +144,8 @@ def test_the_inductor_gives_the_same_training_step(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", [name for name in VARIANTS if name != "noisy"])  # the inductor draws others
 def test_the_inductor_gives_the_same_numbers(variant):
-    if variant == "noisy":
-        pytest.skip("the inductor draws other numbers")
     model, tokens = make_model(variant), make_tokens()
     compiled = torch.compile(model, fullgraph=True)
     torch.testing.assert_close(run(compiled, tokens, probe=True), run(model, tokens, probe=True), rtol=1e-3, atol=1e-4)
