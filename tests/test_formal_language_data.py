@@ -21,7 +21,7 @@ from stackexp.tasks import TASKS
 
 
 def data(*overrides: str, seed: int = 0, rank: int = 0, world_size: int = 1, step: int = 0) -> FormalLanguageData:
-    every = ["data.eval_length_stride=1", "data.batch_size=128"]
+    every = ["data.eval_length_stride=1", "data.batch_size=128", "data.curriculum_steps=0"]
     config = compose(["formal/transformer"], [*every, *(f"data.{override}" for override in overrides)]).data
     built = FormalLanguageData(config, seed)
     built.trainer = SimpleNamespace(global_rank=rank, world_size=world_size, global_step=step)
