@@ -14,6 +14,7 @@ from stackexp.config.yaml_files import configs_folder, names_in, purpose
 from stackexp.sweeps import grid
 from stackexp.verbs.configs import build_on_meta, choices, short
 
+CURRICULUM = {"curriculum_steps": 500, "curriculum_start": 3}  # of the baselines of formal languages
 CONFIGS = [name for name in config_names() if not is_recipe(name)]
 RECIPES = [name for name in config_names() if is_recipe(name)]
 CHOICES = [(section, name) for section in sections() for name in names_in(group_folder(section))]
@@ -206,13 +207,26 @@ def test_a_recipe_of_formal_languages_keeps_the_sizes_and_the_lengths_of_all(tas
     assert lengths == (40, 60, 500)
 
 
-@pytest.mark.parametrize("name", ["stacktrans", "stacktrans-depth", "stack_attention"])
-def test_models_of_formal_languages_differ_in_their_memory_alone(name):
+@pytest.mark.parametrize("name", ["stacktrans-depth", "stack_attention"])
+def test_baselines_of_formal_languages_differ_in_their_memory_alone(name):
     ours, plain = build(f"formal/{name}")[0], build("formal/transformer")[0]
-    assert ours.data.curriculum_steps == plain.data.curriculum_steps == 0
-    silent = {key: getattr(plain.data, key) for key in ("curriculum_start", "eval_batch_size")}  # change no figure
-    data, model = dataclasses.replace(ours.data, **silent), dataclasses.replace(ours.model, memory=None)
+    data = dataclasses.replace(ours.data, eval_batch_size=plain.data.eval_batch_size)  # changes no figure
+    model = dataclasses.replace(ours.model, memory=None)
     assert dataclasses.replace(ours, name=plain.name, data=data, model=model) == plain
+
+
+def test_stacktrans_differs_from_the_transformer_in_its_memory_and_the_way_it_is_trained():
+    ours, plain = build("formal/stacktrans")[0], build("formal/transformer")[0]
+    data, model = dataclasses.replace(ours.data, **CURRICULUM), dataclasses.replace(ours.model, memory=None)
+    optimizer = dataclasses.replace(ours.optimizer, eps=1e-8)
+    assert dataclasses.replace(ours, name=plain.name, data=data, model=model, optimizer=optimizer) == plain
+
+
+@pytest.mark.parametrize("name", ["lstm", "stack_rnn", "stack_attention", "transformer", "stacktrans-depth"])
+def test_baselines_of_formal_languages_are_trained_alike(name):
+    config = build(f"formal/{name}")[0]
+    assert {key: getattr(config.data, key) for key in CURRICULUM} == CURRICULUM
+    assert config.optimizer.eps == 1e-8
 
 
 def test_every_model_of_formal_languages_is_tested_alike():
