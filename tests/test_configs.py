@@ -14,7 +14,7 @@ from stackexp.config.yaml_files import configs_folder, names_in, purpose
 from stackexp.sweeps import grid
 from stackexp.verbs.configs import build_on_meta, choices, short
 
-CURRICULUM = {"curriculum_steps": 500, "curriculum_start": 3}  # of the baselines of formal languages
+CURRICULUM = {"curriculum_steps": 700, "curriculum_start": 3}  # of the baselines of formal languages
 CONFIGS = [name for name in config_names() if not is_recipe(name)]
 RECIPES = [name for name in config_names() if is_recipe(name)]
 CHOICES = [(section, name) for section in sections() for name in names_in(group_folder(section))]
