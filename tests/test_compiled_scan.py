@@ -1,15 +1,11 @@
 """The scan in numba equals the reference: values and all gradients, whatever the options and the shapes."""
 
-import contextlib
 import itertools
 import os
 import random
 import signal
 import subprocess
 import sys
-import threading
-import weakref
-from concurrent.futures import wait
 
 import pytest
 import torch
@@ -86,29 +82,43 @@ def threads(monkeypatch):
 
 
 def test_threads_change_nothing(monkeypatch, threads):
-    forward, seen, results = compiled.kernels.forward, [], []
+    team, seen, results = compiled._team(), [], []
 
-    def watched(begin, end, *args):
-        seen.append((begin, end, threading.current_thread() is threading.main_thread()))
-        forward(begin, end, *args)
+    def watched(run, job, number, flags):
+        seen.append(number)
+        team(run, job, number, flags)
+        assert job[0] == number + number  # each part was taken, and each thread then found none
 
-    monkeypatch.setattr(compiled.kernels, "forward", watched)
+    monkeypatch.setattr(compiled, "_team", lambda: watched)
     for number in (1, 2, 4):
         threads(number)
         results.append(run("compiled", Case(7, 3, 2, 9, feedback="tanh", filled=2, batch_size=5)))
-    assert sorted(seen[:1]) == [(0, 5, True)]
-    assert sorted(seen[1:3]) == [(0, 2, True), (2, 5, False)]
-    assert sorted(seen[3:]) == [(0, 1, True), (1, 2, False), (2, 3, False), (3, 5, False)]
+    assert seen == [2, 2, 4, 4]  # forward and backward
     for result in results[1:]:
         for ours, theirs in zip(result, results[0], strict=True):
             assert torch.equal(ours, theirs)
+
+
+def test_without_openmp_one_thread_does_it_and_says_so(monkeypatch, threads, caplog):
+    caplog.set_level("INFO")
+    threads(2)
+    case = Case(7, 3, 2, 9, batch_size=5)
+    expected = run("compiled", case)
+    compiled._team.cache_clear()
+    monkeypatch.setattr(compiled.ctypes, "CDLL", lambda name: object())
+    try:
+        for ours, theirs in zip(run("compiled", case), expected, strict=True):
+            assert torch.equal(ours, theirs)
+    finally:
+        compiled._team.cache_clear()
+    assert [r.message for r in caplog.records if "thread" in r.message] == ["the stack runs in one thread: no OpenMP"]
 
 
 def read(x, logits, query):
     return stack.scan(stack.empty(x.shape[:1] + x.shape[2:3], 7, 3, x), x, logits, query, num_slots=7)[0].read
 
 
-def test_threads_survive_a_fork(threads):
+def test_a_fork_does_without_threads(threads):
     threads(2)
     x, logits, query, *_ = (tensor.detach() for tensor in make_inputs(Case(7, 3, 2, 3, batch_size=4), "cpu"))
     expected = read(x, logits, query)
@@ -120,32 +130,6 @@ def test_threads_survive_a_fork(threads):
         finally:
             os._exit(code)
     assert os.waitpid(child, 0)[1] == 0
-
-
-def test_tensors_live_until_the_threads_are_done_however_the_call_ends(monkeypatch, threads):
-    """A thread goes on writing to the addresses that it got."""
-    threads(2)
-    released, pending = threading.Event(), []
-
-    def kernel(begin, *_):
-        assert not begin or released.wait(30)
-
-    def interrupted(jobs):
-        pending.extend(jobs)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(compiled, "wait", interrupted)
-    tensor = torch.zeros(4)
-    alive = weakref.ref(tensor)
-    with contextlib.suppress(KeyboardInterrupt):
-        compiled._for_all(kernel, (2, 1, 1, 1, 3, 0, 1), [tensor])
-    del tensor
-    try:
-        assert alive() is not None
-    finally:
-        released.set()
-    wait(pending)
-    pending[0].result()
 
 
 @pytest.mark.parametrize(

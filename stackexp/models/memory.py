@@ -136,7 +136,8 @@ class StackMemory(Memory):
             options["feedback_activation"] = config.feedback_activation
             output, state = stack.scan(state, x, logits, query, self._feedback_maps(), **options)
         read = self._read_out(output.read.to(h.dtype))
-        new_h = self.gate * h + read if config.residual_gate == "hidden" else h + self.gate * read
+        plain, gated = (read, h) if config.residual_gate == "hidden" else (h, read)
+        new_h = torch.addcmul(plain, gated, self.gate)
         trace = {"entropy": output.entropy.mean()}
         if probe:
             trace |= _probes(output, read, h)

@@ -8,11 +8,12 @@ time for each dtype: numba compiles, and keeps what it compiled beside this file
 the user's cache.
 """
 
+import ctypes
 import functools
+import logging
 import math
 import os
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor, wait
 
 import numpy as np
 import torch
@@ -25,7 +26,7 @@ from stackexp.stack.reference import ACTIVATIONS, StackOutput, StackState
 empty = eager.empty
 
 HOW = {"multiply": MULTIPLY, "log": LOG, "additive": ADDITIVE}
-LIKE = {torch.float32: np.zeros(0, np.float32), torch.float64: np.zeros(0, np.float64)}
+NUMBERS = {torch.float32: np.float32, torch.float64: np.float64}
 NUMBERS_PER_THREAD = 2**17  # of updates of one number of a slot: less is done before a thread has begun
 NUMBERS_PER_STACK = 300  # of such updates: what the rest of a step takes, actions and softmaxes
 
@@ -34,12 +35,7 @@ def step(
     state: StackState, x: Tensor, logits: Tensor, query: Tensor | None, **options: str | int
 ) -> tuple[StackOutput, StackState]:
     """As `reference.step`."""
-    shape = x.shape[:-2]
-    state = StackState(*(field.reshape(shape.numel(), *field.shape[len(shape) :]) for field in state))
-    x, logits = (field.reshape(shape.numel(), 1, *field.shape[-2:]) for field in (x, logits))
-    output, state = scan(state, x, logits, query, **options)
-    fields = (field.view(*shape, *field.shape[2:]) for field in output)
-    return StackOutput(*fields), StackState(*(field.view(*shape, *field.shape[1:]) for field in state))
+    return _run(state, x, logits, query, x.shape[:-2], 1, **options)
 
 
 def scan(
@@ -47,6 +43,19 @@ def scan(
     x: Tensor,
     logits: Tensor,
     query: Tensor | None,
+    **options: str | int | tuple[Tensor, Tensor] | None,
+) -> tuple[StackOutput, StackState]:
+    """As `reference.scan`."""
+    return _run(state, x, logits, query, x.shape[:1], x.shape[1], **options)
+
+
+def _run(
+    state: StackState,
+    x: Tensor,
+    logits: Tensor,
+    query: Tensor | None,
+    stacks: torch.Size,
+    tokens: int,
     *,
     num_slots: int,
     feedback: tuple[Tensor, Tensor] | None = None,
@@ -55,16 +64,16 @@ def scan(
     read: str = "global",
     read_mask: str = "multiply",
 ) -> tuple[StackOutput, StackState]:
-    """As `reference.scan`."""
-    (*shape, size), start = x.shape, state.mask.shape[-1]
+    """A scan of so many tokens. `stacks`: the leading dimensions of the state, heads left out."""
+    (*leading, heads, size), start = x.shape, state.mask.shape[-1]
     assert feedback_activation in ACTIVATIONS, feedback_activation
     how = TOP if read == "top" else HOW[read_mask]
-    every = max(1, math.isqrt(shape[1]))
-    options = (*shape, size, logits.shape[-1], start, num_slots, how)
+    every = max(1, math.isqrt(tokens))
+    options = (stacks.numel(), tokens, heads, size, logits.shape[-1], start, num_slots, how)
     options += (int(discipline == "queue"), int(feedback_activation == "tanh"), every)
     maps = feedback or (None, None)
     tensors = [*state, x, logits, None if read == "top" else query, *maps]
-    _check(options, tensors)
+    _check(options, stacks, leading, tensors)
     if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors):
         *output, slots, mask = _Scan.apply(options, *tensors)
     else:
@@ -72,11 +81,11 @@ def scan(
     return StackOutput(*output), StackState(slots, mask)
 
 
-def _check(options: tuple[int, ...], tensors: list[Tensor | None]) -> None:
+def _check(options: tuple[int, ...], stacks: torch.Size, leading: list[int], tensors: list[Tensor | None]) -> None:
     """ValueError unless all numbers are where the kernels will read them: they get addresses, and trust the shapes."""
-    batch, tokens, heads, size, count, start, num_slots, how, *_ = options
-    shapes = [(batch, heads, start, size), (batch, heads, start), (batch, tokens, heads, size)]
-    shapes += [(batch, tokens, heads, count), (heads, size), (heads * size, heads, size), (heads * size, heads, count)]
+    _, _, heads, size, count, start, num_slots, how, *_ = options
+    shapes = [(*stacks, heads, start, size), (*stacks, heads, start), (*leading, heads, size)]
+    shapes += [(*leading, heads, count), (heads, size), (heads * size, heads, size), (heads * size, heads, count)]
     if count not in (2, 3):
         raise ValueError(f"stack scan: {count} actions; there are 3, or 2 of push_only")
     for tensor, shape in zip(tensors, shapes, strict=True):
@@ -84,7 +93,7 @@ def _check(options: tuple[int, ...], tensors: list[Tensor | None]) -> None:
             continue
         if tensor.shape != shape:
             raise ValueError(f"stack scan: a tensor of shape {tuple(tensor.shape)} where {shape} is due")
-        if tensor.dtype != tensors[2].dtype or tensor.dtype not in LIKE:
+        if tensor.dtype != tensors[2].dtype or tensor.dtype not in NUMBERS:
             raise ValueError(f"stack scan: {tensor.dtype} beside {tensors[2].dtype}; all are float32, or all float64")
         if tensor.device.type != "cpu":
             raise ValueError(f"stack scan: a tensor on {tensor.device}; the compiled scan is for the CPU")
@@ -142,11 +151,13 @@ def _forward(
 ) -> tuple[list[Tensor], list[Tensor | None]]:
     """The outputs and the last state; and for the backward pass, what was pushed, R_{-1}, every k-th state."""
     batch, tokens, heads, size, _, start, num_slots, *_, every = options
-    x, feedback, room = tensors[2], tensors[5] is not None, min(start + tokens, num_slots)
+    slots, _, x, *_ = tensors
+    feedback, room = tensors[5] is not None, min(start + tokens, num_slots)
     segments = max(0, tokens - 1) // every
     new = x.new_empty
-    outputs = [new(x.shape), new(batch, tokens, heads, 3), new(batch, tokens, heads), new(batch, tokens, heads)]
-    outputs += [new(batch, heads, room, size), new(batch, heads, room)]
+    tokens_of_heads, stacks = x.shape[:-1], slots.shape[:-2]
+    outputs = [new(x.shape), new(*tokens_of_heads, 3), new(tokens_of_heads), new(tokens_of_heads)]
+    outputs += [new(*stacks, room, size), new(*stacks, room)]
     kept = [new(x.shape) if feedback and keep else None, new(batch, 1, heads, size) if feedback else None, None, None]
     if keep and segments:
         kept[2:] = new(batch, heads, segments, room, size), new(batch, heads, segments, room)
@@ -159,31 +170,41 @@ def _contiguous(tensors: Iterable[Tensor | None]) -> list[Tensor | None]:
 
 
 def _for_all(kernel: Callable, options: tuple[int, ...], *groups: list[Tensor | None]) -> None:
-    """Run a kernel for the sequences of a batch, in as many threads as torch uses and the work fills."""
-    like = LIKE[next(tensor.dtype for tensor in groups[0] if tensor is not None)]
-    args = like, options, *(tuple(0 if tensor is None else tensor.data_ptr() for tensor in group) for group in groups)
+    """Run a kernel for the sequences of a batch, in as many of torch's threads as the work fills."""
+    dtype = next(tensor.dtype for tensor in groups[0] if tensor is not None)
     batch, tokens, heads, size, _, start, num_slots, *_ = options
     work = batch * tokens * heads * (size * min(start + tokens, num_slots) + NUMBERS_PER_STACK)
     threads = max(1, min(torch.get_num_threads(), batch, work // NUMBERS_PER_THREAD))
-    bounds = [batch * i // threads for i in range(threads + 1)]
-
-    def job(part: int, alive: tuple[list[Tensor | None], ...] = groups) -> None:
-        """The kernels get addresses: the tensors must live until this is done, even if an interrupt ends the caller."""
-        kernel(bounds[part], bounds[part + 1], *args)
-
-    others = [_pool().submit(job, part) for part in range(1, threads)]
-    try:
-        job(0)
-    finally:
-        wait(others)
-    for other in others:
-        other.result()
+    addresses = (0 if tensor is None else tensor.data_ptr() for group in groups for tensor in group)
+    job = (ctypes.c_ssize_t * kernels.JOB)(0, threads, *options, *addresses)
+    run = kernel(NUMBERS[dtype]).ctypes
+    team = _team() if threads > 1 else None
+    if team is None:
+        run(job)
+    else:
+        team(run, job, threads, 0)
 
 
 @functools.cache
-def _pool() -> ThreadPoolExecutor:
-    """Of this process. Its threads begin as they are needed."""
-    return ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="stack")
+def _team() -> Callable | None:
+    """OpenMP's call of a C function in several threads: torch's own, which spin for a while after each of its products.
+
+    Threads of ours would share the processors with them. None: without OpenMP, and after a fork, which no thread
+    survives, the caller does all.
+    """
+    team = None if _forked else getattr(ctypes.CDLL(None), "GOMP_parallel", None)
+    if team is None:
+        logging.getLogger(__name__).info("the stack runs in one thread: %s", "forked" if _forked else "no OpenMP")
+    else:
+        team.argtypes, team.restype = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint], None
+    return team
 
 
-os.register_at_fork(after_in_child=_pool.cache_clear)  # threads do not survive a fork
+def _after_fork() -> None:
+    global _forked
+    _forked = True
+    _team.cache_clear()
+
+
+_forked = False
+os.register_at_fork(after_in_child=_after_fork)

@@ -8,20 +8,23 @@ which mixes them, all at once.
 
 Backward, the states of a segment of `every` tokens are computed anew from the one kept at its start.
 
-Only `forward` and `backward` are kept on disk, with all that they call. numba compiles what it kept anew when the file
-of the function changes, or what its closure holds: here a digest of all the files.
+What `forward` and `backward` make is kept on disk, with all that it calls. numba compiles what it kept anew when the
+file of the function changes, or what its closure holds: here a digest of all the files.
 """
 
+import functools
 import hashlib
 import math
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-from numba import njit
+from numba import carray, cfunc, njit, types
+from numba.core.ccallback import CFunc
+from numba.np.unsafe.ndarray import to_fixed_tuple
 
 from stackexp.stack.numba_update_read import TOP, load, read_back, read_row, softmax, softmax_back, update, update_back
-from stackexp.stack.numba_vectors import LANES, OPTIONS, add_scaled, array_at, clear, copy, part, plain, view
+from stackexp.stack.numba_vectors import LANES, OPTIONS, add_scaled, array_at, clear, copy, next_part, part, plain, view
 
 SOURCES = ("kernels.py", "numba_update_read.py", "numba_vectors.py", "reference.py")
 whole = njit(inline="always", **OPTIONS)  # into the function that is kept: no pass of the compiler over it twice
@@ -236,14 +239,19 @@ def _backward(begin, end, like, options, inputs, outputs, kept, incoming, outgoi
                     copy(view(grad_mask, 1, start), part(g_mask, at, start))
 
 
-def _kept(function: Callable) -> Callable:
-    """numba's, kept on disk: beside this file, else in the user's cache; where neither may be written, not kept."""
+JOB = 40
+"""Numbers of a job: parts of the batch that have begun, parts, the options, and addresses of the tensors."""
+
+
+def _kept(function: Callable) -> CFunc:
+    """A C function of a job's address, kept on disk: beside this file, else in the user's cache, or not at all."""
+    signature = types.intp(types.CPointer(types.intp))
     try:
-        return njit(cache=True, **OPTIONS)(function)
+        return cfunc(signature, cache=True, **OPTIONS)(function)
     except RuntimeError as error:
         if "no locator available" not in str(error):
             raise
-        return njit(**OPTIONS)(function)
+        return cfunc(signature, **OPTIONS)(function)
 
 
 def digest(folder: Path = Path(__file__).parent) -> int:
@@ -252,18 +260,43 @@ def digest(folder: Path = Path(__file__).parent) -> int:
     return int.from_bytes(hashlib.sha256(b"".join(texts)).digest()[:7], "big")
 
 
-def _entries(sources: int) -> tuple[Callable, Callable]:
-    """`_forward` and `_backward`, kept under `sources`: they return it, so that it is in their closures."""
+@functools.cache
+def forward(dtype: type) -> CFunc:
+    """`_forward` for numbers of a dtype, as all that is kept on disk: a function of a job's address.
 
-    def forward(begin, end, like, options, inputs, outputs, kept):
-        _forward(begin, end, like, options, inputs, outputs, kept)
+    It does a part of the job after the other, beside whoever is at it too, until all have begun. It returns the digest
+    of `SOURCES`, so that it is in the closure.
+    """
+    like, sources = np.zeros(0, dtype), digest()
+
+    def run_forward(address):
+        job = carray(address, JOB)
+        options, inputs = to_fixed_tuple(job[2:], 11), to_fixed_tuple(job[13:], 7)
+        outputs, kept = to_fixed_tuple(job[20:], 6), to_fixed_tuple(job[26:], 4)
+        batch, parts, part = job[2], job[1], next_part(job)
+        while part < parts:
+            _forward(batch * part // parts, batch * (part + 1) // parts, like, options, inputs, outputs, kept)
+            part = next_part(job)
         return sources
 
-    def backward(begin, end, like, options, inputs, outputs, kept, incoming, outgoing):
-        _backward(begin, end, like, options, inputs, outputs, kept, incoming, outgoing)
+    return _kept(run_forward)
+
+
+@functools.cache
+def backward(dtype: type) -> CFunc:
+    """`_backward`, likewise."""
+    like, sources = np.zeros(0, dtype), digest()
+
+    def run_backward(address):
+        job = carray(address, JOB)
+        options, inputs = to_fixed_tuple(job[2:], 11), to_fixed_tuple(job[13:], 7)
+        outputs, kept = to_fixed_tuple(job[20:], 2), to_fixed_tuple(job[22:], 2)
+        incoming, outgoing = to_fixed_tuple(job[24:], 5), to_fixed_tuple(job[29:], 5)
+        batch, parts, part = job[2], job[1], next_part(job)
+        while part < parts:
+            begin, end = batch * part // parts, batch * (part + 1) // parts
+            _backward(begin, end, like, options, inputs, outputs, kept, incoming, outgoing)
+            part = next_part(job)
         return sources
 
-    return _kept(forward), _kept(backward)
-
-
-forward, backward = _entries(digest())
+    return _kept(run_backward)

@@ -52,6 +52,17 @@ def array_at(typing_context, address, count, like):
     return types.Array(like.dtype, 1, "C")(address, types.intp, like), generate
 
 
+@intrinsic
+def next_part(typing_context, job):
+    """job[0]++, one thread after the other."""
+
+    def generate(context, builder, signature, arguments):
+        address = make_array(job)(context, builder, arguments[0]).data
+        return builder.atomic_rmw("add", address, context.get_constant(types.intp, 1), "monotonic")
+
+    return types.intp(job), generate
+
+
 @plain
 def part(rows, number, length):
     return view(rows, number * length, length)
