@@ -69,9 +69,11 @@ def update(old, new, old_mask, new_mask, action, grown, size, queue, tiny):
 
 
 @plain
-def _weigh(row, mask, query, how, slots, num_slots, weights, tiny):
-    """The softmax of the global read, in which the empty slots count; and, a third of `weights` on, w_g . St[j]."""
-    size, contents = query.shape[0], part(weights, 1, weights.shape[0] // 3)
+def _weigh(row, mask, query, how, slots, num_slots, weights, g_read, tiny):
+    """The softmax of the global read, in which the empty slots count; a third of `weights` on, w_g . St[j]; and with
+    the read's gradient, two thirds on, its dR . St[j]."""
+    size, third = query.shape[0], weights.shape[0] // 3
+    contents, g_weights = part(weights, 1, third), part(weights, 2, third)
     number = mask.dtype.type
     penalty, empty_score, one = number(ADDITIVE_PENALTY), number(0), number(1)
     if how == LOG:
@@ -80,7 +82,10 @@ def _weigh(row, mask, query, how, slots, num_slots, weights, tiny):
         empty_score = penalty
     largest = empty_score if num_slots > slots else -number(np.inf)
     for j in range(slots):
-        score = contents[j] = dot(view(row, (j + 1) * size, size), query)
+        slot = view(row, (j + 1) * size, size)
+        score = contents[j] = dot(slot, query)
+        if g_read is not None:
+            g_weights[j] = dot(slot, g_read)
         if how == MULTIPLY:
             score *= mask[j + 1]
         elif how == LOG:
@@ -109,7 +114,7 @@ def read_row(row, mask, query, how, slots, num_slots, weights, out, tiny):
     if how == TOP:
         copy(view(row, size, size), out)
         return
-    _weigh(row, mask, query, how, slots, num_slots, weights, tiny)
+    _weigh(row, mask, query, how, slots, num_slots, weights, None, tiny)
     clear(out)
     for j in range(slots):
         add_scaled(weights[j], view(row, (j + 1) * size, size), out)
@@ -135,12 +140,11 @@ def read_back(row, mask, query, how, slots, num_slots, weights, g_read, grad, g_
         for i in range(size):
             top[i] += g_read[i]
         return
-    _weigh(row, mask, query, how, slots, num_slots, weights, tiny)
+    _weigh(row, mask, query, how, slots, num_slots, weights, g_read, tiny)
     third = weights.shape[0] // 3
     contents, g_weights = part(weights, 1, third), part(weights, 2, third)
     mean = 0.0  # dR . R
     for j in range(slots):
-        g_weights[j] = dot(view(row, (j + 1) * size, size), g_read)
         mean += weights[j] * g_weights[j]
     for j in range(slots):
         slot, g_slot = view(row, (j + 1) * size, size), view(grad, (j + 1) * size, size)
