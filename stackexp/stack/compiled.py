@@ -27,7 +27,7 @@ empty = eager.empty
 
 HOW = {"multiply": MULTIPLY, "log": LOG, "additive": ADDITIVE}
 NUMBERS = {torch.float32: np.float32, torch.float64: np.float64}
-NUMBERS_PER_THREAD = 2**17  # of updates of one number of a slot: less is done before a thread has begun
+NUMBERS_PER_THREAD = 2**15  # of updates of one number of a slot, some 40 us: less is not worth a thread
 NUMBERS_PER_STACK = 300  # of such updates: what the rest of a step takes, actions and softmaxes
 
 
@@ -170,19 +170,19 @@ def _contiguous(tensors: Iterable[Tensor | None]) -> list[Tensor | None]:
 
 
 def _for_all(kernel: Callable, options: tuple[int, ...], *groups: list[Tensor | None]) -> None:
-    """Run a kernel for the sequences of a batch, in as many of torch's threads as the work fills."""
+    """Run a kernel for the sequences of a batch, in as many parts as fill the threads that torch has."""
     dtype = next(tensor.dtype for tensor in groups[0] if tensor is not None)
     batch, tokens, heads, size, _, start, num_slots, *_ = options
     work = batch * tokens * heads * (size * min(start + tokens, num_slots) + NUMBERS_PER_STACK)
-    threads = max(1, min(torch.get_num_threads(), batch, work // NUMBERS_PER_THREAD))
+    parts = max(1, min(torch.get_num_threads(), batch, work // NUMBERS_PER_THREAD))
     addresses = (0 if tensor is None else tensor.data_ptr() for group in groups for tensor in group)
-    job = (ctypes.c_ssize_t * kernels.JOB)(0, threads, *options, *addresses)
+    job = (ctypes.c_ssize_t * kernels.JOB)(0, parts, *options, *addresses)
     run = kernel(NUMBERS[dtype]).ctypes
-    team = _team() if threads > 1 else None
+    team = _team() if parts > 1 else None
     if team is None:
         run(job)
     else:
-        team(run, job, threads, 0)
+        team(run, job, 0, 0)  # as many threads as torch has; a smaller team would end the others, to be begun anew
 
 
 @functools.cache
