@@ -215,6 +215,11 @@ def test_baselines_of_formal_languages_differ_in_their_memory_alone(name):
     assert dataclasses.replace(ours, name=plain.name, data=data, model=model) == plain
 
 
+def test_stacks_of_the_depth_axis_are_tested_with_the_slots_they_were_trained_with():
+    """Empty slots have a part in the softmax of a global read: more of them are another function."""
+    assert build("formal/stacktrans-depth")[0].model.memory.eval_num_slots is None
+
+
 def test_stacktrans_differs_from_the_transformer_in_its_memory_and_the_way_it_is_trained():
     ours, plain = build("formal/stacktrans")[0], build("formal/transformer")[0]
     data, model = dataclasses.replace(ours.data, **CURRICULUM), dataclasses.replace(ours.model, memory=None)
