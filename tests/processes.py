@@ -52,7 +52,7 @@ def kill(process: subprocess.Popen) -> None:
     process.wait()
 
 
-def wait_until(condition: Callable[[], bool], process: subprocess.Popen, seconds: float = 120) -> None:
+def wait_until(condition: Callable[[], bool], process: subprocess.Popen, seconds: float = 240) -> None:
     """Until `condition()` is true; fails if the process ends before."""
     deadline = time.monotonic() + seconds
     while not condition():

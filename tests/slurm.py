@@ -175,7 +175,7 @@ class Slurm:
                     yield int(process.name)
 
 
-def wait_for(condition: Callable[[], object], seconds: float = 180) -> None:
+def wait_for(condition: Callable[[], object], seconds: float = 300) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "timed out"

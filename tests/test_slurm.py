@@ -1,6 +1,8 @@
 """The Slurm launcher on a real Slurm of two nodes; a few lines of shell stand for the trials' program."""
 
 import json
+import os
+import shutil
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -108,6 +110,25 @@ def test_the_time_limit_warns_and_the_trial_is_requeued(sweep, slurm):
     assert codes(launcher) == {"long": 0}
     assert json.loads((trials[1].folder.path / "exit.json").read_text())["attempt"] == 2
     assert starts(trials[0]) == 1, "only the task itself is requeued"
+
+
+def test_slurm_requeues_a_trial_itself(sweep, slurm, tmp_path, monkeypatch):
+    """As after a failed node: the trial keeps the job that it has, though its script cannot requeue it once more."""
+    script = tmp_path / "bin" / "scontrol"
+    script.parent.mkdir()
+    refused = "touch $0.refused; echo 'Job is pending execution' >&2; exit 1"
+    script.write_text(f'#!/bin/bash\n[ -e $0.refused ] || {{ {refused}; }}\nexec {shutil.which("scontrol")} "$@"\n')
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{script.parent}:{os.environ['PATH']}")
+    trial = sweep.trial("t", f"{COUNT}[ -e $0/saved ] || {{ touch $0/saved; exit 75; }}")
+    launcher = sweep.launcher()
+    launcher.start([trial])
+    wait_for(lambda: slurm.squeue() and "PENDING" in slurm.squeue().values() and starts(trial))
+    assert launcher.ended() == []
+    wait_for(lambda: [slurm.hurry(), starts(trial) == 2][1])
+    assert codes(launcher) == {"t": 0}
+    assert (tmp_path / "bin" / "scontrol.refused").exists()
+    assert len((sweep.folder / "jobs.jsonl").read_text().splitlines()) == 1
 
 
 def test_never_more_at_once_than_told(sweep):

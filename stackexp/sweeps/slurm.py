@@ -53,7 +53,16 @@ code=$? # the highest of the tasks'; 138: warned by SIGUSR1 before it could list
 
 # Not SLURM_JOB_ID: that of one of the tasks is the whole array's.
 id=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID
-((code == 75)) && scontrol requeue "$id" && exit
+if ((code == 75)); then
+  # Refused for good is what the driver has told to end. Else Slurm does not answer, or has itself requeued the job,
+  # since a node has failed, and is about to kill this script: a record would say that the job has ended.
+  for _ in {1..20}; do
+    answer=$(scontrol requeue "$id" 2>&1) && exit
+    echo "$answer"
+    [[ $answer == *disabled* ]] && break
+    sleep 3
+  done
+fi
 ((code > 128)) && code=$((128 - code))
 printf '{"exit_code": %d, "job": "%s", "id": "%s", "attempt": %d}\\n' \\
   "$code" "$SLURM_JOB_NAME" "$id" "$((SLURM_RESTART_COUNT + 1))" >"$folder/.exit.json"
