@@ -1,6 +1,7 @@
 """The program without the seconds that its imports take: processes forked from one that has imported everything."""
 
 import atexit
+import contextlib
 import multiprocessing
 import os
 import socket
@@ -90,6 +91,16 @@ class Forks:
         codes = started.join()
         assert set(codes) == {expect}, started.output.read_text()
         return started.output.read_text()
+
+
+def processes_in(folder: Path) -> list[int]:
+    """Those that work in the folder, whoever started them."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if os.readlink(process / "cwd") == str(folder):
+                found.append(int(process.name))
+    return found
 
 
 def _nothing() -> None:

@@ -6,11 +6,12 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from forks import Forks
+from forks import Forks, processes_in
 from hypothesis import given
 from hypothesis import strategies as st
 from loaders import STEP, T, config_of, loader_of, run_ranks, samples, steps, write
 from records import only_run, record
+from slurm import wait_for
 
 from stackexp.config.schema import StreamConfig
 from stackexp.data import stream_record
@@ -174,6 +175,7 @@ def test_a_run_on_a_mixture_killed_and_resumed_is_the_run_that_was_not(tiny, cor
     killed.kill_when(
         lambda: any(run.joinpath("checkpoints", "00000004").exists() for run in (tmp_path / "runs").glob("tiny/*"))
     )
+    wait_for(lambda: not processes_in(tmp_path), seconds=30)  # its loader's has ended with it
     forks.run(*command, "data.micro_batch_size=2", "--ckpt_path", "last")
     resumed = only_run(tmp_path / "runs")
     assert stream_record.hashes(resumed.path) == stream_record.hashes(whole.path)

@@ -13,7 +13,7 @@ import tempfile
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from multiprocessing.process import BaseProcess
+from multiprocessing.process import BaseProcess, parent_process
 from pathlib import Path
 from threading import Thread
 from time import sleep, time_ns
@@ -215,11 +215,11 @@ class _Threads:
 
 
 class Loader(StreamingDataLoader):
-    """The library's loader, whose processes leave SIGTERM to the run, and end when it is collected or at exit."""
+    """The library's loader, whose processes leave SIGTERM to the run, and end when it is collected, or with the run."""
 
     def __init__(self, *arguments: Any, **options: Any):
         self._processes: list[BaseProcess] = []
-        super().__init__(*arguments, worker_init_fn=_leave_sigterm_to_the_run, **options)
+        super().__init__(*arguments, worker_init_fn=_serve_the_run, **options)
 
     def _get_iterator(self) -> Any:
         iterator = super()._get_iterator()
@@ -233,9 +233,19 @@ class Loader(StreamingDataLoader):
         _kill(self._processes)
 
 
-def _leave_sigterm_to_the_run(_: int) -> None:
-    """In a loader's process: Slurm may signal every process of a task, and the run still needs it to save."""
+def _serve_the_run(_: int) -> None:
+    """In a loader's process: end with the run, and leave SIGTERM, by which Slurm may warn every process, to the run.
+
+    torch looks whether the parent is there. A fork server, by which Python 3.14 starts processes, stays when the run
+    has been killed.
+    """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    Thread(target=_end_with, args=(parent_process(),), daemon=True).start()
+
+
+def _end_with(run: Any) -> None:
+    run.join()
+    os._exit(1)
 
 
 _kept: list[tuple[weakref.ref, list[BaseProcess], list]] = []
