@@ -7,6 +7,7 @@ import lightning.pytorch as pl
 
 from stackexp import runs
 from stackexp.callbacks.evaluation import EvaluationRecord
+from stackexp.callbacks.keyboard import interruptible
 from stackexp.config import registry
 from stackexp.config.schema import ExperimentConfig
 from stackexp.errors import RunError
@@ -15,7 +16,7 @@ from stackexp.modules.objectives import build_module
 from stackexp.verbs.evaluation import Evaluation, Sets, Stage, resumable
 from stackexp.verbs.processes import started
 from stackexp.verbs.session import objective
-from stackexp.verbs.trainer import accelerator, build_trainer, interruptible
+from stackexp.verbs.trainer import accelerator, build_trainer
 
 
 def run(
@@ -48,7 +49,7 @@ def _evaluate(asked: Evaluation) -> int:
         def evaluate(record: EvaluationRecord) -> Sets:
             module = build_module(config, weights=checkpoint)
             trainer = build_trainer(config, processes, [record])
-            with interruptible():
+            with interruptible(trainer):
                 (trainer.validate if asked.stage == "validate" else trainer.test)(module, data, verbose=False)
             return module.set_metrics
 

@@ -11,6 +11,7 @@ import lightning.pytorch as pl
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from stackexp import runs
+from stackexp.callbacks.keyboard import interruptible
 from stackexp.callbacks.progress import StepProgress
 from stackexp.callbacks.run_record import RunRecord
 from stackexp.callbacks.stack_probes import StackProbes
@@ -26,7 +27,7 @@ from stackexp.modules.training import TrainingModule
 from stackexp.runs import RunFolder
 from stackexp.verbs.processes import Processes, started
 from stackexp.verbs.session import Session, objective
-from stackexp.verbs.trainer import accelerator, build_trainer, interruptible
+from stackexp.verbs.trainer import accelerator, build_trainer
 
 
 class Start(NamedTuple):
@@ -93,7 +94,7 @@ def _fit(config: ExperimentConfig, start: Start, processes: Processes, stop: Sto
         if processes.first:
             print(_header(config, module, start), flush=True)
             objective(config).begin(config, "fit")
-        with _telling_the_checkpoint(start.folder), interruptible(), logging_redirect_tqdm():
+        with _telling_the_checkpoint(start.folder), interruptible(trainer), logging_redirect_tqdm():
             if not trained:
                 trainer.fit(module, data, ckpt_path=start.checkpoint, weights_only=True)
             elif processes.first:

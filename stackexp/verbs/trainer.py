@@ -1,9 +1,7 @@
 """The Trainer of a config, the same for fit, validate and test."""
 
-import contextlib
 import logging
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import lightning.pytorch as pl
@@ -30,15 +28,6 @@ def build_trainer(config: ExperimentConfig, processes: Processes, callbacks: lis
     # Lightning's own would run a collective within the handler; ours (StopRequest) are in place already.
     trainer._signal_connector.register_signal_handlers = lambda: None
     return trainer
-
-
-@contextlib.contextmanager
-def interruptible() -> Iterator[None]:
-    """A KeyboardInterrupt stays one; Lightning makes SystemExit(1) of it."""
-    try:
-        yield
-    except SystemExit:
-        raise KeyboardInterrupt from None
 
 
 def accelerator(config: ExperimentConfig) -> str:

@@ -184,6 +184,21 @@ def test_interrupted_from_the_keyboard(program, tiny, tmp_path):
     process = program.start("fit", "--config", tiny, *LONG)
     wait_until(lambda: has_saved(tmp_path / "runs"), process)
     process.send_signal(signal.SIGINT)
+    output, line = ended(process)
+    assert process.returncode == 130
+    assert "once more to stop at once" in output
+    assert "--ckpt_path last" in line
+
+
+def test_interrupted_twice_it_ends_within_a_batch(program, tiny, tmp_path):
+    sleeping = tmp_path / "sleeping"
+    action = f"open({str(sleeping)!r}, 'w').close(); time.sleep(1000)"
+    process = program.start("fit", "--config", tiny, *LONG, plugin(tmp_path, 0, action))
+    wait_until(sleeping.exists, process)
+    process.send_signal(signal.SIGINT)
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(3)
+    process.send_signal(signal.SIGINT)
     _, line = ended(process)
     assert process.returncode == 130
     assert "--ckpt_path last" in line
