@@ -197,7 +197,7 @@ def test_a_recipe_of_formal_languages_keeps_the_sizes_and_the_lengths_of_all(tas
     sizes = ("hidden_size", "num_layers", "num_heads", "intermediate_size", "causal")
     assert [getattr(recipe.model, key) for key in sizes] == [getattr(base.model, key) for key in sizes]
     assert recipe.model.positional == ("none" if task == "bucket_sort" else "alibi")
-    automaton = task in ("even_pairs", "parity_check", "missing_duplicate")
+    automaton = task in ("even_pairs", "parity_check", "missing_duplicate", "cycle_navigation")
     assert recipe.model.attention_window == (8 if automaton else None)
     memory = recipe.model.memory
     assert (memory.num_heads, memory.head_dim) == (4, 8)

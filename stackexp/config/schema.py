@@ -66,6 +66,9 @@ class StackMemoryConfig:
     site: Literal["after_block", "after_attention", "before_attention"] = "after_block"
     feedback: bool = False  # axis time: actions and push are computed from h_t + F f(R_{t-1})
     feedback_activation: Literal["identity", "tanh"] = "identity"  # f
+    # Axis time, read top: before each update the slots of a head turn by an angle that h_t gives, every plane of two
+    # numbers alike, and a stack begins with one learned vector in it.
+    rotation: bool = False
     entropy_weight: float = at_least(0, 0.001)
     # Axis depth on CUDA: every so many layers the stack is kept for the backward pass, in this precision (auto: that
     # of matrix products), and made again from it in between.
@@ -94,10 +97,22 @@ class StackMemoryConfig:
             yield "feedback", f"feedback needs axis: time; axis {self.axis} has no earlier read of the same layer"
         if self.feedback_activation != "identity" and not self.feedback:
             yield "feedback_activation", f"{self.feedback_activation} is of what is fed back; set feedback: true too"
+        if self.rotation:
+            yield from self._rotation_problems()
         if self.axis == "token_major" and not model.causal:
             yield "axis", "token_major runs from token to token; set model.causal: true"
         if self.eval_num_slots is not None and self.eval_num_slots < self.num_slots:
             yield "eval_num_slots", f"must not be smaller than num_slots {self.num_slots}"
+
+    def _rotation_problems(self) -> Problems:
+        if self.axis != "time":
+            yield "rotation", f"slots turn from token to token of a layer; axis {self.axis} has none: set axis: time"
+        if self.read != "top":
+            yield "rotation", f"slots turn where the top is read, not where read {self.read} scores them; set read: top"
+        if self.feedback:
+            yield "rotation", "slots turn without feedback, which reads them as they turn; set feedback: false"
+        if self.head_dim % 2:
+            yield "head_dim", f"rotation turns pairs of numbers, and {self.head_dim} is odd; make it even"
 
 
 FLASH_KERNELS = ("varlen", "flash_attn")

@@ -81,7 +81,7 @@ class StackMemory(Memory):
         heads, size, hidden = config.num_heads, config.head_dim, model.hidden_size
         shared = config.projection == "shared_slices"
         num_actions = 2 if config.discipline == "push_only" else 3
-        self.down = self.up = self.query = self.feedback = None
+        self.down = self.up = self.query = self.feedback = self.rotation = self.start = None
         if config.projection != "none":  # shared_slices: one map for all heads, from and to their slice of h
             outer, inner = (hidden // heads, size) if shared else (hidden, heads * size)
             self.down, self.up = _parameter(inner, outer), _parameter(outer, inner)
@@ -90,15 +90,19 @@ class StackMemory(Memory):
             self.query = _parameter(1 if shared else heads, size)
         if config.feedback:
             self.feedback = _parameter(hidden, heads * size)
+        if config.rotation:
+            self.rotation, self.start = _parameter(heads, hidden), _parameter(heads, size)
         self.gate = _parameter(1)
         if self.draws:  # a tensor, which may change without compiling anew
             self.register_buffer("noise", torch.empty(()), persistent=False)
 
     def init_weights(self) -> None:
-        """As the decoder's: see `init_weight_`; the gate is 1."""
+        """As the decoder's: see `init_weight_`; the gate is 1, and what gives the angles standard normal."""
         for name, weight in self.named_parameters():
             init_weight_(weight, self.model, self.layer if name == "up" else None)
         nn.init.ones_(self.gate)
+        if self.rotation is not None:
+            nn.init.normal_(self.rotation)
         if self.draws:
             self.noise.fill_(self.config.action_noise)
 
@@ -115,7 +119,8 @@ class StackMemory(Memory):
     def empty_state(self, h: Tensor) -> stack.StackState:
         heads, size = self.config.num_heads, self.config.head_dim
         if self.axis != "depth":
-            return stack.empty((h.shape[0], heads), self.num_slots, size, like=h)
+            state = stack.empty((h.shape[0], heads), self.num_slots, size, like=h)
+            return state if self.start is None else _holding(self.start, state)
         dtype = {"auto": _precision(h), "float32": torch.float32, "bfloat16": torch.bfloat16}[self.config.state_dtype]
         shape = (*h.shape[:2], heads)
         return stack.empty(shape, self.num_slots, size, like=h, layers=self.model.num_layers, dtype=dtype)
@@ -133,7 +138,7 @@ class StackMemory(Memory):
         if self.axis == "depth":
             output, state = stack.step(state, x, logits, query, segment=config.keep_every, **options)
         else:
-            options["feedback_activation"] = config.feedback_activation
+            options |= {"feedback_activation": config.feedback_activation, "angles": self._angles(h)}
             output, state = stack.scan(state, x, logits, query, self._feedback_maps(), **options)
         read = self._read_out(output.read.to(h.dtype))
         plain, gated = (read, h) if config.residual_gate == "hidden" else (h, read)
@@ -181,6 +186,21 @@ class StackMemory(Memory):
             return None
         return self._project(self.feedback.T)  # [H*D, d]: h for each number of R
 
+    def _angles(self, h: Tensor) -> Tensor | None:
+        """W h / sqrt(d) [B, T, H] of h [B, T, d], in radians and float32: over many tokens they add up. W is standard
+        normal: so a step of the optimizer turns sqrt(d) times less than with a W of fan_in.
+
+        A head turns as a whole. Where each plane has an angle of its own, one that turns alike at every token is a
+        clock, by which errors of others are made good up to the lengths of the training, and no further.
+
+        The idea is of Mamba-3 (Lahoti et al. 2026, arXiv 2603.15569): a state that turns can track what a state that
+        shrinks cannot, such as sums modulo a number.
+        """
+        if self.rotation is None:
+            return None
+        with torch.autocast(h.device.type, enabled=False):
+            return F.linear(h.float(), self.rotation.float()) / math.sqrt(h.shape[-1])
+
     def flops_per_token(self, context_length: int) -> float:
         """Projections, actions, and the update (3) and the read (2 multiply-adds) of each occupied number."""
         config = self.config
@@ -188,9 +208,18 @@ class StackMemory(Memory):
         matmuls = copies * sum(w.numel() for w in (self.down, self.up) if w is not None) + self.actions.numel()
         updates = {"depth": self.layer + 1, "time": context_length, "token_major": context_length}[config.axis]
         numbers = config.num_heads * config.head_dim
+        matmuls += 0 if self.rotation is None else self.rotation.numel()
         if config.feedback:
             matmuls += numbers * (numbers + config.num_heads * self.actions.shape[1])
         return 2.0 * matmuls + 2.0 * 5 * numbers * min(updates, config.num_slots)
+
+
+def _holding(content: Tensor, state: stack.StackState) -> stack.StackState:
+    """An empty state with `content` [H, D] as the only slot that is occupied."""
+    others = max(0, state.mask.shape[-1] - 1)  # the reference keeps all slots
+    slots = content.to(state.slots.dtype).expand(len(state.slots), -1, -1).unsqueeze(-2)
+    mask = torch.ones_like(slots[..., 0])
+    return stack.StackState(F.pad(slots, (0, 0, 0, others)), F.pad(mask, (0, others)))
 
 
 def _precision(h: Tensor) -> torch.dtype:

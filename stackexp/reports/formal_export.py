@@ -108,7 +108,7 @@ def _csv_row(report: Report, run: FormalRun) -> dict[str, object]:
     cell, config, tested = report.cells[run.task, run.column], run.config, run.tested(report.among)
     memory = {key: config.get(f"model.memory.{key}") for key in ("axis", "read", "read_mask", "feedback")}
     memory |= {key: config.get(f"model.memory.{key}") for key in ("feedback_activation", "num_slots", "eval_num_slots")}
-    memory |= {key: config.get(f"model.memory.{key}") for key in ("action_noise", "action_noise_steps")}
+    memory |= {key: config.get(f"model.memory.{key}") for key in ("rotation", "action_noise", "action_noise_steps")}
     attention = {key: config.get(f"model.{key}") for key in ("positional", "attention_window")}
     data = {key: config[f"data.{key}"] for key in ("max_length", "curriculum_start", "curriculum_steps", "batch_size")}
     scores = {f"score_{a}_{b}": run.score((a, b)) for a, b in dict.fromkeys((*RANGES, report.among))}

@@ -126,6 +126,7 @@ def scan(
     *,
     feedback: tuple[Tensor, Tensor] | None = None,
     feedback_activation: str = "identity",
+    angles: Tensor | None = None,
     step: Callable = step,
     read_slots: Callable = read_slots,
     read: str = "global",
@@ -137,11 +138,15 @@ def scan(
     `feedback` = (P [H*D, H, D], Q [H*D, H, 3]) adds P f(R_{t-1}) to x_t and Q f(R_{t-1}) to the logits, where f is the
     `feedback_activation`, identity or tanh; R_{-1} is what the given state reads (0 of an empty one), so a scan may be
     cut anywhere.
+
+    With `angles` [B, T, H] the slots turn before the update of t: St[j] <- Rot(angles_t) St[j], see `turned`.
     """
     assert feedback_activation in ACTIVATIONS, feedback_activation
     outputs = []
     last_read = read_slots(state, query, read, read_mask) if feedback else None
-    for x_t, logits_t in zip(x.unbind(1), logits.unbind(1), strict=True):
+    for t, (x_t, logits_t) in enumerate(zip(x.unbind(1), logits.unbind(1), strict=True)):
+        if angles is not None:
+            state = state._replace(slots=turned(state.slots, angles[:, t].unsqueeze(-1)))
         if feedback:
             fed = (last_read.tanh() if feedback_activation == "tanh" else last_read).flatten(1)  # [B, H*D]
             x_t = x_t + torch.einsum("bk,khd->bhd", fed, feedback[0])
@@ -150,6 +155,12 @@ def scan(
         last_read = output.read
         outputs.append(output)
     return StackOutput(*(torch.stack(values, 1) for values in zip(*outputs, strict=True))), state
+
+
+def turned(x: Tensor, angles: Tensor) -> Tensor:
+    """Rot(angles) x: in x [..., D] every plane of numbers i and i + D/2 turned by an angle [...], in radians."""
+    (a, b), cos, sin = x.chunk(2, -1), angles.cos().unsqueeze(-1), angles.sin().unsqueeze(-1)
+    return torch.cat([a * cos - b * sin, a * sin + b * cos], -1)
 
 
 def _lowered(values: Tensor, first: Tensor) -> Tensor:
