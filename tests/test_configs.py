@@ -200,6 +200,7 @@ def test_a_recipe_of_formal_languages_keeps_the_sizes_and_the_lengths_of_all(tas
     automaton = task in ("even_pairs", "parity_check", "missing_duplicate", "cycle_navigation")
     assert recipe.model.attention_window == (8 if automaton else None)
     memory = recipe.model.memory
+    assert memory.rotation == (task == "cycle_navigation")
     assert (memory.num_heads, memory.head_dim) == (4, 8)
     assert memory.eval_num_slots in (memory.num_slots, 512)
     assert memory.axis != "depth"

@@ -25,6 +25,7 @@ MEMORIES = {
     "push_only": {"axis": "depth", "discipline": "push_only", "projection": "shared_slices"},
     "time": {"axis": "time", "read_mask": "log"},
     "feedback": {"axis": "time", "feedback": True, "read": "top"},
+    "rotation": {"axis": "time", "rotation": True, "read": "top"},
     "token_major": {"axis": "token_major", "site": "before_attention"},
 }
 

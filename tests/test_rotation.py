@@ -1,6 +1,5 @@
 """`memory.rotation`: slots that turn from token to token, by the angles that each token gives."""
 
-import dataclasses
 import math
 
 import pytest
@@ -72,12 +71,15 @@ def test_what_is_pushed_turns_from_the_next_token_on():
     torch.testing.assert_close(output.read[0, :, 0], expected)
 
 
-@pytest.mark.parametrize("options", [{"read": "global"}, {"read": "top", "feedback": True}])
+FEEDBACK = (torch.zeros(H * D, H, D), torch.zeros(H * D, H, 3))
+
+
+@pytest.mark.parametrize(
+    "options", [{"read": "global"}, {"read": "top", "feedback": FEEDBACK}], ids=["read", "feedback"]
+)
 def test_a_scan_that_cannot_turn_says_so(options):
     x, logits, slots, mask, angles = inputs()
     query = torch.ones(H, D, dtype=torch.float64)
-    if options.pop("feedback", False):
-        options["feedback"] = (torch.zeros(H * D, H, D), torch.zeros(H * D, H, 3))
     with pytest.raises(ValueError, match="slots turn where the top is read"):
         stack.scan(StackState(slots, mask), x, logits, query, angles=angles, num_slots=S, **options)
 
@@ -129,7 +131,7 @@ def test_every_parameter_learns_and_angles_stay_exact_under_autocast():
         model(tokens).logits.float().logsumexp(-1).square().sum().backward()
     assert angles[0].dtype == torch.float32
     for memory in model.memories:
-        assert all(memory.get_parameter(name).grad.abs().sum() > 0 for name in ("rotation", "start"))
+        assert all(memory.get_parameter(name).grad.abs().sum() > 0 for name in ("rotation", "bottom"))
 
 
 def test_token_by_token_is_the_whole():
@@ -144,7 +146,7 @@ def test_a_stack_begins_with_what_it_learned_and_nothing_else():
     memory = decoder().memories[0]
     state = memory.empty_state(torch.zeros(3, 9, 16))
     assert state.mask.tolist() == [[[1.0]] * 4] * 3
-    assert torch.equal(state.slots, memory.start.expand(3, -1, -1).unsqueeze(-2))
+    assert torch.equal(state.slots, memory.bottom.expand(3, -1, -1).unsqueeze(-2))
 
 
 @torch.no_grad()
@@ -154,7 +156,7 @@ def test_a_stack_that_turns_counts_modulo_five_at_any_length():
     memory = StackMemory(config, TransformerConfig(vocab_size=3, hidden_size=2), layer=0)
     memory.init_weights()
     memory.gate.zero_()  # the output is what was read
-    memory.start.copy_(torch.tensor([[1.0, 0.0]]))
+    memory.bottom.copy_(torch.tensor([[1.0, 0.0]]))
     memory.rotation.copy_(torch.tensor([[math.tau / 5 * math.sqrt(2), 0.0]]))
     memory.actions.zero_()[0, 2, 1] = 100.0  # h[1] = 1: leave it
     moves = torch.randint(-1, 2, (64, 2000), generator=torch.Generator().manual_seed(2))
@@ -164,8 +166,6 @@ def test_a_stack_that_turns_counts_modulo_five_at_any_length():
     assert torch.equal(place.round().long() % 5, moves.cumsum(1) % 5)
 
 
-def test_without_it_nothing_changes():
-    assert not options_of(rotation=False).rotation
-    fields = {field.name: field.default for field in dataclasses.fields(StackMemoryConfig)}
-    assert fields["rotation"] is False
-    assert {"rotation", "start"}.isdisjoint(dict(decoder(rotation=False).memories[0].named_parameters()))
+def test_without_it_there_are_no_such_parameters():
+    assert StackMemoryConfig().rotation is False
+    assert {"rotation", "bottom"}.isdisjoint(dict(decoder(rotation=False).memories[0].named_parameters()))

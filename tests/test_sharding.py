@@ -21,6 +21,7 @@ TWO = ["trainer.devices=2", "data.micro_batch_size=2"]
 MODELS = {
     "stack": [],
     "stack-over-time": ["model.memory.axis=time", "model.memory.feedback=true"],
+    "turning": ["model.memory.axis=time", "model.memory.read=top", "model.memory.rotation=true"],
     "plain": ["model.memory=null"],
     "untied-head": ["model.tie_embeddings=false", "model.init=normal"],
     "authors-code": ["model.memory.projection=shared_slices"],

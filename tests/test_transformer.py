@@ -20,6 +20,7 @@ MEMORIES = {
     "queue": {"axis": "depth", "discipline": "queue", "site": "after_attention"},
     "time": {"axis": "time", "read_mask": "log"},
     "feedback": {"axis": "time", "feedback": True, "read": "top"},
+    "rotation": {"axis": "time", "rotation": True, "read": "top"},
     "token_major": {"axis": "token_major", "site": "before_attention"},
 }
 

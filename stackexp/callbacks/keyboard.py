@@ -12,10 +12,11 @@ SAID = "interrupted: the batch is finished first; once more to stop at once\n"
 
 
 class Keyboard(pl.Callback):
-    """Raises KeyboardInterrupt at the end of the batch in which SIGINT came; a second SIGINT raises it at once.
+    """Raises KeyboardInterrupt when the batch has ended in which SIGINT came; a second SIGINT raises it at once.
 
     Raised anywhere it may leave a lock of Python's `threading` held for ever, such as that of the queue which
-    TensorBoard's thread reads, and the process would wait for it at its end.
+    TensorBoard's thread reads, and the process would wait for it at its end. Each process of a run obeys by itself;
+    one that was not interrupted is ended by the watchdog.
     """
 
     def __init__(self) -> None:
@@ -23,25 +24,30 @@ class Keyboard(pl.Callback):
 
     def note(self, *_: Any) -> None:
         """The handler of SIGINT. It writes by itself: what is buffered may be in the middle of a line."""
-        if self._asked or os.getpid() != self._process:  # a loader's process inherits the handler
+        if self._asked or os.getpid() != self._process:
             raise KeyboardInterrupt
         self._asked = True
-        if os.environ.get("LOCAL_RANK", "0") == "0":
+        if os.environ.get("RANK", "0") == "0":
             os.write(2, SAID.encode())
 
     def obey(self, *_: Any) -> None:
         if self._asked:
             raise KeyboardInterrupt
 
-    on_train_batch_end = on_validation_batch_end = on_test_batch_end = obey
+    # Before a batch: all callbacks have done with the last one.
+    on_train_batch_start = on_validation_batch_start = on_test_batch_start = obey
 
 
 @contextlib.contextmanager
 def interruptible(trainer: pl.Trainer) -> Iterator[None]:
-    """Ctrl-C is obeyed between two batches of `trainer`, as a KeyboardInterrupt; Lightning makes it SystemExit."""
-    keyboard = Keyboard()
-    trainer.callbacks.append(keyboard)  # behind all others: what a step saves is saved
-    before = signal.signal(signal.SIGINT, keyboard.note)
+    """Ctrl-C is obeyed between two batches of `trainer`, as a KeyboardInterrupt; Lightning makes it SystemExit.
+
+    Where it is ignored, as by what a script starts in the background, it stays so.
+    """
+    keyboard, before = Keyboard(), signal.getsignal(signal.SIGINT)
+    if before is not signal.SIG_IGN:
+        trainer.callbacks.append(keyboard)
+        signal.signal(signal.SIGINT, keyboard.note)
     try:
         yield
         keyboard.obey()

@@ -234,12 +234,14 @@ class Loader(StreamingDataLoader):
 
 
 def _serve_the_run(_: int) -> None:
-    """In a loader's process: end with the run, and leave SIGTERM, by which Slurm may warn every process, to the run.
+    """In a loader's process: end with the run, and leave to the run what signals every process: SIGTERM, by which Slurm
+    may warn, and Ctrl-C.
 
     torch looks whether the parent is there. A fork server, by which Python 3.14 starts processes, stays when the run
     has been killed.
     """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     Thread(target=_end_with, args=(parent_process(),), daemon=True).start()
 
 

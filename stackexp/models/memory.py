@@ -69,7 +69,8 @@ class StackMemory(Memory):
     """H differentiable stacks of S slots of size D = d_s (queues, push-only): every option of `StackMemoryConfig`.
 
     x = W_down h  [H, D],  a = softmax(A x),  St, M <- update,  R = read with w_g,  h' = g h + W_up concat(R).
-    Parameters (no biases): down d -> H*D, actions A [H, 3, D], query w_g [H, D], up H*D -> d, gate g [1].
+    Parameters (no biases): down d -> H*D, actions A [H, 3, D], query w_g [H, D], up H*D -> d, gate g [1]; with
+    `rotation` the map of h to angles [H, d], and bottom [H, D], which a stack begins with.
     With `action_noise` every rank draws the same numbers for its own part of a batch: N devices do not train as one.
     """
 
@@ -81,7 +82,7 @@ class StackMemory(Memory):
         heads, size, hidden = config.num_heads, config.head_dim, model.hidden_size
         shared = config.projection == "shared_slices"
         num_actions = 2 if config.discipline == "push_only" else 3
-        self.down = self.up = self.query = self.feedback = self.rotation = self.start = None
+        self.down = self.up = self.query = self.feedback = self.rotation = self.bottom = None
         if config.projection != "none":  # shared_slices: one map for all heads, from and to their slice of h
             outer, inner = (hidden // heads, size) if shared else (hidden, heads * size)
             self.down, self.up = _parameter(inner, outer), _parameter(outer, inner)
@@ -91,7 +92,7 @@ class StackMemory(Memory):
         if config.feedback:
             self.feedback = _parameter(hidden, heads * size)
         if config.rotation:
-            self.rotation, self.start = _parameter(heads, hidden), _parameter(heads, size)
+            self.rotation, self.bottom = _parameter(heads, hidden), _parameter(heads, size)
         self.gate = _parameter(1)
         if self.draws:  # a tensor, which may change without compiling anew
             self.register_buffer("noise", torch.empty(()), persistent=False)
@@ -120,7 +121,7 @@ class StackMemory(Memory):
         heads, size = self.config.num_heads, self.config.head_dim
         if self.axis != "depth":
             state = stack.empty((h.shape[0], heads), self.num_slots, size, like=h)
-            return state if self.start is None else _holding(self.start, state)
+            return state if self.bottom is None else _holding(self.bottom, state)
         dtype = {"auto": _precision(h), "float32": torch.float32, "bfloat16": torch.bfloat16}[self.config.state_dtype]
         shape = (*h.shape[:2], heads)
         return stack.empty(shape, self.num_slots, size, like=h, layers=self.model.num_layers, dtype=dtype)
@@ -188,10 +189,11 @@ class StackMemory(Memory):
 
     def _angles(self, h: Tensor) -> Tensor | None:
         """W h / sqrt(d) [B, T, H] of h [B, T, d], in radians and float32: over many tokens they add up. W is standard
-        normal: so a step of the optimizer turns sqrt(d) times less than with a W of fan_in.
+        normal: so a step of the optimizer turns sqrt(d) times less than with a W of fan_in. (Sharded in bf16-mixed, W
+        itself comes in bfloat16.)
 
-        A head turns as a whole. Where each plane has an angle of its own, one that turns alike at every token is a
-        clock, by which errors of others are made good up to the lengths of the training, and no further.
+        A head turns as a whole. Where each plane had an angle of its own, errors of some were made good by others up
+        to the lengths of the training, and no further.
 
         The idea is of Mamba-3 (Lahoti et al. 2026, arXiv 2603.15569): a state that turns can track what a state that
         shrinks cannot, such as sums modulo a number.
@@ -199,7 +201,8 @@ class StackMemory(Memory):
         if self.rotation is None:
             return None
         with torch.autocast(h.device.type, enabled=False):
-            return F.linear(h.float(), self.rotation.float()) / math.sqrt(h.shape[-1])
+            wide = torch.promote_types(h.dtype, torch.float32)
+            return F.linear(h.to(wide), self.rotation.to(wide)) / math.sqrt(h.shape[-1])
 
     def flops_per_token(self, context_length: int) -> float:
         """Projections, actions, and the update (3) and the read (2 multiply-adds) of each occupied number."""
@@ -211,7 +214,8 @@ class StackMemory(Memory):
         matmuls += 0 if self.rotation is None else self.rotation.numel()
         if config.feedback:
             matmuls += numbers * (numbers + config.num_heads * self.actions.shape[1])
-        return 2.0 * matmuls + 2.0 * 5 * numbers * min(updates, config.num_slots)
+        turns = 6.0 * numbers if config.rotation else 0.0  # what is pushed and what is read: 6 for a plane of 2, twice
+        return 2.0 * matmuls + turns + 2.0 * 5 * numbers * min(updates, config.num_slots)
 
 
 def _holding(content: Tensor, state: stack.StackState) -> stack.StackState:

@@ -17,6 +17,7 @@ import functools
 import importlib
 import importlib.util
 import logging
+import math
 from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
@@ -165,7 +166,7 @@ def _turning_scan(
     """
     if feedback is not None or options.get("read") != "top":
         raise ValueError("stack scan: slots turn where the top is read, and without a feedback")
-    phase = _wide(angles).cumsum(1)
+    phase = angles.double().cumsum(1).remainder(math.tau).to(_wide(x).dtype)  # a long sum of float32 would drift
     x = reference.turned(_wide(x), -phase)
     output, state = scan(state, x, logits, query, **options)
     slots = reference.turned(state.slots, phase[:, -1].unsqueeze(-1))

@@ -144,6 +144,8 @@ def _telling_the_checkpoint(folder: RunFolder) -> Iterator[None]:
         raise RunError(f"{error}; last good checkpoint: {folder.newest_checkpoint() or 'none yet'}") from None
     except (Stopped, KeyboardInterrupt) as error:
         newest = folder.newest_checkpoint()
+        if folder.finished:
+            raise type(error)(f"{folder.path}: this run is finished (it has a result.json)") from None
         state = f"newest checkpoint {newest.name}; go on with --ckpt_path last" if newest else "no checkpoint yet"
         raise type(error)(f"{folder.path}: {f'{error}; ' if str(error) else ''}{state}") from None
 

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -181,9 +182,14 @@ def test_a_diverged_loss_stops_the_run(capsys, tiny, tmp_path):
 
 
 def test_interrupted_from_the_keyboard(program, tiny, tmp_path):
-    process = program.start("fit", "--config", tiny, *LONG)
+    """By Ctrl-C, which signals its loader's processes too: they leave it to the run."""
+    process = program.start("fit", "--config", tiny, *LONG, "data.num_workers=1")
     wait_until(lambda: has_saved(tmp_path / "runs"), process)
-    process.send_signal(signal.SIGINT)
+    others = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    ignored = [re.search(r"SigIgn:\s*(\w+)", Path(f"/proc/{pid}/status").read_text())[1] for pid in others]
+    assert ignored
+    assert all(int(mask, 16) & 1 << signal.SIGINT - 1 for mask in ignored)
+    os.killpg(process.pid, signal.SIGINT)
     output, line = ended(process)
     assert process.returncode == 130
     assert "once more to stop at once" in output
