@@ -18,9 +18,11 @@ from collections.abc import Callable, Iterable
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from stackexp.stack import eager, kernels
 from stackexp.stack.numba_update_read import ADDITIVE, LOG, MULTIPLY, TOP
+from stackexp.stack.numba_vectors import LANES
 from stackexp.stack.reference import ACTIVATIONS, StackOutput, StackState
 
 empty = eager.empty
@@ -132,7 +134,8 @@ class _Scan(torch.autograd.Function):
         if query is not None:
             g_query = x.new_zeros(batch, heads, size)
         g_x, g_logits = torch.empty_like(x), torch.empty_like(logits)
-        inputs = [slots, mask, x if pushed is None else pushed, query, *maps, fed]
+        turned = None if fed is None else _padded(torch.cat([of.flatten(1).T for of in maps]))  # what x and logits got
+        inputs = [slots, mask, x if pushed is None else pushed, query, turned, fed]
         outgoing = [g_slots, g_mask, g_x, g_logits, g_query]
         _for_all(kernels.backward, ctx.options, inputs, [action, entropy], [states, masks], incoming, outgoing)
         if query is not None:
@@ -151,8 +154,9 @@ def _forward(
 ) -> tuple[list[Tensor], list[Tensor | None]]:
     """The outputs and the last state; and for the backward pass, what was pushed, R_{-1}, every k-th state."""
     batch, tokens, heads, size, _, start, num_slots, *_, every = options
-    slots, _, x, *_ = tensors
-    feedback, room = tensors[5] is not None, min(start + tokens, num_slots)
+    slots, mask, x, logits, query, *maps = tensors
+    feedback, room = maps[0] is not None, min(start + tokens, num_slots)
+    side_by_side = _padded(torch.cat([of.flatten(1) for of in maps], 1)) if feedback else None
     segments = max(0, tokens - 1) // every
     new = x.new_empty
     tokens_of_heads, stacks = x.shape[:-1], slots.shape[:-2]
@@ -161,8 +165,13 @@ def _forward(
     kept = [new(x.shape) if feedback and keep else None, new(batch, 1, heads, size) if feedback else None, None, None]
     if keep and segments:
         kept[2:] = new(batch, heads, segments, room, size), new(batch, heads, segments, room)
-    _for_all(kernels.forward, options, tensors, outputs, kept)
+    _for_all(kernels.forward, options, [slots, mask, x, logits, query, side_by_side], outputs, kept)
     return outputs, kept
+
+
+def _padded(maps: Tensor) -> Tensor:
+    """With columns of zeros, so that they fill vectors."""
+    return F.pad(maps, (0, -maps.shape[1] % LANES))
 
 
 def _contiguous(tensors: Iterable[Tensor | None]) -> list[Tensor | None]:

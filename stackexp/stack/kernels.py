@@ -14,7 +14,6 @@ file of the function changes, or what its closure holds: here a digest of all th
 
 import functools
 import hashlib
-import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -24,7 +23,21 @@ from numba.core.ccallback import CFunc
 from numba.np.unsafe.ndarray import to_fixed_tuple
 
 from stackexp.stack.numba_update_read import TOP, load, read_back, read_row, softmax, softmax_back, update, update_back
-from stackexp.stack.numba_vectors import LANES, OPTIONS, add_scaled, array_at, clear, copy, next_part, part, plain, view
+from stackexp.stack.numba_vectors import (
+    LANES,
+    OPTIONS,
+    add_product,
+    add_scaled,
+    array_at,
+    clear,
+    copy,
+    next_part,
+    padded,
+    part,
+    plain,
+    tanh_into,
+    view,
+)
 
 SOURCES = ("kernels.py", "numba_update_read.py", "numba_vectors.py", "reference.py")
 whole = njit(inline="always", **OPTIONS)  # into the function that is kept: no pass of the compiler over it twice
@@ -32,24 +45,11 @@ whole = njit(inline="always", **OPTIONS)  # into the function that is kept: no p
 
 @plain
 def _activate(read, tanh, fed):
-    for i in range(fed.shape[0]):
-        fed[i] = math.tanh(read[i]) if tanh else read[i]
-
-
-@plain
-def _add_product(vector, matrix, out):
-    """out [n] += vector [m] matrix [m, n]."""
-    columns = out.shape[0]
-    for k in range(vector.shape[0]):
-        add_scaled(vector[k], view(matrix, k * columns, columns), out)
-
-
-@plain
-def _transpose(matrix, columns, out):
-    lines = matrix.shape[0] // columns
-    for i in range(lines):
-        for j in range(columns):
-            out[j * lines + i] = matrix[i * columns + j]
+    """f(R) in front of `fed`, which is a multiple of LANES long."""
+    if tanh:
+        tanh_into(read, fed)
+    else:
+        copy(read, view(fed, 0, read.shape[0]))
 
 
 @whole
@@ -61,8 +61,8 @@ def _forward(begin, end, like, options, inputs, outputs, kept):
     feedback, pushes, keeps, tiny = inputs[5] != 0, kept[0] != 0, kept[2] != 0, dtype.type(np.finfo(dtype).tiny)
     slots, mask = array_at(inputs[0], stacks * start * size, like), array_at(inputs[1], stacks * start, like)
     x, logits = array_at(inputs[2], tokens * batch * width, like), array_at(inputs[3], tokens * batch * actions, like)
-    query = array_at(inputs[4], width, like)
-    map_x, map_logits = array_at(inputs[5], width * width, like), array_at(inputs[6], width * actions, like)
+    query, columns = array_at(inputs[4], width, like), padded(width + actions)
+    maps = array_at(inputs[5], width * columns, like)  # P and Q, side by side
     read, action = array_at(outputs[0], tokens * batch * width, like), array_at(outputs[1], tokens * stacks * 3, like)
     entropy, occupancy = array_at(outputs[2], tokens * stacks, like), array_at(outputs[3], tokens * stacks, like)
     last_slots, last_mask = array_at(outputs[4], stacks * room * size, like), array_at(outputs[5], stacks * room, like)
@@ -71,8 +71,9 @@ def _forward(begin, end, like, options, inputs, outputs, kept):
     masks = array_at(kept[3], stacks * segments * room, like)
     group = heads if feedback else 1
     rows, row_masks = np.zeros(group * 2 * span, dtype), np.zeros(group * 2 * length, dtype)
-    weights, fed = np.zeros(3 * (room + LANES), dtype), np.zeros(width, dtype)
-    mixed_x, mixed_logits = np.zeros(width, dtype), np.zeros(actions, dtype)
+    weights, fed = np.zeros(3 * (room + LANES), dtype), np.zeros(padded(width), dtype)
+    mixed = np.zeros(columns, dtype)
+    mixed_x, mixed_logits = view(mixed, 0, width), view(mixed, width, actions)
     for i in range(group * 2):
         row_masks[i * length] = 1
     for b in range(begin, end):
@@ -90,8 +91,7 @@ def _forward(begin, end, like, options, inputs, outputs, kept):
                 if feedback:
                     copy(part(x, here, width), mixed_x)
                     copy(part(logits, here, actions), mixed_logits)
-                    _add_product(fed, map_x, mixed_x)
-                    _add_product(fed, map_logits, mixed_logits)
+                    add_product(view(fed, 0, width), maps, mixed)
                     if pushes:
                         copy(mixed_x, part(pushed, here, width))
                 for k in range(group):
@@ -135,8 +135,9 @@ def _backward(begin, end, like, options, inputs, outputs, kept, incoming, outgoi
     zero, one = dtype.type(0), dtype.type(1)
     slots, mask = array_at(inputs[0], stacks * start * size, like), array_at(inputs[1], stacks * start, like)
     pushed, query = array_at(inputs[2], tokens * batch * width, like), array_at(inputs[3], width, like)
-    map_x, map_logits = array_at(inputs[4], width * width, like), array_at(inputs[5], width * actions, like)
-    fed = array_at(inputs[6], tokens * batch * width, like)
+    columns, fed = padded(width), array_at(inputs[5], tokens * batch * width, like)
+    map_x = array_at(inputs[4], width * columns, like)  # P, transposed; behind it Q
+    map_logits = array_at(inputs[4] + map_x.nbytes, actions * columns, like)
     action, entropy = array_at(outputs[0], tokens * stacks * 3, like), array_at(outputs[1], tokens * stacks, like)
     states = array_at(kept[0], stacks * segments * room * size, like)
     masks = array_at(kept[1], stacks * segments * room, like)
@@ -153,11 +154,7 @@ def _backward(begin, end, like, options, inputs, outputs, kept, incoming, outgoi
     group = heads if feedback else 1
     rows, row_masks = np.zeros(group * (every + 1) * span, dtype), np.zeros(group * (every + 1) * length, dtype)
     grads, grad_masks = np.zeros(group * 2 * span, dtype), np.zeros(group * 2 * length, dtype)
-    weights, g_read, g_fed = np.zeros(3 * (room + LANES), dtype), np.zeros(size, dtype), np.zeros(width, dtype)
-    maps = np.zeros(width * (width + actions) if feedback else 0, dtype)  # P and Q, transposed
-    if feedback:
-        _transpose(map_x, width, view(maps, 0, width * width))
-        _transpose(map_logits, actions, view(maps, width * width, width * actions))
+    weights, g_read, g_fed = np.zeros(3 * (room + LANES), dtype), np.zeros(size, dtype), np.zeros(columns, dtype)
     for i in range(group * (every + 1)):
         row_masks[i * length] = 1
     for b in range(begin, end):
@@ -221,8 +218,8 @@ def _backward(begin, end, like, options, inputs, outputs, kept, incoming, outgoi
                         softmax_back(chosen, g_push, g_pop, g_no_op, of_entropy, entropy[at], out)
                     if feedback:
                         clear(g_fed)
-                        _add_product(part(g_x, here, width), view(maps, 0, width * width), g_fed)
-                        _add_product(part(g_logits, here, actions), view(maps, width * width, width * actions), g_fed)
+                        add_product(part(g_x, here, width), map_x, g_fed)
+                        add_product(part(g_logits, here, actions), map_logits, g_fed)
                         if tanh:
                             for d in range(width):
                                 g_fed[d] *= one - fed[here * width + d] * fed[here * width + d]
@@ -271,8 +268,8 @@ def forward(dtype: type) -> CFunc:
 
     def run_forward(address):
         job = carray(address, JOB)
-        options, inputs = to_fixed_tuple(job[2:], 11), to_fixed_tuple(job[13:], 7)
-        outputs, kept = to_fixed_tuple(job[20:], 6), to_fixed_tuple(job[26:], 4)
+        options, inputs = to_fixed_tuple(job[2:], 11), to_fixed_tuple(job[13:], 6)
+        outputs, kept = to_fixed_tuple(job[19:], 6), to_fixed_tuple(job[25:], 4)
         batch, parts, part = job[2], job[1], next_part(job)
         while part < parts:
             _forward(batch * part // parts, batch * (part + 1) // parts, like, options, inputs, outputs, kept)
@@ -289,9 +286,9 @@ def backward(dtype: type) -> CFunc:
 
     def run_backward(address):
         job = carray(address, JOB)
-        options, inputs = to_fixed_tuple(job[2:], 11), to_fixed_tuple(job[13:], 7)
-        outputs, kept = to_fixed_tuple(job[20:], 2), to_fixed_tuple(job[22:], 2)
-        incoming, outgoing = to_fixed_tuple(job[24:], 5), to_fixed_tuple(job[29:], 5)
+        options, inputs = to_fixed_tuple(job[2:], 11), to_fixed_tuple(job[13:], 6)
+        outputs, kept = to_fixed_tuple(job[19:], 2), to_fixed_tuple(job[21:], 2)
+        incoming, outgoing = to_fixed_tuple(job[23:], 5), to_fixed_tuple(job[28:], 5)
         batch, parts, part = job[2], job[1], next_part(job)
         while part < parts:
             begin, end = batch * part // parts, batch * (part + 1) // parts

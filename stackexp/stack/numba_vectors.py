@@ -64,6 +64,12 @@ def next_part(typing_context, job):
 
 
 @plain
+def padded(count):
+    """So many numbers in whole vectors."""
+    return ((count + LANES - 1) >> LOG_LANES) << LOG_LANES
+
+
+@plain
 def part(rows, number, length):
     return view(rows, number * length, length)
 
@@ -80,12 +86,21 @@ def clear(target):
         target[i] = 0
 
 
-def _vector(context, builder, array_type, array, at):
-    """Address of array[at : at + LANES] as one vector, and the vector's type and alignment."""
+def _vector(context, builder, array_type, array, at, lanes=LANES):
+    """Address of array[at : at + lanes] as one vector, and the vector's type and alignment."""
     number = context.get_data_type(array_type.dtype)
-    kind = ir.VectorType(number, LANES)
+    kind = ir.VectorType(number, lanes)
     address = cgutils.gep_inbounds(builder, make_array(array_type)(context, builder, array).data, at)
     return builder.bitcast(address, kind.as_pointer()), kind, context.get_abi_sizeof(number)
+
+
+def _repeated(builder, number, kind):
+    """A vector of one number."""
+    nothing = ir.Constant(kind, ir.Undefined)
+    first = builder.insert_element(nothing, number, ir.Constant(ir.IntType(32), 0))
+    return builder.shuffle_vector(
+        first, nothing, ir.Constant(ir.VectorType(ir.IntType(32), kind.count), [0] * kind.count)
+    )
 
 
 @intrinsic
@@ -112,15 +127,44 @@ def _add_vectors(typing_context, factor, a, out, at):
     def generate(context, builder, signature, arguments):
         address, kind, align = _vector(context, builder, signature.args[1], arguments[1], arguments[3])
         target, _, _ = _vector(context, builder, signature.args[2], arguments[2], arguments[3])
-        one = builder.insert_element(ir.Constant(kind, ir.Undefined), arguments[0], ir.Constant(ir.IntType(32), 0))
-        lanes = ir.Constant(ir.VectorType(ir.IntType(32), LANES), [0] * LANES)
-        factors = builder.shuffle_vector(one, ir.Constant(kind, ir.Undefined), lanes)
+        factors = _repeated(builder, arguments[0], kind)
         product = builder.fmul(factors, builder.load(address, align=align), flags=["contract"])
         total = builder.fadd(product, builder.load(target, align=align), flags=["contract"])
         builder.store(total, target, align=align)
         return context.get_dummy_value()
 
     return types.void(a.dtype, a, out, types.intp), generate
+
+
+def _product_of(lanes):
+    """A function for so many columns: their sums stay in registers, where `add_scaled` would load and store them."""
+
+    @intrinsic
+    def add(typing_context, vector, matrix, columns, out, at):
+        """out[i] += sum over k of vector[k] matrix[k, i], at <= i < at + lanes; `columns`: of the matrix."""
+
+        def generate(context, builder, signature, arguments):
+            _, _, step, target, first = arguments
+            numbers, weights = (make_array(signature.args[i])(context, builder, arguments[i]) for i in (0, 1))
+            address, kind, align = _vector(context, builder, signature.args[3], target, first, lanes)
+            total = cgutils.alloca_once_value(builder, builder.load(address, align=align))
+            with cgutils.for_range(builder, builder.extract_value(numbers.shape, 0)) as loop:
+                number = builder.load(cgutils.gep_inbounds(builder, numbers.data, loop.index))
+                place = builder.add(builder.mul(loop.index, step), first)
+                line = builder.bitcast(cgutils.gep_inbounds(builder, weights.data, place), kind.as_pointer())
+                product = builder.fmul(
+                    _repeated(builder, number, kind), builder.load(line, align=align), flags=["contract"]
+                )
+                builder.store(builder.fadd(builder.load(total), product, flags=["contract"]), total)
+            builder.store(builder.load(total), address, align=align)
+            return context.get_dummy_value()
+
+        return types.void(vector, matrix, types.intp, out, types.intp), generate
+
+    return add
+
+
+_product_of_one, _product_of_four = _product_of(LANES), _product_of(4 * LANES)
 
 
 @intrinsic
@@ -179,6 +223,29 @@ def add_scaled(factor, a, out):
         _add_vectors(factor, a, out, c * LANES)
     for i in range(whole, count):
         out[i] += factor * a[i]
+
+
+@plain
+def add_product(vector, matrix, out):
+    """out [n] += vector [m] matrix [m, n], n a multiple of LANES."""
+    columns, at = out.shape[0], 0
+    while at + 4 * LANES <= columns:
+        _product_of_four(vector, matrix, columns, out, at)
+        at += 4 * LANES
+    while at < columns:
+        _product_of_one(vector, matrix, columns, out, at)
+        at += LANES
+
+
+@plain
+def tanh_into(numbers, out):
+    """out[i] = tanh numbers[i], to within a rounding or two of 1; n a multiple of LANES in out, which may be longer."""
+    for i in range(numbers.shape[0]):
+        out[i] = -2 * abs(numbers[i])
+    for c in range(out.shape[0] >> LOG_LANES):
+        exp_vectors(out, c * LANES)
+    for i in range(numbers.shape[0]):
+        out[i] = math.copysign((1 - out[i]) / (1 + out[i]), numbers[i])
 
 
 @plain
