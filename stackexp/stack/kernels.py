@@ -26,8 +26,8 @@ from stackexp.stack.numba_update_read import TOP, load, read_back, read_row, sof
 from stackexp.stack.numba_vectors import (
     LANES,
     OPTIONS,
+    add,
     add_product,
-    add_scaled,
     array_at,
     clear,
     copy,
@@ -196,7 +196,7 @@ def _backward(begin, end, like, options, inputs, outputs, kept, incoming, outgoi
                         at, grad, grad_mask = here * heads + h, part(grads, now, span), part(grad_masks, now, length)
                         copy(part(g_fed, h, size), g_read)
                         if incoming[0]:
-                            add_scaled(one, part(in_read, at, size), g_read)
+                            add(part(in_read, at, size), g_read)
                         row, row_mask = part(rows, i + 1, span), part(row_masks, i + 1, length)
                         own, g_own = part(query, h, size), part(g_query, b * heads + h, size)
                         read_back(

@@ -9,7 +9,18 @@ import math
 
 import numpy as np
 
-from stackexp.stack.numba_vectors import LANES, add_read, add_scaled, clear, copy, dot, exp_vectors, part, plain, view
+from stackexp.stack.numba_vectors import (
+    LANES,
+    add_outer,
+    add_product,
+    clear,
+    copy,
+    dot,
+    exp_vectors,
+    part,
+    plain,
+    view,
+)
 from stackexp.stack.reference import ADDITIVE_PENALTY
 
 TOP, MULTIPLY, LOG, ADDITIVE = range(4)  # how to read
@@ -80,20 +91,23 @@ def _weigh(row, mask, query, how, slots, num_slots, weights, g_read, tiny):
         empty_score = math.log(tiny)
     elif how == ADDITIVE:
         empty_score = penalty
-    largest = empty_score if num_slots > slots else -number(np.inf)
     for j in range(slots):
         slot = view(row, (j + 1) * size, size)
-        score = contents[j] = dot(slot, query)
+        contents[j] = dot(slot, query)
         if g_read is not None:
             g_weights[j] = dot(slot, g_read)
-        if how == MULTIPLY:
-            score *= mask[j + 1]
-        elif how == LOG:
-            score += math.log(max(mask[j + 1], tiny))
-        else:
-            score += (one - mask[j + 1]) * penalty
-        weights[j] = score
-        largest = max(largest, score)
+    if how == MULTIPLY:
+        for j in range(slots):
+            weights[j] = contents[j] * mask[j + 1]
+    elif how == LOG:
+        for j in range(slots):
+            weights[j] = contents[j] + math.log(max(mask[j + 1], tiny))
+    else:
+        for j in range(slots):
+            weights[j] = contents[j] + (one - mask[j + 1]) * penalty
+    largest = empty_score if num_slots > slots else -number(np.inf)
+    for j in range(slots):
+        largest = max(largest, weights[j])
     total = 0.0
     for j in range(slots):
         weights[j] -= largest
@@ -116,8 +130,7 @@ def read_row(row, mask, query, how, slots, num_slots, weights, out, tiny):
         return
     _weigh(row, mask, query, how, slots, num_slots, weights, None, tiny)
     clear(out)
-    for j in range(slots):
-        add_scaled(weights[j], view(row, (j + 1) * size, size), out)
+    add_product(view(weights, 0, slots), view(row, size, slots * size), out)
 
 
 @plain
@@ -146,19 +159,22 @@ def read_back(row, mask, query, how, slots, num_slots, weights, g_read, grad, g_
     mean = 0.0  # dR . R
     for j in range(slots):
         mean += weights[j] * g_weights[j]
+    penalty = mask.dtype.type(ADDITIVE_PENALTY)
     for j in range(slots):
-        slot, g_slot = view(row, (j + 1) * size, size), view(grad, (j + 1) * size, size)
-        g_score = weights[j] * mask.dtype.type(g_weights[j] - mean)
-        factor = g_score
-        if how == MULTIPLY:
-            g_mask[j + 1] += g_score * contents[j]
-            factor = g_score * mask[j + 1]
-        elif how == LOG:
+        g_weights[j] = weights[j] * mask.dtype.type(g_weights[j] - mean)  # the score's
+    if how == MULTIPLY:
+        for j in range(slots):
+            g_mask[j + 1] += g_weights[j] * contents[j]
+            g_weights[j] *= mask[j + 1]
+    elif how == LOG:
+        for j in range(slots):
             if mask[j + 1] >= tiny:
-                g_mask[j + 1] += g_score / mask[j + 1]
-        else:
-            g_mask[j + 1] -= g_score * mask.dtype.type(ADDITIVE_PENALTY)
-        add_read(weights[j], g_read, factor, query, slot, g_slot, g_query)
+                g_mask[j + 1] += g_weights[j] / mask[j + 1]
+    else:
+        for j in range(slots):
+            g_mask[j + 1] -= g_weights[j] * penalty
+    add_product(view(g_weights, 0, slots), view(row, size, slots * size), g_query)
+    add_outer(view(weights, 0, slots), g_read, g_weights, query, view(grad, size, slots * size))
 
 
 @plain

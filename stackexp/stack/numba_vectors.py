@@ -120,24 +120,8 @@ def _dot_vectors(typing_context, a, b, at):
     return a.dtype(a, b, types.intp), generate
 
 
-@intrinsic
-def _add_vectors(typing_context, factor, a, out, at):
-    """out[i] += factor a[i] over at <= i < at + LANES."""
-
-    def generate(context, builder, signature, arguments):
-        address, kind, align = _vector(context, builder, signature.args[1], arguments[1], arguments[3])
-        target, _, _ = _vector(context, builder, signature.args[2], arguments[2], arguments[3])
-        factors = _repeated(builder, arguments[0], kind)
-        product = builder.fmul(factors, builder.load(address, align=align), flags=["contract"])
-        total = builder.fadd(product, builder.load(target, align=align), flags=["contract"])
-        builder.store(total, target, align=align)
-        return context.get_dummy_value()
-
-    return types.void(a.dtype, a, out, types.intp), generate
-
-
 def _product_of(lanes):
-    """A function for so many columns: their sums stay in registers, where `add_scaled` would load and store them."""
+    """A function for so many columns: their sums stay in registers."""
 
     @intrinsic
     def add(typing_context, vector, matrix, columns, out, at):
@@ -165,6 +149,31 @@ def _product_of(lanes):
 
 
 _product_of_one, _product_of_four = _product_of(LANES), _product_of(4 * LANES)
+
+
+@intrinsic
+def _add_outer_vectors(typing_context, left, a, right, b, columns, out, at):
+    """out[k, i] += left[k] a[i] + right[k] b[i], at <= i < at + LANES; `columns`: of out."""
+
+    def generate(context, builder, signature, arguments):
+        step, first = arguments[4], arguments[6]
+        weights = [make_array(signature.args[i])(context, builder, arguments[i]) for i in (0, 2)]
+        lines = []
+        for i in (1, 3):
+            address, kind, align = _vector(context, builder, signature.args[i], arguments[i], first)
+            lines.append(builder.load(address, align=align))
+        with cgutils.for_range(builder, builder.extract_value(weights[0].shape, 0)) as loop:
+            place = builder.add(builder.mul(loop.index, step), first)
+            address, *_ = _vector(context, builder, signature.args[5], arguments[5], place)
+            total = builder.load(address, align=align)
+            for weight, line in zip(weights, lines, strict=True):
+                factor = builder.load(cgutils.gep_inbounds(builder, weight.data, loop.index))
+                product = builder.fmul(_repeated(builder, factor, kind), line, flags=["contract"])
+                total = builder.fadd(total, product, flags=["contract"])
+            builder.store(total, address, align=align)
+        return context.get_dummy_value()
+
+    return types.void(left, a, right, b, types.intp, out, types.intp), generate
 
 
 @intrinsic
@@ -215,26 +224,35 @@ def dot(a, b):
 
 
 @plain
-def add_scaled(factor, a, out):
-    """out[i] += factor a[i]."""
-    count = out.shape[0]
-    whole = (count >> LOG_LANES) << LOG_LANES
-    for c in range(count >> LOG_LANES):
-        _add_vectors(factor, a, out, c * LANES)
-    for i in range(whole, count):
-        out[i] += factor * a[i]
+def add(numbers, out):
+    for i in range(out.shape[0]):
+        out[i] += numbers[i]
 
 
 @plain
 def add_product(vector, matrix, out):
-    """out [n] += vector [m] matrix [m, n], n a multiple of LANES."""
+    """out [n] += vector [m] matrix [m, n]."""
     columns, at = out.shape[0], 0
     while at + 4 * LANES <= columns:
         _product_of_four(vector, matrix, columns, out, at)
         at += 4 * LANES
-    while at < columns:
+    while at + LANES <= columns:
         _product_of_one(vector, matrix, columns, out, at)
         at += LANES
+    for i in range(at, columns):
+        for k in range(vector.shape[0]):
+            out[i] += vector[k] * matrix[k * columns + i]
+
+
+@plain
+def add_outer(left, a, right, b, out):
+    """out [m, n] += left [m] a [n] + right [m] b [n]."""
+    columns = a.shape[0]
+    for c in range(columns >> LOG_LANES):
+        _add_outer_vectors(left, a, right, b, columns, out, c * LANES)
+    for k in range(left.shape[0]):
+        for i in range((columns >> LOG_LANES) << LOG_LANES, columns):
+            out[k * columns + i] += left[k] * a[i] + right[k] * b[i]
 
 
 @plain
@@ -246,16 +264,3 @@ def tanh_into(numbers, out):
         exp_vectors(out, c * LANES)
     for i in range(numbers.shape[0]):
         out[i] = math.copysign((1 - out[i]) / (1 + out[i]), numbers[i])
-
-
-@plain
-def add_read(weight, g_read, factor, query, slot, g_slot, g_query):
-    """g_slot += weight g_read + factor query;  g_query += factor slot."""
-    count = slot.shape[0]
-    for c in range(count >> LOG_LANES):
-        _add_vectors(weight, g_read, g_slot, c * LANES)
-        _add_vectors(factor, query, g_slot, c * LANES)
-        _add_vectors(factor, slot, g_query, c * LANES)
-    for i in range((count >> LOG_LANES) << LOG_LANES, count):
-        g_slot[i] += weight * g_read[i] + factor * query[i]
-        g_query[i] += factor * slot[i]
