@@ -70,7 +70,11 @@ def ended(process: subprocess.Popen, seconds: float = 60) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize(
-    ("number", "strategy"), [(signal.SIGTERM, ()), (signal.SIGUSR1, FSDP2)], ids=["SIGTERM", "SIGUSR1-fsdp"]
+    ("number", "strategy"),
+    [
+        pytest.param(signal.SIGTERM, (), id="SIGTERM"),
+        pytest.param(signal.SIGUSR1, FSDP2, id="SIGUSR1-fsdp", marks=pytest.mark.slow),
+    ],
 )
 def test_told_to_stop_it_saves_and_goes_on_exactly_where_it_was(program, tiny, tmp_path, number, strategy):
     forks, ranks = Forks(tmp_path), 2 if strategy else 1

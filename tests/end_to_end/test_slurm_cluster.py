@@ -67,6 +67,7 @@ def test_a_run_goes_on_after_a_requeue(slurm: Slurm, program, tiny, tmp_path):
     assert record(run) == record(RunFolder(tmp_path / "reference"))
 
 
+@pytest.mark.slow
 def test_a_sweep_loses_its_driver_and_a_node(slurm: Slurm, program, tiny, tmp_path):
     """One trial is sharded over both nodes. All are done in the end, none of them twice, none of them lost."""
     path = tmp_path / "study.yaml"
