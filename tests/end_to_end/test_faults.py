@@ -200,6 +200,18 @@ def test_interrupted_from_the_keyboard(program, tiny, tmp_path):
     assert "--ckpt_path last" in line
 
 
+@pytest.mark.slow
+def test_two_processes_are_interrupted_from_the_keyboard(program, tiny, tmp_path):
+    """A terminal signals both, and neither waits for the other."""
+    process = program.start("fit", "--config", tiny, *FSDP2, *LONG)
+    wait_until(lambda: has_saved(tmp_path / "runs"), process)
+    os.killpg(process.pid, signal.SIGINT)
+    output, line = ended(process)
+    assert process.returncode == 130, output
+    assert "--ckpt_path last" in line
+    assert "lost" not in output
+
+
 def test_interrupted_twice_it_ends_within_a_batch(program, tiny, tmp_path):
     sleeping = tmp_path / "sleeping"
     action = f"open({str(sleeping)!r}, 'w').close(); time.sleep(1000)"
