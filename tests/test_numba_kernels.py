@@ -10,9 +10,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from numba import njit
 from numba.core import compiler, ir, postproc
 
 from stackexp.stack import kernels
+from stackexp.stack.numba_vectors import OPTIONS, tanh_into
 
 PACKAGE = Path(kernels.__file__).parents[1]
 
@@ -87,6 +89,20 @@ def test_where_no_cache_may_be_written_kernels_are_still_made():
 from numba.core.caching import CacheImpl, NullCache
 CacheImpl._locator_classes = []
 from stackexp.stack import kernels
+from stackexp.stack.numba_vectors import OPTIONS, tanh_into
 assert isinstance(kernels._kept(lambda address: 0)._cache, NullCache)
 """
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize(("dtype", "roundings"), [(np.float32, 2), (np.float64, 10)])
+def test_tanh_is_as_exact_near_zero(dtype, roundings):
+    """In relation to the value, not to 1."""
+    rng = np.random.default_rng(0)
+    special = [0.0, -0.0, np.inf, -np.inf, np.nan, 100, -100, 1e-30]
+    numbers = np.append(special, rng.standard_normal(2**14) * 10 ** rng.uniform(-6, 2, 2**14)).astype(dtype)
+    found = np.empty_like(numbers)
+    njit(lambda numbers, out: tanh_into(numbers, out), **OPTIONS)(numbers, found)
+    exact = np.tanh(numbers.astype(np.float64))
+    np.testing.assert_allclose(found, exact, rtol=roundings * np.finfo(dtype).eps, atol=0)
+    np.testing.assert_array_equal(np.signbit(found[:4]), [False, True, False, True])
