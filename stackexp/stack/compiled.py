@@ -126,8 +126,8 @@ class _Scan(torch.autograd.Function):
         batch, tokens, heads, size, *_, tanh, _ = ctx.options
         fed = g_slots = g_mask = g_query = None
         if first_read is not None:
-            fed = first_read if tokens == 1 else torch.cat([first_read, read], 1)[:, :tokens]  # R_{t-1}
-            fed = fed.tanh() if tanh else fed.contiguous()
+            fed = torch.cat([first_read, read[:, : tokens - 1]], 1)  # R_{t-1}
+            fed = fed.tanh() if tanh else fed
         incoming = _contiguous([*incoming[:3], *incoming[4:]])  # none of the occupancy
         if ctx.needs_input_grad[1] or ctx.needs_input_grad[2]:
             g_slots, g_mask = torch.empty_like(slots), torch.empty_like(mask)
