@@ -182,6 +182,10 @@ def test_a_stack_too_small_for_the_test_is_told_what_it_can_reach(caplog):
             f"model.memory.eval_num_slots: {task} at length 500: a stack of 24 slots keeps 24 of up to 500 symbols; "
             "set model.memory.eval_num_slots=500"
         ]
+    brackets = "data.task=modular_arithmetic_brackets"
+    few = ("model.memory.num_slots=2", "model.memory.eval_num_slots=2")
+    assert "keeps 2 of up to 21 symbols" in slots(caplog, brackets, *few)[0]
+    assert slots(caplog, SMALL, brackets) == []
     [line] = slots(caplog, "model.eval_num_slots=null", config="formal/stack_rnn")
     assert line.startswith("model.eval_num_slots: ")
     assert slots(caplog) == []

@@ -1,6 +1,7 @@
 """The paper's table of formal languages, from made-up run folders."""
 
 import csv
+import itertools
 import json
 import re
 import shutil
@@ -20,6 +21,7 @@ from stackexp.reports.formal_figures import draw_bars, draw_curves
 from stackexp.reports.formal_recipes import name_of
 from stackexp.reports.formal_tables import header, markdown
 from stackexp.reports.tables import ABSENT
+from stackexp.sweeps import grid
 
 FULL, NEAR = (41, 500), (41, 100)
 
@@ -99,13 +101,37 @@ def test_missing_cells_name_the_command_that_fills_them(runs):
             finish(write_run(runs / f"s-{task}", "StackTrans", task), beyond=0.5)
     text = table(runs)
     number = re.search(r"\[(\d)\]", row(text, "cycle_navigation")["StackTrans"])[1]
-    assert f"\n{number}. `python -m stackexp fit --config formal/stacktrans/cycle_navigation`\n" in text
-    assert "even_pairs" in (
-        loop := next(line for line in text.splitlines() if "formal/lstm data.task=$task; done" in line)
+    fit = "for seed in 0 1 2; do python -m stackexp fit --config formal"
+    assert f"\n{number}. `{fit}/stacktrans/cycle_navigation seed=$seed; done`\n" in text
+    loop = next(
+        line for line in text.splitlines() if f"; do {fit}/lstm data.task=$task seed=$seed; done; done`" in line
     )
+    assert "even_pairs" in loop
     assert "parity_check" not in loop
-    for config in ("formal/stack_rnn", "formal/stack_attention", "formal/transformer", "formal/stacktrans-depth"):
-        assert f"fit --config {config} data.task=$task; done`" in text
+    for config in ("stack_rnn", "stack_attention", "transformer", "stacktrans-depth"):
+        assert f"{fit}/{config} data.task=$task seed=$seed; done; done`" in text
+
+
+def test_the_commands_are_the_trials_of_the_shipped_table(runs):
+    """bucket_sort's attention is trained without positions: all that the sweep changes is in the command."""
+    finish(write_run(runs / "a", "LSTM", "parity_check"), beyond=0.5)
+    text, fit = table(runs), "python -m stackexp fit --config formal"
+    for config in ("stack_attention", "transformer", "stacktrans-depth"):
+        assert f"{fit}/{config} data.task=bucket_sort model.positional=none seed=$seed; done`" in text
+    told = set()
+    for line in re.findall(r"^\d+\. `(.*)`$", text, re.MULTILINE):
+        loops = {name: values.split() for name, values in re.findall(r"for (\w+) in ([^;]*); do ", line)}
+        command = re.search(r"fit --config (.*?)(; done)+$", line)[1]
+        for task, seed in itertools.product(loops.get("task", [""]), loops["seed"]):
+            config, *overrides = command.replace("$task", task).replace("$seed", seed).split()
+            told.add((config, *sorted(x for x in overrides if not config.endswith(x.removeprefix("data.task=")))))
+    trials = set()
+    for _, values in grid.points(grid.read("formal_table").config):
+        config = values.pop("config")
+        spelled = (f"{key}={value}" for key, value in values.items() if key != "data.task" or config.count("/") == 1)
+        trials.add((config, *sorted(spelled)))
+    assert trials - told == {("formal/lstm", "data.task=parity_check", f"seed={seed}") for seed in range(3)}
+    assert told < trials
 
 
 def test_recipes_are_not_mixed_and_are_chosen_on_the_validation(runs):
@@ -323,9 +349,9 @@ def report(runs) -> Report:
 
 def test_latex_is_escaped_and_compiles(report, tmp_path):
     text = latex(report, [])
-    assert r"even\_pairs & 0.52$\downarrow$ / 0.49 (2)$\ddagger$ & 1.00 &" in text
+    assert r"even\_pairs & 0.52$\downarrow$ / 0.49 (2)$\ddagger$ [1] & 1.00 &" in text
     assert r"& \textbf{0.78} / 0.75 (2) & 0.49 &" in text
-    assert "% missing cells: python -m stackexp fit --config 'runs/formal_table/begun~^{x}'/config.yaml" in text
+    assert "% [1] missing cells: python -m stackexp fit --config 'runs/formal_table/begun~^{x}'/config.yaml" in text
     assert escape(r"50% a_b `x/y_z` \ ~^ ↓") == (
         r"50\% a\_b \texttt{x/\allowbreak{}y\_\allowbreak{}z} \textbackslash{} "
         r"\textasciitilde{}\textasciicircum{} $\downarrow$"

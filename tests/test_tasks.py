@@ -168,11 +168,12 @@ def test_the_unknown_is_the_first_digit_from_a_random_place():
 
 
 def test_slots():
-    """Who must hold the whole string; brackets nest no deeper than about twenty at length 500."""
-    whole = {"reverse_string", "odds_first", "duplicate_string", "stack_manipulation"}
-    assert {name: task.needs_slots(500) for name, task in TASKS.items()} == {
-        name: 500 if name in whole else None for name in TASKS
-    }
+    """Who must hold the whole string, and who its open brackets, of which there are about twenty at length 500."""
+    whole = dict.fromkeys(["reverse_string", "odds_first", "duplicate_string", "stack_manipulation"], 500)
+    brackets = {"modular_arithmetic_brackets": 21, "solve_equation": 21}
+    needed = {name: task.needs_slots(500) for name, task in TASKS.items()}
+    assert needed == dict.fromkeys(TASKS) | whole | brackets
+    assert [TASKS["modular_arithmetic_brackets"].needs_slots(length) for length in (1, 4, 5, 9, 40)] == [0, 0, 1, 2, 9]
     signs = np.array([(s == "(") - (s == ")") for s in TASKS["modular_arithmetic_brackets"].symbols])
     deepest = signs[sample("modular_arithmetic_brackets", 1000, 500).inputs].cumsum(1).max()
     assert 15 < deepest < 25

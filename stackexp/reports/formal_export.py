@@ -26,6 +26,8 @@ from stackexp.reports.tables import ABSENT
 RANGES: tuple[Range, ...] = ((41, 100), (41, 500))
 """What the CSV has scores over, besides the range of the table."""
 
+NUMBERED = " [n]: seeds are missing; the command of that number, a comment in this table's source, runs them."
+
 # LaTeX
 
 _SYMBOLS = {
@@ -54,8 +56,8 @@ def latex(report: Report, paths: Iterable[Path | str]) -> str:
     columns = f"l{far}" + f"l{near}r{far}" * (len(COLUMNS) - 2) + f"l{far}l{far}r"
     lines = [
         "% Needs \\usepackage{booktabs,graphicx}.",
-        *(f"% missing cells: {command}" for command in commands),
-        *(r"\begin{table}", r"\centering", rf"\caption{{{escape(legend(report))}}}"),
+        *(f"% [{number}] missing cells: {command}" for number, command in enumerate(commands, 1)),
+        *(r"\begin{table}", r"\centering", rf"\caption{{{escape(legend(report) + NUMBERED * bool(commands))}}}"),
         rf"\resizebox{{\textwidth}}{{!}}{{\begin{{tabular}}{{{columns}}}",
         *(r"\toprule", " & ".join(escape(name) for name in header()) + r" \\"),
     ]
@@ -81,10 +83,8 @@ def latex(report: Report, paths: Iterable[Path | str]) -> str:
 
 
 def _typeset(cell: Text) -> str:
-    if cell.best.startswith("missing"):
-        return escape(ABSENT + UNFINISHED * (UNFINISHED in cell.rest))
     best = rf"\textbf{{{escape(cell.best)}}}" if cell.bold else escape(cell.best)
-    return best + escape(re.sub(r" \[\d+\]$", "", cell.rest))
+    return best + escape(cell.rest)
 
 
 # CSV

@@ -25,6 +25,9 @@ SHIPPED = {
 }
 """Column -> shipped config; StackTrans has one for each task in the folder of that name."""
 
+TABLE = "formal_table"
+"""The shipped sweep that fills every cell."""
+
 OF_THE_TASK = ("data.task", "data.vocab_size", "data.output_vocab_size", "model.vocab_size", "model.output_vocab_size")
 MOST = 4
 """So many overrides are spelled out; a recipe that differs in more is named by its run folder."""
@@ -35,9 +38,33 @@ def config_of(column: str, task: str) -> str:
     return f"{SHIPPED[column]}/{task}" if column == "StackTrans" else SHIPPED[column]
 
 
-def fit_command(column: str, task: str) -> str:
-    extra = "" if column == "StackTrans" else f" data.task={task}"
-    return f"python -m stackexp fit --config {config_of(column, task)}{extra}"
+def fit_command(column: str, tasks: list[str], changes: str) -> str:
+    """What trains a model on these tasks, with as many seeds as the shipped table has."""
+    loops, task = [("seed", map(str, _table().config.seeds))], tasks[0]
+    if len(tasks) > 1:
+        loops, task = [("task", tasks), *loops], "$task"
+    named = "" if column == "StackTrans" else f" data.task={task}"
+    begin = "".join(f"for {name} in {' '.join(values)}; do " for name, values in loops)
+    command = f"python -m stackexp fit --config {config_of(column, task)}{named}{changes} seed=$seed"
+    return begin + command + "; done" * len(loops)
+
+
+@functools.cache
+def _table() -> grid.Sweep:
+    """The shipped sweep of all cells."""
+    return grid.read(TABLE)
+
+
+@functools.cache
+def _changes() -> dict[tuple[str, str], str]:
+    """(column, task) -> what the shipped table changes of the recipe, as overrides with a space in front."""
+    found = {}
+    for entry in _table().config.list:
+        task = entry["data.task"]
+        [column] = [column for column in SHIPPED if config_of(column, task) == entry["config"]]
+        changes = {key: value for key, value in entry.items() if key not in ("name", "config", "data.task")}
+        found[column, task] = f" {overrides(changes)}" if changes else ""
+    return found
 
 
 def differences(one: Recipe, other: Recipe) -> dict[str, Any]:
@@ -100,19 +127,16 @@ def slots(config: dict[str, Any]) -> str:
 def missing(report: Report, sweeps: "Sweeps") -> tuple[dict[tuple[str, str], int], list[str]]:
     """(task, column) -> number, from 1, of the command that fills the cell or adds its seeds; and the commands."""
     where: dict[tuple[str, str], str] = {}
-    never: dict[str, list[str]] = defaultdict(list)  # column -> tasks that no run was begun of
+    never: dict[tuple[str, str], list[str]] = defaultdict(list)  # column, changes -> tasks that no run was begun of
     for (task, column), cell in report.cells.items():
         if cell.pending:
             where[task, column] = sweeps.command_of(cell.pending) or _go_on(cell)
         elif not cell.runs and (command := sweeps.command(task, column)):
             where[task, column] = command
         elif not cell.runs:
-            never[column].append(task)
-    for column, tasks in never.items():
-        command = fit_command(column, tasks[0])
-        if len(tasks) > 1:
-            command = f"for task in {' '.join(tasks)}; do {fit_command(column, '$task')}; done"
-        where |= {(task, column): command for task in tasks}
+            never[column, _changes()[column, task]].append(task)
+    for (column, changes), tasks in never.items():
+        where |= dict.fromkeys(((task, column) for task in tasks), fit_command(column, tasks, changes))
     commands = list(dict.fromkeys(where[key] for key in report.cells if key in where))
     return {key: commands.index(command) + 1 for key, command in where.items()}, commands
 

@@ -13,6 +13,7 @@ from stackexp.tasks.task import Drawn, Task
 MODULUS = 5
 BRACKETS = "01234+-*()x"  # no x occurs: the last symbol is of Deletang et al.'s alphabet, but not of their strings
 EQUATION = "01234+-()x="
+DEEPEST = 21
 
 
 class Level(NamedTuple):
@@ -93,8 +94,13 @@ def solve_equation(rng: np.random.Generator, batch_size: int, length: int) -> Dr
     return np.column_stack([expressions, equals, evaluate(trees)]), solution
 
 
+def nested(length: int) -> int:
+    """How deep the brackets of a string nest at most: of what could be, no more than was ever seen."""
+    return min((length - 1) // 4, DEEPEST)
+
+
 VALUES = tuple("01234")
 TASKS = [
-    Task("modular_arithmetic_brackets", modular_arithmetic_brackets, tuple(BRACKETS), VALUES),
-    Task("solve_equation", solve_equation, tuple(EQUATION), VALUES),
+    Task("modular_arithmetic_brackets", modular_arithmetic_brackets, tuple(BRACKETS), VALUES, needs_slots=nested),
+    Task("solve_equation", solve_equation, tuple(EQUATION), VALUES, needs_slots=lambda length: nested(length - 2)),
 ]
