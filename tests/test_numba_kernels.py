@@ -89,7 +89,6 @@ def test_where_no_cache_may_be_written_kernels_are_still_made():
 from numba.core.caching import CacheImpl, NullCache
 CacheImpl._locator_classes = []
 from stackexp.stack import kernels
-from stackexp.stack.numba_vectors import OPTIONS, tanh_into
 assert isinstance(kernels._kept(lambda address: 0)._cache, NullCache)
 """
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -99,8 +99,12 @@ def nested(length: int) -> int:
     return min((length - 1) // 4, DEEPEST)
 
 
+def nested_in_equation(length: int) -> int:
+    return nested(length - 2)  # without = and the value
+
+
 VALUES = tuple("01234")
 TASKS = [
     Task("modular_arithmetic_brackets", modular_arithmetic_brackets, tuple(BRACKETS), VALUES, needs_slots=nested),
-    Task("solve_equation", solve_equation, tuple(EQUATION), VALUES, needs_slots=lambda length: nested(length - 2)),
+    Task("solve_equation", solve_equation, tuple(EQUATION), VALUES, needs_slots=nested_in_equation),
 ]
