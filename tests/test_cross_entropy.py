@@ -69,6 +69,17 @@ def test_losses_of_tokens_to_evaluate_with(chunk):
     assert not losses.requires_grad
 
 
+def test_smoothed_labels_are_in_the_total_alone():
+    (hidden, weight), tokens = make_inputs()
+    logits, targets = F.linear(hidden, weight)[:, :-1], tokens[:, 1:]
+    plain, smooth = (cross_entropy.losses_of(logits, targets, 0.1, share) for share in (0.0, 0.2))
+    torch.testing.assert_close(smooth.cross_entropy, plain.cross_entropy)
+    of_all = -logits.log_softmax(-1).mean()
+    expected = 0.8 * plain.cross_entropy + 0.2 * of_all + 0.1 * plain.z
+    torch.testing.assert_close(smooth.total, expected)
+    assert smooth.total > plain.total
+
+
 @pytest.mark.parametrize("chunk", [7, 100])
 @pytest.mark.parametrize("autocast", [False, True])
 def test_bfloat16_is_as_exact_as_the_whole_in_bfloat16(chunk, autocast):

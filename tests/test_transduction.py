@@ -53,6 +53,18 @@ def test_the_loss_is_the_mean_over_all_symbols_of_the_answers():
     assert model.step_metrics.drain()["loss/train"] == pytest.approx(expected.item(), rel=1e-5)
 
 
+def test_smoothed_labels_are_trained_on_and_not_what_is_logged():
+    models = [module("model.memory.entropy_weight=0", f"data.label_smoothing={share}") for share in (0, 0.1)]
+    plain, smooth = (model.training_step(batch(), 0) for model in models)
+    strings, model = batch(), models[0]
+    logits = model.model(strings["tokens"]).logits[:, -strings["targets"].shape[1] :]
+    expected = 0.9 * plain - 0.1 * logits.log_softmax(-1).mean()
+    assert smooth.item() == pytest.approx(expected.item(), rel=1e-5)
+    assert smooth.item() != pytest.approx(plain.item(), rel=1e-3)
+    logged = [model.step_metrics.drain()["loss/train"] for model in models]
+    assert logged == pytest.approx([plain.item()] * 2, rel=1e-6)
+
+
 def test_memories_are_told_the_step_before_it_is_taken(monkeypatch):
     model = module("model.memory.action_noise=2.0", "model.memory.action_noise_steps=10")
     for step, noise in ((0, 0.0), (5, 1.0), (20, 2.0)):

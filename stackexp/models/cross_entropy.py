@@ -24,7 +24,7 @@ NO_TARGET = -100  # the last token of a sequence has no next one; -100 as in tor
 class Losses(NamedTuple):
     """Means over predictions, in nats; float32 at least."""
 
-    total: Tensor  # cross_entropy + z_loss * z: has the gradient
+    total: Tensor  # cross_entropy, with the labels smoothed if they are, + z_loss * z: has the gradient
     cross_entropy: Tensor
     z: Tensor | None  # squared log-partition function; None without its weight z_loss
 
@@ -73,14 +73,19 @@ class NextTokenLoss:
         return linear_token_losses(output.hidden, model.output_head, tokens, self.chunk, self.compiled)
 
 
-def losses_of(logits: Tensor, targets: Tensor, z_loss: float = 0.0) -> Losses:
-    """Of all logits [..., V] at once, and the targets [...]."""
-    logits = _wide(logits.flatten(0, -2))
-    cross_entropy = F.cross_entropy(logits, targets.flatten())
+def losses_of(logits: Tensor, targets: Tensor, z_loss: float = 0.0, label_smoothing: float = 0.0) -> Losses:
+    """Of all logits [..., V] at once, and the targets [...].
+
+    `label_smoothing` is in the total alone: its target is 1 - s for the right symbol and s / V more for each of all V.
+    """
+    logits, targets = _wide(logits.flatten(0, -2)), targets.flatten()
+    total = cross_entropy = F.cross_entropy(logits, targets)
+    if label_smoothing:
+        total = F.cross_entropy(logits, targets, label_smoothing=label_smoothing)
     if not z_loss:
-        return Losses(cross_entropy, cross_entropy.detach(), None)
+        return Losses(total, cross_entropy.detach(), None)
     z = logits.logsumexp(-1).square().mean()
-    return Losses(cross_entropy + z_loss * z, cross_entropy.detach(), z.detach())
+    return Losses(total + z_loss * z, cross_entropy.detach(), z.detach())
 
 
 def per_token_loss(logits: Tensor, tokens: Tensor) -> Tensor:

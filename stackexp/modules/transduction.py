@@ -17,6 +17,7 @@ Batch = dict[str, Any]  # see `datamodules.formal_language`
 class Transduction(TrainingModule):
     """L = mean cross entropy over all symbols of the answers + lambda * mean action entropy (Deletang et al. 2023).
 
+    `data.label_smoothing` is of that cross entropy; the one that is logged has none.
     The logits of the last O positions, where the empty tokens stand, are the answer. Accuracy is the share of symbols
     that are right among those that count. `set_metrics`: {length_041: {accuracy, loss, sequences}, ...}.
     """
@@ -43,7 +44,7 @@ class Transduction(TrainingModule):
         self._tokens += self.config.data.batch_size * self._sequence_length
         output = self.model(batch["tokens"], probe=self.probe)
         logits = output.logits[:, -targets.shape[1] :]
-        losses = losses_of(logits, targets, self.config.trainer.z_loss)
+        losses = losses_of(logits, targets, self.config.trainer.z_loss, self.config.data.label_smoothing)
         correct = (logits.argmax(-1) == targets) & batch["mask"]
         loss = self._objective(losses, output, torch.tensor([length]))
         self.step_metrics.add("accuracy/train", correct.sum() / batch["counted"])

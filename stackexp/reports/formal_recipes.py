@@ -106,7 +106,8 @@ def curriculum(config: dict[str, Any]) -> str:
     if not config["data.curriculum_steps"]:
         return f"none (1..{config['data.max_length']})"
     start, end = config["data.curriculum_start"], config["data.max_length"]
-    return f"{start} to {end} in {config['data.curriculum_steps']:,} steps"
+    growth = ", by a factor" if config.get("data.curriculum_growth") == "geometric" else ""
+    return f"{start} to {end} in {config['data.curriculum_steps']:,} steps{growth}"
 
 
 def feedback(config: dict[str, Any]) -> str:
