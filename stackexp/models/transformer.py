@@ -33,7 +33,7 @@ class Cache:
     """What a decoder keeps of the tokens it has seen; `forward` reads and advances it."""
 
     length: int = 0
-    keys_values: dict[int, KeysValues] = field(default_factory=dict)  # of each layer
+    keys_values: dict[int, KeysValues] = field(default_factory=dict)  # of each layer: of all tokens that are yet seen
     states: dict[int, State] = field(default_factory=dict)  # of the memory; see `Transformer._decode`
 
 
@@ -186,7 +186,8 @@ class Transformer(nn.Module):
         lasts from token to token (time, token_major), a new one for this pass (depth).
         """
         start = cache.length if cache else 0
-        seen = sight(self.config, start, h, documents, document_bounds)
+        behind = self.config.attention_window - 1 if self.config.attention_window else start + h.shape[1]
+        seen = sight(self.config, min(start, behind), h, documents, document_bounds)
         h, rope = self._place(h, start, documents)
         states = cache.states if cache and self.axis != "depth" else {}
         traces = []
@@ -195,8 +196,8 @@ class Transformer(nn.Module):
             past = cache.keys_values.get(i) if cache else None
             h, states[key], present, trace = layer(h, states.get(key), past, rope, probe, seen, self.checkpoint_blocks)
             traces.append(trace)
-            if cache:
-                cache.keys_values[i] = present
+            if cache and (kept := min(start + h.shape[1], behind)):
+                cache.keys_values[i] = tuple(x[:, :, -kept:] for x in present)
         if cache:
             cache.length += h.shape[1]
         return h, traces
