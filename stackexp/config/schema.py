@@ -62,6 +62,9 @@ class StackMemoryConfig:
     # part of the batch, so that N devices do not train as one does. Entropy and curves are of the noisy actions.
     action_noise: float = at_least(0, 0.0)
     action_noise_steps: int = at_least(0, 0)  # it grows linearly from 0 over so many steps
+    # In training: the probability that what a head reads is left out, of a whole sequence and in one layer. Drawn as
+    # action_noise is. (Zhou et al. 2020, arXiv 2004.13342, leave out heads of attention.)
+    head_dropout: float = from_up_to(0, 1, 0.0)
     residual_gate: Literal["hidden", "read"] = "hidden"  # g_h h + R, or h + g R
     site: Literal["after_block", "after_attention", "before_attention"] = "after_block"
     feedback: bool = False  # axis time: actions and push are computed from h_t + F f(R_{t-1})
@@ -99,6 +102,8 @@ class StackMemoryConfig:
             yield "feedback_activation", f"{self.feedback_activation} is of what is fed back; set feedback: true too"
         if self.rotation:
             yield from self._rotation_problems()
+        if self.head_dropout and self.axis == "token_major":
+            yield "head_dropout", "a head is left out of a sequence, and axis token_major sees it token by token; set 0"
         if self.axis == "token_major" and not model.causal:
             yield "axis", "token_major runs from token to token; set model.causal: true"
         if self.eval_num_slots is not None and self.eval_num_slots < self.num_slots:

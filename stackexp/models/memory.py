@@ -71,14 +71,15 @@ class StackMemory(Memory):
     x = W_down h  [H, D],  a = softmax(A x),  St, M <- update,  R = read with w_g,  h' = g h + W_up concat(R).
     Parameters (no biases): down d -> H*D, actions A [H, 3, D], query w_g [H, D], up H*D -> d, gate g [1]; with
     `rotation` the map of h to angles [H, d], and bottom [H, D], which a stack begins with.
-    With `action_noise` every rank draws the same numbers for its own part of a batch: N devices do not train as one.
+    With `action_noise` or `head_dropout` every rank draws the same numbers for its own part of a batch: N devices do
+    not train as one.
     """
 
     def __init__(self, config: StackMemoryConfig, model: TransformerConfig, layer: int) -> None:
         super().__init__(config, model, layer)
         self.config, self.model, self.layer = config, model, layer
         self.axis, self.site, self.entropy_weight = config.axis, config.site, config.entropy_weight
-        self.draws = config.action_noise > 0
+        self.draws = config.action_noise > 0 or config.head_dropout > 0
         heads, size, hidden = config.num_heads, config.head_dim, model.hidden_size
         shared = config.projection == "shared_slices"
         num_actions = 2 if config.discipline == "push_only" else 3
@@ -94,8 +95,8 @@ class StackMemory(Memory):
         if config.rotation:
             self.rotation, self.bottom = _parameter(heads, hidden), _parameter(heads, size)
         self.gate = _parameter(1)
-        if self.draws:  # a tensor, which may change without compiling anew
-            self.register_buffer("noise", torch.empty(()), persistent=False)
+        noise = torch.empty(()) if config.action_noise else None  # a tensor, which may change without compiling anew
+        self.register_buffer("noise", noise, persistent=False)
 
     def init_weights(self) -> None:
         """As the decoder's: see `init_weight_`; the gate is 1, and what gives the angles standard normal."""
@@ -104,12 +105,12 @@ class StackMemory(Memory):
         nn.init.ones_(self.gate)
         if self.rotation is not None:
             nn.init.normal_(self.rotation)
-        if self.draws:
+        if self.noise is not None:
             self.noise.fill_(self.config.action_noise)
 
     def at_step(self, step: int) -> None:
         """The noise grows linearly over the first `action_noise_steps` steps."""
-        if self.draws and self.config.action_noise_steps:
+        if self.noise is not None and self.config.action_noise_steps:
             self.noise.fill_(self.config.action_noise * min(1.0, step / self.config.action_noise_steps))
 
     @property
@@ -131,7 +132,7 @@ class StackMemory(Memory):
     ) -> tuple[Tensor, stack.StackState, Trace]:
         config = self.config
         x, logits = self._project(h)
-        if self.training and self.draws:  # to stand that, it must act sharply; entropy and probes see it too
+        if self.training and self.noise is not None:  # to stand that, it must act sharply; entropy and probes see it
             logits = logits + self.noise * torch.randn_like(logits)
         query = self.query if self.query is None else self.query.expand(config.num_heads, -1)
         options = {"num_slots": self.num_slots, "discipline": config.discipline, "read": config.read}
@@ -141,7 +142,7 @@ class StackMemory(Memory):
         else:
             options |= {"feedback_activation": config.feedback_activation, "angles": self._angles(h)}
             output, state = stack.scan(state, x, logits, query, self._feedback_maps(), **options)
-        read = self._read_out(output.read.to(h.dtype))
+        read = self._read_out(self._dropped(output.read.to(h.dtype)))
         plain, gated = (read, h) if config.residual_gate == "hidden" else (h, read)
         new_h = torch.addcmul(plain, gated, self.gate)
         trace = {"entropy": output.entropy.mean()}
@@ -172,6 +173,16 @@ class StackMemory(Memory):
         if self.config.projection == "shared_slices":
             return F.linear(h.unflatten(-1, (self.config.num_heads, -1)), self.down)
         return F.linear(h, self.down).unflatten(-1, (self.config.num_heads, -1))
+
+    def _dropped(self, read: Tensor) -> Tensor:
+        """R [B, T, H, D] with some heads of a sequence at 0 and the others larger: in the mean what it was.
+
+        Heads that are only right together, such as two angles whose difference tells a sum no farther than training
+        goes, are wrong then: each has to be right alone.
+        """
+        if not self.config.head_dropout:
+            return read
+        return read * F.dropout(torch.ones_like(read[:, :1, :, :1]), self.config.head_dropout, self.training)
 
     def _read_out(self, read: Tensor) -> Tensor:
         """W_up concat(R) [..., d] of R [..., H, D]."""

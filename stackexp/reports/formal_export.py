@@ -104,11 +104,13 @@ def _place(report: Report, run: FormalRun) -> tuple[int, int, int, str]:
     return list(paper.TASKS).index(run.task), COLUMNS.index(run.column), run.seed, str(run.path)
 
 
+OF_MEMORIES = ("axis", "read", "read_mask", "feedback", "feedback_activation", "num_slots", "eval_num_slots")
+OF_MEMORIES += ("rotation", "head_dropout", "action_noise", "action_noise_steps")
+
+
 def _csv_row(report: Report, run: FormalRun) -> dict[str, object]:
     cell, config, tested = report.cells[run.task, run.column], run.config, run.tested(report.among)
-    memory = {key: config.get(f"model.memory.{key}") for key in ("axis", "read", "read_mask", "feedback")}
-    memory |= {key: config.get(f"model.memory.{key}") for key in ("feedback_activation", "num_slots", "eval_num_slots")}
-    memory |= {key: config.get(f"model.memory.{key}") for key in ("rotation", "action_noise", "action_noise_steps")}
+    memory = {key: config.get(f"model.memory.{key}") for key in OF_MEMORIES}
     attention = {key: config.get(f"model.{key}") for key in ("positional", "attention_window")}
     data = {key: config[f"data.{key}"] for key in ("max_length", "curriculum_start", "curriculum_steps", "batch_size")}
     data |= {key: config.get(f"data.{key}") for key in ("curriculum_growth", "label_smoothing")}
