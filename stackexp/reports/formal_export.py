@@ -23,6 +23,10 @@ from stackexp.reports.formal_tables import (
 )
 from stackexp.reports.tables import ABSENT
 
+MEMORY_OPTIONS = ("axis", "read", "read_mask", "feedback", "feedback_activation", "num_slots", "eval_num_slots")
+MEMORY_OPTIONS += ("rotation", "head_dropout", "action_noise", "action_noise_steps")
+"""Columns of the CSV, in this order, from `model.memory`."""
+
 RANGES: tuple[Range, ...] = ((41, 100), (41, 500))
 """What the CSV has scores over, besides the range of the table."""
 
@@ -104,13 +108,9 @@ def _place(report: Report, run: FormalRun) -> tuple[int, int, int, str]:
     return list(paper.TASKS).index(run.task), COLUMNS.index(run.column), run.seed, str(run.path)
 
 
-OF_MEMORIES = ("axis", "read", "read_mask", "feedback", "feedback_activation", "num_slots", "eval_num_slots")
-OF_MEMORIES += ("rotation", "head_dropout", "action_noise", "action_noise_steps")
-
-
 def _csv_row(report: Report, run: FormalRun) -> dict[str, object]:
     cell, config, tested = report.cells[run.task, run.column], run.config, run.tested(report.among)
-    memory = {key: config.get(f"model.memory.{key}") for key in OF_MEMORIES}
+    memory = {key: config.get(f"model.memory.{key}") for key in MEMORY_OPTIONS}
     attention = {key: config.get(f"model.{key}") for key in ("positional", "attention_window")}
     data = {key: config[f"data.{key}"] for key in ("max_length", "curriculum_start", "curriculum_steps", "batch_size")}
     data |= {key: config.get(f"data.{key}") for key in ("curriculum_growth", "label_smoothing")}
