@@ -73,6 +73,7 @@ class TokenStream(StreamingDataset):
     def __init__(self, sources: list[Source], cache_limit: int | None = None, processes: int = 1, **options: Any):
         super().__init__(streams=sources, **options)
         self._executor = _Threads()
+        self._epoch: Any = None  # the library's position in the epoch under way
         self._limit = cache_limit
         self._is_cached = np.array([source.is_cache for source in sources])[self.stream_per_shard]
         self._states = SharedArray(self.num_shards, np.uint8, f"{self._shm_prefix_int:06}_stackexp_states")
@@ -121,6 +122,7 @@ class TokenStream(StreamingDataset):
 
     def _each_sample_id(self, it: Any) -> Iterator[int]:
         """Also when an epoch is left by an error, or given up, the threads that look ahead for it end."""
+        self._epoch = it
         try:
             yield from super()._each_sample_id(it)
         finally:
@@ -129,9 +131,10 @@ class TokenStream(StreamingDataset):
     def prepare_shard(self, shard_id: int, blocking: bool = True) -> None:
         """Have a shard here: fetch it, or wait for the process that does. Raises SourceError or OSError.
 
-        Without `blocking`, which is to look ahead: try once, and leave it to the one who needs it where that fails.
+        Without `blocking`, which is to look ahead: try once, and leave it to the one who needs it where that fails, and
+        not at all what is read already, since shards to come would be evicted for it.
         """
-        if self._is_here(shard_id):
+        if self._is_here(shard_id) or not blocking and self._lags():
             return
         with self._locked():
             ours = self._states[shard_id] != COMING and not self._is_here(shard_id)
@@ -147,6 +150,10 @@ class TokenStream(StreamingDataset):
                     raise
         while blocking and self._states[shard_id] == COMING:
             sleep(TICK)
+
+    def _lags(self) -> bool:
+        """Whether the thread that is to look ahead is behind what is read."""
+        return self._epoch is not None and self._epoch.prepare_index < self._epoch.yield_index
 
     def _is_here(self, shard_id: int) -> bool:
         return self._states[shard_id] == HERE and os.path.isfile(_path(self.shards[shard_id]))
