@@ -134,7 +134,7 @@ class TokenStream(StreamingDataset):
         Without `blocking`, which is to look ahead: try once, and leave it to the one who needs it where that fails, and
         not at all what is read already, since shards to come would be evicted for it.
         """
-        if self._is_here(shard_id) or not blocking and self._lags():
+        if self._is_here(shard_id) or (not blocking and self._lags()):
             return
         with self._locked():
             ours = self._states[shard_id] != COMING and not self._is_here(shard_id)
