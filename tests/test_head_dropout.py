@@ -42,10 +42,8 @@ def test_heads_are_left_out_of_whole_sequences_and_the_others_are_larger(axis):
     assert not torch.equal(reads_of(made), dropped), "drawn anew"
 
 
-@pytest.mark.parametrize("training", [True, False])
-def test_nothing_is_left_out_in_evaluation_or_without_it(training):
-    expected = reads_of(memory(dropout=0.0))
-    assert torch.equal(reads_of(memory(dropout=0.0 if training else 0.9).train(training)), expected)
+def test_nothing_is_left_out_in_evaluation():
+    assert torch.equal(reads_of(memory(dropout=0.9).eval()), reads_of(memory(dropout=0.0).train()))
 
 
 def test_a_decoder_trains_with_it_and_draws_by_torchs_seed():
