@@ -27,6 +27,7 @@ class Case(NamedTuple):
     batch_size: int = 2
     dtype: torch.dtype = torch.float64
     cuts: tuple[int, ...] = ()
+    hidden: int = 0  # units of the feedback's hidden layer; 0: none
 
     @property
     def name(self) -> str:
@@ -34,11 +35,12 @@ class Case(NamedTuple):
         how = self.read if self.read == "top" else self.read_mask
         extra = [self.feedback and f"feedback_{self.feedback}", self.scale > 1 and "saturated"]
         extra += [self.filled and f"filled{self.filled}", self.cuts and f"cut{self.cuts}"]
+        extra += [self.hidden and f"hidden{self.hidden}"]
         return "-".join([sizes, self.discipline, how, str(self.dtype)[6:], *(word for word in extra if word)])
 
 
 def make_inputs(case: Case, device: str) -> list[Tensor]:
-    """x, logits, query, contents, mask, and P, Q with feedback; x, logits and P are not contiguous."""
+    """x, logits, query, contents, mask; with feedback P, Q, with hidden units V, c; x, logits, P, c not contiguous."""
     generator = torch.Generator().manual_seed(3)
 
     def draw(*shape: int, scale: float = 1.0) -> Tensor:
@@ -52,7 +54,11 @@ def make_inputs(case: Case, device: str) -> list[Tensor]:
     inputs = [draw(T, B, D, H).permute(1, 0, 3, 2), draw(T, B, H, num_actions, scale=case.scale).transpose(0, 1)]
     inputs += [draw(1, D).expand(H, D), draw(B, H, case.filled, D) * mask.unsqueeze(-1), mask]
     if case.feedback:
-        inputs += [draw(H, H * D, D, scale=0.3).transpose(0, 1), draw(H * D, H, num_actions, scale=0.3)]
+        units = case.hidden or H * D
+        gain = 0.3 * (H * D / units) ** 0.5
+        inputs += [draw(H, units, D, scale=gain).transpose(0, 1), draw(units, H, num_actions, scale=gain)]
+    if case.hidden:
+        inputs += [draw(case.hidden, H * D, scale=0.3), draw(T, B, case.hidden).transpose(0, 1)]
     return [tensor.to(device, case.dtype).requires_grad_() for tensor in inputs]
 
 
@@ -64,12 +70,13 @@ def scan(implementation: str, case: Case, inputs: list[Tensor]) -> tuple[list[Te
     options = {"num_slots": case.num_slots, "discipline": case.discipline}
     options |= {"read": case.read, "read_mask": case.read_mask}
     if feedback:
-        options |= {"feedback": tuple(feedback), "feedback_activation": case.feedback}
+        options |= {"feedback_activation": case.feedback}
     parts, outputs = [0, *case.cuts, case.num_tokens], []
     with stack.implementation(implementation):
         for begin, end in itertools.pairwise(parts):
             query = query if case.read == "global" else None
-            output, state = stack.scan(state, x[:, begin:end], logits[:, begin:end], query, **options)
+            fed = (*feedback[:3], *(given[:, begin:end] for given in feedback[3:])) or None
+            output, state = stack.scan(state, x[:, begin:end], logits[:, begin:end], query, fed, **options)
             outputs.append(output)
     values = [torch.cat(fields, 1) for fields in zip(*outputs, strict=True)]
     values += _padded(state, case.num_slots)

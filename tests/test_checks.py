@@ -108,6 +108,10 @@ def _in_empty_folder(tmp_path, monkeypatch):
             "(model.memory.projection: override model.memory.projection=none; ",
         ),
         ("model.memory.feedback=true", "model.memory.feedback: feedback needs axis: time"),
+        (
+            "model.memory.feedback_hidden_size=8",
+            "model.memory.feedback_hidden_size: a hidden layer needs feedback: true and feedback_activation: tanh",
+        ),
         ("model.memory.eval_num_slots=8", "model.memory.eval_num_slots: must not be smaller than num_slots 24"),
         (
             "model.memory.action_scale=slice",

@@ -42,16 +42,26 @@ def shapes():
             yield Case(**usual | {name: value}, read=read, read_mask="log", feedback=feedback, filled=1)
 
 
-@pytest.mark.parametrize("case", [*cases(), *shapes(), Case(7, 3, 2, 3, batch_size=0)], ids=lambda case: case.name)
+def hidden_layers():
+    """As wide as vectors, narrower, wider, beside each discipline and read."""
+    for units, discipline, (read, read_mask) in zip([1, 8, 13, 64], [*DISCIPLINES, "stack"], READS, strict=True):
+        for feedback in ("identity", "tanh"):
+            yield Case(7, 3, 2, 9, discipline, read, read_mask, feedback, filled=2, hidden=units)
+
+
+CASES = [*cases(), *shapes(), *hidden_layers(), Case(7, 3, 2, 3, batch_size=0)]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_equals_the_reference(case):
     check("compiled", case)
 
 
-@pytest.mark.parametrize("feedback", FEEDBACK)
+@pytest.mark.parametrize(("feedback", "hidden"), [*((name, 0) for name in FEEDBACK), ("tanh", 5)])
 @pytest.mark.parametrize("cuts", [(1,), (4,), (9,), tuple(range(1, 10))], ids=str)
-def test_scans_of_parts_are_one(cuts, feedback):
+def test_scans_of_parts_are_one(cuts, feedback, hidden):
     """Cut anywhere, with gradients through the state; and one token at a time, as token_major calls it."""
-    check("compiled", Case(6, 3, 2, 10, "queue", feedback=feedback, filled=2, cuts=cuts))
+    check("compiled", Case(6, 3, 2, 10, "queue", feedback=feedback, filled=2, cuts=cuts, hidden=hidden))
 
 
 def test_float32_is_as_exact_as_the_reference():

@@ -69,12 +69,15 @@ def test_holds_only_occupied_slots():
         assert state.mask.shape == (B, H, expected)
 
 
+@pytest.mark.parametrize("units", [None, 5])
 @pytest.mark.parametrize("discipline", DISCIPLINES)
-def test_a_scan_with_feedback_equals_the_reference(discipline):
+def test_a_scan_with_feedback_equals_the_reference(discipline, units):
     x, logits, query = (tensor.detach() for tensor in make_inputs(discipline, 1.0))
     x, logits = x.transpose(0, 1), logits.transpose(0, 1)  # [B, L, H, D], not contiguous
     generator = torch.Generator().manual_seed(5)
-    maps = [0.3 * torch.randn(H * D, H, n, generator=generator, dtype=torch.float64) for n in (D, logits.shape[-1])]
+    shapes = [(units or H * D, H, n) for n in (D, logits.shape[-1])]
+    shapes += [(units, H * D), (*x.shape[:2], units)] if units else []
+    maps = [0.3 * torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
     results = []
     for name in ("eager", "reference"):
         tensors = [tensor.clone().requires_grad_() for tensor in (x, logits, query, *maps)]

@@ -63,6 +63,8 @@ def test_parameters_are_those_of_the_paper():
     assert parameters(action_input="hidden")["actions"] == (2, 3, 12)
     assert "query" not in parameters(read="top")
     assert parameters(axis="time", feedback=True) == expected | {"feedback": (12, 6)}
+    hidden = parameters(axis="time", feedback=True, feedback_activation="tanh", feedback_hidden_size=5)
+    assert hidden == expected | {"feedback": (12, 5), "feedback_token": (5, 12), "feedback_read": (5, 6)}
 
 
 def test_the_gate_is_no_scalar_tensor_and_starts_at_one():
@@ -151,6 +153,26 @@ def test_feedback_computes_push_and_action_from_h_plus_the_last_read(projection,
         new, state, _ = plain(seen[:, None], state)
         torch.testing.assert_close(got[:, t], new[:, 0] - fed_back)  # the gate is 1
         fed_back = reads[-1].flatten(1) @ memory.feedback.T
+
+
+@pytest.mark.parametrize(("action_input", "action_scale"), ACTION_INPUTS)
+def test_feedback_of_a_hidden_layer_is_computed_from_h_and_the_last_read(action_input, action_scale):
+    """Token by token on h_t + F tanh(U h_t + V R_{t-1}) without feedback, but with the residual taken from h_t."""
+    options = {"action_input": action_input, "action_scale": action_scale, "axis": "time", "read": "top"}
+    memory = make_memory(feedback=True, feedback_activation="tanh", feedback_hidden_size=7, **options)
+    plain = make_memory(**options)
+    shared = {name: value for name, value in memory.state_dict().items() if not name.startswith("feedback")}
+    plain.load_state_dict(shared)
+    reads = [torch.zeros(B, 2, 3, dtype=torch.float64)]
+    plain._read_out = lambda read: reads.append(read[:, 0]) or StackMemory._read_out(plain, read)
+    h = hidden_states()
+    got, _, _ = memory(h, memory.empty_state(h))
+    state = plain.empty_state(h)
+    for t in range(T):
+        units = torch.tanh(h[:, t] @ memory.feedback_token.T + reads[-1].flatten(1) @ memory.feedback_read.T)
+        fed_back = units @ memory.feedback.T
+        new, state, _ = plain((h[:, t] + fed_back)[:, None], state)
+        torch.testing.assert_close(got[:, t], new[:, 0] - fed_back)  # the gate is 1
 
 
 def test_depth_result_of_a_token_is_independent_of_all_others():

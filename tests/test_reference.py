@@ -105,6 +105,23 @@ def test_gradcheck_of_a_scan_with_feedback(discipline):
     assert torch.autograd.gradcheck(function, inputs)
 
 
+def test_a_hidden_layer_that_passes_the_read_on_is_feedback_without_one():
+    """tanh(c + V R) with V = 1 and c = 0; and c alone, V = 0, is seen at every token, the first too."""
+    x, logits, query = random_inputs("stack", leading=(2, 4))
+    maps = [torch.randn(H * D, H, n, dtype=torch.float64) for n in (D, 3)]
+    given, how = torch.randn(2, 4, H * D, dtype=torch.float64), {"num_slots": 3, "feedback_activation": "tanh"}
+
+    def read(*feedback):
+        return reference.scan(reference.empty((2, H), 3, D, x), x, logits, query, feedback=feedback, **how)[0].read
+
+    identity = torch.eye(H * D, dtype=torch.float64)
+    torch.testing.assert_close(read(*maps, identity, torch.zeros_like(given)), read(*maps))
+    shifts = [torch.einsum("btm,mhn->bthn", given.tanh(), weights) for weights in maps]
+    shifted = (reference.empty((2, H), 3, D, x), x + shifts[0], logits + shifts[1], query)
+    wanted = reference.scan(*shifted, num_slots=3)[0].read
+    torch.testing.assert_close(read(*maps, torch.zeros_like(identity), given), wanted)
+
+
 @pytest.mark.parametrize(("read", "read_mask"), READS)
 @pytest.mark.parametrize("discipline", DISCIPLINES)
 def test_saturated_actions_give_finite_gradients(discipline, read, read_mask):

@@ -21,6 +21,12 @@ TWO = ["trainer.devices=2", "data.micro_batch_size=2"]
 MODELS = {
     "stack": [],
     "stack-over-time": ["model.memory.axis=time", "model.memory.feedback=true"],
+    "hidden-feedback": [
+        "model.memory.axis=time",
+        "model.memory.feedback=true",
+        "model.memory.feedback_activation=tanh",
+        "model.memory.feedback_hidden_size=10",
+    ],
     "turning": ["model.memory.axis=time", "model.memory.read=top", "model.memory.rotation=true"],
     "plain": ["model.memory=null"],
     "untied-head": ["model.tie_embeddings=false", "model.init=normal"],

@@ -20,6 +20,7 @@ MEMORIES = {
     "queue": {"axis": "depth", "discipline": "queue", "site": "after_attention"},
     "time": {"axis": "time", "read_mask": "log"},
     "feedback": {"axis": "time", "feedback": True, "read": "top"},
+    "feedback_hidden": {"axis": "time", "feedback": True, "feedback_activation": "tanh", "feedback_hidden_size": 6},
     "rotation": {"axis": "time", "rotation": True, "read": "top"},
     "token_major": {"axis": "token_major", "site": "before_attention"},
 }
@@ -241,7 +242,7 @@ def test_precisions_agree(name, precision):
     assert model.embedding.weight.grad.dtype == model.embedding.weight.dtype
 
 
-@pytest.mark.parametrize("name", ["none", "depth", "feedback"])
+@pytest.mark.parametrize("name", ["none", "depth", "feedback", "feedback_hidden"])
 @pytest.mark.parametrize("init", ["fan_in", "normal"])
 def test_weights_drawn_after_the_meta_device_are_the_same(name, init):
     direct = make_model(MEMORIES[name], init=init, dtype=torch.float32)

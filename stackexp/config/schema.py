@@ -69,6 +69,9 @@ class StackMemoryConfig:
     site: Literal["after_block", "after_attention", "before_attention"] = "after_block"
     feedback: bool = False  # axis time: actions and push are computed from h_t + F f(R_{t-1})
     feedback_activation: Literal["identity", "tanh"] = "identity"  # f
+    # Units of a hidden layer, h_t + F f(U h_t + V R_{t-1}): what two things together ask for, as a product of what was
+    # read and what comes, no linear map gives. None: no such layer.
+    feedback_hidden_size: Optional[int] = at_least(1, None)
     # Axis time, read top: before each update the slots of a head turn by an angle that h_t gives, every plane of two
     # numbers alike, and a stack begins with one learned vector in it.
     rotation: bool = False
@@ -100,6 +103,8 @@ class StackMemoryConfig:
             yield "feedback", f"feedback needs axis: time; axis {self.axis} has no earlier read of the same layer"
         if self.feedback_activation != "identity" and not self.feedback:
             yield "feedback_activation", f"{self.feedback_activation} is of what is fed back; set feedback: true too"
+        if self.feedback_hidden_size is not None and self.feedback_activation == "identity":
+            yield "feedback_hidden_size", "a hidden layer needs feedback: true and feedback_activation: tanh; set both"
         if self.rotation:
             yield from self._rotation_problems()
         if self.head_dropout and self.axis == "token_major":

@@ -70,7 +70,8 @@ class StackMemory(Memory):
 
     x = W_down h  [H, D],  a = softmax(A x),  St, M <- update,  R = read with w_g,  h' = g h + W_up concat(R).
     Parameters (no biases): down d -> H*D, actions A [H, 3, D], query w_g [H, D], up H*D -> d, gate g [1]; with
-    `rotation` the map of h to angles [H, d], and bottom [H, D], which a stack begins with.
+    `feedback` F [d, m] of m = H*D or, with a hidden layer of m units, also U [m, d] and V [m, H*D]; with `rotation` the
+    map of h to angles [H, d], and bottom [H, D], which a stack begins with.
     With `action_noise` or `head_dropout` every rank draws the same numbers for its own part of a batch: N devices do
     not train as one.
     """
@@ -83,7 +84,8 @@ class StackMemory(Memory):
         heads, size, hidden = config.num_heads, config.head_dim, model.hidden_size
         shared = config.projection == "shared_slices"
         num_actions = 2 if config.discipline == "push_only" else 3
-        self.down = self.up = self.query = self.feedback = self.rotation = self.bottom = None
+        self.down = self.up = self.query = self.rotation = self.bottom = None
+        self.feedback = self.feedback_token = self.feedback_read = None
         if config.projection != "none":  # shared_slices: one map for all heads, from and to their slice of h
             outer, inner = (hidden // heads, size) if shared else (hidden, heads * size)
             self.down, self.up = _parameter(inner, outer), _parameter(outer, inner)
@@ -91,7 +93,10 @@ class StackMemory(Memory):
         if config.read == "global":
             self.query = _parameter(1 if shared else heads, size)
         if config.feedback:
-            self.feedback = _parameter(hidden, heads * size)
+            self.feedback = _parameter(hidden, config.feedback_hidden_size or heads * size)
+        if config.feedback_hidden_size:
+            self.feedback_token = _parameter(config.feedback_hidden_size, hidden)
+            self.feedback_read = _parameter(config.feedback_hidden_size, heads * size)
         if config.rotation:
             self.rotation, self.bottom = _parameter(heads, hidden), _parameter(heads, size)
         self.gate = _parameter(1)
@@ -141,7 +146,7 @@ class StackMemory(Memory):
             output, state = stack.step(state, x, logits, query, segment=config.keep_every, **options)
         else:
             options |= {"feedback_activation": config.feedback_activation, "angles": self._angles(h)}
-            output, state = stack.scan(state, x, logits, query, self._feedback_maps(), **options)
+            output, state = stack.scan(state, x, logits, query, self._fed_back(h), **options)
         read = self._read_out(self._dropped(output.read.to(h.dtype)))
         plain, gated = (read, h) if config.residual_gate == "hidden" else (h, read)
         new_h = torch.addcmul(plain, gated, self.gate)
@@ -192,11 +197,15 @@ class StackMemory(Memory):
             return F.linear(read, self.up).flatten(-2)
         return F.linear(read.flatten(-2), self.up)
 
-    def _feedback_maps(self) -> tuple[Tensor, Tensor] | None:
-        """What F f(R_{t-1}) adds to x_t and to the logits, as maps of f(R): both are linear in h."""
+    def _fed_back(self, h: Tensor) -> tuple[Tensor, ...] | None:
+        """What F u_t adds to x_t and to the logits, as maps of u (both are linear in h): u_t [m] is f(R_{t-1}) or, with
+        V and U h_t, which follow the maps, f(U h_t + V R_{t-1})."""
         if self.feedback is None:
             return None
-        return self._project(self.feedback.T)  # [H*D, d]: h for each number of R
+        maps = self._project(self.feedback.T)  # [m, d]: h for each number of u
+        if self.feedback_token is None:
+            return maps
+        return *maps, self.feedback_read, F.linear(h, self.feedback_token)
 
     def _angles(self, h: Tensor) -> Tensor | None:
         """W h / sqrt(d) [B, T, H] of h [B, T, d], in radians and float32: over many tokens they add up. W is standard
@@ -224,7 +233,9 @@ class StackMemory(Memory):
         numbers = config.num_heads * config.head_dim
         matmuls += 0 if self.rotation is None else self.rotation.numel()
         if config.feedback:
-            matmuls += numbers * (numbers + config.num_heads * self.actions.shape[1])
+            matmuls += self.feedback.shape[1] * (numbers + config.num_heads * self.actions.shape[1])
+        if config.feedback_hidden_size:
+            matmuls += self.feedback_token.numel() + self.feedback_read.numel()
         turns = 6.0 * numbers if config.rotation else 0.0  # what is pushed and what is read: 6 for a plane of 2, twice
         return 2.0 * matmuls + turns + 2.0 * 5 * numbers * min(updates, config.num_slots)
 

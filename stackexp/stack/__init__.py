@@ -126,15 +126,16 @@ def scan(
     x: Tensor,
     logits: Tensor,
     query: Tensor | None,
-    feedback: tuple[Tensor, Tensor] | None = None,
+    feedback: tuple[Tensor, ...] | None = None,
     angles: Tensor | None = None,
     **options: str | int,
 ) -> tuple[StackOutput, StackState]:
     """`step` for each token in turn. x [B, T, H, D], logits [B, T, H, 3 or 2]; outputs [B, T, H, ...].
 
-    `feedback` = (P [H*D, H, D], Q [H*D, H, 3 or 2]) adds P f(R_{t-1}) to x_t and Q f(R_{t-1}) to the logits of t; the
-    option feedback_activation is f, identity or tanh. No tokens leave the state as it is. `angles` [B, T, H] in
-    radians turn the slots before each update; not with a feedback or a global read, which raises ValueError.
+    `feedback` = (P [m, H, D], Q [m, H, 3 or 2]) adds P u_t to x_t and Q u_t to the logits of t, where u_t = f(R_{t-1})
+    and m = H*D; with two more, V [m, H*D] and c [B, T, m], u_t = f(c_t + V R_{t-1}). The option feedback_activation is
+    f, identity or tanh. No tokens leave the state as it is. `angles` [B, T, H] in radians turn the slots before each
+    update; not with a feedback or a global read, which raises ValueError.
     """
     if x.shape[1] == 0:
         x = _wide(x.detach())
@@ -142,7 +143,7 @@ def scan(
     if angles is not None:
         return _turning_scan(state, x, logits, query, feedback, angles, options)
     with torch.autocast(x.device.type, enabled=False):
-        feedback = feedback and (_wide(feedback[0]), _wide(feedback[1]))
+        feedback = feedback and tuple(map(_wide, feedback))
         query = query if query is None else _wide(query)
         name = _resolve(_for_scan(x))
         _say(name)
@@ -155,7 +156,7 @@ def _turning_scan(
     x: Tensor,
     logits: Tensor,
     query: Tensor | None,
-    feedback: tuple[Tensor, Tensor] | None,
+    feedback: tuple[Tensor, ...] | None,
     angles: Tensor,
     options: dict[str, str | int],
 ) -> tuple[StackOutput, StackState]:

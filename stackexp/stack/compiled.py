@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from stackexp.stack import eager, kernels
 from stackexp.stack.numba_update_read import ADDITIVE, LOG, MULTIPLY, TOP
 from stackexp.stack.numba_vectors import LANES
-from stackexp.stack.reference import ACTIVATIONS, StackOutput, StackState
+from stackexp.stack.reference import ACTIVATIONS, StackOutput, StackState, fed_back
 
 empty = eager.empty
 
@@ -60,7 +60,7 @@ def _run(
     tokens: int,
     *,
     num_slots: int,
-    feedback: tuple[Tensor, Tensor] | None = None,
+    feedback: tuple[Tensor, ...] | None = None,
     feedback_activation: str = "identity",
     discipline: str = "stack",
     read: str = "global",
@@ -72,8 +72,9 @@ def _run(
     how = TOP if read == "top" else HOW[read_mask]
     every = max(1, math.isqrt(tokens))
     options = (stacks.numel(), tokens, heads, size, logits.shape[-1], start, num_slots, how)
-    options += (int(discipline == "queue"), int(feedback_activation == "tanh"), every)
-    maps = feedback or (None, None)
+    maps = (*(feedback or ()), None, None, None, None)[:4]  # P, Q; V, c
+    units = heads * size if maps[2] is None else len(maps[2])
+    options += (int(discipline == "queue"), int(feedback_activation == "tanh"), units, every)
     tensors = [*state, x, logits, None if read == "top" else query, *maps]
     _check(options, stacks, leading, tensors)
     if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors):
@@ -85,9 +86,10 @@ def _run(
 
 def _check(options: tuple[int, ...], stacks: torch.Size, leading: list[int], tensors: list[Tensor | None]) -> None:
     """ValueError unless all numbers are where the kernels will read them: they get addresses, and trust the shapes."""
-    _, _, heads, size, count, start, num_slots, how, *_ = options
+    _, _, heads, size, count, start, num_slots, how, _, _, units, _ = options
     shapes = [(*stacks, heads, start, size), (*stacks, heads, start), (*leading, heads, size)]
-    shapes += [(*leading, heads, count), (heads, size), (heads * size, heads, size), (heads * size, heads, count)]
+    shapes += [(*leading, heads, count), (heads, size), (units, heads, size), (units, heads, count)]
+    shapes += [(units, heads * size), (*leading, units)]
     if count not in (2, 3):
         raise ValueError(f"stack scan: {count} actions; there are 3, or 2 of push_only")
     for tensor, shape in zip(tensors, shapes, strict=True):
@@ -120,14 +122,16 @@ class _Scan(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, *incoming: Tensor | None) -> tuple[Tensor | None, ...]:
-        slots, mask, x, logits, query, *maps, read, action, entropy, pushed, first_read, states, masks = (
-            ctx.saved_tensors
-        )
-        batch, tokens, heads, size, *_, tanh, _ = ctx.options
-        fed = g_slots = g_mask = g_query = None
+        slots, mask, x, logits, query, to_x, to_logits, of_read, given, *kept = ctx.saved_tensors
+        read, action, entropy, pushed, first_read, states, masks = kept
+        maps = (to_x, to_logits)
+        batch, tokens, heads, size, *_, tanh, _, _ = ctx.options
+        fed = g_slots = g_mask = g_query = g_of_read = g_given = None
+        autocast = torch.autocast("cpu", enabled=False)  # of whoever calls backward
         if first_read is not None:
-            fed = torch.cat([first_read, read[:, : tokens - 1]], 1)  # R_{t-1}
-            fed = fed.tanh() if tanh else fed
+            last = torch.cat([first_read, read[:, : tokens - 1]], 1).flatten(2)  # R_{t-1}
+            with autocast:
+                fed = fed_back(last, "tanh" if tanh else "identity", of_read, given)
         incoming = _contiguous([*incoming[:3], *incoming[4:]])  # none of the occupancy
         if ctx.needs_input_grad[1] or ctx.needs_input_grad[2]:
             g_slots, g_mask = torch.empty_like(slots), torch.empty_like(mask)
@@ -135,18 +139,22 @@ class _Scan(torch.autograd.Function):
             g_query = x.new_zeros(batch, heads, size)
         g_x, g_logits = torch.empty_like(x), torch.empty_like(logits)
         turned = None if fed is None else _padded(torch.cat([of.flatten(1).T for of in maps]))  # what x and logits got
-        inputs = [slots, mask, x if pushed is None else pushed, query, turned, fed]
-        outgoing = [g_slots, g_mask, g_x, g_logits, g_query]
+        if given is not None:
+            g_given = torch.empty_like(given)
+        rows = None if of_read is None else _padded(of_read)
+        inputs = [slots, mask, x if pushed is None else pushed, query, turned, fed, rows]
+        outgoing = [g_slots, g_mask, g_x, g_logits, g_query, g_given]
         _for_all(kernels.backward, ctx.options, inputs, [action, entropy], [states, masks], incoming, outgoing)
         if query is not None:
             g_query = g_query.sum(0)
         g_maps = (None, None)
         if fed is not None:
-            fed = fed.flatten(2).flatten(0, 1).T  # [H*D, B*T]
-            with torch.autocast("cpu", enabled=False):  # of whoever calls backward
+            fed = fed.flatten(0, 1).T  # [m, B*T]
+            with autocast:
                 products = [fed @ gradient.flatten(2).flatten(0, 1) for gradient in (g_x, g_logits)]
+                g_of_read = None if given is None else g_given.flatten(0, 1).T @ last.flatten(0, 1)
             g_maps = [product.view_as(weights) for product, weights in zip(products, maps, strict=True)]
-        return None, g_slots, g_mask, g_x, g_logits, g_query, *g_maps
+        return None, g_slots, g_mask, g_x, g_logits, g_query, *g_maps, g_of_read, g_given
 
 
 def _forward(
@@ -154,9 +162,10 @@ def _forward(
 ) -> tuple[list[Tensor], list[Tensor | None]]:
     """The outputs and the last state; and for the backward pass, what was pushed, R_{-1}, every k-th state."""
     batch, tokens, heads, size, _, start, num_slots, *_, every = options
-    slots, mask, x, logits, query, *maps = tensors
+    slots, mask, x, logits, query, *maps, of_read, given = tensors
     feedback, room = maps[0] is not None, min(start + tokens, num_slots)
     side_by_side = _padded(torch.cat([of.flatten(1) for of in maps], 1)) if feedback else None
+    columns = None if of_read is None else _padded(of_read.T)
     segments = max(0, tokens - 1) // every
     new = x.new_empty
     tokens_of_heads, stacks = x.shape[:-1], slots.shape[:-2]
@@ -165,13 +174,13 @@ def _forward(
     kept = [new(x.shape) if feedback and keep else None, new(batch, 1, heads, size) if feedback else None, None, None]
     if keep and segments:
         kept[2:] = new(batch, heads, segments, room, size), new(batch, heads, segments, room)
-    _for_all(kernels.forward, options, [slots, mask, x, logits, query, side_by_side], outputs, kept)
+    _for_all(kernels.forward, options, [slots, mask, x, logits, query, side_by_side, columns, given], outputs, kept)
     return outputs, kept
 
 
 def _padded(maps: Tensor) -> Tensor:
     """With columns of zeros, so that they fill vectors."""
-    return F.pad(maps, (0, -maps.shape[1] % LANES))
+    return F.pad(maps, (0, -maps.shape[1] % LANES)).contiguous()
 
 
 def _contiguous(tensors: Iterable[Tensor | None]) -> list[Tensor | None]:

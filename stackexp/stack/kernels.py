@@ -44,8 +44,12 @@ whole = njit(inline="always", **OPTIONS)  # into the function that is kept: no p
 
 
 @plain
-def _activate(read, tanh, fed):
-    """f(R) in front of `fed`, which is a multiple of LANES long."""
+def _feed_back(read, hidden, given, of_read, tanh, before, fed):
+    """u, f(R) or f(c + V R), in front of `fed`, which like the scratch `before` is a multiple of LANES long."""
+    if hidden:
+        copy(given, view(before, 0, given.shape[0]))
+        add_product(read, of_read, before)
+        read = view(before, 0, given.shape[0])
     if tanh:
         tanh_into(read, fed)
     else:
@@ -55,14 +59,16 @@ def _activate(read, tanh, fed):
 @whole
 def _forward(begin, end, like, options, inputs, outputs, kept):
     """Fill `outputs` and, for the backward pass, `kept`. `like` is an array of the dtype."""
-    batch, tokens, heads, size, count, start, num_slots, how, queue, tanh, every = options
+    batch, tokens, heads, size, count, start, num_slots, how, queue, tanh, units, every = options
     room, width, actions, stacks = min(start + tokens, num_slots), heads * size, heads * count, batch * heads
     segments, span, length, dtype = (tokens - 1) // every, (room + 3) * size, room + 3, like.dtype
     feedback, pushes, keeps, tiny = inputs[5] != 0, kept[0] != 0, kept[2] != 0, dtype.type(np.finfo(dtype).tiny)
+    hidden, lanes = inputs[6] != 0, padded(units)
     slots, mask = array_at(inputs[0], stacks * start * size, like), array_at(inputs[1], stacks * start, like)
     x, logits = array_at(inputs[2], tokens * batch * width, like), array_at(inputs[3], tokens * batch * actions, like)
     query, columns = array_at(inputs[4], width, like), padded(width + actions)
-    maps = array_at(inputs[5], width * columns, like)  # P and Q, side by side
+    maps = array_at(inputs[5], units * columns, like)  # P and Q, side by side
+    of_read, given = array_at(inputs[6], width * lanes, like), array_at(inputs[7], tokens * batch * units, like)
     read, action = array_at(outputs[0], tokens * batch * width, like), array_at(outputs[1], tokens * stacks * 3, like)
     entropy, occupancy = array_at(outputs[2], tokens * stacks, like), array_at(outputs[3], tokens * stacks, like)
     last_slots, last_mask = array_at(outputs[4], stacks * room * size, like), array_at(outputs[5], stacks * room, like)
@@ -71,7 +77,7 @@ def _forward(begin, end, like, options, inputs, outputs, kept):
     masks = array_at(kept[3], stacks * segments * room, like)
     group = heads if feedback else 1
     rows, row_masks = np.zeros(group * 2 * span, dtype), np.zeros(group * 2 * length, dtype)
-    weights, fed = np.zeros(3 * (room + LANES), dtype), np.zeros(padded(width), dtype)
+    weights, fed, before = np.zeros(3 * (room + LANES), dtype), np.zeros(lanes, dtype), np.zeros(lanes, dtype)
     mixed = np.zeros(columns, dtype)
     mixed_x, mixed_logits = view(mixed, 0, width), view(mixed, width, actions)
     for i in range(group * 2):
@@ -84,14 +90,14 @@ def _forward(begin, end, like, options, inputs, outputs, kept):
                 if feedback:
                     own, out = part(query, first + k, size), part(first_read, at, size)
                     read_row(row, row_mask, own, how, start, num_slots, weights, out, tiny)
-            if feedback:
-                _activate(part(first_read, b, width), tanh, fed)
             for t in range(tokens):
                 grown, here, now = min(start + t + 1, num_slots), b * tokens + t, t % 2
                 if feedback:
+                    last = part(read, here - 1, width) if t else part(first_read, b, width)
+                    _feed_back(last, hidden, part(given, here, units), of_read, tanh, before, fed)
                     copy(part(x, here, width), mixed_x)
                     copy(part(logits, here, actions), mixed_logits)
-                    add_product(view(fed, 0, width), maps, mixed)
+                    add_product(view(fed, 0, units), maps, mixed)
                     if pushes:
                         copy(mixed_x, part(pushed, here, width))
                 for k in range(group):
@@ -113,8 +119,6 @@ def _forward(begin, end, like, options, inputs, outputs, kept):
                     occupancy[at] = update(row, new, row_mask, new_mask, chosen, grown, size, queue, tiny)
                     own, out = part(query, h, size), part(read, at, size)
                     read_row(new, new_mask, own, how, grown, num_slots, weights, out, tiny)
-                if feedback:
-                    _activate(part(read, here, width), tanh, fed)
             for k in range(group):
                 at, i = b * heads + first + k, 2 * k + tokens % 2
                 copy(view(rows, i * span + size, room * size), part(last_slots, at, room * size))
@@ -123,19 +127,20 @@ def _forward(begin, end, like, options, inputs, outputs, kept):
 
 @whole
 def _backward(begin, end, like, options, inputs, outputs, kept, incoming, outgoing):
-    """Fill `outgoing`: the gradients of the state, x and the logits; and add to w_g's, one for each sequence.
+    """Fill `outgoing`: the gradients of the state, x, the logits and c; and add to w_g's, one for each sequence.
 
     `incoming`: those of read, action, entropy and the last state. `inputs` has, for x, what was pushed, and fed
-    [B, T, H*D], f(R_{t-1}).
+    [B, T, m], u.
     """
-    batch, tokens, heads, size, count, start, num_slots, how, queue, tanh, every = options
+    batch, tokens, heads, size, count, start, num_slots, how, queue, tanh, units, every = options
     room, width, actions, stacks = min(start + tokens, num_slots), heads * size, heads * count, batch * heads
     segments, span, length, dtype = (tokens - 1) // every, (room + 3) * size, room + 3, like.dtype
     feedback, tiny = inputs[4] != 0, dtype.type(np.finfo(dtype).tiny)
     zero, one = dtype.type(0), dtype.type(1)
     slots, mask = array_at(inputs[0], stacks * start * size, like), array_at(inputs[1], stacks * start, like)
     pushed, query = array_at(inputs[2], tokens * batch * width, like), array_at(inputs[3], width, like)
-    columns, fed = padded(width), array_at(inputs[5], tokens * batch * width, like)
+    columns, fed = padded(units), array_at(inputs[5], tokens * batch * units, like)
+    hidden, of_read = inputs[6] != 0, array_at(inputs[6], units * padded(width), like)
     map_x = array_at(inputs[4], width * columns, like)  # P, transposed; behind it Q
     map_logits = array_at(inputs[4] + map_x.nbytes, actions * columns, like)
     action, entropy = array_at(outputs[0], tokens * stacks * 3, like), array_at(outputs[1], tokens * stacks, like)
@@ -149,17 +154,18 @@ def _backward(begin, end, like, options, inputs, outputs, kept, incoming, outgoi
     g_slots, g_mask = array_at(outgoing[0], stacks * start * size, like), array_at(outgoing[1], stacks * start, like)
     g_x = array_at(outgoing[2], tokens * batch * width, like)
     g_logits = array_at(outgoing[3], tokens * batch * actions, like)
-    g_query = array_at(outgoing[4], batch * width, like)
+    g_query, g_given = array_at(outgoing[4], batch * width, like), array_at(outgoing[5], tokens * batch * units, like)
     use_mask = queue or how != TOP or incoming[4] != 0
     group = heads if feedback else 1
     rows, row_masks = np.zeros(group * (every + 1) * span, dtype), np.zeros(group * (every + 1) * length, dtype)
     grads, grad_masks = np.zeros(group * 2 * span, dtype), np.zeros(group * 2 * length, dtype)
     weights, g_read, g_fed = np.zeros(3 * (room + LANES), dtype), np.zeros(size, dtype), np.zeros(columns, dtype)
+    g_last = np.zeros(padded(width), dtype)  # of R_{t-1}
     for i in range(group * (every + 1)):
         row_masks[i * length] = 1
     for b in range(begin, end):
         for first in range(0, heads, group):
-            clear(g_fed)
+            clear(g_last)
             for k in range(group):
                 at, i = b * heads + first + k, 2 * k + tokens % 2
                 grad, grad_mask = part(grads, i, span), part(grad_masks, i, length)
@@ -194,7 +200,7 @@ def _backward(begin, end, like, options, inputs, outputs, kept, incoming, outgoi
                     for k in range(group):
                         h, i, now, then = first + k, k * (every + 1) + t - begun, 2 * k + (t + 1) % 2, 2 * k + t % 2
                         at, grad, grad_mask = here * heads + h, part(grads, now, span), part(grad_masks, now, length)
-                        copy(part(g_fed, h, size), g_read)
+                        copy(part(g_last, h, size), g_read)
                         if incoming[0]:
                             add(part(in_read, at, size), g_read)
                         row, row_mask = part(rows, i + 1, span), part(row_masks, i + 1, length)
@@ -221,15 +227,21 @@ def _backward(begin, end, like, options, inputs, outputs, kept, incoming, outgoi
                         add_product(part(g_x, here, width), map_x, g_fed)
                         add_product(part(g_logits, here, actions), map_logits, g_fed)
                         if tanh:
-                            for d in range(width):
-                                g_fed[d] *= one - fed[here * width + d] * fed[here * width + d]
+                            for d in range(units):
+                                g_fed[d] *= one - fed[here * units + d] * fed[here * units + d]
+                        if hidden:
+                            copy(view(g_fed, 0, units), part(g_given, here, units))
+                            clear(g_last)
+                            add_product(view(g_fed, 0, units), of_read, g_last)
+                        else:
+                            copy(g_fed, g_last)
             for k in range(group):
                 h, at = first + k, b * heads + first + k
                 grad, grad_mask = part(grads, 2 * k, span), part(grad_masks, 2 * k, length)
                 if feedback and start:  # R_{-1} was read from the given state
                     row, row_mask = part(rows, k * (every + 1), span), part(row_masks, k * (every + 1), length)
                     load(part(slots, at, start * size), part(mask, at, start), row, row_mask)
-                    own, g_own, out = part(query, h, size), part(g_query, at, size), part(g_fed, h, size)
+                    own, g_own, out = part(query, h, size), part(g_query, at, size), part(g_last, h, size)
                     read_back(row, row_mask, own, how, start, num_slots, weights, out, grad, grad_mask, g_own, tiny)
                 if outgoing[0]:
                     copy(view(grad, size, start * size), part(g_slots, at, start * size))
@@ -268,8 +280,8 @@ def forward(dtype: type) -> CFunc:
 
     def run_forward(address):
         job = carray(address, JOB)
-        options, inputs = to_fixed_tuple(job[2:], 11), to_fixed_tuple(job[13:], 6)
-        outputs, kept = to_fixed_tuple(job[19:], 6), to_fixed_tuple(job[25:], 4)
+        options, inputs = to_fixed_tuple(job[2:], 12), to_fixed_tuple(job[14:], 8)
+        outputs, kept = to_fixed_tuple(job[22:], 6), to_fixed_tuple(job[28:], 4)
         batch, parts, part = job[2], job[1], next_part(job)
         while part < parts:
             _forward(batch * part // parts, batch * (part + 1) // parts, like, options, inputs, outputs, kept)
@@ -286,9 +298,9 @@ def backward(dtype: type) -> CFunc:
 
     def run_backward(address):
         job = carray(address, JOB)
-        options, inputs = to_fixed_tuple(job[2:], 11), to_fixed_tuple(job[13:], 6)
-        outputs, kept = to_fixed_tuple(job[19:], 2), to_fixed_tuple(job[21:], 2)
-        incoming, outgoing = to_fixed_tuple(job[23:], 5), to_fixed_tuple(job[28:], 5)
+        options, inputs = to_fixed_tuple(job[2:], 12), to_fixed_tuple(job[14:], 7)
+        outputs, kept = to_fixed_tuple(job[21:], 2), to_fixed_tuple(job[23:], 2)
+        incoming, outgoing = to_fixed_tuple(job[25:], 5), to_fixed_tuple(job[30:], 6)
         batch, parts, part = job[2], job[1], next_part(job)
         while part < parts:
             begin, end = batch * part // parts, batch * (part + 1) // parts

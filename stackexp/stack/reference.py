@@ -124,7 +124,7 @@ def scan(
     logits: Tensor,
     query: Tensor | None,
     *,
-    feedback: tuple[Tensor, Tensor] | None = None,
+    feedback: tuple[Tensor, ...] | None = None,
     feedback_activation: str = "identity",
     angles: Tensor | None = None,
     step: Callable = step,
@@ -135,26 +135,35 @@ def scan(
 ) -> tuple[StackOutput, StackState]:
     """`step` over the tokens t of x [B, T, H, D] and logits [B, T, H, 3]; outputs are stacked along T.
 
-    `feedback` = (P [H*D, H, D], Q [H*D, H, 3]) adds P f(R_{t-1}) to x_t and Q f(R_{t-1}) to the logits, where f is the
-    `feedback_activation`, identity or tanh; R_{-1} is what the given state reads (0 of an empty one), so a scan may be
-    cut anywhere.
+    `feedback` = (P [m, H, D], Q [m, H, 3]) adds P u_t to x_t and Q u_t to the logits. u_t is f(R_{t-1}), m = H*D; or,
+    where `feedback` has two more, V [m, H*D] and c [B, T, m], f(c_t + V R_{t-1}): a hidden layer of any width. f is
+    the `feedback_activation`, identity or tanh; R_{-1} is what the given state reads (0 of an empty one), so a scan may
+    be cut anywhere.
 
     With `angles` [B, T, H] the slots turn before the update of t: St[j] <- Rot(angles_t) St[j], see `turned`.
     """
     assert feedback_activation in ACTIVATIONS, feedback_activation
     outputs = []
     last_read = read_slots(state, query, read, read_mask) if feedback else None
+    to_x, to_logits, *hidden = feedback or (None, None)
     for t, (x_t, logits_t) in enumerate(zip(x.unbind(1), logits.unbind(1), strict=True)):
         if angles is not None:
             state = state._replace(slots=turned(state.slots, angles[:, t].unsqueeze(-1)))
         if feedback:
-            fed = (last_read.tanh() if feedback_activation == "tanh" else last_read).flatten(1)  # [B, H*D]
-            x_t = x_t + torch.einsum("bk,khd->bhd", fed, feedback[0])
-            logits_t = logits_t + torch.einsum("bk,kha->bha", fed, feedback[1])
+            now = (hidden[0], hidden[1][:, t]) if hidden else ()
+            fed = fed_back(last_read.flatten(1), feedback_activation, *now)
+            x_t = x_t + torch.einsum("bm,mhd->bhd", fed, to_x)
+            logits_t = logits_t + torch.einsum("bm,mha->bha", fed, to_logits)
         output, state = step(state, x_t, logits_t, query, read=read, read_mask=read_mask, **options)
         last_read = output.read
         outputs.append(output)
     return StackOutput(*(torch.stack(values, 1) for values in zip(*outputs, strict=True))), state
+
+
+def fed_back(read: Tensor, activation: str, of_read: Tensor | None = None, given: Tensor | None = None) -> Tensor:
+    """u [..., m] of R_{t-1} [..., H*D]: f(R), or f(c + V R) of V [m, H*D] and c [..., m]."""
+    before = read if of_read is None else given + read @ of_read.T
+    return before.tanh() if activation == "tanh" else before
 
 
 def turned(x: Tensor, angles: Tensor) -> Tensor:

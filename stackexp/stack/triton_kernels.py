@@ -17,7 +17,8 @@ each side has the layout that suits it. Without it programs share nothing and re
 one order: results are deterministic.
 
 Arguments that both kernels have: `kept` slots N of S; `num_empty`, the other S - N; HEADS, HEAD_DIM and NUM_ACTIONS as
-they are, H, S, D padded; for the feedback NUMBERS = H*D and LOGITS = H*3 padded, and BLOCK rows of P at once.
+they are, H, S, D padded; for the feedback NUMBERS = H*D and LOGITS = H*3 padded, UNITS = m as it is, BLOCK rows of P
+(and of V, where HIDDEN) at once.
 """
 
 import triton
@@ -54,7 +55,7 @@ def _load_token(x, at_x, with_x, logits, at_logits, with_logits, NUM_ACTIONS: tl
 
 @triton.jit
 def _load_map(weights, row, num_rows: tl.constexpr, num_columns: tl.constexpr, columns: tl.constexpr):
-    """The `row`s of P [H*D, H*D] or Q [H*D, H*3]."""
+    """The `row`s of P [m, H*D], Q [m, H*3] or V [m, H*D]."""
     column = tl.arange(0, columns)[None, :]
     present = (row < num_rows)[:, None] & (column < num_columns)
     return tl.load(weights + row[:, None] * num_columns + column, present, other=0)
@@ -67,8 +68,10 @@ def _feed_back(
     logits,  # [H*3]
     feedback_x,
     feedback_logits,
-    fed_x,  # out [H*D]: x + P f(R)
-    fed_logits,  # out [H*3]: logits + Q f(R)
+    of_read,  # V
+    given,  # c_t [m]
+    fed_x,  # out [H*D]: x + P u
+    fed_logits,  # out [H*3]: logits + Q u
     HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     NUM_ACTIONS: tl.constexpr,
@@ -76,28 +79,38 @@ def _feed_back(
     BLOCK: tl.constexpr,
     NUMBERS: tl.constexpr,
     LOGITS: tl.constexpr,
+    UNITS: tl.constexpr,
+    HIDDEN: tl.constexpr,
 ):
     numbers: tl.constexpr = HEADS * HEAD_DIM
     actions: tl.constexpr = HEADS * NUM_ACTIONS
     column, action = tl.arange(0, NUMBERS), tl.arange(0, LOGITS)
     new_x = tl.load(x + column, column < numbers, other=0)
     new_logits = tl.load(logits + action, action < actions, other=0)
-    for start in range(0, numbers, BLOCK):
+    last = tl.load(read + column, column < numbers, other=0)[None, :]
+    for start in range(0, UNITS, BLOCK):
         row = start + tl.arange(0, BLOCK)
-        fed = activated(tl.load(read + row, row < numbers, other=0), ACTIVATION)[:, None]
-        new_x += tl.sum(fed * _load_map(feedback_x, row, numbers, numbers, NUMBERS), 0)
-        new_logits += tl.sum(fed * _load_map(feedback_logits, row, numbers, actions, LOGITS), 0)
+        if HIDDEN:
+            before = tl.load(given + row, row < UNITS, other=0)
+            before += tl.sum(last * _load_map(of_read, row, UNITS, numbers, NUMBERS), 1)
+        else:
+            before = tl.load(read + row, row < UNITS, other=0)
+        fed = activated(before, ACTIVATION)[:, None]
+        new_x += tl.sum(fed * _load_map(feedback_x, row, UNITS, numbers, NUMBERS), 0)
+        new_logits += tl.sum(fed * _load_map(feedback_logits, row, UNITS, actions, LOGITS), 0)
     tl.store(fed_x + column, new_x, column < numbers)
     tl.store(fed_logits + action, new_logits, action < actions)
 
 
 @triton.jit
 def _feed_back_backward(
-    read,  # R_{t-1} [H*D]
+    fed,  # u_t [m]
     grad_x,  # [H*D]
     grad_logits,  # [H*3]
     feedback_x,
     feedback_logits,
+    of_read,
+    grad_given,  # out, where HIDDEN [m]
     grad_read,  # out [H*D]
     HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -106,20 +119,29 @@ def _feed_back_backward(
     BLOCK: tl.constexpr,
     NUMBERS: tl.constexpr,
     LOGITS: tl.constexpr,
+    UNITS: tl.constexpr,
+    HIDDEN: tl.constexpr,
 ):
     numbers: tl.constexpr = HEADS * HEAD_DIM
     actions: tl.constexpr = HEADS * NUM_ACTIONS
     column, action = tl.arange(0, NUMBERS), tl.arange(0, LOGITS)
     to_x = tl.load(grad_x + column, column < numbers, other=0)[None, :]
     to_logits = tl.load(grad_logits + action, action < actions, other=0)[None, :]
-    for start in range(0, numbers, BLOCK):
+    to_read = tl.zeros([NUMBERS], to_x.dtype)
+    for start in range(0, UNITS, BLOCK):
         row = start + tl.arange(0, BLOCK)
-        grad = tl.sum(to_x * _load_map(feedback_x, row, numbers, numbers, NUMBERS), 1)
-        grad += tl.sum(to_logits * _load_map(feedback_logits, row, numbers, actions, LOGITS), 1)
+        grad = tl.sum(to_x * _load_map(feedback_x, row, UNITS, numbers, NUMBERS), 1)
+        grad += tl.sum(to_logits * _load_map(feedback_logits, row, UNITS, actions, LOGITS), 1)
         if ACTIVATION == "tanh":
-            fed = activated(tl.load(read + row, row < numbers, other=0), ACTIVATION)
-            grad *= 1 - fed * fed
-        tl.store(grad_read + row, grad, row < numbers)
+            active = tl.load(fed + row, row < UNITS, other=0)
+            grad *= 1 - active * active
+        if HIDDEN:
+            tl.store(grad_given + row, grad, row < UNITS)
+            to_read += tl.sum(grad[:, None] * _load_map(of_read, row, UNITS, numbers, NUMBERS), 0)
+        else:
+            tl.store(grad_read + row, grad, row < UNITS)
+    if HIDDEN:
+        tl.store(grad_read + column, to_read, column < numbers)
 
 
 @triton.jit(do_not_specialize=DYNAMIC)
@@ -129,13 +151,15 @@ def forward(
     query,  # [H, D]
     initial_slots,  # [B, H, N, D]
     initial_mask,  # [B, H, N]
-    feedback_x,  # P [H*D, H, D]
-    feedback_logits,  # Q [H*D, H, 3 or 2]
+    feedback_x,  # P [m, H, D]
+    feedback_logits,  # Q [m, H, 3 or 2]
+    of_read,  # where HIDDEN, V [m, H, D]
+    given,  # where HIDDEN, c [B, T, m]
     read,  # out [B, T, H, D]; with feedback [B, 1 + T, H, D], and the first is given: R_{-1}
     occupancy,  # out [B, T, H]
     final_slots,  # out [B, H, N, D]
     final_mask,  # out [B, H, N]
-    fed_x,  # out, with feedback [B, T, H, D]: x + P f(R_{t-1})
+    fed_x,  # out, with feedback [B, T, H, D]: x + P u
     fed_logits,  # out, with feedback [B, T, H, 3 or 2]
     saved_slots,  # out [C, B, H, N, D]: the states before tokens 0, interval, 2 interval ...
     saved_mask,  # out [C, B, H, N]
@@ -160,6 +184,8 @@ def forward(
     BLOCK: tl.constexpr,
     NUMBERS: tl.constexpr,
     LOGITS: tl.constexpr,
+    UNITS: tl.constexpr,
+    HIDDEN: tl.constexpr,
 ):
     """`reference.scan`."""
     row, num_stacks, head, j, at_mask = _place(kept, FEEDBACK, HEADS, H, S)
@@ -194,6 +220,8 @@ def forward(
                 logits + token * NUM_ACTIONS,
                 feedback_x,
                 feedback_logits,
+                of_read,
+                given + (row * num_tokens + t) * UNITS if HIDDEN else given,
                 fed_x + token * HEAD_DIM,
                 fed_logits + token * NUM_ACTIONS,
                 HEADS,
@@ -203,6 +231,8 @@ def forward(
                 BLOCK,
                 NUMBERS,
                 LOGITS,
+                UNITS,
+                HIDDEN,
             )
             tl.debug_barrier()
             pushed, push, pop, no_op = _load_token(fed_x, at_x, vector, fed_logits, at_logits, here, NUM_ACTIONS)
@@ -230,9 +260,10 @@ def backward(
     x,  # [B, T, H, D], with the feedback
     logits,  # [B, T, H, 3 or 2], with the feedback
     query,  # [H, D]
-    feedback_x,  # P [H*D, H, D]
-    feedback_logits,  # Q [H*D, H, 3 or 2]
-    read,  # with feedback [B, 1 + T, H, D]
+    feedback_x,  # P [m, H, D]
+    feedback_logits,  # Q [m, H, 3 or 2]
+    of_read,  # where HIDDEN, V [m, H, D]
+    fed,  # with feedback, u [B, T, m]
     saved_slots,  # [C, B, H, N, D]
     saved_mask,  # [C, B, H, N]
     grad_read,  # [B, T, H, D]
@@ -247,6 +278,7 @@ def backward(
     grad_initial_slots,  # out [B, H, N, D]
     grad_initial_mask,  # out [B, H, N]
     grad_last,  # with feedback, 0 and out [B, H, D]: to the read before, at the end to R_{-1}
+    grad_given,  # out, where HIDDEN [B, T, m]
     num_tokens,
     kept,
     num_empty,
@@ -268,6 +300,8 @@ def backward(
     BLOCK: tl.constexpr,
     NUMBERS: tl.constexpr,
     LOGITS: tl.constexpr,
+    UNITS: tl.constexpr,
+    HIDDEN: tl.constexpr,
 ):
     """The gradients of `forward`, segment by segment from the last: its states are built again from its checkpoint."""
     row, num_stacks, head, j, at_mask = _place(kept, FEEDBACK, HEADS, H, S)
@@ -342,11 +376,13 @@ def backward(
             if FEEDBACK:
                 tl.debug_barrier()
                 _feed_back_backward(
-                    read + (row * (num_tokens + 1) + start + i) * numbers,
+                    fed + (row * num_tokens + start + i) * UNITS,
                     grad_x + token * HEAD_DIM,
                     grad_logits + token * NUM_ACTIONS,
                     feedback_x,
                     feedback_logits,
+                    of_read,
+                    grad_given + (row * num_tokens + start + i) * UNITS if HIDDEN else grad_given,
                     grad_last + row * numbers,
                     HEADS,
                     HEAD_DIM,
@@ -355,6 +391,8 @@ def backward(
                     BLOCK,
                     NUMBERS,
                     LOGITS,
+                    UNITS,
+                    HIDDEN,
                 )
                 tl.debug_barrier()
         tl.debug_barrier()  # the next segment stores where this one has loaded

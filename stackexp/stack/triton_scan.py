@@ -33,6 +33,7 @@ class _Options(NamedTuple):
     read: str
     read_mask: str
     feedback_activation: str | None  # None: without feedback
+    hidden: bool  # whether the feedback has a hidden layer
     interval: int  # tokens between saved states; 0: none are saved
 
 
@@ -46,7 +47,7 @@ def scan(
     discipline: str = "stack",
     read: str = "global",
     read_mask: str = "multiply",
-    feedback: tuple[Tensor, Tensor] | None = None,
+    feedback: tuple[Tensor, ...] | None = None,
     feedback_activation: str = "identity",
 ) -> tuple[StackOutput, StackState]:
     """As `reference.scan`; all tensors of one dtype, float32 or float64."""
@@ -61,13 +62,14 @@ def scan(
         query if read == "global" else None,
         F.pad(state.slots, (0, 0, 0, missing)),
         F.pad(state.mask, (0, missing)),
-        *(feedback or (None, None)),
+        *(*(feedback or ()), None, None, None, None)[:4],
         initial_read,
     )
     needs_gradient = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
     interval = math.isqrt(num_tokens - 1) + 1 if needs_gradient else 0
     activation = feedback_activation if feedback else None
-    options = _Options(num_slots, discipline, read, read_mask, activation, interval)
+    hidden = feedback is not None and len(feedback) > 2
+    options = _Options(num_slots, discipline, read, read_mask, activation, hidden, interval)
     reads, occupancy, slots, mask, *fed_logits = _Scan.apply(*tensors, options)
     logits = fed_logits[0] if feedback else logits
     return StackOutput(reads, reference.actions(logits), reference.entropy(logits), occupancy), StackState(slots, mask)
@@ -82,14 +84,17 @@ class _Scan(torch.autograd.Function):
         query: Tensor | None,  # [H, D]
         slots: Tensor,  # [B, H, N, D]
         mask: Tensor,  # [B, H, N]
-        feedback_x: Tensor | None,  # [H*D, H, D]
-        feedback_logits: Tensor | None,  # [H*D, H, 3 or 2]
+        feedback_x: Tensor | None,  # [m, H, D]
+        feedback_logits: Tensor | None,  # [m, H, 3 or 2]
+        of_read: Tensor | None,  # [m, H*D]
+        fed_given: Tensor | None,  # [B, T, m]
         initial_read: Tensor | None,  # [B, H, D]
         options: _Options,
     ) -> tuple[Tensor, ...]:
         """Reads [B, T, H, D], occupancy [B, T, H], contents, mask; with feedback, the logits that it makes."""
-        inputs = (x, logits, query, slots, mask, feedback_x, feedback_logits)
-        x, logits, query, slots, mask, feedback_x, feedback_logits = map(_contiguous, inputs)
+        inputs = (x, logits, query, slots, mask, feedback_x, feedback_logits, of_read, fed_given)
+        given = [_contiguous(tensor) for tensor in inputs]
+        x, logits, query, slots, mask, *feedback = given
         num_tokens = x.shape[1]
         reads, fed_x, fed_logits = torch.empty_like(x), x, logits
         if options.feedback_activation:
@@ -100,9 +105,8 @@ class _Scan(torch.autograd.Function):
         final = torch.empty_like(slots), torch.empty_like(mask)
         occupancy = x.new_empty(x.shape[:3])
         outputs = (reads, occupancy, *final, fed_x, fed_logits, *saved)
-        given = (x, logits, query, slots, mask, feedback_x, feedback_logits)
-        _launch("forward", (*given, *outputs), x, logits, slots, options)
-        ctx.save_for_backward(fed_x, fed_logits, query, feedback_x, feedback_logits, reads, *saved)
+        _launch("forward", (*given, *outputs), x, logits, slots, feedback[0], options)
+        ctx.save_for_backward(fed_x, fed_logits, query, *feedback, reads, *saved)
         ctx.options = options
         ctx.mark_non_differentiable(occupancy)
         if options.feedback_activation:
@@ -119,22 +123,28 @@ class _Scan(torch.autograd.Function):
         grad_mask: Tensor,
         grad_logits: Tensor | None = None,
     ) -> tuple[Tensor | None, ...]:
-        x, logits, query, feedback_x, feedback_logits, reads, *saved = ctx.saved_tensors
-        options = ctx.options
+        x, logits, query, feedback_x, feedback_logits, of_read, fed_given, reads, *saved = ctx.saved_tensors
+        options, fed = ctx.options, None
+        autocast = torch.autocast(x.device.type, enabled=False)  # of whoever calls backward
+        if options.feedback_activation:
+            last = reads[:, :-1].flatten(2)  # R_{t-1} [B, T, H*D]
+            with autocast:
+                fed = reference.fed_back(last, options.feedback_activation, of_read, fed_given).contiguous()
         given = map(_contiguous, (grad_read, grad_logits, grad_slots, grad_mask))
         segment = [states.new_empty(options.interval, *states.shape[1:]) for states in saved]
         to_x, to_logits, to_slots, to_mask = map(torch.empty_like, (x, logits, saved[0][0], saved[1][0]))
         to_query, to_read = x.new_zeros(2, x.shape[0], *x.shape[2:])  # [B, H, D]
-        outputs = (to_x, to_logits, to_query, to_slots, to_mask, to_read)
-        known = (x, logits, query, feedback_x, feedback_logits, reads, *saved)
-        _launch("backward", (*known, *given, *segment, *outputs), x, logits, to_slots, options)
+        to_given = None if of_read is None else torch.empty_like(fed_given)
+        outputs = (to_x, to_logits, to_query, to_slots, to_mask, to_read, to_given)
+        known = (x, logits, query, feedback_x, feedback_logits, of_read, fed, *saved)
+        _launch("backward", (*known, *given, *segment, *outputs), x, logits, to_slots, feedback_x, options)
         to_query = None if query is None else to_query.sum(0)
-        to_feedback = None, None, None
+        to_feedback = [None] * 5
         if options.feedback_activation:
-            fed = reads[:, :-1].tanh() if options.feedback_activation == "tanh" else reads[:, :-1]
-            with torch.autocast(x.device.type, enabled=False):  # of whoever calls backward
-                to_maps = [torch.einsum("btk,bthd->khd", fed.flatten(2), gradient) for gradient in (to_x, to_logits)]
-            to_feedback = (*to_maps, to_read)
+            with autocast:
+                to_maps = [torch.einsum("btm,bthd->mhd", fed, gradient) for gradient in (to_x, to_logits)]
+                to_of_read = None if to_given is None else torch.einsum("btm,btk->mk", to_given, last)
+            to_feedback = (*to_maps, to_of_read, to_given, to_read)
         return to_x, to_logits, to_query, to_slots, to_mask, *to_feedback, None
 
 
@@ -143,13 +153,20 @@ def _contiguous(tensor: Tensor | None) -> Tensor | None:
 
 
 def _launch(
-    name: str, tensors: tuple[Tensor | None, ...], x: Tensor, logits: Tensor, slots: Tensor, options: _Options
+    name: str,
+    tensors: tuple[Tensor | None, ...],
+    x: Tensor,
+    logits: Tensor,
+    slots: Tensor,
+    feedback_x: Tensor | None,
+    options: _Options,
 ) -> None:
     """Run the kernel `name` of `triton_kernels`: one program per row and head, or per row with feedback."""
     assert {tensor.dtype for tensor in tensors if tensor is not None} == {x.dtype}, "one dtype"
     batch_size, num_tokens, num_heads, head_dim = x.shape
     kept = slots.shape[2]
-    made_for = constants(num_heads, head_dim, logits.shape[-1], kept, x.dtype, options)
+    units = num_heads * head_dim if feedback_x is None else len(feedback_x)
+    made_for = constants(num_heads, head_dim, logits.shape[-1], kept, units, x.dtype, options)
     interval = options.interval or num_tokens  # without saved states any
     checkpoints = -(-num_tokens // interval) if options.interval else 0
     with torch.cuda.device_of(x):
@@ -166,7 +183,7 @@ def _launch(
 
 
 def constants(
-    num_heads: int, head_dim: int, num_actions: int, kept: int, dtype: torch.dtype, options: _Options
+    num_heads: int, head_dim: int, num_actions: int, kept: int, units: int, dtype: torch.dtype, options: _Options
 ) -> dict[str, str | float]:
     """What the kernels are compiled for: their `tl.constexpr` arguments."""
     feedback, numbers = options.feedback_activation is not None, _power_of_2(num_heads * head_dim)
@@ -184,9 +201,11 @@ def constants(
         "ACTIVATION": options.feedback_activation or "identity",
         "EMPTY": eager.empty_score(options.read_mask, dtype),
         "TINY": torch.finfo(dtype).tiny,
-        "BLOCK": min(numbers, max(1, MAP_BLOCK // numbers)),
+        "BLOCK": min(_power_of_2(units), max(1, MAP_BLOCK // numbers)),
         "NUMBERS": numbers,
         "LOGITS": _power_of_2(num_heads * num_actions),
+        "UNITS": units,
+        "HIDDEN": options.hidden,
     }
 
 
