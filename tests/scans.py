@@ -58,7 +58,8 @@ def make_inputs(case: Case, device: str) -> list[Tensor]:
         gain = 0.3 * (H * D / units) ** 0.5
         inputs += [draw(H, units, D, scale=gain).transpose(0, 1), draw(units, H, num_actions, scale=gain)]
     if case.hidden:
-        inputs += [draw(case.hidden, H * D, scale=0.3), draw(T, B, case.hidden).transpose(0, 1)]
+        inner = 2 * case.hidden if case.feedback == "gated" else case.hidden
+        inputs += [draw(inner, H * D, scale=0.3), draw(T, B, inner).transpose(0, 1)]
     return [tensor.to(device, case.dtype).requires_grad_() for tensor in inputs]
 
 

@@ -68,7 +68,8 @@ class StackMemoryConfig:
     residual_gate: Literal["hidden", "read"] = "hidden"  # g_h h + R, or h + g R
     site: Literal["after_block", "after_attention", "before_attention"] = "after_block"
     feedback: bool = False  # axis time: actions and push are computed from h_t + F f(R_{t-1})
-    feedback_activation: Literal["identity", "tanh"] = "identity"  # f
+    # f; gated, with a hidden layer: tanh(a) tanh(b) of two of its units each, so that it has products to begin with
+    feedback_activation: Literal["identity", "tanh", "gated"] = "identity"
     # Units of a hidden layer, h_t + F f(U h_t + V R_{t-1}): what two things together ask for, as a product of what was
     # read and what comes, no linear map gives. None: no such layer.
     feedback_hidden_size: Optional[int] = at_least(1, None)
@@ -104,7 +105,12 @@ class StackMemoryConfig:
         if self.feedback_activation != "identity" and not self.feedback:
             yield "feedback_activation", f"{self.feedback_activation} is of what is fed back; set feedback: true too"
         if self.feedback_hidden_size is not None and self.feedback_activation == "identity":
-            yield "feedback_hidden_size", "a hidden layer needs feedback: true and feedback_activation: tanh; set both"
+            yield (
+                "feedback_hidden_size",
+                "a hidden layer needs feedback: true and feedback_activation: tanh or gated; set both",
+            )
+        if self.feedback_activation == "gated" and self.feedback_hidden_size is None:
+            yield "feedback_activation", "gated is of a hidden layer; set feedback_hidden_size too"
         if self.rotation:
             yield from self._rotation_problems()
         if self.head_dropout and self.axis == "token_major":

@@ -70,8 +70,8 @@ class StackMemory(Memory):
 
     x = W_down h  [H, D],  a = softmax(A x),  St, M <- update,  R = read with w_g,  h' = g h + W_up concat(R).
     Parameters (no biases): down d -> H*D, actions A [H, 3, D], query w_g [H, D], up H*D -> d, gate g [1]; with
-    `feedback` F [d, m] of m = H*D or, with a hidden layer of m units, also U [m, d] and V [m, H*D]; with `rotation` the
-    map of h to angles [H, d], and bottom [H, D], which a stack begins with.
+    `feedback` F [d, m] of m = H*D or, with a hidden layer of m units, also U [m, d] and V [m, H*D] (gated: of 2 m
+    rows); with `rotation` the map of h to angles [H, d], and bottom [H, D], which a stack begins with.
     With `action_noise` or `head_dropout` every rank draws the same numbers for its own part of a batch: N devices do
     not train as one.
     """
@@ -95,8 +95,8 @@ class StackMemory(Memory):
         if config.feedback:
             self.feedback = _parameter(hidden, config.feedback_hidden_size or heads * size)
         if config.feedback_hidden_size:
-            self.feedback_token = _parameter(config.feedback_hidden_size, hidden)
-            self.feedback_read = _parameter(config.feedback_hidden_size, heads * size)
+            inner = (2 if config.feedback_activation == "gated" else 1) * config.feedback_hidden_size
+            self.feedback_token, self.feedback_read = _parameter(inner, hidden), _parameter(inner, heads * size)
         if config.rotation:
             self.rotation, self.bottom = _parameter(heads, hidden), _parameter(heads, size)
         self.gate = _parameter(1)

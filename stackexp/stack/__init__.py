@@ -134,8 +134,9 @@ def scan(
 
     `feedback` = (P [m, H, D], Q [m, H, 3 or 2]) adds P u_t to x_t and Q u_t to the logits of t, where u_t = f(R_{t-1})
     and m = H*D; with two more, V [m, H*D] and c [B, T, m], u_t = f(c_t + V R_{t-1}). The option feedback_activation is
-    f, identity or tanh. No tokens leave the state as it is. `angles` [B, T, H] in radians turn the slots before each
-    update; not with a feedback or a global read, which raises ValueError.
+    f: identity, tanh, or gated, a product of two tanh, for which V and c have 2 m rows. No tokens leave the state as it
+    is. `angles` [B, T, H] in radians turn the slots before each update; not with a feedback or a global read, which
+    raises ValueError.
     """
     if x.shape[1] == 0:
         x = _wide(x.detach())

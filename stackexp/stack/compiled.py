@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from stackexp.stack import eager, kernels
 from stackexp.stack.numba_update_read import ADDITIVE, LOG, MULTIPLY, TOP
 from stackexp.stack.numba_vectors import LANES
-from stackexp.stack.reference import ACTIVATIONS, StackOutput, StackState, fed_back
+from stackexp.stack.reference import ACTIVATIONS, StackOutput, StackState, gated, squashed
 
 empty = eager.empty
 
@@ -73,8 +73,9 @@ def _run(
     every = max(1, math.isqrt(tokens))
     options = (stacks.numel(), tokens, heads, size, logits.shape[-1], start, num_slots, how)
     maps = (*(feedback or ()), None, None, None, None)[:4]  # P, Q; V, c
-    units = heads * size if maps[2] is None else len(maps[2])
-    options += (int(discipline == "queue"), int(feedback_activation == "tanh"), units, every)
+    inner = heads * size if maps[2] is None else len(maps[2])
+    units = inner // 2 if feedback_activation == "gated" else inner
+    options += (int(discipline == "queue"), ACTIVATIONS.index(feedback_activation), units, inner, every)
     tensors = [*state, x, logits, None if read == "top" else query, *maps]
     _check(options, stacks, leading, tensors)
     if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors):
@@ -86,10 +87,10 @@ def _run(
 
 def _check(options: tuple[int, ...], stacks: torch.Size, leading: list[int], tensors: list[Tensor | None]) -> None:
     """ValueError unless all numbers are where the kernels will read them: they get addresses, and trust the shapes."""
-    _, _, heads, size, count, start, num_slots, how, _, _, units, _ = options
+    _, _, heads, size, count, start, num_slots, how, _, _, units, inner, _ = options
     shapes = [(*stacks, heads, start, size), (*stacks, heads, start), (*leading, heads, size)]
     shapes += [(*leading, heads, count), (heads, size), (units, heads, size), (units, heads, count)]
-    shapes += [(units, heads * size), (*leading, units)]
+    shapes += [(inner, heads * size), (*leading, inner)]
     if count not in (2, 3):
         raise ValueError(f"stack scan: {count} actions; there are 3, or 2 of push_only")
     for tensor, shape in zip(tensors, shapes, strict=True):
@@ -125,13 +126,13 @@ class _Scan(torch.autograd.Function):
         slots, mask, x, logits, query, to_x, to_logits, of_read, given, *kept = ctx.saved_tensors
         read, action, entropy, pushed, first_read, states, masks = kept
         maps = (to_x, to_logits)
-        batch, tokens, heads, size, *_, tanh, _, _ = ctx.options
+        batch, tokens, heads, size, *_, activation, _, _, _ = ctx.options
         fed = g_slots = g_mask = g_query = g_of_read = g_given = None
         autocast = torch.autocast("cpu", enabled=False)  # of whoever calls backward
         if first_read is not None:
             last = torch.cat([first_read, read[:, : tokens - 1]], 1).flatten(2)  # R_{t-1}
             with autocast:
-                fed = fed_back(last, "tanh" if tanh else "identity", of_read, given)
+                fed = squashed(last, ACTIVATIONS[activation], of_read, given)
         incoming = _contiguous([*incoming[:3], *incoming[4:]])  # none of the occupancy
         if ctx.needs_input_grad[1] or ctx.needs_input_grad[2]:
             g_slots, g_mask = torch.empty_like(slots), torch.empty_like(mask)
@@ -149,7 +150,7 @@ class _Scan(torch.autograd.Function):
             g_query = g_query.sum(0)
         g_maps = (None, None)
         if fed is not None:
-            fed = fed.flatten(0, 1).T  # [m, B*T]
+            fed = gated(fed, ACTIVATIONS[activation]).flatten(0, 1).T  # [m, B*T]
             with autocast:
                 products = [fed @ gradient.flatten(2).flatten(0, 1) for gradient in (g_x, g_logits)]
                 g_of_read = None if given is None else g_given.flatten(0, 1).T @ last.flatten(0, 1)

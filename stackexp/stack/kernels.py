@@ -39,36 +39,56 @@ from stackexp.stack.numba_vectors import (
     view,
 )
 
+IDENTITY, TANH, GATED = range(3)  # of reference.ACTIVATIONS
 SOURCES = ("kernels.py", "numba_update_read.py", "numba_vectors.py", "reference.py")
 whole = njit(inline="always", **OPTIONS)  # into the function that is kept: no pass of the compiler over it twice
 
 
 @plain
-def _feed_back(read, hidden, given, of_read, tanh, before, fed):
+def _feed_back(read, hidden, given, of_read, activation, before, fed):
     """u, f(R) or f(c + V R), in front of `fed`, which like the scratch `before` is a multiple of LANES long."""
     if hidden:
         copy(given, view(before, 0, given.shape[0]))
         add_product(read, of_read, before)
         read = view(before, 0, given.shape[0])
-    if tanh:
-        tanh_into(read, fed)
-    else:
+    if activation == IDENTITY:
         copy(read, view(fed, 0, read.shape[0]))
+    else:
+        tanh_into(read, fed)
+    if activation == GATED:
+        units = read.shape[0] // 2
+        for i in range(units):
+            fed[i] *= fed[units + i]
+
+
+@plain
+def _activate_back(g_fed, fed, activation, out):
+    """From the gradient to u that to what the activation was of; `fed` is what `reference.squashed` gives."""
+    one, units = fed.dtype.type(1), g_fed.shape[0]
+    for i in range(units):
+        a = fed[i]
+        if activation == IDENTITY:
+            out[i] = g_fed[i]
+        elif activation == TANH:
+            out[i] = g_fed[i] * (one - a * a)
+        else:
+            b = fed[units + i]
+            out[i], out[units + i] = g_fed[i] * b * (one - a * a), g_fed[i] * a * (one - b * b)
 
 
 @whole
 def _forward(begin, end, like, options, inputs, outputs, kept):
     """Fill `outputs` and, for the backward pass, `kept`. `like` is an array of the dtype."""
-    batch, tokens, heads, size, count, start, num_slots, how, queue, tanh, units, every = options
+    batch, tokens, heads, size, count, start, num_slots, how, queue, activation, units, inner, every = options
     room, width, actions, stacks = min(start + tokens, num_slots), heads * size, heads * count, batch * heads
     segments, span, length, dtype = (tokens - 1) // every, (room + 3) * size, room + 3, like.dtype
     feedback, pushes, keeps, tiny = inputs[5] != 0, kept[0] != 0, kept[2] != 0, dtype.type(np.finfo(dtype).tiny)
-    hidden, lanes = inputs[6] != 0, padded(units)
+    hidden, lanes = inputs[6] != 0, padded(inner)
     slots, mask = array_at(inputs[0], stacks * start * size, like), array_at(inputs[1], stacks * start, like)
     x, logits = array_at(inputs[2], tokens * batch * width, like), array_at(inputs[3], tokens * batch * actions, like)
     query, columns = array_at(inputs[4], width, like), padded(width + actions)
     maps = array_at(inputs[5], units * columns, like)  # P and Q, side by side
-    of_read, given = array_at(inputs[6], width * lanes, like), array_at(inputs[7], tokens * batch * units, like)
+    of_read, given = array_at(inputs[6], width * lanes, like), array_at(inputs[7], tokens * batch * inner, like)
     read, action = array_at(outputs[0], tokens * batch * width, like), array_at(outputs[1], tokens * stacks * 3, like)
     entropy, occupancy = array_at(outputs[2], tokens * stacks, like), array_at(outputs[3], tokens * stacks, like)
     last_slots, last_mask = array_at(outputs[4], stacks * room * size, like), array_at(outputs[5], stacks * room, like)
@@ -94,7 +114,7 @@ def _forward(begin, end, like, options, inputs, outputs, kept):
                 grown, here, now = min(start + t + 1, num_slots), b * tokens + t, t % 2
                 if feedback:
                     last = part(read, here - 1, width) if t else part(first_read, b, width)
-                    _feed_back(last, hidden, part(given, here, units), of_read, tanh, before, fed)
+                    _feed_back(last, hidden, part(given, here, inner), of_read, activation, before, fed)
                     copy(part(x, here, width), mixed_x)
                     copy(part(logits, here, actions), mixed_logits)
                     add_product(view(fed, 0, units), maps, mixed)
@@ -130,17 +150,17 @@ def _backward(begin, end, like, options, inputs, outputs, kept, incoming, outgoi
     """Fill `outgoing`: the gradients of the state, x, the logits and c; and add to w_g's, one for each sequence.
 
     `incoming`: those of read, action, entropy and the last state. `inputs` has, for x, what was pushed, and fed
-    [B, T, m], u.
+    [B, T, m or 2 m], what `reference.squashed` gives.
     """
-    batch, tokens, heads, size, count, start, num_slots, how, queue, tanh, units, every = options
+    batch, tokens, heads, size, count, start, num_slots, how, queue, activation, units, inner, every = options
     room, width, actions, stacks = min(start + tokens, num_slots), heads * size, heads * count, batch * heads
     segments, span, length, dtype = (tokens - 1) // every, (room + 3) * size, room + 3, like.dtype
     feedback, tiny = inputs[4] != 0, dtype.type(np.finfo(dtype).tiny)
-    zero, one = dtype.type(0), dtype.type(1)
+    zero = dtype.type(0)
     slots, mask = array_at(inputs[0], stacks * start * size, like), array_at(inputs[1], stacks * start, like)
     pushed, query = array_at(inputs[2], tokens * batch * width, like), array_at(inputs[3], width, like)
-    columns, fed = padded(units), array_at(inputs[5], tokens * batch * units, like)
-    hidden, of_read = inputs[6] != 0, array_at(inputs[6], units * padded(width), like)
+    columns, fed = padded(units), array_at(inputs[5], tokens * batch * inner, like)
+    hidden, of_read = inputs[6] != 0, array_at(inputs[6], inner * padded(width), like)
     map_x = array_at(inputs[4], width * columns, like)  # P, transposed; behind it Q
     map_logits = array_at(inputs[4] + map_x.nbytes, actions * columns, like)
     action, entropy = array_at(outputs[0], tokens * stacks * 3, like), array_at(outputs[1], tokens * stacks, like)
@@ -154,13 +174,13 @@ def _backward(begin, end, like, options, inputs, outputs, kept, incoming, outgoi
     g_slots, g_mask = array_at(outgoing[0], stacks * start * size, like), array_at(outgoing[1], stacks * start, like)
     g_x = array_at(outgoing[2], tokens * batch * width, like)
     g_logits = array_at(outgoing[3], tokens * batch * actions, like)
-    g_query, g_given = array_at(outgoing[4], batch * width, like), array_at(outgoing[5], tokens * batch * units, like)
+    g_query, g_given = array_at(outgoing[4], batch * width, like), array_at(outgoing[5], tokens * batch * inner, like)
     use_mask = queue or how != TOP or incoming[4] != 0
     group = heads if feedback else 1
     rows, row_masks = np.zeros(group * (every + 1) * span, dtype), np.zeros(group * (every + 1) * length, dtype)
     grads, grad_masks = np.zeros(group * 2 * span, dtype), np.zeros(group * 2 * length, dtype)
     weights, g_read, g_fed = np.zeros(3 * (room + LANES), dtype), np.zeros(size, dtype), np.zeros(columns, dtype)
-    g_last = np.zeros(padded(width), dtype)  # of R_{t-1}
+    g_before, g_last = np.zeros(inner, dtype), np.zeros(padded(width), dtype)  # of c + V R; of R_{t-1}
     for i in range(group * (every + 1)):
         row_masks[i * length] = 1
     for b in range(begin, end):
@@ -226,15 +246,13 @@ def _backward(begin, end, like, options, inputs, outputs, kept, incoming, outgoi
                         clear(g_fed)
                         add_product(part(g_x, here, width), map_x, g_fed)
                         add_product(part(g_logits, here, actions), map_logits, g_fed)
-                        if tanh:
-                            for d in range(units):
-                                g_fed[d] *= one - fed[here * units + d] * fed[here * units + d]
+                        _activate_back(view(g_fed, 0, units), part(fed, here, inner), activation, g_before)
                         if hidden:
-                            copy(view(g_fed, 0, units), part(g_given, here, units))
+                            copy(g_before, part(g_given, here, inner))
                             clear(g_last)
-                            add_product(view(g_fed, 0, units), of_read, g_last)
+                            add_product(g_before, of_read, g_last)
                         else:
-                            copy(g_fed, g_last)
+                            copy(g_before, view(g_last, 0, width))
             for k in range(group):
                 h, at = first + k, b * heads + first + k
                 grad, grad_mask = part(grads, 2 * k, span), part(grad_masks, 2 * k, length)
@@ -280,8 +298,8 @@ def forward(dtype: type) -> CFunc:
 
     def run_forward(address):
         job = carray(address, JOB)
-        options, inputs = to_fixed_tuple(job[2:], 12), to_fixed_tuple(job[14:], 8)
-        outputs, kept = to_fixed_tuple(job[22:], 6), to_fixed_tuple(job[28:], 4)
+        options, inputs = to_fixed_tuple(job[2:], 13), to_fixed_tuple(job[15:], 8)
+        outputs, kept = to_fixed_tuple(job[23:], 6), to_fixed_tuple(job[29:], 4)
         batch, parts, part = job[2], job[1], next_part(job)
         while part < parts:
             _forward(batch * part // parts, batch * (part + 1) // parts, like, options, inputs, outputs, kept)
@@ -298,9 +316,9 @@ def backward(dtype: type) -> CFunc:
 
     def run_backward(address):
         job = carray(address, JOB)
-        options, inputs = to_fixed_tuple(job[2:], 12), to_fixed_tuple(job[14:], 7)
-        outputs, kept = to_fixed_tuple(job[21:], 2), to_fixed_tuple(job[23:], 2)
-        incoming, outgoing = to_fixed_tuple(job[25:], 5), to_fixed_tuple(job[30:], 6)
+        options, inputs = to_fixed_tuple(job[2:], 13), to_fixed_tuple(job[15:], 7)
+        outputs, kept = to_fixed_tuple(job[22:], 2), to_fixed_tuple(job[24:], 2)
+        incoming, outgoing = to_fixed_tuple(job[26:], 5), to_fixed_tuple(job[31:], 6)
         batch, parts, part = job[2], job[1], next_part(job)
         while part < parts:
             begin, end = batch * part // parts, batch * (part + 1) // parts

@@ -5,6 +5,7 @@ x = h^(i) the pushed vector, slots j = 0..S-1 and the top at 0. Functions take a
 `...` stands for them, H for heads, S for slots, D for the size of a head (d_s). Nothing here is fast.
 """
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 ADDITIVE_PENALTY = -1e9
-ACTIVATIONS = ("identity", "tanh")  # of the feedback
+ACTIVATIONS = ("identity", "tanh", "gated")  # of the feedback
 
 
 class StackState(NamedTuple):
@@ -137,8 +138,8 @@ def scan(
 
     `feedback` = (P [m, H, D], Q [m, H, 3]) adds P u_t to x_t and Q u_t to the logits. u_t is f(R_{t-1}), m = H*D; or,
     where `feedback` has two more, V [m, H*D] and c [B, T, m], f(c_t + V R_{t-1}): a hidden layer of any width. f is
-    the `feedback_activation`, identity or tanh; R_{-1} is what the given state reads (0 of an empty one), so a scan may
-    be cut anywhere.
+    the `feedback_activation`, identity, tanh or gated: of V and c with 2 m rows, the tanh of the first m times that of
+    the others. R_{-1} is what the given state reads (0 of an empty one), so a scan may be cut anywhere.
 
     With `angles` [B, T, H] the slots turn before the update of t: St[j] <- Rot(angles_t) St[j], see `turned`.
     """
@@ -161,9 +162,19 @@ def scan(
 
 
 def fed_back(read: Tensor, activation: str, of_read: Tensor | None = None, given: Tensor | None = None) -> Tensor:
-    """u [..., m] of R_{t-1} [..., H*D]: f(R), or f(c + V R) of V [m, H*D] and c [..., m]."""
+    """u [..., m] of R_{t-1} [..., H*D]: f(R), or f(c + V R) of V [m, H*D] and c [..., m] (gated: 2 m)."""
+    return gated(squashed(read, activation, of_read, given), activation)
+
+
+def squashed(read: Tensor, activation: str, of_read: Tensor | None = None, given: Tensor | None = None) -> Tensor:
+    """What `fed_back` is, but of gated both factors [..., 2 m]."""
     before = read if of_read is None else given + read @ of_read.T
-    return before.tanh() if activation == "tanh" else before
+    return before if activation == "identity" else before.tanh()
+
+
+def gated(factors: Tensor, activation: str) -> Tensor:
+    """u [..., m] of what `squashed` gives."""
+    return math.prod(factors.chunk(2, -1)) if activation == "gated" else factors
 
 
 def turned(x: Tensor, angles: Tensor) -> Tensor:

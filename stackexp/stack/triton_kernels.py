@@ -95,7 +95,12 @@ def _feed_back(
             before += tl.sum(last * _load_map(of_read, row, UNITS, numbers, NUMBERS), 1)
         else:
             before = tl.load(read + row, row < UNITS, other=0)
-        fed = activated(before, ACTIVATION)[:, None]
+        fed = activated(before, ACTIVATION)
+        if ACTIVATION == "gated":
+            before = tl.load(given + UNITS + row, row < UNITS, other=0)
+            before += tl.sum(last * _load_map(of_read + UNITS * numbers, row, UNITS, numbers, NUMBERS), 1)
+            fed *= activated(before, ACTIVATION)
+        fed = fed[:, None]
         new_x += tl.sum(fed * _load_map(feedback_x, row, UNITS, numbers, NUMBERS), 0)
         new_logits += tl.sum(fed * _load_map(feedback_logits, row, UNITS, actions, LOGITS), 0)
     tl.store(fed_x + column, new_x, column < numbers)
@@ -104,7 +109,7 @@ def _feed_back(
 
 @triton.jit
 def _feed_back_backward(
-    fed,  # u_t [m]
+    fed,  # u_t [m]; gated: its factors [2 m]
     grad_x,  # [H*D]
     grad_logits,  # [H*3]
     feedback_x,
@@ -132,8 +137,15 @@ def _feed_back_backward(
         row = start + tl.arange(0, BLOCK)
         grad = tl.sum(to_x * _load_map(feedback_x, row, UNITS, numbers, NUMBERS), 1)
         grad += tl.sum(to_logits * _load_map(feedback_logits, row, UNITS, actions, LOGITS), 1)
-        if ACTIVATION == "tanh":
+        if ACTIVATION != "identity":
             active = tl.load(fed + row, row < UNITS, other=0)
+            if ACTIVATION == "gated":
+                other = tl.load(fed + UNITS + row, row < UNITS, other=0)
+                grad_other = grad * active * (1 - other * other)
+                tl.store(grad_given + UNITS + row, grad_other, row < UNITS)
+                of_other = _load_map(of_read + UNITS * numbers, row, UNITS, numbers, NUMBERS)
+                to_read += tl.sum(grad_other[:, None] * of_other, 0)
+                grad *= other
             grad *= 1 - active * active
         if HIDDEN:
             tl.store(grad_given + row, grad, row < UNITS)
@@ -195,6 +207,7 @@ def forward(
     at_vector = head * HEAD_DIM + d  # [H, 1, D]
     stacks = row * HEADS * kept
     numbers: tl.constexpr = HEADS * HEAD_DIM
+    inner: tl.constexpr = 2 * UNITS if ACTIVATION == "gated" else UNITS
     read += (row * (num_tokens + 1) + 1) * numbers if FEEDBACK else row * num_tokens * numbers
 
     slots = tl.load(initial_slots + stacks * HEAD_DIM + at_slots, vector & (j < kept), other=0)
@@ -221,7 +234,7 @@ def forward(
                 feedback_x,
                 feedback_logits,
                 of_read,
-                given + (row * num_tokens + t) * UNITS if HIDDEN else given,
+                given + (row * num_tokens + t) * inner if HIDDEN else given,
                 fed_x + token * HEAD_DIM,
                 fed_logits + token * NUM_ACTIONS,
                 HEADS,
@@ -263,7 +276,7 @@ def backward(
     feedback_x,  # P [m, H, D]
     feedback_logits,  # Q [m, H, 3 or 2]
     of_read,  # where HIDDEN, V [m, H, D]
-    fed,  # with feedback, u [B, T, m]
+    fed,  # with feedback, u [B, T, m]; gated: its factors [B, T, 2 m]
     saved_slots,  # [C, B, H, N, D]
     saved_mask,  # [C, B, H, N]
     grad_read,  # [B, T, H, D]
@@ -311,6 +324,7 @@ def backward(
     at_vector = head * HEAD_DIM + d  # [H, 1, D]
     stacks, stride = row * HEADS * kept, num_stacks * kept
     numbers: tl.constexpr = HEADS * HEAD_DIM
+    inner: tl.constexpr = 2 * UNITS if ACTIVATION == "gated" else UNITS
 
     grad_slots = tl.load(grad_final_slots + stacks * HEAD_DIM + at_slots, vector & (j < kept), other=0)
     grad_mask = tl.load(grad_final_mask + stacks + at_mask, here & (j < kept), other=0)
@@ -376,13 +390,13 @@ def backward(
             if FEEDBACK:
                 tl.debug_barrier()
                 _feed_back_backward(
-                    fed + (row * num_tokens + start + i) * UNITS,
+                    fed + (row * num_tokens + start + i) * inner,
                     grad_x + token * HEAD_DIM,
                     grad_logits + token * NUM_ACTIONS,
                     feedback_x,
                     feedback_logits,
                     of_read,
-                    grad_given + (row * num_tokens + start + i) * UNITS if HIDDEN else grad_given,
+                    grad_given + (row * num_tokens + start + i) * inner if HIDDEN else grad_given,
                     grad_last + row * numbers,
                     HEADS,
                     HEAD_DIM,

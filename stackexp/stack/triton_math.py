@@ -85,8 +85,8 @@ def softmax(push, pop, no_op):
 
 @triton.jit
 def activated(read, ACTIVATION: tl.constexpr):
-    """f(R) of the feedback: identity or tanh."""
-    if ACTIVATION == "tanh":
+    """f of the feedback, identity or tanh; gated: of each factor."""
+    if ACTIVATION != "identity":
         falling = tl.exp(-2 * tl.abs(read))
         size = (1 - falling) / (1 + falling)
         read = tl.where(read < 0, -size, size)

@@ -86,8 +86,8 @@ class _Scan(torch.autograd.Function):
         mask: Tensor,  # [B, H, N]
         feedback_x: Tensor | None,  # [m, H, D]
         feedback_logits: Tensor | None,  # [m, H, 3 or 2]
-        of_read: Tensor | None,  # [m, H*D]
-        fed_given: Tensor | None,  # [B, T, m]
+        of_read: Tensor | None,  # [m, H*D]; gated: 2 m
+        fed_given: Tensor | None,  # [B, T, m]; gated: 2 m
         initial_read: Tensor | None,  # [B, H, D]
         options: _Options,
     ) -> tuple[Tensor, ...]:
@@ -129,7 +129,7 @@ class _Scan(torch.autograd.Function):
         if options.feedback_activation:
             last = reads[:, :-1].flatten(2)  # R_{t-1} [B, T, H*D]
             with autocast:
-                fed = reference.fed_back(last, options.feedback_activation, of_read, fed_given).contiguous()
+                fed = reference.squashed(last, options.feedback_activation, of_read, fed_given).contiguous()
         given = map(_contiguous, (grad_read, grad_logits, grad_slots, grad_mask))
         segment = [states.new_empty(options.interval, *states.shape[1:]) for states in saved]
         to_x, to_logits, to_slots, to_mask = map(torch.empty_like, (x, logits, saved[0][0], saved[1][0]))
@@ -141,6 +141,7 @@ class _Scan(torch.autograd.Function):
         to_query = None if query is None else to_query.sum(0)
         to_feedback = [None] * 5
         if options.feedback_activation:
+            fed = reference.gated(fed, options.feedback_activation)
             with autocast:
                 to_maps = [torch.einsum("btm,bthd->mhd", fed, gradient) for gradient in (to_x, to_logits)]
                 to_of_read = None if to_given is None else torch.einsum("btm,btk->mk", to_given, last)
