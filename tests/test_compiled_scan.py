@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from stackexp import stack
 from stackexp.stack import StackState, compiled
+from stackexp.stack.reference import ACTIVATIONS
 
 DISCIPLINES = ["stack", "queue", "push_only"]
 READS = [("global", "multiply"), ("global", "log"), ("global", "additive"), ("top", "multiply")]
@@ -45,7 +46,7 @@ def shapes():
 def hidden_layers():
     """As wide as vectors, narrower, wider, beside each discipline and read."""
     for units, discipline, (read, read_mask) in zip([1, 8, 13, 64], [*DISCIPLINES, "stack"], READS, strict=True):
-        for feedback in ("identity", "tanh"):
+        for feedback in ACTIVATIONS:
             yield Case(7, 3, 2, 9, discipline, read, read_mask, feedback, filled=2, hidden=units)
 
 
@@ -57,7 +58,7 @@ def test_equals_the_reference(case):
     check("compiled", case)
 
 
-@pytest.mark.parametrize(("feedback", "hidden"), [*((name, 0) for name in FEEDBACK), ("tanh", 5)])
+@pytest.mark.parametrize(("feedback", "hidden"), [*((name, 0) for name in FEEDBACK), ("tanh", 5), ("gated", 5)])
 @pytest.mark.parametrize("cuts", [(1,), (4,), (9,), tuple(range(1, 10))], ids=str)
 def test_scans_of_parts_are_one(cuts, feedback, hidden):
     """Cut anywhere, with gradients through the state; and one token at a time, as token_major calls it."""

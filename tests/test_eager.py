@@ -69,21 +69,24 @@ def test_holds_only_occupied_slots():
         assert state.mask.shape == (B, H, expected)
 
 
-@pytest.mark.parametrize("units", [None, 5])
+@pytest.mark.parametrize(("activation", "units"), [("identity", None), ("tanh", 5), ("gated", 5)])
 @pytest.mark.parametrize("discipline", DISCIPLINES)
-def test_a_scan_with_feedback_equals_the_reference(discipline, units):
+def test_a_scan_with_feedback_equals_the_reference(discipline, activation, units):
     x, logits, query = (tensor.detach() for tensor in make_inputs(discipline, 1.0))
     x, logits = x.transpose(0, 1), logits.transpose(0, 1)  # [B, L, H, D], not contiguous
     generator = torch.Generator().manual_seed(5)
     shapes = [(units or H * D, H, n) for n in (D, logits.shape[-1])]
-    shapes += [(units, H * D), (*x.shape[:2], units)] if units else []
+    if units:
+        inner = 2 * units if activation == "gated" else units
+        shapes += [(inner, H * D), (*x.shape[:2], inner)]
     maps = [0.3 * torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
     results = []
     for name in ("eager", "reference"):
         tensors = [tensor.clone().requires_grad_() for tensor in (x, logits, query, *maps)]
         with stack.implementation(name):
             state = stack.empty((B, H), 7, D, x)
-            options = {"feedback": tuple(tensors[3:]), "num_slots": 7, "discipline": discipline}
+            options = {"num_slots": 7, "discipline": discipline}
+            options |= {"feedback": tuple(tensors[3:]), "feedback_activation": activation}
             output, _ = stack.scan(state, *tensors[:3], **options)
         results.append((output, torch.autograd.grad(output.read.square().sum() + output.entropy.sum(), tensors)))
     torch.testing.assert_close(results[0], results[1], rtol=1e-9, atol=1e-11)

@@ -65,6 +65,8 @@ def test_parameters_are_those_of_the_paper():
     assert parameters(axis="time", feedback=True) == expected | {"feedback": (12, 6)}
     hidden = parameters(axis="time", feedback=True, feedback_activation="tanh", feedback_hidden_size=5)
     assert hidden == expected | {"feedback": (12, 5), "feedback_token": (5, 12), "feedback_read": (5, 6)}
+    gated = parameters(axis="time", feedback=True, feedback_activation="gated", feedback_hidden_size=5)
+    assert gated == expected | {"feedback": (12, 5), "feedback_token": (10, 12), "feedback_read": (10, 6)}
 
 
 def test_the_gate_is_no_scalar_tensor_and_starts_at_one():
@@ -156,10 +158,11 @@ def test_feedback_computes_push_and_action_from_h_plus_the_last_read(projection,
 
 
 @pytest.mark.parametrize(("action_input", "action_scale"), ACTION_INPUTS)
-def test_feedback_of_a_hidden_layer_is_computed_from_h_and_the_last_read(action_input, action_scale):
-    """Token by token on h_t + F tanh(U h_t + V R_{t-1}) without feedback, but with the residual taken from h_t."""
+@pytest.mark.parametrize("activation", ["tanh", "gated"])
+def test_feedback_of_a_hidden_layer_is_computed_from_h_and_the_last_read(activation, action_input, action_scale):
+    """Token by token on h_t + F f(U h_t + V R_{t-1}) without feedback, but with the residual taken from h_t."""
     options = {"action_input": action_input, "action_scale": action_scale, "axis": "time", "read": "top"}
-    memory = make_memory(feedback=True, feedback_activation="tanh", feedback_hidden_size=7, **options)
+    memory = make_memory(feedback=True, feedback_activation=activation, feedback_hidden_size=7, **options)
     plain = make_memory(**options)
     shared = {name: value for name, value in memory.state_dict().items() if not name.startswith("feedback")}
     plain.load_state_dict(shared)
@@ -170,9 +173,30 @@ def test_feedback_of_a_hidden_layer_is_computed_from_h_and_the_last_read(action_
     state = plain.empty_state(h)
     for t in range(T):
         units = torch.tanh(h[:, t] @ memory.feedback_token.T + reads[-1].flatten(1) @ memory.feedback_read.T)
+        if activation == "gated":
+            units = units[:, :7] * units[:, 7:]
         fed_back = units @ memory.feedback.T
         new, state, _ = plain((h[:, t] + fed_back)[:, None], state)
         torch.testing.assert_close(got[:, t], new[:, 0] - fed_back)  # the gate is 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "key", "message"),
+    [
+        ({"feedback": False}, "feedback_activation", "gated is of what is fed back; set feedback: true too"),
+        ({"feedback_activation": "identity"}, "feedback_hidden_size", "set both"),
+        ({"feedback_hidden_size": None}, "feedback_activation", "set feedback_hidden_size too"),
+        ({"axis": "depth"}, "feedback", "feedback needs axis: time"),
+        ({"rotation": True, "read": "top"}, "rotation", "set feedback: false"),
+    ],
+)
+def test_what_a_hidden_layer_needs_is_one_line(changes, key, message):
+    options = {"axis": "time", "feedback": True, "feedback_activation": "gated", "feedback_hidden_size": 8}
+    model = TransformerConfig(vocab_size=7)
+    found = dict(StackMemoryConfig(**options | changes).problems(model))
+    assert message in found.pop(key)
+    assert not found
+    assert not list(StackMemoryConfig(**options).problems(model))
 
 
 def test_depth_result_of_a_token_is_independent_of_all_others():

@@ -106,7 +106,7 @@ def test_gradcheck_of_a_scan_with_feedback(discipline):
 
 
 def test_a_hidden_layer_that_passes_the_read_on_is_feedback_without_one():
-    """tanh(c + V R) with V = 1 and c = 0; and c alone, V = 0, is seen at every token, the first too."""
+    """tanh(c + V R) with V = 1 and c = 0; c alone, V = 0, is seen at every token; a gate of 1 is none."""
     x, logits, query = random_inputs("stack", leading=(2, 4))
     maps = [torch.randn(H * D, H, n, dtype=torch.float64) for n in (D, 3)]
     given, how = torch.randn(2, 4, H * D, dtype=torch.float64), {"num_slots": 3, "feedback_activation": "tanh"}
@@ -120,6 +120,10 @@ def test_a_hidden_layer_that_passes_the_read_on_is_feedback_without_one():
     shifted = (reference.empty((2, H), 3, D, x), x + shifts[0], logits + shifts[1], query)
     wanted = reference.scan(*shifted, num_slots=3)[0].read
     torch.testing.assert_close(read(*maps, torch.zeros_like(identity), given), wanted)
+    open_gate = torch.full_like(given, 100.0)
+    twice = (torch.zeros(2 * H * D, H * D, dtype=torch.float64), torch.cat([given, open_gate], -1))
+    how["feedback_activation"] = "gated"
+    torch.testing.assert_close(read(*maps, *twice), wanted)
 
 
 @pytest.mark.parametrize(("read", "read_mask"), READS)

@@ -24,7 +24,7 @@ MODELS = {
     "hidden-feedback": [
         "model.memory.axis=time",
         "model.memory.feedback=true",
-        "model.memory.feedback_activation=tanh",
+        "model.memory.feedback_activation=gated",
         "model.memory.feedback_hidden_size=10",
     ],
     "turning": ["model.memory.axis=time", "model.memory.read=top", "model.memory.rotation=true"],

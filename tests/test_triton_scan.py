@@ -39,7 +39,7 @@ CASES = [
     Case(7, 4, 3, 5, "queue", read="top", feedback="identity", cuts=(2, 3), batch_size=1),
     Case(7, 4, 3, 5, "stack", feedback="tanh", scale=1000, dtype=F32, batch_size=1),
     Case(7, 4, 3, 5, "stack", read="top", feedback="tanh", filled=2, cuts=(2,), hidden=5),
-    Case(2, 17, 3, 4, "queue", feedback="tanh", batch_size=1, hidden=40),  # more units than a block has
+    Case(2, 17, 3, 4, "queue", feedback="gated", batch_size=1, hidden=40),  # more units than a block has
 ]
 HOW = [("top", "multiply"), ("global", "multiply"), ("global", "log"), ("global", "additive")]
 MORE = [
@@ -48,7 +48,14 @@ MORE = [
         [(7, 4, 1, 9, 2), (24, 8, 1, 5, 23), (33, 17, 3, 2, 0), (2, 1, 3, 5, 0)],
         ["stack", "queue", "push_only"],
         HOW,
-        [(None, 1.0, 0), (None, 1000.0, 0), ("identity", 1.0, 0), ("tanh", 1.0, 0), ("tanh", 1.0, 21)],
+        [
+            (None, 1.0, 0),
+            (None, 1000.0, 0),
+            ("identity", 1.0, 0),
+            ("tanh", 1.0, 0),
+            ("tanh", 1.0, 21),
+            ("gated", 1.0, 21),
+        ],
     )
 ]
 OPTIONS = [case for case in MORE if case.num_slots == 7 and case.feedback != "identity"]  # a kernel takes seconds
@@ -80,7 +87,7 @@ def test_equals_the_reference_with_all_options(interpreter, case):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("feedback", "hidden"), [(False, 0), (True, 0), (True, 128)])
+@pytest.mark.parametrize(("feedback", "hidden"), [(None, 0), ("tanh", 0), ("tanh", 128), ("gated", 128)])
 @pytest.mark.parametrize("kernel", ["forward", "backward"])
 def test_compiles_for_an_h100_without_spilling_registers(kernel, feedback, hidden):
     """At the sizes of the paper's formal languages, H = 4, D = 8, S = 24: its state is nowhere but in registers.
@@ -93,7 +100,7 @@ def test_compiles_for_an_h100_without_spilling_registers(kernel, feedback, hidde
     from stackexp.stack import triton_kernels, triton_scan
 
     function = getattr(triton_kernels, kernel)
-    scan_options = triton_scan._Options(24, "stack", "global", "log", "tanh" if feedback else None, hidden > 0, 7)
+    scan_options = triton_scan._Options(24, "stack", "global", "log", feedback, hidden > 0, 7)
     constants = triton_scan.constants(4, 8, 3, 24, hidden or 32, F32, scan_options)
     signature = {name: "i32" if name in triton_kernels.DYNAMIC else "*fp32" for name in function.arg_names}
     signature |= dict.fromkeys(constants, "constexpr")

@@ -84,16 +84,6 @@ def softmax(push, pop, no_op):
 
 
 @triton.jit
-def activated(read, ACTIVATION: tl.constexpr):
-    """f of the feedback, identity or tanh; gated: of each factor."""
-    if ACTIVATION != "identity":
-        falling = tl.exp(-2 * tl.abs(read))
-        size = (1 - falling) / (1 + falling)
-        read = tl.where(read < 0, -size, size)
-    return read
-
-
-@triton.jit
 def read_backward(
     grad, slots, mask, w, j, kept, num_empty, READ_MASK: tl.constexpr, EMPTY: tl.constexpr, TINY: tl.constexpr
 ):
