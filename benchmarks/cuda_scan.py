@@ -2,9 +2,9 @@
 
     python benchmarks/cuda_scan.py [--rounds 10] [--out FILE] [--cases B,T,S,H,D ...]
 
-A forward and backward pass, with and without feedback, `read: global` with the log mask: medians of interleaved rounds
-in milliseconds between two synchronizations, and the most memory that a pass allocates, in MiB. Then how far read and
-gradient of x are apart, in multiples of their largest number.
+A forward and backward pass, `read: global` with the log mask, without feedback, with it, and gated with 128 units:
+medians of interleaved rounds in milliseconds between two synchronizations, and the most memory that a pass allocates,
+in MiB. Then how far read and gradient of x are apart, in multiples of their largest number.
 """
 
 import argparse
@@ -27,28 +27,32 @@ CASES = {
     "language model": (8, 2048, 24, 4, 16),
 }
 IMPLEMENTATIONS = ("eager", "triton")
+FEEDBACK = (None, "tanh", "gated")
+UNITS = 128  # of the hidden layer of gated
 
 
-def make_inputs(case: tuple[int, ...], device: str) -> list[Tensor]:
-    """x, logits, query, P, Q."""
+def make_inputs(case: tuple[int, ...], feedback: str | None, device: str) -> list[Tensor]:
+    """x, logits, query; with feedback P, Q; gated V, c."""
     batch_size, num_tokens, _, heads, size = case
     generator = torch.Generator().manual_seed(0)
     shapes = [(batch_size, num_tokens, heads, size), (batch_size, num_tokens, heads, 3), (heads, size)]
-    shapes += [(heads * size, heads, size), (heads * size, heads, 3)]
+    units = UNITS if feedback == "gated" else heads * size
+    shapes += [(units, heads, size), (units, heads, 3)] if feedback else []
+    shapes += [(2 * units, heads * size), (batch_size, num_tokens, 2 * units)] if feedback == "gated" else []
     inputs = [torch.randn(shape, generator=generator) for shape in shapes]
     inputs[3:] = [0.1 * weights for weights in inputs[3:]]
     return [tensor.to(device).requires_grad_() for tensor in inputs]
 
 
-def one_pass(implementation: str, inputs: list[Tensor], num_slots: int, feedback: bool) -> tuple[Tensor, Tensor]:
+def one_pass(implementation: str, inputs: list[Tensor], num_slots: int, feedback: str | None) -> tuple[Tensor, Tensor]:
     """The reads, and the gradient of x."""
     x, logits, query, *maps = inputs
     with stack.implementation(implementation):
         state = stack.empty((x.shape[0], x.shape[2]), num_slots, x.shape[3], x)
-        options = {"num_slots": num_slots, "read_mask": "log", "feedback_activation": "tanh"}
-        output, _ = stack.scan(state, x, logits, query, tuple(maps) if feedback else None, **options)
+        options = {"num_slots": num_slots, "read_mask": "log", "feedback_activation": feedback or "tanh"}
+        output, _ = stack.scan(state, x, logits, query, tuple(maps) or None, **options)
     loss = output.read.square().sum() + output.entropy.mean()
-    return output.read.detach(), torch.autograd.grad(loss, inputs if feedback else inputs[:3])[0]
+    return output.read.detach(), torch.autograd.grad(loss, inputs)[0]
 
 
 def synchronize(x: Tensor) -> None:
@@ -56,8 +60,8 @@ def synchronize(x: Tensor) -> None:
         torch.cuda.synchronize()
 
 
-def measure(case: tuple[int, ...], feedback: bool, rounds: int, device: str) -> dict[str, float]:
-    inputs, num_slots = make_inputs(case, device), case[2]
+def measure(case: tuple[int, ...], feedback: str | None, rounds: int, device: str) -> dict[str, float]:
+    inputs, num_slots = make_inputs(case, feedback, device), case[2]
     times, memory, results = {name: [] for name in IMPLEMENTATIONS}, {}, {}
     for _ in range(rounds + 1):
         for name in IMPLEMENTATIONS:
@@ -91,7 +95,7 @@ def main() -> None:
     cases = {name: tuple(map(int, name.split(","))) for name in options.cases} if options.cases else CASES
     rows, lines = [], []
     for name, case in cases.items():
-        for feedback in (False, True):
+        for feedback in FEEDBACK:
             row = measure(case, feedback, options.rounds, options.device)
             rows.append({"case": name, "sizes": dict(zip("BTSHD", case, strict=True)), "feedback": feedback} | row)
             if options.out:  # at once: what has been measured stays, whatever the next case does
@@ -103,7 +107,7 @@ def main() -> None:
             figures += [f"{row['eager_ms'] / row['triton_ms']:.1f}"]
             figures += [f"{row[f'{which}_mib']:.0f}" if f"{which}_mib" in row else "" for which in IMPLEMENTATIONS]
             figures += [f"{row[f'{what}_error']:.0e}" for what in ("read", "gradient")]
-            lines.append([name + (", feedback" if feedback else ""), *figures])
+            lines.append([name + (f", feedback {feedback}" if feedback else ""), *figures])
     header = ["", *(f"{which} ms" for which in IMPLEMENTATIONS), "times faster"]
     header += [*(f"{which} MiB" for which in IMPLEMENTATIONS), "read apart", "gradient apart"]
     print(table([header, *lines], align="<>>>>>>>", rules=(1,)))

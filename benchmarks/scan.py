@@ -22,6 +22,7 @@ import torch
 from stackexp.stack import compiled, eager, kernels, reference
 
 LOOPS = ("reference", "eager")
+FEEDBACK = {"gated": 128, "feedback": None, "no feedback": None}  # units of its hidden layer
 CASES = {  # name: (B, T, S, H, d_s), gradients, modules to compare
     "training": ((128, 40, 24, 4, 8), True, (reference, eager, compiled)),
     "one token": ((32, 1, 24, 4, 8), True, (reference, eager, compiled)),
@@ -29,15 +30,18 @@ CASES = {  # name: (B, T, S, H, d_s), gradients, modules to compare
 }
 
 
-def make(shape: tuple[int, ...], read: str, feedback: bool, gradients: bool) -> Callable[[object], None]:
+def make(shape: tuple[int, ...], read: str, feedback: str, gradients: bool) -> Callable[[object], None]:
     """One pass of an implementation over random numbers."""
     batch, tokens, num_slots, heads, size = shape
     torch.manual_seed(0)
     inputs = [torch.randn(batch, tokens, heads, size), torch.randn(batch, tokens, heads, 3), torch.randn(heads, size)]
-    inputs += [0.1 * torch.randn(heads * size, heads, size), 0.1 * torch.randn(heads * size, heads, 3)]
+    units = FEEDBACK[feedback] or heads * size
+    inputs += [0.1 * torch.randn(units, heads, size), 0.1 * torch.randn(units, heads, 3)]
+    if FEEDBACK[feedback]:
+        inputs += [0.1 * torch.randn(2 * units, heads * size), torch.randn(batch, tokens, 2 * units)]
     x, logits, query, *maps = (tensor.requires_grad_(gradients) for tensor in inputs)
-    options = {"num_slots": num_slots, "read": read, "feedback_activation": "tanh"}
-    options["feedback"] = maps if feedback else None
+    options = {"num_slots": num_slots, "read": read, "feedback": None if feedback == "no feedback" else maps}
+    options["feedback_activation"] = "gated" if feedback == "gated" else "tanh"
 
     def run(module) -> None:
         state = module.empty((batch, heads), num_slots, size, x)
@@ -71,11 +75,11 @@ def main() -> None:
     from stackexp.reports.tables import table
 
     began = time.perf_counter()
-    make((2, 2, 2, 1, 1), "top", False, True)(compiled)
+    make((2, 2, 2, 1, 1), "top", "no feedback", True)(compiled)
     results = {"first_call_seconds": time.perf_counter() - began, "kernels_compiled": kernels_compiled()}
     rows = []
     for name, (shape, gradients, modules) in CASES.items():
-        for feedback in (True, False):
+        for feedback in FEEDBACK:
             for read in ("top", "global"):
                 run, repeats = make(shape, read, feedback, gradients), 50 if shape[1] == 1 else 1
                 times = {module: [] for module in modules}
@@ -83,7 +87,7 @@ def main() -> None:
                     for module in modules:
                         times[module].append(milliseconds(run, module, clock, repeats))
                 medians = {m.__name__.rpartition(".")[2]: statistics.median(t[1:]) for m, t in times.items()}
-                label = f"{name}, {'feedback' if feedback else 'no feedback'}, {read}"
+                label = f"{name}, {feedback}, {read}"
                 results[label] = medians
                 figures = [f"{medians[m]:.2f}" if m in medians else "" for m in (*LOOPS, "compiled")]
                 faster = [f"{medians[m] / medians['compiled']:.1f}" if m in medians else "" for m in LOOPS]
