@@ -194,13 +194,14 @@ def test_paths_in_configs_are_relative():
 def test_a_recipe_of_formal_languages_keeps_the_sizes_and_the_lengths_of_all(task):
     recipe, base = build(f"formal/stacktrans/{task}")[0], build("formal/stacktrans")[0]
     assert recipe.data.task == task
-    sizes = ("hidden_size", "num_layers", "num_heads", "intermediate_size", "causal")
+    gated = recipe.model.memory.feedback_activation == "gated"
+    sizes = ("hidden_size", "num_heads", "intermediate_size", "causal")
     assert [getattr(recipe.model, key) for key in sizes] == [getattr(base.model, key) for key in sizes]
+    assert recipe.model.num_layers == (1 if gated else base.model.num_layers)
     assert recipe.model.positional == ("none" if task == "bucket_sort" else "alibi")
-    automaton = task in ("even_pairs", "parity_check", "missing_duplicate", "cycle_navigation")
-    assert recipe.model.attention_window == (8 if automaton else None)
+    automaton = task in ("even_pairs", "parity_check", "missing_duplicate")
+    assert recipe.model.attention_window == (1 if gated else 8 if automaton else None)
     memory = recipe.model.memory
-    assert memory.rotation == (task == "cycle_navigation")
     assert (memory.num_heads, memory.head_dim) == (4, 8)
     assert memory.eval_num_slots in (memory.num_slots, 512)
     assert memory.axis != "depth"

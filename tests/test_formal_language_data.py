@@ -85,14 +85,6 @@ def test_the_longest_grows_linearly_then_stays():
         assert batch["length"] <= batch["max_length"] == longest_of(config, step)
 
 
-def test_the_longest_grows_by_a_factor():
-    config = data("curriculum_steps=40", "curriculum_start=4", "curriculum_growth=geometric").config
-    expected = {1: 4, 11: 7, 21: 12, 31: 22, 40: 37, 41: 40, 1000: 40}  # 4 x 10^(n/40), rounded down
-    assert {step: longest_of(config, step) for step in expected} == expected
-    grown = data("curriculum_steps=3", "curriculum_start=5", "curriculum_growth=geometric").config
-    assert [longest_of(grown, step) for step in (1, 2, 3, 4)] == [5, 10, 20, 40]  # no 9.99 rounded down
-
-
 def test_devices_share_the_rows_of_a_batch():
     whole = data("task=stack_manipulation", "batch_size=12").training_batch(4)
     parts = [data("task=stack_manipulation", "batch_size=12", rank=r, world_size=3).training_batch(4) for r in range(3)]

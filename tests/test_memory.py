@@ -187,7 +187,6 @@ def test_feedback_of_a_hidden_layer_is_computed_from_h_and_the_last_read(activat
         ({"feedback_activation": "identity"}, "feedback_hidden_size", "set both"),
         ({"feedback_hidden_size": None}, "feedback_activation", "set feedback_hidden_size too"),
         ({"axis": "depth"}, "feedback", "feedback needs axis: time"),
-        ({"rotation": True, "read": "top"}, "rotation", "set feedback: false"),
     ],
 )
 def test_what_a_hidden_layer_needs_is_one_line(changes, key, message):

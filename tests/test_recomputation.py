@@ -25,7 +25,6 @@ MEMORIES = {
     "authors_code": {"projection": "shared_slices", "action_input": "hidden", "read_mask": "additive"},
     "time": {"axis": "time", "read_mask": "log"},
     "noisy": {"axis": "depth", "action_noise": 0.5},
-    "dropped": {"axis": "depth", "head_dropout": 0.5},
 }
 aten = torch.ops.aten
 PRODUCTS = {aten.mm.default, aten._scaled_dot_product_flash_attention_for_cpu.default}

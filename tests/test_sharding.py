@@ -27,7 +27,6 @@ MODELS = {
         "model.memory.feedback_activation=gated",
         "model.memory.feedback_hidden_size=10",
     ],
-    "turning": ["model.memory.axis=time", "model.memory.read=top", "model.memory.rotation=true"],
     "plain": ["model.memory=null"],
     "untied-head": ["model.tie_embeddings=false", "model.init=normal"],
     "authors-code": ["model.memory.projection=shared_slices"],

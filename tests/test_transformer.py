@@ -21,7 +21,6 @@ MEMORIES = {
     "time": {"axis": "time", "read_mask": "log"},
     "feedback": {"axis": "time", "feedback": True, "read": "top"},
     "feedback_hidden": {"axis": "time", "feedback": True, "feedback_activation": "gated", "feedback_hidden_size": 6},
-    "rotation": {"axis": "time", "rotation": True, "read": "top"},
     "token_major": {"axis": "token_major", "site": "before_attention"},
 }
 

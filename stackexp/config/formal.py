@@ -83,7 +83,6 @@ class FormalLanguageConfig:
     max_length: int = at_least(1, 40)  # longest string to train on
     curriculum_steps: int = at_least(0, 0)  # the longest grows from curriculum_start to max_length over these steps
     curriculum_start: int = at_least(1, 4)
-    curriculum_growth: Literal["linear", "geometric"] = "linear"  # geometric: by the same factor at each step
     label_smoothing: float = from_up_to(0, 1, 0.0)  # in training: this share of a target goes to all symbols alike
     validation_max_length: int = at_least(1, 60)  # while fitting: every length above max_length up to this
     validation_sequences: int = at_least(1, 32)  # of each such length, from a seed of their own

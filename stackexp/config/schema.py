@@ -62,9 +62,6 @@ class StackMemoryConfig:
     # part of the batch, so that N devices do not train as one does. Entropy and curves are of the noisy actions.
     action_noise: float = at_least(0, 0.0)
     action_noise_steps: int = at_least(0, 0)  # it grows linearly from 0 over so many steps
-    # In training: the probability that what a head reads is left out, of a whole sequence and in one layer. Drawn as
-    # action_noise is. (Zhou et al. 2020, arXiv 2004.13342, leave out heads of attention.)
-    head_dropout: float = from_up_to(0, 1, 0.0)
     residual_gate: Literal["hidden", "read"] = "hidden"  # g_h h + R, or h + g R
     site: Literal["after_block", "after_attention", "before_attention"] = "after_block"
     feedback: bool = False  # axis time: actions and push are computed from h_t + F f(R_{t-1})
@@ -73,9 +70,6 @@ class StackMemoryConfig:
     # Units of a hidden layer, h_t + F f(U h_t + V R_{t-1}): what two things together ask for, as a product of what was
     # read and what comes, no linear map gives. None: no such layer.
     feedback_hidden_size: Optional[int] = at_least(1, None)
-    # Axis time, read top: before each update the slots of a head turn by an angle that h_t gives, every plane of two
-    # numbers alike, and a stack begins with one learned vector in it.
-    rotation: bool = False
     entropy_weight: float = at_least(0, 0.001)
     # Axis depth on CUDA: every so many layers the stack is kept for the backward pass, in this precision (auto: that
     # of matrix products), and made again from it in between.
@@ -111,24 +105,10 @@ class StackMemoryConfig:
             )
         if self.feedback_activation == "gated" and self.feedback_hidden_size is None:
             yield "feedback_activation", "gated is of a hidden layer; set feedback_hidden_size too"
-        if self.rotation:
-            yield from self._rotation_problems()
-        if self.head_dropout and self.axis == "token_major":
-            yield "head_dropout", "a head is left out of a sequence, and axis token_major sees it token by token; set 0"
         if self.axis == "token_major" and not model.causal:
             yield "axis", "token_major runs from token to token; set model.causal: true"
         if self.eval_num_slots is not None and self.eval_num_slots < self.num_slots:
             yield "eval_num_slots", f"must not be smaller than num_slots {self.num_slots}"
-
-    def _rotation_problems(self) -> Problems:
-        if self.axis != "time":
-            yield "rotation", f"slots turn from token to token of a layer; axis {self.axis} has none: set axis: time"
-        if self.read != "top":
-            yield "rotation", f"slots turn where the top is read, not where read {self.read} scores them; set read: top"
-        if self.feedback:
-            yield "rotation", "slots turn without feedback, which reads them as they turn; set feedback: false"
-        if self.head_dim % 2:
-            yield "head_dim", f"rotation turns pairs of numbers, and {self.head_dim} is odd; make it even"
 
 
 FLASH_KERNELS = ("varlen", "flash_attn")

@@ -147,10 +147,8 @@ def longest_of(config: FormalLanguageConfig, step: int) -> int:
     """The longest string of a step (from 1 on): max_length, or what the curriculum has reached, rounded down."""
     if step > config.curriculum_steps:
         return config.max_length
-    start, done = config.curriculum_start, step - 1
-    if config.curriculum_growth == "geometric":
-        return int(start * (config.max_length / start) ** (done / config.curriculum_steps) + 1e-9)
-    return start + (config.max_length - start) * done // config.curriculum_steps
+    start = config.curriculum_start
+    return start + (config.max_length - start) * (step - 1) // config.curriculum_steps
 
 
 def tensors(strings: Strings, task: Task) -> dict[str, torch.Tensor]:

@@ -71,8 +71,8 @@ class StackMemory(Memory):
     x = W_down h  [H, D],  a = softmax(A x),  St, M <- update,  R = read with w_g,  h' = g h + W_up concat(R).
     Parameters (no biases): down d -> H*D, actions A [H, 3, D], query w_g [H, D], up H*D -> d, gate g [1]; with
     `feedback` F [d, m] of m = H*D or, with a hidden layer of m units, also U [m, d] and V [m, H*D] (gated: of 2 m
-    rows); with `rotation` the map of h to angles [H, d], and bottom [H, D], which a stack begins with.
-    With `action_noise` or `head_dropout` every rank draws the same numbers for its own part of a batch: N devices do
+    rows).
+    With `action_noise` every rank draws the same numbers for its own part of a batch: N devices do
     not train as one.
     """
 
@@ -80,12 +80,11 @@ class StackMemory(Memory):
         super().__init__(config, model, layer)
         self.config, self.model, self.layer = config, model, layer
         self.axis, self.site, self.entropy_weight = config.axis, config.site, config.entropy_weight
-        self.draws = config.action_noise > 0 or config.head_dropout > 0
+        self.draws = config.action_noise > 0
         heads, size, hidden = config.num_heads, config.head_dim, model.hidden_size
         shared = config.projection == "shared_slices"
         num_actions = 2 if config.discipline == "push_only" else 3
-        self.down = self.up = self.query = self.rotation = self.bottom = None
-        self.feedback = self.feedback_token = self.feedback_read = None
+        self.down = self.up = self.query = self.feedback = self.feedback_token = self.feedback_read = None
         if config.projection != "none":  # shared_slices: one map for all heads, from and to their slice of h
             outer, inner = (hidden // heads, size) if shared else (hidden, heads * size)
             self.down, self.up = _parameter(inner, outer), _parameter(outer, inner)
@@ -97,19 +96,15 @@ class StackMemory(Memory):
         if config.feedback_hidden_size:
             inner = (2 if config.feedback_activation == "gated" else 1) * config.feedback_hidden_size
             self.feedback_token, self.feedback_read = _parameter(inner, hidden), _parameter(inner, heads * size)
-        if config.rotation:
-            self.rotation, self.bottom = _parameter(heads, hidden), _parameter(heads, size)
         self.gate = _parameter(1)
         noise = torch.empty(()) if config.action_noise else None  # a tensor, which may change without compiling anew
         self.register_buffer("noise", noise, persistent=False)
 
     def init_weights(self) -> None:
-        """As the decoder's: see `init_weight_`; the gate is 1, and what gives the angles standard normal."""
+        """As the decoder's: see `init_weight_`; the gate is 1."""
         for name, weight in self.named_parameters():
             init_weight_(weight, self.model, self.layer if name == "up" else None)
         nn.init.ones_(self.gate)
-        if self.rotation is not None:
-            nn.init.normal_(self.rotation)
         if self.noise is not None:
             self.noise.fill_(self.config.action_noise)
 
@@ -126,8 +121,7 @@ class StackMemory(Memory):
     def empty_state(self, h: Tensor) -> stack.StackState:
         heads, size = self.config.num_heads, self.config.head_dim
         if self.axis != "depth":
-            state = stack.empty((h.shape[0], heads), self.num_slots, size, like=h)
-            return state if self.bottom is None else _holding(self.bottom, state)
+            return stack.empty((h.shape[0], heads), self.num_slots, size, like=h)
         dtype = {"auto": _precision(h), "float32": torch.float32, "bfloat16": torch.bfloat16}[self.config.state_dtype]
         shape = (*h.shape[:2], heads)
         return stack.empty(shape, self.num_slots, size, like=h, layers=self.model.num_layers, dtype=dtype)
@@ -145,9 +139,9 @@ class StackMemory(Memory):
         if self.axis == "depth":
             output, state = stack.step(state, x, logits, query, segment=config.keep_every, **options)
         else:
-            options |= {"feedback_activation": config.feedback_activation, "angles": self._angles(h)}
+            options["feedback_activation"] = config.feedback_activation
             output, state = stack.scan(state, x, logits, query, self._fed_back(h), **options)
-        read = self._read_out(self._dropped(output.read.to(h.dtype)))
+        read = self._read_out(output.read.to(h.dtype))
         plain, gated = (read, h) if config.residual_gate == "hidden" else (h, read)
         new_h = torch.addcmul(plain, gated, self.gate)
         trace = {"entropy": output.entropy.mean()}
@@ -179,16 +173,6 @@ class StackMemory(Memory):
             return F.linear(h.unflatten(-1, (self.config.num_heads, -1)), self.down)
         return F.linear(h, self.down).unflatten(-1, (self.config.num_heads, -1))
 
-    def _dropped(self, read: Tensor) -> Tensor:
-        """R [B, T, H, D] with some heads of a sequence at 0 and the others larger: in the mean what it was.
-
-        Heads that are only right together, such as two angles whose difference tells a sum no farther than training
-        goes, are wrong then: each has to be right alone.
-        """
-        if not self.config.head_dropout:
-            return read
-        return read * F.dropout(torch.ones_like(read[:, :1, :, :1]), self.config.head_dropout, self.training)
-
     def _read_out(self, read: Tensor) -> Tensor:
         """W_up concat(R) [..., d] of R [..., H, D]."""
         if self.up is None:
@@ -207,23 +191,6 @@ class StackMemory(Memory):
             return maps
         return *maps, self.feedback_read, F.linear(h, self.feedback_token)
 
-    def _angles(self, h: Tensor) -> Tensor | None:
-        """W h / sqrt(d) [B, T, H] of h [B, T, d], in radians and float32: over many tokens they add up. W is standard
-        normal: so a step of the optimizer turns sqrt(d) times less than with a W of fan_in. (Sharded in bf16-mixed, W
-        itself comes in bfloat16.)
-
-        A head turns as a whole. Where each plane had an angle of its own, errors of some were made good by others up
-        to the lengths of the training, and no further.
-
-        The idea is of Mamba-3 (Lahoti et al. 2026, arXiv 2603.15569): a state that turns can track what a state that
-        shrinks cannot, such as sums modulo a number.
-        """
-        if self.rotation is None:
-            return None
-        with torch.autocast(h.device.type, enabled=False):
-            wide = torch.promote_types(h.dtype, torch.float32)
-            return F.linear(h.to(wide), self.rotation.to(wide)) / math.sqrt(h.shape[-1])
-
     def flops_per_token(self, context_length: int) -> float:
         """Projections, actions, and the update (3) and the read (2 multiply-adds) of each occupied number."""
         config = self.config
@@ -231,21 +198,11 @@ class StackMemory(Memory):
         matmuls = copies * sum(w.numel() for w in (self.down, self.up) if w is not None) + self.actions.numel()
         updates = {"depth": self.layer + 1, "time": context_length, "token_major": context_length}[config.axis]
         numbers = config.num_heads * config.head_dim
-        matmuls += 0 if self.rotation is None else self.rotation.numel()
         if config.feedback:
             matmuls += self.feedback.shape[1] * (numbers + config.num_heads * self.actions.shape[1])
         if config.feedback_hidden_size:
             matmuls += self.feedback_token.numel() + self.feedback_read.numel()
-        turns = 6.0 * numbers if config.rotation else 0.0  # what is pushed and what is read: 6 for a plane of 2, twice
-        return 2.0 * matmuls + turns + 2.0 * 5 * numbers * min(updates, config.num_slots)
-
-
-def _holding(content: Tensor, state: stack.StackState) -> stack.StackState:
-    """An empty state with `content` [H, D] as the only slot that is occupied."""
-    others = max(0, state.mask.shape[-1] - 1)  # the reference keeps all slots
-    slots = content.to(state.slots.dtype).expand(len(state.slots), -1, -1).unsqueeze(-2)
-    mask = torch.ones_like(slots[..., 0])
-    return stack.StackState(F.pad(slots, (0, 0, 0, others)), F.pad(mask, (0, others)))
+        return 2.0 * matmuls + 2.0 * 5 * numbers * min(updates, config.num_slots)
 
 
 def _precision(h: Tensor) -> torch.dtype:

@@ -24,7 +24,7 @@ from stackexp.reports.formal_tables import (
 from stackexp.reports.tables import ABSENT
 
 MEMORY_OPTIONS = ("axis", "read", "read_mask", "feedback", "feedback_activation", "num_slots", "eval_num_slots")
-MEMORY_OPTIONS += ("rotation", "head_dropout", "action_noise", "action_noise_steps")
+MEMORY_OPTIONS += ("feedback_hidden_size", "action_noise", "action_noise_steps")
 """Columns of the CSV, in this order, from `model.memory`."""
 
 RANGES: tuple[Range, ...] = ((41, 100), (41, 500))
@@ -113,7 +113,7 @@ def _csv_row(report: Report, run: FormalRun) -> dict[str, object]:
     memory = {key: config.get(f"model.memory.{key}") for key in MEMORY_OPTIONS}
     attention = {key: config.get(f"model.{key}") for key in ("positional", "attention_window")}
     data = {key: config[f"data.{key}"] for key in ("max_length", "curriculum_start", "curriculum_steps", "batch_size")}
-    data |= {key: config.get(f"data.{key}") for key in ("curriculum_growth", "label_smoothing")}
+    data["label_smoothing"] = config.get("data.label_smoothing")
     scores = {f"score_{a}_{b}": run.score((a, b)) for a, b in dict.fromkeys((*RANGES, report.among))}
     return {
         **{"task": run.task, "class": paper.TASKS[run.task], "model": run.column, "seed": run.seed},

@@ -106,14 +106,14 @@ def curriculum(config: dict[str, Any]) -> str:
     if not config["data.curriculum_steps"]:
         return f"none (1..{config['data.max_length']})"
     start, end = config["data.curriculum_start"], config["data.max_length"]
-    growth = ", by a factor" if config.get("data.curriculum_growth") == "geometric" else ""
-    return f"{start} to {end} in {config['data.curriculum_steps']:,} steps{growth}"
+    return f"{start} to {end} in {config['data.curriculum_steps']:,} steps"
 
 
 def feedback(config: dict[str, Any]) -> str:
     if not config.get("model.memory.feedback"):
         return "no"
-    return config.get("model.memory.feedback_activation", "identity")
+    units = config.get("model.memory.feedback_hidden_size")
+    return config.get("model.memory.feedback_activation", "identity") + (f", {units} units" if units else "")
 
 
 def slots(config: dict[str, Any]) -> str:

@@ -37,7 +37,7 @@ LEGEND = (
     "Steps of training: {steps}."
 )
 RECIPE_HEADER = (
-    *("task", "axis", "read", "feedback", "rotation", "lambda", "S", "curriculum", "steps", "seeds", "validation"),
+    *("task", "axis", "read", "feedback", "lambda", "S", "curriculum", "steps", "seeds", "validation"),
     "recipe",
 )
 
@@ -173,7 +173,7 @@ def recipe_row(cell: Cell) -> list[str]:
     axis, read = (str(config.get(f"model.memory.{key}", ABSENT)) for key in ("axis", "read"))
     weight = config.get("model.memory.entropy_weight")
     return [
-        *(cell.task, axis, read, feedback(config), "yes" if config.get("model.memory.rotation") else "no"),
+        *(cell.task, axis, read, feedback(config)),
         *(ABSENT if weight is None else f"{weight:g}", slots(config)),
         *(curriculum(config), f"{run.step:,}", ", ".join(str(run.seed) for run in cell.runs)),
         *(ABSENT if validation is None else f"{validation:.3f}", f"`{name_of(run)}`"),

@@ -17,7 +17,6 @@ import functools
 import importlib
 import importlib.util
 import logging
-import math
 from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
@@ -127,7 +126,6 @@ def scan(
     logits: Tensor,
     query: Tensor | None,
     feedback: tuple[Tensor, ...] | None = None,
-    angles: Tensor | None = None,
     **options: str | int,
 ) -> tuple[StackOutput, StackState]:
     """`step` for each token in turn. x [B, T, H, D], logits [B, T, H, 3 or 2]; outputs [B, T, H, ...].
@@ -135,14 +133,11 @@ def scan(
     `feedback` = (P [m, H, D], Q [m, H, 3 or 2]) adds P u_t to x_t and Q u_t to the logits of t, where u_t = f(R_{t-1})
     and m = H*D; with two more, V [m, H*D] and c [B, T, m], u_t = f(c_t + V R_{t-1}). The option feedback_activation is
     f: identity, tanh, or gated, a product of two tanh, for which V and c have 2 m rows. No tokens leave the state as it
-    is. `angles` [B, T, H] in radians turn the slots before each update; not with a feedback or a global read, which
-    raises ValueError.
+    is.
     """
     if x.shape[1] == 0:
         x = _wide(x.detach())
         return StackOutput(x, x.new_zeros(*x.shape[:3], 3), x.new_zeros(x.shape[:3]), x.new_zeros(x.shape[:3])), state
-    if angles is not None:
-        return _turning_scan(state, x, logits, query, feedback, angles, options)
     with torch.autocast(x.device.type, enabled=False):
         feedback = feedback and tuple(map(_wide, feedback))
         query = query if query is None else _wide(query)
@@ -150,29 +145,6 @@ def scan(
         _say(name)
         module = _load(IMPLEMENTATIONS[name][1])
         return module.scan(state, _wide(x), _wide(logits), query, feedback=feedback, **options)
-
-
-def _turning_scan(
-    state: StackState,
-    x: Tensor,
-    logits: Tensor,
-    query: Tensor | None,
-    feedback: tuple[Tensor, ...] | None,
-    angles: Tensor,
-    options: dict[str, str | int],
-) -> tuple[StackOutput, StackState]:
-    """A scan whose slots turn, by one whose slots do not.
-
-    An update is linear in the contents, so turning all of them commutes with it: seen from where the planes stood at
-    the start nothing turns, and x_t comes in turned back by all angles up to t. What is read is turned forth again.
-    """
-    if feedback is not None or options.get("read") != "top":
-        raise ValueError("stack scan: slots turn where the top is read, and without a feedback")
-    phase = angles.double().cumsum(1).remainder(math.tau).to(_wide(x).dtype)  # a long sum of float32 would drift
-    x = reference.turned(_wide(x), -phase)
-    output, state = scan(state, x, logits, query, **options)
-    slots = reference.turned(state.slots, phase[:, -1].unsqueeze(-1))
-    return output._replace(read=reference.turned(output.read, phase)), state._replace(slots=slots)
 
 
 @torch.compiler.assume_constant_result  # under torch.compile the choice is made while tracing

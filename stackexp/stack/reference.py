@@ -127,7 +127,6 @@ def scan(
     *,
     feedback: tuple[Tensor, ...] | None = None,
     feedback_activation: str = "identity",
-    angles: Tensor | None = None,
     step: Callable = step,
     read_slots: Callable = read_slots,
     read: str = "global",
@@ -140,16 +139,12 @@ def scan(
     where `feedback` has two more, V [m, H*D] and c [B, T, m], f(c_t + V R_{t-1}): a hidden layer of any width. f is
     the `feedback_activation`, identity, tanh or gated: of V and c with 2 m rows, the tanh of the first m times that of
     the others. R_{-1} is what the given state reads (0 of an empty one), so a scan may be cut anywhere.
-
-    With `angles` [B, T, H] the slots turn before the update of t: St[j] <- Rot(angles_t) St[j], see `turned`.
     """
     assert feedback_activation in ACTIVATIONS, feedback_activation
     outputs = []
     last_read = read_slots(state, query, read, read_mask) if feedback else None
     to_x, to_logits, *hidden = feedback or (None, None)
     for t, (x_t, logits_t) in enumerate(zip(x.unbind(1), logits.unbind(1), strict=True)):
-        if angles is not None:
-            state = state._replace(slots=turned(state.slots, angles[:, t].unsqueeze(-1)))
         if feedback:
             now = (hidden[0], hidden[1][:, t]) if hidden else ()
             fed = fed_back(last_read.flatten(1), feedback_activation, *now)
@@ -175,12 +170,6 @@ def squashed(read: Tensor, activation: str, of_read: Tensor | None = None, given
 def gated(factors: Tensor, activation: str) -> Tensor:
     """u [..., m] of what `squashed` gives."""
     return math.prod(factors.chunk(2, -1)) if activation == "gated" else factors
-
-
-def turned(x: Tensor, angles: Tensor) -> Tensor:
-    """Rot(angles) x: in x [..., D] every plane of numbers i and i + D/2 turned by an angle [...], in radians."""
-    (a, b), cos, sin = x.chunk(2, -1), angles.cos().unsqueeze(-1), angles.sin().unsqueeze(-1)
-    return torch.cat([a * cos - b * sin, a * sin + b * cos], -1)
 
 
 def _lowered(values: Tensor, first: Tensor) -> Tensor:

@@ -36,8 +36,7 @@ def trains_on(config: ExperimentConfig) -> str:
     text = f"{config.trainer.max_steps:,} steps of {data.batch_size} strings of {data.task}, lengths up to "
     if not data.curriculum_steps:
         return f"{text}{data.max_length}"
-    growing = "growing by a factor" if data.curriculum_growth == "geometric" else "growing"
-    return f"{text}{data.curriculum_start}, {growing} to {data.max_length} over {data.curriculum_steps:,} steps"
+    return f"{text}{data.curriculum_start}, growing to {data.max_length} over {data.curriculum_steps:,} steps"
 
 
 def callbacks(config: ExperimentConfig, folder: RunFolder) -> list[pl.Callback]:
