@@ -159,15 +159,22 @@ def test_feedback_computes_push_and_action_from_h_plus_the_last_read(projection,
 
 @pytest.mark.parametrize(("action_input", "action_scale"), ACTION_INPUTS)
 @pytest.mark.parametrize("activation", ["tanh", "gated"])
-def test_feedback_of_a_hidden_layer_is_computed_from_h_and_the_last_read(activation, action_input, action_scale):
-    """Token by token on h_t + F f(U h_t + V R_{t-1}) without feedback, but with the residual taken from h_t."""
+def test_feedback_of_a_hidden_layer_adds_to_push_and_action(activation, action_input, action_scale):
+    """Token by token without feedback, with P u and Q u added to what h gives: u = f(U h_t + V R_{t-1})."""
     options = {"action_input": action_input, "action_scale": action_scale, "axis": "time", "read": "top"}
     memory = make_memory(feedback=True, feedback_activation=activation, feedback_hidden_size=7, **options)
-    plain = make_memory(**options)
+    plain = make_memory(action_sharpness=1.0, **options)
     shared = {name: value for name, value in memory.state_dict().items() if not name.startswith("feedback")}
     plain.load_state_dict(shared)
-    reads = [torch.zeros(B, 2, 3, dtype=torch.float64)]
+    reads, units = [torch.zeros(B, 2, 3, dtype=torch.float64)], None
     plain._read_out = lambda read: reads.append(read[:, 0]) or StackMemory._read_out(plain, read)
+
+    def fed(h):
+        push, logits = StackMemory._project(plain, h)
+        added = units @ memory.feedback.T
+        return push + added[:, None, :6].unflatten(-1, (2, 3)), logits + added[:, None, 6:].unflatten(-1, (2, 3))
+
+    plain._project = fed
     h = hidden_states()
     got, _, _ = memory(h, memory.empty_state(h))
     state = plain.empty_state(h)
@@ -175,9 +182,8 @@ def test_feedback_of_a_hidden_layer_is_computed_from_h_and_the_last_read(activat
         units = torch.tanh(h[:, t] @ memory.feedback_token.T + reads[-1].flatten(1) @ memory.feedback_read.T)
         if activation == "gated":
             units = units[:, :7] * units[:, 7:]
-        fed_back = units @ memory.feedback.T
-        new, state, _ = plain((h[:, t] + fed_back)[:, None], state)
-        torch.testing.assert_close(got[:, t], new[:, 0] - fed_back)  # the gate is 1
+        new, state, _ = plain(h[:, t : t + 1], state)
+        torch.testing.assert_close(got[:, t], new[:, 0])
 
 
 @pytest.mark.parametrize(

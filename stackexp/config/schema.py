@@ -67,8 +67,8 @@ class StackMemoryConfig:
     feedback: bool = False  # axis time: actions and push are computed from h_t + F f(R_{t-1})
     # f; gated, with a hidden layer: tanh(a) tanh(b) of two of its units each, so that it has products to begin with
     feedback_activation: Literal["identity", "tanh", "gated"] = "identity"
-    # Units of a hidden layer, h_t + F f(U h_t + V R_{t-1}): what two things together ask for, as a product of what was
-    # read and what comes, no linear map gives. None: no such layer.
+    # Units of a hidden layer: f(U h_t + V R_{t-1}) is added to actions and push, each by a map of its own. What two
+    # things together ask for, as a product of what was read and what comes, no linear map gives. None: no such layer.
     feedback_hidden_size: Optional[int] = at_least(1, None)
     entropy_weight: float = at_least(0, 0.001)
     # Axis depth on CUDA: every so many layers the stack is kept for the backward pass, in this precision (auto: that

@@ -70,8 +70,8 @@ class StackMemory(Memory):
 
     x = W_down h  [H, D],  a = softmax(A x),  St, M <- update,  R = read with w_g,  h' = g h + W_up concat(R).
     Parameters (no biases): down d -> H*D, actions A [H, 3, D], query w_g [H, D], up H*D -> d, gate g [1]; with
-    `feedback` F [d, m] of m = H*D or, with a hidden layer of m units, also U [m, d] and V [m, H*D] (gated: of 2 m
-    rows).
+    `feedback` F [d, H*D] or, with a hidden layer of m units, P and Q [H*D + H*3, m], U [m, d] and V [m, H*D] (gated: U
+    and V of 2 m rows).
     With `action_noise` every rank draws the same numbers for its own part of a batch: N devices do
     not train as one.
     """
@@ -91,11 +91,12 @@ class StackMemory(Memory):
         self.actions = _parameter(heads, num_actions, size if config.action_input == "head" else hidden)
         if config.read == "global":
             self.query = _parameter(1 if shared else heads, size)
-        if config.feedback:
-            self.feedback = _parameter(hidden, config.feedback_hidden_size or heads * size)
         if config.feedback_hidden_size:
             inner = (2 if config.feedback_activation == "gated" else 1) * config.feedback_hidden_size
+            self.feedback = _parameter(heads * (size + num_actions), config.feedback_hidden_size)
             self.feedback_token, self.feedback_read = _parameter(inner, hidden), _parameter(inner, heads * size)
+        elif config.feedback:
+            self.feedback = _parameter(hidden, heads * size)
         self.gate = _parameter(1)
         noise = torch.empty(()) if config.action_noise else None  # a tensor, which may change without compiling anew
         self.register_buffer("noise", noise, persistent=False)
@@ -182,14 +183,17 @@ class StackMemory(Memory):
         return F.linear(read.flatten(-2), self.up)
 
     def _fed_back(self, h: Tensor) -> tuple[Tensor, ...] | None:
-        """What F u_t adds to x_t and to the logits, as maps of u (both are linear in h): u_t [m] is f(R_{t-1}) or, with
-        V and U h_t, which follow the maps, f(U h_t + V R_{t-1})."""
+        """What u_t [m] adds to x_t and to the logits, as maps P, Q of it. Without a hidden layer u_t is f(R_{t-1}), and
+        P, Q are of F u_t in the place of h; with one, V and U h_t follow, of u_t = f(U h_t + V R_{t-1})."""
         if self.feedback is None:
             return None
-        maps = self._project(self.feedback.T)  # [m, d]: h for each number of u
         if self.feedback_token is None:
-            return maps
-        return *maps, self.feedback_read, F.linear(h, self.feedback_token)
+            return self._project(self.feedback.T)  # [m, d]: h for each number of u; both maps are linear in h
+        width = self.config.num_heads * self.config.head_dim
+        push, logits = (
+            part.unflatten(-1, (self.config.num_heads, -1)) for part in self.feedback.T.tensor_split([width], -1)
+        )
+        return push, self.config.action_sharpness * logits, self.feedback_read, F.linear(h, self.feedback_token)
 
     def flops_per_token(self, context_length: int) -> float:
         """Projections, actions, and the update (3) and the read (2 multiply-adds) of each occupied number."""
