@@ -164,6 +164,8 @@ def test_feedback_of_a_hidden_layer_adds_to_push_and_action(activation, action_i
     options = {"action_input": action_input, "action_scale": action_scale, "axis": "time", "read": "top"}
     memory = make_memory(feedback=True, feedback_activation=activation, feedback_hidden_size=7, **options)
     plain = make_memory(action_sharpness=1.0, **options)
+    for weight in (memory.down, memory.actions):
+        torch.nn.init.normal_(weight)
     shared = {name: value for name, value in memory.state_dict().items() if not name.startswith("feedback")}
     plain.load_state_dict(shared)
     reads, units = [torch.zeros(B, 2, 3, dtype=torch.float64)], None
@@ -184,6 +186,19 @@ def test_feedback_of_a_hidden_layer_adds_to_push_and_action(activation, action_i
             units = units[:, :7] * units[:, 7:]
         new, state, _ = plain(h[:, t : t + 1], state)
         torch.testing.assert_close(got[:, t], new[:, 0])
+
+
+def test_beside_a_hidden_layer_down_and_actions_begin_at_zero():
+    hidden = {"feedback_activation": "gated", "feedback_hidden_size": 5, "action_input": "hidden"}
+    hidden |= {"axis": "time", "feedback": True}
+    memory, plain = make_memory(**hidden), make_memory(axis="time", feedback=True)
+    assert not memory.down.any()
+    assert not memory.actions.any()
+    assert all(weight.any() for name, weight in memory.named_parameters() if name not in ("down", "actions"))
+    assert all(weight.any() for weight in plain.parameters())
+    h = hidden_states().requires_grad_()
+    memory(h, memory.empty_state(h))[0].square().sum().backward()
+    assert all(weight.grad.any() for name, weight in memory.named_parameters() if name != "query")
 
 
 @pytest.mark.parametrize(

@@ -102,10 +102,15 @@ class StackMemory(Memory):
         self.register_buffer("noise", noise, persistent=False)
 
     def init_weights(self) -> None:
-        """As the decoder's: see `init_weight_`; the gate is 1."""
+        """As the decoder's: see `init_weight_`; the gate is 1. Beside a hidden layer of the feedback, which sees h as
+        well, W_down and A begin at 0: what they give is three times as large as what it does, and would hide it."""
         for name, weight in self.named_parameters():
             init_weight_(weight, self.model, self.layer if name == "up" else None)
         nn.init.ones_(self.gate)
+        if self.feedback_token is not None:
+            for weight in (self.down, self.actions):
+                if weight is not None:
+                    nn.init.zeros_(weight)
         if self.noise is not None:
             self.noise.fill_(self.config.action_noise)
 
