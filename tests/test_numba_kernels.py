@@ -39,7 +39,8 @@ def test_scratch_arrays_live_until_the_kernel_ends(kernel):
     arrays = made_arrays(kernel.py_func)
     assert {"rows", "row_masks", "weights"} < arrays
     deaths = [(s.value, at) for at, block in function.blocks.items() for s in block.find_insts(ir.Del)]
-    assert {death for death in deaths if death[0] in arrays} == {(name, max(function.blocks)) for name in arrays}
+    (end,) = (at for at, block in function.blocks.items() if isinstance(block.terminator, ir.Return))
+    assert {death for death in deaths if death[0] in arrays} == {(name, end) for name in arrays}
 
 
 def test_what_is_kept_on_disk_depends_on_every_file_of_the_kernels(tmp_path):
