@@ -72,8 +72,7 @@ class StackMemory(Memory):
     Parameters (no biases): down d -> H*D, actions A [H, 3, D], query w_g [H, D], up H*D -> d, gate g [1]; with
     `feedback` F [d, H*D] or, with a hidden layer of m units, P and Q [H*D + H*3, m], U [m, d] and V [m, H*D] (gated: U
     and V of 2 m rows).
-    With `action_noise` every rank draws the same numbers for its own part of a batch: N devices do
-    not train as one.
+    With `action_noise` every rank draws the same numbers for its own part of a batch: N devices do not train as one.
     """
 
     def __init__(self, config: StackMemoryConfig, model: TransformerConfig, layer: int) -> None:
