@@ -88,6 +88,14 @@ class Wishes(pl.Callback):
     on_test_batch_end = on_validation_batch_end
 
 
+def misses_a_validation(folder: RunFolder, step: int, config: TrainerConfig, data: pl.LightningDataModule) -> bool:
+    """Whether the run was stopped or killed after this step, but before its validation had been recorded."""
+    if not config.val_check_interval or step % config.val_check_interval or not data.set_names("validate"):
+        return False
+    recorded = [line for line in folder.read_metrics() if line["step"] == step]
+    return any("loss/train" in line for line in recorded) and not any(AVERAGE_LOSS in line for line in recorded)
+
+
 class StepCheckpoint(pl.callbacks.Checkpoint):
     """<step>/ every `checkpoint_interval` steps, after `checkpoint_minutes`, after the last step, and before stopping.
 
@@ -102,18 +110,13 @@ class StepCheckpoint(pl.callbacks.Checkpoint):
 
     def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         self._step = trainer.global_step
-        if trainer.strategy.broadcast(self._misses_a_validation(trainer)):
+        if trainer.strategy.broadcast(misses_a_validation(self._folder, self._step, self._config, trainer.datamodule)):
+            val_loop = trainer.fit_loop.epoch_loop.val_loop
+            val_loop.restarting = False  # or the batches of the validation before, told by the checkpoint, are left out
             trainer.validating = True  # as Lightning itself does between two steps
-            trainer.fit_loop.epoch_loop.val_loop.run()
+            val_loop.run()
             trainer.training = True
-
-    def _misses_a_validation(self, trainer: pl.Trainer) -> bool:
-        """Whether the run was stopped or killed after this step, but before its validation had been recorded."""
-        interval = self._config.val_check_interval
-        if not interval or self._step % interval or not trainer.datamodule.set_names("validate"):
-            return False
-        recorded = [line for line in self._folder.read_metrics() if line["step"] == self._step]
-        return any("loss/train" in line for line in recorded) and not any(AVERAGE_LOSS in line for line in recorded)
+        trainer.fit_loop.epoch_loop.max_steps = self._config.max_steps
 
     def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
         if trainer.global_step == self._step:

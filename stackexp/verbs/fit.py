@@ -15,7 +15,7 @@ from stackexp.callbacks.keyboard import interruptible
 from stackexp.callbacks.progress import StepProgress
 from stackexp.callbacks.run_record import RunRecord
 from stackexp.callbacks.stack_probes import StackProbes
-from stackexp.callbacks.step_checkpoint import StepCheckpoint, StopRequest, Wishes
+from stackexp.callbacks.step_checkpoint import StepCheckpoint, StopRequest, Wishes, misses_a_validation
 from stackexp.callbacks.throughput import Throughput
 from stackexp.config import registry
 from stackexp.config.schema import ExperimentConfig
@@ -86,7 +86,9 @@ def _fit(config: ExperimentConfig, start: Start, processes: Processes, stop: Sto
     data = registry.build("data", config.data, seed=config.seed)
     processes.together(lambda: (data.prepare_data(), data.setup("fit")))
     started_at = time.perf_counter()
-    trained = start.step >= config.trainer.max_steps  # killed after its last step
+    at_end = start.step >= config.trainer.max_steps  # killed after its last step
+    missed = processes.agree(lambda: misses_a_validation(start.folder, start.step, config.trainer, data))
+    trained = at_end and not missed
     module = build_module(config, weights=start.checkpoint if trained else None)
     record = RunRecord(start.folder, config.logging.tensorboard, config.data.objective)
     trainer = build_trainer(config, processes, _callbacks(config, start.folder, record, stop))
@@ -95,6 +97,8 @@ def _fit(config: ExperimentConfig, start: Start, processes: Processes, stop: Sto
             print(_header(config, module, start), flush=True)
             objective(config).begin(config, "fit")
         with _telling_the_checkpoint(start.folder), interruptible(trainer), logging_redirect_tqdm():
+            if at_end and missed:
+                trainer.fit_loop.epoch_loop.max_steps += 1  # or nothing begins: `StepCheckpoint` makes it up, and ends
             if not trained:
                 trainer.fit(module, data, ckpt_path=start.checkpoint, weights_only=True)
             elif processes.first:

@@ -19,9 +19,9 @@ def forks(tmp_path) -> Forks:
 
 
 def kill_after(step: int, forks: Forks, folder: Path, *command: object) -> None:
-    """Start the command and kill it as soon as it has recorded `step`."""
+    """Start the command and kill it as soon as it has recorded `step`, and a checkpoint has been written."""
     started = forks.start(*command)
-    started.kill_when(lambda: any(step in losses(RunFolder(path)) for path in folder.glob("tiny/*")))
+    started.kill_when(lambda: any(step in losses(run) and run.saved() for run in map(RunFolder, folder.glob("tiny/*"))))
 
 
 def test_resume_after_sigkill_is_exact(forks, tiny, tmp_path):
@@ -85,6 +85,22 @@ def test_a_run_killed_after_its_last_step_is_finished_by_resuming(tiny, tmp_path
         del result["seconds_of_last_session"]
     assert after == before
     assert record(run) == lines
+
+
+@pytest.mark.parametrize("step", [6, 12, 18])
+def test_a_validation_missed_by_a_kill_is_made_up_over_all_sets(tiny, tmp_path, step):
+    """The checkpoint of the step is there, its validation is not, and the one before it was."""
+    fit = ("fit", "--config", str(tiny), "trainer.max_steps=18", "trainer.checkpoint_interval=6")
+    fit = (*fit, "trainer.keep_checkpoints=9", "logging.progress_bar=false")
+    assert main([*fit]) == 0
+    run = only_run(tmp_path / "runs")
+    reference = record(run)
+    assert all(f"validation/loss/{name}" in reference[-1] for name in ("left", "right"))
+    run.result.unlink()
+    before = [line for line in run.read_metrics() if line["step"] < step or "loss/train" in line]
+    run.metrics.write_text("".join(json.dumps(line) + "\n" for line in before))
+    assert main([*fit, "--ckpt_path", str(run.checkpoints / f"{step:08d}")]) == 0
+    assert record(run) == reference
 
 
 def test_more_steps_than_a_finished_run_had(tiny, tmp_path):
