@@ -73,6 +73,21 @@ def test_lengths_are_uniform_from_the_tasks_least_to_the_longest():
     assert (np.abs(counts[least:] - 800 / (7 - least)) < 60).all()
 
 
+def test_a_share_of_the_batches_has_the_longest_strings():
+    built = data("longest_fraction=0.5", "curriculum_steps=10", "curriculum_start=4", "max_length=8", "batch_size=1")
+    batches = [built.training_batch(step) for step in range(1, 4011)]
+    early = sum(batch["length"] == batch["max_length"] for batch in batches[:10])
+    counts = np.bincount([batch["length"] for batch in batches[10:]], minlength=9)
+    assert early >= 4, "those of its step, not max_length"
+    assert abs(counts[8] / 4000 - (0.5 + 0.5 / 8)) < 0.03
+    assert (np.abs(counts[1:8] / 4000 - 0.5 / 8) < 0.02).all(), "the others are uniform"
+    always = data("longest_fraction=1", "batch_size=2")
+    assert {always.training_batch(step)["length"] for step in range(1, 30)} == {40}
+    assert always.config.global_batch_tokens == 2 * 80
+    tokens = [data(f"longest_fraction={share}").config.global_batch_tokens for share in (0, 0.5, 1)]
+    assert tokens == [128 * 41, 128 * (41 + 80) / 2, 128 * 80]
+
+
 def test_the_longest_grows_linearly_then_stays():
     config = data("curriculum_steps=36", "curriculum_start=4").config
     assert [longest_of(config, step) for step in (1, 2, 3, 36, 37, 38, 1000)] == [4, 5, 6, 39, 40, 40, 40]

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, Optional
 from omegaconf import OmegaConf
 
 from stackexp.config.registry import register
-from stackexp.config.schema import ExperimentConfig, Problems, at_least, from_up_to
+from stackexp.config.schema import ExperimentConfig, Problems, at_least, from_up_to, within
 
 
 class Sizes(NamedTuple):
@@ -53,7 +53,8 @@ OmegaConf.register_resolver("task_outputs", lambda task: TASKS[task].outputs, re
 class FormalLanguageConfig:
     """Strings of one task, drawn as they are needed: symbols, then an empty token for each symbol of the answer.
 
-    A batch has one length, uniform in 1 .. max_length. Lengths above it are for the test.
+    A batch has one length: with `longest_fraction` the longest, otherwise uniform in 1 .. longest. Lengths above
+    max_length are for the test.
     """
 
     objective: ClassVar[str] = "transduction"
@@ -83,6 +84,7 @@ class FormalLanguageConfig:
     max_length: int = at_least(1, 40)  # longest string to train on
     curriculum_steps: int = at_least(0, 0)  # the longest grows from curriculum_start to max_length over these steps
     curriculum_start: int = at_least(1, 4)
+    longest_fraction: float = within(0, 1, 0.0)  # this share of the batches has the longest strings of its step
     label_smoothing: float = from_up_to(0, 1, 0.0)  # in training: this share of a target goes to all symbols alike
     validation_max_length: int = at_least(1, 60)  # while fitting: every length above max_length up to this
     validation_sequences: int = at_least(1, 32)  # of each such length, from a seed of their own
@@ -118,7 +120,8 @@ class FormalLanguageConfig:
         """Of a step in the mean over the lengths, as they are once a curriculum has ended."""
         task = TASKS[self.task]
         lengths = range(task.min_length, self.max_length + 1)
-        return round(self.batch_size * sum(n + task.output_length(n) for n in lengths) / len(lengths))
+        uniform = sum(n + task.output_length(n) for n in lengths) / len(lengths)
+        return round(self.batch_size * (uniform + self.longest_fraction * (self.context_length - uniform)))
 
     def micro_batch(self, devices: int) -> int:
         return self.batch_size // devices

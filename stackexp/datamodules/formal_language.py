@@ -92,6 +92,8 @@ class FormalLanguageData(pl.LightningDataModule):
         """What the optimizer's `step` (from 1 on) is made from, a function of seed and step; this process's rows."""
         longest, rng = longest_of(self.config, step), np.random.default_rng([self.seed, step])
         length = int(rng.integers(self.task.min_length, longest + 1))
+        if self.config.longest_fraction and rng.random() < self.config.longest_fraction:
+            length = longest
         rank, world_size = _place(self.trainer)
         strings = self.task.sample(rng, self.config.batch_size, length)
         counted = float(strings.mask.sum()) / world_size

@@ -113,7 +113,7 @@ def _csv_row(report: Report, run: FormalRun) -> dict[str, object]:
     memory = {key: config.get(f"model.memory.{key}") for key in MEMORY_OPTIONS}
     attention = {key: config.get(f"model.{key}") for key in ("positional", "attention_window")}
     data = {key: config[f"data.{key}"] for key in ("max_length", "curriculum_start", "curriculum_steps", "batch_size")}
-    data["label_smoothing"] = config.get("data.label_smoothing")
+    data |= {key: config.get(f"data.{key}") for key in ("longest_fraction", "label_smoothing")}
     scores = {f"score_{a}_{b}": run.score((a, b)) for a, b in dict.fromkeys((*RANGES, report.among))}
     return {
         **{"task": run.task, "class": paper.TASKS[run.task], "model": run.column, "seed": run.seed},

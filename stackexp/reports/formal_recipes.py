@@ -102,11 +102,13 @@ def without_task(recipe: Recipe) -> str:
 
 
 def curriculum(config: dict[str, Any]) -> str:
-    """How the longest training string grows."""
+    """How the longest training string grows, and how many batches have it."""
+    longest = config.get("data.longest_fraction")
+    share = f", longest in {longest:.0%} of the batches" if longest else ""
     if not config["data.curriculum_steps"]:
-        return f"none (1..{config['data.max_length']})"
+        return f"none (1..{config['data.max_length']}){share}"
     start, end = config["data.curriculum_start"], config["data.max_length"]
-    return f"{start} to {end} in {config['data.curriculum_steps']:,} steps"
+    return f"{start} to {end} in {config['data.curriculum_steps']:,} steps{share}"
 
 
 def feedback(config: dict[str, Any]) -> str:

@@ -34,9 +34,10 @@ def begin(config: ExperimentConfig, stage: str) -> None:
 def trains_on(config: ExperimentConfig) -> str:
     data = config.data
     text = f"{config.trainer.max_steps:,} steps of {data.batch_size} strings of {data.task}, lengths up to "
+    share = f", the longest in {data.longest_fraction:.0%} of the batches" if data.longest_fraction else ""
     if not data.curriculum_steps:
-        return f"{text}{data.max_length}"
-    return f"{text}{data.curriculum_start}, growing to {data.max_length} over {data.curriculum_steps:,} steps"
+        return f"{text}{data.max_length}{share}"
+    return f"{text}{data.curriculum_start}, growing to {data.max_length} over {data.curriculum_steps:,} steps{share}"
 
 
 def callbacks(config: ExperimentConfig, folder: RunFolder) -> list[pl.Callback]:
