@@ -24,7 +24,7 @@ from stackexp.reports.formal_tables import (
 from stackexp.reports.tables import ABSENT
 
 MEMORY_OPTIONS = ("axis", "read", "read_mask", "feedback", "feedback_activation", "num_slots", "eval_num_slots")
-MEMORY_OPTIONS += ("feedback_hidden_size", "action_noise", "action_noise_steps")
+MEMORY_OPTIONS += ("feedback_hidden_size", "action_sharpness", "action_noise", "action_noise_steps")
 """Columns of the CSV, in this order, from `model.memory`."""
 
 RANGES: tuple[Range, ...] = ((41, 100), (41, 500))
