@@ -6,6 +6,7 @@ import socket
 import struct
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -19,7 +20,8 @@ KEYS = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_DEFAU
 class S3:
     """`with S3() as s3:` starts it; `s3.environment` is what a program needs to reach it.
 
-    `fail_every` 3: each third request for an object ends in an error 500 or, by turns, in a reset connection.
+    `fail_every` 3: each third request for an object ends in an error 500 or, by turns, in a reset connection. HEAD and
+    GET count by themselves, and each object, or else requests of other threads can make all attempts at one fail.
     `seconds_per_chunk`: how long each piece of 64 KiB of an answer takes.
     `stalls`: answers for objects whose key ends so come after a minute.
     """
@@ -34,7 +36,7 @@ class S3:
         self.requests: list[str] = []  # paths of GET requests
         self.failures = 0
         self.refuses: int | None = None  # the status that all requests for objects are answered with
-        self._count = 0
+        self._counts: Counter[tuple[str, str]] = Counter()
 
     def __enter__(self) -> "S3":
         logging.getLogger("werkzeug").setLevel(logging.ERROR)
@@ -68,8 +70,9 @@ class S3:
             return self._app(environ, start_response)
         with self._lock:
             self.requests += [environ["PATH_INFO"]] if environ["REQUEST_METHOD"] == "GET" else []
-            self._count += 1
-            fails = self.fail_every and self._count % self.fail_every == 0
+            asked = environ["REQUEST_METHOD"], environ["PATH_INFO"]
+            fails = self.fail_every and self._counts[asked] % self.fail_every == 0
+            self._counts[asked] += 1
             self.failures += bool(fails)
             resets = fails and self.failures % 2
         if resets:
