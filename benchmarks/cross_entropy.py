@@ -15,12 +15,12 @@ from pathlib import Path
 import torch
 from torch.nn import functional as F
 
+from stackexp.benchmarking.efficiency import seconds
 from stackexp.errors import ConfigError
 from stackexp.models.cross_entropy import Head, NextTokenLoss, _liger
 from stackexp.models.transformer import DecoderOutput
 from stackexp.reports.tables import table
 from stackexp.runs import environment
-from stackexp.verbs.efficiency import seconds
 
 WARM_UP = 3
 

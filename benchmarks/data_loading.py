@@ -63,7 +63,7 @@ def measure(what: str, remote: str, cache: str, workers: int, document_mask: boo
     import streaming  # noqa: F401
     import torch
 
-    from stackexp.config.schema import ShardsConfig
+    from stackexp.config.data import ShardsConfig
     from stackexp.datamodules.pretraining import PretrainingData
 
     torch.set_num_threads(1)

@@ -26,7 +26,7 @@ from torch.nn import functional as F
 from stackexp import stack
 from stackexp.config import registry
 from stackexp.config.compose import compose
-from stackexp.models.memory import Memory
+from stackexp.models.memories.base import Memory
 from stackexp.models.transformer import Cache
 from stackexp.reports.tables import table
 from stackexp.runs import environment

@@ -19,7 +19,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from stackexp.stack import compiled, eager, kernels, reference
+from stackexp.stack import eager, reference
+from stackexp.stack.numba import kernels
+from stackexp.stack.numba import scan as compiled
 
 LOOPS = ("reference", "eager")
 FEEDBACK = {"gated": 128, "feedback": None, "no feedback": None}  # units of its hidden layer

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from stackexp.config.names import nearest
+from stackexp.config.suggestions import nearest
 from stackexp.errors import ConfigError, FolderBusy, RunError, Stopped
 from stackexp.verbs.parser import Parser
 
@@ -79,7 +79,7 @@ def fit(argv: list[str]) -> int:
         return 0
     beside = {name: _beside(config, configs, overrides, name) for name in config.beside or {}}
     config.beside = {}
-    from stackexp.verbs import fit as verb
+    from stackexp.training import loop as verb
 
     return verb.run(config, options.ckpt_path, options.run, beside)
 
@@ -135,7 +135,7 @@ def evaluate(stage: Any, argv: list[str]) -> int:
             parser.error(f"--keep-remainder is of sets of text, but the data are strings of {config.data.task}")
         overrides.append("data.keep_remainder=true")
         config = compose.compose(configs, overrides, trains=False)
-    from stackexp.verbs import evaluate as verb
+    from stackexp.evaluation import evaluate as verb
 
     sets = [name.strip() for names in options.sets for name in names.split(",")]
     return verb.run(stage, options.run, config, options.ckpt_path, sets, options.out, overrides)
@@ -159,7 +159,7 @@ def generate(argv: list[str]) -> int:
     if not 0 < options.top_p <= 1:
         parser.error(f"--top_p: expected a number above 0, up to 1, found {options.top_p}")
     _run_config(parser, options.run)
-    from stackexp.verbs import generate as verb
+    from stackexp.evaluation import generation as verb
 
     return verb.run(**vars(options))
 
@@ -195,7 +195,7 @@ def configs(argv: list[str]) -> int:
 def data(argv: list[str]) -> int:
     parser = Parser("data", "Prepare data.", [f"data {name} --help" for name in DATA], f"{'|'.join(DATA)} [OPTIONS]")
     if argv[:1] and argv[0] in DATA:
-        verb = importlib.import_module(f"stackexp.verbs.{argv[0]}")
+        verb = importlib.import_module(f"stackexp.verbs.data_{argv[0]}")
         return verb.main(argv[1:])
     parser.split(argv)
     parser.error(f"expected {', '.join(DATA)}{nearest(argv[0], DATA) if argv else ''}")

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from stackexp.config.compose import to_yaml
-from stackexp.config.schema import ExperimentConfig
+from stackexp.config.experiment import ExperimentConfig
 from stackexp.errors import FolderBusy, RunError
 
 STAMP = "%Y%m%d-%H%M%S"

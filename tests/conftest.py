@@ -54,7 +54,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory) -> dict[str, Path]:
     """Prepared sets `train`, `left` and `right` of this repository's and the standard library's own text."""
-    from stackexp.verbs.prepare import main
+    from stackexp.verbs.data_prepare import main
 
     folder = tmp_path_factory.mktemp("corpus")
     stdlib = Path(os.__file__).parent

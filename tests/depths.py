@@ -8,7 +8,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from stackexp.stack import StackOutput, reference, triton_depth
+from stackexp.stack import StackOutput, reference
+from stackexp.stack.triton import depth as triton_depth
 
 F64 = torch.float64
 

@@ -16,12 +16,12 @@ import pytest
 
 PRELOAD = [
     "stackexp.cli",
-    "stackexp.verbs.evaluate",
-    "stackexp.verbs.fit",
-    "stackexp.verbs.language",
-    "stackexp.verbs.formal",
+    "stackexp.evaluation.evaluate",
+    "stackexp.training.loop",
+    "stackexp.training.language_modeling",
+    "stackexp.training.transduction",
 ]
-PRELOAD += ["stackexp.datamodules.pretraining", "stackexp.datamodules.streaming", "stackexp.models.memory"]
+PRELOAD += ["stackexp.datamodules.pretraining", "stackexp.datamodules.streaming", "stackexp.models.memories.stack"]
 SECONDS = 120
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import yaml
 
 from stackexp.config.compose import compose, to_dict
-from stackexp.config.formal import TASKS
+from stackexp.config.formal_language import TASKS
 
 TRANSFORMER = [
     *("model.kind=transformer", "model.hidden_size=64", "model.num_layers=5", "model.num_heads=4"),

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from stackexp.config.registry import register
-from stackexp.models.memory import Memory
+from stackexp.models.memories.base import Memory
 
 
 @dataclass

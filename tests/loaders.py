@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from torch import distributed, multiprocessing
 
-from stackexp.config.schema import ShardsConfig
+from stackexp.config.data import ShardsConfig
 from stackexp.data import shards
 from stackexp.data.packing import write_documents
 from stackexp.data.tokenizer import train_tokenizer

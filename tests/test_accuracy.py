@@ -2,8 +2,8 @@
 
 import pytest
 
-from stackexp.config.formal import FormalLanguageConfig
-from stackexp.reports.accuracy import accuracy_plot, accuracy_table, ranges, scores
+from stackexp.config.formal_language import FormalLanguageConfig
+from stackexp.reports.formal.accuracy import accuracy_plot, accuracy_table, ranges, scores
 
 
 def test_scores_are_means_over_the_tested_lengths_of_their_ranges():

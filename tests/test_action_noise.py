@@ -5,7 +5,8 @@ import torch
 
 from stackexp import stack
 from stackexp.config import registry
-from stackexp.config.schema import StackMemoryConfig, TransformerConfig
+from stackexp.config.memory import StackMemoryConfig
+from stackexp.config.model import TransformerConfig
 
 
 def decoder(**options):

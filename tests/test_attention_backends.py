@@ -10,13 +10,14 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from stackexp.config.compose import compose
-from stackexp.config.schema import StackMemoryConfig, TransformerConfig
+from stackexp.config.memory import StackMemoryConfig
+from stackexp.config.model import TransformerConfig
 from stackexp.data.documents import bounds, document_ids
 from stackexp.datamodules.streaming import collate
 from stackexp.errors import ConfigError
 from stackexp.models import attention_backends
+from stackexp.models.activation_checkpointing import KEPT_BY_NAME
 from stackexp.models.generation import generate
-from stackexp.models.recomputation import KEPT_BY_NAME
 from stackexp.models.transformer import Cache, Transformer
 from stackexp.modules.language_modeling import LanguageModeling
 
@@ -320,7 +321,7 @@ def test_where_kernels_are_missing_the_model_says_so(monkeypatch):
 
 
 def test_a_plan_needs_no_kernel():
-    from stackexp.models.cost import build, plan
+    from stackexp.planning.cost import build, plan
 
     config = config_of("model.attention=flash_attn", "trainer.precision=bf16-mixed", "trainer.accelerator=cuda")
     assert build(config).config.attention == "sdpa"

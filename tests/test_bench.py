@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from stackexp import cli, stack
+from stackexp.benchmarking import efficiency
+from stackexp.benchmarking import stack as stack_bench
 from stackexp.config.compose import compose
-from stackexp.verbs import efficiency, stack_bench
 
 SMALL = ["model.hidden_size=16", "model.num_layers=3", "model.intermediate_size=16", "model.num_heads=4"]
 SMALL += ["model.num_kv_heads=2", "model.vocab_size=4096", "data.context_length=8", "data.micro_batch_size=2"]

@@ -13,15 +13,16 @@ from tensorboard.backend.event_processing.event_file_loader import EventFileLoad
 from tensorboard.plugins.custom_scalar import layout_pb2
 from tensorboard.plugins.hparams import plugin_data_pb2
 
-from stackexp.callbacks import step_checkpoint, throughput
-from stackexp.callbacks.progress import StepProgress
-from stackexp.callbacks.stack_probes import StackProbes
-from stackexp.callbacks.step_checkpoint import StopRequest, Wishes
-from stackexp.callbacks.tensorboard import TensorBoardCopy, write_curve
-from stackexp.callbacks.throughput import Throughput, peak_flops
 from stackexp.config.compose import compose
 from stackexp.modules.language_modeling import LanguageModeling
 from stackexp.modules.metrics import StepMetrics, set_tags
+from stackexp.training.callbacks import checkpoint as step_checkpoint
+from stackexp.training.callbacks import throughput
+from stackexp.training.callbacks.checkpoint import StopRequest, Wishes
+from stackexp.training.callbacks.memory_probes import StackProbes
+from stackexp.training.callbacks.progress_bar import StepProgress
+from stackexp.training.callbacks.tensorboard import TensorBoardCopy, write_curve
+from stackexp.training.callbacks.throughput import Throughput, peak_flops
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 TOKENS, CONTEXT, FLOPS = 1024, 64, 2.0**31  # tokens per step, context length, FLOPs per token

@@ -19,8 +19,9 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_op
 
 from stackexp.config.compose import compose, to_dict, to_yaml
 from stackexp.errors import RunError
-from stackexp.modules import checkpoints
-from stackexp.modules.checkpoints import CheckpointWriter
+from stackexp.models import checkpoints
+from stackexp.models.checkpoints import CheckpointWriter
+from stackexp.training import checkpointing
 
 QUICKSTART = compose(["quickstart"])
 
@@ -247,7 +248,7 @@ def test_consolidating(saved, tmp_path):
 )
 def test_what_keeps_a_run_from_going_on_is_named(tmp_path, override, difference):
     with pytest.raises(RunError, match=difference):
-        checkpoints.check_resumable(tmp_path, state_of(), compose(["quickstart"], [override]))
+        checkpointing.check_resumable(tmp_path, state_of(), compose(["quickstart"], [override]))
 
 
 @pytest.mark.parametrize(
@@ -261,13 +262,13 @@ def test_what_keeps_a_run_from_going_on_is_named(tmp_path, override, difference)
     ],
 )
 def test_where_and_how_long_a_run_goes_on_may_change(tmp_path, overrides):
-    checkpoints.check_resumable(tmp_path, state_of(), compose(["quickstart"], overrides))
+    checkpointing.check_resumable(tmp_path, state_of(), compose(["quickstart"], overrides))
 
 
 def test_micro_batches_are_counted_anew_where_a_step_has_others():
     """The last micro-batch before a checkpoint is not yet complete in Lightning's eyes."""
     progress = {"total": {"ready": 12, "completed": 11}, "current": {"ready": 8, "completed": 7}}
-    checkpoints.rescale(progress, then=4, now=1)
+    checkpointing.rescale(progress, then=4, now=1)
     assert progress == {"total": {"ready": 3, "completed": 2}, "current": {"ready": 2, "completed": 1}}
-    checkpoints.rescale(progress, then=1, now=2)
+    checkpointing.rescale(progress, then=1, now=2)
     assert progress == {"total": {"ready": 6, "completed": 5}, "current": {"ready": 4, "completed": 3}}

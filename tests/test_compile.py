@@ -7,7 +7,8 @@ from torch._dynamo.utils import counters
 
 from stackexp import stack
 from stackexp.config.compose import compose
-from stackexp.config.schema import StackMemoryConfig, TransformerConfig
+from stackexp.config.memory import StackMemoryConfig
+from stackexp.config.model import TransformerConfig
 from stackexp.data.documents import document_ids
 from stackexp.models.transformer import Cache, Transformer
 from stackexp.modules.language_modeling import LanguageModeling

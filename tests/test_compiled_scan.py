@@ -13,7 +13,8 @@ from scans import Case, check, check_autocast, make_inputs, run, scan
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from stackexp import stack
-from stackexp.stack import StackState, compiled
+from stackexp.stack import StackState
+from stackexp.stack.numba import scan as compiled
 from stackexp.stack.reference import ACTIVATIONS
 
 DISCIPLINES = ["stack", "queue", "push_only"]

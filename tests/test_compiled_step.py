@@ -7,7 +7,8 @@ import torch
 from depth_steps import DISCIPLINES, USUAL, Case, cases, check, check_rounding, gradients, make_inputs, unroll
 from torch.utils.checkpoint import checkpoint
 
-from stackexp.stack import compiled, eager
+from stackexp.stack import eager
+from stackexp.stack.numba import scan as compiled
 
 
 @pytest.mark.parametrize("case", cases(), ids=lambda case: case.name)

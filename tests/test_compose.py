@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from stackexp.config import registry, yaml_files
 from stackexp.config.compose import compose, load, to_dict, to_yaml
 from stackexp.config.layers import config_names
-from stackexp.config.schema import StackMemoryConfig
+from stackexp.config.memory import StackMemoryConfig
 from stackexp.config.yaml_files import Leaf, flatten
 
 

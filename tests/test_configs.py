@@ -8,7 +8,7 @@ import pytest
 
 from stackexp import cli
 from stackexp.config.compose import compose
-from stackexp.config.formal import TASKS
+from stackexp.config.formal_language import TASKS
 from stackexp.config.layers import config_names, find_config, group_folder, is_recipe, sections
 from stackexp.config.yaml_files import configs_folder, names_in, purpose
 from stackexp.sweeps import grid

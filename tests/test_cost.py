@@ -9,14 +9,15 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from stackexp.config.compose import compose
-from stackexp.config.devices import DEVICES, HEADROOM, Device
 from stackexp.errors import RunError
-from stackexp.models import allocations, cost
-from stackexp.models.allocations import Allocations, training_peak
-from stackexp.models.cost import plan
 from stackexp.models.cross_entropy import NextTokenLoss
-from stackexp.models.remedies import remedies
-from stackexp.modules.optimization import build_adamw
+from stackexp.modules.optimizers import build_adamw
+from stackexp.planning import cost
+from stackexp.planning import memory_tracker as allocations
+from stackexp.planning.cost import plan
+from stackexp.planning.devices import DEVICES, HEADROOM, Device
+from stackexp.planning.memory_tracker import Allocations, training_peak
+from stackexp.planning.suggestions import remedies
 from stackexp.stack import implementation
 
 SMALL = [
@@ -233,7 +234,7 @@ def test_validation_counts_where_there_are_sets(tmp_path):
 
 
 def test_a_memory_that_looks_at_values_cannot_be_planned(monkeypatch):
-    from stackexp.models.memory import StackMemory
+    from stackexp.models.memories.stack import StackMemory
 
     forward = StackMemory.forward
     monkeypatch.setattr(StackMemory, "forward", lambda self, h, *rest: forward(self, h * h.max().item(), *rest))

@@ -6,7 +6,8 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from stackexp.config.compose import compose
-from stackexp.config.schema import StackMemoryConfig, TransformerConfig
+from stackexp.config.memory import StackMemoryConfig
+from stackexp.config.model import TransformerConfig
 from stackexp.errors import ConfigError
 from stackexp.models import cross_entropy
 from stackexp.models.cross_entropy import Head, NextTokenLoss, linear_cross_entropy, linear_token_losses

@@ -10,7 +10,7 @@ from records import only_run
 
 from stackexp.cli import main
 from stackexp.data.stream_record import DataFile, hashes, next_hash, read, sample_hash
-from stackexp.modules.checkpoints import read as read_checkpoint
+from stackexp.models.checkpoints import read as read_checkpoint
 
 FEW = ("trainer.max_steps=6", "trainer.val_check_interval=null", "trainer.checkpoint_interval=3")
 FEW += ("data.hash_interval=2", "logging.progress_bar=false", "logging.tensorboard=false")

@@ -8,7 +8,8 @@ from records import losses, only_run
 
 from stackexp.cli import main
 from stackexp.config import compose
-from stackexp.config.schema import StackMemoryConfig, TransformerConfig
+from stackexp.config.memory import StackMemoryConfig
+from stackexp.config.model import TransformerConfig
 from stackexp.data.documents import attention_mask, document_ids, positions
 from stackexp.data.packing import write_documents
 from stackexp.data.tokenizer import end_of_text, load_tokenizer

@@ -19,10 +19,10 @@ from records import only_run
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.nn import functional as F
 
-from stackexp.callbacks.evaluation import PartialFigures
 from stackexp.cli import main
 from stackexp.config import compose
-from stackexp.modules import checkpoints
+from stackexp.evaluation.progress import PartialFigures
+from stackexp.models import checkpoints
 from stackexp.modules.language_modeling import LanguageModeling
 from stackexp.runs import RunFolder
 
@@ -199,7 +199,7 @@ def test_other_sets_than_the_configs(fitted, corpus, tmp_path, monkeypatch, capl
 
 
 def test_figures_of_other_options_overwrite_none(fitted, monkeypatch):
-    from stackexp.verbs.evaluate import Evaluation
+    from stackexp.evaluation.evaluate import Evaluation
 
     own = compose.load(fitted.config)
     monkeypatch.setattr(compose, "load", lambda path: own)
@@ -298,8 +298,8 @@ def test_a_kill_after_the_last_step_loses_no_set_either(corpus, many, tmp_path):
 
 def test_what_changes_a_figure_is_in_the_key(fitted, many, tmp_path):
     """The chunks, the model, the precision, a set's content: nothing done otherwise is taken for done."""
-    from stackexp.verbs import evaluate as verb
-    from stackexp.verbs.evaluation import keys_of
+    from stackexp.evaluation import evaluate as verb
+    from stackexp.evaluation.requests import keys_of
 
     class Here:
         def agree(self, decide):
@@ -383,7 +383,7 @@ def test_a_mistake_is_told_once_however_many_processes_meet_it(fitted, tmp_path)
 
 
 def test_progress_of_a_long_evaluation_goes_to_standard_error(fitted, monkeypatch, capsys):
-    monkeypatch.setattr("stackexp.callbacks.evaluation.QUIET_SECONDS", 0)
+    monkeypatch.setattr("stackexp.evaluation.progress.QUIET_SECONDS", 0)
     evaluate(fitted, "--sets", "v2")
     printed = capsys.readouterr()
     assert [line.split(":")[0] for line in printed.err.splitlines()] == ["1/3 v2/a", "2/3 v2/b", "3/3 v2/c"]

@@ -13,7 +13,7 @@ import pytest
 import torch
 import zstandard
 
-from stackexp.config.schema import ShardsConfig
+from stackexp.config.data import ShardsConfig
 from stackexp.data import converted_sets
 from stackexp.data.evaluation_sets import EvaluationSet, KnownTokenizer, expand, open_set
 from stackexp.data.olmo import NAMES

@@ -10,12 +10,11 @@ import stackexp
 
 ROOT = Path(stackexp.__file__).parent
 FLOORS = [
-    {"config", "errors", "__init__"},
-    {"runs"},
+    {"config", "runs", "files", "errors", "__init__"},
     {"stack"},
     {"models", "tasks", "data"},
-    {"modules"},
-    {"datamodules", "callbacks", "reports", "sweeps", "export"},
+    {"modules", "datamodules"},
+    {"training", "evaluation", "planning", "reports", "sweeps", "benchmarking"},
     {"verbs"},
     {"cli"},
     {"__main__"},

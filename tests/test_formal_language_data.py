@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from stackexp.config.compose import compose
-from stackexp.config.formal import TASKS as SIZES
+from stackexp.config.formal_language import TASKS as SIZES
 from stackexp.datamodules.formal_language import (
     SEEDS,
     FormalLanguageData,

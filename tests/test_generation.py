@@ -5,7 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stackexp.config.schema import StackMemoryConfig, TransformerConfig
+from stackexp.config.memory import StackMemoryConfig
+from stackexp.config.model import TransformerConfig
 from stackexp.models.generation import generate, nucleus, sample
 from stackexp.models.transformer import Transformer
 

@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from stackexp.config.schema import StackMemoryConfig, TransformerConfig
+from stackexp.config.memory import StackMemoryConfig
+from stackexp.config.model import TransformerConfig
 from stackexp.models.attention import Place
 from stackexp.models.transformer import Cache, Transformer, rope_table
 from stackexp.stack import eager, reference

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from stackexp.config.schema import TransformerConfig
+from stackexp.config.model import TransformerConfig
 from stackexp.models.initialization import init_weight_
 from stackexp.models.transformer import Transformer
 

@@ -14,8 +14,8 @@ from stackexp.data.shards import TokenSet
 from stackexp.data.token_files import write_token_file
 from stackexp.data.tokenizer import fingerprint, load_tokenizer
 from stackexp.errors import ConfigError, RunError
-from stackexp.reports.lengths import Documents, Lengths
-from stackexp.verbs.inspect import main
+from stackexp.reports.data.lengths import Documents, Lengths
+from stackexp.verbs.data_inspect import main
 
 DOCUMENTS = [*TEXTS, "x", "yes"]
 

@@ -7,7 +7,8 @@ import torch
 from torch.nn import functional as F
 
 from stackexp import stack
-from stackexp.config.schema import StackMemoryConfig, TransformerConfig
+from stackexp.config.memory import StackMemoryConfig
+from stackexp.config.model import TransformerConfig
 from stackexp.models.transformer import Transformer
 
 STEPS, VOCAB, LAYERS = 200, 17, 3

@@ -11,8 +11,10 @@ from hard_programs import apply_hard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stackexp.config.schema import StackMemoryConfig, TransformerConfig
-from stackexp.models.memory import Memory, StackMemory
+from stackexp.config.memory import StackMemoryConfig
+from stackexp.config.model import TransformerConfig
+from stackexp.models.memories.base import Memory
+from stackexp.models.memories.stack import StackMemory
 from stackexp.models.transformer import Cache, Transformer
 
 HIDDEN, B, T = 12, 2, 5

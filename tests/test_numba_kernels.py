@@ -13,8 +13,8 @@ import pytest
 from numba import njit
 from numba.core import compiler, ir, postproc
 
-from stackexp.stack import kernels
-from stackexp.stack.numba_vectors import OPTIONS, tanh_into
+from stackexp.stack.numba import kernels
+from stackexp.stack.numba.vectors import OPTIONS, tanh_into
 
 PACKAGE = Path(kernels.__file__).parents[1]
 
@@ -61,7 +61,8 @@ def test_what_is_kept_on_disk_depends_on_every_file_of_the_kernels(tmp_path):
 SCAN = """
 import numpy
 import torch
-from stackexp.stack import compiled, kernels
+from stackexp.stack.numba import scan as compiled
+from stackexp.stack.numba import kernels
 x = torch.zeros(1, 1, 1, 1)
 compiled.scan(compiled.empty((1, 1), 1, 1, x), x, torch.zeros(1, 1, 1, 3), None, num_slots=1, read="top")
 print(kernels.forward(numpy.float32).cache_hits)
@@ -89,7 +90,7 @@ def test_where_no_cache_may_be_written_kernels_are_still_made():
     code = """
 from numba.core.caching import CacheImpl, NullCache
 CacheImpl._locator_classes = []
-from stackexp.stack import kernels
+from stackexp.stack.numba import kernels
 assert isinstance(kernels._kept(lambda address: 0)._cache, NullCache)
 """
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -6,8 +6,9 @@ from torch import nn
 
 from stackexp.config import registry
 from stackexp.config.compose import compose
-from stackexp.config.optimization import AdamWConfig, CosineConfig, LinearConfig, WarmupStableDecayConfig
-from stackexp.modules.optimization import build_adamw, cosine, linear, warmup_stable_decay
+from stackexp.config.optimizer import AdamWConfig
+from stackexp.config.schedule import CosineConfig, LinearConfig, WarmupStableDecayConfig
+from stackexp.modules.optimizers import build_adamw, cosine, linear, warmup_stable_decay
 
 
 class Toy(nn.Module):

@@ -1,7 +1,7 @@
 """What the paper prints on formal languages."""
 
-from stackexp.config.formal import TASKS
-from stackexp.reports import paper
+from stackexp.config.formal_language import TASKS
+from stackexp.reports.formal.collect import paper
 
 PRINTED = """
 even_pairs                  1.00 1.00 -    0.49 1.00

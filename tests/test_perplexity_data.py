@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from stackexp.config.schema import ShardsConfig
+from stackexp.config.data import ShardsConfig
 from stackexp.data.evaluation_sets import Concatenated
 from stackexp.data.packing import write_documents
 from stackexp.data.shards import TokenSet

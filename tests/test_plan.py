@@ -8,10 +8,10 @@ import pytest
 
 from stackexp.cli import main
 from stackexp.config.compose import compose
-from stackexp.config.devices import DEVICES, Device
 from stackexp.config.layers import config_names
-from stackexp.models import remedies
-from stackexp.models.cost import plan
+from stackexp.planning import suggestions as remedies
+from stackexp.planning.cost import plan
+from stackexp.planning.devices import DEVICES, Device
 
 TINY = ["--config", "quickstart", "model.num_layers=2", "data.context_length=64", "data.micro_batch_size=2"]
 

@@ -11,7 +11,7 @@ from stackexp.config.compose import compose, load, to_yaml
 PLUGIN = """
 from dataclasses import dataclass
 from stackexp.config.registry import register
-from stackexp.config.schema import at_least
+from stackexp.config.fields import at_least
 
 @register("memory", "{kind}", builds="nowhere:Nothing")
 @dataclass
@@ -94,7 +94,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 from stackexp.config.registry import register
-from stackexp.config.schema import above
+from stackexp.config.fields import above
 
 @dataclass
 class Decay:

@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from stackexp.config.schema import StackMemoryConfig, TransformerConfig
+from stackexp.config.memory import StackMemoryConfig
+from stackexp.config.model import TransformerConfig
 from stackexp.models.attention_backends import sight
-from stackexp.models.positions import alibi_bias, alibi_slopes, sin_cos_table
+from stackexp.models.positional import alibi_bias, alibi_slopes, sin_cos_table
 from stackexp.models.transformer import Cache, Transformer
 
 VOCAB, B, T, HEADS, HIDDEN = 11, 2, 9, 4, 16

@@ -19,7 +19,7 @@ from stackexp.data.prepare import _sample, prepare
 from stackexp.data.readers import PIECE, find_sources
 from stackexp.data.shards import Corpus, TokenSet
 from stackexp.errors import RunError
-from stackexp.verbs.prepare import main
+from stackexp.verbs.data_prepare import main
 
 T = 64
 ODD = ["naïve 東京 🙂\r\n", "<|endoftext|>", "x", "tabs\tand\n\n\nlines\n", "no newline " * (PIECE // 5)]
@@ -368,7 +368,7 @@ def test_a_folder_that_cannot_be_written_is_one_line():
         code = f"""
 import os, sys
 from stackexp.cli import main
-import stackexp.data.prepare, stackexp.verbs.prepare
+import stackexp.data.prepare, stackexp.verbs.data_prepare
 os.setuid(65534)
 sys.exit(main("data prepare {folder}/source.txt --to {folder}/set --vocab-size 300".split()))
 """

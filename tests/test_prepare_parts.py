@@ -17,7 +17,7 @@ from stackexp.data.packing import BAD_LINES, TAIL, damaged_file, unit_name
 from stackexp.data.prepare import prepare
 from stackexp.data.shards import TokenSet
 from stackexp.errors import ConfigError, RunError
-from stackexp.verbs.prepare import main
+from stackexp.verbs.data_prepare import main
 
 SETTINGS = {"context_length": 64, "unit_bytes": 20_000, "progress": False, "workers": 1}
 COUNT = 12  # units

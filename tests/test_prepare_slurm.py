@@ -9,7 +9,7 @@ from slurm import wait_for
 
 from stackexp.errors import ConfigError, RunError
 from stackexp.sweeps import slurm as slurm_module
-from stackexp.verbs.prepare import main
+from stackexp.verbs.data_prepare import main
 
 SETTINGS = ["--vocab-size", "300", "--context-length", "64", "--unit-bytes", "20000"]
 

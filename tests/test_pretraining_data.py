@@ -16,7 +16,7 @@ from loaders import T, V, loader_of, run_ranks
 from streaming import LocalDataset
 from torch import multiprocessing
 
-from stackexp.config.schema import ShardsConfig, StdlibConfig
+from stackexp.config.data import ShardsConfig, StdlibConfig
 from stackexp.data import stdlib
 from stackexp.data.packing import write_documents
 from stackexp.data.shards import TokenSet

@@ -10,11 +10,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from stackexp import stack
 from stackexp.config.compose import compose
-from stackexp.config.schema import StackMemoryConfig, TransformerConfig
+from stackexp.config.memory import StackMemoryConfig
+from stackexp.config.model import TransformerConfig
 from stackexp.errors import ConfigError
-from stackexp.models.cost import plan
 from stackexp.models.transformer import Transformer
-from stackexp.modules.training import TrainingModule
+from stackexp.modules.base import TrainingModule
+from stackexp.planning.cost import plan
 
 VOCAB, LAYERS = 13, 3
 MEMORIES = {

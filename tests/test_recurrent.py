@@ -10,10 +10,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from stackexp.config import registry
 from stackexp.config.compose import compose
-from stackexp.config.formal import LSTMConfig, StackRNNConfig
-from stackexp.models import cost
-from stackexp.models.allocations import Allocations, _fuse_norms
+from stackexp.config.recurrent import LSTMConfig, StackRNNConfig
 from stackexp.models.transformer import Cache
+from stackexp.planning import cost
+from stackexp.planning.memory_tracker import Allocations, _fuse_norms
 
 VOCAB, OUTPUTS, B, T = 7, 3, 2, 9
 KINDS = {"lstm": LSTMConfig, "stack_rnn": StackRNNConfig}

@@ -6,7 +6,8 @@ from dataclasses import dataclass, is_dataclass
 
 import pytest
 
-from stackexp.config import registry, schema
+from stackexp.config import registry
+from stackexp.config.memory import StackMemoryConfig
 
 
 @pytest.fixture(autouse=True)
@@ -70,7 +71,7 @@ def test_register_says_what_is_wrong():
 
 def test_registering_the_same_class_again_is_no_clash():
     before = registry.lookup("memory", "stack")
-    registry.register("memory", "stack", builds="stackexp.models.memory:StackMemory")(schema.StackMemoryConfig)
+    registry.register("memory", "stack", builds="stackexp.models.memories.stack:StackMemory")(StackMemoryConfig)
     assert registry.lookup("memory", "stack") == before
 
 

@@ -19,7 +19,7 @@ from records import losses, only_run
 from s3 import S3, without_credentials
 from streaming import Stream, StreamingDataset
 
-from stackexp.config.schema import ShardsConfig
+from stackexp.config.data import ShardsConfig
 from stackexp.data import stream_record
 from stackexp.data.shards import TokenSet
 from stackexp.datamodules import remote as remote_module
@@ -135,7 +135,7 @@ def test_a_path_is_a_remote_too(s3, folder, local, tmp_path):
 
 
 def test_a_mixture_of_a_remote_and_a_local_set_never_evicts_the_latter(s3, url, folder, tmp_path):
-    from stackexp.config.schema import StreamConfig
+    from stackexp.config.data import StreamConfig
 
     other = write(tmp_path / "other", 2000, 30)
     before = sorted(other.rglob("*.mds"))

@@ -12,14 +12,14 @@ import pytest
 from formal_runs import MODELS, finish, write_run
 
 from stackexp.cli import main
-from stackexp.config.formal import TASKS, model_label
+from stackexp.config.formal_language import TASKS, model_label
 from stackexp.errors import RunError
-from stackexp.reports import formal_recipes
-from stackexp.reports.formal import COLUMNS, Report, collect, column_of, find
-from stackexp.reports.formal_export import escape, latex
-from stackexp.reports.formal_figures import draw_bars, draw_curves
-from stackexp.reports.formal_recipes import name_of
-from stackexp.reports.formal_tables import header, markdown
+from stackexp.reports.formal.collect import COLUMNS, Report, collect, column_of, find
+from stackexp.reports.formal.collect import recipes as formal_recipes
+from stackexp.reports.formal.export import escape, latex
+from stackexp.reports.formal.figures import draw_bars, draw_curves
+from stackexp.reports.formal.recipes import name_of
+from stackexp.reports.formal.tables import header, markdown
 from stackexp.reports.tables import ABSENT
 from stackexp.sweeps import grid
 
@@ -369,7 +369,7 @@ def test_latex_is_escaped_and_compiles(report, tmp_path):
 
 
 def test_figures_show_every_model_once(report, tmp_path):
-    from stackexp.reports.formal_figures import _curve, _legend
+    from stackexp.reports.formal.figures import _curve, _legend
 
     assert _legend()[1] == [*COLUMNS, "median of the seeds", "the paper's figure"]
     lengths, low, median, high = _curve(report.cells["even_pairs", "StackRNN"])  # the second seed: one in 9

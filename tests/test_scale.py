@@ -9,14 +9,14 @@ import sys
 import pytest
 
 from stackexp.config.compose import compose
-from stackexp.models.cost import build, plan
+from stackexp.planning.cost import build, plan
 
 BUILD = """
 import json, sys
 import torch, torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from stackexp.config.compose import compose
-from stackexp.models.cost import build
+from stackexp.planning.cost import build
 from stackexp.models.sharding import build_mesh, shard_
 
 def held(tensor):
@@ -81,8 +81,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from stackexp.config.compose import compose
-from stackexp.models import allocations
-from stackexp.models.cost import build
+from stackexp.planning import memory_tracker as allocations
+from stackexp.planning.cost import build
 from stackexp.models.cross_entropy import NextTokenLoss
 from stackexp.models.sharding import build_mesh, shard_
 

@@ -11,7 +11,8 @@ import pytest
 from slurm import Slurm, wait_for
 
 from stackexp.cli import main
-from stackexp.config.schema import ExperimentConfig, TrainerConfig
+from stackexp.config.experiment import ExperimentConfig
+from stackexp.config.trainer import TrainerConfig
 from stackexp.errors import ConfigError, RunError
 from stackexp.runs import RunFolder
 from stackexp.sweeps import grid

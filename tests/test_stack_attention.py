@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from stackexp.config import registry
-from stackexp.config.formal import StackAttentionConfig
-from stackexp.config.schema import TransformerConfig
-from stackexp.models.stack_attention import StackAttention, Tops
+from stackexp.config.memory import StackAttentionConfig
+from stackexp.config.model import TransformerConfig
+from stackexp.models.memories.stack_attention import StackAttention, Tops
 from stackexp.models.transformer import Cache
 
 VOCAB, B, T = 7, 2, 9

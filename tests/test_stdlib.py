@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from stackexp.config.schema import StdlibConfig
+from stackexp.config.data import StdlibConfig
 from stackexp.data import stdlib
 from stackexp.data.shards import TokenSet
 from stackexp.data.tokenizer import fingerprint, load_tokenizer
@@ -81,7 +81,7 @@ def test_where_the_cache_is(monkeypatch):
 
 
 SCRIPT = """
-from stackexp.config.schema import StdlibConfig
+from stackexp.config.data import StdlibConfig
 from stackexp.data import stdlib
 stdlib.TRAIN_BYTES = 200_000
 stdlib.prepare_stdlib(StdlibConfig(vocab_size=300, context_length=64), progress=False)

@@ -13,7 +13,7 @@ from loaders import STEP, T, config_of, loader_of, run_ranks, samples, steps, wr
 from records import only_run, record
 from slurm import wait_for
 
-from stackexp.config.schema import StreamConfig
+from stackexp.config.data import StreamConfig
 from stackexp.data import stream_record
 from stackexp.data.shards import TokenSet
 from stackexp.data.tokenizer import train_tokenizer

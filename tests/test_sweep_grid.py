@@ -10,7 +10,7 @@ import pytest
 import yaml
 from config_files import BASE, write
 
-from stackexp.config.schema import StackMemoryConfig
+from stackexp.config.memory import StackMemoryConfig
 from stackexp.config.yaml_files import names_in
 from stackexp.errors import ConfigError
 from stackexp.sweeps import grid

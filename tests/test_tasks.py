@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import numpy as np
 import pytest
 
-from stackexp.config.formal import TASKS as SIZES
+from stackexp.config.formal_language import TASKS as SIZES
 from stackexp.tasks import TASKS
 
 OUTPUT_LENGTHS = {

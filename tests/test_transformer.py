@@ -9,7 +9,8 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from stackexp.config.schema import StackMemoryConfig, TransformerConfig
+from stackexp.config.memory import StackMemoryConfig
+from stackexp.config.model import TransformerConfig
 from stackexp.models.attention import Place
 from stackexp.models.transformer import Cache, Transformer, rope_table
 

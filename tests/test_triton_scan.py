@@ -97,7 +97,8 @@ def test_compiles_for_an_h100_without_spilling_registers(kernel, feedback, hidde
     import triton
     from triton.backends.compiler import GPUTarget
 
-    from stackexp.stack import triton_kernels, triton_scan
+    from stackexp.stack.triton import scan as triton_scan
+    from stackexp.stack.triton import scan_kernels as triton_kernels
 
     function = getattr(triton_kernels, kernel)
     scan_options = triton_scan._Options(24, "stack", "global", "log", feedback, hidden > 0, 7)

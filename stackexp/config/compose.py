@@ -14,14 +14,14 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from stackexp.config import formal, optimization  # noqa: F401  (they register their kinds)
-from stackexp.config.checks import check, check_all, field_of, mistake, wrong_value
+from stackexp.config import data, formal_language, memory, model, optimizer, recurrent, schedule  # noqa: F401  (they register their kinds)
+from stackexp.config.experiment import ExperimentConfig
 from stackexp.config.interpolation import first_line, keys, resolve
 from stackexp.config.layers import Layers, find_config, origin_of, sections
-from stackexp.config.names import closest, nearest
 from stackexp.config.plugins import import_plugin
 from stackexp.config.registry import SECTIONS, kinds, lookup
-from stackexp.config.schema import ExperimentConfig
+from stackexp.config.suggestions import closest, nearest
+from stackexp.config.validation import check, check_all, field_of, mistake, wrong_value
 from stackexp.config.yaml_files import Leaf, Tree
 
 

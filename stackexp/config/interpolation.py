@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import InterpolationKeyError, InterpolationValidationError, OmegaConfBaseException
 
-from stackexp.config.checks import Origins, mistake
-from stackexp.config.names import nearest
+from stackexp.config.suggestions import nearest
+from stackexp.config.validation import Origins, mistake
 
 Place = tuple[str, DictConfig | ListConfig, str | int]
 """The full key of a value, and the node and name or index that hold it."""

@@ -9,9 +9,9 @@ chosen by `kind`, naming another kind starts the section afresh.
 import dataclasses
 from pathlib import Path
 
-from stackexp.config.names import closest, nearest
+from stackexp.config.experiment import ExperimentConfig
 from stackexp.config.registry import SECTIONS, kinds
-from stackexp.config.schema import ExperimentConfig
+from stackexp.config.suggestions import closest, nearest
 from stackexp.config.yaml_files import Leaf, Tree, configs_folder, display, names_in, read_file, read_value
 from stackexp.errors import ConfigError
 

@@ -6,7 +6,7 @@ import importlib.util
 import sys
 from pathlib import Path
 
-from stackexp.config.checks import mistake
+from stackexp.config.validation import mistake
 from stackexp.config.yaml_files import Leaf
 
 

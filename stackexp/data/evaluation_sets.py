@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer
 
-from stackexp.config.schema import DataConfig
+from stackexp.config.data import DataConfig
 from stackexp.data import olmo
 from stackexp.data.converted_sets import UNKNOWN, mds_tokens, text_tokens
 from stackexp.data.readers import JSON_LINES, TEXT, TOKENS

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from stackexp.config.schema import StdlibConfig
+from stackexp.config.data import StdlibConfig
 from stackexp.data.locking import locked
 from stackexp.data.packing import write_documents
 from stackexp.data.shards import FORMAT_VERSION

@@ -12,8 +12,8 @@ import lightning.pytorch as pl
 import numpy as np
 import torch
 
-from stackexp.config.formal import FormalLanguageConfig
-from stackexp.config.schema import ExperimentConfig
+from stackexp.config.experiment import ExperimentConfig
+from stackexp.config.formal_language import FormalLanguageConfig
 from stackexp.errors import ConfigError
 from stackexp.tasks import TASKS, Task
 from stackexp.tasks import Batch as Strings

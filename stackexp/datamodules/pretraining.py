@@ -8,8 +8,8 @@ import numpy as np
 from tokenizers import Tokenizer
 from torch.utils.data import DataLoader
 
-from stackexp.config.names import nearest
-from stackexp.config.schema import ShardsConfig, StdlibConfig
+from stackexp.config.data import ShardsConfig, StdlibConfig
+from stackexp.config.suggestions import nearest
 from stackexp.data import olmo
 from stackexp.data.evaluation_sets import EvaluationSet, KnownTokenizer, expand, open_set
 from stackexp.data.stdlib import Prepared, prepare_stdlib

@@ -11,7 +11,7 @@ from pathlib import Path
 import lightning.pytorch as pl
 from torch.utils.data import DataLoader
 
-from stackexp.config.schema import DataConfig, StreamConfig
+from stackexp.config.data import DataConfig, StreamConfig
 from stackexp.data.shards import TokenSet, dtype_of
 from stackexp.data.tokenizer import end_of_text
 from stackexp.errors import RunError

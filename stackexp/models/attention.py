@@ -5,10 +5,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from stackexp.config.schema import TransformerConfig
+from stackexp.config.model import TransformerConfig
 from stackexp.models.attention_backends import load, sdpa_after
 from stackexp.models.layers import Linear
-from stackexp.models.positions import rotate
+from stackexp.models.positional import rotate
 
 KeysValues = tuple[Tensor, Tensor]  # each [B, kv heads, tokens so far, head size]
 

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from stackexp.config.schema import TransformerConfig
+from stackexp.config.model import TransformerConfig
 from stackexp.data.documents import attention_mask, bounds
 from stackexp.errors import ConfigError, first_line
-from stackexp.models.positions import alibi_bias, alibi_slopes, window_mask
+from stackexp.models.positional import alibi_bias, alibi_slopes, window_mask
 
 if TYPE_CHECKING:  # importing it takes seconds, and sdpa needs none of it
     from torch.nn.attention.flex_attention import BlockMask

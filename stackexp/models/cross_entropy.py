@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from stackexp.config.schema import TrainerConfig
+from stackexp.config.trainer import TrainerConfig
 from stackexp.errors import ConfigError, first_line
 
 NO_TARGET = -100  # the last token of a sequence has no next one; -100 as in torch's cross_entropy

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from stackexp.config.schema import TransformerConfig
+from stackexp.config.model import TransformerConfig
 
 
 def init_weight_(weight: Tensor, config: TransformerConfig, output_of_layer: int | None = None) -> None:

@@ -3,7 +3,7 @@
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from stackexp.config.schema import TransformerConfig
+from stackexp.config.model import TransformerConfig
 
 
 class Linear(nn.Linear):

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from stackexp.config.formal import LSTMConfig, RecurrentConfig, StackRNNConfig
+from stackexp.config.recurrent import LSTMConfig, RecurrentConfig, StackRNNConfig
+from stackexp.models.activation_checkpointing import recomputed
 from stackexp.models.cross_entropy import Head
-from stackexp.models.memory import Trace
-from stackexp.models.recomputation import recomputed
+from stackexp.models.memories.base import Trace
 from stackexp.models.transformer import Cache, DecoderOutput
 
 LSTMState = tuple[Tensor, Tensor]  # each [1, B, d]

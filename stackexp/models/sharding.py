@@ -4,7 +4,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from stackexp.config.schema import TrainerConfig
+from stackexp.config.trainer import TrainerConfig
 from stackexp.models.transformer import Transformer
 
 

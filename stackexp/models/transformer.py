@@ -9,16 +9,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from stackexp.config import registry
-from stackexp.config.schema import TransformerConfig
+from stackexp.config.model import TransformerConfig
 from stackexp.data.documents import positions
+from stackexp.models.activation_checkpointing import Recompute, recomputed
 from stackexp.models.attention import Attention, KeysValues, Place
 from stackexp.models.attention_backends import sight
 from stackexp.models.cross_entropy import Head
 from stackexp.models.initialization import init_weight_, whole
 from stackexp.models.layers import Embedding, FeedForward, Linear, RMSNorm
-from stackexp.models.memory import Memory, State, Trace
-from stackexp.models.positions import log_scale, rope_table, sin_cos_table
-from stackexp.models.recomputation import Recompute, recomputed
+from stackexp.models.memories.base import Memory, State, Trace
+from stackexp.models.positional import log_scale, rope_table, sin_cos_table
 
 
 class DecoderOutput(NamedTuple):

@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from stackexp.config.schema import ExperimentConfig
+from stackexp.config.experiment import ExperimentConfig
 from stackexp.data.evaluation_sets import EvaluationSet
 from stackexp.models.cross_entropy import NextTokenLoss
+from stackexp.modules.base import TrainingModule
 from stackexp.modules.metrics import ChunkLosses, set_figures, set_tags
-from stackexp.modules.training import TrainingModule
 
 Batch = dict[str, Tensor]  # tokens [B, T] int64; index [B] int64: number of the sample in its set, -1 for padding
 

@@ -3,8 +3,8 @@
 import importlib
 from pathlib import Path
 
-from stackexp.config.schema import ExperimentConfig
-from stackexp.modules.training import TrainingModule
+from stackexp.config.experiment import ExperimentConfig
+from stackexp.modules.base import TrainingModule
 
 MODULES = {
     "language_modeling": "stackexp.modules.language_modeling:LanguageModeling",

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from stackexp.models.cross_entropy import losses_of
-from stackexp.modules.training import TrainingModule
+from stackexp.modules.base import TrainingModule
 from stackexp.runs import AVERAGE_ACCURACY, AVERAGE_LOSS
 
 Batch = dict[str, Any]  # see `datamodules.formal_language`

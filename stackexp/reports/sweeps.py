@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from stackexp.config.schema import SYMBOLS
+from stackexp.config.model import SYMBOLS
 from stackexp.reports.tables import table
 from stackexp.sweeps.grid import Sweep, short_names
 from stackexp.sweeps.status import figure

@@ -26,10 +26,11 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from stackexp.stack import coefficients, eager, reference, triton_depth
+from stackexp.stack import coefficients, eager, reference
 from stackexp.stack.coefficients import CoefficientState
 from stackexp.stack.reference import StackOutput, StackState
-from stackexp.stack.triton_depth import DepthState
+from stackexp.stack.triton import depth as triton_depth
+from stackexp.stack.triton.depth import DepthState
 
 __all__ = ["StackOutput", "StackState", "empty", "implementation", "scan", "step"]
 
@@ -37,12 +38,12 @@ IMPLEMENTATIONS: dict[str, tuple[str, str]] = {  # name -> the modules of its st
     "reference": ("reference", "reference"),
     "eager": ("eager", "eager"),
     "coefficients": ("coefficients", "eager"),
-    "compiled": ("compiled", "compiled"),
-    "triton": ("triton_depth", "triton_scan"),
+    "compiled": ("numba.scan", "numba.scan"),
+    "triton": ("triton.depth", "triton.scan"),
 }
 # what "auto" is for a scan on a device of this type; otherwise, and on CUDA without Triton, eager
 SCANS = {"cpu": "compiled", "cuda": "triton"}
-_modules = {"reference": reference, "eager": eager, "coefficients": coefficients, "triton_depth": triton_depth}
+_modules = {"reference": reference, "eager": eager, "coefficients": coefficients, "triton.depth": triton_depth}
 _wanted = "auto"
 
 

@@ -15,9 +15,10 @@ from typing import Any
 import yaml
 
 from stackexp.config.compose import compose, load, typed_as
+from stackexp.config.experiment import ExperimentConfig
 from stackexp.config.layers import origin_of, sections, split_overrides
-from stackexp.config.names import nearest
-from stackexp.config.schema import SYMBOLS, ExperimentConfig
+from stackexp.config.model import SYMBOLS
+from stackexp.config.suggestions import nearest
 from stackexp.config.yaml_files import Leaf, Tree, configs_folder, display, names_in, read_file, read_value
 from stackexp.errors import ConfigError
 from stackexp.runs import RunFolder

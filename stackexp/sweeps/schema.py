@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Optional
 
-from stackexp.config.names import nearest
-from stackexp.config.schema import Problems, above, at_least
+from stackexp.config.fields import Problems, above, at_least
+from stackexp.config.suggestions import nearest
 
 
 @dataclass

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from stackexp.config.schema import ExperimentConfig
+from stackexp.config.experiment import ExperimentConfig
 from stackexp.runs import RunFolder
 
 NOT_HASHED = {

@@ -5,7 +5,7 @@
 A model sees the symbols of `batch.inputs`, then the empty token, id `task.inputs`, as often as the answer has symbols.
 """
 
-from stackexp.config.formal import TASKS as SIZES
+from stackexp.config.formal_language import TASKS as SIZES
 from stackexp.tasks import arithmetic, expressions, regular, strings
 from stackexp.tasks.task import Batch, Task
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from stackexp.config.formal import TASKS as SIZES
+from stackexp.config.formal_language import TASKS as SIZES
 
 Drawn = tuple[np.ndarray, np.ndarray] | tuple[np.ndarray, np.ndarray, np.ndarray]
 Draw = Callable[[np.random.Generator, int, int], Drawn]

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from stackexp.config.names import nearest
+from stackexp.config.suggestions import nearest
 from stackexp.errors import ConfigError
 from stackexp.reports.tables import table
 from stackexp.verbs.parser import Parser
@@ -79,7 +79,7 @@ def efficiency(argv: list[str]) -> int:
             compose(configs, [*overrides, f"model.memory={name}"])
         except ConfigError as error:
             raise ConfigError(f"bench efficiency: with model.memory={name}: {error}") from None
-    from stackexp.verbs import efficiency as measuring
+    from stackexp.benchmarking import efficiency as measuring
 
     device, rows = _device(), []
     for row in measuring.measure(measuring.rows_of(wanted), configs, overrides, options.steps, device):
@@ -115,7 +115,7 @@ def stack(argv: list[str]) -> int:
     memory = config.model.memory
     if getattr(memory, "kind", None) != "stack" or memory.axis != "depth":
         parser.error("measures stacks over the depth; set model.memory=stacktrans, or another choice of that axis")
-    from stackexp.verbs import stack_bench
+    from stackexp.benchmarking import stack as stack_bench
 
     rows = list(stack_bench.measure(config, options.steps, _device()))
     print(stack_table(rows))

@@ -27,7 +27,7 @@ def main(argv: list[str]) -> int:
         parser.error(f"--to: expected a name that ends in .safetensors, found {options.to}")
     from stackexp import runs
     from stackexp.config import compose
-    from stackexp.modules import checkpoints
+    from stackexp.models import checkpoints
 
     folder = runs.at(options.run)
     path = checkpoints.choose(folder, options.ckpt_path)

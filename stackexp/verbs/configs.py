@@ -4,8 +4,8 @@ import torch
 
 from stackexp.config import registry
 from stackexp.config.compose import compose, to_yaml
+from stackexp.config.experiment import ExperimentConfig
 from stackexp.config.layers import config_names, find_config, group_folder, is_recipe, sections
-from stackexp.config.schema import ExperimentConfig
 from stackexp.config.yaml_files import names_in, purpose
 from stackexp.reports.tables import table
 

@@ -4,7 +4,7 @@ import argparse
 import dataclasses
 from typing import NoReturn
 
-from stackexp.config.names import nearest
+from stackexp.config.suggestions import nearest
 from stackexp.errors import ConfigError
 
 
@@ -47,6 +47,6 @@ class Parser(argparse.ArgumentParser):
 
 
 def _top_keys() -> list[str]:
-    from stackexp.config.schema import ExperimentConfig
+    from stackexp.config.experiment import ExperimentConfig
 
     return [field.name for field in dataclasses.fields(ExperimentConfig)]

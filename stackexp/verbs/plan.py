@@ -2,9 +2,9 @@
 
 import json
 
-from stackexp.config.devices import DEVICES, HEADROOM
-from stackexp.config.names import nearest
+from stackexp.config.suggestions import nearest
 from stackexp.errors import RunError
+from stackexp.planning.devices import DEVICES, HEADROOM
 from stackexp.verbs.parser import Parser
 
 EXAMPLES = [
@@ -37,9 +37,9 @@ def main(argv: list[str]) -> int:
     from stackexp.config.compose import compose
 
     config = compose(options.config, overrides)
-    from stackexp.models.cost import plan, readable
-    from stackexp.models.remedies import remedies
-    from stackexp.verbs.plan_tables import as_dict, report
+    from stackexp.planning.cost import plan, readable
+    from stackexp.planning.suggestions import remedies
+    from stackexp.planning.tables import as_dict, report
 
     planned = plan(config, options.device, options.mfu)
     print(json.dumps(as_dict(planned), indent=2) if options.json else report(planned), flush=True)

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from stackexp.config.names import nearest
+from stackexp.config.suggestions import nearest
 from stackexp.errors import ConfigError, RunError
 from stackexp.verbs.parser import Parser
 
@@ -129,7 +129,7 @@ def _statuses(sweep: Any) -> list[Any]:
 
 
 def _dry_run(sweep: Any) -> int:
-    from stackexp.models.cost import plan
+    from stackexp.planning.cost import plan
     from stackexp.reports.tables import table
     from stackexp.sweeps.display import summary
     from stackexp.sweeps.status import State

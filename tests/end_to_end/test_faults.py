@@ -17,7 +17,7 @@ from processes import kill, wait_until
 from records import losses, record
 
 from stackexp.cli import main
-from stackexp.modules.checkpoints import read
+from stackexp.models.checkpoints import read
 from stackexp.runs import RunFolder
 
 LONG = ("trainer.max_steps=100000", "trainer.val_check_interval=null", "trainer.checkpoint_interval=20")
@@ -51,7 +51,8 @@ def plugin(folder: Path, rank: int, action: str) -> str:
     """A plugin file that lets one process misbehave in its memory's forward pass, in the 30th or so step."""
     path = folder / "misbehave.py"
     path.write_text(
-        "import os, time\nfrom stackexp.models.memory import StackMemory\nforward, calls = StackMemory.forward, []\n"
+        "import os, time\nfrom stackexp.models.memories.stack import StackMemory\n"
+        "forward, calls = StackMemory.forward, []\n"
         "def misbehaving(self, h, *rest):\n    calls.append(1)\n"
         f"    if os.environ.get('LOCAL_RANK', '0') == '{rank}' and self.training and len(calls) > 120: {action}\n"
         "    return forward(self, h, *rest)\nStackMemory.forward = misbehaving\n"
@@ -316,7 +317,7 @@ def test_loss_spikes_are_told_and_can_be_skipped(tiny, tmp_path, caplog, skip):
 def weights(checkpoint: Path) -> bytes:
     import torch
 
-    from stackexp.modules.checkpoints import load_tensors
+    from stackexp.models.checkpoints import load_tensors
 
     tensors = {"model": {"embedding.weight": torch.empty(300, 32)}}
     load_tensors(tensors, checkpoint)

@@ -12,7 +12,7 @@ from forks import Forks
 from records import assert_close, losses, only_run
 
 from stackexp.cli import main
-from stackexp.modules import checkpoints
+from stackexp.models import checkpoints
 from stackexp.runs import RunFolder
 
 INTERVALS = ("trainer.max_steps=48", "trainer.checkpoint_interval=5", "trainer.val_check_interval=12")

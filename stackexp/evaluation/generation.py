@@ -1,0 +1,51 @@
+"""`stackexp generate`: continue a prompt with a run's model."""
+
+import torch
+from tokenizers import Tokenizer
+from torch import nn
+
+from stackexp import runs
+from stackexp.config import compose
+from stackexp.data.tokenizer import end_of_text, load_tokenizer
+from stackexp.errors import RunError
+from stackexp.models import checkpoints
+from stackexp.models.generation import generate
+from stackexp.modules.language_modeling import LanguageModeling
+from stackexp.training.trainer import accelerator
+
+
+def run(
+    run: str, ckpt_path: str | None, prompt: str, max_new_tokens: int, temperature: float, top_p: float, seed: int
+) -> int:
+    """Print the prompt and its continuation by the model of a run's newest checkpoint, or of `ckpt_path`."""
+    folder = runs.at(run)
+    config = compose.load(str(folder.config))
+    if config.data.objective != "language_modeling":
+        raise RunError(f"{run}: trained on {config.data.task}, not on text; see how it does with `test --run {run}`")
+    config.trainer.strategy = "single"  # the whole model on one device, however it was trained
+    module = LanguageModeling(config, weights=checkpoints.choose(folder, ckpt_path))
+    module.to(accelerator(config))
+    tokenizer = load_tokenizer(folder.tokenizer)
+    print(sample(module.model, tokenizer, prompt, max_new_tokens, temperature, top_p, seed))
+    return 0
+
+
+def sample(
+    model: nn.Module,
+    tokenizer: Tokenizer,
+    prompt: str,
+    max_new_tokens: int,
+    temperature: float,
+    top_p: float,
+    seed: int,
+) -> str:
+    """The prompt and what follows it, until the end of the document or `max_new_tokens`. An empty prompt opens one."""
+    device = next(model.parameters()).device
+    end = end_of_text(tokenizer)
+    ids = tokenizer.encode(prompt, add_special_tokens=False).ids  # as the training data was
+    tokens = torch.tensor([ids or [end]], device=device)
+    generator = torch.Generator(device).manual_seed(seed)
+    tokens = generate(
+        model, tokens, max_new_tokens, temperature=temperature, top_p=top_p, generator=generator, stop_token=end
+    )
+    return tokenizer.decode(tokens[0].tolist())

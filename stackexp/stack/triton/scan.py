@@ -1,0 +1,231 @@
+"""The scan over tokens as one kernel for CUDA, and one for its gradients. Values and gradients as `reference`.
+
+The state is `eager`'s, and so is a single step. Kernels work in the dtype of x, float32 or float64; only slots that
+the tokens can fill, min(n + T, S), take part. For gradients, the forward pass keeps the state before every
+ceil(sqrt(T))-th token, and the backward pass builds those between again: 2 sqrt(T) states instead of T.
+
+Triton is imported by the first scan. With TRITON_INTERPRET=1 in the environment before, scans run on a CPU, slowly.
+"""
+
+import math
+from types import ModuleType
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.nn import functional as F
+
+from stackexp.stack import eager, reference
+from stackexp.stack.eager import empty, step
+from stackexp.stack.reference import ACTIVATIONS, StackOutput, StackState
+
+__all__ = ["empty", "scan", "step"]
+
+MAX_WARPS = 8
+NUMBERS_PER_WARP = 512  # of a tile: 16 registers a thread for each tile that the backward pass holds; more spill
+MAP_BLOCK = 2048  # numbers of P that a program multiplies at once
+
+
+class _Options(NamedTuple):
+    num_slots: int
+    discipline: str
+    read: str
+    read_mask: str
+    feedback_activation: str | None  # None: without feedback
+    hidden: bool  # whether the feedback has a hidden layer
+    interval: int  # tokens between saved states; 0: none are saved
+
+
+def scan(
+    state: StackState,
+    x: Tensor,
+    logits: Tensor,
+    query: Tensor | None,
+    *,
+    num_slots: int,
+    discipline: str = "stack",
+    read: str = "global",
+    read_mask: str = "multiply",
+    feedback: tuple[Tensor, ...] | None = None,
+    feedback_activation: str = "identity",
+) -> tuple[StackOutput, StackState]:
+    """As `reference.scan`; all tensors of one dtype, float32 or float64."""
+    num_tokens, occupied = x.shape[1], state.mask.shape[-1]
+    assert occupied <= num_slots, (occupied, num_slots)
+    assert feedback_activation in ACTIVATIONS, feedback_activation
+    missing = min(occupied + num_tokens, num_slots) - occupied
+    initial_read = eager.read_slots(state, query, read, read_mask, num_slots) if feedback else None
+    tensors = (
+        x,
+        logits,
+        query if read == "global" else None,
+        F.pad(state.slots, (0, 0, 0, missing)),
+        F.pad(state.mask, (0, missing)),
+        *(*(feedback or ()), None, None, None, None)[:4],
+        initial_read,
+    )
+    needs_gradient = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    interval = math.isqrt(num_tokens - 1) + 1 if needs_gradient else 0
+    activation = feedback_activation if feedback else None
+    hidden = feedback is not None and len(feedback) > 2
+    options = _Options(num_slots, discipline, read, read_mask, activation, hidden, interval)
+    reads, occupancy, slots, mask, *fed_logits = _Scan.apply(*tensors, options)
+    logits = fed_logits[0] if feedback else logits
+    return StackOutput(reads, reference.actions(logits), reference.entropy(logits), occupancy), StackState(slots, mask)
+
+
+class _Scan(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx,
+        x: Tensor,  # [B, T, H, D]
+        logits: Tensor,  # [B, T, H, 3 or 2]
+        query: Tensor | None,  # [H, D]
+        slots: Tensor,  # [B, H, N, D]
+        mask: Tensor,  # [B, H, N]
+        feedback_x: Tensor | None,  # [m, H, D]
+        feedback_logits: Tensor | None,  # [m, H, 3 or 2]
+        of_read: Tensor | None,  # [m, H*D]; gated: 2 m
+        fed_given: Tensor | None,  # [B, T, m]; gated: 2 m
+        initial_read: Tensor | None,  # [B, H, D]
+        options: _Options,
+    ) -> tuple[Tensor, ...]:
+        """Reads [B, T, H, D], occupancy [B, T, H], contents, mask; with feedback, the logits that it makes."""
+        inputs = (x, logits, query, slots, mask, feedback_x, feedback_logits, of_read, fed_given)
+        given = [_contiguous(tensor) for tensor in inputs]
+        x, logits, query, slots, mask, *feedback = given
+        num_tokens = x.shape[1]
+        reads, fed_x, fed_logits = torch.empty_like(x), x, logits
+        if options.feedback_activation:
+            reads = torch.cat([initial_read.unsqueeze(1), reads], 1)
+            fed_x, fed_logits = torch.empty_like(x), torch.empty_like(logits)
+        num_checkpoints = -(-num_tokens // options.interval) if options.interval else 0
+        saved = [tensor.new_empty(num_checkpoints, *tensor.shape) for tensor in (slots, mask)]
+        final = torch.empty_like(slots), torch.empty_like(mask)
+        occupancy = x.new_empty(x.shape[:3])
+        outputs = (reads, occupancy, *final, fed_x, fed_logits, *saved)
+        _launch("forward", (*given, *outputs), x, logits, slots, feedback[0], options)
+        ctx.save_for_backward(fed_x, fed_logits, query, *feedback, reads, *saved)
+        ctx.options = options
+        ctx.mark_non_differentiable(occupancy)
+        if options.feedback_activation:
+            return reads[:, 1:], occupancy, *final, fed_logits
+        return reads, occupancy, *final
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: FunctionCtx,
+        grad_read: Tensor,
+        _: Tensor,
+        grad_slots: Tensor,
+        grad_mask: Tensor,
+        grad_logits: Tensor | None = None,
+    ) -> tuple[Tensor | None, ...]:
+        x, logits, query, feedback_x, feedback_logits, of_read, fed_given, reads, *saved = ctx.saved_tensors
+        options, fed = ctx.options, None
+        autocast = torch.autocast(x.device.type, enabled=False)  # of whoever calls backward
+        if options.feedback_activation:
+            last = reads[:, :-1].flatten(2)  # R_{t-1} [B, T, H*D]
+            with autocast:
+                fed = reference.squashed(last, options.feedback_activation, of_read, fed_given).contiguous()
+        given = map(_contiguous, (grad_read, grad_logits, grad_slots, grad_mask))
+        segment = [states.new_empty(options.interval, *states.shape[1:]) for states in saved]
+        to_x, to_logits, to_slots, to_mask = map(torch.empty_like, (x, logits, saved[0][0], saved[1][0]))
+        to_query, to_read = x.new_zeros(2, x.shape[0], *x.shape[2:])  # [B, H, D]
+        to_given = None if of_read is None else torch.empty_like(fed_given)
+        outputs = (to_x, to_logits, to_query, to_slots, to_mask, to_read, to_given)
+        known = (x, logits, query, feedback_x, feedback_logits, of_read, fed, *saved)
+        _launch("backward", (*known, *given, *segment, *outputs), x, logits, to_slots, feedback_x, options)
+        to_query = None if query is None else to_query.sum(0)
+        to_feedback = [None] * 5
+        if options.feedback_activation:
+            fed = reference.gated(fed, options.feedback_activation)
+            with autocast:
+                to_maps = [torch.einsum("btm,bthd->mhd", fed, gradient) for gradient in (to_x, to_logits)]
+                to_of_read = None if to_given is None else torch.einsum("btm,btk->mk", to_given, last)
+            to_feedback = (*to_maps, to_of_read, to_given, to_read)
+        return to_x, to_logits, to_query, to_slots, to_mask, *to_feedback, None
+
+
+def _contiguous(tensor: Tensor | None) -> Tensor | None:
+    return tensor if tensor is None else tensor.contiguous()
+
+
+def _launch(
+    name: str,
+    tensors: tuple[Tensor | None, ...],
+    x: Tensor,
+    logits: Tensor,
+    slots: Tensor,
+    feedback_x: Tensor | None,
+    options: _Options,
+) -> None:
+    """Run the kernel `name` of `triton_kernels`: one program per row and head, or per row with feedback."""
+    assert {tensor.dtype for tensor in tensors if tensor is not None} == {x.dtype}, "one dtype"
+    batch_size, num_tokens, num_heads, head_dim = x.shape
+    kept = slots.shape[2]
+    units = num_heads * head_dim if feedback_x is None else len(feedback_x)
+    made_for = constants(num_heads, head_dim, logits.shape[-1], kept, units, x.dtype, options)
+    interval = options.interval or num_tokens  # without saved states any
+    checkpoints = -(-num_tokens // interval) if options.interval else 0
+    with torch.cuda.device_of(x):
+        getattr(_kernels(), name)[(batch_size * (1 if made_for["FEEDBACK"] else num_heads),)](
+            *tensors,
+            num_tokens=num_tokens,
+            kept=kept,
+            num_empty=options.num_slots - kept,
+            interval=interval,
+            num_checkpoints=checkpoints,
+            **made_for,
+            **compiler_options(made_for),
+        )
+
+
+def constants(
+    num_heads: int, head_dim: int, num_actions: int, kept: int, units: int, dtype: torch.dtype, options: _Options
+) -> dict[str, str | float]:
+    """What the kernels are compiled for: their `tl.constexpr` arguments."""
+    feedback, numbers = options.feedback_activation is not None, _power_of_2(num_heads * head_dim)
+    return {
+        "HEADS": num_heads,
+        "HEAD_DIM": head_dim,
+        "NUM_ACTIONS": num_actions,
+        "H": _power_of_2(num_heads) if feedback else 1,
+        "S": _power_of_2(kept),
+        "D": _power_of_2(head_dim),
+        "DISCIPLINE": options.discipline,
+        "READ": options.read,
+        "READ_MASK": options.read_mask,
+        "FEEDBACK": feedback,
+        "ACTIVATION": options.feedback_activation or "identity",
+        "EMPTY": eager.empty_score(options.read_mask, dtype),
+        "TINY": torch.finfo(dtype).tiny,
+        "BLOCK": min(_power_of_2(units), max(1, MAP_BLOCK // numbers)),
+        "NUMBERS": numbers,
+        "LOGITS": _power_of_2(num_heads * num_actions),
+        "UNITS": units,
+        "HIDDEN": options.hidden,
+    }
+
+
+def compiler_options(made_for: dict[str, str | float]) -> dict[str, int]:
+    """How Triton compiles a kernel with these `constants`."""
+    tiles = made_for["H"] * made_for["S"] * made_for["D"] * (2 if made_for["FEEDBACK"] else 1)
+    return {
+        "num_stages": 1,  # what a loop loads, it may have stored
+        "enable_fp_fusion": True,  # the default differs between versions
+        "num_warps": min(MAX_WARPS, max(1, tiles // NUMBERS_PER_WARP)),
+    }
+
+
+def _power_of_2(size: int) -> int:
+    """The smallest that is not below `size`."""
+    return 1 << (size - 1).bit_length()
+
+
+def _kernels() -> ModuleType:
+    from stackexp.stack.triton import scan_kernels as triton_kernels
+
+    return triton_kernels

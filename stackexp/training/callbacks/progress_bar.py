@@ -1,0 +1,61 @@
+"""A progress bar of optimizer steps, so that its time left is the run's."""
+
+import sys
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import ProgressBar
+from tqdm import tqdm
+
+from stackexp.training.callbacks.metrics_log import RunRecord
+
+
+class StepProgress(ProgressBar):
+    """Steps done of max_steps, time left, loss and tokens/s of the last step; the set while validating."""
+
+    def __init__(self, record: RunRecord):
+        super().__init__()
+        self._record = record
+        self._enabled = True
+        self._bar: tqdm | None = None
+
+    def disable(self) -> None:
+        """Lightning calls this on the ranks that print nothing."""
+        self._enabled = False
+
+    def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        self._bar = tqdm(
+            total=trainer.max_steps,
+            initial=trainer.global_step,
+            desc="fit",
+            unit="step",
+            file=sys.stdout,
+            disable=not self._enabled,
+            dynamic_ncols=True,
+            smoothing=0.1,
+        )
+
+    def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
+        line = self._record.last_line
+        if trainer.global_step > self._bar.n and "loss/train" in line:
+            speed = line["throughput/tokens_per_second"]
+            self._bar.set_postfix_str(f"loss {line['loss/train']:.3f}, {speed:,.0f} tokens/s", refresh=False)
+            self._bar.update(trainer.global_step - self._bar.n)
+
+    def on_validation_batch_start(
+        self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        if self._bar is not None and batch_idx == 0:
+            self._bar.set_description(f"validating {trainer.datamodule.set_names('validate')[dataloader_idx]}")
+
+    def on_validation_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        if self._bar is not None:
+            self._bar.set_description("fit")
+
+    def on_train_end(self, *_: Any) -> None:
+        self._bar.close()
+        self._bar = None
+
+    def on_exception(self, *_: Any) -> None:
+        if self._bar is not None:
+            self._bar.close()
