@@ -11,8 +11,8 @@ from stackexp.config.compose import compose
 from stackexp.config.formal_language import TASKS
 from stackexp.config.layers import config_names, find_config, group_folder, is_recipe, sections
 from stackexp.config.yaml_files import configs_folder, names_in, purpose
+from stackexp.planning.catalog import build_on_meta, section_choices, shorten
 from stackexp.sweeps import grid
-from stackexp.verbs.configs import build_on_meta, choices, short
 
 CURRICULUM = {"curriculum_steps": 700, "curriculum_start": 3}  # of the baselines of formal languages
 CONFIGS = [name for name in config_names() if not is_recipe(name)]
@@ -166,7 +166,7 @@ def test_list_shows_every_config_and_choice(capsys):
     listed = {line.split()[0] for line in lines if line}
     assert set(config_names()) <= listed
     assert lines.index("") < lines.index(next(line for line in lines if line.startswith("recipe/olmo ")))
-    assert {choice for choice, _ in choices()} <= listed
+    assert {choice for choice, _ in section_choices()} <= listed
     assert "model.memory=queue" in listed
 
 
@@ -182,7 +182,7 @@ def test_show_prints_the_config_and_its_cost(capsys):
 
 
 def test_numbers_for_reading():
-    assert [short(n) for n in (12, 1200, 361_821_120, 20e9, 4.1e12)] == ["12", "1.2K", "361.8M", "20.0B", "4.1T"]
+    assert [shorten(n) for n in (12, 1200, 361_821_120, 20e9, 4.1e12)] == ["12", "1.2K", "361.8M", "20.0B", "4.1T"]
 
 
 def test_paths_in_configs_are_relative():

@@ -56,7 +56,7 @@ class Processes:
                 answer[1] = error
         dist.broadcast_object_list(answer)
         if answer[1] is not None:
-            answer[1].said = not self.first  # by the first
+            answer[1].is_reported = not self.first  # by the first
             raise answer[1]
         return answer[0]
 
@@ -76,7 +76,7 @@ class Processes:
         met_by: list[str | None] = [None] * self.size
         dist.all_gather_object(met_by, str(error) if error else None)
         if error is not None:
-            error.said = not self.first and met_by[0] == str(error)
+            error.is_reported = not self.first and met_by[0] == str(error)
             raise error
         return result
 

@@ -1,52 +1,86 @@
-"""The options of a verb. Light: read before anything heavy is imported."""
+"""The argument parser of all verbs. Imports nothing heavy."""
 
 import argparse
 import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
 from typing import NoReturn
 
 from stackexp.config.suggestions import nearest
 from stackexp.errors import ConfigError
 
+OVERRIDES_HELP = """\
+--config takes a shipped name (see `configs list`) or a YAML file, and may be repeated. Overrides are KEY=VALUE,
+--KEY=VALUE or --KEY VALUE. A section set to a name takes the file of that name: model=transformer-360m,
+model.memory=queue. model.memory=null disables the memory.
+"""
+
 
 class Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line, and takes no abbreviations."""
+    """An argument parser that raises ConfigError with one line and accepts no abbreviations."""
 
-    def __init__(self, verb: str, purpose: str, examples: list[str], usage: str, about: str = "") -> None:
-        lines = "".join(f"  python -m stackexp {example}\n" for example in examples)
+    def __init__(self, verb: str, description: str, examples: Sequence[str], usage: str, notes: str = "") -> None:
         super().__init__(
             prog=f"python -m stackexp {verb}",
-            usage=f"python -m stackexp {verb} {usage}",
-            description=purpose,
-            epilog=f"{about}\nexamples:\n{lines}",
+            usage=f"python -m stackexp {verb} {usage}".rstrip(),
+            description=description,
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
         )
         self.verb = verb
+        self._notes, self._examples = notes, examples
+        self._accepts_overrides = False
+
+    def accept_overrides(self) -> None:
+        """Collect the KEY=VALUE words of the command line in `args.overrides`."""
+        self._accepts_overrides = True
+
+    def add_config(self) -> None:
+        """Add `--config`, a list of names and paths, and accept overrides."""
+        self.add_argument("--config", action="append", default=[], metavar="NAME_OR_PATH")
+        self.accept_overrides()
+
+    def format_help(self) -> str:
+        """Return the help text: options, notes, then examples."""
+        examples = "".join(f"  python -m stackexp {example}\n" for example in self._examples)
+        notes = [self._notes.strip(), OVERRIDES_HELP.strip() if self._accepts_overrides else ""]
+        self.epilog = "\n\n".join([*filter(None, notes), f"examples:\n{examples}"])
+        return super().format_help()
 
     def error(self, message: str) -> NoReturn:
+        """Raise ConfigError with the message and a pointer to the help text."""
         raise ConfigError(f"{self.verb}: {message} (see python -m stackexp {self.verb} --help)")
 
-    def split(self, argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-        """The options, and the overrides that are left. An argument that looks like a misspelt option is an error."""
-        options, overrides = self.parse_known_args(argv)
+    def parse(self, argv: list[str]) -> argparse.Namespace:
+        """Return the arguments, with `overrides` and the parser itself as `parser` for later errors."""
+        args, rest = self.parse_known_args(argv)
         flags = [flag for action in self._actions for flag in action.option_strings]
-        for argument in overrides:
+        for argument in rest:
             name = argument.partition("=")[0]
-            is_key = name[2:].split(".")[0] in _top_keys()
+            is_key = name[2:].split(".")[0] in _section_names()
             hint = nearest(name, flags, cutoff=0.7) if name.startswith("-") and not is_key else ""
             if hint:
                 self.error(f"unknown option {name}{hint}")
-        return options, overrides
+            if not self._accepts_overrides:
+                self.error(f"unexpected argument {argument}")
+        args.overrides, args.parser = rest, self
+        return args
 
-    def parse(self, argv: list[str]) -> argparse.Namespace:
-        """The options of a verb that takes no overrides."""
-        options, rest = self.split(argv)
-        if rest:
-            self.error(f"unexpected argument {rest[0]}")
-        return options
+    def split(self, argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+        """Temporary: for verbs that are not converted yet."""
+        self._accepts_overrides = True
+        args = self.parse(argv)
+        return args, args.overrides
+
+    def check_run_folder(self, run: str) -> Path:
+        """Return the config.yaml of a run folder. Raises ConfigError if there is none."""
+        path = Path(run, "config.yaml")
+        if not path.is_file():
+            self.error(f"--run {run}: not a run folder (no config.yaml)")
+        return path
 
 
-def _top_keys() -> list[str]:
+def _section_names() -> list[str]:
     from stackexp.config.experiment import ExperimentConfig
 
     return [field.name for field in dataclasses.fields(ExperimentConfig)]

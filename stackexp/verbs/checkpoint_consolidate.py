@@ -1,0 +1,38 @@
+"""Write the weights of a checkpoint to one safetensors file.
+
+Validate the file with `validate --config NAME --ckpt_path model.safetensors`, or read it with any safetensors reader.
+Its metadata holds the config of the run.
+"""
+
+from argparse import Namespace
+from pathlib import Path
+
+from stackexp.verbs.parser import Parser
+
+USAGE = "--run FOLDER [--ckpt_path best|PATH] --to FILE.safetensors"
+EXAMPLES = (
+    "checkpoint consolidate --run runs/quickstart/ID --to model.safetensors",
+    "checkpoint consolidate --run runs/quickstart/ID --ckpt_path best --to model.safetensors",
+)
+
+
+def add_arguments(parser: Parser) -> None:
+    """Add the options of `checkpoint consolidate`."""
+    parser.add_argument("--run", metavar="FOLDER", required=True, help="run folder")
+    parser.add_argument("--ckpt_path", metavar="best|PATH", help="checkpoint (default: the newest)")
+    parser.add_argument("--to", metavar="FILE.safetensors", required=True, type=Path)
+
+
+def run(args: Namespace) -> int:
+    """Consolidate the checkpoint and print what was written."""
+    if args.to.suffix != ".safetensors":
+        args.parser.error(f"--to {args.to}: must end in .safetensors")
+    from stackexp import runs
+    from stackexp.config import compose
+    from stackexp.models import checkpoints
+
+    folder = runs.at(args.run)
+    path = checkpoints.choose(folder, args.ckpt_path)
+    tensors = checkpoints.consolidate(path, args.to, compose.load(folder.config))
+    print(f"{path} -> {args.to}: {tensors} tensors, {args.to.stat().st_size:,} bytes")
+    return 0

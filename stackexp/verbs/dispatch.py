@@ -1,0 +1,124 @@
+"""Find the verb that a command line names, run it, and report errors in one line.
+
+A verb is a module of this package with a docstring, `USAGE`, `EXAMPLES`, `add_arguments(parser)` and `run(args)`. It
+imports nothing heavy before `run` has checked the command line and the config.
+"""
+
+import errno
+import importlib
+import os
+import sys
+from types import ModuleType
+
+from stackexp.config.suggestions import nearest
+from stackexp.errors import ConfigError, FolderBusy, RunError, Stopped
+from stackexp.verbs.parser import Parser
+
+EPILOG = """
+examples:
+  python -m stackexp fit --config quickstart
+  python -m stackexp fit --config quickstart model.memory=queue trainer.max_steps=100
+  python -m stackexp fit --config quickstart --ckpt_path last
+  python -m stackexp validate --run runs/quickstart/ID
+  python -m stackexp VERB --help
+
+exit codes: 0 success, 1 the run failed, 2 a mistake in the config or the command line, 74 another process uses the run
+folder, 75 stopped by SIGTERM, SIGUSR1 or max_time with a checkpoint (rerun the command to resume), 130 interrupted
+"""
+
+DISK_FULL = {errno.ENOSPC: "no space left on the disk", errno.EDQUOT: "disk quota exceeded"}
+
+
+def dispatch(verbs: dict[str, str], argv: list[str] | None = None) -> int:
+    """Run a verb and return the exit code; `verbs` maps each name to a line of help."""
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # before torch is loaded: its warnings are stack traces
+    argv = sys.argv[1:] if argv is None else argv
+    try:
+        code = _run(verbs, argv)
+        sys.stdout.flush()
+        return code
+    except (ConfigError, RunError, Stopped, OSError, KeyboardInterrupt) as error:
+        if os.environ.get("STACKEXP_TRACEBACK") == "1":
+            raise
+        return _report(error, "resume with --ckpt_path last" if argv[:1] == ["fit"] else "rerun the command")
+
+
+def _run(verbs: dict[str, str], argv: list[str]) -> int:
+    words = [word for word in argv[:2] if not word.startswith("-")]
+    name = next((name for name in (" ".join(words), *words[:1]) if name in verbs), None)
+    if name is None:
+        return _print_help(verbs, argv)
+    try:
+        module = importlib.import_module(f"stackexp.verbs.{name.replace(' ', '_')}")
+    except ModuleNotFoundError:  # temporary: verbs that are not converted to this protocol yet
+        return importlib.import_module(f"stackexp.verbs.{name.split()[0]}").main(argv[1:])
+    if not hasattr(module, "run"):  # temporary
+        return module.main(argv[len(name.split()) :])
+    parser = build_parser(name, module)
+    return module.run(parser.parse(argv[len(name.split()) :]))
+
+
+def build_parser(name: str, verb: ModuleType) -> Parser:
+    """Return the parser of a verb: the docstring's first paragraph describes it, the rest follows the options."""
+    description, _, notes = (verb.__doc__ or "").partition("\n\n")
+    parser = Parser(name, description, verb.EXAMPLES, verb.USAGE, notes)
+    verb.add_arguments(parser)
+    return parser
+
+
+def _print_help(verbs: dict[str, str], argv: list[str]) -> int:
+    """Print the verbs, or those of a group such as `data`. Raises ConfigError for an unknown verb."""
+    group = argv[0] if argv else ""
+    members = {name: text for name, text in verbs.items() if name.startswith(f"{group} ")}
+    if members:
+        if len(argv) > 1 and argv[1] not in ("-h", "--help"):
+            raise _unknown_verb(f"{group}: ", argv[1], [name.split()[1] for name in members])
+        print(f"usage: python -m stackexp {group} VERB [OPTIONS]\n\n{_format_verbs(members)}")
+        return 0
+    if argv and group not in ("-h", "--help"):
+        raise _unknown_verb("", group, list(dict.fromkeys(name.split()[0] for name in verbs)))
+    print(f"usage: python -m stackexp VERB [OPTIONS] [KEY=VALUE ...]\n\n{_format_verbs(verbs)}\n{EPILOG}", end="")
+    return 0
+
+
+def _format_verbs(verbs: dict[str, str]) -> str:
+    width = max(map(len, verbs))
+    return "\n".join(f"  {name:{width}}  {text}" for name, text in verbs.items())
+
+
+def _unknown_verb(prefix: str, word: str, choices: list[str]) -> ConfigError:
+    if word.startswith("-"):
+        return ConfigError(f"{prefix}expected a verb before {word}; choose {', '.join(choices)}")
+    hint = nearest(word, choices) or f"; choose {', '.join(choices)}"
+    return ConfigError(f"{prefix}unknown verb {word!r}{hint}")
+
+
+def _report(error: BaseException, advice: str) -> int:
+    """Print one line on standard error and return the exit code. Reraise errors that are bugs."""
+    if isinstance(error, BrokenPipeError):  # the reader has closed our output, as in `configs list | head -3`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    code, line = _explain(error, advice)
+    rank = os.environ.get("RANK", "0")  # set once the processes of a run are connected
+    if rank == "0":
+        print(line if code in (75, 130) else f"error: {line}", file=sys.stderr)
+    elif code == 1 and not getattr(error, "is_reported", False):  # rank 0 reports errors that all ranks share
+        print(f"error: rank {rank}: {line}", file=sys.stderr)
+    return code
+
+
+def _explain(error: BaseException, advice: str) -> tuple[int, str]:
+    """Return the exit code, and what happened, where, and what to do."""
+    if isinstance(error, KeyboardInterrupt):
+        return 130, f"interrupted: {error}" if str(error) else "interrupted"
+    for kind, code in {ConfigError: 2, Stopped: 75, FolderBusy: 74, RunError: 1}.items():
+        if isinstance(error, kind):
+            return code, " ".join(str(error).splitlines())
+    if isinstance(error, OSError):
+        path = error.filename2 or error.filename
+        if error.errno in DISK_FULL:
+            where = f" while writing {path}" if path else ""
+            return 1, f"{DISK_FULL[error.errno]}{where}; free some space, then {advice}"
+        if path:
+            return 1, f"{path}: {error.strerror}; check the path and its permissions"
+    raise error

@@ -1,0 +1,45 @@
+"""Train the model of a config, on tokens or on strings of a formal language.
+
+The run folder runs/<name>/<id> is the only record of the run.
+"""
+
+from argparse import Namespace
+
+from stackexp.verbs.parser import Parser
+
+USAGE = "(--config NAME_OR_PATH | --run FOLDER) [OPTIONS] [KEY=VALUE ...]"
+EXAMPLES = (
+    "fit --config quickstart",
+    "fit --config quickstart model.memory.num_slots=32 --seed 1",
+    "fit --config quickstart --ckpt_path last",
+    "fit --run runs/quickstart/ID",
+    "fit --config formal/quick",
+)
+
+
+def add_arguments(parser: Parser) -> None:
+    """Add the options of `fit`."""
+    parser.add_config()
+    parser.add_argument("--ckpt_path", metavar="last|PATH", help="resume the newest unfinished run, or this checkpoint")
+    folder = "start in this run folder, or resume it; without --config its own config is used"
+    parser.add_argument("--run", metavar="FOLDER", help=folder)
+    parser.add_argument("--print-config", action="store_true", help="print the resolved config and exit")
+
+
+def run(args: Namespace) -> int:
+    """Compose the config, then train."""
+    if not (args.config or args.run):
+        args.parser.error("--config NAME_OR_PATH is required; `configs list` shows the names")
+    if args.run and args.ckpt_path:
+        args.parser.error("--run and --ckpt_path exclude each other; --run resumes from the folder's newest checkpoint")
+    from stackexp.config import compose
+
+    configs = args.config or [str(args.parser.check_run_folder(args.run))]
+    config = compose.compose(configs, args.overrides)
+    if args.print_config:
+        print(compose.to_yaml(config), end="")
+        return 0
+    from stackexp.training.loop import train
+
+    train(config, args.ckpt_path, args.run)
+    return 0

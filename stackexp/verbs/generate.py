@@ -1,0 +1,35 @@
+"""Continue a text with the model of a run."""
+
+from argparse import Namespace
+
+from stackexp.verbs.parser import Parser
+
+USAGE = "--run FOLDER [OPTIONS]"
+EXAMPLES = ("generate --run runs/quickstart/ID --prompt 'def main('", "generate --run RUN --temperature 0")
+
+
+def add_arguments(parser: Parser) -> None:
+    """Add the options of `generate`."""
+    parser.add_argument("--run", metavar="FOLDER", required=True, help="run folder")
+    parser.add_argument("--ckpt_path", metavar="best|PATH", help="checkpoint (default: the newest)")
+    parser.add_argument("--prompt", default="", help="text to continue (default: empty)")
+    parser.add_argument("--max_new_tokens", type=int, default=128, metavar="N", help="default: %(default)s")
+    parser.add_argument("--temperature", type=float, default=0.8, help="0: greedy decoding (default: %(default)s)")
+    parser.add_argument("--top_p", type=float, default=0.95, help="nucleus probability mass (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
+
+
+def run(args: Namespace) -> int:
+    """Check the options, then print the prompt and its continuation."""
+    parser = args.parser
+    if args.max_new_tokens < 1:
+        parser.error(f"--max_new_tokens {args.max_new_tokens}: must be an integer >= 1")
+    if not 0 <= args.temperature < float("inf"):
+        parser.error(f"--temperature {args.temperature}: must be a number >= 0")
+    if not 0 < args.top_p <= 1:
+        parser.error(f"--top_p {args.top_p}: must be a number in (0, 1]")
+    parser.check_run_folder(args.run)
+    from stackexp.evaluation import generation
+
+    options = ("run", "ckpt_path", "prompt", "max_new_tokens", "temperature", "top_p", "seed")
+    return generation.run(**{name: getattr(args, name) for name in options})

@@ -1,0 +1,22 @@
+"""Score a model on every test set, or on --sets: loss, perplexity and bits per byte.
+
+For formal languages: accuracy at each length up to data.eval_max_length, as a table and a curve.
+"""
+
+from argparse import Namespace
+
+from stackexp.verbs import validate
+from stackexp.verbs.parser import Parser
+
+USAGE = validate.USAGE
+EXAMPLES = tuple(example.replace("validate", "test", 1) for example in validate.EXAMPLES)
+
+
+def add_arguments(parser: Parser) -> None:
+    """Add the options of `test`."""
+    validate.add_arguments(parser, "test")
+
+
+def run(args: Namespace) -> int:
+    """Compose the config, then evaluate the checkpoint on every test set."""
+    return validate.run(args, "test")

@@ -1,0 +1,54 @@
+"""Score a model on every validation set, or on --sets: loss, perplexity and bits per byte.
+
+For formal languages: accuracy at each length up to data.validation_max_length.
+"""
+
+from argparse import Namespace
+
+from stackexp.verbs.parser import Parser
+
+USAGE = "(--run FOLDER | --config NAME_OR_PATH --ckpt_path PATH) [OPTIONS] [KEY=VALUE ...]"
+EXAMPLES = (
+    "validate --run runs/quickstart/ID",
+    "validate --config quickstart --ckpt_path model.safetensors",
+    "validate --run RUN --sets v2,v3",
+    "validate --run RUN --sets mine=texts/,books=books.npy",
+)
+
+
+def add_arguments(parser: Parser, stage: str = "validate") -> None:
+    """Add the options of `validate` and `test`."""
+    section = "data.validation" if stage == "validate" else "data.test"
+    parser.add_config()
+    run = "run folder; uses its config and newest checkpoint (formal languages: the best one)"
+    parser.add_argument("--run", metavar="FOLDER", help=run)
+    parser.add_argument("--ckpt_path", metavar="best|PATH", help="score this checkpoint; required with --config")
+    sets = f"names from {section}, v2 and v3 (see `data fetch`), or NAME=PATH of a set or a folder of sets"
+    parser.add_argument("--sets", action="append", default=[], metavar="NAME,...", help=sets)
+    parser.add_argument("--keep-remainder", action="store_true", help="score the tokens after the last whole chunk too")
+    out = f"write here instead of RUN/{stage}.json; the table of sets goes to the same name with .md"
+    parser.add_argument("--out", metavar="FILE.json", help=out)
+
+
+def run(args: Namespace, stage: str = "validate") -> int:
+    """Compose the config, then evaluate the checkpoint on every set."""
+    parser = args.parser
+    if bool(args.run) == bool(args.config):
+        parser.error("give either --run, or --config and --ckpt_path")
+    if args.config and not args.ckpt_path:
+        parser.error("--config requires --ckpt_path, the checkpoint to evaluate")
+    if args.out and not args.out.endswith(".json"):
+        parser.error(f"--out {args.out}: must end in .json")
+    from stackexp.config import compose
+
+    configs = [str(parser.check_run_folder(args.run))] if args.run else args.config
+    config = compose.compose(configs, args.overrides, trains=False)
+    if args.keep_remainder:
+        if config.data.objective != "language_modeling":
+            parser.error(f"--keep-remainder: not supported for strings of {config.data.task}; remove it")
+        args.overrides.append("data.keep_remainder=true")
+        config = compose.compose(configs, args.overrides, trains=False)
+    from stackexp.evaluation import evaluate
+
+    sets = [name.strip() for names in args.sets for name in names.split(",")]
+    return evaluate.run(stage, args.run, config, args.ckpt_path, sets, args.out, args.overrides)
