@@ -146,7 +146,7 @@ def test_a_checkpoint_is_wished_for_after_so_many_minutes(monkeypatch):
         for _ in range(2):  # micro-batches
             callback.on_train_batch_end(trainer, module)
         module.step_metrics.drain()
-        if wish := module.step_metrics.wishes:
+        if wish := module.step_metrics.requests:
             wished.append((now[0], wish))
             callback.on_save_checkpoint(trainer, module, {})
     assert wished == [(40, {"save"}), (80, {"save"})]

@@ -29,16 +29,16 @@ def test_step_metrics_are_means_over_micro_batches():
     assert metrics.drain() == {}
 
 
-def test_wishes_travel_with_the_metrics_and_are_none():
+def test_requests_are_shared_with_the_metrics_but_are_not_metrics():
     metrics = StepMetrics()
     metrics.add("loss", torch.tensor(1.0))
-    metrics.wish("stop", False)
-    metrics.wish("save", True)
+    metrics.request("stop", False)
+    metrics.request("save", True)
     assert metrics.drain() == {"loss": 1.0}
-    assert metrics.wishes == {"save"}
-    metrics.wish("save", False)
+    assert metrics.requests == {"save"}
+    metrics.request("save", False)
     assert metrics.drain() == {}
-    assert metrics.wishes == set()
+    assert metrics.requests == set()
 
 
 CHUNKS, LENGTH = 23, 6

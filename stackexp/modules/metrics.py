@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-WISH = "wish/"
+REQUEST = "request/"
 BLOCKS = 10_000  # most that a bootstrap draws from
 
 
@@ -17,11 +17,11 @@ class StepMetrics:
 
     def __init__(self) -> None:
         self._values: dict[str, list[Tensor]] = {}
-        self.wishes: set[str] = set()  # what one process or more wished for at the last drain
+        self.requests: set[str] = set()  # requested by at least one rank at the last drain
 
-    def wish(self, name: str, whether: bool) -> None:
-        """What this process wants all of them to do after this step; every rank says, whether it does or not."""
-        self.add(WISH + name, torch.tensor(float(whether), device=self._device))
+    def request(self, name: str, is_requested: bool) -> None:
+        """Share with all ranks whether this rank requests an action after this step. Every rank calls it."""
+        self.add(REQUEST + name, torch.tensor(float(is_requested), device=self._device))
 
     def add(self, tag: str, value: Tensor) -> None:
         """One 0-d value of a micro-batch. Every rank adds the same tags in the same order."""
@@ -42,8 +42,8 @@ class StepMetrics:
             dist.all_reduce(means)
             means /= dist.get_world_size()
         drained = dict(zip(tags, means.tolist(), strict=True))
-        wishes = {tag: drained.pop(tag) for tag in tags if tag.startswith(WISH)}
-        self.wishes = {tag.removeprefix(WISH) for tag, share in wishes.items() if share}
+        requests = {tag: drained.pop(tag) for tag in tags if tag.startswith(REQUEST)}
+        self.requests = {tag.removeprefix(REQUEST) for tag, share in requests.items() if share}
         return drained
 
 

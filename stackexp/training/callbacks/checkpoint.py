@@ -69,8 +69,8 @@ class Wishes(pl.Callback):
             return
         self._step = trainer.global_step
         overdue = self._minutes is not None and time.monotonic() - self._saved_at > 60 * self._minutes
-        module.step_metrics.wish("stop", self._stop.reason is not None)
-        module.step_metrics.wish("save", overdue)
+        module.step_metrics.request("stop", self._stop.reason is not None)
+        module.step_metrics.request("save", overdue)
 
     def on_save_checkpoint(self, *_: Any) -> None:
         self._saved_at = time.monotonic()
@@ -121,7 +121,7 @@ class StepCheckpoint(pl.callbacks.Checkpoint):
     def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
         if trainer.global_step == self._step:
             return  # a micro-batch that did not end a step
-        self._step, wishes = trainer.global_step, module.step_metrics.wishes
+        self._step, wishes = trainer.global_step, module.step_metrics.requests
         last = self._step == self._config.max_steps
         if self._step % self._config.checkpoint_interval == 0 or last or wishes:
             path = self._folder.checkpoints / checkpoint_name(self._step)
