@@ -159,7 +159,7 @@ def test_an_ablation_in_olmo_s_vocabulary_differs_in_its_data_alone(memory):
 def test_list_shows_every_config_and_choice(capsys):
     assert cli.main(["configs", "list"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].split() == ["config", "parameters", "tokens", "what", "it", "is", "for"]
+    assert lines[0].split() == ["config", "parameters", "tokens", "purpose"]
     row = next(line for line in lines if line.startswith("ablation/stacktrans "))
     assert row.split()[1:3] == ["365.8M", "20.0B"]
     assert row.endswith("Ablation: the paper's stack between the layers.")
