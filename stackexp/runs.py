@@ -10,9 +10,7 @@ result.json        written last, atomically: its presence means that the run is 
 """
 
 import contextlib
-import fcntl
 import importlib.metadata
-import json
 import math
 import os
 import platform
@@ -27,11 +25,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from stackexp.config.compose import to_yaml
 from stackexp.config.experiment import ExperimentConfig
 from stackexp.errors import FolderBusy, RunError
+from stackexp.files import read_json, read_json_lines, try_lock, write_atomically, write_json, write_json_lines
 
 STAMP = "%Y%m%d-%H%M%S"
 AVERAGE_LOSS = "validation/loss/average"  # the tag in metrics.jsonl
@@ -86,18 +85,14 @@ class RunFolder:
 
     def read_metrics(self) -> Iterator[dict[str, Any]]:
         """The lines of metrics.jsonl, a last line cut off by a kill left out."""
-        if self.metrics.exists():
-            for line in self.metrics.read_text().splitlines(keepends=True):
-                if line.endswith("\n"):
-                    yield json.loads(line)
+        return read_json_lines(self.metrics)
 
     def forget_after(self, step: int) -> None:
         """Drop metrics and checkpoints of the steps after `step`, which a resumed run will take again."""
         for path in self.saved():
             if int(path.name) > step:
                 remove(path)
-        kept = [json.dumps(line) + "\n" for line in self.read_metrics() if line["step"] <= step]
-        write_atomically(self.metrics, "".join(kept))
+        write_json_lines(self.metrics, [line for line in self.read_metrics() if line["step"] <= step])
 
     @contextlib.contextmanager
     def begin(self, config: ExperimentConfig) -> Iterator[None]:
@@ -116,35 +111,17 @@ class RunFolder:
                 shutil.rmtree(leftover, ignore_errors=True)
             write_atomically(self.config, to_yaml(config))
             path = self.path / "environment.json"
-            sessions = json.loads(path.read_text()) if path.exists() else []
-            write_atomically(path, json.dumps([*sessions, environment()], indent=2))
+            write_json(path, [*(read_json(path) if path.exists() else []), environment()])
             yield
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
         """Hold the folder within the context. Raises RunError if another process does."""
-        with open(self.path / ".lock", "w") as handle:
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise FolderBusy(f"{self.path}: another process is running in this folder; wait or stop it") from None
-            _held.add(handle)
-            try:
-                yield
-            finally:
-                _held.discard(handle)
-
-
-_held: set[IO[str]] = set()
-
-
-def _let_go() -> None:
-    """In a forked child: a loader's worker that outlives us must not hold our folder."""
-    for handle in _held:
-        handle.close()
-
-
-os.register_at_fork(after_in_child=_let_go)
+        file = try_lock(self.path / ".lock")
+        if file is None:
+            raise FolderBusy(f"{self.path}: another process is running in this folder; wait or stop it")
+        with file:
+            yield
 
 
 def new(config: ExperimentConfig) -> RunFolder:
@@ -201,19 +178,6 @@ def at(path: str) -> RunFolder:
     if not run.config.is_file():
         raise RunError(f"{path}: not a run folder (it has no config.yaml); give runs/<name>/<id>")
     return run
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """All of `text` is at `path` afterwards, or what was there before."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with open(temporary, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def environment() -> dict[str, Any]:

@@ -142,15 +142,6 @@ def test_one_process_at_a_time_even_after_a_kill(config):
         pass
 
 
-def test_writing_atomically_leaves_the_old_text_where_it_fails(tmp_path):
-    path = tmp_path / "result.json"
-    runs.write_atomically(path, "old")
-    with pytest.raises(UnicodeEncodeError):
-        runs.write_atomically(path, "new \ud800")
-    assert path.read_text() == "old"
-    assert os.listdir(tmp_path) == ["result.json"]
-
-
 def test_at_refuses_what_is_no_run_folder(tmp_path):
     with pytest.raises(RunError, match="not a run folder"):
         runs.at(str(tmp_path))

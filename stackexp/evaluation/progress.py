@@ -10,7 +10,7 @@ from typing import Any
 import lightning.pytorch as pl
 from tqdm import tqdm
 
-from stackexp.runs import write_atomically
+from stackexp.files import write_atomically
 
 QUIET_SECONDS = 10  # an evaluation shorter than this says nothing before its table
 MANY = 40  # sets of which not every one has a line

@@ -20,7 +20,7 @@ from typing import IO, Any, Protocol
 
 from stackexp.config.compose import to_yaml
 from stackexp.errors import RunError, Stopped
-from stackexp.runs import write_atomically
+from stackexp.files import write_atomically
 from stackexp.sweeps.launchers import Launcher
 from stackexp.sweeps.status import State, is_running, read_failure, state_of
 from stackexp.sweeps.trials import Trial

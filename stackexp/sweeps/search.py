@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from stackexp.errors import ConfigError
-from stackexp.runs import write_atomically
+from stackexp.files import write_atomically
 from stackexp.sweeps.grid import Sweep, label
 from stackexp.sweeps.schema import Search, Space
 from stackexp.sweeps.status import State, reached, state_of, tail

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from stackexp.errors import ConfigError, RunError
-from stackexp.runs import write_atomically
+from stackexp.files import write_atomically
 from stackexp.sweeps.launchers import fit_command
 from stackexp.sweeps.schema import Resources
 from stackexp.sweeps.trials import Trial

@@ -79,7 +79,7 @@ def _add_options(parser: Parser, verb: str) -> None:
 
 
 def _run(sweep: Any, options: argparse.Namespace) -> int:
-    from stackexp.runs import write_atomically
+    from stackexp.files import write_atomically
     from stackexp.sweeps import grid
     from stackexp.sweeps.search import Study, ends
 

@@ -1,0 +1,197 @@
+"""File primitives: atomic writes, JSON and JSON Lines files, file locks, hashes. Imports nothing heavy."""
+
+import fcntl
+import hashlib
+import json
+import os
+import sys
+import threading
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+from stackexp.errors import RunError
+
+
+@contextmanager
+def open_atomically(path: Path, mode: str = "w") -> Iterator[IO[Any]]:
+    """Open a temporary file that replaces `path` when the context ends without an error.
+
+    The contents are on disk before the rename, so a crash leaves either the old file or the complete new one.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}")
+    try:
+        with open(temporary, mode, encoding=None if "b" in mode else "utf-8") as file:
+            yield file
+            sync_file(file)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write `text` to `path`. A crash leaves either the old file or the complete new one."""
+    with open_atomically(path) as file:
+        file.write(text)
+
+
+def sync_file(file: IO[Any]) -> None:
+    """Wait until the contents of an open file are on disk."""
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def sync_folder(path: Path) -> None:
+    """Wait until the names in a folder (new, renamed, deleted files) are on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sha256_of(path: Path) -> str:
+    """Return the SHA-256 of a file's contents in hexadecimal."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def read_json(path: Path) -> Any:
+    """Read a JSON file. Raises RunError if it is not valid JSON, and OSError if it cannot be read."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise RunError(f"{path}: not valid JSON: {error}") from error
+
+
+def write_json(path: Path, value: Any, *, indent: int = 2) -> None:
+    """Write a JSON file atomically."""
+    write_atomically(path, json.dumps(value, indent=indent, ensure_ascii=False) + "\n")
+
+
+def read_json_lines(path: Path, *, skip_damaged: bool = False) -> Iterator[dict[str, Any]]:
+    """Yield the objects of a JSON Lines file; a missing file has none.
+
+    A last line without a line feed was cut off by a kill and is skipped. Raises RunError for any other line that is
+    not valid JSON, unless `skip_damaged` is set.
+    """
+    if not path.is_file():
+        return
+    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
+        if not line.strip():
+            continue
+        try:
+            yield json.loads(line)
+        except ValueError as error:
+            if not skip_damaged:
+                raise RunError(f"{path}: line {number} is damaged; delete the line") from error
+
+
+def write_json_lines(path: Path, objects: list[dict[str, Any]]) -> None:
+    """Write a JSON Lines file atomically."""
+    write_atomically(path, "".join(json.dumps(value, ensure_ascii=False) + "\n" for value in objects))
+
+
+def append_json_line(path: Path, value: dict[str, Any], *, sync: bool = False) -> None:
+    """Append one object to a JSON Lines file in a single write, so that several processes may append.
+
+    If a kill has cut off the last line, the object starts on a line of its own; read such a file with `skip_damaged`.
+    With `sync`, the line is on disk on return.
+    """
+    line = json.dumps(value, ensure_ascii=False) + "\n"
+    with open(path, "ab+", buffering=0) as file:
+        if file.seek(0, os.SEEK_END) and not _ends_with_line_feed(file):
+            line = "\n" + line
+        file.write(line.encode())
+        if sync:
+            os.fsync(file.fileno())
+
+
+def _ends_with_line_feed(file: IO[bytes]) -> bool:
+    file.seek(-1, os.SEEK_END)
+    return file.read(1) == b"\n"
+
+
+# Locks. The operating system releases them when the process that holds them ends, even after a kill.
+
+_locked_files: weakref.WeakSet[IO[str]] = weakref.WeakSet()
+
+
+def try_lock(path: Path, *, shared: bool = False) -> IO[str] | None:
+    """Lock the file `path`, created if missing, and return it open for reading and appending.
+
+    Close the file to release the lock. Returns None if another process holds a conflicting lock. Shared locks conflict
+    with exclusive locks only. Forked child processes do not hold the lock.
+    """
+    return _lock(path, shared, fcntl.LOCK_NB)
+
+
+@contextmanager
+def hold_lock(path: Path, purpose: str, *, shared: bool = False) -> Iterator[None]:
+    """Hold the lock of `try_lock` in the context, after waiting for other processes.
+
+    A wait is reported on stderr: "waiting for another process to finish <purpose>".
+    """
+    file = try_lock(path, shared=shared)
+    if file is None:
+        _report_wait(purpose)
+        file = _lock(path, shared, 0)
+    assert file is not None
+    with file:
+        yield
+
+
+def is_locked(path: Path, *, count_shared: bool = False) -> bool:
+    """Return True if a process holds an exclusive lock on `path`, or with `count_shared` any lock."""
+    try:
+        file = _lock(path, not count_shared, fcntl.LOCK_NB, mode="r+" if count_shared else "r")
+    except FileNotFoundError:
+        return False
+    if file is not None:
+        file.close()
+    return file is None
+
+
+@contextmanager
+def hold_byte_lock(path: Path, position: int, purpose: str) -> Iterator[None]:
+    """Hold an exclusive lock on one byte of `path` in the context, after waiting for other processes.
+
+    A process must not hold two bytes of one file: closing the file once releases both.
+    """
+    with open(path, "ab") as file:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, position)
+        except (BlockingIOError, PermissionError):  # POSIX permits either error
+            _report_wait(purpose)
+            fcntl.lockf(file, fcntl.LOCK_EX, 1, position)
+        yield
+
+
+def _lock(path: Path, shared: bool, flags: int, mode: str = "a+") -> IO[str] | None:
+    # On NFS a shared lock needs read access and an exclusive lock needs write access.
+    file = open(path, mode, encoding="utf-8")  # noqa: SIM115
+    _locked_files.add(file)
+    try:
+        fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | flags)
+    except BlockingIOError:
+        file.close()
+        return None
+    except BaseException:  # such as KeyboardInterrupt while waiting
+        file.close()
+        raise
+    return file
+
+
+def _report_wait(purpose: str) -> None:
+    print(f"waiting for another process to finish {purpose}", file=sys.stderr, flush=True)
+
+
+def _release_in_child() -> None:
+    """Close the locked files in a forked child: a lock lasts as long as any process has its file open."""
+    for file in list(_locked_files):
+        file.close()
+
+
+os.register_at_fork(after_in_child=_release_in_child)

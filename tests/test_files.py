@@ -1,0 +1,117 @@
+"""File primitives: atomic writes, JSON Lines, locks."""
+
+import fcntl
+import json
+import os
+import signal
+import subprocess
+import sys
+from functools import partial
+
+import pytest
+
+from stackexp import files
+from stackexp.errors import RunError
+
+HOLDER = """
+import os, signal, sys
+from pathlib import Path
+from stackexp.files import hold_lock
+with hold_lock(Path(sys.argv[1]), "the test"):
+    if os.fork() == 0:
+        print("forked", flush=True)
+    signal.pause()
+"""
+
+
+def is_free(path) -> bool:
+    with open(path, "a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+
+def test_failed_atomic_write_keeps_the_old_file(tmp_path):
+    path = tmp_path / "result.json"
+    files.write_atomically(path, "old")
+    with pytest.raises(UnicodeEncodeError):
+        files.write_atomically(path, "new \ud800")
+    assert path.read_text() == "old"
+    assert os.listdir(tmp_path) == ["result.json"]
+
+
+def test_json_round_trip(tmp_path):
+    path = tmp_path / "value.json"
+    files.write_json(path, {"name": "größe", "count": 2})
+    assert files.read_json(path) == {"name": "größe", "count": 2}
+    path.write_text('{"name"')
+    with pytest.raises(RunError, match=r"value.json: not valid JSON"):
+        files.read_json(path)
+
+
+def test_read_json_lines_skips_a_torn_last_line(tmp_path):
+    path = tmp_path / "lines.jsonl"
+    assert list(files.read_json_lines(path)) == []
+    path.write_text('{"step": 1}\n{"step": 2}\n{"st')
+    assert list(files.read_json_lines(path)) == [{"step": 1}, {"step": 2}]
+    files.append_json_line(path, {"step": 3}, sync=True)
+    with pytest.raises(RunError, match=r"lines.jsonl: line 3 is damaged; delete the line"):
+        list(files.read_json_lines(path))
+    assert list(files.read_json_lines(path, skip_damaged=True)) == [{"step": 1}, {"step": 2}, {"step": 3}]
+
+
+def test_append_json_line_is_one_write(tmp_path):
+    path = tmp_path / "lines.jsonl"
+    for step in range(3):
+        files.append_json_line(path, {"step": step, "text": "a\u2028b"})
+    assert [json.loads(line)["step"] for line in path.read_text().split("\n")[:-1]] == [0, 1, 2]
+    assert list(files.read_json_lines(path))[-1]["text"] == "a\u2028b"
+
+
+def test_lock_ends_with_its_holder_even_if_a_forked_child_lives(tmp_path):
+    path = tmp_path / "lock"
+    holder = subprocess.Popen([sys.executable, "-c", HOLDER, path], stdout=subprocess.PIPE, start_new_session=True)
+    try:
+        assert holder.stdout.readline() == b"forked\n"
+        assert not is_free(path)
+        assert files.is_locked(path)
+        holder.kill()
+        holder.wait()
+        os.killpg(holder.pid, 0)  # raises if the child has ended too
+        assert is_free(path)
+        assert not files.is_locked(path)
+    finally:
+        os.killpg(holder.pid, signal.SIGKILL)
+
+
+def test_exit_of_a_forked_child_keeps_the_lock(tmp_path):
+    path = tmp_path / "lock"
+    with files.hold_lock(path, "the test"):
+        if (child := os.fork()) == 0:
+            os._exit(0)
+        os.waitpid(child, 0)
+        assert not is_free(path)
+    assert is_free(path)
+
+
+@pytest.mark.parametrize("hold", [files.hold_lock, partial(files.hold_byte_lock, position=3)])
+def test_lock_is_released_after_an_error(hold, tmp_path):
+    path = tmp_path / "lock"
+    with pytest.raises(ZeroDivisionError), hold(path, purpose="the test"):
+        raise ZeroDivisionError
+    assert is_free(path)
+
+
+def test_shared_and_exclusive_locks(tmp_path):
+    path = tmp_path / "lock"
+    assert not files.is_locked(path)
+    with files.try_lock(path, shared=True), files.try_lock(path, shared=True):
+        assert files.try_lock(path) is None
+        assert not files.is_locked(path)
+        assert files.is_locked(path, count_shared=True)
+    with files.try_lock(path):
+        assert files.is_locked(path)
+        assert files.try_lock(path, shared=True) is None
+    assert not files.is_locked(path, count_shared=True)
