@@ -28,7 +28,7 @@ BATCH = 8
 def write_set(folder: Path, shards: int, sequences_per_shard: int) -> None:
     """A prepared set of random tokens."""
     from stackexp.data import shards as format_
-    from stackexp.data.tokenizer import fingerprint, train_tokenizer
+    from stackexp.data.tokenizer import compute_fingerprint, train_tokenizer
 
     format_.SHARD_BYTES = sequences_per_shard * CONTEXT * 2
     folder.mkdir(parents=True)
@@ -41,8 +41,8 @@ def write_set(folder: Path, shards: int, sequences_per_shard: int) -> None:
     count = shards * sequences_per_shard
     record = {"documents": 1, "bytes": 1, "dropped_tokens": 0, "bad_lines": 0, "sequences": count}
     record |= {"tokens": count * CONTEXT, "vocab_size": VOCAB, "context_length": CONTEXT}
-    corpus = format_.Corpus(tokenizer=fingerprint(tokenizer), **record)
-    format_.write_set(folder, corpus, writer.shards, tokenizer)
+    corpus = format_.Corpus(tokenizer=compute_fingerprint(tokenizer), **record)
+    format_.write_metadata(folder, corpus, writer.shards, tokenizer)
 
 
 def warm(remote: str) -> str:

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from stackexp.config.compose import compose
 from stackexp.config.memory import StackMemoryConfig
 from stackexp.config.model import TransformerConfig
-from stackexp.data.documents import bounds, document_ids
+from stackexp.data.documents import compute_document_ids, find_document_bounds
 from stackexp.datamodules.streaming import collate
 from stackexp.errors import ConfigError
 from stackexp.models import attention_backends
@@ -92,17 +92,17 @@ def make_model(backend, memory=None, dtype=torch.float64, **options) -> Transfor
 
 def test_bounds_are_where_documents_begin():
     """A sequence's end is a document's; empty documents at the end make the number of documents a power of two."""
-    documents = document_ids(TOKENS, END)
-    assert bounds(documents).tolist() == [0, 3, 5, 6, 9, 10, 18, 18, 18]
-    assert bounds(documents).dtype == torch.int32
-    assert bounds(documents[1:, 1:]).tolist() == [0, 8]
-    assert bounds(documents[:1, :5]).tolist() == [0, 3, 5]
+    documents = compute_document_ids(TOKENS, END)
+    assert find_document_bounds(documents).tolist() == [0, 3, 5, 6, 9, 10, 18, 18, 18]
+    assert find_document_bounds(documents).dtype == torch.int32
+    assert find_document_bounds(documents[1:, 1:]).tolist() == [0, 8]
+    assert find_document_bounds(documents[:1, :5]).tolist() == [0, 3, 5]
 
 
 def test_a_batch_brings_its_bounds_along():
     samples = [{"tokens": row.numpy(), "index": 0, "source": 0, "hash": 0} for row in TOKENS]
     batch = collate(samples, END)
-    assert torch.equal(batch["document_bounds"], bounds(batch["documents"]))
+    assert torch.equal(batch["document_bounds"], find_document_bounds(batch["documents"]))
     assert "document_bounds" not in collate(samples)
 
 
@@ -110,8 +110,8 @@ def test_a_batch_brings_its_bounds_along():
 @pytest.mark.parametrize(("memory", "given"), [(None, True), (STACK, False)])
 def test_documents_in_one_sequence_are_as_if_run_one_by_one(backend, memory, given):
     model = make_model(backend, memory)
-    documents = document_ids(TOKENS, END)
-    found = bounds(documents) if given else None
+    documents = compute_document_ids(TOKENS, END)
+    found = find_document_bounds(documents) if given else None
     together = model(TOKENS, documents=documents, document_bounds=found).logits
     for row, numbers, logits in zip(TOKENS, documents, together, strict=True):
         for number in numbers.unique():
@@ -120,7 +120,7 @@ def test_documents_in_one_sequence_are_as_if_run_one_by_one(backend, memory, giv
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("documents", [None, document_ids(TOKENS, END)])
+@pytest.mark.parametrize("documents", [None, compute_document_ids(TOKENS, END)])
 @pytest.mark.parametrize("kv_heads", [1, 4])
 def test_values_and_gradients_are_sdpa_s(backend, documents, kv_heads):
     results = []
@@ -132,7 +132,7 @@ def test_values_and_gradients_are_sdpa_s(backend, documents, kv_heads):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("documents", [None, document_ids(TOKENS, END)])
+@pytest.mark.parametrize("documents", [None, compute_document_ids(TOKENS, END)])
 @pytest.mark.parametrize("window", [1, 3, 9])
 def test_a_window_is_sdpa_s(backend, documents, window):
     wanted = make_model("sdpa", attention_window=window)(TOKENS, documents=documents).logits
@@ -148,7 +148,9 @@ def test_all_may_see_all(backend):
     torch.testing.assert_close(make_model(backend, causal=False, positional="sin_cos")(TOKENS).logits, wanted)
 
 
-@pytest.mark.parametrize(("causal", "documents"), [(True, None), (False, None), (True, document_ids(TOKENS, END))])
+@pytest.mark.parametrize(
+    ("causal", "documents"), [(True, None), (False, None), (True, compute_document_ids(TOKENS, END))]
+)
 def test_flex_adds_alibi(causal, documents):
     wanted, got = (make_model(b, positional="alibi", causal=causal) for b in ("sdpa", "flex"))
     torch.testing.assert_close(got(TOKENS, documents=documents).logits, wanted(TOKENS, documents=documents).logits)
@@ -167,7 +169,7 @@ def test_cached_logits_equal_those_of_the_whole(backend, chunks):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("recompute", [True, "selective"])
 def test_recomputed_blocks_have_the_same_gradients(backend, recompute):
-    model, documents = make_model(backend, STACK), document_ids(TOKENS, END)
+    model, documents = make_model(backend, STACK), compute_document_ids(TOKENS, END)
     gradients = []
     for model.checkpoint_blocks in (False, recompute):
         loss = model(TOKENS, documents=documents).logits.logsumexp(-1).sum()
@@ -238,14 +240,14 @@ def test_the_kernel_of_torch_goes_by_the_name_that_is_kept():
 
 @torch.no_grad()
 def test_flex_compiles_as_one_graph():
-    model, documents = make_model("flex", dtype=torch.float32, num_layers=1), document_ids(TOKENS, END)
+    model, documents = make_model("flex", dtype=torch.float32, num_layers=1), compute_document_ids(TOKENS, END)
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     torch.testing.assert_close(compiled(TOKENS, documents=documents).logits, model(TOKENS, documents=documents).logits)
 
 
 def test_varlen_and_flash_attn_compile_as_one_graph():
     """With bounds given: to find them the GPU would have to be waited for."""
-    documents = document_ids(TOKENS, END)
+    documents = compute_document_ids(TOKENS, END)
 
     def kernel(q, k, v, *_, **__):
         return q + (k + v).repeat_interleave(2, 1)
@@ -256,7 +258,7 @@ def test_varlen_and_flash_attn_compile_as_one_graph():
         for layer in model.layers if backend == "varlen" else []:
             layer.attention.attend = functools.partial(attention_backends.varlen, kernel, True, (-1, 0))
         compiled = torch.compile(model, fullgraph=True, backend="eager")
-        options = {"documents": documents, "document_bounds": bounds(documents)}
+        options = {"documents": documents, "document_bounds": find_document_bounds(documents)}
         torch.testing.assert_close(compiled(TOKENS, **options).logits, model(TOKENS, **options).logits)
 
 
@@ -267,8 +269,13 @@ def config_of(*overrides: str):
 
 def test_training_hands_the_bounds_on():
     lm = LanguageModeling(config_of("data.document_mask=true", "trainer.precision=32-true"))
-    documents = document_ids(TOKENS, END)
-    batch = {"tokens": TOKENS, "index": torch.arange(2), "documents": documents, "document_bounds": bounds(documents)}
+    documents = compute_document_ids(TOKENS, END)
+    batch = {
+        "tokens": TOKENS,
+        "index": torch.arange(2),
+        "documents": documents,
+        "document_bounds": find_document_bounds(documents),
+    }
     calls = []
     forward = lm.model.forward
     lm.model.forward = lambda *args, **options: calls.append(options) or forward(*args, **options)
@@ -338,7 +345,7 @@ def test_kernels_on_a_gpu(backend, kv_heads, monkeypatch):
     if backend == "flash_attn":
         pytest.importorskip("flash_attn")
     tokens = torch.randint(VOCAB, (4, 200), generator=torch.Generator().manual_seed(1))
-    documents = document_ids(tokens, END).cuda()
+    documents = compute_document_ids(tokens, END).cuda()
     options = {"hidden_size": 128, "num_kv_heads": kv_heads}  # heads of 32
     runs = SimpleNamespace()
     for name, dtype in (("exact", torch.float64), ("sdpa", torch.bfloat16), ("ours", torch.bfloat16)):

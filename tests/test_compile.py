@@ -9,7 +9,7 @@ from stackexp import stack
 from stackexp.config.compose import compose
 from stackexp.config.memory import StackMemoryConfig
 from stackexp.config.model import TransformerConfig
-from stackexp.data.documents import document_ids
+from stackexp.data.documents import compute_document_ids
 from stackexp.models.transformer import Cache, Transformer
 from stackexp.modules.language_modeling import LanguageModeling
 
@@ -93,7 +93,7 @@ def test_one_graph_forward_and_one_backward(recompute):
 def test_documents_are_in_the_graph():
     model, tokens = make_model("stacktrans"), make_tokens()
     compiled = torch.compile(model, fullgraph=True, backend="eager")
-    documents = document_ids(tokens, 0)
+    documents = compute_document_ids(tokens, 0)
     torch.testing.assert_close(run(compiled, tokens, documents=documents), run(model, tokens, documents=documents))
 
 

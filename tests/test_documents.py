@@ -10,9 +10,9 @@ from stackexp.cli import main
 from stackexp.config import compose
 from stackexp.config.memory import StackMemoryConfig
 from stackexp.config.model import TransformerConfig
-from stackexp.data.documents import attention_mask, document_ids, positions
+from stackexp.data.documents import build_document_mask, compute_document_ids, compute_document_positions
 from stackexp.data.packing import write_documents
-from stackexp.data.tokenizer import end_of_text, load_tokenizer
+from stackexp.data.tokenizer import get_end_of_text_id, load_tokenizer
 from stackexp.datamodules.pretraining import PretrainingData
 from stackexp.models.generation import generate
 from stackexp.models.transformer import Cache, Transformer
@@ -31,16 +31,16 @@ def make_model(memory: dict | None, dtype: torch.dtype = torch.float64) -> Trans
 
 
 def test_the_token_that_ends_a_document_belongs_to_it():
-    assert document_ids(TOKENS, END).tolist() == [[0, 0, 0, 1, 1, 2, 3, 3, 3], [0, 1, 1, 1, 1, 1, 1, 1, 1]]
+    assert compute_document_ids(TOKENS, END).tolist() == [[0, 0, 0, 1, 1, 2, 3, 3, 3], [0, 1, 1, 1, 1, 1, 1, 1, 1]]
 
 
 def test_positions_begin_anew_in_each_document():
-    places = positions(document_ids(TOKENS, END))
+    places = compute_document_positions(compute_document_ids(TOKENS, END))
     assert places.tolist() == [[0, 1, 2, 0, 1, 0, 0, 1, 2], [0, 0, 1, 2, 3, 4, 5, 6, 7]]
 
 
 def test_the_mask_is_causal_and_within_documents():
-    mask = attention_mask(document_ids(TOKENS[:1, :5], END))
+    mask = build_document_mask(compute_document_ids(TOKENS[:1, :5], END))
     assert mask.shape == (1, 1, 5, 5)
     assert mask[0, 0].int().tolist() == [
         [1, 0, 0, 0, 0],
@@ -56,7 +56,7 @@ def test_the_mask_is_causal_and_within_documents():
 def test_documents_in_one_sequence_are_as_if_run_one_by_one(memory, recompute):
     model = make_model(memory)
     model.checkpoint_blocks = recompute
-    documents = document_ids(TOKENS, END)
+    documents = compute_document_ids(TOKENS, END)
     together = model(TOKENS, documents=documents).logits
     for row, numbers, logits in zip(TOKENS, documents, together, strict=True):
         for number in numbers.unique():
@@ -69,7 +69,7 @@ def test_gradients_stay_within_the_document():
     model = make_model(DEPTH)
     embedded = []
     model.embedding.register_forward_hook(lambda _, __, output: embedded.append(output.retain_grad() or output))
-    documents = document_ids(TOKENS, END)
+    documents = compute_document_ids(TOKENS, END)
     model(TOKENS, documents=documents).logits[0, 4].sum().backward()  # the end of document 1: tokens 3 and 4
     of_tokens = embedded[0].grad.abs().sum(-1)
     assert of_tokens.nonzero().tolist() == [[0, 3], [0, 4]]
@@ -77,7 +77,7 @@ def test_gradients_stay_within_the_document():
 
 def test_one_document_is_the_plain_sequence():
     model, tokens = make_model(DEPTH, torch.float32), TOKENS[:, 1:8].clamp(min=1)
-    whole = model(tokens, documents=document_ids(tokens, END)).logits
+    whole = model(tokens, documents=compute_document_ids(tokens, END)).logits
     torch.testing.assert_close(whole, model(tokens).logits)
 
 
@@ -90,8 +90,8 @@ def test_switched_off_nothing_is_built(monkeypatch):
         return attention(q, k, v, mask, **options)
 
     monkeypatch.setattr("stackexp.models.attention_backends.F.scaled_dot_product_attention", watched)
-    monkeypatch.setattr("stackexp.models.attention_backends.attention_mask", None)
-    monkeypatch.setattr("stackexp.models.transformer.positions", None)
+    monkeypatch.setattr("stackexp.models.attention_backends.build_document_mask", None)
+    monkeypatch.setattr("stackexp.models.transformer.compute_document_positions", None)
     make_model(DEPTH)(TOKENS)
     assert masks == [(None, True)] * 3
 
@@ -99,13 +99,13 @@ def test_switched_off_nothing_is_built(monkeypatch):
 @pytest.mark.parametrize("axis", ["time", "token_major"])
 def test_a_memory_that_lasts_from_token_to_token_is_refused(axis):
     with pytest.raises(ValueError, match=r"model\.memory\.axis=depth"):
-        make_model(DEPTH | {"axis": axis})(TOKENS, documents=document_ids(TOKENS, END))
+        make_model(DEPTH | {"axis": axis})(TOKENS, documents=compute_document_ids(TOKENS, END))
 
 
 def test_generating_knows_nothing_of_documents():
     model = make_model(DEPTH)
     with pytest.raises(ValueError, match="cache"):
-        model(TOKENS, Cache(), documents=document_ids(TOKENS, END))
+        model(TOKENS, Cache(), documents=compute_document_ids(TOKENS, END))
     prompt = TOKENS[:1, :5]
     tokens = generate(model, prompt, 3, temperature=0)
     for length in (5, 6, 7):
@@ -139,7 +139,7 @@ def test_data_document_mask_reaches_the_loss_in_training(tiny, corpus, tmp_path)
     alone, together = [], []
     with torch.no_grad():
         for _, batch in zip(range(2), data.train_dataloader(), strict=False):  # two micro-batches of four: the step
-            ends = document_ids(batch["tokens"], end_of_text(tokenizer))
+            ends = compute_document_ids(batch["tokens"], get_end_of_text_id(tokenizer))
             for row, numbers in zip(batch["tokens"], ends, strict=True):
                 logits = [model(row[numbers == number][None]).logits[0] for number in numbers.unique()]
                 assert len(logits) > 1

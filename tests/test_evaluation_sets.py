@@ -19,7 +19,7 @@ from stackexp.data.evaluation_sets import EvaluationSet, KnownTokenizer, expand,
 from stackexp.data.olmo import NAMES
 from stackexp.data.packing import write_documents
 from stackexp.data.token_files import write_token_file
-from stackexp.data.tokenizer import token_bytes, train_tokenizer
+from stackexp.data.tokenizer import count_token_bytes, train_tokenizer
 from stackexp.datamodules.perplexity import perplexity_loader
 from stackexp.errors import RunError
 from stackexp.modules.metrics import ChunkLosses, set_figures
@@ -125,8 +125,8 @@ def test_lines_without_a_document_are_left_out_with_a_warning(tmp_path, known, c
 
 def test_text_is_tokenised_once_as_long_as_neither_it_nor_the_tokenizer_changes(tmp_path, known, cache, monkeypatch):
     path, reads = tmp_path / "text.jsonl", []
-    read = converted_sets.read
-    monkeypatch.setattr(converted_sets, "read", lambda source: reads.append(source) or read(source))
+    read_pieces = converted_sets.read_pieces
+    monkeypatch.setattr(converted_sets, "read_pieces", lambda source: reads.append(source) or read_pieces(source))
     path.write_bytes(json_lines())
     first = opened(path, known)
     assert opened(path, known).identity == first.identity
@@ -253,7 +253,7 @@ def test_bits_per_byte_do_not_depend_on_the_tokenizer(tmp_path, known):
     train_tokenizer(TEXTS, V - 40).save(str(tmp_path / "other.json"))
     other, size = KnownTokenizer.read(tmp_path / "other.json"), sum(len(text.encode()) for text in TEXTS)
     for tokenizer in (known, other):
-        table = token_bytes(tokenizer.tokenizer, V)
+        table = count_token_bytes(tokenizer.tokenizer, V)
         each = opened(tmp_path / "text.jsonl", tokenizer, keep_remainder=True)
         figures = figures_of(each, table)
         assert figures["bytes"] == size - table[tokens_of(each)[0]], "all but the first token"

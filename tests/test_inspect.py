@@ -12,7 +12,7 @@ from stackexp.data.packing import TAIL
 from stackexp.data.prepare import prepare
 from stackexp.data.shards import TokenSet
 from stackexp.data.token_files import write_token_file
-from stackexp.data.tokenizer import fingerprint, load_tokenizer
+from stackexp.data.tokenizer import compute_fingerprint, load_tokenizer
 from stackexp.errors import ConfigError, RunError
 from stackexp.reports.data.lengths import Documents, Lengths
 from stackexp.verbs.data_inspect import main
@@ -166,7 +166,12 @@ def test_token_files(prepared, ids, tmp_path, capsys):
     [found] = as_json(capsys, tmp_path / "bare.npy", "--tokenizer", own, "--samples", 1)
     assert (found["tokens"], found["documents"], found["largest_id"]) == (len(tokens), len(ids), tokens.max())
     assert (found["checked"], found["damage"]) == (0, [])
-    record = {"vocab_size": 400, "tokenizer": fingerprint(load_tokenizer(own)), "source": "here", "end_of_text": 0}
+    record = {
+        "vocab_size": 400,
+        "tokenizer": compute_fingerprint(load_tokenizer(own)),
+        "source": "here",
+        "end_of_text": 0,
+    }
     write_token_file(tmp_path / "known.npy", [tokens], **record, text_bytes=5)
     [found] = as_json(capsys, tmp_path / "known.npy")
     assert (found["checked"], found["documents"], found["bytes"]) == (1, len(ids), 5)

@@ -16,7 +16,8 @@ import zstandard
 
 from stackexp.data import long_lines, readers
 from stackexp.data.long_lines import TooLong, long_text
-from stackexp.data.readers import BadLine, Piece, find_sources, read
+from stackexp.data.readers import BadLine, Piece, read_pieces
+from stackexp.data.sources import find_sources
 
 ALPHABET = ["a", " ", "\n", "\t", '"', "\\", "/", "é", "東", "🙂", "\x7f", "\\u0041", "u", "d83d", "\u2028"]
 
@@ -145,7 +146,7 @@ def lines_file(folder: Path, name: str, lines: list[bytes]) -> list[Piece | BadL
     data = b"\n".join(lines)
     packed = {".gz": gzip.compress, ".zst": zstandard.compress}.get(Path(name).suffix, bytes)(data)
     (folder / name).write_bytes(packed)
-    return list(read(find_sources(folder / name)[0], scratch=folder))
+    return list(read_pieces(find_sources(folder / name)[0], scratch=folder))
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.jsonl.zst"])
@@ -171,7 +172,7 @@ def test_the_limit_changes_nothing_in_a_file(tmp_path, monkeypatch, name):
         f"{name}:9: invalid JSON (Invalid control character at)",
     ]
     assert "".join(piece.text for piece in usual if isinstance(piece, Piece)) == text * 10
-    assert sum(piece.ends for piece in usual if isinstance(piece, Piece)) == 4
+    assert sum(piece.ends_document for piece in usual if isinstance(piece, Piece)) == 4
 
 
 def test_a_gzip_that_breaks_within_a_long_line_is_one_line(tmp_path, monkeypatch):
@@ -183,26 +184,27 @@ def test_a_gzip_that_breaks_within_a_long_line_is_one_line(tmp_path, monkeypatch
     data[len(data) // 2] ^= 255
     (tmp_path / "a.jsonl.gz").write_bytes(data)
     with pytest.raises(RunError, match=r"a\.jsonl\.gz: corrupt or cut short"):
-        list(read(find_sources(tmp_path / "a.jsonl.gz")[0]))
+        list(read_pieces(find_sources(tmp_path / "a.jsonl.gz")[0]))
 
 
 MEASURE = r"""
 import re, sys
 from pathlib import Path
 from stackexp.data.packing import write_unit
-from stackexp.data.readers import find_sources, read
+from stackexp.data.readers import read_pieces
+from stackexp.data.sources import find_sources
 from stackexp.data.tokenizer import load_tokenizer
 folder, name, tokenizer = map(Path, sys.argv[1:])
 memory = lambda: int(re.search(r"VmHWM:\s*(\d+)", Path("/proc/self/status").read_text())[1])  # not the parent's
 loaded, before = load_tokenizer(tokenizer) if tokenizer.name else None, memory()
-pieces = read(find_sources(folder / name)[0], scratch=folder)
+pieces = read_pieces(find_sources(folder / name)[0], scratch=folder)
 if loaded:
     unit = write_unit(folder, pieces, loaded, 2048)
     count, size = unit.documents, unit.bytes
 else:
     count = size = 0
     for piece in pieces:
-        count, size = count + piece.ends, size + len(piece.text.encode())
+        count, size = count + piece.ends_document, size + len(piece.text.encode())
 print(count, size, memory() - before)
 """
 

@@ -16,8 +16,9 @@ from corpora import TEXTS, files_of, json_lines, write_many
 
 from stackexp.data.packing import read_unit
 from stackexp.data.prepare import _sample, prepare
-from stackexp.data.readers import PIECE, find_sources
+from stackexp.data.readers import PIECE
 from stackexp.data.shards import Corpus, TokenSet
+from stackexp.data.sources import find_sources
 from stackexp.errors import RunError
 from stackexp.verbs.data_prepare import main
 

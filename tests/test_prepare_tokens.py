@@ -11,7 +11,7 @@ from stackexp.data import token_sources
 from stackexp.data.prepare import prepare
 from stackexp.data.shards import TokenSet
 from stackexp.data.token_files import write_token_file
-from stackexp.data.tokenizer import fingerprint, load_tokenizer, train_tokenizer
+from stackexp.data.tokenizer import compute_fingerprint, load_tokenizer, train_tokenizer
 from stackexp.errors import RunError
 
 T = 32
@@ -66,7 +66,12 @@ def test_ids_make_the_set_that_their_text_makes(tokenizer, ids, of_text, tmp_pat
 
 
 def test_files_with_records_in_two_processes(tokenizer, ids, of_text, tmp_path):
-    own = {"vocab_size": 400, "tokenizer": fingerprint(load_tokenizer(tokenizer)), "source": "here", "end_of_text": 0}
+    own = {
+        "vocab_size": 400,
+        "tokenizer": compute_fingerprint(load_tokenizer(tokenizer)),
+        "source": "here",
+        "end_of_text": 0,
+    }
     middle = int(np.flatnonzero(ids == 0)[1]) + 1
     (tmp_path / "source").mkdir()
     for name, part in {"a.npy": ids[:middle], "b.npy": ids[middle:]}.items():
@@ -112,7 +117,7 @@ def test_ids_outside_the_vocabulary(tokenizer, ids, tmp_path, wrong):
 
 
 def test_the_record_is_believed_and_checked(tokenizer, ids, tmp_path):
-    path, own = tmp_path / "a.npy", fingerprint(load_tokenizer(tokenizer))
+    path, own = tmp_path / "a.npy", compute_fingerprint(load_tokenizer(tokenizer))
     known = {"vocab_size": 400, "source": "here"}
     for tokenizer_of, end, message in [
         ("0" * 64, 0, "token ids of another tokenizer"),
@@ -136,13 +141,18 @@ def test_end_of_text_that_is_not_marked_special_is_no_text(tokenizer, ids, tmp_p
 
 
 def test_a_file_is_read_once_and_the_tokenizer_s_table_made_once(tokenizer, ids, tmp_path, monkeypatch):
-    own = {"vocab_size": 400, "tokenizer": fingerprint(load_tokenizer(tokenizer)), "source": "here", "end_of_text": 0}
+    own = {
+        "vocab_size": 400,
+        "tokenizer": compute_fingerprint(load_tokenizer(tokenizer)),
+        "source": "here",
+        "end_of_text": 0,
+    }
     (tmp_path / "source").mkdir()
-    tables, table = [], token_sources.token_bytes
+    tables, table = [], token_sources.count_token_bytes
     for name in "ab":
         write_token_file(tmp_path / "source" / f"{name}.npy", [ids], **own)
     monkeypatch.setattr(token_sources, "sha256_of", lambda path: pytest.fail("read to be hashed"))
-    monkeypatch.setattr(token_sources, "token_bytes", lambda tokenizer: tables.append(1) or table(tokenizer))
+    monkeypatch.setattr(token_sources, "count_token_bytes", lambda tokenizer: tables.append(1) or table(tokenizer))
     prepare(tmp_path / "source", tmp_path / "set", tokenizer=tokenizer, **SETTINGS)
     assert tables == [1]
 

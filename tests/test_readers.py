@@ -7,7 +7,7 @@ import pytest
 
 from stackexp.data import readers
 from stackexp.data.prepare import Plan, begin, prepare
-from stackexp.data.readers import find_sources
+from stackexp.data.sources import find_sources
 from stackexp.errors import RunError
 
 
@@ -60,7 +60,7 @@ def test_what_cannot_be_read_is_not_left_out(tmp_path, monkeypatch):
         return scandir(path)
 
     monkeypatch.setattr(os, "scandir", refuse)
-    with pytest.raises(RunError, match=r"/closed: cannot be read \(Permission denied\); mend that") as error:
+    with pytest.raises(RunError, match=r"/closed: cannot be read \(Permission denied\); fix that") as error:
         prepare(tmp_path, tmp_path / "to", vocab_size=300)
     assert "\n" not in str(error.value)
 
@@ -81,6 +81,6 @@ def test_text_is_cut_alike_in_files_of_every_kind(tmp_path, monkeypatch):
     text = "a line of it\r\nand more of 東京, " * 30 + "\n"
     (tmp_path / "a.txt").write_bytes(text.encode())
     (tmp_path / "b.jsonl").write_text(json.dumps({"text": text}))
-    of_text, of_lines = (list(readers.read(source)) for source in find_sources(tmp_path))
+    of_text, of_lines = (list(readers.read_pieces(source)) for source in find_sources(tmp_path))
     assert of_text == of_lines
     assert "".join(piece.text for piece in of_text) == text

@@ -19,7 +19,14 @@ from stackexp.data import readers, retokenize
 from stackexp.data.evaluation_sets import KnownTokenizer
 from stackexp.data.retokenize import Counts, Retokenizer
 from stackexp.data.token_files import TokenFile, read_record, sha256_of, write_record, write_token_file
-from stackexp.data.tokenizer import END_OF_TEXT, fingerprint, literal, load_tokenizer, train_tokenizer, vocab_size
+from stackexp.data.tokenizer import (
+    END_OF_TEXT,
+    compute_fingerprint,
+    get_vocab_size,
+    load_tokenizer,
+    train_tokenizer,
+    treat_special_tokens_as_text,
+)
 from stackexp.errors import RunError
 
 STDLIB = Path(os.__file__).parent
@@ -39,7 +46,7 @@ def neox_like() -> Tokenizer:
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     tokenizer.add_special_tokens([END_OF_TEXT, "<|padding|>"])
     tokenizer.add_tokens([" " * n for n in range(24, 1, -1)])
-    return literal(tokenizer)
+    return treat_special_tokens_as_text(tokenizer)
 
 
 NEOX = neox_like()
@@ -52,8 +59,8 @@ def ids_of(tokenizer: Tokenizer, documents: list[str], end: int = 0) -> np.ndarr
 
 def write(path: Path, ids: np.ndarray, made_by: Tokenizer = OLD, **record: object) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
-    fields = {"tokenizer": fingerprint(made_by), "source": "test"} | record
-    write_token_file(path, [ids], vocab_size=vocab_size(made_by), **fields)
+    fields = {"tokenizer": compute_fingerprint(made_by), "source": "test"} | record
+    write_token_file(path, [ids], vocab_size=get_vocab_size(made_by), **fields)
     return path
 
 
@@ -83,7 +90,11 @@ def test_there_and_back(tmp_path, raw):
     back = convert(there, tmp_path / "old", NEW, OLD)
     assert ids_in(back) == ids_of(OLD, DOCUMENTS).tolist()
     record = read_record(there)
-    assert (record.tokenizer, record.end_of_text, record.vocab_size) == (fingerprint(NEW), 0, vocab_size(NEW))
+    assert (record.tokenizer, record.end_of_text, record.vocab_size) == (
+        compute_fingerprint(NEW),
+        0,
+        get_vocab_size(NEW),
+    )
     assert (record.documents, record.replaced_documents) == (len(DOCUMENTS), 0)
     assert record.text_bytes == sum(len(text.encode()) for text in DOCUMENTS) == read_record(back).text_bytes
 
@@ -350,7 +361,7 @@ def test_the_verb(tmp_path, capsys):
     assert row in [line.split() for line in out.splitlines()]
     assert f"data.validation.NAME={tmp_path / 'new'}" in out
     record = read_record(tmp_path / "new" / "set.npy")
-    assert record.tokenizer == fingerprint(load_tokenizer(tmp_path / "new.json"))  # as validate compares them
+    assert record.tokenizer == compute_fingerprint(load_tokenizer(tmp_path / "new.json"))  # as validate compares them
 
 
 NEW_TO_NEW = ["--from", "new.json", "--tokenizer", "new.json"]

@@ -12,7 +12,7 @@ import pytest
 from stackexp.config.data import StdlibConfig
 from stackexp.data import stdlib
 from stackexp.data.shards import TokenSet
-from stackexp.data.tokenizer import fingerprint, load_tokenizer
+from stackexp.data.tokenizer import compute_fingerprint, load_tokenizer
 from stackexp.errors import RunError
 
 ROOT = Path(sysconfig.get_paths()["stdlib"])
@@ -60,7 +60,7 @@ def test_prepared_once_then_taken_from_the_cache(cache):
     opened = [TokenSet(folder) for folder in folders]
     assert all(len(tokens) > 100 for tokens in opened)
     assert len({tokens.corpus.tokenizer for tokens in opened}) == 1
-    assert fingerprint(load_tokenizer(first.tokenizer)) == opened[0].corpus.tokenizer
+    assert compute_fingerprint(load_tokenizer(first.tokenizer)) == opened[0].corpus.tokenizer
     before = {path: path.stat().st_mtime_ns for path in cache.rglob("*")}
     assert stdlib.prepare_stdlib(SMALL, progress=False) == first
     assert {path: path.stat().st_mtime_ns for path in cache.rglob("*")} == before
@@ -73,11 +73,11 @@ def test_where_the_cache_is(monkeypatch):
     monkeypatch.setenv("HOME", "/home/x")
     monkeypatch.delenv("STACKEXP_CACHE", raising=False)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    assert stdlib.cache_root() == Path("/home/x/.cache/stackexp")
+    assert stdlib.get_cache_root() == Path("/home/x/.cache/stackexp")
     monkeypatch.setenv("XDG_CACHE_HOME", "/xdg")
-    assert stdlib.cache_root() == Path("/xdg/stackexp")
+    assert stdlib.get_cache_root() == Path("/xdg/stackexp")
     monkeypatch.setenv("STACKEXP_CACHE", "/own")
-    assert stdlib.cache_root() == Path("/own")
+    assert stdlib.get_cache_root() == Path("/own")
 
 
 SCRIPT = """

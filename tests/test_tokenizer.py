@@ -17,8 +17,8 @@ def trained() -> Tokenizer:
 
 
 def test_training_gives_the_size_asked_for_and_depends_on_nothing_else(trained):
-    assert tok.vocab_size(trained) == 305
-    assert trained.token_to_id("<|endoftext|>") == 0 == tok.end_of_text(trained)
+    assert tok.get_vocab_size(trained) == 305
+    assert trained.token_to_id("<|endoftext|>") == 0 == tok.get_end_of_text_id(trained)
     assert tok.train_tokenizer(iter(TEXTS), 305).to_str() == trained.to_str()
 
 
@@ -27,7 +27,7 @@ def test_training_gives_the_size_asked_for_and_depends_on_nothing_else(trained):
 def test_any_text_comes_back_and_its_bytes_are_counted(trained, text):
     ids = trained.encode(text, add_special_tokens=False).ids
     assert trained.decode(ids, skip_special_tokens=False) == text
-    assert tok.token_bytes(trained)[ids].sum() == len(text.encode())
+    assert tok.count_token_bytes(trained)[ids].sum() == len(text.encode())
 
 
 def test_end_of_text_written_in_a_text_is_not_the_end_of_the_text(trained, tmp_path):
@@ -39,7 +39,7 @@ def test_end_of_text_written_in_a_text_is_not_the_end_of_the_text(trained, tmp_p
 
 
 def test_token_bytes_fills_up_with_zeros(trained):
-    table = tok.token_bytes(trained, 400)
+    table = tok.count_token_bytes(trained, 400)
     assert table.shape == (400,)
     assert table[0] == 0
     assert (table[1:305] > 0).all()
@@ -52,21 +52,21 @@ def test_token_bytes_of_a_sentencepiece_alphabet(tmp_path):
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     tokenizer.decoder = decoders.Metaspace()
     tokenizer.add_special_tokens(["<unk>", "</s>"])
-    assert tok.token_bytes(tokenizer).tolist() == [0, 0, 1, 1, 4, 1, 2]
-    assert tok.end_of_text(tokenizer) == 1
+    assert tok.count_token_bytes(tokenizer).tolist() == [0, 0, 1, 1, 4, 1, 2]
+    assert tok.get_end_of_text_id(tokenizer) == 1
 
 
 def test_an_added_token_that_is_text_counts_its_bytes(trained):
     tokenizer = Tokenizer.from_str(trained.to_str())
     tokenizer.add_tokens(["    "])
-    assert tok.token_bytes(tokenizer)[305] == 4
+    assert tok.count_token_bytes(tokenizer)[305] == 4
 
 
 def test_fingerprint_sees_the_tokenizer_and_not_the_layout_of_its_file(trained, tmp_path):
     path = tmp_path / "tokenizer.json"
     path.write_text(json.dumps(json.loads(trained.to_str()), indent=3))
-    assert tok.fingerprint(tok.load_tokenizer(path)) == tok.fingerprint(trained)
-    assert tok.fingerprint(tok.train_tokenizer(TEXTS, 310)) != tok.fingerprint(trained)
+    assert tok.compute_fingerprint(tok.load_tokenizer(path)) == tok.compute_fingerprint(trained)
+    assert tok.compute_fingerprint(tok.train_tokenizer(TEXTS, 310)) != tok.compute_fingerprint(trained)
 
 
 @pytest.mark.parametrize("content", [None, "", "{}", "[1, 2]", '{"model": "nonsense"}'])

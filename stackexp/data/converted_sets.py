@@ -15,11 +15,12 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from stackexp.data.locking import locked
-from stackexp.data.packing import tokenised
-from stackexp.data.readers import BadLine, Piece, find_sources, read
-from stackexp.data.stdlib import cache_root
+from stackexp.data.packing import tokenize_pieces
+from stackexp.data.readers import BadLine, Piece, read_pieces
+from stackexp.data.sources import find_sources
+from stackexp.data.stdlib import get_cache_root
 from stackexp.data.token_files import TokenFile, sha256_of, write_token_file
-from stackexp.data.tokenizer import end_of_text, fingerprint, vocab_size
+from stackexp.data.tokenizer import compute_fingerprint, get_end_of_text_id, get_vocab_size
 from stackexp.errors import RunError, first_line
 
 log = logging.getLogger(__name__)
@@ -56,16 +57,16 @@ def _cached_text(
 ) -> TokenFile:
     if tokenizer is None:
         raise RunError(f"{path}: text, but the model's tokenizer is not known; set data.path to what it was trained on")
-    whose = fingerprint(tokenizer)
-    source = {"tokenizer": whose, "source_sha256": digest, "end_of_text": end_of_text(tokenizer)}
+    whose = compute_fingerprint(tokenizer)
+    source = {"tokenizer": whose, "source_sha256": digest, "end_of_text": get_end_of_text_id(tokenizer)}
     ids = lambda: _tokenised(path, pieces(), tokenizer)  # noqa: E731
-    return _cached(path, [digest, whose], ids, vocab_size(tokenizer), source)
+    return _cached(path, [digest, whose], ids, get_vocab_size(tokenizer), source)
 
 
 def _cached(path: Path, key: list, tokens: Callable[[], Ids], size: int, source: dict) -> TokenFile:
     """The file of the cache under `key`, made of `tokens()` if it is not there or not whole."""
     name = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
-    target = cache_root() / "sets" / f"{path.name.split('.')[0]}-{name}.npy"
+    target = get_cache_root() / "sets" / f"{path.name.split('.')[0]}-{name}.npy"
     try:
         if (found := _whole(target)) is None:
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -91,7 +92,7 @@ def _whole(path: Path) -> TokenFile | None:
 def _pieces(path: Path) -> Iterator[Piece]:
     bad: list[BadLine] = []
     [source] = find_sources(path)
-    for piece in read(source):
+    for piece in read_pieces(source):
         if isinstance(piece, BadLine):
             bad.append(piece)
         else:
@@ -102,7 +103,7 @@ def _pieces(path: Path) -> Iterator[Piece]:
 
 def _tokenised(path: Path, pieces: Iterator[Piece], tokenizer: Tokenizer) -> Ids:
     empty = True
-    for tokens in tokenised(pieces, tokenizer):
+    for tokens in tokenize_pieces(pieces, tokenizer):
         yield tokens.ids
         empty = False
     if empty:

@@ -5,7 +5,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 
-def document_ids(tokens: Tensor, end: int) -> Tensor:
+def compute_document_ids(tokens: Tensor, end: int) -> Tensor:
     """The number of each token's document in its sequence, int64 [B, T], of tokens [B, T].
 
     The token `end` belongs to the document it ends. A sequence may begin in the middle of a document: that is its
@@ -15,14 +15,14 @@ def document_ids(tokens: Tensor, end: int) -> Tensor:
     return ends.cumsum(1) - ends
 
 
-def positions(documents: Tensor) -> Tensor:
+def compute_document_positions(documents: Tensor) -> Tensor:
     """The place of each token in its document, int64 [B, T], of document ids [B, T]: 0 for the first one seen."""
     length = documents.shape[1]
     places = torch.arange(length, device=documents.device).expand_as(documents)
     return places - torch.where(_begins(documents), places, 0).cummax(1).values
 
 
-def bounds(documents: Tensor) -> Tensor:
+def find_document_bounds(documents: Tensor) -> Tensor:
     """Where documents begin in B * T tokens one sequence after another, and their end B * T, int32 [n + 1].
 
     Of document ids [B, T]; no document goes on into the next sequence. n is rounded up to a power of two by empty
@@ -40,7 +40,7 @@ def _begins(documents: Tensor) -> Tensor:
     return begins
 
 
-def attention_mask(documents: Tensor) -> Tensor:
+def build_document_mask(documents: Tensor) -> Tensor:
     """Who may look at whom, bool [B, 1, T, T]: a query (third axis) at keys of its document that are not after it."""
     same = documents[:, :, None] == documents[:, None, :]
     return same.tril()[:, None]

@@ -22,15 +22,20 @@ from tokenizers import Tokenizer
 from stackexp.config.data import DataConfig
 from stackexp.data import olmo
 from stackexp.data.converted_sets import UNKNOWN, mds_tokens, text_tokens
-from stackexp.data.readers import JSON_LINES, TEXT, TOKENS
 from stackexp.data.shards import TokenSet
+from stackexp.data.sources import JSON_LINES_SUFFIXES, TEXT_SUFFIXES, TOKEN_SUFFIXES
 from stackexp.data.token_files import Chunks, TokenFile, sha256_of
-from stackexp.data.tokenizer import fingerprint, load_tokenizer, vocab_size
+from stackexp.data.tokenizer import compute_fingerprint, get_vocab_size, load_tokenizer
 from stackexp.errors import RunError
 
 log = logging.getLogger(__name__)
 
-LISTED = (*TOKENS, ".txt", ".text", *JSON_LINES)  # what counts as a set in a folder of sets; not its README.md
+LISTED = (
+    *TOKEN_SUFFIXES,
+    ".txt",
+    ".text",
+    *JSON_LINES_SUFFIXES,
+)  # sets in a folder of sets; not README.md
 BLOCK = 1 << 24  # ids looked through at a time
 
 
@@ -47,11 +52,11 @@ class KnownTokenizer:
 
     @cached_property
     def fingerprint(self) -> str:
-        return fingerprint(self.tokenizer)
+        return compute_fingerprint(self.tokenizer)
 
     @cached_property
     def vocab_size(self) -> int:
-        return vocab_size(self.tokenizer)
+        return get_vocab_size(self.tokenizer)
 
     @cached_property
     def is_neox(self) -> bool:
@@ -207,10 +212,10 @@ def _token_file(path: Path, config: DataConfig, tokenizer: KnownTokenizer | None
     name = path.name.lower()
     if path.is_dir():
         return mds_tokens(path, config.vocab_size, tokenizer and tokenizer.tokenizer)
-    if name.endswith(TOKENS):
+    if name.endswith(TOKEN_SUFFIXES):
         return TokenFile(path)
-    if not name.endswith(TEXT + JSON_LINES):
-        known = " ".join(TOKENS + TEXT + JSON_LINES)
+    if not name.endswith(TEXT_SUFFIXES + JSON_LINES_SUFFIXES):
+        known = " ".join(TOKEN_SUFFIXES + TEXT_SUFFIXES + JSON_LINES_SUFFIXES)
         raise RunError(f"{path}: neither token ids nor text, going by its name; known are {known}")
     return text_tokens(path, tokenizer and tokenizer.tokenizer)
 

@@ -14,10 +14,11 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer
 
-from stackexp.data.readers import BadLine, Piece, Source, Tokens
-from stackexp.data.shards import Corpus, ShardWriter, dtype_of, in_folder, sync, write_json, write_set
+from stackexp.data.readers import BadLine, Piece, TokenBlock
+from stackexp.data.shards import Corpus, ShardWriter, in_folder, sync, token_dtype, write_json, write_metadata
+from stackexp.data.sources import Source
 from stackexp.data.token_files import sha256_of
-from stackexp.data.tokenizer import end_of_text, fingerprint, vocab_size
+from stackexp.data.tokenizer import compute_fingerprint, get_end_of_text_id, get_vocab_size
 from stackexp.errors import RunError
 
 BAD_LINES = "bad_lines.log"  # in every unit and of all of them: file:line: why
@@ -49,15 +50,15 @@ def read_unit(folder: Path) -> Unit:
 
 def write_unit(
     folder: Path,
-    parts: Iterable[Piece | Tokens | BadLine],
+    parts: Iterable[Piece | TokenBlock | BadLine],
     tokenizer: Tokenizer,
     context_length: int,
     sources: Iterable[Source] = (),
 ) -> Unit:
     """Write documents into `folder`: shards, tail.npy, bad_lines.log and unit.json. Text is tokenised."""
-    unit = Unit(tokenizer=fingerprint(tokenizer), sources=[s.record for s in sources])
-    writer = ShardWriter(folder, context_length, dtype_of(vocab_size(tokenizer)))
-    for tokens in tokenised(_without_bad_lines(parts, unit, folder / BAD_LINES), tokenizer):
+    unit = Unit(tokenizer=compute_fingerprint(tokenizer), sources=[s.record for s in sources])
+    writer = ShardWriter(folder, context_length, token_dtype(get_vocab_size(tokenizer)))
+    for tokens in tokenize_pieces(_without_bad_lines(parts, unit, folder / BAD_LINES), tokenizer):
         writer.write(tokens.ids.astype(writer.dtype, copy=False))
         unit.documents += tokens.documents
         unit.bytes += tokens.bytes
@@ -119,7 +120,7 @@ def merge(folder: Path, count: int, tokenizer: Tokenizer, context_length: int, s
     Raises RunError if they hold less than one sequence, or were made with another tokenizer.
     """
     units = [read_unit(folder / unit_name(n)) for n in range(count)]
-    own = fingerprint(tokenizer)
+    own = compute_fingerprint(tokenizer)
     for n, unit in enumerate(units):
         if unit.tokenizer not in ("", own):
             raise RunError(
@@ -128,7 +129,7 @@ def merge(folder: Path, count: int, tokenizer: Tokenizer, context_length: int, s
             )
     shutil.rmtree(folder / "tails", ignore_errors=True)  # of a merge that was stopped
     (folder / "tails").mkdir()
-    writer = ShardWriter(folder / "tails", context_length, dtype_of(vocab_size(tokenizer)))
+    writer = ShardWriter(folder / "tails", context_length, token_dtype(get_vocab_size(tokenizer)))
     for n in range(count):
         writer.write(np.load(folder / unit_name(n) / TAIL))
     dropped = len(writer.close())
@@ -137,7 +138,7 @@ def merge(folder: Path, count: int, tokenizer: Tokenizer, context_length: int, s
     tokens = sum(u.tokens for u in units)
     corpus = Corpus(
         tokenizer=own,
-        vocab_size=vocab_size(tokenizer),
+        vocab_size=get_vocab_size(tokenizer),
         context_length=context_length,
         documents=sum(u.documents for u in units),
         tokens=tokens,
@@ -157,7 +158,7 @@ def merge(folder: Path, count: int, tokenizer: Tokenizer, context_length: int, s
         for n in range(count):
             with open(folder / unit_name(n) / BAD_LINES, "rb") as part:
                 shutil.copyfileobj(part, log)
-    write_set(folder, corpus, shards, tokenizer)
+    write_metadata(folder, corpus, shards, tokenizer)
     return corpus
 
 
@@ -169,7 +170,9 @@ def write_documents(folder: Path, texts: Iterable[str], tokenizer: Tokenizer, co
     return merge(folder, 1, tokenizer, context_length, [])
 
 
-def _without_bad_lines(parts: Iterable[Piece | Tokens | BadLine], unit: Unit, path: Path) -> Iterator[Piece | Tokens]:
+def _without_bad_lines(
+    parts: Iterable[Piece | TokenBlock | BadLine], unit: Unit, path: Path
+) -> Iterator[Piece | TokenBlock]:
     with open(path, "w", encoding="utf-8", errors="backslashreplace") as log:
         for part in parts:
             if isinstance(part, BadLine):
@@ -180,12 +183,12 @@ def _without_bad_lines(parts: Iterable[Piece | Tokens | BadLine], unit: Unit, pa
         sync(log)
 
 
-def tokenised(parts: Iterator[Piece | Tokens], tokenizer: Tokenizer) -> Iterator[Tokens]:
+def tokenize_pieces(parts: Iterator[Piece | TokenBlock], tokenizer: Tokenizer) -> Iterator[TokenBlock]:
     """The tokens of all parts in order, text in groups of at most BATCH_PIECES and about BATCH_CHARACTERS."""
     batch: list[Piece] = []
     characters = 0
     for part in parts:
-        if isinstance(part, Tokens):
+        if isinstance(part, TokenBlock):
             yield part
             continue
         batch.append(part)
@@ -197,12 +200,12 @@ def tokenised(parts: Iterator[Piece | Tokens], tokenizer: Tokenizer) -> Iterator
         yield _encode(batch, tokenizer)
 
 
-def _encode(batch: list[Piece], tokenizer: Tokenizer) -> Tokens:
-    end, ids = end_of_text(tokenizer), array("I")
+def _encode(batch: list[Piece], tokenizer: Tokenizer) -> TokenBlock:
+    end, ids = get_end_of_text_id(tokenizer), array("I")
     encodings = tokenizer.encode_batch_fast([piece.text for piece in batch], add_special_tokens=False)
     for piece, encoding in zip(batch, encodings, strict=True):
         ids.extend(encoding.ids)
-        if piece.ends:
+        if piece.ends_document:
             ids.append(end)
     size = sum(len(piece.text.encode()) for piece in batch)
-    return Tokens(np.array(ids, np.uint32), sum(piece.ends for piece in batch), size)
+    return TokenBlock(np.array(ids, np.uint32), sum(piece.ends_document for piece in batch), size)

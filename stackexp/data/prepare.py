@@ -28,10 +28,11 @@ from tqdm import tqdm
 
 from stackexp.data.locking import locked, locked_part
 from stackexp.data.packing import BAD_LINES, damaged_file, merge, read_unit, regroup, unit_name, write_unit
-from stackexp.data.readers import NO_ROOM, BadLine, BrokenSource, Piece, Source, Tokens, find_sources, read
+from stackexp.data.readers import NO_ROOM, BadLine, BrokenSource, Piece, TokenBlock, read_pieces
 from stackexp.data.shards import FORMAT_VERSION, Corpus, TokenSet, write_json, write_text
+from stackexp.data.sources import Source, find_sources
 from stackexp.data.token_sources import check_token_sources, of_tokens, read_tokens
-from stackexp.data.tokenizer import fingerprint, load_tokenizer, train_tokenizer
+from stackexp.data.tokenizer import compute_fingerprint, load_tokenizer, train_tokenizer
 from stackexp.errors import RunError
 
 UNIT_BYTES = 1 << 24  # of source files; a larger file is a unit of its own
@@ -73,7 +74,7 @@ class Plan:
 
     def record(self) -> dict:
         """plan.json: what a folder was begun with."""
-        given = self.tokenizer and fingerprint(load_tokenizer(self.tokenizer))
+        given = self.tokenizer and compute_fingerprint(load_tokenizer(self.tokenizer))
         return {
             "format version": FORMAT_VERSION,
             "tokenizer": given or f"trained here, {self.vocab_size} tokens",
@@ -215,8 +216,8 @@ def _tokenizer(plan: Plan, folder: Path) -> Path:
     """The set's tokenizer.json, trained if none was given. An earlier call's is taken: the plan is the same."""
     path = folder / "tokenizer.json"
     with locked(folder / ".plan.lock", f"the tokenizer of {folder}"):  # of several parts one makes it
-        own = plan.tokenizer and fingerprint(load_tokenizer(plan.tokenizer))
-        if own and path.exists() and fingerprint(load_tokenizer(path)) != own:
+        own = plan.tokenizer and compute_fingerprint(load_tokenizer(plan.tokenizer))
+        if own and path.exists() and compute_fingerprint(load_tokenizer(path)) != own:
             raise RunError(f"{path}: not {plan.tokenizer}, which {folder} is made with; delete it")
         if not path.exists():
             if plan.tokenizer:
@@ -232,7 +233,7 @@ def _sample(sources: list[Source]) -> Iterator[str]:
     """The beginning of every source, the same number of characters of each."""
     for source in sources:
         left = TRAINING_BYTES // len(sources)
-        for piece in read(source):
+        for piece in read_pieces(source):
             if isinstance(piece, Piece):
                 yield piece.text[:left]
                 left -= len(piece.text)
@@ -317,11 +318,11 @@ def _write_unit(job: Job, number: int, tokenizer: Tokenizer, advance: Callable[[
 
 def _parts(
     source: Source, job: Job, tokenizer: Tokenizer, scratch: Path, advance: Callable[[int], object]
-) -> Iterator[Piece | Tokens | BadLine]:
-    if source.is_tokens:
+) -> Iterator[Piece | TokenBlock | BadLine]:
+    if source.has_tokens:
         yield from read_tokens(source, tokenizer, advance)
         return
-    for piece in read(source, advance, scratch):
+    for piece in read_pieces(source, advance, scratch):
         if job.strict and isinstance(piece, BadLine):
             raise RunError(_strict(str(piece)))
         yield piece

@@ -8,10 +8,8 @@ import errno
 import gzip
 import io
 import json
-import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
@@ -19,14 +17,11 @@ import numpy as np
 import zstandard
 
 from stackexp.data.long_lines import long_text
+from stackexp.data.sources import TEXT_SUFFIXES, Source
 from stackexp.errors import RunError
 
-TEXT = (".txt", ".text", ".md", ".rst", ".py")
-JSON_LINES = (".jsonl", ".jsonl.gz", ".json.gz", ".jsonl.zst", ".json.zst")
-TOKENS = (".npy", ".bin")
 PIECE = 1 << 18  # characters tokenised at a time; longer documents are cut, at a line's end where there is one
 LONG_LINE = 1 << 22  # bytes; a longer line is never whole in memory
-PREPARED = ({"plan.json", ".plan.lock"}, {"index.json", "corpus.json"})  # files of a set, begun or copied
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -34,33 +29,14 @@ class BrokenSource(RunError):
     """A source file that cannot be read to its end."""
 
 
-@dataclass(frozen=True)
-class Source:
-    """One input file: `name` is its path relative to the source folder, with slashes."""
-
-    path: str
-    name: str
-    size: int
-    modified: int  # ns
-
-    @property
-    def record(self) -> list:
-        """What tells whether the file has changed."""
-        return [self.name, self.size, self.modified]
-
-    @property
-    def is_tokens(self) -> bool:
-        return self.name.lower().endswith(TOKENS)
-
-
 class Piece(NamedTuple):
-    """Part of a document's text; `ends`: it is the last part."""
+    """Part of a document's text; `ends_document`: it is the last part."""
 
     text: str
-    ends: bool
+    ends_document: bool
 
 
-class Tokens(NamedTuple):
+class TokenBlock(NamedTuple):
     """Token ids [N], end-of-text included: how many documents end among them, and the bytes of their text."""
 
     ids: np.ndarray
@@ -78,60 +54,7 @@ class BadLine(NamedTuple):
         return f"{self.where}: {self.why}"
 
 
-def find_sources(source: Path) -> list[Source]:
-    """The readable files of a folder, in order of their names, or the one file given.
-
-    Hidden files and folders are left out, and prepared sets. Raises RunError if nothing is there to read, or if a
-    folder or a file of a known kind cannot be.
-    """
-    try:
-        return _find_sources(source)
-    except OSError as e:
-        raise RunError(f"{e.filename}: cannot be read ({e.strerror}); mend that, or remove it") from e
-
-
-def _find_sources(source: Path) -> list[Source]:
-    if not source.exists():
-        raise RunError(f"{source}: no such file or folder")
-    paths = [source] if source.is_file() else sorted(_walk(source), key=lambda p: p.relative_to(source).as_posix())
-    known = [p for p in paths if p.name.lower().endswith(TEXT + JSON_LINES + TOKENS)]
-    if not known:
-        seen = ", ".join(sorted({p.suffix or p.name for p in paths})[:8]) or "no files"
-        raise RunError(f"{source}: nothing to read (found {seen}); known are {' '.join(TEXT + JSON_LINES + TOKENS)}")
-    base = source.parent if source.is_file() else source
-    found = []
-    for path in known:
-        stat, name = path.stat(), path.relative_to(base).as_posix()
-        if name.encode(errors="replace").decode() != name:
-            raise RunError(f"{source}: the name of {name!a} is not UTF-8; rename it")
-        found.append(Source(str(path), name, stat.st_size, stat.st_mtime_ns))
-    return found
-
-
-def _walk(folder: Path) -> Iterator[Path]:
-    """Files that are not hidden, nor of prepared sets; links that lead nowhere, too.
-
-    Links to folders are followed last, so that each folder is read once, and never up.
-    """
-    top, seen, starts = folder.resolve(), set(), [folder]
-    for start in starts:  # grows by the links that are found
-        for root, folders, files in os.walk(start, onerror=_raise):
-            real = Path(root).resolve()
-            if real in seen or real in top.parents or any(marks <= set(files) for marks in PREPARED):
-                folders.clear()
-                continue
-            seen.add(real)
-            folders[:] = sorted(f for f in folders if not f.startswith("."))
-            starts += [Path(root, f) for f in folders if Path(root, f).is_symlink()]
-            paths = [Path(root, f) for f in files if not f.startswith(".")]
-            yield from (path for path in paths if path.is_file() or not path.exists())
-
-
-def _raise(error: OSError) -> None:
-    raise error
-
-
-def read(
+def read_pieces(
     source: Source, advance: Callable[[int], None] = lambda size: None, scratch: Path | None = None
 ) -> Iterator[Piece | BadLine]:
     """The documents of a file; `advance` is told of the bytes as they are read.
@@ -144,7 +67,7 @@ def read(
         with open(source.path, "rb") as raw:
             if name.endswith((".gz", ".zst")) and not raw.peek(1):
                 raise EOFError("it is empty")
-            pieces = _read_text(source, raw) if name.endswith(TEXT) else _read_json_lines(source, raw, scratch)
+            pieces = _read_text(source, raw) if name.endswith(TEXT_SUFFIXES) else _read_json_lines(source, raw, scratch)
             for piece in pieces:
                 yield piece
                 advance(raw.tell() - position)
@@ -157,7 +80,7 @@ def read(
         raise BrokenSource(f"{source.path}: cannot be read ({e.strerror or e})") from e
 
 
-def cut(parts: Iterable[str]) -> Iterator[Piece]:
+def cut_into_pieces(parts: Iterable[str]) -> Iterator[Piece]:
     """A document, given in parts, as pieces of at most PIECE characters, cut after a newline where there is one."""
     held = ""
     for part in parts:
@@ -178,7 +101,7 @@ def _read_text(source: Source, raw: BinaryIO) -> Iterator[Piece | BadLine]:
     raw.seek(0)
     if raw.peek(1):
         text = io.TextIOWrapper(raw, encoding="utf-8", newline="")
-        yield from cut(iter(lambda: text.read(PIECE), ""))
+        yield from cut_into_pieces(iter(lambda: text.read(PIECE), ""))
         text.detach()
 
 
@@ -221,7 +144,7 @@ def _read_json_lines(source: Source, raw: BinaryIO, scratch: Path | None) -> Ite
         except (KeyError, TypeError, AttributeError, RecursionError):
             yield BadLine(where, "no text")
         else:
-            yield from cut(parts) if parts != [""] else [BadLine(where, "no text")]
+            yield from cut_into_pieces(parts) if parts != [""] else [BadLine(where, "no text")]
 
 
 def _to_its_end(line: bytes, file: BinaryIO) -> Iterator[bytes]:

@@ -14,8 +14,9 @@ from tqdm import tqdm
 
 from stackexp.data.evaluation_sets import KnownTokenizer
 from stackexp.data.locking import locked
-from stackexp.data.packing import tokenised
-from stackexp.data.readers import TOKENS, Piece, cut
+from stackexp.data.packing import tokenize_pieces
+from stackexp.data.readers import Piece, cut_into_pieces
+from stackexp.data.sources import TOKEN_SUFFIXES
 from stackexp.data.token_files import (
     REMEDY,
     FileRecord,
@@ -26,7 +27,13 @@ from stackexp.data.token_files import (
     write_record,
     write_token_file,
 )
-from stackexp.data.tokenizer import end_of_text, fingerprint, is_byte_level, token_bytes, vocab_size
+from stackexp.data.tokenizer import (
+    compute_fingerprint,
+    count_token_bytes,
+    get_end_of_text_id,
+    get_vocab_size,
+    is_byte_level,
+)
 from stackexp.errors import RunError
 
 IDS_AT_ONCE = 1 << 18
@@ -91,7 +98,7 @@ class Retokenizer:
 
     @cached_property
     def _fingerprints(self) -> dict[str, str]:
-        return {"tokenizer": fingerprint(self.new), "source_tokenizer": self.known.fingerprint}
+        return {"tokenizer": compute_fingerprint(self.new), "source_tokenizer": self.known.fingerprint}
 
     @cached_property
     def _known_ids(self) -> np.ndarray:
@@ -120,10 +127,10 @@ class Retokenizer:
         record = write_token_file(
             path,
             self.encoded(file, end, counts, bar.update),
-            vocab_size=vocab_size(self.new),
+            vocab_size=get_vocab_size(self.new),
             counts=counts.recorded,
             source=str(file.path.absolute()),
-            end_of_text=end_of_text(self.new),
+            end_of_text=get_end_of_text_id(self.new),
             **made_of,
         )
         if (lost := counts.text_bytes - counts.kept_bytes) > 0:
@@ -149,7 +156,7 @@ class Retokenizer:
         if end is None and self.known.is_neox:
             end = find_end_of_text(file.tokens)
         if end is None:
-            end = end_of_text(self.old)
+            end = get_end_of_text_id(self.old)
         if not count_of(file.tokens, end):
             if self.end is not None:
                 raise RunError(f"{file.path}: holds no id {end}; --end-of-text is the id that ends its documents")
@@ -161,7 +168,7 @@ class Retokenizer:
 
     def _remark_on(self, ends: dict[str, int]) -> None:
         """Say which ids end documents though they are text to the tokenizer, as two spaces in OLMo's oldest files."""
-        for end in sorted(set(ends.values()) - {self.end, end_of_text(self.old)}):
+        for end in sorted(set(ends.values()) - {self.end, get_end_of_text_id(self.old)}):
             if text := self.old.id_to_token(end):
                 names = [name for name, of in ends.items() if of == end]
                 _say(
@@ -176,9 +183,9 @@ class Retokenizer:
 
         `end`: the id that ends a document of the file; `advance` is told of its ids as they are read.
         """
-        table = token_bytes(self.new)
-        table[end_of_text(self.new)] = 0  # also where it is no special token
-        for tokens in tokenised(self._texts(self._checked(file, end, advance), counts), self.new):
+        table = count_token_bytes(self.new)
+        table[get_end_of_text_id(self.new)] = 0  # also where it is no special token
+        for tokens in tokenize_pieces(self._texts(self._checked(file, end, advance), counts), self.new):
             counts.text_bytes += tokens.bytes
             counts.kept_bytes += int(table[tokens.ids].sum())
             yield tokens.ids
@@ -219,8 +226,8 @@ class Retokenizer:
                 yield decode(NO_IDS, True)
 
         for part in parts:
-            for piece in cut(texts(part)):
-                yield Piece(piece.text, piece.ends and ended)
+            for piece in cut_into_pieces(texts(part)):
+                yield Piece(piece.text, piece.ends_document and ended)
             counts.documents += 1
             counts.replaced_documents += decode.replaced
             decode.replaced = False
@@ -301,14 +308,14 @@ def find_token_files(source: Path) -> dict[str, Path]:
         return {source.name: source}
     if not source.is_dir():
         raise RunError(f"{source}: no such file or folder")
-    found = {path.relative_to(source): path for path in sorted(source.rglob("*")) if path.suffix in TOKENS}
+    found = {path.relative_to(source): path for path in sorted(source.rglob("*")) if path.suffix in TOKEN_SUFFIXES}
     files = {
         str(name): path
         for name, path in found.items()
         if path.is_file() and not any(part.startswith(".") for part in name.parts)
     }
     if not files:
-        raise RunError(f"{source}: holds no token files; they end in {' or '.join(TOKENS)}")
+        raise RunError(f"{source}: holds no token files; they end in {' or '.join(TOKEN_SUFFIXES)}")
     return files
 
 

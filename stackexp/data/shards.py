@@ -14,7 +14,7 @@ from typing import IO
 import numpy as np
 from tokenizers import Tokenizer
 
-from stackexp.data.tokenizer import fingerprint, load_tokenizer
+from stackexp.data.tokenizer import compute_fingerprint, load_tokenizer
 from stackexp.errors import RunError
 
 FORMAT_VERSION = 1
@@ -38,7 +38,7 @@ class Corpus:
     format_version: int = FORMAT_VERSION
 
 
-def dtype_of(vocab_size: int) -> np.dtype:
+def token_dtype(vocab_size: int) -> np.dtype:
     """The type that token ids are stored as."""
     return np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.uint32)
 
@@ -132,7 +132,7 @@ def in_folder(shards: list[dict], name: str) -> list[dict]:
     return [s | {"raw_data": s["raw_data"] | {"basename": f"{name}/{s['raw_data']['basename']}"}} for s in shards]
 
 
-def write_set(folder: Path, corpus: Corpus, shards: list[dict], tokenizer: Tokenizer) -> None:
+def write_metadata(folder: Path, corpus: Corpus, shards: list[dict], tokenizer: Tokenizer) -> None:
     """Write what makes shards a prepared set; corpus.json comes last: its presence means done."""
     write_text(folder / "tokenizer.json", tokenizer.to_str(pretty=True))
     write_json(folder / "index.json", {"version": 2, "shards": shards})
@@ -182,7 +182,7 @@ class TokenSet:
     def tokenizer(self) -> Tokenizer:
         """The tokenizer that made the set. Raises RunError if tokenizer.json is not the one corpus.json names."""
         tokenizer = load_tokenizer(self.folder / "tokenizer.json")
-        if fingerprint(tokenizer) != self.corpus.tokenizer:
+        if compute_fingerprint(tokenizer) != self.corpus.tokenizer:
             raise RunError(f"{self.folder}/tokenizer.json: not the tokenizer the set was made with; prepare it again")
         return tokenizer
 
@@ -204,7 +204,7 @@ class TokenSet:
         """The samples of a shard, [N, T]: they are the end of its file."""
         path, samples = self.files[shard]
         shape = (samples, self.corpus.context_length)
-        dtype = dtype_of(self.corpus.vocab_size)
+        dtype = token_dtype(self.corpus.vocab_size)
         return np.memmap(path, dtype, "r", os.path.getsize(path) - samples * shape[1] * dtype.itemsize, shape)
 
 

@@ -42,7 +42,7 @@ DOCSTRING_FILES = {
 
 
 @dataclass(frozen=True)
-class Prepared:
+class StdlibSets:
     """Folders of the prepared sets, by name, and the tokenizer.json they share."""
 
     train: Path
@@ -60,7 +60,7 @@ class Corpora:
     skipped: list[str]
 
 
-def prepare_stdlib(config: StdlibConfig, progress: bool = True) -> Prepared:
+def prepare_stdlib(config: StdlibConfig, progress: bool = True) -> StdlibSets:
     """The prepared sets for the config's vocab_size and context_length, made on first use.
 
     The cache is keyed by the texts themselves. A kill leaves nothing that counts; of two first runs one waits.
@@ -69,7 +69,7 @@ def prepare_stdlib(config: StdlibConfig, progress: bool = True) -> Prepared:
     corpora = read_stdlib(Path(sysconfig.get_paths()["stdlib"]))
     settings = [FORMAT_VERSION, config.vocab_size, config.context_length, corpora.train, corpora.held_out]
     key = hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:16]
-    folder = cache_root() / f"stdlib-{key}"
+    folder = get_cache_root() / f"stdlib-{key}"
     try:
         if not folder.is_dir():
             folder.parent.mkdir(parents=True, exist_ok=True)
@@ -81,10 +81,10 @@ def prepare_stdlib(config: StdlibConfig, progress: bool = True) -> Prepared:
             f"cannot write {folder} ({e.strerror}); free space or set STACKEXP_CACHE to another folder"
         ) from e
     sets = {split: {name: folder / name for name in names} for split, names in _names().items()}
-    return Prepared(folder / "train", sets["validation"], sets["test"], folder / "train" / "tokenizer.json")
+    return StdlibSets(folder / "train", sets["validation"], sets["test"], folder / "train" / "tokenizer.json")
 
 
-def cache_root() -> Path:
+def get_cache_root() -> Path:
     """$STACKEXP_CACHE, $XDG_CACHE_HOME/stackexp or ~/.cache/stackexp."""
     if root := os.environ.get("STACKEXP_CACHE"):
         return Path(root)

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from stackexp.data.olmo import END_OF_TEXT, TWO_SPACES
-from stackexp.data.shards import dtype_of, sync, write_json
+from stackexp.data.shards import sync, token_dtype, write_json
 from stackexp.errors import RunError
 
 NPY_MAGIC = b"\x93NUMPY"
@@ -187,7 +187,7 @@ def write_token_file(
     `record`: the other fields of FileRecord (tokenizer, source ...); `counts`: those that are known once `tokens` have
     come. Raises RunError for an id >= vocab_size, and if there are no tokens.
     """
-    dtype, count = dtype_of(vocab_size).newbyteorder("<"), 0
+    dtype, count = token_dtype(vocab_size).newbyteorder("<"), 0
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         with open(temporary, "wb") as file:

@@ -9,9 +9,10 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer
 
-from stackexp.data.readers import TOKENS, Source, Tokens
+from stackexp.data.readers import TokenBlock
+from stackexp.data.sources import TOKEN_SUFFIXES, Source
 from stackexp.data.token_files import REMEDY, TokenFile, sha256_of
-from stackexp.data.tokenizer import end_of_text, token_bytes, vocab_size
+from stackexp.data.tokenizer import count_token_bytes, get_end_of_text_id, get_vocab_size
 from stackexp.errors import RunError
 
 BLOCK = 1 << 20  # ids read at a time
@@ -19,9 +20,9 @@ BLOCK = 1 << 20  # ids read at a time
 
 def of_tokens(sources: list[Source], place: Path) -> bool:
     """Whether the sources are token files. Raises RunError if they are both those and text."""
-    tokens = [source for source in sources if source.is_tokens]
+    tokens = [source for source in sources if source.has_tokens]
     if tokens and len(tokens) < len(sources):
-        text = next(source for source in sources if not source.is_tokens)
+        text = next(source for source in sources if not source.has_tokens)
         raise RunError(
             f"{place}: holds token ids ({tokens[0].name}) and text ({text.name}); prepare them apart, "
             "and train on both with data.streams"
@@ -32,14 +33,14 @@ def of_tokens(sources: list[Source], place: Path) -> bool:
 def check_token_sources(sources: list[Source], tokenizer: Path | None) -> None:
     """Raise RunError if a token file is not whole, or known to be of another tokenizer than the given."""
     if tokenizer is None:
-        suffixes = " and ".join(TOKENS)
+        suffixes = " and ".join(TOKEN_SUFFIXES)
         raise RunError(
             f"{sources[0].path}: {suffixes} files hold token ids; name the tokenizer that made them with --tokenizer"
         )
     from stackexp.data.evaluation_sets import KnownTokenizer  # not needed where there is text
 
     known = KnownTokenizer.read(tokenizer)
-    end = end_of_text(known.tokenizer)
+    end = get_end_of_text_id(known.tokenizer)
     for source in sources:
         record = TokenFile(source.path).record
         if record and known.contradicts(record.tokenizer):
@@ -57,17 +58,22 @@ def check_token_sources(sources: list[Source], tokenizer: Path | None) -> None:
 @functools.lru_cache(maxsize=1)
 def _text_bytes(tokenizer: Tokenizer) -> np.ndarray:
     """Bytes of text each token stands for, [size]; end-of-text stands for none, whether it is marked special or not."""
-    table = token_bytes(tokenizer)
-    table[end_of_text(tokenizer)] = 0
+    table = count_token_bytes(tokenizer)
+    table[get_end_of_text_id(tokenizer)] = 0
     return table
 
 
-def read_tokens(source: Source, tokenizer: Tokenizer, advance: Callable[[int], None]) -> Iterator[Tokens]:
+def read_tokens(source: Source, tokenizer: Tokenizer, advance: Callable[[int], None]) -> Iterator[TokenBlock]:
     """The ids of a token file in order, with end-of-text at its end.
 
     Raises RunError for an id outside the tokenizer's vocabulary, and if the file is not what its record says.
     """
-    path, size, end, table = source.path, vocab_size(tokenizer), end_of_text(tokenizer), _text_bytes(tokenizer)
+    path, size, end, table = (
+        source.path,
+        get_vocab_size(tokenizer),
+        get_end_of_text_id(tokenizer),
+        _text_bytes(tokenizer),
+    )
     file, digest, position, documents, last = TokenFile(path), hashlib.sha256(), 0, 0, end
     other = RunError(f"{path}: not what its record says (another SHA-256); {REMEDY}")
     with open(path, "rb") as raw:  # not through the memory map, whose pages would count as ours
@@ -84,12 +90,12 @@ def read_tokens(source: Source, tokenizer: Tokenizer, advance: Callable[[int], N
                     "give the tokenizer that made the file"
                 )
             ends = int((ids == end).sum())
-            yield Tokens(ids, ends, int(table[ids].sum()))
+            yield TokenBlock(ids, ends, int(table[ids].sum()))
             documents, position, last = documents + ends, position + len(ids), ids[-1]
             advance(ids.nbytes)
     if file.record and file.record.sha256 != digest.hexdigest():
         raise other
     if last != end:
-        yield Tokens(np.array([end], ids.dtype), 1, 0)
+        yield TokenBlock(np.array([end], ids.dtype), 1, 0)
     if not documents:
         print(f"{path}: end-of-text, id {end}, is not in it: taken for one document", file=sys.stderr, flush=True)

@@ -29,7 +29,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
-    return literal(tokenizer)
+    return treat_special_tokens_as_text(tokenizer)
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
@@ -38,11 +38,11 @@ def load_tokenizer(path: Path) -> Tokenizer:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as e:  # the library raises plain Exception
         raise RunError(f"{path}: not a readable tokenizer.json ({first_line(e)})") from e
-    end_of_text(tokenizer, path)
-    return literal(tokenizer)
+    get_end_of_text_id(tokenizer, path)
+    return treat_special_tokens_as_text(tokenizer)
 
 
-def literal(tokenizer: Tokenizer) -> Tokenizer:
+def treat_special_tokens_as_text(tokenizer: Tokenizer) -> Tokenizer:
     """Make "<|endoftext|>" inside a text ordinary characters: only we write the token that ends a document."""
     tokenizer.encode_special_tokens = True
     tokenizer.no_truncation()
@@ -50,7 +50,7 @@ def literal(tokenizer: Tokenizer) -> Tokenizer:
     return tokenizer
 
 
-def end_of_text(tokenizer: Tokenizer, path: Path | str = "tokenizer") -> int:
+def get_end_of_text_id(tokenizer: Tokenizer, path: Path | str = "tokenizer") -> int:
     """The id of the token that ends a document. Raises RunError if there is none."""
     for name in _END_OF_TEXT_NAMES:
         if (token := tokenizer.token_to_id(name)) is not None:
@@ -58,12 +58,12 @@ def end_of_text(tokenizer: Tokenizer, path: Path | str = "tokenizer") -> int:
     raise RunError(f"{path}: no end-of-text token; add {END_OF_TEXT} to its added_tokens")
 
 
-def vocab_size(tokenizer: Tokenizer) -> int:
+def get_vocab_size(tokenizer: Tokenizer) -> int:
     """The largest token id plus one: the smallest embedding that fits (ids may have gaps)."""
     return max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
 
 
-def fingerprint(tokenizer: Tokenizer) -> str:
+def compute_fingerprint(tokenizer: Tokenizer) -> str:
     """sha256 of the tokenizer's canonical JSON: equal for equal tokenizers, however their file is formatted."""
     canonical = json.dumps(json.loads(tokenizer.to_str()), sort_keys=True)
     return hashlib.sha256(canonical.encode()).hexdigest()
@@ -75,7 +75,7 @@ def is_byte_level(tokenizer: Tokenizer) -> bool:
     return '"ByteLevel"' in json.dumps([spec["decoder"], spec["pre_tokenizer"]])
 
 
-def token_bytes(tokenizer: Tokenizer, size: int | None = None) -> np.ndarray:
+def count_token_bytes(tokenizer: Tokenizer, size: int | None = None) -> np.ndarray:
     """Bytes of text each token stands for, int64 [size]; 0 for special tokens and ids that are not used.
 
     Understands the two alphabets in use: byte-level (one character per byte) and SentencePiece's (a space is
@@ -83,7 +83,7 @@ def token_bytes(tokenizer: Tokenizer, size: int | None = None) -> np.ndarray:
     """
     spec = json.loads(tokenizer.to_str())
     byte_level = is_byte_level(tokenizer)
-    table = np.zeros(size or vocab_size(tokenizer), np.int64)
+    table = np.zeros(size or get_vocab_size(tokenizer), np.int64)
     for token, index in tokenizer.get_vocab(with_added_tokens=False).items():
         if byte_level:
             table[index] = len(token)

@@ -12,8 +12,8 @@ from stackexp.config.data import ShardsConfig, StdlibConfig
 from stackexp.config.suggestions import nearest
 from stackexp.data import olmo
 from stackexp.data.evaluation_sets import EvaluationSet, KnownTokenizer, expand, open_set
-from stackexp.data.stdlib import Prepared, prepare_stdlib
-from stackexp.data.tokenizer import token_bytes
+from stackexp.data.stdlib import StdlibSets, prepare_stdlib
+from stackexp.data.tokenizer import count_token_bytes
 from stackexp.datamodules.perplexity import perplexity_loader
 from stackexp.datamodules.training import TrainingSet
 from stackexp.errors import ConfigError, RunError
@@ -125,7 +125,7 @@ class PretrainingData(pl.LightningDataModule):
             if (found := next((file for file in files if file.is_file()), None)) is None:
                 return
             self.tokenizer, self._tokenizer_path = KnownTokenizer.read(found).tokenizer, found
-        self.token_bytes = token_bytes(self.tokenizer, self.config.vocab_size)
+        self.token_bytes = count_token_bytes(self.tokenizer, self.config.vocab_size)
 
     def train_dataloader(self) -> DataLoader:
         return self.train_set.loader(self.trainer)
@@ -154,7 +154,7 @@ class PretrainingData(pl.LightningDataModule):
 class StdlibData(PretrainingData):
     """The Python standard library's source, prepared on first use and looked up once."""
 
-    _prepared: Prepared | None = None
+    _prepared: StdlibSets | None = None
 
     def prepare_data(self) -> None:
         self._prepared = self._prepared or prepare_stdlib(self.config)

@@ -19,7 +19,7 @@ from typing import IO, Any, TypeVar
 import torch.distributed as dist
 from streaming.base.storage.download import CloudDownloader
 
-from stackexp.data.stdlib import cache_root
+from stackexp.data.stdlib import get_cache_root
 from stackexp.errors import RunError, first_line
 
 T = TypeVar("T")
@@ -116,13 +116,13 @@ class Cache:
     """The folder that holds what is needed of a remote set on this node; ours alone as long as this object lives."""
 
     def __init__(self, remote: Remote, folder: str | None):
-        """The first that no other run has of `folder`, `folder`-2, ... (None: of private ones below `cache_root()`).
+        """The first that no other run has of `folder`, `folder`-2, ... (None: private, below `get_cache_root()`).
 
         Raises SourceError, or OSError, if that cannot be a cache of `remote`.
         """
         self.remote = remote
         name = hashlib.sha256(remote.url.encode()).hexdigest()[:16]
-        first = Path(folder) if folder else cache_root() / "remotes" / name
+        first = Path(folder) if folder else get_cache_root() / "remotes" / name
         for number in itertools.count(1):
             self.folder = first.with_name(f"{first.name}-{number}") if number > 1 else first
             self._mark = self._hold()

@@ -30,7 +30,7 @@ from streaming.base.shared import SharedArray, SharedMemory
 from streaming.base.world import World
 from torch import distributed
 
-from stackexp.data.documents import bounds, document_ids
+from stackexp.data.documents import compute_document_ids, find_document_bounds
 from stackexp.data.stream_record import sample_hash
 from stackexp.datamodules.remote import Remote, SourceError
 from stackexp.errors import first_line
@@ -305,8 +305,8 @@ def collate(samples: list[dict[str, Any]], end_of_document: int | None = None) -
     tokens = torch.from_numpy(np.stack([sample["tokens"] for sample in samples]).astype(np.int64))
     documents = {}
     if end_of_document is not None:
-        numbers = document_ids(tokens, end_of_document)
-        documents = {"documents": numbers, "document_bounds": bounds(numbers)}
+        numbers = compute_document_ids(tokens, end_of_document)
+        documents = {"documents": numbers, "document_bounds": find_document_bounds(numbers)}
     return {
         "tokens": tokens,
         "index": torch.tensor([sample["index"] for sample in samples]),

@@ -12,8 +12,8 @@ import lightning.pytorch as pl
 from torch.utils.data import DataLoader
 
 from stackexp.config.data import DataConfig, StreamConfig
-from stackexp.data.shards import TokenSet, dtype_of
-from stackexp.data.tokenizer import end_of_text
+from stackexp.data.shards import TokenSet, token_dtype
+from stackexp.data.tokenizer import get_end_of_text_id
 from stackexp.errors import RunError
 
 SHUFFLED = 4_000_000  # sequences over all canonical nodes: the library's default, which fixes the order
@@ -57,7 +57,7 @@ class TrainingSet:
         self.tokens = self.sources[0].tokens
         self._check_tokenizers()
         self._fill_epoch(list(streams.values()))
-        self.end = end_of_text(self.tokens.tokenizer(), self.tokens.folder) if config.document_mask else None
+        self.end = get_end_of_text_id(self.tokens.tokenizer(), self.tokens.folder) if config.document_mask else None
 
     @property
     def sequences_per_step(self) -> int:
@@ -127,7 +127,7 @@ class TrainingSet:
         """Sequences are drawn from all shards that are shuffled together: these should fit, of a mixture twice."""
         cached = [source for source in self.sources if source.remote]
         together = self._block * (2 if len(self.sources) > 1 else 1) if self.config.shuffle else 0
-        itemsize = dtype_of(self.tokens.corpus.vocab_size).itemsize
+        itemsize = token_dtype(self.tokens.corpus.vocab_size).itemsize
         size = min(sum(len(s.tokens) for s in cached), together) * self.config.context_length * itemsize
         if limit < size:
             log.warning(

@@ -6,7 +6,7 @@ from torch import nn
 
 from stackexp import runs
 from stackexp.config import compose
-from stackexp.data.tokenizer import end_of_text, load_tokenizer
+from stackexp.data.tokenizer import get_end_of_text_id, load_tokenizer
 from stackexp.errors import RunError
 from stackexp.models import checkpoints
 from stackexp.models.generation import generate
@@ -41,7 +41,7 @@ def sample(
 ) -> str:
     """The prompt and what follows it, until the end of the document or `max_new_tokens`. An empty prompt opens one."""
     device = next(model.parameters()).device
-    end = end_of_text(tokenizer)
+    end = get_end_of_text_id(tokenizer)
     ids = tokenizer.encode(prompt, add_special_tokens=False).ids  # as the training data was
     tokens = torch.tensor([ids or [end]], device=device)
     generator = torch.Generator(device).manual_seed(seed)

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from stackexp.config.model import TransformerConfig
-from stackexp.data.documents import attention_mask, bounds
+from stackexp.data.documents import build_document_mask, find_document_bounds
 from stackexp.errors import ConfigError, first_line
 from stackexp.models.positional import alibi_bias, alibi_slopes, window_mask
 
@@ -86,7 +86,7 @@ def sight(
         return _blocks(config, h, documents)
     if documents is None:
         return None
-    return bounds(documents) if document_bounds is None else document_bounds
+    return find_document_bounds(documents) if document_bounds is None else document_bounds
 
 
 def _dense(config: TransformerConfig, start: int, h: Tensor, documents: Tensor | None) -> Tensor | None:
@@ -94,7 +94,7 @@ def _dense(config: TransformerConfig, start: int, h: Tensor, documents: Tensor |
     mask = None
     if config.positional == "alibi":
         mask = alibi_bias(config.num_heads, start, h.shape[1], config.causal, h)
-    seen = None if documents is None else attention_mask(documents)
+    seen = None if documents is None else build_document_mask(documents)
     if config.attention_window:
         window = window_mask(config.attention_window, start, h.shape[1], h.device)
         seen = window if seen is None else seen & window

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from stackexp.config import registry
 from stackexp.config.model import TransformerConfig
-from stackexp.data.documents import positions
+from stackexp.data.documents import compute_document_positions
 from stackexp.models.activation_checkpointing import Recompute, recomputed
 from stackexp.models.attention import Attention, KeysValues, Place
 from stackexp.models.attention_backends import sight
@@ -143,7 +143,7 @@ class Transformer(nn.Module):
         With `documents` [B, T], the number of each token's document, a token attends within its document alone, and
         positions begin anew in each: as if documents were run one by one. Only without a cache, and without a memory
         that lasts from token to token: raises ValueError. So does a cache of a model that is not causal.
-        `document_bounds`: `data.documents.bounds` of them, which some attention backends would find themselves.
+        `document_bounds`: `find_document_bounds` of them, which some attention backends would find themselves.
         With `hidden` what would be projected onto the vocabulary, in place of the logits.
         """
         if not self.config.causal and (cache is not None or documents is not None or self.axis == "token_major"):
@@ -209,7 +209,7 @@ class Transformer(nn.Module):
         """
         config, length = self.config, h.shape[1]
         rope = scale = None
-        places = slice(None) if documents is None else positions(documents)
+        places = slice(None) if documents is None else compute_document_positions(documents)
         if config.positional == "rope":
             rope = rope_table(config, start, length, h)[:, places]
             rope = rope if documents is None else rope.unsqueeze(2)

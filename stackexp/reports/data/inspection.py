@@ -13,10 +13,10 @@ from tqdm import tqdm
 
 from stackexp.data.evaluation_sets import KnownTokenizer, expand
 from stackexp.data.packing import TAIL, read_unit
-from stackexp.data.readers import JSON_LINES, TEXT, TOKENS
-from stackexp.data.shards import TokenSet, dtype_of
+from stackexp.data.shards import TokenSet, token_dtype
+from stackexp.data.sources import JSON_LINES_SUFFIXES, TEXT_SUFFIXES, TOKEN_SUFFIXES
 from stackexp.data.token_files import FileRecord, TokenFile, find_end_of_text, read_record, sha256_of
-from stackexp.data.tokenizer import end_of_text
+from stackexp.data.tokenizer import get_end_of_text_id
 from stackexp.errors import RunError
 from stackexp.reports.data.lengths import Documents, Lengths
 
@@ -73,7 +73,7 @@ def inspect(path: Path, wish: Wish) -> list[Inspection]:
         count = len(list(path.glob("unit.*")))
         raise RunError(f"{path}: not finished, {count} units of work so far; the same data prepare command goes on")
     found = expand(path.name, path)
-    if not path.is_dir() and path.name.lower().endswith(TEXT + JSON_LINES):
+    if not path.is_dir() and path.name.lower().endswith(TEXT_SUFFIXES + JSON_LINES_SUFFIXES):
         raise RunError(f"{path}: text; to see its tokens: python -m stackexp data prepare {path} --to FOLDER ...")
     if len(found) == 1:
         return [_inspect(place, wish) for place in found.values()]
@@ -89,7 +89,7 @@ def _inspect_one_of_several(path: Path, wish: Wish) -> Inspection:
 
 def _inspect(path: Path, wish: Wish) -> Inspection:
     if path.is_file():
-        if path.name.lower().endswith(TOKENS):
+        if path.name.lower().endswith(TOKEN_SUFFIXES):
             return _token_file(path, wish)
         size = path.stat().st_size
         return Inspection(path, "text", {"size": f"{size:,} bytes, not tokenised"}, {"file_bytes": size})
@@ -125,7 +125,7 @@ def _prepared(path: Path, wish: Wish) -> Inspection:
     }
     if corpus.sources:
         found.facts["sources"] = f"{len(corpus.sources):,}: {sources}"
-    documents = Documents(end_of_text(tokenizer)) if tokenizer else None
+    documents = Documents(get_end_of_text_id(tokenizer)) if tokenizer else None
     broken, tails = set(), _tails(found)
     whole = bool(tails)
     for number, data in enumerate(whole_shards(found, [shard["raw_data"] for shard in shards], wish)):
@@ -149,7 +149,7 @@ def _prepared(path: Path, wish: Wish) -> Inspection:
 
 def _sequences(data: bytes, shard: dict, opened: TokenSet) -> np.ndarray:
     """The tokens of a shard, flat: they are the end of its file."""
-    dtype, count = dtype_of(opened.corpus.vocab_size), shard["samples"] * opened.corpus.context_length
+    dtype, count = token_dtype(opened.corpus.vocab_size), shard["samples"] * opened.corpus.context_length
     return np.frombuffer(data, dtype, count, len(data) - count * dtype.itemsize)
 
 
@@ -242,7 +242,7 @@ def _token_file(path: Path, wish: Wish) -> Inspection:
         found.checked = 1
     end = record.end_of_text if record and record.end_of_text is not None else None
     if end is None:
-        end = end_of_text(known.tokenizer) if known else find_end_of_text(tokens)
+        end = get_end_of_text_id(known.tokenizer) if known else find_end_of_text(tokens)
     documents, highest = Documents(-1 if end is None else end), 0
     for begin in tqdm(range(0, len(tokens), BLOCK), desc="reading", disable=not wish.progress):
         block = np.asarray(tokens[begin : begin + BLOCK])

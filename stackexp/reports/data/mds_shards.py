@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from stackexp.data.tokenizer import end_of_text
+from stackexp.data.tokenizer import get_end_of_text_id
 from stackexp.errors import RunError, first_line
 from stackexp.reports.data.inspection import SAMPLE, Inspection, Wish, whole_shards
 from stackexp.reports.data.lengths import Documents, Lengths
@@ -56,7 +56,7 @@ def _look(found: Inspection, column: str, wish: Wish) -> None:
         dataset = LocalDataset(str(found.path))
         chosen = set(wish.choose(len(dataset)))
         known = wish.tokenizer
-        documents = Documents(end_of_text(known.tokenizer)) if known else None
+        documents = Documents(get_end_of_text_id(known.tokenizer)) if known else None
         lengths, total, kind = Lengths(), 0, None
         for index in range(len(dataset)):
             value = dataset[index][column]
