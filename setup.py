@@ -50,6 +50,7 @@ setup(
         "zstandard>=0.23",
         "tqdm>=4.66",
         "rich>=13.9",
+        "tabulate>=0.9",
         "safetensors>=0.5",
     ],
     extras_require={

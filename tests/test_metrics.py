@@ -17,7 +17,7 @@ from stackexp.modules.metrics import (
     perplexity,
     set_figures,
 )
-from stackexp.reports.tables import set_rows
+from stackexp.reports.tables import score_rows
 
 
 def test_step_metrics_are_means_over_micro_batches():
@@ -159,4 +159,4 @@ def test_perplexity_of_a_hopeless_loss_is_infinite_and_short():
         "a": {"b": None, "c": None, "d": 1.0, "e": "x"}
     }
     for loss, cell in ((1000.0, "inf"), (600.0, "3.77e+260"), (2.0, "7.39")):
-        assert set_rows({"a": {"loss": loss, "perplexity": perplexity(loss)}})[0][0][5] == cell
+        assert score_rows({"a": {"loss": loss, "perplexity": perplexity(loss)}})[0][0][5] == cell

@@ -9,7 +9,7 @@ from stackexp import runs
 from stackexp.config.compose import compose
 from stackexp.errors import RunError
 from stackexp.reports.compare import check_same_data, draw_losses, labels, markdown
-from stackexp.reports.tables import set_markdown, set_table, table
+from stackexp.reports.tables import format_scores, table
 from stackexp.runs import RunFolder
 
 
@@ -19,7 +19,7 @@ def figures(loss: float) -> dict[str, float]:
 
 
 def test_set_table_ends_with_the_averages():
-    lines = set_table({"left": figures(1), "right": figures(3)}).splitlines()
+    lines = format_scores({"left": figures(1), "right": figures(3)}).splitlines()
     columns = ["set", "instances", "tokens", "loss", "95", "%", "interval", "perplexity", "bits/byte"]
     assert lines[0].split() == columns
     assert lines[2].split() == ["left", "10", "1,000", "1.0000", "0.9000-1.1000", "2.00", "0.5000"]
@@ -30,14 +30,15 @@ def test_set_table_ends_with_the_averages():
 def test_groups_have_their_averages_and_absent_bytes_are_a_dash():
     sets = {"v2/a": figures(1), "v2/b": figures(3)}
     del sets["v2/a"]["bits_per_byte"]
-    lines = set_table(sets).splitlines()
+    lines = format_scores(sets).splitlines()
     assert lines[2].split()[-1] == "\u2013"
     assert lines[-2].split() == ["v2:", "means", "of", "2", "sets", "20", "2,000", "2.0000", "\u2013", "4.00", "\u2013"]
     assert lines[-1].split() == ["v2:", "exp", "of", "the", "mean", "loss", "7.39"]
     assert not any(line.startswith("average of sets") for line in lines), "the same sets again"
-    both = set_table(sets | {"v3/a": figures(2)}).splitlines()
+    both = format_scores(sets | {"v3/a": figures(2)}).splitlines()
     assert both[-1].startswith("average of sets")
-    assert set_markdown(sets).splitlines()[2] == "| v2/a | 10 | 1,000 | 1.0000 | 0.9000-1.1000 | 2.00 | \u2013 |"
+    markdown = format_scores(sets, style="markdown").splitlines()
+    assert markdown[2].split() == "| v2/a | 10 | 1,000 | 1.0000 | 0.9000-1.1000 | 2.00 | \u2013 |".split()
 
 
 def test_columns_are_aligned_as_asked():

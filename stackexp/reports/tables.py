@@ -1,59 +1,99 @@
-"""Tables for the terminal and in Markdown."""
+"""Tables for the terminal, Markdown and LaTeX, and the table of scores on named datasets."""
 
 from collections.abc import Sequence
+from typing import Literal
 
-HEADER = ["set", "instances", "tokens", "loss", "95 % interval", "perplexity", "bits/byte"]
-ALIGN = "<>>>>>>"
-ABSENT = "\u2013"  # bits per byte of token ids without a tokenizer, the interval of a single chunk
+import tabulate
+
+Style = Literal["terminal", "markdown", "latex"]
+Scores = dict[str, float]
+
+ABSENT = "\u2013"
+"""A cell without a value, such as bits per byte of token ids without a tokenizer."""
+RULE: tuple[str, ...] = (tabulate.SEPARATING_LINE,)
+"""A row that draws a horizontal line (left out in Markdown, which has none)."""
+
+_LATEX_RULES = [tabulate.Line(command, "", "", "") for command in (r"\toprule", r"\midrule", r"\bottomrule")]
+_LATEX_ROW = tabulate.DataRow("", " & ", r" \\")
+_LATEX = tabulate.TableFormat(
+    lineabove=_LATEX_RULES[0],
+    linebelowheader=_LATEX_RULES[1],
+    linebetweenrows=None,
+    linebelow=_LATEX_RULES[2],
+    headerrow=_LATEX_ROW,
+    datarow=_LATEX_ROW,
+    padding=0,
+    with_header_hide=None,
+)
 
 
-def set_table(sets: dict[str, dict[str, float]]) -> str:
-    """Every figure of each named set, the averages of each group, then the unweighted means of all."""
+def format_table(
+    rows: Sequence[Sequence[str]], *, header: Sequence[str] = (), align: str = "", style: Style = "terminal"
+) -> str:
+    """Return rows of text as a table.
+
+    Args:
+        rows: Cells as text, and `RULE` for a horizontal line.
+        header: The column titles, if any.
+        align: One "<" (left) or ">" (right) for each column; left where it is missing.
+        style: "latex" gives the body of a `tabular` environment with booktabs rules; its cells must be valid LaTeX.
+    """
+    if style == "markdown":
+        rows = [[cell.replace("|", "\\|") for cell in row] for row in rows if row is not RULE]
+    columns = len(header) or max((len(row) for row in rows), default=0)
+    text = tabulate.tabulate(
+        rows,
+        headers=header,
+        tablefmt={"terminal": "simple" if header else "plain", "markdown": "pipe", "latex": _LATEX}[style],
+        colalign=["right" if side == ">" else "left" for side in align.ljust(columns, "<")] if rows else None,
+        disable_numparse=True,
+    )
+    return "\n".join(line.rstrip() for line in text.splitlines())
+
+
+def table(rows: Sequence[Sequence[str]], align: str = "", rules: Sequence[int] = ()) -> str:
+    """Temporary: the old name of `format_table`, with the header as the first row if `rules` contains 1."""
+    header, body = (rows[0], list(rows[1:])) if 1 in rules else ((), list(rows))
+    for rule in sorted((rule for rule in rules if rule > 1), reverse=True):
+        body.insert(rule - 1, RULE)
+    return format_table(body, header=header, align=align)
+
+
+# Scores on named datasets: name -> loss (nats per token), perplexity, bits_per_byte, instances, tokens.
+
+_SCORE_HEADER = ("set", "instances", "tokens", "loss", "95 % interval", "perplexity", "bits/byte")
+
+
+def format_scores(sets: dict[str, Scores], style: Style = "terminal") -> str:
+    """Return a table of the scores on each named set, the averages of each group, and the mean over all sets."""
     if not sets:
-        return "no validation sets (name some in data.validation)"
-    rows, averages = set_rows(sets)
-    return table([HEADER, *rows, *averages], align=ALIGN, rules=(1, 1 + len(rows)))
+        return "no validation sets; name some in data.validation"
+    rows, averages = score_rows(sets)
+    return format_table([*rows, RULE, *averages], header=_SCORE_HEADER, align="<>>>>>>", style=style)
 
 
-def set_markdown(sets: dict[str, dict[str, float]]) -> str:
-    """The same table in Markdown."""
-    rows, averages = set_rows(sets)
-    lines = [HEADER, ["---" + ":" * (a == ">") for a in ALIGN], *rows, *averages]
-    return "".join("| " + " | ".join(line) + " |\n" for line in lines)
+def score_rows(sets: dict[str, Scores]) -> tuple[list[list[str]], list[list[str]]]:
+    """Return the rows of the sets and the rows of their averages."""
+    from stackexp.modules.metrics import group_averages, macro_average  # imports torch; plain tables do without
 
-
-def set_rows(sets: dict[str, dict[str, float]]) -> tuple[list[list[str]], list[list[str]]]:
-    """The rows of the sets, and those of their averages."""
-    from stackexp.modules.metrics import group_averages, macro_average  # imports torch, which tables of text do without
-
-    rows, averages = [_row(name, [s], s) for name, s in sets.items()], []
+    rows, averages = [_score_row(name, [scores], scores) for name, scores in sets.items()], []
     for group, average in group_averages(sets).items():
-        members = [s for name, s in sets.items() if name.startswith(f"{group}/")]
-        averages.append(_row(f"{group}: means of {len(members)} set{'s' * (len(members) > 1)}", members, average))
-        exp = _perplexity(average["exp_mean_loss"])
-        averages.append([f"{group}: exp of the mean loss", *[""] * 4, exp, ""])
+        members = [scores for name, scores in sets.items() if name.startswith(f"{group}/")]
+        averages.append(_score_row(f"{group}: means of {len(members)} set{'s' * (len(members) > 1)}", members, average))
+        exp_mean_loss = _format_perplexity(average["exp_mean_loss"])
+        averages.append([f"{group}: exp of the mean loss", *[""] * 4, exp_mean_loss, ""])
     if not averages or any("/" not in name for name in sets) or len(averages) > 2:
-        averages.append(_row("average of sets", list(sets.values()), macro_average(sets)))
+        averages.append(_score_row("average of sets", list(sets.values()), macro_average(sets)))
     return rows, averages
 
 
-def _row(name: str, sets: list[dict[str, float]], figures: dict[str, float]) -> list[str]:
+def _score_row(name: str, sets: list[Scores], scores: Scores) -> list[str]:
     instances, tokens = (sum(s.get(key, 0) for s in sets) for key in ("instances", "tokens"))
-    interval = f"{figures['loss_low']:.4f}-{figures['loss_high']:.4f}" if "loss_low" in figures else ABSENT
-    bits = f"{figures['bits_per_byte']:.4f}" if "bits_per_byte" in figures else ABSENT
-    perplexity = _perplexity(figures["perplexity"])
-    return [name, f"{instances:,}", f"{tokens:,}", f"{figures['loss']:.4f}", interval, perplexity, bits]
+    interval = f"{scores['loss_low']:.4f}-{scores['loss_high']:.4f}" if "loss_low" in scores else ABSENT
+    bits = f"{scores['bits_per_byte']:.4f}" if "bits_per_byte" in scores else ABSENT
+    perplexity = _format_perplexity(scores["perplexity"])
+    return [name, f"{instances:,}", f"{tokens:,}", f"{scores['loss']:.4f}", interval, perplexity, bits]
 
 
-def _perplexity(value: float) -> str:
-    return f"{value:.2f}" if value < 1e6 else f"{value:.3g}"  # a diverged model's would fill three lines
-
-
-def table(rows: list[Sequence[str]], align: str = "", rules: Sequence[int] = ()) -> str:
-    """Rows of text in columns, each aligned by its < or > (default: all <), with a rule before each row in `rules`."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    columns = list(zip(align or "<" * len(widths), widths, strict=True))
-    lines = ["  ".join(f"{cell:{a}{w}}" for cell, (a, w) in zip(row, columns, strict=True)).rstrip() for row in rows]
-    for before in sorted(rules, reverse=True):
-        lines.insert(before, "  ".join("-" * width for width in widths))
-    return "\n".join(lines)
+def _format_perplexity(value: float) -> str:
+    return f"{value:.2f}" if value < 1e6 else f"{value:.3g}"  # a diverged model would need three lines

@@ -18,7 +18,7 @@ from stackexp.evaluation.requests import Evaluation, Sets, resumable
 from stackexp.models import checkpoints
 from stackexp.modules.metrics import finite, group_averages, macro_average, set_tags
 from stackexp.reports.compare import markdown
-from stackexp.reports.tables import set_markdown, set_table
+from stackexp.reports.tables import format_scores
 from stackexp.runs import RunFolder
 from stackexp.training.callbacks.data_record import DataRecord
 from stackexp.training.callbacks.tensorboard import write_scalars
@@ -105,7 +105,7 @@ def _finish(session: Session) -> None:
     runs.write_atomically(folder.result, json.dumps(finite(result), indent=2))
     print(
         f"\ntraining loss {losses[0]:.3f} at the first step, {result['train_loss']['last_20_steps']:.3f} "
-        f"over the last 20; {seconds:.0f} s\n\n{set_table(module.set_metrics)}\n\nsample:\n{text}\n\n"
+        f"over the last 20; {seconds:.0f} s\n\n{format_scores(module.set_metrics)}\n\nsample:\n{text}\n\n"
         f"run folder: {folder.path}\ncurves:     tensorboard --logdir {config.logging.root}",
         flush=True,
     )
@@ -122,7 +122,7 @@ def side_by_side(config: ExperimentConfig, folders: dict[str, RunFolder]) -> str
 
 
 def report(asked: Evaluation, checkpoint: Path, sets: Sets) -> None:
-    print(f"{_about(asked, checkpoint)}\n\n{set_table(sets)}")
+    print(f"{_about(asked, checkpoint)}\n\n{format_scores(sets)}")
     if asked.record:
         _write(asked, checkpoint, sets)
         print(f"\nfigures: {asked.record}")
@@ -142,7 +142,7 @@ def _write(asked: Evaluation, checkpoint: Path, sets: Sets) -> None:
         "groups": group_averages(sets),
     }
     runs.write_atomically(asked.record, json.dumps(finite(record), indent=2))
-    table = f"{_about(asked, checkpoint)}\n\n{set_markdown(sets)}"
+    table = f"{_about(asked, checkpoint)}\n\n{format_scores(sets, style="markdown")}"
     runs.write_atomically(asked.record.with_suffix(".md"), table)
     if asked.has_tags and step is not None:
         _write_scalars(asked, step, sets)

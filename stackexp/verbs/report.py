@@ -83,10 +83,10 @@ def _formal(parser: Parser, argv: list[str]) -> int:
         path = getattr(options, name)
         if path and path.suffix not in FIGURES:
             parser.error(f"--{name}: expected a name that ends in {', '.join(FIGURES)}, found {path}")
-    from stackexp.reports.formal.collect import collect as formal
-    from stackexp.reports.formal.collect import export as formal_export
-    from stackexp.reports.formal.collect import figures as formal_figures
-    from stackexp.reports.formal.collect import tables as formal_tables
+    from stackexp.reports.formal import collect as formal
+    from stackexp.reports.formal import export as formal_export
+    from stackexp.reports.formal import figures as formal_figures
+    from stackexp.reports.formal import tables as formal_tables
 
     report = formal.collect(options.runs, among)
     if not options.out:
