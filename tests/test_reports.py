@@ -37,8 +37,8 @@ def test_groups_have_their_averages_and_absent_bytes_are_a_dash():
     assert not any(line.startswith("average of sets") for line in lines), "the same sets again"
     both = format_scores(sets | {"v3/a": figures(2)}).splitlines()
     assert both[-1].startswith("average of sets")
-    markdown = format_scores(sets, style="markdown").splitlines()
-    assert markdown[2].split() == "| v2/a | 10 | 1,000 | 1.0000 | 0.9000-1.1000 | 2.00 | \u2013 |".split()
+    row = format_scores(sets, style="markdown").splitlines()[2]
+    assert [cell.strip() for cell in row.split("|")[1:-1]] == lines[2].split()
 
 
 def test_columns_are_aligned_as_asked():

@@ -142,7 +142,7 @@ def _write(asked: Evaluation, checkpoint: Path, sets: Sets) -> None:
         "groups": group_averages(sets),
     }
     runs.write_atomically(asked.record, json.dumps(finite(record), indent=2))
-    table = f"{_about(asked, checkpoint)}\n\n{format_scores(sets, style="markdown")}"
+    table = f"{_about(asked, checkpoint)}\n\n{format_scores(sets, style='markdown')}"
     runs.write_atomically(asked.record.with_suffix(".md"), table)
     if asked.has_tags and step is not None:
         _write_scalars(asked, step, sets)
