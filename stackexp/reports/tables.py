@@ -13,6 +13,8 @@ ABSENT = "\u2013"
 RULE: tuple[str, ...] = (tabulate.SEPARATING_LINE,)
 """A row that draws a horizontal line (left out in Markdown, which has none)."""
 
+tabulate.MIN_PADDING = 0  # columns are as narrow as their titles
+
 _LATEX_RULES = [tabulate.Line(command, "", "", "") for command in (r"\toprule", r"\midrule", r"\bottomrule")]
 _LATEX_ROW = tabulate.DataRow("", " & ", r" \\")
 _LATEX = tabulate.TableFormat(
