@@ -368,7 +368,7 @@ BAD = {
         "x",
         "compressed shards; write them again",
     ),
-    "a shard cut off": (lambda f: damaged_mds(f / "x"), "x", "missing or not as long as index.json says"),
+    "a shard cut off": (lambda f: damaged_mds(f / "x"), "x", "missing or not as long as index.json records"),
     "MDS ids too large": (
         lambda f: write_mds(f / "x", "tokens", "ndarray:uint16", [np.array([V], "uint16")]),
         "x",

@@ -198,7 +198,7 @@ def other_tokenizer(folder: Path) -> None:
         (damage_index, r"index\.json: missing or corrupt; prepare the set again"),
         (damage_entries, r"index\.json: missing or corrupt"),
         (remove_index, r"index\.json: missing or corrupt"),
-        (truncate_shard, r"shard\.00000\.mds: missing or not as long as index\.json says"),
+        (truncate_shard, r"shard\.00000\.mds: missing or not as long as index\.json records"),
         (remove_shard, r"shard\.00000\.mds: missing or not as long"),
         (empty_index, r"index\.json and corpus\.json do not agree"),
         (damage_corpus, r"corpus\.json: corrupt; prepare the set again"),

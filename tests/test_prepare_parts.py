@@ -94,7 +94,7 @@ def test_a_finished_set_that_is_damaged_is_mended(source, whole, tmp_path, capsy
     shard.write_bytes(shard.read_bytes()[:-1])
     prepare(source, tmp_path / "set", vocab_size=300, **SETTINGS)
     assert files_of(tmp_path / "set") == files_of(whole)
-    assert f"damaged: {shard}: missing or not as long as index.json says" in capsys.readouterr().err
+    assert f"damaged: {shard}: missing or not as long as index.json records" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("given", [True, False])

@@ -1,12 +1,16 @@
 """Which files a source folder holds."""
 
+import gzip
 import json
 import os
+from pathlib import Path
 
 import pytest
+import zstandard
 
 from stackexp.data import readers
 from stackexp.data.prepare import Plan, begin, prepare
+from stackexp.data.readers import BadLine, Piece
 from stackexp.data.sources import find_sources
 from stackexp.errors import RunError
 
@@ -77,10 +81,30 @@ def test_sets_within_the_sources_are_left_out(tmp_path):
 
 
 def test_text_is_cut_alike_in_files_of_every_kind(tmp_path, monkeypatch):
-    monkeypatch.setattr(readers, "PIECE", 50)
+    monkeypatch.setattr(readers, "PIECE_CHARACTERS", 50)
     text = "a line of it\r\nand more of 東京, " * 30 + "\n"
     (tmp_path / "a.txt").write_bytes(text.encode())
     (tmp_path / "b.jsonl").write_text(json.dumps({"text": text}))
     of_text, of_lines = (list(readers.read_pieces(source)) for source in find_sources(tmp_path))
     assert of_text == of_lines
     assert "".join(piece.text for piece in of_text) == text
+
+
+def lines_of(folder: Path, name: str, lines: list[bytes]) -> list[Piece | BadLine]:
+    """Write the lines to a file, compressed as its name says, and read it."""
+    compress = {".gz": gzip.compress, ".zst": zstandard.compress}.get(Path(name).suffix, bytes)
+    (folder / name).write_bytes(compress(b"\n".join(lines)))
+    return list(readers.read_pieces(find_sources(folder / name)[0]))
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.jsonl.zst"])
+def test_lines_above_the_limit_are_bad_lines(tmp_path, monkeypatch, name):
+    monkeypatch.setattr(readers, "MAX_LINE_BYTES", 100)
+    monkeypatch.setattr(readers, "PIECE_CHARACTERS", 30)
+    empty = len(json.dumps({"text": ""}))
+    good, longest, long = (json.dumps({"text": "x" * n}).encode() for n in (5, 100 - empty - 1, 300))
+    pieces = lines_of(tmp_path, name, [good, long, longest, b" ", long, good])
+    bad = [str(piece) for piece in pieces if isinstance(piece, BadLine)]
+    assert bad == [f"{name}:{line}: longer than 100 bytes" for line in (2, 5)]
+    text = "".join(piece.text for piece in pieces if isinstance(piece, Piece))
+    assert text == "x" * (5 + 100 - empty - 1 + 5)

@@ -111,7 +111,7 @@ def test_wherever_files_and_documents_are_cut(texts, ids_at_once, piece, last_en
     ids = ids if last_ends or not texts[-1] else ids[:-1]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(retokenize, "IDS_AT_ONCE", ids_at_once)
-        patch.setattr(readers, "PIECE", piece)
+        patch.setattr(readers, "PIECE_CHARACTERS", piece)
         new = encoded(ids, OLD, NEW)
         back = encoded(new, NEW, OLD)
     assert documents_in(NEW, new.tolist()) == documents_in(OLD, ids.tolist()) == documents_in(OLD, back.tolist())

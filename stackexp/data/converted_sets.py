@@ -138,7 +138,7 @@ def _digest(folder: Path) -> str:
     for shard in _index(folder):
         path = folder / shard["raw_data"]["basename"]
         if not path.is_file() or path.stat().st_size != shard["raw_data"]["bytes"]:
-            raise RunError(f"{path}: missing or not as long as index.json says; copy it again")
+            raise RunError(f"{path}: missing or not as long as index.json records; copy it again")
         digest.update(sha256_of(path).encode())
     return digest.hexdigest()
 

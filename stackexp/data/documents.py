@@ -1,4 +1,4 @@
-"""Which document a token belongs to, and where in it, from the token that ends documents."""
+"""Document boundaries within sequences, derived from the end-of-text token."""
 
 import torch
 from torch import Tensor
@@ -6,41 +6,44 @@ from torch.nn import functional as F
 
 
 def compute_document_ids(tokens: Tensor, end: int) -> Tensor:
-    """The number of each token's document in its sequence, int64 [B, T], of tokens [B, T].
+    """Return the document number of each token within its sequence: int64 [B, T] for tokens [B, T].
 
-    The token `end` belongs to the document it ends. A sequence may begin in the middle of a document: that is its
-    document 0.
+    The end-of-text token `end` belongs to the document that it ends. Document 0 of a sequence may be the rest of a
+    document that began in an earlier sequence.
     """
     ends = (tokens == end).long()
     return ends.cumsum(1) - ends
 
 
 def compute_document_positions(documents: Tensor) -> Tensor:
-    """The place of each token in its document, int64 [B, T], of document ids [B, T]: 0 for the first one seen."""
+    """Return the position of each token in its document: int64 [B, T] for document ids [B, T].
+
+    Positions start at 0 at the first token of a document in the sequence.
+    """
     length = documents.shape[1]
-    places = torch.arange(length, device=documents.device).expand_as(documents)
-    return places - torch.where(_begins(documents), places, 0).cummax(1).values
+    positions = torch.arange(length, device=documents.device).expand_as(documents)
+    return positions - torch.where(_begins_document(documents), positions, 0).cummax(1).values
 
 
 def find_document_bounds(documents: Tensor) -> Tensor:
-    """Where documents begin in B * T tokens one sequence after another, and their end B * T, int32 [n + 1].
+    """Return the document starts in the flattened batch, then its end B * T: int32 [n + 1] for document ids [B, T].
 
-    Of document ids [B, T]; no document goes on into the next sequence. n is rounded up to a power of two by empty
-    documents at the end, so that few lengths occur. On a GPU this waits for it: better called where batches are made.
+    No document continues in the next sequence. Empty documents at the end round n up to a power of two, so that the
+    shape rarely changes. On a GPU this call synchronizes, so prefer to call it where batches are made.
     """
-    begins = _begins(documents).flatten().nonzero()[:, 0].int()
+    begins = _begins_document(documents).flatten().nonzero()[:, 0].int()
     rounded = 1 << (len(begins) - 1).bit_length()
     return F.pad(begins, (0, rounded + 1 - len(begins)), value=documents.numel())
 
 
-def _begins(documents: Tensor) -> Tensor:
-    """Whether a token is its document's first in its sequence, bool [B, T]."""
+def build_document_mask(documents: Tensor) -> Tensor:
+    """Return the causal attention mask within documents: bool [B, 1, T (queries), T (keys)] for document ids [B, T]."""
+    same = documents[:, :, None] == documents[:, None, :]
+    return same.tril()[:, None]
+
+
+def _begins_document(documents: Tensor) -> Tensor:
+    """Return True for the first token of each document in a sequence: bool [B, T]."""
     begins = torch.ones_like(documents, dtype=torch.bool)
     begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
     return begins
-
-
-def build_document_mask(documents: Tensor) -> Tensor:
-    """Who may look at whom, bool [B, 1, T, T]: a query (third axis) at keys of its document that are not after it."""
-    same = documents[:, :, None] == documents[:, None, :]
-    return same.tril()[:, None]

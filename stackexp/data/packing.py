@@ -15,7 +15,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from stackexp.data.readers import BadLine, Piece, TokenBlock
-from stackexp.data.shards import Corpus, ShardWriter, in_folder, sync, token_dtype, write_json, write_metadata
+from stackexp.data.shards import Corpus, ShardWriter, prefix_basenames, sync, token_dtype, write_json, write_metadata
 from stackexp.data.sources import Source
 from stackexp.data.token_files import sha256_of
 from stackexp.data.tokenizer import compute_fingerprint, get_end_of_text_id, get_vocab_size
@@ -133,8 +133,8 @@ def merge(folder: Path, count: int, tokenizer: Tokenizer, context_length: int, s
     for n in range(count):
         writer.write(np.load(folder / unit_name(n) / TAIL))
     dropped = len(writer.close())
-    shards = [entry for n, unit in enumerate(units) for entry in in_folder(unit.shards, unit_name(n))]
-    shards += in_folder(writer.shards, "tails")
+    shards = [entry for n, unit in enumerate(units) for entry in prefix_basenames(unit.shards, unit_name(n))]
+    shards += prefix_basenames(writer.shards, "tails")
     tokens = sum(u.tokens for u in units)
     corpus = Corpus(
         tokenizer=own,

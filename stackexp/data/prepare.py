@@ -8,6 +8,7 @@ A part does every n-th unit. Parts share the lock of the folder, and each locks 
 checks the units that others have written, holds the folder alone.
 """
 
+import errno
 import json
 import multiprocessing
 import os
@@ -28,13 +29,15 @@ from tqdm import tqdm
 
 from stackexp.data.locking import locked, locked_part
 from stackexp.data.packing import BAD_LINES, damaged_file, merge, read_unit, regroup, unit_name, write_unit
-from stackexp.data.readers import NO_ROOM, BadLine, BrokenSource, Piece, TokenBlock, read_pieces
-from stackexp.data.shards import FORMAT_VERSION, Corpus, TokenSet, write_json, write_text
+from stackexp.data.readers import BadLine, Piece, TokenBlock, UnreadableSource, read_pieces
+from stackexp.data.shards import FORMAT_VERSION, Corpus, TokenSet, write_json
 from stackexp.data.sources import Source, find_sources
 from stackexp.data.token_sources import check_token_sources, of_tokens, read_tokens
 from stackexp.data.tokenizer import compute_fingerprint, load_tokenizer, train_tokenizer
 from stackexp.errors import RunError
+from stackexp.files import write_atomically
 
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 UNIT_BYTES = 1 << 24  # of source files; a larger file is a unit of its own
 TRAINING_BYTES = 1 << 26  # of text to train a tokenizer on, spread over all source files
 
@@ -225,7 +228,7 @@ def _tokenizer(plan: Plan, folder: Path) -> Path:
             else:
                 print(f"training a tokenizer of {plan.vocab_size} tokens", file=sys.stderr, flush=True)
                 tokenizer = train_tokenizer(_sample(plan.sources), plan.vocab_size)
-            write_text(path, tokenizer.to_str(pretty=True))
+            write_atomically(path, tokenizer.to_str(pretty=True))
     return path
 
 
@@ -276,7 +279,7 @@ def _noted(broken: list[str]) -> Iterator[None]:
     """A source that cannot be read does not end the work on the others."""
     try:
         yield
-    except BrokenSource as error:
+    except UnreadableSource as error:
         broken.append(str(error))
 
 
@@ -322,7 +325,7 @@ def _parts(
     if source.has_tokens:
         yield from read_tokens(source, tokenizer, advance)
         return
-    for piece in read_pieces(source, advance, scratch):
+    for piece in read_pieces(source, advance):
         if job.strict and isinstance(piece, BadLine):
             raise RunError(_strict(str(piece)))
         yield piece

@@ -1,43 +1,40 @@
-"""Documents out of files: plain text (one document a file) and JSON lines (Dolma's id, text, source; one a line).
+"""Read documents: one per text file, or one per line of a JSON Lines file under the key "text", as in Dolma.
 
-Memory is bounded whatever a document's length.
+Text files of any size are read in pieces. A JSON line is held in memory as a whole, up to MAX_LINE_BYTES.
 """
 
 import codecs
-import errno
 import gzip
 import io
 import json
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 import numpy as np
 import zstandard
 
-from stackexp.data.long_lines import long_text
 from stackexp.data.sources import TEXT_SUFFIXES, Source
 from stackexp.errors import RunError
 
-PIECE = 1 << 18  # characters tokenised at a time; longer documents are cut, at a line's end where there is one
-LONG_LINE = 1 << 22  # bytes; a longer line is never whole in memory
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+PIECE_CHARACTERS = 1 << 18  # longer documents are split, after a line feed where there is one
+MAX_LINE_BYTES = 1 << 28  # of a decompressed JSON line
+ZSTD_READ_BYTES = 1 << 10  # one byte can decompress to 256 KiB
 
 
-class BrokenSource(RunError):
+class UnreadableSource(RunError):
     """A source file that cannot be read to its end."""
 
 
 class Piece(NamedTuple):
-    """Part of a document's text; `ends_document`: it is the last part."""
+    """Part of a document's text."""
 
     text: str
     ends_document: bool
 
 
 class TokenBlock(NamedTuple):
-    """Token ids [N], end-of-text included: how many documents end among them, and the bytes of their text."""
+    """Token ids [N], including end-of-text, with the number of documents that end in them and their text in bytes."""
 
     ids: np.ndarray
     documents: int
@@ -45,72 +42,68 @@ class TokenBlock(NamedTuple):
 
 
 class BadLine(NamedTuple):
-    """A line that holds no document: where (file:line) and why."""
+    """A line without a document."""
 
-    where: str
-    why: str
+    location: str  # file:line
+    reason: str
 
     def __str__(self) -> str:
-        return f"{self.where}: {self.why}"
+        return f"{self.location}: {self.reason}"
 
 
-def read_pieces(
-    source: Source, advance: Callable[[int], None] = lambda size: None, scratch: Path | None = None
-) -> Iterator[Piece | BadLine]:
-    """The documents of a file; `advance` is told of the bytes as they are read.
+def read_pieces(source: Source, advance: Callable[[int], object] = lambda size: None) -> Iterator[Piece | BadLine]:
+    """Yield the documents of a text or JSON Lines file in order, in pieces, and its bad lines.
 
-    `scratch`: folder for what lines that are too long for memory need of the disk (None: the system's).
-    Raises BrokenSource if the file cannot be read, is cut short or not what its name says.
+    `advance` is called with the number of bytes read since the last call. Raises UnreadableSource if the file cannot be
+    read, is truncated or corrupt.
     """
     name, position = source.name.lower(), 0
     try:
         with open(source.path, "rb") as raw:
             if name.endswith((".gz", ".zst")) and not raw.peek(1):
                 raise EOFError("it is empty")
-            pieces = _read_text(source, raw) if name.endswith(TEXT_SUFFIXES) else _read_json_lines(source, raw, scratch)
-            for piece in pieces:
+            read = _read_text if name.endswith(TEXT_SUFFIXES) else _read_json_lines
+            for piece in read(source, raw):
                 yield piece
                 advance(raw.tell() - position)
                 position = raw.tell()
     except (EOFError, zlib.error, zstandard.ZstdError, gzip.BadGzipFile) as e:
-        raise BrokenSource(f"{source.path}: corrupt or cut short ({e}); replace the file or remove it") from e
+        raise UnreadableSource(f"{source.path}: corrupt or cut short ({e}); replace the file or remove it") from e
     except OSError as e:
-        if e.errno in NO_ROOM:  # it was reading that needed room
-            raise
-        raise BrokenSource(f"{source.path}: cannot be read ({e.strerror or e})") from e
+        reason = e.strerror or e
+        raise UnreadableSource(f"{source.path}: cannot be read ({reason}); fix that or remove the file") from e
 
 
 def cut_into_pieces(parts: Iterable[str]) -> Iterator[Piece]:
-    """A document, given in parts, as pieces of at most PIECE characters, cut after a newline where there is one."""
-    held = ""
+    """Yield a document, given in parts of any size, in pieces of at most PIECE_CHARACTERS."""
+    rest = ""
     for part in parts:
-        held += part
+        rest += part
         begin = 0
-        while len(held) - begin > PIECE:
-            end = held.rfind("\n", begin, begin + PIECE) + 1 or begin + PIECE
-            yield Piece(held[begin:end], False)
+        while len(rest) - begin > PIECE_CHARACTERS:
+            end = rest.rfind("\n", begin, begin + PIECE_CHARACTERS) + 1 or begin + PIECE_CHARACTERS
+            yield Piece(rest[begin:end], False)
             begin = end
-        held = held[begin:]
-    yield Piece(held, True)
+        rest = rest[begin:]
+    yield Piece(rest, True)
 
 
 def _read_text(source: Source, raw: BinaryIO) -> Iterator[Piece | BadLine]:
-    if line := _invalid_line(raw):
+    if line := _find_invalid_line(raw):
         yield BadLine(f"{source.name}:{line}", "invalid UTF-8")
-        return
-    raw.seek(0)
-    if raw.peek(1):
+    elif source.size:
+        raw.seek(0)
         text = io.TextIOWrapper(raw, encoding="utf-8", newline="")
-        yield from cut_into_pieces(iter(lambda: text.read(PIECE), ""))
+        yield from cut_into_pieces(iter(lambda: text.read(PIECE_CHARACTERS), ""))
         text.detach()
 
 
-def _invalid_line(raw: BinaryIO) -> int | None:
-    """The number of the first line that is not UTF-8."""
+def _find_invalid_line(raw: BinaryIO) -> int | None:
+    """Return the number of the first line that is not UTF-8."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     line = 1
     while True:
-        chunk = raw.read(PIECE)
+        chunk = raw.read(PIECE_CHARACTERS)
         try:
             decoder.decode(chunk, final=not chunk)
         except UnicodeDecodeError as e:
@@ -120,66 +113,82 @@ def _invalid_line(raw: BinaryIO) -> int | None:
         line += chunk.count(b"\n")
 
 
-def _read_json_lines(source: Source, raw: BinaryIO, scratch: Path | None) -> Iterator[Piece | BadLine]:
-    file, number = _decompressed(source.name.lower(), raw), 0
-    while line := file.readline(LONG_LINE):
+class _BadDocumentError(ValueError):
+    """A JSON line without a document; the message is the reason."""
+
+
+def _read_json_lines(source: Source, raw: BinaryIO) -> Iterator[Piece | BadLine]:
+    file, number = _decompress(source.name.lower(), raw), 0
+    while line := file.readline(MAX_LINE_BYTES + 1):
         number += 1
-        short = len(line) < LONG_LINE or line.endswith(b"\n")
-        if short and line.isspace():
-            continue
-        where = f"{source.name}:{number}"
         try:
-            if short:
-                text = json.loads(line.decode())["text"]
-                text.encode()
-                parts = [text]
-            else:
-                parts = long_text(_to_its_end(line, file), scratch)
-        except UnicodeError:
-            yield BadLine(where, "invalid UTF-8")
-        except json.JSONDecodeError as e:
-            yield BadLine(where, f"invalid JSON ({e.msg})")
-        except ValueError as e:  # TooLong, or a number of more digits than Python reads
-            yield BadLine(where, str(e).partition(":")[0])
-        except (KeyError, TypeError, AttributeError, RecursionError):
-            yield BadLine(where, "no text")
-        else:
-            yield from cut_into_pieces(parts) if parts != [""] else [BadLine(where, "no text")]
+            if len(line) > MAX_LINE_BYTES:
+                _skip_line(line, file)
+                raise _BadDocumentError(f"longer than {MAX_LINE_BYTES:,} bytes")
+            if not line.isspace():
+                yield from cut_into_pieces([_parse_document(line)])
+        except _BadDocumentError as e:
+            yield BadLine(f"{source.name}:{number}", str(e))
 
 
-def _to_its_end(line: bytes, file: BinaryIO) -> Iterator[bytes]:
-    """The parts of a line that begins with `line`."""
-    yield line
-    while not line.endswith(b"\n") and (line := file.readline(LONG_LINE)):
-        yield line
+def _parse_document(line: bytes) -> str:
+    """Return the text of a JSON line. Raises _BadDocumentError if it has none or is not valid."""
+    try:
+        text = json.loads(line.decode())["text"]
+        text.encode()  # fails for lone surrogates
+    except UnicodeError as e:
+        raise _BadDocumentError("invalid UTF-8") from e
+    except json.JSONDecodeError as e:
+        raise _BadDocumentError(f"invalid JSON ({e.msg})") from e
+    except ValueError as e:  # a number with more digits than Python converts
+        raise _BadDocumentError(str(e).partition(":")[0]) from e
+    except (KeyError, TypeError, AttributeError, RecursionError) as e:
+        raise _BadDocumentError("no text") from e
+    if not text:
+        raise _BadDocumentError("no text")
+    return text
 
 
-def _decompressed(name: str, raw: BinaryIO) -> BinaryIO:
+def _skip_line(line: bytes, file: BinaryIO) -> None:
+    """Read to the end of a line that starts with `line`."""
+    while line and not line.endswith(b"\n"):
+        line = file.readline(PIECE_CHARACTERS)
+
+
+def _decompress(name: str, raw: BinaryIO) -> BinaryIO:
     if name.endswith(".gz"):
         return gzip.open(raw)
-    return io.BufferedReader(_Zstd(raw), 1 << 20) if name.endswith(".zst") else raw
+    return io.BufferedReader(_ZstdFile(raw), 1 << 20) if name.endswith(".zst") else raw
 
 
-class _Zstd(io.RawIOBase):
-    """Zstandard frames, decompressed. Unlike zstandard's own reader it raises EOFError on a frame cut short."""
+class _ZstdFile(io.RawIOBase):
+    """The decompressed contents of a zstd file.
 
-    def __init__(self, raw: BinaryIO):
-        self.raw, self.pending, self.frame, self.data = raw, b"", None, b""
+    Raises EOFError if the last frame is incomplete, which `ZstdDecompressor.stream_reader` takes for the end of the
+    file.
+    """
+
+    def __init__(self, raw: BinaryIO) -> None:
+        self._raw = raw
+        self._frame: zstandard.ZstdDecompressionObj | None = None  # the frame that is being read
+        self._input = b""
+        self._output = memoryview(b"")
 
     def readable(self) -> bool:
+        """Return True."""
         return True
 
     def readinto(self, buffer: memoryview) -> int:
-        while not self.data:
-            self.pending = self.pending or self.raw.read(1 << 10)  # which may be 1 << 18 times as long decompressed
-            if not self.pending:
-                if self.frame is not None:
+        """Fill `buffer` and return the number of bytes written, 0 at the end of the file."""
+        while not self._output:
+            self._input = self._input or self._raw.read(ZSTD_READ_BYTES)
+            if not self._input:
+                if self._frame is not None:
                     raise EOFError("the last zstd frame is not complete")
                 return 0
-            self.frame = self.frame or zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj()
-            self.data, self.pending = memoryview(self.frame.decompress(self.pending)), b""
-            if self.frame.eof:
-                self.frame, self.pending = None, self.frame.unused_data
-        size = min(len(buffer), len(self.data))
-        buffer[:size], self.data = self.data[:size], self.data[size:]
+            frame = self._frame or zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj()
+            self._output = memoryview(frame.decompress(self._input))
+            self._frame, self._input = (None, frame.unused_data) if frame.eof else (frame, b"")
+        size = min(len(buffer), len(self._output))
+        buffer[:size], self._output = self._output[:size], self._output[size:]
         return size

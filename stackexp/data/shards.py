@@ -1,21 +1,23 @@
-"""A prepared set on disk: MDS shards of token sequences, their index.json, tokenizer.json and corpus.json.
+"""The files of a prepared set: MDS shards of token sequences, index.json, tokenizer.json and corpus.json.
 
-Every sample is one sequence of exactly `context_length` tokens, column `tokens`, uint16 (uint32 above 65,536
-tokens). The files are mosaicml-streaming's MDS; writing them takes a page and saves importing the library (5 s).
+Each sample is one sequence of exactly `context_length` tokens in the column `tokens`: uint16, or uint32 for more than
+65,536 token ids. The shards have the MDS format of mosaicml-streaming. They are written here because importing that
+library takes 5 s.
 """
 
+import functools
 import hashlib
 import json
 import os
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import IO
 
 import numpy as np
 from tokenizers import Tokenizer
 
 from stackexp.data.tokenizer import compute_fingerprint, load_tokenizer
 from stackexp.errors import RunError
+from stackexp.files import sync_file, write_atomically, write_json
 
 FORMAT_VERSION = 1
 SHARD_BYTES = 1 << 25  # of tokens in one shard
@@ -23,50 +25,30 @@ SHARD_BYTES = 1 << 25  # of tokens in one shard
 
 @dataclass
 class Corpus:
-    """What corpus.json records of a prepared set. `tokens` = sequences * context_length + dropped_tokens."""
+    """The contents of corpus.json; tokens = sequences * context_length + dropped_tokens."""
 
     tokenizer: str  # fingerprint
     vocab_size: int
     context_length: int
     documents: int
-    tokens: int  # with one end-of-text token per document
-    bytes: int  # of the documents' text in UTF-8
+    tokens: int  # including one end-of-text token per document
+    bytes: int  # of the text in UTF-8
     sequences: int
-    dropped_tokens: int  # the end of the last documents, too short for a sequence
+    dropped_tokens: int  # too few at the end to fill a sequence
     bad_lines: int
     sources: list[str] = field(default_factory=list)
     format_version: int = FORMAT_VERSION
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
-    """The type that token ids are stored as."""
+    """Return the type in which token ids are stored."""
     return np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.uint32)
 
 
-def write_text(path: Path, text: str) -> None:
-    """Write a file atomically: it is whole and on the disk, or as it was."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    with open(temporary, "w", encoding="utf-8") as file:
-        file.write(text)
-        sync(file)
-    temporary.replace(path)
-
-
-def write_json(path: Path, value: object) -> None:
-    """Write JSON atomically."""
-    write_text(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
-
-
-def sync(file: IO) -> None:
-    """Wait until the disk has what was written."""
-    file.flush()
-    os.fsync(file.fileno())
-
-
 def write_shard(path: Path, sequences: np.ndarray) -> dict:
-    """Write sequences [N, T] as one MDS shard; its entry for index.json is returned.
+    """Write sequences [N, T] as one MDS shard and return its entry for index.json.
 
-    Layout: N (uint32), N + 1 offsets (uint32), the JSON of the columns, the samples.
+    Layout: N (uint32), N + 1 offsets (uint32), the columns as JSON, the samples.
     """
     samples, length = sequences.shape
     columns = {
@@ -87,77 +69,80 @@ def write_shard(path: Path, sequences: np.ndarray) -> dict:
         for part in (np.uint32(samples), offsets.astype(np.uint32), header, np.ascontiguousarray(sequences)):
             file.write(part)
             digest.update(part)
-        sync(file)
+        sync_file(file)
     raw = {"basename": path.name, "bytes": int(offsets[-1]), "hashes": {"sha256": digest.hexdigest()}}
     return columns | {"raw_data": raw, "samples": samples, "zip_data": None}
 
 
 class ShardWriter:
-    """Cut a stream of tokens into sequences and write them as shards into `folder`."""
+    """A writer that cuts a stream of tokens into sequences and writes them to `folder` as shards."""
 
-    def __init__(self, folder: Path, context_length: int, dtype: np.dtype):
+    def __init__(self, folder: Path, context_length: int, dtype: np.dtype) -> None:
         self.folder, self.context_length, self.dtype = folder, context_length, dtype
-        self.shards: list[dict] = []
-        self.full = max(1, SHARD_BYTES // (context_length * dtype.itemsize)) * context_length
-        self.buffer = np.empty(self.full, dtype)
-        self.filled = 0
+        self.shards: list[dict] = []  # entries for index.json
+        self._tokens_per_shard = max(1, SHARD_BYTES // (context_length * dtype.itemsize)) * context_length
+        self._buffer = np.empty(self._tokens_per_shard, dtype)
+        self._filled = 0
 
     def write(self, tokens: np.ndarray) -> None:
         """Append tokens [N]."""
         while len(tokens):
-            part = tokens[: self.full - self.filled]
-            self.buffer[self.filled : self.filled + len(part)] = part
-            self.filled += len(part)
+            part = tokens[: self._tokens_per_shard - self._filled]
+            self._buffer[self._filled : self._filled + len(part)] = part
+            self._filled += len(part)
             tokens = tokens[len(part) :]
-            if self.filled == self.full:
+            if self._filled == self._tokens_per_shard:
                 self._flush()
 
     def close(self) -> np.ndarray:
-        """Write the last sequences and return the tokens left over, fewer than context_length."""
+        """Write the last sequences and return the remaining tokens, fewer than context_length."""
         self._flush()
-        return self.buffer[: self.filled].copy()
+        return self._buffer[: self._filled].copy()
 
     def _flush(self) -> None:
-        count, rest = divmod(self.filled, self.context_length)
+        count, rest = divmod(self._filled, self.context_length)
         whole = count * self.context_length
         if count:
             path = self.folder / f"shard.{len(self.shards):05}.mds"
-            self.shards.append(write_shard(path, self.buffer[:whole].reshape(count, self.context_length)))
-        self.buffer[:rest] = self.buffer[whole : self.filled]
-        self.filled = rest
+            self.shards.append(write_shard(path, self._buffer[:whole].reshape(count, self.context_length)))
+        self._buffer[:rest] = self._buffer[whole : self._filled]
+        self._filled = rest
 
 
-def in_folder(shards: list[dict], name: str) -> list[dict]:
-    """Index entries of shards that lie in the sub-folder `name`."""
-    return [s | {"raw_data": s["raw_data"] | {"basename": f"{name}/{s['raw_data']['basename']}"}} for s in shards]
+def prefix_basenames(shards: list[dict], folder: str) -> list[dict]:
+    """Return index entries whose file names start with the subfolder `folder`."""
+    return [s | {"raw_data": s["raw_data"] | {"basename": f"{folder}/{s['raw_data']['basename']}"}} for s in shards]
 
 
 def write_metadata(folder: Path, corpus: Corpus, shards: list[dict], tokenizer: Tokenizer) -> None:
-    """Write what makes shards a prepared set; corpus.json comes last: its presence means done."""
-    write_text(folder / "tokenizer.json", tokenizer.to_str(pretty=True))
-    write_json(folder / "index.json", {"version": 2, "shards": shards})
-    write_json(folder / "corpus.json", asdict(corpus))
+    """Turn a folder of shards into a prepared set. corpus.json comes last: its presence marks the set as complete."""
+    write_atomically(folder / "tokenizer.json", tokenizer.to_str(pretty=True))
+    write_json(folder / "index.json", {"version": 2, "shards": shards}, indent=1)
+    write_json(folder / "corpus.json", asdict(corpus), indent=1)
 
 
 class TokenSet:
-    """A prepared set, opened: `set[i]` is sequence i, [T] of token ids, read from disk on demand.
+    """A prepared set opened for reading: `token_set[i]` is sequence i, token ids [T], read from disk on demand.
 
-    Raises RunError if the folder is missing, unfinished, of another format, or its shards are not whole; it names the
-    command that makes the set, with `options`. The folder may be the `cache` of a set elsewhere: its shards come when
-    they are needed.
+    `options` completes the command in the error for a missing set. A `cache` of a set elsewhere may lack shards: they
+    are downloaded later.
+
+    Raises:
+        RunError: The folder is missing, incomplete or of another format, or shards are missing or cut short.
     """
 
-    def __init__(self, folder: str | Path, options: str = "--vocab-size N", cache: bool = False):
+    def __init__(self, folder: str | Path, options: str = "--vocab-size N", cache: bool = False) -> None:
         self.folder = Path(folder)
         self.corpus = self._read_corpus(options)
         try:
             shards = json.loads((self.folder / "index.json").read_text(encoding="utf-8"))["shards"]
-            self.files = [(self.folder / s["raw_data"]["basename"], s["samples"]) for s in shards]
-            broken = [path for (path, _), s in zip(self.files, shards, strict=True) if not (cache or _whole(path, s))]
+            self.files = [(self.folder / shard["raw_data"]["basename"], shard["samples"]) for shard in shards]
+            sizes = [shard["raw_data"]["bytes"] for shard in shards]
         except (OSError, ValueError, KeyError, TypeError) as e:
             raise RunError(f"{self.folder}/index.json: missing or corrupt; prepare the set again") from e
-        if broken:
-            raise RunError(f"{broken[0]}: missing or not as long as index.json says; prepare the set again")
+        for (path, _), size in zip(self.files, sizes, strict=True):
+            if not cache and not (path.is_file() and path.stat().st_size == size):
+                raise RunError(f"{path}: missing or not as long as index.json records; prepare the set again")
         self.begins = np.cumsum([0] + [samples for _, samples in self.files])
         if self.begins[-1] != self.corpus.sequences:
             raise RunError(f"{self.folder}: index.json and corpus.json do not agree; prepare the set again")
@@ -171,19 +156,20 @@ class TokenSet:
             raise RunError(f"{self.folder}: {state}; make one with: {command}")
         try:
             record = json.loads(path.read_text(encoding="utf-8"))
-            if record["format_version"] != FORMAT_VERSION:
-                raise RunError(
-                    f"{path}: format {record['format_version']}, not {FORMAT_VERSION}; prepare the set again"
-                )
+            version = record["format_version"]
+            if version != FORMAT_VERSION:
+                raise RunError(f"{path}: format {version}, expected {FORMAT_VERSION}; prepare the set again")
             return Corpus(**record)
         except (OSError, ValueError, KeyError, TypeError) as e:
             raise RunError(f"{path}: corrupt; prepare the set again") from e
 
-    def tokenizer(self) -> Tokenizer:
-        """The tokenizer that made the set. Raises RunError if tokenizer.json is not the one corpus.json names."""
+    def load_tokenizer(self) -> Tokenizer:
+        """Load the set's tokenizer. Raises RunError if tokenizer.json is not the one named in corpus.json."""
         tokenizer = load_tokenizer(self.folder / "tokenizer.json")
         if compute_fingerprint(tokenizer) != self.corpus.tokenizer:
-            raise RunError(f"{self.folder}/tokenizer.json: not the tokenizer the set was made with; prepare it again")
+            raise RunError(
+                f"{self.folder}/tokenizer.json: not the tokenizer the set was made with; prepare the set again"
+            )
         return tokenizer
 
     def __len__(self) -> int:
@@ -194,19 +180,20 @@ class TokenSet:
             raise IndexError(index)
         shard = int(np.searchsorted(self.begins, index, side="right")) - 1
         if shard not in self._maps:
-            self._maps[shard] = self._map(shard)
+            self._maps[shard] = self._map_shard(shard)
         return self._maps[shard][index - self.begins[shard]]
 
     def __getstate__(self) -> dict:
         return self.__dict__ | {"_maps": {}}
 
-    def _map(self, shard: int) -> np.ndarray:
-        """The samples of a shard, [N, T]: they are the end of its file."""
+    def _map_shard(self, shard: int) -> np.ndarray:
+        """Return the memory-mapped samples of a shard, [N, T]; they are the end of its file."""
         path, samples = self.files[shard]
         shape = (samples, self.corpus.context_length)
         dtype = token_dtype(self.corpus.vocab_size)
         return np.memmap(path, dtype, "r", os.path.getsize(path) - samples * shape[1] * dtype.itemsize, shape)
 
 
-def _whole(path: Path, entry: dict) -> bool:
-    return path.is_file() and path.stat().st_size == entry["raw_data"]["bytes"]
+# Temporary, until the rooms that import these names from here use stackexp.files.
+sync = sync_file
+write_json = functools.partial(write_json, indent=1)

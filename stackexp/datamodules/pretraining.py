@@ -117,7 +117,7 @@ class PretrainingData(pl.LightningDataModule):
         if self.tokenizer is not None:
             return
         if self.train_set:
-            self.tokenizer, self._tokenizer_path = self.train_set.tokens.tokenizer(), self.train_set.tokens.folder
+            self.tokenizer, self._tokenizer_path = self.train_set.tokens.load_tokenizer(), self.train_set.tokens.folder
             self._tokenizer_path /= "tokenizer.json"
         else:
             files = [Path(folder, "tokenizer.json") for folder in (train, *self.places(kind).values()) if folder]

@@ -57,7 +57,9 @@ class TrainingSet:
         self.tokens = self.sources[0].tokens
         self._check_tokenizers()
         self._fill_epoch(list(streams.values()))
-        self.end = get_end_of_text_id(self.tokens.tokenizer(), self.tokens.folder) if config.document_mask else None
+        self.end = (
+            get_end_of_text_id(self.tokens.load_tokenizer(), self.tokens.folder) if config.document_mask else None
+        )
 
     @property
     def sequences_per_step(self) -> int:

@@ -109,7 +109,7 @@ def _prepared(path: Path, wish: Wish) -> Inspection:
     found = Inspection(path, "prepared set", context_length=corpus.context_length)
     tokenizer = None
     try:
-        tokenizer = opened.tokenizer()
+        tokenizer = opened.load_tokenizer()
     except RunError as error:
         found.damage.append(str(error))
     found.figures = {name: getattr(corpus, name) for name in ("tokens", "documents", "bytes", "sequences")}
