@@ -202,7 +202,7 @@ def other_tokenizer(folder: Path) -> None:
         (remove_shard, r"shard\.00000\.mds: missing or not as long"),
         (empty_index, r"index\.json and corpus\.json do not agree"),
         (damage_corpus, r"corpus\.json: corrupt; prepare the set again"),
-        (other_format, r"corpus\.json: format 99, not 1; prepare the set again"),
+        (other_format, r"corpus\.json: format 99, expected 1; prepare the set again"),
         (unfinished, "holds no finished set"),
         (other_tokenizer, r"tokenizer\.json: not the tokenizer the set was made with"),
     ],
