@@ -18,8 +18,8 @@ PRELOAD = [
     "stackexp.cli",
     "stackexp.evaluation.evaluate",
     "stackexp.training.loop",
-    "stackexp.training.language_modeling",
-    "stackexp.training.transduction",
+    "stackexp.training.objectives.language_modeling",
+    "stackexp.training.objectives.formal_language",
 ]
 PRELOAD += ["stackexp.datamodules.pretraining", "stackexp.datamodules.streaming", "stackexp.models.memories.stack"]
 SECONDS = 120

@@ -10,7 +10,7 @@ from records import only_run
 
 from stackexp.cli import main
 from stackexp.data.stream_record import DataFile, hashes, next_hash, read, sample_hash
-from stackexp.models.checkpoints import read as read_checkpoint
+from stackexp.models.checkpoints import load_state
 
 FEW = ("trainer.max_steps=6", "trainer.val_check_interval=null", "trainer.checkpoint_interval=3")
 FEW += ("data.hash_interval=2", "logging.progress_bar=false", "logging.tensorboard=false")
@@ -57,14 +57,14 @@ def test_the_hash_does_not_depend_on_how_batches_are_divided_nor_on_stops(forks,
     assert list(hashes(one.path)) == [2, 4, 6]
     assert [line["sequences"] for line in read(one.path)] == [{"train": 16}, {"train": 32}, {"train": 48}]
     assert json.loads(one.result.read_text())["data_hash"] == {"6": hashes(one.path)[6]}
-    saved = read_checkpoint(one.checkpoints / "00000003")["data_record"]
+    saved = load_state(one.checkpoints / "00000003")["data_record"]
     assert saved["sequences"] == [24]
 
     other = ("data.micro_batch_size=2", "trainer.devices=2", "data.num_workers=1", f"logging.root={tmp_path}/two")
     forks.run(*fit, *other, "trainer.strategy=ddp", ranks=2)
     two = only_run(tmp_path / "two")
     assert hashes(two.path) == hashes(one.path)
-    assert read_checkpoint(two.checkpoints / "00000003")["data_record"] == saved
+    assert load_state(two.checkpoints / "00000003")["data_record"] == saved
 
     one.result.unlink()
     before = list(read(one.path))
@@ -78,7 +78,7 @@ def test_the_hash_does_not_depend_on_how_batches_are_divided_nor_on_stops(forks,
     assert list(read(one.path)) == before
     one.result.unlink()
     said = forks.run(*resume, f"data.path={corpus['left']}", expect=1)
-    assert f"error: {corpus['left']}: holds other sequences than when the run began" in said
+    assert f"error: {corpus['left']}: the sequences have changed since the run began" in said
 
 
 def test_report_compare_refuses_runs_on_other_data(tiny, tmp_path, capsys):

@@ -1,4 +1,4 @@
-"""Generation: greedy and sampled, with the cache of every axis."""
+"""Text generation: greedy and sampled, with the cache of every memory axis."""
 
 import pytest
 import torch
@@ -7,10 +7,11 @@ from hypothesis import strategies as st
 
 from stackexp.config.memory import StackMemoryConfig
 from stackexp.config.model import TransformerConfig
-from stackexp.models.generation import generate, nucleus, sample
+from stackexp.models.generation import generate, keep_nucleus, sample_tokens
 from stackexp.models.transformer import Transformer
 
 VOCAB = 17
+PROMPT = torch.tensor([[1, 2, 3], [4, 5, 6]])
 
 
 def make_model(axis=None, **memory):
@@ -21,11 +22,8 @@ def make_model(axis=None, **memory):
     return Transformer(TransformerConfig(**sizes, intermediate_size=24, memory=memory or None)).double()
 
 
-PROMPT = torch.tensor([[1, 2, 3], [4, 5, 6]])
-
-
 @pytest.mark.parametrize("axis", [None, "depth", "time", "token_major"])
-def test_greedy_is_the_argmax_of_the_whole_sequence_each_time(axis):
+def test_greedy_decoding_matches_full_forward_passes(axis):
     model = make_model(axis, eval_num_slots=5) if axis else make_model()
     expected = PROMPT
     model.eval()
@@ -35,9 +33,10 @@ def test_greedy_is_the_argmax_of_the_whole_sequence_each_time(axis):
     model.train()
     assert torch.equal(generate(model, PROMPT, 8, temperature=0), expected)
     assert model.training
+    assert torch.equal(generate(model, PROMPT, 0), PROMPT), "no new tokens"
 
 
-def test_a_generator_makes_sampling_repeatable():
+def test_sampling_is_reproducible_with_a_generator():
     model = make_model("depth")
     draws = [generate(model, PROMPT, 12, generator=torch.Generator().manual_seed(seed)) for seed in (1, 1, 2)]
     assert draws[0].shape == (2, 15)
@@ -46,11 +45,7 @@ def test_a_generator_makes_sampling_repeatable():
     assert torch.equal(draws[0][:, :3], PROMPT)
 
 
-def test_no_new_tokens():
-    assert torch.equal(generate(make_model(), PROMPT, 0), PROMPT)
-
-
-def test_stop_token_ends_a_row_and_all_rows_end_the_loop():
+def test_generation_ends_once_every_row_has_the_stop_token():
     model, prompt = make_model().eval(), torch.randint(VOCAB, (4, 3), generator=torch.Generator().manual_seed(0))
     free = generate(model, prompt, 90, generator=torch.Generator().manual_seed(3))
     stop = free[0, 6].item()
@@ -64,29 +59,27 @@ def test_stop_token_ends_a_row_and_all_rows_end_the_loop():
     assert not model.training
 
 
-def test_temperature_divides_the_logits():
+@pytest.mark.parametrize("temperature", [0.5, 2.0])
+def test_temperature_divides_the_logits(temperature):
     logits = torch.tensor([[0.0, 1.0, 2.0]]).expand(20_000, 3)
-    for temperature in (0.5, 2.0):
-        tokens = sample(logits, temperature, 1.0, torch.Generator().manual_seed(0))
-        frequencies = torch.bincount(tokens, minlength=3) / len(tokens)
-        torch.testing.assert_close(frequencies, (logits[0] / temperature).softmax(-1), rtol=0, atol=0.015)
+    tokens = sample_tokens(logits, temperature, 1.0, torch.Generator().manual_seed(0))
+    frequencies = torch.bincount(tokens, minlength=3) / len(tokens)
+    torch.testing.assert_close(frequencies, (logits[0] / temperature).softmax(-1), rtol=0, atol=0.015)
 
 
-def test_nucleus_by_hand():
-    probabilities = torch.tensor([[0.1, 0.5, 0.15, 0.25]])
-    assert nucleus(probabilities, 0.7).tolist() == [[0, 0.5, 0, 0.25]]
-    assert nucleus(probabilities, 0.5).tolist() == [[0, 0.5, 0, 0]]
-    assert nucleus(probabilities, 0.0).tolist() == [[0, 0.5, 0, 0]]
+@pytest.mark.parametrize(("top_p", "kept"), [(0.7, [0, 0.5, 0, 0.25]), (0.5, [0, 0.5, 0, 0]), (0.0, [0, 0.5, 0, 0])])
+def test_the_nucleus_of_four_tokens(top_p, kept):
+    assert keep_nucleus(torch.tensor([[0.1, 0.5, 0.15, 0.25]]), top_p).tolist() == [kept]
 
 
 @settings(deadline=None)
 @given(logits=st.lists(st.floats(-8, 8), min_size=2, max_size=12), top_p=st.floats(0.01, 0.99))
-def test_nucleus_is_the_smallest_set_with_the_probability(logits, top_p):
+def test_the_nucleus_is_the_smallest_set_with_the_probability(logits, top_p):
     probabilities = torch.tensor([logits]).softmax(-1)
-    kept = nucleus(probabilities, top_p)[0]
+    kept = keep_nucleus(probabilities, top_p)[0]
     inside = kept[kept > 0]
     assert inside.sum() >= top_p - 1e-6
     assert inside.sum() - inside.min() < top_p + 1e-6
     assert (probabilities[0][kept == 0] <= inside.min()).all()
-    drawn = sample(torch.tensor([logits] * 50), 1.0, top_p, torch.Generator().manual_seed(0))
+    drawn = sample_tokens(torch.tensor([logits] * 50), 1.0, top_p, torch.Generator().manual_seed(0))
     assert (kept[drawn] > 0).all()

@@ -11,8 +11,8 @@ from stackexp.config.compose import compose
 from stackexp.datamodules.formal_language import FormalLanguageData
 from stackexp.errors import RunError
 from stackexp.modules.language_modeling import LanguageModeling
-from stackexp.modules.objectives import build_module
 from stackexp.modules.transduction import Scores, Transduction
+from stackexp.training.objectives import build_objective
 
 SMALL = ["model.hidden_size=16", "model.num_layers=2", "model.intermediate_size=16", "data.batch_size=12"]
 SMALL += ["model.memory.axis=depth", "data.task=stack_manipulation", "model.memory.action_noise=0"]
@@ -21,7 +21,7 @@ SMALL += ["model.memory.entropy_weight=0.001"]
 
 def module(*overrides: str) -> Transduction:
     torch.manual_seed(0)
-    return build_module(compose(["formal/stacktrans"], [*SMALL, *overrides]))
+    return build_objective(compose(["formal/stacktrans"], [*SMALL, *overrides])).build_module()
 
 
 def batch(step: int = 1, rank: int = 0, world_size: int = 1) -> dict:
@@ -34,7 +34,7 @@ def test_the_objective_of_the_data_chooses_the_module():
     assert type(module()) is Transduction
     small = [option for option in SMALL if option.startswith("model.")]
     lm = compose(["quickstart"], small)
-    assert type(build_module(lm)) is LanguageModeling
+    assert type(build_objective(lm).build_module()) is LanguageModeling
 
 
 def test_the_loss_is_the_mean_over_all_symbols_of_the_answers():

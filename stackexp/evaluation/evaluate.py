@@ -1,4 +1,4 @@
-"""`stackexp validate` and `stackexp test`: the figures of a checkpoint on every named set."""
+"""The engine of `validate` and `test`: score a checkpoint on every named set."""
 
 import logging
 from pathlib import Path
@@ -9,14 +9,14 @@ from stackexp import runs
 from stackexp.config import registry
 from stackexp.config.experiment import ExperimentConfig
 from stackexp.errors import RunError
-from stackexp.evaluation.progress import EvaluationRecord
-from stackexp.evaluation.requests import Evaluation, Sets, Stage, resumable
+from stackexp.evaluation.request import EvaluationRequest, Stage
+from stackexp.evaluation.resumable import ResumableEvaluation
 from stackexp.models import checkpoints
-from stackexp.modules.objectives import build_module
-from stackexp.training.keyboard import interruptible
-from stackexp.training.processes import started
-from stackexp.training.session import objective
-from stackexp.training.trainer import accelerator, build_trainer
+from stackexp.training.objectives import build_objective
+from stackexp.training.objectives.base import Objective
+from stackexp.training.processes import start_processes
+from stackexp.training.signals import handle_interrupts
+from stackexp.training.trainer import build_trainer, find_device_type
 
 
 def run(
@@ -28,62 +28,54 @@ def run(
     out: str | None,
     overrides: list[str],
 ) -> int:
-    """Evaluate a run's checkpoint (see `objective`), or `ckpt_path`, on all of the config's sets, or on `sets`.
+    """Score a run's checkpoint, or `ckpt_path`, on all sets of the config, or on `sets`.
 
-    `config` is the run's with `overrides` on top, or any other. The figures go to `Evaluation.record` as each
-    set is done; the same command after a kill does the rest.
+    `config` is that of the run with `overrides` on top, or any other. Every set is saved once it is scored: after a
+    kill, the same command scores the remaining sets.
     """
     folder, file = runs.at(run) if run else None, Path(out) if out else None
-    return _evaluate(Evaluation(stage, config, folder, ckpt_path, tuple(sets), file, tuple(overrides)))
-
-
-def _evaluate(asked: Evaluation) -> int:
-    logging.basicConfig(format="%(message)s")
-    config = asked.config
-    with started(config.trainer, accelerator(config)) as processes:
-        data = processes.together(lambda: _opened(asked))
-        checkpoint = processes.agree(lambda: _checkpoint(asked))
-        if processes.first:
-            objective(config).begin(config, asked.stage)
-
-        def evaluate(record: EvaluationRecord) -> Sets:
-            module = build_module(config, weights=checkpoint)
-            trainer = build_trainer(config, processes, [record])
-            with interruptible(trainer):
-                (trainer.validate if asked.stage == "validate" else trainer.test)(module, data, verbose=False)
-            return module.set_metrics
-
-        with resumable(asked.stage, config, data, processes, checkpoint, asked.record) as whole:
-            sets = whole.figures(evaluate)
-            if processes.first:
-                objective(config).report(asked, checkpoint, sets)
+    evaluate(EvaluationRequest(stage, config, folder, ckpt_path, tuple(sets), file, tuple(overrides)))
     return 0
 
 
-def _data(asked: Evaluation) -> pl.LightningDataModule:
-    data = registry.build("data", asked.config.data, seed=asked.config.seed)
-    if asked.run and asked.run.tokenizer.is_file():
-        data.tokenizer_file = asked.run.tokenizer
-    if asked.sets:
-        data.choose(asked.stage, list(asked.sets))
-    if not data.set_names(asked.stage):
-        section = "data.validation" if asked.stage == "validate" else "data.test"
-        raise RunError(
-            f"{section}: no sets to {asked.stage} on; name some in the config's data section, or with --sets"
-        )
-    return data
+def evaluate(request: EvaluationRequest) -> None:
+    """Score the requested sets, then print and write the figures."""
+    logging.basicConfig(format="%(message)s")
+    config = request.config
+    objective = build_objective(config)
+    with start_processes(config.trainer, find_device_type(config)) as processes:
+        data = processes.run_together(lambda: open_data(request))
+        checkpoint = processes.agree(lambda: _find_checkpoint(request, objective))
+        if processes.is_first:
+            objective.warn_about_limits(request.stage)
+        evaluation = ResumableEvaluation(request.stage, config, data, processes, checkpoint, request.output)
+        module = objective.build_module(weights=checkpoint)
+        trainer = build_trainer(config, processes, [])
+        with handle_interrupts(trainer):
+            evaluation.run(trainer, module)
+        if processes.is_first:
+            objective.report(request, checkpoint, evaluation.sets)
+            evaluation.delete_partial_results()
 
 
-def _opened(asked: Evaluation) -> pl.LightningDataModule:
-    data = _data(asked)
+def open_data(request: EvaluationRequest) -> pl.LightningDataModule:
+    """Open the requested sets. Raises RunError if there are none."""
+    data = registry.build("data", request.config.data, seed=request.config.seed)
+    if request.run and request.run.tokenizer.is_file():
+        data.tokenizer_file = request.run.tokenizer
+    if request.sets:
+        data.choose(request.stage, list(request.sets))
+    if not data.set_names(request.stage):
+        section = "data.validation" if request.stage == "validate" else "data.test"
+        raise RunError(f"{section}: no sets to {request.stage} on; name some in the config, or with --sets")
     data.prepare_data()
-    data.setup(asked.stage)
+    data.setup(request.stage)
     return data
 
 
-def _checkpoint(asked: Evaluation) -> Path:
-    if not asked.run:
-        return Path(asked.ckpt_path)
-    if asked.ckpt_path:
-        return checkpoints.choose(asked.run, asked.ckpt_path)
-    return objective(asked.config).checkpoint_of(asked.run)
+def _find_checkpoint(request: EvaluationRequest, objective: Objective) -> Path:
+    if request.run is None:
+        return Path(request.ckpt_path or "")
+    if request.ckpt_path:
+        return checkpoints.find_checkpoint(request.run, request.ckpt_path)
+    return objective.choose_checkpoint(request.run)

@@ -1,8 +1,7 @@
-"""`stackexp generate`: continue a prompt with a run's model."""
+"""The engine of `generate`: continue a prompt with a run's model."""
 
 import torch
 from tokenizers import Tokenizer
-from torch import nn
 
 from stackexp import runs
 from stackexp.config import compose
@@ -10,39 +9,50 @@ from stackexp.data.tokenizer import get_end_of_text_id, load_tokenizer
 from stackexp.errors import RunError
 from stackexp.models import checkpoints
 from stackexp.models.generation import generate
+from stackexp.models.transformer import Transformer
 from stackexp.modules.language_modeling import LanguageModeling
-from stackexp.training.trainer import accelerator
+from stackexp.training.trainer import find_device_type
 
 
 def run(
     run: str, ckpt_path: str | None, prompt: str, max_new_tokens: int, temperature: float, top_p: float, seed: int
 ) -> int:
-    """Print the prompt and its continuation by the model of a run's newest checkpoint, or of `ckpt_path`."""
+    """Print the prompt and its continuation by a run's newest checkpoint, or by `ckpt_path`."""
     folder = runs.at(run)
     config = compose.load(str(folder.config))
     if config.data.objective != "language_modeling":
-        raise RunError(f"{run}: trained on {config.data.task}, not on text; see how it does with `test --run {run}`")
+        raise RunError(f"{run}: trained on {config.data.task}, not on text; score it with `test --run {run}`")
     config.trainer.strategy = "single"  # the whole model on one device, however it was trained
-    module = LanguageModeling(config, weights=checkpoints.choose(folder, ckpt_path))
-    module.to(accelerator(config))
+    module = LanguageModeling(config, weights=checkpoints.find_checkpoint(folder, ckpt_path))
+    module.to(find_device_type(config))
     tokenizer = load_tokenizer(folder.tokenizer)
-    print(sample(module.model, tokenizer, prompt, max_new_tokens, temperature, top_p, seed))
+    text = continue_text(
+        module.model,
+        tokenizer,
+        prompt,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        seed=seed,
+    )
+    print(text)
     return 0
 
 
-def sample(
-    model: nn.Module,
+def continue_text(
+    model: Transformer,
     tokenizer: Tokenizer,
     prompt: str,
+    *,
     max_new_tokens: int,
     temperature: float,
     top_p: float,
     seed: int,
 ) -> str:
-    """The prompt and what follows it, until the end of the document or `max_new_tokens`. An empty prompt opens one."""
+    """Return the prompt and its continuation, up to the end of the document. An empty prompt starts a document."""
     device = next(model.parameters()).device
     end = get_end_of_text_id(tokenizer)
-    ids = tokenizer.encode(prompt, add_special_tokens=False).ids  # as the training data was
+    ids = tokenizer.encode(prompt, add_special_tokens=False).ids  # as in the training data
     tokens = torch.tensor([ids or [end]], device=device)
     generator = torch.Generator(device).manual_seed(seed)
     tokens = generate(

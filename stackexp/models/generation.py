@@ -1,4 +1,4 @@
-"""Sampling from a decoder, with its cache."""
+"""Autoregressive sampling from a decoder, with its cache."""
 
 import torch
 from torch import Tensor
@@ -19,43 +19,43 @@ def generate(
 ) -> Tensor:
     """Continue tokens [B, T] by n <= max_new_tokens tokens: [B, T+n].
 
-    Temperature 0 takes the most probable token; `top_p` < 1 draws from the nucleus, the smallest set of tokens that
-    has at least that probability. A row that has drawn `stop_token` repeats it; n is smaller once every row has.
-    The model is put into eval mode for the call.
+    Temperature 0 is greedy decoding. `top_p` < 1 samples from the nucleus, the smallest set of tokens that has at least
+    that probability. A row that has sampled `stop_token` repeats it, and generation ends once every row has. The model
+    is in eval mode during the call.
     """
     was_training = model.training
     model.eval()
     cache, new = Cache(), tokens
-    stopped = torch.zeros(len(tokens), dtype=torch.bool, device=tokens.device)
+    has_stopped = torch.zeros(len(tokens), dtype=torch.bool, device=tokens.device)
     try:
         for _ in range(max_new_tokens):
             logits = model(new, cache).logits[:, -1]
-            token = sample(logits, temperature, top_p, generator)
+            token = sample_tokens(logits, temperature, top_p, generator)
             if stop_token is not None:
-                token = torch.where(stopped, stop_token, token)
-                stopped = token == stop_token
+                token = torch.where(has_stopped, stop_token, token)
+                has_stopped = token == stop_token
             new = token[:, None]
             tokens = torch.cat([tokens, new], 1)
-            if stopped.all():
+            if has_stopped.all():
                 break
     finally:
         model.train(was_training)
     return tokens
 
 
-def sample(logits: Tensor, temperature: float, top_p: float, generator: torch.Generator | None = None) -> Tensor:
-    """One token for each row of logits [B, V]: [B]."""
+def sample_tokens(logits: Tensor, temperature: float, top_p: float, generator: torch.Generator | None = None) -> Tensor:
+    """Sample one token for each row of logits [B, V]: [B]."""
     if temperature == 0:
         return logits.argmax(-1)
     probabilities = (logits.float() / temperature).softmax(-1)
     if top_p < 1:
-        probabilities = nucleus(probabilities, top_p)
+        probabilities = keep_nucleus(probabilities, top_p)
     return torch.multinomial(probabilities, 1, generator=generator)[:, 0]
 
 
-def nucleus(probabilities: Tensor, top_p: float) -> Tensor:
-    """Keep the most probable tokens of [B, V] until they have `top_p` together; the others get 0, unnormalised."""
+def keep_nucleus(probabilities: Tensor, top_p: float) -> Tensor:
+    """Zero all but the most probable tokens of [B, V] that have `top_p` together, without renormalizing."""
     ordered, order = probabilities.sort(dim=-1, descending=True, stable=True)
-    before = ordered.cumsum(-1) - ordered  # the probability of all more probable tokens
-    before[..., 0] = -1  # the first stays, whatever top_p and the rounding
+    before = ordered.cumsum(-1) - ordered  # probability of all more probable tokens
+    before[..., 0] = -1  # keep the first, whatever top_p and rounding
     return torch.zeros_like(probabilities).scatter(-1, order, ordered.where(before < top_p, 0))

@@ -1,6 +1,6 @@
-"""The processes of a run, one per device: started here, by srun or by torchrun; they agree on things, and end together.
+"""The processes of a run, one per device: started here, by srun or by torchrun.
 
-Alone on a machine, the first process starts the others with its own command line. On several machines without Slurm
+On a single machine, the first process starts the others with its own command line. On several machines without Slurm
 or torchrun, start one process on each with MASTER_ADDR, MASTER_PORT and NODE_RANK set.
 """
 
@@ -26,95 +26,98 @@ from lightning.fabric.plugins.environments import (
 
 from stackexp.config.trainer import TrainerConfig
 from stackexp.errors import RunError, Stopped, first_line
-from stackexp.training.callbacks.watchdog import Watchdog
+from stackexp.training.watchdog import Watchdog
 
 T = TypeVar("T")
-CHILDREN_SECONDS = 30  # what the processes started here are given to end after this one
-STARTING = timedelta(minutes=5)  # what processes may differ by in starting; while they run the watchdog is quicker
+EXIT_SECONDS = 30  # time for the processes started here to exit after this one
+STARTUP = timedelta(minutes=5)  # processes may start this far apart; once they run, the watchdog is faster
 
 
 @dataclass
 class Processes:
+    """The connected processes of a run; `watchdog` is set where there are several."""
+
     rank: int
     size: int
     environment: ClusterEnvironment
-    watchdog: Watchdog | None = None  # where there are several
+    watchdog: Watchdog | None = None
 
     @property
-    def first(self) -> bool:
+    def is_first(self) -> bool:
+        """Return True on rank 0."""
         return self.rank == 0
 
     def agree(self, decide: Callable[[], T]) -> T:
-        """What the first process decides, or the error it raises, in all of them."""
+        """Call `decide` on rank 0, and return its result, or raise its error, on every rank."""
         if self.size == 1:
             return decide()
-        answer: list[Any] = [None, None]
-        if self.first:
+        result: list[Any] = [None, None]
+        if self.is_first:
             try:
-                answer[0] = decide()
+                result[0] = decide()
             except (RunError, OSError) as error:
-                answer[1] = error
-        dist.broadcast_object_list(answer)
-        if answer[1] is not None:
-            answer[1].is_reported = not self.first  # by the first
-            raise answer[1]
-        return answer[0]
+                result[1] = error
+        dist.broadcast_object_list(result)
+        if result[1] is not None:
+            result[1].is_reported = not self.is_first  # rank 0 reports it
+            raise result[1]
+        return result[0]
 
-    def together(self, work: Callable[[], T]) -> T:
-        """`work` on data in every process; of the warnings and errors that all of them meet only the first tells."""
+    def run_together(self, load: Callable[[], T]) -> T:
+        """Call `load` on every rank; warnings and errors of data that all ranks share are reported by rank 0 alone."""
         if self.size == 1:
-            return work()
+            return load()
         error, log, result = None, logging.getLogger("stackexp.data"), None
-        if not self.first:
+        if not self.is_first:
             log.setLevel(logging.ERROR)
         try:
-            result = work()
-        except RunError as met:
-            error = met
+            result = load()
+        except RunError as raised:
+            error = raised
         finally:
             log.setLevel(logging.NOTSET)
-        met_by: list[str | None] = [None] * self.size
-        dist.all_gather_object(met_by, str(error) if error else None)
+        messages: list[str | None] = [None] * self.size
+        dist.all_gather_object(messages, str(error) if error else None)
         if error is not None:
-            error.is_reported = not self.first and met_by[0] == str(error)
+            error.is_reported = not self.is_first and messages[0] == str(error)  # type: ignore[attr-defined]
             raise error
-        return result
+        return result  # type: ignore[return-value]
 
 
 @contextlib.contextmanager
-def started(trainer: TrainerConfig, device_type: str) -> Iterator[Processes]:
-    """All processes of the run, connected. Raises RunError if their number is not that of the config's devices."""
+def start_processes(trainer: TrainerConfig, device_type: str) -> Iterator[Processes]:
+    """Start and connect all processes of the run. Raises RunError if a launcher started another number of them."""
     size = trainer.devices * trainer.num_nodes
-    environment, children = _environment(trainer)
+    environment, children = _find_environment(trainer)
     if size == 1 and not trainer.sharded:
         yield Processes(0, 1, environment)
         return
-    with _watching(children):
+    with _exit_with_children(children):
         rank = _connect(environment, trainer, device_type)
     watchdog = Watchdog(rank, size, trainer.collective_timeout)
     watchdog.start()
     try:
         try:
             yield Processes(rank, size, environment, watchdog)
-        except Stopped:  # in all of them, at the same step
-            _part(watchdog)
+        except Stopped:  # raised on all ranks at the same step
+            _disconnect(watchdog)
             raise
-        _part(watchdog)
+        _disconnect(watchdog)
     except (RunError, OSError, KeyboardInterrupt) as error:
-        watchdog.tell(str(error) or "interrupted")
+        watchdog.report(str(error) or "interrupted")
         raise
     except Exception as error:
         if not isinstance(error, dist.DistError) and "gloo" not in str(error):
-            watchdog.tell(f"{type(error).__name__}: {error}")
+            watchdog.report(f"{type(error).__name__}: {error}")
             raise
-        raise RunError(f"{watchdog.cause(error)}; go on with --ckpt_path last") from None  # a process has gone
+        raise RunError(f"{watchdog.find_cause(error)}; resume with --ckpt_path last") from None  # a process is gone
     finally:
         watchdog.stop()
         _wait_for(children)
 
 
-def _part(watchdog: Watchdog) -> None:
-    """All processes have come to their end together: none takes another for gone."""
+def _disconnect(watchdog: Watchdog) -> None:
+    """Leave the process group together, so that no rank reports another one as gone."""
     watchdog.stop()
     dist.barrier()
     dist.destroy_process_group()
@@ -123,56 +126,58 @@ def _part(watchdog: Watchdog) -> None:
 def _wait_for(children: list[subprocess.Popen]) -> None:
     for child in children:
         try:
-            child.wait(CHILDREN_SECONDS)
+            child.wait(EXIT_SECONDS)
         except subprocess.TimeoutExpired:
             child.kill()
 
 
 @contextlib.contextmanager
-def _watching(children: list[subprocess.Popen]) -> Iterator[None]:
-    """While the processes meet, before the watchdog: end at once if one of ours has ended."""
-    met = threading.Event()
+def _exit_with_children(children: list[subprocess.Popen]) -> Iterator[None]:
+    """Exit at once if a child exits while the processes connect, before the watchdog runs."""
+    is_connected = threading.Event()
 
-    def watch() -> None:
-        while not met.wait(0.5):
+    def poll_children() -> None:
+        while not is_connected.wait(0.5):
             for local_rank, child in enumerate(children, start=1):
                 if child.poll() is not None:
-                    print(f"error: rank {local_rank} ended at its start, exit code {child.returncode}", file=sys.stderr)
+                    message = f"error: rank {local_rank} exited during startup with code {child.returncode}"
+                    print(f"{message}; see its output above", file=sys.stderr)
                     for other in children:
                         other.kill()
                     os._exit(1)
 
-    threading.Thread(target=watch, daemon=True, name="start").start()
+    threading.Thread(target=poll_children, daemon=True, name="startup").start()
     try:
         yield
     finally:
-        met.set()
+        is_connected.set()
 
 
-def _environment(trainer: TrainerConfig) -> tuple[ClusterEnvironment, list[subprocess.Popen]]:
-    """Who started us, and the processes that this one has started besides."""
-    asked = trainer.devices * trainer.num_nodes
+def _find_environment(trainer: TrainerConfig) -> tuple[ClusterEnvironment, list[subprocess.Popen]]:
+    """Return the launcher's environment, and the processes started here."""
+    expected = trainer.devices * trainer.num_nodes
     by_srun = int(os.environ.get("SLURM_STEP_NUM_TASKS", 1))
     by_torchrun = int(os.environ["WORLD_SIZE"]) if "TORCHELASTIC_RUN_ID" in os.environ else 1
-    for name, found in {"srun": by_srun, "torchrun": by_torchrun}.items():
-        if found > 1 and found != asked:
+    for launcher, count in {"srun": by_srun, "torchrun": by_torchrun}.items():
+        if count > 1 and count != expected:
             raise RunError(
-                f"{name} started {found} processes, but trainer.devices * trainer.num_nodes = {asked}; make them equal"
+                f"{launcher} started {count} processes, but trainer.devices * trainer.num_nodes = {expected}; "
+                "make them equal"
             )
     if by_srun > 1:
         return SLURMEnvironment(auto_requeue=False), []
     if by_torchrun > 1:
         return TorchElasticEnvironment(), []
-    children = _start_others(trainer) if asked > 1 and "LOCAL_RANK" not in os.environ else []
+    children = _start_children(trainer) if expected > 1 and "LOCAL_RANK" not in os.environ else []
     return LightningEnvironment(), children
 
 
-def _start_others(trainer: TrainerConfig) -> list[subprocess.Popen]:
+def _start_children(trainer: TrainerConfig) -> list[subprocess.Popen]:
     os.environ.setdefault("NODE_RANK", "0")
     if trainer.num_nodes > 1 and not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
         raise RunError(
-            f"trainer.num_nodes={trainer.num_nodes}: start with srun or torchrun, or on each node with MASTER_ADDR, "
-            "MASTER_PORT and NODE_RANK set; one machine alone: trainer.num_nodes=1 trainer.devices=1"
+            f"trainer.num_nodes={trainer.num_nodes}: no launcher found; start with srun or torchrun, or on each node "
+            "with MASTER_ADDR, MASTER_PORT and NODE_RANK set (single machine: trainer.num_nodes=1 trainer.devices=1)"
         )
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ.setdefault("MASTER_PORT", str(LightningEnvironment().main_port))
@@ -186,7 +191,7 @@ def _start_others(trainer: TrainerConfig) -> list[subprocess.Popen]:
 
 
 def _connect(environment: ClusterEnvironment, trainer: TrainerConfig, device_type: str) -> int:
-    """Join the process group; our rank in it."""
+    """Join the process group and return the rank."""
     size = trainer.devices * trainer.num_nodes
     local = environment.local_rank()
     rank = environment.node_rank() * trainer.devices + local
@@ -195,8 +200,8 @@ def _connect(environment: ClusterEnvironment, trainer: TrainerConfig, device_typ
     if device_type == "cuda":
         if local >= torch.cuda.device_count():
             raise RunError(
-                f"rank {rank}: it is process {local} of its node, but sees {torch.cuda.device_count()} GPUs; let every "
-                "task see all GPUs of the node (--gpus-per-node, not --gpus-per-task)"
+                f"rank {rank}: local rank {local}, but only {torch.cuda.device_count()} GPUs are visible; give every "
+                "task all GPUs of the node (--gpus-per-node, not --gpus-per-task)"
             )
         torch.cuda.set_device(local)
     try:
@@ -204,12 +209,12 @@ def _connect(environment: ClusterEnvironment, trainer: TrainerConfig, device_typ
             "nccl" if device_type == "cuda" else "gloo",
             rank=rank,
             world_size=size,
-            timeout=timedelta(seconds=trainer.collective_timeout) + STARTING,
+            timeout=timedelta(seconds=trainer.collective_timeout) + STARTUP,
             device_id=torch.device("cuda", local) if device_type == "cuda" else None,
         )
     except dist.DistError as error:
-        where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         raise RunError(
-            f"rank {rank}: cannot meet the other {size - 1} processes at {where} ({first_line(error)})"
+            f"rank {rank}: cannot connect to the other {size - 1} processes at {address} ({first_line(error)})"
         ) from None
     return rank

@@ -1,4 +1,4 @@
-"""How a run is spread over devices: Lightning's strategies, all with the same checkpoints (`checkpoints.py`)."""
+"""Lightning's strategies for one device, DDP and FSDP2, all with the checkpoints of `stackexp.models.checkpoints`."""
 
 from pathlib import Path
 from typing import Any
@@ -18,21 +18,21 @@ from stackexp.models.checkpoints import CheckpointWriter
 
 
 def build_strategy(config: ExperimentConfig, device_type: str) -> Strategy:
-    """single, ddp, fsdp or hsdp; auto is single on one device, else ddp."""
+    """Build the strategy of `trainer.strategy`; auto is single on one device, else ddp."""
     trainer = config.trainer
-    processes = trainer.devices * trainer.num_nodes
+    devices = trainer.devices * trainer.num_nodes
     if trainer.sharded:
-        return Sharded(data_parallel_size=processes, tensor_parallel_size=1)
-    if trainer.strategy == "ddp" or processes > 1:
+        return Sharded(data_parallel_size=devices, tensor_parallel_size=1)
+    if trainer.strategy == "ddp" or devices > 1:
         return Replicated()
-    return Single(torch.device(device_type, 0) if device_type == "cuda" else torch.device(device_type))
+    return SingleDevice(torch.device(device_type, 0) if device_type == "cuda" else torch.device(device_type))
 
 
-class _OurCheckpoints:
-    """Mixed into a strategy: weights and optimizer go through torch.distributed.checkpoint, in the background."""
+class _DistributedCheckpoints:
+    """A mixin that saves and loads model and optimizer through torch.distributed.checkpoint, in the background."""
 
     restore_checkpoint_after_setup = True
-    lightning_restore_optimizer = False  # `load_checkpoint` has done so
+    lightning_restore_optimizer = False  # `load_checkpoint` restores it
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         return {}
@@ -44,31 +44,31 @@ class _OurCheckpoints:
         pass
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Begin to write; `storage_options`: {"writer": CheckpointWriter, "then": what to do once it is in place}."""
+        """Start to write a checkpoint; `storage_options` is {"writer": CheckpointWriter, "on_saved": callable}."""
         writer: CheckpointWriter = storage_options["writer"]
-        writer.save(Path(filepath), self._tensors(), checkpoint, storage_options["then"])
+        writer.save(Path(filepath), self._collect_tensors(), checkpoint, storage_options["on_saved"])
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         path = Path(checkpoint_path)
-        state = checkpoints.read(path)
-        tensors = self._tensors()
+        state = checkpoints.load_state(path)
+        tensors = self._collect_tensors()
         checkpoints.load_tensors(tensors, path)
         set_model_state_dict(self.lightning_module.model, tensors["model"])
         set_optimizer_state_dict(self.lightning_module.model, self.optimizers[0], tensors["optimizer"])
         return state
 
-    def _tensors(self) -> dict[str, Any]:
+    def _collect_tensors(self) -> dict[str, Any]:
         model, (optimizer,) = self.lightning_module.model, self.optimizers
         return {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
 
 
-class Single(_OurCheckpoints, SingleDeviceStrategy):
+class SingleDevice(_DistributedCheckpoints, SingleDeviceStrategy):
     """One device."""
 
 
-class Replicated(_OurCheckpoints, DDPStrategy):
-    """A copy of the model on each device."""
+class Replicated(_DistributedCheckpoints, DDPStrategy):
+    """A copy of the model on each device (DDP)."""
 
 
-class Sharded(_OurCheckpoints, ModelParallelStrategy):
-    """FSDP2; `LanguageModeling.configure_model` shards."""
+class Sharded(_DistributedCheckpoints, ModelParallelStrategy):
+    """A share of every weight on each device (FSDP2); `TrainingModule.configure_model` shards the model."""

@@ -1,4 +1,4 @@
-"""The Trainer of a config, the same for fit, validate and test."""
+"""The Lightning Trainer of a config, shared by fit, validate and test."""
 
 import logging
 import warnings
@@ -15,37 +15,35 @@ from stackexp.training.strategies import build_strategy
 
 
 def build_trainer(config: ExperimentConfig, processes: Processes, callbacks: list[pl.Callback]) -> pl.Trainer:
-    """The Trainer of processes that run already. Raises RunError if the machine does not have the devices.
+    """Build the Trainer for processes that are running already.
 
-    Steps are optimizer steps in the config; Lightning counts validation in micro-batches, hence the product.
+    Steps are optimizer steps in the config, but Lightning counts the validation interval in micro-batches. Raises
+    RunError if the machine does not have the devices.
     """
-    _quiet()
+    _silence_libraries()
     try:
-        trainer = pl.Trainer(**_options(config, processes, callbacks))
+        trainer = pl.Trainer(**_build_options(config, processes, callbacks))
     except MisconfigurationException as error:
         where = f"trainer.accelerator={config.trainer.accelerator} trainer.devices={config.trainer.devices}"
         raise RunError(f"{where}: {first_line(error)}") from None
-    # Lightning's own would run a collective within the handler; ours (StopRequest) are in place already.
+    # Private: Lightning's handlers would run a collective inside a signal handler; `StopRequest` installed ours.
     trainer._signal_connector.register_signal_handlers = lambda: None
     return trainer
 
 
-def accelerator(config: ExperimentConfig) -> str:
-    """ "cpu" or "cuda"; auto is cuda where there is one."""
-    if config.trainer.accelerator != "auto":
-        return config.trainer.accelerator
-    return "cuda" if torch.cuda.is_available() else "cpu"
+def find_device_type(config: ExperimentConfig) -> str:
+    """Return "cpu" or "cuda"; accelerator auto is cuda if there is a GPU."""
+    return config.trainer.device_type(torch.cuda.is_available())
 
 
-def _options(config: ExperimentConfig, processes: Processes, callbacks: list[pl.Callback]) -> dict[str, Any]:
-    trainer = config.trainer
-    watching = [processes.watchdog] if processes.watchdog else []
-    never = trainer.max_steps + 1  # Lightning takes None for the end of every epoch
+def _build_options(config: ExperimentConfig, processes: Processes, callbacks: list[pl.Callback]) -> dict[str, Any]:
+    trainer, device_type = config.trainer, find_device_type(config)
+    never = trainer.max_steps + 1  # to Lightning, None is the end of every epoch
     return {
-        "accelerator": accelerator(config),
+        "accelerator": device_type,
         "devices": trainer.devices,
         "num_nodes": trainer.num_nodes,
-        "strategy": build_strategy(config, accelerator(config)),
+        "strategy": build_strategy(config, device_type),
         "precision": trainer.precision,
         "max_steps": trainer.max_steps,
         "max_epochs": -1,
@@ -59,13 +57,13 @@ def _options(config: ExperimentConfig, processes: Processes, callbacks: list[pl.
         "enable_checkpointing": any(isinstance(callback, pl.callbacks.Checkpoint) for callback in callbacks),
         "enable_progress_bar": any(isinstance(callback, pl.callbacks.ProgressBar) for callback in callbacks),
         "enable_model_summary": False,
-        "callbacks": [*watching, *callbacks],
+        "callbacks": [*([processes.watchdog] if processes.watchdog else []), *callbacks],
     }
 
 
-def _quiet() -> None:
-    """Our own lines say what is picked; the libraries' hints about workers, loggers and defaults say nothing here."""
+def _silence_libraries() -> None:
+    """Hide the hints of Lightning and Streaming about workers, loggers and defaults that stackexp sets itself."""
     for library in ("lightning.pytorch", "streaming"):
         logging.getLogger(library).setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", module="lightning")
-    warnings.filterwarnings("ignore", message="FSDP2-wrapped module")  # a view leaves a block: keys and values, no more
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module")  # a block returns a view of its keys and values

@@ -32,7 +32,7 @@ def run(args: Namespace) -> int:
     from stackexp.models import checkpoints
 
     folder = runs.at(args.run)
-    path = checkpoints.choose(folder, args.ckpt_path)
+    path = checkpoints.find_checkpoint(folder, args.ckpt_path)
     tensors = checkpoints.consolidate(path, args.to, compose.load(folder.config))
     print(f"{path} -> {args.to}: {tensors} tensors, {args.to.stat().st_size:,} bytes")
     return 0

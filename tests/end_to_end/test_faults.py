@@ -17,7 +17,7 @@ from processes import kill, wait_until
 from records import losses, record
 
 from stackexp.cli import main
-from stackexp.models.checkpoints import read
+from stackexp.models.checkpoints import load_state
 from stackexp.runs import RunFolder
 
 LONG = ("trainer.max_steps=100000", "trainer.val_check_interval=null", "trainer.checkpoint_interval=20")
@@ -92,7 +92,7 @@ def test_told_to_stop_it_saves_and_goes_on_exactly_where_it_was(program, tiny, t
     assert "error" not in output
     step = int(run.newest_checkpoint().name)
     assert record(run)[-1]["step"] == step < 36
-    assert f"newest checkpoint {step:08d}; go on with --ckpt_path last" in output
+    assert f"newest checkpoint {step:08d}; resume with --ckpt_path last" in output
 
     forks.run(*command, "--run", run.path, ranks=ranks)
     forks.run(*command, "--run", whole.path, ranks=ranks)
@@ -110,7 +110,7 @@ def test_told_to_stop_within_a_validation_it_makes_it_up(tiny, tmp_path, strateg
     started.wait_until(lambda: 14 in losses(run))
     os.kill(started[-1].pid, signal.SIGTERM)  # the last rank's; the others hear of it
     assert started.join() == [75] * ranks, started.output.read_text()
-    assert "newest checkpoint 00000014; go on with --ckpt_path last" in started.output.read_text()
+    assert "newest checkpoint 00000014; resume with --ckpt_path last" in started.output.read_text()
     last = record(run)[-1]
     assert (last["step"], "loss/train" in last) == (14, True), "its validation was not recorded"
 
@@ -125,7 +125,7 @@ def test_a_process_that_dies_at_its_start_is_not_waited_for(program, tiny):
     os.kill(second_rank(process), signal.SIGKILL)
     _, line = ended(process, 30)
     assert process.returncode == 1
-    assert line == "error: rank 1 ended at its start, exit code -9"
+    assert line == "error: rank 1 exited during startup with code -9; see its output above"
 
 
 @pytest.mark.slow  # half a minute of silence
@@ -136,7 +136,7 @@ def test_a_first_process_that_freezes_is_named(program, tiny, tmp_path):
     process.send_signal(signal.SIGSTOP)
     wait_until(lambda: not Path(f"/proc/{other}/cmdline").read_bytes(), process, 60)
     kill(process)
-    assert "error: rank 1: rank 0 has gone" in process.stdout.read()
+    assert "error: rank 1: rank 0 is gone" in process.stdout.read()
 
 
 @pytest.mark.parametrize("victim", [1, pytest.param(0, marks=pytest.mark.slow)])
@@ -150,10 +150,10 @@ def test_the_others_end_with_the_cause_when_a_process_is_killed(program, tiny, t
     assert time.monotonic() - started < 60
     cause = f"error: rank 1 (process {other} on " if victim == 1 else "error: rank 1: rank 0 "
     assert cause in output
-    assert "has gone" in output
+    assert "is gone" in output
     assert "Traceback" not in output
     assert process.returncode == (1 if victim == 1 else -signal.SIGKILL)
-    read(the_run(tmp_path / "runs").newest_checkpoint())
+    load_state(the_run(tmp_path / "runs").newest_checkpoint())
 
 
 def test_a_process_that_hangs_is_named(program, tiny, tmp_path):
@@ -197,7 +197,7 @@ def test_interrupted_from_the_keyboard(program, tiny, tmp_path):
     os.killpg(process.pid, signal.SIGINT)
     output, line = ended(process)
     assert process.returncode == 130
-    assert "once more to stop at once" in output
+    assert "again to stop at once" in output
     assert "--ckpt_path last" in line
 
 

@@ -207,24 +207,9 @@ def test_a_run_killed_in_its_test_goes_on_with_the_lengths_that_are_left(forks, 
     forks.start(*command).kill_when(lambda: lengths_done() >= 3)
     killed = only_run(folder / "tested")
     assert not killed.finished, "the kill came too late to test anything"
-    assert "of 14 sets were done before" in forks.run(*command, "--ckpt_path", "last")
+    assert "of 14 sets are scored already" in forks.run(*command, "--ckpt_path", "last")
     forks.run("test", "--run", killed.path)
     assert result_of(killed)["accuracy"] == result_of(killed, "test.json")["accuracy"]
-
-
-def test_what_stands_beside_is_trained_and_shown_too(forks, folder):
-    config = folder / "both.yaml"
-    config.write_text("defaults: [formal/stacktrans-depth]\nbeside: {plain: [model.memory=null]}\n")
-    command = ("fit", "--config", config, *TINY, "model.memory.num_slots=3", "trainer.max_steps=4")
-    text = forks.run(*command)
-    both = only_run(folder / "runs", "both"), only_run(folder / "runs", "both-plain")
-    assert [result_of(run)["model"] for run in both] == ["stacktrans-depth", "transformer"]
-    assert "o stacktrans-depth   x plain" in text.rpartition("tensorboard")[2]
-    three = forks.run(*command, "--ckpt_path", "last", "beside.stacktrans-depth=[model.memory=null]")
-    assert "o stacktrans-depth (both)   x plain   + stacktrans-depth" in three, "two of one name are two"
-    both[1].result.unlink()
-    assert "o stacktrans-depth   x plain" in forks.run(*command, "--ckpt_path", "last")
-    assert only_run(folder / "runs", "both-plain").finished
 
 
 def test_runs_of_formal_languages_can_be_compared(forks, run):

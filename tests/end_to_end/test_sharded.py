@@ -88,7 +88,7 @@ def fit_with_a_slow_disk(*arguments: object) -> int:
 
 def tensors_of(checkpoint: Path) -> dict[str, torch.Tensor]:
     """Weights and the optimizer's moments, whole."""
-    stored = checkpoints.check_whole(checkpoint)
+    stored = checkpoints.check_files(checkpoint)
     sizes = {name: of for name, of in stored.items() if hasattr(of, "size")}
     tensors = {name: torch.empty(of.size, dtype=of.properties.dtype) for name, of in sizes.items()}
     dcp.load(tensors, storage_reader=dcp.FileSystemReader(checkpoint), no_dist=True)

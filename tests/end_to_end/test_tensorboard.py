@@ -15,7 +15,7 @@ from browser import CHROMIUM, Browser, poll
 from processes import kill, wait_until
 
 from stackexp.modules.metrics import set_tags
-from stackexp.training.callbacks.tensorboard import TensorBoardCopy
+from stackexp.training.tensorboard import TensorBoardCopy
 
 LOSSES = {"loss/train": 11, "loss/train_by_tokens": 11}  # segments of 12 steps
 PROBES = {"memory/entropy/layer_00": 2, "memory/entropy/layer_01": 2}  # of steps 1, 5 and 10

@@ -1,0 +1,44 @@
+"""The callbacks of a training run, and the order in which Lightning calls them after each batch."""
+
+import lightning.pytorch as pl
+
+from stackexp.config.experiment import ExperimentConfig
+from stackexp.training.callbacks.checkpoint import RunState, StepCheckpoint
+from stackexp.training.callbacks.memory_probes import MemoryProbes
+from stackexp.training.callbacks.metrics_log import MetricsLog
+from stackexp.training.callbacks.missed_validation import MissedValidation
+from stackexp.training.callbacks.progress_bar import StepProgress
+from stackexp.training.callbacks.step_requests import StepRequests
+from stackexp.training.callbacks.throughput import Throughput
+from stackexp.training.resume import Start
+from stackexp.training.signals import StopRequest
+
+
+def build_callbacks(
+    config: ExperimentConfig,
+    start: Start,
+    metrics_log: MetricsLog,
+    stop: StopRequest,
+    measurements: list[pl.Callback],
+) -> list[pl.Callback]:
+    """Build the callbacks in the order they have to run; `measurements` are those of the objective.
+
+    1. Measure: probes, throughput and the objective's own add their values to `module.step_metrics`.
+    2. Request: stop and save requests join the same metrics.
+    3. Log: one all-reduce shares metrics and requests, and the line is in the file. The bar shows that line.
+    4. Save: the checkpoint is never ahead of the log, and obeys the requests that step 3 has shared.
+
+    A validation that a resumed run has missed is made up at the start, once the log is open.
+    """
+    bar = [StepProgress(metrics_log)] if config.logging.progress_bar else []
+    return [
+        MemoryProbes(config.logging.probe_interval),
+        Throughput(),
+        *measurements,
+        StepRequests(stop, config.trainer.checkpoint_minutes),
+        metrics_log,
+        *bar,
+        MissedValidation(start.folder, config.trainer, start.step),
+        RunState(),
+        StepCheckpoint(start.folder, config.trainer, stop),
+    ]

@@ -1,14 +1,14 @@
-"""Asks the model, every so many steps, what its memory does."""
+"""Measurements of the memory, every few steps."""
 
 from typing import Any
 
 import lightning.pytorch as pl
 
 
-class StackProbes(pl.Callback):
-    """Turns `module.probe` on for the micro-batches of every `interval`-th step, the first among them.
+class MemoryProbes(pl.Callback):
+    """Sets `module.probe` for the micro-batches of the first step and of every `interval`-th step.
 
-    The module then records, for each layer, memory/push, pop, no_op, entropy, occupancy and read_share.
+    The module then logs memory/push, pop, no_op, entropy, occupancy and read_share for each layer.
     """
 
     def __init__(self, interval: int):

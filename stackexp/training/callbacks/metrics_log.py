@@ -1,4 +1,4 @@
-"""Writes the run folder while the run goes on: metrics.jsonl, and TensorBoard's copy of it."""
+"""The run folder's metrics.jsonl, and TensorBoard's copy of it, written during training."""
 
 import contextlib
 import json
@@ -8,42 +8,41 @@ from typing import Any
 
 import lightning.pytorch as pl
 
+from stackexp.config.experiment import ExperimentConfig
 from stackexp.modules.metrics import finite
 from stackexp.runs import RunFolder
-from stackexp.training.callbacks.tensorboard import TensorBoardCopy
+from stackexp.training.tensorboard import TensorBoardCopy
 
 
-class RunRecord(pl.Callback):
-    """One line per optimizer step, from what module and callbacks put into `module.step_metrics`; one per validation.
+class MetricsLog(pl.Callback):
+    """Writes one line per optimizer step, with everything in `module.step_metrics`, and one per validation.
 
-    A line is in the file before the step's checkpoint is written, so no checkpoint is ahead of its record.
+    A line is in the file before the step's checkpoint is saved, so no checkpoint is ahead of the log.
     """
 
-    def __init__(self, run: RunFolder, tensorboard: bool, objective: str):
-        self._run, self._objective = run, objective
-        self._wants_tensorboard = tensorboard
+    def __init__(self, run: RunFolder, config: ExperimentConfig):
+        self._run, self._config = run, config
         self._tensorboard: TensorBoardCopy | None = None
-        self._recorded_steps = 0
+        self._step = 0
         self.last_line: dict[str, Any] = {}
 
     def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        self._recorded_steps = trainer.global_step
-        if trainer.is_global_zero:
-            if trainer.datamodule.tokenizer is not None:
-                trainer.datamodule.tokenizer.save(str(self._run.tokenizer))
-            self.open(trainer.global_step)
-
-    def open(self, step: int) -> None:
-        """Go on after `step`: what was recorded or saved beyond it is forgotten."""
-        self._run.forget_after(step)
+        """Open the log, and drop what was logged or saved after the checkpoint that the run resumes from."""
+        self._step = trainer.global_step
+        if not trainer.is_global_zero:
+            return
+        if trainer.datamodule.tokenizer is not None:
+            trainer.datamodule.tokenizer.save(str(self._run.tokenizer))
+        self._run.forget_after(self._step)
         self._file = open(self._run.metrics, "a", encoding="utf-8")  # noqa: SIM115
-        if self._wants_tensorboard:
-            self._tensorboard = TensorBoardCopy(self._run.path, list(self._run.read_metrics()), self._objective)
+        if self._config.logging.tensorboard:
+            lines = list(self._run.read_metrics())
+            self._tensorboard = TensorBoardCopy(self._run.path, lines, self._config.data.objective)
 
     def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
-        if trainer.global_step == self._recorded_steps:
-            return  # a micro-batch that did not end a step
-        self._recorded_steps = trainer.global_step
+        if trainer.global_step == self._step:
+            return  # a micro-batch inside an accumulation
+        self._step = trainer.global_step
         self._write(trainer, module, module.step_metrics.drain())
 
     def on_validation_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
@@ -64,13 +63,13 @@ class RunRecord(pl.Callback):
         if trainer.is_global_zero and trainer.state.fn == "fit":
             os.fsync(self._file.fileno())
 
-    def finish(self, config: dict[str, Any], figures: dict[str, float], step: int) -> None:
-        """After the run: hyperparameters with the final figures."""
+    def finish(self, hyperparameters: dict[str, Any], figures: dict[str, float]) -> None:
+        """Close the log, and write the hyperparameters with the final figures to TensorBoard."""
         self._file.close()
         if self._tensorboard:
-            self._tensorboard.finish(config, figures, step)
+            self._tensorboard.finish(hyperparameters, figures, self._config.trainer.max_steps)
 
     def on_exception(self, *_: Any) -> None:
         if self._tensorboard:
-            with contextlib.suppress(OSError):  # a full disk, which is what ends the run
+            with contextlib.suppress(OSError):  # a full disk, which already ends the run
                 self._tensorboard.close()

@@ -1,4 +1,4 @@
-"""A progress bar of optimizer steps, so that its time left is the run's."""
+"""A progress bar of optimizer steps."""
 
 import sys
 from typing import Any
@@ -7,21 +7,21 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ProgressBar
 from tqdm import tqdm
 
-from stackexp.training.callbacks.metrics_log import RunRecord
+from stackexp.training.callbacks.metrics_log import MetricsLog
 
 
 class StepProgress(ProgressBar):
-    """Steps done of max_steps, time left, loss and tokens/s of the last step; the set while validating."""
+    """Shows steps, time left, loss and tokens/s of the last step, and the set that is being validated."""
 
-    def __init__(self, record: RunRecord):
+    def __init__(self, metrics_log: MetricsLog):
         super().__init__()
-        self._record = record
-        self._enabled = True
+        self._metrics_log = metrics_log
+        self._is_enabled = True
         self._bar: tqdm | None = None
 
     def disable(self) -> None:
-        """Lightning calls this on the ranks that print nothing."""
-        self._enabled = False
+        """Disable the bar; Lightning calls this on all ranks but the first."""
+        self._is_enabled = False
 
     def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         self._bar = tqdm(
@@ -30,14 +30,14 @@ class StepProgress(ProgressBar):
             desc="fit",
             unit="step",
             file=sys.stdout,
-            disable=not self._enabled,
+            disable=not self._is_enabled,
             dynamic_ncols=True,
             smoothing=0.1,
         )
 
     def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
-        line = self._record.last_line
-        if trainer.global_step > self._bar.n and "loss/train" in line:
+        line = self._metrics_log.last_line
+        if self._bar is not None and trainer.global_step > self._bar.n and "loss/train" in line:
             speed = line["throughput/tokens_per_second"]
             self._bar.set_postfix_str(f"loss {line['loss/train']:.3f}, {speed:,.0f} tokens/s", refresh=False)
             self._bar.update(trainer.global_step - self._bar.n)
@@ -53,8 +53,9 @@ class StepProgress(ProgressBar):
             self._bar.set_description("fit")
 
     def on_train_end(self, *_: Any) -> None:
-        self._bar.close()
-        self._bar = None
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
 
     def on_exception(self, *_: Any) -> None:
         if self._bar is not None:

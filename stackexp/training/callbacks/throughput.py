@@ -10,14 +10,14 @@ from stackexp.planning.devices import DEVICES
 
 
 class Throughput(pl.Callback):
-    """throughput/tokens_per_second over all devices, and MFU where the card's peak is known, else FLOP/s.
+    """Logs throughput/tokens_per_second over all devices, and MFU, or FLOP/s if the card's peak is unknown.
 
-    Timed between the ends of consecutive optimizer steps: loading and saving included, validation left out. FLOPs come
-    from the model's structure (`flops_per_token`); what activation checkpointing computes again is not counted.
+    Times the interval between the ends of two optimizer steps. It includes loading and saving, but no validation. FLOPs
+    come from the model's structure (`flops_per_token`), without what activation checkpointing computes again.
     """
 
     def __init__(self) -> None:
-        self._flops_per_token: dict[int, float] = {}  # by the length of the sequences
+        self._flops_per_token: dict[int, float] = {}  # by sequence length
 
     def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         self._since = time.perf_counter()
@@ -29,16 +29,16 @@ class Throughput(pl.Callback):
 
     def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
         if trainer.global_step == self._step:
-            return
+            return  # a micro-batch inside an accumulation
         now = time.perf_counter()
         tokens_per_second = (module.tokens - self._tokens) / (now - self._since)
-        flops = tokens_per_second * self._flops_of(module)
+        flops = tokens_per_second * self._count_flops_per_token(module)
         self._since, self._step, self._tokens = now, trainer.global_step, module.tokens
         module.step_metrics.add("throughput/tokens_per_second", torch.tensor(tokens_per_second, device=module.device))
         tag, value = ("throughput/mfu", flops / self._peak) if self._peak else ("throughput/flops_per_second", flops)
         module.step_metrics.add(tag, torch.tensor(value, device=module.device))
 
-    def _flops_of(self, module: pl.LightningModule) -> float:
+    def _count_flops_per_token(self, module: pl.LightningModule) -> float:
         length = module.sequence_length
         if length not in self._flops_per_token:
             self._flops_per_token[length] = module.model.flops_per_token(length)
@@ -46,6 +46,6 @@ class Throughput(pl.Callback):
 
 
 def peak_flops(device: torch.device) -> float:
-    """bfloat16 peak of the card in FLOP/s; 0.0 where it is not known, as on a CPU."""
+    """Return the card's bfloat16 peak in FLOP/s, or 0.0 for a CPU and unknown cards."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     return next((device.peak_flops for device in DEVICES.values() if device.card in name), 0.0)

@@ -1,4 +1,4 @@
-"""TensorBoard's copy of metrics.jsonl. A resumed run deletes the copy and makes it anew from the lines kept."""
+"""TensorBoard's copy of metrics.jsonl, and the event files of evaluations."""
 
 import contextlib
 import threading
@@ -13,13 +13,13 @@ from torch.utils.tensorboard.summary import hparams, scalar
 
 from stackexp.config.model import SYMBOLS
 
-EVALUATION = ".evaluation"  # what the names of event files that `validate` and `test` wrote end in: they stay
+EVALUATION = ".evaluation"  # suffix of the event files of `validate` and `test`, which a resumed run keeps
 NOT_TAGS = ("step", "tokens", "time")
 
 CHARTS = {
     "Training": {
         "loss": ["loss/train$", "validation/loss/.*"],
-        "loss against tokens": ["loss/train_by_tokens"],
+        "loss by tokens": ["loss/train_by_tokens"],
         "gradient norm": ["optimizer/grad_norm"],
         "learning rate": ["optimizer/lr"],
         "tokens per second": ["throughput/tokens_per_second"],
@@ -32,41 +32,40 @@ CHARTS = {
     **{
         group.upper(): {
             "loss": [f"(sample/)?{group}/[^/]*$", f"(sample/)?{group}/average/loss"],
-            "averages of perplexity": [f"(sample/)?{group}/average/(perplexity|exp_mean_loss)"],
+            "mean perplexity": [f"(sample/)?{group}/average/(perplexity|exp_mean_loss)"],
         }
         for group in ("v2", "v3")
     },
     "Formal languages": {
-        "Accuracy against length": ["length/accuracy"],
+        "accuracy by length": ["length/accuracy"],
         "accuracy": ["accuracy/train", "validation/accuracy/average"],
-        "longest string of the curriculum": ["data/max_length"],
+        "longest training string": ["data/max_length"],
     },
-    "Memory, by layer": {
+    "Memory by layer": {
         "push probability": ["memory/push/.*"],
         "pop probability": ["memory/pop/.*"],
         "no-op probability": ["memory/no_op/.*"],
         "action entropy (nats)": ["memory/entropy/.*"],
         "occupancy (sum of M)": ["memory/occupancy/.*"],
-        "read's share of the residual": ["memory/read_share/.*"],
+        "read share of the residual": ["memory/read_share/.*"],
     },
 }
 
-OF_OBJECTIVE = {"Validation": "language_modeling", "V2": "language_modeling", "V3": "language_modeling"}
-OF_OBJECTIVE |= {"Formal languages": "transduction"}
-"""The groups that stay empty in runs of another objective."""
+OBJECTIVE_OF_GROUP = {"Validation": "language_modeling", "V2": "language_modeling", "V3": "language_modeling"}
+OBJECTIVE_OF_GROUP |= {"Formal languages": "transduction"}  # groups that are empty in runs of the other objective
 
 
-def _say_nothing_of_disks(failure: threading.ExceptHookArgs) -> None:
-    """The writer's thread has its OSError raised again in the main thread, which tells of it in one line."""
+def _ignore_disk_errors(failure: threading.ExceptHookArgs) -> None:
+    """Print no traceback for an OSError of the writer's thread: it is raised again in the main thread."""
     if not isinstance(failure.exc_value, OSError):
         threading.__excepthook__(failure)
 
 
-threading.excepthook = _say_nothing_of_disks
+threading.excepthook = _ignore_disk_errors
 
 
 class TensorBoardCopy:
-    """Event files in `folder`, beginning with the lines of an earlier session; `objective`: of the run's data."""
+    """Event files in `folder` for the run of an objective; replaces earlier ones by `lines` of metrics.jsonl."""
 
     def __init__(self, folder: Path, lines: list[dict[str, Any]], objective: str):
         for old in folder.glob("events.out.tfevents.*"):
@@ -77,53 +76,55 @@ class TensorBoardCopy:
             {
                 group: {title: ["Multiline", tags] for title, tags in charts.items()}
                 for group, charts in CHARTS.items()
-                if OF_OBJECTIVE.get(group, objective) == objective
+                if OBJECTIVE_OF_GROUP.get(group, objective) == objective
             }
         )
         for line in lines:
             self.write(line)
 
     def write(self, line: dict[str, Any]) -> None:
-        """One line of metrics.jsonl: each tag against the step, the training loss against the tokens too."""
+        """Write one line of metrics.jsonl: each tag by step, and the training loss by tokens too."""
         tags = {tag: value for tag, value in line.items() if tag not in NOT_TAGS and value is not None}
         values = [value for tag in tags for value in scalar(tag, tags[tag]).value]
-        # One event for all of them: each is handed to a thread, which takes longer than what it is handed.
+        # One event for all tags: passing an event to the writer's thread takes longer than making it.
         self._writer.file_writer.add_summary(Summary(value=values), line["step"], walltime=line["time"])
         if "loss/train" in line:
             self._writer.add_scalar("loss/train_by_tokens", line["loss/train"], line["tokens"], walltime=line["time"])
 
-    def finish(self, config: dict[str, Any], figures: dict[str, float], step: int) -> None:
-        """The hyperparameters beside the final figures, once, for the HParams tab.
+    def finish(self, hyperparameters: dict[str, Any], figures: dict[str, float], step: int) -> None:
+        """Write the hyperparameters and final figures for the HParams tab, and close the file.
 
-        The tab sorts them by name and shows the first few: the paper's capitals come before all others.
+        The tab sorts hyperparameters by name and shows the first few, so the paper's capital letters come first.
         """
-        for summary in hparams({SYMBOLS.get(key, key): _scalar(value) for key, value in config.items()}, figures):
+        values = {SYMBOLS.get(key, key): _to_scalar(value) for key, value in hyperparameters.items()}
+        for summary in hparams(values, figures):
             self._writer.file_writer.add_summary(summary)
         for tag, value in figures.items():
             self._writer.add_scalar(tag, value, step)
         self.close()
 
     def close(self) -> None:
+        """Write what is buffered, and close the file."""
         self._writer.close()
 
 
-def write_scalars(folder: Path, tags: dict[str, float], step: int, what: str) -> None:
-    """Figures of an evaluation of the checkpoint of `step`, in an event file that takes the place of `what`'s last."""
-    with _replacing(folder, f".{quote(what, safe='')}.{step}{EVALUATION}") as writer:
+def write_scalars(folder: Path, tags: dict[str, float], step: int, name: str) -> None:
+    """Write an evaluation of the checkpoint of `step`; replaces the event file of the same name and step."""
+    with _replace_events(folder, f".{quote(name, safe='')}.{step}{EVALUATION}") as writer:
         for tag, value in tags.items():
             writer.add_scalar(tag, value, step)
 
 
-def write_curve(folder: Path, tag: str, points: dict[int, float], what: str) -> None:
-    """A figure against something else than the step, such as the length, in a file that takes the place of the last."""
-    with _replacing(folder, f".{quote(what, safe='')}{EVALUATION}") as writer:
+def write_curve(folder: Path, tag: str, points: dict[int, float], name: str) -> None:
+    """Write a curve over something other than steps, such as lengths; replaces the event file of the same name."""
+    with _replace_events(folder, f".{quote(name, safe='')}{EVALUATION}") as writer:
         for x, value in sorted(points.items()):
             writer.add_scalar(tag, value, x)
 
 
 @contextlib.contextmanager
-def _replacing(folder: Path, suffix: str) -> Iterator[SummaryWriter]:
-    """A writer of a file whose name ends in `suffix`; the one of before goes when this one is whole."""
+def _replace_events(folder: Path, suffix: str) -> Iterator[SummaryWriter]:
+    """Open an event file whose name ends in `suffix`, and delete the earlier ones once it is complete."""
     before = list(folder.glob(f"events.out.tfevents.*{suffix}"))
     with SummaryWriter(folder, filename_suffix=suffix) as writer:
         yield writer
@@ -131,5 +132,5 @@ def _replacing(folder: Path, suffix: str) -> Iterator[SummaryWriter]:
         path.unlink()
 
 
-def _scalar(value: Any) -> Any:
+def _to_scalar(value: Any) -> Any:
     return value if isinstance(value, bool | int | float | str) else str(value)

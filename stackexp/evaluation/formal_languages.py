@@ -1,0 +1,102 @@
+"""Figures of formal languages: accuracy by length, as scores, a table, a curve and a JSON record."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from stackexp.config.compose import to_dict
+from stackexp.config.experiment import ExperimentConfig
+from stackexp.config.formal_language import model_label
+from stackexp.config.yaml_files import flatten
+from stackexp.evaluation.request import EvaluationRequest, Sets, describe_evaluation
+from stackexp.files import read_json, write_atomically
+from stackexp.modules.transduction import average
+from stackexp.reports.formal.accuracy import accuracy_plot, accuracy_table, scores
+from stackexp.training.tensorboard import write_curve
+
+CURVE = "length/accuracy"  # the TensorBoard tag
+CURVE_FILE = "test.lengths"  # names the event file, so that a later test replaces it
+
+
+def summarize_test(config: ExperimentConfig, sets: Sets) -> dict[str, Any]:
+    """Return the figures of a test, with the keys of result.json."""
+    accuracy = _collect_accuracy(sets)
+    return {
+        **_summarize_lengths(config, accuracy),
+        **scores(config.data, accuracy),
+        "sequences_per_length": config.data.eval_sequences,
+        "length_stride": config.data.eval_length_stride,
+    }
+
+
+def _summarize_validation(config: ExperimentConfig, sets: Sets) -> dict[str, Any]:
+    mean = average(sets)
+    return {
+        **_summarize_lengths(config, _collect_accuracy(sets)),
+        "validation_accuracy": mean["accuracy"],
+        "validation_loss": mean["loss"],
+        "sequences_per_length": config.data.validation_sequences,
+    }
+
+
+def _summarize_lengths(config: ExperimentConfig, accuracy: dict[int, float]) -> dict[str, Any]:
+    return {
+        "task": config.data.task,
+        "model": model_label(flatten(to_dict(config))),
+        "accuracy": {str(length): value for length, value in accuracy.items()},
+    }
+
+
+def _collect_accuracy(sets: Sets) -> dict[int, float]:
+    """Return {41: accuracy} for {length_041: figures}."""
+    return {int(name.removeprefix("length_")): figures["accuracy"] for name, figures in sets.items()}
+
+
+def parse_accuracy(record: dict[str, Any]) -> dict[int, float]:
+    """Return the accuracy by length of a result.json or test.json."""
+    return {int(length): value for length, value in record["accuracy"].items()}
+
+
+def format_curves(config: ExperimentConfig, curves: dict[str, dict[int, float]]) -> str:
+    """Return a table and a plot of accuracy by length, for each model."""
+    title = f"{config.data.task}, {config.data.eval_sequences} test strings of each length"
+    table = accuracy_table(curves, config.data)
+    return f"{title}\n\n{table}\n\n{accuracy_plot(curves, config.data.max_length)}"
+
+
+def report(request: EvaluationRequest, checkpoint: Path, sets: Sets) -> None:
+    """Print the accuracy by length, and write it as JSON; a test also as a curve for TensorBoard."""
+    config, record = request.config, describe_evaluation(request, checkpoint)
+    print(f"{checkpoint}\n")
+    if request.stage == "test":
+        record |= summarize_test(config, sets)
+        print(format_curves(config, {record["model"]: parse_accuracy(record)}))
+    else:
+        record |= _summarize_validation(config, sets)
+        for length, value in parse_accuracy(record).items():
+            print(f"length {length:4d}  accuracy {value:.4f}")
+        print(f"mean         accuracy {record['validation_accuracy']:.4f}  loss {record['validation_loss']:.4f}")
+    if request.output is None:
+        return
+    path = _choose_path(request, request.output, record)
+    write_atomically(path, json.dumps(record, indent=2))
+    is_main_test = request.stage == "test" and request.ckpt_path is None and path == request.output
+    if is_main_test and request.should_write_events:
+        with request.open_event_folder() as folder:
+            write_curve(folder, CURVE, parse_accuracy(record), CURVE_FILE)
+    print(f"\nfigures: {path}")
+
+
+def _choose_path(request: EvaluationRequest, path: Path, record: dict[str, Any]) -> Path:
+    """Return `path`, or a name of its own for a test with fewer lengths or strings than the test that is there.
+
+    The name is test-to-<longest>-every-<stride>-of-<strings>.json. A test of another checkpoint is replaced.
+    """
+    if request.out or request.stage != "test" or not path.exists():
+        return path
+    previous, key = read_json(path), "sequences_per_length"
+    is_as_thorough = previous["accuracy"].keys() <= record["accuracy"].keys() and previous[key] <= record[key]
+    if is_as_thorough or previous["checkpoint"] != record["checkpoint"]:
+        return path
+    manner = f"to-{max(parse_accuracy(record))}-every-{record['length_stride']}-of-{record[key]}"
+    return path.with_name(f"{path.stem}-{manner}.json")

@@ -1,0 +1,51 @@
+"""Requests to stop, or to save a checkpoint, that all ranks obey after the same step."""
+
+import time
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+
+from stackexp.errors import Stopped
+from stackexp.training.signals import StopRequest
+
+STOPPED_ELSEWHERE = "another process received a stop request"
+BATCHES_BETWEEN_CHECKS = 16  # of an evaluation: each check is an all-reduce
+
+
+class StepRequests(pl.Callback):
+    """Shares stop and save requests across ranks, in the same all-reduce as the step metrics.
+
+    "stop" follows the `StopRequest` of any rank, "save" is due `checkpoint_minutes` after the last checkpoint.
+    """
+
+    def __init__(self, stop: StopRequest, checkpoint_minutes: float | None):
+        self._stop, self._minutes = stop, checkpoint_minutes
+        self._saved_at = time.monotonic()
+
+    def on_train_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        self._step = trainer.global_step
+
+    def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
+        if trainer.global_step == self._step:
+            return  # a micro-batch inside an accumulation
+        self._step = trainer.global_step
+        is_due = self._minutes is not None and time.monotonic() - self._saved_at > 60 * self._minutes
+        module.step_metrics.request("stop", self._stop.reason is not None)
+        module.step_metrics.request("save", is_due)
+
+    def on_save_checkpoint(self, *_: Any) -> None:
+        self._saved_at = time.monotonic()
+
+    def on_validation_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, *args: Any) -> None:
+        """Stop inside an evaluation, which can be long. The resumed run repeats it first."""
+        batch_idx = args[2]
+        if batch_idx % BATCHES_BETWEEN_CHECKS == 0:
+            requested = torch.tensor(float(self._stop.reason is not None), device=module.device)
+            if dist.is_initialized():
+                dist.all_reduce(requested)
+            if requested:
+                raise Stopped(self._stop.reason or STOPPED_ELSEWHERE)
+
+    on_test_batch_end = on_validation_batch_end

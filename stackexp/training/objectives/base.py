@@ -1,0 +1,153 @@
+"""The base class of objectives: the steps that every run ends with."""
+
+import json
+import time
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import lightning.pytorch as pl
+
+from stackexp import runs
+from stackexp.config.compose import to_dict
+from stackexp.config.experiment import ExperimentConfig
+from stackexp.config.yaml_files import flatten
+from stackexp.evaluation.request import EvaluationRequest, Sets, Stage
+from stackexp.evaluation.resumable import ResumableEvaluation
+from stackexp.models import checkpoints
+from stackexp.modules.base import TrainingModule
+from stackexp.modules.metrics import finite
+from stackexp.runs import RunFolder
+from stackexp.training.callbacks.metrics_log import MetricsLog
+from stackexp.training.processes import Processes
+
+AVERAGED_STEPS = 20  # the final training loss is the mean over this many steps
+
+
+@dataclass(frozen=True)
+class Session:
+    """One session of a run, from its start or the checkpoint it resumes."""
+
+    config: ExperimentConfig
+    folder: RunFolder
+    processes: Processes
+    data: pl.LightningDataModule
+    module: TrainingModule
+    trainer: pl.Trainer
+    metrics_log: MetricsLog
+    started_at: float  # time.perf_counter()
+
+
+class Objective(ABC):
+    """What a model is trained for: its module, its final evaluation, and its figures.
+
+    After the last step, `evaluate` scores every set of `final_stage`, and `write_result` leaves a finished run folder.
+    """
+
+    final_stage: ClassVar[Stage]
+    hyperparameters: ClassVar[tuple[str, ...]]  # prefixes of the options in TensorBoard's HParams tab
+    not_hyperparameters: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(self, config: ExperimentConfig):
+        self.config = config
+
+    @abstractmethod
+    def build_module(self, weights: Path | None = None) -> TrainingModule:
+        """Build the LightningModule, initialized, or with the weights of a checkpoint."""
+
+    @abstractmethod
+    def describe_training(self) -> str:
+        """Return a line about steps and data, for the header of a run."""
+
+    @abstractmethod
+    def report(self, request: EvaluationRequest, checkpoint: Path, sets: Sets) -> None:
+        """Print the figures of `validate` or `test`, and write them to `request.output`."""
+
+    @abstractmethod
+    def build_result(self, session: Session, sets: Sets) -> dict[str, Any]:
+        """Return the fields of result.json that depend on the objective."""
+
+    @abstractmethod
+    def list_final_figures(self, result: dict[str, Any]) -> dict[str, float]:
+        """Return the figures, by TensorBoard tag, that the HParams tab shows next to the hyperparameters."""
+
+    @abstractmethod
+    def format_result(self, session: Session, result: dict[str, Any]) -> str:
+        """Return the tables that end the output of `fit`."""
+
+    # Optional steps
+
+    def warn_about_limits(self, stage: str) -> None:  # noqa: B027 (optional)
+        """Log what the config cannot reach, such as strings longer than the memory holds."""
+
+    def build_measurements(self, folder: RunFolder) -> list[pl.Callback]:
+        """Build callbacks that measure something in each step."""
+        return []
+
+    def choose_checkpoint(self, run: RunFolder) -> Path:
+        """Return the checkpoint that is evaluated by default: the newest."""
+        return checkpoints.find_checkpoint(run, "last")
+
+    def load_final_checkpoint(self, session: Session) -> Path:
+        """Load the checkpoint that the final evaluation scores: by default, the weights after the last step."""
+        return session.processes.agree(lambda: self.choose_checkpoint(session.folder))
+
+    def find_known_sets(self, session: Session) -> Sets:
+        """Return the figures of `final_stage` that training has measured already."""
+        return {}
+
+    def write_events(self, session: Session, result: dict[str, Any]) -> None:  # noqa: B027 (optional)
+        """Write TensorBoard events besides the final figures."""
+
+    # The end of every run
+
+    def evaluate(self, session: Session) -> ResumableEvaluation:
+        """Score every set of `final_stage`, except the sets that were scored before a kill."""
+        checkpoint = self.load_final_checkpoint(session)
+        evaluation = ResumableEvaluation(
+            self.final_stage,
+            session.config,
+            session.data,
+            session.processes,
+            checkpoint,
+            output=session.folder.path / f"{self.final_stage}.json",
+        )
+        evaluation.run(session.trainer, session.module, self.find_known_sets(session))
+        return evaluation
+
+    def write_result(self, session: Session, sets: Sets) -> None:
+        """Write the final figures to TensorBoard and result.json, result.json last, and print them. Rank 0 only."""
+        seconds = time.perf_counter() - session.started_at
+        lines = [line for line in session.folder.read_metrics() if "loss/train" in line]
+        losses = [line["loss/train"] for line in lines]
+        result = {
+            "steps": self.config.trainer.max_steps,
+            "tokens": lines[-1]["tokens"],
+            "parameters": session.module.model.num_parameters(),
+            "memory_parameters": session.module.model.num_parameters(memory=True),
+            "train_loss": {"first": losses[0], "last_20_steps": mean_of_last(losses)},
+            **self.build_result(session, sets),
+            "seconds_of_last_session": round(seconds, 1),
+        }
+        figures = {"final/loss/train": result["train_loss"]["last_20_steps"]} | self.list_final_figures(result)
+        session.metrics_log.finish(self._list_hyperparameters(), figures)
+        self.write_events(session, result)
+        runs.write_atomically(session.folder.result, json.dumps(finite(result), indent=2))
+        print(
+            f"\ntraining loss {losses[0]:.3f} (first step), {mean_of_last(losses):.3f} (mean of the last "
+            f"{AVERAGED_STEPS} steps); {seconds:.0f} s\n\n{self.format_result(session, result)}\n\n"
+            f"run folder: {session.folder.path}\ncurves:     tensorboard --logdir {self.config.logging.root}",
+            flush=True,
+        )
+
+    def _list_hyperparameters(self) -> dict[str, Any]:
+        options = flatten(to_dict(self.config)).items()
+        included = {key: value for key, value in options if key.startswith(self.hyperparameters)}
+        return {key: value for key, value in included.items() if not key.startswith(self.not_hyperparameters)}
+
+
+def mean_of_last(values: list[float]) -> float:
+    """Return the mean of the last AVERAGED_STEPS values."""
+    last = values[-AVERAGED_STEPS:]
+    return sum(last) / len(last)

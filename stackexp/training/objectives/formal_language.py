@@ -1,0 +1,82 @@
+"""The objective of formal languages: answers to strings, tested on strings longer than those in training."""
+
+from pathlib import Path
+from typing import Any
+
+from stackexp.datamodules.formal_language import warn_of_slots
+from stackexp.evaluation import formal_languages
+from stackexp.evaluation.request import EvaluationRequest, Sets
+from stackexp.models import checkpoints
+from stackexp.modules.transduction import Transduction, average
+from stackexp.runs import RunFolder
+from stackexp.training.objectives.base import Objective, Session, mean_of_last
+from stackexp.training.tensorboard import write_curve
+
+
+class FormalLanguageObjective(Objective):
+    """Strings of a formal language. A run ends with the accuracy of its best checkpoint at every test length."""
+
+    final_stage = "test"
+    hyperparameters = ("model.", "data.", "optimizer.", "schedule.", "seed", "trainer.max_steps")
+    not_hyperparameters = ("data.validation_", "data.eval_")
+
+    def build_module(self, weights: Path | None = None) -> Transduction:
+        return Transduction(self.config, weights)
+
+    def warn_about_limits(self, stage: str) -> None:
+        warn_of_slots(self.config, stage)
+
+    def describe_training(self) -> str:
+        data = self.config.data
+        text = f"{self.config.trainer.max_steps:,} steps of {data.batch_size} strings of {data.task}, lengths up to "
+        share = f", the longest in {data.longest_fraction:.0%} of the batches" if data.longest_fraction else ""
+        if not data.curriculum_steps:
+            return f"{text}{data.max_length}{share}"
+        growth = f"{data.curriculum_start}, growing to {data.max_length} over {data.curriculum_steps:,} steps"
+        return f"{text}{growth}{share}"
+
+    def choose_checkpoint(self, run: RunFolder) -> Path:
+        """Return the best checkpoint by validation loss, or the newest.
+
+        Once a task is solved the gradient almost vanishes, and Adam's updates may undo the solution.
+        """
+        return checkpoints.find_checkpoint(run, "best" if run.best_checkpoint() else "last")
+
+    def load_final_checkpoint(self, session: Session) -> Path:
+        """Load the best checkpoint, and validate it unless the last validation has done so."""
+        checkpoint = super().load_final_checkpoint(session)
+        step, last_step, module = int(checkpoint.name), self.config.trainer.max_steps, session.module
+        if step != last_step:
+            checkpoints.load_weights(module.model, checkpoint)
+        if step != last_step or module.set_metrics_step != last_step:
+            session.trainer.validate(module, session.data, verbose=False)
+        self._validation = {"tested_step": step} | average(module.set_metrics)
+        return checkpoint
+
+    def build_result(self, session: Session, sets: Sets) -> dict[str, Any]:
+        accuracies = [line["accuracy/train"] for line in session.folder.read_metrics() if "accuracy/train" in line]
+        return {
+            "train_accuracy": mean_of_last(accuracies),
+            "tested_step": self._validation["tested_step"],
+            "validation_accuracy": self._validation["accuracy"],
+            "validation_loss": self._validation["loss"],
+            **formal_languages.summarize_test(self.config, sets),
+        }
+
+    def list_final_figures(self, result: dict[str, Any]) -> dict[str, float]:
+        figures = {f"final/{key}": value for key, value in result.items() if key.startswith("score_")}
+        return figures | {"final/validation_accuracy": result["validation_accuracy"]}
+
+    def write_events(self, session: Session, result: dict[str, Any]) -> None:
+        if self.config.logging.tensorboard:
+            accuracy = formal_languages.parse_accuracy(result)
+            write_curve(session.folder.path, formal_languages.CURVE, accuracy, formal_languages.CURVE_FILE)
+
+    def format_result(self, session: Session, result: dict[str, Any]) -> str:
+        tested = f"tested checkpoint: step {result['tested_step']:,}"
+        accuracy = f"validation accuracy {result['validation_accuracy']:.3f}"
+        curves = {result["model"]: formal_languages.parse_accuracy(result)}
+        return f"{tested}, {accuracy}\n\n{formal_languages.format_curves(self.config, curves)}"
+
+    def report(self, request: EvaluationRequest, checkpoint: Path, sets: Sets) -> None:
+        formal_languages.report(request, checkpoint, sets)

@@ -1,0 +1,192 @@
+"""A watchdog that detects a process of the run that is gone or hangs, names it, and ends the others."""
+
+import contextlib
+import json
+import os
+import socket
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch.distributed as dist
+
+from stackexp.errors import first_line
+
+INTERVAL = 1.0  # seconds between two heartbeats
+SILENCE = 30.0  # seconds without a heartbeat until a process on another machine counts as gone
+GRACE = 3.0  # seconds for a process to report the cause itself
+VERDICT = "verdict"
+FIRST_RANK_GONE = "rank 0 is gone: it does not answer"
+
+
+class Watchdog(pl.Callback):
+    """A thread in every process that shares heartbeats and progress through a store of its own.
+
+    If a process is gone, or no process makes progress for `timeout` seconds, each process prints one line that names
+    the culprit and exits with code 1, because a collective that waits for that process would never return.
+    """
+
+    def __init__(self, rank: int, size: int, timeout: float):
+        self._rank, self._size, self._timeout = rank, size, timeout
+        self._store = _connect_store(rank, size)
+        self._batches, self._last_progress = 0, time.monotonic()
+        self._is_stopping = threading.Event()
+        self._verdict: str | None = None
+        self._store_call_began: float | None = None
+        self._heartbeats: dict[int, tuple[int, float]] = {}  # rank -> last heartbeat, and when it first arrived here
+        self._main_thread = threading.main_thread().ident
+        self._thread = threading.Thread(target=self._run, daemon=True, name="watchdog")
+
+    def start(self) -> None:
+        """Start the threads."""
+        self._send_heartbeat()
+        self._thread.start()
+        threading.Thread(target=self._guard_store, daemon=True, name="watchdog-guard").start()
+
+    def stop(self) -> None:
+        """Report a regular exit, so that the other processes do not count this one as gone."""
+        if not self._is_stopping.is_set():
+            self._is_stopping.set()
+            self._thread.join(GRACE)
+            with self._store_call():  # rank 0, which hosts the store, may have exited before
+                self._store.set(str(self._rank), json.dumps({"done": True}))
+
+    def report(self, cause: str) -> None:
+        """Report to the other processes why this one is about to exit."""
+        if not self._is_stopping.is_set():
+            with self._store_call():
+                self._store.compare_set(VERDICT, "", f"rank {self._rank}: {cause}")
+                time.sleep(2 * INTERVAL)  # rank 0 hosts the store: the others must read it before rank 0 exits
+
+    def find_cause(self, error: Exception) -> str:
+        """Wait for the verdict, and return it as the cause of a failed collective."""
+        deadline = time.monotonic() + SILENCE + 10
+        while time.monotonic() < deadline and self._verdict is None:
+            time.sleep(INTERVAL / 2)
+        return self._verdict or f"lost contact with another process ({first_line(error)})"
+
+    @contextlib.contextmanager
+    def _store_call(self) -> Iterator[None]:
+        """Time a call of the store for `_guard_store`, and ignore a store that is gone."""
+        self._store_call_began = time.monotonic()
+        with contextlib.suppress(RuntimeError):
+            yield
+        self._store_call_began = None
+
+    def _guard_store(self) -> None:
+        """Exit if the store does not answer: it waits forever for a rank 0 that is frozen or has lost its power."""
+        while True:
+            time.sleep(INTERVAL)
+            began = self._store_call_began
+            if began is not None and time.monotonic() - began > SILENCE:
+                _exit(self._rank, FIRST_RANK_GONE)
+
+    # Progress, as reported by Lightning's loops
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        """Count any hook below as progress."""
+        self._batches, self._last_progress = self._batches + 1, time.monotonic()
+
+    on_train_batch_end = on_validation_batch_end = on_test_batch_end = on_save_checkpoint = on_train_batch_start
+    on_train_start = on_validation_start = on_validation_end = on_test_start = on_train_batch_start
+
+    # The watchdog thread
+
+    def _run(self) -> None:
+        while not self._is_stopping.wait(INTERVAL):
+            self._verdict = FIRST_RANK_GONE
+            with self._store_call():
+                self._verdict = self._check()
+            if self._verdict and not self._is_stopping.wait(GRACE):  # otherwise the main thread reports it and exits
+                _exit(self._rank, self._verdict)
+
+    def _check(self) -> str | None:
+        """Return the verdict of the first process that found a fault, or None."""
+        self._send_heartbeat()
+        if verdict := self._find_fault():
+            self._store.compare_set(VERDICT, "", verdict)
+        return self._store.get(VERDICT).decode() if self._store.check([VERDICT]) else None
+
+    def _send_heartbeat(self) -> None:
+        frame = sys._current_frames().get(
+            self._main_thread
+        )  # private, but the documented way to another thread's stack
+        where = f"{_shorten(frame.f_code.co_filename)}:{frame.f_lineno} ({frame.f_code.co_name})" if frame else "?"
+        idle = time.monotonic() - self._last_progress
+        status = {"beat": time.monotonic(), "batches": self._batches, "idle": idle, "where": where}
+        self._store.set(str(self._rank), json.dumps(status | {"host": socket.gethostname(), "pid": os.getpid()}))
+
+    def _find_fault(self) -> str | None:
+        """Check all processes on rank 0, and rank 0 on the others."""
+        known = [r for r in (range(self._size) if self._rank == 0 else [0]) if self._store.check([str(r)])]
+        statuses = {rank: json.loads(self._store.get(str(rank))) for rank in known}
+        statuses = {rank: status for rank, status in statuses.items() if "done" not in status}
+        for rank, status in statuses.items():
+            if rank != self._rank and self._is_gone(rank, status):
+                return f"rank {rank} (process {status['pid']} on {status['host']}) is gone"
+        everyone = len(statuses) == self._size
+        if everyone and min(status["idle"] for status in statuses.values()) > self._timeout:
+            return _describe_hang(statuses, self._timeout)
+        return None
+
+    def _is_gone(self, rank: int, status: dict[str, Any]) -> bool:
+        if status["host"] == socket.gethostname() and not _is_alive(status["pid"]):
+            return True
+        now, (beat, since) = time.monotonic(), self._heartbeats.get(rank, (None, 0.0))
+        if beat != status["beat"]:
+            self._heartbeats[rank] = (status["beat"], now)
+            return False
+        return now - since > SILENCE
+
+
+def _connect_store(rank: int, size: int) -> dist.Store:
+    """Connect to a store on rank 0, separate from the store of the collectives."""
+    address: list[Any] = [None, None]
+    if rank == 0:
+        host = os.environ["MASTER_ADDR"]
+        store = dist.TCPStore(host, 0, size, is_master=True, wait_for_workers=False)
+        address = [host, store.port]
+    dist.broadcast_object_list(address)
+    return store if rank == 0 else dist.TCPStore(address[0], address[1], size, is_master=False)
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def _describe_hang(statuses: dict[int, dict[str, Any]], timeout: float) -> str:
+    """Name the ranks with the fewest batches, or else those at another line of code than most."""
+    batches = Counter(status["batches"] for status in statuses.values())
+    lines = Counter(status["where"] for status in statuses.values())
+    fewest, common = min(batches), lines.most_common(1)[0][0]
+    stuck = [r for r, status in statuses.items() if status["batches"] == fewest] if len(batches) > 1 else []
+    if lines[common] > len(statuses) / 2:
+        stuck = stuck or [r for r, status in statuses.items() if status["where"] != common]
+    stuck = stuck or [r for r, status in statuses.items() if not _is_in_torch(status["where"])] or list(statuses)
+    named = ", ".join(f"rank {rank} at {statuses[rank]['where']}" for rank in stuck[:8])
+    rest = next((status["where"] for rank, status in statuses.items() if rank not in stuck), None)
+    waiting = f"; the others wait at {rest}" if rest else ""
+    return f"no progress for {timeout:g} s: {named}{waiting}; see trainer.collective_timeout"
+
+
+def _is_in_torch(where: str) -> bool:
+    return where.startswith("torch/")
+
+
+def _shorten(file: str) -> str:
+    """Return torch/autograd/graph.py for .../site-packages/torch/autograd/graph.py."""
+    return file.rsplit("site-packages/", 1)[-1] if "site-packages/" in file else "/".join(file.split("/")[-2:])
+
+
+def _exit(rank: int, verdict: str) -> None:
+    prefix = "\nerror: " if rank == 0 else f"\nerror: rank {rank}: "  # on a line below the progress bar
+    print(f"{prefix}{verdict}; resume with --ckpt_path last", file=sys.stderr, flush=True)
+    os._exit(1)
