@@ -64,6 +64,7 @@ def write_files(texts: list[str], folder: Path) -> None:
 def measure(texts: list[str], folder: Path, vocab_size: int, workers: int, turns: int) -> tuple[list[dict], int]:
     """Seconds of each turn, and the number of tokens."""
     from stackexp.data.prepare import prepare
+    from stackexp.data.prepare_plan import Plan
     from stackexp.data.tokenizer import load_tokenizer, train_tokenizer
 
     path = folder / "tokenizer.json"
@@ -75,9 +76,9 @@ def measure(texts: list[str], folder: Path, vocab_size: int, workers: int, turns
         for n in range(0, len(texts), DOCUMENTS):
             tokenizer.encode_batch_fast(texts[n : n + DOCUMENTS], add_special_tokens=False)
         seconds = {"alone": time.perf_counter() - start, "alone_processors": processor_seconds() - processors}
-        settings = {"tokenizer": path, "workers": workers, "unit_bytes": 1, "progress": False}
+        plan = Plan(folder / "source", tokenizer=path, unit_bytes=1)
         start, processors = time.perf_counter(), processor_seconds()
-        corpus = prepare(folder / "source", folder / f"set{turn}", **settings)
+        corpus = prepare(plan, folder / f"set{turn}", workers=workers, show_progress=False)
         seconds |= {"prepare": time.perf_counter() - start, "prepare_processors": processor_seconds() - processors}
         taken.append(seconds)
         assert corpus.documents == len(texts)

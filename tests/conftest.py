@@ -53,8 +53,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory) -> dict[str, Path]:
-    """Prepared sets `train`, `left` and `right` of this repository's and the standard library's own text."""
-    from stackexp.verbs.data_prepare import main
+    """Prepare the sets `train`, `left` and `right` from files of the standard library."""
+    from corpora import prepare_set
 
     folder = tmp_path_factory.mktemp("corpus")
     stdlib = Path(os.__file__).parent
@@ -64,10 +64,9 @@ def corpus(tmp_path_factory) -> dict[str, Path]:
         source.mkdir(parents=True)
         for file in files:
             (source / file).with_suffix(".txt").write_text((stdlib / file).read_text())
-        tokenizer = ["--tokenizer", str(sets["train"] / "tokenizer.json")] if sets else ["--vocab-size", "300"]
+        tokenizer = {"tokenizer": sets["train"] / "tokenizer.json"} if sets else {"vocab_size": 300}
         sets[name] = folder / name
-        argv = [str(source), "--to", str(sets[name]), "--context-length", "32", "--workers", "1", *tokenizer]
-        assert main(argv) == 0
+        prepare_set(source, sets[name], context_length=32, **tokenizer)
     return sets
 
 

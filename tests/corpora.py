@@ -1,21 +1,28 @@
-"""Real text for the tests of `data prepare`, and what it makes of it."""
+"""Text for the tests of `data prepare`, and helpers to prepare it and compare the results."""
 
 import json
 import os
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+
+from stackexp.data.prepare import prepare
+from stackexp.data.prepare_plan import Plan
+from stackexp.data.shards import Corpus
 
 STDLIB = Path(os.__file__).parent
 TEXTS = [(STDLIB / name).read_text() for name in ("ast.py", "bisect.py", "heapq.py", "keyword.py", "queue.py")]
 
 
 def json_lines(texts: list[str]) -> bytes:
-    return b"".join(
-        json.dumps({"id": str(i), "text": t, "source": "test"}).encode() + b"\n" for i, t in enumerate(texts)
-    )
+    """Return a JSON Lines file with a document per line."""
+    lines = [json.dumps({"id": str(i), "text": text, "source": "test"}) for i, text in enumerate(texts)]
+    return "".join(f"{line}\n" for line in lines).encode()
 
 
 def write_many(folder: Path, count: int) -> Path:
-    """Files of 9 kB, two documents each."""
+    """Write files of 9 kB with two documents each."""
     folder.mkdir(parents=True, exist_ok=True)
     text = "".join((STDLIB / name).read_text() for name in ("argparse.py", "inspect.py", "typing.py", "turtle.py"))
     for n in range(count):
@@ -23,7 +30,24 @@ def write_many(folder: Path, count: int) -> Path:
     return folder
 
 
+def prepare_set(source: Path, folder: Path, **options: Any) -> Corpus | None:
+    """Prepare a small set: 300 token ids unless a tokenizer is given, sequences of 64 tokens, one process."""
+    names = ("tokenizer", "vocab_size", "context_length", "unit_bytes")
+    settings = {"context_length": 64} | {name: options.pop(name) for name in names if name in options}
+    if "tokenizer" not in settings:
+        settings.setdefault("vocab_size", 300)
+    return prepare(Plan(source, **settings), folder, **{"workers": 1, "show_progress": False} | options)
+
+
 def files_of(folder: Path) -> dict[str, bytes]:
-    """Everything in the folder but what records how it came about."""
+    """Return the contents of all files of a set, except those that depend on how it was made."""
     paths = [p for p in sorted(folder.rglob("*")) if p.is_file() and p.name != "plan.json" and p.name[0] != "."]
     return {str(p.relative_to(folder)): p.read_bytes() for p in paths if p.parent.name != "jobs"}
+
+
+def wait_for(condition: Callable[[], object], message: str = "timed out") -> None:
+    """Wait up to two minutes until a condition holds."""
+    deadline = time.monotonic() + 120
+    while not condition():
+        assert time.monotonic() < deadline, message
+        time.sleep(0.002)

@@ -6,13 +6,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from corpora import TEXTS, json_lines
+from corpora import TEXTS, json_lines, prepare_set
 
-from stackexp.data.packing import TAIL
-from stackexp.data.prepare import prepare
 from stackexp.data.shards import TokenSet
 from stackexp.data.token_files import write_token_file
 from stackexp.data.tokenizer import compute_fingerprint, load_tokenizer
+from stackexp.data.units import TAIL
 from stackexp.errors import ConfigError, RunError
 from stackexp.reports.data.lengths import Documents, Lengths
 from stackexp.verbs.data_inspect import main
@@ -28,7 +27,7 @@ def prepared(tmp_path_factory) -> Path:
     for n in range(4):
         lines = json_lines(DOCUMENTS[n::4]) + (b"nonsense\n" if n == 2 else b"")
         (folder / "source" / f"{n}.jsonl").write_bytes(lines)
-    prepare(folder / "source", folder / "set", vocab_size=400, context_length=64, unit_bytes=1, progress=False)
+    prepare_set(folder / "source", folder / "set", vocab_size=400, unit_bytes=1)
     return folder / "set"
 
 
@@ -138,8 +137,7 @@ def test_damaged_ends_of_units_are_named(copy, capsys):
 def test_a_unit_too_short_for_a_sequence(prepared, tmp_path, capsys):
     (tmp_path / "a.txt").write_text(TEXTS[1])
     (tmp_path / "b.txt").write_text("short")
-    settings = {"tokenizer": prepared / "tokenizer.json", "context_length": 64, "unit_bytes": 1, "progress": False}
-    prepare(tmp_path, tmp_path / "set", **settings)
+    prepare_set(tmp_path, tmp_path / "set", tokenizer=prepared / "tokenizer.json", unit_bytes=1)
     [found] = as_json(capsys, tmp_path / "set")
     assert sum(found["lengths"]["documents"]) == found["documents"] == 2
 

@@ -1,4 +1,4 @@
-"""Which files a source folder holds."""
+"""Finding the files of a source folder, and reading their documents."""
 
 import gzip
 import json
@@ -7,24 +7,24 @@ from pathlib import Path
 
 import pytest
 import zstandard
+from corpora import prepare_set
 
 from stackexp.data import readers
-from stackexp.data.prepare import Plan, begin, prepare
 from stackexp.data.readers import BadLine, Piece
 from stackexp.data.sources import find_sources
 from stackexp.errors import RunError
 
 
-def test_a_folder_is_read_once_however_many_links_lead_to_it(tmp_path):
+def test_linked_folders_are_read_once(tmp_path):
     top, outside = tmp_path / "outer" / "top", tmp_path / "outside"
     for folder in (top / "sub", top / ".store" / "kept", outside / "deep"):
         folder.mkdir(parents=True)
         (folder / f"{folder.name}.txt").write_text("text")
-    (tmp_path / "outer" / "beside.txt").write_text("text")
+    (tmp_path / "outer" / "sibling.txt").write_text("text")
     (outside / "above.txt").write_text("text")
     for link, target in {
-        "again": top / "sub",  # into the tree
-        "kept": top / ".store" / "kept",  # into a folder that is hidden there
+        "again": top / "sub",
+        "kept": top / ".store" / "kept",  # otherwise hidden
         "loop": top,
         "up": top.parent,
         "zone": outside,
@@ -39,7 +39,7 @@ def test_a_folder_is_read_once_however_many_links_lead_to_it(tmp_path):
     assert [source.name for source in find_sources(tmp_path / "link")] == names
 
 
-def test_a_name_that_is_not_utf_8_is_refused(tmp_path):
+def test_file_name_that_is_not_utf8_is_refused(tmp_path):
     with open(os.fsencode(tmp_path) + b"/caf\xe9.txt", "w") as file:
         file.write("text")
     with pytest.raises(RunError, match=r"the name of 'caf\\udce9.txt' is not UTF-8; rename it") as error:
@@ -47,7 +47,7 @@ def test_a_name_that_is_not_utf_8_is_refused(tmp_path):
     str(error.value).encode()
 
 
-def test_what_cannot_be_read_is_not_left_out(tmp_path, monkeypatch):
+def test_unreadable_files_and_folders_are_refused(tmp_path, monkeypatch):
     (tmp_path / "a.txt").write_text("text")
     (tmp_path / "other").symlink_to("nowhere")
     assert [source.name for source in find_sources(tmp_path)] == ["a.txt"]
@@ -65,33 +65,22 @@ def test_what_cannot_be_read_is_not_left_out(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "scandir", refuse)
     with pytest.raises(RunError, match=r"/closed: cannot be read \(Permission denied\); fix that") as error:
-        prepare(tmp_path, tmp_path / "to", vocab_size=300)
+        prepare_set(tmp_path, tmp_path / "to")
     assert "\n" not in str(error.value)
 
 
-def test_sets_within_the_sources_are_left_out(tmp_path):
-    """One that is only begun, where Slurm's logs lie already, and a copy, of which hidden files were left behind."""
-    (tmp_path / "a.txt").write_text("text")
-    begin(Plan(tmp_path, None, 300, 64), tmp_path / "set")
-    (tmp_path / "set" / "jobs").mkdir()
-    (tmp_path / "copy").mkdir()
-    for name in ("set/jobs/1.txt", "copy/index.json", "copy/corpus.json", "copy/notes.txt"):
-        (tmp_path / name).write_text("{}")
-    assert [source.name for source in find_sources(tmp_path)] == ["a.txt"]
-
-
-def test_text_is_cut_alike_in_files_of_every_kind(tmp_path, monkeypatch):
+def test_text_and_json_files_are_split_alike(tmp_path, monkeypatch):
     monkeypatch.setattr(readers, "PIECE_CHARACTERS", 50)
     text = "a line of it\r\nand more of 東京, " * 30 + "\n"
     (tmp_path / "a.txt").write_bytes(text.encode())
     (tmp_path / "b.jsonl").write_text(json.dumps({"text": text}))
-    of_text, of_lines = (list(readers.read_pieces(source)) for source in find_sources(tmp_path))
-    assert of_text == of_lines
-    assert "".join(piece.text for piece in of_text) == text
+    text_pieces, json_pieces = (list(readers.read_pieces(source)) for source in find_sources(tmp_path))
+    assert text_pieces == json_pieces
+    assert "".join(piece.text for piece in text_pieces) == text
 
 
 def lines_of(folder: Path, name: str, lines: list[bytes]) -> list[Piece | BadLine]:
-    """Write the lines to a file, compressed as its name says, and read it."""
+    """Write the lines to a file, compressed if its suffix says so, and read it."""
     compress = {".gz": gzip.compress, ".zst": zstandard.compress}.get(Path(name).suffix, bytes)
     (folder / name).write_bytes(compress(b"\n".join(lines)))
     return list(readers.read_pieces(find_sources(folder / name)[0]))

@@ -1,3 +1,5 @@
+"""The quickstart corpus."""
+
 import os
 import shutil
 import signal
@@ -32,7 +34,7 @@ def corpora() -> stdlib.Corpora:
     return stdlib.read_stdlib(ROOT)
 
 
-def test_no_file_is_in_two_sets_and_every_set_is_worth_measuring(corpora):
+def test_sets_are_disjoint_and_large_enough(corpora):
     paths = [path for texts in (corpora.train, *corpora.held_out.values()) for path in texts]
     assert len(paths) == len(set(paths))
     assert sorted(corpora.held_out) == sorted(SETS)
@@ -45,16 +47,16 @@ def test_no_file_is_in_two_sets_and_every_set_is_worth_measuring(corpora):
     )
 
 
-def test_the_docstrings_set_holds_docstrings_alone(corpora):
+def test_docstrings_set_contains_docstrings_only(corpora):
     texts = corpora.held_out["stdlib-docstrings"]
     assert not set(texts) & set(corpora.train)
     assert texts["heapq.py"].startswith("Heap queue algorithm")
     code = 'import a\n"""not a docstring"""\ndef f(): "of f"\nclass C:\n    "of C"\n    async def g(self): "of g"\n'
-    assert stdlib.docstrings(code) == "of f\n\nof C\n\nof g\n"
+    assert stdlib.extract_docstrings(code) == "of f\n\nof C\n\nof g\n"
 
 
-def test_prepared_once_then_taken_from_the_cache(cache):
-    first = stdlib.prepare_stdlib(SMALL, progress=False)
+def test_sets_are_prepared_once_and_then_cached(cache):
+    first = stdlib.prepare_stdlib(SMALL, show_progress=False)
     assert list(first.validation) + list(first.test) == SETS
     folders = [first.train, *first.validation.values(), *first.test.values()]
     opened = [TokenSet(folder) for folder in folders]
@@ -62,14 +64,14 @@ def test_prepared_once_then_taken_from_the_cache(cache):
     assert len({tokens.corpus.tokenizer for tokens in opened}) == 1
     assert compute_fingerprint(load_tokenizer(first.tokenizer)) == opened[0].corpus.tokenizer
     before = {path: path.stat().st_mtime_ns for path in cache.rglob("*")}
-    assert stdlib.prepare_stdlib(SMALL, progress=False) == first
+    assert stdlib.prepare_stdlib(SMALL, show_progress=False) == first
     assert {path: path.stat().st_mtime_ns for path in cache.rglob("*")} == before
-    other = stdlib.prepare_stdlib(StdlibConfig(vocab_size=300, context_length=32), progress=False)
+    other = stdlib.prepare_stdlib(StdlibConfig(vocab_size=300, context_length=32), show_progress=False)
     assert other.train.parent != first.train.parent
     assert TokenSet(other.train).corpus.context_length == 32
 
 
-def test_where_the_cache_is(monkeypatch):
+def test_cache_root_follows_the_environment(monkeypatch):
     monkeypatch.setenv("HOME", "/home/x")
     monkeypatch.delenv("STACKEXP_CACHE", raising=False)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
@@ -84,7 +86,7 @@ SCRIPT = """
 from stackexp.config.data import StdlibConfig
 from stackexp.data import stdlib
 stdlib.TRAIN_BYTES = 200_000
-stdlib.prepare_stdlib(StdlibConfig(vocab_size=300, context_length=64), progress=False)
+stdlib.prepare_stdlib(StdlibConfig(vocab_size=300, context_length=64), show_progress=False)
 """
 
 
@@ -92,8 +94,8 @@ def start(**kwargs) -> subprocess.Popen:
     return subprocess.Popen([sys.executable, "-c", SCRIPT], env=os.environ, **kwargs)
 
 
-def test_killed_while_building_nothing_counts(cache):
-    for _ in range(5):  # a machine may be too quick for one kill
+def test_killed_preparation_leaves_no_set(cache):
+    for _ in range(5):  # the machine may finish before the kill
         process = start()
         while not list(cache.glob("*.tmp/train")) and process.poll() is None:
             time.sleep(0.002)
@@ -102,14 +104,14 @@ def test_killed_while_building_nothing_counts(cache):
         if hit := bool(list(cache.glob("stdlib-*.tmp"))):
             break
         shutil.rmtree(cache)
-    assert hit, "no kill met the middle"
+    assert hit, "no kill hit an unfinished preparation"
     assert not [path for path in cache.glob("stdlib-*") if not path.suffix]
-    prepared = stdlib.prepare_stdlib(SMALL, progress=False)
+    prepared = stdlib.prepare_stdlib(SMALL, show_progress=False)
     assert len(TokenSet(prepared.train)) > 100
     assert not list(cache.glob("stdlib-*.tmp"))
 
 
-def test_two_first_runs_at_once(cache):
+def test_concurrent_first_runs_prepare_one_set(cache):
     processes = [start(stderr=subprocess.PIPE, text=True) for _ in range(2)]
     messages = [process.communicate()[1] for process in processes]
     assert [process.returncode for process in processes] == [0, 0], messages
@@ -117,14 +119,14 @@ def test_two_first_runs_at_once(cache):
 
 
 def fake_stdlib(folder: Path) -> Path:
-    held_out = [package for sets in stdlib.HELD_OUT.values() for packages in sets.values() for package in packages]
-    for name in [f"{package}/__init__.py" for package in held_out] + ["heapq.py", "os.py", "test/test_os.py"]:
+    packages = [package for group in (stdlib.VALIDATION_PACKAGES | stdlib.TEST_PACKAGES).values() for package in group]
+    for name in [f"{package}/__init__.py" for package in packages] + ["heapq.py", "os.py", "test/test_os.py"]:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(f'"""Docstring of {name}."""\n')
     return folder
 
 
-def test_files_in_other_encodings_and_files_that_are_broken(tmp_path):
+def test_declared_encodings_are_read_and_broken_files_skipped(tmp_path):
     root = fake_stdlib(tmp_path)
     (root / "latin.py").write_bytes("# -*- coding: latin-1 -*-\nname = 'é'\n".encode("latin-1"))
     (root / "binary.py").write_bytes(b"name = '\xe9'\n")
@@ -136,7 +138,7 @@ def test_files_in_other_encodings_and_files_that_are_broken(tmp_path):
     assert sorted(corpora.skipped) == ["binary.py", "csv.py"]
 
 
-def test_the_cap_counts_bytes(tmp_path, monkeypatch):
+def test_cap_counts_bytes(tmp_path, monkeypatch):
     root = fake_stdlib(tmp_path)
     for n in range(8):
         (root / f"module{n}.py").write_text("# " + "é" * 100)
@@ -146,7 +148,7 @@ def test_the_cap_counts_bytes(tmp_path, monkeypatch):
     assert sum(sizes) >= 500 > sum(sizes[:-1])
 
 
-def test_a_python_without_its_source_is_one_line(tmp_path):
+def test_missing_library_source_is_a_one_line_error(tmp_path):
     root = fake_stdlib(tmp_path)
     (root / "asyncio" / "__init__.py").unlink()
     with pytest.raises(RunError, match=r"nothing for stdlib-asyncio.*data\.kind=shards") as error:
@@ -154,8 +156,8 @@ def test_a_python_without_its_source_is_one_line(tmp_path):
     assert "\n" not in str(error.value)
 
 
-def test_a_cache_that_cannot_be_written_is_one_line(tmp_path, monkeypatch):
+def test_unwritable_cache_is_a_one_line_error(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("STACKEXP_CACHE", str(tmp_path / "file" / "cache"))
-    with pytest.raises(RunError, match=r"cannot write .*STACKEXP_CACHE"):
-        stdlib.prepare_stdlib(SMALL, progress=False)
+    with pytest.raises(RunError, match=r"cannot be written .*STACKEXP_CACHE"):
+        stdlib.prepare_stdlib(SMALL, show_progress=False)

@@ -1,3 +1,5 @@
+"""Training, loading and fingerprints of tokenizers, and bytes per token."""
+
 import json
 
 import pytest
@@ -16,7 +18,7 @@ def trained() -> Tokenizer:
     return tok.train_tokenizer(TEXTS, 305)
 
 
-def test_training_gives_the_size_asked_for_and_depends_on_nothing_else(trained):
+def test_training_is_deterministic_and_gives_the_requested_size(trained):
     assert tok.get_vocab_size(trained) == 305
     assert trained.token_to_id("<|endoftext|>") == 0 == tok.get_end_of_text_id(trained)
     assert tok.train_tokenizer(iter(TEXTS), 305).to_str() == trained.to_str()
@@ -24,13 +26,13 @@ def test_training_gives_the_size_asked_for_and_depends_on_nothing_else(trained):
 
 @given(st.text(st.characters(exclude_categories=["Cs"])))
 @settings(deadline=None, max_examples=200)
-def test_any_text_comes_back_and_its_bytes_are_counted(trained, text):
+def test_decoding_restores_any_text_and_token_bytes_sum_to_its_size(trained, text):
     ids = trained.encode(text, add_special_tokens=False).ids
     assert trained.decode(ids, skip_special_tokens=False) == text
     assert tok.count_token_bytes(trained)[ids].sum() == len(text.encode())
 
 
-def test_end_of_text_written_in_a_text_is_not_the_end_of_the_text(trained, tmp_path):
+def test_end_of_text_within_a_text_is_encoded_as_characters(trained, tmp_path):
     trained.save(str(tmp_path / "tokenizer.json"))
     for tokenizer in (trained, tok.load_tokenizer(tmp_path / "tokenizer.json")):
         ids = tokenizer.encode("a<|endoftext|>b").ids
@@ -38,7 +40,7 @@ def test_end_of_text_written_in_a_text_is_not_the_end_of_the_text(trained, tmp_p
         assert tokenizer.decode(ids) == "a<|endoftext|>b"
 
 
-def test_token_bytes_fills_up_with_zeros(trained):
+def test_token_bytes_are_zero_beyond_the_vocabulary(trained):
     table = tok.count_token_bytes(trained, 400)
     assert table.shape == (400,)
     assert table[0] == 0
@@ -56,13 +58,13 @@ def test_token_bytes_of_a_sentencepiece_alphabet(tmp_path):
     assert tok.get_end_of_text_id(tokenizer) == 1
 
 
-def test_an_added_token_that_is_text_counts_its_bytes(trained):
+def test_added_text_token_counts_its_bytes(trained):
     tokenizer = Tokenizer.from_str(trained.to_str())
     tokenizer.add_tokens(["    "])
     assert tok.count_token_bytes(tokenizer)[305] == 4
 
 
-def test_fingerprint_sees_the_tokenizer_and_not_the_layout_of_its_file(trained, tmp_path):
+def test_fingerprint_ignores_the_layout_of_the_file(trained, tmp_path):
     path = tmp_path / "tokenizer.json"
     path.write_text(json.dumps(json.loads(trained.to_str()), indent=3))
     assert tok.compute_fingerprint(tok.load_tokenizer(path)) == tok.compute_fingerprint(trained)
@@ -70,7 +72,7 @@ def test_fingerprint_sees_the_tokenizer_and_not_the_layout_of_its_file(trained, 
 
 
 @pytest.mark.parametrize("content", [None, "", "{}", "[1, 2]", '{"model": "nonsense"}'])
-def test_what_is_no_tokenizer_is_one_line(tmp_path, content):
+def test_unreadable_tokenizer_is_a_one_line_error(tmp_path, content):
     path = tmp_path / "tokenizer.json"
     if content is not None:
         path.write_text(content)
@@ -79,7 +81,7 @@ def test_what_is_no_tokenizer_is_one_line(tmp_path, content):
     assert "\n" not in str(error.value)
 
 
-def test_a_tokenizer_without_an_end_of_text_is_refused(tmp_path):
+def test_tokenizer_without_end_of_text_is_refused(tmp_path):
     path = tmp_path / "tokenizer.json"
     Tokenizer(models.BPE({"a": 0}, [])).save(str(path))
     with pytest.raises(RunError, match="no end-of-text token"):

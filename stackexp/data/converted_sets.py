@@ -15,12 +15,11 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from stackexp.data.locking import locked
-from stackexp.data.packing import tokenize_pieces
 from stackexp.data.readers import BadLine, Piece, read_pieces
 from stackexp.data.sources import find_sources
 from stackexp.data.stdlib import get_cache_root
 from stackexp.data.token_files import TokenFile, sha256_of, write_token_file
-from stackexp.data.tokenizer import compute_fingerprint, get_end_of_text_id, get_vocab_size
+from stackexp.data.tokenizer import compute_fingerprint, get_end_of_text_id, get_vocab_size, tokenize_pieces
 from stackexp.errors import RunError, first_line
 
 log = logging.getLogger(__name__)

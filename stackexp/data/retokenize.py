@@ -14,7 +14,6 @@ from tqdm import tqdm
 
 from stackexp.data.evaluation_sets import KnownTokenizer
 from stackexp.data.locking import locked
-from stackexp.data.packing import tokenize_pieces
 from stackexp.data.readers import Piece, cut_into_pieces
 from stackexp.data.sources import TOKEN_SUFFIXES
 from stackexp.data.token_files import (
@@ -33,6 +32,7 @@ from stackexp.data.tokenizer import (
     get_end_of_text_id,
     get_vocab_size,
     is_byte_level,
+    tokenize_pieces,
 )
 from stackexp.errors import RunError
 

@@ -1,4 +1,4 @@
-"""Token files as the source of a prepared set: their ids as they are; each document ends with end-of-text."""
+"""Read token files as sources of a prepared set: ids are kept, and each document ends with end-of-text."""
 
 import functools
 import hashlib
@@ -11,91 +11,98 @@ from tokenizers import Tokenizer
 
 from stackexp.data.readers import TokenBlock
 from stackexp.data.sources import TOKEN_SUFFIXES, Source
-from stackexp.data.token_files import REMEDY, TokenFile, sha256_of
+from stackexp.data.token_files import REMEDY, TokenFile
 from stackexp.data.tokenizer import count_token_bytes, get_end_of_text_id, get_vocab_size
 from stackexp.errors import RunError
+from stackexp.files import sha256_of
 
 BLOCK = 1 << 20  # ids read at a time
 
 
-def of_tokens(sources: list[Source], place: Path) -> bool:
-    """Whether the sources are token files. Raises RunError if they are both those and text."""
+def have_tokens(sources: list[Source], path: Path) -> bool:
+    """Return True if the sources are token files. Raises RunError if some are token files and some are text."""
     tokens = [source for source in sources if source.has_tokens]
-    if tokens and len(tokens) < len(sources):
-        text = next(source for source in sources if not source.has_tokens)
+    texts = [source for source in sources if not source.has_tokens]
+    if tokens and texts:
         raise RunError(
-            f"{place}: holds token ids ({tokens[0].name}) and text ({text.name}); prepare them apart, "
+            f"{path}: contains both token ids ({tokens[0].name}) and text ({texts[0].name}); prepare them separately "
             "and train on both with data.streams"
         )
     return bool(tokens)
 
 
 def check_token_sources(sources: list[Source], tokenizer: Path | None) -> None:
-    """Raise RunError if a token file is not whole, or known to be of another tokenizer than the given."""
+    """Raise RunError if a token file is incomplete, or its record names another tokenizer than the given one."""
     if tokenizer is None:
         suffixes = " and ".join(TOKEN_SUFFIXES)
         raise RunError(
             f"{sources[0].path}: {suffixes} files hold token ids; name the tokenizer that made them with --tokenizer"
         )
-    from stackexp.data.evaluation_sets import KnownTokenizer  # not needed where there is text
+    from stackexp.data.evaluation_sets import KnownTokenizer  # imports the config schema
 
     known = KnownTokenizer.read(tokenizer)
     end = get_end_of_text_id(known.tokenizer)
+    remedy = "give the tokenizer that made them, or convert them with data retokenize"
     for source in sources:
         record = TokenFile(source.path).record
         if record and known.contradicts(record.tokenizer):
-            raise RunError(
-                f"{source.path}: token ids of another tokenizer ({record.tokenizer[:16]}) than {tokenizer}; "
-                "give the one that made them, or re-encode them with data retokenize"
-            )
+            name = record.tokenizer[:16]
+            raise RunError(f"{source.path}: token ids of another tokenizer ({name}) than {tokenizer}; {remedy}")
         if record and record.end_of_text not in (None, end):
             raise RunError(
-                f"{source.path}: its documents end with id {record.end_of_text}, but end-of-text of {tokenizer} is "
-                f"{end}; give the tokenizer that made them, or re-encode them with data retokenize"
+                f"{source.path}: documents end with id {record.end_of_text}, but end-of-text of {tokenizer} is {end}; "
+                f"{remedy}"
             )
 
 
-@functools.lru_cache(maxsize=1)
-def _text_bytes(tokenizer: Tokenizer) -> np.ndarray:
-    """Bytes of text each token stands for, [size]; end-of-text stands for none, whether it is marked special or not."""
-    table = count_token_bytes(tokenizer)
-    table[get_end_of_text_id(tokenizer)] = 0
-    return table
+def read_tokens(source: Source, tokenizer: Tokenizer, advance: Callable[[int], object]) -> Iterator[TokenBlock]:
+    """Yield the ids of a token file in order, adding end-of-text if it does not end with it.
 
-
-def read_tokens(source: Source, tokenizer: Tokenizer, advance: Callable[[int], None]) -> Iterator[TokenBlock]:
-    """The ids of a token file in order, with end-of-text at its end.
-
-    Raises RunError for an id outside the tokenizer's vocabulary, and if the file is not what its record says.
+    `advance` is called with the number of bytes read since the last call. Raises RunError for an id outside the
+    vocabulary, or if the file differs from its record.
     """
-    path, size, end, table = (
-        source.path,
-        get_vocab_size(tokenizer),
-        get_end_of_text_id(tokenizer),
-        _text_bytes(tokenizer),
-    )
-    file, digest, position, documents, last = TokenFile(path), hashlib.sha256(), 0, 0, end
-    other = RunError(f"{path}: not what its record says (another SHA-256); {REMEDY}")
-    with open(path, "rb") as raw:  # not through the memory map, whose pages would count as ours
+    file, path = TokenFile(source.path), Path(source.path)
+    end, text_bytes = get_end_of_text_id(tokenizer), _count_text_bytes(tokenizer)
+    digest, position, documents, last = hashlib.sha256(), 0, 0, end
+    with open(path, "rb") as raw:  # not the memory map: its pages would count as this process's memory
         digest.update(raw.read(file.tokens.offset))
         while len(ids := np.fromfile(raw, file.tokens.dtype, BLOCK)):
             digest.update(ids)
-            outside = np.flatnonzero((ids >= size) | (ids < 0))
-            if len(outside):
-                first = outside[0]
-                if file.record and file.record.sha256 != sha256_of(Path(path)):
-                    raise other
-                raise RunError(
-                    f"{path}: token id {ids[first]} at position {position + first}, outside the vocabulary of {size}; "
-                    "give the tokenizer that made the file"
-                )
+            _check_ids(file, ids, position, get_vocab_size(tokenizer))
             ends = int((ids == end).sum())
-            yield TokenBlock(ids, ends, int(table[ids].sum()))
+            yield TokenBlock(ids, ends, int(text_bytes[ids].sum()))
             documents, position, last = documents + ends, position + len(ids), ids[-1]
             advance(ids.nbytes)
     if file.record and file.record.sha256 != digest.hexdigest():
-        raise other
+        raise _changed_file(path)
     if last != end:
-        yield TokenBlock(np.array([end], ids.dtype), 1, 0)
+        yield TokenBlock(np.array([end], file.tokens.dtype), 1, 0)
     if not documents:
-        print(f"{path}: end-of-text, id {end}, is not in it: taken for one document", file=sys.stderr, flush=True)
+        message = f"{path}: contains no end-of-text (id {end}), so it is read as one document"
+        print(message, file=sys.stderr, flush=True)
+
+
+def _check_ids(file: TokenFile, ids: np.ndarray, position: int, vocab_size: int) -> None:
+    """Raise RunError if one of `ids` [N], which start at `position`, is outside the vocabulary."""
+    outside = np.flatnonzero((ids >= vocab_size) | (ids < 0))
+    if not len(outside):
+        return
+    if file.record and file.record.sha256 != sha256_of(file.path):
+        raise _changed_file(file.path)
+    first = outside[0]
+    raise RunError(
+        f"{file.path}: token id {ids[first]} at position {position + first}, outside the vocabulary of {vocab_size}; "
+        "give the tokenizer that made the file"
+    )
+
+
+def _changed_file(path: Path) -> RunError:
+    return RunError(f"{path}: differs from its record (another SHA-256); {REMEDY}")
+
+
+@functools.lru_cache(maxsize=1)
+def _count_text_bytes(tokenizer: Tokenizer) -> np.ndarray:
+    """Return the bytes of text per token, [vocab_size]; end-of-text counts none even if it is not marked special."""
+    table = count_token_bytes(tokenizer)
+    table[get_end_of_text_id(tokenizer)] = 0
+    return table

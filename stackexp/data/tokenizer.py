@@ -1,17 +1,20 @@
-"""Byte-level BPE tokenizers: training, loading, and the number of text bytes per token."""
+"""Byte-level BPE tokenizers: training, loading, encoding documents, and the number of text bytes per token."""
 
 import hashlib
 import json
-from collections.abc import Iterable
+from array import array
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from stackexp.data.readers import Piece, TokenBlock
 from stackexp.errors import RunError, first_line
 
 END_OF_TEXT = "<|endoftext|>"
 _END_OF_TEXT_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>")  # of other tokenizers
+BATCH_PIECES, BATCH_CHARACTERS = 1024, 1 << 21  # limits of what is tokenized at once
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
@@ -93,3 +96,34 @@ def count_token_bytes(tokenizer: Tokenizer, size: int | None = None) -> np.ndarr
     for added in json.loads(tokenizer.to_str())["added_tokens"]:
         table[added["id"]] = 0 if added["special"] else len(added["content"].encode())
     return table
+
+
+def tokenize_pieces(pieces: Iterable[Piece | TokenBlock], tokenizer: Tokenizer) -> Iterator[TokenBlock]:
+    """Yield the tokens of all documents in order, in batches; each document ends with end-of-text.
+
+    Token blocks among the pieces pass through unchanged, so an input holds either text or tokens.
+    """
+    batch: list[Piece] = []
+    characters = 0
+    for piece in pieces:
+        if isinstance(piece, TokenBlock):
+            yield piece
+            continue
+        batch.append(piece)
+        characters += len(piece.text)
+        if len(batch) == BATCH_PIECES or characters >= BATCH_CHARACTERS:
+            yield _encode(batch, tokenizer)
+            batch, characters = [], 0
+    if batch:
+        yield _encode(batch, tokenizer)
+
+
+def _encode(batch: list[Piece], tokenizer: Tokenizer) -> TokenBlock:
+    end, ids = get_end_of_text_id(tokenizer), array("I")
+    encodings = tokenizer.encode_batch_fast([piece.text for piece in batch], add_special_tokens=False)
+    for piece, encoding in zip(batch, encodings, strict=True):
+        ids.extend(encoding.ids)
+        if piece.ends_document:
+            ids.append(end)
+    documents = sum(piece.ends_document for piece in batch)
+    return TokenBlock(np.array(ids, np.uint32), documents, sum(len(piece.text.encode()) for piece in batch))

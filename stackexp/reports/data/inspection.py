@@ -12,11 +12,11 @@ from tokenizers import Tokenizer
 from tqdm import tqdm
 
 from stackexp.data.evaluation_sets import KnownTokenizer, expand
-from stackexp.data.packing import TAIL, read_unit
 from stackexp.data.shards import TokenSet, token_dtype
 from stackexp.data.sources import JSON_LINES_SUFFIXES, TEXT_SUFFIXES, TOKEN_SUFFIXES
 from stackexp.data.token_files import FileRecord, TokenFile, find_end_of_text, read_record, sha256_of
 from stackexp.data.tokenizer import get_end_of_text_id
+from stackexp.data.units import TAIL, read_unit
 from stackexp.errors import RunError
 from stackexp.reports.data.lengths import Documents, Lengths
 

@@ -1,0 +1,183 @@
+"""Write the units of a set in one or several processes."""
+
+import multiprocessing
+import os
+import shutil
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from stackexp.data.readers import BadLine, Piece, TokenBlock, UnreadableSource, read_pieces
+from stackexp.data.sources import Source
+from stackexp.data.token_sources import read_tokens
+from stackexp.data.tokenizer import load_tokenizer
+from stackexp.data.units import BAD_LINES, find_damaged_file, read_unit, unit_name, write_unit
+from stackexp.errors import RunError
+from stackexp.files import hold_byte_lock
+
+
+@dataclass(frozen=True)
+class UnitJob:
+    """The inputs of all units, which are sent to the worker processes."""
+
+    folder: Path
+    tokenizer: Path
+    context_length: int
+    units: list[list[Source]]
+    strict: bool  # stop at the first bad line
+    verify: bool  # check the hashes of existing units
+
+
+def write_units(job: UnitJob, numbers: Sequence[int], workers: int, show_progress: bool) -> None:
+    """Write the missing units among `numbers`.
+
+    Unreadable sources do not stop the work on other units; all are reported at the end. Raises RunError for the last
+    of them, and for a bad line if the job is strict.
+    """
+    unreadable: list[str] = []
+    bar = tqdm(
+        desc="tokenizing",
+        total=sum(source.size for number in numbers for source in job.units[number]),
+        unit="B",
+        unit_scale=True,
+        disable=not show_progress,
+        mininterval=0.1 if sys.stderr.isatty() else 60,  # seconds
+        maxinterval=60,
+    )
+    with bar:
+        if len(numbers) > 1 and workers > 1:
+            _write_in_processes(job, numbers, min(workers, len(numbers)), bar, unreadable)
+        else:
+            writer = UnitWriter(job, bar.update)
+            for number in numbers:
+                with _collect_unreadable(unreadable):
+                    writer.finish(number)
+    if unreadable:
+        *others, last = sorted(unreadable)
+        for message in others:
+            print(f"error: {message}", file=sys.stderr)
+        raise RunError(last)
+
+
+class UnitWriter:
+    """A writer of single units. `advance` is called with the number of source bytes that are done."""
+
+    def __init__(self, job: UnitJob, advance: Callable[[int], object]) -> None:
+        self.job, self.advance = job, advance
+        self.tokenizer = load_tokenizer(job.tokenizer)
+
+    def finish(self, number: int) -> None:
+        """Write a unit unless it exists. Raises RunError for a bad line if the job is strict."""
+        job, folder = self.job, self.job.folder / unit_name(number)
+        with hold_byte_lock(job.folder / ".units.lock", number, f"{folder.name} of {job.folder}"):
+            temporary = folder.with_name(f".{folder.name}.part")
+            if temporary.exists():  # of a process that was killed
+                shutil.rmtree(temporary)
+            if folder.exists() and job.verify and (name := find_damaged_file(folder)):
+                message = f"{folder / name}: missing or damaged; {folder.name} is prepared again"
+                print(message, file=sys.stderr, flush=True)
+                folder.rename(temporary)  # a kill while files are deleted must not leave half a unit
+                shutil.rmtree(temporary)
+            if not folder.exists():
+                self._write(number, temporary, folder)
+                return
+        if job.strict and read_unit(folder).bad_lines:
+            with open(folder / BAD_LINES, encoding="utf-8") as log:
+                raise _strict_error(log.readline().rstrip())
+        self.advance(sum(source.size for source in job.units[number]))
+
+    def _write(self, number: int, temporary: Path, folder: Path) -> None:
+        sources = self.job.units[number]
+        temporary.mkdir()
+        try:
+            items = (item for source in sources for item in self._read(source))
+            write_unit(temporary, items, self.tokenizer, self.job.context_length, sources)
+            temporary.rename(folder)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+
+    def _read(self, source: Source) -> Iterator[Piece | TokenBlock | BadLine]:
+        if source.has_tokens:
+            yield from read_tokens(source, self.tokenizer, self.advance)
+            return
+        for item in read_pieces(source, self.advance):
+            if self.job.strict and isinstance(item, BadLine):
+                raise _strict_error(str(item))
+            yield item
+
+
+def _strict_error(line: str) -> RunError:
+    return RunError(f"{line}; fix the line, or leave out --strict to skip it")
+
+
+@contextmanager
+def _collect_unreadable(messages: list[str]) -> Iterator[None]:
+    try:
+        yield
+    except UnreadableSource as error:
+        messages.append(str(error))
+
+
+# Processes
+
+_writer: UnitWriter  # of a worker process
+
+
+class _StoppedError(Exception):
+    """Another process has failed."""
+
+
+def _write_in_processes(job: UnitJob, numbers: Sequence[int], workers: int, bar: tqdm, unreadable: list[str]) -> None:
+    """Distribute the units among processes. The first error other than an unreadable source stops all of them."""
+    context = multiprocessing.get_context("spawn")
+    counter, stop = context.Value("q", 0), context.Event()
+    with ProcessPoolExecutor(workers, context, initializer=_start_worker, initargs=(job, counter, stop)) as pool:
+        pending, shown = {pool.submit(_finish_unit, number) for number in numbers}, 0
+        try:
+            while pending:
+                done, pending = wait(pending, timeout=0.2, return_when=FIRST_COMPLETED)
+                count = counter.value
+                bar.update(count - shown)
+                shown = count
+                for future in done:
+                    with _collect_unreadable(unreadable):
+                        future.result()
+        except BaseException:
+            stop.set()
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
+def _start_worker(job: UnitJob, counter: Any, stop: Any) -> None:
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes already use all CPUs
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C also reaches the parent, which sets `stop`
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
+
+    def advance(size: int) -> None:
+        with counter.get_lock():
+            counter.value += size
+        if stop.is_set():
+            raise _StoppedError
+
+    global _writer
+    _writer = UnitWriter(job, advance)
+
+
+def _exit_with_parent() -> None:
+    """Exit when the parent was killed; otherwise the worker would wait for work forever."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
+def _finish_unit(number: int) -> None:
+    _writer.finish(number)

@@ -1,0 +1,69 @@
+"""Prepare a set with Slurm: an array of parts, and a job that merges them."""
+
+import hashlib
+import shlex
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+from stackexp.data.prepare_plan import Plan, start_set
+from stackexp.errors import ConfigError, RunError
+from stackexp.sweeps import slurm
+from stackexp.sweeps.schema import Resources
+
+
+class PreparationJobs(NamedTuple):
+    """The ids of the submitted jobs, the size of the array, and the folder of the logs."""
+
+    array: str
+    merge: str
+    tasks: int
+    logs: Path
+
+
+def submit_preparation(
+    plan: Plan, folder: Path, *, tasks: int, resources: Resources, strict: bool = False
+) -> PreparationJobs | None:
+    """Submit an array of `tasks` parts, and a job that merges when all tasks have ended.
+
+    The merge does what failed tasks have left undone. The paths must be absolute. Returns None if the set is finished.
+    Raises ConfigError for invalid resources or a missing sbatch, and RunError if jobs for the folder exist or Slurm
+    refuses one.
+    """
+    for name, problem in resources.problems():
+        raise ConfigError(f"data prepare: --{name}: {problem}")
+    if not slurm.available():
+        raise ConfigError("data prepare --launcher slurm: sbatch not found; run this where Slurm is installed")
+    name = f"prepare-{hashlib.sha256(str(folder).encode()).hexdigest()[:12]}"
+    if found := slurm.jobs_named(name):
+        ids = ",".join(sorted(set(found)))
+        raise RunError(f"{folder}: already prepared by Slurm jobs {ids}; wait for them, or run scancel {ids}")
+    start_set(plan, folder)
+    if (folder / "corpus.json").exists():
+        return None
+    tasks, logs = min(tasks, len(plan.units)), folder / "jobs"
+    logs.mkdir(exist_ok=True)
+    command = _build_command(plan, folder, resources.cpus_per_task or 1, strict)
+    options = ["--requeue", "--open-mode=append", "--nodes=1", "--ntasks=1", *slurm.resource_options(resources)]
+    part = f"#!/bin/bash\nexec {command} --part $SLURM_ARRAY_TASK_ID/{tasks}\n"
+    array = slurm.submit(name, part, f"--array=1-{tasks}", f"--output={logs}/%A_%a.txt", *options)
+    after = [f"--dependency=afterany:{array}", f"--output={logs}/%j-merge.txt"]
+    try:
+        merge = slurm.submit(name, f"#!/bin/bash\nexec {command}\n", *after, *options)
+    except RunError as error:
+        raise RunError(
+            f"job {array} with {tasks} tasks is submitted, but the merge job was refused ({error}); when the tasks "
+            f"have ended, merge them with: {command}"
+        ) from error
+    return PreparationJobs(array, merge, tasks, logs)
+
+
+def _build_command(plan: Plan, folder: Path, workers: int, strict: bool) -> str:
+    """Return the command line of `data prepare` for the plan, quoted for the shell."""
+    words = [sys.executable, "-m", "stackexp", "data", "prepare", plan.source, "--to", folder, "--workers", workers]
+    if plan.tokenizer:
+        words += ["--tokenizer", plan.tokenizer.absolute()]
+    else:
+        words += ["--vocab-size", plan.vocab_size]
+    words += ["--context-length", plan.context_length, "--unit-bytes", plan.unit_bytes] + ["--strict"] * strict
+    return shlex.join(map(str, words))
