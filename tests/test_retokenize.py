@@ -209,15 +209,18 @@ def test_what_is_no_utf8_is_replaced_and_counted(tmp_path, monkeypatch):
     assert read_record(source).text_bytes == 2 * 9 + 3 + 3
 
 
-def test_the_record_of_the_source_learns_the_bytes_of_its_text(tmp_path, capsys):
+def test_the_record_of_the_source_learns_the_bytes_of_its_text(tmp_path, capsys, monkeypatch):
     source = write(tmp_path / "a.npy", ids_of(OLD, DOCUMENTS), documents=7)
     before = read_record(source)
-    blocked = source.with_name(".a.npy.json.tmp")
-    blocked.mkdir()  # the record cannot be written
-    convert(source, tmp_path / "other")
-    assert "a.npy stays without the bytes of its text (Is a directory)" in capsys.readouterr().err
+
+    def refuse(*_) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(retokenize, "write_record", refuse)
+        convert(source, tmp_path / "other")
+    assert "a.npy stays without the bytes of its text (Permission denied)" in capsys.readouterr().err
     assert read_record(source) == before
-    blocked.rmdir()
     new = convert(source, tmp_path / "new")
     after = read_record(source)
     assert after.text_bytes == read_record(new).text_bytes
