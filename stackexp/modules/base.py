@@ -1,16 +1,17 @@
-"""What training has in common, whatever its objective: the weights, the optimizer's step, and what a step tells."""
+"""The LightningModule that all objectives share: weights, optimizer step, step metrics, evaluation of named sets."""
 
 import contextlib
 import logging
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader
 
 from stackexp.config import registry
 from stackexp.config.experiment import ExperimentConfig
@@ -20,26 +21,41 @@ from stackexp.models.checkpoints import load_weights
 from stackexp.models.cross_entropy import Losses
 from stackexp.models.sharding import build_mesh, shard_
 from stackexp.models.transformer import DecoderOutput
-from stackexp.modules.metrics import StepMetrics
-from stackexp.modules.spikes import SpikeDetector
+from stackexp.modules.metrics import ItemSums
+from stackexp.modules.spike_detection import SpikeDetector
+from stackexp.modules.step_metrics import StepMetrics
 
 log = logging.getLogger(__name__)
 
 
-class TrainingModule(pl.LightningModule):
-    """A model and how an optimizer step is made. Subclasses say what the loss is and what an evaluation measures.
+class EvaluatedSet(NamedTuple):
+    """A set under evaluation: what it holds, its metric, and the number of batches of this rank."""
 
-    `step_metrics` collects what one optimizer step has to tell, `set_metrics` the result of the last evaluation,
-    {set: figures}; `tokens` and `sequence_length` are what throughput is counted in.
+    dataset: Any
+    metric: ItemSums
+    num_batches: int
+
+
+class TrainingModule(pl.LightningModule):
+    """A model and its optimizer step. Subclasses define the loss and the metric of an evaluation set.
+
+    Attributes:
+        step_metrics: Scalars of the current optimizer step.
+        set_metrics: Scores of the last evaluation, {set: {score: value}}.
+        set_metrics_step: The optimizer step after which they were measured.
+        probe: True if the next forward pass also measures the memory.
     """
 
-    trained_on = "samples"  # what the numbers tell that `_objective` is given
+    sample_name = "samples"  # the noun for what `compute_objective` receives, in messages
 
     def __init__(self, config: ExperimentConfig, weights: Path | None = None):
-        """Freshly drawn, or with the `weights` of a checkpoint; a sharded model has them from `configure_model` on."""
+        """Build the model with new weights, or with those of a checkpoint.
+
+        A sharded model is built on the meta device and gets its weights in `configure_model`.
+        """
         super().__init__()
         self.config, self.weights = config, weights
-        self._sharded = False
+        self._is_sharded = False
         require(getattr(config.model, "attention", "sdpa"), config.trainer.device_type(torch.cuda.is_available()))
         with torch.device("meta") if config.trainer.sharded else contextlib.nullcontext():
             self.model = registry.build("model", config.model)
@@ -50,15 +66,34 @@ class TrainingModule(pl.LightningModule):
             load_weights(self.model, weights)
         self.step_metrics = StepMetrics()
         self.set_metrics: dict[str, dict[str, float]] = {}
-        self.set_metrics_step: int | None = None  # the optimizer step they were measured after
-        self.probe = False  # whether the next forward pass also measures what the memory does
-        self._losses: list[Tensor] = []  # of the optimizer step under way: loss of each micro-batch
-        self._samples: list[Tensor] = []  # and what it was trained on
+        self.set_metrics_step: int | None = None
+        self.probe = False
+        self._losses: list[Tensor] = []  # one per micro-batch of the current optimizer step
+        self._samples: list[Tensor] = []
         self._spikes = SpikeDetector()
+        self._evaluated: list[EvaluatedSet] = []
+
+    # To define in a subclass
+
+    def new_set_metric(self, dataset: Any, loader: DataLoader) -> ItemSums:
+        """Return an empty metric for an evaluation set."""
+        raise NotImplementedError
+
+    def update_set_metric(self, metric: ItemSums, batch: dict[str, Any]) -> None:
+        """Score one batch of an evaluation set."""
+        raise NotImplementedError
+
+    def compute_set_scores(self, dataset: Any, metric: ItemSums) -> dict[str, float]:
+        """Return the scores of a set from its complete metric. Every rank calls this."""
+        raise NotImplementedError
+
+    def validation_tags(self) -> dict[str, float]:
+        """Return the tags of the last validation; `runs.AVERAGE_LOSS` selects the best checkpoint."""
+        raise NotImplementedError
 
     @property
     def tokens(self) -> int:
-        """How many tokens all devices have trained on, up to the last step."""
+        """Tokens that all devices have trained on up to the last step."""
         return self.global_step * self.config.data.global_batch_tokens
 
     @property
@@ -66,14 +101,12 @@ class TrainingModule(pl.LightningModule):
         """Tokens of each sequence of the last batch."""
         return self.config.data.context_length
 
-    def validation_tags(self) -> dict[str, float]:
-        """What metrics.jsonl has of the last validation; `runs.AVERAGE_LOSS` is what the best checkpoint is best in."""
-        raise NotImplementedError
+    # Weights, optimizer and loss
 
     def configure_model(self) -> None:
-        """Sharded strategies: shard the model, empty so far, and draw the weights that one process would have drawn."""
+        """Shard an empty model, then draw the weights that a single process would have drawn."""
         trainer = self.config.trainer
-        if not trainer.sharded or self._sharded:
+        if not trainer.sharded or self._is_sharded:  # Lightning calls this hook more than once
             return
         device = self.trainer.strategy.root_device
         shard_(self.model, build_mesh(device.type, trainer), trainer)
@@ -82,34 +115,24 @@ class TrainingModule(pl.LightningModule):
         self.model.init_weights()
         if self.weights is not None:
             load_weights(self.model, self.weights)
-        self._sharded = True
+        self._is_sharded = True
 
-    def on_train_start(self) -> None:
-        """The schedule's rate for the next step, also where a resumed run has another max_steps than before."""
-        scheduler = self.lr_schedulers()
-        for group, base, factor in zip(
-            self.optimizers().param_groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True
-        ):
-            group["lr"] = base * factor(scheduler.last_epoch)
+    def configure_optimizers(self) -> dict[str, Any]:
+        """Build the optimizer and the learning rate schedule of the config."""
+        config = self.config
+        optimizer = registry.build("optimizer", config.optimizer, self.model)
+        schedule = registry.build("schedule", config.schedule, config.trainer.max_steps)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        for memory in self.model.memories:
-            memory.at_step(self.global_step)
+    def compute_objective(self, losses: Losses, output: DecoderOutput, samples: Tensor) -> Tensor:
+        """Return cross entropy + z_loss x mean squared log-partition function + lambda x mean action entropy.
 
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        checkpoint["losses"] = list(self._spikes.losses)
-
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        self._spikes.losses.extend(checkpoint["losses"])
-
-    def _objective(self, losses: Losses, output: DecoderOutput, samples: Tensor) -> Tensor:
-        """cross entropy + z_loss * mean squared log-partition function + lambda * mean action entropy.
-
-        Keeps the cross entropy, of these `samples`, for the step's metrics and for `configure_gradient_clipping`.
+        Records the terms in `step_metrics`, and losses and `samples` for `configure_gradient_clipping`.
         """
         self._samples.append(samples)
-        self.step_metrics.add("loss/train", losses.cross_entropy)
         self._losses.append(losses.cross_entropy.float())
+        self.step_metrics.add("loss/train", losses.cross_entropy)
         for layer, probe in enumerate(output.probes or []):
             for name, value in probe.items():
                 self.step_metrics.add(f"memory/{name}/layer_{layer:02d}", value)
@@ -120,15 +143,20 @@ class TrainingModule(pl.LightningModule):
         self.step_metrics.add("loss/action_entropy", output.entropy)
         return losses.total + self.model.entropy_weight * output.entropy
 
-    def configure_optimizers(self) -> dict[str, Any]:
-        config = self.config
-        optimizer = registry.build("optimizer", config.optimizer, self.model)
-        factor = registry.build("schedule", config.schedule, config.trainer.max_steps)
-        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+    def on_train_start(self) -> None:
+        """Set the rate of the next step from the schedule, which may have another `max_steps` after a resume."""
+        scheduler = self.lr_schedulers()
+        groups = self.optimizers().param_groups
+        for group, base_lr, schedule in zip(groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True):
+            group["lr"] = base_lr * schedule(scheduler.last_epoch)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Pass the step number to the memories."""
+        for memory in self.model.memories:
+            memory.at_step(self.global_step)
 
     def configure_gradient_clipping(self, optimizer: torch.optim.Optimizer, *_: Any, **__: Any) -> None:
-        """Clip by the global norm; stop at a loss or gradient that is not finite, and look out for spikes."""
+        """Clip by the global norm. Raises RunError if the loss or a gradient is not finite; detects spikes."""
         gradients = [p.grad for p in self.parameters() if p.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients)
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
@@ -136,44 +164,87 @@ class TrainingModule(pl.LightningModule):
         if dist.is_initialized():
             dist.all_reduce(loss)
             loss /= dist.get_world_size()
-        loss_value, norm_value = torch.stack([loss, norm.float()]).tolist()
+        loss_value, norm_value = torch.stack([loss, norm.float()]).tolist()  # one transfer from the device
         if not (math.isfinite(loss_value) and math.isfinite(norm_value)):
-            raise RunError(self._not_finite(loss_value, norm_value))
+            raise RunError(self._describe_non_finite(loss_value, norm_value))
         if self.config.trainer.gradient_clip_val is not None:
             torch.nn.utils.clip_grads_with_norm_(self.parameters(), self.config.trainer.gradient_clip_val, norm)
         self.step_metrics.add("optimizer/grad_norm", norm)
         self.step_metrics.add("optimizer/lr", torch.tensor(optimizer.param_groups[0]["lr"], device=self.device))
-        self._watch_for_spikes(loss_value)
+        self._handle_spike(loss_value)
         self._losses.clear()
         self._samples.clear()
 
-    def _watch_for_spikes(self, loss: float) -> None:
+    def _handle_spike(self, loss: float) -> None:
+        """Log a loss spike with its samples; with `skip_spikes`, drop the gradients so that nothing is updated."""
         trainer = self.config.trainer
-        deviations = 0.0 if trainer.spike_threshold is None else self._spikes.deviations(loss)
+        deviations = 0.0 if trainer.spike_threshold is None else self._spikes.count_deviations(loss)
         if trainer.spike_threshold is None or deviations <= trainer.spike_threshold:
             self._spikes.add(loss)
             return
-        self._spikes.add(loss, most=trainer.spike_threshold)
+        self._spikes.add(loss, max_deviations=trainer.spike_threshold)
         self.step_metrics.add("loss/spike", torch.tensor(deviations, device=self.device))
         if trainer.skip_spikes:
             for parameter in self.parameters():
-                parameter.grad = None  # the optimizer leaves it, and its moments, as they are
+                parameter.grad = None  # the optimizer skips parameters without a gradient
         log.warning(
-            "step %d: loss %.4f is %.1f standard deviations above those before it; %s; %s %s of rank %d",
-            *(self.global_step + 1, loss, deviations, "no update" if trainer.skip_spikes else "updated all the same"),
-            *(self.trained_on, torch.cat(self._samples).tolist(), self.global_rank),
+            "step %d: loss %.4f is %.1f standard deviations above the previous losses; update %s; %s %s of rank %d",
+            *(self.global_step + 1, loss, deviations, "skipped" if trainer.skip_spikes else "applied"),
+            *(self.sample_name, torch.cat(self._samples).tolist(), self.global_rank),
         )
 
-    def _not_finite(self, loss: float, norm: float) -> str:
-        """The message; every process hears which of them had the batch, and raises the same."""
-        bad = any(not torch.isfinite(value) for value in self._losses)
-        found = [(bad, self.global_rank, torch.cat(self._samples).tolist())]
+    def _describe_non_finite(self, loss: float, norm: float) -> str:
+        """Return the error message, the same on every rank, with the samples of the ranks at fault."""
+        is_at_fault = any(not torch.isfinite(value) for value in self._losses)
+        entry = (is_at_fault, self.global_rank, torch.cat(self._samples).tolist())
+        entries: list[Any] = [entry]
         if dist.is_initialized():
-            found = [None] * dist.get_world_size()
-            dist.all_gather_object(found, (bad, self.global_rank, torch.cat(self._samples).tolist()))
-        culprits = [entry for entry in found if entry[0]] or found  # none: the gradients alone are not finite
+            entries = [None] * dist.get_world_size()
+            dist.all_gather_object(entries, entry)
+        culprits = [entry for entry in entries if entry[0]] or entries  # none: only the gradients are not finite
         samples = ", ".join(f"{numbers} of rank {rank}" for _, rank, numbers in culprits)
         return (
-            f"step {self.global_step + 1}: loss {loss} with gradient norm {norm} on {self.trained_on} {samples}; "
-            f"nothing was updated; lower optimizer.lr or look at these {self.trained_on}"
+            f"step {self.global_step + 1}: loss {loss} with gradient norm {norm} on {self.sample_name} {samples}; "
+            f"nothing was updated; lower optimizer.lr or inspect these {self.sample_name}"
         )
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Store the losses that spike detection compares with."""
+        checkpoint["losses"] = list(self._spikes.losses)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Restore the losses that spike detection compares with."""
+        self._spikes.losses.extend(checkpoint["losses"])
+
+    # Evaluation: `validate` and `test` differ only in their sets
+
+    def on_validation_epoch_start(self) -> None:
+        """Start the evaluation of the validation sets."""
+        self._start_evaluation("validate", self.trainer.val_dataloaders)
+
+    def on_test_epoch_start(self) -> None:
+        """Start the evaluation of the test sets."""
+        self._start_evaluation("test", self.trainer.test_dataloaders)
+
+    def _start_evaluation(self, stage: str, loaders: list[DataLoader]) -> None:
+        datasets = self.trainer.datamodule.sets(stage)
+        self._evaluated = [
+            EvaluatedSet(dataset, self.new_set_metric(dataset, loader).to(self.device), len(loader))
+            for dataset, loader in zip(datasets, loaders, strict=True)
+        ]
+        self.set_metrics = {}
+
+    def validation_step(self, batch: dict[str, Any], batch_idx: int, dataloader_idx: int = 0) -> None:
+        """Score one batch. After the last batch of a set, its scores are in `set_metrics`."""
+        dataset, metric, num_batches = self._evaluated[dataloader_idx]
+        self.update_set_metric(metric, batch)
+        if batch_idx + 1 == num_batches:
+            self.set_metrics[dataset.name] = self.compute_set_scores(dataset, metric)
+
+    test_step = validation_step
+
+    def on_validation_epoch_end(self) -> None:
+        """Record the step of the scores."""
+        self.set_metrics_step = self.global_step
+
+    on_test_epoch_end = on_validation_epoch_end

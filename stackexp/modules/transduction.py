@@ -1,116 +1,86 @@
-"""Training and testing on formal languages: a string is read whole, then its answer is given, all symbols at once."""
+"""Training and evaluation on formal languages: the model reads a string, then gives all answer symbols at once."""
 
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.data import DataLoader
 
+from stackexp.datamodules.formal_language import LengthSet
 from stackexp.models.cross_entropy import losses_of
 from stackexp.modules.base import TrainingModule
+from stackexp.modules.metrics import SequenceScores
 from stackexp.runs import AVERAGE_ACCURACY, AVERAGE_LOSS
 
-Batch = dict[str, Any]  # see `datamodules.formal_language`
+Batch = dict[str, Any]
+"""tokens int64 [B, L + O], targets int64 [B, O], mask bool [B, O]; see `datamodules.formal_language`."""
 
 
 class Transduction(TrainingModule):
-    """L = mean cross entropy over all symbols of the answers + lambda * mean action entropy (Deletang et al. 2023).
+    """Sequence transduction: L = mean cross entropy over answer symbols + lambda x mean action entropy.
 
-    `data.label_smoothing` is of that cross entropy; the one that is logged has none.
-    The logits of the last O positions, where the empty tokens stand, are the answer. Accuracy is the share of symbols
-    that are right among those that count. `set_metrics`: {length_041: {accuracy, loss, sequences}, ...}.
+    The logits of the last O positions, those of the empty tokens, are the answer (Deletang et al. 2023). Accuracy is
+    the share of correct symbols among those that the mask counts. `data.label_smoothing` applies to the objective, not
+    to the logged loss. Evaluation sets are lengths: `set_metrics` is {length_041: {accuracy, loss, sequences}, ...}.
     """
 
-    trained_on = "lengths"
+    sample_name = "lengths"
     _tokens = _sequence_length = 0
 
     @property
     def tokens(self) -> int:
-        """Symbols and empty tokens trained on: lengths differ from step to step, so they are counted."""
+        """Symbols and empty tokens trained on; counted, because lengths vary from step to step."""
         return self._tokens
 
     @property
     def sequence_length(self) -> int:
+        """Symbols and empty tokens of each string of the last batch."""
         return self._sequence_length
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Restore the number of tokens trained on."""
         super().on_load_checkpoint(checkpoint)
         self._tokens = checkpoint["stackexp"]["tokens"]
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        targets, length = batch["targets"], batch["length"]
+        """Return the objective of a batch of strings of one length."""
+        targets = batch["targets"]
         self._sequence_length = batch["tokens"].shape[1]
         self._tokens += self.config.data.batch_size * self._sequence_length
         output = self.model(batch["tokens"], probe=self.probe)
         logits = output.logits[:, -targets.shape[1] :]
         losses = losses_of(logits, targets, self.config.trainer.z_loss, self.config.data.label_smoothing)
-        correct = (logits.argmax(-1) == targets) & batch["mask"]
-        loss = self._objective(losses, output, torch.tensor([length]))
-        self.step_metrics.add("accuracy/train", correct.sum() / batch["counted"])
+        is_correct = (logits.argmax(-1) == targets) & batch["mask"]
+        loss = self.compute_objective(losses, output, torch.tensor([batch["length"]]))
+        self.step_metrics.add("accuracy/train", is_correct.sum() / batch["counted"])
         self.step_metrics.add("data/max_length", torch.tensor(float(batch["max_length"]), device=self.device))
         return loss
 
-    def validation_tags(self) -> dict[str, float]:
-        if not self.set_metrics:
-            return {}
-        mean = average(self.set_metrics)
-        tags = {f"validation/accuracy/{name}": figures["accuracy"] for name, figures in self.set_metrics.items()}
-        return {AVERAGE_ACCURACY: mean["accuracy"], AVERAGE_LOSS: mean["loss"]} | tags
+    def new_set_metric(self, dataset: LengthSet, loader: DataLoader) -> SequenceScores:
+        """Return an empty metric with one entry per string."""
+        return SequenceScores(dataset.sequences)
 
-    # Evaluation: `validate` and `test` differ only in their lengths.
-
-    def on_validation_epoch_start(self) -> None:
-        self._start_evaluation("validate", self.trainer.val_dataloaders)
-
-    def on_test_epoch_start(self) -> None:
-        self._start_evaluation("test", self.trainer.test_dataloaders)
-
-    def _start_evaluation(self, stage: str, loaders: list) -> None:
-        sets = self.trainer.datamodule.sets(stage)
-        scores = [Scores(of.sequences, self.device) for of in sets]
-        self._evaluated = list(zip(sets, scores, map(len, loaders), strict=True))
-        self.set_metrics = {}
-
-    def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """One batch of strings of one length; with the last one, the length's figures are in `set_metrics`."""
-        of, scores, batches = self._evaluated[dataloader_idx]
+    def update_set_metric(self, metric: SequenceScores, batch: Batch) -> None:
+        """Score one batch of strings of one length."""
         targets, mask = batch["targets"], batch["mask"]
         logits = self.model(batch["tokens"]).logits[:, -targets.shape[1] :].float()
         losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view_as(targets)
-        scores.update(batch["index"], losses, (logits.argmax(-1) == targets) & mask, mask)
-        if batch_idx + 1 == batches:
-            self.set_metrics[of.name] = scores.figures()
+        metric.update(batch["index"], losses, (logits.argmax(-1) == targets) & mask, mask)
 
-    test_step = validation_step
+    def compute_set_scores(self, dataset: LengthSet, metric: SequenceScores) -> dict[str, float]:
+        """Return accuracy, loss and the number of strings."""
+        return metric.compute()
 
-    def on_validation_epoch_end(self) -> None:
-        self.set_metrics_step = self.global_step
-
-
-class Scores:
-    """What each of N sequences adds to the figures of a length, whichever rank evaluates it; index -1 is padding.
-
-    Sums over sequences in their order, so neither batch size nor devices change how they are added up.
-    """
-
-    def __init__(self, sequences: int, device: torch.device | str = "cpu"):
-        self._sums = torch.zeros(3, sequences + 1, dtype=torch.float64, device=device)  # loss, right, counted
-
-    def update(self, index: Tensor, losses: Tensor, right: Tensor, counted: Tensor) -> None:
-        """index [B] of the sequences; losses in nats [B, O], of all symbols; right and counted bool [B, O]."""
-        parts = (losses.double().mean(1), right.double().sum(1), counted.double().sum(1))
-        self._sums[:, index] = torch.stack(parts)
-
-    def figures(self) -> dict[str, float]:
-        """accuracy, loss in nats per symbol, sequences. Every rank calls it."""
-        if dist.is_initialized():
-            dist.all_reduce(self._sums)  # exact: all ranks but one add zero to a sequence
-        loss, right, counted = self._sums[:, :-1].cpu()
-        accuracy = (right.sum() / counted.sum()).item()
-        return {"accuracy": accuracy, "loss": loss.mean().item(), "sequences": len(loss)}
+    def validation_tags(self) -> dict[str, float]:
+        """Return the means over lengths and the accuracy at each length."""
+        if not self.set_metrics:
+            return {}
+        mean = average_lengths(self.set_metrics)
+        tags = {f"validation/accuracy/{name}": scores["accuracy"] for name, scores in self.set_metrics.items()}
+        return {AVERAGE_ACCURACY: mean["accuracy"], AVERAGE_LOSS: mean["loss"]} | tags
 
 
-def average(sets: dict[str, dict[str, float]]) -> dict[str, float]:
-    """Unweighted means over lengths, of accuracy and of loss."""
-    return {key: sum(figures[key] for figures in sets.values()) / len(sets) for key in ("accuracy", "loss")}
+def average_lengths(sets: dict[str, dict[str, float]]) -> dict[str, float]:
+    """Return unweighted means over lengths, of accuracy and of loss."""
+    return {key: sum(scores[key] for scores in sets.values()) / len(sets) for key in ("accuracy", "loss")}

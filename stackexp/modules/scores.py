@@ -1,0 +1,107 @@
+"""Scores of named sets: loss, perplexity, bits per byte, intervals, averages. Plain numpy."""
+
+import math
+from typing import Any
+
+import numpy as np
+
+Scores = dict[str, float]
+"""Scores of one set: instances, tokens, loss, perplexity; with known text also bytes and bits_per_byte; with an
+interval also loss_low and loss_high."""
+
+MAX_BOOTSTRAP_BLOCKS = 10_000
+TAGGED_SCORES = ("loss", "perplexity", "bits_per_byte")
+
+
+def compute_set_scores(chunks: np.ndarray, bytes_per_token: float | None = None, with_interval: bool = True) -> Scores:
+    """Compute the scores of a set from its chunks.
+
+    Args:
+        chunks: [3, N] Loss in nats, predictions and bytes of text of each chunk.
+        bytes_per_token: Used where the tokenizer, and so the bytes of each token, is unknown.
+        with_interval: Add the 95 % interval of the loss if there are two chunks or more.
+    """
+    total, tokens, num_bytes = (float(math.fsum(row)) for row in chunks)
+    loss = total / tokens
+    scores = {
+        "instances": chunks.shape[1],
+        "tokens": int(tokens),
+        "loss": loss,
+        "perplexity": compute_perplexity(loss),
+    }
+    if num_bytes or bytes_per_token:
+        scores["bytes"] = int(num_bytes or bytes_per_token * tokens)
+        scores["bits_per_byte"] = total / (math.log(2) * scores["bytes"])
+    if with_interval and chunks.shape[1] > 1:
+        scores["loss_low"], scores["loss_high"] = bootstrap_interval(chunks[0], chunks[1])
+    return scores
+
+
+def bootstrap_interval(
+    losses: np.ndarray, counts: np.ndarray, resamples: int = 1000, level: float = 0.95, seed: int = 0
+) -> tuple[float, float]:
+    """Return the percentile bootstrap interval of sum(losses) / sum(counts) over N chunks.
+
+    More than MAX_BOOTSTRAP_BLOCKS chunks are resampled as blocks of neighbors.
+    """
+    starts = np.arange(0, len(losses), -(-len(losses) // MAX_BOOTSTRAP_BLOCKS))
+    losses, counts = np.add.reduceat(losses, starts), np.add.reduceat(counts, starts)
+    rng, size = np.random.default_rng(seed), len(losses)
+    batch = max(1, (1 << 22) // size)  # resamples at once: bounds the memory
+    means = []
+    for start in range(0, resamples, batch):
+        drawn = rng.integers(size, size=(min(batch, resamples - start), size))
+        means.append(losses[drawn].sum(1) / counts[drawn].sum(1))
+    tail = (1 - level) / 2
+    low, high = np.quantile(np.concatenate(means), [tail, 1 - tail])
+    return float(low), float(high)
+
+
+def compute_perplexity(loss: float) -> float:
+    """Return exp(loss), or infinity where that overflows."""
+    return math.inf if loss > 700 else math.exp(loss)
+
+
+def average_scores(sets: dict[str, Scores]) -> Scores:
+    """Return unweighted means over sets, of losses and of perplexities separately (Hyper-Connections, section 4).
+
+    `exp_mean_loss`, exp of the mean loss, never exceeds the mean perplexity. bits_per_byte is present if every set has
+    it.
+    """
+    keys = [key for key in TAGGED_SCORES if all(key in scores for scores in sets.values())]
+    average = {key: sum(scores[key] for scores in sets.values()) / len(sets) for key in keys}
+    return average | {"exp_mean_loss": compute_perplexity(average["loss"])}
+
+
+def average_groups(sets: dict[str, Scores]) -> dict[str, Scores]:
+    """Return the averages of each group, with its number of `sets`: v2/4chan, v2/c4_en, ... form the group v2."""
+    groups: dict[str, dict[str, Scores]] = {}
+    for name, scores in sets.items():
+        if "/" in name:
+            groups.setdefault(name.split("/")[0], {})[name] = scores
+    return {group: {"sets": len(members)} | average_scores(members) for group, members in groups.items()}
+
+
+def tag_scores(prefix: str, sets: dict[str, Scores], group_prefix: str | None = None) -> Scores:
+    """Return TensorBoard tags for the scores of sets.
+
+    `<prefix>/<score>/<set>` for every set outside a group, and first their unweighted mean as the set `average`. A set
+    of a group has `<group_prefix>v2/<set>`, its loss, and the group `<group_prefix>v2/average/<score>`. The group
+    prefix is `<prefix>/` by default.
+    """
+    if not sets:
+        return {}
+    group_prefix = f"{prefix}/" if group_prefix is None else group_prefix
+    single = {"average": average_scores(sets)} | {name: s for name, s in sets.items() if "/" not in name}
+    tags = {f"{prefix}/{key}/{name}": s[key] for name, s in single.items() for key in TAGGED_SCORES if key in s}
+    tags |= {group_prefix + name: scores["loss"] for name, scores in sets.items() if "/" in name}
+    for group, average in average_groups(sets).items():
+        tags |= {f"{group_prefix}{group}/average/{key}": value for key, value in average.items() if key != "sets"}
+    return tags
+
+
+def replace_non_finite(value: Any) -> Any:
+    """Return nested dicts with None for infinity and NaN, which JSON does not have."""
+    if isinstance(value, dict):
+        return {key: replace_non_finite(item) for key, item in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value

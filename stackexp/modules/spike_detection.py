@@ -1,0 +1,26 @@
+"""Detection of loss spikes."""
+
+import math
+import statistics
+from collections import deque
+
+
+class SpikeDetector:
+    """A window of recent losses that measures how far a new loss lies above them, in standard deviations."""
+
+    def __init__(self, window: int = 128, min_losses: int = 32) -> None:
+        self.losses: deque[float] = deque(maxlen=window)
+        self._min_losses = min_losses
+
+    def count_deviations(self, loss: float) -> float:
+        """Return (loss - mean) / standard deviation; 0.0 while fewer than `min_losses` are known."""
+        if len(self.losses) < self._min_losses:
+            return 0.0
+        mean, spread = statistics.fmean(self.losses), statistics.pstdev(self.losses)
+        return (loss - mean) / spread if spread else 0.0
+
+    def add(self, loss: float, max_deviations: float = math.inf) -> None:
+        """Add a loss, clipped to `max_deviations`, so that the window adapts to a loss that stays higher."""
+        if self.count_deviations(loss) > max_deviations:
+            loss = statistics.fmean(self.losses) + max_deviations * statistics.pstdev(self.losses)
+        self.losses.append(loss)
