@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from stackexp.config.compose import compose
-from stackexp.modules.metrics import StepMetrics
+from stackexp.modules.step_metrics import StepMetrics
 from stackexp.runs import RunFolder
 from stackexp.training import signals
 from stackexp.training.callbacks import build_callbacks, step_requests, throughput

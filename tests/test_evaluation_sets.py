@@ -22,7 +22,8 @@ from stackexp.data.token_files import write_token_file
 from stackexp.data.tokenizer import count_token_bytes, train_tokenizer
 from stackexp.datamodules.perplexity import perplexity_loader
 from stackexp.errors import RunError
-from stackexp.modules.metrics import ChunkLosses, set_figures
+from stackexp.modules.metrics import ChunkLosses
+from stackexp.modules.scores import compute_set_scores
 
 T, V = 16, 300
 TEXTS = [f"line {n} of {n * n} lines, naïve\n" * 3 for n in range(40)]
@@ -245,7 +246,7 @@ def figures_of(each: EvaluationSet, table: np.ndarray, size: int = 7) -> dict[st
     for batch in perplexity_loader(each.chunks, size):
         num_bytes = table[batch["tokens"][:, 1:]]
         losses.update(batch["index"], batch["length"], num_bytes * math.log(256), num_bytes)
-    return set_figures(losses.gather(), each.bytes_per_token)
+    return compute_set_scores(losses.gather(), each.bytes_per_token)
 
 
 def test_bits_per_byte_do_not_depend_on_the_tokenizer(tmp_path, known):

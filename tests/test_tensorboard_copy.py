@@ -12,7 +12,7 @@ from tensorboard.plugins.hparams import plugin_data_pb2
 
 from stackexp.config.compose import compose
 from stackexp.modules.language_modeling import LanguageModeling
-from stackexp.modules.metrics import set_tags
+from stackexp.modules.scores import tag_scores
 from stackexp.training.callbacks.throughput import Throughput
 from stackexp.training.tensorboard import TensorBoardCopy, write_curve
 
@@ -89,9 +89,9 @@ def test_charts_show_their_tags_and_only_those_of_the_objective(probed_line, tmp
     copy = TensorBoardCopy(tmp_path, [], objective)
     copy.write(probed_line)
     result = {"loss": 2.0, "perplexity": 7.4, "bits_per_byte": 1.0}
-    tags = set_tags("validation", {"left": result, "right": result})
+    tags = tag_scores("validation", {"left": result, "right": result})
     for name, lead in (("v2/a", ""), ("v3/a", "sample/")):
-        tags |= set_tags("validation", {name: result}, lead)
+        tags |= tag_scores("validation", {name: result}, lead)
     tags |= {"accuracy/train": 0.5, "validation/accuracy/average": 0.5, "data/max_length": 4.0}
     copy.write({"step": 1, "tokens": 16, "time": 1001.0} | tags)
     copy.close()

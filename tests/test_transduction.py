@@ -1,44 +1,34 @@
-"""Training on formal languages: what the loss and the accuracy count, and what a step and an evaluation tell."""
+"""Training on formal languages: loss, accuracy, token counts and validation tags."""
 
 import math
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 
 from stackexp.config.compose import compose
 from stackexp.datamodules.formal_language import FormalLanguageData
 from stackexp.errors import RunError
-from stackexp.modules.language_modeling import LanguageModeling
-from stackexp.modules.transduction import Scores, Transduction
-from stackexp.training.objectives import build_objective
+from stackexp.modules.transduction import Transduction
 
 SMALL = ["model.hidden_size=16", "model.num_layers=2", "model.intermediate_size=16", "data.batch_size=12"]
 SMALL += ["model.memory.axis=depth", "data.task=stack_manipulation", "model.memory.action_noise=0"]
 SMALL += ["model.memory.entropy_weight=0.001"]
 
 
-def module(*overrides: str) -> Transduction:
+def build(*overrides: str) -> Transduction:
     torch.manual_seed(0)
-    return build_objective(compose(["formal/stacktrans"], [*SMALL, *overrides])).build_module()
+    return Transduction(compose(["formal/stacktrans"], [*SMALL, *overrides]))
 
 
-def batch(step: int = 1, rank: int = 0, world_size: int = 1) -> dict:
+def draw_batch(step: int = 1, rank: int = 0, world_size: int = 1) -> dict:
     data = FormalLanguageData(compose(["formal/stacktrans"], SMALL).data)
     data.trainer = SimpleNamespace(global_rank=rank, world_size=world_size)
     return data.training_batch(step)
 
 
-def test_the_objective_of_the_data_chooses_the_module():
-    assert type(module()) is Transduction
-    small = [option for option in SMALL if option.startswith("model.")]
-    lm = compose(["quickstart"], small)
-    assert type(build_objective(lm).build_module()) is LanguageModeling
-
-
-def test_the_loss_is_the_mean_over_all_symbols_of_the_answers():
-    model, strings = module("model.memory.entropy_weight=0.5"), batch()
+def test_loss_is_the_mean_over_answer_symbols():
+    model, strings = build("model.memory.entropy_weight=0.5"), draw_batch()
     loss = model.training_step(strings, 0)
     output = model.model(strings["tokens"])
     answers = strings["targets"].shape[1]
@@ -53,10 +43,10 @@ def test_the_loss_is_the_mean_over_all_symbols_of_the_answers():
     assert model.step_metrics.drain()["loss/train"] == pytest.approx(expected.item(), rel=1e-5)
 
 
-def test_smoothed_labels_are_trained_on_and_not_what_is_logged():
-    models = [module("model.memory.entropy_weight=0", f"data.label_smoothing={share}") for share in (0, 0.1)]
-    plain, smooth = (model.training_step(batch(), 0) for model in models)
-    strings, model = batch(), models[0]
+def test_label_smoothing_changes_the_objective_not_the_logged_loss():
+    models = [build("model.memory.entropy_weight=0", f"data.label_smoothing={share}") for share in (0, 0.1)]
+    plain, smooth = (model.training_step(draw_batch(), 0) for model in models)
+    strings, model = draw_batch(), models[0]
     logits = model.model(strings["tokens"]).logits[:, -strings["targets"].shape[1] :]
     expected = 0.9 * plain - 0.1 * logits.log_softmax(-1).mean()
     assert smooth.item() == pytest.approx(expected.item(), rel=1e-5)
@@ -65,16 +55,16 @@ def test_smoothed_labels_are_trained_on_and_not_what_is_logged():
     assert logged == pytest.approx([plain.item()] * 2, rel=1e-6)
 
 
-def test_memories_are_told_the_step_before_it_is_taken(monkeypatch):
-    model = module("model.memory.action_noise=2.0", "model.memory.action_noise_steps=10")
+def test_memories_receive_the_step_number(monkeypatch):
+    model = build("model.memory.action_noise=2.0", "model.memory.action_noise_steps=10")
     for step, noise in ((0, 0.0), (5, 1.0), (20, 2.0)):
         monkeypatch.setattr(Transduction, "global_step", step)
         model.on_train_batch_start({}, 0)
         assert [memory.noise.item() for memory in model.model.memories] == [noise, noise]
 
 
-def test_accuracy_counts_what_the_mask_counts():
-    model, strings = module(), batch()
+def test_accuracy_counts_masked_symbols_only():
+    model, strings = build(), draw_batch()
     assert not strings["mask"].all()
     model.training_step(strings, 0)
     answers = model.model(strings["tokens"]).logits[:, -strings["targets"].shape[1] :].argmax(-1)
@@ -84,32 +74,32 @@ def test_accuracy_counts_what_the_mask_counts():
     assert metrics["data/max_length"] == 40
 
 
-def test_devices_with_a_share_of_the_rows_have_the_mean_of_the_whole():
-    model = module()
-    model.training_step(batch(), 0)
+def test_ranks_average_to_the_metrics_of_the_whole_batch():
+    model = build()
+    model.training_step(draw_batch(), 0)
     whole = model.step_metrics.drain()
     for rank in range(3):
-        model.training_step(batch(rank=rank, world_size=3), 0)
+        model.training_step(draw_batch(rank=rank, world_size=3), 0)
     parts = model.step_metrics.drain()  # means over what were ranks
     for tag in ("loss/train", "accuracy/train", "loss/action_entropy"):
         assert parts[tag] == pytest.approx(whole[tag], rel=1e-5)
 
 
-def test_tokens_are_counted_as_they_come():
-    model, seen = module(), 0
+def test_tokens_are_counted_and_resumed():
+    model, seen = build(), 0
     for step in (1, 2, 3):
-        strings = batch(step)
+        strings = draw_batch(step)
         model.training_step(strings, 0)
         seen += strings["tokens"].numel()
         assert (model.tokens, model.sequence_length) == (seen, strings["tokens"].shape[1])
-    resumed = module()
+    resumed = build()
     resumed.on_load_checkpoint({"losses": [], "stackexp": {"tokens": seen}})
-    resumed.training_step(batch(4), 0)
-    assert resumed.tokens == seen + batch(4)["tokens"].numel()
+    resumed.training_step(draw_batch(4), 0)
+    assert resumed.tokens == seen + draw_batch(4)["tokens"].numel()
 
 
-def test_what_is_not_finite_names_step_and_length():
-    model, strings = module(), batch(3)
+def test_a_non_finite_gradient_names_step_and_length():
+    model, strings = build(), draw_batch(3)
     model.training_step(strings, 0).backward()
     next(model.parameters()).grad[0, 0] = math.nan
     length = strings["length"]
@@ -117,27 +107,8 @@ def test_what_is_not_finite_names_step_and_length():
         model.configure_gradient_clipping(model.configure_optimizers()["optimizer"])
 
 
-def test_figures_of_a_length_do_not_depend_on_how_it_is_cut():
-    rng = np.random.default_rng(0)
-    losses = torch.from_numpy(rng.random((10, 4)))
-    counted = torch.from_numpy(rng.random((10, 4)) < 0.7)
-    right = torch.from_numpy(rng.random((10, 4)) < 0.6) & counted
-
-    def figures(*cuts: list[int]) -> dict[str, float]:
-        scores = Scores(10)
-        for rows in cuts:
-            scores.update(torch.tensor(rows), losses[rows], right[rows], counted[rows])
-        return scores.figures()
-
-    whole = figures(list(range(10)))
-    assert whole["accuracy"] == right.sum().item() / counted.sum().item()
-    assert whole["loss"] == pytest.approx(losses.mean().item(), rel=1e-12)
-    assert whole["sequences"] == 10
-    assert figures([3, 1, 2], [9, 8, 7, 0, -1], [4, 5, 6, -1]) == whole
-
-
-def test_a_validation_tells_every_length_and_the_means():
-    model = module()
+def test_validation_tags_hold_means_and_every_length():
+    model = build()
     assert model.validation_tags() == {}
     model.set_metrics = {"length_041": {"accuracy": 0.5, "loss": 0.7}, "length_042": {"accuracy": 1.0, "loss": 0.1}}
     assert model.validation_tags() == {
@@ -148,8 +119,8 @@ def test_a_validation_tells_every_length_and_the_means():
     }
 
 
-def test_answers_that_are_all_equally_likely_lose_the_log_of_their_number():
-    model, strings = module("model.memory.entropy_weight=0"), batch()
+def test_uniform_logits_give_the_log_of_the_number_of_answers():
+    model, strings = build("model.memory.entropy_weight=0"), draw_batch()
     with torch.no_grad():
         model.model.head.weight.zero_()
     loss = model.training_step(strings, 0)

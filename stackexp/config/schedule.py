@@ -21,19 +21,19 @@ class ScheduleConfig:
             yield "warmup_steps", f"must be smaller than trainer.max_steps {trainer.max_steps}"
 
 
-@register("schedule", "cosine", builds="stackexp.modules.optimizers:cosine")
+@register("schedule", "cosine", builds="stackexp.modules.schedules:build_cosine")
 @dataclass
 class CosineConfig(ScheduleConfig):
     kind: str = "cosine"
 
 
-@register("schedule", "linear", builds="stackexp.modules.optimizers:linear")
+@register("schedule", "linear", builds="stackexp.modules.schedules:build_linear")
 @dataclass
 class LinearConfig(ScheduleConfig):
     kind: str = "linear"
 
 
-@register("schedule", "wsd", builds="stackexp.modules.optimizers:warmup_stable_decay")
+@register("schedule", "wsd", builds="stackexp.modules.schedules:build_warmup_stable_decay")
 @dataclass
 class WarmupStableDecayConfig(ScheduleConfig):
     """Warm-up, constant, then a decay over the last `decay_steps`: linear or 1 - sqrt."""

@@ -10,7 +10,7 @@ from stackexp.config.formal_language import model_label
 from stackexp.config.yaml_files import flatten
 from stackexp.evaluation.request import EvaluationRequest, Sets, describe_evaluation
 from stackexp.files import read_json, write_atomically
-from stackexp.modules.transduction import average
+from stackexp.modules.transduction import average_lengths
 from stackexp.reports.formal.accuracy import accuracy_plot, accuracy_table, scores
 from stackexp.training.tensorboard import write_curve
 
@@ -30,7 +30,7 @@ def summarize_test(config: ExperimentConfig, sets: Sets) -> dict[str, Any]:
 
 
 def _summarize_validation(config: ExperimentConfig, sets: Sets) -> dict[str, Any]:
-    mean = average(sets)
+    mean = average_lengths(sets)
     return {
         **_summarize_lengths(config, _collect_accuracy(sets)),
         "validation_accuracy": mean["accuracy"],

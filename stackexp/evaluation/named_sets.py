@@ -7,7 +7,7 @@ from typing import Any
 from stackexp.config.experiment import ExperimentConfig
 from stackexp.evaluation.request import EvaluationRequest, Sets, describe_evaluation
 from stackexp.files import write_atomically
-from stackexp.modules.metrics import finite, group_averages, macro_average, set_tags
+from stackexp.modules.scores import average_groups, average_scores, replace_non_finite, tag_scores
 from stackexp.reports.tables import format_scores
 from stackexp.training.tensorboard import write_scalars
 
@@ -22,10 +22,10 @@ def report(request: EvaluationRequest, checkpoint: Path, sets: Sets) -> None:
         "context_length": request.config.data.context_length,
         "keep_remainder": request.config.data.keep_remainder,
         "sets": sets,
-        "average": macro_average(sets),
-        "groups": group_averages(sets),
+        "average": average_scores(sets),
+        "groups": average_groups(sets),
     }
-    write_atomically(request.output, json.dumps(finite(record), indent=2))
+    write_atomically(request.output, json.dumps(replace_non_finite(record), indent=2))
     write_atomically(request.output.with_suffix(".md"), f"{title}\n\n{format_scores(sets, style='markdown')}")
     if request.should_write_events and record["step"] is not None:
         _write_events(request, record["step"], sets)
@@ -56,7 +56,7 @@ def _write_events(request: EvaluationRequest, step: int, sets: Sets) -> None:
         for file, members in files.items():
             tags = {
                 tag: value
-                for tag, value in set_tags(prefix, members, lead).items()
+                for tag, value in tag_scores(prefix, members, lead).items()
                 if tag.endswith("/average") == (file == "average") and tag not in logged
             }
             if tags:

@@ -76,16 +76,16 @@ def format_scores(sets: dict[str, Scores], style: Style = "terminal") -> str:
 
 def score_rows(sets: dict[str, Scores]) -> tuple[list[list[str]], list[list[str]]]:
     """Return the rows of the sets and the rows of their averages."""
-    from stackexp.modules.metrics import group_averages, macro_average  # imports torch; plain tables do without
+    from stackexp.modules.scores import average_groups, average_scores  # imports torch; plain tables do without
 
     rows, averages = [_score_row(name, [scores], scores) for name, scores in sets.items()], []
-    for group, average in group_averages(sets).items():
+    for group, average in average_groups(sets).items():
         members = [scores for name, scores in sets.items() if name.startswith(f"{group}/")]
         averages.append(_score_row(f"{group}: means of {len(members)} set{'s' * (len(members) > 1)}", members, average))
         exp_mean_loss = _format_perplexity(average["exp_mean_loss"])
         averages.append([f"{group}: exp of the mean loss", *[""] * 4, exp_mean_loss, ""])
     if not averages or any("/" not in name for name in sets) or len(averages) > 2:
-        averages.append(_score_row("average of sets", list(sets.values()), macro_average(sets)))
+        averages.append(_score_row("average of sets", list(sets.values()), average_scores(sets)))
     return rows, averages
 
 

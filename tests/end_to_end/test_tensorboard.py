@@ -14,7 +14,7 @@ import pytest
 from browser import CHROMIUM, Browser, poll
 from processes import kill, wait_until
 
-from stackexp.modules.metrics import set_tags
+from stackexp.modules.scores import tag_scores
 from stackexp.training.tensorboard import TensorBoardCopy
 
 LOSSES = {"loss/train": 11, "loss/train_by_tokens": 11}  # segments of 12 steps
@@ -110,7 +110,7 @@ def test_the_hparams_tab_of_a_sweep_begins_with_the_papers_symbols(tmp_path):
         folder = tmp_path / "study" / f"H={heads}-0123abcd"
         hyperparameters = {"data.context_length": 2048, "model.memory.head_dim": 16, "model.memory.num_slots": 24}
         sets = {"left": {"loss": 2.5, "perplexity": 12.0, "bits_per_byte": 1.0}}
-        figures = {"final/loss/train": 2.125} | set_tags("final", sets)
+        figures = {"final/loss/train": 2.125} | tag_scores("final", sets)
         copy = TensorBoardCopy(folder, [], "language_modeling")
         copy.finish(hyperparameters | {"model.memory.num_heads": heads}, figures, 10)
     columns = ["H", "S", "d_s", "data.context_length", "final/loss/train", "final/loss/average"]

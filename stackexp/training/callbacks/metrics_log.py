@@ -9,7 +9,7 @@ from typing import Any
 import lightning.pytorch as pl
 
 from stackexp.config.experiment import ExperimentConfig
-from stackexp.modules.metrics import finite
+from stackexp.modules.scores import replace_non_finite
 from stackexp.runs import RunFolder
 from stackexp.training.tensorboard import TensorBoardCopy
 
@@ -54,7 +54,7 @@ class MetricsLog(pl.Callback):
             return
         line = {"step": trainer.global_step, "tokens": module.tokens, "time": round(time.time(), 3)} | metrics
         self.last_line = self.last_line | line
-        self._file.write(json.dumps(finite(line)) + "\n")
+        self._file.write(json.dumps(replace_non_finite(line)) + "\n")
         self._file.flush()
         if self._tensorboard:
             self._tensorboard.write(line)

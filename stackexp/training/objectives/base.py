@@ -17,7 +17,7 @@ from stackexp.evaluation.request import EvaluationRequest, Sets, Stage
 from stackexp.evaluation.resumable import ResumableEvaluation
 from stackexp.models import checkpoints
 from stackexp.modules.base import TrainingModule
-from stackexp.modules.metrics import finite
+from stackexp.modules.scores import replace_non_finite
 from stackexp.runs import RunFolder
 from stackexp.training.callbacks.metrics_log import MetricsLog
 from stackexp.training.processes import Processes
@@ -133,7 +133,7 @@ class Objective(ABC):
         figures = {"final/loss/train": result["train_loss"]["last_20_steps"]} | self.list_final_figures(result)
         session.metrics_log.finish(self._list_hyperparameters(), figures)
         self.write_events(session, result)
-        runs.write_atomically(session.folder.result, json.dumps(finite(result), indent=2))
+        runs.write_atomically(session.folder.result, json.dumps(replace_non_finite(result), indent=2))
         print(
             f"\ntraining loss {losses[0]:.3f} (first step), {mean_of_last(losses):.3f} (mean of the last "
             f"{AVERAGED_STEPS} steps); {seconds:.0f} s\n\n{self.format_result(session, result)}\n\n"

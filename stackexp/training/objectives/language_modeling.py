@@ -10,7 +10,7 @@ from stackexp.evaluation import named_sets
 from stackexp.evaluation.generation import continue_text
 from stackexp.evaluation.request import EvaluationRequest, Sets
 from stackexp.modules.language_modeling import LanguageModeling
-from stackexp.modules.metrics import group_averages, macro_average, set_tags
+from stackexp.modules.scores import average_groups, average_scores, tag_scores
 from stackexp.reports.tables import format_scores
 from stackexp.runs import RunFolder
 from stackexp.training.callbacks.data_record import DataRecord
@@ -44,8 +44,8 @@ class LanguageModelingObjective(Objective):
     def build_result(self, session: Session, sets: Sets) -> dict[str, Any]:
         return {
             "sets": sets,
-            "average": macro_average(sets) if sets else {},
-            "groups": group_averages(sets),
+            "average": average_scores(sets) if sets else {},
+            "groups": average_groups(sets),
             **_summarize_data(session.folder),
             "sample": self._sample_text(session),
         }
@@ -57,7 +57,7 @@ class LanguageModelingObjective(Objective):
         return continue_text(model, tokenizer, prompt="", max_new_tokens=60, temperature=0.8, top_p=0.95, seed=0)
 
     def list_final_figures(self, result: dict[str, Any]) -> dict[str, float]:
-        return set_tags("final", result["sets"])
+        return tag_scores("final", result["sets"])
 
     def format_result(self, session: Session, result: dict[str, Any]) -> str:
         text = result["sample"]
