@@ -30,10 +30,10 @@ def write_run(folder: Path, model: str, task: str, *overrides: str, seed: int = 
     """A run that has been begun: its config.yaml in `folder`, which is made."""
     if (model, *overrides) not in _trees:
         own = ["name=formal_table", "data.kind=formal_language", "schedule.warmup_steps=0"]
-        sizes = [f"data.task={OTHER}", f"model.output_vocab_size={TASKS[OTHER].outputs}"]
+        sizes = [f"data.task={OTHER}", f"model.output_vocab_size={TASKS[OTHER].num_answer_symbols}"]
         _trees[model, *overrides] = to_dict(compose([], [*own, *sizes, *MODELS[model], *overrides]))
-    tree, (inputs, outputs, *_) = _trees[model, *overrides], TASKS[task]
-    sizes = {"vocab_size": inputs + 1, "output_vocab_size": outputs}
+    tree = _trees[model, *overrides]
+    sizes = {"vocab_size": TASKS[task].num_symbols + 1, "output_vocab_size": TASKS[task].num_answer_symbols}
     tree = tree | {"seed": seed, "model": tree["model"] | sizes, "data": tree["data"] | sizes | {"task": task}}
     folder.mkdir(parents=True)
     (folder / "config.yaml").write_text(yaml.safe_dump(tree, sort_keys=False))

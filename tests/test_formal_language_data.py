@@ -57,7 +57,7 @@ def test_a_sequence_is_the_string_then_an_empty_token_for_each_symbol_of_the_ans
     expected = TASKS[task].sample(rng, 8, batch["length"])
     symbols = expected.inputs.shape[1]
     assert (tokens[:, :symbols] == expected.inputs).all()
-    assert (tokens[:, symbols:] == SIZES[task].inputs).all()
+    assert (tokens[:, symbols:] == SIZES[task].num_symbols).all()
     assert tokens.shape[1] - symbols == targets.shape[1]
     assert (targets == expected.targets).all()
     assert (mask == expected.mask).all()

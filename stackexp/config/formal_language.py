@@ -1,9 +1,9 @@
 """Options of formal language datasets (Deletang et al. 2023)."""
 
-import math
+import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from omegaconf import OmegaConf
 
@@ -11,43 +11,16 @@ from stackexp.config.experiment import ExperimentConfig
 from stackexp.config.fields import Problems, at_least, from_up_to, within
 from stackexp.config.registry import register
 
+TASKS: dict[str, Any] = importlib.import_module("stackexp.tasks").TASKS
+"""The tasks by name. They live on a higher floor, but importing them needs neither numpy nor torch."""
 
-class Sizes(NamedTuple):
-    """How many symbols a task reads and writes, without the empty token, which stands where an answer is wanted."""
+if TYPE_CHECKING:
+    TaskName = str
+else:
+    TaskName = Literal[tuple(TASKS)]
 
-    inputs: int
-    outputs: int
-    answer: tuple[float, int] = (0, 1)  # symbols of an answer: so many for each of the string's, rounded up, and more
-    min_length: int = 1  # of the shortest string the task is defined for
-
-    def output_length(self, length: int) -> int:
-        """Symbols of the answer to a string of `length`."""
-        each, more = self.answer
-        return math.ceil(each * length) + more
-
-
-TASKS: dict[str, Sizes] = {
-    "even_pairs": Sizes(2, 2),
-    "parity_check": Sizes(2, 2),
-    "cycle_navigation": Sizes(3, 5),
-    "modular_arithmetic": Sizes(9, 5),
-    "modular_arithmetic_brackets": Sizes(11, 5),
-    "solve_equation": Sizes(11, 5, min_length=3),
-    "stack_manipulation": Sizes(5, 3, (1, 1)),
-    "reverse_string": Sizes(2, 2, (1, 0)),
-    "odds_first": Sizes(2, 2, (1, 0)),
-    "duplicate_string": Sizes(2, 2, (2, 0)),
-    "missing_duplicate": Sizes(4, 2, min_length=2),
-    "binary_addition": Sizes(3, 3, (1, 1), min_length=3),
-    "binary_multiplication": Sizes(3, 3, (1, 0), min_length=3),
-    "compute_sqrt": Sizes(2, 2, (0.5, 0)),
-    "bucket_sort": Sizes(5, 5, (1, 0)),
-}
-"""The generators of `stackexp.tasks`, from the lowest class of the Chomsky hierarchy to the highest."""
-
-
-OmegaConf.register_resolver("task_inputs", lambda task: TASKS[task].inputs + 1, replace=True)
-OmegaConf.register_resolver("task_outputs", lambda task: TASKS[task].outputs, replace=True)
+OmegaConf.register_resolver("task_inputs", lambda task: TASKS[task].num_symbols + 1, replace=True)  # + empty token
+OmegaConf.register_resolver("task_outputs", lambda task: TASKS[task].num_answer_symbols, replace=True)
 
 
 @register("data", "formal_language", builds="stackexp.datamodules.formal_language:FormalLanguageData")
@@ -63,23 +36,7 @@ class FormalLanguageConfig:
     lengths_vary: ClassVar[bool] = True
 
     kind: str = "formal_language"
-    task: Literal[
-        "even_pairs",
-        "parity_check",
-        "cycle_navigation",
-        "modular_arithmetic",
-        "modular_arithmetic_brackets",
-        "solve_equation",
-        "stack_manipulation",
-        "reverse_string",
-        "odds_first",
-        "duplicate_string",
-        "missing_duplicate",
-        "binary_addition",
-        "binary_multiplication",
-        "compute_sqrt",
-        "bucket_sort",
-    ] = "reverse_string"
+    task: TaskName = "reverse_string"
     vocab_size: int = "${task_inputs:${data.task}}"  # type: ignore[assignment]  # the empty token is the last id
     output_vocab_size: int = "${task_outputs:${data.task}}"  # type: ignore[assignment]
     batch_size: int = at_least(1, 128)  # sequences per optimizer step, over all devices

@@ -155,7 +155,7 @@ def longest_of(config: FormalLanguageConfig, step: int) -> int:
 
 def tensors(strings: Strings, task: Task) -> dict[str, torch.Tensor]:
     """tokens [B, L + O]: the symbols, then an empty token for each symbol of the answer; targets, mask [B, O]."""
-    empty = np.full(strings.targets.shape, task.inputs)
+    empty = np.full(strings.targets.shape, task.num_symbols)
     return {
         "tokens": torch.from_numpy(np.concatenate([strings.inputs, empty], 1)),
         "targets": torch.from_numpy(np.ascontiguousarray(strings.targets)),
@@ -180,7 +180,7 @@ def warn_of_slots(config: ExperimentConfig, stage: str) -> None:
     if stage == "fit":
         asked.insert(0, ("num_slots", num_slots, data.max_length))
     for key, slots, length in asked:
-        needed = TASKS[data.task].needs_slots(length)
+        needed = TASKS[data.task].required_slots(length)
         if needed is None or slots >= needed:
             continue
         kept = f"a stack of {slots} slots keeps {slots} of up to {needed} symbols"

@@ -1,15 +1,14 @@
-"""The tasks of Deletang et al. 2023, "Neural Networks and the Chomsky Hierarchy": strings with exact answers.
+"""The formal-language tasks of Deletang et al. 2023, "Neural Networks and the Chomsky Hierarchy".
 
     batch = TASKS["reverse_string"].sample(np.random.default_rng(0), batch_size=128, length=40)
 
-A model sees the symbols of `batch.inputs`, then the empty token, id `task.inputs`, as often as the answer has symbols.
+To add a task, write one decorated function in the module of its Chomsky class; configs and reports find it in `TASKS`.
+Configs are composed without numpy, so those modules import it inside the functions that need it.
 """
 
-from stackexp.config.formal_language import TASKS as SIZES
-from stackexp.tasks import arithmetic, expressions, regular, strings
-from stackexp.tasks.task import Batch, Task
+from stackexp.tasks.task import TASKS, Batch, Task
+
+# These modules register their tasks; the order here is the order of TASKS.
+from stackexp.tasks import regular, context_free, context_sensitive  # noqa: F401  # isort: skip
 
 __all__ = ["TASKS", "Batch", "Task"]
-
-_BY_NAME = {task.name: task for file in (regular, expressions, strings, arithmetic) for task in file.TASKS}
-TASKS: dict[str, Task] = {name: _BY_NAME[name] for name in SIZES}

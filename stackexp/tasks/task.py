@@ -1,94 +1,117 @@
-"""What a task of formal languages is: strings of symbols in, strings of symbols out."""
+"""The definition of a formal-language task, and the decorator that registers one."""
 
-from collections.abc import Callable
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
-import numpy as np
+if TYPE_CHECKING:  # composing a config must not import numpy
+    import numpy as np
 
-from stackexp.config.formal_language import TASKS as SIZES
+    Drawn = tuple[np.ndarray, np.ndarray] | tuple[np.ndarray, np.ndarray, np.ndarray]
+    Generator = Callable[[np.random.Generator, int, int], Drawn]
 
-Drawn = tuple[np.ndarray, np.ndarray] | tuple[np.ndarray, np.ndarray, np.ndarray]
-Draw = Callable[[np.random.Generator, int, int], Drawn]
+ChomskyClass = Literal["regular", "deterministic context-free", "context-sensitive"]
 
 
 class Batch(NamedTuple):
-    """Strings of one length L, the task's `string_length` of what was asked for, and their answers."""
+    """Strings of one length L with their answers of length O."""
 
     inputs: np.ndarray  # int64 [B, L]
     targets: np.ndarray  # int64 [B, O]
-    mask: np.ndarray  # bool [B, O]: the answers that accuracy counts
-
-
-def same(length: int) -> int:
-    return length
-
-
-def constant(length: int) -> None:
-    """No number of slots that grows with the string."""
-    return None
+    mask: np.ndarray  # bool [B, O], True where accuracy counts the answer symbol
 
 
 @dataclass(frozen=True)
 class Task:
-    """A generator of strings with exact answers, after Deletang et al. 2023.
+    """A generator of random strings with exact answers.
 
-    `draw(rng, batch_size, length)` gives inputs [B, L], targets [B, O] and, where an answer ends before its last
-    position, the position of the symbol that ends it [B].
+    A model reads the string followed by one empty token for each answer symbol. The empty token has id `num_symbols`.
     """
 
     name: str
-    draw: Draw
-    symbols: tuple[str, ...]  # as they are written, by id
-    answers: tuple[str, ...]
-    string_length: Callable[[int], int] = same  # of the strings drawn when so much is asked for
-    needs_slots: Callable[[int], int | None] = constant  # of a stack that keeps a string so long
-
-    def __post_init__(self) -> None:
-        assert (len(self.symbols), len(self.answers)) == SIZES[self.name][:2]
+    chomsky_class: ChomskyClass
+    generate: Generator
+    symbols: tuple[str, ...]  # the name of each input id
+    answer_symbols: tuple[str, ...]  # the name of each output id
+    output_length: Callable[[int], int]  # from string length to answer length
+    min_length: int
+    string_length: Callable[[int], int]  # from requested length to string length
+    required_slots: Callable[[int], int | None]  # stack slots that a string needs; None if they do not grow with it
 
     @property
-    def inputs(self) -> int:
-        """How many symbols strings consist of; this is the id of the empty token."""
+    def num_symbols(self) -> int:
+        """The number of input symbols, which is also the id of the empty token."""
         return len(self.symbols)
 
     @property
-    def outputs(self) -> int:
-        return len(self.answers)
-
-    @property
-    def min_length(self) -> int:
-        """Of the shortest string the task is defined for."""
-        return SIZES[self.name].min_length
-
-    def output_length(self, length: int) -> int:
-        """Symbols of the answer to a string of so many."""
-        return SIZES[self.name].output_length(length)
+    def num_answer_symbols(self) -> int:
+        """The number of output symbols."""
+        return len(self.answer_symbols)
 
     def sample(self, rng: np.random.Generator, batch_size: int, length: int) -> Batch:
-        """Draws a batch: the same state of `rng`, the same strings.
+        """Draw a batch. The generator state alone determines the strings.
 
-        Raises ValueError where `length` is below `min_length`.
+        Raises ValueError if `length` is below `min_length`.
         """
+        import numpy as np
+
         if length < self.min_length:
-            least = f"its strings have {self.min_length} or more"
-            raise ValueError(f"task {self.name}: length {length} is too short, {least}")
-        inputs, targets, *end = self.draw(rng, batch_size, length)
+            raise ValueError(f"task {self.name}: length {length} is too short; use at least {self.min_length}")
+        inputs, targets, *end = self.generate(rng, batch_size, length)
         mask = np.ones(targets.shape, bool)
         if end:
             mask = np.arange(targets.shape[1]) <= end[0][:, None]
         return Batch(inputs, targets, mask)
 
-    def text(self, string: np.ndarray) -> str:
-        """A string [L], written."""
-        return written(string, self.symbols)
+    def format_string(self, ids: Sequence[int] | np.ndarray) -> str:
+        """Return the written form of a string [L]."""
+        return _join(ids, self.symbols)
 
-    def answer_text(self, answer: np.ndarray) -> str:
-        """An answer [O], written."""
-        return written(answer, self.answers)
+    def format_answer(self, ids: Sequence[int] | np.ndarray) -> str:
+        """Return the written form of an answer [O]."""
+        return _join(ids, self.answer_symbols)
 
 
-def written(ids: np.ndarray, names: tuple[str, ...]) -> str:
-    """Symbols one after another, with spaces between them where a name has several characters."""
+TASKS: dict[str, Task] = {}
+"""All tasks by name: from regular to context-sensitive, and in the order of the StackTrans paper within a class."""
+
+
+def task(
+    chomsky_class: ChomskyClass,
+    *,
+    symbols: Sequence[str],
+    answer_symbols: Sequence[str],
+    output_length: Callable[[int], int] = lambda length: 1,
+    min_length: int = 1,
+    string_length: Callable[[int], int] = lambda length: length,
+    required_slots: Callable[[int], int | None] = lambda length: None,
+) -> Callable[[Generator], Generator]:
+    """Register the decorated generator as the task of its name.
+
+    The generator takes a numpy random generator, the batch size and the length. It returns strings [B, L], answers
+    [B, O] and, for answers of variable length, the position of each answer's last symbol [B].
+    """
+
+    def register(generate: Generator) -> Generator:
+        name = generate.__name__
+        TASKS[name] = Task(
+            name,
+            chomsky_class,
+            generate,
+            tuple(symbols),
+            tuple(answer_symbols),
+            output_length=output_length,
+            min_length=min_length,
+            string_length=string_length,
+            required_slots=required_slots,
+        )
+        return generate
+
+    return register
+
+
+def _join(ids: Sequence[int] | np.ndarray, names: tuple[str, ...]) -> str:
     separator = " " if any(len(name) > 1 for name in names) else ""
     return separator.join(names[i] for i in ids)
