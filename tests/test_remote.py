@@ -20,7 +20,7 @@ from s3 import S3, without_credentials
 from streaming import Stream, StreamingDataset
 
 from stackexp.config.data import ShardsConfig
-from stackexp.data import stream_record
+from stackexp.data import hash_log
 from stackexp.data.shards import TokenSet
 from stackexp.datamodules import remote as remote_module
 from stackexp.datamodules.remote import Cache, Remote, SourceError
@@ -354,7 +354,7 @@ def test_a_run_killed_and_resumed_sees_what_a_run_on_the_local_folder_sees(s3, t
     killed.kill_when(lambda: any((tmp_path / "runs").glob("tiny/*/checkpoints/00000004")))
     forks.run(s3.environment, *command, *far, "--ckpt_path", "last", function=_program_with)
     ours, theirs = only_run(tmp_path / "runs"), only_run(tmp_path / "local")
-    assert stream_record.hashes(ours.path) == stream_record.hashes(theirs.path)
+    assert hash_log.read_hashes(ours.path) == hash_log.read_hashes(theirs.path)
     assert losses(ours) == losses(theirs)
 
 

@@ -14,7 +14,7 @@ from records import only_run, record
 from slurm import wait_for
 
 from stackexp.config.data import StreamConfig
-from stackexp.data import stream_record
+from stackexp.data import hash_log
 from stackexp.data.shards import TokenSet
 from stackexp.data.tokenizer import train_tokenizer
 from stackexp.datamodules.remote import DESCRIPTION, Remote, SourceError
@@ -76,7 +76,7 @@ def test_every_sample_is_of_the_source_that_its_number_says(sets):
         ):
             expected = opened[source][int(index) - begins[source]]
             assert tokens.tolist() == expected.tolist()
-            assert digest == stream_record.sample_hash(expected)
+            assert digest == hash_log.hash_sequence(expected)
 
 
 def test_the_order_is_a_function_of_the_seed_alone(sets):
@@ -178,10 +178,10 @@ def test_a_run_on_a_mixture_killed_and_resumed_is_the_run_that_was_not(tiny, cor
     wait_for(lambda: not processes_in(tmp_path), seconds=30)  # its loader's has ended with it
     forks.run(*command, "data.micro_batch_size=2", "--ckpt_path", "last")
     resumed = only_run(tmp_path / "runs")
-    assert stream_record.hashes(resumed.path) == stream_record.hashes(whole.path)
-    assert sorted(stream_record.hashes(whole.path)) == [2, 4, 6, 8, 10]
+    assert hash_log.read_hashes(resumed.path) == hash_log.read_hashes(whole.path)
+    assert sorted(hash_log.read_hashes(whole.path)) == [2, 4, 6, 8, 10]
     counts = {line["step"]: line["data/sequences/a"] for line in record(resumed) if "data/sequences/a" in line}
     assert sorted(counts) == [2, 4, 6, 8, 10]
-    last = list(stream_record.read(Path(whole.path)))[-1]
+    last = hash_log.read_hash_log(Path(whole.path))[-1]
     assert last["sequences"]["a"] == counts[10]
     assert sum(last["sequences"].values()) == 10 * 8

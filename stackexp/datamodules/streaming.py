@@ -31,7 +31,7 @@ from streaming.base.world import World
 from torch import distributed
 
 from stackexp.data.documents import compute_document_ids, find_document_bounds
-from stackexp.data.stream_record import sample_hash
+from stackexp.data.hash_log import hash_sequence
 from stackexp.datamodules.remote import Remote, SourceError
 from stackexp.errors import first_line
 
@@ -117,7 +117,7 @@ class TokenStream(StreamingDataset):
             "tokens": tokens,
             "index": int(index),
             "source": int(np.searchsorted(self.sample_offset_per_stream, index, side="right")) - 1,
-            "hash": sample_hash(tokens),
+            "hash": hash_sequence(tokens),
         }
 
     def _each_sample_id(self, it: Any) -> Iterator[int]:

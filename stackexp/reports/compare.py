@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from stackexp.config.yaml_files import flatten, read_file
-from stackexp.data import stream_record
+from stackexp.data import hash_log
 from stackexp.errors import RunError
 from stackexp.runs import RunFolder
 
@@ -25,9 +25,9 @@ def check_same_data(runs: list[RunFolder]) -> list[str]:
                 _check_same_strings(run, strings, other, theirs)
             drawn[run] = strings
             continue
-        hashes = stream_record.hashes(run.path)
+        hashes = hash_log.read_hashes(run.path)
         if not hashes:
-            untold.append(f"{run.path}: no record of its data ({stream_record.FILE}); not compared by it")
+            untold.append(f"{run.path}: no record of its data ({hash_log.FILE_NAME}); not compared by it")
             continue
         for other, theirs in before.items():
             common = sorted(hashes.keys() & theirs.keys())

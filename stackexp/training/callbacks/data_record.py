@@ -9,7 +9,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from stackexp.data.stream_record import DataFile, next_hash
+from stackexp.data.hash_log import HashLog, update_hash
 from stackexp.datamodules.training import TrainingSet
 from stackexp.errors import RunError
 
@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 
 class DataRecord(pl.Callback):
-    """Writes a line of data.jsonl every `interval` steps and after the last; see `stackexp.data.stream_record`.
+    """Writes a line of data.jsonl every `interval` steps and after the last; see `stackexp.data.hash_log`.
 
     With several sources, the step metrics also get `data/sequences/<name>`, the number of sequences of each source so
     far (float32; exact in data.jsonl). Checkpoints hold hash, counts and the fingerprint of every source, so that a
@@ -43,8 +43,6 @@ class DataRecord(pl.Callback):
             self._update(module.device)
             record = {"hash": self._hash, "sequences": self._counts, "sources": self._fingerprints}
             checkpoint[KEY] = record if self._hash is not None else None
-            if trainer.is_global_zero:
-                self._file.sync()
 
     def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         self._step = trainer.global_step
@@ -59,7 +57,7 @@ class DataRecord(pl.Callback):
                 )
         self._counts = self._counts or [0] * len(self._names)
         if trainer.is_global_zero:
-            self._file = DataFile(self._folder, self._step)
+            self._log = HashLog(self._folder, self._step)
             if self._hash is None:
                 log.warning("the checkpoint has no record of its training data, so this run will have none")
 
@@ -91,7 +89,7 @@ class DataRecord(pl.Callback):
             dist.all_gather(parts, gathered[0])
             gathered = torch.stack(parts)
         for hashes, sources in gathered.cpu().numpy().transpose(1, 2, 0, 3):  # for each step, [ranks, N / ranks]
-            self._hash = next_hash(self._hash, hashes.ravel().view(np.uint64))
+            self._hash = update_hash(self._hash, hashes.ravel().view(np.uint64))
             counts = np.bincount(sources.ravel(), minlength=len(self._counts))
             self._counts = [total + int(new) for total, new in zip(self._counts, counts, strict=True)]
 
@@ -102,4 +100,4 @@ class DataRecord(pl.Callback):
                 module.step_metrics.add(f"data/sequences/{name}", torch.tensor(float(count), device=module.device))
         if trainer.is_global_zero:
             tokens = self._step * module.config.data.global_batch_tokens
-            self._file.write({"step": self._step, "tokens": tokens, "hash": self._hash, "sequences": sequences})
+            self._log.append({"step": self._step, "tokens": tokens, "hash": self._hash, "sequences": sequences})

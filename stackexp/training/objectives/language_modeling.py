@@ -5,7 +5,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 
-from stackexp.data import stream_record
+from stackexp.data import hash_log
 from stackexp.evaluation import named_sets
 from stackexp.evaluation.generation import continue_text
 from stackexp.evaluation.request import EvaluationRequest, Sets
@@ -71,5 +71,5 @@ class LanguageModelingObjective(Objective):
 
 def _summarize_data(folder: RunFolder) -> dict[str, Any]:
     """Return the hash of all training data, by the last step, and the number of sequences of each source."""
-    lines = list(stream_record.read(folder.path))
+    lines = hash_log.read_hash_log(folder.path)
     return {"data_hash": {lines[-1]["step"]: lines[-1]["hash"]}, "sequences": lines[-1]["sequences"]} if lines else {}

@@ -1,0 +1,57 @@
+"""The hash log of training data: proof that two runs trained on the same sequences in the same order.
+
+The file data.jsonl in a run folder has lines such as
+{"step": 20, "tokens": 81920, "hash": "3f...", "sequences": {"web": 60, "code": 20}}.
+Hash and counts cover everything since the first step.
+"""
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from stackexp import files
+
+FILE_NAME = "data.jsonl"
+
+
+def hash_sequence(tokens: np.ndarray) -> int:
+    """Return a 64-bit hash of token ids [T], independent of their integer type."""
+    return int.from_bytes(hashlib.blake2b(tokens.astype("<u4"), digest_size=8).digest(), "little")
+
+
+def update_hash(previous: str, sequence_hashes: np.ndarray) -> str:
+    """Return the rolling hash after one more optimizer step on sequences with these hashes, uint64 [N].
+
+    `previous` is "" before the first step. The hash is h_n = blake2b(h_{n-1}, sorted sequence hashes). It depends on
+    the global batches and their order, not on how they are split into processes, micro-batches and workers.
+    """
+    digest = hashlib.blake2b(bytes.fromhex(previous), digest_size=16)
+    digest.update(np.sort(sequence_hashes).astype("<u8"))
+    return digest.hexdigest()
+
+
+class HashLog:
+    """The data.jsonl of a run folder, open for appending after `step`. Lines of later steps are dropped."""
+
+    def __init__(self, folder: Path, step: int):
+        self._path = folder / FILE_NAME
+        files.write_json_lines(self._path, [line for line in read_hash_log(folder) if line["step"] <= step])
+
+    def append(self, line: dict[str, Any]) -> None:
+        """Append a line. It is on disk on return, so no checkpoint is ahead of the log."""
+        files.append_json_line(self._path, line, sync=True)
+
+
+def read_hash_log(folder: Path) -> list[dict[str, Any]]:
+    """Return the lines of a run's data.jsonl; none if there is no such file.
+
+    Raises RunError for a damaged line. A last line cut off by a kill is skipped.
+    """
+    return list(files.read_json_lines(folder / FILE_NAME))
+
+
+def read_hashes(folder: Path) -> dict[int, str]:
+    """Return the rolling hashes of a run by step."""
+    return {line["step"]: line["hash"] for line in read_hash_log(folder)}
