@@ -1,29 +1,41 @@
-"""A driver as a process of its own, with the trials of sweep_trial.py: `python sweep_driver.py SWEEP PARALLEL RETRIES`.
-
-Exit codes as the command line's.
-"""
+"""A driver process with the trials of sweep_trial.py: `python sweep_driver.py SWEEP PARALLEL RETRIES`."""
 
 import sys
+from argparse import Namespace
 from pathlib import Path
 
 from stackexp import cli
-from stackexp.sweeps import grid
-from stackexp.sweeps.display import Lines
-from stackexp.sweeps.driver import Driver, Fixed
-from stackexp.sweeps.local import LocalLauncher
+from stackexp.sweeps.display import StateLog
+from stackexp.sweeps.driver import Driver, FixedTrials
+from stackexp.sweeps.launchers.local import LocalLauncher
+from stackexp.sweeps.schema import Resources
+from stackexp.sweeps.sweep import load_sweep
+from stackexp.sweeps.trials import Trial
+from stackexp.verbs.parser import Parser
+
+USAGE = "SWEEP PARALLEL RETRIES"
+EXAMPLES = ()
 
 
-def fake_command(trial: object) -> list[str]:
+def build_fake_command(trial: Trial) -> list[str]:
     return [sys.executable, str(Path(__file__).with_name("sweep_trial.py")), str(trial.folder.path)]
 
 
-def main(argv: list[str]) -> int:
-    sweep = grid.read(argv[0])
-    launcher = LocalLauncher(sweep.trials, int(argv[1]), fake_command)
-    Driver(sweep.folder, Fixed(sweep.trials), launcher, int(argv[2]), Lines(sweep.config.objective)).run()
+def add_arguments(parser: Parser) -> None:
+    parser.add_argument("sweep")
+    parser.add_argument("parallel", type=int)
+    parser.add_argument("retries", type=int)
+
+
+def run(args: Namespace) -> int:
+    sweep = load_sweep(args.sweep)
+    launcher = LocalLauncher(sweep.folder, sweep.trials, Resources(), args.parallel, build_fake_command)
+    display = StateLog(sweep.config.objective)
+    Driver(sweep.folder, FixedTrials(sweep.trials), launcher, retries=args.retries, display=display).run()
     return 0
 
 
 if __name__ == "__main__":
-    cli.VERBS["drive"] = main
+    sys.modules["stackexp.verbs.drive"] = sys.modules["__main__"]  # a verb: errors and exit codes as the program's
+    cli.VERBS["drive"] = "run a sweep with fake trials"
     sys.exit(cli.main(["drive", *sys.argv[1:]]))

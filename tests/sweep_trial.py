@@ -1,7 +1,7 @@
-"""A trial that takes no time, for tests of drivers: holds its folder as fit does, saves when told to, goes on after.
+"""A fast trial for tests of drivers: holds its folder, saves when stopped and resumes, like fit.
 
-`python sweep_trial.py FOLDER`. `behaviour.json` beside the sweep's folder says, by the beginning of the trial's name,
-how many seconds it takes (10 steps) and what its first attempts do instead: "error", "kill" or "save".
+`python sweep_trial.py FOLDER`. `behavior.json` next to the sweep's folder maps the start of a trial's name to the
+seconds it takes (for 10 steps), its validation loss, and what its first attempts do instead: "error", "kill" or "save".
 Each attempt that holds the folder adds a line to `attempts`.
 """
 
@@ -24,19 +24,19 @@ try:
     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
 except BlockingIOError:
     sys.exit(74)
-behaviours = json.loads((folder.parent.parent / "behaviour.json").read_text())
-behaviour = next((b for name, b in behaviours.items() if folder.name.startswith(name)), {})
+behaviors = json.loads((folder.parent.parent / "behavior.json").read_text())
+behavior = next((b for name, b in behaviors.items() if folder.name.startswith(name)), {})
 with open(folder / "attempts", "a") as file:
     file.write(f"{os.getpid()}\n")
 attempt = len((folder / "attempts").read_text().splitlines())
 metrics = folder / "metrics.jsonl"
 done = len(metrics.read_text().splitlines()) if metrics.exists() else 0
 print(f"from step {done}", flush=True)
-instead = (behaviour.get("first", []) + [None] * attempt)[attempt - 1]
+instead = (behavior.get("first", []) + [None] * attempt)[attempt - 1]
 for step in range(done + 1, STEPS + 1):
-    time.sleep(behaviour.get("seconds", 0.1) / STEPS)
+    time.sleep(behavior.get("seconds", 0.1) / STEPS)
     line = {"step": step, "tokens": step, "time": time.time(), "loss/train": 5 - step / 10}
-    line |= {"validation/loss/average": behaviour.get("loss", 4.0), "throughput/tokens_per_second": 2560.0}
+    line |= {"validation/loss/average": behavior.get("loss", 4.0), "throughput/tokens_per_second": 2560.0}
     with open(metrics, "a") as file:
         file.write(json.dumps(line) + "\n")
     if step == done + 2 and instead == "error":
@@ -46,6 +46,6 @@ for step in range(done + 1, STEPS + 1):
     if stopped or (step == done + 2 and instead == "save"):
         sys.exit(75)
 result = {"steps": STEPS, "parameters": 1000, "memory_parameters": 10, "train_loss": {"last_20_steps": 4.0}}
-result["average"] = {"loss": behaviour.get("loss", 4.0)}
+result["average"] = {"loss": behavior.get("loss", 4.0)}
 (folder / ".result").write_text(json.dumps(result))
-os.replace(folder / ".result", folder / "result.json")  # whole or not at all, as fit: drivers read it meanwhile
+os.replace(folder / ".result", folder / "result.json")  # atomic: drivers read it at any time

@@ -1,4 +1,4 @@
-"""What `sweep status|results|stop` and `run --dry-run` print, and what `results` draws, from run folders alone."""
+"""The output of `sweep status|results|stop` and `sweep run --dry-run`, from run folders alone."""
 
 import json
 from pathlib import Path
@@ -8,9 +8,10 @@ import yaml
 from config_files import BASE, write
 
 from stackexp import cli
-from stackexp.reports import sweeps as report
-from stackexp.sweeps import grid
-from stackexp.sweeps.display import duration
+from stackexp.reports.sweeps import collect_results, draw_results, select_rows
+from stackexp.sweeps.display import format_duration
+from stackexp.sweeps.sweep import Sweep, load_sweep
+from stackexp.sweeps.trials import Trial
 
 H, S = "model.memory.num_heads", "model.memory.num_slots"
 
@@ -20,80 +21,80 @@ def _empty_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-def study(**keys: object) -> grid.Sweep:
-    return grid.read(write("study.yaml", yaml.safe_dump({"config": BASE} | keys, sort_keys=False)))
+def build(**keys: object) -> Sweep:
+    return load_sweep(write("study.yaml", yaml.safe_dump({"config": BASE} | keys, sort_keys=False)))
 
 
-def finish(trial, loss: float, validated: bool = True) -> None:
+def finish(trial: Trial, loss: float, validated: bool = True) -> None:
     trial.folder.path.mkdir(parents=True)
     result = {"parameters": 2_000_000, "memory_parameters": 3000, "train_loss": {"last_20_steps": loss - 0.5}}
     result["average"] = {"loss": loss} if validated else {}
     trial.folder.result.write_text(json.dumps(result))
 
 
-def lines(capsys) -> list[list[str]]:
+def read_lines(capsys) -> list[list[str]]:
     return [line.split() for line in capsys.readouterr().out.splitlines()]
 
 
-def test_results_are_sorted_by_the_objective_over_seeds(capsys):
-    sweep = study(grid={H: [1, 2, 4]}, seeds=[0, 1])
+def test_results_are_grouped_over_seeds_and_sorted(capsys):
+    sweep = build(grid={H: [1, 2, 4]}, seeds=[0, 1])
     for trial, loss in zip(sweep.trials, [3.0, 3.2, 2.0, 2.4, 2.9], strict=False):
         finish(trial, loss)
     assert cli.main(["sweep", "results", "study.yaml"]) == 0
-    rows = lines(capsys)
+    rows = read_lines(capsys)
     assert rows[0][:2] == ["trial", "average.loss"]
-    assert rows[2][:5] == ["H=2", "2.2000", "+-", "0.2828", "1.7000"]
+    assert rows[2][:5] == ["H=2", "2.2000", "±", "0.2828", "1.7000"]
     assert [row[0] for row in rows[2:]] == ["H=2", "H=4", "H=1"]
     assert rows[3][1:3] == ["2.9000", "2.4000"]  # one seed so far, and no deviation
     assert cli.main(["sweep", "results", "study.yaml", "--markdown"]) == 0
-    assert capsys.readouterr().out.splitlines()[2].startswith("| H=2 | 2.2000 ± 0.2828 | 1.7000 ± 0.2828 | 2 |")
+    assert capsys.readouterr().out.splitlines()[2].replace(" ", "").startswith("|H=2|2.2000±0.2828|1.7000±0.2828|2|")
     assert cli.main(["sweep", "results", "study.yaml", "--json"]) == 0
     first = json.loads(capsys.readouterr().out)[0]
     assert (first["values"], first["seeds"], first["objective"]["mean"]) == ({H: 2}, 2, 2.2)
     assert len(first["trials"]) == 2
 
 
-def test_the_best_may_be_the_highest_and_any_number_of_the_result(capsys):
-    sweep = study(grid={H: [1, 2]}, objective="train_loss.last_20_steps", direction="maximize")
+def test_objective_may_be_maximized(capsys):
+    sweep = build(grid={H: [1, 2]}, objective="train_loss.last_20_steps", direction="maximize")
     for trial, loss in zip(sweep.trials, [2.0, 3.0], strict=True):
         finish(trial, loss, validated=False)
     assert cli.main(["sweep", "results", "study.yaml"]) == 0
-    assert [row[0] for row in lines(capsys)[2:]] == ["H=2", "H=1"]
+    assert [row[0] for row in read_lines(capsys)[2:]] == ["H=2", "H=1"]
 
 
-def test_an_objective_that_is_not_there_is_one_line(capsys):
-    sweep = study(grid={H: [1]}, objective="average.accuracy")
+def test_missing_objective_is_an_error(capsys):
+    sweep = build(grid={H: [1]}, objective="average.accuracy")
     assert cli.main(["sweep", "results", "study.yaml"]) == 1
-    assert "no trial is done yet" in capsys.readouterr().err
+    assert "no finished trials yet" in capsys.readouterr().err
     finish(sweep.trials[0], 2.0)
     assert cli.main(["sweep", "results", "study.yaml"]) == 1
-    assert "objective average.accuracy: result.json has no 'accuracy' there, but loss" in capsys.readouterr().err
+    assert "objective average.accuracy: result.json has no 'accuracy'; it has loss" in capsys.readouterr().err
 
 
-def test_curves_cut_through_the_center(tmp_path):
-    sweep = study(grid={H: [1, 2, 4, 8], S: [8, 24]}, center={H: 2, S: 24})
+def test_figures_fix_the_other_keys_at_the_center(tmp_path):
+    sweep = build(grid={H: [1, 2, 4, 8], S: [8, 24]}, center={H: 2, S: 24})
     for trial in sweep.trials:
         finish(trial, 2 + trial.values[H] / 10 + trial.values[S] / 100)
-    rows = report.collect(sweep)
-    paths = report.draw(sweep, rows, Path("figures"))
+    rows = collect_results(sweep)
+    paths = draw_results(sweep, rows, Path("figures"))
     assert [path.name for path in paths] == ["H.png", "H.pdf", "S.png", "S.pdf"]
     assert paths[0].read_bytes().startswith(b"\x89PNG")
     assert paths[1].read_bytes().startswith(b"%PDF")
-    cut = report.cut(rows, H, sweep.config.center)
-    assert [(row.values[H], row.values[S]) for row in cut] == [(1, 24), (2, 24), (4, 24), (8, 24)]
-    best = report.cut(rows, S, {})  # without a center: through the best trial
-    assert [(row.values[H], row.values[S]) for row in best] == [(1, 8), (1, 24)]
+    through_center = select_rows(rows, H, sweep.config.center)
+    assert [(row.values[H], row.values[S]) for row in through_center] == [(1, 24), (2, 24), (4, 24), (8, 24)]
+    through_best = select_rows(rows, S, {})  # without a center: through the best trial
+    assert [(row.values[H], row.values[S]) for row in through_best] == [(1, 8), (1, 24)]
 
 
-def test_curves_leave_out_what_is_no_number():
-    sweep = study(grid={"model.memory.discipline": ["stack", "queue"], H: [1]})
+def test_figures_leave_out_text_values():
+    sweep = build(grid={"model.memory.discipline": ["stack", "queue"], H: [1]})
     for trial in sweep.trials:
         finish(trial, 2.0)
-    assert report.draw(sweep, report.collect(sweep), Path("figures")) == []
+    assert draw_results(sweep, collect_results(sweep), Path("figures")) == []
 
 
-def test_status_shows_each_state_and_the_cause(capsys):
-    sweep = study(grid={H: [1, 2, 4, 8]})
+def test_status_shows_states_and_causes(capsys):
+    sweep = build(grid={H: [1, 2, 4, 8]})
     done, failed, stopped, _ = sweep.trials
     finish(done, 2.5)
     for trial in (failed, stopped):
@@ -102,28 +103,28 @@ def test_status_shows_each_state_and_the_cause(capsys):
     failure = {"exit_code": 1, "cause": "no space left", "attempts": 2, "time": "", "tried_again": False}
     failed.failure.write_text(json.dumps(failure))
     assert cli.main(["sweep", "status", "study.yaml"]) == 0
-    rows = lines(capsys)
+    rows = read_lines(capsys)
     assert rows[2][1:] == ["done", "300/300", "2.5000", "1"]
     assert rows[3][1:] == ["failed", "7/300", "3.250", "2", "no", "space", "left"]
     assert rows[4][1:] == ["stopped", "7/300", "3.250", "1"]
     assert rows[5][1:] == ["waiting", "0/300"]
-    assert " ".join(rows[-1]).endswith("4 trials: 1 waiting, 1 stopped, 1 failed, 1 done; no driver is at work")
+    assert " ".join(rows[-1]).endswith("4 trials: 1 waiting, 1 stopped, 1 failed, 1 done; no driver is running")
 
 
-def test_status_of_a_name_is_of_what_was_last_run_there(capsys):
-    sweep = grid.read(str(study(grid={H: [1]}).path), ["seed=3"])
+def test_status_uses_the_overrides_of_the_last_run(capsys):
+    sweep = load_sweep(str(build(grid={H: [1]}).path), ["seed=3"])
     finish(sweep.trials[0], 2.5)
-    (sweep.folder / "sweep.yaml").write_text(sweep.copy())
+    (sweep.folder / "sweep.yaml").write_text(sweep.to_yaml())
     assert cli.main(["sweep", "status", "study.yaml"]) == 0
     assert "1 done" in capsys.readouterr().out
 
 
-def test_a_dry_run_counts_what_is_left_and_writes_nothing(capsys):
-    sweep = study(grid={H: [1, 2]})
+def test_dry_run_estimates_the_cost_and_writes_nothing(capsys):
+    sweep = build(grid={H: [1, 2]})
     finish(sweep.trials[0], 2.5)
     before = sorted(Path().rglob("*"))
     assert cli.main(["sweep", "run", "study.yaml", "--dry-run"]) == 0
-    rows = lines(capsys)
+    rows = read_lines(capsys)
     assert rows[2][1:4] == ["done", "300", "1,228,800"]
     assert rows[3][1:4] == ["waiting", "300", "1,228,800"]
     assert float(rows[2][4]) > 0
@@ -132,18 +133,18 @@ def test_a_dry_run_counts_what_is_left_and_writes_nothing(capsys):
     assert sorted(Path().rglob("*")) == before
 
 
-def test_a_dry_run_of_a_search_counts_what_it_will_choose(capsys):
-    study(search={"trials": 5, "space": {H: {"values": [1, 2]}}})
+def test_dry_run_of_a_search_counts_trials_not_chosen_yet(capsys):
+    build(search={"trials": 5, "space": {H: {"values": [1, 2]}}})
     assert cli.main(["sweep", "run", "study.yaml", "--dry-run"]) == 0
-    assert lines(capsys)[2][:3] == ["5", "more", "unchosen"]
+    assert read_lines(capsys)[2][:4] == ["5", "more", "not", "chosen"]
 
 
-def test_mistakes_of_the_verb(capsys):
-    study(grid={H: [1]})
-    mistakes = {
-        "sweep runn": "found 'runn'; did you mean 'run'?",
-        "sweep run": "SWEEP is missing",
-        "sweep run seed=1": "SWEEP is missing",
+def test_errors_of_the_command_line(capsys):
+    build(grid={H: [1]})
+    errors = {
+        "sweep runn": "unknown verb 'runn'; did you mean 'run'?",
+        "sweep run": "required: SWEEP",
+        "sweep run seed=1": "unknown sweep 'seed=1'",
         "sweep run study.yaml --max-parallel 0": "--max-parallel: expected an integer >= 1, found 0",
         "sweep run study.yaml --retries -1": "--retries: expected an integer >= 0, found -1",
         "sweep run study.yaml --launcher pbs": "invalid choice: 'pbs'",
@@ -151,7 +152,7 @@ def test_mistakes_of_the_verb(capsys):
         "sweep run study.yaml trainer.accelerator=cpu trainer.num_nodes=3": "data.global_batch_tokens",
         "sweep run study.yaml trainer.accelerator=cpu trainer.num_nodes=2": "--launcher slurm",
     }
-    for line, expected in mistakes.items():
+    for line, expected in errors.items():
         assert cli.main(line.split()) == 2, line
         error = capsys.readouterr().err
         assert expected in error, error
@@ -159,11 +160,11 @@ def test_mistakes_of_the_verb(capsys):
     assert not Path("runs").exists()
 
 
-def test_stopping_what_does_not_run_says_so(capsys):
-    study(grid={H: [1]})
+def test_stop_without_a_driver(capsys):
+    build(grid={H: [1]})
     assert cli.main(["sweep", "stop", "study.yaml"]) == 0
-    assert capsys.readouterr().out == "runs/study: no driver is at work; 1 trials: 1 waiting\n"
+    assert capsys.readouterr().out == "runs/study: no driver is running\n1 trials: 1 waiting\n"
 
 
 def test_durations():
-    assert [duration(s) for s in (None, 9, 250, 7500)] == ["", "0m09s", "4m10s", "2h05m"]
+    assert [format_duration(s) for s in (None, 9, 250, 7500)] == ["", "0m09s", "4m10s", "2h05m"]

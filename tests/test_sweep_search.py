@@ -1,23 +1,29 @@
-"""Adaptive search: Optuna chooses, the run folders remember."""
+"""Adaptive search: Optuna proposes the trials, and the run folders are the record."""
 
 import json
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
 import yaml
 from config_files import BASE, write
-from sweep_driver import fake_command
+from sweep_driver import build_fake_command
 
 from stackexp.config.compose import to_yaml
 from stackexp.errors import ConfigError
-from stackexp.sweeps import driver, grid
-from stackexp.sweeps.display import Lines
-from stackexp.sweeps.local import LocalLauncher
-from stackexp.sweeps.search import Study, _figures, ends
-from stackexp.sweeps.status import State, state_of
+from stackexp.sweeps import driver
+from stackexp.sweeps.display import StateLog
+from stackexp.sweeps.grid import list_extremes
+from stackexp.sweeps.launchers.local import LocalLauncher
+from stackexp.sweeps.schema import Resources
+from stackexp.sweeps.search import Study, _read_values
+from stackexp.sweeps.status import State, get_state
+from stackexp.sweeps.sweep import Sweep, load_sweep
+from stackexp.sweeps.trials import Trial
 
 S, LR = "model.memory.num_slots", "optimizer.lr"
+SPACE = {S: {"low": 1, "high": 64, "int": True}, LR: {"low": 1e-5, "high": 1e-1, "log": True}}
 
 
 @pytest.fixture(autouse=True)
@@ -25,128 +31,118 @@ def _empty_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-def read(**search: object) -> grid.Sweep:
+def build(**search: object) -> Sweep:
     keys = {"config": BASE, "overrides": ["trainer.accelerator=cpu"], "search": search}
-    return grid.read(write("study.yaml", yaml.safe_dump(keys)))
+    return load_sweep(write("study.yaml", yaml.safe_dump(keys)))
 
 
-SPACE = {S: {"low": 1, "high": 64, "int": True}, LR: {"low": 1e-5, "high": 1e-1, "log": True}}
-
-
-def begin(trial) -> None:
+def start(trial: Trial) -> None:
     trial.folder.path.mkdir(parents=True)
     trial.folder.config.write_text(to_yaml(trial.config))
 
 
-def finish(trial, loss: float) -> None:
+def finish(trial: Trial, loss: float) -> None:
     trial.folder.result.write_text(json.dumps({"average": {"loss": loss}}))
 
 
-def run(sweep: grid.Sweep, study: Study, loss) -> list:
-    """Drive the study by hand, one trial at a time; the trials in their order."""
-    order = []
-    while not study.complete():
-        study.add(1)
-        for trial in [trial for trial in study.trials() if trial not in order]:
+def run_all(sweep: Sweep, compute_loss) -> list[Trial]:
+    """Run the trials of a search one at a time and return them in their order."""
+    study, order = Study(sweep), []
+    while not study.is_complete():
+        study.add_trials(1)
+        for trial in [trial for trial in study.get_trials() if trial not in order]:
             order.append(trial)
-            begin(trial)
-            finish(trial, loss(trial.values))
+            start(trial)
+            finish(trial, compute_loss(trial.values))
     return order
 
 
-def test_later_trials_are_drawn_where_earlier_ones_were_good():
-    sweep = read(trials=40, space={LR: SPACE[LR]})
-    order = run(sweep, Study(sweep), lambda values: abs(1e-2 - values[LR]) / values[LR])
+def count_states(study: Study) -> Counter:
+    return Counter(trial.state.name for trial in study._study.trials)
+
+
+def test_search_concentrates_where_results_are_good():
+    order = run_all(build(trials=40, space={LR: SPACE[LR]}), lambda values: abs(1e-2 - values[LR]) / values[LR])
     assert len({trial.folder for trial in order}) == 40
-    near = [3e-3 < trial.values[LR] < 3e-2 for trial in order]
-    assert sum(near[20:]) > 2 * sum(near[:10])
+    is_near = [3e-3 < trial.values[LR] < 3e-2 for trial in order]
+    assert sum(is_near[20:]) > 2 * sum(is_near[:10])
     assert order[0].name.startswith("lr=")
 
 
-def test_a_study_is_rebuilt_from_its_folders():
-    sweep = read(trials=8, space=SPACE)
-    study = Study(sweep)
-    study.add(5)
-    trials = study.trials()
+def test_study_is_rebuilt_from_the_run_folders():
+    study = Study(build(trials=8, space=SPACE))
+    study.add_trials(5)
+    trials = study.get_trials()
     for trial in trials:
-        begin(trial)
+        start(trial)
     for loss, trial in enumerate(trials[:3]):
         finish(trial, loss)
     trials[3].pruned.write_text("{}")
-    again = Study(grid.read("study.yaml"))
-    assert set(again.trials()) == set(trials)
-    assert {trial.folder: trial.values for trial in again.trials()} == {t.folder: t.values for t in trials}
-    told = {str(t.state).split(".")[-1]: 0 for t in again._study.trials}
-    for t in again._study.trials:
-        told[str(t.state).split(".")[-1]] += 1
-    assert told == {"COMPLETE": 3, "PRUNED": 1, "RUNNING": 1}
+    again = Study(load_sweep("study.yaml"))
+    assert {t.folder: t.values for t in again.get_trials()} == {t.folder: t.values for t in trials}
+    assert count_states(again) == {"COMPLETE": 3, "PRUNED": 1, "RUNNING": 1}
     assert again._study.best_value == 0
-    again.add(10)
-    assert len(again.trials()) == 8
-    assert again.complete()
+    again.add_trials(10)
+    assert len(again.get_trials()) == 8
+    assert again.is_complete()
 
 
-def test_a_result_without_the_objective_counts_as_failed():
-    sweep = read(trials=2, space={S: SPACE[S]})
-    study = Study(sweep)
-    study.add(1)
-    [trial] = study.trials()
-    begin(trial)
+def test_result_without_the_objective_counts_as_failed():
+    study = Study(build(trials=2, space={S: SPACE[S]}))
+    study.add_trials(1)
+    [trial] = study.get_trials()
+    start(trial)
     trial.folder.result.write_text('{"average": {}}')
-    study.trials()
-    assert [t.state.name for t in study._study.trials] == ["FAIL"]
+    study.get_trials()
+    assert count_states(study) == {"FAIL": 1}
 
 
-def test_folders_of_another_search_are_none_of_this_one():
-    sweep = read(trials=3, space={S: SPACE[S]})
-    for trial in run(sweep, Study(sweep), lambda values: 1.0):
-        assert trial.folder.finished
-    other = read(trials=3, space={LR: SPACE[LR]})
-    assert len(sweep.begun()) == 3
-    assert other.trials == []
+def test_folders_of_another_search_are_ignored():
+    sweep = build(trials=3, space={S: SPACE[S]})
+    run_all(sweep, lambda values: 1.0)
+    assert len(sweep.find_search_trials()) == 3
+    assert build(trials=3, space={LR: SPACE[LR]}).trials == []
 
 
-def test_a_space_without_anything_new_ends_the_search():
-    sweep = read(trials=10, space={S: {"values": [1, 2, 3]}})
-    order = run(sweep, Study(sweep), lambda values: 1.0)
+def test_exhausted_space_ends_the_search():
+    order = run_all(build(trials=10, space={S: {"values": [1, 2, 3]}}), lambda values: 1.0)
     assert sorted(trial.values[S] for trial in order) == [1, 2, 3]
 
 
-def test_the_ends_of_the_space_are_checked_before_anything_starts():
-    assert ends(read(space=SPACE).config.search) == [{S: 1, LR: 1e-5}, {S: 64, LR: 1e-5}, {S: 1, LR: 1e-1}]
-    sweep = read(space={S: {"low": 0, "high": 4, "int": True}})
-    with pytest.raises(ConfigError, match=r"num_slots: expected an integer >= 1, found 0"):
-        [sweep.trial(values, "") for values in ends(sweep.config.search)]
+def test_extremes_vary_one_key_at_a_time():
+    space = build(space=SPACE).config.search.space
+    assert list_extremes(space) == [{S: 1, LR: 1e-5}, {S: 64, LR: 1e-5}, {S: 1, LR: 1e-1}]
 
 
-def test_hopeless_trials_are_pruned_by_successive_halving(monkeypatch):
+def test_successive_halving_prunes_bad_trials(monkeypatch):
     monkeypatch.setattr(driver, "POLL_SECONDS", 0.05)
     Path("runs").mkdir()
-    behaviour = {f"S={slots}-": {"loss": slots, "seconds": 1} for slots in range(1, 10)}
-    Path("runs/behaviour.json").write_text(json.dumps(behaviour))
+    behavior = {f"S={slots}-": {"loss": slots, "seconds": 1} for slots in range(1, 10)}
+    Path("runs/behavior.json").write_text(json.dumps(behavior))
     prune = {"min_steps": 2, "reduction_factor": 2}
-    sweep = read(trials=6, space={S: {"low": 1, "high": 9, "int": True}}, prune=prune)
-    launcher = LocalLauncher([sweep.any_trial], 2, fake_command)
-    driver.Driver(sweep.folder, Study(sweep, 2), launcher, 0, Lines("average.loss")).run()
-    states = {trial.values[S]: state_of(trial) for trial in sweep.begun()}
+    sweep = build(trials=6, space={S: {"low": 1, "high": 9, "int": True}}, prune=prune)
+    launcher = LocalLauncher(sweep.folder, [sweep.base_trial], Resources(), 2, build_fake_command)
+    driver.Driver(sweep.folder, Study(sweep, 2), launcher, retries=0, display=StateLog("average.loss")).run()
+    trials = sweep.find_search_trials()
+    states = {trial.values[S]: get_state(trial) for trial in trials}
     assert len(states) == 6
     assert set(states.values()) == {State.DONE, State.PRUNED}
     assert states[min(states)] == State.DONE
-    pruned = [trial for trial in sweep.begun() if state_of(trial) == State.PRUNED]
-    for trial in pruned:
-        assert json.loads(trial.pruned.read_text())["validation/loss/average"] == trial.values[S]
-        assert not trial.folder.finished
-        assert not trial.failure.exists()
-    # A driver that starts later knows from the folders what the rungs are.
+    for trial in trials:
+        if get_state(trial) == State.PRUNED:
+            assert json.loads(trial.pruned.read_text())["validation/loss/average"] == trial.values[S]
+            assert not trial.folder.finished
+            assert not trial.failure.exists()
+    # A later driver knows the rungs from the folders.
     assert min(states) in {trial.system_attrs["completed_rung_0"] for trial in Study(sweep)._study.trials}
 
 
-def test_without_optuna_one_line_names_the_extra(monkeypatch):
+def test_missing_optuna_is_a_config_error(monkeypatch):
     monkeypatch.setitem(sys.modules, "optuna", None)
     with pytest.raises(ConfigError, match=r"pip install 'stackexp\[optuna\]'"):
-        Study(read(space=SPACE))
+        Study(build(space=SPACE))
 
 
-def test_training_losses_are_compared_as_means_over_twenty_steps():
+def test_training_losses_are_averaged_over_twenty_steps():
     lines = [{"step": step, "loss/train": float(step)} for step in range(15, 65)]
-    assert _figures(lines, "loss/train") == [(40, 30.5), (60, 50.5)]
+    assert _read_values(lines, "loss/train") == [(40, 30.5), (60, 50.5)]

@@ -1,137 +1,140 @@
-"""Runs side by side, from their folders alone: a table of final figures and a picture of the loss curves."""
+"""Compare runs from their folders alone: a table of final scores, and a plot of the losses."""
 
-import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from stackexp.config.yaml_files import flatten, read_file
 from stackexp.data import hash_log
 from stackexp.errors import RunError
+from stackexp.files import read_json
+from stackexp.reports.figures import new_figure, save_figure
+from stackexp.reports.tables import format_table
 from stackexp.runs import RunFolder
 
-EVALUATED = ("data.validation_", "data.eval_")  # options of formal languages that training does not see
+AVERAGED_STEPS = 10
+"""Training losses are plotted as moving averages over this many steps."""
+EVALUATION_ONLY = ("data.validation_", "data.eval_")
+"""Options of formal languages that do not affect the training."""
 
 
 def check_same_data(runs: list[RunFolder]) -> list[str]:
-    """Raise RunError, with the first step on record that differs, if two runs were not trained on the same data.
+    """Raise RunError if two runs were trained on different data, and return warnings about what was not compared.
 
-    Each run is compared with all before it that have a record. What could not be compared is told in lines. Strings of
-    formal languages are a function of the config: of those the first option that differs is told.
+    Runs on tokens are compared by the hashes that they recorded of their batches. Formal languages are generated from
+    the config, so those runs are compared by the options of the dataset.
     """
-    untold, before, drawn = [], {}, {}
+    warnings: list[str] = []
+    hashed: dict[RunFolder, Mapping[int, str]] = {}
+    generated: dict[RunFolder, dict[str, Any]] = {}
     for run in runs:
-        if strings := _strings(run):
-            for other, theirs in drawn.items():
-                _check_same_strings(run, strings, other, theirs)
-            drawn[run] = strings
-            continue
-        hashes = hash_log.read_hashes(run.path)
-        if not hashes:
-            untold.append(f"{run.path}: no record of its data ({hash_log.FILE_NAME}); not compared by it")
-            continue
-        for other, theirs in before.items():
-            common = sorted(hashes.keys() & theirs.keys())
-            differing = next((step for step in common if hashes[step] != theirs[step]), None)
-            if differing is not None:
-                raise RunError(
-                    f"{run.path}: trained on other data than {other.path}, first seen at step {differing}; "
-                    "give --different-data to compare them all the same"
-                )
-            if not common:
-                untold.append(f"{run.path}: no step in common with {other.path} in their records of the data")
-        before[run] = hashes
-    if drawn and before:
-        raise RunError(
-            f"{next(iter(before)).path}: trained on tokens, but {next(iter(drawn)).path} on a formal language"
-        )
-    return untold
+        if options := _read_dataset_options(run):
+            for other, other_options in generated.items():
+                _check_same_options(run, options, other, other_options)
+            generated[run] = options
+        elif hashes := hash_log.read_hashes(run.path):
+            for other, other_hashes in hashed.items():
+                warnings += _check_same_hashes(run, hashes, other, other_hashes)
+            hashed[run] = hashes
+        else:
+            warnings.append(f"{run.path}: its data are not compared; it has no record of them ({hash_log.FILE_NAME})")
+    if generated and hashed:
+        raise RunError(f"{next(iter(hashed)).path}: trained on tokens, but {next(iter(generated)).path} on a formal language")
+    return warnings
 
 
-def _strings(run: RunFolder) -> dict[str, Any]:
-    """Full key -> value of all that a run's strings of a formal language are drawn from; {} of tokens."""
+def _check_same_hashes(
+    run: RunFolder, hashes: Mapping[int, str], other: RunFolder, other_hashes: Mapping[int, str]
+) -> list[str]:
+    common = sorted(hashes.keys() & other_hashes.keys())
+    for step in common:
+        if hashes[step] != other_hashes[step]:
+            raise RunError(
+                f"{run.path}: trained on other data than {other.path} (they differ at step {step}); compare them "
+                "anyway with --different-data"
+            )
+    return [] if common else [f"{run.path}: its data are not compared with {other.path}; they recorded no common step"]
+
+
+def _read_dataset_options(run: RunFolder) -> dict[str, Any]:
+    """Return key -> value of the options that determine a run's training strings; empty for runs on tokens."""
     config = flatten(read_file(run.config)[1]) if run.config.is_file() else {}
     if config.get("data.kind") != "formal_language":
         return {}
-    keys = [key for key in config if key.startswith("data.") and not key.startswith(EVALUATED)]
+    keys = [key for key in config if key.startswith("data.") and not key.startswith(EVALUATION_ONLY)]
     return {key: config.get(key) for key in ("data.task", "seed", *keys)}
 
 
-def _check_same_strings(run: RunFolder, ours: dict[str, Any], other: RunFolder, theirs: dict[str, Any]) -> None:
-    for key in dict.fromkeys([*ours, *theirs]):
-        if ours.get(key) != theirs.get(key):
+def _check_same_options(
+    run: RunFolder, options: dict[str, Any], other: RunFolder, other_options: dict[str, Any]
+) -> None:
+    for key in dict.fromkeys([*options, *other_options]):
+        if options.get(key) != other_options.get(key):
             raise RunError(
-                f"{run.path}: trained on other data than {other.path}: {key} is {ours.get(key)}, not "
-                f"{theirs.get(key)}; give --different-data to compare them all the same"
+                f"{run.path}: trained on other data than {other.path} ({key} is {options.get(key)}, not "
+                f"{other_options.get(key)}); compare them anyway with --different-data"
             )
 
 
-def markdown(runs: list[RunFolder]) -> str:
-    """One row per finished run: parameters, training loss, loss and perplexity of every set, and their averages.
+def format_runs(runs: list[RunFolder]) -> str:
+    """Return a Markdown table with one row per finished run: its sizes, its training loss and its scores.
 
-    Runs on formal languages have their task and their scores instead of sets.
+    Runs on tokens have loss / perplexity on every set; runs on formal languages have their task and scores.
     """
-    results = {run: json.loads(run.result.read_text()) for run in runs if run.finished}
-    names, of_sets = labels(runs), [result for result in results.values() if "sets" in result]
-    sets = list(dict.fromkeys(name for result in of_sets for name in result["sets"]))
-    scores = list(
-        dict.fromkeys(key for r in results.values() for key in r if key == "task" or key.startswith("score_"))
-    )
-    header = ["run", "parameters", "in the memory", "training loss", *scores]
-    header += [*sets, "average", "bits/byte"] if of_sets else []
-    lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
+    results = {run: read_json(run.result) for run in runs if run.finished}
+    names = name_runs(runs)
+    has_sets = any("sets" in result for result in results.values())
+    sets = list(dict.fromkeys(name for result in results.values() for name in result.get("sets", {})))
+    formal = [key for result in results.values() for key in result if key == "task" or key.startswith("score_")]
+    formal = list(dict.fromkeys(formal))
+    header = ["run", "parameters", "in the memory", "training loss", *formal]
+    header += [*sets, "average", "bits/byte"] if has_sets else []
+    rows = []
     for run, result in results.items():
-        cells = [
-            names[run],
-            f"{result['parameters']:,}",
-            f"{result['memory_parameters']:,}",
-            f"{result['train_loss']['last_20_steps']:.3f}",
-            *(_score(result.get(key, "")) for key in scores),
-            *(_set_cells(result, sets) if of_sets else []),
-        ]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        sizes = [f"{result['parameters']:,}", f"{result['memory_parameters']:,}"]
+        loss = f"{result['train_loss']['last_20_steps']:.3f}"
+        scores = [_format_score(result.get(key, "")) for key in formal]
+        rows.append([names[run], *sizes, loss, *scores, *(_format_sets(result, sets) if has_sets else [])])
+    return format_table(rows, header=header, align="<" + ">" * (len(header) - 1), style="markdown")
 
 
-def _score(value: float | str) -> str:
+def _format_score(value: float | str) -> str:
     return value if isinstance(value, str) else f"{value:.3f}"
 
 
-def _set_cells(result: dict[str, Any], sets: list[str]) -> list[str]:
-    """Of a run on tokens: loss and perplexity of each set and of their average, bits per byte; else nothing."""
+def _format_sets(result: dict[str, Any], sets: list[str]) -> list[str]:
+    """Return loss / perplexity of each set and of their average, and bits per byte; blank for a formal language."""
     if "sets" not in result:
         return [""] * (len(sets) + 2)
-    figures = [result["sets"].get(name) for name in sets] + [result["average"]]
-    cells = [f"{f['loss']:.3f} / {f['perplexity'] or float('inf'):.1f}" if f else "" for f in figures]
+    scores = [result["sets"].get(name) for name in sets] + [result["average"]]
+    cells = [f"{s['loss']:.3f} / {s['perplexity'] or float('inf'):.1f}" if s else "" for s in scores]
     return [*cells, f"{result['average'].get('bits_per_byte', float('nan')):.3f}"]
 
 
-def labels(runs: list[RunFolder]) -> dict[RunFolder, str]:
-    """The runs' names, with their ids where a name stands for several."""
+def name_runs(runs: list[RunFolder]) -> dict[RunFolder, str]:
+    """Return the names of the runs, followed by the id where several have the same name."""
     names = [run.path.resolve().parent.name for run in runs]
     ids = [run.path.resolve().name for run in runs]
     return {
-        run: name if names.count(name) == 1 else f"{name}/{id_}"
-        for run, name, id_ in zip(runs, names, ids, strict=True)
+        run: name if names.count(name) == 1 else f"{name}/{run_id}"
+        for run, name, run_id in zip(runs, names, ids, strict=True)
     }
 
 
 def draw_losses(runs: list[RunFolder], path: Path) -> None:
-    """Training loss (moving average over 10 steps) and mean validation loss against tokens, one colour a run."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 4.2), layout="constrained")
-    axes = figure.add_subplot()
-    names = labels(runs)
+    """Plot the training loss and the mean validation loss of each run against tokens."""
+    figure, axes = new_figure(7, 4.2)
+    names = name_runs(runs)
     for run in runs:
         lines = list(run.read_metrics())
         train = [(line["tokens"], line["loss/train"]) for line in lines if "loss/train" in line]
-        means = [sum(loss for _, loss in train[max(0, i - 9) : i + 1]) / min(i + 1, 10) for i in range(len(train))]
+        windows = [train[max(0, i + 1 - AVERAGED_STEPS) : i + 1] for i in range(len(train))]
+        means = [sum(loss for _, loss in window) / len(window) for window in windows]
         (curve,) = axes.plot([tokens for tokens, _ in train], means, label=f"{names[run]}, training")
         points = [(x["tokens"], x["validation/loss/average"]) for x in lines if "validation/loss/average" in x]
         if points:
-            label = f"{names[run]}, mean of the validation sets"
+            label = f"{names[run]}, validation (mean over sets)"
             axes.plot(*zip(*points, strict=True), "o--", color=curve.get_color(), label=label)
-    axes.set(xlabel="tokens", ylabel="loss (nats per token)")
-    axes.grid(alpha=0.3)
+    axes.set(xlabel="Tokens", ylabel="Loss (nats per token)")
     axes.legend()
-    figure.savefig(path, dpi=150)
+    save_figure(figure, path)

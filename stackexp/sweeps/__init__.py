@@ -1,1 +1,1 @@
-"""Many runs of one study: which they are, where they run, and what has come of them. The run folders are the record."""
+"""Sweeps: several runs of one study. Their run folders are the only record."""

@@ -108,11 +108,11 @@ class SweepConfig:
             yield "config", "name the base config of the trials, or a list of them"
         yield from self._clashes()
         for key in self.axes.keys() - self.center.keys():
-            yield f"axes.{key}", f"the other axes need to know where this one stands meanwhile; set center.{key}"
+            yield f"axes.{key}", f"no center; set center.{key}, its value while other axes vary"
         for key in self.center.keys() - self.axes.keys() - self.grid.keys():
-            yield f"center.{key}", f"there is no axis of that name{nearest(key, [*self.axes, *self.grid])}"
-        if self.name is not None and not re.fullmatch(r"[\w+-][\w.+-]*", self.name):
-            yield "name", f"{self.name!r} cannot name a folder; use letters, digits and . _ - +"
+            yield f"center.{key}", f"no axis has this name{nearest(key, [*self.axes, *self.grid])}"
+        if self.name is not None and not re.fullmatch(r"[\w+-][\w.+-]*(/[\w+-][\w.+-]*)*", self.name):
+            yield "name", f"{self.name!r} cannot name a folder; use letters, digits and . _ - + between slashes"
 
     def _clashes(self) -> Problems:
         for section in (self.grid, self.axes):

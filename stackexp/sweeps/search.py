@@ -1,27 +1,27 @@
-"""Adaptive search by Optuna, asked and told in the driver. Its study is in memory: the run folders are the record."""
+"""Adaptive search with Optuna inside the driver. The study is in memory; the run folders are the record."""
 
-import json
 import time
 from collections.abc import Iterable
 from typing import Any
 
 from stackexp.errors import ConfigError
-from stackexp.files import write_atomically
-from stackexp.sweeps.grid import Sweep, label
-from stackexp.sweeps.schema import Search, Space
-from stackexp.sweeps.status import State, reached, state_of, tail
+from stackexp.files import write_json
+from stackexp.sweeps.grid import Values, format_label
+from stackexp.sweeps.schema import Space
+from stackexp.sweeps.status import State, get_state, read_objective, read_tail
+from stackexp.sweeps.sweep import Sweep
 from stackexp.sweeps.trials import Trial
 
-MEAN_STEPS = 20
-"""Training loss is averaged over so many steps before trials are compared by it."""
-DRAWS = 30
-"""So many in a row without a new trial mean that the space is exhausted."""
+AVERAGED_STEPS = 20
+"""The training loss is averaged over this many steps before trials are compared by it."""
+MAX_DRAWS = 30
+"""The search space counts as exhausted after this many draws in a row without a new trial."""
 
 
 class Study:
-    """The trials of a sweep's `search`: those in its folder, and new ones while there are fewer than `search.trials`.
+    """The trials of a sweep's `search`: those in its folder, and new ones until there are `search.trials`.
 
-    `parallel`: how many may be unfinished at once; the fewer they are, the more is known when the next is chosen.
+    `parallel` limits the unfinished trials: the fewer they are, the more is known when the next one is chosen.
     Raises ConfigError if Optuna is missing.
     """
 
@@ -29,127 +29,124 @@ class Study:
         try:
             import optuna
         except ModuleNotFoundError:
-            raise ConfigError("search needs Optuna, which is not installed: pip install 'stackexp[optuna]'") from None
+            raise ConfigError("search requires Optuna; run: pip install 'stackexp[optuna]'") from None
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         assert sweep.config.search is not None
         self._optuna, self._sweep, self._search = optuna, sweep, sweep.config.search
-        prune = self._search.prune
-        pruner = (
-            optuna.pruners.SuccessiveHalvingPruner(prune.min_steps, prune.reduction_factor)
-            if prune
-            else optuna.pruners.NopPruner()
-        )
         self._parallel = parallel or self._search.trials
-        self._asked: dict[Trial, Any] = {}
-        self._study = optuna.create_study(direction=sweep.config.direction, pruner=pruner)
-        self._told: set[Trial] = set()
-        self._reported: dict[Trial, int] = {}
-        self._exhausted = False
-        self.trials()
-        seed = self._search.seed + len(self._asked)  # not to draw the same again
+        self._study = optuna.create_study(direction=sweep.config.direction, pruner=self._build_pruner())
+        self._optuna_trials: dict[Trial, Any] = {}
+        self._reported_results: set[Trial] = set()
+        self._reported_steps: dict[Trial, int] = {}
+        self._is_exhausted = False
+        self.get_trials()
+        seed = self._search.seed + len(self._optuna_trials)  # a resumed search must not repeat its draws
         self._tpe = optuna.samplers.TPESampler(seed=seed, constant_liar=True)
         self._random = optuna.samplers.RandomSampler(seed=seed)
 
-    def trials(self) -> list[Trial]:
-        """Those known, with those that another driver has added."""
-        for trial in self._sweep.begun({trial.folder for trial in self._asked}):
+    def _build_pruner(self) -> Any:
+        prune, pruners = self._search.prune, self._optuna.pruners
+        if prune is None:
+            return pruners.NopPruner()
+        return pruners.SuccessiveHalvingPruner(prune.min_steps, prune.reduction_factor)
+
+    def get_trials(self) -> list[Trial]:
+        """Return the known trials, including those that another driver has added."""
+        for trial in self._sweep.find_search_trials({trial.folder for trial in self._optuna_trials}):
             self._study.enqueue_trial(trial.values)
-            self._asked[trial] = self._ask()[1]
-            self._report(trial, trial.folder.read_metrics())
-        self._tell()
-        return list(self._asked)
+            self._optuna_trials[trial] = self._draw()[1]
+            self._report_progress(trial, trial.folder.read_metrics())
+        self._report_results()
+        return list(self._optuna_trials)
 
-    def add(self, count: int) -> None:
-        unfinished = sum(state_of(trial) != State.FAILED for trial in self._asked.keys() - self._told)
+    def add_trials(self, count: int) -> None:
+        """Choose up to `count` new trials, within the limits of the search."""
+        open_trials = self._optuna_trials.keys() - self._reported_results
+        unfinished = sum(get_state(trial) != State.FAILED for trial in open_trials)
         for _ in range(min(count, self._parallel - unfinished)):
-            if not self.complete():
-                self._add()
+            if not self.is_complete():
+                self._add_trial()
 
-    def complete(self) -> bool:
-        return self._exhausted or len(self._asked) >= self._search.trials
+    def is_complete(self) -> bool:
+        """Return True if no trial will be added."""
+        return self._is_exhausted or len(self._optuna_trials) >= self._search.trials
 
-    def hopeless(self, running: list[Trial]) -> list[Trial]:
-        """Those whose newest figure is not among the best at their rung; a pruned.json keeps step and figure."""
-        given_up = []
+    def find_pruned(self, running: list[Trial]) -> list[Trial]:
+        """Return the trials whose newest value is not among the best at its step; pruned.json records both."""
+        pruned = []
         for trial in running:
-            verdict = None if trial.pruned.exists() else self._report(trial, tail(trial.folder.metrics))
-            if verdict:
-                write_atomically(trial.pruned, json.dumps(verdict, indent=2))
-                given_up.append(trial)
-        return given_up
+            reason = None if trial.pruned.exists() else self._report_progress(trial, read_tail(trial.folder.metrics))
+            if reason:
+                write_json(trial.pruned, reason)
+                pruned.append(trial)
+        return pruned
 
-    def _add(self) -> None:
-        """Ask for a trial that there is not yet; what has been tried before gives way to a draw by chance."""
-        for draw in range(DRAWS):
+    def _add_trial(self) -> None:
+        """Draw a new trial. If TPE repeats a trial, the following draws are random."""
+        for draw in range(MAX_DRAWS):
             self._study.sampler = self._random if draw else self._tpe
-            values, asked = self._ask()
+            values, optuna_trial = self._draw()
             try:
-                trial = self._sweep.trial(values, label(values))
+                trial = self._sweep.build_trial(values, format_label(values))
             except ConfigError as error:
-                print(f"left out: {error}", flush=True)
+                print(f"skipped an invalid trial: {error}", flush=True)
             else:
-                if trial not in self._asked:
-                    self._asked[trial] = asked
+                if trial not in self._optuna_trials:
+                    self._optuna_trials[trial] = optuna_trial
                     return
-            self._study.tell(asked, state=self._optuna.trial.TrialState.FAIL)
-        print(f"{DRAWS} draws gave no new trial: the space is exhausted", flush=True)
-        self._exhausted = True
+            self._study.tell(optuna_trial, state=self._optuna.trial.TrialState.FAIL)
+        print(f"{MAX_DRAWS} draws gave no new trial: the search space is exhausted", flush=True)
+        self._is_exhausted = True
 
-    def _ask(self) -> tuple[dict[str, Any], Any]:
-        asked = self._study.ask()
-        return {key: _suggest(asked, key, space) for key, space in self._search.space.items()}, asked
+    def _draw(self) -> tuple[Values, Any]:
+        trial = self._study.ask()
+        return {key: _suggest(trial, key, space) for key, space in self._search.space.items()}, trial
 
-    def _tell(self) -> None:
-        """Tell Optuna what has come of the trials that have ended."""
+    def _report_results(self) -> None:
+        """Report the trials that have ended to Optuna."""
         states = self._optuna.trial.TrialState
-        for trial in self._asked.keys() - self._told:
-            state = state_of(trial)
+        for trial in self._optuna_trials.keys() - self._reported_results:
+            state = get_state(trial)
             if state == State.DONE:
-                value, _ = reached(trial, self._sweep.config.objective)  # None: as good as failed
-                self._study.tell(self._asked[trial], value, states.FAIL if value is None else None)
+                value, _ = read_objective(trial, self._sweep.config.objective)
+                self._study.tell(self._optuna_trials[trial], value, states.FAIL if value is None else None)
             elif state == State.PRUNED:
-                self._study.tell(self._asked[trial], state=states.PRUNED)
+                self._study.tell(self._optuna_trials[trial], state=states.PRUNED)
             else:
                 continue
-            self._told.add(trial)
+            self._reported_results.add(trial)
 
-    def _report(self, trial: Trial, lines: Iterable[dict[str, Any]]) -> dict[str, Any] | None:
-        """Report what is new in these lines of metrics.jsonl; the figure to give the trial up for, if there is one."""
+    def _report_progress(self, trial: Trial, lines: Iterable[dict[str, Any]]) -> dict[str, Any] | None:
+        """Report new values from lines of metrics.jsonl. Return the record for pruned.json if the trial should end."""
         if self._search.prune is None:
             return None
-        metric, verdict = self._search.prune.metric, None
-        for step, value in _figures(lines, metric):
-            if step > self._reported.get(trial, 0):
-                self._asked[trial].report(value, step)
-                self._reported[trial] = step
-                hopeless = self._asked[trial].should_prune()  # which also notes the rung, for the others
-                verdict = {"step": step, metric: value, "time": time.strftime("%FT%T%z")} if hopeless else None
-        return verdict
+        metric, reason = self._search.prune.metric, None
+        for step, value in _read_values(lines, metric):
+            if step > self._reported_steps.get(trial, 0):
+                self._optuna_trials[trial].report(value, step)
+                self._reported_steps[trial] = step
+                should_prune = self._optuna_trials[trial].should_prune()  # also records the rung for other trials
+                reason = {"step": step, metric: value, "time": time.strftime("%FT%T%z")} if should_prune else None
+        return reason
 
 
-def _figures(lines: Iterable[dict[str, Any]], metric: str) -> list[tuple[int, float]]:
-    """(step, value) of a metric; the training loss as means over MEAN_STEPS steps."""
-    found = [(line["step"], line[metric]) for line in lines if metric in line]
+def _read_values(lines: Iterable[dict[str, Any]], metric: str) -> list[tuple[int, float]]:
+    """Return (step, value) of a metric; the training loss as means over AVERAGED_STEPS steps."""
+    values = [(line["step"], line[metric]) for line in lines if metric in line]
     if metric != "loss/train":
-        return found
+        return values
     groups: dict[int, list[float]] = {}
-    for step, value in found:
-        groups.setdefault(-(-step // MEAN_STEPS) * MEAN_STEPS, []).append(value)
-    return [(step, sum(g) / MEAN_STEPS) for step, g in groups.items() if len(g) == MEAN_STEPS]
+    for step, value in values:
+        groups.setdefault(-(-step // AVERAGED_STEPS) * AVERAGED_STEPS, []).append(value)
+    return [(step, sum(group) / AVERAGED_STEPS) for step, group in groups.items() if len(group) == AVERAGED_STEPS]
 
 
-def _suggest(asked: Any, key: str, space: Space) -> Any:
-    """A value of the space; real numbers to four digits, which is what the trial's name shows."""
+def _suggest(trial: Any, key: str, space: Space) -> Any:
+    """Return a value of the space; real numbers have four digits, as in the trial's name."""
     if space.values is not None:
-        return asked.suggest_categorical(key, space.values)
+        return trial.suggest_categorical(key, space.values)
+    assert space.low is not None and space.high is not None
     if space.int:
-        return asked.suggest_int(key, round(space.low), round(space.high), log=space.log)
-    value = float(f"{asked.suggest_float(key, space.low, space.high, log=space.log):.4g}")
+        return trial.suggest_int(key, round(space.low), round(space.high), log=space.log)
+    value = float(f"{trial.suggest_float(key, space.low, space.high, log=space.log):.4g}")
     return min(max(value, space.low), space.high)
-
-
-def ends(search: Search) -> list[dict[str, Any]]:
-    """What to check before anything starts: every choice and both ends of every range, one key at a time."""
-    choices = {key: s.values or [int(x) if s.int else x for x in (s.low, s.high)] for key, s in search.space.items()}
-    first = {key: values[0] for key, values in choices.items()}
-    return [first, *(first | {key: value} for key, values in choices.items() for value in values[1:])]

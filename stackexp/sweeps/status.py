@@ -1,32 +1,43 @@
-"""What has come of a trial, read from its folder alone."""
+"""Read the status of a trial from its run folder, and record its failures."""
 
-import fcntl
 import json
 import os
+import re
+import signal
+import time
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
 from stackexp.errors import RunError
+from stackexp.files import is_locked, read_json, write_json
 from stackexp.sweeps.trials import Trial
 
-TAIL = 2**16
-"""Bytes at the end of metrics.jsonl that are read to know where a trial is: some hundred lines."""
+TAIL_BYTES = 2**16
+"""Bytes at the end of metrics.jsonl that `read_tail` reads: some hundred lines."""
+START_MARK = "=== started "
+"""Begins a line of log.txt before the output of each attempt."""
 
 
 class State(StrEnum):
-    WAITING = "waiting"  # nothing has come of it yet
+    """The state of a trial."""
+
+    WAITING = "waiting"  # never started
     RUNNING = "running"
-    STOPPED = "stopped"  # the next `sweep run` goes on from its checkpoint
+    STOPPED = "stopped"  # the next `sweep run` resumes from its checkpoint
     FAILED = "failed"
-    PRUNED = "pruned"  # given up by the search
+    PRUNED = "pruned"  # ended early by the search
     DONE = "done"
 
 
 @dataclass(frozen=True)
 class Status:
-    """step: optimizer steps taken; loss: of the last one; seconds_left: at the present speed."""
+    """State and progress of a trial.
+
+    `step` counts optimizer steps, `loss` is that of the last step, `seconds_left` assumes the current speed, `cause`
+    explains a failure or a missing objective.
+    """
 
     trial: Trial
     state: State
@@ -36,32 +47,33 @@ class Status:
     seconds_left: float | None
     objective: float | None
     attempts: int
-    cause: str  # of a failure, or of a missing objective
+    cause: str
 
 
-def read(trial: Trial, objective: str) -> Status:
-    """The present status of a trial."""
-    line: dict[str, Any] = {}
-    for later in tail(trial.folder.metrics):
-        line |= later
-    value, problem = reached(trial, objective) if trial.folder.finished else (None, "")
-    state, failure, steps = state_of(trial), read_failure(trial), trial.config.trainer.max_steps
-    step, speed = line.get("step", 0), line.get("throughput/tokens_per_second")
-    left = (steps - step) * trial.config.data.global_batch_tokens / speed if speed else None
+def read_status(trial: Trial, objective: str) -> Status:
+    """Return the current status of a trial."""
+    last: dict[str, Any] = {}
+    for line in read_tail(trial.folder.metrics):
+        last |= line
+    value, problem = read_objective(trial, objective) if trial.folder.finished else (None, "")
+    state, failure, max_steps = get_state(trial), read_failure(trial), trial.config.trainer.max_steps
+    step, speed = last.get("step", 0), last.get("throughput/tokens_per_second")
+    is_timed = speed and state == State.RUNNING
     return Status(
         trial=trial,
         state=state,
-        step=steps if state == State.DONE else step,
-        loss=line.get("loss/train"),
+        step=max_steps if state == State.DONE else step,
+        loss=last.get("loss/train"),
         tokens_per_second=speed,
-        seconds_left=left if state == State.RUNNING else None,
+        seconds_left=(max_steps - step) * trial.config.data.global_batch_tokens / speed if is_timed else None,
         objective=value,
         attempts=failure.get("attempts", 0) + (state not in (State.WAITING, State.FAILED)),
         cause=failure["cause"] if state == State.FAILED else problem,
     )
 
 
-def state_of(trial: Trial) -> State:
+def get_state(trial: Trial) -> State:
+    """Return the current state of a trial."""
     if trial.folder.finished:
         return State.DONE
     if is_running(trial):
@@ -75,51 +87,73 @@ def state_of(trial: Trial) -> State:
 
 
 def is_running(trial: Trial) -> bool:
-    """Whether a fit holds the folder, wherever it was started."""
-    try:
-        with open(trial.folder.path / ".lock") as handle:
-            fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except FileNotFoundError:
-        return False
-    except BlockingIOError:
-        return True
-    return False
+    """Return True if a fit holds the folder, wherever it was started."""
+    return is_locked(trial.folder.path / ".lock")
 
 
-def read_failure(trial: Trial) -> dict[str, Any]:
-    """failure.json, or nothing: exit_code, cause, attempts (that failed, so far), time, tried_again (since then)."""
-    return json.loads(trial.failure.read_text()) if trial.failure.exists() else {}
-
-
-def tail(path: Path) -> list[dict[str, Any]]:
-    """The last whole lines of a metrics.jsonl."""
+def read_tail(path: Path) -> list[dict[str, Any]]:
+    """Return the last complete lines of a metrics.jsonl."""
     try:
         with open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
-            file.seek(max(0, size - TAIL))
+            file.seek(max(0, size - TAIL_BYTES))
             text = file.read().decode()
     except FileNotFoundError:
         return []
-    lines = text.splitlines(keepends=True)[size > TAIL :]
+    lines = text.splitlines(keepends=True)[size > TAIL_BYTES :]
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
-def reached(trial: Trial, objective: str) -> tuple[float | None, str]:
-    """The objective of a finished trial; or None, and what is in its place."""
+# Objective
+
+
+def read_objective(trial: Trial, objective: str) -> tuple[float | None, str]:
+    """Return the objective of a finished trial, or None and the reason."""
     try:
-        return figure(json.loads(trial.folder.result.read_text()), objective), ""
+        return get_number(read_json(trial.folder.result), objective), ""
     except RunError as error:
         return None, str(error)
 
 
-def figure(result: dict[str, Any], path: str) -> float:
-    """The number at a dotted path of a result.json. Raises RunError naming what there is."""
+def get_number(result: dict[str, Any], path: str) -> float:
+    """Return the number at a dotted path of a result.json. Raises RunError that lists the keys found."""
     node: Any = result
     for part in path.split("."):
         if not isinstance(node, dict) or part not in node:
-            known = ", ".join(node) if isinstance(node, dict) else repr(node)
-            raise RunError(f"objective {path}: result.json has no {part!r} there, but {known or 'nothing'}")
+            keys = ", ".join(node) if isinstance(node, dict) else repr(node)
+            raise RunError(f"objective {path}: result.json has no {part!r}; it has {keys or 'nothing'}")
         node = node[part]
     if isinstance(node, bool) or not isinstance(node, int | float):
         raise RunError(f"objective {path}: expected a number in result.json, found {node!r}")
     return float(node)
+
+
+# Failures
+
+
+def read_failure(trial: Trial) -> dict[str, Any]:
+    """Return the last failure: exit_code, cause, attempts (failed so far), time, tried_again. Empty if none failed."""
+    return read_json(trial.failure) if trial.failure.exists() else {}
+
+
+def record_failure(trial: Trial, exit_code: int) -> None:
+    """Write how the last attempt failed to failure.json."""
+    failure = {
+        "exit_code": exit_code,
+        "cause": find_cause(trial, exit_code),
+        "attempts": read_failure(trial).get("attempts", 0) + 1,
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "tried_again": False,
+    }
+    write_json(trial.failure, failure)
+
+
+def find_cause(trial: Trial, exit_code: int) -> str:
+    """Return in one line why the last attempt failed: the signal, the last `error:` line of its log, or its last line."""
+    if exit_code < 0:
+        return f"killed by {signal.Signals(-exit_code).name}"
+    log = trial.log.read_text(encoding="utf-8", errors="replace") if trial.log.exists() else ""
+    lines = [line.strip() for line in log.rpartition(START_MARK)[2].splitlines()[1:] if line.strip()]
+    errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    last = re.sub(r"\s+", " ", (errors or lines or ["no output"])[-1])
+    return last if errors else f"exit code {exit_code} without a result: {last}"

@@ -1,74 +1,73 @@
-"""Accuracy against length: scores, a table and a picture in text. No torch here."""
+"""Accuracy against length: scores, a table and a plot in text. Imports no torch."""
 
-import math
+import itertools
 import statistics
 from collections.abc import Mapping
 
+import numpy as np
+
 from stackexp.config.formal_language import FormalLanguageConfig
-from stackexp.reports.tables import table
+from stackexp.reports.tables import format_table
 
-Accuracy = Mapping[int, float]  # by length
+Accuracy = Mapping[int, float]
+"""Accuracy by string length."""
 
-SHORT = 100  # the end of the shorter of the two ranges scores are over
-SHOWN = (10, 20, 30, 40, 60, 80, 100, 150, 200, 300, 400, 500)  # lengths of the table
+NEAR_END = 100
+"""The end of the shorter of the two ranges that scores are averaged over."""
+TABLE_LENGTHS = (10, 20, 30, 40, 60, 80, 100, 150, 200, 300, 400, 500)
 MARKS = "ox+*#@"
-WIDTH, HEIGHT = 64, 10  # characters of the picture; lines of 0.1 each
+PLOT_WIDTH, PLOT_HEIGHT = 64, 10
+"""Characters and lines of the text plot."""
 
 
-def ranges(data: FormalLanguageConfig) -> list[tuple[int, int]]:
-    """The lengths a score is over, first and last: 41..100 and 41..500 by default."""
+def get_ranges(data: FormalLanguageConfig) -> list[tuple[int, int]]:
+    """Return the ranges of lengths (first, last) that scores are averaged over: 41..100 and 41..500 by default."""
     first, last = data.max_length + 1, data.eval_max_length
-    return [(first, end) for end in dict.fromkeys([SHORT, last]) if first <= end <= last]
+    return [(first, end) for end in dict.fromkeys([NEAR_END, last]) if first <= end <= last]
 
 
-def scores(data: FormalLanguageConfig, accuracy: Accuracy) -> dict[str, float]:
-    """`score_41_100` and the like: the mean accuracy over the tested lengths of each of the `ranges`."""
+def compute_scores(data: FormalLanguageConfig, accuracy: Accuracy) -> dict[str, float]:
+    """Return the mean accuracy over the tested lengths of each range, as `score_41_100` and so on."""
     return {
         f"score_{first}_{end}": statistics.fmean(accuracy[n] for n in accuracy if first <= n <= end)
-        for first, end in ranges(data)
+        for first, end in get_ranges(data)
     }
 
 
-def accuracy_table(runs: Mapping[str, Accuracy], data: FormalLanguageConfig) -> str:
-    """One line per run: its scores, then its accuracy at some lengths."""
+def format_accuracy(data: FormalLanguageConfig, runs: Mapping[str, Accuracy]) -> str:
+    """Return the scores of runs on one task: a title, a table and a text plot."""
+    title = f"{data.task}, {data.eval_sequences} strings of each tested length"
+    return f"{title}\n\n{format_accuracy_table(runs, data)}\n\n{plot_accuracy(runs, data.max_length)}"
+
+
+def format_accuracy_table(runs: Mapping[str, Accuracy], data: FormalLanguageConfig) -> str:
+    """Return one line per run: its scores, then its accuracy at selected lengths."""
     tested = sorted(set().union(*runs.values()))
-    lengths = list(dict.fromkeys(min(tested, key=lambda n, near=near: abs(n - near)) for near in SHOWN))
-    lengths = list(dict.fromkeys([*lengths, tested[-1]]))
-    rows = [["", *(f"{first}..{end}" for first, end in ranges(data)), *map(str, lengths)]]
+    nearest = [min(tested, key=lambda n, length=length: abs(n - length)) for length in TABLE_LENGTHS]  # type: ignore[misc]
+    lengths = list(dict.fromkeys([*nearest, tested[-1]]))
+    header = ["", *(f"{first}..{end}" for first, end in get_ranges(data)), *map(str, lengths)]
+    rows = []
     for name, accuracy in runs.items():
-        figures = [f"{value:.3f}" for value in scores(data, accuracy).values()]
-        rows.append([name, *figures, *(f"{accuracy[n]:.2f}" if n in accuracy else "" for n in lengths)])
-    return table(rows, align="<" + ">" * (len(rows[0]) - 1), rules=(1,))
+        scores = [f"{value:.3f}" for value in compute_scores(data, accuracy).values()]
+        rows.append([name, *scores, *(f"{accuracy[n]:.2f}" if n in accuracy else "" for n in lengths)])
+    return format_table(rows, header=header, align="<" + ">" * (len(header) - 1))
 
 
-def accuracy_plot(runs: Mapping[str, Accuracy], trained: int) -> str:
-    """Accuracy from 0 to 1 against length, a mark for each run; `trained`: the longest string trained on."""
+def plot_accuracy(runs: Mapping[str, Accuracy], max_length: int) -> str:
+    """Return a text plot of accuracy (0 to 1) against length; `max_length` is the longest training string."""
     longest = max(max(accuracy) for accuracy in runs.values())
-    width = min(WIDTH, longest)
-    lines = [[" "] * width for _ in range(HEIGHT + 1)]
-    for mark, accuracy in reversed(list(zip(_marks(len(runs)), runs.values(), strict=True))):  # the first on top
-        for place in range(width):
-            value = _between(accuracy, 1 + place * (longest - 1) / max(1, width - 1))
-            if value is not None:
-                lines[HEIGHT - round(value * HEIGHT)][place] = mark
-    axis = ["-"] * width
-    axis[round((min(trained, longest) - 1) * (width - 1) / max(1, longest - 1))] = "|"
-    text = [f"{1 - row / HEIGHT:4.1f} {''.join(line)}".rstrip() for row, line in enumerate(lines)]
-    below = f"     1{longest:>{max(1, width - 1)}}"
-    legend = "   ".join(f"{mark} {name}" for mark, name in zip(_marks(len(runs)), runs, strict=True))
-    caption = f"accuracy against length; | longest string trained on ({trained})"
-    return "\n".join([*text, f"     {''.join(axis)}", below, f"     {legend}", f"     {caption}"])
-
-
-def _between(accuracy: Accuracy, length: float) -> float | None:
-    """At a length between those tested, on a straight line between its neighbours."""
-    below = max((n for n in accuracy if n <= length), default=None)
-    above = min((n for n in accuracy if n >= length), default=None)
-    if below is None or above is None:
-        return None
-    share = (length - below) / (above - below) if above > below else 0.0
-    return accuracy[below] + share * (accuracy[above] - accuracy[below])
-
-
-def _marks(count: int) -> str:
-    return (MARKS * math.ceil(count / len(MARKS)))[:count]
+    width = min(PLOT_WIDTH, longest)
+    lengths = np.linspace(1, longest, width)
+    canvas = np.full((PLOT_HEIGHT + 1, width), " ")
+    marks = dict(zip(runs, itertools.cycle(MARKS), strict=False))
+    for name in reversed(list(runs)):  # the first run is drawn on top
+        tested = sorted(runs[name])
+        values = np.interp(lengths, tested, [runs[name][n] for n in tested], left=np.nan, right=np.nan)
+        for column in np.flatnonzero(~np.isnan(values)):
+            canvas[PLOT_HEIGHT - round(values[column] * PLOT_HEIGHT), column] = marks[name]
+    axis = np.full(width, "-")
+    axis[np.abs(lengths - max_length).argmin()] = "|"
+    lines = [f"{1 - row / PLOT_HEIGHT:4.1f} {''.join(cells)}".rstrip() for row, cells in enumerate(canvas)]
+    lines += [f"     {''.join(axis)}", f"     1{longest:>{max(1, width - 1)}}"]
+    legend = "   ".join(f"{mark} {name}" for name, mark in marks.items())
+    return "\n".join([*lines, f"     {legend}", f"     accuracy against length; | longest training string ({max_length})"])

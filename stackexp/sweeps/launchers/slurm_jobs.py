@@ -1,0 +1,71 @@
+"""The record of a sweep's Slurm jobs, in files, because Slurm forgets jobs.
+
+jobs.jsonl in the sweep's folder has a line for each array job, written before it is submitted: its unique name, and its
+trials in the order of the tasks. exit.json in a trial's folder tells how its job ended. So every driver, also one that
+starts later, knows which trials have a job.
+"""
+
+from pathlib import Path
+from typing import NamedTuple
+
+from stackexp.files import read_json, read_json_lines, write_json, write_json_lines
+from stackexp.sweeps.slurm import run_slurm
+from stackexp.sweeps.trials import Trial
+
+
+class Task(NamedTuple):
+    """The task of a trial in an array job: the job's unique name, and the index."""
+
+    job: str
+    index: int
+
+
+class TaskState(NamedTuple):
+    """The state of a task in squeue: id (`12_3`), state, and why it waits or the nodes it runs on."""
+
+    id: str
+    state: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.state.lower()} {self.reason}, job {self.id}"
+
+
+def add_job(folder: Path, job: str, trials: list[Trial]) -> None:
+    """Record an array job before it is submitted."""
+    path = folder / "jobs.jsonl"
+    write_json_lines(path, [*read_json_lines(path), {"job": job, "trials": [trial.name for trial in trials]}])
+
+
+def find_newest_tasks(folder: Path) -> dict[str, Task]:
+    """Return trial name -> the task that it was last submitted as."""
+    jobs = read_json_lines(folder / "jobs.jsonl")
+    return {name: Task(job["job"], index) for job in jobs for index, name in enumerate(job["trials"])}
+
+
+def read_exit_code(trial_folder: Path, task: Task) -> int | None:
+    """Return the exit code that a task has recorded, or None if it has recorded none."""
+    try:
+        record = read_json(trial_folder / "exit.json")
+    except FileNotFoundError:
+        return None
+    return record["exit_code"] if record["job"] == task.job else None
+
+
+def write_exit_code(trial_folder: Path, task: Task, task_id: str, exit_code: int) -> Path:
+    """Record the exit code of a task, and return the path of the record."""
+    path = trial_folder / "exit.json"
+    write_json(path, {"exit_code": exit_code, "job": task.job, "id": task_id})
+    return path
+
+
+def find_task_states(folder: Path) -> dict[Task, TaskState]:
+    """Return the waiting and running tasks among the newest ones. Raises NoAnswer while Slurm does not answer."""
+    newest = find_newest_tasks(folder)
+    open_tasks = {task for name, task in newest.items() if read_exit_code(folder / name, task) is None}
+    if not open_tasks:
+        return {}
+    names = ",".join({task.job for task in open_tasks})
+    lines = run_slurm("squeue", "--noheader", "--array", f"--name={names}", "--format=%j|%K|%i|%T|%R").splitlines()
+    states = {Task(job, int(index)): TaskState(*rest) for job, index, *rest in (line.split("|") for line in lines)}
+    return {task: state for task, state in states.items() if task in open_tasks}

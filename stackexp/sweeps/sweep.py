@@ -1,0 +1,234 @@
+"""Load a sweep's YAML and compose its trials. Imports no torch; every mistake is a ConfigError."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from stackexp.config.compose import compose, load, typed_as
+from stackexp.config.experiment import ExperimentConfig
+from stackexp.config.layers import origin_of, sections, split_overrides
+from stackexp.config.suggestions import nearest
+from stackexp.config.yaml_files import Tree, configs_folder, display, names_in, read_file
+from stackexp.errors import ConfigError
+from stackexp.runs import RunFolder
+from stackexp.sweeps.grid import Values, expand, format_value, list_extremes
+from stackexp.sweeps.schema import SweepConfig
+from stackexp.sweeps.trials import Trial, config_hash
+
+COPY = "sweep.yaml"
+"""The sweep's folder holds a copy of the sweep under this name."""
+SWEEP_KEYS = ("config", "tokens")
+"""Keys of a trial that belong to the sweep, not to the config."""
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """A sweep as written at `path`, with the overrides of the command line.
+
+    `origins` maps each searched key to the file and line of its values.
+    """
+
+    path: Path
+    config: SweepConfig
+    origins: dict[str, str]
+    overrides: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The configured name, or the name of the file: relative to the shipped sweeps if it is one of them."""
+        if self.config.name:
+            return self.config.name
+        path, shipped = self.path.resolve(), get_shipped_folder().resolve()
+        return path.relative_to(shipped).with_suffix("").as_posix() if path.is_relative_to(shipped) else path.stem
+
+    @cached_property
+    def folder(self) -> Path:
+        """<logging.root>/<name>; a copy of the YAML belongs to the folder that holds it."""
+        return self.path.parent if self.path.name == COPY else Path(self._compose({}).logging.root, self.name)
+
+    @cached_property
+    def trials(self) -> list[Trial]:
+        """The distinct trials of grid, axes, list and seeds; of a search, those in its folder.
+
+        Raises ConfigError for an invalid config, and if two labels have the same config.
+        """
+        if self.config.search:
+            return self.find_search_trials()
+        found: dict[str, tuple[str, Trial]] = {}
+        for label, values in expand(self.config):
+            trial = self.build_trial(values, label)
+            first, _ = found.setdefault(config_hash(trial.config), (label, trial))
+            if first != label:
+                raise ConfigError(
+                    f"{display(self.path)}: {first} and {label} are the same trial: their configs differ in nothing "
+                    "that changes the results; remove one"
+                )
+        return [trial for _, trial in found.values()]
+
+    def check_trials(self) -> None:
+        """Compose all trials; of a search, the extremes of its space. Raises ConfigError for an invalid one."""
+        _ = self.trials
+        for values in list_extremes(self.config.search.space) if self.config.search else []:
+            self.build_trial(values, "extreme")
+
+    def build_trial(self, values: Values, label: str) -> Trial:
+        """Compose the trial with these values. An existing folder with the same hash keeps its name."""
+        config = self._compose(values)
+        digest = config_hash(config)
+        path = self._existing_folders.get(digest, self.folder / f"{label}-{digest}")
+        return Trial(RunFolder(path), config, values)
+
+    @property
+    def base_trial(self) -> Trial:
+        """The base config as a trial, to estimate what a trial needs."""
+        return self.build_trial({}, "base")
+
+    def find_search_trials(self, known: Collection[RunFolder] = ()) -> list[Trial]:
+        """Return the trials that a search has started, except the `known` ones.
+
+        A folder belongs to this search if composing its searched values gives its hash.
+        """
+        assert self.config.search is not None
+        trials = []
+        for folder in map(RunFolder, sorted(self.folder.glob("*-*/"))):
+            if folder not in known and folder.config.is_file():
+                config = load(folder.config)
+                values = {key: get_value(config, key) for key in self.config.search.space}
+                if folder.path.name.endswith(config_hash(self._compose(values))):
+                    trials.append(Trial(folder, config, values))
+        return trials
+
+    @cached_property
+    def _existing_folders(self) -> dict[str, Path]:
+        """Hash -> run folder of the trials started before."""
+        return {path.name.rpartition("-")[2]: path for path in sorted(self.folder.glob("*-*/"))}
+
+    def to_yaml(self) -> str:
+        """Return the sweep as YAML with all overrides and absolute paths: it means the same in any folder."""
+        tree = dataclasses.asdict(self.config)
+        tree |= {"name": self.name, "config": self._find_configs({}), "overrides": self.all_overrides}
+        kept = {key: value for key, value in tree.items() if value not in (None, [], {})}
+        kept["resources"] = {key: value for key, value in tree["resources"].items() if value is not None}
+        return f"# The sweep as it was last run here.\n{yaml.safe_dump(kept, sort_keys=False)}"
+
+    @property
+    def all_overrides(self) -> list[str]:
+        """The overrides of the YAML, then those of the command line."""
+        return [*self.config.overrides, *self.overrides]
+
+    def _compose(self, values: Values) -> ExperimentConfig:
+        """Compose the config of a trial. Errors name the line of the sweep that set the value."""
+        resources = {f"trainer.{key}": getattr(self.config.resources, key) for key in ("devices", "num_nodes")}
+        options = {key: value for key, value in resources.items() if value is not None}
+        options |= {key: value for key, value in values.items() if key not in SWEEP_KEYS}
+        overrides = [*self.all_overrides, *(f"{key}={format_value(value)}" for key, value in options.items())]
+        if self.path.name == COPY:
+            overrides.append(f"logging.root={format_value(str(self._get_root()))}")
+        overrides += [f"name={self.name}", "logging.progress_bar=false"]
+        configs, tokens = self._find_configs(values), values.get("tokens", self.config.tokens)
+        try:
+            config = compose(configs, overrides)
+            if tokens is not None:
+                steps = math.ceil(float(tokens) / config.data.global_batch_tokens)
+                config = compose(configs, [*overrides, f"trainer.max_steps={steps}"])
+        except ConfigError as error:
+            raise ConfigError(self._locate_error(str(error), values)) from None
+        config.beside = {}
+        return config
+
+    def _get_root(self) -> Path:
+        """Return the root of the copied sweep's folder <root>/<name>; a name may contain slashes."""
+        parents = self.path.parents
+        return parents[min(1 + self.name.count("/"), len(parents) - 1)]
+
+    def _find_configs(self, values: Values) -> list[str]:
+        """Return the base configs. A path is relative to the sweep's file, or to the working directory."""
+        names = values.get("config", self.config.config)
+        paths = {name: self.path.parent / name for name in ([names] if isinstance(names, str) else names)}
+        is_file = {name: path.suffix in (".yaml", ".yml") and path.is_file() for name, path in paths.items()}
+        return [str(path.resolve()) if is_file[name] else name for name, path in paths.items()]
+
+    def _locate_error(self, message: str, values: Values) -> str:
+        """Replace the overrides in an error of `compose` by the lines of this sweep that they come from."""
+        resources = {f"trainer.{key}": value for key, value in dataclasses.asdict(self.config.resources).items()}
+        own = dict.fromkeys(self.config.overrides, "overrides")
+        own |= {f"{key}={format_value(value)}": key for key, value in (resources | values).items()}
+        for override, key in own.items():
+            message = message.replace(f"override {override}", self.origins.get(key, f"override {override}"))
+        has_origin = message.startswith(("override ", f"{display(self.path)}:"))
+        return message if has_origin else f"{display(self.path)}: {message}"
+
+
+def load_sweep(target: str, overrides: Iterable[str] = ()) -> Sweep:
+    """Load a sweep by name, file or folder and check everything but its trials. Raises ConfigError."""
+    path = _find_sweep(target)
+    _, tree = read_file(path)
+    if "config" not in tree:
+        raise ConfigError(f"{display(path)}: config: missing; name the base config of the trials, or a list of them")
+    config = typed_as(SweepConfig, tree)
+    sweep = Sweep(path, config, _find_origins(config, tree), tuple(overrides))
+    for key, _, origin in split_overrides(sweep.all_overrides):
+        if key in sweep.origins:
+            raise ConfigError(f"{origin}: the sweep sets {key} at {sweep.origins[key]}; change it there")
+        if key == "name":
+            raise ConfigError(f"{origin}: the sweep names its trials; set name: in {display(path)}")
+    for key in config.search.space if config.search else []:
+        if key in (*sections(), *SWEEP_KEYS):
+            raise ConfigError(f"{sweep.origins[key]}: {key}: a search takes single options, such as optimizer.lr")
+    return sweep
+
+
+def load_last_run(target: str, overrides: Iterable[str] = ()) -> Sweep:
+    """Load a sweep as it was last run, with the overrides of that time, unless overrides are given."""
+    overrides = tuple(overrides)
+    sweep = load_sweep(target, overrides)
+    has_run = (sweep.folder / COPY).is_file()
+    return load_sweep(str(sweep.folder)) if has_run and not overrides else sweep
+
+
+def get_shipped_folder() -> Path:
+    """Return the folder of the shipped sweeps, next to the shipped configs."""
+    return configs_folder().parent / "sweeps"
+
+
+def list_shipped() -> list[str]:
+    """Return the names of the shipped sweeps, such as `ablation` and `formal/quick`."""
+    return names_in(get_shipped_folder(), "**/*.yaml")
+
+
+def _find_sweep(target: str) -> Path:
+    """Return the YAML of a sweep's folder, a shipped name or a path. Raises ConfigError with the nearest name."""
+    if Path(target, COPY).is_file():
+        return Path(target, COPY)
+    names = list_shipped()
+    if target in names:
+        return get_shipped_folder() / f"{target}.yaml"
+    if Path(target).is_file():
+        return Path(target)
+    if target.endswith((".yaml", ".yml")):
+        raise ConfigError(f"{target}: no such file; give a shipped name, a YAML file or a sweep's folder")
+    hint = nearest(target, names) or f"; choose {', '.join(names)}"
+    raise ConfigError(f"unknown sweep {target!r}{hint}, or give a YAML file or a sweep's folder")
+
+
+def _find_origins(config: SweepConfig, tree: Tree) -> dict[str, str]:
+    """Return the file and line of each searched key, and of `overrides`."""
+    named = {"seed": "seeds", "tokens": "tokens", "overrides": "overrides"}
+    origins = {key: origin_of(tree[name]) for key, name in named.items() if name in tree}
+    origins |= {f"trainer.{key}": leaf.origin for key, leaf in tree.get("resources", {}).items()}
+    searched = [tree[name] for name in ("center", "axes", "grid") if name in tree]
+    searched += [tree["search"]["space"]] if config.search else []
+    origins |= {key: origin_of(value) for section in searched for key, value in section.items()}
+    return origins | {key: origin_of(tree["list"]) for entry in config.list for key in entry}
+
+
+def get_value(config: Any, key: str) -> Any:
+    """Return the value of a full key of a config."""
+    return functools.reduce(getattr, key.split("."), config)

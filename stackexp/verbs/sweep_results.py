@@ -1,0 +1,41 @@
+"""Compare the finished trials of a sweep by its objective, the best first.
+
+SWEEP is a shipped name, a YAML file, or a sweep's folder in runs/.
+"""
+
+import json
+from argparse import Namespace
+from pathlib import Path
+
+from stackexp.verbs.parser import Parser
+
+USAGE = "SWEEP [--figures FOLDER] [--markdown | --json] [KEY=VALUE ...]"
+EXAMPLES = ("sweep results stack_grid --figures figures/", "sweep results quick_grid --markdown")
+
+
+def add_arguments(parser: Parser) -> None:
+    """Add the options of `sweep results`."""
+    parser.add_argument("sweep", metavar="SWEEP", help="a shipped name, a YAML file or a sweep's folder")
+    parser.add_argument("--figures", type=Path, metavar="FOLDER", help="plot the loss against each searched number")
+    style = parser.add_mutually_exclusive_group()
+    style.add_argument("--markdown", action="store_true", help="print a Markdown table")
+    style.add_argument("--json", action="store_true", help="print JSON")
+    parser.accept_overrides()
+
+
+def run(args: Namespace) -> int:
+    """Print the table, and draw the figures if requested."""
+    from stackexp.sweeps.sweep import load_last_run
+
+    sweep = load_last_run(args.sweep, args.overrides)
+    sweep.check_trials()
+    from stackexp.reports.sweeps import collect_results, draw_results, format_results
+
+    rows = collect_results(sweep)
+    if args.json:
+        print(json.dumps([row.to_dict() for row in rows], indent=2))
+    else:
+        print(format_results(sweep, rows, style="markdown" if args.markdown else "terminal"))
+    if args.figures:
+        print("\n".join(map(str, draw_results(sweep, rows, args.figures))))
+    return 0

@@ -1,0 +1,45 @@
+"""Run the missing trials of a sweep: start new ones, resume stopped ones, retry failed ones.
+
+SWEEP is a shipped name (the files in sweeps/), a YAML file, or a sweep's folder in runs/. The overrides apply to the
+base config of every trial. The run folders are the only record: the same command does what is missing, and any number
+of drivers may run at once.
+"""
+
+from argparse import Namespace
+
+from stackexp.sweeps.launchers import LAUNCHERS
+from stackexp.verbs.parser import Parser
+
+USAGE = "SWEEP [--launcher NAME] [--max-parallel N] [--retries N] [--dry-run] [KEY=VALUE ...]"
+EXAMPLES = ("sweep run quick_grid", "sweep run stack_grid --dry-run", "sweep run mine.yaml --max-parallel 4 seed=1")
+
+
+def add_arguments(parser: Parser) -> None:
+    """Add the options of `sweep run`."""
+    parser.add_argument("sweep", metavar="SWEEP", help="a shipped name, a YAML file or a sweep's folder")
+    parser.add_argument("--launcher", choices=list(LAUNCHERS), default="local", help="default: local")
+    parser.add_argument("--max-parallel", type=int, metavar="N", help="trials at once (default: as many as fit)")
+    parser.add_argument("--retries", type=int, metavar="N", help="retries of a failed trial (default: as in the YAML)")
+    parser.add_argument("--dry-run", action="store_true", help="print the trials and the cost that is left")
+    parser.accept_overrides()
+
+
+def run(args: Namespace) -> int:
+    """Check the sweep, then run it."""
+    for name, minimum in {"max_parallel": 1, "retries": 0}.items():
+        value = getattr(args, name)
+        if value is not None and value < minimum:
+            args.parser.error(f"--{name.replace('_', '-')}: expected an integer >= {minimum}, found {value}")
+    from stackexp.sweeps.sweep import load_sweep
+
+    sweep = load_sweep(args.sweep, args.overrides)
+    sweep.check_trials()
+    from stackexp.sweeps.runner import format_dry_run, run_sweep
+
+    if args.dry_run:
+        print(format_dry_run(sweep))
+        return 0
+    run_sweep(sweep, launcher=args.launcher, max_parallel=args.max_parallel, retries=args.retries)
+    print(f"\nresults:  python -m stackexp sweep results {sweep.folder}", flush=True)
+    print(f"curves:   tensorboard --logdir {sweep.folder}", flush=True)
+    return 0

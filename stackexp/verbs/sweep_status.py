@@ -1,0 +1,29 @@
+"""Show the state of each trial of a sweep, and why trials failed.
+
+SWEEP is a shipped name, a YAML file, or a sweep's folder in runs/.
+"""
+
+from argparse import Namespace
+
+from stackexp.verbs.parser import Parser
+
+USAGE = "SWEEP [KEY=VALUE ...]"
+EXAMPLES = ("sweep status quick_grid", "sweep status runs/quick_grid")
+
+
+def add_arguments(parser: Parser) -> None:
+    """Add the options of `sweep status`."""
+    parser.add_argument("sweep", metavar="SWEEP", help="a shipped name, a YAML file or a sweep's folder")
+    parser.accept_overrides()
+
+
+def run(args: Namespace) -> int:
+    """Print one row for each trial."""
+    from stackexp.sweeps.sweep import load_last_run
+
+    sweep = load_last_run(args.sweep, args.overrides)
+    sweep.check_trials()
+    from stackexp.sweeps.runner import format_sweep_status
+
+    print(format_sweep_status(sweep))
+    return 0
