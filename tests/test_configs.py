@@ -12,7 +12,8 @@ from stackexp.config.formal_language import TASKS
 from stackexp.config.layers import config_names, find_config, group_folder, is_recipe, sections
 from stackexp.config.yaml_files import configs_folder, names_in, purpose
 from stackexp.planning.catalog import build_on_meta, section_choices, shorten
-from stackexp.sweeps import grid
+from stackexp.sweeps.grid import expand
+from stackexp.sweeps.sweep import load_sweep
 
 CURRICULUM = {"curriculum_steps": 700, "curriculum_start": 3}  # of the baselines of formal languages
 CONFIGS = [name for name in config_names() if not is_recipe(name)]
@@ -253,7 +254,7 @@ def test_recurrent_models_are_as_large_as_stacktrans(name):
 
 
 def test_the_table_has_every_task_by_every_model():
-    sweep = grid.read("formal_table")
+    sweep = load_sweep("formal_table")
     models = ["lstm", "stack_rnn", "stack_attention", "transformer", "stacktrans-depth", "stacktrans"]
     names = [entry["name"] for entry in sweep.config.list]
     assert sorted(names) == sorted(f"{task}-{model}" for task in TASKS for model in models)
@@ -262,8 +263,8 @@ def test_the_table_has_every_task_by_every_model():
         task, _, model = entry["name"].partition("-")
         assert entry["config"] == (f"formal/stacktrans/{task}" if model == "stacktrans" else f"formal/{model}")
         assert entry["data.task"] == task
-    for label, values in grid.points(sweep.config):
+    for label, values in expand(sweep.config):
         if values["data.task"] == "parity_check" and values["seed"] == 2:
-            config = sweep.trial(values, label).config
+            config = sweep.build_trial(values, label).config
             assert (config.data.task, config.seed, config.name) == ("parity_check", 2, "formal_table")
             assert (config.data.eval_length_stride, config.data.eval_sequences) == (27, 64)

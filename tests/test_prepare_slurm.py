@@ -101,14 +101,14 @@ def test_refused_merge_job_is_reported_with_its_command(source, tmp_path, capsys
             raise answer
         return answer
 
-    monkeypatch.setattr(slurm_commands, "available", lambda: True)
-    monkeypatch.setattr(slurm_commands, "jobs_named", lambda name: [])
-    monkeypatch.setattr(slurm_commands, "submit", submit_or_refuse)
+    monkeypatch.setattr(slurm_commands, "is_available", lambda: True)
+    monkeypatch.setattr(slurm_commands, "find_job_ids", lambda name: [])
+    monkeypatch.setattr(slurm_commands, "submit_job", submit_or_refuse)
     message = r"job 17 with 2 tasks is submitted, but .* \(sbatch: too many jobs\).*merge them with: (?!.*--part)"
     assert_refused(capsys, 1, message, source, tmp_path / "set")
 
 
 def test_missing_slurm_is_a_one_line_error(source, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(slurm_commands, "available", lambda: False)
+    monkeypatch.setattr(slurm_commands, "is_available", lambda: False)
     assert_refused(capsys, 2, "sbatch not found", source, tmp_path / "set")
     assert not (tmp_path / "set").exists()

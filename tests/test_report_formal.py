@@ -14,14 +14,15 @@ from formal_runs import MODELS, finish, write_run
 from stackexp.cli import main
 from stackexp.config.formal_language import TASKS, model_label
 from stackexp.errors import RunError
+from stackexp.reports.formal import recipes as formal_recipes
 from stackexp.reports.formal.collect import COLUMNS, Report, collect, column_of, find
-from stackexp.reports.formal.collect import recipes as formal_recipes
 from stackexp.reports.formal.export import escape, latex
 from stackexp.reports.formal.figures import draw_bars, draw_curves
 from stackexp.reports.formal.recipes import name_of
 from stackexp.reports.formal.tables import header, markdown
 from stackexp.reports.tables import ABSENT
-from stackexp.sweeps import grid
+from stackexp.sweeps.grid import expand
+from stackexp.sweeps.sweep import load_sweep
 
 FULL, NEAR = (41, 500), (41, 100)
 
@@ -126,7 +127,7 @@ def test_the_commands_are_the_trials_of_the_shipped_table(runs):
             config, *overrides = command.replace("$task", task).replace("$seed", seed).split()
             told.add((config, *sorted(x for x in overrides if not config.endswith(x.removeprefix("data.task=")))))
     trials = set()
-    for _, values in grid.points(grid.read("formal_table").config):
+    for _, values in expand(load_sweep("formal_table").config):
         config = values.pop("config")
         spelled = (f"{key}={value}" for key, value in values.items() if key != "data.task" or config.count("/") == 1)
         trials.add((config, *sorted(spelled)))
@@ -410,12 +411,15 @@ def test_the_verb_writes_what_it_is_asked_for(report, runs, tmp_path, capsys):
     [
         (
             ["formal", "x", "--out", "table.txt"],
-            "--out: expected a name that ends in .md, .tex or .csv, found table.txt",
+            "--out: expected a file name ending in .md, .tex, .csv, found table.txt",
         ),
-        (["formal", "x", "--score", "500"], "--score: expected A_B, a range of lengths such as 41_500"),
-        (["formal", "x", "--score", "100_41"], "--score: expected A_B"),
-        (["formal", "x", "--figure", "a.gif"], "--figure: expected a name that ends in .png, .pdf, .svg, found a.gif"),
-        (["fromal", "x"], "report: expected compare, formal, found 'fromal'; did you mean 'formal'?"),
+        (["formal", "x", "--score", "500"], "--score: expected a range of lengths such as 41_500"),
+        (["formal", "x", "--score", "100_41"], "--score: expected a range"),
+        (
+            ["formal", "x", "--figure", "a.gif"],
+            "--figure: expected a file name ending in .png, .pdf, .svg, found a.gif",
+        ),
+        (["fromal", "x"], "unknown verb 'fromal'; did you mean 'formal'?"),
         (["formal"], "the following arguments are required: RUNS"),
     ],
 )

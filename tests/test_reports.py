@@ -8,7 +8,7 @@ from formal_runs import write_run
 from stackexp import runs
 from stackexp.config.compose import compose
 from stackexp.errors import RunError
-from stackexp.reports.compare import check_same_data, draw_losses, labels, markdown
+from stackexp.reports.compare import check_same_data, draw_losses, format_runs, name_runs
 from stackexp.reports.tables import format_scores, table
 from stackexp.runs import RunFolder
 
@@ -66,12 +66,13 @@ def test_runs_side_by_side(tmp_path):
         result |= {"sets": {"left": figures(losses[-1])}, "average": figures(losses[-1])}
         folder.result.write_text(json.dumps(result))
         folders.append(folder)
-    rows = markdown(folders).splitlines()
-    assert rows[2] == "| one | 10 | 2 | 2.000 | 2.000 / 4.0 | 2.000 / 4.0 | 1.000 |"
-    assert rows[3].startswith("| two |")
-    assert labels(folders) == {folders[0]: "one", folders[1]: "two"}
+    rows = format_runs(folders).splitlines()
+    cells = [cell.strip() for cell in rows[2].split("|")[1:-1]]
+    assert cells == ["one", "10", "2", "2.000", "2.000 / 4.0", "2.000 / 4.0", "1.000"]
+    assert rows[3].split()[1] == "two"
+    assert name_runs(folders) == {folders[0]: "one", folders[1]: "two"}
     again = RunFolder(folders[0].path.parent / "later")
-    assert labels([folders[0], again]) == {folders[0]: f"one/{folders[0].path.name}", again: "one/later"}
+    assert name_runs([folders[0], again]) == {folders[0]: f"one/{folders[0].path.name}", again: "one/later"}
     draw_losses(folders, tmp_path / "loss.png")
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
 
@@ -88,8 +89,11 @@ def test_runs_are_compared_by_the_hashes_of_steps_they_share(tmp_path):
             (tmp_path / name / "data.jsonl").write_text("".join(lines))
     assert check_same_data([folders["a"], folders["b"]]) == []
     (line,) = check_same_data([folders["a"], folders["none"], folders["b"]])
-    assert line.startswith(f"{tmp_path}/none: no record of its data")
-    with pytest.raises(RunError, match=r"/c: trained on other data than .*/a, first seen at step 30; give --diff"):
+    assert line.startswith(f"{tmp_path}/none: its data are not compared; it has no record of them")
+    with pytest.raises(
+        RunError,
+        match=r"/c: trained on other data than .*/a \(they differ at step 30\); compare them anyway with --diff",
+    ):
         check_same_data([folders["a"], folders["b"], folders["c"]])
 
 
@@ -105,10 +109,12 @@ def test_runs_on_formal_languages_are_compared_by_what_their_strings_come_from(t
     )
     assert check_same_data([one, longer]) == [], "how they are tested is another matter"
     with pytest.raises(
-        RunError, match=r"other: trained on other data than .*/one: data.task is odds_first, not even_p"
+        RunError, match=r"other: trained on other data than .*/one \(data.task is odds_first, not even_p"
     ):
         check_same_data([one, longer, other])
-    with pytest.raises(RunError, match=r"again: .*/one: seed is 1, not 0; give --different-data"):
+    with pytest.raises(
+        RunError, match=r"again: .*/one \(seed is 1, not 0\); compare them anyway with --different-data"
+    ):
         check_same_data([one, again])
     tokens = RunFolder(tmp_path / "tokens")
     tokens.path.mkdir()

@@ -1,4 +1,4 @@
-"""The Slurm launcher on a real Slurm of two nodes; a few lines of shell stand for the trials' program."""
+"""The Slurm launcher on a real Slurm of two nodes, with a few lines of shell as trials."""
 
 import json
 import os
@@ -15,15 +15,17 @@ from stackexp.config.experiment import ExperimentConfig
 from stackexp.config.trainer import TrainerConfig
 from stackexp.errors import ConfigError, RunError
 from stackexp.runs import RunFolder
-from stackexp.sweeps import grid
-from stackexp.sweeps import slurm as launcher_module
+from stackexp.sweeps import slurm as slurm_commands
+from stackexp.sweeps.launchers import slurm as launcher_module
+from stackexp.sweeps.launchers.slurm import SlurmLauncher
+from stackexp.sweeps.launchers.slurm_jobs import find_newest_tasks
 from stackexp.sweeps.schema import Resources
-from stackexp.sweeps.slurm import SlurmLauncher, jobs, newest_tasks
+from stackexp.sweeps.sweep import load_sweep
 from stackexp.sweeps.trials import Trial
 
 COUNT = 'echo >>"$0/starts"; '
-UNTIL_TOLD = f"{COUNT}trap 'sleep 1; exit 75' USR1 TERM; touch $0/ready; until [ -e $0/go ]; do sleep 0.05; done; "
-"""Runs until there is a file `go`, ends with 75 a second after it is told to stop."""
+UNTIL_STOPPED = f"{COUNT}trap 'sleep 1; exit 75' USR1 TERM; touch $0/ready; until [ -e $0/go ]; do sleep 0.05; done; "
+"""Runs until the file `go` exists; ends with 75 a second after it is stopped."""
 
 
 @pytest.fixture
@@ -33,7 +35,7 @@ def sweep(slurm, tmp_path, monkeypatch) -> "Sweep":
 
 
 class Sweep:
-    """A sweep's folder, with trials that are lines of shell; their folder is $0."""
+    """A sweep's folder with shell commands as trials; $0 is the trial's folder."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -47,25 +49,25 @@ class Sweep:
         return Trial(folder, ExperimentConfig(trainer=TrainerConfig(**trainer)), {})
 
     def launcher(self, max_parallel: int | None = None, **resources) -> SlurmLauncher:
-        return SlurmLauncher(self.folder, Resources(**resources), max_parallel, command=self.command)
+        return SlurmLauncher(self.folder, [], Resources(**resources), max_parallel, self.command)
 
     def command(self, trial: Trial) -> list[str]:
         return ["bash", "-c", self.shell[trial.name], str(trial.folder.path)]
 
 
-def codes(launcher: SlurmLauncher, number: int = 1) -> dict[str, int]:
-    """Name of the trial -> exit code, of the next `number` trials that end."""
+def wait_for_codes(launcher: SlurmLauncher, number: int = 1) -> dict[str, int]:
+    """Wait until `number` more trials have ended and return their names and exit codes."""
     found: dict[str, int] = {}
 
-    def enough() -> bool:
-        found.update({trial.name: code for trial, code in launcher.ended()})
+    def has_enough() -> bool:
+        found.update({trial.name: code for trial, code in launcher.collect_ended()})
         return len(found) >= number
 
-    wait_for(enough)
+    wait_for(has_enough)
     return found
 
 
-def starts(trial: Trial) -> int:
+def count_starts(trial: Trial) -> int:
     path = trial.folder.path / "starts"
     return len(path.read_text().splitlines()) if path.exists() else 0
 
@@ -74,8 +76,8 @@ def is_ready(trial: Trial) -> bool:
     return (trial.folder.path / "ready").exists()
 
 
-def test_how_trials_end(sweep, monkeypatch):
-    """Each with its own code, of several processes the highest, and its output in its own log. None hangs."""
+def test_each_trial_ends_with_its_own_code(sweep, monkeypatch):
+    """The highest code of several processes counts, the output is in the trial's log, and none hangs."""
     endings = {"done": 0, "failed": 1, "config": 2, "busy": 74}
     trials = [sweep.trial(name, f"echo {name} $SLURM_PROCID; exit {code}") for name, code in endings.items()]
     trials.append(sweep.trial("killed", "kill -9 $$"))
@@ -84,11 +86,11 @@ def test_how_trials_end(sweep, monkeypatch):
     monkeypatch.setattr(launcher_module, "SCRIPT", launcher_module.SCRIPT.replace("--wait=300", "--wait=2"))
     launcher = sweep.launcher()
     launcher.start(trials)
-    assert launcher.free() == 1000 - 7
-    ended = codes(launcher, 7)
+    assert launcher.count_free() == 1000 - 7
+    ended = wait_for_codes(launcher, 7)
     assert ended.pop("hanging") in (-9, -15)
     assert ended == endings | {"killed": -9, "one-of-two": 3}
-    assert launcher.free() == 1000
+    assert launcher.count_free() == 1000
     assert all(f"{trial.name} 0\n" in trial.log.read_text() for trial in trials[:4])
     record = json.loads((trials[1].folder.path / "exit.json").read_text())
     assert (record["exit_code"], record["attempt"]) == (1, 1)
@@ -97,24 +99,24 @@ def test_how_trials_end(sweep, monkeypatch):
 
 
 @pytest.mark.slow  # Slurm looks at time limits twice a minute
-def test_the_time_limit_warns_and_the_trial_is_requeued(sweep, slurm):
-    """After one minute less 55 seconds; one process has saved at once, and the other one is not ended for it."""
-    told = "((SLURM_PROCID)) && sleep 2 && touch $0/saved; exit 75"
-    shell = f"{COUNT}trap '{told}' USR1; [ -e $0/saved ] || sleep 100 & wait"
+def test_trial_is_requeued_before_the_time_limit(sweep, slurm):
+    """The warning comes after 5 seconds. A process that has saved does not end the other one."""
+    save = "((SLURM_PROCID)) && sleep 2 && touch $0/saved; exit 75"
+    shell = f"{COUNT}trap '{save}' USR1; [ -e $0/saved ] || sleep 100 & wait"
     trials = [sweep.trial("short", COUNT), sweep.trial("long", shell, num_nodes=2)]
     launcher = sweep.launcher(time="1", signal_seconds=55)
     launcher.start(trials)
-    assert codes(launcher) == {"short": 0}
+    assert wait_for_codes(launcher) == {"short": 0}
     wait_for(lambda: "PENDING" in slurm.squeue().values() and (trials[1].folder.path / "saved").exists())
-    assert launcher.ended() == []
-    wait_for(lambda: [slurm.hurry(), starts(trials[1]) == 4][1])
-    assert codes(launcher) == {"long": 0}
+    assert launcher.collect_ended() == []
+    wait_for(lambda: [slurm.hurry(), count_starts(trials[1]) == 4][1])
+    assert wait_for_codes(launcher) == {"long": 0}
     assert json.loads((trials[1].folder.path / "exit.json").read_text())["attempt"] == 2
-    assert starts(trials[0]) == 1, "only the task itself is requeued"
+    assert count_starts(trials[0]) == 1, "only the task itself is requeued"
 
 
-def test_slurm_requeues_a_trial_itself(sweep, slurm, tmp_path, monkeypatch):
-    """As after a failed node: the trial keeps the job that it has, though its script cannot requeue it once more."""
+def test_trial_keeps_its_job_when_slurm_requeues_it(sweep, slurm, tmp_path, monkeypatch):
+    """As after a node failure, when the script cannot requeue the job a second time."""
     script = tmp_path / "bin" / "scontrol"
     script.parent.mkdir()
     refused = "touch $0.refused; echo 'Job is pending execution' >&2; exit 1"
@@ -124,15 +126,15 @@ def test_slurm_requeues_a_trial_itself(sweep, slurm, tmp_path, monkeypatch):
     trial = sweep.trial("t", f"{COUNT}[ -e $0/saved ] || {{ touch $0/saved; exit 75; }}")
     launcher = sweep.launcher()
     launcher.start([trial])
-    wait_for(lambda: slurm.squeue() and "PENDING" in slurm.squeue().values() and starts(trial))
-    assert launcher.ended() == []
-    wait_for(lambda: [slurm.hurry(), starts(trial) == 2][1])
-    assert codes(launcher) == {"t": 0}
+    wait_for(lambda: slurm.squeue() and "PENDING" in slurm.squeue().values() and count_starts(trial))
+    assert launcher.collect_ended() == []
+    wait_for(lambda: [slurm.hurry(), count_starts(trial) == 2][1])
+    assert wait_for_codes(launcher) == {"t": 0}
     assert (tmp_path / "bin" / "scontrol.refused").exists()
     assert len((sweep.folder / "jobs.jsonl").read_text().splitlines()) == 1
 
 
-def test_never_more_at_once_than_told(sweep):
+def test_max_parallel_limits_the_running_tasks(sweep):
     shell = "echo 1 >>$0/../load; sleep 0.5; echo -1 >>$0/../load"
     trials = [sweep.trial(f"t{i}", shell) for i in range(4)] + [
         sweep.trial(f"wide{i}", shell, devices=2) for i in (0, 1)
@@ -140,16 +142,16 @@ def test_never_more_at_once_than_told(sweep):
     launcher = sweep.launcher(max_parallel=2)
     launcher.start(trials[:3])
     launcher.start(trials[3:])
-    assert set(codes(launcher, 6).values()) == {0}
+    assert set(wait_for_codes(launcher, 6).values()) == {0}
     load = [int(line) for line in (sweep.folder / "load").read_text().split()]
     assert len(load) == 2 * (4 + 2 * 2)
     running = [sum(load[: i + 1]) for i in range(len(load))]
     assert 2 <= max(running) <= 4, "two trials, of up to two processes"
 
 
-def test_no_two_drivers_submit_a_trial(sweep, slurm):
-    """Neither at once, nor one after the other; the later one learns how it ended."""
-    trials = [sweep.trial(f"t{i}", UNTIL_TOLD) for i in range(3)]
+def test_drivers_do_not_submit_a_trial_twice(sweep, slurm):
+    """Neither at the same time nor later; all of them receive the exit code."""
+    trials = [sweep.trial(f"t{i}", UNTIL_STOPPED) for i in range(3)]
     launchers = [sweep.launcher() for _ in range(4)]
     with ThreadPoolExecutor() as pool:
         list(pool.map(lambda launcher: launcher.start(trials), launchers))
@@ -160,69 +162,69 @@ def test_no_two_drivers_submit_a_trial(sweep, slurm):
     for trial in trials:
         (trial.folder.path / "go").touch()
     for launcher in (*launchers, later):
-        assert codes(launcher, 3) == {"t0": 0, "t1": 0, "t2": 0}
-    assert [starts(trial) for trial in trials] == [1, 1, 1]
+        assert wait_for_codes(launcher, 3) == {"t0": 0, "t1": 0, "t2": 0}
+    assert [count_starts(trial) for trial in trials] == [1, 1, 1]
 
     for attempt in (2, 3, 4):  # one that has ended may be started again at once
         later.start(trials[:1])
-        assert codes(later) == {"t0": 0}
-        assert starts(trials[0]) == attempt
+        assert wait_for_codes(later) == {"t0": 0}
+        assert count_starts(trials[0]) == attempt
 
 
-def test_status(sweep):
-    trials = [sweep.trial("a", UNTIL_TOLD), sweep.trial("b", UNTIL_TOLD)]
+def test_find_jobs_reports_states(sweep):
+    trials = [sweep.trial("a", UNTIL_STOPPED), sweep.trial("b", UNTIL_STOPPED)]
     launcher = sweep.launcher(max_parallel=1)
     launcher.start(trials)
     wait_for(lambda: is_ready(trials[0]))
-    assert str(jobs(sweep.folder)["a"]).startswith("running n0, job ")
-    assert str(jobs(sweep.folder)["b"]).startswith("pending (JobArrayTaskLimit), job ")
+    assert str(SlurmLauncher.find_jobs(sweep.folder)["a"]).startswith("running n0, job ")
+    assert str(SlurmLauncher.find_jobs(sweep.folder)["b"]).startswith("pending (JobArrayTaskLimit), job ")
 
 
-def test_stop_saves_what_runs_and_nothing_is_requeued(sweep, slurm):
-    trials = [sweep.trial(f"t{i}", UNTIL_TOLD) for i in range(3)]
+def test_stop_saves_running_trials_and_requeues_none(sweep, slurm):
+    trials = [sweep.trial(f"t{i}", UNTIL_STOPPED) for i in range(3)]
     trials.append(sweep.trial("stubborn", f"{COUNT}trap '' TERM; touch $0/ready; sleep 100 & wait; wait"))
     launcher = sweep.launcher(max_parallel=3, signal_seconds=5)
     launcher.start([trials[3], *trials[:3]])
     wait_for(lambda: sum(map(is_ready, trials)) == 3)
     sweep.launcher(signal_seconds=5).stop()  # as `sweep stop` without a driver
     assert slurm.squeue() == {}
-    assert codes(launcher, 4) == {"t0": 75, "t1": 75, "t2": 75, "stubborn": -9}
-    assert [starts(trial) for trial in trials] == [1, 1, 0, 1]
+    assert wait_for_codes(launcher, 4) == {"t0": 75, "t1": 75, "t2": 75, "stubborn": -9}
+    assert [count_starts(trial) for trial in trials] == [1, 1, 0, 1]
 
 
-def test_cancel_ends_one(sweep, slurm):
-    trials = [sweep.trial("a", UNTIL_TOLD), sweep.trial("b", UNTIL_TOLD), sweep.trial("c", UNTIL_TOLD)]
+def test_cancel_ends_one_trial(sweep, slurm):
+    trials = [sweep.trial("a", UNTIL_STOPPED), sweep.trial("b", UNTIL_STOPPED), sweep.trial("c", UNTIL_STOPPED)]
     launcher = sweep.launcher(max_parallel=2)
     launcher.start(trials)
     wait_for(lambda: is_ready(trials[0]) and is_ready(trials[1]))
     launcher.cancel(trials[2])
     launcher.cancel(trials[0])
-    assert codes(launcher, 2) == {"a": 75, "c": 75}
+    assert wait_for_codes(launcher, 2) == {"a": 75, "c": 75}
     wait_for(lambda: list(slurm.squeue().values()) == ["RUNNING"])
 
 
-def test_a_job_that_vanishes_was_killed(sweep, slurm):
+def test_vanished_job_counts_as_killed(sweep, slurm):
     trial = sweep.trial("a", f"{COUNT}touch $0/ready; sleep 100")
     launcher = sweep.launcher()
     launcher.start([trial])
     wait_for(lambda: is_ready(trial))
     slurm.output("scancel", *slurm.squeue())
-    assert codes(launcher) == {"a": -9}
+    assert wait_for_codes(launcher) == {"a": -9}
     assert slurm.squeue() == {}
 
 
-def test_without_the_controller_nothing_has_ended(sweep, slurm, monkeypatch):
-    """A record counts even so; a trial started meanwhile is submitted when the controller is back."""
-    monkeypatch.setattr(launcher_module, "RETRY_SECONDS", 0.2)
-    trials = [sweep.trial("a", UNTIL_TOLD), sweep.trial("b", UNTIL_TOLD), sweep.trial("c", COUNT)]
+def test_no_trial_ends_while_the_controller_is_down(sweep, slurm, monkeypatch):
+    """Recorded exit codes still count, and a new trial is submitted when the controller is back."""
+    monkeypatch.setattr(slurm_commands, "RETRY_SECONDS", 0.2)
+    trials = [sweep.trial("a", UNTIL_STOPPED), sweep.trial("b", UNTIL_STOPPED), sweep.trial("c", COUNT)]
     launcher = sweep.launcher()
     launcher.start(trials[:2])
     wait_for(lambda: all(map(is_ready, trials[:2])))
     slurm.stop_controller()
-    assert launcher.ended() == []
-    record = {"exit_code": 0, "job": newest_tasks(sweep.folder)["a"].job}
+    assert launcher.collect_ended() == []
+    record = {"exit_code": 0, "job": find_newest_tasks(sweep.folder)["a"].job}
     (trials[0].folder.path / "exit.json").write_text(json.dumps(record))
-    assert codes(launcher) == {"a": 0}
+    assert wait_for_codes(launcher) == {"a": 0}
     with ThreadPoolExecutor() as pool:
         submission = pool.submit(launcher.start, trials[2:])
         time.sleep(1)
@@ -230,13 +232,13 @@ def test_without_the_controller_nothing_has_ended(sweep, slurm, monkeypatch):
         submission.result()
     for trial in trials[:2]:
         (trial.folder.path / "go").touch()
-    assert codes(launcher, 2) == {"b": 0, "c": 0}
-    assert [starts(trial) for trial in trials] == [1, 1, 1]
+    assert wait_for_codes(launcher, 2) == {"b": 0, "c": 0}
+    assert [count_starts(trial) for trial in trials] == [1, 1, 1]
 
 
 @pytest.mark.slow  # until Slurm gives up the node and has tidied up; the end-to-end test loses one, too
-def test_a_failed_node_is_no_failure_of_the_trial(sweep, slurm):
-    """Whether the trial's other processes notice it before Slurm does, or not; it goes on when there are nodes."""
+def test_trial_survives_a_node_failure(sweep, slurm):
+    """Whether or not the trial's other processes notice it before Slurm does; it resumes when there are nodes."""
     again = "[ $(wc -l <$0/starts) -gt 2 ] && exit 0; touch $0/ready; "
     trial = sweep.trial("a", f"{COUNT}sleep 0.2; {again} sleep 3; exit 1", num_nodes=2)
     launcher = sweep.launcher()
@@ -244,24 +246,24 @@ def test_a_failed_node_is_no_failure_of_the_trial(sweep, slurm):
     wait_for(lambda: is_ready(trial))
     slurm.kill_node("n1")
     wait_for(lambda: "PENDING" in slurm.squeue().values())
-    assert launcher.ended() == []
+    assert launcher.collect_ended() == []
     slurm.start_node("n1")
-    wait_for(lambda: [slurm.hurry(), starts(trial) == 4][1])
-    assert codes(launcher) == {"a": 0}
+    wait_for(lambda: [slurm.hurry(), count_starts(trial) == 4][1])
+    assert wait_for_codes(launcher) == {"a": 0}
 
 
-def test_what_slurm_refuses_is_told(sweep):
+def test_refusal_of_slurm_is_reported(sweep):
     with pytest.raises(RunError, match=r"^sbatch: .*invalid partition specified: gpu"):
         sweep.launcher(partition="gpu").start([sweep.trial("a", "true")])
 
 
-def test_without_slurm(tmp_path, monkeypatch):
+def test_missing_slurm_is_a_config_error(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
-    with pytest.raises(ConfigError, match="no sbatch here"):
-        SlurmLauncher(tmp_path, Resources(), None)
+    with pytest.raises(ConfigError, match="sbatch not found"):
+        SlurmLauncher(tmp_path, [], Resources())
 
 
-def test_the_cluster_can_be_started_beside_another(slurm, tmp_path):
+def test_test_clusters_are_independent(slurm, tmp_path):
     (tmp_path / "second").mkdir()
     with Slurm(tmp_path / "second") as second:
         job = second.sbatch("sleep 100")
@@ -273,11 +275,15 @@ def test_the_cluster_can_be_started_beside_another(slurm, tmp_path):
 def test_sweep_status_and_stop_without_a_driver(slurm, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     Path("study.yaml").write_text("config: quickstart\ngrid: {model.memory.num_heads: [1, 2]}\n")
-    found = grid.read("study.yaml")
+    found = load_sweep("study.yaml")
     for trial in found.trials:
         trial.folder.path.mkdir(parents=True)
     launcher = SlurmLauncher(
-        found.folder, Resources(), 1, lambda trial: ["bash", "-c", UNTIL_TOLD, str(trial.folder.path.resolve())]
+        found.folder,
+        found.trials,
+        Resources(),
+        1,
+        lambda trial: ["bash", "-c", UNTIL_STOPPED, str(trial.folder.path.resolve())],
     )
     launcher.start(found.trials)
     wait_for(lambda: is_ready(found.trials[0]))
@@ -286,6 +292,6 @@ def test_sweep_status_and_stop_without_a_driver(slurm, tmp_path, monkeypatch, ca
     assert "running n0, job " in lines[2]
     assert "pending (JobArrayTaskLimit), job " in lines[3]
     assert main(["sweep", "stop", "study.yaml"]) == 0
-    assert "its jobs are told to stop and to save" in capsys.readouterr().out
+    assert "stopping its slurm jobs" in capsys.readouterr().out
     assert slurm.squeue() == {}
-    assert codes(launcher, 2) == {trial.name: 75 for trial in found.trials}
+    assert wait_for_codes(launcher, 2) == {trial.name: 75 for trial in found.trials}

@@ -57,7 +57,11 @@ def test_axes_vary_one_key_at_a_time_around_the_center():
 
 
 def test_list_takes_names_section_choices_and_configs():
-    listed = [{"name": "q/b c: d", "model.memory": "queue"}, {"model.memory": None}, {"config": "quickstart", "seed": 3}]
+    listed = [
+        {"name": "q/b c: d", "model.memory": "queue"},
+        {"model.memory": None},
+        {"config": "quickstart", "seed": 3},
+    ]
     sweep = build(list=listed)
     assert get_labels(sweep) == ["q_b_c_d", "memory=none", "config=quickstart-seed=3"]
     first, second, third = (trial.config for trial in sweep.trials)

@@ -11,7 +11,7 @@ from stackexp.config.yaml_files import flatten
 from stackexp.evaluation.request import EvaluationRequest, Sets, describe_evaluation
 from stackexp.files import read_json, write_atomically
 from stackexp.modules.transduction import average_lengths
-from stackexp.reports.formal.accuracy import accuracy_plot, accuracy_table, scores
+from stackexp.reports.formal.accuracy import compute_scores, format_accuracy_table, plot_accuracy
 from stackexp.training.tensorboard import write_curve
 
 CURVE = "length/accuracy"  # the TensorBoard tag
@@ -23,7 +23,7 @@ def summarize_test(config: ExperimentConfig, sets: Sets) -> dict[str, Any]:
     accuracy = _collect_accuracy(sets)
     return {
         **_summarize_lengths(config, accuracy),
-        **scores(config.data, accuracy),
+        **compute_scores(config.data, accuracy),
         "sequences_per_length": config.data.eval_sequences,
         "length_stride": config.data.eval_length_stride,
     }
@@ -60,8 +60,8 @@ def parse_accuracy(record: dict[str, Any]) -> dict[int, float]:
 def format_curves(config: ExperimentConfig, curves: dict[str, dict[int, float]]) -> str:
     """Return a table and a plot of accuracy by length, for each model."""
     title = f"{config.data.task}, {config.data.eval_sequences} test strings of each length"
-    table = accuracy_table(curves, config.data)
-    return f"{title}\n\n{table}\n\n{accuracy_plot(curves, config.data.max_length)}"
+    table = format_accuracy_table(curves, config.data)
+    return f"{title}\n\n{table}\n\n{plot_accuracy(curves, config.data.max_length)}"
 
 
 def report(request: EvaluationRequest, checkpoint: Path, sets: Sets) -> None:

@@ -39,7 +39,9 @@ def check_same_data(runs: list[RunFolder]) -> list[str]:
         else:
             warnings.append(f"{run.path}: its data are not compared; it has no record of them ({hash_log.FILE_NAME})")
     if generated and hashed:
-        raise RunError(f"{next(iter(hashed)).path}: trained on tokens, but {next(iter(generated)).path} on a formal language")
+        raise RunError(
+            f"{next(iter(hashed)).path}: trained on tokens, but {next(iter(generated)).path} on a formal language"
+        )
     return warnings
 
 

@@ -32,10 +32,10 @@ def submit_preparation(
     """
     for name, problem in resources.problems():
         raise ConfigError(f"data prepare: --{name}: {problem}")
-    if not slurm.available():
+    if not slurm.is_available():
         raise ConfigError("data prepare --launcher slurm: sbatch not found; run this where Slurm is installed")
     name = f"prepare-{hashlib.sha256(str(folder).encode()).hexdigest()[:12]}"
-    if found := slurm.jobs_named(name):
+    if found := slurm.find_job_ids(name):
         ids = ",".join(sorted(set(found)))
         raise RunError(f"{folder}: already prepared by Slurm jobs {ids}; wait for them, or run scancel {ids}")
     start_set(plan, folder)
@@ -44,12 +44,12 @@ def submit_preparation(
     tasks, logs = min(tasks, len(plan.units)), folder / "jobs"
     logs.mkdir(exist_ok=True)
     command = _build_command(plan, folder, resources.cpus_per_task or 1, strict)
-    options = ["--requeue", "--open-mode=append", "--nodes=1", "--ntasks=1", *slurm.resource_options(resources)]
+    options = ["--requeue", "--open-mode=append", "--nodes=1", "--ntasks=1", *slurm.format_resource_options(resources)]
     part = f"#!/bin/bash\nexec {command} --part $SLURM_ARRAY_TASK_ID/{tasks}\n"
-    array = slurm.submit(name, part, f"--array=1-{tasks}", f"--output={logs}/%A_%a.txt", *options)
+    array = slurm.submit_job(name, part, f"--array=1-{tasks}", f"--output={logs}/%A_%a.txt", *options)
     after = [f"--dependency=afterany:{array}", f"--output={logs}/%j-merge.txt"]
     try:
-        merge = slurm.submit(name, f"#!/bin/bash\nexec {command}\n", *after, *options)
+        merge = slurm.submit_job(name, f"#!/bin/bash\nexec {command}\n", *after, *options)
     except RunError as error:
         raise RunError(
             f"job {array} with {tasks} tasks is submitted, but the merge job was refused ({error}); when the tasks "

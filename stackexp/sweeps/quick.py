@@ -4,7 +4,6 @@ from collections.abc import Sequence
 
 from stackexp.config.layers import config_names
 from stackexp.files import read_json
-from stackexp.reports.formal.accuracy import format_accuracy
 from stackexp.sweeps.sweep import list_shipped, load_sweep
 
 
@@ -23,9 +22,11 @@ def run_as_fit(name: str, overrides: Sequence[str]) -> int:
     from stackexp.sweeps.runner import run_sweep
 
     run_sweep(sweep, max_parallel=1)
+    from stackexp.evaluation.formal_languages import format_curves, parse_accuracy  # imports torch
+
     results = [read_json(trial.folder.result) for trial in sweep.trials]
-    curves = {r["model"]: {int(length): value for length, value in r["accuracy"].items()} for r in results}
-    print(f"\n{format_accuracy(sweep.trials[0].config.data, curves)}\n")
+    curves = {result["model"]: parse_accuracy(result) for result in results}
+    print(f"\n{format_curves(sweep.trials[0].config, curves)}\n")
     print("\n".join(f"run folder: {trial.folder.path}" for trial in sweep.trials))
     print(f"curves:     tensorboard --logdir {sweep.folder}", flush=True)
     return 0

@@ -67,7 +67,9 @@ def format_dry_run(sweep: Sweep) -> str:
 def format_sweep_status(sweep: Sweep) -> str:
     """Return one row for each trial: its state, its progress, and its queued job or the cause of its failure."""
     statuses = [read_status(trial, sweep.config.objective) for trial in sweep.trials]
-    jobs = {name: job for launcher in LAUNCHERS for name, job in load_launcher(launcher).find_jobs(sweep.folder).items()}
+    jobs = {
+        name: job for launcher in LAUNCHERS for name, job in load_launcher(launcher).find_jobs(sweep.folder).items()
+    }
     rows = [[*format_status(status)[:-1], jobs.get(status.trial.name, status.cause)] for status in statuses]
     drivers = "a driver is running" if has_driver(sweep.folder) else "no driver is running"
     summary = f"{sweep.folder}: {format_summary(statuses)}; {drivers}"

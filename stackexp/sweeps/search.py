@@ -145,7 +145,8 @@ def _suggest(trial: Any, key: str, space: Space) -> Any:
     """Return a value of the space; real numbers have four digits, as in the trial's name."""
     if space.values is not None:
         return trial.suggest_categorical(key, space.values)
-    assert space.low is not None and space.high is not None
+    assert space.low is not None
+    assert space.high is not None
     if space.int:
         return trial.suggest_int(key, round(space.low), round(space.high), log=space.log)
     value = float(f"{trial.suggest_float(key, space.low, space.high, log=space.log):.4g}")

@@ -149,7 +149,7 @@ def record_failure(trial: Trial, exit_code: int) -> None:
 
 
 def find_cause(trial: Trial, exit_code: int) -> str:
-    """Return in one line why the last attempt failed: the signal, the last `error:` line of its log, or its last line."""
+    """Return why the last attempt failed: the signal, the last `error:` line of its log, or the last line."""
     if exit_code < 0:
         return f"killed by {signal.Signals(-exit_code).name}"
     log = trial.log.read_text(encoding="utf-8", errors="replace") if trial.log.exists() else ""

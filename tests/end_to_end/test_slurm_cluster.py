@@ -13,7 +13,7 @@ from records import losses, record
 from slurm import Slurm, wait_for
 
 from stackexp.runs import RunFolder
-from stackexp.sweeps import grid
+from stackexp.sweeps.sweep import load_sweep
 
 DOCS = Path(__file__).parents[2] / "docs" / "cluster.md"
 FSDP = ("trainer.strategy=fsdp", "data.micro_batch_size=2", "trainer.max_steps=60")
@@ -75,7 +75,7 @@ def test_a_sweep_loses_its_driver_and_a_node(slurm: Slurm, program, tiny, tmp_pa
     wide = {"model.memory.num_slots": 4, "trainer.num_nodes": 2, "trainer.strategy": "fsdp"}
     overrides = ["trainer.max_steps=60", "data.micro_batch_size=2", "logging.tensorboard=false"]
     path.write_text(yaml.safe_dump({"config": "tiny.yaml", "overrides": overrides, "list": [wide, *slots]}))
-    trials = grid.read(str(path)).trials
+    trials = load_sweep(str(path)).trials
     assert len(trials) == 3
 
     command = ("sweep", "run", path, "--launcher", "slurm")

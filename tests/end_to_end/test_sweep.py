@@ -8,8 +8,8 @@ import pytest
 import yaml
 from processes import Program, wait_until
 
-from stackexp.sweeps import grid
-from stackexp.sweeps.status import State, is_running, state_of
+from stackexp.sweeps.status import State, get_state, is_running
+from stackexp.sweeps.sweep import load_sweep
 
 
 @pytest.mark.slow  # two minutes; tests/test_sweep_driver.py kills drivers too
@@ -17,7 +17,7 @@ def test_a_killed_sweep_is_finished_by_the_same_command(program: Program, tiny, 
     path = tmp_path / "slots.yaml"
     keys = {"config": "tiny.yaml", "overrides": ["trainer.max_steps=40"], "grid": {"model.memory.num_slots": [2, 3, 4]}}
     path.write_text(yaml.safe_dump(keys))
-    trials = grid.read(str(path)).trials
+    trials = load_sweep(str(path)).trials
     first, second, third = (trial.folder for trial in trials)
 
     driver = program.start("sweep", "run", path, "--max-parallel", "2")
@@ -30,7 +30,7 @@ def test_a_killed_sweep_is_finished_by_the_same_command(program: Program, tiny, 
     assert not third.path.exists()
 
     output = program.run("sweep", "run", path, "--max-parallel", "2")
-    assert [state_of(trial) for trial in trials] == [State.DONE] * 3
+    assert [get_state(trial) for trial in trials] == [State.DONE] * 3
     assert not any(is_running(trial) for trial in trials)
     sessions = [len(json.loads((run.path / "environment.json").read_text())) for run in (first, second, third)]
     assert sessions == [2, 1, 1]  # the killed one went on from its checkpoint, no other was started twice

@@ -34,12 +34,6 @@ def compute_scores(data: FormalLanguageConfig, accuracy: Accuracy) -> dict[str, 
     }
 
 
-def format_accuracy(data: FormalLanguageConfig, runs: Mapping[str, Accuracy]) -> str:
-    """Return the scores of runs on one task: a title, a table and a text plot."""
-    title = f"{data.task}, {data.eval_sequences} strings of each tested length"
-    return f"{title}\n\n{format_accuracy_table(runs, data)}\n\n{plot_accuracy(runs, data.max_length)}"
-
-
 def format_accuracy_table(runs: Mapping[str, Accuracy], data: FormalLanguageConfig) -> str:
     """Return one line per run: its scores, then its accuracy at selected lengths."""
     tested = sorted(set().union(*runs.values()))
@@ -70,4 +64,6 @@ def plot_accuracy(runs: Mapping[str, Accuracy], max_length: int) -> str:
     lines = [f"{1 - row / PLOT_HEIGHT:4.1f} {''.join(cells)}".rstrip() for row, cells in enumerate(canvas)]
     lines += [f"     {''.join(axis)}", f"     1{longest:>{max(1, width - 1)}}"]
     legend = "   ".join(f"{mark} {name}" for name, mark in marks.items())
-    return "\n".join([*lines, f"     {legend}", f"     accuracy against length; | longest training string ({max_length})"])
+    return "\n".join(
+        [*lines, f"     {legend}", f"     accuracy against length; | longest training string ({max_length})"]
+    )

@@ -19,9 +19,9 @@ from stackexp.config.registry import SECTIONS, kinds, lookup
 from stackexp.config.trainer import TrainerConfig
 from stackexp.config.yaml_files import flatten, read_file
 from stackexp.errors import RunError
-from stackexp.reports.formal.collect import paper
+from stackexp.reports.formal import paper
 from stackexp.runs import RunFolder
-from stackexp.sweeps.status import tail
+from stackexp.sweeps.status import read_tail
 from stackexp.sweeps.trials import NOT_HASHED
 
 DEPTH = "StackTrans depth"
@@ -100,7 +100,7 @@ class FormalRun:
     @cached_property
     def last_line(self) -> dict[str, Any]:
         """What the last lines of the metrics say, each tag as it stood last."""
-        return {key: value for line in tail(self.path / "metrics.jsonl") for key, value in line.items()}
+        return {key: value for line in read_tail(self.path / "metrics.jsonl") for key, value in line.items()}
 
     @property
     def step(self) -> int:

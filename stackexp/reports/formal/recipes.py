@@ -13,7 +13,8 @@ from stackexp.config.formal_language import TASKS
 from stackexp.config.yaml_files import flatten
 from stackexp.errors import ConfigError
 from stackexp.reports.formal.collect import DEPTH, Cell, FormalRun, Recipe, Report, column_of, in_recipe
-from stackexp.sweeps import grid
+from stackexp.sweeps.grid import expand, format_value
+from stackexp.sweeps.sweep import COPY, Sweep, get_shipped_folder, load_sweep
 
 SHIPPED = {
     "LSTM": "formal/lstm",
@@ -50,9 +51,9 @@ def fit_command(column: str, tasks: list[str], changes: str) -> str:
 
 
 @functools.cache
-def _table() -> grid.Sweep:
+def _table() -> Sweep:
     """The shipped sweep of all cells."""
-    return grid.read(TABLE)
+    return load_sweep(TABLE)
 
 
 @functools.cache
@@ -74,7 +75,7 @@ def differences(one: Recipe, other: Recipe) -> dict[str, Any]:
 
 
 def overrides(changes: dict[str, Any]) -> str:
-    return " ".join(shlex.quote(f"{key}={grid.spelled(value)}") for key, value in changes.items())
+    return " ".join(shlex.quote(f"{key}={format_value(value)}") for key, value in changes.items())
 
 
 def name_of(run: FormalRun) -> str:
@@ -198,26 +199,26 @@ class Sweeps:
 def command_of(folder: Path) -> str:
     """The command of the sweep in a folder, by its shipped name where it lies in its place."""
     name = folder.name
-    shipped = (grid.shipped() / f"{name}.yaml").is_file() and folder.resolve() == Path("runs", name).resolve()
+    shipped = (get_shipped_folder() / f"{name}.yaml").is_file() and folder.resolve() == Path("runs", name).resolve()
     return f"python -m stackexp sweep run {name if shipped else shlex.quote(str(folder))}"
 
 
 def _sweep_folders(report: Report, paths: Iterable[Path | str]) -> list[Path]:
     candidates = [*map(Path, paths), *(run.path.parent for run in report.runs)]
-    return list(dict.fromkeys(folder for folder in candidates if (folder / grid.COPY).is_file()))
+    return list(dict.fromkeys(folder for folder in candidates if (folder / COPY).is_file()))
 
 
 def _trials(folder: Path) -> dict[tuple[str, str], set[int]]:
     """Cell -> seeds of the trials that a sweep is to have, but for trials that are in no column."""
-    sweep = grid.read(str(folder))
+    sweep = load_sweep(str(folder))
     if sweep.config.search:  # which chooses its trials as it goes
         return {}
     found: dict[tuple[str, str], set[int]] = defaultdict(set)
     composed: dict[str, dict[str, Any]] = {}  # composing takes a while: once for all tasks and seeds
-    for _, values in grid.points(sweep.config):
+    for _, values in expand(sweep.config):
         key = repr({k: v for k, v in values.items() if k not in ("seed", "data.task")})
         if key not in composed:
-            composed[key] = flatten(to_dict(sweep.trial(values, "any").config))
+            composed[key] = flatten(to_dict(sweep.build_trial(values, "any").config))
         config = composed[key]
         column = column_of(config) if config["data.kind"] == "formal_language" else None
         task = values.get("data.task", config.get("data.task"))
