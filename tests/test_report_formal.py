@@ -417,7 +417,7 @@ def test_the_verb_writes_what_it_is_asked_for(report, runs, tmp_path, capsys):
         (["formal", "x", "--score", "100_41"], "--score: expected a range"),
         (
             ["formal", "x", "--figure", "a.gif"],
-            "--figure: expected a file name ending in .png, .pdf, .svg, found a.gif",
+            "--figure: expected a file name ending in .png, .pdf",
         ),
         (["fromal", "x"], "unknown verb 'fromal'; did you mean 'formal'?"),
         (["formal"], "the following arguments are required: RUNS"),
