@@ -76,7 +76,7 @@ def _in_empty_folder(tmp_path, monkeypatch):
         ("logging=loud", "logging: unknown choice 'loud' (configs/ has no choices for this section)"),
         ("model=null", "override model=null: model is a section with keys of its own; it cannot be null"),
         ("trainer=null", "override trainer=null: trainer is a section with keys of its own; it cannot be null"),
-        ("data.kind=shards", "data.path: a source of tokens is required; set it with data.path=FOLDER"),
+        ("data.kind=shards", "data.path: no training data; set data.path=FOLDER"),
         ("data.path=x", "override data.path=x: data.path: unknown key; "),
         ("name=../x", "override name=../x: name: '../x' cannot name run folders"),
         ("name=/x", "name: '/x' cannot name run folders"),
@@ -247,7 +247,7 @@ def test_a_key_of_a_memory_that_is_off_says_how_to_switch_it_on():
         ("defaults:\n  - model: null\n", "x.yaml:2: model is a section with keys of its own; it cannot be null"),
         (
             "data:\n  kind: shards\n  path: ???\n",
-            "x.yaml:3: data.path: a source of tokens is required; set it with data.path=FOLDER",
+            "x.yaml:3: data.path: no training data; set data.path=FOLDER",
         ),
         (
             "schedule: {kind: [cosine]}\n",

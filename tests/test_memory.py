@@ -36,7 +36,7 @@ def decoder_config(num_layers=2, hidden_size=HIDDEN, **memory):
         intermediate_size=16,
         memory=StackMemoryConfig(**memory),
     )
-    assert not [*model.problems(), *model.memory.problems(model)]
+    assert not [*model.find_errors(), *model.memory.find_errors(model)]
     return model
 
 
@@ -215,10 +215,10 @@ def test_beside_a_hidden_layer_down_and_actions_begin_at_zero():
 def test_what_a_hidden_layer_needs_is_one_line(changes, key, message):
     options = {"axis": "time", "feedback": True, "feedback_activation": "gated", "feedback_hidden_size": 8}
     model = TransformerConfig(vocab_size=7)
-    found = dict(StackMemoryConfig(**options | changes).problems(model))
+    found = dict(StackMemoryConfig(**options | changes).find_errors(model))
     assert message in found.pop(key)
     assert not found
-    assert not list(StackMemoryConfig(**options).problems(model))
+    assert not list(StackMemoryConfig(**options).find_errors(model))
 
 
 def test_depth_result_of_a_token_is_independent_of_all_others():

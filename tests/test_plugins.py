@@ -11,15 +11,15 @@ from stackexp.config.compose import compose, load, to_yaml
 PLUGIN = """
 from dataclasses import dataclass
 from stackexp.config.registry import register
-from stackexp.config.fields import at_least
+from stackexp.config.fields import option
 
 @register("memory", "{kind}", builds="nowhere:Nothing")
 @dataclass
 class Config:
     kind: str = "{kind}"
-    size: int = at_least(1, 3)
+    size: int = option(3, min=1)
 
-    def problems(self, model):
+    def find_errors(self, model):
         if self.size > model.hidden_size:
             yield "size", f"larger than hidden_size {{model.hidden_size}}"
 """
@@ -94,11 +94,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 from stackexp.config.registry import register
-from stackexp.config.fields import above
+from stackexp.config.fields import option
 
 @dataclass
 class Decay:
-    rate: float = above(0, 0.5)
+    rate: float = option(0.5, above=0)
 
 @dataclass
 class Config:

@@ -28,12 +28,12 @@ from stackexp.config.yaml_files import Leaf, Tree
 def compose(
     configs: list[str],
     overrides: list[str] | tuple[str, ...] = (),
-    trains: bool = True,
+    is_training: bool = True,
     on_top: list[str] | tuple[str, ...] = (),
 ) -> ExperimentConfig:
     """Compose configs (shipped names or paths, in order) and overrides (`a.b=c`, `--a.b=c` or `--a.b c`).
 
-    `trains`: False where it is for an evaluation, whose options need not fit the global batch. `on_top`: overrides
+    `is_training`: False where it is for an evaluation, whose options need not fit the global batch. `on_top`: overrides
     that lie over the others, also where they choose a section afresh.
     Raises ConfigError, one line naming file or override, full key, expectation and the nearest right name.
     """
@@ -46,7 +46,7 @@ def compose(
         names = [Path(name).stem if name.endswith((".yaml", ".yml")) else name for name in configs]
         layers.tree["name"] = Leaf("+".join(names), "")
     layers.tree["plugins"] = Leaf([import_plugin(name, folder) for name, folder in layers.plugins], "")
-    return _typed(layers.tree, trains)
+    return _typed(layers.tree, is_training)
 
 
 def load(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> ExperimentConfig:
@@ -92,13 +92,13 @@ def _open(node: DictConfig, tree: Tree) -> DictConfig:
     return node
 
 
-def _typed(tree: Tree, trains: bool) -> ExperimentConfig:
+def _typed(tree: Tree, is_training: bool) -> ExperimentConfig:
     origins = {key: leaf.origin for key, leaf in _leaves(tree)}
     root = _open(_skeleton(tree), tree)
     _fill(root, tree, "", root)
     resolve(root, origins)
     config = OmegaConf.to_object(root)
-    check(config, origins, trains)
+    check(config, origins, is_training)
     return config
 
 

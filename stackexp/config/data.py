@@ -1,10 +1,10 @@
 """Options of token datasets."""
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Optional
 
-from stackexp.config.fields import Problems, above, at_least
+from stackexp.config.fields import Errors, option
 from stackexp.config.registry import register
 
 if TYPE_CHECKING:
@@ -13,93 +13,97 @@ if TYPE_CHECKING:
 
 @dataclass
 class DataConfig:
-    """What every source of tokens shares; a plugin's options derive from it."""
+    """Options of all token sources; the options of a plugin derive from it."""
 
-    objective: ClassVar[str] = "language_modeling"  # what a model is trained for: a key of `modules.objectives`
-    lengths_vary: ClassVar[bool] = False  # from batch to batch; context_length is then that of the longest
+    objective: ClassVar[str] = "language_modeling"  # a key of `modules.objectives`
+    lengths_vary: ClassVar[bool] = False  # between batches; context_length is then the longest
 
     kind: str = "shards"
-    vocab_size: int = at_least(2, 49152)
-    context_length: int = at_least(2, 2048)
-    global_batch_tokens: int = at_least(1, 2**21)  # tokens per optimizer step over all devices
-    micro_batch_size: int = at_least(1, 8)  # sequences per device and forward pass
-    eval_batch_size: int = at_least(1, 8)  # sequences per device; changes no figure
-    eval_sequences: Optional[int] = at_least(1, None)  # of each set while fitting; None: all
+    vocab_size: int = option(49152, min=2)
+    context_length: int = option(2048, min=2, changes_scores=True)
+    document_mask: bool = False  # attention and positions restart at each document
+
+    # Batches. global_batch_tokens: tokens per optimizer step over all devices. micro_batch_size and eval_batch_size:
+    # sequences per device and forward pass. num_canonical_nodes fixes the sample order for any number of devices.
+    global_batch_tokens: int = option(2**21, min=1)
+    micro_batch_size: int = option(8, min=1, affects="execution")
     shuffle: bool = True
-    num_workers: int = at_least(0, 1)
-    num_canonical_nodes: int = at_least(1, 1)  # fixes the order of samples whatever the number of devices
-    keep_remainder: bool = False  # score every token of a set but its first, not whole chunks alone as OLMo does
-    document_mask: bool = False  # attention stays within a document, and positions begin anew in each
-    hash_interval: int = at_least(1, 10)  # steps between two records of the hash of all tokens trained on so far
+    num_canonical_nodes: int = option(1, min=1)
+    num_workers: int = option(1, min=0, affects="execution")
+    hash_interval: int = option(10, min=1, affects="logging")  # steps between records of the training data hash
+
+    # Evaluation. eval_sequences: sequences per set during training; None: all. keep_remainder scores every token of a
+    # set but its first; otherwise, as in OLMo, a set is cut into whole chunks and the remainder is dropped.
+    eval_batch_size: int = option(8, min=1, affects="execution")
+    eval_sequences: Optional[int] = option(None, min=1, affects="evaluation")
+    keep_remainder: bool = option(False, affects="evaluation", changes_scores=True)
 
     def micro_batch(self, devices: int) -> int:
-        """Sequences of one forward pass on each of so many devices."""
+        """Return the sequences per device and forward pass."""
         return self.micro_batch_size
 
-    def experiment_problems(self, config: "ExperimentConfig", trains: bool) -> Problems:
-        """What model and trainer must agree in with the tokens; keys are those of the experiment."""
+    def find_experiment_errors(self, config: "ExperimentConfig", is_training: bool) -> Errors:
+        """Yield the errors that involve other sections; keys are full keys."""
         model = config.model
         if not getattr(model, "causal", True):
-            yield "model.causal", "a token must not see the next one, which is to be foretold; set it to true"
+            yield "model.causal", "language modeling requires model.causal: true"
         if getattr(model, "output_vocab_size", None) not in (None, model.vocab_size):
-            yield "model.output_vocab_size", "next tokens are of vocab_size; set it to null"
+            yield "model.output_vocab_size", "language modeling requires model.output_vocab_size: null"
         axis = getattr(getattr(model, "memory", None), "axis", "depth")
         if self.document_mask and axis != "depth":
-            yield "data.document_mask", f"a memory of axis {axis} lasts across documents; set it to false"
+            yield "data.document_mask", f"not supported by model.memory.axis: {axis}; use false"
         batch, step = self.global_batch_tokens, config.tokens_per_pass
-        if trains and batch % step:
+        if is_training and batch % step:
+            factors = "trainer.devices * trainer.num_nodes * data.micro_batch_size * data.context_length"
             nearest = max(1, round(batch / step)) * step
-            yield (
-                "data.global_batch_tokens",
-                (
-                    f"{batch} is not a multiple of trainer.devices * trainer.num_nodes * data.micro_batch_size * "
-                    f"data.context_length = {step}; the nearest that is: {nearest}"
-                ),
-            )
+            message = f"{batch} is not a multiple of {factors} = {step}; the nearest multiple is {nearest}"
+            yield "data.global_batch_tokens", message
 
 
 @dataclass
 class StreamConfig:
-    """One source of a mixture: a set made by `stackexp data prepare`, on a disk or in object storage."""
+    """One source of a mixture: a dataset made by `stackexp data prepare`, on disk or in object storage."""
 
-    path: Optional[str] = None  # its folder; with `remote` the cache of it
-    remote: Optional[str] = None  # s3://bucket/folder
-    proportion: Optional[float] = above(0, None)  # its share of the sequences, relative to the others'
-    repeat: Optional[float] = above(0, None)  # how often each of its sequences comes in an epoch
+    path: Optional[str] = option(None, affects="location")  # its folder; with `remote`, the cache folder
+    remote: Optional[str] = option(None, affects="location")  # s3://bucket/folder
+    proportion: Optional[float] = option(None, above=0)  # share of the sequences, relative to the other streams
+    repeat: Optional[float] = option(None, above=0)  # passes over its sequences per epoch
 
 
 @register("data", "shards", builds="stackexp.datamodules.pretraining:PretrainingData")
 @dataclass
 class ShardsConfig(DataConfig):
-    """Token shards made by `stackexp data prepare`, and named sets of tokens to validate and test on.
+    """Token shards made by `stackexp data prepare`, and named sets for validation and test.
 
-    A set to validate or test on is a file or a folder: a prepared set, raw token ids (.npy, .bin), .jsonl or text.
-    A folder of several such sets gives a group: `v2: data/olmo/v2` has the sets v2/4chan, v2/c4_en ...
+    A set is a file or a folder: a prepared dataset, raw token ids (.npy, .bin), .jsonl or text. A folder of several
+    sets is a group: `v2: data/olmo/v2` has the sets v2/4chan, v2/c4_en, ...
     """
 
     kind: str = "shards"
-    path: Optional[str] = None  # the folder `data prepare` wrote; with `remote` the cache of it
-    remote: Optional[str] = None  # s3://bucket/folder: where that folder was copied to
-    streams: dict[str, StreamConfig] = field(default_factory=dict)  # a mixture instead: name -> source
-    cache_limit: Optional[str] = None  # of the cached shards of a remote on each node, such as 200gb; null: no limit
-    download_timeout: float = above(0, 60)  # seconds without an answer from the server
-    download_retries: int = at_least(0, 4)
-    validation: dict[str, str] = field(default_factory=dict)  # name -> a set, or a folder of sets
-    test: dict[str, str] = field(default_factory=dict)
+    path: Optional[str] = option(None, affects="location")  # the folder of `data prepare`; with `remote`, its cache
+    remote: Optional[str] = option(None, affects="location")  # s3://bucket/folder, a copy of that folder
+    streams: dict[str, StreamConfig] = option({})  # a mixture instead of path and remote: name -> source
+    cache_limit: Optional[str] = option(None, affects="execution")  # cached shards per node, such as 200gb
+    download_timeout: float = option(60, above=0, affects="execution")  # without an answer from the server
+    download_retries: int = option(4, min=0, affects="execution")
+    validation: dict[str, str] = option({}, affects="evaluation")  # name -> a set, or a folder of sets
+    test: dict[str, str] = option({}, affects="evaluation")
 
-    def problems(self) -> Problems:
-        single = self.path or self.remote
-        if bool(single) == bool(self.streams):
-            missing = "a source of tokens is required; set it with data.path=FOLDER, data.remote=URL or data.streams"
-            yield "path", "give one source (data.path, data.remote) or data.streams, not both" if single else missing
+    def find_errors(self) -> Errors:
+        """Yield the errors that involve several options."""
+        has_source = bool(self.path or self.remote)
+        if has_source and self.streams:
+            yield "path", "give one source (data.path, data.remote) or data.streams, not both"
+        if not has_source and not self.streams:
+            yield "path", "no training data; set data.path=FOLDER, data.remote=URL or data.streams"
         for name, stream in self.streams.items():
             key = f"streams.{name}"
             if not (stream.path or stream.remote):
-                yield f"{key}.path", "a stream needs a path, a remote, or both"
+                yield f"{key}.path", "a stream requires a path, a remote, or both"
             if stream.proportion is not None and stream.repeat is not None:
                 yield f"{key}.repeat", "give proportion or repeat, not both"
-        if len({s.proportion is None for s in self.streams.values()}) > 1:
-            yield "streams", "give proportion to all streams or to none (repeat counts epochs, not shares)"
+        if len({stream.proportion is None for stream in self.streams.values()}) > 1:
+            yield "streams", "give proportion to all streams or to none"
         if self.cache_limit is not None and not re.fullmatch(r"\d+(\.\d+)? *([kmgt]?b)?", self.cache_limit.lower()):
             yield "cache_limit", f"expected a size such as 200gb, found {self.cache_limit!r}"
 
@@ -107,9 +111,9 @@ class ShardsConfig(DataConfig):
 @register("data", "stdlib", builds="stackexp.datamodules.pretraining:StdlibData")
 @dataclass
 class StdlibConfig(DataConfig):
-    """The Python standard library's own source, prepared on first use and cached: needs no download."""
+    """The source code of the Python standard library, prepared and cached on first use; needs no download."""
 
     kind: str = "stdlib"
-    vocab_size: int = at_least(300, 4096)
-    context_length: int = at_least(2, 256)
-    global_batch_tokens: int = at_least(1, 4096)
+    vocab_size: int = option(4096, min=300)
+    context_length: int = option(256, min=2, changes_scores=True)
+    global_batch_tokens: int = option(4096, min=1)

@@ -1,56 +1,61 @@
-"""The experiment config: every section that `fit` needs."""
+"""The experiment config: all sections that `fit` needs."""
 
 import re
 from dataclasses import dataclass, field
 from typing import Any, Optional
 
-from stackexp.config.fields import Problems, at_least, within
+from stackexp.config.fields import Errors, option
 from stackexp.config.model import FLASH_KERNELS, TransformerConfig
 from stackexp.config.trainer import TrainerConfig
 
 
 @dataclass
 class LoggingConfig:
-    root: str = "runs"  # run folders are <root>/<name>/<id>
-    tensorboard: bool = True
-    progress_bar: bool = True
-    probe_interval: int = at_least(1, 10)  # steps between the probes of what the memory does
+    """Where run folders are and what is shown."""
+
+    root: str = option("runs", affects="logging")  # run folders are <root>/<name>/<id>
+    tensorboard: bool = option(True, affects="logging")
+    progress_bar: bool = option(True, affects="logging")
+    probe_interval: int = option(10, min=1, affects="logging")  # steps between measurements of the memory
 
 
 @dataclass
 class ExperimentConfig:
-    """One experiment: everything `fit` needs, and what a run folder's config.yaml holds."""
+    """One experiment: all that `fit` needs, and the contents of a run folder's config.yaml."""
 
-    name: str = "unnamed"
-    seed: int = within(0, 2**32 - 1, 0)
-    plugins: list[str] = field(default_factory=list)  # Python files or modules that register more kinds
+    name: str = option("unnamed", affects="logging")
+    seed: int = option(0, min=0, max=2**32 - 1)
+    plugins: list[str] = option([], affects="logging")  # Python files or modules that register kinds
     # name -> overrides: `fit` then trains this config with them on top, in its own run, and shows all side by side.
-    beside: Optional[dict[str, list[str]]] = field(default_factory=dict)
+    beside: Optional[dict[str, list[str]]] = option({}, affects="logging")
     model: Any = field(default_factory=lambda: {"kind": "transformer"})
     data: Any = field(default_factory=lambda: {"kind": "shards"})
     optimizer: Any = field(default_factory=lambda: {"kind": "adamw"})
     schedule: Any = field(default_factory=lambda: {"kind": "cosine"})
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
-    logging: LoggingConfig = field(default_factory=LoggingConfig)
+    logging: LoggingConfig = option(LoggingConfig(), affects="logging")
 
-    def problems(self, trains: bool = True) -> Problems:
-        """`trains`: False where the model is only evaluated, which knows no global batch."""
+    def find_errors(self, is_training: bool = True) -> Errors:
+        """Yield the errors that involve several sections; an evaluation has no requirements on the global batch."""
         if not re.fullmatch(r"[\w+-][\w.+-]*(/[\w+-][\w.+-]*)*", self.name):
-            yield "name", f"{self.name!r} cannot name run folders; use letters, digits and . _ - + between slashes"
+            yield "name", f"{self.name!r} cannot name a folder; use letters, digits and . _ - + between slashes"
         if self.beside and self.trainer.devices * self.trainer.num_nodes > 1:
             yield "beside", "trains one run after the other in one process; set trainer.devices: 1, or use a sweep"
         axis = getattr(getattr(self.model, "memory", None), "axis", "depth")
-        blocks = isinstance(self.model, TransformerConfig) and axis == "depth"
-        if self.trainer.recompute == "selective" and not blocks:
-            yield "trainer.recompute", "selective is for a decoder without a scan over the tokens; set it to all"
-        attention, precision = getattr(self.model, "attention", "sdpa"), self.trainer.precision
-        if attention in FLASH_KERNELS and not precision.startswith("bf16"):
-            yield "model.attention", f"{attention} is for bfloat16, not trainer.precision {precision}; set it to sdpa"
-        if attention != "sdpa" and self.trainer.accelerator == "cpu" and (trains or attention in FLASH_KERNELS):
-            yield "model.attention", f"{attention} needs CUDA, not trainer.accelerator cpu; set it to sdpa"
+        is_decoder = isinstance(self.model, TransformerConfig) and axis == "depth"
+        if self.trainer.recompute == "selective" and not is_decoder:
+            yield "trainer.recompute", "selective is only supported by decoders with memories of axis: depth; use all"
+        yield from self._find_attention_errors(is_training)
         if self.model.vocab_size < self.data.vocab_size:
             yield "model.vocab_size", f"{self.model.vocab_size} is smaller than data.vocab_size {self.data.vocab_size}"
-        yield from self.data.experiment_problems(self, trains)
+        yield from self.data.find_experiment_errors(self, is_training)
+
+    def _find_attention_errors(self, is_training: bool) -> Errors:
+        attention, precision = getattr(self.model, "attention", "sdpa"), self.trainer.precision
+        if attention in FLASH_KERNELS and not precision.startswith("bf16"):
+            yield "model.attention", f"{attention} requires bfloat16, found trainer.precision {precision}; use sdpa"
+        if attention != "sdpa" and self.trainer.accelerator == "cpu" and (is_training or attention in FLASH_KERNELS):
+            yield "model.attention", f"{attention} requires CUDA, found trainer.accelerator cpu; use sdpa"
 
     @property
     def accumulate_grad_batches(self) -> int:
@@ -59,14 +64,15 @@ class ExperimentConfig:
 
     @property
     def micro_batch_size(self) -> int:
-        """Sequences of one forward pass on each device."""
+        """Sequences per device and forward pass."""
         return self.data.micro_batch(self.trainer.devices * self.trainer.num_nodes)
 
     @property
     def tokens_per_pass(self) -> int:
-        """Tokens of one forward pass over all devices, at most."""
+        """Tokens per forward pass over all devices; at most, if lengths vary."""
         return self.trainer.devices * self.trainer.num_nodes * self.micro_batch_size * self.data.context_length
 
     @property
     def total_tokens(self) -> int:
+        """Training tokens of the whole run."""
         return self.trainer.max_steps * self.data.global_batch_tokens

@@ -1,104 +1,144 @@
 """Options of formal language datasets (Deletang et al. 2023)."""
 
-import importlib
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, NamedTuple
 
 from omegaconf import OmegaConf
 
 from stackexp.config.experiment import ExperimentConfig
-from stackexp.config.fields import Problems, at_least, from_up_to, within
+from stackexp.config.fields import Errors, option
 from stackexp.config.registry import register
 
-TASKS: dict[str, Any] = importlib.import_module("stackexp.tasks").TASKS
-"""The tasks by name. They live on a higher floor, but importing them needs neither numpy nor torch."""
 
-if TYPE_CHECKING:
-    TaskName = str
-else:
-    TaskName = Literal[tuple(TASKS)]
+class Sizes(NamedTuple):
+    """The alphabet sizes and lengths of a task. The empty token, which marks where an answer is due, is not counted."""
 
-OmegaConf.register_resolver("task_inputs", lambda task: TASKS[task].num_symbols + 1, replace=True)  # + empty token
-OmegaConf.register_resolver("task_outputs", lambda task: TASKS[task].num_answer_symbols, replace=True)
+    inputs: int
+    outputs: int
+    answer: tuple[float, int] = (0, 1)  # (a, b): the answer to a string of n symbols has ceil(a n) + b symbols
+    min_length: int = 1  # of the shortest valid string
+
+    def output_length(self, length: int) -> int:
+        """Return the number of symbols in the answer to a string of `length`."""
+        factor, constant = self.answer
+        return math.ceil(factor * length) + constant
+
+
+TASKS: dict[str, Sizes] = {
+    "even_pairs": Sizes(2, 2),
+    "parity_check": Sizes(2, 2),
+    "cycle_navigation": Sizes(3, 5),
+    "modular_arithmetic": Sizes(9, 5),
+    "modular_arithmetic_brackets": Sizes(11, 5),
+    "solve_equation": Sizes(11, 5, min_length=3),
+    "stack_manipulation": Sizes(5, 3, (1, 1)),
+    "reverse_string": Sizes(2, 2, (1, 0)),
+    "odds_first": Sizes(2, 2, (1, 0)),
+    "duplicate_string": Sizes(2, 2, (2, 0)),
+    "missing_duplicate": Sizes(4, 2, min_length=2),
+    "binary_addition": Sizes(3, 3, (1, 1), min_length=3),
+    "binary_multiplication": Sizes(3, 3, (1, 0), min_length=3),
+    "compute_sqrt": Sizes(2, 2, (0.5, 0)),
+    "bucket_sort": Sizes(5, 5, (1, 0)),
+}
+"""The tasks of `stackexp.tasks`, from the lowest class of the Chomsky hierarchy to the highest."""
+
+
+OmegaConf.register_resolver("task_inputs", lambda task: TASKS[task].inputs + 1 if task in TASKS else 1, replace=True)
+OmegaConf.register_resolver("task_outputs", lambda task: TASKS[task].outputs if task in TASKS else 1, replace=True)
 
 
 @register("data", "formal_language", builds="stackexp.datamodules.formal_language:FormalLanguageData")
 @dataclass
 class FormalLanguageConfig:
-    """Strings of one task, drawn as they are needed: symbols, then an empty token for each symbol of the answer.
+    """Random strings of one task. A sequence is a string, then an empty token for each symbol of the answer.
 
-    A batch has one length: with `longest_fraction` the longest, otherwise uniform in 1 .. longest. Lengths above
-    max_length are for the test.
+    All strings of a batch have one length: uniform in 1 .. max_length, or with probability `longest_fraction` the
+    longest. With a curriculum, the longest length grows from curriculum_start to max_length over curriculum_steps.
     """
 
     objective: ClassVar[str] = "transduction"
     lengths_vary: ClassVar[bool] = True
 
     kind: str = "formal_language"
-    task: TaskName = "reverse_string"
+    task: str = option("reverse_string", choices=TASKS, changes_scores=True)
     vocab_size: int = "${task_inputs:${data.task}}"  # type: ignore[assignment]  # the empty token is the last id
     output_vocab_size: int = "${task_outputs:${data.task}}"  # type: ignore[assignment]
-    batch_size: int = at_least(1, 128)  # sequences per optimizer step, over all devices
-    max_length: int = at_least(1, 40)  # longest string to train on
-    curriculum_steps: int = at_least(0, 0)  # the longest grows from curriculum_start to max_length over these steps
-    curriculum_start: int = at_least(1, 4)
-    longest_fraction: float = within(0, 1, 0.0)  # this share of the batches has the longest strings of its step
-    label_smoothing: float = from_up_to(0, 1, 0.0)  # in training: this share of a target goes to all symbols alike
-    validation_max_length: int = at_least(1, 60)  # while fitting: every length above max_length up to this
-    validation_sequences: int = at_least(1, 32)  # of each such length, from a seed of their own
-    eval_max_length: int = at_least(1, 500)
-    eval_length_stride: int = at_least(1, 1)  # test every so many-th length, counted from max_length + 1 both ways
-    eval_sequences: int = at_least(1, 512)  # of each length tested
-    eval_batch_size: int = at_least(1, 128)  # changes no figure
 
-    def problems(self) -> Problems:
+    # Training strings.
+    batch_size: int = option(128, min=1)  # sequences per optimizer step, over all devices
+    max_length: int = option(40, min=1)
+    curriculum_steps: int = option(0, min=0)
+    curriculum_start: int = option(4, min=1)
+    longest_fraction: float = option(0.0, min=0, max=1)
+    label_smoothing: float = option(0.0, min=0, below=1)  # in training: probability spread evenly over all symbols
+
+    # Validation during training: every length from max_length + 1 to validation_max_length.
+    validation_max_length: int = option(60, min=1, affects="evaluation")
+    validation_sequences: int = option(32, min=1, affects="evaluation")  # per length
+
+    # Test: lengths 1 .. eval_max_length that differ from max_length + 1 by a multiple of eval_length_stride.
+    eval_max_length: int = option(500, min=1, affects="evaluation")
+    eval_length_stride: int = option(1, min=1, affects="evaluation")
+    eval_sequences: int = option(512, min=1, affects="evaluation")  # per length
+    eval_batch_size: int = option(128, min=1, affects="execution")
+
+    def find_errors(self) -> Errors:
+        """Yield the errors that involve several options."""
         least = TASKS[self.task].min_length
         for name in ["curriculum_start", "max_length"] if self.curriculum_steps else ["max_length"]:
             if (length := getattr(self, name)) < least:
-                yield name, f"{length} is too short: strings of {self.task} have {least} symbols or more; set {least}"
+                yield name, f"{length} is too short: the shortest string of {self.task} has {least} symbols"
         if self.curriculum_steps and self.curriculum_start > self.max_length:
             yield "curriculum_start", f"must not be larger than max_length {self.max_length}"
         for name in ("validation_max_length", "eval_max_length"):
             if getattr(self, name) <= self.max_length:
-                yield name, f"must be larger than max_length {self.max_length}: it is there to test longer strings"
+                yield name, f"must be larger than max_length {self.max_length}, to include longer strings"
+
+    def find_experiment_errors(self, config: ExperimentConfig, is_training: bool) -> Errors:
+        """Yield the errors that involve other sections; keys are full keys."""
+        output, devices = config.model.output_vocab_size, config.trainer.devices * config.trainer.num_nodes
+        if output != self.output_vocab_size:
+            found = f"data.task {self.task} has {self.output_vocab_size} output symbols, the model {output}"
+            yield "model.output_vocab_size", f"{found}; set model.output_vocab_size=${{data.output_vocab_size}}"
+        if self.batch_size % devices:
+            multiple = f"trainer.devices * trainer.num_nodes = {devices}"
+            yield "data.batch_size", f"{self.batch_size} is not a multiple of {multiple}"
 
     @property
     def tested_lengths(self) -> list[int]:
+        """The string lengths of the test."""
         first = self.max_length + 1
         return [n for n in range(1, self.eval_max_length + 1) if (n - first) % self.eval_length_stride == 0]
 
-    # As the sections of language modeling tell it, for the plan.
+    # What token datasets have as options, for the plan.
+
     @property
     def context_length(self) -> int:
-        """Symbols and empty tokens of the longest training string."""
+        """Tokens in the longest training sequence, empty tokens included."""
         return self.max_length + TASKS[self.task].output_length(self.max_length)
 
     @property
     def global_batch_tokens(self) -> int:
-        """Of a step in the mean over the lengths, as they are once a curriculum has ended."""
+        """Mean tokens per optimizer step, after the curriculum."""
         task = TASKS[self.task]
         lengths = range(task.min_length, self.max_length + 1)
         uniform = sum(n + task.output_length(n) for n in lengths) / len(lengths)
         return round(self.batch_size * (uniform + self.longest_fraction * (self.context_length - uniform)))
 
     def micro_batch(self, devices: int) -> int:
+        """Return the sequences per device and forward pass."""
         return self.batch_size // devices
-
-    def experiment_problems(self, config: ExperimentConfig, trains: bool) -> Problems:
-        """What model and trainer must agree in with the strings."""
-        output, devices = config.model.output_vocab_size, config.trainer.devices * config.trainer.num_nodes
-        if output != self.output_vocab_size:
-            found = f"{self.task} has {self.output_vocab_size} answers, but the model {output}"
-            yield "model.output_vocab_size", f"{found}; set model.output_vocab_size=${{data.output_vocab_size}}"
-        if self.batch_size % devices:
-            multiple = f"trainer.devices * num_nodes = {devices}"
-            yield "data.batch_size", f"{self.batch_size} is not a multiple of {multiple}"
 
 
 def model_label(options: Mapping[str, Any]) -> str:
-    """What results call a model, of a config's full keys: transformer, stacktrans, stacktrans-depth, stack_attention,
-    lstm, stack_rnn; stacktrans-queue, stacktrans-depth-push_only; or the name of a plugin's kind."""
+    """Return the short name of a model from the options {full key: value} of its config.
+
+    One of transformer, stacktrans, stacktrans-depth, stacktrans-queue, stacktrans-depth-push_only, ...,
+    stack_attention, lstm, stack_rnn, or the kind of a plugin.
+    """
     kind, memory = options["model.kind"], options.get("model.memory.kind")
     if kind != "transformer" or memory != "stack":
         return kind if kind != "transformer" else memory or kind

@@ -3,37 +3,40 @@
 from dataclasses import dataclass
 from typing import Optional
 
-from stackexp.config.fields import Problems, at_least
+from stackexp.config.fields import Errors, option
 from stackexp.config.registry import register
 
 
 @dataclass
 class RecurrentConfig:
-    """What the recurrent models share: an embedding, `num_layers` layers of `hidden_size`, an output projection."""
+    """Options of all recurrent models: an embedding, `num_layers` layers of `hidden_size`, an output projection."""
 
     kind: str = ""
     vocab_size: int = "${data.vocab_size}"  # type: ignore[assignment]
-    output_vocab_size: Optional[int] = at_least(1, None)  # None: vocab_size
-    hidden_size: int = at_least(1, 64)
-    num_layers: int = at_least(1, 5)
+    output_vocab_size: Optional[int] = option(None, min=1)  # None: vocab_size
+    hidden_size: int = option(64, min=1)
+    num_layers: int = option(5, min=1)
 
 
 @register("model", "lstm", builds="stackexp.models.recurrent:LSTM")
 @dataclass
 class LSTMConfig(RecurrentConfig):
+    """A multi-layer LSTM."""
+
     kind: str = "lstm"
 
 
 @register("model", "stack_rnn", builds="stackexp.models.recurrent:StackRNN")
 @dataclass
 class StackRNNConfig(RecurrentConfig):
-    """Joulin & Mikolov 2015: a tanh RNN that reads the top of a soft stack, and pushes, pops or leaves it."""
+    """A tanh RNN that reads the top of a differentiable stack (Joulin & Mikolov 2015)."""
 
     kind: str = "stack_rnn"
-    slot_size: int = at_least(1, 8)
-    num_slots: int = at_least(1, 64)
-    eval_num_slots: Optional[int] = at_least(1, None)  # None: num_slots; it shapes no parameter
+    slot_size: int = option(8, min=1)
+    num_slots: int = option(64, min=1)  # shapes no parameter
+    eval_num_slots: Optional[int] = option(None, min=1, affects="evaluation", changes_scores=True)  # None: num_slots
 
-    def problems(self) -> Problems:
+    def find_errors(self) -> Errors:
+        """Yield the errors that involve several options."""
         if self.eval_num_slots is not None and self.eval_num_slots < self.num_slots:
             yield "eval_num_slots", f"must not be smaller than num_slots {self.num_slots}"

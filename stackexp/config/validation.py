@@ -30,17 +30,16 @@ def expected(hint: Any, metadata: Mapping[str, Any]) -> str:
         return f"one of {', '.join(map(str, typing.get_args(hint)))}"
     if dataclasses.is_dataclass(hint):
         return f"the keys {', '.join(field.name for field in dataclasses.fields(hint))}"
+    if "choices" in metadata:
+        return f"one of {', '.join(metadata['choices'])}"
     words = {int: "an integer", float: "a number", bool: "true or false", str: "text"}
     word = words.get(hint) or {list: "a list", dict: "a mapping"}.get(typing.get_origin(hint), str(hint))
-    if "below" in metadata:
-        return f"{word} >= {metadata['at_least']} and < {metadata['below']}"
-    if "at_least" in metadata:
-        return f"{word} >= {metadata['at_least']}"
-    if "above" in metadata:
-        return f"{word} > {metadata['above']}"
-    if "within" in metadata:
-        return "{} from {} to {}".format(word, *metadata["within"])
-    return word
+    low, high = metadata.get("min"), metadata.get("max")
+    if low is not None and high is not None:
+        return f"{word} from {low} to {high}"
+    signs = {"min": ">=", "above": ">", "max": "<=", "below": "<"}
+    limits = " and ".join(f"{sign} {metadata[name]}" for name, sign in signs.items() if name in metadata)
+    return f"{word} {limits}" if limits else word
 
 
 def field_of(cls: type, name: str) -> tuple[Any, Mapping[str, Any]]:
@@ -57,28 +56,29 @@ def wrong_value(origin: str, key: str, hint: Any, metadata: Mapping[str, Any], v
         found = "a mapping" if isinstance(value, dict) else repr(value)
     options = [hint, *typing.get_args(hint)] if typing.get_origin(hint) is Union else [hint]
     choices = [str(choice) for t in options if typing.get_origin(t) is Literal for choice in typing.get_args(t)]
+    choices += metadata.get("choices", [])
     close = nearest(value, choices) if isinstance(value, str) else ""
     if int in options and isinstance(value, float) and value.is_integer():
         close = f"; write {int(value)}"
     return mistake(origin, key, f"expected {expected(hint, metadata)}, found {found}{close}")
 
 
-def check(config: ExperimentConfig, origins: Origins, trains: bool = True) -> None:
+def check(config: ExperimentConfig, origins: Origins, is_training: bool = True) -> None:
     """Limits of single values first, then what involves several. Raises ConfigError for the first mistake."""
-    context = {"": (trains,), "model.memory.": (config.model,), "schedule.": (config.trainer,)}
+    context = {"": (is_training,), "model.memory.": (config.model,), "schedule.": (config.trainer,)}
     check_all(config, origins, context)
 
 
 def check_all(config: Any, origins: Origins, context: Mapping[str, tuple] = types.MappingProxyType({})) -> None:
-    """`check` for any dataclass. `context`: what the `problems` of a section are given, by the prefix of its keys."""
+    """Check any dataclass. `context`: {key prefix: arguments of the section's `find_errors`}."""
     for path, section in walk(config):
         for field in dataclasses.fields(section):
             value, key = getattr(section, field.name), f"{path}{field.name}"
-            if not _in_range(value, field.metadata):
+            if not _is_valid(value, field.metadata):
                 raise wrong_value(origins.get(key, ""), key, *field_of(type(section), field.name), value)
     keys = {path + field.name for path, section in walk(config) for field in dataclasses.fields(section)}
     for path, section in walk(config):
-        for key, message in getattr(section, "problems", _no_problems)(*context.get(path, ())):
+        for key, message in getattr(section, "find_errors", _no_errors)(*context.get(path, ())):
             origin = origins.get(path + key, "")
             named = [k for k in _named_keys(message, path, keys) if origins.get(k) and origins[k] != origin]
             others = "; ".join(f"{k}: {origins[k]}" for k in named)
@@ -96,14 +96,16 @@ def walk(section: Any, path: str = "") -> Iterator[tuple[str, Any]]:
                 yield from walk(item, f"{path}{name}.")
 
 
-def _no_problems(*_: Any) -> Iterator[tuple[str, str]]:
+def _no_errors(*_: Any) -> Iterator[tuple[str, str]]:
     return iter(())
 
 
-def _in_range(value: Any, metadata: Mapping[str, Any]) -> bool:
+def _is_valid(value: Any, metadata: Mapping[str, Any]) -> bool:
+    if "choices" in metadata:
+        return value is None or value in metadata["choices"]
     if not isinstance(value, int | float):
         return True
-    low, high = metadata.get("within", (metadata.get("at_least", -math.inf), math.inf))
+    low, high = metadata.get("min", -math.inf), metadata.get("max", math.inf)
     above, below = metadata.get("above", -math.inf), metadata.get("below", math.inf)
     finite = isinstance(value, int) or math.isfinite(value)
     return finite and low <= value <= high and above < value < below

@@ -111,4 +111,4 @@ def _works(plan: Plan) -> bool:
 
 def _divides(plan: Plan) -> bool:
     """Whether the batch can be divided among the devices: whole micro-batches make up the global batch."""
-    return not any(plan.config.data.experiment_problems(plan.config, True))
+    return not any(plan.config.data.find_experiment_errors(plan.config, True))

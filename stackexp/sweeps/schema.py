@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Optional
 
-from stackexp.config.fields import Problems, above, at_least
+from stackexp.config.fields import Errors, option
 from stackexp.config.suggestions import nearest
 
 
@@ -14,17 +14,17 @@ class Resources:
     """What each trial gets. `devices` and `num_nodes` are put into the trial's trainer section, where launchers read
     them (a trial may have its own, as `trainer.devices` in `list`); the rest is for Slurm, in its own words."""
 
-    devices: Optional[int] = at_least(1, None)  # of each node; None: as the config says
-    num_nodes: Optional[int] = at_least(1, None)  # None: as the config says
+    devices: Optional[int] = option(None, min=1)  # of each node; None: as the config says
+    num_nodes: Optional[int] = option(None, min=1)  # None: as the config says
     time: Optional[str] = None  # sbatch --time, such as 1-12:00:00
     partition: Optional[str] = None
     account: Optional[str] = None
     qos: Optional[str] = None
     gres: Optional[str] = None  # such as gpu:h100:8
-    cpus_per_task: Optional[int] = at_least(1, None)  # a task is one device
-    signal_seconds: int = at_least(1, 120)  # warning before the time limit, for the checkpoint
+    cpus_per_task: Optional[int] = option(None, min=1)  # a task is one device
+    signal_seconds: int = option(120, min=1)  # warning before the time limit, for the checkpoint
 
-    def problems(self) -> Problems:
+    def find_errors(self) -> Errors:
         if self.time is not None and not re.fullmatch(r"(\d+-)?\d+:\d\d(:\d\d)?", self.time):
             quotes = " (in quotes: YAML takes 24:00:00 for a number)" if self.time.isdecimal() else ""
             yield "time", f"expected '24:00:00' or '1-12:00:00'{quotes}, found {self.time!r}"
@@ -40,7 +40,7 @@ class Space:
     log: bool = False  # uniform in the logarithm
     int: bool = False
 
-    def problems(self) -> Problems:
+    def find_errors(self) -> Errors:
         if self.values is not None:
             if self.low is not None or self.high is not None or not self.values:
                 yield "values", "give either values, at least one, or low and high"
@@ -56,8 +56,8 @@ class Space:
 class Prune:
     """Successive halving: of the trials at step min_steps * reduction_factor**k, the best 1/reduction_factor go on."""
 
-    reduction_factor: int = at_least(2, 3)
-    min_steps: int = at_least(1, 100)
+    reduction_factor: int = option(3, min=2)
+    min_steps: int = option(100, min=1)
     metric: str = "validation/loss/average"  # of metrics.jsonl; loss/train is averaged over the last 20 steps
 
 
@@ -66,16 +66,16 @@ class Search:
     """Adaptive search: each next trial is drawn where the trials so far were good."""
 
     kind: Literal["tpe"] = "tpe"
-    trials: int = at_least(1, 50)
-    seed: int = at_least(0, 0)  # of the sampler
+    trials: int = option(50, min=1)
+    seed: int = option(0, min=0)  # of the sampler
     space: dict[str, Space] = field(default_factory=dict)
     prune: Optional[Prune] = None
 
-    def problems(self) -> Problems:
+    def find_errors(self) -> Errors:
         if not self.space:
             yield "space", "name at least one key with its values"
         for key, space in self.space.items():
-            yield from ((f"space.{key}.{name}", message) for name, message in space.problems())
+            yield from ((f"space.{key}.{name}", message) for name, message in space.find_errors())
 
 
 @dataclass
@@ -90,18 +90,18 @@ class SweepConfig:
     config: Any = None  # one or several base configs, names or paths
     overrides: list[str] = field(default_factory=list)  # KEY=VALUE, for every trial
     seeds: list[int] = field(default_factory=list)
-    tokens: Optional[float] = above(0, None)  # budget of each trial; trainer.max_steps follows from it
+    tokens: Optional[float] = option(None, above=0)  # budget of each trial; trainer.max_steps follows from it
     objective: str = "average.loss"  # path into result.json
     direction: Literal["minimize", "maximize"] = "minimize"
     resources: Resources = field(default_factory=Resources)
-    retries: int = at_least(0, 0)  # of a trial that fails, within one `sweep run`
+    retries: int = option(0, min=0)  # of a trial that fails, within one `sweep run`
     search: Optional[Search] = None
     grid: dict[str, list[Any]] = field(default_factory=dict)  # every combination of the values
     axes: dict[str, list[Any]] = field(default_factory=dict)  # one key at a time, the others at the center
     center: dict[str, Any] = field(default_factory=dict)  # also where figures cut through a grid
     list: "list[dict[str, Any]]" = field(default_factory=list)  # `name`, and the keys of one trial
 
-    def problems(self) -> Problems:
+    def find_errors(self) -> Errors:
         if not isinstance(self.config, str) and not (
             isinstance(self.config, Sequence) and self.config and all(isinstance(name, str) for name in self.config)
         ):
@@ -114,7 +114,7 @@ class SweepConfig:
         if self.name is not None and not re.fullmatch(r"[\w+-][\w.+-]*(/[\w+-][\w.+-]*)*", self.name):
             yield "name", f"{self.name!r} cannot name a folder; use letters, digits and . _ - + between slashes"
 
-    def _clashes(self) -> Problems:
+    def _clashes(self) -> Errors:
         for section in (self.grid, self.axes):
             for key, values in section.items():
                 if not values:

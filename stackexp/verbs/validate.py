@@ -42,12 +42,12 @@ def run(args: Namespace, stage: str = "validate") -> int:
     from stackexp.config import compose
 
     configs = [str(parser.check_run_folder(args.run))] if args.run else args.config
-    config = compose.compose(configs, args.overrides, trains=False)
+    config = compose.compose(configs, args.overrides, is_training=False)
     if args.keep_remainder:
         if config.data.objective != "language_modeling":
             parser.error(f"--keep-remainder: not supported for strings of {config.data.task}; remove it")
         args.overrides.append("data.keep_remainder=true")
-        config = compose.compose(configs, args.overrides, trains=False)
+        config = compose.compose(configs, args.overrides, is_training=False)
     from stackexp.evaluation import evaluate
 
     sets = [name.strip() for names in args.sets for name in names.split(",")]

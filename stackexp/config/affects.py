@@ -1,0 +1,99 @@
+"""Select options by what they affect: the one answer to "which options matter?" for resume, trials and reports.
+
+Options are given flat, as {full key: value}; see `flatten_config`. Keys that the schema lacks (of a plugin that is not
+imported, or of an older version) count as `training`.
+"""
+
+import dataclasses
+import typing
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from stackexp.config.compose import to_dict
+from stackexp.config.experiment import ExperimentConfig
+from stackexp.config.registry import SECTIONS, kinds, lookup
+from stackexp.config.yaml_files import flatten
+
+Options = Mapping[str, Any]
+
+NOT_IN_RESULTS = ("execution", "logging")
+"""Options that do not identify a trial: the results are the same."""
+
+
+def flatten_config(config: ExperimentConfig) -> dict[str, Any]:
+    """Return a config as {full key: value}."""
+    return flatten(to_dict(config))
+
+
+def affects(options: Options, key: str) -> str:
+    """Return what the option `key` affects. `options` has the kinds of the sections."""
+    return _metadata(options, key).get("affects", "training")
+
+
+def changes_scores(options: Options, key: str) -> bool:
+    """Return True if `key` changes what given weights score on a given evaluation set."""
+    is_architecture = key.startswith("model.") and affects(options, key) == "training"
+    return is_architecture or _metadata(options, key).get("changes_scores", False)
+
+
+def select_options(options: Options, which: Collection[str]) -> dict[str, Any]:
+    """Return the options that affect one of `which`."""
+    return {key: value for key, value in options.items() if affects(options, key) in which}
+
+
+def changed_keys(ours: Options, theirs: Options, which: Collection[str]) -> list[str]:
+    """Return the keys whose values differ and that affect one of `which`, those of the model first."""
+    keys = sorted(ours.keys() | theirs.keys(), key=lambda key: (not key.startswith("model."), key))
+    changed = (key for key in keys if ours.get(key) != theirs.get(key))
+    return [key for key in changed if affects(ours if key in ours else theirs, key) in which]
+
+
+def without_defaults(section: Any, exclude: Collection[str] = ()) -> Any:
+    """Return a config or section as nested dicts of its kinds and of the values that differ from the defaults.
+
+    Options that affect one of `exclude` are left out.
+    """
+    if isinstance(section, dict):
+        return {key: without_defaults(item, exclude) for key, item in section.items()}
+    if not dataclasses.is_dataclass(section):
+        return section
+    kept = {}
+    for field in dataclasses.fields(section):
+        value = getattr(section, field.name)
+        if field.metadata.get("affects", "training") not in exclude and (
+            field.name == "kind" or value != default_of(field)
+        ):
+            kept[field.name] = without_defaults(value, exclude)
+    return kept
+
+
+def default_of(field: dataclasses.Field) -> Any:
+    """Return a field's default value."""
+    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+
+
+def _metadata(options: Options, key: str) -> Mapping[str, Any]:
+    """Return the metadata of the field that holds `key`, or an empty mapping if there is none."""
+    cls: Any = ExperimentConfig
+    parts = key.split(".")
+    metadata: Mapping[str, Any] = {}
+    for depth, part in enumerate(parts, 1):
+        field = next((f for f in dataclasses.fields(cls) if f.name == part), None)
+        if field is None:
+            return {}
+        metadata = field.metadata or metadata
+        section = ".".join(parts[:depth])
+        if section in SECTIONS:
+            kind = options.get(f"{section}.kind")
+            if kind not in kinds(SECTIONS[section]):
+                return {}
+            cls = lookup(SECTIONS[section], kind).config
+            continue
+        hint = typing.get_type_hints(cls)[part]
+        cls = next((t for t in (hint, *typing.get_args(hint)) if dataclasses.is_dataclass(t)), None)
+        if cls is None:
+            return metadata
+        if typing.get_origin(hint) is dict:  # {name: dataclass}, where the name may contain dots
+            parts = [*parts[:depth], parts[-1]]
+            return next((f.metadata for f in dataclasses.fields(cls) if f.name == parts[-1]), {})
+    return metadata
