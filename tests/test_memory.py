@@ -206,10 +206,10 @@ def test_beside_a_hidden_layer_down_and_actions_begin_at_zero():
 @pytest.mark.parametrize(
     ("changes", "key", "message"),
     [
-        ({"feedback": False}, "feedback_activation", "gated is of what is fed back; set feedback: true too"),
-        ({"feedback_activation": "identity"}, "feedback_hidden_size", "set both"),
-        ({"feedback_hidden_size": None}, "feedback_activation", "set feedback_hidden_size too"),
-        ({"axis": "depth"}, "feedback", "feedback needs axis: time"),
+        ({"feedback": False}, "feedback_activation", "gated requires feedback: true"),
+        ({"feedback_activation": "identity"}, "feedback_hidden_size", "requires feedback: true"),
+        ({"feedback_hidden_size": None}, "feedback_activation", "gated requires feedback_hidden_size"),
+        ({"axis": "depth"}, "feedback", "requires axis: time"),
     ],
 )
 def test_what_a_hidden_layer_needs_is_one_line(changes, key, message):

@@ -29,19 +29,16 @@ def compose(
     configs: list[str],
     overrides: list[str] | tuple[str, ...] = (),
     is_training: bool = True,
-    on_top: list[str] | tuple[str, ...] = (),
 ) -> ExperimentConfig:
     """Compose configs (shipped names or paths, in order) and overrides (`a.b=c`, `--a.b=c` or `--a.b c`).
 
-    `is_training`: False where it is for an evaluation, whose options need not fit the global batch. `on_top`: overrides
-    that lie over the others, also where they choose a section afresh.
+    `is_training`: False where it is for an evaluation, whose options need not fit the global batch.
     Raises ConfigError, one line naming file or override, full key, expectation and the nearest right name.
     """
     layers = Layers()
     for name in configs:
         layers.add_file(find_config(name))
     layers.add_overrides(list(overrides))
-    layers.add_overrides(list(on_top))
     if configs and "name" not in layers.tree:
         names = [Path(name).stem if name.endswith((".yaml", ".yml")) else name for name in configs]
         layers.tree["name"] = Leaf("+".join(names), "")

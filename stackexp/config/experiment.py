@@ -2,7 +2,7 @@
 
 import re
 from dataclasses import dataclass, field
-from typing import Any, Optional
+from typing import Any
 
 from stackexp.config.fields import Errors, option
 from stackexp.config.model import FLASH_KERNELS, TransformerConfig
@@ -26,8 +26,6 @@ class ExperimentConfig:
     name: str = option("unnamed", affects="logging")
     seed: int = option(0, min=0, max=2**32 - 1)
     plugins: list[str] = option([], affects="logging")  # Python files or modules that register kinds
-    # name -> overrides: `fit` then trains this config with them on top, in its own run, and shows all side by side.
-    beside: Optional[dict[str, list[str]]] = option({}, affects="logging")
     model: Any = field(default_factory=lambda: {"kind": "transformer"})
     data: Any = field(default_factory=lambda: {"kind": "shards"})
     optimizer: Any = field(default_factory=lambda: {"kind": "adamw"})
@@ -39,8 +37,6 @@ class ExperimentConfig:
         """Yield the errors that involve several sections; an evaluation has no requirements on the global batch."""
         if not re.fullmatch(r"[\w+-][\w.+-]*(/[\w+-][\w.+-]*)*", self.name):
             yield "name", f"{self.name!r} cannot name a folder; use letters, digits and . _ - + between slashes"
-        if self.beside and self.trainer.devices * self.trainer.num_nodes > 1:
-            yield "beside", "trains one run after the other in one process; set trainer.devices: 1, or use a sweep"
         axis = getattr(getattr(self.model, "memory", None), "axis", "depth")
         is_decoder = isinstance(self.model, TransformerConfig) and axis == "depth"
         if self.trainer.recompute == "selective" and not is_decoder:
