@@ -57,8 +57,7 @@ def _in_empty_folder(tmp_path, monkeypatch):
         ("traner.max_steps=3", "traner: unknown key; did you mean 'trainer'?"),
         (
             "zzz=3",
-            "zzz: unknown key; a config has data, logging, model, name, optimizer, plugins, schedule, seed, "
-            "trainer",
+            "zzz: unknown key; a config has data, logging, model, name, optimizer, plugins, schedule, seed, trainer",
         ),
         ("seed.x=3", "override seed.x=3: seed: expected an integer from 0 to 4294967295, found a mapping"),
         (
@@ -89,7 +88,7 @@ def _in_empty_folder(tmp_path, monkeypatch):
         (
             "trainer.devices=3",
             "data.global_batch_tokens: 4096 is not a multiple of trainer.devices * trainer.num_nodes * "
-            "data.micro_batch_size * data.context_length = 6144; the nearest multiple is 6144 (trainer.devices: override",
+            "data.micro_batch_size * data.context_length = 6144; the nearest multiple is 6144",
         ),
         (
             "trainer.max_steps=20",
@@ -104,8 +103,8 @@ def _in_empty_folder(tmp_path, monkeypatch):
         ("model.num_heads=64", "RoPE requires an even head size, but hidden_size / num_heads = 3"),
         (
             "model.memory.projection=none",
-            "model.memory.head_dim: projection: none requires num_heads * head_dim = hidden_size, but num_heads * head_dim "
-            "= 4 * 16 = 64 (model.memory.projection: override model.memory.projection=none; ",
+            "model.memory.head_dim: projection: none requires num_heads * head_dim = hidden_size, but num_heads * "
+            "head_dim = 4 * 16 = 64 (model.memory.projection: override model.memory.projection=none; ",
         ),
         ("model.memory.feedback=true", "model.memory.feedback: requires axis: time"),
         (
@@ -169,7 +168,10 @@ def test_a_named_set_is_a_text():
             ["data.path=null", "data.streams.a.path=x", "data.streams.a.repeat=0"],
             "expected a number > 0 or null, found 0",
         ),
-        (["data.path=null", "data.streams.a.proportion=1"], "data.streams.a.path: a stream requires a path, a remote, or"),
+        (
+            ["data.path=null", "data.streams.a.proportion=1"],
+            "data.streams.a.path: a stream requires a path, a remote, or",
+        ),
         (
             ["data.path=null", "data.streams.a={path: x, proportion: 1}", "data.streams.b.path=y"],
             "data.streams: give proportion to all streams or to none",
@@ -295,7 +297,9 @@ def test_a_circle_of_defaults_is_shown():
 def test_a_mistake_is_traced_to_the_file_of_a_choice():
     write("memory.yaml", "# wide\nkind: stack\nnum_heads: 5\nprojection: shared_slices\n")
     found = mistake([BASE, write("x.yaml", "defaults:\n  - model.memory: memory.yaml\n")])
-    assert found.startswith("memory.yaml:3: model.memory.num_heads: projection: shared_slices requires num_heads to divide hidden_size 192")
+    assert found.startswith(
+        "memory.yaml:3: model.memory.num_heads: projection: shared_slices requires num_heads to divide hidden_size 192"
+    )
     assert "(model.memory.projection: memory.yaml:4; model.hidden_size: " in found
 
 

@@ -22,7 +22,10 @@ def said(capsys, *arguments: str) -> str:
     [
         (["data.task=reverse_strings"], ["data.task", "did you mean 'reverse_string'?"]),
         (["data.task=reverse"], ["data.task", "expected one of even_pairs, parity_check"]),
-        (["model.memory.axis=token_major", "model.causal=false"], ["model.memory.axis", "token_major requires model.causal: true"]),
+        (
+            ["model.memory.axis=token_major", "model.causal=false"],
+            ["model.memory.axis", "token_major requires model.causal: true"],
+        ),
         (["model.attention_window=8", "model.causal=false"], ["model.attention_window", "requires causal: true"]),
         (["model.memory.eval_num_slots=8"], ["model.memory.eval_num_slots", "must not be smaller than num_slots 24"]),
         (["data.eval_max_length=40"], ["data.eval_max_length", "must be larger than max_length 40"]),
@@ -31,9 +34,15 @@ def said(capsys, *arguments: str) -> str:
             ["trainer.devices=3", "data.batch_size=128"],
             ["data.batch_size", "128 is not a multiple of trainer.devices"],
         ),
-        (["model.output_vocab_size=3"], ["model.output_vocab_size", "reverse_string has 2 output symbols, the model 3"]),
+        (
+            ["model.output_vocab_size=3"],
+            ["model.output_vocab_size", "reverse_string has 2 output symbols, the model 3"],
+        ),
         (["model.output_vocab_size=3"], ["set model.output_vocab_size=${data.output_vocab_size}"]),
-        (["data.task=solve_equation", "data.max_length=1"], ["data.max_length: 1 is too short: the shortest string of solve_equation has 3 symbols"]),
+        (
+            ["data.task=solve_equation", "data.max_length=1"],
+            ["data.max_length: 1 is too short: the shortest string of solve_equation has 3 symbols"],
+        ),
         (
             ["data.task=solve_equation", "data.curriculum_start=1", "data.curriculum_steps=10"],
             ["data.curriculum_start: 1 is too short: the shortest string of solve_equation has 3 symbols"],
@@ -63,4 +72,4 @@ def test_strings_have_no_remainder(capsys, tmp_path, stage):
     (tmp_path / "config.yaml").write_text("defaults: [formal/transformer]\n")
     assert main([stage, "--run", str(tmp_path), "--keep-remainder"]) == 2
     [line] = capsys.readouterr().err.splitlines()
-    assert "--keep-remainder is of sets of text, but the data are strings of reverse_string" in line
+    assert "--keep-remainder: not supported for strings of reverse_string" in line

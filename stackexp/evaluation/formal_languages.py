@@ -4,10 +4,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from stackexp.config.compose import to_dict
+from stackexp.config.affects import flatten_config
 from stackexp.config.experiment import ExperimentConfig
 from stackexp.config.formal_language import model_label
-from stackexp.config.yaml_files import flatten
 from stackexp.evaluation.request import EvaluationRequest, Sets, describe_evaluation
 from stackexp.files import read_json, write_atomically
 from stackexp.modules.transduction import average_lengths
@@ -42,7 +41,7 @@ def _summarize_validation(config: ExperimentConfig, sets: Sets) -> dict[str, Any
 def _summarize_lengths(config: ExperimentConfig, accuracy: dict[int, float]) -> dict[str, Any]:
     return {
         "task": config.data.task,
-        "model": model_label(flatten(to_dict(config))),
+        "model": model_label(flatten_config(config)),
         "accuracy": {str(length): value for length, value in accuracy.items()},
     }
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from stackexp.config import compose
-from stackexp.config.compose import to_dict
+from stackexp.config.affects import changes_scores, flatten_config
 from stackexp.config.experiment import ExperimentConfig
 from stackexp.errors import FolderBusy
 from stackexp.models import checkpoints
@@ -105,9 +105,8 @@ def describe_evaluation(request: EvaluationRequest, checkpoint: Path) -> dict[st
 
 def list_figure_options(config: ExperimentConfig) -> list[Any]:
     """Return the options that change the figures of a set, besides the checkpoint and the contents of the set."""
-    options = to_dict(config)
-    data = [options["data"][key] for key in ("context_length", "keep_remainder", "task") if key in options["data"]]
-    return [options["model"], options["trainer"]["precision"], *data]
+    options = flatten_config(config)
+    return [[key, options[key]] for key in sorted(options) if changes_scores(options, key)]
 
 
 def hash_values(values: list[Any]) -> str:

@@ -1,11 +1,10 @@
 """Where a run starts: in a new folder, or after a checkpoint that its config can resume."""
 
-import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from stackexp import runs
-from stackexp.config.compose import to_dict
+from stackexp.config.affects import changed_keys, flatten_config
 from stackexp.config.experiment import ExperimentConfig
 from stackexp.config.yaml_files import flatten
 from stackexp.errors import RunError
@@ -60,25 +59,12 @@ def _resume(config: ExperimentConfig, path: Path, folder: RunFolder | None) -> S
     return Start(folder, path, step)
 
 
-MAY_CHANGE = (
-    *("name", "logging.", "plugins", "data.path", "data.validation.", "data.test.", "data.eval_", "data.num_workers"),
-    *("data.micro_batch_size", "trainer.accelerator", "trainer.devices", "trainer.num_nodes", "trainer.strategy"),
-    *("trainer.reshard_after_forward", "trainer.activation_checkpointing", "trainer.recompute", "trainer.compile"),
-    *("trainer.cross_entropy", "model.attention", "trainer.max_steps"),
-    *("trainer.max_time", "trainer.val_check_interval", "trainer.checkpoint_", "trainer.keep_checkpoints"),
-    *("trainer.collective_timeout", "trainer.spike_threshold", "trainer.skip_spikes"),
-    *("data.remote", "data.cache_limit", "data.download_", "data.hash_interval", "data.keep_remainder"),
-)
-STREAM_LOCATION = re.compile(r"data\.streams\..+\.(path|remote)")
-
-
 def check_resumable(path: Path, state: dict[str, Any], config: ExperimentConfig) -> None:
     """Raise RunError, naming the first option that differs, unless the config can resume the checkpoint's run."""
-    ours, theirs = flatten(to_dict(config)), flatten(state["stackexp"]["config"])
-    for key in sorted(ours.keys() | theirs.keys(), key=lambda key: (not key.startswith("model."), key)):
-        if ours.get(key) != theirs.get(key) and not (key.startswith(MAY_CHANGE) or STREAM_LOCATION.fullmatch(key)):
-            kind = "different architecture" if key.startswith("model.") else "different run"
-            raise RunError(
-                f"{path}: {kind}: {key} is {theirs.get(key)} in the checkpoint, {ours.get(key)} in the config; "
-                "resume with the run's own config.yaml, or start a new run"
-            )
+    ours, theirs = flatten_config(config), flatten(state["stackexp"]["config"])
+    for key in changed_keys(ours, theirs, ["training"]):
+        kind = "different architecture" if key.startswith("model.") else "different run"
+        raise RunError(
+            f"{path}: {kind}: {key} is {theirs.get(key)} in the checkpoint, {ours.get(key)} in the config; "
+            "resume with the run's own config.yaml, or start a new run"
+        )

@@ -10,9 +10,8 @@ from typing import Any, ClassVar
 import lightning.pytorch as pl
 
 from stackexp import runs
-from stackexp.config.compose import to_dict
+from stackexp.config.affects import flatten_config, select_options
 from stackexp.config.experiment import ExperimentConfig
-from stackexp.config.yaml_files import flatten
 from stackexp.evaluation.request import EvaluationRequest, Sets, Stage
 from stackexp.evaluation.resumable import ResumableEvaluation
 from stackexp.models import checkpoints
@@ -46,8 +45,6 @@ class Objective(ABC):
     """
 
     final_stage: ClassVar[Stage]
-    hyperparameters: ClassVar[tuple[str, ...]]  # prefixes of the options in TensorBoard's HParams tab
-    not_hyperparameters: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, config: ExperimentConfig):
         self.config = config
@@ -131,7 +128,7 @@ class Objective(ABC):
             "seconds_of_last_session": round(seconds, 1),
         }
         figures = {"final/loss/train": result["train_loss"]["last_20_steps"]} | self.list_final_figures(result)
-        session.metrics_log.finish(self._list_hyperparameters(), figures)
+        session.metrics_log.finish(select_options(flatten_config(self.config), ["training", "continuation"]), figures)
         self.write_events(session, result)
         runs.write_atomically(session.folder.result, json.dumps(replace_non_finite(result), indent=2))
         print(
@@ -140,11 +137,6 @@ class Objective(ABC):
             f"run folder: {session.folder.path}\ncurves:     tensorboard --logdir {self.config.logging.root}",
             flush=True,
         )
-
-    def _list_hyperparameters(self) -> dict[str, Any]:
-        options = flatten(to_dict(self.config)).items()
-        included = {key: value for key, value in options if key.startswith(self.hyperparameters)}
-        return {key: value for key, value in included.items() if not key.startswith(self.not_hyperparameters)}
 
 
 def mean_of_last(values: list[float]) -> float:

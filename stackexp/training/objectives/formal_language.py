@@ -17,8 +17,6 @@ class FormalLanguageObjective(Objective):
     """Strings of a formal language. A run ends with the accuracy of its best checkpoint at every test length."""
 
     final_stage = "test"
-    hyperparameters = ("model.", "data.", "optimizer.", "schedule.", "seed", "trainer.max_steps")
-    not_hyperparameters = ("data.validation_", "data.eval_")
 
     def build_module(self, weights: Path | None = None) -> Transduction:
         return Transduction(self.config, weights)

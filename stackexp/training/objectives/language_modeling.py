@@ -21,7 +21,6 @@ class LanguageModelingObjective(Objective):
     """Next-token prediction. A run ends with the loss on every whole validation set, and a sample of text."""
 
     final_stage = "validate"
-    hyperparameters = ("model.", "data.global_batch_tokens", "data.context_length", "optimizer.", "schedule.", "seed")
 
     def build_module(self, weights: Path | None = None) -> LanguageModeling:
         return LanguageModeling(self.config, weights)
