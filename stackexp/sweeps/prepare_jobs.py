@@ -30,7 +30,7 @@ def submit_preparation(
     Raises ConfigError for invalid resources or a missing sbatch, and RunError if jobs for the folder exist or Slurm
     refuses one.
     """
-    for name, problem in resources.problems():
+    for name, problem in resources.find_errors():
         raise ConfigError(f"data prepare: --{name}: {problem}")
     if not slurm.is_available():
         raise ConfigError("data prepare --launcher slurm: sbatch not found; run this where Slurm is installed")
