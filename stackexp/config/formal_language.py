@@ -1,9 +1,9 @@
 """Options of formal language datasets (Deletang et al. 2023)."""
 
-import math
+import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 from omegaconf import OmegaConf
 
@@ -11,43 +11,15 @@ from stackexp.config.experiment import ExperimentConfig
 from stackexp.config.fields import Errors, option
 from stackexp.config.registry import register
 
+TASKS: dict[str, Any] = importlib.import_module("stackexp.tasks").TASKS
+"""The tasks by name. They live on a higher floor, but importing them needs neither numpy nor torch."""
 
-class Sizes(NamedTuple):
-    """The alphabet sizes and lengths of a task. The empty token, which marks where an answer is due, is not counted."""
-
-    inputs: int
-    outputs: int
-    answer: tuple[float, int] = (0, 1)  # (a, b): the answer to a string of n symbols has ceil(a n) + b symbols
-    min_length: int = 1  # of the shortest valid string
-
-    def output_length(self, length: int) -> int:
-        """Return the number of symbols in the answer to a string of `length`."""
-        factor, constant = self.answer
-        return math.ceil(factor * length) + constant
-
-
-TASKS: dict[str, Sizes] = {
-    "even_pairs": Sizes(2, 2),
-    "parity_check": Sizes(2, 2),
-    "cycle_navigation": Sizes(3, 5),
-    "modular_arithmetic": Sizes(9, 5),
-    "modular_arithmetic_brackets": Sizes(11, 5),
-    "solve_equation": Sizes(11, 5, min_length=3),
-    "stack_manipulation": Sizes(5, 3, (1, 1)),
-    "reverse_string": Sizes(2, 2, (1, 0)),
-    "odds_first": Sizes(2, 2, (1, 0)),
-    "duplicate_string": Sizes(2, 2, (2, 0)),
-    "missing_duplicate": Sizes(4, 2, min_length=2),
-    "binary_addition": Sizes(3, 3, (1, 1), min_length=3),
-    "binary_multiplication": Sizes(3, 3, (1, 0), min_length=3),
-    "compute_sqrt": Sizes(2, 2, (0.5, 0)),
-    "bucket_sort": Sizes(5, 5, (1, 0)),
-}
-"""The tasks of `stackexp.tasks`, from the lowest class of the Chomsky hierarchy to the highest."""
-
-
-OmegaConf.register_resolver("task_inputs", lambda task: TASKS[task].inputs + 1 if task in TASKS else 1, replace=True)
-OmegaConf.register_resolver("task_outputs", lambda task: TASKS[task].outputs if task in TASKS else 1, replace=True)
+OmegaConf.register_resolver(  # the inputs include the empty token; an unknown task is reported later
+    "task_inputs", lambda task: TASKS[task].num_symbols + 1 if task in TASKS else 1, replace=True
+)
+OmegaConf.register_resolver(
+    "task_outputs", lambda task: TASKS[task].num_answer_symbols if task in TASKS else 1, replace=True
+)
 
 
 @register("data", "formal_language", builds="stackexp.datamodules.formal_language:FormalLanguageData")
