@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from stackexp.config.affects import select_options
 from stackexp.config.yaml_files import flatten, read_file
 from stackexp.data import hash_log
 from stackexp.errors import RunError
@@ -14,8 +15,6 @@ from stackexp.runs import RunFolder
 
 AVERAGED_STEPS = 10
 """Training losses are plotted as moving averages over this many steps."""
-EVALUATION_ONLY = ("data.validation_", "data.eval_")
-"""Options of formal languages that do not affect the training."""
 
 
 def check_same_data(runs: list[RunFolder]) -> list[str]:
@@ -63,8 +62,8 @@ def _read_dataset_options(run: RunFolder) -> dict[str, Any]:
     config = flatten(read_file(run.config)[1]) if run.config.is_file() else {}
     if config.get("data.kind") != "formal_language":
         return {}
-    keys = [key for key in config if key.startswith("data.") and not key.startswith(EVALUATION_ONLY)]
-    return {key: config.get(key) for key in ("data.task", "seed", *keys)}
+    options = {key: value for key, value in select_options(config, ["training"]).items() if key.startswith("data.")}
+    return {"data.task": config.get("data.task"), "seed": config.get("seed"), **options}
 
 
 def _check_same_options(

@@ -13,6 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from stackexp.config.affects import affects, changes_scores
 from stackexp.config.formal_language import model_label
 from stackexp.config.layers import split_overrides
 from stackexp.config.registry import SECTIONS, kinds, lookup
@@ -22,7 +23,6 @@ from stackexp.errors import RunError
 from stackexp.reports.formal import paper
 from stackexp.runs import RunFolder
 from stackexp.sweeps.status import read_tail
-from stackexp.sweeps.trials import NOT_HASHED
 
 DEPTH = "StackTrans depth"
 COLUMNS = (*paper.MODELS, DEPTH)
@@ -31,13 +31,6 @@ COLUMNS = (*paper.MODELS, DEPTH)
 LABELS = ("lstm", "stack_rnn", "stack_attention", "transformer", "stacktrans", "stacktrans-depth")
 COLUMN_OF = dict(zip(LABELS, COLUMNS, strict=True))
 """`model_label` -> column."""
-
-NOT_OF_RECIPE = (
-    *("seed", "beside", "trainer.val_check_interval", "data.validation_max_length", "data.validation_sequences"),
-    *("data.eval_max_length", "data.eval_length_stride", "data.eval_sequences"),
-    *(f"{section}.{key}".strip(".") for section, keys in NOT_HASHED.items() for key in keys),
-)
-"""Keys, and sections, in which runs of one recipe may differ: where they run, and how long they are tested."""
 
 ENOUGH = 3  # seeds, to choose a recipe by its median
 
@@ -121,8 +114,7 @@ class FormalRun:
 
     @cached_property
     def recipe(self) -> Recipe:
-        """The config but for NOT_OF_RECIPE."""
-        return {key: value for key, value in self.config.items() if in_recipe(key)}
+        return recipe_of(self.config)
 
     def tested(self, among: Range) -> Tested | None:
         """The most thorough test that covers the range; on a tie that of result.json."""
@@ -150,8 +142,14 @@ def _defaults(section: str, cls: type) -> dict[str, Any]:
     return {k: v for k, v in found.items() if v is not dataclasses.MISSING and not str(v).startswith("${")}
 
 
-def in_recipe(key: str) -> bool:
-    return not any(key == other or key.startswith(f"{other}.") for other in NOT_OF_RECIPE)
+def in_recipe(options: dict[str, Any], key: str) -> bool:
+    """Return True if runs of one recipe must agree in `key`. The seed and the thoroughness of tests may differ."""
+    return key != "seed" and (affects(options, key) in ("training", "continuation") or changes_scores(options, key))
+
+
+def recipe_of(options: dict[str, Any]) -> Recipe:
+    """Return the options that make up a recipe."""
+    return {key: value for key, value in options.items() if in_recipe(options, key)}
 
 
 def column_of(config: dict[str, Any]) -> str | None:
@@ -286,18 +284,18 @@ def _read(path: Path, config: dict[str, Any], column: str) -> FormalRun:
     test, unused = path / "test.json", None
     if test.exists():
         figures = _figures(test)
-        if _is_of_the_run(figures, result):
+        if _is_of_the_run(figures, result, config):
             tests.append(_tested(test, figures))
         else:
             unused = test
     return FormalRun(path, config, column, result, tuple(tests), unused)
 
 
-def _is_of_the_run(test: dict[str, Any], result: dict[str, Any]) -> bool:
+def _is_of_the_run(test: dict[str, Any], result: dict[str, Any], config: dict[str, Any]) -> bool:
     """Whether a test is of the checkpoint that the run itself tested, with nothing that changes what is tested."""
     keys = [key for key, *_ in split_overrides(test.get("overrides", []))]
     tested = result.get("tested_step", result["steps"]) if result else test.get("step")
-    return not any(map(in_recipe, keys)) and test.get("step", tested) == tested
+    return not any(in_recipe(config, key) for key in keys) and test.get("step", tested) == tested
 
 
 def _figures(path: Path) -> dict[str, Any]:

@@ -8,11 +8,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from stackexp.config.compose import compose, to_dict
+from stackexp.config.affects import flatten_config
+from stackexp.config.compose import compose
 from stackexp.config.formal_language import TASKS
-from stackexp.config.yaml_files import flatten
 from stackexp.errors import ConfigError
-from stackexp.reports.formal.collect import DEPTH, Cell, FormalRun, Recipe, Report, column_of, in_recipe
+from stackexp.reports.formal.collect import DEPTH, Cell, FormalRun, Recipe, Report, column_of, recipe_of
 from stackexp.sweeps.grid import expand, format_value
 from stackexp.sweeps.sweep import COPY, Sweep, get_shipped_folder, load_sweep
 
@@ -94,7 +94,7 @@ def _shipped(name: str) -> Recipe | None:
         config = compose([name])
     except ConfigError:  # not shipped with this version
         return None
-    return {key: value for key, value in flatten(to_dict(config)).items() if in_recipe(key)}
+    return recipe_of(flatten_config(config))
 
 
 def without_task(recipe: Recipe) -> str:
@@ -218,7 +218,7 @@ def _trials(folder: Path) -> dict[tuple[str, str], set[int]]:
     for _, values in expand(sweep.config):
         key = repr({k: v for k, v in values.items() if k not in ("seed", "data.task")})
         if key not in composed:
-            composed[key] = flatten(to_dict(sweep.build_trial(values, "any").config))
+            composed[key] = flatten_config(sweep.build_trial(values, "any").config)
         config = composed[key]
         column = column_of(config) if config["data.kind"] == "formal_language" else None
         task = values.get("data.task", config.get("data.task"))
