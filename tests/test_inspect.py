@@ -1,4 +1,4 @@
-"""`data inspect`: what a set holds, and which of its files are damaged."""
+"""`data inspect` of prepared sets, and its command line."""
 
 import json
 import shutil
@@ -8,20 +8,19 @@ import numpy as np
 import pytest
 from corpora import TEXTS, json_lines, prepare_set
 
+from stackexp.cli import main
 from stackexp.data.shards import TokenSet
-from stackexp.data.token_files import write_token_file
-from stackexp.data.tokenizer import compute_fingerprint, load_tokenizer
+from stackexp.data.tokenizer import load_tokenizer
 from stackexp.data.units import TAIL
-from stackexp.errors import ConfigError, RunError
-from stackexp.reports.data.lengths import Documents, Lengths
-from stackexp.verbs.data_inspect import main
+from stackexp.reports.data.lengths import DocumentLengths, LengthHistogram
 
 DOCUMENTS = [*TEXTS, "x", "yes"]
+CHANGED = "corrupt: the SHA256 differs from the record"
 
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory) -> Path:
-    """Four units of work, their documents across the ends of shards and units, and a bad line."""
+    """Prepare four units; documents cross the ends of shards and units, and one line is bad."""
     folder = tmp_path_factory.mktemp("prepared")
     (folder / "source").mkdir()
     for n in range(4):
@@ -36,68 +35,53 @@ def copy(prepared, tmp_path) -> Path:
     return shutil.copytree(prepared, tmp_path / "set")
 
 
-@pytest.fixture(scope="module")
-def ids(prepared) -> list[list[int]]:
-    """The ids of each document, with end-of-text."""
-    tokenizer = load_tokenizer(prepared / "tokenizer.json")
-    return [[*tokenizer.encode(text).ids, 0] for text in DOCUMENTS]
+def inspect(capsys, path: Path, *options: object, code: int = 0) -> dict:
+    """Return the JSON output of `data inspect` for one dataset."""
+    assert main(["data", "inspect", str(path), "--json", *map(str, options)]) == code
+    [found] = json.loads(capsys.readouterr().out)
+    return found
 
 
-def as_json(capsys, *arguments: object, expect: int = 0) -> list[dict]:
-    assert main([*map(str, arguments), "--json"]) == expect
-    return json.loads(capsys.readouterr().out)
-
-
-def test_a_prepared_set(prepared, ids, capsys):
-    [found] = as_json(capsys, prepared, "--samples", 2)
-    corpus = TokenSet(prepared).corpus
-    lengths = [len(document) for document in ids]
-    assert found["kind"] == "prepared set"
-    assert {n: found[n] for n in ("tokens", "documents", "bytes", "sequences", "tokenizer", "vocab_size")} == {
+def test_figures_lengths_and_samples_of_a_prepared_set(prepared, capsys):
+    found = inspect(capsys, prepared, "--samples", 2)
+    token_set, tokenizer = TokenSet(prepared), load_tokenizer(prepared / "tokenizer.json")
+    lengths = [len(tokenizer.encode(text).ids) + 1 for text in DOCUMENTS]
+    expected = {
+        "kind": "prepared set",
         "tokens": sum(lengths),
         "documents": len(DOCUMENTS),
         "bytes": sum(len(text.encode()) for text in DOCUMENTS),
-        "sequences": corpus.sequences,
-        "tokenizer": corpus.tokenizer,
+        "sequences": token_set.corpus.sequences,
+        "tokenizer": token_set.corpus.tokenizer,
         "vocab_size": 400,
+        "bad_lines": 1,
+        "damage": [],
     }
-    assert found["bad_lines"] == 1
+    assert {name: found[name] for name in expected} == expected
     assert found["checked"] == found["shards"] == len(list(prepared.rglob("*.mds")))
-    assert found["damage"] == []
-    assert found["lengths"]["mean"] == pytest.approx(np.mean(lengths)), "also of those that two units share"
+    assert found["lengths"]["mean"] == pytest.approx(np.mean(lengths)), "includes documents that cross units"
     assert found["lengths"]["longest"] == max(lengths)
     assert sum(found["lengths"]["documents"]) == len(lengths)
-    opened, tokenizer = TokenSet(prepared), load_tokenizer(prepared / "tokenizer.json")
     assert len(found["samples"]) == 2
-    for place, text in found["samples"].items():
-        index = int(place.removeprefix("sequence ").replace(",", ""))
-        assert text == tokenizer.decode(opened[index].tolist(), skip_special_tokens=False)
-    assert as_json(capsys, prepared, "--samples", 2) == [found], "the same again"
-    assert as_json(capsys, prepared, "--samples", 2, "--seed", 1)[0]["samples"] != found["samples"]
+    for location, text in found["samples"].items():
+        index = int(location.removeprefix("sequence ").replace(",", ""))
+        assert text == tokenizer.decode(token_set[index].tolist(), skip_special_tokens=False)
+    assert inspect(capsys, prepared, "--samples", 2) == found
+    assert inspect(capsys, prepared, "--samples", 2, "--seed", 1)["samples"] != found["samples"]
 
 
-def test_what_is_printed(prepared, capsys):
-    assert main([str(prepared)]) == 0
+def test_text_output_and_figure(prepared, tmp_path, capsys):
+    figure = tmp_path / "figures" / "lengths.png"
+    assert main(["data", "inspect", str(prepared), "--figure", str(figure)]) == 0
     printed = capsys.readouterr().out
-    for text in (
-        "prepared set",
-        "document length in tokens: median",
-        "█",
-        "of the text",
-        "sequence ",
-        "as their index",
-    ):
+    for text in ("prepared set", "document length in tokens: median", "█", "share of text", "sequence ", "verified"):
         assert text in printed
     assert "DAMAGED" not in printed
+    assert printed.endswith(f"{figure}\n")
+    assert figure.read_bytes()[:4] == b"\x89PNG"
 
 
-def test_the_figure_is_drawn_only_if_asked_for(prepared, tmp_path, capsys):
-    assert main([str(prepared), "--figure", str(tmp_path / "figures" / "lengths.png")]) == 0
-    assert (tmp_path / "figures" / "lengths.png").read_bytes()[:4] == b"\x89PNG"
-    assert capsys.readouterr().out.endswith("lengths.png\n")
-
-
-def test_all_damaged_shards_are_named(copy, capsys):
+def test_damaged_shards_are_reported(copy, capsys):
     shards = sorted(copy.glob("unit.*/*.mds"))
     shards[0].write_bytes(shards[0].read_bytes()[:-1])
     data = bytearray(shards[1].read_bytes())
@@ -105,142 +89,73 @@ def test_all_damaged_shards_are_named(copy, capsys):
     shards[1].write_bytes(data)
     shards[2].unlink()
     shards[3].write_bytes(shards[3].read_bytes() + b"x")
-    assert main([str(copy), "--samples", "1000"]) == 1
-    printed = capsys.readouterr().out.splitlines()
-    named = [line.strip().removeprefix("DAMAGED ") for line in printed if "DAMAGED" in line]
-    reasons = ("cut short: ", "corrupt: another SHA256 than recorded", "missing", "too long: ")
-    assert len(named) == 4
-    for line, shard, reason in zip(named, shards, reasons, strict=True):
-        assert line.startswith(f"{shard}: {reason}")
+    assert main(["data", "inspect", str(copy), "--samples", "1000"]) == 1
+    lines = [line.strip() for line in capsys.readouterr().out.splitlines() if "DAMAGED" in line]
+    reasons = ("cut short: ", CHANGED, "missing", "too long: ")
+    for line, shard, reason in zip(lines, shards, reasons, strict=True):
+        assert line.startswith(f"DAMAGED {shard}: {reason}")
 
 
-def test_damaged_ends_of_units_are_named(copy, capsys):
-    cut, changed, gone, lost = (copy / f"unit.0000{n}" for n in range(4))
+def test_damaged_unit_tails_are_reported(copy, capsys):
+    cut, changed, without_tail, without_record = (copy / f"unit.0000{n}" for n in range(4))
     (cut / TAIL).write_bytes((cut / TAIL).read_bytes()[:-1])
     (changed / TAIL).write_bytes((changed / TAIL).read_bytes()[:-1] + b"\1")
-    (gone / TAIL).unlink()
-    (lost / "unit.json").write_text("{")
-    [found] = as_json(capsys, copy, expect=1)
-    other = "corrupt: another SHA256 than recorded"
-    assert found["damage"] == [
-        f"{cut / TAIL}: {other}",
-        f"{changed / TAIL}: {other}",
-        f"{gone / TAIL}: missing",
-        f"{lost}/unit.json: missing or corrupt",
+    (without_tail / TAIL).unlink()
+    (without_record / "unit.json").write_text("{")
+    assert inspect(capsys, copy, code=1)["damage"] == [
+        f"{cut / TAIL}: {CHANGED}",
+        f"{changed / TAIL}: {CHANGED}",
+        f"{without_tail / TAIL}: missing",
+        f"{without_record}/unit.json: missing or corrupt",
     ]
-    for folder in (cut, changed, lost):
+    for folder in (cut, changed, without_record):
         (folder / TAIL).unlink()
-    [found] = as_json(capsys, copy)
-    assert found["lengths"]["longest"], "a copy without any is no damage"
+    assert inspect(capsys, copy)["lengths"]["longest"], "a copy without any tails is not damaged"
 
 
-def test_a_unit_too_short_for_a_sequence(prepared, tmp_path, capsys):
+def test_unit_without_a_whole_sequence_is_counted(prepared, tmp_path, capsys):
     (tmp_path / "a.txt").write_text(TEXTS[1])
     (tmp_path / "b.txt").write_text("short")
     prepare_set(tmp_path, tmp_path / "set", tokenizer=prepared / "tokenizer.json", unit_bytes=1)
-    [found] = as_json(capsys, tmp_path / "set")
+    found = inspect(capsys, tmp_path / "set")
     assert sum(found["lengths"]["documents"]) == found["documents"] == 2
 
 
-def test_a_tokenizer_that_is_not_the_index_s(copy, capsys):
+def test_replaced_tokenizer_is_reported(copy, capsys):
     other = json.loads((copy / "tokenizer.json").read_text())
     other["added_tokens"][0]["lstrip"] = True
     (copy / "tokenizer.json").write_text(json.dumps(other))
-    [found] = as_json(capsys, copy, expect=1)
+    found = inspect(capsys, copy, code=1)
     assert "not the tokenizer the set was made with" in found["damage"][0]
-    assert found["checked"] == found["shards"], "the shards are compared all the same"
+    assert found["checked"] == found["shards"]
 
 
-def test_a_count_that_is_wrong(copy, capsys):
+def test_wrong_document_count_is_reported(copy, capsys):
     record = json.loads((copy / "corpus.json").read_text())
     (copy / "corpus.json").write_text(json.dumps(record | {"documents": 9}))
-    [found] = as_json(capsys, copy, expect=1)
-    assert found["damage"] == [f"{copy}/corpus.json: 9 documents, found 7"]
+    found = inspect(capsys, copy, code=1)
+    assert found["damage"] == [f"{copy}/corpus.json: records 9 documents, but the set has 7"]
 
 
-def test_token_files(prepared, ids, tmp_path, capsys):
-    tokens, own = np.concatenate(ids), prepared / "tokenizer.json"
-    tokens.astype("<u2").tofile(tmp_path / "bare.npy")
-    [found] = as_json(capsys, tmp_path / "bare.npy", "--tokenizer", own, "--samples", 1)
-    assert (found["tokens"], found["documents"], found["largest_id"]) == (len(tokens), len(ids), tokens.max())
-    assert (found["checked"], found["damage"]) == (0, [])
-    record = {
-        "vocab_size": 400,
-        "tokenizer": compute_fingerprint(load_tokenizer(own)),
-        "source": "here",
-        "end_of_text": 0,
-    }
-    write_token_file(tmp_path / "known.npy", [tokens], **record, text_bytes=5)
-    [found] = as_json(capsys, tmp_path / "known.npy")
-    assert (found["checked"], found["documents"], found["bytes"]) == (1, len(ids), 5)
-    assert found["lengths"]["longest"] == max(map(len, ids))
-    (tmp_path / "known.npy").write_bytes(b"\1" + (tmp_path / "known.npy").read_bytes()[1:])
-    [found] = as_json(capsys, tmp_path / "known.npy", expect=1)
-    assert "another SHA-256 than in its record" in found["damage"][0]
-    (tmp_path / "known.npy").write_bytes(b"\1\2")
-    [found] = as_json(capsys, tmp_path / "known.npy", expect=1)
-    assert "2 bytes, not the" in found["damage"][0]
-    np.full(9, 400, "<u2").tofile(tmp_path / "large.npy")
-    [found] = as_json(capsys, tmp_path / "large.npy", "--tokenizer", own, expect=1)
-    assert "token id 400, outside the vocabulary of 400" in found["damage"][0]
-
-
-@pytest.fixture
-def foreign(ids, tmp_path) -> Path:
-    """MDS as mosaicml-streaming writes it: several small shards, with a hash that hashlib does not know."""
-    from streaming import MDSWriter
-
-    columns = {"tokens": "ndarray:int32"}
-    with MDSWriter(out=str(tmp_path / "mds"), columns=columns, size_limit=1 << 13, hashes=["xxh64"]) as writer:
-        for document in ids:
-            for begin in range(0, len(document), 500):
-                writer.write({"tokens": np.array(document[begin : begin + 500], np.int32)})
-    return tmp_path / "mds"
-
-
-def test_other_people_s_shards(foreign, prepared, ids, capsys):
-    [found] = as_json(capsys, foreign, "--tokenizer", prepared / "tokenizer.json", "--samples", 1)
-    shards = sorted(foreign.glob("*.mds"))
-    assert found["kind"] == "MDS shards"
-    assert found["checked"] == found["shards"] == len(shards) > 3
-    assert (found["tokens"], found["documents"]) == (sum(map(len, ids)), len(ids))
-    shards[1].write_bytes(shards[1].read_bytes()[:-1] + b"\7")
-    shards[2].write_bytes(b"")
-    [found] = as_json(capsys, foreign, expect=1)
-    assert [line.split(": ")[0] for line in found["damage"]] == [str(shards[1]), str(shards[2])]
-
-
-def test_shards_of_text(tmp_path, capsys):
-    from streaming import MDSWriter
-
-    with MDSWriter(out=str(tmp_path / "mds"), columns={"text": "str"}) as writer:
-        for text in ("one", "naïve 東京"):
-            writer.write({"text": text})
-    [found] = as_json(capsys, tmp_path / "mds")
-    assert (found["bytes"], found["documents"]) == (3 + len("naïve 東京".encode()), 2)
-    assert set(found["samples"].values()) == {"one", "naïve 東京"}
-    assert found["lengths"]["unit"] == "bytes"
-
-
-def test_a_folder_of_sets(prepared, tmp_path, capsys):
+def test_datasets_in_a_folder_are_inspected_one_by_one(prepared, tmp_path, capsys):
     shutil.copytree(prepared, tmp_path / "all" / "first")
     np.zeros(5, "<u2").tofile(tmp_path / "all" / "second.npy")
     (tmp_path / "all" / "third.txt").write_text("text")
-    found = as_json(capsys, tmp_path / "all")
-    assert [(Path(one["path"]).name, one["kind"]) for one in found] == [
-        ("first", "prepared set"),
-        ("second.npy", "token file"),
-        ("third.txt", "text"),
-    ]
     next((tmp_path / "all" / "first").rglob("*.mds")).unlink()
     (tmp_path / "all" / "other").mkdir()
     (tmp_path / "all" / "other" / "index.json").write_text('{"shards": [{"column_names": [], "samples": 1}]}')
-    found = as_json(capsys, tmp_path / "all", expect=1)
-    assert [len(one["damage"]) for one in found] == [1, 1, 0, 0], "two are damaged, all are shown"
+    assert main(["data", "inspect", str(tmp_path / "all"), "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert [(Path(one["path"]).name, one["kind"], len(one["damage"])) for one in found] == [
+        ("first", "prepared set", 1),
+        ("other", "cannot be read", 1),
+        ("second.npy", "token file", 0),
+        ("third.txt", "text", 0),
+    ]
     assert "index.json: missing or corrupt" in found[1]["damage"][0]
 
 
-def test_what_is_no_set_is_one_line(prepared, tmp_path):
+def test_path_without_a_dataset_is_a_one_line_error(prepared, tmp_path, capsys):
     (tmp_path / "a.txt").write_text("text")
     shutil.copytree(prepared, tmp_path / "unfinished")
     (tmp_path / "unfinished" / "corpus.json").unlink()
@@ -249,50 +164,53 @@ def test_what_is_no_set_is_one_line(prepared, tmp_path):
     (tmp_path / "empty").mkdir()
     for name, message in {
         "missing": "no such file or folder",
-        "a.txt": "text; to see its tokens: python -m stackexp data prepare",
-        "unfinished": "not finished, 4 units of work so far; the same data prepare command goes on",
-        "mds": r"index\.json: missing or corrupt",
-        "empty": "holds no sets",
+        "a.txt": "text, not tokens; tokenize it with: python -m stackexp data prepare",
+        "unfinished": "not finished, 4 units so far; run the same data prepare command to resume",
+        "mds": "index.json: missing or corrupt",
+        "empty": "empty",
     }.items():
-        with pytest.raises(RunError, match=message) as error:
-            main([str(tmp_path / name)])
-        assert "\n" not in str(error.value)
+        assert main(["data", "inspect", str(tmp_path / name)]) == 1
+        [line] = capsys.readouterr().err.splitlines()
+        assert message in line
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("", "expected PATH"),
+        ("", "the following arguments are required: PATH"),
         ("a b", "unexpected argument b"),
         ("a --samples -1", "--samples: expected an integer >= 0, found -1"),
-        ("a --figure x.jpeg", r"--figure: expected a name that ends in \.png"),
+        ("a --figure x.jpeg", "--figure: expected a name that ends in .png"),
         ("a --sample 3", "samples"),
     ],
 )
-def test_mistakes_on_the_command_line(arguments, message):
-    with pytest.raises(ConfigError, match=message):
-        main(arguments.split())
+def test_mistakes_are_one_line_errors(arguments, message, capsys):
+    assert main(["data", "inspect", *arguments.split()]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert message in line
 
 
-def test_lengths_do_not_depend_on_where_blocks_end():
-    rng = np.random.default_rng(0)
-    tokens = rng.integers(0, 9, 3000)
+# Lengths
+
+
+def test_document_lengths_do_not_depend_on_block_size():
+    tokens = np.random.default_rng(0).integers(0, 9, 3000)
     ends = np.flatnonzero(tokens == 0)
+    assert tokens[-1] != 0, "the last document must have no end"
     expected = np.diff(np.append(ends, len(tokens) - 1), prepend=-1)
-    assert tokens[-1] != 0, "else the last document is whole"
     for size in (1, 7, 1000, 5000):
-        documents = Documents(0)
+        documents = DocumentLengths(0)
         for begin in range(0, len(tokens), size):
             documents.add(tokens[begin : begin + size])
         documents.close()
-        counts, sums, edges = documents.lengths.coarse()
+        counts, sums, edges = documents.histogram.rebin()
         assert counts.tolist() == np.histogram(expected, edges)[0].tolist()
         assert sums.sum() == len(tokens)
 
 
-def test_quantiles():
-    lengths = Lengths()
-    values = np.random.default_rng(0).lognormal(6, 1.5, 5000).astype(int) + 1
-    lengths.add(values)
+def test_quantiles_are_within_five_percent():
+    histogram = LengthHistogram()
+    lengths = np.random.default_rng(0).lognormal(6, 1.5, 5000).astype(int) + 1
+    histogram.add(lengths)
     for share in (0.1, 0.5, 0.9):
-        assert lengths.quantile(share) == pytest.approx(np.quantile(values, share), rel=0.05)
+        assert histogram.estimate_quantile(share) == pytest.approx(np.quantile(lengths, share), rel=0.05)

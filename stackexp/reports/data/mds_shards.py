@@ -1,4 +1,4 @@
-"""Other people's MDS shards, for `data inspect`: what their index says, their hashes, their documents."""
+"""Inspect MDS shards that another program wrote: their index, files, documents and some samples."""
 
 import json
 from pathlib import Path
@@ -7,98 +7,89 @@ import numpy as np
 
 from stackexp.data.tokenizer import get_end_of_text_id
 from stackexp.errors import RunError, first_line
-from stackexp.reports.data.inspection import SAMPLE, Inspection, Wish, whole_shards
-from stackexp.reports.data.lengths import Documents, Lengths
+from stackexp.reports.data.inspection import SAMPLE_LENGTH, Inspection, InspectOptions, read_shards
+from stackexp.reports.data.lengths import DocumentLengths, LengthHistogram
 
-LARGEST = 1 << 20  # no vocabulary is larger: tells which integers plain bytes are
+MAX_VOCAB_SIZE = 1 << 20  # larger values show that bytes were read with the wrong integer type
 
 
-def inspect_shards(path: Path, wish: Wish) -> Inspection:
-    """Look at a folder of MDS shards with the column `tokens` or `text`. Raises RunError if its index is broken."""
+def inspect_mds_shards(path: Path, options: InspectOptions) -> Inspection:
+    """Inspect a folder of MDS shards with the column `tokens` or `text`. Raises RunError if its index is damaged."""
     try:
         shards = json.loads((path / "index.json").read_text(encoding="utf-8"))["shards"]
         columns = shards[0]["column_names"]
         count = sum(shard["samples"] for shard in shards)
-        entries = [_entry(path, shard) for shard in shards]
+        entries = [_choose_entry(path, shard) for shard in shards]
     except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError) as e:
         raise RunError(f"{path}/index.json: missing or corrupt; copy the folder again") from e
-    found = Inspection(path, "MDS shards")
-    found.figures = {"samples": count, "shards": len(shards), "columns": columns}
-    found.facts = {"samples": f"{count:,} in {len(shards):,} shards, columns {', '.join(columns)}"}
+    inspection = Inspection(path, "MDS shards")
+    inspection.figures = {"samples": count, "shards": len(shards), "columns": columns}
+    inspection.facts = {"samples": f"{count:,} in {len(shards):,} shards, columns {', '.join(columns)}"}
     unhashed = sum(not entry.get("hashes") for entry in entries)
     if unhashed:
-        found.unchecked = f"{unhashed} shards have no hash in the index: only their lengths were compared"
-    for _ in whole_shards(found, entries, wish):
+        inspection.unchecked = f"{unhashed} shards have no hash in the index, so only their sizes were compared"
+    for _ in read_shards(inspection, entries, options.show_progress):
         pass
-    zipped = [shard for shard, entry in zip(shards, entries, strict=True) if entry is not shard["raw_data"]]
-    if zipped:  # only their files can be looked at
-        found.facts["compression"] = str(zipped[0].get("compression"))
-        return found
-    column = next((name for name in ("tokens", "text") if name in columns), None)
-    if column and not found.damage:
-        _look(found, column, wish)
-    return found
+    compressed = [shard for shard, entry in zip(shards, entries, strict=True) if entry is not shard["raw_data"]]
+    if compressed:  # their samples are not read
+        inspection.facts["compression"] = str(compressed[0].get("compression"))
+    elif not inspection.damage and (column := next((name for name in ("tokens", "text") if name in columns), None)):
+        _read_samples(inspection, column, options)
+    return inspection
 
 
-def _entry(path: Path, shard: dict) -> dict:
-    """What the index says of the file of the shard that is there. Raises KeyError if it says too little."""
+def _choose_entry(path: Path, shard: dict) -> dict:
+    """Return the index entry of the shard's file, raw or compressed. Raises KeyError if it is incomplete."""
     raw = shard["raw_data"]
     entry = shard["zip_data"] if shard.get("zip_data") and not (path / raw["basename"]).is_file() else raw
     _ = entry["basename"], entry["bytes"]
     return entry
 
 
-def _look(found: Inspection, column: str, wish: Wish) -> None:
-    """Count what is in all samples, and show some."""
-    from streaming import LocalDataset  # takes seconds
+def _read_samples(inspection: Inspection, column: str, options: InspectOptions) -> None:
+    """Count the documents of all samples, and keep some samples as text."""
+    from streaming import LocalDataset  # takes seconds to import
 
+    known = options.tokenizer
+    documents = DocumentLengths(get_end_of_text_id(known.tokenizer)) if known and column == "tokens" else None
+    histogram, total, dtype = LengthHistogram(), 0, None
     try:
-        dataset = LocalDataset(str(found.path))
-        chosen = set(wish.choose(len(dataset)))
-        known = wish.tokenizer
-        documents = Documents(get_end_of_text_id(known.tokenizer)) if known else None
-        lengths, total, kind = Lengths(), 0, None
+        dataset = LocalDataset(str(inspection.path))
+        chosen = set(options.choose_samples(len(dataset)))
         for index in range(len(dataset)):
             value = dataset[index][column]
             if column == "text":
-                size = len(value.encode())
-                text = value[:SAMPLE]
+                size, sample = len(value.encode()), value[:SAMPLE_LENGTH]
             else:
-                kind = kind or _dtype(value)
-                ids = np.frombuffer(value, kind) if isinstance(value, bytes) else np.ravel(value)
-                size, text = len(ids), None
+                dtype = dtype or _find_dtype(value)
+                ids = np.frombuffer(value, dtype) if isinstance(value, bytes) else np.ravel(value)
+                size, sample = len(ids), options.decode(ids[:SAMPLE_LENGTH]) if index in chosen else ""
                 if documents:
                     documents.add(ids)
             if index in chosen:
-                found.samples[f"sample {index:,}"] = text or _decode(ids[:SAMPLE], wish)
+                inspection.samples[f"sample {index:,}"] = sample
             total += size
-            lengths.add(np.array([size]))
+            histogram.add(np.array([size]))
     except (OSError, ValueError, KeyError) as e:
-        found.damage.append(f"{found.path}: cannot be read as MDS shards ({first_line(e)})")
+        inspection.damage.append(f"{inspection.path}: cannot be read as MDS shards ({first_line(e)})")
         return
     if documents:
         documents.close()
-        lengths = documents.lengths
-    found.lengths, found.unit = lengths, "tokens" if column == "tokens" else "bytes"
-    found.figures |= {found.unit: total, "documents": lengths.total}
-    found.facts[found.unit] = f"{total:,}"
-    what = "ended by end-of-text" if documents else "one a sample"
-    found.facts["documents"] = f"{lengths.total:,}, {what}"
+        histogram = documents.histogram
+    inspection.lengths, inspection.unit = histogram, "tokens" if column == "tokens" else "bytes"
+    inspection.figures |= {inspection.unit: total, "documents": histogram.total}
+    inspection.facts[inspection.unit] = f"{total:,}"
+    meaning = "each ended by end-of-text" if documents else "one per sample"
+    inspection.facts["documents"] = f"{histogram.total:,}, {meaning}"
 
 
-def _decode(ids: np.ndarray, wish: Wish) -> str:
-    if wish.tokenizer:
-        return wish.tokenizer.tokenizer.decode(ids.tolist(), skip_special_tokens=False)
-    return " ".join(map(str, ids[:64]))
-
-
-def _dtype(value: object) -> np.dtype | None:
-    """Of ids stored as plain bytes: the widest integers that all are ids."""
+def _find_dtype(value: object) -> np.dtype:
+    """Return the type of token ids; for bytes the widest integer type whose values are possible ids."""
     if not isinstance(value, bytes):
         return np.asarray(value).dtype
     for dtype in map(np.dtype, ("<i8", "<i4", "<u2")):
         if len(value) % dtype.itemsize == 0:
             ids = np.frombuffer(value, dtype)
-            if not len(ids) or (ids.min() >= 0 and ids.max() < LARGEST):
+            if not len(ids) or (ids.min() >= 0 and ids.max() < MAX_VOCAB_SIZE):
                 return dtype
-    raise ValueError("`tokens` are bytes that hold no token ids")
+    raise ValueError("the column `tokens` has bytes that are no token ids")
