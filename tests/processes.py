@@ -11,7 +11,7 @@ from pathlib import Path
 
 
 class Program:
-    """`python -m stackexp` as a process of its own."""
+    """A starter of `python -m stackexp` in a folder."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -26,11 +26,11 @@ class Program:
             stderr=subprocess.STDOUT,
             text=True,
             start_new_session=True,
-            preexec_fn=_listen_to_the_keyboard,
+            preexec_fn=_restore_sigint,
         )
 
     def run(self, *arguments: object, expect: int = 0) -> str:
-        """What it printed; fails unless it exits with `expect`."""
+        """Return the output; fails unless the process exits with code `expect`."""
         process = self.start(*arguments)
         try:
             output, _ = process.communicate(timeout=300)
@@ -40,22 +40,46 @@ class Program:
         return output
 
 
-def _listen_to_the_keyboard() -> None:
-    """SIGINT as in a terminal, also where the tests themselves run in the background."""
+def _restore_sigint() -> None:
+    """Handle SIGINT as in a terminal, also where the tests run in the background."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def kill(process: subprocess.Popen) -> None:
-    """SIGKILL to the process and all it started."""
+    """Send SIGKILL to a process and all that it started."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
 
 def wait_until(condition: Callable[[], bool], process: subprocess.Popen, seconds: float = 240) -> None:
-    """Until `condition()` is true; fails if the process ends before."""
+    """Wait until `condition()` is true; fails if the process ends first."""
     deadline = time.monotonic() + seconds
     while not condition():
         assert process.poll() is None, process.stdout.read()
         assert time.monotonic() < deadline, "timed out"
         time.sleep(0.02)
+
+
+def read_to_end(process: subprocess.Popen, seconds: float = 60) -> tuple[str, str]:
+    """Wait for a process to end; return its output without a traceback, and the last line that is not empty."""
+    try:
+        output, _ = process.communicate(timeout=seconds)
+    finally:
+        kill(process)
+    assert "Traceback" not in output
+    return output, [line for line in output.splitlines() if line.strip()][-1]
+
+
+def list_children(process: subprocess.Popen) -> list[int]:
+    """Return the ids of the processes that a process has started."""
+    return [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
+
+
+def find_second_rank(process: subprocess.Popen) -> int | None:
+    """Return the id of rank 1, which the first process starts, or None if it has not started it yet."""
+    for pid in list_children(process):
+        with contextlib.suppress(OSError):
+            if b"LOCAL_RANK=1\0" in Path(f"/proc/{pid}/environ").read_bytes():
+                return pid
+    return None

@@ -1,4 +1,4 @@
-"""Reading the record of a run, to compare it with another's."""
+"""Reading the record of a run, to compare it with that of another."""
 
 from pathlib import Path
 
@@ -6,28 +6,33 @@ import pytest
 
 from stackexp.runs import RunFolder
 
-CLOCK = ("time", "throughput/tokens_per_second", "throughput/flops_per_second")
+CLOCK_TAGS = ("time", "throughput/tokens_per_second", "throughput/flops_per_second")
 
 
 def only_run(root: Path, name: str = "tiny") -> RunFolder:
-    """The run folder below a `logging.root`, which must be the only one of its name."""
+    """Return the only run folder of a name below a `logging.root`."""
     (path,) = root.glob(f"{name}/*")
     return RunFolder(path)
 
 
+def has_checkpoint(root: Path) -> bool:
+    """Return True if a run below a `logging.root` has a checkpoint."""
+    return any(RunFolder(path).saved() for path in root.glob("tiny/*"))
+
+
 def losses(run: RunFolder) -> dict[int, float]:
+    """Return the training loss by step."""
     return {line["step"]: line["loss/train"] for line in run.read_metrics() if "loss/train" in line}
 
 
 def record(run: RunFolder) -> list[dict[str, float]]:
-    """Every line of metrics.jsonl, less what depends on the clock."""
-    return [{tag: value for tag, value in line.items() if tag not in CLOCK} for line in run.read_metrics()]
+    """Return the lines of metrics.jsonl without what depends on the clock."""
+    return [{tag: value for tag, value in line.items() if tag not in CLOCK_TAGS} for line in run.read_metrics()]
 
 
 def assert_close(run: RunFolder, reference: RunFolder, tolerance: float = 1e-5) -> None:
-    """Losses, gradient norms, probes and validations of both runs differ by `tolerance` at most."""
-    lines = record(run), record(reference)
-    for ours, theirs in zip(*lines, strict=True):
+    """Compare losses, gradient norms, probes and validations of two runs up to an absolute tolerance."""
+    for ours, theirs in zip(record(run), record(reference), strict=True):
         assert ours.keys() == theirs.keys(), (run.path, ours["step"])
         for tag, value in theirs.items():
             assert ours[tag] == pytest.approx(value, abs=tolerance, rel=0), (run.path, ours["step"], tag)

@@ -1,6 +1,6 @@
-"""SIGKILL at random moments, with a checkpoint after every step: the run always goes on, and nothing is lost.
+"""SIGKILL at random moments, with a checkpoint after every step: the run always resumes, and nothing is lost.
 
-Some moments lie within the resuming itself, the others within a step or the writing of its checkpoint.
+Some kills hit the startup of the resumed run, the others a step or the writing of its checkpoint.
 """
 
 import random
@@ -15,41 +15,58 @@ from stackexp.runs import RunFolder
 
 EVERY_STEP = ("trainer.checkpoint_interval=1", "trainer.val_check_interval=25", "data.eval_sequences=8")
 QUIET = ("logging.tensorboard=false", "logging.progress_bar=false")
-FSDP = ("trainer.strategy=fsdp", "trainer.devices=2", "data.micro_batch_size=2")
+TWO = ("trainer.devices=2", "data.micro_batch_size=2")
 
 
 def kill_often(
     kills: int, folder: Path, tiny: Path, options: tuple[str, ...], ranks: int
 ) -> tuple[RunFolder, RunFolder, int]:
-    """Train to the end through `kills` kills, and once without: both runs, and how many kills fell into a save."""
+    """Train once with `kills` kills and once without; return both runs, and the number of kills during a save."""
     forks, moments, unfinished = Forks(folder), random.Random(0), 0
     fit = ("fit", "--config", tiny, *EVERY_STEP, *QUIET, *options)
     forks.run(*fit, ranks=ranks)
     reference, run = only_run(folder / "runs"), RunFolder(folder / "killed")
     for number in range(kills):
-        taken, moment = len(losses(run)), moments.uniform(0, 1)
-        soon = time.monotonic() + (moment if number % 4 == 0 else 1000)
+        steps, moment = len(losses(run)), moments.uniform(0, 1)
+        deadline = time.monotonic() + (moment if number % 4 == 0 else 1000)
         started = forks.start(*fit, "--run", run.path, ranks=ranks)
-        started.wait_until(lambda taken=taken, soon=soon: len(losses(run)) > taken or time.monotonic() > soon)
+        started.wait_until(
+            lambda steps=steps, deadline=deadline: len(losses(run)) > steps or time.monotonic() > deadline
+        )
         if number % 4:
             time.sleep(0.15 * moment)
         started.kill()
-        assert not run.finished, "too few steps for so many kills"
+        assert not run.finished, "too few steps for this many kills"
         unfinished += any(run.checkpoints.glob(".*"))
     forks.run(*fit, "--run", run.path, ranks=ranks)
     return run, reference, unfinished
 
 
 @pytest.mark.parametrize("kills", [8, pytest.param(30, marks=pytest.mark.slow)])
-def test_a_killed_run_always_goes_on(tiny, tmp_path, kills):
+def test_a_killed_run_always_resumes(tiny, tmp_path, kills):
     run, reference, unfinished = kill_often(kills, tmp_path, tiny, (f"trainer.max_steps={8 * kills}",), ranks=1)
     assert run.finished
     assert record(run) == record(reference)
-    assert unfinished > kills // 10, "hardly a kill came while a checkpoint was written"
+    assert unfinished > kills // 10, "too few kills hit the writing of a checkpoint"
 
 
 @pytest.mark.slow  # more than a minute
-def test_a_killed_run_of_two_processes_always_goes_on(tiny, tmp_path):
-    run, reference, _ = kill_often(3, tmp_path, tiny, ("trainer.max_steps=30", *FSDP), ranks=2)
+def test_a_killed_run_of_two_processes_always_resumes(tiny, tmp_path):
+    options = ("trainer.max_steps=30", "trainer.strategy=fsdp", *TWO)
+    run, reference, _ = kill_often(3, tmp_path, tiny, options, ranks=2)
     assert run.finished
     assert record(run) == record(reference)
+
+
+@pytest.mark.slow
+def test_a_killed_run_resumes_in_processes_that_the_program_starts(program, tiny, tmp_path):
+    command = ("fit", "--config", tiny, *TWO, "trainer.strategy=ddp", "trainer.max_steps=30")
+    command = (*command, "trainer.checkpoint_interval=7", "trainer.val_check_interval=14")
+    forks = Forks(tmp_path)
+    forks.run(*command, ranks=2)
+    run = RunFolder(tmp_path / "killed")
+    started = forks.start(*command, "--run", run.path, ranks=2)
+    started.kill_when(lambda: len(record(run)) > 9)
+    assert not run.finished
+    program.run(*command, "--run", run.path)
+    assert record(run) == record(only_run(tmp_path / "runs"))

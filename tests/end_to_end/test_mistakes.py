@@ -1,4 +1,4 @@
-"""Mistakes that show only while working: each ends in one clear line, and leaves nothing half-written."""
+"""Mistakes that show up at work: each ends in one clear line, and leaves nothing behind."""
 
 import shutil
 
@@ -18,8 +18,8 @@ def run(tiny, tmp_path) -> RunFolder:
     return run
 
 
-def fails(capsys, *argv: object, code: int = 1) -> str:
-    """The one line that a failing command prints."""
+def get_error(capsys, *argv: object, code: int = 1) -> str:
+    """Return the one line that a failing command prints."""
     capsys.readouterr()
     assert main([str(argument) for argument in argv]) == code
     (line,) = capsys.readouterr().err.strip().splitlines()
@@ -30,64 +30,54 @@ def fails(capsys, *argv: object, code: int = 1) -> str:
 def test_checkpoints_that_cannot_be_resumed(capsys, run, tiny, tmp_path):
     fit = ("fit", "--config", tiny, "trainer.max_steps=14", "--ckpt_path")
     before = sorted(tmp_path.glob("runs/*/*"))
+    assert "no such checkpoint" in get_error(capsys, *fit, tmp_path / "nowhere")
 
-    assert "no such checkpoint" in fails(capsys, *fit, tmp_path / "nowhere")
-
-    newest, old = run.newest_checkpoint(), tmp_path / "old.ckpt"
+    newest, old, foreign = run.newest_checkpoint(), tmp_path / "old.ckpt", tmp_path / "foreign"
     old.write_bytes(b"x" * 100)
-    assert f"{old}: checkpoints are folders now" in fails(capsys, *fit, old)
+    assert f"{old}: checkpoints of version 2 are folders" in get_error(capsys, *fit, old)
     for name in ("state.pt", ".metadata", "__0_0.distcp"):
         damaged = tmp_path / "damaged" / name.strip(".")
         shutil.copytree(newest, damaged)
         file = damaged / name
         file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
-        assert f"{damaged}: damaged" in fails(capsys, *fit, damaged)
-
-    foreign = tmp_path / "foreign"
+        assert f"{damaged}: damaged" in get_error(capsys, *fit, damaged)
     foreign.mkdir()
-    assert "not a stackexp checkpoint" in fails(capsys, *fit, foreign)
+    assert "not a stackexp checkpoint" in get_error(capsys, *fit, foreign)
 
-    line = fails(capsys, *fit, newest, "model.hidden_size=64")
-    assert "another architecture" in line
-    assert "model.hidden_size is 32 in the checkpoint, 64 in the config" in line
-    line = fails(capsys, *fit, newest, "model.memory.discipline=queue")
-    assert "model.memory.discipline is stack in the checkpoint, queue in the config" in line
-
-    line = fails(capsys, *fit, newest, "optimizer.lr=1")
-    assert "optimizer.lr is 0.003 in the checkpoint, 1.0 in the config" in line
-    line = fails(capsys, *fit, newest, "trainer.max_steps=8")
-    assert "already at step 12" in line
-    assert "trainer.max_steps" in line
-
-    line = fails(capsys, "validate", "--run", run.path, "model.hidden_size=64")
-    assert "another architecture" in line
-
+    for override, message in {
+        "model.hidden_size=64": "different architecture: model.hidden_size is 32 in the checkpoint, 64 in the config",
+        "model.memory.discipline=queue": "model.memory.discipline is stack in the checkpoint, queue in the config",
+        "optimizer.lr=1": "different run: optimizer.lr is 0.003 in the checkpoint, 1.0 in the config",
+        "trainer.max_steps=8": "already at step 12 of trainer.max_steps 8",
+    }.items():
+        assert message in get_error(capsys, *fit, newest, override)
+    assert "different architecture" in get_error(capsys, "validate", "--run", run.path, "model.hidden_size=64")
     assert sorted(tmp_path.glob("runs/*/*")) == before, "no new run folder"
 
 
 def test_nothing_to_resume(capsys, tiny):
-    assert "no unfinished run" in fails(capsys, "fit", "--config", tiny, "--ckpt_path", "last")
+    assert "no unfinished run" in get_error(capsys, "fit", "--config", tiny, "--ckpt_path", "last")
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 def test_devices_that_the_machine_does_not_have(capsys, tiny, tmp_path):
-    if torch.cuda.is_available():
-        pytest.skip("this machine has a GPU")
-    assert "trainer.accelerator=cuda" in fails(capsys, "fit", "--config", tiny, "trainer.accelerator=cuda")
+    assert "trainer.accelerator=cuda" in get_error(capsys, "fit", "--config", tiny, "trainer.accelerator=cuda")
     assert not (tmp_path / "runs").exists()
 
 
 def test_a_corpus_that_cannot_be_used_leaves_no_run_folder(capsys, corpus, tiny, tmp_path):
-    (tmp_path / "empty").mkdir()
-    assert f"{tmp_path}/empty" in fails(capsys, "fit", "--config", tiny, f"data.path={tmp_path}/empty")
-    assert "data.vocab_size" in fails(capsys, "fit", "--config", tiny, "data.vocab_size=299")
-    assert "data.context_length=32" in fails(
-        capsys, "fit", "--config", tiny, "data.context_length=64", "data.global_batch_tokens=512"
-    )
-    damaged = tmp_path / "damaged"
+    empty, damaged = tmp_path / "empty", tmp_path / "damaged"
+    empty.mkdir()
     shutil.copytree(corpus["train"], damaged)
     shard = next(damaged.rglob("*.mds"))
     shard.write_bytes(shard.read_bytes()[:-100])
-    assert shard.name in fails(capsys, "fit", "--config", tiny, f"data.path={damaged}")
+    for overrides, message in {
+        (f"data.path={empty}",): str(empty),
+        ("data.vocab_size=299",): "data.vocab_size",
+        ("data.context_length=64", "data.global_batch_tokens=512"): "data.context_length=32",
+        (f"data.path={damaged}",): shard.name,
+    }.items():
+        assert message in get_error(capsys, "fit", "--config", tiny, *overrides)
     assert not (tmp_path / "runs").exists()
 
 
@@ -97,14 +87,14 @@ def test_token_ids_beyond_the_vocabulary(capsys, corpus, tiny, tmp_path):
     for shard in damaged.rglob("*.mds"):
         contents = shard.read_bytes()
         shard.write_bytes(contents[: -len(contents) // 2] + b"\xff" * (len(contents) - len(contents) // 2))
-    line = fails(capsys, "fit", "--config", tiny, f"data.path={damaged}")
+    line = get_error(capsys, "fit", "--config", tiny, f"data.path={damaged}")
     assert "token id 65535" in line
     assert "data.vocab_size 300" in line
     (run,) = tmp_path.glob("runs/tiny/*")
     assert not RunFolder(run).finished
 
 
-def test_one_process_at_a_time_in_a_folder(capsys, run, tiny):
+def test_a_folder_in_use_by_another_process(capsys, run, tiny):
     with run.lock():
-        line = fails(capsys, "fit", "--config", tiny, "trainer.max_steps=14", "--ckpt_path", "last", code=74)
-    assert "another process is running in this folder" in line
+        line = get_error(capsys, "fit", "--config", tiny, "trainer.max_steps=14", "--ckpt_path", "last", code=74)
+    assert "another process" in line

@@ -1,6 +1,5 @@
-"""Checkpoints of several processes: written while training goes on, read by any number of other processes."""
+"""Checkpoints of several processes: written while training continues, loaded by any number of processes."""
 
-import json
 import re
 import time
 from pathlib import Path
@@ -12,12 +11,13 @@ from forks import Forks
 from records import assert_close, losses, only_run
 
 from stackexp.cli import main
+from stackexp.files import read_json
 from stackexp.models import checkpoints
 from stackexp.runs import RunFolder
 
 INTERVALS = ("trainer.max_steps=48", "trainer.checkpoint_interval=5", "trainer.val_check_interval=12")
 CHEAP = ("data.eval_batch_size=64", "logging.progress_bar=false")
-SESSIONS = {  # processes and micro-batches a step: 2 x 2, 1 x 1, 2 x 1, 2 x 4
+SESSIONS = {  # processes x micro-batches per step: 2 x 2, 1 x 1, 2 x 1, 2 x 4
     "fsdp": ("trainer.strategy=fsdp", "trainer.devices=2", "data.micro_batch_size=2"),
     "one process": ("data.micro_batch_size=8",),
     "ddp": ("trainer.strategy=ddp", "trainer.devices=2", "data.micro_batch_size=4"),
@@ -25,8 +25,8 @@ SESSIONS = {  # processes and micro-batches a step: 2 x 2, 1 x 1, 2 x 1, 2 x 4
 }
 
 
-def test_one_run_on_two_devices_one_and_two_again(tiny, tmp_path):
-    """Each session but the last is told to stop (SIGTERM), and the next, with other devices, goes on from there."""
+def test_a_run_continues_on_other_numbers_of_devices(tiny, tmp_path):
+    """Every session but the last is stopped by SIGTERM, and the next one resumes on other devices."""
     forks, folder = Forks(tmp_path), tmp_path / "run"
     fit = ("fit", "--config", tiny, *INTERVALS, *CHEAP)
     forks.run(*fit)
@@ -41,27 +41,21 @@ def test_one_run_on_two_devices_one_and_two_again(tiny, tmp_path):
         assert set(codes) == {75 if number < len(SESSIONS) else 0}, (session, started.output.read_text())
         stopped_at.append(int(run.newest_checkpoint().name))
     assert stopped_at == sorted(set(stopped_at)), "every session took steps"
-    assert len(json.loads((folder / "environment.json").read_text())) == 4
+    assert len(read_json(folder / "environment.json")) == 4
     assert_close(run, reference)
-
-    # What is kept: the newest two and the best
-    kept = {run.best_checkpoint(), *run.saved()[-2:]}
-    assert set(run.saved()) == kept
+    assert set(run.saved()) == {run.best_checkpoint(), *run.saved()[-2:]}, "the newest two and the best are kept"
     assert not list(run.checkpoints.glob(".*"))
 
-    # The same figures from the folder, sharded or not, and from one consolidated file
-    sets = json.loads(run.result.read_text())["sets"]
+    # The figures are the same from the folder, sharded or not, and from a consolidated file.
+    sets = read_json(run.result)["sets"]
     validate = ("validate", "--run", folder, *CHEAP)
-    forks.run(*validate, ranks=2)
-    assert_same_figures(json.loads((folder / "validate.json").read_text())["sets"], sets)
-    forks.run(*validate, "trainer.strategy=single", "trainer.devices=1")
-    assert_same_figures(json.loads((folder / "validate.json").read_text())["sets"], sets)
+    for options, ranks in (((), 2), (("trainer.strategy=single", "trainer.devices=1"), 1)):
+        forks.run(*validate, *options, ranks=ranks)
+        assert_same_figures(read_json(folder / "validate.json")["sets"], sets)
     forks.run("checkpoint", "consolidate", "--run", folder, "--to", "model.safetensors")
-    shown = forks.run("validate", "--config", tiny, "--ckpt_path", "model.safetensors")
+    printed = forks.run("validate", "--config", tiny, "--ckpt_path", "model.safetensors")
     for name, figures in sets.items():
-        assert re.search(rf"^{name} .*\b{figures['loss']:.4f}\b", shown, re.MULTILINE)
-
-    # A text from a run of two devices, by one process
+        assert re.search(rf"^{name} .*\b{figures['loss']:.4f}\b", printed, re.MULTILINE)
     assert forks.run("generate", "--run", folder, "--prompt", "def f", "--max_new_tokens", "5").startswith("def f")
 
 
@@ -71,8 +65,8 @@ def assert_same_figures(ours: dict[str, dict[str, float]], theirs: dict[str, dic
         assert ours[name] == pytest.approx(figures, rel=1e-6)
 
 
-def fit_with_a_slow_disk(*arguments: object) -> int:
-    """`fit --run FOLDER` where a checkpoint is written only once two more steps are on record."""
+def fit_on_a_slow_disk(*arguments: object) -> int:
+    """Run `fit --run FOLDER` with a disk that finishes a checkpoint only after two more steps are logged."""
     run, write = RunFolder(Path(arguments[-1])), dcp.FileSystemWriter.write_data
 
     def write_late(self, *args):
@@ -86,23 +80,23 @@ def fit_with_a_slow_disk(*arguments: object) -> int:
     return main([str(argument) for argument in arguments])
 
 
-def tensors_of(checkpoint: Path) -> dict[str, torch.Tensor]:
-    """Weights and the optimizer's moments, whole."""
+def load_tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """Load the weights and the optimizer's moments, unsharded."""
     stored = checkpoints.check_files(checkpoint)
-    sizes = {name: of for name, of in stored.items() if hasattr(of, "size")}
-    tensors = {name: torch.empty(of.size, dtype=of.properties.dtype) for name, of in sizes.items()}
+    sizes = {name: tensor for name, tensor in stored.items() if hasattr(tensor, "size")}
+    tensors = {name: torch.empty(tensor.size, dtype=tensor.properties.dtype) for name, tensor in sizes.items()}
     dcp.load(tensors, storage_reader=dcp.FileSystemReader(checkpoint), no_dist=True)
     return tensors
 
 
-def test_a_checkpoint_holds_its_own_step_while_two_processes_train_on(tiny, tmp_path):
-    forks, runs = Forks(tmp_path), [RunFolder(tmp_path / name) for name in ("quick", "slow")]
+def test_a_checkpoint_holds_its_own_step_while_two_processes_continue(tiny, tmp_path):
+    forks, runs = Forks(tmp_path), [RunFolder(tmp_path / name) for name in ("fast", "slow")]
     fit = ("fit", "--config", tiny, "trainer.checkpoint_interval=4", "trainer.keep_checkpoints=9", *CHEAP)
     fit = (*fit, *SESSIONS["fsdp"], "trainer.val_check_interval=null", "--run")
     forks.run(*fit, runs[0].path, ranks=2)
-    forks.run(*fit, runs[1].path, ranks=2, function=fit_with_a_slow_disk)
+    forks.run(*fit, runs[1].path, ranks=2, function=fit_on_a_slow_disk)
     for step in (4, 8, 12):
-        quick, slow = (tensors_of(run.checkpoints / f"{step:08d}") for run in runs)
-        assert sum(name.startswith("optimizer.") for name in quick) > sum(name.startswith("model.") for name in quick)
-        assert quick.keys() == slow.keys()
-        assert all(torch.equal(quick[name], slow[name]) for name in quick)
+        fast, slow = (load_tensors(run.checkpoints / f"{step:08d}") for run in runs)
+        assert sum(name.startswith("optimizer.") for name in fast) > sum(name.startswith("model.") for name in fast)
+        assert fast.keys() == slow.keys()
+        assert all(torch.equal(fast[name], slow[name]) for name in fast)

@@ -1,0 +1,134 @@
+"""Requested stops: SIGTERM, SIGUSR1, Ctrl-C and time limits. A stopped run resumes bit for bit."""
+
+import os
+import re
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from forks import Forks
+from processes import find_second_rank, list_children, read_to_end, wait_until
+from records import has_checkpoint, losses, only_run, record
+
+from stackexp.cli import main
+from stackexp.runs import RunFolder
+
+ENDLESS = ("trainer.max_steps=100000", "trainer.val_check_interval=null", "trainer.checkpoint_interval=20")
+ENDLESS += ("logging.progress_bar=false",)
+FSDP = ("trainer.strategy=fsdp", "trainer.devices=2", "data.micro_batch_size=2")
+
+
+@pytest.mark.parametrize(
+    ("number", "strategy"),
+    [
+        pytest.param(signal.SIGTERM, (), id="SIGTERM"),
+        pytest.param(signal.SIGUSR1, FSDP, id="SIGUSR1-fsdp", marks=pytest.mark.slow),
+    ],
+)
+def test_a_run_stopped_by_a_signal_resumes_exactly(program, tiny, tmp_path, number, strategy):
+    forks, ranks = Forks(tmp_path), 2 if strategy else 1
+    command = ("fit", "--config", tiny, *strategy, "trainer.max_steps=36", "logging.progress_bar=false")
+    run, reference = RunFolder(tmp_path / "stopped"), RunFolder(tmp_path / "reference")
+    process = program.start(*command, "trainer.checkpoint_interval=1000", "data.num_workers=1", "--run", run.path)
+    wait_until(lambda: len(record(run)) > 9, process)
+    if strategy:
+        os.kill(find_second_rank(process), number)  # one rank receives the signal, all stop
+    else:
+        os.killpg(process.pid, number)  # the data workers receive it too, as from some launchers
+    output, _ = read_to_end(process)
+    assert process.returncode == 75
+    assert "error" not in output
+    step = int(run.newest_checkpoint().name)
+    assert record(run)[-1]["step"] == step < 36
+    assert f"newest checkpoint {step:08d}; resume with --ckpt_path last" in output
+
+    forks.run(*command, "--run", run.path, ranks=ranks)
+    forks.run(*command, "--run", reference.path, ranks=ranks)
+    assert record(run) == record(reference), "bit for bit"
+    assert "finished" in forks.run(*command, "--run", run.path, ranks=ranks), "a finished run is left alone"
+
+
+@pytest.mark.parametrize("strategy", [(), pytest.param(FSDP, marks=pytest.mark.slow)], ids=["single", "fsdp"])
+def test_a_run_stopped_in_a_validation_makes_it_up(tiny, tmp_path, strategy):
+    forks, ranks = Forks(tmp_path), 2 if strategy else 1
+    command = ("fit", "--config", tiny, *strategy, "trainer.max_steps=20", "trainer.checkpoint_interval=7")
+    command += ("trainer.val_check_interval=14", "data.eval_batch_size=1", "logging.progress_bar=false")
+    run, reference = RunFolder(tmp_path / "stopped"), RunFolder(tmp_path / "reference")
+    started = forks.start(*command, "--run", run.path, ranks=ranks)
+    started.wait_until(lambda: 14 in losses(run))
+    os.kill(started[-1].pid, signal.SIGTERM)
+    assert started.join() == [75] * ranks, started.output.read_text()
+    assert "newest checkpoint 00000014; resume with --ckpt_path last" in started.output.read_text()
+    last = record(run)[-1]
+    assert (last["step"], "loss/train" in last) == (14, True), "the validation was not logged"
+
+    forks.run(*command, "--run", run.path, ranks=ranks)
+    forks.run(*command, "--run", reference.path, ranks=ranks)
+    assert record(run) == record(reference), "bit for bit"
+
+
+def test_ctrl_c_stops_after_the_batch(program, tiny, tmp_path):
+    """The terminal signals the data workers too; they ignore it."""
+    process = program.start("fit", "--config", tiny, *ENDLESS, "data.num_workers=1")
+    wait_until(lambda: has_checkpoint(tmp_path / "runs"), process)
+    statuses = [Path(f"/proc/{pid}/status").read_text() for pid in list_children(process)]
+    assert statuses
+    assert all(int(re.search(r"SigIgn:\s*(\w+)", s)[1], 16) & 1 << signal.SIGINT - 1 for s in statuses)
+    os.killpg(process.pid, signal.SIGINT)
+    output, line = read_to_end(process)
+    assert process.returncode == 130
+    assert "press Ctrl-C again to stop at once" in output
+    assert "resume with --ckpt_path last" in line
+
+
+@pytest.mark.slow
+def test_ctrl_c_stops_two_processes(program, tiny, tmp_path):
+    """The terminal signals both, and neither waits for the other."""
+    process = program.start("fit", "--config", tiny, *FSDP, *ENDLESS)
+    wait_until(lambda: has_checkpoint(tmp_path / "runs"), process)
+    os.killpg(process.pid, signal.SIGINT)
+    output, line = read_to_end(process)
+    assert process.returncode == 130, output
+    assert "resume with --ckpt_path last" in line
+    assert "lost" not in output
+
+
+def test_a_second_ctrl_c_stops_inside_a_batch(program, tiny, tmp_path):
+    sleeping, plugin = tmp_path / "sleeping", tmp_path / "sleep.py"
+    plugin.write_text(
+        "import time\nfrom stackexp.models.memories.stack import StackMemory\n"
+        f"def sleep(*_):\n    open({str(sleeping)!r}, 'w').close()\n    time.sleep(1000)\n"
+        "StackMemory.forward = sleep\n"
+    )
+    process = program.start("fit", "--config", tiny, *ENDLESS, f"plugins=[{plugin}]")
+    wait_until(sleeping.exists, process)
+    process.send_signal(signal.SIGINT)
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(3)
+    process.send_signal(signal.SIGINT)
+    _, line = read_to_end(process)
+    assert process.returncode == 130
+    assert line.startswith("interrupted: ")
+
+
+def test_a_time_limit_stops_and_minutes_save(program, tiny, tmp_path):
+    often = ("trainer.checkpoint_minutes=0.01", "trainer.keep_checkpoints=99", "trainer.checkpoint_interval=100000")
+    output = program.run("fit", "--config", tiny, *ENDLESS, *often, "trainer.max_time=00:00:00:09", expect=75)
+    assert "trainer.max_time 00:00:00:09 is over; newest checkpoint" in output
+    run = only_run(tmp_path / "runs")
+    steps = [int(path.name) for path in run.saved()]
+    assert len(steps) > 2
+    assert steps[-1] == record(run)[-1]["step"]
+
+
+def test_a_clock_that_goes_backwards_loses_nothing(tiny, tmp_path, monkeypatch):
+    fit = ["fit", "--config", str(tiny), "logging.progress_bar=false"]
+    assert main([*fit, "trainer.max_time=00:00:00:00"]) == 75, "stops after the first step"
+    run = only_run(tmp_path / "runs")
+    hours, now = iter(range(10**6)), time.time()
+    monkeypatch.setattr(time, "time", lambda: now - 3600 * next(hours))
+    assert main([*fit, "--ckpt_path", "last"]) == 0
+    assert list(losses(run)) == list(range(1, 13))
+    assert run.newest_checkpoint().name == "00000012"
