@@ -7,7 +7,7 @@ from stackexp.datamodules.formal_language import warn_of_slots
 from stackexp.evaluation import formal_languages
 from stackexp.evaluation.request import EvaluationRequest, Sets
 from stackexp.models import checkpoints
-from stackexp.modules.transduction import Transduction, average
+from stackexp.modules.transduction import Transduction, average_lengths
 from stackexp.runs import RunFolder
 from stackexp.training.objectives.base import Objective, Session, mean_of_last
 from stackexp.training.tensorboard import write_curve
@@ -48,7 +48,7 @@ class FormalLanguageObjective(Objective):
             checkpoints.load_weights(module.model, checkpoint)
         if step != last_step or module.set_metrics_step != last_step:
             session.trainer.validate(module, session.data, verbose=False)
-        self._validation = {"tested_step": step} | average(module.set_metrics)
+        self._validation = {"tested_step": step} | average_lengths(module.set_metrics)
         return checkpoint
 
     def build_result(self, session: Session, sets: Sets) -> dict[str, Any]:
