@@ -1,6 +1,7 @@
 """Train the model of a config, on tokens or on strings of a formal language.
 
-The run folder runs/<name>/<id> is the only record of the run.
+The run folder runs/<name>/<id> is the only record of the run. If NAME_OR_PATH is a sweep, its runs are trained one
+after the other and compared in one table.
 """
 
 from argparse import Namespace
@@ -34,6 +35,10 @@ def run(args: Namespace) -> int:
         args.parser.error("--run and --ckpt_path exclude each other; --run resumes from the folder's newest checkpoint")
     from stackexp.config import compose
 
+    from stackexp.sweeps import quick
+
+    if quick.is_sweep(args.config) and not (args.run or args.ckpt_path or args.print_config):
+        return quick.run_as_fit(args.config[0], args.overrides)
     configs = args.config or [str(args.parser.check_run_folder(args.run))]
     config = compose.compose(configs, args.overrides)
     if args.print_config:
