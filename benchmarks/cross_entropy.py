@@ -39,7 +39,7 @@ class Way:
 
     def step(self) -> None:
         with torch.autocast(self.device.type, torch.bfloat16):
-            logits = None if self.criterion.of_hidden else F.linear(self.hidden, self.output_head.weight)
+            logits = None if self.criterion.needs_hidden else F.linear(self.hidden, self.output_head.weight)
             output = DecoderOutput(logits, torch.zeros(()), None, self.hidden)
             loss = self.criterion(self, output, self.tokens).total
         del logits, output

@@ -74,7 +74,7 @@ def test_noise_grows_over_the_steps_that_are_asked():
     for step in (0, 5, 10, 15):
         for model in (growing, whole):
             for memory in model.memories:
-                memory.at_step(step)
+                memory.set_step(step)
         seen.append(([m.noise.item() for m in growing.memories], [m.noise.item() for m in whole.memories]))
     assert seen == [([0.0] * 2, [2.0] * 2), ([1.0] * 2, [2.0] * 2), ([2.0] * 2, [2.0] * 2), ([2.0] * 2, [2.0] * 2)]
     assert "noise" not in " ".join(growing.state_dict())

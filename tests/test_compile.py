@@ -84,8 +84,8 @@ def test_one_graph_forward_and_one_backward(recompute):
     model.checkpoint_blocks = recompute
     counter = CompileCounterWithBackend("aot_eager")
     with torch.autocast("cpu", torch.bfloat16):
-        got = run(torch.compile(model, fullgraph=True, backend=counter), tokens, hidden=True)
-        wanted = run(model, tokens, hidden=True)
+        got = run(torch.compile(model, fullgraph=True, backend=counter), tokens, return_hidden=True)
+        wanted = run(model, tokens, return_hidden=True)
     assert counter.frame_count == 1
     torch.testing.assert_close(got, wanted, rtol=2e-2, atol=2e-2)
 

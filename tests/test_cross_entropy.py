@@ -10,7 +10,7 @@ from stackexp.config.memory import StackMemoryConfig
 from stackexp.config.model import TransformerConfig
 from stackexp.errors import ConfigError
 from stackexp.models import cross_entropy
-from stackexp.models.cross_entropy import Head, NextTokenLoss, linear_cross_entropy, linear_token_losses
+from stackexp.models.cross_entropy import Head, NextTokenLoss, compute_linear_token_losses, linear_cross_entropy
 from stackexp.models.transformer import DecoderOutput, Transformer
 from stackexp.modules.language_modeling import LanguageModeling
 
@@ -63,8 +63,8 @@ def test_a_second_backward_pass_is_refused():
 @pytest.mark.parametrize("chunk", CHUNKS)
 def test_losses_of_tokens_to_evaluate_with(chunk):
     inputs, tokens = make_inputs(torch.float32)
-    expected = cross_entropy.per_token_loss(F.linear(*inputs), tokens)
-    losses = linear_token_losses(inputs[0], Head(inputs[1]), tokens, chunk)
+    expected = cross_entropy.compute_token_losses(F.linear(*inputs), tokens)
+    losses = compute_linear_token_losses(inputs[0], Head(inputs[1]), tokens, chunk)
     assert losses.shape == (B, T - 1)
     torch.testing.assert_close(losses, expected)
     assert not losses.requires_grad
@@ -73,7 +73,7 @@ def test_losses_of_tokens_to_evaluate_with(chunk):
 def test_smoothed_labels_are_in_the_total_alone():
     (hidden, weight), tokens = make_inputs()
     logits, targets = F.linear(hidden, weight)[:, :-1], tokens[:, 1:]
-    plain, smooth = (cross_entropy.losses_of(logits, targets, 0.1, share) for share in (0.0, 0.2))
+    plain, smooth = (cross_entropy.compute_losses(logits, targets, 0.1, share) for share in (0.0, 0.2))
     torch.testing.assert_close(smooth.cross_entropy, plain.cross_entropy)
     of_all = -logits.log_softmax(-1).mean()
     expected = 0.8 * plain.cross_entropy + 0.2 * of_all + 0.1 * plain.z
@@ -95,7 +95,7 @@ def test_bfloat16_is_as_exact_as_the_whole_in_bfloat16(chunk, autocast):
     for name in ("whole", "chunked"):
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             if name == "whole":
-                losses = cross_entropy.losses_of(F.linear(*inputs)[:, :-1], tokens[:, 1:], 0.1)
+                losses = cross_entropy.compute_losses(F.linear(*inputs)[:, :-1], tokens[:, 1:], 0.1)
             else:
                 losses = linear_cross_entropy(inputs[0], Head(inputs[1]), tokens, 0.1, chunk)
         assert losses.total.dtype == losses.cross_entropy.dtype == losses.z.dtype == torch.float32
@@ -127,10 +127,10 @@ def test_no_logits_of_the_whole_batch_exist(kind):
     criterion = NextTokenLoss(kind, chunk=D + 1, z_loss=0.1)  # the weight itself, transposed, has D rows
     with Largest() as largest:
         with torch.autocast("cpu", torch.bfloat16):
-            loss = criterion(model, model(tokens, hidden=criterion.of_hidden), tokens).total
+            loss = criterion(model, model(tokens, return_hidden=criterion.needs_hidden), tokens).total
         loss.backward()
         with torch.no_grad():
-            criterion.per_token(model, model(tokens, hidden=criterion.of_hidden), tokens)
+            criterion.compute_token_losses(model, model(tokens, return_hidden=criterion.needs_hidden), tokens)
     most = {"chunked": D + 1, "whole": B * T}[kind]
     assert largest.rows == {torch.float32: most, torch.bfloat16: most}
 
@@ -152,7 +152,7 @@ def test_a_model_learns_the_same_from_chunks(tied, memory):
     model, tokens = make_model(tied, memory).double(), make_tokens()
     gradients = {}
     for criterion in (NextTokenLoss("whole", z_loss=0.1), NextTokenLoss("chunked", chunk=5, z_loss=0.1)):
-        output = model(tokens, hidden=criterion.of_hidden)
+        output = model(tokens, return_hidden=criterion.needs_hidden)
         assert (output.logits is None) == (output.hidden is not None) == (criterion.kind == "chunked")
         loss = criterion(model, output, tokens).total + 0.5 * output.entropy
         gradients[criterion.kind] = torch.autograd.grad(loss, list(model.parameters()))
@@ -187,7 +187,7 @@ def test_a_recurrent_model_has_chunks_too():
     model, tokens = LanguageModeling(config).model, make_tokens()
     losses = {}
     for criterion in (NextTokenLoss("whole"), NextTokenLoss("chunked", chunk=5)):
-        total = criterion(model, model(tokens, hidden=criterion.of_hidden), tokens).total
+        total = criterion(model, model(tokens, return_hidden=criterion.needs_hidden), tokens).total
         losses[criterion.kind] = (total, *torch.autograd.grad(total, list(model.parameters())))
     torch.testing.assert_close(losses["chunked"], losses["whole"])
 
@@ -208,7 +208,7 @@ def test_compiled_by_the_inductor():
     losses = linear_cross_entropy(inputs[0], Head(inputs[1]), tokens, 0.1, 6, compiled=True)
     torch.testing.assert_close(losses.total, expected[0])
     torch.testing.assert_close(torch.autograd.grad(losses.total, inputs), torch.autograd.grad(expected[0], inputs))
-    of_tokens = linear_token_losses(inputs[0], Head(inputs[1]), tokens, 6, compiled=True)
+    of_tokens = compute_linear_token_losses(inputs[0], Head(inputs[1]), tokens, 6, compiled=True)
     torch.testing.assert_close(of_tokens.mean(), expected[1])
 
 
@@ -216,7 +216,7 @@ def test_without_liger_kernel_one_line_says_so(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "liger_kernel", None)
     cross_entropy._liger.cache_clear()
     with pytest.raises(ConfigError, match=r"trainer\.cross_entropy=liger needs .*pip install 'stackexp\[liger\]'"):
-        NextTokenLoss.of(compose(["quickstart"], ["trainer.cross_entropy=liger"]).trainer)
+        NextTokenLoss.from_config(compose(["quickstart"], ["trainer.cross_entropy=liger"]).trainer)
 
 
 @pytest.mark.gpu

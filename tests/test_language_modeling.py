@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from stackexp.config.compose import compose
 from stackexp.errors import RunError
-from stackexp.models.cross_entropy import per_token_loss
+from stackexp.models.cross_entropy import compute_token_losses
 from stackexp.modules.language_modeling import LanguageModeling
 
 SMALL = ["model.hidden_size=16", "model.num_layers=2", "model.intermediate_size=16", "model.num_heads=2"]
@@ -28,7 +28,7 @@ def batch():
 
 def test_per_token_loss_predicts_the_next_token(batch):
     logits = torch.randn(3, 8, 50)
-    losses = per_token_loss(logits, batch["tokens"])
+    losses = compute_token_losses(logits, batch["tokens"])
     assert losses.shape == (3, 7)
     expected = -logits[1, 4].log_softmax(-1)[batch["tokens"][1, 5]]
     assert losses[1, 4] == pytest.approx(expected.item(), rel=1e-6)

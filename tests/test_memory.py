@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from stackexp.config.memory import StackMemoryConfig
 from stackexp.config.model import TransformerConfig
-from stackexp.models.memories.base import Memory
+from stackexp.models.memories import Memory
 from stackexp.models.memories.stack import StackMemory
 from stackexp.models.transformer import Cache, Transformer
 

@@ -17,7 +17,7 @@ import torch, torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from stackexp.config.compose import compose
 from stackexp.planning.cost import build
-from stackexp.models.sharding import build_mesh, shard_
+from stackexp.models.sharding import build_mesh, shard_model
 
 def held(tensor):
     local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
@@ -26,7 +26,7 @@ def held(tensor):
 def rank(number):
     dist.init_process_group("fake", store=FakeStore(), rank=number, world_size=64)
     model = build(config)
-    shard_(model, build_mesh("cpu", config.trainer), config.trainer)
+    shard_model(model, build_mesh("cpu", config.trainer), config.trainer)
     optimizer = torch.optim.AdamW(model.parameters())
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
@@ -84,14 +84,14 @@ from stackexp.config.compose import compose
 from stackexp.planning import memory_tracker as allocations
 from stackexp.planning.cost import build
 from stackexp.models.cross_entropy import NextTokenLoss
-from stackexp.models.sharding import build_mesh, shard_
+from stackexp.models.sharding import build_mesh, shard_model
 
 config = compose(["pretrain/stacktrans-360m"], sys.argv[1:])
 dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
 mesh, model = build_mesh("cpu", config.trainer), build(config)
 allocations._fuse_norms(model)
 with FakeTensorMode(allow_non_fake_inputs=True):
-    shard_(model, mesh, config.trainer)
+    shard_model(model, mesh, config.trainer)
     tracker = FSDPMemTracker(model.to_empty(device="cpu"))
     tracker.track_inputs((torch.zeros(1),))
     with tracker:

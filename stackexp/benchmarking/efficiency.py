@@ -57,7 +57,7 @@ class Subject:
         if self.config.trainer.compile and row.implementation == "auto":  # the reference is no candidate for speed
             self.model.compile(dynamic=False)
         self.optimizer = registry.build("optimizer", self.config.optimizer, self.model)
-        self.criterion = NextTokenLoss.of(self.config.trainer)
+        self.criterion = NextTokenLoss.from_config(self.config.trainer)
         self._autocast = torch.autocast(device.type, torch.bfloat16, enabled="bf16" in self.config.trainer.precision)
         shape = (self.config.data.micro_batch_size, self.config.data.context_length)
         self.tokens = torch.randint(self.config.model.vocab_size, shape, device=device)
@@ -73,7 +73,7 @@ class Subject:
     def train(self) -> None:
         """One optimizer step on one micro-batch."""
         with self._as_measured(training=True):
-            output = self.model(self.tokens, hidden=self.criterion.of_hidden)
+            output = self.model(self.tokens, return_hidden=self.criterion.needs_hidden)
             losses = self.criterion(self.model, output, self.tokens)
         (losses.total + self.model.entropy_weight * output.entropy).backward()
         self.optimizer.step()

@@ -55,7 +55,7 @@ def load(config: TransformerConfig) -> Attend:
     return functools.partial(flash_attn, window)
 
 
-def require(backend: str, device_type: str) -> None:
+def check_backend(backend: str, device_type: str) -> None:
     """Raise ConfigError, in one line, if `backend` cannot run on a device of this type in this installation."""
     if backend not in ("varlen", "flash_attn"):
         return
@@ -199,7 +199,7 @@ def _grouped(q: Tensor, k: Tensor) -> bool:
 
 def _on_cuda(q: Tensor, backend: str) -> None:
     if q.device.type != "cuda":
-        require(backend, q.device.type)
+        check_backend(backend, q.device.type)
 
 
 def _has_backward(q: Tensor) -> None:

@@ -38,7 +38,7 @@ class Head(NamedTuple):
 
 @dataclass(frozen=True)
 class NextTokenLoss:
-    """The loss of a batch of tokens by a model that was called on them with `hidden=criterion.of_hidden`."""
+    """The loss of a batch of tokens by a model that was called on them with `return_hidden=criterion.needs_hidden`."""
 
     kind: str = "chunked"  # or whole, liger: see `TrainerConfig.cross_entropy`
     chunk: int = 4096  # tokens
@@ -46,34 +46,34 @@ class NextTokenLoss:
     compiled: bool = False  # each chunk by torch.compile
 
     @classmethod
-    def of(cls, trainer: TrainerConfig) -> "NextTokenLoss":
+    def from_config(cls, trainer: TrainerConfig) -> "NextTokenLoss":
         """Raises ConfigError if what the config names is not installed."""
         if trainer.cross_entropy == "liger":
             _liger()
         return cls(trainer.cross_entropy, trainer.cross_entropy_chunk, trainer.z_loss, trainer.compile)
 
     @property
-    def of_hidden(self) -> bool:
+    def needs_hidden(self) -> bool:
         """Whether it takes the model's hidden states, not its logits."""
         return self.kind != "whole"
 
     def __call__(self, model: nn.Module, output: Any, tokens: Tensor) -> Losses:
         """`output` is the model's DecoderOutput of tokens [B, T]: T - 1 predictions of each sequence."""
         if self.kind == "whole":
-            return losses_of(output.logits[:, :-1], tokens[:, 1:], self.z_loss)
+            return compute_losses(output.logits[:, :-1], tokens[:, 1:], self.z_loss)
         if self.kind == "liger":
             return liger_cross_entropy(output.hidden, model.output_head, tokens, self.z_loss)
         options = {"z_loss": self.z_loss, "chunk": self.chunk, "compiled": self.compiled}
         return linear_cross_entropy(output.hidden, model.output_head, tokens, **options)
 
-    def per_token(self, model: nn.Module, output: Any, tokens: Tensor) -> Tensor:
+    def compute_token_losses(self, model: nn.Module, output: Any, tokens: Tensor) -> Tensor:
         """Cross entropy in nats [B, T - 1], without gradients. Of hidden states always by chunks of our own."""
         if self.kind == "whole":
-            return per_token_loss(output.logits, tokens)
-        return linear_token_losses(output.hidden, model.output_head, tokens, self.chunk, self.compiled)
+            return compute_token_losses(output.logits, tokens)
+        return compute_linear_token_losses(output.hidden, model.output_head, tokens, self.chunk, self.compiled)
 
 
-def losses_of(logits: Tensor, targets: Tensor, z_loss: float = 0.0, label_smoothing: float = 0.0) -> Losses:
+def compute_losses(logits: Tensor, targets: Tensor, z_loss: float = 0.0, label_smoothing: float = 0.0) -> Losses:
     """Of all logits [..., V] at once, and the targets [...].
 
     `label_smoothing` is in the total alone: its target is 1 - s for the right symbol and s / V more for each of all V.
@@ -88,7 +88,7 @@ def losses_of(logits: Tensor, targets: Tensor, z_loss: float = 0.0, label_smooth
     return Losses(total + z_loss * z, cross_entropy.detach(), z.detach())
 
 
-def per_token_loss(logits: Tensor, tokens: Tensor) -> Tensor:
+def compute_token_losses(logits: Tensor, tokens: Tensor) -> Tensor:
     """Cross entropy in nats, [B, T - 1], of the next token; logits [B, T, V], tokens [B, T]; computed in float32."""
     targets = tokens[:, 1:]
     return F.cross_entropy(_wide(logits[:, :-1].flatten(0, 1)), targets.flatten(), reduction="none").view_as(targets)
@@ -97,7 +97,7 @@ def per_token_loss(logits: Tensor, tokens: Tensor) -> Tensor:
 def linear_cross_entropy(
     hidden: Tensor, head: Head, tokens: Tensor, z_loss: float = 0.0, chunk: int = 4096, compiled: bool = False
 ) -> Losses:
-    """`losses_of` the next tokens: hidden [B, T, d], tokens [B, T]. `compiled`: each chunk by torch.compile."""
+    """`compute_losses` the next tokens: hidden [B, T, d], tokens [B, T]. `compiled`: each chunk by torch.compile."""
     learns = torch.is_grad_enabled() and (hidden.requires_grad or head.weight.requires_grad)
     total, cross_entropy, z = LinearCrossEntropy.apply(
         hidden.flatten(0, 1), head.weight, head.bias, next_tokens(tokens), z_loss, chunk, compiled, learns
@@ -106,10 +106,10 @@ def linear_cross_entropy(
 
 
 @torch.no_grad()
-def linear_token_losses(
+def compute_linear_token_losses(
     hidden: Tensor, head: Head, tokens: Tensor, chunk: int = 4096, compiled: bool = False
 ) -> Tensor:
-    """`per_token_loss`, [B, T - 1], of hidden [B, T, d] and tokens [B, T], to evaluate with: it has no gradient."""
+    """Return `compute_token_losses`, [B, T - 1], for hidden [B, T, d] and tokens [B, T], without gradient."""
     hidden, weight, bias = _cast(hidden.flatten(0, 1), head.weight, head.bias)
     of_chunk = _compiled(_token_losses) if compiled else _token_losses
     pieces = zip(hidden.split(chunk), next_tokens(tokens).split(chunk), strict=True)

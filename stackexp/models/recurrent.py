@@ -55,7 +55,7 @@ class Recurrent(nn.Module):
         probe: bool = False,
         documents: Tensor | None = None,
         document_bounds: Tensor | None = None,
-        hidden: bool = False,
+        return_hidden: bool = False,
     ) -> DecoderOutput:
         """tokens [B, T] int64, which follow those in `cache`, if given -> logits [B, T, V] of next tokens, or answers.
 
@@ -73,7 +73,9 @@ class Recurrent(nn.Module):
         if cache:
             cache.length += tokens.shape[1]
         entropy, probes = h.new_zeros((), dtype=torch.float32), traces if probe else None
-        return DecoderOutput(None, entropy, probes, h) if hidden else DecoderOutput(self.head(h), entropy, probes)
+        return (
+            DecoderOutput(None, entropy, probes, h) if return_hidden else DecoderOutput(self.head(h), entropy, probes)
+        )
 
     def _run(self, layer: nn.Module, *args: Any) -> tuple[Tensor, Any, Trace]:
         if self.checkpoint_blocks and torch.is_grad_enabled():

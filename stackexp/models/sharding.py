@@ -17,7 +17,7 @@ def build_mesh(device_type: str, trainer: TrainerConfig) -> DeviceMesh:
     return init_device_mesh(device_type, (trainer.num_nodes * trainer.devices,), mesh_dim_names=("shard",))
 
 
-def shard_(model: Transformer, mesh: DeviceMesh, trainer: TrainerConfig) -> None:
+def shard_model(model: Transformer, mesh: DeviceMesh, trainer: TrainerConfig) -> None:
     """Shard a decoder in place: each block by itself; embedding, last norm and head with the root.
 
     With bf16-mixed, blocks are gathered in bfloat16 and gradients reduced in float32; the root stays in float32, so

@@ -136,7 +136,7 @@ class Transformer(nn.Module):
         probe: bool = False,
         documents: Tensor | None = None,
         document_bounds: Tensor | None = None,
-        hidden: bool = False,
+        return_hidden: bool = False,
     ) -> DecoderOutput:
         """tokens [B, T] int64, which follow those in `cache`, if given -> logits [B, T, V] of next tokens, or answers.
 
@@ -167,7 +167,7 @@ class Transformer(nn.Module):
         entropies = [trace["entropy"] for trace in traces if "entropy" in trace]
         entropy = torch.stack(entropies).mean() if entropies else h.new_zeros((), dtype=torch.float32)
         probes = [{name: value.detach() for name, value in trace.items()} for trace in traces] if probe else None
-        if hidden:
+        if return_hidden:
             return DecoderOutput(None, entropy, probes, h)
         return DecoderOutput(F.linear(h, self.output_head.weight), entropy, probes)
 

@@ -16,10 +16,10 @@ from torch.utils.data import DataLoader
 from stackexp.config import registry
 from stackexp.config.experiment import ExperimentConfig
 from stackexp.errors import RunError
-from stackexp.models.attention_backends import require
+from stackexp.models.attention_backends import check_backend
 from stackexp.models.checkpoints import load_weights
 from stackexp.models.cross_entropy import Losses
-from stackexp.models.sharding import build_mesh, shard_
+from stackexp.models.sharding import build_mesh, shard_model
 from stackexp.models.transformer import DecoderOutput
 from stackexp.modules.metrics import ItemSums
 from stackexp.modules.spike_detection import SpikeDetector
@@ -56,7 +56,7 @@ class TrainingModule(pl.LightningModule):
         super().__init__()
         self.config, self.weights = config, weights
         self._is_sharded = False
-        require(getattr(config.model, "attention", "sdpa"), config.trainer.device_type(torch.cuda.is_available()))
+        check_backend(getattr(config.model, "attention", "sdpa"), config.trainer.device_type(torch.cuda.is_available()))
         with torch.device("meta") if config.trainer.sharded else contextlib.nullcontext():
             self.model = registry.build("model", config.model)
         self.model.checkpoint_blocks = config.trainer.recomputed
@@ -109,7 +109,7 @@ class TrainingModule(pl.LightningModule):
         if not trainer.sharded or self._is_sharded:  # Lightning calls this hook more than once
             return
         device = self.trainer.strategy.root_device
-        shard_(self.model, build_mesh(device.type, trainer), trainer)
+        shard_model(self.model, build_mesh(device.type, trainer), trainer)
         self.model.to_empty(device=device)
         torch.manual_seed(self.config.seed)
         self.model.init_weights()
@@ -153,7 +153,7 @@ class TrainingModule(pl.LightningModule):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Pass the step number to the memories."""
         for memory in self.model.memories:
-            memory.at_step(self.global_step)
+            memory.set_step(self.global_step)
 
     def configure_gradient_clipping(self, optimizer: torch.optim.Optimizer, *_: Any, **__: Any) -> None:
         """Clip by the global norm. Raises RunError if the loss or a gradient is not finite; detects spikes."""

@@ -25,7 +25,7 @@ class LanguageModeling(TrainingModule):
 
     def __init__(self, config: ExperimentConfig, weights: Path | None = None):
         super().__init__(config, weights)
-        self.criterion = NextTokenLoss.of(config.trainer)
+        self.criterion = NextTokenLoss.from_config(config.trainer)
 
     def setup(self, stage: str) -> None:
         """Register the bytes of text of each token id; zeros if the tokenizer is unknown."""
@@ -40,7 +40,7 @@ class LanguageModeling(TrainingModule):
             probe=self.probe,
             documents=batch.get("documents"),
             document_bounds=batch.get("document_bounds"),
-            hidden=self.criterion.of_hidden,
+            return_hidden=self.criterion.needs_hidden,
         )
         losses = self.criterion(self.model, output, batch["tokens"])
         return self.compute_objective(losses, output, batch["index"])
@@ -51,8 +51,8 @@ class LanguageModeling(TrainingModule):
 
     def update_set_metric(self, metric: ChunkLosses, batch: Batch) -> None:
         """Score one batch of chunks."""
-        output = self.model(batch["tokens"], hidden=self.criterion.of_hidden)
-        losses = self.criterion.per_token(self.model, output, batch["tokens"])
+        output = self.model(batch["tokens"], return_hidden=self.criterion.needs_hidden)
+        losses = self.criterion.compute_token_losses(self.model, output, batch["tokens"])
         metric.update(batch["index"], batch["length"], losses, self.token_bytes[batch["tokens"][:, 1:]])
 
     def compute_set_scores(self, dataset: EvaluationSet, metric: ChunkLosses) -> Scores:

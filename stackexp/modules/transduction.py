@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from stackexp.datamodules.formal_language import LengthSet
-from stackexp.models.cross_entropy import losses_of
+from stackexp.models.cross_entropy import compute_losses
 from stackexp.modules.base import TrainingModule
 from stackexp.modules.metrics import SequenceScores
 from stackexp.runs import AVERAGE_ACCURACY, AVERAGE_LOSS
@@ -50,7 +50,7 @@ class Transduction(TrainingModule):
         self._tokens += self.config.data.batch_size * self._sequence_length
         output = self.model(batch["tokens"], probe=self.probe)
         logits = output.logits[:, -targets.shape[1] :]
-        losses = losses_of(logits, targets, self.config.trainer.z_loss, self.config.data.label_smoothing)
+        losses = compute_losses(logits, targets, self.config.trainer.z_loss, self.config.data.label_smoothing)
         is_correct = (logits.argmax(-1) == targets) & batch["mask"]
         loss = self.compute_objective(losses, output, torch.tensor([batch["length"]]))
         self.step_metrics.add("accuracy/train", is_correct.sum() / batch["counted"])

@@ -212,7 +212,7 @@ def _optimizer_bytes(config: ExperimentConfig, ranks: int) -> int:
 def _communication(trainer: TrainerConfig, model: Transformer, training: bool) -> int:
     """Buffers for weights and gradients on their way between ranks, at most.
 
-    ddp: its buckets, as large as the gradients. fsdp and hsdp (`sharding.shard_`): the root's weights throughout; a
+    ddp: its buckets, as large as the gradients. fsdp and hsdp (`shard_model`): the root's weights throughout; a
     block's and, on its way, the next one's (all blocks' without reshard_after_forward). In the backward pass also the
     head's gradient, a block's gradients and a copy of them to reduce; at its end the same of the root.
     """
@@ -269,7 +269,7 @@ _passes: dict[str, Counter[str]] = {}  # counted so far
 def _pass(config: ExperimentConfig, training: bool, layers: int, batch: int, length: int) -> Counter[str]:
     trainer = config.trainer
     config = replace(config, model=replace(config.model, num_layers=layers))
-    autocast, criterion = trainer.precision == "bf16-mixed", replace(NextTokenLoss.of(trainer), compiled=False)
+    autocast, criterion = trainer.precision == "bf16-mixed", replace(NextTokenLoss.from_config(trainer), compiled=False)
     key = f"{config.model} {trainer.precision} {trainer.sharded} {trainer.recomputed} {criterion}"
     key = f"{key} {training} {batch} {length}"
     if key not in _passes:

@@ -129,13 +129,13 @@ def validation_peak(
     with _fake(model), torch.no_grad(), Allocations(model) as allocations:
         tokens = torch.zeros(batch, length, dtype=torch.int64)
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            criterion.per_token(model, model.eval()(tokens, hidden=criterion.of_hidden), tokens)
+            criterion.compute_token_losses(model, model.eval()(tokens, return_hidden=criterion.needs_hidden), tokens)
     return allocations.peak
 
 
 def _loss(model: Transformer, tokens: Tensor, criterion: NextTokenLoss) -> Tensor:
     """As LanguageModeling.training_step: what lives as long there lives as long here."""
-    output = model(tokens, hidden=criterion.of_hidden)
+    output = model(tokens, return_hidden=criterion.needs_hidden)
     loss = criterion(model, output, tokens).total
     return loss + model.entropy_weight * output.entropy if model.entropy_weight else loss
 

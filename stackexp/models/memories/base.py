@@ -52,7 +52,7 @@ class Memory(nn.Module):
             if module is not self and hasattr(module, "reset_parameters"):
                 module.reset_parameters()
 
-    def at_step(self, step: int) -> None:
+    def set_step(self, step: int) -> None:
         """Called before each training step, 0 .. max_steps - 1: for what changes as training goes on."""
 
     def flops_per_token(self, context_length: int) -> float:

@@ -61,7 +61,7 @@ class StackMemory(Memory):
         if self.noise is not None:
             self.noise.fill_(self.config.action_noise)
 
-    def at_step(self, step: int) -> None:
+    def set_step(self, step: int) -> None:
         """The noise grows linearly over the first `action_noise_steps` steps."""
         if self.noise is not None and self.config.action_noise_steps:
             self.noise.fill_(self.config.action_noise * min(1.0, step / self.config.action_noise_steps))
