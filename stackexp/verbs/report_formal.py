@@ -34,14 +34,15 @@ def run(args: Namespace) -> int:
     for option, paths, suffixes in (("out", args.out, TABLES), ("figure", [args.figure], FIGURES)):
         _check_suffixes(args.parser, option, paths, suffixes)
     _check_suffixes(args.parser, "curves", [args.curves], FIGURES)
-    from stackexp.reports.formal import collect, export, figures, tables
+    from stackexp.reports.formal import export, figures, tables
+    from stackexp.reports.formal.collect import collect_report
 
-    report = collect.collect(args.runs, lengths)
+    report = collect_report(args.runs, lengths)
     if not args.out:
-        print(tables.markdown(report, args.runs), end="")
-    writers = {".md": tables.markdown, ".tex": export.latex, ".csv": export.comma_separated}
+        print(tables.format_markdown(report), end="")
+    writers = {".md": tables.format_markdown, ".tex": export.format_latex, ".csv": export.format_csv}
     for path in args.out:
-        path.write_text(writers[path.suffix](report, args.runs), encoding="utf-8")
+        path.write_text(writers[path.suffix](report), encoding="utf-8")
         print(path)
     for path, draw in ((args.figure, figures.draw_bars), (args.curves, figures.draw_curves)):
         if path:

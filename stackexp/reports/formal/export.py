@@ -1,35 +1,29 @@
-"""The formal-language table for papers and for other programs: LaTeX, and CSV with one line per run."""
+"""The formal-language table for papers and other programs: LaTeX, and CSV with one line per run."""
 
 import csv
 import io
 import re
-from collections.abc import Iterable
-from pathlib import Path
 
-from stackexp.reports.formal.collect import COLUMNS, FormalRun, Range, Report, paper
-from stackexp.reports.formal.recipes import Sweeps, missing, name_of
+from stackexp.reports.formal.collect import Report
+from stackexp.reports.formal.missing import SweepProgress
+from stackexp.reports.formal.paper import COLUMNS
+from stackexp.reports.formal.recipes import name_recipe
+from stackexp.reports.formal.runs import FormalRun, Lengths
 from stackexp.reports.formal.tables import (
+    BELOW,
     COARSE,
     RECIPE_HEADER,
-    SHORT,
     UNFINISHED,
-    Text,
-    header,
-    legend,
-    notes,
-    recipes,
-    rows,
+    Markup,
+    build_header,
+    build_recipe_rows,
+    build_rows,
+    describe_commands,
+    describe_marks,
+    format_legend,
 )
-from stackexp.reports.tables import ABSENT
-
-MEMORY_OPTIONS = ("axis", "read", "read_mask", "feedback", "feedback_activation", "num_slots", "eval_num_slots")
-MEMORY_OPTIONS += ("feedback_hidden_size", "action_sharpness", "action_noise", "action_noise_steps")
-"""Columns of the CSV, in this order, from `model.memory`."""
-
-RANGES: tuple[Range, ...] = ((41, 100), (41, 500))
-"""What the CSV has scores over, besides the range of the table."""
-
-NUMBERED = " [n]: seeds are missing; the command of that number, a comment in this table's source, runs them."
+from stackexp.reports.tables import ABSENT, format_table
+from stackexp.tasks import TASKS
 
 # LaTeX
 
@@ -37,12 +31,12 @@ _SYMBOLS = {
     **{character: f"\\{character}" for character in "&%$#_{}"},
     **{"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"},
     **{"<": r"\textless{}", ">": r"\textgreater{}", '"': r"\textquotedbl{}", "`": r"\textasciigrave{}"},
-    **{SHORT: r"$\downarrow$", COARSE: r"$\dagger$", UNFINISHED: r"$\ddagger$", ABSENT: "--"},
+    **{BELOW: r"$\downarrow$", COARSE: r"$\dagger$", UNFINISHED: r"$\ddagger$", ABSENT: "--"},
 }
 
 
-def escape(text: str) -> str:
-    """Text as LaTeX prints it; what stands between backticks as code, which may be broken after / _ = . and -."""
+def escape_latex(text: str) -> str:
+    """Escape text for LaTeX; `code` becomes typewriter text that may break after / _ = . and -."""
     parts = text.split("`")
     for i, part in enumerate(parts):
         parts[i] = "".join(_SYMBOLS.get(character, character) for character in part)
@@ -51,81 +45,74 @@ def escape(text: str) -> str:
     return "".join(parts)
 
 
-def latex(report: Report, paths: Iterable[Path | str]) -> str:
-    """Two tables for a document with the packages booktabs and graphicx; commands for missing cells are comments."""
-    sweeps = Sweeps(report, paths)
-    numbers, commands = missing(report, sweeps)
-    far, near = r"@{\hspace{10pt}}", r"@{\hspace{3pt}}"  # the paper's figure is nearer to ours than the next model
+LATEX = Markup(r"\textbf{{{}}}".format, r"\emph{{{}}}".format, escape_latex)
+
+
+def format_latex(report: Report) -> str:
+    """Return two tables for a document with booktabs and graphicx; commands for missing cells are comments."""
+    far, near = r"@{\hspace{10pt}}", r"@{\hspace{3pt}}"  # the paper's score is nearer to ours than the next model
     columns = f"l{far}" + f"l{near}r{far}" * (len(COLUMNS) - 2) + f"l{far}l{far}r"
-    lines = [
-        "% Needs \\usepackage{booktabs,graphicx}.",
-        *(f"% [{number}] missing cells: {command}" for number, command in enumerate(commands, 1)),
-        *(r"\begin{table}", r"\centering", rf"\caption{{{escape(legend(report) + NUMBERED * bool(commands))}}}"),
-        rf"\resizebox{{\textwidth}}{{!}}{{\begin{{tabular}}{{{columns}}}",
-        *(r"\toprule", " & ".join(escape(name) for name in header()) + r" \\"),
-    ]
-    kind = ""
-    for task, cells in rows(report, numbers):
-        if paper.TASKS[task] != kind:
-            kind = paper.TASKS[task]
-            lines += [r"\midrule", rf"\multicolumn{{{len(cells) + 1}}}{{l}}{{\emph{{{kind}}}}} \\"]
-        lines.append(" & ".join([escape(task), *map(_typeset, cells)]) + r" \\")
-    marked = [escape(line) for line in notes(report, sweeps) if line[0] in (COARSE, UNFINISHED)]
-    lines += [
-        r"\bottomrule",
-        r"\end{tabular}}",
-        *(rf"\par\raggedright\footnotesize {x}" for x in marked),
-        r"\end{table}",
-    ]
-    if found := recipes(report):
-        lines += [r"\begin{table}", r"\centering", r"\caption{Recipes of StackTrans.}"]
-        lines += [rf"\resizebox{{\textwidth}}{{!}}{{\begin{{tabular}}{{{'l' * len(RECIPE_HEADER)}}}", r"\toprule"]
-        body = [" & ".join(map(escape, row)) + r" \\" for row in [list(RECIPE_HEADER), *found]]
-        lines += [body[0], r"\midrule", *body[1:], r"\bottomrule", r"\end{tabular}}", r"\end{table}"]
+    lines = ["% Needs \\usepackage{booktabs,graphicx}."]
+    lines += [f"% missing cells: {line}" for line in describe_commands(report, SweepProgress(report))]
+    body = format_table(build_rows(report, LATEX), header=build_header(), style="latex")
+    lines += _format_float(format_legend(report), columns, body, describe_marks(report))
+    if rows := [[escape_latex(cell) for cell in row] for row in build_recipe_rows(report)]:
+        body = format_table(rows, header=RECIPE_HEADER, style="latex")
+        lines += _format_float("Recipes of StackTrans.", "l" * len(RECIPE_HEADER), body, [])
     return "\n".join(lines) + "\n"
 
 
-def _typeset(cell: Text) -> str:
-    best = rf"\textbf{{{escape(cell.best)}}}" if cell.bold else escape(cell.best)
-    return best + escape(cell.rest)
+def _format_float(caption: str, columns: str, body: str, footnotes: list[str]) -> list[str]:
+    return [
+        r"\begin{table}",
+        r"\centering",
+        rf"\caption{{{escape_latex(caption)}}}",
+        rf"\resizebox{{\textwidth}}{{!}}{{\begin{{tabular}}{{{columns}}}",
+        body,
+        r"\end{tabular}}",
+        *(rf"\par\raggedright\footnotesize {escape_latex(note)}" for note in footnotes),
+        r"\end{table}",
+    ]
 
 
 # CSV
 
+MEMORY_OPTIONS = (
+    *("axis", "read", "read_mask", "feedback", "feedback_activation", "num_slots", "eval_num_slots"),
+    *("feedback_hidden_size", "action_sharpness", "action_noise", "action_noise_steps", "entropy_weight"),
+)
+MODEL_OPTIONS = ("num_layers", "positional", "attention_window", "attention_log_base")
+DATA_OPTIONS = (
+    *("max_length", "curriculum_start", "curriculum_steps", "batch_size", "longest_fraction", "label_smoothing"),
+)
+RANGES: tuple[Lengths, ...] = ((41, 100), (41, 500))
+"""The CSV has scores over these lengths and over those of the table."""
 
-def comma_separated(report: Report, _: Iterable[Path | str] = ()) -> str:
-    """One line for each run found, those without figures too; `in_table` says whether it is in a cell."""
+
+def format_csv(report: Report) -> str:
+    """Return one line for each run found, also without scores; `in_table` is True if it counts in a cell."""
+    tasks = list(TASKS)
+    runs = sorted(report.runs, key=lambda r: (tasks.index(r.task), COLUMNS.index(r.column), r.seed, str(r.path)))
+    rows = [_build_csv_row(report, run) for run in runs]
     text = io.StringIO()
-    lines = [_csv_row(report, run) for run in sorted(report.runs, key=lambda run: _place(report, run))]
-    writer = csv.DictWriter(text, list(lines[0]), lineterminator="\n")
+    writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
     writer.writeheader()
-    writer.writerows(lines)
+    writer.writerows(rows)
     return text.getvalue()
 
 
-def _place(report: Report, run: FormalRun) -> tuple[int, int, int, str]:
-    return list(paper.TASKS).index(run.task), COLUMNS.index(run.column), run.seed, str(run.path)
-
-
-def _csv_row(report: Report, run: FormalRun) -> dict[str, object]:
-    cell, config, tested = report.cells[run.task, run.column], run.config, run.tested(report.among)
-    memory = {key: config.get(f"model.memory.{key}") for key in MEMORY_OPTIONS}
-    options = ("num_layers", "positional", "attention_window", "attention_log_base")
-    model = {key: config.get(f"model.{key}") for key in options}
-    data = {key: config[f"data.{key}"] for key in ("max_length", "curriculum_start", "curriculum_steps", "batch_size")}
-    data |= {key: config.get(f"data.{key}") for key in ("longest_fraction", "label_smoothing")}
-    scores = {f"score_{a}_{b}": run.score((a, b)) for a, b in dict.fromkeys((*RANGES, report.among))}
+def _build_csv_row(report: Report, run: FormalRun) -> dict[str, object]:
+    cell, config, evaluation = report.cells[run.task, run.column], run.config, run.find_evaluation(report.lengths)
+    sections = {"model.memory": MEMORY_OPTIONS, "model": MODEL_OPTIONS, "data": DATA_OPTIONS}
+    scores = {f"score_{a}_{b}": run.compute_score((a, b)) for a, b in dict.fromkeys((*RANGES, report.lengths))}
     return {
-        **{"task": run.task, "class": paper.TASKS[run.task], "model": run.column, "seed": run.seed},
-        **memory,
-        "entropy_weight": config.get("model.memory.entropy_weight"),
-        **model,
-        **data,
+        **{"task": run.task, "class": TASKS[run.task].chomsky_class, "model": run.column, "seed": run.seed},
+        **{key: config.get(f"{section}.{key}") for section, keys in sections.items() for key in keys},
         **{"lr": config["optimizer.lr"], "steps": run.step, "max_steps": config["trainer.max_steps"]},
         **{key: run.result.get(key) for key in ("parameters", "memory_parameters", "train_accuracy")},
-        **{"validation_accuracy": run.validation, **scores, "paper": cell.paper},
-        "sequences_per_length": tested and tested.sequences,
-        "length_stride": tested and tested.stride,
-        "tested_in": tested and tested.file,
-        **{"finished": run.finished, "in_table": run in cell.runs, "recipe": name_of(run), "run": str(run.path)},
+        **{"validation_accuracy": run.validation_accuracy, **scores, "paper": cell.paper},
+        "sequences_per_length": evaluation and evaluation.sequences,
+        "length_stride": evaluation and evaluation.stride,
+        "tested_in": evaluation and evaluation.file,
+        **{"finished": run.finished, "in_table": run in cell.runs, "recipe": name_recipe(run), "run": str(run.path)},
     }

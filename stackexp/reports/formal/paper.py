@@ -1,21 +1,29 @@
-"""What the paper (StackTrans, arXiv 2507.15343) prints on formal languages, and what it is printed of."""
+"""The scores that the StackTrans paper (arXiv 2507.15343) prints for formal languages, and the columns of its table."""
 
-CLASSES: dict[str, tuple[str, ...]] = {
-    "regular": ("even_pairs", "parity_check", "cycle_navigation", "modular_arithmetic"),
-    "deterministic context-free": (
-        *("stack_manipulation", "reverse_string", "modular_arithmetic_brackets", "solve_equation"),
-    ),
-    "context-sensitive": (
-        *("missing_duplicate", "odds_first", "binary_addition", "binary_multiplication", "compute_sqrt"),
-        *("bucket_sort", "duplicate_string"),
-    ),
-}
-"""The tasks by their class in the Chomsky hierarchy (Deletang et al. 2023, table 1), in each the paper's first."""
+from collections.abc import Mapping
+from typing import Any
 
-TASKS: dict[str, str] = {task: name for name, tasks in CLASSES.items() for task in tasks}
-"""Task -> its class, in the order of the table."""
+from stackexp.config.formal_language import model_label
+from stackexp.tasks import TASKS
 
 MODELS = ("LSTM", "StackRNN", "StackAttn", "Transformer", "StackTrans")
+DEPTH = "StackTrans depth"
+COLUMNS = (*MODELS, DEPTH)
+"""The models of our table: the paper's, where StackTrans has any axis but depth, which has a column of its own."""
+
+CLASSES: dict[str, list[str]] = {}
+"""Class in the Chomsky hierarchy (Deletang et al. 2023, table 1) -> its tasks, in the order of the table."""
+for _task in TASKS.values():
+    CLASSES.setdefault(_task.chomsky_class, []).append(_task.name)
+
+_COLUMNS_BY_LABEL = {
+    "lstm": "LSTM",
+    "stack_rnn": "StackRNN",
+    "stack_attention": "StackAttn",
+    "transformer": "Transformer",
+    "stacktrans": "StackTrans",
+    "stacktrans-depth": DEPTH,
+}
 
 _PRINTED: dict[str, tuple[float | None, ...]] = {
     "even_pairs": (1.00, 1.00, None, 0.49, 1.00),
@@ -36,7 +44,17 @@ TABLE_1: dict[str, dict[str, float]] = {
     task: {model: score for model, score in zip(MODELS, scores, strict=True) if score is not None}
     for task, scores in _PRINTED.items()
 }
-"""Task -> model -> accuracy on strings longer than those of the training, of the best seed, to two decimals.
+"""Table 1 of the paper: task -> model -> accuracy of the best seed on strings longer than the training strings.
 
-Table 1 of the paper. It prints no modular_arithmetic, solve_equation and duplicate_string, and of StackAttn only three.
+It has two decimals, lacks modular_arithmetic, solve_equation and duplicate_string, and has StackAttn on three tasks.
 """
+
+
+def get_printed_score(task: str, column: str) -> float | None:
+    """Return the paper's score, or None. The depth axis is compared with the paper's StackTrans."""
+    return TABLE_1.get(task, {}).get("StackTrans" if column == DEPTH else column)
+
+
+def find_column(config: Mapping[str, Any]) -> str | None:
+    """Return the column of a config given as {full key: value}, or None if the table has none for its model."""
+    return _COLUMNS_BY_LABEL.get(model_label(config))

@@ -1,252 +1,251 @@
-"""The formal-language table: what it says, and in Markdown."""
+"""The formal-language table in Markdown, and the rows and notes that it shares with LaTeX."""
 
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
-from stackexp.reports.formal.collect import (
-    COLUMNS,
-    DEPTH,
-    Cell,
-    FormalRun,
-    Report,
-    median_validation,
-    median_validation_loss,
-    paper,
-)
+from stackexp.reports.formal.cells import Cell, get_median_accuracy, get_median_loss
+from stackexp.reports.formal.collect import Report
+from stackexp.reports.formal.missing import CellKey, SweepProgress, find_commands
+from stackexp.reports.formal.paper import CLASSES, COLUMNS, DEPTH
 from stackexp.reports.formal.recipes import (
-    Sweeps,
-    curriculum,
-    differences,
-    feedback,
-    missing,
-    name_of,
-    overrides,
-    slots,
-    without_task,
+    find_differences,
+    format_curriculum,
+    format_feedback,
+    format_overrides,
+    format_slots,
+    hash_without_task,
+    name_recipe,
 )
-from stackexp.reports.tables import ABSENT
+from stackexp.reports.formal.runs import Evaluation, FormalRun
+from stackexp.reports.tables import ABSENT, format_table
+from stackexp.tasks import TASKS
 
-SHORT, COARSE, UNFINISHED = "↓", "†", "‡"
+BELOW, COARSE, UNFINISHED = "↓", "†", "‡"
 LEGEND = (
-    "Ours: best / median of the seeds (number of seeds), mean accuracy over strings of length {first}..{last} "
-    "({manner}). Bold: at least the paper's figure, at its two decimals; {short}: below it. paper: Table 1 of "
-    "arXiv 2507.15343, best of the seeds; {absent}: it prints none. StackTrans: any axis but depth. "
-    "Steps of training: {steps}."
+    "Ours: best / median over the seeds (number of seeds) of the mean accuracy on lengths {first}..{last} "
+    "({thoroughness}). Bold: at least the paper's score at two decimals; {below}: below it. paper: Table 1 of arXiv "
+    "2507.15343, best seed; {absent}: not printed. StackTrans: any axis except depth. Training steps: {steps}."
 )
 RECIPE_HEADER = (
     *("task", "axis", "read", "feedback", "lambda", "S", "curriculum", "steps", "seeds", "validation"),
     "recipe",
 )
+MAX_SHOWN_DIFFERENCES = 6
 
 
-@dataclass(frozen=True)
-class Text:
-    """What a table says of a cell, before it is in any markup."""
+class Markup(NamedTuple):
+    """How a text format marks bold and italic text, and escapes other text."""
 
-    best: str
-    rest: str = ""
-    bold: bool = False
-
-
-# What the tables say
+    bold: Callable[[str], str]
+    italic: Callable[[str], str]
+    escape: Callable[[str], str]
 
 
-def ours(report: Report, cell: Cell, numbers: dict[tuple[str, str], int]) -> Text:
-    """Best / median (seeds) with its marks; of an empty cell, the number of the command that fills it."""
-    number = numbers.get((cell.task, cell.column))
-    reference = f" [{number}]" if number else ""
-    if not cell.scores:
-        return Text("missing", UNFINISHED * cell.unfinished + reference)
-    marks = COARSE * bool(report.coarse(cell)) + UNFINISHED * cell.unfinished
-    rest = f"{SHORT * cell.short} / {statistics.median(cell.scores):.2f} ({len(cell.scores)}){marks}"
-    return Text(f"{max(cell.scores):.2f}", rest + reference, cell.reached)
+MARKDOWN = Markup("**{}**".format, "*{}*".format, str)
 
 
-def header() -> list[str]:
-    """Task, then each model and the paper's figure; that of StackTrans is for both of ours."""
-    columns = ["task"]
+def format_markdown(report: Report) -> str:
+    """Return the table, the recipes, the commands for missing cells and notes as Markdown."""
+    sweeps = SweepProgress(report)
+    parts = [format_table(build_rows(report, MARKDOWN), header=build_header(), style="markdown"), format_legend(report)]
+    if rows := build_recipe_rows(report):
+        parts += ["**Recipes of StackTrans**", format_table(rows, header=RECIPE_HEADER, style="markdown")]
+    sections = {
+        "Other models": describe_baselines(report),
+        "Commands for missing cells": describe_commands(report, sweeps),
+        "Notes": [*build_notes(report), *sweeps.notes, *report.skipped],
+    }
+    for title, lines in sections.items():
+        if lines:
+            parts += [f"**{title}**", "\n".join(f"- {line}" for line in lines)]
+    return "\n\n".join(parts) + "\n"
+
+
+# Rows of the table
+
+
+def build_header() -> list[str]:
+    """Return the titles: the task, then each model and the paper's score, which both StackTrans columns share."""
+    header = ["task"]
     for column in COLUMNS:
-        columns += [column] if column == "StackTrans" else [column, "paper"]
-    return columns
+        header += [column] if column == "StackTrans" else [column, "paper"]
+    return header
 
 
-def rows(report: Report, numbers: dict[tuple[str, str], int]) -> list[tuple[str, list[Text]]]:
-    """(task, cells) as `header` has them."""
-    found = []
-    for task in paper.TASKS:
-        cells = []
-        for column in COLUMNS:
-            cell = report.cells[task, column]
-            cells.append(ours(report, cell, numbers))
-            if column != "StackTrans":
-                cells.append(Text(ABSENT if cell.paper is None else f"{cell.paper:.2f}"))
-        found.append((task, cells))
-    return found
+def build_rows(report: Report, markup: Markup) -> list[list[str]]:
+    """Return the rows below the header: the name of each class, then its tasks."""
+    rows = []
+    for name, tasks in CLASSES.items():
+        rows.append([markup.italic(name), *[""] * (len(build_header()) - 1)])
+        for task in tasks:
+            row = [markup.escape(task)]
+            for column in COLUMNS:
+                cell = report.cells[task, column]
+                row.append(_format_cell(report, cell, markup))
+                if column != "StackTrans":
+                    row.append(markup.escape(ABSENT if cell.paper is None else f"{cell.paper:.2f}"))
+            rows.append(row)
+    return rows
 
 
-def legend(report: Report) -> str:
-    first, last = report.among
-    how = manner(report.finest.stride, report.finest.sequences)
-    return LEGEND.format(first=first, last=last, manner=how, short=SHORT, absent=ABSENT, steps=_steps(report))
+def _format_cell(report: Report, cell: Cell, markup: Markup) -> str:
+    if not cell.scores:
+        return markup.escape("missing" + UNFINISHED * cell.is_unfinished)
+    best = f"{max(cell.scores):.2f}"
+    marks = COARSE * bool(report.find_coarse(cell)) + UNFINISHED * cell.is_unfinished
+    rest = f"{BELOW * cell.is_below_paper} / {statistics.median(cell.scores):.2f} ({len(cell.scores)}){marks}"
+    return (markup.bold(best) if cell.reaches_paper else best) + markup.escape(rest)
 
 
-def _steps(report: Report) -> str:
-    """Of each column, those of all its tasks."""
-    found: dict[str, list[int]] = defaultdict(list)
+def format_legend(report: Report) -> str:
+    """Explain the table: what the scores are, and how long the models were trained."""
+    first, last = report.lengths
+    steps: dict[str, list[int]] = defaultdict(list)
     for (_, column), cell in report.cells.items():
-        found[column] += [run.step for run in cell.runs]
-    return "; ".join(f"{column} {_range(found[column])}" for column in COLUMNS if found[column])
+        steps[column] += [run.step for run in cell.runs]
+    return LEGEND.format(
+        first=first,
+        last=last,
+        thoroughness=_format_thoroughness(report.finest),
+        below=BELOW,
+        absent=ABSENT,
+        steps="; ".join(f"{column} {_format_steps(steps[column])}" for column in COLUMNS if steps[column]),
+    )
 
 
-def _range(steps: list[int]) -> str:
+def _format_steps(steps: list[int]) -> str:
     return f"{min(steps):,}" if min(steps) == max(steps) else f"{min(steps):,} to {max(steps):,}"
 
 
-def manner(stride: int, sequences: int) -> str:
-    """How thorough a test is."""
-    lengths = "every length" if stride == 1 else f"one length in {stride}"
-    return f"{lengths}, {sequences} strings of each"
+def _format_thoroughness(evaluation: Evaluation) -> str:
+    lengths = "every length" if evaluation.stride == 1 else f"one length in {evaluation.stride}"
+    return f"{lengths}, {evaluation.sequences} strings each"
 
 
-def notes(report: Report, sweeps: Sweeps) -> list[str]:
-    """What is to be known of single cells, of recipes not taken and of runs left out; commands stand in `code`."""
-    found = [*_coarse(report)]
-    cells = [cell for cell in report.cells.values() if cell.unfinished]
-    if cells:
-        found.append(f"{UNFINISHED} not all runs are finished and tested: " + "; ".join(map(_unfinished, cells)))
+def _format_cells(keys: Iterable[CellKey]) -> str:
+    """Return cells as `LSTM: even_pairs, parity_check; StackRNN: all tasks`."""
+    columns: dict[str, list[str]] = defaultdict(list)
+    for task, column in keys:
+        columns[column].append(task)
+    return "; ".join(f"{column}: {_format_tasks(tasks)}" for column, tasks in columns.items())
+
+
+def _format_tasks(tasks: list[str]) -> str:
+    return "all tasks" if set(tasks) == set(TASKS) else ", ".join(tasks)
+
+
+# Recipes
+
+
+def build_recipe_rows(report: Report) -> list[list[str]]:
+    """Return a row of RECIPE_HEADER for each StackTrans cell with runs; validation is the median accuracy."""
+    rows = []
+    for task in TASKS:
+        cell = report.cells[task, "StackTrans"]
+        if cell.runs:
+            config, accuracy = cell.best_run.config, get_median_accuracy(cell.runs)
+            weight = config.get("model.memory.entropy_weight")
+            rows.append(
+                [
+                    task,
+                    *(str(config.get(f"model.memory.{key}", ABSENT)) for key in ("axis", "read")),
+                    format_feedback(config),
+                    ABSENT if weight is None else f"{weight:g}",
+                    format_slots(config),
+                    format_curriculum(config),
+                    f"{cell.best_run.step:,}",
+                    ", ".join(str(run.seed) for run in cell.runs),
+                    ABSENT if accuracy is None else f"{accuracy:.3f}",
+                    f"`{name_recipe(cell.best_run)}`",
+                ]
+            )
+    return rows
+
+
+def describe_baselines(report: Report) -> list[str]:
+    """Return a line for each recipe of the other models, with the tasks that it is used for."""
+    recipes: dict[tuple[int, str], list[FormalRun]] = defaultdict(list)
+    for (_, column), cell in report.cells.items():
+        if cell.runs and column != "StackTrans":
+            recipes[COLUMNS.index(column), hash_without_task(cell.best_run.recipe)].append(cell.best_run)
+    order = sorted(recipes, key=lambda key: key[0])  # stable: recipes of a column stay in the order of the tasks
+    return [f"{COLUMNS[key[0]]}: {_describe_recipe(recipes[key])}" for key in order]
+
+
+def _describe_recipe(runs: list[FormalRun]) -> str:
+    run, config = runs[0], runs[0].config
+    parts = [f"`{name_recipe(run)}`", f"{_format_steps([run.step for run in runs])} steps"]
+    parts += [f"lr {config['optimizer.lr']:g}", f"curriculum: {format_curriculum(config)}"]
+    if run.column == "Transformer":
+        parts += [f"positional {config['model.positional']}", "causal" if config["model.causal"] else "not causal"]
+    if run.column == DEPTH:
+        parts += [f"read {config['model.memory.read']}", f"lambda {config['model.memory.entropy_weight']:g}"]
+        parts.append(f"S {format_slots(config)}")
+    return f"{', '.join(parts)} ({_format_tasks([run.task for run in runs])})"
+
+
+# Notes
+
+
+def describe_commands(report: Report, sweeps: SweepProgress) -> list[str]:
+    """Return a line for each command that fills missing cells."""
+    cells: dict[str, list[CellKey]] = defaultdict(list)
+    for key, command in find_commands(report, sweeps).items():
+        cells[command].append(key)
+    return [f"`{command}` ({_format_cells(keys)})" for command, keys in cells.items()]
+
+
+def build_notes(report: Report) -> list[str]:
+    """Return notes on coarse tests, unfinished runs, recipes that were not chosen and duplicate seeds."""
+    notes = describe_marks(report)
     for cell in report.cells.values():
-        where = f"{cell.column}, {cell.task}"
-        found += [f"{where}: recipe not taken: {_other(cell, runs)}" for runs in cell.others]
-        again = ", ".join(f"{run.path} (seed {run.seed})" for run in cell.again)
-        found += [f"{where}: seeds that are there already, not counted: {again}"] * bool(again)
-    return [*found, *sweeps.lines(), *report.left_out]
+        name = f"{cell.column}, {cell.task}"
+        notes += [f"{name}: recipe not chosen: {_describe_other_recipe(cell, runs)}" for runs in cell.other_recipes]
+        if cell.duplicates:
+            paths = ", ".join(f"{run.path} (seed {run.seed})" for run in cell.duplicates)
+            notes.append(f"{name}: duplicate seeds, not counted: {paths}")
+    return notes
 
 
-def _coarse(report: Report) -> list[str]:
-    """One line for each manner of a less thorough test."""
-    groups: dict[tuple[int, int], dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
-    for (task, column), cell in report.cells.items():
-        for key in dict.fromkeys((tested.stride, tested.sequences) for tested in report.coarse(cell)):
-            groups[key][column].append(task)
-    lines = []
-    for (stride, sequences), columns in sorted(groups.items()):
-        names = "; ".join(f"{column}: {_names(tasks)}" for column, tasks in columns.items())
-        lines.append(f"{COARSE} tested less than others: {manner(stride, sequences)} ({names})")
-    return lines
+def describe_marks(report: Report) -> list[str]:
+    """Return a line for each kind of coarse test, and one for unfinished runs."""
+    coarse: dict[str, list[CellKey]] = defaultdict(list)
+    for key, cell in report.cells.items():
+        for thoroughness in dict.fromkeys(map(_format_thoroughness, report.find_coarse(cell))):
+            coarse[thoroughness].append(key)
+    notes = [f"{COARSE} tested less than others: {how} ({_format_cells(keys)})" for how, keys in sorted(coarse.items())]
+    unfinished = [cell for cell in report.cells.values() if cell.is_unfinished]
+    if unfinished:
+        notes.append(f"{UNFINISHED} some runs are not finished and tested: " + "; ".join(map(_describe_unfinished, unfinished)))
+    return notes
 
 
-def _unfinished(cell: Cell) -> str:
+def _describe_unfinished(cell: Cell) -> str:
     runs = [*cell.pending, *(run for run in cell.runs if not run.finished)]
-    return f"{cell.column} {cell.task}: " + ", ".join(f"{run.path} ({_state(run)})" for run in runs)
+    return f"{cell.column} {cell.task}: " + ", ".join(f"{run.path} ({_describe_state(run)})" for run in runs)
 
 
-def _state(run: FormalRun) -> str:
+def _describe_state(run: FormalRun) -> str:
     if run.finished:
         return "not tested over these lengths"
     return f"at step {run.step:,} of {run.config['trainer.max_steps']:,}"
 
 
-def _other(cell: Cell, runs: list[FormalRun]) -> str:
-    """A recipe not taken: in what it differs, its seeds and its validation accuracy, or loss where that is the same."""
-    taken = [*cell.runs, *cell.pending][0]
-    changes = differences(runs[0].recipe, taken.recipe)
-    shown = overrides(dict(list(changes.items())[:6])) + " ..." * (len(changes) > 6)
-    finished = [run for run in runs if run.score(cell.among) is not None]
+def _describe_other_recipe(cell: Cell, runs: list[FormalRun]) -> str:
+    """Describe a recipe that was not chosen: its differences, its seeds and the validation score that decided."""
+    chosen = [*cell.runs, *cell.pending][0]
+    changes = find_differences(runs[0].recipe, chosen.recipe)
+    shown = format_overrides(dict(list(changes.items())[:MAX_SHOWN_DIFFERENCES]))
+    shown += " ..." * (len(changes) > MAX_SHOWN_DIFFERENCES)
+    finished = [run for run in runs if run.compute_score(cell.lengths) is not None]
+    if not finished:
+        return f"`{shown}` ({_describe_state(runs[0])}; {runs[0].path})"
+    metric, ours, best = "accuracy", get_median_accuracy(finished), get_median_accuracy(cell.runs)
+    if ours == best and None not in (losses := (get_median_loss(finished), get_median_loss(cell.runs))):
+        metric, (ours, best) = "loss", losses
+    validation = f"no validation {metric}" if ours is None else f"validation {metric} {ours:.3g}"
+    comparison = "" if best is None else f", chosen {best:.3g}"
     seeds = len({run.seed for run in finished})
-    what, median, best = "accuracy", median_validation(finished), median_validation(cell.runs)
-    losses = median_validation_loss(finished), median_validation_loss(cell.runs)
-    if median == best and None not in losses:
-        what, (median, best) = "loss", losses
-    validation = f"no validation {what}" if median is None else f"validation {what} {median:.3g}"
-    against = "" if best is None else f", against {best:.3g}"
-    state = f"{seeds} seed{'s' * (seeds != 1)}, {validation}{against}" if finished else _state(runs[0])
-    return f"`{shown}` ({state}; {runs[0].path})"
-
-
-def recipe_row(cell: Cell) -> list[str]:
-    """RECIPE_HEADER of a cell with runs. validation: median over the seeds of the accuracy the recipe was chosen by."""
-    run = cell.best_run
-    config, validation = run.config, median_validation(cell.runs)
-    axis, read = (str(config.get(f"model.memory.{key}", ABSENT)) for key in ("axis", "read"))
-    weight = config.get("model.memory.entropy_weight")
-    return [
-        *(cell.task, axis, read, feedback(config)),
-        *(ABSENT if weight is None else f"{weight:g}", slots(config)),
-        *(curriculum(config), f"{run.step:,}", ", ".join(str(run.seed) for run in cell.runs)),
-        *(ABSENT if validation is None else f"{validation:.3f}", f"`{name_of(run)}`"),
-    ]
-
-
-def recipes(report: Report) -> list[list[str]]:
-    """One row for each cell of StackTrans that has runs."""
-    return [recipe_row(cell) for task in paper.TASKS if (cell := report.cells[task, "StackTrans"]).runs]
-
-
-def baselines(report: Report) -> list[str]:
-    """One line for each recipe of the other models, with the tasks that it was taken for."""
-    found: dict[tuple[str, str], list[FormalRun]] = defaultdict(list)
-    for (_, column), cell in report.cells.items():
-        if cell.runs and column != "StackTrans":
-            run = cell.best_run
-            found[column, without_task(run.recipe)].append(run)
-    order = sorted(found, key=lambda key: COLUMNS.index(key[0]))
-    return [f"{column}: {_training(found[column, recipe])}" for column, recipe in order]
-
-
-def _training(runs: list[FormalRun]) -> str:
-    config = runs[0].config
-    parts = [f"`{name_of(runs[0])}`", f"{_range([run.step for run in runs])} steps", f"lr {config['optimizer.lr']:g}"]
-    parts.append(f"curriculum: {curriculum(config)}")
-    if runs[0].column == "Transformer":
-        parts += [f"positional {config['model.positional']}", "causal" if config["model.causal"] else "not causal"]
-    if runs[0].column == DEPTH:
-        memory = {key: config[f"model.memory.{key}"] for key in ("read", "entropy_weight")}
-        parts += [f"read {memory['read']}, lambda {memory['entropy_weight']:g}, S {slots(config)}"]
-    return f"{', '.join(parts)} ({_names([run.task for run in runs])})"
-
-
-def _names(tasks: list[str]) -> str:
-    return "all tasks" if set(tasks) == set(paper.TASKS) else ", ".join(tasks)
-
-
-# Markdown
-
-
-def markdown(report: Report, paths: Iterable[Path | str]) -> str:
-    """The table with the paper's figures, the recipes, what is missing and the notes."""
-    sweeps = Sweeps(report, paths)
-    numbers, commands = missing(report, sweeps)
-    lines, kind = [header()], ""
-    for task, cells in rows(report, numbers):
-        if paper.TASKS[task] != kind:
-            kind = paper.TASKS[task]
-            lines.append([f"*{kind}*", *[""] * len(cells)])
-        lines.append([task, *(_marked_down(cell) for cell in cells)])
-    parts = [_pipes(lines), legend(report)]
-    if found := recipes(report):
-        parts += ["**Recipes of StackTrans**", _pipes([list(RECIPE_HEADER), *found])]
-    parts += _list("The other models", baselines(report))
-    if commands:
-        parts += ["**Missing cells, and the commands that fill them**"]
-        parts += ["\n".join(f"{number}. `{command}`" for number, command in enumerate(commands, 1))]
-    return "\n\n".join([*parts, *_list("Notes", notes(report, sweeps))]) + "\n"
-
-
-def _list(title: str, lines: list[str]) -> list[str]:
-    return [f"**{title}**", "\n".join(f"- {line}" for line in lines)] if lines else []
-
-
-def _marked_down(cell: Text) -> str:
-    best = f"**{cell.best}**" if cell.bold else cell.best
-    return f"{best}{cell.rest}"
-
-
-def _pipes(lines: Sequence[list[str]]) -> str:
-    """A Markdown table, its columns padded to be read in a terminal too."""
-    lines = [[cell.replace("|", "\\|") for cell in line] for line in lines]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    padded = ["| " + " | ".join(cell.ljust(width) for cell, width in zip(x, widths, strict=True)) + " |" for x in lines]
-    return "\n".join([padded[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *padded[1:]])
+    return f"`{shown}` ({seeds} seed{'s' * (seeds != 1)}, {validation}{comparison}; {runs[0].path})"

@@ -1,0 +1,207 @@
+"""Read runs on formal languages from their folders."""
+
+import dataclasses
+import functools
+import os
+import statistics
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from stackexp.config.affects import affects, changes_scores
+from stackexp.config.layers import split_overrides
+from stackexp.config.registry import SECTIONS, kinds, lookup
+from stackexp.config.trainer import TrainerConfig
+from stackexp.errors import RunError
+from stackexp.files import read_json
+from stackexp.runs import RunFolder
+from stackexp.sweeps.status import read_tail
+
+Lengths = tuple[int, int]
+"""First and last string length of a range."""
+Options = dict[str, Any]
+"""Full config key -> value."""
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The accuracy at each tested length, from one file of a run folder.
+
+    `sequences` strings of every `stride`-th length were tested.
+    """
+
+    file: str
+    accuracy: dict[int, float]
+    sequences: int
+    stride: int
+
+    def select_lengths(self, lengths: Lengths) -> list[int]:
+        """Return the tested lengths in a range."""
+        return [length for length in self.accuracy if lengths[0] <= length <= lengths[1]]
+
+    def covers(self, lengths: Lengths) -> bool:
+        """Return True if every length of the range is less than a stride away from a tested one."""
+        tested = self.select_lengths(lengths)
+        return bool(tested) and min(tested) - lengths[0] < self.stride and lengths[1] - max(tested) < self.stride
+
+    def compute_score(self, lengths: Lengths) -> float:
+        """Return the mean accuracy over the tested lengths in a range."""
+        return statistics.fmean(self.accuracy[length] for length in self.select_lengths(lengths))
+
+    def count_strings(self, lengths: Lengths) -> int:
+        """Return how many strings were tested in a range."""
+        return len(self.select_lengths(lengths)) * self.sequences
+
+
+@dataclass(frozen=True)
+class FormalRun:
+    """A run on a formal language.
+
+    `result` is empty for an unfinished run. `evaluations` come from result.json and test.json; `unused` is a test.json
+    that belongs to another checkpoint, or was made with overrides that change more than the test.
+    """
+
+    path: Path
+    config: Options
+    column: str
+    result: dict[str, Any]
+    evaluations: tuple[Evaluation, ...]
+    unused: Path | None = None
+
+    @property
+    def task(self) -> str:
+        """The name of the task."""
+        return self.config["data.task"]
+
+    @property
+    def seed(self) -> int:
+        """The seed of the run."""
+        return self.config["seed"]
+
+    @property
+    def finished(self) -> bool:
+        """True if the run has a result."""
+        return bool(self.result)
+
+    @cached_property
+    def _last_metrics(self) -> dict[str, Any]:
+        """The last value of each metric near the end of metrics.jsonl."""
+        return {key: value for line in read_tail(self.path / "metrics.jsonl") for key, value in line.items()}
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps taken."""
+        return self.result["steps"] if self.finished else self._last_metrics.get("step", 0)
+
+    @property
+    def validation_accuracy(self) -> float | None:
+        """Mean accuracy on the validation strings, the last known one for an unfinished run."""
+        if self.finished:
+            return self.result.get("validation_accuracy")
+        return self._last_metrics.get("validation/accuracy/average")
+
+    @property
+    def validation_loss(self) -> float | None:
+        """Mean loss on the validation strings in nats per symbol, None for an unfinished run."""
+        return self.result.get("validation_loss")
+
+    @cached_property
+    def recipe(self) -> Options:
+        """The options that runs of one recipe share."""
+        return select_recipe(self.config)
+
+    def find_evaluation(self, lengths: Lengths) -> Evaluation | None:
+        """Return the most thorough evaluation that covers the range; result.json wins a tie."""
+        covering = [evaluation for evaluation in self.evaluations if evaluation.covers(lengths)]
+        return max(covering, key=lambda evaluation: evaluation.count_strings(lengths), default=None)
+
+    def compute_score(self, lengths: Lengths) -> float | None:
+        """Return the mean accuracy over a range of lengths, or None if it was not tested."""
+        evaluation = self.find_evaluation(lengths)
+        return evaluation.compute_score(lengths) if evaluation else None
+
+
+def is_in_recipe(options: Options, key: str) -> bool:
+    """Return True if runs of one recipe must agree in `key`. Their seeds and the thoroughness of tests may differ."""
+    return key != "seed" and (affects(options, key) in ("training", "continuation") or changes_scores(options, key))
+
+
+def select_recipe(options: Options) -> Options:
+    """Return the options that runs of one recipe share."""
+    return {key: value for key, value in options.items() if is_in_recipe(options, key)}
+
+
+def find_run_folders(paths: Iterable[Path | str]) -> list[Path]:
+    """Return the run folders at or below these paths, each once, sorted below each path. Raises RunError if none."""
+    found: dict[Path, Path] = {}
+    for path in map(Path, paths):
+        below = _walk(path)
+        if not below:
+            raise RunError(
+                f"{path}: no run folder (no config.yaml in it or below); give runs/<name>/<id>, or a folder of run "
+                "folders such as runs/formal_table"
+            )
+        for folder in below:
+            found.setdefault(folder.resolve(), folder)
+    return list(found.values())
+
+
+def _walk(path: Path) -> list[Path]:
+    found = []
+    for folder, folders, files in os.walk(path):
+        if "config.yaml" in files:
+            found.append(Path(folder))
+            folders.clear()
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+    return found
+
+
+def read_run(path: Path, config: Options, column: str) -> FormalRun:
+    """Read a run folder. Raises RunError for a damaged result.json or test.json."""
+    config = _add_new_options(config)
+    folder = RunFolder(path)
+    result = read_json(folder.result) if folder.finished else {}
+    evaluations = [_read_evaluation(folder.result, result)] if result else []
+    test, unused = path / "test.json", None
+    if test.exists():
+        record = read_json(test)
+        if _is_same_run(record, result, config):
+            evaluations.append(_read_evaluation(test, record))
+        else:
+            unused = test
+    return FormalRun(path, config, column, result, tuple(evaluations), unused)
+
+
+def _read_evaluation(path: Path, record: dict[str, Any]) -> Evaluation:
+    try:
+        accuracy = {int(length): float(value) for length, value in record["accuracy"].items()}
+        accuracy = dict(sorted(accuracy.items()))
+        return Evaluation(path.name, accuracy, record["sequences_per_length"], record["length_stride"])
+    except KeyError as error:
+        command = f"python -m stackexp test --run {path.parent}"
+        raise RunError(f"{path}: {error} is missing; test the run again: {command}") from error
+
+
+def _is_same_run(test: dict[str, Any], result: dict[str, Any], config: Options) -> bool:
+    """Return True if a test used the checkpoint that the run itself tested, and changed nothing but the test."""
+    keys = [key for key, *_ in split_overrides(test.get("overrides", []))]
+    tested_step = result.get("tested_step", result["steps"]) if result else test.get("step")
+    return not any(is_in_recipe(config, key) for key in keys) and test.get("step", tested_step) == tested_step
+
+
+def _add_new_options(config: Options) -> Options:
+    """Return a run's config with the defaults of options that are newer than the run."""
+    defaults = _get_defaults("trainer", TrainerConfig)
+    for section, group in SECTIONS.items():
+        kind = config.get(f"{section}.kind")
+        if kind in kinds(group):
+            defaults = defaults | _get_defaults(section, lookup(group, kind).config)
+    return {key: value for key, value in defaults.items() if f"{key}.kind" not in config} | config
+
+
+@functools.cache
+def _get_defaults(section: str, cls: type) -> Options:
+    defaults = {f"{section}.{field.name}": field.default for field in dataclasses.fields(cls)}
+    return {k: v for k, v in defaults.items() if v is not dataclasses.MISSING and not str(v).startswith("${")}
