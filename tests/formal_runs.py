@@ -1,4 +1,4 @@
-"""Run folders on formal languages as `fit` leaves them, without training: for tests of what is made of them."""
+"""Write run folders on formal languages as `fit` leaves them, without training."""
 
 import json
 from pathlib import Path
@@ -7,14 +7,16 @@ from typing import Any
 import yaml
 
 from stackexp.config.compose import compose, to_dict
-from stackexp.config.formal_language import TASKS
+from stackexp.reports.formal.collect import collect_report
+from stackexp.reports.formal.tables import build_header, format_markdown
+from stackexp.tasks import TASKS
 
+ALL_LENGTHS, NEAR_LENGTHS = (41, 500), (41, 100)
 TRANSFORMER = [
     *("model.kind=transformer", "model.hidden_size=64", "model.num_layers=5", "model.num_heads=4"),
     *("model.num_kv_heads=4", "model.tie_embeddings=false", "model.positional=none"),
 ]
 STACK = [*TRANSFORMER, "model.memory.kind=stack", "model.memory.head_dim=8"]
-OTHER = "even_pairs"
 MODELS = {
     "LSTM": ["model.kind=lstm"],
     "StackRNN": ["model.kind=stack_rnn"],
@@ -23,19 +25,20 @@ MODELS = {
     "StackTrans": [*STACK, "model.memory.axis=time", "model.memory.read=top", "model.memory.feedback=true"],
     "StackTrans depth": STACK,
 }
-_trees: dict[tuple[str, ...], dict[str, Any]] = {}  # composing takes a while: once for all tasks and seeds
+_configs: dict[tuple[str, ...], dict[str, Any]] = {}  # composing is slow: once for all tasks and seeds
 
 
 def write_run(folder: Path, model: str, task: str, *overrides: str, seed: int = 0) -> Path:
-    """A run that has been begun: its config.yaml in `folder`, which is made."""
-    if (model, *overrides) not in _trees:
-        own = ["name=formal_table", "data.kind=formal_language", "schedule.warmup_steps=0"]
-        sizes = [f"data.task={OTHER}", f"model.output_vocab_size={TASKS[OTHER].num_answer_symbols}"]
-        _trees[model, *overrides] = to_dict(compose([], [*own, *sizes, *MODELS[model], *overrides]))
-    tree = _trees[model, *overrides]
+    """Write the config.yaml of a started run into the new folder and return the folder."""
+    if (model, *overrides) not in _configs:
+        base = ["name=formal_table", "data.kind=formal_language", "schedule.warmup_steps=0", "data.task=even_pairs"]
+        base.append(f"model.output_vocab_size={TASKS['even_pairs'].num_answer_symbols}")
+        _configs[model, *overrides] = to_dict(compose([], [*base, *MODELS[model], *overrides]))
+    config = _configs[model, *overrides]
     sizes = {"vocab_size": TASKS[task].num_symbols + 1, "output_vocab_size": TASKS[task].num_answer_symbols}
-    tree = tree | {"seed": seed, "model": tree["model"] | sizes, "data": tree["data"] | sizes | {"task": task}}
+    model_config, data = config["model"] | sizes, config["data"] | sizes | {"task": task}
     folder.mkdir(parents=True)
+    tree = config | {"seed": seed, "model": model_config, "data": data}
     (folder / "config.yaml").write_text(yaml.safe_dump(tree, sort_keys=False))
     return folder
 
@@ -52,7 +55,7 @@ def finish(
     sequences: int = 512,
     longest: int = 500,
 ) -> Path:
-    """Write what `fit` leaves when it is done: accuracy 1 up to 40, `up_to_100` (or `beyond`) to 100, then `beyond`."""
+    """Write the result of a run: accuracy 1 up to length 40, `up_to_100` (or `beyond`) to 100, then `beyond`."""
     lengths = [n for n in range(1, longest + 1) if (n - 41) % stride == 0]
     near = beyond if up_to_100 is None else up_to_100
     accuracy = {str(n): 1.0 if n <= 40 else near if n <= 100 else beyond for n in lengths}
@@ -60,3 +63,15 @@ def finish(
     result |= {"validation_accuracy": validation, "validation_loss": loss, "accuracy": accuracy}
     (run / file).write_text(json.dumps(result | {"sequences_per_length": sequences, "length_stride": stride}))
     return run
+
+
+def format_report(runs: Path, lengths: tuple[int, int] = ALL_LENGTHS) -> str:
+    return format_markdown(collect_report([runs], lengths))
+
+
+def read_row(text: str, task: str) -> dict[str, str]:
+    """Return the cells of a task in the Markdown table by column; the paper's scores as `paper of COLUMN`."""
+    line = next(line for line in text.splitlines() if line.startswith(f"| {task} "))
+    names = build_header()
+    names = [f"paper of {names[i - 1]}" if name == "paper" else name for i, name in enumerate(names)]
+    return dict(zip(names, (cell.strip() for cell in line.strip("|").split("|")), strict=True))

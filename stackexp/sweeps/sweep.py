@@ -140,7 +140,6 @@ class Sweep:
                 config = compose(configs, [*overrides, f"trainer.max_steps={steps}"])
         except ConfigError as error:
             raise ConfigError(self._locate_error(str(error), values)) from None
-        config.beside = {}
         return config
 
     def _get_root(self) -> Path:

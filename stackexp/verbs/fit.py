@@ -34,7 +34,6 @@ def run(args: Namespace) -> int:
     if args.run and args.ckpt_path:
         args.parser.error("--run and --ckpt_path exclude each other; --run resumes from the folder's newest checkpoint")
     from stackexp.config import compose
-
     from stackexp.sweeps import quick
 
     if quick.is_sweep(args.config) and not (args.run or args.ckpt_path or args.print_config):

@@ -218,7 +218,8 @@ def describe_marks(report: Report) -> list[str]:
     notes = [f"{COARSE} tested less than others: {how} ({_format_cells(keys)})" for how, keys in sorted(coarse.items())]
     unfinished = [cell for cell in report.cells.values() if cell.is_unfinished]
     if unfinished:
-        notes.append(f"{UNFINISHED} some runs are not finished and tested: " + "; ".join(map(_describe_unfinished, unfinished)))
+        runs = "; ".join(map(_describe_unfinished, unfinished))
+        notes.append(f"{UNFINISHED} some runs are not finished and tested: {runs}")
     return notes
 
 
