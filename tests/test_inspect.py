@@ -74,7 +74,7 @@ def test_text_output_and_figure(prepared, tmp_path, capsys):
     figure = tmp_path / "figures" / "lengths.png"
     assert main(["data", "inspect", str(prepared), "--figure", str(figure)]) == 0
     printed = capsys.readouterr().out
-    for text in ("prepared set", "document length in tokens: median", "█", "share of text", "sequence ", "verified"):
+    for text in ("prepared set", "length in tokens: median", "█", "share of text", "sequence ", "verified files"):
         assert text in printed
     assert "DAMAGED" not in printed
     assert printed.endswith(f"{figure}\n")

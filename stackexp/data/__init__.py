@@ -1,0 +1,1 @@
+"""Datasets: preparation, storage, evaluation sets and downloads."""

@@ -2,7 +2,6 @@
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 
 def compute_document_ids(tokens: Tensor, end: int) -> Tensor:
@@ -33,7 +32,7 @@ def find_document_bounds(documents: Tensor) -> Tensor:
     """
     begins = _begins_document(documents).flatten().nonzero()[:, 0].int()
     rounded = 1 << (len(begins) - 1).bit_length()
-    return F.pad(begins, (0, rounded + 1 - len(begins)), value=documents.numel())
+    return torch.nn.functional.pad(begins, (0, rounded + 1 - len(begins)), value=documents.numel())
 
 
 def build_document_mask(documents: Tensor) -> Tensor:

@@ -37,20 +37,10 @@ def prepare(
 ) -> Corpus | None:
     """Prepare a set in `folder`, or continue an earlier call that was stopped.
 
-    Args:
-        plan: The inputs of the set.
-        folder: A new folder, or one with an unfinished set of the same plan.
-        workers: Number of processes; None for one per CPU.
-        strict: Stop at the first bad line; otherwise bad lines are skipped, counted and logged.
-        part: (i, n) to write only part i of n, counted from 1. Parts may run at the same time. A call without it
-            writes what is missing and merges.
-        show_progress: Show a progress bar on stderr.
-
-    Returns:
-        The description of the finished set, or None for a part.
-
-    Raises:
-        RunError: There is nothing to read, a file is damaged, the disk is full, or the folder has other contents.
+    `workers` is the number of processes (default: one per CPU). Bad lines are counted and logged; with `strict` the
+    first one stops the work. With `part` (i, n), only part i of n is written, counted from 1, maybe while others write
+    theirs, and nothing is returned; a call without it writes what is missing and merges. Raises RunError if there is
+    nothing to read, a file is damaged, the disk is full, or the folder has other contents.
     """
     start_set(plan, folder)
     is_part = part is not None

@@ -9,7 +9,7 @@ import io
 import json
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from typing import BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, cast
 
 import numpy as np
 import zstandard
@@ -22,7 +22,7 @@ MAX_LINE_BYTES = 1 << 28  # of a decompressed JSON line
 ZSTD_READ_BYTES = 1 << 10  # one byte can decompress to 256 KiB
 
 
-class UnreadableSource(RunError):
+class UnreadableSourceError(RunError):
     """A source file that cannot be read to its end."""
 
 
@@ -54,8 +54,8 @@ class BadLine(NamedTuple):
 def read_pieces(source: Source, advance: Callable[[int], object] = lambda size: None) -> Iterator[Piece | BadLine]:
     """Yield the documents of a text or JSON Lines file in order, in pieces, and its bad lines.
 
-    `advance` is called with the number of bytes read since the last call. Raises UnreadableSource if the file cannot be
-    read, is truncated or corrupt.
+    `advance` is called with the number of bytes read since the last call. Raises UnreadableSourceError if the file
+    cannot be read, is truncated or corrupt.
     """
     name, position = source.name.lower(), 0
     try:
@@ -68,10 +68,10 @@ def read_pieces(source: Source, advance: Callable[[int], object] = lambda size: 
                 advance(raw.tell() - position)
                 position = raw.tell()
     except (EOFError, zlib.error, zstandard.ZstdError, gzip.BadGzipFile) as e:
-        raise UnreadableSource(f"{source.path}: corrupt or cut short ({e}); replace the file or remove it") from e
+        raise UnreadableSourceError(f"{source.path}: corrupt or cut short ({e}); replace the file or remove it") from e
     except OSError as e:
         reason = e.strerror or e
-        raise UnreadableSource(f"{source.path}: cannot be read ({reason}); fix that or remove the file") from e
+        raise UnreadableSourceError(f"{source.path}: cannot be read ({reason}); fix that or remove the file") from e
 
 
 def cut_into_pieces(parts: Iterable[str]) -> Iterator[Piece]:
@@ -157,7 +157,7 @@ def _skip_line(line: bytes, file: BinaryIO) -> None:
 
 def _decompress(name: str, raw: BinaryIO) -> BinaryIO:
     if name.endswith(".gz"):
-        return gzip.open(raw)
+        return cast(BinaryIO, gzip.open(raw))
     return io.BufferedReader(_ZstdFile(raw), 1 << 20) if name.endswith(".zst") else raw
 
 
@@ -178,7 +178,7 @@ class _ZstdFile(io.RawIOBase):
         """Return True."""
         return True
 
-    def readinto(self, buffer: memoryview) -> int:
+    def readinto(self, buffer: Any) -> int:
         """Fill `buffer` and return the number of bytes written, 0 at the end of the file."""
         while not self._output:
             self._input = self._input or self._raw.read(ZSTD_READ_BYTES)

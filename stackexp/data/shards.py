@@ -11,6 +11,7 @@ import json
 import os
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -51,7 +52,7 @@ def write_shard(path: Path, sequences: np.ndarray) -> dict:
     Layout: N (uint32), N + 1 offsets (uint32), the columns as JSON, the samples.
     """
     samples, length = sequences.shape
-    columns = {
+    columns: dict[str, Any] = {
         "column_encodings": [f"ndarray:{sequences.dtype.name}:{length}"],
         "column_names": ["tokens"],
         "column_sizes": [length * sequences.dtype.itemsize],
@@ -67,8 +68,8 @@ def write_shard(path: Path, sequences: np.ndarray) -> dict:
     digest = hashlib.sha256()
     with open(path, "wb") as file:
         for part in (np.uint32(samples), offsets.astype(np.uint32), header, np.ascontiguousarray(sequences)):
-            file.write(part)
-            digest.update(part)
+            file.write(part)  # type: ignore[arg-type]
+            digest.update(part)  # type: ignore[arg-type]
         sync_file(file)
     raw = {"basename": path.name, "bytes": int(offsets[-1]), "hashes": {"sha256": digest.hexdigest()}}
     return columns | {"raw_data": raw, "samples": samples, "zip_data": None}

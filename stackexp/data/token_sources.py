@@ -67,7 +67,7 @@ def read_tokens(source: Source, tokenizer: Tokenizer, advance: Callable[[int], o
     with open(path, "rb") as raw:  # not the memory map: its pages would count as this process's memory
         digest.update(raw.read(file.tokens.offset))
         while len(ids := np.fromfile(raw, file.tokens.dtype, BLOCK)):
-            digest.update(ids)
+            digest.update(ids.data)
             _check_ids(file, ids, position, get_vocab_size(tokenizer))
             ends = int((ids == end).sum())
             yield TokenBlock(ids, ends, int(text_bytes[ids].sum()))

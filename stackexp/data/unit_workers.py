@@ -15,7 +15,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from stackexp.data.readers import BadLine, Piece, TokenBlock, UnreadableSource, read_pieces
+from stackexp.data.readers import BadLine, Piece, TokenBlock, UnreadableSourceError, read_pieces
 from stackexp.data.sources import Source
 from stackexp.data.token_sources import read_tokens
 from stackexp.data.tokenizer import load_tokenizer
@@ -122,7 +122,7 @@ def _strict_error(line: str) -> RunError:
 def _collect_unreadable(messages: list[str]) -> Iterator[None]:
     try:
         yield
-    except UnreadableSource as error:
+    except UnreadableSourceError as error:
         messages.append(str(error))
 
 
@@ -131,15 +131,11 @@ def _collect_unreadable(messages: list[str]) -> Iterator[None]:
 _writer: UnitWriter  # of a worker process
 
 
-class _StoppedError(Exception):
-    """Another process has failed."""
-
-
 def _write_in_processes(job: UnitJob, numbers: Sequence[int], workers: int, bar: tqdm, unreadable: list[str]) -> None:
     """Distribute the units among processes. The first error other than an unreadable source stops all of them."""
     context = multiprocessing.get_context("spawn")
-    counter, stop = context.Value("q", 0), context.Event()
-    with ProcessPoolExecutor(workers, context, initializer=_start_worker, initargs=(job, counter, stop)) as pool:
+    counter = context.Value("q", 0)  # bytes done
+    with ProcessPoolExecutor(workers, context, initializer=_start_worker, initargs=(job, counter)) as pool:
         pending, shown = {pool.submit(_finish_unit, number) for number in numbers}, 0
         try:
             while pending:
@@ -151,21 +147,20 @@ def _write_in_processes(job: UnitJob, numbers: Sequence[int], workers: int, bar:
                     with _collect_unreadable(unreadable):
                         future.result()
         except BaseException:
-            stop.set()
-            pool.shutdown(cancel_futures=True)
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in multiprocessing.active_children():
+                process.terminate()
             raise
 
 
-def _start_worker(job: UnitJob, counter: Any, stop: Any) -> None:
+def _start_worker(job: UnitJob, counter: Any) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes already use all CPUs
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C also reaches the parent, which sets `stop`
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     threading.Thread(target=_exit_with_parent, daemon=True).start()
 
     def advance(size: int) -> None:
         with counter.get_lock():
             counter.value += size
-        if stop.is_set():
-            raise _StoppedError
 
     global _writer
     _writer = UnitWriter(job, advance)

@@ -44,7 +44,7 @@ def _inspect_dataset(path: Path, options: InspectOptions) -> Inspection:
     if path.name.lower().endswith(TOKEN_SUFFIXES):
         return inspect_token_file(path, options)
     size = path.stat().st_size
-    return Inspection(path, "text", {"size": f"{size:,} bytes, not tokenized"}, {"file_bytes": size})
+    return Inspection(path, "text", {"file_bytes": size})
 
 
 def draw_figures(inspections: list[Inspection], path: Path) -> list[Path]:

@@ -5,6 +5,7 @@ import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from tqdm import tqdm
@@ -24,14 +25,13 @@ class Inspection:
 
     path: Path
     kind: str
-    facts: dict[str, str] = field(default_factory=dict)  # for people
-    figures: dict = field(default_factory=dict)  # the same for JSON
+    figures: dict[str, Any] = field(default_factory=dict)
     lengths: LengthHistogram | None = None
     unit: str = "tokens"  # of the lengths
     context_length: int | None = None
     samples: dict[str, str] = field(default_factory=dict)  # location -> text
-    checked: int = 0  # files whose hash or size matches its record
-    unchecked: str = ""  # why some files could not be verified
+    checked: int = 0  # files that match their recorded size and hash
+    notes: list[str] = field(default_factory=list)  # what could not be verified or counted
     damage: list[str] = field(default_factory=list)  # one line per file
 
     @property
@@ -48,22 +48,24 @@ class Inspection:
 
     def format(self) -> str:
         """Return the output for the terminal."""
-        parts = [format_table([[name, fact] for name, fact in self.facts.items()])]
+        figures = self.figures | {"verified files": self.checked}
+        parts = [format_table([[name.replace("_", " "), _format_figure(value)] for name, value in figures.items()])]
         if self.lengths and self.has_lengths:
             parts += ["", self.lengths.format(self.unit)]
         for location, text in self.samples.items():
             lines = text.splitlines()[:SHOWN_LINES]
             parts += ["", f"{location}:", *(f"  | {_replace_unprintable(line)[:SHOWN_COLUMNS]}" for line in lines)]
-        parts.append("")
-        if self.checked:
-            parts.append(f"verified files: {self.checked:,}")
-        if self.unchecked:
-            parts.append(f"not verified: {self.unchecked}")
-        parts += [f"DAMAGED {line}" for line in self.damage]
+        parts += ["", *self.notes, *(f"DAMAGED {line}" for line in self.damage)]
         if self.damage and self.kind == "prepared set":
             path = self.path / "corpus.json"
             parts.append(f"to repair it, delete {path} and run the same data prepare command again")
-        return f"{self.path}: {self.kind}\n" + textwrap.indent("\n".join(parts), "  ") + "\n"
+        return f"{self.path}: {self.kind}\n" + textwrap.indent("\n".join(parts), "  ")
+
+
+def _format_figure(value: Any) -> str:
+    if isinstance(value, int):
+        return f"{value:,}"
+    return f"{value:.2f}" if isinstance(value, float) else ", ".join(value) if isinstance(value, list) else str(value)
 
 
 def _replace_unprintable(line: str) -> str:

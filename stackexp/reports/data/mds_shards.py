@@ -24,15 +24,14 @@ def inspect_mds_shards(path: Path, options: InspectOptions) -> Inspection:
         raise RunError(f"{path}/index.json: missing or corrupt; copy the folder again") from e
     inspection = Inspection(path, "MDS shards")
     inspection.figures = {"samples": count, "shards": len(shards), "columns": columns}
-    inspection.facts = {"samples": f"{count:,} in {len(shards):,} shards, columns {', '.join(columns)}"}
     unhashed = sum(not entry.get("hashes") for entry in entries)
     if unhashed:
-        inspection.unchecked = f"{unhashed} shards have no hash in the index, so only their sizes were compared"
+        inspection.notes.append(f"not verified: {unhashed} shards have no hash in the index; only sizes were compared")
     for _ in read_shards(inspection, entries, options.show_progress):
         pass
     compressed = [shard for shard, entry in zip(shards, entries, strict=True) if entry is not shard["raw_data"]]
     if compressed:  # their samples are not read
-        inspection.facts["compression"] = str(compressed[0].get("compression"))
+        inspection.figures["compression"] = str(compressed[0].get("compression"))
     elif not inspection.damage and (column := next((name for name in ("tokens", "text") if name in columns), None)):
         _read_samples(inspection, column, options)
     return inspection
@@ -78,9 +77,8 @@ def _read_samples(inspection: Inspection, column: str, options: InspectOptions) 
         histogram = documents.histogram
     inspection.lengths, inspection.unit = histogram, "tokens" if column == "tokens" else "bytes"
     inspection.figures |= {inspection.unit: total, "documents": histogram.total}
-    inspection.facts[inspection.unit] = f"{total:,}"
-    meaning = "each ended by end-of-text" if documents else "one per sample"
-    inspection.facts["documents"] = f"{histogram.total:,}, {meaning}"
+    if documents is None:
+        inspection.notes.append("each sample is counted as a document")
 
 
 def _find_dtype(value: object) -> np.dtype:

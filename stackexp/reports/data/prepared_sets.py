@@ -2,7 +2,9 @@
 
 import io
 import json
+from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -20,7 +22,7 @@ def inspect_prepared_set(path: Path, options: InspectOptions) -> Inspection:
     token_set = TokenSet(path, cache=True)  # damaged shards are reported below
     shards = json.loads((path / "index.json").read_text(encoding="utf-8"))["shards"]
     inspection = Inspection(path, "prepared set", context_length=token_set.corpus.context_length)
-    _describe(inspection, token_set.corpus, len(shards))
+    inspection.figures = _collect_figures(token_set.corpus, len(shards))
     tokenizer = None
     try:
         tokenizer = token_set.load_tokenizer()
@@ -35,19 +37,11 @@ def inspect_prepared_set(path: Path, options: InspectOptions) -> Inspection:
     return inspection
 
 
-def _describe(inspection: Inspection, corpus: Corpus, shards: int) -> None:
-    names = ("tokens", "documents", "bytes", "sequences", "tokenizer", "vocab_size", "bad_lines", "context_length")
-    inspection.figures = {name: getattr(corpus, name) for name in names} | {"shards": shards}
-    inspection.facts = {
-        "tokens": f"{corpus.tokens:,}, of which the last {corpus.dropped_tokens:,} are dropped",
-        "documents": f"{corpus.documents:,}; {corpus.bad_lines:,} bad lines skipped",
-        "bytes": f"{corpus.bytes:,}, {corpus.bytes / max(corpus.tokens, 1):.2f} per token",
-        "sequences": f"{corpus.sequences:,} of {corpus.context_length:,} tokens, in {shards:,} shards",
-        "tokenizer": f"{corpus.tokenizer[:16]}, {corpus.vocab_size:,} tokens, tokenizer.json",
-    }
-    if corpus.sources:
-        names = " ... ".join(dict.fromkeys([corpus.sources[0], corpus.sources[-1]]))
-        inspection.facts["sources"] = f"{len(corpus.sources):,}: {names}"
+def _collect_figures(corpus: Corpus, shards: int) -> dict[str, Any]:
+    figures = {field.name: getattr(corpus, field.name) for field in fields(corpus) if field.name != "format_version"}
+    names = list(dict.fromkeys([*corpus.sources[:1], *corpus.sources[-1:]]))  # the first and the last
+    figures |= {"sources": f"{len(corpus.sources)}: {' ... '.join(names)}", "shards": shards}
+    return figures | {"bytes_per_token": corpus.bytes / max(corpus.tokens, 1)}
 
 
 def _verify_shards(

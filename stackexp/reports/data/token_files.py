@@ -25,14 +25,17 @@ def inspect_token_file(path: Path, options: InspectOptions) -> Inspection:
         inspection.damage.append(str(error))
         return inspection
     if record is None:
-        inspection.unchecked = f"there is no record, {path.name}.json"
+        inspection.notes.append(f"not verified: there is no record, {path.name}.json")
     elif sha256_of(path) != record.sha256:
         inspection.damage.append(f"{path}: corrupt: the SHA-256 differs from the record")
     else:
         inspection.checked = 1
     largest = _count_documents(inspection, tokens, _find_end(record, tokens, options), options)
     if record:
-        _describe_record(inspection, record)
+        names = ("tokenizer", "vocab_size", "source")
+        inspection.figures |= {name: getattr(record, name) for name in names}
+        if record.text_bytes:
+            inspection.figures |= {"bytes": record.text_bytes, "bytes_per_token": record.text_bytes / record.tokens}
     known = options.tokenizer
     if known and known.vocab_size <= largest:
         inspection.damage.append(f"{path}: token id {largest:,} is outside the vocabulary of {known.vocab_size:,}")
@@ -60,23 +63,11 @@ def _count_documents(inspection: Inspection, tokens: np.ndarray, end: int | None
         lengths.add(block)
         largest = max(largest, int(block.max()))
     lengths.close()
-    dtype = tokens.dtype.name
-    inspection.figures = {"tokens": len(tokens), "largest_id": largest, "end_of_text": end, "dtype": dtype}
-    inspection.facts["tokens"] = f"{len(tokens):,} {dtype}, largest id {largest:,}"
+    figures = {"tokens": len(tokens), "largest_id": largest, "end_of_text": end, "dtype": tokens.dtype.name}
     if end is None:
-        inspection.facts["documents"] = "unknown, because no id ends documents; name the tokenizer with --tokenizer"
+        inspection.notes.append("documents not counted: end-of-text is unknown; name the tokenizer with --tokenizer")
     else:
         inspection.lengths = lengths.histogram
-        inspection.figures["documents"] = lengths.histogram.total
-        inspection.facts["documents"] = f"{lengths.histogram.total:,}, each ended by id {end}"
+        figures["documents"] = lengths.histogram.total
+    inspection.figures = figures
     return largest
-
-
-def _describe_record(inspection: Inspection, record: FileRecord) -> None:
-    inspection.figures |= {"tokenizer": record.tokenizer, "vocab_size": record.vocab_size, "source": record.source}
-    if record.text_bytes:
-        per_token = record.text_bytes / record.tokens
-        inspection.figures["bytes"] = record.text_bytes
-        inspection.facts["bytes"] = f"{record.text_bytes:,} of text, {per_token:.2f} per token"
-    inspection.facts["tokenizer"] = f"{record.tokenizer[:16]}, ids below {record.vocab_size:,}"
-    inspection.facts["source"] = record.source
