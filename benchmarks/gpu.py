@@ -42,7 +42,11 @@ def steps(out: Path) -> dict[str, list[str]]:
             "trainer.compile=true",
         ],
         **{
-            f"stack_{every}": [*STACK, f"model.memory.keep_every={every}", f"--out={out}/stack_{every}.json"]
+            f"stack_{every}": [
+                *STACK,
+                f"model.memory.checkpoint_every_layers={every}",
+                f"--out={out}/stack_{every}.json",
+            ]
             for every in (1, 2, 3, 4, 6)
         },
         **{

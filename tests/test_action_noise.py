@@ -69,7 +69,7 @@ def test_a_block_computed_again_draws_the_same_noise(tokens):
 
 
 def test_noise_grows_over_the_steps_that_are_asked():
-    growing, whole = decoder(action_noise=2.0, action_noise_steps=10), decoder(action_noise=2.0)
+    growing, whole = decoder(action_noise=2.0, action_noise_warmup_steps=10), decoder(action_noise=2.0)
     seen = []
     for step in (0, 5, 10, 15):
         for model in (growing, whole):

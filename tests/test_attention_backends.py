@@ -144,8 +144,8 @@ def test_a_window_is_sdpa_s(backend, documents, window):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_all_may_see_all(backend):
-    wanted = make_model("sdpa", causal=False, positional="sin_cos")(TOKENS).logits
-    torch.testing.assert_close(make_model(backend, causal=False, positional="sin_cos")(TOKENS).logits, wanted)
+    wanted = make_model("sdpa", causal=False, positional="sinusoidal")(TOKENS).logits
+    torch.testing.assert_close(make_model(backend, causal=False, positional="sinusoidal")(TOKENS).logits, wanted)
 
 
 @pytest.mark.parametrize(

@@ -255,7 +255,7 @@ def test_the_first_option_that_prevents_resuming_is_named(tmp_path, override, di
         ["trainer.max_steps=999", "name=x", "logging.root=elsewhere"],
         ["trainer.devices=2", "trainer.strategy=fsdp", "data.micro_batch_size=1"],
         ["trainer.num_nodes=2", "trainer.devices=2", "trainer.strategy=hsdp", "data.micro_batch_size=1"],
-        ["trainer.checkpoint_minutes=5", "trainer.keep_checkpoints=7", "trainer.max_time=00:01:00:00"],
+        ["trainer.checkpoint_interval_minutes=5", "trainer.keep_checkpoints=7", "trainer.max_time=00:01:00:00"],
         ["trainer.activation_checkpointing=true", "trainer.reshard_after_forward=false", "trainer.skip_spikes=true"],
     ],
 )

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from stackexp import cli
-from stackexp.config.compose import compose, load, to_yaml
+from stackexp.config.compose import compose, load_config, to_yaml
 from stackexp.errors import ConfigError, FolderBusy, RunError, Stopped
 
 HEAVY = {"torch", "lightning", "numpy", "streaming", "tensorboard", "tokenizers"}
@@ -86,7 +86,7 @@ def test_print_config_round_trips(tmp_path, capsys):
     printed = capsys.readouterr().out
     (tmp_path / "config.yaml").write_text(printed)
     expected = compose(["quickstart"], ["seed=3", "model.memory=queue"])
-    assert load(tmp_path / "config.yaml") == expected
+    assert load_config(tmp_path / "config.yaml") == expected
     assert printed == to_yaml(expected)
 
 
@@ -266,7 +266,7 @@ def test_validate_and_test_pass_config_sets_and_overrides(calls, tmp_path):
     assert cli.main(["validate", "--run", run, *sets]) == 0
     args, _ = calls.pop()
     assert args[4:6] == (["v2", "v3", "a=b.npy"], "x.json")
-    assert args[2].data.keep_remainder
+    assert args[2].data.score_remainder
 
 
 def test_generate_passes_its_options(calls, tmp_path):

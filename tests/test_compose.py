@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stackexp.config import registry, yaml_files
-from stackexp.config.compose import compose, load, to_dict, to_yaml
+from stackexp.config.compose import compose, load_config, to_dict, to_yaml
 from stackexp.config.layers import config_names
 from stackexp.config.memory import StackMemoryConfig
 from stackexp.config.yaml_files import Leaf, flatten
@@ -157,8 +157,8 @@ def test_interpolation_sees_the_last_value():
 def test_a_written_config_reads_back_equal(name):
     config = compose([BASE, name], ["seed=3"])
     Path("config.yaml").write_text(to_yaml(config))
-    assert load("config.yaml") == config
-    assert to_dict(load("config.yaml", ["seed=4"])) == {**to_dict(config), "seed": 4}
+    assert load_config("config.yaml") == config
+    assert to_dict(load_config("config.yaml", ["seed=4"])) == {**to_dict(config), "seed": 4}
 
 
 texts = st.text(st.characters(codec="utf-8", exclude_characters="$\x00\\", exclude_categories=["C"]), min_size=1)
@@ -176,7 +176,7 @@ def test_any_values_survive_writing_and_reading(path, lr, slots, seed):
     config.data.path, config.data.validation, config.seed = path, {"a.b c": path}, seed
     config.optimizer.lr, config.model.memory.eval_num_slots = lr, slots
     Path("config.yaml").write_text(to_yaml(config), encoding="utf-8")
-    assert load("config.yaml") == config
+    assert load_config("config.yaml") == config
 
 
 KEYS = {

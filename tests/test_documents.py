@@ -130,7 +130,7 @@ def test_data_document_mask_reaches_the_loss_in_training(tiny, corpus, tmp_path)
         assert main([*fit, f"data.document_mask={str(mask).lower()}", f"logging.root={root}"]) == 0
         found[mask] = losses(only_run(root))[1]
 
-    config = compose.load(str(only_run(tmp_path / "True").config))
+    config = compose.load_config(str(only_run(tmp_path / "True").config))
     data = PretrainingData(config.data, seed=config.seed)
     data.setup("fit")
     data.trainer = SimpleNamespace(global_rank=0, world_size=1, num_devices=1)

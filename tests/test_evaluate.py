@@ -69,7 +69,7 @@ def record(fitted) -> dict:
 
 def compute_losses(run: RunFolder, tokens: np.ndarray, starts: range) -> tuple[list[float], list[int]]:
     """Return the loss and the predictions of each chunk, one at a time in plain torch."""
-    config = compose.load(str(run.config))
+    config = compose.load_config(str(run.config))
     model = LanguageModeling(config, weights=checkpoints.find_checkpoint(run, None)).model.eval()
     losses, counts = [], []
     with torch.no_grad():

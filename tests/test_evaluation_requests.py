@@ -55,7 +55,7 @@ def test_the_key_of_a_set_changes_with_everything_its_figures_depend_on(run, tmp
     first = keys()
     assert list(first) == ["g/set00", "g/set01"]
     assert keys("data.eval_batch_size=3", "trainer.devices=1", "logging.progress_bar=false") == first
-    others = [keys("data.keep_remainder=true"), keys("data.context_length=16"), keys(checkpoint="00000008")]
+    others = [keys("data.score_remainder=true"), keys("data.context_length=16"), keys(checkpoint="00000008")]
     others += [keys("model.memory.eval_num_slots=8"), keys("trainer.precision=bf16-true")]
     for other in others:
         assert not set(other.values()) & set(first.values())
@@ -88,11 +88,11 @@ def test_figures_of_different_options_have_files_of_their_own(run):
     assert name() == name(overrides=same_figures) == "validate.json"
     assert name("v2/a", "left") == "validate-v2-a+left.json"
     assert name(ckpt_path="runs/x/checkpoints/00000008") == "validate-00000008.json"
-    options = ("data.keep_remainder=true", "data.validation.left=x")
+    options = ("data.score_remainder=true", "data.validation.left=x")
     hashed = [name(overrides=(option,)) for option in options] + [name("a=x"), name("a=y"), name("v2/a," * 30)]
     assert len(set(hashed)) == len(hashed)
     assert all(re.fullmatch(r"validate-(a-)?[0-9a-f]{8}\.json", each) for each in hashed)
-    request = EvaluationRequest("validate", compose.load(run.config), run, out=Path("x.json"))
+    request = EvaluationRequest("validate", compose.load_config(run.config), run, out=Path("x.json"))
     assert request.output == Path("x.json")
     assert not request.should_write_events
 

@@ -255,7 +255,7 @@ def test_bits_per_byte_do_not_depend_on_the_tokenizer(tmp_path, known):
     other, size = KnownTokenizer.read(tmp_path / "other.json"), sum(len(text.encode()) for text in TEXTS)
     for tokenizer in (known, other):
         table = count_token_bytes(tokenizer.tokenizer, V)
-        each = opened(tmp_path / "text.jsonl", tokenizer, keep_remainder=True)
+        each = opened(tmp_path / "text.jsonl", tokenizer, score_remainder=True)
         figures = figures_of(each, table)
         assert figures["bytes"] == size - table[tokens_of(each)[0]], "all but the first token"
         assert figures["bits_per_byte"] == pytest.approx(8, rel=1e-6)

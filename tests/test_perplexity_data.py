@@ -73,7 +73,7 @@ def test_a_sum_over_a_set_depends_on_neither_batch_nor_ranks(prepared, batch_siz
 
 
 def test_a_chunk_cut_short_is_padded_and_says_how_long_it_is():
-    (batch,) = perplexity_loader(Chunks(np.arange(100, 110), 7, keep_remainder=True), 3)
+    (batch,) = perplexity_loader(Chunks(np.arange(100, 110), 7, score_remainder=True), 3)
     assert batch["tokens"].tolist() == [[*range(100, 107)], [*range(106, 110), 0, 0, 0], [0] * 7]
     assert batch["length"].tolist() == [7, 4, 0]
     assert batch["index"].tolist() == [0, 1, PADDING]

@@ -6,7 +6,7 @@ import pytest
 from config_files import BASE, mistake, write
 
 from stackexp.config import registry
-from stackexp.config.compose import compose, load, to_yaml
+from stackexp.config.compose import compose, load_config, to_yaml
 
 PLUGIN = """
 from dataclasses import dataclass
@@ -47,7 +47,7 @@ def test_a_plugin_beside_the_config_adds_a_kind(monkeypatch, tmp_path):
     assert config.plugins == [str(tmp_path / "sub" / "ring.py")]
     Path("config.yaml").write_text(to_yaml(config))
     monkeypatch.chdir("/")
-    assert load(tmp_path / "config.yaml", ["model.memory.size=5"]).model.memory.size == 5
+    assert load_config(tmp_path / "config.yaml", ["model.memory.size=5"]).model.memory.size == 5
     monkeypatch.chdir(tmp_path)
     found = mistake([BASE, path], "model.memory.size=500")
     assert found.startswith("override model.memory.size=500: model.memory.size: larger than hidden_size 192 ")
@@ -125,7 +125,7 @@ def test_a_plugin_may_nest_its_options_and_hold_what_it_builds():
     memory = registry.build("memory", config.model.memory, layer=1).config
     assert (memory.decay.rate, memory.sizes, memory.extra, memory.maybe) == (0.1, [3], {"a": [1]}, None)
     Path("config.yaml").write_text(to_yaml(config))
-    assert load("config.yaml") == config
+    assert load_config("config.yaml") == config
     assert "model.memory.decay.rate: expected a number > 0, found 0.0" in mistake(base, "model.memory.decay.rate=0")
     assert "did you mean 'model.memory.decay.rate'?" in mistake(base, "model.memory.decay.rat=0")
     assert "model.memory.sizes: expected a list, found ['x']" in mistake(base, "model.memory.sizes=[x]")

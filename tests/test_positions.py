@@ -13,7 +13,7 @@ from stackexp.models.positional import alibi_bias, alibi_slopes, sin_cos_table
 from stackexp.models.transformer import Cache, Transformer
 
 VOCAB, B, T, HEADS, HIDDEN = 11, 2, 9, 4, 16
-KINDS = ["rope", "none", "sin_cos", "alibi", "log_scale"]  # the last: no positions, and scores times log n
+KINDS = ["rope", "none", "sinusoidal", "alibi", "log_scale"]  # the last: no positions, and scores times log n
 BASE = 5
 
 
@@ -55,7 +55,7 @@ def decoder_by_hand(model, h, bias, scale):
 
 
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("positional", ["none", "sin_cos", "alibi", "log_scale"])
+@pytest.mark.parametrize("positional", ["none", "sinusoidal", "alibi", "log_scale"])
 def test_the_decoder_is_the_one_written_out(positional, causal):
     model, tokens = make_model(positional=positional, causal=causal), make_tokens()
     h, bias = model.embedding(tokens), torch.zeros(HEADS, T, T, dtype=torch.float64)
@@ -63,7 +63,7 @@ def test_the_decoder_is_the_one_written_out(positional, causal):
     for i in range(T):
         if positional == "log_scale":
             scale[i] = math.log(i + 1 if causal else T, BASE)
-        if positional == "sin_cos":
+        if positional == "sinusoidal":
             angles = [i / 10_000 ** (2 * (n // 2) / HIDDEN) for n in range(HIDDEN)]
             row = [math.cos(a) if n % 2 else math.sin(a) for n, a in enumerate(angles)]
             h[:, i] = 4 * model.embedding(tokens)[:, i] + torch.tensor(row, dtype=torch.float64)
@@ -140,7 +140,9 @@ def test_a_window_ends_what_a_token_sees(positional):
     torch.testing.assert_close(whole, wide)
 
 
-@pytest.mark.parametrize(("positional", "same"), [("rope", True), ("alibi", True), ("none", True), ("sin_cos", False)])
+@pytest.mark.parametrize(
+    ("positional", "same"), [("rope", True), ("alibi", True), ("none", True), ("sinusoidal", False)]
+)
 def test_only_sinusoids_tell_where_a_sequence_begins(positional, same):
     """The same tokens at 0 and at 40, where nothing before them can be seen: the others know distances alone."""
     model, outputs = make_model(positional=positional), []

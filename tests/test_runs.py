@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from stackexp import runs
-from stackexp.config.compose import compose, load
+from stackexp.config.compose import compose, load_config
 from stackexp.errors import RunError
 from stackexp.runs import RunFolder
 
@@ -49,7 +49,7 @@ def test_a_new_folder_lies_under_its_name_and_can_be_run_again(config, tmp_path)
     with folder.begin(config):
         pass
     assert not list(folder.checkpoints.iterdir()), "what a kill left half-written is gone"
-    assert load(folder.config) == config
+    assert load_config(folder.config) == config
     sessions = json.loads((folder.path / "environment.json").read_text())
     assert len(sessions) == 2, "one for each process that worked on it"
     assert sessions[0]["cpu"]["cores"] == os.cpu_count()

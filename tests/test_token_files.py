@@ -24,7 +24,7 @@ def record_of(**fields):
 
 @given(st.integers(0, 300), st.integers(2, 40))
 def test_chunks_as_olmo_drop_the_remainder(length, context_length):
-    chunks = Chunks(np.arange(length), context_length, keep_remainder=False)
+    chunks = Chunks(np.arange(length), context_length, score_remainder=False)
     assert len(chunks) == length // context_length
     assert {len(chunk) for chunk in chunks} <= {context_length}
     assert np.array_equal(np.concatenate([[], *chunks]), np.arange(length // context_length * context_length))
@@ -32,14 +32,14 @@ def test_chunks_as_olmo_drop_the_remainder(length, context_length):
 
 @given(st.integers(0, 300), st.integers(2, 40))
 def test_chunks_that_keep_the_remainder_score_every_token_but_the_first_once(length, context_length):
-    chunks = list(Chunks(np.arange(length), context_length, keep_remainder=True))
+    chunks = list(Chunks(np.arange(length), context_length, score_remainder=True))
     scored = [int(token) for chunk in chunks for token in chunk[1:]]
     assert scored == list(range(1, length))
     assert all(2 <= len(chunk) <= context_length for chunk in chunks)
 
 
 def test_no_chunk_beyond_the_last():
-    chunks = Chunks(np.arange(10), 5, keep_remainder=False)
+    chunks = Chunks(np.arange(10), 5, score_remainder=False)
     for index in (2, -1):
         with pytest.raises(IndexError):
             chunks[index]
@@ -156,7 +156,7 @@ def test_nothing_is_loaded_whole(tmp_path):
         file.seek((6 << 30) - 2)
         file.write(np.uint16(7).tobytes())
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    chunks = Chunks(TokenFile(path).tokens, 2048, keep_remainder=False)
+    chunks = Chunks(TokenFile(path).tokens, 2048, score_remainder=False)
     sent = pickle.dumps(chunks)
     assert len(sent) < 1000
     last = pickle.loads(sent)[len(chunks) - 1]
@@ -171,6 +171,6 @@ def test_chunks_and_files_pickle(tmp_path, header):
     file = TokenFile(tmp_path / "set.npy")
     assert pickle.loads(pickle.dumps(file)).tokens.tolist() == ids.tolist()
     for tokens in (file.tokens, file.tokens[3:50]):  # a part of a map is sent by value
-        chunks = Chunks(tokens, 7, keep_remainder=True)
+        chunks = Chunks(tokens, 7, score_remainder=True)
         again = pickle.loads(pickle.dumps(chunks))
         assert [c.tolist() for c in again] == [c.tolist() for c in chunks]

@@ -56,7 +56,7 @@ def test_label_smoothing_changes_the_objective_not_the_logged_loss():
 
 
 def test_memories_receive_the_step_number(monkeypatch):
-    model = build("model.memory.action_noise=2.0", "model.memory.action_noise_steps=10")
+    model = build("model.memory.action_noise=2.0", "model.memory.action_noise_warmup_steps=10")
     for step, noise in ((0, 0.0), (5, 1.0), (20, 2.0)):
         monkeypatch.setattr(Transduction, "global_step", step)
         model.on_train_batch_start({}, 0)

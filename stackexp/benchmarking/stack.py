@@ -58,7 +58,7 @@ class Layers:
         self.pushed = [normal(*self.shape, memory.head_dim) for _ in layers]
         self.logits = [normal(*self.shape, actions) for _ in layers]
         self.query = normal(memory.num_heads, memory.head_dim) if memory.read == "global" else None
-        self.segment = memory.keep_every
+        self.segment = memory.checkpoint_every_layers
 
     def forward(self) -> Tensor:
         """Sum of all reads: what a model would add to the residual stream."""

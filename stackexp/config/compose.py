@@ -20,6 +20,7 @@ from stackexp.config.interpolation import first_line, keys, resolve
 from stackexp.config.layers import Layers, find_config, origin_of, sections
 from stackexp.config.plugins import import_plugin
 from stackexp.config.registry import SECTIONS, kinds, lookup
+from stackexp.config.renames import explain_old_key, explain_old_value
 from stackexp.config.suggestions import closest, nearest
 from stackexp.config.validation import check, check_all, field_of, mistake, wrong_value
 from stackexp.config.yaml_files import Leaf, Tree
@@ -46,7 +47,7 @@ def compose(
     return _typed(layers.tree, is_training)
 
 
-def load(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> ExperimentConfig:
+def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> ExperimentConfig:
     """The config of a run folder's config.yaml, or of any config file, with overrides on top."""
     return compose([str(path)], overrides)
 
@@ -57,7 +58,7 @@ def to_dict(config: ExperimentConfig) -> dict[str, Any]:
 
 
 def to_yaml(config: ExperimentConfig) -> str:
-    """A config as YAML that `load` turns into an equal one."""
+    """A config as YAML that `load_config` turns into an equal one."""
     return OmegaConf.to_yaml(OmegaConf.create(to_dict(config)))
 
 
@@ -149,7 +150,8 @@ def _fill(node: DictConfig, tree: Tree, path: str, root: DictConfig) -> None:
     for name, value in tree.items():
         key = path + name
         if fields is not None and name not in fields:
-            raise mistake(origin_of(value), key, f"unknown key{_nearest_key(name, path, root)}")
+            message = explain_old_key(key) or f"unknown key{_nearest_key(name, path, root)}"
+            raise mistake(origin_of(value), key, message)
         child = node._get_node(name) if name in node else None
         if isinstance(value, dict) and isinstance(child, DictConfig) and not child._is_none():
             _fill(child, value, f"{key}.", root)
@@ -172,6 +174,8 @@ def _set(node: DictConfig, name: str, value: Any, origin: str, key: str) -> None
     except OmegaConfBaseException as error:
         if isinstance(value, str) and "${" in value:
             raise mistake(origin, key, f"malformed interpolation {value}: {first_line(error)}") from error
+        if message := explain_old_value(key, value):
+            raise mistake(origin, key, message) from error
         raise wrong_value(origin, key, hint, metadata, value) from error
 
 

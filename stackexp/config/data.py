@@ -32,11 +32,11 @@ class DataConfig:
     num_workers: int = option(1, min=0, affects="execution")
     hash_interval: int = option(10, min=1, affects="logging")  # steps between records of the training data hash
 
-    # Evaluation. eval_sequences: sequences per set during training; None: all. keep_remainder scores every token of a
+    # Evaluation. eval_sequences: sequences per set during training; None: all. score_remainder scores every token of a
     # set but its first; otherwise, as in OLMo, a set is cut into whole chunks and the remainder is dropped.
     eval_batch_size: int = option(8, min=1, affects="execution")
     eval_sequences: Optional[int] = option(None, min=1, affects="evaluation")
-    keep_remainder: bool = option(False, affects="evaluation", changes_scores=True)
+    score_remainder: bool = option(False, affects="evaluation", changes_scores=True)
 
     def micro_batch(self, devices: int) -> int:
         """Return the sequences per device and forward pass."""
@@ -84,7 +84,7 @@ class ShardsConfig(DataConfig):
     remote: Optional[str] = option(None, affects="location")  # s3://bucket/folder, a copy of that folder
     streams: dict[str, StreamConfig] = option({})  # a mixture instead of path and remote: name -> source
     cache_limit: Optional[str] = option(None, affects="execution")  # cached shards per node, such as 200gb
-    download_timeout: float = option(60, above=0, affects="execution")  # without an answer from the server
+    download_timeout_seconds: float = option(60, above=0, affects="execution")  # without an answer from the server
     download_retries: int = option(4, min=0, affects="execution")
     validation: dict[str, str] = option({}, affects="evaluation")  # name -> a set, or a folder of sets
     test: dict[str, str] = option({}, affects="evaluation")

@@ -43,7 +43,7 @@ class StackMemoryConfig:
     # Standard deviation of the noise added to the logits in training, after a linear warmup. All devices draw the
     # same noise for different parts of the batch, so the result depends on the number of devices.
     action_noise: float = option(0.0, min=0)
-    action_noise_steps: int = option(0, min=0)
+    action_noise_warmup_steps: int = option(0, min=0)
 
     # Feedback (axis: time): actions and pushes are computed from h_t + F f(R_{t-1}), where R is the read and f the
     # activation. With feedback_hidden_size, f(U h_t + V R_{t-1}) is a hidden layer with a linear map of its own to
@@ -52,9 +52,9 @@ class StackMemoryConfig:
     feedback_activation: Literal["identity", "tanh", "gated"] = "identity"
     feedback_hidden_size: Optional[int] = option(None, min=1)
 
-    # Axis depth on CUDA: the stack of every keep_every-th layer is stored for the backward pass and the
+    # Axis depth on CUDA: the stack of every checkpoint_every_layers-th layer is stored for the backward pass and the
     # others are recomputed from it. state_dtype is the precision of the stored stacks; auto: as matrix products.
-    keep_every: int = option(4, min=1)
+    checkpoint_every_layers: int = option(4, min=1)
     state_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
 
     def find_errors(self, model: "TransformerConfig") -> Errors:

@@ -35,7 +35,7 @@ class TransformerConfig:
     # Attention. attention_window: tokens that a token attends to, itself included; None: all.
     # attention_log_base b multiplies the scores of a token that attends to n tokens by log_b n, so that attention
     # stays as sharp in longer sequences (Chiang & Cholak 2022); None: no scaling.
-    positional: Literal["rope", "none", "sin_cos", "alibi"] = "rope"
+    positional: Literal["rope", "none", "sinusoidal", "alibi"] = "rope"
     rope_theta: float = option(1e5, above=0)
     causal: bool = True  # False: every token attends to the whole sequence
     attention_window: Optional[int] = option(None, min=1)
@@ -65,7 +65,7 @@ class TransformerConfig:
             yield "attention", f"{self.attention} does not support positional: alibi; use sdpa or flex"
         if self.attention_window and not self.causal:
             yield "attention_window", "requires causal: true"
-        if self.positional == "sin_cos" and self.hidden_size % 2:
-            yield "hidden_size", f"positional: sin_cos requires an even hidden_size, found {self.hidden_size}"
+        if self.positional == "sinusoidal" and self.hidden_size % 2:
+            yield "hidden_size", f"positional: sinusoidal requires an even hidden_size, found {self.hidden_size}"
         if self.tie_embeddings and self.output_vocab_size not in (None, self.vocab_size):
             yield "tie_embeddings", "an output_vocab_size other than vocab_size requires tie_embeddings: false"

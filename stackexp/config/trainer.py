@@ -18,7 +18,7 @@ class TrainerConfig:
     num_nodes: int = option(1, min=1, affects="execution")
     strategy: Literal["auto", "single", "ddp", "fsdp", "hsdp"] = option("auto", affects="execution")
     reshard_after_forward: bool = option(True, affects="execution")  # fsdp, hsdp: free gathered weights until backward
-    collective_timeout: float = option(600, above=0, affects="execution")  # abort if no process makes progress
+    collective_timeout_seconds: float = option(600, above=0, affects="execution")  # abort if no process makes progress
 
     # Length. max_time (DD:HH:MM:SS) limits one session, which then saves a checkpoint and exits with code 75.
     max_steps: int = option(10_000, min=1, affects="continuation")
@@ -27,7 +27,7 @@ class TrainerConfig:
     # Validation and checkpoints. None: validate only at the end; no checkpoints by time.
     val_check_interval: Optional[int] = option(1000, min=1, affects="evaluation")
     checkpoint_interval: int = option(1000, min=1, affects="execution")
-    checkpoint_minutes: Optional[float] = option(None, above=0, affects="execution")
+    checkpoint_interval_minutes: Optional[float] = option(None, above=0, affects="execution")
     keep_checkpoints: int = option(2, min=1, affects="execution")  # the newest; the best one is always kept
 
     # Numerics. z_loss: weight of the mean squared log-partition function.

@@ -9,9 +9,12 @@ from typing import Any
 
 import yaml
 
+from stackexp.config.renames import REMOVED_KEYS, translate_options
 from stackexp.errors import ConfigError
 
 PACKAGE = Path(__file__).parents[1]
+RUN_CONFIG = "config.yaml"
+"""The file name of a run folder's config. Keys of earlier versions are translated in such files only."""
 Tree = dict[str, Any]
 """Nested mappings of text keys down to leaves."""
 
@@ -81,7 +84,22 @@ def read_file(path: Path) -> tuple[list[Leaf], Tree]:
             defaults = [reader.leaf(item) for item in value.value]
     tree = reader.mapping(node)
     tree.pop("defaults", None)
+    if path.name == RUN_CONFIG:
+        tree = _translate(tree)
     return defaults, tree
+
+
+def _translate(tree: Tree, path: str = "") -> Tree:
+    """Return the config of an old run folder under today's names."""
+    translated: Tree = {}
+    for name, value in tree.items():
+        key = path + name
+        if isinstance(value, Leaf):
+            for new_key, new_value in translate_options({key: value.value}).items():
+                translated[new_key.removeprefix(path)] = Leaf(new_value, value.origin)
+        elif key not in REMOVED_KEYS:
+            translated[name] = _translate(value, f"{key}.")
+    return translated
 
 
 def read_value(text: str, origin: str) -> Leaf | Tree:

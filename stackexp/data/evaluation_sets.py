@@ -183,10 +183,10 @@ def open_set(name: str, path: Path, config: DataConfig, tokenizer: KnownTokenize
         bytes_per_token = record.text_bytes / record.tokens if record and record.text_bytes else None
         stat = file.path.stat()
         identity = record.sha256 if record else f"{stat.st_size} bytes of {stat.st_mtime_ns}"
-    chunks = Chunks(tokens, config.context_length, config.keep_remainder)
+    chunks = Chunks(tokens, config.context_length, config.score_remainder)
     if not len(chunks):
         few = f"{path}: {len(tokens)} tokens do not fill one chunk of data.context_length {config.context_length}"
-        raise RunError(f"{few}; lower it, or score what there is with data.keep_remainder=true (--keep-remainder)")
+        raise RunError(f"{few}; lower it, or score what there is with data.score_remainder=true (--keep-remainder)")
     return EvaluationSet(name, path, chunks, bytes_per_token, identity)
 
 

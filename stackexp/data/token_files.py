@@ -104,16 +104,16 @@ def _map_npy(path: Path) -> np.memmap:
 class Chunks:
     """Token ids [N] cut into instances of at most T = context_length ids; a chunk scores all its ids but its first.
 
-    Without `keep_remainder`, as in OLMo: chunk i is tokens[i T : (i + 1) T], the rest is dropped. With it, chunk i is
+    Without `score_remainder`, as in OLMo: chunk i is tokens[i T : (i + 1) T], the rest is dropped. With it, chunk i is
     tokens[i (T - 1) : i (T - 1) + T], the last maybe shorter: each id but the file's first is scored exactly once.
     """
 
-    def __init__(self, tokens: np.ndarray, context_length: int, keep_remainder: bool):
+    def __init__(self, tokens: np.ndarray, context_length: int, score_remainder: bool):
         assert context_length >= 2
-        self.tokens, self.context_length, self.keep_remainder = tokens, context_length, keep_remainder
+        self.tokens, self.context_length, self.score_remainder = tokens, context_length, score_remainder
 
     def __len__(self) -> int:
-        if self.keep_remainder:
+        if self.score_remainder:
             return -(-(len(self.tokens) - 1) // (self.context_length - 1)) if len(self.tokens) else 0
         return len(self.tokens) // self.context_length
 
@@ -121,12 +121,12 @@ class Chunks:
         """Chunk `index`, [<= T]."""
         if not 0 <= index < len(self):
             raise IndexError(index)
-        begin = index * (self.context_length - self.keep_remainder)
+        begin = index * (self.context_length - self.score_remainder)
         return self.tokens[begin : begin + self.context_length]
 
     def __reduce__(self) -> tuple:
         """A memory map is opened anew by who unpickles it: its pages are not sent."""
-        tokens, rest = self.tokens, (self.context_length, self.keep_remainder)
+        tokens, rest = self.tokens, (self.context_length, self.score_remainder)
         if isinstance(getattr(tokens, "base", None), mmap.mmap):
             return _reopen, (tokens.filename, tokens.dtype, tokens.offset, tokens.shape, *rest)
         return Chunks, (tokens, *rest)

@@ -97,7 +97,9 @@ class TrainingSet:
                 Source(
                     source.tokens.folder,
                     source.sequences,
-                    Remote(source.remote, config.download_timeout, config.download_retries) if source.remote else None,
+                    Remote(source.remote, config.download_timeout_seconds, config.download_retries)
+                    if source.remote
+                    else None,
                 )
                 for source in self.sources
             ],
@@ -143,7 +145,7 @@ class TrainingSet:
         if stream.remote is not None:
             from stackexp.datamodules.remote import Remote, cache_on_this_node
 
-            remote = Remote(stream.remote, config.download_timeout, config.download_retries)
+            remote = Remote(stream.remote, config.download_timeout_seconds, config.download_retries)
             folder = cache_on_this_node(remote, stream.path)
         options = f"--vocab-size {config.vocab_size}"
         return TrainingSource(

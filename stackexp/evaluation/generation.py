@@ -19,7 +19,7 @@ def run(
 ) -> int:
     """Print the prompt and its continuation by a run's newest checkpoint, or by `ckpt_path`."""
     folder = runs.at(run)
-    config = compose.load(str(folder.config))
+    config = compose.load_config(str(folder.config))
     if config.data.objective != "language_modeling":
         raise RunError(f"{run}: trained on {config.data.task}, not on text; score it with `test --run {run}`")
     config.trainer.strategy = "single"  # the whole model on one device, however it was trained

@@ -20,7 +20,7 @@ def report(request: EvaluationRequest, checkpoint: Path, sets: Sets) -> None:
         return
     record = describe_evaluation(request, checkpoint) | {
         "context_length": request.config.data.context_length,
-        "keep_remainder": request.config.data.keep_remainder,
+        "keep_remainder": request.config.data.score_remainder,
         "sets": sets,
         "average": average_scores(sets),
         "groups": average_groups(sets),
@@ -33,7 +33,7 @@ def report(request: EvaluationRequest, checkpoint: Path, sets: Sets) -> None:
 
 
 def _describe_chunks(config: ExperimentConfig, checkpoint: Path) -> str:
-    rest = "every token scored" if config.data.keep_remainder else "the incomplete last chunk of a set dropped"
+    rest = "every token scored" if config.data.score_remainder else "the incomplete last chunk of a set dropped"
     return f"{checkpoint}, chunks of {config.data.context_length:,} tokens, {rest}"
 
 

@@ -83,7 +83,7 @@ class EvaluationRequest:
     def run_config(self) -> ExperimentConfig:
         """Return the config of the run, without overrides."""
         assert self.run is not None
-        return compose.load(self.run.config)
+        return compose.load_config(self.run.config)
 
     @cached_property
     def has_run_options(self) -> bool:

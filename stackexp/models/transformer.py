@@ -213,7 +213,7 @@ class Transformer(nn.Module):
         if config.positional == "rope":
             rope = rope_table(config, start, length, h)[:, places]
             rope = rope if documents is None else rope.unsqueeze(2)
-        elif config.positional == "sin_cos":
+        elif config.positional == "sinusoidal":
             table = sin_cos_table(config.hidden_size, start, length, h)
             h = math.sqrt(config.hidden_size) * h + table[places].to(h.dtype)
         if config.attention_log_base:

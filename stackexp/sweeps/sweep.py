@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from stackexp.config.compose import compose, load, typed_as
+from stackexp.config.compose import compose, load_config, typed_as
 from stackexp.config.experiment import ExperimentConfig
 from stackexp.config.layers import origin_of, sections, split_overrides
 from stackexp.config.suggestions import nearest
@@ -99,7 +99,7 @@ class Sweep:
         trials = []
         for folder in map(RunFolder, sorted(self.folder.glob("*-*/"))):
             if folder not in known and folder.config.is_file():
-                config = load(folder.config)
+                config = load_config(folder.config)
                 values = {key: get_value(config, key) for key in self.config.search.space}
                 if folder.path.name.endswith(config_hash(self._compose(values))):
                     trials.append(Trial(folder, config, values))

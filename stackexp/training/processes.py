@@ -94,7 +94,7 @@ def start_processes(trainer: TrainerConfig, device_type: str) -> Iterator[Proces
         return
     with _exit_with_children(children):
         rank = _connect(environment, trainer, device_type)
-    watchdog = Watchdog(rank, size, trainer.collective_timeout)
+    watchdog = Watchdog(rank, size, trainer.collective_timeout_seconds)
     watchdog.start()
     try:
         try:
@@ -209,7 +209,7 @@ def _connect(environment: ClusterEnvironment, trainer: TrainerConfig, device_typ
             "nccl" if device_type == "cuda" else "gloo",
             rank=rank,
             world_size=size,
-            timeout=timedelta(seconds=trainer.collective_timeout) + STARTUP,
+            timeout=timedelta(seconds=trainer.collective_timeout_seconds) + STARTUP,
             device_id=torch.device("cuda", local) if device_type == "cuda" else None,
         )
     except dist.DistError as error:

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 from stackexp import runs
 from stackexp.config.affects import changed_keys, flatten_config
 from stackexp.config.experiment import ExperimentConfig
+from stackexp.config.renames import translate_options
 from stackexp.config.yaml_files import flatten
 from stackexp.errors import RunError
 from stackexp.models import checkpoints
@@ -61,7 +62,7 @@ def _resume(config: ExperimentConfig, path: Path, folder: RunFolder | None) -> S
 
 def check_resumable(path: Path, state: dict[str, Any], config: ExperimentConfig) -> None:
     """Raise RunError, naming the first option that differs, unless the config can resume the checkpoint's run."""
-    ours, theirs = flatten_config(config), flatten(state["stackexp"]["config"])
+    ours, theirs = flatten_config(config), translate_options(flatten(state["stackexp"]["config"]))
     for key in changed_keys(ours, theirs, ["training"]):
         kind = "different architecture" if key.startswith("model.") else "different run"
         raise RunError(

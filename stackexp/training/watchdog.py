@@ -174,7 +174,7 @@ def _describe_hang(statuses: dict[int, dict[str, Any]], timeout: float) -> str:
     named = ", ".join(f"rank {rank} at {statuses[rank]['where']}" for rank in stuck[:8])
     rest = next((status["where"] for rank, status in statuses.items() if rank not in stuck), None)
     waiting = f"; the others wait at {rest}" if rest else ""
-    return f"no progress for {timeout:g} s: {named}{waiting}; see trainer.collective_timeout"
+    return f"no progress for {timeout:g} s: {named}{waiting}; see trainer.collective_timeout_seconds"
 
 
 def _is_in_torch(where: str) -> bool:

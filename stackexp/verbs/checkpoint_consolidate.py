@@ -33,6 +33,6 @@ def run(args: Namespace) -> int:
 
     folder = runs.at(args.run)
     path = checkpoints.find_checkpoint(folder, args.ckpt_path)
-    tensors = checkpoints.consolidate(path, args.to, compose.load(folder.config))
+    tensors = checkpoints.consolidate(path, args.to, compose.load_config(folder.config))
     print(f"{path} -> {args.to}: {tensors} tensors, {args.to.stat().st_size:,} bytes")
     return 0

@@ -46,7 +46,7 @@ def run(args: Namespace, stage: str = "validate") -> int:
     if args.keep_remainder:
         if config.data.objective != "language_modeling":
             parser.error(f"--keep-remainder: not supported for strings of {config.data.task}; remove it")
-        args.overrides.append("data.keep_remainder=true")
+        args.overrides.append("data.score_remainder=true")
         config = compose.compose(configs, args.overrides, is_training=False)
     from stackexp.evaluation import evaluate
 

@@ -61,7 +61,7 @@ def test_tensorboard_has_the_metrics(fitted):
 
 def test_the_folder_is_enough_to_run_again(fitted):
     run, _ = fitted
-    assert compose.load(str(run.config)) == compose.compose([str(run.path.parents[2] / "tiny.yaml")], [])
+    assert compose.load_config(str(run.config)) == compose.compose([str(run.path.parents[2] / "tiny.yaml")], [])
     assert [path.name for path in sorted(run.checkpoints.iterdir())] == ["00000008", "00000012"]
     (session,) = json.loads((run.path / "environment.json").read_text())
     assert "fit --config" in session["command"]

@@ -35,7 +35,7 @@ def build_callbacks(
         MemoryProbes(config.logging.probe_interval),
         Throughput(),
         *measurements,
-        StepRequests(stop, config.trainer.checkpoint_minutes),
+        StepRequests(stop, config.trainer.checkpoint_interval_minutes),
         metrics_log,
         *bar,
         MissedValidation(start.folder, config.trainer, start.step),

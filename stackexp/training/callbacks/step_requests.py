@@ -17,11 +17,11 @@ BATCHES_BETWEEN_CHECKS = 16  # of an evaluation: each check is an all-reduce
 class StepRequests(pl.Callback):
     """Shares stop and save requests across ranks, in the same all-reduce as the step metrics.
 
-    "stop" follows the `StopRequest` of any rank, "save" is due `checkpoint_minutes` after the last checkpoint.
+    "stop" follows the `StopRequest` of any rank, "save" is due `checkpoint_interval_minutes` after the last checkpoint.
     """
 
-    def __init__(self, stop: StopRequest, checkpoint_minutes: float | None):
-        self._stop, self._minutes = stop, checkpoint_minutes
+    def __init__(self, stop: StopRequest, checkpoint_interval_minutes: float | None):
+        self._stop, self._minutes = stop, checkpoint_interval_minutes
         self._saved_at = time.monotonic()
 
     def on_train_start(self, trainer: pl.Trainer, *_: Any) -> None:
