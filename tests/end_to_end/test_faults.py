@@ -73,7 +73,7 @@ def test_a_killed_process_is_named_and_ends_the_others(program, tiny, tmp_path, 
 
 def test_a_process_that_hangs_is_named(program, tiny, tmp_path):
     hang = write_faulty_plugin(tmp_path, "time.sleep(1000)")
-    process = program.start("fit", "--config", tiny, *FSDP, *ENDLESS, hang, "trainer.collective_timeout=6")
+    process = program.start("fit", "--config", tiny, *FSDP, *ENDLESS, hang, "trainer.collective_timeout_seconds=6")
     output, _ = read_to_end(process, 120)
     assert process.returncode == 1
     (line,) = [line for line in output.splitlines() if line.startswith("error: no progress")]

@@ -114,7 +114,11 @@ def test_a_second_ctrl_c_stops_inside_a_batch(program, tiny, tmp_path):
 
 
 def test_a_time_limit_stops_and_minutes_save(program, tiny, tmp_path):
-    often = ("trainer.checkpoint_minutes=0.01", "trainer.keep_checkpoints=99", "trainer.checkpoint_interval=100000")
+    often = (
+        "trainer.checkpoint_interval_minutes=0.01",
+        "trainer.keep_checkpoints=99",
+        "trainer.checkpoint_interval=100000",
+    )
     output = program.run("fit", "--config", tiny, *ENDLESS, *often, "trainer.max_time=00:00:00:09", expect=75)
     assert "trainer.max_time 00:00:00:09 is over; newest checkpoint" in output
     run = only_run(tmp_path / "runs")

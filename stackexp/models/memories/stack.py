@@ -62,9 +62,9 @@ class StackMemory(Memory):
             self.noise.fill_(self.config.action_noise)
 
     def set_step(self, step: int) -> None:
-        """The noise grows linearly over the first `action_noise_steps` steps."""
-        if self.noise is not None and self.config.action_noise_steps:
-            self.noise.fill_(self.config.action_noise * min(1.0, step / self.config.action_noise_steps))
+        """The noise grows linearly over the first `action_noise_warmup_steps` steps."""
+        if self.noise is not None and self.config.action_noise_warmup_steps:
+            self.noise.fill_(self.config.action_noise * min(1.0, step / self.config.action_noise_warmup_steps))
 
     @property
     def num_slots(self) -> int:
@@ -90,7 +90,7 @@ class StackMemory(Memory):
         options = {"num_slots": self.num_slots, "discipline": config.discipline, "read": config.read}
         options["read_mask"] = config.read_mask
         if self.axis == "depth":
-            output, state = stack.step(state, x, logits, query, segment=config.keep_every, **options)
+            output, state = stack.step(state, x, logits, query, segment=config.checkpoint_every_layers, **options)
         else:
             options["feedback_activation"] = config.feedback_activation
             output, state = stack.scan(state, x, logits, query, self._fed_back(h), **options)

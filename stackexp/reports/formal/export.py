@@ -79,7 +79,7 @@ def _format_float(caption: str, columns: str, body: str, footnotes: list[str]) -
 
 MEMORY_OPTIONS = (
     *("axis", "read", "read_mask", "feedback", "feedback_activation", "num_slots", "eval_num_slots"),
-    *("feedback_hidden_size", "action_sharpness", "action_noise", "action_noise_steps", "entropy_weight"),
+    *("feedback_hidden_size", "action_sharpness", "action_noise", "action_noise_warmup_steps", "entropy_weight"),
 )
 MODEL_OPTIONS = ("num_layers", "positional", "attention_window", "attention_log_base")
 DATA_OPTIONS = (
