@@ -23,14 +23,15 @@ def compute_set_scores(chunks: np.ndarray, bytes_per_token: float | None = None,
     """
     total, tokens, num_bytes = (float(math.fsum(row)) for row in chunks)
     loss = total / tokens
-    scores = {
+    scores: Scores = {
         "instances": chunks.shape[1],
         "tokens": int(tokens),
         "loss": loss,
         "perplexity": compute_perplexity(loss),
     }
-    if num_bytes or bytes_per_token:
-        scores["bytes"] = int(num_bytes or bytes_per_token * tokens)
+    num_bytes = num_bytes or (bytes_per_token or 0) * tokens
+    if num_bytes:
+        scores["bytes"] = int(num_bytes)
         scores["bits_per_byte"] = total / (math.log(2) * scores["bytes"])
     if with_interval and chunks.shape[1] > 1:
         scores["loss_low"], scores["loss_high"] = bootstrap_interval(chunks[0], chunks[1])
