@@ -1,4 +1,4 @@
-"""The benchmark runs, and says what it measured."""
+"""The benchmark of `data prepare`."""
 
 import json
 import subprocess
@@ -10,7 +10,7 @@ import pytest
 BENCHMARK = Path(__file__).parents[1] / "benchmarks" / "prepare.py"
 
 
-def test_it_measures_both_on_the_same_text(tmp_path):
+def test_benchmark_records_both_speeds(tmp_path):
     options = ["--megabytes", "0.3", "--turns", "1", "--vocab-size", "300", "--out", tmp_path / "out.json"]
     done = subprocess.run([sys.executable, BENCHMARK, *options], capture_output=True, text=True, check=True)
     record = json.loads((tmp_path / "out.json").read_text())

@@ -1,6 +1,5 @@
 """Several processes prepare one set: kills, parts, and merges at the same time."""
 
-import os
 import shutil
 import signal
 import subprocess
@@ -110,19 +109,6 @@ def test_replaced_tokenizer_is_refused(source, whole, tmp_path, given):
     with pytest.raises(RunError, match=rf"tokenizer\.json: {message}") as error:
         prepare_set(source, tmp_path / "set", unit_bytes=UNIT_BYTES, **settings)
     assert "\n" not in str(error.value)
-
-
-def test_folder_is_not_listed_for_every_unit(source, tmp_path, monkeypatch):
-    listed, scandir = [], os.scandir
-    monkeypatch.setattr(os, "scandir", lambda path: listed.append(str(path)) or scandir(path))
-    prepare_set(source, tmp_path / "set", unit_bytes=UNIT_BYTES)
-    assert listed.count(str(tmp_path / "set")) < UNITS
-
-
-def test_parts_with_other_settings_are_refused(source, whole, tmp_path):
-    shutil.copytree(whole, tmp_path / "set")
-    with pytest.raises(RunError, match="another context length"):
-        prepare_set(source, tmp_path / "set", part=(1, 2), unit_bytes=UNIT_BYTES, context_length=32)
 
 
 # Processes

@@ -111,13 +111,6 @@ def test_killed_preparation_leaves_no_set(cache):
     assert not list(cache.glob("stdlib-*.tmp"))
 
 
-def test_concurrent_first_runs_prepare_one_set(cache):
-    processes = [start(stderr=subprocess.PIPE, text=True) for _ in range(2)]
-    messages = [process.communicate()[1] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], messages
-    assert len([path for path in cache.iterdir() if path.is_dir()]) == 1
-
-
 def fake_stdlib(folder: Path) -> Path:
     packages = [package for group in (stdlib.VALIDATION_PACKAGES | stdlib.TEST_PACKAGES).values() for package in group]
     for name in [f"{package}/__init__.py" for package in packages] + ["heapq.py", "os.py", "test/test_os.py"]:

@@ -1,68 +1,68 @@
 """The distribution of document lengths: collected from a stream, shown as a table or a figure."""
 
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
 
 from stackexp.reports.tables import format_table
 
-BINS_PER_OCTAVE = 16  # quantiles are within 4 %
-OCTAVES = 48
 BAR_WIDTH = 40  # characters
 
 
 class LengthHistogram:
-    """A histogram of lengths in logarithmic bins. Lengths below 1 count as 1."""
+    """The number of documents of each length. Lengths below 1 count as 1."""
 
     def __init__(self) -> None:
-        self.counts = np.zeros(BINS_PER_OCTAVE * OCTAVES, np.int64)
-        self.sums = np.zeros(BINS_PER_OCTAVE * OCTAVES)  # of the lengths in each bin
-        self.longest = 0
+        self._counts: Counter[int] = Counter()
 
     def add(self, lengths: np.ndarray) -> None:
         """Count lengths [N]."""
-        if len(lengths):
-            lengths = np.maximum(np.asarray(lengths, np.int64), 1)
-            bins = (np.log2(lengths) * BINS_PER_OCTAVE + 1e-9).astype(np.int64)
-            self.counts += np.bincount(bins, minlength=len(self.counts))
-            self.sums += np.bincount(bins, lengths, minlength=len(self.counts))
-            self.longest = max(self.longest, int(lengths.max()))
+        values, counts = np.unique(np.maximum(lengths, 1), return_counts=True)
+        self._counts.update(dict(zip(values.tolist(), counts.tolist(), strict=True)))
 
     @property
     def total(self) -> int:
         """The number of documents."""
-        return int(self.counts.sum())
+        return self._counts.total()
 
     @property
     def mean(self) -> float:
         """The mean length."""
-        return float(self.sums.sum()) / max(self.total, 1)
+        return sum(length * count for length, count in self._counts.items()) / max(self.total, 1)
 
-    def estimate_quantile(self, share: float) -> float:
-        """Return the length that `share` of the documents do not exceed, within 4 %."""
-        index = int(np.searchsorted(np.cumsum(self.counts), share * self.total, side="left"))
-        return self.sums[index] / max(self.counts[index], 1)
+    @property
+    def longest(self) -> int:
+        """The largest length."""
+        return max(self._counts)
+
+    def quantile(self, share: float) -> int:
+        """Return the length that `share` of the documents do not exceed."""
+        lengths = sorted(self._counts)
+        cumulative = np.cumsum([self._counts[length] for length in lengths])
+        return lengths[int(np.searchsorted(cumulative, share * self.total))]
 
     def rebin(self, bins_per_octave: int = 1) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return documents [N], their total lengths [N] and the bin edges [N + 1], without empty bins at the ends."""
-        counts = self.counts.reshape(-1, BINS_PER_OCTAVE // bins_per_octave).sum(axis=1)
-        sums = self.sums.reshape(-1, BINS_PER_OCTAVE // bins_per_octave).sum(axis=1)
-        used = np.flatnonzero(counts)
-        part = slice(used[0], used[-1] + 1)
-        return counts[part], sums[part], 2.0 ** (np.arange(used[0], used[-1] + 2) / bins_per_octave)
+        """Return documents [N], their total lengths [N] and the bin edges [N + 1], for bins equal in log length."""
+        lengths, counts = np.array(list(self._counts)), np.array(list(self._counts.values()))
+        first, last = (int(np.log2(length) * bins_per_octave) for length in (lengths.min(), lengths.max()))
+        edges = 2.0 ** (np.arange(first, last + 2) / bins_per_octave)
+        documents, _ = np.histogram(lengths, edges, weights=counts)
+        totals, _ = np.histogram(lengths, edges, weights=counts * lengths)
+        return documents.astype(np.int64), totals, edges
 
     def summarize(self, unit: str) -> dict:
         """Return the figures for JSON output; `unit` is "tokens" or "bytes"."""
         counts, _, edges = self.rebin()
-        figures = {"median": self.estimate_quantile(0.5), "mean": self.mean, "longest": self.longest}
+        figures = {"median": self.quantile(0.5), "mean": self.mean, "longest": self.longest}
         return figures | {"unit": unit, "from": edges[:-1].tolist(), "documents": counts.tolist()}
 
     def format(self, unit: str) -> str:
         """Return a summary line and a table with one bar per octave."""
         counts, sums, edges = self.rebin()
         summary = (
-            f"document length in {unit}: median {self.estimate_quantile(0.5):,.0f}, mean {self.mean:,.0f}, "
-            f"90 % up to {self.estimate_quantile(0.9):,.0f}, longest {self.longest:,}"
+            f"document length in {unit}: median {self.quantile(0.5):,.0f}, mean {self.mean:,.0f}, "
+            f"90 % up to {self.quantile(0.9):,.0f}, longest {self.longest:,}"
         )
         rows = []
         for low, high, count, total in zip(edges[:-1], edges[1:], counts, sums, strict=True):
@@ -112,7 +112,7 @@ def draw_lengths(
     documents, text = counts / counts.sum(), sums / sums.sum()
     axes.stairs(documents, edges, fill=True, color="C0", alpha=0.55, label="documents")
     axes.stairs(text, edges, color="C1", linewidth=1.8, label=unit)
-    median = histogram.estimate_quantile(0.5)
+    median = histogram.quantile(0.5)
     axes.axvline(median, color="C0", linestyle=":", label=f"median document, {median:,.0f}")
     if context_length:
         axes.axvline(context_length, color="0.3", linestyle="--", label=f"sequence, {context_length:,}")
