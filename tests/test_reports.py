@@ -1,4 +1,4 @@
-"""Tables and figures, from run folders alone."""
+"""Tables, and the comparison of runs from their folders."""
 
 import json
 
@@ -9,17 +9,17 @@ from stackexp import runs
 from stackexp.config.compose import compose
 from stackexp.errors import RunError
 from stackexp.reports.compare import check_same_data, draw_losses, format_runs, name_runs
-from stackexp.reports.tables import format_scores, table
+from stackexp.reports.tables import RULE, format_scores, format_table
 from stackexp.runs import RunFolder
 
 
-def figures(loss: float) -> dict[str, float]:
+def build_scores(loss: float) -> dict[str, float]:
     means = {"loss": loss, "perplexity": 2.0 * loss, "bits_per_byte": loss / 2}
     return means | {"instances": 10, "tokens": 1000, "bytes": 3000, "loss_low": loss - 0.1, "loss_high": loss + 0.1}
 
 
-def test_set_table_ends_with_the_averages():
-    lines = format_scores({"left": figures(1), "right": figures(3)}).splitlines()
+def test_score_table_ends_with_the_average():
+    lines = format_scores({"left": build_scores(1), "right": build_scores(3)}).splitlines()
     columns = ["set", "instances", "tokens", "loss", "95", "%", "interval", "perplexity", "bits/byte"]
     assert lines[0].split() == columns
     assert lines[2].split() == ["left", "10", "1,000", "1.0000", "0.9000-1.1000", "2.00", "0.5000"]
@@ -27,32 +27,38 @@ def test_set_table_ends_with_the_averages():
     assert len({len(line) for line in lines}) == 1, "columns are aligned"
 
 
-def test_groups_have_their_averages_and_absent_bytes_are_a_dash():
-    sets = {"v2/a": figures(1), "v2/b": figures(3)}
+def test_groups_have_averages_and_missing_bytes_are_a_dash():
+    sets = {"v2/a": build_scores(1), "v2/b": build_scores(3)}
     del sets["v2/a"]["bits_per_byte"]
     lines = format_scores(sets).splitlines()
     assert lines[2].split()[-1] == "\u2013"
     assert lines[-2].split() == ["v2:", "means", "of", "2", "sets", "20", "2,000", "2.0000", "\u2013", "4.00", "\u2013"]
     assert lines[-1].split() == ["v2:", "exp", "of", "the", "mean", "loss", "7.39"]
-    assert not any(line.startswith("average of sets") for line in lines), "the same sets again"
-    both = format_scores(sets | {"v3/a": figures(2)}).splitlines()
+    assert not any(line.startswith("average of sets") for line in lines), "it would repeat the group"
+    both = format_scores(sets | {"v3/a": build_scores(2)}).splitlines()
     assert both[-1].startswith("average of sets")
     row = format_scores(sets, style="markdown").splitlines()[2]
     assert [cell.strip() for cell in row.split("|")[1:-1]] == lines[2].split()
 
 
-def test_columns_are_aligned_as_asked():
-    rows = [["name", "number"], ["long name", "1"], ["x", "1000"]]
-    assert table(rows, align="<>", rules=(1,)).splitlines() == [
-        "name       number",
-        "---------  ------",
-        "long name       1",
-        "x            1000",
+def test_table_aligns_columns_in_each_style():
+    rows, header = [["long | name", "1"], RULE, ["x", "1000"]], ["name", "number"]
+    assert format_table(rows, header=header, align="<>").splitlines() == [
+        "name         number",
+        "-----------  ------",
+        "long | name       1",
+        "-----------  ------",
+        "x              1000",
     ]
-    assert table([("a", "bb"), ("ccc", "d")]) == "a    bb\nccc  d"
+    markdown = format_table(rows, header=header, align="<>", style="markdown").splitlines()
+    assert markdown[1:] == ["|:-------------|-------:|", "| long \\| name |      1 |", "| x            |   1000 |"]
+    latex = format_table(rows, header=header, style="latex").splitlines()
+    assert [latex[0], latex[2], latex[4], latex[-1]] == [r"\toprule", r"\midrule", r"\midrule", r"\bottomrule"]
+    assert latex[3] == r"long | name & 1      \\"
+    assert format_table([("a", "bb"), ("ccc", "d")]) == "a    bb\nccc  d"
 
 
-def test_runs_side_by_side(tmp_path):
+def test_runs_are_compared_in_a_table_and_a_figure(tmp_path):
     folders = []
     for name, losses in {"one": (3, 2), "two": (3, 1)}.items():
         config = compose(["quickstart"], [f"name={name}", f"logging.root={tmp_path}"])
@@ -63,7 +69,7 @@ def test_runs_side_by_side(tmp_path):
         lines.append({"step": 2, "tokens": 20, "validation/loss/average": 2.5})
         folder.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
         result = {"parameters": 10, "memory_parameters": 2, "train_loss": {"last_20_steps": losses[-1]}}
-        result |= {"sets": {"left": figures(losses[-1])}, "average": figures(losses[-1])}
+        result |= {"sets": {"left": build_scores(losses[-1])}, "average": build_scores(losses[-1])}
         folder.result.write_text(json.dumps(result))
         folders.append(folder)
     rows = format_runs(folders).splitlines()
@@ -77,8 +83,8 @@ def test_runs_side_by_side(tmp_path):
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_runs_are_compared_by_the_hashes_of_steps_they_share(tmp_path):
-    """Records at other intervals, and runs without any."""
+def test_training_data_are_compared_by_their_hashes(tmp_path):
+    """Some have other intervals, or no record."""
     records = {"a": {10: "aa", 20: "bb", 30: "cc"}, "b": {20: "bb", 40: "dd"}, "none": {}, "c": {30: "ff", 40: "ee"}}
     folders = {}
     for name, hashes in records.items():
@@ -97,7 +103,7 @@ def test_runs_are_compared_by_the_hashes_of_steps_they_share(tmp_path):
         check_same_data([folders["a"], folders["b"], folders["c"]])
 
 
-def test_runs_on_formal_languages_are_compared_by_what_their_strings_come_from(tmp_path):
+def test_formal_languages_are_compared_by_their_options(tmp_path):
     one, longer, other, again = (
         RunFolder(write_run(tmp_path / name, model, task, *overrides, seed=seed))
         for name, model, task, overrides, seed in [
@@ -107,7 +113,7 @@ def test_runs_on_formal_languages_are_compared_by_what_their_strings_come_from(t
             ("again", "LSTM", "even_pairs", [], 1),
         ]
     )
-    assert check_same_data([one, longer]) == [], "how they are tested is another matter"
+    assert check_same_data([one, longer]) == [], "tests may differ"
     with pytest.raises(
         RunError, match=r"other: trained on other data than .*/one \(data.task is odds_first, not even_p"
     ):

@@ -214,7 +214,7 @@ def test_errors_for_searches():
     assert "search.space: name at least one key" in get_error(search={})
     assert "with low < high" in get_error(search={"space": {"optimizer.lr": {"low": 1}}})
     assert "hgh: unknown key; did you mean" in get_error(search={"space": {"optimizer.lr": {"low": 1, "hgh": 2}}})
-    assert "a search chooses its trials itself" in get_error(search={"space": {H: {"values": [1]}}}, seeds=[1])
+    assert "a search chooses its own trials" in get_error(search={"space": {H: {"values": [1]}}}, seeds=[1])
     assert "single options" in get_error(search={"space": {"model.memory": {"values": ["queue"]}}})
     invalid = {"space": {S: {"low": 0, "high": 4, "int": True}}}
     assert "num_slots: expected an integer >= 1, found 0" in get_error(search=invalid)

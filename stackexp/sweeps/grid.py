@@ -42,7 +42,7 @@ def list_extremes(space: dict[str, Space]) -> list[Values]:
     """Return the points that vary one key at a time over its choices, or over the ends of its range."""
     if not space:
         return []
-    choices = {key: s.values or [int(x) if s.int else x for x in (s.low, s.high)] for key, s in space.items()}
+    choices = {key: s.values or [int(x) if s.int else x for x in (s.low or 0, s.high or 0)] for key, s in space.items()}
     first = {key: values[0] for key, values in choices.items()}
     return [first, *(first | {key: value} for key, values in choices.items() for value in values[1:])]
 

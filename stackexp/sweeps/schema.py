@@ -1,4 +1,4 @@
-"""The typed schema of a sweep's YAML, checked like a config's."""
+"""The schema of a sweep's YAML, checked like that of a config."""
 
 import re
 from collections.abc import Sequence
@@ -11,11 +11,14 @@ from stackexp.config.suggestions import nearest
 
 @dataclass
 class Resources:
-    """What each trial gets. `devices` and `num_nodes` are put into the trial's trainer section, where launchers read
-    them (a trial may have its own, as `trainer.devices` in `list`); the rest is for Slurm, in its own words."""
+    """The resources of each trial.
 
-    devices: Optional[int] = option(None, min=1)  # of each node; None: as the config says
-    num_nodes: Optional[int] = option(None, min=1)  # None: as the config says
+    `devices` and `num_nodes` set the trainer options of the same names, where launchers read them (a trial may override
+    them, as `trainer.devices` in `list`). The other options are Slurm's.
+    """
+
+    devices: Optional[int] = option(None, min=1)  # per node; None: as in the config
+    num_nodes: Optional[int] = option(None, min=1)  # None: as in the config
     time: Optional[str] = None  # sbatch --time, such as 1-12:00:00
     partition: Optional[str] = None
     account: Optional[str] = None
@@ -25,14 +28,15 @@ class Resources:
     signal_seconds: int = option(120, min=1)  # warning before the time limit, for the checkpoint
 
     def find_errors(self) -> Errors:
+        """Check the time limit."""
         if self.time is not None and not re.fullmatch(r"(\d+-)?\d+:\d\d(:\d\d)?", self.time):
-            quotes = " (in quotes: YAML takes 24:00:00 for a number)" if self.time.isdecimal() else ""
+            quotes = " (in quotes: YAML reads 24:00:00 as a number)" if self.time.isdecimal() else ""
             yield "time", f"expected '24:00:00' or '1-12:00:00'{quotes}, found {self.time!r}"
 
 
 @dataclass
 class Space:
-    """The values of one key: some `values`, or a range."""
+    """The values of one key in a search: a list, or a range from `low` to `high`."""
 
     values: Optional[list[Any]] = None
     low: Optional[float] = None
@@ -41,9 +45,10 @@ class Space:
     int: bool = False
 
     def find_errors(self) -> Errors:
+        """Check that there are values, or a valid range."""
         if self.values is not None:
             if self.low is not None or self.high is not None or not self.values:
-                yield "values", "give either values, at least one, or low and high"
+                yield "values", "expected at least one value, or low and high instead"
         elif self.low is None or self.high is None or not self.low < self.high:
             yield "low", "expected values: [...], or low and high with low < high"
         elif self.log and self.low <= 0:
@@ -54,7 +59,7 @@ class Space:
 
 @dataclass
 class Prune:
-    """Successive halving: of the trials at step min_steps * reduction_factor**k, the best 1/reduction_factor go on."""
+    """Successive halving: at steps min_steps * reduction_factor**k the best 1/reduction_factor of trials continue."""
 
     reduction_factor: int = option(3, min=2)
     min_steps: int = option(100, min=1)
@@ -63,7 +68,7 @@ class Prune:
 
 @dataclass
 class Search:
-    """Adaptive search: each next trial is drawn where the trials so far were good."""
+    """Adaptive search: new trials are drawn where earlier ones were good."""
 
     kind: Literal["tpe"] = "tpe"
     trials: int = option(50, min=1)
@@ -72,6 +77,7 @@ class Search:
     prune: Optional[Prune] = None
 
     def find_errors(self) -> Errors:
+        """Check the search space."""
         if not self.space:
             yield "space", "name at least one key with its values"
         for key, space in self.space.items():
@@ -82,8 +88,8 @@ class Search:
 class SweepConfig:
     """A sweep. Its trials are the product of `grid`, `axes`, `list` and `seeds`, each of which may be missing.
 
-    Keys and values are overrides of the config (`model.memory.num_heads: [1, 2]`, `model.memory: [queue, null]`); two
-    keys are of the sweep itself: `config` (base configs) and `tokens` (the budget of a trial).
+    Their keys and values are overrides of the config (`model.memory.num_heads: [1, 2]`, `model.memory: [queue, null]`).
+    Two keys belong to the sweep: `config` (base configs) and `tokens` (the token budget of a trial).
     """
 
     name: Optional[str] = None  # of the folder <logging.root>/<name>; None: the file's name
@@ -94,19 +100,20 @@ class SweepConfig:
     objective: str = "average.loss"  # path into result.json
     direction: Literal["minimize", "maximize"] = "minimize"
     resources: Resources = field(default_factory=Resources)
-    retries: int = option(0, min=0)  # of a trial that fails, within one `sweep run`
+    retries: int = option(0, min=0)  # retries of a failed trial within one `sweep run`
     search: Optional[Search] = None
     grid: dict[str, list[Any]] = field(default_factory=dict)  # every combination of the values
-    axes: dict[str, list[Any]] = field(default_factory=dict)  # one key at a time, the others at the center
-    center: dict[str, Any] = field(default_factory=dict)  # also where figures cut through a grid
-    list: "list[dict[str, Any]]" = field(default_factory=list)  # `name`, and the keys of one trial
+    axes: dict[str, list[Any]] = field(default_factory=dict)  # vary one key at a time, the others at the center
+    center: dict[str, Any] = field(default_factory=dict)  # also the fixed values in figures of a grid
+    list: "list[dict[str, Any]]" = field(default_factory=list)  # one trial each: `name`, and its keys
 
     def find_errors(self) -> Errors:
+        """Check the base config, the axes, the name, and that no key is set twice."""
         if not isinstance(self.config, str) and not (
             isinstance(self.config, Sequence) and self.config and all(isinstance(name, str) for name in self.config)
         ):
             yield "config", "name the base config of the trials, or a list of them"
-        yield from self._clashes()
+        yield from self._find_duplicate_keys()
         for key in self.axes.keys() - self.center.keys():
             yield f"axes.{key}", f"no center; set center.{key}, its value while other axes vary"
         for key in self.center.keys() - self.axes.keys() - self.grid.keys():
@@ -114,7 +121,7 @@ class SweepConfig:
         if self.name is not None and not re.fullmatch(r"[\w+-][\w.+-]*(/[\w+-][\w.+-]*)*", self.name):
             yield "name", f"{self.name!r} cannot name a folder; use letters, digits and . _ - + between slashes"
 
-    def _clashes(self) -> Errors:
+    def _find_duplicate_keys(self) -> Errors:
         for section in (self.grid, self.axes):
             for key, values in section.items():
                 if not values:
@@ -125,4 +132,4 @@ class SweepConfig:
             if keys.count(key) > 1:
                 yield "grid" if key in self.grid else "axes", f"{key} is set by two of grid, axes, list and seeds"
         if self.search and keys:
-            yield "search", "a search chooses its trials itself; remove grid, axes, list and seeds"
+            yield "search", "a search chooses its own trials; remove grid, axes, list and seeds"

@@ -19,7 +19,7 @@ NO_ANSWER = ("Unable to contact slurm controller", "Socket timed out", "Zero Byt
 T = TypeVar("T")
 
 
-class NoAnswer(RunError):
+class NoAnswerError(RunError):
     """Raised while Slurm's controller does not answer, for instance because it restarts."""
 
 
@@ -36,7 +36,7 @@ def format_resource_options(resources: Resources) -> list[str]:
 
 
 def submit_job(name: str, script: str, *options: str) -> str:
-    """Submit a job and return its id. Raises RunError if Slurm refuses, NoAnswer if it may have accepted the job."""
+    """Submit a job and return its id. Raises RunError if Slurm refuses, NoAnswerError if the job may exist."""
     return run_slurm("sbatch", "--parsable", f"--job-name={name}", *options, input=script).strip().split(";")[0]
 
 
@@ -46,12 +46,12 @@ def find_job_ids(name: str) -> list[str]:
 
 
 def run_slurm(*command: str, **options: Any) -> str:
-    """Run a command and return its output. Raises NoAnswer, or RunError if Slurm refuses."""
+    """Run a command and return its output. Raises NoAnswerError, or RunError if Slurm refuses."""
     result = call_slurm(*command, **options)
     if result.returncode == 0:
         return result.stdout
     message = " ".join(result.stderr.splitlines()) or f"exit code {result.returncode}"
-    kind = NoAnswer if any(text in message for text in NO_ANSWER) else RunError
+    kind = NoAnswerError if any(text in message for text in NO_ANSWER) else RunError
     raise kind(f"{command[0]}: {message}")
 
 
@@ -68,6 +68,6 @@ def retry_until_answer(call: Callable[[], T]) -> T:
     while True:
         try:
             return call()
-        except NoAnswer as error:
+        except NoAnswerError as error:
             log.warning("%s; trying again", error)
             time.sleep(RETRY_SECONDS)

@@ -1,4 +1,4 @@
-"""A trial: one run of a sweep, in a run folder named by the values searched and the hash of the resolved config."""
+"""A trial: one run of a sweep, in a run folder named by the searched values and the hash of the config."""
 
 import hashlib
 import json
@@ -13,36 +13,37 @@ from stackexp.runs import RunFolder
 
 @dataclass(frozen=True)
 class Trial:
-    """Two trials are equal if their folders are."""
+    """One run of a sweep. `values` maps searched keys to values. Trials are equal if their folders are."""
 
     folder: RunFolder
     config: ExperimentConfig = field(compare=False)
-    values: dict[str, Any] = field(compare=False)  # searched key -> value
+    values: dict[str, Any] = field(compare=False)
 
     @property
     def name(self) -> str:
+        """The name of the run folder."""
         return self.folder.path.name
 
     @property
     def log(self) -> Path:
-        """What all its attempts printed."""
+        """The output of all attempts."""
         return self.folder.path / "log.txt"
 
     @property
     def failure(self) -> Path:
-        """How its last failed attempt ended: exit_code, cause, attempts, time."""
+        """The record of the last failed attempt; see `stackexp.sweeps.status.read_failure`."""
         return self.folder.path / "failure.json"
 
     @property
     def pruned(self) -> Path:
-        """Written when the search gives it up: step, value, time."""
+        """The record of a search that ended the trial early: step, value, time."""
         return self.folder.path / "pruned.json"
 
 
 def config_hash(config: ExperimentConfig) -> str:
-    """8 hexadecimal digits of what in a config shapes its figures and is not the schema's default.
+    """Return 8 hexadecimal digits that identify the options that affect the results.
 
-    So a trial stays the same when the schema gets another option.
+    Options at their defaults are left out, so that a trial keeps its hash when the schema gets a new option.
     """
     tree = without_defaults(config, exclude=NOT_IN_RESULTS)
     return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()[:8]

@@ -1,4 +1,4 @@
-"""A sweep by the real program: its driver and one trial are killed in the middle, the same command does the rest."""
+"""A sweep with real trials: after its driver and a trial are killed, the same command finishes it."""
 
 import json
 import os
@@ -13,7 +13,7 @@ from stackexp.sweeps.sweep import load_sweep
 
 
 @pytest.mark.slow  # two minutes; tests/test_sweep_driver.py kills drivers too
-def test_a_killed_sweep_is_finished_by_the_same_command(program: Program, tiny, tmp_path):
+def test_same_command_finishes_a_killed_sweep(program: Program, tiny, tmp_path):
     path = tmp_path / "slots.yaml"
     keys = {"config": "tiny.yaml", "overrides": ["trainer.max_steps=40"], "grid": {"model.memory.num_slots": [2, 3, 4]}}
     path.write_text(yaml.safe_dump(keys))
@@ -24,16 +24,16 @@ def test_a_killed_sweep_is_finished_by_the_same_command(program: Program, tiny, 
     wait_until(lambda: first.newest_checkpoint() is not None and (second.path / "environment.json").exists(), driver)
     os.kill(driver.pid, signal.SIGKILL)
     driver.wait()
-    mapped = [int(pid) for pid in os.listdir("/proc") if pid.isdecimal() and _runs(pid, str(first.path))]
-    assert mapped
-    os.kill(mapped[0], signal.SIGKILL)  # the other trial lives on without a driver
+    processes = [int(pid) for pid in os.listdir("/proc") if pid.isdecimal() and _runs(pid, str(first.path))]
+    assert processes
+    os.kill(processes[0], signal.SIGKILL)  # the other trial continues without a driver
     assert not third.path.exists()
 
     output = program.run("sweep", "run", path, "--max-parallel", "2")
     assert [get_state(trial) for trial in trials] == [State.DONE] * 3
     assert not any(is_running(trial) for trial in trials)
     sessions = [len(json.loads((run.path / "environment.json").read_text())) for run in (first, second, third)]
-    assert sessions == [2, 1, 1]  # the killed one went on from its checkpoint, no other was started twice
+    assert sessions == [2, 1, 1]  # the killed one was resumed, no other one was started twice
     for run in (first, second, third):
         losses = [line["step"] for line in run.read_metrics() if "loss/train" in line]
         assert losses == list(range(1, 41))
@@ -48,7 +48,7 @@ def test_a_killed_sweep_is_finished_by_the_same_command(program: Program, tiny, 
 
 
 def _runs(pid: str, folder: str) -> bool:
-    """Whether a process is the fit of a folder."""
+    """Return True if a process is the fit of a folder."""
     try:
         with open(f"/proc/{pid}/cmdline", "rb") as file:
             return file.read().decode().split("\0")[-2:-1] == [folder]

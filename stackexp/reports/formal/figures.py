@@ -27,7 +27,7 @@ def draw_bars(report: Report, path: Path) -> None:
     """Draw the best score of each model and task, a dot for the median over seeds, a line for the paper's score."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(11, 6.4), layout="constrained")
+    figure: Any = Figure(figsize=(11, 6.4), layout="constrained")
     top, bottom = figure.subfigures(2, 1, height_ratios=(1, 1), hspace=0.04)
     panels = [*top.subplots(1, 2, sharey=True), bottom.subplots()]
     for axes, (name, tasks) in zip(panels, CLASSES.items(), strict=True):
@@ -79,7 +79,7 @@ def draw_curves(report: Report, path: Path) -> None:
     tasks = [task for task in TASKS if any(report.cells[task, column].runs for column in COLUMNS)]
     width = 5 if len(tasks) == len(TASKS) else min(4, len(tasks))
     height = -(-len(tasks) // width)
-    figure = Figure(figsize=(max(2.7 * width, 6.5), 2.1 * height + 0.9), layout="constrained")
+    figure: Any = Figure(figsize=(max(2.7 * width, 6.5), 2.1 * height + 0.9), layout="constrained")
     figure.get_layout_engine().set(w_pad=0.09)  # inches, between the tick labels of neighboring panels
     panels = figure.subplots(height, width, sharex=True, sharey=True, squeeze=False)
     for axes, task in zip(panels.flat, tasks, strict=False):

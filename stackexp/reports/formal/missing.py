@@ -102,5 +102,5 @@ def _plan_seeds(folder: Path) -> Seeds:
         column = find_column(config) if config["data.kind"] == "formal_language" else None
         task = values.get("data.task", config.get("data.task"))
         if column and task in TASKS:
-            planned[task, column].add(values.get("seed", config["seed"]))
+            planned[task, column].add(values["seed"] if "seed" in values else config["seed"])
     return planned

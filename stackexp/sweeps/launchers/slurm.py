@@ -143,7 +143,7 @@ class SlurmLauncher:
             return {}
         try:
             states = slurm_jobs.find_task_states(folder)
-        except slurm.NoAnswer as error:
+        except slurm.NoAnswerError as error:
             print(f"{error}\n")
             return {}
         newest = slurm_jobs.find_newest_tasks(folder)
@@ -206,7 +206,7 @@ class SlurmLauncher:
         self._checked_at = time.monotonic()
         try:
             return slurm_jobs.find_task_states(self._folder)
-        except slurm.NoAnswer as error:
+        except slurm.NoAnswerError as error:
             log.warning("%s", error)
             return None
 

@@ -14,10 +14,10 @@ from stackexp.sweeps.trials import Trial
 
 
 class Task(NamedTuple):
-    """The task of a trial in an array job: the job's unique name, and the index."""
+    """The task of a trial in an array job: the job's unique name, and the index in the array."""
 
     job: str
-    index: int
+    position: int
 
 
 class TaskState(NamedTuple):
@@ -60,7 +60,7 @@ def write_exit_code(trial_folder: Path, task: Task, task_id: str, exit_code: int
 
 
 def find_task_states(folder: Path) -> dict[Task, TaskState]:
-    """Return the waiting and running tasks among the newest ones. Raises NoAnswer while Slurm does not answer."""
+    """Return the waiting and running tasks among the newest ones. Raises NoAnswerError while Slurm does not answer."""
     newest = find_newest_tasks(folder)
     open_tasks = {task for name, task in newest.items() if read_exit_code(folder / name, task) is None}
     if not open_tasks:
