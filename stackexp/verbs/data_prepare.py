@@ -67,13 +67,13 @@ def run(args: Namespace) -> int:
     if args.config:
         return _prepare_config(args)
     source = _check_arguments(args)
+    if args.workers:  # limits the threads of tokenizers while it trains, or with a single process
+        os.environ.setdefault("RAYON_NUM_THREADS", str(args.workers))
     from stackexp.data.prepare_plan import Plan
 
-    if args.launcher == "slurm":
-        plan = Plan(source.absolute(), args.tokenizer, args.vocab_size, args.context_length, args.unit_bytes)
-        return _submit(plan, args)
+    source = source.absolute() if args.launcher == "slurm" else source
     plan = Plan(source, args.tokenizer, args.vocab_size, args.context_length, args.unit_bytes)
-    return _prepare(plan, args)
+    return _submit(plan, args) if args.launcher == "slurm" else _prepare(plan, args)
 
 
 def _parse_part(text: str) -> tuple[int, int]:
@@ -107,8 +107,6 @@ def _check_arguments(args: Namespace) -> Path:
 
 
 def _prepare(plan: "Plan", args: Namespace) -> int:
-    if args.workers:  # before tokenizers is imported: limits its threads while it trains, or with a single process
-        os.environ.setdefault("RAYON_NUM_THREADS", str(args.workers))
     from stackexp.data.prepare import prepare
 
     corpus = prepare(plan, args.to, workers=args.workers, strict=args.strict, part=args.part)
