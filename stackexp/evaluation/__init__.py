@@ -1,0 +1,1 @@
+"""Scores of trained models on named sets and formal languages, and text generation."""

@@ -3,12 +3,10 @@
 import hashlib
 from pathlib import Path
 
-import lightning.pytorch as pl
-
 import stackexp
 from stackexp.config.experiment import ExperimentConfig
 from stackexp.errors import RunError
-from stackexp.evaluation.request import Sets, Stage, hash_values, list_figure_options
+from stackexp.evaluation.request import DataModule, Sets, Stage, hash_values, list_figure_options
 from stackexp.files import append_json_line, read_json_lines, write_json_lines
 from stackexp.models import checkpoints
 from stackexp.training.processes import Processes
@@ -55,7 +53,7 @@ class PartialResults:
 
 
 def compute_keys(
-    stage: Stage, config: ExperimentConfig, data: pl.LightningDataModule, processes: Processes, checkpoint: Path
+    stage: Stage, config: ExperimentConfig, data: DataModule, processes: Processes, checkpoint: Path
 ) -> dict[str, str]:
     """Return for each set a hash of the checkpoint, the set's contents, and the options that change its figures."""
     table = "" if data.token_bytes is None else hashlib.sha256(data.token_bytes.tobytes()).hexdigest()

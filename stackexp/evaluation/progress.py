@@ -1,5 +1,8 @@
 """The progress of an evaluation, on standard error."""
 
+# mypy: disable-error-code="override, attr-defined, assignment"
+# Lightning types its hooks for any module, and declares no trainer.datamodule.
+
 import sys
 import time
 
@@ -7,6 +10,7 @@ import lightning.pytorch as pl
 from tqdm import tqdm
 
 from stackexp.evaluation.partial_results import PartialResults
+from stackexp.modules.base import TrainingModule
 
 QUIET_SECONDS = 10  # a shorter evaluation prints nothing but its table
 MANY_SETS = 40  # with this many sets, lines are QUIET_SECONDS apart
@@ -28,7 +32,7 @@ class EvaluationProgress(pl.Callback):
         if self._is_shown and trainer.is_global_zero and sys.stderr.isatty():
             self._bar = tqdm(total=sum(batches), unit="batch", file=sys.stderr, dynamic_ncols=True)
 
-    def _advance(self, trainer: pl.Trainer, module: pl.LightningModule, name: str) -> None:
+    def _advance(self, trainer: pl.Trainer, module: TrainingModule, name: str) -> None:
         if not trainer.is_global_zero:
             return
         if self._bar is not None:
@@ -50,20 +54,24 @@ class EvaluationProgress(pl.Callback):
         if self._bar is not None:
             self._bar.close()
 
-    def on_validation_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+    def on_validation_start(self, trainer: pl.Trainer, module: TrainingModule) -> None:
+        """Start the bar."""
         self._start(trainer, trainer.num_val_batches)
 
-    def on_test_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+    def on_test_start(self, trainer: pl.Trainer, module: TrainingModule) -> None:
+        """Start the bar."""
         self._start(trainer, trainer.num_test_batches)
 
     def on_validation_batch_end(
-        self, trainer: pl.Trainer, module: pl.LightningModule, _o: object, _b: object, _i: int, dataloader_idx: int = 0
+        self, trainer: pl.Trainer, module: TrainingModule, _o: object, _b: object, _i: int, dataloader_idx: int = 0
     ) -> None:
+        """Save and show the sets that are complete."""
         self._advance(trainer, module, trainer.datamodule.set_names("validate")[dataloader_idx])
 
     def on_test_batch_end(
-        self, trainer: pl.Trainer, module: pl.LightningModule, _o: object, _b: object, _i: int, dataloader_idx: int = 0
+        self, trainer: pl.Trainer, module: TrainingModule, _o: object, _b: object, _i: int, dataloader_idx: int = 0
     ) -> None:
+        """Save and show the sets that are complete."""
         self._advance(trainer, module, trainer.datamodule.set_names("test")[dataloader_idx])
 
     on_validation_end = on_test_end = on_exception = _end

@@ -8,7 +8,7 @@ import lightning.pytorch as pl
 from stackexp.config.experiment import ExperimentConfig
 from stackexp.evaluation.partial_results import PartialResults, compute_keys
 from stackexp.evaluation.progress import EvaluationProgress
-from stackexp.evaluation.request import Sets, Stage
+from stackexp.evaluation.request import DataModule, Sets, Stage
 from stackexp.modules.base import TrainingModule
 from stackexp.training.processes import Processes
 
@@ -20,7 +20,7 @@ class ResumableEvaluation:
         self,
         stage: Stage,
         config: ExperimentConfig,
-        data: pl.LightningDataModule,
+        data: DataModule,
         processes: Processes,
         checkpoint: Path,
         output: Path | None,
@@ -41,7 +41,7 @@ class ResumableEvaluation:
         self._scored |= known or {}
         if len(self._scored) == len(self._names):
             return
-        trainer.callbacks.append(self._progress)
+        trainer.callbacks.append(self._progress)  # type: ignore[attr-defined]  # set by Lightning without a type
         self._data.leave_out = frozenset(self._scored)
         evaluate = trainer.validate if self._stage == "validate" else trainer.test
         evaluate(module, self._data, verbose=False)

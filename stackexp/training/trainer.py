@@ -27,7 +27,7 @@ def build_trainer(config: ExperimentConfig, processes: Processes, callbacks: lis
         where = f"trainer.accelerator={config.trainer.accelerator} trainer.devices={config.trainer.devices}"
         raise RunError(f"{where}: {first_line(error)}") from None
     # Private: Lightning's handlers would run a collective inside a signal handler; `StopRequest` installed ours.
-    trainer._signal_connector.register_signal_handlers = lambda: None
+    trainer._signal_connector.register_signal_handlers = lambda: None  # type: ignore[method-assign]
     return trainer
 
 

@@ -1,5 +1,8 @@
 """When checkpoints are saved and deleted, and the run state in them beyond Lightning's own."""
 
+# mypy: disable-error-code="override, attr-defined, assignment"
+# Lightning types its hooks for any module, and declares no trainer.datamodule.
+
 import logging
 import random
 from typing import Any
@@ -12,6 +15,7 @@ from stackexp.config.compose import to_dict
 from stackexp.config.trainer import TrainerConfig
 from stackexp.errors import Stopped, first_line
 from stackexp.models.checkpoints import VERSION, CheckpointWriter
+from stackexp.modules.base import TrainingModule
 from stackexp.runs import RunFolder, checkpoint_name, remove
 from stackexp.training.callbacks.step_requests import STOPPED_ELSEWHERE
 from stackexp.training.signals import StopRequest
@@ -22,7 +26,8 @@ log = logging.getLogger(__name__)
 class RunState(pl.Callback):
     """Saves and restores config, tokens and the random number generators with every checkpoint."""
 
-    def on_save_checkpoint(self, trainer: pl.Trainer, module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
+    def on_save_checkpoint(self, trainer: pl.Trainer, module: TrainingModule, checkpoint: dict[str, Any]) -> None:
+        """Add the run state to a checkpoint."""
         checkpoint["stackexp"] = {
             "version": VERSION,
             "config": to_dict(module.config),
@@ -33,7 +38,8 @@ class RunState(pl.Callback):
             "cuda_rng": torch.cuda.get_rng_state_all(),
         }
 
-    def on_load_checkpoint(self, trainer: pl.Trainer, module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
+    def on_load_checkpoint(self, trainer: pl.Trainer, module: TrainingModule, checkpoint: dict[str, Any]) -> None:
+        """Restore the random number generators and the progress."""
         state = checkpoint["stackexp"]
         random.setstate(state["python_rng"])
         torch.set_rng_state(state["torch_rng"])
@@ -64,10 +70,12 @@ class StepCheckpoint(pl.callbacks.Checkpoint):
         self._folder, self._config, self._stop = folder, config, stop
         self._writer = CheckpointWriter()
 
-    def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+    def on_train_start(self, trainer: pl.Trainer, module: TrainingModule) -> None:
+        """Start to count steps."""
         self._step = trainer.global_step
 
-    def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
+    def on_train_batch_end(self, trainer: pl.Trainer, module: TrainingModule, *_: Any) -> None:
+        """Save if the step requires it, then stop if requested."""
         if trainer.global_step == self._step:
             return  # a micro-batch inside an accumulation
         self._step, requests = trainer.global_step, module.step_metrics.requests
@@ -86,11 +94,12 @@ class StepCheckpoint(pl.callbacks.Checkpoint):
                 remove(old)
 
     def on_train_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        """Finish the pending checkpoint."""
         self._writer.wait()
         if trainer.is_global_zero:
             self._delete_old()  # again, because the last validation may have changed the best
 
-    def on_exception(self, trainer: pl.Trainer, module: pl.LightningModule, exception: BaseException) -> None:
+    def on_exception(self, trainer: pl.Trainer, module: TrainingModule, exception: BaseException) -> None:
         """Finish the pending checkpoint, unless a rank that takes part in it may be gone."""
         if isinstance(exception, Stopped) or not dist.is_initialized():  # Stopped is raised on all ranks together
             try:

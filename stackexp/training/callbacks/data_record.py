@@ -1,5 +1,8 @@
 """A record of the training data: a hash that proves two runs saw the same data, and counts per source."""
 
+# mypy: disable-error-code="override, attr-defined, assignment"
+# Lightning types its hooks for any module, and declares no trainer.datamodule.
+
 import logging
 from pathlib import Path
 from typing import Any
@@ -12,6 +15,7 @@ import torch.distributed as dist
 from stackexp.data.hash_log import HashLog, update_hash
 from stackexp.datamodules.training import TrainingSet
 from stackexp.errors import RunError
+from stackexp.modules.base import TrainingModule
 
 KEY = "data_record"  # in checkpoints
 log = logging.getLogger(__name__)
@@ -33,18 +37,21 @@ class DataRecord(pl.Callback):
         self._batches: list[tuple[np.ndarray, np.ndarray]] = []  # of the current step: hashes [B] and sources [B]
         self._steps: list[tuple[np.ndarray, np.ndarray]] = []  # the same for steps not yet in the hash: [N / ranks]
 
-    def on_load_checkpoint(self, trainer: pl.Trainer, module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
+    def on_load_checkpoint(self, trainer: pl.Trainer, module: TrainingModule, checkpoint: dict[str, Any]) -> None:
+        """Continue the record of the checkpoint."""
         saved = checkpoint.get(KEY)
         self._hash, self._counts = (saved["hash"], saved["sequences"]) if saved else (None, [])
         self._fingerprints = saved["sources"] if saved else {}
 
-    def on_save_checkpoint(self, trainer: pl.Trainer, module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
+    def on_save_checkpoint(self, trainer: pl.Trainer, module: TrainingModule, checkpoint: dict[str, Any]) -> None:
+        """Save the record up to this step."""
         if trainer.state.fn == "fit":
             self._update(module.device)
             record = {"hash": self._hash, "sequences": self._counts, "sources": self._fingerprints}
             checkpoint[KEY] = record if self._hash is not None else None
 
-    def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+    def on_train_start(self, trainer: pl.Trainer, module: TrainingModule) -> None:
+        """Check that the sources have not changed, and open the file."""
         self._step = trainer.global_step
         train_set: TrainingSet = trainer.datamodule.train_set
         self._names = train_set.names
@@ -62,8 +69,9 @@ class DataRecord(pl.Callback):
                 log.warning("the checkpoint has no record of its training data, so this run will have none")
 
     def on_train_batch_end(
-        self, trainer: pl.Trainer, module: pl.LightningModule, outputs: Any, batch: dict[str, Any], batch_idx: int
+        self, trainer: pl.Trainer, module: TrainingModule, outputs: Any, batch: dict[str, Any], batch_idx: int
     ) -> None:
+        """Collect the hashes of a batch; write a line every `interval` steps."""
         if self._hash is None:
             return
         self._batches.append((batch["hash"], batch["source"]))
@@ -81,6 +89,7 @@ class DataRecord(pl.Callback):
         """Add the steps since the last update, from all ranks, to hash and counts. Every rank calls it."""
         if not self._steps:
             return
+        assert self._hash is not None
         local = np.stack([np.stack([hashes.view(np.int64), sources]) for hashes, sources in self._steps])
         self._steps.clear()
         gathered = torch.from_numpy(local).to(device)[None]  # [ranks, steps, 2, N / ranks]
@@ -93,7 +102,7 @@ class DataRecord(pl.Callback):
             counts = np.bincount(sources.ravel(), minlength=len(self._counts))
             self._counts = [total + int(new) for total, new in zip(self._counts, counts, strict=True)]
 
-    def _write(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+    def _write(self, trainer: pl.Trainer, module: TrainingModule) -> None:
         sequences = dict(zip(self._names, self._counts, strict=True))
         if len(sequences) > 1:
             for name, count in sequences.items():

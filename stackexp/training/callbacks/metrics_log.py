@@ -1,5 +1,8 @@
 """The run folder's metrics.jsonl, and TensorBoard's copy of it, written during training."""
 
+# mypy: disable-error-code="override, attr-defined, assignment"
+# Lightning types its hooks for any module, and declares no trainer.datamodule.
+
 import contextlib
 import json
 import os
@@ -9,6 +12,7 @@ from typing import Any
 import lightning.pytorch as pl
 
 from stackexp.config.experiment import ExperimentConfig
+from stackexp.modules.base import TrainingModule
 from stackexp.modules.scores import replace_non_finite
 from stackexp.runs import RunFolder
 from stackexp.training.tensorboard import TensorBoardCopy
@@ -26,7 +30,7 @@ class MetricsLog(pl.Callback):
         self._step = 0
         self.last_line: dict[str, Any] = {}
 
-    def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+    def on_train_start(self, trainer: pl.Trainer, module: TrainingModule) -> None:
         """Open the log, and drop what was logged or saved after the checkpoint that the run resumes from."""
         self._step = trainer.global_step
         if not trainer.is_global_zero:
@@ -39,17 +43,19 @@ class MetricsLog(pl.Callback):
             lines = list(self._run.read_metrics())
             self._tensorboard = TensorBoardCopy(self._run.path, lines, self._config.data.objective)
 
-    def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
+    def on_train_batch_end(self, trainer: pl.Trainer, module: TrainingModule, *_: Any) -> None:
+        """Log a step."""
         if trainer.global_step == self._step:
             return  # a micro-batch inside an accumulation
         self._step = trainer.global_step
         self._write(trainer, module, module.step_metrics.drain())
 
-    def on_validation_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+    def on_validation_end(self, trainer: pl.Trainer, module: TrainingModule) -> None:
+        """Log a validation."""
         if trainer.state.fn == "fit":
             self._write(trainer, module, module.validation_tags())
 
-    def _write(self, trainer: pl.Trainer, module: pl.LightningModule, metrics: dict[str, float]) -> None:
+    def _write(self, trainer: pl.Trainer, module: TrainingModule, metrics: dict[str, float]) -> None:
         if not trainer.is_global_zero:
             return
         line = {"step": trainer.global_step, "tokens": module.tokens, "time": round(time.time(), 3)} | metrics
@@ -60,6 +66,7 @@ class MetricsLog(pl.Callback):
             self._tensorboard.write(line)
 
     def on_save_checkpoint(self, trainer: pl.Trainer, *_: Any) -> None:
+        """Flush the log to disk, so that no checkpoint is ahead of it."""
         if trainer.is_global_zero and trainer.state.fn == "fit":
             os.fsync(self._file.fileno())
 
@@ -70,6 +77,7 @@ class MetricsLog(pl.Callback):
             self._tensorboard.finish(hyperparameters, figures, self._config.trainer.max_steps)
 
     def on_exception(self, *_: Any) -> None:
+        """Close the event file."""
         if self._tensorboard:
             with contextlib.suppress(OSError):  # a full disk, which already ends the run
                 self._tensorboard.close()

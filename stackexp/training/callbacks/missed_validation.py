@@ -1,10 +1,14 @@
 """The validation that a stop or a kill has prevented, made up when the run resumes."""
 
+# mypy: disable-error-code="override, attr-defined, assignment"
+# Lightning types its hooks for any module, and declares no trainer.datamodule.
+
 from typing import Any
 
 import lightning.pytorch as pl
 
 from stackexp.config.trainer import TrainerConfig
+from stackexp.modules.base import TrainingModule
 from stackexp.runs import AVERAGE_LOSS, RunFolder
 
 
@@ -17,11 +21,13 @@ class MissedValidation(pl.Callback):
     def __init__(self, folder: RunFolder, config: TrainerConfig, start_step: int):
         self._folder, self._config, self._start_step = folder, config, start_step
 
-    def on_fit_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+    def on_fit_start(self, trainer: pl.Trainer, module: TrainingModule) -> None:
+        """Let a fit begin that has no steps left."""
         if self._start_step == self._config.max_steps:
             trainer.fit_loop.epoch_loop.max_steps += 1  # Lightning skips a fit without steps, hooks included
 
-    def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+    def on_train_start(self, trainer: pl.Trainer, module: TrainingModule) -> None:
+        """Run the missed validation."""
         if trainer.strategy.broadcast(self.is_missing(trainer.global_step, trainer.datamodule)):
             val_loop = trainer.fit_loop.epoch_loop.val_loop
             val_loop.restarting = False  # otherwise it skips as many batches as the previous validation had

@@ -1,5 +1,8 @@
 """Requests to stop, or to save a checkpoint, that all ranks obey after the same step."""
 
+# mypy: disable-error-code="override, attr-defined, assignment"
+# Lightning types its hooks for any module, and declares no trainer.datamodule.
+
 import time
 from typing import Any
 
@@ -8,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from stackexp.errors import Stopped
+from stackexp.modules.base import TrainingModule
 from stackexp.training.signals import StopRequest
 
 STOPPED_ELSEWHERE = "another process received a stop request"
@@ -25,9 +29,11 @@ class StepRequests(pl.Callback):
         self._saved_at = time.monotonic()
 
     def on_train_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        """Start to count steps."""
         self._step = trainer.global_step
 
-    def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
+    def on_train_batch_end(self, trainer: pl.Trainer, module: TrainingModule, *_: Any) -> None:
+        """Add the requests to the metrics of a step."""
         if trainer.global_step == self._step:
             return  # a micro-batch inside an accumulation
         self._step = trainer.global_step
@@ -36,9 +42,10 @@ class StepRequests(pl.Callback):
         module.step_metrics.request("save", is_due)
 
     def on_save_checkpoint(self, *_: Any) -> None:
+        """Restart the clock of `checkpoint_minutes`."""
         self._saved_at = time.monotonic()
 
-    def on_validation_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, *args: Any) -> None:
+    def on_validation_batch_end(self, trainer: pl.Trainer, module: TrainingModule, *args: Any) -> None:
         """Stop inside an evaluation, which can be long. The resumed run repeats it first."""
         batch_idx = args[2]
         if batch_idx % BATCHES_BETWEEN_CHECKS == 0:

@@ -1,11 +1,15 @@
 """Tokens and floating-point operations per second."""
 
+# mypy: disable-error-code="override, attr-defined, assignment"
+# Lightning types its hooks for any module, and declares no trainer.datamodule.
+
 import time
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 
+from stackexp.modules.base import TrainingModule
 from stackexp.planning.devices import DEVICES
 
 
@@ -19,15 +23,18 @@ class Throughput(pl.Callback):
     def __init__(self) -> None:
         self._flops_per_token: dict[int, float] = {}  # by sequence length
 
-    def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+    def on_train_start(self, trainer: pl.Trainer, module: TrainingModule) -> None:
+        """Start the clock."""
         self._since = time.perf_counter()
         self._step, self._tokens = trainer.global_step, module.tokens
         self._peak = peak_flops(module.device) * trainer.world_size
 
-    def on_validation_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+    def on_validation_end(self, trainer: pl.Trainer, module: TrainingModule) -> None:
+        """Restart the clock."""
         self._since = time.perf_counter()
 
-    def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
+    def on_train_batch_end(self, trainer: pl.Trainer, module: TrainingModule, *_: Any) -> None:
+        """Log the throughput of a step."""
         if trainer.global_step == self._step:
             return  # a micro-batch inside an accumulation
         now = time.perf_counter()
@@ -38,7 +45,7 @@ class Throughput(pl.Callback):
         tag, value = ("throughput/mfu", flops / self._peak) if self._peak else ("throughput/flops_per_second", flops)
         module.step_metrics.add(tag, torch.tensor(value, device=module.device))
 
-    def _count_flops_per_token(self, module: pl.LightningModule) -> float:
+    def _count_flops_per_token(self, module: TrainingModule) -> float:
         length = module.sequence_length
         if length not in self._flops_per_token:
             self._flops_per_token[length] = module.model.flops_per_token(length)

@@ -12,7 +12,7 @@ import lightning.pytorch as pl
 from stackexp import runs
 from stackexp.config.affects import flatten_config, select_options
 from stackexp.config.experiment import ExperimentConfig
-from stackexp.evaluation.request import EvaluationRequest, Sets, Stage
+from stackexp.evaluation.request import DataModule, EvaluationRequest, Sets, Stage
 from stackexp.evaluation.resumable import ResumableEvaluation
 from stackexp.models import checkpoints
 from stackexp.modules.base import TrainingModule
@@ -31,7 +31,7 @@ class Session:
     config: ExperimentConfig
     folder: RunFolder
     processes: Processes
-    data: pl.LightningDataModule
+    data: DataModule
     module: TrainingModule
     trainer: pl.Trainer
     metrics_log: MetricsLog

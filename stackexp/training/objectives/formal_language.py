@@ -19,12 +19,15 @@ class FormalLanguageObjective(Objective):
     final_stage = "test"
 
     def build_module(self, weights: Path | None = None) -> Transduction:
+        """Build the module for strings and their answers."""
         return Transduction(self.config, weights)
 
     def warn_about_limits(self, stage: str) -> None:
+        """Log stacks that are too small for the longest strings."""
         warn_of_slots(self.config, stage)
 
     def describe_training(self) -> str:
+        """Return steps, task and lengths."""
         data = self.config.data
         text = f"{self.config.trainer.max_steps:,} steps of {data.batch_size} strings of {data.task}, lengths up to "
         share = f", the longest in {data.longest_fraction:.0%} of the batches" if data.longest_fraction else ""
@@ -52,6 +55,7 @@ class FormalLanguageObjective(Objective):
         return checkpoint
 
     def build_result(self, session: Session, sets: Sets) -> dict[str, Any]:
+        """Return accuracies and scores of the tested checkpoint."""
         accuracies = [line["accuracy/train"] for line in session.folder.read_metrics() if "accuracy/train" in line]
         return {
             "train_accuracy": mean_of_last(accuracies),
@@ -62,19 +66,23 @@ class FormalLanguageObjective(Objective):
         }
 
     def list_final_figures(self, result: dict[str, Any]) -> dict[str, float]:
+        """Return the scores and the validation accuracy."""
         figures = {f"final/{key}": value for key, value in result.items() if key.startswith("score_")}
         return figures | {"final/validation_accuracy": result["validation_accuracy"]}
 
     def write_events(self, session: Session, result: dict[str, Any]) -> None:
+        """Write the accuracy by length as a curve."""
         if self.config.logging.tensorboard:
             accuracy = formal_languages.parse_accuracy(result)
             write_curve(session.folder.path, formal_languages.CURVE, accuracy, formal_languages.CURVE_FILE)
 
     def format_result(self, session: Session, result: dict[str, Any]) -> str:
+        """Return the accuracy by length as a table and a plot."""
         tested = f"tested checkpoint: step {result['tested_step']:,}"
         accuracy = f"validation accuracy {result['validation_accuracy']:.3f}"
         curves = {result["model"]: formal_languages.parse_accuracy(result)}
         return f"{tested}, {accuracy}\n\n{formal_languages.format_curves(self.config, curves)}"
 
     def report(self, request: EvaluationRequest, checkpoint: Path, sets: Sets) -> None:
+        """Report the accuracy by length."""
         formal_languages.report(request, checkpoint, sets)

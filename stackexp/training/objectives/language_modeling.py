@@ -23,9 +23,11 @@ class LanguageModelingObjective(Objective):
     final_stage = "validate"
 
     def build_module(self, weights: Path | None = None) -> LanguageModeling:
+        """Build the next-token module."""
         return LanguageModeling(self.config, weights)
 
     def describe_training(self) -> str:
+        """Return steps, micro-batches and tokens."""
         config = self.config
         return (
             f"{config.trainer.max_steps:,} steps of {config.data.global_batch_tokens:,} tokens "
@@ -33,6 +35,7 @@ class LanguageModelingObjective(Objective):
         )
 
     def build_measurements(self, folder: RunFolder) -> list[pl.Callback]:
+        """Build the record of the training data."""
         return [DataRecord(folder.path, self.config.data.hash_interval)]
 
     def find_known_sets(self, session: Session) -> Sets:
@@ -41,6 +44,7 @@ class LanguageModelingObjective(Objective):
         return session.module.set_metrics if is_final and self.config.data.eval_sequences is None else {}
 
     def build_result(self, session: Session, sets: Sets) -> dict[str, Any]:
+        """Return the scores of the sets, the data hash and a sample."""
         return {
             "sets": sets,
             "average": average_scores(sets) if sets else {},
@@ -56,15 +60,18 @@ class LanguageModelingObjective(Objective):
         return continue_text(model, tokenizer, prompt="", max_new_tokens=60, temperature=0.8, top_p=0.95, seed=0)
 
     def list_final_figures(self, result: dict[str, Any]) -> dict[str, float]:
+        """Return the scores of the sets."""
         return tag_scores("final", result["sets"])
 
     def format_result(self, session: Session, result: dict[str, Any]) -> str:
+        """Return the table of the sets and the sample."""
         text = result["sample"]
         if text is None:
             text = f"python -m stackexp generate --run {session.folder.path}"
         return f"{format_scores(result['sets'])}\n\nsample:\n{text}"
 
     def report(self, request: EvaluationRequest, checkpoint: Path, sets: Sets) -> None:
+        """Report the scores of the sets."""
         named_sets.report(request, checkpoint, sets)
 
 
