@@ -54,21 +54,25 @@ def train(config: ExperimentConfig, ckpt_path: str | None = None, run_folder: st
         trainer = build_trainer(config, processes, build_callbacks(config, start, metrics_log, stop, measurements))
         session = Session(config, start.folder, processes, data, module, trainer, metrics_log, started_at)
 
-        with contextlib.ExitStack() as stack:
-            if processes.is_first:
-                stack.enter_context(start.folder.begin(config))
-                print(_format_header(objective, module, start), flush=True)
-                objective.warn_about_limits("fit")
-            stack.enter_context(_name_last_checkpoint(start.folder))
-            stack.enter_context(handle_interrupts(trainer))
-            stack.enter_context(logging_redirect_tqdm())
-
+        with _work_in_folder(session, start, objective), handle_interrupts(trainer), logging_redirect_tqdm():
             trainer.fit(module, data, ckpt_path=start.checkpoint, weights_only=True)
             evaluation = objective.evaluate(session)
             if processes.is_first:
                 objective.write_result(session, evaluation.sets)
                 evaluation.delete_partial_results()
     return start.folder
+
+
+@contextlib.contextmanager
+def _work_in_folder(session: Session, start: Start, objective: Objective) -> Iterator[None]:
+    """Lock the run folder, write its config and environment, and print a header. Rank 0 does so for all ranks."""
+    is_first = session.processes.is_first
+    with start.folder.begin(session.config) if is_first else contextlib.nullcontext():
+        if is_first:
+            print(_format_header(objective, session.module, start), flush=True)
+            objective.warn_about_limits("fit")
+        with _name_last_checkpoint(start.folder):
+            yield
 
 
 @contextlib.contextmanager

@@ -1,5 +1,8 @@
 """Signals and time limits that end a run early: SIGTERM, SIGUSR1, max_time and Ctrl-C."""
 
+# mypy: disable-error-code="assignment"
+# One method serves several hooks of Lightning, which all have different arguments.
+
 import contextlib
 import os
 import signal

@@ -1,5 +1,8 @@
 """A watchdog that detects a process of the run that is gone or hangs, names it, and ends the others."""
 
+# mypy: disable-error-code="assignment"
+# One method serves several hooks of Lightning, which all have different arguments.
+
 import contextlib
 import json
 import os
