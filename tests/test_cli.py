@@ -262,7 +262,7 @@ def test_validate_and_test_pass_config_sets_and_overrides(calls, tmp_path):
     assert args[2].data.context_length == 48, "the global batch matters to training only"
     assert cli.main(["test", "--config", "quickstart", "--seed=1", "--ckpt_path", "a.safetensors"]) == 0
     assert calls.pop() == (("test", None, config, "a.safetensors", [], None, ["--seed=1"]), {})
-    sets = ["--sets", "v2, v3", "--sets", "a=b.npy", "--keep-remainder", "--out", "x.json"]
+    sets = ["--sets", "v2, v3", "--sets", "a=b.npy", "--score-remainder", "--out", "x.json"]
     assert cli.main(["validate", "--run", run, *sets]) == 0
     args, _ = calls.pop()
     assert args[4:6] == (["v2", "v3", "a=b.npy"], "x.json")

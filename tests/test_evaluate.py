@@ -94,7 +94,7 @@ def test_figures_match_a_plain_loop_over_the_file(fitted, record):
 
 
 def test_keep_remainder_scores_every_token_but_the_first_once(fitted):
-    record = evaluate(fitted, "--keep-remainder", "--sets", "v2/a,v2/c")
+    record = evaluate(fitted, "--score-remainder", "--sets", "v2/a,v2/c")
     assert list(record["sets"]) == ["v2/a", "v2/c"]
     for name in ("a", "c"):
         losses, counts = compute_losses(fitted, make_tokens(name), range(0, LENGTHS[name] - 1, CHUNK - 1))

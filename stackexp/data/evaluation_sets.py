@@ -186,7 +186,7 @@ def open_set(name: str, path: Path, config: DataConfig, tokenizer: KnownTokenize
     chunks = Chunks(tokens, config.context_length, config.score_remainder)
     if not len(chunks):
         few = f"{path}: {len(tokens)} tokens do not fill one chunk of data.context_length {config.context_length}"
-        raise RunError(f"{few}; lower it, or score what there is with data.score_remainder=true (--keep-remainder)")
+        raise RunError(f"{few}; lower it, or score what there is with data.score_remainder=true (--score-remainder)")
     return EvaluationSet(name, path, chunks, bytes_per_token, identity)
 
 

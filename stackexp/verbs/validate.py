@@ -25,7 +25,7 @@ def add_arguments(parser: Parser, stage: str = "validate") -> None:
     parser.add_argument("--ckpt_path", metavar="best|PATH", help="score this checkpoint; required with --config")
     sets = f"names from {section}, v2 and v3 (see `data fetch`), or NAME=PATH of a set or a folder of sets"
     parser.add_argument("--sets", action="append", default=[], metavar="NAME,...", help=sets)
-    parser.add_argument("--keep-remainder", action="store_true", help="score the tokens after the last whole chunk too")
+    parser.add_argument("--score-remainder", action="store_true", help="score the tokens after the last whole chunk too")
     out = f"write here instead of RUN/{stage}.json; the table of sets goes to the same name with .md"
     parser.add_argument("--out", metavar="FILE.json", help=out)
 
@@ -43,9 +43,9 @@ def run(args: Namespace, stage: str = "validate") -> int:
 
     configs = [str(parser.check_run_folder(args.run))] if args.run else args.config
     config = compose.compose(configs, args.overrides, is_training=False)
-    if args.keep_remainder:
+    if args.score_remainder:
         if config.data.objective != "language_modeling":
-            parser.error(f"--keep-remainder: not supported for strings of {config.data.task}; remove it")
+            parser.error(f"--score-remainder: not supported for strings of {config.data.task}; remove it")
         args.overrides.append("data.score_remainder=true")
         config = compose.compose(configs, args.overrides, is_training=False)
     from stackexp.evaluation import evaluate
