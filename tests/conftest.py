@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 from processes import Program
-from slurm import Slurm
-from slurm import missing as slurm_is_missing
+from slurm import Slurm, explain_missing
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: two cores are shared with the processes that tests start
 
@@ -99,7 +98,7 @@ def program(tmp_path) -> Program:
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory) -> Iterator[Slurm]:
     """A real Slurm of two nodes."""
-    if reason := slurm_is_missing():
+    if reason := explain_missing():
         pytest.skip(reason)
     with Slurm(tmp_path_factory.mktemp("slurm")) as cluster:
         yield cluster
@@ -107,8 +106,8 @@ def cluster(tmp_path_factory) -> Iterator[Slurm]:
 
 @pytest.fixture
 def slurm(cluster, monkeypatch) -> Iterator[Slurm]:
-    """The cluster, without jobs, and led to by the environment."""
+    """The cluster without jobs, selected by the environment."""
     for name, value in cluster.variables.items():
         monkeypatch.setenv(name, value)
     yield cluster
-    cluster.mend()
+    cluster.reset()

@@ -1,4 +1,4 @@
-"""A real Slurm of two nodes on this machine, its daemons, ports and files all its own. Needs root."""
+"""A real Slurm of two nodes on this machine, with its own daemons, ports and files. Needs root."""
 
 import contextlib
 import os
@@ -46,18 +46,18 @@ PartitionName=main Nodes=ALL Default=YES State=UP
 """
 
 
-def missing() -> str | None:
-    """Why Slurm cannot be started here, or None."""
+def explain_missing() -> str | None:
+    """Return why Slurm cannot be started here, or None."""
     if os.getuid():
-        return "starting a Slurm of our own needs root"
+        return "starting a test cluster needs root"
     absent = [name for name in COMMANDS if not shutil.which(name)]
     return f"not installed: {', '.join(absent)}" if absent else None
 
 
 class Slurm:
-    """The cluster and what an operator does to it. `variables` of the environment lead commands and jobs to it.
+    """A cluster and its operator. The environment `variables` select it for commands and jobs.
 
-    After SlurmdTimeout, 5 seconds, the controller gives up a silent node, and requeues what ran on it.
+    After SlurmdTimeout, 5 seconds, the controller gives up a silent node and requeues its jobs.
     """
 
     def __init__(self, folder: Path):
@@ -88,7 +88,7 @@ class Slurm:
             daemon.wait()
 
     def start_controller(self) -> None:
-        """Start the controller, again with the state it left."""
+        """Start the controller with the state that it saved."""
         self._start("slurmctld", "slurmctld", "-D")
         wait_for(lambda: self.call("scontrol", "ping").returncode == 0)
 
@@ -97,12 +97,12 @@ class Slurm:
         self.daemons["slurmctld"].wait()
 
     def start_node(self, node: str) -> None:
-        """Start a node, also a killed one, and wait until it takes jobs."""
+        """Start a node, also after a kill, and wait until it accepts jobs."""
         self._start(node, "slurmd", "-D", "-N", node)
         wait_for(lambda: self.call("sinfo", "-h", "-n", node, "-t", "idle,mix,alloc", "-o", "%n").stdout)
 
     def kill_node(self, node: str) -> None:
-        """The node's power fails: SIGKILL to its daemon and to all that runs on it."""
+        """Kill a node's daemon and all its processes, as a power failure does."""
         self.daemons[node].kill()
         self.daemons[node].wait()
         while processes := list(self._processes(node)):
@@ -111,36 +111,36 @@ class Slurm:
                     os.kill(pid, signal.SIGKILL)
 
     def call(self, *command: object, input: str | None = None) -> subprocess.CompletedProcess[str]:
-        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # a job's `python` is this one
+        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # jobs use this Python
         environment = os.environ | self.variables | {"PATH": path}
         return subprocess.run([*map(str, command)], capture_output=True, text=True, input=input, env=environment)
 
     def output(self, *command: object, input: str | None = None) -> str:
-        """What the command printed; fails if it fails."""
+        """Run a command and return its output; fails if the command fails."""
         result = self.call(*command, input=input)
         assert result.returncode == 0, result.stderr
         return result.stdout
 
     def sbatch(self, script: str, *options: object) -> str:
-        """The id of the new job."""
+        """Submit a job and return its id."""
         return self.output("sbatch", "--parsable", *options, input=f"#!/bin/bash\n{script}\n").strip()
 
     def squeue(self) -> dict[str, str]:
-        """Id (`12`, in an array `12_3`) -> state of each job that has not ended."""
+        """Return the id (`12`, or `12_3` in an array) and state of each job that has not ended."""
         return dict(line.split() for line in self.output("squeue", "-h", "--array", "-o", "%i %T").splitlines())
 
     def hurry(self) -> None:
-        """Start requeued jobs soon; otherwise they wait for two minutes.
+        """Start requeued jobs now instead of after two minutes.
 
-        Not at once: where the last steps of a job have not ended, Slurm starts it, but none of its steps.
+        The pause lets their last steps end; otherwise Slurm starts the job without its steps.
         """
         time.sleep(3)
         for job, state in self.squeue().items():
             if state == "PENDING":
                 self.call("scontrol", "update", f"JobId={job}", "StartTime=now")
 
-    def mend(self) -> None:
-        """No jobs, and everything runs: whatever a test has left."""
+    def reset(self) -> None:
+        """Cancel all jobs and restart stopped daemons."""
         if self.daemons["slurmctld"].poll() is not None:
             self.start_controller()
         self.output("scancel", "--user=root")
@@ -159,14 +159,14 @@ class Slurm:
         wait_for(folder.joinpath("socket").exists)
 
     def _start(self, name: str, *command: str) -> None:
-        """The daemon's working directory is the folder of its name, and so is that of a node's steps."""
+        """Start a daemon in the folder of its name; a node's job steps have the same working directory."""
         with open(self.folder / name / "log.txt", "a") as log:
             self.daemons[name] = subprocess.Popen(
                 command, cwd=self.folder / name, stdout=log, stderr=log, env=os.environ | self.variables
             )
 
     def _processes(self, node: str) -> Iterator[int]:
-        """The steps of a node, known by their working directory, and what they run, by its environment."""
+        """Yield the job steps of a node, found by working directory, and their children, found by environment."""
         marks = {f"SLURM_CONF={self.folder}/slurm.conf".encode(), f"SLURMD_NODENAME={node}".encode()}
         for process in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from slurm import Slurm, wait_for
+from slurm import wait_for
 
 from stackexp.cli import main
 from stackexp.config.experiment import ExperimentConfig
@@ -261,15 +261,6 @@ def test_missing_slurm_is_a_config_error(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(ConfigError, match="sbatch not found"):
         SlurmLauncher(tmp_path, [], Resources())
-
-
-def test_test_clusters_are_independent(slurm, tmp_path):
-    (tmp_path / "second").mkdir()
-    with Slurm(tmp_path / "second") as second:
-        job = second.sbatch("sleep 100")
-        assert job in second.squeue()
-        assert slurm.squeue() == {}
-    assert all(daemon.poll() is not None for daemon in second.daemons.values())
 
 
 def test_sweep_status_and_stop_without_a_driver(slurm, tmp_path, monkeypatch, capsys):
