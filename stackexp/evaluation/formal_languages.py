@@ -10,7 +10,7 @@ from stackexp.config.formal_language import model_label
 from stackexp.evaluation.request import EvaluationRequest, Sets, describe_evaluation
 from stackexp.files import read_json, write_atomically
 from stackexp.modules.transduction import average_lengths
-from stackexp.reports.formal.accuracy import compute_scores, format_accuracy_table, plot_accuracy
+from stackexp.reports.formal.accuracy import compute_scores, format_curves, parse_accuracy
 from stackexp.training.tensorboard import write_curve
 
 CURVE = "length/accuracy"  # the TensorBoard tag
@@ -51,25 +51,13 @@ def _collect_accuracy(sets: Sets) -> dict[int, float]:
     return {int(name.removeprefix("length_")): figures["accuracy"] for name, figures in sets.items()}
 
 
-def parse_accuracy(record: dict[str, Any]) -> dict[int, float]:
-    """Return the accuracy by length of a result.json or test.json."""
-    return {int(length): value for length, value in record["accuracy"].items()}
-
-
-def format_curves(config: ExperimentConfig, curves: dict[str, dict[int, float]]) -> str:
-    """Return a table and a plot of accuracy by length, for each model."""
-    title = f"{config.data.task}, {config.data.eval_sequences} test strings of each length"
-    table = format_accuracy_table(curves, config.data)
-    return f"{title}\n\n{table}\n\n{plot_accuracy(curves, config.data.max_length)}"
-
-
 def report(request: EvaluationRequest, checkpoint: Path, sets: Sets) -> None:
     """Print the accuracy by length, and write it as JSON; a test also as a curve for TensorBoard."""
     config, record = request.config, describe_evaluation(request, checkpoint)
     print(f"{checkpoint}\n")
     if request.stage == "test":
         record |= summarize_test(config, sets)
-        print(format_curves(config, {record["model"]: parse_accuracy(record)}))
+        print(format_curves(config.data, {record["model"]: parse_accuracy(record)}))
     else:
         record |= _summarize_validation(config, sets)
         for length, value in parse_accuracy(record).items():

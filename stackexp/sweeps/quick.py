@@ -19,14 +19,13 @@ def run_as_fit(name: str, overrides: Sequence[str]) -> int:
     """
     sweep = load_sweep(name, overrides)
     sweep.check_trials()
+    from stackexp.reports.formal.accuracy import format_curves, parse_accuracy
     from stackexp.sweeps.runner import run_sweep
 
     run_sweep(sweep, max_parallel=1)
-    from stackexp.evaluation.formal_languages import format_curves, parse_accuracy  # imports torch
-
     results = [read_json(trial.folder.result) for trial in sweep.trials]
     curves = {result["model"]: parse_accuracy(result) for result in results}
-    print(f"\n{format_curves(sweep.trials[0].config, curves)}\n")
+    print(f"\n{format_curves(sweep.trials[0].config.data, curves)}\n")
     print("\n".join(f"run folder: {trial.folder.path}" for trial in sweep.trials))
     print(f"curves:     tensorboard --logdir {sweep.folder}", flush=True)
     return 0

@@ -34,11 +34,13 @@ def run(args: Namespace) -> int:
 
     sweep = load_sweep(args.sweep, args.overrides)
     sweep.check_trials()
-    from stackexp.sweeps.runner import format_dry_run, run_sweep
-
     if args.dry_run:
+        from stackexp.sweeps.dry_run import format_dry_run
+
         print(format_dry_run(sweep))
         return 0
+    from stackexp.sweeps.runner import run_sweep
+
     run_sweep(sweep, launcher=args.launcher, max_parallel=args.max_parallel, retries=args.retries)
     print(f"\nresults:  python -m stackexp sweep results {sweep.folder}", flush=True)
     print(f"curves:   tensorboard --logdir {sweep.folder}", flush=True)

@@ -3,6 +3,7 @@
 import itertools
 import statistics
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
@@ -32,6 +33,17 @@ def compute_scores(data: FormalLanguageConfig, accuracy: Accuracy) -> dict[str, 
         f"score_{first}_{end}": statistics.fmean(accuracy[n] for n in accuracy if first <= n <= end)
         for first, end in get_ranges(data)
     }
+
+
+def parse_accuracy(record: dict[str, Any]) -> dict[int, float]:
+    """Return the accuracy by length of a result.json or test.json."""
+    return {int(length): value for length, value in record["accuracy"].items()}
+
+
+def format_curves(data: FormalLanguageConfig, runs: Mapping[str, Accuracy]) -> str:
+    """Return the accuracies of runs on one task: a title, a table and a text plot."""
+    title = f"{data.task}, {data.eval_sequences} test strings of each length"
+    return f"{title}\n\n{format_accuracy_table(runs, data)}\n\n{plot_accuracy(runs, data.max_length)}"
 
 
 def format_accuracy_table(runs: Mapping[str, Accuracy], data: FormalLanguageConfig) -> str:

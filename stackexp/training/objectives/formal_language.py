@@ -8,6 +8,7 @@ from stackexp.evaluation import formal_languages
 from stackexp.evaluation.request import EvaluationRequest, Sets
 from stackexp.models import checkpoints
 from stackexp.modules.transduction import Transduction, average_lengths
+from stackexp.reports.formal.accuracy import format_curves, parse_accuracy
 from stackexp.runs import RunFolder
 from stackexp.training.objectives.base import Objective, Session, mean_of_last
 from stackexp.training.tensorboard import write_curve
@@ -73,15 +74,15 @@ class FormalLanguageObjective(Objective):
     def write_events(self, session: Session, result: dict[str, Any]) -> None:
         """Write the accuracy by length as a curve."""
         if self.config.logging.tensorboard:
-            accuracy = formal_languages.parse_accuracy(result)
+            accuracy = parse_accuracy(result)
             write_curve(session.folder.path, formal_languages.CURVE, accuracy, formal_languages.CURVE_FILE)
 
     def format_result(self, session: Session, result: dict[str, Any]) -> str:
         """Return the accuracy by length as a table and a plot."""
         tested = f"tested checkpoint: step {result['tested_step']:,}"
         accuracy = f"validation accuracy {result['validation_accuracy']:.3f}"
-        curves = {result["model"]: formal_languages.parse_accuracy(result)}
-        return f"{tested}, {accuracy}\n\n{formal_languages.format_curves(self.config, curves)}"
+        curves = {result["model"]: parse_accuracy(result)}
+        return f"{tested}, {accuracy}\n\n{format_curves(self.config.data, curves)}"
 
     def report(self, request: EvaluationRequest, checkpoint: Path, sets: Sets) -> None:
         """Report the accuracy by length."""
