@@ -10,6 +10,7 @@ result.json        written last, atomically: its presence means that the run is 
 """
 
 import contextlib
+import dataclasses
 import importlib.metadata
 import math
 import os
@@ -35,6 +36,41 @@ from stackexp.files import read_json, read_json_lines, try_lock, write_atomicall
 STAMP = "%Y%m%d-%H%M%S"
 AVERAGE_LOSS = "validation/loss/average"  # the tag in metrics.jsonl
 AVERAGE_ACCURACY = "validation/accuracy/average"
+
+
+RESULT_VERSION = 1
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """The final figures of a run, as result.json has them.
+
+    `train_loss` has the keys first and last_20_steps. `figures` depend on the objective: losses of named sets, or
+    accuracy by length. Fields that a file of an earlier version lacks are None.
+    """
+
+    steps: int | None
+    tokens: int | None
+    parameters: int | None
+    memory_parameters: int | None
+    train_loss: dict[str, float] | None
+    seconds_of_last_session: float | None
+    figures: dict[str, Any]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the contents of result.json: the fields and the figures side by side, and the version."""
+        fields = {key: value for key, value in vars(self).items() if key != "figures" and value is not None}
+        return {"version": RESULT_VERSION} | fields | self.figures
+
+    @classmethod
+    def from_dict(cls, contents: dict[str, Any]) -> "RunResult":
+        """Build a result from the contents of a result.json. Raises ValueError if its version is newer than ours."""
+        version = contents.get("version", 0)
+        if version > RESULT_VERSION:
+            raise ValueError(f"version {version} is newer than this stackexp; update it")
+        names = [field.name for field in dataclasses.fields(cls) if field.name != "figures"]
+        figures = {key: value for key, value in contents.items() if key not in (*names, "version")}
+        return cls(**{name: contents.get(name) for name in names}, figures=figures)
 
 
 @dataclass(frozen=True)
@@ -64,6 +100,17 @@ class RunFolder:
     @property
     def finished(self) -> bool:
         return self.result.exists()
+
+    def read_result(self) -> RunResult:
+        """Read result.json. Raises RunError if it is damaged or of a newer version."""
+        try:
+            return RunResult.from_dict(read_json(self.result))
+        except ValueError as error:
+            raise RunError(f"{self.result}: {error}") from error
+
+    def write_result(self, result: RunResult) -> None:
+        """Write result.json, which marks the run as finished."""
+        write_json(self.result, result.to_dict())
 
     def saved(self) -> list[Path]:
         """The checkpoints, oldest first; what a user put beside them under a name of its own is none."""

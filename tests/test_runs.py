@@ -13,7 +13,7 @@ import pytest
 from stackexp import runs
 from stackexp.config.compose import compose, load_config
 from stackexp.errors import RunError
-from stackexp.runs import RunFolder
+from stackexp.runs import RunFolder, RunResult
 
 
 @pytest.fixture
@@ -171,3 +171,41 @@ def test_a_failure_lets_go_of_the_folder(config):
         1 / 0  # noqa: B018
     with folder.begin(config):
         pass
+
+
+RESULT = RunResult(
+    steps=3,
+    tokens=300,
+    parameters=10,
+    memory_parameters=2,
+    train_loss={"first": 2.0, "last_20_steps": 1.5},
+    seconds_of_last_session=1.0,
+    figures={"average": {"loss": 1.0}},
+)
+
+
+def test_result_round_trip(config):
+    folder = begun(config)
+    folder.write_result(RESULT)
+    assert folder.finished
+    assert folder.read_result() == RESULT
+    assert RESULT.to_dict() == json.loads(folder.result.read_text())
+    assert (RESULT.to_dict()["version"], RESULT.to_dict()["average"]) == (1, {"loss": 1.0})
+
+
+def test_result_without_a_version_is_read(config):
+    folder = begun(config)
+    old = {"steps": 3, "parameters": 10, "task": "reverse_string", "accuracy": {"41": 1.0}}
+    folder.result.write_text(json.dumps(old))
+    result = folder.read_result()
+    assert (result.steps, result.tokens, result.figures) == (3, None, {k: old[k] for k in ("task", "accuracy")})
+
+
+def test_damaged_or_newer_result_is_one_line(config):
+    folder = begun(config)
+    folder.result.write_text('{"version": 99}')
+    with pytest.raises(RunError, match=r"result.json: version 99 is newer than this stackexp; update it"):
+        folder.read_result()
+    folder.result.write_text("{")
+    with pytest.raises(RunError, match=r"result.json: not valid JSON"):
+        folder.read_result()

@@ -8,7 +8,6 @@ from stackexp.config.affects import select_options
 from stackexp.config.yaml_files import flatten, read_file
 from stackexp.data import hash_log
 from stackexp.errors import RunError
-from stackexp.files import read_json
 from stackexp.reports.figures import new_figure, save_figure
 from stackexp.reports.tables import format_table
 from stackexp.runs import RunFolder
@@ -82,7 +81,7 @@ def format_runs(runs: list[RunFolder]) -> str:
 
     Runs on tokens have loss / perplexity on every set; runs on formal languages have their task and scores.
     """
-    results = {run: read_json(run.result) for run in runs if run.finished}
+    results = {run: run.read_result().to_dict() for run in runs if run.finished}
     names = name_runs(runs)
     has_sets = any("sets" in result for result in results.values())
     sets = list(dict.fromkeys(name for result in results.values() for name in result.get("sets", {})))

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 from stackexp.config.model import SYMBOLS
 from stackexp.errors import RunError
-from stackexp.files import read_json
 from stackexp.reports.figures import new_figure, save_figure
 from stackexp.reports.tables import Style, format_table
 from stackexp.sweeps.grid import Values, shorten_keys
@@ -69,7 +68,7 @@ def collect_results(sweep: Sweep) -> list[Row]:
 
 
 def _build_row(trials: list[Trial], objective: str) -> Row:
-    results = [read_json(trial.folder.result) for trial in trials]
+    results = [trial.folder.read_result().to_dict() for trial in trials]
     losses = {title: path for title, path in LOSSES.items() if path != "average.loss" or results[0].get("average")}
     return Row(
         name=re.sub(r"-?seed=\d+$", "", trials[0].name.rpartition("-")[0]) or "trial",

@@ -110,7 +110,7 @@ def read_tail(path: Path) -> list[dict[str, Any]]:
 def read_objective(trial: Trial, objective: str) -> tuple[float | None, str]:
     """Return the objective of a finished trial, or None and the reason."""
     try:
-        return get_number(read_json(trial.folder.result), objective), ""
+        return get_number(trial.folder.read_result().to_dict(), objective), ""
     except RunError as error:
         return None, str(error)
 

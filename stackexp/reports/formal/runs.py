@@ -162,7 +162,7 @@ def read_run(path: Path, config: Options, column: str) -> FormalRun:
     """Read a run folder. Raises RunError for a damaged result.json or test.json."""
     config = _add_new_options(config)
     folder = RunFolder(path)
-    result = read_json(folder.result) if folder.finished else {}
+    result = folder.read_result().to_dict() if folder.finished else {}
     evaluations = [_read_evaluation(folder.result, result)] if result else []
     test, unused = path / "test.json", None
     if test.exists():

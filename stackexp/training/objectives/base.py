@@ -1,6 +1,5 @@
 """The base class of objectives: the steps that every run ends with."""
 
-import json
 import time
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -9,7 +8,6 @@ from typing import Any, ClassVar
 
 import lightning.pytorch as pl
 
-from stackexp import runs
 from stackexp.config.affects import flatten_config, select_options
 from stackexp.config.experiment import ExperimentConfig
 from stackexp.evaluation.request import DataModule, EvaluationRequest, Sets, Stage
@@ -17,7 +15,7 @@ from stackexp.evaluation.resumable import ResumableEvaluation
 from stackexp.models import checkpoints
 from stackexp.modules.base import TrainingModule
 from stackexp.modules.scores import replace_non_finite
-from stackexp.runs import RunFolder
+from stackexp.runs import RunFolder, RunResult
 from stackexp.training.callbacks.metrics_log import MetricsLog
 from stackexp.training.processes import Processes
 
@@ -118,19 +116,19 @@ class Objective(ABC):
         seconds = time.perf_counter() - session.started_at
         lines = [line for line in session.folder.read_metrics() if "loss/train" in line]
         losses = [line["loss/train"] for line in lines]
-        result = {
-            "steps": self.config.trainer.max_steps,
-            "tokens": lines[-1]["tokens"],
-            "parameters": session.module.model.num_parameters(),
-            "memory_parameters": session.module.model.num_parameters(memory=True),
-            "train_loss": {"first": losses[0], "last_20_steps": mean_of_last(losses)},
-            **self.build_result(session, sets),
-            "seconds_of_last_session": round(seconds, 1),
-        }
+        result = RunResult(
+            steps=self.config.trainer.max_steps,
+            tokens=lines[-1]["tokens"],
+            parameters=session.module.model.num_parameters(),
+            memory_parameters=session.module.model.num_parameters(memory=True),
+            train_loss={"first": losses[0], "last_20_steps": mean_of_last(losses)},
+            seconds_of_last_session=round(seconds, 1),
+            figures=self.build_result(session, sets),
+        ).to_dict()
         figures = {"final/loss/train": result["train_loss"]["last_20_steps"]} | self.list_final_figures(result)
         session.metrics_log.finish(select_options(flatten_config(self.config), ["training", "continuation"]), figures)
         self.write_events(session, result)
-        runs.write_atomically(session.folder.result, json.dumps(replace_non_finite(result), indent=2))
+        session.folder.write_result(RunResult.from_dict(replace_non_finite(result)))
         print(
             f"\ntraining loss {losses[0]:.3f} (first step), {mean_of_last(losses):.3f} (mean of the last "
             f"{AVERAGED_STEPS} steps); {seconds:.0f} s\n\n{self.format_result(session, result)}\n\n"
