@@ -20,7 +20,7 @@ FLAGS = [
 
 
 class Browser:
-    """One page of a browser of its own; `with Browser(folder) as page: page.open(url)`."""
+    """A page of a new browser: `with Browser(folder) as page: page.open(url)`."""
 
     def __init__(self, profile: Path):
         self._profile, self._calls = profile, 0
@@ -29,14 +29,14 @@ class Browser:
         commands, self._write = os.pipe()
         self._read, answers = os.pipe()
 
-        def as_third_and_fourth() -> None:  # the descriptors that --remote-debugging-pipe means
+        def use_descriptors_3_and_4() -> None:  # as --remote-debugging-pipe requires
             high = os.dup(commands), os.dup(answers)
             os.dup2(high[0], 3)
             os.dup2(high[1], 4)
 
         self._process = subprocess.Popen(
             [CHROMIUM, *FLAGS, f"--user-data-dir={self._profile}", "about:blank"],
-            preexec_fn=as_third_and_fourth,
+            preexec_fn=use_descriptors_3_and_4,
             pass_fds=(3, 4),
             stderr=subprocess.DEVNULL,
             start_new_session=True,
@@ -88,7 +88,7 @@ class Browser:
 
 
 def poll(read, expected: object, seconds: float = 120) -> object:
-    """What `read()` gives once it equals `expected`, or when the time is over."""
+    """Return `read()` once it equals `expected`, or after the timeout."""
     deadline = time.monotonic() + seconds
     while (found := read()) != expected and time.monotonic() < deadline:
         time.sleep(0.5)

@@ -1,4 +1,4 @@
-"""The program without the seconds that its imports take: processes forked from one that has imported everything."""
+"""Fast starts of the program: processes forked from one that has imported everything."""
 
 import atexit
 import contextlib
@@ -26,21 +26,21 @@ SECONDS = 120
 
 
 class Ranks(list[BaseProcess]):
-    """The processes of one run, in the order of their ranks; what they print is in the file `output`."""
+    """The processes of one run, in the order of their ranks, with their output in the file `output`."""
 
     def __init__(self, output: Path):
         super().__init__()
         self.output = output
 
     def join(self) -> list[int]:
-        """Their exit codes (negative: killed by that signal); those that take too long are killed."""
+        """Return their exit codes (negative: killed by that signal); kill those that take too long."""
         for process in self:
             process.join(SECONDS)
         self.kill()
         return [process.exitcode for process in self]
 
     def kill_when(self, condition: Callable[[], bool]) -> None:
-        """SIGKILL to all of them as soon as `condition()` is true; fails if one ends before."""
+        """Send SIGKILL to all of them once `condition()` is true; fails if one ends first."""
         self.wait_until(condition)
         self.kill()
 
@@ -59,7 +59,7 @@ class Ranks(list[BaseProcess]):
 
 
 class Forks:
-    """Starts `python -m stackexp`, or a function, in new processes."""
+    """A starter of `python -m stackexp`, or of a function, in new processes."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -71,7 +71,7 @@ class Forks:
             self._context.Process(target=_nothing).start()  # starts the server, if there is none yet
 
     def start(self, *arguments: object, ranks: int = 1, nodes: int = 1, function: Callable[..., Any] | None = None):
-        """`ranks` processes on `nodes` nodes, as a launcher would start them, that work in `folder`."""
+        """Start `ranks` processes on `nodes` nodes in `folder`, as a launcher would."""
         self._started += 1
         output, port = self.folder / f"output-{self._started}.txt", _free_port()
         started = Ranks(output)
@@ -86,7 +86,7 @@ class Forks:
         return started
 
     def run(self, *arguments: object, expect: int = 0, **options: Any) -> str:
-        """What they printed; fails unless all of them exit with `expect`."""
+        """Return their output; fails unless all of them exit with code `expect`."""
         started = self.start(*arguments, **options)
         codes = started.join()
         assert set(codes) == {expect}, started.output.read_text()
@@ -94,7 +94,7 @@ class Forks:
 
 
 def processes_in(folder: Path) -> list[int]:
-    """Those that work in the folder, whoever started them."""
+    """Return the ids of the processes with this working directory."""
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""The rolling hash of what a run trains on: what it depends on, where it is kept, and runs that differ in it."""
+"""The rolling hash of the training data: what it depends on, where it is stored, and runs that differ in it."""
 
 import json
 import shutil
@@ -16,7 +16,7 @@ FEW = ("trainer.max_steps=6", "trainer.val_check_interval=null", "trainer.checkp
 FEW += ("data.hash_interval=2", "logging.progress_bar=false", "logging.tensorboard=false")
 
 
-def test_a_sample_s_hash_is_of_its_ids_not_of_their_type():
+def test_a_sequence_hash_depends_on_the_ids_but_not_on_their_type():
     tokens = np.arange(100, dtype=np.uint16)
     assert hash_sequence(tokens) == hash_sequence(tokens.astype(np.uint32)) == hash_sequence(tokens.astype(np.int64))
     changed = tokens.copy()
@@ -25,15 +25,15 @@ def test_a_sample_s_hash_is_of_its_ids_not_of_their_type():
     assert hash_sequence(tokens[::-1]) != hash_sequence(tokens)
 
 
-def test_a_step_s_hash_is_of_its_samples_in_any_order_and_of_all_before():
+def test_a_step_hash_depends_on_its_sequences_in_any_order_and_on_earlier_steps():
     samples = np.array([3, 2**64 - 1, 7, 7], np.uint64)
     one = update_hash("", samples)
     assert one == update_hash("", samples[::-1])
-    assert one != update_hash("", samples[:3]), "a sample seen twice counts twice"
+    assert one != update_hash("", samples[:3]), "a repeated sequence counts twice"
     assert len({one, update_hash(one, samples), update_hash(one, samples[:1]), update_hash("", samples[:1])}) == 4
 
 
-def test_the_file_goes_on_where_the_checkpoint_was_made(tmp_path):
+def test_the_file_continues_after_the_step_of_the_checkpoint(tmp_path):
     file = HashLog(tmp_path, 0)
     for step in (2, 4, 6):
         file.append({"step": step, "hash": f"{step:02x}"})
@@ -49,8 +49,8 @@ def forks(tmp_path_factory) -> Forks:
     return Forks(tmp_path_factory.mktemp("forks"))
 
 
-def test_the_hash_does_not_depend_on_how_batches_are_divided_nor_on_stops(forks, tiny, corpus, tmp_path):
-    """Micro-batches of 4 in one process; of 2 in two processes with a loader's process each, and resumed at step 3."""
+def test_the_hash_does_not_depend_on_micro_batches_processes_or_stops(forks, tiny, corpus, tmp_path):
+    """Compare micro-batches of 4 in one process with 2 in two processes with data workers, and a resume at step 3."""
     fit = ("fit", "--config", tiny, *FEW)
     forks.run(*fit, f"logging.root={tmp_path}/one")
     one = only_run(tmp_path / "one")
@@ -81,7 +81,7 @@ def test_the_hash_does_not_depend_on_how_batches_are_divided_nor_on_stops(forks,
     assert f"error: {corpus['left']}: the sequences have changed since the run began" in said
 
 
-def test_report_compare_refuses_runs_on_other_data(tiny, tmp_path, capsys):
+def test_report_compare_refuses_runs_on_different_data(tiny, tmp_path, capsys):
     paths = []
     for name, change in {"a": "seed=0", "b": "seed=0", "c": "seed=1"}.items():
         assert main(["fit", "--config", str(tiny), *FEW, f"logging.root={tmp_path}/{name}", change]) == 0

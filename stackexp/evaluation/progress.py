@@ -27,7 +27,7 @@ class EvaluationProgress(pl.Callback):
         self._scored: set[str] = set()
         self._bar: tqdm | None = None
 
-    def _start(self, trainer: pl.Trainer, batches: list[int]) -> None:
+    def _start(self, trainer: pl.Trainer, batches: list[int | float]) -> None:
         self._started, self._sets, self._shown_at = time.monotonic(), len(batches), 0.0
         if self._is_shown and trainer.is_global_zero and sys.stderr.isatty():
             self._bar = tqdm(total=sum(batches), unit="batch", file=sys.stderr, dynamic_ncols=True)

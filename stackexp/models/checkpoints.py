@@ -45,7 +45,7 @@ class CheckpointWriter:
     def __init__(self) -> None:
         self._executor = ThreadPoolExecutor(1, "checkpoint")
         self._pending: Future[None] | None = None
-        self._group: dist.ProcessGroup | None = None
+        self._group: Any = None  # a process group
 
     def save(self, path: Path, tensors: dict[str, Any], state: dict[str, Any], on_saved: Callable[[], None]) -> None:
         """Start to write `path`; rank 0 calls `on_saved` once it is in place. Waits for the previous checkpoint."""
@@ -58,7 +58,7 @@ class CheckpointWriter:
             self._group = self._group or dist.new_group(backend="gloo")  # training uses the other groups meanwhile
         # The copy is on the CPU; copying ahead from a device would make every process use GPU 0.
         writer = dcp.FileSystemWriter(partial, per_thread_copy_ahead=0)
-        written = dcp.async_save(
+        written: Any = dcp.async_save(
             tensors, storage_writer=writer, process_group=self._group, no_dist=not dist.is_initialized()
         )
         self._pending = self._executor.submit(_commit, written, partial, path, on_saved)

@@ -87,7 +87,7 @@ def handle_interrupts(trainer: pl.Trainer) -> Iterator[None]:
     """
     callback, previous = _InterruptCallback(), signal.getsignal(signal.SIGINT)
     if previous is not signal.SIG_IGN:
-        trainer.callbacks.append(callback)
+        trainer.callbacks.append(callback)  # type: ignore[attr-defined]
         signal.signal(signal.SIGINT, callback.handle)
     try:
         yield

@@ -87,7 +87,8 @@ class TensorBoardCopy:
         tags = {tag: value for tag, value in line.items() if tag not in NOT_TAGS and value is not None}
         values = [value for tag in tags for value in scalar(tag, tags[tag]).value]
         # One event for all tags: passing an event to the writer's thread takes longer than making it.
-        self._writer.file_writer.add_summary(Summary(value=values), line["step"], walltime=line["time"])
+        file_writer: Any = self._writer.file_writer
+        file_writer.add_summary(Summary(value=values), line["step"], walltime=line["time"])
         if "loss/train" in line:
             self._writer.add_scalar("loss/train_by_tokens", line["loss/train"], line["tokens"], walltime=line["time"])
 
@@ -97,8 +98,9 @@ class TensorBoardCopy:
         The tab sorts hyperparameters by name and shows the first few, so the paper's capital letters come first.
         """
         values = {SYMBOLS.get(key, key): _to_scalar(value) for key, value in hyperparameters.items()}
+        file_writer: Any = self._writer.file_writer
         for summary in hparams(values, figures):
-            self._writer.file_writer.add_summary(summary)
+            file_writer.add_summary(summary)
         for tag, value in figures.items():
             self._writer.add_scalar(tag, value, step)
         self.close()

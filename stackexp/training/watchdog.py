@@ -116,9 +116,8 @@ class Watchdog(pl.Callback):
         return self._store.get(VERDICT).decode() if self._store.check([VERDICT]) else None
 
     def _send_heartbeat(self) -> None:
-        frame = sys._current_frames().get(
-            self._main_thread
-        )  # private, but the documented way to another thread's stack
+        # Private: the main thread's stack has no public accessor.
+        frame = sys._current_frames().get(self._main_thread or 0)
         where = f"{_shorten(frame.f_code.co_filename)}:{frame.f_lineno} ({frame.f_code.co_name})" if frame else "?"
         idle = time.monotonic() - self._last_progress
         status = {"beat": time.monotonic(), "batches": self._batches, "idle": idle, "where": where}

@@ -1,4 +1,4 @@
-"""A run and a sweep on a real Slurm of two nodes, both of which lose what they run on."""
+"""A run and a sweep on a real Slurm cluster of two nodes, with a requeue, a killed driver and a killed node."""
 
 import json
 import os
@@ -25,12 +25,12 @@ def program(slurm, tmp_path) -> Program:
 
 
 def batch_script() -> str:
-    """The batch script of the docs."""
+    """Return the batch script of the docs."""
     return next(block for block in re.findall(r"```bash\n(.*?)```", DOCS.read_text(), re.DOTALL) if "#SBATCH" in block)
 
 
 def for_two_nodes(script: str) -> str:
-    """The same with the test's config, on two nodes without GPUs."""
+    """Adapt the script to the test's config, on two nodes without GPUs."""
     config = f"--config tiny.yaml trainer.num_nodes=2 {' '.join(FSDP)}"
     changes = {
         "--nodes=1": "--nodes=2",
@@ -47,8 +47,8 @@ def for_two_nodes(script: str) -> str:
 
 
 @pytest.mark.slow  # a minute and a half
-def test_a_run_goes_on_after_a_requeue(slurm: Slurm, program, tiny, tmp_path):
-    """Sharded over two nodes, by the docs' script, warned and requeued: the record is that of an undisturbed run."""
+def test_a_requeued_run_resumes_exactly(slurm: Slurm, program, tiny, tmp_path):
+    """The docs' script shards the run over two nodes; it is signaled, requeued, and equals an undisturbed run."""
     reference = program.start("fit", "--config", tiny, *FSDP, "trainer.devices=2", "--run", tmp_path / "reference")
     (tmp_path / "job.sh").write_text(for_two_nodes(batch_script()))
     run = RunFolder(tmp_path / "runs" / "my-run")
@@ -68,8 +68,8 @@ def test_a_run_goes_on_after_a_requeue(slurm: Slurm, program, tiny, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_sweep_loses_its_driver_and_a_node(slurm: Slurm, program, tiny, tmp_path):
-    """One trial is sharded over both nodes. All are done in the end, none of them twice, none of them lost."""
+def test_a_sweep_survives_the_loss_of_its_driver_and_a_node(slurm: Slurm, program, tiny, tmp_path):
+    """One trial is sharded over both nodes. In the end all trials are finished, each exactly once."""
     path = tmp_path / "study.yaml"
     slots = [{"model.memory.num_slots": number} for number in (2, 3)]
     wide = {"model.memory.num_slots": 4, "trainer.num_nodes": 2, "trainer.strategy": "fsdp"}
@@ -84,7 +84,7 @@ def test_a_sweep_loses_its_driver_and_a_node(slurm: Slurm, program, tiny, tmp_pa
     os.kill(driver.pid, signal.SIGKILL)
     driver.wait()
     slurm.kill_node("n1")
-    assert not trials[0].folder.finished, "too late to test anything"
+    assert not trials[0].folder.finished, "the kill came too late"
 
     driver = program.start(*command)
     wait_until(lambda: "PENDING" in slurm.squeue().values(), driver)
@@ -106,8 +106,8 @@ def test_a_sweep_loses_its_driver_and_a_node(slurm: Slurm, program, tiny, tmp_pa
 
 
 @pytest.mark.slow  # two minutes
-def test_the_quick_grid_with_every_trial_on_two_nodes(slurm: Slurm, program, tmp_path):
-    """The shipped sweep, each trial sharded over both nodes."""
+def test_quick_grid_with_every_trial_on_two_nodes(slurm: Slurm, program, tmp_path):
+    """Run the shipped sweep with each trial sharded over both nodes."""
     wide = ("trainer.num_nodes=2", "trainer.strategy=fsdp", "data.micro_batch_size=2")
     program.run("sweep", "run", "quick_grid", "--launcher", "slurm", *wide)
     results = list(tmp_path.glob("runs/quick_grid/*/result.json"))

@@ -28,20 +28,20 @@ def free_port() -> int:
 
 
 def has_loaded(url: str) -> bool:
-    """Whether the server answers and has read the run's events."""
-    return "loss/train" in fetched(f"{url}/data/plugin/timeseries/tags")
+    """Return True if the server has read the events of the run."""
+    return "loss/train" in fetch(f"{url}/data/plugin/timeseries/tags")
 
 
-def fetched(url: str) -> str:
-    """What a server answers, or nothing."""
+def fetch(url: str) -> str:
+    """Return the answer of a server, or nothing."""
     try:
         return urllib.request.urlopen(url, timeout=5).read().decode()
     except OSError:
         return ""
 
 
-def curves(page: str) -> dict[str, int]:
-    """Segments of the longest curve of each card with one on the Time Series page."""
+def count_segments(page: str) -> dict[str, int]:
+    """Return the number of segments of the longest curve of each card on the Time Series page."""
     drawn: dict[str, int] = {}
     for card in page.split("<card-view ")[1:]:
         if title := re.search(r'title="([^"]+/[^"]+)"', card):
@@ -52,19 +52,19 @@ def curves(page: str) -> dict[str, int]:
     return drawn
 
 
-def shown(url: str, tag_filter: str, expected: dict[str, int], profile: Path) -> dict[str, int]:
-    """The curves that the Time Series page shows for a tag filter; loaded again until they are as expected."""
+def read_curves(url: str, tag_filter: str, expected: dict[str, int], profile: Path) -> dict[str, int]:
+    """Return the curves on the Time Series page for a tag filter; reload until they are as expected."""
     with Browser(profile) as page:
         for _ in range(4):
             page.open(f"{url}/?tagFilter={urllib.parse.quote(tag_filter, safe='')}#timeseries")
-            if (found := poll(lambda: curves(page.html()), expected, seconds=30)) == expected:
+            if (found := poll(lambda: count_segments(page.html()), expected, seconds=30)) == expected:
                 break
         return found
 
 
 @contextlib.contextmanager
 def tensorboard(logdir: Path, has_loaded: Callable[[str], bool]) -> Iterator[str]:
-    """The address of a server that has read the events."""
+    """Start a server, and return its address once it has read the events."""
     url = f"http://127.0.0.1:{free_port()}"
     command = [sys.executable, "-m", "tensorboard.main", "--logdir", str(logdir), "--load_fast=false"]
     server = subprocess.Popen(
@@ -85,11 +85,11 @@ needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="needs chromium on 
 
 
 @needs_chromium
-def test_curves_of_a_run_are_on_the_page(program, tiny, tmp_path):
+def test_the_page_shows_the_curves_of_a_run(program, tiny, tmp_path):
     program.run("fit", "--config", tiny)
     with tensorboard(tmp_path / "runs", has_loaded) as url:
-        losses = shown(url, "loss/train", LOSSES, tmp_path / "first")
-        probes = shown(url, "memory/entropy", PROBES, tmp_path / "second")
+        losses = read_curves(url, "loss/train", LOSSES, tmp_path / "first")
+        probes = read_curves(url, "memory/entropy", PROBES, tmp_path / "second")
     assert losses == LOSSES
     assert probes == PROBES
 
@@ -105,7 +105,7 @@ TEXTS = """
 
 
 @needs_chromium
-def test_the_hparams_tab_of_a_sweep_begins_with_the_papers_symbols(tmp_path):
+def test_the_hparams_tab_starts_with_the_symbols_of_the_paper(tmp_path):
     for heads in (1, 2):
         folder = tmp_path / "study" / f"H={heads}-0123abcd"
         hyperparameters = {"data.context_length": 2048, "model.memory.head_dim": 16, "model.memory.num_slots": 24}
@@ -119,7 +119,7 @@ def test_the_hparams_tab_of_a_sweep_begins_with_the_papers_symbols(tmp_path):
         texts = page.evaluate(TEXTS) or []
         return [text for text in texts[texts.index("Trial ID") :] if text in columns] if "Trial ID" in texts else []
 
-    server = tensorboard(tmp_path / "study", lambda url: "H=2-0123abcd" in fetched(f"{url}/data/runs"))
+    server = tensorboard(tmp_path / "study", lambda url: "H=2-0123abcd" in fetch(f"{url}/data/runs"))
     with server as url, Browser(tmp_path / "profile") as page:
         page.open(f"{url}/#hparams")
         assert poll(lambda: header(page)[:6], columns) == columns
