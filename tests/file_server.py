@@ -1,4 +1,4 @@
-"""An HTTP server of files whose faults a test chooses."""
+"""A local HTTP file server for download tests."""
 
 import hashlib
 import threading
@@ -9,12 +9,15 @@ from typing import Self
 
 
 class FileServer(ThreadingHTTPServer):
-    """Serves `files` (path -> bytes) with ETag and Range; `requests` has the (path, Range, status) of each request.
+    """An HTTP server with ETag and Range whose faults a test chooses.
 
-    `faults[path]` are consumed one a request: a status such as 503, or the number of bytes of the body after which
-    the connection is cut. `ranges`: whether Range is honoured; `if_range`: whether If-Range is. `pause`: seconds
-    between pieces of 1000 bytes. `headers`: replace those that are sent, None leaves one out; `partial_headers` do so
-    in a 206.
+    Attributes:
+        files: The served bytes by path.
+        requests: The (path, Range header, status) of each request so far.
+        faults: By path, one fault per request: a status such as 503, or the bytes after which the connection closes.
+        headers: Replace headers that are sent; None removes one. `partial_headers` does so for status 206.
+        ranges: Whether Range is honored; `if_range`: whether If-Range is.
+        pause: Seconds between chunks of 1000 bytes.
     """
 
     daemon_threads = True
@@ -38,7 +41,7 @@ class FileServer(ThreadingHTTPServer):
         self.server_close()
 
     def handle_error(self, *_: object) -> None:
-        """Clients that were killed are part of the tests."""
+        """Ignore clients that were killed by a test."""
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -1,4 +1,4 @@
-"""Token files: what they read, and that their chunks score what they say."""
+"""Token files: formats, records, atomic writes, and the tokens that chunks score."""
 
 import json
 import pickle
@@ -18,12 +18,12 @@ def write(path, ids, dtype="<u2"):
     return path
 
 
-def record_of(**fields):
+def make_record(**fields):
     return {"vocab_size": 300, "tokenizer": "t", "source": "here"} | fields
 
 
 @given(st.integers(0, 300), st.integers(2, 40))
-def test_chunks_as_olmo_drop_the_remainder(length, context_length):
+def test_chunks_drop_the_remainder_as_olmo_does(length, context_length):
     chunks = Chunks(np.arange(length), context_length, score_remainder=False)
     assert len(chunks) == length // context_length
     assert {len(chunk) for chunk in chunks} <= {context_length}
@@ -31,14 +31,14 @@ def test_chunks_as_olmo_drop_the_remainder(length, context_length):
 
 
 @given(st.integers(0, 300), st.integers(2, 40))
-def test_chunks_that_keep_the_remainder_score_every_token_but_the_first_once(length, context_length):
+def test_chunks_with_the_remainder_score_each_token_except_the_first_once(length, context_length):
     chunks = list(Chunks(np.arange(length), context_length, score_remainder=True))
     scored = [int(token) for chunk in chunks for token in chunk[1:]]
     assert scored == list(range(1, length))
     assert all(2 <= len(chunk) <= context_length for chunk in chunks)
 
 
-def test_no_chunk_beyond_the_last():
+def test_a_chunk_index_out_of_range_is_refused():
     chunks = Chunks(np.arange(10), 5, score_remainder=False)
     for index in (2, -1):
         with pytest.raises(IndexError):
@@ -46,7 +46,7 @@ def test_no_chunk_beyond_the_last():
 
 
 @pytest.mark.parametrize("suffix", [".npy", ".bin"])
-def test_reads_raw_uint16_whatever_the_suffix(tmp_path, suffix):
+def test_raw_uint16_is_read_with_any_suffix(tmp_path, suffix):
     file = TokenFile(write(tmp_path / f"set{suffix}", [1, 50_279, 65_535]))
     assert file.tokens.tolist() == [1, 50_279, 65_535]
     assert isinstance(file.tokens, np.memmap)
@@ -54,7 +54,7 @@ def test_reads_raw_uint16_whatever_the_suffix(tmp_path, suffix):
 
 
 @pytest.mark.parametrize("dtype", ["uint16", "<i8", "int32"])
-def test_reads_a_real_npy_flat(tmp_path, dtype):
+def test_a_real_npy_is_flattened(tmp_path, dtype):
     np.save(tmp_path / "set.npy", np.arange(6, dtype=dtype).reshape(2, 3))
     file = TokenFile(tmp_path / "set.npy")
     assert isinstance(file.tokens, np.memmap)
@@ -65,11 +65,11 @@ def test_reads_a_real_npy_flat(tmp_path, dtype):
     ("content", "message"),
     [
         (b"", "empty"),
-        (b"abc", "no whole number of uint16"),
+        (b"abc", "not a whole number of uint16"),
         (b"\x93NUMPY nonsense", "cannot be read"),
     ],
 )
-def test_a_broken_file_is_named(tmp_path, content, message):
+def test_the_error_names_a_broken_file(tmp_path, content, message):
     (tmp_path / "set.npy").write_bytes(content)
     with pytest.raises(RunError, match=rf"set\.npy.*{message}"):
         TokenFile(tmp_path / "set.npy")
@@ -81,16 +81,16 @@ def test_an_npy_of_text_is_refused(tmp_path):
         TokenFile(tmp_path / "set.npy")
 
 
-def test_a_missing_file_is_named(tmp_path):
+def test_the_error_names_a_missing_file(tmp_path):
     with pytest.raises(RunError, match=r"none\.npy: cannot be read \(No such file"):
         TokenFile(tmp_path / "none.npy")
 
 
 @pytest.mark.parametrize(("vocab_size", "dtype"), [(65_536, "uint16"), (65_537, "uint32")])
-def test_written_and_read_again(tmp_path, vocab_size, dtype):
+def test_a_written_file_reads_back_with_and_without_its_record(tmp_path, vocab_size, dtype):
     path = tmp_path / "set.npy"
     parts = [np.array([1, 2]), np.array([], int), np.array([vocab_size - 1])]
-    record = write_token_file(path, iter(parts), **record_of(vocab_size=vocab_size))
+    record = write_token_file(path, iter(parts), **make_record(vocab_size=vocab_size))
     file = TokenFile(path)
     assert file.tokens.dtype == dtype
     assert file.tokens.tolist() == [1, 2, vocab_size - 1]
@@ -106,51 +106,51 @@ def test_written_and_read_again(tmp_path, vocab_size, dtype):
 @pytest.mark.parametrize(
     ("ids", "message"), [([300], "token id 300, outside the vocabulary of 300"), ([], "no tokens")]
 )
-def test_nothing_wrong_is_written(tmp_path, ids, message):
+def test_invalid_tokens_are_not_written(tmp_path, ids, message):
     with pytest.raises(RunError, match=message):
-        write_token_file(tmp_path / "set.npy", [np.array(ids, int)], **record_of())
+        write_token_file(tmp_path / "set.npy", [np.array(ids, int)], **make_record())
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_failure_leaves_the_earlier_file_and_its_record(tmp_path):
+def test_a_failed_write_keeps_the_previous_file_and_record(tmp_path):
     path = tmp_path / "set.npy"
-    record = write_token_file(path, [np.array([1, 2, 3])], **record_of())
+    record = write_token_file(path, [np.array([1, 2, 3])], **make_record())
 
     def broken():
         yield np.array([4])
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        write_token_file(path, broken(), **record_of())
+        write_token_file(path, broken(), **make_record())
     assert TokenFile(path).record == record
     assert TokenFile(path).tokens.tolist() == [1, 2, 3]
 
 
-def test_a_file_not_as_long_as_its_record_is_refused(tmp_path):
+def test_a_file_whose_length_differs_from_its_record_is_refused(tmp_path):
     path = tmp_path / "set.npy"
-    write_token_file(path, [np.array([1, 2, 3])], **record_of())
+    write_token_file(path, [np.array([1, 2, 3])], **make_record())
     write(path, [1, 2])
-    with pytest.raises(RunError, match="4 bytes, not the 6 of its record"):
+    with pytest.raises(RunError, match="4 bytes, but its record has 6"):
         TokenFile(path)
 
 
 @pytest.mark.parametrize("text", ["{", "[]", json.dumps({"sha": "x"})])
-def test_a_corrupt_record_is_named(tmp_path, text):
+def test_the_error_names_a_corrupt_record(tmp_path, text):
     path = write(tmp_path / "set.npy", [1])
     record_path(path).write_text(text)
     with pytest.raises(RunError, match=r"set\.npy\.json: corrupt; delete it"):
         TokenFile(path)
 
 
-def test_a_record_that_cannot_be_read_is_named(tmp_path):
+def test_the_error_names_an_unreadable_record(tmp_path):
     path = write(tmp_path / "set.npy", [1])
     record_path(path).mkdir()
     with pytest.raises(RunError, match=r"set\.npy\.json: cannot be read \(Is a directory\)"):
         TokenFile(path)
 
 
-def test_nothing_is_loaded_whole(tmp_path):
-    """A file of 6 GB (sparse), opened, cut and sent to a worker; it would not fit the memory allowed."""
+def test_a_large_file_is_not_loaded_into_memory(tmp_path):
+    """A sparse file of 6 GB is opened, cut and sent to a worker with little memory."""
     path = tmp_path / "large.npy"
     with open(path, "wb") as file:
         file.seek((6 << 30) - 2)

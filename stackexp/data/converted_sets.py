@@ -1,7 +1,7 @@
-"""Sets to validate on that are no token files yet: read once, into token files in the cache.
+"""Evaluation sets that are not token files: text and MDS shards, converted once to token files in the cache.
 
-A file of the cache is named after the content it was made of and the tokenizer, so it is never stale. It appears whole
-or not at all; of two processes that need it one waits.
+A cached file is named after a hash of its source and its tokenizer, so it is never stale. It is written atomically
+under a lock, so that only one of several processes converts.
 """
 
 import hashlib
@@ -10,77 +10,83 @@ import json
 import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer
 
-from stackexp.data.locking import locked
 from stackexp.data.readers import BadLine, Piece, read_pieces
 from stackexp.data.sources import find_sources
 from stackexp.data.stdlib import get_cache_root
-from stackexp.data.token_files import TokenFile, sha256_of, write_token_file
+from stackexp.data.token_files import TokenFile, write_token_file
 from stackexp.data.tokenizer import compute_fingerprint, get_end_of_text_id, get_vocab_size, tokenize_pieces
 from stackexp.errors import RunError, first_line
+from stackexp.files import hold_lock, read_json, sha256_of
 
 log = logging.getLogger(__name__)
 
 UNKNOWN = "unknown"  # the tokenizer in the record of ids that came without one
-Ids = Iterator[np.ndarray]
-RE_ENCODE = "re-encode its text with the model's tokenizer"
-SAMPLES = 1024  # of an MDS set read at a time
+RETOKENIZE_TEXT = "tokenize its text with the model's tokenizer"
+SAMPLES_PER_READ = 1024  # of an MDS set
+Arrays = Iterator[np.ndarray]
 
 
-def text_tokens(path: Path, tokenizer: Tokenizer | None) -> TokenFile:
-    """The documents of a file of text or JSON lines as `data prepare` tokenises them: each ends with end-of-text.
+def convert_text(path: Path, tokenizer: Tokenizer | None) -> TokenFile:
+    """Return the token ids of a text or JSON Lines file, tokenized like `data prepare`: end-of-text ends a document.
 
-    Raises RunError if the file is damaged or holds no text; lines that hold no document are left out with a warning.
+    Lines without a document are skipped with a warning. Raises RunError if the file is damaged or has no text.
     """
-    return _cached_text(path, sha256_of(path), lambda: _pieces(path), tokenizer)
+    return _convert_pieces(path, sha256_of(path), lambda: _read_pieces(path), tokenizer)
 
 
-def mds_tokens(folder: Path, size: int, tokenizer: Tokenizer | None) -> TokenFile:
-    """A folder of MDS shards, its samples one after the other: their `tokens`, or their `text` tokenised.
+def convert_mds(folder: Path, vocab_size: int, tokenizer: Tokenizer | None) -> TokenFile:
+    """Return the token ids of a folder of MDS shards: the samples' column `tokens`, or their tokenized column `text`.
 
-    `size` of the vocabulary. Raises RunError if neither column is there, or ids lie outside the vocabulary.
+    Raises RunError if there is neither column, or if ids are outside the vocabulary.
     """
-    column = _column(folder)
-    digest = _digest(folder)
+    column = _find_column(folder)
+    digest = _hash_shards(folder)
     if column == "text":
-        return _cached_text(folder, digest, lambda: (Piece(s["text"], True) for s in _samples(folder)), tokenizer)
-    source = {"source_sha256": digest, "tokenizer": UNKNOWN}
-    return _cached(folder, [digest, size], lambda: _ids(folder, size), size, source)
+        pieces = lambda: (Piece(sample["text"], True) for sample in _read_samples(folder))  # noqa: E731
+        return _convert_pieces(folder, digest, pieces, tokenizer)
+    fields = {"vocab_size": vocab_size, "source_sha256": digest, "tokenizer": UNKNOWN}
+    return _convert(folder, [digest, vocab_size], lambda: _read_ids(folder, vocab_size), fields)
 
 
-def _cached_text(
+def _convert_pieces(
     path: Path, digest: str, pieces: Callable[[], Iterator[Piece]], tokenizer: Tokenizer | None
 ) -> TokenFile:
     if tokenizer is None:
-        raise RunError(f"{path}: text, but the model's tokenizer is not known; set data.path to what it was trained on")
-    whose = compute_fingerprint(tokenizer)
-    source = {"tokenizer": whose, "source_sha256": digest, "end_of_text": get_end_of_text_id(tokenizer)}
-    ids = lambda: _tokenised(path, pieces(), tokenizer)  # noqa: E731
-    return _cached(path, [digest, whose], ids, get_vocab_size(tokenizer), source)
+        raise RunError(f"{path}: is text, but the model's tokenizer is unknown; set data.path to its training data")
+    fingerprint = compute_fingerprint(tokenizer)
+    fields = {
+        "vocab_size": get_vocab_size(tokenizer),
+        "tokenizer": fingerprint,
+        "source_sha256": digest,
+        "end_of_text": get_end_of_text_id(tokenizer),
+    }
+    return _convert(path, [digest, fingerprint], lambda: _tokenize(path, pieces(), tokenizer), fields)
 
 
-def _cached(path: Path, key: list, tokens: Callable[[], Ids], size: int, source: dict) -> TokenFile:
-    """The file of the cache under `key`, made of `tokens()` if it is not there or not whole."""
+def _convert(path: Path, key: list, tokens: Callable[[], Arrays], fields: dict[str, Any]) -> TokenFile:
+    """Return the cached file for `key`, written from `tokens()` with the record `fields` if it is not complete."""
     name = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
     target = get_cache_root() / "sets" / f"{path.name.split('.')[0]}-{name}.npy"
     try:
-        if (found := _whole(target)) is None:
+        if (file := _open_complete(target)) is None:
             target.parent.mkdir(parents=True, exist_ok=True)
-            with locked(target.with_suffix(".lock"), f"the reading of {path}"):
-                if (found := _whole(target)) is None:
-                    write_token_file(target, tokens(), vocab_size=size, source=str(path), **source)
-                    found = TokenFile(target)
-    except OSError as e:
-        where = f"{target} ({e.strerror})"
-        raise RunError(f"cannot write {where}; free space or set STACKEXP_CACHE to another folder") from e
-    return found
+            with hold_lock(target.with_suffix(".lock"), f"the conversion of {path}"):
+                if (file := _open_complete(target)) is None:
+                    write_token_file(target, tokens(), source=str(path), **fields)
+                    file = TokenFile(target)
+    except OSError as error:
+        message = f"cannot write {target} ({error.strerror})"
+        raise RunError(f"{message}; free space or set STACKEXP_CACHE to another folder") from error
+    return file
 
 
-def _whole(path: Path) -> TokenFile | None:
-    """The token file if it is there with its record, and as long as that says."""
+def _open_complete(path: Path) -> TokenFile | None:
+    """Open a token file that has a record and the recorded length."""
     try:
         file = TokenFile(path)
     except RunError:
@@ -88,7 +94,7 @@ def _whole(path: Path) -> TokenFile | None:
     return file if file.record else None
 
 
-def _pieces(path: Path) -> Iterator[Piece]:
+def _read_pieces(path: Path) -> Iterator[Piece]:
     bad: list[BadLine] = []
     [source] = find_sources(path)
     for piece in read_pieces(source):
@@ -97,31 +103,31 @@ def _pieces(path: Path) -> Iterator[Piece]:
         else:
             yield piece
     if bad:
-        log.warning("%s: %d lines hold no document and are left out; the first: %s", path, len(bad), bad[0])
+        log.warning("%s: skipped %d lines without a document; the first: %s", path, len(bad), bad[0])
 
 
-def _tokenised(path: Path, pieces: Iterator[Piece], tokenizer: Tokenizer) -> Ids:
-    empty = True
+def _tokenize(path: Path, pieces: Iterator[Piece], tokenizer: Tokenizer) -> Arrays:
+    is_empty = True
     for tokens in tokenize_pieces(pieces, tokenizer):
         yield tokens.ids
-        empty = False
-    if empty:
-        raise RunError(f"{path}: no text in it")
+        is_empty = False
+    if is_empty:
+        raise RunError(f"{path}: contains no text; check the path")
 
 
-# Other people's MDS shards
+# MDS shards that stackexp did not write
 
 
-def _index(folder: Path) -> list[dict]:
+def _read_index(folder: Path) -> list[dict]:
     try:
-        return json.loads((folder / "index.json").read_text(encoding="utf-8"))["shards"]
-    except (OSError, ValueError, KeyError, TypeError) as e:
-        raise RunError(f"{folder}/index.json: missing or corrupt; copy the folder again") from e
+        return read_json(folder / "index.json")["shards"]
+    except (OSError, RunError, KeyError, TypeError) as error:
+        raise RunError(f"{folder}/index.json: missing or corrupt; copy the folder again") from error
 
 
-def _column(folder: Path) -> str:
-    """Which column is read. Raises RunError if there is none that is known, or the shards are compressed."""
-    shards = _index(folder)
+def _find_column(folder: Path) -> str:
+    """Return "tokens" or "text". Raises RunError if there is neither column or the shards are compressed."""
+    shards = _read_index(folder)
     columns = set.intersection(*(set(shard.get("column_names", ())) for shard in shards)) if shards else set()
     if any(shard.get("zip_data") for shard in shards):
         raise RunError(f"{folder}: compressed shards; write them again with compression=None")
@@ -131,10 +137,10 @@ def _column(folder: Path) -> str:
     raise RunError(f"{folder}: MDS shards with the columns {sorted(columns)}; expected `tokens` or `text`")
 
 
-def _digest(folder: Path) -> str:
-    """sha256 of the index and of every shard."""
+def _hash_shards(folder: Path) -> str:
+    """Return the SHA-256 over the index and all shards."""
     digest = hashlib.sha256((folder / "index.json").read_bytes())
-    for shard in _index(folder):
+    for shard in _read_index(folder):
         path = folder / shard["raw_data"]["basename"]
         if not path.is_file() or path.stat().st_size != shard["raw_data"]["bytes"]:
             raise RunError(f"{path}: missing or not as long as index.json records; copy it again")
@@ -142,39 +148,39 @@ def _digest(folder: Path) -> str:
     return digest.hexdigest()
 
 
-def _samples(folder: Path) -> Iterator[dict]:
-    from streaming import LocalDataset  # takes seconds
+def _read_samples(folder: Path) -> Iterator[dict]:
+    from streaming import LocalDataset  # the import takes seconds
 
     try:
         dataset = LocalDataset(str(folder))
         yield from (dataset[i] for i in range(len(dataset)))
-    except (OSError, ValueError, KeyError) as e:
-        raise RunError(f"{folder}: cannot be read as MDS shards ({first_line(e)})") from e
+    except (OSError, ValueError, KeyError) as error:
+        raise RunError(f"{folder}: cannot be read as MDS shards ({first_line(error)})") from error
 
 
-def _ids(folder: Path, size: int) -> Ids:
-    samples, dtype, count = _samples(folder), None, 0
-    while batch := list(itertools.islice(samples, SAMPLES)):
+def _read_ids(folder: Path, vocab_size: int) -> Arrays:
+    samples, dtype, count = _read_samples(folder), None, 0
+    while batch := list(itertools.islice(samples, SAMPLES_PER_READ)):
         values = [sample["tokens"] for sample in batch]
-        dtype = dtype or _dtype(folder, values, size)
+        dtype = dtype or _guess_dtype(folder, values, vocab_size)
         ids = np.concatenate([np.frombuffer(v, dtype) if isinstance(v, bytes) else np.ravel(v) for v in values])
         if ids.dtype.kind not in "ui":
-            raise RunError(f"{folder}: `tokens` are {ids.dtype.name}, no token ids")
-        if len(ids) and not 0 <= ids.min() <= ids.max() < size:
-            outside = ids.min() if ids.min() < 0 else ids.max()
-            raise RunError(f"{folder}: token id {outside:,}, but data.vocab_size is {size:,}; {RE_ENCODE}")
+            raise RunError(f"{folder}: `tokens` have the type {ids.dtype.name}; expected integer token ids")
+        if len(ids) and not 0 <= ids.min() <= ids.max() < vocab_size:
+            outlier = ids.min() if ids.min() < 0 else ids.max()
+            raise RunError(f"{folder}: token id {outlier:,}, but data.vocab_size is {vocab_size:,}; {RETOKENIZE_TEXT}")
         count += len(ids)
         yield ids
     if not count:
-        raise RunError(f"{folder}: no tokens in it")
+        raise RunError(f"{folder}: contains no tokens; check the path")
 
 
-def _dtype(folder: Path, values: list, size: int) -> np.dtype:
-    """Of ids stored as plain bytes: the widest integer in which all of the first samples are ids of the vocabulary."""
+def _guess_dtype(folder: Path, values: list, vocab_size: int) -> np.dtype:
+    """Return the widest integer type in which samples stored as bytes are ids of the vocabulary."""
     raw = [value for value in values if isinstance(value, bytes)]
     for dtype in map(np.dtype, ("<i8", "<i4", "<u2")):
-        if all(len(v) % dtype.itemsize == 0 for v in raw):
-            arrays = [np.frombuffer(v, dtype) for v in raw]
-            if all(not len(a) or (a.min() >= 0 and a.max() < size) for a in arrays):
+        if all(len(value) % dtype.itemsize == 0 for value in raw):
+            arrays = [np.frombuffer(value, dtype) for value in raw]
+            if all(not len(a) or (a.min() >= 0 and a.max() < vocab_size) for a in arrays):
                 return dtype
-    raise RunError(f"{folder}: `tokens` are no integers below data.vocab_size {size:,}; {RE_ENCODE}")
+    raise RunError(f"{folder}: `tokens` are not integers below data.vocab_size {vocab_size:,}; {RETOKENIZE_TEXT}")

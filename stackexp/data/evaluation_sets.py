@@ -1,14 +1,14 @@
-"""Named sets of tokens to validate and test on, whatever they are stored as.
+"""Named evaluation sets: find them, and open each as token ids in chunks of the context length.
 
-A place that data.validation or data.test names is one set, or a folder of sets, a group:
+A path in data.validation or data.test is one set or a folder of sets:
 
-    a folder that `data prepare` made       its sequences, one after the other
+    a folder written by `data prepare`      its sequences, concatenated
     .npy, .bin                              token ids, see data/token_files.py
-    a folder of other people's MDS shards   column `tokens` or `text`, read once into the cache
-    .jsonl, .jsonl.gz, .jsonl.zst, .txt     tokenised once, into the cache
-    a folder of several of these            the sets <name>/<stem>; a folder in it that holds a single one is that set
+    a folder of other MDS shards            column `tokens` or `text`, converted once into the cache
+    .jsonl, .jsonl.gz, .jsonl.zst, .txt     tokenized once into the cache
+    a folder of these                       the sets <name>/<stem>; a subfolder with a single set counts as that set
 
-A set is cut into chunks of the context length (`Chunks`). Nothing is loaded whole.
+No set is loaded into memory as a whole.
 """
 
 import logging
@@ -21,69 +21,69 @@ from tokenizers import Tokenizer
 
 from stackexp.config.data import DataConfig
 from stackexp.data import olmo
-from stackexp.data.converted_sets import UNKNOWN, mds_tokens, text_tokens
+from stackexp.data.converted_sets import UNKNOWN, convert_mds, convert_text
 from stackexp.data.shards import TokenSet
 from stackexp.data.sources import JSON_LINES_SUFFIXES, TEXT_SUFFIXES, TOKEN_SUFFIXES
-from stackexp.data.token_files import Chunks, TokenFile, sha256_of
+from stackexp.data.token_files import Chunks, TokenFile
 from stackexp.data.tokenizer import compute_fingerprint, get_vocab_size, load_tokenizer
 from stackexp.errors import RunError
+from stackexp.files import sha256_of
 
 log = logging.getLogger(__name__)
 
-LISTED = (
-    *TOKEN_SUFFIXES,
-    ".txt",
-    ".text",
-    *JSON_LINES_SUFFIXES,
-)  # sets in a folder of sets; not README.md
-BLOCK = 1 << 24  # ids looked through at a time
+SET_SUFFIXES = (*TOKEN_SUFFIXES, ".txt", ".text", *JSON_LINES_SUFFIXES)  # in a folder of sets; README.md is not a set
+PREPARED_SET_FILES = ("corpus.json", "plan.json")  # finished, in progress
+BLOCK_TOKENS = 1 << 24
 
 
 @dataclass(frozen=True)
 class KnownTokenizer:
-    """The tokenizer of what a model was trained on, and the file it was read from."""
+    """A model's tokenizer and the file it was loaded from."""
 
     tokenizer: Tokenizer
     path: Path
 
     @classmethod
     def read(cls, path: Path) -> "KnownTokenizer":
+        """Load a tokenizer.json. Raises RunError if it is not one."""
         return cls(load_tokenizer(path), path)
 
     @cached_property
     def fingerprint(self) -> str:
+        """The SHA-256 of the tokenizer's canonical JSON."""
         return compute_fingerprint(self.tokenizer)
 
     @cached_property
     def vocab_size(self) -> int:
+        """The largest id + 1."""
         return get_vocab_size(self.tokenizer)
 
     @cached_property
     def is_neox(self) -> bool:
-        """Whether its ids are GPT-NeoX-20B's, maybe with a few more at the end, as in both of OLMo's."""
+        """Return True for GPT-NeoX-20B's ids, including OLMo's two tokenizers, which add a few ids at the end."""
         end, padding = (self.tokenizer.token_to_id(token) for token in ("<|endoftext|>", "<|padding|>"))
         return end in (0, 50_279) and padding == 1 and 50_254 <= self.vocab_size <= olmo.EMBEDDING_SIZE
 
-    def contradicts(self, whose: str) -> bool:
-        """Whether ids of the tokenizer `whose`, a fingerprint or a name, are known to be another's."""
-        if whose == olmo.TOKENIZER:
+    def contradicts(self, recorded: str) -> bool:
+        """Return True if token ids with this recorded tokenizer (a fingerprint or a name) belong to another one."""
+        if recorded == olmo.TOKENIZER:
             return not self.is_neox
-        return whose not in (UNKNOWN, self.fingerprint)
+        return recorded not in (UNKNOWN, self.fingerprint)
 
 
 @dataclass(frozen=True)
 class EvaluationSet:
-    """One set, opened. `bytes_per_token` of text, where its record tells; `identity` changes with what it holds."""
+    """An open evaluation set."""
 
     name: str
     path: Path
     chunks: Chunks
-    bytes_per_token: float | None
-    identity: str
+    bytes_per_token: float | None  # bytes of text; None if unknown
+    identity: str  # changes with the contents
 
 
 class Concatenated:
-    """The sequences of a prepared set as one array of token ids [N], of which slices are read on demand."""
+    """The sequences of a prepared set as one array of token ids [N], read slice by slice."""
 
     def __init__(self, tokens: TokenSet):
         self.sequences, self.length = tokens, tokens.corpus.context_length
@@ -98,149 +98,154 @@ class Concatenated:
         return np.concatenate(rows)[begin - first * self.length : end - first * self.length]
 
 
-# Which sets there are
+# Find sets
 
 
-def expand(name: str, path: Path, whole: bool = True) -> dict[str, Path]:
-    """The sets at a place: {name: path}, or of a folder of sets {name/<stem>: path}.
+def find_sets(name: str, path: Path, *, warn_missing: bool = True) -> dict[str, Path]:
+    """Return the sets at a path: {name: path}, or for a folder of sets {name/<stem>: path}.
 
-    Raises RunError if there are none. Warns where sets of V2 or V3 are missing: its averages are over the others; but
-    not if the `whole` is not asked for.
+    Logs a warning if sets of V2 or V3 are missing, because their averages need all of them, unless `warn_missing` is
+    False. Raises RunError if there is no set.
     """
     if not path.exists():
-        raise RunError(_missing(name, path))
+        raise RunError(_explain_missing_path(name, path))
     if path.is_file() or _is_set(path):
         return {name: path}
-    found = _sets_in(name, path)
+    found = _find_in_folder(name, path)
     if not found:
-        known = " ".join(dict.fromkeys(LISTED))
-        raise RunError(f"{path}: holds no sets; expected prepared sets, MDS shards or files that end in {known}")
+        known = " ".join(SET_SUFFIXES)
+        raise RunError(f"{path}: contains no sets; expected prepared sets, MDS shards or files with suffix {known}")
     missing = [n for n in olmo.NAMES.get(name, ()) if f"{name}/{n}" not in found]
-    if missing and whole:
-        log.warning("%s: %d sets are missing: %s; %s", name, len(missing), ", ".join(missing), _fetch(name, path))
+    if missing and warn_missing:
+        advice = _suggest_fetch(name, path)
+        log.warning("%s: %d sets are missing: %s; %s", name, len(missing), ", ".join(missing), advice)
     return found
 
 
-def _sets_in(name: str, folder: Path) -> dict[str, Path]:
+def _find_in_folder(name: str, folder: Path) -> dict[str, Path]:
     found: dict[str, Path] = {}
     for entry in sorted(folder.iterdir()):
-        upwards = entry.is_symlink() and entry.is_dir() and folder.resolve().is_relative_to(entry.resolve())
-        if upwards or entry.name.startswith("."):
+        is_loop = entry.is_symlink() and entry.is_dir() and folder.resolve().is_relative_to(entry.resolve())
+        if is_loop or entry.name.startswith("."):
             continue
-        stem = f"{name}/{_stem(entry)}"
+        stem = f"{name}/{_remove_suffix(entry)}"
         if entry.is_dir() and not _is_set(entry):
-            inside = _sets_in(stem, entry)
-            inside = dict.fromkeys([stem], *inside.values()) if len(inside) == 1 else inside  # 4chan/val.npy
+            inside = _find_in_folder(stem, entry)
+            if len(inside) == 1:  # such as 4chan/val.npy
+                inside = dict.fromkeys([stem], *inside.values())
         else:
-            inside = {stem: entry} if entry.is_dir() or entry.name.lower().endswith(LISTED) else {}
-        if twice := found.keys() & inside.keys():
-            raise RunError(f"{folder}: {found[min(twice)].name} and {entry.name} are both {min(twice)}; rename one")
+            inside = {stem: entry} if entry.is_dir() or entry.name.lower().endswith(SET_SUFFIXES) else {}
+        if duplicates := found.keys() & inside.keys():
+            duplicate = min(duplicates)
+            raise RunError(f"{folder}: {found[duplicate].name} and {entry.name} are both {duplicate}; rename one")
         found |= inside
     return found
 
 
 def _is_set(folder: Path) -> bool:
-    return any((folder / name).is_file() for name in ("corpus.json", "plan.json", "index.json"))
+    return any((folder / name).is_file() for name in (*PREPARED_SET_FILES, "index.json"))
 
 
-def _stem(path: Path) -> str:
-    """The name without its suffix; a folder's is its name."""
-    suffixes = [] if path.is_dir() else [s for s in LISTED if path.name.lower().endswith(s)]
+def _remove_suffix(path: Path) -> str:
+    suffixes = [] if path.is_dir() else [s for s in SET_SUFFIXES if path.name.lower().endswith(s)]
     return path.name[: -len(max(suffixes, key=len))] if suffixes else path.name
 
 
-def _missing(name: str, path: Path) -> str:
+def _explain_missing_path(name: str, path: Path) -> str:
     if name in olmo.NAMES:
-        return f"{path}: no such folder; {_fetch(name, path)}"
+        return f"{path}: no such folder; {_suggest_fetch(name, path)}"
     command = f"python -m stackexp data prepare SOURCE --to {path} --tokenizer TOKENIZER.json"
-    return f"{path}: no such file or folder, set {name}; correct the path, or make it with: {command}"
+    return f"{path}: no such file or folder for set {name}; correct the path or create it with: {command}"
 
 
-def _fetch(version: str, path: Path) -> str:
-    """The command for missing files of V2 or V3; in another vocabulary they are re-encoded afterwards."""
+def _suggest_fetch(version: str, path: Path) -> str:
     original = olmo.DEFAULT_FOLDER / version
+    command = f"fetch them with: python -m stackexp data fetch {version}"
     if path == original:
-        return f"fetch them with: python -m stackexp data fetch {version}"
+        return command
     retokenize = f"data retokenize {original} --to {path} --from GPT-NEOX-TOKENIZER.json --tokenizer TOKENIZER.json"
-    return f"fetch them with: python -m stackexp data fetch {version}; in another vocabulary then: {retokenize}"
+    return f"{command}; for another vocabulary then run: python -m stackexp {retokenize}"
 
 
-# Opening one
+# Open a set
 
 
 def open_set(name: str, path: Path, config: DataConfig, tokenizer: KnownTokenizer | None) -> EvaluationSet:
-    """The set at `path`, cut into chunks. `tokenizer`: the model's, None if it is not known.
+    """Open the set at `path` for a model with this tokenizer (None if unknown).
 
-    Raises RunError if it is missing or damaged, has ids that the model has not, was made with another tokenizer, or
-    is too short for one chunk.
+    Raises RunError if the set is missing or damaged, has ids outside the model's vocabulary, was made with another
+    tokenizer, or is too short for one chunk.
     """
-    if path.is_dir() and any((path / file).is_file() for file in ("corpus.json", "plan.json")):
+    tokens: np.ndarray | Concatenated
+    bytes_per_token: float | None
+    if path.is_dir() and any((path / file).is_file() for file in PREPARED_SET_FILES):
         tokens, bytes_per_token, identity = _open_prepared(path, config, tokenizer)
     else:
-        file = _token_file(path, config, tokenizer)
-        _check_file(path, file, config, tokenizer)
+        file = _open_tokens(path, config, tokenizer)
+        _check_tokens(path, file, config, tokenizer)
         tokens, record = file.tokens, file.record
         bytes_per_token = record.text_bytes / record.tokens if record and record.text_bytes else None
         stat = file.path.stat()
         identity = record.sha256 if record else f"{stat.st_size} bytes of {stat.st_mtime_ns}"
     chunks = Chunks(tokens, config.context_length, config.score_remainder)
     if not len(chunks):
-        few = f"{path}: {len(tokens)} tokens do not fill one chunk of data.context_length {config.context_length}"
-        raise RunError(f"{few}; lower it, or score what there is with data.score_remainder=true (--score-remainder)")
+        message = f"{path}: {len(tokens)} tokens do not fill one chunk of data.context_length {config.context_length}"
+        raise RunError(f"{message}; lower it, or score them with data.score_remainder=true (--score-remainder)")
     return EvaluationSet(name, path, chunks, bytes_per_token, identity)
 
 
 def _open_prepared(path: Path, config: DataConfig, tokenizer: KnownTokenizer | None) -> tuple[Concatenated, float, str]:
-    opened = TokenSet(path, f"--tokenizer {tokenizer.path if tokenizer else 'TOKENIZER.json'}")
-    corpus = opened.corpus
+    token_set = TokenSet(path, f"--tokenizer {tokenizer.path if tokenizer else 'TOKENIZER.json'}")
+    corpus = token_set.corpus
     if tokenizer and tokenizer.contradicts(corpus.tokenizer):
         raise RunError(
             f"{path}: made with another tokenizer than {tokenizer.path.parent}; prepare it with "
-            f"--tokenizer {tokenizer.path}, or re-encode it with data retokenize"
+            f"--tokenizer {tokenizer.path}, or convert it with data retokenize"
         )
     if corpus.vocab_size > config.vocab_size:
         raise RunError(
             f"{path}: its tokenizer has {corpus.vocab_size} tokens, but data.vocab_size is {config.vocab_size}; "
             f"set data.vocab_size={corpus.vocab_size}"
         )
-    identity = sha256_of(path / "index.json")  # it holds the shards' hashes
-    return Concatenated(opened), corpus.bytes / max(corpus.tokens, 1), identity
+    identity = sha256_of(path / "index.json")  # includes the hashes of the shards
+    return Concatenated(token_set), corpus.bytes / max(corpus.tokens, 1), identity
 
 
-def _token_file(path: Path, config: DataConfig, tokenizer: KnownTokenizer | None) -> TokenFile:
-    """The token file at `path`, or the one in the cache that stands for it."""
+def _open_tokens(path: Path, config: DataConfig, tokenizer: KnownTokenizer | None) -> TokenFile:
+    """Open the token file at `path`, or its converted copy in the cache."""
     name = path.name.lower()
     if path.is_dir():
-        return mds_tokens(path, config.vocab_size, tokenizer and tokenizer.tokenizer)
+        return convert_mds(path, config.vocab_size, tokenizer and tokenizer.tokenizer)
     if name.endswith(TOKEN_SUFFIXES):
         return TokenFile(path)
     if not name.endswith(TEXT_SUFFIXES + JSON_LINES_SUFFIXES):
         known = " ".join(TOKEN_SUFFIXES + TEXT_SUFFIXES + JSON_LINES_SUFFIXES)
-        raise RunError(f"{path}: neither token ids nor text, going by its name; known are {known}")
-    return text_tokens(path, tokenizer and tokenizer.tokenizer)
+        raise RunError(f"{path}: unknown suffix; expected one of {known}")
+    return convert_text(path, tokenizer and tokenizer.tokenizer)
 
 
-def _check_file(path: Path, file: TokenFile, config: DataConfig, tokenizer: KnownTokenizer | None) -> None:
-    """Raise RunError, naming the remedy, if its ids are not those of the model's vocabulary."""
+def _check_tokens(path: Path, file: TokenFile, config: DataConfig, tokenizer: KnownTokenizer | None) -> None:
+    """Raise RunError if the ids do not belong to the model's vocabulary."""
     target = tokenizer.path if tokenizer else "TOKENIZER.json"
     command = f"data retokenize {path} --to FOLDER --from ITS-TOKENIZER.json --tokenizer {target}"
-    remedy = f"re-encode it with: python -m stackexp {command}"
-    record, whose = file.record, file.record.tokenizer if file.record else UNKNOWN
-    if tokenizer and tokenizer.contradicts(whose):
-        theirs = "GPT-NeoX-20B's" if whose == olmo.TOKENIZER else "another tokenizer's"
-        raise RunError(f"{path}: token ids of {theirs}, not of {target}; {remedy}")
-    limit, why = config.vocab_size, f"data.vocab_size is {config.vocab_size:,}"
+    advice = f"convert it with: python -m stackexp {command}"
+    recorded = file.record.tokenizer if file.record else UNKNOWN
+    if tokenizer and tokenizer.contradicts(recorded):
+        owner = "GPT-NeoX-20B" if recorded == olmo.TOKENIZER else "another tokenizer"
+        raise RunError(f"{path}: contains token ids of {owner}, not of {target}; {advice}")
+    limit, reason = config.vocab_size, f"data.vocab_size is {config.vocab_size:,}"
     if tokenizer and not tokenizer.is_neox and tokenizer.vocab_size < limit:
-        limit, why = tokenizer.vocab_size, f"{target} has {tokenizer.vocab_size:,} tokens"
-    if record and record.vocab_size <= limit:
+        limit, reason = tokenizer.vocab_size, f"{target} has {tokenizer.vocab_size:,} tokens"
+    if file.record and file.record.vocab_size <= limit:
         return
-    low, high = _extremes(file.tokens)
+    low, high = _find_range(file.tokens)
     if low < 0:
-        raise RunError(f"{path}: token id {low}; ids are not negative: make the file again")
+        raise RunError(f"{path}: token id {low} is negative; make the file again")
     if high >= limit:
-        raise RunError(f"{path}: token id {high:,}, but {why}; {remedy}")
+        raise RunError(f"{path}: token id {high:,}, but {reason}; {advice}")
 
 
-def _extremes(tokens: np.ndarray) -> tuple[int, int]:
-    blocks = [tokens[begin : begin + BLOCK] for begin in range(0, len(tokens), BLOCK)]
+def _find_range(tokens: np.ndarray) -> tuple[int, int]:
+    """Return the smallest and the largest id."""
+    blocks = [tokens[start : start + BLOCK_TOKENS] for start in range(0, len(tokens), BLOCK_TOKENS)]
     return min(int(block.min()) for block in blocks), max(int(block.max()) for block in blocks)

@@ -1,4 +1,4 @@
-"""OLMo's perplexity sets onto this machine: from the server, from a mirror of it or from a folder, and checked."""
+"""Fetch OLMo's perplexity sets from the server, a mirror or a folder, and check them."""
 
 import sys
 from collections.abc import Iterator
@@ -9,208 +9,207 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from stackexp.data.download import Unreachable, discard, download
-from stackexp.data.locking import locked
-from stackexp.data.olmo import BASE_URL, INSTANCE, TOKENIZER, VOCAB_SIZE, OlmoSet
-from stackexp.data.shards import sync
+from stackexp.data.download import UnreachableServerError, discard, download
+from stackexp.data.olmo import BASE_URL, INSTANCE_LENGTH, TOKENIZER, VOCAB_SIZE, OlmoSet
 from stackexp.data.token_files import (
     NPY_MAGIC,
     FileRecord,
     TokenFile,
-    commit,
-    count_of,
+    count_token,
     find_end_of_text,
+    publish,
     read_record,
-    sha256_of,
 )
 from stackexp.errors import RunError
+from stackexp.files import hold_lock, sha256_of, sync_file
 
-IDS_AT_ONCE = 1 << 22
-COPIED_AT_ONCE = 1 << 20  # bytes
+BLOCK_TOKENS = 1 << 22
+COPY_BYTES = 1 << 20
 
 
 @dataclass
-class Fetched:
-    """What came of a fetch: the sets that are there, what failed, and what could not be reached."""
+class FetchResult:
+    """The outcome of a fetch."""
 
-    there: dict[OlmoSet, FileRecord] = field(default_factory=dict)
-    failed: dict[OlmoSet, RunError] = field(default_factory=dict)
-    unreached: list[OlmoSet] = field(default_factory=list)
-    why_unreached: str = ""
+    records: dict[OlmoSet, FileRecord] = field(default_factory=dict)  # sets that are present
+    failed: list[OlmoSet] = field(default_factory=list)
+    unreachable: list[OlmoSet] = field(default_factory=list)  # not tried after the server could not be reached
+    reason: str = ""  # why the server could not be reached
 
 
-def fetch(sets: list[OlmoSet], folder: Path, mirror: str | None = None, *, verify: bool = False) -> Fetched:
-    """Bring `sets` to `folder`/v2 and `folder`/v3, each checked, its record beside it; what is whole there stays.
+def fetch(sets: list[OlmoSet], folder: Path, mirror: str | None = None, *, verify: bool = False) -> FetchResult:
+    """Fetch `sets` to `folder`/v2 and `folder`/v3, check them and write a record beside each.
 
-    `mirror`: a URL with what lies below OLMo's, or a folder (see find_in). `verify`: read what is there again and
-    compare its SHA-256 with the record's. A set that fails leaves the others alone; without a way to the server from
-    the start they are given up. Raises RunError if `folder` cannot be written.
+    Complete sets are kept. A set that fails is reported on stderr and does not stop the others. If the server cannot
+    be reached from the start, the remaining sets are not tried.
+
+    Args:
+        sets: The sets to fetch.
+        folder: The parent of the version folders.
+        mirror: A URL that replaces BASE_URL, or a folder (see `find_in_folder`).
+        verify: Also compare the SHA-256 of complete sets with their records.
+
+    Raises:
+        RunError: `folder` cannot be written.
     """
-    fetched, reached = Fetched(), False
+    result, was_reached = FetchResult(), False
     try:
         with ExitStack() as stack:
             for version in sorted({s.version for s in sets}):
                 (folder / version).mkdir(parents=True, exist_ok=True)
-                stack.enter_context(locked(folder / version / ".lock", f"fetching into {folder / version}"))
-            for one in sets:
+                stack.enter_context(hold_lock(folder / version / ".lock", f"fetching into {folder / version}"))
+            for olmo_set in sets:
                 try:
-                    record = _there(one, folder, verify)
-                    if record is None and fetched.unreached:
-                        fetched.unreached.append(one)
+                    record = _find_complete(olmo_set, folder, verify)
+                    if record is None and result.unreachable:
+                        result.unreachable.append(olmo_set)
                         continue
                     if record is None:
-                        record, reached = _bring(one, folder, mirror, reached), True
-                    fetched.there[one] = record
-                except Unreachable as e:
-                    fetched.unreached.append(one)
-                    fetched.why_unreached = str(e)
-                except RunError as e:
-                    fetched.failed[one] = e
-                    _say(f"error: {one}: {e}")
-    except OSError as e:
+                        record, was_reached = _fetch_set(olmo_set, folder, mirror, was_reached), True
+                    result.records[olmo_set] = record
+                except UnreachableServerError as error:
+                    result.unreachable.append(olmo_set)
+                    result.reason = str(error)
+                except RunError as error:
+                    result.failed.append(olmo_set)
+                    _report(f"error: {olmo_set}: {error}")
+    except OSError as error:
         raise RunError(
-            f"{e.filename or folder}: cannot be written ({e.strerror or e}); make room or choose another --to, then "
-            "run the same command again: what came is kept"
-        ) from e
-    return fetched
+            f"{error.filename or folder}: cannot be written ({error.strerror or error}); free space or choose another "
+            "--to, then rerun the command to resume"
+        ) from error
+    return result
 
 
-def _bring(one: OlmoSet, folder: Path, mirror: str | None, reached: bool) -> FileRecord:
-    """Fetch one set, whatever is there; `reached`: the server has sent others. Raises Unreachable or RunError."""
-    path = one.file(folder)
-    part, expected = path.with_name(f".{path.name}.part"), None
-    if mirror and "://" not in mirror:
-        with _reading(Path(mirror)):
-            file = find_in(Path(mirror), one)
-            expected = _record_of_mirror(file)
-            in_place = path.exists() and path.samefile(file)
-        source = expected.source if expected else str(file.absolute())
-        part = path if in_place else _copy(file, part)
-    else:
-        source = f"{(mirror or BASE_URL).rstrip('/')}/{one.path}"
-        _download(source, part, str(one), reached)
-    try:
-        with _reading(part):
-            record = check(part, source)
-        if expected and record.sha256 != expected.sha256:
-            raise RunError(f"{file}: damaged: its content is not what the record beside it says")
-    except RunError:
-        if part != path:
-            discard(part)
-        raise
-    commit(part, path, record)
-    if part != path:
-        discard(part)
-    _remark_on(one, path)
-    return record
-
-
-def _remark_on(one: OlmoSet, path: Path) -> None:
-    """Say what is odd about the set in `path`, maybe of a copy that is not OLMo's file or not all of it."""
-    file, doubt = TokenFile(path), "compare its size with the server's: the copy may be cut short"
-    if file.tokens[-1] != file.record.end_of_text:
-        _say(f"note: {one} ends within a document; {doubt}")
-    if one.instances not in (None, count := len(file) // INSTANCE):
-        _say(f"note: {one} has {count:,} instances of {INSTANCE} tokens, OLMo's own {one.instances:,}; {doubt}")
-
-
-def _there(one: OlmoSet, folder: Path, verify: bool) -> FileRecord | None:
-    """The record of a set that is whole; nothing if it is to be fetched."""
-    path = one.file(folder)
+def _find_complete(olmo_set: OlmoSet, folder: Path, verify: bool) -> FileRecord | None:
+    """Return the record of a set that is already complete."""
+    path = olmo_set.file(folder)
     try:
         record = read_record(path)
-    except RunError as e:
-        _say(f"{e}")
+    except RunError as error:
+        _report(str(error))
         return None
     if record is None or not path.is_file():
         return None
     if record.tokenizer != TOKENIZER:
-        raise RunError(f"{path}: a file of another tokenizer is there; choose another --to")
+        raise RunError(f"{path}: exists and belongs to another tokenizer; choose another --to")
     if path.stat().st_size != record.bytes or (verify and sha256_of(path) != record.sha256):
-        _say(f"{path}: not what its record says; fetching it again")
+        _report(f"{path}: differs from its record; fetching it again")
         return None
-    _say(f"{one}: already there")
+    _report(f"{olmo_set}: already fetched")
     return record
 
 
-def find_in(folder: Path, one: OlmoSet) -> Path:
-    """The file of a set in a folder laid out like the server, or like ours. Raises RunError if there is none."""
-    inner = one.path.partition("/")[2]
-    places = [folder / one.path, one.file(folder)]
-    if folder.name.startswith(one.version):  # the folder of this version alone
-        places += [folder / inner, folder / f"{one.name}.npy"]
-    for place in places:
-        if place.is_file():
-            return place
-    raise RunError(f"{folder}: holds neither {one.path} nor {one.version}/{one.name}.npy")
-
-
-def _record_of_mirror(file: Path) -> FileRecord | None:
-    record = read_record(file)
-    if record and record.tokenizer != TOKENIZER:
-        raise RunError(f"{file}: the ids are another tokenizer's ({record.tokenizer[:12]})")
+def _fetch_set(olmo_set: OlmoSet, folder: Path, mirror: str | None, was_reached: bool) -> FileRecord:
+    path = olmo_set.file(folder)
+    part = path.with_name(f".{path.name}.part")
+    expected = None
+    if mirror and "://" not in mirror:
+        with _name_read_errors(Path(mirror)):
+            file = find_in_folder(Path(mirror), olmo_set)
+            expected = read_record(file)
+            is_in_place = path.exists() and path.samefile(file)
+        if expected and expected.tokenizer != TOKENIZER:
+            raise RunError(f"{file}: contains token ids of another tokenizer ({expected.tokenizer[:12]})")
+        source = expected.source if expected else str(file.absolute())
+        if is_in_place:
+            part = path
+        else:
+            _copy(file, part)
+    else:
+        source = f"{(mirror or BASE_URL).rstrip('/')}/{olmo_set.path}"
+        with tqdm(desc=str(olmo_set), unit="B", unit_scale=True, unit_divisor=1024, leave=False) as bar:
+            download(source, part, bar, was_reached=was_reached)
+    try:
+        with _name_read_errors(part):
+            record = check_ids(part, source)
+        if expected and record.sha256 != expected.sha256:
+            raise RunError(f"{file}: damaged, its SHA-256 differs from its record; copy it again")
+    except RunError:
+        if part != path:
+            discard(part)
+        raise
+    publish(part, path, record)
+    if part != path:
+        discard(part)
+    _report_oddities(olmo_set, path)
     return record
 
 
-def _download(url: str, part: Path, name: str, reached: bool) -> None:
-    with tqdm(desc=name, unit="B", unit_scale=True, unit_divisor=1024) as bar:
-        try:
-            download(url, part, bar, reached)
-        except BaseException:
-            bar.leave = False  # the line that says why stands alone
-            raise
+def _report_oddities(olmo_set: OlmoSet, path: Path) -> None:
+    """Report signs that a set is truncated or is not OLMo's own file."""
+    file, advice = TokenFile(path), "compare its size with the server's, it may be truncated"
+    assert file.record
+    if file.tokens[-1] != file.record.end_of_text:
+        _report(f"note: {olmo_set} ends within a document; {advice}")
+    if olmo_set.instances not in (None, count := len(file) // INSTANCE_LENGTH):
+        _report(
+            f"note: {olmo_set} has {count:,} instances of {INSTANCE_LENGTH} tokens, but OLMo's file has "
+            f"{olmo_set.instances:,}; {advice}"
+        )
 
 
-def _copy(file: Path, part: Path) -> Path:
+def find_in_folder(folder: Path, olmo_set: OlmoSet) -> Path:
+    """Return the file of a set in a folder that is laid out like the server or like `fetch` writes it.
+
+    `folder` may also be the folder of the set's version alone. Raises RunError if there is no such file.
+    """
+    candidates = [folder / olmo_set.path, olmo_set.file(folder)]
+    if folder.name.startswith(olmo_set.version):
+        candidates += [folder / olmo_set.path.partition("/")[2], folder / f"{olmo_set.name}.npy"]
+    for path in candidates:
+        if path.is_file():
+            return path
+    raise RunError(f"{folder}: contains neither {olmo_set.path} nor {olmo_set.version}/{olmo_set.name}.npy")
+
+
+def _copy(file: Path, part: Path) -> None:
     discard(part)
     try:
         with open(part, "wb") as writer:
-            for data in _content(file):
+            for data in _read_chunks(file):
                 writer.write(data)
-            sync(writer)
+            sync_file(writer)
     except RunError:
         discard(part)
         raise
-    return part
 
 
-def _content(file: Path) -> Iterator[bytes]:
-    with _reading(file), open(file, "rb") as reader:
-        while data := reader.read(COPIED_AT_ONCE):
+def _read_chunks(file: Path) -> Iterator[bytes]:
+    with _name_read_errors(file), open(file, "rb") as reader:
+        while data := reader.read(COPY_BYTES):
             yield data
 
 
 @contextmanager
-def _reading(place: Path) -> Iterator[None]:
-    """Tell what cannot be read from what cannot be written."""
+def _name_read_errors(path: Path) -> Iterator[None]:
+    """Turn an OSError into a RunError, so that `fetch` does not take it for a failure to write."""
     try:
         yield
-    except OSError as e:
-        raise RunError(f"{e.filename or place}: cannot be read ({e.strerror or e})") from e
+    except OSError as error:
+        raise RunError(f"{error.filename or path}: cannot be read ({error.strerror or error})") from error
 
 
-def check(path: Path, source: str) -> FileRecord:
-    """Read a raw file of OLMo's ids through; its record. Raises RunError, naming `source`, if it is something else."""
+def check_ids(path: Path, source: str) -> FileRecord:
+    """Check every id of a raw OLMo file and return its record. Raises RunError, naming `source`, for anything else."""
     size = path.stat().st_size
     with open(path, "rb") as file:
         begin = file.read(256)
-    if line := _text(begin):
-        raise RunError(f"{source}: a page of text, not token ids; it begins: {line}")
+    if text := _decode_page(begin):
+        raise RunError(f"{source}: contains text, not token ids; it begins: {text}")
     if begin.startswith(NPY_MAGIC):
         raise RunError(
-            f"{source}: a .npy file with a header, which OLMo's files have not; to validate on it as it is, "
-            "set data.validation.NAME to its path"
+            f"{source}: has a .npy header, unlike OLMo's files; to validate on it, set data.validation.NAME to its path"
         )
     if not size or size % 2:
-        raise RunError(f"{source}: {size:,} bytes are no whole number of token ids of two bytes")
+        raise RunError(f"{source}: {size:,} bytes are not a whole number of uint16 token ids; it may be truncated")
     tokens = np.memmap(path, "<u2", "r")
-    for first in range(0, len(tokens), IDS_AT_ONCE):
-        ids = tokens[first : first + IDS_AT_ONCE]
+    for first in range(0, len(tokens), BLOCK_TOKENS):
+        ids = tokens[first : first + BLOCK_TOKENS]
         if (largest := int(ids.max())) >= VOCAB_SIZE:
             position = first + int(ids.argmax())
             raise RunError(
-                f"{source}: id {largest:,} at position {position:,} is not GPT-NeoX-20B's, whose ids are below "
-                f"{VOCAB_SIZE:,}"
+                f"{source}: id {largest:,} at position {position:,} exceeds GPT-NeoX-20B's vocabulary of {VOCAB_SIZE:,}"
             )
     end_of_text = find_end_of_text(tokens)
     return FileRecord(
@@ -221,21 +220,21 @@ def check(path: Path, source: str) -> FileRecord:
         tokenizer=TOKENIZER,
         source=source,
         end_of_text=end_of_text,
-        documents=None if end_of_text is None else count_of(tokens, end_of_text),
+        documents=None if end_of_text is None else count_token(tokens, end_of_text),
     )
 
 
-def _text(begin: bytes) -> str:
-    """The first words of a page (HTML, XML, a message); nothing for ids, which soon hold a byte that no page has."""
+def _decode_page(begin: bytes) -> str:
+    """Return the first words of a text page (HTML, XML, an error message); "" for token ids."""
     try:
         text = begin.decode()
-    except UnicodeDecodeError as e:
-        if e.start < len(begin) - 3:  # not just a character cut short
+    except UnicodeDecodeError as error:
+        if error.start < len(begin) - 3:  # not a character cut off at the end
             return ""
-        text = begin[: e.start].decode()
+        text = begin[: error.start].decode()
     words = text.split()
     return " ".join(words)[:60] if len(begin) >= 16 and "".join(words).isprintable() else ""
 
 
-def _say(line: str) -> None:
+def _report(line: str) -> None:
     tqdm.write(line, file=sys.stderr)

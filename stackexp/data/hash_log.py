@@ -18,7 +18,7 @@ FILE_NAME = "data.jsonl"
 
 def hash_sequence(tokens: np.ndarray) -> int:
     """Return a 64-bit hash of token ids [T], independent of their integer type."""
-    return int.from_bytes(hashlib.blake2b(tokens.astype("<u4"), digest_size=8).digest(), "little")
+    return int.from_bytes(hashlib.blake2b(tokens.astype("<u4").tobytes(), digest_size=8).digest(), "little")
 
 
 def update_hash(previous: str, sequence_hashes: np.ndarray) -> str:
@@ -28,7 +28,7 @@ def update_hash(previous: str, sequence_hashes: np.ndarray) -> str:
     the global batches and their order, not on how they are split into processes, micro-batches and workers.
     """
     digest = hashlib.blake2b(bytes.fromhex(previous), digest_size=16)
-    digest.update(np.sort(sequence_hashes).astype("<u8"))
+    digest.update(np.sort(sequence_hashes).astype("<u8").tobytes())
     return digest.hexdigest()
 
 

@@ -1,6 +1,6 @@
-"""OLMo's perplexity sets V2 and V3: their names, where they lie on the server and on a disk, what their ids mean.
+"""OLMo's perplexity sets V2 and V3: names, URLs, file layout and token ids.
 
-A file is raw little-endian uint16, whatever its suffix says: documents of GPT-NeoX-20B token ids one after the other.
+A file is raw little-endian uint16 despite its .npy suffix: concatenated documents of GPT-NeoX-20B token ids.
 """
 
 from dataclasses import dataclass
@@ -9,14 +9,14 @@ from pathlib import Path
 BASE_URL = "https://olmo-data.org/eval-data/perplexity"
 DEFAULT_FOLDER = Path("data/olmo")
 TOKENIZER = "gpt-neox-20b"
-VOCAB_SIZE = 50_280  # ids up to 50,279; OLMo's embedding has 50,304 rows
+VOCAB_SIZE = 50_280  # ids go up to 50,279; OLMo's embedding has 50,304 rows
 EMBEDDING_SIZE = 50_304
-# What ends a document: of OLMo's two tokenizers one has <|endoftext|> at 0 and a mask of IP addresses at 50279, the
-# other has them the other way round.
+# The ids that end a document: one of OLMo's two tokenizers has <|endoftext|> at 0 and an IP address mask at 50279, and
+# the other has them swapped.
 END_OF_TEXT = (0, 50_279)
-# So does, in files of OLMo's first tools, the last id of GPT-NeoX-20B's tokenizer, which is also its token for this.
+# Files of OLMo's oldest tools end documents with the last id of the GPT-NeoX-20B tokenizer, which means two spaces.
 TWO_SPACES = 50_276
-INSTANCE = 2048  # tokens of an instance in OLMo's own runs
+INSTANCE_LENGTH = 2048  # tokens per instance in OLMo's own runs
 
 _V2_INSTANCES = {
     **{"4chan": 490, "c4_100_domains": 451, "c4_en": 498, "gab": 495, "ice": 494, "m2d2_s2orc": 493, "m2d2_wiki": 500},
@@ -29,12 +29,12 @@ NAMES = {
         *("ice", "m2d2_s2orc", "pile", "wikitext_103"),
     ),
 }
-_ENDINGS = {"v2": "val.npy", "v3": "val/part-0-00000.npy"}
+_FILES = {"v2": "val.npy", "v3": "val/part-0-00000.npy"}
 
 
 @dataclass(frozen=True)
 class OlmoSet:
-    """One set of `version` v2 or v3."""
+    """One perplexity set of version "v2" or "v3"."""
 
     version: str
     name: str
@@ -44,22 +44,19 @@ class OlmoSet:
 
     @property
     def instances(self) -> int | None:
-        """Of INSTANCE tokens in OLMo's own file; not known of V3."""
+        """The instances of INSTANCE_LENGTH tokens in OLMo's file; None for V3, where the number is not published."""
         return _V2_INSTANCES[self.name] if self.version == "v2" else None
 
     @property
     def path(self) -> str:
-        """Its path on the server, below BASE_URL."""
-        return f"{self.version}_small_gptneox20b/{self.name}/{_ENDINGS[self.version]}"
-
-    @property
-    def url(self) -> str:
-        return f"{BASE_URL}/{self.path}"
+        """The path on the server below BASE_URL."""
+        return f"{self.version}_small_gptneox20b/{self.name}/{_FILES[self.version]}"
 
     def file(self, folder: Path) -> Path:
-        """Its place below `folder`, such as DEFAULT_FOLDER."""
+        """Return the local path below `folder`, such as DEFAULT_FOLDER."""
         return folder / self.version / f"{self.name}.npy"
 
 
 def olmo_sets(version: str) -> list[OlmoSet]:
+    """Return all sets of version "v2" or "v3"."""
     return [OlmoSet(version, name) for name in NAMES[version]]

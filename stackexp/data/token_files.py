@@ -1,68 +1,69 @@
-"""Token ids in one file, memory-mapped: raw little-endian uint16 without a header, as OLMo's, or a real .npy.
+"""Memory-mapped files of token ids: raw little-endian uint16 without a header, as OLMo writes them, or real .npy.
 
-Beside a file that stackexp wrote or fetched lies its record, `<file>.json`, written last: its presence means that
-the file is whole and was checked.
+A file that stackexp wrote or fetched has a record beside it, `<file>.json`. The record is written last: its presence
+means that the file is complete and was checked.
 """
 
-import hashlib
 import io
-import json
 import mmap
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from stackexp.data.olmo import END_OF_TEXT, TWO_SPACES
-from stackexp.data.shards import sync, token_dtype, write_json
+from stackexp.data.shards import token_dtype
 from stackexp.errors import RunError
+from stackexp.files import read_json, sha256_of, sync_file, write_json
 
 NPY_MAGIC = b"\x93NUMPY"
-REMEDY = "cut short or damaged: fetch or make it again"
-BLOCK = 1 << 22  # ids looked through at a time
+REMEDY = "it is truncated or damaged: fetch or make it again"
+BLOCK_TOKENS = 1 << 22
 
 
 @dataclass(frozen=True)
 class FileRecord:
-    """What is known of a token file. Sizes: `bytes` of the file, `text_bytes` of the text that its tokens stand for."""
+    """The contents of a token file's record."""
 
     sha256: str
-    bytes: int
+    bytes: int  # of the file
     tokens: int
     vocab_size: int  # the tokenizer's largest id + 1
-    tokenizer: str  # fingerprint, or "gpt-neox-20b"
+    tokenizer: str  # fingerprint, "gpt-neox-20b" or "unknown"
     source: str  # URL or path
-    source_sha256: str | None = None  # of the file it was re-encoded from
-    source_tokenizer: str | None = None  # that decoded it, a fingerprint
+    source_sha256: str | None = None  # of the file it was retokenized from
+    source_tokenizer: str | None = None  # fingerprint of the tokenizer that decoded that file
     source_end_of_text: int | None = None
     end_of_text: int | None = None  # the id that ends a document
     documents: int | None = None
-    text_bytes: int | None = None
-    replaced_documents: int | None = None  # whose tokens were not UTF-8: U+FFFD stands for what was not
+    text_bytes: int | None = None  # of the text that the tokens encode
+    replaced_documents: int | None = None  # documents with bytes that are not UTF-8, replaced by U+FFFD
 
 
 def record_path(path: Path) -> Path:
+    """Return the path of the record of the token file `path`."""
     return path.with_name(f"{path.name}.json")
 
 
 def read_record(path: Path) -> FileRecord | None:
-    """The record beside the token file `path`, if there is one. Raises RunError if it is corrupt or cannot be read."""
+    """Return the record of the token file `path`, None if it has none. Raises RunError if it cannot be read."""
     record = record_path(path)
     try:
-        return FileRecord(**json.loads(record.read_text(encoding="utf-8")))
+        return FileRecord(**read_json(record))
     except FileNotFoundError:
         return None
-    except (ValueError, TypeError) as e:
-        raise RunError(f"{record}: corrupt; delete it, and make {path.name} again") from e
-    except OSError as e:
-        raise RunError(f"{record}: cannot be read ({e.strerror})") from e
+    except OSError as error:
+        raise RunError(f"{record}: cannot be read ({error.strerror})") from error
+    except (RunError, TypeError) as error:
+        raise RunError(f"{record}: corrupt; delete it and make {path.name} again") from error
 
 
 class TokenFile:
-    """A token file, opened: `tokens` is a memory map [N] of uint16, or of what the header of a real .npy says.
+    """An open token file. `tokens` is a memory map [N] of uint16, or of the type in the header of a real .npy.
 
-    Raises RunError if the file is missing, empty, of an odd number of bytes, or not as long as its record says.
+    Raises RunError if the file is missing, empty, has an odd number of bytes, or its length differs from its record.
     """
 
     def __init__(self, path: str | Path):
@@ -71,10 +72,10 @@ class TokenFile:
         try:
             size = self.path.stat().st_size
             if self.record and size != self.record.bytes:
-                raise RunError(f"{self.path}: {size:,} bytes, not the {self.record.bytes:,} of its record; {REMEDY}")
+                raise RunError(f"{self.path}: {size:,} bytes, but its record has {self.record.bytes:,}; {REMEDY}")
             self.tokens = self._map(size)
-        except (OSError, ValueError) as e:
-            raise RunError(f"{self.path}: cannot be read ({getattr(e, 'strerror', None) or e})") from e
+        except (OSError, ValueError) as error:
+            raise RunError(f"{self.path}: cannot be read ({getattr(error, 'strerror', None) or error})") from error
 
     def _map(self, size: int) -> np.memmap:
         if not size:
@@ -83,7 +84,7 @@ class TokenFile:
             if file.read(len(NPY_MAGIC)) == NPY_MAGIC:
                 return _map_npy(self.path)
         if size % 2:
-            raise RunError(f"{self.path}: {size:,} bytes are no whole number of uint16 token ids; {REMEDY}")
+            raise RunError(f"{self.path}: {size:,} bytes are not a whole number of uint16 token ids; {REMEDY}")
         return np.memmap(self.path, "<u2", "r")
 
     def __len__(self) -> int:
@@ -94,7 +95,7 @@ class TokenFile:
 
 
 def _map_npy(path: Path) -> np.memmap:
-    """The numbers of a real .npy, flat. Raises RunError if they are no token ids, ValueError if it is broken."""
+    """Map the integers of a real .npy as [N]. Raises RunError for another type, ValueError for a corrupt file."""
     array = np.lib.format.open_memmap(path, mode="r")
     if array.dtype.kind not in "ui" or not array.size:
         raise RunError(f"{path}: expected token ids, found {array.dtype.name} {list(array.shape)}")
@@ -102,13 +103,13 @@ def _map_npy(path: Path) -> np.memmap:
 
 
 class Chunks:
-    """Token ids [N] cut into instances of at most T = context_length ids; a chunk scores all its ids but its first.
+    """Token ids [N] cut into chunks of at most T = context_length ids. A chunk scores all its ids except the first.
 
-    Without `score_remainder`, as in OLMo: chunk i is tokens[i T : (i + 1) T], the rest is dropped. With it, chunk i is
-    tokens[i (T - 1) : i (T - 1) + T], the last maybe shorter: each id but the file's first is scored exactly once.
+    As in OLMo, chunk i is tokens[i T : (i + 1) T] and the remainder is dropped. With `score_remainder`, chunk i is
+    tokens[i (T - 1) : i (T - 1) + T] and the last may be shorter: every id except the first is scored exactly once.
     """
 
-    def __init__(self, tokens: np.ndarray, context_length: int, score_remainder: bool):
+    def __init__(self, tokens: Any, context_length: int, score_remainder: bool):
         assert context_length >= 2
         self.tokens, self.context_length, self.score_remainder = tokens, context_length, score_remainder
 
@@ -118,51 +119,47 @@ class Chunks:
         return len(self.tokens) // self.context_length
 
     def __getitem__(self, index: int) -> np.ndarray:
-        """Chunk `index`, [<= T]."""
+        """Return chunk `index`, [<= T]."""
         if not 0 <= index < len(self):
             raise IndexError(index)
         begin = index * (self.context_length - self.score_remainder)
         return self.tokens[begin : begin + self.context_length]
 
     def __reduce__(self) -> tuple:
-        """A memory map is opened anew by who unpickles it: its pages are not sent."""
-        tokens, rest = self.tokens, (self.context_length, self.score_remainder)
-        if isinstance(getattr(tokens, "base", None), mmap.mmap):
-            return _reopen, (tokens.filename, tokens.dtype, tokens.offset, tokens.shape, *rest)
-        return Chunks, (tokens, *rest)
+        """Pickle a memory map by its file name, so that a worker process opens it without copying its pages."""
+        tokens, options = self.tokens, (self.context_length, self.score_remainder)
+        if isinstance(tokens, np.memmap) and isinstance(tokens.base, mmap.mmap):  # not a slice of a map
+            return _reopen_chunks, (tokens.filename, tokens.dtype, tokens.offset, tokens.shape, options)
+        return Chunks, (tokens, *options)
 
 
-def _reopen(path: Path, dtype: np.dtype, offset: int, shape: tuple[int], *rest: int) -> Chunks:
-    return Chunks(np.memmap(path, dtype, "r", offset, shape), *rest)
+def _reopen_chunks(path: Path, dtype: np.dtype, offset: int, shape: tuple[int], options: tuple[int, bool]) -> Chunks:
+    return Chunks(np.memmap(path, dtype, "r", offset, shape), *options)
 
 
-def count_of(tokens: np.ndarray, token: int) -> int:
-    """How often the id `token` is in `tokens` [N], which are not loaded whole."""
-    return sum(int((tokens[begin : begin + BLOCK] == token).sum()) for begin in range(0, len(tokens), BLOCK))
+def count_token(tokens: np.ndarray, token: int) -> int:
+    """Count the id `token` in `tokens` [N], block by block."""
+    starts = range(0, len(tokens), BLOCK_TOKENS)
+    return sum(int((tokens[start : start + BLOCK_TOKENS] == token).sum()) for start in starts)
 
 
 def find_end_of_text(tokens: np.ndarray) -> int | None:
-    """The id that ends the documents of `tokens` [N], GPT-NeoX-20B's or OLMo's; None if they hold none that does.
+    """Return the id that ends the documents of an OLMo file, tokens [N]; None if there is none.
 
-    The last id, if it is one of END_OF_TEXT; of a copy that was cut the more frequent of these. TWO_SPACES only where
-    it is the last id and neither of them is there.
+    This is the last id if it is in END_OF_TEXT, and otherwise (in a truncated file) the more frequent of these. It is
+    TWO_SPACES only if that is the last id and none of END_OF_TEXT occurs.
     """
     last = int(tokens[-1])
     if last in END_OF_TEXT:
         return last
-    counts = {end: count_of(tokens, end) for end in END_OF_TEXT}
+    counts = {end: count_token(tokens, end) for end in END_OF_TEXT}
     if any(counts.values()):
-        return max(counts, key=counts.get)
+        return max(END_OF_TEXT, key=counts.__getitem__)
     return last if last == TWO_SPACES else None
 
 
-def sha256_of(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def commit(temporary: Path, path: Path, record: FileRecord) -> None:
-    """Make the finished file `temporary` the token file `path`; its record comes last."""
+def publish(temporary: Path, path: Path, record: FileRecord) -> None:
+    """Rename the finished file `temporary` to the token file `path`, then write its record."""
     record_path(path).unlink(missing_ok=True)
     temporary.replace(path)
     write_record(path, record)
@@ -170,7 +167,7 @@ def commit(temporary: Path, path: Path, record: FileRecord) -> None:
 
 def write_record(path: Path, record: FileRecord) -> None:
     """Write the record of the token file `path`, atomically."""
-    write_json(record_path(path), {key: value for key, value in asdict(record).items() if value is not None})
+    write_json(record_path(path), {key: value for key, value in asdict(record).items() if value is not None}, indent=1)
 
 
 def write_token_file(
@@ -178,14 +175,23 @@ def write_token_file(
     tokens: Iterable[np.ndarray],
     *,
     vocab_size: int,
-    counts: Callable[[], dict[str, int]] = dict,
-    **record: object,
+    counts: Callable[[], dict[str, Any]] = dict,
+    **fields: Any,
 ) -> FileRecord:
-    """Write arrays of token ids [N] one after the other as a token file, atomically, with its record.
+    """Write a token file and its record atomically.
 
-    It is raw uint16, or above a vocabulary of 65,536 a real .npy of uint32, so that it can be read without the record.
-    `record`: the other fields of FileRecord (tokenizer, source ...); `counts`: those that are known once `tokens` have
-    come. Raises RunError for an id >= vocab_size, and if there are no tokens.
+    The format is raw uint16, or for vocabularies above 65,536 a real .npy of uint32, which is readable without the
+    record.
+
+    Args:
+        path: The file to write.
+        tokens: Arrays of token ids [N], written one after the other.
+        vocab_size: The tokenizer's largest id + 1.
+        counts: Called after the last array; returns further fields of the record.
+        **fields: The other fields of FileRecord, such as tokenizer and source.
+
+    Raises:
+        RunError: An id is outside the vocabulary, or there are no tokens.
     """
     dtype, count = token_dtype(vocab_size).newbyteorder("<"), 0
     temporary = path.with_name(f".{path.name}.tmp")
@@ -195,24 +201,24 @@ def write_token_file(
             for part in tokens:
                 if len(part) and part.max() >= vocab_size:
                     raise RunError(f"{path}: token id {part.max()}, outside the vocabulary of {vocab_size}")
-                file.write(np.ascontiguousarray(part, dtype))
+                file.write(np.ascontiguousarray(part, dtype).data)
                 count += len(part)
             file.seek(0)
             file.write(_header(dtype, count))
-            sync(file)
+            sync_file(file)
         if not count:
             raise RunError(f"{path}: no tokens to write")
         size = temporary.stat().st_size
-        written = FileRecord(sha256_of(temporary), size, count, vocab_size, **record, **counts())
+        record = FileRecord(sha256_of(temporary), size, count, vocab_size, **fields, **counts())
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    commit(temporary, path, written)
-    return written
+    publish(temporary, path, record)
+    return record
 
 
 def _header(dtype: np.dtype, count: int) -> bytes:
-    """Of a real .npy of `count` ids, as long whatever their number; none for uint16."""
+    """Return the header of a .npy of `count` uint32 ids, whose length does not depend on `count`; b"" for uint16."""
     if dtype.itemsize == 2:
         return b""
     header = io.BytesIO()

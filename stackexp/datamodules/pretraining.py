@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 from stackexp.config.data import ShardsConfig, StdlibConfig
 from stackexp.config.suggestions import nearest
 from stackexp.data import olmo
-from stackexp.data.evaluation_sets import EvaluationSet, KnownTokenizer, expand, open_set
+from stackexp.data.evaluation_sets import EvaluationSet, KnownTokenizer, find_sets, open_set
 from stackexp.data.stdlib import StdlibSets, prepare_stdlib
 from stackexp.data.tokenizer import count_token_bytes
 from stackexp.datamodules.perplexity import perplexity_loader
@@ -60,12 +60,13 @@ class PretrainingData(pl.LightningDataModule):
             if not name or (not place and "=" in item):
                 raise ConfigError(f"--sets: expected names and NAME=PATH, parted by single commas, found {item!r}")
             if place:
-                found = expand(name, Path(place))
+                found = find_sets(name, Path(place))
             elif name in places:
-                found = expand(name, Path(places[name]))
+                found = find_sets(name, Path(places[name]))
             else:
                 group = name.split("/")[0]
-                members = expand(group, Path(places[group]), whole=False) if group in places and group != name else {}
+                has_group = group in places and group != name
+                members = find_sets(group, Path(places[group]), warn_missing=False) if has_group else {}
                 if name not in members:
                     hint = nearest(name, [*places, *members]) or f"; there are {', '.join([*places, *members])}"
                     path = f"NAME={name}" if Path(name).exists() else "NAME=PATH"
@@ -83,7 +84,7 @@ class PretrainingData(pl.LightningDataModule):
             if found is None:
                 found = {}
                 for name, place in self.folders()[stage].items():
-                    found |= expand(name, Path(place))
+                    found |= find_sets(name, Path(place))
             self._expanded[stage] = found
         return {name: place for name, place in self._expanded[stage].items() if name not in self.leave_out}
 

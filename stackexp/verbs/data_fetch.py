@@ -1,9 +1,18 @@
-"""`stackexp data fetch`: OLMo's perplexity sets V2 and V3 onto this machine."""
+"""Download OLMo's perplexity sets V2 and V3, and check them.
 
-import argparse
+The sets go to FOLDER/v2 and FOLDER/v3, one file of raw token ids (uint16, GPT-NeoX-20B) each, with a record beside it.
+`data.validation=v2` (v3, olmo) finds them in the default folder. Complete files are kept and partial files resumed:
+rerun the same command after any failure.
+
+--mirror takes a URL that contains v2_small_gptneox20b/, or a folder. The folder is laid out like the server (as
+`wget -x -nH --cut-dirs=2` leaves it) or like FOLDER.
+"""
+
 import re
 import sys
+from argparse import Namespace
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 from stackexp.config.suggestions import nearest
@@ -11,119 +20,105 @@ from stackexp.data import olmo
 from stackexp.errors import RunError
 from stackexp.verbs.parser import Parser
 
-EXAMPLES = [
+USAGE = "v2|v3 [--only SET ...] [--to FOLDER] [--mirror URL|FOLDER]"
+EXAMPLES = (
     "data fetch v2",
     "data fetch v2 v3 --only c4_en pile",
     "data fetch v3 --to /scratch/olmo",
     "data fetch v2 v3 --mirror copies/",
-]
-ABOUT = """\
-The sets come to FOLDER/v2 and FOLDER/v3, one file of raw token ids (uint16, GPT-NeoX-20B) each with a record beside
-it; `data.validation=v2` (v3, olmo) finds them in the default folder. Run the same command again after whatever
-stopped it: whole files stay, partial ones are gone on with.
-
---mirror takes a URL below which v2_small_gptneox20b/ lies, or a folder: laid out like the server (what
-`wget -x -nH --cut-dirs=2` makes) or like FOLDER.
-"""
+)
 
 
-def main(argv: list[str]) -> int:
-    """Run the verb. Raises ConfigError for a mistake on the command line, RunError if sets are missing in the end."""
-    parser = _parser()
-    options = parser.parse(argv)
-    sets = _chosen(parser, options)
-    if options.mirror:
-        _check_mirror(parser, options.mirror)
+def add_arguments(parser: Parser) -> None:
+    """Add the options of `data fetch`."""
+    names = sorted({name for names in olmo.NAMES.values() for name in names}, key=str.lower)
+    parser.add_argument("version", nargs="*", metavar="v2|v3", help=f"13 sets, 11 sets: {', '.join(names)}")
+    parser.add_argument("--only", nargs="+", action="extend", default=[], metavar="SET", help="fetch only these sets")
+    parser.add_argument("--to", type=Path, default=olmo.DEFAULT_FOLDER, metavar="FOLDER", help="default: %(default)s")
+    parser.add_argument("--mirror", metavar="URL|FOLDER", help="copy the files from here")
+    parser.add_argument("--verify", action="store_true", help="also compare the SHA-256 of complete files")
+
+
+def run(args: Namespace) -> int:
+    """Fetch the sets and print a table of them. Raises RunError if sets are missing in the end."""
+    sets = _choose_sets(args)
+    if args.mirror:
+        _check_mirror(args.parser, args.mirror)
     from stackexp.data.fetch import fetch
 
-    fetched = fetch(sets, options.to, options.mirror, verify=options.verify)
-    if fetched.there:
-        print(_summary(fetched.there), file=sys.stderr if fetched.unreached else sys.stdout)
-    if fetched.unreached:
-        return _elsewhere(fetched.unreached, fetched.why_unreached, options.mirror or olmo.BASE_URL)
-    if fetched.failed:
-        names = ", ".join(map(str, fetched.failed))
-        raise RunError(f"{len(fetched.failed)} of {len(sets)} sets could not be fetched: {names}; see above")
-    print(f"in {', '.join(str(options.to / v) for v in sorted({s.version for s in sets}))}")
+    result = fetch(sets, args.to, args.mirror, verify=args.verify)
+    if result.records:
+        print(_format_records(result.records), file=sys.stderr if result.unreachable else sys.stdout)
+    if result.unreachable:
+        _print_urls(result.unreachable, result.reason, args.mirror or olmo.BASE_URL)
+        return 1
+    if result.failed:
+        names = ", ".join(map(str, result.failed))
+        raise RunError(f"{len(result.failed)} of {len(sets)} sets could not be fetched: {names}; see the errors above")
+    print(f"in {', '.join(str(args.to / v) for v in sorted({s.version for s in sets}))}")
     return 0
 
 
-def _parser() -> Parser:
-    usage = "v2|v3 [--only SET ...] [--to FOLDER] [--mirror URL|FOLDER]"
-    parser = Parser("data fetch", "Download OLMo's perplexity sets V2 and V3, and check them.", EXAMPLES, usage, ABOUT)
-    parser.add_argument("version", nargs="*", metavar="v2|v3", help=f"13 sets, 11 sets: {_all_names()}")
-    parser.add_argument("--only", nargs="+", action="extend", default=[], metavar="SET", help="some of the sets")
-    parser.add_argument("--to", type=Path, default=olmo.DEFAULT_FOLDER, metavar="FOLDER", help="default: %(default)s")
-    parser.add_argument("--mirror", metavar="URL|FOLDER", help="take the files from there")
-    parser.add_argument("--verify", action="store_true", help="also read whole files again and compare their SHA-256")
-    return parser
-
-
-def _all_names() -> str:
-    return ", ".join(sorted({name for names in olmo.NAMES.values() for name in names}, key=str.lower))
-
-
-def _chosen(parser: Parser, options: argparse.Namespace) -> list[olmo.OlmoSet]:
-    """The sets that the command line names, in the catalogue's order."""
-    versions = [version for argument in options.version for version in argument.split(",")]
+def _choose_sets(args: Namespace) -> list[olmo.OlmoSet]:
+    versions = [version for argument in args.version for version in argument.split(",")]
     for version in versions:
         if version not in olmo.NAMES:
-            parser.error(f"expected v2 or v3, found {version!r}")
+            args.parser.error(f"expected v2 or v3, found {version!r}")
     if not versions:
-        parser.error("expected v2 or v3")
-    sets = [one for version in olmo.NAMES if version in versions for one in olmo.olmo_sets(version)]
-    only = [name for argument in options.only for name in argument.split(",")]
-    names = sorted({one.name for one in sets}, key=str.lower)
+        args.parser.error("expected v2 or v3")
+    sets = [olmo_set for version in olmo.NAMES if version in versions for olmo_set in olmo.olmo_sets(version)]
+    only = [name for argument in args.only for name in argument.split(",")]
+    names = sorted({olmo_set.name for olmo_set in sets}, key=str.lower)
     for name in only:
         if name not in names:
-            hint = nearest(name, names) or f"; there are {', '.join(names)}"
-            parser.error(f"--only {name}: no set of {' or '.join(versions)}{hint}")
-    return [one for one in sets if not only or one.name in only]
+            hint = nearest(name, names) or f"; choose from {', '.join(names)}"
+            args.parser.error(f"--only {name}: not a set of {' or '.join(versions)}{hint}")
+    return [olmo_set for olmo_set in sets if not only or olmo_set.name in only]
 
 
 def _check_mirror(parser: Parser, mirror: str) -> None:
-    scheme, url, rest = mirror.partition("://")
-    if not url:
+    scheme, separator, rest = mirror.partition("://")
+    if not separator:
         if not Path(mirror).is_dir():
             parser.error(f"--mirror {mirror}: no such folder; a URL begins with http:// or https://")
-    elif "@" in rest.partition("/")[0]:
-        parser.error("--mirror: a URL without a user's name and password is expected")  # which are not repeated
+    elif "@" in rest.partition("/")[0]:  # the message must not repeat the password
+        parser.error("--mirror: the URL contains a user name or password; remove it")
     elif scheme not in ("http", "https"):
         parser.error(f"--mirror {mirror}: expected http://..., https://... or a folder")
-    elif not _is_valid(mirror):
-        parser.error(f"--mirror {mirror}: no valid URL; other characters than ASCII's are written %XX")
+    elif not _is_valid_url(mirror):
+        parser.error(f"--mirror {mirror}: not a valid URL; encode special characters as %XX")
 
 
-def _is_valid(url: str) -> bool:
-    """Whether it has a host, a port that is a number if one, and none but printable ASCII characters."""
+def _is_valid_url(url: str) -> bool:
+    """Return True if the URL has a host, a numeric port if any, and only printable ASCII characters."""
     try:
         parts = urlsplit(url)
-        host, _ = parts.hostname.encode("idna"), parts.port
-    except (ValueError, AttributeError):
+        host, _ = (parts.hostname or "").encode("idna"), parts.port
+    except ValueError:
         return False
     return bool(host) and re.fullmatch("[!-~]+", url) is not None
 
 
-def _summary(there: dict) -> str:
-    from stackexp.reports.tables import table
+def _format_records(records: dict[olmo.OlmoSet, Any]) -> str:
+    from stackexp.reports.tables import format_table
 
-    rows = [["set", f"instances of {olmo.INSTANCE}", "tokens", "bytes", "sha256"]]
-    for one, record in there.items():
-        counts = (record.tokens // olmo.INSTANCE, record.tokens, record.bytes)
-        rows.append([str(one), *(f"{count:,}" for count in counts), record.sha256[:12]])
-    return table(rows, align="<>>><", rules=[1])
+    rows = []
+    for olmo_set, record in records.items():
+        counts = (record.tokens // olmo.INSTANCE_LENGTH, record.tokens, record.bytes)
+        rows.append([str(olmo_set), *(f"{count:,}" for count in counts), record.sha256[:12]])
+    header = ["set", f"instances of {olmo.INSTANCE_LENGTH}", "tokens", "bytes", "sha256"]
+    return format_table(rows, header=header, align="<>>><")
 
 
-def _elsewhere(missing: list[olmo.OlmoSet], why: str, base: str) -> int:
-    """Say what to fetch where there is a way to the server: one line, and the URLs on standard output."""
+def _print_urls(missing: list[olmo.OlmoSet], reason: str, base: str) -> None:
+    """Print how to download the sets on another machine: one line on stderr, and the URLs on stdout."""
     base = base.rstrip("/")
     depth = len([part for part in urlsplit(base).path.split("/") if part])
     print(
-        f"error: {base} cannot be reached from this machine ({why}): elsewhere, put the {len(missing)} URLs on "
-        f"standard output into urls.txt and run `wget -x -nH --cut-dirs={depth} -i urls.txt -P copies`; then here the "
-        "same command with `--mirror copies`",
+        f"error: {base} cannot be reached from this machine ({reason}); on another machine, save the {len(missing)} "
+        f"URLs on standard output as urls.txt and run `wget -x -nH --cut-dirs={depth} -i urls.txt -P copies`, then "
+        "rerun this command with `--mirror copies`",
         file=sys.stderr,
     )
-    for one in missing:
-        print(f"{base}/{one.path}")
-    return 1
+    for olmo_set in missing:
+        print(f"{base}/{olmo_set.path}")

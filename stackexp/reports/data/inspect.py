@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from stackexp.data.evaluation_sets import expand
+from stackexp.data.evaluation_sets import find_sets
 from stackexp.data.sources import JSON_LINES_SUFFIXES, TEXT_SUFFIXES, TOKEN_SUFFIXES
 from stackexp.errors import RunError
 from stackexp.reports.data.inspection import Inspection, InspectOptions
@@ -21,7 +21,7 @@ def inspect_path(path: Path, options: InspectOptions) -> list[Inspection]:
     if (path / "plan.json").exists() and not (path / "corpus.json").exists():
         count = len(list(path.glob("unit.*")))
         raise RunError(f"{path}: not finished, {count} units so far; run the same data prepare command to resume")
-    datasets = expand(path.name, path)
+    datasets = find_sets(path.name, path)
     if not path.is_dir() and path.name.lower().endswith(TEXT_SUFFIXES + JSON_LINES_SUFFIXES):
         command = f"python -m stackexp data prepare {path} --to FOLDER"
         raise RunError(f"{path}: text, not tokens; tokenize it with: {command}")

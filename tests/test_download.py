@@ -1,0 +1,234 @@
+"""Downloads of OLMo's sets from a server with faults: resume, retries, and errors in one line."""
+
+import socket
+import time
+from typing import NoReturn
+
+import pytest
+from file_server import FileServer
+from olmo_files import CONTENT, ICE, PTB, list_part_files, make_ids, read_fetched
+from processes import kill, wait_until
+
+from stackexp.cli import main
+from stackexp.data import download
+from stackexp.data.olmo import OlmoSet, olmo_sets
+
+
+@pytest.fixture
+def server(monkeypatch):
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    monkeypatch.setattr(download, "MAX_PAUSE_SECONDS", 0.0)
+    with FileServer() as server:
+        server.files = {olmo_set.path: content for olmo_set, content in CONTENT.items()}
+        yield server
+
+
+@pytest.fixture
+def fetch(server, tmp_path):
+    """`fetch(*arguments)` fetches from the server and returns the exit code."""
+    return lambda *arguments: main(["data", "fetch", *arguments, "--mirror", server.url, "--to", str(tmp_path / "to")])
+
+
+def get_ranges(server: FileServer) -> list[tuple[str | None, int]]:
+    return [request[1:] for request in server.requests]
+
+
+def test_a_broken_connection_is_resumed(fetch, server, tmp_path):
+    server.faults[PTB.path] = [4000, 3001]
+    assert fetch("v2", "--only", "ptb") == 0
+    assert read_fetched(tmp_path, PTB) == CONTENT[PTB]
+    assert get_ranges(server) == [(None, 200), ("bytes=4000-", 206), ("bytes=7001-", 206)]
+    assert list_part_files(tmp_path) == []
+
+
+def test_attempts_that_bring_new_data_are_not_limited(fetch, server, tmp_path):
+    server.faults[PTB.path] = [600] * 15
+    assert fetch("v2", "--only", "ptb") == 0
+    assert read_fetched(tmp_path, PTB) == CONTENT[PTB]
+
+
+def test_a_server_without_ranges_sends_the_whole_file_again(fetch, server, tmp_path):
+    server.ranges = False
+    server.faults[PTB.path] = [4000, 2000, 4001]
+    assert fetch("v2", "--only", "ptb") == 0
+    assert read_fetched(tmp_path, PTB) == CONTENT[PTB]
+    assert [status for _, status in get_ranges(server)] == [200] * 4
+
+
+@pytest.mark.parametrize("if_range", [True, False])
+@pytest.mark.parametrize("size", [5000, 4000, 1000])
+def test_a_file_that_changed_on_the_server_starts_over(fetch, server, tmp_path, if_range, size):
+    server.if_range = if_range
+    server.faults[PTB.path] = [4000, 404]
+    assert fetch("v2", "--only", "ptb") == 1
+    assert list_part_files(tmp_path) != []
+    server.files[PTB.path] = make_ids(99, size)
+    assert fetch("v2", "--only", "ptb") == 0
+    assert read_fetched(tmp_path, PTB) == make_ids(99, size)
+
+
+@pytest.mark.parametrize("tag", [None, 'W/"weak"'])
+def test_a_part_file_of_unknown_version_is_not_resumed(fetch, server, tmp_path, tag):
+    server.headers["ETag"] = tag
+    server.faults[PTB.path] = [4000, 404]
+    assert fetch("v2", "--only", "ptb") == 1
+    assert fetch("v2", "--only", "ptb") == 0
+    assert read_fetched(tmp_path, PTB) == CONTENT[PTB]
+    assert {sent for sent, _ in get_ranges(server)} == {None}
+
+
+@pytest.mark.parametrize(
+    ("headers", "partial_headers"),
+    [
+        ({"ETag": None, "Last-Modified": "Wed, 21 Oct 2026 07:28:00 GMT"}, {}),
+        ({"Last-Modified": "Wed, 21 Oct 2026 07:28:00 GMT"}, {"Last-Modified": None}),
+    ],
+)
+def test_last_modified_or_etag_identifies_the_version(fetch, server, tmp_path, headers, partial_headers):
+    server.headers, server.partial_headers = headers, partial_headers
+    server.if_range = "ETag" not in headers
+    server.faults[PTB.path] = [4000]
+    assert fetch("v2", "--only", "ptb") == 0
+    assert read_fetched(tmp_path, PTB) == CONTENT[PTB]
+    assert get_ranges(server) == [(None, 200), ("bytes=4000-", 206)]
+
+
+@pytest.mark.parametrize("status", [503, 500, 429])
+def test_a_busy_server_is_retried(fetch, server, tmp_path, status):
+    server.faults[PTB.path] = [status, status]
+    assert fetch("v2", "--only", "ptb") == 0
+    assert read_fetched(tmp_path, PTB) == CONTENT[PTB]
+    assert len(server.requests) == 3
+
+
+@pytest.mark.parametrize(("value", "seconds"), [("0", 0.25), ("7", 7.0), ("Fri, 31 Dec 2027 23:59:59 GMT", 0.25)])
+def test_retry_after_sets_the_pause(fetch, server, monkeypatch, value, seconds):
+    slept = []
+    monkeypatch.setattr(download, "MAX_PAUSE_SECONDS", 60.0)
+    monkeypatch.setattr(download.time, "sleep", slept.append)
+    monkeypatch.setattr(download, "PAUSE_SECONDS", 0.25)
+    server.headers["Retry-After"] = value
+    server.faults[PTB.path] = [503, 503]
+    assert fetch("v2", "--only", "ptb") == 0
+    assert [s for s in slept if s] == [seconds, max(seconds, 0.5)]
+
+
+def test_a_server_that_stays_busy_fails_only_its_set(fetch, server, tmp_path, capsys):
+    server.faults[PTB.path] = [503] * 100
+    assert fetch("v2", "--only", "ptb", "ice") == 1
+    assert len([path for path, *_ in server.requests if path == PTB.path]) == download.MAX_ATTEMPTS
+    error = capsys.readouterr().err
+    assert f"error: v2/ptb: {server.url}/{PTB.path}: HTTP 503" in error
+    assert "error: 1 of 2 sets could not be fetched: v2/ptb" in error
+    assert read_fetched(tmp_path, ICE) == CONTENT[ICE]
+
+
+@pytest.mark.parametrize(("status", "name"), [(404, "Not Found"), (403, "Forbidden")])
+def test_a_missing_file_is_not_retried(fetch, server, capsys, status, name):
+    server.faults[ICE.path] = [status]
+    assert fetch("v2") == 1
+    out, error = capsys.readouterr()
+    assert [line for line in error.splitlines() if "error: " in line] == [
+        f"error: v2/ice: {server.url}/{ICE.path}: HTTP {status} {name}",
+        "error: 1 of 13 sets could not be fetched: v2/ice; see the errors above",
+    ]
+    assert len(server.requests) == 13
+    assert "v2/ptb" in out
+    assert "v2/ice" not in out
+
+
+@pytest.mark.parametrize(
+    ("header", "value", "message"),
+    [
+        ("Content-Length", "10002", "the connection closed after 10,000 of 10,002 bytes, 6 times in a row"),
+        ("Content-Length", None, "the server sends the file compressed or without its length"),
+        ("Content-Encoding", "gzip", "the server sends the file compressed or without its length"),
+    ],
+)
+def test_an_incomplete_or_encoded_response_is_refused(fetch, server, tmp_path, capsys, header, value, message):
+    server.headers[header] = value
+    server.ranges = False
+    assert fetch("v2", "--only", "ptb") == 1
+    assert message in capsys.readouterr().err
+    assert not PTB.file(tmp_path / "to").exists()
+
+
+def test_a_redirect_loop_is_one_error_line(fetch, server, capsys):
+    server.headers["Location"] = f"{server.url}/{PTB.path}"
+    server.faults[PTB.path] = [302] * 20
+    assert fetch("v2", "--only", "ptb") == 1
+    *_, line, last = [line for line in capsys.readouterr().err.replace("\r", "\n").splitlines() if line.strip()]
+    assert line.strip().startswith(f"error: v2/ptb: {server.url}/{PTB.path}: HTTP 302")
+    assert last.startswith("error: 1 of 1 sets")
+
+
+def fail_to_resolve(*_: object, **__: object) -> NoReturn:
+    raise socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
+
+
+def test_an_unreachable_server_prints_the_urls(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(socket, "getaddrinfo", fail_to_resolve)
+    monkeypatch.setenv("no_proxy", "*")
+    host = "http://no-such-host.invalid/a/b"
+    assert main(["data", "fetch", "v2", "--to", str(tmp_path), "--mirror", host]) == 1
+    out, error = capsys.readouterr()
+    assert out.splitlines() == [f"{host}/{olmo_set.path}" for olmo_set in olmo_sets("v2")]
+    [line] = [line.strip() for line in error.replace("\r", "\n").splitlines() if "error: " in line]
+    assert line.startswith(f"error: {host} cannot be reached from this machine (")
+    assert "wget -x -nH --cut-dirs=2 -i urls.txt -P copies" in line
+    assert "--mirror copies" in line
+
+
+def test_only_missing_urls_are_printed(fetch, server, capsys):
+    assert fetch("v2", "--only", "ptb", "ice") == 0
+    capsys.readouterr()
+    server.shutdown()
+    server.server_close()
+    assert fetch("v2", "--only", "ptb", "ice", "gab") == 1
+    assert capsys.readouterr().out.splitlines() == [f"{server.url}/{OlmoSet('v2', 'gab').path}"]
+
+
+@pytest.mark.parametrize("is_permanent", [False, True])
+def test_a_server_lost_between_sets_fails_one_set_at_most(fetch, server, tmp_path, monkeypatch, capsys, is_permanent):
+    lookups, resolve = [], socket.getaddrinfo
+
+    def getaddrinfo(*arguments: object, **options: object) -> list:
+        lookups.append(arguments)
+        lost = range(1, 1 + download.MAX_ATTEMPTS) if is_permanent else [1]
+        return fail_to_resolve() if len(lookups) - 1 in lost else resolve(*arguments, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    assert fetch("v2", "--only", "gab", "ice", "ptb") == is_permanent
+    error = capsys.readouterr().err
+    assert "wget" not in error
+    for olmo_set in (OlmoSet("v2", "gab"), PTB, *([] if is_permanent else [ICE])):
+        assert read_fetched(tmp_path, olmo_set) == CONTENT[olmo_set]
+    if is_permanent:
+        assert f"error: v2/ice: {server.url}/{ICE.path}: Temporary failure in name resolution, 6 times in" in error
+        assert "error: 1 of 3 sets could not be fetched: v2/ice" in error
+
+
+def test_a_silent_server_times_out(fetch, server, monkeypatch, capsys):
+    monkeypatch.setattr(download, "TIMEOUT_SECONDS", 0.05)
+    monkeypatch.setattr(download, "MAX_ATTEMPTS", 2)
+    server.pause, server.ranges = 0.5, False
+    begin = time.monotonic()
+    assert fetch("v2", "--only", "ptb") == 1
+    assert time.monotonic() - begin < 20
+    assert "timed out" in capsys.readouterr().err
+
+
+def test_a_killed_fetch_is_resumed(server, tmp_path, program):
+    server.files[PTB.path], server.pause = make_ids(7, 200_000), 0.01
+    part = tmp_path / "to" / "v2" / ".ptb.npy.part"
+    command = ("data", "fetch", "v2", "--only", "ptb", "--mirror", server.url, "--to", tmp_path / "to")
+    process = program.start(*command)
+    try:
+        wait_until(lambda: part.exists() and part.stat().st_size > 50_000, process, 60)
+    finally:
+        kill(process)
+    assert not PTB.file(tmp_path / "to").exists()
+    kept, server.pause = part.stat().st_size, 0.0
+    assert main([str(word) for word in command]) == 0
+    assert read_fetched(tmp_path, PTB) == make_ids(7, 200_000)
+    assert server.requests[-1][1:] == (f"bytes={kept}-", 206)

@@ -1,0 +1,205 @@
+"""Evaluation sets that cannot be used: one error line that names the file."""
+
+import gzip
+import json
+import logging
+from pathlib import Path
+
+import numpy as np
+import pytest
+from evaluation_files import (
+    IDS,
+    TEXTS,
+    TOKENIZER,
+    T,
+    V,
+    make_json_lines,
+    open_one,
+    read_tokens,
+    split_ids,
+    write_mds,
+    write_raw,
+)
+
+from stackexp.data.evaluation_sets import KnownTokenizer, find_sets
+from stackexp.data.olmo import NAMES
+from stackexp.data.token_files import write_token_file
+from stackexp.data.tokenizer import train_tokenizer
+from stackexp.errors import RunError
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch) -> Path:
+    monkeypatch.setenv("STACKEXP_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "sets"
+
+
+@pytest.fixture
+def known(tmp_path) -> KnownTokenizer:
+    TOKENIZER.save(str(tmp_path / "tokenizer.json"))
+    return KnownTokenizer.read(tmp_path / "tokenizer.json")
+
+
+def write_damaged_mds(folder: Path) -> Path:
+    write_mds(folder, "tokens", "ndarray:uint16", split_ids("uint16"))
+    shard = next(folder.glob("*.mds"))
+    shard.write_bytes(shard.read_bytes()[:-1])
+    return folder
+
+
+BAD = {
+    "an odd number of bytes": (lambda f: (f / "x.npy").write_bytes(b"abc"), "x.npy", "3 bytes are not a whole number"),
+    "an empty file": (lambda f: (f / "x.npy").write_bytes(b""), "x.npy", "empty"),
+    "less than a chunk": (
+        lambda f: write_raw(f / "x.npy", [1] * (T - 1)),
+        "x.npy",
+        r"15 tokens do not fill one chunk of data\.context_length 16; lower it, or score .*\(--keep-remainder\)",
+    ),
+    "ids too large": (
+        lambda f: write_raw(f / "x.npy", [1] * 50 + [V]),
+        "x.npy",
+        r"token id 300, but data\.vocab_size is 300",
+    ),
+    "negative ids": (lambda f: np.save(f / "x.npy", np.full(50, -1)), "x.npy", "token id -1"),
+    "an unknown suffix": (
+        lambda f: (f / "x.parquet").write_bytes(b"x"),
+        "x.parquet",
+        r"unknown suffix; expected one of",
+    ),
+    "no text": (lambda f: (f / "x.jsonl").write_bytes(b"\n"), "x.jsonl", "contains no text"),
+    "a corrupt gzip": (
+        lambda f: (f / "x.jsonl.gz").write_bytes(gzip.compress(make_json_lines())[:-40]),
+        "x.jsonl.gz",
+        "corrupt or cut short",
+    ),
+    "a corrupt index": (lambda f: ((f / "x").mkdir(), (f / "x/index.json").write_text("{")), "x", "missing or corrupt"),
+    "other columns": (
+        lambda f: write_mds(f / "x", "image", "bytes", [b"1"]),
+        "x",
+        r"MDS shards with the columns \['image'\]; expected `tokens` or `text`",
+    ),
+    "compressed shards": (
+        lambda f: write_mds(f / "x", "tokens", "ndarray:uint16", split_ids("uint16"), compression="zstd"),
+        "x",
+        "compressed shards; write them again",
+    ),
+    "a shard cut off": (lambda f: write_damaged_mds(f / "x"), "x", "missing or not as long as index.json records"),
+    "MDS ids too large": (
+        lambda f: write_mds(f / "x", "tokens", "ndarray:uint16", [np.array([V], "uint16")]),
+        "x",
+        r"token id 300, but data\.vocab_size is 300",
+    ),
+    "MDS floats": (
+        lambda f: write_mds(f / "x", "tokens", "ndarray:float32", [np.ones(9, "float32")]),
+        "x",
+        "`tokens` have the type float32",
+    ),
+    "MDS bytes of nothing": (
+        lambda f: write_mds(f / "x", "tokens", "bytes", [b"\xff\xff\xff"]),
+        "x",
+        r"`tokens` are not integers below data\.vocab_size 300",
+    ),
+    "an unfinished set": (
+        lambda f: ((f / "x").mkdir(), (f / "x/plan.json").write_text("{}")),
+        "x",
+        "holds no finished set; make one with: stackexp data prepare SOURCE --to",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_one_error_line_that_names_the_file(tmp_path, known, case):
+    make, name, message = BAD[case]
+    make(tmp_path)
+    with pytest.raises(RunError, match=message) as error:
+        open_one(tmp_path / name, known)
+    assert "\n" not in str(error.value)
+    assert str(tmp_path / name) in str(error.value)
+    assert not list((tmp_path / "cache").rglob("*.npy*")), "nothing is left in the cache"
+
+
+def test_text_needs_a_tokenizer(tmp_path):
+    (tmp_path / "a.txt").write_text("a" * 100)
+    with pytest.raises(RunError, match=r"a\.txt: is text, but the model's tokenizer is unknown; set data\.path"):
+        open_one(tmp_path / "a.txt")
+
+
+def test_two_files_with_one_name_are_refused(tmp_path):
+    write_raw(tmp_path / "a.npy")
+    (tmp_path / "a.txt").write_text("a")
+    with pytest.raises(RunError, match=r"a\.npy and a\.txt are both g/a; rename one"):
+        find_sets("g", tmp_path)
+
+
+def test_a_missing_set_is_reported_with_the_command_that_creates_it(tmp_path, monkeypatch, caplog):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(
+        RunError, match=r"data/olmo/v2: no such folder; fetch them with: python -m stackexp data fetch v2$"
+    ):
+        find_sets("v2", Path("data/olmo/v2"))
+    with pytest.raises(
+        RunError,
+        match=r"fetch v3; for another vocabulary .* data retokenize data/olmo/v3 --to mine/v3",
+    ):
+        find_sets("v3", Path("mine/v3"))
+    with pytest.raises(
+        RunError, match=r"nowhere: no such file or folder for set x; .* data prepare SOURCE --to nowhere"
+    ):
+        find_sets("x", Path("nowhere"))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(RunError, match=r"empty: contains no sets; expected .*\.npy"):
+        find_sets("x", Path("empty"))
+    for name in NAMES["v2"][2:]:
+        write_raw(Path(f"data/olmo/v2/{name}.npy"))
+    find_sets("v2", Path("data/olmo/v2"), warn_missing=False)
+    assert not caplog.records
+    with caplog.at_level(logging.WARNING):
+        assert len(find_sets("v2", Path("data/olmo/v2"))) == 11
+    assert (
+        "v2: 2 sets are missing: 4chan, c4_100_domains; fetch them with: python -m stackexp data fetch" in caplog.text
+    )
+
+
+def test_a_cache_that_cannot_be_written_is_one_error_line(tmp_path, known, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("STACKEXP_CACHE", str(tmp_path / "file"))
+    (tmp_path / "text.jsonl").write_bytes(make_json_lines())
+    with pytest.raises(RunError, match=r"cannot write .*; free space or set STACKEXP_CACHE") as error:
+        open_one(tmp_path / "text.jsonl", known)
+    assert "\n" not in str(error.value)
+
+
+def make_neox_tokenizer(tmp_path: Path) -> KnownTokenizer:
+    """Make a tokenizer with GPT-NeoX-20B's special ids and vocabulary size."""
+    tokenizer = train_tokenizer(TEXTS, V)
+    spec = json.loads(tokenizer.to_str())
+    spec["added_tokens"].append({**spec["added_tokens"][0], "id": 1, "content": "<|padding|>"})
+    vocab = {token: n if n == 0 else n + 1 for token, n in spec["model"]["vocab"].items()} | {"<|padding|>": 1}
+    spec["model"]["vocab"] = vocab | {f"word{n}": n for n in range(len(vocab), 50_277)}
+    (tmp_path / "neox.json").write_text(json.dumps(spec))
+    return KnownTokenizer.read(tmp_path / "neox.json")
+
+
+def test_olmo_files_need_their_own_vocabulary(tmp_path, known):
+    path, ids = tmp_path / "4chan.npy", [50_279, *IDS]
+    write_token_file(path, [np.array(ids)], vocab_size=50_280, tokenizer="gpt-neox-20b", source="https://x")
+    for tokenizer in (None, make_neox_tokenizer(tmp_path)):
+        assert read_tokens(open_one(path, tokenizer, vocab_size=50_304)) == ids
+    advice = r"convert it with: python -m stackexp data retokenize .*4chan\.npy --to FOLDER --from .* --tokenizer "
+    with pytest.raises(
+        RunError, match=rf"token ids of GPT-NeoX-20B, not of .*/tokenizer\.json; {advice}.*/tokenizer\.json"
+    ):
+        open_one(path, known, vocab_size=50_304)
+    with pytest.raises(RunError, match=rf"token id 50,279, but data\.vocab_size is 49,152; {advice}"):
+        open_one(path, None, vocab_size=49_152)
+    write_raw(tmp_path / "bare.npy", ids)
+    with pytest.raises(RunError, match=r"token id 50,279, but .*tokenizer\.json has 300 tokens; convert"):
+        open_one(tmp_path / "bare.npy", known, vocab_size=50_304)
+
+
+def test_a_record_of_another_tokenizer_is_refused(tmp_path, known):
+    write_token_file(tmp_path / "a.npy", [np.array(IDS)], vocab_size=V, tokenizer="0" * 64, source="x")
+    with pytest.raises(RunError, match=r"another tokenizer, not of .*tokenizer\.json; .*data retokenize"):
+        open_one(tmp_path / "a.npy", known)
+    write_token_file(tmp_path / "a.npy", [np.array(IDS)], vocab_size=V, tokenizer=known.fingerprint, source="x")
+    assert read_tokens(open_one(tmp_path / "a.npy", known)) == IDS
