@@ -1,6 +1,8 @@
 """Downloads of OLMo's sets from a server with faults: resume, retries, and errors in one line."""
 
 import socket
+import subprocess
+import sys
 import time
 from typing import NoReturn
 
@@ -232,3 +234,23 @@ def test_a_killed_fetch_is_resumed(server, tmp_path, program):
     assert main([str(word) for word in command]) == 0
     assert read_fetched(tmp_path, PTB) == make_ids(7, 200_000)
     assert server.requests[-1][1:] == (f"bytes={kept}-", 206)
+
+
+SMALL_DISK = """
+import resource, sys
+from stackexp.cli import main
+resource.setrlimit(resource.RLIMIT_FSIZE, (4000, 4000))
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_a_fetch_resumes_after_a_full_disk(fetch, server, tmp_path):
+    command = ["data", "fetch", "v2", "--only", "ptb", "--mirror", server.url, "--to", str(tmp_path / "to")]
+    result = subprocess.run([sys.executable, "-c", SMALL_DISK, *command], capture_output=True, text=True)
+    assert result.returncode == 1
+    [line] = [line for line in result.stderr.replace("\r", "\n").splitlines() if "error: " in line]
+    assert line.strip().startswith(f"error: {tmp_path / 'to'}: cannot be written (File too large); free space")
+    assert not PTB.file(tmp_path / "to").exists()
+    assert fetch("v2", "--only", "ptb") == 0
+    assert server.requests[-1][1:] == ("bytes=4000-", 206)
+    assert read_fetched(tmp_path, PTB) == CONTENT[PTB]

@@ -175,7 +175,7 @@ def score_uniform_bytes(dataset: EvaluationSet, table: np.ndarray, batch_size: i
     for batch in perplexity_loader(dataset.chunks, batch_size):
         num_bytes = table[batch["tokens"][:, 1:]]
         losses.update(batch["index"], batch["length"], num_bytes * math.log(256), num_bytes)
-    return compute_set_scores(losses.gather(), dataset.bytes_per_token)
+    return compute_set_scores(losses.compute(), dataset.bytes_per_token)
 
 
 def test_bits_per_byte_do_not_depend_on_the_tokenizer(tmp_path, known):
@@ -185,16 +185,16 @@ def test_bits_per_byte_do_not_depend_on_the_tokenizer(tmp_path, known):
     for tokenizer in (known, other):
         table = count_token_bytes(tokenizer.tokenizer, V)
         dataset = open_one(tmp_path / "text.jsonl", tokenizer, score_remainder=True)
-        figures = score_uniform_bytes(dataset, table)
-        assert figures["bytes"] == size - table[read_tokens(dataset)[0]], "all but the first token"
-        assert figures["bits_per_byte"] == pytest.approx(8, rel=1e-6)
+        scores = score_uniform_bytes(dataset, table)
+        assert scores["bytes"] == size - table[read_tokens(dataset)[0]], "all but the first token"
+        assert scores["bits_per_byte"] == pytest.approx(8, rel=1e-6)
 
 
 def test_without_a_tokenizer_text_bytes_come_from_the_record(tmp_path):
     record = {"vocab_size": V, "tokenizer": "gpt-neox-20b", "source": "x"}
     write_token_file(tmp_path / "set.npy", [np.array(IDS)], text_bytes=3 * len(IDS), **record)
-    figures = score_uniform_bytes(open_one(tmp_path / "set.npy"), np.zeros(V, np.int64))
-    assert figures["bytes"] == 3 * figures["tokens"]
+    scores = score_uniform_bytes(open_one(tmp_path / "set.npy"), np.zeros(V, np.int64))
+    assert scores["bytes"] == 3 * scores["tokens"]
     write_raw(tmp_path / "raw.npy")
     assert "bits_per_byte" not in score_uniform_bytes(open_one(tmp_path / "raw.npy"), np.zeros(V, np.int64))
 
@@ -222,6 +222,3 @@ def test_opening_many_sets_loads_none_into_memory(tmp_path):
     ]
     assert all(isinstance(dataset.chunks.tokens, np.memmap) for dataset in sets)
     assert {len(dataset.chunks) for dataset in sets} == {488}
-
-
-# Token ids of another tokenizer

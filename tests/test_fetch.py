@@ -2,8 +2,6 @@
 
 import json
 import shutil
-import subprocess
-import sys
 import urllib.request
 
 import numpy as np
@@ -289,23 +287,3 @@ def test_a_folder_that_cannot_be_written_is_one_error_line(tmp_path, capsys):
     assert main(["data", "fetch", "v2", "--to", str(tmp_path / "file")]) == 1
     [line] = capsys.readouterr().err.splitlines()
     assert line.startswith(f"error: {tmp_path / 'file' / 'v2'}: cannot be written (Not a directory)")
-
-
-SMALL_DISK = """
-import resource, sys
-from stackexp.cli import main
-resource.setrlimit(resource.RLIMIT_FSIZE, (4000, 4000))
-sys.exit(main(sys.argv[1:]))
-"""
-
-
-def test_a_fetch_resumes_after_a_full_disk(fetch, server, tmp_path):
-    command = ["data", "fetch", "v2", "--only", "ptb", "--mirror", server.url, "--to", str(tmp_path / "to")]
-    result = subprocess.run([sys.executable, "-c", SMALL_DISK, *command], capture_output=True, text=True)
-    assert result.returncode == 1
-    [line] = [line for line in result.stderr.replace("\r", "\n").splitlines() if "error: " in line]
-    assert line.strip().startswith(f"error: {tmp_path / 'to'}: cannot be written (File too large); free space")
-    assert not PTB.file(tmp_path / "to").exists()
-    assert fetch("v2", "--only", "ptb") == 0
-    assert server.requests[-1][1:] == ("bytes=4000-", 206)
-    assert read_fetched(tmp_path, PTB) == CONTENT[PTB]

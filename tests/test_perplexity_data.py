@@ -124,7 +124,7 @@ def test_names_tokenizer_and_bytes(prepared):
         ),
         (
             {"validation": {"x": "nowhere"}},
-            r"nowhere: no such file or folder, set x; correct the path, or make it with: python -m stackexp data "
+            r"nowhere: no such file or folder for set x; correct the path or create it with: python -m stackexp data "
             r"prepare SOURCE --to nowhere --tokenizer TOKENIZER\.json$",
         ),
         (
