@@ -53,7 +53,7 @@ BAD = {
     "less than a chunk": (
         lambda f: write_raw(f / "x.npy", [1] * (T - 1)),
         "x.npy",
-        r"15 tokens do not fill one chunk of data\.context_length 16; lower it, or score .*\(--keep-remainder\)",
+        r"15 tokens do not fill one chunk of data\.context_length 16; lower it, or score .*\(--score-remainder\)",
     ),
     "ids too large": (
         lambda f: write_raw(f / "x.npy", [1] * 50 + [V]),
