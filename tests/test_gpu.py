@@ -9,8 +9,9 @@ from torch.nn import functional as F
 
 from stackexp.config.memory import StackMemoryConfig
 from stackexp.config.model import TransformerConfig
-from stackexp.models.attention import Place
-from stackexp.models.transformer import Cache, Transformer, rope_table
+from stackexp.models.attention import Positions
+from stackexp.models.positional import build_rope_table
+from stackexp.models.transformer import Cache, Transformer
 from stackexp.stack import eager, reference
 
 pytestmark = [
@@ -132,9 +133,9 @@ def test_cached_logits_equal_those_of_the_whole(name, chunks):
 def test_without_a_memory_it_is_the_plain_transformer_bit_for_bit(tied):
     model, tokens = make_model(None, tie_embeddings=tied), make_tokens()
     h = model.embedding(tokens)
-    place = Place(rope_table(model.config, 0, T, h))
+    positions = Positions(build_rope_table(model.config, 0, T, h))
     for layer in model.layers:
-        h = h + layer.attention(layer.attention_norm(h), place, None)[0]
+        h = h + layer.attention(layer.attention_norm(h), positions)[0]
         h = h + layer.feed_forward(layer.feed_forward_norm(h))
     expected = F.linear(model.norm(h), (model.embedding if tied else model.head).weight)
     assert torch.equal(model(tokens).logits, expected)

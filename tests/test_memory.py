@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from stackexp.config.memory import StackMemoryConfig
 from stackexp.config.model import TransformerConfig
 from stackexp.models.memories import Memory
-from stackexp.models.memories.stack import StackMemory
+from stackexp.models.memories.extensions import ExtendedStackMemory as StackMemory
 from stackexp.models.transformer import Cache, Transformer
 
 HIDDEN, B, T = 12, 2, 5
@@ -148,7 +148,7 @@ def test_feedback_computes_push_and_action_from_h_plus_the_last_read(projection,
     plain = make_memory(**options)
     plain.load_state_dict({name: value for name, value in memory.state_dict().items() if name != "feedback"})
     reads = []
-    plain._read_out = lambda read: reads.append(read[:, 0]) or StackMemory._read_out(plain, read)
+    plain.project_up = lambda read: reads.append(read[:, 0]) or StackMemory.project_up(plain, read)
     h = hidden_states()
     got, _, _ = memory(h, memory.empty_state(h))
     state, fed_back = plain.empty_state(h), torch.zeros(B, HIDDEN, dtype=torch.float64)
@@ -171,14 +171,14 @@ def test_feedback_of_a_hidden_layer_adds_to_push_and_action(activation, action_i
     shared = {name: value for name, value in memory.state_dict().items() if not name.startswith("feedback")}
     plain.load_state_dict(shared)
     reads, units = [torch.zeros(B, 2, 3, dtype=torch.float64)], None
-    plain._read_out = lambda read: reads.append(read[:, 0]) or StackMemory._read_out(plain, read)
+    plain.project_up = lambda read: reads.append(read[:, 0]) or StackMemory.project_up(plain, read)
 
     def fed(h):
-        push, logits = StackMemory._project(plain, h)
+        push, logits = StackMemory.project(plain, h)
         added = units @ memory.feedback.T
         return push + added[:, None, :6].unflatten(-1, (2, 3)), logits + added[:, None, 6:].unflatten(-1, (2, 3))
 
-    plain._project = fed
+    plain.project = fed
     h = hidden_states()
     got, _, _ = memory(h, memory.empty_state(h))
     state = plain.empty_state(h)

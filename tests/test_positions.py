@@ -8,8 +8,8 @@ from torch.nn import functional as F
 
 from stackexp.config.memory import StackMemoryConfig
 from stackexp.config.model import TransformerConfig
-from stackexp.models.attention_backends import sight
-from stackexp.models.positional import alibi_bias, alibi_slopes, sin_cos_table
+from stackexp.models.attention_backends import build_mask
+from stackexp.models.positional import build_alibi_bias, build_sinusoidal_table, compute_alibi_slopes
 from stackexp.models.transformer import Cache, Transformer
 
 VOCAB, B, T, HEADS, HIDDEN = 11, 2, 9, 4, 16
@@ -87,20 +87,20 @@ def test_the_decoder_is_the_one_written_out(positional, causal):
     ],
 )
 def test_alibi_slopes_are_those_of_the_paper(heads, exponents):
-    assert alibi_slopes(heads) == pytest.approx([2**-e for e in exponents])
+    assert compute_alibi_slopes(heads) == pytest.approx([2**-e for e in exponents])
 
 
 def test_tables_are_float32_for_bfloat16_and_begin_where_they_should():
     like = torch.zeros(1, dtype=torch.bfloat16)
-    table = sin_cos_table(8, 4000, 2, like)
+    table = build_sinusoidal_table(8, 4000, 2, like)
     assert table.dtype == torch.float32
     assert table[0, :2].tolist() == pytest.approx([math.sin(4000), math.cos(4000)], abs=1e-6)
-    assert torch.equal(table, sin_cos_table(8, 3998, 4, like)[2:])
-    bias = alibi_bias(4, 300, 2, True, like)
+    assert torch.equal(table, build_sinusoidal_table(8, 3998, 4, like)[2:])
+    bias = build_alibi_bias(4, 300, 2, True, like)
     assert bias.dtype == torch.float32
     assert bias.shape == (1, 4, 2, 302)
     assert bias[0, 0, 0, [0, 300, 301]].tolist() == [-75, 0, -torch.inf]
-    assert torch.equal(bias, alibi_bias(4, 0, 302, True, like)[:, :, 300:])
+    assert torch.equal(bias, build_alibi_bias(4, 0, 302, True, like)[:, :, 300:])
 
 
 @pytest.mark.parametrize("memory", [None, {"axis": "time"}, {"axis": "token_major"}])
@@ -147,10 +147,10 @@ def test_only_sinusoids_tell_where_a_sequence_begins(positional, same):
     """The same tokens at 0 and at 40, where nothing before them can be seen: the others know distances alone."""
     model, outputs = make_model(positional=positional), []
     for start in (0, 40):
-        h, place = model._place(model.embedding(make_tokens()), start, None)
-        seen = sight(model.config, start, h, None, None)
+        h, positions = model._encode_positions(model.embedding(make_tokens()), start, None)
+        mask = build_mask(model.config, h, start)
         for layer in model.layers:
-            h = layer(h, None, None, place, False, seen if seen is None else seen[..., start:])[0]
+            h = layer(h, None, positions, mask=mask if mask is None else mask[..., start:])[0]
         outputs.append(h)
     assert torch.allclose(*outputs) == same
 

@@ -219,15 +219,20 @@ def test_activation_checkpointing_recomputes_and_changes_no_gradient(kind):
     assert len(calls) == 1 + 2
 
 
+@pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_precisions_agree(kind):
-    wanted = make_model(kind)(make_tokens()).logits
+def test_float32_and_bfloat16_agree_with_float64(kind, autocast):
+    expected = make_model(kind)(make_tokens()).logits
     model = make_model(kind, dtype=torch.float32)
-    for autocast, tolerance in ((False, 1e-5), (True, 0.05)):
+    try:
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             logits = model(make_tokens()).logits
-        assert (logits.double() - wanted).abs().max() / wanted.abs().max() < tolerance
-        logits.float().sum().backward()
+    except RuntimeError as error:
+        if autocast and "could not create a primitive" in str(error):
+            pytest.skip("oneDNN has no bfloat16 LSTM primitive for this CPU")
+        raise
+    assert (logits.double() - expected).abs().max() / expected.abs().max() < (0.05 if autocast else 1e-5)
+    logits.float().sum().backward()
 
 
 def test_flops_per_token_are_those_that_torch_counts():

@@ -71,7 +71,9 @@ def test_register_says_what_is_wrong():
 
 def test_registering_the_same_class_again_is_no_clash():
     before = registry.lookup("memory", "stack")
-    registry.register("memory", "stack", builds="stackexp.models.memories.stack:StackMemory")(StackMemoryConfig)
+    registry.register("memory", "stack", builds="stackexp.models.memories.extensions:ExtendedStackMemory")(
+        StackMemoryConfig
+    )
     assert registry.lookup("memory", "stack") == before
 
 

@@ -6,7 +6,7 @@ import torch
 from stackexp.config import registry
 from stackexp.config.memory import StackAttentionConfig
 from stackexp.config.model import TransformerConfig
-from stackexp.models.memories.stack_attention import StackAttention, Tops
+from stackexp.models.memories.stack_attention import ComputeTops, StackAttention
 from stackexp.models.transformer import Cache
 
 VOCAB, B, T = 7, 2, 9
@@ -51,7 +51,7 @@ def alphas_by_hand(actions):
 @pytest.mark.parametrize("length", [1, 2, 3, 12])
 def test_tops_and_their_gradients_equal_a_slow_loop(length):
     actions = random_actions(length).requires_grad_()
-    tops = Tops.apply(actions, actions.new_zeros(B, 1, 0))
+    tops = ComputeTops.apply(actions, actions.new_zeros(B, 1, 0))
     assert tops.shape == (B, length + 1, length)
     wanted = torch.zeros(B, length + 1, length, dtype=torch.float64)
     for b, sequence in enumerate(actions):
@@ -69,19 +69,19 @@ def test_tops_and_their_gradients_equal_a_slow_loop(length):
 def test_gradcheck_of_a_scan_that_is_cut():
     def cut(logits, first):
         actions = logits.softmax(-1)
-        tops = Tops.apply(actions[:, :first], actions.new_zeros(B, 1, 0))
-        return Tops.apply(actions[:, first:], tops)
+        tops = ComputeTops.apply(actions[:, :first], actions.new_zeros(B, 1, 0))
+        return ComputeTops.apply(actions[:, first:], tops)
 
     logits = torch.randn(B, 7, 3, dtype=torch.float64).requires_grad_()
     for first in (1, 2, 5):
-        torch.testing.assert_close(cut(logits, first), Tops.apply(logits.softmax(-1), logits.new_zeros(B, 1, 0)))
+        torch.testing.assert_close(cut(logits, first), ComputeTops.apply(logits.softmax(-1), logits.new_zeros(B, 1, 0)))
         torch.autograd.gradcheck(lambda x, first=first: cut(x, first), logits)
 
 
 def test_with_hard_actions_it_is_a_list():
     length = 80
     hard = torch.randint(3, (B, length), generator=torch.Generator().manual_seed(3))
-    tops = Tops.apply(torch.nn.functional.one_hot(hard, 3).double(), torch.zeros(B, 1, 0, dtype=torch.float64))
+    tops = ComputeTops.apply(torch.nn.functional.one_hot(hard, 3).double(), torch.zeros(B, 1, 0, dtype=torch.float64))
     for b in range(B):
         stack = [0]  # the first token is the bottom, whatever its action
         for t in range(1, length):

@@ -11,8 +11,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from stackexp.config.memory import StackMemoryConfig
 from stackexp.config.model import TransformerConfig
-from stackexp.models.attention import Place
-from stackexp.models.transformer import Cache, Transformer, rope_table
+from stackexp.models.attention import Positions
+from stackexp.models.positional import build_rope_table
+from stackexp.models.transformer import Cache, Transformer
 
 VOCAB, B, T = 13, 2, 9
 AXES = ["depth", "time", "token_major"]
@@ -69,9 +70,9 @@ def test_parameter_counts(preset):
 def plain_llama(model, tokens):
     """The decoder written out without a slot."""
     h = model.embedding(tokens)
-    place = Place(rope_table(model.config, 0, tokens.shape[1], h))
+    positions = Positions(build_rope_table(model.config, 0, tokens.shape[1], h))
     for layer in model.layers:
-        h = h + layer.attention(layer.attention_norm(h), place, None)[0]
+        h = h + layer.attention(layer.attention_norm(h), positions)[0]
         h = h + layer.feed_forward(layer.feed_forward_norm(h))
     return F.linear(model.norm(h), model.embedding.weight if model.head is None else model.head.weight)
 
@@ -113,12 +114,12 @@ def test_attention_is_grouped_query_attention_with_rope_in_complex_numbers():
     scores = torch.einsum("bqhd,bkhd->bhqk", q, k) / 2
     weights = scores.masked_fill(torch.ones(T, T).triu(1).bool(), -torch.inf).softmax(-1)
     expected = attention.o_proj(torch.einsum("bhqk,bkhd->bqhd", weights, v).flatten(2))
-    got, _ = attention(x, Place(rope_table(model.config, 0, T, x)), None)
+    got, _ = attention(x, Positions(build_rope_table(model.config, 0, T, x)), None)
     torch.testing.assert_close(got, expected)
 
 
 def test_rope_angles_are_float32_for_bfloat16():
-    table = rope_table(make_model().config, 4000, 1, torch.zeros(1, dtype=torch.bfloat16))
+    table = build_rope_table(make_model().config, 4000, 1, torch.zeros(1, dtype=torch.bfloat16))
     assert table.dtype == torch.float32
     assert table[0, 0, 0].item() == pytest.approx(math.cos(4000), abs=1e-6)
 
@@ -163,8 +164,8 @@ def test_token_major_is_one_stack_through_all_layers_of_all_tokens():
     for t in range(T):
         h = model.embedding(tokens[:, t : t + 1])
         for i, layer in enumerate(model.layers):
-            place = Place(rope_table(model.config, t, 1, h))
-            attended, pasts[i] = layer.attention(layer.attention_norm(h), place, pasts[i])
+            positions = Positions(build_rope_table(model.config, t, 1, h))
+            attended, pasts[i] = layer.attention(layer.attention_norm(h), positions, pasts[i])
             h = h + attended
             h = h + layer.feed_forward(layer.feed_forward_norm(h))
             h, state, _ = layer.memory(h, state)

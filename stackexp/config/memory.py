@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from stackexp.config.model import TransformerConfig
 
 
-@register("memory", "stack", builds="stackexp.models.memories.stack:StackMemory")
+@register("memory", "stack", builds="stackexp.models.memories.extensions:ExtendedStackMemory")
 @dataclass
 class StackMemoryConfig:
     """A differentiable stack of `num_slots` vectors of size `head_dim` for each of `num_heads` heads.

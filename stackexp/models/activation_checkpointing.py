@@ -1,4 +1,4 @@
-"""Activation checkpointing: a layer computed again in the backward pass, all of it or what costs little."""
+"""Activation checkpointing: recompute a layer in the backward pass, all of it or only its cheap operations."""
 
 import functools
 from collections.abc import Callable
@@ -10,31 +10,33 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 Recompute = bool | Literal["selective"]
 
 aten = torch.ops.aten
-KEPT = {
+SAVED_OPERATORS = {
     *(aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default),
     *(aten._scaled_dot_product_flash_attention.default, aten._scaled_dot_product_flash_attention_for_cpu.default),
     *(aten._scaled_dot_product_efficient_attention.default, aten._scaled_dot_product_cudnn_attention.default),
     *(aten._scaled_dot_product_fused_attention_overrideable.default, aten._flash_attention_forward.default),
 }
-"""What selective checkpointing does not compute twice: matrix products and attention."""
-KEPT_BY_NAME = ("flex_attention", "torch_attn._varlen_attn", "flash_attn._flash_attn")
-"""The same of those that are not there until their module is imported, by how their names begin."""
+"""Operators whose outputs selective checkpointing saves: matrix products and attention."""
+SAVED_OPERATOR_PREFIXES = ("flex_attention", "torch_attn._varlen_attn", "flash_attn._flash_attn")
+"""Name prefixes of attention operators that exist only once their module is imported."""
 
 
-def recomputed(layer: Callable, *args: Any, selective: bool, draws: bool = False) -> Any:
-    """layer(*args), whose activations are not kept for the backward pass but computed again from `args`.
+def run_recomputed(layer: Callable, *args: Any, selective: bool, preserve_rng: bool = False) -> Any:
+    """Return layer(*args) without saving its activations; the backward pass recomputes them.
 
-    `selective`: but for the outputs of matrix products and attention, so that only cheap operations are repeated:
-    norms, rotations, activations, casts, the update of a memory. Not for a layer that scans the tokens: it is run
-    under a dispatch mode, where a scan is taken apart. `draws`: whether the layer draws random numbers, which must be
-    the same again.
+    Args:
+        layer: The module or function to run.
+        args: Its arguments, which are kept for the backward pass.
+        selective: Save the outputs of matrix products and attention, and recompute the rest. This runs the layer under
+            a dispatch mode, which makes a scan over tokens run operator by operator; do not use it for those.
+        preserve_rng: Restore the random state before recomputing, for layers that use random numbers.
     """
-    contexts = functools.partial(create_selective_checkpoint_contexts, _policy)
+    contexts = functools.partial(create_selective_checkpoint_contexts, _choose_policy)
     options = {"context_fn": contexts} if selective else {}
-    return checkpoint(layer, *args, use_reentrant=False, preserve_rng_state=draws, **options)
+    return checkpoint(layer, *args, use_reentrant=False, preserve_rng_state=preserve_rng, **options)
 
 
-def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    if operator in KEPT or str(operator).startswith(KEPT_BY_NAME):
+def _choose_policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    if operator in SAVED_OPERATORS or str(operator).startswith(SAVED_OPERATOR_PREFIXES):
         return CheckpointPolicy.MUST_SAVE
     return CheckpointPolicy.PREFER_RECOMPUTE

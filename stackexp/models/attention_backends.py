@@ -1,12 +1,12 @@
-"""Who computes attention: one function of queries, keys and values for each choice of `model.attention`.
+"""Attention backends: one function per choice of `model.attention`.
 
-    sdpa        torch's scaled_dot_product_attention; the mask of documents is dense, [B, 1, T, T]
-    flex        torch's flex_attention, which skips the blocks of scores that no query sees: on a CPU it only evaluates
-    varlen      torch.nn.attention.varlen, all documents one after another: CUDA, bfloat16
-    flash_attn  the package flash-attn (`pip install 'stackexp[flash]'`), likewise
+    sdpa        torch's scaled_dot_product_attention; a document mask is dense, [B, 1, T, T]
+    flex        torch's flex_attention, which skips fully masked blocks; forward only on CPUs
+    varlen      torch.nn.attention.varlen over concatenated documents; CUDA, bfloat16
+    flash_attn  the package flash-attn (`pip install 'stackexp[flash]'`); CUDA, bfloat16
 
-Each takes q [B, heads, T, D], k and v [B, kv heads, T, D] and `seen`, what `sight` made for it: which keys a query
-sees. -> [B, heads, T, D].
+A backend takes q [B, heads, T, D], k and v [B, kv heads, T, D], the mask from `build_mask` in its own format, and
+whether attention is causal. It returns [B, heads, T, D].
 """
 
 import functools
@@ -22,191 +22,208 @@ from torch.nn import functional as F
 from stackexp.config.model import TransformerConfig
 from stackexp.data.documents import build_document_mask, find_document_bounds
 from stackexp.errors import ConfigError, first_line
-from stackexp.models.positional import alibi_bias, alibi_slopes, window_mask
+from stackexp.models.positional import build_alibi_bias, build_window_mask, compute_alibi_slopes
 
-if TYPE_CHECKING:  # importing it takes seconds, and sdpa needs none of it
+if TYPE_CHECKING:  # importing flex_attention takes seconds
     from torch.nn.attention.flex_attention import BlockMask
 
-Attend = Callable[[Tensor, Tensor, Tensor, Any, bool], Tensor]
+Backend = Callable[[Tensor, Tensor, Tensor, Any, bool], Tensor]
 
 
-class FlexSight(NamedTuple):
-    """What flex_attention is told."""
+class FlexMask(NamedTuple):
+    """The mask of flex_attention."""
 
-    blocks: "BlockMask | None"  # None: every query sees every key
-    slopes: Tensor | None  # of ALiBi [heads]
+    blocks: "BlockMask | None"  # None: every query attends to every key
+    slopes: Tensor | None  # ALiBi slopes [heads]
 
 
-def load(config: TransformerConfig) -> Attend:
-    """The function of a model's backend; flash-attn itself is imported when it is called."""
+def load_backend(config: TransformerConfig) -> Backend:
+    """Return the attention function of a model. The package flash-attn is imported at its first call."""
     if config.attention == "sdpa":
         return sdpa
     if config.attention == "flex":
         from torch.nn.attention.flex_attention import flex_attention
 
         return functools.partial(flex, flex_attention)
-    behind = -1 if config.attention_window is None else config.attention_window - 1  # keys before a query; -1: all
-    window = (behind, 0 if config.causal else -1)
+    window = _kernel_window(config)
     if config.attention == "varlen":
         from torch.nn.attention.varlen import varlen_attn
 
-        groups = "enable_gqa" in inspect.signature(varlen_attn).parameters  # torch 2.11 has no grouped queries
-        return functools.partial(varlen, varlen_attn, groups, window)
+        has_gqa = "enable_gqa" in inspect.signature(varlen_attn).parameters  # torch 2.11 lacks it
+        return functools.partial(varlen, varlen_attn, has_gqa, window)
     return functools.partial(flash_attn, window)
 
 
 def check_backend(backend: str, device_type: str) -> None:
-    """Raise ConfigError, in one line, if `backend` cannot run on a device of this type in this installation."""
+    """Raise ConfigError if a backend cannot run on this device type in this installation."""
     if backend not in ("varlen", "flash_attn"):
         return
     if device_type != "cuda":
         raise ConfigError(f"model.attention={backend} needs a CUDA device, not {device_type}; set model.attention=sdpa")
-    if backend != "flash_attn":
+    if backend == "varlen":
         return
     try:
         importlib.import_module("flash_attn")
-    except ImportError as error:  # not there, or built for another torch
+    except ImportError as error:  # missing, or built for another torch
         raise ConfigError(
             f"model.attention=flash_attn needs the package flash-attn ({first_line(error)}); "
             "pip install 'stackexp[flash]', or set model.attention=varlen"
         ) from None
 
 
-def sight(
-    config: TransformerConfig, start: int, h: Tensor, documents: Tensor | None, document_bounds: Tensor | None
+def build_mask(
+    config: TransformerConfig,
+    h: Tensor,
+    num_cached: int = 0,
+    documents: Tensor | None = None,
+    document_bounds: Tensor | None = None,
 ) -> Any:
-    """What the backend of a model needs to know of who sees whom, made once for all layers.
+    """Return the mask of h [B, T, d] in the format of the model's backend, to be used by all layers.
 
-    For tokens start .. start+T-1, h [B, T, d]. `documents` [B, T] and their `bounds`: see `Transformer.forward`.
+    Args:
+        config: The model's options.
+        h: Hidden states of T tokens.
+        num_cached: The number of keys in the cache. With a cache the format is that of sdpa.
+        documents: Document ids [B, T]; see `Transformer.forward`.
+        document_bounds: The result of `find_document_bounds(documents)`, if known.
     """
-    backend = config.attention if start == 0 else "sdpa"  # see `Attention.forward`
-    if backend == "sdpa":
-        return _dense(config, start, h, documents)
-    if backend == "flex":
-        return _blocks(config, h, documents)
+    if config.attention == "sdpa" or num_cached:
+        return _build_dense_mask(config, h, num_cached, documents)
+    if config.attention == "flex":
+        return _build_flex_mask(config, h, documents)
     if documents is None:
         return None
     return find_document_bounds(documents) if document_bounds is None else document_bounds
 
 
-def _dense(config: TransformerConfig, start: int, h: Tensor, documents: Tensor | None) -> Tensor | None:
-    """[B or 1, heads or 1, T, S]: which keys a query sees (bool), or what is added to their scores (float, ALiBi)."""
-    mask = None
-    if config.positional == "alibi":
-        mask = alibi_bias(config.num_heads, start, h.shape[1], config.causal, h)
-    seen = None if documents is None else build_document_mask(documents)
+def _build_dense_mask(config: TransformerConfig, h: Tensor, num_cached: int, documents: Tensor | None) -> Tensor | None:
+    """Return [B or 1, heads or 1, T, S]: which keys to attend to (bool), or a bias of the scores (float, ALiBi)."""
+    length = h.shape[1]
+    mask = None if documents is None else build_document_mask(documents)
     if config.attention_window:
-        window = window_mask(config.attention_window, start, h.shape[1], h.device)
-        seen = window if seen is None else seen & window
-    if mask is None or seen is None:
-        return mask if seen is None else seen
-    return mask.masked_fill(~seen, -torch.inf)
+        window = build_window_mask(config.attention_window, num_cached, length, h.device)
+        mask = window if mask is None else mask & window
+    if config.positional != "alibi":
+        return mask
+    bias = build_alibi_bias(config.num_heads, num_cached, length, config.causal, h)
+    return bias if mask is None else bias.masked_fill(~mask, -torch.inf)
 
 
-def _blocks(config: TransformerConfig, h: Tensor, documents: Tensor | None) -> FlexSight:
+def _build_flex_mask(config: TransformerConfig, h: Tensor, documents: Tensor | None) -> FlexMask:
     from torch.nn.attention.flex_attention import create_block_mask
 
-    slopes = torch.tensor(alibi_slopes(config.num_heads), device=h.device) if config.positional == "alibi" else None
+    has_alibi = config.positional == "alibi"
+    slopes = torch.tensor(compute_alibi_slopes(config.num_heads), device=h.device) if has_alibi else None
     if not config.causal:
-        return FlexSight(None, slopes)
+        return FlexMask(None, slopes)
 
     length = h.shape[1]
     window = config.attention_window or length
 
-    def before(b: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    def is_in_window(b: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (query >= key) & (query - key < window)
 
-    def within(b: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return before(b, head, query, key) & (documents[b, query] == documents[b, key])
+    def is_in_document(b: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return is_in_window(b, head, query, key) & (documents[b, query] == documents[b, key])
 
-    rule, batch = (before, None) if documents is None else (within, h.shape[0])
-    return FlexSight(create_block_mask(rule, batch, None, length, length, device=h.device), slopes)
-
-
-def sdpa(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, causal: bool) -> Tensor:
-    """`seen`: see `_dense`; where it is given it says all."""
-    if seen is not None and seen.is_floating_point():
-        seen = seen.to(q.dtype)
-    causal = causal and seen is None
-    return F.scaled_dot_product_attention(q, k, v, seen, is_causal=causal, enable_gqa=_grouped(q, k))
+    rule, batch = (is_in_window, None) if documents is None else (is_in_document, h.shape[0])
+    return FlexMask(create_block_mask(rule, batch, None, length, length, device=h.device), slopes)
 
 
-def sdpa_after(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None) -> Tensor:
-    """Of T queries that follow others, causal: k and v [B, kv heads, S, D] are of all tokens, the last T their own."""
-    new, of_all = q.shape[2], k.shape[2]
-    if seen is None and new > 1:
-        seen = torch.ones(new, of_all, dtype=torch.bool, device=q.device).tril(of_all - new)
-    return sdpa(q, k, v, seen, causal=False)
+def _kernel_window(config: TransformerConfig) -> tuple[int, int]:
+    """Return how many keys before and after a query it attends to; -1: all."""
+    before = -1 if config.attention_window is None else config.attention_window - 1
+    return before, 0 if config.causal else -1
 
 
-def flex(kernel: Callable, q: Tensor, k: Tensor, v: Tensor, seen: FlexSight, causal: bool) -> Tensor:
-    blocks, slopes = seen
+def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
+    """Attend with torch's scaled_dot_product_attention. A mask includes causality."""
+    if mask is not None and mask.is_floating_point():
+        mask = mask.to(q.dtype)
+    causal = causal and mask is None
+    return F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, enable_gqa=_is_grouped(q, k))
+
+
+def sdpa_with_cache(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    """Attend causally from T queries to k and v [B, kv heads, S, D], whose last T tokens are those of the queries."""
+    num_queries, num_keys = q.shape[2], k.shape[2]
+    if mask is None and num_queries > 1:
+        mask = torch.ones(num_queries, num_keys, dtype=torch.bool, device=q.device).tril(num_keys - num_queries)
+    return sdpa(q, k, v, mask, causal=False)
+
+
+def flex(kernel: Callable, q: Tensor, k: Tensor, v: Tensor, mask: FlexMask, causal: bool) -> Tensor:
+    """Attend with torch's flex_attention; its block mask includes causality."""
     if q.requires_grad and torch.is_grad_enabled():
-        _has_backward(q)
+        _require_backward(q)
+    slopes = mask.slopes
 
-    def alibi(score: Tensor, b: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    def add_alibi(score: Tensor, b: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return score - slopes[head] * (query - key).abs()
 
-    if q.device.type == "cuda" and not torch.compiler.is_compiling():  # uncompiled it holds all scores
-        kernel = _compiled(kernel)
-    return kernel(q, k, v, None if slopes is None else alibi, blocks, enable_gqa=_grouped(q, k))
+    if q.device.type == "cuda" and not torch.compiler.is_compiling():  # uncompiled, it materializes all scores
+        kernel = _compile(kernel)
+    return kernel(q, k, v, None if slopes is None else add_alibi, mask.blocks, enable_gqa=_is_grouped(q, k))
 
 
 def varlen(
     kernel: Callable,
-    groups: bool,
+    has_gqa: bool,
     window: tuple[int, int],
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    seen: Tensor | None,
+    bounds: Tensor | None,
     causal: bool,
 ) -> Tensor:
-    """`seen`: the bounds of all documents, int32 [n + 1]; None: each sequence is one. `groups`: whether k and v may
-    have fewer heads than q. `window`: how many keys before a query, and after it, are seen; -1: all."""
-    _on_cuda(q, "varlen")
+    """Attend with torch's varlen_attn, within documents.
+
+    `has_gqa`: whether the kernel accepts fewer heads in k and v than in q. `window`: see `_kernel_window`; it includes
+    causality. `bounds`: document bounds in the concatenated sequences, int32 [n + 1]; None: one document per sequence.
+    """
+    _require_cuda(q, "varlen")
     batch, _, length, _ = q.shape
-    if seen is None:
-        seen = torch.arange(0, batch * length + 1, length, dtype=torch.int32, device=q.device)
-    options = {"enable_gqa": _grouped(q, k)} if groups else {}
-    if _grouped(q, k) and not groups:
+    if bounds is None:
+        bounds = torch.arange(0, batch * length + 1, length, dtype=torch.int32, device=q.device)
+    options = {"enable_gqa": _is_grouped(q, k)} if has_gqa else {}
+    if _is_grouped(q, k) and not has_gqa:
         k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
-    y = kernel(*_packed(q, k, v), seen, seen, length, length, window_size=window, **options)
+    y = kernel(*_concatenate(q, k, v), bounds, bounds, length, length, window_size=window, **options)
     return y.unflatten(0, (batch, length)).transpose(1, 2)
 
 
-def flash_attn(window: tuple[int, int], q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, causal: bool) -> Tensor:
-    """`seen` and `window` as for `varlen`."""
-    _on_cuda(q, "flash_attn")
+def flash_attn(window: tuple[int, int], q: Tensor, k: Tensor, v: Tensor, bounds: Tensor | None, causal: bool) -> Tensor:
+    """Attend with the package flash-attn; `window` and `bounds` are those of `varlen`."""
+    _require_cuda(q, "flash_attn")
     from flash_attn import flash_attn_func, flash_attn_varlen_func
 
     batch, _, length, _ = q.shape
     options = {"causal": causal, "window_size": window}
-    if seen is None:
+    if bounds is None:
         return flash_attn_func(*(x.transpose(1, 2) for x in (q, k, v)), **options).transpose(1, 2)
-    y = flash_attn_varlen_func(*_packed(q, k, v), seen, seen, length, length, **options)
+    y = flash_attn_varlen_func(*_concatenate(q, k, v), bounds, bounds, length, length, **options)
     return y.unflatten(0, (batch, length)).transpose(1, 2)
 
 
-def _packed(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """[B, heads, T, D] -> [B * T, heads, D]."""
+def _concatenate(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Reshape [B, heads, T, D] to [B * T, heads, D]."""
     return tuple(x.transpose(1, 2).flatten(0, 1) for x in tensors)
 
 
-def _grouped(q: Tensor, k: Tensor) -> bool:
+def _is_grouped(q: Tensor, k: Tensor) -> bool:
     return q.shape[1] != k.shape[1]
 
 
-def _on_cuda(q: Tensor, backend: str) -> None:
+def _require_cuda(q: Tensor, backend: str) -> None:
     if q.device.type != "cuda":
         check_backend(backend, q.device.type)
 
 
-def _has_backward(q: Tensor) -> None:
+def _require_backward(q: Tensor) -> None:
     if q.device.type == "cpu":
-        raise ConfigError("model.attention=flex has no backward pass on a CPU; set model.attention=sdpa")
+        raise ConfigError("model.attention=flex has no backward pass on CPUs; set model.attention=sdpa")
 
 
 @functools.cache
-def _compiled(kernel: Callable) -> Callable:
+def _compile(kernel: Callable) -> Callable:
     return torch.compile(kernel)

@@ -1,4 +1,4 @@
-"""How weights are drawn: one rule for the decoder and what sits in its slot, whether or not it is sharded."""
+"""Weight initialization of the decoder and its memories, sharded or not."""
 
 import contextlib
 import math
@@ -12,10 +12,11 @@ from stackexp.config.model import TransformerConfig
 
 
 def init_weight_(weight: Tensor, config: TransformerConfig, output_of_layer: int | None = None) -> None:
-    """Draw a weight whose last dimension is its fan-in, in place.
+    """Initialize a weight [..., fan_in] in place.
 
-    fan_in: truncated normal at 3 sigma, sigma = 1/sqrt(fan_in); a projection back into the residual stream
-    (`output_of_layer` given) has 1/sqrt(2 fan_in (layer+1)). normal: sigma = init_std throughout.
+    `init: fan_in` draws from a normal distribution truncated at 3 sigma, sigma = 1/sqrt(fan_in). A projection of layer
+    `output_of_layer` back into the residual stream has sigma = 1/sqrt(2 fan_in (layer+1)). `init: normal` uses
+    sigma = init_std for all weights.
     """
     if config.init == "normal":
         nn.init.normal_(weight, std=config.init_std)
@@ -26,11 +27,11 @@ def init_weight_(weight: Tensor, config: TransformerConfig, output_of_layer: int
 
 
 @contextlib.contextmanager
-def whole(module: nn.Module) -> Iterator[None]:
-    """Within the context the sharded parameters of a module are whole, on the CPU; then each process keeps its part.
+def full_parameters(module: nn.Module) -> Iterator[None]:
+    """Replace the sharded parameters of a module by full CPU tensors within the context, then keep this rank's shards.
 
-    Every process must write the same into them. So the weights of a seed do not depend on the number of processes,
-    and no more of the model than this module is ever whole.
+    Every rank must write the same values. Weights then do not depend on the number of ranks, and only one module is in
+    full memory at a time.
     """
     sharded = [
         (owner, name, parameter)
@@ -44,7 +45,6 @@ def whole(module: nn.Module) -> Iterator[None]:
         yield
     finally:
         for owner, name, parameter in sharded:
-            drawn, owner._parameters[name] = owner._parameters[name], parameter
-            ours = parameter.to_local()
-            values = distribute_tensor(drawn.detach(), parameter.device_mesh, parameter.placements, src_data_rank=None)
-            ours.detach().copy_(values.to_local())
+            full, owner._parameters[name] = owner._parameters[name], parameter
+            values = distribute_tensor(full.detach(), parameter.device_mesh, parameter.placements, src_data_rank=None)
+            parameter.to_local().detach().copy_(values.to_local())

@@ -1,4 +1,4 @@
-"""Layers that hold weights and draw none: the model they are in does, in its `init_weights`."""
+"""Layers without initial values of their own: the model draws all weights in its `init_weights`."""
 
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -7,31 +7,33 @@ from stackexp.config.model import TransformerConfig
 
 
 class Linear(nn.Linear):
-    """No bias, and no draw of random numbers when constructed."""
+    """A linear map without bias that draws no random numbers when constructed."""
 
     def __init__(self, in_features: int, out_features: int) -> None:
         super().__init__(in_features, out_features, bias=False)
 
     def reset_parameters(self) -> None:
-        pass
+        """Do nothing: the model initializes the weight."""
 
 
 class Embedding(nn.Embedding):
-    """No draw of random numbers when constructed."""
+    """An embedding that draws no random numbers when constructed."""
 
     def reset_parameters(self) -> None:
-        pass
+        """Do nothing: the model initializes the weight."""
 
 
 class RMSNorm(nn.RMSNorm):
-    """With its weight in the precision of its input, as the fused kernel wants it: FSDP gathers it in bfloat16."""
+    """An RMSNorm with its weight in the dtype of the input."""
 
     def forward(self, x: Tensor) -> Tensor:
+        """Normalize x [..., d]."""
+        # FSDP gathers the weight in bfloat16; the fused kernel requires equal dtypes
         return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
 
 
 class FeedForward(nn.Module):
-    """SwiGLU."""
+    """A SwiGLU feed-forward network."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
@@ -40,4 +42,5 @@ class FeedForward(nn.Module):
         self.down_proj = Linear(config.intermediate_size, config.hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Map x [..., d] to [..., d]."""
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))

@@ -1,4 +1,4 @@
-"""Recurrent models beside the decoder, called as it is: the LSTM, and the StackRNN of Joulin & Mikolov (2015)."""
+"""Recurrent baselines with the interface of the decoder: the LSTM, and the StackRNN of Joulin & Mikolov (2015)."""
 
 import math
 from typing import Any
@@ -8,21 +8,24 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from stackexp.config.recurrent import LSTMConfig, RecurrentConfig, StackRNNConfig
-from stackexp.models.activation_checkpointing import recomputed
+from stackexp.models.activation_checkpointing import run_recomputed
 from stackexp.models.cross_entropy import Head
-from stackexp.models.memories.base import Trace
+from stackexp.models.memories.base import Stats
 from stackexp.models.transformer import Cache, DecoderOutput
 
-LSTMState = tuple[Tensor, Tensor]  # each [1, B, d]
-StackRNNState = tuple[Tensor, Tensor]  # h [B, d], slots [B, n, D]
+LSTMState = tuple[Tensor, Tensor]
+"""Hidden state and cell state, each [1, B, d]."""
+StackRNNState = tuple[Tensor, Tensor]
+"""Hidden state h [B, d] and slots [B, n, D]."""
 
-EMPTY = -1.0  # every number of an empty slot, as in Joulin & Mikolov's code; a pushed number lies in (0, 1)
+EMPTY = -1.0
+"""The value of empty slots, as in Joulin & Mikolov's code; pushed values are in (0, 1)."""
 
 
 class Recurrent(nn.Module):
-    """An embedding, recurrent layers on top of one another, an output projection. Subclasses give `build_layer`.
+    """An embedding, a stack of recurrent layers and an output projection. Subclasses implement `build_layer`.
 
-    Set `checkpoint_blocks` to recompute each layer in the backward pass instead of keeping its activations.
+    Set `checkpoint_blocks` to recompute each layer in the backward pass.
     """
 
     axis = None
@@ -33,112 +36,117 @@ class Recurrent(nn.Module):
         self.config = config
         self.checkpoint_blocks = False
         self.memories: list[nn.Module] = []
-        with torch.random.fork_rng([]):  # on a meta device, constructing draws nothing
+        with torch.random.fork_rng([]):  # constructors draw nothing on a meta device, so undo their draws
             self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
             self.layers = nn.ModuleList(self.build_layer(config) for _ in range(config.num_layers))
             self.head = nn.Linear(config.hidden_size, config.output_vocab_size or config.vocab_size)
         self.init_weights()
 
     def build_layer(self, config: Any) -> nn.Module:
-        """x [B, T, d] and a state (None: the first) -> y [B, T, d], new state, and a trace with probe=True."""
+        """Return a layer that maps x [B, T, d], a state (None: initial) and `probe` to y, the new state and stats."""
         raise NotImplementedError
 
     @property
     def output_head(self) -> Head:
-        """What makes logits of `hidden`."""
+        """The projection of hidden states to logits."""
         return Head(self.head.weight, self.head.bias)
 
     def forward(
         self,
         tokens: Tensor,
         cache: Cache | None = None,
+        *,
         probe: bool = False,
         documents: Tensor | None = None,
         document_bounds: Tensor | None = None,
         return_hidden: bool = False,
     ) -> DecoderOutput:
-        """tokens [B, T] int64, which follow those in `cache`, if given -> logits [B, T, V] of next tokens, or answers.
+        """Compute the logits [B, T, V] of tokens [B, T], with the arguments of `Transformer.forward`.
 
-        Raises ValueError for `documents`: what a recurrent model remembers lasts from token to token. With `hidden`
-        what would be projected onto the vocabulary, in place of the logits.
+        Raises ValueError for `documents`: recurrent states carry over from document to document.
         """
         if documents is not None:
-            raise ValueError("a recurrent model cannot tell documents apart; set data.document_mask=false")
-        h, traces = self.embedding(tokens), []
+            raise ValueError("recurrent models do not support documents; set data.document_mask=false")
+        h, probes = self.embedding(tokens), []
         for i, layer in enumerate(self.layers):
-            h, state, trace = self._run(layer, h, cache.states.get(i) if cache else None, probe)
-            traces.append(trace)
+            h, state, stats = self._run(layer, h, cache.states.get(i) if cache else None, probe)
+            probes.append(stats)
             if cache:
                 cache.states[i] = state
         if cache:
             cache.length += tokens.shape[1]
-        entropy, probes = h.new_zeros((), dtype=torch.float32), traces if probe else None
-        return (
-            DecoderOutput(None, entropy, probes, h) if return_hidden else DecoderOutput(self.head(h), entropy, probes)
-        )
+        entropy = h.new_zeros((), dtype=torch.float32)
+        if return_hidden:
+            return DecoderOutput(None, entropy, probes if probe else None, h)
+        return DecoderOutput(self.head(h), entropy, probes if probe else None)
 
-    def _run(self, layer: nn.Module, *args: Any) -> tuple[Tensor, Any, Trace]:
+    def _run(self, layer: nn.Module, *args: Any) -> tuple[Tensor, Any, Stats]:
         if self.checkpoint_blocks and torch.is_grad_enabled():
-            return recomputed(layer, *args, selective=False)
+            return run_recomputed(layer, *args, selective=False)
         return layer(*args)
 
     def init_weights(self) -> None:
-        """Draw all parameters afresh; needed after `to_empty` from the meta device."""
+        """Initialize all parameters; required after `to_empty` from the meta device."""
         nn.init.normal_(self.embedding.weight)
         for module in [*self.layers, self.head]:
             module.reset_parameters()
 
     def num_parameters(self, memory: bool | None = None) -> int:
-        """All parameters, or the backbone's (False), which is the same; there is no memory between layers (True)."""
+        """Count all parameters, or the backbone's (False), which are the same; 0 for the memories' (True)."""
         return 0 if memory else sum(p.numel() for p in self.parameters())
 
     def flops_per_token(self, context_length: int) -> float:
-        """Floating point operations of one training pass (3 x forward) per token: 2 per multiply-add."""
+        """Return the FLOPs of one training pass (3 x forward) per token; a multiply-add counts 2."""
         matmuls = sum(p.numel() for p in self.parameters() if p.ndim == 2) - self.embedding.weight.numel()
-        return 3 * 2.0 * (matmuls + sum(layer.other_multiply_adds(context_length) for layer in self.layers))
+        return 3 * 2.0 * (matmuls + sum(layer.count_update_multiply_adds(context_length) for layer in self.layers))
 
 
 class LSTM(Recurrent):
-    """torch.nn.LSTM."""
+    """A multi-layer LSTM."""
 
     config: LSTMConfig
 
     def build_layer(self, config: LSTMConfig) -> nn.Module:
+        """Return one LSTM layer."""
         return LSTMLayer(config.hidden_size)
 
 
 class LSTMLayer(nn.LSTM):
-    """One layer of torch.nn.LSTM, which forgets little at first: its forget gate begins with a bias of 1."""
+    """One layer of torch.nn.LSTM with a forget gate bias of 1, so that it forgets little at first."""
 
     def __init__(self, hidden_size: int) -> None:
         super().__init__(hidden_size, hidden_size, batch_first=True)
 
     def reset_parameters(self) -> None:
+        """Initialize as torch.nn.LSTM, but biases to 0 and the forget gate's to 1."""
         super().reset_parameters()
         with torch.no_grad():
             for bias in (self.bias_ih_l0, self.bias_hh_l0):
                 bias.zero_()
             self.bias_ih_l0.chunk(4)[1].fill_(1)  # gates: input, forget, cell, output
 
-    def forward(self, x: Tensor, state: LSTMState | None, probe: bool) -> tuple[Tensor, LSTMState, Trace]:
+    def forward(self, x: Tensor, state: LSTMState | None, probe: bool) -> tuple[Tensor, LSTMState, Stats]:
+        """Run x [B, T, d]; return y [B, T, d], the new state and no statistics."""
         y, state = super().forward(x, state)
         return y, state, {}
 
-    def other_multiply_adds(self, context_length: int) -> float:
+    def count_update_multiply_adds(self, context_length: int) -> float:
+        """Return 0: an LSTM has no stack."""
         return 0
 
 
 class StackRNN(Recurrent):
-    """RNNs that each read the top of a soft stack of their own, and push to it, pop it or leave it."""
+    """A multi-layer RNN in which each layer has a soft stack."""
 
     config: StackRNNConfig
 
     def build_layer(self, config: StackRNNConfig) -> nn.Module:
+        """Return one StackRNN layer."""
         return StackRNNLayer(config)
 
 
 class StackRNNLayer(nn.Module):
-    """One layer; slots 0..S-1 of size D, the top at 0, all -1 when empty. Joulin & Mikolov's equations, tanh for h.
+    """One layer with slots 0 .. S-1 of size D, top at 0: Joulin & Mikolov's equations, with tanh for h.
 
     h_t = tanh(W x_t + U h_{t-1} + P s_{t-1}[0] + b),  a = softmax(A h_t + b_a): push, pop, no-op
     s_t[j] = a_push s_{t-1}[j-1] + a_pop s_{t-1}[j+1] + a_noop s_{t-1}[j],  s[-1] = sigmoid(V h_t + b_v),  s[S] = -1
@@ -153,6 +161,7 @@ class StackRNNLayer(nn.Module):
         self.stack_input = nn.Linear(hidden, 3 + size)  # A, V
 
     def reset_parameters(self) -> None:
+        """Initialize U and P as torch's linear maps."""
         self.input.reset_parameters()
         self.stack_input.reset_parameters()
         bound = 1 / math.sqrt(self.recurrent.shape[1])
@@ -160,11 +169,14 @@ class StackRNNLayer(nn.Module):
 
     @property
     def num_slots(self) -> int:
-        """S; outside training `eval_num_slots`, where set."""
+        """S; in evaluation `eval_num_slots`, where set."""
         return self.config.num_slots if self.training else self.config.eval_num_slots or self.config.num_slots
 
-    def forward(self, x: Tensor, state: StackRNNState | None, probe: bool) -> tuple[Tensor, StackRNNState, Trace]:
-        """Computed in float32 at least. A state has n = min(t, S) slots: what nothing was pushed to is not kept."""
+    def forward(self, x: Tensor, state: StackRNNState | None, probe: bool) -> tuple[Tensor, StackRNNState, Stats]:
+        """Run x [B, T, d]; return y [B, T, d], the new state and, with `probe`, the mean actions.
+
+        Computed in at least float32. A state has n = min(t, S) slots; slots that cannot be occupied yet are left out.
+        """
         projected, size = self.input(x), self.config.slot_size
         dtype = torch.promote_types(projected.dtype, torch.float32)
         with torch.autocast(x.device.type, enabled=False):
@@ -172,19 +184,20 @@ class StackRNNLayer(nn.Module):
             projected = projected.to(dtype).transpose(0, 1)  # [T, B, d]
             h, slots = state or (projected.new_zeros(x[:, 0].shape), projected.new_zeros(len(x), 0, size))
             hidden, actions, slots = StackRNNScan.apply(projected, h, slots, *weights, self.num_slots)
-        trace = dict(zip(("push", "pop", "no_op"), actions.mean((0, 1)), strict=True)) if probe else {}
-        return hidden.transpose(0, 1).to(x.dtype), (hidden[-1], slots), trace
+        stats = dict(zip(("push", "pop", "no_op"), actions.mean((0, 1)), strict=True)) if probe else {}
+        return hidden.transpose(0, 1).to(x.dtype), (hidden[-1], slots), stats
 
-    def other_multiply_adds(self, context_length: int) -> float:
-        """Of the update: 3 for each occupied number."""
+    def count_update_multiply_adds(self, context_length: int) -> float:
+        """Return the multiply-adds of one stack update: three per occupied element."""
         return 3 * self.config.slot_size * min(context_length, self.config.num_slots)
 
 
 class StackRNNScan(torch.autograd.Function):
-    """The loop over the tokens, with a backward pass of its own: autograd's, step by step, takes longer.
+    """The loop over the tokens, with a backward pass that is faster than autograd's.
 
-    projected [T, B, d] = W x + b; h [B, d] and slots [B, n, D] before; `recurrent` [d, d+D] = U, P; `weight` [3+D, d]
-    and `bias` = A, V -> h [T, B, d], actions [T, B, 3] without gradient, slots after.
+    Inputs: projected W x + b [T, B, d], h [B, d] and slots [B, n, D] before the first token, recurrent (U, P)
+    [d, d+D], weight (A, V) [3+D, d] and its bias, and the maximal number of slots.
+    Outputs: h [T, B, d], actions [T, B, 3] (without gradient), slots after the last token.
     """
 
     @staticmethod
@@ -196,11 +209,12 @@ class StackRNNScan(torch.autograd.Function):
         recurrent: Tensor,
         weight: Tensor,
         bias: Tensor,
-        limit: int,
+        max_slots: int,
     ) -> tuple[Tensor, Tensor, Tensor]:
+        """Run the recurrence token by token."""
         size, ctx.num_slots_before = slots.shape[2], slots.shape[1]
         top = slots[:, 0] if slots.shape[1] else slots.new_full((len(h), size), EMPTY)
-        joint, hidden, actions, values, stacks = [], [], [], [], []
+        joint, hidden, actions, values, sources = [], [], [], [], []
         for projected_t in projected:
             joint.append(torch.cat([h, top], 1))
             h = torch.addmm(projected_t, joint[-1], recurrent.T).tanh_()
@@ -208,53 +222,57 @@ class StackRNNScan(torch.autograd.Function):
             actions.append(action.softmax(1))
             values.append(value.sigmoid())
             hidden.append(h)
-            stacks.append(between(values[-1], slots, limit))
-            slots = update(stacks[-1], actions[-1])
+            sources.append(pad_slots(values[-1], slots, max_slots))
+            slots = mix_slots(sources[-1], actions[-1])
             top = slots[:, 0]
         hidden, actions = torch.stack(hidden), torch.stack(actions)
-        ctx.save_for_backward(torch.stack(joint), hidden, actions, torch.stack(values), recurrent, weight, *stacks)
+        ctx.save_for_backward(torch.stack(joint), hidden, actions, torch.stack(values), recurrent, weight, *sources)
         ctx.mark_non_differentiable(actions)
         return hidden, actions, slots
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, of_hidden: Tensor, _: Tensor, of_slots: Tensor) -> tuple[Tensor | None, ...]:
-        joint, hidden, actions, values, recurrent, weight, *stacks = ctx.saved_tensors
-        num_slots = [ctx.num_slots_before, *(stack.shape[1] - 2 for stack in stacks)]
-        of_sums, of_logits = torch.empty_like(hidden), hidden.new_empty(*hidden.shape[:2], len(weight))
-        of_h = torch.zeros_like(hidden[0])
+    def backward(ctx: Any, grad_hidden: Tensor, _: Tensor, grad_slots: Tensor) -> tuple[Tensor | None, ...]:
+        """Run the recurrence backward, then form the weight gradients in one product each."""
+        joint, hidden, actions, values, recurrent, weight, *sources = ctx.saved_tensors
+        num_slots = [ctx.num_slots_before, *(source.shape[1] - 2 for source in sources)]
+        grad_projected, grad_logits = torch.empty_like(hidden), hidden.new_empty(*hidden.shape[:2], len(weight))
+        grad_h = torch.zeros_like(hidden[0])
         for t in reversed(range(len(hidden))):
             h, action, value = hidden[t], actions[t], values[t]
-            of_stack, of_action = update_backward(stacks[t], action, of_slots)
-            of_logits[t, :, :3] = action * (of_action - (action * of_action).sum(1, keepdim=True))
-            of_logits[t, :, 3:] = of_stack[:, 0] * value * (1 - value)
-            of_h = torch.addmm(of_h + of_hidden[t], of_logits[t], weight)
-            of_sums[t] = of_h * (1 - h * h)
-            of_h, of_top = (of_sums[t] @ recurrent).split([h.shape[1], value.shape[1]], 1)
-            of_slots = of_stack[:, 1 : 1 + num_slots[t]]
-            of_slots[:, :1] += of_top[:, None]
-        of_recurrent = of_sums.flatten(0, 1).T @ joint.flatten(0, 1)
-        of_weight = of_logits.flatten(0, 1).T @ hidden.flatten(0, 1)
-        return of_sums, of_h, of_slots, of_recurrent, of_weight, of_logits.sum((0, 1)), None
+            grad_source, grad_action = mix_slots_backward(sources[t], action, grad_slots)
+            grad_logits[t, :, :3] = action * (grad_action - (action * grad_action).sum(1, keepdim=True))
+            grad_logits[t, :, 3:] = grad_source[:, 0] * value * (1 - value)
+            grad_h = torch.addmm(grad_h + grad_hidden[t], grad_logits[t], weight)
+            grad_projected[t] = grad_h * (1 - h * h)
+            grad_h, grad_top = (grad_projected[t] @ recurrent).split([h.shape[1], value.shape[1]], 1)
+            grad_slots = grad_source[:, 1 : 1 + num_slots[t]]
+            grad_slots[:, :1] += grad_top[:, None]
+        grad_recurrent = grad_projected.flatten(0, 1).T @ joint.flatten(0, 1)
+        grad_weight = grad_logits.flatten(0, 1).T @ hidden.flatten(0, 1)
+        return grad_projected, grad_h, grad_slots, grad_recurrent, grad_weight, grad_logits.sum((0, 1)), None
 
 
-def between(value: Tensor, slots: Tensor, limit: int) -> Tensor:
-    """What the next slots look at, min(n + 1, limit) of them: value [B, D], slots [B, n, D], and empty ones below."""
-    below = min(slots.shape[1] + 1, limit) + 1 - slots.shape[1]
-    return F.pad(torch.cat([value[:, None], slots], 1), (0, 0, 0, below), value=EMPTY)
+def pad_slots(value: Tensor, slots: Tensor, max_slots: int) -> Tensor:
+    """Return the pushed value [B, D], slots [B, n, D] and empty slots, concatenated.
+
+    They are the sources of the next min(n + 1, max_slots) slots: two more than there will be.
+    """
+    num_empty = min(slots.shape[1] + 1, max_slots) + 1 - slots.shape[1]
+    return F.pad(torch.cat([value[:, None], slots], 1), (0, 0, 0, num_empty), value=EMPTY)
 
 
-def update(stack: Tensor, action: Tensor) -> Tensor:
-    """The next slots [B, n, D] of what they look at [B, n+2, D]: each one the mean of three neighbours."""
+def mix_slots(source: Tensor, action: Tensor) -> Tensor:
+    """Return the next slots [B, n, D]: each the mean of three neighbors of source [B, n+2, D], weighted by action."""
     push, pop, no_op = action[:, :, None, None].unbind(1)
-    return (push * stack[:, :-2]).addcmul_(no_op, stack[:, 1:-1]).addcmul_(pop, stack[:, 2:])
+    return (push * source[:, :-2]).addcmul_(no_op, source[:, 1:-1]).addcmul_(pop, source[:, 2:])
 
 
-def update_backward(stack: Tensor, action: Tensor, of_slots: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradients of `update`'s inputs from that of its output."""
+def mix_slots_backward(source: Tensor, action: Tensor, grad_slots: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the gradients of source and action in `mix_slots`."""
     push, pop, no_op = action[:, :, None, None].unbind(1)
-    of_stack = F.pad(push * of_slots, (0, 0, 0, 2))
-    of_stack[:, 1:-1].addcmul_(no_op, of_slots)
-    of_stack[:, 2:].addcmul_(pop, of_slots)
-    neighbours = (stack[:, :-2], stack[:, 2:], stack[:, 1:-1])
-    return of_stack, torch.stack([(of_slots * values).sum((1, 2)) for values in neighbours], 1)
+    grad_source = F.pad(push * grad_slots, (0, 0, 0, 2))
+    grad_source[:, 1:-1].addcmul_(no_op, grad_slots)
+    grad_source[:, 2:].addcmul_(pop, grad_slots)
+    neighbors = (source[:, :-2], source[:, 2:], source[:, 1:-1])
+    return grad_source, torch.stack([(grad_slots * values).sum((1, 2)) for values in neighbors], 1)

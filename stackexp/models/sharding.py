@@ -1,4 +1,4 @@
-"""FSDP2: each process holds a part of every weight and gathers a block's weights while it computes with them."""
+"""FSDP2: each rank holds a shard of every weight and gathers the weights of a block while it computes with them."""
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -9,7 +9,10 @@ from stackexp.models.transformer import Transformer
 
 
 def build_mesh(device_type: str, trainer: TrainerConfig) -> DeviceMesh:
-    """fsdp: all devices, [shard]. hsdp: [replicate = num_nodes, shard = devices]. Needs a process group."""
+    """Return the device mesh of a strategy; requires a process group.
+
+    fsdp: one dimension, `shard`, of all devices. hsdp: `replicate` = num_nodes and `shard` = devices.
+    """
     if trainer.strategy == "hsdp":
         return init_device_mesh(
             device_type, (trainer.num_nodes, trainer.devices), mesh_dim_names=("replicate", "shard")
@@ -18,10 +21,11 @@ def build_mesh(device_type: str, trainer: TrainerConfig) -> DeviceMesh:
 
 
 def shard_model(model: Transformer, mesh: DeviceMesh, trainer: TrainerConfig) -> None:
-    """Shard a decoder in place: each block by itself; embedding, last norm and head with the root.
+    """Shard a decoder in place: one unit per block; embedding, last norm and head in the root unit.
 
-    With bf16-mixed, blocks are gathered in bfloat16 and gradients reduced in float32; the root stays in float32, so
-    that the residual stream is what it is under autocast on one device. With `compile`, each block is compiled.
+    With bf16-mixed, blocks are gathered in bfloat16 and gradients are reduced in float32. The root unit stays in
+    float32, so that the residual stream equals that of autocast on one device. With `trainer.compile`, each block is
+    compiled.
     """
     policy = MixedPrecisionPolicy()
     if trainer.precision == "bf16-mixed":

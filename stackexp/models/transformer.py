@@ -1,4 +1,4 @@
-"""The decoder: Llama family, one slot per layer for a memory (`memory.py`). `memory: null` is the plain Transformer."""
+"""A decoder of the Llama family with one optional memory per layer. `memory: null` is the plain Transformer."""
 
 import math
 from dataclasses import dataclass, field
@@ -11,34 +11,36 @@ from torch.nn import functional as F
 from stackexp.config import registry
 from stackexp.config.model import TransformerConfig
 from stackexp.data.documents import compute_document_positions
-from stackexp.models.activation_checkpointing import Recompute, recomputed
-from stackexp.models.attention import Attention, KeysValues, Place
-from stackexp.models.attention_backends import sight
+from stackexp.models.activation_checkpointing import Recompute, run_recomputed
+from stackexp.models.attention import Attention, KeysValues, Positions
+from stackexp.models.attention_backends import build_mask
 from stackexp.models.cross_entropy import Head
-from stackexp.models.initialization import init_weight_, whole
+from stackexp.models.initialization import full_parameters, init_weight_
 from stackexp.models.layers import Embedding, FeedForward, Linear, RMSNorm
-from stackexp.models.memories.base import Memory, State, Trace
-from stackexp.models.positional import log_scale, rope_table, sin_cos_table
+from stackexp.models.memories.base import Memory, State, Stats
+from stackexp.models.positional import build_rope_table, build_sinusoidal_table, compute_query_scale
 
 
 class DecoderOutput(NamedTuple):
-    logits: Tensor | None  # [B, T, V]; None where `hidden` was asked for
-    entropy: Tensor  # mean action entropy over tokens, heads and layers in nats, []; 0 without a memory
-    probes: list[Trace] | None  # with probe=True, what each layer's memory tells of itself, as scalars
-    hidden: Tensor | None = None  # [B, T, d], which the model's `output_head` projects onto the vocabulary
+    """The result of a forward pass."""
+
+    logits: Tensor | None  # [B, T, V]; None with return_hidden=True
+    entropy: Tensor  # []: mean action entropy over tokens, heads and layers in nats; 0 without a memory
+    probes: list[Stats] | None  # the detached statistics of each layer's memory with probe=True
+    hidden: Tensor | None = None  # [B, T, d], the input of `output_head`, with return_hidden=True
 
 
 @dataclass
 class Cache:
-    """What a decoder keeps of the tokens it has seen; `forward` reads and advances it."""
+    """Keys, values and memory states of the tokens processed so far; `forward` reads and advances it."""
 
     length: int = 0
-    keys_values: dict[int, KeysValues] = field(default_factory=dict)  # of each layer: of all tokens that are yet seen
-    states: dict[int, State] = field(default_factory=dict)  # of the memory; see `Transformer._decode`
+    keys_values: dict[int, KeysValues] = field(default_factory=dict)  # by layer; at most `attention_window` tokens
+    states: dict[int, State] = field(default_factory=dict)  # memory states; see `Transformer._run_layers`
 
 
 class Block(nn.Module):
-    """One layer: attention and feed-forward, each behind a norm and added to h, and perhaps a memory at its site."""
+    """One layer: attention and feed-forward with pre-norm residuals, and optionally a memory at its site."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
@@ -52,46 +54,57 @@ class Block(nn.Module):
         self,
         h: Tensor,
         state: State,
-        past: KeysValues | None,
-        place: Place,
-        probe: bool,
-        seen: Any = None,
+        positions: Positions,
+        kv_cache: KeysValues | None = None,
+        mask: Any = None,
+        *,
+        probe: bool = False,
         recompute: Recompute = False,
-    ) -> tuple[Tensor, State, KeysValues, Trace]:
-        """h [B, T, d] and the memory's state (None: empty) -> new h, new state, keys and values, trace.
+    ) -> tuple[Tensor, State, KeysValues, Stats]:
+        """Run the layer on h [B, T, d].
 
-        `recompute`: see `Transformer`. `seen`: see `Attention`.
+        Args:
+            h: Hidden states.
+            state: The memory's state; None if empty.
+            positions: See `Attention.forward`, as for `kv_cache` and `mask`.
+            kv_cache: Keys and values of earlier tokens.
+            mask: The attention mask.
+            probe: Also return the statistics of the memory.
+            recompute: See `Transformer.checkpoint_blocks`.
+
+        Returns:
+            The new h, the memory's new state, all keys and values, and the memory's statistics.
         """
-        args = (h, state, past, place, probe, seen)
-        if recompute and torch.is_grad_enabled():
-            draws = self.memory is not None and self.memory.draws
-            return recomputed(self._forward, *args, selective=recompute == "selective", draws=draws)
-        return self._forward(*args)
+        args = (h, state, positions, kv_cache, mask, probe)
+        if not (recompute and torch.is_grad_enabled()):
+            return self._forward(*args)
+        preserve_rng = self.memory is not None and self.memory.uses_random_numbers
+        return run_recomputed(self._forward, *args, selective=recompute == "selective", preserve_rng=preserve_rng)
 
     def _forward(
-        self, h: Tensor, state: State, past: KeysValues | None, place: Place, probe: bool, seen: Any
-    ) -> tuple[Tensor, State, KeysValues, Trace]:
-        trace: Trace = {}
+        self, h: Tensor, state: State, positions: Positions, kv_cache: KeysValues | None, mask: Any, probe: bool
+    ) -> tuple[Tensor, State, KeysValues, Stats]:
+        stats: Stats = {}
         site = self.memory.site if self.memory else None
         if self.memory and state is None:
             state = self.memory.empty_state(h)
         if site == "before_attention":
-            h, state, trace = self.memory(h, state, probe)
-        attended, present = self.attention(self.attention_norm(h), place, past, seen)
+            h, state, stats = self.memory(h, state, probe)
+        attended, keys_values = self.attention(self.attention_norm(h), positions, kv_cache, mask)
         h = h + attended
         if site == "after_attention":
-            h, state, trace = self.memory(h, state, probe)
+            h, state, stats = self.memory(h, state, probe)
         h = h + self.feed_forward(self.feed_forward_norm(h))
         if site == "after_block":
-            h, state, trace = self.memory(h, state, probe)
-        return h, state, present, trace
+            h, state, stats = self.memory(h, state, probe)
+        return h, state, keys_values, stats
 
 
 class Transformer(nn.Module):
-    """Decoder of the Llama family with a slot for a memory in each layer.
+    """A Llama-style decoder with a slot for a memory in each layer.
 
-    Set `checkpoint_blocks` to recompute each block in the backward pass instead of keeping its activations: all of it
-    (True), or what takes no matrix product ("selective").
+    Set `checkpoint_blocks` to recompute activations in the backward pass: True for whole blocks, "selective" for all
+    operations but matrix products and attention.
     """
 
     def __init__(self, config: TransformerConfig) -> None:
@@ -101,12 +114,13 @@ class Transformer(nn.Module):
         self.embedding = Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(Block(config) for _ in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
-        outputs = config.output_vocab_size or config.vocab_size
-        self.head = None if config.tie_embeddings else Linear(config.hidden_size, outputs)
-        self._init_backbone()  # before any memory exists: the same draws with and without one
+        output_size = config.output_vocab_size or config.vocab_size
+        self.head = None if config.tie_embeddings else Linear(config.hidden_size, output_size)
+        # Initialize the backbone first, so that a seed gives the same backbone with and without a memory
+        self._init_backbone()
         if config.memory is not None:
             for i, layer in enumerate(self.layers):
-                with torch.random.fork_rng([]):  # on a meta device, constructing draws nothing
+                with torch.random.fork_rng([]):  # constructors draw nothing on a meta device, so undo their draws
                     layer.memory = registry.build("memory", config.memory, model=config, layer=i)
                 layer.memory.init_weights()
 
@@ -117,6 +131,7 @@ class Transformer(nn.Module):
 
     @property
     def axis(self) -> str | None:
+        """The axis of the memories; None without one."""
         return self.memories[0].axis if self.memories else None
 
     @property
@@ -126,109 +141,120 @@ class Transformer(nn.Module):
 
     @property
     def output_head(self) -> Head:
-        """What makes logits of `hidden`. Of a sharded model: after its forward pass, which gathers it."""
+        """The projection of hidden states to logits. In a sharded model it is valid after a forward pass."""
         return Head(self.head.weight if self.head else self.embedding.weight)
 
     def forward(
         self,
         tokens: Tensor,
         cache: Cache | None = None,
+        *,
         probe: bool = False,
         documents: Tensor | None = None,
         document_bounds: Tensor | None = None,
         return_hidden: bool = False,
     ) -> DecoderOutput:
-        """tokens [B, T] int64, which follow those in `cache`, if given -> logits [B, T, V] of next tokens, or answers.
+        """Compute the logits [B, T, V] of tokens [B, T].
 
-        With `documents` [B, T], the number of each token's document, a token attends within its document alone, and
-        positions begin anew in each: as if documents were run one by one. Only without a cache, and without a memory
-        that lasts from token to token: raises ValueError. So does a cache of a model that is not causal.
-        `document_bounds`: `find_document_bounds` of them, which some attention backends would find themselves.
-        With `hidden` what would be projected onto the vocabulary, in place of the logits.
+        Args:
+            tokens: Token ids, int64, which follow those in `cache`.
+            cache: The cache of earlier tokens, updated in place.
+            probe: Also return the statistics of the memories.
+            documents: Document ids [B, T]. A token attends only within its document, and positions restart in each.
+            document_bounds: `find_document_bounds(documents)`, to save some backends the computation.
+            return_hidden: Return the last hidden states in place of the logits.
+
+        Raises:
+            ValueError: For a bidirectional model with a cache, documents or axis token_major; for documents with a
+                cache or with a memory that carries state from token to token.
         """
-        if not self.config.causal and (cache is not None or documents is not None or self.axis == "token_major"):
-            raise ValueError(
-                "a token that sees later ones (model.causal=false) can go with no cache, no axis token_major "
-                "and no document mask; set model.causal=true"
-            )
-        if documents is not None and (cache is not None or self.axis in ("time", "token_major")):
-            raise ValueError(
-                "documents cannot be told apart in a cache, nor by a memory that lasts from token to token; "
-                "set data.document_mask=false or model.memory.axis=depth"
-            )
-        h = self.embedding(tokens)
-        if self.axis == "token_major":  # all layers for one token, then the next
+        self._check_arguments(cache, documents)
+        h = self.embedding(tokens)  # [B, T, d]
+        if self.axis == "token_major":  # all layers for one token, then the next token
             cache = Cache() if cache is None else cache
-            columns, traces = zip(*(self._decode(column, cache, probe) for column in h.split(1, 1)), strict=True)
-            h, traces = torch.cat(columns, 1), [_mean(of_layer) for of_layer in zip(*traces, strict=True)]
+            columns, stats = zip(*(self._run_layers(column, cache, probe) for column in h.split(1, 1)), strict=True)
+            h, stats = torch.cat(columns, 1), [_average(of_layer) for of_layer in zip(*stats, strict=True)]
         else:
-            h, traces = self._decode(h, cache, probe, documents, document_bounds)
+            h, stats = self._run_layers(h, cache, probe, documents, document_bounds)
         h = self.norm(h)
-        entropies = [trace["entropy"] for trace in traces if "entropy" in trace]
+        entropies = [layer["entropy"] for layer in stats if "entropy" in layer]
         entropy = torch.stack(entropies).mean() if entropies else h.new_zeros((), dtype=torch.float32)
-        probes = [{name: value.detach() for name, value in trace.items()} for trace in traces] if probe else None
+        probes = [{name: value.detach() for name, value in layer.items()} for layer in stats] if probe else None
         if return_hidden:
             return DecoderOutput(None, entropy, probes, h)
         return DecoderOutput(F.linear(h, self.output_head.weight), entropy, probes)
 
-    def _decode(
+    def _check_arguments(self, cache: Cache | None, documents: Tensor | None) -> None:
+        if not self.config.causal and (cache is not None or documents is not None or self.axis == "token_major"):
+            raise ValueError(
+                "model.causal=false does not support a cache, documents or axis token_major; set model.causal=true"
+            )
+        if documents is not None and (cache is not None or self.axis in ("time", "token_major")):
+            raise ValueError(
+                "documents do not support a cache, nor a memory that carries state from token to token; "
+                "set data.document_mask=false or model.memory.axis=depth"
+            )
+
+    def _run_layers(
         self,
         h: Tensor,
         cache: Cache | None,
         probe: bool,
         documents: Tensor | None = None,
         document_bounds: Tensor | None = None,
-    ) -> tuple[Tensor, list[Trace]]:
-        """All layers over h [B, T, d].
+    ) -> tuple[Tensor, list[Stats]]:
+        """Run all layers on h [B, T, d]; return the new h and the statistics of each layer's memory.
 
-        A layer takes its memory's state from states[key] and leaves it there. One key for all layers hands the state
-        from layer to layer (depth, token_major), a key for each keeps it with the layer (time); a dict in the cache
-        lasts from token to token (time, token_major), a new one for this pass (depth).
+        A layer reads and writes its memory state at states[key]. With one key for all layers (depth, token_major),
+        the state passes from layer to layer; with one key per layer (time), it stays in the layer. States in the
+        cache last from token to token (time, token_major); otherwise they last for this call (depth).
         """
-        start = cache.length if cache else 0
-        behind = self.config.attention_window - 1 if self.config.attention_window else start + h.shape[1]
-        seen = sight(self.config, min(start, behind), h, documents, document_bounds)
-        h, place = self._place(h, start, documents)
+        start, length = cache.length if cache else 0, h.shape[1]
+        max_cached = self.config.attention_window - 1 if self.config.attention_window else start + length
+        mask = build_mask(self.config, h, min(start, max_cached), documents, document_bounds)
+        h, positions = self._encode_positions(h, start, documents)
         states = cache.states if cache and self.axis != "depth" else {}
-        traces = []
+        stats = []
         for i, layer in enumerate(self.layers):
             key = i if self.axis == "time" else 0
-            past = cache.keys_values.get(i) if cache else None
-            h, states[key], present, trace = layer(h, states.get(key), past, place, probe, seen, self.checkpoint_blocks)
-            traces.append(trace)
-            if cache and (kept := min(start + h.shape[1], behind)):
-                cache.keys_values[i] = tuple(x[:, :, -kept:] for x in present)
+            kv_cache = cache.keys_values.get(i) if cache else None
+            h, states[key], keys_values, of_layer = layer(
+                h, states.get(key), positions, kv_cache, mask, probe=probe, recompute=self.checkpoint_blocks
+            )
+            stats.append(of_layer)
+            if cache and (num_cached := min(start + length, max_cached)):
+                cache.keys_values[i] = tuple(x[:, :, -num_cached:] for x in keys_values)
         if cache:
-            cache.length += h.shape[1]
-        return h, traces
+            cache.length += length
+        return h, stats
 
-    def _place(self, h: Tensor, start: int, documents: Tensor | None) -> tuple[Tensor, Place]:
-        """Tell tokens start .. start+T-1, h [B, T, d], where they stand: new h, and what attention needs of it.
+    def _encode_positions(self, h: Tensor, start: int, documents: Tensor | None) -> tuple[Tensor, Positions]:
+        """Return h [B, T, d] with sinusoidal encodings, if configured, and the positional inputs of attention.
 
-        Sinusoids are added to sqrt(d) h (Vaswani et al. 2017, section 3.4: h would be small beside them).
+        Sinusoids are added to sqrt(d) h (Vaswani et al. 2017, section 3.4), which would be small beside them.
         """
         config, length = self.config, h.shape[1]
         rope = scale = None
-        places = slice(None) if documents is None else compute_document_positions(documents)
+        positions = slice(None) if documents is None else compute_document_positions(documents)
         if config.positional == "rope":
-            rope = rope_table(config, start, length, h)[:, places]
+            rope = build_rope_table(config, start, length, h)[:, positions]
             rope = rope if documents is None else rope.unsqueeze(2)
         elif config.positional == "sinusoidal":
-            table = sin_cos_table(config.hidden_size, start, length, h)
-            h = math.sqrt(config.hidden_size) * h + table[places].to(h.dtype)
+            table = build_sinusoidal_table(config.hidden_size, start, length, h)
+            h = math.sqrt(config.hidden_size) * h + table[positions].to(h.dtype)
         if config.attention_log_base:
-            scale = log_scale(config, torch.arange(start, start + length, device=h.device)[places])
+            scale = compute_query_scale(config, torch.arange(start, start + length, device=h.device)[positions])
             scale = scale if documents is None else scale.unsqueeze(1)
-        return h, Place(rope, scale)
+        return h, Positions(rope, scale)
 
     def init_weights(self) -> None:
-        """Draw all parameters afresh, the backbone's first; needed after `to_empty` from the meta device.
+        """Initialize all parameters, the backbone's first; required after `to_empty` from the meta device.
 
-        The same draws in every process, sharded or not, with the same state of torch's generator.
+        The same random state gives the same weights in every process, sharded or not.
         """
         self._init_backbone()
         for memory in self.memories:
-            with whole(memory):
+            with full_parameters(memory):
                 memory.init_weights()
 
     def _init_backbone(self) -> None:
@@ -248,34 +274,36 @@ class Transformer(nn.Module):
     def _init_embedding(self) -> None:
         if self.config.embedding_std is None:
             return self._init_linear(self.embedding)
-        with whole(self.embedding):
+        with full_parameters(self.embedding):
             nn.init.normal_(self.embedding.weight, std=self.config.embedding_std)
 
     def _init_linear(self, linear: nn.Linear | nn.Embedding, output_of_layer: int | None = None) -> None:
-        with whole(linear):
+        with full_parameters(linear):
             init_weight_(linear.weight, self.config, output_of_layer)
 
     def num_parameters(self, memory: bool | None = None) -> int:
-        """All parameters, a tied embedding counted once; only the memory's (True) or the backbone's (False)."""
-        of_memory = sum(p.numel() for m in self.memories for p in m.parameters())
+        """Count all parameters, a tied embedding once; only the memories' (True) or only the backbone's (False)."""
+        in_memories = sum(p.numel() for m in self.memories for p in m.parameters())
         if memory is True:
-            return of_memory
+            return in_memories
         total = sum(p.numel() for p in self.parameters())
-        return total if memory is None else total - of_memory
+        return total if memory is None else total - in_memories
 
     def flops_per_token(self, context_length: int) -> float:
-        """Floating point operations of one training pass (3 x forward) per token of a sequence of `context_length`.
+        """Return the FLOPs of one training pass (3 x forward) per token of a sequence of `context_length` tokens.
 
-        2 per multiply-add of every matrix product and of the memory; attention as dense: 4 context_length d a layer.
+        Every multiply-add of matrix products and memories counts 2. Attention counts as dense: 4 context_length d for
+        each layer and forward pass.
         """
         config = self.config
-        tied = 0 if self.head else self.embedding.weight.numel()  # the embedding is a look-up, the head a product
+        # An embedding lookup is free, but a tied embedding is also the output head
+        tied = 0 if self.head else self.embedding.weight.numel()
         matmuls = sum(m.weight.numel() for m in self.modules() if isinstance(m, Linear)) + tied
         attention = 4.0 * config.num_layers * context_length * config.hidden_size
         memory = sum(m.flops_per_token(context_length) for m in self.memories)
         return 3 * (2.0 * matmuls + attention + memory)
 
 
-def _mean(traces: tuple[Trace, ...]) -> Trace:
-    """The mean of each scalar over several traces of one layer."""
-    return {name: torch.stack([trace[name] for trace in traces]).mean() for name in traces[0]}
+def _average(stats: tuple[Stats, ...]) -> Stats:
+    """Return the mean of each statistic."""
+    return {name: torch.stack([values[name] for values in stats]).mean() for name in stats[0]}

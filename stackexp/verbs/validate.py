@@ -25,7 +25,9 @@ def add_arguments(parser: Parser, stage: str = "validate") -> None:
     parser.add_argument("--ckpt_path", metavar="best|PATH", help="score this checkpoint; required with --config")
     sets = f"names from {section}, v2 and v3 (see `data fetch`), or NAME=PATH of a set or a folder of sets"
     parser.add_argument("--sets", action="append", default=[], metavar="NAME,...", help=sets)
-    parser.add_argument("--score-remainder", action="store_true", help="score the tokens after the last whole chunk too")
+    parser.add_argument(
+        "--score-remainder", action="store_true", help="score the tokens after the last whole chunk too"
+    )
     out = f"write here instead of RUN/{stage}.json; the table of sets goes to the same name with .md"
     parser.add_argument("--out", metavar="FILE.json", help=out)
 

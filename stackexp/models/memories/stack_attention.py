@@ -1,4 +1,4 @@
-"""StackAttn (Li et al. 2024): a stack over the tokens, kept as a distribution over which of them is on top."""
+"""Stack attention (Li et al. 2024): a stack over the tokens, represented by a distribution over its top element."""
 
 from typing import Any, NamedTuple
 
@@ -8,24 +8,28 @@ from torch import Tensor, nn
 from stackexp.config.memory import StackAttentionConfig
 from stackexp.config.model import TransformerConfig
 from stackexp.models.initialization import init_weight_
-from stackexp.models.memories.base import Memory, Trace
+from stackexp.models.memories.base import Memory, Stats
 
 
 class StackAttentionState(NamedTuple):
-    """Of the P tokens so far."""
+    """The state after P tokens."""
 
-    tops: Tensor  # [B, P+1, P], row j: alpha_{j-1}, which token is on top before token j is read; row P: now
-    h: Tensor  # [B, P, d], what a token on top reads
+    tops: Tensor  # [B, P+1, P], row j: alpha_{j-1}, the distribution of the top before token j
+    h: Tensor  # [B, P, d], the elements
 
 
 class StackAttention(Memory):
-    """h_t + sum_j alpha_t[j] h_j: one full-width stack, whose elements are the tokens' own h.
+    """h_t + sum_j alpha_t[j] h_j: one full-width stack, whose elements are the hidden states of the tokens.
 
-    a_t = softmax(A h_t + b): push, pop, no-op. alpha_t, over the tokens 0 .. t, is their mean of: all on t (push);
-    sum_j alpha_{t-1}[j] alpha_{j-1}, what was on top before each token that is there now (pop); alpha_{t-1} (no-op).
-    As in the authors' code alpha_{-1} is all on token 0, the bottom, which no pop removes; the actions have a bias.
+    a_t = softmax(A h_t + b) are push, pop and no-op. alpha_t, a distribution over the tokens 0 .. t, is the mixture of
 
-    A pass costs O(T^3) multiply-adds a sequence and layer, and holds [T+1, T] numbers of each.
+        push   all mass on t
+        pop    sum_j alpha_{t-1}[j] alpha_{j-1}: the tops before each token that may be on top now
+        no-op  alpha_{t-1}
+
+    As in the authors' code, alpha_{-1} is all on token 0, the bottom, which is never popped, and A has a bias.
+
+    A forward pass takes O(T^3) multiply-adds and O(T^2) memory per sequence and layer.
     """
 
     axis = "time"
@@ -36,43 +40,46 @@ class StackAttention(Memory):
         self.actions = nn.Linear(model.hidden_size, 3)
 
     def init_weights(self) -> None:
+        """Initialize A as the decoder's weights and its bias to 0."""
         init_weight_(self.actions.weight, self.model)
         nn.init.zeros_(self.actions.bias)
 
     def empty_state(self, h: Tensor) -> StackAttentionState:
+        """Return the state before the first token of h [B, T, d]; see `Memory.empty_state`."""
         wide = h if h.dtype == torch.float64 else h.float()
         return StackAttentionState(wide.new_zeros(len(h), 1, 0), h[:, :0])
 
     def forward(
         self, h: Tensor, state: StackAttentionState, probe: bool = False
-    ) -> tuple[Tensor, StackAttentionState, Trace]:
-        """As `Memory.forward`. The distributions are float32 at least, also under autocast."""
+    ) -> tuple[Tensor, StackAttentionState, Stats]:
+        """Update with h [B, T, d] and read; see `Memory.forward`. Distributions are at least float32."""
         with torch.autocast(h.device.type, enabled=False):
             logits = nn.functional.linear(h, self.actions.weight.to(h.dtype), self.actions.bias.to(h.dtype))
             actions = logits.to(state.tops.dtype).softmax(-1)
-            tops, elements = Tops.apply(actions, state.tops), torch.cat([state.h, h], 1)
+            tops, elements = ComputeTops.apply(actions, state.tops), torch.cat([state.h, h], 1)
             read = (tops[:, -h.shape[1] :] @ elements.to(tops.dtype)).to(h.dtype)
-        trace = _probes(actions, read, h) if probe else {}
-        return h + read, StackAttentionState(tops, elements), trace
+        stats = _compute_probes(actions, read, h) if probe else {}
+        return h + read, StackAttentionState(tops, elements), stats
 
     def flops_per_token(self, context_length: int) -> float:
-        """Actions, and in the mean over the tokens of a sequence the pops (T^2 / 3) and the read (T / 2 vectors)."""
+        """Count the actions and, averaged over a sequence, the pops (T^2 / 3) and the read (T / 2 vectors)."""
         pops, read = context_length**2 / 3, context_length / 2 * self.model.hidden_size
         return 2.0 * (self.actions.weight.numel() + pops + read)
 
 
-class Tops(torch.autograd.Function):
-    """actions [B, T, 3] and the tops before them [B, P+1, P] -> all tops so far [B, N+1, N], N = P + T.
+class ComputeTops(torch.autograd.Function):
+    """The recurrence of alpha: actions [B, T, 3] and earlier tops [B, P+1, P] -> all tops [B, N+1, N], N = P + T.
 
-    Each step is one product of a vector with the tops before it, [B, t] x [B, t, t]; so is each half of its backward.
+    Each step is one product of a vector and the earlier tops, [B, t] x [B, t, t]; so is each half of its backward.
     """
 
     @staticmethod
-    def forward(ctx: Any, actions: Tensor, past: Tensor) -> Tensor:
-        batch, length, first = *actions.shape[:2], past.shape[2]
+    def forward(ctx: Any, actions: Tensor, earlier: Tensor) -> Tensor:
+        """Compute the tops token by token."""
+        batch, length, first = *actions.shape[:2], earlier.shape[2]
         tops = actions.new_zeros(batch, first + length + 1, first + length)
-        tops[:, : first + 1, :first] = past
-        tops[:, : 1 if first else 2, 0] = 1  # the bottom: alpha_{-1}, and alpha_0 whatever the action
+        tops[:, : first + 1, :first] = earlier
+        tops[:, : 1 if first else 2, 0] = 1  # the bottom: alpha_{-1}, and alpha_0 for any action
         push, pop, no_op = actions.unsqueeze(-1).unbind(2)  # [B, T, 1]
         for t in range(max(first, 1), first + length):
             i, last = t - first, tops[:, t, :t]
@@ -85,33 +92,34 @@ class Tops(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        """From the last token to the first: by then all is known that later tokens took from the row of a token.
+    def backward(ctx: Any, grad_tops: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Go from the last token to the first, so that the gradient of a row is complete when it is used.
 
-        Row r, alpha_{r-1}, is the last top of step r, and a pop of each later step s takes tops[s, r] of it.
+        Step r reads row r, alpha_{r-1}, as the last top; the pop of each later step s reads tops[s, r] of it.
         """
         (actions, tops), first = ctx.saved_tensors, ctx.first
-        total, of_actions, end = gradient.clone(), torch.zeros_like(actions), tops.shape[2]
+        grad, grad_actions, end = grad_tops.clone(), torch.zeros_like(actions), tops.shape[2]
         _, pop, no_op = actions.unsqueeze(-1).unbind(2)
-        popped = (pop * tops[:, first:-1]).mT.contiguous()  # [B, N, T]: how much of a row a step's pop takes
+        popped = (pop * tops[:, first:-1]).mT.contiguous()  # [B, N, T]: the share of a row in the pop of a step
         for t in range(end - 1, max(first, 1) - 1, -1):
-            i, last, row = t - first, tops[:, t, :t], total[:, t + 1]
+            i, last, grad_row = t - first, tops[:, t, :t], grad[:, t + 1]
             if t + 2 < end:
-                taken = popped[:, t + 1, None, i + 2 :]  # by the steps after the next
-                row[:, : t + 1] += torch.bmm(taken, total[:, t + 3 :, : t + 1]).squeeze(1)
-            of_row = row[:, :t]
-            of_popped = torch.bmm(tops[:, :t, :t], of_row.unsqueeze(2)).squeeze(2)
-            of_actions[:, i] = torch.stack([row[:, t], (of_popped * last).sum(1), (of_row * last).sum(1)], 1)
-            total[:, t, :t] += pop[:, i] * of_popped + no_op[:, i] * of_row
+                later_pops = popped[:, t + 1, None, i + 2 :]
+                grad_row[:, : t + 1] += torch.bmm(later_pops, grad[:, t + 3 :, : t + 1]).squeeze(1)
+            grad_mixed = grad_row[:, :t]
+            grad_popped = torch.bmm(tops[:, :t, :t], grad_mixed.unsqueeze(2)).squeeze(2)
+            grad_actions[:, i] = torch.stack(
+                [grad_row[:, t], (grad_popped * last).sum(1), (grad_mixed * last).sum(1)], 1
+            )
+            grad[:, t, :t] += pop[:, i] * grad_popped + no_op[:, i] * grad_mixed
         if not ctx.needs_input_grad[1]:
-            return of_actions, None
-        of_past = total[:, : first + 1, :first] + popped[:, : first + 1] @ total[:, first + 1 :, :first]
-        return of_actions, of_past
+            return grad_actions, None
+        return grad_actions, grad[:, : first + 1, :first] + popped[:, : first + 1] @ grad[:, first + 1 :, :first]
 
 
 @torch.no_grad()
-def _probes(actions: Tensor, read: Tensor, h: Tensor) -> Trace:
-    """Means over the tokens; read_share is |read| / |h|."""
+def _compute_probes(actions: Tensor, read: Tensor, h: Tensor) -> Stats:
+    """Return means over tokens; read_share is |read| / |h|."""
     push, pop, no_op = actions.flatten(0, -2).mean(0)
-    share = read.float().norm(dim=-1) / h.float().norm(dim=-1)
-    return {"push": push, "pop": pop, "no_op": no_op, "read_share": share.mean()}
+    read_share = (read.float().norm(dim=-1) / h.float().norm(dim=-1)).mean()
+    return {"push": push, "pop": pop, "no_op": no_op, "read_share": read_share}

@@ -1,0 +1,108 @@
+"""Options of the stack memory that are not in the paper: action inputs and scales, action noise, feedback."""
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from stackexp import stack
+from stackexp.config.memory import StackMemoryConfig
+from stackexp.config.model import TransformerConfig
+from stackexp.models.memories.stack import StackMemory, new_parameter
+
+
+class ExtendedStackMemory(StackMemory):
+    """A stack memory with our extensions. Without them, it computes what `StackMemory` computes.
+
+    - `action_input: hidden`: A [H, 3, d] reads all of h in place of x.
+    - `action_scale: slice` divides the action logits by sqrt(d / H); `action_sharpness` multiplies them.
+    - `action_noise`: normal noise on the logits in training, so that the model learns sharp actions. Every rank draws
+      the same noise for its own part of the batch, so results depend on the number of ranks.
+    - `feedback` (axis time): x_t and the logits are computed from h_t + F f(R_{t-1}), F = `feedback` [d, H*D].
+    - `feedback_hidden_size: m`: a hidden layer u_t = f(U h_t + V R_{t-1}) adds P u_t to x_t and Q u_t to the logits.
+      `feedback` is P and Q [H*D + H*3, m], `feedback_token` U [m, d], `feedback_read` V [m, H*D]; U and V have 2 m
+      rows for `feedback_activation: gated`.
+    """
+
+    def __init__(self, config: StackMemoryConfig, model: TransformerConfig, layer: int) -> None:
+        super().__init__(config, model, layer)
+        self.uses_random_numbers = config.action_noise > 0
+        heads, size, hidden = config.num_heads, config.head_dim, model.hidden_size
+        if config.action_input == "hidden":
+            self.actions = new_parameter(heads, self.num_actions, hidden)
+        gate = self._parameters.pop("gate")
+        self.feedback = self.feedback_token = self.feedback_read = None
+        if units := config.feedback_hidden_size:
+            rows = 2 * units if config.feedback_activation == "gated" else units
+            self.feedback = new_parameter(heads * (size + self.num_actions), units)
+            self.feedback_token, self.feedback_read = new_parameter(rows, hidden), new_parameter(rows, heads * size)
+        elif config.feedback:
+            self.feedback = new_parameter(hidden, heads * size)
+        self.gate = gate  # the last parameter: checkpoints hold optimizer states in the order of the parameters
+        # The noise scale is a tensor because torch.compile recompiles when a Python number changes
+        self.register_buffer("noise", torch.empty(()) if config.action_noise else None, persistent=False)
+
+    def init_weights(self) -> None:
+        """Initialize as `StackMemory`, but W_down and A to 0 if the feedback has a hidden layer.
+
+        That layer also reads h; W_down and A would start three times as large as its output and hide it.
+        """
+        super().init_weights()
+        if self.feedback_token is not None:
+            for weight in (self.down, self.actions):
+                if weight is not None:
+                    nn.init.zeros_(weight)
+        if self.noise is not None:
+            self.noise.fill_(self.config.action_noise)
+
+    def set_step(self, step: int) -> None:
+        """Set the noise of a training step; it grows linearly over the first `action_noise_warmup_steps` steps."""
+        if self.noise is not None and self.config.action_noise_warmup_steps:
+            self.noise.fill_(self.config.action_noise * min(1.0, step / self.config.action_noise_warmup_steps))
+
+    def project(self, h: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the push vectors x [..., H, D] and the scaled action logits [..., H, 3] of h [..., d]."""
+        config, heads = self.config, self.config.num_heads
+        if config.action_input == "head":
+            x, logits = super().project(h)
+        elif config.projection == "low_rank":  # both in one matrix product
+            both = F.linear(h, torch.cat([self.down, self.actions.flatten(0, 1)]))
+            x, logits = (part.unflatten(-1, (heads, -1)) for part in both.tensor_split([len(self.down)], -1))
+        else:
+            x = self.project_down(h)
+            logits = F.linear(h, self.actions.flatten(0, 1)).unflatten(-1, (heads, -1))
+        if config.action_scale == "slice":
+            logits = logits / math.sqrt(self.model.hidden_size / heads)
+        return x, logits if config.action_sharpness == 1 else config.action_sharpness * logits
+
+    def update(
+        self, state: stack.StackState, x: Tensor, logits: Tensor, h: Tensor
+    ) -> tuple[stack.StackOutput, stack.StackState]:
+        """Update and read the stacks as `StackMemory`, with noise and feedback."""
+        if self.training and self.noise is not None:
+            logits = logits + self.noise * torch.randn_like(logits)
+        if self.feedback is None:
+            return super().update(state, x, logits, h)
+        options = self.get_options() | {"feedback_activation": self.config.feedback_activation}
+        return stack.scan(state, x, logits, self.get_query(), self._build_feedback(h), **options)
+
+    def _build_feedback(self, h: Tensor) -> tuple[Tensor, ...]:
+        """Return the `feedback` of `stack.scan`: P [m, H, D], Q [m, H, 3] and, with a hidden layer, V and U h."""
+        config = self.config
+        if self.feedback_token is None:
+            return self.project(self.feedback.T)  # x and the logits are linear in h, so F R adds P R and Q R
+        push, logits = (
+            part.unflatten(-1, (config.num_heads, -1))
+            for part in self.feedback.T.tensor_split([config.num_heads * config.head_dim], -1)
+        )
+        return push, config.action_sharpness * logits, self.feedback_read, F.linear(h, self.feedback_token)
+
+    def flops_per_token(self, context_length: int) -> float:
+        """Count the FLOPs of `StackMemory` and the matrix products of the feedback."""
+        config, matmuls = self.config, 0
+        if config.feedback:
+            matmuls += self.feedback.shape[1] * config.num_heads * (config.head_dim + self.num_actions)
+        if config.feedback_hidden_size:
+            matmuls += self.feedback_token.numel() + self.feedback_read.numel()
+        return super().flops_per_token(context_length) + 2.0 * matmuls
