@@ -5,7 +5,6 @@ Each sample is one sequence of exactly `context_length` tokens in the column `to
 library takes 5 s.
 """
 
-import functools
 import hashlib
 import json
 import os
@@ -194,7 +193,3 @@ class TokenSet:
         dtype = token_dtype(self.corpus.vocab_size)
         return np.memmap(path, dtype, "r", os.path.getsize(path) - samples * shape[1] * dtype.itemsize, shape)
 
-
-# Temporary, until the rooms that import these names from here use stackexp.files.
-sync = sync_file
-write_json = functools.partial(write_json, indent=1)
