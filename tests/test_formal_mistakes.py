@@ -70,6 +70,6 @@ def test_there_is_no_text_to_continue(capsys, tmp_path):
 @pytest.mark.parametrize("stage", ["validate", "test"])
 def test_strings_have_no_remainder(capsys, tmp_path, stage):
     (tmp_path / "config.yaml").write_text("defaults: [formal/transformer]\n")
-    assert main([stage, "--run", str(tmp_path), "--keep-remainder"]) == 2
+    assert main([stage, "--run", str(tmp_path), "--score-remainder"]) == 2
     [line] = capsys.readouterr().err.splitlines()
-    assert "--keep-remainder: not supported for strings of reverse_string" in line
+    assert "--score-remainder: not supported for strings of reverse_string" in line

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 
 from stackexp.config.layers import config_names
-from stackexp.files import read_json
 from stackexp.sweeps.sweep import list_shipped, load_sweep
 
 
@@ -23,7 +22,7 @@ def run_as_fit(name: str, overrides: Sequence[str]) -> int:
     from stackexp.sweeps.runner import run_sweep
 
     run_sweep(sweep, max_parallel=1)
-    results = [read_json(trial.folder.result) for trial in sweep.trials]
+    results = [trial.folder.read_result().to_dict() for trial in sweep.trials]
     curves = {result["model"]: parse_accuracy(result) for result in results}
     print(f"\n{format_curves(sweep.trials[0].config.data, curves)}\n")
     print("\n".join(f"run folder: {trial.folder.path}" for trial in sweep.trials))

@@ -1,0 +1,57 @@
+"""stackexp.load_run: the public Python API for run folders."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import stackexp
+from stackexp import runs
+from stackexp.config.compose import compose
+from stackexp.errors import RunError
+from stackexp.files import write_json_lines
+from stackexp.training.objectives import build_objective
+
+TINY = ["model.hidden_size=8", "model.num_layers=1", "trainer.accelerator=cpu"]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    config = compose(["formal/lstm"], [*TINY, f"logging.root={tmp_path}"])
+    folder = runs.new(config)
+    with folder.begin(config):
+        write_json_lines(folder.metrics, [{"step": 1, "loss/train": 2.0}, {"step": 2, "v": 0.5}])
+        model = build_objective(config).build_module().model
+        save_file(dict(model.state_dict()), folder.path / "weights.safetensors")
+    return folder
+
+
+def test_load_run_returns_model_config_and_metrics(folder):
+    run = stackexp.load_run(folder.path, folder.path / "weights.safetensors")
+    assert not run.model.training
+    assert run.config.model.hidden_size == 8
+    assert run.tokenizer is None
+    again = stackexp.load_run(folder.path, folder.path / "weights.safetensors")
+    for one, two in zip(run.model.parameters(), again.model.parameters(), strict=True):
+        torch.testing.assert_close(one, two, rtol=0, atol=0)
+    assert list(run.metrics["step"]) == [1, 2]
+    assert list(run.metrics) == ["step", "loss/train", "v"]
+
+
+def test_load_run_without_pandas_returns_lists(folder, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    metrics = stackexp.load_run(folder.path, folder.path / "weights.safetensors").metrics
+    assert metrics == {"step": [1, 2], "loss/train": [2.0, None], "v": [None, 0.5]}
+
+
+def test_missing_folder_or_checkpoint_is_one_line(folder, tmp_path):
+    with pytest.raises(RunError, match="not a run folder"):
+        stackexp.load_run(tmp_path)
+    with pytest.raises(RunError, match="no checkpoint yet"):
+        stackexp.load_run(folder.path)
+
+
+def test_import_stackexp_imports_no_torch():
+    subprocess.run([sys.executable, "-c", "import stackexp, sys; assert 'torch' not in sys.modules"], check=True)
