@@ -19,8 +19,8 @@ from stackexp.benchmarking.efficiency import seconds
 from stackexp.errors import ConfigError
 from stackexp.models.cross_entropy import Head, NextTokenLoss, _liger
 from stackexp.models.transformer import DecoderOutput
-from stackexp.reports.tables import table
 from stackexp.runs import environment
+from stackexp.tables import table
 
 WARM_UP = 3
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from stackexp import stack
-from stackexp.reports.tables import table
+from stackexp.tables import table
 
 CASES = {
     "training": (128, 40, 24, 4, 8),

@@ -129,7 +129,7 @@ def main() -> None:
         what, workers, masks = CASES[name]
         print(json.dumps(measure(what, remote, cache, workers, masks)), flush=True)
         return
-    from stackexp.reports.tables import table
+    from stackexp.tables import table
 
     results = {}
     with tempfile.TemporaryDirectory() as folder:

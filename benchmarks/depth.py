@@ -28,8 +28,8 @@ from stackexp.config import registry
 from stackexp.config.compose import compose
 from stackexp.models.memories.base import Memory
 from stackexp.models.transformer import Cache
-from stackexp.reports.tables import table
 from stackexp.runs import environment
+from stackexp.tables import table
 
 IMPLEMENTATIONS = ("reference", "eager", "compiled", "coefficients")
 PASSES = ("train", "prefill", "decode")

@@ -100,8 +100,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, metavar="FILE.json")
     options = parser.parse_args()
     os.environ |= {"RAYON_NUM_THREADS": str(options.workers), "TOKENIZERS_PARALLELISM": "true"}  # before it is loaded
-    from stackexp.reports.tables import table
     from stackexp.runs import environment
+    from stackexp.tables import table
 
     texts = read_texts(int(options.megabytes * 1e6))
     size = sum(len(text.encode()) for text in texts)

@@ -74,7 +74,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     clock = time.thread_time if options.threads == 1 else time.perf_counter
-    from stackexp.reports.tables import table
+    from stackexp.tables import table
 
     began = time.perf_counter()
     make((2, 2, 2, 1, 1), "top", "no feedback", True)(compiled)

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from stackexp.config.compose import compose
 from stackexp.models.transformer import Transformer
-from stackexp.reports.tables import table
+from stackexp.tables import table
 from stackexp.tasks import TASKS
 
 ASKED = 0.05

@@ -3,7 +3,7 @@
 import pytest
 
 from stackexp.config.formal_language import FormalLanguageConfig
-from stackexp.reports.formal.accuracy import compute_scores, format_accuracy_table, get_ranges, plot_accuracy
+from stackexp.evaluation.accuracy import compute_scores, format_accuracy_table, get_ranges, plot_accuracy
 
 
 def test_scores_are_means_over_the_tested_lengths():

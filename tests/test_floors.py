@@ -1,7 +1,8 @@
-"""The floors of the house: nothing imports upwards, and what must stay light imports nothing heavy."""
+"""The floors of docs/architecture.md: nothing imports upward, no import circles, light modules import nothing heavy."""
 
 import ast
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -10,48 +11,66 @@ import stackexp
 
 ROOT = Path(stackexp.__file__).parent
 FLOORS = [
-    {"config", "runs", "files", "errors", "__init__"},
+    {"config", "runs", "files", "tables", "errors", "__init__"},
     {"stack"},
     {"models", "tasks", "data"},
     {"modules", "datamodules"},
-    {"training", "evaluation", "planning", "reports", "sweeps", "benchmarking"},
+    {"training", "evaluation", "planning"},
+    {"sweeps", "benchmarking"},
+    {"reports"},
     {"verbs"},
     {"cli"},
     {"__main__"},
 ]
 NO_LIGHTNING = {"models", "data", "stack", "tasks"}
-LIGHT = {"config", "cli", "errors", "runs"}  # may import these within functions
+LIGHT = {"config", "cli", "verbs", "errors", "runs", "files", "tables"}  # heavy imports only within functions
 HEAVY = {"torch", "lightning", "streaming", "numpy"}
 FILES = {str(path.relative_to(ROOT)): path for path in sorted(ROOT.rglob("*.py"))}
+MODULES = {
+    f"stackexp.{name.removesuffix('.py').replace('/', '.')}".removesuffix(".__init__"): FILES[name] for name in FILES
+}
 
 
-def part(name: str) -> str:
-    """The part of the package that a file or a module belongs to: `stackexp.config.layers` -> config."""
+def find_room(name: str) -> str:
+    """Return the room of a file or module: `stackexp.config.layers` -> config."""
     return (name.removesuffix(".py").replace("/", ".").removeprefix("stackexp.") + ".").split(".")[0]
 
 
-def floor(name: str) -> int:
-    return next(number for number, parts in enumerate(FLOORS) if part(name) in parts)
+def find_floor(name: str) -> int:
+    return next(number for number, rooms in enumerate(FLOORS) if find_room(name) in rooms)
 
 
-def imports(node: ast.AST, within_functions: bool = True) -> Iterator[str]:
-    """The modules that a piece of code imports."""
+def find_imports(node: ast.AST, within_functions: bool = True) -> Iterator[str]:
+    """Yield the modules that a piece of code imports."""
     if isinstance(node, ast.Import):
         yield from (alias.name for alias in node.names)
     elif isinstance(node, ast.ImportFrom):
         assert node.level == 0, "imports are absolute"
-        yield from (f"stackexp.{a.name}" for a in node.names) if node.module == "stackexp" else [node.module]
+        yield from (f"{node.module}.{a.name}" for a in node.names if f"{node.module}.{a.name}" in MODULES)
+        if node.module != "stackexp":
+            yield node.module
+    elif isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+        return
     elif within_functions or not isinstance(node, ast.FunctionDef):
         for child in ast.iter_child_nodes(node):
-            yield from imports(child, within_functions)
+            yield from find_imports(child, within_functions)
 
 
 @pytest.mark.parametrize("file", FILES)
-def test_a_file_imports_only_what_its_floor_allows(file):
+def test_a_file_imports_from_its_floor_and_below(file):
     module = ast.parse(FILES[file].read_text(encoding="utf-8"))
-    found = list(imports(module))
-    assert [name for name in found if name.startswith("stackexp.") and floor(name) > floor(file)] == []
-    if part(file) in NO_LIGHTNING:
+    found = list(find_imports(module))
+    assert [n for n in found if n.startswith("stackexp.") and find_floor(n) > find_floor(file)] == []
+    if find_room(file) in NO_LIGHTNING:
         assert "lightning" not in {name.split(".")[0] for name in found}
-    if part(file) in LIGHT:
-        assert not HEAVY & {name.split(".")[0] for name in imports(module, within_functions=False)}
+    if find_room(file) in LIGHT:
+        assert not HEAVY & {name.split(".")[0] for name in find_imports(module, within_functions=False)}
+
+
+def test_files_do_not_import_each_other_in_a_circle():
+    graph = {}
+    for name, path in MODULES.items():
+        found = set(find_imports(ast.parse(path.read_text(encoding="utf-8")), within_functions=False))
+        parent = name.rpartition(".")[0]  # `from package import module` in a package's own __init__ is no circle
+        graph[name] = {other for other in found if other in MODULES and other not in (name, parent)}
+    TopologicalSorter(graph).prepare()  # raises CycleError with the circle

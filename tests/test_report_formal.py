@@ -12,7 +12,7 @@ from stackexp.errors import RunError
 from stackexp.reports.formal import paper, recipes
 from stackexp.reports.formal.collect import collect_report
 from stackexp.reports.formal.paper import COLUMNS, find_column
-from stackexp.reports.tables import ABSENT
+from stackexp.tables import ABSENT
 from stackexp.tasks import TASKS
 
 PRINTED = """

@@ -8,9 +8,10 @@ from formal_runs import write_run
 from stackexp import runs
 from stackexp.config.compose import compose
 from stackexp.errors import RunError
+from stackexp.evaluation.score_tables import format_scores
 from stackexp.reports.compare import check_same_data, draw_losses, format_runs, name_runs
-from stackexp.reports.tables import RULE, format_scores, format_table
 from stackexp.runs import RunFolder
+from stackexp.tables import RULE, format_table
 
 
 def build_scores(loss: float) -> dict[str, float]:

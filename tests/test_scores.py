@@ -6,9 +6,9 @@ import random
 import numpy as np
 import pytest
 
+from stackexp.evaluation.score_tables import score_rows
 from stackexp.modules import scores
 from stackexp.modules.scores import average_groups, average_scores, bootstrap_interval, compute_set_scores
-from stackexp.reports.tables import score_rows
 
 
 def test_interval_agrees_with_resampling_in_plain_python():

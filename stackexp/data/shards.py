@@ -192,4 +192,3 @@ class TokenSet:
         shape = (samples, self.corpus.context_length)
         dtype = token_dtype(self.corpus.vocab_size)
         return np.memmap(path, dtype, "r", os.path.getsize(path) - samples * shape[1] * dtype.itemsize, shape)
-

@@ -7,10 +7,10 @@ from typing import Any
 from stackexp.config.affects import flatten_config
 from stackexp.config.experiment import ExperimentConfig
 from stackexp.config.formal_language import model_label
+from stackexp.evaluation.accuracy import compute_scores, format_curves, parse_accuracy
 from stackexp.evaluation.request import EvaluationRequest, Sets, describe_evaluation
 from stackexp.files import read_json, write_atomically
 from stackexp.modules.transduction import average_lengths
-from stackexp.reports.formal.accuracy import compute_scores, format_curves, parse_accuracy
 from stackexp.training.tensorboard import write_curve
 
 CURVE = "length/accuracy"  # the TensorBoard tag

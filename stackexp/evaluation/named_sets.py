@@ -6,9 +6,9 @@ from typing import Any
 
 from stackexp.config.experiment import ExperimentConfig
 from stackexp.evaluation.request import EvaluationRequest, Sets, describe_evaluation
+from stackexp.evaluation.score_tables import format_scores
 from stackexp.files import write_atomically
 from stackexp.modules.scores import average_groups, average_scores, replace_non_finite, tag_scores
-from stackexp.reports.tables import format_scores
 from stackexp.training.tensorboard import write_scalars
 
 

@@ -7,7 +7,7 @@ from stackexp.config.compose import compose, to_yaml
 from stackexp.config.experiment import ExperimentConfig
 from stackexp.config.layers import config_names, find_config, group_folder, is_recipe, sections
 from stackexp.config.yaml_files import names_in, purpose
-from stackexp.reports.tables import table
+from stackexp.tables import table
 
 
 def format_catalog() -> str:

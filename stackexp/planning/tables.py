@@ -3,7 +3,7 @@
 from typing import Any
 
 from stackexp.planning.cost import Plan, readable
-from stackexp.reports.tables import table
+from stackexp.tables import table
 
 KINDS = {
     "weights": "weights",

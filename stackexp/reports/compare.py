@@ -9,8 +9,8 @@ from stackexp.config.yaml_files import flatten, read_file
 from stackexp.data import hash_log
 from stackexp.errors import RunError
 from stackexp.reports.figures import new_figure, save_figure
-from stackexp.reports.tables import format_table
 from stackexp.runs import RunFolder
+from stackexp.tables import format_table
 
 AVERAGED_STEPS = 10
 """Training losses are plotted as moving averages over this many steps."""

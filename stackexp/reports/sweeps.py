@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 from stackexp.config.model import SYMBOLS
 from stackexp.errors import RunError
 from stackexp.reports.figures import new_figure, save_figure
-from stackexp.reports.tables import Style, format_table
 from stackexp.sweeps.grid import Values, shorten_keys
 from stackexp.sweeps.status import get_number
 from stackexp.sweeps.sweep import Sweep
 from stackexp.sweeps.trials import Trial
+from stackexp.tables import Style, format_table
 
 LOSSES = {"training loss": "train_loss.last_20_steps", "validation loss": "average.loss"}
 """Titles of the plotted losses -> their paths in result.json."""

@@ -18,7 +18,7 @@ def run_as_fit(name: str, overrides: Sequence[str]) -> int:
     """
     sweep = load_sweep(name, overrides)
     sweep.check_trials()
-    from stackexp.reports.formal.accuracy import format_curves, parse_accuracy
+    from stackexp.evaluation.accuracy import format_curves, parse_accuracy
     from stackexp.sweeps.runner import run_sweep
 
     run_sweep(sweep, max_parallel=1)

@@ -2,7 +2,6 @@
 
 from stackexp.errors import ConfigError
 from stackexp.files import write_atomically
-from stackexp.reports.tables import format_table
 from stackexp.sweeps.control import has_driver
 from stackexp.sweeps.display import ALIGN, COLUMNS, format_status, format_summary, open_display
 from stackexp.sweeps.driver import Driver, FixedTrials
@@ -10,6 +9,7 @@ from stackexp.sweeps.launchers import LAUNCHERS, load_launcher
 from stackexp.sweeps.search import Study
 from stackexp.sweeps.status import read_status
 from stackexp.sweeps.sweep import COPY, Sweep
+from stackexp.tables import format_table
 
 
 def run_sweep(

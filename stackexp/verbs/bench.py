@@ -6,7 +6,7 @@ from typing import Any
 
 from stackexp.config.suggestions import nearest
 from stackexp.errors import ConfigError
-from stackexp.reports.tables import table
+from stackexp.tables import table
 from stackexp.verbs.parser import Parser
 
 EXAMPLES = [

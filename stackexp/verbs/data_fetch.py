@@ -100,7 +100,7 @@ def _is_valid_url(url: str) -> bool:
 
 
 def _format_records(records: dict[olmo.OlmoSet, Any]) -> str:
-    from stackexp.reports.tables import format_table
+    from stackexp.tables import format_table
 
     rows = []
     for olmo_set, record in records.items():

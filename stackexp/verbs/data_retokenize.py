@@ -50,7 +50,7 @@ def run(args: Namespace) -> int:
 
 
 def _format_records(records: dict[str, Any]) -> str:
-    from stackexp.reports.tables import format_table
+    from stackexp.tables import format_table
 
     rows = []
     for name, record in records.items():

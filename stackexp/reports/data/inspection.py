@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 from stackexp.data.evaluation_sets import KnownTokenizer
 from stackexp.reports.data.lengths import LengthHistogram
-from stackexp.reports.tables import format_table
+from stackexp.tables import format_table
 
 SAMPLE_LENGTH = 256  # token ids, or characters of text
 SHOWN_IDS = 64  # of a sample without a tokenizer

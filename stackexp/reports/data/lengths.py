@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from stackexp.reports.tables import format_table
+from stackexp.tables import format_table
 
 BAR_WIDTH = 40  # characters
 

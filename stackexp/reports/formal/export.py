@@ -22,7 +22,7 @@ from stackexp.reports.formal.tables import (
     describe_marks,
     format_legend,
 )
-from stackexp.reports.tables import ABSENT, format_table
+from stackexp.tables import ABSENT, format_table
 from stackexp.tasks import TASKS
 
 # LaTeX

@@ -19,7 +19,7 @@ from stackexp.reports.formal.recipes import (
     name_recipe,
 )
 from stackexp.reports.formal.runs import Evaluation, FormalRun
-from stackexp.reports.tables import ABSENT, format_table
+from stackexp.tables import ABSENT, format_table
 from stackexp.tasks import TASKS
 
 BELOW, COARSE, UNFINISHED = "↓", "†", "‡"

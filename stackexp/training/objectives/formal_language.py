@@ -5,10 +5,10 @@ from typing import Any
 
 from stackexp.datamodules.formal_language import warn_of_slots
 from stackexp.evaluation import formal_languages
+from stackexp.evaluation.accuracy import format_curves, parse_accuracy
 from stackexp.evaluation.request import EvaluationRequest, Sets
 from stackexp.models import checkpoints
 from stackexp.modules.transduction import Transduction, average_lengths
-from stackexp.reports.formal.accuracy import format_curves, parse_accuracy
 from stackexp.runs import RunFolder
 from stackexp.training.objectives.base import Objective, Session, mean_of_last
 from stackexp.training.tensorboard import write_curve

@@ -9,9 +9,9 @@ from stackexp.data import hash_log
 from stackexp.evaluation import named_sets
 from stackexp.evaluation.generation import continue_text
 from stackexp.evaluation.request import EvaluationRequest, Sets
+from stackexp.evaluation.score_tables import format_scores
 from stackexp.modules.language_modeling import LanguageModeling
 from stackexp.modules.scores import average_groups, average_scores, tag_scores
-from stackexp.reports.tables import format_scores
 from stackexp.runs import RunFolder
 from stackexp.training.callbacks.data_record import DataRecord
 from stackexp.training.objectives.base import Objective, Session

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from stackexp.config.formal_language import FormalLanguageConfig
-from stackexp.reports.tables import format_table
+from stackexp.tables import format_table
 
 Accuracy = Mapping[int, float]
 """Accuracy by string length."""
