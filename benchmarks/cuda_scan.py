@@ -47,7 +47,7 @@ def make_inputs(case: tuple[int, ...], feedback: str | None, device: str) -> lis
 def one_pass(implementation: str, inputs: list[Tensor], num_slots: int, feedback: str | None) -> tuple[Tensor, Tensor]:
     """The reads, and the gradient of x."""
     x, logits, query, *maps = inputs
-    with stack.implementation(implementation):
+    with stack.use_implementation(implementation):
         state = stack.empty((x.shape[0], x.shape[2]), num_slots, x.shape[3], x)
         options = {"num_slots": num_slots, "read_mask": "log", "feedback_activation": feedback or "tanh"}
         output, _ = stack.scan(state, x, logits, query, tuple(maps) or None, **options)

@@ -31,7 +31,7 @@ from stackexp.models.transformer import Cache
 from stackexp.runs import environment
 from stackexp.tables import table
 
-IMPLEMENTATIONS = ("reference", "eager", "compiled", "coefficients")
+IMPLEMENTATIONS = ("reference", "eager", "numba")
 PASSES = ("train", "prefill", "decode")
 
 
@@ -113,7 +113,7 @@ def measure(bench: Bench, rows: list[tuple[str, str]], rounds: int) -> dict[tupl
             for row in rows:
                 memory, name = row
                 bench.attach(memory, what == "train")
-                with stack.implementation(name or "auto"):
+                with stack.use_implementation(name or "auto"):
                     args = [bench.cache()] if what == "decode" else []
                     taken = {what: seconds(getattr(bench, what), *args)}
                     if name:
@@ -141,9 +141,7 @@ def report(times: dict[tuple[str, str], dict[str, list[float]]]) -> list[dict[st
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--memories", nargs="+", default=["stacktrans", "full_dim"])
-    parser.add_argument(
-        "--implementations", nargs="+", choices=IMPLEMENTATIONS, default=["eager", "compiled", "coefficients"]
-    )
+    parser.add_argument("--implementations", nargs="+", choices=IMPLEMENTATIONS, default=["eager", "numba"])
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--threads", type=int, default=1)

@@ -1,5 +1,5 @@
 """The scan of a stack over the tokens on CPU: the loop in plain Python (all slots: `reference`; occupied ones: `eager`)
-and the kernels of `compiled`, side by side in one process.
+and the kernels of `numba`, side by side in one process.
 
     python benchmarks/scan.py [--rounds 5] [--threads 1] [--json FILE]
 
@@ -20,10 +20,11 @@ import numpy as np
 import torch
 
 from stackexp.stack import eager, reference
-from stackexp.stack.numba import kernels
-from stackexp.stack.numba import scan as compiled
+from stackexp.stack.numba import kernel_cache
+from stackexp.stack.numba import time_scan as compiled
 
 LOOPS = ("reference", "eager")
+NAMES = {reference: "reference", eager: "eager", compiled: "numba"}
 FEEDBACK = {"gated": 128, "feedback": None, "no feedback": None}  # units of its hidden layer
 CASES = {  # name: (B, T, S, H, d_s), gradients, modules to compare
     "training": ((128, 40, 24, 4, 8), True, (reference, eager, compiled)),
@@ -63,7 +64,7 @@ def milliseconds(run: Callable[[object], None], module, clock: Callable[[], floa
 
 def kernels_compiled() -> int:
     """How many kernels this process has compiled itself; 0: all had been kept on disk."""
-    return sum(kernel(np.float32).cache_hits == 0 for kernel in (kernels.forward, kernels.backward))
+    return sum(kernel(np.float32).cache_hits == 0 for kernel in (kernel_cache.forward, kernel_cache.backward))
 
 
 def main() -> None:
@@ -88,15 +89,15 @@ def main() -> None:
                 for _ in range(options.rounds + 1):
                     for module in modules:
                         times[module].append(milliseconds(run, module, clock, repeats))
-                medians = {m.__name__.rpartition(".")[2]: statistics.median(t[1:]) for m, t in times.items()}
+                medians = {NAMES[m]: statistics.median(t[1:]) for m, t in times.items()}
                 label = f"{name}, {feedback}, {read}"
                 results[label] = medians
-                figures = [f"{medians[m]:.2f}" if m in medians else "" for m in (*LOOPS, "compiled")]
-                faster = [f"{medians[m] / medians['compiled']:.1f}" if m in medians else "" for m in LOOPS]
+                figures = [f"{medians[m]:.2f}" if m in medians else "" for m in (*LOOPS, "numba")]
+                faster = [f"{medians[m] / medians['numba']:.1f}" if m in medians else "" for m in LOOPS]
                 rows.append([label, *figures, *faster])
     how = "the kernels were compiled" if results["kernels_compiled"] else "the kernels were kept from before"
     print(f"first call {results['first_call_seconds']:.1f} s: {how}")
-    header = ["ms", *LOOPS, "compiled", *(f"times faster than {name}" for name in LOOPS)]
+    header = ["ms", *LOOPS, "numba", *(f"times faster than {name}" for name in LOOPS)]
     print(table([header, *rows], align="<>>>>>", rules=(1,)))
     if options.json:
         options.json.write_text(json.dumps(results, indent=1))

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from stackexp.stack import StackOutput, reference
-from stackexp.stack.triton import depth as triton_depth
+from stackexp.stack.triton import depth_step as triton_depth
 
 F64 = torch.float64
 
@@ -73,7 +73,7 @@ def unroll(case: Case, inputs: list[Tensor], step: Callable, state: NamedTuple, 
 def triton(case: Case, inputs: list[Tensor], step: Callable = triton_depth.step) -> list[StackOutput]:
     shape = (*case.leading, case.num_heads)
     state = triton_depth.empty(shape, case.num_slots, case.head_dim, inputs[0], case.state_dtype)
-    return unroll(case, inputs, step, state, segment=case.segment)
+    return unroll(case, inputs, step, state, checkpoint_every=case.segment)
 
 
 def by_reference(case: Case, inputs: list[Tensor]) -> list[StackOutput]:

@@ -73,7 +73,7 @@ def scan(implementation: str, case: Case, inputs: list[Tensor]) -> tuple[list[Te
     if feedback:
         options |= {"feedback_activation": case.feedback}
     parts, outputs = [0, *case.cuts, case.num_tokens], []
-    with stack.implementation(implementation):
+    with stack.use_implementation(implementation):
         for begin, end in itertools.pairwise(parts):
             query = query if case.read == "global" else None
             fed = (*feedback[:3], *(given[:, begin:end] for given in feedback[3:])) or None
@@ -103,7 +103,7 @@ def check_autocast(implementation: str) -> None:
     case, gradients = Case(7, 4, 2, 5, feedback="tanh", dtype=torch.float32), []
     for enabled in (False, True):
         x, logits, query, slots, mask, *maps = make_inputs(case, "cpu")
-        with stack.implementation(implementation):
+        with stack.use_implementation(implementation):
             output, _ = stack.scan(StackState(slots, mask), x, logits, query, tuple(maps), num_slots=case.num_slots)
         with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
             gradients.append(torch.autograd.grad(output.read.square().sum(), maps))

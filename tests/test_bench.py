@@ -77,7 +77,7 @@ def test_the_floor_of_the_stack_is_what_its_tensors_hold():
     layers, tokens = stack_bench.Layers(config, torch.device("cpu")), 2 * 8
     options = layers.options
     moved = 0
-    with stack.implementation("eager"):
+    with stack.use_implementation("eager"):
         state = stack.empty(layers.shape, options["num_slots"], config.model.memory.head_dim, like=layers.pushed[0])
         for x, logits in zip(layers.pushed, layers.logits, strict=True):
             output, after = stack.step(state, x, logits, layers.query, **options)

@@ -8,7 +8,7 @@ from depth_steps import DISCIPLINES, USUAL, Case, cases, check, check_rounding, 
 from torch.utils.checkpoint import checkpoint
 
 from stackexp.stack import eager
-from stackexp.stack.numba import scan as compiled
+from stackexp.stack.numba import time_scan as compiled
 
 
 @pytest.mark.parametrize("case", cases(), ids=lambda case: case.name)

@@ -10,11 +10,11 @@ SMALL = ["model.hidden_size=16", "model.intermediate_size=16", "model.num_heads=
 
 
 def test_prints_and_writes_multiples_of_the_transformer(tmp_path):
-    sizes = ["--layers", "2", "--tokens", "8", "--rounds", "2", "--implementations", "eager", "coefficients"]
+    sizes = ["--layers", "2", "--tokens", "8", "--rounds", "2", "--implementations", "reference", "eager"]
     command = [sys.executable, BENCHMARK, *sizes, "--json", tmp_path / "out.json", *SMALL, "data.vocab_size=512"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    named = [("stacktrans", "eager"), ("stacktrans", "coefficients"), ("full_dim", "eager")]
-    named += [("full_dim", "coefficients")]
+    named = [("stacktrans", "reference"), ("stacktrans", "eager"), ("full_dim", "reference")]
+    named += [("full_dim", "eager")]
     assert [tuple(line.split()[:2]) for line in done.stdout.splitlines()[3:]] == named
     base, *rows = json.loads((tmp_path / "out.json").read_text())["rows"]
     assert [(row["memory"], row["implementation"]) for row in rows] == named

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from stackexp import stack
-from stackexp.stack import eager, reference
+from stackexp.stack import dispatch, eager, reference
 
 B, H, D, L = 3, 2, 3, 30
 DISCIPLINES = ["stack", "queue", "push_only"]
@@ -83,7 +83,7 @@ def test_a_scan_with_feedback_equals_the_reference(discipline, activation, units
     results = []
     for name in ("eager", "reference"):
         tensors = [tensor.clone().requires_grad_() for tensor in (x, logits, query, *maps)]
-        with stack.implementation(name):
+        with stack.use_implementation(name):
             state = stack.empty((B, H), 7, D, x)
             options = {"num_slots": 7, "discipline": discipline}
             options |= {"feedback": tuple(tensors[3:]), "feedback_activation": activation}
@@ -143,17 +143,17 @@ def test_compiles_without_graph_breaks(discipline):
 
 
 def test_what_was_picked_is_logged_once(caplog):
-    stack._log_once.cache_clear()
+    dispatch._log_choice_once.cache_clear()
     x, logits, query = make_inputs("stack", 1.0)
     with caplog.at_level(logging.INFO, "stackexp.stack"):
         for _ in range(2):
             stack.step(stack.empty((B, H), 7, D, x), x[0], logits[0], query, num_slots=7)
-    assert [record.getMessage() for record in caplog.records] == ["stack implementation: compiled"]
+    assert [record.getMessage() for record in caplog.records] == ["stack implementation: numba"]
 
 
 def test_a_forced_implementation_ends_with_its_context():
     x = make_inputs("stack", 1.0)[0]
-    with contextlib.suppress(ZeroDivisionError), stack.implementation("reference"):
+    with contextlib.suppress(ZeroDivisionError), stack.use_implementation("reference"):
         assert stack.empty((B, H), 7, D, x).mask.shape[-1] == 7
         raise ZeroDivisionError
     assert stack.empty((B, H), 7, D, x).mask.shape[-1] == 0

@@ -61,7 +61,7 @@ def test_gradients_are_the_same_bit_for_bit(memory, recompute):
 @pytest.fixture
 def one_way() -> Iterator[None]:
     """A step of the stack in plain torch: under a dispatch mode `auto` may choose it where it would not without."""
-    with stack.implementation("eager"):
+    with stack.use_implementation("eager"):
         yield
 
 
@@ -88,7 +88,7 @@ class Calls(TorchDispatchMode):
 def calls_in_backward(recompute: bool | str) -> Counter:
     model = make_model(MEMORIES["depth"])
     model.checkpoint_blocks = recompute
-    with stack.implementation("eager"):  # auto would choose otherwise where calls are counted, in the backward pass
+    with stack.use_implementation("eager"):  # auto would choose otherwise where calls are counted, in the backward pass
         loss = model(make_tokens()).logits.sum()
         with Calls() as calls:
             loss.backward()

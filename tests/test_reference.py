@@ -36,8 +36,8 @@ def random_inputs(discipline, leading=(2,), seed=1):
 @pytest.mark.parametrize("discipline", DISCIPLINES)
 def test_update_is_the_equation_in_scalars(discipline, num_slots):
     state, (x, logits, _) = random_state(num_slots), random_inputs(discipline)
-    action = reference.actions(logits)
-    new = reference.update(state, action, x, discipline)
+    action = reference.compute_actions(logits)
+    new = reference.update_stack(state, action, x, discipline)
     for b, h, j in itertools.product(range(2), range(H), range(num_slots)):
         push, pop, no_op = action[b, h].tolist()
         mask = [1.0, *state.mask[b, h].tolist(), 0.0]  # mask[j + 1] is M[j]
@@ -51,7 +51,7 @@ def test_update_is_the_equation_in_scalars(discipline, num_slots):
 @pytest.mark.parametrize(("read", "read_mask"), READS)
 def test_read_is_the_equation_in_scalars(read, read_mask):
     state, (_, _, query) = random_state(4), random_inputs("stack")
-    result = reference.read_slots(state, query, read, read_mask)
+    result = reference.read_stack(state, query, read, read_mask)
     for b, h in itertools.product(range(2), range(H)):
         slots, mask = state.slots[b, h], state.mask[b, h]
         if read == "top":
@@ -67,13 +67,13 @@ def test_read_is_the_equation_in_scalars(read, read_mask):
 
 
 def test_actions_of_push_only_never_pop():
-    action = reference.actions(torch.tensor([[0.0, 0.0], [1000.0, -1000.0]]))
+    action = reference.compute_actions(torch.tensor([[0.0, 0.0], [1000.0, -1000.0]]))
     assert action.tolist() == [[0.5, 0, 0.5], [1, 0, 0]]
 
 
 def test_entropy_in_nats():
-    assert reference.entropy(torch.zeros(3)).item() == pytest.approx(1.0986123)
-    assert reference.entropy(torch.tensor([5.0, 5.0, -1e4])).item() == pytest.approx(0.6931472)
+    assert reference.compute_entropy(torch.zeros(3)).item() == pytest.approx(1.0986123)
+    assert reference.compute_entropy(torch.tensor([5.0, 5.0, -1e4])).item() == pytest.approx(0.6931472)
 
 
 @pytest.mark.parametrize(("read", "read_mask"), READS)
@@ -145,7 +145,7 @@ def test_an_empty_stack_reads_zero(read_mask):
     empty = reference.empty((2, H), 4, D, torch.zeros((), dtype=torch.float64))
     for tensor in empty:
         tensor.requires_grad_()
-    read = reference.read_slots(empty, torch.randn(H, D, dtype=torch.float64), "global", read_mask)
+    read = reference.read_stack(empty, torch.randn(H, D, dtype=torch.float64), "global", read_mask)
     read.sum().backward()
     assert (read == 0).all()
     assert empty.slots.grad.isfinite().all()
@@ -178,8 +178,8 @@ def test_mask_is_within_bounds_non_increasing_and_the_mass_of_the_contents(progr
     state = reference.empty((1,), num_slots, 1, torch.zeros((), dtype=torch.float64))
     for logits in program:
         logits = torch.tensor([logits], dtype=torch.float64)
-        action = reference.actions(logits[..., [0, 2]] if discipline == "push_only" else logits)
-        state = reference.update(state, action, torch.ones(1, 1, dtype=torch.float64), discipline)
+        action = reference.compute_actions(logits[..., [0, 2]] if discipline == "push_only" else logits)
+        state = reference.update_stack(state, action, torch.ones(1, 1, dtype=torch.float64), discipline)
         assert (state.mask >= 0).all()
         assert (state.mask <= 1 + 1e-12).all()
         assert (state.mask.diff() <= 1e-12).all()
@@ -199,8 +199,8 @@ def test_hard_actions_are_a_list_or_a_deque(program, num_slots, discipline):
     state = reference.empty((1,), num_slots, 1, torch.zeros((), dtype=torch.float64))
     expected = [] if discipline == "stack" else collections.deque()
     for operation, value in program:
-        action = reference.actions(hard_logits(operation))
-        state = reference.update(state, action, torch.full((1, 1), float(value), dtype=torch.float64), discipline)
+        action = reference.compute_actions(hard_logits(operation))
+        state = reference.update_stack(state, action, torch.full((1, 1), float(value), dtype=torch.float64), discipline)
         apply_hard(expected, operation, value, num_slots)
         assert state.mask[0].tolist() == [1.0] * len(expected) + [0.0] * (num_slots - len(expected))
         assert state.slots[0, : len(expected), 0].tolist() == list(reversed(expected))

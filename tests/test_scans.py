@@ -8,7 +8,7 @@ from scans import Case, make_inputs
 from torch.autograd import forward_ad
 
 from stackexp import stack
-from stackexp.stack import StackState
+from stackexp.stack import StackState, dispatch
 
 ALL = list(stack.IMPLEMENTATIONS)
 
@@ -17,7 +17,7 @@ ALL = list(stack.IMPLEMENTATIONS)
 @pytest.mark.parametrize("discipline", ["queue", "push_only"])
 def test_no_tokens_leave_the_state_as_it_is(name, discipline):
     x, logits, query, slots, mask, *maps = make_inputs(Case(7, 3, 2, 0, discipline, feedback="tanh", filled=7), "cpu")
-    with stack.implementation(name):
+    with stack.use_implementation(name):
         output, state = stack.scan(StackState(slots, mask), x, logits, query, tuple(maps), num_slots=7)
     assert state.slots is slots
     assert state.mask is mask
@@ -28,7 +28,7 @@ def test_no_tokens_leave_the_state_as_it_is(name, discipline):
 @pytest.mark.parametrize("name", ALL)
 def test_more_slots_than_there_are_is_a_mistake(name):
     x, logits, query, slots, mask = make_inputs(Case(7, 3, 2, 2, filled=7), "cpu")
-    with stack.implementation(name), pytest.raises((AssertionError, ValueError)):
+    with stack.use_implementation(name), pytest.raises((AssertionError, ValueError)):
         stack.scan(StackState(slots, mask), x, logits, query, num_slots=6)
 
 
@@ -36,7 +36,7 @@ def test_more_slots_than_there_are_is_a_mistake(name):
 def test_an_unknown_activation_is_a_mistake(name):
     x, logits, query, slots, mask, *maps = make_inputs(Case(7, 3, 2, 2, feedback="tanh", filled=7), "cpu")
     options = {"num_slots": 7, "feedback_activation": "relu"}
-    with stack.implementation(name), pytest.raises(AssertionError, match="relu"):
+    with stack.use_implementation(name), pytest.raises(AssertionError, match="relu"):
         stack.scan(StackState(slots, mask), x, logits, query, tuple(maps), **options)
 
 
@@ -44,7 +44,7 @@ def test_tangents_of_forward_mode_differentiation_are_not_lost():
     x, logits, query, slots, mask = (tensor.detach() for tensor in make_inputs(Case(7, 3, 2, 4, filled=2), "cpu"))
     tangents = []
     for name in ("auto", "eager"):
-        with forward_ad.dual_level(), stack.implementation(name):
+        with forward_ad.dual_level(), stack.use_implementation(name):
             dual = forward_ad.make_dual(x, torch.ones_like(x))
             output, _ = stack.scan(StackState(slots, mask), dual, logits, query, num_slots=7)
             tangents.append(forward_ad.unpack_dual(output.read).tangent)
@@ -53,7 +53,7 @@ def test_tangents_of_forward_mode_differentiation_are_not_lost():
 
 def test_torch_compile_says_that_it_unrolls_the_tokens(caplog):
     x, logits, query, slots, mask = (tensor.detach() for tensor in make_inputs(Case(7, 3, 2, 2, filled=2), "cpu"))
-    stack._warn_of_unrolling_once.cache_clear()
+    dispatch._warn_about_unrolling_once.cache_clear()
 
     @torch.compile(fullgraph=True, backend="aot_eager")
     def read(x, logits):

@@ -16,7 +16,7 @@ import torch
 from depths import Case
 
 from stackexp.stack.traffic import traffic
-from stackexp.stack.triton import depth as triton_depth
+from stackexp.stack.triton import depth_step as triton_depth
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
 
@@ -179,7 +179,7 @@ def test_compiles_for_an_h100_without_spilling_registers(compiler, name, num_sta
     import triton
     from triton.backends.compiler import GPUTarget
 
-    from stackexp.stack.triton import depth_kernels as triton_depth_kernels
+    from stackexp.stack.triton import depth_step_kernels as triton_depth_kernels
 
     function = getattr(triton_depth_kernels, name)
     constants = triton_depth.constants(4, 16, 3, F32, ["stack", "global", "multiply"], capped=True)

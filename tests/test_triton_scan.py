@@ -16,7 +16,7 @@ import pytest
 import torch
 from scans import Case, check, check_autocast, run
 
-from stackexp import stack
+from stackexp.stack import dispatch
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
 
@@ -97,8 +97,8 @@ def test_compiles_for_an_h100_without_spilling_registers(kernel, feedback, hidde
     import triton
     from triton.backends.compiler import GPUTarget
 
-    from stackexp.stack.triton import scan as triton_scan
-    from stackexp.stack.triton import scan_kernels as triton_kernels
+    from stackexp.stack.triton import time_scan as triton_scan
+    from stackexp.stack.triton import time_scan_kernels as triton_kernels
 
     function = getattr(triton_kernels, kernel)
     scan_options = triton_scan._Options(24, "stack", "global", "log", feedback, hidden > 0, 7)
@@ -117,13 +117,11 @@ def test_compiles_for_an_h100_without_spilling_registers(kernel, feedback, hidde
     assert "LOCAL:0 " in usage
 
 
-def test_is_what_auto_takes_for_scans_on_cuda(monkeypatch):
-    x = torch.empty(0)
-    assert stack._for_scan(x) != "triton"
-    monkeypatch.setitem(stack.SCANS, "cpu", stack.SCANS["cuda"])
-    assert stack._for_scan(x) == "triton"
-    monkeypatch.setattr(stack, "_has_triton", lambda: False)
-    assert stack._for_scan(x) == "eager"
+def test_auto_selects_triton_for_scans_on_cuda(monkeypatch):
+    monkeypatch.setattr(dispatch, "_has_triton", lambda: True)
+    assert [dispatch._kernels_for(device) for device in ("cpu", "cuda", "mps")] == ["numba", "triton", "eager"]
+    monkeypatch.setattr(dispatch, "_has_triton", lambda: False)
+    assert dispatch._kernels_for("cuda") == "eager"
 
 
 def test_the_benchmark_compares_both_and_writes_as_it_goes(tmp_path):

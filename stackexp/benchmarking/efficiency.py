@@ -67,7 +67,7 @@ class Subject:
     @contextlib.contextmanager
     def _as_measured(self, training: bool) -> Iterator[None]:
         self.model.train(training)
-        with stack.implementation(self.row.implementation), self._autocast, torch.set_grad_enabled(training):
+        with stack.use_implementation(self.row.implementation), self._autocast, torch.set_grad_enabled(training):
             yield
 
     def train(self) -> None:

@@ -64,10 +64,10 @@ class Layers:
         """Sum of all reads: what a model would add to the residual stream."""
         first = self.pushed[0]
         sizes = self.shape, self.options["num_slots"], first.shape[-1]
-        state = stack.empty(*sizes, like=first, layers=len(self.pushed), dtype=first.dtype)
+        state = stack.empty(*sizes, like=first, axis="depth", dtype=first.dtype)
         reads = []
         for x, logits in zip(self.pushed, self.logits, strict=True):
-            output, state = stack.step(state, x, logits, self.query, segment=self.segment, **self.options)
+            output, state = stack.step(state, x, logits, self.query, checkpoint_every=self.segment, **self.options)
             reads.append(output.read)
         return torch.stack(reads).sum()
 
@@ -96,7 +96,7 @@ def measure(config: ExperimentConfig, turns: int, device: torch.device) -> Itera
         for implementation in ("auto", "reference"):
             taken, copied = [], []
             for number in range(WARM_UP + turns):
-                with stack.implementation(implementation):
+                with stack.use_implementation(implementation):
                     own = seconds(action, device)
                 copy = seconds(lambda s=source, t=target: t.copy_(s), device)
                 if number >= WARM_UP:

@@ -1,85 +1,133 @@
-"""The specification: the equations of the memory between layers, one line each, over all S slots.
+"""The specification: the memory equations of StackTrans (arXiv 2507.15343, section 3), one function for each.
 
-Read it beside section 3 of the paper (arXiv 2507.15343). Everything is per token position and per head i, with
-x = h^(i) the pushed vector, slots j = 0..S-1 and the top at 0. Functions take any leading dimensions; below,
-`...` stands for them, H for heads, S for slots, D for the size of a head (d_s). Nothing here is fast.
+Symbols for one token and one head; slots are j = 0 .. S-1 with the top at 0:
+
+    h      [d]        hidden state            A      [3, D]     action weights (D is the paper's d_s)
+    x      [D]        pushed vector           W_down [H D, d]   down projection, all heads
+    a      [3]        push, pop, no-op        w_g    [D]        read query
+    St     [S, D]     slot contents           W_up   [d, H D]   up projection, all heads
+    M      [S]        slot occupancy          g_h    scalar     residual gate
+    R      [D]        read vector             lambda scalar     entropy weight
+
+Equations (only 4 is known to match the paper's own number):
+
+    (0)  x      = W_down h                                                          `memory_layer`
+    (1)  a      = softmax(A x)                                                      `compute_actions`
+    (2)  St'[j] = a_push St[j-1] + a_pop St[j+1] + a_noop St[j],  St[-1] = x, St[S] = 0   `update_stack`
+    (3)  M'[j]  = a_push M[j-1]  + a_pop M[j+1]  + a_noop M[j],   M[-1]  = 1, M[S]  = 0   `update_stack`
+    (4)  R      = softmax_j(w_g . (St'[j] M'[j])) . St'                             `compute_scores`, `read_stack`
+    (5)  h'     = g_h h + W_up concat(R of all heads)                               `memory_layer`
+    (6)  L      = L_LM + lambda * mean entropy(a)                                   `training_loss`
+
+The paper prints W_g in R^S. Each slot needs one score, so the query here is w_g in R^D. Its entropy term is a sum over
+tokens; ours is a mean.
+
+Functions accept any leading dimensions, written `...`. H is the number of heads. Every other implementation is tested
+against this one; nothing here is fast. `models/memories/stack.py` holds the trained module and its options.
 """
 
-import math
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from stackexp.stack.feedback import scan_tokens
+
 ADDITIVE_PENALTY = -1e9
-ACTIVATIONS = ("identity", "tanh", "gated")  # of the feedback
 
 
 class StackState(NamedTuple):
-    slots: Tensor  # St [..., H, S, D], the contents; an empty slot is 0
-    mask: Tensor  # M [..., H, S], how far a slot is occupied: 0 <= M <= 1, non-increasing in j
+    """The contents and occupancy of every stack."""
+
+    slots: Tensor  # St [..., H, S, D]; an empty slot is 0
+    mask: Tensor  # M [..., H, S]; 0 <= M <= 1, non-increasing in j
 
 
 class StackOutput(NamedTuple):
+    """The results of one update and read."""
+
     read: Tensor  # R [..., H, D]
     action: Tensor  # a [..., H, 3], probabilities of push, pop, no-op
-    entropy: Tensor  # of a, in nats [..., H]
+    entropy: Tensor  # entropy of a in nats [..., H]
     occupancy: Tensor  # sum of M' over the slots [..., H], without gradient
 
 
+class LayerWeights(NamedTuple):
+    """The parameters of one memory layer."""
+
+    down: Tensor  # W_down [H, D, d]
+    actions: Tensor  # A [H, 3, D]
+    query: Tensor  # w_g [H, D]
+    up: Tensor  # W_up [d, H, D]
+    gate: Tensor  # g_h, scalar
+
+
 def empty(shape: tuple[int, ...], num_slots: int, head_dim: int, like: Tensor) -> StackState:
-    """Empty stacks for leading dimensions `shape` (heads included), with the device and dtype of `like`."""
+    """Return empty stacks for the leading dimensions `shape` (heads included), with device and dtype of `like`."""
     return StackState(like.new_zeros(*shape, num_slots, head_dim), like.new_zeros(*shape, num_slots))
 
 
-def actions(logits: Tensor) -> Tensor:
-    """a = softmax(A x) [..., 3]: push, pop, no-op. Two logits are push and no-op (push_only): a_pop = 0."""
+def memory_layer(h: Tensor, state: StackState, weights: LayerWeights) -> tuple[Tensor, Tensor, StackState]:
+    """Return h' [..., d], the action entropy [..., H] and the next state. Equations 0 to 5."""
+    x = torch.einsum("...m,hdm->...hd", h, weights.down)  # (0)
+    logits = torch.einsum("...hd,had->...ha", x, weights.actions)
+    output, state = step(state, x, logits, weights.query, num_slots=state.mask.shape[-1])  # (1) to (4)
+    h = weights.gate * h + torch.einsum("...hd,mhd->...m", output.read, weights.up)  # (5)
+    return h, output.entropy, state
+
+
+def training_loss(language_model_loss: Tensor, entropy: Tensor, entropy_weight: float) -> Tensor:
+    """Return the loss with the entropy term. Equation 6; `entropy` is of all tokens, layers and heads."""
+    return language_model_loss + entropy_weight * entropy.mean()
+
+
+def compute_actions(logits: Tensor) -> Tensor:
+    """Return a [..., 3], the softmax of the logits. Equation 1.
+
+    Two logits are push and no-op (discipline `push_only`); then a_pop is 0.
+    """
     if logits.shape[-1] == 2:
         push, no_op = logits.softmax(-1).unbind(-1)
         return torch.stack([push, torch.zeros_like(push), no_op], -1)
     return logits.softmax(-1)
 
 
-def entropy(logits: Tensor) -> Tensor:
-    """-sum a log a [...] in nats, from the logits: saturated actions give 0 with finite gradients."""
+def compute_entropy(logits: Tensor) -> Tensor:
+    """Return -sum a log a [...] in nats, with finite gradients for saturated actions."""
     log_a = logits.log_softmax(-1)
     return -(log_a.exp() * log_a).sum(-1)
 
 
-def update(state: StackState, action: Tensor, x: Tensor, discipline: str = "stack") -> StackState:
-    """The soft update of contents and mask. action [..., 3], x [..., D].
+def update_stack(state: StackState, action: Tensor, x: Tensor, discipline: str = "stack") -> StackState:
+    """Return St' and M' for action [..., 3] and x [..., D]. Equations 2 and 3.
 
-    St'[j] = a_push St[j-1] + a_pop St[j+1] + a_noop St[j]     St[-1] = x,  St[S] = 0
-    M'[j]  = a_push M[j-1]  + a_pop M[j+1]  + a_noop M[j]      M[-1]  = 1,  M[S]  = 0
-
-    A queue pops its oldest element instead: slot j keeps its content in proportion M[j+1] / M[j], so the mask moves as
-    a stack's does. `push_only` is the stack with a_pop = 0.
+    A queue pops its oldest element instead: slot j keeps the fraction M[j+1] / M[j] of its content, and the mask moves
+    as in a stack. `push_only` is the stack with a_pop = 0.
     """
     slots, mask = state.slots, state.mask.unsqueeze(-1)  # [..., S, D], [..., S, 1]
     push, pop, no_op = action[..., None, None].unbind(-3)  # [..., 1, 1]
-    popped = slots * ratio(_raised(mask), mask) if discipline == "queue" else _raised(slots)
-    slots = push * _lowered(slots, x.unsqueeze(-2)) + pop * popped + no_op * slots
-    mask = push * _lowered(mask, torch.ones_like(x[..., None, :1])) + pop * _raised(mask) + no_op * mask
+    popped = slots * mask_ratio(_shift_up(mask), mask) if discipline == "queue" else _shift_up(slots)
+    slots = push * _shift_down(slots, x.unsqueeze(-2)) + pop * popped + no_op * slots  # (2)
+    mask = push * _shift_down(mask, torch.ones_like(x[..., None, :1])) + pop * _shift_up(mask) + no_op * mask  # (3)
     return StackState(slots, mask.squeeze(-1))
 
 
-def ratio(following: Tensor, mask: Tensor) -> Tensor:
-    """M[j+1] / M[j], and 0 where M[j] is 0: such a slot is empty and has nothing to keep.
+def mask_ratio(following: Tensor, mask: Tensor) -> Tensor:
+    """Return M[j+1] / M[j], and 0 where M[j] is below the smallest normal number.
 
-    There 0/0 has no derivative (it depends on which slot fills first); no gradient flows, and none is NaN. Elsewhere
-    the gradients are bounded, because |St[j]| <= M[j] max|x|. "0" is below the smallest normal number.
+    Such a slot is empty: no gradient flows through it, and none is NaN. Elsewhere gradients are bounded, because
+    |St[j]| <= M[j] max|x|.
     """
     occupied = mask >= torch.finfo(mask.dtype).tiny
     return torch.where(occupied, following / torch.where(occupied, mask, 1), 0)
 
 
-def scores(state: StackState, query: Tensor, read_mask: str = "multiply") -> Tensor:
-    """One score per slot [..., H, S]; query is w_g [H, D].
+def compute_scores(state: StackState, query: Tensor, read_mask: str = "multiply") -> Tensor:
+    """Return one score per slot [..., H, S] for the query w_g [H, D]. The argument of the softmax in equation 4.
 
     multiply: w_g . (St M)    log: w_g . St + log M    additive: w_g . St + (1 - M) * -1e9 (the authors' code)
 
-    log M is cut at the smallest normal number, so that an empty stack has equal finite scores and reads 0.
+    log M is clamped at the smallest normal number, so that an empty stack has equal finite scores and reads 0.
     """
     slots, mask = state
     content = (query.unsqueeze(-2) * slots).sum(-1)
@@ -91,13 +139,16 @@ def scores(state: StackState, query: Tensor, read_mask: str = "multiply") -> Ten
     return content + (1 - mask) * ADDITIVE_PENALTY
 
 
-def read_slots(state: StackState, query: Tensor | None, read: str = "global", read_mask: str = "multiply") -> Tensor:
-    """R [..., H, D]. global: softmax_j(scores) . St over all S slots, empty ones too. top: St[0], no query."""
+def read_stack(state: StackState, query: Tensor | None, read: str = "global", read_mask: str = "multiply") -> Tensor:
+    """Return R [..., H, D]. Equation 4.
+
+    global: softmax_j(scores) . St over all S slots, empty ones included.    top: St[0], without a query.
+    """
     if read == "top":
         return state.slots[..., 0, :]
     assert read == "global", read
-    weights = scores(state, query, read_mask).softmax(-1)
-    return (weights.unsqueeze(-1) * state.slots).sum(-2)
+    weights = compute_scores(state, query, read_mask).softmax(-1)
+    return (weights.unsqueeze(-1) * state.slots).sum(-2)  # (4)
 
 
 def step(
@@ -111,72 +162,31 @@ def step(
     read: str = "global",
     read_mask: str = "multiply",
 ) -> tuple[StackOutput, StackState]:
-    """Update, then read. x [..., H, D], logits [..., H, 3] (push_only: 2), query [H, D] or None for `read: top`."""
-    assert state.slots.shape[-2] == num_slots, "the reference keeps all slots"
-    action = actions(logits)
-    state = update(state, action, x, discipline)
-    output = read_slots(state, query, read, read_mask)
-    return StackOutput(output, action, entropy(logits), state.mask.detach().sum(-1)), state
+    """Update, then read: equations 1 to 4.
 
-
-def scan(
-    state: StackState,
-    x: Tensor,
-    logits: Tensor,
-    query: Tensor | None,
-    *,
-    feedback: tuple[Tensor, ...] | None = None,
-    feedback_activation: str = "identity",
-    step: Callable = step,
-    read_slots: Callable = read_slots,
-    read: str = "global",
-    read_mask: str = "multiply",
-    **options: str | int,
-) -> tuple[StackOutput, StackState]:
-    """`step` over the tokens t of x [B, T, H, D] and logits [B, T, H, 3]; outputs are stacked along T.
-
-    `feedback` = (P [m, H, D], Q [m, H, 3]) adds P u_t to x_t and Q u_t to the logits. u_t is f(R_{t-1}), m = H*D; or,
-    where `feedback` has two more, V [m, H*D] and c [B, T, m], f(c_t + V R_{t-1}): a hidden layer of any width. f is
-    the `feedback_activation`, identity, tanh or gated: of V and c with 2 m rows, the tanh of the first m times that of
-    the others. R_{-1} is what the given state reads (0 of an empty one), so a scan may be cut anywhere.
+    x [..., H, D], logits [..., H, 3] (push_only: 2), query [H, D], or None for `read: top`.
     """
-    assert feedback_activation in ACTIVATIONS, feedback_activation
-    outputs = []
-    last_read = read_slots(state, query, read, read_mask) if feedback else None
-    to_x, to_logits, *hidden = feedback or (None, None)
-    for t, (x_t, logits_t) in enumerate(zip(x.unbind(1), logits.unbind(1), strict=True)):
-        if feedback:
-            now = (hidden[0], hidden[1][:, t]) if hidden else ()
-            fed = fed_back(last_read.flatten(1), feedback_activation, *now)
-            x_t = x_t + torch.einsum("bm,mhd->bhd", fed, to_x)
-            logits_t = logits_t + torch.einsum("bm,mha->bha", fed, to_logits)
-        output, state = step(state, x_t, logits_t, query, read=read, read_mask=read_mask, **options)
-        last_read = output.read
-        outputs.append(output)
-    return StackOutput(*(torch.stack(values, 1) for values in zip(*outputs, strict=True))), state
+    assert state.slots.shape[-2] == num_slots, "the reference stores all slots"
+    action = compute_actions(logits)
+    state = update_stack(state, action, x, discipline)
+    output = read_stack(state, query, read, read_mask)
+    return StackOutput(output, action, compute_entropy(logits), state.mask.detach().sum(-1)), state
 
 
-def fed_back(read: Tensor, activation: str, of_read: Tensor | None = None, given: Tensor | None = None) -> Tensor:
-    """u [..., m] of R_{t-1} [..., H*D]: f(R), or f(c + V R) of V [m, H*D] and c [..., m] (gated: 2 m)."""
-    return gated(squashed(read, activation, of_read, given), activation)
+def scan(state: StackState, x: Tensor, logits: Tensor, query: Tensor | None, **options) -> tuple:
+    """Apply `step` to the tokens of x [B, T, H, D] and logits [B, T, H, 3], one after the other.
+
+    The outputs are stacked along T. For the options `feedback` and `feedback_activation`, which extend the paper, see
+    `feedback.scan_tokens`.
+    """
+    return scan_tokens(step, read_stack, state, x, logits, query, **options)
 
 
-def squashed(read: Tensor, activation: str, of_read: Tensor | None = None, given: Tensor | None = None) -> Tensor:
-    """What `fed_back` is, but of gated both factors [..., 2 m]."""
-    before = read if of_read is None else given + read @ of_read.T
-    return before if activation == "identity" else before.tanh()
-
-
-def gated(factors: Tensor, activation: str) -> Tensor:
-    """u [..., m] of what `squashed` gives."""
-    return math.prod(factors.chunk(2, -1)) if activation == "gated" else factors
-
-
-def _lowered(values: Tensor, first: Tensor) -> Tensor:
-    """values[j-1] along dim -2, with `first` at j = 0; what was in the last slot falls out."""
+def _shift_down(values: Tensor, first: Tensor) -> Tensor:
+    """Return values[j-1] along dim -2, with `first` at j = 0. The last slot is dropped."""
     return torch.cat([first, values[..., :-1, :]], -2)
 
 
-def _raised(values: Tensor) -> Tensor:
-    """values[j+1] along dim -2, with 0 at j = S-1."""
+def _shift_up(values: Tensor) -> Tensor:
+    """Return values[j+1] along dim -2, with 0 at j = S-1."""
     return torch.cat([values[..., 1:, :], torch.zeros_like(values[..., :1, :])], -2)

@@ -67,7 +67,7 @@ class StackMemory(Memory):
             self.num_slots,
             size,
             like=h,
-            layers=self.model.num_layers,
+            axis="depth",
             dtype=dtypes[self.config.state_dtype],
         )
 
@@ -115,7 +115,12 @@ class StackMemory(Memory):
         """Update and read the stacks: one step per token for axis depth, a scan over the tokens otherwise."""
         if self.axis == "depth":
             return stack.step(
-                state, x, logits, self.get_query(), segment=self.config.checkpoint_every_layers, **self.get_options()
+                state,
+                x,
+                logits,
+                self.get_query(),
+                checkpoint_every=self.config.checkpoint_every_layers,
+                **self.get_options(),
             )
         return stack.scan(state, x, logits, self.get_query(), **self.get_options())
 

@@ -1,0 +1,1 @@
+"""Triton kernels for CUDA. Experimental: tested in Triton's interpreter, not yet measured on a GPU."""

@@ -14,7 +14,7 @@ smallest normal number of DTYPE, in which all is computed.
 import triton
 import triton.language as tl
 
-from stackexp.stack.triton.depth_math import (
+from stackexp.stack.triton.depth_step_math import (
     advance,
     enter,
     fill,
@@ -30,7 +30,7 @@ from stackexp.stack.triton.depth_math import (
     sweep,
     update_backward,
 )
-from stackexp.stack.triton.scan_math import _divided
+from stackexp.stack.triton.time_scan_math import _divided
 
 # not what a kernel is made for: one serves all layers that have as many stages
 DYNAMIC = ["num_tokens", "repeat", "num_occupied", "num_old", "num_new", "num_slots"]

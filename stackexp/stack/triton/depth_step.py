@@ -1,10 +1,9 @@
 """The depth axis as one kernel a layer for CUDA, and one for its gradients. Values and gradients as `reference`.
 
-Between the layers no stack is written and read again. Every k-th layer's is kept (`segment`, k = 4); a layer in between
-starts from the last one kept and makes the updates since once more, from the pushed vectors and the action logits of
-those layers: H(d_s + 3) numbers a layer instead of H n (d_s + 1), for n = min(l + 1, S) occupied slots at layer l. So
-does its backward pass. An update costs 3 multiply-adds for a number that is in registers; to have stored the number
-costs 4 bytes of traffic in bfloat16 and, worse, memory until the backward pass.
+No stack is written and read between the layers. Every k-th stack is stored (`checkpoint_every`, k = 4). A layer in
+between starts from the last stored stack and repeats the updates since then, from the pushed vectors and the action
+logits of those layers: H(d_s + 3) numbers a layer instead of H n (d_s + 1), for n = min(l + 1, S) occupied slots at
+layer l. So does its backward pass.
 
 Forward, a layer reads the kept stack, and x and the logits of up to k layers; it writes R, a, entropy, occupancy, what
 the gradients need (16 bits that R lost in rounding to bfloat16, and the log of the softmax's sum) and, if it is a
@@ -84,11 +83,11 @@ def step(
     discipline: str = "stack",
     read: str = "global",
     read_mask: str = "multiply",
-    segment: int = SEGMENT,
+    checkpoint_every: int = SEGMENT,
 ) -> tuple[StackOutput, DepthState]:
-    """As `reference.step`, of x, logits and query in any dtypes; the read has that of x. `segment` is k."""
+    """As `reference.step`, of x, logits and query in any dtypes; the read has that of x. `checkpoint_every` is k."""
     x, logits = x.contiguous(), logits.contiguous()
-    is_kept = len(state.pushed) + 1 >= segment
+    is_kept = len(state.pushed) + 1 >= checkpoint_every
     options = (num_slots, discipline, read, read_mask)
     outputs = depth_step(x, logits, query if read == "global" else None, *state, *options, is_kept)
     slots, mask, to_slots, to_mask = outputs[-4:]
@@ -356,7 +355,7 @@ def _power_of_2(size: int) -> int:
 def _kernel(name: str, device: torch.device) -> Any:
     from triton.runtime import JITFunction
 
-    from stackexp.stack.triton import depth_kernels as triton_depth_kernels
+    from stackexp.stack.triton import depth_step_kernels as triton_depth_kernels
 
     kernel = getattr(triton_depth_kernels, name)
     if device.type != "cuda" and isinstance(kernel, JITFunction):

@@ -15,7 +15,7 @@ contracts depends on what stands around, and the forward and the backward pass m
 import triton
 import triton.language as tl
 
-from stackexp.stack.triton.scan_math import _divided, softmax
+from stackexp.stack.triton.time_scan_math import _divided, softmax
 
 
 @triton.jit

@@ -17,8 +17,10 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.nn import functional as F
 
 from stackexp.stack import eager, reference
+from stackexp.stack import feedback as feedback_math
 from stackexp.stack.eager import empty, step
-from stackexp.stack.reference import ACTIVATIONS, StackOutput, StackState
+from stackexp.stack.feedback import ACTIVATIONS
+from stackexp.stack.reference import StackOutput, StackState
 
 __all__ = ["empty", "scan", "step"]
 
@@ -55,7 +57,7 @@ def scan(
     assert occupied <= num_slots, (occupied, num_slots)
     assert feedback_activation in ACTIVATIONS, feedback_activation
     missing = min(occupied + num_tokens, num_slots) - occupied
-    initial_read = eager.read_slots(state, query, read, read_mask, num_slots) if feedback else None
+    initial_read = eager.read_stack(state, query, read, read_mask, num_slots) if feedback else None
     tensors = (
         x,
         logits,
@@ -72,7 +74,9 @@ def scan(
     options = _Options(num_slots, discipline, read, read_mask, activation, hidden, interval)
     reads, occupancy, slots, mask, *fed_logits = _Scan.apply(*tensors, options)
     logits = fed_logits[0] if feedback else logits
-    return StackOutput(reads, reference.actions(logits), reference.entropy(logits), occupancy), StackState(slots, mask)
+    return StackOutput(
+        reads, reference.compute_actions(logits), reference.compute_entropy(logits), occupancy
+    ), StackState(slots, mask)
 
 
 class _Scan(torch.autograd.Function):
@@ -129,7 +133,7 @@ class _Scan(torch.autograd.Function):
         if options.feedback_activation:
             last = reads[:, :-1].flatten(2)  # R_{t-1} [B, T, H*D]
             with autocast:
-                fed = reference.squashed(last, options.feedback_activation, of_read, fed_given).contiguous()
+                fed = feedback_math.activate(last, options.feedback_activation, of_read, fed_given).contiguous()
         given = map(_contiguous, (grad_read, grad_logits, grad_slots, grad_mask))
         segment = [states.new_empty(options.interval, *states.shape[1:]) for states in saved]
         to_x, to_logits, to_slots, to_mask = map(torch.empty_like, (x, logits, saved[0][0], saved[1][0]))
@@ -141,7 +145,7 @@ class _Scan(torch.autograd.Function):
         to_query = None if query is None else to_query.sum(0)
         to_feedback = [None] * 5
         if options.feedback_activation:
-            fed = reference.gated(fed, options.feedback_activation)
+            fed = feedback_math.multiply_gates(fed, options.feedback_activation)
             with autocast:
                 to_maps = [torch.einsum("btm,bthd->mhd", fed, gradient) for gradient in (to_x, to_logits)]
                 to_of_read = None if to_given is None else torch.einsum("btm,btk->mk", to_given, last)
@@ -226,6 +230,6 @@ def _power_of_2(size: int) -> int:
 
 
 def _kernels() -> ModuleType:
-    from stackexp.stack.triton import scan_kernels as triton_kernels
+    from stackexp.stack.triton import time_scan_kernels as triton_kernels
 
     return triton_kernels

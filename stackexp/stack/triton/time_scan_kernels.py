@@ -24,8 +24,8 @@ they are, H, S, D padded; for the feedback NUMBERS = H*D and LOGITS = H*3 padded
 import triton
 import triton.language as tl
 
-from stackexp.stack.triton.feedback import feed_back, feed_back_backward
-from stackexp.stack.triton.scan_math import read_backward, softmax, update, update_backward, weigh
+from stackexp.stack.triton.feedback_kernels import feed_back, feed_back_backward
+from stackexp.stack.triton.time_scan_math import read_backward, softmax, update, update_backward, weigh
 
 # not what a kernel is made for: there is one pair of kernels for each power of two of slots, whatever the lengths
 DYNAMIC = ["num_tokens", "kept", "num_empty", "interval", "num_checkpoints"]

@@ -1,0 +1,135 @@
+"""The choice of the stack implementation.
+
+auto        CPU: numba. CUDA: triton, if it is installed. Otherwise eager.
+reference   the specification; slow
+eager       plain PyTorch, on any device
+numba       compiled kernels for the CPU
+triton      compiled kernels for CUDA; experimental
+
+auto also selects eager for what the kernels do not support: torch.compile, torch.func, forward-mode differentiation,
+tensor subclasses and dispatch modes (fake tensors, FLOP counters). The Triton depth step does support torch.compile.
+"""
+
+import contextlib
+import functools
+import importlib
+import importlib.util
+import logging
+from collections.abc import Iterator
+from types import ModuleType
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+from stackexp.stack import eager, reference
+from stackexp.stack.triton import depth_step
+
+STEP_MODULES = {"reference": "reference", "eager": "eager", "numba": "numba.time_scan", "triton": "triton.depth_step"}
+SCAN_MODULES = STEP_MODULES | {"triton": "triton.time_scan"}
+IMPLEMENTATIONS = tuple(STEP_MODULES)
+
+_logger = logging.getLogger("stackexp.stack")
+_loaded_modules = {"reference": reference, "eager": eager, "triton.depth_step": depth_step}
+_requested = "auto"
+
+
+@contextlib.contextmanager
+def use_implementation(name: str) -> Iterator[None]:
+    """Use the implementation `name`, or "auto", within this context. For tests and benchmarks.
+
+    Create a state in the same context as the steps that update it.
+    """
+    global _requested
+    assert name == "auto" or name in IMPLEMENTATIONS, name
+    previous, _requested = _requested, name
+    try:
+        yield
+    finally:
+        _requested = previous
+
+
+def choose_state_module(like: Tensor, axis: str) -> ModuleType:
+    """Return the module that creates the state for tensors like this one, on the axis "depth" or "time"."""
+    assert axis in ("depth", "time"), axis
+    if _requested == "reference":
+        return reference
+    use_triton = like.device.type == "cuda" and not _is_transformed() and _has_triton()
+    if axis == "depth" and (_requested == "triton" or (_requested == "auto" and use_triton)):
+        return depth_step
+    return eager
+
+
+def choose_step_module(x: Tensor) -> ModuleType:
+    """Return the module that updates a `StackState` with x, and log the choice."""
+    automatic = "numba" if x.device.type == "cpu" and _is_executed_eagerly(x) else "eager"
+    return _load_module(STEP_MODULES[_select(automatic)])
+
+
+def choose_scan_module(x: Tensor) -> ModuleType:
+    """Return the module that scans the tokens of x, and log the choice."""
+    if torch.compiler.is_compiling() and x.shape[1] > 1:
+        _warn_about_unrolling()
+    automatic = _kernels_for(x.device.type) if _is_executed_eagerly(x) else "eager"
+    return _load_module(SCAN_MODULES[_select(automatic)])
+
+
+def _kernels_for(device_type: str) -> str:
+    if device_type == "cpu":
+        return "numba"
+    return "triton" if device_type == "cuda" and _has_triton() else "eager"
+
+
+@torch.compiler.assume_constant_result  # under torch.compile the choice is made once, while tracing
+def _select(automatic: str) -> str:
+    name = automatic if _requested == "auto" else _requested
+    _log_choice_once(name)
+    return name
+
+
+@torch.compiler.assume_constant_result
+def log_choice(name: str) -> None:
+    """Log the implementation, once in a process."""
+    _log_choice_once(name)
+
+
+@functools.cache
+def _log_choice_once(name: str) -> None:
+    _logger.info("stack implementation: %s", name)
+
+
+@torch.compiler.assume_constant_result
+def _warn_about_unrolling() -> None:
+    _warn_about_unrolling_once()
+
+
+@functools.cache
+def _warn_about_unrolling_once() -> None:
+    _logger.warning("torch.compile unrolls the stack scan over the tokens; compiling takes time in proportion to them")
+
+
+def _is_executed_eagerly(x: Tensor) -> bool:
+    """Return True if operations on x compute values now, and are not traced, counted or transformed."""
+    if torch.compiler.is_compiling() or _is_transformed() or _get_current_dispatch_mode() is not None:
+        return False
+    return type(x) in (Tensor, torch.nn.Parameter)
+
+
+def _is_transformed() -> bool:
+    """Return True within torch.func or forward-mode differentiation: kernels would lose the tangents."""
+    if torch.compiler.is_compiling():
+        return False
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+
+
+@functools.cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def _load_module(name: str) -> ModuleType:
+    """Import numba and Triton only when they are used."""
+    if name not in _loaded_modules:
+        _loaded_modules[name] = importlib.import_module(f"stackexp.stack.{name}")
+    return _loaded_modules[name]

@@ -1,0 +1,199 @@
+"""The backward kernel: the gradients of one sequence.
+
+The forward pass saved every k-th state (`Sizes.save_every`). From the last segment of k tokens to the first, the states
+between are computed again from the saved one, and the gradients go back through them.
+"""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from stackexp.stack.numba.equations import (
+    TOP,
+    ReadScratch,
+    Row,
+    action_backward,
+    allocate_read,
+    load_row,
+    read_backward,
+    store_row,
+    update_backward,
+    update_stack,
+)
+from stackexp.stack.numba.forward_kernel import IDENTITY, TANH
+from stackexp.stack.numba.vectors import add, add_product, clear, copy, inlined, is_given, padded, part, plain, view
+
+
+class BackwardScratch(NamedTuple):
+    """The scratch of one thread."""
+
+    slots: Any  # rows: for each head of a group, the k + 1 states of a segment
+    mask: Any
+    grad_slots: Any  # rows: two for each head of a group
+    grad_mask: Any
+    read: ReadScratch
+    grad_read: Any  # of R of one head [D]
+    grad_fed: Any  # of u [m, padded]
+    grad_inner: Any  # of c + V R [i]
+    grad_last: Any  # of R_{t-1} of all heads [H*D, padded]
+
+
+class BackwardScan(NamedTuple):
+    """The arguments of the functions below."""
+
+    sizes: Any
+    tensors: Any
+    scratch: Any
+
+
+@plain
+def allocate_backward(sizes, tensors, like):
+    """Return the scratch."""
+    group, length = sizes.heads if is_given(tensors.feedback_x) else 1, sizes.last_slots + 3
+    rows = group * (sizes.save_every + 1)
+    slots, mask = np.zeros(rows * length * sizes.head_dim, like.dtype), np.zeros(rows * length, like.dtype)
+    for row in range(rows):
+        mask[row * length] = 1
+    grads, grad_mask = (
+        np.zeros(group * 2 * length * sizes.head_dim, like.dtype),
+        np.zeros(group * 2 * length, like.dtype),
+    )
+    read, grad_read = allocate_read(sizes, like), np.zeros(sizes.head_dim, like.dtype)
+    grad_fed, grad_inner = np.zeros(padded(sizes.units), like.dtype), np.zeros(sizes.inner, like.dtype)
+    grad_last = np.zeros(padded(sizes.heads * sizes.head_dim), like.dtype)
+    return BackwardScratch(slots, mask, grads, grad_mask, read, grad_read, grad_fed, grad_inner, grad_last)
+
+
+@inlined
+def scan_backward(sequence, scan):
+    """Fill the gradients of one sequence."""
+    sizes, tensors = scan.sizes, scan.tensors
+    has_feedback = is_given(tensors.feedback_x)
+    group = sizes.heads if has_feedback else 1
+    for first_head in range(0, sizes.heads, group):
+        clear(scan.scratch.grad_last)
+        for k in range(group):
+            _load_last_gradient(
+                sequence * sizes.heads + first_head + k, _grad_row(2 * k + sizes.tokens % 2, scan), scan
+            )
+        for segment in range((sizes.tokens - 1) // sizes.save_every, -1, -1):
+            begin, end = segment * sizes.save_every, min((segment + 1) * sizes.save_every, sizes.tokens)
+            for k in range(group):
+                _recompute_segment(sequence, first_head, k, segment, (begin, end), scan)
+            for t in range(end - 1, begin - 1, -1):
+                for k in range(group):
+                    _step_backward(sequence, t, first_head + k, k, k * (sizes.save_every + 1) + t - begin, scan)
+                if has_feedback:
+                    _feedback_backward(sequence * sizes.tokens + t, scan)
+        for k in range(group):
+            _store_first_gradient(sequence, first_head + k, k, scan)
+
+
+@plain
+def _row(number, scan):
+    length = scan.sizes.last_slots + 3
+    return Row(part(scan.scratch.slots, number, length * scan.sizes.head_dim), part(scan.scratch.mask, number, length))
+
+
+@plain
+def _grad_row(number, scan):
+    scratch, length = scan.scratch, scan.sizes.last_slots + 3
+    return Row(part(scratch.grad_slots, number, length * scan.sizes.head_dim), part(scratch.grad_mask, number, length))
+
+
+@inlined
+def _load_last_gradient(stack, grad, scan):
+    tensors, count, size = scan.tensors, scan.sizes.last_slots, scan.sizes.head_dim
+    clear(grad.slots)
+    clear(grad.mask)
+    if is_given(tensors.grad_last_slots):
+        copy(part(tensors.grad_last_slots, stack, count * size), view(grad.slots, size, count * size))
+    if is_given(tensors.grad_last_mask):
+        copy(part(tensors.grad_last_mask, stack, count), view(grad.mask, 1, count))
+
+
+@inlined
+def _recompute_segment(sequence, first_head, k, segment, tokens, scan):
+    """Fill the rows of one head with the states of the tokens begin .. end - 1, and the one after for its read."""
+    sizes, tensors, size = scan.sizes, scan.tensors, scan.sizes.head_dim
+    first_row, stack = k * (sizes.save_every + 1), sequence * sizes.heads + first_head + k
+    begin, end = tokens
+    if segment:
+        count, saved = sizes.last_slots, stack * ((sizes.tokens - 1) // sizes.save_every) + segment - 1
+        slots, mask = part(tensors.saved_slots, saved, count * size), part(tensors.saved_mask, saved, count)
+        load_row(slots, mask, _row(first_row, scan))
+    else:
+        count = sizes.first_slots
+        load_row(part(tensors.slots, stack, count * size), part(tensors.mask, stack, count), _row(first_row, scan))
+    for t in range(begin, end):
+        row, at = _row(first_row + t - begin, scan), (sequence * sizes.tokens + t) * sizes.heads + first_head + k
+        copy(part(tensors.pushed, at, size), view(row.slots, 0, size))
+        if t + 1 < end or sizes.read != TOP:
+            action, count = part(tensors.action, at, 3), min(sizes.first_slots + t + 1, sizes.num_slots)
+            update_stack(row, _row(first_row + t - begin + 1, scan), action, count, sizes)
+
+
+@inlined
+def _step_backward(sequence, t, head, k, number, scan):
+    """Go back through the read and the update of one head. `number`: the row of the state before the token."""
+    sizes, tensors, scratch, size = scan.sizes, scan.tensors, scan.scratch, scan.sizes.head_dim
+    stack = (sequence * sizes.tokens + t) * sizes.heads + head
+    counts = min(sizes.first_slots + t, sizes.num_slots), min(sizes.first_slots + t + 1, sizes.num_slots)
+    grad, grad_old = _grad_row(2 * k + (t + 1) % 2, scan), _grad_row(2 * k + t % 2, scan)
+    copy(part(scratch.grad_last, head, size), scratch.grad_read)
+    if is_given(tensors.grad_read):
+        add(part(tensors.grad_read, stack, size), scratch.grad_read)
+    query, grad_query = part(tensors.query, head, size), part(tensors.grad_query, sequence * sizes.heads + head, size)
+    new = _row(number + 1, scan)
+    read_backward(new, query, counts[1], sizes, scratch.read, scratch.grad_read, grad, grad_query)
+    action, grad_x = part(tensors.action, stack, 3), part(tensors.grad_x, stack, size)
+    g_push, g_pop, g_no_op = update_backward(_row(number, scan), action, grad, grad_old, counts, sizes, grad_x)
+    if is_given(tensors.grad_action):
+        incoming = part(tensors.grad_action, stack, 3)
+        g_push, g_pop, g_no_op = g_push + incoming[0], g_pop + incoming[1], g_no_op + incoming[2]
+    grad_entropy = scratch.grad_read.dtype.type(0)
+    if is_given(tensors.grad_entropy):
+        grad_entropy = tensors.grad_entropy[stack]
+    grad_logits = part(tensors.grad_logits, stack, sizes.num_actions)
+    action_backward(action, (g_push, g_pop, g_no_op), grad_entropy, tensors.entropy[stack], grad_logits)
+
+
+@inlined
+def _feedback_backward(token, scan):
+    """Write the gradient of R_{t-1} to `scratch.grad_last`, and that of c_t."""
+    sizes, tensors, scratch = scan.sizes, scan.tensors, scan.scratch
+    width, actions, units = sizes.heads * sizes.head_dim, sizes.heads * sizes.num_actions, sizes.units
+    clear(scratch.grad_fed)
+    add_product(part(tensors.grad_x, token, width), tensors.feedback_x, scratch.grad_fed)
+    add_product(part(tensors.grad_logits, token, actions), tensors.feedback_logits, scratch.grad_fed)
+    fed, grads, out = part(tensors.fed, token, sizes.inner), scratch.grad_fed, scratch.grad_inner
+    one = grads.dtype.type(1)
+    for i in range(units):
+        a = fed[i]
+        if sizes.activation == IDENTITY:
+            out[i] = grads[i]
+        elif sizes.activation == TANH:
+            out[i] = grads[i] * (one - a * a)
+        else:
+            b = fed[units + i]
+            out[i], out[units + i] = grads[i] * b * (one - a * a), grads[i] * a * (one - b * b)
+    if is_given(tensors.from_read):
+        copy(out, part(tensors.grad_given, token, sizes.inner))
+        clear(scratch.grad_last)
+        add_product(out, tensors.from_read, scratch.grad_last)
+    else:
+        copy(out, view(scratch.grad_last, 0, width))
+
+
+@inlined
+def _store_first_gradient(sequence, head, k, scan):
+    """Store the gradient of the first state. With feedback, R_{-1} was read from it."""
+    sizes, tensors, count, size = scan.sizes, scan.tensors, scan.sizes.first_slots, scan.sizes.head_dim
+    stack, grad, row = sequence * sizes.heads + head, _grad_row(2 * k, scan), _row(k * (sizes.save_every + 1), scan)
+    if is_given(tensors.feedback_x) and count:
+        load_row(part(tensors.slots, stack, count * size), part(tensors.mask, stack, count), row)
+        query, grad_query = part(tensors.query, head, size), part(tensors.grad_query, stack, size)
+        grad_read = part(scan.scratch.grad_last, head, size)
+        read_backward(row, query, count, sizes, scan.scratch.read, grad_read, grad, grad_query)
+    if is_given(tensors.grad_slots):
+        store_row(grad, part(tensors.grad_slots, stack, count * size), part(tensors.grad_mask, stack, count))
