@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from stackexp.stack import StackOutput, reference
 from stackexp.stack.triton import depth_step as triton_depth
+from stackexp.stack.triton import depth_step_launch
 
 F64 = torch.float64
 
@@ -25,7 +26,7 @@ class Case(NamedTuple):
     read: str = "global"
     read_mask: str = "multiply"
     scale: float = 1.0  # of the logits; 1000: saturated actions
-    segment: int = triton_depth.SEGMENT
+    segment: int = triton_depth.CHECKPOINT_EVERY
     leading: tuple[int, ...] = (1, 2)
     dtype: torch.dtype = F64  # of x, logits, query
     state_dtype: torch.dtype | None = None
@@ -151,12 +152,12 @@ def check_segments(case: Case) -> None:
 
 def check_few_programs(case: Case) -> None:
     """A program that takes several blocks of tokens, the last one past the end, is right too."""
-    before, triton_depth.MOST_PROGRAMS = triton_depth.MOST_PROGRAMS, 2
+    before, depth_step_launch.MAX_PROGRAMS = depth_step_launch.MAX_PROGRAMS, 2
     try:
         check(case)
-        assert triton_depth.grid("backward", make_inputs(case)[0]) == (2, 1, 2)
+        assert depth_step_launch.compute_grid("backward", make_inputs(case)[0]) == (2, 1, 2)
     finally:
-        triton_depth.MOST_PROGRAMS = before
+        depth_step_launch.MAX_PROGRAMS = before
 
 
 def check_parts(case: Case) -> None:

@@ -16,7 +16,8 @@ import torch
 from depths import Case
 
 from stackexp.stack.traffic import traffic
-from stackexp.stack.triton import depth_step as triton_depth
+from stackexp.stack.triton import depth_step_launch
+from stackexp.stack.triton.arguments import StepBackward, StepForward
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
 
@@ -153,22 +154,8 @@ def compiler(monkeypatch) -> None:
 
 
 def test_says_what_it_needs(compiler):
-    with pytest.raises(ValueError, match="run on CUDA, not on cpu: take another"):
+    with pytest.raises(ValueError, match="the kernels do not run on cpu; use CUDA"):
         depths.check(Case(1, 1, 1, 1))
-
-
-def test_the_table_of_the_docstring():
-    def row(segment: int, **sizes: int) -> str:
-        layers = [
-            traffic(layer, num_heads=4, head_dim=16, num_slots=24, segment=segment, **sizes) for layer in range(32)
-        ]
-        means = [f"{sum(numbers) / 32:,.0f}" for numbers in zip(*layers, strict=True)]
-        return f"{means[0]:>9}{means[1]:>11}{means[2]:>10}"
-
-    for k in (1, 2, 4, 8):
-        assert f"k = {k}" in triton_depth.__doc__
-        assert row(k) in triton_depth.__doc__
-    assert row(4, state_bytes=4, x_bytes=4, logits_bytes=4) in triton_depth.__doc__
 
 
 @pytest.mark.slow
@@ -179,21 +166,25 @@ def test_compiles_for_an_h100_without_spilling_registers(compiler, name, num_sta
     import triton
     from triton.backends.compiler import GPUTarget
 
-    from stackexp.stack.triton import depth_step_kernels as triton_depth_kernels
+    from stackexp.stack.triton import depth_step_kernels
 
-    function = getattr(triton_depth_kernels, name)
-    constants = triton_depth.constants(4, 16, 3, F32, ["stack", "global", "multiply"], capped=True)
-    constants |= dict.fromkeys(set(function.arg_names) & {"grad_action"})
+    function = getattr(depth_step_kernels, name)
+    options = depth_step_launch.make_options((4, 16), 3, F32, ("stack", "global", "multiply"), is_capped=True)
+    arguments = StepForward if name == "forward" else StepBackward
     halves = {"query", "slots", "read", "rest", "new_slots", "grad_read", "grad_slots", "to_x", "to_logits", "to_slots"}
-    signature = {n: "*bf16" if n in halves else "*fp32" for n in function.arg_names}
-    signature |= dict.fromkeys(set(function.arg_names) & set(triton_depth_kernels.DYNAMIC), "i32")
-    signature |= dict.fromkeys(("xs", "logits"), ("*bf16",) * num_stages) | dict.fromkeys(constants, "constexpr")
+    kinds = {field: "*bf16" if field in halves else "*fp32" for field in arguments._fields}
+    missing = {"grad_action"} & kinds.keys()
+    kinds |= dict.fromkeys(missing, "constexpr")
+    layers = ("*bf16",) * num_stages
+    signature = {"xs": layers, "logits": layers, "tensors": arguments(**kinds)}
+    signature |= dict.fromkeys(function.arg_names[3:-1], "i32") | {"options": "constexpr"}
+    constants = {"options": options} | {(2, arguments._fields.index(field)): None for field in missing}
     places = [(i, j) for i in (0, 1) for j in range(num_stages)]
-    places += [(i,) for i, n in enumerate(function.arg_names) if signature[n] in ("*bf16", "*fp32")]
+    places += [(2, i) for i, field in enumerate(kinds) if field not in missing]
     aligned = {place: [["tt.divisibility", 16]] for place in places}
     source = triton.compiler.ASTSource(fn=function, signature=signature, constexprs=constants, attrs=aligned)
     target = GPUTarget("cuda", 90, 32)
-    compiled = triton.compile(source, target=target, options=triton_depth.compiler_options(16))
+    compiled = triton.compile(source, target=target, options=depth_step_launch.compiler_options(16))
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()

@@ -101,7 +101,7 @@ def test_compiles_for_an_h100_without_spilling_registers(kernel, feedback, hidde
     from stackexp.stack.triton import time_scan_kernels as triton_kernels
 
     function = getattr(triton_kernels, kernel)
-    scan_options = triton_scan._Options(24, "stack", "global", "log", feedback, hidden > 0, 7)
+    scan_options = triton_scan.ScanSettings(24, "stack", "global", "log", feedback, hidden > 0, 7)
     constants = triton_scan.constants(4, 8, 3, 24, hidden or 32, F32, scan_options)
     signature = {name: "i32" if name in triton_kernels.DYNAMIC else "*fp32" for name in function.arg_names}
     signature |= dict.fromkeys(constants, "constexpr")

@@ -10,10 +10,8 @@ import numpy as np
 
 from stackexp.stack.numba.equations import (
     TOP,
-    ReadScratch,
     Row,
     action_backward,
-    allocate_read,
     load_row,
     read_backward,
     store_row,
@@ -31,7 +29,9 @@ class BackwardScratch(NamedTuple):
     mask: Any
     grad_slots: Any  # rows: two for each head of a group
     grad_mask: Any
-    read: ReadScratch
+    weights: Any  # of a read [N], as are the next two; see `equations`
+    contents: Any
+    grads: Any
     grad_read: Any  # of R of one head [D]
     grad_fed: Any  # of u [m, padded]
     grad_inner: Any  # of c + V R [i]
@@ -54,14 +54,14 @@ def allocate_backward(sizes, tensors, like):
     slots, mask = np.zeros(rows * length * sizes.head_dim, like.dtype), np.zeros(rows * length, like.dtype)
     for row in range(rows):
         mask[row * length] = 1
-    grads, grad_mask = (
-        np.zeros(group * 2 * length * sizes.head_dim, like.dtype),
-        np.zeros(group * 2 * length, like.dtype),
-    )
-    read, grad_read = allocate_read(sizes, like), np.zeros(sizes.head_dim, like.dtype)
+    grad_slots = np.zeros(group * 2 * length * sizes.head_dim, like.dtype)
+    grad_mask = np.zeros(group * 2 * length, like.dtype)
+    weights, contents = np.zeros(sizes.last_slots, like.dtype), np.zeros(sizes.last_slots, like.dtype)
+    grads, grad_read = np.zeros(sizes.last_slots, like.dtype), np.zeros(sizes.head_dim, like.dtype)
     grad_fed, grad_inner = np.zeros(padded(sizes.units), like.dtype), np.zeros(sizes.inner, like.dtype)
     grad_last = np.zeros(padded(sizes.heads * sizes.head_dim), like.dtype)
-    return BackwardScratch(slots, mask, grads, grad_mask, read, grad_read, grad_fed, grad_inner, grad_last)
+    read_grads = (grad_read, grad_fed, grad_inner, grad_last)
+    return BackwardScratch(slots, mask, grad_slots, grad_mask, weights, contents, grads, *read_grads)
 
 
 @inlined
@@ -145,7 +145,7 @@ def _step_backward(sequence, t, head, k, number, scan):
         add(part(tensors.grad_read, stack, size), scratch.grad_read)
     query, grad_query = part(tensors.query, head, size), part(tensors.grad_query, sequence * sizes.heads + head, size)
     new = _row(number + 1, scan)
-    read_backward(new, query, counts[1], sizes, scratch.read, scratch.grad_read, grad, grad_query)
+    read_backward(new, query, counts[1], sizes, scratch, scratch.grad_read, grad, grad_query)
     action, grad_x = part(tensors.action, stack, 3), part(tensors.grad_x, stack, size)
     g_push, g_pop, g_no_op = update_backward(_row(number, scan), action, grad, grad_old, counts, sizes, grad_x)
     if is_given(tensors.grad_action):
@@ -194,6 +194,6 @@ def _store_first_gradient(sequence, head, k, scan):
         load_row(part(tensors.slots, stack, count * size), part(tensors.mask, stack, count), row)
         query, grad_query = part(tensors.query, head, size), part(tensors.grad_query, stack, size)
         grad_read = part(scan.scratch.grad_last, head, size)
-        read_backward(row, query, count, sizes, scan.scratch.read, grad_read, grad, grad_query)
+        read_backward(row, query, count, sizes, scan.scratch, grad_read, grad, grad_query)
     if is_given(tensors.grad_slots):
         store_row(grad, part(tensors.grad_slots, stack, count * size), part(tensors.grad_mask, stack, count))

@@ -4,6 +4,9 @@ A stack is a `Row`: its slots, with the pushed vector in front and zeros behind,
 loop over contiguous numbers: new[i] = push old[i - D] + pop old[i + D] + no_op old[i]. `count` is the number of
 occupied slots. Zeros and ones have the dtype of the row, because numba widens a float32 times an integer to float64.
 Only two sums over the slots run in float64: the softmax total and the mean of its gradient.
+
+The `scratch` of a read has the arrays [N] weights (the softmax), contents (w_g . St[j]) and grads (dR . St[j], then the
+gradients of the scores).
 """
 
 import math
@@ -22,21 +25,6 @@ class Row(NamedTuple):
 
     slots: Any  # [(1 + N + 2) * D]
     mask: Any  # [1 + N + 2]; the first is 1
-
-
-class ReadScratch(NamedTuple):
-    """The scratch of a global read [N]."""
-
-    weights: Any  # the softmax
-    contents: Any  # w_g . St[j]
-    grads: Any  # dR . St[j], then the gradients of the scores
-
-
-@plain
-def allocate_read(sizes, like):
-    """Return the scratch of a global read."""
-    count = sizes.last_slots
-    return ReadScratch(np.zeros(count, like.dtype), np.zeros(count, like.dtype), np.zeros(count, like.dtype))
 
 
 @plain

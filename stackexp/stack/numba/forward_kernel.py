@@ -9,9 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from stackexp.stack.numba.equations import (
-    ReadScratch,
     Row,
-    allocate_read,
     compute_action,
     load_row,
     read_stack,
@@ -28,7 +26,9 @@ class ForwardScratch(NamedTuple):
 
     slots: Any  # the rows of a group, two for each head
     mask: Any
-    read: ReadScratch
+    weights: Any  # of a read [N], as are the next two; see `equations`
+    contents: Any
+    grads: Any
     inner: Any  # c + V R [i, padded]
     fed: Any  # u, or both factors of the gated feedback [i]
     mixed: Any  # x and logits with feedback [H*D + H*3, padded]
@@ -52,7 +52,9 @@ def allocate_forward(sizes, tensors, like):
     columns = padded(sizes.heads * (sizes.head_dim + sizes.num_actions))
     inner, fed = np.zeros(padded(sizes.inner), like.dtype), np.zeros(sizes.inner, like.dtype)
     mixed = np.zeros(columns, like.dtype)
-    return ForwardScratch(slots, mask, allocate_read(sizes, like), inner, fed, mixed)
+    weights, contents = np.zeros(sizes.last_slots, like.dtype), np.zeros(sizes.last_slots, like.dtype)
+    grads = np.zeros(sizes.last_slots, like.dtype)
+    return ForwardScratch(slots, mask, weights, contents, grads, inner, fed, mixed)
 
 
 @inlined
@@ -99,7 +101,7 @@ def _load_state(stack, head, row, scan):
     load_row(part(tensors.slots, stack, count * size), part(tensors.mask, stack, count), row)
     if is_given(tensors.feedback):
         query, out = part(tensors.query, head, size), part(tensors.first_read, stack, size)
-        read_stack(row, query, count, sizes, scan.scratch.read, out)
+        read_stack(row, query, count, sizes, scan.scratch, out)
 
 
 @inlined
@@ -139,4 +141,4 @@ def _step(token, head, count, old, new, scan):
     action = part(tensors.action, stack, 3)
     tensors.entropy[stack] = compute_action(logits, action)
     tensors.occupancy[stack] = update_stack(old, new, action, count, sizes)
-    read_stack(new, part(tensors.query, head, size), count, sizes, scan.scratch.read, part(tensors.read, stack, size))
+    read_stack(new, part(tensors.query, head, size), count, sizes, scan.scratch, part(tensors.read, stack, size))

@@ -17,7 +17,7 @@ from numba.np.unsafe.ndarray import to_fixed_tuple
 from stackexp.stack.numba.arguments import BackwardTensors, ForwardTensors, Sizes
 from stackexp.stack.numba.backward_kernel import BackwardScan, allocate_backward, scan_backward
 from stackexp.stack.numba.forward_kernel import ForwardScan, allocate_forward, scan_forward
-from stackexp.stack.numba.vectors import OPTIONS, open_arrays, take_next
+from stackexp.stack.numba.vectors import OPTIONS, borrow_arrays, keep_alive, open_arrays, take_next
 
 SOURCES = tuple(
     f"numba/{name}.py" for name in ("arguments", "equations", "vectors", "forward_kernel", "backward_kernel")
@@ -51,7 +51,7 @@ def forward(dtype: type) -> CFunc:
     """Return the forward kernel, a C function of a job. Several threads may run it on one job at once.
 
     Each thread takes one part of the batch after the other until none is left. Returning the digest puts it into the
-    closure. The scratch stays alive because the loop uses it.
+    closure.
     """
     like, digest = np.zeros(0, dtype), digest_sources()
 
@@ -59,11 +59,13 @@ def forward(dtype: type) -> CFunc:
         job = carray(job_address, 2 + NUM_SIZES + NUM_FORWARD)
         sizes = Sizes(*to_fixed_tuple(job[2:], NUM_SIZES))
         tensors = open_arrays(ForwardTensors(*to_fixed_tuple(job[2 + NUM_SIZES :], NUM_FORWARD)), like)
-        scratch, parts, part = allocate_forward(sizes, tensors, like), job[1], take_next(job)
+        owners = allocate_forward(sizes, tensors, like)
+        scratch, parts, part = borrow_arrays(owners), job[1], take_next(job)
         while part < parts:
             for sequence in range(sizes.batch * part // parts, sizes.batch * (part + 1) // parts):
                 scan_forward(sequence, ForwardScan(sizes, tensors, scratch))
             part = take_next(job)
+        keep_alive(owners)
         return digest
 
     return compile_kernel(run_forward)
@@ -78,11 +80,13 @@ def backward(dtype: type) -> CFunc:
         job = carray(job_address, 2 + NUM_SIZES + NUM_BACKWARD)
         sizes = Sizes(*to_fixed_tuple(job[2:], NUM_SIZES))
         tensors = open_arrays(BackwardTensors(*to_fixed_tuple(job[2 + NUM_SIZES :], NUM_BACKWARD)), like)
-        scratch, parts, part = allocate_backward(sizes, tensors, like), job[1], take_next(job)
+        owners = allocate_backward(sizes, tensors, like)
+        scratch, parts, part = borrow_arrays(owners), job[1], take_next(job)
         while part < parts:
             for sequence in range(sizes.batch * part // parts, sizes.batch * (part + 1) // parts):
                 scan_backward(sequence, BackwardScan(sizes, tensors, scratch))
             part = take_next(job)
+        keep_alive(owners)
         return digest
 
     return compile_kernel(run_backward)

@@ -57,6 +57,35 @@ def open_arrays(typing_context, addresses, like):
 
 
 @intrinsic
+def borrow_arrays(typing_context, arrays):
+    """Return a NamedTuple of the same arrays without their reference counts.
+
+    Reading a field of a NamedTuple counts a reference, an atomic operation. The caller must keep the owners alive.
+    """
+
+    def generate(context, builder, signature, arguments):
+        borrowed = []
+        for value in cgutils.unpack_tuple(builder, arguments[0]):
+            array = make_array(arrays.dtype)(context, builder, value)
+            array.meminfo = cgutils.get_null_value(array.meminfo.type)
+            array.parent = cgutils.get_null_value(array.parent.type)
+            borrowed.append(array._getvalue())
+        return context.make_tuple(builder, signature.return_type, borrowed)
+
+    return arrays(arrays), generate
+
+
+@intrinsic
+def keep_alive(typing_context, owners):
+    """Do nothing. numba frees `owners` after this call, their last use."""
+
+    def generate(context, builder, signature, arguments):
+        return context.get_dummy_value()
+
+    return types.void(owners), generate
+
+
+@intrinsic
 def take_next(typing_context, counter):
     """Return counter[0] and add 1 to it, as one atomic operation."""
 
@@ -115,9 +144,15 @@ def dot(a, b):
 
 @plain
 def add_product(vector, matrix, out):
-    """Add vector [m] times matrix [m, n] to out [n]."""
-    columns = out.shape[0]
-    for k in range(vector.shape[0]):
+    """Add vector [m] times matrix [m, n] to out [n], four rows at once to load and store `out` less often."""
+    columns, fours = out.shape[0], vector.shape[0] // 4 * 4
+    for k in range(0, fours, 4):
+        a, b, c, d = vector[k], vector[k + 1], vector[k + 2], vector[k + 3]
+        row_a, row_b = part(matrix, k, columns), part(matrix, k + 1, columns)
+        row_c, row_d = part(matrix, k + 2, columns), part(matrix, k + 3, columns)
+        for i in range(columns):
+            out[i] += a * row_a[i] + b * row_b[i] + c * row_c[i] + d * row_d[i]
+    for k in range(fours, vector.shape[0]):
         row, factor = part(matrix, k, columns), vector[k]
         for i in range(columns):
             out[i] += factor * row[i]

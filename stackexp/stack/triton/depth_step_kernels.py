@@ -1,14 +1,13 @@
-"""The kernels of `triton_depth`: one layer's step of every token's stack, and its gradients. Needs Triton.
+"""The Triton kernels of one depth step of every token's stack: forward and backward.
 
-A program has some tokens and heads, the rows of its tiles [ROWS, D], and goes down the slots once. At any time it holds
-a few neighbouring slots, never a stack: nothing is padded but D and the heads, the number of slots is an ordinary
-argument, and the shift of a push or a pop is a matter of which name a tile has. How a layer's slots come about in that
-order is in `triton_depth_math`.
+A program handles some tokens and heads, the rows of its tiles [ROWS, D] with ROWS = tokens * group, and goes down the
+slots once. At any time it holds a few neighboring slots, never a whole stack, so only D and the heads are padded and
+the number of slots is an ordinary argument. `depth_step_math` explains how the slots of a layer are computed in this
+order.
 
-Sizes: `num_occupied` slots of V_0, `num_old` of St, `num_new` of St', `num_slots` S. HEADS and HEAD_DIM as they are,
-D padded, GROUP heads of TOKENS tokens to a program: ROWS = TOKENS * GROUP. Probabilities, M, scores are rows [ROWS].
-CAPPED: since V_0 a slot may have come past S, and must be dropped. EMPTY is the score of an empty slot, TINY the
-smallest normal number of DTYPE, in which all is computed.
+Sizes: `num_occupied` slots of V_0, `num_old` of St, `num_new` of St', `num_slots` S. Probabilities, M and scores are
+rows [ROWS]. `xs` and `logits` are tuples of the layers since V_0: [tokens, H, D] and [tokens, H, 3 or 2]. The other
+tensors are described in `arguments`.
 """
 
 import triton
@@ -22,213 +21,172 @@ from stackexp.stack.triton.depth_step_math import (
     load_logits,
     load_or,
     load_slot,
+    locate,
     log_actions,
     logits_backward,
-    place_of,
-    score_backward,
-    score_of,
+    read_slot_backward,
     sweep,
     update_backward,
 )
-from stackexp.stack.triton.time_scan_math import _divided
 
-# not what a kernel is made for: one serves all layers that have as many stages
+# one kernel serves all layers with as many stages: Triton does not compile again for these values
 DYNAMIC = ["num_tokens", "repeat", "num_occupied", "num_old", "num_new", "num_slots"]
 
 
 @triton.jit(do_not_specialize=DYNAMIC)
 def forward(
-    xs,  # of each stage [tokens, H, D]
-    logits,  # of each stage [tokens, H, 3 or 2]
-    query,  # [H, D]
-    slots,  # V_0 [num_occupied, tokens, H, D]
-    mask,  # [num_occupied, tokens, H]
-    read,  # out [tokens, H, D]
-    action,  # out [tokens, H, 3]
-    entropy,  # out [tokens, H]
-    occupancy,  # out [tokens, H]
-    rest,  # out [tokens, H, D], what rounding took from it; or None
-    log_total,  # out [tokens, H], log of the sum of exp(score); or None
-    new_slots,  # out [num_new, tokens, H, D], or None
-    new_mask,  # out [num_new, tokens, H], or None
+    xs,
+    logits,
+    tensors,  # StepForward
     num_tokens,
     num_occupied,
     num_new,
     num_slots,
-    HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    NUM_ACTIONS: tl.constexpr,
-    TOKENS: tl.constexpr,
-    GROUP: tl.constexpr,
-    D: tl.constexpr,
-    DISCIPLINE: tl.constexpr,
-    READ: tl.constexpr,
-    READ_MASK: tl.constexpr,
-    CAPPED: tl.constexpr,
-    EMPTY: tl.constexpr,
-    TINY: tl.constexpr,
-    DTYPE: tl.constexpr,
+    options: tl.constexpr,
 ):
-    """`reference.step`, after that of the layers since V_0."""
-    place = place_of(tl.program_id(0), num_tokens, HEADS, HEAD_DIM, TOKENS, GROUP, D)
+    """Compute `reference.step` after the steps of the layers since V_0."""
+    place = locate(tl.program_id(0), num_tokens, options)
     at, here, at_x, within, _, at_w = place
-    w = load_or(tl.zeros([TOKENS * GROUP, D], DTYPE), query, at_w, within)
-    stages, actions = enter(xs, logits, place, NUM_ACTIONS, DTYPE)
+    w = load_or(
+        tl.zeros([options.tokens * options.group, options.padded_dim], options.dtype), tensors.query, at_w, within
+    )
+    stages, actions = enter(xs, logits, place, options)
     needed = num_occupied
-    if READ == "top" and new_slots is None:  # slots further down do not get there
+    if options.read == "top" and tensors.new_slots is None:  # slots further down do not reach the top
         needed = tl.minimum(num_occupied, len(xs) + 1)
-    value, highest, total, sum_of_mask = sweep(
-        stages, actions, slots, mask, w, new_slots, new_mask, (needed, num_occupied), num_new, num_slots, place,
-        HEAD_DIM, DISCIPLINE, READ, READ_MASK, CAPPED, EMPTY, TINY, DTYPE,
-    )  # fmt: skip
-    rounded = value.to(read.dtype.element_ty)
-    tl.store(read + at_x, rounded, within)
-    if rest is not None:
-        tl.store(rest + at_x, value - rounded.to(DTYPE), within)
-    if READ == "global":
-        tl.store(log_total + at, highest + tl.log(total), here)
-    tl.store(occupancy + at, sum_of_mask, here)
+    sizes = (needed, num_occupied, num_new, num_slots)
+    value, highest, total, occupancy = sweep(
+        stages, actions, (tensors.slots, tensors.mask, tensors.new_slots, tensors.new_mask), w, sizes, place, options
+    )
+    rounded = value.to(tensors.read.dtype.element_ty)
+    tl.store(tensors.read + at_x, rounded, within)
+    if tensors.rest is not None:
+        tl.store(tensors.rest + at_x, value - rounded.to(options.dtype), within)
+    if options.read == "global":
+        tl.store(tensors.log_total + at, highest + tl.log(total), here)
+    tl.store(tensors.occupancy + at, occupancy, here)
     push, pop, no_op = actions[len(xs) - 1]
-    tl.store(action + at * 3, push, here)
-    tl.store(action + at * 3 + 1, pop, here)
-    tl.store(action + at * 3 + 2, no_op, here)
-    push, pop, no_op = load_logits(logits[len(xs) - 1], place, NUM_ACTIONS, DTYPE)
-    tl.store(entropy + at, log_actions(push, pop, no_op, NUM_ACTIONS)[3], here)
+    tl.store(tensors.action + at * 3, push, here)
+    tl.store(tensors.action + at * 3 + 1, pop, here)
+    tl.store(tensors.action + at * 3 + 2, no_op, here)
+    push, pop, no_op = load_logits(logits[len(xs) - 1], place, options)
+    tl.store(tensors.entropy + at, log_actions(push, pop, no_op, options)[3], here)
 
 
 @triton.jit(do_not_specialize=DYNAMIC)
 def backward(
     xs,
     logits,
-    query,
-    slots,
-    mask,
-    read,  # [tokens, H, D], and `rest`: None if the softmax is to be made again
-    rest,
-    log_total,
-    grad_read,  # [tokens, H, D]; each gradient may be None
-    grad_action,  # [tokens, H, 3]
-    grad_entropy,  # [tokens, H]
-    grad_slots,  # of St' [num_new, tokens, H, D]
-    grad_mask,  # [num_new, tokens, H]
-    to_x,  # out [tokens, H, D]
-    to_logits,  # out [tokens, H, 3 or 2]
-    to_query,  # out [programs, H, D], to be summed; None for `read: top`
-    to_slots,  # out, of St [num_old, tokens, H, D]
-    to_mask,  # out [num_old, tokens, H]
+    tensors,  # StepBackward
     num_tokens,
-    repeat,  # blocks of tokens that a program takes
+    repeat,  # blocks of tokens of one program
     num_occupied,
     num_old,
     num_new,
     num_slots,
-    HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    NUM_ACTIONS: tl.constexpr,
-    TOKENS: tl.constexpr,
-    GROUP: tl.constexpr,
-    D: tl.constexpr,
-    DISCIPLINE: tl.constexpr,
-    READ: tl.constexpr,
-    READ_MASK: tl.constexpr,
-    CAPPED: tl.constexpr,
-    EMPTY: tl.constexpr,
-    TINY: tl.constexpr,
-    DTYPE: tl.constexpr,
+    options: tl.constexpr,
 ):
-    """The gradients of this layer's step. At slot j those to St[j - 1] are complete; x is St[-1]."""
-    LAST: tl.constexpr = len(xs) - 1
-    nothing = tl.zeros([TOKENS * GROUP, D], DTYPE)
-    none = tl.zeros([TOKENS * GROUP], DTYPE)
-    filled = (num_occupied, num_occupied)
-    to_w = nothing
+    """Compute the gradients of this layer's step, for one block of tokens after the other."""
+    to_w = tl.zeros([options.tokens * options.group, options.padded_dim], options.dtype)
+    sizes = (num_occupied, num_old, num_new, num_slots)
     for block in range(tl.program_id(0) * repeat, (tl.program_id(0) + 1) * repeat):
-        place = place_of(block, num_tokens, HEADS, HEAD_DIM, TOKENS, GROUP, D)
-        at, here, at_x, within, plane, at_w = place
-        w = load_or(nothing, query, at_w, within)
-        stages, actions = enter(xs, logits, place, NUM_ACTIONS, DTYPE)
-        from_read = load_or(nothing, grad_read, at_x, within)
-        value, highest, total = nothing, none, none + 1
-        if log_total is not None:
-            value = load_or(nothing, read, at_x, within) + load_or(nothing, rest, at_x, within)
-            highest = load_or(none, log_total, at, here)
-        elif READ == "global":
-            value, highest, total = sweep(
-                stages, actions, slots, mask, w, None, None, filled, num_new, num_slots, place,
-                HEAD_DIM, DISCIPLINE, READ, READ_MASK, CAPPED, EMPTY, TINY, DTYPE,
-            )[:3]  # fmt: skip
-        mean = tl.sum(from_read * value, 1)  # of what the weights get
-        stages = fill(stages, actions, slots, mask, filled, num_slots, place, HEAD_DIM, DISCIPLINE, CAPPED, TINY, DTYPE)
-
-        products, sums = (nothing, nothing, nothing), (none, none, none)
-        above, above_mask, above_queue = (nothing, nothing), (none, none), (none, none, none)
-        slot, slot_mask = load_slot(slots, mask, len(xs), filled, place, HEAD_DIM, DTYPE)
-        grad, grad_m = load_gradients(grad_slots, grad_mask, 0, num_new, place, HEAD_DIM, nothing, none)
-        for j in tl.range(num_old + 1, loop_unroll_factor=2):
-            t = j + len(xs)
-            later = load_slot(slots, mask, t + 1, filled, place, HEAD_DIM, DTYPE)  # while this one is worked on
-            later_grad = load_gradients(grad_slots, grad_mask, j + 1, num_new, place, HEAD_DIM, nothing, none)
-            window = stages[LAST]
-            stages, new, m = advance(stages, actions, slot, slot_mask, t, num_slots, len(xs), DISCIPLINE, CAPPED, TINY)
-            if READ == "global":
-                score, content = score_of(new, m, w, READ_MASK, EMPTY, TINY)
-                weight = tl.where(j < num_new, tl.exp(tl.minimum(score - highest, 0)), 0)
-                if log_total is None:
-                    weight = _divided(weight, total)
-                to_score = weight * (tl.sum(from_read * new, 1) - mean)
-                to_content, more = score_backward(to_score, content, m, READ_MASK, EMPTY, TINY)
-                grad = tl.fma(weight[:, None], from_read, tl.fma(to_content[:, None], w, grad))
-                grad_m += more
-                to_w = tl.fma(to_content[:, None], new, to_w)
-            else:
-                grad += tl.where(j == 0, from_read, 0)
-            products, sums, complete, complete_mask, above_queue = update_backward(
-                grad, grad_m, above, above_mask, above_queue, window, stages[LAST], actions[LAST], products, sums,
-                DISCIPLINE, TINY,
-            )  # fmt: skip
-            if j == 0:
-                tl.store(to_x + at_x, complete, within)
-            else:
-                tl.store(to_slots + (j - 1) * plane * HEAD_DIM + at_x, complete, within)
-                tl.store(to_mask + (j - 1) * plane + at, complete_mask, here)
-            above, above_mask = (grad, above[0]), (grad_m, above_mask[0])
-            slot, slot_mask = later
-            grad, grad_m = later_grad
-        _store_logits_gradient(
-            products, sums, actions[LAST], logits[LAST], grad_action, grad_entropy, to_logits, place,
-            NUM_ACTIONS, DTYPE,
-        )  # fmt: skip
-    if READ == "global":
-        to_w = tl.sum(tl.reshape(to_w, [TOKENS, GROUP, D]), 0)
-        head, d = tl.program_id(1) * GROUP + tl.arange(0, GROUP)[:, None], tl.arange(0, D)[None, :]
-        at_w = (tl.program_id(0) * HEADS + head) * HEAD_DIM + d
-        tl.store(to_query + at_w, to_w, (head < HEADS) & (d < HEAD_DIM))
+        to_w = _block_backward(xs, logits, tensors, to_w, locate(block, num_tokens, options), sizes, options)
+    if options.read == "global":
+        to_w = tl.sum(tl.reshape(to_w, [options.tokens, options.group, options.padded_dim]), 0)
+        head = tl.program_id(1) * options.group + tl.arange(0, options.group)[:, None]
+        d = tl.arange(0, options.padded_dim)[None, :]
+        at_w = (tl.program_id(0) * options.heads + head) * options.head_dim + d
+        tl.store(tensors.to_query + at_w, to_w, (head < options.heads) & (d < options.head_dim))
 
 
 @triton.jit
-def _store_logits_gradient(
-    products,
-    sums,
-    action,
-    logits,
-    grad_action,
-    grad_entropy,
-    to_logits,
-    place,
-    NUM_ACTIONS: tl.constexpr,
-    DTYPE: tl.constexpr,
-):
-    """Through the softmax of the actions, whose gradients `products` and `sums` add up to."""
+def _block_backward(xs, logits, tensors, to_w, place, sizes, options: tl.constexpr):
+    """Store the gradients of a block; return the sum of those of w_g.
+
+    At slot j the gradient of St[j - 1] is complete. St[-1] is x.
+    """
+    LAST: tl.constexpr = len(xs) - 1
+    nothing, none = tl.zeros_like(to_w), tl.zeros([to_w.shape[0]], options.dtype)
+    num_occupied, num_old, num_new, num_slots = sizes
+    source, filled = (tensors.slots, tensors.mask), (num_occupied, num_occupied)
+    grads = (tensors.grad_slots, tensors.grad_mask)
+    at, here, at_x, within, plane, at_w = place
+    w = load_or(nothing, tensors.query, at_w, within)
+    stages, actions = enter(xs, logits, place, options)
+    from_read = load_or(nothing, tensors.grad_read, at_x, within)
+    value, highest, total = _load_softmax(stages, actions, tensors, w, sizes, place, options)
+    softmax = (from_read, tl.sum(from_read * value, 1), highest, total)
+    stages = fill(stages, actions, source, filled, num_slots, place, options)
+
+    sums = (nothing, nothing, nothing, none, none, none)
+    above, above_mask, above_queue = (nothing, nothing), (none, none), (none, none, none)
+    slot, slot_mask = load_slot(source, len(xs), filled, place, options)
+    grad, grad_m = load_gradients(grads, 0, num_new, place, options)
+    for j in tl.range(num_old + 1, loop_unroll_factor=2):
+        t = j + len(xs)
+        later = load_slot(source, t + 1, filled, place, options)  # during the work on this slot
+        later_grad = load_gradients(grads, j + 1, num_new, place, options)
+        window = stages[LAST]
+        stages, new, m = advance(stages, actions, (slot, slot_mask), t, num_slots, len(xs), options)
+        if options.read == "global":
+            divide: tl.constexpr = tensors.log_total is None
+            grad, grad_m, to_w = read_slot_backward(
+                (grad, grad_m, to_w), new, m, w, softmax, j < num_new, divide, options
+            )
+        else:
+            grad += tl.where(j == 0, from_read, 0)
+        sums, complete, complete_mask, above_queue = update_backward(
+            (grad, grad_m), (above, above_mask, above_queue), window, stages[LAST], actions[LAST], sums, options
+        )
+        if j == 0:
+            tl.store(tensors.to_x + at_x, complete, within)
+        else:
+            tl.store(tensors.to_slots + (j - 1) * plane * options.head_dim + at_x, complete, within)
+            tl.store(tensors.to_mask + (j - 1) * plane + at, complete_mask, here)
+        above, above_mask = (grad, above[0]), (grad_m, above_mask[0])
+        slot, slot_mask = later
+        grad, grad_m = later_grad
+    _store_logits_gradient(sums, actions[LAST], logits[LAST], tensors, place, options)
+    return to_w
+
+
+@triton.jit
+def _load_softmax(stages, actions, tensors, w, sizes, place, options: tl.constexpr):
+    """Return R, the highest score and the sum of exp(score - highest): stored, or computed again."""
+    at, here, at_x, within, _, _ = place
+    num_occupied, _, num_new, num_slots = sizes
+    none = tl.zeros([w.shape[0]], options.dtype)
+    value, highest, total = tl.zeros_like(w), none, none + 1
+    if tensors.log_total is not None:
+        value = load_or(value, tensors.read, at_x, within) + load_or(value, tensors.rest, at_x, within)
+        highest = load_or(none, tensors.log_total, at, here)
+    elif options.read == "global":
+        value, highest, total = sweep(
+            stages,
+            actions,
+            (tensors.slots, tensors.mask, None, None),
+            w,
+            (num_occupied, num_occupied, num_new, num_slots),
+            place,
+            options,
+        )[:3]
+    return value, highest, total
+
+
+@triton.jit
+def _store_logits_gradient(sums, action, logits, tensors, place, options: tl.constexpr):
+    """Go back through the softmax of the actions. `sums`: their gradients, the first three to be summed over D."""
     at, here = place[:2]
-    none = tl.zeros_like(sums[0])
-    to_push = tl.sum(products[0], 1) + sums[0] + load_or(none, grad_action, at * 3, here)
-    to_pop = tl.sum(products[1], 1) + sums[1] + load_or(none, grad_action, at * 3 + 1, here)
-    to_no_op = tl.sum(products[2], 1) + sums[2] + load_or(none, grad_action, at * 3 + 2, here)
-    to_entropy = load_or(none, grad_entropy, at, here)
+    none = tl.zeros_like(sums[3])
+    to_push = tl.sum(sums[0], 1) + sums[3] + load_or(none, tensors.grad_action, at * 3, here)
+    to_pop = tl.sum(sums[1], 1) + sums[4] + load_or(none, tensors.grad_action, at * 3 + 1, here)
+    to_no_op = tl.sum(sums[2], 1) + sums[5] + load_or(none, tensors.grad_action, at * 3 + 2, here)
+    to_entropy = load_or(none, tensors.grad_entropy, at, here)
     push, pop, no_op = logits_backward(
-        (to_push, to_pop, to_no_op), to_entropy, action, load_logits(logits, place, NUM_ACTIONS, DTYPE), NUM_ACTIONS
+        (to_push, to_pop, to_no_op), to_entropy, action, load_logits(logits, place, options), options
     )
-    tl.store(to_logits + at * NUM_ACTIONS, push, here)
-    if NUM_ACTIONS == 3:
-        tl.store(to_logits + at * 3 + 1, pop, here)
-    tl.store(to_logits + at * NUM_ACTIONS + NUM_ACTIONS - 1, no_op, here)
+    to_logits = tensors.to_logits + at * options.num_actions
+    tl.store(to_logits, push, here)
+    if options.num_actions == 3:
+        tl.store(to_logits + 1, pop, here)
+    tl.store(to_logits + options.num_actions - 1, no_op, here)

@@ -1,7 +1,6 @@
-"""The feedback of `triton_kernels`, of one token: what u_t adds to x_t and to the logits, and its gradients.
+"""The feedback of one token for `time_scan_kernels`: x_t + P u_t, logits_t + Q u_t, and the gradients.
 
-u_t = f(R_{t-1}), or f(c_t + V R_{t-1}) where HIDDEN; arguments are those of `triton_kernels`. Rows of the maps are
-multiplied BLOCK at a time.
+u_t = f(R_{t-1}), or f(c_t + V R_{t-1}) if HIDDEN; see `feedback`. The maps are multiplied BLOCK rows at a time.
 """
 
 import triton
@@ -10,7 +9,7 @@ import triton.language as tl
 
 @triton.jit
 def _activated(read, ACTIVATION: tl.constexpr):
-    """f of the feedback, identity or tanh; gated: of each factor."""
+    """Apply identity or tanh; for gated, to one of the factors."""
     if ACTIVATION != "identity":
         falling = tl.exp(-2 * tl.abs(read))
         size = (1 - falling) / (1 + falling)
@@ -20,7 +19,7 @@ def _activated(read, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def _load_map(weights, row, num_rows: tl.constexpr, num_columns: tl.constexpr, columns: tl.constexpr):
-    """The `row`s of P [m, H*D], Q [m, H*3] or V [m, H*D]."""
+    """Load rows of P [m, H*D], Q [m, H*3] or V [m, H*D]."""
     column = tl.arange(0, columns)[None, :]
     present = (row < num_rows)[:, None] & (column < num_columns)
     return tl.load(weights + row[:, None] * num_columns + column, present, other=0)
@@ -47,6 +46,7 @@ def feed_back(
     UNITS: tl.constexpr,
     HIDDEN: tl.constexpr,
 ):
+    """Store x_t + P u_t and logits_t + Q u_t."""
     numbers: tl.constexpr = HEADS * HEAD_DIM
     actions: tl.constexpr = HEADS * NUM_ACTIONS
     column, action = tl.arange(0, NUMBERS), tl.arange(0, LOGITS)
@@ -92,6 +92,7 @@ def feed_back_backward(
     UNITS: tl.constexpr,
     HIDDEN: tl.constexpr,
 ):
+    """Store the gradients of R_{t-1} and, if HIDDEN, of c_t."""
     numbers: tl.constexpr = HEADS * HEAD_DIM
     actions: tl.constexpr = HEADS * NUM_ACTIONS
     column, action = tl.arange(0, NUMBERS), tl.arange(0, LOGITS)

@@ -1,10 +1,10 @@
-"""The scan over tokens as one kernel for CUDA, and one for its gradients. Values and gradients as `reference`.
+"""The scan over tokens on CUDA: one kernel, and one for its gradients.
 
-The state is `eager`'s, and so is a single step. Kernels work in the dtype of x, float32 or float64; only slots that
-the tokens can fill, min(n + T, S), take part. For gradients, the forward pass keeps the state before every
-ceil(sqrt(T))-th token, and the backward pass builds those between again: 2 sqrt(T) states instead of T.
+The state and a single step are those of `eager`. The kernels compute in the dtype of x, float32 or float64, and hold
+only the slots that the tokens can fill, min(n + T, S). For gradients, the forward pass saves the state before every
+ceil(sqrt(T))-th token, and the backward pass recomputes the others: 2 sqrt(T) states instead of T.
 
-Triton is imported by the first scan. With TRITON_INTERPRET=1 in the environment before, scans run on a CPU, slowly.
+The first scan imports Triton. With TRITON_INTERPRET=1 in the environment, scans run on a CPU, slowly.
 """
 
 import math
@@ -29,7 +29,9 @@ NUMBERS_PER_WARP = 512  # of a tile: 16 registers a thread for each tile that th
 MAP_BLOCK = 2048  # numbers of P that a program multiplies at once
 
 
-class _Options(NamedTuple):
+class ScanSettings(NamedTuple):
+    """The options of one scan."""
+
     num_slots: int
     discipline: str
     read: str
@@ -52,7 +54,7 @@ def scan(
     feedback: tuple[Tensor, ...] | None = None,
     feedback_activation: str = "identity",
 ) -> tuple[StackOutput, StackState]:
-    """As `reference.scan`; all tensors of one dtype, float32 or float64."""
+    """Scan the tokens; see `reference.scan`. All tensors have one dtype, float32 or float64."""
     num_tokens, occupied = x.shape[1], state.mask.shape[-1]
     assert occupied <= num_slots, (occupied, num_slots)
     assert feedback_activation in ACTIVATIONS, feedback_activation
@@ -71,7 +73,7 @@ def scan(
     interval = math.isqrt(num_tokens - 1) + 1 if needs_gradient else 0
     activation = feedback_activation if feedback else None
     hidden = feedback is not None and len(feedback) > 2
-    options = _Options(num_slots, discipline, read, read_mask, activation, hidden, interval)
+    options = ScanSettings(num_slots, discipline, read, read_mask, activation, hidden, interval)
     reads, occupancy, slots, mask, *fed_logits = _Scan.apply(*tensors, options)
     logits = fed_logits[0] if feedback else logits
     return StackOutput(
@@ -80,6 +82,8 @@ def scan(
 
 
 class _Scan(torch.autograd.Function):
+    """The scan with gradients."""
+
     @staticmethod
     def forward(
         ctx: FunctionCtx,
@@ -93,9 +97,9 @@ class _Scan(torch.autograd.Function):
         of_read: Tensor | None,  # [m, H*D]; gated: 2 m
         fed_given: Tensor | None,  # [B, T, m]; gated: 2 m
         initial_read: Tensor | None,  # [B, H, D]
-        options: _Options,
+        options: ScanSettings,
     ) -> tuple[Tensor, ...]:
-        """Reads [B, T, H, D], occupancy [B, T, H], contents, mask; with feedback, the logits that it makes."""
+        """Return reads [B, T, H, D], occupancy [B, T, H], contents, mask; with feedback, also the changed logits."""
         inputs = (x, logits, query, slots, mask, feedback_x, feedback_logits, of_read, fed_given)
         given = [_contiguous(tensor) for tensor in inputs]
         x, logits, query, slots, mask, *feedback = given
@@ -129,7 +133,7 @@ class _Scan(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         x, logits, query, feedback_x, feedback_logits, of_read, fed_given, reads, *saved = ctx.saved_tensors
         options, fed = ctx.options, None
-        autocast = torch.autocast(x.device.type, enabled=False)  # of whoever calls backward
+        autocast = torch.autocast(x.device.type, enabled=False)  # backward may be called under autocast
         if options.feedback_activation:
             last = reads[:, :-1].flatten(2)  # R_{t-1} [B, T, H*D]
             with autocast:
@@ -164,9 +168,9 @@ def _launch(
     logits: Tensor,
     slots: Tensor,
     feedback_x: Tensor | None,
-    options: _Options,
+    options: ScanSettings,
 ) -> None:
-    """Run the kernel `name` of `triton_kernels`: one program per row and head, or per row with feedback."""
+    """Run the kernel `name`: one program per row and head, or per row with feedback."""
     assert {tensor.dtype for tensor in tensors if tensor is not None} == {x.dtype}, "one dtype"
     batch_size, num_tokens, num_heads, head_dim = x.shape
     kept = slots.shape[2]
@@ -188,9 +192,9 @@ def _launch(
 
 
 def constants(
-    num_heads: int, head_dim: int, num_actions: int, kept: int, units: int, dtype: torch.dtype, options: _Options
+    num_heads: int, head_dim: int, num_actions: int, kept: int, units: int, dtype: torch.dtype, options: ScanSettings
 ) -> dict[str, str | float]:
-    """What the kernels are compiled for: their `tl.constexpr` arguments."""
+    """Return the `tl.constexpr` arguments of the kernels."""
     feedback, numbers = options.feedback_activation is not None, _power_of_2(num_heads * head_dim)
     return {
         "HEADS": num_heads,
@@ -215,7 +219,7 @@ def constants(
 
 
 def compiler_options(made_for: dict[str, str | float]) -> dict[str, int]:
-    """How Triton compiles a kernel with these `constants`."""
+    """Return Triton's compiler options for these `constants`."""
     tiles = made_for["H"] * made_for["S"] * made_for["D"] * (2 if made_for["FEEDBACK"] else 1)
     return {
         "num_stages": 1,  # what a loop loads, it may have stored
@@ -225,11 +229,11 @@ def compiler_options(made_for: dict[str, str | float]) -> dict[str, int]:
 
 
 def _power_of_2(size: int) -> int:
-    """The smallest that is not below `size`."""
+    """Return the smallest power of two that is not below `size`."""
     return 1 << (size - 1).bit_length()
 
 
 def _kernels() -> ModuleType:
-    from stackexp.stack.triton import time_scan_kernels as triton_kernels
+    from stackexp.stack.triton import time_scan_kernels as kernels
 
-    return triton_kernels
+    return kernels

@@ -1,4 +1,4 @@
-"""The equations of `reference` and their gradients on the tiles of `triton_kernels`. Needs Triton.
+"""The equations of `reference` and their gradients on the tiles of `time_scan_kernels`.
 
 St is a tile [H, S, D], M one [H, S, 1], with every size padded to a power of two; beyond the `kept` slots both are 0.
 j [1, S, 1] numbers the slots; EMPTY is the score of an empty slot, TINY the smallest normal number of the dtype.
@@ -9,14 +9,14 @@ import triton.language as tl
 
 
 @triton.jit
-def _divided(x, y):
-    """Rounded correctly, so that 1 / 1 is 1: by itself float32 is not."""
+def divide(x, y):
+    """Divide with correct rounding, so that 1 / 1 is 1; the float32 default is approximate."""
     return x / y if x.dtype == tl.float64 else tl.div_rn(x, y)
 
 
 @triton.jit
 def _shifted(values, offset: tl.constexpr):
-    """values[h, j + offset, d]; at the ends, the last one there is."""
+    """Return values[h, j + offset, d], with the index clamped at both ends."""
     size: tl.constexpr = values.shape[1]
     j = tl.arange(0, size)[None, :, None] + offset
     j = tl.minimum(tl.maximum(j, 0), size - 1)
@@ -25,26 +25,26 @@ def _shifted(values, offset: tl.constexpr):
 
 @triton.jit
 def _lowered(values, first, j, kept):
-    """values[j-1], with `first` at j = 0."""
+    """Return values[j-1], with `first` at j = 0."""
     return tl.where(j == 0, first, tl.where(j < kept, _shifted(values, -1), 0))
 
 
 @triton.jit
 def _raised(values, j, kept):
-    """values[j+1], with 0 at the last slot."""
+    """Return values[j+1], with 0 at the last slot."""
     return tl.where(j + 1 < kept, _shifted(values, 1), 0)
 
 
 @triton.jit
 def _ratio(mask, j, kept, TINY: tl.constexpr):
-    """`reference.ratio`: M[j+1] / M[j], 0 where M[j] is; and where it is not."""
+    """Return `reference.mask_ratio`, and whether M[j] is not 0."""
     occupied = mask >= TINY
-    return tl.where(occupied, _divided(_raised(mask, j, kept), tl.where(occupied, mask, 1)), 0), occupied
+    return tl.where(occupied, divide(_raised(mask, j, kept), tl.where(occupied, mask, 1)), 0), occupied
 
 
 @triton.jit
 def update(slots, mask, x, push, pop, no_op, j, kept, DISCIPLINE: tl.constexpr, TINY: tl.constexpr):
-    """`reference.update`. slots [H, S, D], mask [H, S, 1], x [H, 1, D], probabilities [H, 1, 1]."""
+    """Compute `reference.update_stack`. slots [H, S, D], mask [H, S, 1], x [H, 1, D], probabilities [H, 1, 1]."""
     new_slots = push * _lowered(slots, x, j, kept) + no_op * slots
     new_mask = push * _lowered(mask, 1, j, kept) + no_op * mask
     if DISCIPLINE == "queue":
@@ -58,14 +58,14 @@ def update(slots, mask, x, push, pop, no_op, j, kept, DISCIPLINE: tl.constexpr, 
 
 @triton.jit
 def weigh(slots, mask, query, j, kept, num_empty, READ_MASK: tl.constexpr, EMPTY: tl.constexpr, TINY: tl.constexpr):
-    """Softmax of `reference.scores` [H, S, 1], over the `num_empty` slots (of score EMPTY) not kept too; w_g . St."""
+    """Return the softmax [H, S, 1] of `reference.compute_scores`, which includes `num_empty` slots, and w_g . St."""
     content = tl.sum(query * slots, 2, keep_dims=True)
     if READ_MASK == "multiply":
         scores = content * mask
     elif READ_MASK == "log":
         scores = content + tl.log(tl.maximum(mask, TINY))
     else:
-        scores = content + (1 - mask) * EMPTY  # the penalty is what an empty slot has
+        scores = content + (1 - mask) * EMPTY  # the penalty is the score of an empty slot
     scores = tl.where(j < kept, scores, float("-inf"))
     highest = tl.max(scores, 1, keep_dims=True)  # [H, 1, 1]
     empty = tl.full(highest.shape, EMPTY, highest.dtype)
@@ -80,14 +80,14 @@ def softmax(push, pop, no_op):
     highest = tl.maximum(tl.maximum(push, pop), no_op)
     push, pop, no_op = tl.exp(push - highest), tl.exp(pop - highest), tl.exp(no_op - highest)
     total = push + pop + no_op
-    return _divided(push, total), _divided(pop, total), _divided(no_op, total)
+    return divide(push, total), divide(pop, total), divide(no_op, total)
 
 
 @triton.jit
 def read_backward(
     grad, slots, mask, w, j, kept, num_empty, READ_MASK: tl.constexpr, EMPTY: tl.constexpr, TINY: tl.constexpr
 ):
-    """From that of a global read [H, 1, D], the gradients to St, M and w_g."""
+    """Return the gradients of St, M and w_g, given that of a global read [H, 1, D]."""
     weights, content = weigh(slots, mask, w, j, kept, num_empty, READ_MASK, EMPTY, TINY)
     towards = tl.sum(grad * slots, 2, keep_dims=True)  # to each weight [H, S, 1]
     grad_score = weights * (towards - tl.sum(weights * towards, 1, keep_dims=True))
@@ -95,7 +95,7 @@ def read_backward(
         grad_content, grad_mask = grad_score * mask, grad_score * content
     elif READ_MASK == "log":
         grad_content = grad_score
-        grad_mask = tl.where(mask >= TINY, _divided(grad_score, tl.maximum(mask, TINY)), 0)
+        grad_mask = tl.where(mask >= TINY, divide(grad_score, tl.maximum(mask, TINY)), 0)
     else:
         grad_content, grad_mask = grad_score, grad_score * -EMPTY
     return weights * grad + grad_content * w, grad_mask, tl.sum(grad_content * slots, 1, keep_dims=True)
@@ -103,7 +103,7 @@ def read_backward(
 
 @triton.jit
 def _total(values):
-    """Over slots and dimensions [H, 1, 1]."""
+    """Sum over slots and dimensions [H, 1, 1]."""
     return tl.sum(tl.sum(values, 2, keep_dims=True), 1, keep_dims=True)
 
 
@@ -111,9 +111,12 @@ def _total(values):
 def update_backward(
     grad_slots, grad_mask, slots, mask, x, push, pop, no_op, j, kept, DISCIPLINE: tl.constexpr, TINY: tl.constexpr
 ):
-    """From those to St', M' the gradients to St, M, x, and to the probabilities of push, pop and no-op [H, 1, 1]."""
-    above, above_mask = _raised(grad_slots, j, kept), _raised(grad_mask, j, kept)  # of where a push moves slot j
-    below_mask = _lowered(grad_mask, 0, j, kept)  # of where a pop does
+    """Return the gradients of St, M, x and the action probabilities [H, 1, 1], given those of St' and M'."""
+    above, above_mask = (
+        _raised(grad_slots, j, kept),
+        _raised(grad_mask, j, kept),
+    )  # where a push moves slot j
+    below_mask = _lowered(grad_mask, 0, j, kept)  # and a pop
     first = tl.sum(tl.where(j == 0, grad_slots, 0), 1, keep_dims=True)  # [H, 1, D]
     grad_push = _total(slots * above) + _total(mask * above_mask)
     grad_push += tl.sum(first * x, 2, keep_dims=True) + tl.sum(tl.where(j == 0, grad_mask, 0), 1, keep_dims=True)
@@ -133,6 +136,6 @@ def update_backward(
         ratio, occupied = _ratio(mask, j, kept, TINY)
         grad_pop += tl.sum(ratio * stays, 1, keep_dims=True)
         new_slots += pop * ratio * grad_slots
-        grad_following = tl.where(occupied, _divided(pop * stays, tl.where(occupied, mask, 1)), 0)
+        grad_following = tl.where(occupied, divide(pop * stays, tl.where(occupied, mask, 1)), 0)
         new_mask += _lowered(grad_following, 0, j, kept) - ratio * grad_following
     return new_slots, new_mask, push * first, grad_push, grad_pop, grad_no_op
