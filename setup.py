@@ -45,7 +45,7 @@ setup(
         "matplotlib>=3.9",
         "omegaconf>=2.4",
         "pyyaml>=6",
-        "mosaicml-streaming>=0.13,<0.14",  # datamodules/streaming.py goes by its insides
+        "mosaicml-streaming>=0.13,<0.14",  # datamodules/token_stream.py uses private names
         "tokenizers>=0.22",
         "zstandard>=0.23",
         "tqdm>=4.66",

@@ -21,7 +21,12 @@ PRELOAD = [
     "stackexp.training.objectives.language_modeling",
     "stackexp.training.objectives.formal_language",
 ]
-PRELOAD += ["stackexp.datamodules.pretraining", "stackexp.datamodules.streaming", "stackexp.models.memories.stack"]
+PRELOAD += [
+    "stackexp.datamodules.pretraining",
+    "stackexp.datamodules.loader",
+    "stackexp.datamodules.token_stream",
+    "stackexp.models.memories.stack",
+]
 SECONDS = 120
 
 

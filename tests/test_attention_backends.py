@@ -13,7 +13,7 @@ from stackexp.config.compose import compose
 from stackexp.config.memory import StackMemoryConfig
 from stackexp.config.model import TransformerConfig
 from stackexp.data.documents import compute_document_ids, find_document_bounds
-from stackexp.datamodules.streaming import collate
+from stackexp.datamodules.loader import collate
 from stackexp.errors import ConfigError
 from stackexp.models import attention_backends
 from stackexp.models.activation_checkpointing import SAVED_OPERATOR_PREFIXES

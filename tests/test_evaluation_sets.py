@@ -31,7 +31,7 @@ from stackexp.data.olmo import NAMES
 from stackexp.data.packing import write_documents
 from stackexp.data.token_files import write_token_file
 from stackexp.data.tokenizer import count_token_bytes, train_tokenizer
-from stackexp.datamodules.perplexity import perplexity_loader
+from stackexp.datamodules.perplexity import build_perplexity_loader
 from stackexp.modules.metrics import ChunkLosses
 from stackexp.modules.scores import compute_set_scores
 
@@ -172,7 +172,7 @@ def test_a_folder_of_sets_is_a_group(tmp_path, known):
 def score_uniform_bytes(dataset: EvaluationSet, table: np.ndarray, batch_size: int = 7) -> dict[str, float]:
     """Score a model that assigns the same probability to every byte."""
     losses, table = ChunkLosses(len(dataset.chunks)), torch.from_numpy(table)
-    for batch in perplexity_loader(dataset.chunks, batch_size):
+    for batch in build_perplexity_loader(dataset.chunks, batch_size):
         num_bytes = table[batch["tokens"][:, 1:]]
         losses.update(batch["index"], batch["length"], num_bytes * math.log(256), num_bytes)
     return compute_set_scores(losses.compute(), dataset.bytes_per_token)

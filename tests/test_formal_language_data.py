@@ -36,21 +36,21 @@ def same(one: dict, other: dict) -> bool:
 
 
 def test_a_batch_is_a_function_of_seed_and_step():
-    assert same(data().training_batch(7), data().training_batch(7))
-    assert not same(data().training_batch(7), data().training_batch(8))
-    assert not same(data().training_batch(7), data(seed=1).training_batch(7))
+    assert same(data().sample_training_batch(7), data().sample_training_batch(7))
+    assert not same(data().sample_training_batch(7), data().sample_training_batch(8))
+    assert not same(data().sample_training_batch(7), data(seed=1).sample_training_batch(7))
 
 
 def test_training_goes_on_after_the_last_step():
     resumed = iter(data(step=5).train_dataloader())
     for step in (6, 7):
-        assert same(next(resumed), data().training_batch(step))
+        assert same(next(resumed), data().sample_training_batch(step))
 
 
 @pytest.mark.parametrize("task", SIZES)
 def test_a_sequence_is_the_string_then_an_empty_token_for_each_symbol_of_the_answer(task):
     built = data(f"task={task}", "max_length=12", "validation_max_length=13", "batch_size=8")
-    batch = built.training_batch(3)
+    batch = built.sample_training_batch(3)
     tokens, targets, mask = (batch[key].numpy() for key in ("tokens", "targets", "mask"))
     rng = np.random.default_rng([0, 3])
     assert batch["length"] == rng.integers(TASKS[task].min_length, 13)
@@ -66,7 +66,7 @@ def test_a_sequence_is_the_string_then_an_empty_token_for_each_symbol_of_the_ans
 
 def test_lengths_are_uniform_from_the_tasks_least_to_the_longest():
     built = data("max_length=6", "validation_max_length=7", "task=solve_equation", "batch_size=1")
-    lengths = [built.training_batch(step)["length"] for step in range(1, 801)]
+    lengths = [built.sample_training_batch(step)["length"] for step in range(1, 801)]
     least = TASKS["solve_equation"].min_length
     counts = np.bincount(lengths, minlength=7)
     assert counts[:least].sum() == 0
@@ -75,14 +75,14 @@ def test_lengths_are_uniform_from_the_tasks_least_to_the_longest():
 
 def test_a_share_of_the_batches_has_the_longest_strings():
     built = data("longest_fraction=0.5", "curriculum_steps=10", "curriculum_start=4", "max_length=8", "batch_size=1")
-    batches = [built.training_batch(step) for step in range(1, 4011)]
+    batches = [built.sample_training_batch(step) for step in range(1, 4011)]
     early = sum(batch["length"] == batch["max_length"] for batch in batches[:10])
     counts = np.bincount([batch["length"] for batch in batches[10:]], minlength=9)
     assert early >= 4, "those of its step, not max_length"
     assert abs(counts[8] / 4000 - (0.5 + 0.5 / 8)) < 0.03
     assert (np.abs(counts[1:8] / 4000 - 0.5 / 8) < 0.02).all(), "the others are uniform"
     always = data("longest_fraction=1", "batch_size=2")
-    assert {always.training_batch(step)["length"] for step in range(1, 30)} == {40}
+    assert {always.sample_training_batch(step)["length"] for step in range(1, 30)} == {40}
     assert always.config.global_batch_tokens == 2 * 80
     tokens = [data(f"longest_fraction={share}").config.global_batch_tokens for share in (0, 0.5, 1)]
     assert tokens == [128 * 41, 128 * (41 + 80) / 2, 128 * 80]
@@ -96,13 +96,13 @@ def test_the_longest_grows_linearly_then_stays():
     assert longest_of(data().config, 1) == 40
     built = data("curriculum_steps=36", "curriculum_start=4")
     for step in (1, 20, 37):
-        batch = built.training_batch(step)
+        batch = built.sample_training_batch(step)
         assert batch["length"] <= batch["max_length"] == longest_of(config, step)
 
 
 def test_devices_share_the_rows_of_a_batch():
-    whole = data("task=stack_manipulation", "batch_size=12").training_batch(4)
-    parts = [data("task=stack_manipulation", "batch_size=12", rank=r, world_size=3).training_batch(4) for r in range(3)]
+    whole = data("task=stack_manipulation", "batch_size=12").sample_training_batch(4)
+    parts = [data("task=stack_manipulation", "batch_size=12", rank=r, world_size=3).sample_training_batch(4) for r in range(3)]
     for key in ("tokens", "targets", "mask"):
         together = torch.empty_like(whole[key])
         for rank, part in enumerate(parts):
@@ -161,7 +161,7 @@ def test_no_strings_to_evaluate_on_come_of_a_seed_of_training(monkeypatch):
     for seed in (0, 41, 43):
         built = data("eval_max_length=43", "validation_max_length=43", seed=seed)
         for step in (1, 2, 3):
-            built.training_batch(step)
+            built.sample_training_batch(step)
     training = {tuple(seed) for seed in seeds}
     evaluation = [seed for stage in ("validate", "test") for of in built.sets(stage) if (seed := of.seed)]
     states = [tuple(draw(seed).integers(0, 2**60, 4)) for seed in [*training, *evaluation]]

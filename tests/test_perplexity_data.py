@@ -14,7 +14,7 @@ from stackexp.data.packing import write_documents
 from stackexp.data.shards import TokenSet
 from stackexp.data.token_files import Chunks
 from stackexp.data.tokenizer import train_tokenizer
-from stackexp.datamodules.perplexity import PADDING, RankBatches, perplexity_loader
+from stackexp.datamodules.perplexity import PADDING, RankBatches, build_perplexity_loader
 from stackexp.datamodules.pretraining import PretrainingData
 from stackexp.errors import RunError
 
@@ -63,7 +63,7 @@ def test_a_sum_over_a_set_depends_on_neither_batch_nor_ranks(prepared, batch_siz
     expected = {i: tokens[i].tolist() for i in range(len(tokens))}
     found = {}
     for rank in range(world_size):
-        for batch in perplexity_loader(Chunks(Concatenated(tokens), T, False), batch_size, None, rank, world_size):
+        for batch in build_perplexity_loader(Chunks(Concatenated(tokens), T, False), batch_size, None, rank, world_size):
             assert batch["tokens"].shape == (batch_size, T)
             assert batch["tokens"].dtype == batch["index"].dtype == batch["length"].dtype == torch.int64
             rows = batch["index"] != PADDING
@@ -73,7 +73,7 @@ def test_a_sum_over_a_set_depends_on_neither_batch_nor_ranks(prepared, batch_siz
 
 
 def test_a_chunk_cut_short_is_padded_and_says_how_long_it_is():
-    (batch,) = perplexity_loader(Chunks(np.arange(100, 110), 7, score_remainder=True), 3)
+    (batch,) = build_perplexity_loader(Chunks(np.arange(100, 110), 7, score_remainder=True), 3)
     assert batch["tokens"].tolist() == [[*range(100, 107)], [*range(106, 110), 0, 0, 0], [0] * 7]
     assert batch["length"].tolist() == [7, 4, 0]
     assert batch["index"].tolist() == [0, 1, PADDING]

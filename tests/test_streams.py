@@ -18,7 +18,7 @@ from stackexp.data import hash_log
 from stackexp.data.shards import TokenSet
 from stackexp.data.tokenizer import train_tokenizer
 from stackexp.datamodules.remote import DESCRIPTION, Remote, SourceError
-from stackexp.datamodules.training import apportion, bytes_of
+from stackexp.datamodules.training_set import apportion, bytes_of
 from stackexp.errors import RunError
 
 

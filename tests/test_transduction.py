@@ -24,7 +24,7 @@ def build(*overrides: str) -> Transduction:
 def draw_batch(step: int = 1, rank: int = 0, world_size: int = 1) -> dict:
     data = FormalLanguageData(compose(["formal/stacktrans"], SMALL).data)
     data.trainer = SimpleNamespace(global_rank=rank, world_size=world_size)
-    return data.training_batch(step)
+    return data.sample_training_batch(step)
 
 
 def test_loss_is_the_mean_over_answer_symbols():

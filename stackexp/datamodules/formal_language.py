@@ -1,196 +1,156 @@
-"""Strings of a formal language: to train on, drawn as they are needed; to validate and test on, by their length."""
+"""Strings of a formal language: training batches sampled for each step, and one evaluation set for each length."""
 
 import hashlib
 import json
-import logging
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import lightning.pytorch as pl
 import numpy as np
 import torch
 
-from stackexp.config.experiment import ExperimentConfig
 from stackexp.config.formal_language import FormalLanguageConfig
+from stackexp.datamodules.base import PADDING, ExperimentData, RankBatches
 from stackexp.errors import ConfigError
 from stackexp.tasks import TASKS, Task
 from stackexp.tasks import Batch as Strings
 
-log = logging.getLogger(__name__)
-
-SEEDS = {"validate": 1, "test": 4}  # 2, 3: the strings that were tested while recipes were explored
-"""Third words of the seeds [length, 0, .] of what is evaluated on. Those of training are [seed, step], to numpy
-the same as [seed, step, 0]; steps count from 1, and no word here is 0, so that all differ."""
-assert 0 not in SEEDS.values()
+# An evaluation set is sampled from the seed [length, 0, stage seed], a training batch from [seed, step], which numpy
+# treats as [seed, step, 0]. They never coincide, because steps begin at 1 and no stage seed is 0. The stage seeds 2
+# and 3 were used to explore recipes, so they are not used again.
+STAGE_SEEDS = {"validate": 1, "test": 4}
 
 
 @dataclass(frozen=True)
 class LengthSet:
-    """The strings of one length: a set to validate or test on, the same whatever the run, batch size and devices."""
+    """The evaluation strings of one length, the same in every run."""
 
     task: Task
-    stage: str  # validate or test
+    stage: str
     length: int
     sequences: int
 
     @property
     def name(self) -> str:
+        """The name in results and metric tags, such as length_041."""
         return f"length_{self.length:03d}"
 
     @property
     def identity(self) -> str:
-        """A hash of all its strings' cause."""
-        cause = [self.task.name, SEEDS[self.stage], self.length, self.sequences]
-        return hashlib.sha256(json.dumps(cause).encode()).hexdigest()
+        """A hash of everything that the strings depend on."""
+        causes = [self.task.name, STAGE_SEEDS[self.stage], self.length, self.sequences]
+        return hashlib.sha256(json.dumps(causes).encode()).hexdigest()
 
     @property
     def seed(self) -> list[int]:
-        return [self.length, 0, SEEDS[self.stage]]
+        """The seed of the strings."""
+        return [self.length, 0, STAGE_SEEDS[self.stage]]
 
-    def draw(self) -> Strings:
+    def sample(self) -> Strings:
+        """Return all strings of the set."""
         return self.task.sample(np.random.default_rng(self.seed), self.sequences, self.length)
 
 
-class FormalLanguageData(pl.LightningDataModule):
-    """Batches of one length: tokens int64 [B, L + O], symbols and then the empty token; targets int64 [B, O]; mask
-    bool [B, O], of what accuracy counts.
+class FormalLanguageData(ExperimentData):
+    """Batches of strings of one length L with answers of O symbols.
 
-    Those of training have besides: length, max_length (of this step of the curriculum), and counted, how many symbols
-    accuracy counts on this rank in the mean over ranks. Those of evaluation: index int64 [B], -1 for padding.
+    Every batch has tokens int64 [B, L + O] (the symbols, then O empty tokens), targets int64 [B, O] and mask bool
+    [B, O], True for the symbols that accuracy counts. Training batches also have `length`, `max_length` (the
+    curriculum's maximum at this step) and `counted` (the counted symbols per rank, a mean over ranks). Evaluation
+    batches also have index int64 [B], the numbers of the strings (-1: padding).
     """
-
-    tokenizer = token_bytes = eval_limit = None  # as sets of text have them
 
     def __init__(self, config: FormalLanguageConfig, seed: int = 0):
         super().__init__()
         self.config, self.seed, self.task = config, seed, TASKS[config.task]
-        self.leave_out: frozenset[str] = frozenset()  # sets whose figures are known already
 
-    def choose(self, stage: str, wanted: list[str]) -> None:
+    def select_sets(self, stage: str, names: list[str]) -> None:
+        """Raise ConfigError: the sets of a formal language follow from the config."""
         raise ConfigError(
-            "--sets: strings of formal languages are told apart by their length alone; choose lengths with "
-            "data.eval_max_length and data.eval_length_stride"
+            "--sets: sets of a formal language have no files; choose lengths with data.eval_max_length and "
+            "data.eval_length_stride"
         )
 
     def sets(self, stage: str) -> list[LengthSet]:
-        """The lengths of stage "validate" or "test", in the order of their loaders."""
+        """Return the sets of a stage without the skipped ones, one for each length."""
         config = self.config
-        between = range(config.max_length + 1, config.validation_max_length + 1)
-        lengths, sequences = {
-            "validate": (between, config.validation_sequences),
-            "test": (config.tested_lengths, config.eval_sequences),
-        }[stage]
+        if stage == "validate":
+            lengths: Any = range(config.max_length + 1, config.validation_max_length + 1)
+            sequences = config.validation_sequences
+        else:
+            lengths, sequences = config.tested_lengths, config.eval_sequences
         sets = [LengthSet(self.task, stage, n, sequences) for n in lengths if n >= self.task.min_length]
-        return [of for of in sets if of.name not in self.leave_out]
+        return [strings for strings in sets if strings.name not in self.skipped_sets]
 
-    def set_names(self, stage: str) -> list[str]:
-        return [of.name for of in self.sets(stage)]
-
-    def training_batch(self, step: int) -> dict[str, Any]:
-        """What the optimizer's `step` (from 1 on) is made from, a function of seed and step; this process's rows."""
-        longest, rng = longest_of(self.config, step), np.random.default_rng([self.seed, step])
-        length = int(rng.integers(self.task.min_length, longest + 1))
+    def sample_training_batch(self, step: int) -> dict[str, Any]:
+        """Return this rank's rows of the batch of an optimizer step >= 1, a function of seed and step."""
+        max_length, rng = compute_max_length(self.config, step), np.random.default_rng([self.seed, step])
+        length = int(rng.integers(self.task.min_length, max_length + 1))
         if self.config.longest_fraction and rng.random() < self.config.longest_fraction:
-            length = longest
-        rank, world_size = _place(self.trainer)
+            length = max_length
+        rank, world_size = self.rank_and_world_size
         strings = self.task.sample(rng, self.config.batch_size, length)
         counted = float(strings.mask.sum()) / world_size
         rows = Strings(*(part[rank::world_size] for part in strings))
-        return tensors(rows, self.task) | {"length": length, "max_length": longest, "counted": counted}
+        return build_batch(rows, self.task) | {"length": length, "max_length": max_length, "counted": counted}
 
     def train_dataloader(self) -> "TrainingBatches":
+        """Return an endless loader that begins after the trainer's current step."""
         return TrainingBatches(self)
 
-    def val_dataloader(self) -> list["LengthBatches"]:
-        return self._loaders("validate")
-
-    def test_dataloader(self) -> list["LengthBatches"]:
-        return self._loaders("test")
-
-    def _loaders(self, stage: str) -> list["LengthBatches"]:
-        return [LengthBatches(of, self.config.eval_batch_size, *_place(self.trainer)) for of in self.sets(stage)]
+    def build_eval_loader(self, dataset: LengthSet, rank: int, world_size: int) -> "LengthBatches":
+        """Return a loader of one rank's share of a set."""
+        return LengthBatches(dataset, self.config.eval_batch_size, rank, world_size)
 
 
 class TrainingBatches:
-    """The batches after the trainer's last step, without end."""
+    """An endless iterable of the batches after the trainer's current step."""
 
     def __init__(self, data: FormalLanguageData):
         self._data = data
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        step = self._data.trainer.global_step
+        trainer = self._data.trainer
+        assert trainer is not None
+        step = trainer.global_step
         while True:
             step += 1
-            yield self._data.training_batch(step)
+            yield self._data.sample_training_batch(step)
 
 
 class LengthBatches:
-    """A rank's share of a set: every rank has as many batches, padded with strings of index -1."""
+    """One rank's share of a set. A single rank's last batch may be smaller; several ranks pad theirs."""
 
-    def __init__(self, of: LengthSet, batch_size: int, rank: int = 0, world_size: int = 1):
-        self._of, self._size, self._rank, self._world_size = of, batch_size, rank, world_size
+    def __init__(self, strings: LengthSet, batch_size: int, rank: int = 0, world_size: int = 1):
+        self._set = strings
+        self._batches = RankBatches(strings.sequences, batch_size, rank, world_size)
 
     def __len__(self) -> int:
-        return math.ceil(self._of.sequences / (self._size * self._world_size))
+        return len(self._batches)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        strings, count = self._of.draw(), self._of.sequences
-        for batch in range(len(self)):
-            wanted = (batch * self._size + np.arange(self._size)) * self._world_size + self._rank
-            if self._world_size == 1:
-                wanted = wanted[wanted < count]
-            rows = Strings(*(part[np.minimum(wanted, count - 1)] for part in strings))
-            yield tensors(rows, self._of.task) | {"index": torch.from_numpy(np.where(wanted < count, wanted, -1))}
+        strings = self._set.sample()
+        for numbers in self._batches:
+            index = np.array(numbers)
+            if self._batches.world_size == 1:
+                index = index[index != PADDING]
+            rows = Strings(*(part[index] for part in strings))  # padding repeats the last string
+            yield build_batch(rows, self._set.task) | {"index": torch.from_numpy(index)}
 
 
-def longest_of(config: FormalLanguageConfig, step: int) -> int:
-    """The longest string of a step (from 1 on): max_length, or what the curriculum has reached, rounded down."""
+def compute_max_length(config: FormalLanguageConfig, step: int) -> int:
+    """Return the longest string of a step >= 1: max_length, or the curriculum's length, rounded down."""
     if step > config.curriculum_steps:
         return config.max_length
     start = config.curriculum_start
     return start + (config.max_length - start) * (step - 1) // config.curriculum_steps
 
 
-def tensors(strings: Strings, task: Task) -> dict[str, torch.Tensor]:
-    """tokens [B, L + O]: the symbols, then an empty token for each symbol of the answer; targets, mask [B, O]."""
+def build_batch(strings: Strings, task: Task) -> dict[str, torch.Tensor]:
+    """Return tokens [B, L + O] (the symbols, then O empty tokens), targets [B, O] and mask [B, O]."""
     empty = np.full(strings.targets.shape, task.num_symbols)
     return {
         "tokens": torch.from_numpy(np.concatenate([strings.inputs, empty], 1)),
         "targets": torch.from_numpy(np.ascontiguousarray(strings.targets)),
         "mask": torch.from_numpy(np.ascontiguousarray(strings.mask)),
     }
-
-
-def _place(trainer: pl.Trainer | None) -> tuple[int, int]:
-    """Rank and number of the processes."""
-    return (trainer.global_rank, trainer.world_size) if trainer else (0, 1)
-
-
-def warn_of_slots(config: ExperimentConfig, stage: str) -> None:
-    """Say what a stack keeps that is too small for the longest strings of the stage, and of training for "fit"."""
-    data, memory = config.data, getattr(config.model, "memory", None) or config.model
-    num_slots = getattr(memory, "num_slots", None)
-    if num_slots is None or getattr(memory, "axis", "time") == "depth":
-        return
-    section = "model" if memory is config.model else "model.memory"
-    longest = data.validation_max_length if stage == "validate" else data.eval_max_length
-    asked = [("eval_num_slots", memory.eval_num_slots or num_slots, longest)]
-    if stage == "fit":
-        asked.insert(0, ("num_slots", num_slots, data.max_length))
-    for key, slots, length in asked:
-        needed = TASKS[data.task].required_slots(length)
-        if needed is None or slots >= needed:
-            continue
-        kept = f"a stack of {slots} slots keeps {slots} of up to {needed} symbols"
-        if data.task == "reverse_string" and length > data.max_length:
-            best = ceiling(slots, range(data.max_length + 1, length + 1))
-            kept += f" and scores 0.5 + 0.5 min(1, {slots}/L), {best:.2f} over {data.max_length + 1}..{length}"
-        key = f"{section}.{key}"
-        log.warning("%s: %s at length %d: %s; set %s=%d", key, data.task, length, kept, key, needed)
-
-
-def ceiling(slots: int, lengths: range) -> float:
-    """The mean accuracy over these lengths of a stack that reverses as many symbols as it has slots, and guesses."""
-    return sum(0.5 + 0.5 * min(1.0, slots / length) for length in lengths) / len(lengths)

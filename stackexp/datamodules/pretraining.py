@@ -1,11 +1,9 @@
-"""Token shards to train on, and the named sets to validate and test on."""
+"""Token data: a training set of shards, and named sets of tokens for perplexity."""
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import lightning.pytorch as pl
-import numpy as np
-from tokenizers import Tokenizer
 from torch.utils.data import DataLoader
 
 from stackexp.config.data import ShardsConfig, StdlibConfig
@@ -14,131 +12,109 @@ from stackexp.data import olmo
 from stackexp.data.evaluation_sets import EvaluationSet, KnownTokenizer, find_sets, open_set
 from stackexp.data.stdlib import StdlibSets, prepare_stdlib
 from stackexp.data.tokenizer import count_token_bytes
-from stackexp.datamodules.perplexity import perplexity_loader
-from stackexp.datamodules.training import TrainingSet
+from stackexp.datamodules.base import ExperimentData
+from stackexp.datamodules.perplexity import build_perplexity_loader
+from stackexp.datamodules.training_set import TrainingSet
 from stackexp.errors import ConfigError, RunError
 
-OPTION = {"validate": "data.validation", "test": "data.test"}
+SECTIONS = {"validate": "validation", "test": "test"}  # of the data config
 
 
-class PretrainingData(pl.LightningDataModule):
-    """Batches of tokens int64 [B, T] with index int64 [B], each sequence's number in its set (-1: padding).
+class DataPaths(NamedTuple):
+    """Paths of the training set and, by name, of the sets or folders of sets to evaluate on."""
 
-    An epoch of training is a whole number of optimizer steps: the sequences that do not fill the last global batch
-    sit out, others in every epoch. Epochs repeat, each in a new order, until the trainer has had enough.
+    train: str | Path | None
+    validate: Mapping[str, str | Path]
+    test: Mapping[str, str | Path]
 
-    Sets to validate and test on are chunks of tokens, with their lengths int64 [B]; see data/evaluation_sets.py.
+
+class PretrainingData(ExperimentData):
+    """Batches of tokens int64 [B, T] with index int64 [B], the number of each sequence in its set (-1: padding).
+
+    A training epoch is a whole number of optimizer steps: the sequences that do not fill the last global batch are
+    left out, different ones in every epoch. Epochs repeat, each in a new order, until the trainer stops.
+
+    Evaluation batches also have length int64 [B], the tokens of each chunk; see data/evaluation_sets.py.
     """
 
     def __init__(self, config: ShardsConfig | StdlibConfig, seed: int = 0):
         super().__init__()
         self.config, self.seed = config, seed
-        self.tokenizer: Tokenizer | None = None  # unknown where there are token ids alone
-        self.token_bytes: np.ndarray | None = None  # [V]: bytes of text a token stands for
-        self.tokenizer_file: Path | None = None  # a run's: it goes before what lies beside the sets
         self.train_set: TrainingSet | None = None
-        self.eval_limit: int | None = None
-        self.leave_out: frozenset[str] = frozenset()  # sets whose figures are known already
-        self._chosen: dict[str, dict[str, Path]] = {}  # of a stage, instead of the config's
-        self._expanded: dict[str, dict[str, Path]] = {}
+        self._tokenizer_path: Path | None = None
+        self._paths: dict[str, dict[str, Path]] = {}  # stage -> name -> path, without folders of sets
         self._opened: dict[tuple[str, Path], EvaluationSet] = {}
 
-    def folders(self) -> dict[str, Any]:
-        """Where the sets are: {"fit": folder, "validate": {name: place}, "test": {name: place}}."""
-        return {"fit": self.config.path, "validate": self.config.validation, "test": self.config.test}
+    def data_paths(self) -> DataPaths:
+        """Return the paths that the config names."""
+        assert isinstance(self.config, ShardsConfig)
+        return DataPaths(self.config.path, self.config.validation, self.config.test)
 
-    def choose(self, stage: str, wanted: list[str]) -> None:
-        """Evaluate on these instead: names of the config's sets, v2 or v3, one set of those as v2/4chan, NAME=PLACE.
+    def select_sets(self, stage: str, names: list[str]) -> None:
+        """Evaluate on these sets instead of the config's.
 
-        Raises ConfigError for a name that is none of these, or comes twice.
+        Args:
+            stage: "validate" or "test".
+            names: Names in the config, "v2" or "v3", one set of these such as "v2/4chan", or NAME=PATH.
+
+        Raises:
+            ConfigError: If a name is unknown or comes twice.
         """
-        named = {} if all("=" in item for item in wanted) else self.folders()[stage]
-        places = {version: olmo.DEFAULT_FOLDER / version for version in olmo.NAMES} | named
-        chosen: dict[str, Path] = {}
-        for item in wanted:
-            name, _, place = item.partition("=")
-            if not name or (not place and "=" in item):
-                raise ConfigError(f"--sets: expected names and NAME=PATH, parted by single commas, found {item!r}")
-            if place:
-                found = find_sets(name, Path(place))
-            elif name in places:
-                found = find_sets(name, Path(places[name]))
-            else:
-                group = name.split("/")[0]
-                has_group = group in places and group != name
-                members = find_sets(group, Path(places[group]), warn_missing=False) if has_group else {}
-                if name not in members:
-                    hint = nearest(name, [*places, *members]) or f"; there are {', '.join([*places, *members])}"
-                    path = f"NAME={name}" if Path(name).exists() else "NAME=PATH"
-                    raise ConfigError(f"--sets: no set {name!r} in {OPTION[stage]}{hint} (or give {path})")
-                found = {name: members[name]}
-            if twice := chosen.keys() & found.keys():
-                raise ConfigError(f"--sets: {min(twice)} comes twice; give every set once, or other names")
-            chosen |= found
-        self._chosen[stage] = chosen
+        needs_config = not all("=" in name for name in names)
+        known = {version: olmo.DEFAULT_FOLDER / version for version in olmo.NAMES}
+        known |= self._evaluation_paths(stage) if needs_config else {}
+        selected: dict[str, Path] = {}
+        for name in names:
+            found = _select_sets(name, known, f"data.{SECTIONS[stage]}")
+            if duplicates := selected.keys() & found.keys():
+                raise ConfigError(f"--sets: {min(duplicates)} comes twice; give every set once, or other names")
+            selected |= found
+        self._paths[stage] = selected
 
-    def places(self, stage: str) -> dict[str, Path]:
-        """Names of the sets of stage "validate" or "test" and where they lie, in the order of their loaders."""
-        if stage not in self._expanded:
-            found = self._chosen.get(stage)
-            if found is None:
-                found = {}
-                for name, place in self.folders()[stage].items():
-                    found |= find_sets(name, Path(place))
-            self._expanded[stage] = found
-        return {name: place for name, place in self._expanded[stage].items() if name not in self.leave_out}
+    def set_paths(self, stage: str) -> dict[str, Path]:
+        """Return name and path of the sets of a stage without the skipped ones, in the order of their loaders."""
+        if stage not in self._paths:
+            groups = self._evaluation_paths(stage).items()
+            self._paths[stage] = {name: path for group in groups for name, path in find_sets(*group).items()}
+        return {name: path for name, path in self._paths[stage].items() if name not in self.skipped_sets}
 
     def set_names(self, stage: str) -> list[str]:
-        """Names of the sets of stage "validate" or "test", in the order of their loaders."""
-        return list(self.places(stage))
+        """Return the names of `sets`, without opening them."""
+        return list(self.set_paths(stage))
 
     def sets(self, stage: str) -> list[EvaluationSet]:
-        """The opened sets of stage "validate" or "test", in the order of their loaders."""
-        known = KnownTokenizer(self.tokenizer, self._tokenizer_path) if self.tokenizer else None
-        places = self.places(stage)
-        for item in places.items():
+        """Return the opened sets of a stage without the skipped ones, in the order of their loaders."""
+        path = self._tokenizer_path
+        known = KnownTokenizer(self.tokenizer, path) if self.tokenizer and path else None
+        paths = self.set_paths(stage)
+        for item in paths.items():
             if item not in self._opened:
                 self._opened[item] = open_set(*item, self.config, known)
-        return [self._opened[item] for item in places.items()]
+        return [self._opened[item] for item in paths.items()]
 
     def setup(self, stage: str) -> None:
-        """Open and check the sets a stage ("fit", "validate", "test") reads. Raises RunError."""
-        folders, kind = self.folders(), "test" if stage == "test" else "validate"
+        """Open and check the sets that a stage ("fit", "validate", "test") reads. Raises RunError."""
+        eval_stage = "validate" if stage == "fit" else stage
         if stage == "fit":
-            self.train_set = TrainingSet(self.config, folders["fit"], self.seed)
-        if not (self.places(kind) or self.leave_out or self.train_set):
-            name = "validation" if stage == "validate" else stage
-            raise RunError(f"no {name} sets; name one with data.{name}.NAME=PLACE")
-        self._find_tokenizer(folders["fit"], kind)
+            self.train_set = TrainingSet(self.config, self.data_paths().train, self.seed)
+        if not (self.set_paths(eval_stage) or self.skipped_sets or self.train_set):
+            section = SECTIONS[eval_stage]
+            raise RunError(f"no {section} sets; add one with data.{section}.NAME=PATH")
+        self._load_tokenizer(eval_stage)
         self.eval_limit = self.config.eval_sequences if stage == "fit" else None
-        self.sets(kind)
-
-    def _find_tokenizer(self, train: str | Path | None, kind: str) -> None:
-        """The model's: of the training set or the run, else the first that lies in the folder of a set."""
-        if self.tokenizer is not None:
-            return
-        if self.train_set:
-            self.tokenizer, self._tokenizer_path = self.train_set.tokens.load_tokenizer(), self.train_set.tokens.folder
-            self._tokenizer_path /= "tokenizer.json"
-        else:
-            files = [Path(folder, "tokenizer.json") for folder in (train, *self.places(kind).values()) if folder]
-            files = ([self.tokenizer_file] if self.tokenizer_file else []) + files
-            if (found := next((file for file in files if file.is_file()), None)) is None:
-                return
-            self.tokenizer, self._tokenizer_path = KnownTokenizer.read(found).tokenizer, found
-        self.token_bytes = count_token_bytes(self.tokenizer, self.config.vocab_size)
+        self.sets(eval_stage)
 
     def train_dataloader(self) -> DataLoader:
-        return self.train_set.loader(self.trainer)
+        """Return this rank's loader of training batches."""
+        assert self.train_set and self.trainer
+        return self.train_set.build_loader(self.trainer)
 
-    def val_dataloader(self) -> list[DataLoader]:
-        return self._loaders("validate")
-
-    def test_dataloader(self) -> list[DataLoader]:
-        return self._loaders("test")
+    def build_eval_loader(self, dataset: EvaluationSet, rank: int, world_size: int) -> DataLoader:
+        """Return a loader of one rank's share of a set."""
+        return build_perplexity_loader(dataset.chunks, self.config.eval_batch_size, self.eval_limit, rank, world_size)
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Check token ids while they are still on the CPU: on a GPU the embedding would only say "device assert"."""
+        """Check the token ids. On a GPU, an invalid id would end the process with a device assertion."""
         if (largest := int(batch["tokens"].max())) >= self.config.vocab_size:
             raise RunError(
                 f"token id {largest} in sequences {batch['index'].tolist()} is not below data.vocab_size "
@@ -146,20 +122,58 @@ class PretrainingData(pl.LightningDataModule):
             )
         return batch
 
-    def _loaders(self, kind: str) -> list[DataLoader]:
-        trainer, size = self.trainer, self.config.eval_batch_size
-        rank, world_size = (trainer.global_rank, trainer.world_size) if trainer else (0, 1)
-        return [perplexity_loader(s.chunks, size, self.eval_limit, rank, world_size) for s in self.sets(kind)]
+    def _evaluation_paths(self, stage: str) -> dict[str, Path]:
+        paths = self.data_paths()
+        return {name: Path(path) for name, path in (paths.test if stage == "test" else paths.validate).items()}
+
+    def _load_tokenizer(self, eval_stage: str) -> None:
+        """Load the tokenizer of the training set or the run, otherwise the first next to an evaluation set."""
+        if self.tokenizer is not None:
+            return
+        if self.train_set:
+            tokens = self.train_set.tokens
+            self.tokenizer, self._tokenizer_path = tokens.load_tokenizer(), tokens.folder / "tokenizer.json"
+        else:
+            folders = [self.data_paths().train, *self.set_paths(eval_stage).values()]
+            files = [self.tokenizer_file, *(Path(folder, "tokenizer.json") for folder in folders if folder)]
+            path = next((file for file in files if file and file.is_file()), None)
+            if path is None:
+                return
+            self.tokenizer, self._tokenizer_path = KnownTokenizer.read(path).tokenizer, path
+        self.token_bytes = count_token_bytes(self.tokenizer, self.config.vocab_size)
 
 
 class StdlibData(PretrainingData):
-    """The Python standard library's source, prepared on first use and looked up once."""
+    """The source of the Python standard library, prepared on first use."""
 
     _prepared: StdlibSets | None = None
 
     def prepare_data(self) -> None:
+        """Prepare the sets, unless they are in the cache."""
+        assert isinstance(self.config, StdlibConfig)
         self._prepared = self._prepared or prepare_stdlib(self.config)
 
-    def folders(self) -> dict[str, Any]:
+    def data_paths(self) -> DataPaths:
+        """Return the paths of the prepared sets."""
         self.prepare_data()
-        return {"fit": self._prepared.train, "validate": self._prepared.validation, "test": self._prepared.test}
+        assert self._prepared is not None
+        return DataPaths(self._prepared.train, self._prepared.validation, self._prepared.test)
+
+
+def _select_sets(request: str, known: Mapping[str, Path], section: str) -> dict[str, Path]:
+    """Return name and path of the sets that one word of --sets stands for."""
+    name, equals, path = request.partition("=")
+    if not name or (equals and not path):
+        raise ConfigError(f"--sets: expected names and NAME=PATH, separated by single commas, found {request!r}")
+    if equals:
+        return find_sets(name, Path(path))
+    if name in known:
+        return find_sets(name, known[name])
+    group = name.split("/")[0]
+    members = find_sets(group, known[group], warn_missing=False) if group in known and group != name else {}
+    if name not in members:
+        names = [*known, *members]
+        hint = nearest(name, names) or f"; available: {', '.join(names)}"
+        example = f"NAME={name}" if Path(name).exists() else "NAME=PATH"
+        raise ConfigError(f"--sets: no set {name!r} in {section}{hint} (or give {example})")
+    return {name: members[name]}

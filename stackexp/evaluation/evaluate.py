@@ -64,7 +64,7 @@ def open_data(request: EvaluationRequest) -> pl.LightningDataModule:
     if request.run and request.run.tokenizer.is_file():
         data.tokenizer_file = request.run.tokenizer
     if request.sets:
-        data.choose(request.stage, list(request.sets))
+        data.select_sets(request.stage, list(request.sets))
     if not data.set_names(request.stage):
         section = "data.validation" if request.stage == "validate" else "data.test"
         raise RunError(f"{section}: no sets to {request.stage} on; name some in the config, or with --sets")

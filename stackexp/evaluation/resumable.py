@@ -42,10 +42,10 @@ class ResumableEvaluation:
         if len(self._scored) == len(self._names):
             return
         trainer.callbacks.append(self._progress)  # type: ignore[attr-defined]  # set by Lightning without a type
-        self._data.leave_out = frozenset(self._scored)
+        self._data.skipped_sets = frozenset(self._scored)
         evaluate = trainer.validate if self._stage == "validate" else trainer.test
         evaluate(module, self._data, verbose=False)
-        self._data.leave_out = frozenset()
+        self._data.skipped_sets = frozenset()
         self._scored |= module.set_metrics
 
     @property

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from stackexp.data.hash_log import HashLog, update_hash
-from stackexp.datamodules.training import TrainingSet
+from stackexp.datamodules.training_set import TrainingSet
 from stackexp.errors import RunError
 from stackexp.modules.base import TrainingModule
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from stackexp.datamodules.formal_language import warn_of_slots
+from stackexp.training.objectives.stack_capacity import warn_about_small_stack
 from stackexp.evaluation import formal_languages
 from stackexp.evaluation.accuracy import format_curves, parse_accuracy
 from stackexp.evaluation.request import EvaluationRequest, Sets
@@ -25,7 +25,7 @@ class FormalLanguageObjective(Objective):
 
     def warn_about_limits(self, stage: str) -> None:
         """Log stacks that are too small for the longest strings."""
-        warn_of_slots(self.config, stage)
+        warn_about_small_stack(self.config, stage)
 
     def describe_training(self) -> str:
         """Return steps, task and lengths."""

@@ -1,0 +1,83 @@
+"""The interface of all data modules: training batches and named evaluation sets."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+from tokenizers import Tokenizer
+from torch.utils.data import Sampler
+
+PADDING = -1  # the index of a row that fills up a batch and is not scored
+
+
+class ExperimentData(pl.LightningDataModule):
+    """Training batches, and evaluation sets that do not depend on seed, batch size and number of ranks.
+
+    An evaluation set has a `name` and an `identity`, which changes with its contents. Sets belong to a stage:
+    "validate" or "test".
+
+    Attributes:
+        tokenizer: The model's tokenizer; None if it is unknown or the data is not text.
+        tokenizer_file: The tokenizer of the evaluated run; it takes precedence over those next to the sets.
+        token_bytes: Bytes of text of each token [V]; None without a tokenizer.
+        eval_limit: Chunks to score of each set; None: all.
+        skipped_sets: Names of sets to leave out, because their scores are known already.
+    """
+
+    tokenizer: Tokenizer | None = None
+    tokenizer_file: Path | None = None
+    token_bytes: np.ndarray | None = None
+    eval_limit: int | None = None
+    skipped_sets: frozenset[str] = frozenset()
+
+    def select_sets(self, stage: str, names: list[str]) -> None:
+        """Evaluate on these sets instead of the config's. Raises ConfigError."""
+        raise NotImplementedError
+
+    def sets(self, stage: str) -> list[Any]:
+        """Return the sets of a stage without the skipped ones, in the order of their loaders."""
+        raise NotImplementedError
+
+    def set_names(self, stage: str) -> list[str]:
+        """Return the names of `sets`."""
+        return [dataset.name for dataset in self.sets(stage)]
+
+    def build_eval_loader(self, dataset: Any, rank: int, world_size: int) -> Any:
+        """Return a loader of one rank's share of an evaluation set."""
+        raise NotImplementedError
+
+    def val_dataloader(self) -> list[Any]:
+        """Return this rank's loaders of the sets of stage "validate"."""
+        return self._build_eval_loaders("validate")
+
+    def test_dataloader(self) -> list[Any]:
+        """Return this rank's loaders of the sets of stage "test"."""
+        return self._build_eval_loaders("test")
+
+    def _build_eval_loaders(self, stage: str) -> list[Any]:
+        return [self.build_eval_loader(dataset, *self.rank_and_world_size) for dataset in self.sets(stage)]
+
+    @property
+    def rank_and_world_size(self) -> tuple[int, int]:
+        """The global rank of this process and the number of processes."""
+        return (self.trainer.global_rank, self.trainer.world_size) if self.trainer else (0, 1)
+
+
+class RankBatches(Sampler[list[int]]):
+    """Batches of item numbers for one rank. Every rank has the same number of batches, all of the same size.
+
+    Over all ranks, each item of 0..length-1 comes once. PADDING fills up the last batches.
+    """
+
+    def __init__(self, length: int, batch_size: int, rank: int = 0, world_size: int = 1):
+        self.length, self.batch_size, self.rank, self.world_size = length, batch_size, rank, world_size
+
+    def __len__(self) -> int:
+        return -(-self.length // (self.batch_size * self.world_size))
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for number in range(len(self)):
+            begin = (number * self.world_size + self.rank) * self.batch_size
+            yield [i if i < self.length else PADDING for i in range(begin, begin + self.batch_size)]

@@ -1,0 +1,229 @@
+"""The sequences to train on: their sources, the composition and order of an epoch, and the loader."""
+
+import hashlib
+import logging
+import math
+import re
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import lightning.pytorch as pl
+from torch.utils.data import DataLoader
+
+from stackexp.config.data import DataConfig, ShardsConfig, StreamConfig
+from stackexp.data.shards import TokenSet, token_dtype
+from stackexp.data.tokenizer import get_end_of_text_id
+from stackexp.errors import RunError
+
+SHUFFLE_BLOCK = 4_000_000  # sequences over all canonical nodes; the library's default, which determines the order
+MIN_SHUFFLE_BLOCK = 1 << 18  # sequences per canonical node
+SIZE_UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class TrainingSource:
+    """One prepared set, and the number of its sequences in each epoch."""
+
+    name: str
+    tokens: TokenSet
+    remote: str | None
+    sequences: int = 0
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of the shards' hashes, which index.json holds, and of the tokenizer."""
+        index = (self.tokens.folder / "index.json").read_bytes()
+        return hashlib.sha256(index + self.tokens.corpus.tokenizer.encode()).hexdigest()
+
+
+class TrainingSet:
+    """Prepared sets in the order of their names. The order of their sequences depends on seed and sources alone.
+
+    An epoch is a whole number of optimizer steps; see PretrainingData.
+    """
+
+    def __init__(self, config: DataConfig, folder: str | Path | None, seed: int):
+        """Open the sources: the streams of the config, or else the set in `folder`.
+
+        Raises RunError if a set is missing, does not fit the config or has another tokenizer than the first one, or if
+        an epoch has no full global batch.
+        """
+        self.config, self.seed = config, seed
+        self._options = config if isinstance(config, ShardsConfig) else ShardsConfig()
+        path = None if folder is None else str(folder)
+        streams = self._options.streams or {"train": StreamConfig(path=path, remote=self._options.remote)}
+        streams = dict(sorted(streams.items()))
+        self.sources = [self._open_source(name, stream) for name, stream in streams.items()]
+        self.tokens = self.sources[0].tokens
+        self._check_tokenizers()
+        self._set_epoch_sizes(list(streams.values()))
+        tokenizer = self.tokens.load_tokenizer() if config.document_mask else None
+        self._end_of_document = get_end_of_text_id(tokenizer, self.tokens.folder) if tokenizer else None
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the sources, in the order of their numbers in batches."""
+        return [source.name for source in self.sources]
+
+    def build_loader(self, trainer: pl.Trainer) -> DataLoader:
+        """Return a loader of this rank's share of the sequences, epoch after epoch.
+
+        A single source is shuffled by the library's py1e, which spreads the downloads. Large shards come late in it,
+        so mixtures use py1br, in which the proportions hold at any time.
+        """
+        from stackexp.datamodules.download import RemoteFolder
+        from stackexp.datamodules.loader import TokenLoader, collate
+        from stackexp.datamodules.token_stream import TokenSource, TokenStream, set_world
+
+        config, options = self.config, self._options
+        self._check_nodes(trainer.world_size // trainer.num_devices)
+        set_world(trainer.global_rank, trainer.world_size, trainer.num_devices)
+        limit = None if options.cache_limit is None else parse_size(options.cache_limit)
+        if limit is not None and trainer.global_rank == 0:
+            self._warn_about_small_cache(limit)
+        sources = []
+        for source in self.sources:
+            url, timeout, retries = source.remote, options.download_timeout_seconds, options.download_retries
+            remote = RemoteFolder(url, timeout, retries) if url else None
+            sources.append(TokenSource(source.tokens.folder, source.sequences, remote))
+        stream = TokenStream(
+            sources,
+            cache_limit=limit,
+            num_loaders=trainer.num_devices * max(1, config.num_workers),
+            batch_size=config.micro_batch_size,
+            sampling_method="balanced" if config.shuffle else "fixed",
+            shuffle=config.shuffle,
+            shuffle_algo="py1br" if self._is_mixture else "py1e",
+            shuffle_seed=self.seed,
+            num_canonical_nodes=config.num_canonical_nodes,
+            shuffle_block_size=self._shuffle_block,
+        )
+        return TokenLoader(
+            stream,
+            batch_size=config.micro_batch_size,
+            num_workers=config.num_workers,
+            persistent_workers=config.num_workers > 0,
+            collate_fn=partial(collate, end_of_document=self._end_of_document),
+        )
+
+    @property
+    def _is_mixture(self) -> bool:
+        return len(self.sources) > 1
+
+    @property
+    def _shuffle_block(self) -> int:
+        """The number of sequences that are shuffled together on a canonical node."""
+        if self._is_mixture:
+            return MIN_SHUFFLE_BLOCK
+        return max(SHUFFLE_BLOCK // self.config.num_canonical_nodes, MIN_SHUFFLE_BLOCK)
+
+    def _check_nodes(self, nodes: int) -> None:
+        canonical = self.config.num_canonical_nodes
+        if nodes % canonical and canonical % nodes:
+            raise RunError(
+                f"data.num_canonical_nodes: {canonical} and the {nodes} nodes of this run must divide one another; "
+                f"set data.num_canonical_nodes={nodes}"
+            )
+
+    def _warn_about_small_cache(self, limit: int) -> None:
+        """Warn if the shards of a shuffle block do not fit into the cache."""
+        cached = [source for source in self.sources if source.remote]
+        # The blocks of a mixture are replaced all at once, so there are shards of two blocks in the cache.
+        block = self._shuffle_block * (2 if self._is_mixture else 1) if self.config.shuffle else 0
+        itemsize = token_dtype(self.tokens.corpus.vocab_size).itemsize
+        size = min(sum(len(s.tokens) for s in cached), block) * self.config.context_length * itemsize
+        if limit < size:
+            log.warning(
+                "data.cache_limit: %s bytes are less than the %s bytes that are shuffled together, so shards will be "
+                "downloaded several times per epoch; raise the limit to avoid this",
+                *(f"{limit:,}", f"{size:,}"),
+            )
+
+    def _open_source(self, name: str, stream: StreamConfig) -> TrainingSource:
+        folder: str | Path | None = stream.path
+        if stream.remote is not None:
+            from stackexp.datamodules.cache_folder import open_node_cache
+            from stackexp.datamodules.download import RemoteFolder
+
+            remote = RemoteFolder(stream.remote, self._options.download_timeout_seconds, self._options.download_retries)
+            folder = open_node_cache(remote, stream.path)
+        assert folder is not None
+        tokens = open_prepared_set(folder, self.config, is_cache=stream.remote is not None)
+        return TrainingSource(name, tokens, stream.remote)
+
+    def _check_tokenizers(self) -> None:
+        for source in self.sources[1:]:
+            if source.tokens.corpus.tokenizer != self.tokens.corpus.tokenizer:
+                raise RunError(
+                    f"{source.tokens.folder}: made with another tokenizer than {self.tokens.folder}; prepare it with "
+                    f"--tokenizer {self.tokens.folder}/tokenizer.json"
+                )
+
+    def _set_epoch_sizes(self, streams: list[StreamConfig]) -> None:
+        """Set the number of sequences of each source in an epoch, so that every global batch is full.
+
+        With `proportion`, an epoch has as many sequences as all sources together. With `repeat`, each source comes
+        that many times.
+        """
+        nodes, batch = self.config.num_canonical_nodes, self.config.global_batch_tokens // self.config.context_length
+        if batch % nodes:  # the last batches of an epoch would be smaller
+            raise RunError(
+                f"data.num_canonical_nodes: {nodes} does not divide the {batch} sequences of a global batch; set it to "
+                "the number of nodes, or to 1"
+            )
+        sizes = [len(source.tokens) for source in self.sources]
+        if streams[0].proportion is None:
+            shares = [(stream.repeat or 1) * size for stream, size in zip(streams, sizes, strict=True)]
+            count = int(sum(shares))
+        else:
+            shares, count = [stream.proportion or 0 for stream in streams], sum(sizes)
+        if count < batch:
+            raise RunError(
+                f"{', '.join(str(source.tokens.folder) for source in self.sources)}: {count} sequences do not fill a "
+                f"global batch of {batch}; set data.global_batch_tokens={count * self.config.context_length} or less, "
+                "or add text"
+            )
+        for source, sequences in zip(self.sources, apportion(count // batch * batch, shares), strict=True):
+            source.sequences = sequences
+            if not sequences:
+                raise RunError(
+                    f"data.streams.{source.name}: its share of an epoch of {count // batch * batch} sequences is less "
+                    "than one; raise it, or remove the stream"
+                )
+
+
+def apportion(total: int, shares: list[float]) -> list[int]:
+    """Split `total` into integers that are proportional to `shares`, by the largest remainder method."""
+    exact = [total * share / math.fsum(shares) for share in shares]
+    whole = [math.floor(number) for number in exact]
+    for i in sorted(range(len(shares)), key=lambda i: whole[i] - exact[i])[: total - sum(whole)]:
+        whole[i] += 1
+    return whole
+
+
+def parse_size(size: str) -> int:
+    """Return the number of bytes in a size such as 200gb (1 kb = 1024 b)."""
+    match = re.fullmatch(r"([\d.]+) *([kmgt]?)b?", size.lower())
+    assert match, "checked by the config"
+    number, unit = match.groups()
+    return int(float(number) * SIZE_UNITS[unit])
+
+
+def open_prepared_set(folder: str | Path, config: DataConfig, is_cache: bool = False) -> TokenSet:
+    """Open a prepared set for training. Raises RunError if it is missing, damaged or does not fit the config."""
+    options = f"--vocab-size {config.vocab_size} --context-length {config.context_length}"
+    tokens = TokenSet(folder, options, is_cache)
+    corpus = tokens.corpus
+    if corpus.context_length != config.context_length:
+        raise RunError(
+            f"{folder}: prepared with context length {corpus.context_length}, but data.context_length is "
+            f"{config.context_length}; set data.context_length={corpus.context_length} or prepare it again"
+        )
+    if corpus.vocab_size > config.vocab_size:
+        raise RunError(
+            f"{folder}: its tokenizer has {corpus.vocab_size} tokens, but data.vocab_size is {config.vocab_size}; "
+            f"set data.vocab_size={corpus.vocab_size}"
+        )
+    return tokens
