@@ -111,3 +111,45 @@ def slurm(cluster, monkeypatch) -> Iterator[Slurm]:
         monkeypatch.setenv(name, value)
     yield cluster
     cluster.reset()
+
+
+# Object storage
+
+
+@pytest.fixture(scope="module")
+def remote_set(tmp_path_factory) -> Path:
+    """A prepared set of about 150 sequences in shards of eight."""
+    from loaders import write_set
+
+    return write_set(tmp_path_factory.mktemp("prepared") / "train", 0, 60)
+
+
+@pytest.fixture(scope="module")
+def s3_server():
+    from s3 import S3
+
+    with S3() as server:
+        yield server
+
+
+@pytest.fixture
+def s3(s3_server, monkeypatch, tmp_path):
+    """A server that answers normally, with its address in the environment and cache folders of this test's own."""
+    from stackexp.datamodules import cache_folder, download
+
+    for name, value in s3_server.environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("STACKEXP_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(cache_folder, "_open_folders", {})
+    monkeypatch.setattr(download, "RETRY_SECONDS", 0.01)
+    s3_server.reset()
+    yield s3_server
+    s3_server.reset()
+    for folder in cache_folder._open_folders.values():
+        folder.close()
+
+
+@pytest.fixture
+def url(s3, remote_set, request) -> str:
+    """The URL of `remote_set` in a bucket of this test's own."""
+    return s3.upload(remote_set, f"bucket-{abs(hash(request.node.name))}", "sets/train")

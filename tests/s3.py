@@ -1,4 +1,4 @@
-"""A real S3 server (moto's) on loopback, that can be made to fail or to dawdle."""
+"""A real S3 server (moto) on the loopback interface that can be slow or fail."""
 
 import logging
 import os
@@ -18,25 +18,29 @@ KEYS = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_DEFAU
 
 
 class S3:
-    """`with S3() as s3:` starts it; `s3.environment` is what a program needs to reach it.
+    """A server that runs in a `with` block; a program reaches it with the variables in `environment`.
 
-    `fail_every` 3: each third request for an object ends in an error 500 or, by turns, in a reset connection. HEAD and
-    GET count by themselves, and each object, or else requests of other threads can make all attempts at one fail.
-    `seconds_per_chunk`: how long each piece of 64 KiB of an answer takes.
-    `stalls`: answers for objects whose key ends so come after a minute.
+    Attributes:
+        fail_every: With 3, every third request for an object ends in status 500 or, alternately, a reset connection.
+            Each object and method is counted separately, so that no object fails in all attempts.
+        seconds_per_chunk: The delay of each 64 KiB of an answer.
+        status: If set, the status of all answers.
+        stall_on: Requests for objects whose key ends with this are answered after a minute.
     """
 
     def __init__(self) -> None:
         self._app = DomainDispatcherApplication(create_backend_app)
         self._lock = threading.Lock()
-        self.fail_every = 0
-        self.seconds_per_chunk = 0.0
-        self.stalls: str | None = None
-        self.stalled = 0
-        self.requests: list[str] = []  # paths of GET requests
-        self.failures = 0
-        self.refuses: int | None = None  # the status that all requests for objects are answered with
         self._counts: Counter[tuple[str, str]] = Counter()
+        self.reset()
+
+    def reset(self) -> None:
+        """Answer normally, and forget the requests so far."""
+        self.fail_every, self.seconds_per_chunk = 0, 0.0
+        self.status: int | None = None
+        self.stall_on: str | None = None
+        self.requests: list[str] = []  # paths of GET requests
+        self.num_failures = self.num_stalls = 0
 
     def __enter__(self) -> "S3":
         logging.getLogger("werkzeug").setLevel(logging.ERROR)
@@ -52,50 +56,50 @@ class S3:
         self._server.shutdown()
 
     def upload(self, folder: Path, bucket: str, prefix: str) -> str:
-        """Copy a folder to s3://bucket/prefix; that URL."""
+        """Copy a folder to s3://bucket/prefix and return that URL."""
         self.client.create_bucket(Bucket=bucket)
         for path in sorted(folder.rglob("*")):
             if path.is_file():
-                self.client.put_object(
-                    Bucket=bucket, Key=f"{prefix}/{path.relative_to(folder)}", Body=path.read_bytes()
-                )
+                key = f"{prefix}/{path.relative_to(folder)}"
+                self.client.put_object(Bucket=bucket, Key=key, Body=path.read_bytes())
         return f"s3://{bucket}/{prefix}"
 
-    def downloads(self, name: str) -> int:
-        """How often an object whose key ends in `name` was asked for."""
+    def count_downloads(self, name: str) -> int:
+        """Return the number of requests for objects whose key ends with `name`."""
         return sum(path.endswith(name) for path in self.requests)
 
     def _answer(self, environ: dict, start_response) -> Iterable[bytes]:
-        if environ["REQUEST_METHOD"] not in ("GET", "HEAD") or environ["PATH_INFO"].count("/") < 2:
+        method, path = environ["REQUEST_METHOD"], environ["PATH_INFO"]
+        if method not in ("GET", "HEAD") or path.count("/") < 2:
             return self._app(environ, start_response)
         with self._lock:
-            self.requests += [environ["PATH_INFO"]] if environ["REQUEST_METHOD"] == "GET" else []
-            asked = environ["REQUEST_METHOD"], environ["PATH_INFO"]
-            fails = self.fail_every and self._counts[asked] % self.fail_every == 0
-            self._counts[asked] += 1
-            self.failures += bool(fails)
-            resets = fails and self.failures % 2
+            if method == "GET":
+                self.requests.append(path)
+            fails = self.fail_every and self._counts[method, path] % self.fail_every == 0
+            self._counts[method, path] += 1
+            self.num_failures += bool(fails)
+            resets = fails and self.num_failures % 2
         if resets:
             connection = environ["werkzeug.socket"]
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             connection.shutdown(socket.SHUT_RDWR)
             raise ConnectionResetError
-        if fails or self.refuses:
-            start_response(f"{500 if fails else self.refuses} No", [("Content-Length", "0")])
+        if fails or self.status:
+            start_response(f"{500 if fails else self.status} No", [("Content-Length", "0")])
             return [b""]
-        if self.stalls and environ["PATH_INFO"].endswith(self.stalls):
-            self.stalled += 1
+        if self.stall_on and path.endswith(self.stall_on):
+            self.num_stalls += 1
             time.sleep(60)
-        return self._slowly(self._app(environ, start_response))
+        return self._delay(self._app(environ, start_response))
 
-    def _slowly(self, answer: Iterable[bytes]) -> Iterable[bytes]:
+    def _delay(self, answer: Iterable[bytes]) -> Iterable[bytes]:
         for part in answer:
             for begin in range(0, len(part), 1 << 16):
                 time.sleep(self.seconds_per_chunk)
                 yield part[begin : begin + (1 << 16)]
 
 
-def without_credentials(folder: Path) -> dict[str, str]:
-    """The environment of somebody who has none."""
-    nowhere = {"AWS_SHARED_CREDENTIALS_FILE": str(folder / "none"), "AWS_CONFIG_FILE": str(folder / "none")}
-    return {name: value for name, value in os.environ.items() if not name.startswith("AWS_")} | nowhere
+def remove_credentials(folder: Path) -> dict[str, str]:
+    """Return this process's environment without AWS credentials."""
+    missing = {"AWS_SHARED_CREDENTIALS_FILE": str(folder / "none"), "AWS_CONFIG_FILE": str(folder / "none")}
+    return {name: value for name, value in os.environ.items() if not name.startswith("AWS_")} | missing

@@ -106,7 +106,8 @@ class PretrainingData(ExperimentData):
 
     def train_dataloader(self) -> DataLoader:
         """Return this rank's loader of training batches."""
-        assert self.train_set and self.trainer
+        assert self.train_set is not None
+        assert self.trainer is not None
         return self.train_set.build_loader(self.trainer)
 
     def build_eval_loader(self, dataset: EvaluationSet, rank: int, world_size: int) -> DataLoader:

@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-from stackexp.training.objectives.stack_capacity import warn_about_small_stack
 from stackexp.evaluation import formal_languages
 from stackexp.evaluation.accuracy import format_curves, parse_accuracy
 from stackexp.evaluation.request import EvaluationRequest, Sets
@@ -11,6 +10,7 @@ from stackexp.models import checkpoints
 from stackexp.modules.transduction import Transduction, average_lengths
 from stackexp.runs import RunFolder
 from stackexp.training.objectives.base import Objective, Session, mean_of_last
+from stackexp.training.objectives.stack_capacity import warn_about_small_stack
 from stackexp.training.tensorboard import write_curve
 
 

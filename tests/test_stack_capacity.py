@@ -1,0 +1,75 @@
+"""The warning for a stack with too few slots for its strings."""
+
+import numpy as np
+import pytest
+
+from stackexp.config.compose import compose
+from stackexp.training.objectives.stack_capacity import compute_best_accuracy, warn_about_small_stack
+
+SAME_SLOTS_IN_TEST = "model.memory.eval_num_slots=null"
+BRACKETS = "data.task=modular_arithmetic_brackets"
+
+
+@pytest.fixture
+def warnings(caplog):
+    """A function that returns the warnings for a recipe with overrides."""
+
+    def get_warnings(*overrides: str, config: str = "formal/stacktrans", stage: str = "test") -> list[str]:
+        caplog.clear()
+        slots = ["model.memory.num_slots=24"] if config == "formal/stacktrans" else []
+        warn_about_small_stack(compose([config], [*slots, *overrides]), stage)
+        return [entry.getMessage() for entry in caplog.records]
+
+    return get_warnings
+
+
+def test_the_best_accuracy_is_reported_for_reverse_string(warnings):
+    assert warnings(SAME_SLOTS_IN_TEST) == [
+        "model.memory.eval_num_slots: 24 slots are too few for reverse_string at length 500, which requires 500 "
+        "(accuracy at most 0.57 over lengths 41..500); set model.memory.eval_num_slots=500"
+    ]
+    assert "0.74 over lengths 41..60" in warnings(SAME_SLOTS_IN_TEST, stage="validate")[0]
+
+
+@pytest.mark.parametrize("task", ["stack_manipulation", "odds_first", "duplicate_string"])
+def test_other_tasks_have_no_known_best_accuracy(warnings, task):
+    assert warnings(SAME_SLOTS_IN_TEST, f"data.task={task}") == [
+        f"model.memory.eval_num_slots: 24 slots are too few for {task} at length 500, which requires 500; "
+        "set model.memory.eval_num_slots=500"
+    ]
+
+
+def test_fit_also_checks_the_training_strings(warnings):
+    assert warnings(stage="fit") == [
+        "model.memory.num_slots: 24 slots are too few for reverse_string at length 40, which requires 40; "
+        "set model.memory.num_slots=40"
+    ]
+    assert warnings("data.max_length=24", stage="fit") == []
+    assert len(warnings(SAME_SLOTS_IN_TEST, stage="fit")) == 2
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        (),
+        (SAME_SLOTS_IN_TEST, BRACKETS),
+        (SAME_SLOTS_IN_TEST, "data.task=parity_check"),
+        ("model.memory.eval_num_slots=41", "data.eval_max_length=41"),
+    ],
+)
+def test_a_large_enough_stack_gives_no_warning(warnings, overrides):
+    assert warnings(*overrides) == []
+
+
+def test_other_models_are_checked_if_they_have_slots(warnings):
+    few = ("model.memory.num_slots=2", "model.memory.eval_num_slots=2")
+    assert "requires 21" in warnings(BRACKETS, *few)[0]
+    assert warnings("model.eval_num_slots=null", config="formal/stack_rnn")[0].startswith("model.eval_num_slots: ")
+    assert warnings(config="formal/stacktrans-depth") == warnings(config="formal/transformer") == []
+
+
+def test_best_accuracy():
+    assert compute_best_accuracy(24, range(41, 501)) == pytest.approx(
+        np.mean([0.5 + 0.5 * 24 / n for n in range(41, 501)])
+    )
+    assert compute_best_accuracy(500, range(41, 501)) == 1
