@@ -1,10 +1,9 @@
-"""How fast the loader brings training data: tokens per second of one loader process on one core, from a warm cache of a
-remote; and the time to the first batch of a set of 1,000 shards.
+"""Tokens per second of one loader process on one core from a warm cache, and the time to the first of 1,000 shards.
 
-    python benchmarks/data_loading.py [--json FILE]
+    python benchmarks/data_loading.py [--out FILE.json]
 
-Asked: 2 million tokens/s at context 2048; the first batch of 1,000 shards within 3 s, imports not counted (they are
-measured beside: a program imports torch, lightning and streaming once, whatever it reads).
+Targets: 2 million tokens/s at context 2048; a first batch of 1,000 shards within 3 s. Imports are reported separately,
+because a program imports torch, lightning and streaming once. Each case runs in a process of its own.
 """
 
 import argparse
@@ -21,32 +20,39 @@ from pathlib import Path
 
 import numpy as np
 
-VOCAB, CONTEXT, SECONDS = 50_304, 2048, 6.0
-BATCH = 8
+VOCAB_SIZE, CONTEXT_LENGTH, BATCH_SIZE = 50_304, 2048, 8
+SECONDS = 6.0
+CASES = {  # name: (measures throughput, loader workers, document masks)
+    "loader in the training process": (True, 0, False),
+    "one loader process": (True, 1, False),
+    "one loader process, document masks": (True, 1, True),
+    "first batch of 1,000 shards": (False, 1, False),
+}
+COLUMNS = ("first_batch_seconds", "import_seconds", "tokens_per_second", "tokens_per_cpu_second")
 
 
-def write_set(folder: Path, shards: int, sequences_per_shard: int) -> None:
-    """A prepared set of random tokens."""
+def write_random_set(folder: Path, shards: int, sequences_per_shard: int) -> None:
+    """Write a prepared set of random tokens."""
     from stackexp.data import shards as format_
     from stackexp.data.tokenizer import compute_fingerprint, train_tokenizer
 
-    format_.SHARD_BYTES = sequences_per_shard * CONTEXT * 2
+    format_.SHARD_BYTES = sequences_per_shard * CONTEXT_LENGTH * 2
     folder.mkdir(parents=True)
-    writer = format_.ShardWriter(folder, CONTEXT, np.dtype(np.uint16))
+    writer = format_.ShardWriter(folder, CONTEXT_LENGTH, np.dtype(np.uint16))
     rng = np.random.default_rng(0)
     for _ in range(shards):
-        writer.write(rng.integers(0, VOCAB, sequences_per_shard * CONTEXT, dtype=np.uint16))
+        writer.write(rng.integers(0, VOCAB_SIZE, sequences_per_shard * CONTEXT_LENGTH, dtype=np.uint16))
     writer.close()
     tokenizer = train_tokenizer(["text"], 300)
     count = shards * sequences_per_shard
     record = {"documents": 1, "bytes": 1, "dropped_tokens": 0, "bad_lines": 0, "sequences": count}
-    record |= {"tokens": count * CONTEXT, "vocab_size": VOCAB, "context_length": CONTEXT}
+    record |= {"tokens": count * CONTEXT_LENGTH, "vocab_size": VOCAB_SIZE, "context_length": CONTEXT_LENGTH}
     corpus = format_.Corpus(tokenizer=compute_fingerprint(tokenizer), **record)
     format_.write_metadata(folder, corpus, writer.shards, tokenizer)
 
 
-def warm(remote: str) -> str:
-    """The folder of a cache that holds all of the set."""
+def copy_to_cache(remote: str) -> str:
+    """Return a cache folder that holds all of a remote set."""
     cache = f"{remote}-cache"
     if not os.path.exists(cache):
         shutil.copytree(remote, cache)
@@ -54,10 +60,11 @@ def warm(remote: str) -> str:
     return cache
 
 
-def measure(what: str, remote: str, cache: str, workers: int, document_mask: bool) -> dict[str, float]:
-    """In a process of its own, on one core: seconds of its imports and to the first batch, tokens per second after."""
+def measure(case: str, remote: str, cache: str) -> dict[str, float]:
+    """Measure one case on one core of this process."""
+    measures_throughput, num_workers, document_mask = CASES[case]
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-    began = time.perf_counter()
+    start = time.perf_counter()
     from types import SimpleNamespace
 
     import streaming  # noqa: F401
@@ -71,80 +78,68 @@ def measure(what: str, remote: str, cache: str, workers: int, document_mask: boo
     config = ShardsConfig(
         path=cache,
         remote=remote,
-        vocab_size=VOCAB,
-        context_length=CONTEXT,
-        global_batch_tokens=CONTEXT * BATCH,
-        micro_batch_size=BATCH,
-        num_workers=workers,
+        vocab_size=VOCAB_SIZE,
+        context_length=CONTEXT_LENGTH,
+        global_batch_tokens=CONTEXT_LENGTH * BATCH_SIZE,
+        micro_batch_size=BATCH_SIZE,
+        num_workers=num_workers,
         document_mask=document_mask,
     )
     data = PretrainingData(config, seed=0)
     data.setup("fit")
     data.trainer = SimpleNamespace(global_rank=0, world_size=1, num_devices=1)
-    batches = endless(data.train_dataloader())
+    batches = repeat(data.train_dataloader())
     next(batches)
-    first = time.perf_counter()
-    figures = {"import_seconds": imported - began, "first_batch_seconds": first - imported}
-    if what == "first batch":
-        return figures
+    result = {"import_seconds": imported - start, "first_batch_seconds": time.perf_counter() - imported}
+    if not measures_throughput:
+        return result
     for _ in range(20):
         next(batches)
-    begin, used, tokens = time.perf_counter(), cpu_seconds(), 0
-    while time.perf_counter() < begin + SECONDS:
+    start, cpu, tokens = time.perf_counter(), cpu_seconds(), 0
+    while time.perf_counter() < start + SECONDS:
         tokens += next(batches)["tokens"].numel()
-    elapsed, used = time.perf_counter() - begin, cpu_seconds() - used
-    # by the core's time: on a busy machine, what other programs take of it does not count
-    return figures | {"tokens_per_second": tokens / elapsed, "tokens_per_cpu_second": tokens / used}
+    elapsed, cpu = time.perf_counter() - start, cpu_seconds() - cpu
+    return result | {"tokens_per_second": tokens / elapsed, "tokens_per_cpu_second": tokens / cpu}
 
 
 def cpu_seconds() -> float:
-    """Of this process and its loader processes."""
+    """Return the CPU time of this process and of its loader processes."""
     ticks = 0
     for process in multiprocessing.active_children():
         ticks += sum(map(int, Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[11:13]))
     return time.process_time() + ticks / os.sysconf("SC_CLK_TCK")
 
 
-def endless(loader: Iterable[dict]) -> Iterator[dict]:
-    """Epoch after epoch."""
+def repeat(loader: Iterable[dict]) -> Iterator[dict]:
+    """Yield batches, epoch after epoch."""
     while True:
         yield from loader
 
 
-CASES = {
-    "loader in the program itself": ("throughput", 0, False),
-    "loader process beside it": ("throughput", 1, False),
-    "loader process, document masks": ("throughput", 1, True),
-    "first batch of 1,000 shards": ("first batch", 1, False),
-}
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path)
+    """Run the benchmark."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, metavar="FILE.json")
     parser.add_argument("--case", nargs=3, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.case:
-        name, remote, cache = options.case
-        what, workers, masks = CASES[name]
-        print(json.dumps(measure(what, remote, cache, workers, masks)), flush=True)
+    args = parser.parse_args()
+    if args.case:
+        print(json.dumps(measure(*args.case)), flush=True)
         return
-    from stackexp.tables import table
+    from stackexp.benchmarking.harness import write_record
+    from stackexp.tables import format_table
 
-    results = {}
+    rows = []
     with tempfile.TemporaryDirectory() as folder:
-        write_set(Path(folder, "large"), 4, 4096)
-        write_set(Path(folder, "many"), 1000, 16)
-        for name, (what, *_) in CASES.items():
-            remote = f"{folder}/{'large' if what == 'throughput' else 'many'}"
-            command = [sys.executable, __file__, "--case", name, remote, warm(remote)]
-            done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-            results[name] = json.loads(done.stdout.splitlines()[-1])
-    columns = ["first_batch_seconds", "import_seconds", "tokens_per_second", "tokens_per_cpu_second"]
-    rows = [[name, *(f"{found[c]:,.2f}" if c in found else "" for c in columns)] for name, found in results.items()]
-    print(table([["", *columns], *rows], align="<>>>>", rules=(1,)))
-    if options.json:
-        options.json.write_text(json.dumps(results, indent=1))
+        write_random_set(Path(folder, "large"), 4, 4096)
+        write_random_set(Path(folder, "many"), 1000, 16)
+        for case, (measures_throughput, *_) in CASES.items():
+            remote = f"{folder}/{'large' if measures_throughput else 'many'}"
+            command = [sys.executable, __file__, "--case", case, remote, copy_to_cache(remote)]
+            process = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+            rows.append({"case": case, **json.loads(process.stdout.splitlines()[-1])})
+    lines = [[row["case"], *(f"{row[c]:,.2f}" if c in row else "" for c in COLUMNS)] for row in rows]
+    print(format_table(lines, header=["", *COLUMNS], align="<>>>>"))
+    write_record(args.out, rows)
 
 
 if __name__ == "__main__":

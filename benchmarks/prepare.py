@@ -1,11 +1,10 @@
-"""Throughput of `data prepare` beside that of the `tokenizers` library alone, on the same text in the same run.
+"""Throughput of `data prepare` against the `tokenizers` library alone, on the same text in the same run.
 
-    python benchmarks/prepare.py [--megabytes 32] [--turns 3] [--workers 2] [--vocab-size 32768] [--out FILE.json]
+    python benchmarks/prepare.py [--megabytes 32] [--rounds 3] [--workers 2] [--vocab-size 32768] [--out FILE.json]
 
-The two take turns. The library has the texts in memory and all it does is `encode_batch_fast`, with as many threads
-as `data prepare` has processes. `data prepare` reads .jsonl.gz files and writes a prepared set: starting its
-processes, decompression, JSON, shards, hashes and the merge are within its time. Text: the Python source installed
-here. Beside the time by the clock stands the processors' own, which other programs on the machine disturb less.
+The two alternate. The library has the texts in memory and only calls `encode_batch_fast`, with as many threads as `data
+prepare` has processes. `data prepare` also starts its processes, reads .jsonl.gz, parses JSON, and writes shards with
+hashes. Text: the Python source installed here. CPU time is reported too; other programs disturb it less.
 """
 
 import argparse
@@ -17,17 +16,17 @@ import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-FILE_BYTES = 4_000_000  # of text in one file, which is one unit of work
-DOCUMENTS = 1000  # of one call of the library
+FILE_BYTES = 4_000_000  # text in one file, which is one unit of work
+DOCUMENTS = 1000  # per call of the library
 
 
-def installed() -> Iterator[Path]:
-    """Python source files, the standard library's first: each once, looked for as it is asked for."""
+def find_python_files() -> Iterator[Path]:
+    """Yield the installed Python source files, the standard library's first, each once."""
     seen = set()
-    for name in ("stdlib", "purelib"):  # one may lie in the other
+    for name in ("stdlib", "purelib"):  # one may contain the other
         for root, folders, files in os.walk(sysconfig.get_path(name)):
             folders.sort()
             found = [path for f in sorted(files) if f.endswith(".py") and (path := Path(root, f)) not in seen]
@@ -36,21 +35,22 @@ def installed() -> Iterator[Path]:
 
 
 def read_texts(size: int) -> list[str]:
-    """Python source files, `size` bytes in all; every one of them once."""
+    """Return Python source files of `size` bytes in total."""
     texts, left = [], size
-    for path in installed():
+    for path in find_python_files():
         try:
-            texts.append(path.read_text(encoding="utf-8"))
+            text = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError):
             continue
-        left -= len(texts[-1].encode())
+        texts += [text] if text else []
+        left -= len(text.encode())
         if left <= 0:
-            return [text for text in texts if text]
-    sys.exit(f"benchmarks/prepare.py: only {(size - left) / 1e6:.0f} MB of Python source here; lower --megabytes")
+            return texts
+    sys.exit(f"prepare.py: only {(size - left) / 1e6:.0f} MB of Python source found; lower --megabytes")
 
 
-def write_files(texts: list[str], folder: Path) -> None:
-    """The texts as Dolma has them."""
+def write_json_lines(texts: list[str], folder: Path) -> None:
+    """Write the texts in Dolma's format, FILE_BYTES to a file."""
     folder.mkdir()
     lines, size, count = [], 0, 0
     for number, text in enumerate(texts):
@@ -61,73 +61,71 @@ def write_files(texts: list[str], folder: Path) -> None:
             lines, size, count = [], 0, count + 1
 
 
-def measure(texts: list[str], folder: Path, vocab_size: int, workers: int, turns: int) -> tuple[list[dict], int]:
-    """Seconds of each turn, and the number of tokens."""
+def measure(texts: list[str], folder: Path, args: argparse.Namespace) -> tuple[list[dict[str, float]], int]:
+    """Return wall and CPU seconds of each round, and the number of tokens."""
     from stackexp.data.prepare import prepare
     from stackexp.data.prepare_plan import Plan
     from stackexp.data.tokenizer import load_tokenizer, train_tokenizer
 
     path = folder / "tokenizer.json"
-    path.write_text(train_tokenizer(texts[:: max(1, len(texts) // 500)], vocab_size).to_str(), encoding="utf-8")
-    taken = []
-    for turn in range(turns):
-        tokenizer = load_tokenizer(path)  # its cache of words is empty
-        start, processors = time.perf_counter(), processor_seconds()
-        for n in range(0, len(texts), DOCUMENTS):
-            tokenizer.encode_batch_fast(texts[n : n + DOCUMENTS], add_special_tokens=False)
-        seconds = {"alone": time.perf_counter() - start, "alone_processors": processor_seconds() - processors}
+    sample = texts[:: max(1, len(texts) // 500)]
+    path.write_text(train_tokenizer(sample, args.vocab_size).to_str(), encoding="utf-8")
+    results, corpora = [], []
+
+    def encode() -> None:
+        tokenizer = load_tokenizer(path)  # with an empty cache of words
+        for start in range(0, len(texts), DOCUMENTS):
+            tokenizer.encode_batch_fast(texts[start : start + DOCUMENTS], add_special_tokens=False)
+
+    def run_prepare() -> None:
         plan = Plan(folder / "source", tokenizer=path, unit_bytes=1)
-        start, processors = time.perf_counter(), processor_seconds()
-        corpus = prepare(plan, folder / f"set{turn}", workers=workers, show_progress=False)
-        seconds |= {"prepare": time.perf_counter() - start, "prepare_processors": processor_seconds() - processors}
-        taken.append(seconds)
-        assert corpus.documents == len(texts)
-    return taken, corpus.tokens
+        target = folder / f"set{len(corpora)}"
+        corpora.append(prepare(plan, target, workers=args.workers, show_progress=False))
+
+    for _ in range(args.rounds):
+        alone, alone_cpu = measure_times(encode)
+        full, full_cpu = measure_times(run_prepare)
+        results.append({"alone": alone, "alone_cpu": alone_cpu, "prepare": full, "prepare_cpu": full_cpu})
+    assert corpora[-1].documents == len(texts)
+    return results, corpora[-1].tokens
 
 
-def processor_seconds() -> float:
-    """Of this process and of those it started that have ended."""
-    times = os.times()
-    return times.user + times.system + times.children_user + times.children_system
+def measure_times(action: Callable[[], None]) -> tuple[float, float]:
+    """Return wall seconds, and CPU seconds of this process and of the children that have ended."""
+    start, before = time.perf_counter(), os.times()
+    action()
+    return time.perf_counter() - start, sum(os.times()[:4]) - sum(before[:4])
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--megabytes", type=float, default=32, help="of text")
-    parser.add_argument("--turns", type=int, default=3)
+    """Run the benchmark."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--megabytes", type=float, default=32, help="size of the text")
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--workers", type=int, default=2, help="processes, and threads of the library")
     parser.add_argument("--vocab-size", type=int, default=32_768)
     parser.add_argument("--out", type=Path, metavar="FILE.json")
-    options = parser.parse_args()
-    os.environ |= {"RAYON_NUM_THREADS": str(options.workers), "TOKENIZERS_PARALLELISM": "true"}  # before it is loaded
-    from stackexp.runs import environment
-    from stackexp.tables import table
+    args = parser.parse_args()
+    os.environ |= {"RAYON_NUM_THREADS": str(args.workers), "TOKENIZERS_PARALLELISM": "true"}  # before it is loaded
+    from stackexp.benchmarking.harness import compare, write_record
+    from stackexp.tables import format_table
 
-    texts = read_texts(int(options.megabytes * 1e6))
+    texts = read_texts(int(args.megabytes * 1e6))
     size = sum(len(text.encode()) for text in texts)
     with tempfile.TemporaryDirectory() as folder:
-        write_files(texts, Path(folder, "source"))
-        taken, tokens = measure(texts, Path(folder), options.vocab_size, options.workers, options.turns)
-    ratios = [turn["alone"] / turn["prepare"] for turn in taken]
-    rows = [["", "seconds", "MB/s", "tokens/s", "processor seconds"]]
-    for name, label in {"alone": "tokenizers alone", "prepare": "data prepare"}.items():
-        seconds = statistics.median(turn[name] for turn in taken)
-        processors = statistics.median(turn[f"{name}_processors"] for turn in taken)
-        speed = [f"{seconds:.2f}", f"{size / seconds / 1e6:.2f}", f"{tokens / seconds:,.0f}", f"{processors:.2f}"]
-        rows.append([label, *speed])
-    print(
-        f"{len(texts):,} documents, {size / 1e6:.1f} MB, {tokens:,} tokens; {options.workers} cores; medians of turns"
-    )
-    print(table(rows, align="<>>>>", rules=(1,)))
-    print(
-        f"data prepare reaches {statistics.median(ratios):.0%} of the library ({min(ratios):.0%} to {max(ratios):.0%})"
-    )
-    work = statistics.median(turn["alone_processors"] / turn["prepare_processors"] for turn in taken)
-    print(f"and {work:.0%} by the time of the processors")
-    if options.out:
-        figures = {"documents": len(texts), "bytes": size, "tokens": tokens, "turns": taken, "ratios": ratios}
-        record = figures | {"workers": options.workers, "vocab_size": options.vocab_size, "environment": environment()}
-        options.out.write_text(json.dumps(record, indent=1) + "\n")
+        write_json_lines(texts, Path(folder, "source"))
+        results, tokens = measure(texts, Path(folder), args)
+    lines = []
+    for key, label in {"alone": "tokenizers alone", "prepare": "data prepare"}.items():
+        seconds, cpu = (statistics.median(result[k] for result in results) for k in (key, f"{key}_cpu"))
+        speed = [f"{size / seconds / 1e6:.2f}", f"{tokens / seconds:,.0f}", f"{cpu:.2f}"]
+        lines.append([label, f"{seconds:.2f}", *speed])
+    print(f"{len(texts):,} documents, {size / 1e6:.1f} MB, {tokens:,} tokens, {args.workers} workers")
+    print(format_table(lines, header=["", "seconds", "MB/s", "tokens/s", "CPU seconds"], align="<>>>>"))
+    for kind, suffix in {"wall time": "", "CPU time": "_cpu"}.items():
+        share = compare([r[f"alone{suffix}"] for r in results], [r[f"prepare{suffix}"] for r in results])
+        print(f"data prepare reaches {share} of the library by {kind}")
+    write_record(args.out, results, documents=len(texts), bytes=size, tokens=tokens)
 
 
 if __name__ == "__main__":

@@ -1,106 +1,128 @@
-"""The scan of a stack over the tokens on CPU: the loop in plain Python (all slots: `reference`; occupied ones: `eager`)
-and the kernels of `numba`, side by side in one process.
+"""The scan of a stack over the tokens: Python loops (`reference`: all slots, `eager`: occupied slots) against kernels.
 
-    python benchmarks/scan.py [--rounds 5] [--threads 1] [--json FILE]
+    python benchmarks/scan.py [--rounds 5] [--threads 1] [--out FILE.json]          # CPU: numba
+    python benchmarks/scan.py --device cuda [--rounds 10] [--out FILE.json]         # CUDA: Triton
 
-Forward and backward, B=128, T=40, S=24, H=4, d_s=8; one token, as token_major calls it, B=32; and a forward pass
-without gradients, B=16, T=500, S=512. Medians of interleaved rounds, in milliseconds of CPU time (with one thread: what
-other programs take of a busy machine does not count) or, with more threads, of time. Asked: 5 times as fast as the
-loop in training.
+Forward and backward passes, and one forward pass without gradients; medians of alternating rounds in milliseconds. On a
+CPU with one thread this is CPU time, which other programs do not disturb. Target: 5 times a Python loop in training.
+On CUDA also the peak memory of a pass, and how far read and gradient of x differ from eager's.
 """
 
 import argparse
-import json
 import statistics
-import time
-from collections.abc import Callable
+import sys
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
-import numpy as np
 import torch
+from torch import Tensor
 
-from stackexp.stack import eager, reference
-from stackexp.stack.numba import kernel_cache
-from stackexp.stack.numba import time_scan as compiled
+from stackexp import stack
+from stackexp.benchmarking.harness import choose_clock, measure_peak_bytes, time_alternating, write_record
+from stackexp.tables import format_table
 
-LOOPS = ("reference", "eager")
-NAMES = {reference: "reference", eager: "eager", compiled: "numba"}
-FEEDBACK = {"gated": 128, "feedback": None, "no feedback": None}  # units of its hidden layer
-CASES = {  # name: (B, T, S, H, d_s), gradients, modules to compare
-    "training": ((128, 40, 24, 4, 8), True, (reference, eager, compiled)),
-    "one token": ((32, 1, 24, 4, 8), True, (reference, eager, compiled)),
-    "evaluation": ((16, 500, 512, 4, 8), False, (eager, compiled)),
+GATED_UNITS = 128
+
+
+class Case(NamedTuple):
+    """Sizes of a scan."""
+
+    batch: int  # B
+    tokens: int  # T
+    slots: int  # S
+    heads: int  # H
+    head_dim: int  # d_s
+    has_gradients: bool = True
+
+
+CPU_CASES = {
+    "training": Case(128, 40, 24, 4, 8),
+    "one token": Case(32, 1, 24, 4, 8),
+    "evaluation": Case(16, 500, 512, 4, 8, has_gradients=False),
 }
+CUDA_CASES = {
+    "training": Case(128, 40, 24, 4, 8),
+    "one token": Case(32, 1, 24, 4, 8),
+    "long strings": Case(64, 500, 512, 4, 8),
+    "language model": Case(8, 2048, 24, 4, 16),
+}
+FEEDBACK = ("none", "tanh", "gated")
+READS = ("top", "global")
 
 
-def make(shape: tuple[int, ...], read: str, feedback: str, gradients: bool) -> Callable[[object], None]:
-    """One pass of an implementation over random numbers."""
-    batch, tokens, num_slots, heads, size = shape
-    torch.manual_seed(0)
-    inputs = [torch.randn(batch, tokens, heads, size), torch.randn(batch, tokens, heads, 3), torch.randn(heads, size)]
-    units = FEEDBACK[feedback] or heads * size
-    inputs += [0.1 * torch.randn(units, heads, size), 0.1 * torch.randn(units, heads, 3)]
-    if FEEDBACK[feedback]:
-        inputs += [0.1 * torch.randn(2 * units, heads * size), torch.randn(batch, tokens, 2 * units)]
-    x, logits, query, *maps = (tensor.requires_grad_(gradients) for tensor in inputs)
-    options = {"num_slots": num_slots, "read": read, "feedback": None if feedback == "no feedback" else maps}
-    options["feedback_activation"] = "gated" if feedback == "gated" else "tanh"
+class Scan:
+    """One scan on random inputs; `run` makes a pass with an implementation."""
 
-    def run(module) -> None:
-        state = module.empty((batch, heads), num_slots, size, x)
-        output, _ = module.scan(state, x, logits, query if read == "global" else None, **options)
-        if gradients:
-            (output.read.sum() + output.entropy.mean()).backward()
+    def __init__(self, case: Case, read: str, feedback: str, device: str):
+        self.case, self.read = case, read
+        generator = torch.Generator().manual_seed(0)
+        width = case.heads * case.head_dim
+        units = GATED_UNITS if feedback == "gated" else width
+        shapes = [(case.batch, case.tokens, case.heads, n) for n in (case.head_dim, 3)] + [(case.heads, case.head_dim)]
+        shapes += [(units, case.heads, n) for n in (case.head_dim, 3)] if feedback != "none" else []
+        shapes += [(2 * units, width), (case.batch, case.tokens, 2 * units)] if feedback == "gated" else []
+        tensors = [torch.randn(shape, generator=generator) for shape in shapes]
+        tensors[3:] = [0.1 * weight for weight in tensors[3:]]
+        self.inputs = [tensor.to(device).requires_grad_(case.has_gradients) for tensor in tensors]
+        self.options = {"num_slots": case.slots, "read": read, "read_mask": "log" if device == "cuda" else "multiply"}
+        self.options["feedback_activation"] = "gated" if feedback == "gated" else "tanh"
 
-    return run
+    def run(self, implementation: str) -> tuple[Tensor, Tensor | None]:
+        """Return the reads and the gradient of x."""
+        x, logits, query, *maps = self.inputs
+        query = query if self.read == "global" else None
+        with stack.use_implementation(implementation):
+            state = stack.empty((self.case.batch, self.case.heads), self.case.slots, self.case.head_dim, x)
+            output, _ = stack.scan(state, x, logits, query, tuple(maps) or None, **self.options)
+        if not self.case.has_gradients:
+            return output.read, None
+        loss = output.read.square().sum() + output.entropy.mean()
+        return output.read.detach(), torch.autograd.grad(loss, x)[0]
 
 
-def milliseconds(run: Callable[[object], None], module, clock: Callable[[], float], repeats: int) -> float:
-    began = clock()
-    for _ in range(repeats):
-        run(module)
-    return 1e3 * (clock() - began) / repeats
-
-
-def kernels_compiled() -> int:
-    """How many kernels this process has compiled itself; 0: all had been kept on disk."""
-    return sum(kernel(np.float32).cache_hits == 0 for kernel in (kernel_cache.forward, kernel_cache.backward))
+def measure(scan: Scan, implementations: list[str], rounds: int) -> dict[str, float]:
+    """Return median milliseconds, on CUDA also MiB and relative differences between kernels and eager."""
+    actions = {name: partial(scan.run, name) for name in implementations}
+    times = time_alternating(actions, rounds, warmup=1, clock=choose_clock())
+    row = {f"{name}_ms": 1e3 * statistics.median(times[name]) for name in implementations}
+    if scan.inputs[0].is_cuda:
+        row |= {f"{name}_mib": measure_peak_bytes(action) / 2**20 for name, action in actions.items()}
+        for what, ours, theirs in zip(("read", "gradient"), scan.run("triton"), scan.run("eager"), strict=True):
+            if theirs is not None:
+                row[f"{what}_difference"] = ((ours - theirs).abs().max() / theirs.abs().max()).item()
+    return row
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    """Run the benchmark."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
-    torch.set_num_threads(options.threads)
-    clock = time.thread_time if options.threads == 1 else time.perf_counter
-    from stackexp.tables import table
-
-    began = time.perf_counter()
-    make((2, 2, 2, 1, 1), "top", "no feedback", True)(compiled)
-    results = {"first_call_seconds": time.perf_counter() - began, "kernels_compiled": kernels_compiled()}
-    rows = []
-    for name, (shape, gradients, modules) in CASES.items():
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--cases", nargs="+", metavar="B,T,S,H,D", help="sizes instead of the usual ones")
+    parser.add_argument("--out", type=Path, metavar="FILE.json")
+    args = parser.parse_args()
+    if args.device == "cuda" and not torch.cuda.is_available():
+        sys.exit("scan.py: no CUDA device found; run without --device cuda")
+    torch.set_num_threads(args.threads)
+    kernels = "triton" if args.device == "cuda" else "numba"
+    cases = CUDA_CASES if args.device == "cuda" else CPU_CASES
+    if args.cases:
+        cases = {name: Case(*map(int, name.split(","))) for name in args.cases}
+    rows, lines = [], []
+    for name, case in cases.items():
+        loops = ["eager"] if args.device == "cuda" or not case.has_gradients else ["reference", "eager"]
         for feedback in FEEDBACK:
-            for read in ("top", "global"):
-                run, repeats = make(shape, read, feedback, gradients), 50 if shape[1] == 1 else 1
-                times = {module: [] for module in modules}
-                for _ in range(options.rounds + 1):
-                    for module in modules:
-                        times[module].append(milliseconds(run, module, clock, repeats))
-                medians = {NAMES[m]: statistics.median(t[1:]) for m, t in times.items()}
-                label = f"{name}, {feedback}, {read}"
-                results[label] = medians
-                figures = [f"{medians[m]:.2f}" if m in medians else "" for m in (*LOOPS, "numba")]
-                faster = [f"{medians[m] / medians['numba']:.1f}" if m in medians else "" for m in LOOPS]
-                rows.append([label, *figures, *faster])
-    how = "the kernels were compiled" if results["kernels_compiled"] else "the kernels were kept from before"
-    print(f"first call {results['first_call_seconds']:.1f} s: {how}")
-    header = ["ms", *LOOPS, "numba", *(f"times faster than {name}" for name in LOOPS)]
-    print(table([header, *rows], align="<>>>>>", rules=(1,)))
-    if options.json:
-        options.json.write_text(json.dumps(results, indent=1))
+            for read in READS:
+                row = measure(Scan(case, read, feedback, args.device), [*loops, kernels], args.rounds)
+                rows.append({"case": name, "sizes": case._asdict(), "feedback": feedback, "read": read, **row})
+                write_record(args.out, rows)  # at once: a later failure loses nothing
+                cells = [f"{row[f'{n}_ms']:.2f}" if f"{n}_ms" in row else "" for n in ("reference", "eager", kernels)]
+                speedup = row[f"{loops[0]}_ms"] / row[f"{kernels}_ms"]
+                lines.append([f"{name}, {read}, feedback {feedback}", *cells, f"{speedup:.1f}"])
+    header = ["milliseconds", "reference", "eager", kernels, "speedup"]
+    print(format_table(lines, header=header, align="<>>>>"))
 
 
 if __name__ == "__main__":

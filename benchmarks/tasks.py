@@ -1,34 +1,34 @@
-"""What a batch of each formal language costs beside a training step of the small model, on one core in one run.
+"""The cost of drawing a batch of each formal language, against a training step of a small model on one core.
 
-    python benchmarks/tasks.py [--batch-size 128] [--length 40] [--turns 20] [--json FILE]
+    python benchmarks/tasks.py [--batch-size 128] [--length 40] [--rounds 20] [--out FILE.json]
 
-Asked: less than 5 % of a step, on every task. The step is a forward and backward pass of a plain Transformer of five
-layers, d = 64, over the strings alone, without places for answers, a memory or an optimizer: real steps take longer.
-Batches and steps take turns; reported are medians of the processor time they used, so that waiting counts for neither.
+Target: below 5 % of a step for every task. The step is a forward and backward pass of a plain Transformer of five
+layers over the strings alone; real steps take longer. Medians of alternating CPU times. Exits with 1 above the target.
 """
 
 import argparse
-import json
 import os
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch.nn import functional as F
 
+from stackexp.benchmarking.harness import time_alternating, write_record
 from stackexp.config.compose import compose
 from stackexp.models.transformer import Transformer
-from stackexp.tables import table
+from stackexp.tables import format_table
 from stackexp.tasks import TASKS
 
-ASKED = 0.05
+TARGET = 0.05
 
 
-def training_step(batch_size: int, length: int) -> Callable[[], None]:
-    """A forward and backward pass of the small model over random symbols."""
+def build_step(batch_size: int, length: int) -> Callable[[], None]:
+    """Return a forward and backward pass of the small model on random symbols."""
     torch.manual_seed(0)
     config = compose(["formal/transformer"]).model
     model = Transformer(config)
@@ -41,46 +41,30 @@ def training_step(batch_size: int, length: int) -> Callable[[], None]:
     return step
 
 
-def milliseconds(work: Callable[[], object]) -> float:
-    begin = time.process_time()
-    work()
-    return 1000 * (time.process_time() - begin)
-
-
-def measure(batch_size: int, length: int, turns: int) -> dict[str, float]:
-    """Median milliseconds of a batch of each task, and of the `step`."""
-    rng = np.random.default_rng(0)
-    works = {name: lambda task=task: task.sample(rng, batch_size, length) for name, task in TASKS.items()}
-    works["step"] = training_step(batch_size, length)
-    times: dict[str, list[float]] = {name: [] for name in works}
-    for turn in range(-2, turns):  # two to warm up
-        for name, work in works.items():
-            spent = milliseconds(work)
-            if turn >= 0:
-                times[name].append(spent)
-    return {name: statistics.median(spent) for name, spent in times.items()}
-
-
 def main() -> int:
+    """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batch-size", type=int, default=128)
     parser.add_argument("--length", type=int, default=40)
-    parser.add_argument("--turns", type=int, default=20)
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--out", type=Path, metavar="FILE.json")
+    args = parser.parse_args()
     torch.set_num_threads(1)
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-
-    found = measure(options.batch_size, options.length, options.turns)
-    step = found.pop("step")
-    rows = [[name, f"{spent:.2f}", f"{100 * spent / step:.2f} %"] for name, spent in found.items()]
-    print(f"a step of {options.batch_size} x {options.length}: {step:.0f} ms on one core")
-    print(table([["task", "ms a batch", "of a step"], *rows], align="<>>", rules=(1,)))
-    worst = max(found, key=found.__getitem__)
-    print(f"the most costly, {worst}: {100 * found[worst] / step:.2f} % of a step (asked: less than {ASKED:.0%})")
-    if options.json:
-        options.json.write_text(json.dumps({"step_ms": step, "batch_ms": found}, indent=1))
-    return int(found[worst] >= ASKED * step)
+    rng = np.random.default_rng(0)
+    actions = {name: partial(task.sample, rng, args.batch_size, args.length) for name, task in TASKS.items()}
+    actions["step"] = build_step(args.batch_size, args.length)
+    times = time_alternating(actions, args.rounds, warmup=2, clock=time.process_time)
+    medians = {name: statistics.median(values) for name, values in times.items()}
+    step = medians.pop("step")
+    rows = [{"task": name, "ms": 1e3 * value, "share": value / step} for name, value in medians.items()]
+    print(f"one step of {args.batch_size} x {args.length}: {1e3 * step:.0f} ms on one core")
+    lines = [[row["task"], f"{row['ms']:.2f}", f"{row['share']:.2%}"] for row in rows]
+    print(format_table(lines, header=["task", "ms per batch", "share of a step"], align="<>>"))
+    worst = max(rows, key=lambda row: row["share"])
+    print(f"largest share: {worst['task']} {worst['share']:.2%} (target: below {TARGET:.0%})")
+    write_record(args.out, rows, step_ms=1e3 * step)
+    return int(worst["share"] >= TARGET)
 
 
 if __name__ == "__main__":

@@ -1,29 +1,63 @@
-"""The benchmarks run, and compare what they say they compare. What they measure is no test's business."""
+"""The scripts in benchmarks/ run on small sizes and compare what they claim to compare; speed is not tested."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from stackexp.config.compose import compose
+
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))
+import gpu  # noqa: E402
 
 
-def test_every_step_for_a_gpu_is_a_command_that_composes():
-    code = (
-        "import gpu, pathlib; from stackexp.config.compose import compose\n"
-        "for name, command in gpu.steps(pathlib.Path('out')).items():\n"
-        "    if '--config' in command:\n"
-        "        at = command.index('--config')\n"
-        "        compose([command[at + 1]], [x for x in command[at + 2 :] if '=' in x and not x.startswith('--')])\n"
-        "        print(name)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], cwd=BENCHMARKS, capture_output=True, text=True, check=True)
-    assert len(done.stdout.split()) == 15, (
-        "two tables, five of the step alone, seven models, one of them sharded as well"
-    )
+def run_benchmark(name: str, *arguments: str | Path) -> str:
+    command = [sys.executable, BENCHMARKS / name, *arguments]
+    return subprocess.run(command, cwd=BENCHMARKS, capture_output=True, text=True, check=True).stdout
 
 
-def test_the_losses_are_measured():
+@pytest.mark.parametrize(("name", "command"), gpu.list_steps(Path("out")).items(), ids=lambda value: value[:20])
+def test_every_gpu_step_names_files_and_configs_that_exist(name, command):
+    if "--config" in command:
+        config, *rest = command[command.index("--config") + 1 :]
+        compose([config], [word for word in rest if "=" in word and not word.startswith("--")])
+    else:
+        script = next(word for word in command if word.endswith(".py") or word == "pytest")
+        assert script == "pytest" or (BENCHMARKS.parent / script).is_file()
+
+
+def test_cross_entropy_compares_whole_and_chunked():
     sizes = {"tokens": 64, "batch_size": 2, "vocab_size": 50, "hidden_size": 16, "chunk": 16, "steps": 2}
-    command = [sys.executable, "cross_entropy.py", *(f"--{name}={value}" for name, value in sizes.items())]
-    done = subprocess.run(command, cwd=BENCHMARKS, capture_output=True, text=True, check=True)
-    assert [line.split()[0] for line in done.stdout.splitlines()] == ["loss", "whole", "chunked"]
+    output = run_benchmark("cross_entropy.py", *(f"--{name}={value}" for name, value in sizes.items()))
+    assert [line.split()[0] for line in output.splitlines()[2:]] == ["whole", "chunked"]
+
+
+def test_depth_compares_implementations_with_the_transformer(tmp_path):
+    sizes = ["--layers=2", "--tokens=8", "--rounds=2", "--implementations", "eager", "numba"]
+    small = ["model.hidden_size=16", "model.intermediate_size=16", "model.num_heads=4", "model.num_kv_heads=2"]
+    run_benchmark("depth.py", *sizes, "--out", tmp_path / "out.json", *small, "data.vocab_size=512")
+    base, *rows = json.loads((tmp_path / "out.json").read_text())["rows"]
+    expected = [(memory, name) for memory in ("stacktrans", "full_dim") for name in ("eager", "numba")]
+    assert [(row["memory"], row["implementation"]) for row in rows] == expected
+    for which in ("train", "prefill", "decode"):
+        assert base[f"{which}_ratio"] == 1
+        assert all(row[f"{which}_ratio"] == row[which] / base[which] and row[f"{which}_added"] > 1 for row in rows)
+
+
+def test_scan_compares_kernels_with_loops(tmp_path):
+    run_benchmark("scan.py", "--cases", "2,3,2,1,4", "--rounds=1", "--out", tmp_path / "out.json")
+    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
+    assert [(row["feedback"], row["read"]) for row in rows][:2] == [("none", "top"), ("none", "global")]
+    assert all({"reference_ms", "eager_ms", "numba_ms"} <= row.keys() for row in rows)
+
+
+def test_prepare_measures_both_on_the_same_text(tmp_path):
+    options = ["--megabytes=0.3", "--rounds=1", "--vocab-size=300", "--out", tmp_path / "out.json"]
+    assert "data prepare reaches" in run_benchmark("prepare.py", *options)
+    record = json.loads((tmp_path / "out.json").read_text())
+    assert record["bytes"] >= 300_000
+    assert record["tokens"] > record["documents"] > 1
+    assert {"alone", "prepare"} <= record["rows"][0].keys()

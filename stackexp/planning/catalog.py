@@ -7,13 +7,13 @@ from stackexp.config.compose import compose, to_yaml
 from stackexp.config.experiment import ExperimentConfig
 from stackexp.config.layers import config_names, find_config, group_folder, is_recipe, sections
 from stackexp.config.yaml_files import names_in, purpose
-from stackexp.tables import table
+from stackexp.tables import format_table
 
 
 def format_catalog() -> str:
     """Return the shipped configs with parameters, tokens and purpose, then the recipes and the section choices."""
     names = config_names()
-    rows = [("config", "parameters", "tokens", "purpose")]
+    rows = []
     for name in names:
         if not is_recipe(name):
             config = compose([name])
@@ -22,11 +22,11 @@ def format_catalog() -> str:
     recipes = [(name, purpose(find_config(name))) for name in names if is_recipe(name)]
     return "\n\n".join(
         [
-            table(rows, align="<>><"),
+            format_table(rows, header=("config", "parameters", "tokens", "purpose"), align="<>><"),
             "Recipes to combine with a config, as in --config mine.yaml --config recipe/smollm:",
-            table([("recipe", "purpose"), *recipes]),
+            format_table(recipes, header=("recipe", "purpose")),
             "Section choices, as in model.memory=queue:",
-            table([("choice", "purpose"), *section_choices()]),
+            format_table(section_choices(), header=("choice", "purpose")),
         ]
     )
 
@@ -49,7 +49,7 @@ def describe_config(config: ExperimentConfig) -> str:
         ("steps", f"{config.trainer.max_steps:,} of {about}{config.data.global_batch_tokens:,} tokens"),
         ("FLOPs", f"{per_token:.3e} per token, {per_token * config.total_tokens:.3e} in total"),
     ]
-    return f"{to_yaml(config)}\n{table(rows)}"
+    return f"{to_yaml(config)}\n{format_table(rows)}"
 
 
 def build_on_meta(config: ExperimentConfig) -> torch.nn.Module:

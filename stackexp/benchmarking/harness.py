@@ -1,0 +1,104 @@
+"""Paired measurements: subjects alternate in one process, so that changes of the machine's speed affect all of them."""
+
+import json
+import statistics
+import time
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+
+from stackexp.runs import environment
+
+WARMUP_ROUNDS = 3  # kernels are compiled, allocators filled
+Subject = TypeVar("Subject")
+Result = TypeVar("Result")
+Key = TypeVar("Key", bound=Hashable)
+
+
+class Ratio(NamedTuple):
+    """The median of the ratios of neighboring measurements, with their quartiles."""
+
+    median: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.median:.3f} ({self.low:.3f}-{self.high:.3f})"
+
+
+def alternate(
+    subjects: Sequence[Subject], measure: Callable[[Subject], Result], rounds: int, warmup: int = WARMUP_ROUNDS
+) -> list[list[Result]]:
+    """Return the results of each subject, one per round after the warmup.
+
+    The order reverses from round to round (A B, B A), so that none always goes first.
+    """
+    results: list[list[Result]] = [[] for _ in subjects]
+    for number in range(warmup + rounds):
+        order = range(len(subjects)) if number % 2 == 0 else reversed(range(len(subjects)))
+        for i in order:
+            result = measure(subjects[i])
+            if number >= warmup:
+                results[i].append(result)
+    return results
+
+
+def time_alternating(
+    actions: Mapping[Key, Callable[[], object]],
+    rounds: int,
+    *,
+    warmup: int = WARMUP_ROUNDS,
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[Key, list[float]]:
+    """Return the seconds of each action, one value per round."""
+    names = list(actions)
+    times = alternate(names, lambda name: measure_seconds(actions[name], clock=clock), rounds, warmup)
+    return dict(zip(names, times, strict=True))
+
+
+def measure_seconds(action: Callable[[], object], *, clock: Callable[[], float] = time.perf_counter) -> float:
+    """Return the seconds of one call, between two synchronizations of the GPU if there is one."""
+    synchronize()
+    start = clock()
+    action()
+    synchronize()
+    return clock() - start
+
+
+def choose_clock() -> Callable[[], float]:
+    """Return the CPU time of this thread if torch has one thread: other programs then do not count; else wall time."""
+    return time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
+
+
+def synchronize() -> None:
+    """Wait for the GPU, if there is one."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def compare(values: Sequence[float], base: Sequence[float]) -> Ratio:
+    """Return the ratio of paired measurements."""
+    ratios = [value / other for value, other in zip(values, base, strict=True)]
+    if len(ratios) < 2:
+        return Ratio(ratios[0], ratios[0], ratios[0])
+    low, median, high = statistics.quantiles(ratios, n=4, method="inclusive")
+    return Ratio(median, low, high)
+
+
+def measure_peak_bytes(action: Callable[[], object]) -> int | None:
+    """Return the bytes that an action allocates on the GPU at most; None on a CPU, where torch does not count."""
+    if not torch.cuda.is_available():
+        return None
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    action()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def write_record(path: Path | None, rows: Any, **details: Any) -> None:
+    """Write rows with environment (hardware, versions, commit, command) as JSON; do nothing without a path."""
+    if path is not None:
+        record = {"environment": environment(), **details, "rows": rows}
+        path.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,126 @@
+"""The stack step of every layer alone, beside the bytes and FLOPs it cannot avoid.
+
+The lower bound counts each byte once that must come from or go to memory if nothing stays on the chip between layers.
+Forward: the occupied slots and masks before and after the step, pushed vector, logits and read. Backward: the same and
+the gradients of all of them. The result is compared with a copy of as many bytes, measured in alternation.
+"""
+
+import statistics
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stackexp import stack
+from stackexp.benchmarking.harness import time_alternating
+from stackexp.config.experiment import ExperimentConfig
+from stackexp.tables import format_table
+
+PASSES = {"forward": 1, "forward + backward": 3}
+"""Bytes and FLOPs of each pass, in multiples of a forward pass."""
+
+
+def count_lower_bound_bytes(config: ExperimentConfig, tokens: int, dtype: torch.dtype = torch.float32) -> int:
+    """Return the bytes of one forward pass of all layers."""
+    memory, total = config.model.memory, 0
+    for layer in range(config.model.num_layers):
+        occupied_before, occupied_after = (min(n, memory.num_slots) for n in (layer, layer + 1))
+        total += (occupied_before + occupied_after) * (memory.head_dim + 1) + 2 * memory.head_dim + 3
+    return dtype.itemsize * tokens * memory.num_heads * total
+
+
+def count_flops(config: ExperimentConfig, tokens: int) -> int:
+    """Return the FLOPs of one forward pass: five multiply-adds per occupied element, three of them for the update."""
+    memory = config.model.memory
+    occupied = sum(min(layer + 1, memory.num_slots) for layer in range(config.model.num_layers))
+    return 2 * 5 * tokens * memory.num_heads * memory.head_dim * occupied
+
+
+def choose_dtype(config: ExperimentConfig, device: torch.device) -> torch.dtype:
+    """Return the dtype of pushed vectors, logits, reads and stack states."""
+    return torch.bfloat16 if device.type == "cuda" and "bf16" in config.trainer.precision else torch.float32
+
+
+class Layers:
+    """The stack steps of all layers of a config, in order, on random numbers."""
+
+    def __init__(self, config: ExperimentConfig, device: torch.device):
+        memory = config.model.memory
+        num_actions = 2 if memory.discipline == "push_only" else 3
+        self.options = {"num_slots": memory.num_slots, "discipline": memory.discipline, "read": memory.read}
+        self.options["read_mask"] = memory.read_mask
+        self.shape = (config.data.micro_batch_size, config.data.context_length, memory.num_heads)
+        generator = torch.Generator(device).manual_seed(0)
+
+        def draw(*size: int) -> Tensor:
+            numbers = torch.randn(*size, device=device, generator=generator)
+            return numbers.to(choose_dtype(config, device)).requires_grad_()
+
+        layers = range(config.model.num_layers)
+        self.pushed = [draw(*self.shape, memory.head_dim) for _ in layers]
+        self.logits = [draw(*self.shape, num_actions) for _ in layers]
+        self.query = draw(memory.num_heads, memory.head_dim) if memory.read == "global" else None
+        self.checkpoint_every = memory.checkpoint_every_layers
+
+    def forward(self) -> Tensor:
+        """Return the sum of all reads."""
+        first = self.pushed[0]
+        state = stack.empty(
+            self.shape,
+            self.options["num_slots"],
+            first.shape[-1],
+            like=first,
+            axis="depth",
+            dtype=first.dtype,
+        )
+        reads = []
+        for x, logits in zip(self.pushed, self.logits, strict=True):
+            output, state = stack.step(
+                state, x, logits, self.query, checkpoint_every=self.checkpoint_every, **self.options
+            )
+            reads.append(output.read)
+        return torch.stack(reads).sum()
+
+    def run(self, name: str, implementation: str) -> None:
+        """Run one of PASSES with an implementation."""
+        with stack.use_implementation(implementation), torch.set_grad_enabled(name != "forward"):
+            total = self.forward()
+            if name == "forward":
+                return
+            total.backward()
+        for leaf in (*self.pushed, *self.logits, *([] if self.query is None else [self.query])):
+            leaf.grad = None
+
+
+def measure(config: ExperimentConfig, rounds: int, device: torch.device) -> Iterator[dict[str, Any]]:
+    """Yield a row for each pass and implementation (auto, reference)."""
+    layers, tokens = Layers(config, device), config.data.micro_batch_size * config.data.context_length
+    for name, multiple in PASSES.items():
+        num_bytes = multiple * count_lower_bound_bytes(config, tokens, choose_dtype(config, device))
+        flops = multiple * count_flops(config, tokens)
+        source = torch.empty(num_bytes // 2, dtype=torch.uint8, device=device)  # read once, written once
+        target = torch.empty_like(source)
+        actions = {key: lambda key=key, name=name: layers.run(name, key) for key in ("auto", "reference")}
+        times = time_alternating(actions | {"copy": lambda s=source, t=target: t.copy_(s)}, rounds)
+        copy = statistics.median(times["copy"])
+        for implementation in actions:
+            seconds = statistics.median(times[implementation])
+            yield {
+                **{"implementation": implementation, "pass": name, "seconds": seconds, "copy_seconds": copy},
+                **{"bytes": num_bytes, "flops": flops, "gigabytes_per_second": num_bytes / seconds / 1e9},
+                **{"share_of_copy": copy / seconds, "gigaflops_per_second": flops / seconds / 1e9},
+            }
+
+
+def format_rows(rows: list[dict[str, Any]]) -> str:
+    """Return one line for each implementation and pass, all layers together."""
+    header = ["stack", "pass", "ms", "GB/s", "of a copy", "GFLOP/s", "copy ms"]
+    lines = [
+        [
+            *(row["implementation"], row["pass"], f"{1e3 * row['seconds']:.3f}", f"{row['gigabytes_per_second']:.1f}"),
+            *(f"{row['share_of_copy']:.1%}", f"{row['gigaflops_per_second']:.1f}", f"{1e3 * row['copy_seconds']:.3f}"),
+        ]
+        for row in rows
+    ]
+    return format_table(lines, header=header, align="<<>>>>>")

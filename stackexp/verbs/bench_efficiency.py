@@ -1,0 +1,53 @@
+"""Measure training, prefill, decode and memory of each variant, in multiples of the plain Transformer.
+
+The variants alternate with the Transformer in one process. Without --config the quickstart is measured.
+"""
+
+from argparse import Namespace
+
+from stackexp.config.suggestions import nearest
+from stackexp.errors import ConfigError
+from stackexp.verbs.bench_options import add_benchmark_arguments, check_benchmark_arguments
+from stackexp.verbs.parser import Parser
+
+USAGE = "[OPTIONS] [KEY=VALUE ...]"
+EXAMPLES = (
+    "bench efficiency",
+    "bench efficiency --config pretrain/stacktrans-360m data.micro_batch_size=8 --out efficiency.json",
+)
+MEMORIES = ("stacktrans", "queue", "push_only", "single_head", "full_dim", "authors_code")
+
+
+def add_arguments(parser: Parser) -> None:
+    """Add the options of `bench efficiency`."""
+    add_benchmark_arguments(parser)
+    parser.add_argument("--only", metavar="MEMORY,...", help=f"some of {', '.join(MEMORIES)} (default: all)")
+
+
+def run(args: Namespace) -> int:
+    """Check every config, measure, print the table."""
+    check_benchmark_arguments(args)
+    wanted = args.only.split(",") if args.only else list(MEMORIES)
+    for name in wanted:
+        if name not in MEMORIES:
+            args.parser.error(f"--only: unknown memory {name!r}{nearest(name, MEMORIES)}; choose {', '.join(MEMORIES)}")
+    from stackexp.config.compose import compose
+
+    for name in ("null", *wanted):
+        try:
+            compose(args.config, [*args.overrides, f"model.memory={name}"])
+        except ConfigError as error:
+            raise ConfigError(f"bench efficiency: with model.memory={name}: {error}") from None
+    import torch
+
+    from stackexp.benchmarking import efficiency
+    from stackexp.benchmarking.harness import write_record
+
+    device, rows = torch.device("cuda" if torch.cuda.is_available() else "cpu"), []
+    cases = efficiency.list_cases(wanted)
+    for row in efficiency.measure(cases, args.config, args.overrides, args.steps, device):
+        rows.append(row)
+        print(f"measured {row['model']} ({row['implementation']})", flush=True)
+        write_record(args.out, rows, configs=args.config, overrides=args.overrides)
+    print(f"\n{efficiency.format_rows(rows)}")
+    return 0

@@ -1,0 +1,38 @@
+"""Measure the stack step of every layer alone, against the bytes and FLOPs it cannot avoid.
+
+Without --config the quickstart is measured.
+"""
+
+from argparse import Namespace
+
+from stackexp.verbs.bench_options import add_benchmark_arguments, check_benchmark_arguments
+from stackexp.verbs.parser import Parser
+
+USAGE = "[OPTIONS] [KEY=VALUE ...]"
+EXAMPLES = ("bench stack --config pretrain/stacktrans-360m --out stack.json",)
+
+
+def add_arguments(parser: Parser) -> None:
+    """Add the options of `bench stack`."""
+    add_benchmark_arguments(parser)
+
+
+def run(args: Namespace) -> int:
+    """Check the config, measure, print the table."""
+    check_benchmark_arguments(args)
+    from stackexp.config.compose import compose
+
+    config = compose(args.config, args.overrides)
+    memory = config.model.memory
+    if getattr(memory, "kind", None) != "stack" or memory.axis != "depth":
+        args.parser.error("requires a stack over the depth; set model.memory=stacktrans")
+    import torch
+
+    from stackexp.benchmarking import stack_step
+    from stackexp.benchmarking.harness import write_record
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    rows = list(stack_step.measure(config, args.steps, device))
+    print(stack_step.format_rows(rows))
+    write_record(args.out, rows, configs=args.config, overrides=args.overrides)
+    return 0
