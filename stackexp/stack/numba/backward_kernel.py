@@ -19,7 +19,19 @@ from stackexp.stack.numba.equations import (
     update_stack,
 )
 from stackexp.stack.numba.forward_kernel import IDENTITY, TANH
-from stackexp.stack.numba.vectors import add, add_product, clear, copy, inlined, is_given, padded, part, plain, view
+from stackexp.stack.numba.vectors import (
+    add,
+    add_product,
+    clear,
+    copy,
+    inlined,
+    is_given,
+    padded,
+    part,
+    plain,
+    pointer,
+    view,
+)
 
 
 class BackwardScratch(NamedTuple):
@@ -71,7 +83,7 @@ def scan_backward(sequence, scan):
     has_feedback = is_given(tensors.feedback_x)
     group = sizes.heads if has_feedback else 1
     for first_head in range(0, sizes.heads, group):
-        clear(scan.scratch.grad_last)
+        clear(view(scan.scratch.grad_last, 0, padded(sizes.heads * sizes.head_dim)))
         for k in range(group):
             _load_last_gradient(
                 sequence * sizes.heads + first_head + k, _grad_row(2 * k + sizes.tokens % 2, scan), scan
@@ -92,20 +104,22 @@ def scan_backward(sequence, scan):
 @plain
 def _row(number, scan):
     length = scan.sizes.last_slots + 3
-    return Row(part(scan.scratch.slots, number, length * scan.sizes.head_dim), part(scan.scratch.mask, number, length))
+    slots = pointer(scan.scratch.slots, number * length * scan.sizes.head_dim)
+    return Row(slots, pointer(scan.scratch.mask, number * length))
 
 
 @plain
 def _grad_row(number, scan):
-    scratch, length = scan.scratch, scan.sizes.last_slots + 3
-    return Row(part(scratch.grad_slots, number, length * scan.sizes.head_dim), part(scratch.grad_mask, number, length))
+    length = scan.sizes.last_slots + 3
+    slots = pointer(scan.scratch.grad_slots, number * length * scan.sizes.head_dim)
+    return Row(slots, pointer(scan.scratch.grad_mask, number * length))
 
 
 @inlined
 def _load_last_gradient(stack, grad, scan):
     tensors, count, size = scan.tensors, scan.sizes.last_slots, scan.sizes.head_dim
-    clear(grad.slots)
-    clear(grad.mask)
+    clear(view(grad.slots, 0, (count + 3) * size))
+    clear(view(grad.mask, 0, count + 3))
     if is_given(tensors.grad_last_slots):
         copy(part(tensors.grad_last_slots, stack, count * size), view(grad.slots, size, count * size))
     if is_given(tensors.grad_last_mask):
@@ -121,10 +135,12 @@ def _recompute_segment(sequence, first_head, k, segment, tokens, scan):
     if segment:
         count, saved = sizes.last_slots, stack * ((sizes.tokens - 1) // sizes.save_every) + segment - 1
         slots, mask = part(tensors.saved_slots, saved, count * size), part(tensors.saved_mask, saved, count)
-        load_row(slots, mask, _row(first_row, scan))
+        load_row(slots, mask, _row(first_row, scan), sizes)
     else:
         count = sizes.first_slots
-        load_row(part(tensors.slots, stack, count * size), part(tensors.mask, stack, count), _row(first_row, scan))
+        load_row(
+            part(tensors.slots, stack, count * size), part(tensors.mask, stack, count), _row(first_row, scan), sizes
+        )
     for t in range(begin, end):
         row, at = _row(first_row + t - begin, scan), (sequence * sizes.tokens + t) * sizes.heads + first_head + k
         copy(part(tensors.pushed, at, size), view(row.slots, 0, size))
@@ -140,18 +156,19 @@ def _step_backward(sequence, t, head, k, number, scan):
     stack = (sequence * sizes.tokens + t) * sizes.heads + head
     counts = min(sizes.first_slots + t, sizes.num_slots), min(sizes.first_slots + t + 1, sizes.num_slots)
     grad, grad_old = _grad_row(2 * k + (t + 1) % 2, scan), _grad_row(2 * k + t % 2, scan)
-    copy(part(scratch.grad_last, head, size), scratch.grad_read)
+    grad_read = view(scratch.grad_read, 0, size)
+    copy(part(scratch.grad_last, head, size), grad_read)
     if is_given(tensors.grad_read):
-        add(part(tensors.grad_read, stack, size), scratch.grad_read)
+        add(part(tensors.grad_read, stack, size), grad_read)
     query, grad_query = part(tensors.query, head, size), part(tensors.grad_query, sequence * sizes.heads + head, size)
     new = _row(number + 1, scan)
-    read_backward(new, query, counts[1], sizes, scratch, scratch.grad_read, grad, grad_query)
+    read_backward(new, query, counts[1], sizes, scratch, grad_read, grad, grad_query)
     action, grad_x = part(tensors.action, stack, 3), part(tensors.grad_x, stack, size)
     g_push, g_pop, g_no_op = update_backward(_row(number, scan), action, grad, grad_old, counts, sizes, grad_x)
     if is_given(tensors.grad_action):
         incoming = part(tensors.grad_action, stack, 3)
         g_push, g_pop, g_no_op = g_push + incoming[0], g_pop + incoming[1], g_no_op + incoming[2]
-    grad_entropy = scratch.grad_read.dtype.type(0)
+    grad_entropy = action.dtype.type(0)
     if is_given(tensors.grad_entropy):
         grad_entropy = tensors.grad_entropy[stack]
     grad_logits = part(tensors.grad_logits, stack, sizes.num_actions)
@@ -163,10 +180,11 @@ def _feedback_backward(token, scan):
     """Write the gradient of R_{t-1} to `scratch.grad_last`, and that of c_t."""
     sizes, tensors, scratch = scan.sizes, scan.tensors, scan.scratch
     width, actions, units = sizes.heads * sizes.head_dim, sizes.heads * sizes.num_actions, sizes.units
-    clear(scratch.grad_fed)
-    add_product(part(tensors.grad_x, token, width), tensors.feedback_x, scratch.grad_fed)
-    add_product(part(tensors.grad_logits, token, actions), tensors.feedback_logits, scratch.grad_fed)
-    fed, grads, out = part(tensors.fed, token, sizes.inner), scratch.grad_fed, scratch.grad_inner
+    fed, grads = part(tensors.fed, token, sizes.inner), view(scratch.grad_fed, 0, padded(units))
+    out, grad_last = view(scratch.grad_inner, 0, sizes.inner), view(scratch.grad_last, 0, padded(width))
+    clear(grads)
+    add_product(part(tensors.grad_x, token, width), tensors.feedback_x, grads)
+    add_product(part(tensors.grad_logits, token, actions), tensors.feedback_logits, grads)
     one = grads.dtype.type(1)
     for i in range(units):
         a = fed[i]
@@ -179,10 +197,10 @@ def _feedback_backward(token, scan):
             out[i], out[units + i] = grads[i] * b * (one - a * a), grads[i] * a * (one - b * b)
     if is_given(tensors.from_read):
         copy(out, part(tensors.grad_given, token, sizes.inner))
-        clear(scratch.grad_last)
-        add_product(out, tensors.from_read, scratch.grad_last)
+        clear(grad_last)
+        add_product(out, tensors.from_read, grad_last)
     else:
-        copy(out, view(scratch.grad_last, 0, width))
+        copy(out, view(grad_last, 0, width))
 
 
 @inlined
@@ -191,9 +209,9 @@ def _store_first_gradient(sequence, head, k, scan):
     sizes, tensors, count, size = scan.sizes, scan.tensors, scan.sizes.first_slots, scan.sizes.head_dim
     stack, grad, row = sequence * sizes.heads + head, _grad_row(2 * k, scan), _row(k * (sizes.save_every + 1), scan)
     if is_given(tensors.feedback_x) and count:
-        load_row(part(tensors.slots, stack, count * size), part(tensors.mask, stack, count), row)
+        load_row(part(tensors.slots, stack, count * size), part(tensors.mask, stack, count), row, sizes)
         query, grad_query = part(tensors.query, head, size), part(tensors.grad_query, stack, size)
         grad_read = part(scan.scratch.grad_last, head, size)
         read_backward(row, query, count, sizes, scan.scratch, grad_read, grad, grad_query)
     if is_given(tensors.grad_slots):
-        store_row(grad, part(tensors.grad_slots, stack, count * size), part(tensors.grad_mask, stack, count))
+        store_row(grad, part(tensors.grad_slots, stack, count * size), part(tensors.grad_mask, stack, count), sizes)

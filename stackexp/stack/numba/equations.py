@@ -1,7 +1,7 @@
 """The equations of `reference` for one stack and one token, and their gradients.
 
-A stack is a `Row`: its slots, with the pushed vector in front and zeros behind, so that an update of all slots is one
-loop over contiguous numbers: new[i] = push old[i - D] + pop old[i + D] + no_op old[i]. `count` is the number of
+A stack is a `Row` of pointers: its slots, with the pushed vector in front and zeros behind. An update of all slots is
+one loop over contiguous numbers: new[i] = push old[i - D] + pop old[i + D] + no_op old[i]. `count` is the number of
 occupied slots. Zeros and ones have the dtype of the row, because numba widens a float32 times an integer to float64.
 Only two sums over the slots run in float64: the softmax total and the mean of its gradient.
 
@@ -34,19 +34,19 @@ def tiny(array):
 
 
 @plain
-def load_row(slots, mask, row):
+def load_row(slots, mask, row, sizes):
     """Copy a state, slots [n * D] and mask [n], into a row."""
-    size, count = row.slots.shape[0] // row.mask.shape[0], mask.shape[0]
+    size, count, rest = sizes.head_dim, mask.shape[0], sizes.last_slots + 2 - mask.shape[0]
     copy(slots, view(row.slots, size, count * size))
-    clear(view(row.slots, size + count * size, row.slots.shape[0] - size - count * size))
+    clear(view(row.slots, size + count * size, rest * size))
     copy(mask, view(row.mask, 1, count))
-    clear(view(row.mask, 1 + count, row.mask.shape[0] - 1 - count))
+    clear(view(row.mask, 1 + count, rest))
 
 
 @plain
-def store_row(row, slots, mask):
+def store_row(row, slots, mask, sizes):
     """Copy the slots [n * D] and mask [n] of a row."""
-    size, count = row.slots.shape[0] // row.mask.shape[0], mask.shape[0]
+    size, count = sizes.head_dim, mask.shape[0]
     copy(view(row.slots, size, count * size), slots)
     copy(view(row.mask, 1, count), mask)
 
@@ -97,8 +97,9 @@ def _mask_ratio(following, mask, smallest):
 def update_stack(old, new, action, count, sizes):
     """Write the row after an update, with `count` slots; return the sum of M'."""
     push, pop, no_op, size = action[0], action[1], action[2], sizes.head_dim
-    total, above, smallest = count * size, old.slots, tiny(old.slots)
-    here, below, out = view(above, size, total), view(above, 2 * size, total), view(new.slots, size, total)
+    total, smallest = count * size, tiny(action)
+    above, here, below = view(old.slots, 0, total), view(old.slots, size, total), view(old.slots, 2 * size, total)
+    out = view(new.slots, size, total)
     if sizes.is_queue:
         for j in range(count):
             keep = no_op + pop * _mask_ratio(old.mask[j + 2], old.mask[j + 1], smallest)
@@ -108,7 +109,7 @@ def update_stack(old, new, action, count, sizes):
         for i in range(total):
             out[i] = push * above[i] + pop * below[i] + no_op * here[i]
     clear(view(new.slots, size + total, 2 * size))
-    mask, occupancy = view(new.mask, 1, count), old.mask.dtype.type(0)
+    mask, occupancy = view(new.mask, 1, count), action.dtype.type(0)
     for j in range(count):
         m = push * old.mask[j] + pop * old.mask[j + 2] + no_op * old.mask[j + 1]
         mask[j] = m
@@ -125,10 +126,10 @@ def update_backward(old, action, grad_new, grad_old, counts, sizes, grad_x):
     """
     push, pop, no_op, size = action[0], action[1], action[2], sizes.head_dim
     old_count, new_count = counts
-    zero, smallest, total = old.slots.dtype.type(0), tiny(old.slots), new_count * size
+    zero, smallest, total = action.dtype.type(0), tiny(action), new_count * size
     g_push, g_pop, g_no_op = zero, zero, zero
-    above, here, below = old.slots, view(old.slots, size, total), view(old.slots, 2 * size, total)
-    g_above, g_here = grad_new.slots, view(grad_new.slots, size, total)
+    above, here, below = view(old.slots, 0, total), view(old.slots, size, total), view(old.slots, 2 * size, total)
+    g_above, g_here = view(grad_new.slots, 0, total), view(grad_new.slots, size, total)
     g_below, out = view(grad_new.slots, 2 * size, total), view(grad_old.slots, size, total)
     mask, g_mask, out_mask = old.mask, grad_new.mask, grad_old.mask
     if sizes.has_mask_grad:
@@ -174,7 +175,7 @@ def _compute_read_weights(row, query, count, sizes, scratch, grad_read):
 
     With `grad_read`, also write dR . St[j].
     """
-    number, size, weights, smallest = row.mask.dtype.type, query.shape[0], scratch.weights, tiny(row.mask)
+    number, size, weights, smallest = query.dtype.type, query.shape[0], scratch.weights, tiny(query)
     penalty, empty_score, one = number(ADDITIVE_PENALTY), number(0), number(1)
     if sizes.read == LOG:
         empty_score = math.log(smallest)
@@ -229,8 +230,8 @@ def read_backward(row, query, count, sizes, scratch, grad_read, grad_row, grad_q
             top[i] += grad_read[i]
         return
     _compute_read_weights(row, query, count, sizes, scratch, grad_read)
-    weights, grads, number = scratch.weights, scratch.grads, row.mask.dtype.type
-    mean, penalty, smallest = 0.0, number(ADDITIVE_PENALTY), tiny(row.mask)  # mean is dR . R
+    weights, grads, number = scratch.weights, scratch.grads, query.dtype.type
+    mean, penalty, smallest = 0.0, number(ADDITIVE_PENALTY), tiny(query)  # mean is dR . R
     for j in range(count):
         mean += weights[j] * grads[j]
     for j in range(count):

@@ -16,7 +16,18 @@ from stackexp.stack.numba.equations import (
     store_row,
     update_stack,
 )
-from stackexp.stack.numba.vectors import add_product, copy, inlined, is_given, padded, part, plain, tanh_into, view
+from stackexp.stack.numba.vectors import (
+    add_product,
+    copy,
+    inlined,
+    is_given,
+    padded,
+    part,
+    plain,
+    pointer,
+    tanh_into,
+    view,
+)
 
 IDENTITY, TANH, GATED = range(3)  # in the order of feedback.ACTIVATIONS
 
@@ -84,13 +95,14 @@ def scan_forward(sequence, scan):
 @plain
 def _row(number, scan):
     length = scan.sizes.last_slots + 3
-    return Row(part(scan.scratch.slots, number, length * scan.sizes.head_dim), part(scan.scratch.mask, number, length))
+    slots = pointer(scan.scratch.slots, number * length * scan.sizes.head_dim)
+    return Row(slots, pointer(scan.scratch.mask, number * length))
 
 
 @plain
 def _store_state(row, slots, mask, number, sizes):
     count = sizes.last_slots
-    store_row(row, part(slots, number, count * sizes.head_dim), part(mask, number, count))
+    store_row(row, part(slots, number, count * sizes.head_dim), part(mask, number, count), sizes)
 
 
 @inlined
@@ -98,7 +110,7 @@ def _load_state(stack, head, row, scan):
     """Load the first state, and with feedback read it."""
     sizes, tensors, count = scan.sizes, scan.tensors, scan.sizes.first_slots
     size = sizes.head_dim
-    load_row(part(tensors.slots, stack, count * size), part(tensors.mask, stack, count), row)
+    load_row(part(tensors.slots, stack, count * size), part(tensors.mask, stack, count), row, sizes)
     if is_given(tensors.feedback):
         query, out = part(tensors.query, head, size), part(tensors.first_read, stack, size)
         read_stack(row, query, count, sizes, scan.scratch, out)
@@ -112,19 +124,20 @@ def _add_feedback(sequence, t, scan):
     last = part(tensors.read, token - 1, width) if t else part(tensors.first_read, sequence, width)
     if is_given(tensors.from_read):
         copy(part(tensors.given, token, sizes.inner), view(scratch.inner, 0, sizes.inner))
-        add_product(last, tensors.from_read, scratch.inner)
+        add_product(last, tensors.from_read, view(scratch.inner, 0, padded(sizes.inner)))
         last = view(scratch.inner, 0, sizes.inner)
+    fed, mixed = view(scratch.fed, 0, sizes.inner), view(scratch.mixed, 0, padded(width + actions))
     if sizes.activation == IDENTITY:
-        copy(last, scratch.fed)
+        copy(last, fed)
     else:
-        tanh_into(last, scratch.fed)
+        tanh_into(last, fed)
     if sizes.activation == GATED:
         for i in range(sizes.units):
-            scratch.fed[i] *= scratch.fed[sizes.units + i]
+            fed[i] *= fed[sizes.units + i]
     mixed_x = view(scratch.mixed, 0, width)
     copy(part(tensors.x, token, width), mixed_x)
     copy(part(tensors.logits, token, actions), view(scratch.mixed, width, actions))
-    add_product(view(scratch.fed, 0, sizes.units), tensors.feedback, scratch.mixed)
+    add_product(view(fed, 0, sizes.units), tensors.feedback, mixed)
     if is_given(tensors.pushed):
         copy(mixed_x, part(tensors.pushed, token, width))
 

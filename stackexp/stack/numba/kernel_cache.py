@@ -17,7 +17,7 @@ from numba.np.unsafe.ndarray import to_fixed_tuple
 from stackexp.stack.numba.arguments import BackwardTensors, ForwardTensors, Sizes
 from stackexp.stack.numba.backward_kernel import BackwardScan, allocate_backward, scan_backward
 from stackexp.stack.numba.forward_kernel import ForwardScan, allocate_forward, scan_forward
-from stackexp.stack.numba.vectors import OPTIONS, borrow_arrays, keep_alive, open_arrays, take_next
+from stackexp.stack.numba.vectors import OPTIONS, keep_alive, take_next, to_pointers
 
 SOURCES = tuple(
     f"numba/{name}.py" for name in ("arguments", "equations", "vectors", "forward_kernel", "backward_kernel")
@@ -58,9 +58,9 @@ def forward(dtype: type) -> CFunc:
     def run_forward(job_address):
         job = carray(job_address, 2 + NUM_SIZES + NUM_FORWARD)
         sizes = Sizes(*to_fixed_tuple(job[2:], NUM_SIZES))
-        tensors = open_arrays(ForwardTensors(*to_fixed_tuple(job[2 + NUM_SIZES :], NUM_FORWARD)), like)
+        tensors = to_pointers(ForwardTensors(*to_fixed_tuple(job[2 + NUM_SIZES :], NUM_FORWARD)), like)
         owners = allocate_forward(sizes, tensors, like)
-        scratch, parts, part = borrow_arrays(owners), job[1], take_next(job)
+        scratch, parts, part = to_pointers(owners, like), job[1], take_next(job)
         while part < parts:
             for sequence in range(sizes.batch * part // parts, sizes.batch * (part + 1) // parts):
                 scan_forward(sequence, ForwardScan(sizes, tensors, scratch))
@@ -79,9 +79,9 @@ def backward(dtype: type) -> CFunc:
     def run_backward(job_address):
         job = carray(job_address, 2 + NUM_SIZES + NUM_BACKWARD)
         sizes = Sizes(*to_fixed_tuple(job[2:], NUM_SIZES))
-        tensors = open_arrays(BackwardTensors(*to_fixed_tuple(job[2 + NUM_SIZES :], NUM_BACKWARD)), like)
+        tensors = to_pointers(BackwardTensors(*to_fixed_tuple(job[2 + NUM_SIZES :], NUM_BACKWARD)), like)
         owners = allocate_backward(sizes, tensors, like)
-        scratch, parts, part = borrow_arrays(owners), job[1], take_next(job)
+        scratch, parts, part = to_pointers(owners, like), job[1], take_next(job)
         while part < parts:
             for sequence in range(sizes.batch * part // parts, sizes.batch * (part + 1) // parts):
                 scan_backward(sequence, BackwardScan(sizes, tensors, scratch))
