@@ -1,4 +1,6 @@
-"""Everything that waits for a GPU, in order of worth: python benchmarks/gpu.py [--out FOLDER] [--only STEP ...]
+"""Everything that waits for a GPU, in order of worth.
+
+    python benchmarks/gpu.py [--out FOLDER] [--only STEP ...]
 
 Each step is a process of its own that ends within nine minutes and writes its JSON at once, so that half an hour on a
 GPU is used to the last minute. A failed step is reported and the next one starts.

@@ -1,3 +1,5 @@
+"""Run the command line: `python -m stackexp`."""
+
 import sys
 
 from stackexp.cli import main

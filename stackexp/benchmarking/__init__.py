@@ -1,0 +1,1 @@
+"""Paired measurements of what a memory costs."""

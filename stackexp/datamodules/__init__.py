@@ -1,0 +1,1 @@
+"""LightningDataModules: token shards, named sets, formal languages."""

@@ -1,0 +1,1 @@
+"""LightningModules, optimizers, schedules and metrics."""

@@ -75,7 +75,7 @@ class TrainingModule(pl.LightningModule):
 
     # To define in a subclass
 
-    def new_set_metric(self, dataset: Any, loader: DataLoader) -> ItemSums:
+    def new_set_metric(self, dataset: Any, loader: DataLoader[Any]) -> ItemSums:
         """Return an empty metric for an evaluation set."""
         raise NotImplementedError
 
@@ -226,7 +226,7 @@ class TrainingModule(pl.LightningModule):
         """Start the evaluation of the test sets."""
         self._start_evaluation("test", self.trainer.test_dataloaders)
 
-    def _start_evaluation(self, stage: str, loaders: list[DataLoader]) -> None:
+    def _start_evaluation(self, stage: str, loaders: Any) -> None:
         datasets = self.trainer.datamodule.sets(stage)
         self._evaluated = [
             EvaluatedSet(dataset, self.new_set_metric(dataset, loader).to(self.device), len(loader))

@@ -4,6 +4,7 @@ For formal languages: accuracy at each length up to data.validation_max_length.
 """
 
 from argparse import Namespace
+from typing import Literal
 
 from stackexp.verbs.parser import Parser
 
@@ -16,7 +17,7 @@ EXAMPLES = (
 )
 
 
-def add_arguments(parser: Parser, stage: str = "validate") -> None:
+def add_arguments(parser: Parser, stage: Literal["validate", "test"] = "validate") -> None:
     """Add the options of `validate` and `test`."""
     section = "data.validation" if stage == "validate" else "data.test"
     parser.add_config()
@@ -32,7 +33,7 @@ def add_arguments(parser: Parser, stage: str = "validate") -> None:
     parser.add_argument("--out", metavar="FILE.json", help=out)
 
 
-def run(args: Namespace, stage: str = "validate") -> int:
+def run(args: Namespace, stage: Literal["validate", "test"] = "validate") -> int:
     """Compose the config, then evaluate the checkpoint on every set."""
     parser = args.parser
     if bool(args.run) == bool(args.config):
