@@ -54,7 +54,10 @@ setup(
         "safetensors>=0.5",
     ],
     extras_require={
-        "dev": ["pytest>=8", "pytest-xdist>=3.6", "hypothesis>=6.100", "ruff>=0.12", "optuna>=4", "moto[server]>=5"],
+        "dev": [
+            *("pytest>=8", "pytest-xdist>=3.6", "hypothesis>=6.100", "optuna>=4", "moto[server]>=5"),
+            *("ruff>=0.12", "mypy>=1.15", "types-PyYAML", "types-tabulate", "types-tqdm", "pre-commit>=4"),
+        ],
         "optuna": ["optuna>=4"],
         "flash": ["flash-attn>=2.8"],  # model.attention=flash_attn
         "liger": ["liger-kernel>=0.6.2"],  # trainer.cross_entropy=liger
