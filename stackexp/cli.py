@@ -23,7 +23,7 @@ VERBS = {
     "sweep results": "compare the finished trials",
     "report compare": "compare runs in one table",
     "report formal": "compare runs with the paper's table of formal languages",
-    "bench efficiency": "measure what a memory costs a whole model",
+    "bench efficiency": "measure the cost of a memory in a full model",
     "bench stack": "measure the stack step alone",
     "checkpoint consolidate": "write a checkpoint's weights to one safetensors file",
 }

@@ -97,7 +97,7 @@ def write_json_lines(path: Path, objects: list[dict[str, Any]]) -> None:
 def append_json_line(path: Path, value: dict[str, Any], *, sync: bool = False) -> None:
     """Append one object to a JSON Lines file in a single write, so that several processes may append.
 
-    If a kill has cut off the last line, the object starts on a line of its own; read such a file with `skip_damaged`.
+    If a kill has cut off the last line, the object starts on a new line; read such a file with `skip_damaged`.
     With `sync`, the line is on disk on return.
     """
     line = json.dumps(value, ensure_ascii=False) + "\n"

@@ -163,7 +163,7 @@ def test_list_shows_every_config_and_choice(capsys):
     assert lines[0].split() == ["config", "parameters", "tokens", "purpose"]
     row = next(line for line in lines if line.startswith("ablation/stacktrans "))
     assert row.split()[1:3] == ["365.8M", "20.0B"]
-    assert row.endswith("Ablation: the paper's stack between the layers.")
+    assert row.endswith("Ablation: StackTrans 360M, with the paper's stack between the layers.")
     listed = {line.split()[0] for line in lines if line}
     assert set(config_names()) <= listed
     assert lines.index("") < lines.index(next(line for line in lines if line.startswith("recipe/olmo ")))

@@ -71,7 +71,7 @@ class _ByteLevelDecoder:
 
 
 class _WholeDocumentDecoder:
-    """The tokenizer's own decoder, which needs a document in memory as a whole.
+    """The tokenizer's own decoder, which needs the full document in memory.
 
     `has_replaced` is True if the text contains U+FFFD, even where the ids spell that character.
     """

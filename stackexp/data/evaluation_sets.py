@@ -8,7 +8,7 @@ A path in data.validation or data.test is one set or a folder of sets:
     .jsonl, .jsonl.gz, .jsonl.zst, .txt     tokenized once into the cache
     a folder of these                       the sets <name>/<stem>; a subfolder with a single set counts as that set
 
-No set is loaded into memory as a whole.
+Sets are never fully loaded into memory.
 """
 
 import logging

@@ -38,7 +38,7 @@ class FetchResult:
 
 
 def fetch(sets: list[OlmoSet], folder: Path, mirror: str | None = None, *, verify: bool = False) -> FetchResult:
-    """Fetch `sets` to `folder`/v2 and `folder`/v3, check them and write a record beside each.
+    """Fetch `sets` to `folder`/v2 and `folder`/v3, check them and write a record next to each.
 
     Complete sets are kept. A set that fails is reported on stderr and does not stop the others. If the server cannot
     be reached from the start, the remaining sets are not tried.

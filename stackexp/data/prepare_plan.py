@@ -17,7 +17,7 @@ from stackexp.data.units import renumber_units
 from stackexp.errors import RunError
 from stackexp.files import hold_lock, read_json, write_json
 
-UNIT_BYTES = 1 << 24  # of source files per unit; a larger file is a unit of its own
+UNIT_BYTES = 1 << 24  # source bytes per unit; a larger file is a unit by itself
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 

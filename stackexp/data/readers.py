@@ -1,6 +1,6 @@
 """Read documents: one per text file, or one per line of a JSON Lines file under the key "text", as in Dolma.
 
-Text files of any size are read in pieces. A JSON line is held in memory as a whole, up to MAX_LINE_BYTES.
+Text files of any size are read in pieces. A JSON line is read into memory completely, up to MAX_LINE_BYTES.
 """
 
 import codecs

@@ -95,7 +95,7 @@ class Retokenizer:
 
     @cached_property
     def _is_old_id(self) -> np.ndarray:
-        """Which ids the old tokenizer has, bool [vocab_size]."""
+        """Return True for each id of the old tokenizer, bool [vocab_size]."""
         known = np.zeros(self.old.vocab_size, bool)
         known[list(self.old.tokenizer.get_vocab(with_added_tokens=True).values())] = True
         return known

@@ -1,6 +1,6 @@
 """Memory-mapped files of token ids: raw little-endian uint16 without a header, as OLMo writes them, or real .npy.
 
-A file that stackexp wrote or fetched has a record beside it, `<file>.json`. The record is written last: its presence
+A file that stackexp wrote or fetched has a record next to it, `<file>.json`. The record is written last: its presence
 means that the file is complete and was checked.
 """
 

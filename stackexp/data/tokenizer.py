@@ -14,7 +14,7 @@ from stackexp.errors import RunError, first_line
 
 END_OF_TEXT = "<|endoftext|>"
 _END_OF_TEXT_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>")  # of other tokenizers
-BATCH_PIECES, BATCH_CHARACTERS = 1024, 1 << 21  # limits of what is tokenized at once
+BATCH_PIECES, BATCH_CHARACTERS = 1024, 1 << 21  # limits of one tokenizer call
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
@@ -73,7 +73,7 @@ def compute_fingerprint(tokenizer: Tokenizer) -> str:
 
 
 def is_byte_level(tokenizer: Tokenizer) -> bool:
-    """Return True if each character of a token stands for one byte, as in GPT-2, GPT-NeoX and `train_tokenizer`."""
+    """Return True if each character of a token represents one byte, as in GPT-2, GPT-NeoX and `train_tokenizer`."""
     spec = json.loads(tokenizer.to_str())
     return '"ByteLevel"' in json.dumps([spec["decoder"], spec["pre_tokenizer"]])
 

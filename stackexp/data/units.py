@@ -19,7 +19,7 @@ from stackexp.data.sources import Source
 from stackexp.data.tokenizer import compute_fingerprint, get_vocab_size, tokenize_pieces
 from stackexp.files import sha256_of, sync_file, write_json
 
-BAD_LINES = "bad_lines.log"  # lines "file:line: reason", in each unit and in the whole set
+BAD_LINES = "bad_lines.log"  # lines "file:line: reason", in each unit and in the merged set
 TAIL = "tail.npy"
 
 

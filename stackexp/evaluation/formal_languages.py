@@ -75,7 +75,7 @@ def report(request: EvaluationRequest, checkpoint: Path, sets: Sets) -> None:
 
 
 def _choose_path(request: EvaluationRequest, path: Path, record: dict[str, Any]) -> Path:
-    """Return `path`, or a name of its own for a test with fewer lengths or strings than the test that is there.
+    """Return `path`, or a separate name for a test with fewer lengths or strings than the existing one.
 
     The name is test-to-<longest>-every-<stride>-of-<strings>.json. A test of another checkpoint is replaced.
     """

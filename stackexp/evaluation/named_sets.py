@@ -42,8 +42,8 @@ def _write_events(request: EvaluationRequest, step: int, sets: Sets) -> None:
 
     Sets of a group get `v2/<set>` and `v2/average/<figure>`; other sets get `validation/<figure>/<set>`, or
     `whole/<figure>/<set>` where training validates on a sample of each set. `test` writes `test/...`. Each group, and
-    each set without a group, has an event file of its own, which replaces the previous one. Tags that training has
-    logged at this step are left out.
+    each set without a group, has a separate event file, which replaces the previous one. Tags that training has
+    logged at this step are skipped.
     """
     assert request.run is not None
     validation = "validation" if request.run_config.data.eval_sequences is None else "whole"

@@ -1,4 +1,4 @@
-"""What `validate` and `test` are asked to score, and where the figures go."""
+"""Requests to `validate` and `test`: the checkpoint and sets to score, and the output file."""
 
 import contextlib
 import dataclasses
@@ -26,8 +26,8 @@ DataModule = Any  # a LightningDataModule with sets(stage), set_names(stage), sk
 class EvaluationRequest:
     """A request to score the checkpoint of a run, or `ckpt_path`, on the config's sets, or on `sets`.
 
-    Without `out`, the figures go to <run>/<stage>.json. Other checkpoints, other sets and options that change figures
-    get a file of their own: <stage>-<checkpoint>-<sets>-<hash of what has no name>.json.
+    Without `out`, the figures go to <run>/<stage>.json. Other checkpoints, sets and options that change the figures
+    use a separate file: <stage>-<checkpoint>-<sets>-<hash of options and paths>.json.
     """
 
     stage: Stage
@@ -60,7 +60,7 @@ class EvaluationRequest:
 
     @property
     def should_write_events(self) -> bool:
-        """Return True if TensorBoard gets the figures: only for the run's own options, and for whole groups."""
+        """Return True if TensorBoard gets the figures: only for the run's own options and complete groups."""
         if self.out or not self.run or not self.config.logging.tensorboard:
             return False
         return self.has_run_options and not self._has_paths and not any("/" in item for item in self.sets)

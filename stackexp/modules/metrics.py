@@ -41,9 +41,9 @@ class ChunkLosses(ItemSums):
 
         Args:
             index: [B] Numbers of the chunks; -1 is padding.
-            lengths: [B] Tokens of each chunk. What follows in a row does not count.
+            lengths: [B] Tokens of each chunk. The rest of a row is padding.
             losses: [B, T-1] Losses in nats of all tokens but the first.
-            num_bytes: [B, T-1] Bytes of text that these tokens stand for.
+            num_bytes: [B, T-1] Bytes of text that these tokens represent.
         """
         is_scored = torch.arange(1, losses.shape[1] + 1, device=losses.device) < lengths[:, None]  # [B, T-1]
         parts = (losses.double(), is_scored.double(), num_bytes.double())

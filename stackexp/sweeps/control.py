@@ -1,4 +1,4 @@
-"""Tell whether drivers work on a sweep, and stop them."""
+"""Detect and stop the running drivers of a sweep."""
 
 import os
 import secrets

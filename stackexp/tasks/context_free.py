@@ -20,7 +20,7 @@ MAX_OBSERVED_DEPTH = 21
 
 
 def keep_all(length: int) -> int:
-    """Return the number of slots that hold the whole string."""
+    """Return the number of slots that hold the full string."""
     return length
 
 

@@ -1,4 +1,4 @@
-"""Random arithmetic expressions mod 5 with brackets: draw, evaluate and write a whole batch at a time."""
+"""Random arithmetic expressions mod 5 with brackets: sample, evaluate and write one batch at a time."""
 
 from typing import NamedTuple
 

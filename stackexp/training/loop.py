@@ -77,7 +77,7 @@ def _work_in_folder(session: Session, start: Start, objective: Objective) -> Ite
 
 @contextlib.contextmanager
 def _name_last_checkpoint(folder: RunFolder) -> Iterator[None]:
-    """Add the checkpoint that the run can resume from to the message of what ends it."""
+    """Add the last good checkpoint to the message of an error or a stop."""
     try:
         yield
     except RunError as error:

@@ -1,4 +1,4 @@
-"""Where a run starts: in a new folder, or after a checkpoint that its config can resume."""
+"""Choose the start of a run: a new folder, or a checkpoint that its config can resume."""
 
 from pathlib import Path
 from typing import Any, NamedTuple

@@ -28,7 +28,7 @@ FIRST_RANK_GONE = "rank 0 is gone: it does not answer"
 
 
 class Watchdog(pl.Callback):
-    """A thread in every process that shares heartbeats and progress through a store of its own.
+    """A thread in every process that shares heartbeats and progress through its own store.
 
     If a process is gone, or no process makes progress for `timeout` seconds, each process prints one line that names
     the culprit and exits with code 1, because a collective that waits for that process would never return.

@@ -1,6 +1,6 @@
 """Download OLMo's perplexity sets V2 and V3, and check them.
 
-The sets go to FOLDER/v2 and FOLDER/v3, one file of raw token ids (uint16, GPT-NeoX-20B) each, with a record beside it.
+The sets go to FOLDER/v2 and FOLDER/v3, one file of raw token ids (uint16, GPT-NeoX-20B) each, with a record next to it.
 `data.validation=v2` (v3, olmo) finds them in the default folder. Complete files are kept and partial files resumed:
 rerun the same command after any failure.
 

@@ -9,7 +9,7 @@ from stackexp.tasks import TASKS
 MODELS = ("LSTM", "StackRNN", "StackAttn", "Transformer", "StackTrans")
 DEPTH = "StackTrans depth"
 COLUMNS = (*MODELS, DEPTH)
-"""The models of our table: the paper's, where StackTrans has any axis but depth, which has a column of its own."""
+"""The models of our table: the paper's models, and a separate column for StackTrans on the depth axis."""
 
 CLASSES: dict[str, list[str]] = {}
 """Class in the Chomsky hierarchy (Deletang et al. 2023, table 1) -> its tasks, in the order of the table."""

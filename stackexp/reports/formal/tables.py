@@ -36,7 +36,7 @@ MAX_SHOWN_DIFFERENCES = 6
 
 
 class Markup(NamedTuple):
-    """How a text format marks bold and italic text, and escapes other text."""
+    """The functions of a text format for bold text, italic text and escaping."""
 
     bold: Callable[[str], str]
     italic: Callable[[str], str]

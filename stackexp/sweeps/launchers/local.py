@@ -19,7 +19,7 @@ GRACE_SECONDS = 120
 class LocalLauncher:
     """Runs up to `max_parallel` trials at once; None: as many as there are devices for (GPUs, else CPU cores).
 
-    Trials live in process groups of their own: they outlive a killed driver, and Ctrl-C reaches the driver alone.
+    Trials run in separate process groups: they survive a killed driver, and Ctrl-C stops only the driver.
     Raises ConfigError if a trial needs more than this machine has.
     """
 

@@ -1,8 +1,8 @@
-"""The record of a sweep's Slurm jobs, in files, because Slurm forgets jobs.
+"""The record of a sweep's Slurm jobs, kept in files because Slurm deletes finished jobs from its queue.
 
-jobs.jsonl in the sweep's folder has a line for each array job, written before it is submitted: its unique name, and its
-trials in the order of the tasks. exit.json in a trial's folder tells how its job ended. So every driver, also one that
-starts later, knows which trials have a job.
+jobs.jsonl in the sweep's folder has one line per array job, written before submission: the job's unique name and its
+trials in task order. exit.json in a trial's folder has the exit code of its job. A driver that starts later reads both
+files to find the trials that already have a job.
 """
 
 from pathlib import Path

@@ -21,14 +21,14 @@ def build_callbacks(
     stop: StopRequest,
     measurements: list[pl.Callback],
 ) -> list[pl.Callback]:
-    """Build the callbacks in the order they have to run; `measurements` are those of the objective.
+    """Build the callbacks in the order they have to run; `measurements` are the objective's callbacks.
 
-    1. Measure: probes, throughput and the objective's own add their values to `module.step_metrics`.
-    2. Request: stop and save requests join the same metrics.
-    3. Log: one all-reduce shares metrics and requests, and the line is in the file. The bar shows that line.
-    4. Save: the checkpoint is never ahead of the log, and obeys the requests that step 3 has shared.
+    1. Measure: probes, throughput and `measurements` add their values to `module.step_metrics`.
+    2. Request: stop and save requests are added to the same metrics.
+    3. Log: one all-reduce shares metrics and requests. Rank 0 writes them to the log, and the bar shows them.
+    4. Save: the checkpoint is written after the log, and handles the requests shared in step 3.
 
-    A validation that a resumed run has missed is made up at the start, once the log is open.
+    A resumed run starts with the validation it missed, after the log is opened.
     """
     bar = [StepProgress(metrics_log)] if config.logging.progress_bar else []
     return [

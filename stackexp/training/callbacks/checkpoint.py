@@ -100,7 +100,7 @@ class StepCheckpoint(pl.callbacks.Checkpoint):
             self._delete_old()  # again, because the last validation may have changed the best
 
     def on_exception(self, trainer: pl.Trainer, module: TrainingModule, exception: BaseException) -> None:
-        """Finish the pending checkpoint, unless a rank that takes part in it may be gone."""
+        """Finish the pending checkpoint, unless one of its ranks may have died."""
         if isinstance(exception, Stopped) or not dist.is_initialized():  # Stopped is raised on all ranks together
             try:
                 self._writer.wait()

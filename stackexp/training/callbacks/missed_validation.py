@@ -1,4 +1,4 @@
-"""The validation that a stop or a kill has prevented, made up when the run resumes."""
+"""Run the validation that was skipped because of a stop or kill, when the run resumes."""
 
 # mypy: disable-error-code="override, attr-defined, assignment"
 # Lightning types its hooks for any module, and declares no trainer.datamodule.
@@ -22,7 +22,7 @@ class MissedValidation(pl.Callback):
         self._folder, self._config, self._start_step = folder, config, start_step
 
     def on_fit_start(self, trainer: pl.Trainer, module: TrainingModule) -> None:
-        """Let a fit begin that has no steps left."""
+        """Let Lightning start a fit that has no steps left."""
         if self._start_step == self._config.max_steps:
             trainer.fit_loop.epoch_loop.max_steps += 1  # Lightning skips a fit without steps, hooks included
 

@@ -37,9 +37,9 @@ class Session:
 
 
 class Objective(ABC):
-    """What a model is trained for: its module, its final evaluation, and its figures.
+    """A training objective: its module, its final evaluation and its figures.
 
-    After the last step, `evaluate` scores every set of `final_stage`, and `write_result` leaves a finished run folder.
+    After the last step, `evaluate` scores every set of `final_stage`, and `write_result` marks the run folder as finished.
     """
 
     final_stage: ClassVar[Stage]

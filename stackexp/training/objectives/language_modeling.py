@@ -18,7 +18,7 @@ from stackexp.training.objectives.base import Objective, Session
 
 
 class LanguageModelingObjective(Objective):
-    """Next-token prediction. A run ends with the loss on every whole validation set, and a sample of text."""
+    """Next-token prediction. A run ends with the loss on all validation sets and a text sample."""
 
     final_stage = "validate"
 
@@ -39,7 +39,7 @@ class LanguageModelingObjective(Objective):
         return [DataRecord(folder.path, self.config.data.hash_interval)]
 
     def find_known_sets(self, session: Session) -> Sets:
-        """Return the last validation's figures, if it was after the last step and on whole sets."""
+        """Return the last validation's figures, if it ran after the last step and on full sets."""
         is_final = session.module.set_metrics_step == self.config.trainer.max_steps
         return session.module.set_metrics if is_final and self.config.data.eval_sequences is None else {}
 
