@@ -14,7 +14,7 @@ class RunError(RuntimeError):
     """Something went wrong while working: data, checkpoint, disk, diverged loss. Exit code 1."""
 
 
-class FolderBusy(RunError):
+class FolderBusyError(RunError):
     """Another process works in the run folder. Exit code 74; nothing was changed."""
 
 

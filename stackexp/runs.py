@@ -30,7 +30,7 @@ from typing import Any
 
 from stackexp.config.compose import to_yaml
 from stackexp.config.experiment import ExperimentConfig
-from stackexp.errors import FolderBusy, RunError
+from stackexp.errors import FolderBusyError, RunError
 from stackexp.files import read_json, read_json_lines, try_lock, write_atomically, write_json, write_json_lines
 
 STAMP = "%Y%m%d-%H%M%S"
@@ -98,7 +98,7 @@ class RunFolder:
         return self.path / "result.json"
 
     @property
-    def finished(self) -> bool:
+    def is_finished(self) -> bool:
         return self.result.exists()
 
     def read_result(self) -> RunResult:
@@ -112,13 +112,13 @@ class RunFolder:
         """Write result.json, which marks the run as finished."""
         write_json(self.result, result.to_dict())
 
-    def saved(self) -> list[Path]:
+    def list_checkpoints(self) -> list[Path]:
         """The checkpoints, oldest first; what a user put beside them under a name of its own is none."""
         return sorted(path for path in self.checkpoints.glob("*/") if path.name.isdecimal())
 
     def newest_checkpoint(self) -> Path | None:
         """The checkpoint of the highest step, or None."""
-        return max(self.saved(), default=None)
+        return max(self.list_checkpoints(), default=None)
 
     def best_checkpoint(self) -> Path | None:
         """The checkpoint of the lowest mean validation loss among those of a step with a validation, or None.
@@ -127,22 +127,22 @@ class RunFolder:
         """
         lines = (line for line in self.read_metrics() if math.isfinite(line.get(AVERAGE_LOSS, math.nan)))
         losses = {line["step"]: 0.0 if line.get(AVERAGE_ACCURACY) == 1 else line[AVERAGE_LOSS] for line in lines}
-        validated = [p for p in self.saved() if int(p.name) in losses]
+        validated = [p for p in self.list_checkpoints() if int(p.name) in losses]
         return min(reversed(validated), key=lambda p: losses[int(p.name)], default=None)
 
     def read_metrics(self) -> Iterator[dict[str, Any]]:
         """The lines of metrics.jsonl, a last line cut off by a kill left out."""
         return read_json_lines(self.metrics)
 
-    def forget_after(self, step: int) -> None:
+    def truncate_after(self, step: int) -> None:
         """Drop metrics and checkpoints of the steps after `step`, which a resumed run will take again."""
-        for path in self.saved():
+        for path in self.list_checkpoints():
             if int(path.name) > step:
-                remove(path)
+                remove_checkpoint(path)
         write_json_lines(self.metrics, [line for line in self.read_metrics() if line["step"] <= step])
 
     @contextlib.contextmanager
-    def begin(self, config: ExperimentConfig) -> Iterator[None]:
+    def start_session(self, config: ExperimentConfig) -> Iterator[None]:
         """Make the folder, or take it over, and hold it for this process within the context.
 
         Writes config.yaml, adds this process to environment.json (a resumed run has several) and removes what a
@@ -150,7 +150,7 @@ class RunFolder:
         """
         self.checkpoints.mkdir(parents=True, exist_ok=True)
         with self.lock():
-            if self.finished:
+            if self.is_finished:
                 raise RunError(
                     f"{self.path}: this run has been finished meanwhile; start a new one without --ckpt_path"
                 )
@@ -158,7 +158,7 @@ class RunFolder:
                 shutil.rmtree(leftover, ignore_errors=True)
             write_atomically(self.config, to_yaml(config))
             path = self.path / "environment.json"
-            write_json(path, [*(read_json(path) if path.exists() else []), environment()])
+            write_json(path, [*(read_json(path) if path.exists() else []), describe_environment()])
             yield
 
     @contextlib.contextmanager
@@ -166,12 +166,12 @@ class RunFolder:
         """Hold the folder within the context. Raises RunError if another process does."""
         file = try_lock(self.path / ".lock")
         if file is None:
-            raise FolderBusy(f"{self.path}: another process is running in this folder; wait or stop it")
+            raise FolderBusyError(f"{self.path}: another process is running in this folder; wait or stop it")
         with file:
             yield
 
 
-def new(config: ExperimentConfig) -> RunFolder:
+def allocate_run(config: ExperimentConfig) -> RunFolder:
     """The folder of a new run; nothing is written yet. Its id is the time of its start, after all earlier ids."""
     parent = Path(config.logging.root, config.name)
     now = datetime.now()
@@ -181,7 +181,7 @@ def new(config: ExperimentConfig) -> RunFolder:
     return RunFolder(parent / f"{now.strftime(STAMP)}-{secrets.token_hex(2)}")
 
 
-def remove(checkpoint: Path) -> None:
+def remove_checkpoint(checkpoint: Path) -> None:
     """Delete a checkpoint; a kill in the middle leaves none that looks whole."""
     hidden = checkpoint.with_name(f".{checkpoint.name}.old")
     os.replace(checkpoint, hidden)
@@ -199,19 +199,13 @@ def _of_name(config: ExperimentConfig) -> list[RunFolder]:
     return [run for run in runs if run.config.is_file()]
 
 
-def newest(config: ExperimentConfig) -> RunFolder | None:
-    """The newest run of the config's name, or None."""
-    found = _of_name(config)
-    return found[-1] if found else None
-
-
-def newest_unfinished(config: ExperimentConfig) -> RunFolder:
+def find_unfinished_run(config: ExperimentConfig) -> RunFolder:
     """The newest run of the config's name that has a checkpoint but no result. Raises RunError if there is none."""
     parent, runs = Path(config.logging.root, config.name), _of_name(config)[::-1]
     for run in runs:
-        if not run.finished and run.newest_checkpoint():
+        if not run.is_finished and run.newest_checkpoint():
             return run
-    if runs and runs[0].finished:
+    if runs and runs[0].is_finished:
         raise RunError(
             f"{runs[0].path}: this run is finished (it has a result.json); start a new one without --ckpt_path, "
             f"or extend it with trainer.max_steps=MORE --ckpt_path {runs[0].newest_checkpoint()}"
@@ -219,7 +213,7 @@ def newest_unfinished(config: ExperimentConfig) -> RunFolder:
     raise RunError(f"{parent}: no unfinished run with a checkpoint to resume; start one without --ckpt_path")
 
 
-def at(path: str) -> RunFolder:
+def open_run(path: str) -> RunFolder:
     """The run folder at `path`. Raises RunError if it is none."""
     run = RunFolder(Path(path))
     if not run.config.is_file():
@@ -227,7 +221,7 @@ def at(path: str) -> RunFolder:
     return run
 
 
-def environment() -> dict[str, Any]:
+def describe_environment() -> dict[str, Any]:
     """Commit, versions, hardware and command of this process."""
     import torch
 
@@ -235,7 +229,7 @@ def environment() -> dict[str, Any]:
     return {
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "command": shlex.join([os.path.basename(sys.executable), *sys.orig_argv[1:]]),
-        "commit": commit(),
+        "commit": read_commit(),
         "python": platform.python_version(),
         "versions": {name: importlib.metadata.version(name) for name in packages},
         "host": platform.node(),
@@ -244,7 +238,7 @@ def environment() -> dict[str, Any]:
     }
 
 
-def commit() -> str | None:
+def read_commit() -> str | None:
     """The commit of this code, with "+changes" if the work tree differs; None outside a git checkout."""
     git = ["git", "-C", str(Path(__file__).parent)]
     try:

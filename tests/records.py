@@ -17,7 +17,7 @@ def only_run(root: Path, name: str = "tiny") -> RunFolder:
 
 def has_checkpoint(root: Path) -> bool:
     """Return True if a run below a `logging.root` has a checkpoint."""
-    return any(RunFolder(path).saved() for path in root.glob("tiny/*"))
+    return any(RunFolder(path).list_checkpoints() for path in root.glob("tiny/*"))
 
 
 def losses(run: RunFolder) -> dict[int, float]:

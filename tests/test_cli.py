@@ -13,7 +13,7 @@ import pytest
 
 from stackexp import cli
 from stackexp.config.compose import compose, load_config, to_yaml
-from stackexp.errors import ConfigError, FolderBusy, RunError, Stopped
+from stackexp.errors import ConfigError, FolderBusyError, RunError, Stopped
 
 HEAVY = {"torch", "lightning", "numpy", "streaming", "tensorboard", "tokenizers"}
 
@@ -167,7 +167,7 @@ CHECK_PATH = "check the path and its permissions"
 ERRORS = [
     (ConfigError("wrong"), 2, "error: wrong\n"),
     (RunError("failed\nthere"), 1, "error: failed there\n"),
-    (FolderBusy("runs/x: in use"), 74, "error: runs/x: in use\n"),
+    (FolderBusyError("runs/x: in use"), 74, "error: runs/x: in use\n"),
     (Stopped("runs/x: SIGTERM; newest checkpoint 00000004"), 75, "runs/x: SIGTERM; newest checkpoint 00000004\n"),
     (KeyboardInterrupt(), 130, "interrupted\n"),
     (KeyboardInterrupt("at step 3"), 130, "interrupted: at step 3\n"),

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from stackexp.config import registry, yaml_files
 from stackexp.config.compose import compose, load_config, to_dict, to_yaml
-from stackexp.config.layers import config_names
+from stackexp.config.layers import list_config_names
 from stackexp.config.memory import StackMemoryConfig
 from stackexp.config.yaml_files import Leaf, flatten
 
@@ -153,7 +153,7 @@ def test_interpolation_sees_the_last_value():
     assert compose([BASE], ["model.memory=full_dim", "model.memory.num_heads=2"]).model.memory.head_dim == 96
 
 
-@pytest.mark.parametrize("name", config_names())
+@pytest.mark.parametrize("name", list_config_names())
 def test_a_written_config_reads_back_equal(name):
     config = compose([BASE, name], ["seed=3"])
     Path("config.yaml").write_text(to_yaml(config))
@@ -235,7 +235,7 @@ def test_an_installed_package_reads_its_own_configs(tmp_path):
 def test_composing_gives_instances_of_the_registered_dataclasses():
     config = compose([BASE])
     assert type(config.model.memory) is StackMemoryConfig
-    assert type(config.data) is registry.lookup("data", "stdlib").config
+    assert type(config.data) is registry.get_entry("data", "stdlib").config
 
 
 def test_flatten():

@@ -9,16 +9,16 @@ import pytest
 from stackexp import cli
 from stackexp.config.compose import compose
 from stackexp.config.formal_language import TASKS
-from stackexp.config.layers import config_names, find_config, group_folder, is_recipe, sections
-from stackexp.config.yaml_files import configs_folder, names_in, purpose
+from stackexp.config.layers import find_config, get_group_folder, is_recipe, list_config_names, list_sections
+from stackexp.config.yaml_files import configs_folder, list_yaml_names, read_purpose
 from stackexp.planning.catalog import build_on_meta, section_choices, shorten
 from stackexp.sweeps.grid import expand
 from stackexp.sweeps.sweep import load_sweep
 
 CURRICULUM = {"curriculum_steps": 700, "curriculum_start": 3}  # of the baselines of formal languages
-CONFIGS = [name for name in config_names() if not is_recipe(name)]
-RECIPES = [name for name in config_names() if is_recipe(name)]
-CHOICES = [(section, name) for section in sections() for name in names_in(group_folder(section))]
+CONFIGS = [name for name in list_config_names() if not is_recipe(name)]
+RECIPES = [name for name in list_config_names() if is_recipe(name)]
+CHOICES = [(section, name) for section in list_sections() for name in list_yaml_names(get_group_folder(section))]
 SIZES = {
     "360m": (361_821_120, 361_821_120),
     "600m": (583_950_000, 584_050_000),
@@ -49,12 +49,12 @@ def test_every_choice_builds(section, name):
 
 def test_every_file_is_a_config_or_a_choice_and_says_what_it_is_for():
     files = {path.resolve() for path in configs_folder().rglob("*") if path.is_file()}
-    known = {find_config(name) for name in config_names()}
-    known |= {group_folder(section) / f"{name}.yaml" for section, name in CHOICES}
+    known = {find_config(name) for name in list_config_names()}
+    known |= {get_group_folder(section) / f"{name}.yaml" for section, name in CHOICES}
     assert files == {path.resolve() for path in known}
     for path in files:
         assert path.read_text().startswith("# ")
-        assert 10 < len(purpose(path)) <= 110, path
+        assert 10 < len(read_purpose(path)) <= 110, path
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -131,12 +131,12 @@ def test_recipes_go_on_top_of_presets():
     config = compose(["pretrain/stacktrans-360m", "recipe/smollm"])
     assert config.model.memory.num_slots == 24
     assert (config.model.init, config.model.init_std) == ("normal", 0.03227)
-    assert (config.schedule.kind, config.schedule.decay_steps_of(600_000)) == ("wsd", 100_000)
+    assert (config.schedule.kind, config.schedule.count_decay_steps(600_000)) == ("wsd", 100_000)
     assert config.optimizer.lr == 3e-3
     assert config.total_tokens == 600_000 * 2**20
     second = compose(["pretrain/stacktrans-360m", "recipe/smollm2"])
     schedule = second.schedule
-    assert (schedule.warmup_steps, schedule.decay, schedule.decay_steps_of(2_600_000)) == (2000, "linear", 520_000)
+    assert (schedule.warmup_steps, schedule.decay, schedule.count_decay_steps(2_600_000)) == (2000, "linear", 520_000)
     assert second.total_tokens == pytest.approx(4.09e12, rel=1e-3)
 
 
@@ -165,7 +165,7 @@ def test_list_shows_every_config_and_choice(capsys):
     assert row.split()[1:3] == ["365.8M", "20.0B"]
     assert row.endswith("Ablation: StackTrans 360M, with the paper's stack between the layers.")
     listed = {line.split()[0] for line in lines if line}
-    assert set(config_names()) <= listed
+    assert set(list_config_names()) <= listed
     assert lines.index("") < lines.index(next(line for line in lines if line.startswith("recipe/olmo ")))
     assert {choice for choice, _ in section_choices()} <= listed
     assert "model.memory=queue" in listed

@@ -275,7 +275,7 @@ def test_a_fit_killed_in_its_final_evaluation_keeps_the_scored_sets(corpus, many
     forks, command = Forks(tmp_path), ("fit", "--config", path, "--run", run.path)
     partial = run.path / "validate.partial.jsonl"
     forks.start(*command, function=run_until_four_sets_are_scored).join()
-    assert not run.finished
+    assert not run.is_finished
     changed = change_losses(partial)
     assert len(changed) == 4
     assert "resuming, 4 of 12 sets are scored already" in forks.run(*command)

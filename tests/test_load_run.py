@@ -20,8 +20,8 @@ TINY = ["model.hidden_size=8", "model.num_layers=1", "trainer.accelerator=cpu"]
 @pytest.fixture
 def folder(tmp_path):
     config = compose(["formal/lstm"], [*TINY, f"logging.root={tmp_path}"])
-    folder = runs.new(config)
-    with folder.begin(config):
+    folder = runs.allocate_run(config)
+    with folder.start_session(config):
         write_json_lines(folder.metrics, [{"step": 1, "loss/train": 2.0}, {"step": 2, "v": 0.5}])
         model = build_objective(config).build_module().model
         save_file(dict(model.state_dict()), folder.path / "weights.safetensors")

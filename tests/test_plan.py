@@ -8,7 +8,7 @@ import pytest
 
 from stackexp.cli import main
 from stackexp.config.compose import compose
-from stackexp.config.layers import config_names
+from stackexp.config.layers import list_config_names
 from stackexp.planning import suggestions as remedies
 from stackexp.planning.cost import plan
 from stackexp.planning.devices import DEVICES, Device
@@ -88,7 +88,7 @@ def test_mistakes_are_found_before_torch_is_imported():
 
 
 @pytest.mark.slow  # 15 plans
-@pytest.mark.parametrize("name", [name for name in config_names() if name.startswith(("pretrain/", "ablation/"))])
+@pytest.mark.parametrize("name", [name for name in list_config_names() if name.startswith(("pretrain/", "ablation/"))])
 def test_shipped_configs_fit_on_eight_cards_of_80_gb(name, capsys):
     assert main(["plan", "--config", name, "trainer=fsdp"]) == 0, capsys.readouterr().err
 

@@ -64,7 +64,7 @@ def test_plugins_of_all_layers_add_up(monkeypatch):
     config = compose([BASE, path], ["plugins=[two.py, three_plugin]", "model.memory.kind=three"])
     assert [Path(plugin).name for plugin in config.plugins] == ["one.py", "two.py", "three_plugin"]
     assert config.model.memory.kind == "three"
-    assert {"one", "two", "three"} <= set(registry.kinds("memory"))
+    assert {"one", "two", "three"} <= set(registry.list_kinds("memory"))
 
 
 @pytest.mark.parametrize(

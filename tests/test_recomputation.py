@@ -135,7 +135,7 @@ def test_the_config_says_which():
     selective = "trainer.activation_checkpointing=true trainer.recompute=selective"
     for overrides, expected in (options | {selective: "selective"}).items():
         config = compose(["quickstart"], ["model.memory=null", "model.num_layers=1", *overrides.split()])
-        assert config.trainer.recomputed == expected
+        assert config.trainer.recompute_mode == expected
         assert TrainingModule(config).model.checkpoint_blocks == expected
     with pytest.raises(ConfigError, match=r"trainer\.recompute: selective requires activation_checkpointing: true"):
         compose(["quickstart"], ["trainer.recompute=selective"])

@@ -24,9 +24,9 @@ def test_a_kind_registered_by_its_options_is_imported_when_it_is_built():
     class Config:
         kind: str = "fractions"
 
-    assert registry.lookup("memory", "fractions").config is Config
-    assert registry.kinds("memory") == ["fractions", "stack", "stack_attention"]
-    assert registry.lookup("memory", "fractions").load().__name__ == "Fraction"
+    assert registry.get_entry("memory", "fractions").config is Config
+    assert registry.list_kinds("memory") == ["fractions", "stack", "stack_attention"]
+    assert registry.get_entry("memory", "fractions").load().__name__ == "Fraction"
 
 
 def test_a_kind_registered_by_what_it_builds_gets_section_and_arguments():
@@ -66,20 +66,20 @@ def test_register_says_what_is_wrong():
             kind: str = "stack"
 
     with pytest.raises(KeyError):
-        registry.lookup("memory", "x")
+        registry.get_entry("memory", "x")
 
 
 def test_registering_the_same_class_again_is_no_clash():
-    before = registry.lookup("memory", "stack")
+    before = registry.get_entry("memory", "stack")
     registry.register("memory", "stack", builds="stackexp.models.memories.extensions:ExtendedStackMemory")(
         StackMemoryConfig
     )
-    assert registry.lookup("memory", "stack") == before
+    assert registry.get_entry("memory", "stack") == before
 
 
 @pytest.mark.parametrize(("group", "kind"), sorted(registry._entries))
 def test_what_a_kind_names_exists(group, kind):
-    entry = registry.lookup(group, kind)
+    entry = registry.get_entry(group, kind)
     assert is_dataclass(entry.config)
     assert entry.config().kind == kind
     assert callable(entry.load())

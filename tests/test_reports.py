@@ -63,8 +63,8 @@ def test_runs_are_compared_in_a_table_and_a_figure(tmp_path):
     folders = []
     for name, losses in {"one": (3, 2), "two": (3, 1)}.items():
         config = compose(["quickstart"], [f"name={name}", f"logging.root={tmp_path}"])
-        folder = runs.new(config)
-        with folder.begin(config):
+        folder = runs.allocate_run(config)
+        with folder.start_session(config):
             pass
         lines = [{"step": i + 1, "tokens": 10 * (i + 1), "loss/train": x} for i, x in enumerate(losses)]
         lines.append({"step": 2, "tokens": 20, "validation/loss/average": 2.5})

@@ -22,8 +22,8 @@ def config(tmp_path):
 
 
 def begun(config) -> RunFolder:
-    folder = runs.new(config)
-    with folder.begin(config):
+    folder = runs.allocate_run(config)
+    with folder.start_session(config):
         return folder
 
 
@@ -39,21 +39,21 @@ def with_metrics(folder: RunFolder, text: str) -> RunFolder:
 
 
 def test_a_new_folder_lies_under_its_name_and_can_be_run_again(config, tmp_path):
-    folder = runs.new(config)
+    folder = runs.allocate_run(config)
     assert folder.path.parent == tmp_path / "runs" / "quickstart"
     assert not folder.path.exists(), "nothing is written before it begins"
-    with folder.begin(config):
+    with folder.start_session(config):
         assert folder.config.exists()
     (folder.checkpoints / ".00000004").mkdir()
     (folder.checkpoints / ".00000004" / "state.pt").touch()
-    with folder.begin(config):
+    with folder.start_session(config):
         pass
     assert not list(folder.checkpoints.iterdir()), "what a kill left half-written is gone"
     assert load_config(folder.config) == config
     sessions = json.loads((folder.path / "environment.json").read_text())
     assert len(sessions) == 2, "one for each process that worked on it"
     assert sessions[0]["cpu"]["cores"] == os.cpu_count()
-    assert runs.at(str(folder.path)) == folder
+    assert runs.open_run(str(folder.path)) == folder
 
 
 def test_a_line_cut_off_by_a_kill_is_left_out(config):
@@ -65,7 +65,7 @@ def test_forgetting_what_a_resumed_run_takes_again(config):
     folder = with_metrics(begun(config), '{"step": 1}\n{"step": 2}\n{"step": 2, "v": 0.1}\n{"step": 3}\n{"st')
     for name in [*map(runs.checkpoint_name, (1, 2, 3, 10)), "best"]:
         save(folder, name)
-    folder.forget_after(2)
+    folder.truncate_after(2)
     kept = sorted(path.name for path in folder.checkpoints.iterdir())
     assert kept == ["00000001", "00000002", "best"], "a user's own copy is not ours to delete"
     assert folder.metrics.read_text() == '{"step": 1}\n{"step": 2}\n{"step": 2, "v": 0.1}\n'
@@ -73,7 +73,7 @@ def test_forgetting_what_a_resumed_run_takes_again(config):
 
 def test_last_means_the_newest_unfinished_run_with_a_checkpoint(config, tmp_path):
     with pytest.raises(RunError, match="no unfinished run"):
-        runs.newest_unfinished(config)
+        runs.find_unfinished_run(config)
     folders = [RunFolder(tmp_path / "runs" / "quickstart" / f"2026010{i}-000000-aaaa") for i in range(4)]
     for folder in folders:
         folder.checkpoints.mkdir(parents=True)
@@ -82,11 +82,11 @@ def test_last_means_the_newest_unfinished_run_with_a_checkpoint(config, tmp_path
         save(folder, "00000001")
     folders[3].result.touch()
     RunFolder(folders[0].path.parent / "z-of-another-name" / "x").checkpoints.mkdir(parents=True)
-    assert runs.newest_unfinished(config) == folders[1]
+    assert runs.find_unfinished_run(config) == folders[1]
     folders[1].result.touch()
     folders[0].result.touch()
     with pytest.raises(RunError, match=f"{folders[3].path}: this run is finished"):
-        runs.newest_unfinished(config)
+        runs.find_unfinished_run(config)
 
 
 def test_the_newest_checkpoint_has_the_highest_step(config):
@@ -95,7 +95,7 @@ def test_the_newest_checkpoint_has_the_highest_step(config):
     for name in ("00000090", "00000100", ".00000200", "keep", "00000300.bak"):
         save(folder, name)
     assert folder.newest_checkpoint().name == "00000100"
-    assert [path.name for path in folder.saved()] == ["00000090", "00000100"]
+    assert [path.name for path in folder.list_checkpoints()] == ["00000090", "00000100"]
 
 
 def test_the_best_checkpoint_has_the_lowest_validation_loss(config):
@@ -122,7 +122,7 @@ def test_of_checkpoints_without_a_mistake_the_latest_is_best(config):
 def test_a_checkpoint_is_removed_whole(config):
     folder = begun(config)
     save(folder, "00000001")
-    runs.remove(folder.newest_checkpoint())
+    runs.remove_checkpoint(folder.newest_checkpoint())
     assert not list(folder.checkpoints.iterdir())
 
 
@@ -144,14 +144,14 @@ def test_one_process_at_a_time_even_after_a_kill(config):
 
 def test_at_refuses_what_is_no_run_folder(tmp_path):
     with pytest.raises(RunError, match="not a run folder"):
-        runs.at(str(tmp_path))
+        runs.open_run(str(tmp_path))
 
 
 def test_ids_sort_in_the_order_of_starting_even_if_the_clock_goes_backwards(config, monkeypatch):
     times = [datetime(2026, 3, 1, 12), datetime(2026, 2, 1), datetime(2026, 3, 1, 12, 0, 1), datetime(2026, 3, 2)]
     clock = SimpleNamespace(now=lambda: times.pop(0), strptime=datetime.strptime)
     monkeypatch.setattr(runs, "datetime", clock)
-    (runs.new(config).path.parent / "notes").mkdir(parents=True)  # no run, and no stamp in its name
+    (runs.allocate_run(config).path.parent / "notes").mkdir(parents=True)  # no run, and no stamp in its name
     times.insert(0, datetime(2026, 3, 1, 12))
     names = [begun(config).path.name for _ in range(4)]
     stamps = ["20260301-120000", "20260301-120001", "20260301-120002", "20260302-000000"]
@@ -161,15 +161,15 @@ def test_ids_sort_in_the_order_of_starting_even_if_the_clock_goes_backwards(conf
 def test_a_folder_finished_meanwhile_is_not_taken_over(config):
     folder = begun(config)
     folder.result.touch()
-    with pytest.raises(RunError, match="finished meanwhile"), folder.begin(config):
+    with pytest.raises(RunError, match="finished meanwhile"), folder.start_session(config):
         pass
 
 
 def test_a_failure_lets_go_of_the_folder(config):
     folder = begun(config)
-    with pytest.raises(ZeroDivisionError), folder.begin(config):
+    with pytest.raises(ZeroDivisionError), folder.start_session(config):
         1 / 0  # noqa: B018
-    with folder.begin(config):
+    with folder.start_session(config):
         pass
 
 
@@ -187,7 +187,7 @@ RESULT = RunResult(
 def test_result_round_trip(config):
     folder = begun(config)
     folder.write_result(RESULT)
-    assert folder.finished
+    assert folder.is_finished
     assert folder.read_result() == RESULT
     assert RESULT.to_dict() == json.loads(folder.result.read_text())
     assert (RESULT.to_dict()["version"], RESULT.to_dict()["average"]) == (1, {"loss": 1.0})

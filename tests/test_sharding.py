@@ -35,7 +35,7 @@ def build(*overrides: str) -> LanguageModeling:
     config = compose(["quickstart"], overrides)
     pl.seed_everything(config.seed, verbose=False)
     module = LanguageModeling(config)
-    if config.trainer.sharded:
+    if config.trainer.is_sharded:
         assert all(parameter.is_meta for parameter in module.parameters())
         module.trainer = SimpleNamespace(strategy=SimpleNamespace(root_device=torch.device("cpu")))
     module.configure_model()

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from stackexp.runs import environment
+from stackexp.runs import describe_environment
 
 WARMUP_ROUNDS = 3  # kernels are compiled, allocators filled
 Subject = TypeVar("Subject")
@@ -100,5 +100,5 @@ def measure_peak_bytes(action: Callable[[], object]) -> int | None:
 def write_record(path: Path | None, rows: Any, **details: Any) -> None:
     """Write rows with environment (hardware, versions, commit, command) as JSON; do nothing without a path."""
     if path is not None:
-        record = {"environment": environment(), **details, "rows": rows}
+        record = {"environment": describe_environment(), **details, "rows": rows}
         path.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")

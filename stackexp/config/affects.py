@@ -11,7 +11,7 @@ from typing import Any
 
 from stackexp.config.compose import to_dict
 from stackexp.config.experiment import ExperimentConfig
-from stackexp.config.registry import SECTIONS, kinds, lookup
+from stackexp.config.registry import SECTIONS, get_entry, list_kinds
 from stackexp.config.yaml_files import flatten
 
 Options = Mapping[str, Any]
@@ -85,9 +85,9 @@ def _metadata(options: Options, key: str) -> Mapping[str, Any]:
         section = ".".join(parts[:depth])
         if section in SECTIONS:
             kind = options.get(f"{section}.kind")
-            if kind not in kinds(SECTIONS[section]):
+            if kind not in list_kinds(SECTIONS[section]):
                 return {}
-            cls = lookup(SECTIONS[section], kind).config
+            cls = get_entry(SECTIONS[section], kind).config
             continue
         hint = typing.get_type_hints(cls)[part]
         cls = next((t for t in (hint, *typing.get_args(hint)) if dataclasses.is_dataclass(t)), None)

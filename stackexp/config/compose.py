@@ -17,11 +17,11 @@ from omegaconf.errors import OmegaConfBaseException
 from stackexp.config import data, formal_language, memory, model, optimizer, recurrent, schedule  # noqa: F401  (they register their kinds)
 from stackexp.config.experiment import ExperimentConfig
 from stackexp.config.interpolation import first_line, keys, resolve
-from stackexp.config.layers import Layers, find_config, origin_of, sections
+from stackexp.config.layers import Layers, find_config, find_origin, list_sections
 from stackexp.config.plugins import import_plugin
-from stackexp.config.registry import SECTIONS, kinds, lookup
+from stackexp.config.registry import SECTIONS, get_entry, list_kinds
 from stackexp.config.renames import explain_old_key, explain_old_value
-from stackexp.config.suggestions import closest, nearest
+from stackexp.config.suggestions import find_closest, suggest_name
 from stackexp.config.validation import check, check_all, field_of, mistake, wrong_value
 from stackexp.config.yaml_files import Leaf, Tree
 
@@ -62,7 +62,7 @@ def to_yaml(config: ExperimentConfig) -> str:
     return OmegaConf.to_yaml(OmegaConf.create(to_dict(config)))
 
 
-def typed_as(cls: type, tree: Tree) -> Any:
+def build_dataclass(cls: type, tree: Tree) -> Any:
     """A tree as the dataclass `cls`, whatever it describes: names, types and limits are checked as an experiment's."""
     origins = {key: leaf.origin for key, leaf in _leaves(tree)}
     root = OmegaConf.structured(cls)
@@ -127,20 +127,22 @@ def _skeleton(tree: Tree) -> DictConfig:
 
 
 def _defaults_of_kind(section: str, group: str, chosen: Leaf | Tree) -> DictConfig:
-    known = kinds(group)
+    known = list_kinds(group)
     kind = chosen.get("kind") if isinstance(chosen, dict) else None
     if kind is None:
         ways = f"{section}=NAME (see `configs list`) or {section}.kind=KIND ({', '.join(known)})"
-        raise mistake(origin_of(chosen), section, f"is switched off here; choose one with {ways}")
+        raise mistake(find_origin(chosen), section, f"is switched off here; choose one with {ways}")
     value = kind.value if isinstance(kind, Leaf) else "a mapping"
     if value not in known:
-        hint = nearest(str(value), known)
-        raise mistake(origin_of(kind), f"{section}.kind", f"expected one of {', '.join(known)}, found {value!r}{hint}")
-    cls = lookup(group, value).config
+        hint = suggest_name(str(value), known)
+        raise mistake(
+            find_origin(kind), f"{section}.kind", f"expected one of {', '.join(known)}, found {value!r}{hint}"
+        )
+    cls = get_entry(group, value).config
     try:
         return OmegaConf.structured(cls)
     except OmegaConfBaseException as error:
-        raise mistake(origin_of(kind), f"{section}.kind", f"{cls.__name__}: {first_line(error)}") from error
+        raise mistake(find_origin(kind), f"{section}.kind", f"{cls.__name__}: {first_line(error)}") from error
 
 
 def _fill(node: DictConfig, tree: Tree, path: str, root: DictConfig) -> None:
@@ -151,12 +153,12 @@ def _fill(node: DictConfig, tree: Tree, path: str, root: DictConfig) -> None:
         key = path + name
         if fields is not None and name not in fields:
             message = explain_old_key(key) or f"unknown key{_nearest_key(name, path, root)}"
-            raise mistake(origin_of(value), key, message)
+            raise mistake(find_origin(value), key, message)
         child = node._get_node(name) if name in node else None
         if isinstance(value, dict) and isinstance(child, DictConfig) and not child._is_none():
             _fill(child, value, f"{key}.", root)
         else:
-            _set(node, name, _plain(value), origin_of(value), key)
+            _set(node, name, _plain(value), find_origin(value), key)
 
 
 def _set(node: DictConfig, name: str, value: Any, origin: str, key: str) -> None:
@@ -187,10 +189,10 @@ def _nearest_key(name: str, path: str, root: DictConfig) -> str:
     """The nearest key in the same section, else the same name elsewhere, else the nearest full key."""
     if "." in name:
         return "; write the parts of a key one inside the other, or as an override"
-    known = [*keys(root), *(sections() if OmegaConf.get_type(root) is ExperimentConfig else [])]
+    known = [*keys(root), *(list_sections() if OmegaConf.get_type(root) is ExperimentConfig else [])]
     beside = {key.removeprefix(path).split(".")[0] for key in known if key.startswith(path)}
-    close = closest(name, beside)
+    close = find_closest(name, beside)
     elsewhere = [key for key in known if key.split(".")[-1] == name]
     if close or elsewhere:
         return f"; did you mean {path + close if close else elsewhere[0]!r}?"
-    return nearest(path + name, known) or f"; {path.rstrip('.') or 'a config'} has {', '.join(sorted(beside))}"
+    return suggest_name(path + name, known) or f"; {path.rstrip('.') or 'a config'} has {', '.join(sorted(beside))}"

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import InterpolationKeyError, InterpolationValidationError, OmegaConfBaseException
 
-from stackexp.config.suggestions import nearest
+from stackexp.config.suggestions import suggest_name
 from stackexp.config.validation import Origins, mistake
 
 Place = tuple[str, DictConfig | ListConfig, str | int]
@@ -55,7 +55,7 @@ def _unresolved(text: str, error: Exception, root: DictConfig) -> str:
     if isinstance(error, InterpolationKeyError):
         known = keys(root)
         names = [name for name in re.findall(r"\$\{([\w.]+)\}", text) if name not in known]
-        return f"the interpolation {text} names no key of the config{nearest(names[0], known) if names else ''}"
+        return f"the interpolation {text} names no key of the config{suggest_name(names[0], known) if names else ''}"
     if isinstance(error, InterpolationValidationError):
         return f"the interpolation {text} gives a wrong type: {first_line(error).split(': ', 1)[-1]}"
     return f"the interpolation {text} cannot be resolved: {first_line(error)}"

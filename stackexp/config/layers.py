@@ -10,15 +10,15 @@ import dataclasses
 from pathlib import Path
 
 from stackexp.config.experiment import ExperimentConfig
-from stackexp.config.registry import SECTIONS, kinds
-from stackexp.config.suggestions import closest, nearest
-from stackexp.config.yaml_files import Leaf, Tree, configs_folder, display, names_in, read_file, read_value
+from stackexp.config.registry import SECTIONS, list_kinds
+from stackexp.config.suggestions import find_closest, suggest_name
+from stackexp.config.yaml_files import Leaf, Tree, configs_folder, display_path, list_yaml_names, read_file, read_value
 from stackexp.errors import ConfigError
 
 SETS = "data.validation"  # null: none
 
 
-def sections() -> list[str]:
+def list_sections() -> list[str]:
     """Every section of a config that files can be chosen for, such as model, model.memory and trainer."""
     typed = [f.name for f in dataclasses.fields(ExperimentConfig) if dataclasses.is_dataclass(f.type)]
     return [*SECTIONS, *typed, SETS]
@@ -26,21 +26,23 @@ def sections() -> list[str]:
 
 def default_tree() -> Tree:
     """The sections that are always there, those chosen by kind with their default kind."""
-    fields = {f.name: f for f in dataclasses.fields(ExperimentConfig) if f.name in sections()}
+    fields = {f.name: f for f in dataclasses.fields(ExperimentConfig) if f.name in list_sections()}
     return {
         name: {"kind": Leaf(field.default_factory()["kind"], "")} if name in SECTIONS else {}  # type: ignore[misc]
         for name, field in fields.items()
     }
 
 
-def group_folder(section: str) -> Path:
+def get_group_folder(section: str) -> Path:
     """Where the choices for a section are."""
     return configs_folder() / section.replace(".", "/")
 
 
-def config_names() -> list[str]:
+def list_config_names() -> list[str]:
     """Names of the shipped configs; files in the folder of a section are choices for it and no configs."""
-    names = [name for name in names_in(configs_folder(), "**/*.yaml") if name.split("/")[0] not in sections()]
+    names = [
+        name for name in list_yaml_names(configs_folder(), "**/*.yaml") if name.split("/")[0] not in list_sections()
+    ]
     return sorted(names, key=lambda name: (name.count("/"), name))
 
 
@@ -54,17 +56,17 @@ def find_config(name: str, origin: str = "", folder: Path = Path()) -> Path:
     prefix = f"{origin}: " if origin else ""
     if name.endswith((".yaml", ".yml")):
         return _existing(name, prefix, folder)
-    if name in config_names():
+    if name in list_config_names():
         return configs_folder() / f"{name}.yaml"
     if Path(name).is_file():
         return Path(name)
-    for section in sorted(sections(), key=len, reverse=True):
+    for section in sorted(list_sections(), key=len, reverse=True):
         start = section.replace(".", "/") + "/"
-        if name.startswith(start) and name.removeprefix(start) in names_in(group_folder(section)):
+        if name.startswith(start) and name.removeprefix(start) in list_yaml_names(get_group_folder(section)):
             choice = f"{section}={name.removeprefix(start)}"
             raise ConfigError(f"{prefix}{name} is no config but a choice for the section {section}: write {choice}")
-    known = {full.split("/")[-1]: full for full in config_names()} | {full: full for full in config_names()}
-    found = closest(name, known)
+    known = {full.split("/")[-1]: full for full in list_config_names()} | {full: full for full in list_config_names()}
+    found = find_closest(name, known)
     hint = f"did you mean {known[found]!r}?" if found else "`configs list` shows them all"
     raise ConfigError(f"{prefix}unknown config {name!r}; {hint}")
 
@@ -73,11 +75,11 @@ def find_choice(section: str, name: str, origin: str, folder: Path = Path()) -> 
     """The file of a group choice. Raises ConfigError with the nearest one."""
     if name.endswith((".yaml", ".yml")):
         return _existing(name, f"{origin}: {section}: ", folder)
-    choices = names_in(group_folder(section))
+    choices = list_yaml_names(get_group_folder(section))
     if name in choices:
-        return group_folder(section) / f"{name}.yaml"
-    hint = nearest(name, choices)
-    if name in kinds(SECTIONS.get(section, "")):
+        return get_group_folder(section) / f"{name}.yaml"
+    hint = suggest_name(name, choices)
+    if name in list_kinds(SECTIONS.get(section, "")):
         hint = f"; for the kind of that name write {section}.kind={name}"
     known = f" (there are {', '.join(choices)})" if choices else " (configs/ has no choices for this section)"
     raise ConfigError(f"{origin}: {section}: unknown choice {name!r}{known}{hint}")
@@ -101,8 +103,8 @@ class Layers:
         """Lay a file's defaults, then its own keys. `chain`: the files that led here."""
         path = path.resolve()
         if path in chain:
-            cycle = " -> ".join(display(p) for p in (*chain[chain.index(path) :], path))
-            raise ConfigError(f"{display(path)}: the defaults go in a circle: {cycle}")
+            cycle = " -> ".join(display_path(p) for p in (*chain[chain.index(path) :], path))
+            raise ConfigError(f"{display_path(path)}: the defaults go in a circle: {cycle}")
         defaults, tree = read_file(path)
         for entry in defaults:
             self._add_default(entry, path.parent, section, (*chain, path))
@@ -125,8 +127,8 @@ class Layers:
         self, section: str, name: object, origin: str, folder: Path = Path(), chain: tuple[Path, ...] = ()
     ) -> None:
         """Lay the group file `name`, a section chosen by kind afresh; None switches a section off that may be."""
-        if section not in sections():
-            raise ConfigError(f"{origin}: {section} is no section{nearest(section, sections())}")
+        if section not in list_sections():
+            raise ConfigError(f"{origin}: {section} is no section{suggest_name(section, list_sections())}")
         place = self.tree
         *outer, key = section.split(".")
         for part in outer:
@@ -143,14 +145,14 @@ class Layers:
         plain, choices = [], []
         for key, text, origin in split_overrides(arguments):
             value = read_value(text, origin)
-            if key in sections() and isinstance(value, Leaf) and value.value != {}:
+            if key in list_sections() and isinstance(value, Leaf) and value.value != {}:
                 choices.append((key, None if value.value is None else text, origin))
             elif key.removesuffix(".kind") in SECTIONS:
                 choices.append((key, value, origin))
             else:
                 plain.append((key, value))
         for key, value, origin in sorted(choices, key=lambda choice: choice[0].removesuffix(".kind").count(".")):
-            if key in sections():
+            if key in list_sections():
                 self.choose(key, value, origin)
             else:
                 self._lay_key(key, value)
@@ -173,11 +175,11 @@ class Layers:
         leaf = tree.pop("plugins", Leaf([], ""))
         names = leaf.value if isinstance(leaf, Leaf) else None
         if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-            raise ConfigError(f"{origin_of(leaf)}: plugins: expected a list of Python files or modules")
+            raise ConfigError(f"{find_origin(leaf)}: plugins: expected a list of Python files or modules")
         self.plugins += [(Leaf(name, leaf.origin), folder) for name in names]
 
 
-def origin_of(tree: Leaf | Tree) -> str:
+def find_origin(tree: Leaf | Tree) -> str:
     """Where a leaf, or the first leaf of a tree, was written."""
     while not isinstance(tree, Leaf):
         tree = next(iter(tree.values()))
@@ -195,7 +197,7 @@ def _merge(base: Tree, top: Tree, section: str) -> None:
                 base[key] = {}
             _merge(base[key], value, where)
         elif value.value != {} or not isinstance(base.get(key), dict):
-            base[key] = _checked_leaf(where, value) if where in sections() else value
+            base[key] = _checked_leaf(where, value) if where in list_sections() else value
 
 
 def _checked_leaf(section: str, leaf: Leaf) -> Leaf | Tree:
@@ -225,7 +227,7 @@ def split_overrides(arguments: list[str]) -> list[tuple[str, str, str]]:
             value = rest.pop(0)
             argument = f"{argument} {value}"
         elif not equals:
-            hint = f"; for a config write --config {argument}" if argument in config_names() else ""
+            hint = f"; for a config write --config {argument}" if argument in list_config_names() else ""
             raise ConfigError(f"override {argument}: expected KEY=VALUE{hint}")
         if not all(part.strip() == part != "" for part in key.split(".")):
             raise ConfigError(f"override {argument}: {key!r} is no key; expected SECTION.KEY=VALUE")

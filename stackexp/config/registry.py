@@ -63,16 +63,16 @@ def _identity(cls: type) -> tuple[str, str]:
     return cls.__module__, cls.__qualname__
 
 
-def kinds(group: str) -> list[str]:
+def list_kinds(group: str) -> list[str]:
     """The registered names of a group, sorted."""
     return sorted(kind for g, kind in _entries if g == group)
 
 
-def lookup(group: str, kind: str) -> Entry:
+def get_entry(group: str, kind: str) -> Entry:
     """The entry of a name. Raises KeyError for an unknown one."""
     return _entries[group, kind]
 
 
 def build(group: str, config: Any, *args: Any, **kwargs: Any) -> Any:
     """Build what a checked section describes: the registered callable gets the section, then the arguments."""
-    return lookup(group, config.kind).load()(config, *args, **kwargs)
+    return get_entry(group, config.kind).load()(config, *args, **kwargs)

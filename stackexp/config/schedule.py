@@ -52,9 +52,9 @@ class WarmupStableDecayConfig(ScheduleConfig):
     def find_errors(self, trainer: TrainerConfig) -> Errors:
         """Yield the errors that involve several options of the schedule or the trainer."""
         yield from super().find_errors(trainer)
-        if self.warmup_steps + self.decay_steps_of(trainer.max_steps) > trainer.max_steps:
+        if self.warmup_steps + self.count_decay_steps(trainer.max_steps) > trainer.max_steps:
             yield "decay_steps", f"warmup_steps + decay_steps exceed trainer.max_steps {trainer.max_steps}"
 
-    def decay_steps_of(self, max_steps: int) -> int:
+    def count_decay_steps(self, max_steps: int) -> int:
         """Return the number of decay steps in a run of `max_steps`."""
         return self.decay_steps or max(1, round(self.decay_fraction * max_steps))

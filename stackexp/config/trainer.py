@@ -61,7 +61,7 @@ class TrainerConfig:
             yield "max_time", f"expected DD:HH:MM:SS such as 00:23:30:00, found {self.max_time!r}"
 
     @property
-    def recomputed(self) -> bool | str:
+    def recompute_mode(self) -> bool | str:
         """What to recompute in the backward pass: False, True (all) or "selective"."""
         return self.activation_checkpointing and (self.recompute == "all" or self.recompute)
 
@@ -70,6 +70,6 @@ class TrainerConfig:
         return self.accelerator if self.accelerator != "auto" else "cuda" if has_cuda else "cpu"
 
     @property
-    def sharded(self) -> bool:
+    def is_sharded(self) -> bool:
         """True if each process holds a part of every weight."""
         return self.strategy in ("fsdp", "hsdp")

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Literal, Union
 
 from stackexp.config.experiment import ExperimentConfig
-from stackexp.config.suggestions import nearest
+from stackexp.config.suggestions import suggest_name
 from stackexp.errors import ConfigError
 
 Origins = dict[str, str]
@@ -57,7 +57,7 @@ def wrong_value(origin: str, key: str, hint: Any, metadata: Mapping[str, Any], v
     options = [hint, *typing.get_args(hint)] if typing.get_origin(hint) is Union else [hint]
     choices = [str(choice) for t in options if typing.get_origin(t) is Literal for choice in typing.get_args(t)]
     choices += metadata.get("choices", [])
-    close = nearest(value, choices) if isinstance(value, str) else ""
+    close = suggest_name(value, choices) if isinstance(value, str) else ""
     if int in options and isinstance(value, float) and value.is_integer():
         close = f"; write {int(value)}"
     return mistake(origin, key, f"expected {expected(hint, metadata)}, found {found}{close}")

@@ -33,18 +33,18 @@ def configs_folder(package: Path = PACKAGE) -> Path:
     return installed if installed.is_dir() else package.parent / "configs"
 
 
-def display(path: Path) -> str:
+def display_path(path: Path) -> str:
     """A path as the user would write it: relative to the working directory where it lies below it."""
     absolute, here = os.path.abspath(path), os.getcwd()
     return os.path.relpath(absolute, here) if absolute.startswith(here + os.sep) else absolute
 
 
-def names_in(folder: Path, pattern: str = "*.yaml") -> list[str]:
+def list_yaml_names(folder: Path, pattern: str = "*.yaml") -> list[str]:
     """Names of the YAML files of a folder, without their ending, sorted."""
     return sorted(path.relative_to(folder).with_suffix("").as_posix() for path in folder.glob(pattern))
 
 
-def purpose(path: Path) -> str:
+def read_purpose(path: Path) -> str:
     """What a file says it is for: its first line, a comment."""
     with path.open(encoding="utf-8") as file:
         return file.readline().lstrip("#").strip()
@@ -67,7 +67,7 @@ _Loader.add_implicit_resolver(
 
 def read_file(path: Path) -> tuple[list[Leaf], Tree]:
     """The `defaults:` list and the keys of a file. Raises ConfigError naming file and line."""
-    name = display(path)
+    name = display_path(path)
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from torch.utils.data import DataLoader
 
 from stackexp.config.data import ShardsConfig, StdlibConfig
-from stackexp.config.suggestions import nearest
+from stackexp.config.suggestions import suggest_name
 from stackexp.data import olmo
 from stackexp.data.evaluation_sets import EvaluationSet, KnownTokenizer, find_sets, open_set
 from stackexp.data.stdlib import StdlibSets, prepare_stdlib
@@ -174,7 +174,7 @@ def _select_sets(request: str, known: Mapping[str, Path], section: str) -> dict[
     members = find_sets(group, known[group], warn_missing=False) if group in known and group != name else {}
     if name not in members:
         names = [*known, *members]
-        hint = nearest(name, names) or f"; available: {', '.join(names)}"
+        hint = suggest_name(name, names) or f"; available: {', '.join(names)}"
         example = f"NAME={name}" if Path(name).exists() else "NAME=PATH"
         raise ConfigError(f"--sets: no set {name!r} in {section}{hint} (or give {example})")
     return {name: members[name]}

@@ -33,7 +33,7 @@ def run(
     `config` is that of the run with `overrides` on top, or any other. Every set is saved once it is scored: after a
     kill, the same command scores the remaining sets.
     """
-    folder, file = runs.at(run) if run else None, Path(out) if out else None
+    folder, file = runs.open_run(run) if run else None, Path(out) if out else None
     evaluate(EvaluationRequest(stage, config, folder, ckpt_path, tuple(sets), file, tuple(overrides)))
     return 0
 

@@ -18,7 +18,7 @@ def run(
     run: str, ckpt_path: str | None, prompt: str, max_new_tokens: int, temperature: float, top_p: float, seed: int
 ) -> int:
     """Print the prompt and its continuation by a run's newest checkpoint, or by `ckpt_path`."""
-    folder = runs.at(run)
+    folder = runs.open_run(run)
     config = compose.load_config(str(folder.config))
     if config.data.objective != "language_modeling":
         raise RunError(f"{run}: trained on {config.data.task}, not on text; score it with `test --run {run}`")

@@ -42,7 +42,7 @@ def load_run(path: str | Path, checkpoint: str | Path | None = None) -> LoadedRu
     Raises:
         RunError: `path` is no run folder, or the checkpoint is missing or does not fit the config.
     """
-    folder = runs.at(str(path))
+    folder = runs.open_run(str(path))
     config = load_config(folder.config)
     config.trainer.strategy = "single"  # the whole model on one device, however it was trained
     chosen = str(checkpoint) if checkpoint else "best" if folder.best_checkpoint() else "last"

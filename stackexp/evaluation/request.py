@@ -13,7 +13,7 @@ from typing import Any, Literal
 from stackexp.config import compose
 from stackexp.config.affects import changes_scores, flatten_config
 from stackexp.config.experiment import ExperimentConfig
-from stackexp.errors import FolderBusy
+from stackexp.errors import FolderBusyError
 from stackexp.models import checkpoints
 from stackexp.runs import RunFolder
 
@@ -76,7 +76,7 @@ class EvaluationRequest:
             folder = self.run.path
             try:
                 stack.enter_context(self.run.lock())
-            except FolderBusy:
+            except FolderBusyError:
                 folder = folder / self.stage
             yield folder
 

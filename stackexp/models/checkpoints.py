@@ -137,7 +137,7 @@ def find_checkpoint(run: RunFolder, ckpt_path: str | None) -> Path:
         return Path(ckpt_path)
     path = run.best_checkpoint() if ckpt_path == "best" else run.newest_checkpoint()
     if path is None:
-        missing = "no checkpoint was saved at a validation step" if run.saved() else "no checkpoint yet"
+        missing = "no checkpoint was saved at a validation step" if run.list_checkpoints() else "no checkpoint yet"
         raise RunError(f"{run.checkpoints}: {missing}; wait for the first one, or give --ckpt_path PATH")
     return path
 

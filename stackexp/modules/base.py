@@ -57,12 +57,12 @@ class TrainingModule(pl.LightningModule):
         self.config, self.weights = config, weights
         self._is_sharded = False
         check_backend(getattr(config.model, "attention", "sdpa"), config.trainer.device_type(torch.cuda.is_available()))
-        with torch.device("meta") if config.trainer.sharded else contextlib.nullcontext():
+        with torch.device("meta") if config.trainer.is_sharded else contextlib.nullcontext():
             self.model = registry.build("model", config.model)
-        self.model.checkpoint_blocks = config.trainer.recomputed
-        if config.trainer.compile and not config.trainer.sharded:
+        self.model.checkpoint_blocks = config.trainer.recompute_mode
+        if config.trainer.compile and not config.trainer.is_sharded:
             self.model.compile()
-        if weights is not None and not config.trainer.sharded:
+        if weights is not None and not config.trainer.is_sharded:
             load_weights(self.model, weights)
         self.step_metrics = StepMetrics()
         self.set_metrics: dict[str, dict[str, float]] = {}
@@ -106,7 +106,7 @@ class TrainingModule(pl.LightningModule):
     def configure_model(self) -> None:
         """Shard an empty model, then draw the weights that a single process would have drawn."""
         trainer = self.config.trainer
-        if not trainer.sharded or self._is_sharded:  # Lightning calls this hook more than once
+        if not trainer.is_sharded or self._is_sharded:  # Lightning calls this hook more than once
             return
         device = self.trainer.strategy.root_device
         shard_model(self.model, build_mesh(device.type, trainer), trainer)

@@ -22,7 +22,7 @@ def build_linear(config: LinearConfig, max_steps: int) -> Schedule:
 def build_warmup_stable_decay(config: WarmupStableDecayConfig, max_steps: int) -> Schedule:
     """Build warmup, a constant rate, and a decay over the last steps (SmolLM's recipes)."""
     shapes = {"linear": lambda progress: 1 - progress, "one_minus_sqrt": lambda progress: 1 - math.sqrt(progress)}
-    return _build(config, max_steps, config.decay_steps_of(max_steps), shapes[config.decay])
+    return _build(config, max_steps, config.count_decay_steps(max_steps), shapes[config.decay])
 
 
 def _build(config: ScheduleConfig, max_steps: int, decay_steps: int, shape: Callable[[float], float]) -> Schedule:

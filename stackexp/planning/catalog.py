@@ -5,21 +5,21 @@ import torch
 from stackexp.config import registry
 from stackexp.config.compose import compose, to_yaml
 from stackexp.config.experiment import ExperimentConfig
-from stackexp.config.layers import config_names, find_config, group_folder, is_recipe, sections
-from stackexp.config.yaml_files import names_in, purpose
+from stackexp.config.layers import find_config, get_group_folder, is_recipe, list_config_names, list_sections
+from stackexp.config.yaml_files import list_yaml_names, read_purpose
 from stackexp.tables import format_table
 
 
 def format_catalog() -> str:
     """Return the shipped configs with parameters, tokens and purpose, then the recipes and the section choices."""
-    names = config_names()
+    names = list_config_names()
     rows = []
     for name in names:
         if not is_recipe(name):
             config = compose([name])
             parameters = build_on_meta(config).num_parameters()
-            rows.append((name, shorten(parameters), shorten(config.total_tokens), purpose(find_config(name))))
-    recipes = [(name, purpose(find_config(name))) for name in names if is_recipe(name)]
+            rows.append((name, shorten(parameters), shorten(config.total_tokens), read_purpose(find_config(name))))
+    recipes = [(name, read_purpose(find_config(name))) for name in names if is_recipe(name)]
     return "\n\n".join(
         [
             format_table(rows, header=("config", "parameters", "tokens", "purpose"), align="<>><"),
@@ -33,8 +33,10 @@ def format_catalog() -> str:
 
 def section_choices() -> list[tuple[str, str]]:
     """Return (`section=name`, purpose) of every file that a section can be set to."""
-    folders = {section: group_folder(section) for section in sections()}
-    return [(f"{s}={name}", purpose(f / f"{name}.yaml")) for s, f in folders.items() for name in names_in(f)]
+    folders = {section: get_group_folder(section) for section in list_sections()}
+    return [
+        (f"{s}={name}", read_purpose(f / f"{name}.yaml")) for s, f in folders.items() for name in list_yaml_names(f)
+    ]
 
 
 def describe_config(config: ExperimentConfig) -> str:

@@ -156,7 +156,7 @@ def build(config: ExperimentConfig) -> Transformer:
     """
     with torch.device("meta"):
         model = registry.build("model", _with_sdpa(config.model))
-    model.checkpoint_blocks = config.trainer.recomputed
+    model.checkpoint_blocks = config.trainer.recompute_mode
     return model.to(DTYPES[config.trainer.precision])
 
 
@@ -217,7 +217,7 @@ def _communication(trainer: TrainerConfig, model: Transformer, training: bool) -
     head's gradient, a block's gradients and a copy of them to reduce; at its end the same of the root.
     """
     whole = _bytes(model.parameters())
-    if not trainer.sharded:
+    if not trainer.is_sharded:
         return whole if trainer.devices * trainer.num_nodes > 1 else 0
     in_blocks = [_bytes(layer.parameters()) for layer in model.layers]
     root, reduced = whole - sum(in_blocks), max(in_blocks)
@@ -270,11 +270,11 @@ def _pass(config: ExperimentConfig, training: bool, layers: int, batch: int, len
     trainer = config.trainer
     config = replace(config, model=replace(config.model, num_layers=layers))
     autocast, criterion = trainer.precision == "bf16-mixed", replace(NextTokenLoss.from_config(trainer), compiled=False)
-    key = f"{config.model} {trainer.precision} {trainer.sharded} {trainer.recomputed} {criterion}"
+    key = f"{config.model} {trainer.precision} {trainer.is_sharded} {trainer.recompute_mode} {criterion}"
     key = f"{key} {training} {batch} {length}"
     if key not in _passes:
         model = build(config)
-        if autocast and trainer.sharded:
+        if autocast and trainer.is_sharded:
             model.layers.to(torch.bfloat16)  # as they are gathered
         try:
             if training:

@@ -54,7 +54,7 @@ def _batch(plan: Plan) -> str:
 
 
 def _distribute(plan: Plan) -> Iterator[tuple[str, Plan]]:
-    if plan.config.trainer.sharded:
+    if plan.config.trainer.is_sharded:
         return
     if plan.devices > 1:
         yield _changed(plan, "trainer.strategy", "fsdp")

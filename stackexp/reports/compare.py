@@ -81,7 +81,7 @@ def format_runs(runs: list[RunFolder]) -> str:
 
     Runs on tokens have loss / perplexity on every set; runs on formal languages have their task and scores.
     """
-    results = {run: run.read_result().to_dict() for run in runs if run.finished}
+    results = {run: run.read_result().to_dict() for run in runs if run.is_finished}
     names = name_runs(runs)
     has_sets = any("sets" in result for result in results.values())
     sets = list(dict.fromkeys(name for result in results.values() for name in result.get("sets", {})))

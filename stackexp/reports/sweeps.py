@@ -58,7 +58,7 @@ def collect_results(sweep: Sweep) -> list[Row]:
     """Return the finished trials, grouped over seeds, the best objective first. Raises RunError if there are none."""
     groups: dict[str, list[Trial]] = {}
     for trial in sweep.trials:
-        if trial.folder.finished:
+        if trial.folder.is_finished:
             groups.setdefault(json.dumps(_drop_seed(trial.values), sort_keys=True), []).append(trial)
     if not groups:
         raise RunError(f'{sweep.folder}: no finished trials yet; run "sweep status" to see progress')

@@ -122,7 +122,7 @@ class Driver:
         before = self._failures_before.setdefault(trial, failures)
         if trial in self._claims:
             return False
-        return trial.folder.finished or trial.pruned.exists() or failures - before > self._retries
+        return trial.folder.is_finished or trial.pruned.exists() or failures - before > self._retries
 
     def _start(self, missing: list[Trial]) -> None:
         """Start as many of the missing trials as the launcher has room for."""
@@ -164,7 +164,7 @@ class Driver:
         for trial, code in self._launcher.collect_ended():
             if code == EXIT_BUSY:
                 self._recheck_at[trial] = time.monotonic() + RECHECK_SECONDS
-            elif not (code in stop_codes or trial.folder.finished or trial.pruned.exists()):
+            elif not (code in stop_codes or trial.folder.is_finished or trial.pruned.exists()):
                 record_failure(trial, code)
             self._claims.pop(trial).close()
 

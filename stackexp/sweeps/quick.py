@@ -2,13 +2,13 @@
 
 from collections.abc import Sequence
 
-from stackexp.config.layers import config_names
+from stackexp.config.layers import list_config_names
 from stackexp.sweeps.sweep import list_shipped, load_sweep
 
 
 def is_sweep(names: Sequence[str]) -> bool:
     """Return True if `fit --config` names one shipped config that has a sweep of the same name."""
-    return len(names) == 1 and names[0] in list_shipped() and names[0] in config_names()
+    return len(names) == 1 and names[0] in list_shipped() and names[0] in list_config_names()
 
 
 def run_as_fit(name: str, overrides: Sequence[str]) -> int:

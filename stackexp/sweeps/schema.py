@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Optional
 
 from stackexp.config.fields import Errors, option
-from stackexp.config.suggestions import nearest
+from stackexp.config.suggestions import suggest_name
 
 
 @dataclass
@@ -117,7 +117,7 @@ class SweepConfig:
         for key in self.axes.keys() - self.center.keys():
             yield f"axes.{key}", f"no center; set center.{key}, its value while other axes vary"
         for key in self.center.keys() - self.axes.keys() - self.grid.keys():
-            yield f"center.{key}", f"no axis has this name{nearest(key, [*self.axes, *self.grid])}"
+            yield f"center.{key}", f"no axis has this name{suggest_name(key, [*self.axes, *self.grid])}"
         if self.name is not None and not re.fullmatch(r"[\w+-][\w.+-]*(/[\w+-][\w.+-]*)*", self.name):
             yield "name", f"{self.name!r} cannot name a folder; use letters, digits and . _ - + between slashes"
 

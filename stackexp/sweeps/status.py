@@ -55,7 +55,7 @@ def read_status(trial: Trial, objective: str) -> Status:
     last: dict[str, Any] = {}
     for line in read_tail(trial.folder.metrics):
         last |= line
-    value, problem = read_objective(trial, objective) if trial.folder.finished else (None, "")
+    value, problem = read_objective(trial, objective) if trial.folder.is_finished else (None, "")
     state, failure, max_steps = get_state(trial), read_failure(trial), trial.config.trainer.max_steps
     step, speed = last.get("step", 0), last.get("throughput/tokens_per_second")
     is_timed = speed and state == State.RUNNING
@@ -74,7 +74,7 @@ def read_status(trial: Trial, objective: str) -> Status:
 
 def get_state(trial: Trial) -> State:
     """Return the current state of a trial."""
-    if trial.folder.finished:
+    if trial.folder.is_finished:
         return State.DONE
     if is_running(trial):
         return State.RUNNING

@@ -11,11 +11,11 @@ from typing import Any
 
 import yaml
 
-from stackexp.config.compose import compose, load_config, typed_as
+from stackexp.config.compose import build_dataclass, compose, load_config
 from stackexp.config.experiment import ExperimentConfig
-from stackexp.config.layers import origin_of, sections, split_overrides
-from stackexp.config.suggestions import nearest
-from stackexp.config.yaml_files import Tree, configs_folder, display, names_in, read_file
+from stackexp.config.layers import find_origin, list_sections, split_overrides
+from stackexp.config.suggestions import suggest_name
+from stackexp.config.yaml_files import Tree, configs_folder, display_path, list_yaml_names, read_file
 from stackexp.errors import ConfigError
 from stackexp.runs import RunFolder
 from stackexp.sweeps.grid import Values, expand, format_value, list_extremes
@@ -67,8 +67,8 @@ class Sweep:
             first, _ = found.setdefault(config_hash(trial.config), (label, trial))
             if first != label:
                 raise ConfigError(
-                    f"{display(self.path)}: {first} and {label} are the same trial: their configs differ in nothing "
-                    "that changes the results; remove one"
+                    f"{display_path(self.path)}: {first} and {label} are the same trial: their configs differ in "
+                    "nothing that changes the results; remove one"
                 )
         return [trial for _, trial in found.values()]
 
@@ -161,8 +161,8 @@ class Sweep:
         own |= {f"{key}={format_value(value)}": key for key, value in (resources | values).items()}
         for override, key in own.items():
             message = message.replace(f"override {override}", self.origins.get(key, f"override {override}"))
-        has_origin = message.startswith(("override ", f"{display(self.path)}:"))
-        return message if has_origin else f"{display(self.path)}: {message}"
+        has_origin = message.startswith(("override ", f"{display_path(self.path)}:"))
+        return message if has_origin else f"{display_path(self.path)}: {message}"
 
 
 def load_sweep(target: str, overrides: Iterable[str] = ()) -> Sweep:
@@ -170,16 +170,18 @@ def load_sweep(target: str, overrides: Iterable[str] = ()) -> Sweep:
     path = _find_sweep(target)
     _, tree = read_file(path)
     if "config" not in tree:
-        raise ConfigError(f"{display(path)}: config: missing; name the base config of the trials, or a list of them")
-    config = typed_as(SweepConfig, tree)
+        raise ConfigError(
+            f"{display_path(path)}: config: missing; name the base config of the trials, or a list of them"
+        )
+    config = build_dataclass(SweepConfig, tree)
     sweep = Sweep(path, config, _find_origins(config, tree), tuple(overrides))
     for key, _, origin in split_overrides(sweep.all_overrides):
         if key in sweep.origins:
             raise ConfigError(f"{origin}: the sweep sets {key} at {sweep.origins[key]}; change it there")
         if key == "name":
-            raise ConfigError(f"{origin}: the sweep names its trials; set name: in {display(path)}")
+            raise ConfigError(f"{origin}: the sweep names its trials; set name: in {display_path(path)}")
     for key in config.search.space if config.search else []:
-        if key in (*sections(), *SWEEP_KEYS):
+        if key in (*list_sections(), *SWEEP_KEYS):
             raise ConfigError(f"{sweep.origins[key]}: {key}: a search takes single options, such as optimizer.lr")
     return sweep
 
@@ -199,7 +201,7 @@ def get_shipped_folder() -> Path:
 
 def list_shipped() -> list[str]:
     """Return the names of the shipped sweeps, such as `ablation` and `formal/quick`."""
-    return names_in(get_shipped_folder(), "**/*.yaml")
+    return list_yaml_names(get_shipped_folder(), "**/*.yaml")
 
 
 def _find_sweep(target: str) -> Path:
@@ -213,19 +215,19 @@ def _find_sweep(target: str) -> Path:
         return Path(target)
     if target.endswith((".yaml", ".yml")):
         raise ConfigError(f"{target}: no such file; give a shipped name, a YAML file or a sweep's folder")
-    hint = nearest(target, names) or f"; choose {', '.join(names)}"
+    hint = suggest_name(target, names) or f"; choose {', '.join(names)}"
     raise ConfigError(f"unknown sweep {target!r}{hint}, or give a YAML file or a sweep's folder")
 
 
 def _find_origins(config: SweepConfig, tree: Tree) -> dict[str, str]:
     """Return the file and line of each searched key, and of `overrides`."""
     named = {"seed": "seeds", "tokens": "tokens", "overrides": "overrides"}
-    origins = {key: origin_of(tree[name]) for key, name in named.items() if name in tree}
+    origins = {key: find_origin(tree[name]) for key, name in named.items() if name in tree}
     origins |= {f"trainer.{key}": leaf.origin for key, leaf in tree.get("resources", {}).items()}
     searched = [tree[name] for name in ("center", "axes", "grid") if name in tree]
     searched += [tree["search"]["space"]] if config.search else []
-    origins |= {key: origin_of(value) for section in searched for key, value in section.items()}
-    return origins | {key: origin_of(tree["list"]) for entry in config.list for key in entry}
+    origins |= {key: find_origin(value) for section in searched for key, value in section.items()}
+    return origins | {key: find_origin(tree["list"]) for entry in config.list for key in entry}
 
 
 def get_value(config: Any, key: str) -> Any:

@@ -67,7 +67,7 @@ def train(config: ExperimentConfig, ckpt_path: str | None = None, run_folder: st
 def _work_in_folder(session: Session, start: Start, objective: Objective) -> Iterator[None]:
     """Lock the run folder, write its config and environment, and print a header. Rank 0 does so for all ranks."""
     is_first = session.processes.is_first
-    with start.folder.begin(session.config) if is_first else contextlib.nullcontext():
+    with start.folder.start_session(session.config) if is_first else contextlib.nullcontext():
         if is_first:
             print(_format_header(objective, session.module, start), flush=True)
             objective.warn_about_limits("fit")
@@ -83,7 +83,7 @@ def _name_last_checkpoint(folder: RunFolder) -> Iterator[None]:
     except RunError as error:
         raise RunError(f"{error}; last good checkpoint: {folder.newest_checkpoint() or 'none yet'}") from None
     except (Stopped, KeyboardInterrupt) as error:
-        if folder.finished:
+        if folder.is_finished:
             raise type(error)(f"{folder.path}: this run is finished (it has a result.json)") from None
         newest = folder.newest_checkpoint()
         state = f"newest checkpoint {newest.name}; resume with --ckpt_path last" if newest else "no checkpoint yet"

@@ -89,7 +89,7 @@ def start_processes(trainer: TrainerConfig, device_type: str) -> Iterator[Proces
     """Start and connect all processes of the run. Raises RunError if a launcher started another number of them."""
     size = trainer.devices * trainer.num_nodes
     environment, children = _find_environment(trainer)
-    if size == 1 and not trainer.sharded:
+    if size == 1 and not trainer.is_sharded:
         yield Processes(0, 1, environment)
         return
     with _exit_with_children(children):

@@ -29,15 +29,15 @@ def find_start(config: ExperimentConfig, ckpt_path: str | None, run_folder: str 
     """
     if run_folder:
         run = RunFolder(Path(run_folder))
-        if run.finished:
+        if run.is_finished:
             return Start(run, is_finished=True)
         old_format = run.checkpoints.glob("*.ckpt")  # refused with a message
         newest = run.newest_checkpoint() or max(old_format, default=None)
         return _resume(config, newest, run) if newest else Start(run)
     if ckpt_path is None:
-        return Start(runs.new(config))
+        return Start(runs.allocate_run(config))
     if ckpt_path == "last":
-        run = runs.newest_unfinished(config)
+        run = runs.find_unfinished_run(config)
         return _resume(config, checkpoints.find_checkpoint(run, "last"), run)
     return _resume(config, Path(ckpt_path), None)
 
@@ -50,8 +50,8 @@ def _resume(config: ExperimentConfig, path: Path, folder: RunFolder | None) -> S
     if folder is None:
         folder = RunFolder(path.parent.parent)
         is_same_name = folder.path.parent.resolve() == Path(config.logging.root, config.name).resolve()
-        if not (is_same_name and folder.config.is_file()) or folder.finished:
-            folder = runs.new(
+        if not (is_same_name and folder.config.is_file()) or folder.is_finished:
+            folder = runs.allocate_run(
                 config
             )  # a copied checkpoint, a branch with another name, or more steps of a finished run
     step, last = state["global_step"], config.trainer.max_steps

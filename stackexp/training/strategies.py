@@ -24,7 +24,7 @@ def build_strategy(config: ExperimentConfig, device_type: str) -> Strategy:
     """Build the strategy of `trainer.strategy`; auto is single on one device, else ddp."""
     trainer = config.trainer
     devices = trainer.devices * trainer.num_nodes
-    if trainer.sharded:
+    if trainer.is_sharded:
         return Sharded(data_parallel_size=devices, tensor_parallel_size=1)
     if trainer.strategy == "ddp" or devices > 1:
         return Replicated()

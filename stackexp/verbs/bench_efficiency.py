@@ -5,7 +5,7 @@ The variants alternate with the Transformer in one process. Without --config the
 
 from argparse import Namespace
 
-from stackexp.config.suggestions import nearest
+from stackexp.config.suggestions import suggest_name
 from stackexp.errors import ConfigError
 from stackexp.verbs.bench_options import add_benchmark_arguments, check_benchmark_arguments
 from stackexp.verbs.parser import Parser
@@ -30,7 +30,9 @@ def run(args: Namespace) -> int:
     wanted = args.only.split(",") if args.only else list(MEMORIES)
     for name in wanted:
         if name not in MEMORIES:
-            args.parser.error(f"--only: unknown memory {name!r}{nearest(name, MEMORIES)}; choose {', '.join(MEMORIES)}")
+            args.parser.error(
+                f"--only: unknown memory {name!r}{suggest_name(name, MEMORIES)}; choose {', '.join(MEMORIES)}"
+            )
     from stackexp.config.compose import compose
 
     for name in ("null", *wanted):

@@ -31,7 +31,7 @@ def run(args: Namespace) -> int:
     from stackexp.config import compose
     from stackexp.models import checkpoints
 
-    folder = runs.at(args.run)
+    folder = runs.open_run(args.run)
     path = checkpoints.find_checkpoint(folder, args.ckpt_path)
     tensors = checkpoints.consolidate(path, args.to, compose.load_config(folder.config))
     print(f"{path} -> {args.to}: {tensors} tensors, {args.to.stat().st_size:,} bytes")

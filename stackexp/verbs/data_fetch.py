@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from stackexp.config.suggestions import nearest
+from stackexp.config.suggestions import suggest_name
 from stackexp.data import olmo
 from stackexp.errors import RunError
 from stackexp.verbs.parser import Parser
@@ -71,7 +71,7 @@ def _choose_sets(args: Namespace) -> list[olmo.OlmoSet]:
     names = sorted({olmo_set.name for olmo_set in sets}, key=str.lower)
     for name in only:
         if name not in names:
-            hint = nearest(name, names) or f"; choose from {', '.join(names)}"
+            hint = suggest_name(name, names) or f"; choose from {', '.join(names)}"
             args.parser.error(f"--only {name}: not a set of {' or '.join(versions)}{hint}")
     return [olmo_set for olmo_set in sets if not only or olmo_set.name in only]
 

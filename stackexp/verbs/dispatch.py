@@ -10,8 +10,8 @@ import os
 import sys
 from types import ModuleType
 
-from stackexp.config.suggestions import nearest
-from stackexp.errors import ConfigError, FolderBusy, RunError, Stopped
+from stackexp.config.suggestions import suggest_name
+from stackexp.errors import ConfigError, FolderBusyError, RunError, Stopped
 from stackexp.verbs.parser import Parser
 
 EPILOG = """
@@ -89,7 +89,7 @@ def _format_verbs(verbs: dict[str, str]) -> str:
 def _unknown_verb(prefix: str, word: str, choices: list[str]) -> ConfigError:
     if word.startswith("-"):
         return ConfigError(f"{prefix}expected a verb before {word}; choose {', '.join(choices)}")
-    hint = nearest(word, choices) or f"; choose {', '.join(choices)}"
+    hint = suggest_name(word, choices) or f"; choose {', '.join(choices)}"
     return ConfigError(f"{prefix}unknown verb {word!r}{hint}")
 
 
@@ -111,7 +111,7 @@ def _explain(error: BaseException, advice: str) -> tuple[int, str]:
     """Return the exit code, and what happened, where, and what to do."""
     if isinstance(error, KeyboardInterrupt):
         return 130, f"interrupted: {error}" if str(error) else "interrupted"
-    for kind, code in {ConfigError: 2, Stopped: 75, FolderBusy: 74, RunError: 1}.items():
+    for kind, code in {ConfigError: 2, Stopped: 75, FolderBusyError: 74, RunError: 1}.items():
         if isinstance(error, kind):
             return code, " ".join(str(error).splitlines())
     if isinstance(error, OSError):

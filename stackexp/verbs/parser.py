@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from stackexp.config.suggestions import nearest
+from stackexp.config.suggestions import suggest_name
 from stackexp.errors import ConfigError
 
 OVERRIDES_HELP = """\
@@ -58,7 +58,7 @@ class Parser(argparse.ArgumentParser):
         for argument in rest:
             name = argument.partition("=")[0]
             is_key = name[2:].split(".")[0] in _section_names()
-            hint = nearest(name, flags, cutoff=0.7) if name.startswith("-") and not is_key else ""
+            hint = suggest_name(name, flags, cutoff=0.7) if name.startswith("-") and not is_key else ""
             if hint:
                 self.error(f"unknown option {name}{hint}")
             if not self._accepts_overrides:

@@ -2,7 +2,7 @@
 
 import json
 
-from stackexp.config.suggestions import nearest
+from stackexp.config.suggestions import suggest_name
 from stackexp.errors import RunError
 from stackexp.planning.devices import DEVICES, HEADROOM
 from stackexp.verbs.parser import Parser
@@ -31,7 +31,9 @@ def main(argv: list[str]) -> int:
         parser.error("--config NAME_OR_PATH is missing; `configs list` shows the names")
     if options.device not in DEVICES:
         known = ", ".join(DEVICES)
-        parser.error(f"--device: expected one of {known}, found {options.device!r}{nearest(options.device, DEVICES)}")
+        parser.error(
+            f"--device: expected one of {known}, found {options.device!r}{suggest_name(options.device, DEVICES)}"
+        )
     if not 0 < options.mfu <= 1:
         parser.error(f"--mfu: expected a number above 0, up to 1, found {options.mfu}")
     from stackexp.config.compose import compose

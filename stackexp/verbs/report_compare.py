@@ -22,7 +22,7 @@ def run(args: Namespace) -> int:
     from stackexp import runs
     from stackexp.reports.compare import check_same_data, draw_losses, format_runs
 
-    folders = [runs.at(path) for path in args.runs]
+    folders = [runs.open_run(path) for path in args.runs]
     if not args.different_data:
         for warning in check_same_data(folders):
             print(warning, file=sys.stderr)

@@ -99,7 +99,7 @@ def test_a_diverged_loss_stops_the_run(capsys, tiny, tmp_path):
     run = only_run(tmp_path / "runs")
     assert f"step {int(run.newest_checkpoint().name) + 1}: " in line
     assert "samples [" in line
-    assert not run.finished
+    assert not run.is_finished
 
 
 def mount(*options: str, at: Path) -> None:
@@ -121,7 +121,7 @@ def test_a_full_disk_loses_no_checkpoint(program, tiny, tmp_path):
         assert "no space left" in output.splitlines()[-1]
         assert "Traceback" not in output
         run = only_run(disk)
-        assert not run.finished
+        assert not run.is_finished
         assert not list(run.checkpoints.glob(".*")), "no incomplete checkpoint"
         assert main(["generate", "--run", str(run.path), "--max_new_tokens", "1"]) == 0, "the newest one is complete"
     finally:

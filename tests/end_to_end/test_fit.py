@@ -95,7 +95,7 @@ def test_fit_without_validation_sets(tiny, tmp_path):
     tiny.write_text(yaml.safe_dump(config))
     output = Forks(tmp_path).run("fit", "--config", tiny, "trainer.max_steps=3")
     assert "no validation sets" in output
-    assert only_run(tmp_path / "runs").finished
+    assert only_run(tmp_path / "runs").is_finished
 
 
 def test_recomputation_and_bfloat16_change_little(tiny, tmp_path):

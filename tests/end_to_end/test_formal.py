@@ -62,12 +62,12 @@ def test_a_run_killed_twice_resumes_exactly(forks, folder, run):
     command = (*FIT, f"logging.root={elsewhere}")
 
     def has_reached(step: int) -> bool:
-        return any(step in losses(run) and run.saved() for run in map(RunFolder, elsewhere.glob("tiny/*")))
+        return any(step in losses(run) and run.list_checkpoints() for run in map(RunFolder, elsewhere.glob("tiny/*")))
 
     for step, resume in ((12, ()), (27, ("--ckpt_path", "last"))):
         forks.start(*command, *resume).kill_when(lambda step=step: has_reached(step))
     killed = only_run(elsewhere)
-    assert not killed.finished, "the kills came too late"
+    assert not killed.is_finished, "the kills came too late"
     forks.run(*command, "--ckpt_path", "last")
     assert record(killed) == record(run), "bit for bit, tokens and validations too"
     results = [read_result(each) | {"seconds_of_last_session": 0} for each in (killed, run)]
@@ -161,7 +161,7 @@ def test_a_more_thorough_test_replaces_the_previous_one(forks, run):
         assert read_result(run, "test.json") == thorough
     assert (run.path / "test-to-11-every-2-of-900.json").exists()
 
-    older = run.saved()[0]
+    older = run.list_checkpoints()[0]
     forks.run("test", "--run", run.path, "--ckpt_path", older, "data.eval_max_length=10")
     assert read_result(run, f"test-{older.name}.json")["step"] == int(older.name) < 60
     assert read_curve(run) == curve
@@ -195,7 +195,7 @@ def test_a_run_killed_in_its_test_resumes_with_the_remaining_lengths(forks, fold
 
     forks.start(*command).kill_when(lambda: count_scored() >= 3)
     killed = only_run(folder / "tested")
-    assert not killed.finished, "the kill came too late"
+    assert not killed.is_finished, "the kill came too late"
     assert "of 14 sets are scored already" in forks.run(*command, "--ckpt_path", "last")
     forks.run("test", "--run", killed.path)
     assert read_result(killed)["accuracy"] == read_result(killed, "test.json")["accuracy"]

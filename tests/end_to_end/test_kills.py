@@ -36,7 +36,7 @@ def kill_often(
         if number % 4:
             time.sleep(0.15 * moment)
         started.kill()
-        assert not run.finished, "too few steps for this many kills"
+        assert not run.is_finished, "too few steps for this many kills"
         unfinished += any(run.checkpoints.glob(".*"))
     forks.run(*fit, "--run", run.path, ranks=ranks)
     return run, reference, unfinished
@@ -45,7 +45,7 @@ def kill_often(
 @pytest.mark.parametrize("kills", [8, pytest.param(30, marks=pytest.mark.slow)])
 def test_a_killed_run_always_resumes(tiny, tmp_path, kills):
     run, reference, unfinished = kill_often(kills, tmp_path, tiny, (f"trainer.max_steps={8 * kills}",), ranks=1)
-    assert run.finished
+    assert run.is_finished
     assert record(run) == record(reference)
     assert unfinished > kills // 10, "too few kills hit the writing of a checkpoint"
 
@@ -54,7 +54,7 @@ def test_a_killed_run_always_resumes(tiny, tmp_path, kills):
 def test_a_killed_run_of_two_processes_always_resumes(tiny, tmp_path):
     options = ("trainer.max_steps=30", "trainer.strategy=fsdp", *TWO)
     run, reference, _ = kill_often(3, tmp_path, tiny, options, ranks=2)
-    assert run.finished
+    assert run.is_finished
     assert record(run) == record(reference)
 
 
@@ -67,6 +67,6 @@ def test_a_killed_run_resumes_in_processes_that_the_program_starts(program, tiny
     run = RunFolder(tmp_path / "killed")
     started = forks.start(*command, "--run", run.path, ranks=2)
     started.kill_when(lambda: len(record(run)) > 9)
-    assert not run.finished
+    assert not run.is_finished
     program.run(*command, "--run", run.path)
     assert record(run) == record(only_run(tmp_path / "runs"))

@@ -91,7 +91,7 @@ def test_token_ids_beyond_the_vocabulary(capsys, corpus, tiny, tmp_path):
     assert "token id 65535" in line
     assert "data.vocab_size 300" in line
     (run,) = tmp_path.glob("runs/tiny/*")
-    assert not RunFolder(run).finished
+    assert not RunFolder(run).is_finished
 
 
 def test_a_folder_in_use_by_another_process(capsys, run, tiny):

@@ -26,7 +26,7 @@ def test_the_readme_s_memory_trains_and_resumes_its_place(tiny, tmp_path):
     output = forks.run("fit", "--config", "moving-average.yaml", "logging.root=runs", "model.memory.decay=0.5")
     (path,) = (tmp_path / "runs").glob("*/*")
     run = RunFolder(path)
-    assert run.finished
+    assert run.is_finished
     assert "64 of them in the memory" in output, "a gate of 32 numbers in each of 2 layers"
     lines = [line for line in run.read_metrics() if "loss/train" in line]
     assert lines[-1]["loss/train"] < lines[0]["loss/train"]

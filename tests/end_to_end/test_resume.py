@@ -22,7 +22,9 @@ def forks(tmp_path) -> Forks:
 def kill_after(step: int, forks: Forks, folder: Path, *command: object) -> None:
     """Start the command, and kill it once `step` is logged and a checkpoint is saved."""
     started = forks.start(*command)
-    started.kill_when(lambda: any(step in losses(run) and run.saved() for run in map(RunFolder, folder.glob("tiny/*"))))
+    started.kill_when(
+        lambda: any(step in losses(run) and run.list_checkpoints() for run in map(RunFolder, folder.glob("tiny/*")))
+    )
 
 
 def test_resume_after_sigkill_is_exact(forks, tiny, tmp_path):
@@ -36,11 +38,11 @@ def test_resume_after_sigkill_is_exact(forks, tiny, tmp_path):
     kill_after(17, forks, elsewhere, *command)
     kill_after(19, forks, elsewhere, *command, "--ckpt_path", "last")
     run = only_run(elsewhere)
-    assert not run.finished, "the kills came too late"
+    assert not run.is_finished, "the kills came too late"
 
     forks.run(*command, "--ckpt_path", "last")
     assert only_run(elsewhere) == run, "the run resumes in its own folder"
-    assert run.finished
+    assert run.is_finished
     assert record(run) == record(reference), "bit for bit: losses, gradient norms, probes and validations, once each"
     assert len(read_json(run.path / "environment.json")) == 3, "one entry per session"
 
@@ -61,7 +63,7 @@ def test_resume_restores_the_data_position_across_epochs(tiny, tmp_path):
     few = (*few, "trainer.checkpoint_interval=94", "trainer.keep_checkpoints=9", "logging.progress_bar=false")
     assert main([*few]) == 0
     run = only_run(tmp_path / "runs")
-    assert [path.name for path in run.saved()] == [f"{s:08d}" for s in (94, 188, 282, 376, 380)]
+    assert [path.name for path in run.list_checkpoints()] == [f"{s:08d}" for s in (94, 188, 282, 376, 380)]
     reference = record(run)
     for step in ("00000376", "00000282"):
         run.result.unlink()
@@ -108,7 +110,7 @@ def test_a_finished_run_can_be_extended_in_a_new_folder(tiny, tmp_path):
     assert main([*more, "--ckpt_path", str(finished.newest_checkpoint())]) == 0
     run = only_run(tmp_path / "more")
     assert sorted(losses(run)) == list(range(13, 25))
-    assert finished.finished
+    assert finished.is_finished
     rates = [line["optimizer/lr"] for line in run.read_metrics() if "optimizer/lr" in line]
     assert rates == sorted(rates, reverse=True)
     assert rates[0] > 1e-3, "not the end of the old schedule"
@@ -151,7 +153,7 @@ def test_the_best_checkpoint_is_kept_besides_the_newest(capsys, tiny, tmp_path):
     validated = {x["step"]: x["validation/loss/average"] for x in record(run) if "validation/loss/average" in x}
     best = min(validated, key=validated.get)
     assert best < 20, "the loss did not rise again"
-    assert [int(path.name) for path in run.saved()] == [best, 22, 24]
+    assert [int(path.name) for path in run.list_checkpoints()] == [best, 22, 24]
 
     capsys.readouterr()
     assert main(["validate", "--run", str(run.path), "--ckpt_path", "best"]) == 0

@@ -43,7 +43,9 @@ def test_a_run_continues_on_other_numbers_of_devices(tiny, tmp_path):
     assert stopped_at == sorted(set(stopped_at)), "every session took steps"
     assert len(read_json(folder / "environment.json")) == 4
     assert_close(run, reference)
-    assert set(run.saved()) == {run.best_checkpoint(), *run.saved()[-2:]}, "the newest two and the best are kept"
+    assert set(run.list_checkpoints()) == {run.best_checkpoint(), *run.list_checkpoints()[-2:]}, (
+        "the newest two and the best are kept"
+    )
     assert not list(run.checkpoints.glob(".*"))
 
     # The figures are the same from the folder, sharded or not, and from a consolidated file.

@@ -56,10 +56,10 @@ def test_a_requeued_run_resumes_exactly(slurm: Slurm, program, tiny, tmp_path):
     wait_for(lambda: len(losses(run)) > 5)
     slurm.output("scancel", "--signal=USR1", job)
     wait_for(lambda: slurm.squeue() == {job: "PENDING"})
-    assert not run.finished
+    assert not run.is_finished
     slurm.hurry()
     wait_for(lambda: slurm.squeue() == {})
-    assert run.finished, (tmp_path / "my-run.txt").read_text()
+    assert run.is_finished, (tmp_path / "my-run.txt").read_text()
     assert "resumed from" in (tmp_path / "my-run.txt").read_text()
     assert len(json.loads((run.path / "environment.json").read_text())) == 2
     assert reference.wait() == 0
@@ -84,7 +84,7 @@ def test_a_sweep_survives_the_loss_of_its_driver_and_a_node(slurm: Slurm, progra
     os.kill(driver.pid, signal.SIGKILL)
     driver.wait()
     slurm.kill_node("n1")
-    assert not trials[0].folder.finished, "the kill came too late"
+    assert not trials[0].folder.is_finished, "the kill came too late"
 
     driver = program.start(*command)
     wait_until(lambda: "PENDING" in slurm.squeue().values(), driver)
@@ -94,7 +94,7 @@ def test_a_sweep_survives_the_loss_of_its_driver_and_a_node(slurm: Slurm, progra
     assert driver.returncode == 0, driver.stdout.read()
 
     for trial in trials:
-        assert trial.folder.finished
+        assert trial.folder.is_finished
         steps = [line["step"] for line in trial.folder.read_metrics() if "loss/train" in line]
         assert steps == list(range(1, 61)), trial.name
     sessions = [len(json.loads((trial.folder.path / "environment.json").read_text())) for trial in trials]

@@ -122,7 +122,7 @@ def test_a_time_limit_stops_and_minutes_save(program, tiny, tmp_path):
     output = program.run("fit", "--config", tiny, *ENDLESS, *often, "trainer.max_time=00:00:00:09", expect=75)
     assert "trainer.max_time 00:00:00:09 is over; newest checkpoint" in output
     run = only_run(tmp_path / "runs")
-    steps = [int(path.name) for path in run.saved()]
+    steps = [int(path.name) for path in run.list_checkpoints()]
     assert len(steps) > 2
     assert steps[-1] == record(run)[-1]["step"]
 

@@ -59,7 +59,7 @@ class Cell:
     @property
     def is_unfinished(self) -> bool:
         """True if runs of the recipe are unfinished or not tested."""
-        return bool(self.pending) or any(not run.finished for run in self.runs)
+        return bool(self.pending) or any(not run.is_finished for run in self.runs)
 
 
 def build_cell(task: str, column: str, runs: list[FormalRun], lengths: Lengths) -> Cell:
@@ -94,7 +94,7 @@ def build_cell(task: str, column: str, runs: list[FormalRun], lengths: Lengths) 
 
 def _weigh(run: FormalRun, lengths: Lengths) -> tuple[bool, int]:
     evaluation = run.find_evaluation(lengths)
-    return run.finished, evaluation.count_strings(lengths) if evaluation else 0
+    return run.is_finished, evaluation.count_strings(lengths) if evaluation else 0
 
 
 def _rank(runs: list[FormalRun], lengths: Lengths) -> tuple[int, float, float, int, int]:

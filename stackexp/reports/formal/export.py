@@ -114,5 +114,5 @@ def _build_csv_row(report: Report, run: FormalRun) -> dict[str, object]:
         "sequences_per_length": evaluation and evaluation.sequences,
         "length_stride": evaluation and evaluation.stride,
         "tested_in": evaluation and evaluation.file,
-        **{"finished": run.finished, "in_table": run in cell.runs, "recipe": name_recipe(run), "run": str(run.path)},
+        **{"finished": run.is_finished, "in_table": run in cell.runs, "recipe": name_recipe(run), "run": str(run.path)},
     }

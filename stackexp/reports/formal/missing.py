@@ -30,7 +30,7 @@ class SweepProgress:
         self._missing: dict[Path, Seeds] = {}
         finished: dict[Path, Seeds] = defaultdict(lambda: defaultdict(set))
         for run in report.runs:
-            if run.finished:
+            if run.is_finished:
                 finished[run.path.parent][run.task, run.column].add(run.seed)
         folders = dict.fromkeys([*report.paths, *(run.path.parent for run in report.runs)])
         for folder in folders:
@@ -56,7 +56,7 @@ class SweepProgress:
 
     def find_command_of_runs(self, runs: list[FormalRun]) -> str:
         """Return the command of the sweep that contains one of the unfinished runs, or an empty string."""
-        folders = (run.path.parent for run in runs if not run.finished and run.path.parent in self._missing)
+        folders = (run.path.parent for run in runs if not run.is_finished and run.path.parent in self._missing)
         return next(map(build_sweep_command, folders), "")
 
 
@@ -82,7 +82,7 @@ def _resume_runs(cell: Cell) -> str:
     commands = []
     for run in cell.pending:
         folder = shlex.quote(str(run.path))
-        if run.finished:
+        if run.is_finished:
             commands.append(f"python -m stackexp test --run {folder} data.eval_max_length={cell.lengths[1]}")
         else:
             commands.append(f"python -m stackexp fit --config {folder}/config.yaml --run {folder}")

@@ -12,7 +12,7 @@ from typing import Any
 
 from stackexp.config.affects import affects, changes_scores
 from stackexp.config.layers import split_overrides
-from stackexp.config.registry import SECTIONS, kinds, lookup
+from stackexp.config.registry import SECTIONS, get_entry, list_kinds
 from stackexp.config.trainer import TrainerConfig
 from stackexp.errors import RunError
 from stackexp.files import read_json
@@ -81,7 +81,7 @@ class FormalRun:
         return self.config["seed"]
 
     @property
-    def finished(self) -> bool:
+    def is_finished(self) -> bool:
         """True if the run has a result."""
         return bool(self.result)
 
@@ -93,12 +93,12 @@ class FormalRun:
     @property
     def step(self) -> int:
         """Optimizer steps taken."""
-        return self.result["steps"] if self.finished else self._last_metrics.get("step", 0)
+        return self.result["steps"] if self.is_finished else self._last_metrics.get("step", 0)
 
     @property
     def validation_accuracy(self) -> float | None:
         """Mean accuracy on the validation strings, the last known one for an unfinished run."""
-        if self.finished:
+        if self.is_finished:
             return self.result.get("validation_accuracy")
         return self._last_metrics.get("validation/accuracy/average")
 
@@ -162,7 +162,7 @@ def read_run(path: Path, config: Options, column: str) -> FormalRun:
     """Read a run folder. Raises RunError for a damaged result.json or test.json."""
     config = _add_new_options(config)
     folder = RunFolder(path)
-    result = folder.read_result().to_dict() if folder.finished else {}
+    result = folder.read_result().to_dict() if folder.is_finished else {}
     evaluations = [_read_evaluation(folder.result, result)] if result else []
     test, unused = path / "test.json", None
     if test.exists():
@@ -196,8 +196,8 @@ def _add_new_options(config: Options) -> Options:
     defaults = _get_defaults("trainer", TrainerConfig)
     for section, group in SECTIONS.items():
         kind = config.get(f"{section}.kind")
-        if kind in kinds(group):
-            defaults = defaults | _get_defaults(section, lookup(group, kind).config)
+        if kind in list_kinds(group):
+            defaults = defaults | _get_defaults(section, get_entry(group, kind).config)
     return {key: value for key, value in defaults.items() if f"{key}.kind" not in config} | config
 
 

@@ -224,12 +224,12 @@ def describe_marks(report: Report) -> list[str]:
 
 
 def _describe_unfinished(cell: Cell) -> str:
-    runs = [*cell.pending, *(run for run in cell.runs if not run.finished)]
+    runs = [*cell.pending, *(run for run in cell.runs if not run.is_finished)]
     return f"{cell.column} {cell.task}: " + ", ".join(f"{run.path} ({_describe_state(run)})" for run in runs)
 
 
 def _describe_state(run: FormalRun) -> str:
-    if run.finished:
+    if run.is_finished:
         return "not tested over these lengths"
     return f"at step {run.step:,} of {run.config['trainer.max_steps']:,}"
 

@@ -16,7 +16,7 @@ from stackexp.config.trainer import TrainerConfig
 from stackexp.errors import Stopped, first_line
 from stackexp.models.checkpoints import VERSION, CheckpointWriter
 from stackexp.modules.base import TrainingModule
-from stackexp.runs import RunFolder, checkpoint_name, remove
+from stackexp.runs import RunFolder, checkpoint_name, remove_checkpoint
 from stackexp.training.callbacks.step_requests import STOPPED_ELSEWHERE
 from stackexp.training.signals import StopRequest
 
@@ -89,9 +89,9 @@ class StepCheckpoint(pl.callbacks.Checkpoint):
 
     def _delete_old(self) -> None:
         best = self._folder.best_checkpoint()
-        for old in self._folder.saved()[: -self._config.keep_checkpoints]:
+        for old in self._folder.list_checkpoints()[: -self._config.keep_checkpoints]:
             if old != best:
-                remove(old)
+                remove_checkpoint(old)
 
     def on_train_end(self, trainer: pl.Trainer, *_: Any) -> None:
         """Finish the pending checkpoint."""

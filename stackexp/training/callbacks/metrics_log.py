@@ -37,7 +37,7 @@ class MetricsLog(pl.Callback):
             return
         if trainer.datamodule.tokenizer is not None:
             trainer.datamodule.tokenizer.save(str(self._run.tokenizer))
-        self._run.forget_after(self._step)
+        self._run.truncate_after(self._step)
         self._file = open(self._run.metrics, "a", encoding="utf-8")  # noqa: SIM115
         if self._config.logging.tensorboard:
             lines = list(self._run.read_metrics())

@@ -42,7 +42,7 @@ class StepRequests(pl.Callback):
         module.step_metrics.request("save", is_due)
 
     def on_save_checkpoint(self, *_: Any) -> None:
-        """Restart the clock of `checkpoint_minutes`."""
+        """Restart the clock of `checkpoint_interval_minutes`."""
         self._saved_at = time.monotonic()
 
     def on_validation_batch_end(self, trainer: pl.Trainer, module: TrainingModule, *args: Any) -> None:

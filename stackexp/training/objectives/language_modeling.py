@@ -54,7 +54,7 @@ class LanguageModelingObjective(Objective):
         }
 
     def _sample_text(self, session: Session) -> str | None:
-        if self.config.trainer.sharded:
+        if self.config.trainer.is_sharded:
             return None  # generating needs the whole model on one device
         model, tokenizer = session.module.model, session.data.tokenizer
         return continue_text(model, tokenizer, prompt="", max_new_tokens=60, temperature=0.8, top_p=0.95, seed=0)
