@@ -1,4 +1,4 @@
-"""A headless Chromium, driven over its debugging pipe (Chrome DevTools Protocol), in real time."""
+"""A headless Chromium, controlled over its debugging pipe (Chrome DevTools Protocol)."""
 
 import base64
 import json

@@ -1,4 +1,4 @@
-"""What the tests of composition share: a config to start from, files to lay on top, and the line a mistake gives."""
+"""Helpers of the config tests: a base config, temporary config files and the error line of an invalid config."""
 
 from pathlib import Path
 

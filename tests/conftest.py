@@ -1,4 +1,4 @@
-"""A small corpus of real text and a small experiment, shared by the tests that run the program."""
+"""Shared fixtures: a small corpus of real text and a small experiment."""
 
 import os
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Text for the tests of `data prepare`, and helpers to prepare it and compare the results."""
+"""Text corpora for `data prepare` tests, with helpers to prepare them and compare the results."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Evaluation sets of every kind, made from the same few documents."""
+"""Evaluation sets of every kind, built from the same few documents."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Fast starts of the program: processes forked from one that has imported everything."""
+"""Start the program quickly, in processes forked from one with all imports loaded."""
 
 import atexit
 import contextlib

@@ -1,4 +1,4 @@
-"""Small stand-ins for OLMo's perplexity sets, and what `data fetch` made of them."""
+"""Small substitutes for OLMo's perplexity sets, and their files as written by `data fetch`."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The program as a user starts it: a process of its own, which can be killed."""
+"""Start the program as a user does: in a separate process that can be killed."""
 
 import contextlib
 import os

@@ -1,4 +1,4 @@
-"""Reading the record of a run, to compare it with that of another."""
+"""Read the logs of a run, to compare them with those of another run."""
 
 from pathlib import Path
 

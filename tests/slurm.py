@@ -1,4 +1,4 @@
-"""A real Slurm of two nodes on this machine, with its own daemons, ports and files. Needs root."""
+"""A real two-node Slurm cluster on this machine, with its own daemons, ports and files. Needs root."""
 
 import contextlib
 import os

@@ -1,4 +1,4 @@
-"""Accuracy against length: scores over ranges, the table and the text plot."""
+"""Accuracy by length: scores over ranges, the table and the text plot."""
 
 import pytest
 
@@ -20,11 +20,11 @@ def test_scores_are_means_over_the_tested_lengths():
         ({"max_length": 100, "eval_max_length": 200}, [(101, 200)]),
     ],
 )
-def test_ranges_follow_from_the_config(options, ranges):
+def test_length_ranges_come_from_the_config(options, ranges):
     assert get_ranges(FormalLanguageConfig(**options)) == ranges
 
 
-def test_table_shows_scores_and_the_lengths_nearest_to_round_ones():
+def test_table_shows_scores_and_lengths_closest_to_round_values():
     runs = {"stacktrans": dict.fromkeys((9, 41, 101, 499), 1.0), "lstm": {9: 1.0, 41: 0.9, 101: 0.5, 499: 0.4}}
     head, _, first, second = format_accuracy_table(runs, FormalLanguageConfig()).splitlines()
     assert head.split() == ["41..100", "41..500", "9", "41", "101", "499"]
@@ -32,7 +32,7 @@ def test_table_shows_scores_and_the_lengths_nearest_to_round_ones():
     assert second.split() == ["lstm", "0.900", "0.600", "1.00", "0.90", "0.50", "0.40"]
 
 
-def test_plot_shows_each_run_with_its_mark():
+def test_plot_uses_a_different_marker_per_run():
     falling = {1: 1.0, 50: 0.5, 99: 0.0}
     lines = plot_accuracy({"flat": dict.fromkeys(falling, 1.0), "falling": falling}, max_length=50).splitlines()
     rows = {line[:4].strip(): line[5:] for line in lines[:11]}

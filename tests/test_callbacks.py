@@ -106,7 +106,7 @@ def test_mfu_is_relative_to_the_peak_of_all_devices(clock, module, monkeypatch):
         ("NVIDIA GeForce RTX 3060", 0.0),
     ],
 )
-def test_peak_flops_of_a_card(name, peak, monkeypatch):
+def test_peak_flops_by_device_name(name, peak, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
     assert peak_flops(CUDA) == peak
     assert peak_flops(CPU) == 0.0

@@ -1,4 +1,4 @@
-"""Every mistake in a config is answered by one line that names origin, key, expectation and the nearest right name."""
+"""Config errors: one line with the origin, the key, the expected value and the closest valid name."""
 
 import contextlib
 from pathlib import Path
@@ -139,18 +139,18 @@ def _in_empty_folder(tmp_path, monkeypatch):
         ("plugins=[no_such]", "override plugins=[no_such]: plugins: cannot import 'no_such': no file "),
     ],
 )
-def test_a_mistaken_override_is_named(override, message):
+def test_invalid_override_is_reported(override, message):
     found = mistake([BASE], override)
     assert message in found
     assert override in found or "no training data" in found
 
 
-def test_a_document_mask_wants_a_memory_of_each_token():
+def test_document_mask_requires_a_memory_on_the_depth_axis():
     found = mistake([BASE], "data.document_mask=true", "model.memory.axis=time")
     assert "data.document_mask: not supported by model.memory.axis: time; use false" in found
 
 
-def test_a_named_set_is_a_text():
+def test_validation_sets_are_text():
     found = mistake(["ablation/queue"], "data.validation=olm")
     assert found.endswith(
         "data.validation: unknown choice 'olm' (there are custom, olmo, olmo-49152, v2, v3); did you mean 'olmo'?"
@@ -183,18 +183,18 @@ def test_a_named_set_is_a_text():
         (["data.cache_limit=3xb"], "data.cache_limit: expected a size such as 200gb, found '3xb'"),
     ],
 )
-def test_a_mistaken_mixture_is_named(overrides, message):
+def test_invalid_mixture_is_reported(overrides, message):
     assert message in mistake(["ablation/queue"], *overrides)
 
 
-def test_a_circle_of_interpolations_is_named():
+def test_circular_interpolations_are_reported():
     found = mistake(
         [BASE], "seed=${data.num_workers}", "data.num_workers=${trainer.devices}", "trainer.devices=${seed}"
     )
     assert "goes in a circle" in found
 
 
-def test_a_key_of_a_memory_that_is_off_says_how_to_switch_it_on():
+def test_key_of_a_disabled_memory_reports_how_to_enable_it():
     found = mistake([BASE], "model.memory=null", "model.memory.num_slots=3")
     assert found.startswith("override model.memory.num_slots=3: model.memory: is switched off here; choose one with ")
     assert "model.memory=NAME" in found
@@ -262,13 +262,13 @@ def test_a_key_of_a_memory_that_is_off_says_how_to_switch_it_on():
         ("plugins:\n  - broken.py\n", "x.yaml:2: plugins: cannot import 'broken.py': no file "),
     ],
 )
-def test_a_mistake_in_a_file_is_named_with_its_line(text, message):
+def test_file_error_names_the_line(text, message):
     found = mistake([BASE, write("x.yaml", text)])
     assert message in found
     assert found.startswith("x.yaml:")
 
 
-def test_unknown_configs():
+def test_unknown_config_is_reported():
     assert mistake(["quickstat"]) == "unknown config 'quickstat'; did you mean 'quickstart'?"
     assert mistake(["queue"]) == "unknown config 'queue'; did you mean 'ablation/queue'?"
     assert mistake(["no.yaml"]) == "there is no file no.yaml"
@@ -277,7 +277,7 @@ def test_unknown_configs():
     assert mistake(["model/memory/queue"]) == choice
 
 
-def test_files_that_cannot_be_read():
+def test_unreadable_file_is_reported():
     Path("latin.yaml").write_bytes(b"name: \xff\n")
     assert mistake(["latin.yaml"]).startswith("latin.yaml: cannot be read: ")
     Path("control.yaml").write_bytes(b"# a\nname: \x01\n")
@@ -285,7 +285,7 @@ def test_files_that_cannot_be_read():
     assert compose([BASE, write("no_ending", "seed: 9\n")]).seed == 9
 
 
-def test_a_circle_of_defaults_is_shown():
+def test_circular_defaults_are_listed():
     write("a.yaml", "defaults: [b.yaml]\n")
     write("b.yaml", "defaults: [c.yaml]\n")
     write("c.yaml", "defaults: [b.yaml]\n")
@@ -294,7 +294,7 @@ def test_a_circle_of_defaults_is_shown():
     assert mistake(["self.yaml"]) == "self.yaml: the defaults go in a circle: self.yaml -> self.yaml"
 
 
-def test_a_mistake_is_traced_to_the_file_of_a_choice():
+def test_error_in_a_group_file_names_that_file():
     write("memory.yaml", "# wide\nkind: stack\nnum_heads: 5\nprojection: shared_slices\n")
     found = mistake([BASE, write("x.yaml", "defaults:\n  - model.memory: memory.yaml\n")])
     assert found.startswith(
@@ -333,7 +333,7 @@ PIECES = [
     ),
     value=st.lists(st.sampled_from(PIECES) | st.text(max_size=3), max_size=4).map("".join),
 )
-def test_any_value_gives_a_config_or_a_config_error(key, value):
+def test_any_value_is_accepted_or_raises_config_error(key, value):
     for configs, overrides in ([BASE], [f"{key}={value}"]), ([BASE, "x.yaml"], []):
         Path("x.yaml").write_text(f"# any\n{key}: {value}\n", encoding="utf-8")
         with contextlib.suppress(ConfigError):

@@ -131,7 +131,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize(("arguments", "message"), MISTAKES.items())
-def test_a_mistake_gives_one_line_and_exit_code_2(arguments, message, capsys):
+def test_config_error_is_one_line_with_exit_code_2(arguments, message, capsys):
     assert cli.main(arguments.split()) == 2
     output = capsys.readouterr()
     assert output.out == ""
@@ -139,7 +139,7 @@ def test_a_mistake_gives_one_line_and_exit_code_2(arguments, message, capsys):
     assert output.err.count("\n") == 1
 
 
-def test_a_mistake_in_a_real_process_writes_nothing(tmp_path):
+def test_error_in_a_real_process_writes_no_files(tmp_path):
     (tmp_path / "x.yaml").write_text("defaults: [quickstart]\nmodel:\n  memory: {num_slots: 0}\n")
     before = set(tmp_path.iterdir())
     process = run_program(tmp_path, "fit", "--config", "x.yaml")
@@ -205,7 +205,7 @@ def test_errors_are_one_line_with_an_exit_code(error, code, line, monkeypatch, c
         (RunError("failed"), 1, "error: rank 1: failed\n"),
     ],
 )
-def test_other_ranks_print_only_errors_of_their_own(error, code, line, monkeypatch, capsys):
+def test_other_ranks_print_only_their_own_errors(error, code, line, monkeypatch, capsys):
     monkeypatch.setenv("RANK", "1")
     replace_verb(monkeypatch, "fit", raise_error(error))
     assert cli.main(["fit"]) == code

@@ -1,4 +1,4 @@
-"""Composition: layers, group choices, kinds, interpolation, writing and reading back."""
+"""Config composition: layers, group choices, kinds, interpolation and the YAML round trip."""
 
 import math
 import shutil
@@ -23,7 +23,7 @@ def _in_empty_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-def test_every_layer_wins_over_those_before_it():
+def test_later_layers_override_earlier_layers():
     a = write(
         "a.yaml", "defaults:\n  - schedule: smollm-wsd\nschedule:\n  warmup_steps: 11\ntrainer: {max_steps: 200000}\n"
     )
@@ -39,7 +39,7 @@ def test_every_layer_wins_over_those_before_it():
     assert compose([BASE, a, b], chosen).schedule.warmup_steps == 13
 
 
-def test_all_spellings_of_an_override_are_equal():
+def test_override_spellings_are_equivalent():
     spellings = [
         ["model.memory.num_slots=32", "optimizer.lr=3e-4", "seed=-0"],
         ["--model.memory.num_slots=32", "--optimizer.lr=3e-4", "--seed=-0"],
@@ -66,7 +66,7 @@ def test_all_spellings_of_an_override_are_equal():
         ("logging.root=a=b", "logging.root", "a=b"),
     ],
 )
-def test_values_are_read_as_yaml(text, key, value):
+def test_override_values_are_parsed_as_yaml(text, key, value):
     node = compose([BASE], [text])
     for part in key.split("."):
         node = getattr(node, part)
@@ -74,7 +74,7 @@ def test_values_are_read_as_yaml(text, key, value):
     assert type(node) is type(value)
 
 
-def test_a_group_choice_replaces_the_section():
+def test_group_choice_replaces_the_section():
     stacktrans = compose(["pretrain/stacktrans-360m"], ["model.num_layers=3"])
     assert stacktrans.model.memory.num_slots == 24
     assert stacktrans.model.num_layers == 3
@@ -86,7 +86,7 @@ def test_a_group_choice_replaces_the_section():
     assert compose([BASE, slots], ["model.memory=queue"]).model.memory == compose(["ablation/queue"]).model.memory
 
 
-def test_choices_are_made_before_plain_keys_and_outer_before_inner():
+def test_group_choices_apply_before_keys_and_outer_before_inner():
     orders = [
         ["model.memory.num_slots=7", "model.memory=queue", "model=transformer-360m"],
         ["model=transformer-360m", "model.memory=queue", "model.memory.num_slots=7"],
@@ -96,7 +96,7 @@ def test_choices_are_made_before_plain_keys_and_outer_before_inner():
     assert (first.model.hidden_size, first.model.memory.discipline, first.model.memory.num_slots) == (960, "queue", 7)
 
 
-def test_null_switches_the_memory_off():
+def test_null_disables_the_memory():
     assert compose([BASE], ["model.memory=null"]).model.memory is None
     assert compose([BASE, write("off.yaml", "model: {memory: null}\n")]).model.memory is None
     assert compose([BASE, write("off.yaml", "defaults: [model.memory: null]\n")]).model.memory is None
@@ -104,7 +104,7 @@ def test_null_switches_the_memory_off():
     assert on_again.model.memory.num_heads == 2
 
 
-def test_another_kind_starts_the_section_afresh():
+def test_changing_the_kind_resets_the_section():
     wsd = compose([BASE], ["schedule.decay_steps=100", "schedule.kind=wsd"])
     assert (wsd.schedule.warmup_steps, wsd.schedule.decay_steps, wsd.schedule.final_fraction) == (200, 100, 0.0)
     same = compose([BASE], ["schedule.kind=cosine"])
@@ -114,7 +114,7 @@ def test_another_kind_starts_the_section_afresh():
     assert (linear.schedule.kind, linear.schedule.warmup_steps, linear.schedule.final_fraction) == ("linear", 200, 0.5)
 
 
-def test_defaults_may_name_configs_paths_and_choices():
+def test_defaults_accept_configs_paths_and_choices():
     write("sub/steps.yaml", "schedule: {warmup_steps: 7}\ntrainer: {max_steps: 77}\nseed: 5\n")
     write("sub/memory.yaml", "defaults:\n  - queue\nnum_slots: 6\n")
     top = write("sub/top.yaml", "defaults:\n  - quickstart\n  - steps.yaml\n  - model.memory: memory.yaml\nseed: 6\n")
@@ -123,13 +123,13 @@ def test_defaults_may_name_configs_paths_and_choices():
     assert (config.model.memory.discipline, config.model.memory.num_slots) == ("queue", 6)
 
 
-def test_the_name_is_that_of_the_configs_unless_set():
+def test_name_defaults_to_the_config_names():
     assert compose(["ablation/queue"]).name == "ablation/queue"
     assert compose([BASE, write("more.yaml", "seed: 1\n")]).name == "base+more"
     assert compose([BASE], ["name=mine"]).name == "mine"
 
 
-def test_sets_add_up_by_name():
+def test_validation_sets_are_merged_by_name():
     path = write("sets.yaml", "data:\n  validation: {dolma-v1.6: data/a, wiki: data/b}\n")
     config = compose(["ablation/queue", path], ["data.validation.wiki=data/c"])
     olmo = {"v2": "data/olmo-49152/v2", "v3": "data/olmo-49152/v3"}
@@ -137,24 +137,24 @@ def test_sets_add_up_by_name():
 
 
 @pytest.mark.parametrize(("choice", "sets"), [("v2", {"v2": "data/olmo/v2"}), ("null", {})])
-def test_a_choice_of_validation_sets_replaces_them(choice, sets):
+def test_choosing_validation_sets_replaces_the_defaults(choice, sets):
     assert compose(["ablation/queue"], [f"data.validation={choice}"]).data.validation == sets
     path = write("mine.yaml", f"defaults:\n  - ablation/queue\n  - data.validation: {choice}\n")
     assert compose([path]).data.validation == sets
 
 
-def test_null_stands_for_no_validation_sets_in_a_file_too():
+def test_null_in_a_file_removes_all_validation_sets():
     assert compose(["ablation/queue", write("none.yaml", "data:\n  validation: null\n")]).data.validation == {}
 
 
-def test_interpolation_sees_the_last_value():
+def test_interpolation_uses_the_final_value():
     assert compose([BASE], ["data.vocab_size=999"]).model.vocab_size == 999
     assert compose(["ablation/full_dim"]).model.memory.head_dim == 240
     assert compose([BASE], ["model.memory=full_dim", "model.memory.num_heads=2"]).model.memory.head_dim == 96
 
 
 @pytest.mark.parametrize("name", list_config_names())
-def test_a_written_config_reads_back_equal(name):
+def test_written_config_is_read_back_unchanged(name):
     config = compose([BASE, name], ["seed=3"])
     Path("config.yaml").write_text(to_yaml(config))
     assert load_config("config.yaml") == config
@@ -171,7 +171,7 @@ texts = st.text(st.characters(codec="utf-8", exclude_characters="$\x00\\", exclu
     slots=st.none() | st.integers(24, 10**20),
     seed=st.integers(0, 2**32 - 1),
 )
-def test_any_values_survive_writing_and_reading(path, lr, slots, seed):
+def test_arbitrary_values_survive_a_yaml_round_trip(path, lr, slots, seed):
     config = compose(["ablation/queue"])
     config.data.path, config.data.validation, config.seed = path, {"a.b c": path}, seed
     config.optimizer.lr, config.model.memory.eval_num_slots = lr, slots
@@ -190,7 +190,7 @@ layer = st.fixed_dictionaries({}, optional=KEYS).filter(bool)
 
 @settings(max_examples=40, deadline=None)
 @given(files=st.lists(layer, max_size=3), overrides=layer, order=st.randoms(use_true_random=False))
-def test_the_last_layer_that_names_a_key_decides(files, overrides, order):
+def test_last_layer_with_a_key_wins(files, overrides, order):
     names = []
     for number, keys in enumerate([{"trainer.max_steps": 50, "seed": 0}, *files]):
         config = [f"{key.split('.')[0]}: {nested(key, value)}" for key, value in keys.items()]
@@ -212,7 +212,7 @@ def nested(key: str, value: object) -> str:
     return "".join(f"{{{part}: " for part in inner) + repr(value) + "}" * len(inner)
 
 
-def test_configs_are_found_in_a_checkout_and_in_an_installed_package(tmp_path):
+def test_configs_folder_of_a_checkout_and_an_installed_package(tmp_path):
     package = tmp_path / "site" / "stackexp"
     package.mkdir(parents=True)
     (tmp_path / "site" / "configs").mkdir()
@@ -221,7 +221,7 @@ def test_configs_are_found_in_a_checkout_and_in_an_installed_package(tmp_path):
     assert yaml_files.configs_folder(package) == package / "configs"
 
 
-def test_an_installed_package_reads_its_own_configs(tmp_path):
+def test_installed_package_uses_its_own_configs(tmp_path):
     root = Path(yaml_files.__file__).parents[2]
     shutil.copytree(root / "stackexp", tmp_path / "site" / "stackexp", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copytree(root / "configs", tmp_path / "site" / "stackexp" / "configs")
@@ -232,12 +232,12 @@ def test_an_installed_package_reads_its_own_configs(tmp_path):
     assert done.stdout.strip() == "queue", done.stderr
 
 
-def test_composing_gives_instances_of_the_registered_dataclasses():
+def test_compose_builds_the_registered_dataclasses():
     config = compose([BASE])
     assert type(config.model.memory) is StackMemoryConfig
     assert type(config.data) is registry.get_entry("data", "stdlib").config
 
 
-def test_flatten():
+def test_flatten_joins_keys_with_dots():
     assert flatten({"a": {"b": 1, "c": {"d": None}}, "e": [2]}) == {"a.b": 1, "a.c.d": None, "e": [2]}
     assert flatten({"a": {"b": Leaf(1, "x.yaml:1")}}) == {"a.b": 1}

@@ -1,4 +1,4 @@
-"""What is shipped: every YAML composes, builds on the meta device and says what it is for; `configs list|show`."""
+"""Shipped configs: each composes, builds on the meta device and states its purpose; `configs list|show`."""
 
 import dataclasses
 import functools
@@ -15,7 +15,7 @@ from stackexp.planning.catalog import build_on_meta, section_choices, shorten
 from stackexp.sweeps.grid import expand
 from stackexp.sweeps.sweep import load_sweep
 
-CURRICULUM = {"curriculum_steps": 700, "curriculum_start": 3}  # of the baselines of formal languages
+CURRICULUM = {"curriculum_steps": 700, "curriculum_start": 3}  # of the formal-language baselines
 CONFIGS = [name for name in list_config_names() if not is_recipe(name)]
 RECIPES = [name for name in list_config_names() if is_recipe(name)]
 CHOICES = [(section, name) for section in list_sections() for name in list_yaml_names(get_group_folder(section))]
@@ -47,7 +47,7 @@ def test_every_choice_builds(section, name):
     assert build_on_meta(config).num_parameters() > 0
 
 
-def test_every_file_is_a_config_or_a_choice_and_says_what_it_is_for():
+def test_every_yaml_file_is_reachable_and_states_its_purpose():
     files = {path.resolve() for path in configs_folder().rglob("*") if path.is_file()}
     known = {find_config(name) for name in list_config_names()}
     known |= {get_group_folder(section) / f"{name}.yaml" for section, name in CHOICES}
@@ -58,7 +58,7 @@ def test_every_file_is_a_config_or_a_choice_and_says_what_it_is_for():
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_presets_have_the_sizes_of_the_field(size):
+def test_presets_have_the_stated_sizes(size):
     low, high = SIZES[size]
     transformer, stacktrans = build(f"pretrain/transformer-{size}")[1], build(f"pretrain/stacktrans-{size}")[1]
     assert low <= transformer.num_parameters() <= high
@@ -66,7 +66,7 @@ def test_presets_have_the_sizes_of_the_field(size):
     assert stacktrans.num_parameters(memory=True) > 0
 
 
-def test_the_stack_of_360m_has_the_paper_s_size():
+def test_stack_of_360m_has_the_papers_size():
     assert build("ablation/stacktrans")[1].num_parameters(memory=True) == 3_940_384
 
 
@@ -90,7 +90,7 @@ def test_the_stack_of_360m_has_the_paper_s_size():
         ),
     ],
 )
-def test_an_ablation_differs_from_stacktrans_in_its_intervention_alone(name, change):
+def test_ablation_changes_only_its_intervention(name, change):
     ablation, stacktrans = compose([f"ablation/{name}"]), compose(["ablation/stacktrans"])
     memory = vars(ablation.model.memory)
     assert {key: memory[key] for key in memory if memory[key] != vars(stacktrans.model.memory)[key]} == change
@@ -98,7 +98,7 @@ def test_an_ablation_differs_from_stacktrans_in_its_intervention_alone(name, cha
     assert ablation == stacktrans
 
 
-def test_the_ablations_follow_the_recipe_closest_to_the_paper():
+def test_ablations_use_olmo_hyperparameters():
     config = build("ablation/transformer")[0]
     assert config.total_tokens == pytest.approx(20e9, rel=1e-4)
     assert (config.data.context_length, config.data.global_batch_tokens) == (2048, 2_097_152)
@@ -111,7 +111,7 @@ def test_the_ablations_follow_the_recipe_closest_to_the_paper():
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_recipe_leaves_the_data_be(name, tmp_path):
+def test_recipe_keeps_the_dataset(name, tmp_path):
     mine = tmp_path / "mine.yaml"
     mine.write_text("data: {kind: shards, path: mine, vocab_size: 300, context_length: 64, validation: {left: a}}\n")
     config = compose([str(mine), name])
@@ -120,14 +120,14 @@ def test_a_recipe_leaves_the_data_be(name, tmp_path):
     assert build_on_meta(config).num_parameters() > 0
 
 
-def test_a_folder_of_shards_has_one_context_length():
+def test_each_shard_folder_has_one_context_length():
     data = [build(name)[0].data for name in CONFIGS if build(name)[0].data.kind == "shards"]
     lengths = {shards.path: shards.context_length for shards in data}
     assert all(lengths[shards.path] == shards.context_length for shards in data)
     assert lengths["data/dolma-4096"] == 4096
 
 
-def test_recipes_go_on_top_of_presets():
+def test_recipes_override_presets():
     config = compose(["pretrain/stacktrans-360m", "recipe/smollm"])
     assert config.model.memory.num_slots == 24
     assert (config.model.init, config.model.init_std) == ("normal", 0.03227)
@@ -142,7 +142,7 @@ def test_recipes_go_on_top_of_presets():
 
 @pytest.mark.parametrize("name", [name for name in CONFIGS if name.startswith(("pretrain/", "ablation/"))])
 @pytest.mark.parametrize(("schedule", "kind"), [("olmo-cosine", "cosine"), ("smollm-wsd", "wsd")])
-def test_every_pretraining_config_takes_both_schedules_and_data_from_afar(name, schedule, kind):
+def test_pretraining_configs_accept_both_schedules_and_remote_data(name, schedule, kind):
     config = compose([name], [f"schedule={schedule}", "data.remote=s3://bucket/set"])
     assert config.schedule.kind == kind
     assert (config.data.remote, set(config.data.validation)) == ("s3://bucket/set", {"v2", "v3"})
@@ -150,7 +150,7 @@ def test_every_pretraining_config_takes_both_schedules_and_data_from_afar(name, 
 
 
 @pytest.mark.parametrize("memory", ["transformer", "stacktrans", "queue", "push_only", "single_head", "full_dim"])
-def test_an_ablation_in_olmo_s_vocabulary_differs_in_its_data_alone(memory):
+def test_olmo_ablation_changes_only_the_data(memory):
     olmo, ours = compose([f"pretrain/olmo-ablation-{memory}"]), compose([f"ablation/{memory}"])
     assert (olmo.model.vocab_size, olmo.data.validation) == (50304, {"v2": "data/olmo/v2", "v3": "data/olmo/v3"})
     olmo.model.vocab_size, olmo.data, olmo.name = ours.model.vocab_size, ours.data, ours.name
@@ -182,7 +182,7 @@ def test_show_prints_the_config_and_its_cost(capsys):
     assert f"{model.flops_per_token(2048):.3e} per token" in shown
 
 
-def test_numbers_for_reading():
+def test_shorten_formats_large_numbers():
     assert [shorten(n) for n in (12, 1200, 361_821_120, 20e9, 4.1e12)] == ["12", "1.2K", "361.8M", "20.0B", "4.1T"]
 
 
@@ -192,14 +192,14 @@ def test_paths_in_configs_are_relative():
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_a_recipe_of_formal_languages_keeps_the_sizes_and_the_lengths_of_all(task):
+def test_formal_recipes_share_model_sizes_and_lengths(task):
     recipe, base = build(f"formal/stacktrans/{task}")[0], build("formal/stacktrans")[0]
     assert recipe.data.task == task
     gated = recipe.model.memory.feedback_activation == "gated"
     sizes = ("hidden_size", "num_heads", "intermediate_size", "causal")
     assert [getattr(recipe.model, key) for key in sizes] == [getattr(base.model, key) for key in sizes]
     assert recipe.model.num_layers == (3 if task == "compute_sqrt" else 1 if gated else base.model.num_layers)
-    everywhere = task in ("bucket_sort", "compute_sqrt")  # what counts all symbols, or fetches the first
+    everywhere = task in ("bucket_sort", "compute_sqrt")  # counts all symbols, or fetches the first
     assert recipe.model.positional == ("none" if everywhere else "alibi")
     automaton = task in ("even_pairs", "parity_check")
     assert recipe.model.attention_window == (8 if automaton else 1 if gated and not everywhere else None)
@@ -213,19 +213,19 @@ def test_a_recipe_of_formal_languages_keeps_the_sizes_and_the_lengths_of_all(tas
 
 
 @pytest.mark.parametrize("name", ["stacktrans-depth", "stack_attention"])
-def test_baselines_of_formal_languages_differ_in_their_memory_alone(name):
+def test_formal_baselines_differ_only_in_the_memory(name):
     ours, plain = build(f"formal/{name}")[0], build("formal/transformer")[0]
-    data = dataclasses.replace(ours.data, eval_batch_size=plain.data.eval_batch_size)  # changes no figure
+    data = dataclasses.replace(ours.data, eval_batch_size=plain.data.eval_batch_size)  # does not change the scores
     model = dataclasses.replace(ours.model, memory=None)
     assert dataclasses.replace(ours, name=plain.name, data=data, model=model) == plain
 
 
-def test_stacks_of_the_depth_axis_are_tested_with_the_slots_they_were_trained_with():
-    """Empty slots have a part in the softmax of a global read: more of them are another function."""
+def test_depth_stacks_are_tested_with_the_training_slots():
+    """A global read attends to empty slots too, so more slots would change the function."""
     assert build("formal/stacktrans-depth")[0].model.memory.eval_num_slots is None
 
 
-def test_stacktrans_differs_from_the_transformer_in_its_memory_and_the_way_it_is_trained():
+def test_formal_stacktrans_changes_only_memory_curriculum_and_eps():
     ours, plain = build("formal/stacktrans")[0], build("formal/transformer")[0]
     data, model = dataclasses.replace(ours.data, **CURRICULUM), dataclasses.replace(ours.model, memory=None)
     optimizer = dataclasses.replace(ours.optimizer, eps=1e-8)
@@ -233,14 +233,14 @@ def test_stacktrans_differs_from_the_transformer_in_its_memory_and_the_way_it_is
 
 
 @pytest.mark.parametrize("name", ["lstm", "stack_rnn", "stack_attention", "transformer", "stacktrans-depth"])
-def test_baselines_of_formal_languages_are_trained_alike(name):
+def test_formal_baselines_share_the_training_options(name):
     config = build(f"formal/{name}")[0]
     assert {key: getattr(config.data, key) for key in CURRICULUM} == CURRICULUM
     assert config.optimizer.eps == 1e-8
 
 
-def test_every_model_of_formal_languages_is_tested_alike():
-    """Put down once: quick alone tests less."""
+def test_formal_models_share_the_test_options():
+    """Only formal/quick tests fewer lengths and strings."""
     for name in CONFIGS:
         if name.startswith("formal/") and name != "formal/quick":
             data = build(name)[0].data
@@ -248,12 +248,12 @@ def test_every_model_of_formal_languages_is_tested_alike():
 
 
 @pytest.mark.parametrize("name", ["lstm", "stack_rnn"])
-def test_recurrent_models_are_as_large_as_stacktrans(name):
+def test_recurrent_models_match_the_size_of_stacktrans(name):
     parameters = build("formal/stacktrans")[1].num_parameters()
     assert build(f"formal/{name}")[1].num_parameters() == pytest.approx(parameters, rel=0.02)
 
 
-def test_the_table_has_every_task_by_every_model():
+def test_formal_table_has_every_task_and_model():
     sweep = load_sweep("formal_table")
     models = ["lstm", "stack_rnn", "stack_attention", "transformer", "stacktrans-depth", "stacktrans"]
     names = [entry["name"] for entry in sweep.config.list]

@@ -1,4 +1,4 @@
-"""The rolling hash of the training data: what it depends on, where it is stored, and runs that differ in it."""
+"""The rolling hash of the training data: its inputs, its file, and comparisons of runs with different data."""
 
 import json
 import shutil
@@ -77,8 +77,8 @@ def test_the_hash_does_not_depend_on_micro_batches_processes_or_stops(forks, tin
     forks.run(*resume, f"data.path={tmp_path / 'moved'}")
     assert list(read_hash_log(one.path)) == before
     one.result.unlink()
-    said = forks.run(*resume, f"data.path={corpus['left']}", expect=1)
-    assert f"error: {corpus['left']}: the sequences have changed since the run began" in said
+    output = forks.run(*resume, f"data.path={corpus['left']}", expect=1)
+    assert f"error: {corpus['left']}: the sequences have changed since the run began" in output
 
 
 def test_report_compare_refuses_runs_on_different_data(tiny, tmp_path, capsys):

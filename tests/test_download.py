@@ -1,4 +1,4 @@
-"""Downloads of OLMo's sets from a server with faults: resume, retries, and errors in one line."""
+"""Downloads from a faulty server: resume, retries and one-line errors."""
 
 import socket
 import subprocess

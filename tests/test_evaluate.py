@@ -1,4 +1,4 @@
-"""`validate` and `test`: figures that no batch size or process count changes, records and kills."""
+"""`validate` and `test`: scores independent of batch size and process count, output records, and kills."""
 
 import contextlib
 import io
@@ -81,7 +81,7 @@ def compute_losses(run: RunFolder, tokens: np.ndarray, starts: range) -> tuple[l
     return losses, counts
 
 
-def test_figures_match_a_plain_loop_over_the_file(fitted, record):
+def test_scores_match_a_plain_loop_over_the_file(fitted, record):
     for name, length in LENGTHS.items():
         losses, counts = compute_losses(fitted, make_tokens(name), range(0, length - CHUNK + 1, CHUNK))
         mean = np.mean([loss / count for loss, count in zip(losses, counts, strict=True)])  # OLMo averages chunk means
@@ -93,7 +93,7 @@ def test_figures_match_a_plain_loop_over_the_file(fitted, record):
     assert (record["context_length"], record["keep_remainder"]) == (CHUNK, False)
 
 
-def test_keep_remainder_scores_every_token_but_the_first_once(fitted):
+def test_score_remainder_scores_every_token_but_the_first_once(fitted):
     record = evaluate(fitted, "--score-remainder", "--sets", "v2/a,v2/c")
     assert list(record["sets"]) == ["v2/a", "v2/c"]
     for name in ("a", "c"):
@@ -105,7 +105,7 @@ def test_keep_remainder_scores_every_token_but_the_first_once(fitted):
     assert record["keep_remainder"]
 
 
-def test_batch_size_and_processes_do_not_change_figures(fitted, record, tmp_path):
+def test_batch_size_and_process_count_do_not_change_scores(fitted, record, tmp_path):
     again = evaluate(fitted, "data.eval_batch_size=1")["sets"]
     two = ("trainer.devices=2", "data.micro_batch_size=2", "data.eval_batch_size=3")
     output = Forks(tmp_path).run("validate", "--run", fitted.path, *two, ranks=2)
@@ -130,7 +130,7 @@ def test_averages_are_means_over_a_group_and_over_all_sets(fitted, record):
     assert f"{record['sets']['left']['loss']:.4f}" in table
 
 
-def test_the_result_of_a_fit_has_the_figures_of_whole_sets(fitted, record):
+def test_fit_result_has_scores_over_full_sets(fitted, record):
     result = read_json(fitted.result)
     assert all(result[key] == record[key] for key in ("sets", "groups", "average"))
 
@@ -149,7 +149,7 @@ def test_validation_during_training_samples_the_sets_evenly(fitted):
     assert lines[-1]["sample/v2/average/loss"] == pytest.approx(mean)
 
 
-def test_tensorboard_has_the_figures_at_the_step_of_the_checkpoint(fitted, group):
+def test_tensorboard_has_the_scores_at_the_checkpoint_step(fitted, group):
     def list_steps(tag: str) -> list[int]:
         events = EventAccumulator(str(fitted.path), size_guidance={"scalars": 0}).Reload()
         return sorted(e.step for e in events.Scalars(tag)) if tag in events.Tags()["scalars"] else []
@@ -212,7 +212,7 @@ def test_long_evaluations_show_progress_on_standard_error(fitted, monkeypatch, c
 
 @pytest.fixture
 def many_sets(tmp_path) -> Path:
-    """A group of twelve sets, enough for a kill in the middle."""
+    """A group of twelve sets, enough to kill the evaluation in the middle."""
     rng = np.random.default_rng(0)
     (tmp_path / "many").mkdir()
     for number in range(12):

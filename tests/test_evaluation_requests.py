@@ -1,4 +1,4 @@
-"""Requests to `validate` and `test`: their output files, partial results and mistakes. No model is trained."""
+"""Requests to `validate` and `test`: output files, partial results and errors. No model is trained."""
 
 import re
 from pathlib import Path
@@ -42,7 +42,7 @@ def make_request(run: RunFolder, *sets: str, overrides: tuple[str, ...] = (), ck
     return EvaluationRequest("validate", config, run, ckpt_path, sets)
 
 
-def test_the_key_of_a_set_changes_with_everything_its_figures_depend_on(run, tmp_path):
+def test_set_key_changes_with_every_input_of_its_scores(run, tmp_path):
     rng = np.random.default_rng(0)
     for name in ("set00", "set01"):
         (tmp_path / f"{name}.npy").write_bytes(rng.integers(1, VOCAB, 2 * CHUNK).astype("<u2").tobytes())
@@ -80,7 +80,7 @@ def test_evaluations_share_a_file_of_partial_results(tmp_path):
     assert not path.exists()
 
 
-def test_figures_of_different_options_have_files_of_their_own(run):
+def test_different_options_use_separate_output_files(run):
     def name(*sets: str, **options) -> str:
         return make_request(run, *sets, **options).output.name
 
@@ -120,7 +120,7 @@ def test_figures_of_different_options_have_files_of_their_own(run):
         ("--ckpt_path nowhere", 1, "nowhere: no such checkpoint; give a folder in a run's checkpoints/"),
     ],
 )
-def test_mistakes_are_reported_in_one_line(run, tmp_path, monkeypatch, capsys, options, code, message):
+def test_errors_are_one_line(run, tmp_path, monkeypatch, capsys, options, code, message):
     monkeypatch.chdir(tmp_path)
     np.array([1, 50_279] * 99, "<u2").tofile("large.npy")
     Path("odd.npy").write_bytes(b"abc")
@@ -131,7 +131,7 @@ def test_mistakes_are_reported_in_one_line(run, tmp_path, monkeypatch, capsys, o
     assert printed.err.count("\n") == 1
 
 
-def test_an_error_that_all_processes_share_is_reported_once(run, tmp_path):
+def test_error_shared_by_all_processes_is_reported_once(run, tmp_path):
     (tmp_path / "odd.npy").write_bytes(b"abc")
     command = ("validate", "--run", run.path, "--sets", "x=odd.npy", "trainer.devices=2")
     output = Forks(tmp_path).run(*command, ranks=2, expect=1)

@@ -1,4 +1,4 @@
-"""Evaluation sets that cannot be used: one error line that names the file."""
+"""Unusable evaluation sets: one error line that names the file."""
 
 import gzip
 import json

@@ -1,4 +1,4 @@
-"""Evaluation sets: every kind of file gives its tokens, and every mistake is one error line."""
+"""Evaluation sets: reading every kind of file, caching and conversion."""
 
 import gzip
 import math

@@ -1,4 +1,4 @@
-"""`data fetch`: checks of OLMo's sets, folders as mirrors, and errors in one line."""
+"""`data fetch`: checks of OLMo's sets, local mirrors and one-line errors."""
 
 import json
 import shutil
@@ -77,7 +77,7 @@ def test_a_truncated_file_is_reported(fetch, server, tmp_path, capsys, ids, end)
     assert ("v2/ptb ends within a document" in capsys.readouterr().err) == (ids[-1] != end)
 
 
-def test_another_number_of_instances_is_reported(fetch, server, capsys):
+def test_wrong_number_of_instances_is_reported(fetch, server, capsys):
     server.files[PTB.path] = make_ids(1, 46 * 2048 - 1)
     assert fetch("v2", "--only", "ptb") == 0
     assert "note" not in capsys.readouterr().err

@@ -70,7 +70,7 @@ def test_append_json_line_is_one_write(tmp_path):
     assert list(files.read_json_lines(path))[-1]["text"] == "a\u2028b"
 
 
-def test_lock_ends_with_its_holder_even_if_a_forked_child_lives(tmp_path):
+def test_lock_ends_with_its_holder_even_if_a_forked_child_survives(tmp_path):
     path = tmp_path / "lock"
     holder = subprocess.Popen([sys.executable, "-c", HOLDER, path], stdout=subprocess.PIPE, start_new_session=True)
     try:

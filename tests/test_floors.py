@@ -57,7 +57,7 @@ def find_imports(node: ast.AST, within_functions: bool = True) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("file", FILES)
-def test_a_file_imports_from_its_floor_and_below(file):
+def test_files_import_only_from_their_floor_and_below(file):
     module = ast.parse(FILES[file].read_text(encoding="utf-8"))
     found = list(find_imports(module))
     assert [n for n in found if n.startswith("stackexp.") and find_floor(n) > find_floor(file)] == []
@@ -67,7 +67,7 @@ def test_a_file_imports_from_its_floor_and_below(file):
         assert not HEAVY & {name.split(".")[0] for name in find_imports(module, within_functions=False)}
 
 
-def test_files_do_not_import_each_other_in_a_circle():
+def test_no_circular_imports():
     graph = {}
     for name, path in MODULES.items():
         found = set(find_imports(ast.parse(path.read_text(encoding="utf-8")), within_functions=False))

@@ -1,4 +1,4 @@
-"""What is answered to mistakes in experiments on formal languages: one line each, before anything starts."""
+"""Invalid formal-language experiments: one error line each, before anything starts."""
 
 import pytest
 
@@ -7,8 +7,8 @@ from stackexp.cli import main
 FIT = ["fit", "--config", "formal/stacktrans"]
 
 
-def said(capsys, *arguments: str) -> str:
-    """The one line of an error."""
+def read_fit_error(capsys, *arguments: str) -> str:
+    """Run a fit that fails, and return its error line."""
     assert main([*FIT, *arguments]) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
@@ -49,26 +49,26 @@ def said(capsys, *arguments: str) -> str:
         ),
     ],
 )
-def test_a_mistake_in_the_config_names_key_and_way_out(capsys, overrides, words):
-    line = said(capsys, *overrides)
+def test_config_error_names_the_key_and_the_fix(capsys, overrides, words):
+    line = read_fit_error(capsys, *overrides)
     for word in words:
         assert word in line
 
 
-def test_sets_of_a_test_have_no_names(capsys, tmp_path):
+def test_test_rejects_set_names(capsys, tmp_path):
     (tmp_path / "config.yaml").write_text("defaults: [formal/transformer]\n")
     assert main(["test", "--run", str(tmp_path), "--sets", "length_041"]) == 2
     assert "data.eval_length_stride" in capsys.readouterr().err
 
 
-def test_there_is_no_text_to_continue(capsys, tmp_path):
+def test_generate_rejects_formal_language_models(capsys, tmp_path):
     (tmp_path / "config.yaml").write_text("defaults: [formal/transformer]\n")
     assert main(["generate", "--run", str(tmp_path)]) == 1
     assert "trained on reverse_string, not on text" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("stage", ["validate", "test"])
-def test_strings_have_no_remainder(capsys, tmp_path, stage):
+def test_score_remainder_is_rejected(capsys, tmp_path, stage):
     (tmp_path / "config.yaml").write_text("defaults: [formal/transformer]\n")
     assert main([stage, "--run", str(tmp_path), "--score-remainder"]) == 2
     [line] = capsys.readouterr().err.splitlines()

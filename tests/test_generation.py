@@ -68,13 +68,13 @@ def test_temperature_divides_the_logits(temperature):
 
 
 @pytest.mark.parametrize(("top_p", "kept"), [(0.7, [0, 0.5, 0, 0.25]), (0.5, [0, 0.5, 0, 0]), (0.0, [0, 0.5, 0, 0])])
-def test_the_nucleus_of_four_tokens(top_p, kept):
+def test_top_p_of_four_tokens(top_p, kept):
     assert keep_nucleus(torch.tensor([[0.1, 0.5, 0.15, 0.25]]), top_p).tolist() == [kept]
 
 
 @settings(deadline=None)
 @given(logits=st.lists(st.floats(-8, 8), min_size=2, max_size=12), top_p=st.floats(0.01, 0.99))
-def test_the_nucleus_is_the_smallest_set_with_the_probability(logits, top_p):
+def test_top_p_keeps_the_smallest_set_with_the_probability(logits, top_p):
     probabilities = torch.tensor([logits]).softmax(-1)
     kept = keep_nucleus(probabilities, top_p)[0]
     inside = kept[kept > 0]

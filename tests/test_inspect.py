@@ -42,7 +42,7 @@ def inspect(capsys, path: Path, *options: object, code: int = 0) -> dict:
     return found
 
 
-def test_figures_lengths_and_samples_of_a_prepared_set(prepared, capsys):
+def test_counts_lengths_and_samples_of_a_prepared_set(prepared, capsys):
     found = inspect(capsys, prepared, "--samples", 2)
     token_set, tokenizer = TokenSet(prepared), load_tokenizer(prepared / "tokenizer.json")
     lengths = [len(tokenizer.encode(text).ids) + 1 for text in DOCUMENTS]
@@ -184,7 +184,7 @@ def test_path_without_a_dataset_is_a_one_line_error(prepared, tmp_path, capsys):
         ("a --sample 3", "samples"),
     ],
 )
-def test_mistakes_are_one_line_errors(arguments, message, capsys):
+def test_errors_are_one_line(arguments, message, capsys):
     assert main(["data", "inspect", *arguments.split()]) == 2
     [line] = capsys.readouterr().err.splitlines()
     assert message in line

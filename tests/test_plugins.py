@@ -1,4 +1,4 @@
-"""Plugins: files and modules that add kinds."""
+"""Plugins: files and modules that register new kinds."""
 
 from pathlib import Path
 
@@ -39,7 +39,7 @@ def _forget_plugins():
 
 
 @pytest.mark.usefixtures("_forget_plugins")
-def test_a_plugin_beside_the_config_adds_a_kind(monkeypatch, tmp_path):
+def test_plugin_next_to_the_config_adds_a_kind(monkeypatch, tmp_path):
     write("sub/ring.py", PLUGIN.format(kind="ring"))
     path = write("sub/x.yaml", "plugins: [ring.py]\nmodel: {memory: {kind: ring, size: 4}}\n")
     config = compose([BASE, path])
@@ -55,7 +55,7 @@ def test_a_plugin_beside_the_config_adds_a_kind(monkeypatch, tmp_path):
 
 
 @pytest.mark.usefixtures("_forget_plugins")
-def test_plugins_of_all_layers_add_up(monkeypatch):
+def test_plugins_of_all_layers_are_merged(monkeypatch):
     for kind in ("one", "two"):
         write(f"{kind}.py", PLUGIN.format(kind=kind))
     write("lib/three_plugin.py", PLUGIN.format(kind="three"))
@@ -84,7 +84,7 @@ def test_plugins_of_all_layers_add_up(monkeypatch):
     ],
 )
 @pytest.mark.usefixtures("_forget_plugins")
-def test_a_broken_plugin_is_one_line(code, message):
+def test_broken_plugin_is_a_one_line_error(code, message):
     write("bad.py", code)
     assert message in mistake([BASE, write("x.yaml", "seed: 1\nplugins:\n  - bad.py\n")])
 
@@ -116,7 +116,7 @@ class Nested:
 
 
 @pytest.mark.usefixtures("_forget_plugins")
-def test_a_plugin_may_nest_its_options_and_hold_what_it_builds():
+def test_plugin_options_can_be_nested():
     base = [
         BASE,
         write("x.yaml", f"plugins: [{write('nested.py', NESTED)}]\nmodel: {{memory: {{kind: nested}}}}\n"),
@@ -134,7 +134,7 @@ def test_a_plugin_may_nest_its_options_and_hold_what_it_builds():
 
 
 @pytest.mark.usefixtures("_forget_plugins")
-def test_options_that_yaml_cannot_fill_are_named():
+def test_unsupported_option_types_are_reported():
     write("bad.py", NESTED.replace("maybe: int | None = None", "maybe: bytearray = field(default_factory=bytearray)"))
     write("x.yaml", "plugins: [bad]\nmodel: {memory: {kind: nested}}\n")
     assert mistake([BASE, "x.yaml"]).startswith("x.yaml:2: model.memory.kind: Config: ")

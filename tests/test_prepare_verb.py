@@ -35,7 +35,7 @@ from stackexp.data.shards import TokenSet
         ("a --to b --vocab-size 300 --launcher pbs", "--launcher"),
     ],
 )
-def test_mistakes_are_one_line_errors(arguments, message, tmp_path, monkeypatch, capsys):
+def test_errors_are_one_line(arguments, message, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(["data", "prepare", *arguments.split()]) == 2
     [line] = capsys.readouterr().err.splitlines()

@@ -69,7 +69,7 @@ def test_unreadable_files_and_folders_are_refused(tmp_path, monkeypatch):
     assert "\n" not in str(error.value)
 
 
-def test_text_and_json_files_are_split_alike(tmp_path, monkeypatch):
+def test_text_and_json_files_are_split_identically(tmp_path, monkeypatch):
     monkeypatch.setattr(readers, "PIECE_CHARACTERS", 50)
     text = "a line of it\r\nand more of 東京, " * 30 + "\n"
     (tmp_path / "a.txt").write_bytes(text.encode())

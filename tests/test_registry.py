@@ -1,4 +1,4 @@
-"""The registry: names to dataclasses and to what they build, imported only when it is built."""
+"""The registry: names, their config dataclasses and lazily imported classes."""
 
 import subprocess
 import sys
@@ -18,7 +18,7 @@ def _forget_what_a_test_registers():
     registry._entries.update(before)
 
 
-def test_a_kind_registered_by_its_options_is_imported_when_it_is_built():
+def test_kind_with_an_import_path_is_imported_when_built():
     @registry.register("memory", "fractions", builds="fractions:Fraction")
     @dataclass
     class Config:
@@ -29,7 +29,7 @@ def test_a_kind_registered_by_its_options_is_imported_when_it_is_built():
     assert registry.get_entry("memory", "fractions").load().__name__ == "Fraction"
 
 
-def test_a_kind_registered_by_what_it_builds_gets_section_and_arguments():
+def test_registered_class_receives_section_and_arguments():
     @dataclass
     class Config:
         kind: str = "echo"
@@ -42,7 +42,7 @@ def test_a_kind_registered_by_what_it_builds_gets_section_and_arguments():
     assert registry.build("memory", config, 1, layer=2) == (config, (1,), {"layer": 2})
 
 
-def test_register_says_what_is_wrong():
+def test_register_reports_invalid_arguments():
     with pytest.raises(ValueError, match="give `builds` on a dataclass or `config` on what it builds"):
         registry.register("memory", "x")
     with pytest.raises(ValueError, match="Options must be a dataclass with the field `kind"):
@@ -69,7 +69,7 @@ def test_register_says_what_is_wrong():
         registry.get_entry("memory", "x")
 
 
-def test_registering_the_same_class_again_is_no_clash():
+def test_registering_the_same_class_twice_is_allowed():
     before = registry.get_entry("memory", "stack")
     registry.register("memory", "stack", builds="stackexp.models.memories.extensions:ExtendedStackMemory")(
         StackMemoryConfig
@@ -78,13 +78,13 @@ def test_registering_the_same_class_again_is_no_clash():
 
 
 @pytest.mark.parametrize(("group", "kind"), sorted(registry._entries))
-def test_what_a_kind_names_exists(group, kind):
+def test_every_registered_kind_can_be_loaded(group, kind):
     entry = registry.get_entry(group, kind)
     assert is_dataclass(entry.config)
     assert entry.config().kind == kind
     assert callable(entry.load())
 
 
-def test_the_schema_needs_no_torch():
+def test_schema_does_not_import_torch():
     code = "import sys, stackexp.config.compose; print(sorted({'torch', 'lightning', 'numpy'} & set(sys.modules)))"
     assert subprocess.check_output([sys.executable, "-c", code], text=True) == "[]\n"

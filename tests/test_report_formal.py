@@ -1,4 +1,4 @@
-"""The formal-language table: which runs, recipes and tests count in a cell, from made-up run folders."""
+"""The formal-language table: the runs, recipes and tests counted in a cell, from synthetic run folders."""
 
 import json
 import re

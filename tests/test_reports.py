@@ -1,4 +1,4 @@
-"""Tables, and the comparison of runs from their folders."""
+"""Tables, and run comparison from run folders."""
 
 import json
 

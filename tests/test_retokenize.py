@@ -1,4 +1,4 @@
-"""Conversion of token files to another tokenizer: no text is lost and no work is repeated."""
+"""Conversion of token files to another tokenizer, without loss of text."""
 
 import itertools
 import os

@@ -1,4 +1,4 @@
-"""The run folder."""
+"""Run folders: names, locks, checkpoints, metrics and results."""
 
 import json
 import os
@@ -28,7 +28,7 @@ def begun(config) -> RunFolder:
 
 
 def save(folder: RunFolder, name: str) -> None:
-    """Something that looks like a checkpoint."""
+    """Create a folder that looks like a checkpoint."""
     (folder.checkpoints / name).mkdir()
     (folder.checkpoints / name / "state.pt").touch()
 
@@ -38,40 +38,40 @@ def with_metrics(folder: RunFolder, text: str) -> RunFolder:
     return folder
 
 
-def test_a_new_folder_lies_under_its_name_and_can_be_run_again(config, tmp_path):
+def test_new_folder_is_under_its_name_and_can_be_rerun(config, tmp_path):
     folder = runs.allocate_run(config)
     assert folder.path.parent == tmp_path / "runs" / "quickstart"
-    assert not folder.path.exists(), "nothing is written before it begins"
+    assert not folder.path.exists(), "no files are written before the run starts"
     with folder.start_session(config):
         assert folder.config.exists()
     (folder.checkpoints / ".00000004").mkdir()
     (folder.checkpoints / ".00000004" / "state.pt").touch()
     with folder.start_session(config):
         pass
-    assert not list(folder.checkpoints.iterdir()), "what a kill left half-written is gone"
+    assert not list(folder.checkpoints.iterdir()), "incomplete checkpoints are deleted"
     assert load_config(folder.config) == config
     sessions = json.loads((folder.path / "environment.json").read_text())
-    assert len(sessions) == 2, "one for each process that worked on it"
+    assert len(sessions) == 2, "one per process"
     assert sessions[0]["cpu"]["cores"] == os.cpu_count()
     assert runs.open_run(str(folder.path)) == folder
 
 
-def test_a_line_cut_off_by_a_kill_is_left_out(config):
+def test_truncated_last_line_is_skipped(config):
     folder = with_metrics(begun(config), '{"step": 1}\n{"step": 2}\n{"st')
     assert list(folder.read_metrics()) == [{"step": 1}, {"step": 2}]
 
 
-def test_forgetting_what_a_resumed_run_takes_again(config):
+def test_resume_deletes_later_metrics_and_checkpoints(config):
     folder = with_metrics(begun(config), '{"step": 1}\n{"step": 2}\n{"step": 2, "v": 0.1}\n{"step": 3}\n{"st')
     for name in [*map(runs.checkpoint_name, (1, 2, 3, 10)), "best"]:
         save(folder, name)
     folder.truncate_after(2)
     kept = sorted(path.name for path in folder.checkpoints.iterdir())
-    assert kept == ["00000001", "00000002", "best"], "a user's own copy is not ours to delete"
+    assert kept == ["00000001", "00000002", "best"], "copies made by the user are kept"
     assert folder.metrics.read_text() == '{"step": 1}\n{"step": 2}\n{"step": 2, "v": 0.1}\n'
 
 
-def test_last_means_the_newest_unfinished_run_with_a_checkpoint(config, tmp_path):
+def test_last_is_the_newest_unfinished_run_with_a_checkpoint(config, tmp_path):
     with pytest.raises(RunError, match="no unfinished run"):
         runs.find_unfinished_run(config)
     folders = [RunFolder(tmp_path / "runs" / "quickstart" / f"2026010{i}-000000-aaaa") for i in range(4)]
@@ -110,7 +110,7 @@ def test_the_best_checkpoint_has_the_lowest_validation_loss(config):
     assert folder.best_checkpoint().name == "00000020"
 
 
-def test_of_checkpoints_without_a_mistake_the_latest_is_best(config):
+def test_latest_checkpoint_without_mistakes_is_best(config):
     folder, lines = begun(config), []
     for step, loss, accuracy in ((10, 1e-6, 1.0), (20, 1e-3, 1.0), (30, 1e-7, 0.999), (40, 2.0, 0.5)):
         save(folder, runs.checkpoint_name(step))
@@ -119,18 +119,20 @@ def test_of_checkpoints_without_a_mistake_the_latest_is_best(config):
     assert folder.best_checkpoint().name == "00000020"
 
 
-def test_a_checkpoint_is_removed_whole(config):
+def test_remove_deletes_the_full_checkpoint(config):
     folder = begun(config)
     save(folder, "00000001")
     runs.remove_checkpoint(folder.newest_checkpoint())
     assert not list(folder.checkpoints.iterdir())
 
 
-def test_one_process_at_a_time_even_after_a_kill(config):
+def test_run_folder_is_locked_until_all_processes_end(config):
     folder = begun(config)
     code = f"import pathlib, time; from stackexp.runs import RunFolder; path = pathlib.Path({str(folder.path)!r})\n"
     code += "import os; lock = RunFolder(path).lock(); lock.__enter__()\n"
-    code += "os.fork() or print('locked', flush=True)\n"  # a child, as a loader's worker, that outlives its parent
+    code += (
+        "os.fork() or print('locked', flush=True)\n"  # a child process, like a loader worker, that outlives its parent
+    )
     code += "time.sleep(20)"
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     assert process.stdout.readline() == "locked\n"
@@ -142,30 +144,30 @@ def test_one_process_at_a_time_even_after_a_kill(config):
         pass
 
 
-def test_at_refuses_what_is_no_run_folder(tmp_path):
+def test_other_folder_is_refused(tmp_path):
     with pytest.raises(RunError, match="not a run folder"):
         runs.open_run(str(tmp_path))
 
 
-def test_ids_sort_in_the_order_of_starting_even_if_the_clock_goes_backwards(config, monkeypatch):
+def test_ids_sort_by_start_even_if_the_clock_goes_backwards(config, monkeypatch):
     times = [datetime(2026, 3, 1, 12), datetime(2026, 2, 1), datetime(2026, 3, 1, 12, 0, 1), datetime(2026, 3, 2)]
     clock = SimpleNamespace(now=lambda: times.pop(0), strptime=datetime.strptime)
     monkeypatch.setattr(runs, "datetime", clock)
-    (runs.allocate_run(config).path.parent / "notes").mkdir(parents=True)  # no run, and no stamp in its name
+    (runs.allocate_run(config).path.parent / "notes").mkdir(parents=True)  # not a run: no timestamp in its name
     times.insert(0, datetime(2026, 3, 1, 12))
     names = [begun(config).path.name for _ in range(4)]
     stamps = ["20260301-120000", "20260301-120001", "20260301-120002", "20260302-000000"]
-    assert [name[:15] for name in names] == stamps, "the third began within the second of the second"
+    assert [name[:15] for name in names] == stamps, "the third starts in the same second as the second"
 
 
-def test_a_folder_finished_meanwhile_is_not_taken_over(config):
+def test_folder_finished_by_another_process_is_refused(config):
     folder = begun(config)
     folder.result.touch()
     with pytest.raises(RunError, match="finished meanwhile"), folder.start_session(config):
         pass
 
 
-def test_a_failure_lets_go_of_the_folder(config):
+def test_failure_releases_the_folder_lock(config):
     folder = begun(config)
     with pytest.raises(ZeroDivisionError), folder.start_session(config):
         1 / 0  # noqa: B018
@@ -201,7 +203,7 @@ def test_result_without_a_version_is_read(config):
     assert (result.steps, result.tokens, result.figures) == (3, None, {k: old[k] for k in ("task", "accuracy")})
 
 
-def test_damaged_or_newer_result_is_one_line(config):
+def test_damaged_or_newer_result_is_a_one_line_error(config):
     folder = begun(config)
     folder.result.write_text('{"version": 99}')
     with pytest.raises(RunError, match=r"result.json: version 99 is newer than this stackexp; update it"):

@@ -25,5 +25,5 @@ def build_wsd(max_steps: int, **options):
         (build_wsd(80, decay_fraction=0.25, decay="linear"), {60: 1, 70: 0.5, 80: 0}),
     ],
 )
-def test_schedule(schedule, expected):
+def test_learning_rate_at_chosen_steps(schedule, expected):
     assert {step: schedule(step) for step in expected} == pytest.approx(expected)

@@ -26,7 +26,7 @@ def test_interval_agrees_with_resampling_in_plain_python():
     assert low < compute_set_scores(chunks)["loss"] < high
 
 
-def test_interval_covers_the_mean_as_often_as_its_level_says():
+def test_interval_has_its_nominal_coverage():
     samples = np.random.default_rng(3).gamma(9.0, size=(200, 60))
     inside = [low < 9.0 < high for low, high in (bootstrap_interval(s, np.ones(60), 400) for s in samples)]
     assert 0.88 < np.mean(inside) < 0.99

@@ -1,4 +1,4 @@
-"""A sharded model starts with the weights that one process would draw, and is never whole in any process."""
+"""Sharded initialization: the same weights as one process, and no process ever holds the full model."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -57,7 +57,7 @@ def compare_weights(options: dict[str, list[str]]) -> int:
     return 0
 
 
-def test_sharded_weights_are_those_of_one_process(tmp_path):
+def test_sharded_weights_equal_those_of_one_process(tmp_path):
     equal = Forks(tmp_path).run(MODELS, ranks=2, function=compare_weights).splitlines()
     assert set(equal) >= {f"{strategy} {name}" for strategy in ("fsdp", "hsdp") for name in MODELS}
 
@@ -82,7 +82,7 @@ def read_peak_memory() -> int:
     return 1024 * int(line.split()[1])
 
 
-def test_no_process_holds_the_whole_model(tmp_path):
+def test_no_process_holds_the_full_model(tmp_path):
     """Each of two processes holds half of it, and one more weight at a time."""
     forks = Forks(tmp_path)
     (alone,) = forks.run([], function=measure_memory).splitlines()

@@ -1,4 +1,4 @@
-"""The Slurm launcher on a real Slurm of two nodes, with a few lines of shell as trials."""
+"""The Slurm launcher on a real two-node Slurm cluster, with shell scripts as trials."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Drivers with fast fake trials: every missing trial runs exactly once, no matter which process is killed."""
+"""Sweep drivers with fast fake trials: each trial runs exactly once, even if any process is killed."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Load a sweep's YAML: its trials, their names and hashes, and the errors for mistakes."""
+"""Sweep YAML files: trials, names, hashes and errors."""
 
 import dataclasses
 import subprocess
@@ -91,7 +91,7 @@ def test_resources_are_defaults_of_the_trainer():
     assert [(t.config.trainer.devices, t.config.trainer.num_nodes) for t in sweep.trials] == [(2, 2), (2, 1)]
 
 
-def test_labels_use_the_shortest_unique_key():
+def test_labels_use_the_shortest_unique_key_suffix():
     keys = [H, "model.num_heads", "optimizer.lr", "data.x.kind", "model.x.kind"]
     assert list(shorten_keys(keys).values()) == ["H", "num_heads", "lr", "data.x.kind", "model.x.kind"]
 
@@ -164,7 +164,7 @@ def test_all_shipped_sweeps_are_tested():
     assert list_shipped() == sorted([*COUNTS, "formal_table"])
 
 
-def test_stack_grid_becomes_a_product_by_one_word():
+def test_stack_grid_becomes_a_full_product_with_grid():
     text = (get_shipped_folder() / "stack_grid.yaml").read_text()
     assert len(load_sweep(write("full.yaml", text.replace("\naxes:", "\ngrid:"))).trials) == 5 * 5 * 4
 

@@ -1,4 +1,4 @@
-"""The local launcher: how it divides the machine among trials. And the live table of the terminal."""
+"""The local launcher, which divides the machine among trials, and the live status table."""
 
 import fcntl
 import io

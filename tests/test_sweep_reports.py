@@ -166,5 +166,5 @@ def test_stop_without_a_driver(capsys):
     assert capsys.readouterr().out == "runs/study: no driver is running\n1 trials: 1 waiting\n"
 
 
-def test_durations():
+def test_format_duration():
     assert [format_duration(s) for s in (None, 9, 250, 7500)] == ["", "0m09s", "4m10s", "2h05m"]

@@ -1,4 +1,4 @@
-"""Task answers, compared with reference solvers that follow the definitions symbol by symbol."""
+"""Task answers, compared with reference solvers that follow the task definitions symbol by symbol."""
 
 import re
 from collections.abc import Callable
@@ -187,14 +187,14 @@ def check_answers(name: str, batch_size: int, length: int) -> None:
 
 
 @pytest.mark.parametrize("name", TASKS)
-def test_answers_of_short_strings(name):
+def test_answers_to_short_strings(name):
     for length in [1, 2, 3, 4, 5, 6, 7, 8, 40, 41]:
         if length >= TASKS[name].min_length:
             check_answers(name, 64, length)
 
 
 @pytest.mark.parametrize("name", TASKS)
-def test_answers_of_long_strings(name):
+def test_answers_to_long_strings(name):
     for length in [499, 500]:
         check_answers(name, 12, length)
 

@@ -1,4 +1,4 @@
-"""TensorBoard's copy of a run: the charts, a copy rebuilt on resume, and the HParams tab."""
+"""TensorBoard events of a run: charts, HParams, and the event file rebuilt on resume."""
 
 import re
 from types import SimpleNamespace

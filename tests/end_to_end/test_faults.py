@@ -1,4 +1,4 @@
-"""Faults of a cluster: processes that die or hang, losses that are not finite, full and read-only disks."""
+"""Cluster faults: dead or hanging processes, non-finite losses, full and read-only disks."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""One run from the command line, and what it leaves behind."""
+"""One run from the command line, and the files in its run folder."""
 
 import json
 import math
@@ -59,7 +59,7 @@ def test_tensorboard_has_the_metrics(fitted):
     assert hparams <= set(events.summary_metadata)
 
 
-def test_the_folder_is_enough_to_run_again(fitted):
+def test_run_folder_is_sufficient_to_rerun(fitted):
     run, _ = fitted
     assert compose.load_config(str(run.config)) == compose.compose([str(run.path.parents[2] / "tiny.yaml")], [])
     assert [path.name for path in sorted(run.checkpoints.iterdir())] == ["00000008", "00000012"]
@@ -98,7 +98,7 @@ def test_fit_without_validation_sets(tiny, tmp_path):
     assert only_run(tmp_path / "runs").is_finished
 
 
-def test_recomputation_and_bfloat16_change_little(tiny, tmp_path):
+def test_recomputation_and_bfloat16_match_within_tolerance(tiny, tmp_path):
     curves = {}
     for name, options in {
         "plain": [],
@@ -116,7 +116,7 @@ def test_recomputation_and_bfloat16_change_little(tiny, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_compiled_models_train_alike(tiny, tmp_path, ranks):
+def test_compiled_model_trains_like_eager(tiny, tmp_path, ranks):
     """With two ranks: compiled, sharded and recomputed at once."""
     forks, options = Forks(tmp_path), ["trainer.compile=true"]
     if ranks == 2:

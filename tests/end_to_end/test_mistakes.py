@@ -1,4 +1,4 @@
-"""Mistakes that show up at work: each ends in one clear line, and leaves nothing behind."""
+"""Errors found at run time: each prints one line and leaves no files."""
 
 import shutil
 
@@ -27,7 +27,7 @@ def get_error(capsys, *argv: object, code: int = 1) -> str:
     return line
 
 
-def test_checkpoints_that_cannot_be_resumed(capsys, run, tiny, tmp_path):
+def test_incompatible_checkpoint_is_refused(capsys, run, tiny, tmp_path):
     fit = ("fit", "--config", tiny, "trainer.max_steps=14", "--ckpt_path")
     before = sorted(tmp_path.glob("runs/*/*"))
     assert "no such checkpoint" in get_error(capsys, *fit, tmp_path / "nowhere")
@@ -55,17 +55,17 @@ def test_checkpoints_that_cannot_be_resumed(capsys, run, tiny, tmp_path):
     assert sorted(tmp_path.glob("runs/*/*")) == before, "no new run folder"
 
 
-def test_nothing_to_resume(capsys, tiny):
+def test_resume_without_a_checkpoint_is_refused(capsys, tiny):
     assert "no unfinished run" in get_error(capsys, "fit", "--config", tiny, "--ckpt_path", "last")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
-def test_devices_that_the_machine_does_not_have(capsys, tiny, tmp_path):
+def test_unavailable_devices_are_reported(capsys, tiny, tmp_path):
     assert "trainer.accelerator=cuda" in get_error(capsys, "fit", "--config", tiny, "trainer.accelerator=cuda")
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_corpus_that_cannot_be_used_leaves_no_run_folder(capsys, corpus, tiny, tmp_path):
+def test_unusable_corpus_creates_no_run_folder(capsys, corpus, tiny, tmp_path):
     empty, damaged = tmp_path / "empty", tmp_path / "damaged"
     empty.mkdir()
     shutil.copytree(corpus["train"], damaged)
@@ -81,7 +81,7 @@ def test_a_corpus_that_cannot_be_used_leaves_no_run_folder(capsys, corpus, tiny,
     assert not (tmp_path / "runs").exists()
 
 
-def test_token_ids_beyond_the_vocabulary(capsys, corpus, tiny, tmp_path):
+def test_token_ids_beyond_the_vocabulary_are_reported(capsys, corpus, tiny, tmp_path):
     damaged = tmp_path / "damaged"
     shutil.copytree(corpus["train"], damaged)
     for shard in damaged.rglob("*.mds"):
@@ -94,7 +94,7 @@ def test_token_ids_beyond_the_vocabulary(capsys, corpus, tiny, tmp_path):
     assert not RunFolder(run).is_finished
 
 
-def test_a_folder_in_use_by_another_process(capsys, run, tiny):
+def test_folder_in_use_by_another_process_is_refused(capsys, run, tiny):
     with run.lock():
         line = get_error(capsys, "fit", "--config", tiny, "trainer.max_steps=14", "--ckpt_path", "last", code=74)
     assert "another process" in line

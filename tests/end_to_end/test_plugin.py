@@ -1,4 +1,4 @@
-"""A new memory out of tree: one file, one YAML, as the README shows it."""
+"""An out-of-tree memory: one Python file and one YAML file, as in the README."""
 
 import re
 from pathlib import Path
@@ -17,7 +17,7 @@ def readme_block(language: str, first_line: str) -> str:
     return block
 
 
-def test_the_readme_s_memory_trains_and_resumes_its_place(tiny, tmp_path):
+def test_readme_plugin_trains_and_resumes(tiny, tmp_path):
     forks = Forks(tmp_path)
     (tmp_path / "moving_average.py").write_text(readme_block("python", "# moving_average.py"))
     variant = readme_block("yaml", "# moving-average.yaml").replace("- quickstart", f"- {tiny}")

@@ -73,7 +73,7 @@ def test_resume_restores_the_data_position_across_epochs(tiny, tmp_path):
 
 
 @pytest.mark.parametrize("step", [6, 12, 18])
-def test_a_validation_missed_by_a_kill_is_made_up_over_all_sets(tiny, tmp_path, step):
+def test_validation_missed_by_a_kill_runs_on_resume_over_all_sets(tiny, tmp_path, step):
     """The checkpoint of the step is there; its validation is not in the log."""
     fit = ("fit", "--config", str(tiny), "trainer.max_steps=18", "trainer.checkpoint_interval=6")
     fit = (*fit, "trainer.keep_checkpoints=9", "logging.progress_bar=false")
@@ -144,7 +144,7 @@ def test_rerunning_in_a_given_folder_resumes_until_the_run_is_finished(rerun, fo
     assert run.result.read_text() == before
 
 
-def test_the_best_checkpoint_is_kept_besides_the_newest(capsys, tiny, tmp_path):
+def test_best_and_newest_checkpoints_are_kept(capsys, tiny, tmp_path):
     """The learning rate rises without end, so the validation loss rises again."""
     often = ("trainer.max_steps=24", "trainer.val_check_interval=2", "trainer.checkpoint_interval=2")
     rising = ("schedule.kind=linear", "schedule.warmup_steps=23", "optimizer.lr=2.0")

@@ -1,4 +1,4 @@
-"""Checkpoints of several processes: written while training continues, loaded by any number of processes."""
+"""Sharded checkpoints: written while training continues, loaded by any number of processes."""
 
 import re
 import time
@@ -25,7 +25,7 @@ SESSIONS = {  # processes x micro-batches per step: 2 x 2, 1 x 1, 2 x 1, 2 x 4
 }
 
 
-def test_a_run_continues_on_other_numbers_of_devices(tiny, tmp_path):
+def test_run_resumes_with_a_different_number_of_devices(tiny, tmp_path):
     """Every session but the last is stopped by SIGTERM, and the next one resumes on other devices."""
     forks, folder = Forks(tmp_path), tmp_path / "run"
     fit = ("fit", "--config", tiny, *INTERVALS, *CHEAP)

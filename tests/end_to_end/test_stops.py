@@ -51,7 +51,7 @@ def test_a_run_stopped_by_a_signal_resumes_exactly(program, tiny, tmp_path, numb
 
 
 @pytest.mark.parametrize("strategy", [(), pytest.param(FSDP, marks=pytest.mark.slow)], ids=["single", "fsdp"])
-def test_a_run_stopped_in_a_validation_makes_it_up(tiny, tmp_path, strategy):
+def test_run_stopped_during_validation_repeats_it_on_resume(tiny, tmp_path, strategy):
     forks, ranks = Forks(tmp_path), 2 if strategy else 1
     command = ("fit", "--config", tiny, *strategy, "trainer.max_steps=20", "trainer.checkpoint_interval=7")
     command += ("trainer.val_check_interval=14", "data.eval_batch_size=1", "logging.progress_bar=false")
@@ -113,7 +113,7 @@ def test_a_second_ctrl_c_stops_inside_a_batch(program, tiny, tmp_path):
     assert line.startswith("interrupted: ")
 
 
-def test_a_time_limit_stops_and_minutes_save(program, tiny, tmp_path):
+def test_time_limit_stops_and_minute_interval_saves(program, tiny, tmp_path):
     often = (
         "trainer.checkpoint_interval_minutes=0.01",
         "trainer.keep_checkpoints=99",

@@ -105,7 +105,7 @@ TEXTS = """
 
 
 @needs_chromium
-def test_the_hparams_tab_starts_with_the_symbols_of_the_paper(tmp_path):
+def test_hparams_tab_starts_with_the_papers_symbols(tmp_path):
     for heads in (1, 2):
         folder = tmp_path / "study" / f"H={heads}-0123abcd"
         hyperparameters = {"data.context_length": 2048, "model.memory.head_dim": 16, "model.memory.num_slots": 24}

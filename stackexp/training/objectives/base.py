@@ -39,7 +39,7 @@ class Session:
 class Objective(ABC):
     """A training objective: its module, its final evaluation and its figures.
 
-    After the last step, `evaluate` scores every set of `final_stage`, and `write_result` marks the run folder as finished.
+    After the last step, `evaluate` scores the sets of `final_stage`, and `write_result` finishes the run folder.
     """
 
     final_stage: ClassVar[Stage]
