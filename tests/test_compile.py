@@ -127,7 +127,7 @@ def step(lm: LanguageModeling) -> list[torch.Tensor]:
 
 def test_the_option_compiles_the_model_without_a_break(monkeypatch):
     """And the chunks of the loss. `backend` here stands for the inductor, which takes a minute."""
-    monkeypatch.setattr("stackexp.models.cross_entropy._compiled", lambda f: torch.compile(f, backend="eager"))
+    monkeypatch.setattr("stackexp.models.cross_entropy._compile", lambda f: torch.compile(f, backend="eager"))
     lm = language_model(monkeypatch, backend="eager")
     compiled = step(lm)
     assert counters["stats"]["unique_graphs"] == 2, "the model, and a chunk"

@@ -12,12 +12,11 @@ from stackexp.config.compose import compose
 from stackexp.errors import RunError
 from stackexp.models.cross_entropy import NextTokenLoss
 from stackexp.modules.optimizers import build_adamw
-from stackexp.planning import cost
-from stackexp.planning import memory_tracker as allocations
-from stackexp.planning.cost import plan
+from stackexp.planning import cost, memory_tracker, memory_use
+from stackexp.planning.cost import make_plan
 from stackexp.planning.devices import DEVICES, HEADROOM, Device
-from stackexp.planning.memory_tracker import Allocations, training_peak
-from stackexp.planning.suggestions import remedies
+from stackexp.planning.memory_tracker import MemoryTracker, measure_training_peak
+from stackexp.planning.suggestions import suggest_changes
 from stackexp.stack import use_implementation
 
 SMALL = [
@@ -45,7 +44,7 @@ def small(*overrides):
 def test_flops_are_torch_s_but_for_the_elementwise_stack(stack, tied):
     """torch sees matrix products, not the update (3 multiply-adds) and the read (2) of each number on the stack."""
     config = small(*STACKS[stack], f"model.tie_embeddings={tied}")
-    model = cost.build(config).to_empty(device="cpu")
+    model = cost.build_meta_model(config).to_empty(device="cpu")
     tokens = torch.zeros(2, 64, dtype=torch.int64)
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         model(tokens).logits.sum().backward()
@@ -54,7 +53,7 @@ def test_flops_are_torch_s_but_for_the_elementwise_stack(stack, tied):
         slots = [64 if memory.axis == "time" else layer + 1 for layer in range(3)]
         numbers = memory.num_heads * memory.head_dim
         elementwise = sum(3 * 2 * 5 * numbers * min(n, memory.num_slots) for n in slots)
-    assert plan(config).flops_per_token == counter.get_total_flops() / tokens.numel() + elementwise
+    assert make_plan(config).flops_per_token == counter.get_total_flops() / tokens.numel() + elementwise
 
 
 @pytest.mark.parametrize("checkpointing", ["true", "false"])
@@ -64,11 +63,11 @@ def test_fake_tensors_take_what_real_ones_do(stack, precision, checkpointing):
     config = small(
         *STACKS[stack], f"trainer.precision={precision}", f"trainer.activation_checkpointing={checkpointing}"
     )
-    real = cost.build(config).to_empty(device="cpu")
+    real = cost.build_meta_model(config).to_empty(device="cpu")
     mixed = precision == "bf16-mixed"
     length = 16 if stack == "time" else 64
     counted = _real_pass(real, length, mixed, fused_norm=True)
-    assert training_peak(cost.build(config), 2, length, mixed, NextTokenLoss()) == counted.peak
+    assert measure_training_peak(cost.build_meta_model(config), 2, length, mixed, NextTokenLoss()) == counted.peak
 
 
 @pytest.mark.parametrize("checkpointing", ["true", "false"])
@@ -77,7 +76,7 @@ def test_fake_tensors_take_what_real_ones_do(stack, precision, checkpointing):
 def test_what_is_counted_is_what_the_allocator_gives(stack, name, checkpointing, tmp_path):
     """Of real tensors; torch's profiler sees every allocation, also those within a kernel."""
     config = small(*STACKS[stack], f"trainer.activation_checkpointing={checkpointing}")
-    model = cost.build(config).to_empty(device="cpu")
+    model = cost.build_meta_model(config).to_empty(device="cpu")
     with use_implementation(name):
         counted = _real_pass(model).peak.total()
     for memory in model.memories:
@@ -85,7 +84,7 @@ def test_what_is_counted_is_what_the_allocator_gives(stack, name, checkpointing,
         memory._forward_pre_hooks.clear()
     with use_implementation(name), torch.profiler.profile(profile_memory=True) as profiler:
         before = torch.zeros(1)  # an event with the total so far
-        loss = allocations._loss(model, torch.zeros(2, 64, dtype=torch.int64), NextTokenLoss())
+        loss = memory_tracker.compute_loss(model, torch.zeros(2, 64, dtype=torch.int64), NextTokenLoss())
         loss.backward()
     del before
     profiler.export_chrome_trace(str(tmp_path / "trace.json"))
@@ -98,7 +97,7 @@ def test_what_is_counted_is_what_the_allocator_gives(stack, name, checkpointing,
 def test_what_is_saved_for_the_backward_pass_is_counted(kind):
     """Without checkpointing, nothing but what autograd saves outlives the forward pass."""
     config = small()
-    model = cost.build(config).to_empty(device="cpu")
+    model = cost.build_meta_model(config).to_empty(device="cpu")
     saved: dict[int, torch.UntypedStorage] = {}
 
     def keep(tensor):
@@ -109,8 +108,8 @@ def test_what_is_saved_for_the_backward_pass_is_counted(kind):
         keep(parameter)
     weights = set(saved)
     tokens = torch.zeros(2, 64, dtype=torch.int64)
-    with Allocations(model) as counted, torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        loss = allocations._loss(model, tokens, NextTokenLoss(kind))
+    with MemoryTracker(model) as counted, torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        loss = memory_tracker.compute_loss(model, tokens, NextTokenLoss(kind))
     kept = sum(storage.nbytes() for key, storage in saved.items() if key not in weights)
     live = counted.live.total()
     assert loss.grad_fn is not None
@@ -119,16 +118,15 @@ def test_what_is_saved_for_the_backward_pass_is_counted(kind):
     assert counted.live["logits"] == pytest.approx(2 * 63 * 500 * 4 if kind == "whole" else 0, rel=0.05)
 
 
-def _real_pass(model, length=64, mixed=False, fused_norm=False) -> Allocations:
+def _real_pass(model, length=64, mixed=False, fused_norm=False) -> MemoryTracker:
     """A forward and backward pass on real tensors, gradients of weights dropped as they come."""
     if fused_norm:
-        allocations._fuse_norms(model)
-    for parameter in model.parameters():
-        parameter.register_post_accumulate_grad_hook(allocations._drop_gradient)
-    with Allocations(model) as counted:
+        memory_tracker.fuse_norms(model)
+    memory_tracker.free_gradients(model)
+    with MemoryTracker(model) as counted:
         tokens = torch.zeros(2, length, dtype=torch.int64)
         with torch.autocast("cpu", torch.bfloat16, enabled=mixed):
-            loss = allocations._loss(model, tokens, NextTokenLoss())
+            loss = memory_tracker.compute_loss(model, tokens, NextTokenLoss())
         loss.backward()
     return counted
 
@@ -141,50 +139,53 @@ def test_a_gpu_takes_what_is_counted(stack, checkpointing):
     config = small(
         *STACKS[stack], *sizes, "trainer.precision=bf16-mixed", f"trainer.activation_checkpointing={checkpointing}"
     )
-    model = cost.build(config).to_empty(device="cuda")
+    model = cost.build_meta_model(config).to_empty(device="cuda")
     model.init_weights()
-    for parameter in model.parameters():
-        parameter.register_post_accumulate_grad_hook(allocations._drop_gradient)
+    memory_tracker.free_gradients(model)
     for _ in range(2):  # the first also sets up cuBLAS
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         tokens = torch.zeros(8, 1024, dtype=torch.int64, device="cuda")
         with torch.autocast("cuda", torch.bfloat16):
-            loss = allocations._loss(model, tokens, NextTokenLoss())
+            loss = memory_tracker.compute_loss(model, tokens, NextTokenLoss())
         loss.backward()
-    counted = training_peak(cost.build(config), 8, 1024, autocast=True, criterion=NextTokenLoss()).total()
+    counted = measure_training_peak(
+        cost.build_meta_model(config), 8, 1024, autocast=True, criterion=NextTokenLoss()
+    ).total()
     assert counted == pytest.approx(torch.cuda.max_memory_allocated() - before, rel=0.05)
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true", "64-true"])
 def test_weights_gradients_and_optimizer_are_those_of_a_real_step(precision):
     config = small(f"trainer.precision={precision}")
-    model = cost.build(config).to_empty(device="cpu")
+    model = cost.build_meta_model(config).to_empty(device="cpu")
     optimizer = build_adamw(config.optimizer, model)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
     state = sum(value.nbytes for values in optimizer.state.values() for value in values.values())
-    training = plan(config).training
+    training = make_plan(config).training
     assert training.weights == training.gradients == sum(p.nbytes for p in model.parameters())
     assert training.optimizer == state
-    assert plan(config).checkpoint_bytes == training.weights + state
+    assert make_plan(config).checkpoint_bytes == training.weights + state
 
 
 def test_autocast_keeps_a_copy_of_each_matrix():
-    training = plan(small("model.memory=null", "trainer.precision=bf16-mixed")).training
-    matrices = [p for p in cost.build(small("model.memory=null")).parameters() if p.ndim == 2]
+    training = make_plan(small("model.memory=null", "trainer.precision=bf16-mixed")).training
+    matrices = [p for p in cost.build_meta_model(small("model.memory=null")).parameters() if p.ndim == 2]
     assert training.gathered == 2 * sum(p.numel() for p in matrices)
-    assert plan(small("model.memory=null")).training.gathered == 0
+    assert make_plan(small("model.memory=null")).training.gathered == 0
 
 
 @pytest.mark.parametrize("axis", ["time", pytest.param("token_major", marks=pytest.mark.slow)])  # 20 s
 def test_a_scan_over_the_tokens_is_extended_from_short_ones(axis, monkeypatch):
     config = small(f"model.memory.axis={axis}", "model.memory.num_slots=3")
-    whole = cost._pass(config, training=True, layers=3, batch=2, length=64)
-    monkeypatch.setattr(cost, "_passes", {})
-    counted = cost._count(config, training=True)
-    assert {key.rsplit(" ", 1)[1] for key in cost._passes} == {"4", "8"} | ({"16"} if axis == "token_major" else set())
+    whole = memory_use.measure_pass(config, is_training=True, layers=3, batch=2, length=64)
+    monkeypatch.setattr(memory_use, "_pass_cache", {})
+    counted = memory_use.measure_peak(config, is_training=True)
+    assert {key.rsplit(" ", 1)[1] for key in memory_use._pass_cache} == {"4", "8"} | (
+        {"16"} if axis == "token_major" else set()
+    )
     assert counted.keys() == whole.keys()
     for kind, size in whole.items():
         assert counted[kind] == pytest.approx(size, rel=0.01, abs=whole.total() * 0.002), kind
@@ -192,7 +193,7 @@ def test_a_scan_over_the_tokens_is_extended_from_short_ones(axis, monkeypatch):
 
 def test_time_is_flops_over_speed():
     config = small("trainer.devices=2", "trainer.num_nodes=2")
-    planned = plan(config, "a100", mfu=0.5)
+    planned = make_plan(config, "a100", mfu=0.5)
     assert planned.tokens == config.total_tokens
     assert planned.tokens_per_second == pytest.approx(0.5 * 4 * 312e12 / planned.flops_per_token)
     assert planned.hours * 3600 * planned.tokens_per_second == pytest.approx(planned.tokens)
@@ -203,7 +204,7 @@ def test_strategies_share_the_weights_out():
     """hsdp shards inside a node, fsdp over all; ddp keeps buckets of all gradients besides."""
     nodes = ["trainer.devices=4", "trainer.num_nodes=2", "model.vocab_size=512"]
     single, ddp, fsdp, hsdp = (
-        plan(small(f"trainer.strategy={strategy}", *(nodes if strategy != "single" else nodes[2:]))).training
+        make_plan(small(f"trainer.strategy={strategy}", *(nodes if strategy != "single" else nodes[2:]))).training
         for strategy in ("single", "ddp", "fsdp", "hsdp")
     )
     assert ddp.weights == single.weights
@@ -217,20 +218,22 @@ def test_strategies_share_the_weights_out():
 
 def test_blocks_that_stay_gathered_take_more():
     sharded = ["trainer.strategy=fsdp", "trainer.devices=4", "trainer.precision=bf16-mixed", "model.num_layers=8"]
-    resharded, kept = (plan(small(*sharded, f"trainer.reshard_after_forward={r}")).training for r in ("true", "false"))
-    model = cost.build(small(*sharded))
+    resharded, kept = (
+        make_plan(small(*sharded, f"trainer.reshard_after_forward={r}")).training for r in ("true", "false")
+    )
+    model = cost.build_meta_model(small(*sharded))
     block = sum(p.numel() for p in model.layers[0].parameters())
     assert kept.gathered - resharded.gathered == 7 * 2 * block
 
 
 def test_validation_counts_where_there_are_sets(tmp_path):
     wide = "data.eval_batch_size=64", "model.memory=null", "model.hidden_size=16"
-    whole = plan(small(*wide, "trainer.cross_entropy=whole")).validation
+    whole = make_plan(small(*wide, "trainer.cross_entropy=whole")).validation
     assert whole.logits == 64 * 64 * 500 * 4 * 3 - 64 * 500 * 4 * 2
-    chunked = plan(small(*wide, "trainer.cross_entropy_chunk=2048")).validation
+    chunked = make_plan(small(*wide, "trainer.cross_entropy_chunk=2048")).validation
     assert chunked.logits == 2048 * 500 * 4 * 2, "logits and log-probabilities"
     shards = compose(["quickstart"], [*SMALL, "data.kind=shards", "data.path=x", "data.vocab_size=500"])
-    assert plan(shards).validation is None
+    assert make_plan(shards).validation is None
 
 
 def test_a_memory_that_looks_at_values_cannot_be_planned(monkeypatch):
@@ -238,9 +241,9 @@ def test_a_memory_that_looks_at_values_cannot_be_planned(monkeypatch):
 
     forward = StackMemory.forward
     monkeypatch.setattr(StackMemory, "forward", lambda self, h, *rest: forward(self, h * h.max().item(), *rest))
-    monkeypatch.setattr(cost, "_passes", {})
-    with pytest.raises(RunError, match=r"model.memory.kind stack: its forward pass needs the values of tensors"):
-        _ = plan(small()).peak
+    monkeypatch.setattr(memory_use, "_pass_cache", {})
+    with pytest.raises(RunError, match=r"model.memory.kind stack: the forward pass depends on tensor values"):
+        _ = make_plan(small()).peak
 
 
 def on_device(monkeypatch, mib: float, *overrides: str):
@@ -248,14 +251,14 @@ def on_device(monkeypatch, mib: float, *overrides: str):
     device = Device("H100", 989e12, mib / 1024 / (1 - HEADROOM))
     for name in DEVICES:
         monkeypatch.setitem(DEVICES, name, device)
-    return plan(small("data.kind=shards", "data.path=x", *overrides))
+    return make_plan(small("data.kind=shards", "data.path=x", *overrides))
 
 
 def test_each_change_that_is_named_makes_it_fit(monkeypatch):
     wide = ["data.micro_batch_size=4", "trainer.devices=2"]
     planned = on_device(monkeypatch, 6, *wide)
     assert not planned.fits
-    text = remedies(planned)
+    text = suggest_changes(planned)
     assert text.startswith("any of these would fit: trainer.activation_checkpointing=true (5.")
     settings = re.findall(r"[a-z_]+\.[a-z_]+=\w+", text)
     assert settings == ["trainer.activation_checkpointing=true", "data.micro_batch_size=2"]
@@ -266,7 +269,7 @@ def test_each_change_that_is_named_makes_it_fit(monkeypatch):
 
 def test_changes_that_only_together_make_it_fit(monkeypatch):
     """Eight devices with micro-batches of four would not divide the batch."""
-    text = remedies(on_device(monkeypatch, 2.1, "data.micro_batch_size=4"))
+    text = suggest_changes(on_device(monkeypatch, 2.1, "data.micro_batch_size=4"))
     assert text.startswith("together these would fit: ")
     settings = re.findall(r"[a-z_.]+=\w+", text)
     assert settings == ["trainer.activation_checkpointing=true", "data.micro_batch_size=1", "trainer=fsdp"]
@@ -276,14 +279,14 @@ def test_changes_that_only_together_make_it_fit(monkeypatch):
 def test_a_larger_device_or_more_nodes(monkeypatch):
     planned = on_device(monkeypatch, 5)
     monkeypatch.setitem(DEVICES, "h200", Device("H200", 989e12, 1.0))
-    assert "--device h200 (962.56 MiB of room)" in remedies(planned)
+    assert "--device h200 (962.56 MiB usable)" in suggest_changes(planned)
     sharded = ["trainer.strategy=fsdp", "trainer.devices=2", "data.global_batch_tokens=2048"]
-    peak = plan(small("data.kind=shards", "data.path=x", *sharded)).peak / 2**20
-    text = remedies(on_device(monkeypatch, peak - 0.1, *sharded))
+    peak = make_plan(small("data.kind=shards", "data.path=x", *sharded)).peak / 2**20
+    text = suggest_changes(on_device(monkeypatch, peak - 0.1, *sharded))
     assert "trainer.num_nodes=2" in text
 
 
 def test_nothing_helps(monkeypatch):
-    text = remedies(on_device(monkeypatch, 0.5))
+    text = suggest_changes(on_device(monkeypatch, 0.5))
     assert text.startswith("it needs 1.79 MiB even with trainer.activation_checkpointing=true")
     assert text.endswith("larger devices")

@@ -40,7 +40,7 @@ def whole(inputs, tokens, z_loss):
 @pytest.mark.parametrize("scale", [1.0, 30.0])  # 30: predictions that are certain, and wrong
 def test_values_and_gradients_are_those_of_the_whole(chunk, bias, z_loss, scale):
     inputs, tokens = make_inputs(bias=bias, scale=scale)
-    losses = linear_cross_entropy(inputs[0], Head(*inputs[1:]), tokens, z_loss, chunk)
+    losses = linear_cross_entropy(inputs[0], Head(*inputs[1:]), tokens, z_loss=z_loss, chunk=chunk)
     expected = whole(inputs, tokens, z_loss)
     torch.testing.assert_close(losses.total, expected[0])
     torch.testing.assert_close(losses.cross_entropy, expected[1].detach())
@@ -61,7 +61,7 @@ def test_a_second_backward_pass_is_refused():
 
 
 @pytest.mark.parametrize("chunk", CHUNKS)
-def test_losses_of_tokens_to_evaluate_with(chunk):
+def test_losses_token_losses_to_evaluate_with(chunk):
     inputs, tokens = make_inputs(torch.float32)
     expected = cross_entropy.compute_token_losses(F.linear(*inputs), tokens)
     losses = compute_linear_token_losses(inputs[0], Head(inputs[1]), tokens, chunk)
@@ -97,7 +97,7 @@ def test_bfloat16_is_as_exact_as_the_whole_in_bfloat16(chunk, autocast):
             if name == "whole":
                 losses = cross_entropy.compute_losses(F.linear(*inputs)[:, :-1], tokens[:, 1:], 0.1)
             else:
-                losses = linear_cross_entropy(inputs[0], Head(inputs[1]), tokens, 0.1, chunk)
+                losses = linear_cross_entropy(inputs[0], Head(inputs[1]), tokens, z_loss=0.1, chunk=chunk)
         assert losses.total.dtype == losses.cross_entropy.dtype == losses.z.dtype == torch.float32
         found = torch.autograd.grad(losses.total, inputs)
         assert [x.dtype for x in found] == [x.dtype for x in inputs]
@@ -168,8 +168,8 @@ def test_training_and_evaluation_go_by_the_config(kind, monkeypatch):
     lm = LanguageModeling(compose(["quickstart"], [*options, f"data.context_length={T}", "optimizer.lr=0.01"]))
     batch = {"tokens": make_tokens(), "index": torch.arange(B)}
     chunks = []
-    of_chunk = cross_entropy._chunk
-    monkeypatch.setattr(cross_entropy, "_chunk", lambda x, *rest: chunks.append(len(x)) or of_chunk(x, *rest))
+    run_chunk = cross_entropy._compute_chunk
+    monkeypatch.setattr(cross_entropy, "_compute_chunk", lambda x, *rest: chunks.append(len(x)) or run_chunk(x, *rest))
     loss = lm.training_step(batch, 0)
     assert chunks == ([7, 7, 7, 3] if kind == "chunked" else [])
     output = lm.model(batch["tokens"])
@@ -197,7 +197,7 @@ def test_a_compiled_chunk_is_the_same(monkeypatch):
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     inputs, tokens = make_inputs(bias=True)
     expected = torch.autograd.grad(whole(inputs, tokens, 0.1)[0], inputs)
-    total = linear_cross_entropy(inputs[0], Head(*inputs[1:]), tokens, 0.1, 5).total
+    total = linear_cross_entropy(inputs[0], Head(*inputs[1:]), tokens, z_loss=0.1, chunk=5).total
     torch.testing.assert_close(torch.autograd.grad(total, inputs), expected)
 
 
@@ -205,16 +205,16 @@ def test_a_compiled_chunk_is_the_same(monkeypatch):
 def test_compiled_by_the_inductor():
     inputs, tokens = make_inputs(torch.float32)
     expected = whole(inputs, tokens, 0.1)
-    losses = linear_cross_entropy(inputs[0], Head(inputs[1]), tokens, 0.1, 6, compiled=True)
+    losses = linear_cross_entropy(inputs[0], Head(inputs[1]), tokens, z_loss=0.1, chunk=6, compiled=True)
     torch.testing.assert_close(losses.total, expected[0])
     torch.testing.assert_close(torch.autograd.grad(losses.total, inputs), torch.autograd.grad(expected[0], inputs))
-    of_tokens = compute_linear_token_losses(inputs[0], Head(inputs[1]), tokens, 6, compiled=True)
-    torch.testing.assert_close(of_tokens.mean(), expected[1])
+    token_losses = compute_linear_token_losses(inputs[0], Head(inputs[1]), tokens, 6, compiled=True)
+    torch.testing.assert_close(token_losses.mean(), expected[1])
 
 
 def test_without_liger_kernel_one_line_says_so(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "liger_kernel", None)
-    cross_entropy._liger.cache_clear()
+    cross_entropy._load_liger.cache_clear()
     with pytest.raises(ConfigError, match=r"trainer\.cross_entropy=liger needs .*pip install 'stackexp\[liger\]'"):
         NextTokenLoss.from_config(compose(["quickstart"], ["trainer.cross_entropy=liger"]).trainer)
 

@@ -9,8 +9,8 @@ import pytest
 from stackexp.cli import main
 from stackexp.config.compose import compose
 from stackexp.config.layers import list_config_names
-from stackexp.planning import suggestions as remedies
-from stackexp.planning.cost import plan
+from stackexp.planning import suggestions
+from stackexp.planning.cost import make_plan
 from stackexp.planning.devices import DEVICES, Device
 
 TINY = ["--config", "quickstart", "model.num_layers=2", "data.context_length=64", "data.micro_batch_size=2"]
@@ -19,9 +19,9 @@ TINY = ["--config", "quickstart", "model.num_layers=2", "data.context_length=64"
 def test_prints_size_time_and_memory(capsys):
     assert main(["plan", *TINY, "trainer.devices=2", "--device", "h200", "--mfu", "0.5"]) == 0
     output = capsys.readouterr().out
-    planned = plan(compose(TINY[1:2], [*TINY[2:], "trainer.devices=2"]), "h200", 0.5)
+    planned = make_plan(compose(TINY[1:2], [*TINY[2:], "trainer.devices=2"]), "h200", 0.5)
     assert "quickstart on 2 h200, ddp, 32-true" in output
-    assert f"{planned.parameters:,}, {planned.memory_parameters:,} of them in the memory" in output
+    assert f"{planned.parameters:,}, including {planned.memory_parameters:,} of the memory" in output
     assert "4 micro-batches of 2 x 64 tokens on each device" in output
     assert f"{planned.tokens_per_second:,.0f} tokens/s at an MFU of 50%" in output
     rows = [line.split("  ")[0] for line in output.splitlines()]
@@ -35,7 +35,7 @@ def test_prints_size_time_and_memory(capsys):
 def test_json_holds_the_same_numbers(capsys):
     assert main(["plan", *TINY, "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)
-    planned = plan(compose(TINY[1:2], TINY[2:]))
+    planned = make_plan(compose(TINY[1:2], TINY[2:]))
     assert printed["gpu_hours"] == planned.gpu_hours
     assert printed["training"] == vars(planned.training)
     assert printed["validation"] == vars(planned.validation)
@@ -47,9 +47,9 @@ def test_what_does_not_fit_is_one_line_after_the_table(capsys, monkeypatch):
     monkeypatch.setitem(DEVICES, "a100", Device("A100", 312e12, 0.01))
     assert main(["plan", *TINY, "--device", "a100"]) == 1
     output, error = capsys.readouterr()
-    assert "memory of a rank" in output
+    assert "memory per rank" in output
     assert error.startswith("error: plan: ")
-    assert "more than fit into its 9.63 MiB; any of these would fit: " in error
+    assert "exceeds the usable 9.63 MiB by " in error
     assert "--device h200" in error
     assert error.count("\n") == 1
 
@@ -63,7 +63,7 @@ def test_json_of_what_does_not_fit_is_still_json(capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "plan: --config NAME_OR_PATH is missing"),
+        ([], "plan: --config NAME_OR_PATH is required"),
         (["--config", "pretrain/stacktrans-7"], "did you mean 'pretrain/stacktrans-7b'?"),
         ([*TINY, "--mfu", "2"], "--mfu: expected a number above 0, up to 1, found 2.0"),
         ([*TINY, "--mfu", "nan"], "--mfu: expected a number above 0, up to 1, found nan"),
@@ -103,18 +103,18 @@ def test_strings_of_formal_languages_are_counted_as_long_as_they_are(capsys):
     addition = compose(["formal/transformer"], [*steps, "data.task=binary_addition"])
     assert addition.data.global_batch_tokens == 128 * (6 + 7), "of 3 symbols and more"
     two = compose(["formal/transformer"], [*steps, "data.task=duplicate_string", "trainer.devices=2"])
-    assert plan(two).training.activations == pytest.approx(plan(one).training.activations / 2, rel=0.1)
+    assert make_plan(two).training.activations == pytest.approx(make_plan(one).training.activations / 2, rel=0.1)
     assert two.accumulate_grad_batches == one.accumulate_grad_batches == 1
     assert main(["plan", "--config", "formal/transformer", *steps, "trainer.devices=2"]) == 0
     output = capsys.readouterr().out
-    assert "10 of about 1,280 tokens, 12,800 in all" in output
+    assert "10 of about 1,280 tokens, 12,800 in total" in output
     assert "1 micro-batches of 64 x up to 18 tokens on each device" in output
 
 
 def test_a_smaller_batch_of_strings_is_a_remedy():
-    planned = plan(compose(["formal/transformer"], ["data.batch_size=32"]))
-    assert remedies._batch(planned) == "batch_size"
-    change, smaller = remedies._changed(planned, "data.batch_size", 16)
+    planned = make_plan(compose(["formal/transformer"], ["data.batch_size=32"]))
+    assert suggestions.get_batch_option(planned) == "batch_size"
+    change, smaller = suggestions.change_option(planned, "data.batch_size", 16)
     assert change == "data.batch_size=16"
-    assert remedies._divides(smaller)
-    assert not remedies._divides(remedies._changed(smaller, "trainer.devices", 3)[1])
+    assert suggestions.is_valid(smaller)
+    assert not suggestions.is_valid(suggestions.change_option(smaller, "trainer.devices", 3)[1])

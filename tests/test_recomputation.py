@@ -15,7 +15,7 @@ from stackexp.config.model import TransformerConfig
 from stackexp.errors import ConfigError
 from stackexp.models.transformer import Transformer
 from stackexp.modules.base import TrainingModule
-from stackexp.planning.cost import plan
+from stackexp.planning.cost import make_plan
 
 VOCAB, LAYERS = 13, 3
 MEMORIES = {
@@ -125,7 +125,7 @@ def test_selective_keeps_more_than_nothing_and_less_than_all(memory):
         "selective": ["trainer.activation_checkpointing=true", "trainer.recompute=selective"],
         "all": ["trainer.activation_checkpointing=true"],
     }.items():
-        training = plan(compose(["quickstart"], [f"model.memory={memory}", *sizes, *overrides])).training
+        training = make_plan(compose(["quickstart"], [f"model.memory={memory}", *sizes, *overrides])).training
         peaks[name] = training.activations + training.stack
     assert peaks["all"] < 0.8 * peaks["selective"] < 0.64 * peaks["none"], peaks
 

@@ -13,7 +13,7 @@ from stackexp.config.compose import compose
 from stackexp.config.recurrent import LSTMConfig, StackRNNConfig
 from stackexp.models.transformer import Cache
 from stackexp.planning import cost
-from stackexp.planning.memory_tracker import Allocations, _fuse_norms
+from stackexp.planning.memory_tracker import MemoryTracker, free_gradients, fuse_norms
 
 VOCAB, OUTPUTS, B, T = 7, 3, 2, 9
 KINDS = {"lstm": LSTMConfig, "stack_rnn": StackRNNConfig}
@@ -157,13 +157,12 @@ SHORT = ["data.max_length=2", "data.curriculum_steps=0", "data.batch_size=3"]
 def test_the_plan_counts_what_a_real_pass_takes(kind):
     config = compose([f"formal/{kind}"], SHORT)
     shape = 3, config.data.context_length
-    model, tokens = cost.build(config).to_empty(device="cpu"), torch.zeros(shape, dtype=torch.int64)
-    _fuse_norms(model)
-    for parameter in model.parameters():
-        parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
-    with Allocations(model) as allocations:
+    model, tokens = cost.build_meta_model(config).to_empty(device="cpu"), torch.zeros(shape, dtype=torch.int64)
+    fuse_norms(model)
+    free_gradients(model)
+    with MemoryTracker(model) as allocations:
         model(tokens).logits[:, :-1].float().logsumexp(-1).mean().backward()
-    planned = cost.plan(config).training
+    planned = cost.make_plan(config).training
     taken = planned.activations + planned.stack + planned.logits
     assert taken == pytest.approx(allocations.peak.total(), rel=0.05)
     assert (planned.stack > 0) == (kind == "stack_attention")
@@ -171,7 +170,7 @@ def test_the_plan_counts_what_a_real_pass_takes(kind):
 
 def test_an_lstm_can_be_planned():
     """Its kernels are the device's own, and what they keep: counted are at least inputs and outputs of each layer."""
-    planned = cost.plan(compose(["formal/lstm"], SHORT))
+    planned = cost.make_plan(compose(["formal/lstm"], SHORT))
     assert planned.training.activations > 2 * 5 * (3 * 6 * 82) * 4
     assert planned.fits
 

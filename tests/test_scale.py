@@ -9,14 +9,14 @@ import sys
 import pytest
 
 from stackexp.config.compose import compose
-from stackexp.planning.cost import build, plan
+from stackexp.planning.cost import build_meta_model, make_plan
 
 BUILD = """
 import json, sys
 import torch, torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from stackexp.config.compose import compose
-from stackexp.planning.cost import build
+from stackexp.planning.cost import build_meta_model
 from stackexp.models.sharding import build_mesh, shard_model
 
 def held(tensor):
@@ -25,7 +25,7 @@ def held(tensor):
 
 def rank(number):
     dist.init_process_group("fake", store=FakeStore(), rank=number, world_size=64)
-    model = build(config)
+    model = build_meta_model(config)
     shard_model(model, build_mesh("cpu", config.trainer), config.trainer)
     optimizer = torch.optim.AdamW(model.parameters())
     for parameter in model.parameters():
@@ -59,14 +59,14 @@ def test_a_rank_of_64_holds_what_the_plan_says(strategy, ranks):
     overrides = [f"trainer={strategy}", "trainer.num_nodes=8"]
     config = compose(["pretrain/stacktrans-7b"], overrides)
     first, last = first_and_last(overrides)
-    whole = {name: list(p.shape) for name, p in build(config).named_parameters()}
+    whole = {name: list(p.shape) for name, p in build_meta_model(config).named_parameters()}
     assert first["weights"].keys() == last["weights"].keys() == whole.keys()
     for name, shape in whole.items():
         rows = math.ceil(shape[0] / ranks)
         expected = [[rows, *shape[1:]], 4 * math.prod([rows, *shape[1:]])]
         assert first["weights"][name] == first["gradients"][name] == expected, name
         assert last["weights"][name][1] <= expected[1], name
-    memory = plan(config).training
+    memory = make_plan(config).training
     assert memory.weights == sum(size for _, size in first["weights"].values())
     assert memory.gradients == sum(size for _, size in first["gradients"].values())
     assert memory.optimizer == sum(size for _, size in first["optimizer"])
@@ -82,13 +82,13 @@ from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from stackexp.config.compose import compose
 from stackexp.planning import memory_tracker as allocations
-from stackexp.planning.cost import build
+from stackexp.planning.cost import build_meta_model
 from stackexp.models.cross_entropy import NextTokenLoss
 from stackexp.models.sharding import build_mesh, shard_model
 
 config = compose(["pretrain/stacktrans-360m"], sys.argv[1:])
 dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
-mesh, model = build_mesh("cpu", config.trainer), build(config)
+mesh, model = build_mesh("cpu", config.trainer), build_meta_model(config)
 allocations._fuse_norms(model)
 with FakeTensorMode(allow_non_fake_inputs=True):
     shard_model(model, mesh, config.trainer)
@@ -113,7 +113,7 @@ def test_fsdp_itself_takes_no_more(overrides):
         *("trainer.strategy=fsdp", "trainer.devices=4", "model.num_layers=6"),
         *("data.context_length=1024", "data.micro_batch_size=4", "data.global_batch_tokens=16384", *overrides),
     ]
-    memory = plan(compose(["pretrain/stacktrans-360m"], overrides)).training
+    memory = make_plan(compose(["pretrain/stacktrans-360m"], overrides)).training
     command = [sys.executable, "-c", MEASURE, *overrides]
     process = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
     assert process.returncode == 0, process.stderr

@@ -1,0 +1,1 @@
+"""Decoders, recurrent baselines and memories in plain PyTorch."""

@@ -1,20 +1,22 @@
-"""The GPUs whose makers' figures are known."""
+"""GPUs with known specifications."""
 
 from dataclasses import dataclass
 
 HEADROOM = 0.06
-"""Share of a device's memory left to what no tensor takes: CUDA's context, NCCL, cuBLAS, the allocator's gaps."""
+"""Share of device memory reserved for the CUDA context, NCCL, cuBLAS and fragmentation."""
 
 
 @dataclass(frozen=True)
 class Device:
-    card: str  # as in the name CUDA gives it
-    peak_flops: float  # FLOP/s in bfloat16, dense, from the maker's data sheet
-    memory: float  # GiB a process can get of it, as torch.cuda.get_device_properties tells
+    """The specification of one GPU."""
+
+    card: str  # part of the name that CUDA reports
+    peak_flops: float  # FLOP/s in dense bfloat16, from the data sheet
+    memory: float  # GiB available to a process, as torch.cuda.get_device_properties reports
 
     @property
-    def room(self) -> int:
-        """Bytes that tensors may take."""
+    def usable_bytes(self) -> int:
+        """Bytes available to tensors."""
         return int(self.memory * (1 - HEADROOM) * 2**30)
 
 
@@ -25,4 +27,4 @@ DEVICES = {
     "h200": Device("H200", 989e12, 139.8),
     "b200": Device("B200", 2250e12, 178.4),
 }
-"""Those of 80 GB, where there are several. The first whose card stands in a device's name counts."""
+"""The 80 GB variant where there are several. The first entry whose `card` is part of a device's name applies."""

@@ -1,4 +1,4 @@
-"""What a pass of a model holds in memory at its worst moment, counted on tensors that have shapes but no numbers."""
+"""Peak memory of a forward and backward pass, measured on fake tensors, which have shapes but no values."""
 
 import contextlib
 import functools
@@ -16,13 +16,13 @@ from stackexp.models.cross_entropy import NextTokenLoss
 from stackexp.models.transformer import Transformer
 
 
-class Allocations(TorchDispatchMode):
-    """Within the context, the bytes of all storages alive by kind: `live` now, `peak` when their sum was largest.
+class MemoryTracker(TorchDispatchMode):
+    """A context that tracks the bytes of all storages by kind: `live` now, `peak` when their sum was largest.
 
-    The model's own weights and what was there before are not counted. Kinds:
-      logits       [..., vocabulary of the output], and their gradients
-      stack        made in a memory's forward pass, except the hidden state it hands on
-      casts        copies of weights in another precision, as autocast makes them
+    Weights of the model and storages from before the context do not count. The kinds are
+      logits       [..., output vocabulary], and their gradients
+      stack        made in the forward pass of a memory, except its output hidden states
+      casts        copies of weights in another dtype, as autocast makes them
       activations  everything else
     """
 
@@ -30,9 +30,9 @@ class Allocations(TorchDispatchMode):
         super().__init__()
         self.live: Counter[str] = Counter()
         self.peak: Counter[str] = Counter()
-        self._outputs = getattr(model.config, "output_vocab_size", None) or model.config.vocab_size
+        self._output_size = getattr(model.config, "output_vocab_size", None) or model.config.vocab_size
         self._kinds = {p.untyped_storage()._cdata: "weights" for p in model.parameters()}
-        self._in_memory = False
+        self._is_in_memory = False
         self._total = 0
         for memory in model.memories:
             memory.register_forward_pre_hook(self._enter_memory)
@@ -40,25 +40,25 @@ class Allocations(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        cast = func is torch.ops.aten._to_copy.default and isinstance(args[0], nn.Parameter)
+        is_cast = func is torch.ops.aten._to_copy.default and isinstance(args[0], nn.Parameter)
         for tensor in result if isinstance(result, (tuple, list)) else (result,):
             if isinstance(tensor, Tensor):
-                self._add(tensor, cast)
+                self._add(tensor, is_cast)
         return result
 
-    def _add(self, tensor: Tensor, cast: bool) -> None:
+    def _add(self, tensor: Tensor, is_cast: bool) -> None:
         storage = tensor.untyped_storage()
-        if storage._cdata in self._kinds:  # a view, or changed in place
+        if storage._cdata in self._kinds:  # a view, or modified in place
             return
-        if tensor.ndim and tensor.shape[-1] == self._outputs:
+        if tensor.ndim and tensor.shape[-1] == self._output_size:
             kind = "logits"
         else:
-            kind = "casts" if cast else "stack" if self._in_memory else "activations"
+            kind = "casts" if is_cast else "stack" if self._is_in_memory else "activations"
         self._kinds[storage._cdata] = kind
-        weakref.finalize(storage, self._drop, storage._cdata, storage.nbytes()).atexit = False
+        weakref.finalize(storage, self._remove, storage._cdata, storage.nbytes()).atexit = False
         self._change(kind, storage.nbytes())
 
-    def _drop(self, key: int, size: int) -> None:
+    def _remove(self, key: int, size: int) -> None:
         self._change(self._kinds.pop(key), -size)
 
     def _change(self, kind: str, size: int) -> None:
@@ -68,10 +68,10 @@ class Allocations(TorchDispatchMode):
             self.peak = self.live.copy()
 
     def _enter_memory(self, *_: Any) -> None:
-        self._in_memory = True
+        self._is_in_memory = True
 
     def _leave_memory(self, module: nn.Module, args: Any, output: tuple) -> None:
-        self._in_memory = False
+        self._is_in_memory = False
         storage = output[0].untyped_storage()
         if self._kinds[storage._cdata] == "stack":
             self._kinds[storage._cdata] = "activations"
@@ -79,75 +79,83 @@ class Allocations(TorchDispatchMode):
             self._change("activations", storage.nbytes())
 
 
-class RMSNormKernel(torch.autograd.Function):
-    """What CUDA's fused RMSNorm makes and keeps: shapes only."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight, x.new_empty(*x.shape[:-1], 1, dtype=torch.float32))
-        return torch.empty_like(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        x, weight, _ = ctx.saved_tensors
-        return torch.empty_like(x), torch.empty_like(weight)
-
-
-def _fuse_norms(model: Transformer) -> None:
-    for module in model.modules():
-        if isinstance(module, nn.RMSNorm):
-            module.forward = functools.partial(_rms_norm, module)
-
-
-def _rms_norm(module: nn.RMSNorm, x: Tensor) -> Tensor:
-    """As on CUDA, one kernel. (The CPU has none.)"""
-    return RMSNormKernel.apply(x, module.weight.to(x.dtype))
-
-
-def training_peak(
+def measure_training_peak(
     model: Transformer, batch: int, length: int, autocast: bool, criterion: NextTokenLoss
 ) -> Counter[str]:
-    """Bytes by kind at the worst moment of a forward and backward pass over `batch` sequences of `length` tokens.
+    """Return the peak bytes by kind of a forward and backward pass over `batch` sequences of `length` tokens.
 
-    `model` is on the meta device. Gradients of weights are dropped as they come: `cost.plan` counts all of them.
+    The model is on the meta device. Gradients of weights are freed at once, because `MemoryUse` has its own entry for
+    them.
     """
-    with _fake(model):
-        for parameter in model.parameters():
-            parameter.register_post_accumulate_grad_hook(_drop_gradient)
-        with Allocations(model) as allocations:
+    with _use_fake_tensors(model):
+        free_gradients(model)
+        with MemoryTracker(model) as tracker:
             tokens = torch.zeros(batch, length, dtype=torch.int64)
             with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-                loss = _loss(model.train(), tokens, criterion)
+                loss = compute_loss(model.train(), tokens, criterion)
             loss.backward()
-    return allocations.peak
+    return tracker.peak
 
 
-def validation_peak(
+def measure_validation_peak(
     model: Transformer, batch: int, length: int, autocast: bool, criterion: NextTokenLoss
 ) -> Counter[str]:
-    """As `training_peak`, for a forward pass without gradients."""
-    with _fake(model), torch.no_grad(), Allocations(model) as allocations:
+    """Return the peak bytes by kind of a forward pass without gradients; see `measure_training_peak`."""
+    with _use_fake_tensors(model), torch.no_grad(), MemoryTracker(model) as tracker:
         tokens = torch.zeros(batch, length, dtype=torch.int64)
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             criterion.compute_token_losses(model, model.eval()(tokens, return_hidden=criterion.needs_hidden), tokens)
-    return allocations.peak
+    return tracker.peak
 
 
-def _loss(model: Transformer, tokens: Tensor, criterion: NextTokenLoss) -> Tensor:
-    """As LanguageModeling.training_step: what lives as long there lives as long here."""
+def compute_loss(model: Transformer, tokens: Tensor, criterion: NextTokenLoss) -> Tensor:
+    """Return the training loss as LanguageModeling.training_step does, with the same lifetimes of tensors."""
     output = model(tokens, return_hidden=criterion.needs_hidden)
     loss = criterion(model, output, tokens).total
     return loss + model.entropy_weight * output.entropy if model.entropy_weight else loss
 
 
-def _drop_gradient(parameter: Tensor) -> None:
-    parameter.grad = None
+def free_gradients(model: nn.Module) -> None:
+    """Free the gradient of each parameter as soon as it is complete."""
+
+    def free(parameter: Tensor) -> None:
+        parameter.grad = None
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(free)
+
+
+def fuse_norms(model: nn.Module) -> None:
+    """Run RMSNorm as one kernel, as on CUDA. CPUs have no such kernel."""
+    for module in model.modules():
+        if isinstance(module, nn.RMSNorm):
+            setattr(module, "forward", functools.partial(_run_fused_norm, module))  # noqa: B010
+
+
+def _run_fused_norm(module: nn.RMSNorm, x: Tensor) -> Tensor:
+    return FusedRMSNorm.apply(x, module.weight.to(x.dtype))
+
+
+class FusedRMSNorm(torch.autograd.Function):
+    """The allocations of CUDA's fused RMSNorm, without values."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        """Allocate the output, and save what the backward pass needs."""
+        ctx.save_for_backward(x, weight, x.new_empty(*x.shape[:-1], 1, dtype=torch.float32))
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        """Allocate the gradients."""
+        x, weight, _ = ctx.saved_tensors
+        return torch.empty_like(x), torch.empty_like(weight)
 
 
 @contextlib.contextmanager
-def _fake(model: Transformer) -> Iterator[None]:
-    """The model, and all that is made within the context, as fake tensors; attention is a flash kernel, as on CUDA."""
-    _fuse_norms(model)
+def _use_fake_tensors(model: Transformer) -> Iterator[None]:
+    """Make the model and all new tensors fake. sdpa on fake tensors is a flash kernel, as on CUDA."""
+    fuse_norms(model)
     with FakeTensorMode(allow_non_fake_inputs=True):
         model.to_empty(device="cpu")
         yield

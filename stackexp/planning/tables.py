@@ -1,23 +1,24 @@
-"""A plan for the terminal, and as plain numbers."""
+"""Format a plan as tables or as a dictionary."""
 
 from typing import Any
 
-from stackexp.planning.cost import Plan, readable
-from stackexp.tables import table
+from stackexp.planning.cost import Plan, format_bytes
+from stackexp.tables import RULE, format_table
 
 KINDS = {
     "weights": "weights",
     "gradients": "gradients",
-    "optimizer": "optimizer's state",
+    "optimizer": "optimizer state",
     "gathered": "gathered and cast weights",
     "activations": "activations",
     "stack": "stack",
     "logits": "logits",
 }
+"""The fields of `MemoryUse` and their names in the table."""
 
 
-def as_dict(plan: Plan) -> dict[str, Any]:
-    """A plan as plain numbers: bytes, FLOPs, tokens, hours."""
+def to_dict(plan: Plan) -> dict[str, Any]:
+    """Return a plan as plain numbers: bytes, FLOPs, tokens, hours."""
     trainer = plan.config.trainer
     names = ("parameters", "memory_parameters", "flops_per_token", "flops", "tokens", "tokens_per_second", "hours")
     return {
@@ -28,50 +29,45 @@ def as_dict(plan: Plan) -> dict[str, Any]:
         "strategy": plan.strategy,
         "precision": trainer.precision,
         "mfu": plan.mfu,
-        **{name: getattr(plan, name) for name in (*names, "gpu_hours", "checkpoint_bytes", "peak", "room", "fits")},
+        **{name: getattr(plan, name) for name in (*names, "gpu_hours", "checkpoint_bytes", "peak")},
+        "room": plan.usable_bytes,
+        "fits": plan.fits,
         "training": vars(plan.training),
         "validation": vars(plan.validation) if plan.validation else None,
     }
 
 
-def report(plan: Plan) -> str:
-    """A plan as two tables: the run, and the memory of a rank."""
-    memory = _memory(plan)
-    aligned = "<" + ">" * (len(memory[0]) - 1)
-    return f"{table(_run(plan))}\n\n{table(memory, aligned, rules=(1, 1 + len(KINDS)))}"
+def format_plan(plan: Plan) -> str:
+    """Return two tables: the run, and the memory of a rank."""
+    return f"{format_table(_build_run_rows(plan))}\n\n{_format_memory(plan)}"
 
 
-def _run(plan: Plan) -> list[tuple[str, str]]:
+def _build_run_rows(plan: Plan) -> list[tuple[str, str]]:
     config, trainer = plan.config, plan.config.trainer
     count = f"{trainer.num_nodes} x {trainer.devices}" if trainer.num_nodes > 1 else f"{trainer.devices}"
-    kept = trainer.keep_checkpoints + 1
+    num_checkpoints = trainer.keep_checkpoints + 1
+    all_checkpoints = format_bytes(num_checkpoints * plan.checkpoint_bytes)
     about, up_to = ("about ", "up to ") if config.data.lengths_vary else ("", "")
-    tokens = f"{about}{config.data.global_batch_tokens:,} tokens, {plan.tokens:,} in all"
+    micro_batches = f"{config.accumulate_grad_batches} micro-batches of {config.micro_batch_size}"
+    tokens = f"{about}{config.data.global_batch_tokens:,} tokens, {plan.tokens:,} in total"
     return [
         ("run", f"{config.name} on {count} {plan.device}, {plan.strategy}, {trainer.precision}"),
-        ("parameters", f"{plan.parameters:,}, {plan.memory_parameters:,} of them in the memory"),
+        ("parameters", f"{plan.parameters:,}, including {plan.memory_parameters:,} of the memory"),
         ("steps", f"{trainer.max_steps:,} of {tokens}"),
-        (
-            "a step",
-            f"{config.accumulate_grad_batches} micro-batches of {config.micro_batch_size} x "
-            f"{up_to}{config.data.context_length:,} tokens on each device",
-        ),
-        ("FLOPs", f"{plan.flops_per_token:.3e} per token, {plan.flops:.3e} in all"),
+        ("one step", f"{micro_batches} x {up_to}{config.data.context_length:,} tokens on each device"),
+        ("FLOPs", f"{plan.flops_per_token:.3e} per token, {plan.flops:.3e} in total"),
         ("speed", f"{plan.tokens_per_second:,.0f} tokens/s at an MFU of {plan.mfu:.0%}"),
-        ("time", f"{_duration(plan.hours)}, {plan.gpu_hours:,.1f} GPU-hours"),
-        (
-            "checkpoint",
-            f"{readable(plan.checkpoint_bytes)}, up to {kept} kept: {readable(kept * plan.checkpoint_bytes)}",
-        ),
+        ("time", f"{_format_duration(plan.hours)}, {plan.gpu_hours:,.1f} GPU-hours"),
+        ("checkpoint", f"{format_bytes(plan.checkpoint_bytes)}, up to {num_checkpoints} kept: {all_checkpoints}"),
     ]
 
 
-def _memory(plan: Plan) -> list[list[str]]:
+def _format_memory(plan: Plan) -> str:
     phases = {"training": plan.training} | ({"validation": plan.validation} if plan.validation else {})
-    rows = [["memory of a rank, at most", *phases]]
-    rows += [[name, *(readable(getattr(m, kind)) for m in phases.values())] for kind, name in KINDS.items()]
-    return [*rows, [f"peak, of {readable(plan.room)} usable", *(readable(m.peak) for m in phases.values())]]
+    rows = [(name, *(format_bytes(getattr(m, kind)) for m in phases.values())) for kind, name in KINDS.items()]
+    peak = (f"peak, of {format_bytes(plan.usable_bytes)} usable", *(format_bytes(m.peak) for m in phases.values()))
+    return format_table([*rows, RULE, peak], header=["memory per rank, at most", *phases], align="<>>")
 
 
-def _duration(hours: float) -> str:
+def _format_duration(hours: float) -> str:
     return f"{hours:,.1f} hours" if hours >= 1 else f"{hours * 3600:,.1f} seconds"

@@ -1,21 +1,21 @@
 """Estimate the cost of a sweep before it runs."""
 
-from stackexp.planning.cost import plan
+from stackexp.planning.cost import make_plan
+from stackexp.tables import format_table
 from stackexp.sweeps.display import format_summary
 from stackexp.sweeps.status import State, read_status
 from stackexp.sweeps.sweep import Sweep
-from stackexp.tables import format_table
 
 
 def format_dry_run(sweep: Sweep) -> str:
     """Return the trials of a sweep with their estimated cost, and what is left of it, in GPU-hours."""
     statuses = [read_status(trial, sweep.config.objective) for trial in sweep.trials]
-    base = plan(sweep.base_trial.config)
+    base = make_plan(sweep.base_trial.config)
     total = left = 0.0
     rows = []
     for status in statuses:
         config = status.trial.config
-        hours = plan(config).gpu_hours
+        hours = make_plan(config).gpu_hours
         is_settled = status.state in (State.DONE, State.PRUNED)
         remaining = 0.0 if is_settled else hours * (1 - status.step / config.trainer.max_steps)
         total, left = total + hours, left + remaining

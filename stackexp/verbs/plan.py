@@ -1,53 +1,54 @@
-"""`stackexp plan`: memory, time and cost of a training run, before it is paid for."""
+"""Predict memory, time and cost of a training run.
+
+Memory is that of one rank, measured on tensors without values. It does not include memory of CUDA, NCCL and cuBLAS or
+fragmentation; 6% of the device is reserved for them. Exits with 1 if the run does not fit.
+"""
 
 import json
+from argparse import Namespace
 
 from stackexp.config.suggestions import suggest_name
 from stackexp.errors import RunError
-from stackexp.planning.devices import DEVICES, HEADROOM
+from stackexp.planning.devices import DEVICES
 from stackexp.verbs.parser import Parser
 
-EXAMPLES = [
+USAGE = "--config NAME_OR_PATH [OPTIONS] [KEY=VALUE ...]"
+EXAMPLES = (
     "plan --config pretrain/stacktrans-7b trainer=fsdp trainer.num_nodes=8",
     "plan --config pretrain/stacktrans-360m --device a100 --mfu 0.35 --json",
-]
-ABOUT = f"""\
-Memory is of one rank, counted on tensors without numbers; what CUDA, NCCL and cuBLAS take for themselves and what the
-allocator cannot use is not in it: {HEADROOM:.0%} of the device is kept free for that. Exits with 1 if it does not fit.
-"""
+)
 
 
-def main(argv: list[str]) -> int:
-    """Print the plan of a config. Raises ConfigError for the command line, RunError if it does not fit."""
-    parser = Parser(
-        "plan", "What a training run will take.", EXAMPLES, "--config NAME_OR_PATH [OPTIONS] [KEY=VALUE ...]", ABOUT
-    )
-    parser.add_argument("--config", action="append", metavar="NAME_OR_PATH")
-    parser.add_argument("--device", default="h100", metavar="NAME", help=f"{', '.join(DEVICES)}; default: %(default)s")
-    parser.add_argument("--mfu", type=float, default=0.4, help="model FLOPs utilisation (default: %(default)s)")
-    parser.add_argument("--json", action="store_true", help="print it as JSON")
-    options, overrides = parser.split(argv)
-    if not options.config:
-        parser.error("--config NAME_OR_PATH is missing; `configs list` shows the names")
-    if options.device not in DEVICES:
-        known = ", ".join(DEVICES)
-        parser.error(
-            f"--device: expected one of {known}, found {options.device!r}{suggest_name(options.device, DEVICES)}"
-        )
-    if not 0 < options.mfu <= 1:
-        parser.error(f"--mfu: expected a number above 0, up to 1, found {options.mfu}")
+def add_arguments(parser: Parser) -> None:
+    """Add the options of `plan`."""
+    parser.add_config()
+    parser.add_argument("--device", default="h100", metavar="NAME", help=f"{', '.join(DEVICES)} (default: %(default)s)")
+    parser.add_argument("--mfu", type=float, default=0.4, help="model FLOPs utilization (default: %(default)s)")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(args: Namespace) -> int:
+    """Print the plan of a config. Raises ConfigError for mistakes, RunError if the run does not fit."""
+    if not args.config:
+        args.parser.error("--config NAME_OR_PATH is required; `configs list` shows the names")
+    if args.device not in DEVICES:
+        names, hint = ", ".join(DEVICES), suggest_name(args.device, DEVICES)
+        args.parser.error(f"--device: expected one of {names}, found {args.device!r}{hint}")
+    if not 0 < args.mfu <= 1:
+        args.parser.error(f"--mfu: expected a number above 0, up to 1, found {args.mfu}")
     from stackexp.config.compose import compose
 
-    config = compose(options.config, overrides)
-    from stackexp.planning.cost import plan, readable
-    from stackexp.planning.suggestions import remedies
-    from stackexp.planning.tables import as_dict, report
+    config = compose(args.config, args.overrides)
+    from stackexp.planning.cost import format_bytes, make_plan
+    from stackexp.planning.suggestions import suggest_changes
+    from stackexp.planning.tables import format_plan, to_dict
 
-    planned = plan(config, options.device, options.mfu)
-    print(json.dumps(as_dict(planned), indent=2) if options.json else report(planned), flush=True)
-    if not planned.fits:
+    plan = make_plan(config, args.device, args.mfu)
+    print(json.dumps(to_dict(plan), indent=2) if args.json else format_plan(plan), flush=True)
+    if not plan.fits:
+        excess = format_bytes(plan.peak - plan.usable_bytes)
         raise RunError(
-            f"plan: {readable(planned.peak)} on each {options.device} are {readable(planned.peak - planned.room)} more "
-            f"than fit into its {readable(planned.room)}; {remedies(planned)}"
+            f"plan: {format_bytes(plan.peak)} per {args.device} exceeds the usable "
+            f"{format_bytes(plan.usable_bytes)} by {excess}; {suggest_changes(plan)}"
         )
     return 0

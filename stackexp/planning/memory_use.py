@@ -1,0 +1,189 @@
+"""Memory of one rank: weights, gradients, optimizer state, communication buffers and activations.
+
+Weights, gradients and the optimizer state follow from the shards of each parameter, activations from a pass on fake
+tensors (`memory_tracker.py`). Not included are the CUDA context, NCCL buffers, cuBLAS workspaces and fragmentation;
+`devices.HEADROOM` reserves memory for them. `trainer.compile` has no effect on the prediction.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+
+from stackexp.config import registry
+from stackexp.config.experiment import ExperimentConfig
+from stackexp.config.trainer import TrainerConfig
+from stackexp.errors import RunError
+from stackexp.models.cross_entropy import NextTokenLoss
+from stackexp.models.transformer import Transformer
+from stackexp.planning.memory_tracker import measure_training_peak, measure_validation_peak
+
+DTYPES = {"32-true": torch.float32, "bf16-mixed": torch.float32, "bf16-true": torch.bfloat16, "64-true": torch.float64}
+SAMPLED_LAYERS = (1, 2)
+"""Numbers of layers to extrapolate from, where a stack is scanned over the tokens."""
+
+
+@dataclass(frozen=True)
+class MemoryUse:
+    """Bytes of one rank at the peak, by kind."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    gathered: int  # gathered blocks and their gradients (fsdp, hsdp), DDP buckets, autocast copies of weights
+    activations: int
+    stack: int  # made and kept by memories between layers, except their output hidden states
+    logits: int
+
+    @property
+    def peak(self) -> int:
+        """The sum over all kinds."""
+        return sum(vars(self).values())
+
+
+def build_meta_model(config: ExperimentConfig) -> Transformer:
+    """Build the model on the meta device, in the dtype of its weights.
+
+    Attention is replaced by sdpa, which runs on fake tensors; on CUDA every backend is a flash kernel.
+    """
+    options = config.model
+    if hasattr(options, "attention"):
+        options = replace(options, attention="sdpa")
+    with torch.device("meta"):
+        model = registry.build("model", options)
+    model.checkpoint_blocks = config.trainer.recompute_mode
+    return model.to(DTYPES[config.trainer.precision])
+
+
+def compute_memory_use(config: ExperimentConfig, is_training: bool) -> MemoryUse:
+    """Return the memory of one rank. Raises RunError if a memory between layers depends on tensor values."""
+    model, ranks = build_meta_model(config), count_shards(config.trainer)
+    peak = measure_peak(config, is_training)
+    weights = sum(compute_shard_bytes(p, ranks) for p in model.parameters())
+    return MemoryUse(
+        weights=weights,
+        gradients=weights,  # those of the last step are still allocated in validation
+        optimizer=compute_optimizer_bytes(config, ranks),
+        gathered=peak["casts"] + _compute_communication_bytes(config.trainer, model, is_training),
+        activations=peak["activations"],
+        stack=peak["stack"],
+        logits=peak["logits"],
+    )
+
+
+def count_shards(trainer: TrainerConfig) -> int:
+    """Return the number of ranks that share one copy of the weights."""
+    return {"fsdp": trainer.devices * trainer.num_nodes, "hsdp": trainer.devices}.get(trainer.strategy, 1)
+
+
+def compute_shard_bytes(parameter: torch.Tensor, ranks: int = 1) -> int:
+    """Return the bytes of one shard of a parameter: FSDP2 splits dimension 0 and pads it."""
+    if ranks == 1:
+        return parameter.nbytes
+    rows = math.ceil(parameter.shape[0] / ranks)
+    return rows * parameter[0].numel() * parameter.element_size()
+
+
+def compute_optimizer_bytes(config: ExperimentConfig, ranks: int) -> int:
+    """Return the bytes of the optimizer state per rank. State in the shape of a parameter is sharded like it."""
+    model = build_meta_model(config)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model.to_empty(device="cpu")
+        optimizer = registry.build("optimizer", config.optimizer, model)
+        for parameter in model.parameters():
+            parameter.grad = torch.empty_like(parameter)
+        optimizer.step()
+    return sum(
+        compute_shard_bytes(value, ranks) if value.shape == parameter.shape else value.nbytes
+        for parameter, state in optimizer.state.items()
+        for value in state.values()
+        if isinstance(value, torch.Tensor)
+    )
+
+
+def _compute_communication_bytes(trainer: TrainerConfig, model: Transformer, is_training: bool) -> int:
+    """Return an upper bound of the buffers for weights and gradients in communication.
+
+    ddp: its buckets, as large as the gradients. fsdp and hsdp: the root unit's weights, and those of the current and
+    the next block (of all blocks without reshard_after_forward). The backward pass adds the head's gradient, a block's
+    gradients and their copy to reduce, and ends with the same for the root unit.
+    """
+    total = sum_bytes(model.parameters())
+    if not trainer.is_sharded:
+        return total if trainer.devices * trainer.num_nodes > 1 else 0
+    blocks = [sum_bytes(layer.parameters()) for layer in model.layers]
+    root, reduced = total - sum(blocks), max(blocks)
+    gathered = [size // 2 if trainer.precision == "bf16-mixed" else size for size in blocks]
+    weights = max(gathered) + (max(gathered) if trainer.reshard_after_forward else sum(gathered))
+    if not is_training:
+        return root + weights
+    head = sum_bytes([(model.head or model.embedding).weight])
+    return root + max(weights + head + max(gathered) + reduced, root + root)
+
+
+def sum_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Return the total size of tensors."""
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+def measure_peak(config: ExperimentConfig, is_training: bool) -> Counter[str]:
+    """Return the bytes of one pass by kind.
+
+    Fake tensors are slow for a stack that is scanned over the tokens, so its bytes are extrapolated from fewer layers
+    and from shorter sequences of the same number of tokens.
+    """
+    data, layers = config.data, config.model.num_layers
+    batch = config.micro_batch_size if is_training else data.eval_batch_size
+    length, axis = data.context_length, build_meta_model(config).axis
+    num_slots = getattr(getattr(config.model, "memory", None), "num_slots", None)
+    if axis in (None, "depth") or num_slots is None:
+        return measure_pass(config, is_training, layers, batch, length)
+    shortest = 2 ** math.ceil(math.log2(num_slots + 1))
+    lengths = [shortest, 2 * shortest] if axis == "time" else [shortest, 2 * shortest, 4 * shortest]
+    if length <= lengths[-1] or layers <= SAMPLED_LAYERS[-1]:
+        return measure_pass(config, is_training, layers, batch, length)
+
+    def get_coordinates(length: int) -> list[float]:
+        # Bytes are linear in 1/T, because slots fill up, and for token_major in T, because it keeps all keys
+        return [1, 1 / length, length][: len(lengths)]
+
+    def measure_layers(layers: int) -> Counter[str]:
+        samples = [measure_pass(config, is_training, layers, round(batch * length / t), t) for t in lengths]
+        return _extrapolate([get_coordinates(t) for t in lengths], samples, get_coordinates(length))
+
+    return _extrapolate([[1, x] for x in SAMPLED_LAYERS], [measure_layers(x) for x in SAMPLED_LAYERS], [1, layers])
+
+
+def _extrapolate(points: list[list[float]], samples: list[Counter[str]], point: list[float]) -> Counter[str]:
+    """Evaluate at `point` the linear function with these samples at these points."""
+    weights = torch.linalg.solve(torch.tensor(points, dtype=torch.float64).T, torch.tensor(point, dtype=torch.float64))
+    kinds = set().union(*samples)
+    return Counter({k: round(sum(w * s[k] for w, s in zip(weights.tolist(), samples, strict=True))) for k in kinds})
+
+
+_pass_cache: dict[str, Counter[str]] = {}
+
+
+def measure_pass(config: ExperimentConfig, is_training: bool, layers: int, batch: int, length: int) -> Counter[str]:
+    """Return the bytes by kind of one pass over `batch` sequences of `length` tokens, from a cache if measured."""
+    trainer = config.trainer
+    config = replace(config, model=replace(config.model, num_layers=layers))
+    autocast, criterion = trainer.precision == "bf16-mixed", replace(NextTokenLoss.from_config(trainer), compiled=False)
+    key = f"{config.model} {trainer.precision} {trainer.is_sharded} {trainer.recompute_mode} {criterion}"
+    key = f"{key} {is_training} {batch} {length}"
+    if key not in _pass_cache:
+        model = build_meta_model(config)
+        if autocast and trainer.is_sharded:
+            model.layers.to(torch.bfloat16)  # the dtype in which blocks are gathered
+        measure = measure_training_peak if is_training else measure_validation_peak
+        try:
+            _pass_cache[key] = measure(model, batch, length, autocast, criterion)
+        except DataDependentOutputException as error:
+            raise RunError(
+                f"model.memory.kind {config.model.memory.kind}: the forward pass depends on tensor values "
+                f"({error.func}), so its memory cannot be predicted"
+            ) from None
+    return _pass_cache[key]
