@@ -1,10 +1,10 @@
 """Estimate the cost of a sweep before it runs."""
 
 from stackexp.planning.cost import make_plan
-from stackexp.tables import format_table
 from stackexp.sweeps.display import format_summary
 from stackexp.sweeps.status import State, read_status
 from stackexp.sweeps.sweep import Sweep
+from stackexp.tables import format_table
 
 
 def format_dry_run(sweep: Sweep) -> str:
