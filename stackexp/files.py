@@ -95,7 +95,7 @@ def write_json_lines(path: Path, objects: list[dict[str, Any]]) -> None:
 
 
 def append_json_line(path: Path, value: dict[str, Any], *, sync: bool = False) -> None:
-    """Append one object to a JSON Lines file in a single write, so that several processes may append.
+    """Append one object to a JSON Lines file in a single write, which is safe with concurrent processes.
 
     If a kill has cut off the last line, the object starts on a new line; read such a file with `skip_damaged`.
     With `sync`, the line is on disk on return.

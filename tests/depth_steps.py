@@ -1,4 +1,4 @@
-"""The steps of several layers, as the depth axis takes them, of an implementation beside the reference's."""
+"""Compare depth-axis steps over several layers with the reference."""
 
 import itertools
 import random

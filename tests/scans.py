@@ -1,4 +1,4 @@
-"""A scan of an implementation beside the reference's: values, gradients, and how far they may be apart."""
+"""Compare scans with the reference: values, gradients and error bounds."""
 
 import itertools
 from typing import NamedTuple

@@ -28,7 +28,7 @@ BACKENDS = ["flex", "varlen", "varlen of torch 2.11", "flash_attn"]
 
 
 def seen_within(length, window_size):
-    """Which keys a query sees, bool [T, T], when it sees so many before it and after it; -1: all."""
+    """Return the attention mask of a window, bool [T, T]: (keys before, keys after) each query; -1 means all."""
     ahead = torch.arange(length) - torch.arange(length)[:, None]
     before, after = (length if size == -1 else size for size in window_size)
     return (ahead >= -before) & (ahead <= after)
@@ -85,7 +85,7 @@ def make_model(backend, memory=None, dtype=torch.float64, **options) -> Transfor
     if backend == "varlen of torch 2.11":
         for layer in model.layers:
             kernel, groups, window = layer.attention.attend.args
-            assert groups, "the stand-in knows grouped queries"
+            assert groups, "the replacement kernel supports grouped queries"
             layer.attention.attend = functools.partial(attention_backends.varlen, kernel, False, window)
     return model
 

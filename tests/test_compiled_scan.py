@@ -46,7 +46,7 @@ def shapes():
 
 
 def hidden_layers():
-    """As wide as vectors, narrower, wider, beside each discipline and read."""
+    """Yield feedback networks of different widths with every discipline and read."""
     for units, discipline, (read, read_mask) in zip([1, 8, 13, 64], [*DISCIPLINES, "stack"], READS, strict=True):
         for feedback in ACTIVATIONS:
             yield Case(7, 3, 2, 9, discipline, read, read_mask, feedback, filled=2, hidden=units)
@@ -70,7 +70,7 @@ def test_scans_of_parts_are_one(cuts, feedback, hidden):
 def test_float32_is_as_exact_as_the_reference():
     """Errors against float64: of values and gradients at most three times those of the reference in float32."""
     for (read, read_mask), feedback in itertools.product([READS[0], READS[1], READS[3]], [None, "tanh"]):
-        num_tokens = 12 if feedback else 40  # feedback magnifies rounding, whoever's it is, with each token
+        num_tokens = 12 if feedback else 40  # feedback amplifies rounding errors with each token
         case = Case(24, 8, 4, num_tokens, "stack", read, read_mask, feedback, batch_size=8, dtype=torch.float32)
         rounded = [tensor.detach() for tensor in make_inputs(case, "cpu")]
         exact = flat(scan("reference", case, [tensor.double().requires_grad_() for tensor in rounded]))
@@ -172,7 +172,7 @@ def test_gradients_of_the_feedback_are_exact_where_backward_is_called_under_auto
 
 
 def kept(tokens, wanted):
-    """Bytes of what the backward pass keeps besides its inputs and outputs."""
+    """Return the bytes saved for the backward pass, without inputs and outputs."""
     x, logits, query, *_ = (t.detach().contiguous() for t in make_inputs(Case(8, 3, 2, tokens), "cpu"))
     x, known, sizes = x.requires_grad_(wanted), set(), []
 

@@ -23,7 +23,7 @@ def test_rounds_no_worse_than_the_reference(discipline, head_dim):
 
 
 def test_takes_and_gives_the_states_of_eager():
-    """So that a model may be compiled by torch, where the steps are `eager`'s, from one layer to the next."""
+    """Under torch.compile the steps run in eager mode, so states must be interchangeable between layers."""
 
     class Mixed:
         empty = staticmethod(eager.empty)

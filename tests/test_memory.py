@@ -357,10 +357,10 @@ operations = st.sampled_from(["push", "pop", "no_op"])
     tokens=st.lists(st.integers(0, VOCABULARY - 1), min_size=LENGTH, max_size=LENGTH),
 )
 def test_hard_actions_are_a_list_or_a_deque_in_the_decoder_at_every_axis(axis, discipline, num_slots, program, tokens):
-    """The whole decoder, with weights that make layer l do program[l][token] and push the token's own vector.
+    """Run the full decoder with weights that make layer l execute program[l][token] and push the token's vector.
 
-    h is the one-hot embedding in every layer (attention and feed-forward write nothing, the read's gate is shut), so
-    each element tells its token; A picks the operation with logits of 1e4, which is one-hot exactly.
+    h is the one-hot embedding in every layer: attention and feed-forward output zero, and the read gate is closed.
+    So each element identifies its token. A selects the operation with logits of 1e4, which is exactly one-hot.
     """
     model = hard_decoder(axis, discipline, num_slots, program)
     calls = []  # (layer, state after the call), in the order of the updates

@@ -144,7 +144,7 @@ def test_a_window_ends_what_a_token_sees(positional):
     ("positional", "same"), [("rope", True), ("alibi", True), ("none", True), ("sinusoidal", False)]
 )
 def test_only_sinusoids_tell_where_a_sequence_begins(positional, same):
-    """The same tokens at 0 and at 40, where nothing before them can be seen: the others know distances alone."""
+    """Run the same tokens at positions 0 and 40 without earlier tokens; the other encodings are relative."""
     model, outputs = make_model(positional=positional), []
     for start in (0, 40):
         h, positions = model._encode_positions(model.embedding(make_tokens()), start, None)

@@ -133,7 +133,7 @@ def test_successive_halving_prunes_bad_trials(monkeypatch):
             assert json.loads(trial.pruned.read_text())["validation/loss/average"] == trial.values[S]
             assert not trial.folder.is_finished
             assert not trial.failure.exists()
-    # A later driver knows the rungs from the folders.
+    # A later driver restores the rungs from the folders.
     assert min(states) in {trial.system_attrs["completed_rung_0"] for trial in Study(sweep)._study.trials}
 
 

@@ -122,7 +122,7 @@ def list_names(names: list[str]) -> str:
 
 @contextmanager
 def explain_errors(folder: Path) -> Iterator[None]:
-    """Turn a refused write or a killed worker process into a RunError that says what to do."""
+    """Turn a refused write or a killed worker process into a RunError with a remedy."""
     resume = "then run the same command again: finished units are kept"
     try:
         yield

@@ -175,7 +175,7 @@ class SlurmLauncher:
             if not any(task.job == job for task in slurm_jobs.find_task_states(self._folder)):
                 slurm.run_slurm("sbatch", *options, input=script, pass_fds=[lock.fileno()])
 
-        slurm.retry_until_answer(submit_once)  # without an answer Slurm may have accepted the job all the same
+        slurm.retry_until_answer(submit_once)  # Slurm may have accepted the job without an answer
 
     def _build_options(self, trials: list[Trial], states: dict[Task, TaskState]) -> list[str]:
         """Return sbatch's options for trials of one shape, while the jobs in `states` wait or run."""
