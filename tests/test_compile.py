@@ -37,7 +37,7 @@ IMPLEMENTATIONS = ["eager"]
 
 
 @pytest.fixture(autouse=True)
-def afresh():
+def reset_dynamo():
     torch._dynamo.reset()
     counters.clear()
 
@@ -126,7 +126,7 @@ def step(lm: LanguageModeling) -> list[torch.Tensor]:
 
 
 def test_the_option_compiles_the_model_without_a_break(monkeypatch):
-    """And the chunks of the loss. `backend` here stands for the inductor, which takes a minute."""
+    """Also compiles the chunked loss. Uses the eager backend, because the inductor takes a minute."""
     monkeypatch.setattr("stackexp.models.cross_entropy._compile", lambda f: torch.compile(f, backend="eager"))
     lm = language_model(monkeypatch, backend="eager")
     compiled = step(lm)
