@@ -40,7 +40,8 @@ def inspect_prepared_set(path: Path, options: InspectOptions) -> Inspection:
 def _collect_figures(corpus: Corpus, shards: int) -> dict[str, Any]:
     figures = {field.name: getattr(corpus, field.name) for field in fields(corpus) if field.name != "format_version"}
     names = list(dict.fromkeys([*corpus.sources[:1], *corpus.sources[-1:]]))  # the first and the last
-    figures |= {"sources": f"{len(corpus.sources)}: {' ... '.join(names)}", "shards": shards}
+    sources = f"{len(corpus.sources)}: {' ... '.join(names)}" if names else "0"
+    figures |= {"sources": sources, "shards": shards}
     return figures | {"bytes_per_token": corpus.bytes / max(corpus.tokens, 1)}
 
 
