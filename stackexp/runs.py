@@ -1,12 +1,12 @@
-"""The run folder, `<root>/<name>/<id>/`: the only record of a run. No torch here.
+"""The run folder, `<root>/<name>/<id>/`: the only record of a run. Imports no torch, except for environment.json.
 
-config.yaml        resolved, enough to run again
-environment.json   commit, versions, hardware, command
+config.yaml        resolved; enough to repeat the run
+environment.json   commit, versions, hardware and command of each session
 metrics.jsonl      one line per optimizer step (`step`, `tokens`, TensorBoard tags), and one per validation
 events.out.*       TensorBoard's copy of the metrics
-tokenizer.json     what turns the run's tokens into text
+tokenizer.json     the tokenizer of the training data
 checkpoints/       <step>/
-result.json        written last, atomically: its presence means that the run is done
+result.json        written last, atomically; if it exists, the run is finished
 """
 
 import contextlib
@@ -43,10 +43,10 @@ RESULT_VERSION = 1
 
 @dataclass(frozen=True)
 class RunResult:
-    """The final figures of a run, as result.json has them.
+    """The final figures of a run: the contents of result.json.
 
     `train_loss` has the keys first and last_20_steps. `figures` depend on the objective: losses of named sets, or
-    accuracy by length. Fields that a file of an earlier version lacks are None.
+    accuracy by length. Fields that are missing from a file of an earlier version are None.
     """
 
     steps: int | None
@@ -64,7 +64,7 @@ class RunResult:
 
     @classmethod
     def from_dict(cls, contents: dict[str, Any]) -> "RunResult":
-        """Build a result from the contents of a result.json. Raises ValueError if its version is newer than ours."""
+        """Build a result from the contents of a result.json. Raises ValueError for a newer version."""
         version = contents.get("version", 0)
         if version > RESULT_VERSION:
             raise ValueError(f"version {version} is newer than this stackexp; update it")
@@ -75,34 +75,42 @@ class RunResult:
 
 @dataclass(frozen=True)
 class RunFolder:
+    """A run folder, which may not exist yet."""
+
     path: Path
 
     @property
     def config(self) -> Path:
+        """Return the path of config.yaml."""
         return self.path / "config.yaml"
 
     @property
     def metrics(self) -> Path:
+        """Return the path of metrics.jsonl."""
         return self.path / "metrics.jsonl"
 
     @property
     def checkpoints(self) -> Path:
+        """Return the folder of the checkpoints."""
         return self.path / "checkpoints"
 
     @property
     def tokenizer(self) -> Path:
+        """Return the path of tokenizer.json."""
         return self.path / "tokenizer.json"
 
     @property
     def result(self) -> Path:
+        """Return the path of result.json."""
         return self.path / "result.json"
 
     @property
     def is_finished(self) -> bool:
+        """Return True if the run has a result.json."""
         return self.result.exists()
 
     def read_result(self) -> RunResult:
-        """Read result.json. Raises RunError if it is damaged or of a newer version."""
+        """Read result.json. Raises RunError if it is damaged or has a newer version."""
         try:
             return RunResult.from_dict(read_json(self.result))
         except ValueError as error:
@@ -113,17 +121,17 @@ class RunFolder:
         write_json(self.result, result.to_dict())
 
     def list_checkpoints(self) -> list[Path]:
-        """The checkpoints, oldest first; what a user put beside them under a name of its own is none."""
+        """Return the checkpoints, oldest first. Copies that a user keeps under other names are left out."""
         return sorted(path for path in self.checkpoints.glob("*/") if path.name.isdecimal())
 
     def newest_checkpoint(self) -> Path | None:
-        """The checkpoint of the highest step, or None."""
+        """Return the checkpoint of the highest step, or None."""
         return max(self.list_checkpoints(), default=None)
 
     def best_checkpoint(self) -> Path | None:
-        """The checkpoint of the lowest mean validation loss among those of a step with a validation, or None.
+        """Return the validated checkpoint with the lowest mean validation loss, or None.
 
-        Those without a mistake are equally good, whatever their loss: of these the latest, which has trained longest.
+        Checkpoints with an accuracy of 1 count as equally good, whatever their loss; the latest of them is returned.
         """
         lines = (line for line in self.read_metrics() if math.isfinite(line.get(AVERAGE_LOSS, math.nan)))
         losses = {line["step"]: 0.0 if line.get(AVERAGE_ACCURACY) == 1 else line[AVERAGE_LOSS] for line in lines}
@@ -131,11 +139,11 @@ class RunFolder:
         return min(reversed(validated), key=lambda p: losses[int(p.name)], default=None)
 
     def read_metrics(self) -> Iterator[dict[str, Any]]:
-        """The lines of metrics.jsonl, a last line cut off by a kill left out."""
+        """Yield the lines of metrics.jsonl, without a last line that a kill cut off."""
         return read_json_lines(self.metrics)
 
     def truncate_after(self, step: int) -> None:
-        """Drop metrics and checkpoints of the steps after `step`, which a resumed run will take again."""
+        """Delete the metrics and checkpoints after `step`; a resumed run repeats these steps."""
         for path in self.list_checkpoints():
             if int(path.name) > step:
                 remove_checkpoint(path)
@@ -143,19 +151,21 @@ class RunFolder:
 
     @contextlib.contextmanager
     def start_session(self, config: ExperimentConfig) -> Iterator[None]:
-        """Make the folder, or take it over, and hold it for this process within the context.
+        """Create or reopen the folder, and lock it within the context.
 
-        Writes config.yaml, adds this process to environment.json (a resumed run has several) and removes what a
-        kill left half-written. Raises RunError if another process works here, or has finished the run meanwhile.
+        Writes config.yaml, adds this process to environment.json (one entry per session) and deletes partial
+        checkpoints that a kill left behind.
+
+        Raises:
+            FolderBusyError: Another process uses the folder.
+            RunError: Another process has finished the run since.
         """
         self.checkpoints.mkdir(parents=True, exist_ok=True)
         with self.lock():
             if self.is_finished:
-                raise RunError(
-                    f"{self.path}: this run has been finished meanwhile; start a new one without --ckpt_path"
-                )
-            for leftover in self.checkpoints.glob(".*"):
-                shutil.rmtree(leftover, ignore_errors=True)
+                raise RunError(f"{self.path}: another process finished this run; start a new one without --ckpt_path")
+            for partial in self.checkpoints.glob(".*"):
+                shutil.rmtree(partial, ignore_errors=True)
             write_atomically(self.config, to_yaml(config))
             path = self.path / "environment.json"
             write_json(path, [*(read_json(path) if path.exists() else []), describe_environment()])
@@ -163,45 +173,45 @@ class RunFolder:
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
-        """Hold the folder within the context. Raises RunError if another process does."""
+        """Lock the folder within the context. Raises FolderBusyError if another process holds the lock."""
         file = try_lock(self.path / ".lock")
         if file is None:
-            raise FolderBusyError(f"{self.path}: another process is running in this folder; wait or stop it")
+            raise FolderBusyError(f"{self.path}: another process uses this folder; wait for it or stop it")
         with file:
             yield
 
 
 def allocate_run(config: ExperimentConfig) -> RunFolder:
-    """The folder of a new run; nothing is written yet. Its id is the time of its start, after all earlier ids."""
+    """Return the folder of a new run; nothing is written yet. Its id is the current time, later than all other ids."""
     parent = Path(config.logging.root, config.name)
     now = datetime.now()
     stamps = [match[0] for path in parent.glob("*/") if (match := re.match(r"\d{8}-\d{6}(?=-)", path.name))]
-    if stamps and now.strftime(STAMP) <= max(stamps):  # within the same second, or the clock went backwards
+    if stamps and now.strftime(STAMP) <= max(stamps):  # the same second, or the clock went backwards
         now = datetime.strptime(max(stamps), STAMP) + timedelta(seconds=1)
     return RunFolder(parent / f"{now.strftime(STAMP)}-{secrets.token_hex(2)}")
 
 
 def remove_checkpoint(checkpoint: Path) -> None:
-    """Delete a checkpoint; a kill in the middle leaves none that looks whole."""
+    """Delete a checkpoint. It is renamed first, so that a kill leaves no checkpoint that looks complete."""
     hidden = checkpoint.with_name(f".{checkpoint.name}.old")
     os.replace(checkpoint, hidden)
     shutil.rmtree(hidden)
 
 
 def checkpoint_name(step: int) -> str:
-    """The name of the checkpoint after `step` steps; names sort as steps do."""
+    """Return the name of the checkpoint after `step` steps. Names sort in the order of their steps."""
     return f"{step:08d}"
 
 
-def _of_name(config: ExperimentConfig) -> list[RunFolder]:
-    """The runs of the config's name, oldest first; folders of other names may lie among them, as in formal/."""
+def _find_runs(config: ExperimentConfig) -> list[RunFolder]:
+    """Return the runs with the config's name, oldest first. Folders of other names, as in formal/, are left out."""
     runs = map(RunFolder, sorted(Path(config.logging.root, config.name).glob("*/")))
     return [run for run in runs if run.config.is_file()]
 
 
 def find_unfinished_run(config: ExperimentConfig) -> RunFolder:
-    """The newest run of the config's name that has a checkpoint but no result. Raises RunError if there is none."""
-    parent, runs = Path(config.logging.root, config.name), _of_name(config)[::-1]
+    """Return the newest unfinished run of the config's name with a checkpoint. Raises RunError if there is none."""
+    parent, runs = Path(config.logging.root, config.name), _find_runs(config)[::-1]
     for run in runs:
         if not run.is_finished and run.newest_checkpoint():
             return run
@@ -214,15 +224,15 @@ def find_unfinished_run(config: ExperimentConfig) -> RunFolder:
 
 
 def open_run(path: str) -> RunFolder:
-    """The run folder at `path`. Raises RunError if it is none."""
+    """Return the run folder at `path`. Raises RunError if it is not a run folder."""
     run = RunFolder(Path(path))
     if not run.config.is_file():
-        raise RunError(f"{path}: not a run folder (it has no config.yaml); give runs/<name>/<id>")
+        raise RunError(f"{path}: not a run folder (no config.yaml); give runs/<name>/<id>")
     return run
 
 
 def describe_environment() -> dict[str, Any]:
-    """Commit, versions, hardware and command of this process."""
+    """Return commit, versions, hardware and command of this process."""
     import torch
 
     packages = ("stackexp", "torch", "lightning", "torchmetrics", "omegaconf", "mosaicml-streaming", "tokenizers")
@@ -233,13 +243,13 @@ def describe_environment() -> dict[str, Any]:
         "python": platform.python_version(),
         "versions": {name: importlib.metadata.version(name) for name in packages},
         "host": platform.node(),
-        "cpu": {"model": _cpu_model(), "cores": os.cpu_count(), "threads": torch.get_num_threads()},
+        "cpu": {"model": _read_cpu_model(), "cores": os.cpu_count(), "threads": torch.get_num_threads()},
         "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
     }
 
 
 def read_commit() -> str | None:
-    """The commit of this code, with "+changes" if the work tree differs; None outside a git checkout."""
+    """Return the commit of this code, followed by "+changes" if files differ; None outside a git checkout."""
     git = ["git", "-C", str(Path(__file__).parent)]
     try:
         head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
@@ -249,7 +259,7 @@ def read_commit() -> str | None:
     return head + ("+changes" if status.stdout.strip() else "")
 
 
-def _cpu_model() -> str:
+def _read_cpu_model() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -24,9 +24,9 @@ def _in_empty_folder(tmp_path, monkeypatch):
         ("quickstart", "override quickstart: expected KEY=VALUE; for a config write --config quickstart"),
         ("seed=", "override seed=: empty value; write null, or '\"\"' for empty text"),
         ("seed=#3", "override seed=#3: empty value; write null, or '\"\"' for empty text"),
-        ("--seed", "override --seed: no value follows; write --seed=VALUE"),
-        ("=3", "override =3: '' is no key; expected SECTION.KEY=VALUE"),
-        ("data..path=x", "override data..path=x: 'data..path' is no key; expected SECTION.KEY=VALUE"),
+        ("--seed", "override --seed: missing value; write --seed=VALUE"),
+        ("=3", "override =3: invalid key ''; expected SECTION.KEY=VALUE"),
+        ("data..path=x", "override data..path=x: invalid key 'data..path'; expected SECTION.KEY=VALUE"),
         ("seed=[1,", "override seed=[1,: the value: not valid YAML: "),
         ("seed=abc", "override seed=abc: seed: expected an integer from 0 to 4294967295, found 'abc'"),
         ("seed=null", "override seed=null: seed: expected an integer from 0 to 4294967295, found null"),
@@ -67,16 +67,20 @@ def _in_empty_folder(tmp_path, monkeypatch):
         ("data.kind=3", "override data.kind=3: data.kind: expected one of formal_language, shards, stdlib, found 3"),
         (
             "model.memory=queu",
-            "override model.memory=queu: model.memory: unknown choice 'queu' (there are authors_code, full_dim, "
+            "override model.memory=queu: model.memory: unknown choice 'queu' (choices: authors_code, full_dim, "
             "push_only, "
             "queue, single_head, stacktrans); did you mean 'queue'?",
         ),
-        ("schedule=cosine", "unknown choice 'cosine' (there are olmo-cosine, smollm-wsd, smollm2-wsd); for the kind"),
-        ("logging=loud", "logging: unknown choice 'loud' (configs/ has no choices for this section)"),
-        ("model=null", "override model=null: model is a section with keys of its own; it cannot be null"),
-        ("trainer=null", "override trainer=null: trainer is a section with keys of its own; it cannot be null"),
+        (
+            "schedule=cosine",
+            "unknown choice 'cosine' (choices: olmo-cosine, smollm-wsd, smollm2-wsd); to choose a kind",
+        ),
+        ("logging=loud", "logging: unknown choice 'loud' (this section has no choices)"),
+        ("model=null", "override model=null: model is a section with keys; it cannot be null"),
+        ("trainer=null", "override trainer=null: trainer is a section with keys; it cannot be null"),
         ("data.kind=shards", "data.path: no training data; set data.path=FOLDER"),
-        ("data.path=x", "override data.path=x: data.path: unknown key; "),
+        ("data.path=x", "override data.path=x: data.path: unknown key; data has "),
+        ("data.validation={}", "override data.validation={}: data.validation: unknown key; data has "),
         ("name=../x", "override name=../x: name: '../x' cannot name a folder"),
         ("name=/x", "name: '/x' cannot name a folder"),
         (
@@ -122,19 +126,19 @@ def _in_empty_folder(tmp_path, monkeypatch):
         ),
         (
             "seed=${data.vocab_siz}",
-            "seed: the interpolation ${data.vocab_siz} names no key of the config; did you mean 'data.vocab_size'?",
+            "seed: unknown key in the interpolation ${data.vocab_siz}; did you mean 'data.vocab_size'?",
         ),
-        ("seed=${seed}", "override seed=${seed}: seed: the interpolation ${seed} goes in a circle"),
+        ("seed=${seed}", "override seed=${seed}: seed: circular interpolation ${seed}"),
         ("seed=${data}", "seed: the interpolation ${data} "),
-        ("seed=${data.kind}", "seed: the interpolation ${data.kind} gives a wrong type: "),
+        ("seed=${data.kind}", "seed: the interpolation ${data.kind} has the wrong type: "),
         (
             "seed=${div:5,2}",
-            "override seed=${div:5,2}: seed: the interpolation ${div:5,2} cannot be resolved: 5 is not divisible by 2",
+            "override seed=${div:5,2}: seed: cannot resolve the interpolation ${div:5,2}: 5 is not divisible by 2",
         ),
         ("seed=${div:5,0}", "5 is not divisible by 0"),
-        ("seed=${div:5,x}", "div needs two integers, found 5 and 'x'"),
+        ("seed=${div:5,x}", "div requires two integers, found 5 and 'x'"),
         ("seed=${div:5,2", "override seed=${div:5,2: seed: malformed interpolation ${div:5,2: "),
-        ("seed=${sqrt:4}", "seed: the interpolation ${sqrt:4} cannot be resolved: "),
+        ("seed=${sqrt:4}", "seed: cannot resolve the interpolation ${sqrt:4}: "),
         ("plugins=x", "override plugins=x: plugins: expected a list of Python files or modules"),
         ("plugins=[no_such]", "override plugins=[no_such]: plugins: cannot import 'no_such': no file "),
     ],
@@ -153,7 +157,7 @@ def test_document_mask_requires_a_memory_on_the_depth_axis():
 def test_validation_sets_are_text():
     found = mistake(["ablation/queue"], "data.validation=olm")
     assert found.endswith(
-        "data.validation: unknown choice 'olm' (there are custom, olmo, olmo-49152, v2, v3); did you mean 'olmo'?"
+        "data.validation: unknown choice 'olm' (choices: custom, olmo, olmo-49152, v2, v3); did you mean 'olmo'?"
     )
     found = mistake(["ablation/queue"], "data.validation={a: {b: 1}}")
     assert found.endswith("data.validation.a: expected text, found a mapping")
@@ -191,12 +195,12 @@ def test_circular_interpolations_are_reported():
     found = mistake(
         [BASE], "seed=${data.num_workers}", "data.num_workers=${trainer.devices}", "trainer.devices=${seed}"
     )
-    assert "goes in a circle" in found
+    assert "circular interpolation ${" in found
 
 
 def test_key_of_a_disabled_memory_reports_how_to_enable_it():
     found = mistake([BASE], "model.memory=null", "model.memory.num_slots=3")
-    assert found.startswith("override model.memory.num_slots=3: model.memory: is switched off here; choose one with ")
+    assert found.startswith("override model.memory.num_slots=3: model.memory: no kind is set; set ")
     assert "model.memory=NAME" in found
     assert "model.memory.kind=KIND (stack, stack_attention)" in found
 
@@ -210,7 +214,7 @@ def test_key_of_a_disabled_memory_reports_how_to_enable_it():
         ),
         (
             "model.memory.num_slots: 3\n",
-            "x.yaml:1: model.memory.num_slots: unknown key; write the parts of a key one inside",
+            "x.yaml:1: model.memory.num_slots: unknown key; nest the parts of a dotted key",
         ),
         ("# c\n\ntrainer:\n  max_steps: many\n", "x.yaml:4: trainer.max_steps: expected an integer >= 1, found 'many'"),
         ("trainer:\n  max_steps: 0\n", "x.yaml:2: trainer.max_steps: expected an integer >= 1, found 0"),
@@ -225,9 +229,9 @@ def test_key_of_a_disabled_memory_reports_how_to_enable_it():
         ("seed: !!python/object:os.system {}\n", "x.yaml:1: not valid YAML: "),
         ("seed: 1\nname: a\nseed: 2\n", "x.yaml:3: duplicate key 'seed'"),
         ("model:\n  memory: {num_slots: 3, num_slots: 4}\n", "x.yaml:2: duplicate key 'num_slots'"),
-        ("model: &a\n  memory: *a\n", "x.yaml:1: not valid YAML: an anchor that contains itself"),
-        ("1: x\n", "x.yaml:1: the key 1 reads as 1; put it in quotes"),
-        ("data: {validation: {no: a}}\n", "x.yaml:1: the key no reads as False; put it in quotes"),
+        ("model: &a\n  memory: *a\n", "x.yaml:1: not valid YAML: an anchor contains itself"),
+        ("1: x\n", "x.yaml:1: the key 1 is read as 1; put it in quotes"),
+        ("data: {validation: {no: a}}\n", "x.yaml:1: the key no is read as False; put it in quotes"),
         ("- a\n- b\n", "x.yaml:1: expected keys and values at the top of the file, found a list"),
         ("hello\n", "x.yaml:1: expected keys and values at the top of the file, found a single value"),
         ("", "x.yaml:1: expected keys and values at the top of the file, found nothing"),
@@ -236,17 +240,17 @@ def test_key_of_a_disabled_memory_reports_how_to_enable_it():
             "x.yaml:1: model is a section, not a single value; to choose a file for it, write "
             "`- model: transformer-360m` under defaults:",
         ),
-        ("trainer: 3\n", "x.yaml:1: trainer is a section with keys of its own; it cannot be 3"),
-        ("trainer:\n", "x.yaml:1: trainer is a section with keys of its own; it cannot be null"),
+        ("trainer: 3\n", "x.yaml:1: trainer is a section with keys; it cannot be 3"),
+        ("trainer:\n", "x.yaml:1: trainer is a section with keys; it cannot be null"),
         ("seed:\n  a: 1\n", "x.yaml:2: seed: expected an integer from 0 to 4294967295, found a mapping"),
         ("seed: {}\n", "x.yaml:1: seed: expected an integer from 0 to 4294967295, found a mapping"),
         ("defaults: quickstart\n", "x.yaml:1: defaults: expected a list, found a single value"),
         ("defaults:\n  - quickstart\n  - [a]\n", "x.yaml:3: defaults: expected NAME or SECTION: NAME, found ['a']"),
         ("defaults:\n  - quickstrat\n", "x.yaml:2: unknown config 'quickstrat'; did you mean 'quickstart'?"),
-        ("defaults:\n  - none.yaml\n", "x.yaml:2: there is no file none.yaml"),
+        ("defaults:\n  - none.yaml\n", "x.yaml:2: none.yaml: file not found"),
         ("defaults:\n  - model: transformer-36m\n", "x.yaml:2: model: unknown choice 'transformer-36m'"),
-        ("defaults:\n  - modle: transformer-360m\n", "x.yaml:2: modle is no section; did you mean 'model'?"),
-        ("defaults:\n  - model: null\n", "x.yaml:2: model is a section with keys of its own; it cannot be null"),
+        ("defaults:\n  - modle: transformer-360m\n", "x.yaml:2: unknown section 'modle'; did you mean 'model'?"),
+        ("defaults:\n  - model: null\n", "x.yaml:2: model is a section with keys; it cannot be null"),
         (
             "data:\n  kind: shards\n  path: ???\n",
             "x.yaml:3: data.path: no training data; set data.path=FOLDER",
@@ -271,15 +275,15 @@ def test_file_error_names_the_line(text, message):
 def test_unknown_config_is_reported():
     assert mistake(["quickstat"]) == "unknown config 'quickstat'; did you mean 'quickstart'?"
     assert mistake(["queue"]) == "unknown config 'queue'; did you mean 'ablation/queue'?"
-    assert mistake(["no.yaml"]) == "there is no file no.yaml"
-    assert mistake(["zzzz"]).startswith("unknown config 'zzzz'; `configs list` shows them all")
-    choice = "model/memory/queue is no config but a choice for the section model.memory: write model.memory=queue"
+    assert mistake(["no.yaml"]) == "no.yaml: file not found"
+    assert mistake(["zzzz"]).startswith("unknown config 'zzzz'; `configs list` shows the names")
+    choice = "model/memory/queue is a choice for the section model.memory, not a config; write model.memory=queue"
     assert mistake(["model/memory/queue"]) == choice
 
 
 def test_unreadable_file_is_reported():
     Path("latin.yaml").write_bytes(b"name: \xff\n")
-    assert mistake(["latin.yaml"]).startswith("latin.yaml: cannot be read: ")
+    assert mistake(["latin.yaml"]).startswith("latin.yaml: cannot read the file: ")
     Path("control.yaml").write_bytes(b"# a\nname: \x01\n")
     assert mistake(["control.yaml"]).startswith("control.yaml:2: not valid YAML: ")
     assert compose([BASE, write("no_ending", "seed: 9\n")]).seed == 9
@@ -289,9 +293,9 @@ def test_circular_defaults_are_listed():
     write("a.yaml", "defaults: [b.yaml]\n")
     write("b.yaml", "defaults: [c.yaml]\n")
     write("c.yaml", "defaults: [b.yaml]\n")
-    assert mistake(["a.yaml"]) == "b.yaml: the defaults go in a circle: b.yaml -> c.yaml -> b.yaml"
+    assert mistake(["a.yaml"]) == "b.yaml: circular defaults: b.yaml -> c.yaml -> b.yaml"
     write("self.yaml", "defaults: [self.yaml]\n")
-    assert mistake(["self.yaml"]) == "self.yaml: the defaults go in a circle: self.yaml -> self.yaml"
+    assert mistake(["self.yaml"]) == "self.yaml: circular defaults: self.yaml -> self.yaml"
 
 
 def test_error_in_a_group_file_names_that_file():

@@ -13,7 +13,7 @@ import pytest
 
 from stackexp import cli
 from stackexp.config.compose import compose, load_config, to_yaml
-from stackexp.errors import ConfigError, FolderBusyError, RunError, Stopped
+from stackexp.errors import ConfigError, FolderBusyError, RunError, StoppedError
 
 HEAVY = {"torch", "lightning", "numpy", "streaming", "tensorboard", "tokenizers"}
 
@@ -168,7 +168,7 @@ ERRORS = [
     (ConfigError("wrong"), 2, "error: wrong\n"),
     (RunError("failed\nthere"), 1, "error: failed there\n"),
     (FolderBusyError("runs/x: in use"), 74, "error: runs/x: in use\n"),
-    (Stopped("runs/x: SIGTERM; newest checkpoint 00000004"), 75, "runs/x: SIGTERM; newest checkpoint 00000004\n"),
+    (StoppedError("runs/x: SIGTERM; newest checkpoint 00000004"), 75, "runs/x: SIGTERM; newest checkpoint 00000004\n"),
     (KeyboardInterrupt(), 130, "interrupted\n"),
     (KeyboardInterrupt("at step 3"), 130, "interrupted: at step 3\n"),
     (
@@ -200,7 +200,7 @@ def test_errors_are_one_line_with_an_exit_code(error, code, line, monkeypatch, c
     ("error", "code", "line"),
     [
         (ConfigError("wrong"), 2, ""),
-        (Stopped("at step 3"), 75, ""),
+        (StoppedError("at step 3"), 75, ""),
         (KeyboardInterrupt("at step 3"), 130, ""),
         (RunError("failed"), 1, "error: rank 1: failed\n"),
     ],

@@ -75,7 +75,7 @@ def test_plugins_of_all_layers_are_merged(monkeypatch):
         ("import no_such_thing\n", "cannot import 'bad.py': ModuleNotFoundError: No module named 'no_such_thing'"),
         (
             PLUGIN.format(kind="stack"),
-            "cannot import 'bad.py': ValueError: memory kind 'stack' is registered already, by",
+            "cannot import 'bad.py': ValueError: memory kind 'stack' is already registered by",
         ),
         (
             PLUGIN.format(kind="x").replace("@dataclass", ""),

@@ -58,7 +58,7 @@ def test_register_reports_invalid_arguments():
         class Other:
             kind: str = "y"
 
-    with pytest.raises(ValueError, match="memory kind 'stack' is registered already, by stackexp"):
+    with pytest.raises(ValueError, match="memory kind 'stack' is already registered by stackexp"):
 
         @registry.register("memory", "stack", builds="a:b")
         @dataclass

@@ -163,7 +163,7 @@ def test_ids_sort_by_start_even_if_the_clock_goes_backwards(config, monkeypatch)
 def test_folder_finished_by_another_process_is_refused(config):
     folder = begun(config)
     folder.result.touch()
-    with pytest.raises(RunError, match="finished meanwhile"), folder.start_session(config):
+    with pytest.raises(RunError, match="another process finished this run"), folder.start_session(config):
         pass
 
 

@@ -1,0 +1,1 @@
+"""The config schema, and the composition of configs from YAML files and overrides. Imports no torch."""

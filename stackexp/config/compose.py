@@ -1,8 +1,8 @@
-"""Files and overrides -> one typed, checked config. Needs no torch; every mistake is a ConfigError of one line.
+"""Composition of files and overrides into one typed, validated config. Imports no torch.
 
     config = compose(["quickstart"], ["model.memory=queue", "trainer.max_steps=100"])
 
-Interpolation is resolved once, last: `${data.vocab_size}` and `${div:a,b}`, the exact quotient of two integers.
+Every error is a ConfigError of one line. Interpolations (`${data.vocab_size}`, `${div:a,b}`) are resolved last.
 """
 
 import dataclasses
@@ -14,15 +14,23 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from stackexp.config import data, formal_language, memory, model, optimizer, recurrent, schedule  # noqa: F401  (they register their kinds)
+from stackexp.config import (  # noqa: F401  (they register their kinds)
+    data,
+    formal_language,
+    memory,
+    model,
+    optimizer,
+    recurrent,
+    schedule,
+)
 from stackexp.config.experiment import ExperimentConfig
-from stackexp.config.interpolation import first_line, keys, resolve
+from stackexp.config.interpolation import describe_error, list_keys, resolve
 from stackexp.config.layers import Layers, find_config, find_origin, list_sections
 from stackexp.config.plugins import import_plugin
 from stackexp.config.registry import SECTIONS, get_entry, list_kinds
 from stackexp.config.renames import explain_old_key, explain_old_value
 from stackexp.config.suggestions import find_closest, suggest_name
-from stackexp.config.validation import check, check_all, field_of, mistake, wrong_value
+from stackexp.config.validation import config_error, get_field, validate, validate_experiment, wrong_value_error
 from stackexp.config.yaml_files import Leaf, Tree
 
 
@@ -31,10 +39,16 @@ def compose(
     overrides: list[str] | tuple[str, ...] = (),
     is_training: bool = True,
 ) -> ExperimentConfig:
-    """Compose configs (shipped names or paths, in order) and overrides (`a.b=c`, `--a.b=c` or `--a.b c`).
+    """Compose configs and overrides.
 
-    `is_training`: False where it is for an evaluation, whose options need not fit the global batch.
-    Raises ConfigError, one line naming file or override, full key, expectation and the nearest right name.
+    Args:
+        configs: Shipped names or paths; later ones win.
+        overrides: `a.b=c`, `--a.b=c`, or `--a.b` followed by `c`.
+        is_training: False for an evaluation, which has no requirements on the global batch.
+
+    Raises:
+        ConfigError: The first error, with the file and line or the override, the full key, the expected value and
+            the closest valid name.
     """
     layers = Layers()
     for name in configs:
@@ -44,37 +58,86 @@ def compose(
         names = [Path(name).stem if name.endswith((".yaml", ".yml")) else name for name in configs]
         layers.tree["name"] = Leaf("+".join(names), "")
     layers.tree["plugins"] = Leaf([import_plugin(name, folder) for name, folder in layers.plugins], "")
-    return _typed(layers.tree, is_training)
+    config, origins = _convert(_build_schema(layers.tree), layers.tree)
+    validate_experiment(config, origins, is_training)
+    return config
 
 
 def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> ExperimentConfig:
-    """The config of a run folder's config.yaml, or of any config file, with overrides on top."""
+    """Load the config.yaml of a run folder, or any other config file, with overrides."""
     return compose([str(path)], overrides)
 
 
 def to_dict(config: ExperimentConfig) -> dict[str, Any]:
-    """A config as plain nested dicts, for checkpoints and loggers."""
+    """Convert a config to plain nested dicts, for checkpoints and loggers."""
     return dataclasses.asdict(config)
 
 
 def to_yaml(config: ExperimentConfig) -> str:
-    """A config as YAML that `load_config` turns into an equal one."""
+    """Convert a config to YAML. `load_config` returns an equal config for it."""
     return OmegaConf.to_yaml(OmegaConf.create(to_dict(config)))
 
 
 def build_dataclass(cls: type, tree: Tree) -> Any:
-    """A tree as the dataclass `cls`, whatever it describes: names, types and limits are checked as an experiment's."""
-    origins = {key: leaf.origin for key, leaf in _leaves(tree)}
-    root = OmegaConf.structured(cls)
-    _fill(_open(root, tree), tree, "", root)
-    resolve(root, origins)
-    config = OmegaConf.to_object(root)
-    check_all(config, origins)
+    """Build any dataclass from a tree, with the validation and the errors of an experiment config."""
+    config, origins = _convert(OmegaConf.structured(cls), tree)
+    validate(config, origins)
     return config
 
 
-def _open(node: DictConfig, tree: Tree) -> DictConfig:
-    """Put its default into each typed entry of `node` that is absent and that the tree writes into."""
+def _convert(root: DictConfig, tree: Tree) -> tuple[Any, dict[str, str]]:
+    """Fill a schema from a tree and resolve it; return the dataclass and the origins of its values."""
+    origins = {key: leaf.origin for key, leaf in _iterate_leaves(tree)}
+    _add_missing_sections(root, tree)
+    _fill(root, tree, "", root)
+    resolve(root, origins)
+    return OmegaConf.to_object(root), origins
+
+
+def _iterate_leaves(tree: Tree, path: str = "") -> Iterator[tuple[str, Leaf]]:
+    for key, value in tree.items():
+        if isinstance(value, Leaf):
+            yield path + key, value
+        else:
+            yield from _iterate_leaves(value, f"{path}{key}.")
+
+
+def _build_schema(tree: Tree) -> DictConfig:
+    """Return the schema of an experiment, with the options of the kind that the tree chooses for each section."""
+    root = OmegaConf.structured(ExperimentConfig)
+    for section, group in SECTIONS.items():
+        *outer, name = section.split(".")
+        parent, values = root, tree
+        for part in outer:
+            parent, values = parent[part], values[part]
+        if name not in parent or name not in values:
+            continue
+        value = values[name]
+        is_null = isinstance(value, Leaf) and value.value is None
+        parent[name] = None if is_null else _build_kind(section, group, value)
+    return root
+
+
+def _build_kind(section: str, group: str, value: Leaf | Tree) -> DictConfig:
+    """Return the default options of the kind that a section chooses."""
+    known = list_kinds(group)
+    kind = value.get("kind") if isinstance(value, dict) else None
+    if kind is None:
+        choices = f"{section}=NAME (see `configs list`) or {section}.kind=KIND ({', '.join(known)})"
+        raise config_error(find_origin(value), section, f"no kind is set; set {choices}")
+    name = kind.value if isinstance(kind, Leaf) else "a mapping"
+    if name not in known:
+        message = f"expected one of {', '.join(known)}, found {name!r}{suggest_name(str(name), known)}"
+        raise config_error(find_origin(kind), f"{section}.kind", message)
+    cls = get_entry(group, name).config
+    try:
+        return OmegaConf.structured(cls)
+    except OmegaConfBaseException as error:
+        raise config_error(find_origin(kind), f"{section}.kind", f"{cls.__name__}: {describe_error(error)}") from error
+
+
+def _add_missing_sections(node: DictConfig, tree: Tree) -> None:
+    """Add the default of each dataclass entry that the tree sets keys of and that `node` lacks."""
     cls = OmegaConf.get_type(node)
     for name, value in tree.items():
         if dataclasses.is_dataclass(cls):
@@ -86,88 +149,32 @@ def _open(node: DictConfig, tree: Tree) -> DictConfig:
         if isinstance(value, dict) and section and (name not in node or node[name] is None):
             node[name] = OmegaConf.structured(section)
         if isinstance(value, dict) and name in node and isinstance(node[name], DictConfig):
-            _open(node[name], value)
-    return node
-
-
-def _typed(tree: Tree, is_training: bool) -> ExperimentConfig:
-    origins = {key: leaf.origin for key, leaf in _leaves(tree)}
-    root = _open(_skeleton(tree), tree)
-    _fill(root, tree, "", root)
-    resolve(root, origins)
-    config = OmegaConf.to_object(root)
-    check(config, origins, is_training)
-    return config
-
-
-def _leaves(tree: Tree, path: str = "") -> Iterator[tuple[str, Leaf]]:
-    for key, value in tree.items():
-        if isinstance(value, Leaf):
-            yield path + key, value
-        else:
-            yield from _leaves(value, f"{path}{key}.")
-
-
-def _skeleton(tree: Tree) -> DictConfig:
-    """The schema with every section that is chosen by `kind` in its place, at its defaults."""
-    root = OmegaConf.structured(ExperimentConfig)
-    for section, group in SECTIONS.items():
-        *outer, name = section.split(".")
-        parent, place = root, tree
-        for part in outer:
-            parent, place = parent[part], place[part]
-        if name not in parent or name not in place:
-            continue
-        chosen = place[name]
-        if isinstance(chosen, Leaf) and chosen.value is None:
-            parent[name] = None
-            continue
-        parent[name] = _defaults_of_kind(section, group, chosen)
-    return root
-
-
-def _defaults_of_kind(section: str, group: str, chosen: Leaf | Tree) -> DictConfig:
-    known = list_kinds(group)
-    kind = chosen.get("kind") if isinstance(chosen, dict) else None
-    if kind is None:
-        ways = f"{section}=NAME (see `configs list`) or {section}.kind=KIND ({', '.join(known)})"
-        raise mistake(find_origin(chosen), section, f"is switched off here; choose one with {ways}")
-    value = kind.value if isinstance(kind, Leaf) else "a mapping"
-    if value not in known:
-        hint = suggest_name(str(value), known)
-        raise mistake(
-            find_origin(kind), f"{section}.kind", f"expected one of {', '.join(known)}, found {value!r}{hint}"
-        )
-    cls = get_entry(group, value).config
-    try:
-        return OmegaConf.structured(cls)
-    except OmegaConfBaseException as error:
-        raise mistake(find_origin(kind), f"{section}.kind", f"{cls.__name__}: {first_line(error)}") from error
+            _add_missing_sections(node[name], value)
 
 
 def _fill(node: DictConfig, tree: Tree, path: str, root: DictConfig) -> None:
-    """Put the values of a tree into their fields, checking names and types."""
+    """Set the values of a tree in a node of the schema. Raises ConfigError for unknown keys and wrong types."""
     cls = OmegaConf.get_type(node)
     fields = {f.name for f in dataclasses.fields(cls)} if dataclasses.is_dataclass(cls) else None
     for name, value in tree.items():
         key = path + name
         if fields is not None and name not in fields:
-            message = explain_old_key(key) or f"unknown key{_nearest_key(name, path, root)}"
-            raise mistake(find_origin(value), key, message)
+            message = explain_old_key(key) or f"unknown key{_suggest_key(name, path, root)}"
+            raise config_error(find_origin(value), key, message)
         child = node._get_node(name) if name in node else None
         if isinstance(value, dict) and isinstance(child, DictConfig) and not child._is_none():
             _fill(child, value, f"{key}.", root)
         else:
-            _set(node, name, _plain(value), find_origin(value), key)
+            _set_value(node, name, _to_plain(value), find_origin(value), key)
 
 
-def _set(node: DictConfig, name: str, value: Any, origin: str, key: str) -> None:
-    """Put a value into its field; stricter than OmegaConf, which takes numbers for booleans and mappings for text."""
+def _set_value(node: DictConfig, name: str, value: Any, origin: str, key: str) -> None:
+    """Set one value. Stricter than OmegaConf, which accepts numbers for booleans and mappings for text."""
     cls = OmegaConf.get_type(node)
-    hint, metadata = field_of(cls, name) if dataclasses.is_dataclass(cls) else (node._metadata.element_type, {})
-    refused = {bool: int, str: dict, dict: str, list: str}.get(typing.get_origin(hint) or hint)
-    if refused and type(value) is refused:
-        raise wrong_value(origin, key, hint, metadata, value)
+    hint, metadata = get_field(cls, name) if dataclasses.is_dataclass(cls) else (node._metadata.element_type, {})
+    rejected = {bool: int, str: dict, dict: str, list: str}.get(typing.get_origin(hint) or hint)
+    if rejected and type(value) is rejected:
+        raise wrong_value_error(origin, key, hint, metadata, value)
     try:
         if isinstance(value, list):
             node[name] = value
@@ -175,24 +182,33 @@ def _set(node: DictConfig, name: str, value: Any, origin: str, key: str) -> None
             node.merge_with({name: value})
     except OmegaConfBaseException as error:
         if isinstance(value, str) and "${" in value:
-            raise mistake(origin, key, f"malformed interpolation {value}: {first_line(error)}") from error
+            raise config_error(origin, key, f"malformed interpolation {value}: {describe_error(error)}") from error
         if message := explain_old_value(key, value):
-            raise mistake(origin, key, message) from error
-        raise wrong_value(origin, key, hint, metadata, value) from error
+            raise config_error(origin, key, message) from error
+        raise wrong_value_error(origin, key, hint, metadata, value) from error
 
 
-def _plain(value: Leaf | Tree) -> Any:
-    return value.value if isinstance(value, Leaf) else {key: _plain(item) for key, item in value.items()}
+def _to_plain(value: Leaf | Tree) -> Any:
+    return value.value if isinstance(value, Leaf) else {key: _to_plain(item) for key, item in value.items()}
 
 
-def _nearest_key(name: str, path: str, root: DictConfig) -> str:
-    """The nearest key in the same section, else the same name elsewhere, else the nearest full key."""
+def _suggest_key(name: str, path: str, root: DictConfig) -> str:
+    """Return a hint for an unknown key.
+
+    It suggests the closest key in the same section, otherwise the same name elsewhere, otherwise the closest full key.
+    """
     if "." in name:
-        return "; write the parts of a key one inside the other, or as an override"
-    known = [*keys(root), *(list_sections() if OmegaConf.get_type(root) is ExperimentConfig else [])]
-    beside = {key.removeprefix(path).split(".")[0] for key in known if key.startswith(path)}
-    close = find_closest(name, beside)
-    elsewhere = [key for key in known if key.split(".")[-1] == name]
-    if close or elsewhere:
-        return f"; did you mean {path + close if close else elsewhere[0]!r}?"
-    return suggest_name(path + name, known) or f"; {path.rstrip('.') or 'a config'} has {', '.join(sorted(beside))}"
+        return "; nest the parts of a dotted key, or give it as an override"
+    known = list_keys(root)
+    if OmegaConf.get_type(root) is ExperimentConfig:
+        known += [section for section in list_sections() if any(key.startswith(f"{section}.") for key in known)]
+    siblings = {key.removeprefix(path).split(".")[0] for key in known if key.startswith(path)}
+    closest = find_closest(name, siblings)
+    if closest:
+        return f"; did you mean {path + closest!r}?"
+    elsewhere = next((key for key in known if key.split(".")[-1] == name), None)
+    if elsewhere:
+        return f"; did you mean {elsewhere!r}?"
+    compared = {path + name for name in siblings}
+    others = [key for key in known if key not in compared and not path.startswith(f"{key}.")]
+    return suggest_name(path + name, others) or f"; {path.rstrip('.') or 'a config'} has {', '.join(sorted(siblings))}"

@@ -1,9 +1,9 @@
-"""Files, group choices and overrides laid over one another; every value keeps the place it was written at.
+"""Layers of a config: files, section choices and overrides, merged in order. Every value keeps its origin.
 
-Order: schema defaults < files in order < group choices < overrides. A group choice is the file
-configs/<section path>/<name>.yaml. It takes the place of a section chosen by `kind`, and of the validation sets, and
-lies on top of any other (trainer: fsdp says how to spread over devices, not for how long to train). In a section
-chosen by `kind`, naming another kind starts the section afresh.
+Order: schema defaults < files in order < section choices < overrides. A section choice is the file
+configs/<section path>/<name>.yaml. It replaces a section that has a `kind`, and the validation sets. It is merged into
+any other section: trainer=fsdp sets the strategy, but not the number of steps. Setting another `kind` resets a section
+to the defaults of that kind.
 """
 
 import dataclasses
@@ -15,17 +15,17 @@ from stackexp.config.suggestions import find_closest, suggest_name
 from stackexp.config.yaml_files import Leaf, Tree, configs_folder, display_path, list_yaml_names, read_file, read_value
 from stackexp.errors import ConfigError
 
-SETS = "data.validation"  # null: none
+VALIDATION_SETS = "data.validation"  # not a dataclass, but files can be chosen for it; null: no sets
 
 
 def list_sections() -> list[str]:
-    """Every section of a config that files can be chosen for, such as model, model.memory and trainer."""
+    """Return every section that files can be chosen for, such as model, model.memory and trainer."""
     typed = [f.name for f in dataclasses.fields(ExperimentConfig) if dataclasses.is_dataclass(f.type)]
-    return [*SECTIONS, *typed, SETS]
+    return [*SECTIONS, *typed, VALIDATION_SETS]
 
 
-def default_tree() -> Tree:
-    """The sections that are always there, those chosen by kind with their default kind."""
+def build_default_tree() -> Tree:
+    """Return the required sections; those with a kind contain their default kind."""
     fields = {f.name: f for f in dataclasses.fields(ExperimentConfig) if f.name in list_sections()}
     return {
         name: {"kind": Leaf(field.default_factory()["kind"], "")} if name in SECTIONS else {}  # type: ignore[misc]
@@ -34,144 +34,159 @@ def default_tree() -> Tree:
 
 
 def get_group_folder(section: str) -> Path:
-    """Where the choices for a section are."""
+    """Return the folder of the choices for a section."""
     return configs_folder() / section.replace(".", "/")
 
 
 def list_config_names() -> list[str]:
-    """Names of the shipped configs; files in the folder of a section are choices for it and no configs."""
-    names = [
-        name for name in list_yaml_names(configs_folder(), "**/*.yaml") if name.split("/")[0] not in list_sections()
-    ]
+    """Return the names of the shipped configs. Files in the folder of a section are choices, not configs."""
+    files = list_yaml_names(configs_folder(), "**/*.yaml")
+    names = [name for name in files if name.split("/")[0] not in list_sections()]
     return sorted(names, key=lambda name: (name.count("/"), name))
 
 
 def is_recipe(name: str) -> bool:
-    """Whether a config is there to be laid on top of another: it says how to train, but not on what data."""
+    """Return True if the config is a partial overlay: a recipe without a dataset."""
     return name.startswith("recipe/")
 
 
 def find_config(name: str, origin: str = "", folder: Path = Path()) -> Path:
-    """The file of a config: a shipped NAME or a path, read as it is. Raises ConfigError with the nearest name."""
+    """Return the file of a config: a shipped name or a path. Raises ConfigError with the closest name."""
     prefix = f"{origin}: " if origin else ""
     if name.endswith((".yaml", ".yml")):
-        return _existing(name, prefix, folder)
-    if name in list_config_names():
+        return _find_file(name, prefix, folder)
+    names = list_config_names()
+    if name in names:
         return configs_folder() / f"{name}.yaml"
     if Path(name).is_file():
         return Path(name)
     for section in sorted(list_sections(), key=len, reverse=True):
         start = section.replace(".", "/") + "/"
-        if name.startswith(start) and name.removeprefix(start) in list_yaml_names(get_group_folder(section)):
-            choice = f"{section}={name.removeprefix(start)}"
-            raise ConfigError(f"{prefix}{name} is no config but a choice for the section {section}: write {choice}")
-    known = {full.split("/")[-1]: full for full in list_config_names()} | {full: full for full in list_config_names()}
+        choice = name.removeprefix(start)
+        if name.startswith(start) and choice in list_yaml_names(get_group_folder(section)):
+            raise ConfigError(
+                f"{prefix}{name} is a choice for the section {section}, not a config; write {section}={choice}"
+            )
+    known = {full.split("/")[-1]: full for full in names} | {full: full for full in names}
     found = find_closest(name, known)
-    hint = f"did you mean {known[found]!r}?" if found else "`configs list` shows them all"
+    hint = f"did you mean {known[found]!r}?" if found else "`configs list` shows the names"
     raise ConfigError(f"{prefix}unknown config {name!r}; {hint}")
 
 
 def find_choice(section: str, name: str, origin: str, folder: Path = Path()) -> Path:
-    """The file of a group choice. Raises ConfigError with the nearest one."""
+    """Return the file of a section choice. Raises ConfigError with the closest name."""
     if name.endswith((".yaml", ".yml")):
-        return _existing(name, f"{origin}: {section}: ", folder)
+        return _find_file(name, f"{origin}: {section}: ", folder)
     choices = list_yaml_names(get_group_folder(section))
     if name in choices:
         return get_group_folder(section) / f"{name}.yaml"
     hint = suggest_name(name, choices)
     if name in list_kinds(SECTIONS.get(section, "")):
-        hint = f"; for the kind of that name write {section}.kind={name}"
-    known = f" (there are {', '.join(choices)})" if choices else " (configs/ has no choices for this section)"
-    raise ConfigError(f"{origin}: {section}: unknown choice {name!r}{known}{hint}")
+        hint = f"; to choose a kind, write {section}.kind={name}"
+    known = f"choices: {', '.join(choices)}" if choices else "this section has no choices"
+    raise ConfigError(f"{origin}: {section}: unknown choice {name!r} ({known}){hint}")
 
 
-def _existing(name: str, prefix: str, folder: Path) -> Path:
+def _find_file(name: str, prefix: str, folder: Path) -> Path:
     for path in (folder / name, Path(name)):
         if path.is_file():
             return path
-    raise ConfigError(f"{prefix}there is no file {name}")
+    raise ConfigError(f"{prefix}{name}: file not found")
 
 
 class Layers:
-    """A config in the making: `tree` holds what has been laid so far, `plugins` what is to be imported first."""
+    """The merged layers of a config: `tree` has the values, `plugins` what to import before validation."""
 
     def __init__(self) -> None:
-        self.tree = default_tree()
+        self.tree = build_default_tree()
         self.plugins: list[tuple[Leaf, Path]] = []  # name and the folder it is relative to
 
-    def add_file(self, path: Path, section: str = "", chain: tuple[Path, ...] = ()) -> None:
-        """Lay a file's defaults, then its own keys. `chain`: the files that led here."""
+    def add_file(self, path: Path, section: str = "", parents: tuple[Path, ...] = ()) -> None:
+        """Merge a file: first its `defaults:`, then its own keys.
+
+        Args:
+            path: The file.
+            section: The section that the file is chosen for; empty for a whole config.
+            parents: The files whose `defaults:` led to this file.
+
+        Raises:
+            ConfigError: The file is invalid, or its defaults are circular.
+        """
         path = path.resolve()
-        if path in chain:
-            cycle = " -> ".join(display_path(p) for p in (*chain[chain.index(path) :], path))
-            raise ConfigError(f"{display_path(path)}: the defaults go in a circle: {cycle}")
+        if path in parents:
+            cycle = " -> ".join(display_path(p) for p in (*parents[parents.index(path) :], path))
+            raise ConfigError(f"{display_path(path)}: circular defaults: {cycle}")
         defaults, tree = read_file(path)
         for entry in defaults:
-            self._add_default(entry, path.parent, section, (*chain, path))
+            self._add_default(entry, path.parent, section, (*parents, path))
         if not section:
             self._take_plugins(tree, path.parent)
-        self._lay(tree, section)
+        self._merge_section(tree, section)
 
-    def _add_default(self, entry: Leaf, folder: Path, section: str, chain: tuple[Path, ...]) -> None:
+    def _add_default(self, entry: Leaf, folder: Path, section: str, parents: tuple[Path, ...]) -> None:
+        """Merge one entry of a `defaults:` list: a name, or {section: name}."""
         value, origin = entry.value, entry.origin
         if isinstance(value, str):
             found = find_choice(section, value, origin, folder) if section else find_config(value, origin, folder)
-            self.add_file(found, section, chain)
+            self.add_file(found, section, parents)
         elif isinstance(value, dict) and len(value) == 1:
             [(key, name)] = value.items()
-            self.choose(f"{section}.{key}" if section else str(key), name, origin, folder, chain)
+            self._choose_file(f"{section}.{key}" if section else str(key), name, origin, folder, parents)
         else:
             raise ConfigError(f"{origin}: defaults: expected NAME or SECTION: NAME, found {value!r}")
 
-    def choose(
-        self, section: str, name: object, origin: str, folder: Path = Path(), chain: tuple[Path, ...] = ()
+    def _choose_file(
+        self, section: str, name: object, origin: str, folder: Path = Path(), parents: tuple[Path, ...] = ()
     ) -> None:
-        """Lay the group file `name`, a section chosen by kind afresh; None switches a section off that may be."""
+        """Merge the file `name` into a section, or replace the section; None removes an optional section."""
         if section not in list_sections():
-            raise ConfigError(f"{origin}: {section} is no section{suggest_name(section, list_sections())}")
-        place = self.tree
+            raise ConfigError(f"{origin}: unknown section {section!r}{suggest_name(section, list_sections())}")
+        parent = self.tree
         *outer, key = section.split(".")
         for part in outer:
-            place = place[part]
+            parent = parent[part]
         if name is None:
-            place[key] = _checked_leaf(section, Leaf(None, origin))
+            parent[key] = _check_section_value(section, Leaf(None, origin))
         else:
-            if section in (*SECTIONS, SETS):
-                place[key] = default_tree().get(section, {})
-            self.add_file(find_choice(section, str(name), origin, folder), section, chain)
+            if section in (*SECTIONS, VALIDATION_SETS):
+                parent[key] = build_default_tree().get(section, {})
+            self.add_file(find_choice(section, str(name), origin, folder), section, parents)
 
     def add_overrides(self, arguments: list[str]) -> None:
-        """Lay overrides: choices and kinds first, outer sections before inner ones; then plain keys, in order."""
-        plain, choices = [], []
+        """Merge overrides: choices and kinds first, outer sections before inner ones; then single keys, in order."""
+        first: list[tuple[str, Leaf | Tree, str]] = []
+        single: list[tuple[str, Leaf | Tree]] = []
+        texts: dict[str, str] = {}  # origin -> the value as text, for choices such as 360m
         for key, text, origin in split_overrides(arguments):
             value = read_value(text, origin)
-            if key in list_sections() and isinstance(value, Leaf) and value.value != {}:
-                choices.append((key, None if value.value is None else text, origin))
-            elif key.removesuffix(".kind") in SECTIONS:
-                choices.append((key, value, origin))
+            texts[origin] = text
+            if _is_choice(key, value) or key.removesuffix(".kind") in SECTIONS:
+                first.append((key, value, origin))
             else:
-                plain.append((key, value))
-        for key, value, origin in sorted(choices, key=lambda choice: choice[0].removesuffix(".kind").count(".")):
-            if key in list_sections():
-                self.choose(key, value, origin)
+                single.append((key, value))
+        for key, value, origin in sorted(first, key=lambda override: override[0].removesuffix(".kind").count(".")):
+            if _is_choice(key, value):
+                self._choose_file(key, None if value.value is None else texts[origin], origin)
             else:
-                self._lay_key(key, value)
-        for key, value in plain:
-            self._lay_key(key, value)
+                self._merge_key(key, value)
+        for key, value in single:
+            self._merge_key(key, value)
 
-    def _lay_key(self, key: str, value: Leaf | Tree) -> None:
-        for part in reversed(key.split(".")):
-            value = {part: value}
-        self._take_plugins(value, Path())
-        self._lay(value, "")
+    def _merge_key(self, key: str, value: Leaf | Tree) -> None:
+        *outer, name = key.split(".")
+        tree: Tree = {name: value}
+        for part in reversed(outer):
+            tree = {part: tree}
+        self._take_plugins(tree, Path())
+        self._merge_section(tree, "")
 
-    def _lay(self, tree: Tree, section: str) -> None:
+    def _merge_section(self, tree: Tree, section: str) -> None:
         for part in reversed(section.split(".") if section else []):
             tree = {part: tree}
         _merge(self.tree, tree, "")
 
     def _take_plugins(self, tree: Tree, folder: Path) -> None:
-        """Plugins of all layers add up."""
+        """Move the plugins out of a tree; those of all layers are imported."""
         leaf = tree.pop("plugins", Leaf([], ""))
         names = leaf.value if isinstance(leaf, Leaf) else None
         if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
@@ -179,32 +194,38 @@ class Layers:
         self.plugins += [(Leaf(name, leaf.origin), folder) for name in names]
 
 
+def _is_choice(key: str, value: Leaf | Tree) -> bool:
+    """Return True if an override chooses a file for a section, or removes the section."""
+    return key in list_sections() and isinstance(value, Leaf) and value.value != {}
+
+
 def find_origin(tree: Leaf | Tree) -> str:
-    """Where a leaf, or the first leaf of a tree, was written."""
+    """Return the origin of a leaf, or of the first leaf in a tree."""
     while not isinstance(tree, Leaf):
         tree = next(iter(tree.values()))
     return tree.origin
 
 
 def _merge(base: Tree, top: Tree, section: str) -> None:
+    """Merge `top` into `base`, in place; another kind clears the section first."""
     kind = top.get("kind")
     if section in SECTIONS and isinstance(kind, Leaf) and kind.value != getattr(base.get("kind"), "value", None):
         base.clear()
-    for key, value in top.items():
-        where = f"{section}.{key}" if section else key
+    for name, value in top.items():
+        key = f"{section}.{name}" if section else name
         if isinstance(value, dict):
-            if not isinstance(base.get(key), dict):
-                base[key] = {}
-            _merge(base[key], value, where)
-        elif value.value != {} or not isinstance(base.get(key), dict):
-            base[key] = _checked_leaf(where, value) if where in list_sections() else value
+            if not isinstance(base.get(name), dict):
+                base[name] = {}
+            _merge(base[name], value, key)
+        elif value.value != {} or not isinstance(base.get(name), dict):
+            base[name] = _check_section_value(key, value) if key in list_sections() else value
 
 
-def _checked_leaf(section: str, leaf: Leaf) -> Leaf | Tree:
-    """A single value may stand in the place of a section only where it is null and the section can be switched off."""
-    if section == SETS and leaf.value is None:
+def _check_section_value(section: str, leaf: Leaf) -> Leaf | Tree:
+    """Return the value of a section that is set to a single value: null, if the section is optional."""
+    if section == VALIDATION_SETS and leaf.value is None:
         return {}
-    if leaf.value == {} or (leaf.value is None and section not in default_tree()):
+    if leaf.value == {} or (leaf.value is None and section not in build_default_tree()):
         return leaf
     if isinstance(leaf.value, str):
         raise ConfigError(
@@ -212,24 +233,24 @@ def _checked_leaf(section: str, leaf: Leaf) -> Leaf | Tree:
             f"write `- {section}: {leaf.value}` under defaults:"
         )
     found = "null" if leaf.value is None else repr(leaf.value)
-    raise ConfigError(f"{leaf.origin}: {section} is a section with keys of its own; it cannot be {found}")
+    raise ConfigError(f"{leaf.origin}: {section} is a section with keys; it cannot be {found}")
 
 
 def split_overrides(arguments: list[str]) -> list[tuple[str, str, str]]:
-    """(key, value, origin) of `a.b=c`, `--a.b=c` and `--a.b c`. Raises ConfigError for what is none of these."""
+    """Return (key, value, origin) of `a.b=c`, `--a.b=c` and `--a.b c`. Raises ConfigError for any other form."""
     found, rest = [], list(arguments)
     while rest:
         argument = rest.pop(0)
         key, equals, value = argument.removeprefix("--").partition("=")
         if not equals and argument.startswith("--"):
             if not rest or rest[0].startswith("--"):
-                raise ConfigError(f"override {argument}: no value follows; write {argument}=VALUE")
+                raise ConfigError(f"override {argument}: missing value; write {argument}=VALUE")
             value = rest.pop(0)
             argument = f"{argument} {value}"
         elif not equals:
             hint = f"; for a config write --config {argument}" if argument in list_config_names() else ""
             raise ConfigError(f"override {argument}: expected KEY=VALUE{hint}")
         if not all(part.strip() == part != "" for part in key.split(".")):
-            raise ConfigError(f"override {argument}: {key!r} is no key; expected SECTION.KEY=VALUE")
+            raise ConfigError(f"override {argument}: invalid key {key!r}; expected SECTION.KEY=VALUE")
         found.append((key, value, f"override {argument}"))
     return found

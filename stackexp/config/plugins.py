@@ -1,4 +1,4 @@
-"""Plugins: Python files and modules, named in a config, that register further kinds."""
+"""Plugins: Python files and modules, listed in a config, that register more kinds."""
 
 import hashlib
 import importlib
@@ -6,31 +6,48 @@ import importlib.util
 import sys
 from pathlib import Path
 
-from stackexp.config.validation import mistake
+from stackexp.config.validation import config_error
 from stackexp.config.yaml_files import Leaf
 
 
 def import_plugin(name: Leaf, folder: Path) -> str:
-    """Import a Python file (beside the config or in the working directory) or module; its name for config.yaml."""
-    places = [place / name.value for place in (folder, Path())]
-    files = [p for place in places for p in (place, Path(f"{place}.py")) if p.is_file()]
+    """Import a plugin and return its name for config.yaml: an absolute path, or the name of a module.
+
+    Args:
+        name: A Python file, with or without its suffix, or a module.
+        folder: The folder of the config. Files are searched there, then in the working directory.
+
+    Raises:
+        ConfigError: The plugin is not found, or its import fails.
+    """
+    paths = [parent / name.value for parent in (folder, Path())]
+    files = [file for path in paths for file in (path, Path(f"{path}.py")) if file.is_file()]
     try:
-        if not files:
-            importlib.import_module(name.value)
-            return name.value
-        path = files[0].resolve()
-        module_name = f"stackexp_plugin_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
-        if module_name not in sys.modules:
-            spec = importlib.util.spec_from_file_location(module_name, path)
-            sys.modules[module_name] = module = importlib.util.module_from_spec(spec)
-            try:
-                spec.loader.exec_module(module)
-            except BaseException:
-                del sys.modules[module_name]
-                raise
-        return str(path)
+        if files:
+            return _import_file(files[0].resolve())
+        importlib.import_module(name.value)
+        return name.value
     except Exception as error:
-        where = " and ".join(dict.fromkeys(str(place) for place in places))
-        missing = isinstance(error, ModuleNotFoundError) and error.name == name.value.split(".")[0]
-        why = f"no file {where}, no module of that name" if missing else f"{type(error).__name__}: {error}"
-        raise mistake(name.origin, "plugins", f"cannot import {name.value!r}: {' '.join(why.split())}") from error
+        is_missing = isinstance(error, ModuleNotFoundError) and error.name == name.value.split(".")[0]
+        if is_missing:
+            reason = f"no file {' or '.join(dict.fromkeys(map(str, paths)))}, and no module of that name"
+        else:
+            reason = f"{type(error).__name__}: {error}"
+        message = f"cannot import {name.value!r}: {' '.join(reason.split())}"
+        raise config_error(name.origin, "plugins", message) from error
+
+
+def _import_file(path: Path) -> str:
+    """Import a Python file once per process; return its path."""
+    module_name = f"stackexp_plugin_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+    if module_name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(module_name, path)
+        if spec is None:
+            raise ImportError("not a Python file; its name must end in .py")
+        sys.modules[module_name] = module = importlib.util.module_from_spec(spec)
+        try:
+            spec.loader.exec_module(module)
+        except BaseException:
+            del sys.modules[module_name]
+            raise
+    return str(path)

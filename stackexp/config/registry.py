@@ -1,7 +1,7 @@
-"""Names of what a config can choose: (group, kind) -> (dataclass of its options, where the thing itself is).
+"""The registry of kinds: (group, kind) -> the dataclass of its options and the class or function it builds.
 
-A built-in kind is registered with "module:attribute", imported only when it is built, so composing a config
-needs no torch. A plugin holds dataclass and module together:
+A built-in kind is registered with "module:attribute". That module is imported when the kind is built, so that
+composing a config does not import torch. A plugin registers the class together with its options:
 
     @register("memory", "my_memory", config=MyMemoryConfig)
     class MyMemory(Memory): ...
@@ -19,16 +19,18 @@ SECTIONS = {
     "optimizer": "optimizer",
     "schedule": "schedule",
 }
-"""Sections of a config that are chosen by `kind`, and the group each draws from."""
+"""The group of each config section that has a `kind`."""
 
 
 @dataclass(frozen=True)
 class Entry:
+    """A registered kind."""
+
     config: type  # the dataclass of options; its field `kind` equals the registered name
     builds: Any  # "module:attribute", or the class or function itself
 
     def load(self) -> Callable:
-        """The class or function that builds it, imported now."""
+        """Return the class or function that this kind builds; import it if necessary."""
         if not isinstance(self.builds, str):
             return self.builds
         module, attribute = self.builds.split(":")
@@ -39,9 +41,12 @@ _entries: dict[tuple[str, str], Entry] = {}
 
 
 def register(group: str, kind: str, *, builds: str | None = None, config: type | None = None) -> Callable[[type], type]:
-    """Decorate the options' dataclass (giving `builds`) or the thing itself (giving `config`).
+    """Return a decorator that registers a kind.
 
-    Raises ValueError if another entry has the name already.
+    Decorate the dataclass of options and give `builds`, or decorate the class that is built and give `config`.
+
+    Raises:
+        ValueError: The kind is already registered, or its options are not a dataclass with the field `kind`.
     """
     if (builds is None) == (config is None):
         raise ValueError(f"register({group!r}, {kind!r}): give `builds` on a dataclass or `config` on what it builds")
@@ -51,28 +56,31 @@ def register(group: str, kind: str, *, builds: str | None = None, config: type |
         if not is_dataclass(entry.config) or getattr(entry.config, "kind", None) != kind:
             raise ValueError(f'{entry.config.__name__} must be a dataclass with the field `kind: str = "{kind}"`')
         known = _entries.get((group, kind))
-        if known and _identity(known.config) != _identity(entry.config):
-            raise ValueError(f"{group} kind {kind!r} is registered already, by {known.config.__module__}")
+        if known and _identify(known.config) != _identify(entry.config):
+            raise ValueError(f"{group} kind {kind!r} is already registered by {known.config.__module__}")
         _entries[group, kind] = entry
         return decorated
 
     return decorate
 
 
-def _identity(cls: type) -> tuple[str, str]:
+def _identify(cls: type) -> tuple[str, str]:
     return cls.__module__, cls.__qualname__
 
 
 def list_kinds(group: str) -> list[str]:
-    """The registered names of a group, sorted."""
+    """Return the registered kinds of a group, sorted."""
     return sorted(kind for g, kind in _entries if g == group)
 
 
 def get_entry(group: str, kind: str) -> Entry:
-    """The entry of a name. Raises KeyError for an unknown one."""
+    """Return the entry of a kind. Raises KeyError if it is not registered."""
     return _entries[group, kind]
 
 
 def build(group: str, config: Any, *args: Any, **kwargs: Any) -> Any:
-    """Build what a checked section describes: the registered callable gets the section, then the arguments."""
+    """Build the object that a config section describes.
+
+    The registered class or function is called with the section, followed by the other arguments.
+    """
     return get_entry(group, config.kind).load()(config, *args, **kwargs)

@@ -1,4 +1,4 @@
-"""What a config must satisfy beyond its types, and how a mistake is told: origin, key, expectation, in one line."""
+"""Validation of a composed config: limits of single values, and rules that involve several options."""
 
 import dataclasses
 import math
@@ -13,26 +13,41 @@ from stackexp.config.suggestions import suggest_name
 from stackexp.errors import ConfigError
 
 Origins = dict[str, str]
-"""Full key -> where its value was written; keys left at their default are missing."""
+"""Full key -> where its value was written (see `yaml_files.Leaf`). Keys left at their default are missing."""
 
 
-def mistake(origin: str, key: str, message: str) -> ConfigError:
-    """`origin: key: message`, without the origin where a default is at fault."""
+def config_error(origin: str, key: str, message: str) -> ConfigError:
+    """Return the error `origin: key: message`; an empty part is left out."""
     return ConfigError(": ".join(part for part in (origin, key, message) if part))
 
 
-def expected(hint: Any, metadata: Mapping[str, Any]) -> str:
-    """A field's type and limits in words: `an integer >= 1`, `one of depth, time, token_major`."""
+def wrong_value_error(origin: str, key: str, hint: Any, metadata: Mapping[str, Any], value: Any) -> ConfigError:
+    """Return the error for a value that a field does not accept, with the closest valid value."""
+    if value is None or value == "":
+        found = "null" if value is None else "empty text"
+    else:
+        found = "a mapping" if isinstance(value, dict) else repr(value)
+    types = [hint, *typing.get_args(hint)] if typing.get_origin(hint) is Union else [hint]
+    choices = [str(choice) for t in types if typing.get_origin(t) is Literal for choice in typing.get_args(t)]
+    choices += metadata.get("choices", [])
+    suggestion = suggest_name(value, choices) if isinstance(value, str) else ""
+    if int in types and isinstance(value, float) and value.is_integer():
+        suggestion = f"; write {int(value)}"
+    return config_error(origin, key, f"expected {describe_type(hint, metadata)}, found {found}{suggestion}")
+
+
+def describe_type(hint: Any, metadata: Mapping[str, Any]) -> str:
+    """Return a field's type and limits in words: `an integer >= 1`, `one of depth, time, token_major`."""
     if typing.get_origin(hint) in (Union, types.UnionType):
         options = [t for t in typing.get_args(hint) if t is not type(None)]
-        return " or ".join([*(expected(t, metadata) for t in options), "null"])
+        return " or ".join([*(describe_type(t, metadata) for t in options), "null"])
     if typing.get_origin(hint) is Literal:
         return f"one of {', '.join(map(str, typing.get_args(hint)))}"
     if dataclasses.is_dataclass(hint):
         return f"the keys {', '.join(field.name for field in dataclasses.fields(hint))}"
     if "choices" in metadata:
         return f"one of {', '.join(metadata['choices'])}"
-    words = {int: "an integer", float: "a number", bool: "true or false", str: "text"}
+    words: dict[Any, str] = {int: "an integer", float: "a number", bool: "true or false", str: "text"}
     word = words.get(hint) or {list: "a list", dict: "a mapping"}.get(typing.get_origin(hint), str(hint))
     low, high = metadata.get("min"), metadata.get("max")
     if low is not None and high is not None:
@@ -42,61 +57,56 @@ def expected(hint: Any, metadata: Mapping[str, Any]) -> str:
     return f"{word} {limits}" if limits else word
 
 
-def field_of(cls: type, name: str) -> tuple[Any, Mapping[str, Any]]:
-    """Type and metadata of a dataclass's field."""
+def get_field(cls: type, name: str) -> tuple[Any, Mapping[str, Any]]:
+    """Return the type and the metadata of a dataclass field."""
     metadata = next(field.metadata for field in dataclasses.fields(cls) if field.name == name)
     return typing.get_type_hints(cls)[name], metadata
 
 
-def wrong_value(origin: str, key: str, hint: Any, metadata: Mapping[str, Any], value: Any) -> ConfigError:
-    """The error of a value that a field cannot take, with the nearest right one."""
-    if value is None or value == "":
-        found = "null" if value is None else "empty text"
-    else:
-        found = "a mapping" if isinstance(value, dict) else repr(value)
-    options = [hint, *typing.get_args(hint)] if typing.get_origin(hint) is Union else [hint]
-    choices = [str(choice) for t in options if typing.get_origin(t) is Literal for choice in typing.get_args(t)]
-    choices += metadata.get("choices", [])
-    close = suggest_name(value, choices) if isinstance(value, str) else ""
-    if int in options and isinstance(value, float) and value.is_integer():
-        close = f"; write {int(value)}"
-    return mistake(origin, key, f"expected {expected(hint, metadata)}, found {found}{close}")
+def validate_experiment(config: ExperimentConfig, origins: Origins, is_training: bool = True) -> None:
+    """Validate an experiment config. Raises ConfigError for the first error."""
+    arguments = {"": (is_training,), "model.memory.": (config.model,), "schedule.": (config.trainer,)}
+    validate(config, origins, arguments)
 
 
-def check(config: ExperimentConfig, origins: Origins, is_training: bool = True) -> None:
-    """Limits of single values first, then what involves several. Raises ConfigError for the first mistake."""
-    context = {"": (is_training,), "model.memory.": (config.model,), "schedule.": (config.trainer,)}
-    check_all(config, origins, context)
+def validate(config: Any, origins: Origins, arguments: Mapping[str, tuple] = types.MappingProxyType({})) -> None:
+    """Validate any dataclass: first the limits of single values, then `find_errors` of every section.
 
+    Args:
+        config: The dataclass.
+        origins: Where each value was written.
+        arguments: {key prefix: arguments of the section's `find_errors`}.
 
-def check_all(config: Any, origins: Origins, context: Mapping[str, tuple] = types.MappingProxyType({})) -> None:
-    """Check any dataclass. `context`: {key prefix: arguments of the section's `find_errors`}."""
-    for path, section in walk(config):
+    Raises:
+        ConfigError: The first error.
+    """
+    sections = list(_iterate_sections(config))
+    for path, section in sections:
         for field in dataclasses.fields(section):
             value, key = getattr(section, field.name), f"{path}{field.name}"
             if not _is_valid(value, field.metadata):
-                raise wrong_value(origins.get(key, ""), key, *field_of(type(section), field.name), value)
-    keys = {path + field.name for path, section in walk(config) for field in dataclasses.fields(section)}
-    for path, section in walk(config):
-        for key, message in getattr(section, "find_errors", _no_errors)(*context.get(path, ())):
+                raise wrong_value_error(origins.get(key, ""), key, *get_field(type(section), field.name), value)
+    keys = {path + field.name for path, section in sections for field in dataclasses.fields(section)}
+    for path, section in sections:
+        for key, message in getattr(section, "find_errors", _find_no_errors)(*arguments.get(path, ())):
             origin = origins.get(path + key, "")
-            named = [k for k in _named_keys(message, path, keys) if origins.get(k) and origins[k] != origin]
+            named = [k for k in _find_named_keys(message, path, keys) if origins.get(k) and origins[k] != origin]
             others = "; ".join(f"{k}: {origins[k]}" for k in named)
-            raise mistake(origin, path + key, f"{message} ({others})" if others else message)
+            raise config_error(origin, path + key, f"{message} ({others})" if others else message)
 
 
-def walk(section: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """A section and the sections within it, each with the prefix of its keys: `model.memory.`"""
+def _iterate_sections(section: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield a section and all sections inside it, each with its key prefix, such as `model.memory.`."""
     yield path, section
     for field in dataclasses.fields(section):
         value = getattr(section, field.name)
         inner = {f"{field.name}.{name}": item for name, item in value.items()} if isinstance(value, dict) else {}
         for name, item in (inner or {field.name: value}).items():
             if dataclasses.is_dataclass(item):
-                yield from walk(item, f"{path}{name}.")
+                yield from _iterate_sections(item, f"{path}{name}.")
 
 
-def _no_errors(*_: Any) -> Iterator[tuple[str, str]]:
+def _find_no_errors(*_: Any) -> Iterator[tuple[str, str]]:
     return iter(())
 
 
@@ -107,12 +117,15 @@ def _is_valid(value: Any, metadata: Mapping[str, Any]) -> bool:
         return True
     low, high = metadata.get("min", -math.inf), metadata.get("max", math.inf)
     above, below = metadata.get("above", -math.inf), metadata.get("below", math.inf)
-    finite = isinstance(value, int) or math.isfinite(value)
-    return finite and low <= value <= high and above < value < below
+    is_finite = isinstance(value, int) or math.isfinite(value)
+    return is_finite and low <= value <= high and above < value < below
 
 
-def _named_keys(message: str, path: str, keys: set[str]) -> list[str]:
-    """The full keys that a message of the section `path` names: its own, those of the section around it, full ones."""
+def _find_named_keys(message: str, path: str, keys: set[str]) -> list[str]:
+    """Return the full keys that a message of the section `path` mentions.
+
+    The message may write a key relative to the section, relative to the section around it, or in full.
+    """
     prefixes = [path, path.rstrip(".").rpartition(".")[0] + ".", ""]
     words = re.findall(r"[a-z][a-z_.]*[a-z]", message)
     found = (next((prefix + word for prefix in prefixes if prefix + word in keys), None) for word in words)

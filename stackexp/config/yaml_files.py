@@ -1,4 +1,4 @@
-"""The YAML files a config is made of: where they are, and their contents with the file and line of every value."""
+"""YAML files of configs: where they are, and their contents with the file and line of every value."""
 
 import os
 import re
@@ -16,42 +16,45 @@ PACKAGE = Path(__file__).parents[1]
 RUN_CONFIG = "config.yaml"
 """The file name of a run folder's config. Keys of earlier versions are translated in such files only."""
 Tree = dict[str, Any]
-"""Nested mappings of text keys down to leaves."""
+"""Nested mappings from text keys to leaves."""
 
 
 @dataclass(frozen=True)
 class Leaf:
-    """A value (a scalar, a list or an empty mapping) and where it was written: `file:line` or `override KEY=VALUE`."""
+    """A value and where it was written.
+
+    The value is a scalar, a list or an empty mapping; the origin is `file:line` or `override KEY=VALUE`.
+    """
 
     value: Any
     origin: str
 
 
 def configs_folder(package: Path = PACKAGE) -> Path:
-    """The shipped YAML: inside the package when installed from a wheel, beside it in a checkout."""
+    """Return the folder of the shipped YAML files: in an installed package, or next to the package in a checkout."""
     installed = package / "configs"
     return installed if installed.is_dir() else package.parent / "configs"
 
 
 def display_path(path: Path) -> str:
-    """A path as the user would write it: relative to the working directory where it lies below it."""
-    absolute, here = os.path.abspath(path), os.getcwd()
-    return os.path.relpath(absolute, here) if absolute.startswith(here + os.sep) else absolute
+    """Return the path relative to the working directory if it is inside it, otherwise the absolute path."""
+    absolute, working = os.path.abspath(path), os.getcwd()
+    return os.path.relpath(absolute, working) if absolute.startswith(working + os.sep) else absolute
 
 
 def list_yaml_names(folder: Path, pattern: str = "*.yaml") -> list[str]:
-    """Names of the YAML files of a folder, without their ending, sorted."""
+    """Return the names of the YAML files in a folder, without their suffix, sorted."""
     return sorted(path.relative_to(folder).with_suffix("").as_posix() for path in folder.glob(pattern))
 
 
 def read_purpose(path: Path) -> str:
-    """What a file says it is for: its first line, a comment."""
+    """Return the purpose of a YAML file: its first line, a comment."""
     with path.open(encoding="utf-8") as file:
         return file.readline().lstrip("#").strip()
 
 
 class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
-    """YAML as OmegaConf reads it: 3e-4 is a number, 2025-07-20 is text."""
+    """A YAML loader with OmegaConf's rules: 3e-4 is a number, 2025-07-20 is text."""
 
 
 _Loader.yaml_implicit_resolvers = {
@@ -66,23 +69,25 @@ _Loader.add_implicit_resolver(
 
 
 def read_file(path: Path) -> tuple[list[Leaf], Tree]:
-    """The `defaults:` list and the keys of a file. Raises ConfigError naming file and line."""
+    """Return the `defaults:` list and the keys of a file. Raises ConfigError with file and line."""
     name = display_path(path)
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{name}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
+        raise ConfigError(f"{name}: cannot read the file: {getattr(error, 'strerror', None) or error}") from error
     loader, node = _parse(text, lambda line: f"{name}:{line}")
     if not isinstance(node, yaml.MappingNode):
-        raise ConfigError(f"{name}:1: expected keys and values at the top of the file, found {_kind(node)}")
+        raise ConfigError(f"{name}:1: expected keys and values at the top of the file, found {_describe_kind(node)}")
     reader = _Reader(loader, lambda line: f"{name}:{line}")
     defaults: list[Leaf] = []
     for key, value in list(node.value):
         if key.value == "defaults":
             if not isinstance(value, yaml.SequenceNode):
-                raise ConfigError(f"{reader.origin(value)}: defaults: expected a list, found {_kind(value)}")
-            defaults = [reader.leaf(item) for item in value.value]
-    tree = reader.mapping(node)
+                raise ConfigError(
+                    f"{reader.get_origin(value)}: defaults: expected a list, found {_describe_kind(value)}"
+                )
+            defaults = [reader.read_leaf(item) for item in value.value]
+    tree = reader.read_mapping(node)
     tree.pop("defaults", None)
     if path.name == RUN_CONFIG:
         tree = _translate(tree)
@@ -103,11 +108,11 @@ def _translate(tree: Tree, path: str = "") -> Tree:
 
 
 def read_value(text: str, origin: str) -> Leaf | Tree:
-    """The value of an override. Raises ConfigError naming the override."""
+    """Return the value of an override. Raises ConfigError if it is not valid YAML."""
     loader, node = _parse(text, lambda line: f"{origin}: the value")
     if node is None:
         raise ConfigError(f"{origin}: empty value; write null, or '\"\"' for empty text")
-    return _Reader(loader, lambda line: origin).value(node)
+    return _Reader(loader, lambda line: origin).read_value(node)
 
 
 def _parse(text: str, origin: Callable[[int], str]) -> tuple[_Loader, yaml.Node | None]:
@@ -117,57 +122,59 @@ def _parse(text: str, origin: Callable[[int], str]) -> tuple[_Loader, yaml.Node 
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
         line = mark.line + 1 if mark else text.count("\n", 0, getattr(error, "position", 0)) + 1
-        what = getattr(error, "problem", None) or getattr(error, "reason", None) or getattr(error, "context", "")
-        raise ConfigError(f"{origin(line)}: not valid YAML: {what}") from error
+        reason = getattr(error, "problem", None) or getattr(error, "reason", None) or getattr(error, "context", "")
+        raise ConfigError(f"{origin(line)}: not valid YAML: {reason}") from error
 
 
-def _kind(node: yaml.Node | None) -> str:
+def _describe_kind(node: yaml.Node | None) -> str:
     return {"scalar": "a single value", "sequence": "a list", "mapping": "a mapping"}[node.id] if node else "nothing"
 
 
 class _Reader:
-    """Turns YAML nodes into trees. `located` names a line (counted from 1)."""
+    """Converts YAML nodes to trees. `format_origin` returns the origin of a line, counted from 1."""
 
-    def __init__(self, loader: _Loader, located: Callable[[int], str]) -> None:
-        self.loader, self.located = loader, located
-        self.inside: list[yaml.Node] = []
+    def __init__(self, loader: _Loader, format_origin: Callable[[int], str]) -> None:
+        self._loader, self._format_origin = loader, format_origin
+        self._open_nodes: list[yaml.Node] = []
 
-    def origin(self, node: yaml.Node) -> str:
-        return self.located(node.start_mark.line + 1)
+    def get_origin(self, node: yaml.Node) -> str:
+        return self._format_origin(node.start_mark.line + 1)
 
-    def leaf(self, node: yaml.Node) -> Leaf:
+    def read_leaf(self, node: yaml.Node) -> Leaf:
         try:
-            return Leaf(self.loader.construct_object(node, deep=True), self.origin(node))
-        except Exception as error:  # PyYAML lets any exception through for a value that does not fit its !!tag
-            what = getattr(error, "problem", None) or error
-            raise ConfigError(f"{self.origin(node)}: not valid YAML: {what}") from error
+            return Leaf(self._loader.construct_object(node, deep=True), self.get_origin(node))
+        except Exception as error:  # PyYAML raises any exception for a value that does not match its !!tag
+            reason = getattr(error, "problem", None) or error
+            raise ConfigError(f"{self.get_origin(node)}: not valid YAML: {reason}") from error
 
-    def value(self, node: yaml.Node) -> Leaf | Tree:
-        return self.mapping(node) if isinstance(node, yaml.MappingNode) and node.value else self.leaf(node)
+    def read_value(self, node: yaml.Node) -> Leaf | Tree:
+        return self.read_mapping(node) if isinstance(node, yaml.MappingNode) and node.value else self.read_leaf(node)
 
-    def mapping(self, node: yaml.MappingNode) -> Tree:
-        if node in self.inside:
-            raise ConfigError(f"{self.origin(node)}: not valid YAML: an anchor that contains itself")
-        self.inside.append(node)
+    def read_mapping(self, node: yaml.MappingNode) -> Tree:
+        if node in self._open_nodes:
+            raise ConfigError(f"{self.get_origin(node)}: not valid YAML: an anchor contains itself")
+        self._open_nodes.append(node)
         tree: Tree = {}
         for key_node, value_node in node.value:
-            key = self.leaf(key_node).value
+            key = self.read_leaf(key_node).value
             if not isinstance(key, str):
                 written = str(key_node.value)
-                raise ConfigError(f"{self.origin(key_node)}: the key {written} reads as {key!r}; put it in quotes")
+                raise ConfigError(
+                    f"{self.get_origin(key_node)}: the key {written} is read as {key!r}; put it in quotes"
+                )
             if key in tree:
-                raise ConfigError(f"{self.origin(key_node)}: duplicate key {key!r}")
-            tree[key] = self.value(value_node)
-        self.inside.pop()
+                raise ConfigError(f"{self.get_origin(key_node)}: duplicate key {key!r}")
+            tree[key] = self.read_value(value_node)
+        self._open_nodes.pop()
         return tree
 
 
 def flatten(tree: Tree, path: str = "") -> dict[str, Any]:
-    """{"a": {"b": 1}} -> {"a.b": 1}, of plain values or of a file's tree."""
-    found: dict[str, Any] = {}
+    """Return a nested mapping, or a file's tree, as {full key: value}: {"a": {"b": 1}} -> {"a.b": 1}."""
+    flat: dict[str, Any] = {}
     for key, value in tree.items():
         if isinstance(value, dict):
-            found |= flatten(value, f"{path}{key}.")
+            flat |= flatten(value, f"{path}{key}.")
         else:
-            found[path + key] = value.value if isinstance(value, Leaf) else value
-    return found
+            flat[path + key] = value.value if isinstance(value, Leaf) else value
+    return flat

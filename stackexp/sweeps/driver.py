@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import IO, Any, Protocol
 
 from stackexp.config.compose import to_yaml
-from stackexp.errors import RunError, Stopped
+from stackexp.errors import RunError, StoppedError
 from stackexp.files import try_lock, write_atomically, write_json
 from stackexp.sweeps.control import hold_presence, read_stop_request
 from stackexp.sweeps.launchers.base import Launcher
@@ -88,7 +88,7 @@ class Driver:
     def run(self) -> None:
         """Run until every trial is done, pruned or out of attempts.
 
-        Raises RunError if trials failed, Stopped after SIGTERM or `sweep stop`, KeyboardInterrupt after SIGINT.
+        Raises RunError if trials failed, StoppedError after SIGTERM or `sweep stop`, KeyboardInterrupt after SIGINT.
         """
         with hold_presence(self._folder), self._catch_signals():
             old_request = read_stop_request(self._folder)
@@ -169,7 +169,7 @@ class Driver:
             self._claims.pop(trial).close()
 
     def _stop(self) -> None:
-        """Stop the running trials, then raise Stopped or KeyboardInterrupt."""
+        """Stop the running trials, then raise StoppedError or KeyboardInterrupt."""
         print("stopping: running trials save a checkpoint and end", flush=True)
         self._is_stopping = True
         self._launcher.stop()
@@ -178,7 +178,7 @@ class Driver:
         message = f"{self._folder}: stopped; resume with: python -m stackexp sweep run {self._folder}"
         if self._signal == signal.SIGINT:
             raise KeyboardInterrupt(message)
-        raise Stopped(message)
+        raise StoppedError(message)
 
     @contextlib.contextmanager
     def _catch_signals(self) -> Iterator[None]:

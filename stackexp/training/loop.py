@@ -10,7 +10,7 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 
 from stackexp.config import registry
 from stackexp.config.experiment import ExperimentConfig
-from stackexp.errors import RunError, Stopped
+from stackexp.errors import RunError, StoppedError
 from stackexp.modules.base import TrainingModule
 from stackexp.runs import RunFolder
 from stackexp.training.callbacks import build_callbacks
@@ -31,7 +31,7 @@ def train(config: ExperimentConfig, ckpt_path: str | None = None, run_folder: st
 
     Raises:
         RunError: the checkpoint, the data, the devices or the loss do not permit to train.
-        Stopped: a requested stop (SIGTERM, SIGUSR1, max_time) has been checkpointed.
+        StoppedError: a requested stop (SIGTERM, SIGUSR1, max_time) has been checkpointed.
     """
     logging.basicConfig(format="%(message)s")
     logging.getLogger("stackexp").setLevel(logging.INFO)
@@ -82,7 +82,7 @@ def _name_last_checkpoint(folder: RunFolder) -> Iterator[None]:
         yield
     except RunError as error:
         raise RunError(f"{error}; last good checkpoint: {folder.newest_checkpoint() or 'none yet'}") from None
-    except (Stopped, KeyboardInterrupt) as error:
+    except (StoppedError, KeyboardInterrupt) as error:
         if folder.is_finished:
             raise type(error)(f"{folder.path}: this run is finished (it has a result.json)") from None
         newest = folder.newest_checkpoint()

@@ -25,7 +25,7 @@ from lightning.fabric.plugins.environments import (
 )
 
 from stackexp.config.trainer import TrainerConfig
-from stackexp.errors import RunError, Stopped, first_line
+from stackexp.errors import RunError, StoppedError, first_line
 from stackexp.training.watchdog import Watchdog
 
 T = TypeVar("T")
@@ -99,7 +99,7 @@ def start_processes(trainer: TrainerConfig, device_type: str) -> Iterator[Proces
     try:
         try:
             yield Processes(rank, size, environment, watchdog)
-        except Stopped:  # raised on all ranks at the same step
+        except StoppedError:  # raised on all ranks at the same step
             _disconnect(watchdog)
             raise
         _disconnect(watchdog)

@@ -11,7 +11,7 @@ import sys
 from types import ModuleType
 
 from stackexp.config.suggestions import suggest_name
-from stackexp.errors import ConfigError, FolderBusyError, RunError, Stopped
+from stackexp.errors import ConfigError, FolderBusyError, RunError, StoppedError
 from stackexp.verbs.parser import Parser
 
 EPILOG = """
@@ -37,7 +37,7 @@ def dispatch(verbs: dict[str, str], argv: list[str] | None = None) -> int:
         code = _run(verbs, argv)
         sys.stdout.flush()
         return code
-    except (ConfigError, RunError, Stopped, OSError, KeyboardInterrupt) as error:
+    except (ConfigError, RunError, StoppedError, OSError, KeyboardInterrupt) as error:
         if os.environ.get("STACKEXP_TRACEBACK") == "1":
             raise
         return _report(error, "resume with --ckpt_path last" if argv[:1] == ["fit"] else "rerun the command")
@@ -111,7 +111,7 @@ def _explain(error: BaseException, advice: str) -> tuple[int, str]:
     """Return the exit code, and what happened, where, and what to do."""
     if isinstance(error, KeyboardInterrupt):
         return 130, f"interrupted: {error}" if str(error) else "interrupted"
-    for kind, code in {ConfigError: 2, Stopped: 75, FolderBusyError: 74, RunError: 1}.items():
+    for kind, code in {ConfigError: 2, StoppedError: 75, FolderBusyError: 74, RunError: 1}.items():
         if isinstance(error, kind):
             return code, " ".join(str(error).splitlines())
     if isinstance(error, OSError):

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from stackexp.config.compose import to_dict
 from stackexp.config.trainer import TrainerConfig
-from stackexp.errors import Stopped, first_line
+from stackexp.errors import StoppedError, first_line
 from stackexp.models.checkpoints import VERSION, CheckpointWriter
 from stackexp.modules.base import TrainingModule
 from stackexp.runs import RunFolder, checkpoint_name, remove_checkpoint
@@ -85,7 +85,7 @@ class StepCheckpoint(pl.callbacks.Checkpoint):
             trainer.save_checkpoint(path, storage_options={"writer": self._writer, "on_saved": self._delete_old})
         if "stop" in requests and not is_last:
             self._writer.wait()
-            raise Stopped(self._stop.reason or STOPPED_ELSEWHERE)
+            raise StoppedError(self._stop.reason or STOPPED_ELSEWHERE)
 
     def _delete_old(self) -> None:
         best = self._folder.best_checkpoint()
@@ -101,7 +101,7 @@ class StepCheckpoint(pl.callbacks.Checkpoint):
 
     def on_exception(self, trainer: pl.Trainer, module: TrainingModule, exception: BaseException) -> None:
         """Finish the pending checkpoint, unless one of its ranks may have died."""
-        if isinstance(exception, Stopped) or not dist.is_initialized():  # Stopped is raised on all ranks together
+        if isinstance(exception, StoppedError) or not dist.is_initialized():  # a stop is raised on all ranks
             try:
                 self._writer.wait()
             except Exception as error:

@@ -10,7 +10,7 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 
-from stackexp.errors import Stopped
+from stackexp.errors import StoppedError
 from stackexp.modules.base import TrainingModule
 from stackexp.training.signals import StopRequest
 
@@ -53,6 +53,6 @@ class StepRequests(pl.Callback):
             if dist.is_initialized():
                 dist.all_reduce(requested)
             if requested:
-                raise Stopped(self._stop.reason or STOPPED_ELSEWHERE)
+                raise StoppedError(self._stop.reason or STOPPED_ELSEWHERE)
 
     on_test_batch_end = on_validation_batch_end
