@@ -146,7 +146,7 @@ def test_a_kill_while_writing_leaves_complete_checkpoints_only(tmp_path):
 
 
 @pytest.mark.parametrize("function", ["os.fsync", "torch.distributed.checkpoint.FileSystemWriter.write_data"])
-def test_a_failed_write_leaves_nothing_behind(tmp_path, monkeypatch, function):
+def test_failed_write_leaves_no_files(tmp_path, monkeypatch, function):
     def fail(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 

@@ -34,7 +34,7 @@ def run_program(folder: Path, *arguments: str) -> subprocess.CompletedProcess:
         ["generate", "--run", "nowhere"],
     ],
 )
-def test_nothing_heavy_is_imported_before_the_config_is_checked(arguments):
+def test_heavy_modules_are_imported_after_config_validation(arguments):
     code = (
         "import sys, stackexp.cli\n"
         "try: stackexp.cli.main(sys.argv[1:])\n"

@@ -49,7 +49,7 @@ def test_attempts_that_bring_new_data_are_not_limited(fetch, server, tmp_path):
     assert read_fetched(tmp_path, PTB) == CONTENT[PTB]
 
 
-def test_a_server_without_ranges_sends_the_whole_file_again(fetch, server, tmp_path):
+def test_server_without_ranges_sends_the_full_file_again(fetch, server, tmp_path):
     server.ranges = False
     server.faults[PTB.path] = [4000, 2000, 4001]
     assert fetch("v2", "--only", "ptb") == 0

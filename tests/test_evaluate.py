@@ -172,7 +172,7 @@ def test_tensorboard_has_the_scores_at_the_checkpoint_step(fitted, group):
     assert values[8] == pytest.approx(record["sets"]["v2/a"]["loss"])
 
 
-def test_an_evaluation_of_a_running_fit_leaves_its_event_file_alone(fitted):
+def test_evaluation_keeps_the_event_file_of_a_running_fit(fitted):
     for old in fitted.path.glob("*.evaluation"):
         old.unlink()
     with fitted.lock():

@@ -113,7 +113,7 @@ def test_damaged_unit_tails_are_reported(copy, capsys):
     assert inspect(capsys, copy)["lengths"]["longest"], "a copy without any tails is not damaged"
 
 
-def test_unit_without_a_whole_sequence_is_counted(prepared, tmp_path, capsys):
+def test_unit_without_a_full_sequence_is_counted(prepared, tmp_path, capsys):
     (tmp_path / "a.txt").write_text(TEXTS[1])
     (tmp_path / "b.txt").write_text("short")
     prepare_set(tmp_path, tmp_path / "set", tokenizer=prepared / "tokenizer.json", unit_bytes=1)

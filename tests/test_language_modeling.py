@@ -73,7 +73,7 @@ def test_without_a_limit_gradients_are_unchanged(batch):
     assert all(torch.equal(a, p.grad) for a, p in zip(before, lm.parameters(), strict=True))
 
 
-def test_a_non_finite_gradient_names_step_and_samples(batch):
+def test_non_finite_gradient_error_has_step_and_samples(batch):
     lm = build()
     lm.training_step(batch, 0).backward()
     next(lm.parameters()).grad[0, 0] = math.nan

@@ -51,7 +51,7 @@ def test_in_the_decoder_embedding_norms_and_gates_do_not_decay(memory, tied):
 
 
 @pytest.mark.parametrize("memory", ["stacktrans", "null"])
-def test_memories_have_a_learning_rate_of_their_own(memory):
+def test_memories_have_a_separate_learning_rate(memory):
     model = registry.build("model", compose(["quickstart"], [*SMALL, f"model.memory={memory}"]).model)
     optimizer = build_adamw(AdamWConfig(lr=0.1, memory_lr=0.3, weight_decay=0.2), model)
     rates = option_of_parameters(model, optimizer, "lr")

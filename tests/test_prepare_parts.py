@@ -37,7 +37,7 @@ def units_in(folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("count", [1, 3, 20])
-def test_parts_in_any_order_make_the_same_set(source, whole, tmp_path, count):
+def test_parts_in_any_order_prepare_the_same_set(source, whole, tmp_path, count):
     folder = tmp_path / "set"
     for number in reversed(range(1, count + 1)):
         assert prepare_set(source, folder, part=(number, count), unit_bytes=UNIT_BYTES) is None
@@ -185,7 +185,7 @@ def kill_at(moment: Callable[[Path], bool], source: Path, folder: Path) -> None:
     wait_for(lambda: not members(process.pid), "a worker outlived its parent")
 
 
-def test_kills_lose_and_duplicate_nothing(source, whole, tmp_path):
+def test_kills_neither_lose_nor_duplicate_documents(source, whole, tmp_path):
     for attempt in range(5):  # the machine may finish before the kills
         folder, counts = tmp_path / f"killed{attempt}", []
         for moment in MOMENTS:

@@ -50,7 +50,7 @@ def logs(folder: Path) -> dict[str, str]:
     return {path.name: path.read_text() for path in sorted((folder / "jobs").iterdir())}
 
 
-def test_array_makes_the_same_set_as_one_process(slurm, source, whole, tmp_path, capsys):
+def test_array_prepares_the_same_set_as_one_process(slurm, source, whole, tmp_path, capsys):
     folder = tmp_path / "a set"
     array, merge = submit_jobs(capsys, source, folder, "--tasks", "3", "--partition", "main", "--time", "10:00")
     message = rf"a set: already prepared by Slurm jobs {array},{merge}; wait for them, or run scancel"
@@ -68,7 +68,7 @@ def test_array_makes_the_same_set_as_one_process(slurm, source, whole, tmp_path,
     assert not slurm.squeue()
 
 
-def test_failed_node_and_cancelled_task_lose_nothing(slurm, source, whole, tmp_path, capsys):
+def test_failed_node_and_cancelled_task_lose_no_data(slurm, source, whole, tmp_path, capsys):
     folder = tmp_path / "set"
     slurm.output("scontrol", "update", "NodeName=n1", "State=DRAIN", "Reason=test")
     array, _ = submit_jobs(capsys, source, folder, "--tasks", "2", "--workers", "2")  # one after the other, on n0

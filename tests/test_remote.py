@@ -92,7 +92,7 @@ def test_a_filled_cache_downloads_no_shards(s3, url, local_samples):
     assert s3.count_downloads(".mds") == 0
 
 
-def test_a_remote_may_be_a_path(s3, remote_set, local_samples, tmp_path):
+def test_remote_can_be_a_path(s3, remote_set, local_samples, tmp_path):
     config = build_config(remote=str(remote_set), path=str(tmp_path / "cached"))
     assert read_samples(build_loader(config), epochs=2) == local_samples
     assert len(list((tmp_path / "cached").rglob("*.mds"))) == len(TokenSet(remote_set).files)

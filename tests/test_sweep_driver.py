@@ -204,7 +204,7 @@ def test_stopped_trials_save_and_the_same_command_resumes(study, how, code):
     assert not any(trial.failure.exists() for trial in study.trials)
 
 
-def test_drivers_killed_at_random_times_lose_and_repeat_nothing(study):
+def test_randomly_killed_drivers_neither_lose_nor_repeat_trials(study):
     study.set_behavior({name: {"seconds": 0.5} for name in "abcd"})
     rng = random.Random(0)
     for _ in range(5):

@@ -96,7 +96,7 @@ def test_labels_use_the_shortest_unique_key_suffix():
     assert list(shorten_keys(keys).values()) == ["H", "num_heads", "lr", "data.x.kind", "model.x.kind"]
 
 
-def test_hash_covers_what_changes_the_results():
+def test_hash_covers_options_that_change_the_results():
     execution = [
         *("trainer.devices=2", "trainer.strategy=fsdp", "trainer.compile=true", "trainer.accelerator=cpu"),
         *("data.micro_batch_size=1", "data.eval_batch_size=2", "data.num_workers=3", "logging.root=elsewhere"),
@@ -220,7 +220,7 @@ def test_errors_for_searches():
     assert "num_slots: expected an integer >= 1, found 0" in get_error(search=invalid)
 
 
-def test_errors_come_before_torch_is_imported_and_nothing_is_written():
+def test_errors_are_raised_before_torch_is_imported_or_files_are_written():
     write("study.yaml", yaml.safe_dump({"config": BASE, "grid": {H: [1, 2, -4]}}))
     program = (
         "import sys; from stackexp.cli import main\n"

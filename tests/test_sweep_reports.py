@@ -119,7 +119,7 @@ def test_status_uses_the_overrides_of_the_last_run(capsys):
     assert "1 done" in capsys.readouterr().out
 
 
-def test_dry_run_estimates_the_cost_and_writes_nothing(capsys):
+def test_dry_run_estimates_the_cost_and_writes_no_files(capsys):
     sweep = build(grid={H: [1, 2]})
     finish(sweep.trials[0], 2.5)
     before = sorted(Path().rglob("*"))

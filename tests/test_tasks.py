@@ -97,7 +97,7 @@ def test_symbol_ids_match_the_definitions():
 
 
 @all_tasks
-def test_the_generator_state_alone_determines_the_strings(name):
+def test_strings_depend_only_on_the_generator_state(name):
     def same(a, b) -> bool:
         return all(np.array_equal(x, y) for x, y in zip(a, b, strict=True))
 

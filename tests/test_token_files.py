@@ -23,7 +23,7 @@ def make_record(**fields):
 
 
 @given(st.integers(0, 300), st.integers(2, 40))
-def test_chunks_drop_the_remainder_as_olmo_does(length, context_length):
+def test_chunks_drop_the_remainder_like_olmo(length, context_length):
     chunks = Chunks(np.arange(length), context_length, score_remainder=False)
     assert len(chunks) == length // context_length
     assert {len(chunk) for chunk in chunks} <= {context_length}

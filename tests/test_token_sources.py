@@ -56,7 +56,7 @@ WRITERS = {
 
 
 @pytest.mark.parametrize("name", WRITERS)
-def test_token_ids_make_the_same_set_as_their_text(tokenizer, ids, text_set, tmp_path, name, monkeypatch):
+def test_token_ids_give_the_same_set_as_their_text(tokenizer, ids, text_set, tmp_path, name, monkeypatch):
     monkeypatch.setattr("stackexp.data.token_sources.BLOCK", 100)
     WRITERS[name](tmp_path / name, ids)
     corpus = prepare_set(tmp_path / name, tmp_path / "set", tokenizer=tokenizer)

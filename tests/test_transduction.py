@@ -74,7 +74,7 @@ def test_accuracy_counts_masked_symbols_only():
     assert metrics["data/max_length"] == 40
 
 
-def test_ranks_average_to_the_metrics_of_the_whole_batch():
+def test_rank_average_equals_the_full_batch_metrics():
     model = build()
     model.training_step(draw_batch(), 0)
     whole = model.step_metrics.drain()
@@ -98,7 +98,7 @@ def test_tokens_are_counted_and_resumed():
     assert resumed.tokens == seen + draw_batch(4)["tokens"].numel()
 
 
-def test_a_non_finite_gradient_names_step_and_length():
+def test_non_finite_gradient_error_has_step_and_length():
     model, strings = build(), draw_batch(3)
     model.training_step(strings, 0).backward()
     next(model.parameters()).grad[0, 0] = math.nan

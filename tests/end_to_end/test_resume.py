@@ -116,7 +116,7 @@ def test_a_finished_run_can_be_extended_in_a_new_folder(tiny, tmp_path):
     assert rates[0] > 1e-3, "not the end of the old schedule"
 
 
-def test_a_branch_with_another_name_leaves_the_original_run_alone(tiny, tmp_path):
+def test_branch_with_another_name_does_not_change_the_original_run(tiny, tmp_path):
     fit = ("fit", "--config", str(tiny), "trainer.keep_checkpoints=9")
     assert main([*fit]) == 0
     run = only_run(tmp_path / "runs")

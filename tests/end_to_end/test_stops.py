@@ -127,7 +127,7 @@ def test_time_limit_stops_and_minute_interval_saves(program, tiny, tmp_path):
     assert steps[-1] == record(run)[-1]["step"]
 
 
-def test_a_clock_that_goes_backwards_loses_nothing(tiny, tmp_path, monkeypatch):
+def test_backward_clock_loses_no_data(tiny, tmp_path, monkeypatch):
     fit = ["fit", "--config", str(tiny), "logging.progress_bar=false"]
     assert main([*fit, "trainer.max_time=00:00:00:00"]) == 75, "stops after the first step"
     run = only_run(tmp_path / "runs")
