@@ -1,4 +1,4 @@
-"""Helpers of the config tests: a base config, temporary config files and the error line of an invalid config."""
+"""Helpers of the composition tests: a base config, config files to add, and error lines."""
 
 from pathlib import Path
 
@@ -16,8 +16,8 @@ def write(name: str, text: str) -> str:
     return name
 
 
-def mistake(configs: list[str], *overrides: str) -> str:
-    """The one line that answers a mistake."""
+def compose_error(configs: list[str], *overrides: str) -> str:
+    """Return the error line of a composition."""
     with pytest.raises(ConfigError) as caught:
         compose(configs, overrides)
     assert "\n" not in str(caught.value)

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from config_files import BASE, mistake, write
+from config_files import BASE, compose_error, write
 
 from stackexp.config import registry
 from stackexp.config.compose import compose, load_config, to_yaml
@@ -49,9 +49,9 @@ def test_plugin_next_to_the_config_adds_a_kind(monkeypatch, tmp_path):
     monkeypatch.chdir("/")
     assert load_config(tmp_path / "config.yaml", ["model.memory.size=5"]).model.memory.size == 5
     monkeypatch.chdir(tmp_path)
-    found = mistake([BASE, path], "model.memory.size=500")
+    found = compose_error([BASE, path], "model.memory.size=500")
     assert found.startswith("override model.memory.size=500: model.memory.size: larger than hidden_size 192 ")
-    assert "size: expected an integer >= 1" in mistake([BASE, path], "model.memory.size=0")
+    assert "size: expected an integer >= 1" in compose_error([BASE, path], "model.memory.size=0")
 
 
 @pytest.mark.usefixtures("_forget_plugins")
@@ -86,7 +86,7 @@ def test_plugins_of_all_layers_are_merged(monkeypatch):
 @pytest.mark.usefixtures("_forget_plugins")
 def test_broken_plugin_is_a_one_line_error(code, message):
     write("bad.py", code)
-    assert message in mistake([BASE, write("x.yaml", "seed: 1\nplugins:\n  - bad.py\n")])
+    assert message in compose_error([BASE, write("x.yaml", "seed: 1\nplugins:\n  - bad.py\n")])
 
 
 NESTED = """
@@ -126,15 +126,17 @@ def test_plugin_options_can_be_nested():
     assert (memory.decay.rate, memory.sizes, memory.extra, memory.maybe) == (0.1, [3], {"a": [1]}, None)
     Path("config.yaml").write_text(to_yaml(config))
     assert load_config("config.yaml") == config
-    assert "model.memory.decay.rate: expected a number > 0, found 0.0" in mistake(base, "model.memory.decay.rate=0")
-    assert "did you mean 'model.memory.decay.rate'?" in mistake(base, "model.memory.decay.rat=0")
-    assert "model.memory.sizes: expected a list, found ['x']" in mistake(base, "model.memory.sizes=[x]")
-    assert "model.memory.decay: expected the keys rate, found 3" in mistake(base, "model.memory.decay=3")
-    assert "model.memory.maybe: expected an integer or null, found 'x'" in mistake(base, "model.memory.maybe=x")
+    assert "model.memory.decay.rate: expected a number > 0, found 0.0" in compose_error(
+        base, "model.memory.decay.rate=0"
+    )
+    assert "did you mean 'model.memory.decay.rate'?" in compose_error(base, "model.memory.decay.rat=0")
+    assert "model.memory.sizes: expected a list, found ['x']" in compose_error(base, "model.memory.sizes=[x]")
+    assert "model.memory.decay: expected the keys rate, found 3" in compose_error(base, "model.memory.decay=3")
+    assert "model.memory.maybe: expected an integer or null, found 'x'" in compose_error(base, "model.memory.maybe=x")
 
 
 @pytest.mark.usefixtures("_forget_plugins")
 def test_unsupported_option_types_are_reported():
     write("bad.py", NESTED.replace("maybe: int | None = None", "maybe: bytearray = field(default_factory=bytearray)"))
     write("x.yaml", "plugins: [bad]\nmodel: {memory: {kind: nested}}\n")
-    assert mistake([BASE, "x.yaml"]).startswith("x.yaml:2: model.memory.kind: Config: ")
+    assert compose_error([BASE, "x.yaml"]).startswith("x.yaml:2: model.memory.kind: Config: ")

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from config_files import BASE, mistake, write
+from config_files import BASE, compose_error, write
 
 from stackexp.config.compose import load_config
 from stackexp.config.renames import RENAMED_KEYS, translate_options
@@ -14,19 +14,19 @@ OLD_CONFIG = Path(__file__).with_name("old_run") / "config.yaml"
 
 @pytest.mark.parametrize(("old", "new"), RENAMED_KEYS.items())
 def test_error_for_an_old_key_names_the_new_key(old, new):
-    assert mistake([BASE], f"{old}=1") == f"override {old}=1: {old}: renamed; use {new}"
+    assert compose_error([BASE], f"{old}=1") == f"override {old}=1: {old}: renamed; use {new}"
 
 
 def test_error_for_an_old_key_in_a_file(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     config = write("my.yaml", "trainer:\n  checkpoint_minutes: 5\n")
     message = "my.yaml:2: trainer.checkpoint_minutes: renamed; use trainer.checkpoint_interval_minutes"
-    assert mistake([BASE, config]) == message
+    assert compose_error([BASE, config]) == message
 
 
 def test_error_for_an_old_value_and_a_removed_key():
-    assert mistake([BASE], "model.positional=sin_cos").endswith("'sin_cos' was renamed; use 'sinusoidal'")
-    assert mistake([BASE], "beside.x=[seed=1]").endswith("beside: removed; run a sweep instead")
+    assert compose_error([BASE], "model.positional=sin_cos").endswith("'sin_cos' was renamed; use 'sinusoidal'")
+    assert compose_error([BASE], "beside.x=[seed=1]").endswith("beside: removed; run a sweep instead")
 
 
 def test_old_run_folder_is_read_with_the_new_names():

@@ -1,4 +1,4 @@
-"""Select options by what they affect: the one answer to "which options matter?" for resume, trials and reports.
+"""Select options by what they affect: used by resume, sweep trials and reports.
 
 Options are given flat, as {full key: value}; see `flatten_config`. Keys that the schema lacks (of a plugin that is not
 imported, or of an older version) count as `training`.

@@ -1,4 +1,4 @@
-"""The experiment config: all sections that `fit` needs."""
+"""The experiment config: all sections of a run."""
 
 import re
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ from stackexp.config.trainer import TrainerConfig
 
 @dataclass
 class LoggingConfig:
-    """Where run folders are and what is shown."""
+    """Options of the run folder and of what is shown during a run."""
 
     root: str = option("runs", affects="logging")  # run folders are <root>/<name>/<id>
     tensorboard: bool = option(True, affects="logging")
@@ -21,7 +21,7 @@ class LoggingConfig:
 
 @dataclass
 class ExperimentConfig:
-    """One experiment: all that `fit` needs, and the contents of a run folder's config.yaml."""
+    """An experiment: the input of `fit`, and the contents of a run folder's config.yaml."""
 
     name: str = option("unnamed", affects="logging")
     seed: int = option(0, min=0, max=2**32 - 1)
@@ -55,20 +55,20 @@ class ExperimentConfig:
 
     @property
     def accumulate_grad_batches(self) -> int:
-        """Micro-batches per optimizer step: global batch / (devices x micro-batch x context)."""
+        """Return the micro-batches per optimizer step: global batch / (devices x micro-batch x context)."""
         return max(1, self.data.global_batch_tokens // self.tokens_per_pass)
 
     @property
     def micro_batch_size(self) -> int:
-        """Sequences per device and forward pass."""
+        """Return the sequences per device and forward pass."""
         return self.data.micro_batch(self.trainer.devices * self.trainer.num_nodes)
 
     @property
     def tokens_per_pass(self) -> int:
-        """Tokens per forward pass over all devices; at most, if lengths vary."""
+        """Return the tokens per forward pass over all devices; the maximum if lengths vary."""
         return self.trainer.devices * self.trainer.num_nodes * self.micro_batch_size * self.data.context_length
 
     @property
     def total_tokens(self) -> int:
-        """Training tokens of the whole run."""
+        """Return the training tokens of the whole run."""
         return self.trainer.max_steps * self.data.global_batch_tokens

@@ -81,20 +81,20 @@ class FormalLanguageConfig:
 
     @property
     def tested_lengths(self) -> list[int]:
-        """The string lengths of the test."""
+        """Return the string lengths of the test."""
         first = self.max_length + 1
         return [n for n in range(1, self.eval_max_length + 1) if (n - first) % self.eval_length_stride == 0]
 
-    # What token datasets have as options, for the plan.
+    # Options of token datasets, for the plan.
 
     @property
     def context_length(self) -> int:
-        """Tokens in the longest training sequence, empty tokens included."""
+        """Return the tokens in the longest training sequence, including empty tokens."""
         return self.max_length + TASKS[self.task].output_length(self.max_length)
 
     @property
     def global_batch_tokens(self) -> int:
-        """Mean tokens per optimizer step, after the curriculum."""
+        """Return the mean tokens per optimizer step after the curriculum."""
         task = TASKS[self.task]
         lengths = range(task.min_length, self.max_length + 1)
         uniform = sum(n + task.output_length(n) for n in lengths) / len(lengths)

@@ -9,7 +9,7 @@ from stackexp.config.fields import Errors, option
 
 @dataclass
 class TrainerConfig:
-    """How to train and on which devices. Names are Lightning's where it has one; a step is an optimizer step."""
+    """Options of the training loop and its devices. Names follow Lightning; a step is an optimizer step."""
 
     # Devices. accelerator auto: cuda if available. strategy auto: single on one device, otherwise ddp.
     # fsdp shards over all devices (FSDP2); hsdp shards within a node and replicates across nodes.
@@ -62,7 +62,7 @@ class TrainerConfig:
 
     @property
     def recompute_mode(self) -> bool | str:
-        """What to recompute in the backward pass: False, True (all) or "selective"."""
+        """Return what to recompute in the backward pass: False, True (all) or "selective"."""
         return self.activation_checkpointing and (self.recompute == "all" or self.recompute)
 
     def device_type(self, has_cuda: bool) -> str:
@@ -71,5 +71,5 @@ class TrainerConfig:
 
     @property
     def is_sharded(self) -> bool:
-        """True if each process holds a part of every weight."""
+        """Return True if each process has a part of every weight."""
         return self.strategy in ("fsdp", "hsdp")
