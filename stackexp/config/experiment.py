@@ -11,7 +11,7 @@ from stackexp.config.trainer import TrainerConfig
 
 @dataclass
 class LoggingConfig:
-    """Options of the run folder and of what is shown during a run."""
+    """Options of the run folder, the progress display and logging."""
 
     root: str = option("runs", affects="logging")  # run folders are <root>/<name>/<id>
     tensorboard: bool = option(True, affects="logging")

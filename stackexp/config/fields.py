@@ -6,7 +6,7 @@ from dataclasses import field
 from typing import Any, Literal
 
 Affects = Literal["training", "continuation", "evaluation", "location", "execution", "logging"]
-"""What changes with an option:
+"""The effects of an option:
 
 training      the trained weights; a resumed run must keep it
 continuation  the trained weights, from the current step on (how long to train, what to do about loss spikes)
@@ -42,7 +42,7 @@ def option(
         above: Valid numbers are larger than this.
         below: Valid numbers are smaller than this.
         choices: The valid names, where `Literal` cannot list them.
-        affects: What changes with the option.
+        affects: The effect of the option.
         changes_scores: True if given weights score differently on a given evaluation set. Not needed for options of
             the section `model` that affect training.
     """
