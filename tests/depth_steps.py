@@ -1,4 +1,4 @@
-"""Compare depth-axis steps over several layers with the reference."""
+"""Cases of depth steps through several layers, and comparisons of an implementation with the reference."""
 
 import itertools
 import random
@@ -13,7 +13,7 @@ from stackexp.stack import reference
 
 
 class Case(NamedTuple):
-    """L layers of B x T tokens. The other sizes as everywhere."""
+    """The sizes and options of L layers of B x T tokens."""
 
     num_slots: int
     head_dim: int
@@ -22,7 +22,7 @@ class Case(NamedTuple):
     discipline: str = "stack"
     read: str = "global"
     read_mask: str = "multiply"
-    scale: float = 1.0  # of the logits; 1000: saturated actions
+    scale: float = 1.0  # of the logits; 1000 saturates the actions
     num_tokens: int = 3
     dtype: torch.dtype = torch.float64
 
@@ -45,7 +45,7 @@ USUAL = Case(num_slots=7, head_dim=5, num_heads=2, num_layers=10)
 
 
 def cases() -> Iterator[Case]:
-    """All options with sizes drawn from all, and each size by itself."""
+    """Yield all combinations of options with random sizes, then each size alone."""
     rng = random.Random(0)
     for discipline, (read, read_mask), scale in itertools.product(DISCIPLINES, READS, [1.0, 1000.0]):
         sizes = {name: rng.choice(values) for name, values in SIZES.items()}
@@ -56,7 +56,7 @@ def cases() -> Iterator[Case]:
 
 
 def make_inputs(case: Case) -> list[Tensor]:
-    """x [L, B, T, H, D], logits [L, B, T, H, 3 or 2], not contiguous, and w_g of each layer [L, H, D]."""
+    """Return x [L, B, T, H, D] and logits [L, B, T, H, 3 or 2], not contiguous, and w_g [L, H, D]."""
     generator = torch.Generator().manual_seed(3)
     layers, tokens, heads, size = case.num_layers, case.num_tokens, case.num_heads, case.head_dim
     shapes = [(layers, 2, size, heads, tokens), (layers, heads, 2, tokens, 2 if case.discipline == "push_only" else 3)]
@@ -67,18 +67,18 @@ def make_inputs(case: Case) -> list[Tensor]:
 
 
 def unroll(implementation: ModuleType, case: Case, inputs: list[Tensor]) -> list[Tensor]:
-    """Read, action, entropy and occupancy [L, B, T, H, ...]."""
+    """Return read, action, entropy and occupancy [L, B, T, H, ...]."""
     x, logits, query = inputs
     state, outputs = implementation.empty(x.shape[1:4], case.num_slots, case.head_dim, x), []
     for layer in range(case.num_layers):
-        own = query[layer] if case.read == "global" else None
-        output, state = implementation.step(state, x[layer], logits[layer], own, **case.options)
+        layer_query = query[layer] if case.read == "global" else None
+        output, state = implementation.step(state, x[layer], logits[layer], layer_query, **case.options)
         outputs.append(output)
     return [torch.stack(values) for values in zip(*outputs, strict=True)]
 
 
-def gradients(values: list[Tensor], inputs: list[Tensor]) -> tuple[Tensor | None, ...]:
-    """Of a random functional of the values."""
+def differentiate(values: list[Tensor], inputs: list[Tensor]) -> tuple[Tensor | None, ...]:
+    """Return the gradients of a random functional of the values."""
     generator = torch.Generator().manual_seed(4)
     weights = [torch.randn(v.shape, generator=generator, dtype=torch.float64).to(v) for v in values]
     total = sum((weight * value).sum() for weight, value in zip(weights, values, strict=True))
@@ -86,14 +86,14 @@ def gradients(values: list[Tensor], inputs: list[Tensor]) -> tuple[Tensor | None
 
 
 def check(implementation: ModuleType, case: Case) -> None:
-    """Values and gradients equal the reference's to the rounding of float64."""
+    """Check that values and gradients equal those of the reference in float64."""
     inputs = make_inputs(case)
     values, expected = (unroll(module, case, inputs) for module in (implementation, reference))
     tolerance = {"rtol": 1e-9, "atol": 1e-11}
-    if case.read_mask == "additive":  # (1 - M) * 1e9 magnifies the rounding of M in the scores
+    if case.read_mask == "additive":  # (1 - M) * 1e9 amplifies the rounding of M in the scores
         tolerance = {"rtol": 1e-5, "atol": 1e-6 * max(1.0, case.scale)}
     torch.testing.assert_close(values, expected, **tolerance)
-    pairs = zip(gradients(values, inputs), gradients(expected, inputs), strict=True)
+    pairs = zip(differentiate(values, inputs), differentiate(expected, inputs), strict=True)
     for ours, theirs in pairs:
         assert (ours is None) == (theirs is None)
         if ours is not None:
@@ -101,22 +101,24 @@ def check(implementation: ModuleType, case: Case) -> None:
 
 
 def check_rounding(implementation: ModuleType, case: Case, query_scale: float, factor: float) -> None:
-    """In float32, values and gradients are as near to float64's as the reference's are, within a factor."""
+    """Check that float32 errors are at most `factor` times those of the reference."""
     x, logits, query = (tensor.detach() for tensor in make_inputs(case._replace(dtype=torch.float32)))
     inputs = [tensor.requires_grad_() for tensor in (x, logits, query_scale * query)]
     exact_inputs = [tensor.detach().double().requires_grad_() for tensor in inputs]
     exact = unroll(reference, case, exact_inputs)
-    exact += gradients(exact, exact_inputs)
+    exact += differentiate(exact, exact_inputs)
     errors = []
     for module in (implementation, reference):
         values = unroll(module, case, inputs)
-        values += gradients(values, inputs)
-        errors.append([error(value, true) for value, true in zip(values, exact, strict=True) if true is not None])
+        values += differentiate(values, inputs)
+        errors.append(
+            [compute_relative_error(value, true) for value, true in zip(values, exact, strict=True) if true is not None]
+        )
     for ours, theirs in zip(*errors, strict=True):
         assert ours <= factor * theirs + torch.finfo(torch.float32).eps, (errors, case.name)
 
 
-def error(value: Tensor, true: Tensor) -> float:
-    """Root mean square of the error, as a part of the root mean square of the true numbers."""
+def compute_relative_error(value: Tensor, true: Tensor) -> float:
+    """Return the root mean square error divided by the root mean square of the true values."""
     value, true = value.detach().double(), true.detach()
     return float((value - true).square().mean().sqrt() / true.square().mean().sqrt().clamp_min(1e-30))

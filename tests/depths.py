@@ -1,4 +1,4 @@
-"""Layers of a depth axis through `triton_depth` and the reference: values, gradients, and how far they may be apart."""
+"""Cases of layers on the depth axis, and comparisons of the Triton depth step with the reference."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -9,14 +9,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from stackexp.stack import StackOutput, reference
-from stackexp.stack.triton import depth_step as triton_depth
-from stackexp.stack.triton import depth_step_launch
+from stackexp.stack.triton import depth_step, depth_step_launch
 
 F64 = torch.float64
 
 
 class Case(NamedTuple):
-    """A stack that goes through L layers. S, d_s, H and L as everywhere; `segment` is k."""
+    """The sizes and options of L layers. `segment` is k, the layers between stored stacks."""
 
     num_slots: int
     head_dim: int
@@ -25,8 +24,8 @@ class Case(NamedTuple):
     discipline: str = "stack"
     read: str = "global"
     read_mask: str = "multiply"
-    scale: float = 1.0  # of the logits; 1000: saturated actions
-    segment: int = triton_depth.CHECKPOINT_EVERY
+    scale: float = 1.0  # of the logits; 1000 saturates the actions
+    segment: int = depth_step.CHECKPOINT_EVERY
     leading: tuple[int, ...] = (1, 2)
     dtype: torch.dtype = F64  # of x, logits, query
     state_dtype: torch.dtype | None = None
@@ -44,11 +43,11 @@ class Case(NamedTuple):
 
 
 def make_inputs(case: Case, device: str = "cpu") -> list[Tensor]:
-    """x of each layer, logits of each, query; none contiguous, all numbers of the case's dtype."""
+    """Return x of each layer, the logits of each layer, and the query; none is contiguous."""
     generator = torch.Generator().manual_seed(3)
     num_actions = 2 if case.discipline == "push_only" else 3
 
-    def draw(*sizes: int) -> Tensor:  # the leading sizes last
+    def draw(*sizes: int) -> Tensor:  # with the leading sizes last
         return torch.randn(*sizes, *case.leading, generator=generator, dtype=F64).to(device, case.dtype)
 
     def arrange(numbers: Tensor) -> Tensor:
@@ -61,29 +60,29 @@ def make_inputs(case: Case, device: str = "cpu") -> list[Tensor]:
 
 
 def unroll(case: Case, inputs: list[Tensor], step: Callable, state: NamedTuple, **options) -> list[StackOutput]:
-    """What every layer makes of the state of the one before."""
+    """Return the output of each layer's step."""
     xs, logits, query = inputs[: case.num_layers], inputs[case.num_layers : -1], inputs[-1]
     query = query if case.read == "global" else None
     outputs = []
-    for x, of_actions in zip(xs, logits, strict=True):
-        output, state = step(state, x, of_actions, query, **case.options, **options)
+    for x, layer_logits in zip(xs, logits, strict=True):
+        output, state = step(state, x, layer_logits, query, **case.options, **options)
         outputs.append(output)
     return outputs
 
 
-def triton(case: Case, inputs: list[Tensor], step: Callable = triton_depth.step) -> list[StackOutput]:
+def run_triton(case: Case, inputs: list[Tensor], step: Callable = depth_step.step) -> list[StackOutput]:
     shape = (*case.leading, case.num_heads)
-    state = triton_depth.empty(shape, case.num_slots, case.head_dim, inputs[0], case.state_dtype)
+    state = depth_step.empty(shape, case.num_slots, case.head_dim, inputs[0], case.state_dtype)
     return unroll(case, inputs, step, state, checkpoint_every=case.segment)
 
 
-def by_reference(case: Case, inputs: list[Tensor]) -> list[StackOutput]:
+def run_reference(case: Case, inputs: list[Tensor]) -> list[StackOutput]:
     state = reference.empty((*case.leading, case.num_heads), case.num_slots, case.head_dim, inputs[0])
     return unroll(case, inputs, reference.step, state)
 
 
 def differentiate(outputs: list[StackOutput], inputs: list[Tensor]) -> dict[str, Tensor]:
-    """Outputs of all layers, and the gradients of a random functional of reads, actions and entropies."""
+    """Return the outputs of all layers, and gradients of a random functional of reads, actions and entropies."""
     values = {name: torch.stack([getattr(o, name) for o in outputs]) for name in StackOutput._fields}
     generator = torch.Generator().manual_seed(4)
     total = 0
@@ -98,25 +97,25 @@ def differentiate(outputs: list[StackOutput], inputs: list[Tensor]) -> dict[str,
 
 
 def check(case: Case, device: str = "cpu") -> None:
-    """Values and gradients equal the reference's, all in float64."""
+    """Check that values and gradients equal those of the reference in float64."""
     inputs = make_inputs(case, device)
-    ours, expected = (differentiate(run(case, inputs), inputs) for run in (triton, by_reference))
+    ours, expected = (differentiate(run(case, inputs), inputs) for run in (run_triton, run_reference))
     assert ours.keys() == expected.keys()
-    # (1 - M) * 1e9 magnifies the rounding of M in the scores
+    # (1 - M) * 1e9 amplifies the rounding of M in the scores
     tolerance = (1e-5, 1e-6) if case.read_mask == "additive" else (1e-9, 1e-11)
     for name, value in expected.items():
         torch.testing.assert_close(ours[name], value, rtol=tolerance[0], atol=tolerance[1], msg=lambda m, n=name: n + m)
 
 
 def check_errors(case: Case, device: str = "cpu") -> None:
-    """Ours is no further from float64 than twice what the reference is in the case's dtype, in root mean squares.
+    """Check that root mean square errors are at most twice those of the reference in the same dtype.
 
-    Or than the rounding of the result and a few of float32; where actions are saturated, float64's own is larger.
+    Errors below the rounding of the result, plus that of a few float32 operations, always pass.
     """
     inputs = make_inputs(case, device)
     exact_inputs = [tensor.detach().double().requires_grad_() for tensor in inputs]
-    exact = differentiate(by_reference(case, exact_inputs), exact_inputs)
-    ours, theirs = (differentiate(run(case, inputs), inputs) for run in (triton, by_reference))
+    exact = differentiate(run_reference(case, exact_inputs), exact_inputs)
+    ours, theirs = (differentiate(run(case, inputs), inputs) for run in (run_triton, run_reference))
     for name, value in exact.items():
         errors = [(found[name].double() - value).square().mean().sqrt().item() for found in (ours, theirs)]
         rounding = torch.finfo(case.dtype).eps / 2 + 4 * torch.finfo(torch.float32).eps
@@ -124,34 +123,34 @@ def check_errors(case: Case, device: str = "cpu") -> None:
         assert errors[0] <= max(2 * errors[1], rounding), (name, errors, rounding)
 
 
-def check_rest(case: Case) -> None:
-    """That R is rounded to the dtype of x costs the gradients through its softmax nothing."""
+def check_rounded_read(case: Case) -> None:
+    """Check that rounding R to the dtype of x does not change the gradients through its softmax."""
     inputs = [t.detach().to(case.dtype).double().requires_grad_() for t in make_inputs(case)]
     mixed = [t.detach().to(case.dtype if i < case.num_layers else torch.float32) for i, t in enumerate(inputs)]
     mixed = [t.requires_grad_() for t in mixed]
-    for_actions = slice(case.num_layers, None)  # and query: in float32
+    float32_inputs = slice(case.num_layers, None)  # logits and query are in float32
     gradients = []
-    for run, tensors in ((triton, mixed), (by_reference, inputs)):
+    for run, tensors in ((run_triton, mixed), (run_reference, inputs)):
         reads = torch.stack([o.read for o in run(case, tensors)])
         assert reads.dtype == tensors[0].dtype
         weights = torch.randn(reads.shape, generator=torch.Generator().manual_seed(5)).to(case.dtype).to(reads)
-        gradients.append(torch.autograd.grad((reads * weights).sum(), tensors[for_actions]))
+        gradients.append(torch.autograd.grad((reads * weights).sum(), tensors[float32_inputs]))
     for ours, exact in zip(*gradients, strict=True):
         assert (ours - exact).norm() < 2**-14 * exact.norm()
 
 
 def check_segments(case: Case) -> None:
-    """Where stacks are kept makes no difference."""
+    """Check that the layers between stored stacks do not change results."""
     inputs, found = make_inputs(case), []
     for segment in (1, 2, 3, case.num_layers + 1):
         case = case._replace(segment=segment)
-        found.append(differentiate(triton(case, inputs), inputs))
+        found.append(differentiate(run_triton(case, inputs), inputs))
     for other in found[1:]:
         torch.testing.assert_close(other, found[0], rtol=1e-9, atol=1e-11)
 
 
 def check_few_programs(case: Case) -> None:
-    """A program that takes several blocks of tokens, the last one past the end, is right too."""
+    """Check programs that process several token blocks, the last one past the end."""
     before, depth_step_launch.MAX_PROGRAMS = depth_step_launch.MAX_PROGRAMS, 2
     try:
         check(case)
@@ -160,8 +159,8 @@ def check_few_programs(case: Case) -> None:
         depth_step_launch.MAX_PROGRAMS = before
 
 
-def check_parts(case: Case) -> None:
-    """Gradients of some of the outputs alone: of the entropy's mean, of the last read, of one layer's action."""
+def check_single_outputs(case: Case) -> None:
+    """Check gradients of some outputs alone: the entropies, the last read, and one action with one read."""
     functionals = [
         lambda outputs: torch.stack([o.entropy.mean() for o in outputs]).mean(),
         lambda outputs: outputs[-1].read.square().sum(),
@@ -171,26 +170,26 @@ def check_parts(case: Case) -> None:
         inputs = make_inputs(case)
         ours, expected = (
             torch.autograd.grad(functional(run(case, inputs)), inputs, allow_unused=True, materialize_grads=True)
-            for run in (triton, by_reference)
+            for run in (run_triton, run_reference)
         )
         torch.testing.assert_close(ours, expected, rtol=1e-9, atol=1e-11)
 
 
 def check_recomputed(case: Case) -> None:
-    """Activation checkpointing of each layer changes nothing but what is kept: no stack of a layer's own."""
+    """Check that activation checkpointing changes no result and saves no stacks."""
 
     def recomputed(*args, **options):
-        return checkpoint(triton_depth.step, *args, use_reentrant=False, **options)
+        return checkpoint(depth_step.step, *args, use_reentrant=False, **options)
 
     inputs = make_inputs(case)
-    plain, expected = kept_bytes(lambda: triton(case, inputs))
-    kept, outputs = kept_bytes(lambda: triton(case, inputs, recomputed))
+    plain, expected = measure_saved_bytes(lambda: run_triton(case, inputs))
+    saved, outputs = measure_saved_bytes(lambda: run_triton(case, inputs, recomputed))
     torch.testing.assert_close(differentiate(outputs, inputs), differentiate(expected, inputs), rtol=0, atol=0)
-    assert kept < plain
+    assert saved < plain
 
 
-def kept_bytes(run: Callable[[], list]) -> tuple[int, list]:
-    """Of the storages that autograd keeps in `run`; and what it returns."""
+def measure_saved_bytes(run: Callable[[], list]) -> tuple[int, list]:
+    """Return the bytes that autograd saves in `run`, and its result."""
     storages = {}
 
     def pack(tensor: Tensor) -> Tensor:
@@ -203,7 +202,7 @@ def kept_bytes(run: Callable[[], list]) -> tuple[int, list]:
 
 
 def check_operators(case: Case, device: str = "cpu") -> None:
-    """torch.library.opcheck of both operators, at every layer of the case."""
+    """Run torch.library.opcheck on both operators at each layer."""
     inputs, calls = make_inputs(case, device), []
 
     class Recorder(TorchDispatchMode):
@@ -213,11 +212,11 @@ def check_operators(case: Case, device: str = "cpu") -> None:
             return function(*args, **kwargs or {})
 
     with Recorder():
-        differentiate(triton(case, inputs), inputs)
+        differentiate(run_triton(case, inputs), inputs)
     assert len(calls) == 2 * case.num_layers
     for function, args in calls:
         is_forward = function is torch.ops.stackexp.depth_step.default
-        args = [_detached(arg, is_forward and place in (0, 1, 2, 7, 8)) for place, arg in enumerate(args)]
+        args = [_detached(arg, is_forward and i in (0, 1, 2, 7, 8)) for i, arg in enumerate(args)]
         torch.library.opcheck(function, args)
 
 
@@ -230,17 +229,17 @@ def _detached(arg: object, requires_grad: bool) -> object:
 
 
 def check_compiled(case: Case, backend: str, device: str = "cpu") -> None:
-    """In one graph without breaks, and layer by layer, so that the state leaves graphs and enters others."""
+    """Check torch.compile of all layers in one graph, and of each layer alone."""
     inputs = make_inputs(case, device)
-    expected = differentiate(triton(case, inputs), inputs)
-    whole = torch.compile(triton, fullgraph=True, backend=backend)
-    step = torch.compile(triton_depth.step, fullgraph=True, backend=backend)
-    for outputs in (whole(case, inputs), triton(case, inputs, step)):
+    expected = differentiate(run_triton(case, inputs), inputs)
+    whole = torch.compile(run_triton, fullgraph=True, backend=backend)
+    step = torch.compile(depth_step.step, fullgraph=True, backend=backend)
+    for outputs in (whole(case, inputs), run_triton(case, inputs, step)):
         torch.testing.assert_close(differentiate(outputs, inputs), expected)
 
 
 def count_bytes(case: Case) -> tuple[list[list[int]], int]:
-    """What forward and backward of each layer get and give, once each; and what autograd keeps, but the query."""
+    """Return the bytes that forward and backward of each layer read and write, and that autograd saves."""
     inputs, moved = make_inputs(case), [[], []]
 
     class Counter(TorchDispatchMode):
@@ -248,18 +247,18 @@ def count_bytes(case: Case) -> tuple[list[list[int]], int]:
             outputs = function(*args, **kwargs or {})
             if function.namespace == "stackexp":
                 is_forward = function is torch.ops.stackexp.depth_step.default
-                moved[not is_forward].append(_numbers([*args, *outputs], skip=args[2]))
+                moved[not is_forward].append(_count_tensor_bytes([*args, *outputs], skip=args[2]))
             return outputs
 
     with Counter():
-        kept, outputs = kept_bytes(lambda: triton(case, inputs))
+        saved, outputs = measure_saved_bytes(lambda: run_triton(case, inputs))
         sum(o.read.square().float().sum() + o.entropy.mean() for o in outputs).backward()
-    return [moved[0], moved[1][::-1]], kept - inputs[-1].untyped_storage().nbytes()
+    return [moved[0], moved[1][::-1]], saved - inputs[-1].untyped_storage().nbytes()
 
 
-def _numbers(found: object, skip: Tensor) -> int:
+def _count_tensor_bytes(found: object, skip: Tensor) -> int:
     if isinstance(found, list):
-        return sum(_numbers(each, skip) for each in found)
+        return sum(_count_tensor_bytes(each, skip) for each in found)
     if not isinstance(found, Tensor) or found is skip or found.shape == skip.shape or 0 in found.stride():
         return 0
     return found.nbytes

@@ -1,8 +1,8 @@
-"""The Python list and deque that hard actions are held against."""
+"""A Python list or deque as the expected result of hard actions."""
 
 
 def apply_hard(memory, operation, value, capacity):
-    """What S slots hold: the end of a list or deque is the top; a push into a full one drops the oldest element."""
+    """Apply one operation in place. The end is the top; a push beyond `capacity` drops the oldest element."""
     if operation == "push":
         memory.append(value)
         if len(memory) > capacity:

@@ -1,4 +1,4 @@
-"""Compare scans with the reference: values, gradients and error bounds."""
+"""Cases of scans, and comparisons of an implementation with the reference."""
 
 import itertools
 from typing import NamedTuple
@@ -12,7 +12,7 @@ from stackexp.stack import StackState
 
 
 class Case(NamedTuple):
-    """One scan. T, H, D and S as everywhere; `filled`: slots of the state it starts from."""
+    """The sizes and options of one scan. `filled` is the number of slots of the first state."""
 
     num_slots: int
     head_dim: int
@@ -21,8 +21,8 @@ class Case(NamedTuple):
     discipline: str = "stack"
     read: str = "global"
     read_mask: str = "multiply"
-    feedback: str | None = None  # the activation
-    scale: float = 1.0  # of the logits; 1000: saturated actions
+    feedback: str | None = None  # its activation
+    scale: float = 1.0  # of the logits; 1000 saturates the actions
     filled: int = 0
     batch_size: int = 2
     dtype: torch.dtype = torch.float64
@@ -40,7 +40,10 @@ class Case(NamedTuple):
 
 
 def make_inputs(case: Case, device: str) -> list[Tensor]:
-    """x, logits, query, contents, mask; with feedback P, Q, with hidden units V, c; x, logits, P, c not contiguous."""
+    """Return x, logits, query, slots, mask, and with feedback P, Q, and with hidden units V, c.
+
+    x, logits, P and c are not contiguous.
+    """
     generator = torch.Generator().manual_seed(3)
 
     def draw(*shape: int, scale: float = 1.0) -> Tensor:
@@ -49,7 +52,7 @@ def make_inputs(case: Case, device: str) -> list[Tensor]:
     B, T, H, D = case.batch_size, case.num_tokens, case.num_heads, case.head_dim
     num_actions = 2 if case.discipline == "push_only" else 3
     mask = torch.rand(B, H, case.filled, generator=generator, dtype=torch.float64).cumprod(-1)
-    if case.filled > 1:  # below the smallest normal number: empty
+    if case.filled > 1:  # empty: below the smallest normal number
         mask[..., -2:] = torch.finfo(case.dtype).tiny * torch.tensor([0.5, 0.25], dtype=torch.float64)
     inputs = [draw(T, B, D, H).permute(1, 0, 3, 2), draw(T, B, H, num_actions, scale=case.scale).transpose(0, 1)]
     inputs += [draw(1, D).expand(H, D), draw(B, H, case.filled, D) * mask.unsqueeze(-1), mask]
@@ -64,10 +67,10 @@ def make_inputs(case: Case, device: str) -> list[Tensor]:
 
 
 def scan(implementation: str, case: Case, inputs: list[Tensor]) -> tuple[list[Tensor], tuple[Tensor | None, ...]]:
-    """Every output, the last state padded to S slots; and the gradients of a random functional of them."""
+    """Return all outputs and the last state padded to S slots, and the gradients of a random functional of them."""
     x, logits, query, slots, mask, *feedback = inputs
     start = case.num_slots if implementation == "reference" else case.filled
-    state = _padded(StackState(slots, mask), start)
+    state = pad_state(StackState(slots, mask), start)
     options = {"num_slots": case.num_slots, "discipline": case.discipline}
     options |= {"read": case.read, "read_mask": case.read_mask}
     if feedback:
@@ -80,26 +83,26 @@ def scan(implementation: str, case: Case, inputs: list[Tensor]) -> tuple[list[Te
             output, state = stack.scan(state, x[:, begin:end], logits[:, begin:end], query, fed, **options)
             outputs.append(output)
     values = [torch.cat(fields, 1) for fields in zip(*outputs, strict=True)]
-    values += _padded(state, case.num_slots)
+    values += pad_state(state, case.num_slots)
     generator = torch.Generator().manual_seed(4)
     weights = [torch.randn(v.shape, generator=generator, dtype=torch.float64).to(v) for v in values]
     total = sum((weight * value).sum() for weight, value in zip(weights, values, strict=True))
     return values, torch.autograd.grad(total, inputs, allow_unused=True)
 
 
-def _padded(state: StackState, num_slots: int) -> StackState:
+def pad_state(state: StackState, num_slots: int) -> StackState:
     missing = num_slots - state.mask.shape[-1]
     return StackState(F.pad(state.slots, (0, 0, 0, missing)), F.pad(state.mask, (0, missing)))
 
 
 def run(implementation: str, case: Case, device: str = "cpu") -> list[Tensor]:
-    """All values and gradients of the case."""
+    """Return all values and gradients of the case."""
     values, gradients = scan(implementation, case, make_inputs(case, device))
     return [*(value.detach() for value in values), *gradients]
 
 
 def check_autocast(implementation: str) -> None:
-    """A scan's gradients are the same where autocast is on around backward."""
+    """Check that autocast around the backward pass does not change the gradients."""
     case, gradients = Case(7, 4, 2, 5, feedback="tanh", dtype=torch.float32), []
     for enabled in (False, True):
         x, logits, query, slots, mask, *maps = make_inputs(case, "cpu")
@@ -111,12 +114,12 @@ def check_autocast(implementation: str) -> None:
 
 
 def check(implementation: str, case: Case, device: str = "cpu") -> None:
-    """Values and gradients of the case equal the reference's to the rounding of its dtype."""
+    """Check that values and gradients equal those of the reference, up to rounding."""
     inputs = make_inputs(case, device)
     values, gradients = scan(implementation, case, inputs)
     expected, expected_gradients = scan("reference", case, inputs)
     tolerance = {"rtol": 1e-9, "atol": 1e-11} if case.dtype == torch.float64 else {"rtol": 1e-4, "atol": 1e-5}
-    if case.read_mask == "additive":  # (1 - M) * 1e9 magnifies the rounding of M in the scores
+    if case.read_mask == "additive":  # (1 - M) * 1e9 amplifies the rounding of M in the scores
         tolerance = {"rtol": 1e-5, "atol": 1e-6}
     torch.testing.assert_close(values, expected, **tolerance)
     for ours, theirs in zip(gradients, expected_gradients, strict=True):

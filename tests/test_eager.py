@@ -1,4 +1,4 @@
-"""The eager implementation equals the reference, in values and all gradients; and how one is picked."""
+"""Tests of the eager implementation against the reference, and of the choice of an implementation."""
 
 import contextlib
 import itertools
@@ -27,7 +27,7 @@ def make_inputs(discipline, scale, dtype=torch.float64):
 
 
 def unroll(implementation, inputs, **options):
-    """L steps; every output of every step, the last state (padded to S slots), and gradients of a random functional."""
+    """Return the outputs of L steps, the last state padded to S slots, and the gradients of a random functional."""
     x, logits, query = inputs
     state = implementation.empty((B, H), options["num_slots"], D, x)
     outputs = []
@@ -51,7 +51,7 @@ def test_equals_the_reference(discipline, num_slots):
         options = {"num_slots": num_slots, "discipline": discipline, "read": read, "read_mask": read_mask}
         values, gradients = unroll(eager, inputs, **options)
         expected, expected_gradients = unroll(reference, inputs, **options)
-        # (1 - M) * 1e9 magnifies the rounding of M in the scores
+        # (1 - M) * 1e9 amplifies the rounding of M in the scores
         tolerance = {"rtol": 1e-5, "atol": 1e-6} if read_mask == "additive" else {"rtol": 1e-9, "atol": 1e-11}
         torch.testing.assert_close(values, expected, **tolerance)
         for ours, theirs in zip(gradients, expected_gradients, strict=True):
@@ -60,7 +60,7 @@ def test_equals_the_reference(discipline, num_slots):
                 torch.testing.assert_close(ours, theirs, **tolerance)
 
 
-def test_holds_only_occupied_slots():
+def test_state_holds_only_occupied_slots():
     x, logits, query = make_inputs("stack", 1.0)
     state = eager.empty((B, H), 4, D, x)
     for t, expected in enumerate([1, 2, 3, 4, 4, 4]):
@@ -71,7 +71,7 @@ def test_holds_only_occupied_slots():
 
 @pytest.mark.parametrize(("activation", "units"), [("identity", None), ("tanh", 5), ("gated", 5)])
 @pytest.mark.parametrize("discipline", DISCIPLINES)
-def test_a_scan_with_feedback_equals_the_reference(discipline, activation, units):
+def test_feedback_scan_equals_the_reference(discipline, activation, units):
     x, logits, query = (tensor.detach() for tensor in make_inputs(discipline, 1.0))
     x, logits = x.transpose(0, 1), logits.transpose(0, 1)  # [B, L, H, D], not contiguous
     generator = torch.Generator().manual_seed(5)
@@ -93,8 +93,8 @@ def test_a_scan_with_feedback_equals_the_reference(discipline, activation, units
 
 
 @pytest.mark.parametrize("read", ["global", "top"])
-def test_feedback_starts_from_nothing(read):
-    """R_{-1} of an empty stack is 0, so the first token sees no feedback."""
+def test_first_token_receives_no_feedback(read):
+    """The read of an empty stack, R_{-1}, is 0."""
     x, logits, query = make_inputs("stack", 1.0)
     feedback = (torch.randn(H * D, H, D).double(), torch.randn(H * D, H, 3).double())
     options = {"num_slots": 7, "read": read}
@@ -104,7 +104,7 @@ def test_feedback_starts_from_nothing(read):
     torch.testing.assert_close(fed, plain)
 
 
-def test_computes_in_float32_at_least_also_under_autocast():
+def test_step_computes_in_float32_under_autocast():
     x, logits, query = (tensor.detach().bfloat16() for tensor in make_inputs("stack", 1.0))
     state = stack.empty((B, H), 7, D, x)
     with torch.autocast("cpu", torch.bfloat16):
@@ -113,11 +113,11 @@ def test_computes_in_float32_at_least_also_under_autocast():
     assert {t.dtype for t in (*output, *state)} == {torch.float32}
     exact = reference.empty((B, H), 7, D, torch.zeros((), dtype=torch.float64))
     for t in (0, 1):
-        wanted, exact = reference.step(exact, x[t].double(), logits[t].double(), query.double(), num_slots=7)
-    torch.testing.assert_close(output.read, wanted.read.float(), rtol=1e-5, atol=1e-6)
+        expected, exact = reference.step(exact, x[t].double(), logits[t].double(), query.double(), num_slots=7)
+    torch.testing.assert_close(output.read, expected.read.float(), rtol=1e-5, atol=1e-6)
 
 
-def test_feedback_is_computed_in_float32_under_autocast():
+def test_feedback_computes_in_float32_under_autocast():
     x, logits, query = (tensor.detach().float() for tensor in make_inputs("stack", 1.0))
     x, logits = x.transpose(0, 1), logits.transpose(0, 1)
     generator = torch.Generator().manual_seed(6)
@@ -130,7 +130,7 @@ def test_feedback_is_computed_in_float32_under_autocast():
 
 
 @pytest.mark.parametrize("discipline", DISCIPLINES)
-def test_compiles_without_graph_breaks(discipline):
+def test_steps_compile_without_graph_breaks(discipline):
     x, logits, query = (tensor.detach().float() for tensor in make_inputs(discipline, 1.0))
 
     def two_steps(x, logits, query):
@@ -142,7 +142,7 @@ def test_compiles_without_graph_breaks(discipline):
     torch.testing.assert_close(compiled(x, logits, query), two_steps(x, logits, query))
 
 
-def test_what_was_picked_is_logged_once(caplog):
+def test_chosen_implementation_is_logged_once(caplog):
     dispatch._log_choice_once.cache_clear()
     x, logits, query = make_inputs("stack", 1.0)
     with caplog.at_level(logging.INFO, "stackexp.stack"):
@@ -151,7 +151,7 @@ def test_what_was_picked_is_logged_once(caplog):
     assert [record.getMessage() for record in caplog.records] == ["stack implementation: numba"]
 
 
-def test_a_forced_implementation_ends_with_its_context():
+def test_forced_implementation_ends_with_its_context():
     x = make_inputs("stack", 1.0)[0]
     with contextlib.suppress(ZeroDivisionError), stack.use_implementation("reference"):
         assert stack.empty((B, H), 7, D, x).mask.shape[-1] == 7

@@ -1,7 +1,8 @@
-"""The specification of the stack: against the equations in scalars, against hard Python stacks, and its gradients."""
+"""Tests of the specification: the equations in scalars, hard actions against Python lists, and gradients."""
 
 import collections
 import itertools
+import math
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ H, D = 2, 3
 
 
 def random_state(num_slots, leading=(2,), seed=0):
-    """A reachable kind of state: a random non-increasing mask and contents that are M times something."""
+    """Return a reachable state: a random non-increasing mask, and contents proportional to it."""
     generator = torch.Generator().manual_seed(seed)
     mask = torch.rand(*leading, H, num_slots, generator=generator, dtype=torch.float64) * 0.5 + 0.4
     mask = mask.cumprod(-1)
@@ -34,7 +35,7 @@ def random_inputs(discipline, leading=(2,), seed=1):
 
 @pytest.mark.parametrize("num_slots", [1, 2, 4])
 @pytest.mark.parametrize("discipline", DISCIPLINES)
-def test_update_is_the_equation_in_scalars(discipline, num_slots):
+def test_update_matches_the_scalar_equations(discipline, num_slots):
     state, (x, logits, _) = random_state(num_slots), random_inputs(discipline)
     action = reference.compute_actions(logits)
     new = reference.update_stack(state, action, x, discipline)
@@ -49,7 +50,7 @@ def test_update_is_the_equation_in_scalars(discipline, num_slots):
 
 
 @pytest.mark.parametrize(("read", "read_mask"), READS)
-def test_read_is_the_equation_in_scalars(read, read_mask):
+def test_read_matches_the_scalar_equation(read, read_mask):
     state, (_, _, query) = random_state(4), random_inputs("stack")
     result = reference.read_stack(state, query, read, read_mask)
     for b, h in itertools.product(range(2), range(H)):
@@ -66,19 +67,41 @@ def test_read_is_the_equation_in_scalars(read, read_mask):
         torch.testing.assert_close(result[b, h], expected)
 
 
-def test_actions_of_push_only_never_pop():
+def test_memory_layer_and_training_loss_match_the_scalar_equations():
+    generator = torch.Generator().manual_seed(2)
+    hidden_size, state = 4, random_state(3)
+    shapes = [(H, D, hidden_size), (H, 3, D), (H, D), (hidden_size, H, D), ()]
+    weights = reference.LayerWeights(*(torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes))
+    hidden = torch.randn(2, hidden_size, generator=generator, dtype=torch.float64)
+    result, entropy, new = reference.memory_layer(hidden, state, weights)
+    for b in range(2):
+        expected = weights.gate * hidden[b]
+        for h in range(H):
+            x = weights.down[h] @ hidden[b]
+            action = (weights.actions[h] @ x).softmax(0)
+            own = reference.update_stack(reference.StackState(state.slots[b, h], state.mask[b, h]), action, x)
+            read = (own.slots @ weights.query[h] * own.mask).softmax(0) @ own.slots
+            expected = expected + weights.up[:, h] @ read
+            torch.testing.assert_close((new.slots[b, h], new.mask[b, h]), tuple(own))
+            assert entropy[b, h].item() == pytest.approx(-sum(p * math.log(p) for p in action.tolist()))
+        torch.testing.assert_close(result[b], expected)
+    loss = reference.training_loss(torch.tensor(2.0), entropy, 0.5)
+    assert loss.item() == pytest.approx(2 + 0.5 * sum(entropy.flatten().tolist()) / 4)
+
+
+def test_push_only_never_pops():
     action = reference.compute_actions(torch.tensor([[0.0, 0.0], [1000.0, -1000.0]]))
     assert action.tolist() == [[0.5, 0, 0.5], [1, 0, 0]]
 
 
-def test_entropy_in_nats():
+def test_entropy_is_in_nats():
     assert reference.compute_entropy(torch.zeros(3)).item() == pytest.approx(1.0986123)
     assert reference.compute_entropy(torch.tensor([5.0, 5.0, -1e4])).item() == pytest.approx(0.6931472)
 
 
 @pytest.mark.parametrize(("read", "read_mask"), READS)
 @pytest.mark.parametrize("discipline", DISCIPLINES)
-def test_gradcheck(discipline, read, read_mask):
+def test_step_gradients(discipline, read, read_mask):
     state, (x, logits, query) = random_state(3), random_inputs(discipline)
     inputs = [tensor.requires_grad_() for tensor in (state.slots, state.mask, x, logits, query)]
 
@@ -91,7 +114,7 @@ def test_gradcheck(discipline, read, read_mask):
 
 
 @pytest.mark.parametrize("discipline", DISCIPLINES)
-def test_gradcheck_of_a_scan_with_feedback(discipline):
+def test_feedback_scan_gradients(discipline):
     x, logits, query = random_inputs(discipline, leading=(2, 4))
     generator = torch.Generator().manual_seed(2)
     maps = [torch.randn(H * D, H, n, generator=generator, dtype=torch.float64) for n in (D, logits.shape[-1])]
@@ -105,14 +128,14 @@ def test_gradcheck_of_a_scan_with_feedback(discipline):
     assert torch.autograd.gradcheck(function, inputs)
 
 
-def test_a_hidden_layer_that_passes_the_read_on_is_feedback_without_one():
-    """tanh(c + V R) with V = 1 and c = 0; c alone, V = 0, is seen at every token; a gate of 1 is none."""
+def test_identity_hidden_layer_equals_feedback_without_one():
+    """V = 1 and c = 0 change nothing, V = 0 adds a function of c to every token, and an open gate equals no gate."""
     x, logits, query = random_inputs("stack", leading=(2, 4))
     maps = [torch.randn(H * D, H, n, dtype=torch.float64) for n in (D, 3)]
-    given, how = torch.randn(2, 4, H * D, dtype=torch.float64), {"num_slots": 3, "feedback_activation": "tanh"}
+    given, options = torch.randn(2, 4, H * D, dtype=torch.float64), {"num_slots": 3, "feedback_activation": "tanh"}
 
     def read(*feedback):
-        return reference.scan(reference.empty((2, H), 3, D, x), x, logits, query, feedback=feedback, **how)[0].read
+        return reference.scan(reference.empty((2, H), 3, D, x), x, logits, query, feedback=feedback, **options)[0].read
 
     identity = torch.eye(H * D, dtype=torch.float64)
     torch.testing.assert_close(read(*maps, identity, torch.zeros_like(given)), read(*maps))
@@ -122,13 +145,13 @@ def test_a_hidden_layer_that_passes_the_read_on_is_feedback_without_one():
     torch.testing.assert_close(read(*maps, torch.zeros_like(identity), given), wanted)
     open_gate = torch.full_like(given, 100.0)
     twice = (torch.zeros(2 * H * D, H * D, dtype=torch.float64), torch.cat([given, open_gate], -1))
-    how["feedback_activation"] = "gated"
+    options["feedback_activation"] = "gated"
     torch.testing.assert_close(read(*maps, *twice), wanted)
 
 
 @pytest.mark.parametrize(("read", "read_mask"), READS)
 @pytest.mark.parametrize("discipline", DISCIPLINES)
-def test_saturated_actions_give_finite_gradients(discipline, read, read_mask):
+def test_saturated_actions_have_finite_gradients(discipline, read, read_mask):
     x, logits, query = random_inputs(discipline, leading=(20, 6))
     logits = 1e4 * (logits == logits.amax(-1, keepdim=True))
     inputs = [tensor.double().requires_grad_() for tensor in (x, logits, query)]
@@ -141,7 +164,7 @@ def test_saturated_actions_give_finite_gradients(discipline, read, read_mask):
 
 
 @pytest.mark.parametrize("read_mask", ["multiply", "log", "additive"])
-def test_an_empty_stack_reads_zero(read_mask):
+def test_empty_stack_reads_zero(read_mask):
     empty = reference.empty((2, H), 4, D, torch.zeros((), dtype=torch.float64))
     for tensor in empty:
         tensor.requires_grad_()
@@ -151,7 +174,7 @@ def test_an_empty_stack_reads_zero(read_mask):
     assert empty.slots.grad.isfinite().all()
 
 
-def test_a_scan_is_its_steps_and_may_be_cut_anywhere():
+def test_scan_equals_its_steps_and_its_parts():
     x, logits, query = random_inputs("stack", leading=(2, 7))
     options = {"num_slots": 3, "feedback": (torch.randn(H * D, H, D).double(), torch.randn(H * D, H, 3).double())}
     start = reference.empty((2, H), 3, D, x)
@@ -174,7 +197,7 @@ programs = st.lists(st.tuples(logit, logit, logit), min_size=1, max_size=40)
 
 @settings(deadline=None, max_examples=50)
 @given(program=programs, num_slots=st.integers(1, 6), discipline=st.sampled_from(DISCIPLINES))
-def test_mask_is_within_bounds_non_increasing_and_the_mass_of_the_contents(program, num_slots, discipline):
+def test_mask_is_bounded_non_increasing_and_proportional_to_the_contents(program, num_slots, discipline):
     state = reference.empty((1,), num_slots, 1, torch.zeros((), dtype=torch.float64))
     for logits in program:
         logits = torch.tensor([logits], dtype=torch.float64)
@@ -195,7 +218,7 @@ def hard_logits(operation):
 
 @settings(deadline=None, max_examples=100)
 @given(program=hard_programs, num_slots=st.integers(1, 6), discipline=st.sampled_from(["stack", "queue"]))
-def test_hard_actions_are_a_list_or_a_deque(program, num_slots, discipline):
+def test_hard_actions_equal_a_list_or_deque(program, num_slots, discipline):
     state = reference.empty((1,), num_slots, 1, torch.zeros((), dtype=torch.float64))
     expected = [] if discipline == "stack" else collections.deque()
     for operation, value in program:

@@ -1,4 +1,4 @@
-"""What all implementations of a scan have in common besides numbers: no tokens, mistakes, what autograd is asked."""
+"""Tests of every scan implementation: no tokens, invalid arguments, forward-mode autograd and torch.compile."""
 
 import logging
 
@@ -15,7 +15,7 @@ ALL = list(stack.IMPLEMENTATIONS)
 
 @pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize("discipline", ["queue", "push_only"])
-def test_no_tokens_leave_the_state_as_it_is(name, discipline):
+def test_scan_of_no_tokens_returns_its_state(name, discipline):
     x, logits, query, slots, mask, *maps = make_inputs(Case(7, 3, 2, 0, discipline, feedback="tanh", filled=7), "cpu")
     with stack.use_implementation(name):
         output, state = stack.scan(StackState(slots, mask), x, logits, query, tuple(maps), num_slots=7)
@@ -26,21 +26,21 @@ def test_no_tokens_leave_the_state_as_it_is(name, discipline):
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_more_slots_than_there_are_is_a_mistake(name):
+def test_state_with_too_many_slots_is_rejected(name):
     x, logits, query, slots, mask = make_inputs(Case(7, 3, 2, 2, filled=7), "cpu")
     with stack.use_implementation(name), pytest.raises((AssertionError, ValueError)):
         stack.scan(StackState(slots, mask), x, logits, query, num_slots=6)
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_an_unknown_activation_is_a_mistake(name):
+def test_unknown_activation_is_rejected(name):
     x, logits, query, slots, mask, *maps = make_inputs(Case(7, 3, 2, 2, feedback="tanh", filled=7), "cpu")
     options = {"num_slots": 7, "feedback_activation": "relu"}
     with stack.use_implementation(name), pytest.raises(AssertionError, match="relu"):
         stack.scan(StackState(slots, mask), x, logits, query, tuple(maps), **options)
 
 
-def test_tangents_of_forward_mode_differentiation_are_not_lost():
+def test_forward_mode_tangents_equal_eager():
     x, logits, query, slots, mask = (tensor.detach() for tensor in make_inputs(Case(7, 3, 2, 4, filled=2), "cpu"))
     tangents = []
     for name in ("auto", "eager"):
@@ -51,7 +51,7 @@ def test_tangents_of_forward_mode_differentiation_are_not_lost():
     torch.testing.assert_close(*tangents)
 
 
-def test_torch_compile_says_that_it_unrolls_the_tokens(caplog):
+def test_torch_compile_warns_about_unrolled_tokens(caplog):
     x, logits, query, slots, mask = (tensor.detach() for tensor in make_inputs(Case(7, 3, 2, 2, filled=2), "cpu"))
     dispatch._warn_about_unrolling_once.cache_clear()
 

@@ -51,7 +51,7 @@ def step(
     logits: Tensor,
     query: Tensor | None,
     checkpoint_every: int | None = None,
-    **options: str | int,
+    **options: Any,
 ) -> tuple[StackOutput, Any]:
     """Update and read every stack once; return the outputs and the next state.
 

@@ -32,13 +32,13 @@ def update_stack(state: StackState, action: Tensor, x: Tensor, discipline: str, 
         mixed = push * torch.cat([first, values[..., : new_size - 1, :]], -2) + _pad(keep * values, new_size)
         return mixed if pop is None else mixed + _pad(pop * values[..., 1:, :], new_size)
 
-    pop = None if discipline == "push_only" else pop
-    new_mask = mix(mask, torch.ones_like(x[..., None, :1]), no_op, pop).squeeze(-1)
+    popped = None if discipline == "push_only" else pop
+    new_mask = mix(mask, torch.ones_like(x[..., None, :1]), no_op, popped).squeeze(-1)
     if discipline == "queue":
         following = _pad(mask[..., 1:, :], mask.shape[-2])
         keep = no_op + pop * reference.mask_ratio(following, mask)
         return StackState(mix(slots, x.unsqueeze(-2), keep, None), new_mask)
-    return StackState(mix(slots, x.unsqueeze(-2), no_op, pop), new_mask)
+    return StackState(mix(slots, x.unsqueeze(-2), no_op, popped), new_mask)
 
 
 def _pad(values: Tensor, num_slots: int) -> Tensor:
@@ -54,6 +54,7 @@ def read_stack(state: StackState, query: Tensor | None, read: str, read_mask: st
         return slots.sum(-2)
     if read == "top":
         return slots[..., 0, :]
+    assert query is not None, read
     scores = reference.compute_scores(state, query, read_mask)  # [..., H, n]
     if num_empty:  # one score replaces those of all empty slots
         score = empty_score(read_mask, scores.dtype) + math.log(num_empty)

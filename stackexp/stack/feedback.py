@@ -9,7 +9,6 @@ f is the activation: identity, tanh, or gated. `gated` has 2 m rows in V and c, 
 by the tanh of the other m.
 """
 
-import math
 from collections.abc import Callable
 
 import torch
@@ -65,4 +64,7 @@ def activate(read: Tensor, activation: str, weight: Tensor | None = None, bias: 
 
 def multiply_gates(factors: Tensor, activation: str) -> Tensor:
     """Return u [..., m] from the result of `activate`."""
-    return math.prod(factors.chunk(2, -1)) if activation == "gated" else factors
+    if activation != "gated":
+        return factors
+    first, second = factors.chunk(2, -1)
+    return first * second

@@ -147,6 +147,7 @@ def read_stack(state: StackState, query: Tensor | None, read: str = "global", re
     if read == "top":
         return state.slots[..., 0, :]
     assert read == "global", read
+    assert query is not None, "a global read requires a query"
     weights = compute_scores(state, query, read_mask).softmax(-1)
     return (weights.unsqueeze(-1) * state.slots).sum(-2)  # (4)
 

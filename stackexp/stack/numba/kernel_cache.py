@@ -53,7 +53,8 @@ def forward(dtype: type) -> CFunc:
     Each thread takes one part of the batch after the other until none is left. Returning the digest puts it into the
     closure.
     """
-    like, digest = np.zeros(0, dtype), digest_sources()
+    like: np.ndarray = np.zeros(0, dtype)
+    digest = digest_sources()
 
     def run_forward(job_address):
         job = carray(job_address, 2 + NUM_SIZES + NUM_FORWARD)
@@ -74,7 +75,8 @@ def forward(dtype: type) -> CFunc:
 @functools.cache
 def backward(dtype: type) -> CFunc:
     """Return the backward kernel, which runs like the forward kernel."""
-    like, digest = np.zeros(0, dtype), digest_sources()
+    like: np.ndarray = np.zeros(0, dtype)
+    digest = digest_sources()
 
     def run_backward(job_address):
         job = carray(job_address, 2 + NUM_SIZES + NUM_BACKWARD)

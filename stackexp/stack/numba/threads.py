@@ -16,7 +16,7 @@ MIN_WORK_PER_THREAD = 2**15  # slot element updates, about 40 us: less does not 
 FIXED_WORK_PER_STACK = 300  # the cost of actions and softmaxes, in slot element updates
 
 
-def run_job(kernel: ctypes._CFuncPtr, batch: int, work: int, arguments: list[int]) -> None:
+def run_job(kernel: Callable, batch: int, work: int, arguments: list[int]) -> None:
     """Run a kernel on parts of the batch. `work`: the slot element updates of the whole batch."""
     parts = max(1, min(torch.get_num_threads(), batch, work // MIN_WORK_PER_THREAD))
     job = (ctypes.c_ssize_t * (2 + len(arguments)))(0, parts, *arguments)

@@ -8,7 +8,7 @@ The first call on a machine compiles for 10 to 20 s of processor time for each d
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from ctypes import _CFuncPtr
 
 import numpy as np
@@ -124,11 +124,11 @@ class _Scan(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, sizes: Sizes, *tensors: Tensor | None) -> tuple[Tensor, ...]:
-        tensors = _make_contiguous(tensors)
-        result = _run_forward(sizes, tensors, needs_grad=True)
+        inputs = _make_contiguous(tensors)
+        result = _run_forward(sizes, inputs, needs_grad=True)
         ctx.sizes = sizes
         kept = (result.pushed, result.first_read, result.saved_slots, result.saved_mask)
-        ctx.save_for_backward(*tensors, result.read, result.action, result.entropy, *kept)
+        ctx.save_for_backward(*inputs, result.read, result.action, result.entropy, *kept)
         ctx.mark_non_differentiable(result.occupancy)
         ctx.set_materialize_grads(False)
         return result[8:14]
@@ -190,7 +190,7 @@ def _feedback_map_grads(sizes: Sizes, tensors: BackwardTensors, last_read: Tenso
         return [*grads, tensors.grad_given.flatten(0, 1).T @ last_read.flatten(0, 1)]
 
 
-def _run_forward(sizes: Sizes, tensors: list[Tensor | None], needs_grad: bool) -> ForwardTensors:
+def _run_forward(sizes: Sizes, tensors: Sequence[Tensor | None], needs_grad: bool) -> ForwardTensors:
     """Return the inputs and all outputs of the forward kernel."""
     slots, mask, x, logits, query, to_x, to_logits, from_read, given = tensors
     has_feedback, batch_shape, new = to_x is not None, slots.shape[:-2], x.new_empty

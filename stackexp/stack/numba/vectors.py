@@ -5,6 +5,7 @@ instead of `view` cost 35 % of a scan.
 """
 
 import math
+from typing import Any
 
 from numba import njit, types
 from numba.core import cgutils
@@ -14,7 +15,7 @@ from numba.np.arrayobj import make_array, populate_array
 LANES = 8  # numbers in a vector register; matrix rows are padded to a multiple of it
 SUMS = {"reassoc", "contract", "nsz", "arcp"}  # fast-math flags: sums in any order, infinities and NaN as usual
 TANH = (-1382 / 155925, 62 / 2835, -17 / 315, 2 / 15, -1 / 3, 1.0)  # Taylor coefficients of x^11, x^9, ..., x
-OPTIONS = {"nogil": True, "fastmath": SUMS, "error_model": "numpy"}
+OPTIONS: dict[str, Any] = {"nogil": True, "fastmath": SUMS, "error_model": "numpy"}
 plain = njit(**OPTIONS)
 inlined = njit(inline="always", **OPTIONS)  # for functions with one caller: compiled once, with it
 
@@ -122,24 +123,28 @@ def part(rows, number, length):
 
 @plain
 def copy(source, target):
+    """Copy source into target, which has the length to copy."""
     for i in range(target.shape[0]):
         target[i] = source[i]
 
 
 @plain
 def clear(target):
+    """Set all elements to 0."""
     for i in range(target.shape[0]):
         target[i] = 0
 
 
 @plain
 def add(numbers, out):
+    """Add numbers to out, in place."""
     for i in range(out.shape[0]):
         out[i] += numbers[i]
 
 
 @plain
 def dot(a, b):
+    """Return the inner product of two vectors."""
     total = a.dtype.type(0)
     for i in range(a.shape[0]):
         total += a[i] * b[i]

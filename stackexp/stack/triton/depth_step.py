@@ -3,8 +3,8 @@
 No stack is written and read between the layers. Every k-th stack is stored (`checkpoint_every`, k = 4). A layer in
 between starts from the last stored stack and repeats the updates since then, from the pushed vectors and the action
 logits of those layers: H(D + 3) numbers per layer instead of H n (D + 1), for n = min(l + 1, S) occupied slots at
-layer l. So does its backward pass. `traffic` computes the bytes: 3,270 forward and 7,212 backward per token and layer
-of 360m in bfloat16, of which 4,200 are the gradient of the stack. Above k = 4 little is saved.
+layer l. So does its backward pass. At 360m in bfloat16 a layer moves 3,270 bytes forward and 7,212 backward per token,
+of which 4,200 are the gradient of the stack (tests/stack_traffic.py computes them). Above k = 4 little is saved.
 
 Autograd carries the gradient of the stack from layer to layer as the gradient of two state tensors that have its shape,
 contain zeros, and use no storage. So activation checkpointing of whole blocks keeps no stacks.
@@ -110,10 +110,12 @@ def step(
     options = (num_slots, discipline, read, read_mask)
     outputs = depth_step(x, logits, query if read == "global" else None, *state, *options, is_stored)
     slots, mask, to_slots, to_mask = outputs[-4:]
-    stored = slots, mask, [], []
-    if not is_stored:
-        stored = *state[:2], [*state.pushed, x.detach()], [*state.logits, logits.detach()]
-    return StackOutput(*outputs[:4]), DepthState(*stored, to_slots, to_mask)
+    if is_stored:
+        state = DepthState(slots, mask, [], [], to_slots, to_mask)
+    else:
+        pushed, pushed_logits = [*state.pushed, x.detach()], [*state.logits, logits.detach()]
+        state = DepthState(state.slots, state.mask, pushed, pushed_logits, to_slots, to_mask)
+    return StackOutput(*outputs[:4]), state
 
 
 def _make_schema(inputs: type, num_outputs: int) -> str:
@@ -216,11 +218,12 @@ def _save_for_backward(ctx: FunctionCtx, inputs: tuple, output: tuple[Tensor, ..
     ctx.mark_non_differentiable(occupancy, rest, log_total, new_slots, new_mask)
     ctx.num_old, ctx.num_pushed = inputs.to_slots.shape[0], len(inputs.pushed)
     ctx.options = inputs.num_slots, inputs.discipline, inputs.read, inputs.read_mask
-    softmax = (None, None, None)
+    softmax: tuple[Tensor | None, ...] = (None, None, None)
     # additive: scores are up to 1e9, and one rounding of M between the two kernels changes them by 64
     if inputs.read == "global" and inputs.read_mask != "additive":
         softmax = tuple(map(_none_if_empty, (values, rest, log_total)))
-    ctx.save_for_backward(*inputs[:5], *softmax, *inputs.pushed, *inputs.pushed_logits)
+    saved = (*inputs[:5], *softmax, *inputs.pushed, *inputs.pushed_logits)
+    ctx.save_for_backward(*saved)  # type: ignore[arg-type]  # PyTorch accepts None
 
 
 def _differentiate(ctx: FunctionCtx, *grads: Tensor | None) -> tuple:

@@ -46,7 +46,7 @@ def launch(
 
 
 def make_options(
-    head_shape: tuple[int, int],
+    head_shape: tuple[int, ...],
     num_actions: int,
     dtype: torch.dtype,
     read_options: tuple[str, str, str],

@@ -9,7 +9,7 @@ The first scan imports Triton. With TRITON_INTERPRET=1 in the environment, scans
 
 import math
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -102,7 +102,7 @@ class _Scan(torch.autograd.Function):
         """Return reads [B, T, H, D], occupancy [B, T, H], contents, mask; with feedback, also the changed logits."""
         inputs = (x, logits, query, slots, mask, feedback_x, feedback_logits, of_read, fed_given)
         given = [_contiguous(tensor) for tensor in inputs]
-        x, logits, query, slots, mask, *feedback = given
+        x, logits, query, slots, mask, *feedback = given  # type: ignore[assignment]  # x to mask are tensors
         num_tokens = x.shape[1]
         reads, fed_x, fed_logits = torch.empty_like(x), x, logits
         if options.feedback_activation:
@@ -114,7 +114,8 @@ class _Scan(torch.autograd.Function):
         occupancy = x.new_empty(x.shape[:3])
         outputs = (reads, occupancy, *final, fed_x, fed_logits, *saved)
         _launch("forward", (*given, *outputs), x, logits, slots, feedback[0], options)
-        ctx.save_for_backward(fed_x, fed_logits, query, *feedback, reads, *saved)
+        kept = (fed_x, fed_logits, query, *feedback, reads, *saved)
+        ctx.save_for_backward(*kept)  # type: ignore[arg-type]  # PyTorch accepts None
         ctx.options = options
         ctx.mark_non_differentiable(occupancy)
         if options.feedback_activation:
@@ -132,7 +133,8 @@ class _Scan(torch.autograd.Function):
         grad_logits: Tensor | None = None,
     ) -> tuple[Tensor | None, ...]:
         x, logits, query, feedback_x, feedback_logits, of_read, fed_given, reads, *saved = ctx.saved_tensors
-        options, fed = ctx.options, None
+        options: ScanSettings = ctx.options
+        fed = None
         autocast = torch.autocast(x.device.type, enabled=False)  # backward may be called under autocast
         if options.feedback_activation:
             last = reads[:, :-1].flatten(2)  # R_{t-1} [B, T, H*D]
@@ -147,8 +149,9 @@ class _Scan(torch.autograd.Function):
         known = (x, logits, query, feedback_x, feedback_logits, of_read, fed, *saved)
         _launch("backward", (*known, *given, *segment, *outputs), x, logits, to_slots, feedback_x, options)
         to_query = None if query is None else to_query.sum(0)
-        to_feedback = [None] * 5
+        to_feedback: tuple[Tensor | None, ...] = (None,) * 5
         if options.feedback_activation:
+            assert fed is not None
             fed = feedback_math.multiply_gates(fed, options.feedback_activation)
             with autocast:
                 to_maps = [torch.einsum("btm,bthd->mhd", fed, gradient) for gradient in (to_x, to_logits)]
@@ -193,7 +196,7 @@ def _launch(
 
 def constants(
     num_heads: int, head_dim: int, num_actions: int, kept: int, units: int, dtype: torch.dtype, options: ScanSettings
-) -> dict[str, str | float]:
+) -> dict[str, Any]:
     """Return the `tl.constexpr` arguments of the kernels."""
     feedback, numbers = options.feedback_activation is not None, _power_of_2(num_heads * head_dim)
     return {
@@ -218,7 +221,7 @@ def constants(
     }
 
 
-def compiler_options(made_for: dict[str, str | float]) -> dict[str, int]:
+def compiler_options(made_for: dict[str, Any]) -> dict[str, int]:
     """Return Triton's compiler options for these `constants`."""
     tiles = made_for["H"] * made_for["S"] * made_for["D"] * (2 if made_for["FEEDBACK"] else 1)
     return {

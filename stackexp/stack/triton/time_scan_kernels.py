@@ -10,7 +10,7 @@ matrix S times the arithmetic, outside the tensor cores, as float32 must not bec
 
 More slots, and feedback, take several warps, and what crosses them barriers: compiled for an H100 a token has 14
 forward and 20 backward with feedback at S = 24, and 30 and 74 at S = 512, where 56 and 232 bytes are spilled. All this
-is read from compiled code, not yet measured on a GPU; `benchmarks/cuda_scan.py` does.
+is read from compiled code, not yet measured on a GPU; `benchmarks/scan.py --device cuda` measures it.
 
 Feedback makes every number of x_t and of the logits depend on all of R_{t-1}: those go through global memory, where
 each side has the layout that suits it. Without it programs share nothing and reads are outside the chain. Every sum has
@@ -97,7 +97,7 @@ def forward(
     UNITS: tl.constexpr,
     HIDDEN: tl.constexpr,
 ):
-    """`reference.scan`."""
+    """Compute `reference.scan`."""
     row, num_stacks, head, j, at_mask = _place(kept, FEEDBACK, HEADS, H, S)
     d = tl.arange(0, D)[None, None, :]
     here, vector = head < HEADS, (head < HEADS) & (d < HEAD_DIM)  # [H, 1, 1], [H, 1, D]
@@ -214,7 +214,7 @@ def backward(
     UNITS: tl.constexpr,
     HIDDEN: tl.constexpr,
 ):
-    """The gradients of `forward`, segment by segment from the last: its states are built again from its checkpoint."""
+    """Compute the gradients of `forward`, segment by segment from the last; recompute the states of each segment."""
     row, num_stacks, head, j, at_mask = _place(kept, FEEDBACK, HEADS, H, S)
     d = tl.arange(0, D)[None, None, :]
     here, vector = head < HEADS, (head < HEADS) & (d < HEAD_DIM)  # [H, 1, 1], [H, 1, D]

@@ -77,6 +77,7 @@ def weigh(slots, mask, query, j, kept, num_empty, READ_MASK: tl.constexpr, EMPTY
 
 @triton.jit
 def softmax(push, pop, no_op):
+    """Return the softmax of three logits, elementwise; a logit of -inf has probability 0."""
     highest = tl.maximum(tl.maximum(push, pop), no_op)
     push, pop, no_op = tl.exp(push - highest), tl.exp(pop - highest), tl.exp(no_op - highest)
     total = push + pop + no_op

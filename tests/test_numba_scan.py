@@ -1,4 +1,4 @@
-"""The scan in numba equals the reference: values and all gradients, whatever the options and the shapes."""
+"""Tests of the numba scan against the reference: values and all gradients, for all options and many shapes."""
 
 import itertools
 import os
@@ -15,8 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from stackexp import stack
 from stackexp.stack import StackState
 from stackexp.stack.feedback import ACTIVATIONS
-from stackexp.stack.numba import threads
-from stackexp.stack.numba import time_scan as compiled
+from stackexp.stack.numba import threads, time_scan
 
 DISCIPLINES = ["stack", "queue", "push_only"]
 READS = [("global", "multiply"), ("global", "log"), ("global", "additive"), ("top", "multiply")]
@@ -25,20 +24,20 @@ SHAPES = {"num_slots": [1, 2, 7, 24, 33], "head_dim": [1, 4, 8, 17], "num_heads"
 
 
 def cases():
-    """All options, with shapes drawn from all, saturated actions among them, from empty and given states."""
+    """Yield all combinations of options with random shapes, also saturated actions and nonempty first states."""
     rng = random.Random(0)
-    for options in itertools.product(DISCIPLINES, READS, FEEDBACK, [1.0, 50.0]):
-        discipline, (read, read_mask), feedback, scale = options
+    products = itertools.product(DISCIPLINES, READS, FEEDBACK, [1.0, 50.0])
+    for discipline, (read, read_mask), feedback, scale in products:
         sizes = {name: rng.choice(values) for name, values in SHAPES.items()}
-        if feedback:  # each token magnifies the rounding before it
+        if feedback:  # each token amplifies earlier rounding errors
             sizes["num_tokens"] = min(sizes["num_tokens"], 12)
         filled = rng.choice([0, 1, sizes["num_slots"], sizes["num_slots"] // 2])
-        how = {"discipline": discipline, "read": read, "read_mask": read_mask, "feedback": feedback, "scale": scale}
-        yield Case(**sizes, **how, filled=filled)
+        options = {"discipline": discipline, "read": read, "read_mask": read_mask, "feedback": feedback, "scale": scale}
+        yield Case(**sizes, **options, filled=filled)
 
 
 def shapes():
-    """Each size by itself, with the options that experiments use."""
+    """Yield each size alone, with the options that experiments use."""
     usual = {"num_slots": 7, "num_tokens": 9, "num_heads": 2, "head_dim": 3}
     for name, values in SHAPES.items():
         for value, read, feedback in itertools.product(values, ["top", "global"], [None, "tanh"]):
@@ -46,7 +45,7 @@ def shapes():
 
 
 def hidden_layers():
-    """Yield feedback networks of different widths with every discipline and read."""
+    """Yield hidden layers narrower and wider than the vectors, with each discipline and read."""
     for units, discipline, (read, read_mask) in zip([1, 8, 13, 64], [*DISCIPLINES, "stack"], READS, strict=True):
         for feedback in ACTIVATIONS:
             yield Case(7, 3, 2, 9, discipline, read, read_mask, feedback, filled=2, hidden=units)
@@ -62,15 +61,15 @@ def test_equals_the_reference(case):
 
 @pytest.mark.parametrize(("feedback", "hidden"), [*((name, 0) for name in FEEDBACK), ("tanh", 5), ("gated", 5)])
 @pytest.mark.parametrize("cuts", [(1,), (4,), (9,), tuple(range(1, 10))], ids=str)
-def test_scans_of_parts_are_one(cuts, feedback, hidden):
-    """Cut anywhere, with gradients through the state; and one token at a time, as token_major calls it."""
+def test_scan_equals_its_parts(cuts, feedback, hidden):
+    """Gradients flow through the state; the last case is one token at a time, as token_major calls it."""
     check("numba", Case(6, 3, 2, 10, "queue", feedback=feedback, filled=2, cuts=cuts, hidden=hidden))
 
 
-def test_float32_is_as_exact_as_the_reference():
-    """Errors against float64: of values and gradients at most three times those of the reference in float32."""
+def test_float32_errors_are_at_most_three_times_those_of_the_reference():
+    """The errors of values and gradients are against float64."""
     for (read, read_mask), feedback in itertools.product([READS[0], READS[1], READS[3]], [None, "tanh"]):
-        num_tokens = 12 if feedback else 40  # feedback amplifies rounding errors with each token
+        num_tokens = 12 if feedback else 40  # each token amplifies earlier rounding errors
         case = Case(24, 8, 4, num_tokens, "stack", read, read_mask, feedback, batch_size=8, dtype=torch.float32)
         rounded = [tensor.detach() for tensor in make_inputs(case, "cpu")]
         exact = flat(scan("reference", case, [tensor.double().requires_grad_() for tensor in rounded]))
@@ -89,7 +88,7 @@ def flat(result):
 
 @pytest.fixture
 def set_threads(monkeypatch):
-    """Return a function that sets the number of threads, also for little work."""
+    """Return a function that sets the number of threads, without a minimum work per thread."""
     monkeypatch.setattr(threads, "MIN_WORK_PER_THREAD", 1)
     previous = torch.get_num_threads()
     yield torch.set_num_threads
@@ -102,7 +101,7 @@ def test_results_do_not_depend_on_the_number_of_threads(monkeypatch, set_threads
     def record_parts(kernel, job, *size_and_flags):
         parts.append(job[1])
         team(kernel, job, *size_and_flags)
-        assert job[0] == job[1] + torch.get_num_threads()  # every part was taken, and every thread then found none
+        assert job[0] == job[1] + torch.get_num_threads()  # all parts were taken; then each thread found none
 
     monkeypatch.setattr(threads, "_find_team", lambda: record_parts)
     for number in (1, 2, 4):
@@ -114,7 +113,7 @@ def test_results_do_not_depend_on_the_number_of_threads(monkeypatch, set_threads
             assert torch.equal(ours, theirs)
 
 
-def test_without_openmp_one_thread_runs_all_parts_and_logs_it(monkeypatch, set_threads, caplog):
+def test_scan_without_openmp_runs_in_one_thread_and_logs_it(monkeypatch, set_threads, caplog):
     caplog.set_level("INFO")
     set_threads(2)
     case = Case(7, 3, 2, 9, batch_size=5)
@@ -134,7 +133,7 @@ def read(x, logits, query):
     return stack.scan(stack.empty(x.shape[:1] + x.shape[2:3], 7, 3, x), x, logits, query, num_slots=7)[0].read
 
 
-def test_forked_process_runs_in_one_thread(set_threads):
+def test_scan_works_in_a_forked_process(set_threads):
     set_threads(2)
     x, logits, query, *_ = (tensor.detach() for tensor in make_inputs(Case(7, 3, 2, 3, batch_size=4), "cpu"))
     expected = read(x, logits, query)
@@ -160,21 +159,21 @@ def test_forked_process_runs_in_one_thread(set_threads):
     ],
     ids=["actions", "shape", "no query", "dtype", "device", "integers"],
 )
-def test_mistakes_are_found_before_addresses_are_read(changes, message):
+def test_invalid_tensors_are_reported_before_the_kernel_runs(changes, message):
     given = {"x": torch.zeros(2, 3, 2, 3), "logits": torch.zeros(2, 3, 2, 3), "query": torch.zeros(2, 3)} | changes
     state = StackState(torch.zeros(2, 2, 0, 3), torch.zeros(2, 2, 0))
     with pytest.raises(ValueError, match=message):
-        compiled.scan(state, *given.values(), num_slots=7)
+        time_scan.scan(state, *given.values(), num_slots=7)
 
 
-def test_gradients_of_the_feedback_are_exact_where_backward_is_called_under_autocast():
+def test_backward_ignores_autocast():
     check_autocast("numba")
 
 
-def kept(tokens, wanted):
-    """Return the bytes saved for the backward pass, without inputs and outputs."""
+def measure_saved_bytes(tokens, needs_grad):
+    """Return the bytes saved for the backward pass besides inputs and outputs, and the output."""
     x, logits, query, *_ = (t.detach().contiguous() for t in make_inputs(Case(8, 3, 2, tokens), "cpu"))
-    x, known, sizes = x.requires_grad_(wanted), set(), []
+    x, known, sizes = x.requires_grad_(needs_grad), set(), []
 
     def pack(tensor):
         if tensor.data_ptr() not in known:
@@ -182,27 +181,27 @@ def kept(tokens, wanted):
         return tensor
 
     known.update(t.data_ptr() for t in (x, logits, query))
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), torch.set_grad_enabled(wanted):
-        output, _ = compiled.scan(compiled.empty((2, 2), 8, 3, x), x, logits, query, num_slots=8)
-    return sum(sizes) - (sum(t.nbytes for t in output[:3]) if wanted else 0), output
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), torch.set_grad_enabled(needs_grad):
+        output, _ = time_scan.scan(time_scan.empty((2, 2), 8, 3, x), x, logits, query, num_slots=8)
+    return sum(sizes) - (sum(t.nbytes for t in output[:3]) if needs_grad else 0), output
 
 
-def test_keeps_one_state_in_about_the_square_root_of_the_tokens():
+def test_backward_saves_about_sqrt_T_states():
     state = 2 * 2 * 8 * (3 + 1) * 8  # bytes
-    assert kept(100, True)[0] == 9 * state
-    assert kept(400, True)[0] == 19 * state
+    assert measure_saved_bytes(100, True)[0] == 9 * state
+    assert measure_saved_bytes(400, True)[0] == 19 * state
 
 
-def test_keeps_nothing_without_gradients():
-    size, output = kept(100, False)
+def test_scan_without_gradients_saves_nothing():
+    size, output = measure_saved_bytes(100, False)
     assert size == 0
     assert output.read.grad_fn is None
 
 
-def test_auto_scans_with_it_on_cpu_only_where_numbers_are_computed(monkeypatch):
+def test_auto_selects_numba_only_for_real_cpu_tensors(monkeypatch):
     calls = []
-    scan = compiled.scan
-    monkeypatch.setattr(compiled, "scan", lambda *args, **kwargs: calls.append(args) or scan(*args, **kwargs))
+    scan = time_scan.scan
+    monkeypatch.setattr(time_scan, "scan", lambda *args, **kwargs: calls.append(args) or scan(*args, **kwargs))
     x, logits, query, *_ = (tensor.detach() for tensor in make_inputs(Case(7, 3, 2, 3), "cpu"))
     expected = read(x, logits, query)
     assert len(calls) == 1
