@@ -31,14 +31,14 @@ def _in_empty_folder(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def _forget_plugins():
+def _restore_the_registry():
     before = dict(registry._entries)
     yield
     registry._entries.clear()
     registry._entries.update(before)
 
 
-@pytest.mark.usefixtures("_forget_plugins")
+@pytest.mark.usefixtures("_restore_the_registry")
 def test_plugin_next_to_the_config_adds_a_kind(monkeypatch, tmp_path):
     write("sub/ring.py", PLUGIN.format(kind="ring"))
     path = write("sub/x.yaml", "plugins: [ring.py]\nmodel: {memory: {kind: ring, size: 4}}\n")
@@ -54,7 +54,7 @@ def test_plugin_next_to_the_config_adds_a_kind(monkeypatch, tmp_path):
     assert "size: expected an integer >= 1" in compose_error([BASE, path], "model.memory.size=0")
 
 
-@pytest.mark.usefixtures("_forget_plugins")
+@pytest.mark.usefixtures("_restore_the_registry")
 def test_plugins_of_all_layers_are_merged(monkeypatch):
     for kind in ("one", "two"):
         write(f"{kind}.py", PLUGIN.format(kind=kind))
@@ -83,7 +83,7 @@ def test_plugins_of_all_layers_are_merged(monkeypatch):
         ),
     ],
 )
-@pytest.mark.usefixtures("_forget_plugins")
+@pytest.mark.usefixtures("_restore_the_registry")
 def test_broken_plugin_is_a_one_line_error(code, message):
     write("bad.py", code)
     assert message in compose_error([BASE, write("x.yaml", "seed: 1\nplugins:\n  - bad.py\n")])
@@ -115,7 +115,7 @@ class Nested:
 """
 
 
-@pytest.mark.usefixtures("_forget_plugins")
+@pytest.mark.usefixtures("_restore_the_registry")
 def test_plugin_options_can_be_nested():
     base = [
         BASE,
@@ -135,7 +135,7 @@ def test_plugin_options_can_be_nested():
     assert "model.memory.maybe: expected an integer or null, found 'x'" in compose_error(base, "model.memory.maybe=x")
 
 
-@pytest.mark.usefixtures("_forget_plugins")
+@pytest.mark.usefixtures("_restore_the_registry")
 def test_unsupported_option_types_are_reported():
     write("bad.py", NESTED.replace("maybe: int | None = None", "maybe: bytearray = field(default_factory=bytearray)"))
     write("x.yaml", "plugins: [bad]\nmodel: {memory: {kind: nested}}\n")

@@ -11,7 +11,7 @@ from stackexp.config.memory import StackMemoryConfig
 
 
 @pytest.fixture(autouse=True)
-def _forget_what_a_test_registers():
+def _restore_the_registry():
     before = dict(registry._entries)
     yield
     registry._entries.clear()

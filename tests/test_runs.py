@@ -21,19 +21,19 @@ def config(tmp_path):
     return compose(["quickstart"], [f"logging.root={tmp_path}/runs"])
 
 
-def begun(config) -> RunFolder:
+def create_run(config) -> RunFolder:
     folder = runs.allocate_run(config)
     with folder.start_session(config):
         return folder
 
 
-def save(folder: RunFolder, name: str) -> None:
+def add_checkpoint(folder: RunFolder, name: str) -> None:
     """Create a folder that looks like a checkpoint."""
     (folder.checkpoints / name).mkdir()
     (folder.checkpoints / name / "state.pt").touch()
 
 
-def with_metrics(folder: RunFolder, text: str) -> RunFolder:
+def write_metrics(folder: RunFolder, text: str) -> RunFolder:
     folder.metrics.write_text(text)
     return folder
 
@@ -57,14 +57,14 @@ def test_new_folder_is_under_its_name_and_can_be_rerun(config, tmp_path):
 
 
 def test_truncated_last_line_is_skipped(config):
-    folder = with_metrics(begun(config), '{"step": 1}\n{"step": 2}\n{"st')
+    folder = write_metrics(create_run(config), '{"step": 1}\n{"step": 2}\n{"st')
     assert list(folder.read_metrics()) == [{"step": 1}, {"step": 2}]
 
 
 def test_resume_deletes_later_metrics_and_checkpoints(config):
-    folder = with_metrics(begun(config), '{"step": 1}\n{"step": 2}\n{"step": 2, "v": 0.1}\n{"step": 3}\n{"st')
+    folder = write_metrics(create_run(config), '{"step": 1}\n{"step": 2}\n{"step": 2, "v": 0.1}\n{"step": 3}\n{"st')
     for name in [*map(runs.checkpoint_name, (1, 2, 3, 10)), "best"]:
-        save(folder, name)
+        add_checkpoint(folder, name)
     folder.truncate_after(2)
     kept = sorted(path.name for path in folder.checkpoints.iterdir())
     assert kept == ["00000001", "00000002", "best"], "copies made by the user are kept"
@@ -79,7 +79,7 @@ def test_last_is_the_newest_unfinished_run_with_a_checkpoint(config, tmp_path):
         folder.checkpoints.mkdir(parents=True)
         folder.config.touch()
     for folder in (folders[0], folders[1], folders[3]):
-        save(folder, "00000001")
+        add_checkpoint(folder, "00000001")
     folders[3].result.touch()
     RunFolder(folders[0].path.parent / "z-of-another-name" / "x").checkpoints.mkdir(parents=True)
     assert runs.find_unfinished_run(config) == folders[1]
@@ -90,44 +90,44 @@ def test_last_is_the_newest_unfinished_run_with_a_checkpoint(config, tmp_path):
 
 
 def test_the_newest_checkpoint_has_the_highest_step(config):
-    folder = begun(config)
+    folder = create_run(config)
     assert folder.newest_checkpoint() is None
     for name in ("00000090", "00000100", ".00000200", "keep", "00000300.bak"):
-        save(folder, name)
+        add_checkpoint(folder, name)
     assert folder.newest_checkpoint().name == "00000100"
     assert [path.name for path in folder.list_checkpoints()] == ["00000090", "00000100"]
 
 
 def test_the_best_checkpoint_has_the_lowest_validation_loss(config):
-    folder = begun(config)
+    folder = create_run(config)
     assert folder.best_checkpoint() is None
     for step in (10, 20, 30, 40):
-        save(folder, runs.checkpoint_name(step))
+        add_checkpoint(folder, runs.checkpoint_name(step))
     assert folder.best_checkpoint() is None, "none was validated"
     losses = {10: 3.0, 20: 2.0, 25: 1.0, 30: 2.5}  # no checkpoint at 25, no validation at 40
     lines = [{"step": step, "validation/loss/average": loss} for step, loss in losses.items()]
-    with_metrics(folder, "".join(json.dumps(line) + "\n" for line in [{"step": 40, "loss/train": 0.5}, *lines]))
+    write_metrics(folder, "".join(json.dumps(line) + "\n" for line in [{"step": 40, "loss/train": 0.5}, *lines]))
     assert folder.best_checkpoint().name == "00000020"
 
 
 def test_latest_checkpoint_without_mistakes_is_best(config):
-    folder, lines = begun(config), []
+    folder, lines = create_run(config), []
     for step, loss, accuracy in ((10, 1e-6, 1.0), (20, 1e-3, 1.0), (30, 1e-7, 0.999), (40, 2.0, 0.5)):
-        save(folder, runs.checkpoint_name(step))
+        add_checkpoint(folder, runs.checkpoint_name(step))
         lines.append({"step": step, "validation/loss/average": loss, "validation/accuracy/average": accuracy})
-    with_metrics(folder, "".join(json.dumps(line) + "\n" for line in lines))
+    write_metrics(folder, "".join(json.dumps(line) + "\n" for line in lines))
     assert folder.best_checkpoint().name == "00000020"
 
 
 def test_remove_deletes_the_full_checkpoint(config):
-    folder = begun(config)
-    save(folder, "00000001")
+    folder = create_run(config)
+    add_checkpoint(folder, "00000001")
     runs.remove_checkpoint(folder.newest_checkpoint())
     assert not list(folder.checkpoints.iterdir())
 
 
 def test_run_folder_is_locked_until_all_processes_end(config):
-    folder = begun(config)
+    folder = create_run(config)
     code = f"import pathlib, time; from stackexp.runs import RunFolder; path = pathlib.Path({str(folder.path)!r})\n"
     code += "import os; lock = RunFolder(path).lock(); lock.__enter__()\n"
     code += (
@@ -155,20 +155,20 @@ def test_ids_sort_by_start_even_if_the_clock_goes_backwards(config, monkeypatch)
     monkeypatch.setattr(runs, "datetime", clock)
     (runs.allocate_run(config).path.parent / "notes").mkdir(parents=True)  # not a run: no timestamp in its name
     times.insert(0, datetime(2026, 3, 1, 12))
-    names = [begun(config).path.name for _ in range(4)]
+    names = [create_run(config).path.name for _ in range(4)]
     stamps = ["20260301-120000", "20260301-120001", "20260301-120002", "20260302-000000"]
     assert [name[:15] for name in names] == stamps, "the third starts in the same second as the second"
 
 
 def test_folder_finished_by_another_process_is_refused(config):
-    folder = begun(config)
+    folder = create_run(config)
     folder.result.touch()
     with pytest.raises(RunError, match="another process finished this run"), folder.start_session(config):
         pass
 
 
 def test_failure_releases_the_folder_lock(config):
-    folder = begun(config)
+    folder = create_run(config)
     with pytest.raises(ZeroDivisionError), folder.start_session(config):
         1 / 0  # noqa: B018
     with folder.start_session(config):
@@ -187,7 +187,7 @@ RESULT = RunResult(
 
 
 def test_result_round_trip(config):
-    folder = begun(config)
+    folder = create_run(config)
     folder.write_result(RESULT)
     assert folder.is_finished
     assert folder.read_result() == RESULT
@@ -196,7 +196,7 @@ def test_result_round_trip(config):
 
 
 def test_result_without_a_version_is_read(config):
-    folder = begun(config)
+    folder = create_run(config)
     old = {"steps": 3, "parameters": 10, "task": "reverse_string", "accuracy": {"41": 1.0}}
     folder.result.write_text(json.dumps(old))
     result = folder.read_result()
@@ -204,7 +204,7 @@ def test_result_without_a_version_is_read(config):
 
 
 def test_damaged_or_newer_result_is_a_one_line_error(config):
-    folder = begun(config)
+    folder = create_run(config)
     folder.result.write_text('{"version": 99}')
     with pytest.raises(RunError, match=r"result.json: version 99 is newer than this stackexp; update it"):
         folder.read_result()
