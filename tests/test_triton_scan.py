@@ -93,17 +93,23 @@ def test_kernels_compile_for_an_h100_without_spilling(kernel, feedback, hidden):
     import triton
     from triton.backends.compiler import GPUTarget
 
-    from stackexp.stack.triton import time_scan as triton_scan
-    from stackexp.stack.triton import time_scan_kernels as triton_kernels
+    from stackexp.stack.triton import time_scan, time_scan_kernels
+    from stackexp.stack.triton.arguments import ScanBackward, ScanForward
 
-    function = getattr(triton_kernels, kernel)
-    scan_options = triton_scan.ScanSettings(24, "stack", "global", "log", feedback, hidden > 0, 7)
-    constants = triton_scan.constants(4, 8, 3, 24, hidden or 32, F32, scan_options)
-    signature = {name: "i32" if name in triton_kernels.DYNAMIC else "*fp32" for name in function.arg_names}
-    signature |= dict.fromkeys(constants, "constexpr")
+    function = getattr(time_scan_kernels, kernel)
+    settings = time_scan.ScanSettings(24, "stack", "global", "log", feedback, hidden > 0, 7)
+    options = time_scan.make_options((4, 8), 3, 24, hidden or 32, F32, settings)
+    tensors = ScanForward if kernel == "forward" else ScanBackward
+    missing = {"given", "from_read", "to_given"} if not hidden else set()
+    missing |= {"feedback_x", "feedback_logits", "fed", "grad_fed_logits"} if not feedback else set()
+    kinds = {field: "constexpr" if field in missing else "*fp32" for field in tensors._fields}
+    signature = {"tensors": tensors(**kinds), "options": "constexpr"}
+    signature |= dict.fromkeys(time_scan_kernels.DYNAMIC, "i32")
+    signature = {name: signature[name] for name in function.arg_names}
+    constants = {"options": options} | {(0, i): None for i, field in enumerate(kinds) if field in missing}
     source = triton.compiler.ASTSource(fn=function, signature=signature, constexprs=constants)
-    options = triton_scan.compiler_options(constants)
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    target = GPUTarget("cuda", 90, 32)
+    compiled = triton.compile(source, target=target, options=time_scan.compiler_options(options))
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()

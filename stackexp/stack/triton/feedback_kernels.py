@@ -1,6 +1,7 @@
 """The feedback of one token for `time_scan_kernels`: x_t + P u_t, logits_t + Q u_t, and the gradients.
 
-u_t = f(R_{t-1}), or f(c_t + V R_{t-1}) if HIDDEN; see `feedback`. The maps are multiplied BLOCK rows at a time.
+u_t = f(R_{t-1}), or f(c_t + V R_{t-1}) with a hidden layer; see `feedback`. The maps are multiplied `options.block`
+rows at a time.
 """
 
 import triton
@@ -8,9 +9,9 @@ import triton.language as tl
 
 
 @triton.jit
-def _activated(read, ACTIVATION: tl.constexpr):
+def _activated(read, options: tl.constexpr):
     """Apply identity or tanh; for gated, to one of the factors."""
-    if ACTIVATION != "identity":
+    if options.activation != "identity":
         falling = tl.exp(-2 * tl.abs(read))
         size = (1 - falling) / (1 + falling)
         read = tl.where(read < 0, -size, size)
@@ -26,97 +27,67 @@ def _load_map(weights, row, num_rows: tl.constexpr, num_columns: tl.constexpr, c
 
 
 @triton.jit
-def feed_back(
-    read,  # R_{t-1} [H*D]
-    x,  # [H*D]
-    logits,  # [H*3]
-    feedback_x,
-    feedback_logits,
-    of_read,  # V
-    given,  # c_t [m]
-    fed_x,  # out [H*D]: x + P u
-    fed_logits,  # out [H*3]: logits + Q u
-    HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    NUM_ACTIONS: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    BLOCK: tl.constexpr,
-    NUMBERS: tl.constexpr,
-    LOGITS: tl.constexpr,
-    UNITS: tl.constexpr,
-    HIDDEN: tl.constexpr,
-):
-    """Store x_t + P u_t and logits_t + Q u_t."""
-    numbers: tl.constexpr = HEADS * HEAD_DIM
-    actions: tl.constexpr = HEADS * NUM_ACTIONS
-    column, action = tl.arange(0, NUMBERS), tl.arange(0, LOGITS)
-    new_x = tl.load(x + column, column < numbers, other=0)
-    new_logits = tl.load(logits + action, action < actions, other=0)
-    last = tl.load(read + column, column < numbers, other=0)[None, :]
-    for start in range(0, UNITS, BLOCK):
-        row = start + tl.arange(0, BLOCK)
-        if HIDDEN:
-            before = tl.load(given + row, row < UNITS, other=0)
-            before += tl.sum(last * _load_map(of_read, row, UNITS, numbers, NUMBERS), 1)
+def feed_back(tensors, read, token, options: tl.constexpr):
+    """Store x_t + P u_t and logits_t + Q u_t. tensors: ScanForward; read: R_{t-1} [H*D]; token: among all of [B, T]."""
+    width: tl.constexpr = options.heads * options.head_dim
+    padded: tl.constexpr = options.padded_width
+    actions: tl.constexpr = options.heads * options.num_actions
+    units: tl.constexpr = options.units
+    inner: tl.constexpr = 2 * units if options.activation == "gated" else units
+    column, action = tl.arange(0, padded), tl.arange(0, options.padded_logits)
+    new_x = tl.load(tensors.x + token * width + column, column < width, other=0)
+    new_logits = tl.load(tensors.logits + token * actions + action, action < actions, other=0)
+    last = tl.load(read + column, column < width, other=0)[None, :]
+    for start in range(0, units, options.block):
+        row = start + tl.arange(0, options.block)
+        if options.has_hidden:
+            before = tl.load(tensors.given + token * inner + row, row < units, other=0)
+            before += tl.sum(last * _load_map(tensors.from_read, row, units, width, padded), 1)
         else:
-            before = tl.load(read + row, row < UNITS, other=0)
-        fed = _activated(before, ACTIVATION)
-        if ACTIVATION == "gated":
-            before = tl.load(given + UNITS + row, row < UNITS, other=0)
-            before += tl.sum(last * _load_map(of_read + UNITS * numbers, row, UNITS, numbers, NUMBERS), 1)
-            fed *= _activated(before, ACTIVATION)
+            before = tl.load(read + row, row < units, other=0)
+        fed = _activated(before, options)
+        if options.activation == "gated":
+            before = tl.load(tensors.given + token * inner + units + row, row < units, other=0)
+            before += tl.sum(last * _load_map(tensors.from_read + units * width, row, units, width, padded), 1)
+            fed *= _activated(before, options)
         fed = fed[:, None]
-        new_x += tl.sum(fed * _load_map(feedback_x, row, UNITS, numbers, NUMBERS), 0)
-        new_logits += tl.sum(fed * _load_map(feedback_logits, row, UNITS, actions, LOGITS), 0)
-    tl.store(fed_x + column, new_x, column < numbers)
-    tl.store(fed_logits + action, new_logits, action < actions)
+        new_x += tl.sum(fed * _load_map(tensors.feedback_x, row, units, width, padded), 0)
+        new_logits += tl.sum(fed * _load_map(tensors.feedback_logits, row, units, actions, options.padded_logits), 0)
+    tl.store(tensors.fed_x + token * width + column, new_x, column < width)
+    tl.store(tensors.fed_logits + token * actions + action, new_logits, action < actions)
 
 
 @triton.jit
-def feed_back_backward(
-    fed,  # u_t [m]; gated: its factors [2 m]
-    grad_x,  # [H*D]
-    grad_logits,  # [H*3]
-    feedback_x,
-    feedback_logits,
-    of_read,
-    grad_given,  # out, where HIDDEN [m]
-    grad_read,  # out [H*D]
-    HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    NUM_ACTIONS: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    BLOCK: tl.constexpr,
-    NUMBERS: tl.constexpr,
-    LOGITS: tl.constexpr,
-    UNITS: tl.constexpr,
-    HIDDEN: tl.constexpr,
-):
-    """Store the gradients of R_{t-1} and, if HIDDEN, of c_t."""
-    numbers: tl.constexpr = HEADS * HEAD_DIM
-    actions: tl.constexpr = HEADS * NUM_ACTIONS
-    column, action = tl.arange(0, NUMBERS), tl.arange(0, LOGITS)
-    to_x = tl.load(grad_x + column, column < numbers, other=0)[None, :]
-    to_logits = tl.load(grad_logits + action, action < actions, other=0)[None, :]
-    to_read = tl.zeros([NUMBERS], to_x.dtype)
-    for start in range(0, UNITS, BLOCK):
-        row = start + tl.arange(0, BLOCK)
-        grad = tl.sum(to_x * _load_map(feedback_x, row, UNITS, numbers, NUMBERS), 1)
-        grad += tl.sum(to_logits * _load_map(feedback_logits, row, UNITS, actions, LOGITS), 1)
-        if ACTIVATION != "identity":
-            active = tl.load(fed + row, row < UNITS, other=0)
-            if ACTIVATION == "gated":
-                other = tl.load(fed + UNITS + row, row < UNITS, other=0)
+def feed_back_backward(tensors, batch_row, token, options: tl.constexpr):
+    """Store the gradients of R_{t-1} and, with a hidden layer, of c_t. tensors: ScanBackward."""
+    width: tl.constexpr = options.heads * options.head_dim
+    padded: tl.constexpr = options.padded_width
+    actions: tl.constexpr = options.heads * options.num_actions
+    units: tl.constexpr = options.units
+    inner: tl.constexpr = 2 * units if options.activation == "gated" else units
+    column, action = tl.arange(0, padded), tl.arange(0, options.padded_logits)
+    to_x = tl.load(tensors.to_x + token * width + column, column < width, other=0)[None, :]
+    to_logits = tl.load(tensors.to_logits + token * actions + action, action < actions, other=0)[None, :]
+    out = tensors.to_read + batch_row * width
+    to_read = tl.zeros([padded], to_x.dtype)
+    for start in range(0, units, options.block):
+        row = start + tl.arange(0, options.block)
+        grad = tl.sum(to_x * _load_map(tensors.feedback_x, row, units, width, padded), 1)
+        grad += tl.sum(to_logits * _load_map(tensors.feedback_logits, row, units, actions, options.padded_logits), 1)
+        if options.activation != "identity":
+            active = tl.load(tensors.fed + token * inner + row, row < units, other=0)
+            if options.activation == "gated":
+                other = tl.load(tensors.fed + token * inner + units + row, row < units, other=0)
                 grad_other = grad * active * (1 - other * other)
-                tl.store(grad_given + UNITS + row, grad_other, row < UNITS)
-                of_other = _load_map(of_read + UNITS * numbers, row, UNITS, numbers, NUMBERS)
+                tl.store(tensors.to_given + token * inner + units + row, grad_other, row < units)
+                of_other = _load_map(tensors.from_read + units * width, row, units, width, padded)
                 to_read += tl.sum(grad_other[:, None] * of_other, 0)
                 grad *= other
             grad *= 1 - active * active
-        if HIDDEN:
-            tl.store(grad_given + row, grad, row < UNITS)
-            to_read += tl.sum(grad[:, None] * _load_map(of_read, row, UNITS, numbers, NUMBERS), 0)
+        if options.has_hidden:
+            tl.store(tensors.to_given + token * inner + row, grad, row < units)
+            to_read += tl.sum(grad[:, None] * _load_map(tensors.from_read, row, units, width, padded), 0)
         else:
-            tl.store(grad_read + row, grad, row < UNITS)
-    if HIDDEN:
-        tl.store(grad_read + column, to_read, column < numbers)
+            tl.store(out + row, grad, row < units)
+    if options.has_hidden:
+        tl.store(out + column, to_read, column < width)

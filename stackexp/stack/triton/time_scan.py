@@ -9,7 +9,7 @@ The first scan imports Triton. With TRITON_INTERPRET=1 in the environment, scans
 
 import math
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from stackexp.stack import feedback as feedback_math
 from stackexp.stack.eager import empty, step
 from stackexp.stack.feedback import ACTIVATIONS
 from stackexp.stack.reference import StackOutput, StackState
+from stackexp.stack.triton.arguments import ScanBackward, ScanForward, ScanOptions
 
 __all__ = ["empty", "scan", "step"]
 
@@ -113,7 +114,7 @@ class _Scan(torch.autograd.Function):
         final = torch.empty_like(slots), torch.empty_like(mask)
         occupancy = x.new_empty(x.shape[:3])
         outputs = (reads, occupancy, *final, fed_x, fed_logits, *saved)
-        _launch("forward", (*given, *outputs), x, logits, slots, feedback[0], options)
+        _launch("forward", ScanForward(*given, *outputs), kept=slots.shape[2], settings=options)
         kept = (fed_x, fed_logits, query, *feedback, reads, *saved)
         ctx.save_for_backward(*kept)  # type: ignore[arg-type]  # PyTorch accepts None
         ctx.options = options
@@ -147,7 +148,12 @@ class _Scan(torch.autograd.Function):
         to_given = None if of_read is None else torch.empty_like(fed_given)
         outputs = (to_x, to_logits, to_query, to_slots, to_mask, to_read, to_given)
         known = (x, logits, query, feedback_x, feedback_logits, of_read, fed, *saved)
-        _launch("backward", (*known, *given, *segment, *outputs), x, logits, to_slots, feedback_x, options)
+        _launch(
+            "backward",
+            ScanBackward._make((*known, *given, *segment, *outputs)),
+            kept=to_slots.shape[2],
+            settings=options,
+        )
         to_query = None if query is None else to_query.sum(0)
         to_feedback: tuple[Tensor | None, ...] = (None,) * 5
         if options.feedback_activation:
@@ -164,66 +170,59 @@ def _contiguous(tensor: Tensor | None) -> Tensor | None:
     return tensor if tensor is None else tensor.contiguous()
 
 
-def _launch(
-    name: str,
-    tensors: tuple[Tensor | None, ...],
-    x: Tensor,
-    logits: Tensor,
-    slots: Tensor,
-    feedback_x: Tensor | None,
-    options: ScanSettings,
-) -> None:
-    """Run the kernel `name`: one program per row and head, or per row with feedback."""
+def _launch(name: str, tensors: ScanForward | ScanBackward, kept: int, settings: ScanSettings) -> None:
+    """Run the kernel `name`: one program per row and head, or per row with feedback. `kept`: N slots of S."""
+    x, feedback_x = tensors.x, tensors.feedback_x
     assert {tensor.dtype for tensor in tensors if tensor is not None} == {x.dtype}, "one dtype"
     batch_size, num_tokens, num_heads, head_dim = x.shape
-    kept = slots.shape[2]
     units = num_heads * head_dim if feedback_x is None else len(feedback_x)
-    made_for = constants(num_heads, head_dim, logits.shape[-1], kept, units, x.dtype, options)
-    interval = options.interval or num_tokens  # without saved states any
-    checkpoints = -(-num_tokens // interval) if options.interval else 0
+    options = make_options((num_heads, head_dim), tensors.logits.shape[-1], kept, units, x.dtype, settings)
+    interval = settings.interval or num_tokens  # without saved states any
+    num_checkpoints = -(-num_tokens // interval) if settings.interval else 0
     with torch.cuda.device_of(x):
-        getattr(_kernels(), name)[(batch_size * (1 if made_for["FEEDBACK"] else num_heads),)](
-            *tensors,
+        getattr(_kernels(), name)[(batch_size * (num_heads if options.activation is None else 1),)](
+            tensors,
             num_tokens=num_tokens,
             kept=kept,
-            num_empty=options.num_slots - kept,
+            num_empty=settings.num_slots - kept,
             interval=interval,
-            num_checkpoints=checkpoints,
-            **made_for,
-            **compiler_options(made_for),
+            num_checkpoints=num_checkpoints,
+            options=options,
+            **compiler_options(options),
         )
 
 
-def constants(
-    num_heads: int, head_dim: int, num_actions: int, kept: int, units: int, dtype: torch.dtype, options: ScanSettings
-) -> dict[str, Any]:
-    """Return the `tl.constexpr` arguments of the kernels."""
-    feedback, numbers = options.feedback_activation is not None, _power_of_2(num_heads * head_dim)
-    return {
-        "HEADS": num_heads,
-        "HEAD_DIM": head_dim,
-        "NUM_ACTIONS": num_actions,
-        "H": _power_of_2(num_heads) if feedback else 1,
-        "S": _power_of_2(kept),
-        "D": _power_of_2(head_dim),
-        "DISCIPLINE": options.discipline,
-        "READ": options.read,
-        "READ_MASK": options.read_mask,
-        "FEEDBACK": feedback,
-        "ACTIVATION": options.feedback_activation or "identity",
-        "EMPTY": eager.empty_score(options.read_mask, dtype),
-        "TINY": torch.finfo(dtype).tiny,
-        "BLOCK": min(_power_of_2(units), max(1, MAP_BLOCK // numbers)),
-        "NUMBERS": numbers,
-        "LOGITS": _power_of_2(num_heads * num_actions),
-        "UNITS": units,
-        "HIDDEN": options.hidden,
-    }
+def make_options(
+    head_shape: tuple[int, int], num_actions: int, kept: int, units: int, dtype: torch.dtype, settings: ScanSettings
+) -> ScanOptions:
+    """Return the compile-time options. `head_shape`: H and D; `kept`: N; `units`: m."""
+    num_heads, head_dim = head_shape
+    padded_width = _power_of_2(num_heads * head_dim)
+    return ScanOptions(
+        heads=num_heads,
+        head_dim=head_dim,
+        num_actions=num_actions,
+        padded_heads=1 if settings.feedback_activation is None else _power_of_2(num_heads),
+        padded_slots=_power_of_2(kept),
+        padded_dim=_power_of_2(head_dim),
+        discipline=settings.discipline,
+        read=settings.read,
+        read_mask=settings.read_mask,
+        activation=settings.feedback_activation,
+        has_hidden=settings.hidden,
+        units=units,
+        block=min(_power_of_2(units), max(1, MAP_BLOCK // padded_width)),
+        padded_width=padded_width,
+        padded_logits=_power_of_2(num_heads * num_actions),
+        empty_score=eager.empty_score(settings.read_mask, dtype),
+        tiny=torch.finfo(dtype).tiny,
+    )
 
 
-def compiler_options(made_for: dict[str, Any]) -> dict[str, int]:
-    """Return Triton's compiler options for these `constants`."""
-    tiles = made_for["H"] * made_for["S"] * made_for["D"] * (2 if made_for["FEEDBACK"] else 1)
+def compiler_options(options: ScanOptions) -> dict[str, int]:
+    """Return Triton's compiler options."""
+    tiles = options.padded_heads * options.padded_slots * options.padded_dim
+    tiles *= 1 if options.activation is None else 2
     return {
         "num_stages": 1,  # what a loop loads, it may have stored
         "enable_fp_fusion": True,  # the default differs between versions

@@ -1,7 +1,7 @@
-"""The kernels of `triton_scan`: a scan over the tokens, and its gradients. Needs Triton.
+"""The Triton kernels of the scan over tokens: forward and backward.
 
 One program holds the stacks of one head of one row of the batch or, with feedback, of all heads of the row, as tiles
-(`triton_math`), from the first token to the last. What makes a scan slow is not arithmetic (5 S D multiply-adds a
+(`time_scan_math`), from the first token to the last. What makes a scan slow is not arithmetic (5 S D multiply-adds a
 token) but the chain of dependent operations from one state to the next, and in it the shift of the slots, which is a
 `tl.gather` along them. Without feedback and with S <= 32 a program is one warp: tiles stay in registers and a gather
 compiles to shuffles, about 25 cycles as an H100's latencies are published, without a barrier. A scratch in global
@@ -16,9 +16,8 @@ Feedback makes every number of x_t and of the logits depend on all of R_{t-1}: t
 each side has the layout that suits it. Without it programs share nothing and reads are outside the chain. Every sum has
 one order: results are deterministic.
 
-Arguments that both kernels have: `kept` slots N of S; `num_empty`, the other S - N; HEADS, HEAD_DIM and NUM_ACTIONS as
-they are, H, S, D padded; for the feedback NUMBERS = H*D and LOGITS = H*3 padded, UNITS = m as it is, BLOCK rows of P
-(and of V, where HIDDEN) at once.
+Both kernels receive `kept`, the slots N of S that the tokens can fill, and `num_empty`, the other S - N. `arguments`
+describes the tensors and options.
 """
 
 import triton
@@ -27,289 +26,197 @@ import triton.language as tl
 from stackexp.stack.triton.feedback_kernels import feed_back, feed_back_backward
 from stackexp.stack.triton.time_scan_math import read_backward, softmax, update, update_backward, weigh
 
-# not what a kernel is made for: there is one pair of kernels for each power of two of slots, whatever the lengths
+# one pair of kernels serves each power of two of slots: Triton does not compile again for these values
 DYNAMIC = ["num_tokens", "kept", "num_empty", "interval", "num_checkpoints"]
-
-
-@triton.jit
-def _place(kept, FEEDBACK: tl.constexpr, HEADS: tl.constexpr, H: tl.constexpr, S: tl.constexpr):
-    """Of this program: the row, its heads [H, 1, 1], slots j [1, S, 1]; offsets of M [H, S, 1] within a row."""
-    programs_per_row: tl.constexpr = 1 if FEEDBACK else HEADS
-    row = (tl.program_id(0) // programs_per_row).to(tl.int64)
-    num_stacks = (tl.num_programs(0) // programs_per_row).to(tl.int64) * HEADS
-    head = tl.program_id(0) % programs_per_row + tl.arange(0, H)[:, None, None]
-    j = tl.arange(0, S)[None, :, None]
-    return row, num_stacks, head, j, head * kept + j
-
-
-@triton.jit
-def _load_token(x, at_x, with_x, logits, at_logits, with_logits, NUM_ACTIONS: tl.constexpr):
-    """x_t [H, 1, D] and the logits of push, pop, no-op [H, 1, 1]; of two actions, pop's is -inf."""
-    pushed = tl.load(x + at_x, with_x, other=0)
-    push = tl.load(logits + at_logits, with_logits, other=0)
-    no_op = tl.load(logits + at_logits + NUM_ACTIONS - 1, with_logits, other=0)
-    pop = tl.full(push.shape, float("-inf"), push.dtype)
-    if NUM_ACTIONS == 3:
-        pop = tl.load(logits + at_logits + 1, with_logits, other=0)
-    return pushed, push, pop, no_op
 
 
 @triton.jit(do_not_specialize=DYNAMIC)
 def forward(
-    x,  # [B, T, H, D]
-    logits,  # [B, T, H, 3 or 2]
-    query,  # [H, D]
-    initial_slots,  # [B, H, N, D]
-    initial_mask,  # [B, H, N]
-    feedback_x,  # P [m, H, D]
-    feedback_logits,  # Q [m, H, 3 or 2]
-    of_read,  # where HIDDEN, V [m, H, D]
-    given,  # where HIDDEN, c [B, T, m]
-    read,  # out [B, T, H, D]; with feedback [B, 1 + T, H, D], and the first is given: R_{-1}
-    occupancy,  # out [B, T, H]
-    final_slots,  # out [B, H, N, D]
-    final_mask,  # out [B, H, N]
-    fed_x,  # out, with feedback [B, T, H, D]: x + P u
-    fed_logits,  # out, with feedback [B, T, H, 3 or 2]
-    saved_slots,  # out [C, B, H, N, D]: the states before tokens 0, interval, 2 interval ...
-    saved_mask,  # out [C, B, H, N]
+    tensors,  # ScanForward
     num_tokens,
     kept,
     num_empty,
     interval,
-    num_checkpoints,  # C; 0: save nothing
-    HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    NUM_ACTIONS: tl.constexpr,
-    H: tl.constexpr,
-    S: tl.constexpr,
-    D: tl.constexpr,
-    DISCIPLINE: tl.constexpr,
-    READ: tl.constexpr,
-    READ_MASK: tl.constexpr,
-    FEEDBACK: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    EMPTY: tl.constexpr,
-    TINY: tl.constexpr,
-    BLOCK: tl.constexpr,
-    NUMBERS: tl.constexpr,
-    LOGITS: tl.constexpr,
-    UNITS: tl.constexpr,
-    HIDDEN: tl.constexpr,
+    num_checkpoints,  # C; 0: save no states
+    options: tl.constexpr,
 ):
     """Compute `reference.scan`."""
-    row, num_stacks, head, j, at_mask = _place(kept, FEEDBACK, HEADS, H, S)
-    d = tl.arange(0, D)[None, None, :]
-    here, vector = head < HEADS, (head < HEADS) & (d < HEAD_DIM)  # [H, 1, 1], [H, 1, D]
-    at_slots = at_mask * HEAD_DIM + d  # [H, S, D]
-    at_vector = head * HEAD_DIM + d  # [H, 1, D]
-    stacks = row * HEADS * kept
-    numbers: tl.constexpr = HEADS * HEAD_DIM
-    inner: tl.constexpr = 2 * UNITS if ACTIVATION == "gated" else UNITS
-    read += (row * (num_tokens + 1) + 1) * numbers if FEEDBACK else row * num_tokens * numbers
+    place, index = _locate(kept, num_empty, options)
+    row, num_stacks, head, here, at_vector, vector, _, _ = place
+    width: tl.constexpr = options.heads * options.head_dim
+    stacks, first = row * options.heads * kept, row * num_tokens
+    read = tensors.read + first * width
+    if options.activation is not None:  # a row starts with R_{-1}
+        read = tensors.read + (first + row + 1) * width
 
-    slots = tl.load(initial_slots + stacks * HEAD_DIM + at_slots, vector & (j < kept), other=0)
-    mask = tl.load(initial_mask + stacks + at_mask, here & (j < kept), other=0)
-    w = tl.zeros([H, 1, D], slots.dtype)
-    if READ == "global":
-        w = tl.load(query + at_vector, vector, other=0)
-
-    at_x, at_logits = row * num_tokens * numbers + at_vector, (row * num_tokens * HEADS + head) * NUM_ACTIONS
-    if not FEEDBACK:
-        following = _load_token(x, at_x, vector, logits, at_logits, here, NUM_ACTIONS)
+    state = _load_state(tensors.slots, tensors.mask, stacks, place, index, options)
+    w = _load_query(tensors.query, state[0], place, options)
+    if options.activation is None:
+        following = _load_token(tensors.x, tensors.logits, first, place, options)
     for t in range(num_tokens):
         if (num_checkpoints > 0) & (t % interval == 0):
             saved = t // interval * num_stacks * kept + stacks
-            tl.store(saved_slots + saved * HEAD_DIM + at_slots, slots, vector & (j < kept))
-            tl.store(saved_mask + saved + at_mask, mask, here & (j < kept))
-        token = (row * num_tokens + t) * HEADS
-        if FEEDBACK:
-            tl.debug_barrier()  # the read before is written
-            feed_back(
-                read + (t - 1) * numbers,
-                x + token * HEAD_DIM,
-                logits + token * NUM_ACTIONS,
-                feedback_x,
-                feedback_logits,
-                of_read,
-                given + (row * num_tokens + t) * inner if HIDDEN else given,
-                fed_x + token * HEAD_DIM,
-                fed_logits + token * NUM_ACTIONS,
-                HEADS,
-                HEAD_DIM,
-                NUM_ACTIONS,
-                ACTIVATION,
-                BLOCK,
-                NUMBERS,
-                LOGITS,
-                UNITS,
-                HIDDEN,
-            )
-            tl.debug_barrier()
-            pushed, push, pop, no_op = _load_token(fed_x, at_x, vector, fed_logits, at_logits, here, NUM_ACTIONS)
-        ahead = tl.minimum(t + 1, num_tokens - 1) - t  # 0: there is no next token
-        at_x, at_logits = at_x + ahead * numbers, at_logits + ahead * (HEADS * NUM_ACTIONS)
-        if not FEEDBACK:  # a token ahead, as memory answers later than the update is done
-            pushed, push, pop, no_op = following
-            following = _load_token(x, at_x, vector, logits, at_logits, here, NUM_ACTIONS)
-        push, pop, no_op = softmax(push, pop, no_op)
-        slots, mask = update(slots, mask, pushed, push, pop, no_op, j, kept, DISCIPLINE, TINY)
-        if READ == "top":
-            out = tl.sum(tl.where(j == 0, slots, 0), 1, keep_dims=True)
+            _store_state(tensors.saved_slots, tensors.saved_mask, saved, state, place, index, options)
+        token = first + t
+        if options.activation is None:  # load one token ahead: a load takes longer than an update
+            pushed, logits = following
+            ahead = first + tl.minimum(t + 1, num_tokens - 1)
+            following = _load_token(tensors.x, tensors.logits, ahead, place, options)
         else:
-            weights, _ = weigh(slots, mask, w, j, kept, num_empty, READ_MASK, EMPTY, TINY)
-            out = tl.sum(weights * slots, 1, keep_dims=True)
-        tl.store(read + t * numbers + at_vector, out, vector)
-        tl.store(occupancy + token + head, tl.sum(mask, 1, keep_dims=True), here)
-
-    tl.store(final_slots + stacks * HEAD_DIM + at_slots, slots, vector & (j < kept))
-    tl.store(final_mask + stacks + at_mask, mask, here & (j < kept))
+            tl.debug_barrier()  # the previous read is written
+            feed_back(tensors, read + (t - 1) * width, token, options)
+            tl.debug_barrier()
+            pushed, logits = _load_token(tensors.fed_x, tensors.fed_logits, token, place, options)
+        state = update(state, pushed, softmax(logits[0], logits[1], logits[2]), index, options)
+        slots, mask = state
+        if options.read == "top":
+            out = tl.sum(tl.where(index[0] == 0, slots, 0), 1, keep_dims=True)
+        else:
+            out = tl.sum(weigh(state, w, index, options)[0] * slots, 1, keep_dims=True)
+        tl.store(read + t * width + at_vector, out, vector)
+        tl.store(tensors.occupancy + token * options.heads + head, tl.sum(mask, 1, keep_dims=True), here)
+    _store_state(tensors.last_slots, tensors.last_mask, stacks, state, place, index, options)
 
 
 @triton.jit(do_not_specialize=DYNAMIC)
 def backward(
-    x,  # [B, T, H, D], with the feedback
-    logits,  # [B, T, H, 3 or 2], with the feedback
-    query,  # [H, D]
-    feedback_x,  # P [m, H, D]
-    feedback_logits,  # Q [m, H, 3 or 2]
-    of_read,  # where HIDDEN, V [m, H, D]
-    fed,  # with feedback, u [B, T, m]; gated: its factors [B, T, 2 m]
-    saved_slots,  # [C, B, H, N, D]
-    saved_mask,  # [C, B, H, N]
-    grad_read,  # [B, T, H, D]
-    grad_fed_logits,  # with feedback [B, T, H, 3 or 2]
-    grad_final_slots,  # [B, H, N, D]
-    grad_final_mask,  # [B, H, N]
-    segment_slots,  # scratch [interval, B, H, N, D]
-    segment_mask,  # scratch [interval, B, H, N]
-    grad_x,  # out [B, T, H, D]
-    grad_logits,  # out [B, T, H, 3 or 2]
-    grad_query,  # out [B, H, D]
-    grad_initial_slots,  # out [B, H, N, D]
-    grad_initial_mask,  # out [B, H, N]
-    grad_last,  # with feedback, 0 and out [B, H, D]: to the read before, at the end to R_{-1}
-    grad_given,  # out, where HIDDEN [B, T, m]
+    tensors,  # ScanBackward
     num_tokens,
     kept,
     num_empty,
     interval,
     num_checkpoints,
-    HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    NUM_ACTIONS: tl.constexpr,
-    H: tl.constexpr,
-    S: tl.constexpr,
-    D: tl.constexpr,
-    DISCIPLINE: tl.constexpr,
-    READ: tl.constexpr,
-    READ_MASK: tl.constexpr,
-    FEEDBACK: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    EMPTY: tl.constexpr,
-    TINY: tl.constexpr,
-    BLOCK: tl.constexpr,
-    NUMBERS: tl.constexpr,
-    LOGITS: tl.constexpr,
-    UNITS: tl.constexpr,
-    HIDDEN: tl.constexpr,
+    options: tl.constexpr,
 ):
     """Compute the gradients of `forward`, segment by segment from the last; recompute the states of each segment."""
-    row, num_stacks, head, j, at_mask = _place(kept, FEEDBACK, HEADS, H, S)
-    d = tl.arange(0, D)[None, None, :]
-    here, vector = head < HEADS, (head < HEADS) & (d < HEAD_DIM)  # [H, 1, 1], [H, 1, D]
-    at_slots = at_mask * HEAD_DIM + d  # [H, S, D]
-    at_vector = head * HEAD_DIM + d  # [H, 1, D]
-    stacks, stride = row * HEADS * kept, num_stacks * kept
-    numbers: tl.constexpr = HEADS * HEAD_DIM
-    inner: tl.constexpr = 2 * UNITS if ACTIVATION == "gated" else UNITS
-
-    grad_slots = tl.load(grad_final_slots + stacks * HEAD_DIM + at_slots, vector & (j < kept), other=0)
-    grad_mask = tl.load(grad_final_mask + stacks + at_mask, here & (j < kept), other=0)
-    w = tl.zeros([H, 1, D], grad_slots.dtype)
-    if READ == "global":
-        w = tl.load(query + at_vector, vector, other=0)
-    grad_w = tl.zeros([H, 1, D], grad_slots.dtype)
-
+    place, index = _locate(kept, num_empty, options)
+    row, num_stacks, _, _, at_vector, vector, _, _ = place
+    stacks, stride = row * options.heads * kept, num_stacks * kept
+    grads = _load_state(tensors.grad_last_slots, tensors.grad_last_mask, stacks, place, index, options)
+    w = _load_query(tensors.query, grads[0], place, options)
+    grad_w = tl.zeros_like(w)
     for later_segments in range(num_checkpoints):
         segment = num_checkpoints - 1 - later_segments
         start = segment * interval
         length = tl.minimum(interval, num_tokens - start)
-        saved = segment * stride + stacks
-        slots = tl.load(saved_slots + saved * HEAD_DIM + at_slots, vector & (j < kept), other=0)
-        mask = tl.load(saved_mask + saved + at_mask, here & (j < kept), other=0)
+        first = row * num_tokens + start
+        state = _load_state(tensors.saved_slots, tensors.saved_mask, segment * stride + stacks, place, index, options)
         for i in range(length):
             saved = i * stride + stacks
-            tl.store(segment_slots + saved * HEAD_DIM + at_slots, slots, vector & (j < kept))
-            tl.store(segment_mask + saved + at_mask, mask, here & (j < kept))
-            token = (row * num_tokens + start + i) * HEADS
-            at_x, at_logits = token * HEAD_DIM + at_vector, (token + head) * NUM_ACTIONS
-            pushed, push, pop, no_op = _load_token(x, at_x, vector, logits, at_logits, here, NUM_ACTIONS)
-            push, pop, no_op = softmax(push, pop, no_op)
-            slots, mask = update(slots, mask, pushed, push, pop, no_op, j, kept, DISCIPLINE, TINY)
+            _store_state(tensors.segment_slots, tensors.segment_mask, saved, state, place, index, options)
+            pushed, logits = _load_token(tensors.x, tensors.logits, first + i, place, options)
+            state = update(state, pushed, softmax(logits[0], logits[1], logits[2]), index, options)
         tl.debug_barrier()  # a thread may load what another has stored
         for later in range(length):
             i = length - 1 - later
-            token = (row * num_tokens + start + i) * HEADS
-            at_x, at_logits = token * HEAD_DIM + at_vector, (token + head) * NUM_ACTIONS
-            grad = tl.load(grad_read + at_x, vector, other=0)
-            pushed, push, pop, no_op = _load_token(x, at_x, vector, logits, at_logits, here, NUM_ACTIONS)
             saved = i * stride + stacks  # the state before the token
-            old_slots = tl.load(segment_slots + saved * HEAD_DIM + at_slots, vector & (j < kept), other=0)
-            old_mask = tl.load(segment_mask + saved + at_mask, here & (j < kept), other=0)
-            if FEEDBACK:
-                grad += tl.load(grad_last + row * numbers + at_vector, vector, other=0)
-            if READ == "top":
-                grad_slots += tl.where(j == 0, grad, 0)
-            else:
-                to_slots, to_mask, to_w = read_backward(
-                    grad, slots, mask, w, j, kept, num_empty, READ_MASK, EMPTY, TINY
-                )
-                grad_slots += to_slots
-                grad_mask += to_mask
-                grad_w += to_w
-            slots, mask = old_slots, old_mask
-            push, pop, no_op = softmax(push, pop, no_op)
-            grad_slots, grad_mask, to_x, to_push, to_pop, to_no_op = update_backward(
-                grad_slots, grad_mask, slots, mask, pushed, push, pop, no_op, j, kept, DISCIPLINE, TINY
-            )
-            mean = push * to_push + pop * to_pop + no_op * to_no_op
-            to_push, to_pop, to_no_op = push * (to_push - mean), pop * (to_pop - mean), no_op * (to_no_op - mean)
-            if FEEDBACK:
-                to_push += tl.load(grad_fed_logits + at_logits, here, other=0)
-                to_no_op += tl.load(grad_fed_logits + at_logits + NUM_ACTIONS - 1, here, other=0)
-                if NUM_ACTIONS == 3:
-                    to_pop += tl.load(grad_fed_logits + at_logits + 1, here, other=0)
-            tl.store(grad_x + at_x, to_x, vector)
-            tl.store(grad_logits + at_logits, to_push, here)
-            tl.store(grad_logits + at_logits + NUM_ACTIONS - 1, to_no_op, here)
-            if NUM_ACTIONS == 3:
-                tl.store(grad_logits + at_logits + 1, to_pop, here)
-            if FEEDBACK:
-                tl.debug_barrier()
-                feed_back_backward(
-                    fed + (row * num_tokens + start + i) * inner,
-                    grad_x + token * HEAD_DIM,
-                    grad_logits + token * NUM_ACTIONS,
-                    feedback_x,
-                    feedback_logits,
-                    of_read,
-                    grad_given + (row * num_tokens + start + i) * inner if HIDDEN else grad_given,
-                    grad_last + row * numbers,
-                    HEADS,
-                    HEAD_DIM,
-                    NUM_ACTIONS,
-                    ACTIVATION,
-                    BLOCK,
-                    NUMBERS,
-                    LOGITS,
-                    UNITS,
-                    HIDDEN,
-                )
-                tl.debug_barrier()
+            before = _load_state(tensors.segment_slots, tensors.segment_mask, saved, place, index, options)
+            grads, grad_w = _token_backward(tensors, first + i, state, before, grads, w, grad_w, place, index, options)
+            state = before
         tl.debug_barrier()  # the next segment stores where this one has loaded
+    _store_state(tensors.to_slots, tensors.to_mask, stacks, grads, place, index, options)
+    if options.read == "global":
+        tl.store(tensors.to_query + row * options.heads * options.head_dim + at_vector, grad_w, vector)
 
-    tl.store(grad_initial_slots + stacks * HEAD_DIM + at_slots, grad_slots, vector & (j < kept))
-    tl.store(grad_initial_mask + stacks + at_mask, grad_mask, here & (j < kept))
-    if READ == "global":
-        tl.store(grad_query + row * numbers + at_vector, grad_w, vector)
+
+@triton.jit
+def _token_backward(tensors, token, state, before, grads, w, grad_w, place, index, options: tl.constexpr):
+    """Store the gradients of one token; return those of the state before it and the sum of those of w_g."""
+    row, _, head, here, at_vector, vector, _, _ = place
+    width: tl.constexpr = options.heads * options.head_dim
+    grad = tl.load(tensors.grad_read + token * width + at_vector, vector, other=0)
+    pushed, logits = _load_token(tensors.x, tensors.logits, token, place, options)
+    if options.activation is not None:
+        grad += tl.load(tensors.to_read + row * width + at_vector, vector, other=0)
+    grad_slots, grad_mask = grads
+    if options.read == "top":
+        grad_slots += tl.where(index[0] == 0, grad, 0)
+    else:
+        to_slots, to_mask, to_w = read_backward(grad, state, w, index, options)
+        grad_slots += to_slots
+        grad_mask += to_mask
+        grad_w += to_w
+    push, pop, no_op = softmax(logits[0], logits[1], logits[2])
+    grads, to_x, to_action = update_backward(
+        (grad_slots, grad_mask), before, pushed, (push, pop, no_op), index, options
+    )
+    to_push, to_pop, to_no_op = to_action
+    mean = push * to_push + pop * to_pop + no_op * to_no_op
+    to_push, to_pop, to_no_op = push * (to_push - mean), pop * (to_pop - mean), no_op * (to_no_op - mean)
+    at_logits = (token * options.heads + head) * options.num_actions
+    if options.activation is not None:
+        to_push += tl.load(tensors.grad_fed_logits + at_logits, here, other=0)
+        to_no_op += tl.load(tensors.grad_fed_logits + at_logits + options.num_actions - 1, here, other=0)
+        if options.num_actions == 3:
+            to_pop += tl.load(tensors.grad_fed_logits + at_logits + 1, here, other=0)
+    tl.store(tensors.to_x + token * width + at_vector, to_x, vector)
+    tl.store(tensors.to_logits + at_logits, to_push, here)
+    tl.store(tensors.to_logits + at_logits + options.num_actions - 1, to_no_op, here)
+    if options.num_actions == 3:
+        tl.store(tensors.to_logits + at_logits + 1, to_pop, here)
+    if options.activation is not None:
+        tl.debug_barrier()
+        feed_back_backward(tensors, row, token, options)
+        tl.debug_barrier()
+    return grads, grad_w
+
+
+@triton.jit
+def _locate(kept, num_empty, options: tl.constexpr):
+    """Return the place of this program in the tensors, and its slot index.
+
+    The place: the row; the number of stacks; heads [H, 1, 1] and whether they exist; offsets of elements [H, 1, D] and
+    whether they exist; offsets of M [H, S, 1] and of St [H, S, D]. The index: slots j [1, S, 1], N, S - N.
+    """
+    programs_per_row: tl.constexpr = options.heads if options.activation is None else 1
+    row = (tl.program_id(0) // programs_per_row).to(tl.int64)
+    num_stacks = (tl.num_programs(0) // programs_per_row).to(tl.int64) * options.heads
+    head = tl.program_id(0) % programs_per_row + tl.arange(0, options.padded_heads)[:, None, None]
+    j = tl.arange(0, options.padded_slots)[None, :, None]
+    d = tl.arange(0, options.padded_dim)[None, None, :]
+    here = head < options.heads
+    vector = here & (d < options.head_dim)
+    at_vector, at_mask = head * options.head_dim + d, head * kept + j
+    place = (row, num_stacks, head, here, at_vector, vector, at_mask, at_mask * options.head_dim + d)
+    return place, (j, kept, num_empty)
+
+
+@triton.jit
+def _load_state(slots, mask, stacks, place, index, options: tl.constexpr):
+    """Load St [H, S, D] and M [H, S, 1] of the stacks from number `stacks` on; 0 beyond the N slots."""
+    _, _, _, here, _, vector, at_mask, at_slots = place
+    present = index[0] < index[1]
+    state_slots = tl.load(slots + stacks * options.head_dim + at_slots, vector & present, other=0)
+    return state_slots, tl.load(mask + stacks + at_mask, here & present, other=0)
+
+
+@triton.jit
+def _store_state(slots, mask, stacks, state, place, index, options: tl.constexpr):
+    """Store St and M where `_load_state` loads them."""
+    _, _, _, here, _, vector, at_mask, at_slots = place
+    present = index[0] < index[1]
+    tl.store(slots + stacks * options.head_dim + at_slots, state[0], vector & present)
+    tl.store(mask + stacks + at_mask, state[1], here & present)
+
+
+@triton.jit
+def _load_query(query, slots, place, options: tl.constexpr):
+    """Load w_g [H, 1, D] in the dtype of the slots; 0 for `read: top`."""
+    w = tl.zeros([options.padded_heads, 1, options.padded_dim], slots.dtype)
+    if options.read == "global":
+        w = tl.load(query + place[4], place[5], other=0)
+    return w
+
+
+@triton.jit
+def _load_token(x, logits, token, place, options: tl.constexpr):
+    """Load x [H, 1, D] and the logits of push, pop, no-op [H, 1, 1]; with two actions, the logit of pop is -inf."""
+    head, here, at_vector, vector = place[2], place[3], place[4], place[5]
+    pushed = tl.load(x + token * (options.heads * options.head_dim) + at_vector, vector, other=0)
+    at = (token * options.heads + head) * options.num_actions
+    push = tl.load(logits + at, here, other=0)
+    no_op = tl.load(logits + at + options.num_actions - 1, here, other=0)
+    pop = tl.full(push.shape, float("-inf"), push.dtype)
+    if options.num_actions == 3:
+        pop = tl.load(logits + at + 1, here, other=0)
+    return pushed, (push, pop, no_op)

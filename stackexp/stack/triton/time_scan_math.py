@@ -1,7 +1,7 @@
 """The equations of `reference` and their gradients on the tiles of `time_scan_kernels`.
 
 St is a tile [H, S, D], M one [H, S, 1], with every size padded to a power of two; beyond the `kept` slots both are 0.
-j [1, S, 1] numbers the slots; EMPTY is the score of an empty slot, TINY the smallest normal number of the dtype.
+A state is (St, M); an index is (j, N, S - N), with j [1, S, 1] the numbers of the slots and N the kept ones.
 """
 
 import triton
@@ -43,32 +43,37 @@ def _ratio(mask, j, kept, TINY: tl.constexpr):
 
 
 @triton.jit
-def update(slots, mask, x, push, pop, no_op, j, kept, DISCIPLINE: tl.constexpr, TINY: tl.constexpr):
-    """Compute `reference.update_stack`. slots [H, S, D], mask [H, S, 1], x [H, 1, D], probabilities [H, 1, 1]."""
+def update(state, x, action, index, options: tl.constexpr):
+    """Compute `reference.update_stack`. x [H, 1, D]; action: the probabilities of push, pop, no-op [H, 1, 1]."""
+    slots, mask = state
+    push, pop, no_op = action
+    j, kept, _ = index
     new_slots = push * _lowered(slots, x, j, kept) + no_op * slots
     new_mask = push * _lowered(mask, 1, j, kept) + no_op * mask
-    if DISCIPLINE == "queue":
-        new_slots += pop * slots * _ratio(mask, j, kept, TINY)[0]
-    elif DISCIPLINE == "stack":
+    if options.discipline == "queue":
+        new_slots += pop * slots * _ratio(mask, j, kept, options.tiny)[0]
+    elif options.discipline == "stack":
         new_slots += pop * _raised(slots, j, kept)
-    if DISCIPLINE != "push_only":
+    if options.discipline != "push_only":
         new_mask += pop * _raised(mask, j, kept)
     return new_slots, new_mask
 
 
 @triton.jit
-def weigh(slots, mask, query, j, kept, num_empty, READ_MASK: tl.constexpr, EMPTY: tl.constexpr, TINY: tl.constexpr):
-    """Return the softmax [H, S, 1] of `reference.compute_scores`, which includes `num_empty` slots, and w_g . St."""
+def weigh(state, query, index, options: tl.constexpr):
+    """Return the softmax [H, S, 1] of `reference.compute_scores`, over all S slots, and w_g . St."""
+    slots, mask = state
+    j, kept, num_empty = index
     content = tl.sum(query * slots, 2, keep_dims=True)
-    if READ_MASK == "multiply":
+    if options.read_mask == "multiply":
         scores = content * mask
-    elif READ_MASK == "log":
-        scores = content + tl.log(tl.maximum(mask, TINY))
+    elif options.read_mask == "log":
+        scores = content + tl.log(tl.maximum(mask, options.tiny))
     else:
-        scores = content + (1 - mask) * EMPTY  # the penalty is the score of an empty slot
+        scores = content + (1 - mask) * options.empty_score  # the penalty is the score of an empty slot
     scores = tl.where(j < kept, scores, float("-inf"))
     highest = tl.max(scores, 1, keep_dims=True)  # [H, 1, 1]
-    empty = tl.full(highest.shape, EMPTY, highest.dtype)
+    empty = tl.full(highest.shape, options.empty_score, highest.dtype)
     highest = tl.where(num_empty > 0, tl.maximum(highest, empty), highest)
     weights = tl.exp(scores - highest)
     total = tl.sum(weights, 1, keep_dims=True) + num_empty * tl.exp(tl.minimum(empty - highest, 0))
@@ -85,20 +90,19 @@ def softmax(push, pop, no_op):
 
 
 @triton.jit
-def read_backward(
-    grad, slots, mask, w, j, kept, num_empty, READ_MASK: tl.constexpr, EMPTY: tl.constexpr, TINY: tl.constexpr
-):
+def read_backward(grad, state, w, index, options: tl.constexpr):
     """Return the gradients of St, M and w_g, given that of a global read [H, 1, D]."""
-    weights, content = weigh(slots, mask, w, j, kept, num_empty, READ_MASK, EMPTY, TINY)
+    slots, mask = state
+    weights, content = weigh(state, w, index, options)
     towards = tl.sum(grad * slots, 2, keep_dims=True)  # to each weight [H, S, 1]
     grad_score = weights * (towards - tl.sum(weights * towards, 1, keep_dims=True))
-    if READ_MASK == "multiply":
+    if options.read_mask == "multiply":
         grad_content, grad_mask = grad_score * mask, grad_score * content
-    elif READ_MASK == "log":
+    elif options.read_mask == "log":
         grad_content = grad_score
-        grad_mask = tl.where(mask >= TINY, divide(grad_score, tl.maximum(mask, TINY)), 0)
+        grad_mask = tl.where(mask >= options.tiny, divide(grad_score, tl.maximum(mask, options.tiny)), 0)
     else:
-        grad_content, grad_mask = grad_score, grad_score * -EMPTY
+        grad_content, grad_mask = grad_score, grad_score * -options.empty_score
     return weights * grad + grad_content * w, grad_mask, tl.sum(grad_content * slots, 1, keep_dims=True)
 
 
@@ -109,14 +113,13 @@ def _total(values):
 
 
 @triton.jit
-def update_backward(
-    grad_slots, grad_mask, slots, mask, x, push, pop, no_op, j, kept, DISCIPLINE: tl.constexpr, TINY: tl.constexpr
-):
-    """Return the gradients of St, M, x and the action probabilities [H, 1, 1], given those of St' and M'."""
-    above, above_mask = (
-        _raised(grad_slots, j, kept),
-        _raised(grad_mask, j, kept),
-    )  # where a push moves slot j
+def update_backward(grads, state, x, action, index, options: tl.constexpr):
+    """Return the gradients of (St, M), of x and of the action probabilities, given those of (St', M')."""
+    grad_slots, grad_mask = grads
+    slots, mask = state
+    push, pop, no_op = action
+    j, kept, _ = index
+    above, above_mask = _raised(grad_slots, j, kept), _raised(grad_mask, j, kept)  # where a push moves slot j
     below_mask = _lowered(grad_mask, 0, j, kept)  # and a pop
     first = tl.sum(tl.where(j == 0, grad_slots, 0), 1, keep_dims=True)  # [H, 1, D]
     grad_push = _total(slots * above) + _total(mask * above_mask)
@@ -126,17 +129,17 @@ def update_backward(
     new_slots = push * above + no_op * grad_slots
     new_mask = push * above_mask + no_op * grad_mask
     grad_pop = tl.zeros_like(grad_push)
-    if DISCIPLINE != "push_only":
+    if options.discipline != "push_only":
         grad_pop = tl.sum(mask * below_mask, 1, keep_dims=True)
         new_mask += pop * below_mask
-    if DISCIPLINE == "stack":
+    if options.discipline == "stack":
         below = _lowered(grad_slots, 0, j, kept)
         grad_pop += _total(slots * below)
         new_slots += pop * below
-    if DISCIPLINE == "queue":
-        ratio, occupied = _ratio(mask, j, kept, TINY)
+    if options.discipline == "queue":
+        ratio, occupied = _ratio(mask, j, kept, options.tiny)
         grad_pop += tl.sum(ratio * stays, 1, keep_dims=True)
         new_slots += pop * ratio * grad_slots
         grad_following = tl.where(occupied, divide(pop * stays, tl.where(occupied, mask, 1)), 0)
         new_mask += _lowered(grad_following, 0, j, kept) - ratio * grad_following
-    return new_slots, new_mask, push * first, grad_push, grad_pop, grad_no_op
+    return (new_slots, new_mask), push * first, (grad_push, grad_pop, grad_no_op)
