@@ -74,7 +74,7 @@ class ScanOptions(NamedTuple):
     read: str
     read_mask: str
     activation: str | None  # of the feedback; None without feedback
-    has_hidden: bool  # whether the feedback has a hidden layer
+    has_hidden: bool  # the feedback has a hidden layer
     units: int  # m
     block: int  # rows of P, Q or V that are multiplied at once
     padded_width: int  # H*D, a power of two

@@ -26,8 +26,8 @@ from stackexp.stack.triton.arguments import ScanBackward, ScanForward, ScanOptio
 __all__ = ["empty", "scan", "step"]
 
 MAX_WARPS = 8
-NUMBERS_PER_WARP = 512  # of a tile: 16 registers a thread for each tile that the backward pass holds; more spill
-MAP_BLOCK = 2048  # numbers of P that a program multiplies at once
+ELEMENTS_PER_WARP = 512  # of a tile: 16 registers per thread for each tile of the backward pass; more would spill
+MAP_BLOCK = 2048  # elements of P that a program multiplies at once
 
 
 class ScanSettings(NamedTuple):
@@ -38,7 +38,7 @@ class ScanSettings(NamedTuple):
     read: str
     read_mask: str
     feedback_activation: str | None  # None: without feedback
-    hidden: bool  # whether the feedback has a hidden layer
+    has_hidden: bool  # the feedback has a hidden layer
     interval: int  # tokens between saved states; 0: none are saved
 
 
@@ -95,13 +95,13 @@ class _Scan(torch.autograd.Function):
         mask: Tensor,  # [B, H, N]
         feedback_x: Tensor | None,  # [m, H, D]
         feedback_logits: Tensor | None,  # [m, H, 3 or 2]
-        of_read: Tensor | None,  # [m, H*D]; gated: 2 m
+        from_read: Tensor | None,  # [m, H*D]; gated: 2 m
         fed_given: Tensor | None,  # [B, T, m]; gated: 2 m
         initial_read: Tensor | None,  # [B, H, D]
         options: ScanSettings,
     ) -> tuple[Tensor, ...]:
         """Return reads [B, T, H, D], occupancy [B, T, H], contents, mask; with feedback, also the changed logits."""
-        inputs = (x, logits, query, slots, mask, feedback_x, feedback_logits, of_read, fed_given)
+        inputs = (x, logits, query, slots, mask, feedback_x, feedback_logits, from_read, fed_given)
         given = [_contiguous(tensor) for tensor in inputs]
         x, logits, query, slots, mask, *feedback = given  # type: ignore[assignment]  # x to mask are tensors
         num_tokens = x.shape[1]
@@ -133,21 +133,21 @@ class _Scan(torch.autograd.Function):
         grad_mask: Tensor,
         grad_logits: Tensor | None = None,
     ) -> tuple[Tensor | None, ...]:
-        x, logits, query, feedback_x, feedback_logits, of_read, fed_given, reads, *saved = ctx.saved_tensors
+        x, logits, query, feedback_x, feedback_logits, from_read, fed_given, reads, *saved = ctx.saved_tensors
         options: ScanSettings = ctx.options
         fed = None
         autocast = torch.autocast(x.device.type, enabled=False)  # backward may be called under autocast
         if options.feedback_activation:
             last = reads[:, :-1].flatten(2)  # R_{t-1} [B, T, H*D]
             with autocast:
-                fed = feedback_math.activate(last, options.feedback_activation, of_read, fed_given).contiguous()
+                fed = feedback_math.activate(last, options.feedback_activation, from_read, fed_given).contiguous()
         given = map(_contiguous, (grad_read, grad_logits, grad_slots, grad_mask))
         segment = [states.new_empty(options.interval, *states.shape[1:]) for states in saved]
         to_x, to_logits, to_slots, to_mask = map(torch.empty_like, (x, logits, saved[0][0], saved[1][0]))
         to_query, to_read = x.new_zeros(2, x.shape[0], *x.shape[2:])  # [B, H, D]
-        to_given = None if of_read is None else torch.empty_like(fed_given)
+        to_given = None if from_read is None else torch.empty_like(fed_given)
         outputs = (to_x, to_logits, to_query, to_slots, to_mask, to_read, to_given)
-        known = (x, logits, query, feedback_x, feedback_logits, of_read, fed, *saved)
+        known = (x, logits, query, feedback_x, feedback_logits, from_read, fed, *saved)
         _launch(
             "backward",
             ScanBackward._make((*known, *given, *segment, *outputs)),
@@ -161,8 +161,8 @@ class _Scan(torch.autograd.Function):
             fed = feedback_math.multiply_gates(fed, options.feedback_activation)
             with autocast:
                 to_maps = [torch.einsum("btm,bthd->mhd", fed, gradient) for gradient in (to_x, to_logits)]
-                to_of_read = None if to_given is None else torch.einsum("btm,btk->mk", to_given, last)
-            to_feedback = (*to_maps, to_of_read, to_given, to_read)
+                to_from_read = None if to_given is None else torch.einsum("btm,btk->mk", to_given, last)
+            to_feedback = (*to_maps, to_from_read, to_given, to_read)
         return to_x, to_logits, to_query, to_slots, to_mask, *to_feedback, None
 
 
@@ -177,7 +177,7 @@ def _launch(name: str, tensors: ScanForward | ScanBackward, kept: int, settings:
     batch_size, num_tokens, num_heads, head_dim = x.shape
     units = num_heads * head_dim if feedback_x is None else len(feedback_x)
     options = make_options((num_heads, head_dim), tensors.logits.shape[-1], kept, units, x.dtype, settings)
-    interval = settings.interval or num_tokens  # without saved states any
+    interval = settings.interval or num_tokens  # any value works without saved states
     num_checkpoints = -(-num_tokens // interval) if settings.interval else 0
     with torch.cuda.device_of(x):
         getattr(_kernels(), name)[(batch_size * (num_heads if options.activation is None else 1),)](
@@ -209,7 +209,7 @@ def make_options(
         read=settings.read,
         read_mask=settings.read_mask,
         activation=settings.feedback_activation,
-        has_hidden=settings.hidden,
+        has_hidden=settings.has_hidden,
         units=units,
         block=min(_power_of_2(units), max(1, MAP_BLOCK // padded_width)),
         padded_width=padded_width,
@@ -224,9 +224,9 @@ def compiler_options(options: ScanOptions) -> dict[str, int]:
     tiles = options.padded_heads * options.padded_slots * options.padded_dim
     tiles *= 1 if options.activation is None else 2
     return {
-        "num_stages": 1,  # what a loop loads, it may have stored
+        "num_stages": 1,  # loops load what they have stored, so loads must not move ahead
         "enable_fp_fusion": True,  # the default differs between versions
-        "num_warps": min(MAX_WARPS, max(1, tiles // NUMBERS_PER_WARP)),
+        "num_warps": min(MAX_WARPS, max(1, tiles // ELEMENTS_PER_WARP)),
     }
 
 

@@ -1,20 +1,21 @@
 """The Triton kernels of the scan over tokens: forward and backward.
 
-One program holds the stacks of one head of one row of the batch or, with feedback, of all heads of the row, as tiles
-(`time_scan_math`), from the first token to the last. What makes a scan slow is not arithmetic (5 S D multiply-adds a
-token) but the chain of dependent operations from one state to the next, and in it the shift of the slots, which is a
-`tl.gather` along them. Without feedback and with S <= 32 a program is one warp: tiles stay in registers and a gather
-compiles to shuffles, about 25 cycles as an H100's latencies are published, without a barrier. A scratch in global
-memory would need a store, a barrier and a load, 40 cycles if the line is in L1 and 250 if not; a product with a shift
-matrix S times the arithmetic, outside the tensor cores, as float32 must not become TF32.
+One program holds the stacks of one head of one row of the batch or, with feedback, of all heads of the row. They are
+tiles (see `time_scan_math`) from the first token to the last.
 
-More slots, and feedback, take several warps, and what crosses them barriers: compiled for an H100 a token has 14
-forward and 20 backward with feedback at S = 24, and 30 and 74 at S = 512, where 56 and 232 bytes are spilled. All this
-is read from compiled code, not yet measured on a GPU; `benchmarks/scan.py --device cuda` measures it.
+A scan is slow because of the chain of dependent operations between states, not because of arithmetic: a token takes
+5 S D multiply-adds. The slot shift in this chain is a `tl.gather`. Without feedback and with S <= 32 a program is one
+warp. Then tiles stay in registers, and a gather compiles to shuffles: about 25 cycles on an H100 by its published
+latencies, without a barrier. Scratch in global memory would take 40 cycles from L1 and 250 otherwise. A product with a
+shift matrix would take S times the arithmetic, outside the tensor cores because float32 must not become TF32.
 
-Feedback makes every number of x_t and of the logits depend on all of R_{t-1}: those go through global memory, where
-each side has the layout that suits it. Without it programs share nothing and reads are outside the chain. Every sum has
-one order: results are deterministic.
+More slots, and feedback, take several warps and need barriers. Compiled for an H100, a token with feedback has 14
+barriers forward and 20 backward at S = 24, and 30 and 74 at S = 512, where 56 and 232 bytes are spilled. These figures
+are from compiled code; `benchmarks/scan.py --device cuda` measures times.
+
+Feedback makes every element of x_t and of the logits depend on all of R_{t-1}. These go through global memory, because
+the two sides use different layouts. Without feedback, programs share nothing and reads are outside the chain. Sums have
+a fixed order, so results are deterministic.
 
 Both kernels receive `kept`, the slots N of S that the tokens can fill, and `num_empty`, the other S - N. `arguments`
 describes the tensors and options.
