@@ -50,11 +50,3 @@ def format_table(
         disable_numparse=True,
     )
     return "\n".join(line.rstrip() for line in text.splitlines())
-
-
-def table(rows: Sequence[Sequence[str]], align: str = "", rules: Sequence[int] = ()) -> str:
-    """Temporary: the old name of `format_table`, with the header as the first row if `rules` contains 1."""
-    header, body = (rows[0], list(rows[1:])) if 1 in rules else ((), list(rows))
-    for rule in sorted((rule for rule in rules if rule > 1), reverse=True):
-        body.insert(rule - 1, RULE)
-    return format_table(body, header=header, align=align)

@@ -1,1 +1,1 @@
-"""Paired measurements of what a memory costs."""
+"""Paired measurements of the cost of a memory."""

@@ -1,4 +1,4 @@
-"""The stack step of every layer alone, beside the bytes and FLOPs it cannot avoid.
+"""The stack step of every layer alone, against the bytes and FLOPs it cannot avoid.
 
 The lower bound counts each byte once that must come from or go to memory if nothing stays on the chip between layers.
 Forward: the occupied slots and masks before and after the step, pushed vector, logits and read. Backward: the same and

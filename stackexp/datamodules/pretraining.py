@@ -162,7 +162,7 @@ class StdlibData(PretrainingData):
 
 
 def _select_sets(request: str, known: Mapping[str, Path], section: str) -> dict[str, Path]:
-    """Return name and path of the sets that one word of --sets stands for."""
+    """Return name and path of the sets that one word of --sets selects."""
     name, equals, path = request.partition("=")
     if not name or (equals and not path):
         raise ConfigError(f"--sets: expected names and NAME=PATH, separated by single commas, found {request!r}")

@@ -10,7 +10,7 @@ an epoch early if a download fails. Public hooks do most of this: `Stream.set_up
   files by counting up to the first free number, so two runs that start together take the same one and crash, and
   remains of a killed run may be taken for our own.
 - `_executor`: set to daemon threads. Python waits at exit for the library's threads, which may be in a long download.
-- `_iterator`: its threads are stopped when an epoch is abandoned, and its indices tell if the look-ahead is behind.
+- `_iterator`: its threads are stopped when an epoch is abandoned, and its indices show if the look-ahead is behind.
 """
 
 import atexit
@@ -94,7 +94,7 @@ class TokenStream(StreamingDataset):
             where, hint = error.filename or "the cache", "name another cache with data.path or STACKEXP_CACHE"
             raise SourceError(f"{where}: {error.strerror or error}; free space, or {hint}") from None
         except RuntimeError as error:  # of the library: a shard was evicted or deleted too often before it was read
-            too_low = "data.cache_limit: too low for so many loader processes; raise it"
+            too_low = "data.cache_limit: too low for this number of loader processes; raise it"
             raise SourceError(too_low if self._has_limit else first_line(error)) from None
         except (IndexError, ValueError) as error:
             hint = "prepare or copy it again, then resume with --ckpt_path last"

@@ -54,7 +54,7 @@ class NextTokenLoss:
 
     @property
     def needs_hidden(self) -> bool:
-        """Whether the loss is computed from hidden states in place of logits."""
+        """Return True if the loss is computed from hidden states instead of logits."""
         return self.kind != "whole"
 
     def __call__(self, model: nn.Module, output: Any, tokens: Tensor) -> Losses:

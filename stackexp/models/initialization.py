@@ -48,3 +48,29 @@ def full_parameters(module: nn.Module) -> Iterator[None]:
             full, owner._parameters[name] = owner._parameters[name], parameter
             values = distribute_tensor(full.detach(), parameter.device_mesh, parameter.placements, src_data_rank=None)
             parameter.to_local().detach().copy_(values.to_local())
+
+
+def init_backbone(model: nn.Module) -> None:
+    """Initialize all parameters of a decoder except those of its memories, in a fixed order."""
+    config = model.config
+    if config.embedding_std is None:
+        _init_linear(model.embedding, config)
+    else:
+        with full_parameters(model.embedding):
+            nn.init.normal_(model.embedding.weight, std=config.embedding_std)
+    for i, layer in enumerate(model.layers):
+        attention, ffn = layer.attention, layer.feed_forward
+        for linear in (attention.q_proj, attention.k_proj, attention.v_proj, ffn.gate_proj, ffn.up_proj):
+            _init_linear(linear, config)
+        for linear in (attention.o_proj, ffn.down_proj):
+            _init_linear(linear, config, output_of_layer=i)
+        nn.init.ones_(layer.attention_norm.weight)
+        nn.init.ones_(layer.feed_forward_norm.weight)
+    nn.init.ones_(model.norm.weight)
+    if model.head:
+        _init_linear(model.head, config)
+
+
+def _init_linear(module: nn.Module, config: TransformerConfig, output_of_layer: int | None = None) -> None:
+    with full_parameters(module):
+        init_weight_(module.weight, config, output_of_layer)

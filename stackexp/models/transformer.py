@@ -15,7 +15,7 @@ from stackexp.models.activation_checkpointing import Recompute, run_recomputed
 from stackexp.models.attention import Attention, KeysValues, Positions
 from stackexp.models.attention_backends import build_mask
 from stackexp.models.cross_entropy import Head
-from stackexp.models.initialization import full_parameters, init_weight_
+from stackexp.models.initialization import full_parameters, init_backbone
 from stackexp.models.layers import Embedding, FeedForward, Linear, RMSNorm
 from stackexp.models.memories.base import Memory, State, Stats
 from stackexp.models.positional import build_rope_table, build_sinusoidal_table, compute_query_scale
@@ -117,7 +117,7 @@ class Transformer(nn.Module):
         output_size = config.output_vocab_size or config.vocab_size
         self.head = None if config.tie_embeddings else Linear(config.hidden_size, output_size)
         # Initialize the backbone first, so that a seed gives the same backbone with and without a memory
-        self._init_backbone()
+        init_backbone(self)
         if config.memory is not None:
             for i, layer in enumerate(self.layers):
                 with torch.random.fork_rng([]):  # constructors draw nothing on a meta device, so undo their draws
@@ -231,7 +231,7 @@ class Transformer(nn.Module):
     def _encode_positions(self, h: Tensor, start: int, documents: Tensor | None) -> tuple[Tensor, Positions]:
         """Return h [B, T, d] with sinusoidal encodings, if configured, and the positional inputs of attention.
 
-        Sinusoids are added to sqrt(d) h (Vaswani et al. 2017, section 3.4), which would be small beside them.
+        Sinusoids are added to sqrt(d) h (Vaswani et al. 2017, section 3.4), which would be small in comparison.
         """
         config, length = self.config, h.shape[1]
         rope = scale = None
@@ -252,34 +252,10 @@ class Transformer(nn.Module):
 
         The same random state gives the same weights in every process, sharded or not.
         """
-        self._init_backbone()
+        init_backbone(self)
         for memory in self.memories:
             with full_parameters(memory):
                 memory.init_weights()
-
-    def _init_backbone(self) -> None:
-        self._init_embedding()
-        for i, layer in enumerate(self.layers):
-            attention, ffn = layer.attention, layer.feed_forward
-            for linear in (attention.q_proj, attention.k_proj, attention.v_proj, ffn.gate_proj, ffn.up_proj):
-                self._init_linear(linear)
-            for linear in (attention.o_proj, ffn.down_proj):
-                self._init_linear(linear, output_of_layer=i)
-            nn.init.ones_(layer.attention_norm.weight)
-            nn.init.ones_(layer.feed_forward_norm.weight)
-        nn.init.ones_(self.norm.weight)
-        if self.head:
-            self._init_linear(self.head)
-
-    def _init_embedding(self) -> None:
-        if self.config.embedding_std is None:
-            return self._init_linear(self.embedding)
-        with full_parameters(self.embedding):
-            nn.init.normal_(self.embedding.weight, std=self.config.embedding_std)
-
-    def _init_linear(self, linear: nn.Linear | nn.Embedding, output_of_layer: int | None = None) -> None:
-        with full_parameters(linear):
-            init_weight_(linear.weight, self.config, output_of_layer)
 
     def num_parameters(self, memory: bool | None = None) -> int:
         """Count all parameters, a tied embedding once; only the memories' (True) or only the backbone's (False)."""

@@ -1,0 +1,1 @@
+"""Estimates of memory, time and cost before a run; the catalog of shipped configs."""

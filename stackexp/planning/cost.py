@@ -96,7 +96,7 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """Whether the run fits into the device's memory."""
+        """Return True if the run fits into the device's memory."""
         return self.peak <= self.usable_bytes
 
     @property

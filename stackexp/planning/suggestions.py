@@ -115,5 +115,5 @@ def _works(plan: Plan) -> bool:
 
 
 def is_valid(plan: Plan) -> bool:
-    """Return True if whole micro-batches on all devices make up the global batch."""
+    """Return True if the global batch consists of whole micro-batches on all devices."""
     return not any(plan.config.data.find_experiment_errors(plan.config, True))

@@ -48,12 +48,7 @@ def _run(verbs: dict[str, str], argv: list[str]) -> int:
     name = next((name for name in (" ".join(words), *words[:1]) if name in verbs), None)
     if name is None:
         return _print_help(verbs, argv)
-    try:
-        module = importlib.import_module(f"stackexp.verbs.{name.replace(' ', '_')}")
-    except ModuleNotFoundError:  # temporary: verbs that are not converted to this protocol yet
-        return importlib.import_module(f"stackexp.verbs.{name.split()[0]}").main(argv[1:])
-    if not hasattr(module, "run"):  # temporary
-        return module.main(argv[len(name.split()) :])
+    module = importlib.import_module(f"stackexp.verbs.{name.replace(' ', '_')}")
     parser = build_parser(name, module)
     return module.run(parser.parse(argv[len(name.split()) :]))
 

@@ -66,12 +66,6 @@ class Parser(argparse.ArgumentParser):
         args.overrides, args.parser = rest, self
         return args
 
-    def split(self, argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-        """Temporary: for verbs that are not converted yet."""
-        self._accepts_overrides = True
-        args = self.parse(argv)
-        return args, args.overrides
-
     def check_run_folder(self, run: str) -> Path:
         """Return the config.yaml of a run folder. Raises ConfigError if there is none."""
         path = Path(run, "config.yaml")
