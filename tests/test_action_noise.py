@@ -1,4 +1,4 @@
-"""`action_sharpness` and `action_noise`: what makes the actions of a stack over many tokens nearly one-hot."""
+"""Action sharpness and action noise, which push stack actions toward one-hot values."""
 
 import pytest
 import torch
@@ -9,8 +9,8 @@ from stackexp.config.memory import StackMemoryConfig
 from stackexp.config.model import TransformerConfig
 
 
-def decoder(**options):
-    """A small decoder of seed 0 with a stack over the tokens."""
+def make_decoder(**options):
+    """Build a small decoder with seed 0 and a stack on the time axis."""
     memory = StackMemoryConfig(axis="time", num_heads=2, head_dim=4, num_slots=5, read="top", **options)
     sizes = {"hidden_size": 16, "num_layers": 2, "num_heads": 2, "num_kv_heads": 2, "intermediate_size": 16}
     torch.manual_seed(0)
@@ -23,8 +23,8 @@ def tokens():
 
 
 @pytest.mark.parametrize("feedback", [False, True])
-def test_sharpness_is_a_factor_of_all_that_makes_the_logits(tokens, feedback):
-    sharp, plain = decoder(action_sharpness=3.0, feedback=feedback), decoder(feedback=feedback)
+def test_sharpness_multiplies_action_logits(tokens, feedback):
+    sharp, plain = make_decoder(action_sharpness=3.0, feedback=feedback), make_decoder(feedback=feedback)
     assert not torch.equal(sharp(tokens).logits, plain(tokens).logits)
     with torch.no_grad():
         for memory in plain.memories:
@@ -32,22 +32,22 @@ def test_sharpness_is_a_factor_of_all_that_makes_the_logits(tokens, feedback):
     torch.testing.assert_close(sharp(tokens).logits, plain(tokens).logits, rtol=1e-5, atol=1e-6)
 
 
-def test_noise_is_for_training_alone(tokens):
-    noisy, plain = decoder(action_noise=2.0), decoder()
+def test_noise_applies_only_in_training(tokens):
+    noisy, plain = make_decoder(action_noise=2.0), make_decoder()
     assert not torch.equal(noisy(tokens).logits, noisy(tokens).logits)
     assert torch.equal(noisy.eval()(tokens).logits, plain.eval()(tokens).logits)
 
 
-def test_noise_has_the_standard_deviation_that_is_asked(monkeypatch):
+def test_noise_has_the_configured_standard_deviation(monkeypatch):
     seen = []
     scan = stack.scan
 
-    def watched(state, x, logits, *rest, **options):
+    def record_logits(state, x, logits, *rest, **options):
         seen.append(logits)
         return scan(state, x, logits, *rest, **options)
 
-    monkeypatch.setattr(stack, "scan", watched)
-    model, many = decoder(action_noise=0.5), torch.zeros(200, 40, dtype=torch.int64)
+    monkeypatch.setattr(stack, "scan", record_logits)
+    model, many = make_decoder(action_noise=0.5), torch.zeros(200, 40, dtype=torch.int64)
     model(many)
     noisy = seen[0]
     model.eval()(many)
@@ -56,11 +56,11 @@ def test_noise_has_the_standard_deviation_that_is_asked(monkeypatch):
     assert abs(difference.mean().item()) < 0.01
 
 
-def test_a_block_computed_again_draws_the_same_noise(tokens):
+def test_recomputed_block_draws_the_same_noise(tokens):
     gradients = []
-    for again in (False, True):
-        model = decoder(action_noise=2.0)
-        model.checkpoint_blocks = again
+    for recompute in (False, True):
+        model = make_decoder(action_noise=2.0)
+        model.checkpoint_blocks = recompute
         torch.manual_seed(3)
         model(tokens).logits.square().sum().backward()
         gradients.append([p.grad.clone() for p in model.parameters()])
@@ -68,8 +68,8 @@ def test_a_block_computed_again_draws_the_same_noise(tokens):
         torch.testing.assert_close(first, second, rtol=1e-5, atol=1e-6)
 
 
-def test_noise_grows_over_the_steps_that_are_asked():
-    growing, whole = decoder(action_noise=2.0, action_noise_warmup_steps=10), decoder(action_noise=2.0)
+def test_noise_grows_over_warmup_steps():
+    growing, whole = make_decoder(action_noise=2.0, action_noise_warmup_steps=10), make_decoder(action_noise=2.0)
     seen = []
     for step in (0, 5, 10, 15):
         for model in (growing, whole):

@@ -1,4 +1,4 @@
-"""torch.compile of the whole model: one graph, whatever the memory between the layers, and the same numbers."""
+"""torch.compile of the full model: one graph and the same results for every memory variant."""
 
 import pytest
 import torch
@@ -56,7 +56,7 @@ def make_tokens() -> torch.Tensor:
 
 
 def run(model, tokens, **options) -> tuple:
-    """Every output, and the gradients of all parameters."""
+    """Return all outputs and the gradients of all parameters."""
     torch.manual_seed(2)
     output = model(tokens, **options)
     weights = list(getattr(model, "_orig_mod", model).parameters())
@@ -66,7 +66,7 @@ def run(model, tokens, **options) -> tuple:
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_every_variant_of_the_depth_axis_is_one_graph(variant, implementation):
+def test_depth_axis_variants_compile_to_one_graph(variant, implementation):
     model, tokens = make_model(variant), make_tokens()
     counter = CompileCounterWithBackend("eager")
     with stack.use_implementation(implementation):
@@ -78,8 +78,8 @@ def test_every_variant_of_the_depth_axis_is_one_graph(variant, implementation):
 
 
 @pytest.mark.parametrize("recompute", ["selective", *(pytest.param(r, marks=pytest.mark.slow) for r in (False, True))])
-def test_one_graph_forward_and_one_backward(recompute):
-    """Under autocast, of hidden states, as a training step calls it; with blocks recomputed or not."""
+def test_forward_and_backward_compile_to_one_graph_each(recompute):
+    """Call the model like a training step: under autocast, with hidden states as output."""
     model, tokens = make_model("stacktrans"), make_tokens()
     model.checkpoint_blocks = recompute
     counter = CompileCounterWithBackend("aot_eager")
@@ -90,7 +90,7 @@ def test_one_graph_forward_and_one_backward(recompute):
     torch.testing.assert_close(got, wanted, rtol=2e-2, atol=2e-2)
 
 
-def test_documents_are_in_the_graph():
+def test_documents_compile_to_one_graph():
     model, tokens = make_model("stacktrans"), make_tokens()
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     documents = compute_document_ids(tokens, 0)
@@ -98,17 +98,17 @@ def test_documents_are_in_the_graph():
 
 
 @torch.no_grad()
-def test_prefill_and_decode_are_one_graph_each():
+def test_prefill_and_decoding_compile_without_breaks():
     model, tokens = make_model("stacktrans").eval(), make_tokens()
     counter = CompileCounterWithBackend("eager")
     compiled, cache = torch.compile(model, fullgraph=True, backend=counter), Cache()
     logits = [compiled(part, cache).logits for part in tokens.split([5, 1, 1, 1, 1], 1)]
     torch.testing.assert_close(torch.cat(logits, 1), model(tokens).logits)
-    assert counter.frame_count <= 3, "a prefill, a first token, any further token"
+    assert counter.frame_count <= 3, "one graph each for prefill, first token and further tokens"
 
 
-def language_model(monkeypatch, **compile_options) -> LanguageModeling:
-    """With trainer.compile=true."""
+def make_language_model(monkeypatch, **compile_options) -> LanguageModeling:
+    """Return a language model with trainer.compile=true."""
     compile_module = torch.nn.Module.compile
     monkeypatch.setattr(
         torch.nn.Module, "compile", lambda self, *a, **o: compile_module(self, *a, **o | compile_options)
@@ -125,28 +125,28 @@ def step(lm: LanguageModeling) -> list[torch.Tensor]:
     return [loss, *torch.autograd.grad(loss, list(lm.parameters()))]
 
 
-def test_the_option_compiles_the_model_without_a_break(monkeypatch):
-    """Also compiles the chunked loss. Uses the eager backend, because the inductor takes a minute."""
+def test_trainer_compile_has_no_graph_breaks(monkeypatch):
+    """Compile the model and the chunked loss with the eager backend; the inductor takes a minute."""
     monkeypatch.setattr("stackexp.models.cross_entropy._compile", lambda f: torch.compile(f, backend="eager"))
-    lm = language_model(monkeypatch, backend="eager")
+    lm = make_language_model(monkeypatch, backend="eager")
     compiled = step(lm)
-    assert counters["stats"]["unique_graphs"] == 2, "the model, and a chunk"
+    assert counters["stats"]["unique_graphs"] == 2, "one graph for the model and one for the loss chunk"
     assert not counters["graph_break"]
     with torch.compiler.set_stance("force_eager"):
         torch.testing.assert_close(compiled, step(lm))
 
 
 @pytest.mark.slow  # compiles with the C++ compiler
-def test_the_inductor_gives_the_same_training_step(monkeypatch):
-    lm = language_model(monkeypatch, fullgraph=True)
+def test_inductor_training_step_matches_eager(monkeypatch):
+    lm = make_language_model(monkeypatch, fullgraph=True)
     compiled = step(lm)
     with torch.compiler.set_stance("force_eager"):
         torch.testing.assert_close(compiled, step(lm), rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("variant", [name for name in VARIANTS if name != "noisy"])  # the inductor draws others
-def test_the_inductor_gives_the_same_numbers(variant):
+@pytest.mark.parametrize("variant", [name for name in VARIANTS if name != "noisy"])  # inductor noise differs
+def test_inductor_outputs_match_eager(variant):
     model, tokens = make_model(variant), make_tokens()
     compiled = torch.compile(model, fullgraph=True)
     torch.testing.assert_close(run(compiled, tokens, probe=True), run(model, tokens, probe=True), rtol=1e-3, atol=1e-4)

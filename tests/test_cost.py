@@ -1,4 +1,4 @@
-"""The plan of a run against what torch counts, allocates and keeps."""
+"""Planned FLOPs and memory, compared with torch's counters and allocators."""
 
 import json
 import re
@@ -41,8 +41,8 @@ def small(*overrides):
 
 @pytest.mark.parametrize("stack", STACKS)
 @pytest.mark.parametrize("tied", ["true", "false"])
-def test_flops_are_torch_s_but_for_the_elementwise_stack(stack, tied):
-    """torch sees matrix products, not the update (3 multiply-adds) and the read (2) of each number on the stack."""
+def test_flops_match_torch_plus_elementwise_stack(stack, tied):
+    """torch counts only matrix products; each stack element adds 3 multiply-adds for the update and 2 for the read."""
     config = small(*STACKS[stack], f"model.tie_embeddings={tied}")
     model = cost.build_meta_model(config).to_empty(device="cpu")
     tokens = torch.zeros(2, 64, dtype=torch.int64)
@@ -59,26 +59,26 @@ def test_flops_are_torch_s_but_for_the_elementwise_stack(stack, tied):
 @pytest.mark.parametrize("checkpointing", ["true", "false"])
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
 @pytest.mark.parametrize("stack", STACKS)
-def test_fake_tensors_take_what_real_ones_do(stack, precision, checkpointing):
+def test_fake_tensor_memory_matches_real_tensors(stack, precision, checkpointing):
     config = small(
         *STACKS[stack], f"trainer.precision={precision}", f"trainer.activation_checkpointing={checkpointing}"
     )
     real = cost.build_meta_model(config).to_empty(device="cpu")
     mixed = precision == "bf16-mixed"
     length = 16 if stack == "time" else 64
-    counted = _real_pass(real, length, mixed, fused_norm=True)
+    counted = run_pass(real, length, mixed, fused_norm=True)
     assert measure_training_peak(cost.build_meta_model(config), 2, length, mixed, NextTokenLoss()) == counted.peak
 
 
 @pytest.mark.parametrize("checkpointing", ["true", "false"])
 @pytest.mark.parametrize("name", ["eager"])  # auto would change with the profiler
 @pytest.mark.parametrize("stack", ["transformer", "stacktrans", "queue", "full_dim", "authors_code"])
-def test_what_is_counted_is_what_the_allocator_gives(stack, name, checkpointing, tmp_path):
-    """Of real tensors; torch's profiler sees every allocation, also those within a kernel."""
+def test_counted_memory_matches_the_allocator(stack, name, checkpointing, tmp_path):
+    """Run on real tensors; torch's profiler records every allocation, including those inside kernels."""
     config = small(*STACKS[stack], f"trainer.activation_checkpointing={checkpointing}")
     model = cost.build_meta_model(config).to_empty(device="cpu")
     with use_implementation(name):
-        counted = _real_pass(model).peak.total()
+        counted = run_pass(model).peak.total()
     for memory in model.memories:
         memory._forward_hooks.clear()
         memory._forward_pre_hooks.clear()
@@ -94,21 +94,24 @@ def test_what_is_counted_is_what_the_allocator_gives(stack, name, checkpointing,
 
 
 @pytest.mark.parametrize("kind", ["whole", "chunked"])
-def test_what_is_saved_for_the_backward_pass_is_counted(kind):
-    """Without checkpointing, nothing but what autograd saves outlives the forward pass."""
+def test_counted_activations_match_saved_tensors(kind):
+    """Without activation checkpointing, only tensors saved by autograd remain after the forward pass."""
     config = small()
     model = cost.build_meta_model(config).to_empty(device="cpu")
     saved: dict[int, torch.UntypedStorage] = {}
 
-    def keep(tensor):
+    def record_storage(tensor):
         saved[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
         return tensor
 
     for parameter in model.parameters():
-        keep(parameter)
+        record_storage(parameter)
     weights = set(saved)
     tokens = torch.zeros(2, 64, dtype=torch.int64)
-    with MemoryTracker(model) as counted, torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+    with (
+        MemoryTracker(model) as counted,
+        torch.autograd.graph.saved_tensors_hooks(record_storage, lambda tensor: tensor),
+    ):
         loss = memory_tracker.compute_loss(model, tokens, NextTokenLoss(kind))
     kept = sum(storage.nbytes() for key, storage in saved.items() if key not in weights)
     live = counted.live.total()
@@ -118,8 +121,8 @@ def test_what_is_saved_for_the_backward_pass_is_counted(kind):
     assert counted.live["logits"] == pytest.approx(2 * 63 * 500 * 4 if kind == "whole" else 0, rel=0.05)
 
 
-def _real_pass(model, length=64, mixed=False, fused_norm=False) -> MemoryTracker:
-    """A forward and backward pass on real tensors, gradients of weights dropped as they come."""
+def run_pass(model, length=64, mixed=False, fused_norm=False) -> MemoryTracker:
+    """Run forward and backward on real tensors, freeing each weight gradient once it is computed."""
     if fused_norm:
         memory_tracker.fuse_norms(model)
     memory_tracker.free_gradients(model)
@@ -134,7 +137,7 @@ def _real_pass(model, length=64, mixed=False, fused_norm=False) -> MemoryTracker
 @pytest.mark.gpu
 @pytest.mark.parametrize("checkpointing", ["true", "false"])
 @pytest.mark.parametrize("stack", ["transformer", "stacktrans", "full_dim"])
-def test_a_gpu_takes_what_is_counted(stack, checkpointing):
+def test_gpu_memory_matches_the_count(stack, checkpointing):
     sizes = ["model.hidden_size=512", "model.num_heads=8", "model.num_kv_heads=8", "model.intermediate_size=1408"]
     config = small(
         *STACKS[stack], *sizes, "trainer.precision=bf16-mixed", f"trainer.activation_checkpointing={checkpointing}"
@@ -142,7 +145,7 @@ def test_a_gpu_takes_what_is_counted(stack, checkpointing):
     model = cost.build_meta_model(config).to_empty(device="cuda")
     model.init_weights()
     memory_tracker.free_gradients(model)
-    for _ in range(2):  # the first also sets up cuBLAS
+    for _ in range(2):  # the first pass initializes cuBLAS
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         tokens = torch.zeros(8, 1024, dtype=torch.int64, device="cuda")
@@ -156,7 +159,7 @@ def test_a_gpu_takes_what_is_counted(stack, checkpointing):
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true", "64-true"])
-def test_weights_gradients_and_optimizer_are_those_of_a_real_step(precision):
+def test_weight_gradient_and_optimizer_memory_matches_a_real_step(precision):
     config = small(f"trainer.precision={precision}")
     model = cost.build_meta_model(config).to_empty(device="cpu")
     optimizer = build_adamw(config.optimizer, model)
@@ -170,7 +173,7 @@ def test_weights_gradients_and_optimizer_are_those_of_a_real_step(precision):
     assert make_plan(config).checkpoint_bytes == training.weights + state
 
 
-def test_autocast_keeps_a_copy_of_each_matrix():
+def test_autocast_counts_a_copy_of_each_matrix():
     training = make_plan(small("model.memory=null", "trainer.precision=bf16-mixed")).training
     matrices = [p for p in cost.build_meta_model(small("model.memory=null")).parameters() if p.ndim == 2]
     assert training.gathered == 2 * sum(p.numel() for p in matrices)
@@ -178,7 +181,7 @@ def test_autocast_keeps_a_copy_of_each_matrix():
 
 
 @pytest.mark.parametrize("axis", ["time", pytest.param("token_major", marks=pytest.mark.slow)])  # 20 s
-def test_a_scan_over_the_tokens_is_extended_from_short_ones(axis, monkeypatch):
+def test_token_scan_memory_is_extrapolated_from_short_scans(axis, monkeypatch):
     config = small(f"model.memory.axis={axis}", "model.memory.num_slots=3")
     whole = memory_use.measure_pass(config, is_training=True, layers=3, batch=2, length=64)
     monkeypatch.setattr(memory_use, "_pass_cache", {})
@@ -191,7 +194,7 @@ def test_a_scan_over_the_tokens_is_extended_from_short_ones(axis, monkeypatch):
         assert counted[kind] == pytest.approx(size, rel=0.01, abs=whole.total() * 0.002), kind
 
 
-def test_time_is_flops_over_speed():
+def test_hours_are_flops_divided_by_throughput():
     config = small("trainer.devices=2", "trainer.num_nodes=2")
     planned = make_plan(config, "a100", mfu=0.5)
     assert planned.tokens == config.total_tokens
@@ -200,8 +203,8 @@ def test_time_is_flops_over_speed():
     assert planned.gpu_hours == pytest.approx(4 * planned.hours)
 
 
-def test_strategies_share_the_weights_out():
-    """hsdp shards inside a node, fsdp over all; ddp keeps buckets of all gradients besides."""
+def test_strategies_shard_weights_and_optimizer():
+    """hsdp shards within a node and fsdp across all nodes; ddp also holds gradient buckets."""
     nodes = ["trainer.devices=4", "trainer.num_nodes=2", "model.vocab_size=512"]
     single, ddp, fsdp, hsdp = (
         make_plan(small(f"trainer.strategy={strategy}", *(nodes if strategy != "single" else nodes[2:]))).training
@@ -216,7 +219,7 @@ def test_strategies_share_the_weights_out():
     assert fsdp.gathered == hsdp.gathered > 0
 
 
-def test_blocks_that_stay_gathered_take_more():
+def test_no_reshard_after_forward_keeps_blocks_gathered():
     sharded = ["trainer.strategy=fsdp", "trainer.devices=4", "trainer.precision=bf16-mixed", "model.num_layers=8"]
     resharded, kept = (
         make_plan(small(*sharded, f"trainer.reshard_after_forward={r}")).training for r in ("true", "false")
@@ -226,7 +229,7 @@ def test_blocks_that_stay_gathered_take_more():
     assert kept.gathered - resharded.gathered == 7 * 2 * block
 
 
-def test_validation_counts_where_there_are_sets(tmp_path):
+def test_validation_memory_requires_validation_sets(tmp_path):
     wide = "data.eval_batch_size=64", "model.memory=null", "model.hidden_size=16"
     whole = make_plan(small(*wide, "trainer.cross_entropy=whole")).validation
     assert whole.logits == 64 * 64 * 500 * 4 * 3 - 64 * 500 * 4 * 2
@@ -236,7 +239,7 @@ def test_validation_counts_where_there_are_sets(tmp_path):
     assert make_plan(shards).validation is None
 
 
-def test_a_memory_that_looks_at_values_cannot_be_planned(monkeypatch):
+def test_plan_rejects_value_dependent_memory(monkeypatch):
     from stackexp.models.memories.stack import StackMemory
 
     forward = StackMemory.forward
@@ -246,47 +249,47 @@ def test_a_memory_that_looks_at_values_cannot_be_planned(monkeypatch):
         _ = make_plan(small()).peak
 
 
-def on_device(monkeypatch, mib: float, *overrides: str):
-    """A plan for devices on which tensors may take `mib` MiB; there are no larger ones."""
+def plan_on_device(monkeypatch, mib: float, *overrides: str):
+    """Return a plan in which every device type has `mib` MiB for tensors."""
     device = Device("H100", 989e12, mib / 1024 / (1 - HEADROOM))
     for name in DEVICES:
         monkeypatch.setitem(DEVICES, name, device)
     return make_plan(small("data.kind=shards", "data.path=x", *overrides))
 
 
-def test_each_change_that_is_named_makes_it_fit(monkeypatch):
+def test_each_suggested_change_fits(monkeypatch):
     wide = ["data.micro_batch_size=4", "trainer.devices=2"]
-    planned = on_device(monkeypatch, 6, *wide)
+    planned = plan_on_device(monkeypatch, 6, *wide)
     assert not planned.fits
     text = suggest_changes(planned)
     assert text.startswith("any of these would fit: trainer.activation_checkpointing=true (5.")
     settings = re.findall(r"[a-z_]+\.[a-z_]+=\w+", text)
     assert settings == ["trainer.activation_checkpointing=true", "data.micro_batch_size=2"]
     for setting in settings:
-        assert on_device(monkeypatch, 6, *wide, setting).fits
-    assert not on_device(monkeypatch, 6, *wide, "data.micro_batch_size=3", "data.global_batch_tokens=768").fits
+        assert plan_on_device(monkeypatch, 6, *wide, setting).fits
+    assert not plan_on_device(monkeypatch, 6, *wide, "data.micro_batch_size=3", "data.global_batch_tokens=768").fits
 
 
-def test_changes_that_only_together_make_it_fit(monkeypatch):
-    """Eight devices with micro-batches of four would not divide the batch."""
-    text = suggest_changes(on_device(monkeypatch, 2.1, "data.micro_batch_size=4"))
+def test_suggests_combined_changes_when_no_single_change_fits(monkeypatch):
+    """Eight devices with micro-batches of four do not divide the batch."""
+    text = suggest_changes(plan_on_device(monkeypatch, 2.1, "data.micro_batch_size=4"))
     assert text.startswith("together these would fit: ")
     settings = re.findall(r"[a-z_.]+=\w+", text)
     assert settings == ["trainer.activation_checkpointing=true", "data.micro_batch_size=1", "trainer=fsdp"]
-    assert on_device(monkeypatch, 2.1, *settings).fits
+    assert plan_on_device(monkeypatch, 2.1, *settings).fits
 
 
-def test_a_larger_device_or_more_nodes(monkeypatch):
-    planned = on_device(monkeypatch, 5)
+def test_suggests_a_larger_device_or_more_nodes(monkeypatch):
+    planned = plan_on_device(monkeypatch, 5)
     monkeypatch.setitem(DEVICES, "h200", Device("H200", 989e12, 1.0))
     assert "--device h200 (962.56 MiB usable)" in suggest_changes(planned)
     sharded = ["trainer.strategy=fsdp", "trainer.devices=2", "data.global_batch_tokens=2048"]
     peak = make_plan(small("data.kind=shards", "data.path=x", *sharded)).peak / 2**20
-    text = suggest_changes(on_device(monkeypatch, peak - 0.1, *sharded))
+    text = suggest_changes(plan_on_device(monkeypatch, peak - 0.1, *sharded))
     assert "trainer.num_nodes=2" in text
 
 
-def test_nothing_helps(monkeypatch):
-    text = suggest_changes(on_device(monkeypatch, 0.5))
+def test_no_suggestion_when_nothing_fits(monkeypatch):
+    text = suggest_changes(plan_on_device(monkeypatch, 0.5))
     assert text.startswith("it needs 1.79 MiB even with trainer.activation_checkpointing=true")
     assert text.endswith("larger devices")

@@ -1,4 +1,4 @@
-"""The chunked cross entropy against the whole one: values, gradients, precision, memory; and liger-kernel's."""
+"""Chunked cross entropy and liger-kernel, compared with unchunked cross entropy: values, gradients, memory."""
 
 import pytest
 import torch
@@ -26,8 +26,8 @@ def make_inputs(dtype=torch.float64, bias=False, scale=1.0):
     return [x.to(dtype).requires_grad_() for x in numbers], tokens
 
 
-def whole(inputs, tokens, z_loss):
-    """total, cross entropy and z as one would write them down."""
+def compute_unchunked(inputs, tokens, z_loss):
+    """Compute the total loss, cross entropy and z-loss without chunks."""
     logits = F.linear(*inputs)[:, :-1]
     cross_entropy = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
     z = logits.logsumexp(-1).square().mean()
@@ -38,10 +38,10 @@ def whole(inputs, tokens, z_loss):
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("z_loss", [0.0, 0.25])
 @pytest.mark.parametrize("scale", [1.0, 30.0])  # 30: predictions that are certain, and wrong
-def test_values_and_gradients_are_those_of_the_whole(chunk, bias, z_loss, scale):
+def test_chunked_loss_and_gradients_match_unchunked(chunk, bias, z_loss, scale):
     inputs, tokens = make_inputs(bias=bias, scale=scale)
     losses = linear_cross_entropy(inputs[0], Head(*inputs[1:]), tokens, z_loss=z_loss, chunk=chunk)
-    expected = whole(inputs, tokens, z_loss)
+    expected = compute_unchunked(inputs, tokens, z_loss)
     torch.testing.assert_close(losses.total, expected[0])
     torch.testing.assert_close(losses.cross_entropy, expected[1].detach())
     assert (losses.z is None) == (z_loss == 0)
@@ -51,8 +51,8 @@ def test_values_and_gradients_are_those_of_the_whole(chunk, bias, z_loss, scale)
     torch.testing.assert_close(gradients, torch.autograd.grad(3 * expected[0], inputs))
 
 
-def test_a_second_backward_pass_is_refused():
-    """The gradients are made once and scaled in place: a second time they would be wrong."""
+def test_second_backward_pass_raises():
+    """The gradients are computed once and scaled in place, so a second pass would return wrong values."""
     inputs, tokens = make_inputs()
     total = linear_cross_entropy(inputs[0], Head(inputs[1]), tokens).total
     (2 * total).backward(retain_graph=True)
@@ -61,7 +61,7 @@ def test_a_second_backward_pass_is_refused():
 
 
 @pytest.mark.parametrize("chunk", CHUNKS)
-def test_losses_token_losses_to_evaluate_with(chunk):
+def test_token_losses_match_unchunked(chunk):
     inputs, tokens = make_inputs(torch.float32)
     expected = cross_entropy.compute_token_losses(F.linear(*inputs), tokens)
     losses = compute_linear_token_losses(inputs[0], Head(inputs[1]), tokens, chunk)
@@ -70,7 +70,7 @@ def test_losses_token_losses_to_evaluate_with(chunk):
     assert not losses.requires_grad
 
 
-def test_smoothed_labels_are_in_the_total_alone():
+def test_label_smoothing_affects_only_the_total():
     (hidden, weight), tokens = make_inputs()
     logits, targets = F.linear(hidden, weight)[:, :-1], tokens[:, 1:]
     plain, smooth = (cross_entropy.compute_losses(logits, targets, 0.1, share) for share in (0.0, 0.2))
@@ -83,13 +83,13 @@ def test_smoothed_labels_are_in_the_total_alone():
 
 @pytest.mark.parametrize("chunk", [7, 100])
 @pytest.mark.parametrize("autocast", [False, True])
-def test_bfloat16_is_as_exact_as_the_whole_in_bfloat16(chunk, autocast):
-    """Against float64, in products of bfloat16 (by autocast of float32, or throughout): at most the whole's error.
+def test_bfloat16_chunks_are_as_accurate_as_unchunked(chunk, autocast):
+    """Compare the bfloat16 errors (autocast or full bfloat16) relative to float64.
 
-    A weight in bfloat16 has its gradient rounded twice, each chunk's and their sum: sqrt(2) times the error.
+    The gradient of a bfloat16 weight is rounded in each chunk and in the sum, which allows sqrt(2) times the error.
     """
     exact, tokens = make_inputs(scale=3.0)
-    wanted = torch.autograd.grad(whole(exact, tokens, 0.1)[0], exact)
+    wanted = torch.autograd.grad(compute_unchunked(exact, tokens, 0.1)[0], exact)
     inputs = [x.detach().to(torch.float32 if autocast else torch.bfloat16).requires_grad_() for x in exact]
     errors = {}
     for name in ("whole", "chunked"):
@@ -106,8 +106,8 @@ def test_bfloat16_is_as_exact_as_the_whole_in_bfloat16(chunk, autocast):
         assert ours <= (1.1 if autocast or chunk > B * T else 1.5) * theirs < 0.02, errors
 
 
-class Largest(TorchDispatchMode):
-    """The most numbers that a tensor with a row for each symbol of the vocabulary has had, by its dtype."""
+class LogitRows(TorchDispatchMode):
+    """A dispatch mode that records the largest number of logit rows, by dtype."""
 
     def __init__(self):
         super().__init__()
@@ -122,10 +122,10 @@ class Largest(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("kind", ["chunked", "whole"])
-def test_no_logits_of_the_whole_batch_exist(kind):
+def test_chunks_never_hold_logits_of_the_full_batch(kind):
     model, tokens = make_model(), make_tokens()
     criterion = NextTokenLoss(kind, chunk=D + 1, z_loss=0.1)  # the weight itself, transposed, has D rows
-    with Largest() as largest:
+    with LogitRows() as largest:
         with torch.autocast("cpu", torch.bfloat16):
             loss = criterion(model, model(tokens, return_hidden=criterion.needs_hidden), tokens).total
         loss.backward()
@@ -148,7 +148,7 @@ def make_tokens():
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("memory", [True, False])
-def test_a_model_learns_the_same_from_chunks(tied, memory):
+def test_chunked_loss_gives_the_same_model_gradients(tied, memory):
     model, tokens = make_model(tied, memory).double(), make_tokens()
     gradients = {}
     for criterion in (NextTokenLoss("whole", z_loss=0.1), NextTokenLoss("chunked", chunk=5, z_loss=0.1)):
@@ -160,7 +160,7 @@ def test_a_model_learns_the_same_from_chunks(tied, memory):
 
 
 @pytest.mark.parametrize("kind", ["chunked", "whole"])
-def test_training_and_evaluation_go_by_the_config(kind, monkeypatch):
+def test_config_selects_the_loss_in_training_and_evaluation(kind, monkeypatch):
     options = ["model.hidden_size=6", "model.num_layers=1", "model.num_heads=1", "model.num_kv_heads=1"]
     options += [f"model.vocab_size={V}", "data.kind=shards", "data.path=none", f"data.vocab_size={V}"]
     options += [f"trainer.cross_entropy={kind}", "trainer.cross_entropy_chunk=7", "trainer.z_loss=0.1"]
@@ -173,14 +173,14 @@ def test_training_and_evaluation_go_by_the_config(kind, monkeypatch):
     loss = lm.training_step(batch, 0)
     assert chunks == ([7, 7, 7, 3] if kind == "chunked" else [])
     output = lm.model(batch["tokens"])
-    total, alone, z = whole([output.logits, torch.eye(V)], batch["tokens"], 0.1)
+    total, alone, z = compute_unchunked([output.logits, torch.eye(V)], batch["tokens"], 0.1)
     torch.testing.assert_close(loss, total + lm.model.entropy_weight * output.entropy)
     metrics = lm.step_metrics.drain()
     assert (metrics["loss/train"], metrics["loss/z"]) == pytest.approx((alone.item(), z.item()), rel=1e-5)
 
 
-def test_a_recurrent_model_has_chunks_too():
-    """Its output projection has a bias."""
+def test_recurrent_models_support_chunks():
+    """The output projection of a recurrent model has a bias."""
     options = ["model.kind=lstm", "model.hidden_size=6", "model.num_layers=1", f"model.vocab_size={V}"]
     options += [f"data.vocab_size={V}", "data.kind=shards", "data.path=none", "trainer.precision=32-true"]
     config = compose(["quickstart"], ["model.kind=lstm", *options[1:]])
@@ -192,19 +192,19 @@ def test_a_recurrent_model_has_chunks_too():
     torch.testing.assert_close(losses["chunked"], losses["whole"])
 
 
-def test_a_compiled_chunk_is_the_same(monkeypatch):
-    """In the form it has under torch.compile: without what changes tensors in place."""
+def test_compiled_chunk_matches_eager(monkeypatch):
+    """Use the chunk function for torch.compile, which does not modify tensors in place."""
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     inputs, tokens = make_inputs(bias=True)
-    expected = torch.autograd.grad(whole(inputs, tokens, 0.1)[0], inputs)
+    expected = torch.autograd.grad(compute_unchunked(inputs, tokens, 0.1)[0], inputs)
     total = linear_cross_entropy(inputs[0], Head(*inputs[1:]), tokens, z_loss=0.1, chunk=5).total
     torch.testing.assert_close(torch.autograd.grad(total, inputs), expected)
 
 
 @pytest.mark.slow  # compiles with the C++ compiler
-def test_compiled_by_the_inductor():
+def test_inductor_chunk_matches_eager():
     inputs, tokens = make_inputs(torch.float32)
-    expected = whole(inputs, tokens, 0.1)
+    expected = compute_unchunked(inputs, tokens, 0.1)
     losses = linear_cross_entropy(inputs[0], Head(inputs[1]), tokens, z_loss=0.1, chunk=6, compiled=True)
     torch.testing.assert_close(losses.total, expected[0])
     torch.testing.assert_close(torch.autograd.grad(losses.total, inputs), torch.autograd.grad(expected[0], inputs))
@@ -212,7 +212,7 @@ def test_compiled_by_the_inductor():
     torch.testing.assert_close(token_losses.mean(), expected[1])
 
 
-def test_without_liger_kernel_one_line_says_so(monkeypatch):
+def test_missing_liger_kernel_is_one_line_error(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "liger_kernel", None)
     cross_entropy._load_liger.cache_clear()
     with pytest.raises(ConfigError, match=r"trainer\.cross_entropy=liger needs .*pip install 'stackexp\[liger\]'"):
@@ -222,11 +222,11 @@ def test_without_liger_kernel_one_line_says_so(monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("z_loss", [0.0, 0.1])
-def test_liger_kernel_on_a_gpu(z_loss):
+def test_liger_kernel_on_gpu_matches_chunked(z_loss):
     pytest.importorskip("liger_kernel")
     inputs, tokens = make_inputs(torch.float32)
     inputs, tokens = [x.detach().cuda().requires_grad_() for x in inputs], tokens.cuda()
-    expected = whole(inputs, tokens, z_loss)
+    expected = compute_unchunked(inputs, tokens, z_loss)
     output = DecoderOutput(None, torch.zeros(()), None, inputs[0])
     model = torch.nn.Module()
     model.output_head = Head(inputs[1])

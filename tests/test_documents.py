@@ -1,4 +1,4 @@
-"""Documents within a sequence: their numbers and positions, and a decoder that keeps them apart."""
+"""Documents within a sequence: their ids, positions and masks, and their separation in the decoder."""
 
 from types import SimpleNamespace
 
@@ -30,16 +30,16 @@ def make_model(memory: dict | None, dtype: torch.dtype = torch.float64) -> Trans
     return Transformer(TransformerConfig(**sizes, memory=memory and StackMemoryConfig(**memory))).to(dtype)
 
 
-def test_the_token_that_ends_a_document_belongs_to_it():
+def test_end_token_belongs_to_its_document():
     assert compute_document_ids(TOKENS, END).tolist() == [[0, 0, 0, 1, 1, 2, 3, 3, 3], [0, 1, 1, 1, 1, 1, 1, 1, 1]]
 
 
-def test_positions_begin_anew_in_each_document():
-    places = compute_document_positions(compute_document_ids(TOKENS, END))
-    assert places.tolist() == [[0, 1, 2, 0, 1, 0, 0, 1, 2], [0, 0, 1, 2, 3, 4, 5, 6, 7]]
+def test_positions_restart_in_each_document():
+    positions = compute_document_positions(compute_document_ids(TOKENS, END))
+    assert positions.tolist() == [[0, 1, 2, 0, 1, 0, 0, 1, 2], [0, 0, 1, 2, 3, 4, 5, 6, 7]]
 
 
-def test_the_mask_is_causal_and_within_documents():
+def test_document_mask_is_causal_and_block_diagonal():
     mask = build_document_mask(compute_document_ids(TOKENS[:1, :5], END))
     assert mask.shape == (1, 1, 5, 5)
     assert mask[0, 0].int().tolist() == [
@@ -53,7 +53,7 @@ def test_the_mask_is_causal_and_within_documents():
 
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("memory", [None, DEPTH, DEPTH | {"site": "before_attention", "discipline": "queue"}])
-def test_documents_in_one_sequence_are_as_if_run_one_by_one(memory, recompute):
+def test_packed_documents_match_separate_documents(memory, recompute):
     model = make_model(memory)
     model.checkpoint_blocks = recompute
     documents = compute_document_ids(TOKENS, END)
@@ -62,7 +62,7 @@ def test_documents_in_one_sequence_are_as_if_run_one_by_one(memory, recompute):
         for number in numbers.unique():
             alone = model(row[numbers == number][None]).logits[0]
             torch.testing.assert_close(logits[numbers == number], alone)
-    assert not torch.allclose(together, model(TOKENS).logits), "the documents make no difference: this proves nothing"
+    assert not torch.allclose(together, model(TOKENS).logits), "the document mask must change the logits"
 
 
 def test_gradients_stay_within_the_document():
@@ -71,25 +71,25 @@ def test_gradients_stay_within_the_document():
     model.embedding.register_forward_hook(lambda _, __, output: embedded.append(output.retain_grad() or output))
     documents = compute_document_ids(TOKENS, END)
     model(TOKENS, documents=documents).logits[0, 4].sum().backward()  # the end of document 1: tokens 3 and 4
-    of_tokens = embedded[0].grad.abs().sum(-1)
-    assert of_tokens.nonzero().tolist() == [[0, 3], [0, 4]]
+    token_gradients = embedded[0].grad.abs().sum(-1)
+    assert token_gradients.nonzero().tolist() == [[0, 3], [0, 4]]
 
 
-def test_one_document_is_the_plain_sequence():
+def test_single_document_matches_unmasked_sequence():
     model, tokens = make_model(DEPTH, torch.float32), TOKENS[:, 1:8].clamp(min=1)
     whole = model(tokens, documents=compute_document_ids(tokens, END)).logits
     torch.testing.assert_close(whole, model(tokens).logits)
 
 
-def test_switched_off_nothing_is_built(monkeypatch):
+def test_no_documents_builds_no_mask_or_positions(monkeypatch):
     masks = []
     attention = torch.nn.functional.scaled_dot_product_attention
 
-    def watched(q, k, v, mask=None, **options):
+    def record_mask(q, k, v, mask=None, **options):
         masks.append((mask, options["is_causal"]))
         return attention(q, k, v, mask, **options)
 
-    monkeypatch.setattr("stackexp.models.attention_backends.F.scaled_dot_product_attention", watched)
+    monkeypatch.setattr("stackexp.models.attention_backends.F.scaled_dot_product_attention", record_mask)
     monkeypatch.setattr("stackexp.models.attention_backends.build_document_mask", None)
     monkeypatch.setattr("stackexp.models.transformer.compute_document_positions", None)
     make_model(DEPTH)(TOKENS)
@@ -97,12 +97,12 @@ def test_switched_off_nothing_is_built(monkeypatch):
 
 
 @pytest.mark.parametrize("axis", ["time", "token_major"])
-def test_a_memory_that_lasts_from_token_to_token_is_refused(axis):
+def test_documents_reject_memory_across_tokens(axis):
     with pytest.raises(ValueError, match=r"model\.memory\.axis=depth"):
         make_model(DEPTH | {"axis": axis})(TOKENS, documents=compute_document_ids(TOKENS, END))
 
 
-def test_generating_knows_nothing_of_documents():
+def test_generation_ignores_document_boundaries():
     model = make_model(DEPTH)
     with pytest.raises(ValueError, match="cache"):
         model(TOKENS, Cache(), documents=compute_document_ids(TOKENS, END))
@@ -112,8 +112,8 @@ def test_generating_knows_nothing_of_documents():
         assert tokens[0, length] == model(tokens[:, :length]).logits[0, -1].argmax()
 
 
-def test_data_document_mask_reaches_the_loss_in_training(tiny, corpus, tmp_path):
-    """Of the first step, before which the model is what it was made as: the loss over documents run one by one."""
+def test_document_mask_changes_the_training_loss(tiny, corpus, tmp_path):
+    """Check that the loss of the first step, from the initial weights, equals the loss over separate documents."""
     texts = [f"{n} of {n * n}\n" for n in range(300)]
     tokenizer = load_tokenizer(corpus["train"] / "tokenizer.json")
     write_documents(tmp_path / "short", texts, tokenizer, 32)
@@ -147,4 +147,4 @@ def test_data_document_mask_reaches_the_loss_in_training(tiny, corpus, tmp_path)
                 together.append(torch.nn.functional.cross_entropy(model(row[None]).logits[0, :-1], row[1:]))
     assert found[True] == pytest.approx(torch.stack(alone).mean().item(), abs=2e-6)
     assert found[False] == pytest.approx(torch.stack(together).mean().item(), abs=2e-6)
-    assert abs(found[True] - found[False]) > 1e-5, "the mask makes no difference: this proves nothing"
+    assert abs(found[True] - found[False]) > 1e-5, "the mask must change the loss"

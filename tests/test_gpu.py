@@ -1,4 +1,4 @@
-"""What the CPU tests show, on a CUDA device: `pytest -m gpu`."""
+"""The main CPU tests on a CUDA device. Run with `pytest -m gpu`."""
 
 import itertools
 from collections.abc import Iterator
@@ -35,7 +35,7 @@ MEMORIES = {
 
 @pytest.fixture(autouse=True)
 def exact_float32() -> Iterator[None]:
-    """No TF32, whatever a test before has set."""
+    """Disable TF32 during each test."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     yield
@@ -56,7 +56,7 @@ def make_tokens() -> torch.Tensor:
 
 
 def unroll(implementation, inputs: list[torch.Tensor], **options) -> tuple[list, tuple]:
-    """Every output of T steps, and the gradients of a random functional of them."""
+    """Return the outputs of T steps and the gradients of a random linear function of them."""
     x, logits, query = inputs
     state, outputs = implementation.empty((B, H), options["num_slots"], D, x), []
     for t in range(T):
@@ -70,8 +70,8 @@ def unroll(implementation, inputs: list[torch.Tensor], **options) -> tuple[list,
 
 @pytest.mark.parametrize("num_slots", [1, 7, 40])
 @pytest.mark.parametrize("discipline", ["stack", "queue", "push_only"])
-def test_eager_equals_the_reference(discipline, num_slots):
-    """In float32; the additive mask in float64, as (1 - M) * 1e9 makes the rounding of M choose among full slots."""
+def test_eager_matches_the_reference(discipline, num_slots):
+    """Use float64 for the additive mask: (1 - M) * 1e9 amplifies the rounding of M among full slots."""
     generator = torch.Generator().manual_seed(3)
     shapes = [(T, B, H, D), (T, B, H, 2 if discipline == "push_only" else 3), (H, D)]
     numbers = [torch.randn(shape, generator=generator) for shape in shapes]
@@ -89,7 +89,7 @@ def test_eager_equals_the_reference(discipline, num_slots):
 
 
 @pytest.mark.parametrize("name", MEMORIES)
-def test_equals_the_cpu_in_float32(name):
+def test_float32_matches_the_cpu(name):
     model, tokens = make_model(MEMORIES[name]), make_tokens()
     on_gpu = model(tokens, probe=True)
     on_gpu.logits.square().mean().backward()
@@ -104,7 +104,7 @@ def test_equals_the_cpu_in_float32(name):
 
 
 @pytest.mark.parametrize("name", MEMORIES)
-def test_bf16_autocast_is_finite_and_near_float32(name):
+def test_bf16_autocast_is_finite_and_close_to_float32(name):
     model, tokens = make_model(MEMORIES[name]), make_tokens()
     with torch.no_grad():
         exact = model(tokens).logits
@@ -122,7 +122,7 @@ def test_bf16_autocast_is_finite_and_near_float32(name):
 
 @pytest.mark.parametrize("name", MEMORIES)
 @pytest.mark.parametrize("chunks", [[1] * T, [5, 1, T - 6], [T - 1, 1]])
-def test_cached_logits_equal_those_of_the_whole(name, chunks):
+def test_cached_logits_match_full_forward(name, chunks):
     model, tokens, cache = make_model(MEMORIES[name]).eval(), make_tokens(), Cache()
     with torch.no_grad():
         logits = torch.cat([model(part, cache).logits for part in tokens.split(chunks, 1)], 1)
@@ -130,7 +130,7 @@ def test_cached_logits_equal_those_of_the_whole(name, chunks):
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_without_a_memory_it_is_the_plain_transformer_bit_for_bit(tied):
+def test_null_memory_matches_plain_transformer_exactly(tied):
     model, tokens = make_model(None, tie_embeddings=tied), make_tokens()
     h = model.embedding(tokens)
     positions = Positions(build_rope_table(model.config, 0, T, h))
@@ -142,7 +142,7 @@ def test_without_a_memory_it_is_the_plain_transformer_bit_for_bit(tied):
 
 
 @pytest.mark.parametrize("name", ["depth", "queue"])
-def test_compiled_equals_eager(name):
+def test_compiled_matches_eager(name):
     model, tokens = make_model(MEMORIES[name]), make_tokens()
     results = []
     for run in (model, torch.compile(model)):

@@ -1,4 +1,4 @@
-"""How weights are drawn."""
+"""Weight initialization: fan-in scaling, truncation and embedding scale."""
 
 import math
 
@@ -30,7 +30,7 @@ def draw(output_of_layer: int | None = None, **options) -> torch.Tensor:
         (7, 1 / math.sqrt(16 * FAN_IN)),
     ],
 )
-def test_fan_in_is_a_normal_cut_at_three_sigma(output_of_layer, sigma):
+def test_fan_in_is_a_normal_truncated_at_three_sigma(output_of_layer, sigma):
     weight = draw(output_of_layer, init="fan_in", init_std=5.0)
     assert weight.mean().item() == pytest.approx(0, abs=sigma / 100)
     assert weight.std().item() == pytest.approx(OF_TRUNCATED * sigma, rel=5e-3)
@@ -39,7 +39,7 @@ def test_fan_in_is_a_normal_cut_at_three_sigma(output_of_layer, sigma):
 
 
 @pytest.mark.parametrize("output_of_layer", [None, 0, 7])
-def test_normal_is_neither_cut_nor_scaled(output_of_layer):
+def test_normal_is_not_truncated_or_scaled(output_of_layer):
     weight = draw(output_of_layer, init="normal", init_std=0.02)
     assert weight.mean().item() == pytest.approx(0, abs=2e-4)
     assert weight.std().item() == pytest.approx(0.02, rel=5e-3)
@@ -54,10 +54,10 @@ def test_fan_in_is_the_last_dimension():
 
 
 @pytest.mark.parametrize("init", ["fan_in", "normal"])
-def test_the_embedding_may_have_a_size_of_its_own(init):
+def test_embedding_std_applies_only_to_the_embedding(init):
     options = {"vocab_size": 1000, "hidden_size": 48, "num_layers": 1, "num_heads": 2, "num_kv_heads": 2}
     config = TransformerConfig(**options, intermediate_size=32, init=init, tie_embeddings=False, embedding_std=1.5)
     model = Transformer(config)
     assert model.embedding.weight.std().item() == pytest.approx(1.5, rel=0.02)
-    assert model.embedding.weight.abs().max() > 3.5 * 1.5, "it is not cut"
+    assert model.embedding.weight.abs().max() > 3.5 * 1.5, "it is not truncated"
     assert model.head.weight.std().item() < 0.2

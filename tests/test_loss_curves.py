@@ -1,4 +1,4 @@
-"""A model trained by each implementation of the stack's step: the loss curves differ by the drift of rounding alone."""
+"""Loss curves of each stack step implementation, which differ only by rounding."""
 
 import functools
 
@@ -21,8 +21,8 @@ MEMORIES = {
 
 
 @functools.cache
-def curve(memory: str, implementation: str, dtype: torch.dtype, device: str = "cpu") -> torch.Tensor:
-    """Losses [STEPS] in float64. Each token is followed by one that it and the one before it fix."""
+def compute_curve(memory: str, implementation: str, dtype: torch.dtype, device: str = "cpu") -> torch.Tensor:
+    """Return the training losses [STEPS] in float64. Each token is a function of the two tokens before it."""
     torch.manual_seed(0)
     config = StackMemoryConfig(**MEMORIES[memory], axis="depth", entropy_weight=0.01)
     model = Transformer(TransformerConfig(**SIZES, memory=config)).to(device, dtype)
@@ -45,24 +45,24 @@ def curve(memory: str, implementation: str, dtype: torch.dtype, device: str = "c
 
 @pytest.mark.parametrize("memory", MEMORIES)
 @pytest.mark.parametrize("implementation", ["eager", "numba"])
-def test_the_curve_is_the_reference_s(memory, implementation):
-    exact = curve(memory, "reference", torch.float64)
-    assert exact[-1] < 0.7 * exact[0], "it must learn something"
-    drift = (curve(memory, "reference", torch.float32) - exact).abs().max()
-    assert (curve(memory, implementation, torch.float32) - exact).abs().max() <= 4 * drift
+def test_loss_curve_matches_the_reference(memory, implementation):
+    exact = compute_curve(memory, "reference", torch.float64)
+    assert exact[-1] < 0.7 * exact[0], "the loss must decrease"
+    drift = (compute_curve(memory, "reference", torch.float32) - exact).abs().max()
+    assert (compute_curve(memory, implementation, torch.float32) - exact).abs().max() <= 4 * drift
 
 
-def test_another_memory_has_another_curve():
-    """Else the test above could not fail."""
-    curves = [curve(memory, "reference", torch.float64) for memory in ("stacktrans", "queue")]
-    drift = (curve("stacktrans", "reference", torch.float32) - curves[0]).abs().max()
+def test_different_memories_have_different_loss_curves():
+    """Check that the test above can fail."""
+    curves = [compute_curve(memory, "reference", torch.float64) for memory in ("stacktrans", "queue")]
+    drift = (compute_curve("stacktrans", "reference", torch.float32) - curves[0]).abs().max()
     assert (curves[0] - curves[1]).abs().max() > 40 * drift
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("memory", MEMORIES)
-def test_the_curve_of_triton_s_kernels_is_the_reference_s(memory):
-    exact = curve(memory, "reference", torch.float64, "cuda")
-    drift = (curve(memory, "reference", torch.float32, "cuda") - exact).abs().max()
-    assert (curve(memory, "triton", torch.float32, "cuda") - exact).abs().max() <= 4 * drift
+def test_triton_loss_curve_matches_the_reference(memory):
+    exact = compute_curve(memory, "reference", torch.float64, "cuda")
+    drift = (compute_curve(memory, "reference", torch.float32, "cuda") - exact).abs().max()
+    assert (compute_curve(memory, "triton", torch.float32, "cuda") - exact).abs().max() <= 4 * drift

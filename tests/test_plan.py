@@ -1,4 +1,4 @@
-"""`python -m stackexp plan` as a user meets it."""
+"""The command `python -m stackexp plan`: tables, JSON and errors."""
 
 import json
 import subprocess
@@ -16,7 +16,7 @@ from stackexp.planning.devices import DEVICES, Device
 TINY = ["--config", "quickstart", "model.num_layers=2", "data.context_length=64", "data.micro_batch_size=2"]
 
 
-def test_prints_size_time_and_memory(capsys):
+def test_plan_prints_size_time_and_memory(capsys):
     assert main(["plan", *TINY, "trainer.devices=2", "--device", "h200", "--mfu", "0.5"]) == 0
     output = capsys.readouterr().out
     planned = make_plan(compose(TINY[1:2], [*TINY[2:], "trainer.devices=2"]), "h200", 0.5)
@@ -32,7 +32,7 @@ def test_prints_size_time_and_memory(capsys):
     assert f"{planned.training.logits / 2**20:,.2f} MiB" in output
 
 
-def test_json_holds_the_same_numbers(capsys):
+def test_json_matches_the_table(capsys):
     assert main(["plan", *TINY, "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)
     planned = make_plan(compose(TINY[1:2], TINY[2:]))
@@ -43,7 +43,7 @@ def test_json_holds_the_same_numbers(capsys):
     assert printed["fits"] is True
 
 
-def test_what_does_not_fit_is_one_line_after_the_table(capsys, monkeypatch):
+def test_out_of_memory_is_one_line_after_the_table(capsys, monkeypatch):
     monkeypatch.setitem(DEVICES, "a100", Device("A100", 312e12, 0.01))
     assert main(["plan", *TINY, "--device", "a100"]) == 1
     output, error = capsys.readouterr()
@@ -54,7 +54,7 @@ def test_what_does_not_fit_is_one_line_after_the_table(capsys, monkeypatch):
     assert error.count("\n") == 1
 
 
-def test_json_of_what_does_not_fit_is_still_json(capsys, monkeypatch):
+def test_json_is_valid_when_the_run_does_not_fit(capsys, monkeypatch):
     monkeypatch.setitem(DEVICES, "a100", Device("A100", 312e12, 0.01))
     assert main(["plan", *TINY, "--device", "a100", "--json"]) == 1
     assert json.loads(capsys.readouterr().out)["fits"] is False
@@ -73,7 +73,7 @@ def test_json_of_what_does_not_fit_is_still_json(capsys, monkeypatch):
         ([*TINY, "--devise", "h200"], "unknown option --devise; did you mean '--device'?"),
     ],
 )
-def test_mistakes_are_one_line(capsys, arguments, message):
+def test_invalid_arguments_are_one_line_errors(capsys, arguments, message):
     assert main(["plan", *arguments]) == 2
     output, error = capsys.readouterr()
     assert output == ""
@@ -81,7 +81,7 @@ def test_mistakes_are_one_line(capsys, arguments, message):
     assert error.count("\n") == 1
 
 
-def test_mistakes_are_found_before_torch_is_imported():
+def test_invalid_arguments_are_rejected_before_importing_torch():
     code = "import sys; from stackexp.cli import main; print(main(sys.argv[1:]), 'torch' in sys.modules)"
     command = [sys.executable, "-c", code, "plan", *TINY, "--mfu", "2"]
     assert subprocess.run(command, capture_output=True, text=True).stdout == "2 False\n"
@@ -89,19 +89,19 @@ def test_mistakes_are_found_before_torch_is_imported():
 
 @pytest.mark.slow  # 15 plans
 @pytest.mark.parametrize("name", [name for name in list_config_names() if name.startswith(("pretrain/", "ablation/"))])
-def test_shipped_configs_fit_on_eight_cards_of_80_gb(name, capsys):
+def test_shipped_configs_fit_on_eight_80_gb_devices(name, capsys):
     assert main(["plan", "--config", name, "trainer=fsdp"]) == 0, capsys.readouterr().err
 
 
-def test_strings_of_formal_languages_are_counted_as_long_as_they_are(capsys):
-    """In the mean where tokens are counted, at their longest where memory is; a batch is of all devices."""
+def test_formal_language_plan_uses_actual_string_lengths(capsys):
+    """Token counts use the mean length and memory uses the maximum length. A batch spans all devices."""
     steps = ["data.batch_size=128", "trainer.max_steps=10", "schedule.warmup_steps=0", "data.max_length=9"]
     one = compose(["formal/transformer"], [*steps, "data.task=duplicate_string"])
     assert (one.data.context_length, one.data.global_batch_tokens) == (27, 128 * 15)
     root = compose(["formal/transformer"], [*steps, "data.task=compute_sqrt", "data.max_length=3"])
     assert (root.data.context_length, root.total_tokens) == (5, 10 * round(128 * (2 + 3 + 5) / 3))
     addition = compose(["formal/transformer"], [*steps, "data.task=binary_addition"])
-    assert addition.data.global_batch_tokens == 128 * (6 + 7), "of 3 symbols and more"
+    assert addition.data.global_batch_tokens == 128 * (6 + 7), "strings have at least 3 symbols"
     two = compose(["formal/transformer"], [*steps, "data.task=duplicate_string", "trainer.devices=2"])
     assert make_plan(two).training.activations == pytest.approx(make_plan(one).training.activations / 2, rel=0.1)
     assert two.accumulate_grad_batches == one.accumulate_grad_batches == 1
@@ -111,7 +111,7 @@ def test_strings_of_formal_languages_are_counted_as_long_as_they_are(capsys):
     assert "1 micro-batches of 64 x up to 18 tokens on each device" in output
 
 
-def test_a_smaller_batch_of_strings_is_a_remedy():
+def test_suggests_a_smaller_formal_language_batch():
     planned = make_plan(compose(["formal/transformer"], ["data.batch_size=32"]))
     assert suggestions.get_batch_option(planned) == "batch_size"
     change, smaller = suggestions.change_option(planned, "data.batch_size", 16)

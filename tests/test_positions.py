@@ -1,4 +1,4 @@
-"""Positions of the decoder: RoPE, sinusoids, ALiBi, none, scores by log n; causal or not; answers in own symbols."""
+"""Positional encodings of the decoder, non-causal attention, attention windows and output vocabularies."""
 
 import math
 
@@ -32,10 +32,10 @@ def make_tokens(length=T):
     return torch.randint(VOCAB, (B, length), generator=torch.Generator().manual_seed(1))
 
 
-def attention_by_hand(attention, x, bias, scale):
-    """Softmax attention without rotations, one query head at a time: scores of query t times scale[t].
+def compute_attention(attention, x, bias, scale):
+    """Compute softmax attention without RoPE, one query head at a time.
 
-    bias [heads, T, T] is added to them.
+    The scores of query t are multiplied by scale[t]; then bias [heads, T, T] is added.
     """
     size = HIDDEN // HEADS
     q = attention.q_proj(x).unflatten(-1, (HEADS, size))
@@ -47,16 +47,16 @@ def attention_by_hand(attention, x, bias, scale):
     return attention.o_proj(torch.cat(heads, -1))
 
 
-def decoder_by_hand(model, h, bias, scale):
+def compute_logits(model, h, bias, scale):
     for layer in model.layers:
-        h = h + attention_by_hand(layer.attention, layer.attention_norm(h), bias, scale)
+        h = h + compute_attention(layer.attention, layer.attention_norm(h), bias, scale)
         h = h + layer.feed_forward(layer.feed_forward_norm(h))
     return F.linear(model.norm(h), model.embedding.weight)
 
 
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("positional", ["none", "sinusoidal", "alibi", "log_scale"])
-def test_the_decoder_is_the_one_written_out(positional, causal):
+def test_logits_match_explicit_positional_encoding(positional, causal):
     model, tokens = make_model(positional=positional, causal=causal), make_tokens()
     h, bias = model.embedding(tokens), torch.zeros(HEADS, T, T, dtype=torch.float64)
     scale = torch.ones(T, dtype=torch.float64)
@@ -72,7 +72,7 @@ def test_the_decoder_is_the_one_written_out(positional, causal):
                 bias[:, i, j] = -torch.inf
             elif positional == "alibi":
                 bias[:, i, j] = torch.tensor([-abs(i - j) / 4 ** (n + 1) for n in range(HEADS)])
-    torch.testing.assert_close(model(tokens).logits, decoder_by_hand(model, h, bias, scale))
+    torch.testing.assert_close(model(tokens).logits, compute_logits(model, h, bias, scale))
 
 
 @pytest.mark.parametrize(
@@ -86,11 +86,11 @@ def test_the_decoder_is_the_one_written_out(positional, causal):
         (15, [1, 2, 3, 4, 5, 6, 7, 8, 0.5, 1.5, 2.5, 3.5, 4.5, 5.5, 6.5]),
     ],
 )
-def test_alibi_slopes_are_those_of_the_paper(heads, exponents):
+def test_alibi_slopes_match_paper(heads, exponents):
     assert compute_alibi_slopes(heads) == pytest.approx([2**-e for e in exponents])
 
 
-def test_tables_are_float32_for_bfloat16_and_begin_where_they_should():
+def test_tables_are_float32_and_start_at_the_offset():
     like = torch.zeros(1, dtype=torch.bfloat16)
     table = build_sinusoidal_table(8, 4000, 2, like)
     assert table.dtype == torch.float32
@@ -107,17 +107,19 @@ def test_tables_are_float32_for_bfloat16_and_begin_where_they_should():
 @pytest.mark.parametrize("positional", KINDS)
 @pytest.mark.parametrize("window", [None, 1, 3])
 @pytest.mark.parametrize("chunks", [[1] * T, [4, 1, 4]])
-def test_cached_logits_equal_those_of_the_whole(positional, memory, chunks, window):
+def test_cached_logits_match_full_forward(positional, memory, chunks, window):
     model, tokens = make_model(positional=positional, memory=memory, attention_window=window).eval(), make_tokens()
     cache = Cache()
     logits = torch.cat([model(part, cache).logits for part in tokens.split(chunks, 1)], 1)
     torch.testing.assert_close(logits, model(tokens).logits)
     kept = {layer: keys.shape[2] for layer, (keys, _) in cache.keys_values.items()}
-    assert kept == ({} if window == 1 else dict.fromkeys(range(3), (window or T + 1) - 1)), "what is seen again"
+    assert kept == ({} if window == 1 else dict.fromkeys(range(3), (window or T + 1) - 1)), (
+        "the cache keeps only keys inside the window"
+    )
 
 
 @pytest.mark.parametrize("positional", KINDS)
-def test_causal_attention_sees_no_later_token_and_bidirectional_attention_does(positional):
+def test_only_non_causal_attention_sees_later_tokens(positional):
     tokens, changed = make_tokens(), make_tokens()
     changed[:, 5] = (changed[:, 5] + 1) % VOCAB
     for causal in (True, False):
@@ -128,12 +130,12 @@ def test_causal_attention_sees_no_later_token_and_bidirectional_attention_does(p
 
 
 @pytest.mark.parametrize("positional", KINDS)
-def test_a_window_ends_what_a_token_sees(positional):
+def test_attention_window_limits_the_receptive_field(positional):
     tokens, changed = make_tokens(), make_tokens()
     changed[:, 2] = (changed[:, 2] + 1) % VOCAB
     model = make_model(positional=positional, attention_window=2)
     moved = (model(changed).logits - model(tokens).logits).abs().amax((0, 2))
-    assert all(moved[2:6] > 1e-9), "one token further in each of three layers"
+    assert all(moved[2:6] > 1e-9), "each of the three layers adds one token"
     assert all(moved[:2] < 1e-12)
     assert all(moved[6:] < 1e-12)
     whole, wide = (make_model(positional=positional, attention_window=width)(tokens).logits for width in (None, T))
@@ -143,7 +145,7 @@ def test_a_window_ends_what_a_token_sees(positional):
 @pytest.mark.parametrize(
     ("positional", "same"), [("rope", True), ("alibi", True), ("none", True), ("sinusoidal", False)]
 )
-def test_only_sinusoids_tell_where_a_sequence_begins(positional, same):
+def test_only_sinusoidal_encoding_depends_on_the_start_position(positional, same):
     """Run the same tokens at positions 0 and 40 without earlier tokens; the other encodings are relative."""
     model, outputs = make_model(positional=positional), []
     for start in (0, 40):
@@ -157,7 +159,7 @@ def test_only_sinusoids_tell_where_a_sequence_begins(positional, same):
 
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("positional", KINDS)
-def test_documents_are_run_as_if_one_by_one(positional, window):
+def test_packed_documents_match_separate_documents(positional, window):
     model, tokens = make_model(positional=positional, attention_window=window), make_tokens()
     documents = torch.tensor([[0] * 4 + [1] * 5, [3] * 7 + [8] * 2])
     logits = model(tokens, documents=documents).logits
@@ -165,7 +167,7 @@ def test_documents_are_run_as_if_one_by_one(positional, window):
     torch.testing.assert_close(logits[1, :7], model(tokens[1:, :7]).logits[0])
 
 
-def test_what_needs_order_is_refused_without_causality():
+def test_non_causal_model_rejects_cache_documents_and_token_major():
     model, tokens = make_model(causal=False), make_tokens()
     for options in ({"cache": Cache()}, {"documents": torch.zeros_like(tokens)}):
         with pytest.raises(ValueError, match=r"model\.causal=false.*set model\.causal=true"):
@@ -175,7 +177,7 @@ def test_what_needs_order_is_refused_without_causality():
 
 
 @pytest.mark.parametrize("memory", [None, {"axis": "depth"}, {"axis": "time"}])
-def test_answers_in_symbols_of_their_own(memory):
+def test_output_vocab_size_shrinks_the_output_head(memory):
     model = make_model(output_vocab_size=5, tie_embeddings=False, memory=memory)
     plain = make_model(tie_embeddings=False, memory=memory)
     assert model(make_tokens()).logits.shape == (B, T, 5)
@@ -185,7 +187,7 @@ def test_answers_in_symbols_of_their_own(memory):
 
 @pytest.mark.parametrize("positional", KINDS)
 @pytest.mark.parametrize("causal", [True, False])
-def test_precisions_agree(positional, causal):
+def test_lower_precision_logits_match_float64(positional, causal):
     exact, tokens = make_model(positional=positional, causal=causal), make_tokens()
     wanted = exact(tokens).logits
     for dtype, autocast in ((torch.float32, False), (torch.float32, True), (torch.bfloat16, False)):
@@ -198,7 +200,7 @@ def test_precisions_agree(positional, causal):
 
 
 @pytest.mark.parametrize("positional", KINDS)
-def test_activation_checkpointing_gives_identical_gradients(positional):
+def test_activation_checkpointing_preserves_gradients(positional):
     model, gradients = make_model(positional=positional), []
     for model.checkpoint_blocks in (False, True):
         gradients.append(torch.autograd.grad(model(make_tokens()).logits.logsumexp(-1).sum(), model.parameters()))

@@ -1,4 +1,4 @@
-"""Activation checkpointing, of whole blocks and selective: what is computed twice, what is kept, what changes."""
+"""Full and selective activation checkpointing: recomputed operators, saved tensors and gradients."""
 
 import copy
 from collections import Counter
@@ -42,39 +42,39 @@ def make_tokens():
     return torch.randint(VOCAB, (2, 9), generator=torch.Generator().manual_seed(1))
 
 
-def gradients(model: Transformer, recompute: bool | str) -> list[torch.Tensor]:
+def compute_gradients(model: Transformer, recompute: bool | str) -> list[torch.Tensor]:
     model.checkpoint_blocks = recompute
     torch.manual_seed(2)
     output = model(make_tokens())
     return torch.autograd.grad(output.logits.logsumexp(-1).sum() + output.entropy, list(model.parameters()))
 
 
-@pytest.mark.usefixtures("one_way")
+@pytest.mark.usefixtures("eager_stack")
 @pytest.mark.parametrize(
     ("memory", "recompute"), [(m, r) for m in MEMORIES for r in (True, "selective") if (m, r) != ("time", "selective")]
 )
-def test_gradients_are_the_same_bit_for_bit(memory, recompute):
+def test_recomputation_gives_identical_gradients(memory, recompute):
     model = make_model(MEMORIES[memory])
-    assert all(map(torch.equal, gradients(model, recompute), gradients(model, False)))
+    assert all(map(torch.equal, compute_gradients(model, recompute), compute_gradients(model, False)))
 
 
 @pytest.fixture
-def one_way() -> Iterator[None]:
-    """A step of the stack in plain torch: under a dispatch mode `auto` may choose it where it would not without."""
+def eager_stack() -> Iterator[None]:
+    """Use the eager stack step, because `auto` may choose differently under a dispatch mode."""
     with stack.use_implementation("eager"):
         yield
 
 
-@pytest.mark.usefixtures("one_way")
+@pytest.mark.usefixtures("eager_stack")
 @pytest.mark.parametrize("recompute", [True, "selective"])
-def test_under_autocast_too(recompute):
+def test_recomputation_gives_identical_gradients_under_autocast(recompute):
     model = make_model(MEMORIES["depth"])
     with torch.autocast("cpu", torch.bfloat16):
-        assert all(map(torch.equal, gradients(model, recompute), gradients(model, False)))
+        assert all(map(torch.equal, compute_gradients(model, recompute), compute_gradients(model, False)))
 
 
-class Calls(TorchDispatchMode):
-    """How often each operator is called in a backward pass; `forward` operators are what recomputing repeats."""
+class OperatorCalls(TorchDispatchMode):
+    """A dispatch mode that counts operator calls."""
 
     def __init__(self):
         super().__init__()
@@ -85,18 +85,18 @@ class Calls(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def calls_in_backward(recompute: bool | str) -> Counter:
+def count_backward_calls(recompute: bool | str) -> Counter:
     model = make_model(MEMORIES["depth"])
     model.checkpoint_blocks = recompute
-    with stack.use_implementation("eager"):  # auto would choose otherwise where calls are counted, in the backward pass
+    with stack.use_implementation("eager"):  # auto may choose differently under a dispatch mode
         loss = model(make_tokens()).logits.sum()
-        with Calls() as calls:
+        with OperatorCalls() as calls:
             loss.backward()
     return calls.counts
 
 
-def test_selective_repeats_no_matrix_product_but_what_is_cheap():
-    kept, whole, selective = (calls_in_backward(recompute) for recompute in (False, True, "selective"))
+def test_selective_recomputes_only_cheap_operators():
+    kept, whole, selective = (count_backward_calls(recompute) for recompute in (False, True, "selective"))
     in_block = {aten.mm.default: 9, aten._scaled_dot_product_flash_attention_for_cpu.default: 1}  # 7, and two of W
     for operator, times in in_block.items():
         assert whole[operator] - kept[operator] == pytest.approx(LAYERS * times, abs=LAYERS), operator
@@ -106,7 +106,7 @@ def test_selective_repeats_no_matrix_product_but_what_is_cheap():
         assert selective[operator] == whole[operator], operator
 
 
-def test_without_gradients_nothing_is_repeated():
+def test_forward_without_gradients_is_not_repeated():
     model = make_model(MEMORIES["depth"])
     model.checkpoint_blocks = "selective"
     calls = []
@@ -117,7 +117,7 @@ def test_without_gradients_nothing_is_repeated():
 
 
 @pytest.mark.parametrize("memory", ["null", "stacktrans"])
-def test_selective_keeps_more_than_nothing_and_less_than_all(memory):
+def test_selective_saves_more_than_full_and_less_than_none(memory):
     sizes = ["model.num_layers=6", "data.context_length=256", "data.micro_batch_size=4", "data.vocab_size=300"]
     peaks = {}
     for name, overrides in {
@@ -130,7 +130,7 @@ def test_selective_keeps_more_than_nothing_and_less_than_all(memory):
     assert peaks["all"] < 0.8 * peaks["selective"] < 0.64 * peaks["none"], peaks
 
 
-def test_the_config_says_which():
+def test_config_selects_recomputation():
     options = {"": False, "trainer.activation_checkpointing=true": True}
     selective = "trainer.activation_checkpointing=true trainer.recompute=selective"
     for overrides, expected in (options | {selective: "selective"}).items():
@@ -144,7 +144,7 @@ def test_the_config_says_which():
 @pytest.mark.parametrize(
     "overrides", [["ablation/stacktrans", "model.memory.axis=time"], ["formal/stack_rnn"], ["formal/stack_attention"]]
 )
-def test_selective_is_refused_where_tokens_are_scanned(overrides):
+def test_selective_rejects_token_scans(overrides):
     selective = ["trainer.activation_checkpointing=true", "trainer.recompute=selective"]
     with pytest.raises(ConfigError, match=r"trainer\.recompute: selective is only supported by decoders"):
         compose(overrides[:1], [*overrides[1:], *selective])
@@ -152,8 +152,10 @@ def test_selective_is_refused_where_tokens_are_scanned(overrides):
 
 @pytest.mark.slow  # compiles with the C++ compiler
 @pytest.mark.parametrize("recompute", [True, "selective"])
-def test_compiled_it_has_the_same_gradients(recompute):
+def test_compiled_recomputation_preserves_gradients(recompute):
     model = make_model(MEMORIES["depth"])
     compiled = copy.deepcopy(model)
     compiled.compile(fullgraph=True)
-    torch.testing.assert_close(gradients(compiled, recompute), gradients(model, False), rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(
+        compute_gradients(compiled, recompute), compute_gradients(model, False), rtol=1e-3, atol=1e-4
+    )

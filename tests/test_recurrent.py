@@ -1,4 +1,4 @@
-"""The recurrent models: equations against a plain loop, hard actions against a list, states, sizes, gradients."""
+"""Recurrent models: equations, hard actions, states, parameter counts, FLOPs and gradients."""
 
 import math
 from dataclasses import replace
@@ -29,7 +29,7 @@ def make_tokens(length=T):
     return torch.randint(VOCAB, (B, length), generator=torch.Generator().manual_seed(1))
 
 
-def lstm_by_hand(layer, x):
+def run_lstm(layer, x):
     h = c = torch.zeros_like(x[0])
     outputs = []
     for x_t in x:
@@ -41,8 +41,8 @@ def lstm_by_hand(layer, x):
     return torch.stack(outputs)
 
 
-def stack_rnn_by_hand(layer, x, num_slots):
-    """One sequence [T, d]; the stack is a list of `num_slots` vectors, each number of it mixed by itself."""
+def run_stack_rnn(layer, x, num_slots):
+    """Run one sequence [T, d] with a stack stored as a list of `num_slots` vectors."""
     hidden, size = x.shape[1], layer.config.slot_size
     u, p = layer.recurrent.split([hidden, size], 1)
     a, v = layer.stack_input.weight.split([3, size])
@@ -59,13 +59,13 @@ def stack_rnn_by_hand(layer, x, num_slots):
 
 
 @pytest.mark.parametrize(("kind", "num_slots"), [("lstm", 0), ("stack_rnn", 1), ("stack_rnn", 4), ("stack_rnn", 20)])
-def test_the_model_is_the_one_written_out(kind, num_slots):
+def test_logits_match_an_explicit_loop(kind, num_slots):
     model = make_model(kind, **({"num_slots": num_slots} if num_slots else {}))
     rows = []
     for tokens in make_tokens():
         h = model.embedding.weight[tokens]
         for layer in model.layers:
-            h = stack_rnn_by_hand(layer, h, num_slots) if num_slots else lstm_by_hand(layer, h)
+            h = run_stack_rnn(layer, h, num_slots) if num_slots else run_lstm(layer, h)
         rows.append(model.head.weight @ h.T + model.head.bias[:, None])
     wanted, got = torch.stack(rows).transpose(1, 2), model(make_tokens()).logits
     torch.testing.assert_close(got, wanted)
@@ -73,8 +73,8 @@ def test_the_model_is_the_one_written_out(kind, num_slots):
     torch.testing.assert_close(*gradients)
 
 
-def test_with_hard_actions_the_stack_is_a_list():
-    """Actions are read off the input: it pushes a number of h, pops or waits; the list is deeper than the stack."""
+def test_hard_actions_match_a_list():
+    """The input selects push, pop or no-op. The list is deeper than the stack."""
     model = make_model("stack_rnn", hidden_size=4, num_layers=1, slot_size=1, num_slots=5)
     layer, generator = model.layers[0], torch.Generator().manual_seed(2)
     torch.nn.init.zeros_(layer.recurrent)
@@ -99,7 +99,7 @@ def test_with_hard_actions_the_stack_is_a_list():
         assert stack[len(kept) :] == [-1.0] * (5 - len(kept))
 
 
-def test_more_slots_outside_training():
+def test_eval_num_slots_applies_outside_training():
     model = make_model("stack_rnn", num_slots=2, eval_num_slots=6)
     more = make_model("stack_rnn", num_slots=6)
     assert torch.equal(model.eval()(make_tokens()).logits, more(make_tokens()).logits)
@@ -108,7 +108,7 @@ def test_more_slots_outside_training():
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("chunks", [[1] * T, [4, 1, 4]])
-def test_cached_logits_equal_those_of_the_whole(kind, chunks):
+def test_cached_logits_match_full_forward(kind, chunks):
     model, cache = make_model(kind, num_layers=3), Cache()
     logits = torch.cat([model(part, cache).logits for part in make_tokens().split(chunks, 1)], 1)
     torch.testing.assert_close(logits, model(make_tokens()).logits)
@@ -116,7 +116,7 @@ def test_cached_logits_equal_those_of_the_whole(kind, chunks):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_state_is_not_changed_in_place(kind):
+def test_state_is_not_modified_in_place(kind):
     model, cache = make_model(kind), Cache()
     model(make_tokens(), cache)
     before = [tensor.clone() for state in cache.states.values() for tensor in state]
@@ -126,7 +126,7 @@ def test_a_state_is_not_changed_in_place(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_sequences_know_nothing_of_one_another_nor_of_later_tokens(kind):
+def test_logits_are_causal_and_independent_across_sequences(kind):
     model, tokens, changed = make_model(kind), make_tokens(), make_tokens()
     changed[0, 4] = (changed[0, 4] + 1) % VOCAB
     moved = (model(changed).logits - model(tokens).logits).abs().amax(-1)
@@ -141,7 +141,7 @@ MATCHED = {"lstm": (79, 82), "stack_rnn": (154, 160)}
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("column", "like"), [(0, "formal/transformer"), (1, "formal/stacktrans")])
-def test_parameters_match_those_of_the_decoders(kind, column, like):
+def test_parameter_counts_match_the_decoders(kind, column, like):
     config, decoder = (compose([name]).model for name in (f"formal/{kind}", like))
     assert config.hidden_size == MATCHED[kind][1]
     model = registry.build("model", replace(config, hidden_size=MATCHED[kind][column]))
@@ -154,7 +154,7 @@ SHORT = ["data.max_length=2", "data.curriculum_steps=0", "data.batch_size=3"]
 
 
 @pytest.mark.parametrize("kind", ["stack_rnn", "stack_attention"])
-def test_the_plan_counts_what_a_real_pass_takes(kind):
+def test_planned_memory_matches_a_real_pass(kind):
     config = compose([f"formal/{kind}"], SHORT)
     shape = 3, config.data.context_length
     model, tokens = cost.build_meta_model(config).to_empty(device="cpu"), torch.zeros(shape, dtype=torch.int64)
@@ -168,15 +168,15 @@ def test_the_plan_counts_what_a_real_pass_takes(kind):
     assert (planned.stack > 0) == (kind == "stack_attention")
 
 
-def test_an_lstm_can_be_planned():
-    """Its kernels are the device's own, and what they keep: counted are at least inputs and outputs of each layer."""
+def test_plan_supports_lstm():
+    """The plan counts at least the inputs and outputs of each layer; fused kernels save device-specific tensors."""
     planned = cost.make_plan(compose(["formal/lstm"], SHORT))
     assert planned.training.activations > 2 * 5 * (3 * 6 * 82) * 4
     assert planned.fits
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_a_caller_of_the_decoder_finds_here_too(kind):
+def test_recurrent_models_have_the_decoder_interface(kind):
     model = make_model(kind, output_vocab_size=None)
     output = model(make_tokens(), probe=True)
     assert output.logits.shape == (B, T, VOCAB)
@@ -192,7 +192,7 @@ def test_what_a_caller_of_the_decoder_finds_here_too(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_weights_drawn_after_the_meta_device_are_the_same(kind):
+def test_meta_device_initialization_matches_direct_initialization(kind):
     direct = make_model(kind, dtype=torch.float32)
     with torch.device("meta"):
         model = make_model(kind, dtype=torch.float32)
@@ -203,13 +203,13 @@ def test_weights_drawn_after_the_meta_device_are_the_same(kind):
     assert not torch.equal(model.head.weight, make_model(kind, 1, torch.float32).head.weight)
 
 
-def test_the_forget_gate_begins_open():
+def test_forget_gate_starts_open():
     layer = make_model("lstm").layers[0]
     assert (layer.bias_ih_l0 + layer.bias_hh_l0).tolist() == [0] * 10 + [1] * 10 + [0] * 20
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_activation_checkpointing_recomputes_and_changes_no_gradient(kind):
+def test_activation_checkpointing_recomputes_and_preserves_gradients(kind):
     model, calls, gradients = make_model(kind), [], []
     model.layers[0].register_forward_pre_hook(lambda *_: calls.append(1))
     for model.checkpoint_blocks in (False, True):
@@ -220,7 +220,7 @@ def test_activation_checkpointing_recomputes_and_changes_no_gradient(kind):
 
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_float32_and_bfloat16_agree_with_float64(kind, autocast):
+def test_lower_precision_logits_match_float64(kind, autocast):
     expected = make_model(kind)(make_tokens()).logits
     model = make_model(kind, dtype=torch.float32)
     try:
@@ -234,8 +234,8 @@ def test_float32_and_bfloat16_agree_with_float64(kind, autocast):
     logits.float().sum().backward()
 
 
-def test_flops_per_token_are_those_that_torch_counts():
-    """The update of the stack is no matrix product, so torch does not count it; nor LSTM's, on a CPU."""
+def test_flops_per_token_match_torch():
+    """On a CPU, torch counts neither the elementwise stack update nor the LSTM kernels."""
     model, tokens = make_model("stack_rnn", hidden_size=64, dtype=torch.float32), make_tokens(20)
     with FlopCounterMode(display=False) as counter:
         model(tokens).logits.sum().backward()

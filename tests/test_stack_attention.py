@@ -1,4 +1,4 @@
-"""StackAttn: against a slow loop over one sequence, against a list where actions are hard, in caches, its gradients."""
+"""StackAttn: comparison with a slow loop and with a list, cached decoding, gradients and FLOPs."""
 
 import pytest
 import torch
@@ -32,8 +32,8 @@ def random_actions(length, batch=B, seed=0):
     return (2 * logits).softmax(-1)
 
 
-def alphas_by_hand(actions):
-    """[alpha_{-1}, alpha_0 ...] of one sequence [T, 3] as dicts token -> mass, following what each state was before."""
+def compute_alphas(actions):
+    """Compute [alpha_{-1}, alpha_0, ...] of one sequence [T, 3] with a loop, as dicts token -> mass."""
     states = [{0: 1.0}]
     for t, (push, pop, no_op) in enumerate(actions):
         if t == 0:
@@ -49,13 +49,13 @@ def alphas_by_hand(actions):
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 12])
-def test_tops_and_their_gradients_equal_a_slow_loop(length):
+def test_tops_and_gradients_match_a_slow_loop(length):
     actions = random_actions(length).requires_grad_()
     tops = ComputeTops.apply(actions, actions.new_zeros(B, 1, 0))
     assert tops.shape == (B, length + 1, length)
     wanted = torch.zeros(B, length + 1, length, dtype=torch.float64)
     for b, sequence in enumerate(actions):
-        for row, state in enumerate(alphas_by_hand(sequence)):
+        for row, state in enumerate(compute_alphas(sequence)):
             for token, mass in state.items():
                 wanted[b, row, token] = mass
     torch.testing.assert_close(tops, wanted)
@@ -66,19 +66,21 @@ def test_tops_and_their_gradients_equal_a_slow_loop(length):
         torch.testing.assert_close(*gradients)
 
 
-def test_gradcheck_of_a_scan_that_is_cut():
-    def cut(logits, first):
+def test_chunked_scan_passes_gradcheck():
+    def scan_chunks(logits, first):
         actions = logits.softmax(-1)
         tops = ComputeTops.apply(actions[:, :first], actions.new_zeros(B, 1, 0))
         return ComputeTops.apply(actions[:, first:], tops)
 
     logits = torch.randn(B, 7, 3, dtype=torch.float64).requires_grad_()
     for first in (1, 2, 5):
-        torch.testing.assert_close(cut(logits, first), ComputeTops.apply(logits.softmax(-1), logits.new_zeros(B, 1, 0)))
-        torch.autograd.gradcheck(lambda x, first=first: cut(x, first), logits)
+        torch.testing.assert_close(
+            scan_chunks(logits, first), ComputeTops.apply(logits.softmax(-1), logits.new_zeros(B, 1, 0))
+        )
+        torch.autograd.gradcheck(lambda x, first=first: scan_chunks(x, first), logits)
 
 
-def test_with_hard_actions_it_is_a_list():
+def test_hard_actions_match_a_list():
     length = 80
     hard = torch.randint(3, (B, length), generator=torch.Generator().manual_seed(3))
     tops = ComputeTops.apply(torch.nn.functional.one_hot(hard, 3).double(), torch.zeros(B, 1, 0, dtype=torch.float64))
@@ -93,13 +95,13 @@ def test_with_hard_actions_it_is_a_list():
             assert tops[b, t + 1, stack[-1]] == 1
 
 
-def test_the_memory_adds_what_is_on_top():
+def test_memory_adds_the_stack_top():
     memory = make_model().memories[0]
     h = torch.randn(B, T, 16, dtype=torch.float64)
     new_h, _, trace = memory(h, memory.empty_state(h), probe=True)
     actions = (h @ memory.actions.weight.T + memory.actions.bias).softmax(-1)
     for b in range(B):
-        for t, state in enumerate(alphas_by_hand(actions[b].tolist())[1:]):
+        for t, state in enumerate(compute_alphas(actions[b].tolist())[1:]):
             read = sum(mass * h[b, token] for token, mass in state.items())
             torch.testing.assert_close(new_h[b, t], h[b, t] + read)
     assert [trace[name].item() for name in ("push", "pop", "no_op")] == pytest.approx(actions.mean((0, 1)).tolist())
@@ -108,7 +110,7 @@ def test_the_memory_adds_what_is_on_top():
 
 @pytest.mark.parametrize("positional", ["none", "rope", "alibi"])
 @pytest.mark.parametrize("chunks", [[1] * T, [5, 1, 3], [T - 1, 1]])
-def test_cached_logits_equal_those_of_the_whole(positional, chunks):
+def test_cached_logits_match_full_forward(positional, chunks):
     model, cache = make_model(positional=positional).eval(), Cache()
     kept = []
     parts = []
@@ -119,7 +121,7 @@ def test_cached_logits_equal_those_of_the_whole(positional, chunks):
     assert all(torch.equal(now, then) for state, before in kept for now, then in zip(state, before, strict=True))
 
 
-def test_the_decoder_calls_it_after_the_feed_forward_of_every_layer():
+def test_memory_runs_after_every_feed_forward():
     model, order = make_model(), []
     assert (model.axis, model.entropy_weight, len(model.memories)) == ("time", 0, 3)
     for layer in model.layers:
@@ -138,7 +140,7 @@ def test_the_decoder_calls_it_after_the_feed_forward_of_every_layer():
     assert all(moved[1] < 1e-12)
 
 
-def test_precisions_agree():
+def test_lower_precision_logits_match_float64():
     wanted = make_model()(make_tokens()).logits
     for dtype, autocast in ((torch.float32, False), (torch.float32, True), (torch.bfloat16, False)):
         model = make_model(dtype)
@@ -150,7 +152,7 @@ def test_precisions_agree():
         logits.float().sum().backward()
 
 
-def test_weights_drawn_after_the_meta_device_are_the_same():
+def test_meta_device_initialization_matches_direct_initialization():
     def make():
         torch.manual_seed(4)
         model = TransformerConfig(vocab_size=VOCAB, hidden_size=16, num_heads=2, num_kv_heads=2)
@@ -168,15 +170,15 @@ def test_weights_drawn_after_the_meta_device_are_the_same():
     assert all(torch.equal(value, drawn[1][name]) for name, value in drawn[0].items())
 
 
-def test_activation_checkpointing_gives_identical_gradients():
+def test_activation_checkpointing_preserves_gradients():
     model, gradients = make_model(), []
     for model.checkpoint_blocks in (False, True):
         gradients.append(torch.autograd.grad(model(make_tokens()).logits.logsumexp(-1).sum(), model.parameters()))
     torch.testing.assert_close(gradients[0], gradients[1], rtol=0, atol=0)
 
 
-def test_flops_are_those_of_the_steps():
-    """Pops: t^2 multiply-adds at token t; read: t vectors of 16."""
+def test_flops_match_the_sum_over_steps():
+    """At token t, a pop takes t^2 multiply-adds and a read takes t vectors of 16."""
     memory, length = make_model().memories[0], 200
     counted = 2 * (16 * 3 + sum(t**2 + 16 * (t + 1) for t in range(length)) / length)
     assert memory.flops_per_token(length) == pytest.approx(counted, rel=0.01)

@@ -1,4 +1,4 @@
-"""The decoder and its slot: sizes, the plain Transformer, causality, cache, checkpointing, precision, FLOPs."""
+"""The decoder with and without memory: size, causality, cache, activation checkpointing, precision, FLOPs."""
 
 import copy
 import math
@@ -52,7 +52,7 @@ PRESETS = {
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_parameter_counts(preset):
+def test_preset_parameter_counts(preset):
     hidden, layers, heads, kv_heads, ffn, tied, backbone, of_stack = PRESETS[preset]
     sizes = {"vocab_size": 49152, "hidden_size": hidden, "num_layers": layers, "num_heads": heads}
     sizes |= {"num_kv_heads": kv_heads, "intermediate_size": ffn, "tie_embeddings": tied}
@@ -67,8 +67,8 @@ def test_parameter_counts(preset):
     assert of_stack == layers * (hidden * 64 * 2 + 192 + 64 + 1)
 
 
-def plain_llama(model, tokens):
-    """The decoder written out without a slot."""
+def run_plain_llama(model, tokens):
+    """Compute the logits of the decoder without a memory, step by step."""
     h = model.embedding(tokens)
     positions = Positions(build_rope_table(model.config, 0, tokens.shape[1], h))
     for layer in model.layers:
@@ -78,10 +78,10 @@ def plain_llama(model, tokens):
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_without_a_memory_it_is_the_plain_transformer_bit_for_bit(tied):
+def test_null_memory_matches_plain_transformer_exactly(tied):
     model = make_model(dtype=torch.float32, tie_embeddings=tied)
     output = model(make_tokens(), probe=True)
-    assert torch.equal(output.logits, plain_llama(model, make_tokens()))
+    assert torch.equal(output.logits, run_plain_llama(model, make_tokens()))
     assert output.entropy == 0
     assert output.probes == [{}] * 3
     assert model.entropy_weight == 0
@@ -89,7 +89,7 @@ def test_without_a_memory_it_is_the_plain_transformer_bit_for_bit(tied):
 
 
 @pytest.mark.parametrize("memory", [{"axis": axis} for axis in AXES])
-def test_a_seed_gives_the_same_backbone_with_and_without_a_memory(memory):
+def test_memory_does_not_change_backbone_initialization(memory):
     plain, model = make_model(seed=5), make_model(memory, seed=5)
     weights = model.state_dict()
     assert all(torch.equal(value, weights[name]) for name, value in plain.state_dict().items())
@@ -98,18 +98,18 @@ def test_a_seed_gives_the_same_backbone_with_and_without_a_memory(memory):
     assert torch.equal(model(make_tokens()).logits, plain(make_tokens()).logits)
 
 
-def test_attention_is_grouped_query_attention_with_rope_in_complex_numbers():
+def test_attention_matches_grouped_query_attention_with_complex_rope():
     model = make_model()
     attention, x = model.layers[0].attention, torch.randn(B, T, 16, dtype=torch.float64)
     frequency = 1e5 ** (-torch.arange(0, 4, 2, dtype=torch.float64) / 4)
-    turns = torch.polar(torch.ones(T, 2, dtype=torch.float64), torch.arange(T)[:, None] * frequency)
+    rotations = torch.polar(torch.ones(T, 2, dtype=torch.float64), torch.arange(T)[:, None] * frequency)
 
-    def rotated(y):  # [B, T, heads, 4], pairs half a head apart
-        z = torch.complex(*y.chunk(2, -1)) * turns[:, None]
+    def rotate(y):  # [B, T, heads, 4], pairs half a head apart
+        z = torch.complex(*y.chunk(2, -1)) * rotations[:, None]
         return torch.cat([z.real, z.imag], -1)
 
-    q = rotated(attention.q_proj(x).view(B, T, 4, 4))
-    k = rotated(attention.k_proj(x).view(B, T, 2, 4)).repeat_interleave(2, 2)  # query heads 0 and 1 share kv head 0
+    q = rotate(attention.q_proj(x).view(B, T, 4, 4))
+    k = rotate(attention.k_proj(x).view(B, T, 2, 4)).repeat_interleave(2, 2)  # query heads 0 and 1 share kv head 0
     v = attention.v_proj(x).view(B, T, 2, 4).repeat_interleave(2, 2)
     scores = torch.einsum("bqhd,bkhd->bhqk", q, k) / 2
     weights = scores.masked_fill(torch.ones(T, T).triu(1).bool(), -torch.inf).softmax(-1)
@@ -118,14 +118,14 @@ def test_attention_is_grouped_query_attention_with_rope_in_complex_numbers():
     torch.testing.assert_close(got, expected)
 
 
-def test_rope_angles_are_float32_for_bfloat16():
+def test_rope_table_is_float32_for_bfloat16_input():
     table = build_rope_table(make_model().config, 4000, 1, torch.zeros(1, dtype=torch.bfloat16))
     assert table.dtype == torch.float32
     assert table[0, 0, 0].item() == pytest.approx(math.cos(4000), abs=1e-6)
 
 
 @pytest.mark.parametrize("name", MEMORIES)
-def test_causality(name):
+def test_later_tokens_do_not_change_earlier_logits(name):
     model, tokens = make_model(MEMORIES[name]), make_tokens()
     before = model(tokens).logits
     changed = tokens.clone()
@@ -137,7 +137,7 @@ def test_causality(name):
 
 
 @pytest.mark.parametrize("axis", ["time", "token_major"])
-def test_the_stack_alone_carries_an_early_token_to_a_late_one(axis):
+def test_stack_carries_information_without_attention(axis):
     model, tokens = make_model({"axis": axis}), make_tokens()
     for layer in model.layers:
         torch.nn.init.zeros_(layer.attention.o_proj.weight)
@@ -148,7 +148,7 @@ def test_the_stack_alone_carries_an_early_token_to_a_late_one(axis):
 
 @pytest.mark.parametrize("name", MEMORIES)
 @pytest.mark.parametrize("chunks", [[1] * T, [5, 1, 3], [T - 1, 1]])
-def test_cached_logits_equal_those_of_the_whole(name, chunks):
+def test_cached_logits_match_full_forward(name, chunks):
     model, tokens = make_model(MEMORIES[name]).eval(), make_tokens()
     cache = Cache()
     logits = torch.cat([model(part, cache).logits for part in tokens.split(chunks, 1)], 1)
@@ -156,8 +156,8 @@ def test_cached_logits_equal_those_of_the_whole(name, chunks):
     assert cache.length == T
 
 
-def test_token_major_is_one_stack_through_all_layers_of_all_tokens():
-    """The decoder written out: the state that leaves the last layer enters layer 0 of the next token."""
+def test_token_major_uses_one_stack_across_layers_and_tokens():
+    """Compare with an explicit loop that passes the state from the last layer to layer 0 of the next token."""
     model, tokens = make_model({"axis": "token_major"}), make_tokens()
     pasts, logits = [None] * 3, []
     state = model.memories[0].empty_state(model.embedding(tokens))
@@ -174,7 +174,7 @@ def test_token_major_is_one_stack_through_all_layers_of_all_tokens():
 
 
 @pytest.mark.parametrize("site", ["before_attention", "after_attention", "after_block"])
-def test_site(site):
+def test_memory_runs_at_configured_site(site):
     model, tokens = make_model({"site": site}), make_tokens()
     order = []
     layer = model.layers[0]
@@ -187,7 +187,7 @@ def test_site(site):
 
 
 @pytest.mark.parametrize("axis", AXES)
-def test_entropy_and_probes_are_means_over_layers_and_tokens(axis):
+def test_entropy_is_mean_over_layers_and_probes_are_detached(axis):
     model = make_model({"axis": axis, "entropy_weight": 0.25})
     output = model(make_tokens(), probe=True)
     assert model.entropy_weight == 0.25
@@ -205,7 +205,7 @@ def test_entropy_and_probes_are_means_over_layers_and_tokens(axis):
 
 
 @pytest.mark.parametrize("name", MEMORIES)
-def test_activation_checkpointing_gives_identical_gradients(name):
+def test_activation_checkpointing_preserves_gradients(name):
     model = make_model(MEMORIES[name])
     gradients = []
     for model.checkpoint_blocks in (False, True):
@@ -231,7 +231,7 @@ def test_activation_checkpointing_recomputes_each_block():
 
 @pytest.mark.parametrize("name", MEMORIES)
 @pytest.mark.parametrize("precision", ["float32", "bf16_autocast", "bfloat16"])
-def test_precisions_agree(name, precision):
+def test_lower_precision_logits_match_float64(name, precision):
     exact, tokens = make_model(MEMORIES[name]), make_tokens()
     model = copy.deepcopy(exact).to(torch.bfloat16 if precision == "bfloat16" else torch.float32)
     with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16_autocast"):
@@ -246,7 +246,7 @@ def test_precisions_agree(name, precision):
 
 @pytest.mark.parametrize("name", ["none", "depth", "feedback", "feedback_hidden"])
 @pytest.mark.parametrize("init", ["fan_in", "normal"])
-def test_weights_drawn_after_the_meta_device_are_the_same(name, init):
+def test_meta_device_initialization_matches_direct_initialization(name, init):
     direct = make_model(MEMORIES[name], init=init, dtype=torch.float32)
     with torch.device("meta"):
         model = make_model(MEMORIES[name], init=init, dtype=torch.float32)
@@ -257,7 +257,7 @@ def test_weights_drawn_after_the_meta_device_are_the_same(name, init):
     torch.testing.assert_close(model(make_tokens()).logits, direct(make_tokens()).logits)
 
 
-def test_init_scales_what_writes_into_the_residual_stream_down():
+def test_initialization_scales_down_residual_outputs():
     model = make_model(hidden_size=128, intermediate_size=512, vocab_size=500, dtype=torch.float32)
     sigmas = {"attention.q_proj": 128, "feed_forward.up_proj": 128}
     for i, layer in enumerate(model.layers):
@@ -273,8 +273,8 @@ def test_init_scales_what_writes_into_the_residual_stream_down():
 
 @pytest.mark.parametrize("memory", [None, {"num_heads": 4, "head_dim": 16, "num_slots": 8}])
 @pytest.mark.parametrize("tied", [True, False])
-def test_flops_per_token_are_those_that_torch_counts(memory, tied):
-    """Dense attention; the update of the stack is no matrix product, so torch does not count it: 5 % with one."""
+def test_flops_per_token_match_torch(memory, tied):
+    """Allow 5% with a memory, because torch counts only matrix products, not the stack update."""
     sizes = {"hidden_size": 256, "num_heads": 8, "intermediate_size": 512, "vocab_size": 300}
     model = make_model(memory, dtype=torch.float32, tie_embeddings=tied, **sizes)
     tokens = make_tokens(64, batch=1)
