@@ -1,0 +1,74 @@
+"""The commands in README.md and docs/ parse, and the configs they name compose."""
+
+import importlib
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from stackexp import cli
+from stackexp.config.compose import compose
+from stackexp.verbs.dispatch import build_parser
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PREFIX = "python -m stackexp "
+SHOWN_MISTAKE = "model.memory.num_slot=8"
+
+
+def find_commands(page: Path) -> list[list[str]]:
+    """Return the argument lists of all complete stackexp commands of a page."""
+    text = page.read_text(encoding="utf-8").replace("\\\n", " ")
+    lines = [line.partition(PREFIX)[2] for line in text.splitlines() if PREFIX in line]
+    cells = [cell for line in text.splitlines() if line.startswith("|") for cell in re.findall(r"`([^`]+)`", line)]
+    verbs = {name.split()[0] for name in cli.VERBS}
+    lines += [cell for cell in cells if " " in cell and cell.split()[0] in verbs]
+    commands = [shlex.split(re.split(r"`| && |; do|; \w+$|\|", line)[0], comments=True) for line in lines]
+    return [command for command in commands if command and not {"VERB", "...", "$v"} & set(command)]
+
+
+COMMANDS = [(page.name, command) for page in PAGES for command in find_commands(page)]
+
+
+def split_verb(command: list[str]) -> tuple[str, list[str]]:
+    name = " ".join(command[:2]) if " ".join(command[:2]) in cli.VERBS else command[0]
+    return name, command[len(name.split()) :]
+
+
+def test_commands_are_found():
+    assert len(COMMANDS) > 60
+
+
+@pytest.mark.parametrize(("page", "command"), COMMANDS, ids=lambda value: " ".join(value) if value else None)
+def test_command_parses_and_its_config_composes(page, command, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    name, arguments = split_verb(command)
+    if arguments == ["--help"]:
+        return
+    verb = importlib.import_module(f"stackexp.verbs.{name.replace(' ', '_')}")
+    args = build_parser(name, verb).parse(arguments)
+    configs = getattr(args, "config", None) or []
+    is_placeholder = re.compile(r"[A-Z]{2,}|\.yaml$")
+    if SHOWN_MISTAKE in args.overrides or any(is_placeholder.search(word) for word in [*configs, *args.overrides]):
+        return
+    if isinstance(configs, list) and configs and name in ("fit", "plan"):
+        assert compose(configs, args.overrides)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_point_to_files(page):
+    targets = re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text(encoding="utf-8"))
+    missing = [target for target in targets if not (page.parent / target).exists()]
+    assert missing == []
+
+
+def test_the_example_config_for_own_text_composes(tmp_path):
+    text = (ROOT / "docs/data.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"```yaml\n(# mine.yaml.*?)```", text, flags=re.DOTALL)
+    path = tmp_path / "mine.yaml"
+    path.write_text(block)
+    config = compose([str(path)])
+    assert config.data.validation == {"held-out": "texts/held-out"}
+    assert config.model.vocab_size == 8192
+    assert config.trainer == compose(["quickstart"]).trainer
