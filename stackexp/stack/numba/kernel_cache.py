@@ -36,7 +36,7 @@ def digest_sources(folder: Path = Path(__file__).parents[1]) -> int:
 
 
 def compile_kernel(function: Callable) -> CFunc:
-    """Compile a function of a job, cached beside this file or in the user's cache if either is writable."""
+    """Compile a function of a job, cached next to this file or in the user's cache if either is writable."""
     signature = types.intp(types.CPointer(types.intp))
     try:
         return cfunc(signature, cache=True, **OPTIONS)(function)
