@@ -13,6 +13,7 @@ import torch
 from processes import find_second_rank, kill, read_to_end, wait_until
 from records import has_checkpoint, only_run, record
 
+from stackexp import stack
 from stackexp.cli import main
 from stackexp.models.checkpoints import load_state, load_tensors
 
@@ -71,7 +72,17 @@ def test_a_killed_process_is_named_and_ends_the_others(program, tiny, tmp_path, 
     load_state(only_run(tmp_path / "runs").newest_checkpoint())
 
 
+def compile_stack_kernels() -> None:
+    """Fill numba's cache on disk: a run that compiles for more than the timeout would count as hanging."""
+    x, logits = torch.randn(1, 1, 2, 4, requires_grad=True), torch.randn(1, 1, 2, 3, requires_grad=True)
+    state = stack.empty((1, 1, 2), 4, 4, like=x, axis="depth")
+    options = {"num_slots": 4, "discipline": "stack", "read": "global", "read_mask": "multiply"}
+    output, _ = stack.step(state, x, logits, torch.randn(2, 4), **options)
+    output.read.sum().backward()
+
+
 def test_a_process_that_hangs_is_named(program, tiny, tmp_path):
+    compile_stack_kernels()
     hang = write_faulty_plugin(tmp_path, "time.sleep(1000)")
     process = program.start("fit", "--config", tiny, *FSDP, *ENDLESS, hang, "trainer.collective_timeout_seconds=6")
     output, _ = read_to_end(process, 120)
