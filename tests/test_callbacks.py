@@ -45,7 +45,7 @@ def clock(monkeypatch) -> Clock:
 
 @pytest.fixture
 def module() -> SimpleNamespace:
-    """What callbacks use of a training module."""
+    """A stand-in with the attributes of a training module that callbacks use."""
     model = SimpleNamespace(flops_per_token=lambda context_length: {CONTEXT: FLOPS}[context_length])
     return SimpleNamespace(
         model=model, device=CPU, step_metrics=StepMetrics(), probe=False, tokens=0, sequence_length=CONTEXT

@@ -116,7 +116,7 @@ def test_trial_is_requeued_before_the_time_limit(sweep, slurm):
 
 
 def test_trial_keeps_its_job_when_slurm_requeues_it(sweep, slurm, tmp_path, monkeypatch):
-    """As after a node failure, when the script cannot requeue the job a second time."""
+    """Simulate a node failure after which the script cannot requeue the job again."""
     script = tmp_path / "bin" / "scontrol"
     script.parent.mkdir()
     refused = "touch $0.refused; echo 'Job is pending execution' >&2; exit 1"
@@ -238,7 +238,7 @@ def test_no_trial_ends_while_the_controller_is_down(sweep, slurm, monkeypatch):
 
 @pytest.mark.slow  # until Slurm gives up the node and has tidied up; the end-to-end test loses one, too
 def test_trial_survives_a_node_failure(sweep, slurm):
-    """Whether or not the trial's other processes notice it before Slurm does; it resumes when there are nodes."""
+    """The trial's other processes may notice it before Slurm does or not; it resumes when there are nodes."""
     again = "[ $(wc -l <$0/starts) -gt 2 ] && exit 0; touch $0/ready; "
     trial = sweep.trial("a", f"{COUNT}sleep 0.2; {again} sleep 3; exit 1", num_nodes=2)
     launcher = sweep.launcher()
