@@ -180,6 +180,7 @@ def test_autocast_counts_a_copy_of_each_matrix():
     assert make_plan(small("model.memory=null")).training.gathered == 0
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("axis", ["time", pytest.param("token_major", marks=pytest.mark.slow)])  # 20 s
 def test_token_scan_memory_is_extrapolated_from_short_scans(axis, monkeypatch):
     config = small(f"model.memory.axis={axis}", "model.memory.num_slots=3")

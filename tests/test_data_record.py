@@ -49,6 +49,7 @@ def forks(tmp_path_factory) -> Forks:
     return Forks(tmp_path_factory.mktemp("forks"))
 
 
+@pytest.mark.process
 def test_the_hash_does_not_depend_on_micro_batches_processes_or_stops(forks, tiny, corpus, tmp_path):
     """Compare micro-batches of 4 in one process with 2 in two processes with data workers, and a resume at step 3."""
     fit = ("fit", "--config", tiny, *FEW)

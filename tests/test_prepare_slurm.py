@@ -68,6 +68,7 @@ def test_array_prepares_the_same_set_as_one_process(slurm, source, whole, tmp_pa
     assert not slurm.squeue()
 
 
+@pytest.mark.process
 def test_failed_node_and_cancelled_task_lose_no_data(slurm, source, whole, tmp_path, capsys):
     folder = tmp_path / "set"
     slurm.output("scontrol", "update", "NodeName=n1", "State=DRAIN", "Reason=test")

@@ -171,6 +171,7 @@ def _read_one_batch(environment: dict[str, str], config: ShardsConfig, marker: P
     marker.touch()
 
 
+@pytest.mark.process
 def test_a_killed_and_resumed_run_equals_a_run_on_the_local_folder(s3, tiny, corpus, tmp_path):
     url = s3.upload(corpus["train"], "of-the-program", "sets/train")
     s3.fail_every = 3

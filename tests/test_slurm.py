@@ -115,6 +115,7 @@ def test_trial_is_requeued_before_the_time_limit(sweep, slurm):
     assert count_starts(trials[0]) == 1, "only the task itself is requeued"
 
 
+@pytest.mark.process
 def test_trial_keeps_its_job_when_slurm_requeues_it(sweep, slurm, tmp_path, monkeypatch):
     """Simulate a node failure after which the script cannot requeue the job again."""
     script = tmp_path / "bin" / "scontrol"
@@ -180,6 +181,7 @@ def test_find_jobs_reports_states(sweep):
     assert str(SlurmLauncher.find_jobs(sweep.folder)["b"]).startswith("pending (JobArrayTaskLimit), job ")
 
 
+@pytest.mark.process
 def test_stop_saves_running_trials_and_requeues_none(sweep, slurm):
     trials = [sweep.trial(f"t{i}", UNTIL_STOPPED) for i in range(3)]
     trials.append(sweep.trial("stubborn", f"{COUNT}trap '' TERM; touch $0/ready; sleep 100 & wait; wait"))
@@ -213,6 +215,7 @@ def test_vanished_job_counts_as_killed(sweep, slurm):
     assert slurm.squeue() == {}
 
 
+@pytest.mark.process
 def test_no_trial_ends_while_the_controller_is_down(sweep, slurm, monkeypatch):
     """Recorded exit codes still count, and a new trial is submitted when the controller is back."""
     monkeypatch.setattr(slurm_commands, "RETRY_SECONDS", 0.2)

@@ -41,6 +41,7 @@ def norms(run: RunFolder) -> list[float]:
     return [line["optimizer/grad_norm"] for line in run.read_metrics() if "optimizer/grad_norm" in line]
 
 
+@pytest.mark.process
 def test_two_processes_train_like_one(train):
     one = train("one")
     assert min(norms(one)) > 0.3, "every gradient is clipped"
@@ -56,6 +57,7 @@ def test_two_processes_train_a_transformer_without_memory_like_one(train):
         assert_close(train(strategy, "model.memory=null", *STRATEGIES[strategy]), one)
 
 
+@pytest.mark.process
 def test_bfloat16_matches_one_process_within_rounding(train):
     """FSDP computes a block's gradients from bfloat16 weights; one process casts each weight by itself."""
     full, bf16 = train("full"), "trainer.precision=bf16-mixed"

@@ -165,6 +165,7 @@ def test_parse_size():
     assert {size: parse_size(size) for size in sizes} == sizes
 
 
+@pytest.mark.process
 def test_a_killed_and_resumed_run_on_a_mixture_equals_an_uninterrupted_run(tiny, corpus, tmp_path):
     """The sequence counts of each source are in the metrics, the hashes in data.jsonl."""
     streams = ["data.path=null", f"data.streams.a.path={corpus['train']}", f"data.streams.b.path={corpus['left']}"]

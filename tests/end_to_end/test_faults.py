@@ -35,6 +35,7 @@ def write_faulty_plugin(folder: Path, action: str) -> str:
     return f"plugins=[{path}]"
 
 
+@pytest.mark.process
 def test_a_process_that_dies_during_startup_ends_the_run(program, tiny):
     process = program.start("fit", "--config", tiny, *FSDP)
     wait_until(lambda: find_second_rank(process) is not None, process)
@@ -55,6 +56,7 @@ def test_a_frozen_first_rank_is_named(program, tiny, tmp_path):
     assert "error: rank 1: rank 0 is gone" in process.stdout.read()
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("victim", [1, pytest.param(0, marks=pytest.mark.slow)])
 def test_a_killed_process_is_named_and_ends_the_others(program, tiny, tmp_path, victim):
     process = program.start("fit", "--config", tiny, *FSDP, *ENDLESS)
@@ -81,6 +83,7 @@ def compile_stack_kernels() -> None:
     output.read.sum().backward()
 
 
+@pytest.mark.process
 def test_a_process_that_hangs_is_named(program, tiny, tmp_path):
     compile_stack_kernels()
     hang = write_faulty_plugin(tmp_path, "time.sleep(1000)")
@@ -92,6 +95,7 @@ def test_a_process_that_hangs_is_named(program, tiny, tmp_path):
     assert "faulty.py:6 (faulty_forward); the others wait at torch/distributed/" in line
 
 
+@pytest.mark.process
 def test_a_loss_that_is_not_finite_names_the_batch_and_the_rank(program, tiny, tmp_path):
     diverge = write_faulty_plugin(tmp_path, "h = h * float('nan')")
     process = program.start("fit", "--config", tiny, *FSDP, *ENDLESS, diverge)
@@ -123,6 +127,7 @@ def mount(*options: str, at: Path) -> None:
         pytest.skip(f"needs permission to mount: {done.stderr.strip()}")
 
 
+@pytest.mark.process
 def test_a_full_disk_loses_no_checkpoint(program, tiny, tmp_path):
     disk = tmp_path / "disk"
     mount("-t", "tmpfs", "-o", "size=1500k", "tmpfs", at=disk)
@@ -139,6 +144,7 @@ def test_a_full_disk_loses_no_checkpoint(program, tiny, tmp_path):
         subprocess.run(["umount", str(disk)], check=True)
 
 
+@pytest.mark.process
 def test_a_folder_that_becomes_read_only_loses_no_checkpoint(program, tiny, tmp_path):
     process = program.start("fit", "--config", tiny, *ENDLESS, "trainer.checkpoint_interval=100")
     wait_until(lambda: has_checkpoint(tmp_path / "runs"), process)

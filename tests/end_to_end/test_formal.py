@@ -57,6 +57,7 @@ def read_curve(run: RunFolder) -> dict[int, float]:
     return {point.step: point.value for point in events.Scalars("length/accuracy")}
 
 
+@pytest.mark.process
 def test_a_run_killed_twice_resumes_exactly(forks, folder, run):
     elsewhere = folder / "killed"
     command = (*FIT, f"logging.root={elsewhere}")
@@ -135,6 +136,7 @@ def test_tensorboard_has_the_accuracy_by_length(run):
     assert len(events.Scalars("accuracy/train")) == 60
 
 
+@pytest.mark.process
 def test_a_more_thorough_test_replaces_the_previous_one(forks, run):
     before = run.result.read_text()
     printed = forks.run("test", "--run", run.path, "data.eval_batch_size=4")

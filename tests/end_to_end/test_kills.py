@@ -42,6 +42,7 @@ def kill_often(
     return run, reference, unfinished
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("kills", [8, pytest.param(30, marks=pytest.mark.slow)])
 def test_a_killed_run_always_resumes(tiny, tmp_path, kills):
     run, reference, unfinished = kill_often(kills, tmp_path, tiny, (f"trainer.max_steps={8 * kills}",), ranks=1)

@@ -27,6 +27,7 @@ def kill_after(step: int, forks: Forks, folder: Path, *command: object) -> None:
     )
 
 
+@pytest.mark.process
 def test_resume_after_sigkill_is_exact(forks, tiny, tmp_path):
     """Two kills within one checkpoint interval, with a data worker and two micro-batches per step."""
     forks.run("fit", "--config", tiny, *INTERVALS)
@@ -47,6 +48,7 @@ def test_resume_after_sigkill_is_exact(forks, tiny, tmp_path):
     assert len(read_json(run.path / "environment.json")) == 3, "one entry per session"
 
 
+@pytest.mark.process
 def test_a_kill_during_validation_loses_no_validation(forks, tiny, tmp_path):
     command = ("fit", "--config", tiny, *INTERVALS, "trainer.max_steps=30")
     forks.run(*command)
@@ -57,6 +59,7 @@ def test_a_kill_during_validation_loses_no_validation(forks, tiny, tmp_path):
     assert record(only_run(elsewhere)) == record(only_run(tmp_path / "runs"))
 
 
+@pytest.mark.process
 def test_resume_restores_the_data_position_across_epochs(tiny, tmp_path):
     """An epoch has 376 steps. The run resumes right after it, and from an older checkpoint."""
     few = ("fit", "--config", str(tiny), "trainer.max_steps=380", "trainer.val_check_interval=null")
@@ -144,6 +147,7 @@ def test_rerunning_in_a_given_folder_resumes_until_the_run_is_finished(rerun, fo
     assert run.result.read_text() == before
 
 
+@pytest.mark.process
 def test_best_and_newest_checkpoints_are_kept(capsys, tiny, tmp_path):
     """The learning rate rises without end, so the validation loss rises again."""
     often = ("trainer.max_steps=24", "trainer.val_check_interval=2", "trainer.checkpoint_interval=2")

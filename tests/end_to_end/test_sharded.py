@@ -25,6 +25,7 @@ SESSIONS = {  # processes x micro-batches per step: 2 x 2, 1 x 1, 2 x 1, 2 x 4
 }
 
 
+@pytest.mark.process
 def test_run_resumes_with_a_different_number_of_devices(tiny, tmp_path):
     """Every session but the last is stopped by SIGTERM, and the next one resumes on other devices."""
     forks, folder = Forks(tmp_path), tmp_path / "run"
@@ -91,6 +92,7 @@ def load_tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
+@pytest.mark.process
 def test_a_checkpoint_holds_its_own_step_while_two_processes_continue(tiny, tmp_path):
     forks, runs = Forks(tmp_path), [RunFolder(tmp_path / name) for name in ("fast", "slow")]
     fit = ("fit", "--config", tiny, "trainer.checkpoint_interval=4", "trainer.keep_checkpoints=9", *CHEAP)

@@ -20,6 +20,7 @@ ENDLESS += ("logging.progress_bar=false",)
 FSDP = ("trainer.strategy=fsdp", "trainer.devices=2", "data.micro_batch_size=2")
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("number", "strategy"),
     [
@@ -50,6 +51,7 @@ def test_a_run_stopped_by_a_signal_resumes_exactly(program, tiny, tmp_path, numb
     assert "finished" in forks.run(*command, "--run", run.path, ranks=ranks), "a finished run is left alone"
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("strategy", [(), pytest.param(FSDP, marks=pytest.mark.slow)], ids=["single", "fsdp"])
 def test_run_stopped_during_validation_repeats_it_on_resume(tiny, tmp_path, strategy):
     forks, ranks = Forks(tmp_path), 2 if strategy else 1
@@ -95,6 +97,7 @@ def test_ctrl_c_stops_two_processes(program, tiny, tmp_path):
     assert "lost" not in output
 
 
+@pytest.mark.process
 def test_a_second_ctrl_c_stops_inside_a_batch(program, tiny, tmp_path):
     sleeping, plugin = tmp_path / "sleeping", tmp_path / "sleep.py"
     plugin.write_text(
@@ -113,6 +116,7 @@ def test_a_second_ctrl_c_stops_inside_a_batch(program, tiny, tmp_path):
     assert line.startswith("interrupted: ")
 
 
+@pytest.mark.process
 def test_time_limit_stops_and_minute_interval_saves(program, tiny, tmp_path):
     often = (
         "trainer.checkpoint_interval_minutes=0.01",

@@ -84,6 +84,7 @@ def tensorboard(logdir: Path, has_loaded: Callable[[str], bool]) -> Iterator[str
 needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="needs chromium on PATH (apt-get install chromium)")
 
 
+@pytest.mark.process
 @needs_chromium
 def test_the_page_shows_the_curves_of_a_run(program, tiny, tmp_path):
     program.run("fit", "--config", tiny)
