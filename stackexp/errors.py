@@ -14,9 +14,17 @@ class RunError(RuntimeError):
     """An error at run time: data, checkpoint, disk or a diverged loss. Exit code 1."""
 
 
+class DamagedCheckpointError(RunError):
+    """A file of a checkpoint is missing or has changed since it was written. Exit code 1."""
+
+
 class FolderBusyError(RunError):
     """Another process uses the run folder. Exit code 74; nothing has been changed."""
 
 
 class StoppedError(Exception):
     """A requested stop (SIGTERM, SIGUSR1, max_time) after a checkpoint. Exit code 75; the same command resumes."""
+
+
+class InterruptedRunError(StoppedError):
+    """A requested stop by Ctrl-C, after a checkpoint. Exit code 130; the same command resumes."""

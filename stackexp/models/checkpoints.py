@@ -3,10 +3,12 @@
 <step>/
   state.pt               config, loops, schedule, data position, random number generators: everything but tensors
   .metadata, *.distcp    weights and optimizer state, in torch.distributed.checkpoint's format: one share per process
+  manifest.json          the SHA-256 of each of these files; see `checkpoint_files`
 
 Any number of processes can load a checkpoint, whatever number wrote it.
 """
 
+import logging
 import os
 import pickle
 import shutil
@@ -28,12 +30,15 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from stackexp.config.compose import to_yaml
 from stackexp.config.experiment import ExperimentConfig
 from stackexp.errors import RunError, first_line
+from stackexp.models.checkpoint_files import MANIFEST, LoadPlanner, Reader, damaged, verify_manifest, write_manifest
 from stackexp.runs import RunFolder
 
-VERSION = 2
+VERSION = 3
+WITHOUT_MANIFEST = 2  # the version that had no manifest; its contents cannot be verified
 STATE = "state.pt"
 WEIGHTS = ".safetensors"
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # a single process has checkpoints too
+log = logging.getLogger(__name__)
 
 
 # Save
@@ -87,6 +92,8 @@ def _commit(written: Future, partial: Path, path: Path, on_saved: Callable[[], N
     """Rename a complete checkpoint into place, or delete an incomplete one."""
     try:
         written.result()
+        if _is_first_rank():
+            write_manifest(partial)
     except (CheckpointException, Exception) as error:  # CheckpointException is a BaseException
         if _is_first_rank():
             shutil.rmtree(partial, ignore_errors=True)
@@ -145,30 +152,35 @@ def find_checkpoint(run: RunFolder, ckpt_path: str | None) -> Path:
 def load_state(path: Path) -> dict[str, Any]:
     """Load everything but the tensors of a checkpoint. Raises RunError if it is missing, damaged or incompatible."""
     if path.is_file():
-        raise RunError(f"{path}: checkpoints of version {VERSION} are folders, but this is a file; train again")
+        raise RunError(f"{path}: a checkpoint is a folder, but this is a file; train again")
     if not path.is_dir():
         raise RunError(f"{path}: no such checkpoint; give a folder in a run's checkpoints/, `last` or `best`")
+    has_manifest = (path / MANIFEST).exists()
+    if has_manifest:
+        verify_manifest(path, only=STATE)
     try:
         state = torch.load(path / STATE, map_location="cpu", weights_only=True)
     except FileNotFoundError:
         raise RunError(f"{path}: not a stackexp checkpoint (no {STATE})") from None
     except (RuntimeError, pickle.UnpicklingError, EOFError, ValueError, OSError) as error:
-        raise RunError(f"{path}: damaged, or not a checkpoint ({first_line(error)}); use an older one") from None
+        raise damaged(path, error) from None
     if not isinstance(state, dict) or "stackexp" not in state:
         raise RunError(f"{path}: not a stackexp checkpoint (no `stackexp` entry in {STATE})")
-    if (version := state["stackexp"]["version"]) != VERSION:
+    version = state["stackexp"]["version"]
+    if version not in (WITHOUT_MANIFEST, VERSION):
         raise RunError(f"{path}: checkpoint version {version} is not supported; this stackexp reads version {VERSION}")
+    if version == VERSION and not has_manifest:
+        raise damaged(path, f"{MANIFEST} is missing")
     return state
 
 
 def load_tensors(tensors: dict[str, Any], path: Path) -> None:
     """Load tensors, sharded or not, in place from a checkpoint. Raises RunError if it is damaged."""
     try:
-        dcp.load(tensors, storage_reader=dcp.FileSystemReader(path), no_dist=not dist.is_initialized())
+        dcp.load(tensors, storage_reader=Reader(path), planner=LoadPlanner(), no_dist=not dist.is_initialized())
     except (CheckpointException, Exception) as error:
         failures = getattr(error, "failures", None)
-        cause = next(iter(failures.values()))[0] if failures else error
-        raise RunError(f"{path}: damaged ({first_line(cause)}); use an older one") from None
+        raise damaged(path, next(iter(failures.values()))[0] if failures else error) from None
 
 
 def load_weights(model: nn.Module, path: Path) -> None:
@@ -195,18 +207,28 @@ def _load_file(path: Path) -> dict[str, torch.Tensor]:
 
 
 def check_files(path: Path) -> dict[str, Any]:
-    """Return the metadata of each tensor of a checkpoint. Raises RunError if a file is missing or truncated."""
+    """Return the metadata of each tensor of a checkpoint, after a check of the contents of all its files.
+
+    Raises DamagedCheckpointError if a file is missing or has changed. Checkpoints of an older version have no hashes,
+    so only the sizes of their files are checked, with a warning.
+    """
+    if (path / MANIFEST).exists():
+        verify_manifest(path)
+    else:
+        log.warning("%s: written by an older version, without hashes; its contents cannot be verified", path)
     try:
-        metadata = dcp.FileSystemReader(path).read_metadata()
-    except (OSError, RuntimeError, pickle.UnpicklingError, EOFError, AttributeError) as error:
-        raise RunError(f"{path}: damaged ({first_line(error)}); use an older one") from None
+        metadata = Reader(path).read_metadata()
+    except (OSError, RuntimeError, pickle.UnpicklingError, EOFError, AttributeError, ValueError) as error:
+        raise damaged(path, error) from None
     sizes: dict[str, int] = {}  # file -> least number of bytes
     for item in metadata.storage_data.values():
         sizes[item.relative_path] = max(sizes.get(item.relative_path, 0), item.offset + item.length)
     for name, size in sizes.items():
         file = path / name
+        if file.parent != path:
+            raise damaged(path, f"{name} is outside its folder")
         if not file.is_file() or file.stat().st_size < size:
-            raise RunError(f"{path}: damaged ({name} is missing or truncated); use an older one")
+            raise damaged(path, f"{name} is missing or truncated")
     return metadata.state_dict_metadata
 
 
