@@ -122,7 +122,7 @@ class TrainingModule(pl.LightningModule):
         config = self.config
         optimizer = registry.build("optimizer", config.optimizer, self.model)
         schedule = registry.build("schedule", config.schedule, config.trainer.max_steps)
-        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda steps_done: schedule(steps_done + 1))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     def compute_objective(self, losses: Losses, output: DecoderOutput, samples: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Learning rate schedules: functions from the optimizer step to a factor of the peak rate."""
+"""Learning rate schedules: functions from the optimizer step, 1 to `max_steps`, to a factor of the peak rate."""
 
 import math
 from collections.abc import Callable

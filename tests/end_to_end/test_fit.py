@@ -43,6 +43,14 @@ def test_metrics_have_a_line_for_each_step_and_each_validation(fitted):
     assert steps[-1]["loss/train"] < steps[0]["loss/train"]
 
 
+def test_learning_rate_warms_up_from_the_first_step_and_ends_at_its_floor(fitted):
+    """The config has lr 3e-3 and a warmup of 2 steps."""
+    run, _ = fitted
+    rates = [line["optimizer/lr"] for line in run.read_metrics() if "optimizer/lr" in line]
+    floor = compose.load_config(run.config).schedule.final_fraction
+    assert [rates[0], rates[1], rates[-1]] == pytest.approx([1.5e-3, 3e-3, 3e-3 * floor])
+
+
 def test_tensorboard_has_the_metrics(fitted):
     run, _ = fitted
     events = EventAccumulator(str(run.path), size_guidance={"scalars": 0}).Reload()
