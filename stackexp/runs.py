@@ -1,6 +1,8 @@
 """The run folder, `<root>/<name>/<id>/`: the only record of a run. Imports no torch, except for environment.json.
 
+.stackexp          marks the folder as ours; see `claim`
 config.yaml        resolved; enough to repeat the run
+config.step-N.yaml the config before step N, if a resumed run has changed it there
 environment.json   commit, versions, hardware and command of each session
 metrics.jsonl      one line per optimizer step (`step`, `tokens`, TensorBoard tags), and one per validation
 events.out.*       TensorBoard's copy of the metrics
@@ -33,6 +35,7 @@ from stackexp.config.experiment import ExperimentConfig
 from stackexp.errors import FolderBusyError, RunError
 from stackexp.files import read_json, read_json_lines, try_lock, write_atomically, write_json, write_json_lines
 
+MARKER = ".stackexp"
 STAMP = "%Y%m%d-%H%M%S"
 AVERAGE_LOSS = "validation/loss/average"  # the tag in metrics.jsonl
 AVERAGE_ACCURACY = "validation/accuracy/average"
@@ -149,23 +152,41 @@ class RunFolder:
                 remove_checkpoint(path)
         write_json_lines(self.metrics, [line for line in self.read_metrics() if line["step"] <= step])
 
+    def claim(self) -> None:
+        """Create the folder and mark it as a run folder. Raises RunError if it holds the files of something else.
+
+        A folder without the mark is accepted if it is empty, or if an older version of stackexp made it.
+        """
+        is_ours = (self.path / MARKER).exists() or (self.config.exists() and (self.path / "environment.json").exists())
+        try:
+            file = next((path.name for path in sorted(self.path.iterdir()) if path.name != ".lock"), None)
+        except FileNotFoundError:
+            file = None
+        if file and not is_ours:
+            raise RunError(f"{self.path}: not a run folder, and not empty ({file}); choose another --run")
+        self.path.mkdir(parents=True, exist_ok=True)
+        (self.path / MARKER).touch()
+
     @contextlib.contextmanager
-    def start_session(self, config: ExperimentConfig) -> Iterator[None]:
-        """Create or reopen the folder, and lock it within the context.
+    def start_session(self, config: ExperimentConfig, step: int = 0) -> Iterator[None]:
+        """Create or reopen the folder, and lock it within the context. The session starts after `step`.
 
         Writes config.yaml, adds this process to environment.json (one entry per session) and deletes partial
-        checkpoints that a kill left behind.
+        checkpoints that a kill left behind. If the config has changed, the old one is kept as config.step-N.yaml.
 
         Raises:
             FolderBusyError: Another process uses the folder.
-            RunError: Another process has finished the run since.
+            RunError: Another process has finished the run since, or the folder is not a run folder.
         """
-        self.checkpoints.mkdir(parents=True, exist_ok=True)
+        self.claim()
+        self.checkpoints.mkdir(exist_ok=True)
         with self.lock():
             if self.is_finished:
                 raise RunError(f"{self.path}: another process finished this run; start a new one without --ckpt_path")
-            for partial in self.checkpoints.glob(".*"):
+            for partial in self.checkpoints.glob(".[0-9]*"):
                 shutil.rmtree(partial, ignore_errors=True)
+            if step and self.config.exists() and self.config.read_text(encoding="utf-8") != to_yaml(config):
+                os.replace(self.config, self.path / f"config.step-{step}.yaml")
             write_atomically(self.config, to_yaml(config))
             path = self.path / "environment.json"
             write_json(path, [*(read_json(path) if path.exists() else []), describe_environment()])
@@ -221,6 +242,11 @@ def find_unfinished_run(config: ExperimentConfig) -> RunFolder:
             f"or extend it with trainer.max_steps=MORE --ckpt_path {runs[0].newest_checkpoint()}"
         )
     raise RunError(f"{parent}: no unfinished run with a checkpoint to resume; start one without --ckpt_path")
+
+
+def format_resume_command(folder: RunFolder) -> str:
+    """Return the command that resumes this run from its newest checkpoint."""
+    return f"python -m stackexp fit --run {shlex.quote(str(folder.path))}"
 
 
 def open_run(path: str) -> RunFolder:

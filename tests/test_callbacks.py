@@ -9,10 +9,12 @@ import pytest
 import torch
 
 from stackexp.config.compose import compose
+from stackexp.errors import InterruptedRunError
 from stackexp.modules.step_metrics import StepMetrics
 from stackexp.runs import RunFolder
 from stackexp.training import signals
 from stackexp.training.callbacks import build_callbacks, step_requests, throughput
+from stackexp.training.callbacks.checkpoint import rescale_progress
 from stackexp.training.callbacks.memory_probes import MemoryProbes
 from stackexp.training.callbacks.metrics_log import MetricsLog
 from stackexp.training.callbacks.progress_bar import StepProgress
@@ -55,7 +57,7 @@ def module() -> SimpleNamespace:
 def test_callbacks_measure_then_request_then_log_then_save(tmp_path):
     config, folder, measurement = compose(["quickstart"]), RunFolder(tmp_path), Throughput()
     log = MetricsLog(folder, config)
-    built = build_callbacks(config, Start(folder), log, SimpleNamespace(reason=None), [measurement])
+    built = build_callbacks(config, Start(folder), log, SimpleNamespace(is_set=False), [measurement])
     names = [type(callback).__name__ for callback in built]
     order = ["MemoryProbes", "Throughput", "Throughput", "StepRequests", "MetricsLog", "StepProgress"]
     assert names == [*order, "MissedValidation", "RunState", "StepCheckpoint"]
@@ -124,13 +126,26 @@ def _restored_signals():
 def test_a_signal_or_a_time_limit_requests_a_stop(clock):
     stop = StopRequest("00:00:01:30")
     clock.now += 90
-    assert stop.reason is None
+    assert not stop.is_set
     clock.now += 1
-    assert stop.reason == "trainer.max_time 00:00:01:30 is over"
+    assert stop.is_set
+    assert str(stop.build_error()) == "trainer.max_time 00:00:01:30 is over"
     stop = StopRequest(None)
-    assert stop.reason is None
+    assert not stop.is_set
     signal.raise_signal(signal.SIGUSR1)
-    assert stop.reason == "SIGUSR1"
+    assert stop.is_set
+    assert str(stop.build_error()) == "SIGUSR1"
+
+
+@pytest.mark.usefixtures("_restored_signals")
+def test_first_interrupt_requests_a_stop_and_the_second_raises(capfd):
+    stop = StopRequest(None)
+    with stop.handle_interrupts():
+        signal.raise_signal(signal.SIGINT)
+        assert isinstance(stop.build_error(), InterruptedRunError)
+        assert "interrupted: saving a checkpoint after this step" in capfd.readouterr().err
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
 
 
 def test_max_time_is_parsed_to_seconds():
@@ -138,7 +153,7 @@ def test_max_time_is_parsed_to_seconds():
 
 
 def test_a_checkpoint_is_requested_after_the_given_minutes(clock, module):
-    callback, trainer = StepRequests(SimpleNamespace(reason=None), 0.5), SimpleNamespace(global_step=0)
+    callback, trainer = StepRequests(SimpleNamespace(is_set=False), 0.5), SimpleNamespace(global_step=0)
     callback.on_train_start(trainer, module)
     requested = []
     for trainer.global_step in range(1, 6):
@@ -190,3 +205,12 @@ def test_the_progress_bar_counts_steps_and_shows_loss_and_speed(monkeypatch, is_
     assert last.startswith("fit")
     assert " 7/20 " in last
     assert "loss 2.346, 12,346 tokens/s" in last
+
+
+def test_progress_is_rescaled_to_another_number_of_micro_batches_per_step():
+    """In a checkpoint, Lightning has not completed the last micro-batch."""
+    progress = {"total": {"ready": 12, "completed": 11}, "current": {"ready": 8, "completed": 7}}
+    rescale_progress(progress, before=4, now=1)
+    assert progress == {"total": {"ready": 3, "completed": 2}, "current": {"ready": 2, "completed": 1}}
+    rescale_progress(progress, before=1, now=2)
+    assert progress == {"total": {"ready": 6, "completed": 5}, "current": {"ready": 4, "completed": 3}}

@@ -67,18 +67,15 @@ def test_the_hash_does_not_depend_on_micro_batches_processes_or_stops(forks, tin
     assert read_hashes(two.path) == read_hashes(one.path)
     assert load_state(two.checkpoints / "00000003")["data_record"] == saved
 
-    one.result.unlink()
-    before = list(read_hash_log(one.path))
-    forks.run(*fit, f"logging.root={tmp_path}/one", "--ckpt_path", one.checkpoints / "00000003")
-    assert list(read_hash_log(one.path)) == before
+    after = list(read_hash_log(one.path))[1:]
+    branch = (*fit, "--ckpt_path", one.checkpoints / "00000003")
+    forks.run(*branch, f"logging.root={tmp_path}/branch")
+    assert list(read_hash_log(only_run(tmp_path / "branch").path)) == after
 
     shutil.copytree(corpus["train"], tmp_path / "moved")
-    resume = (*fit, f"logging.root={tmp_path}/one", "--ckpt_path", one.checkpoints / "00000003")
-    one.result.unlink()
-    forks.run(*resume, f"data.path={tmp_path / 'moved'}")
-    assert list(read_hash_log(one.path)) == before
-    one.result.unlink()
-    output = forks.run(*resume, f"data.path={corpus['left']}", expect=1)
+    forks.run(*branch, f"logging.root={tmp_path}/moved-run", f"data.path={tmp_path / 'moved'}")
+    assert list(read_hash_log(only_run(tmp_path / "moved-run").path)) == after
+    output = forks.run(*branch, f"logging.root={tmp_path}/other-run", f"data.path={corpus['left']}", expect=1)
     assert f"error: {corpus['left']}: the sequences have changed since the run began" in output
 
 

@@ -3,7 +3,7 @@
 import contextlib
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 import lightning.pytorch as pl
 from tqdm.contrib.logging import logging_redirect_tqdm
@@ -12,22 +12,28 @@ from stackexp.config import registry
 from stackexp.config.experiment import ExperimentConfig
 from stackexp.errors import RunError, StoppedError
 from stackexp.modules.base import TrainingModule
-from stackexp.runs import RunFolder
+from stackexp.runs import RunFolder, format_resume_command
 from stackexp.training.callbacks import build_callbacks
 from stackexp.training.callbacks.metrics_log import MetricsLog
 from stackexp.training.objectives import build_objective
 from stackexp.training.objectives.base import Objective, Session
 from stackexp.training.processes import start_processes
 from stackexp.training.resume import Start, find_start
-from stackexp.training.signals import StopRequest, handle_interrupts
+from stackexp.training.signals import StopRequest
 from stackexp.training.trainer import build_trainer, find_device_type
 
 
-def train(config: ExperimentConfig, ckpt_path: str | None = None, run_folder: str | None = None) -> RunFolder:
+def train(
+    config: ExperimentConfig,
+    ckpt_path: str | None = None,
+    run_folder: str | None = None,
+    overridden: Collection[str] = (),
+) -> RunFolder:
     """Train the model of `config`, evaluate it, and return the finished run folder.
 
     The run starts in a new folder, or in `run_folder`. It resumes from `ckpt_path` ("last" for the newest unfinished
-    run of this name, or the path of a checkpoint), or from the newest checkpoint in `run_folder`.
+    run of this name, or the path of a checkpoint), or from the newest checkpoint in `run_folder`. `overridden` are the
+    keys of options that may change in a resumed run, such as trainer.max_steps.
 
     Raises:
         RunError: the checkpoint, the data, the devices or the loss do not permit to train.
@@ -38,7 +44,7 @@ def train(config: ExperimentConfig, ckpt_path: str | None = None, run_folder: st
     stop = StopRequest(config.trainer.max_time)
     objective = build_objective(config)
     with start_processes(config.trainer, find_device_type(config)) as processes:
-        start = processes.agree(lambda: find_start(config, ckpt_path, run_folder))
+        start = processes.agree(lambda: find_start(config, ckpt_path, run_folder, overridden))
         if start.is_finished:
             if processes.is_first:
                 print(f"{start.folder.path}: this run is finished (it has a result.json)")
@@ -54,7 +60,7 @@ def train(config: ExperimentConfig, ckpt_path: str | None = None, run_folder: st
         trainer = build_trainer(config, processes, build_callbacks(config, start, metrics_log, stop, measurements))
         session = Session(config, start.folder, processes, data, module, trainer, metrics_log, started_at)
 
-        with _work_in_folder(session, start, objective), handle_interrupts(trainer), logging_redirect_tqdm():
+        with _work_in_folder(session, start, objective), stop.handle_interrupts(), logging_redirect_tqdm():
             trainer.fit(module, data, ckpt_path=start.checkpoint, weights_only=True)
             evaluation = objective.evaluate(session)
             if processes.is_first:
@@ -67,7 +73,7 @@ def train(config: ExperimentConfig, ckpt_path: str | None = None, run_folder: st
 def _work_in_folder(session: Session, start: Start, objective: Objective) -> Iterator[None]:
     """Lock the run folder, write its config and environment, and print a header. Rank 0 does so for all ranks."""
     is_first = session.processes.is_first
-    with start.folder.start_session(session.config) if is_first else contextlib.nullcontext():
+    with start.folder.start_session(session.config, start.step) if is_first else contextlib.nullcontext():
         if is_first:
             print(_format_header(objective, session.module, start), flush=True)
             objective.warn_about_limits("fit")
@@ -85,14 +91,15 @@ def _name_last_checkpoint(folder: RunFolder) -> Iterator[None]:
     except (StoppedError, KeyboardInterrupt) as error:
         if folder.is_finished:
             raise type(error)(f"{folder.path}: this run is finished (it has a result.json)") from None
-        newest = folder.newest_checkpoint()
-        state = f"newest checkpoint {newest.name}; resume with --ckpt_path last" if newest else "no checkpoint yet"
-        raise type(error)(f"{folder.path}: {f'{error}; ' if str(error) else ''}{state}") from None
+        newest, reason = folder.newest_checkpoint(), f"{error}; " if str(error) else ""
+        state = f"newest checkpoint {newest.name}" if newest else "no checkpoint yet"
+        raise type(error)(f"{folder.path}: {reason}{state}; resume with `{format_resume_command(folder)}`") from None
 
 
 def _format_header(objective: Objective, module: TrainingModule, start: Start) -> str:
     parameters, memory = module.model.num_parameters(), module.model.num_parameters(memory=True)
-    resumed = f", resumed from {start.checkpoint.name}" if start.checkpoint else ""
+    is_branch = start.checkpoint and start.checkpoint.parent.resolve() != start.folder.checkpoints.resolve()
+    resumed = f", {'branched' if is_branch else 'resumed'} from {start.checkpoint}" if start.checkpoint else ""
     return (
         f"run folder  {start.folder.path}{resumed}\n"
         f"model       {parameters:,} parameters, {memory:,} of them in the memory\n"

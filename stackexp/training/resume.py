@@ -1,16 +1,21 @@
 """Choose the start of a run: a new folder, or a checkpoint that its config can resume."""
 
+import logging
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from stackexp import runs
 from stackexp.config.affects import changed_keys, flatten_config
+from stackexp.config.compose import load_config
 from stackexp.config.experiment import ExperimentConfig
 from stackexp.config.renames import translate_options
 from stackexp.config.yaml_files import flatten
-from stackexp.errors import RunError
+from stackexp.errors import DamagedCheckpointError, RunError
 from stackexp.models import checkpoints
 from stackexp.runs import RunFolder
+
+log = logging.getLogger(__name__)
 
 
 class Start(NamedTuple):
@@ -22,46 +27,92 @@ class Start(NamedTuple):
     is_finished: bool = False
 
 
-def find_start(config: ExperimentConfig, ckpt_path: str | None, run_folder: str | None) -> Start:
+def find_start(
+    config: ExperimentConfig, ckpt_path: str | None, run_folder: str | None, overridden: Collection[str] = ()
+) -> Start:
     """Find where to start: in `run_folder`, after `ckpt_path` ("last" or a path), or in a new folder.
 
-    Raises RunError if there is nothing to resume, or if the config does not match the checkpoint.
+    Options such as trainer.max_steps, which may change within a run, may differ from the checkpoint's only if their
+    keys are in `overridden`. Raises RunError if there is nothing to resume, or if the config does not match.
     """
     if run_folder:
         run = RunFolder(Path(run_folder))
         if run.is_finished:
+            _check_finished(run, config)
             return Start(run, is_finished=True)
-        old_format = run.checkpoints.glob("*.ckpt")  # refused with a message
-        newest = run.newest_checkpoint() or max(old_format, default=None)
-        return _resume(config, newest, run) if newest else Start(run)
+        run.claim()
+        has_checkpoint = run.newest_checkpoint() or any(run.checkpoints.glob("*.ckpt"))  # .ckpt is refused by name
+        return _resume_newest(run, config, overridden) if has_checkpoint else Start(run)
     if ckpt_path is None:
         return Start(runs.allocate_run(config))
     if ckpt_path == "last":
-        run = runs.find_unfinished_run(config)
-        return _resume(config, checkpoints.find_checkpoint(run, "last"), run)
-    return _resume(config, Path(ckpt_path), None)
+        return _resume_newest(runs.find_unfinished_run(config), config, overridden)
+    return _resume_path(Path(ckpt_path), config, overridden)
 
 
-def _resume(config: ExperimentConfig, path: Path, folder: RunFolder | None) -> Start:
-    """Resume `path` in `folder`, or else in the checkpoint's folder if that is an unfinished run of the same name."""
+def _check_finished(run: RunFolder, config: ExperimentConfig) -> None:
+    """Raise RunError if the config differs from that of the finished run."""
+    ours, theirs = flatten_config(config), flatten_config(load_config(run.config))
+    for key in changed_keys(ours, theirs, ["training", "continuation", "evaluation"]):
+        raise RunError(
+            f"{run.path}: this run is finished, with {key} {theirs.get(key)}; the config has {ours.get(key)}; choose "
+            f"another --run, or branch from a checkpoint with --ckpt_path {run.newest_checkpoint()}"
+        )
+
+
+def _resume_newest(run: RunFolder, config: ExperimentConfig, overridden: Collection[str]) -> Start:
+    """Resume the newest checkpoint that is not damaged, in the run's own folder."""
+    paths = run.list_checkpoints()[::-1] or sorted(run.checkpoints.glob("*.ckpt"))
+    for path, older in zip(paths, [*paths[1:], None], strict=True):
+        try:
+            return _resume(path, run, config, overridden)
+        except DamagedCheckpointError as error:
+            if older is None:
+                raise
+            log.warning("%s", str(error).replace("use an older one", f"resuming from {older.name} instead"))
+    raise RunError(f"{run.checkpoints}: no checkpoint")
+
+
+def _resume_path(path: Path, config: ExperimentConfig, overridden: Collection[str]) -> Start:
+    """Resume a checkpoint in its own run if it is the newest of an unfinished run of this name, or else in a branch."""
+    run = RunFolder(path.parent.parent)
+    is_same_name = run.path.parent.resolve() == Path(config.logging.root, config.name).resolve()
+    newest = run.newest_checkpoint()
+    is_newest = newest is not None and newest.resolve() == path.resolve()
+    if is_same_name and is_newest and run.config.is_file() and not run.is_finished:
+        return _resume(path, run, config, overridden)
+    return _resume(path, runs.allocate_run(config), config, overridden)
+
+
+def _resume(path: Path, folder: RunFolder, config: ExperimentConfig, overridden: Collection[str]) -> Start:
     state = checkpoints.load_state(path)
-    check_resumable(path, state, config)
+    check_resumable(path, state, config, overridden)
     checkpoints.check_files(path)
-    if folder is None:
-        folder = RunFolder(path.parent.parent)
-        is_same_name = folder.path.parent.resolve() == Path(config.logging.root, config.name).resolve()
-        if not (is_same_name and folder.config.is_file()) or folder.is_finished:
-            folder = runs.allocate_run(
-                config
-            )  # a copied checkpoint, a branch with another name, or more steps of a finished run
     step, last = state["global_step"], config.trainer.max_steps
     if step > last or (step == last and not folder.config.is_file()):
         raise RunError(f"{path}: already at step {step} of trainer.max_steps {last}; raise trainer.max_steps")
+    if folder.config.is_file():
+        _check_log(folder, step)
     return Start(folder, path, step)
 
 
-def check_resumable(path: Path, state: dict[str, Any], config: ExperimentConfig) -> None:
-    """Raise RunError, naming the first option that differs, unless the config can resume the checkpoint's run."""
+def _check_log(folder: RunFolder, step: int) -> None:
+    """Raise RunError if metrics.jsonl lacks steps before the checkpoint: figures of the run would be wrong."""
+    logged = max((line["step"] for line in folder.read_metrics() if "loss/train" in line), default=0)
+    if logged < step:
+        raise RunError(
+            f"{folder.metrics}: ends at step {logged}, but the checkpoint is at step {step}; restore the file, or "
+            "branch into a new folder with --ckpt_path and another name=NAME"
+        )
+
+
+def check_resumable(
+    path: Path, state: dict[str, Any], config: ExperimentConfig, overridden: Collection[str] = ()
+) -> None:
+    """Raise RunError, naming the first option that differs, unless the config can resume the checkpoint's run.
+
+    Options that may change within a run are reported if they are in `overridden`, and refused otherwise.
+    """
     ours, theirs = flatten_config(config), translate_options(flatten(state["stackexp"]["config"]))
     for key in changed_keys(ours, theirs, ["training"]):
         kind = "different architecture" if key.startswith("model.") else "different run"
@@ -69,3 +120,11 @@ def check_resumable(path: Path, state: dict[str, Any], config: ExperimentConfig)
             f"{path}: {kind}: {key} is {theirs.get(key)} in the checkpoint, {ours.get(key)} in the config; "
             "resume with the run's own config.yaml, or start a new run"
         )
+    for key in changed_keys(ours, theirs, ["continuation"]):
+        before, now = theirs.get(key), ours.get(key)
+        if key not in overridden:
+            raise RunError(
+                f"{path}: {key} is {before} in the checkpoint, {now} in the config; to change it from here on, add "
+                f"the override {key}={now}"
+            )
+        log.warning("%s changes from %s to %s after step %s", key, before, now, state["global_step"])

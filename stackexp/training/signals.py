@@ -7,21 +7,23 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from multiprocessing import resource_tracker
 from typing import Any
 
 import lightning.pytorch as pl
 
+from stackexp.errors import InterruptedRunError, StoppedError
+
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)  # Slurm sends SIGUSR1 ahead of the time limit
-INTERRUPT_MESSAGE = "interrupted: finishing the batch; press Ctrl-C again to stop at once\n"
+STOPPED_ELSEWHERE = "another process received a stop request"
 
 
 class StopRequest:
-    """A request to save a checkpoint and stop: SIGTERM, SIGUSR1, or `max_time` (DD:HH:MM:SS) from now."""
+    """A request to save a checkpoint and stop: SIGTERM, SIGUSR1, Ctrl-C, or `max_time` (DD:HH:MM:SS) from now."""
 
     def __init__(self, max_time: str | None):
-        self._reason: str | None = None
+        self._signal: signal.Signals | None = None
         self._max_time = max_time
         self._deadline = time.monotonic() + parse_seconds(max_time) if max_time else None
         for number in STOP_SIGNALS:
@@ -29,14 +31,30 @@ class StopRequest:
         _start_resource_tracker()
 
     def _handle(self, number: int, _: Any) -> None:
-        self._reason = signal.Signals(number).name
+        self._signal = signal.Signals(number)
+
+    def _interrupt(self) -> None:
+        self._signal = signal.SIGINT
 
     @property
-    def reason(self) -> str | None:
-        """Return why this process should stop, or None."""
-        if self._reason is None and self._deadline is not None and time.monotonic() > self._deadline:
-            self._reason = f"trainer.max_time {self._max_time} is over"
-        return self._reason
+    def is_set(self) -> bool:
+        """Return True if this process should stop."""
+        return self._signal is not None or (self._deadline is not None and time.monotonic() > self._deadline)
+
+    def build_error(self) -> StoppedError:
+        """Build the exception that ends the run once it is saved."""
+        if self._signal == signal.SIGINT:
+            return InterruptedRunError("interrupted")
+        if self._signal is not None:
+            return StoppedError(self._signal.name)
+        return StoppedError(f"trainer.max_time {self._max_time} is over" if self.is_set else STOPPED_ELSEWHERE)
+
+    @contextlib.contextmanager
+    def handle_interrupts(self) -> Iterator[None]:
+        """Let the first Ctrl-C within the context request a stop, and the second end the process at once."""
+        handler = _InterruptHandler("saving a checkpoint after this step", on_first=self._interrupt)
+        with handler.install():
+            yield
 
 
 def _start_resource_tracker() -> None:
@@ -52,47 +70,64 @@ def parse_seconds(max_time: str) -> int:
     return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
-class _InterruptCallback(pl.Callback):
-    """Raises KeyboardInterrupt between two batches after the first SIGINT, and at once after the second.
+class _InterruptHandler:
+    """Handles SIGINT: calls `on_first` the first time, and raises KeyboardInterrupt the second time.
 
-    Raised anywhere else, it may leave a lock of Python's `threading` held, such as the lock of TensorBoard's queue, and
-    the process would wait for that lock when it exits.
+    An exception raised inside a signal handler may leave a lock of Python's `threading` held, such as the lock of
+    TensorBoard's queue, and the process would wait for that lock when it exits. So the first time raises none.
     """
 
-    def __init__(self) -> None:
-        self._is_requested, self._process = False, os.getpid()
+    def __init__(self, action: str, on_first: Callable[[], None]) -> None:
+        self._message = f"interrupted: {action}; press Ctrl-C again to stop at once\n"
+        self._on_first, self._is_first, self._process = on_first, True, os.getpid()
 
-    def handle(self, *_: Any) -> None:
+    def _handle(self, *_: Any) -> None:
         """Handle SIGINT. Writes without Python's buffer, which may be in the middle of a line."""
-        if self._is_requested or os.getpid() != self._process:
+        if not self._is_first or os.getpid() != self._process:
             raise KeyboardInterrupt
-        self._is_requested = True
+        self._is_first = False
+        self._on_first()
         if os.environ.get("RANK", "0") == "0":
-            os.write(2, INTERRUPT_MESSAGE.encode())
+            os.write(2, self._message.encode())
+
+    @contextlib.contextmanager
+    def install(self) -> Iterator[None]:
+        """Handle SIGINT within the context, unless it is ignored, as in the background processes of a script.
+
+        Every process of a run handles its own SIGINT; the watchdog ends the processes that received none.
+        """
+        previous = signal.getsignal(signal.SIGINT)
+        if previous is not signal.SIG_IGN:
+            signal.signal(signal.SIGINT, self._handle)
+        try:
+            yield
+        except SystemExit:  # Lightning replaces KeyboardInterrupt by SystemExit
+            raise KeyboardInterrupt from None
+        finally:
+            signal.signal(signal.SIGINT, previous)
+
+
+class _InterruptCallback(pl.Callback):
+    """Raises KeyboardInterrupt between two batches of an evaluation, once it is requested."""
+
+    is_requested = False
+
+    def request(self) -> None:
+        self.is_requested = True
 
     def raise_if_requested(self, *_: Any) -> None:
-        if self._is_requested:
+        if self.is_requested:
             raise KeyboardInterrupt
 
     # At the start of a batch all callbacks have finished the previous one.
-    on_train_batch_start = on_validation_batch_start = on_test_batch_start = raise_if_requested
+    on_validation_batch_start = on_test_batch_start = raise_if_requested
 
 
 @contextlib.contextmanager
 def handle_interrupts(trainer: pl.Trainer) -> Iterator[None]:
-    """Turn Ctrl-C into a KeyboardInterrupt between two batches of `trainer`.
-
-    Where SIGINT is ignored, as in processes that a script starts in the background, it stays ignored. Every process of
-    a run handles its own SIGINT; the watchdog ends the processes that received none.
-    """
-    callback, previous = _InterruptCallback(), signal.getsignal(signal.SIGINT)
-    if previous is not signal.SIG_IGN:
-        trainer.callbacks.append(callback)  # type: ignore[attr-defined]
-        signal.signal(signal.SIGINT, callback.handle)
-    try:
+    """Turn the first Ctrl-C into a KeyboardInterrupt between two batches of an evaluation by `trainer`."""
+    callback = _InterruptCallback()
+    trainer.callbacks.append(callback)  # type: ignore[attr-defined]
+    with _InterruptHandler("finishing the batch", on_first=callback.request).install():
         yield
         callback.raise_if_requested()
-    except SystemExit:  # Lightning replaces KeyboardInterrupt by SystemExit
-        raise KeyboardInterrupt from None
-    finally:
-        signal.signal(signal.SIGINT, previous)

@@ -11,7 +11,7 @@ import sys
 from types import ModuleType
 
 from stackexp.config.suggestions import suggest_name
-from stackexp.errors import ConfigError, FolderBusyError, RunError, StoppedError
+from stackexp.errors import ConfigError, FolderBusyError, InterruptedRunError, RunError, StoppedError
 from stackexp.verbs.parser import Parser
 
 EPILOG = """
@@ -106,7 +106,8 @@ def _explain(error: BaseException, advice: str) -> tuple[int, str]:
     """Return the exit code, and what happened, where, and what to do."""
     if isinstance(error, KeyboardInterrupt):
         return 130, f"interrupted: {error}" if str(error) else "interrupted"
-    for kind, code in {ConfigError: 2, StoppedError: 75, FolderBusyError: 74, RunError: 1}.items():
+    codes = {ConfigError: 2, InterruptedRunError: 130, StoppedError: 75, FolderBusyError: 74, RunError: 1}
+    for kind, code in codes.items():
         if isinstance(error, kind):
             return code, " ".join(str(error).splitlines())
     if isinstance(error, OSError):

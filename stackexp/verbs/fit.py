@@ -33,7 +33,7 @@ def run(args: Namespace) -> int:
         args.parser.error("--config NAME_OR_PATH is required; `configs list` shows the names")
     if args.run and args.ckpt_path:
         args.parser.error("--run and --ckpt_path exclude each other; --run resumes from the folder's newest checkpoint")
-    from stackexp.config import compose
+    from stackexp.config import compose, layers
     from stackexp.sweeps import quick
 
     if quick.is_sweep(args.config) and not (args.run or args.ckpt_path or args.print_config):
@@ -45,5 +45,5 @@ def run(args: Namespace) -> int:
         return 0
     from stackexp.training.loop import train
 
-    train(config, args.ckpt_path, args.run)
+    train(config, args.ckpt_path, args.run, overridden={key for key, _, _ in layers.split_overrides(args.overrides)})
     return 0

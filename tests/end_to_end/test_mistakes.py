@@ -34,7 +34,7 @@ def test_incompatible_checkpoint_is_refused(capsys, run, tiny, tmp_path):
 
     newest, old, foreign = run.newest_checkpoint(), tmp_path / "old.ckpt", tmp_path / "foreign"
     old.write_bytes(b"x" * 100)
-    assert f"{old}: checkpoints of version 2 are folders" in get_error(capsys, *fit, old)
+    assert f"{old}: a checkpoint is a folder" in get_error(capsys, *fit, old)
     for name in ("state.pt", ".metadata", "__0_0.distcp"):
         damaged = tmp_path / "damaged" / name.strip(".")
         shutil.copytree(newest, damaged)

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import signal
 import subprocess
 import time
@@ -43,7 +44,7 @@ def test_a_run_stopped_by_a_signal_resumes_exactly(program, tiny, tmp_path, numb
     assert "error" not in output
     step = int(run.newest_checkpoint().name)
     assert record(run)[-1]["step"] == step < 36
-    assert f"newest checkpoint {step:08d}; resume with --ckpt_path last" in output
+    assert f"newest checkpoint {step:08d}; resume with `python -m stackexp fit --run {run.path}`" in output
 
     forks.run(*command, "--run", run.path, ranks=ranks)
     forks.run(*command, "--run", reference.path, ranks=ranks)
@@ -62,7 +63,7 @@ def test_run_stopped_during_validation_repeats_it_on_resume(tiny, tmp_path, stra
     started.wait_until(lambda: 14 in losses(run))
     os.kill(started[-1].pid, signal.SIGTERM)
     assert started.join() == [75] * ranks, started.output.read_text()
-    assert "newest checkpoint 00000014; resume with --ckpt_path last" in started.output.read_text()
+    assert "newest checkpoint 00000014; resume with `python" in started.output.read_text()
     last = record(run)[-1]
     assert (last["step"], "loss/train" in last) == (14, True), "the validation was not logged"
 
@@ -71,8 +72,8 @@ def test_run_stopped_during_validation_repeats_it_on_resume(tiny, tmp_path, stra
     assert record(run) == record(reference), "bit for bit"
 
 
-def test_ctrl_c_stops_after_the_batch(program, tiny, tmp_path):
-    """The terminal signals the data workers too; they ignore it."""
+def test_ctrl_c_saves_and_stops_after_the_step(program, tiny, tmp_path):
+    """The terminal signals the data workers too; they ignore it. The printed command resumes the run."""
     process = program.start("fit", "--config", tiny, *ENDLESS, "data.num_workers=1")
     wait_until(lambda: has_checkpoint(tmp_path / "runs"), process)
     statuses = [Path(f"/proc/{pid}/status").read_text() for pid in list_children(process)]
@@ -82,7 +83,12 @@ def test_ctrl_c_stops_after_the_batch(program, tiny, tmp_path):
     output, line = read_to_end(process)
     assert process.returncode == 130
     assert "press Ctrl-C again to stop at once" in output
-    assert "resume with --ckpt_path last" in line
+    run = only_run(tmp_path / "runs")
+    assert run.newest_checkpoint().name == f"{record(run)[-1]['step']:08d}", "the last step is saved"
+    command = re.search("resume with `python -m stackexp (.*)`", line)[1]
+    few = f"trainer.max_steps={int(run.newest_checkpoint().name) + 2}"
+    program.run(*shlex.split(command), few)
+    assert run.is_finished
 
 
 @pytest.mark.slow
@@ -93,7 +99,7 @@ def test_ctrl_c_stops_two_processes(program, tiny, tmp_path):
     os.killpg(process.pid, signal.SIGINT)
     output, line = read_to_end(process)
     assert process.returncode == 130, output
-    assert "resume with --ckpt_path last" in line
+    assert "resume with `python -m stackexp fit --run " in line
     assert "lost" not in output
 
 

@@ -17,7 +17,6 @@ from stackexp.errors import StoppedError, first_line
 from stackexp.models.checkpoints import VERSION, CheckpointWriter
 from stackexp.modules.base import TrainingModule
 from stackexp.runs import RunFolder, checkpoint_name, remove_checkpoint
-from stackexp.training.callbacks.step_requests import STOPPED_ELSEWHERE
 from stackexp.training.signals import StopRequest
 
 log = logging.getLogger(__name__)
@@ -85,7 +84,7 @@ class StepCheckpoint(pl.callbacks.Checkpoint):
             trainer.save_checkpoint(path, storage_options={"writer": self._writer, "on_saved": self._delete_old})
         if "stop" in requests and not is_last:
             self._writer.wait()
-            raise StoppedError(self._stop.reason or STOPPED_ELSEWHERE)
+            raise self._stop.build_error()
 
     def _delete_old(self) -> None:
         best = self._folder.best_checkpoint()

@@ -10,11 +10,9 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 
-from stackexp.errors import StoppedError
 from stackexp.modules.base import TrainingModule
 from stackexp.training.signals import StopRequest
 
-STOPPED_ELSEWHERE = "another process received a stop request"
 BATCHES_BETWEEN_CHECKS = 16  # of an evaluation: each check is an all-reduce
 
 
@@ -38,7 +36,7 @@ class StepRequests(pl.Callback):
             return  # a micro-batch inside an accumulation
         self._step = trainer.global_step
         is_due = self._minutes is not None and time.monotonic() - self._saved_at > 60 * self._minutes
-        module.step_metrics.request("stop", self._stop.reason is not None)
+        module.step_metrics.request("stop", self._stop.is_set)
         module.step_metrics.request("save", is_due)
 
     def on_save_checkpoint(self, *_: Any) -> None:
@@ -49,10 +47,10 @@ class StepRequests(pl.Callback):
         """Stop inside an evaluation, which can be long. The resumed run repeats it first."""
         batch_idx = args[2]
         if batch_idx % BATCHES_BETWEEN_CHECKS == 0:
-            requested = torch.tensor(float(self._stop.reason is not None), device=module.device)
+            requested = torch.tensor(float(self._stop.is_set), device=module.device)
             if dist.is_initialized():
                 dist.all_reduce(requested)
             if requested:
-                raise StoppedError(self._stop.reason or STOPPED_ELSEWHERE)
+                raise self._stop.build_error()
 
     on_test_batch_end = on_validation_batch_end

@@ -1,0 +1,195 @@
+"""Where a run starts: which folder it may use, and which checkpoint and config it may resume."""
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+from conftest import write_tiny
+from records import only_run, record
+from saved_models import make_state
+
+from stackexp.cli import main
+from stackexp.config.compose import compose, load_config
+from stackexp.errors import RunError
+from stackexp.runs import RunFolder
+from stackexp.training.resume import check_resumable, find_start
+
+
+@pytest.fixture(scope="module")
+def trained(corpus, tmp_path_factory) -> tuple[str, Path]:
+    """The config and the folder of a run of twelve steps with checkpoints 4, 8 and 12."""
+    folder = tmp_path_factory.mktemp("trained")
+    config = str(write_tiny(corpus, folder))
+    assert main(["fit", "--config", config, "trainer.keep_checkpoints=9", "logging.progress_bar=false"]) == 0
+    return config, only_run(folder / "runs").path
+
+
+@pytest.fixture
+def unfinished(trained, tmp_path) -> RunFolder:
+    """A copy of the run before its result, among the runs of its name."""
+    run = RunFolder(tmp_path / "runs" / "tiny" / trained[1].name)
+    shutil.copytree(trained[1], run.path)
+    run.result.unlink()
+    return run
+
+
+@pytest.fixture
+def config(trained, tmp_path):
+    return compose([trained[0]], ["trainer.keep_checkpoints=9", f"logging.root={tmp_path}/runs"])
+
+
+def get_error(*args, **options) -> str:
+    with pytest.raises(RunError) as caught:
+        find_start(*args, **options)
+    return str(caught.value)
+
+
+def flip_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    "files", [["config.yaml"], ["metrics.jsonl"], ["tokenizer.json"], ["checkpoints/.keep/mine"], ["data.jsonl", "a"]]
+)
+def test_folder_of_something_else_is_not_touched(config, tmp_path, files):
+    folder = tmp_path / "mine"
+    for name in files:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("mine")
+    message = get_error(config, None, str(folder))
+    assert message.startswith(f"{folder}: not a run folder, and not empty (")
+    assert message.endswith("choose another --run")
+    assert {str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file()} == set(files)
+
+
+def test_new_and_empty_folders_become_run_folders(config, tmp_path):
+    for name in ("new", "empty"):
+        if name == "empty":
+            (tmp_path / name).mkdir()
+        assert find_start(config, None, str(tmp_path / name)).step == 0
+        (tmp_path / name / "config.yaml").write_text("written by a sweep's driver\n")
+        assert find_start(config, None, str(tmp_path / name)).step == 0, "the mark is there"
+
+
+def test_folder_of_an_older_version_has_no_mark_and_is_accepted(config, unfinished):
+    (unfinished.path / ".stackexp").unlink()
+    assert find_start(config, None, str(unfinished.path)).step == 12
+    assert (unfinished.path / ".stackexp").exists()
+
+
+def test_hidden_folders_of_the_user_are_kept(config, unfinished):
+    (unfinished.checkpoints / ".mine").mkdir()
+    (unfinished.checkpoints / ".00000016").mkdir()
+    with unfinished.start_session(config):
+        assert {path.name for path in unfinished.checkpoints.glob(".*")} == {".mine"}
+
+
+def test_older_checkpoint_is_branched_into_a_new_folder(trained, unfinished, tmp_path, capsys):
+    before = record(unfinished), unfinished.list_checkpoints()
+    older = unfinished.checkpoints / "00000004"
+    fit = ["fit", "--config", trained[0], f"logging.root={tmp_path}/runs", "logging.progress_bar=false"]
+    assert main([*fit, "--ckpt_path", str(older)]) == 0
+    assert f"branched from {older}" in capsys.readouterr().out
+    assert (record(unfinished), unfinished.list_checkpoints()) == before
+    (branch,) = (path for path in unfinished.path.parent.iterdir() if path != unfinished.path)
+    assert record(RunFolder(branch)) == [line for line in before[0] if line["step"] > 4]
+
+
+def test_newest_checkpoint_is_resumed_in_its_own_folder(config, unfinished):
+    start = find_start(config, str(unfinished.checkpoints / "00000012"), None)
+    assert start.folder.path.resolve() == unfinished.path.resolve()
+
+
+@pytest.mark.parametrize("file", ["state.pt", ".metadata", "__0_0.distcp", "manifest.json"])
+@pytest.mark.parametrize("by", ["--run", "last"])
+def test_damaged_checkpoint_falls_back_to_the_older_one(config, unfinished, caplog, file, by):
+    flip_bit(unfinished.checkpoints / "00000012" / file)
+    start = find_start(config, None, str(unfinished.path)) if by == "--run" else find_start(config, "last", None)
+    assert (start.folder.path, start.step) == (unfinished.path, 8)
+    assert "00000012: damaged" in caplog.text
+    assert "resuming from 00000008 instead" in caplog.text
+    for name in ("00000008", "00000004"):
+        flip_bit(unfinished.checkpoints / name / file)
+    assert "00000004: damaged" in get_error(config, None, str(unfinished.path))
+
+
+def test_damaged_checkpoint_that_is_named_is_refused(config, unfinished):
+    path = unfinished.checkpoints / "00000012"
+    flip_bit(path / "__0_0.distcp")
+    assert get_error(config, str(path), None).startswith(f"{path}: damaged (__0_0.distcp has changed")
+
+
+def test_finished_run_with_another_config_is_refused(trained, config):
+    path = str(trained[1])
+    changed = compose([trained[0]], ["optimizer.lr=0.5"])
+    assert find_start(compose([trained[0]]), None, path).is_finished
+    assert "finished, with optimizer.lr 0.003; the config has 0.5" in get_error(changed, None, path)
+    longer = compose([trained[0]], ["trainer.max_steps=20"])
+    assert "finished, with trainer.max_steps 12; the config has 20" in get_error(longer, None, path)
+
+
+def test_number_of_steps_changes_only_by_an_override(trained, unfinished, caplog):
+    longer = compose([trained[0]], ["trainer.max_steps=20"])
+    message = get_error(longer, None, str(unfinished.path))
+    assert "trainer.max_steps is 12 in the checkpoint, 20 in the config" in message
+    assert message.endswith("add the override trainer.max_steps=20")
+    assert find_start(longer, None, str(unfinished.path), overridden=["trainer.max_steps"]).step == 12
+    assert "trainer.max_steps changes from 12 to 20 after step 12" in caplog.text
+
+
+def test_replaced_configs_are_kept(trained, unfinished):
+    before = unfinished.config.read_text()
+    with unfinished.start_session(load_config(unfinished.config), step=12):
+        assert unfinished.config.read_text() == before
+        assert not list(unfinished.path.glob("config.step-*"))
+    longer = compose([trained[0]], ["trainer.max_steps=20"])
+    with unfinished.start_session(longer, step=12):
+        assert (unfinished.path / "config.step-12.yaml").read_text() == before
+        assert "max_steps: 20" in unfinished.config.read_text()
+
+
+@pytest.mark.parametrize("damage", ["missing", "short"])
+def test_log_shorter_than_the_checkpoint_is_refused(config, unfinished, damage):
+    if damage == "missing":
+        unfinished.metrics.unlink()
+    else:
+        lines = unfinished.metrics.read_text().splitlines(keepends=True)
+        unfinished.metrics.write_text("".join(lines[:5]))
+    logged = 0 if damage == "missing" else 5
+    message = f"metrics.jsonl: ends at step {logged}, but the checkpoint is at step 12"
+    assert message in get_error(config, None, str(unfinished.path))
+
+
+@pytest.mark.parametrize(
+    ("override", "difference"),
+    [
+        ("model.memory=null", "model.memory"),
+        ("model.memory.read=top", "model.memory.read is global in the checkpoint, top in the config"),
+        ("model.num_layers=2", "different architecture: model.num_layers is 6 in the checkpoint, 2 in the config"),
+        ("optimizer.lr=1", "different run: optimizer.lr is 0.004 in the checkpoint, 1.0 in the config"),
+        ("data.global_batch_tokens=2048", "different run: data.global_batch_tokens"),
+        ("trainer.precision=64-true", "different run: trainer.precision"),
+        ("seed=1", "different run: seed is 0 in the checkpoint, 1 in the config"),
+    ],
+)
+def test_the_first_option_that_prevents_resuming_is_named(tmp_path, override, difference):
+    with pytest.raises(RunError, match=re.escape(difference)):
+        check_resumable(tmp_path, make_state(), compose(["quickstart"], [override]))
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["trainer.max_steps=999", "name=x", "logging.root=elsewhere"],
+        ["trainer.devices=2", "trainer.strategy=fsdp", "data.micro_batch_size=1"],
+        ["trainer.num_nodes=2", "trainer.devices=2", "trainer.strategy=hsdp", "data.micro_batch_size=1"],
+        ["trainer.checkpoint_interval_minutes=5", "trainer.keep_checkpoints=7", "trainer.max_time=00:01:00:00"],
+        ["trainer.activation_checkpointing=true", "trainer.reshard_after_forward=false", "trainer.skip_spikes=true"],
+    ],
+)
+def test_devices_duration_and_logging_may_change_on_resume(tmp_path, overrides):
+    keys = [text.partition("=")[0] for text in overrides]
+    check_resumable(tmp_path, make_state(), compose(["quickstart"], overrides), overridden=keys)
