@@ -58,6 +58,13 @@ def sha256_of(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def get_cache_root() -> Path:
+    """Return $STACKEXP_CACHE, $XDG_CACHE_HOME/stackexp or ~/.cache/stackexp, the first that is set."""
+    if root := os.environ.get("STACKEXP_CACHE"):
+        return Path(root)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "stackexp")
+
+
 def read_json(path: Path) -> Any:
     """Read a JSON file. Raises RunError if it is not valid JSON, and OSError if it cannot be read."""
     try:

@@ -16,6 +16,7 @@ from stackexp.data import stdlib
 from stackexp.data.shards import TokenSet
 from stackexp.data.tokenizer import compute_fingerprint, load_tokenizer
 from stackexp.errors import RunError
+from stackexp.files import get_cache_root
 
 ROOT = Path(sysconfig.get_paths()["stdlib"])
 SMALL = StdlibConfig(vocab_size=300, context_length=64)
@@ -75,11 +76,11 @@ def test_cache_root_follows_the_environment(monkeypatch):
     monkeypatch.setenv("HOME", "/home/x")
     monkeypatch.delenv("STACKEXP_CACHE", raising=False)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    assert stdlib.get_cache_root() == Path("/home/x/.cache/stackexp")
+    assert get_cache_root() == Path("/home/x/.cache/stackexp")
     monkeypatch.setenv("XDG_CACHE_HOME", "/xdg")
-    assert stdlib.get_cache_root() == Path("/xdg/stackexp")
+    assert get_cache_root() == Path("/xdg/stackexp")
     monkeypatch.setenv("STACKEXP_CACHE", "/own")
-    assert stdlib.get_cache_root() == Path("/own")
+    assert get_cache_root() == Path("/own")
 
 
 SCRIPT = """

@@ -128,6 +128,7 @@ def test_shards_are_read_before_they_are_evicted(tmp_path, monkeypatch):
 def test_a_shard_damaged_during_training_is_named(tmp_path):
     folder = write_set(tmp_path / "set", 0, 40)
     loader = build_loader(build_config(path=str(folder)))
+    read_samples(loader)  # verifies every shard
     shard = min(folder.rglob("shard*"))
     shard.write_bytes(shard.read_bytes()[:100])
     with pytest.raises(SourceError, match=rf"{shard.name}: damaged \(.*\); prepare or copy it again"):

@@ -11,6 +11,15 @@ if TYPE_CHECKING:
     from stackexp.config.experiment import ExperimentConfig
 
 
+def explain_set_name(name: str) -> str | None:
+    """Return what is wrong with the name of an evaluation set, or None. Names become TensorBoard tags."""
+    if name == "average":
+        return "'average' is reserved for the mean over all sets; choose another name"
+    if not name.strip() or "/" in name or not name.isprintable():
+        return f"{name!r} is not a valid set name; use letters, digits, '-', '_' and '.'"
+    return None
+
+
 @dataclass
 class DataConfig:
     """Options of all token sources; the options of a plugin derive from it."""
@@ -104,6 +113,10 @@ class ShardsConfig(DataConfig):
                 yield f"{key}.repeat", "give proportion or repeat, not both"
         if len({stream.proportion is None for stream in self.streams.values()}) > 1:
             yield "streams", "give proportion to all streams or to none"
+        for key in ("validation", "test"):
+            for name in getattr(self, key):
+                if message := explain_set_name(name):
+                    yield key, message
         if self.cache_limit is not None and not re.fullmatch(r"\d+(\.\d+)? *([kmgt]?b)?", self.cache_limit.lower()):
             yield "cache_limit", f"expected a size such as 200gb, found {self.cache_limit!r}"
 

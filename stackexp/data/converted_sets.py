@@ -17,17 +17,22 @@ from tokenizers import Tokenizer
 
 from stackexp.data.readers import BadLine, Piece, read_pieces
 from stackexp.data.sources import find_sources
-from stackexp.data.stdlib import get_cache_root
 from stackexp.data.token_files import TokenFile, write_token_file
 from stackexp.data.tokenizer import compute_fingerprint, get_end_of_text_id, get_vocab_size, tokenize_pieces
+from stackexp.data.verification import check_basename
 from stackexp.errors import RunError, first_line
-from stackexp.files import hold_lock, read_json, sha256_of
+from stackexp.files import get_cache_root, hold_lock, read_json, sha256_of
 
 log = logging.getLogger(__name__)
 
 UNKNOWN = "unknown"  # the tokenizer in the record of ids that came without one
 RETOKENIZE_TEXT = "tokenize its text with the model's tokenizer"
 SAMPLES_PER_READ = 1024  # of an MDS set
+SAFE_ENCODINGS = {"bytes", "str", "json", "int", "str_int", "str_float", "str_decimal", "pil", "jpeg", "png"}
+SAFE_ENCODINGS |= {f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)}
+SAFE_ENCODINGS |= {"ndarray", "float16", "float32", "float64"}
+"""Encodings of MDS columns whose decoders cannot run code; pkl can."""
+
 Arrays = Iterator[np.ndarray]
 
 
@@ -129,6 +134,9 @@ def _find_column(folder: Path) -> str:
     """Return "tokens" or "text". Raises RunError if there is neither column or the shards are compressed."""
     shards = _read_index(folder)
     columns = set.intersection(*(set(shard.get("column_names", ())) for shard in shards)) if shards else set()
+    encodings = {str(encoding) for shard in shards for encoding in shard.get("column_encodings", ())}
+    if unsafe := sorted(e for e in encodings if e.partition(":")[0] not in SAFE_ENCODINGS):
+        raise RunError(f"{folder}: column encoding {unsafe[0]!r} may run code; write the shards again without it")
     if any(shard.get("zip_data") for shard in shards):
         raise RunError(f"{folder}: compressed shards; write them again with compression=None")
     for column in ("tokens", "text"):
@@ -141,7 +149,7 @@ def _hash_shards(folder: Path) -> str:
     """Return the SHA-256 over the index and all shards."""
     digest = hashlib.sha256((folder / "index.json").read_bytes())
     for shard in _read_index(folder):
-        path = folder / shard["raw_data"]["basename"]
+        path = check_basename(folder, shard["raw_data"]["basename"])
         if not path.is_file() or path.stat().st_size != shard["raw_data"]["bytes"]:
             raise RunError(f"{path}: missing or not as long as index.json records; copy it again")
         digest.update(sha256_of(path).encode())

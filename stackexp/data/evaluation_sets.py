@@ -26,6 +26,7 @@ from stackexp.data.shards import TokenSet
 from stackexp.data.sources import JSON_LINES_SUFFIXES, TEXT_SUFFIXES, TOKEN_SUFFIXES
 from stackexp.data.token_files import Chunks, TokenFile
 from stackexp.data.tokenizer import compute_fingerprint, get_vocab_size, load_tokenizer
+from stackexp.data.verification import verify_file
 from stackexp.errors import RunError
 from stackexp.files import sha256_of
 
@@ -182,6 +183,7 @@ def open_set(name: str, path: Path, config: DataConfig, tokenizer: KnownTokenize
         tokens, bytes_per_token, identity = _open_prepared(path, config, tokenizer)
     else:
         file = _open_tokens(path, config, tokenizer)
+        verify_file(file.path, file.record and file.record.sha256)
         _check_tokens(path, file, config, tokenizer)
         tokens, record = file.tokens, file.record
         bytes_per_token = record.text_bytes / record.tokens if record and record.text_bytes else None

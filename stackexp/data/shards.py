@@ -16,6 +16,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from stackexp.data.tokenizer import compute_fingerprint, load_tokenizer
+from stackexp.data.verification import check_basename, verify_file
 from stackexp.errors import RunError
 from stackexp.files import sync_file, write_atomically, write_json
 
@@ -136,8 +137,13 @@ class TokenSet:
         self.corpus = self._read_corpus(options)
         try:
             shards = json.loads((self.folder / "index.json").read_text(encoding="utf-8"))["shards"]
-            self.files = [(self.folder / shard["raw_data"]["basename"], shard["samples"]) for shard in shards]
-            sizes = [shard["raw_data"]["bytes"] for shard in shards]
+            files = [shard["raw_data"] for shard in shards]
+            self.files = [
+                (check_basename(self.folder, file["basename"]), shard["samples"])
+                for file, shard in zip(files, shards, strict=True)
+            ]
+            self._hashes = [file["hashes"]["sha256"] for file in files]
+            sizes = [file["bytes"] for file in files]
         except (OSError, ValueError, KeyError, TypeError) as e:
             raise RunError(f"{self.folder}/index.json: missing or corrupt; prepare the set again") from e
         for (path, _), size in zip(self.files, sizes, strict=True):
@@ -187,8 +193,12 @@ class TokenSet:
         return self.__dict__ | {"_maps": {}}
 
     def _map_shard(self, shard: int) -> np.ndarray:
-        """Return the memory-mapped samples of a shard, [N, T]; they are the end of its file."""
+        """Return the memory-mapped samples of a shard, [N, T]; they are the end of its file.
+
+        Raises DamagedFileError if the file does not have the hash that index.json records.
+        """
         path, samples = self.files[shard]
+        verify_file(path, self._hashes[shard])
         shape = (samples, self.corpus.context_length)
         dtype = token_dtype(self.corpus.vocab_size)
         return np.memmap(path, dtype, "r", os.path.getsize(path) - samples * shape[1] * dtype.itemsize, shape)

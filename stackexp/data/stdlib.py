@@ -21,7 +21,7 @@ from stackexp.data.packing import write_documents
 from stackexp.data.shards import FORMAT_VERSION
 from stackexp.data.tokenizer import train_tokenizer
 from stackexp.errors import RunError
-from stackexp.files import hold_lock
+from stackexp.files import get_cache_root, hold_lock
 
 TRAIN_BYTES, HELD_OUT_BYTES = 6_000_000, 200_000  # caps of UTF-8 text per set; the last file may exceed them
 EXCLUDED_FOLDERS = {  # tests, other packages, tables of numbers, and folders that some Pythons lack
@@ -80,13 +80,6 @@ def prepare_stdlib(config: StdlibConfig, show_progress: bool = True) -> StdlibSe
     validation = {name: folder / name for name in VALIDATION_NAMES}
     test = {name: folder / name for name in TEST_NAMES}
     return StdlibSets(folder / "train", validation, test, folder / "train" / "tokenizer.json")
-
-
-def get_cache_root() -> Path:
-    """Return $STACKEXP_CACHE, $XDG_CACHE_HOME/stackexp or ~/.cache/stackexp, the first that is set."""
-    if root := os.environ.get("STACKEXP_CACHE"):
-        return Path(root)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "stackexp")
 
 
 def read_stdlib(root: Path) -> Corpora:

@@ -14,10 +14,9 @@ from typing import IO, Any, TypeVar
 
 import torch.distributed as dist
 
-from stackexp.data.stdlib import get_cache_root
 from stackexp.datamodules.download import RemoteFolder, SourceError
 from stackexp.errors import RunError
-from stackexp.files import read_json, try_lock
+from stackexp.files import get_cache_root, read_json, try_lock
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from torch.utils.data import DataLoader
 
-from stackexp.config.data import ShardsConfig, StdlibConfig
+from stackexp.config.data import ShardsConfig, StdlibConfig, explain_set_name
 from stackexp.config.suggestions import suggest_name
 from stackexp.data import olmo
 from stackexp.data.evaluation_sets import EvaluationSet, KnownTokenizer, find_sets, open_set
@@ -167,6 +167,8 @@ def _select_sets(request: str, known: Mapping[str, Path], section: str) -> dict[
     if not name or (equals and not path):
         raise ConfigError(f"--sets: expected names and NAME=PATH, separated by single commas, found {request!r}")
     if equals:
+        if message := explain_set_name(name):
+            raise ConfigError(f"--sets: {message}")
         return find_sets(name, Path(path))
     if name in known:
         return find_sets(name, known[name])

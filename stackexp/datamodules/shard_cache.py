@@ -9,6 +9,7 @@ import numpy as np
 from filelock import FileLock
 from streaming.base.shared import SharedArray
 
+from stackexp.data.verification import DamagedFileError, verify_file
 from stackexp.datamodules.download import RemoteFolder, SourceError
 
 ABSENT, DOWNLOADING, PRESENT = range(3)  # states of a shard
@@ -45,6 +46,7 @@ class ShardCache:
         self._states = SharedArray(len(shards), np.uint8, f"{name}_states")
         self._last_used = SharedArray(len(shards), np.int64, f"{name}_last_used")  # ns
         self._used_bytes = SharedArray(1, np.int64, f"{name}_used_bytes")
+        self._verified: set[int] = set()  # by this process
         self._lock_path = Path(tempfile.gettempdir(), f"{name}_filelock")
 
     def initialize(self, num_loaders: int) -> None:
@@ -79,6 +81,24 @@ class ShardCache:
                     raise
         while should_wait and self._states[shard_id] == DOWNLOADING:
             sleep(POLL_SECONDS)
+
+    def verify(self, shard_id: int) -> None:
+        """Compare a shard with its recorded hash, on the first use by this process.
+
+        A damaged copy is deleted, so that it is downloaded again. Raises SourceError for a damaged original.
+        """
+        if shard_id in self._verified:
+            return
+        shard = self._shards[shard_id]
+        try:
+            verify_file(shard.path, shard.sha256)
+            self._verified.add(shard_id)
+        except FileNotFoundError:  # not downloaded yet, or evicted
+            pass
+        except DamagedFileError as error:
+            if shard.remote is None:
+                raise SourceError(str(error)) from None
+            shard.path.unlink(missing_ok=True)
 
     def mark_used(self, shard_id: int) -> None:
         """Record an access: the shard not used for the longest time is evicted first."""

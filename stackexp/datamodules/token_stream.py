@@ -87,6 +87,7 @@ class TokenStream(StreamingDataset):
         """Return a sample by its number. Raises SourceError."""
         shard_id = int(self.spanner[sample_id][0])
         try:
+            self._cache.verify(shard_id)
             tokens = super().get_item(sample_id, retry)["tokens"]
         except SourceError:
             raise

@@ -1,0 +1,44 @@
+"""Verification of data files against their recorded SHA-256 on first use.
+
+A verified file leaves an empty mark in the cache, named after its path, size, times and hash. It is hashed again only
+if one of these changes. The first use costs about 1 second per GB.
+"""
+
+import contextlib
+import hashlib
+from pathlib import Path
+
+from stackexp.errors import RunError
+from stackexp.files import get_cache_root, sha256_of
+
+
+class DamagedFileError(RunError):
+    """The contents of a data file differ from its record."""
+
+
+def verify_file(path: Path, sha256: str | None) -> None:
+    """Raise DamagedFileError unless the file has the hash `sha256`; None is no record and passes.
+
+    Raises FileNotFoundError if the file is missing.
+    """
+    if sha256 is None:
+        return
+    status = path.stat()
+    key = f"{path.resolve()}\n{status.st_size} {status.st_mtime_ns} {status.st_ino}\n{sha256}"
+    mark = get_cache_root() / "verified" / hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()[:32]
+    if mark.exists():
+        return
+    if sha256_of(path) != sha256:
+        raise DamagedFileError(
+            f"{path}: damaged, its SHA-256 is not the recorded one; copy, fetch or prepare the file again"
+        )
+    with contextlib.suppress(OSError):  # without a cache, every process hashes the file
+        mark.parent.mkdir(parents=True, exist_ok=True)
+        mark.touch()
+
+
+def check_basename(folder: Path, name: object) -> Path:
+    """Return the path of the file `name` of an index.json. Raises RunError if it is outside of `folder`."""
+    if not isinstance(name, str) or not name or Path(name).is_absolute() or ".." in Path(name).parts:
+        raise RunError(f"{folder}/index.json: the shard name {name!r} is outside the folder; prepare the set again")
+    return folder / name
