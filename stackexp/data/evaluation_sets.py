@@ -183,7 +183,7 @@ def open_set(name: str, path: Path, config: DataConfig, tokenizer: KnownTokenize
         tokens, bytes_per_token, identity = _open_prepared(path, config, tokenizer)
     else:
         file = _open_tokens(path, config, tokenizer)
-        verify_file(file.path, file.record and file.record.sha256)
+        verify_file(file.path, file.record.sha256 if file.record else None)
         _check_tokens(path, file, config, tokenizer)
         tokens, record = file.tokens, file.record
         bytes_per_token = record.text_bytes / record.tokens if record and record.text_bytes else None
