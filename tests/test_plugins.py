@@ -4,7 +4,9 @@ from pathlib import Path
 
 import pytest
 from config_files import BASE, compose_error, write
+from processes import Program
 
+from stackexp.cli import main
 from stackexp.config import registry
 from stackexp.config.compose import compose, load_config, to_yaml
 
@@ -140,3 +142,57 @@ def test_unsupported_option_types_are_reported():
     write("bad.py", NESTED.replace("maybe: int | None = None", "maybe: bytearray = field(default_factory=bytearray)"))
     write("x.yaml", "plugins: [bad]\nmodel: {memory: {kind: nested}}\n")
     assert compose_error([BASE, "x.yaml"]).startswith("x.yaml:2: model.memory.kind: Config: ")
+
+
+@pytest.fixture
+def marker(tmp_path) -> Path:
+    """A file that exists once the plugin `foreign/evil.py` has run; the working directory is `project`."""
+    write("foreign/evil.py", f"open({str(tmp_path / 'code-was-run')!r}, 'w').close()\n")
+    write("foreign/config.yaml", "plugins: [evil.py]\n")
+    write("project/pyproject.toml", "")
+    write("project/sub/inside.py", PLUGIN.format(kind="inside"))
+    return tmp_path / "code-was-run"
+
+
+def test_plugin_of_a_foreign_config_does_not_run(marker, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path / "project" / "sub")
+    message = compose_error([BASE, str(tmp_path / "foreign" / "config.yaml")])
+    assert f"plugins: {tmp_path}/foreign/evil.py is outside the project {tmp_path}/project and would be exec" in message
+    assert message.endswith("add --trust-plugins")
+    assert not marker.exists()
+
+
+@pytest.mark.usefixtures("_restore_the_registry")
+def test_foreign_plugin_runs_where_the_user_trusts_or_names_it(marker, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path / "project" / "sub")
+    with monkeypatch.context() as context:
+        context.setenv("STACKEXP_TRUST_PLUGINS", "1")
+        compose([BASE, str(tmp_path / "foreign" / "config.yaml")])
+    assert marker.exists()
+    (tmp_path / "named.py").write_text(PLUGIN.format(kind="named"))
+    compose([BASE], [f"plugins=[{tmp_path}/named.py]"])
+
+
+@pytest.mark.usefixtures("_restore_the_registry", "marker")
+def test_plugins_of_the_whole_project_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path / "project")
+    write("other/x.yaml", f"plugins: [{tmp_path}/project/sub/inside.py]\nmodel: {{memory: {{kind: inside}}}}\n")
+    assert compose([BASE, "other/x.yaml"]).model.memory.kind == "inside"
+
+
+@pytest.mark.parametrize("verb", ["configs show", "plan", "fit", "validate", "generate"])
+def test_no_verb_runs_a_foreign_plugin(marker, tmp_path, monkeypatch, verb):
+    write("foreign/checkpoints/00000004/state.pt", "")
+    monkeypatch.chdir(tmp_path / "project")
+    foreign = str(tmp_path / "foreign")
+    words = {"configs show": [f"{foreign}/config.yaml"], "plan": ["--config", f"{foreign}/config.yaml"]}
+    assert main([*verb.split(), *words.get(verb, ["--run", foreign])]) == 2
+    assert not marker.exists()
+
+
+def test_the_option_trusts_plugins(marker, tmp_path):
+    program = Program(tmp_path / "project")
+    program.run("configs", "show", tmp_path / "foreign" / "config.yaml", expect=2)
+    assert not marker.exists()
+    program.run("configs", "show", tmp_path / "foreign" / "config.yaml", "--trust-plugins", expect=2)
+    assert marker.exists(), "the plugin runs; the config itself is not complete"

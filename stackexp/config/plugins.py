@@ -1,13 +1,20 @@
-"""Plugins: Python files and modules, listed in a config, that register more kinds."""
+"""Plugins: Python files and modules, listed in a config, that register more kinds.
+
+A config can come from somebody else, so its files run only if they are part of the current project, are named on the
+command line, or are trusted with --trust-plugins. Modules are already installed by the user.
+"""
 
 import hashlib
 import importlib
 import importlib.util
+import os
 import sys
 from pathlib import Path
 
 from stackexp.config.validation import config_error
 from stackexp.config.yaml_files import Leaf
+
+TRUST_VARIABLE = "STACKEXP_TRUST_PLUGINS"  # set to 1 by --trust-plugins
 
 
 def import_plugin(name: Leaf, folder: Path) -> str:
@@ -18,10 +25,13 @@ def import_plugin(name: Leaf, folder: Path) -> str:
         folder: The folder of the config. Files are searched there, then in the working directory.
 
     Raises:
-        ConfigError: The plugin is not found, or its import fails.
+        ConfigError: The plugin is not found, is not trusted, or its import fails.
     """
     paths = [parent / name.value for parent in (folder, Path())]
     files = [file for path in paths for file in (path, Path(f"{path}.py")) if file.is_file()]
+    if files and not _is_trusted(files[0].resolve(), name.origin):
+        message = f"{files[0].resolve()} is outside the project {find_project()} and would be executed"
+        raise config_error(name.origin, "plugins", f"{message}; read it, then add --trust-plugins")
     try:
         if files:
             return _import_file(files[0].resolve())
@@ -35,6 +45,18 @@ def import_plugin(name: Leaf, folder: Path) -> str:
             reason = f"{type(error).__name__}: {error}"
         message = f"cannot import {name.value!r}: {' '.join(reason.split())}"
         raise config_error(name.origin, "plugins", message) from error
+
+
+def find_project() -> Path:
+    """Return the project of the working directory: the closest parent with .git or pyproject.toml, or itself."""
+    here = Path.cwd()
+    marks = (".git", "pyproject.toml")
+    return next((folder for folder in (here, *here.parents) if any((folder / m).exists() for m in marks)), here)
+
+
+def _is_trusted(file: Path, origin: str) -> bool:
+    is_named_by_user = origin.startswith("override ")
+    return is_named_by_user or os.environ.get(TRUST_VARIABLE) == "1" or file.is_relative_to(find_project())
 
 
 def _import_file(path: Path) -> str:

@@ -11,7 +11,15 @@ import sys
 from types import ModuleType
 
 from stackexp.config.suggestions import suggest_name
-from stackexp.errors import ConfigError, FolderBusyError, InterruptedRunError, RunError, StoppedError
+from stackexp.errors import (
+    ConfigError,
+    FolderBusyError,
+    InterruptedRunError,
+    RunError,
+    StoppedError,
+    escape,
+    mask_secrets,
+)
 from stackexp.verbs.parser import Parser
 
 EPILOG = """
@@ -26,6 +34,7 @@ exit codes: 0 success, 1 the run failed, 2 a mistake in the config or the comman
 folder, 75 stopped by SIGTERM, SIGUSR1 or max_time with a checkpoint (rerun the command to resume), 130 interrupted
 """
 
+TRUST_FLAG = "--trust-plugins"
 DISK_FULL = {errno.ENOSPC: "no space left on the disk", errno.EDQUOT: "disk quota exceeded"}
 
 
@@ -33,6 +42,11 @@ def dispatch(verbs: dict[str, str], argv: list[str] | None = None) -> int:
     """Run a verb and return the exit code; `verbs` maps each name to a line of help."""
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # before torch is loaded: its warnings are stack traces
     argv = sys.argv[1:] if argv is None else argv
+    if TRUST_FLAG in argv:
+        from stackexp.config.plugins import TRUST_VARIABLE
+
+        os.environ[TRUST_VARIABLE] = "1"  # for the processes of a run or sweep too
+        argv = [word for word in argv if word != TRUST_FLAG]
     try:
         code = _run(verbs, argv)
         sys.stdout.flush()
@@ -94,6 +108,7 @@ def _report(error: BaseException, advice: str) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     code, line = _explain(error, advice)
+    line = mask_secrets(escape(line))
     rank = os.environ.get("RANK", "0")  # set once the processes of a run are connected
     if rank == "0":
         print(line if code in (75, 130) else f"error: {line}", file=sys.stderr)
@@ -109,7 +124,7 @@ def _explain(error: BaseException, advice: str) -> tuple[int, str]:
     codes = {ConfigError: 2, InterruptedRunError: 130, StoppedError: 75, FolderBusyError: 74, RunError: 1}
     for kind, code in codes.items():
         if isinstance(error, kind):
-            return code, " ".join(str(error).splitlines())
+            return code, str(error)
     if isinstance(error, OSError):
         path = error.filename2 or error.filename
         if error.errno in DISK_FULL:

@@ -12,7 +12,8 @@ from stackexp.errors import ConfigError
 OVERRIDES_HELP = """\
 --config takes a shipped name (see `configs list`) or a YAML file, and may be repeated. Overrides are KEY=VALUE,
 --KEY=VALUE or --KEY VALUE. A section set to a name takes the file of that name: model=transformer-360m,
-model.memory=queue. model.memory=null disables the memory.
+model.memory=queue. model.memory=null disables the memory. Plugin files of a config outside the current project run only
+with --trust-plugins.
 """
 
 
