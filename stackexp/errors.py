@@ -1,5 +1,21 @@
 """Exceptions that end a verb. The command line prints each as one line, without a traceback."""
 
+import re
+
+SECRET_NAMES = ("password", "passwd", "secret", "token", "api_?key", "access_?key", "sig", "signature", "credential")
+"""Names of values that must not be stored or printed, as regular expressions."""
+
+
+def escape(text: str) -> str:
+    """Return `text` in one line, with control characters escaped: names of files and sets can contain any."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in " ".join(text.splitlines()))
+
+
+def mask_secrets(text: str) -> str:
+    """Return `text` with passwords, tokens and signatures in URLs and NAME=VALUE words replaced by `***`."""
+    text = re.sub(r"(://)[^/@\s]+@", r"\1***@", text)
+    return re.sub(rf"((?:^|[?&\s_.-])(?:{'|'.join(SECRET_NAMES)})=)[^&\s]+", r"\1***", text, flags=re.IGNORECASE)
+
 
 def first_line(error: BaseException) -> str:
     """Return the first line of another library's error, at most 200 characters."""

@@ -32,7 +32,7 @@ from typing import Any
 
 from stackexp.config.compose import to_yaml
 from stackexp.config.experiment import ExperimentConfig
-from stackexp.errors import FolderBusyError, RunError
+from stackexp.errors import FolderBusyError, RunError, mask_secrets
 from stackexp.files import read_json, read_json_lines, try_lock, write_atomically, write_json, write_json_lines
 
 MARKER = ".stackexp"
@@ -264,7 +264,7 @@ def describe_environment() -> dict[str, Any]:
     packages = ("stackexp", "torch", "lightning", "torchmetrics", "omegaconf", "mosaicml-streaming", "tokenizers")
     return {
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "command": shlex.join([os.path.basename(sys.executable), *sys.orig_argv[1:]]),
+        "command": mask_secrets(shlex.join([os.path.basename(sys.executable), *sys.orig_argv[1:]])),
         "commit": read_commit(),
         "python": platform.python_version(),
         "versions": {name: importlib.metadata.version(name) for name in packages},

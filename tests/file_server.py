@@ -17,6 +17,7 @@ class FileServer(ThreadingHTTPServer):
         faults: By path, one fault per request: a status such as 503, or the bytes after which the connection closes.
         headers: Replace headers that are sent; None removes one. `partial_headers` does so for status 206.
         ranges: Whether Range is honored; `if_range`: whether If-Range is.
+        redirect: The target of the faults 301 and 302.
         pause: Seconds between chunks of 1000 bytes.
     """
 
@@ -30,6 +31,7 @@ class FileServer(ThreadingHTTPServer):
         self.headers: dict[str, str | None] = {}
         self.partial_headers: dict[str, str | None] = {}
         self.ranges, self.if_range, self.pause = True, True, 0.0
+        self.redirect = ""
         self.url = f"http://127.0.0.1:{self.server_port}"
 
     def __enter__(self) -> Self:
@@ -52,7 +54,8 @@ class _Handler(BaseHTTPRequestHandler):
         fault = self.server.faults[path].pop(0) if self.server.faults[path] else None
         body = self.server.files.get(path)
         if body is None or (fault and fault in range(300, 600)):
-            return self._answer(fault or 404, asked, {"Content-Length": "0"}, b"")
+            redirect = {"Location": self.server.redirect} if fault in (301, 302) else {}
+            return self._answer(fault or 404, asked, redirect | {"Content-Length": "0"}, b"")
         tag = f'"{hashlib.md5(body).hexdigest()}"'
         headers = {"Content-Type": "application/octet-stream", "ETag": tag}
         status, begin = 200, 0

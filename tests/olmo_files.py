@@ -33,4 +33,4 @@ def read_fetched(tmp_path: Path, olmo_set: OlmoSet) -> bytes:
 
 def list_part_files(tmp_path: Path) -> list[str]:
     """Return the names of unfinished downloads of V2 in `tmp_path`/to."""
-    return [path.name for path in (tmp_path / "to" / "v2").iterdir() if ".part" in path.name]
+    return [path.name for path in (tmp_path / "to" / "v2").glob(".*") if ".part" in path.name]

@@ -245,9 +245,9 @@ def calls(monkeypatch) -> list[tuple]:
 def test_fit_passes_the_config_to_the_loop(calls):
     config = compose(["quickstart"], ["seed=1"])
     assert cli.main(["fit", "--config", "quickstart", "--ckpt_path", "last", "--seed", "1"]) == 0
-    assert calls.pop() == ((config, "last", None), {})
+    assert calls.pop() == ((config, "last", None), {"overridden": {"seed"}})
     assert cli.main(["fit", "--config", "quickstart", "--run", "here", "--seed", "1"]) == 0
-    assert calls.pop() == ((config, None, "here"), {})
+    assert calls.pop() == ((config, None, "here"), {"overridden": {"seed"}})
 
 
 def test_validate_and_test_pass_config_sets_and_overrides(calls, tmp_path):

@@ -4,6 +4,7 @@ import socket
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 from typing import NoReturn
 
 import pytest
@@ -254,3 +255,32 @@ def test_a_fetch_resumes_after_a_full_disk(fetch, server, tmp_path):
     assert fetch("v2", "--only", "ptb") == 0
     assert server.requests[-1][1:] == ("bytes=4000-", 206)
     assert read_fetched(tmp_path, PTB) == CONTENT[PTB]
+
+
+@pytest.mark.parametrize("target", ["ftp://127.0.0.1/x", "file:///etc/passwd"])
+def test_redirects_to_other_schemes_are_refused(fetch, server, target, tmp_path, capsys):
+    server.faults[PTB.path], server.redirect = [302], target
+    assert fetch("v2", "--only", "ptb") == 1
+    assert target in capsys.readouterr().err
+    assert not list((tmp_path / "to").rglob("*.npy"))
+
+
+def test_redirects_to_http_are_followed(fetch, server, tmp_path):
+    server.faults[PTB.path], server.redirect = [302], f"{server.url}/{PTB.path}"
+    assert fetch("v2", "--only", "ptb") == 0
+    assert read_fetched(tmp_path, PTB) == CONTENT[PTB]
+
+
+def test_file_larger_than_the_free_space_is_refused_before_the_download(fetch, server, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(download.shutil, "disk_usage", lambda _: SimpleNamespace(free=100))
+    assert fetch("v2", "--only", "ptb") == 1
+    message = f"{len(CONTENT[PTB]):,} bytes are missing, but only 100 are free; free space or choose another --to"
+    assert message in capsys.readouterr().err
+
+
+def test_failed_fetch_leaves_nothing_behind(server, tmp_path):
+    server.files.clear()
+    (tmp_path / "other").mkdir()
+    for folder in ("to", "other"):
+        assert main(["data", "fetch", "v2", "v3", "--mirror", server.url, "--to", str(tmp_path / folder)]) == 1
+    assert not list(tmp_path.iterdir())

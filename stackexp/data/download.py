@@ -1,11 +1,14 @@
 """Download one file over HTTP into a part file. A later call resumes it if the server still has the same version."""
 
 import http.client
+import shutil
 import ssl
 import time
 import urllib.error
 import urllib.request
 from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
 
 from tqdm import tqdm
 
@@ -27,6 +30,16 @@ class UnreachableServerError(RunError):
 
 class _Interrupted(http.client.HTTPException):
     """A response that is incomplete or belongs to another version of the file."""
+
+
+class _HttpRedirects(urllib.request.HTTPRedirectHandler):
+    """Follows redirects to http and https; urllib follows ftp too."""
+
+    def redirect_request(self, *args: Any) -> urllib.request.Request | None:
+        target = args[-1]
+        if urlsplit(target).scheme not in ("http", "https"):
+            raise RunError(f"{args[0].full_url}: redirects to {target}; only http and https are followed")
+        return super().redirect_request(*args)
 
 
 def version_path(part: Path) -> Path:
@@ -86,9 +99,14 @@ def _download_rest(url: str, part: Path, bar: tqdm) -> None:
         if begin == version["size"]:
             return
         headers |= {"Range": f"bytes={begin}-", "If-Range": version["validator"]}
-    with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=TIMEOUT_SECONDS) as response:
+    opener = urllib.request.build_opener(_HttpRedirects)
+    with opener.open(urllib.request.Request(url, headers=headers), timeout=TIMEOUT_SECONDS) as response:
         if response.length is None or response.headers.get("Content-Encoding", "identity") != "identity":
             raise RunError(f"{url}: the server sends the file compressed or without its length; use another mirror")
+        free = shutil.disk_usage(part.parent).free
+        if response.length > free:
+            needed = f"{response.length:,} bytes are missing, but only {free:,} are free"
+            raise RunError(f"{part.parent}: {needed}; free space or choose another --to")
         size, validator = begin + response.length, _get_validator(response)
         if version and response.status == 206:
             sent = response.headers.get("Content-Range", "")

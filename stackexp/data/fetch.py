@@ -1,5 +1,6 @@
 """Fetch OLMo's perplexity sets from the server, a mirror or a folder, and check them."""
 
+import contextlib
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -73,12 +74,24 @@ def fetch(sets: list[OlmoSet], folder: Path, mirror: str | None = None, *, verif
                 except RunError as error:
                     result.failed.append(olmo_set)
                     _report(f"error: {olmo_set}: {error}")
+        if not result.records:
+            _remove_empty_folders(folder, {s.version for s in sets})
     except OSError as error:
         raise RunError(
             f"{error.filename or folder}: cannot be written ({error.strerror or error}); free space or choose another "
             "--to, then rerun the command to resume"
         ) from error
     return result
+
+
+def _remove_empty_folders(folder: Path, versions: set[str]) -> None:
+    """Delete the folders of a fetch that has received nothing, with their lock files."""
+    for path in (folder / version for version in versions):
+        if [file.name for file in path.iterdir()] == [".lock"]:
+            (path / ".lock").unlink()
+            path.rmdir()
+    with contextlib.suppress(OSError):  # other files, or the root
+        folder.rmdir()
 
 
 def _find_complete(olmo_set: OlmoSet, folder: Path, verify: bool) -> FileRecord | None:

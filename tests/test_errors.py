@@ -1,0 +1,44 @@
+"""Messages: one printable line, without secrets."""
+
+import pytest
+
+from stackexp.cli import main
+from stackexp.errors import escape, mask_secrets
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("plain: é\nsecond", "plain: é second"),
+        ("\x1b[31mred\x07", r"\x1b[31mred\x07"),
+        ("a\tb\x00\u202e", r"a\tb\x00\u202e"),
+    ],
+)
+def test_messages_are_printable(text, expected):
+    assert escape(text) == expected
+    assert escape(text).isprintable()
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("s3://key:secret@bucket/x", "s3://***@bucket/x"),
+        ("fit data.remote=https://me:pw@host/a?b=1", "fit data.remote=https://***@host/a?b=1"),
+        ("https://host/x?X-Amz-Signature=abc123&part=1", "https://host/x?X-Amz-Signature=***&part=1"),
+        ("https://host/x?token=abc&b=2", "https://host/x?token=***&b=2"),
+        ("HF_TOKEN=abc python -m stackexp", "HF_TOKEN=*** python -m stackexp"),
+        ("model.password=x API_KEY=y apikey=z", "model.password=*** API_KEY=*** apikey=***"),
+        ("data.global_batch_tokens=2048 trainer.max_steps=3", "data.global_batch_tokens=2048 trainer.max_steps=3"),
+        ("design=1 at user@host:/path", "design=1 at user@host:/path"),
+    ],
+)
+def test_secrets_are_masked(text, expected):
+    assert mask_secrets(text) == expected
+
+
+def test_error_line_is_escaped_and_masked(capsys):
+    assert main(["fit", "--config", "no\x1b[31msuch.yaml", "token=abc"]) == 2
+    line = capsys.readouterr().err.strip()
+    assert line.isprintable()
+    assert main(["validate", "--run", "s3://me:pw@host/run"]) == 2
+    assert "pw" not in capsys.readouterr().err
