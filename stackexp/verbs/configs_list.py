@@ -14,7 +14,8 @@ def add_arguments(parser: Parser) -> None:
 
 def run(args: Namespace) -> int:
     """Print the catalog."""
-    from stackexp.planning.catalog import format_catalog
+    from stackexp.config.catalog import format_catalog
+    from stackexp.tables import terminal_width
 
-    print(format_catalog())
+    print(format_catalog(terminal_width()))
     return 0
