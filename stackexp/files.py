@@ -69,7 +69,7 @@ def read_json(path: Path) -> Any:
     """Read a JSON file. Raises RunError if it is not valid JSON, and OSError if it cannot be read."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise RunError(f"{path}: not valid JSON: {error}") from error
 
 
@@ -90,10 +90,13 @@ def read_json_lines(path: Path, *, skip_damaged: bool = False) -> Iterator[dict[
         if not line.strip():
             continue
         try:
-            yield json.loads(line)
-        except ValueError as error:
-            if not skip_damaged:
-                raise RunError(f"{path}: line {number} is damaged; delete the line") from error
+            value = json.loads(line)
+        except (ValueError, RecursionError):
+            value = None
+        if isinstance(value, dict):
+            yield value
+        elif not skip_damaged:
+            raise RunError(f"{path}: line {number} is damaged; delete the line")
 
 
 def write_json_lines(path: Path, objects: list[dict[str, Any]]) -> None:

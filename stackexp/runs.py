@@ -12,7 +12,6 @@ result.json        written last, atomically; if it exists, the run is finished
 """
 
 import contextlib
-import dataclasses
 import importlib.metadata
 import math
 import os
@@ -34,46 +33,12 @@ from stackexp.config.compose import to_yaml
 from stackexp.config.experiment import ExperimentConfig
 from stackexp.errors import FolderBusyError, RunError, mask_secrets
 from stackexp.files import read_json, read_json_lines, try_lock, write_atomically, write_json, write_json_lines
+from stackexp.run_result import NewerVersionError, RunResult
 
 MARKER = ".stackexp"
 STAMP = "%Y%m%d-%H%M%S"
 AVERAGE_LOSS = "validation/loss/average"  # the tag in metrics.jsonl
 AVERAGE_ACCURACY = "validation/accuracy/average"
-
-
-RESULT_VERSION = 1
-
-
-@dataclass(frozen=True)
-class RunResult:
-    """The final figures of a run: the contents of result.json.
-
-    `train_loss` has the keys first and last_20_steps. `figures` depend on the objective: losses of named sets, or
-    accuracy by length. Fields that are missing from a file of an earlier version are None.
-    """
-
-    steps: int | None
-    tokens: int | None
-    parameters: int | None
-    memory_parameters: int | None
-    train_loss: dict[str, float] | None
-    seconds_of_last_session: float | None
-    figures: dict[str, Any]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the contents of result.json: the fields and the figures side by side, and the version."""
-        fields = {key: value for key, value in vars(self).items() if key != "figures" and value is not None}
-        return {"version": RESULT_VERSION} | fields | self.figures
-
-    @classmethod
-    def from_dict(cls, contents: dict[str, Any]) -> "RunResult":
-        """Build a result from the contents of a result.json. Raises ValueError for a newer version."""
-        version = contents.get("version", 0)
-        if version > RESULT_VERSION:
-            raise ValueError(f"version {version} is newer than this stackexp; update it")
-        names = [field.name for field in dataclasses.fields(cls) if field.name != "figures"]
-        figures = {key: value for key, value in contents.items() if key not in (*names, "version")}
-        return cls(**{name: contents.get(name) for name in names}, figures=figures)
 
 
 @dataclass(frozen=True)
@@ -116,8 +81,10 @@ class RunFolder:
         """Read result.json. Raises RunError if it is damaged or has a newer version."""
         try:
             return RunResult.from_dict(read_json(self.result))
-        except ValueError as error:
+        except NewerVersionError as error:
             raise RunError(f"{self.result}: {error}") from error
+        except ValueError as error:
+            raise RunError(f"{self.result}: {error}; delete it and resume the run, which evaluates again") from error
 
     def write_result(self, result: RunResult) -> None:
         """Write result.json, which marks the run as finished."""
@@ -142,8 +109,11 @@ class RunFolder:
         return min(reversed(validated), key=lambda p: losses[int(p.name)], default=None)
 
     def read_metrics(self) -> Iterator[dict[str, Any]]:
-        """Yield the lines of metrics.jsonl, without a last line that a kill cut off."""
-        return read_json_lines(self.metrics)
+        """Yield the lines of metrics.jsonl, without a last line that a kill cut off. Raises RunError for damage."""
+        for number, line in enumerate(read_json_lines(self.metrics), 1):
+            if not isinstance(line.get("step"), int) or any(isinstance(v, str | dict | list) for v in line.values()):
+                raise RunError(f"{self.metrics}: line {number} is not a line of metrics; delete the line")
+            yield line
 
     def truncate_after(self, step: int) -> None:
         """Delete the metrics and checkpoints after `step`; a resumed run repeats these steps."""
@@ -153,9 +123,15 @@ class RunFolder:
         write_json_lines(self.metrics, [line for line in self.read_metrics() if line["step"] <= step])
 
     def claim(self) -> None:
-        """Create the folder and mark it as a run folder. Raises RunError if it holds the files of something else.
+        """Create the folder and mark it as a run folder. Raises RunError if it holds the files of something else."""
+        self.check_ownership()
+        self.path.mkdir(parents=True, exist_ok=True)
+        (self.path / MARKER).touch()
 
-        A folder without the mark is accepted if it is empty, or if an older version of stackexp made it.
+    def check_ownership(self) -> None:
+        """Raise RunError unless the folder is missing, empty or a run folder.
+
+        A run folder has a mark, or was made by an older version of stackexp: then it has two of its files.
         """
         is_ours = (self.path / MARKER).exists() or (self.config.exists() and (self.path / "environment.json").exists())
         try:
@@ -164,8 +140,6 @@ class RunFolder:
             file = None
         if file and not is_ours:
             raise RunError(f"{self.path}: not a run folder, and not empty ({file}); choose another --run")
-        self.path.mkdir(parents=True, exist_ok=True)
-        (self.path / MARKER).touch()
 
     @contextlib.contextmanager
     def start_session(self, config: ExperimentConfig, step: int = 0) -> Iterator[None]:

@@ -73,10 +73,14 @@ def test_runs_are_compared_in_a_table_and_a_figure(tmp_path):
         result |= {"sets": {"left": build_scores(losses[-1])}, "average": build_scores(losses[-1])}
         folder.result.write_text(json.dumps(result))
         folders.append(folder)
-    rows = format_runs(folders).splitlines()
+    rows = format_runs(folders, "markdown").splitlines()
     cells = [cell.strip() for cell in rows[2].split("|")[1:-1]]
-    assert cells == ["one", "10", "2", "2.000", "2.000 / 4.0", "2.000 / 4.0", "1.000"]
+    assert cells[:7] == ["one", "finished", "2", "20", "10", "2", "2.500"]
+    assert cells[7:] == ["2.000 / 4.0", "2.000 / 4.0", "1.000"]
     assert rows[3].split()[1] == "two"
+    folders[1].result.unlink()
+    rows = format_runs(folders).splitlines()
+    assert rows[3].split() == ["two", "unfinished", "2", "20", *"\u2013\u2013", "2.000", *"\u2013\u2013\u2013"]
     assert name_runs(folders) == {folders[0]: "one", folders[1]: "two"}
     again = RunFolder(folders[0].path.parent / "later")
     assert name_runs([folders[0], again]) == {folders[0]: f"one/{folders[0].path.name}", again: "one/later"}
@@ -95,6 +99,10 @@ def test_training_data_are_compared_by_their_hashes(tmp_path):
         if lines:
             (tmp_path / name / "data.jsonl").write_text("".join(lines))
     assert check_same_data([folders["a"], folders["b"]]) == []
+    (tmp_path / "started").mkdir()
+    (tmp_path / "started" / "data.jsonl").touch()
+    (line,) = check_same_data([folders["a"], RunFolder(tmp_path / "started")])
+    assert "it has recorded none yet" in line
     (line,) = check_same_data([folders["a"], folders["none"], folders["b"]])
     assert line.startswith(f"{tmp_path}/none: its data are not compared; it has no record of them")
     with pytest.raises(

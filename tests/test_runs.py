@@ -13,7 +13,8 @@ import pytest
 from stackexp import runs
 from stackexp.config.compose import compose, load_config
 from stackexp.errors import RunError
-from stackexp.runs import RunFolder, RunResult
+from stackexp.run_result import RunResult
+from stackexp.runs import RunFolder
 
 
 @pytest.fixture

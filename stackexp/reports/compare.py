@@ -1,5 +1,6 @@
 """Compare runs from their folders alone: a table of final scores, and a plot of the losses."""
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,9 @@ from stackexp.config.yaml_files import flatten, read_file
 from stackexp.data import hash_log
 from stackexp.errors import RunError
 from stackexp.reports.figures import new_figure, save_figure
+from stackexp.reports.summaries import format_loss, summarize
 from stackexp.runs import RunFolder
-from stackexp.tables import format_table
+from stackexp.tables import ABSENT, Style, format_table
 
 AVERAGED_STEPS = 10
 """Training losses are plotted as moving averages over this many steps."""
@@ -30,10 +32,12 @@ def check_same_data(runs: list[RunFolder]) -> list[str]:
             for other, other_options in generated.items():
                 _check_same_options(run, options, other, other_options)
             generated[run] = options
-        elif hashes := hash_log.read_hashes(run.path):
+        elif hashes := _read_hashes(run):
             for other, other_hashes in hashed.items():
                 warnings += _check_same_hashes(run, hashes, other, other_hashes)
             hashed[run] = hashes
+        elif (run.path / hash_log.FILE_NAME).exists():
+            warnings.append(f"{run.path}: its data are not compared; it has recorded none yet ({hash_log.FILE_NAME})")
         else:
             warnings.append(f"{run.path}: its data are not compared; it has no record of them ({hash_log.FILE_NAME})")
     if generated and hashed:
@@ -41,6 +45,13 @@ def check_same_data(runs: list[RunFolder]) -> list[str]:
             f"{next(iter(hashed)).path}: trained on tokens, but {next(iter(generated)).path} on a formal language"
         )
     return warnings
+
+
+def _read_hashes(run: RunFolder) -> dict[int, str]:
+    try:
+        return hash_log.read_hashes(run.path)
+    except (KeyError, TypeError) as error:
+        raise RunError(f"{run.path / hash_log.FILE_NAME}: a line lacks {error}; delete the line") from None
 
 
 def _check_same_hashes(
@@ -76,26 +87,29 @@ def _check_same_options(
             )
 
 
-def format_runs(runs: list[RunFolder]) -> str:
-    """Return a Markdown table with one row per finished run: its sizes, its training loss and its scores.
+def format_runs(runs: list[RunFolder], style: Style = "terminal") -> str:
+    """Return a table with one row per run: its state, steps and sizes, its training loss and its final scores.
 
-    Runs on tokens have loss / perplexity on every set; runs on formal languages have their task and scores.
+    Runs on tokens have loss / perplexity on every set; runs on formal languages have their task and scores. Runs
+    without a result have no scores.
     """
-    results = {run: run.read_result().to_dict() for run in runs if run.is_finished}
+    results = {run: run.read_result().to_dict() if run.is_finished else {} for run in runs}
     names = name_runs(runs)
     has_sets = any("sets" in result for result in results.values())
     sets = list(dict.fromkeys(name for result in results.values() for name in result.get("sets", {})))
     formal = [key for result in results.values() for key in result if key == "task" or key.startswith("score_")]
     formal = list(dict.fromkeys(formal))
-    header = ["run", "parameters", "in the memory", "training loss", *formal]
+    header = ["run", "state", "steps", "tokens", "parameters", "in the memory", "training loss", *formal]
     header += [*sets, "average", "bits/byte"] if has_sets else []
     rows = []
     for run, result in results.items():
-        sizes = [f"{result['parameters']:,}", f"{result['memory_parameters']:,}"]
-        loss = f"{result['train_loss']['last_20_steps']:.3f}"
-        scores = [_format_score(result.get(key, "")) for key in formal]
-        rows.append([names[run], *sizes, loss, *scores, *(_format_sets(result, sets) if has_sets else [])])
-    return format_table(rows, header=header, align="<" + ">" * (len(header) - 1), style="markdown")
+        summary = summarize(run)
+        counts = (summary.step, summary.tokens, result.get("parameters"), result.get("memory_parameters"))
+        progress = [summary.state.value, *(ABSENT if count is None else f"{count:,}" for count in counts)]
+        scores = [_format_score(result.get(key, ABSENT)) for key in formal]
+        set_scores = _format_sets(result, sets) if has_sets else []
+        rows.append([names[run], *progress, format_loss(summary.train_loss), *scores, *set_scores])
+    return format_table(rows, header=header, align="<<" + ">" * (len(header) - 2), style=style)
 
 
 def _format_score(value: float | str) -> str:
@@ -103,12 +117,13 @@ def _format_score(value: float | str) -> str:
 
 
 def _format_sets(result: dict[str, Any], sets: list[str]) -> list[str]:
-    """Return loss / perplexity of each set and of their average, and bits per byte; blank for a formal language."""
+    """Return loss / perplexity of each set and of their average, and bits per byte, as far as there are figures."""
     if "sets" not in result:
-        return [""] * (len(sets) + 2)
-    scores = [result["sets"].get(name) for name in sets] + [result["average"]]
-    cells = [f"{s['loss']:.3f} / {s['perplexity'] or float('inf'):.1f}" if s else "" for s in scores]
-    return [*cells, f"{result['average'].get('bits_per_byte', float('nan')):.3f}"]
+        return [ABSENT] * (len(sets) + 2)
+    scores = [result["sets"].get(name, {}) for name in sets] + [result["average"]]
+    cells = [f"{s['loss']:.3f} / {s.get('perplexity') or math.inf:.1f}" if s.get("loss") else ABSENT for s in scores]
+    bits = result["average"].get("bits_per_byte")
+    return [*cells, ABSENT if bits is None else f"{bits:.3f}"]
 
 
 def name_runs(runs: list[RunFolder]) -> dict[RunFolder, str]:
@@ -126,8 +141,8 @@ def draw_losses(runs: list[RunFolder], path: Path) -> None:
     figure, axes = new_figure(7, 4.2)
     names = name_runs(runs)
     for run in runs:
-        lines = list(run.read_metrics())
-        train = [(line["tokens"], line["loss/train"]) for line in lines if "loss/train" in line]
+        lines = [line for line in run.read_metrics() if "tokens" in line]
+        train = [(line["tokens"], line["loss/train"]) for line in lines if line.get("loss/train") is not None]
         windows = [train[max(0, i + 1 - AVERAGED_STEPS) : i + 1] for i in range(len(train))]
         means = [sum(loss for _, loss in window) / len(window) for window in windows]
         (curve,) = axes.plot([tokens for tokens, _ in train], means, label=f"{names[run]}, training")

@@ -81,7 +81,7 @@ def get_state(trial: Trial) -> State:
     if trial.pruned.exists():
         return State.PRUNED
     failure = read_failure(trial)
-    if failure and not failure["tried_again"]:
+    if failure and not failure.get("tried_again"):
         return State.FAILED
     return State.STOPPED if trial.folder.metrics.exists() else State.WAITING
 
@@ -97,11 +97,19 @@ def read_tail(path: Path) -> list[dict[str, Any]]:
         with open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
             file.seek(max(0, size - TAIL_BYTES))
-            text = file.read().decode()
+            text = file.read().decode(errors="replace")
     except FileNotFoundError:
         return []
     lines = text.splitlines(keepends=True)[size > TAIL_BYTES :]
-    return [json.loads(line) for line in lines if line.endswith("\n")]
+    return [line for text in lines if text.endswith("\n") and isinstance(line := _parse(text), dict)]
+
+
+def _parse(text: str) -> Any:
+    """Return the JSON value of a line; None for a damaged one, because progress must not fail on a single line."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
 
 
 # Objective
@@ -133,7 +141,14 @@ def get_number(result: dict[str, Any], path: str) -> float:
 
 def read_failure(trial: Trial) -> dict[str, Any]:
     """Return the last failure: exit_code, cause, attempts (failed so far), time, tried_again. Empty if none failed."""
-    return read_json(trial.failure) if trial.failure.exists() else {}
+    if not trial.failure.exists():
+        return {}
+    try:
+        failure = read_json(trial.failure)
+        return {"cause": str(failure["cause"]), "attempts": int(failure["attempts"])} | failure
+    except (RunError, KeyError, TypeError, ValueError):
+        cause = "failure.json is damaged; delete it to run the trial again"
+        return {"cause": cause, "attempts": 0, "tried_again": False}
 
 
 def record_failure(trial: Trial, exit_code: int) -> None:

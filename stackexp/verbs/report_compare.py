@@ -1,12 +1,13 @@
 """Compare runs in one table, from their folders alone. Refused if they were trained on different data."""
 
+import json
 import sys
 from argparse import Namespace
 from pathlib import Path
 
 from stackexp.verbs.parser import Parser
 
-USAGE = "RUN ... [--figure FILE] [--different-data]"
+USAGE = "RUN ... [--figure FILE] [--different-data] [--markdown | --json]"
 EXAMPLES = ("report compare runs/quickstart/* --figure loss.png",)
 
 
@@ -14,19 +15,30 @@ def add_arguments(parser: Parser) -> None:
     """Add the options of `report compare`."""
     parser.add_argument("runs", nargs="+", metavar="RUN", help="run folders")
     parser.add_argument("--figure", type=Path, metavar="FILE", help="plot the losses into this file")
+    parser.add_argument("--markdown", action="store_true", help="print a Markdown table")
+    parser.add_argument("--json", action="store_true", help="print a list of objects: summary and result of each run")
     parser.add_argument("--different-data", action="store_true", help="compare runs that were trained on other data")
 
 
 def run(args: Namespace) -> int:
-    """Print a Markdown table, and draw the figure if requested."""
+    """Print the table, and draw the figure if requested."""
     from stackexp import runs
     from stackexp.reports.compare import check_same_data, draw_losses, format_runs
+    from stackexp.reports.figures import check_figure_path
+    from stackexp.reports.summaries import summarize
 
+    if args.figure:
+        check_figure_path(args.figure)
     folders = [runs.open_run(path) for path in args.runs]
     if not args.different_data:
         for warning in check_same_data(folders):
             print(warning, file=sys.stderr)
-    print(format_runs(folders))
+    if args.json:
+        results = [run.read_result().to_dict() if run.is_finished else None for run in folders]
+        pairs = zip(folders, results, strict=True)
+        print(json.dumps([summarize(run).to_dict() | {"result": result} for run, result in pairs], indent=2))
+    else:
+        print(format_runs(folders, "markdown" if args.markdown else "terminal"))
     if args.figure:
         draw_losses(folders, args.figure)
     return 0

@@ -15,7 +15,8 @@ from stackexp.evaluation.resumable import ResumableEvaluation
 from stackexp.models import checkpoints
 from stackexp.modules.base import TrainingModule
 from stackexp.modules.scores import replace_non_finite
-from stackexp.runs import RunFolder, RunResult
+from stackexp.run_result import RunResult
+from stackexp.runs import RunFolder
 from stackexp.training.callbacks.metrics_log import MetricsLog
 from stackexp.training.processes import Processes
 

@@ -1,0 +1,128 @@
+"""What a run folder holds, in a few figures: for `runs list`, `runs show` and `report compare`."""
+
+import math
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from stackexp.config.yaml_files import flatten, read_file
+from stackexp.errors import ConfigError, RunError
+from stackexp.files import is_locked
+from stackexp.runs import AVERAGE_LOSS, RunFolder
+from stackexp.tables import ABSENT, format_table
+
+AVERAGED_STEPS = 20  # the training loss is the mean over this many last steps, as in result.json
+
+
+class RunState(StrEnum):
+    """The state of a run."""
+
+    FINISHED = "finished"
+    RUNNING = "running"
+    UNFINISHED = "unfinished"
+    DAMAGED = "damaged"
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """State, progress and losses of a run. Losses are in nats per token; None where there is no figure yet."""
+
+    path: str
+    state: RunState
+    step: int
+    max_steps: int | None
+    tokens: int | None
+    train_loss: float | None  # mean of the last 20 steps
+    best_loss: float | None  # lowest mean validation loss
+    bytes: int  # on disk
+    last_change: float  # seconds since 1970
+    problem: str = ""  # why the state is damaged
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields, for --json."""
+        return asdict(self)
+
+
+def find_runs(root: Path) -> list[RunFolder]:
+    """Return all run folders at or below `root`, in the order of their paths."""
+    return sorted(map(RunFolder, _walk_runs(root)), key=lambda run: run.path)
+
+
+def _walk_runs(root: Path) -> Iterator[Path]:
+    for folder, folders, files in os.walk(root):
+        if "config.yaml" in files and ("environment.json" in files or ".stackexp" in files):
+            folders.clear()
+            yield Path(folder)
+
+
+def summarize(run: RunFolder) -> RunSummary:
+    """Read the summary of a run folder. Damage is reported in `problem`, not raised."""
+    files = [path for path in run.path.rglob("*") if path.is_file()]
+    sizes = [path.stat() for path in files]
+    lines: list[dict[str, Any]] = []
+    max_steps, problem = None, ""
+    try:
+        max_steps = flatten(read_file(run.config)[1]).get("trainer.max_steps")
+        lines = list(run.read_metrics())
+        if run.is_finished:
+            run.read_result()
+    except (RunError, ConfigError, OSError) as error:
+        problem = str(error)
+    losses = [line["loss/train"] for line in lines if line.get("loss/train") is not None][-AVERAGED_STEPS:]
+    validation = [line[AVERAGE_LOSS] for line in lines if line.get(AVERAGE_LOSS) is not None]
+    return RunSummary(
+        path=str(run.path),
+        state=_get_state(run, problem),
+        step=max((line["step"] for line in lines), default=0),
+        max_steps=max_steps if isinstance(max_steps, int) else None,
+        tokens=lines[-1].get("tokens") if lines else None,
+        train_loss=math.fsum(losses) / len(losses) if losses else None,
+        best_loss=min(validation, default=None),
+        bytes=sum(size.st_size for size in sizes),
+        last_change=max((size.st_mtime for size in sizes), default=0.0),
+        problem=problem,
+    )
+
+
+def format_summaries(summaries: list[RunSummary], max_width: int | None = None) -> str:
+    """Return a table with a row for each run."""
+    header = ("state", "step", "loss", "best val", "size", "changed", "run")
+    rows = [
+        (
+            summary.state.value,
+            f"{summary.step}/{ABSENT if summary.max_steps is None else summary.max_steps}",
+            format_loss(summary.train_loss),
+            format_loss(summary.best_loss),
+            format_size(summary.bytes),
+            time.strftime("%m-%d %H:%M", time.localtime(summary.last_change)),
+            summary.path,
+        )
+        for summary in summaries
+    ]
+    return format_table(rows, header=header, align="<>>>><<", max_width=max_width)
+
+
+def format_loss(loss: float | None) -> str:
+    """Format a loss with three decimals."""
+    return ABSENT if loss is None else f"{loss:.3f}"
+
+
+def format_size(size: float) -> str:
+    """Format a number of bytes: 1234567 -> 1.2 MB."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1000
+    return f"{size:.1f} TB"
+
+
+def _get_state(run: RunFolder, problem: str) -> RunState:
+    if problem:
+        return RunState.DAMAGED
+    if is_locked(run.path / ".lock"):
+        return RunState.RUNNING
+    return RunState.FINISHED if run.is_finished else RunState.UNFINISHED

@@ -1,0 +1,151 @@
+"""`runs list`, `runs show`, `runs remove`, and what they do with damaged run folders."""
+
+import json
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+from conftest import write_tiny
+from records import only_run
+
+from stackexp.cli import main
+from stackexp.errors import RunError
+from stackexp.reports.summaries import RunState, find_runs, format_size, summarize
+from stackexp.run_result import RunResult
+from stackexp.runs import RunFolder
+
+RECORDS = ("metrics.jsonl", "result.json", "config.yaml", "environment.json", "data.jsonl")
+
+
+@pytest.fixture(scope="module")
+def trained(corpus, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("trained")
+    assert main(["fit", "--config", str(write_tiny(corpus, folder)), "logging.progress_bar=false"]) == 0
+    return only_run(folder / "runs").path
+
+
+@pytest.fixture
+def run(trained, tmp_path, monkeypatch) -> RunFolder:
+    """A copy of a finished run, at runs/tiny/ID of the working directory."""
+    shutil.copytree(trained, tmp_path / "runs" / "tiny" / trained.name)
+    monkeypatch.chdir(tmp_path)
+    return RunFolder(Path("runs/tiny") / trained.name)
+
+
+def test_summary_has_the_state_and_the_losses(run):
+    summary = summarize(run)
+    assert (summary.state, summary.step, summary.max_steps, summary.tokens) == (RunState.FINISHED, 12, 12, 12 * 256)
+    assert summary.train_loss == pytest.approx(run.read_result().train_loss["last_20_steps"])
+    assert summary.best_loss == min(x["validation/loss/average"] for x in list(run.read_metrics())[-1:])
+    assert summary.bytes == sum(path.stat().st_size for path in run.path.rglob("*") if path.is_file())
+    with run.lock():
+        assert summarize(run).state == RunState.RUNNING
+    run.result.unlink()
+    assert summarize(run).state == RunState.UNFINISHED
+
+
+def test_runs_are_found_at_any_depth(run, tmp_path):
+    shutil.copytree(run.path, "runs/formal/stacktrans/x")
+    Path("runs/notes").mkdir()
+    assert [str(found.path) for found in find_runs(Path("runs"))] == ["runs/formal/stacktrans/x", str(run.path)]
+
+
+def test_list_show_and_remove(run, capsys):
+    assert main(["runs", "list"]) == 0
+    rows = capsys.readouterr().out.splitlines()
+    assert rows[0].split() == ["state", "step", "loss", "best", "val", "size", "changed", "run"]
+    assert rows[2].split()[:2] == ["finished", "12/12"]
+    assert rows[2].endswith(str(run.path))
+    assert max(map(len, rows)) <= 100
+
+    run.result.unlink()
+    assert main(["runs", "list", "--state", "unfinished", "--json"]) == 0
+    (listed,) = json.loads(capsys.readouterr().out)
+    assert (listed["path"], listed["state"]) == (str(run.path), "unfinished")
+    assert main(["runs", "show", str(run.path)]) == 0
+    shown = capsys.readouterr().out
+    assert f"python -m stackexp fit --run {run.path}" in shown
+    assert "00000008, 00000012" in shown
+    assert main(["runs", "show", str(run.path), "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)["sessions"]) == 1
+
+    assert main(["runs", "remove", str(run.path)]) == 0
+    assert "--yes" in capsys.readouterr().out
+    assert run.path.is_dir()
+    with run.lock():
+        assert main(["runs", "remove", str(run.path), "--yes"]) == 74
+    Path("mine").mkdir()
+    Path("mine/config.yaml").touch()
+    assert main(["runs", "remove", "mine", "--yes"]) == 1
+    assert Path("mine/config.yaml").exists()
+    assert main(["runs", "remove", str(run.path), "--yes"]) == 0
+    assert not run.path.exists()
+
+
+def mutate(content: bytes, generator: random.Random) -> bytes:
+    """Cut, flip, overwrite or insert bytes, or replace the file by another JSON value."""
+    kind = generator.randrange(6)
+    position = generator.randrange(len(content))
+    if kind == 0:
+        return content[:position]
+    if kind == 1:
+        return content[:position] + bytes([content[position] ^ 1 << generator.randrange(8)]) + content[position + 1 :]
+    if kind == 2:
+        return content[:position] + b"\xff\x00" + content[position + 2 :]
+    if kind == 3:
+        return content[:position] + generator.choice([b"{", b'"', b"\n", b"null", b"-"]) + content[position:]
+    if kind == 4:
+        return generator.choice([b"[]", b"5\n", b"null", b'{"step": "x"}\n', b'"\n"', b"[" * 4000, b"{}\n", b""])
+    lines = content.splitlines(keepends=True)
+    del lines[generator.randrange(len(lines))]
+    return b"".join(lines)
+
+
+@pytest.mark.parametrize("file", RECORDS)
+def test_damaged_records_never_cause_a_traceback(run, capsys, file):
+    """Every reader ends with 0, or with an error of one line."""
+    path, generator = run.path / file, random.Random(file)
+    original = path.read_bytes()
+    commands = (["runs", "list"], ["runs", "show", str(run.path)], ["report", "compare", str(run.path), str(run.path)])
+    for _ in range(25):
+        path.write_bytes(mutate(original, generator))
+        for command in (*commands, [*commands[2], "--figure", "x.png"], [*commands[2], "--json"]):
+            code = main(command)
+            captured = capsys.readouterr()
+            assert code in (0, 1, 2)
+            assert code == 0 or captured.err.splitlines()[-1].startswith("error: "), (command, captured.err)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ([], r"expected an object, found \[\]"),
+        ({"version": "x"}, "version is 'x'"),
+        ({"parameters": "many"}, "parameters is 'many'"),
+        ({"train_loss": [1]}, r"train_loss is \[1\]"),
+        ({"train_loss": {"first": "x"}}, "train_loss.first is 'x'"),
+        ({"sets": {"left": 3}}, "sets.left is 3"),
+        ({"sets": {"left": {}}}, "sets.left has no loss"),
+        ({"average": {"loss": "x"}}, "average.loss is 'x'"),
+    ],
+)
+def test_damaged_results_are_named(run, change, message):
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        RunResult.from_dict(change)
+    run.result.write_text(json.dumps(change))
+    with pytest.raises(RunError, match=f"result.json: {message}; delete it and resume the run"):
+        run.read_result()
+
+
+def test_figure_in_an_unknown_format_is_refused_before_reading(run, capsys):
+    for name, message in {
+        "loss.xyz": "cannot draw a .xyz; use .png, .pdf, .svg",
+        "no/loss.png": "does not exist",
+    }.items():
+        assert main(["report", "compare", str(run.path), "--figure", name]) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_sizes_are_formatted():
+    assert [format_size(n) for n in (5, 1234567, 2e9, 3e12)] == ["5 B", "1.2 MB", "2.0 GB", "3.0 TB"]
