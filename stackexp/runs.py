@@ -68,6 +68,11 @@ class RunFolder:
         return self.path / "tokenizer.json"
 
     @property
+    def environment(self) -> Path:
+        """Return the path of environment.json."""
+        return self.path / "environment.json"
+
+    @property
     def result(self) -> Path:
         """Return the path of result.json."""
         return self.path / "result.json"
@@ -89,6 +94,13 @@ class RunFolder:
     def write_result(self, result: RunResult) -> None:
         """Write result.json, which marks the run as finished."""
         write_json(self.result, result.to_dict())
+
+    def read_sessions(self) -> list[dict[str, Any]]:
+        """Read environment.json: commit, versions, hardware and command of each session. Raises RunError for damage."""
+        sessions = read_json(self.environment) if self.environment.exists() else []
+        if not isinstance(sessions, list) or not all(isinstance(session, dict) for session in sessions):
+            raise RunError(f"{self.environment}: not a list of sessions; delete the file")
+        return sessions
 
     def list_checkpoints(self) -> list[Path]:
         """Return the checkpoints, oldest first. Copies that a user keeps under other names are left out."""
@@ -133,7 +145,7 @@ class RunFolder:
 
         A run folder has a mark, or was made by an older version of stackexp: then it has two of its files.
         """
-        is_ours = (self.path / MARKER).exists() or (self.config.exists() and (self.path / "environment.json").exists())
+        is_ours = (self.path / MARKER).exists() or (self.config.exists() and self.environment.exists())
         try:
             file = next((path.name for path in sorted(self.path.iterdir()) if path.name != ".lock"), None)
         except FileNotFoundError:
@@ -162,8 +174,7 @@ class RunFolder:
             if step and self.config.exists() and self.config.read_text(encoding="utf-8") != to_yaml(config):
                 os.replace(self.config, self.path / f"config.step-{step}.yaml")
             write_atomically(self.config, to_yaml(config))
-            path = self.path / "environment.json"
-            write_json(path, [*(read_json(path) if path.exists() else []), describe_environment()])
+            write_json(self.environment, [*self.read_sessions(), describe_environment()])
             yield
 
     @contextlib.contextmanager

@@ -11,7 +11,7 @@ import stackexp
 
 ROOT = Path(stackexp.__file__).parent
 FLOORS = [
-    {"config", "runs", "files", "tables", "errors", "__init__"},
+    {"config", "runs", "run_result", "files", "tables", "errors", "__init__"},
     {"stack"},
     {"models", "tasks", "data"},
     {"modules", "datamodules"},
@@ -23,7 +23,16 @@ FLOORS = [
     {"__main__"},
 ]
 NO_LIGHTNING = {"models", "data", "stack", "tasks"}
-LIGHT = {"config", "cli", "verbs", "errors", "runs", "files", "tables"}  # heavy imports only within functions
+LIGHT = {
+    "config",
+    "cli",
+    "verbs",
+    "errors",
+    "runs",
+    "run_result",
+    "files",
+    "tables",
+}  # heavy imports only within functions
 HEAVY = {"torch", "lightning", "streaming", "numpy"}
 FILES = {str(path.relative_to(ROOT)): path for path in sorted(ROOT.rglob("*.py"))}
 MODULES = {

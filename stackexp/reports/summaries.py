@@ -1,4 +1,4 @@
-"""What a run folder holds, in a few figures: for `runs list`, `runs show` and `report compare`."""
+"""A summary of a run folder in a few figures, for `runs list`, `runs show` and `report compare`."""
 
 import math
 import os

@@ -20,15 +20,12 @@ def add_arguments(parser: Parser) -> None:
 def run(args: Namespace) -> int:
     """Print the summary."""
     from stackexp import runs
-    from stackexp.files import read_json
     from stackexp.reports.summaries import summarize
 
     folder = runs.open_run(args.run)
     summary = summarize(folder).to_dict()
-    path = folder.path / "environment.json"
-    sessions = read_json(path) if path.is_file() else []
     keys = ("started", "command", "commit", "host")
-    summary["sessions"] = [{key: session.get(key) for key in keys} for session in sessions if isinstance(session, dict)]
+    summary["sessions"] = [{key: session.get(key) for key in keys} for session in folder.read_sessions()]
     summary["checkpoints"] = [checkpoint.name for checkpoint in folder.list_checkpoints()]
     if summary["state"] == "unfinished":
         summary["resume"] = runs.format_resume_command(folder)
