@@ -22,7 +22,8 @@ from stackexp.data import stdlib
 from stackexp.data.packing import write_documents
 from stackexp.data.shards import TokenSet
 from stackexp.datamodules.pretraining import PretrainingData, StdlibData
-from stackexp.datamodules.token_stream import TokenSource, TokenStream, remove_lock_files
+from stackexp.datamodules.shared_memory import remove_lock_files
+from stackexp.datamodules.token_stream import TokenSource, TokenStream
 from stackexp.errors import RunError
 
 CHECKPOINT_STEPS = (4, 11, 15, 22)  # in the first epoch of 11 steps, at its end, in the second, at the end of that
@@ -195,7 +196,7 @@ def test_lock_files_are_removed(folder):
     stream = open_stream(folder)
     list(stream)
     prefix = stream._shm_prefix_int
-    remove_lock_files(prefix)
+    remove_lock_files(f"{prefix:06}")
     assert not list(Path(tempfile.gettempdir()).glob(f"{prefix:06}_*_filelock"))
 
 

@@ -18,6 +18,7 @@ class TrainerConfig:
     num_nodes: int = option(1, min=1, affects="execution")
     strategy: Literal["auto", "single", "ddp", "fsdp", "hsdp"] = option("auto", affects="execution")
     reshard_after_forward: bool = option(True, affects="execution")  # fsdp, hsdp: free gathered weights until backward
+    startup_timeout_seconds: float = option(60, above=0, affects="execution")  # until all processes are connected
     collective_timeout_seconds: float = option(600, above=0, affects="execution")  # abort if no process makes progress
 
     # Length. max_time (DD:HH:MM:SS) limits one session, which then saves a checkpoint and exits with code 75.

@@ -16,7 +16,6 @@ an epoch early if a download fails. Public hooks do most of this: `Stream.set_up
 import atexit
 import os
 import secrets
-import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -34,6 +33,7 @@ from torch import distributed
 from stackexp.data.hash_log import hash_sequence
 from stackexp.datamodules.download import RemoteFolder, SourceError
 from stackexp.datamodules.shard_cache import Shard, ShardCache
+from stackexp.datamodules.shared_memory import claim_prefix, remove_lock_files, remove_remains
 from stackexp.errors import first_line
 
 
@@ -71,6 +71,9 @@ class TokenStream(StreamingDataset):
             SourceError: If the limit is too low. Reading samples raises it if a shard cannot be read.
         """
         with _unique_prefix() as prefix:
+            if World.detect().is_local_leader:
+                remove_remains()
+            claim_prefix(prefix)
             super().__init__(streams=sources, **options)
         self._executor = _DaemonExecutor()  # type: ignore[assignment]
         self._has_limit = cache_limit is not None
@@ -80,7 +83,7 @@ class TokenStream(StreamingDataset):
         ]
         self._cache = ShardCache(f"{prefix:06}_stackexp", self._shards, cache_limit)
         if World.detect().is_local_leader:
-            atexit.register(remove_lock_files, prefix)
+            atexit.register(remove_lock_files, f"{prefix:06}")
             self._cache.initialize(num_loaders)
 
     def get_item(self, sample_id: int, retry: int = 7) -> dict[str, Any]:
@@ -162,12 +165,6 @@ def _unique_prefix() -> Iterator[int]:
         yield prefix
     finally:
         streaming.base.dataset.get_shm_prefix = original
-
-
-def remove_lock_files(prefix: int) -> None:
-    """Delete the lock files of a dataset from the temporary folder."""
-    for path in Path(tempfile.gettempdir()).glob(f"{prefix:06}_*_filelock"):
-        path.unlink(missing_ok=True)
 
 
 def set_world(rank: int, world_size: int, ranks_per_node: int) -> None:

@@ -75,6 +75,7 @@ class TrainingSet:
         """
         from stackexp.datamodules.download import RemoteFolder
         from stackexp.datamodules.loader import TokenLoader, collate
+        from stackexp.datamodules.shared_memory import check_space
         from stackexp.datamodules.token_stream import TokenSource, TokenStream, set_world
 
         config, options = self.config, self._options
@@ -88,6 +89,9 @@ class TrainingSet:
             url, timeout, retries = source.remote, options.download_timeout_seconds, options.download_retries
             remote = RemoteFolder(url, timeout, retries) if url else None
             sources.append(TokenSource(source.tokens.folder, source.sequences, remote))
+        batch_bytes = config.micro_batch_size * config.context_length * 8 * (2 if config.document_mask else 1)
+        samples = sum(source.sequences for source in self.sources)
+        check_space(samples, trainer.num_devices * config.num_workers, batch_bytes)
         stream = TokenStream(
             sources,
             cache_limit=limit,

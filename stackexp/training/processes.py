@@ -30,7 +30,6 @@ from stackexp.training.watchdog import Watchdog
 
 T = TypeVar("T")
 EXIT_SECONDS = 30  # time for the processes started here to exit after this one
-STARTUP = timedelta(minutes=5)  # processes may start this far apart; once they run, the watchdog is faster
 
 
 @dataclass
@@ -93,7 +92,11 @@ def start_processes(trainer: TrainerConfig, device_type: str) -> Iterator[Proces
         yield Processes(0, 1, environment)
         return
     with _exit_with_children(children):
-        rank = _connect(environment, trainer, device_type)
+        try:
+            rank = _connect(environment, trainer, device_type)
+        except BaseException:
+            _kill(children)  # they would wait for this process until the timeout
+            raise
     watchdog = Watchdog(rank, size, trainer.collective_timeout_seconds)
     watchdog.start()
     try:
@@ -123,6 +126,11 @@ def _disconnect(watchdog: Watchdog) -> None:
     dist.destroy_process_group()
 
 
+def _kill(children: list[subprocess.Popen]) -> None:
+    for child in children:
+        child.kill()
+
+
 def _wait_for(children: list[subprocess.Popen]) -> None:
     for child in children:
         try:
@@ -142,8 +150,7 @@ def _exit_with_children(children: list[subprocess.Popen]) -> Iterator[None]:
                 if child.poll() is not None:
                     message = f"error: rank {local_rank} exited during startup with code {child.returncode}"
                     print(f"{message}; see its output above", file=sys.stderr)
-                    for other in children:
-                        other.kill()
+                    _kill(children)
                     os._exit(1)
 
     threading.Thread(target=poll_children, daemon=True, name="startup").start()
@@ -200,21 +207,28 @@ def _connect(environment: ClusterEnvironment, trainer: TrainerConfig, device_typ
     if device_type == "cuda":
         if local >= torch.cuda.device_count():
             raise RunError(
-                f"rank {rank}: local rank {local}, but only {torch.cuda.device_count()} GPUs are visible; give every "
+                f"local rank {local}, but only {torch.cuda.device_count()} GPUs are visible; give every "
                 "task all GPUs of the node (--gpus-per-node, not --gpus-per-task)"
             )
         torch.cuda.set_device(local)
+    startup, collective = (
+        timedelta(seconds=seconds) for seconds in (trainer.startup_timeout_seconds, trainer.collective_timeout_seconds)
+    )
     try:
+        store, _, _ = next(dist.rendezvous("env://", rank, size, timeout=startup))
+        store.set_timeout(collective)
         dist.init_process_group(
             "nccl" if device_type == "cuda" else "gloo",
+            store=store,
             rank=rank,
             world_size=size,
-            timeout=timedelta(seconds=trainer.collective_timeout_seconds) + STARTUP,
+            timeout=collective + startup,
             device_id=torch.device("cuda", local) if device_type == "cuda" else None,
         )
-    except dist.DistError as error:
+    except (dist.DistError, RuntimeError) as error:
         address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         raise RunError(
-            f"rank {rank}: cannot connect to the other {size - 1} processes at {address} ({first_line(error)})"
+            f"cannot connect to the other {size - 1} processes at {address} ({first_line(error)}); set "
+            "another MASTER_PORT if it is in use, or raise trainer.startup_timeout_seconds"
         ) from None
     return rank

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import time
 from pathlib import Path
@@ -43,6 +44,28 @@ def test_a_process_that_dies_during_startup_ends_the_run(program, tiny):
     _, line = read_to_end(process, 30)
     assert process.returncode == 1
     assert line == "error: rank 1 exited during startup with code -9; see its output above"
+
+
+@pytest.mark.process
+def test_first_process_that_dies_during_startup_ends_the_others(program, tiny):
+    process = program.start("fit", "--config", tiny, *FSDP, "trainer.startup_timeout_seconds=5")
+    wait_until(lambda: find_second_rank(process) is not None, process)
+    process.kill()
+    output, _ = process.communicate(timeout=60)  # until every process has closed its output
+    assert "error: rank 1: cannot connect to the other 1 processes" in output
+
+
+@pytest.mark.process
+def test_busy_port_ends_all_processes(program, tiny):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        program.environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        process = program.start("fit", "--config", tiny, *FSDP)
+        output, _ = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert f"cannot connect to the other 1 processes at 127.0.0.1:{port}" in output
+    assert "set another MASTER_PORT if it is in use" in output
+    assert "Traceback" not in output
 
 
 @pytest.mark.slow  # half a minute of silence
