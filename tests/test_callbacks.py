@@ -57,7 +57,9 @@ def module() -> SimpleNamespace:
 def test_callbacks_measure_then_request_then_log_then_save(tmp_path):
     config, folder, measurement = compose(["quickstart"]), RunFolder(tmp_path), Throughput()
     log = MetricsLog(folder, config)
-    built = build_callbacks(config, Start(folder), log, SimpleNamespace(is_set=False), [measurement])
+    built = build_callbacks(
+        config, Start(folder), log, SimpleNamespace(is_set=False, note_progress=lambda: None), [measurement]
+    )
     names = [type(callback).__name__ for callback in built]
     order = ["MemoryProbes", "Throughput", "Throughput", "StepRequests", "MetricsLog", "StepProgress"]
     assert names == [*order, "MissedValidation", "RunState", "StepCheckpoint"]
@@ -124,13 +126,13 @@ def _restored_signals():
 
 @pytest.mark.usefixtures("_restored_signals")
 def test_a_signal_or_a_time_limit_requests_a_stop(clock):
-    stop = StopRequest("00:00:01:30")
+    stop = StopRequest("00:00:01:30", 120)
     clock.now += 90
     assert not stop.is_set
     clock.now += 1
     assert stop.is_set
     assert str(stop.build_error()) == "trainer.max_time 00:00:01:30 is over"
-    stop = StopRequest(None)
+    stop = StopRequest(None, 120)
     assert not stop.is_set
     signal.raise_signal(signal.SIGUSR1)
     assert stop.is_set
@@ -139,7 +141,7 @@ def test_a_signal_or_a_time_limit_requests_a_stop(clock):
 
 @pytest.mark.usefixtures("_restored_signals")
 def test_first_interrupt_requests_a_stop_and_the_second_raises(capfd):
-    stop = StopRequest(None)
+    stop = StopRequest(None, 120)
     with stop.handle_interrupts():
         signal.raise_signal(signal.SIGINT)
         assert isinstance(stop.build_error(), InterruptedRunError)
@@ -153,7 +155,10 @@ def test_max_time_is_parsed_to_seconds():
 
 
 def test_a_checkpoint_is_requested_after_the_given_minutes(clock, module):
-    callback, trainer = StepRequests(SimpleNamespace(is_set=False), 0.5), SimpleNamespace(global_step=0)
+    callback, trainer = (
+        StepRequests(SimpleNamespace(is_set=False, note_progress=lambda: None), 0.5),
+        SimpleNamespace(global_step=0),
+    )
     callback.on_train_start(trainer, module)
     requested = []
     for trainer.global_step in range(1, 6):

@@ -25,6 +25,8 @@ class TrainerConfig:
     max_steps: int = option(10_000, min=1, affects="continuation")
     max_time: Optional[str] = option(None, affects="execution")
 
+    stop_grace_seconds: float = option(120, above=0, affects="execution")  # after SIGTERM, without the end of a batch
+
     # Validation and checkpoints. None: validate only at the end; no checkpoints by time.
     val_check_interval: Optional[int] = option(1000, min=1, affects="evaluation")
     checkpoint_interval: int = option(1000, min=1, affects="execution")

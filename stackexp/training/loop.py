@@ -41,7 +41,7 @@ def train(
     """
     logging.basicConfig(format="%(message)s")
     logging.getLogger("stackexp").setLevel(logging.INFO)
-    stop = StopRequest(config.trainer.max_time)
+    stop = StopRequest(config.trainer.max_time, config.trainer.stop_grace_seconds)
     objective = build_objective(config)
     with start_processes(config.trainer, find_device_type(config)) as processes:
         start = processes.agree(lambda: find_start(config, ckpt_path, run_folder, overridden))

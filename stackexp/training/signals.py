@@ -4,8 +4,11 @@
 # One method serves several hooks of Lightning, which all have different arguments.
 
 import contextlib
+import multiprocessing
 import os
 import signal
+import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from multiprocessing import resource_tracker
@@ -20,10 +23,16 @@ STOPPED_ELSEWHERE = "another process received a stop request"
 
 
 class StopRequest:
-    """A request to save a checkpoint and stop: SIGTERM, SIGUSR1, Ctrl-C, or `max_time` (DD:HH:MM:SS) from now."""
+    """A request to save a checkpoint and stop: SIGTERM, SIGUSR1, Ctrl-C, or `max_time` (DD:HH:MM:SS) from now.
 
-    def __init__(self, max_time: str | None):
+    If no batch ends for `grace_seconds` after a signal, as when a loader worker is frozen, the process exits with
+    code 1 and without a checkpoint.
+    """
+
+    def __init__(self, max_time: str | None, grace_seconds: float):
         self._signal: signal.Signals | None = None
+        self._grace_seconds, self._last_progress = grace_seconds, time.monotonic()
+        self._is_obeyed = threading.Event()
         self._max_time = max_time
         self._deadline = time.monotonic() + parse_seconds(max_time) if max_time else None
         for number in STOP_SIGNALS:
@@ -31,10 +40,32 @@ class StopRequest:
         _start_resource_tracker()
 
     def _handle(self, number: int, _: Any) -> None:
+        if self._signal is None:
+            self._last_progress = time.monotonic()
+            threading.Thread(target=self._exit_without_progress, daemon=True, name="stop").start()
         self._signal = signal.Signals(number)
 
+    def _exit_without_progress(self) -> None:
+        while (left := self._last_progress + self._grace_seconds - time.monotonic()) > 0:
+            if self._is_obeyed.wait(left):
+                return
+        for worker in multiprocessing.active_children():
+            worker.kill()
+        assert self._signal is not None
+        message = f"{self._signal.name}: no batch has ended for {self._grace_seconds:g} s; exiting without a checkpoint"
+        print(f"\nerror: {message}; see trainer.stop_grace_seconds", file=sys.stderr, flush=True)
+        os._exit(1)
+
+    def note_progress(self) -> None:
+        """Restart the grace period; called after every batch."""
+        self._last_progress = time.monotonic()
+
+    def obey(self) -> None:
+        """End the grace period: the run is being saved."""
+        self._is_obeyed.set()
+
     def _interrupt(self) -> None:
-        self._signal = signal.SIGINT
+        self._handle(signal.SIGINT, None)
 
     @property
     def is_set(self) -> bool:
@@ -43,6 +74,7 @@ class StopRequest:
 
     def build_error(self) -> StoppedError:
         """Build the exception that ends the run once it is saved."""
+        self.obey()
         if self._signal == signal.SIGINT:
             return InterruptedRunError("interrupted")
         if self._signal is not None:

@@ -12,6 +12,7 @@ import pytest
 from forks import Forks
 from processes import find_second_rank, list_children, read_to_end, wait_until
 from records import has_checkpoint, losses, only_run, record
+from slurm import wait_for
 
 from stackexp.cli import main
 from stackexp.runs import RunFolder
@@ -120,6 +121,22 @@ def test_a_second_ctrl_c_stops_inside_a_batch(program, tiny, tmp_path):
     _, line = read_to_end(process)
     assert process.returncode == 130
     assert line.startswith("interrupted: ")
+
+
+@pytest.mark.process
+def test_stop_request_ends_a_run_whose_loader_is_frozen(program, tiny, tmp_path):
+    process = program.start("fit", "--config", tiny, *ENDLESS, "data.num_workers=1", "trainer.stop_grace_seconds=3")
+    wait_until(lambda: has_checkpoint(tmp_path / "runs"), process)
+    commands = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in list_children(process)}
+    workers = [pid for pid, command in commands.items() if b"resource_tracker" not in command]
+    assert workers
+    for pid in workers:
+        os.kill(pid, signal.SIGSTOP)
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "error: SIGTERM: no batch has ended for 3 s; exiting without a checkpoint" in output
+    wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in workers))
 
 
 @pytest.mark.process

@@ -79,6 +79,8 @@ class StepCheckpoint(pl.callbacks.Checkpoint):
             return  # a micro-batch inside an accumulation
         self._step, requests = trainer.global_step, module.step_metrics.requests
         is_last = self._step == self._config.max_steps
+        if "stop" in requests:
+            self._stop.obey()
         if self._step % self._config.checkpoint_interval == 0 or is_last or requests:
             path = self._folder.checkpoints / checkpoint_name(self._step)
             trainer.save_checkpoint(path, storage_options={"writer": self._writer, "on_saved": self._delete_old})

@@ -32,6 +32,7 @@ class StepRequests(pl.Callback):
 
     def on_train_batch_end(self, trainer: pl.Trainer, module: TrainingModule, *_: Any) -> None:
         """Add the requests to the metrics of a step."""
+        self._stop.note_progress()
         if trainer.global_step == self._step:
             return  # a micro-batch inside an accumulation
         self._step = trainer.global_step
@@ -45,6 +46,7 @@ class StepRequests(pl.Callback):
 
     def on_validation_batch_end(self, trainer: pl.Trainer, module: TrainingModule, *args: Any) -> None:
         """Stop inside an evaluation, which can be long. The resumed run repeats it first."""
+        self._stop.note_progress()
         batch_idx = args[2]
         if batch_idx % BATCHES_BETWEEN_CHECKS == 0:
             requested = torch.tensor(float(self._stop.is_set), device=module.device)
