@@ -1,15 +1,36 @@
 """Accuracy by length: scores over ranges, the table and the text plot."""
 
+import math
+import statistics
+
 import pytest
 
 from stackexp.config.formal_language import FormalLanguageConfig
 from stackexp.evaluation.accuracy import compute_scores, format_accuracy_table, get_ranges, plot_accuracy
 
 
-def test_scores_are_means_over_the_tested_lengths():
+def test_scores_are_means_over_all_lengths_of_a_range():
     data = FormalLanguageConfig()
     assert get_ranges(data) == [(41, 100), (41, 500)]
-    assert compute_scores(data, {5: 0.0, 41: 1.0, 91: 0.5, 141: 0.0}) == {"score_41_100": 0.75, "score_41_500": 0.5}
+    falling = {n: 1 / n for n in range(1, 501)}
+    scores = compute_scores(data, falling)
+    assert scores["score_41_500"] == pytest.approx(statistics.fmean(1 / n for n in range(41, 501)))
+    assert scores["score_41_100"] == pytest.approx(statistics.fmean(1 / n for n in range(41, 101)))
+
+
+@pytest.mark.parametrize("stride", [7, 27, 51])
+def test_scores_of_every_nth_length_are_not_biased(stride):
+    """The accuracy falls from 1 at 41 symbols to 0.5, as on compute_sqrt."""
+    data = FormalLanguageConfig()
+    exact = {n: 0.5 + 0.5 * math.exp(-(n - 41) / 60) for n in range(1, 501)}
+    strided = {n: value for n, value in exact.items() if (n - 41) % stride == 0}
+    for key, score in compute_scores(data, exact).items():
+        plain = statistics.fmean(v for n, v in strided.items() if 41 <= n <= int(key.split("_")[2]))
+        assert abs(compute_scores(data, strided)[key] - score) < abs(plain - score) / 2
+
+
+def test_constant_accuracy_is_its_own_score():
+    assert compute_scores(FormalLanguageConfig(), {41: 0.25, 300: 0.25}) == {"score_41_100": 0.25, "score_41_500": 0.25}
 
 
 @pytest.mark.parametrize(
@@ -29,7 +50,7 @@ def test_table_shows_scores_and_lengths_closest_to_round_values():
     head, _, first, second = format_accuracy_table(runs, FormalLanguageConfig()).splitlines()
     assert head.split() == ["41..100", "41..500", "9", "41", "101", "499"]
     assert first.split() == ["stacktrans", "1.000", "1.000", "1.00", "1.00", "1.00", "1.00"]
-    assert second.split() == ["lstm", "0.900", "0.600", "1.00", "0.90", "0.50", "0.40"]
+    assert second.split() == ["lstm", "0.703", "0.483", "1.00", "0.90", "0.50", "0.40"]
 
 
 def test_plot_uses_a_different_marker_per_run():

@@ -1,8 +1,6 @@
 """The training callbacks, each without a Trainer: throughput, requests, probes and the progress bar."""
 
-import io
 import signal
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -17,7 +15,6 @@ from stackexp.training.callbacks import build_callbacks, step_requests, throughp
 from stackexp.training.callbacks.checkpoint import rescale_progress
 from stackexp.training.callbacks.memory_probes import MemoryProbes
 from stackexp.training.callbacks.metrics_log import MetricsLog
-from stackexp.training.callbacks.progress_bar import StepProgress
 from stackexp.training.callbacks.step_requests import StepRequests
 from stackexp.training.callbacks.throughput import Throughput, peak_flops
 from stackexp.training.resume import Start
@@ -61,7 +58,7 @@ def test_callbacks_measure_then_request_then_log_then_save(tmp_path):
         config, Start(folder), log, SimpleNamespace(is_set=False, note_progress=lambda: None), [measurement]
     )
     names = [type(callback).__name__ for callback in built]
-    order = ["MemoryProbes", "Throughput", "Throughput", "StepRequests", "MetricsLog", "StepProgress"]
+    order = ["MemoryProbes", "Throughput", "Throughput", "StepRequests", "MetricsLog", "StepLines"]
     assert names == [*order, "MissedValidation", "RunState", "StepCheckpoint"]
 
 
@@ -182,34 +179,6 @@ def test_probes_run_at_the_first_step_and_every_interval_but_not_in_validation(m
         callback.on_validation_start(trainer, module)
         assert not module.probe
     assert probed == [1, 1, 3, 3, 6, 6]
-
-
-@pytest.mark.parametrize("is_enabled", [True, False])
-def test_the_progress_bar_counts_steps_and_shows_loss_and_speed(monkeypatch, is_enabled):
-    monkeypatch.setattr(sys, "stdout", io.StringIO())
-    log = SimpleNamespace(last_line={})
-    data = SimpleNamespace(set_names=lambda stage: {"validate": ["left", "right"]}[stage])
-    trainer, callback = SimpleNamespace(global_step=5, max_steps=20, datamodule=data), StepProgress(log)
-    if not is_enabled:
-        callback.disable()
-    callback.on_train_start(trainer, None)
-    for step, loss in [(5, None), (6, 9.0), (6, 9.0), (7, 2.34567)]:  # 5 and the second 6 are micro-batches
-        trainer.global_step = step
-        if loss:
-            log.last_line = {"loss/train": loss, "throughput/tokens_per_second": 12345.6}
-        callback.on_train_batch_end(trainer, None, None, None, 0)
-    callback.on_validation_batch_start(trainer, None, None, 0, 1)
-    callback.on_validation_end(trainer, None)
-    callback.on_train_end(trainer, None)
-    output = sys.stdout.getvalue()
-    if not is_enabled:
-        assert output == ""
-        return
-    assert "validating right" in output
-    last = output.rstrip("\n").rpartition("\r")[2]
-    assert last.startswith("fit")
-    assert " 7/20 " in last
-    assert "loss 2.346, 12,346 tokens/s" in last
 
 
 def test_progress_is_rescaled_to_another_number_of_micro_batches_per_step():

@@ -19,24 +19,25 @@ RUN = """
 import sys, time
 sys.path.insert(0, {tests!r})
 from loaders import build_config, build_loader
-batches = iter(build_loader(build_config(path={folder!r}, num_workers={workers})))
+loader = build_loader(build_config(path={folder!r}, num_workers={workers}))
+batches = iter(loader)
 next(batches)
-print("reading", flush=True)
+print(loader.dataset._shm_prefix_int, flush=True)
 time.sleep(1000)
 """
 
 
-def list_remains() -> set[str]:
-    """Return the names of streaming's segments and lock files."""
-    locks = {path.name for path in Path(tempfile.gettempdir()).glob("*_filelock")}
-    return locks | {name for name in os.listdir("/dev/shm") if name[:6].isdecimal()}
+def list_remains(prefix: str) -> set[str]:
+    """Return the names of a run's shared memory segments and lock files."""
+    locks = {path.name for path in Path(tempfile.gettempdir()).glob(f"{prefix}_*_filelock")}
+    return locks | {name for name in os.listdir("/dev/shm") if name.startswith(f"{prefix}_")}
 
 
-def start_run(folder: Path, workers: int) -> subprocess.Popen:
+def start_run(folder: Path, workers: int) -> tuple[subprocess.Popen, str]:
+    """Start a process that reads the data; return it and its prefix."""
     code = RUN.format(tests=str(Path(__file__).parent), folder=str(folder), workers=workers)
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, start_new_session=True)
-    assert process.stdout.readline() == "reading\n"
-    return process
+    return process, f"{int(process.stdout.readline()):06}"
 
 
 def kill_all(process: subprocess.Popen) -> None:
@@ -45,25 +46,22 @@ def kill_all(process: subprocess.Popen) -> None:
     time.sleep(0.2)  # for its children, which hold no lock
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("workers", [0, 1])
 def test_next_run_removes_what_a_killed_run_left(tmp_path, workers):
     folder = write_set(tmp_path / "set", 0, 40)
-    before = list_remains()
-    living, dead = start_run(folder, workers), None
+    living, used = start_run(folder, workers)
     try:
-        used = list_remains() - before
-        assert used
-        dead = start_run(folder, workers)
+        dead, left = start_run(folder, workers)
         kill_all(dead)
-        remains = list_remains() - before - used
-        assert remains, "the kill left nothing, so this proves nothing"
+        assert list_remains(left), "the kill left nothing, so this proves nothing"
         next(iter(build_loader(build_config(path=str(folder)))))
-        assert not remains & list_remains()
-        assert used <= list_remains(), "a living run keeps its shared memory"
+        assert not list_remains(left)
+        assert list_remains(used), "a living run keeps its shared memory"
     finally:
         kill_all(living)
     read_samples(build_loader(build_config(path=str(folder))))
-    assert not used & list_remains()
+    assert not list_remains(used)
 
 
 def test_too_little_shared_memory_is_reported(tmp_path, monkeypatch):

@@ -16,7 +16,12 @@ from conftest import TINY
 from processes import kill, wait_until
 
 from stackexp import cli
-from stackexp.sweeps.control import has_driver
+from stackexp.files import read_json, write_json
+from stackexp.sweeps.control import has_driver, stop_sweep
+from stackexp.sweeps.launchers import local
+from stackexp.sweeps.launchers.local import LocalLauncher
+from stackexp.sweeps.launchers.local_processes import find_orphans, find_processes, record_process
+from stackexp.sweeps.schema import Resources
 from stackexp.sweeps.status import State, get_state, is_running, read_failure, read_status
 from stackexp.sweeps.sweep import load_sweep
 from stackexp.sweeps.trials import Trial
@@ -168,6 +173,70 @@ def test_trials_outlive_a_killed_driver_and_are_not_started_twice(study):
     study.drive(parallel=2)
     assert study.count_attempts() == [1] * 4
     assert study.read_steps() == [ALL_STEPS] * 4
+
+
+@pytest.mark.process
+def test_trials_of_killed_drivers_count_against_the_limit(study):
+    study.set_behavior({"a": {"seconds": 12}})
+    for _ in range(2):
+        driver = study.start(parallel=1)
+        wait_until(lambda: sum(study.count_attempts()) == 1 and has_driver(study.folder), driver)
+        time.sleep(1.5)  # three rounds
+        assert study.count_attempts() == [1, 0, 0, 0]
+        os.kill(driver.pid, signal.SIGKILL)
+        driver.wait()
+    study.set_behavior({})
+    study.drive(parallel=1)
+    assert study.count_attempts() == [1] * 4
+
+
+def test_stop_after_a_killed_driver_stops_its_trials(study):
+    study.set_behavior({name: {"seconds": 60} for name in "ab"})
+    driver = study.start(parallel=2)
+    wait_until(lambda: study.count_attempts()[:2] == [1, 1], driver)
+    wait_until(lambda: all(len(steps) > 0 for steps in study.read_steps()[:2]), driver)
+    os.kill(driver.pid, signal.SIGKILL)
+    driver.wait()
+    assert set(LocalLauncher.find_jobs(study.folder)) == {trial.name for trial in study.trials[:2]}
+    stop_sweep(load_sweep(str(study.path)))
+    assert LocalLauncher.find_jobs(study.folder) == {}
+    assert not any(is_running(trial) for trial in study.trials)
+    study.set_behavior({})
+    study.drive()
+    assert study.read_steps() == [ALL_STEPS] * 4
+
+
+def test_gpus_of_orphans_are_not_given_out_again(study, monkeypatch):
+    monkeypatch.setattr(local, "find_gpus", lambda: ["0", "1", "2"])
+    first, second = study.trials[:2]
+    sleeping = lambda trial: ["sleep", "30"]  # noqa: E731
+    for trial in study.trials:
+        trial.config.trainer.accelerator = "cuda"
+    launcher = LocalLauncher(study.folder, study.trials, Resources(), None, sleeping)
+    for trial in (first, second):
+        trial.folder.path.mkdir(parents=True, exist_ok=True)
+    launcher.start([first])
+    (orphan,) = find_orphans(study.folder)
+    assert (orphan.name, orphan.gpus) == (first.name, ["0"])
+    other = LocalLauncher(study.folder, study.trials, Resources(), None, sleeping)
+    assert other.count_free() == 2
+    other.start([second])
+    assert {process.name: process.gpus for process in find_processes(study.folder)}[second.name] == ["1"]
+    other.stop()
+    assert find_processes(study.folder) == []
+    launcher.stop()
+
+
+def test_process_id_that_is_used_again_is_no_trial(study):
+    trial = study.trials[0]
+    trial.folder.path.mkdir(parents=True, exist_ok=True)
+    record_process(trial.folder.path, os.getpid(), [])
+    record = read_json(trial.folder.path / "process.json")
+    assert [process.pid for process in find_processes(study.folder)] == [os.getpid()]
+    write_json(trial.folder.path / "process.json", record | {"start_time": "1"})
+    assert find_processes(study.folder) == []
+    (trial.folder.path / "process.json").write_text("[")
+    assert find_processes(study.folder) == []
 
 
 def test_next_driver_resumes_after_driver_and_trial_were_killed(study):

@@ -173,7 +173,7 @@ def _set_value(node: DictConfig, name: str, value: Any, origin: str, key: str) -
     cls = OmegaConf.get_type(node)
     hint, metadata = get_field(cls, name) if dataclasses.is_dataclass(cls) else (node._metadata.element_type, {})
     rejected = {bool: int, str: dict, dict: str, list: str}.get(typing.get_origin(hint) or hint)
-    if rejected and type(value) is rejected:
+    if value == "???" or (rejected and type(value) is rejected):  # "???" is OmegaConf's mark for a missing value
         raise wrong_value_error(origin, key, hint, metadata, value)
     try:
         if isinstance(value, list):

@@ -28,7 +28,7 @@ class DataConfig:
     lengths_vary: ClassVar[bool] = False  # between batches; context_length is then the longest
 
     kind: str = "shards"
-    vocab_size: int = option(49152, min=2)
+    vocab_size: int = option(49152, min=2, max=2**31 - 1)
     context_length: int = option(2048, min=2, changes_scores=True)
     document_mask: bool = False  # attention and positions restart at each document
 
@@ -127,6 +127,6 @@ class StdlibConfig(DataConfig):
     """The source code of the Python standard library, prepared and cached on first use; needs no download."""
 
     kind: str = "stdlib"
-    vocab_size: int = option(4096, min=300)
+    vocab_size: int = option(4096, min=300, max=2**20)
     context_length: int = option(256, min=2, changes_scores=True)
     global_batch_tokens: int = option(4096, min=1)

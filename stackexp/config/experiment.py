@@ -8,6 +8,8 @@ from stackexp.config.fields import Errors, option
 from stackexp.config.model import FLASH_KERNELS, TransformerConfig
 from stackexp.config.trainer import TrainerConfig
 
+MAX_NAME_LENGTH = 200  # of a folder; file systems permit 255 bytes
+
 
 @dataclass
 class LoggingConfig:
@@ -15,7 +17,8 @@ class LoggingConfig:
 
     root: str = option("runs", affects="logging")  # run folders are <root>/<name>/<id>
     tensorboard: bool = option(True, affects="logging")
-    progress_bar: bool = option(True, affects="logging")
+    progress_bar: bool = option(True, affects="logging")  # in a terminal; otherwise lines
+    log_interval_seconds: float = option(30, above=0, affects="logging")  # between two lines
     probe_interval: int = option(10, min=1, affects="logging")  # steps between measurements of the memory
 
 
@@ -37,6 +40,8 @@ class ExperimentConfig:
         """Yield the errors that involve several sections; an evaluation has no requirements on the global batch."""
         if not re.fullmatch(r"[\w+-][\w.+-]*(/[\w+-][\w.+-]*)*", self.name):
             yield "name", f"{self.name!r} cannot name a folder; use letters, digits and . _ - + between slashes"
+        if max(map(len, self.name.split("/"))) > MAX_NAME_LENGTH:
+            yield "name", f"a part of it is longer than {MAX_NAME_LENGTH} characters; use a shorter one"
         axis = getattr(getattr(self.model, "memory", None), "axis", "depth")
         is_decoder = isinstance(self.model, TransformerConfig) and axis == "depth"
         if self.trainer.recompute == "selective" and not is_decoder:

@@ -224,7 +224,7 @@ def _merge(base: Tree, top: Tree, section: str) -> None:
 def _check_section_value(section: str, leaf: Leaf) -> Leaf | Tree:
     """Return the value of a section that is set to a single value: null, if the section is optional."""
     if section == VALIDATION_SETS and leaf.value is None:
-        return {}
+        return Leaf({}, leaf.origin)
     if leaf.value == {} or (leaf.value is None and section not in build_default_tree()):
         return leaf
     if isinstance(leaf.value, str):

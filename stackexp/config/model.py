@@ -24,11 +24,11 @@ class TransformerConfig:
     kind: str = "transformer"
     vocab_size: int = "${data.vocab_size}"  # type: ignore[assignment]
     output_vocab_size: Optional[int] = option(None, min=1)  # None: vocab_size
-    hidden_size: int = option(960, min=1)
-    num_layers: int = option(32, min=1)
+    hidden_size: int = option(960, min=1, max=2**20)
+    num_layers: int = option(32, min=1, max=4096)
     num_heads: int = option(15, min=1)
     num_kv_heads: int = option(5, min=1)
-    intermediate_size: int = option(2560, min=1)
+    intermediate_size: int = option(2560, min=1, max=2**22)
     tie_embeddings: bool = True
     norm_eps: float = option(1e-5, above=0)
 

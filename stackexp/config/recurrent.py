@@ -14,8 +14,8 @@ class RecurrentConfig:
     kind: str = ""
     vocab_size: int = "${data.vocab_size}"  # type: ignore[assignment]
     output_vocab_size: Optional[int] = option(None, min=1)  # None: vocab_size
-    hidden_size: int = option(64, min=1)
-    num_layers: int = option(5, min=1)
+    hidden_size: int = option(64, min=1, max=2**20)
+    num_layers: int = option(5, min=1, max=4096)
 
 
 @register("model", "lstm", builds="stackexp.models.recurrent:LSTM")

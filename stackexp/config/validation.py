@@ -12,6 +12,9 @@ from stackexp.config.experiment import ExperimentConfig
 from stackexp.config.suggestions import suggest_name
 from stackexp.errors import ConfigError
 
+LARGEST_NUMBER = 1e18
+"""No option needs a larger number; float32 and int64 hold it."""
+
 Origins = dict[str, str]
 """Full key -> where its value was written (see `yaml_files.Leaf`). Keys left at their default are missing."""
 
@@ -59,7 +62,7 @@ def describe_type(hint: Any, metadata: Mapping[str, Any]) -> str:
 
 def get_field(cls: type, name: str) -> tuple[Any, Mapping[str, Any]]:
     """Return the type and the metadata of a dataclass field."""
-    metadata = next(field.metadata for field in dataclasses.fields(cls) if field.name == name)
+    metadata: Mapping[str, Any] = next((field.metadata for field in dataclasses.fields(cls) if field.name == name), {})
     return typing.get_type_hints(cls)[name], metadata
 
 
@@ -84,6 +87,9 @@ def validate(config: Any, origins: Origins, arguments: Mapping[str, tuple] = typ
     for path, section in sections:
         for field in dataclasses.fields(section):
             value, key = getattr(section, field.name), f"{path}{field.name}"
+            if isinstance(value, int | float) and LARGEST_NUMBER < abs(value) != math.inf:
+                message = f"expected a number of at most {LARGEST_NUMBER:g}, found {value:g}"
+                raise config_error(origins.get(key, ""), key, message)
             if not _is_valid(value, field.metadata):
                 raise wrong_value_error(origins.get(key, ""), key, *get_field(type(section), field.name), value)
     keys = {path + field.name for path, section in sections for field in dataclasses.fields(section)}

@@ -32,10 +32,10 @@ def remove_remains() -> None:
     """Delete shared memory and lock files of dead runs of this user."""
     for path in Path(tempfile.gettempdir()).glob(f"*{OWNER_SUFFIX}"):
         with contextlib.suppress(FileNotFoundError):  # another process removes them too
-            if path.stat().st_uid == os.getuid() and not is_locked(path, count_shared=True):
+            if path.stat().st_uid == os.geteuid() and not is_locked(path, count_shared=True):
                 prefix = path.name.removesuffix(OWNER_SUFFIX)
                 for segment in SHARED_MEMORY.glob(f"{prefix}_*"):
-                    if segment.stat().st_uid == os.getuid():
+                    if segment.stat().st_uid == os.geteuid():
                         segment.unlink(missing_ok=True)
                 remove_lock_files(prefix)
 

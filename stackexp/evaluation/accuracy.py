@@ -1,7 +1,6 @@
 """Accuracy against length: scores, a table and a plot in text. Imports no torch."""
 
 import itertools
-import statistics
 from collections.abc import Mapping
 from typing import Any
 
@@ -28,9 +27,15 @@ def get_ranges(data: FormalLanguageConfig) -> list[tuple[int, int]]:
 
 
 def compute_scores(data: FormalLanguageConfig, accuracy: Accuracy) -> dict[str, float]:
-    """Return the mean accuracy over the tested lengths of each range, as `score_41_100` and so on."""
+    """Return the mean accuracy over all lengths of each range, as `score_41_100` and so on.
+
+    Lengths that were not tested are interpolated linearly. The plain mean over tested lengths 41, 68, ..., 500 would
+    weight the shortest ones too much, and overestimate an accuracy that falls with the length.
+    """
+    tested = sorted(accuracy)
+    values = [accuracy[n] for n in tested]
     return {
-        f"score_{first}_{end}": statistics.fmean(accuracy[n] for n in accuracy if first <= n <= end)
+        f"score_{first}_{end}": float(np.interp(np.arange(first, end + 1), tested, values).mean())
         for first, end in get_ranges(data)
     }
 

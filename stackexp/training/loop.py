@@ -15,6 +15,7 @@ from stackexp.modules.base import TrainingModule
 from stackexp.runs import RunFolder, format_resume_command
 from stackexp.training.callbacks import build_callbacks
 from stackexp.training.callbacks.metrics_log import MetricsLog
+from stackexp.training.memory_check import check_model_fits
 from stackexp.training.objectives import build_objective
 from stackexp.training.objectives.base import Objective, Session
 from stackexp.training.processes import start_processes
@@ -50,6 +51,7 @@ def train(
                 print(f"{start.folder.path}: this run is finished (it has a result.json)")
             return start.folder
 
+        check_model_fits(config)
         pl.seed_everything(config.seed, verbose=False)
         data = registry.build("data", config.data, seed=config.seed)
         processes.run_together(lambda: (data.prepare_data(), data.setup("fit")))

@@ -31,6 +31,8 @@ def run(args: Namespace) -> int:
     """Compose the config, then train."""
     if not (args.config or args.run):
         args.parser.error("--config NAME_OR_PATH is required; `configs list` shows the names")
+    if args.run == "":
+        args.parser.error("--run: expected the path of a run folder, found empty text")
     if args.run and args.ckpt_path:
         args.parser.error("--run and --ckpt_path exclude each other; --run resumes from the folder's newest checkpoint")
     from stackexp.config import compose, layers

@@ -9,17 +9,20 @@ from pathlib import Path
 
 from stackexp.errors import ConfigError
 from stackexp.sweeps.launchers.base import Command, build_fit_command
+from stackexp.sweeps.launchers.local_processes import TrialProcess, find_orphans, find_processes, record_process
 from stackexp.sweeps.schema import Resources
 from stackexp.sweeps.trials import Trial
 
 GRACE_SECONDS = 120
 """How long trials may save before they are killed."""
+POLL_SECONDS = 0.2
 
 
 class LocalLauncher:
     """Runs up to `max_parallel` trials at once; None: as many as there are devices for (GPUs, else CPU cores).
 
-    Trials run in separate process groups: they survive a killed driver, and Ctrl-C stops only the driver.
+    Trials run in separate process groups: they survive a killed driver, and Ctrl-C stops only the driver. Trials of a
+    killed driver that still run count against the limit and keep their GPUs, and `stop` stops them too.
     Raises ConfigError if a trial needs more than this machine has.
     """
 
@@ -38,7 +41,7 @@ class LocalLauncher:
         self._limit = min(room, max_parallel or room) if self._gpus else max_parallel or room
         parallel = max(1, min(self._limit, len(trials)))
         self._threads = max(1, cores // (parallel * devices))
-        self._command = command
+        self._command, self._folder = command, folder
         self._running: dict[Trial, subprocess.Popen] = {}
         self._used_gpus: dict[Trial, list[str]] = {}
 
@@ -46,7 +49,7 @@ class LocalLauncher:
         """Start one process for each trial."""
         for trial in trials:
             with open(trial.log, "a") as log:
-                self._running[trial] = subprocess.Popen(
+                process = self._running[trial] = subprocess.Popen(
                     self._command(trial),
                     stdin=subprocess.DEVNULL,
                     stdout=log,
@@ -54,11 +57,12 @@ class LocalLauncher:
                     env=self._build_environment(trial),
                     start_new_session=True,
                 )
+            record_process(trial.folder.path, process.pid, self._used_gpus.get(trial, []))
 
     def _build_environment(self, trial: Trial) -> dict[str, str]:
         environment = {"OMP_NUM_THREADS": str(self._threads)} | os.environ
         if self._gpus:
-            used = {gpu for gpus in self._used_gpus.values() for gpu in gpus}
+            used = {gpu for process in find_processes(self._folder) for gpu in process.gpus}
             free = [gpu for gpu in self._gpus if gpu not in used]
             self._used_gpus[trial] = free[: trial.config.trainer.devices]
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(self._used_gpus[trial])
@@ -77,7 +81,11 @@ class LocalLauncher:
 
     def count_free(self) -> int:
         """Return how many more trials may be started now."""
-        return self._limit - len(self._running)
+        return self._limit - len(self._running) - len(self._find_orphans())
+
+    def _find_orphans(self) -> list[TrialProcess]:
+        own = {process.pid for process in self._running.values()}
+        return [process for process in find_orphans(self._folder) if process.pid not in own]
 
     def cancel(self, trial: Trial) -> None:
         """Send SIGTERM to one trial."""
@@ -85,8 +93,11 @@ class LocalLauncher:
 
     def stop(self) -> None:
         """Send SIGTERM to all trials, and SIGKILL to those that are alive after GRACE_SECONDS."""
+        orphans = self._find_orphans()
         for process in self._running.values():
             process.terminate()
+        for orphan in orphans:
+            orphan.signal(signal.SIGTERM)
         deadline = time.monotonic() + GRACE_SECONDS
         for process in self._running.values():
             try:
@@ -94,11 +105,16 @@ class LocalLauncher:
             except subprocess.TimeoutExpired:
                 _kill_group(process)
                 process.wait()
+        for orphan in orphans:
+            while orphan.is_alive and time.monotonic() < deadline:
+                time.sleep(POLL_SECONDS)
+            if orphan.is_alive:
+                orphan.signal(signal.SIGKILL, group=True)
 
     @staticmethod
     def find_jobs(folder: Path) -> dict[str, str]:
-        """Return nothing: this launcher has no queue."""
-        return {}
+        """Return the trials that run on this machine: trial name -> "process <id>"."""
+        return {process.name: f"process {process.pid}" for process in find_processes(folder)}
 
 
 def find_gpus() -> list[str]:

@@ -7,7 +7,7 @@ from stackexp.training.callbacks.checkpoint import RunState, StepCheckpoint
 from stackexp.training.callbacks.memory_probes import MemoryProbes
 from stackexp.training.callbacks.metrics_log import MetricsLog
 from stackexp.training.callbacks.missed_validation import MissedValidation
-from stackexp.training.callbacks.progress_bar import StepProgress
+from stackexp.training.callbacks.progress import build_progress
 from stackexp.training.callbacks.step_requests import StepRequests
 from stackexp.training.callbacks.throughput import Throughput
 from stackexp.training.resume import Start
@@ -25,19 +25,18 @@ def build_callbacks(
 
     1. Measure: probes, throughput and `measurements` add their values to `module.step_metrics`.
     2. Request: stop and save requests are added to the same metrics.
-    3. Log: one all-reduce shares metrics and requests. Rank 0 writes them to the log, and the bar shows them.
+    3. Log: one all-reduce shares metrics and requests. Rank 0 writes them to the log, and the progress shows them.
     4. Save: the checkpoint is written after the log, and handles the requests shared in step 3.
 
     A resumed run starts with the validation it missed, after the log is opened.
     """
-    bar = [StepProgress(metrics_log)] if config.logging.progress_bar else []
     return [
         MemoryProbes(config.logging.probe_interval),
         Throughput(),
         *measurements,
         StepRequests(stop, config.trainer.checkpoint_interval_minutes),
         metrics_log,
-        *bar,
+        build_progress(config.logging, metrics_log),
         MissedValidation(start.folder, config.trainer, start.step),
         RunState(),
         StepCheckpoint(start.folder, config.trainer, stop),
