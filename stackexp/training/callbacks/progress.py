@@ -58,7 +58,8 @@ class StepBar(ProgressBar):
             self._bar.set_postfix_str(f"loss {line['loss/train']:.3f}, {speed:,.0f} tokens/s", refresh=False)
             self._bar.update(trainer.global_step - self._bar.n)
             if trainer.global_step == self._first_step and self._is_enabled:
-                self._bar.initial, self._bar.start_t = self._bar.n, time.time()
+                self._bar.initial, now = self._bar.n, time.time()
+                self._bar.start_t = self._bar.last_print_t = now
 
     def on_validation_start(self, trainer: pl.Trainer, module: TrainingModule) -> None:
         """Open the bar of a validation during training."""
