@@ -195,7 +195,8 @@ def test_token_scan_memory_is_extrapolated_from_short_scans(axis, monkeypatch):
         assert counted[kind] == pytest.approx(size, rel=0.01, abs=whole.total() * 0.002), kind
 
 
-def test_hours_are_flops_divided_by_throughput():
+def test_hours_are_flops_divided_by_throughput(monkeypatch):
+    monkeypatch.setattr(cost, "MIN_PARAMETERS", 0)
     config = small("trainer.devices=2", "trainer.num_nodes=2")
     planned = make_plan(config, "a100", mfu=0.5)
     assert planned.tokens == config.total_tokens

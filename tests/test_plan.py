@@ -13,6 +13,7 @@ from stackexp.planning import suggestions
 from stackexp.planning.cost import make_plan
 from stackexp.planning.devices import DEVICES, Device
 
+ON_CPU = "trainer.accelerator=cpu"
 TINY = ["--config", "quickstart", "model.num_layers=2", "data.context_length=64", "data.micro_batch_size=2"]
 
 
@@ -23,13 +24,22 @@ def test_plan_prints_size_time_and_memory(capsys):
     assert "quickstart on 2 h200, ddp, 32-true" in output
     assert f"{planned.parameters:,}, including {planned.memory_parameters:,} of the memory" in output
     assert "4 micro-batches of 2 x 64 tokens on each device" in output
-    assert f"{planned.tokens_per_second:,.0f} tokens/s at an MFU of 50%" in output
+    assert "not estimated on CPUs and below 100M parameters" in output
+    assert "GPU-hours" not in output
     rows = [line.split("  ")[0] for line in output.splitlines()]
     assert [row for row in rows if row in ("weights", "stack", "logits", "activations")] == [
         *("weights", "activations", "stack", "logits")
     ]
     assert "validation" in output
     assert f"{planned.training.logits / 2**20:,.2f} MiB" in output
+
+
+def test_speed_is_estimated_for_large_models_on_gpus():
+    large = make_plan(compose(["pretrain/stacktrans-360m"]))
+    assert large.hours == pytest.approx(large.flops / (0.4 * 989.4e12 * large.devices) / 3600, rel=0.01)
+    for config, override in (("quickstart", "trainer.accelerator=auto"), ("pretrain/stacktrans-360m", ON_CPU)):
+        plan = make_plan(compose([config], [override]))
+        assert (plan.tokens_per_second, plan.hours, plan.gpu_hours) == (None, None, None)
 
 
 def test_json_matches_the_table(capsys):

@@ -24,7 +24,11 @@ def test_finished_sweep_prints_the_scores_of_both_models_once(tmp_path, monkeypa
     for trial, score in ((stacktrans, 1.0), (transformer, 0.5)):
         trial.folder.path.mkdir(parents=True)
         model = trial.name.partition("-")[0]
-        result = {"model": model, "score_41_500": score, "accuracy": {"40": 1.0, "100": score, "500": score}}
+        result = {
+            "model": model,
+            "score_41_500": score,
+            "accuracy": {"40": 1.0, "41": score, "100": score, "500": score},
+        }
         trial.folder.result.write_text(json.dumps(result))
     assert main(["fit", "--config", "formal/quick", "seed=3"]) == 0
     printed = capsys.readouterr().out

@@ -8,6 +8,7 @@ import yaml
 from config_files import BASE, write
 
 from stackexp import cli
+from stackexp.planning import cost
 from stackexp.reports.sweeps import collect_results, draw_results, select_rows
 from stackexp.sweeps.display import format_duration
 from stackexp.sweeps.sweep import Sweep, load_sweep
@@ -119,7 +120,7 @@ def test_status_uses_the_overrides_of_the_last_run(capsys):
     assert "1 done" in capsys.readouterr().out
 
 
-def test_dry_run_estimates_the_cost_and_writes_no_files(capsys):
+def test_dry_run_estimates_the_cost_and_writes_no_files(capsys, monkeypatch):
     sweep = build(grid={H: [1, 2]})
     finish(sweep.trials[0], 2.5)
     before = sorted(Path().rglob("*"))
@@ -127,10 +128,15 @@ def test_dry_run_estimates_the_cost_and_writes_no_files(capsys):
     rows = read_lines(capsys)
     assert rows[2][1:4] == ["done", "300", "1,228,800"]
     assert rows[3][1:4] == ["waiting", "300", "1,228,800"]
-    assert float(rows[2][4]) > 0
-    assert (float(rows[2][5]), rows[3][5]) == (0, rows[3][4])
-    assert " ".join(rows[-1]).startswith("2 trials: 1 waiting, 1 done; ")
+    assert rows[2][4:] == rows[3][4:] == ["\u2013", "\u2013"]
+    assert " ".join(rows[-1]).endswith("1 done; time is not estimated below 100M parameters")
     assert sorted(Path().rglob("*")) == before
+
+    monkeypatch.setattr(cost, "MIN_PARAMETERS", 0)
+    assert cli.main(["sweep", "run", "study.yaml", "--dry-run", "trainer.accelerator=auto"]) == 0
+    rows = read_lines(capsys)
+    assert float(rows[2][4]) > 0
+    assert rows[3][5] == rows[3][4]
 
 
 def test_dry_run_of_a_search_counts_trials_not_chosen_yet(capsys):

@@ -14,6 +14,9 @@ from stackexp.planning.memory_use import (
     sum_bytes,
 )
 
+MIN_PARAMETERS = 100_000_000
+"""The speed of smaller models is not estimated: launches and memory traffic take most of their time."""
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -52,19 +55,22 @@ class Plan:
         return self.flops_per_token * self.tokens
 
     @property
-    def tokens_per_second(self) -> float:
-        """Throughput of all devices."""
+    def tokens_per_second(self) -> float | None:
+        """Throughput of all devices; None for CPUs and small models, whose time is not spent on FLOPs."""
+        if self.parameters < MIN_PARAMETERS or self.config.trainer.accelerator == "cpu":
+            return None
         return self.mfu * self._device.peak_flops * self.devices / self.flops_per_token
 
     @property
-    def hours(self) -> float:
-        """Duration of the run."""
-        return self.tokens / self.tokens_per_second / 3600
+    def hours(self) -> float | None:
+        """Duration of the run; None if it is not estimated."""
+        speed = self.tokens_per_second
+        return None if speed is None else self.tokens / speed / 3600
 
     @property
-    def gpu_hours(self) -> float:
-        """Duration of the run times the number of devices."""
-        return self.hours * self.devices
+    def gpu_hours(self) -> float | None:
+        """Duration of the run times the number of devices; None if it is not estimated."""
+        return None if self.hours is None else self.hours * self.devices
 
     @cached_property
     def checkpoint_bytes(self) -> int:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from stackexp.planning.cost import Plan, format_bytes
+from stackexp.planning.cost import MIN_PARAMETERS, Plan, format_bytes
 from stackexp.tables import RULE, format_table
 
 KINDS = {
@@ -56,9 +56,18 @@ def _build_run_rows(plan: Plan) -> list[tuple[str, str]]:
         ("steps", f"{trainer.max_steps:,} of {tokens}"),
         ("one step", f"{micro_batches} x {up_to}{config.data.context_length:,} tokens on each device"),
         ("FLOPs", f"{plan.flops_per_token:.3e} per token, {plan.flops:.3e} in total"),
+        *_build_speed_rows(plan),
+        ("checkpoint", f"{format_bytes(plan.checkpoint_bytes)}, up to {num_checkpoints} kept: {all_checkpoints}"),
+    ]
+
+
+def _build_speed_rows(plan: Plan) -> list[tuple[str, str]]:
+    if plan.tokens_per_second is None or plan.hours is None or plan.gpu_hours is None:
+        reason = f"not estimated on CPUs and below {MIN_PARAMETERS // 10**6}M parameters; measure some steps with fit"
+        return [("speed", reason)]
+    return [
         ("speed", f"{plan.tokens_per_second:,.0f} tokens/s at an MFU of {plan.mfu:.0%}"),
         ("time", f"{_format_duration(plan.hours)}, {plan.gpu_hours:,.1f} GPU-hours"),
-        ("checkpoint", f"{format_bytes(plan.checkpoint_bytes)}, up to {num_checkpoints} kept: {all_checkpoints}"),
     ]
 
 
