@@ -12,6 +12,7 @@ VERBS = {
     "generate": "continue a text with a trained model",
     "configs list": "list the shipped configs, recipes and section choices",
     "configs show": "print a resolved config with its size and cost",
+    "configs explain": "explain a config key, or print the reference of all keys",
     "data prepare": "turn text or token files into token shards",
     "data fetch": "download OLMo's validation sets V2 and V3",
     "data retokenize": "convert token files to another tokenizer",

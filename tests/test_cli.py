@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
+import stackexp
 from stackexp import cli
 from stackexp.config.compose import compose, load_config, to_yaml
 from stackexp.errors import ConfigError, FolderBusyError, RunError, StoppedError
@@ -275,3 +276,21 @@ def test_generate_passes_its_options(calls, tmp_path):
     assert cli.main(["generate", "--run", run, "--prompt", "def", "--temperature", "0", "--seed", "7"]) == 0
     options = {"run": run, "ckpt_path": None, "prompt": "def", "max_new_tokens": 128, "temperature": 0.0}
     assert calls.pop() == ((), {**options, "top_p": 0.95, "seed": 7})
+
+
+def test_version_is_printed(capsys):
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"stackexp {stackexp.__version__}\n"
+
+
+@pytest.mark.parametrize("verb", [[], ["fit"], ["data", "prepare"], ["configs"]])
+def test_help_is_a_verb_too(capsys, verb):
+    printed = []
+    for words in (["help", *verb], [*verb, "--help"]):
+        try:
+            assert cli.main(words) == 0
+        except SystemExit as end:  # argparse
+            assert end.code == 0
+        printed.append(capsys.readouterr().out)
+    assert printed[0] == printed[1]
+    assert "usage: python -m stackexp" in printed[0]

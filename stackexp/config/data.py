@@ -29,23 +29,31 @@ class DataConfig:
 
     kind: str = "shards"
     vocab_size: int = option(49152, min=2, max=2**31 - 1)
+    """Number of token ids."""
     context_length: int = option(2048, min=2, changes_scores=True)
-    document_mask: bool = False  # attention and positions restart at each document
+    """Tokens per sequence."""
+    document_mask: bool = False
+    """Restart attention and positions at each document."""
 
-    # Batches. global_batch_tokens: tokens per optimizer step over all devices. micro_batch_size and eval_batch_size:
-    # sequences per device and forward pass. num_canonical_nodes fixes the sample order for any number of devices.
     global_batch_tokens: int = option(2**21, min=1)
+    """Tokens per optimizer step over all devices."""
     micro_batch_size: int = option(8, min=1, affects="execution")
+    """Sequences per device and forward pass."""
     shuffle: bool = True
+    """Shuffle the sequences of each epoch."""
     num_canonical_nodes: int = option(1, min=1)
+    """Fixes the order of the samples for any number of devices; divides the number of nodes or is divided by it."""
     num_workers: int = option(1, min=0, affects="execution")
-    hash_interval: int = option(10, min=1, affects="logging")  # steps between records of the training data hash
+    """Loader processes per device."""
+    hash_interval: int = option(10, min=1, affects="logging")
+    """Steps between two records of the training data hash."""
 
-    # Evaluation. eval_sequences: sequences per set during training; None: all. score_remainder scores every token of a
-    # set but its first; otherwise, as in OLMo, a set is cut into whole chunks and the remainder is dropped.
     eval_batch_size: int = option(8, min=1, affects="execution")
+    """Sequences per device and forward pass in an evaluation."""
     eval_sequences: Optional[int] = option(None, min=1, affects="evaluation")
+    """Sequences of each set in validations during training; null takes all."""
     score_remainder: bool = option(False, affects="evaluation", changes_scores=True)
+    """Score every token of a set but the first; otherwise, as in OLMo, drop the remainder after whole chunks."""
 
     def micro_batch(self, devices: int) -> int:
         """Return the sequences per device and forward pass."""
@@ -73,10 +81,14 @@ class DataConfig:
 class StreamConfig:
     """One source of a mixture: a dataset made by `stackexp data prepare`, on disk or in object storage."""
 
-    path: Optional[str] = option(None, affects="location")  # its folder; with `remote`, the cache folder
-    remote: Optional[str] = option(None, affects="location")  # s3://bucket/folder
-    proportion: Optional[float] = option(None, above=0)  # share of the sequences, relative to the other streams
-    repeat: Optional[float] = option(None, above=0)  # passes over its sequences per epoch
+    path: Optional[str] = option(None, affects="location")
+    """Folder of the prepared dataset; with remote, the folder of its cache."""
+    remote: Optional[str] = option(None, affects="location")
+    """URL of the prepared dataset, such as s3://bucket/folder."""
+    proportion: Optional[float] = option(None, above=0)
+    """Share of the sequences, relative to the other streams."""
+    repeat: Optional[float] = option(None, above=0)
+    """Passes over its sequences in each epoch."""
 
 
 @register("data", "shards", builds="stackexp.datamodules.pretraining:PretrainingData")
@@ -89,14 +101,22 @@ class ShardsConfig(DataConfig):
     """
 
     kind: str = "shards"
-    path: Optional[str] = option(None, affects="location")  # the folder of `data prepare`; with `remote`, its cache
-    remote: Optional[str] = option(None, affects="location")  # s3://bucket/folder, a copy of that folder
-    streams: dict[str, StreamConfig] = option({})  # a mixture instead of path and remote: name -> source
-    cache_limit: Optional[str] = option(None, affects="execution")  # cached shards per node, such as 200gb
-    download_timeout_seconds: float = option(60, above=0, affects="execution")  # without an answer from the server
+    path: Optional[str] = option(None, affects="location")
+    """Folder written by `data prepare`; with remote, the folder of its cache."""
+    remote: Optional[str] = option(None, affects="location")
+    """URL of a copy of that folder, such as s3://bucket/folder."""
+    streams: dict[str, StreamConfig] = option({})
+    """A mixture instead of path and remote: name -> source."""
+    cache_limit: Optional[str] = option(None, affects="execution")
+    """Largest size of the cached shards per node, such as 200gb; null sets no limit."""
+    download_timeout_seconds: float = option(60, above=0, affects="execution")
+    """Seconds without an answer from the server after which a download fails."""
     download_retries: int = option(4, min=0, affects="execution")
-    validation: dict[str, str] = option({}, affects="evaluation")  # name -> a set, or a folder of sets
+    """Attempts to repeat a failed download."""
+    validation: dict[str, str] = option({}, affects="evaluation")
+    """Validation sets: name -> a set, or a folder of sets."""
     test: dict[str, str] = option({}, affects="evaluation")
+    """Test sets: name -> a set, or a folder of sets."""
 
     def find_errors(self) -> Errors:
         """Yield the errors that involve several options."""
@@ -128,5 +148,8 @@ class StdlibConfig(DataConfig):
 
     kind: str = "stdlib"
     vocab_size: int = option(4096, min=300, max=2**20)
+    """Number of token ids of the tokenizer that is trained."""
     context_length: int = option(256, min=2, changes_scores=True)
+    """Tokens per sequence."""
     global_batch_tokens: int = option(4096, min=1)
+    """Tokens per optimizer step over all devices."""

@@ -15,11 +15,16 @@ MAX_NAME_LENGTH = 200  # of a folder; file systems permit 255 bytes
 class LoggingConfig:
     """Options of the run folder, the progress display and logging."""
 
-    root: str = option("runs", affects="logging")  # run folders are <root>/<name>/<id>
+    root: str = option("runs", affects="logging")
+    """Parent of the run folders, which are <root>/<name>/<id>."""
     tensorboard: bool = option(True, affects="logging")
-    progress_bar: bool = option(True, affects="logging")  # in a terminal; otherwise lines
-    log_interval_seconds: float = option(30, above=0, affects="logging")  # between two lines
-    probe_interval: int = option(10, min=1, affects="logging")  # steps between measurements of the memory
+    """Write TensorBoard event files besides metrics.jsonl."""
+    progress_bar: bool = option(True, affects="logging")
+    """Show a progress bar in a terminal, instead of lines."""
+    log_interval_seconds: float = option(30, above=0, affects="logging")
+    """Seconds between two progress lines where there is no bar."""
+    probe_interval: int = option(10, min=1, affects="logging")
+    """Steps between two measurements of the memory (entropy, occupancy, action probabilities)."""
 
 
 @dataclass
@@ -27,8 +32,11 @@ class ExperimentConfig:
     """An experiment: the input of `fit`, and the contents of a run folder's config.yaml."""
 
     name: str = option("unnamed", affects="logging")
+    """Name of the experiment and of the folder of its runs; slashes make subfolders."""
     seed: int = option(0, min=0, max=2**32 - 1)
-    plugins: list[str] = option([], affects="logging")  # Python files or modules that register kinds
+    """Seed of the weights and of the order of the data."""
+    plugins: list[str] = option([], affects="logging")
+    """Python files or modules that register more kinds; see docs/security.md."""
     model: Any = field(default_factory=lambda: {"kind": "transformer"})
     data: Any = field(default_factory=lambda: {"kind": "shards"})
     optimizer: Any = field(default_factory=lambda: {"kind": "adamw"})

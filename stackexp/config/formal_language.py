@@ -36,26 +36,38 @@ class FormalLanguageConfig:
 
     kind: str = "formal_language"
     task: str = option("reverse_string", choices=TASKS, changes_scores=True)
-    vocab_size: int = "${task_inputs:${data.task}}"  # type: ignore[assignment]  # the empty token is the last id
+    """The formal language."""
+    vocab_size: int = "${task_inputs:${data.task}}"  # type: ignore[assignment]
+    """Number of input symbols, which follows from the task; the empty token is the last id."""
     output_vocab_size: int = "${task_outputs:${data.task}}"  # type: ignore[assignment]
+    """Number of answer symbols, which follows from the task."""
 
-    # Training strings.
-    batch_size: int = option(128, min=1)  # sequences per optimizer step, over all devices
+    batch_size: int = option(128, min=1)
+    """Strings per optimizer step over all devices."""
     max_length: int = option(40, min=1)
+    """Longest training string."""
     curriculum_steps: int = option(0, min=0)
+    """Steps over which the longest string grows from curriculum_start to max_length."""
     curriculum_start: int = option(4, min=1)
+    """Longest string at the first step of the curriculum."""
     longest_fraction: float = option(0.0, min=0, max=1)
-    label_smoothing: float = option(0.0, min=0, below=1)  # in training: probability spread evenly over all symbols
+    """Share of the batches whose strings have the longest length."""
+    label_smoothing: float = option(0.0, min=0, below=1)
+    """Probability spread evenly over all symbols, in training."""
 
-    # Validation during training: every length from max_length + 1 to validation_max_length.
     validation_max_length: int = option(60, min=1, affects="evaluation")
-    validation_sequences: int = option(32, min=1, affects="evaluation")  # per length
+    """Validations during training test every length from max_length + 1 to this one."""
+    validation_sequences: int = option(32, min=1, affects="evaluation")
+    """Strings of each length in validations during training."""
 
-    # Test: lengths 1 .. eval_max_length that differ from max_length + 1 by a multiple of eval_length_stride.
     eval_max_length: int = option(500, min=1, affects="evaluation")
+    """Longest test string."""
     eval_length_stride: int = option(1, min=1, affects="evaluation")
-    eval_sequences: int = option(512, min=1, affects="evaluation")  # per length
+    """Test only lengths that differ from max_length + 1 by a multiple of this."""
+    eval_sequences: int = option(512, min=1, affects="evaluation")
+    """Test strings of each length."""
     eval_batch_size: int = option(128, min=1, affects="execution")
+    """Strings per device and forward pass in an evaluation."""
 
     def find_errors(self) -> Errors:
         """Yield the errors that involve several options."""
@@ -84,8 +96,6 @@ class FormalLanguageConfig:
         """Return the string lengths of the test."""
         first = self.max_length + 1
         return [n for n in range(1, self.eval_max_length + 1) if (n - first) % self.eval_length_stride == 0]
-
-    # Options of token datasets, for the plan.
 
     @property
     def context_length(self) -> int:

@@ -19,43 +19,58 @@ class StackMemoryConfig:
     """
 
     kind: str = "stack"
-    # Order of the updates: over the layers of each token, over the tokens in each layer, or both.
     axis: Literal["depth", "time", "token_major"] = "depth"
+    """Order of the updates: over the layers of each token, over the tokens in each layer, or both."""
     discipline: Literal["stack", "queue", "push_only"] = "stack"
+    """What pop removes: the newest element (stack), the oldest (queue), or nothing."""
     num_heads: int = option(4, min=1)
+    """Number of stacks H."""
     head_dim: int = option(16, min=1)
-    num_slots: int = option(24, min=1)  # S shapes no parameter
-    eval_num_slots: Optional[int] = option(None, min=1, affects="evaluation", changes_scores=True)  # None: num_slots
+    """Size of an element d_s."""
+    num_slots: int = option(24, min=1)
+    """Slots S of a stack; shapes no parameter."""
+    eval_num_slots: Optional[int] = option(None, min=1, affects="evaluation", changes_scores=True)
+    """Slots in evaluations; null takes num_slots."""
     entropy_weight: float = option(0.001, min=0)
+    """Weight lambda of the mean action entropy in the loss."""
 
-    # Connection to the model.
-    # projection none: H * d_s = hidden_size, without W_down and W_up. shared_slices: as in the authors' code.
     projection: Literal["low_rank", "none", "shared_slices"] = "low_rank"
+    """Projection to the stacks: low_rank has W_down and W_up, none requires H * d_s = hidden_size, shared_slices is
+    that of the authors' code.
+    """
     read: Literal["global", "top"] = "global"
+    """Attention over all slots, or the top slot."""
     read_mask: Literal["multiply", "log", "additive"] = "multiply"
-    residual_gate: Literal["hidden", "read"] = "hidden"  # g_h h + R, or h + g R
+    """How occupancy enters the read scores; see stack/reference.py."""
+    residual_gate: Literal["hidden", "read"] = "hidden"
+    """What the gate multiplies: the hidden state (g h + R), or the read (h + g R)."""
     site: Literal["after_block", "after_attention", "before_attention"] = "after_block"
+    """Where in a block the memory is."""
 
-    # Actions. slice: logits / sqrt(hidden_size / num_heads). action_sharpness multiplies the logits.
     action_input: Literal["head", "hidden"] = "head"
+    """What the actions are computed from: the projected head, or the whole hidden state."""
     action_scale: Literal["none", "slice"] = "none"
+    """Scale of the action logits; slice divides by sqrt(hidden_size / num_heads)."""
     action_sharpness: float = option(1.0, above=0)
-    # Standard deviation of the noise added to the logits in training, after a linear warmup. All devices draw the
-    # same noise for different parts of the batch, so the result depends on the number of devices.
+    """Factor on the action logits."""
     action_noise: float = option(0.0, min=0)
+    """Standard deviation of the noise on the action logits in training; the result depends on the number of devices."""
     action_noise_warmup_steps: int = option(0, min=0)
+    """Steps over which the noise grows from 0."""
 
-    # Feedback (axis: time): actions and pushes are computed from h_t + F f(R_{t-1}), where R is the read and f the
-    # activation. With feedback_hidden_size, f(U h_t + V R_{t-1}) is a hidden layer with a linear map of its own to
-    # actions and pushes. gated: f = tanh(a) tanh(b) of two pre-activations, so products can be learned.
     feedback: bool = False
+    """Compute actions and pushes from h_t + F f(R_{t-1}), where R is the read (axis: time)."""
     feedback_activation: Literal["identity", "tanh", "gated"] = "identity"
+    """The function f; gated is tanh(a) tanh(b) of two pre-activations, so that products can be learned."""
     feedback_hidden_size: Optional[int] = option(None, min=1)
+    """Width of a hidden layer f(U h_t + V R_{t-1}) with a linear map of its own to actions and pushes; null has
+    none.
+    """
 
-    # Axis depth on CUDA: the stack of every checkpoint_every_layers-th layer is stored for the backward pass and the
-    # others are recomputed from it. state_dtype is the precision of the stored stacks; auto: as matrix products.
     checkpoint_every_layers: int = option(4, min=1)
+    """On CUDA with axis depth, the stack of every n-th layer is stored and the others are recomputed."""
     state_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Precision of the stored stacks on axis depth; auto follows the matrix products."""
 
     def find_errors(self, model: "TransformerConfig") -> Errors:
         """Yield the errors that involve several options of the memory or the model."""

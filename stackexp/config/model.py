@@ -23,34 +23,52 @@ class TransformerConfig:
 
     kind: str = "transformer"
     vocab_size: int = "${data.vocab_size}"  # type: ignore[assignment]
-    output_vocab_size: Optional[int] = option(None, min=1)  # None: vocab_size
+    """Number of input token ids."""
+    output_vocab_size: Optional[int] = option(None, min=1)
+    """Number of output token ids; null takes vocab_size."""
     hidden_size: int = option(960, min=1, max=2**20)
+    """Width d of the hidden state."""
     num_layers: int = option(32, min=1, max=4096)
+    """Number of blocks."""
     num_heads: int = option(15, min=1)
+    """Attention heads."""
     num_kv_heads: int = option(5, min=1)
+    """Key and value heads (grouped-query attention)."""
     intermediate_size: int = option(2560, min=1, max=2**22)
+    """Width of the feed-forward layer."""
     tie_embeddings: bool = True
+    """Use the input embedding as output projection."""
     norm_eps: float = option(1e-5, above=0)
+    """Epsilon of RMSNorm."""
 
-    # Attention. attention_window: tokens that a token attends to, itself included; None: all.
-    # attention_log_base b multiplies the scores of a token that attends to n tokens by log_b n, so that attention
-    # stays as sharp in longer sequences (Chiang & Cholak 2022); None: no scaling.
     positional: Literal["rope", "none", "sinusoidal", "alibi"] = "rope"
+    """Positional encoding."""
     rope_theta: float = option(1e5, above=0)
-    causal: bool = True  # False: every token attends to the whole sequence
+    """Base of the rotary frequencies."""
+    causal: bool = True
+    """Attend to earlier tokens only."""
     attention_window: Optional[int] = option(None, min=1)
+    """Tokens that a token attends to, itself included; null takes all."""
     attention_log_base: Optional[int] = option(None, min=2)
-    # Implementation; results differ by rounding. All but sdpa train on CUDA only, varlen and flash_attn in bfloat16.
-    # These three skip what a document mask excludes.
+    """Base b of the factor log_b n on the scores of a token that attends to n tokens (Chiang & Cholak 2022); null
+    scales nothing.
+    """
     attention: Literal["sdpa", "flex", "varlen", "flash_attn"] = option("sdpa", affects="execution")
+    """Attention kernel; results differ by rounding. All but sdpa train on CUDA only, varlen and flash_attn in
+    bfloat16.
+    """
 
-    # Initialization. fan_in (OLMo): truncated normal at 3 sigma, sigma = 1/sqrt(hidden_size), for output projections
-    # 1/sqrt(2 fan_in (layer+1)). normal: standard deviation init_std. embedding_std None: as init.
     init: Literal["fan_in", "normal"] = "fan_in"
+    """Initialization: fan_in (OLMo) is a truncated normal with sigma 1/sqrt(hidden_size), 1/sqrt(2 fan_in (layer +
+    1)) for output projections; normal has the standard deviation init_std.
+    """
     init_std: float = option(0.02, above=0)
+    """Standard deviation of init: normal."""
     embedding_std: Optional[float] = option(None, above=0)
+    """Standard deviation of the embedding; null follows init."""
 
-    memory: Any = None  # null, or a section of a registered memory kind
+    memory: Any = None
+    """The memory between the layers, or null."""
 
     def find_errors(self) -> Errors:
         """Yield the errors that involve several options."""

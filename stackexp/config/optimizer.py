@@ -14,8 +14,14 @@ class AdamWConfig:
 
     kind: str = "adamw"
     lr: float = option(4e-4, above=0)
-    memory_lr: Optional[float] = option(None, above=0)  # of the memory parameters; None: lr
+    """Peak learning rate."""
+    memory_lr: Optional[float] = option(None, above=0)
+    """Peak learning rate of the memory parameters; null takes lr."""
     beta1: float = option(0.9, min=0, below=1)
+    """Decay of the first moment."""
     beta2: float = option(0.95, min=0, below=1)
+    """Decay of the second moment."""
     eps: float = option(1e-5, above=0)
+    """Epsilon of the denominator."""
     weight_decay: float = option(0.1, min=0)
+    """Decoupled weight decay of all matrices."""

@@ -13,9 +13,13 @@ class RecurrentConfig:
 
     kind: str = ""
     vocab_size: int = "${data.vocab_size}"  # type: ignore[assignment]
-    output_vocab_size: Optional[int] = option(None, min=1)  # None: vocab_size
+    """Number of input token ids."""
+    output_vocab_size: Optional[int] = option(None, min=1)
+    """Number of output token ids; null takes vocab_size."""
     hidden_size: int = option(64, min=1, max=2**20)
+    """Width of the hidden state."""
     num_layers: int = option(5, min=1, max=4096)
+    """Number of layers."""
 
 
 @register("model", "lstm", builds="stackexp.models.recurrent:LSTM")
@@ -33,8 +37,11 @@ class StackRNNConfig(RecurrentConfig):
 
     kind: str = "stack_rnn"
     slot_size: int = option(8, min=1)
-    num_slots: int = option(64, min=1)  # shapes no parameter
-    eval_num_slots: Optional[int] = option(None, min=1, affects="evaluation", changes_scores=True)  # None: num_slots
+    """Size of an element of the stack."""
+    num_slots: int = option(64, min=1)
+    """Slots of the stack; shapes no parameter."""
+    eval_num_slots: Optional[int] = option(None, min=1, affects="evaluation", changes_scores=True)
+    """Slots in evaluations; null takes num_slots."""
 
     def find_errors(self) -> Errors:
         """Yield the errors that involve several options."""

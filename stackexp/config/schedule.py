@@ -14,7 +14,9 @@ class ScheduleConfig:
 
     kind: str = "cosine"
     warmup_steps: int = option(200, min=0)
+    """Steps of the linear warmup."""
     final_fraction: float = option(0.1, min=0, max=1)
+    """Learning rate at the last step, relative to the peak."""
 
     def find_errors(self, trainer: TrainerConfig) -> Errors:
         """Yield the errors that involve several options of the schedule or the trainer."""
@@ -45,9 +47,13 @@ class WarmupStableDecayConfig(ScheduleConfig):
 
     kind: str = "wsd"
     final_fraction: float = option(0.0, min=0, max=1)
-    decay_steps: Optional[int] = option(None, min=1)  # None: decay_fraction of trainer.max_steps
+    """Learning rate at the last step, relative to the peak."""
+    decay_steps: Optional[int] = option(None, min=1)
+    """Steps of the final decay; null takes decay_fraction of trainer.max_steps."""
     decay_fraction: float = option(0.2, min=0, max=1)
+    """Share of the steps that the final decay takes."""
     decay: Literal["linear", "one_minus_sqrt"] = "one_minus_sqrt"
+    """Shape of the final decay."""
 
     def find_errors(self, trainer: TrainerConfig) -> Errors:
         """Yield the errors that involve several options of the schedule or the trainer."""

@@ -11,47 +11,64 @@ from stackexp.config.fields import Errors, option
 class TrainerConfig:
     """Options of the training loop and its devices. Names follow Lightning; a step is an optimizer step."""
 
-    # Devices. accelerator auto: cuda if available. strategy auto: single on one device, otherwise ddp.
-    # fsdp shards over all devices (FSDP2); hsdp shards within a node and replicates across nodes.
     accelerator: Literal["auto", "cpu", "cuda"] = option("auto", affects="execution")
-    devices: int = option(1, min=1, affects="execution")  # per node
+    """Type of the devices; auto takes cuda if there is a GPU."""
+    devices: int = option(1, min=1, affects="execution")
+    """Devices (processes) on each node."""
     num_nodes: int = option(1, min=1, affects="execution")
+    """Number of nodes."""
     strategy: Literal["auto", "single", "ddp", "fsdp", "hsdp"] = option("auto", affects="execution")
-    reshard_after_forward: bool = option(True, affects="execution")  # fsdp, hsdp: free gathered weights until backward
-    startup_timeout_seconds: float = option(60, above=0, affects="execution")  # until all processes are connected
-    collective_timeout_seconds: float = option(600, above=0, affects="execution")  # abort if no process makes progress
+    """Parallelism: fsdp shards over all devices (FSDP2), hsdp shards within a node and replicates across nodes; auto
+    is single on one device, otherwise ddp.
+    """
+    reshard_after_forward: bool = option(True, affects="execution")
+    """Free the gathered weights between forward and backward pass (fsdp, hsdp)."""
+    startup_timeout_seconds: float = option(60, above=0, affects="execution")
+    """Seconds until all processes must be connected."""
+    collective_timeout_seconds: float = option(600, above=0, affects="execution")
+    """Seconds without progress of any process after which the run aborts and names the culprit."""
 
-    # Length. max_time (DD:HH:MM:SS) limits one session, which then saves a checkpoint and exits with code 75.
     max_steps: int = option(10_000, min=1, affects="continuation")
+    """Optimizer steps of the run."""
     max_time: Optional[str] = option(None, affects="execution")
+    """Longest duration of a session as DD:HH:MM:SS; then the run saves and exits with code 75."""
 
-    stop_grace_seconds: float = option(120, above=0, affects="execution")  # after SIGTERM, without the end of a batch
+    stop_grace_seconds: float = option(120, above=0, affects="execution")
+    """Seconds without the end of a batch after which a stop request ends the run without saving."""
 
-    # Validation and checkpoints. None: validate only at the end; no checkpoints by time.
     val_check_interval: Optional[int] = option(1000, min=1, affects="evaluation")
+    """Steps between two validations; null validates only at the end."""
     checkpoint_interval: int = option(1000, min=1, affects="execution")
+    """Steps between two checkpoints."""
     checkpoint_interval_minutes: Optional[float] = option(None, above=0, affects="execution")
-    keep_checkpoints: int = option(2, min=1, affects="execution")  # the newest; the best one is always kept
+    """Minutes between two checkpoints, in addition to checkpoint_interval."""
+    keep_checkpoints: int = option(2, min=1, affects="execution")
+    """Newest checkpoints to keep; the best one is always kept."""
 
-    # Numerics. z_loss: weight of the mean squared log-partition function.
     precision: Literal["32-true", "bf16-mixed", "bf16-true", "64-true"] = option("bf16-mixed", changes_scores=True)
+    """Precision of weights and computation."""
     gradient_clip_val: Optional[float] = option(1.0, above=0)
+    """Largest gradient norm; null does not clip."""
     z_loss: float = option(0.0, min=0)
+    """Weight of the mean squared log-partition function in the loss."""
 
-    # A loss more than spike_threshold standard deviations above the mean of recent steps is logged as a spike;
-    # skip_spikes also skips the update of that step.
     spike_threshold: Optional[float] = option(6.0, above=0, affects="continuation")
+    """A loss this many standard deviations above the mean of recent steps is logged as a spike; null detects none."""
     skip_spikes: bool = option(False, affects="continuation")
+    """Skip the update of a step with a loss spike."""
 
-    # Speed and memory. activation_checkpointing recomputes each block in the backward pass: all of it, or with
-    # recompute: selective everything but matrix products and attention.
     compile: bool = option(False, affects="execution")
+    """Compile the model with torch.compile."""
     activation_checkpointing: bool = option(False, affects="execution")
+    """Recompute the activations of each block in the backward pass to save memory."""
     recompute: Literal["all", "selective"] = option("all", affects="execution")
-    # chunked computes the logits of cross_entropy_chunk tokens at a time; liger does so with the package liger-kernel
-    # (CUDA only); whole computes the logits of a micro-batch at once.
+    """What activation checkpointing recomputes: all, or everything but matrix products and attention."""
     cross_entropy: Literal["chunked", "liger", "whole"] = option("chunked", affects="execution")
+    """How many logits exist at once: cross_entropy_chunk tokens (chunked; liger with liger-kernel on CUDA), or all of a
+    micro-batch (whole).
+    """
     cross_entropy_chunk: int = option(4096, min=1, affects="execution")
+    """Tokens whose logits exist at the same time."""
 
     def find_errors(self) -> Errors:
         """Yield the errors that involve several options."""

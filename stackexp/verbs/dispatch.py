@@ -10,6 +10,7 @@ import os
 import sys
 from types import ModuleType
 
+import stackexp
 from stackexp.config.suggestions import suggest_name
 from stackexp.errors import (
     ConfigError,
@@ -58,6 +59,11 @@ def dispatch(verbs: dict[str, str], argv: list[str] | None = None) -> int:
 
 
 def _run(verbs: dict[str, str], argv: list[str]) -> int:
+    if argv == ["--version"]:
+        print(f"stackexp {stackexp.__version__}")
+        return 0
+    if argv[:1] == ["help"]:
+        argv = [*argv[1:], "--help"]
     words = [word for word in argv[:2] if not word.startswith("-")]
     name = next((name for name in (" ".join(words), *words[:1]) if name in verbs), None)
     if name is None:

@@ -1,0 +1,116 @@
+"""The configuration reference: every key with its type, default and description, read from the schema. No torch."""
+
+import ast
+import dataclasses
+import inspect
+import itertools
+import textwrap
+import typing
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from stackexp.config.affects import default_of
+from stackexp.config.experiment import ExperimentConfig
+from stackexp.config.registry import SECTIONS, get_entry, list_kinds
+from stackexp.config.suggestions import suggest_name
+from stackexp.config.validation import describe_type
+from stackexp.errors import ConfigError
+from stackexp.tables import format_table
+
+
+@dataclass(frozen=True)
+class Key:
+    """A key of the config. `kind` is the kind of its section, "" where there is only one."""
+
+    name: str
+    kind: str
+    type: str
+    default: str
+    description: str
+
+
+def list_keys() -> list[Key]:
+    """Return every key of the schema, of all registered kinds, in the order of the schema."""
+    return list(_iterate(ExperimentConfig, "", ""))
+
+
+def explain(name: str) -> str:
+    """Return type, default and description of a key, for each kind that has it. Raises ConfigError if there is none."""
+    keys = [key for key in list_keys() if key.name == name]
+    if not keys:
+        names = dict.fromkeys(key.name for key in list_keys())
+        inside = [other for other in names if other.startswith(f"{name}.")]
+        hint = f"; it is a section with the keys {', '.join(inside)}" if inside else suggest_name(name, list(names))
+        raise ConfigError(f"configs explain {name}: no such key{hint}")
+    texts = []
+    for key in keys:
+        title = f"{key.name} (kind {key.kind})" if key.kind else key.name
+        texts.append(f"{title}\n  {key.description}\n  type     {key.type}\n  default  {key.default}")
+    return "\n\n".join(dict.fromkeys(texts))
+
+
+def format_reference() -> str:
+    """Return the reference of all keys as a Markdown page."""
+    groups: dict[tuple[str, str], list[Key]] = {}
+    for key in list_keys():
+        groups.setdefault((key.name.rpartition(".")[0], key.kind), []).append(key)
+    parts = [
+        "# Configuration reference\n\nEvery key of a config, generated from the schema by `python -m stackexp configs "
+        "explain`. A section with a\n`kind` has the keys of that kind. `configs explain KEY` prints one key, `configs "
+        "list` the shipped files."
+    ]
+    for (section, kind), keys in groups.items():
+        title = f"{section or 'top level'}{f': {kind}' if kind else ''}"
+        rows = [(f"`{k.name}`", k.type, f"`{k.default}`", k.description) for k in keys]
+        table = format_table(rows, header=("key", "type", "default", "description"), style="markdown")
+        parts.append(f"## {title}\n\n{table}")
+    return "\n\n".join(parts) + "\n"
+
+
+def _iterate(cls: type, prefix: str, kind: str) -> Iterator[Key]:
+    """Yield the keys of a dataclass, then those of its sections."""
+    hints, sections = typing.get_type_hints(cls), []
+    for field in dataclasses.fields(cls):
+        name, hint = f"{prefix}{field.name}", hints[field.name]
+        inner = next((t for t in (hint, *typing.get_args(hint)) if dataclasses.is_dataclass(t)), None)
+        if name in SECTIONS or inner:
+            sections.append((name, hint, inner))
+        if name not in SECTIONS and (inner is None or typing.get_origin(hint) is dict) and field.name != "kind":
+            text = describe_type(hint, field.metadata)
+            yield Key(name, kind, text, _format_default(default_of(field)), read_description(cls, field.name))
+    for name, hint, inner in sections:
+        if name in SECTIONS:
+            for section_kind in list_kinds(SECTIONS[name]):
+                yield from _iterate(get_entry(SECTIONS[name], section_kind).config, f"{name}.", section_kind)
+        elif inner is not None:
+            is_mapping = typing.get_origin(hint) is dict
+            assert isinstance(inner, type)
+            yield from _iterate(inner, f"{name}.NAME." if is_mapping else f"{name}.", kind)
+
+
+def _format_default(value: Any) -> str:
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return "{}" if isinstance(value, dict) else str(value)
+
+
+def read_description(cls: type, field: str) -> str:
+    """Return the string below a field in the source of its class or a base class; "" if there is none."""
+    return next((texts[field] for base in cls.__mro__ if field in (texts := _read_descriptions(base))), "")
+
+
+@cache
+def _read_descriptions(cls: type) -> dict[str, str]:
+    if not dataclasses.is_dataclass(cls):
+        return {}
+    body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0].body  # type: ignore[attr-defined]
+    return {
+        statement.target.id: " ".join(str(text.value.value).split())
+        for statement, text in itertools.pairwise(body)
+        if isinstance(statement, ast.AnnAssign)
+        and isinstance(statement.target, ast.Name)
+        and isinstance(text, ast.Expr)
+        and isinstance(text.value, ast.Constant)
+    }

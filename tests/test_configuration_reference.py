@@ -1,0 +1,69 @@
+"""The configuration reference is complete, and docs/configuration.md is current."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from stackexp.cli import main
+from stackexp.config.affects import flatten_config
+from stackexp.config.compose import compose
+from stackexp.config.layers import list_config_names
+from stackexp.config.reference import explain, list_keys
+from stackexp.errors import ConfigError
+
+PAGE = Path(__file__).parents[1] / "docs" / "configuration.md"
+
+
+SHIPPED = ("transformer", "lstm", "stack_rnn", "stack", "stack_attention", "shards", "stdlib", "formal_language")
+SHIPPED += ("adamw", "cosine", "linear", "wsd")
+
+
+def shipped_keys():
+    """The keys without those of kinds that other tests have registered."""
+    return [key for key in list_keys() if key.kind in ("", *SHIPPED)]
+
+
+@pytest.mark.parametrize("key", shipped_keys(), ids=lambda key: f"{key.name}-{key.kind}")
+def test_every_key_has_a_sentence_and_a_type(key):
+    assert key.description.endswith(".")
+    assert key.description[0].isupper()
+    assert len(key.description) > 10
+    assert "<class" not in key.type
+
+
+@pytest.mark.parametrize("config", ["quickstart", "pretrain/stacktrans-360m", "formal/lstm", "formal/stack_rnn"])
+def test_every_key_of_a_config_is_in_the_reference(config):
+    assert config in list_config_names()
+    names = {key.name for key in list_keys()}
+    sets = ("data.validation.", "data.test.")  # names that a user chooses
+    for name in flatten_config(compose([config])):
+        assert name in names or name.endswith(".kind") or name.startswith(sets), name
+
+
+def test_page_is_current():
+    """If this fails: python -m stackexp configs explain > docs/configuration.md."""
+    command = [sys.executable, "-m", "stackexp", "configs", "explain"]  # without the kinds that other tests register
+    assert (
+        PAGE.read_text(encoding="utf-8") == subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    )
+
+
+def test_one_key_is_explained(capsys):
+    assert main(["configs", "explain", "model.memory.num_slots"]) == 0
+    output = capsys.readouterr().out
+    assert output.startswith("model.memory.num_slots (kind stack)\n  Slots S of a stack; shapes no parameter.\n")
+    assert "type     an integer >= 1\n  default  24\n" in output
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("model.memory.num_slot", "no such key; did you mean 'model.memory.num_slots'?"),
+        ("trainer", "it is a section with the keys trainer.accelerator, trainer.devices"),
+    ],
+)
+def test_unknown_keys_are_reported(name, message):
+    with pytest.raises(ConfigError, match=message.replace("?", r"\?")):
+        explain(name)
