@@ -222,3 +222,19 @@ def test_opening_many_sets_loads_none_into_memory(tmp_path):
     ]
     assert all(isinstance(dataset.chunks.tokens, np.memmap) for dataset in sets)
     assert {len(dataset.chunks) for dataset in sets} == {488}
+
+
+def test_folder_of_source_files_is_one_set(tmp_path, known):
+    """As for `data prepare`: a document per file, in the order of the names."""
+    folder = tmp_path / "code"
+    for number, text in enumerate(TEXTS):
+        path = folder / f"part{number % 3}" / f"{number:02}.{('py', 'md')[number % 2]}"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    (folder / "logo.png").write_bytes(b"not text")
+    assert find_sets("mine", folder) == {"mine": folder}
+    order = sorted(range(len(TEXTS)), key=lambda n: (n % 3, n))
+    expected = [id_ for n in order for id_ in [*TOKENIZER.encode(TEXTS[n]).ids, 0]]
+    assert read_tokens(open_one(folder, known)) == expected
+    (folder / "part0" / "00.py").write_text("changed\n")
+    assert read_tokens(open_one(folder, known)) != expected

@@ -37,11 +37,20 @@ Arrays = Iterator[np.ndarray]
 
 
 def convert_text(path: Path, tokenizer: Tokenizer | None) -> TokenFile:
-    """Return the token ids of a text or JSON Lines file, tokenized like `data prepare`: end-of-text ends a document.
+    """Return the token ids of a text or JSON Lines file, or of a folder of such files, tokenized like `data prepare`.
 
-    Lines without a document are skipped with a warning. Raises RunError if the file is damaged or has no text.
+    End-of-text ends a document. Lines without a document are skipped with a warning. Raises RunError if a file is
+    damaged or if there is no text.
     """
-    return _convert_pieces(path, sha256_of(path), lambda: _read_pieces(path), tokenizer)
+    return _convert_pieces(path, _hash_sources(path), lambda: _read_pieces(path), tokenizer)
+
+
+def _hash_sources(path: Path) -> str:
+    """Return the SHA-256 of a file, or of the names and contents of the files in a folder."""
+    if path.is_file():
+        return sha256_of(path)
+    names = [[source.name, sha256_of(Path(source.path))] for source in find_sources(path)]
+    return hashlib.sha256(json.dumps(names).encode()).hexdigest()
 
 
 def convert_mds(folder: Path, vocab_size: int, tokenizer: Tokenizer | None) -> TokenFile:
@@ -101,12 +110,12 @@ def _open_complete(path: Path) -> TokenFile | None:
 
 def _read_pieces(path: Path) -> Iterator[Piece]:
     bad: list[BadLine] = []
-    [source] = find_sources(path)
-    for piece in read_pieces(source):
-        if isinstance(piece, BadLine):
-            bad.append(piece)
-        else:
-            yield piece
+    for source in find_sources(path):
+        for piece in read_pieces(source):
+            if isinstance(piece, BadLine):
+                bad.append(piece)
+            else:
+                yield piece
     if bad:
         log.warning("%s: skipped %d lines without a document; the first: %s", path, len(bad), bad[0])
 

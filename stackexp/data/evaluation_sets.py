@@ -7,6 +7,7 @@ A path in data.validation or data.test is one set or a folder of sets:
     a folder of other MDS shards            column `tokens` or `text`, converted once into the cache
     .jsonl, .jsonl.gz, .jsonl.zst, .txt     tokenized once into the cache
     a folder of these                       the sets <name>/<stem>; a subfolder with a single set counts as that set
+    a folder of .py, .md or .rst files      one set, a document per file
 
 Sets are never fully loaded into memory.
 """
@@ -23,7 +24,7 @@ from stackexp.config.data import DataConfig
 from stackexp.data import olmo
 from stackexp.data.converted_sets import UNKNOWN, convert_mds, convert_text
 from stackexp.data.shards import TokenSet
-from stackexp.data.sources import JSON_LINES_SUFFIXES, TEXT_SUFFIXES, TOKEN_SUFFIXES
+from stackexp.data.sources import JSON_LINES_SUFFIXES, TEXT_SUFFIXES, TOKEN_SUFFIXES, find_sources
 from stackexp.data.token_files import Chunks, TokenFile
 from stackexp.data.tokenizer import compute_fingerprint, get_vocab_size, load_tokenizer
 from stackexp.data.verification import verify_file
@@ -113,6 +114,8 @@ def find_sets(name: str, path: Path, *, warn_missing: bool = True) -> dict[str, 
     if path.is_file() or _is_set(path):
         return {name: path}
     found = _find_in_folder(name, path)
+    if not found and _holds_documents(path):
+        return {name: path}
     if not found:
         known = " ".join(SET_SUFFIXES)
         raise RunError(f"{path}: contains no sets; expected prepared sets, MDS shards or files with suffix {known}")
@@ -141,6 +144,14 @@ def _find_in_folder(name: str, folder: Path) -> dict[str, Path]:
             raise RunError(f"{folder}: {found[duplicate].name} and {entry.name} are both {duplicate}; rename one")
         found |= inside
     return found
+
+
+def _holds_documents(folder: Path) -> bool:
+    """Return True for a folder of documents such as .py and .md files, which are one set together."""
+    try:
+        return not any(source.has_tokens for source in find_sources(folder))
+    except RunError:
+        return False
 
 
 def _is_set(folder: Path) -> bool:
@@ -216,8 +227,10 @@ def _open_prepared(path: Path, config: DataConfig, tokenizer: KnownTokenizer | N
 def _open_tokens(path: Path, config: DataConfig, tokenizer: KnownTokenizer | None) -> TokenFile:
     """Open the token file at `path`, or its converted copy in the cache."""
     name = path.name.lower()
-    if path.is_dir():
+    if path.is_dir() and (path / "index.json").exists():
         return convert_mds(path, config.vocab_size, tokenizer and tokenizer.tokenizer)
+    if path.is_dir():
+        return convert_text(path, tokenizer and tokenizer.tokenizer)
     if name.endswith(TOKEN_SUFFIXES):
         return TokenFile(path)
     if not name.endswith(TEXT_SUFFIXES + JSON_LINES_SUFFIXES):
