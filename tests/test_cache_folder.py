@@ -136,8 +136,8 @@ def test_a_read_only_cache_is_reported_in_one_line(remote_set, tmp_path):
 
 
 def _read_as_other_user(folder: str) -> None:
-    # The first loader imports modules that the other user may not read.
-    next(iter(build_loader(build_config(remote=f"{folder}/set", path=f"{folder}/root"))))
+    # The first loader imports modules that the other user may not read. Read to the end, it has no threads left.
+    read_samples(build_loader(build_config(remote=f"{folder}/set", path=f"{folder}/root")))
     os.seteuid(65534)
     for name in ("theirs/cache", "ours"):
         try:

@@ -61,7 +61,7 @@ def _in_empty_folder(tmp_path, monkeypatch):
         ("defaults:\n  - model: null\n", "x.yaml:2: model is a section with keys; it cannot be null"),
         (
             "data:\n  kind: shards\n  path: ???\n",
-            "x.yaml:3: data.path: no training data; set data.path=FOLDER",
+            "x.yaml:3: data.path: expected text or null, found '???'",
         ),
         (
             "schedule: {kind: [cosine]}\n",

@@ -12,8 +12,8 @@ from stackexp.config.experiment import ExperimentConfig
 from stackexp.config.suggestions import suggest_name
 from stackexp.errors import ConfigError
 
-LARGEST_NUMBER = 1e18
-"""No option needs a larger number; float32 and int64 hold it."""
+LARGEST_INTEGER, LARGEST_FLOAT = 2**63 - 1, 1e30
+"""No option needs larger numbers; int64 and float32 hold these."""
 
 Origins = dict[str, str]
 """Full key -> where its value was written (see `yaml_files.Leaf`). Keys left at their default are missing."""
@@ -87,8 +87,9 @@ def validate(config: Any, origins: Origins, arguments: Mapping[str, tuple] = typ
     for path, section in sections:
         for field in dataclasses.fields(section):
             value, key = getattr(section, field.name), f"{path}{field.name}"
-            if isinstance(value, int | float) and LARGEST_NUMBER < abs(value) != math.inf:
-                message = f"expected a number of at most {LARGEST_NUMBER:g}, found {value:g}"
+            limit = LARGEST_INTEGER if isinstance(value, int) else LARGEST_FLOAT
+            if isinstance(value, int | float) and limit < abs(value) != math.inf:
+                message = f"expected a number of at most {limit:g}, found {value}"
                 raise config_error(origins.get(key, ""), key, message)
             if not _is_valid(value, field.metadata):
                 raise wrong_value_error(origins.get(key, ""), key, *get_field(type(section), field.name), value)
