@@ -34,6 +34,9 @@ def run_program(folder: Path, *arguments: str) -> subprocess.CompletedProcess:
         ["validate", "--config", "quickstart", "--ckpt_path", "x", "model.memory.num_slot=3"],
         ["configs", "show", "quickstat"],
         ["generate", "--run", "nowhere"],
+        ["fit", "--config", "quickstart", "--ckpt_path", "nowhere"],
+        ["configs", "list"],
+        ["configs", "explain"],
     ],
 )
 def test_heavy_modules_are_imported_after_config_validation(arguments):

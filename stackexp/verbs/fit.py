@@ -5,7 +5,9 @@ after the other and compared in one table.
 """
 
 from argparse import Namespace
+from pathlib import Path
 
+from stackexp.errors import RunError
 from stackexp.verbs.parser import Parser
 
 USAGE = "(--config NAME_OR_PATH | --run FOLDER) [OPTIONS] [KEY=VALUE ...]"
@@ -45,6 +47,8 @@ def run(args: Namespace) -> int:
     if args.print_config:
         print(compose.to_yaml(config), end="")
         return 0
+    if args.ckpt_path not in (None, "last") and not Path(args.ckpt_path).exists():
+        raise RunError(f"{args.ckpt_path}: no such checkpoint; give a folder in a run's checkpoints/, or last")
     from stackexp.training.loop import train
 
     train(config, args.ckpt_path, args.run, overridden={key for key, _, _ in layers.split_overrides(args.overrides)})
