@@ -190,6 +190,7 @@ def test_trials_of_killed_drivers_count_against_the_limit(study):
     assert study.count_attempts() == [1] * 4
 
 
+@pytest.mark.process
 def test_stop_after_a_killed_driver_stops_its_trials(study):
     study.set_behavior({name: {"seconds": 60} for name in "ab"})
     driver = study.start(parallel=2)

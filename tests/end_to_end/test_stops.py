@@ -73,6 +73,7 @@ def test_run_stopped_during_validation_repeats_it_on_resume(tiny, tmp_path, stra
     assert record(run) == record(reference), "bit for bit"
 
 
+@pytest.mark.process
 def test_ctrl_c_saves_and_stops_after_the_step(program, tiny, tmp_path):
     """The terminal signals the data workers too; they ignore it. The printed command resumes the run."""
     process = program.start("fit", "--config", tiny, *ENDLESS, "data.num_workers=1")
