@@ -137,6 +137,10 @@ class RunFolder:
     def claim(self) -> None:
         """Create the folder and mark it as a run folder. Raises RunError if it holds the files of something else."""
         self.check_ownership()
+        self.mark()
+
+    def mark(self) -> None:
+        """Create the folder and mark it as a run folder, whatever it holds: a sweep knows its own trials."""
         self.path.mkdir(parents=True, exist_ok=True)
         (self.path / MARKER).touch()
 

@@ -240,6 +240,12 @@ def test_process_id_that_is_used_again_is_no_trial(study):
     assert find_processes(study.folder) == []
 
 
+def test_folders_of_trials_are_run_folders(study):
+    study.drive()
+    for trial in study.trials:
+        trial.folder.check_ownership()
+
+
 def test_next_driver_resumes_after_driver_and_trial_were_killed(study):
     study.set_behavior({"a": {"seconds": 3}})
     first = study.start(parallel=1)

@@ -145,7 +145,7 @@ class Driver:
 
     def _claim(self, trial: Trial) -> bool:
         """Lock the trial. Return False if another driver has it, if it runs without one, or if it was settled."""
-        trial.folder.path.mkdir(parents=True, exist_ok=True)
+        trial.folder.mark()
         claim = try_lock(trial.folder.path / ".claim")
         if claim is None:
             self._recheck_at[trial] = time.monotonic()
