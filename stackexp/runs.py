@@ -140,7 +140,7 @@ class RunFolder:
         self.mark()
 
     def mark(self) -> None:
-        """Create the folder and mark it as a run folder without a check of its contents, as for the trials of a sweep."""
+        """Create the folder and mark it as a run folder without a check of its contents, for the trials of a sweep."""
         self.path.mkdir(parents=True, exist_ok=True)
         (self.path / MARKER).touch()
 
