@@ -225,7 +225,7 @@ def test_opening_many_sets_loads_none_into_memory(tmp_path):
 
 
 def test_folder_of_source_files_is_one_set(tmp_path, known):
-    """As for `data prepare`: a document per file, in the order of the names."""
+    """Read a document per file, in the order of the names, as `data prepare` does."""
     folder = tmp_path / "code"
     for number, text in enumerate(TEXTS):
         path = folder / f"part{number % 3}" / f"{number:02}.{('py', 'md')[number % 2]}"

@@ -1,4 +1,4 @@
-"""Where a run starts: which folder it may use, and which checkpoint and config it may resume."""
+"""The start of a run: the folders it may use, and the checkpoints and configs it may resume."""
 
 import re
 import shutil
