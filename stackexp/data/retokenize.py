@@ -4,6 +4,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
+from glob import escape
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from stackexp.data.token_files import (
     TokenFile,
     count_token,
     find_end_of_text,
+    record_path,
     write_record,
     write_token_file,
 )
@@ -105,13 +107,14 @@ class Retokenizer:
         if file.record and file.record.sha256 != digest:
             raise RunError(f"{file.path}: its SHA-256 differs from its record; {REMEDY}")
         origin = {**self._fingerprints, "source_sha256": digest, "source_end_of_text": end}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _remove_partial_records(path)
         if (record := _find_complete(path, origin)) is not None:
             bar.update(len(file))
             _report(f"{path}: already converted")
             if not record.replaced_documents:
                 self._record_text_bytes(file, record.text_bytes)
             return record
-        path.parent.mkdir(parents=True, exist_ok=True)
         counts, decoder = TextCounts(), DocumentDecoder(self.old.tokenizer)
         record = write_token_file(
             path,
@@ -239,6 +242,12 @@ def _find_complete(path: Path, origin: dict[str, Any]) -> FileRecord | None:
     except RunError:
         return None
     return record if record and origin.items() <= asdict(record).items() else None
+
+
+def _remove_partial_records(path: Path) -> None:
+    """Remove the temporary files of the record of `path` that killed conversions left; the folder is locked."""
+    for partial in path.parent.glob(f".{escape(record_path(path).name)}.*"):
+        partial.unlink(missing_ok=True)
 
 
 def _report(line: str) -> None:
