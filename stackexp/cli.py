@@ -29,6 +29,7 @@ VERBS = {
     "report formal": "compare runs with the paper's table of formal languages",
     "bench efficiency": "measure the cost of a memory in a full model",
     "bench stack": "measure the stack step alone",
+    "completion": "print a script that completes this command in bash or zsh",
     "checkpoint consolidate": "write a checkpoint's weights to one safetensors file",
 }
 

@@ -2,7 +2,9 @@
 
 import shutil
 import sys
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, zip_longest
 from typing import Literal
 
 import tabulate
@@ -13,6 +15,9 @@ ABSENT = "\u2013"
 """A cell without a value, such as bits per byte of token ids without a tokenizer."""
 RULE: tuple[str, ...] = (tabulate.SEPARATING_LINE,)
 """A row that draws a horizontal line (left out in Markdown, which has none)."""
+
+MIN_WRAPPED = 20
+"""Text is not wrapped to fewer characters."""
 
 tabulate.MIN_PADDING = 0  # columns are as narrow as their titles
 
@@ -36,38 +41,56 @@ def format_table(
     header: Sequence[str] = (),
     align: str = "",
     style: Style = "terminal",
-    max_width: int | None = None,
 ) -> str:
     """Return rows of text as a table.
+
+    On a terminal, a table with a header that is too wide is fitted: text in the last column is wrapped, or the columns
+    are shown in several tables, each with the first column.
 
     Args:
         rows: Cells as text, and `RULE` for a horizontal line.
         header: The column titles, if any.
         align: One "<" (left) or ">" (right) for each column; left where it is missing.
         style: "latex" gives the body of a `tabular` environment with booktabs rules; its cells must be valid LaTeX.
-        max_width: Wrap the last column so that lines have at most this many characters.
     """
+    columns = len(header) or max((len(row) for row in rows), default=0)
+    sides = align.ljust(columns, "<")
+    width = shutil.get_terminal_size().columns if style == "terminal" and header and sys.stdout.isatty() else None
+    if width is None:
+        return _format(rows, header, sides, style)
+    return "\n\n".join(_fit(rows, header, sides, width))
+
+
+def _fit(rows: Sequence[Sequence[str]], header: Sequence[str], sides: str, max_width: int) -> Iterator[str]:
+    """Yield the table in parts that are at most `max_width` characters wide, if single columns are."""
+    lines = [row for row in [header, *rows] if row is not RULE]
+    widths = [max(map(len, column)) for column in zip_longest(*lines, fillvalue="")]
+    rest = max_width - sum(width + 2 for width in widths[:-1])
+    if widths[-1] <= rest or len(widths) < 3:
+        yield _format(rows, header, sides, "terminal", max(MIN_WRAPPED, rest))
+    elif sides[-1] == "<" and rest >= MIN_WRAPPED:
+        yield _format(rows, header, sides, "terminal", rest)
+    else:
+        totals = list(accumulate(width + 2 for width in widths))
+        end = max(2, sum(total <= max_width + 2 for total in totals))
+        for part in (range(end), (0, *range(end, len(header)))):
+            cut = [row if row is RULE else [row[i] for i in part] for row in rows]
+            yield from _fit(cut, [header[i] for i in part], "".join(sides[i] for i in part), max_width)
+
+
+def _format(
+    rows: Sequence[Sequence[str]], header: Sequence[str], sides: str, style: Style, last_width: int | None = None
+) -> str:
+    """Return the table; text in the last column is wrapped at `last_width` characters."""
     if style == "markdown":
         rows = [[cell.replace("|", "\\|") for cell in row] for row in rows if row is not RULE]
-    columns = len(header) or max((len(row) for row in rows), default=0)
+    if last_width:
+        rows = [row if row is RULE else [*row[:-1], textwrap.fill(row[-1], last_width)] for row in rows]
     text = tabulate.tabulate(
         rows,
         headers=header,
         tablefmt={"terminal": "simple" if header else "plain", "markdown": "pipe", "latex": _LATEX}[style],
-        colalign=["right" if side == ">" else "left" for side in align.ljust(columns, "<")] if rows else None,
+        colalign=["right" if side == ">" else "left" for side in sides] if rows else None,
         disable_numparse=True,
-        maxcolwidths=[*[None] * (columns - 1), _fit_last_column(rows, header, max_width)] if max_width else None,
     )
     return "\n".join(line.rstrip() for line in text.splitlines())
-
-
-def terminal_width() -> int | None:
-    """Return the columns of the terminal, or None if the output goes to a file or pipe."""
-    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-
-
-def _fit_last_column(rows: Sequence[Sequence[str]], header: Sequence[str], max_width: int) -> int:
-    """Return the width that the other columns leave, at least 20."""
-    lines = [row for row in [header, *rows] if row is not RULE]
-    others = sum(max((len(cell) for cell in column), default=0) + 2 for column in list(zip(*lines, strict=True))[:-1])
-    return max(20, max_width - others)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from stackexp import cli
-from stackexp.config.catalog import format_catalog, section_choices
+from stackexp.cli import main
+from stackexp.config.catalog import format_catalog, list_catalog
 from stackexp.config.compose import compose
 from stackexp.config.formal_language import TASKS
 from stackexp.config.layers import find_config, get_group_folder, is_recipe, list_config_names, list_sections
@@ -169,12 +171,23 @@ def test_list_shows_every_config_and_choice(capsys):
     listed = {line.split()[0] for line in lines if line}
     assert set(list_config_names()) <= listed
     assert lines.index("") < lines.index(next(line for line in lines if line.startswith("recipe/olmo ")))
-    assert {choice for choice, _ in section_choices()} <= listed
+    assert {name for _, name, _ in list_catalog()} <= listed
     assert "model.memory=queue" in listed
 
 
-def test_list_fits_the_terminal_and_imports_no_torch():
-    assert all(len(line) <= 90 for line in format_catalog(max_width=80).splitlines()[:60])
+def test_list_has_json(capsys):
+    assert main(["configs", "list", "--json"]) == 0
+    entries = json.loads(capsys.readouterr().out)
+    assert {"kind": "recipe", "name": "recipe/olmo"}.items() <= next(
+        entry for entry in entries if entry["name"] == "recipe/olmo"
+    ).items()
+    assert {entry["kind"] for entry in entries} == {"config", "recipe", "choice"}
+
+
+def test_list_fits_the_terminal_and_imports_no_torch(monkeypatch):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "80")
+    assert max(map(len, format_catalog().splitlines())) <= 80
     code = "import sys; from stackexp.cli import main; main(['configs', 'list']); assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
 

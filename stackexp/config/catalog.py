@@ -4,31 +4,30 @@ from stackexp.config.layers import find_config, get_group_folder, is_recipe, lis
 from stackexp.config.yaml_files import list_yaml_names, read_purpose
 from stackexp.tables import format_table
 
+INTRODUCTIONS = {  # kind of entry -> the line above its table
+    "config": "",
+    "recipe": "Recipes, as in --config mine.yaml --config recipe/smollm:\n\n",
+    "choice": "Section choices, as in model.memory=queue:\n\n",
+}
 
-def format_catalog(max_width: int | None = None) -> str:
-    """Return the shipped configs, the recipes and the section choices, each with its purpose."""
 
-    def format_rows(title: str, rows: list[tuple[str, str]]) -> str:
-        return format_table(rows, header=(title, "purpose"), max_width=max_width)
-
+def list_catalog() -> list[tuple[str, str, str]]:
+    """Return (kind, name, purpose) of the shipped configs, of the recipes, and of every file for a section."""
     names = list_config_names()
-    configs = [(name, read_purpose(find_config(name))) for name in names if not is_recipe(name)]
-    recipes = [(name, read_purpose(find_config(name))) for name in names if is_recipe(name)]
-    return "\n\n".join(
-        [
-            format_rows("config", configs),
-            "Recipes, as in --config mine.yaml --config recipe/smollm:",
-            format_rows("recipe", recipes),
-            "Section choices, as in model.memory=queue:",
-            format_rows("choice", section_choices()),
-            "`configs show NAME` prints a resolved config with its size and cost.",
+    kinds = {name: "recipe" if is_recipe(name) else "config" for name in names}
+    entries = [(kind, name, read_purpose(find_config(name))) for name, kind in kinds.items()]
+    for section in list_sections():
+        folder = get_group_folder(section)
+        entries += [
+            ("choice", f"{section}={name}", read_purpose(folder / f"{name}.yaml")) for name in list_yaml_names(folder)
         ]
-    )
+    return entries
 
 
-def section_choices() -> list[tuple[str, str]]:
-    """Return (`section=name`, purpose) of every file that a section can be set to."""
-    folders = {section: get_group_folder(section) for section in list_sections()}
-    return [
-        (f"{s}={name}", read_purpose(f / f"{name}.yaml")) for s, f in folders.items() for name in list_yaml_names(f)
-    ]
+def format_catalog() -> str:
+    """Return one table for each kind of entry."""
+    entries, parts = list_catalog(), []
+    for kind, introduction in INTRODUCTIONS.items():
+        rows = [(name, purpose) for other, name, purpose in entries if other == kind]
+        parts.append(introduction + format_table(rows, header=(kind, "purpose")))
+    return "\n\n".join([*parts, "`configs show NAME` prints a resolved config with its size and cost."])

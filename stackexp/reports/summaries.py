@@ -12,7 +12,8 @@ from typing import Any
 from stackexp.config.yaml_files import flatten, read_file
 from stackexp.errors import ConfigError, RunError
 from stackexp.files import is_locked
-from stackexp.runs import AVERAGE_LOSS, RunFolder
+from stackexp.metric_tags import AVERAGE_LOSS, TRAIN_LOSS
+from stackexp.runs import RunFolder
 from stackexp.tables import ABSENT, format_table
 
 AVERAGED_STEPS = 20  # the training loss is the mean over this many last steps, as in result.json
@@ -72,7 +73,7 @@ def summarize(run: RunFolder) -> RunSummary:
             run.read_result()
     except (RunError, ConfigError, OSError) as error:
         problem = str(error)
-    losses = [line["loss/train"] for line in lines if line.get("loss/train") is not None][-AVERAGED_STEPS:]
+    losses = [line[TRAIN_LOSS] for line in lines if line.get(TRAIN_LOSS) is not None][-AVERAGED_STEPS:]
     validation = [line[AVERAGE_LOSS] for line in lines if line.get(AVERAGE_LOSS) is not None]
     return RunSummary(
         path=str(run.path),
@@ -88,7 +89,7 @@ def summarize(run: RunFolder) -> RunSummary:
     )
 
 
-def format_summaries(summaries: list[RunSummary], max_width: int | None = None) -> str:
+def format_summaries(summaries: list[RunSummary]) -> str:
     """Return a table with a row for each run."""
     header = ("state", "step", "loss", "best val", "size", "changed", "run")
     rows = [
@@ -103,7 +104,7 @@ def format_summaries(summaries: list[RunSummary], max_width: int | None = None) 
         )
         for summary in summaries
     ]
-    return format_table(rows, header=header, align="<>>>><<", max_width=max_width)
+    return format_table(rows, header=header, align="<>>>><<")
 
 
 def format_loss(loss: float | None) -> str:

@@ -1,5 +1,7 @@
 """Run a sweep, and report its status."""
 
+import dataclasses
+
 from stackexp.errors import ConfigError
 from stackexp.files import write_atomically
 from stackexp.sweeps.control import has_driver
@@ -7,7 +9,7 @@ from stackexp.sweeps.display import ALIGN, COLUMNS, format_status, format_summar
 from stackexp.sweeps.driver import Driver, FixedTrials
 from stackexp.sweeps.launchers import LAUNCHERS, load_launcher
 from stackexp.sweeps.search import Study
-from stackexp.sweeps.status import read_status
+from stackexp.sweeps.status import Status, read_status
 from stackexp.sweeps.sweep import COPY, Sweep
 from stackexp.tables import format_table
 
@@ -36,13 +38,18 @@ def run_sweep(
         Driver(sweep.folder, source, launched, retries=retries, display=display).run()
 
 
-def format_sweep_status(sweep: Sweep) -> str:
-    """Return one row for each trial: its state, its progress, and its queued job or the cause of its failure."""
-    statuses = [read_status(trial, sweep.config.objective) for trial in sweep.trials]
+def read_statuses(sweep: Sweep) -> list[Status]:
+    """Return the status of each trial. Of a queued trial, `cause` names the job."""
     jobs = {
         name: job for launcher in LAUNCHERS for name, job in load_launcher(launcher).find_jobs(sweep.folder).items()
     }
-    rows = [[*format_status(status)[:-1], jobs.get(status.trial.name, status.cause)] for status in statuses]
+    statuses = [read_status(trial, sweep.config.objective) for trial in sweep.trials]
+    return [dataclasses.replace(s, cause=jobs.get(s.trial.name, s.cause)) for s in statuses]
+
+
+def format_sweep_status(sweep: Sweep, statuses: list[Status]) -> str:
+    """Return one row for each trial: its state, its progress, and its queued job or the cause of its failure."""
+    rows = [format_status(status) for status in statuses]
     drivers = "a driver is running" if has_driver(sweep.folder) else "no driver is running"
     summary = f"{sweep.folder}: {format_summary(statuses)}; {drivers}"
     return f"{format_table(rows, header=COLUMNS, align=ALIGN)}\n\n{summary}"

@@ -1,5 +1,6 @@
 """Read the status of a trial from its run folder, and record its failures."""
 
+import dataclasses
 import json
 import os
 import re
@@ -12,6 +13,7 @@ from typing import Any
 
 from stackexp.errors import RunError
 from stackexp.files import is_locked, read_json, write_json
+from stackexp.metric_tags import TOKENS_PER_SECOND, TRAIN_LOSS, rename_old_tags
 from stackexp.sweeps.trials import Trial
 
 TAIL_BYTES = 2**16
@@ -49,6 +51,13 @@ class Status:
     attempts: int
     cause: str
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return the status with the name, the folder and the last step of the trial."""
+        trial = self.trial
+        max_steps = trial.config.trainer.max_steps
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "trial"}
+        return {"trial": trial.name, "folder": str(trial.folder.path), "max_steps": max_steps} | fields
+
 
 def read_status(trial: Trial, objective: str) -> Status:
     """Return the current status of a trial."""
@@ -57,13 +66,13 @@ def read_status(trial: Trial, objective: str) -> Status:
         last |= line
     value, problem = read_objective(trial, objective) if trial.folder.is_finished else (None, "")
     state, failure, max_steps = get_state(trial), read_failure(trial), trial.config.trainer.max_steps
-    step, speed = last.get("step", 0), last.get("throughput/tokens_per_second")
+    step, speed = last.get("step", 0), last.get(TOKENS_PER_SECOND)
     is_timed = speed and state == State.RUNNING
     return Status(
         trial=trial,
         state=state,
         step=max_steps if state == State.DONE else step,
-        loss=last.get("loss/train"),
+        loss=last.get(TRAIN_LOSS),
         tokens_per_second=speed,
         seconds_left=(max_steps - step) * trial.config.data.global_batch_tokens / speed if is_timed else None,
         objective=value,
@@ -101,7 +110,7 @@ def read_tail(path: Path) -> list[dict[str, Any]]:
     except FileNotFoundError:
         return []
     lines = text.splitlines(keepends=True)[size > TAIL_BYTES :]
-    return [line for text in lines if text.endswith("\n") and isinstance(line := _parse(text), dict)]
+    return [rename_old_tags(line) for text in lines if text.endswith("\n") and isinstance(line := _parse(text), dict)]
 
 
 def _parse(text: str) -> Any:

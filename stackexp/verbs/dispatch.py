@@ -70,7 +70,9 @@ def _run(verbs: dict[str, str], argv: list[str]) -> int:
         return _print_help(verbs, argv)
     module = importlib.import_module(f"stackexp.verbs.{name.replace(' ', '_')}")
     parser = build_parser(name, module)
-    return module.run(parser.parse(argv[len(name.split()) :]))
+    args = parser.parse(argv[len(name.split()) :])
+    args.verbs = verbs  # for `completion`
+    return module.run(args)
 
 
 def build_parser(name: str, verb: ModuleType) -> Parser:

@@ -30,11 +30,11 @@ class Parser(argparse.ArgumentParser):
         )
         self.verb = verb
         self._notes, self._examples = notes, examples
-        self._accepts_overrides = False
+        self.accepts_overrides = False
 
     def accept_overrides(self) -> None:
         """Collect the KEY=VALUE words of the command line in `args.overrides`."""
-        self._accepts_overrides = True
+        self.accepts_overrides = True
 
     def add_config(self) -> None:
         """Add `--config`, a list of names and paths, and accept overrides."""
@@ -44,7 +44,7 @@ class Parser(argparse.ArgumentParser):
     def format_help(self) -> str:
         """Return the help text: options, notes, then examples."""
         examples = "".join(f"  python -m stackexp {example}\n" for example in self._examples)
-        notes = [self._notes.strip(), OVERRIDES_HELP.strip() if self._accepts_overrides else ""]
+        notes = [self._notes.strip(), OVERRIDES_HELP.strip() if self.accepts_overrides else ""]
         self.epilog = "\n\n".join([*filter(None, notes), f"examples:\n{examples}"])
         return super().format_help()
 
@@ -62,7 +62,7 @@ class Parser(argparse.ArgumentParser):
             hint = suggest_name(name, flags, cutoff=0.7) if name.startswith("-") and not is_key else ""
             if hint:
                 self.error(f"unknown option {name}{hint}")
-            if not self._accepts_overrides:
+            if not self.accepts_overrides:
                 self.error(f"unexpected argument {argument}")
         args.overrides, args.parser = rest, self
         return args

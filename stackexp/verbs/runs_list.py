@@ -21,7 +21,6 @@ def add_arguments(parser: Parser) -> None:
 def run(args: Namespace) -> int:
     """Print the table."""
     from stackexp.reports.summaries import find_runs, format_summaries, summarize
-    from stackexp.tables import terminal_width
 
     for folder in args.folders:
         if not Path(folder).is_dir():
@@ -31,7 +30,7 @@ def run(args: Namespace) -> int:
     if args.json:
         print(json.dumps([summary.to_dict() for summary in summaries], indent=2))
     elif summaries:
-        print(format_summaries(summaries, terminal_width()))
+        print(format_summaries(summaries))
     else:
         print(f"no runs in {', '.join(args.folders)}")
     return 0

@@ -3,17 +3,19 @@
 SWEEP is a shipped name, a YAML file, or a sweep's folder in runs/.
 """
 
+import json
 from argparse import Namespace
 
 from stackexp.verbs.parser import Parser
 
-USAGE = "SWEEP [KEY=VALUE ...]"
+USAGE = "SWEEP [--json] [KEY=VALUE ...]"
 EXAMPLES = ("sweep status quick_grid", "sweep status runs/quick_grid")
 
 
 def add_arguments(parser: Parser) -> None:
     """Add the options of `sweep status`."""
     parser.add_argument("sweep", metavar="SWEEP", help="a shipped name, a YAML file or a sweep's folder")
+    parser.add_argument("--json", action="store_true", help="print a list of objects")
     parser.accept_overrides()
 
 
@@ -23,7 +25,11 @@ def run(args: Namespace) -> int:
 
     sweep = load_last_run(args.sweep, args.overrides)
     sweep.check_trials()
-    from stackexp.sweeps.runner import format_sweep_status
+    from stackexp.sweeps.runner import format_sweep_status, read_statuses
 
-    print(format_sweep_status(sweep))
+    statuses = read_statuses(sweep)
+    if args.json:
+        print(json.dumps([status.to_dict() for status in statuses], indent=2))
+    else:
+        print(format_sweep_status(sweep, statuses))
     return 0
