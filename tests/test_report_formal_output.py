@@ -41,7 +41,7 @@ def test_missing_cells_are_filled_by_the_shipped_sweep(runs):
 
 def test_unfinished_runs_are_marked_and_resumed(runs):
     finish(write_run(runs / "a", "LSTM", "even_pairs"), beyond=1.0)
-    line = {"step": 300, "tokens": 1, "loss/train": 2.0}
+    line = {"step": 300, "tokens": 1, "train/loss": 2.0}
     for model, seed in (("LSTM", 1), ("StackRNN", 0)):
         started = write_run(runs / f"{model}{seed}", model, "even_pairs", seed=seed)
         (started / "metrics.jsonl").write_text(json.dumps(line) + "\n")
@@ -157,7 +157,7 @@ def test_latex_is_escaped_and_compiles(report, tmp_path):
 
 
 def test_figures_show_every_model(report, tmp_path):
-    assert _build_legend()[1] == [*COLUMNS, "median over seeds", "paper"]
+    assert _build_legend()[1] == [*COLUMNS, "median over seeds", "paper", "uniform guess"]
     lengths, low, median, high = _build_curve(report.cells["even_pairs", "StackRNN"])  # the second seed: one in 9
     assert (lengths[0], lengths[1], lengths[-1]) == (5, 14, 500), "where all seeds were tested"
     assert (low[-1], median[-1], high[-1]) == (pytest.approx(0.5), pytest.approx(0.525), pytest.approx(0.55))

@@ -9,7 +9,7 @@ from config_files import BASE, write
 
 from stackexp import cli
 from stackexp.planning import cost
-from stackexp.reports.sweeps import collect_results, draw_results, select_rows
+from stackexp.reports.sweeps import _describe_fixed, collect_results, draw_results, select_rows
 from stackexp.sweeps.display import format_duration
 from stackexp.sweeps.sweep import Sweep, load_sweep
 from stackexp.sweeps.trials import Trial
@@ -87,6 +87,11 @@ def test_figures_fix_the_other_keys_at_the_center(tmp_path):
     assert [(row.values[H], row.values[S]) for row in through_best] == [(1, 8), (1, 24)]
 
 
+def test_figures_name_the_values_that_are_held_fixed():
+    assert _describe_fixed({H: 4, S: 24, "optimizer.lr": 1e-3}, H) == "S = 24, lr = 0.001"
+    assert _describe_fixed({H: 4}, H) == ""
+
+
 def test_figures_leave_out_text_values():
     sweep = build(grid={"model.memory.discipline": ["stack", "queue"], H: [1]})
     for trial in sweep.trials:
@@ -100,7 +105,7 @@ def test_status_shows_states_and_causes(capsys):
     finish(done, 2.5)
     for trial in (failed, stopped):
         trial.folder.path.mkdir()
-        trial.folder.metrics.write_text('{"step": 7, "tokens": 1, "time": 0, "loss/train": 3.25}\n{"step": 8')
+        trial.folder.metrics.write_text('{"step": 7, "tokens": 1, "time": 0, "train/loss": 3.25}\n{"step": 8')
     failure = {"exit_code": 1, "cause": "no space left", "attempts": 2, "time": "", "tried_again": False}
     failed.failure.write_text(json.dumps(failure))
     assert cli.main(["sweep", "status", "study.yaml"]) == 0

@@ -9,7 +9,8 @@ from stackexp.config.affects import select_options
 from stackexp.config.yaml_files import flatten, read_file
 from stackexp.data import hash_log
 from stackexp.errors import RunError
-from stackexp.reports.figures import new_figure, save_figure
+from stackexp.metric_tags import AVERAGE_LOSS, TRAIN_LOSS
+from stackexp.reports.figures import abbreviate_thousands, label_curves, new_figure, save_figure
 from stackexp.reports.summaries import format_loss, summarize
 from stackexp.runs import RunFolder
 from stackexp.tables import ABSENT, Style, format_table
@@ -51,7 +52,7 @@ def _read_hashes(run: RunFolder) -> dict[int, str]:
     try:
         return hash_log.read_hashes(run.path)
     except (KeyError, TypeError) as error:
-        raise RunError(f"{run.path / hash_log.FILE_NAME}: a line lacks {error}; delete the line") from None
+        raise RunError(f"{run.path / hash_log.FILE_NAME}: a line has no {error}; delete the line") from None
 
 
 def _check_same_hashes(
@@ -137,19 +138,24 @@ def name_runs(runs: list[RunFolder]) -> dict[RunFolder, str]:
 
 
 def draw_losses(runs: list[RunFolder], path: Path) -> None:
-    """Plot the training loss and the mean validation loss of each run against tokens."""
+    """Plot the training loss and the mean validation loss of each run against tokens, in one color per run."""
     figure, axes = new_figure(7, 4.2)
-    names = name_runs(runs)
+    names, curves = name_runs(runs), {}
     for run in runs:
         lines = [line for line in run.read_metrics() if "tokens" in line]
-        train = [(line["tokens"], line["loss/train"]) for line in lines if line.get("loss/train") is not None]
+        train = [(line["tokens"], line[TRAIN_LOSS]) for line in lines if line.get(TRAIN_LOSS) is not None]
         windows = [train[max(0, i + 1 - AVERAGED_STEPS) : i + 1] for i in range(len(train))]
         means = [sum(loss for _, loss in window) / len(window) for window in windows]
-        (curve,) = axes.plot([tokens for tokens, _ in train], means, label=f"{names[run]}, training")
-        points = [(x["tokens"], x["validation/loss/average"]) for x in lines if "validation/loss/average" in x]
+        (curve,) = axes.plot([tokens for tokens, _ in train], means)
+        if train:
+            curves[names[run]] = curve
+        points = [(x["tokens"], x[AVERAGE_LOSS]) for x in lines if AVERAGE_LOSS in x]
         if points:
-            label = f"{names[run]}, validation (mean over sets)"
-            axes.plot(*zip(*points, strict=True), "o--", color=curve.get_color(), label=label)
+            axes.plot(*zip(*points, strict=True), "o--", color=curve.get_color())
     axes.set(xlabel="Tokens", ylabel="Loss (nats per token)")
+    axes.plot([], [], color="black", label=f"training (mean of {AVERAGED_STEPS} steps)")
+    axes.plot([], [], "o--", color="black", label="validation (mean over sets)")
     axes.legend()
+    abbreviate_thousands(axes.xaxis)
+    label_curves(axes, curves)
     save_figure(figure, path)

@@ -6,6 +6,7 @@ from typing import Any
 from stackexp.errors import ConfigError
 
 FIGURE_SUFFIXES = (".png", ".pdf", ".svg")
+LABEL_HEIGHT = 0.05  # of the axes
 
 
 def new_figure(width: float, height: float) -> tuple[Any, Any]:
@@ -16,6 +17,36 @@ def new_figure(width: float, height: float) -> tuple[Any, Any]:
     axes = figure.add_subplot()
     axes.grid(alpha=0.3)
     return figure, axes
+
+
+def abbreviate_thousands(axis: Any) -> None:
+    """Write the numbers of an axis as 700k or 1.5M."""
+    from matplotlib.ticker import EngFormatter
+
+    axis.set_major_formatter(EngFormatter(sep=""))
+
+
+def label_curves(axes: Any, curves: dict[str, Any]) -> None:
+    """Write the name of each curve at the right edge, level with its last point, in its color.
+
+    Names of curves that end close together are moved apart, and a thin line connects each with its curve.
+    """
+    low, high = axes.get_ylim()
+    lowest = 0.0
+    for name, curve in sorted(curves.items(), key=lambda item: item[1].get_ydata()[-1]):
+        x, y = curve.get_xdata()[-1], curve.get_ydata()[-1]
+        level = max((y - low) / (high - low), lowest)
+        lowest = level + LABEL_HEIGHT
+        axes.annotate(
+            name,
+            xy=(x, y),
+            xytext=(1.02, level),
+            textcoords="axes fraction",
+            color=curve.get_color(),
+            fontsize=8,
+            va="center",
+            arrowprops={"arrowstyle": "-", "color": curve.get_color(), "linewidth": 0.6},
+        )
 
 
 def save_figure(figure: Any, path: Path) -> None:

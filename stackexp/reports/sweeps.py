@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from stackexp.config.model import SYMBOLS
 from stackexp.errors import RunError
 from stackexp.reports.figures import new_figure, save_figure
-from stackexp.sweeps.grid import Values, shorten_keys
+from stackexp.sweeps.grid import Values, format_value, shorten_keys
 from stackexp.sweeps.status import get_number
 from stackexp.sweeps.sweep import Sweep
 from stackexp.sweeps.trials import Trial
@@ -113,7 +113,7 @@ def draw_results(sweep: Sweep, rows: list[Row], folder: Path) -> list[Path]:
     for key, name in shorten_keys(rows[0].values).items():
         selected = select_rows(rows, key, sweep.config.center)
         if len({row.values[key] for row in selected}) > 1:
-            figure = _draw_losses(key, selected)
+            figure = _draw_losses(key, selected, _describe_fixed(selected[0].values, key))
             paths += [folder / f"{name}.png", folder / f"{name}.pdf"]
             for path in paths[-2:]:
                 save_figure(figure, path)
@@ -129,7 +129,13 @@ def select_rows(rows: list[Row], key: str, center: Values) -> list[Row]:
     return sorted(numeric, key=lambda row: row.values[key])
 
 
-def _draw_losses(key: str, rows: list[Row]) -> Any:
+def _describe_fixed(values: Values, key: str) -> str:
+    """Return the values of the other keys, such as `d_s = 16, S = 24`."""
+    names = shorten_keys(values)
+    return ", ".join(f"{names[other]} = {format_value(value)}" for other, value in values.items() if other != key)
+
+
+def _draw_losses(key: str, rows: list[Row], fixed: str) -> Any:
     symbol = SYMBOLS.get(key)
     figure, axes = new_figure(4.2, 3.2)
     numbers = [row.values[key] for row in rows]
@@ -142,5 +148,8 @@ def _draw_losses(key: str, rows: list[Row]) -> Any:
         axes.set_xticks(numbers, labels=[f"{number:g}" for number in numbers], minor=False)
         axes.minorticks_off()
     axes.set(xlabel=f"{MEANINGS[symbol]} (${symbol}$)" if symbol else key, ylabel="Loss (nats per token)")
+    seeds = {row.seeds for row in rows}
+    runs = f"mean ± standard deviation of {'-'.join(map(str, sorted(seeds)))} seeds" if seeds != {1} else "one seed"
+    axes.set_title(", ".join(filter(None, [fixed, runs])), fontsize=8)
     axes.legend()
     return figure

@@ -36,7 +36,7 @@ def draw_bars(report: Report, path: Path) -> None:
     first, last = report.lengths
     for axes in (panels[0], panels[2]):
         axes.set_ylabel(f"Accuracy on lengths {first} to {last}")
-    figure.legend(*_build_legend(), loc="outside lower center", ncols=len(COLUMNS) + 2, fontsize=8.5, frameon=False)
+    figure.legend(*_build_legend(), loc="outside lower center", ncols=len(COLUMNS) + 3, fontsize=8.5, frameon=False)
     save_figure(figure, path)
 
 
@@ -44,6 +44,8 @@ def _draw_class(report: Report, axes: Any, tasks: Sequence[str]) -> None:
     for i, task in enumerate(tasks):
         for j, column in enumerate(COLUMNS):
             _draw_bar(axes, report.cells[task, column], i + (j - (len(COLUMNS) - 1) / 2) * BAR_WIDTH)
+    for i, task in enumerate(tasks):
+        axes.hlines(_guess_accuracy(task), i - 0.46, i + 0.46, color="black", linestyle=":", linewidth=0.9, zorder=3)
     axes.set_xticks(range(len(tasks)), [task.replace("_", "\n", 1).replace("_", " ") for task in tasks], fontsize=8.5)
     axes.set(xlim=(-0.5, len(tasks) - 0.5), ylim=(0, 1.04))
     axes.tick_params(axis="x", length=0)
@@ -68,7 +70,8 @@ def _build_legend() -> tuple[list[Any], list[str]]:
 
     handles: list[Any] = [Patch(color=COLORS[column]) for column in COLUMNS]
     handles += [Line2D([], [], marker=".", linestyle="", color="black"), Line2D([], [], color="black", linewidth=1.3)]
-    return handles, [*COLUMNS, "median over seeds", "paper"]
+    handles.append(Line2D([], [], color="black", linestyle=":", linewidth=0.9))
+    return handles, [*COLUMNS, "median over seeds", "paper", "uniform guess"]
 
 
 def draw_curves(report: Report, path: Path) -> None:
@@ -88,7 +91,10 @@ def draw_curves(report: Report, path: Path) -> None:
         axes.set_visible(False)
     for i in range(len(tasks), height * width):  # the last panel of each column has the tick labels
         panels.flat[i - width].xaxis.set_tick_params(labelbottom=True)
-    figure.supxlabel("Length (gray: training lengths). Line: median over seeds; band: lowest to highest", fontsize=10)
+    figure.supxlabel(
+        "Length (gray: training lengths). Line: median over seeds; band: lowest to highest; dotted: uniform guess",
+        fontsize=10,
+    )
     figure.supylabel("Accuracy", fontsize=10)
     shown = [column for column in COLUMNS if any(report.cells[task, column].runs for task in tasks)]
     handles = [Line2D([], [], color=COLORS[column], linewidth=2) for column in shown]
@@ -105,11 +111,17 @@ def _draw_task(report: Report, axes: Any, task: str) -> None:
             axes.fill_between(lengths, low, high, color=COLORS[column], alpha=0.2, linewidth=0)
             axes.plot(lengths, median, color=COLORS[column], linewidth=1.3, zorder=3 if column == "StackTrans" else 2)
             max_length = max(max_length, *(run.config["data.max_length"] for run in cell.runs))
+    axes.axhline(_guess_accuracy(task), color="black", linestyle=":", linewidth=0.9)
     axes.axvspan(0, max_length, color="black", alpha=0.07, linewidth=0)
     axes.set_title(task, fontsize=9)
     axes.set(ylim=(0, 1.04), xlim=(0, None))
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
+
+
+def _guess_accuracy(task: str) -> float:
+    """Return the accuracy of a uniform guess among the answer symbols."""
+    return 1 / TASKS[task].num_answer_symbols
 
 
 def _build_curve(cell: Cell) -> tuple[list[int], list[float], list[float], list[float]]:

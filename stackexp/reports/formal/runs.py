@@ -16,6 +16,7 @@ from stackexp.config.registry import SECTIONS, get_entry, list_kinds
 from stackexp.config.trainer import TrainerConfig
 from stackexp.errors import RunError
 from stackexp.files import read_json
+from stackexp.metric_tags import AVERAGE_ACCURACY
 from stackexp.runs import RunFolder
 from stackexp.sweeps.status import read_tail
 
@@ -100,7 +101,7 @@ class FormalRun:
         """Mean accuracy on the validation strings, the last known one for an unfinished run."""
         if self.is_finished:
             return self.result.get("validation_accuracy")
-        return self._last_metrics.get("validation/accuracy/average")
+        return self._last_metrics.get(AVERAGE_ACCURACY)
 
     @property
     def validation_loss(self) -> float | None:

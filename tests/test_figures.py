@@ -1,0 +1,35 @@
+"""Figures: readable numbers, and names next to curves even where these coincide."""
+
+from itertools import pairwise
+
+import pytest
+
+from stackexp.errors import ConfigError
+from stackexp.reports.figures import abbreviate_thousands, check_figure_path, label_curves, new_figure
+
+
+def test_thousands_are_abbreviated():
+    figure, axes = new_figure(4, 3)
+    axes.plot([0, 700_000], [0, 1])
+    axes.set_xticks([0, 700_000, 1_500_000])
+    abbreviate_thousands(axes.xaxis)
+    figure.canvas.draw()
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["0", "700k", "1.5M"]
+
+
+def test_names_of_curves_that_coincide_are_apart():
+    _, axes = new_figure(4, 3)
+    curves = {name: axes.plot([0, 1], [2.0, 1.0])[0] for name in "abc"} | {"d": axes.plot([0, 1], [2.0, 1.8])[0]}
+    label_curves(axes, curves)
+    levels = {text.get_text(): text.xyann[1] for text in axes.texts}
+    assert levels.keys() == curves.keys()
+    ordered = sorted(levels.values())
+    assert min(b - a for a, b in pairwise(ordered)) >= 0.05
+    assert {text.get_color() for text in axes.texts} == {curve.get_color() for curve in curves.values()}
+
+
+def test_paths_are_checked_before_drawing(tmp_path):
+    check_figure_path(tmp_path / "a.PDF")
+    for path, message in ((tmp_path / "a.xyz", "cannot draw a .xyz"), (tmp_path / "none/a.png", "does not exist")):
+        with pytest.raises(ConfigError, match=message):
+            check_figure_path(path)
