@@ -16,6 +16,7 @@ from stackexp.config.compose import compose, load_config, to_dict, to_yaml
 from stackexp.config.layers import list_config_names
 from stackexp.config.memory import StackMemoryConfig
 from stackexp.config.yaml_files import Leaf, flatten
+from stackexp.errors import ConfigError
 
 
 @pytest.fixture(autouse=True)
@@ -241,3 +242,20 @@ def test_compose_builds_the_registered_dataclasses():
 def test_flatten_joins_keys_with_dots():
     assert flatten({"a": {"b": 1, "c": {"d": None}}, "e": [2]}) == {"a.b": 1, "a.c.d": None, "e": [2]}
     assert flatten({"a": {"b": Leaf(1, "x.yaml:1")}}) == {"a.b": 1}
+
+
+def test_environment_variables_in_paths_are_stored_unresolved(tmp_path, monkeypatch):
+    monkeypatch.setenv("BUCKET", "s3://secret-bucket")
+    monkeypatch.setenv("STEPS", "4000")
+    shards = ["data.kind=shards", "data.remote=${oc.env:BUCKET}/a", "trainer.max_steps=${oc.env:STEPS}"]
+    config = compose(["quickstart"], [*shards, "data.validation={mine: '${oc.env:BUCKET}/v'}"])
+    assert (config.data.remote, config.data.validation) == ("s3://secret-bucket/a", {"mine": "s3://secret-bucket/v"})
+    text = to_yaml(config)
+    assert "secret-bucket" not in text
+    assert "secret-bucket" not in str(to_dict(config))
+    assert "max_steps: 4000" in text, "an option that affects training is stored"
+    (tmp_path / "config.yaml").write_text(text)
+    assert load_config(tmp_path / "config.yaml") == config
+    monkeypatch.delenv("BUCKET")
+    with pytest.raises(ConfigError, match=r"config.yaml:\d+: data\.remote: .*BUCKET"):
+        load_config(tmp_path / "config.yaml")

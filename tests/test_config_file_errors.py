@@ -1,11 +1,15 @@
 """Errors in config files: one line that starts with the file and the line."""
 
+import re
 from pathlib import Path
 
 import pytest
 from config_files import BASE, compose_error, write
 
 from stackexp.config.compose import compose
+
+ALIAS_BOMB = "a0: &a0 [1, 1]\n" + "".join(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]\n" for n in range(1, 40))
+TEXT_BOMB = "".join(f"    s{n}: ${{data.validation.s{n - 1}}}${{data.validation.s{n - 1}}}\n" for n in range(1, 60))
 
 
 @pytest.fixture(autouse=True)
@@ -38,6 +42,9 @@ def _in_empty_folder(tmp_path, monkeypatch):
         ("seed: 1\nname: a\nseed: 2\n", "x.yaml:3: duplicate key 'seed'"),
         ("model:\n  memory: {num_slots: 3, num_slots: 4}\n", "x.yaml:2: duplicate key 'num_slots'"),
         ("model: &a\n  memory: *a\n", "x.yaml:1: not valid YAML: an anchor contains itself"),
+        (ALIAS_BOMB, "x.yaml:1: over 20,000 values; remove aliases of aliases"),
+        ("data: " + "{a: " * 3000 + "1" + "}" * 3000, "x.yaml:1: nested too deeply; use at most 100 levels"),
+        ("data: " + "[" * 3000 + "]" * 3000, "x.yaml:1: nested too deeply; use at most 100 levels"),
         ("1: x\n", "x.yaml:1: the key 1 is read as 1; put it in quotes"),
         ("data: {validation: {no: a}}\n", "x.yaml:1: the key no is read as False; put it in quotes"),
         ("- a\n- b\n", "x.yaml:1: expected keys and values at the top of the file, found a list"),
@@ -78,6 +85,20 @@ def test_file_error_names_the_line(text, message):
     found = compose_error([BASE, write("x.yaml", text)])
     assert message in found
     assert found.startswith("x.yaml:")
+
+
+def test_an_interpolation_that_grows_exponentially_is_refused():
+    write(
+        "x.yaml", f"defaults: [quickstart]\ndata:\n  kind: shards\n  path: x\n  validation:\n    s0: text\n{TEXT_BOMB}"
+    )
+    message = r"x\.yaml:\d+: data\.validation\.s\d+: the interpolation expands to over 10,000 characters"
+    assert re.fullmatch(message, compose_error(["x.yaml"]))
+
+
+def test_a_chain_of_interpolations_names_the_cause():
+    found = compose_error(["quickstart"], "seed=${schedule.warmup_steps}", "schedule.warmup_steps=${nothing.here}")
+    cause = "override schedule.warmup_steps=${nothing.here}: unknown key in the interpolation ${nothing.here}"
+    assert f"seed: ${{schedule.warmup_steps}} requires schedule.warmup_steps: {cause}" in found
 
 
 def test_unknown_config_is_reported():

@@ -6,6 +6,7 @@ Every error is a ConfigError of one line. Interpolations (`${data.vocab_size}`, 
 """
 
 import dataclasses
+import functools
 import typing
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,7 +25,7 @@ from stackexp.config import (  # noqa: F401  (they register their kinds)
     schedule,
 )
 from stackexp.config.experiment import ExperimentConfig
-from stackexp.config.interpolation import describe_error, list_keys, resolve
+from stackexp.config.interpolation import describe_error, find_environment_texts, list_keys, resolve
 from stackexp.config.layers import Layers, find_config, find_origin, list_sections
 from stackexp.config.plugins import import_plugin
 from stackexp.config.registry import SECTIONS, get_entry, list_kinds
@@ -58,7 +59,9 @@ def compose(
         names = [Path(name).stem if name.endswith((".yaml", ".yml")) else name for name in configs]
         layers.tree["name"] = Leaf("+".join(names), "")
     layers.tree["plugins"] = Leaf([import_plugin(name, folder) for name, folder in layers.plugins], "")
-    config, origins = _convert(_build_schema(layers.tree), layers.tree)
+    schema = _build_schema(layers.tree)
+    config, origins = _convert(schema, layers.tree)
+    config.environment_texts = find_environment_texts(schema)
     validate_experiment(config, origins, is_training)
     return config
 
@@ -69,8 +72,15 @@ def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -
 
 
 def to_dict(config: ExperimentConfig) -> dict[str, Any]:
-    """Convert a config to plain nested dicts, for checkpoints and loggers."""
-    return dataclasses.asdict(config)
+    """Convert a config to plain nested dicts, for run folders, checkpoints and loggers.
+
+    Paths, URLs and names that contain `${oc.env:NAME}` are kept unresolved.
+    """
+    values = dataclasses.asdict(config)
+    for key, text in config.environment_texts.items():
+        *sections, name = key.split(".")
+        functools.reduce(dict.__getitem__, sections, values)[name] = text
+    return values
 
 
 def to_yaml(config: ExperimentConfig) -> str:

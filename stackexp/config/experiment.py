@@ -2,7 +2,7 @@
 
 import re
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from stackexp.config.fields import Errors, option
 from stackexp.config.model import FLASH_KERNELS, TransformerConfig
@@ -29,8 +29,12 @@ class LoggingConfig:
 
 @dataclass
 class ExperimentConfig:
-    """An experiment: the input of `fit`, and the contents of a run folder's config.yaml."""
+    """An experiment: the input of `fit`, and the contents of a run folder's config.yaml.
 
+    `environment_texts` are the unresolved texts of values with `${oc.env:NAME}`, by key.
+    """
+
+    environment_texts: ClassVar[dict[str, str]] = {}
     name: str = option("unnamed", affects="logging")
     """Name of the experiment and of the folder of its runs; slashes make subfolders."""
     seed: int = option(0, min=0, max=2**32 - 1)

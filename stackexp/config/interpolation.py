@@ -1,5 +1,6 @@
 """Interpolation: `${data.vocab_size}`, and `${div:a,b}`, the exact quotient of two integers."""
 
+import dataclasses
 import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -8,7 +9,9 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import InterpolationKeyError, InterpolationValidationError, OmegaConfBaseException
 
 from stackexp.config.suggestions import suggest_name
-from stackexp.config.validation import Origins, config_error
+from stackexp.config.validation import Origins, config_error, get_field
+
+MAX_LENGTH = 10_000
 
 
 class _Slot(NamedTuple):
@@ -23,17 +26,22 @@ def resolve(root: DictConfig, origins: Origins) -> None:
     """Resolve all interpolations.
 
     Raises:
-        ConfigError: A value is missing, or an interpolation has no value of its key's type.
+        ConfigError: A value is missing, or an interpolation has no value of its key's type, or one that is too long.
     """
     for key, node, name in _iterate_slots(root):
         if node._get_node(name)._value() == "???":
             raise config_error(origins.get(key, ""), key, f"a value is required; set it with {key}=VALUE")
+    lengths = _Lengths({key: node._get_node(name)._value() for key, node, name in _iterate_slots(root)})
     for key, node, name in _iterate_slots(root):
         if OmegaConf.is_interpolation(node, name):
+            if lengths.measure(key) > MAX_LENGTH:
+                raise config_error(
+                    origins.get(key, ""), key, f"the interpolation expands to over {MAX_LENGTH:,} characters"
+                )
             try:
                 node[name]
             except (OmegaConfBaseException, RecursionError) as error:
-                message = _describe_failure(node._get_node(name)._value(), error, root)
+                message = _describe_failure(node._get_node(name)._value(), error, root, origins)
                 raise config_error(origins.get(key, ""), key, message) from error
 
 
@@ -49,6 +57,37 @@ def _iterate_slots(node: DictConfig | ListConfig, path: str = "") -> Iterator[_S
             yield _Slot(key, node, name)
 
 
+class _Lengths:
+    """Lengths of texts with their interpolations of keys expanded, without expanding them."""
+
+    def __init__(self, texts: dict[str, Any]) -> None:
+        self._texts, self._lengths = texts, dict[str, int]()
+
+    def measure(self, key: str) -> int:
+        text = self._texts.get(key)
+        if key not in self._lengths:
+            self._lengths[key] = 0  # a circle, which is reported when it is resolved
+            names = re.findall(r"\$\{([\w.]+)\}", text) if isinstance(text, str) else []
+            self._lengths[key] = len(str(text)) + sum(map(self.measure, names))
+        return self._lengths[key]
+
+
+def find_environment_texts(root: DictConfig) -> dict[str, str]:
+    """Return the unresolved text of paths, URLs and names that contain `${oc.env:NAME}`, by key.
+
+    Options that affect training are left out: a run folder must hold their values.
+    """
+    found = {}
+    for key, node, name in _iterate_slots(root):
+        cls, text = OmegaConf.get_type(node), node._get_node(name)._value()
+        if isinstance(text, str) and "${oc.env:" in text and isinstance(node[name], str):
+            is_set = key.startswith(("data.validation.", "data.test."))
+            metadata = get_field(cls, name)[1] if dataclasses.is_dataclass(cls) else {}
+            if is_set or metadata.get("affects", "training") != "training":
+                found[key] = text
+    return found
+
+
 def list_keys(node: DictConfig) -> list[str]:
     """Return the full keys of all single values and of all empty mappings."""
     keys = []
@@ -61,8 +100,15 @@ def list_keys(node: DictConfig) -> list[str]:
     return keys
 
 
-def _describe_failure(text: str, error: Exception, root: DictConfig) -> str:
-    """Return why the interpolation `text` has no value."""
+def _describe_failure(text: str, error: Exception, root: DictConfig, origins: Origins) -> str:
+    """Return why the interpolation `text` has no value; if another key is the cause, with its origin."""
+    slots = {key: (node, name) for key, node, name in _iterate_slots(root)}
+    for key in re.findall(r"\$\{([\w.]+)\}", text):
+        node, name = slots.get(key, (root, ""))
+        if key in slots and OmegaConf.is_interpolation(node, name) and "ecursive" not in str(error):
+            cause = node._get_node(name)._value()
+            where = f"{origins[key]}: " if origins.get(key) else ""
+            return f"{text} requires {key}: {where}{_describe_failure(cause, error, root, {})}"
     if isinstance(error, RecursionError) or "ecursive" in str(error):
         return f"circular interpolation {text}"
     if isinstance(error, InterpolationKeyError):

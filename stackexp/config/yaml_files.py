@@ -1,5 +1,6 @@
 """YAML files of configs: where they are, and their contents with the file and line of every value."""
 
+import itertools
 import os
 import re
 from collections.abc import Callable
@@ -51,6 +52,10 @@ def read_purpose(path: Path) -> str:
     """Return the purpose of a YAML file: its first line, a comment."""
     with path.open(encoding="utf-8") as file:
         return file.readline().lstrip("#").strip()
+
+
+MAX_VALUES = 20_000
+"""In one file; aliases are counted as often as they are used."""
 
 
 class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
@@ -118,12 +123,27 @@ def read_value(text: str, origin: str) -> Leaf | Tree:
 def _parse(text: str, origin: Callable[[int], str]) -> tuple[_Loader, yaml.Node | None]:
     try:
         loader = _Loader(text)
-        return loader, loader.get_single_node()
+        node = loader.get_single_node()
+        if node is not None and _count_values(node, {}) > MAX_VALUES:
+            raise ConfigError(f"{origin(1)}: over {MAX_VALUES:,} values; remove aliases of aliases")
+        return loader, node
+    except RecursionError as error:
+        raise ConfigError(f"{origin(1)}: nested too deeply; use at most 100 levels") from error
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
         line = mark.line + 1 if mark else text.count("\n", 0, getattr(error, "position", 0)) + 1
         reason = getattr(error, "problem", None) or getattr(error, "reason", None) or getattr(error, "context", "")
         raise ConfigError(f"{origin(line)}: not valid YAML: {reason}") from error
+
+
+def _count_values(node: yaml.Node, counts: dict[yaml.Node, int]) -> int:
+    """Return the number of values below a node; an alias counts as often as it is used."""
+    if node not in counts:
+        counts[node] = 1  # for an anchor that contains itself
+        parts = node.value if isinstance(node, yaml.CollectionNode) else []
+        nodes = itertools.chain.from_iterable(parts) if isinstance(node, yaml.MappingNode) else parts
+        counts[node] = 1 + sum(_count_values(part, counts) for part in nodes)
+    return counts[node]
 
 
 def _describe_kind(node: yaml.Node | None) -> str:
