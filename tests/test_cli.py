@@ -123,11 +123,6 @@ MISTAKES = {
     "generate --run nowhere": "generate: --run nowhere: not a run folder (no config.yaml)",
     "generate --run x --tempature 1": "generate: unknown option --tempature; did you mean '--temperature'?",
     "generate --run x seed=1": "generate: unexpected argument seed=1",
-    "generate --run x --temperature -1": "generate: --temperature -1.0: must be a number >= 0",
-    "generate --run x --temperature nan": "generate: --temperature nan: must be a number >= 0",
-    "generate --run x --top_p 0": "generate: --top_p 0.0: must be a number in (0, 1]",
-    "generate --run x --max_new_tokens 0": "generate: --max_new_tokens 0: must be an integer >= 1",
-    "generate --run x --max_new_tokens x": "generate: argument --max_new_tokens: invalid int value: 'x'",
     "configs list quickstart": "configs list: unexpected argument quickstart",
     "configs show": "configs show: the following arguments are required: NAME_OR_PATH",
     "configs show quickstat": "unknown config 'quickstat'; did you mean 'quickstart'?",
@@ -255,8 +250,11 @@ def test_fit_passes_the_config_to_the_loop(calls):
     assert calls.pop() == ((config, None, "here"), {"overridden": {"seed"}})
 
 
-def test_validate_and_test_pass_config_sets_and_overrides(calls, tmp_path):
+def test_validate_and_test_pass_config_sets_and_overrides(calls, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     run, config = str(tmp_path), compose(["quickstart"], ["seed=1"])
+    for name in ("b.npy", "data/olmo/v2", "data/olmo/v3"):
+        (tmp_path / name).mkdir(parents=True)
     (tmp_path / "config.yaml").write_text(to_yaml(config))
     assert cli.main(["validate", "--run", run, "data.context_length=48", "trainer.devices=3"]) == 0
     args, _ = calls.pop()

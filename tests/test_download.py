@@ -274,7 +274,7 @@ def test_redirects_to_http_are_followed(fetch, server, tmp_path):
 def test_file_larger_than_the_free_space_is_refused_before_the_download(fetch, server, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(download.shutil, "disk_usage", lambda _: SimpleNamespace(free=100))
     assert fetch("v2", "--only", "ptb") == 1
-    message = f"{len(CONTENT[PTB]):,} bytes are missing, but only 100 are free; free space or choose another --to"
+    message = f"{len(CONTENT[PTB]):,} bytes are needed, but only 100 are free; free space or choose another --to"
     assert message in capsys.readouterr().err
 
 

@@ -33,7 +33,7 @@ class _Interrupted(http.client.HTTPException):
 
 
 class _HttpRedirects(urllib.request.HTTPRedirectHandler):
-    """Follows redirects to http and https; urllib follows ftp too."""
+    """A handler that follows redirects to http and https only; urllib follows ftp too."""
 
     def redirect_request(self, *args: Any) -> urllib.request.Request | None:
         target = args[-1]
@@ -105,7 +105,7 @@ def _download_rest(url: str, part: Path, bar: tqdm) -> None:
             raise RunError(f"{url}: the server sends the file compressed or without its length; use another mirror")
         free = shutil.disk_usage(part.parent).free
         if response.length > free:
-            needed = f"{response.length:,} bytes are missing, but only {free:,} are free"
+            needed = f"{response.length:,} bytes are needed, but only {free:,} are free"
             raise RunError(f"{part.parent}: {needed}; free space or choose another --to")
         size, validator = begin + response.length, _get_validator(response)
         if version and response.status == 206:

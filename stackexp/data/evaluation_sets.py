@@ -23,6 +23,7 @@ from tokenizers import Tokenizer
 from stackexp.config.data import DataConfig
 from stackexp.data import olmo
 from stackexp.data.converted_sets import UNKNOWN, convert_mds, convert_text
+from stackexp.data.path_checks import explain_missing_set, suggest_fetch
 from stackexp.data.shards import TokenSet
 from stackexp.data.sources import JSON_LINES_SUFFIXES, TEXT_SUFFIXES, TOKEN_SUFFIXES, find_sources
 from stackexp.data.token_files import Chunks, TokenFile
@@ -110,7 +111,7 @@ def find_sets(name: str, path: Path, *, warn_missing: bool = True) -> dict[str, 
     False. Raises RunError if there is no set.
     """
     if not path.exists():
-        raise RunError(_explain_missing_path(name, path))
+        raise RunError(explain_missing_set(name, path))
     if path.is_file() or _is_set(path):
         return {name: path}
     found = _find_in_folder(name, path)
@@ -121,7 +122,7 @@ def find_sets(name: str, path: Path, *, warn_missing: bool = True) -> dict[str, 
         raise RunError(f"{path}: contains no sets; expected prepared sets, MDS shards or files with suffix {known}")
     missing = [n for n in olmo.NAMES.get(name, ()) if f"{name}/{n}" not in found]
     if missing and warn_missing:
-        advice = _suggest_fetch(name, path)
+        advice = suggest_fetch(name, path)
         log.warning("%s: %d sets are missing: %s; %s", name, len(missing), ", ".join(missing), advice)
     return found
 
@@ -161,22 +162,6 @@ def _is_set(folder: Path) -> bool:
 def _remove_suffix(path: Path) -> str:
     suffixes = [] if path.is_dir() else [s for s in SET_SUFFIXES if path.name.lower().endswith(s)]
     return path.name[: -len(max(suffixes, key=len))] if suffixes else path.name
-
-
-def _explain_missing_path(name: str, path: Path) -> str:
-    if name in olmo.NAMES:
-        return f"{path}: no such folder; {_suggest_fetch(name, path)}"
-    command = f"python -m stackexp data prepare SOURCE --to {path} --tokenizer TOKENIZER.json"
-    return f"{path}: no such file or folder for set {name}; correct the path or create it with: {command}"
-
-
-def _suggest_fetch(version: str, path: Path) -> str:
-    original = olmo.DEFAULT_FOLDER / version
-    command = f"fetch them with: python -m stackexp data fetch {version}"
-    if path == original:
-        return command
-    retokenize = f"data retokenize {original} --to {path} --from GPT-NEOX-TOKENIZER.json --tokenizer TOKENIZER.json"
-    return f"{command}; for another vocabulary then run: python -m stackexp {retokenize}"
 
 
 # Open a set

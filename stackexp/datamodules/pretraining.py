@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 
 from torch.utils.data import DataLoader
 
-from stackexp.config.data import ShardsConfig, StdlibConfig, explain_set_name
-from stackexp.config.suggestions import suggest_name
+from stackexp.config.data import ShardsConfig, StdlibConfig
 from stackexp.data import olmo
 from stackexp.data.evaluation_sets import EvaluationSet, KnownTokenizer, find_sets, open_set
+from stackexp.data.path_checks import check_requested_sets, explain_unknown_set
 from stackexp.data.stdlib import StdlibSets, prepare_stdlib
 from stackexp.data.tokenizer import count_token_bytes
 from stackexp.datamodules.base import ExperimentData
@@ -61,11 +61,13 @@ class PretrainingData(ExperimentData):
             ConfigError: If a name is unknown or comes twice.
         """
         needs_config = not all("=" in name for name in names)
+        section = f"data.{SECTIONS[stage]}"
+        check_requested_sets(names, self._evaluation_paths(stage) if needs_config else None, section)
         known = {version: olmo.DEFAULT_FOLDER / version for version in olmo.NAMES}
         known |= self._evaluation_paths(stage) if needs_config else {}
         selected: dict[str, Path] = {}
         for name in names:
-            found = _select_sets(name, known, f"data.{SECTIONS[stage]}")
+            found = _select_sets(name, known, section)
             if duplicates := selected.keys() & found.keys():
                 raise ConfigError(f"--sets: {min(duplicates)} comes twice; give every set once, or other names")
             selected |= found
@@ -164,19 +166,12 @@ class StdlibData(PretrainingData):
 def _select_sets(request: str, known: Mapping[str, Path], section: str) -> dict[str, Path]:
     """Return name and path of the sets that one word of --sets selects."""
     name, equals, path = request.partition("=")
-    if not name or (equals and not path):
-        raise ConfigError(f"--sets: expected names and NAME=PATH, separated by single commas, found {request!r}")
     if equals:
-        if message := explain_set_name(name):
-            raise ConfigError(f"--sets: {message}")
         return find_sets(name, Path(path))
     if name in known:
         return find_sets(name, known[name])
     group = name.split("/")[0]
     members = find_sets(group, known[group], warn_missing=False) if group in known and group != name else {}
     if name not in members:
-        names = [*known, *members]
-        hint = suggest_name(name, names) or f"; available: {', '.join(names)}"
-        example = f"NAME={name}" if Path(name).exists() else "NAME=PATH"
-        raise ConfigError(f"--sets: no set {name!r} in {section}{hint} (or give {example})")
+        raise ConfigError(explain_unknown_set(name, [*known, *members], section))
     return {name: members[name]}

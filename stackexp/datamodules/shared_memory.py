@@ -1,4 +1,4 @@
-"""Shared memory of the training data on one node: is there enough, and what have killed runs left?
+"""Shared memory of the training data on one node: the space that is free, and what killed runs have left.
 
 mosaicml-streaming names its segments in /dev/shm and its lock files in the temporary folder `<prefix>_...`, where the
 prefix is a random number for each run. Every process of a run holds a shared lock on the owner file of its prefix. If

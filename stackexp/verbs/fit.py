@@ -8,6 +8,7 @@ from argparse import Namespace
 from pathlib import Path
 
 from stackexp.errors import RunError
+from stackexp.verbs.openmp import choose_wait_policy
 from stackexp.verbs.parser import Parser
 
 USAGE = "(--config NAME_OR_PATH | --run FOLDER) [OPTIONS] [KEY=VALUE ...]"
@@ -38,6 +39,7 @@ def run(args: Namespace) -> int:
     if args.run and args.ckpt_path:
         args.parser.error("--run and --ckpt_path exclude each other; --run resumes from the folder's newest checkpoint")
     from stackexp.config import compose, layers
+    from stackexp.data.path_checks import check_paths
     from stackexp.sweeps import quick
 
     if quick.is_sweep(args.config) and not (args.run or args.ckpt_path or args.print_config):
@@ -49,6 +51,8 @@ def run(args: Namespace) -> int:
         return 0
     if args.ckpt_path not in (None, "last") and not Path(args.ckpt_path).exists():
         raise RunError(f"{args.ckpt_path}: no such checkpoint; give a folder in a run's checkpoints/, or last")
+    check_paths(config.data, "fit")
+    choose_wait_policy()
     from stackexp.training.loop import train
 
     train(config, args.ckpt_path, args.run, overridden={key for key, _, _ in layers.split_overrides(args.overrides)})

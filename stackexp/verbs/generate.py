@@ -7,6 +7,8 @@ from stackexp.verbs.parser import Parser
 USAGE = "--run FOLDER [OPTIONS]"
 EXAMPLES = ("generate --run runs/quickstart/ID --prompt 'def main('", "generate --run RUN --temperature 0")
 
+MIN_TEMPERATURE = 1e-3
+
 
 def add_arguments(parser: Parser) -> None:
     """Add the options of `generate`."""
@@ -24,10 +26,14 @@ def run(args: Namespace) -> int:
     parser = args.parser
     if args.max_new_tokens < 1:
         parser.error(f"--max_new_tokens {args.max_new_tokens}: must be an integer >= 1")
-    if not 0 <= args.temperature < float("inf"):
-        parser.error(f"--temperature {args.temperature}: must be a number >= 0")
+    if args.temperature and not MIN_TEMPERATURE <= args.temperature < float("inf"):
+        parser.error(f"--temperature {args.temperature}: must be 0 (greedy) or a number >= {MIN_TEMPERATURE}")
     if not 0 < args.top_p <= 1:
         parser.error(f"--top_p {args.top_p}: must be a number in (0, 1]")
+    if not 0 <= args.seed < 2**63:
+        parser.error(f"--seed {args.seed}: must be an integer from 0 to 2^63 - 1")
+    if any("\ud800" <= character <= "\udfff" for character in args.prompt):
+        parser.error("--prompt: not valid UTF-8")
     parser.check_run_folder(args.run)
     from stackexp.evaluation import generation
 

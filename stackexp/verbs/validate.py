@@ -6,6 +6,7 @@ For formal languages: accuracy at each length up to data.validation_max_length.
 from argparse import Namespace
 from typing import Literal
 
+from stackexp.verbs.openmp import choose_wait_policy
 from stackexp.verbs.parser import Parser
 
 USAGE = "(--run FOLDER | --config NAME_OR_PATH --ckpt_path PATH) [OPTIONS] [KEY=VALUE ...]"
@@ -51,7 +52,15 @@ def run(args: Namespace, stage: Literal["validate", "test"] = "validate") -> int
             parser.error(f"--score-remainder: not supported for strings of {config.data.task}; remove it")
         args.overrides.append("data.score_remainder=true")
         config = compose.compose(configs, args.overrides, is_training=False)
-    from stackexp.evaluation import evaluate
+    from stackexp.data.path_checks import check_paths, check_requested_sets
 
     sets = [name.strip() for names in args.sets for name in names.split(",")]
+    if not sets:
+        check_paths(config.data, stage)
+    elif config.data.objective == "language_modeling":
+        section = "validation" if stage == "validate" else "test"
+        check_requested_sets(sets, getattr(config.data, section, None), f"data.{section}")
+    choose_wait_policy()
+    from stackexp.evaluation import evaluate
+
     return evaluate.run(stage, args.run, config, args.ckpt_path, sets, args.out, args.overrides)

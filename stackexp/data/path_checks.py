@@ -1,0 +1,77 @@
+"""Checks that the named data exist. Imports no torch, so that a wrong path is reported at once."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from stackexp.config.data import DataConfig, ShardsConfig, explain_set_name
+from stackexp.config.suggestions import suggest_name
+from stackexp.data import olmo
+from stackexp.errors import ConfigError, RunError
+
+
+def check_paths(data: DataConfig, stage: str) -> None:
+    """Raise RunError if a local path that a stage ("fit", "validate", "test") reads does not exist."""
+    if not isinstance(data, ShardsConfig):
+        return
+    if stage == "fit":
+        for source in data.streams.values() if data.streams else [data]:
+            folder = Path(source.path or "")
+            if not source.remote and not (folder / "corpus.json").is_file():
+                raise RunError(explain_missing_dataset(folder, data))
+    for name, path in (data.test if stage == "test" else data.validation).items():
+        if not Path(path).exists():
+            raise RunError(explain_missing_set(name, Path(path)))
+
+
+def check_requested_sets(requests: Iterable[str], configured: Mapping[str, str | Path] | None, section: str) -> None:
+    """Check the words of --sets. `configured` are the sets in the config; None if they are not known yet.
+
+    Raises:
+        ConfigError: A word is malformed, or names no set or group.
+        RunError: The path of a set does not exist.
+    """
+    known = {version: olmo.DEFAULT_FOLDER / version for version in olmo.NAMES} | dict(configured or {})
+    for request in requests:
+        name, equals, text = request.partition("=")
+        group = name.split("/")[0]
+        if not name or (equals and not text):
+            raise ConfigError(f"--sets: expected names and NAME=PATH, separated by single commas, found {request!r}")
+        if equals and (message := explain_set_name(name)):
+            raise ConfigError(f"--sets: {message}")
+        if not equals and configured is not None and group not in known:
+            raise ConfigError(explain_unknown_set(name, list(known), section))
+        path = Path(text or known.get(group, "."))
+        if not path.exists():
+            raise RunError(explain_missing_set(group, path))
+
+
+def explain_unknown_set(name: str, known: Sequence[str], section: str) -> str:
+    """Return the message for a name in --sets that names no set."""
+    hint = suggest_name(name, known) or f"; available: {', '.join(known)}"
+    example = f"NAME={name}" if Path(name).exists() else "NAME=PATH"
+    return f"--sets: no set {name!r} in {section}{hint} (or give {example})"
+
+
+def explain_missing_dataset(folder: Path, data: DataConfig) -> str:
+    """Return the message for a folder without a prepared training set."""
+    state = "holds no finished set" if folder.is_dir() else "no such folder"
+    options = f"--vocab-size {data.vocab_size} --context-length {data.context_length}"
+    return f"{folder}: {state}; make one with: stackexp data prepare SOURCE --to {folder} {options}"
+
+
+def explain_missing_set(name: str, path: Path) -> str:
+    """Return the message for an evaluation set whose path does not exist."""
+    if name in olmo.NAMES:
+        return f"{path}: no such folder; {suggest_fetch(name, path)}"
+    command = f"python -m stackexp data prepare SOURCE --to {path} --tokenizer TOKENIZER.json"
+    return f"{path}: no such file or folder for set {name}; correct the path or create it with: {command}"
+
+
+def suggest_fetch(version: str, path: Path) -> str:
+    """Return the commands that download OLMo's sets v2 or v3 to `path`."""
+    original = olmo.DEFAULT_FOLDER / version
+    command = f"fetch them with: python -m stackexp data fetch {version}"
+    if path == original:
+        return command
+    retokenize = f"data retokenize {original} --to {path} --from GPT-NEOX-TOKENIZER.json --tokenizer TOKENIZER.json"
+    return f"{command}; for another vocabulary then run: python -m stackexp {retokenize}"
