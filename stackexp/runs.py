@@ -33,12 +33,11 @@ from stackexp.config.compose import to_yaml
 from stackexp.config.experiment import ExperimentConfig
 from stackexp.errors import FolderBusyError, RunError, mask_secrets
 from stackexp.files import read_json, read_json_lines, try_lock, write_atomically, write_json, write_json_lines
+from stackexp.metric_tags import AVERAGE_ACCURACY, AVERAGE_LOSS, rename_old_tags
 from stackexp.run_result import NewerVersionError, RunResult
 
 MARKER = ".stackexp"
 STAMP = "%Y%m%d-%H%M%S"
-AVERAGE_LOSS = "validation/loss/average"  # the tag in metrics.jsonl
-AVERAGE_ACCURACY = "validation/accuracy/average"
 
 
 @dataclass(frozen=True)
@@ -125,7 +124,11 @@ class RunFolder:
         for number, line in enumerate(read_json_lines(self.metrics), 1):
             if not isinstance(line.get("step"), int) or any(isinstance(v, str | dict | list) for v in line.values()):
                 raise RunError(f"{self.metrics}: line {number} is not a line of metrics; delete the line")
-            yield line
+            yield rename_old_tags(line)
+
+    def find_logged_tags(self, step: int) -> set[str]:
+        """Return the tags that metrics.jsonl has at a step."""
+        return {tag for line in self.read_metrics() if line["step"] == step for tag in line}
 
     def truncate_after(self, step: int) -> None:
         """Delete the metrics and checkpoints after `step`; a resumed run repeats these steps."""

@@ -6,7 +6,7 @@ import pytest
 
 from stackexp.runs import RunFolder
 
-CLOCK_TAGS = ("time", "throughput/tokens_per_second", "throughput/flops_per_second")
+CLOCK_TAGS = ("time", "train/tokens_per_second", "train/flops_per_second")
 
 
 def only_run(root: Path, name: str = "tiny") -> RunFolder:
@@ -22,7 +22,7 @@ def has_checkpoint(root: Path) -> bool:
 
 def losses(run: RunFolder) -> dict[int, float]:
     """Return the training loss by step."""
-    return {line["step"]: line["loss/train"] for line in run.read_metrics() if "loss/train" in line}
+    return {line["step"]: line["train/loss"] for line in run.read_metrics() if "train/loss" in line}
 
 
 def record(run: RunFolder) -> list[dict[str, float]]:

@@ -35,8 +35,8 @@ print(f"from step {done}", flush=True)
 instead = (behavior.get("first", []) + [None] * attempt)[attempt - 1]
 for step in range(done + 1, STEPS + 1):
     time.sleep(behavior.get("seconds", 0.1) / STEPS)
-    line = {"step": step, "tokens": step, "time": time.time(), "loss/train": 5 - step / 10}
-    line |= {"validation/loss/average": behavior.get("loss", 4.0), "throughput/tokens_per_second": 2560.0}
+    line = {"step": step, "tokens": step, "time": time.time(), "train/loss": 5 - step / 10}
+    line |= {"val/loss/average": behavior.get("loss", 4.0), "train/tokens_per_second": 2560.0}
     with open(metrics, "a") as file:
         file.write(json.dumps(line) + "\n")
     if step == done + 2 and instead == "error":

@@ -72,15 +72,15 @@ def test_tokens_per_second_are_measured_between_step_ends(clock, module):
     trainer.global_step, module.tokens = 8, TOKENS
     callback.on_train_batch_end(trainer, module)
     assert module.step_metrics.drain() == {
-        "throughput/tokens_per_second": TOKENS / 2,
-        "throughput/flops_per_second": TOKENS / 2 * FLOPS,
+        "train/tokens_per_second": TOKENS / 2,
+        "train/flops_per_second": TOKENS / 2 * FLOPS,
     }
     clock.now += 60  # a validation is left out
     callback.on_validation_end(trainer, module)
     clock.now += 4
     trainer.global_step, module.tokens = 9, 2 * TOKENS
     callback.on_train_batch_end(trainer, module)
-    assert module.step_metrics.drain()["throughput/tokens_per_second"] == TOKENS / 4
+    assert module.step_metrics.drain()["train/tokens_per_second"] == TOKENS / 4
 
 
 def test_mfu_is_relative_to_the_peak_of_all_devices(clock, module, monkeypatch):
@@ -93,7 +93,7 @@ def test_mfu_is_relative_to_the_peak_of_all_devices(clock, module, monkeypatch):
     trainer.global_step, module.tokens = 1, TOKENS
     callback.on_train_batch_end(trainer, module)
     expected = pytest.approx(2 * TOKENS * FLOPS / (4 * 989e12))
-    assert module.step_metrics.drain() == {"throughput/tokens_per_second": 2 * TOKENS, "throughput/mfu": expected}
+    assert module.step_metrics.drain() == {"train/tokens_per_second": 2 * TOKENS, "train/mfu": expected}
 
 
 @pytest.mark.parametrize(
@@ -138,6 +138,7 @@ def test_a_signal_or_a_time_limit_requests_a_stop(clock):
 
 @pytest.mark.usefixtures("_restored_signals")
 def test_first_interrupt_requests_a_stop_and_the_second_raises(capfd):
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # it is ignored where pytest runs in the background
     stop = StopRequest(None, 120)
     with stop.handle_interrupts():
         signal.raise_signal(signal.SIGINT)

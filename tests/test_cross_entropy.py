@@ -176,7 +176,7 @@ def test_config_selects_the_loss_in_training_and_evaluation(kind, monkeypatch):
     total, alone, z = compute_unchunked([output.logits, torch.eye(V)], batch["tokens"], 0.1)
     torch.testing.assert_close(loss, total + lm.model.entropy_weight * output.entropy)
     metrics = lm.step_metrics.drain()
-    assert (metrics["loss/train"], metrics["loss/z"]) == pytest.approx((alone.item(), z.item()), rel=1e-5)
+    assert (metrics["train/loss"], metrics["train/z_loss"]) == pytest.approx((alone.item(), z.item()), rel=1e-5)
 
 
 def test_recurrent_models_support_chunks():

@@ -136,17 +136,17 @@ def test_fit_result_has_scores_over_full_sets(fitted, record):
 
 
 def test_validation_during_training_samples_the_sets_evenly(fitted):
-    lines = [line for line in fitted.read_metrics() if "validation/loss/average" in line]
+    lines = [line for line in fitted.read_metrics() if "val/loss/average" in line]
     assert [line["step"] for line in lines] == [6, 12]
-    averages = {f"sample/v2/average/{figure}" for figure in ("loss", "perplexity", "exp_mean_loss")}
-    tags = {f"sample/v2/{name}" for name in LENGTHS} | averages
-    plain = {f"validation/{figure}/{name}" for figure in ("loss", "perplexity") for name in ("left", "average")}
+    averages = {f"val/v2/average/{figure}" for figure in ("loss", "perplexity", "exp_mean_loss")}
+    tags = {f"val/v2/{name}" for name in LENGTHS} | averages
+    plain = {f"val/{figure}/{name}" for figure in ("loss", "perplexity") for name in ("left", "average")}
     assert tags | plain <= lines[-1].keys()
-    assert not [tag for tag in lines[-1] if tag.startswith("validation/") and "v2" in tag]
+    assert not [tag for tag in lines[-1] if tag.startswith("val/loss") and "v2" in tag]
     losses, counts = compute_losses(fitted, make_tokens("a"), range(0, 6 * CHUNK, 2 * CHUNK))  # three chunks of seven
-    assert lines[-1]["sample/v2/a"] == pytest.approx(sum(losses) / sum(counts), rel=1e-6)
-    mean = np.mean([lines[-1][f"sample/v2/{name}"] for name in LENGTHS])
-    assert lines[-1]["sample/v2/average/loss"] == pytest.approx(mean)
+    assert lines[-1]["val/v2/a"] == pytest.approx(sum(losses) / sum(counts), rel=1e-6)
+    mean = np.mean([lines[-1][f"val/v2/{name}"] for name in LENGTHS])
+    assert lines[-1]["val/v2/average/loss"] == pytest.approx(mean)
 
 
 def test_tensorboard_has_the_scores_at_the_checkpoint_step(fitted, group):
@@ -163,12 +163,14 @@ def test_tensorboard_has_the_scores_at_the_checkpoint_step(fitted, group):
     evaluate(fitted, *older, "--sets", "v2")
     for without_tags in (("data.context_length=48", "--sets", "left"), ("--sets", f"left={group / 'b.npy'}")):
         evaluate(fitted, *older, *without_tags)
+    evaluate(fitted, *older, "--sets", f"mine={group / 'b.npy'}")
+    assert list_steps("val/whole/loss/mine") == [8]
     evaluate(fitted, *older, "--sets", "right", stage="test")
-    for tag in ("v2/a", "v2/average/loss", "whole/loss/left", "whole/loss/average"):
+    for tag in ("val/whole/v2/a", "val/whole/v2/average/loss", "val/whole/loss/left", "val/whole/loss/average"):
         assert list_steps(tag) == [8, 12], tag
-    assert list_steps("sample/v2/a") == list_steps("validation/loss/left") == [6, 12], "logged by the fit"
+    assert list_steps("val/v2/a") == list_steps("val/loss/left") == [6, 12], "logged by the fit"
     assert list_steps("test/loss/right") == [8]
-    values = {e.step: e.value for e in EventAccumulator(str(fitted.path)).Reload().Scalars("v2/a")}
+    values = {e.step: e.value for e in EventAccumulator(str(fitted.path)).Reload().Scalars("val/whole/v2/a")}
     assert values[8] == pytest.approx(record["sets"]["v2/a"]["loss"])
 
 
@@ -179,7 +181,7 @@ def test_evaluation_keeps_the_event_file_of_a_running_fit(fitted):
         evaluate(fitted, "--sets", "v2")
     assert not list(fitted.path.glob("*.evaluation"))
     events = EventAccumulator(str(fitted.path / "validate")).Reload()
-    assert [e.step for e in events.Scalars("v2/a")] == [12]
+    assert [e.step for e in events.Scalars("val/whole/v2/a")] == [12]
 
 
 def test_sets_can_be_given_on_the_command_line(fitted, corpus, tmp_path, monkeypatch, caplog):

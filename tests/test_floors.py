@@ -11,7 +11,7 @@ import stackexp
 
 ROOT = Path(stackexp.__file__).parent
 FLOORS = [
-    {"config", "runs", "run_result", "files", "tables", "errors", "__init__"},
+    {"config", "runs", "run_result", "metric_tags", "files", "tables", "errors", "__init__"},
     {"stack"},
     {"models", "tasks", "data"},
     {"modules", "datamodules"},
@@ -30,6 +30,7 @@ LIGHT = {
     "errors",
     "runs",
     "run_result",
+    "metric_tags",
     "files",
     "tables",
 }  # heavy imports only within functions

@@ -42,15 +42,15 @@ def test_the_objective_is_the_sum_of_its_terms(batch):
     z_loss = output.logits[:, :-1].logsumexp(-1).square().mean()
     assert loss.item() == pytest.approx((cross_entropy + 0.5 * output.entropy + 0.25 * z_loss).item(), rel=1e-5)
     metrics = lm.step_metrics.drain()
-    assert metrics["loss/train"] == pytest.approx(cross_entropy.item(), rel=1e-5), (
+    assert metrics["train/loss"] == pytest.approx(cross_entropy.item(), rel=1e-5), (
         "the logged loss is the cross entropy alone"
     )
-    assert 0 < metrics["loss/action_entropy"] <= math.log(3) + 1e-6
+    assert 0 < metrics["train/action_entropy"] <= math.log(3) + 1e-6
 
 
 def test_without_a_memory_the_objective_is_the_cross_entropy(batch):
     lm = build("model.memory=null")
-    assert lm.training_step(batch, 0).item() == lm.step_metrics.drain()["loss/train"]
+    assert lm.training_step(batch, 0).item() == lm.step_metrics.drain()["train/loss"]
 
 
 def test_gradients_are_clipped_by_the_global_norm(batch):
@@ -62,7 +62,7 @@ def test_gradients_are_clipped_by_the_global_norm(batch):
     after = torch.cat([p.grad.flatten() for p in lm.parameters()])
     assert before.norm() > 0.01
     torch.testing.assert_close(after, before * 0.01 / before.norm(), rtol=1e-3, atol=1e-9)
-    assert lm.step_metrics.drain()["optimizer/grad_norm"] == pytest.approx(before.norm().item(), rel=1e-5)
+    assert lm.step_metrics.drain()["train/grad_norm"] == pytest.approx(before.norm().item(), rel=1e-5)
 
 
 def test_without_a_limit_gradients_are_unchanged(batch):

@@ -22,7 +22,7 @@ def folder(tmp_path):
     config = compose(["formal/lstm"], [*TINY, f"logging.root={tmp_path}"])
     folder = runs.allocate_run(config)
     with folder.start_session(config):
-        write_json_lines(folder.metrics, [{"step": 1, "loss/train": 2.0}, {"step": 2, "v": 0.5}])
+        write_json_lines(folder.metrics, [{"step": 1, "train/loss": 2.0}, {"step": 2, "v": 0.5}])
         model = build_objective(config).build_module().model
         save_file(dict(model.state_dict()), folder.path / "weights.safetensors")
     return folder
@@ -37,13 +37,13 @@ def test_load_run_returns_model_config_and_metrics(folder):
     for one, two in zip(run.model.parameters(), again.model.parameters(), strict=True):
         torch.testing.assert_close(one, two, rtol=0, atol=0)
     assert list(run.metrics["step"]) == [1, 2]
-    assert list(run.metrics) == ["step", "loss/train", "v"]
+    assert list(run.metrics) == ["step", "train/loss", "v"]
 
 
 def test_load_run_without_pandas_returns_lists(folder, monkeypatch):
     monkeypatch.setitem(sys.modules, "pandas", None)
     metrics = stackexp.load_run(folder.path, folder.path / "weights.safetensors").metrics
-    assert metrics == {"step": [1, 2], "loss/train": [2.0, None], "v": [None, 0.5]}
+    assert metrics == {"step": [1, 2], "train/loss": [2.0, None], "v": [None, 0.5]}
 
 
 def test_missing_folder_or_checkpoint_is_one_line(folder, tmp_path):

@@ -36,7 +36,7 @@ def take_steps(callback, trainer, log, steps) -> None:
     for step, loss in steps:
         trainer.global_step = step
         if loss:
-            log.last_line = log.last_line | {"loss/train": loss, "throughput/tokens_per_second": 12345.6}
+            log.last_line = log.last_line | {"train/loss": loss, "train/tokens_per_second": 12345.6}
         callback.on_train_batch_end(trainer, None, None, None, 0)
 
 
@@ -74,7 +74,7 @@ def test_time_left_does_not_count_the_first_step(monkeypatch, log, trainer, caps
     for step in range(7, 21):
         now += 10
         take_steps(callback, trainer, log, [(step, 3.0), (step, 3.0)])
-    log.last_line |= {"validation/loss/average": 2.5}
+    log.last_line |= {"val/loss/average": 2.5}
     callback.on_validation_end(trainer, None)
     assert capsys.readouterr().err.splitlines() == [
         "step 6/20: loss 9.000, 12,346 tokens/s",

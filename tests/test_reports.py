@@ -66,8 +66,8 @@ def test_runs_are_compared_in_a_table_and_a_figure(tmp_path):
         folder = runs.allocate_run(config)
         with folder.start_session(config):
             pass
-        lines = [{"step": i + 1, "tokens": 10 * (i + 1), "loss/train": x} for i, x in enumerate(losses)]
-        lines.append({"step": 2, "tokens": 20, "validation/loss/average": 2.5})
+        lines = [{"step": i + 1, "tokens": 10 * (i + 1), "train/loss": x} for i, x in enumerate(losses)]
+        lines.append({"step": 2, "tokens": 20, "val/loss/average": 2.5})
         folder.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
         result = {"parameters": 10, "memory_parameters": 2, "train_loss": {"last_20_steps": losses[-1]}}
         result |= {"sets": {"left": build_scores(losses[-1])}, "average": build_scores(losses[-1])}

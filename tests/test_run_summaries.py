@@ -37,7 +37,7 @@ def test_summary_has_the_state_and_the_losses(run):
     summary = summarize(run)
     assert (summary.state, summary.step, summary.max_steps, summary.tokens) == (RunState.FINISHED, 12, 12, 12 * 256)
     assert summary.train_loss == pytest.approx(run.read_result().train_loss["last_20_steps"])
-    assert summary.best_loss == min(x["validation/loss/average"] for x in list(run.read_metrics())[-1:])
+    assert summary.best_loss == min(x["val/loss/average"] for x in list(run.read_metrics())[-1:])
     assert summary.bytes == sum(path.stat().st_size for path in run.path.rglob("*") if path.is_file())
     with run.lock():
         assert summarize(run).state == RunState.RUNNING

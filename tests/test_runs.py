@@ -106,8 +106,8 @@ def test_the_best_checkpoint_has_the_lowest_validation_loss(config):
         add_checkpoint(folder, runs.checkpoint_name(step))
     assert folder.best_checkpoint() is None, "none was validated"
     losses = {10: 3.0, 20: 2.0, 25: 1.0, 30: 2.5}  # no checkpoint at 25, no validation at 40
-    lines = [{"step": step, "validation/loss/average": loss} for step, loss in losses.items()]
-    write_metrics(folder, "".join(json.dumps(line) + "\n" for line in [{"step": 40, "loss/train": 0.5}, *lines]))
+    lines = [{"step": step, "val/loss/average": loss} for step, loss in losses.items()]
+    write_metrics(folder, "".join(json.dumps(line) + "\n" for line in [{"step": 40, "train/loss": 0.5}, *lines]))
     assert folder.best_checkpoint().name == "00000020"
 
 
@@ -115,7 +115,7 @@ def test_latest_checkpoint_without_mistakes_is_best(config):
     folder, lines = create_run(config), []
     for step, loss, accuracy in ((10, 1e-6, 1.0), (20, 1e-3, 1.0), (30, 1e-7, 0.999), (40, 2.0, 0.5)):
         add_checkpoint(folder, runs.checkpoint_name(step))
-        lines.append({"step": step, "validation/loss/average": loss, "validation/accuracy/average": accuracy})
+        lines.append({"step": step, "val/loss/average": loss, "val/accuracy/average": accuracy})
     write_metrics(folder, "".join(json.dumps(line) + "\n" for line in lines))
     assert folder.best_checkpoint().name == "00000020"
 

@@ -38,7 +38,7 @@ def train(tiny, tmp_path) -> Callable[..., RunFolder]:
 
 
 def norms(run: RunFolder) -> list[float]:
-    return [line["optimizer/grad_norm"] for line in run.read_metrics() if "optimizer/grad_norm" in line]
+    return [line["train/grad_norm"] for line in run.read_metrics() if "train/grad_norm" in line]
 
 
 @pytest.mark.process

@@ -182,7 +182,7 @@ def test_a_killed_and_resumed_run_on_a_mixture_equals_an_uninterrupted_run(tiny,
     resumed = only_run(tmp_path / "runs")
     assert hash_log.read_hashes(resumed.path) == hash_log.read_hashes(whole.path)
     assert sorted(hash_log.read_hashes(whole.path)) == [2, 4, 6, 8, 10]
-    counts = {line["step"]: line["data/sequences/a"] for line in record(resumed) if "data/sequences/a" in line}
+    counts = {line["step"]: line["train/sequences/a"] for line in record(resumed) if "train/sequences/a" in line}
     assert sorted(counts) == [2, 4, 6, 8, 10]
     last = hash_log.read_hash_log(whole.path)[-1]
     assert last["sequences"]["a"] == counts[10]

@@ -121,7 +121,7 @@ def test_live_table_shows_running_trials_first():
     trials[0].folder.result.write_text('{"average": {"loss": 2.5}}')
     lock = open(trials[2].folder.path / ".lock", "w")  # noqa: SIM115
     fcntl.flock(lock, fcntl.LOCK_EX)
-    line = '{"step": 150, "tokens": 614400, "time": 0, "loss/train": 3.25, "throughput/tokens_per_second": 4096.0}\n'
+    line = '{"step": 150, "tokens": 614400, "time": 0, "train/loss": 3.25, "train/tokens_per_second": 4096.0}\n'
     trials[2].folder.metrics.write_text(line)
     console = Console(file=io.StringIO(), force_terminal=True, width=120, color_system=None)
     with Live(console=console, auto_refresh=False) as live:

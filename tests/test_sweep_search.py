@@ -130,7 +130,7 @@ def test_successive_halving_prunes_bad_trials(monkeypatch):
     assert states[min(states)] == State.DONE
     for trial in trials:
         if get_state(trial) == State.PRUNED:
-            assert json.loads(trial.pruned.read_text())["validation/loss/average"] == trial.values[S]
+            assert json.loads(trial.pruned.read_text())["val/loss/average"] == trial.values[S]
             assert not trial.folder.is_finished
             assert not trial.failure.exists()
     # A later driver restores the rungs from the folders.
@@ -144,5 +144,5 @@ def test_missing_optuna_is_a_config_error(monkeypatch):
 
 
 def test_training_losses_are_averaged_over_twenty_steps():
-    lines = [{"step": step, "loss/train": float(step)} for step in range(15, 65)]
-    assert _read_values(lines, "loss/train") == [(40, 30.5), (60, 50.5)]
+    lines = [{"step": step, "train/loss": float(step)} for step in range(15, 65)]
+    assert _read_values(lines, "train/loss") == [(40, 30.5), (60, 50.5)]

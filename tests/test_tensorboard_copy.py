@@ -11,10 +11,12 @@ from tensorboard.plugins.custom_scalar import layout_pb2
 from tensorboard.plugins.hparams import plugin_data_pb2
 
 from stackexp.config.compose import compose
+from stackexp.metric_tags import rename_old_tags
 from stackexp.modules.language_modeling import LanguageModeling
 from stackexp.modules.scores import tag_scores
 from stackexp.training.callbacks.throughput import Throughput
-from stackexp.training.tensorboard import TensorBoardCopy, write_curve
+from stackexp.training.heat_map import TITLES, HeatMaps
+from stackexp.training.tensorboard import TensorBoardCopy, build_layout, write_curve
 
 
 def make_probed_line() -> dict[str, float]:
@@ -33,21 +35,17 @@ def make_probed_line() -> dict[str, float]:
 
 
 def set_tags_of(figure: str) -> set[str]:
-    return {f"validation/{figure}/{name}" for name in ("left", "right", "average")}
+    return {f"val/{figure}/{name}" for name in ("left", "right", "average")}
 
 
-def layer_tags(figure: str) -> set[str]:
-    return {f"memory/{figure}/layer_00", f"memory/{figure}/layer_01"}
-
-
-V3_AVERAGES = {f"sample/v3/average/{figure}" for figure in ("perplexity", "exp_mean_loss")}
+V3_AVERAGES = {f"val/whole/v3/average/{figure}" for figure in ("perplexity", "exp_mean_loss")}
 SHOWN_TAGS = {
     "Training": {
-        "loss": {"loss/train"} | set_tags_of("loss"),
-        "loss by tokens": {"loss/train_by_tokens"},
-        "gradient norm": {"optimizer/grad_norm"},
-        "learning rate": {"optimizer/lr"},
-        "tokens per second": {"throughput/tokens_per_second"},
+        "loss": {"train/loss"} | set_tags_of("loss"),
+        "loss by tokens": {"train/loss_by_tokens"},
+        "gradient norm": {"train/grad_norm"},
+        "learning rate": {"train/lr"},
+        "tokens per second": {"train/tokens_per_second"},
     },
     "Validation": {
         "loss": set_tags_of("loss"),
@@ -55,22 +53,14 @@ SHOWN_TAGS = {
         "bits per byte": set_tags_of("bits_per_byte"),
     },
     "V2": {
-        "loss": {"v2/a", "v2/average/loss"},
-        "mean perplexity": {"v2/average/perplexity", "v2/average/exp_mean_loss"},
+        "loss": {"val/v2/a", "val/v2/average/loss"},
+        "mean perplexity": {"val/v2/average/perplexity", "val/v2/average/exp_mean_loss"},
     },
-    "V3": {"loss": {"sample/v3/a", "sample/v3/average/loss"}, "mean perplexity": V3_AVERAGES},
+    "V3": {"loss": {"val/whole/v3/a", "val/whole/v3/average/loss"}, "mean perplexity": V3_AVERAGES},
     "Formal languages": {
-        "accuracy by length": {"length/accuracy"},
-        "accuracy": {"accuracy/train", "validation/accuracy/average"},
-        "longest training string": {"data/max_length"},
-    },
-    "Memory by layer": {
-        "push probability": layer_tags("push"),
-        "pop probability": layer_tags("pop"),
-        "no-op probability": layer_tags("no_op"),
-        "action entropy (nats)": layer_tags("entropy"),
-        "occupancy (sum of M)": layer_tags("occupancy"),
-        "read share of the residual": layer_tags("read_share"),
+        "accuracy by length": {"test/accuracy_by_length"},
+        "accuracy": {"train/accuracy", "val/accuracy/average"},
+        "longest training string": {"train/max_length"},
     },
 }
 
@@ -86,16 +76,17 @@ def probed_line() -> dict[str, float]:
 
 @pytest.mark.parametrize("objective", ["language_modeling", "transduction"])
 def test_charts_show_their_tags_and_only_those_of_the_objective(probed_line, tmp_path, objective):
-    copy = TensorBoardCopy(tmp_path, [], objective)
+    names = ["left", "v2/a", "v3/a"] if objective == "language_modeling" else ["length_041"]
+    copy = TensorBoardCopy(tmp_path, [], build_layout(objective, names))
     copy.write(probed_line)
     result = {"loss": 2.0, "perplexity": 7.4, "bits_per_byte": 1.0}
-    tags = tag_scores("validation", {"left": result, "right": result})
-    for name, lead in (("v2/a", ""), ("v3/a", "sample/")):
-        tags |= tag_scores("validation", {name: result}, lead)
-    tags |= {"accuracy/train": 0.5, "validation/accuracy/average": 0.5, "data/max_length": 4.0}
+    tags = tag_scores("val/whole", {"v3/a": result}) | tag_scores("val", {"v2/a": result})
+    tags = {tag: value for tag, value in tags.items() if not tag.endswith("/average")}
+    tags |= tag_scores("val", {"left": result, "right": result})
+    tags |= {"train/accuracy": 0.5, "val/accuracy/average": 0.5, "train/max_length": 4.0}
     copy.write({"step": 1, "tokens": 16, "time": 1001.0} | tags)
     copy.close()
-    write_curve(tmp_path, "length/accuracy", {1: 1.0, 2: 0.5}, "test.lengths")
+    write_curve(tmp_path, "test/accuracy_by_length", {1: 1.0, 2: 0.5}, "test.lengths")
     events = read_events(tmp_path)
     tags = events.Tags()["scalars"]
     [layout] = events.Tensors("custom_scalars__config__")
@@ -113,27 +104,28 @@ def test_charts_show_their_tags_and_only_those_of_the_objective(probed_line, tmp
 
 
 def test_a_resumed_run_rebuilds_the_copy_from_the_log(tmp_path):
-    first = TensorBoardCopy(tmp_path, [], "language_modeling")
+    first = TensorBoardCopy(tmp_path, [], {})
     for step in (1, 2, 3):
-        first.write({"step": step, "tokens": 16 * step, "time": 1000.0 + step, "loss/train": 10.0 - step})
+        first.write({"step": step, "tokens": 16 * step, "time": 1000.0 + step, "train/loss": 10.0 - step})
     first.close()
     old = {path: path.read_bytes() for path in tmp_path.iterdir()}
-    kept = [{"step": s, "tokens": 16 * s, "time": 1000.0 + s, "loss/train": 5.0 - s} for s in (1, 2)]
-    second = TensorBoardCopy(tmp_path, kept, "language_modeling")
-    second.write({"step": 3, "tokens": 48, "time": 2000.0, "loss/train": 2.5})
+    kept = [{"step": s, "tokens": 16 * s, "time": 1000.0 + s, "train/loss": 5.0 - s} for s in (1, 2)]
+    second = TensorBoardCopy(tmp_path, kept, {})
+    second.write({"step": 3, "tokens": 48, "time": 2000.0, "train/loss": 2.5})
     second.close()
     [path] = tmp_path.iterdir()
     assert path.read_bytes() not in old.values()
     events = read_events(tmp_path)
-    points = [(p.step, p.value, p.wall_time) for p in events.Scalars("loss/train")]
+    points = [(p.step, p.value, p.wall_time) for p in events.Scalars("train/loss")]
     assert points == [(1, 4.0, 1001.0), (2, 3.0, 1002.0), (3, 2.5, 2000.0)]
-    assert [(p.step, p.value) for p in events.Scalars("loss/train_by_tokens")] == [(16, 4.0), (32, 3.0), (48, 2.5)]
-    assert sorted(events.Tags()["scalars"]) == ["loss/train", "loss/train_by_tokens"], "no step, tokens or time"
+    assert [(p.step, p.value) for p in events.Scalars("train/loss_by_tokens")] == [(16, 4.0), (32, 3.0), (48, 2.5)]
+    assert sorted(events.Tags()["scalars"]) == ["train/loss", "train/loss_by_tokens"], "no step, tokens or time"
 
 
 def test_hyperparameters_are_written_once_with_the_final_figures(tmp_path):
-    copy = TensorBoardCopy(tmp_path, [], "language_modeling")
-    copy.finish({"optimizer.lr": 0.5, "model.memory.axis": "depth", "model.memory": None}, {"final/loss/train": 3.0}, 9)
+    copy = TensorBoardCopy(tmp_path, [], {})
+    hyperparameters = {"optimizer.lr": 0.5, "model.memory.axis": "depth", "model.memory": None}
+    copy.finish(hyperparameters, ["val/loss/average"], 3.0, 9)
     [path] = tmp_path.iterdir()
     values = [value for event in EventFileLoader(str(path)).Load() for value in event.summary.value]
     tags = [value.tag for value in values if value.tag.startswith("_hparams_/")]
@@ -142,5 +134,68 @@ def test_hyperparameters_are_written_once_with_the_final_figures(tmp_path):
     content = plugin_data_pb2.HParamsPluginData.FromString(start.metadata.plugin_data.content)
     written = {key: getattr(v, v.WhichOneof("kind")) for key, v in content.session_start_info.hparams.items()}
     assert written == {"optimizer.lr": 0.5, "model.memory.axis": "depth", "model.memory": "None"}
-    [point] = read_events(tmp_path).Scalars("final/loss/train")
+    [point] = read_events(tmp_path).Scalars("train/final_loss")
     assert (point.step, point.value) == (9, 3.0)
+
+
+def test_only_filled_charts_are_laid_out():
+    assert list(build_layout("language_modeling", [])) == ["Training"]
+    assert list(build_layout("language_modeling", ["left"])) == ["Training", "Validation"]
+    groups = build_layout("language_modeling", ["mine/a", "mine/b"])
+    assert list(groups) == ["Training", "Validation", "MINE"]
+
+
+def test_texts_are_shown_as_they_are(tmp_path):
+    copy = TensorBoardCopy(tmp_path, [], {}, {"config": "a:\n  b: <i>*c*"})
+    copy.close()
+    [text] = read_events(tmp_path).Tensors("config/text_summary")
+    assert text.tensor_proto.string_val[0] == b"    a:\n      b: <i>*c*"
+
+
+def make_probes(steps: list[int], layers: int) -> list[dict[str, float]]:
+    names = ("push", "pop", "no_op", "entropy", "occupancy", "read_share")
+    tags = [f"memory/{name}/layer_{layer:02d}" for name in names for layer in range(layers)]
+    return [{"step": s, "tokens": s, "time": 0.0} | {tag: (s + i) % 7 / 7 for i, tag in enumerate(tags)} for s in steps]
+
+
+def test_the_heat_map_is_an_image_of_all_layers_and_probes(tmp_path):
+    copy = TensorBoardCopy(tmp_path, make_probes([1, 10, 20], layers=32), {})
+    copy.finish({}, [], 3.0, 20)
+    events = read_events(tmp_path)
+    assert len(events.Tags()["images"]) == 6
+    [image] = events.Images("memory/heat_map/push")
+    assert image.step == 20
+    assert image.encoded_image_string.startswith(b"\x89PNG")
+    heat_maps = HeatMaps()
+    assert not heat_maps
+    assert not heat_maps.add({"step": 1, "train/loss": 2.0})
+    for line in make_probes(list(range(1, 1200)), layers=2):
+        assert heat_maps.add(line)
+    assert [name for name, png in heat_maps.draw() if png.startswith(b"\x89PNG")] == sorted(TITLES)
+
+
+def test_a_probe_that_is_not_finite_leaves_a_gap():
+    heat_maps = HeatMaps()
+    heat_maps.add({"step": 1, "memory/push/layer_00": 0.5, "memory/push/layer_01": None})
+    assert [name for name, png in heat_maps.draw()] == ["push"]
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("loss/train", "train/loss"),
+        ("loss/z", "train/z_loss"),
+        ("optimizer/lr", "train/lr"),
+        ("throughput/mfu", "train/mfu"),
+        ("data/sequences/a", "train/sequences/a"),
+        ("validation/loss/average", "val/loss/average"),
+        ("sample/v2/c4_en", "val/v2/c4_en"),
+        ("v2/c4_en", "val/v2/c4_en"),
+        ("memory/push/layer_00", "memory/push/layer_00"),
+        ("step", "step"),
+        ("accuracy", "accuracy"),
+    ],
+)
+def test_tags_of_older_runs_are_renamed(old, new):
+    assert rename_old_tags({old: 1}) == {new: 1}
+    assert rename_old_tags({new: 1}) == {new: 1}

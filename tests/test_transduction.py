@@ -40,7 +40,7 @@ def test_loss_is_the_mean_over_answer_symbols():
         ]
     ).mean()
     assert loss.item() == pytest.approx((expected + 0.5 * output.entropy).item(), rel=1e-5)
-    assert model.step_metrics.drain()["loss/train"] == pytest.approx(expected.item(), rel=1e-5)
+    assert model.step_metrics.drain()["train/loss"] == pytest.approx(expected.item(), rel=1e-5)
 
 
 def test_label_smoothing_changes_the_objective_not_the_logged_loss():
@@ -51,7 +51,7 @@ def test_label_smoothing_changes_the_objective_not_the_logged_loss():
     expected = 0.9 * plain - 0.1 * logits.log_softmax(-1).mean()
     assert smooth.item() == pytest.approx(expected.item(), rel=1e-5)
     assert smooth.item() != pytest.approx(plain.item(), rel=1e-3)
-    logged = [model.step_metrics.drain()["loss/train"] for model in models]
+    logged = [model.step_metrics.drain()["train/loss"] for model in models]
     assert logged == pytest.approx([plain.item()] * 2, rel=1e-6)
 
 
@@ -70,8 +70,8 @@ def test_accuracy_counts_masked_symbols_only():
     answers = model.model(strings["tokens"]).logits[:, -strings["targets"].shape[1] :].argmax(-1)
     right = (answers == strings["targets"])[strings["mask"]]
     metrics = model.step_metrics.drain()
-    assert metrics["accuracy/train"] == pytest.approx(right.double().mean().item(), rel=1e-6)
-    assert metrics["data/max_length"] == 40
+    assert metrics["train/accuracy"] == pytest.approx(right.double().mean().item(), rel=1e-6)
+    assert metrics["train/max_length"] == 40
 
 
 def test_rank_average_equals_the_full_batch_metrics():
@@ -81,7 +81,7 @@ def test_rank_average_equals_the_full_batch_metrics():
     for rank in range(3):
         model.training_step(draw_batch(rank=rank, world_size=3), 0)
     parts = model.step_metrics.drain()  # means over what were ranks
-    for tag in ("loss/train", "accuracy/train", "loss/action_entropy"):
+    for tag in ("train/loss", "train/accuracy", "train/action_entropy"):
         assert parts[tag] == pytest.approx(whole[tag], rel=1e-5)
 
 
@@ -112,10 +112,10 @@ def test_validation_tags_hold_means_and_every_length():
     assert model.validation_tags() == {}
     model.set_metrics = {"length_041": {"accuracy": 0.5, "loss": 0.7}, "length_042": {"accuracy": 1.0, "loss": 0.1}}
     assert model.validation_tags() == {
-        "validation/accuracy/average": 0.75,
-        "validation/loss/average": pytest.approx(0.4),
-        "validation/accuracy/length_041": 0.5,
-        "validation/accuracy/length_042": 1.0,
+        "val/accuracy/average": 0.75,
+        "val/loss/average": pytest.approx(0.4),
+        "val/accuracy/length_041": 0.5,
+        "val/accuracy/length_042": 1.0,
     }
 
 

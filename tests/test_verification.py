@@ -148,7 +148,7 @@ def test_pickled_columns_are_refused_before_they_are_read(tmp_path):
     assert not marker.exists()
 
 
-UNUSABLE_NAMES = ["average", "", " ", "a/b", "a\nb", "\x1b[31m"]
+UNUSABLE_NAMES = ["average", "whole", "loss", "", " ", "a/b", "a\nb", "\x1b[31m"]
 
 
 @pytest.mark.parametrize("name", UNUSABLE_NAMES)

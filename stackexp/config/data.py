@@ -11,10 +11,13 @@ if TYPE_CHECKING:
     from stackexp.config.experiment import ExperimentConfig
 
 
+RESERVED_SET_NAMES = ("average", "whole", "loss", "perplexity", "bits_per_byte", "accuracy")  # see metric_tags.py
+
+
 def explain_set_name(name: str) -> str | None:
     """Return what is wrong with the name of an evaluation set, or None. Names become TensorBoard tags."""
-    if name == "average":
-        return "'average' is reserved for the mean over all sets; choose another name"
+    if name in RESERVED_SET_NAMES:
+        return f"{name!r} is reserved, because it is part of the tags of metrics; choose another name"
     if not name.strip() or "/" in name or not name.isprintable():
         return f"{name!r} is not a valid set name; use letters, digits, '-', '_' and '.'"
     return None

@@ -22,7 +22,7 @@ class StackMemoryConfig:
     axis: Literal["depth", "time", "token_major"] = "depth"
     """Order of the updates: over the layers of each token, over the tokens in each layer, or both."""
     discipline: Literal["stack", "queue", "push_only"] = "stack"
-    """What pop removes: the newest element (stack), the oldest (queue), or nothing."""
+    """Element that pop removes: the newest element (stack), the oldest (queue), or nothing."""
     num_heads: int = option(4, min=1)
     """Number of stacks H."""
     head_dim: int = option(16, min=1)
@@ -41,14 +41,14 @@ class StackMemoryConfig:
     read: Literal["global", "top"] = "global"
     """Attention over all slots, or the top slot."""
     read_mask: Literal["multiply", "log", "additive"] = "multiply"
-    """How occupancy enters the read scores; see stack/reference.py."""
+    """Effect of occupancy on the read scores; see stack/reference.py."""
     residual_gate: Literal["hidden", "read"] = "hidden"
-    """What the gate multiplies: the hidden state (g h + R), or the read (h + g R)."""
+    """Factor of the gate: the hidden state (g h + R), or the read (h + g R)."""
     site: Literal["after_block", "after_attention", "before_attention"] = "after_block"
-    """Where in a block the memory is."""
+    """Position of the memory in a block."""
 
     action_input: Literal["head", "hidden"] = "head"
-    """What the actions are computed from: the projected head, or the whole hidden state."""
+    """Input of the action logits: the projected head, or the whole hidden state."""
     action_scale: Literal["none", "slice"] = "none"
     """Scale of the action logits; slice divides by sqrt(hidden_size / num_heads)."""
     action_sharpness: float = option(1.0, above=0)

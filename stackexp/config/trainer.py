@@ -62,9 +62,9 @@ class TrainerConfig:
     activation_checkpointing: bool = option(False, affects="execution")
     """Recompute the activations of each block in the backward pass to save memory."""
     recompute: Literal["all", "selective"] = option("all", affects="execution")
-    """What activation checkpointing recomputes: all, or everything but matrix products and attention."""
+    """Activations to recompute in the backward pass: all, or everything but matrix products and attention."""
     cross_entropy: Literal["chunked", "liger", "whole"] = option("chunked", affects="execution")
-    """How many logits exist at once: cross_entropy_chunk tokens (chunked; liger with liger-kernel on CUDA), or all of a
+    """Logits that exist at once: cross_entropy_chunk tokens (chunked; liger with liger-kernel on CUDA), or all of a
     micro-batch (whole).
     """
     cross_entropy_chunk: int = option(4096, min=1, affects="execution")

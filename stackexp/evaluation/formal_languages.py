@@ -13,7 +13,7 @@ from stackexp.files import read_json, write_atomically
 from stackexp.modules.transduction import average_lengths
 from stackexp.training.tensorboard import write_curve
 
-CURVE = "length/accuracy"  # the TensorBoard tag
+CURVE = "test/accuracy_by_length"  # the TensorBoard tag
 CURVE_FILE = "test.lengths"  # names the event file, so that a later test replaces it
 
 

@@ -1,11 +1,11 @@
 """Figures of named sets of text: a table, a JSON record, a Markdown table, and TensorBoard events."""
 
 import json
+from collections.abc import Collection
 from pathlib import Path
-from typing import Any
 
 from stackexp.config.experiment import ExperimentConfig
-from stackexp.evaluation.request import EvaluationRequest, Sets, describe_evaluation
+from stackexp.evaluation.request import EvaluationRequest, Sets, Stage, describe_evaluation
 from stackexp.evaluation.score_tables import format_scores
 from stackexp.files import write_atomically
 from stackexp.modules.scores import average_groups, average_scores, replace_non_finite, tag_scores
@@ -27,8 +27,13 @@ def report(request: EvaluationRequest, checkpoint: Path, sets: Sets) -> None:
     }
     write_atomically(request.output, json.dumps(replace_non_finite(record), indent=2))
     write_atomically(request.output.with_suffix(".md"), f"{title}\n\n{format_scores(sets, style='markdown')}")
-    if request.should_write_events and record["step"] is not None:
-        _write_events(request, record["step"], sets)
+    if request.run and request.should_write_events and record["step"] is not None:
+        prefix = choose_prefix(request.stage, request.run_config)
+        skip = request.run.find_logged_tags(record["step"])
+        if request.sets:
+            skip |= {tag for tag in tag_scores(prefix, sets) if tag.endswith("/average")}  # a mean over other sets
+        with request.open_event_folder() as folder:
+            write_events(folder, request.stage, prefix, record["step"], sets, skip)
     print(f"\nfigures: {request.output}")
 
 
@@ -37,27 +42,26 @@ def _describe_chunks(config: ExperimentConfig, checkpoint: Path) -> str:
     return f"{checkpoint}, chunks of {config.data.context_length:,} tokens, {rest}"
 
 
-def _write_events(request: EvaluationRequest, step: int, sets: Sets) -> None:
-    """Write the figures at the checkpoint's step, with the tags of the training run.
+def choose_prefix(stage: Stage, config: ExperimentConfig) -> str:
+    """Return the prefix of the tags of whole sets, for a run with this config; see `stackexp.metric_tags`."""
+    if stage == "test":
+        return "test"
+    return "val" if config.data.eval_sequences is None else "val/whole"
 
-    Sets of a group get `v2/<set>` and `v2/average/<figure>`; other sets get `validation/<figure>/<set>`, or
-    `whole/<figure>/<set>` where training validates on a sample of each set. `test` writes `test/...`. Each group, and
-    each set without a group, has a separate event file, which replaces the previous one. Tags that training has
-    logged at this step are skipped.
+
+def write_events(folder: Path, stage: Stage, prefix: str, step: int, sets: Sets, skip: Collection[str] = ()) -> None:
+    """Write the scores of whole sets at the checkpoint's step to event files in `folder`, except the tags in `skip`.
+
+    Each group, each set without a group, and the average has a separate event file, which replaces the previous one.
     """
-    assert request.run is not None
-    validation = "validation" if request.run_config.data.eval_sequences is None else "whole"
-    prefix, lead = (validation, "") if request.stage == "validate" else ("test", None)
-    logged = {tag for line in request.run.read_metrics() if line["step"] == step for tag in line}
-    files: dict[str, dict[str, Any]] = {"average": {} if request.sets else sets}
-    for name, figures in sets.items():
-        files.setdefault(f"set.{name.split('/')[0]}", {})[name] = figures
-    with request.open_event_folder() as folder:
-        for file, members in files.items():
-            tags = {
-                tag: value
-                for tag, value in tag_scores(prefix, members, lead).items()
-                if tag.endswith("/average") == (file == "average") and tag not in logged
-            }
-            if tags:
-                write_scalars(folder, tags, step, f"{request.stage}.{file}")
+    files: dict[str, Sets] = {"average": sets}
+    for name, scores in sets.items():
+        files.setdefault(f"set.{name.split('/')[0]}", {})[name] = scores
+    for file, members in files.items():
+        tags = {
+            tag: value
+            for tag, value in tag_scores(prefix, members).items()
+            if tag.endswith("/average") == (file == "average") and tag not in skip
+        }
+        if tags:
+            write_scalars(folder, tags, step, f"{stage}.{file}")

@@ -60,10 +60,15 @@ class EvaluationRequest:
 
     @property
     def should_write_events(self) -> bool:
-        """Return True if TensorBoard gets the figures: only for the run's own options and complete groups."""
+        """Return True if TensorBoard gets the figures.
+
+        That requires the run's own options, complete groups, and sets of the command line with names of their own.
+        """
         if self.out or not self.run or not self.config.logging.tensorboard:
             return False
-        return self.has_run_options and not self._has_paths and not any("/" in item for item in self.sets)
+        names = {name: path for name, _, path in (item.partition("=") for item in self.sets)}
+        is_ambiguous = any("/" in name or (path and name in self.config_sets) for name, path in names.items())
+        return self.has_run_options and not is_ambiguous
 
     @contextlib.contextmanager
     def open_event_folder(self) -> Iterator[Path]:

@@ -64,7 +64,7 @@ def damaged(path: Path, reason: BaseException | str) -> DamagedCheckpointError:
 
 
 class Reader(dcp.FileSystemReader):
-    """Reads a checkpoint whose metadata contains no types but those of torch.distributed.checkpoint."""
+    """A reader of checkpoints whose metadata contains no types but those of torch.distributed.checkpoint."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Read the file .metadata. Raises pickle.UnpicklingError if it contains another type."""
@@ -77,7 +77,7 @@ class Reader(dcp.FileSystemReader):
 
 
 class LoadPlanner(dcp.DefaultLoadPlanner):
-    """Loads tensors and plain values."""
+    """A planner that loads tensors and plain values."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Load a plain value. Raises pickle.UnpicklingError if it is of a type that can run code."""

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from stackexp.config import registry
 from stackexp.config.model import TransformerConfig
 from stackexp.data.documents import compute_document_positions
+from stackexp.errors import RunError
 from stackexp.models.activation_checkpointing import Recompute, run_recomputed
 from stackexp.models.attention import Attention, KeysValues, Positions
 from stackexp.models.attention_backends import build_mask
@@ -89,15 +90,27 @@ class Block(nn.Module):
         if self.memory and state is None:
             state = self.memory.empty_state(h)
         if site == "before_attention":
-            h, state, stats = self.memory(h, state, probe)
+            h, state, stats = _apply(self.memory, h, state, probe)
         attended, keys_values = self.attention(self.attention_norm(h), positions, kv_cache, mask)
         h = h + attended
         if site == "after_attention":
-            h, state, stats = self.memory(h, state, probe)
+            h, state, stats = _apply(self.memory, h, state, probe)
         h = h + self.feed_forward(self.feed_forward_norm(h))
         if site == "after_block":
-            h, state, stats = self.memory(h, state, probe)
+            h, state, stats = _apply(self.memory, h, state, probe)
         return h, state, keys_values, stats
+
+
+def _apply(memory: Memory, h: Tensor, state: State, probe: bool) -> tuple[Tensor, State, Stats]:
+    """Call a memory. Raises RunError if it does not return what `Memory.forward` specifies."""
+    output = memory(h, state, probe)
+    if isinstance(output, tuple) and len(output) == 3 and isinstance(output[0], Tensor) and output[0].shape == h.shape:
+        return output
+    found = f"{len(output)} values" if isinstance(output, tuple) else type(output).__name__
+    raise RunError(
+        f"{type(memory).__name__}.forward: expected (h [B, T, d], state, statistics), found {found}; see "
+        "Memory.forward in stackexp/models/memories/base.py"
+    )
 
 
 class Transformer(nn.Module):

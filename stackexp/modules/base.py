@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 from stackexp.config import registry
 from stackexp.config.experiment import ExperimentConfig
 from stackexp.errors import RunError
+from stackexp.metric_tags import TRAIN_LOSS
 from stackexp.models.attention_backends import check_backend
 from stackexp.models.checkpoints import load_weights
 from stackexp.models.cross_entropy import Losses
@@ -132,15 +133,15 @@ class TrainingModule(pl.LightningModule):
         """
         self._samples.append(samples)
         self._losses.append(losses.cross_entropy.float())
-        self.step_metrics.add("loss/train", losses.cross_entropy)
+        self.step_metrics.add(TRAIN_LOSS, losses.cross_entropy)
         for layer, probe in enumerate(output.probes or []):
             for name, value in probe.items():
                 self.step_metrics.add(f"memory/{name}/layer_{layer:02d}", value)
         if losses.z is not None:
-            self.step_metrics.add("loss/z", losses.z)
+            self.step_metrics.add("train/z_loss", losses.z)
         if not self.model.entropy_weight:
             return losses.total
-        self.step_metrics.add("loss/action_entropy", output.entropy)
+        self.step_metrics.add("train/action_entropy", output.entropy)
         return losses.total + self.model.entropy_weight * output.entropy
 
     def on_train_start(self) -> None:
@@ -169,8 +170,8 @@ class TrainingModule(pl.LightningModule):
             raise RunError(self._describe_non_finite(loss_value, norm_value))
         if self.config.trainer.gradient_clip_val is not None:
             torch.nn.utils.clip_grads_with_norm_(self.parameters(), self.config.trainer.gradient_clip_val, norm)
-        self.step_metrics.add("optimizer/grad_norm", norm)
-        self.step_metrics.add("optimizer/lr", torch.tensor(optimizer.param_groups[0]["lr"], device=self.device))
+        self.step_metrics.add("train/grad_norm", norm)
+        self.step_metrics.add("train/lr", torch.tensor(optimizer.param_groups[0]["lr"], device=self.device))
         self._handle_spike(loss_value)
         self._losses.clear()
         self._samples.clear()
@@ -183,7 +184,7 @@ class TrainingModule(pl.LightningModule):
             self._spikes.add(loss)
             return
         self._spikes.add(loss, max_deviations=trainer.spike_threshold)
-        self.step_metrics.add("loss/spike", torch.tensor(deviations, device=self.device))
+        self.step_metrics.add("train/spike", torch.tensor(deviations, device=self.device))
         if trainer.skip_spikes:
             for parameter in self.parameters():
                 parameter.grad = None  # the optimizer skips parameters without a gradient

@@ -64,5 +64,5 @@ class LanguageModeling(TrainingModule):
         return self.trainer.datamodule.eval_limit is None
 
     def validation_tags(self) -> Scores:
-        """Return the tags of the last validation. `v2/...` is reserved for whole sets; a part has `sample/v2/...`."""
-        return tag_scores("validation", self.set_metrics, "" if self._scores_whole_sets else "sample/")
+        """Return the tags of the last validation."""
+        return tag_scores("val", self.set_metrics)

@@ -83,21 +83,19 @@ def average_groups(sets: dict[str, Scores]) -> dict[str, Scores]:
     return {group: {"sets": len(members)} | average_scores(members) for group, members in groups.items()}
 
 
-def tag_scores(prefix: str, sets: dict[str, Scores], group_prefix: str | None = None) -> Scores:
-    """Return TensorBoard tags for the scores of sets.
+def tag_scores(prefix: str, sets: dict[str, Scores]) -> Scores:
+    """Return tags for the scores of sets; see `stackexp.metric_tags`.
 
-    `<prefix>/<score>/<set>` for every set outside a group, and first their unweighted mean as the set `average`. A set
-    of a group has `<group_prefix>v2/<set>`, its loss, and the group `<group_prefix>v2/average/<score>`. The group
-    prefix is `<prefix>/` by default.
+    `<prefix>/<score>/<set>` for every set outside a group, and first the unweighted mean of all sets as the set
+    `average`. A set of a group has `<prefix>/v2/<set>`, its loss, and the group `<prefix>/v2/average/<score>`.
     """
     if not sets:
         return {}
-    group_prefix = f"{prefix}/" if group_prefix is None else group_prefix
     single = {"average": average_scores(sets)} | {name: s for name, s in sets.items() if "/" not in name}
     tags = {f"{prefix}/{key}/{name}": s[key] for name, s in single.items() for key in TAGGED_SCORES if key in s}
-    tags |= {group_prefix + name: scores["loss"] for name, scores in sets.items() if "/" in name}
+    tags |= {f"{prefix}/{name}": scores["loss"] for name, scores in sets.items() if "/" in name}
     for group, average in average_groups(sets).items():
-        tags |= {f"{group_prefix}{group}/average/{key}": value for key, value in average.items() if key != "sets"}
+        tags |= {f"{prefix}/{group}/average/{key}": value for key, value in average.items() if key != "sets"}
     return tags
 
 

@@ -8,10 +8,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from stackexp.datamodules.formal_language import LengthSet
+from stackexp.metric_tags import AVERAGE_ACCURACY, AVERAGE_LOSS
 from stackexp.models.cross_entropy import compute_losses
 from stackexp.modules.base import TrainingModule
 from stackexp.modules.metrics import SequenceScores
-from stackexp.runs import AVERAGE_ACCURACY, AVERAGE_LOSS
 
 Batch = dict[str, Any]
 """tokens int64 [B, L + O], targets int64 [B, O], mask bool [B, O]; see `datamodules.formal_language`."""
@@ -53,8 +53,8 @@ class Transduction(TrainingModule):
         losses = compute_losses(logits, targets, self.config.trainer.z_loss, self.config.data.label_smoothing)
         is_correct = (logits.argmax(-1) == targets) & batch["mask"]
         loss = self.compute_objective(losses, output, torch.tensor([batch["length"]]))
-        self.step_metrics.add("accuracy/train", is_correct.sum() / batch["counted"])
-        self.step_metrics.add("data/max_length", torch.tensor(float(batch["max_length"]), device=self.device))
+        self.step_metrics.add("train/accuracy", is_correct.sum() / batch["counted"])
+        self.step_metrics.add("train/max_length", torch.tensor(float(batch["max_length"]), device=self.device))
         return loss
 
     def new_set_metric(self, dataset: LengthSet, loader: DataLoader) -> SequenceScores:
@@ -77,7 +77,7 @@ class Transduction(TrainingModule):
         if not self.set_metrics:
             return {}
         mean = average_lengths(self.set_metrics)
-        tags = {f"validation/accuracy/{name}": scores["accuracy"] for name, scores in self.set_metrics.items()}
+        tags = {f"val/accuracy/{name}": scores["accuracy"] for name, scores in self.set_metrics.items()}
         return {AVERAGE_ACCURACY: mean["accuracy"], AVERAGE_LOSS: mean["loss"]} | tags
 
 

@@ -7,6 +7,7 @@ from typing import Any, Literal, Optional
 
 from stackexp.config.fields import Errors, option
 from stackexp.config.suggestions import suggest_name
+from stackexp.metric_tags import AVERAGE_LOSS
 
 
 @dataclass
@@ -63,7 +64,7 @@ class Prune:
 
     reduction_factor: int = option(3, min=2)
     min_steps: int = option(100, min=1)
-    metric: str = "validation/loss/average"  # of metrics.jsonl; loss/train is averaged over the last 20 steps
+    metric: str = AVERAGE_LOSS  # of metrics.jsonl; train/loss is averaged over the last 20 steps
 
 
 @dataclass

@@ -6,6 +6,7 @@ from typing import Any
 
 from stackexp.errors import ConfigError
 from stackexp.files import write_json
+from stackexp.metric_tags import TRAIN_LOSS, rename_old_tag
 from stackexp.sweeps.grid import Values, format_label
 from stackexp.sweeps.schema import Space
 from stackexp.sweeps.status import State, get_state, read_objective, read_tail
@@ -120,7 +121,7 @@ class Study:
         """Report new values from lines of metrics.jsonl. Return the record for pruned.json if the trial should end."""
         if self._search.prune is None:
             return None
-        metric, reason = self._search.prune.metric, None
+        metric, reason = rename_old_tag(self._search.prune.metric), None
         for step, value in _read_values(lines, metric):
             if step > self._reported_steps.get(trial, 0):
                 self._optuna_trials[trial].report(value, step)
@@ -133,7 +134,7 @@ class Study:
 def _read_values(lines: Iterable[dict[str, Any]], metric: str) -> list[tuple[int, float]]:
     """Return (step, value) of a metric; the training loss as means over AVERAGED_STEPS steps."""
     values = [(line["step"], line[metric]) for line in lines if metric in line]
-    if metric != "loss/train":
+    if metric != TRAIN_LOSS:
         return values
     groups: dict[int, list[float]] = {}
     for step, value in values:

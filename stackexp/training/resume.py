@@ -12,6 +12,7 @@ from stackexp.config.experiment import ExperimentConfig
 from stackexp.config.renames import translate_options
 from stackexp.config.yaml_files import flatten
 from stackexp.errors import DamagedCheckpointError, RunError
+from stackexp.metric_tags import TRAIN_LOSS
 from stackexp.models import checkpoints
 from stackexp.runs import RunFolder
 
@@ -98,7 +99,7 @@ def _resume(path: Path, folder: RunFolder, config: ExperimentConfig, overridden:
 
 def _check_log(folder: RunFolder, step: int) -> None:
     """Raise RunError if metrics.jsonl lacks steps before the checkpoint: figures of the run would be wrong."""
-    logged = max((line["step"] for line in folder.read_metrics() if "loss/train" in line), default=0)
+    logged = max((line["step"] for line in folder.read_metrics() if TRAIN_LOSS in line), default=0)
     if logged < step:
         raise RunError(
             f"{folder.metrics}: ends at step {logged}, but the checkpoint is at step {step}; restore the file, or "

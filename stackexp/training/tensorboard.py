@@ -2,7 +2,8 @@
 
 import contextlib
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -12,47 +13,50 @@ from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard.summary import hparams, scalar
 
 from stackexp.config.model import SYMBOLS
+from stackexp.metric_tags import TRAIN_LOSS
+from stackexp.training.heat_map import HeatMaps
 
 EVALUATION = ".evaluation"  # suffix of the event files of `validate` and `test`, which a resumed run keeps
 NOT_TAGS = ("step", "tokens", "time")
+HEAT_MAP_SECONDS = 60  # at least, between two drawings
 
-CHARTS = {
-    "Training": {
-        "loss": ["loss/train$", "validation/loss/.*"],
-        "loss by tokens": ["loss/train_by_tokens"],
-        "gradient norm": ["optimizer/grad_norm"],
-        "learning rate": ["optimizer/lr"],
-        "tokens per second": ["throughput/tokens_per_second"],
-    },
-    "Validation": {
-        "loss": ["(validation|whole)/loss/.*"],
-        "perplexity": ["(validation|whole)/perplexity/.*"],
-        "bits per byte": ["(validation|whole)/bits_per_byte/.*"],
-    },
-    **{
-        group.upper(): {
-            "loss": [f"(sample/)?{group}/[^/]*$", f"(sample/)?{group}/average/loss"],
-            "mean perplexity": [f"(sample/)?{group}/average/(perplexity|exp_mean_loss)"],
-        }
-        for group in ("v2", "v3")
-    },
-    "Formal languages": {
-        "accuracy by length": ["length/accuracy"],
-        "accuracy": ["accuracy/train", "validation/accuracy/average"],
-        "longest training string": ["data/max_length"],
-    },
-    "Memory by layer": {
-        "push probability": ["memory/push/.*"],
-        "pop probability": ["memory/pop/.*"],
-        "no-op probability": ["memory/no_op/.*"],
-        "action entropy (nats)": ["memory/entropy/.*"],
-        "occupancy (sum of M)": ["memory/occupancy/.*"],
-        "read share of the residual": ["memory/read_share/.*"],
-    },
+Layout = dict[str, dict[str, list[str]]]  # group -> title of a chart -> regular expressions of its tags
+
+TRAINING = {
+    "loss": ["train/loss$", r"val/loss/[^/]*$"],
+    "loss by tokens": ["train/loss_by_tokens"],
+    "gradient norm": ["train/grad_norm"],
+    "learning rate": ["train/lr"],
+    "tokens per second": ["train/tokens_per_second"],
+}
+VALIDATION = {
+    "loss": [r"val/(whole/)?loss/.*"],
+    "perplexity": [r"val/(whole/)?perplexity/.*"],
+    "bits per byte": [r"val/(whole/)?bits_per_byte/.*"],
+}
+FORMAL_LANGUAGES = {
+    "accuracy by length": ["test/accuracy_by_length"],
+    "accuracy": ["train/accuracy", "val/accuracy/average"],
+    "longest training string": ["train/max_length"],
 }
 
-OBJECTIVE_OF_GROUP = {"Validation": "language_modeling", "V2": "language_modeling", "V3": "language_modeling"}
-OBJECTIVE_OF_GROUP |= {"Formal languages": "transduction"}  # groups that are empty in runs of the other objective
+
+def build_layout(objective: str, set_names: Collection[str]) -> Layout:
+    """Return the charts of the Custom Scalars tab: only those that a run of this objective and these sets fills.
+
+    The tab draws all curves of a run in one color, so layers are compared in heat maps instead.
+    """
+    layout: Layout = {"Training": TRAINING}
+    if objective == "transduction":
+        layout["Formal languages"] = FORMAL_LANGUAGES
+    elif set_names:
+        layout["Validation"] = VALIDATION
+    for group in sorted({name.split("/")[0] for name in set_names if "/" in name}):
+        layout[group.upper()] = {
+            "loss": [f"val/(whole/)?{group}/[^/]*$", f"val/(whole/)?{group}/average/loss"],
+            "mean perplexity": [f"val/(whole/)?{group}/average/(perplexity|exp_mean_loss)"],
+        }
+    return layout
 
 
 def _ignore_disk_errors(failure: threading.ExceptHookArgs) -> None:
@@ -65,20 +69,22 @@ threading.excepthook = _ignore_disk_errors
 
 
 class TensorBoardCopy:
-    """Event files in `folder` for the run of an objective; replaces earlier ones by `lines` of metrics.jsonl."""
+    """Event files of a run in `folder`; replaces earlier ones by `lines` of metrics.jsonl.
 
-    def __init__(self, folder: Path, lines: list[dict[str, Any]], objective: str):
+    `texts` are shown in the Text tab, by name, and heat maps of the memory in the Images tab.
+    """
+
+    def __init__(self, folder: Path, lines: list[dict[str, Any]], layout: Layout, texts: dict[str, str] | None = None):
         for old in folder.glob("events.out.tfevents.*"):
             if not old.name.endswith(EVALUATION):
                 old.unlink()
         self._writer = SummaryWriter(folder)
         self._writer.add_custom_scalars(
-            {
-                group: {title: ["Multiline", tags] for title, tags in charts.items()}
-                for group, charts in CHARTS.items()
-                if OBJECTIVE_OF_GROUP.get(group, objective) == objective
-            }
+            {group: {title: ["Multiline", tags] for title, tags in charts.items()} for group, charts in layout.items()}
         )
+        self._heat_maps, self._drawn_at = HeatMaps(), time.monotonic()
+        for name, text in (texts or {}).items():
+            self.write_text(name, text)
         for line in lines:
             self.write(line)
 
@@ -87,27 +93,43 @@ class TensorBoardCopy:
         tags = {tag: value for tag, value in line.items() if tag not in NOT_TAGS and value is not None}
         values = [value for tag in tags for value in scalar(tag, tags[tag]).value]
         # One event for all tags: passing an event to the writer's thread takes longer than making it.
-        file_writer: Any = self._writer.file_writer
-        file_writer.add_summary(Summary(value=values), line["step"], walltime=line["time"])
-        if "loss/train" in line:
-            self._writer.add_scalar("loss/train_by_tokens", line["loss/train"], line["tokens"], walltime=line["time"])
+        self._add(values, line["step"], line["time"])
+        if TRAIN_LOSS in line:
+            self._writer.add_scalar("train/loss_by_tokens", line[TRAIN_LOSS], line["tokens"], walltime=line["time"])
+        if self._heat_maps.add(line) and time.monotonic() - self._drawn_at > HEAT_MAP_SECONDS:
+            self._write_heat_maps(line["step"])
 
-    def finish(self, hyperparameters: dict[str, Any], figures: dict[str, float], step: int) -> None:
-        """Write the hyperparameters and final figures for the HParams tab, and close the file.
+    def write_text(self, name: str, text: str) -> None:
+        """Write text for the Text tab, shown as it is."""
+        self._writer.add_text(name, "\n".join(f"    {line}" for line in text.splitlines()))  # Markdown's code block
 
-        The tab sorts hyperparameters by name and shows the first few, so the paper's capital letters come first.
+    def finish(self, hyperparameters: dict[str, Any], figures: Collection[str], train_loss: float, step: int) -> None:
+        """Write the hyperparameters for the HParams tab, and the final training loss, and close the file.
+
+        The tab shows `figures`, tags of scalars, next to the hyperparameters. These are sorted by name and only the
+        first few are shown, so the paper's capital letters come first.
         """
         values = {SYMBOLS.get(key, key): _to_scalar(value) for key, value in hyperparameters.items()}
-        file_writer: Any = self._writer.file_writer
-        for summary in hparams(values, figures):
-            file_writer.add_summary(summary)
-        for tag, value in figures.items():
-            self._writer.add_scalar(tag, value, step)
+        for summary in hparams(values, dict.fromkeys(["train/final_loss", *figures], 0.0)):
+            self._add(summary.value)
+        self._writer.add_scalar("train/final_loss", train_loss, step)
+        if self._heat_maps:
+            self._write_heat_maps(step)
         self.close()
 
     def close(self) -> None:
         """Write what is buffered, and close the file."""
         self._writer.close()
+
+    def _write_heat_maps(self, step: int) -> None:
+        for name, png in self._heat_maps.draw():
+            image = Summary.Image(encoded_image_string=png)
+            self._add([Summary.Value(tag=f"memory/heat_map/{name}", image=image)], step)
+        self._drawn_at = time.monotonic()
+
+    def _add(self, values: Any, step: int | None = None, walltime: float | None = None) -> None:
+        file_writer: Any = self._writer.file_writer
+        file_writer.add_summary(Summary(value=values), step, walltime=walltime)
 
 
 def write_scalars(folder: Path, tags: dict[str, float], step: int, name: str) -> None:

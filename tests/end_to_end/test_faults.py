@@ -195,7 +195,7 @@ def test_loss_spikes_are_logged_and_can_be_skipped(tiny, tmp_path, caplog, skip)
     options += ["trainer.checkpoint_interval=1", "trainer.keep_checkpoints=99", "trainer.val_check_interval=null"]
     assert main(["fit", "--config", str(tiny), *options, "optimizer.lr=1e-6"]) == 0
     run = only_run(tmp_path / "runs")
-    spikes = [line["step"] for line in record(run) if "loss/spike" in line]
+    spikes = [line["step"] for line in record(run) if "train/spike" in line]
     assert spikes
     assert min(spikes) > 32, "no spikes before the window is full"
     logged = [message for message in caplog.messages if "standard deviations above" in message]

@@ -35,18 +35,18 @@ def test_fit_prints_its_folder_and_its_scores(fitted):
 def test_metrics_have_a_line_for_each_step_and_each_validation(fitted):
     run, _ = fitted
     lines = list(run.read_metrics())
-    steps = [line for line in lines if "loss/train" in line]
+    steps = [line for line in lines if "train/loss" in line]
     assert [line["step"] for line in steps] == list(range(1, 13))
     assert [line["tokens"] for line in steps] == [256 * step for step in range(1, 13)]
-    assert [line["step"] for line in lines if "validation/loss/average" in line] == [6, 12]
+    assert [line["step"] for line in lines if "val/loss/average" in line] == [6, 12]
     assert all(math.isfinite(value) for line in lines for value in line.values() if not isinstance(value, str))
-    assert steps[-1]["loss/train"] < steps[0]["loss/train"]
+    assert steps[-1]["train/loss"] < steps[0]["train/loss"]
 
 
 def test_learning_rate_warms_up_from_the_first_step_and_ends_at_its_floor(fitted):
     """The config has lr 3e-3 and a warmup of 2 steps."""
     run, _ = fitted
-    rates = [line["optimizer/lr"] for line in run.read_metrics() if "optimizer/lr" in line]
+    rates = [line["train/lr"] for line in run.read_metrics() if "train/lr" in line]
     floor = compose.load_config(run.config).schedule.final_fraction
     assert [rates[0], rates[1], rates[-1]] == pytest.approx([1.5e-3, 3e-3, 3e-3 * floor])
 
@@ -54,12 +54,12 @@ def test_learning_rate_warms_up_from_the_first_step_and_ends_at_its_floor(fitted
 def test_tensorboard_has_the_metrics(fitted):
     run, _ = fitted
     events = EventAccumulator(str(run.path), size_guidance={"scalars": 0}).Reload()
-    assert {e.step: e.value for e in events.Scalars("loss/train")} == pytest.approx(losses(run))
-    assert [e.step for e in events.Scalars("loss/train_by_tokens")] == [256 * step for step in range(1, 13)]
+    assert {e.step: e.value for e in events.Scalars("train/loss")} == pytest.approx(losses(run))
+    assert [e.step for e in events.Scalars("train/loss_by_tokens")] == [256 * step for step in range(1, 13)]
     tags = set(events.Tags()["scalars"])
-    assert {"optimizer/lr", "optimizer/grad_norm"} <= tags
-    assert {"throughput/tokens_per_second", "throughput/flops_per_second"} <= tags
-    assert {f"validation/{f}/{s}" for f in ("loss", "perplexity", "bits_per_byte") for s in ("left", "right")} <= tags
+    assert {"train/lr", "train/grad_norm"} <= tags
+    assert {"train/tokens_per_second", "train/flops_per_second"} <= tags
+    assert {f"val/{f}/{s}" for f in ("loss", "perplexity", "bits_per_byte") for s in ("left", "right")} <= tags
     probes = ("push", "pop", "no_op", "entropy", "occupancy", "read_share")
     assert {f"memory/{probe}/layer_{layer:02d}" for probe in probes for layer in (0, 1)} <= tags
     assert [e.step for e in events.Scalars("memory/push/layer_00")] == [1, 5, 10]

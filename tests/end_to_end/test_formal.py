@@ -21,7 +21,7 @@ NOISE = ("model.memory.axis=time", "model.memory.read=top", "model.memory.num_sl
 FIT = ("fit", "--config", "formal/stacktrans", *TINY, *NOISE, "model.memory.eval_num_slots=5", "name=tiny")
 FIT += ("trainer.keep_checkpoints=2", "logging.probe_interval=5")
 TESTED_LENGTHS = [1, 3, 5, 7, 9, 11, 13]
-LOSS, ACCURACY = "validation/loss/average", "validation/accuracy/average"
+LOSS, ACCURACY = "val/loss/average", "val/accuracy/average"
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +54,7 @@ def read_validations(run: RunFolder) -> list[dict]:
 
 def read_curve(run: RunFolder) -> dict[int, float]:
     events = EventAccumulator(str(run.path)).Reload()
-    return {point.step: point.value for point in events.Scalars("length/accuracy")}
+    return {point.step: point.value for point in events.Scalars("test/accuracy_by_length")}
 
 
 @pytest.mark.process
@@ -78,12 +78,12 @@ def test_a_run_killed_twice_resumes_exactly(forks, folder, run):
 def test_tokens_count_the_strings_of_each_step(run):
     tokens = 0
     for line in run.read_metrics():
-        if "loss/train" in line:
+        if "train/loss" in line:
             rng = np.random.default_rng([0, line["step"]])
-            length = rng.integers(1, line["data/max_length"] + 1)
+            length = rng.integers(1, line["train/max_length"] + 1)
             tokens += 4 * (length + TASKS["reverse_string"].output_length(length))
         assert line["tokens"] == tokens
-    longest = [line["data/max_length"] for line in run.read_metrics() if "data/max_length" in line]
+    longest = [line["train/max_length"] for line in run.read_metrics() if "train/max_length" in line]
     assert (longest[0], longest[5], longest[9:]) == (2, 5, [7, *[8] * 50])
 
 
@@ -100,7 +100,7 @@ def test_the_result_has_the_accuracy_at_every_test_length(run, printed):
     best = min(validations, key=lambda line: line[LOSS])
     expected = (best["step"], best[ACCURACY], best[LOSS])
     assert (result["tested_step"], result["validation_accuracy"], result["validation_loss"]) == expected
-    mean = np.mean([best["validation/accuracy/length_009"], best["validation/accuracy/length_010"]])
+    mean = np.mean([best["val/accuracy/length_009"], best["val/accuracy/length_010"]])
     assert result["validation_accuracy"] == pytest.approx(mean)
     assert f"{result['score_9_14']:.3f}" in printed
     assert "o stacktrans" in printed
@@ -134,8 +134,8 @@ def test_tensorboard_has_the_accuracy_by_length(run):
     accuracy = read_result(run)["accuracy"]
     assert read_curve(run) == pytest.approx({int(length): value for length, value in accuracy.items()})
     events = EventAccumulator(str(run.path)).Reload()
-    assert {"accuracy/train", "data/max_length", ACCURACY, "final/score_9_14"} <= set(events.Tags()["scalars"])
-    assert len(events.Scalars("accuracy/train")) == 60
+    assert {"train/accuracy", "train/max_length", ACCURACY, "test/score_9_14"} <= set(events.Tags()["scalars"])
+    assert len(events.Scalars("train/accuracy")) == 60
 
 
 @pytest.mark.process

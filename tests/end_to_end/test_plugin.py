@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+import pytest
 from forks import Forks
 
 from stackexp.runs import RunFolder
@@ -28,8 +29,8 @@ def test_readme_plugin_trains_and_resumes(tiny, tmp_path):
     run = RunFolder(path)
     assert run.is_finished
     assert "64 of them in the memory" in output, "a gate of 32 numbers in each of 2 layers"
-    lines = [line for line in run.read_metrics() if "loss/train" in line]
-    assert lines[-1]["loss/train"] < lines[0]["loss/train"]
+    lines = [line for line in run.read_metrics() if "train/loss" in line]
+    assert lines[-1]["train/loss"] < lines[0]["train/loss"]
     assert "memory/occupancy/layer_01" in lines[0], "its own probes are recorded"
 
     # The run's config.yaml finds the plugin again
@@ -39,3 +40,37 @@ def test_readme_plugin_trains_and_resumes(tiny, tmp_path):
     mistake = forks.run("fit", "--config", "moving-average.yaml", "model.memory.decya=0.5", expect=2)
     assert "model.memory.decya" in mistake
     assert "model.memory.decay" in mistake
+
+
+WRONG = """
+from dataclasses import dataclass
+import torch
+from stackexp.config.registry import register
+from stackexp.models.memories.base import Memory
+
+@dataclass
+class Options:
+    kind: str = "wrong"
+
+@register("memory", "wrong", config=Options)
+class Wrong(Memory):
+    def empty_state(self, h):
+        return h
+    def forward(self, h, state, probe=False):
+        return RETURNED
+"""
+
+
+@pytest.mark.parametrize(
+    ("returned", "found"), [("h, state", "2 values"), ("h", "Tensor"), ("h[:, 1:], state, {}", "3 values")]
+)
+def test_a_memory_that_returns_something_else_is_one_line(tiny, tmp_path, returned, found):
+    (tmp_path / "wrong.py").write_text(WRONG.replace("RETURNED", returned))
+    (tmp_path / "wrong.yaml").write_text(
+        f"defaults: [{tiny}]\nplugins: [wrong.py]\nmodel:\n  memory:\n    kind: wrong\n"
+    )
+    error = Forks(tmp_path).run("fit", "--config", "wrong.yaml", "logging.root=runs", expect=1)
+    assert (
+        f"error: Wrong.forward: expected (h [B, T, d], state, statistics), found {found}; see Memory.forward" in error
+    )
+    assert "Traceback" not in error

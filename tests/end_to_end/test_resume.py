@@ -84,10 +84,10 @@ def test_validation_missed_by_a_kill_runs_on_resume_over_all_sets(tiny, tmp_path
     assert main([*fit]) == 0
     run = only_run(tmp_path / "runs")
     reference = record(run)
-    assert all(f"validation/loss/{name}" in reference[-1] for name in ("left", "right"))
+    assert all(f"val/loss/{name}" in reference[-1] for name in ("left", "right"))
     run.result.unlink()
     lines = [line for line in run.read_metrics() if line["step"] <= step]
-    before = [line for line in lines if line["step"] < step or "loss/train" in line]
+    before = [line for line in lines if line["step"] < step or "train/loss" in line]
     run.metrics.write_text("".join(json.dumps(line) + "\n" for line in before))
     for later in run.list_checkpoints():
         if int(later.name) > step:
@@ -119,7 +119,7 @@ def test_a_finished_run_can_be_extended_in_a_new_folder(tiny, tmp_path):
     run = only_run(tmp_path / "more")
     assert sorted(losses(run)) == list(range(13, 25))
     assert finished.is_finished
-    rates = [line["optimizer/lr"] for line in run.read_metrics() if "optimizer/lr" in line]
+    rates = [line["train/lr"] for line in run.read_metrics() if "train/lr" in line]
     assert rates == sorted(rates, reverse=True)
     assert rates[0] > 1e-3, "not the end of the old schedule"
 
@@ -159,7 +159,7 @@ def test_best_and_newest_checkpoints_are_kept(capsys, tiny, tmp_path):
     rising = ("schedule.kind=linear", "schedule.warmup_steps=23", "optimizer.lr=2.0")
     assert main(["fit", "--config", str(tiny), *often, *rising]) == 0
     run = only_run(tmp_path / "runs")
-    validated = {x["step"]: x["validation/loss/average"] for x in record(run) if "validation/loss/average" in x}
+    validated = {x["step"]: x["val/loss/average"] for x in record(run) if "val/loss/average" in x}
     best = min(validated, key=validated.get)
     assert best < 20, "the loss did not rise again"
     assert [int(path.name) for path in run.list_checkpoints()] == [best, 22, 24]

@@ -95,7 +95,7 @@ def test_a_sweep_survives_the_loss_of_its_driver_and_a_node(slurm: Slurm, progra
 
     for trial in trials:
         assert trial.folder.is_finished
-        steps = [line["step"] for line in trial.folder.read_metrics() if "loss/train" in line]
+        steps = [line["step"] for line in trial.folder.read_metrics() if "train/loss" in line]
         assert steps == list(range(1, 61)), trial.name
     sessions = [len(json.loads((trial.folder.path / "environment.json").read_text())) for trial in trials]
     assert sessions[0] == 2

@@ -66,7 +66,7 @@ def test_run_stopped_during_validation_repeats_it_on_resume(tiny, tmp_path, stra
     assert started.join() == [75] * ranks, started.output.read_text()
     assert "newest checkpoint 00000014; resume with `python" in started.output.read_text()
     last = record(run)[-1]
-    assert (last["step"], "loss/train" in last) == (14, True), "the validation was not logged"
+    assert (last["step"], "train/loss" in last) == (14, True), "the validation was not logged"
 
     forks.run(*command, "--run", run.path, ranks=ranks)
     forks.run(*command, "--run", reference.path, ranks=ranks)

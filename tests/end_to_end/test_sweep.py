@@ -35,7 +35,7 @@ def test_same_command_finishes_a_killed_sweep(program: Program, tiny, tmp_path):
     sessions = [len(json.loads((run.path / "environment.json").read_text())) for run in (first, second, third)]
     assert sessions == [2, 1, 1]  # the killed one was resumed, no other one was started twice
     for run in (first, second, third):
-        losses = [line["step"] for line in run.read_metrics() if "loss/train" in line]
+        losses = [line["step"] for line in run.read_metrics() if "train/loss" in line]
         assert losses == list(range(1, 41))
     assert "resumed from" in trials[0].log.read_text()
     assert output.count("done  ") == 3

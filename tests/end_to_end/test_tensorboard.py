@@ -15,9 +15,9 @@ from browser import CHROMIUM, Browser, poll
 from processes import kill, wait_until
 
 from stackexp.modules.scores import tag_scores
-from stackexp.training.tensorboard import TensorBoardCopy
+from stackexp.training.tensorboard import TensorBoardCopy, write_scalars
 
-LOSSES = {"loss/train": 11, "loss/train_by_tokens": 11}  # segments of 12 steps
+LOSSES = {"train/loss": 11, "train/loss_by_tokens": 11}  # segments of 12 steps
 PROBES = {"memory/entropy/layer_00": 2, "memory/entropy/layer_01": 2}  # of steps 1, 5 and 10
 
 
@@ -29,7 +29,7 @@ def free_port() -> int:
 
 def has_loaded(url: str) -> bool:
     """Return True if the server has read the events of the run."""
-    return "loss/train" in fetch(f"{url}/data/plugin/timeseries/tags")
+    return "train/loss" in fetch(f"{url}/data/plugin/timeseries/tags")
 
 
 def fetch(url: str) -> str:
@@ -89,7 +89,7 @@ needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="needs chromium on 
 def test_the_page_shows_the_curves_of_a_run(program, tiny, tmp_path):
     program.run("fit", "--config", tiny)
     with tensorboard(tmp_path / "runs", has_loaded) as url:
-        losses = read_curves(url, "loss/train", LOSSES, tmp_path / "first")
+        losses = read_curves(url, "train/loss", LOSSES, tmp_path / "first")
         probes = read_curves(url, "memory/entropy", PROBES, tmp_path / "second")
     assert losses == LOSSES
     assert probes == PROBES
@@ -111,10 +111,11 @@ def test_hparams_tab_starts_with_the_papers_symbols(tmp_path):
         folder = tmp_path / "study" / f"H={heads}-0123abcd"
         hyperparameters = {"data.context_length": 2048, "model.memory.head_dim": 16, "model.memory.num_slots": 24}
         sets = {"left": {"loss": 2.5, "perplexity": 12.0, "bits_per_byte": 1.0}}
-        figures = {"final/loss/train": 2.125} | tag_scores("final", sets)
-        copy = TensorBoardCopy(folder, [], "language_modeling")
-        copy.finish(hyperparameters | {"model.memory.num_heads": heads}, figures, 10)
-    columns = ["H", "S", "d_s", "data.context_length", "final/loss/train", "final/loss/average"]
+        figures = tag_scores("val", sets)
+        write_scalars(folder, figures, 10, "validate")
+        copy = TensorBoardCopy(folder, [], {})
+        copy.finish(hyperparameters | {"model.memory.num_heads": heads}, figures, 2.125, 10)
+    columns = ["H", "S", "d_s", "data.context_length", "train/final_loss", "val/loss/average"]
 
     def header(page: Browser) -> list[str]:
         texts = page.evaluate(TEXTS) or []

@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 class DataRecord(pl.Callback):
     """Writes a line of data.jsonl every `interval` steps and after the last; see `stackexp.data.hash_log`.
 
-    With several sources, the step metrics also get `data/sequences/<name>`, the number of sequences of each source so
+    With several sources, the step metrics also get `train/sequences/<name>`, the number of sequences of each source so
     far (float32; exact in data.jsonl). Checkpoints hold hash, counts and the fingerprint of every source, so that a
     resumed run continues them exactly. Raises RunError if a source has changed since.
     """
@@ -106,7 +106,7 @@ class DataRecord(pl.Callback):
         sequences = dict(zip(self._names, self._counts, strict=True))
         if len(sequences) > 1:
             for name, count in sequences.items():
-                module.step_metrics.add(f"data/sequences/{name}", torch.tensor(float(count), device=module.device))
+                module.step_metrics.add(f"train/sequences/{name}", torch.tensor(float(count), device=module.device))
         if trainer.is_global_zero:
             tokens = self._step * module.config.data.global_batch_tokens
             self._log.append({"step": self._step, "tokens": tokens, "hash": self._hash, "sequences": sequences})

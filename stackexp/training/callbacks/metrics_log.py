@@ -7,15 +7,17 @@ import contextlib
 import json
 import os
 import time
+from collections.abc import Collection
 from typing import Any
 
 import lightning.pytorch as pl
 
+from stackexp.config.compose import to_yaml
 from stackexp.config.experiment import ExperimentConfig
 from stackexp.modules.base import TrainingModule
 from stackexp.modules.scores import replace_non_finite
 from stackexp.runs import RunFolder
-from stackexp.training.tensorboard import TensorBoardCopy
+from stackexp.training.tensorboard import TensorBoardCopy, build_layout
 
 
 class MetricsLog(pl.Callback):
@@ -40,8 +42,14 @@ class MetricsLog(pl.Callback):
         self._run.truncate_after(self._step)
         self._file = open(self._run.metrics, "a", encoding="utf-8")  # noqa: SIM115
         if self._config.logging.tensorboard:
-            lines = list(self._run.read_metrics())
-            self._tensorboard = TensorBoardCopy(self._run.path, lines, self._config.data.objective)
+            self._tensorboard = self._open_tensorboard(trainer)
+
+    def _open_tensorboard(self, trainer: pl.Trainer) -> TensorBoardCopy:
+        set_names = [dataset.name for dataset in trainer.datamodule.sets("validate")]
+        layout = build_layout(self._config.data.objective, set_names)
+        sessions = json.dumps(self._run.read_sessions(), indent=2)
+        texts = {"config": to_yaml(self._config), "environment": sessions}
+        return TensorBoardCopy(self._run.path, list(self._run.read_metrics()), layout, texts)
 
     def on_train_batch_end(self, trainer: pl.Trainer, module: TrainingModule, *_: Any) -> None:
         """Log a step."""
@@ -70,11 +78,15 @@ class MetricsLog(pl.Callback):
         if trainer.is_global_zero and trainer.state.fn == "fit":
             os.fsync(self._file.fileno())
 
-    def finish(self, hyperparameters: dict[str, Any], figures: dict[str, float]) -> None:
-        """Close the log, and write the hyperparameters with the final figures to TensorBoard."""
+    def finish(
+        self, hyperparameters: dict[str, Any], figures: Collection[str], train_loss: float, sample: str | None
+    ) -> None:
+        """Close the log; write hyperparameters, the tags of the final figures and the sample to TensorBoard."""
         self._file.close()
         if self._tensorboard:
-            self._tensorboard.finish(hyperparameters, figures, self._config.trainer.max_steps)
+            if sample is not None:
+                self._tensorboard.write_text("sample", sample)
+            self._tensorboard.finish(hyperparameters, figures, train_loss, self._config.trainer.max_steps)
 
     def on_exception(self, *_: Any) -> None:
         """Close the event file."""

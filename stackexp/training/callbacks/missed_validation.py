@@ -8,8 +8,9 @@ from typing import Any
 import lightning.pytorch as pl
 
 from stackexp.config.trainer import TrainerConfig
+from stackexp.metric_tags import AVERAGE_LOSS, TRAIN_LOSS
 from stackexp.modules.base import TrainingModule
-from stackexp.runs import AVERAGE_LOSS, RunFolder
+from stackexp.runs import RunFolder
 
 
 class MissedValidation(pl.Callback):
@@ -41,5 +42,5 @@ class MissedValidation(pl.Callback):
         interval = self._config.val_check_interval
         if not interval or step % interval or not data.set_names("validate"):
             return False
-        logged = [line for line in self._folder.read_metrics() if line["step"] == step]
-        return any("loss/train" in line for line in logged) and not any(AVERAGE_LOSS in line for line in logged)
+        logged = self._folder.find_logged_tags(step)
+        return TRAIN_LOSS in logged and AVERAGE_LOSS not in logged

@@ -12,8 +12,8 @@ from lightning.pytorch.callbacks import ProgressBar
 from tqdm import tqdm
 
 from stackexp.config.experiment import LoggingConfig
+from stackexp.metric_tags import AVERAGE_LOSS, TOKENS_PER_SECOND, TRAIN_LOSS
 from stackexp.modules.base import TrainingModule
-from stackexp.runs import AVERAGE_LOSS
 from stackexp.training.callbacks.metrics_log import MetricsLog
 
 
@@ -53,9 +53,9 @@ class StepBar(ProgressBar):
     def on_train_batch_end(self, trainer: pl.Trainer, module: TrainingModule, *_: Any) -> None:
         """Advance the bar after each step."""
         line = self._metrics_log.last_line
-        if self._bar is not None and trainer.global_step > self._bar.n and "loss/train" in line:
-            speed = line["throughput/tokens_per_second"]
-            self._bar.set_postfix_str(f"loss {line['loss/train']:.3f}, {speed:,.0f} tokens/s", refresh=False)
+        if self._bar is not None and trainer.global_step > self._bar.n and TRAIN_LOSS in line:
+            speed = line[TOKENS_PER_SECOND]
+            self._bar.set_postfix_str(f"loss {line[TRAIN_LOSS]:.3f}, {speed:,.0f} tokens/s", refresh=False)
             self._bar.update(trainer.global_step - self._bar.n)
             if trainer.global_step == self._first_step and self._is_enabled:
                 self._bar.initial, now = self._bar.n, time.time()
@@ -106,14 +106,14 @@ class StepLines(pl.Callback):
     def on_train_batch_end(self, trainer: pl.Trainer, module: TrainingModule, *_: Any) -> None:
         """Print a line if it is due."""
         line, step, now = self._metrics_log.last_line, trainer.global_step, time.monotonic()
-        if step == self._step or not trainer.is_global_zero or "loss/train" not in line:
+        if step == self._step or not trainer.is_global_zero or TRAIN_LOSS not in line:
             return  # a micro-batch inside an accumulation, or another rank
         self._step = step
         if step == self._first[0]:
             self._first = (step, now)
         if now - self._printed_at >= self._interval or step == trainer.max_steps:
             self._printed_at = now
-            text = f"loss {line['loss/train']:.3f}, {line['throughput/tokens_per_second']:,.0f} tokens/s"
+            text = f"loss {line[TRAIN_LOSS]:.3f}, {line[TOKENS_PER_SECOND]:,.0f} tokens/s"
             self._print(trainer, f"{text}{self._format_time_left(trainer, now)}")
 
     def _format_time_left(self, trainer: pl.Trainer, now: float) -> str:

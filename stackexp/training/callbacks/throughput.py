@@ -9,12 +9,13 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 
+from stackexp.metric_tags import TOKENS_PER_SECOND
 from stackexp.modules.base import TrainingModule
 from stackexp.planning.devices import DEVICES
 
 
 class Throughput(pl.Callback):
-    """Logs throughput/tokens_per_second over all devices, and MFU, or FLOP/s if the card's peak is unknown.
+    """Logs train/tokens_per_second over all devices, and MFU, or FLOP/s if the card's peak is unknown.
 
     Times the interval between the ends of two optimizer steps. It includes loading and saving, but no validation. FLOPs
     come from the model's structure (`flops_per_token`), without what activation checkpointing computes again.
@@ -41,8 +42,8 @@ class Throughput(pl.Callback):
         tokens_per_second = (module.tokens - self._tokens) / (now - self._since)
         flops = tokens_per_second * self._count_flops_per_token(module)
         self._since, self._step, self._tokens = now, trainer.global_step, module.tokens
-        module.step_metrics.add("throughput/tokens_per_second", torch.tensor(tokens_per_second, device=module.device))
-        tag, value = ("throughput/mfu", flops / self._peak) if self._peak else ("throughput/flops_per_second", flops)
+        module.step_metrics.add(TOKENS_PER_SECOND, torch.tensor(tokens_per_second, device=module.device))
+        tag, value = ("train/mfu", flops / self._peak) if self._peak else ("train/flops_per_second", flops)
         module.step_metrics.add(tag, torch.tensor(value, device=module.device))
 
     def _count_flops_per_token(self, module: TrainingModule) -> float:

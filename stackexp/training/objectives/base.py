@@ -12,6 +12,7 @@ from stackexp.config.affects import flatten_config, select_options
 from stackexp.config.experiment import ExperimentConfig
 from stackexp.evaluation.request import DataModule, EvaluationRequest, Sets, Stage
 from stackexp.evaluation.resumable import ResumableEvaluation
+from stackexp.metric_tags import TRAIN_LOSS
 from stackexp.models import checkpoints
 from stackexp.modules.base import TrainingModule
 from stackexp.modules.scores import replace_non_finite
@@ -66,7 +67,7 @@ class Objective(ABC):
 
     @abstractmethod
     def list_final_figures(self, result: dict[str, Any]) -> dict[str, float]:
-        """Return the figures, by TensorBoard tag, that the HParams tab shows next to the hyperparameters."""
+        """Return the figures of result.json by tag. The HParams tab shows them next to the hyperparameters."""
 
     @abstractmethod
     def format_result(self, session: Session, result: dict[str, Any]) -> str:
@@ -93,8 +94,9 @@ class Objective(ABC):
         """Return the figures of `final_stage` that training has measured already."""
         return {}
 
-    def write_events(self, session: Session, result: dict[str, Any]) -> None:  # noqa: B027 (optional)
-        """Write TensorBoard events besides the final figures."""
+    @abstractmethod
+    def write_events(self, folder: RunFolder, result: dict[str, Any]) -> None:
+        """Write the final figures to TensorBoard, in the event files of `final_stage`."""
 
     # The end of every run
 
@@ -115,8 +117,8 @@ class Objective(ABC):
     def write_result(self, session: Session, sets: Sets) -> None:
         """Write the final figures to TensorBoard and result.json, result.json last, and print them. Rank 0 only."""
         seconds = time.perf_counter() - session.started_at
-        lines = [line for line in session.folder.read_metrics() if "loss/train" in line]
-        losses = [line["loss/train"] for line in lines]
+        lines = [line for line in session.folder.read_metrics() if TRAIN_LOSS in line]
+        losses = [line[TRAIN_LOSS] for line in lines]
         result = RunResult(
             steps=self.config.trainer.max_steps,
             tokens=lines[-1]["tokens"],
@@ -126,9 +128,11 @@ class Objective(ABC):
             seconds_of_last_session=round(seconds, 1),
             figures=self.build_result(session, sets),
         ).to_dict()
-        figures = {"final/loss/train": result["train_loss"]["last_20_steps"]} | self.list_final_figures(result)
-        session.metrics_log.finish(select_options(flatten_config(self.config), ["training", "continuation"]), figures)
-        self.write_events(session, result)
+        hyperparameters = select_options(flatten_config(self.config), ["training", "continuation"])
+        figures, train_loss = self.list_final_figures(result), result["train_loss"]["last_20_steps"]
+        session.metrics_log.finish(hyperparameters, figures, train_loss, result.get("sample"))
+        if self.config.logging.tensorboard:
+            self.write_events(session.folder, result)
         session.folder.write_result(RunResult.from_dict(replace_non_finite(result)))
         print(
             f"\ntraining loss {losses[0]:.3f} (first step), {mean_of_last(losses):.3f} (mean of the last "

@@ -11,7 +11,7 @@ from stackexp.modules.transduction import Transduction, average_lengths
 from stackexp.runs import RunFolder
 from stackexp.training.objectives.base import Objective, Session, mean_of_last
 from stackexp.training.objectives.stack_capacity import warn_about_small_stack
-from stackexp.training.tensorboard import write_curve
+from stackexp.training.tensorboard import write_curve, write_scalars
 
 
 class FormalLanguageObjective(Objective):
@@ -57,7 +57,7 @@ class FormalLanguageObjective(Objective):
 
     def build_result(self, session: Session, sets: Sets) -> dict[str, Any]:
         """Return accuracies and scores of the tested checkpoint."""
-        accuracies = [line["accuracy/train"] for line in session.folder.read_metrics() if "accuracy/train" in line]
+        accuracies = [line["train/accuracy"] for line in session.folder.read_metrics() if "train/accuracy" in line]
         return {
             "train_accuracy": mean_of_last(accuracies),
             "tested_step": self._validation["tested_step"],
@@ -67,15 +67,14 @@ class FormalLanguageObjective(Objective):
         }
 
     def list_final_figures(self, result: dict[str, Any]) -> dict[str, float]:
-        """Return the scores and the validation accuracy."""
-        figures = {f"final/{key}": value for key, value in result.items() if key.startswith("score_")}
-        return figures | {"final/validation_accuracy": result["validation_accuracy"]}
+        """Return the scores, and the validation accuracy of the tested checkpoint."""
+        keys = [key for key in result if key.startswith("score_") or key == "validation_accuracy"]
+        return {f"test/{key}": result[key] for key in keys}
 
-    def write_events(self, session: Session, result: dict[str, Any]) -> None:
-        """Write the accuracy by length as a curve."""
-        if self.config.logging.tensorboard:
-            accuracy = parse_accuracy(result)
-            write_curve(session.folder.path, formal_languages.CURVE, accuracy, formal_languages.CURVE_FILE)
+    def write_events(self, folder: RunFolder, result: dict[str, Any]) -> None:
+        """Write the scores, and the accuracy by length as a curve."""
+        write_scalars(folder.path, self.list_final_figures(result), result["steps"], "test.scores")
+        write_curve(folder.path, formal_languages.CURVE, parse_accuracy(result), formal_languages.CURVE_FILE)
 
     def format_result(self, session: Session, result: dict[str, Any]) -> str:
         """Return the accuracy by length as a table and a plot."""

@@ -61,7 +61,13 @@ class LanguageModelingObjective(Objective):
 
     def list_final_figures(self, result: dict[str, Any]) -> dict[str, float]:
         """Return the scores of the sets."""
-        return tag_scores("final", result["sets"])
+        return tag_scores(named_sets.choose_prefix(self.final_stage, self.config), result["sets"])
+
+    def write_events(self, folder: RunFolder, result: dict[str, Any]) -> None:
+        """Write the scores of the sets."""
+        prefix = named_sets.choose_prefix(self.final_stage, self.config)
+        skip = folder.find_logged_tags(result["steps"])
+        named_sets.write_events(folder.path, self.final_stage, prefix, result["steps"], result["sets"], skip)
 
     def format_result(self, session: Session, result: dict[str, Any]) -> str:
         """Return the table of the sets and the sample."""
