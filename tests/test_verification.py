@@ -167,3 +167,20 @@ def test_unusable_set_names_on_the_command_line_are_refused(tmp_path, name):
     with pytest.raises(ConfigError, match=r"^--sets: ") as caught:
         data.select_sets("validate", [f"{name}={tmp_path}/set"])
     assert str(caught.value).isprintable()
+
+
+def list_index_changes() -> dict[str, dict]:
+    """Return {name: changed fields of the first shard} for every field of an entry of index.json."""
+    fields = ("column_encodings", "column_names", "column_sizes", "compression", "format", "hashes", "version", "samples")
+    changes: dict[str, dict] = {field: {field: "x"} for field in (*fields, "raw_data", "zip_data")}
+    return changes | {"unknown field": {"zip_dat\u00e1": None}, "null": {"samples": None}}
+
+
+@pytest.mark.parametrize("change", list_index_changes().values(), ids=list_index_changes())
+def test_a_changed_entry_of_the_index_is_refused(tmp_path, change):
+    folder = write_set(tmp_path / "set", 0, 6)
+    index = json.loads((folder / "index.json").read_text())
+    index["shards"][0] |= change
+    (folder / "index.json").write_text(json.dumps(index))
+    with pytest.raises(RunError, match=r"index\.json: missing or corrupt; prepare the set again"):
+        TokenSet(folder)

@@ -46,22 +46,27 @@ def token_dtype(vocab_size: int) -> np.dtype:
     return np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.uint32)
 
 
-def write_shard(path: Path, sequences: np.ndarray) -> dict:
-    """Write sequences [N, T] as one MDS shard and return its entry for index.json.
-
-    Layout: N (uint32), N + 1 offsets (uint32), the columns as JSON, the samples.
-    """
-    samples, length = sequences.shape
-    columns: dict[str, Any] = {
-        "column_encodings": [f"ndarray:{sequences.dtype.name}:{length}"],
+def describe_columns(dtype: np.dtype, context_length: int) -> dict[str, Any]:
+    """Return the fields of MDS that all shards of a prepared set share."""
+    return {
+        "column_encodings": [f"ndarray:{dtype.name}:{context_length}"],
         "column_names": ["tokens"],
-        "column_sizes": [length * sequences.dtype.itemsize],
+        "column_sizes": [context_length * dtype.itemsize],
         "compression": None,
         "format": "mds",
         "hashes": ["sha256"],
         "size_limit": SHARD_BYTES,
         "version": 2,
     }
+
+
+def write_shard(path: Path, sequences: np.ndarray) -> dict:
+    """Write sequences [N, T] as one MDS shard and return its entry for index.json.
+
+    Layout: N (uint32), N + 1 offsets (uint32), the columns as JSON, the samples.
+    """
+    samples, length = sequences.shape
+    columns = describe_columns(sequences.dtype, length)
     header = json.dumps(columns, sort_keys=True).encode()
     begin = 4 + 4 * (samples + 1) + len(header)
     offsets = begin + np.arange(samples + 1) * columns["column_sizes"][0]
@@ -144,6 +149,8 @@ class TokenSet:
             ]
             self._hashes = [file["hashes"]["sha256"] for file in files]
             sizes = [file["bytes"] for file in files]
+            if not all(map(self._has_format, shards)):
+                raise ValueError("a shard of another format")
         except (OSError, ValueError, KeyError, TypeError) as e:
             raise RunError(f"{self.folder}/index.json: missing or corrupt; prepare the set again") from e
         for (path, _), size in zip(self.files, sizes, strict=True):
@@ -153,6 +160,13 @@ class TokenSet:
         if self.begins[-1] != self.corpus.sequences:
             raise RunError(f"{self.folder}: index.json and corpus.json do not agree; prepare the set again")
         self._maps: dict[int, np.ndarray] = {}
+
+    def _has_format(self, shard: dict[str, Any]) -> bool:
+        """Return True if an entry of index.json has the fields that `write_shard` returns for this corpus."""
+        columns = describe_columns(token_dtype(self.corpus.vocab_size), self.corpus.context_length)
+        expected = columns | {"size_limit": shard["size_limit"], "zip_data": None}
+        described = {key: value for key, value in shard.items() if key not in ("raw_data", "samples")}
+        return described == expected and type(shard["samples"]) is int
 
     def _read_corpus(self, options: str) -> Corpus:
         path = self.folder / "corpus.json"
