@@ -34,7 +34,7 @@ setup(
     python_requires=">=3.11",
     packages=find_packages(include=["stackexp", "stackexp.*"]),
     cmdclass={"build_py": BuildWithConfigs},
-    entry_points={"console_scripts": ["stackexp=stackexp.cli:main"]},
+    entry_points={"console_scripts": ["stackexp=stackexp.__main__:run"]},
     install_requires=[
         "torch>=2.11",
         "numpy>=2",

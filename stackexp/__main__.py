@@ -1,8 +1,21 @@
-"""Run the command line: `python -m stackexp`."""
+"""Run the command line: `python -m stackexp`, or the command `stackexp`."""
 
+import signal
 import sys
+from typing import NoReturn
 
 from stackexp.cli import main
 
+
+def run() -> NoReturn:
+    """Run the verb of the process arguments and exit. Further Ctrl-C do not disturb the exit."""
+    try:
+        code = main()
+    except KeyboardInterrupt:  # while an error was reported
+        code = 130
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    sys.exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    run()

@@ -174,7 +174,7 @@ ERRORS = [
     (
         OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "runs/x"),
         1,
-        f"error: no space left on the disk while writing runs/x; free some space, then {ADVICE}\n",
+        f"error: no space left on the disk at runs/x; free some space, then {ADVICE}\n",
     ),
     (OSError(errno.EDQUOT, ""), 1, f"error: disk quota exceeded; free some space, then {ADVICE}\n"),
     (DENIED, 1, f"error: runs/x: Permission denied; {CHECK_PATH}\n"),

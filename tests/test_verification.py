@@ -171,8 +171,8 @@ def test_unusable_set_names_on_the_command_line_are_refused(tmp_path, name):
 
 def list_index_changes() -> dict[str, dict]:
     """Return {name: changed fields of the first shard} for every field of an entry of index.json."""
-    fields = ("column_encodings", "column_names", "column_sizes", "compression", "format", "hashes", "version", "samples")
-    changes: dict[str, dict] = {field: {field: "x"} for field in (*fields, "raw_data", "zip_data")}
+    fields = ["column_encodings", "column_names", "column_sizes", "compression", "format", "hashes", "version"]
+    changes: dict[str, dict] = {field: {field: "x"} for field in (*fields, "samples", "raw_data", "zip_data")}
     return changes | {"unknown field": {"zip_dat\u00e1": None}, "null": {"samples": None}}
 
 

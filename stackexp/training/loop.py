@@ -10,7 +10,7 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 
 from stackexp.config import registry
 from stackexp.config.experiment import ExperimentConfig
-from stackexp.errors import RunError, StoppedError
+from stackexp.errors import RunError, StoppedError, first_line
 from stackexp.modules.base import TrainingModule
 from stackexp.runs import RunFolder, format_resume_command
 from stackexp.training.callbacks import build_callbacks
@@ -90,6 +90,11 @@ def _name_last_checkpoint(folder: RunFolder) -> Iterator[None]:
         yield
     except RunError as error:
         raise RunError(f"{error}; last good checkpoint: {folder.newest_checkpoint() or 'none yet'}") from None
+    except RuntimeError as error:
+        if "DataLoader worker" not in str(error):
+            raise
+        reason = f"{first_line(error).rstrip('.')}; if it ran out of memory, lower data.num_workers"
+        raise RunError(f"{reason}; last good checkpoint: {folder.newest_checkpoint() or 'none yet'}") from None
     except (StoppedError, KeyboardInterrupt) as error:
         if folder.is_finished:
             raise type(error)(f"{folder.path}: this run is finished (it has a result.json)") from None

@@ -26,10 +26,11 @@ from lightning.fabric.plugins.environments import (
 
 from stackexp.config.trainer import TrainerConfig
 from stackexp.errors import RunError, StoppedError, first_line
-from stackexp.training.watchdog import Watchdog
+from stackexp.training.watchdog import GRACE, Watchdog
 
 T = TypeVar("T")
 EXIT_SECONDS = 30  # time for the processes started here to exit after this one
+FROZEN_SECONDS = 2 * GRACE  # the same, once the watchdog has found a fault
 
 
 @dataclass
@@ -97,7 +98,7 @@ def start_processes(trainer: TrainerConfig, device_type: str) -> Iterator[Proces
         except BaseException:
             _kill(children)  # they would wait for this process until the timeout
             raise
-    watchdog = Watchdog(rank, size, trainer.collective_timeout_seconds)
+    watchdog = Watchdog(rank, size, trainer.collective_timeout_seconds, lambda: _wait_for(children, FROZEN_SECONDS))
     watchdog.start()
     try:
         try:
@@ -131,10 +132,11 @@ def _kill(children: list[subprocess.Popen]) -> None:
         child.kill()
 
 
-def _wait_for(children: list[subprocess.Popen]) -> None:
+def _wait_for(children: list[subprocess.Popen], seconds: float = EXIT_SECONDS) -> None:
+    """Wait until the children end by themselves; kill those that do not, such as a stopped process."""
     for child in children:
         try:
-            child.wait(EXIT_SECONDS)
+            child.wait(seconds)
         except subprocess.TimeoutExpired:
             child.kill()
 

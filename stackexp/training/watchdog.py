@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +31,12 @@ class Watchdog(pl.Callback):
     """A thread in every process that shares heartbeats and progress through its own store.
 
     If a process is gone, or no process makes progress for `timeout` seconds, each process prints one line that names
-    the culprit and exits with code 1, because a collective that waits for that process would never return.
+    the culprit and exits with code 1, because a collective that waits for that process would never return. `clean_up`
+    is called before the exit.
     """
 
-    def __init__(self, rank: int, size: int, timeout: float):
-        self._rank, self._size, self._timeout = rank, size, timeout
+    def __init__(self, rank: int, size: int, timeout: float, clean_up: Callable[[], None]):
+        self._rank, self._size, self._timeout, self._clean_up = rank, size, timeout, clean_up
         self._store = _connect_store(rank, size)
         self._batches, self._last_progress = 0, time.monotonic()
         self._is_stopping = threading.Event()
@@ -87,7 +88,13 @@ class Watchdog(pl.Callback):
             time.sleep(INTERVAL)
             began = self._store_call_began
             if began is not None and time.monotonic() - began > SILENCE:
-                _exit(self._rank, FIRST_RANK_GONE)
+                self._exit(FIRST_RANK_GONE)
+
+    def _exit(self, verdict: str) -> None:
+        prefix = "\nerror: " if self._rank == 0 else f"\nerror: rank {self._rank}: "  # on a line below the progress bar
+        print(f"{prefix}{verdict}; resume with --ckpt_path last", file=sys.stderr, flush=True)
+        self._clean_up()
+        os._exit(1)
 
     # Progress, as reported by Lightning's loops
 
@@ -106,7 +113,7 @@ class Watchdog(pl.Callback):
             with self._store_call():
                 self._verdict = self._check()
             if self._verdict and not self._is_stopping.wait(GRACE):  # otherwise the main thread reports it and exits
-                _exit(self._rank, self._verdict)
+                self._exit(self._verdict)
 
     def _check(self) -> str | None:
         """Return the verdict of the first process that found a fault, or None."""
@@ -186,9 +193,3 @@ def _is_in_torch(where: str) -> bool:
 def _shorten(file: str) -> str:
     """Return torch/autograd/graph.py for .../site-packages/torch/autograd/graph.py."""
     return file.rsplit("site-packages/", 1)[-1] if "site-packages/" in file else "/".join(file.split("/")[-2:])
-
-
-def _exit(rank: int, verdict: str) -> None:
-    prefix = "\nerror: " if rank == 0 else f"\nerror: rank {rank}: "  # on a line below the progress bar
-    print(f"{prefix}{verdict}; resume with --ckpt_path last", file=sys.stderr, flush=True)
-    os._exit(1)

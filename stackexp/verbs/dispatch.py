@@ -19,6 +19,7 @@ from stackexp.errors import (
     RunError,
     StoppedError,
     escape,
+    first_line,
     mask_secrets,
 )
 from stackexp.verbs.parser import Parser
@@ -36,7 +37,13 @@ folder, 75 stopped by SIGTERM, SIGUSR1 or max_time with a checkpoint (rerun the 
 """
 
 TRUST_FLAG = "--trust-plugins"
-DISK_FULL = {errno.ENOSPC: "no space left on the disk", errno.EDQUOT: "disk quota exceeded"}
+EXHAUSTED = {  # errno -> what is wrong, and what to do
+    errno.ENOSPC: ("no space left on the disk", "free some space"),
+    errno.EDQUOT: ("disk quota exceeded", "free some space"),
+    errno.EFBIG: ("file size limit exceeded", "raise it (ulimit -f)"),
+    errno.EMFILE: ("too many open files", "raise the limit (ulimit -n)"),
+}
+NO_MEMORY = "free memory, raise the limit (ulimit -v) or use a smaller batch"
 
 
 def dispatch(verbs: dict[str, str], argv: list[str] | None = None) -> int:
@@ -52,7 +59,7 @@ def dispatch(verbs: dict[str, str], argv: list[str] | None = None) -> int:
         code = _run(verbs, argv)
         sys.stdout.flush()
         return code
-    except (ConfigError, RunError, StoppedError, OSError, KeyboardInterrupt) as error:
+    except (ConfigError, RunError, StoppedError, OSError, MemoryError, ImportError, KeyboardInterrupt) as error:
         if os.environ.get("STACKEXP_TRACEBACK") == "1":
             raise
         return _report(error, "resume with --ckpt_path last" if argv[:1] == ["fit"] else "rerun the command")
@@ -135,9 +142,13 @@ def _explain(error: BaseException, advice: str) -> tuple[int, str]:
             return code, str(error)
     if isinstance(error, OSError):
         path = error.filename2 or error.filename
-        if error.errno in DISK_FULL:
-            where = f" while writing {path}" if path else ""
-            return 1, f"{DISK_FULL[error.errno]}{where}; free some space, then {advice}"
+        if error.errno in EXHAUSTED:
+            problem, remedy = EXHAUSTED[error.errno]
+            return 1, f"{problem}{f' at {path}' if path else ''}; {remedy}, then {advice}"
         if path:
             return 1, f"{path}: {error.strerror}; check the path and its permissions"
+    if isinstance(error, MemoryError):
+        return 1, f"out of memory: {first_line(error) or 'an allocation failed'}; {NO_MEMORY}, then {advice}"
+    if "failed to map segment" in str(error):
+        return 1, f"out of memory while loading {first_line(error).split(':')[0]}; {NO_MEMORY}, then {advice}"
     raise error

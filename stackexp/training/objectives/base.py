@@ -10,6 +10,7 @@ import lightning.pytorch as pl
 
 from stackexp.config.affects import flatten_config, select_options
 from stackexp.config.experiment import ExperimentConfig
+from stackexp.errors import RunError
 from stackexp.evaluation.request import DataModule, EvaluationRequest, Sets, Stage
 from stackexp.evaluation.resumable import ResumableEvaluation
 from stackexp.metric_tags import TRAIN_LOSS
@@ -119,6 +120,8 @@ class Objective(ABC):
         seconds = time.perf_counter() - session.started_at
         lines = [line for line in session.folder.read_metrics() if TRAIN_LOSS in line]
         losses = [line[TRAIN_LOSS] for line in lines]
+        if not losses:
+            raise RunError(f"{session.folder.metrics}: deleted or emptied during the run; start a new run")
         result = RunResult(
             steps=self.config.trainer.max_steps,
             tokens=lines[-1]["tokens"],

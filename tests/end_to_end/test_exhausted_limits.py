@@ -1,0 +1,107 @@
+"""A run that exceeds a limit of the machine, or loses a process, ends with one line and no traceback."""
+
+import os
+import resource
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from forks import Forks
+from processes import find_second_rank, kill, list_children, read_to_end, wait_until
+from records import only_run
+
+ENDLESS = ("trainer.max_steps=100000", "trainer.checkpoint_interval=2", "trainer.val_check_interval=100000")
+FSDP = ("trainer.strategy=fsdp", "trainer.devices=2", "trainer.accelerator=cpu")
+KIB, MIB = 2**10, 2**20
+
+
+def has_checkpoint(root: Path) -> bool:
+    return any(root.glob("tiny/*/checkpoints/*/manifest.json"))
+
+
+@pytest.mark.parametrize(
+    ("limit", "value", "message"),
+    [
+        (resource.RLIMIT_FSIZE, 60 * KIB, "error: file size limit exceeded; raise it (ulimit -f), then resume"),
+        (resource.RLIMIT_NOFILE, 20, "error: too many open files"),
+    ],
+    ids=["file size", "open files"],
+)
+def test_a_limit_of_the_shell_is_named(tiny, tmp_path, limit, value, message):
+    hard = resource.getrlimit(limit)[1]
+    set_limit = f"import resource\nresource.setrlimit({int(limit)}, ({value}, {hard}))\n"
+    (tmp_path / "limit.py").write_text(set_limit)
+    plugin = f"plugins=[{tmp_path / 'limit.py'}]"
+    output = Forks(tmp_path).run("fit", "--config", tiny, plugin, "data.num_workers=1", expect=1)
+    assert message in output
+    assert "Traceback" not in output
+
+
+@pytest.mark.process
+def test_too_little_memory_is_named(program, tiny, tmp_path):
+    process = program.start("fit", "--config", tiny)
+    resource.prlimit(process.pid, resource.RLIMIT_AS, (500 * MIB, 500 * MIB))
+    _, line = read_to_end(process)
+    assert process.returncode == 1
+    assert line.startswith("error: out of memory")
+    assert "ulimit -v" in line
+
+
+@pytest.mark.process
+def test_a_killed_loader_worker_is_named(program, tiny, tmp_path):
+    process = program.start("fit", "--config", tiny, *ENDLESS, "data.num_workers=1")
+    wait_until(lambda: has_checkpoint(tmp_path / "runs"), process)
+    commands = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in list_children(process)}
+    [worker] = [pid for pid, command in commands.items() if b"resource_tracker" not in command]
+    os.kill(worker, signal.SIGKILL)
+    _, line = read_to_end(process)
+    assert process.returncode == 1
+    assert line.startswith(
+        f"error: DataLoader worker (pid {worker}) is killed by signal: Killed; if it ran out of memory"
+    )
+    assert "; last good checkpoint: " in line
+
+
+@pytest.mark.process
+def test_many_interrupts_do_not_disturb_the_exit(program, tiny, tmp_path):
+    process = program.start("fit", "--config", tiny, *ENDLESS)
+    wait_until(lambda: has_checkpoint(tmp_path / "runs"), process)
+    for _ in range(30):
+        if process.poll() is None:
+            process.send_signal(signal.SIGINT)
+        time.sleep(0.05)
+    _, line = read_to_end(process)
+    assert process.returncode == 130
+    assert line.startswith("interrupted: ")
+
+
+def test_a_log_that_is_deleted_during_the_run_is_named(tiny, tmp_path):
+    (tmp_path / "delete.py").write_text(
+        "from pathlib import Path\nfrom stackexp.modules.base import TrainingModule\n"
+        "def delete(self):\n    [path.unlink() for path in Path('runs').glob('tiny/*/metrics.jsonl')]\n"
+        "TrainingModule.on_train_end = delete\n"
+    )
+    output = Forks(tmp_path).run("fit", "--config", tiny, f"plugins=[{tmp_path / 'delete.py'}]", expect=1)
+    assert "metrics.jsonl: deleted or emptied during the run; start a new run" in output
+    assert "Traceback" not in output
+    assert not only_run(tmp_path / "runs").is_finished
+
+
+@pytest.mark.process
+def test_a_frozen_second_rank_is_killed_with_its_worker(program, tiny, tmp_path):
+    process = program.start("fit", "--config", tiny, *FSDP, *ENDLESS, "data.num_workers=1")
+    wait_until(lambda: has_checkpoint(tmp_path / "runs"), process)
+    second = find_second_rank(process)
+    workers = Path(f"/proc/{second}/task/{second}/children").read_text().split()
+    os.kill(second, signal.SIGSTOP)
+    try:
+        output, _ = process.communicate(timeout=90)
+    finally:
+        kill(process)
+    assert f"error: rank 1 (process {second} on " in output
+    assert "Traceback" not in output
+    deadline = time.monotonic() + 20
+    while alive := [pid for pid in [second, *workers] if Path(f"/proc/{pid}").exists()]:
+        assert time.monotonic() < deadline, alive
+        time.sleep(0.2)
