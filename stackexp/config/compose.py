@@ -186,10 +186,12 @@ def _set_value(node: DictConfig, name: str, value: Any, origin: str, key: str) -
     if value == "???" or (rejected and type(value) is rejected):  # "???" is OmegaConf's mark for a missing value
         raise wrong_value_error(origin, key, hint, metadata, value)
     try:
-        if isinstance(value, dict):
-            node.merge_with({name: value})
-        else:
+        if isinstance(value, list):
             node[name] = value
+        elif dataclasses.is_dataclass(cls) or isinstance(value, dict):
+            node.merge_with({name: value})
+        else:  # merging copies all entries of a mapping, which is slow for thousands
+            node[name] = str(value) if hint is str and value is not None else value
     except OmegaConfBaseException as error:
         if isinstance(value, str) and "${" in value:
             raise config_error(origin, key, f"malformed interpolation {value}: {describe_error(error)}") from error
