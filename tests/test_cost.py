@@ -152,9 +152,10 @@ def test_gpu_memory_matches_the_count(stack, checkpointing):
         with torch.autocast("cuda", torch.bfloat16):
             loss = memory_tracker.compute_loss(model, tokens, NextTokenLoss())
         loss.backward()
-    counted = measure_training_peak(
-        cost.build_meta_model(config), 8, 1024, autocast=True, criterion=NextTokenLoss()
-    ).total()
+    with use_implementation("triton"):
+        counted = measure_training_peak(
+            cost.build_meta_model(config), 8, 1024, autocast=True, criterion=NextTokenLoss()
+        ).total()
     assert counted == pytest.approx(torch.cuda.max_memory_allocated() - before, rel=0.05)
 
 
@@ -264,7 +265,7 @@ def test_each_suggested_change_fits(monkeypatch):
     planned = plan_on_device(monkeypatch, 6, *wide)
     assert not planned.fits
     text = suggest_changes(planned)
-    assert text.startswith("any of these would fit: trainer.activation_checkpointing=true (5.")
+    assert text.startswith("any of these would fit: trainer.activation_checkpointing=true (4.68 MiB), ")
     settings = re.findall(r"[a-z_]+\.[a-z_]+=\w+", text)
     assert settings == ["trainer.activation_checkpointing=true", "data.micro_batch_size=2"]
     for setting in settings:
@@ -293,5 +294,5 @@ def test_suggests_a_larger_device_or_more_nodes(monkeypatch):
 
 def test_no_suggestion_when_nothing_fits(monkeypatch):
     text = suggest_changes(plan_on_device(monkeypatch, 0.5))
-    assert text.startswith("it needs 1.86 MiB even with trainer.activation_checkpointing=true")
+    assert text.startswith("it needs 1.68 MiB even with trainer.activation_checkpointing=true")
     assert text.endswith("larger devices")

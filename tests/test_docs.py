@@ -72,3 +72,10 @@ def test_the_example_config_for_own_text_composes(tmp_path):
     assert config.data.validation == {"held-out": "texts/held-out"}
     assert config.model.vocab_size == 8192
     assert config.trainer == compose(["quickstart"]).trainer
+
+
+def test_the_printed_plan_is_current(capsys):
+    text = (ROOT / "docs/cluster.md").read_text(encoding="utf-8")
+    command, printed = re.search(rf"    {PREFIX}(plan .*)\n\n```text\n((?:.*\n)*?)```", text).groups()
+    assert cli.main(shlex.split(command)) == 0
+    assert capsys.readouterr().out == printed

@@ -5,11 +5,12 @@ import subprocess
 import sys
 
 import pytest
+from test_cost import STACKS, small
 
 from stackexp.cli import main
 from stackexp.config.compose import compose
 from stackexp.config.layers import list_config_names
-from stackexp.planning import suggestions
+from stackexp.planning import memory_use, suggestions
 from stackexp.planning.cost import make_plan
 from stackexp.planning.devices import DEVICES, Device
 
@@ -128,3 +129,15 @@ def test_suggests_a_smaller_formal_language_batch():
     assert change == "data.batch_size=16"
     assert suggestions.is_valid(smaller)
     assert not suggestions.is_valid(suggestions.change_option(smaller, "trainer.devices", 3)[1])
+
+
+@pytest.mark.parametrize("name", ["stacktrans", "full_dim", "queue"])
+def test_on_cuda_the_tensors_of_the_triton_step_are_counted(name):
+    """The kernel saves its inputs and the states before every few layers; eager saves every state."""
+    planned = {
+        accelerator: memory_use.measure_peak(small(*STACKS[name], f"trainer.accelerator={accelerator}"), True)
+        for accelerator in ("cpu", "cuda", "auto")
+    }
+    assert planned["auto"] == planned["cuda"], "a plan is for GPUs unless the config asks for the CPU"
+    assert planned["cuda"]["stack"] < planned["cpu"]["stack"]
+    assert planned["cuda"]["logits"] == planned["cpu"]["logits"]

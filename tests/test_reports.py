@@ -21,7 +21,7 @@ def build_scores(loss: float) -> dict[str, float]:
 
 def test_score_table_ends_with_the_average():
     lines = format_scores({"left": build_scores(1), "right": build_scores(3)}).splitlines()
-    columns = ["set", "instances", "tokens", "loss", "95", "%", "interval", "perplexity", "bits/byte"]
+    columns = ["set", "chunks", "tokens", "loss", "95", "%", "interval", "perplexity", "bits/byte"]
     assert lines[0].split() == columns
     assert lines[2].split() == ["left", "10", "1,000", "1.0000", "0.9000-1.1000", "2.00", "0.5000"]
     assert lines[-1].split() == ["average", "of", "sets", "20", "2,000", "2.0000", "\u2013", "4.00", "1.0000"]

@@ -3,7 +3,7 @@
 from stackexp.modules.scores import Scores, average_groups, average_scores
 from stackexp.tables import ABSENT, RULE, Style, format_table
 
-_SCORE_HEADER = ("set", "instances", "tokens", "loss", "95 % interval", "perplexity", "bits/byte")
+_SCORE_HEADER = ("set", "chunks", "tokens", "loss", "95 % interval", "perplexity", "bits/byte")
 
 
 def format_scores(sets: dict[str, Scores], style: Style = "terminal") -> str:
