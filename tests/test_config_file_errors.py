@@ -127,6 +127,13 @@ def test_circular_defaults_are_listed():
     assert compose_error(["self.yaml"]) == "self.yaml: circular defaults: self.yaml -> self.yaml"
 
 
+def test_defaults_that_grow_exponentially_are_refused():
+    for n in range(30):
+        write(f"c{n}.yaml", f"defaults: [c{n + 1}.yaml, c{n + 1}.yaml]\n")
+    write("c30.yaml", "seed: 1\n")
+    assert compose_error(["c0.yaml"]).endswith("yaml: over 200 files in the defaults; remove repeated ones")
+
+
 def test_error_in_a_group_file_names_that_file():
     write("memory.yaml", "# wide\nkind: stack\nnum_heads: 5\nprojection: shared_slices\n")
     found = compose_error([BASE, write("x.yaml", "defaults:\n  - model.memory: memory.yaml\n")])

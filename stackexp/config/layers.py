@@ -15,6 +15,7 @@ from stackexp.config.suggestions import find_closest, suggest_name
 from stackexp.config.yaml_files import Leaf, Tree, configs_folder, display_path, list_yaml_names, read_file, read_value
 from stackexp.errors import ConfigError
 
+MAX_FILES = 200  # of one config; defaults that each include two others grow exponentially
 VALIDATION_SETS = "data.validation"  # not a dataclass, but files can be chosen for it; null: no sets
 
 
@@ -99,6 +100,7 @@ class Layers:
 
     def __init__(self) -> None:
         self.tree = build_default_tree()
+        self._num_files = 0
         self.plugins: list[tuple[Leaf, Path]] = []  # name and the folder it is relative to
 
     def add_file(self, path: Path, section: str = "", parents: tuple[Path, ...] = ()) -> None:
@@ -116,6 +118,9 @@ class Layers:
         if path in parents:
             cycle = " -> ".join(display_path(p) for p in (*parents[parents.index(path) :], path))
             raise ConfigError(f"{display_path(path)}: circular defaults: {cycle}")
+        self._num_files += 1
+        if self._num_files > MAX_FILES:
+            raise ConfigError(f"{display_path(path)}: over {MAX_FILES} files in the defaults; remove repeated ones")
         defaults, tree = read_file(path)
         for entry in defaults:
             self._add_default(entry, path.parent, section, (*parents, path))

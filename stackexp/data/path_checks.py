@@ -17,7 +17,7 @@ def check_paths(data: DataConfig, stage: str) -> None:
         for source in data.streams.values() if data.streams else [data]:
             folder = Path(source.path or "")
             if not source.remote and not (folder / "corpus.json").is_file():
-                raise RunError(explain_missing_dataset(folder, data))
+                raise RunError(explain_missing_dataset(folder, format_prepare_options(data)))
     for name, path in (data.test if stage == "test" else data.validation).items():
         if not Path(path).exists():
             raise RunError(explain_missing_set(name, Path(path)))
@@ -52,10 +52,14 @@ def explain_unknown_set(name: str, known: Sequence[str], section: str) -> str:
     return f"--sets: no set {name!r} in {section}{hint} (or give {example})"
 
 
-def explain_missing_dataset(folder: Path, data: DataConfig) -> str:
-    """Return the message for a folder without a prepared training set."""
+def format_prepare_options(data: DataConfig) -> str:
+    """Return the options of `data prepare` for a config."""
+    return f"--vocab-size {data.vocab_size} --context-length {data.context_length}"
+
+
+def explain_missing_dataset(folder: Path, options: str) -> str:
+    """Return the message for a folder without a prepared set; `options` are those of `data prepare`."""
     state = "holds no finished set" if folder.is_dir() else "no such folder"
-    options = f"--vocab-size {data.vocab_size} --context-length {data.context_length}"
     return f"{folder}: {state}; make one with: stackexp data prepare SOURCE --to {folder} {options}"
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
+from stackexp.data.path_checks import explain_missing_dataset
 from stackexp.data.tokenizer import compute_fingerprint, load_tokenizer
 from stackexp.data.verification import check_basename, verify_file
 from stackexp.errors import RunError
@@ -171,9 +172,7 @@ class TokenSet:
     def _read_corpus(self, options: str) -> Corpus:
         path = self.folder / "corpus.json"
         if not path.is_file():
-            state = "holds no finished set" if self.folder.is_dir() else "no such folder"
-            command = f"stackexp data prepare SOURCE --to {self.folder} {options}"
-            raise RunError(f"{self.folder}: {state}; make one with: {command}")
+            raise RunError(explain_missing_dataset(self.folder, options))
         try:
             record = json.loads(path.read_text(encoding="utf-8"))
             version = record["format_version"]

@@ -12,6 +12,7 @@ import lightning.pytorch as pl
 from torch.utils.data import DataLoader
 
 from stackexp.config.data import DataConfig, ShardsConfig, StreamConfig
+from stackexp.data.path_checks import format_prepare_options
 from stackexp.data.shards import TokenSet, token_dtype
 from stackexp.data.tokenizer import get_end_of_text_id
 from stackexp.errors import RunError
@@ -217,8 +218,7 @@ def parse_size(size: str) -> int:
 
 def open_prepared_set(folder: str | Path, config: DataConfig, is_cache: bool = False) -> TokenSet:
     """Open a prepared set for training. Raises RunError if it is missing, damaged or does not fit the config."""
-    options = f"--vocab-size {config.vocab_size} --context-length {config.context_length}"
-    tokens = TokenSet(folder, options, is_cache)
+    tokens = TokenSet(folder, format_prepare_options(config), is_cache)
     corpus = tokens.corpus
     if corpus.context_length != config.context_length:
         raise RunError(
