@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 
 from stackexp.config.data import ShardsConfig
-from stackexp.data.evaluation_sets import EvaluationSet, KnownTokenizer, open_set
-from stackexp.data.tokenizer import train_tokenizer
+from stackexp.data.evaluation_sets import EvaluationSet, open_set
+from stackexp.data.tokenizer import KnownTokenizer, train_tokenizer
 
 T, V = 16, 300
 TEXTS = [f"line {n} of {n * n} lines, naïve\n" * 3 for n in range(40)]

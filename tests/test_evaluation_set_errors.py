@@ -21,10 +21,10 @@ from evaluation_files import (
     write_raw,
 )
 
-from stackexp.data.evaluation_sets import KnownTokenizer, find_sets
+from stackexp.data.evaluation_sets import find_sets
 from stackexp.data.olmo import NAMES
 from stackexp.data.token_files import write_token_file
-from stackexp.data.tokenizer import train_tokenizer
+from stackexp.data.tokenizer import KnownTokenizer, train_tokenizer
 from stackexp.errors import RunError
 
 

@@ -12,12 +12,11 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from stackexp.data import readers, retokenize
-from stackexp.data.decoding import DocumentDecoder
-from stackexp.data.evaluation_sets import KnownTokenizer
 from stackexp.data.retokenize import Retokenizer, TextCounts
 from stackexp.data.token_files import TokenFile, read_record, write_record, write_token_file
 from stackexp.data.tokenizer import (
     END_OF_TEXT,
+    KnownTokenizer,
     compute_fingerprint,
     get_vocab_size,
     train_tokenizer,
@@ -106,9 +105,7 @@ class InMemoryFile:
 
 
 def convert_ids(ids: np.ndarray, old: Tokenizer, new: Tokenizer) -> np.ndarray:
-    parts = make_retokenizer(old, new).encode(
-        InMemoryFile(ids), 0, TextCounts(), DocumentDecoder(old), lambda count: None
-    )
+    parts = make_retokenizer(old, new).encode(InMemoryFile(ids), 0, TextCounts(), lambda count: None)
     return np.concatenate(list(parts))
 
 

@@ -12,10 +12,9 @@ from loaders import build_config, build_loader, read_samples, write_set
 from stackexp.config.compose import compose
 from stackexp.config.data import explain_set_name
 from stackexp.data import verification
-from stackexp.data.evaluation_sets import KnownTokenizer
 from stackexp.data.shards import TokenSet
 from stackexp.data.token_files import write_token_file
-from stackexp.data.tokenizer import compute_fingerprint
+from stackexp.data.tokenizer import KnownTokenizer, compute_fingerprint
 from stackexp.data.verification import DamagedFileError, verify_file
 from stackexp.datamodules.download import SourceError
 from stackexp.datamodules.pretraining import PretrainingData

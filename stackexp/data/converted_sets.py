@@ -18,14 +18,19 @@ from tokenizers import Tokenizer
 from stackexp.data.readers import BadLine, Piece, read_pieces
 from stackexp.data.sources import find_sources
 from stackexp.data.token_files import TokenFile, write_token_file
-from stackexp.data.tokenizer import compute_fingerprint, get_end_of_text_id, get_vocab_size, tokenize_pieces
+from stackexp.data.tokenizer import (
+    UNKNOWN_TOKENIZER,
+    compute_fingerprint,
+    get_end_of_text_id,
+    get_vocab_size,
+    tokenize_pieces,
+)
 from stackexp.data.verification import check_basename
 from stackexp.errors import RunError, first_line
 from stackexp.files import get_cache_root, hold_lock, read_json, sha256_of
 
 log = logging.getLogger(__name__)
 
-UNKNOWN = "unknown"  # the tokenizer in the record of ids that came without one
 RETOKENIZE_TEXT = "tokenize its text with the model's tokenizer"
 SAMPLES_PER_READ = 1024  # of an MDS set
 SAFE_ENCODINGS = {"bytes", "str", "json", "int", "str_int", "str_float", "str_decimal", "pil", "jpeg", "png"}
@@ -63,7 +68,7 @@ def convert_mds(folder: Path, vocab_size: int, tokenizer: Tokenizer | None) -> T
     if column == "text":
         pieces = lambda: (Piece(sample["text"], True) for sample in _read_samples(folder))  # noqa: E731
         return _convert_pieces(folder, digest, pieces, tokenizer)
-    fields = {"vocab_size": vocab_size, "source_sha256": digest, "tokenizer": UNKNOWN}
+    fields = {"vocab_size": vocab_size, "source_sha256": digest, "tokenizer": UNKNOWN_TOKENIZER}
     return _convert(folder, [digest, vocab_size], lambda: _read_ids(folder, vocab_size), fields)
 
 

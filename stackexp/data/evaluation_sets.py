@@ -14,20 +14,18 @@ Sets are never fully loaded into memory.
 
 import logging
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 
 import numpy as np
-from tokenizers import Tokenizer
 
 from stackexp.config.data import DataConfig
 from stackexp.data import olmo
-from stackexp.data.converted_sets import UNKNOWN, convert_mds, convert_text
+from stackexp.data.converted_sets import convert_mds, convert_text
 from stackexp.data.path_checks import explain_missing_set, suggest_fetch
 from stackexp.data.shards import TokenSet
 from stackexp.data.sources import JSON_LINES_SUFFIXES, TEXT_SUFFIXES, TOKEN_SUFFIXES, find_sources
 from stackexp.data.token_files import Chunks, TokenFile
-from stackexp.data.tokenizer import compute_fingerprint, get_vocab_size, load_tokenizer
+from stackexp.data.tokenizer import UNKNOWN_TOKENIZER, KnownTokenizer
 from stackexp.data.verification import verify_file
 from stackexp.errors import RunError
 from stackexp.files import sha256_of
@@ -37,41 +35,6 @@ log = logging.getLogger(__name__)
 SET_SUFFIXES = (*TOKEN_SUFFIXES, ".txt", ".text", *JSON_LINES_SUFFIXES)  # in a folder of sets; README.md is not a set
 PREPARED_SET_FILES = ("corpus.json", "plan.json")  # finished, in progress
 BLOCK_TOKENS = 1 << 24
-
-
-@dataclass(frozen=True)
-class KnownTokenizer:
-    """A model's tokenizer and the file it was loaded from."""
-
-    tokenizer: Tokenizer
-    path: Path
-
-    @classmethod
-    def read(cls, path: Path) -> "KnownTokenizer":
-        """Load a tokenizer.json. Raises RunError if it is not one."""
-        return cls(load_tokenizer(path), path)
-
-    @cached_property
-    def fingerprint(self) -> str:
-        """The SHA-256 of the tokenizer's canonical JSON."""
-        return compute_fingerprint(self.tokenizer)
-
-    @cached_property
-    def vocab_size(self) -> int:
-        """The largest id + 1."""
-        return get_vocab_size(self.tokenizer)
-
-    @cached_property
-    def is_neox(self) -> bool:
-        """Return True for GPT-NeoX-20B's ids, including OLMo's two tokenizers, which add a few ids at the end."""
-        end, padding = (self.tokenizer.token_to_id(token) for token in ("<|endoftext|>", "<|padding|>"))
-        return end in (0, 50_279) and padding == 1 and 50_254 <= self.vocab_size <= olmo.EMBEDDING_SIZE
-
-    def contradicts(self, recorded: str) -> bool:
-        """Return True if token ids with this recorded tokenizer (a fingerprint or a name) belong to another one."""
-        if recorded == olmo.TOKENIZER:
-            return not self.is_neox
-        return recorded not in (UNKNOWN, self.fingerprint)
 
 
 @dataclass(frozen=True)
@@ -229,7 +192,7 @@ def _check_tokens(path: Path, file: TokenFile, config: DataConfig, tokenizer: Kn
     target = tokenizer.path if tokenizer else "TOKENIZER.json"
     command = f"data retokenize {path} --to FOLDER --from ITS-TOKENIZER.json --tokenizer {target}"
     advice = f"convert it with: python -m stackexp {command}"
-    recorded = file.record.tokenizer if file.record else UNKNOWN
+    recorded = file.record.tokenizer if file.record else UNKNOWN_TOKENIZER
     if tokenizer and tokenizer.contradicts(recorded):
         owner = "GPT-NeoX-20B" if recorded == olmo.TOKENIZER else "another tokenizer"
         raise RunError(f"{path}: contains token ids of {owner}, not of {target}; {advice}")

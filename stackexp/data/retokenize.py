@@ -4,7 +4,6 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from glob import escape
 from pathlib import Path
 from typing import Any
 
@@ -12,24 +11,25 @@ import numpy as np
 from tokenizers import Tokenizer
 from tqdm import tqdm
 
-from stackexp.data.decoding import DocumentDecoder, Part
-from stackexp.data.evaluation_sets import KnownTokenizer
-from stackexp.data.sources import TOKEN_SUFFIXES
+from stackexp.data.readers import Piece, cut_into_pieces
+from stackexp.data.sources import find_sources
 from stackexp.data.token_files import (
     REMEDY,
     FileRecord,
     TokenFile,
     count_token,
     find_end_of_text,
-    record_path,
     write_record,
     write_token_file,
 )
 from stackexp.data.tokenizer import (
+    KnownTokenizer,
     compute_fingerprint,
     count_token_bytes,
     get_end_of_text_id,
     get_vocab_size,
+    is_byte_level,
+    list_token_bytes,
     tokenize_pieces,
 )
 from stackexp.errors import RunError
@@ -40,10 +40,12 @@ BLOCK_TOKENS = 1 << 18
 
 @dataclass
 class TextCounts:
-    """Bytes of one file's text."""
+    """Counts of one file's documents and text."""
 
+    documents: int = 0
+    replaced_documents: int = 0  # with bytes that are not UTF-8, replaced by U+FFFD
     source_bytes: int = 0  # encoded by the old ids
-    text_bytes: int = 0  # the same, with invalid UTF-8 replaced by U+FFFD
+    text_bytes: int = 0  # the same, after the replacement
     kept_bytes: int = 0  # encoded by the new ids
 
 
@@ -65,11 +67,13 @@ class Retokenizer:
         RunError if there is nothing to read, a file is damaged or belongs to another tokenizer, or `folder` cannot be
         written.
         """
-        paths = find_token_files(source)
+        found = {file.name: file.path for file in find_sources(source) if file.has_tokens}
+        if not found:
+            raise RunError(f"{source}: contains no token files, whose names end in .npy or .bin; correct the path")
         is_inside = source.is_dir() and source.resolve() in (folder.resolve(), *folder.resolve().parents)
         if is_inside or source.resolve() == (folder / source.name).resolve():
             raise RunError(f"{folder}: contains the source files; choose another --to")
-        files = {name: TokenFile(path) for name, path in paths.items()}
+        files = {name: TokenFile(path) for name, path in found.items()}
         for file in files.values():
             if file.record and self.old.contradicts(file.record.tokenizer):
                 raise RunError(
@@ -97,10 +101,15 @@ class Retokenizer:
 
     @cached_property
     def _is_old_id(self) -> np.ndarray:
-        """Return True for each id of the old tokenizer, bool [vocab_size]."""
+        """True for each id of the old tokenizer, bool [vocab_size]."""
         known = np.zeros(self.old.vocab_size, bool)
         known[list(self.old.tokenizer.get_vocab(with_added_tokens=True).values())] = True
         return known
+
+    @cached_property
+    def _old_bytes(self) -> dict[int, bytes] | None:
+        """The bytes of each old id; None if the tokenizer is not byte-level."""
+        return list_token_bytes(self.old.tokenizer) if is_byte_level(self.old.tokenizer) else None
 
     def _convert(self, file: TokenFile, end: int, path: Path, bar: tqdm) -> FileRecord:
         digest = sha256_of(file.path)
@@ -108,23 +117,18 @@ class Retokenizer:
             raise RunError(f"{file.path}: its SHA-256 differs from its record; {REMEDY}")
         origin = {**self._fingerprints, "source_sha256": digest, "source_end_of_text": end}
         path.parent.mkdir(parents=True, exist_ok=True)
-        _remove_partial_records(path)
         if (record := _find_complete(path, origin)) is not None:
             bar.update(len(file))
             _report(f"{path}: already converted")
             if not record.replaced_documents:
                 self._record_text_bytes(file, record.text_bytes)
             return record
-        counts, decoder = TextCounts(), DocumentDecoder(self.old.tokenizer)
+        counts = TextCounts()
         record = write_token_file(
             path,
-            self.encode(file, end, counts, decoder, bar.update),
+            self.encode(file, end, counts, bar.update),
             vocab_size=get_vocab_size(self.new),
-            counts=lambda: {
-                "documents": decoder.documents,
-                "replaced_documents": decoder.replaced_documents,
-                "text_bytes": counts.text_bytes,
-            },
+            counts=lambda: {name: getattr(counts, name) for name in ("documents", "replaced_documents", "text_bytes")},
             source=str(file.path.absolute()),
             end_of_text=get_end_of_text_id(self.new),
             **origin,
@@ -166,12 +170,7 @@ class Retokenizer:
                 )
 
     def encode(
-        self,
-        file: TokenFile,
-        end: int,
-        counts: TextCounts,
-        decoder: DocumentDecoder,
-        advance: Callable[[int], object],
+        self, file: TokenFile, end: int, counts: TextCounts, advance: Callable[[int], object]
     ) -> Iterator[np.ndarray]:
         """Yield the new ids of a file in parts, with the new end-of-text id after each document.
 
@@ -179,15 +178,24 @@ class Retokenizer:
         """
         token_bytes = count_token_bytes(self.new)
         token_bytes[get_end_of_text_id(self.new)] = 0  # even if it is not a special token
-        for tokens in tokenize_pieces(decoder.decode(self._read_documents(file, end, advance)), self.new):
+        for tokens in tokenize_pieces(self._decode_documents(file, end, counts, advance), self.new):
             counts.text_bytes += tokens.bytes
             counts.kept_bytes += int(token_bytes[tokens.ids].sum())
             yield tokens.ids
-        counts.source_bytes = decoder.num_bytes
 
-    def _read_documents(self, file: TokenFile, end: int, advance: Callable[[int], object]) -> Iterator[Part]:
-        """Yield the documents of a file in parts. Raises RunError for an id that the old tokenizer does not have."""
+    def _decode_documents(
+        self, file: TokenFile, end: int, counts: TextCounts, advance: Callable[[int], object]
+    ) -> Iterator[Piece]:
+        """Yield the text of all documents in pieces. The last piece does not end a document if its ids do not."""
+        for ids in self._read_documents(file, end, advance):
+            has_ended = ids[-1] == end
+            for piece in cut_into_pieces([self._decode(ids[:-1] if has_ended else ids, counts)]):
+                yield Piece(piece.text, piece.ends_document and has_ended)
+
+    def _read_documents(self, file: TokenFile, end: int, advance: Callable[[int], object]) -> Iterator[np.ndarray]:
+        """Yield the ids of each document with its end. Raises RunError for an id that the old tokenizer lacks."""
         known = self._is_old_id
+        parts: list[np.ndarray] = []
         for first in range(0, len(file), BLOCK_TOKENS):
             ids = np.asarray(file.tokens[first : first + BLOCK_TOKENS])
             is_unknown = (ids != end) & ~((ids >= 0) & (ids < len(known)) & known[np.clip(ids, 0, len(known) - 1)])
@@ -197,13 +205,28 @@ class Retokenizer:
                     f"{file.path}: id {ids[position]:,} at position {first + position:,} is not in the --from "
                     f"tokenizer, whose largest id is {len(known) - 1:,}; use the tokenizer that made the file"
                 )
-            begin = 0
-            for stop in np.flatnonzero(ids == end).tolist():
-                yield ids[begin:stop], True
-                begin = stop + 1
-            if begin < len(ids):
-                yield ids[begin:], False
+            *ended, rest = np.split(ids, np.flatnonzero(ids == end) + 1)
+            for document in ended:
+                yield np.concatenate([*parts, document])
+                parts = []
+            parts.append(rest)
             advance(len(ids))
+        if any(map(len, parts)):
+            yield np.concatenate(parts)
+
+    def _decode(self, ids: np.ndarray, counts: TextCounts) -> str:
+        """Return the text of a document without its end. Bytes that are not UTF-8 become U+FFFD."""
+        if self._old_bytes is None:  # a U+FFFD that the ids spell counts as replaced, too
+            text = self.old.tokenizer.decode(ids.tolist(), skip_special_tokens=False)
+            data, is_replaced = text.encode(), "\ufffd" in text
+        else:
+            data = b"".join(map(self._old_bytes.__getitem__, ids.tolist()))
+            text = data.decode(errors="replace")
+            is_replaced = text.encode() != data
+        counts.documents += 1
+        counts.replaced_documents += is_replaced
+        counts.source_bytes += len(data)
+        return text
 
     def _record_text_bytes(self, file: TokenFile, text_bytes: int | None) -> None:
         """Add the bytes of text to the record of the source file, so that its bits per byte can be computed.
@@ -218,23 +241,6 @@ class Retokenizer:
             _report(f"note: cannot add the bytes of text to the record of {file.path} ({error.strerror})")
 
 
-def find_token_files(source: Path) -> dict[str, Path]:
-    """Return the token files at `source`, a file or a folder, by relative name. Raises RunError if there are none."""
-    if source.is_file():
-        return {source.name: source}
-    if not source.is_dir():
-        raise RunError(f"{source}: no such file or folder; correct the path")
-    found = {path.relative_to(source): path for path in sorted(source.rglob("*")) if path.suffix in TOKEN_SUFFIXES}
-    files = {
-        str(name): path
-        for name, path in found.items()
-        if path.is_file() and not any(part.startswith(".") for part in name.parts)
-    }
-    if not files:
-        raise RunError(f"{source}: contains no token files; expected the suffix {' or '.join(TOKEN_SUFFIXES)}")
-    return files
-
-
 def _find_complete(path: Path, origin: dict[str, Any]) -> FileRecord | None:
     """Return the record of a complete file with this origin."""
     try:
@@ -242,12 +248,6 @@ def _find_complete(path: Path, origin: dict[str, Any]) -> FileRecord | None:
     except RunError:
         return None
     return record if record and origin.items() <= asdict(record).items() else None
-
-
-def _remove_partial_records(path: Path) -> None:
-    """Remove the temporary files of the record of `path` that killed conversions left; the folder is locked."""
-    for partial in path.parent.glob(f".{escape(record_path(path).name)}.*"):
-        partial.unlink(missing_ok=True)
 
 
 def _report(line: str) -> None:

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 from stackexp.data.readers import TokenBlock
 from stackexp.data.sources import TOKEN_SUFFIXES, Source
 from stackexp.data.token_files import REMEDY, TokenFile
-from stackexp.data.tokenizer import count_token_bytes, get_end_of_text_id, get_vocab_size
+from stackexp.data.tokenizer import KnownTokenizer, count_token_bytes, get_end_of_text_id, get_vocab_size
 from stackexp.errors import RunError
 from stackexp.files import sha256_of
 
@@ -38,8 +38,6 @@ def check_token_sources(sources: list[Source], tokenizer: Path | None) -> None:
         raise RunError(
             f"{sources[0].path}: {suffixes} files hold token ids; name the tokenizer that made them with --tokenizer"
         )
-    from stackexp.data.evaluation_sets import KnownTokenizer  # imports the config schema
-
     known = KnownTokenizer.read(tokenizer)
     end = get_end_of_text_id(known.tokenizer)
     remedy = "give the tokenizer that made them, or convert them with data retokenize"

@@ -1,17 +1,22 @@
-"""Byte-level BPE tokenizers: training, loading, encoding documents, and the number of text bytes per token."""
+"""Tokenizers: training, loading, encoding documents, and the text bytes of each token."""
 
 import hashlib
 import json
+import re
 from array import array
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from stackexp.data import olmo
 from stackexp.data.readers import Piece, TokenBlock
 from stackexp.errors import RunError, first_line
 
+UNKNOWN_TOKENIZER = "unknown"  # in the record of ids that came without a tokenizer
 END_OF_TEXT = "<|endoftext|>"
 _END_OF_TEXT_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>")  # of other tokenizers
 BATCH_PIECES, BATCH_CHARACTERS = 1024, 1 << 21  # limits of one tokenizer call
@@ -78,23 +83,41 @@ def is_byte_level(tokenizer: Tokenizer) -> bool:
     return '"ByteLevel"' in json.dumps([spec["decoder"], spec["pre_tokenizer"]])
 
 
+def list_token_bytes(tokenizer: Tokenizer) -> dict[int, bytes]:
+    """Return the bytes of text of each id; for an added token, those of its content.
+
+    Supports byte-level vocabularies (one character per byte) and SentencePiece's, which write a space as U+2581 and a
+    single byte as <0x0A>.
+    """
+    alphabet = _list_byte_characters() if is_byte_level(tokenizer) else {}
+    table = {}
+    for token, index in tokenizer.get_vocab(with_added_tokens=False).items():
+        if alphabet.keys() >= set(token):
+            table[index] = bytes(map(alphabet.__getitem__, token))
+        elif re.fullmatch("<0x[0-9A-F]{2}>", token):
+            table[index] = bytes.fromhex(token[3:5])
+        else:
+            table[index] = token.replace("\u2581", " ").encode()
+    added = json.loads(tokenizer.to_str())["added_tokens"]
+    return table | {token["id"]: token["content"].encode() for token in added}
+
+
+def _list_byte_characters() -> dict[str, int]:
+    """Return the byte that each character of a byte-level token represents."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
+
+
 def count_token_bytes(tokenizer: Tokenizer, size: int | None = None) -> np.ndarray:
     """Return the bytes of text per token, int64 [size]; 0 for special tokens and unused ids.
 
-    Supports byte-level vocabularies (one character per byte) and SentencePiece's, which write a space as U+2581 and a
-    single byte as <0x0A>. `size` defaults to the vocabulary size.
+    `size` defaults to the vocabulary size.
     """
-    byte_level = is_byte_level(tokenizer)
     table = np.zeros(size or get_vocab_size(tokenizer), np.int64)
-    for token, index in tokenizer.get_vocab(with_added_tokens=False).items():
-        if byte_level:
-            table[index] = len(token)
-        elif len(token) == 6 and token.startswith("<0x"):
-            table[index] = 1
-        else:
-            table[index] = len(token.replace("\u2581", " ").encode())
-    for added in json.loads(tokenizer.to_str())["added_tokens"]:
-        table[added["id"]] = 0 if added["special"] else len(added["content"].encode())
+    for index, data in list_token_bytes(tokenizer).items():
+        table[index] = len(data)
+    table[[token["id"] for token in json.loads(tokenizer.to_str())["added_tokens"] if token["special"]]] = 0
     return table
 
 
@@ -127,3 +150,38 @@ def _encode(batch: list[Piece], tokenizer: Tokenizer) -> TokenBlock:
             ids.append(end)
     documents = sum(piece.ends_document for piece in batch)
     return TokenBlock(np.array(ids, np.uint32), documents, sum(len(piece.text.encode()) for piece in batch))
+
+
+@dataclass(frozen=True)
+class KnownTokenizer:
+    """A tokenizer and the file it was loaded from."""
+
+    tokenizer: Tokenizer
+    path: Path
+
+    @classmethod
+    def read(cls, path: Path) -> "KnownTokenizer":
+        """Load a tokenizer.json. Raises RunError if it is not one."""
+        return cls(load_tokenizer(path), path)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """The SHA-256 of the tokenizer's canonical JSON."""
+        return compute_fingerprint(self.tokenizer)
+
+    @cached_property
+    def vocab_size(self) -> int:
+        """The largest id + 1."""
+        return get_vocab_size(self.tokenizer)
+
+    @cached_property
+    def is_neox(self) -> bool:
+        """True for GPT-NeoX-20B's ids, including OLMo's two tokenizers, which add a few ids at the end."""
+        end, padding = (self.tokenizer.token_to_id(token) for token in ("<|endoftext|>", "<|padding|>"))
+        return end in olmo.END_OF_TEXT and padding == 1 and 50_254 <= self.vocab_size <= olmo.EMBEDDING_SIZE
+
+    def contradicts(self, recorded: str) -> bool:
+        """Return True if token ids with this recorded tokenizer (a fingerprint or a name) belong to another one."""
+        if recorded == olmo.TOKENIZER:
+            return not self.is_neox
+        return recorded not in (UNKNOWN_TOKENIZER, self.fingerprint)

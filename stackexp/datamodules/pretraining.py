@@ -8,10 +8,10 @@ from torch.utils.data import DataLoader
 
 from stackexp.config.data import ShardsConfig, StdlibConfig
 from stackexp.data import olmo
-from stackexp.data.evaluation_sets import EvaluationSet, KnownTokenizer, find_sets, open_set
+from stackexp.data.evaluation_sets import EvaluationSet, find_sets, open_set
 from stackexp.data.path_checks import check_requested_sets, explain_unknown_set
 from stackexp.data.stdlib import StdlibSets, prepare_stdlib
-from stackexp.data.tokenizer import count_token_bytes
+from stackexp.data.tokenizer import KnownTokenizer, count_token_bytes
 from stackexp.datamodules.base import ExperimentData
 from stackexp.datamodules.perplexity import build_perplexity_loader
 from stackexp.datamodules.training_set import TrainingSet

@@ -37,7 +37,7 @@ def run(args: Namespace) -> int:
             args.parser.error(f"--{name}: expected an integer >= 0, found {getattr(args, name)}")
     if args.figure and args.figure.suffix not in (".png", ".pdf", ".svg"):
         args.parser.error(f"--figure: expected a name that ends in .png, .pdf or .svg, found {args.figure}")
-    from stackexp.data.evaluation_sets import KnownTokenizer
+    from stackexp.data.tokenizer import KnownTokenizer
     from stackexp.reports.data.inspect import draw_figures, inspect_path
     from stackexp.reports.data.inspection import InspectOptions
 

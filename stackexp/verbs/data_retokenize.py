@@ -36,9 +36,8 @@ def run(args: Namespace) -> int:
     """Convert the files and print a table of the results."""
     if args.end_of_text is not None and args.end_of_text < 0:
         args.parser.error(f"--end-of-text: expected an integer >= 0, found {args.end_of_text}")
-    from stackexp.data.evaluation_sets import KnownTokenizer
     from stackexp.data.retokenize import Retokenizer
-    from stackexp.data.tokenizer import load_tokenizer
+    from stackexp.data.tokenizer import KnownTokenizer, load_tokenizer
 
     old, new = KnownTokenizer.read(args.old), load_tokenizer(args.tokenizer)
     records = Retokenizer(old, new, args.end_of_text).retokenize(args.source, args.to)

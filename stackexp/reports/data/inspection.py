@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from stackexp.data.evaluation_sets import KnownTokenizer
+from stackexp.data.tokenizer import KnownTokenizer
 from stackexp.reports.data.lengths import LengthHistogram
 from stackexp.tables import format_table
 
