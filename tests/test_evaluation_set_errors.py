@@ -66,7 +66,7 @@ BAD = {
         "x.parquet",
         r"unknown suffix; expected one of",
     ),
-    "no text": (lambda f: (f / "x.jsonl").write_bytes(b"\n"), "x.jsonl", "contains no text"),
+    "no text": (lambda f: (f / "x.jsonl").write_bytes(b"\n"), "x.jsonl", "contains no tokens"),
     "a corrupt gzip": (
         lambda f: (f / "x.jsonl.gz").write_bytes(gzip.compress(make_json_lines())[:-40]),
         "x.jsonl.gz",
@@ -83,11 +83,11 @@ BAD = {
         "x",
         "compressed shards; write them again",
     ),
-    "a shard cut off": (lambda f: write_damaged_mds(f / "x"), "x", "missing or not as long as index.json records"),
+    "a shard cut off": (lambda f: write_damaged_mds(f / "x"), "x", "cut short"),
     "MDS ids too large": (
         lambda f: write_mds(f / "x", "tokens", "ndarray:uint16", [np.array([V], "uint16")]),
         "x",
-        r"token id 300, but data\.vocab_size is 300",
+        "token id 300, but the vocabulary size is 300",
     ),
     "MDS floats": (
         lambda f: write_mds(f / "x", "tokens", "ndarray:float32", [np.ones(9, "float32")]),
@@ -97,7 +97,7 @@ BAD = {
     "MDS bytes of nothing": (
         lambda f: write_mds(f / "x", "tokens", "bytes", [b"\xff\xff\xff"]),
         "x",
-        r"`tokens` are not integers below data\.vocab_size 300",
+        "`tokens` are not integers below the vocabulary size 300",
     ),
     "an unfinished set": (
         lambda f: ((f / "x").mkdir(), (f / "x/plan.json").write_text("{}")),

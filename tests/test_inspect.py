@@ -1,4 +1,4 @@
-"""`data inspect` of prepared sets, and its command line."""
+"""`data inspect` of prepared sets, token files and MDS shards, and its command line."""
 
 import json
 import shutil
@@ -7,10 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from corpora import TEXTS, json_lines, prepare_set
+from evaluation_files import write_mds
 
 from stackexp.cli import main
 from stackexp.data.shards import TokenSet
-from stackexp.data.tokenizer import load_tokenizer
+from stackexp.data.token_files import write_token_file
+from stackexp.data.tokenizer import compute_fingerprint, load_tokenizer
 from stackexp.data.units import TAIL
 from stackexp.reports.data.lengths import DocumentLengths, LengthHistogram
 
@@ -177,17 +179,72 @@ def test_path_without_a_dataset_is_a_one_line_error(prepared, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("", "the following arguments are required: PATH"),
-        ("a b", "unexpected argument b"),
         ("a --samples -1", "--samples: expected an integer >= 0, found -1"),
         ("a --figure x.jpeg", "--figure: expected a name that ends in .png"),
-        ("a --sample 3", "samples"),
     ],
 )
 def test_errors_are_one_line(arguments, message, capsys):
     assert main(["data", "inspect", *arguments.split()]) == 2
     [line] = capsys.readouterr().err.splitlines()
     assert message in line
+
+
+# Token files and MDS shards
+
+
+@pytest.fixture(scope="module")
+def ids(prepared) -> list[list[int]]:
+    """Return the ids of each document, with end-of-text."""
+    tokenizer = load_tokenizer(prepared / "tokenizer.json")
+    return [[*tokenizer.encode(text).ids, 0] for text in DOCUMENTS]
+
+
+def test_token_file_without_a_record(prepared, ids, tmp_path, capsys):
+    tokens = np.concatenate(ids)
+    tokens.astype("<u2").tofile(tmp_path / "a.npy")
+    found = inspect(capsys, tmp_path / "a.npy", "--tokenizer", prepared / "tokenizer.json", "--samples", 1)
+    assert (found["tokens"], found["documents"], found["largest_id"]) == (len(tokens), len(ids), tokens.max())
+    assert (found["checked"], found["damage"]) == (0, [])
+    np.full(9, 400, "<u2").tofile(tmp_path / "large.npy")
+    found = inspect(capsys, tmp_path / "large.npy", "--tokenizer", prepared / "tokenizer.json", code=1)
+    assert "token id 400 is outside the vocabulary of 400" in found["damage"][0]
+
+
+def test_token_file_is_verified_by_its_record(prepared, ids, tmp_path, capsys):
+    fingerprint, path = compute_fingerprint(load_tokenizer(prepared / "tokenizer.json")), tmp_path / "a.npy"
+    record = {"vocab_size": 400, "tokenizer": fingerprint, "source": "here", "end_of_text": 0, "text_bytes": 5}
+    write_token_file(path, [np.concatenate(ids)], **record)
+    found = inspect(capsys, path)
+    assert (found["checked"], found["documents"], found["bytes"]) == (1, len(ids), 5)
+    assert found["lengths"]["longest"] == max(map(len, ids))
+    path.write_bytes(b"\1" + path.read_bytes()[1:])
+    assert "the SHA256 differs from the record" in inspect(capsys, path, code=1)["damage"][0]
+    path.write_bytes(b"\1\2")
+    assert "a.npy: 2 bytes" in inspect(capsys, path, code=1)["damage"][0]
+
+
+def test_mds_shards_with_an_unusual_hash(prepared, ids, tmp_path, capsys):
+    samples = [
+        np.array(part, np.int32) for document in ids for part in np.split(document, range(500, len(document), 500))
+    ]
+    write_mds(tmp_path / "mds", "tokens", "ndarray:int32", samples, hashes=["xxh64"])
+    found = inspect(capsys, tmp_path / "mds", "--tokenizer", prepared / "tokenizer.json", "--samples", 1)
+    shards = sorted((tmp_path / "mds").glob("*.mds"))
+    assert found["kind"] == "MDS shards"
+    assert found["checked"] == found["shards"] == len(shards) > 3
+    assert (found["tokens"], found["documents"]) == (sum(map(len, ids)), len(ids))
+    shards[1].write_bytes(shards[1].read_bytes()[:-1] + b"\7")
+    shards[2].write_bytes(b"")
+    found = inspect(capsys, tmp_path / "mds", code=1)
+    assert [line.split(": ")[0] for line in found["damage"]] == [str(shards[1]), str(shards[2])]
+
+
+def test_mds_shards_of_text(tmp_path, capsys):
+    write_mds(tmp_path / "mds", "text", "str", ["one", "naïve 東京"])
+    found = inspect(capsys, tmp_path / "mds")
+    assert (found["bytes"], found["documents"]) == (3 + len("naïve 東京".encode()), 2)
+    assert set(found["samples"].values()) == {"one", "naïve 東京"}
+    assert found["lengths"]["unit"] == "bytes"
 
 
 # Lengths
@@ -202,8 +259,7 @@ def test_document_lengths_do_not_depend_on_block_size():
         documents = DocumentLengths(0)
         for begin in range(0, len(tokens), size):
             documents.add(tokens[begin : begin + size])
-        documents.close()
-        counts, sums, edges = documents.histogram.rebin()
+        counts, sums, edges = documents.close().rebin()
         assert counts.tolist() == np.histogram(expected, edges)[0].tolist()
         assert sums.sum() == len(tokens)
 

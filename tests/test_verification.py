@@ -20,6 +20,8 @@ from stackexp.datamodules.download import SourceError
 from stackexp.datamodules.pretraining import PretrainingData
 from stackexp.errors import ConfigError, RunError
 from stackexp.files import sha256_of
+from stackexp.reports.data.inspect import inspect_path
+from stackexp.reports.data.inspection import InspectOptions
 
 
 @pytest.fixture(autouse=True)
@@ -144,6 +146,8 @@ def test_pickled_columns_are_refused_before_they_are_read(tmp_path):
     marker.unlink(missing_ok=True)
     with pytest.raises(RunError, match="column encoding 'pkl' may run code"):
         open_one(tmp_path / "set", known)
+    [inspection] = inspect_path(tmp_path / "set", InspectOptions())
+    assert "column encoding 'pkl' may run code" in inspection.notes[-1]
     assert not marker.exists()
 
 

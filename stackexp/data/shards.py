@@ -199,13 +199,13 @@ class TokenSet:
             raise IndexError(index)
         shard = int(np.searchsorted(self.begins, index, side="right")) - 1
         if shard not in self._maps:
-            self._maps[shard] = self._map_shard(shard)
+            self._maps[shard] = self.map_shard(shard)
         return self._maps[shard][index - self.begins[shard]]
 
     def __getstate__(self) -> dict:
         return self.__dict__ | {"_maps": {}}
 
-    def _map_shard(self, shard: int) -> np.ndarray:
+    def map_shard(self, shard: int) -> np.ndarray:
         """Return the memory-mapped samples of a shard, [N, T]; they are the end of its file.
 
         Raises DamagedFileError if the file does not have the hash that index.json records.

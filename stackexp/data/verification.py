@@ -6,7 +6,9 @@ if one of these changes. The first use costs about 1 second per GB.
 
 import contextlib
 import hashlib
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from stackexp.errors import RunError
 from stackexp.files import get_cache_root, sha256_of
@@ -42,3 +44,27 @@ def check_basename(folder: Path, name: object) -> Path:
     if not isinstance(name, str) or not name or Path(name).is_absolute() or ".." in Path(name).parts:
         raise RunError(f"{folder}/index.json: the shard name {name!r} is outside the folder; prepare the set again")
     return folder / name
+
+
+def find_damage(path: Path, entry: Mapping[str, Any]) -> str | None:
+    """Return how a file differs from its entry in index.json, or None. Both `bytes` and `hashes` are optional."""
+    try:
+        size = path.stat().st_size
+        if size != (expected := entry.get("bytes", size)):
+            return f"{'cut short' if size < expected else 'too long'}: {size:,} bytes, expected {expected:,}"
+        for algorithm, digest in (entry.get("hashes") or {}).items():
+            if _compute_hash(path, algorithm) != digest:
+                return f"corrupt: the {algorithm.upper()} differs from the record"
+    except OSError as error:
+        return "missing" if isinstance(error, FileNotFoundError) else f"cannot be read ({error.strerror})"
+    return None
+
+
+def _compute_hash(path: Path, algorithm: str) -> str:
+    """Return a hash of hashlib, or one of the other algorithms of mosaicml-streaming."""
+    if algorithm in hashlib.algorithms_available:
+        with open(path, "rb") as file:
+            return hashlib.file_digest(file, algorithm).hexdigest()
+    from streaming.base.hashing import get_hash
+
+    return get_hash(algorithm, path.read_bytes())

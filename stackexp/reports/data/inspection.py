@@ -1,8 +1,6 @@
-"""The result of inspecting a dataset, and the verification of its files."""
+"""The result of inspecting a dataset."""
 
-import hashlib
 import textwrap
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,6 +9,7 @@ import numpy as np
 from tqdm import tqdm
 
 from stackexp.data.tokenizer import KnownTokenizer
+from stackexp.data.verification import find_damage
 from stackexp.reports.data.lengths import LengthHistogram
 from stackexp.tables import format_table
 
@@ -26,7 +25,7 @@ class Inspection:
     path: Path
     kind: str
     figures: dict[str, Any] = field(default_factory=dict)
-    lengths: LengthHistogram | None = None
+    lengths: LengthHistogram | None = None  # None if they are unknown
     unit: str = "tokens"  # of the lengths
     context_length: int | None = None
     samples: dict[str, str] = field(default_factory=dict)  # location -> text
@@ -34,15 +33,25 @@ class Inspection:
     notes: list[str] = field(default_factory=list)  # what could not be verified or counted
     damage: list[str] = field(default_factory=list)  # one line per file
 
-    @property
-    def has_lengths(self) -> bool:
-        """Return True if the lengths of documents are known."""
-        return self.lengths is not None and self.lengths.total > 0
+    def verify_shards(self, entries: list[dict], show_progress: bool) -> list[bool]:
+        """Compare the file of each entry of index.json, record the damage, and return which files are whole."""
+        is_whole = []
+        for entry in tqdm(entries, desc="verifying shards", unit="shard", disable=not show_progress):
+            is_whole.append(self.verify_file(self.path / entry["basename"], entry))
+        self.checked += sum(is_whole)
+        return is_whole
+
+    def verify_file(self, path: Path, entry: dict) -> bool:
+        """Compare a file with its entry, and record the damage."""
+        damage = find_damage(path, entry)
+        if damage:
+            self.damage.append(f"{path}: {damage}")
+        return not damage
 
     def as_dict(self) -> dict:
         """Return the JSON output."""
         found = {"path": str(self.path), "kind": self.kind, **self.figures, "checked": self.checked}
-        if self.lengths and self.has_lengths:
+        if self.lengths:
             found["lengths"] = self.lengths.summarize(self.unit)
         return found | {"damage": self.damage, "samples": self.samples}
 
@@ -50,7 +59,7 @@ class Inspection:
         """Return the output for the terminal."""
         figures = self.figures | {"verified files": self.checked}
         parts = [format_table([[name.replace("_", " "), _format_figure(value)] for name, value in figures.items()])]
-        if self.lengths and self.has_lengths:
+        if self.lengths:
             parts += ["", self.lengths.format(self.unit)]
         for location, text in self.samples.items():
             lines = text.splitlines()[:SHOWN_LINES]
@@ -91,42 +100,3 @@ class InspectOptions:
         if self.tokenizer:
             return self.tokenizer.tokenizer.decode(ids.tolist(), skip_special_tokens=False)
         return " ".join(map(str, ids[:SHOWN_IDS].tolist()))
-
-
-def read_shards(inspection: Inspection, entries: list[dict], show_progress: bool) -> Iterator[bytes | None]:
-    """Yield the contents of the file of each index entry, or None if it is damaged, which is recorded."""
-    for entry in tqdm(entries, desc="verifying shards", unit="shard", disable=not show_progress):
-        path = inspection.path / entry["basename"]
-        data, problem = read_verified(path, entry)
-        if problem:
-            inspection.damage.append(f"{path}: {problem}")
-        else:
-            inspection.checked += 1
-        yield data
-
-
-def read_verified(path: Path, entry: dict) -> tuple[bytes | None, str]:
-    """Return the contents of a file and "", or None and how it differs from its index entry.
-
-    The entry may give `bytes` and `hashes`; only these are verified.
-    """
-    try:
-        size = path.stat().st_size
-        if size != (expected := entry.get("bytes", size)):
-            return None, f"{'cut short' if size < expected else 'too long'}: {size:,} bytes, expected {expected:,}"
-        data = path.read_bytes()
-    except OSError as e:
-        return None, "missing" if isinstance(e, FileNotFoundError) else f"cannot be read ({e.strerror})"
-    for algorithm, expected in (entry.get("hashes") or {}).items():
-        if _compute_hash(data, algorithm) != expected:
-            return None, f"corrupt: the {algorithm.upper()} differs from the record"
-    return data, ""
-
-
-def _compute_hash(data: bytes, algorithm: str) -> str:
-    """Return a hash of hashlib, or one of the other algorithms of mosaicml-streaming."""
-    if algorithm in hashlib.algorithms_available:
-        return hashlib.new(algorithm, data).hexdigest()
-    from streaming.base.hashing import get_hash
-
-    return get_hash(algorithm, data)

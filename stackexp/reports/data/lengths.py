@@ -21,6 +21,9 @@ class LengthHistogram:
         values, counts = np.unique(np.maximum(lengths, 1), return_counts=True)
         self._counts.update(dict(zip(values.tolist(), counts.tolist(), strict=True)))
 
+    def __bool__(self) -> bool:
+        return bool(self._counts)
+
     @property
     def total(self) -> int:
         """The number of documents."""
@@ -79,24 +82,24 @@ class DocumentLengths:
     """
 
     def __init__(self, end: int) -> None:
-        self.end = end
-        self.histogram = LengthHistogram()
+        self._end = end
+        self._histogram = LengthHistogram()
         self._open = 0  # tokens of the document that has not ended yet
 
     def add(self, tokens: np.ndarray) -> None:
         """Count the documents that end in the next tokens [N]."""
-        ends = np.flatnonzero(tokens == self.end)
+        ends = np.flatnonzero(tokens == self._end)
         if len(ends):
-            self.histogram.add(np.diff(ends, prepend=-1 - self._open))
+            self._histogram.add(np.diff(ends, prepend=-1 - self._open))
             self._open = len(tokens) - 1 - int(ends[-1])
         else:
             self._open += len(tokens)
 
-    def close(self) -> None:
-        """Count the last document if it has no end token."""
+    def close(self) -> LengthHistogram:
+        """Count the last document if it has no end token, and return all lengths."""
         if self._open:
-            self.histogram.add(np.array([self._open]))
-        self._open = 0
+            self._histogram.add(np.array([self._open]))
+        return self._histogram
 
 
 def draw_lengths(
