@@ -22,5 +22,5 @@ class LinearMemory(Memory):
     def empty_state(self, h):
         return None
 
-    def forward(self, h, state, probe=False):
+    def forward(self, h, state, previous, probe=False):
         return h + self.map(h), state, {}

@@ -160,7 +160,7 @@ def test_plugin_needs_only_empty_state_and_forward():
         def empty_state(self, h):
             return torch.zeros_like(h)
 
-        def forward(self, h, state, probe=False):
+        def forward(self, h, state, previous, probe=False):
             state = state + h
             return h + self.scale(state), state, {}
 

@@ -83,7 +83,7 @@ def test_null_memory_matches_plain_transformer_exactly(tied):
     output = model(make_tokens(), probe=True)
     assert torch.equal(output.logits, run_plain_llama(model, make_tokens()))
     assert output.entropy == 0
-    assert output.probes == [{}] * 3
+    assert output.probes == []
     assert model.entropy_weight == 0
     assert model(make_tokens()).probes is None
 

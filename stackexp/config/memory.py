@@ -45,13 +45,19 @@ class StackMemoryConfig:
     """Effect of occupancy on the read scores; see stack/reference.py."""
     residual_gate: Literal["hidden", "read"] = "hidden"
     """Factor of the gate: the hidden state (g h + R), or the read (h + g R)."""
-    site: Literal["after_block", "after_attention", "before_attention"] = "after_block"
-    """Position of the memory in a block."""
+    site: Literal["after_block", "after_attention", "before_attention", "each_sublayer"] = "after_block"
+    """Position of the memory in a block; each_sublayer has one after the attention and one after the block."""
+    push_norm: Literal["none", "head"] = "none"
+    """Normalization of the pushed vectors; head divides the vector of each head by its root mean square."""
+    init_std: Optional[float] = option(None, above=0)
+    """Standard deviation of all initial weights of the memory, but the gate's; null follows model.init."""
 
     action_input: Literal["head", "hidden"] = "head"
     """Input of the action logits: the projected head, or the whole hidden state."""
     action_scale: Literal["none", "slice"] = "none"
     """Scale of the action logits; slice divides by sqrt(hidden_size / num_heads)."""
+    action_bias: Optional[float] = option(None)
+    """Initial value of a learned bias of the push logit; those of pop and no-op start at 0. null has no biases."""
     action_sharpness: float = option(1.0, above=0)
     """Factor on the action logits."""
     action_noise: float = option(0.0, min=0)
@@ -87,6 +93,8 @@ class StackMemoryConfig:
         if self.discipline == "push_only":
             yield from self._find_push_only_errors()
         yield from self._find_feedback_errors()
+        if self.site == "each_sublayer" and self.axis == "time":
+            yield "site", "each_sublayer requires axis: depth or token_major, found axis: time"
         if self.axis == "token_major" and not model.causal:
             yield "axis", "token_major requires model.causal: true"
         if self.eval_num_slots is not None and self.eval_num_slots < self.num_slots:
@@ -102,6 +110,10 @@ class StackMemoryConfig:
     def _find_feedback_errors(self) -> Errors:
         if self.feedback and self.axis != "time":
             yield "feedback", f"requires axis: time, found axis: {self.axis}"
+        if self.feedback and self.push_norm != "none":
+            yield "push_norm", f"{self.push_norm} is not supported with feedback: true; use none"
+        if self.feedback and self.action_bias is not None:
+            yield "action_bias", "not supported with feedback: true; use null"
         if self.feedback_activation != "identity" and not self.feedback:
             yield "feedback_activation", f"{self.feedback_activation} requires feedback: true"
         if self.feedback_hidden_size is not None and self.feedback_activation == "identity":
@@ -117,3 +129,43 @@ class StackAttentionConfig:
 
     kind: str = "stack_attention"
     axis: ClassVar[str] = "time"
+
+
+@register("memory", "attention_residual", builds="stackexp.models.memories.attention_residual:AttentionResidual")
+@dataclass
+class AttentionResidualConfig:
+    """Attention over the outputs of all earlier sublayers (Kimi Team 2026, arXiv 2603.15031)."""
+
+    kind: str = "attention_residual"
+
+
+@register("memory", "dense_former", builds="stackexp.models.memories.dense_former:DenseFormer")
+@dataclass
+class DenseFormerConfig:
+    """A learned average over the outputs of all earlier blocks (Pagliardini et al. 2024, arXiv 2402.02622)."""
+
+    kind: str = "dense_former"
+
+
+@register("memory", "hyper_connections", builds="stackexp.models.memories.hyper_connections:HyperConnections")
+@dataclass
+class HyperConnectionsConfig:
+    """Several residual streams with learned connections (Zhu et al. 2024, arXiv 2409.19606; mHC, arXiv 2512.24880)."""
+
+    kind: str = "hyper_connections"
+    num_streams: int = option(4, min=2, max=64)
+    """Number of streams n, the expansion rate."""
+    dynamic: bool = True
+    """Let the connections depend on the hidden states."""
+    constrained: bool = False
+    """Use doubly stochastic residual connections (mHC)."""
+
+
+@register("memory", "value_skip", builds="stackexp.models.memories.value_skip:ValueSkip")
+@dataclass
+class ValueSkipConfig:
+    """A low-rank skip from the embedding into every layer."""
+
+    kind: str = "value_skip"
+    rank: int = option(16, min=1)
+    """Rank of the skip."""

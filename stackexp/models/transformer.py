@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -11,14 +11,14 @@ from torch.nn import functional as F
 from stackexp.config import registry
 from stackexp.config.model import TransformerConfig
 from stackexp.data.documents import compute_document_positions
-from stackexp.errors import RunError
-from stackexp.models.activation_checkpointing import Recompute, run_recomputed
-from stackexp.models.attention import Attention, KeysValues, Positions
+from stackexp.models.activation_checkpointing import Recompute
+from stackexp.models.attention import KeysValues, Positions
 from stackexp.models.attention_backends import build_mask
+from stackexp.models.block import Block
 from stackexp.models.cross_entropy import Head
 from stackexp.models.initialization import full_parameters, init_backbone
-from stackexp.models.layers import Embedding, FeedForward, Linear, RMSNorm
-from stackexp.models.memories.base import Memory, State, Stats
+from stackexp.models.layers import Embedding, Linear, RMSNorm
+from stackexp.models.memories.base import EACH_SUBLAYER, Memory, State, Stats, check_interface
 from stackexp.models.positional import build_rope_table, build_sinusoidal_table, compute_query_scale
 
 
@@ -27,7 +27,7 @@ class DecoderOutput(NamedTuple):
 
     logits: Tensor | None  # [B, T, V]; None with return_hidden=True
     entropy: Tensor  # []: mean action entropy over tokens, heads and layers in nats; 0 without a memory
-    probes: list[Stats] | None  # the detached statistics of each layer's memory with probe=True
+    probes: list[Stats] | None  # the detached statistics of each memory with probe=True
     hidden: Tensor | None = None  # [B, T, d], the input of `output_head`, with return_hidden=True
 
 
@@ -38,79 +38,6 @@ class Cache:
     length: int = 0
     keys_values: dict[int, KeysValues] = field(default_factory=dict)  # by layer; at most `attention_window` tokens
     states: dict[int, State] = field(default_factory=dict)  # memory states; see `Transformer._run_layers`
-
-
-class Block(nn.Module):
-    """One layer: attention and feed-forward with pre-norm residuals, and optionally a memory at its site."""
-
-    def __init__(self, config: TransformerConfig) -> None:
-        super().__init__()
-        self.attention_norm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.attention = Attention(config)
-        self.feed_forward_norm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.feed_forward = FeedForward(config)
-        self.memory: Memory | None = None
-
-    def forward(
-        self,
-        h: Tensor,
-        state: State,
-        positions: Positions,
-        kv_cache: KeysValues | None = None,
-        mask: Any = None,
-        *,
-        probe: bool = False,
-        recompute: Recompute = False,
-    ) -> tuple[Tensor, State, KeysValues, Stats]:
-        """Run the layer on h [B, T, d].
-
-        Args:
-            h: Hidden states.
-            state: The memory's state; None if empty.
-            positions: See `Attention.forward`, as for `kv_cache` and `mask`.
-            kv_cache: Keys and values of earlier tokens.
-            mask: The attention mask.
-            probe: Also return the statistics of the memory.
-            recompute: See `Transformer.checkpoint_blocks`.
-
-        Returns:
-            The new h, the memory's new state, all keys and values, and the memory's statistics.
-        """
-        args = (h, state, positions, kv_cache, mask, probe)
-        if not (recompute and torch.is_grad_enabled()):
-            return self._forward(*args)
-        preserve_rng = self.memory is not None and self.memory.uses_random_numbers
-        return run_recomputed(self._forward, *args, selective=recompute == "selective", preserve_rng=preserve_rng)
-
-    def _forward(
-        self, h: Tensor, state: State, positions: Positions, kv_cache: KeysValues | None, mask: Any, probe: bool
-    ) -> tuple[Tensor, State, KeysValues, Stats]:
-        stats: Stats = {}
-        site = self.memory.site if self.memory else None
-        if self.memory and state is None:
-            state = self.memory.empty_state(h)
-        if site == "before_attention":
-            h, state, stats = _apply(self.memory, h, state, probe)
-        attended, keys_values = self.attention(self.attention_norm(h), positions, kv_cache, mask)
-        h = h + attended
-        if site == "after_attention":
-            h, state, stats = _apply(self.memory, h, state, probe)
-        h = h + self.feed_forward(self.feed_forward_norm(h))
-        if site == "after_block":
-            h, state, stats = _apply(self.memory, h, state, probe)
-        return h, state, keys_values, stats
-
-
-def _apply(memory: Memory, h: Tensor, state: State, probe: bool) -> tuple[Tensor, State, Stats]:
-    """Call a memory. Raises RunError if it does not return what `Memory.forward` specifies."""
-    output = memory(h, state, probe)
-    if isinstance(output, tuple) and len(output) == 3 and isinstance(output[0], Tensor) and output[0].shape == h.shape:
-        return output
-    found = f"{len(output)} values" if isinstance(output, tuple) else type(output).__name__
-    raise RunError(
-        f"{type(memory).__name__}.forward: expected (h [B, T, d], state, statistics), found {found}; see "
-        "Memory.forward in stackexp/models/memories/base.py"
-    )
 
 
 class Transformer(nn.Module):
@@ -133,14 +60,23 @@ class Transformer(nn.Module):
         init_backbone(self)
         if config.memory is not None:
             for i, layer in enumerate(self.layers):
-                with torch.random.fork_rng([]):  # constructors draw nothing on a meta device, so undo their draws
-                    layer.memory = registry.build("memory", config.memory, model=config, layer=i)
-                layer.memory.init_weights()
+                layer.memory = self._build_memory(i)
+                if layer.memory.site == "each_sublayer":
+                    layer.attention_memory = self._build_memory(i)
+                    layer.attention_memory.site, layer.memory.site = EACH_SUBLAYER
+                for memory in layer.memories:
+                    memory.init_weights()
+
+    def _build_memory(self, layer: int) -> Memory:
+        with torch.random.fork_rng([]):  # constructors draw nothing on a meta device, so undo their draws
+            memory = registry.build("memory", self.config.memory, model=self.config, layer=layer)
+        check_interface(memory)
+        return memory
 
     @property
     def memories(self) -> list[Memory]:
-        """The memory of each layer; empty without one."""
-        return [layer.memory for layer in self.layers if layer.memory is not None]
+        """All memories, in the order of their calls."""
+        return [memory for layer in self.layers for memory in layer.memories]
 
     @property
     def axis(self) -> str | None:
@@ -186,13 +122,13 @@ class Transformer(nn.Module):
         if self.axis == "token_major":  # all layers for one token, then the next token
             cache = Cache() if cache is None else cache
             columns, stats = zip(*(self._run_layers(column, cache, probe) for column in h.split(1, 1)), strict=True)
-            h, stats = torch.cat(columns, 1), [_average(of_layer) for of_layer in zip(*stats, strict=True)]
+            h, stats = torch.cat(columns, 1), [_average(of_memory) for of_memory in zip(*stats, strict=True)]
         else:
             h, stats = self._run_layers(h, cache, probe, documents, document_bounds)
         h = self.norm(h)
-        entropies = [layer["entropy"] for layer in stats if "entropy" in layer]
+        entropies = [of_memory["entropy"] for of_memory in stats if "entropy" in of_memory]
         entropy = torch.stack(entropies).mean() if entropies else h.new_zeros((), dtype=torch.float32)
-        probes = [{name: value.detach() for name, value in layer.items()} for layer in stats] if probe else None
+        probes = [{name: value.detach() for name, value in s.items()} for s in stats] if probe else None
         if return_hidden:
             return DecoderOutput(None, entropy, probes, h)
         return DecoderOutput(F.linear(h, self.output_head.weight), entropy, probes)
@@ -216,7 +152,7 @@ class Transformer(nn.Module):
         documents: Tensor | None = None,
         document_bounds: Tensor | None = None,
     ) -> tuple[Tensor, list[Stats]]:
-        """Run all layers on h [B, T, d]; return the new h and the statistics of each layer's memory.
+        """Run all layers on h [B, T, d]; return the new h and the statistics of each memory.
 
         A layer reads and writes its memory state at states[key]. With one key for all layers (depth, token_major),
         the state passes from layer to layer; with one key per layer (time), it stays in the layer. States in the
@@ -234,7 +170,7 @@ class Transformer(nn.Module):
             h, states[key], keys_values, of_layer = layer(
                 h, states.get(key), positions, kv_cache, mask, probe=probe, recompute=self.checkpoint_blocks
             )
-            stats.append(of_layer)
+            stats += of_layer
             if cache and (num_cached := min(start + length, max_cached)):
                 cache.keys_values[i] = tuple(x[:, :, -num_cached:] for x in keys_values)
         if cache:

@@ -56,7 +56,7 @@ class Options:
 class Wrong(Memory):
     def empty_state(self, h):
         return h
-    def forward(self, h, state, probe=False):
+    def forward(self, h, state, previous, probe=False):
         return RETURNED
 """
 

@@ -5,11 +5,16 @@ To add a memory, subclass `Memory` in a file of your own, next to a dataclass wi
 `model.memory.kind=my_memory`. The decoder builds one memory per layer and carries the state.
 """
 
+import inspect
 from typing import Any
 
 from torch import Tensor, nn
 
 from stackexp.config.model import TransformerConfig
+from stackexp.errors import RunError
+
+CONTRACT = "see Memory.forward in stackexp/models/memories/base.py"
+EACH_SUBLAYER = ("after_attention", "after_block")  # the sites of `site = "each_sublayer"`
 
 State = Any
 Stats = dict[str, Tensor]
@@ -17,30 +22,40 @@ Stats = dict[str, Tensor]
 
 
 class Memory(nn.Module):
-    """The memory of one layer. Subclasses implement `empty_state` and `forward`.
+    """The memory at one site of a block. Subclasses implement `empty_state` and `forward`.
 
-    `axis` determines where a layer's input state comes from, and the leading dimensions of the state:
-      depth        [B, T]: the same token in the previous layer; layer 0 starts empty.
-      time         [B]: the previous token in the same layer; `forward` scans over its T tokens.
-      token_major  [B]: the previous layer; layer 0 continues from the last layer of the previous token. T is 1.
+    `axis` determines where the input state comes from, and the leading dimensions of the state:
+      depth        [B, T]: the same token at the previous site, in this block or the one below; the first site of the
+                   model starts empty.
+      time         [B]: the previous token at the same site; `forward` scans over its T tokens.
+      token_major  [B]: the previous site; the first one continues from the last one of the previous token. T is 1.
     A state is any structure of tensors. It is never modified in place.
+
+    `site` is where the block calls `forward`: before_attention, after_attention, after_block, or each_sublayer for
+    after_attention and after_block, with a memory of its own parameters at each. A built memory has its own site.
     """
 
     axis: str = "depth"
-    site: str = "after_block"  # or after_attention, before_attention: where the block calls `forward`
+    site: str = "after_block"
+    no_decay: tuple[str, ...] = ()  # matrices without weight decay; vectors and scalars never decay
     uses_random_numbers: bool = False  # whether `forward` draws random numbers in training
-    entropy_weight: float = 0.0  # the loss includes entropy_weight * mean of stats["entropy"] over layers
+    entropy_weight: float = 0.0  # the loss includes entropy_weight * mean of stats["entropy"] over memories
 
     def __init__(self, config: Any, model: TransformerConfig, layer: int) -> None:
         """Build the memory of layer 0 <= `layer` < num_layers from its own options and those of the model."""
         super().__init__()
 
     def empty_state(self, h: Tensor) -> State:
-        """Return the initial state for h [B, T, d]."""
+        """Return the initial state for h [B, T, d], the input of the block: in layer 0, the embedding."""
         raise NotImplementedError
 
-    def forward(self, h: Tensor, state: State, probe: bool = False) -> tuple[Tensor, State, Stats]:
+    def forward(
+        self, h: Tensor, state: State, previous: Tensor | None = None, probe: bool = False
+    ) -> tuple[Tensor, State, Stats]:
         """Update the state with h [B, T, d]; return the new h [B, T, d], the new state and statistics.
+
+        `previous` [B, T, d] is the hidden state before the sublayers that end at this site; h - previous is what they
+        added. Before the attention, it is h.
 
         The statistic "entropy" keeps its gradient, for the loss. With `probe`, there may be more for the logged curves:
         push, pop, no_op, occupancy, read_share or names of your own.
@@ -59,3 +74,22 @@ class Memory(nn.Module):
     def flops_per_token(self, context_length: int) -> float:
         """Return the FLOPs of one forward pass per token; a multiply-add counts 2."""
         return 2.0 * sum(parameter.numel() for parameter in self.parameters())
+
+
+def check_interface(memory: Memory) -> None:
+    """Raise RunError if the arguments or the site of a memory are not those of this interface."""
+    name = type(memory).__name__
+    if missing := {"previous", "probe"} - inspect.signature(memory.forward).parameters.keys():
+        raise RunError(f"{name}.forward: has no argument {', '.join(sorted(missing))}; {CONTRACT}")
+    if memory.site == "each_sublayer" and memory.axis == "time":
+        raise RunError(f"{name}: site each_sublayer requires axis depth or token_major, found time")
+
+
+def apply_memory(memory: Memory, h: Tensor, state: State, previous: Tensor, probe: bool) -> tuple[Tensor, State, Stats]:
+    """Call a memory. Raises RunError if it does not return what `Memory.forward` specifies."""
+    output = memory(h, state, previous=previous, probe=probe)
+    if isinstance(output, tuple) and len(output) == 3 and isinstance(output[0], Tensor) and output[0].shape == h.shape:
+        return output
+    found = f"{len(output)} values" if isinstance(output, tuple) else type(output).__name__
+    name = type(memory).__name__
+    raise RunError(f"{name}.forward: expected (h [B, T, d], state, statistics), found {found}; {CONTRACT}")

@@ -1,4 +1,4 @@
-"""Options of the stack memory that are not in the paper: action inputs and scales, action noise, feedback."""
+"""Options of the stack memory that are not in the paper: normalized pushes, action inputs and noise, feedback."""
 
 import math
 
@@ -9,12 +9,16 @@ from torch.nn import functional as F
 from stackexp import stack
 from stackexp.config.memory import StackMemoryConfig
 from stackexp.config.model import TransformerConfig
-from stackexp.models.memories.stack import NUM_ACTIONS, StackMemory, new_parameter
+from stackexp.models.memories.stack import NUM_ACTIONS, PUSH, StackMemory, new_parameter
 
 
 class ExtendedStackMemory(StackMemory):
     """A stack memory with our extensions. Without them, it computes what `StackMemory` computes.
 
+    - `push_norm: head`: x is divided by its root mean square over D. Otherwise A x is dominated by the common direction
+      of a growing h, and every token gets the same action.
+    - `action_bias`: a learned bias [H, 3] of the logits, which starts at this value for push and at 0 for the others.
+    - `init_std`: the standard deviation of all initial weights but the gate.
     - `action_input: hidden`: A [H, 3, d] reads all of h in place of x.
     - `action_scale: slice` divides the action logits by sqrt(d / H); `action_sharpness` multiplies them.
     - `action_noise`: normal noise on the logits in training, so that the model learns sharp actions. Every rank draws
@@ -32,6 +36,7 @@ class ExtendedStackMemory(StackMemory):
         if config.action_input == "hidden":
             self.actions = new_parameter(heads, NUM_ACTIONS, hidden)
         gate = self._parameters.pop("gate")
+        self.action_bias = None if config.action_bias is None else new_parameter(heads, NUM_ACTIONS)
         self.feedback = self.feedback_token = self.feedback_read = None
         if units := config.feedback_hidden_size:
             rows = 2 * units if config.feedback_activation == "gated" else units
@@ -49,6 +54,14 @@ class ExtendedStackMemory(StackMemory):
         That layer also reads h; W_down and A would start three times as large as its output and hide it.
         """
         super().init_weights()
+        if self.config.init_std is not None:
+            for name, weight in self.named_parameters():
+                if name != "gate":
+                    nn.init.normal_(weight, std=self.config.init_std)
+        if self.action_bias is not None:
+            nn.init.zeros_(self.action_bias)
+            with torch.no_grad():
+                self.action_bias[:, PUSH] = self.config.action_bias
         if self.feedback_token is not None:
             for weight in (self.down, self.actions):
                 if weight is not None:
@@ -61,6 +74,15 @@ class ExtendedStackMemory(StackMemory):
         if self.noise is not None and self.config.action_noise_warmup_steps:
             self.noise.fill_(self.config.action_noise * min(1.0, step / self.config.action_noise_warmup_steps))
 
+    def project_down(self, h: Tensor) -> Tensor:
+        """Return the push vectors [..., H, D] of h [..., d], normalized with `push_norm`."""
+        return self._normalize(super().project_down(h))
+
+    def _normalize(self, x: Tensor) -> Tensor:
+        if self.config.push_norm == "none":
+            return x
+        return F.rms_norm(x, x.shape[-1:], eps=self.model.norm_eps)
+
     def project(self, h: Tensor) -> tuple[Tensor, Tensor]:
         """Return the push vectors x [..., H, D] and the scaled action logits [..., H, 3] of h [..., d]."""
         config, heads = self.config, self.config.num_heads
@@ -69,11 +91,14 @@ class ExtendedStackMemory(StackMemory):
         elif config.projection == "low_rank":  # both in one matrix product
             both = F.linear(h, torch.cat([self.down, self.actions.flatten(0, 1)]))
             x, logits = (part.unflatten(-1, (heads, -1)) for part in both.tensor_split([len(self.down)], -1))
+            x = self._normalize(x)
         else:
             x = self.project_down(h)
             logits = F.linear(h, self.actions.flatten(0, 1)).unflatten(-1, (heads, -1))
         if config.action_scale == "slice":
             logits = logits / math.sqrt(self.model.hidden_size / heads)
+        if self.action_bias is not None:
+            logits = logits + self.action_bias
         return x, logits if config.action_sharpness == 1 else config.action_sharpness * logits
 
     def update(

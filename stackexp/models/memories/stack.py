@@ -20,7 +20,7 @@ from stackexp.config.model import TransformerConfig
 from stackexp.models.initialization import init_weight_
 from stackexp.models.memories.base import Memory, Stats
 
-NUM_ACTIONS = 3
+NUM_ACTIONS, PUSH = 3, 0  # push, pop, no-op
 NEVER = -1e4  # a logit whose probability is 0 in every precision
 
 
@@ -79,7 +79,7 @@ class StackMemory(Memory):
         )
 
     def forward(
-        self, h: Tensor, state: stack.StackState, probe: bool = False
+        self, h: Tensor, state: stack.StackState, previous: Tensor | None = None, probe: bool = False
     ) -> tuple[Tensor, stack.StackState, Stats]:
         """Update the stacks with h [B, T, d], then read them; see `Memory.forward`."""
         x, logits = self.project(h)  # [B, T, H, D], [B, T, H, 3]
@@ -153,9 +153,15 @@ class StackMemory(Memory):
         num_uses = config.num_heads if config.projection == "shared_slices" else 1  # of a shared projection
         matmuls = num_uses * sum(w.numel() for w in (self.down, self.up) if w is not None)
         matmuls += 0 if self.actions is None else self.actions.numel()
-        num_updates = self.layer + 1 if config.axis == "depth" else context_length
+        num_updates = self._count_updates() if config.axis == "depth" else context_length
         num_elements = config.num_heads * config.head_dim * min(num_updates, config.num_slots)
         return 2.0 * matmuls + 2.0 * 5 * num_elements
+
+    def _count_updates(self) -> int:
+        """Return the number of updates of a token's stacks, up to and including this memory's."""
+        if self.config.site == "each_sublayer":
+            return 2 * self.layer + 1 + (self.site == "after_block")
+        return self.layer + 1
 
 
 def new_parameter(*shape: int) -> nn.Parameter:

@@ -50,7 +50,7 @@ class StackAttention(Memory):
         return StackAttentionState(wide.new_zeros(len(h), 1, 0), h[:, :0])
 
     def forward(
-        self, h: Tensor, state: StackAttentionState, probe: bool = False
+        self, h: Tensor, state: StackAttentionState, previous: Tensor | None = None, probe: bool = False
     ) -> tuple[Tensor, StackAttentionState, Stats]:
         """Update with h [B, T, d] and read; see `Memory.forward`. Distributions are at least float32."""
         with torch.autocast(h.device.type, enabled=False):

@@ -1,0 +1,131 @@
+"""Hyper-connections (Zhu et al. 2024, arXiv 2409.19606) and mHC (Xie et al. 2025, arXiv 2512.24880).
+
+The residual stream becomes n streams H [n, d]. Around sublayer k, f_k:
+
+    input of the sublayer   h_k = a_k H_k
+    streams after it        H_{k+1} = R_k H_k + b_k f_k(h_k)
+
+with a_k [n], b_k [n] and R_k [n, n] learned, and in the dynamic form a function of the streams as well.
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from stackexp.config.memory import HyperConnectionsConfig
+from stackexp.config.model import TransformerConfig
+from stackexp.models.initialization import init_weight_
+from stackexp.models.memories.base import Memory, Stats
+
+SINKHORN_STEPS = 20  # of the paper on mHC
+SHARP = 4.0  # initial logit of the entries that start near 1; mHC's paper prints no biases
+
+
+class HyperConnections(Memory):
+    """The connections between sublayer k and k + 1: R_k, b_k and a_{k+1}. The state holds H_{k+1} [B, T, n, d].
+
+    Static: `residual` R [n, n] starts at the identity, `output` b [n] at 1, and `input` a [n] at one stream, another
+    one for each sublayer. So the model starts as the plain Transformer. The papers sum the streams after the last
+    sublayer; here that a starts at 1.
+
+    `dynamic` adds s * tanh(W RMSNorm(H)) to each, computed for each stream: `maps` W [n + 2, d], with n rows for R, one
+    for b and one for a, starts at 0, and the scale s [3] at 0.01.
+
+    `constrained` (mHC): R is doubly stochastic, by Sinkhorn normalization of exp(logits); a = sigmoid(logits) and
+    b = 2 sigmoid(logits). W maps all streams together, [n (n + 2), n d], and has no tanh.
+
+    a_{k+1} is computed from H_{k+1} where the papers compute it before sublayer k + 1: the same values.
+    Sublayer 0 reads the embedding, which n equal streams amount to.
+    """
+
+    site = "each_sublayer"
+    no_decay = ("residual",)
+
+    def __init__(self, config: HyperConnectionsConfig, model: TransformerConfig, layer: int) -> None:
+        super().__init__(config, model, layer)
+        self.config, self.model, self.layer = config, model, layer
+        n, d = config.num_streams, model.hidden_size
+        self.residual = nn.Parameter(torch.empty(n, n))
+        self.output = nn.Parameter(torch.empty(n))
+        self.input = nn.Parameter(torch.empty(n))
+        self.maps = self.scale = None
+        if config.dynamic:
+            shape = (n * (n + 2), n * d) if config.constrained else (n + 2, d)
+            self.maps, self.scale = nn.Parameter(torch.empty(shape)), nn.Parameter(torch.empty(3))
+
+    def init_weights(self) -> None:
+        """Start as the plain Transformer. Each sublayer reads another stream; the output layer reads all of them."""
+        sublayer = 2 * self.layer + (self.site == "after_block") + 1  # the next one
+        is_last = sublayer == 2 * self.model.num_layers
+        nn.init.zeros_(self.input)
+        nn.init.ones_(self.input if is_last else self.input[sublayer % self.config.num_streams :][:1])
+        nn.init.eye_(self.residual)
+        nn.init.ones_(self.output)
+        if self.config.constrained:  # logits
+            with torch.no_grad():
+                self.input.mul_(2).sub_(1).mul_(SHARP)
+                self.residual.mul_(SHARP)
+                self.output.zero_()
+        if self.maps is not None:
+            nn.init.zeros_(self.maps)
+            nn.init.constant_(self.scale, 0.01)
+            if self.config.constrained:
+                init_weight_(self.maps, self.model)
+
+    def empty_state(self, h: Tensor) -> Tensor:
+        """Return n copies of the embedding [B, T, n, d]."""
+        return h.unsqueeze(-2).expand(*h.shape[:-1], self.config.num_streams, -1)
+
+    def forward(
+        self, h: Tensor, state: Tensor, previous: Tensor | None = None, probe: bool = False
+    ) -> tuple[Tensor, Tensor, Stats]:
+        """Add the output of the sublayer to the streams, and mix the next input; see `Memory.forward`."""
+        assert previous is not None
+        residual, output = self.compute_residual(state)
+        streams = residual.to(h.dtype) @ state + output.to(h.dtype).unsqueeze(-1) * (h - previous).unsqueeze(-2)
+        stats = {"stream_spread": streams.detach().float().std(-2).mean()} if probe else {}
+        weights = self.compute_input(streams).to(h.dtype)
+        return (weights.unsqueeze(-2) @ streams).squeeze(-2), streams, stats
+
+    def compute_residual(self, streams: Tensor) -> tuple[Tensor, Tensor]:
+        """Return R [..., n, n] and b [..., n] for streams [B, T, n, d], in float32."""
+        n, residual, output = self.config.num_streams, self.residual, self.output
+        if self.maps is not None:
+            changes = self._map(streams, slice(0, n + 1))
+            residual = residual + self.scale[0] * changes[..., :n]
+            output = output + self.scale[1] * changes[..., n]
+        if self.config.constrained:
+            return normalize_doubly(residual.exp()), 2 * output.sigmoid()
+        return residual, output
+
+    def compute_input(self, streams: Tensor) -> Tensor:
+        """Return a [..., n] for streams [B, T, n, d], in float32."""
+        weights = self.input
+        if self.maps is not None:
+            weights = weights + self.scale[2] * self._map(streams, slice(-1, None))[..., 0]
+        return weights.sigmoid() if self.config.constrained else weights
+
+    def _map(self, streams: Tensor, rows: slice) -> Tensor:
+        """Return the changes [B, T, n, rows] of the connections."""
+        constrained = self.config.constrained
+        values = streams.flatten(-2) if constrained else streams
+        values = F.rms_norm(values.float(), values.shape[-1:], eps=self.model.norm_eps)
+        if not constrained:
+            return F.linear(values, self.maps[rows].float()).tanh()
+        n = self.config.num_streams
+        maps = self.maps.unflatten(0, (n, n + 2))[:, rows].flatten(0, 1)
+        return F.linear(values, maps.float()).unflatten(-1, (n, -1))
+
+    def flops_per_token(self, context_length: int) -> float:
+        """Count the maps, and for each stream n + 2 multiply-adds per element."""
+        n, d = self.config.num_streams, self.model.hidden_size
+        maps = 0 if self.maps is None else n * (n + 2) * d * (n if self.config.constrained else 1)
+        return 2.0 * (maps + n * (n + 2) * d)
+
+
+def normalize_doubly(matrix: Tensor) -> Tensor:
+    """Return positive matrices [..., n, n] scaled to rows and columns that sum to 1 (Sinkhorn & Knopp 1967)."""
+    for _ in range(SINKHORN_STEPS):
+        matrix = matrix / matrix.sum(-1, keepdim=True)
+        matrix = matrix / matrix.sum(-2, keepdim=True)
+    return matrix

@@ -1,0 +1,159 @@
+"""Memories over the depth other than the stack: hyper-connections, attention residuals, DenseFormer and the value skip."""
+
+import pytest
+import torch
+from stack_memories import decoder_config
+from torch.nn import functional as F
+
+from stackexp.config.memory import (
+    AttentionResidualConfig,
+    DenseFormerConfig,
+    HyperConnectionsConfig,
+    ValueSkipConfig,
+)
+from stackexp.models.memories.hyper_connections import normalize_doubly
+from stackexp.models.transformer import Cache, Transformer
+
+MEMORIES = {
+    "attention_residual": AttentionResidualConfig(),
+    "dense_former": DenseFormerConfig(),
+    "value_skip": ValueSkipConfig(rank=3),
+    "hyper_static": HyperConnectionsConfig(dynamic=False),
+    "hyper_dynamic": HyperConnectionsConfig(num_streams=3),
+    "mhc_static": HyperConnectionsConfig(dynamic=False, constrained=True),
+    "mhc": HyperConnectionsConfig(constrained=True),
+}
+TOKENS = torch.tensor([[1, 2, 3, 4, 5], [6, 7, 8, 9, 10]])
+
+
+def build_model(memory, is_random=True):
+    """Return a decoder in float64; `is_random` moves it from its initial values, at which most memories do nothing."""
+    torch.manual_seed(0)
+    config = decoder_config(num_layers=3)
+    config.memory = memory
+    model = Transformer(config).double()
+    if is_random:
+        for memory in model.memories:
+            for parameter in memory.parameters():
+                parameter.data.add_(0.3 * torch.randn_like(parameter))
+    return model
+
+
+def record_sublayers(model):
+    """Return the list of (input, output) of all sublayers that the next forward pass fills."""
+    calls = []
+    for layer in model.layers:
+        for norm, sublayer in ((layer.attention_norm, layer.attention), (layer.feed_forward_norm, layer.feed_forward)):
+            entry = {}
+            norm.register_forward_hook(lambda _, args, out, entry=entry: entry.update(input=args[0]))
+            sublayer.register_forward_hook(
+                lambda _, args, out, entry=entry: entry.update(output=out[0] if isinstance(out, tuple) else out)
+            )
+            calls.append(entry)
+    model.norm.register_forward_hook(lambda _, args, out: calls.append({"input": args[0]}))
+    return calls
+
+
+def run_recorded(memory):
+    model = build_model(memory)
+    calls = record_sublayers(model)
+    model(TOKENS)
+    inputs = [call["input"] for call in calls]
+    return model, model.embedding(TOKENS), inputs, [call["output"] for call in calls[:-1]]
+
+
+def test_attention_residual_attends_to_the_embedding_and_all_outputs():
+    model, embedding, inputs, outputs = run_recorded(MEMORIES["attention_residual"])
+    assert torch.equal(inputs[0], embedding)
+    for k, memory in enumerate(model.memories, 1):
+        values = torch.stack([embedding, *outputs[:k]])  # [n, B, T, d]
+        weights = (F.rms_norm(values, values.shape[-1:], eps=model.config.norm_eps) @ memory.query).softmax(0)
+        torch.testing.assert_close(inputs[k], (weights.unsqueeze(-1) * values).sum(0), rtol=1e-6, atol=1e-6)
+
+
+def test_dense_former_averages_the_outputs_of_all_blocks():
+    model, embedding, inputs, outputs = run_recorded(MEMORIES["dense_former"])
+    history = [embedding]
+    for i, memory in enumerate(model.memories):
+        history.append(inputs[2 * i] + outputs[2 * i] + outputs[2 * i + 1])
+        expected = sum(weight * h for weight, h in zip(memory.weights, history, strict=True))
+        torch.testing.assert_close(inputs[2 * i + 2], expected)
+
+
+def test_value_skip_adds_a_map_of_the_embedding():
+    model, embedding, inputs, outputs = run_recorded(MEMORIES["value_skip"])
+    for i, memory in enumerate(model.memories):
+        expected = inputs[2 * i] + outputs[2 * i] + outputs[2 * i + 1] + memory.up(memory.down(embedding))
+        torch.testing.assert_close(inputs[2 * i + 2], expected)
+
+
+@pytest.mark.parametrize("name", ["hyper_static", "hyper_dynamic", "mhc_static", "mhc"])
+def test_hyper_connections_match_the_equations(name):
+    """Follow the streams token by token, with the connections written out."""
+    model, embedding, inputs, outputs = run_recorded(MEMORIES[name])
+    config, n = MEMORIES[name], MEMORIES[name].num_streams
+
+    def connect(memory, streams):
+        residual, output, weights = memory.residual, memory.output, memory.input
+        if config.dynamic and config.constrained:
+            x = streams.flatten() / (streams.square().mean() + model.config.norm_eps).sqrt()
+            changes = (memory.maps @ x.float().double()).view(n, n + 2)
+        elif config.dynamic:
+            x = streams / (streams.square().mean(-1, keepdim=True) + model.config.norm_eps).sqrt()
+            changes = (x @ memory.maps.T).tanh()
+        if config.dynamic:
+            residual = residual + memory.scale[0] * changes[:, :n]
+            output = output + memory.scale[1] * changes[:, n]
+            weights = weights + memory.scale[2] * changes[:, n + 1]
+        if config.constrained:
+            return normalize_doubly(residual.exp()), 2 * output.sigmoid(), weights.sigmoid()
+        return residual, output, weights
+
+    for b, t in ((0, 0), (1, 4)):
+        streams = embedding[b, t].repeat(n, 1)
+        for k, memory in enumerate(model.memories):
+            residual, output, _ = connect(memory, streams)
+            streams = residual @ streams + output[:, None] * outputs[k][b, t]
+            expected = connect(memory, streams)[2] @ streams
+            torch.testing.assert_close(inputs[k + 1][b, t], expected, rtol=1e-5, atol=1e-5)
+
+
+def test_sinkhorn_gives_doubly_stochastic_matrices():
+    matrix = normalize_doubly(torch.randn(5, 4, 4, generator=torch.Generator().manual_seed(0)).exp())
+    assert (matrix > 0).all()
+    torch.testing.assert_close(matrix.sum(-2), torch.ones(5, 4))
+    torch.testing.assert_close(matrix.sum(-1), torch.ones(5, 4), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", ["dense_former", "value_skip", "hyper_static", "hyper_dynamic", "mhc_static"])
+def test_models_start_as_the_plain_transformer(name):
+    """The streams of hyper-connections are summed or averaged, and the last norm removes that factor."""
+    plain, model = build_model(None), build_model(MEMORIES[name], is_random=False)
+    torch.testing.assert_close(model(TOKENS).logits, plain(TOKENS).logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", MEMORIES)
+def test_every_parameter_gets_a_gradient(name):
+    model = build_model(MEMORIES[name])
+    model(TOKENS).logits.logsumexp(-1).square().sum().backward()
+    assert [n for n, p in model.named_parameters() if p.grad is None or not p.grad.abs().sum() > 0] == []
+
+
+@pytest.mark.parametrize("name", MEMORIES)
+def test_decoding_with_a_cache_matches_one_pass(name):
+    model, cache = build_model(MEMORIES[name]), Cache()
+    whole = model(TOKENS).logits
+    parts = [model(part, cache).logits for part in TOKENS.split([2, 1, 2], 1)]
+    torch.testing.assert_close(torch.cat(parts, 1), whole)
+
+
+@pytest.mark.parametrize("recompute", [True, "selective"])
+@pytest.mark.parametrize("name", ["attention_residual", "mhc"])
+def test_recomputed_gradients_are_equal(name, recompute):
+    gradients = []
+    for mode in (False, recompute):
+        model = build_model(MEMORIES[name])
+        model.checkpoint_blocks = mode
+        model(TOKENS).logits.logsumexp(-1).sum().backward()
+        gradients.append([p.grad for p in model.parameters()])
+    torch.testing.assert_close(gradients[0], gradients[1])
