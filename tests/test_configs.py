@@ -91,6 +91,8 @@ def test_stack_of_360m_has_the_papers_size():
                 "action_scale": "slice",
                 "read_mask": "additive",
                 "residual_gate": "read",
+                "init_std": 0.02,
+                "entropy_weight": 0,
             },
         ),
     ],

@@ -246,9 +246,11 @@ def test_plan_rejects_value_dependent_memory(monkeypatch):
     from stackexp.models.memories.stack import StackMemory
 
     forward = StackMemory.forward
-    monkeypatch.setattr(
-        StackMemory, "forward", lambda self, h, *args, **options: forward(self, h * h.max().item(), *args, **options)
-    )
+
+    def depend_on_values(self, h, state, previous=None, probe=False):
+        return forward(self, h * h.max().item(), state, previous, probe)
+
+    monkeypatch.setattr(StackMemory, "forward", depend_on_values)
     monkeypatch.setattr(memory_use, "_pass_cache", {})
     with pytest.raises(RunError, match=r"model.memory.kind stack: the forward pass depends on tensor values"):
         _ = make_plan(small()).peak

@@ -1,4 +1,4 @@
-"""Memories over the depth other than the stack: hyper-connections, attention residuals, DenseFormer and the value skip."""
+"""Hyper-connections, attention residuals, DenseFormer and the value skip against their equations."""
 
 import pytest
 import torch
