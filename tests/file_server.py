@@ -15,7 +15,7 @@ class FileServer(ThreadingHTTPServer):
         files: The served bytes by path.
         requests: The (path, Range header, status) of each request so far.
         faults: By path, one fault per request: a status such as 503, or the bytes after which the connection closes.
-        headers: Replace headers that are sent; None removes one. `partial_headers` does so for status 206.
+        headers: Replace headers that are sent; None removes one.
         ranges: Whether Range is honored; `if_range`: whether If-Range is.
         redirect: The target of the faults 301 and 302.
         pause: Seconds between chunks of 1000 bytes.
@@ -29,7 +29,6 @@ class FileServer(ThreadingHTTPServer):
         self.faults: dict[str, list[int]] = defaultdict(list)
         self.requests: list[tuple[str, str | None, int]] = []
         self.headers: dict[str, str | None] = {}
-        self.partial_headers: dict[str, str | None] = {}
         self.ranges, self.if_range, self.pause = True, True, 0.0
         self.redirect = ""
         self.url = f"http://127.0.0.1:{self.server_port}"
@@ -71,7 +70,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _answer(self, status: int, asked: str | None, headers: dict[str, str], body: bytes) -> None:
         self.server.requests.append((self.path.lstrip("/"), asked, status))
         self.send_response(status)
-        headers |= self.server.headers | (self.server.partial_headers if status == 206 else {})
+        headers |= self.server.headers
         for name, value in headers.items():
             if value is not None:
                 self.send_header(name, value)

@@ -34,9 +34,9 @@ def fetch(server, tmp_path):
 def fetch_from(tmp_path):
     """`fetch_from(mirror, *arguments)` fetches V2 from a folder and returns the exit code."""
 
-    def fetch_from(mirror, *arguments: str, to: str = "to", version: str = "v2") -> int:
+    def fetch_from(mirror, *arguments: str, to: str = "to") -> int:
         paths = ["--mirror", str(mirror), "--to", str(tmp_path / to)]
-        return main(["data", "fetch", version, *arguments, *paths])
+        return main(["data", "fetch", "v2", *arguments, *paths])
 
     return fetch_from
 
@@ -191,19 +191,6 @@ def test_a_folder_is_a_mirror_in_either_layout(tmp_path, get_path, capsys):
     assert capsys.readouterr().err.count("already fetched") == 24
 
 
-@pytest.mark.parametrize("place", ["v2_small_gptneox20b/ptb/val.npy", "v2/ptb.npy"])
-def test_the_folder_of_one_version_is_a_mirror(tmp_path, fetch_from, capsys, place):
-    path = tmp_path / "mirror" / place
-    path.parent.mkdir(parents=True)
-    path.write_bytes(CONTENT[PTB])
-    folder = tmp_path / "mirror" / place.split("/")[0]
-    assert fetch_from(folder, "--only", "ptb") == 0
-    assert read_fetched(tmp_path, PTB) == CONTENT[PTB]
-    path.rename(path.with_name(path.name.replace("ptb", "pile")))
-    assert fetch_from(folder, "--only", "pile", version="v3") == 1
-    assert "contains neither v3_small_gptneox20b/pile/val/part-0-00000.npy nor v3/pile.npy" in capsys.readouterr().err
-
-
 def test_files_copied_into_the_target_are_checked_in_place(tmp_path, fetch_from):
     path = PTB.file(tmp_path / "to")
     path.parent.mkdir(parents=True)
@@ -212,7 +199,7 @@ def test_files_copied_into_the_target_are_checked_in_place(tmp_path, fetch_from)
     assert read_fetched(tmp_path, PTB) == CONTENT[PTB]
     path.write_bytes(CONTENT[PTB][:-1])
     assert fetch_from(tmp_path / "to", "--only", "ptb") == 1
-    assert path.exists()  # damaged, but the user's own file
+    assert path.exists(), "damaged, but the user's own file"
 
 
 def test_a_mirror_that_differs_from_its_record_is_refused(fetch, fetch_from, tmp_path, capsys):
@@ -241,7 +228,7 @@ def test_an_unreadable_file_of_a_mirror_fails_only_its_set(tmp_path, fetch_from,
     assert fetch_from(mirror, "--only", "ptb", "ice") == 1
     error = capsys.readouterr().err
     suffix = ".json" if unreadable == "record" else ""
-    assert f"error: v2/ice: {ICE.file(mirror)}{suffix}: cannot be read (I" in error
+    assert f"error: v2/ice: {ICE.file(mirror)}{suffix}: cannot be" in error
     assert "free space" not in error
     assert read_fetched(tmp_path, PTB) == CONTENT[PTB]
     assert list_part_files(tmp_path) == []

@@ -1,4 +1,4 @@
-"""Download one file over HTTP into a part file. A later call resumes it if the server still has the same version."""
+"""Download one file over HTTP. A broken connection is resumed if the server still has the same version of the file."""
 
 import http.client
 import shutil
@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 import stackexp
 from stackexp.errors import RunError
-from stackexp.files import read_json, sync_file, write_json
+from stackexp.files import sync_file
 
 CHUNK_BYTES = 1 << 18
 TIMEOUT_SECONDS = 30.0  # to connect, and between two chunks
@@ -28,10 +28,6 @@ class UnreachableServerError(RunError):
     """A server that has not answered at all: no name resolution, no route or a proxy that refuses."""
 
 
-class _Interrupted(http.client.HTTPException):
-    """A response that is incomplete or belongs to another version of the file."""
-
-
 class _HttpRedirects(urllib.request.HTTPRedirectHandler):
     """A handler that follows redirects to http and https only; urllib follows ftp too."""
 
@@ -42,37 +38,33 @@ class _HttpRedirects(urllib.request.HTTPRedirectHandler):
         return super().redirect_request(*args)
 
 
-def version_path(part: Path) -> Path:
-    """Return the file that records which version of which URL a part file belongs to."""
-    return part.with_name(f"{part.name}.json")
-
-
-def discard(part: Path) -> None:
-    """Delete a part file and its version."""
-    part.unlink(missing_ok=True)
-    version_path(part).unlink(missing_ok=True)
-
-
-def download(url: str, part: Path, bar: tqdm, *, was_reached: bool = False) -> None:
-    """Download `url` to `part`. Broken connections and busy servers are retried MAX_ATTEMPTS times without new data.
+def download(url: str, path: Path, bar: tqdm, *, was_reached: bool = False) -> None:
+    """Download `url` to `path`. Broken connections and busy servers are retried MAX_ATTEMPTS times without new data.
 
     Set `was_reached` if the server has answered before, so that a failure to connect is retried too.
 
     Raises:
         UnreachableServerError: The first connection failed.
-        RunError: The server refuses the file, or all attempts failed. The part file remains.
+        RunError: The server refuses the file, or all attempts failed.
     """
     failures, largest = 0, 0
+    version = ""  # of what is in the file
     while True:
-        pause = 0.0
+        pause, begin = 0.0, path.stat().st_size if version else 0
         try:
-            return _download_rest(url, part, bar)
+            with _request(url, begin, version) as response:
+                if response.status != 206:
+                    begin, version = 0, _get_version(response)
+                elif _get_version(response) not in ("", version) or not _continues(response, begin):
+                    version = ""
+                    raise http.client.HTTPException("the file on the server has changed")
+                _receive(response, url, path, begin, bar)
+                return
         except urllib.error.HTTPError as error:
             message = f"HTTP {error.code} {error.reason}".splitlines()[0]
             if error.code < 500 and error.code not in RETRIED_CLIENT_ERRORS:
                 raise RunError(f"{url}: {message}") from error
-            if error.code == 416:  # the file on the server is shorter than the part
-                discard(part)
+            version = "" if error.code == 416 else version  # the file on the server has become shorter
             retry_after = error.headers.get("Retry-After", "")
             pause = float(retry_after) if retry_after.isdecimal() else 0.0
         except urllib.error.URLError as error:
@@ -82,66 +74,48 @@ def download(url: str, part: Path, bar: tqdm, *, was_reached: bool = False) -> N
         except (http.client.HTTPException, ConnectionError, TimeoutError, ssl.SSLError) as error:
             message = getattr(error, "strerror", None) or str(error) or type(error).__name__
         was_reached = True
-        size = part.stat().st_size if part.exists() else 0
+        size = path.stat().st_size if path.exists() else 0
         failures = 1 if size > largest else failures + 1
         largest = size
         if failures == MAX_ATTEMPTS:
-            raise RunError(f"{url}: {message}, {failures} times in a row; rerun the command later to resume")
+            raise RunError(f"{url}: {message}, {failures} times in a row; rerun the command later")
         bar.set_postfix_str(f"{message}; attempt {failures + 1} of {MAX_ATTEMPTS}")
         time.sleep(min(MAX_PAUSE_SECONDS, max(pause, PAUSE_SECONDS * 2 ** (failures - 1))))
 
 
-def _download_rest(url: str, part: Path, bar: tqdm) -> None:
-    version = _read_version(url, part)
-    begin = part.stat().st_size if version else 0
+def _request(url: str, begin: int, version: str) -> http.client.HTTPResponse:
     headers = {"User-Agent": f"stackexp/{stackexp.__version__}", "Accept-Encoding": "identity"}
-    if version:
-        if begin == version["size"]:
-            return
-        headers |= {"Range": f"bytes={begin}-", "If-Range": version["validator"]}
+    if begin:
+        headers |= {"Range": f"bytes={begin}-", "If-Range": version}
     opener = urllib.request.build_opener(_HttpRedirects)
-    with opener.open(urllib.request.Request(url, headers=headers), timeout=TIMEOUT_SECONDS) as response:
-        if response.length is None or response.headers.get("Content-Encoding", "identity") != "identity":
-            raise RunError(f"{url}: the server sends the file compressed or without its length; use another mirror")
-        free = shutil.disk_usage(part.parent).free
-        if response.length > free:
-            needed = f"{response.length:,} bytes are needed, but only {free:,} are free"
-            raise RunError(f"{part.parent}: {needed}; free space or choose another --to")
-        size, validator = begin + response.length, _get_validator(response)
-        if version and response.status == 206:
-            sent = response.headers.get("Content-Range", "")
-            expected = f"bytes {begin}-{version['size'] - 1}/{version['size']}"
-            if sent != expected or validator not in (None, version["validator"]):
-                discard(part)
-                raise _Interrupted("the file on the server has changed")
-        else:
-            begin, size = 0, response.length
-            discard(part)
-            write_json(version_path(part), {"url": url, "size": size, "validator": validator})
-        bar.reset(size)
-        bar.update(begin)
-        with open(part, "ab") as file:
-            while data := response.read1(CHUNK_BYTES):
-                file.write(data)
-                file.flush()  # a killed process keeps what it received
-                begin += len(data)
-                bar.update(len(data))
-            sync_file(file)
-    if begin != size:
-        raise _Interrupted(f"the connection closed after {begin:,} of {size:,} bytes")
+    return opener.open(urllib.request.Request(url, headers=headers), timeout=TIMEOUT_SECONDS)
 
 
-def _get_validator(response: http.client.HTTPResponse) -> str | None:
-    """Return the header that identifies the file version for If-Range, which accepts no weak ETag."""
+def _get_version(response: http.client.HTTPResponse) -> str:
+    """Return the header that identifies the file version for If-Range, which accepts no weak ETag; "" without one."""
     etag = response.headers.get("ETag", "")
-    return etag if etag and not etag.startswith("W/") else response.headers.get("Last-Modified")
+    return etag if etag and not etag.startswith("W/") else response.headers.get("Last-Modified", "")
 
 
-def _read_version(url: str, part: Path) -> dict | None:
-    """Return the version of a part file that can be resumed."""
-    try:
-        version = read_json(version_path(part))
-        is_usable = version["url"] == url and version["validator"] and part.stat().st_size <= version["size"]
-    except (OSError, RunError, KeyError, TypeError):
-        return None
-    return version if is_usable and part.stat().st_size else None
+def _continues(response: http.client.HTTPResponse, begin: int) -> bool:
+    return response.headers.get("Content-Range", "").startswith(f"bytes {begin}-")
+
+
+def _receive(response: http.client.HTTPResponse, url: str, path: Path, begin: int, bar: tqdm) -> None:
+    """Write the response to `path` from byte `begin`."""
+    if response.length is None or response.headers.get("Content-Encoding", "identity") != "identity":
+        raise RunError(f"{url}: the server sends the file compressed or without its length; use another mirror")
+    free = shutil.disk_usage(path.parent).free
+    if response.length > free:
+        needed = f"{response.length:,} bytes are needed, but only {free:,} are free"
+        raise RunError(f"{path.parent}: {needed}; free space or choose another --to")
+    size = begin + response.length
+    bar.reset(size)
+    bar.update(begin)
+    with open(path, "ab" if begin else "wb") as file:
+        while data := response.read1(CHUNK_BYTES):
+            file.write(data)
+            bar.update(len(data))
+        sync_file(file)
+        if file.tell() != size:
+            raise http.client.HTTPException(f"the connection closed after {file.tell():,} of {size:,} bytes")

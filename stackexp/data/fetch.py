@@ -1,16 +1,17 @@
 """Fetch OLMo's perplexity sets from the server, a mirror or a folder, and check them."""
 
+import codecs
 import contextlib
+import shutil
 import sys
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 from tqdm import tqdm
 
-from stackexp.data.download import UnreachableServerError, discard, download
+from stackexp.data.download import UnreachableServerError, download
 from stackexp.data.olmo import BASE_URL, INSTANCE_LENGTH, TOKENIZER, VOCAB_SIZE, OlmoSet
 from stackexp.data.token_files import (
     NPY_MAGIC,
@@ -22,10 +23,9 @@ from stackexp.data.token_files import (
     read_record,
 )
 from stackexp.errors import RunError
-from stackexp.files import hold_lock, sha256_of, sync_file
+from stackexp.files import hold_lock, sha256_of
 
 BLOCK_TOKENS = 1 << 22
-COPY_BYTES = 1 << 20
 
 
 @dataclass
@@ -42,16 +42,9 @@ def fetch(sets: list[OlmoSet], folder: Path, mirror: str | None = None, *, verif
     """Fetch `sets` to `folder`/v2 and `folder`/v3, check them and write a record next to each.
 
     Complete sets are kept. A set that fails is reported on stderr and does not stop the others. If the server cannot
-    be reached from the start, the remaining sets are not tried.
-
-    Args:
-        sets: The sets to fetch.
-        folder: The parent of the version folders.
-        mirror: A URL that replaces BASE_URL, or a folder (see `find_in_folder`).
-        verify: Also compare the SHA-256 of complete sets with their records.
-
-    Raises:
-        RunError: `folder` cannot be written.
+    be reached from the start, the remaining sets are not tried. `mirror` is a URL that replaces BASE_URL, or a folder.
+    With `verify`, the SHA-256 of complete sets is compared with their records. Raises RunError if `folder` cannot be
+    written.
     """
     result, was_reached = FetchResult(), False
     try:
@@ -115,38 +108,42 @@ def _find_complete(olmo_set: OlmoSet, folder: Path, verify: bool) -> FileRecord 
 
 def _fetch_set(olmo_set: OlmoSet, folder: Path, mirror: str | None, was_reached: bool) -> FileRecord:
     path = olmo_set.file(folder)
-    part = path.with_name(f".{path.name}.part")
-    expected = None
-    if mirror and "://" not in mirror:
-        with _name_read_errors(Path(mirror)):
-            file = find_in_folder(Path(mirror), olmo_set)
-            expected = read_record(file)
-            is_in_place = path.exists() and path.samefile(file)
-        if expected and expected.tokenizer != TOKENIZER:
-            raise RunError(f"{file}: contains token ids of another tokenizer ({expected.tokenizer[:12]})")
-        source = expected.source if expected else str(file.absolute())
-        if is_in_place:
-            part = path
-        else:
-            _copy(file, part)
-    else:
-        source = f"{(mirror or BASE_URL).rstrip('/')}/{olmo_set.path}"
-        with tqdm(desc=str(olmo_set), unit="B", unit_scale=True, unit_divisor=1024, leave=False) as bar:
-            download(source, part, bar, was_reached=was_reached)
+    part, expected = path.with_name(f".{path.name}.part"), None
     try:
-        with _name_read_errors(part):
-            record = check_ids(part, source)
+        if mirror and "://" not in mirror:
+            source, expected = _copy_from_folder(Path(mirror), olmo_set, part)
+        else:
+            source = f"{(mirror or BASE_URL).rstrip('/')}/{olmo_set.path}"
+            with tqdm(desc=str(olmo_set), unit="B", unit_scale=True, unit_divisor=1024, leave=False) as bar:
+                download(source, part, bar, was_reached=was_reached)
+        record = check_ids(part, source)
         if expected and record.sha256 != expected.sha256:
-            raise RunError(f"{file}: damaged, its SHA-256 differs from its record; copy it again")
-    except RunError:
-        if part != path:
-            discard(part)
-        raise
-    publish(part, path, record)
-    if part != path:
-        discard(part)
+            raise RunError(f"{source}: damaged, its SHA-256 differs from its record; copy it again")
+        record = replace(record, source=expected.source) if expected else record
+        publish(part, path, record)
+    finally:
+        part.unlink(missing_ok=True)
     _report_oddities(olmo_set, path)
     return record
+
+
+def _copy_from_folder(folder: Path, olmo_set: OlmoSet, part: Path) -> tuple[str, FileRecord | None]:
+    """Copy the file of a set from a folder that is laid out like the server or like `fetch` writes it.
+
+    Returns its path and its record, if it has one.
+    """
+    candidates = (folder / olmo_set.path, olmo_set.file(folder))
+    file = next((path for path in candidates if path.is_file()), None)
+    if file is None:
+        raise RunError(f"{folder}: contains neither {olmo_set.path} nor {olmo_set.version}/{olmo_set.name}.npy")
+    record = read_record(file)
+    if record and record.tokenizer != TOKENIZER:
+        raise RunError(f"{file}: contains token ids of another tokenizer ({record.tokenizer[:12]})")
+    try:
+        shutil.copyfile(file, part)
+    except OSError as error:
+        raise RunError(f"{file}: cannot be copied ({error.strerror})") from error
+    return str(file.absolute()), record
 
 
 def _report_oddities(olmo_set: OlmoSet, path: Path) -> None:
@@ -160,47 +157,6 @@ def _report_oddities(olmo_set: OlmoSet, path: Path) -> None:
             f"note: {olmo_set} has {count:,} instances of {INSTANCE_LENGTH} tokens, but OLMo's file has "
             f"{olmo_set.instances:,}; {advice}"
         )
-
-
-def find_in_folder(folder: Path, olmo_set: OlmoSet) -> Path:
-    """Return the file of a set in a folder that is laid out like the server or like `fetch` writes it.
-
-    `folder` may also be the folder of the set's version alone. Raises RunError if there is no such file.
-    """
-    candidates = [folder / olmo_set.path, olmo_set.file(folder)]
-    if folder.name.startswith(olmo_set.version):
-        candidates += [folder / olmo_set.path.partition("/")[2], folder / f"{olmo_set.name}.npy"]
-    for path in candidates:
-        if path.is_file():
-            return path
-    raise RunError(f"{folder}: contains neither {olmo_set.path} nor {olmo_set.version}/{olmo_set.name}.npy")
-
-
-def _copy(file: Path, part: Path) -> None:
-    discard(part)
-    try:
-        with open(part, "wb") as writer:
-            for data in _read_chunks(file):
-                writer.write(data)
-            sync_file(writer)
-    except RunError:
-        discard(part)
-        raise
-
-
-def _read_chunks(file: Path) -> Iterator[bytes]:
-    with _name_read_errors(file), open(file, "rb") as reader:
-        while data := reader.read(COPY_BYTES):
-            yield data
-
-
-@contextmanager
-def _name_read_errors(path: Path) -> Iterator[None]:
-    """Turn an OSError into a RunError, so that `fetch` does not take it for a failure to write."""
-    try:
-        yield
-    except OSError as error:
-        raise RunError(f"{error.filename or path}: cannot be read ({error.strerror or error})") from error
 
 
 def check_ids(path: Path, source: str) -> FileRecord:
@@ -240,13 +196,10 @@ def check_ids(path: Path, source: str) -> FileRecord:
 def _decode_page(begin: bytes) -> str:
     """Return the first words of a text page (HTML, XML, an error message); "" for token ids."""
     try:
-        text = begin.decode()
-    except UnicodeDecodeError as error:
-        if error.start < len(begin) - 3:  # not a character cut off at the end
-            return ""
-        text = begin[: error.start].decode()
-    words = text.split()
-    return " ".join(words)[:60] if len(begin) >= 16 and "".join(words).isprintable() else ""
+        words = codecs.getincrementaldecoder("utf-8")().decode(begin).split()  # accepts a character cut off at the end
+    except UnicodeDecodeError:
+        return ""
+    return " ".join(words)[:60] if "".join(words).isprintable() else ""
 
 
 def _report(line: str) -> None:

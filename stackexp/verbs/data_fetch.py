@@ -1,8 +1,8 @@
 """Download OLMo's perplexity sets V2 and V3, and check them.
 
 The sets go to FOLDER/v2 and FOLDER/v3, one file of raw token ids (uint16, GPT-NeoX-20B) each, with a record next to it.
-`data.validation=v2` (v3, olmo) finds them in the default folder. Complete files are kept and partial files resumed:
-rerun the same command after any failure.
+`data.validation=v2` (v3, olmo) finds them in the default folder. Complete files are kept: rerun the same command
+after any failure.
 
 --mirror takes a URL that contains v2_small_gptneox20b/, or a folder. The folder is laid out like the server (as
 `wget -x -nH --cut-dirs=2` leaves it) or like FOLDER.
@@ -81,22 +81,18 @@ def _check_mirror(parser: Parser, mirror: str) -> None:
     if not separator:
         if not Path(mirror).is_dir():
             parser.error(f"--mirror {mirror}: no such folder; a URL begins with http:// or https://")
-    elif "@" in rest.partition("/")[0]:  # the message must not repeat the password
+        return
+    if "@" in rest.partition("/")[0]:  # the message must not repeat the password
         parser.error("--mirror: the URL contains a user name or password; remove it")
-    elif scheme not in ("http", "https"):
+    if scheme not in ("http", "https"):
         parser.error(f"--mirror {mirror}: expected http://..., https://... or a folder")
-    elif not _is_valid_url(mirror):
-        parser.error(f"--mirror {mirror}: not a valid URL; encode special characters as %XX")
-
-
-def _is_valid_url(url: str) -> bool:
-    """Return True if the URL has a host, a numeric port if any, and only printable ASCII characters."""
     try:
-        parts = urlsplit(url)
-        host, _ = (parts.hostname or "").encode("idna"), parts.port
+        parts = urlsplit(mirror)
+        is_valid = bool((parts.hostname or "").encode("idna")) and parts.port != 0 and re.fullmatch("[!-~]+", mirror)
     except ValueError:
-        return False
-    return bool(host) and re.fullmatch("[!-~]+", url) is not None
+        is_valid = False
+    if not is_valid:
+        parser.error(f"--mirror {mirror}: not a valid URL; encode special characters as %XX")
 
 
 def _format_records(records: dict[olmo.OlmoSet, Any]) -> str:
