@@ -63,8 +63,7 @@ def write_json_lines(texts: list[str], folder: Path) -> None:
 
 def measure(texts: list[str], folder: Path, args: argparse.Namespace) -> tuple[list[dict[str, float]], int]:
     """Return wall and CPU seconds of each round, and the number of tokens."""
-    from stackexp.data.prepare import prepare
-    from stackexp.data.prepare_plan import Plan
+    from stackexp.data.prepare import Plan, prepare
     from stackexp.data.tokenizer import load_tokenizer, train_tokenizer
 
     path = folder / "tokenizer.json"

@@ -146,7 +146,7 @@ def hold_lock(path: Path, purpose: str, *, shared: bool = False) -> Iterator[Non
     """
     file = try_lock(path, shared=shared)
     if file is None:
-        _report_wait(purpose)
+        print(f"waiting for another process to finish {purpose}", file=sys.stderr, flush=True)
         file = _lock(path, shared, 0)
     assert file is not None
     with file:
@@ -164,21 +164,6 @@ def is_locked(path: Path, *, count_shared: bool = False) -> bool:
     return file is None
 
 
-@contextmanager
-def hold_byte_lock(path: Path, position: int, purpose: str) -> Iterator[None]:
-    """Hold an exclusive lock on one byte of `path` in the context, after waiting for other processes.
-
-    A process must not hold two bytes of one file: closing the file once releases both.
-    """
-    with open(path, "ab") as file:
-        try:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, position)
-        except (BlockingIOError, PermissionError):  # POSIX permits either error
-            _report_wait(purpose)
-            fcntl.lockf(file, fcntl.LOCK_EX, 1, position)
-        yield
-
-
 def _lock(path: Path, shared: bool, flags: int, mode: str = "a+") -> IO[str] | None:
     # On NFS a shared lock needs read access and an exclusive lock needs write access.
     file = open(path, mode, encoding="utf-8")  # noqa: SIM115
@@ -192,10 +177,6 @@ def _lock(path: Path, shared: bool, flags: int, mode: str = "a+") -> IO[str] | N
         file.close()
         raise
     return file
-
-
-def _report_wait(purpose: str) -> None:
-    print(f"waiting for another process to finish {purpose}", file=sys.stderr, flush=True)
 
 
 def _release_in_child() -> None:

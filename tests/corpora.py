@@ -7,8 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from stackexp.data.prepare import prepare
-from stackexp.data.prepare_plan import Plan
+from stackexp.data.prepare import Plan, prepare
 from stackexp.data.shards import Corpus
 
 STDLIB = Path(os.__file__).parent

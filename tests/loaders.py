@@ -11,8 +11,8 @@ from torch import distributed, multiprocessing
 
 from stackexp.config.data import ShardsConfig
 from stackexp.data import shards
-from stackexp.data.packing import write_documents
 from stackexp.data.tokenizer import train_tokenizer
+from stackexp.data.units import write_documents
 from stackexp.datamodules.pretraining import PretrainingData
 
 T, V, BATCH = 16, 300, 8  # tokens per sequence, vocabulary, sequences per optimizer step

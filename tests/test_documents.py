@@ -11,8 +11,8 @@ from stackexp.config import compose
 from stackexp.config.memory import StackMemoryConfig
 from stackexp.config.model import TransformerConfig
 from stackexp.data.documents import build_document_mask, compute_document_ids, compute_document_positions
-from stackexp.data.packing import write_documents
 from stackexp.data.tokenizer import get_end_of_text_id, load_tokenizer
+from stackexp.data.units import write_documents
 from stackexp.datamodules.pretraining import PretrainingData
 from stackexp.models.generation import generate
 from stackexp.models.transformer import Cache, Transformer

@@ -28,9 +28,9 @@ from evaluation_files import (
 from stackexp.data import converted_sets
 from stackexp.data.evaluation_sets import EvaluationSet, find_sets, open_set
 from stackexp.data.olmo import NAMES
-from stackexp.data.packing import write_documents
 from stackexp.data.token_files import write_token_file
 from stackexp.data.tokenizer import KnownTokenizer, count_token_bytes, train_tokenizer
+from stackexp.data.units import write_documents
 from stackexp.datamodules.perplexity import build_perplexity_loader
 from stackexp.modules.metrics import ChunkLosses
 from stackexp.modules.scores import compute_set_scores

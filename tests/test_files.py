@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-from functools import partial
 
 import pytest
 
@@ -96,10 +95,9 @@ def test_exit_of_a_forked_child_keeps_the_lock(tmp_path):
     assert is_free(path)
 
 
-@pytest.mark.parametrize("hold", [files.hold_lock, partial(files.hold_byte_lock, position=3)])
-def test_lock_is_released_after_an_error(hold, tmp_path):
+def test_lock_is_released_after_an_error(tmp_path):
     path = tmp_path / "lock"
-    with pytest.raises(ZeroDivisionError), hold(path, purpose="the test"):
+    with pytest.raises(ZeroDivisionError), files.hold_lock(path, "the test"):
         raise ZeroDivisionError
     assert is_free(path)
 

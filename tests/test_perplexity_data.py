@@ -13,10 +13,10 @@ from loaders import TEXTS, TOKENIZER, T, V
 
 from stackexp.config.data import ShardsConfig
 from stackexp.data.evaluation_sets import Concatenated
-from stackexp.data.packing import write_documents
 from stackexp.data.shards import TokenSet
 from stackexp.data.token_files import Chunks
 from stackexp.data.tokenizer import train_tokenizer
+from stackexp.data.units import write_documents
 from stackexp.datamodules.base import PADDING, RankBatches
 from stackexp.datamodules.perplexity import build_perplexity_loader
 from stackexp.datamodules.pretraining import PretrainingData

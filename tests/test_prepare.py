@@ -9,8 +9,7 @@ import pytest
 import zstandard
 from corpora import TEXTS, files_of, json_lines, prepare_set
 
-from stackexp.data.prepare import sample_texts
-from stackexp.data.prepare_plan import Plan, start_set
+from stackexp.data.prepare import Plan, sample_texts, start_set
 from stackexp.data.readers import PIECE_CHARACTERS
 from stackexp.data.shards import TokenSet
 from stackexp.data.sources import find_sources

@@ -75,13 +75,10 @@ def flip_middle_byte(data: bytes) -> bytes:
     [
         (None, b"", "no such file or folder"),
         ("a.png", b"x", r"nothing to read \(found \.png\)"),
-        ("a.txt", b"", "do not fill one sequence"),
         ("a.jsonl", b"{}\n" * 5, r"0 documents \(5 bad lines\) do not fill one sequence"),
         ("a.jsonl.gz", gzip.compress(json_lines(TEXTS))[:-9], r"a\.jsonl\.gz: corrupt or cut short"),
-        ("a.jsonl.gz", b"plain text", r"a\.jsonl\.gz: corrupt or cut short"),
         ("a.jsonl.gz", flip_middle_byte(gzip.compress(json_lines(TEXTS))), r"a\.jsonl\.gz: corrupt or cut short"),
         ("a.jsonl.zst", zstandard.compress(json_lines(TEXTS))[:-9], r"a\.jsonl\.zst: corrupt or cut short"),
-        ("a.jsonl.gz", b"", r"a\.jsonl\.gz: corrupt or cut short \(it is empty\)"),
         ("a.jsonl.zst", b"", r"a\.jsonl\.zst: corrupt or cut short \(it is empty\)"),
         ("a.jsonl.zst", b"plain text", r"a\.jsonl\.zst: corrupt or cut short"),
     ],

@@ -19,8 +19,8 @@ from torch import multiprocessing
 
 from stackexp.config.data import ShardsConfig, StdlibConfig
 from stackexp.data import stdlib
-from stackexp.data.packing import write_documents
 from stackexp.data.shards import TokenSet
+from stackexp.data.units import write_documents
 from stackexp.datamodules.pretraining import PretrainingData, StdlibData
 from stackexp.datamodules.shared_memory import remove_lock_files
 from stackexp.datamodules.token_stream import TokenSource, TokenStream

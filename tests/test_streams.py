@@ -14,9 +14,9 @@ from slurm import wait_for
 
 from stackexp.config.data import StreamConfig
 from stackexp.data import hash_log
-from stackexp.data.packing import write_documents
 from stackexp.data.shards import TokenSet
 from stackexp.data.tokenizer import train_tokenizer
+from stackexp.data.units import write_documents
 from stackexp.datamodules.cache_folder import METADATA_FILES
 from stackexp.datamodules.download import RemoteFolder, SourceError
 from stackexp.datamodules.training_set import apportion, parse_size

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from corpora import TEXTS, files_of, prepare_set
 
-from stackexp.data import token_sources
 from stackexp.data.shards import TokenSet
 from stackexp.data.token_files import write_token_file
 from stackexp.data.tokenizer import compute_fingerprint, load_tokenizer, train_tokenizer
@@ -140,19 +139,6 @@ def test_end_of_text_counts_no_bytes_even_if_not_special(tokenizer, ids, tmp_pat
     ids.astype("<u2").tofile(tmp_path / "a.npy")
     corpus = prepare_set(tmp_path / "a.npy", tmp_path / "to", tokenizer=tmp_path / "tokenizer.json")
     assert corpus.bytes == sum(len(text.encode()) for text in DOCUMENTS)
-
-
-def test_files_are_read_once_and_token_bytes_are_counted_once(tokenizer, ids, record, tmp_path, monkeypatch):
-    (tmp_path / "source").mkdir()
-    calls, count_token_bytes = [], token_sources.count_token_bytes
-    for name in "ab":
-        write_token_file(tmp_path / "source" / f"{name}.npy", [ids], **record)
-    monkeypatch.setattr(token_sources, "sha256_of", lambda path: pytest.fail("a file was read to be hashed"))
-    monkeypatch.setattr(
-        token_sources, "count_token_bytes", lambda tokenizer: calls.append(1) or count_token_bytes(tokenizer)
-    )
-    prepare_set(tmp_path / "source", tmp_path / "set", tokenizer=tokenizer)
-    assert calls == [1]
 
 
 def test_file_without_end_of_text_is_one_document_with_a_warning(tokenizer, tmp_path, capsys):

@@ -4,26 +4,146 @@ The source files, in the order of their names, are grouped into units. A unit is
 renamed when complete, so a restart after a kill writes only the missing units. The result depends on the plan alone:
 not on the number of processes, parts or restarts.
 
-A part writes every n-th unit. Parts share the lock of the folder and lock each unit that they write. The merge holds
-the folder's lock alone, and verifies the units that others have written.
+A part writes every n-th unit. Parts share the lock of the folder. The merge holds it alone, and verifies the units that
+others have written.
 """
 
+import errno
 import os
+import shutil
 import sys
 from collections.abc import Iterator
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
-from stackexp.data.packing import merge_units
-from stackexp.data.prepare_plan import Plan, compare_plan, explain_errors, list_names, start_set
 from stackexp.data.readers import Piece, read_pieces
-from stackexp.data.shards import Corpus, TokenSet
-from stackexp.data.sources import Source
+from stackexp.data.shards import FORMAT_VERSION, Corpus, TokenSet
+from stackexp.data.sources import Source, find_sources
+from stackexp.data.token_sources import check_token_sources
 from stackexp.data.tokenizer import compute_fingerprint, load_tokenizer, train_tokenizer
 from stackexp.data.unit_workers import UnitJob, write_units
+from stackexp.data.units import merge_units, renumber_units
 from stackexp.errors import RunError
-from stackexp.files import hold_lock, write_atomically
+from stackexp.files import hold_lock, read_json, write_atomically, write_json
 
+UNIT_BYTES = 1 << 24  # source bytes per unit; a larger file is a unit by itself
 TRAINING_BYTES = 1 << 26  # of text to train a tokenizer on, spread evenly over the source files
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The inputs that determine a prepared set.
+
+    Give either `tokenizer`, the path of a tokenizer.json, or the `vocab_size` of a tokenizer to train on the sources.
+    """
+
+    source: Path  # file or folder
+    tokenizer: Path | None = None
+    vocab_size: int | None = None
+    context_length: int = 2048
+    unit_bytes: int = UNIT_BYTES
+
+    def __post_init__(self) -> None:
+        assert (self.tokenizer is None) != (self.vocab_size is None)
+
+    @cached_property
+    def sources(self) -> list[Source]:
+        """The files to read. Raises RunError if there are none, or token files do not fit the tokenizer."""
+        sources = find_sources(self.source)
+        check_token_sources(sources, self.source, self.tokenizer)
+        return sources
+
+    @cached_property
+    def units(self) -> list[list[Source]]:
+        """Neighboring sources in groups of at most `unit_bytes`, or a single larger source."""
+        units: list[list[Source]] = []
+        size = 0
+        for source in self.sources:
+            if not units or size + source.size > self.unit_bytes:
+                units.append([])
+                size = 0
+            units[-1].append(source)
+            size += source.size
+        return units
+
+    def record(self) -> dict:
+        """Return the contents of plan.json."""
+        trained = f"trained here, {self.vocab_size} tokens"
+        return {
+            "format version": FORMAT_VERSION,
+            "tokenizer": compute_fingerprint(load_tokenizer(self.tokenizer)) if self.tokenizer else trained,
+            "context length": self.context_length,
+            "unit bytes": self.unit_bytes,
+            "sources": [source.record for source in self.sources],
+        }
+
+
+def start_set(plan: Plan, folder: Path) -> None:
+    """Write the plan into a new folder, or check it against the plan of an existing one.
+
+    The sources of an unfinished set may change: units of other sources are deleted. Raises RunError if the folder has
+    other contents, or a set with another plan.
+    """
+    record = plan.record()
+    with _explain_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        names = {path.name for path in folder.iterdir() if not path.name.startswith(".")}
+        if names and "plan.json" not in names:
+            raise RunError(f"{folder}: not empty, and not written by data prepare; choose another --to")
+        with hold_lock(folder / ".plan.lock", f"the start of {folder}"):
+            changed = _compare_plan(record, folder)
+        if changed:
+            with hold_lock(folder / ".lock", f"the preparation of {folder}"):
+                renumber_units(folder, plan.units)
+                write_json(folder / "plan.json", record, indent=1)
+            print(
+                f"{folder}: sources have changed ({_list_names(changed)}); their units are prepared again",
+                file=sys.stderr,
+            )
+
+
+def _compare_plan(record: dict, folder: Path) -> list[str]:
+    """Return the names of the sources that differ from the folder's plan.json, which is written if it is missing.
+
+    Raises RunError if anything else differs, or if the set is finished and its sources differ.
+    """
+    path = folder / "plan.json"
+    if not path.exists():
+        write_json(path, record, indent=1)
+    earlier = read_json(path)
+    differences = set(map(tuple, earlier.get("sources", []))) ^ set(map(tuple, record["sources"]))
+    changed = sorted({name for name, *_ in differences})
+    remedy = "delete the folder or choose another --to"
+    for key, value in record.items():
+        if key != "sources" and earlier.get(key) != value:
+            raise RunError(f"{folder}: prepared with another {key} ({earlier.get(key)}, not {value}); {remedy}")
+    if changed and (folder / "corpus.json").exists():
+        names = _list_names(changed)
+        raise RunError(f"{folder}: prepared from other sources (added, removed or changed: {names}); {remedy}")
+    return changed
+
+
+def _list_names(names: list[str]) -> str:
+    """Return the first name and the number of the others."""
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
+
+
+@contextmanager
+def _explain_errors(folder: Path) -> Iterator[None]:
+    """Turn a refused write or a killed worker process into a RunError with a remedy."""
+    resume = "then run the same command again: finished units are kept"
+    try:
+        yield
+    except OSError as e:
+        remedy = "free some space" if e.errno in DISK_FULL else "fix that"
+        raise RunError(f"{folder}: cannot be written ({e.strerror or e}); {remedy}, {resume}") from e
+    except BrokenProcessPool as e:
+        cause = "a worker process was killed, maybe because memory ran out"
+        raise RunError(f"{folder}: {cause}; lower --workers, {resume}") from e
 
 
 def prepare(
@@ -44,27 +164,24 @@ def prepare(
     """
     start_set(plan, folder)
     is_part = part is not None
-    with explain_errors(folder), hold_lock(folder / ".lock", f"the preparation of {folder}", shared=is_part):
-        if changed := compare_plan(plan.record(), folder):  # while this process waited for the lock
-            raise RunError(f"{folder}: sources have changed again ({list_names(changed)}); run the same command again")
+    with _explain_errors(folder), hold_lock(folder / ".lock", f"the preparation of {folder}", shared=is_part):
+        if changed := _compare_plan(plan.record(), folder):  # while this process waited for the lock
+            raise RunError(f"{folder}: sources have changed again ({_list_names(changed)}); run the same command again")
         if is_part and (folder / "corpus.json").exists():
             return None
-        if not is_part and (finished := _load_finished(folder)):
-            return finished
+        if not is_part:
+            if finished := _load_finished(folder):
+                return finished
+            for remains in folder.glob(".unit.*"):  # of processes that were killed
+                shutil.rmtree(remains)
         tokenizer = _write_tokenizer(plan, folder)
         job = UnitJob(folder, tokenizer, plan.context_length, plan.units, strict=strict, verify=not is_part)
         first, step = (part[0] - 1, part[1]) if part else (0, 1)
-        write_units(job, range(first, len(plan.units), step), workers or _count_cpus(), show_progress)
+        write_units(job, range(first, len(plan.units), step), workers or len(os.sched_getaffinity(0)), show_progress)
         if is_part:
             return None
         names = [source.name for source in plan.sources]
         return merge_units(folder, len(plan.units), load_tokenizer(tokenizer), plan.context_length, names)
-
-
-def _count_cpus() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def _load_finished(folder: Path) -> Corpus | None:

@@ -17,9 +17,9 @@ from pathlib import Path
 from tqdm import tqdm
 
 from stackexp.config.data import StdlibConfig
-from stackexp.data.packing import write_documents
 from stackexp.data.shards import FORMAT_VERSION
 from stackexp.data.tokenizer import train_tokenizer
+from stackexp.data.units import write_documents
 from stackexp.errors import RunError
 from stackexp.files import get_cache_root, hold_lock
 

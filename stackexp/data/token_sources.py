@@ -14,25 +14,21 @@ from stackexp.data.sources import TOKEN_SUFFIXES, Source
 from stackexp.data.token_files import REMEDY, TokenFile
 from stackexp.data.tokenizer import KnownTokenizer, count_token_bytes, get_end_of_text_id, get_vocab_size
 from stackexp.errors import RunError
-from stackexp.files import sha256_of
 
 BLOCK = 1 << 20  # ids read at a time
 
 
-def have_tokens(sources: list[Source], path: Path) -> bool:
-    """Return True if the sources are token files. Raises RunError if some are token files and some are text."""
+def check_token_sources(sources: list[Source], path: Path, tokenizer: Path | None) -> None:
+    """Raise RunError if only some sources are token files, if one is incomplete, or if one needs another tokenizer."""
     tokens = [source for source in sources if source.has_tokens]
     texts = [source for source in sources if not source.has_tokens]
-    if tokens and texts:
+    if not tokens:
+        return
+    if texts:
         raise RunError(
             f"{path}: contains both token ids ({tokens[0].name}) and text ({texts[0].name}); prepare them separately "
             "and train on both with data.streams"
         )
-    return bool(tokens)
-
-
-def check_token_sources(sources: list[Source], tokenizer: Path | None) -> None:
-    """Raise RunError if a token file is incomplete, or its record names another tokenizer than the given one."""
     if tokenizer is None:
         suffixes = " and ".join(TOKEN_SUFFIXES)
         raise RunError(
@@ -60,42 +56,29 @@ def read_tokens(source: Source, tokenizer: Tokenizer, advance: Callable[[int], o
     vocabulary, or if the file differs from its record.
     """
     file, path = TokenFile(source.path), Path(source.path)
-    end, text_bytes = get_end_of_text_id(tokenizer), _count_text_bytes(tokenizer)
+    end, vocab_size, text_bytes = get_end_of_text_id(tokenizer), get_vocab_size(tokenizer), _count_text_bytes(tokenizer)
     digest, position, documents, last = hashlib.sha256(), 0, 0, end
     with open(path, "rb") as raw:  # not the memory map: its pages would count as this process's memory
         digest.update(raw.read(file.tokens.offset))
         while len(ids := np.fromfile(raw, file.tokens.dtype, BLOCK)):
             digest.update(ids.data)
-            _check_ids(file, ids, position, get_vocab_size(tokenizer))
+            if len(outside := np.flatnonzero((ids >= vocab_size) | (ids < 0))):
+                first = outside[0]
+                raise RunError(
+                    f"{path}: token id {ids[first]} at position {position + first}, outside the vocabulary of "
+                    f"{vocab_size}; give the tokenizer that made the file"
+                )
             ends = int((ids == end).sum())
             yield TokenBlock(ids, ends, int(text_bytes[ids].sum()))
             documents, position, last = documents + ends, position + len(ids), ids[-1]
             advance(ids.nbytes)
     if file.record and file.record.sha256 != digest.hexdigest():
-        raise _changed_file(path)
+        raise RunError(f"{path}: differs from its record (another SHA-256); {REMEDY}")
     if last != end:
         yield TokenBlock(np.array([end], file.tokens.dtype), 1, 0)
     if not documents:
         message = f"{path}: contains no end-of-text (id {end}), so it is read as one document"
         print(message, file=sys.stderr, flush=True)
-
-
-def _check_ids(file: TokenFile, ids: np.ndarray, position: int, vocab_size: int) -> None:
-    """Raise RunError if one of `ids` [N], which start at `position`, is outside the vocabulary."""
-    outside = np.flatnonzero((ids >= vocab_size) | (ids < 0))
-    if not len(outside):
-        return
-    if file.record and file.record.sha256 != sha256_of(file.path):
-        raise _changed_file(file.path)
-    first = outside[0]
-    raise RunError(
-        f"{file.path}: token id {ids[first]} at position {position + first}, outside the vocabulary of {vocab_size}; "
-        "give the tokenizer that made the file"
-    )
-
-
-def _changed_file(path: Path) -> RunError:
-    return RunError(f"{path}: differs from its record (another SHA-256); {REMEDY}")
 
 
 @functools.lru_cache(maxsize=1)

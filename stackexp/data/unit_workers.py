@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import secrets
 import shutil
 import signal
 import sys
@@ -21,7 +22,6 @@ from stackexp.data.token_sources import read_tokens
 from stackexp.data.tokenizer import load_tokenizer
 from stackexp.data.units import BAD_LINES, find_damaged_file, read_unit, unit_name, write_unit
 from stackexp.errors import RunError
-from stackexp.files import hold_byte_lock
 
 
 @dataclass(frozen=True)
@@ -77,30 +77,32 @@ class UnitWriter:
     def finish(self, number: int) -> None:
         """Write a unit unless it exists. Raises RunError for a bad line if the job is strict."""
         job, folder = self.job, self.job.folder / unit_name(number)
-        with hold_byte_lock(job.folder / ".units.lock", number, f"{folder.name} of {job.folder}"):
-            temporary = folder.with_name(f".{folder.name}.part")
-            if temporary.exists():  # of a process that was killed
-                shutil.rmtree(temporary)
-            if folder.exists() and job.verify and (name := find_damaged_file(folder)):
-                message = f"{folder / name}: missing or damaged; {folder.name} is prepared again"
-                print(message, file=sys.stderr, flush=True)
-                folder.rename(temporary)  # a kill while files are deleted must not leave half a unit
-                shutil.rmtree(temporary)
-            if not folder.exists():
-                self._write(number, temporary, folder)
-                return
+        if folder.exists() and job.verify and (name := find_damaged_file(folder)):
+            message = f"{folder / name}: missing or damaged; {folder.name} is prepared again"
+            print(message, file=sys.stderr, flush=True)
+            damaged = folder.rename(folder.with_name(f".{folder.name}.damaged"))
+            shutil.rmtree(damaged)  # a kill while files are deleted must not leave half a unit
+        if not folder.exists():
+            self._write(number, folder)
+            return
         if job.strict and read_unit(folder).bad_lines:
             with open(folder / BAD_LINES, encoding="utf-8") as log:
                 raise _strict_error(log.readline().rstrip())
         self.advance(sum(source.size for source in job.units[number]))
 
-    def _write(self, number: int, temporary: Path, folder: Path) -> None:
+    def _write(self, number: int, folder: Path) -> None:
+        """Write a unit. If another process of the same part finishes it first, that one is kept."""
         sources = self.job.units[number]
+        temporary = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}")
         temporary.mkdir()
         try:
             items = (item for source in sources for item in self._read(source))
             write_unit(temporary, items, self.tokenizer, self.job.context_length, sources)
-            temporary.rename(folder)
+            try:
+                temporary.rename(folder)
+            except OSError:
+                if not folder.exists():
+                    raise
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
 

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-from stackexp.data.prepare_plan import Plan, start_set
+from stackexp.data.prepare import Plan, start_set
 from stackexp.errors import ConfigError, RunError
 from stackexp.sweeps import slurm
 from stackexp.sweeps.schema import Resources

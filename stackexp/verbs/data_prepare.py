@@ -22,7 +22,7 @@ from stackexp.errors import ConfigError
 from stackexp.verbs.parser import Parser
 
 if TYPE_CHECKING:
-    from stackexp.data.prepare_plan import Plan
+    from stackexp.data.prepare import Plan
     from stackexp.data.shards import Corpus
 
 USAGE = "SOURCE --to FOLDER (--tokenizer FILE | --vocab-size N) [OPTIONS] | --config NAME_OR_PATH [KEY=VALUE ...]"
@@ -69,7 +69,7 @@ def run(args: Namespace) -> int:
     source = _check_arguments(args)
     if args.workers:  # limits the threads of tokenizers while it trains, or with a single process
         os.environ.setdefault("RAYON_NUM_THREADS", str(args.workers))
-    from stackexp.data.prepare_plan import Plan
+    from stackexp.data.prepare import Plan
 
     source = source.absolute() if args.launcher == "slurm" else source
     plan = Plan(source, args.tokenizer, args.vocab_size, args.context_length, args.unit_bytes)
