@@ -71,13 +71,25 @@ def test_first_update_matches_equations(read, read_mask, residual_gate):
 def test_probes_are_detached_means():
     memory, h = make_memory(), hidden_states()
     new_h, _, trace = memory(h, memory.empty_state(h), probe=True)
-    assert set(trace) == {"entropy", "push", "pop", "no_op", "occupancy", "read_share"}
+    names = {"push", "pop", "no_op", "occupancy", "read_share", "action_spread", "constant_heads"}
+    assert set(trace) == {"entropy", *names}
     assert all(value.shape == () for value in trace.values())
     assert [name for name, value in trace.items() if value.requires_grad] == ["entropy"]
     assert (trace["push"] + trace["pop"] + trace["no_op"]).item() == pytest.approx(1)
     share = (new_h - h).norm(dim=-1) / h.norm(dim=-1)  # the gate is 1
     assert trace["read_share"].item() == pytest.approx(share.mean().item())
     assert set(memory(h, memory.empty_state(h))[2]) == {"entropy"}
+
+
+def test_constant_heads_are_measured_although_the_mean_hides_them():
+    memory, h = make_memory(), hidden_states(tokens=40)
+    memory.actions.data[0] = 0  # the first head always mixes a third of each action
+    memory.actions.data[1] *= 100
+    _, _, trace = memory(h, memory.empty_state(h), probe=True)
+    actions = torch.einsum("btd,ad->bta", memory.project_down(h)[:, :, 1], memory.actions[1]).softmax(-1)
+    spread = actions.flatten(0, 1).std(0, correction=0).norm()
+    assert trace["constant_heads"].item() == 0.5
+    assert trace["action_spread"].item() == pytest.approx(spread.item() / 2, rel=1e-5)
 
 
 def test_shared_slices_give_each_head_one_slice_of_h():

@@ -21,6 +21,7 @@ from stackexp.models.initialization import init_weight_
 from stackexp.models.memories.base import Memory, Stats
 
 NUM_ACTIONS, PUSH = 3, 0  # push, pop, no-op
+CONSTANT = 0.01  # a head whose actions have a smaller standard deviation over the tokens is constant
 NEVER = -1e4  # a logit whose probability is 0 in every precision
 
 
@@ -176,8 +177,19 @@ def _get_matmul_dtype(h: Tensor) -> torch.dtype:
 
 @torch.no_grad()
 def _compute_probes(output: stack.StackOutput, read: Tensor, h: Tensor) -> Stats:
-    """Return means over tokens and heads; occupancy is the sum of M, read_share is |W_up R| / |h|."""
+    """Return means over tokens and heads.
+
+    occupancy is the sum of M, read_share |W_up R| / |h|. action_spread is the standard deviation of the actions over
+    the tokens; heads with less than CONSTANT give every token the same action, which a mean of the actions hides.
+    """
     push, pop, no_op = output.action.flatten(0, -2).mean(0)
-    read_share = (read.float().norm(dim=-1) / h.float().norm(dim=-1)).mean()
-    occupancy = output.occupancy.mean()
-    return {"push": push, "pop": pop, "no_op": no_op, "occupancy": occupancy, "read_share": read_share}
+    spread = output.action.float().flatten(0, -3).std(0, correction=0).norm(dim=-1)  # [H]
+    return {
+        "push": push,
+        "pop": pop,
+        "no_op": no_op,
+        "occupancy": output.occupancy.mean(),
+        "read_share": (read.float().norm(dim=-1) / h.float().norm(dim=-1)).mean(),
+        "action_spread": spread.mean(),
+        "constant_heads": (spread < CONSTANT).float().mean(),
+    }
