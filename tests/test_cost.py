@@ -245,12 +245,8 @@ def test_validation_memory_requires_validation_sets(tmp_path):
 def test_plan_rejects_value_dependent_memory(monkeypatch):
     from stackexp.models.memories.stack import StackMemory
 
-    forward = StackMemory.forward
-
-    def depend_on_values(self, h, state, previous=None, probe=False):
-        return forward(self, h * h.max().item(), state, previous, probe)
-
-    monkeypatch.setattr(StackMemory, "forward", depend_on_values)
+    project = StackMemory.project
+    monkeypatch.setattr(StackMemory, "project", lambda self, h: project(self, h * h.max().item()))
     monkeypatch.setattr(memory_use, "_pass_cache", {})
     with pytest.raises(RunError, match=r"model.memory.kind stack: the forward pass depends on tensor values"):
         _ = make_plan(small()).peak
