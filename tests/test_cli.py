@@ -33,6 +33,7 @@ def run_program(folder: Path, *arguments: str) -> subprocess.CompletedProcess:
         ["fit", "--config", "quickstart", "model.memory.num_slot=3"],
         ["validate", "--config", "quickstart", "--ckpt_path", "x", "model.memory.num_slot=3"],
         ["configs", "show", "quickstat"],
+        ["plan", "--config", "quickstart", "--mfu", "2"],
         ["generate", "--run", "nowhere"],
         ["fit", "--config", "quickstart", "--ckpt_path", "nowhere"],
         ["configs", "list"],

@@ -1,8 +1,6 @@
 """The command `python -m stackexp plan`: tables, JSON and errors."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 from test_cost import STACKS, small
@@ -10,9 +8,10 @@ from test_cost import STACKS, small
 from stackexp.cli import main
 from stackexp.config.compose import compose
 from stackexp.config.layers import list_config_names
-from stackexp.planning import memory_use, suggestions
+from stackexp.planning import memory_use
 from stackexp.planning.cost import make_plan
-from stackexp.planning.devices import DEVICES, Device
+from stackexp.planning.devices import DEVICES, HEADROOM, Device
+from stackexp.planning.suggestions import suggest_changes
 
 ON_CPU = "trainer.accelerator=cpu"
 TINY = ["--config", "quickstart", "model.num_layers=2", "data.context_length=64", "data.micro_batch_size=2"]
@@ -63,10 +62,6 @@ def test_out_of_memory_is_one_line_after_the_table(capsys, monkeypatch):
     assert "exceeds the usable 9.63 MiB by " in error
     assert "--device h200" in error
     assert error.count("\n") == 1
-
-
-def test_json_is_valid_when_the_run_does_not_fit(capsys, monkeypatch):
-    monkeypatch.setitem(DEVICES, "a100", Device("A100", 312e12, 0.01))
     assert main(["plan", *TINY, "--device", "a100", "--json"]) == 1
     assert json.loads(capsys.readouterr().out)["fits"] is False
 
@@ -77,9 +72,7 @@ def test_json_is_valid_when_the_run_does_not_fit(capsys, monkeypatch):
         ([], "plan: --config NAME_OR_PATH is required"),
         (["--config", "pretrain/stacktrans-7"], "did you mean 'pretrain/stacktrans-7b'?"),
         ([*TINY, "--mfu", "2"], "--mfu: expected a number above 0, up to 1, found 2.0"),
-        ([*TINY, "--mfu", "nan"], "--mfu: expected a number above 0, up to 1, found nan"),
-        ([*TINY, "--device", "foo"], "--device: expected one of a100, h100-pcie, h100, h200, b200, found 'foo'"),
-        ([*TINY, "--device", "h20"], "did you mean 'h200'?"),
+        ([*TINY, "--device", "h20"], "--device: invalid choice: 'h20' (choose from 'a100', 'h100-pcie', 'h100', "),
         ([*TINY, "trainer.devices=3"], "1024 is not a multiple of trainer.devices"),
         ([*TINY, "--devise", "h200"], "unknown option --devise; did you mean '--device'?"),
     ],
@@ -90,12 +83,6 @@ def test_invalid_arguments_are_one_line_errors(capsys, arguments, message):
     assert output == ""
     assert message in error
     assert error.count("\n") == 1
-
-
-def test_invalid_arguments_are_rejected_before_importing_torch():
-    code = "import sys; from stackexp.cli import main; print(main(sys.argv[1:]), 'torch' in sys.modules)"
-    command = [sys.executable, "-c", code, "plan", *TINY, "--mfu", "2"]
-    assert subprocess.run(command, capture_output=True, text=True).stdout == "2 False\n"
 
 
 @pytest.mark.slow  # 15 plans
@@ -122,13 +109,11 @@ def test_formal_language_plan_uses_actual_string_lengths(capsys):
     assert "1 micro-batches of 64 x up to 18 tokens on each device" in output
 
 
-def test_suggests_a_smaller_formal_language_batch():
-    planned = make_plan(compose(["formal/transformer"], ["data.batch_size=32"]))
-    assert suggestions.get_batch_option(planned) == "batch_size"
-    change, smaller = suggestions.change_option(planned, "data.batch_size", 16)
-    assert change == "data.batch_size=16"
-    assert suggestions.is_valid(smaller)
-    assert not suggestions.is_valid(suggestions.change_option(smaller, "trainer.devices", 3)[1])
+def test_suggests_a_smaller_formal_language_batch(monkeypatch):
+    config = compose(["formal/transformer"], ["data.batch_size=32", "data.eval_batch_size=1"])
+    usable = make_plan(config).training.peak - 1
+    monkeypatch.setitem(DEVICES, "h100", Device("H100", 989e12, usable / (1 - HEADROOM) / 2**30))
+    assert "data.batch_size=16 (" in suggest_changes(make_plan(config))
 
 
 @pytest.mark.parametrize("name", ["stacktrans", "full_dim", "queue"])

@@ -1,1 +1,1 @@
-"""Estimates of memory, time and cost before a run; the catalog of shipped configs."""
+"""Estimates of memory, time and cost before a run."""

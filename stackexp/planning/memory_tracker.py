@@ -79,32 +79,26 @@ class MemoryTracker(TorchDispatchMode):
             self._change("activations", storage.nbytes())
 
 
-def measure_training_peak(
-    model: Transformer, batch: int, length: int, autocast: bool, criterion: NextTokenLoss
+def measure_pass(
+    model: Transformer, shape: tuple[int, int], autocast: bool, criterion: NextTokenLoss, is_training: bool = True
 ) -> Counter[str]:
-    """Return the peak bytes by kind of a forward and backward pass over `batch` sequences of `length` tokens.
+    """Return the peak bytes by kind of a pass over tokens of this shape [B, T], with or without gradients.
 
     The model is on the meta device. Gradients of weights are freed at once, because `MemoryUse` has its own entry for
     them.
     """
     with _use_fake_tensors(model):
         free_gradients(model)
-        with MemoryTracker(model) as tracker:
-            tokens = torch.zeros(batch, length, dtype=torch.int64)
+        with torch.set_grad_enabled(is_training), MemoryTracker(model) as tracker:
+            tokens = torch.zeros(shape, dtype=torch.int64)
             with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-                loss = compute_loss(model.train(), tokens, criterion)
-            loss.backward()
-    return tracker.peak
-
-
-def measure_validation_peak(
-    model: Transformer, batch: int, length: int, autocast: bool, criterion: NextTokenLoss
-) -> Counter[str]:
-    """Return the peak bytes by kind of a forward pass without gradients; see `measure_training_peak`."""
-    with _use_fake_tensors(model), torch.no_grad(), MemoryTracker(model) as tracker:
-        tokens = torch.zeros(batch, length, dtype=torch.int64)
-        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            criterion.compute_token_losses(model, model.eval()(tokens, return_hidden=criterion.needs_hidden), tokens)
+                if is_training:
+                    loss = compute_loss(model.train(), tokens, criterion)
+                else:
+                    output = model.eval()(tokens, return_hidden=criterion.needs_hidden)
+                    criterion.compute_token_losses(model, output, tokens)
+            if is_training:
+                loss.backward()
     return tracker.peak
 
 

@@ -19,7 +19,7 @@ from stackexp.config.trainer import TrainerConfig
 from stackexp.errors import RunError
 from stackexp.models.cross_entropy import NextTokenLoss
 from stackexp.models.transformer import Transformer
-from stackexp.planning.memory_tracker import measure_training_peak, measure_validation_peak
+from stackexp.planning import memory_tracker
 from stackexp.stack import use_implementation
 
 DTYPES = {"32-true": torch.float32, "bf16-mixed": torch.float32, "bf16-true": torch.bfloat16, "64-true": torch.float64}
@@ -165,12 +165,6 @@ def _extrapolate(points: list[list[float]], samples: list[Counter[str]], point: 
     return Counter({k: round(sum(w * s[k] for w, s in zip(weights.tolist(), samples, strict=True))) for k in kinds})
 
 
-def _choose_implementation(config: ExperimentConfig, axis: str | None) -> str:
-    """Return the stack implementation of the planned device; scans on CUDA count as eager."""
-    is_cuda = config.trainer.device_type(has_cuda=True) == "cuda"
-    return "triton" if is_cuda and axis == "depth" else "auto"
-
-
 _pass_cache: dict[str, Counter[str]] = {}
 
 
@@ -185,10 +179,11 @@ def measure_pass(config: ExperimentConfig, is_training: bool, layers: int, batch
         model = build_meta_model(config)
         if autocast and trainer.is_sharded:
             model.layers.to(torch.bfloat16)  # the dtype in which blocks are gathered
-        measure = measure_training_peak if is_training else measure_validation_peak
+        is_cuda = trainer.device_type(has_cuda=True) == "cuda"
+        implementation = "triton" if is_cuda and model.axis == "depth" else "auto"  # scans on CUDA count as eager
         try:
-            with use_implementation(_choose_implementation(config, model.axis)):
-                _pass_cache[key] = measure(model, batch, length, autocast, criterion)
+            with use_implementation(implementation):
+                _pass_cache[key] = memory_tracker.measure_pass(model, (batch, length), autocast, criterion, is_training)
         except DataDependentOutputException as error:
             raise RunError(
                 f"model.memory.kind {config.model.memory.kind}: the forward pass depends on tensor values "

@@ -14,106 +14,86 @@ Change = tuple[str, Plan]
 
 def suggest_changes(plan: Plan) -> str:
     """Return all single changes that make a run fit, with their peak memory, or else a combination that does."""
-    single = [f"{change} ({format_bytes(changed.peak)})" for change, changed in _list_changes(plan) if _works(changed)]
-    single += [
-        f"--device {name} ({format_bytes(other.usable_bytes)} usable)"
-        for name in DEVICES
-        if (other := replace(plan, device=name)).usable_bytes > plan.usable_bytes and plan.peak <= other.usable_bytes
-    ]
-    if single:
-        return f"any of these would fit: {', '.join(single)}"
-    return _combine_changes(plan)
-
-
-def _list_changes(plan: Plan) -> Iterator[Change]:
-    yield from _shard(plan)
-    yield from _recompute(plan)
-    yield from _shrink_batch(plan, get_batch_option(plan), plan.training.peak)
-    if plan.validation:
-        yield from _shrink_batch(plan, "eval_batch_size", plan.validation.peak)
-    yield from _add_nodes(plan)
+    single = []
+    for kind in CHANGES:
+        change = next((change for change in _list_valid(kind, plan) if change[1].fits), None)
+        single += [f"{change[0]} ({format_bytes(change[1].peak)})"] if change else []
+    for name in DEVICES:
+        other = replace(plan, device=name)
+        if other.usable_bytes > plan.usable_bytes and plan.peak <= other.usable_bytes:
+            single.append(f"--device {name} ({format_bytes(other.usable_bytes)} usable)")
+    return f"any of these would fit: {', '.join(single)}" if single else _combine_changes(plan)
 
 
 def _combine_changes(plan: Plan) -> str:
-    """Accumulate changes until the run fits: recompute, batches of one, shard, more nodes."""
-    names = []
-    steps = (_recompute, _use_batch_of_one(get_batch_option(plan)), _use_batch_of_one("eval_batch_size"), _shard)
-    for step in (*steps, _add_nodes):
-        for name, changed in step(plan):
-            if is_valid(changed):
-                names.append(name)
-                plan = changed
-        if _works(plan):
-            return f"together these would fit: {' '.join(names)} ({format_bytes(plan.peak)})"
-    tried = f" even with {' '.join(names)}" if names else ""
-    return (
-        f"it needs {format_bytes(plan.peak)}{tried}; "
-        "use a smaller model, a shorter data.context_length or larger devices"
-    )
+    """Make one kind of change after the other, each as small as possible, until the run fits."""
+    overrides = []
+    for kind in CHANGES:
+        if changes := list(_list_valid(kind, plan)):
+            override, plan = next((change for change in changes if change[1].fits), changes[-1])
+            overrides.append(override)
+        if plan.fits:
+            return f"together these would fit: {' '.join(overrides)} ({format_bytes(plan.peak)})"
+    tried = f" even with {' '.join(overrides)}" if overrides else ""
+    advice = "use a smaller model, a shorter data.context_length or larger devices"
+    return f"it needs {format_bytes(plan.peak)}{tried}; {advice}"
 
 
-def get_batch_option(plan: Plan) -> str:
-    """Return the name of the data option for the number of sequences per device in training."""
-    return "micro_batch_size" if hasattr(plan.config.data, "micro_batch_size") else "batch_size"
+def _list_valid(kind: Callable[[Plan], Iterator[Change]], plan: Plan) -> Iterator[Change]:
+    """Yield the changes with which the global batch consists of whole micro-batches on all devices."""
+    for override, changed in kind(plan):
+        if not any(changed.config.data.find_experiment_errors(changed.config, True)):
+            yield override, changed
+
+
+def _recompute(plan: Plan) -> Iterator[Change]:
+    if not plan.config.trainer.activation_checkpointing:
+        yield _change_option(plan, "trainer.activation_checkpointing", True)
+
+
+def _shrink_micro_batch(plan: Plan) -> Iterator[Change]:
+    option = "micro_batch_size" if hasattr(plan.config.data, "micro_batch_size") else "batch_size"
+    yield from _halve(plan, option, plan.training.peak)
+
+
+def _shrink_eval_batch(plan: Plan) -> Iterator[Change]:
+    if plan.validation:
+        yield from _halve(plan, "eval_batch_size", plan.validation.peak)
+
+
+def _halve(plan: Plan, option: str, peak: int) -> Iterator[Change]:
+    """Yield smaller batch sizes, if the pass with this peak does not fit."""
+    size = getattr(plan.config.data, option)
+    while peak > plan.usable_bytes and size > 1:
+        size //= 2
+        yield _change_option(plan, f"data.{option}", size)
 
 
 def _shard(plan: Plan) -> Iterator[Change]:
     if plan.config.trainer.is_sharded:
         return
     if plan.devices > 1:
-        yield change_option(plan, "trainer.strategy", "fsdp")
+        yield _change_option(plan, "trainer.strategy", "fsdp")
     else:
         trainer = replace(plan.config.trainer, strategy="fsdp", devices=8)  # as configs/trainer/fsdp.yaml
         yield "trainer=fsdp", replace(plan, config=replace(plan.config, trainer=trainer))
 
 
-def _recompute(plan: Plan) -> Iterator[Change]:
-    if not plan.config.trainer.activation_checkpointing:
-        yield change_option(plan, "trainer.activation_checkpointing", True)
-
-
-def _shrink_batch(plan: Plan, option: str, peak: int) -> Iterator[Change]:
-    """Halve a batch size, whose pass has this peak, until the run fits."""
-    size = getattr(plan.config.data, option)
-    while peak > plan.usable_bytes and size > 1:
-        size //= 2
-        change, smaller = change_option(plan, f"data.{option}", size)
-        if _works(smaller):
-            yield change, smaller
-            return
-
-
-def _use_batch_of_one(option: str) -> Callable[[Plan], Iterator[Change]]:
-    def step(plan: Plan) -> Iterator[Change]:
-        if getattr(plan.config.data, option) > 1 and (plan.validation or option != "eval_batch_size"):
-            yield change_option(plan, f"data.{option}", 1)
-
-    return step
-
-
 def _add_nodes(plan: Plan) -> Iterator[Change]:
-    """Double the nodes until the run fits. Only fsdp needs less memory per device with more nodes."""
+    """Double the nodes. Only fsdp needs less memory per device with more nodes."""
     nodes = plan.config.trainer.num_nodes
     while plan.config.trainer.strategy == "fsdp" and 2 * nodes <= MAX_NODES:
         nodes *= 2
-        change, larger = change_option(plan, "trainer.num_nodes", nodes)
-        if _works(larger):
-            yield change, larger
-            return
+        yield _change_option(plan, "trainer.num_nodes", nodes)
 
 
-def change_option(plan: Plan, key: str, value: object) -> Change:
+CHANGES = (_recompute, _shrink_micro_batch, _shrink_eval_batch, _shard, _add_nodes)
+"""Each yields the values of one option, the smallest change first."""
+
+
+def _change_option(plan: Plan, key: str, value: object) -> Change:
     """Return the override `key=value` and the plan with it."""
     section, name = key.split(".")
     config = replace(plan.config, **{section: replace(getattr(plan.config, section), **{name: value})})
     text = str(value).lower() if isinstance(value, bool) else value
     return f"{key}={text}", replace(plan, config=config)
-
-
-def _works(plan: Plan) -> bool:
-    return is_valid(plan) and plan.fits
-
-
-def is_valid(plan: Plan) -> bool:
-    """Return True if the global batch consists of whole micro-batches on all devices."""
-    return not any(plan.config.data.find_experiment_errors(plan.config, True))

@@ -19,7 +19,7 @@ def run(args: Namespace) -> int:
     from stackexp.config.compose import compose
 
     config = compose([args.name], args.overrides)
-    from stackexp.planning.catalog import describe_config
+    from stackexp.planning.tables import describe_config
 
     print(describe_config(config))
     return 0

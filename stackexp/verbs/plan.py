@@ -7,7 +7,6 @@ fragmentation; 6% of the device is reserved for them. Exits with 1 if the run do
 import json
 from argparse import Namespace
 
-from stackexp.config.suggestions import suggest_name
 from stackexp.errors import RunError
 from stackexp.planning.devices import DEVICES
 from stackexp.verbs.parser import Parser
@@ -22,7 +21,7 @@ EXAMPLES = (
 def add_arguments(parser: Parser) -> None:
     """Add the options of `plan`."""
     parser.add_config()
-    parser.add_argument("--device", default="h100", metavar="NAME", help=f"{', '.join(DEVICES)} (default: %(default)s)")
+    parser.add_argument("--device", default="h100", choices=DEVICES, help="type of GPU (default: %(default)s)")
     parser.add_argument("--mfu", type=float, default=0.4, help="model FLOPs utilization (default: %(default)s)")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
@@ -31,9 +30,6 @@ def run(args: Namespace) -> int:
     """Print the plan of a config. Raises ConfigError for mistakes, RunError if the run does not fit."""
     if not args.config:
         args.parser.error("--config NAME_OR_PATH is required; `configs list` shows the names")
-    if args.device not in DEVICES:
-        names, hint = ", ".join(DEVICES), suggest_name(args.device, DEVICES)
-        args.parser.error(f"--device: expected one of {names}, found {args.device!r}{hint}")
     if not 0 < args.mfu <= 1:
         args.parser.error(f"--mfu: expected a number above 0, up to 1, found {args.mfu}")
     from stackexp.config.compose import compose
