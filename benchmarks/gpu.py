@@ -13,12 +13,13 @@ import sys
 import time
 from pathlib import Path
 
+from stackexp.verbs.bench_efficiency import MEMORIES
+
 STEP_SECONDS = 540
 
 PYTEST = [sys.executable, "-m", "pytest", "-m", "gpu"]
 SCAN_TESTS = "tests/test_triton_scan.py"  # a step of its own: Triton compiles a kernel for every option
-VARIANTS = {name: name for name in ("stacktrans", "queue", "push_only", "single_head", "full_dim", "authors_code")}
-VARIANTS |= {"transformer": "null"}
+VARIANTS = {"transformer": "null"} | {name: name for name in MEMORIES}
 BENCH = [sys.executable, "-m", "stackexp", "bench"]
 EFFICIENCY = [*BENCH, "efficiency", "--config", "pretrain/transformer-360m", "trainer.precision=bf16-mixed"]
 EFFICIENCY += ["data.micro_batch_size=8", "data.context_length=2048", "data.global_batch_tokens=16384"]

@@ -19,6 +19,11 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from stackexp.benchmarking.harness import build_parser, compare, write_record
+from stackexp.data.prepare import Plan, prepare
+from stackexp.data.tokenizer import load_tokenizer, train_tokenizer
+from stackexp.tables import format_table
+
 FILE_BYTES = 4_000_000  # text in one file, which is one unit of work
 DOCUMENTS = 1000  # per call of the library
 
@@ -63,9 +68,6 @@ def write_json_lines(texts: list[str], folder: Path) -> None:
 
 def measure(texts: list[str], folder: Path, args: argparse.Namespace) -> tuple[list[dict[str, float]], int]:
     """Return wall and CPU seconds of each round, and the number of tokens."""
-    from stackexp.data.prepare import Plan, prepare
-    from stackexp.data.tokenizer import load_tokenizer, train_tokenizer
-
     path = folder / "tokenizer.json"
     sample = texts[:: max(1, len(texts) // 500)]
     path.write_text(train_tokenizer(sample, args.vocab_size).to_str(), encoding="utf-8")
@@ -98,17 +100,12 @@ def measure_times(action: Callable[[], None]) -> tuple[float, float]:
 
 def main() -> None:
     """Run the benchmark."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = build_parser(__doc__, rounds=3)
     parser.add_argument("--megabytes", type=float, default=32, help="size of the text")
-    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--workers", type=int, default=2, help="processes, and threads of the library")
     parser.add_argument("--vocab-size", type=int, default=32_768)
-    parser.add_argument("--out", type=Path, metavar="FILE.json")
     args = parser.parse_args()
     os.environ |= {"RAYON_NUM_THREADS": str(args.workers), "TOKENIZERS_PARALLELISM": "true"}  # before it is loaded
-    from stackexp.benchmarking.harness import compare, write_record
-    from stackexp.tables import format_table
-
     texts = read_texts(int(args.megabytes * 1e6))
     size = sum(len(text.encode()) for text in texts)
     with tempfile.TemporaryDirectory() as folder:

@@ -8,18 +8,16 @@ CPU with one thread this is CPU time, which other programs do not disturb. Targe
 On CUDA also the peak memory of a pass, and how far read and gradient of x differ from eager's.
 """
 
-import argparse
 import statistics
 import sys
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from stackexp import stack
-from stackexp.benchmarking.harness import choose_clock, measure_peak_bytes, time_alternating, write_record
+from stackexp.benchmarking.harness import build_parser, choose_clock, measure_peak_bytes, time_alternating, write_record
 from stackexp.tables import format_table
 
 GATED_UNITS = 128
@@ -96,12 +94,10 @@ def measure(scan: Scan, implementations: list[str], rounds: int) -> dict[str, fl
 
 def main() -> None:
     """Run the benchmark."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser = build_parser(__doc__, rounds=5)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--cases", nargs="+", metavar="B,T,S,H,D", help="sizes instead of the usual ones")
-    parser.add_argument("--out", type=Path, metavar="FILE.json")
     args = parser.parse_args()
     if args.device == "cuda" and not torch.cuda.is_available():
         sys.exit("scan.py: no CUDA device found; run without --device cuda")

@@ -6,19 +6,17 @@ Target: below 5 % of a step for every task. The step is a forward and backward p
 layers over the strings alone; real steps take longer. Medians of alternating CPU times. Exits with 1 above the target.
 """
 
-import argparse
 import os
 import statistics
-import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
+from time import process_time
 
 import numpy as np
 import torch
 from torch.nn import functional as F
 
-from stackexp.benchmarking.harness import time_alternating, write_record
+from stackexp.benchmarking.harness import build_parser, time_alternating, write_record
 from stackexp.config.compose import compose
 from stackexp.models.transformer import Transformer
 from stackexp.tables import format_table
@@ -43,18 +41,16 @@ def build_step(batch_size: int, length: int) -> Callable[[], None]:
 
 def main() -> int:
     """Run the benchmark."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = build_parser(__doc__, rounds=20)
     parser.add_argument("--batch-size", type=int, default=128)
     parser.add_argument("--length", type=int, default=40)
-    parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--out", type=Path, metavar="FILE.json")
     args = parser.parse_args()
     torch.set_num_threads(1)
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     rng = np.random.default_rng(0)
     actions = {name: partial(task.sample, rng, args.batch_size, args.length) for name, task in TASKS.items()}
     actions["step"] = build_step(args.batch_size, args.length)
-    times = time_alternating(actions, args.rounds, warmup=2, clock=time.process_time)
+    times = time_alternating(actions, args.rounds, warmup=2, clock=process_time)
     medians = {name: statistics.median(values) for name, values in times.items()}
     step = medians.pop("step")
     rows = [{"task": name, "ms": 1e3 * value, "share": value / step} for name, value in medians.items()]

@@ -30,13 +30,13 @@ def test_every_gpu_step_names_files_and_configs_that_exist(name, command):
 
 
 def test_cross_entropy_compares_whole_and_chunked():
-    sizes = {"tokens": 64, "batch_size": 2, "vocab_size": 50, "hidden_size": 16, "chunk": 16, "steps": 2}
+    sizes = {"tokens": 64, "batch_size": 2, "vocab_size": 50, "hidden_size": 16, "chunk": 16, "rounds": 2}
     output = run_benchmark("cross_entropy.py", *(f"--{name}={value}" for name, value in sizes.items()))
     assert [line.split()[0] for line in output.splitlines()[2:]] == ["whole", "chunked"]
 
 
 def test_depth_compares_implementations_with_the_transformer(tmp_path):
-    sizes = ["--layers=2", "--tokens=8", "--rounds=2", "--implementations", "eager", "numba"]
+    sizes = ["model.num_layers=2", "data.context_length=8", "--rounds=2", "--implementations", "eager", "numba"]
     small = ["model.hidden_size=16", "model.intermediate_size=16", "model.num_heads=4", "model.num_kv_heads=2"]
     run_benchmark("depth.py", *sizes, "--out", tmp_path / "out.json", *small, "data.vocab_size=512")
     base, *rows = json.loads((tmp_path / "out.json").read_text())["rows"]

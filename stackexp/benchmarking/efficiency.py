@@ -8,13 +8,12 @@ import contextlib
 import gc
 import statistics
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from stackexp import stack
-from stackexp.benchmarking.harness import alternate, compare, measure_seconds
+from stackexp.benchmarking.harness import alternate, compare, measure_peak_bytes, measure_seconds
 from stackexp.config import registry
 from stackexp.config.compose import compose
 from stackexp.models.cross_entropy import NextTokenLoss
@@ -23,8 +22,6 @@ from stackexp.tables import format_table
 from stackexp.training.callbacks.throughput import peak_flops
 
 TRANSFORMER = "transformer"
-MEMORIES = ("stacktrans", "queue", "push_only", "single_head", "full_dim", "authors_code")
-"""Choices of `model.memory`."""
 ALSO_BY_REFERENCE = ("stacktrans", "full_dim")
 """Memories that are also measured with the reference implementation, to show the gain."""
 QUANTITIES = ("train", "prefill", "decode", "memory")
@@ -32,17 +29,11 @@ PAPER = {"stacktrans": "1.16 / 1.09 / 1.12", "single_head": "1.03 / 1.04 / 1.00"
 """The paper's efficiency table (arXiv 2507.15343): train / inference / memory over its Transformer, on its GPUs."""
 
 
-@dataclass(frozen=True)
-class Case:
-    """A model and the implementation of its stack."""
+class Case(NamedTuple):
+    """A model, TRANSFORMER or a choice of `model.memory`, and the implementation of its stack."""
 
     model: str
     implementation: str = "auto"
-
-    @property
-    def memory(self) -> str:
-        """The choice of `model.memory`."""
-        return "null" if self.model == TRANSFORMER else self.model
 
 
 class Subject:
@@ -50,9 +41,10 @@ class Subject:
 
     def __init__(self, case: Case, configs: list[str], overrides: list[str], device: torch.device):
         self.case, self.device = case, device
-        self.config = compose(configs, [*overrides, f"model.memory={case.memory}"])
+        memory = "null" if case.model == TRANSFORMER else case.model
+        self.config = compose(configs, [*overrides, f"model.memory={memory}"])
         torch.manual_seed(0)
-        before = self._allocated()
+        before = torch.cuda.memory_allocated()
         with device:
             self.model = registry.build("model", self.config.model)
         if self.config.trainer.compile and case.implementation == "auto":
@@ -63,10 +55,7 @@ class Subject:
         shape = (self.config.data.micro_batch_size, self.config.data.context_length)
         self.tokens = torch.randint(self.config.model.vocab_size, shape, device=device)
         self.train()  # allocates gradients and the optimizer's state
-        self._resident = self._allocated() - before
-
-    def _allocated(self) -> int:
-        return torch.cuda.memory_allocated() if self.device.type == "cuda" else 0
+        self._resident_bytes = torch.cuda.memory_allocated() - before
 
     @contextlib.contextmanager
     def _mode(self, training: bool) -> Iterator[None]:
@@ -100,38 +89,25 @@ class Subject:
         with self._mode(training=False):
             self.model(self.tokens[:, -1:], cache)
 
-    def peak_bytes(self) -> int:
-        """Return the peak memory of a training step: weights, optimizer, gradients and activations of this model."""
-        torch.cuda.reset_peak_memory_stats()
-        others = torch.cuda.memory_allocated() - self._resident
-        self.train()
-        return torch.cuda.max_memory_allocated() - others
-
     def measure(self) -> dict[str, float]:
-        """Return the seconds of each pass, and on CUDA the peak bytes."""
+        """Return the seconds of each pass, and on CUDA the peak bytes of a training step of this model alone."""
         result = {"train": measure_seconds(self.train), "prefill": measure_seconds(self.prefill)}
         cache = self.fill_cache()
         result["decode"] = measure_seconds(lambda: self.decode(cache))
-        if self.device.type == "cuda":
-            result["memory"] = self.peak_bytes()
+        if (allocated := measure_peak_bytes(self.train)) is not None:
+            result["memory"] = self._resident_bytes + allocated
         return result
 
 
-def list_cases(memories: list[str]) -> list[Case]:
-    """Return each memory with the default implementation, some also with the reference."""
-    return [
-        Case(memory, implementation)
-        for memory in memories
-        for implementation in ["auto", *["reference"] * (memory in ALSO_BY_REFERENCE)]
-    ]
-
-
 def measure(
-    cases: list[Case], configs: list[str], overrides: list[str], rounds: int, device: torch.device
+    memories: list[str], configs: list[str], overrides: list[str], rounds: int, device: torch.device
 ) -> Iterator[dict[str, Any]]:
-    """Yield a row for the Transformer against itself, which shows the noise, then for each case against it."""
-    base = Subject(Case(TRANSFORMER), configs, overrides, device)
-    for case in [Case(TRANSFORMER), *cases]:
+    """Yield a row for the Transformer against itself, which shows the noise, then for each memory against it."""
+    cases = [Case(TRANSFORMER)]
+    for memory in memories:
+        cases += [Case(memory), *[Case(memory, "reference")] * (memory in ALSO_BY_REFERENCE)]
+    base = Subject(cases[0], configs, overrides, device)
+    for case in cases:
         subject = Subject(case, configs, overrides, device)
         base_results, results = alternate([base, subject], Subject.measure, rounds)
         yield _summarize(subject, results, base_results)

@@ -1,5 +1,6 @@
 """Paired measurements: subjects alternate in one process, so that changes of the machine's speed affect all of them."""
 
+import argparse
 import json
 import statistics
 import time
@@ -26,6 +27,20 @@ class Ratio(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.median:.3f} ({self.low:.3f}-{self.high:.3f})"
+
+
+def build_parser(description: str, rounds: int) -> argparse.ArgumentParser:
+    """Return the parser of a benchmark script, with --rounds and --out."""
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=description, formatter_class=formatter)
+    parser.add_argument("--rounds", type=int, default=rounds)
+    parser.add_argument("--out", type=Path, metavar="FILE.json")
+    return parser
+
+
+def choose_device() -> torch.device:
+    """Return the GPU, if there is one."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def alternate(

@@ -40,14 +40,11 @@ def run(args: Namespace) -> int:
             compose(args.config, [*args.overrides, f"model.memory={name}"])
         except ConfigError as error:
             raise ConfigError(f"bench efficiency: with model.memory={name}: {error}") from None
-    import torch
-
     from stackexp.benchmarking import efficiency
-    from stackexp.benchmarking.harness import write_record
+    from stackexp.benchmarking.harness import choose_device, write_record
 
-    device, rows = torch.device("cuda" if torch.cuda.is_available() else "cpu"), []
-    cases = efficiency.list_cases(wanted)
-    for row in efficiency.measure(cases, args.config, args.overrides, args.steps, device):
+    rows = []
+    for row in efficiency.measure(wanted, args.config, args.overrides, args.steps, choose_device()):
         rows.append(row)
         print(f"measured {row['model']} ({row['implementation']})", flush=True)
         write_record(args.out, rows, configs=args.config, overrides=args.overrides)

@@ -26,13 +26,10 @@ def run(args: Namespace) -> int:
     memory = config.model.memory
     if getattr(memory, "kind", None) != "stack" or memory.axis != "depth":
         args.parser.error("requires a stack over the depth; set model.memory=stacktrans")
-    import torch
-
     from stackexp.benchmarking import stack_step
-    from stackexp.benchmarking.harness import write_record
+    from stackexp.benchmarking.harness import choose_device, write_record
 
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    rows = list(stack_step.measure(config, args.steps, device))
+    rows = list(stack_step.measure(config, args.steps, choose_device()))
     print(stack_step.format_rows(rows))
     write_record(args.out, rows, configs=args.config, overrides=args.overrides)
     return 0
