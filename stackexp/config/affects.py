@@ -12,6 +12,7 @@ from typing import Any
 from stackexp.config.compose import to_dict
 from stackexp.config.experiment import ExperimentConfig
 from stackexp.config.registry import SECTIONS, get_entry, list_kinds
+from stackexp.config.validation import find_dataclass
 from stackexp.config.yaml_files import flatten
 
 Options = Mapping[str, Any]
@@ -90,7 +91,7 @@ def _metadata(options: Options, key: str) -> Mapping[str, Any]:
             cls = get_entry(SECTIONS[section], kind).config
             continue
         hint = typing.get_type_hints(cls)[part]
-        cls = next((t for t in (hint, *typing.get_args(hint)) if dataclasses.is_dataclass(t)), None)
+        cls = find_dataclass(hint)
         if cls is None:
             return metadata
         if typing.get_origin(hint) is dict:  # {name: dataclass}, where the name may contain dots

@@ -8,7 +8,7 @@ Every error is a ConfigError of one line. Interpolations (`${data.vocab_size}`, 
 import dataclasses
 import functools
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,14 @@ from stackexp.config.plugins import import_plugin
 from stackexp.config.registry import SECTIONS, get_entry, list_kinds
 from stackexp.config.renames import explain_old_key, explain_old_value
 from stackexp.config.suggestions import find_closest, suggest_name
-from stackexp.config.validation import config_error, get_field, validate, validate_experiment, wrong_value_error
+from stackexp.config.validation import (
+    config_error,
+    find_dataclass,
+    get_field,
+    validate,
+    validate_experiment,
+    wrong_value_error,
+)
 from stackexp.config.yaml_files import Leaf, Tree
 
 
@@ -98,7 +105,6 @@ def build_dataclass(cls: type, tree: Tree) -> Any:
 def _convert(root: DictConfig, tree: Tree) -> tuple[Any, dict[str, str]]:
     """Fill a schema from a tree and resolve it; return the dataclass and the origins of its values."""
     origins = {key: leaf.origin for key, leaf in _iterate_leaves(tree)}
-    _add_missing_sections(root, tree)
     _fill(root, tree, "", root)
     resolve(root, origins)
     return OmegaConf.to_object(root), origins
@@ -146,49 +152,38 @@ def _build_kind(section: str, group: str, value: Leaf | Tree) -> DictConfig:
         raise config_error(find_origin(kind), f"{section}.kind", f"{cls.__name__}: {describe_error(error)}") from error
 
 
-def _add_missing_sections(node: DictConfig, tree: Tree) -> None:
-    """Add the default of each dataclass entry that the tree sets keys of and that `node` lacks."""
-    cls = OmegaConf.get_type(node)
-    for name, value in tree.items():
-        if dataclasses.is_dataclass(cls):
-            hint = typing.get_type_hints(cls).get(name)
-            hints = [hint, *typing.get_args(hint)]
-        else:
-            hints = [node._metadata.element_type]
-        section = next((hint for hint in hints if dataclasses.is_dataclass(hint)), None)
-        if isinstance(value, dict) and section and (name not in node or node[name] is None):
-            node[name] = OmegaConf.structured(section)
-        if isinstance(value, dict) and name in node and isinstance(node[name], DictConfig):
-            _add_missing_sections(node[name], value)
-
-
 def _fill(node: DictConfig, tree: Tree, path: str, root: DictConfig) -> None:
     """Set the values of a tree in a node of the schema. Raises ConfigError for unknown keys and wrong types."""
     cls = OmegaConf.get_type(node)
-    fields = {f.name for f in dataclasses.fields(cls)} if dataclasses.is_dataclass(cls) else None
     for name, value in tree.items():
-        key = path + name
-        if fields is not None and name not in fields:
-            message = explain_old_key(key) or f"unknown key{_suggest_key(name, path, root)}"
-            raise config_error(find_origin(value), key, message)
+        key, hint = path + name, node._metadata.element_type
+        metadata: Mapping[str, Any] = {}
+        if dataclasses.is_dataclass(cls):
+            if name not in {field.name for field in dataclasses.fields(cls)}:
+                message = explain_old_key(key) or f"unknown key{_suggest_key(name, path, root)}"
+                raise config_error(find_origin(value), key, message)
+            hint, metadata = get_field(cls, name)
         child = node._get_node(name) if name in node else None
+        if isinstance(value, dict) and (section := find_dataclass(hint)) and (child is None or child._is_none()):
+            node[name] = OmegaConf.structured(section)
+            child = node._get_node(name)
         if isinstance(value, dict) and isinstance(child, DictConfig) and not child._is_none():
             _fill(child, value, f"{key}.", root)
         else:
-            _set_value(node, name, _to_plain(value), find_origin(value), key)
+            _set_value(node, name, _to_plain(value), find_origin(value), key, hint, metadata)
 
 
-def _set_value(node: DictConfig, name: str, value: Any, origin: str, key: str) -> None:
+def _set_value(
+    node: DictConfig, name: str, value: Any, origin: str, key: str, hint: Any, metadata: Mapping[str, Any]
+) -> None:
     """Set one value. Stricter than OmegaConf, which accepts numbers for booleans and mappings for text."""
-    cls = OmegaConf.get_type(node)
-    hint, metadata = get_field(cls, name) if dataclasses.is_dataclass(cls) else (node._metadata.element_type, {})
     rejected = {bool: int, str: dict, dict: str, list: str}.get(typing.get_origin(hint) or hint)
     if value == "???" or (rejected and type(value) is rejected):  # "???" is OmegaConf's mark for a missing value
         raise wrong_value_error(origin, key, hint, metadata, value)
     try:
         if isinstance(value, list):
             node[name] = value
-        elif dataclasses.is_dataclass(cls) or isinstance(value, dict):
+        elif dataclasses.is_dataclass(OmegaConf.get_type(node)) or isinstance(value, dict):
             node.merge_with({name: value})
         else:  # merging copies all entries of a mapping, which is slow for thousands
             node[name] = str(value) if hint is str and value is not None else value
@@ -205,22 +200,15 @@ def _to_plain(value: Leaf | Tree) -> Any:
 
 
 def _suggest_key(name: str, path: str, root: DictConfig) -> str:
-    """Return a hint for an unknown key.
-
-    It suggests the closest key in the same section, otherwise the same name elsewhere, otherwise the closest full key.
-    """
+    """Return a hint for an unknown key: the closest key in the same section, otherwise the same name elsewhere."""
     if "." in name:
         return "; nest the parts of a dotted key, or give it as an override"
     known = list_keys(root)
     if OmegaConf.get_type(root) is ExperimentConfig:
         known += [section for section in list_sections() if any(key.startswith(f"{section}.") for key in known)]
     siblings = {key.removeprefix(path).split(".")[0] for key in known if key.startswith(path)}
-    closest = find_closest(name, siblings)
-    if closest:
-        return f"; did you mean {path + closest!r}?"
-    elsewhere = next((key for key in known if key.split(".")[-1] == name), None)
-    if elsewhere:
-        return f"; did you mean {elsewhere!r}?"
-    compared = {path + name for name in siblings}
-    others = [key for key in known if key not in compared and not path.startswith(f"{key}.")]
-    return suggest_name(path + name, others) or f"; {path.rstrip('.') or 'a config'} has {', '.join(sorted(siblings))}"
+    candidates = {sibling: path + sibling for sibling in siblings}
+    found = candidates.get(find_closest(name, siblings) or "")
+    found = found or next((key for key in known if key.split(".")[-1] == name), None)
+    section = path.rstrip(".") or "a config"
+    return f"; did you mean {found!r}?" if found else f"; {section} has {', '.join(sorted(siblings))}"

@@ -7,7 +7,9 @@ to the defaults of that kind.
 """
 
 import dataclasses
+import math
 from pathlib import Path
+from typing import Any
 
 from stackexp.config.experiment import ExperimentConfig
 from stackexp.config.registry import SECTIONS, list_kinds
@@ -61,13 +63,6 @@ def find_config(name: str, origin: str = "", folder: Path = Path()) -> Path:
         return configs_folder() / f"{name}.yaml"
     if Path(name).is_file():
         return Path(name)
-    for section in sorted(list_sections(), key=len, reverse=True):
-        start = section.replace(".", "/") + "/"
-        choice = name.removeprefix(start)
-        if name.startswith(start) and choice in list_yaml_names(get_group_folder(section)):
-            raise ConfigError(
-                f"{prefix}{name} is a choice for the section {section}, not a config; write {section}={choice}"
-            )
     known = {full.split("/")[-1]: full for full in names} | {full: full for full in names}
     found = find_closest(name, known)
     hint = f"did you mean {known[found]!r}?" if found else "`configs list` shows the names"
@@ -104,15 +99,10 @@ class Layers:
         self.plugins: list[tuple[Leaf, Path]] = []  # name and the folder it is relative to
 
     def add_file(self, path: Path, section: str = "", parents: tuple[Path, ...] = ()) -> None:
-        """Merge a file: first its `defaults:`, then its own keys.
+        """Merge a file into a section, "" for a whole config: first its `defaults:`, then its own keys.
 
-        Args:
-            path: The file.
-            section: The section that the file is chosen for; empty for a whole config.
-            parents: The files whose `defaults:` led to this file.
-
-        Raises:
-            ConfigError: The file is invalid, or its defaults are circular.
+        `parents` are the files whose `defaults:` led to this file. Raises ConfigError if the file is invalid, or its
+        defaults are circular.
         """
         path = path.resolve()
         if path in parents:
@@ -124,9 +114,7 @@ class Layers:
         defaults, tree = read_file(path)
         for entry in defaults:
             self._add_default(entry, path.parent, section, (*parents, path))
-        if not section:
-            self._take_plugins(tree, path.parent)
-        self._merge_section(tree, section)
+        self._merge_at(section, tree, path.parent)
 
     def _add_default(self, entry: Leaf, folder: Path, section: str, parents: tuple[Path, ...]) -> None:
         """Merge one entry of a `defaults:` list: a name, or {section: name}."""
@@ -159,35 +147,20 @@ class Layers:
 
     def add_overrides(self, arguments: list[str]) -> None:
         """Merge overrides: choices and kinds first, outer sections before inner ones; then single keys, in order."""
-        first: list[tuple[str, Leaf | Tree, str]] = []
-        single: list[tuple[str, Leaf | Tree]] = []
-        texts: dict[str, str] = {}  # origin -> the value as text, for choices such as 360m
-        for key, text, origin in split_overrides(arguments):
-            value = read_value(text, origin)
-            texts[origin] = text
-            if _is_choice(key, value) or key.removesuffix(".kind") in SECTIONS:
-                first.append((key, value, origin))
-            else:
-                single.append((key, value))
-        for key, value, origin in sorted(first, key=lambda override: override[0].removesuffix(".kind").count(".")):
-            if _is_choice(key, value):
-                self._choose_file(key, None if value.value is None else texts[origin], origin)
-            else:
-                self._merge_key(key, value)
-        for key, value in single:
-            self._merge_key(key, value)
+        overrides = [(key, read_value(text, origin), text, origin) for key, text, origin in split_overrides(arguments)]
+        for key, value, text, origin in sorted(overrides, key=lambda override: _get_rank(*override[:2])):
+            if not _is_choice(key, value):
+                self._merge_at(key, value)
+            else:  # the text, because 360m or 1e3 can name a file
+                self._choose_file(key, None if value.value is None else text, origin)
 
-    def _merge_key(self, key: str, value: Leaf | Tree) -> None:
+    def _merge_at(self, key: str, value: Leaf | Tree, folder: Path = Path()) -> None:
+        """Merge a value or tree at a key, "" for the root. Plugins are relative to `folder`."""
         *outer, name = key.split(".")
-        tree: Tree = {name: value}
+        tree: Any = {name: value} if key else value
         for part in reversed(outer):
             tree = {part: tree}
-        self._take_plugins(tree, Path())
-        self._merge_section(tree, "")
-
-    def _merge_section(self, tree: Tree, section: str) -> None:
-        for part in reversed(section.split(".") if section else []):
-            tree = {part: tree}
+        self._take_plugins(tree, folder)
         _merge(self.tree, tree, "")
 
     def _take_plugins(self, tree: Tree, folder: Path) -> None:
@@ -202,6 +175,12 @@ class Layers:
 def _is_choice(key: str, value: Leaf | Tree) -> bool:
     """Return True if an override chooses a file for a section, or removes the section."""
     return key in list_sections() and isinstance(value, Leaf) and value.value != {}
+
+
+def _get_rank(key: str, value: Leaf | Tree) -> float:
+    """Return the depth of a section whose file or kind an override chooses, and infinity for other keys."""
+    section = key.removesuffix(".kind")
+    return section.count(".") if _is_choice(key, value) or section in SECTIONS else math.inf
 
 
 def find_origin(tree: Leaf | Tree) -> str:

@@ -15,7 +15,7 @@ from stackexp.config.affects import default_of
 from stackexp.config.experiment import ExperimentConfig
 from stackexp.config.registry import SECTIONS, get_entry, list_kinds
 from stackexp.config.suggestions import suggest_name
-from stackexp.config.validation import describe_type
+from stackexp.config.validation import describe_type, find_dataclass
 from stackexp.errors import ConfigError
 from stackexp.tables import format_table
 
@@ -74,7 +74,7 @@ def _iterate(cls: type, prefix: str, kind: str) -> Iterator[Key]:
     hints, sections = typing.get_type_hints(cls), []
     for field in dataclasses.fields(cls):
         name, hint = f"{prefix}{field.name}", hints[field.name]
-        inner = next((t for t in (hint, *typing.get_args(hint)) if dataclasses.is_dataclass(t)), None)
+        inner = find_dataclass(hint)
         if name in SECTIONS or inner:
             sections.append((name, hint, inner))
         if name not in SECTIONS and (inner is None or typing.get_origin(hint) is dict) and field.name != "kind":
@@ -86,7 +86,6 @@ def _iterate(cls: type, prefix: str, kind: str) -> Iterator[Key]:
                 yield from _iterate(get_entry(SECTIONS[name], section_kind).config, f"{name}.", section_kind)
         elif inner is not None:
             is_mapping = typing.get_origin(hint) is dict
-            assert isinstance(inner, type)
             yield from _iterate(inner, f"{name}.NAME." if is_mapping else f"{name}.", kind)
 
 

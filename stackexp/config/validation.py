@@ -60,6 +60,11 @@ def describe_type(hint: Any, metadata: Mapping[str, Any]) -> str:
     return f"{word} {limits}" if limits else word
 
 
+def find_dataclass(hint: Any) -> Any:
+    """Return the dataclass in a type such as `Options`, `Optional[Options]` or `dict[str, Options]`, or None."""
+    return next((t for t in (hint, *typing.get_args(hint)) if dataclasses.is_dataclass(t)), None)
+
+
 def get_field(cls: type, name: str) -> tuple[Any, Mapping[str, Any]]:
     """Return the type and the metadata of a dataclass field."""
     metadata: Mapping[str, Any] = next((field.metadata for field in dataclasses.fields(cls) if field.name == name), {})

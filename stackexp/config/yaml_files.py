@@ -124,7 +124,7 @@ def _parse(text: str, origin: Callable[[int], str]) -> tuple[_Loader, yaml.Node 
     try:
         loader = _Loader(text)
         node = loader.get_single_node()
-        if node is not None and _count_values(node, {}) > MAX_VALUES:
+        if node and _count_values(node, {}) > MAX_VALUES:
             raise ConfigError(f"{origin(1)}: over {MAX_VALUES:,} values; remove aliases of aliases")
         return loader, node
     except RecursionError as error:
@@ -139,10 +139,12 @@ def _parse(text: str, origin: Callable[[int], str]) -> tuple[_Loader, yaml.Node 
 def _count_values(node: yaml.Node, counts: dict[yaml.Node, int]) -> int:
     """Return the number of values below a node; an alias counts as often as it is used."""
     if node not in counts:
-        counts[node] = 1  # for an anchor that contains itself
+        counts[node] = 0  # until its parts are counted
         parts = node.value if isinstance(node, yaml.CollectionNode) else []
         nodes = itertools.chain.from_iterable(parts) if isinstance(node, yaml.MappingNode) else parts
         counts[node] = 1 + sum(_count_values(part, counts) for part in nodes)
+    elif counts[node] == 0:
+        raise yaml.MarkedYAMLError(problem="an anchor contains itself", problem_mark=node.start_mark)
     return counts[node]
 
 
@@ -155,7 +157,6 @@ class _Reader:
 
     def __init__(self, loader: _Loader, format_origin: Callable[[int], str]) -> None:
         self._loader, self._format_origin = loader, format_origin
-        self._open_nodes: list[yaml.Node] = []
 
     def get_origin(self, node: yaml.Node) -> str:
         return self._format_origin(node.start_mark.line + 1)
@@ -171,9 +172,6 @@ class _Reader:
         return self.read_mapping(node) if isinstance(node, yaml.MappingNode) and node.value else self.read_leaf(node)
 
     def read_mapping(self, node: yaml.MappingNode) -> Tree:
-        if node in self._open_nodes:
-            raise ConfigError(f"{self.get_origin(node)}: not valid YAML: an anchor contains itself")
-        self._open_nodes.append(node)
         tree: Tree = {}
         for key_node, value_node in node.value:
             key = self.read_leaf(key_node).value
@@ -185,7 +183,6 @@ class _Reader:
             if key in tree:
                 raise ConfigError(f"{self.get_origin(key_node)}: duplicate key {key!r}")
             tree[key] = self.read_value(value_node)
-        self._open_nodes.pop()
         return tree
 
 
