@@ -3,7 +3,7 @@
 import dataclasses
 import re
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import InterpolationKeyError, InterpolationValidationError, OmegaConfBaseException
@@ -12,14 +12,6 @@ from stackexp.config.suggestions import suggest_name
 from stackexp.config.validation import Origins, config_error, get_field
 
 MAX_LENGTH = 10_000
-
-
-class _Slot(NamedTuple):
-    """A value of a config: its full key, and the node and name (or index) that hold it."""
-
-    key: str
-    node: Any  # DictConfig or ListConfig
-    name: Any
 
 
 def resolve(root: DictConfig, origins: Origins) -> None:
@@ -31,13 +23,12 @@ def resolve(root: DictConfig, origins: Origins) -> None:
     for key, node, name in _iterate_slots(root):
         if node._get_node(name)._value() == "???":
             raise config_error(origins.get(key, ""), key, f"a value is required; set it with {key}=VALUE")
-    lengths = _Lengths({key: node._get_node(name)._value() for key, node, name in _iterate_slots(root)})
+    texts, lengths = {key: node._get_node(name)._value() for key, node, name in _iterate_slots(root)}, dict[str, int]()
     for key, node, name in _iterate_slots(root):
         if OmegaConf.is_interpolation(node, name):
-            if lengths.measure(key) > MAX_LENGTH:
-                raise config_error(
-                    origins.get(key, ""), key, f"the interpolation expands to over {MAX_LENGTH:,} characters"
-                )
+            if _measure_length(key, texts, lengths) > MAX_LENGTH:
+                message = f"the interpolation expands to over {MAX_LENGTH:,} characters"
+                raise config_error(origins.get(key, ""), key, message)
             try:
                 node[name]
             except (OmegaConfBaseException, RecursionError) as error:
@@ -45,8 +36,11 @@ def resolve(root: DictConfig, origins: Origins) -> None:
                 raise config_error(origins.get(key, ""), key, message) from error
 
 
-def _iterate_slots(node: DictConfig | ListConfig, path: str = "") -> Iterator[_Slot]:
-    """Yield every value below a node; the items of a list have the key of the list."""
+def _iterate_slots(node: DictConfig | ListConfig, path: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Yield the full key of every value, and the node and name (or index) that hold it.
+
+    The items of a list have the key of the list.
+    """
     is_list = isinstance(node, ListConfig)
     for name in range(len(node)) if is_list else list(node):
         key = path if is_list else f"{path}.{name}".lstrip(".")
@@ -54,22 +48,21 @@ def _iterate_slots(node: DictConfig | ListConfig, path: str = "") -> Iterator[_S
         if isinstance(child, DictConfig | ListConfig) and not child._is_none() and not child._is_interpolation():
             yield from _iterate_slots(child, key)
         else:
-            yield _Slot(key, node, name)
+            yield key, node, name
 
 
-class _Lengths:
-    """Lengths of texts with their interpolations of keys expanded, without expanding them."""
+def _measure_length(key: str, texts: dict[str, Any], lengths: dict[str, int]) -> int:
+    """Return the length of a text with its interpolations of keys expanded, without expanding them."""
+    if key not in lengths:
+        lengths[key] = 0  # a circle, which is reported when it is resolved
+        text = str(texts.get(key))
+        lengths[key] = len(text) + sum(_measure_length(name, texts, lengths) for name in _find_names(text))
+    return lengths[key]
 
-    def __init__(self, texts: dict[str, Any]) -> None:
-        self._texts, self._lengths = texts, dict[str, int]()
 
-    def measure(self, key: str) -> int:
-        text = self._texts.get(key)
-        if key not in self._lengths:
-            self._lengths[key] = 0  # a circle, which is reported when it is resolved
-            names = re.findall(r"\$\{([\w.]+)\}", text) if isinstance(text, str) else []
-            self._lengths[key] = len(str(text)) + sum(map(self.measure, names))
-        return self._lengths[key]
+def _find_names(text: str) -> list[str]:
+    """Return the keys that a text interpolates."""
+    return re.findall(r"\$\{([\w.]+)\}", text)
 
 
 def find_environment_texts(root: DictConfig) -> dict[str, str]:
@@ -103,7 +96,7 @@ def list_keys(node: DictConfig) -> list[str]:
 def _describe_failure(text: str, error: Exception, root: DictConfig, origins: Origins) -> str:
     """Return why the interpolation `text` has no value; if another key is the cause, with its origin."""
     slots = {key: (node, name) for key, node, name in _iterate_slots(root)}
-    for key in re.findall(r"\$\{([\w.]+)\}", text):
+    for key in _find_names(text):
         node, name = slots.get(key, (root, ""))
         if key in slots and OmegaConf.is_interpolation(node, name) and "ecursive" not in str(error):
             cause = node._get_node(name)._value()
@@ -113,7 +106,7 @@ def _describe_failure(text: str, error: Exception, root: DictConfig, origins: Or
         return f"circular interpolation {text}"
     if isinstance(error, InterpolationKeyError):
         known = list_keys(root)
-        unknown = [name for name in re.findall(r"\$\{([\w.]+)\}", text) if name not in known]
+        unknown = [name for name in _find_names(text) if name not in known]
         return f"unknown key in the interpolation {text}{suggest_name(unknown[0], known) if unknown else ''}"
     if isinstance(error, InterpolationValidationError):
         return f"the interpolation {text} has the wrong type: {describe_error(error).split(': ', 1)[-1]}"

@@ -14,7 +14,16 @@ from typing import Any
 from stackexp.config.experiment import ExperimentConfig
 from stackexp.config.registry import SECTIONS, list_kinds
 from stackexp.config.suggestions import find_closest, suggest_name
-from stackexp.config.yaml_files import Leaf, Tree, configs_folder, display_path, list_yaml_names, read_file, read_value
+from stackexp.config.yaml_files import (
+    Leaf,
+    Tree,
+    configs_folder,
+    display_path,
+    list_yaml_names,
+    read_file,
+    read_purpose,
+    read_value,
+)
 from stackexp.errors import ConfigError
 
 MAX_FILES = 200  # of one config; defaults that each include two others grow exponentially
@@ -48,9 +57,16 @@ def list_config_names() -> list[str]:
     return sorted(names, key=lambda name: (name.count("/"), name))
 
 
-def is_recipe(name: str) -> bool:
-    """Return True if the config is a partial overlay: a recipe without a dataset."""
-    return name.startswith("recipe/")
+def list_catalog() -> list[tuple[str, str, str]]:
+    """Return (kind, name, purpose) of the shipped configs, of the recipes, and of the choices for every section.
+
+    A recipe is a partial overlay without a dataset.
+    """
+    files = [("config", name, find_config(name)) for name in list_config_names()]
+    for section in list_sections():
+        folder = get_group_folder(section)
+        files += [("choice", f"{section}={name}", folder / f"{name}.yaml") for name in list_yaml_names(folder)]
+    return [("recipe" if n.startswith("recipe/") else kind, n, read_purpose(path)) for kind, n, path in files]
 
 
 def find_config(name: str, origin: str = "", folder: Path = Path()) -> Path:

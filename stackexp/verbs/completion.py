@@ -67,8 +67,7 @@ def _list_arguments(name: str, words: list[str], last: str) -> Iterable[str]:
     """Return the options, names and keys that can follow `words`, the arguments of a verb."""
     import importlib
 
-    from stackexp.config.catalog import list_catalog
-    from stackexp.config.layers import list_config_names
+    from stackexp.config.layers import list_catalog, list_config_names
     from stackexp.verbs.dispatch import build_parser
 
     parser = build_parser(name, importlib.import_module(f"stackexp.verbs.{name.replace(' ', '_')}"))

@@ -3,10 +3,17 @@
 import json
 from argparse import Namespace
 
+from stackexp.config.layers import list_catalog
+from stackexp.tables import format_table
 from stackexp.verbs.parser import Parser
 
 USAGE = "[--json]"
 EXAMPLES = ("configs list",)
+INTRODUCTIONS = {  # kind of entry -> the line above its table
+    "config": "",
+    "recipe": "\nRecipes, as in --config mine.yaml --config recipe/smollm:\n\n",
+    "choice": "\nSection choices, as in model.memory=queue:\n\n",
+}
 
 
 def add_arguments(parser: Parser) -> None:
@@ -15,12 +22,14 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(args: Namespace) -> int:
-    """Print the catalog."""
-    from stackexp.config.catalog import format_catalog, list_catalog
-
+    """Print one table for each kind of entry."""
+    entries = list_catalog()
     if args.json:
-        entries = [{"kind": kind, "name": name, "purpose": purpose} for kind, name, purpose in list_catalog()]
-        print(json.dumps(entries, indent=2, ensure_ascii=False))
-    else:
-        print(format_catalog())
+        objects = [{"kind": kind, "name": name, "purpose": purpose} for kind, name, purpose in entries]
+        print(json.dumps(objects, indent=2, ensure_ascii=False))
+        return 0
+    for kind, introduction in INTRODUCTIONS.items():
+        rows = [(name, purpose) for other, name, purpose in entries if other == kind]
+        print(introduction + format_table(rows, header=(kind, "purpose")))
+    print("\n`configs show NAME` prints a resolved config with its size and cost.")
     return 0
