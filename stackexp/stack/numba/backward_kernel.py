@@ -4,13 +4,8 @@ The forward pass saved every k-th state (`Sizes.save_every`). From the last segm
 between are computed again from the saved one, and the gradients go back through them.
 """
 
-from typing import Any, NamedTuple
-
-import numpy as np
-
 from stackexp.stack.numba.equations import (
     TOP,
-    Row,
     action_backward,
     load_row,
     read_backward,
@@ -18,7 +13,7 @@ from stackexp.stack.numba.equations import (
     update_backward,
     update_stack,
 )
-from stackexp.stack.numba.forward_kernel import IDENTITY, TANH
+from stackexp.stack.numba.forward_kernel import IDENTITY, TANH, get_row
 from stackexp.stack.numba.vectors import (
     add,
     add_product,
@@ -34,59 +29,24 @@ from stackexp.stack.numba.vectors import (
 )
 
 
-class BackwardScratch(NamedTuple):
-    """The scratch of one thread."""
-
-    slots: Any  # rows: for each head of a group, the k + 1 states of a segment
-    mask: Any
-    grad_slots: Any  # rows: two for each head of a group
-    grad_mask: Any
-    weights: Any  # of a read [N], as are the next two; see `equations`
-    contents: Any
-    grads: Any
-    grad_read: Any  # of R of one head [D]
-    grad_fed: Any  # of u [m, padded]
-    grad_inner: Any  # of c + V R [i]
-    grad_last: Any  # of R_{t-1} of all heads [H*D, padded]
-
-
-class BackwardScan(NamedTuple):
-    """The arguments of the functions below."""
-
-    sizes: Any
-    tensors: Any
-    scratch: Any
-
-
 @plain
-def allocate_backward(sizes, tensors, like):
-    """Return the scratch."""
-    group, length = sizes.heads if is_given(tensors.feedback_x) else 1, sizes.last_slots + 3
-    rows = group * (sizes.save_every + 1)
-    slots, mask = np.zeros(rows * length * sizes.head_dim, like.dtype), np.zeros(rows * length, like.dtype)
-    for row in range(rows):
-        mask[row * length] = 1
-    grad_slots = np.zeros(group * 2 * length * sizes.head_dim, like.dtype)
-    grad_mask = np.zeros(group * 2 * length, like.dtype)
-    weights, contents = np.zeros(sizes.last_slots, like.dtype), np.zeros(sizes.last_slots, like.dtype)
-    grads, grad_read = np.zeros(sizes.last_slots, like.dtype), np.zeros(sizes.head_dim, like.dtype)
-    grad_fed, grad_inner = np.zeros(padded(sizes.units), like.dtype), np.zeros(sizes.inner, like.dtype)
-    grad_last = np.zeros(padded(sizes.heads * sizes.head_dim), like.dtype)
-    read_grads = (grad_read, grad_fed, grad_inner, grad_last)
-    return BackwardScratch(slots, mask, grad_slots, grad_mask, weights, contents, grads, *read_grads)
+def _get_grad_row(number, scan):
+    """Return a row of gradients: they follow those of the states."""
+    group = scan.sizes.heads if is_given(scan.tensors.feedback) else 1
+    return get_row(group * (scan.sizes.save_every + 1) + number, scan)
 
 
 @inlined
 def scan_backward(sequence, scan):
     """Fill the gradients of one sequence."""
     sizes, tensors = scan.sizes, scan.tensors
-    has_feedback = is_given(tensors.feedback_x)
+    has_feedback = is_given(tensors.feedback)
     group = sizes.heads if has_feedback else 1
     for first_head in range(0, sizes.heads, group):
-        clear(view(scan.scratch.grad_last, 0, padded(sizes.heads * sizes.head_dim)))
+        clear(view(scan.scratch.mixed, 0, padded(sizes.heads * sizes.head_dim)))
         for k in range(group):
             _load_last_gradient(
-                sequence * sizes.heads + first_head + k, _grad_row(2 * k + sizes.tokens % 2, scan), scan
+                sequence * sizes.heads + first_head + k, _get_grad_row(2 * k + sizes.tokens % 2, scan), scan
             )
         for segment in range((sizes.tokens - 1) // sizes.save_every, -1, -1):
             begin, end = segment * sizes.save_every, min((segment + 1) * sizes.save_every, sizes.tokens)
@@ -99,20 +59,6 @@ def scan_backward(sequence, scan):
                     _feedback_backward(sequence * sizes.tokens + t, scan)
         for k in range(group):
             _store_first_gradient(sequence, first_head + k, k, scan)
-
-
-@plain
-def _row(number, scan):
-    length = scan.sizes.last_slots + 3
-    slots = pointer(scan.scratch.slots, number * length * scan.sizes.head_dim)
-    return Row(slots, pointer(scan.scratch.mask, number * length))
-
-
-@plain
-def _grad_row(number, scan):
-    length = scan.sizes.last_slots + 3
-    slots = pointer(scan.scratch.grad_slots, number * length * scan.sizes.head_dim)
-    return Row(slots, pointer(scan.scratch.grad_mask, number * length))
 
 
 @inlined
@@ -135,18 +81,18 @@ def _recompute_segment(sequence, first_head, k, segment, tokens, scan):
     if segment:
         count, saved = sizes.last_slots, stack * ((sizes.tokens - 1) // sizes.save_every) + segment - 1
         slots, mask = part(tensors.saved_slots, saved, count * size), part(tensors.saved_mask, saved, count)
-        load_row(slots, mask, _row(first_row, scan), sizes)
+        load_row(slots, mask, get_row(first_row, scan), sizes)
     else:
         count = sizes.first_slots
         load_row(
-            part(tensors.slots, stack, count * size), part(tensors.mask, stack, count), _row(first_row, scan), sizes
+            part(tensors.slots, stack, count * size), part(tensors.mask, stack, count), get_row(first_row, scan), sizes
         )
     for t in range(begin, end):
-        row, at = _row(first_row + t - begin, scan), (sequence * sizes.tokens + t) * sizes.heads + first_head + k
-        copy(part(tensors.pushed, at, size), view(row.slots, 0, size))
+        row, at = get_row(first_row + t - begin, scan), (sequence * sizes.tokens + t) * sizes.heads + first_head + k
+        copy(part(tensors.x, at, size), view(row.slots, 0, size))
         if t + 1 < end or sizes.read != TOP:
             action, count = part(tensors.action, at, 3), min(sizes.first_slots + t + 1, sizes.num_slots)
-            update_stack(row, _row(first_row + t - begin + 1, scan), action, count, sizes)
+            update_stack(row, get_row(first_row + t - begin + 1, scan), action, count, sizes)
 
 
 @inlined
@@ -155,16 +101,16 @@ def _step_backward(sequence, t, head, k, number, scan):
     sizes, tensors, scratch, size = scan.sizes, scan.tensors, scan.scratch, scan.sizes.head_dim
     stack = (sequence * sizes.tokens + t) * sizes.heads + head
     counts = min(sizes.first_slots + t, sizes.num_slots), min(sizes.first_slots + t + 1, sizes.num_slots)
-    grad, grad_old = _grad_row(2 * k + (t + 1) % 2, scan), _grad_row(2 * k + t % 2, scan)
+    grad, grad_old = _get_grad_row(2 * k + (t + 1) % 2, scan), _get_grad_row(2 * k + t % 2, scan)
     grad_read = view(scratch.grad_read, 0, size)
-    copy(part(scratch.grad_last, head, size), grad_read)
+    copy(part(scratch.mixed, head, size), grad_read)
     if is_given(tensors.grad_read):
         add(part(tensors.grad_read, stack, size), grad_read)
     query, grad_query = part(tensors.query, head, size), part(tensors.grad_query, sequence * sizes.heads + head, size)
-    new = _row(number + 1, scan)
+    new = get_row(number + 1, scan)
     read_backward(new, query, counts[1], sizes, scratch, grad_read, grad, grad_query)
     action, grad_x = part(tensors.action, stack, 3), part(tensors.grad_x, stack, size)
-    g_push, g_pop, g_no_op = update_backward(_row(number, scan), action, grad, grad_old, counts, sizes, grad_x)
+    g_push, g_pop, g_no_op = update_backward(get_row(number, scan), action, grad, grad_old, counts, sizes, grad_x)
     if is_given(tensors.grad_action):
         incoming = part(tensors.grad_action, stack, 3)
         g_push, g_pop, g_no_op = g_push + incoming[0], g_pop + incoming[1], g_no_op + incoming[2]
@@ -177,14 +123,15 @@ def _step_backward(sequence, t, head, k, number, scan):
 
 @inlined
 def _feedback_backward(token, scan):
-    """Write the gradient of R_{t-1} to `scratch.grad_last`, and that of c_t."""
+    """Write the gradient of R_{t-1} to `scratch.mixed`, and that of c_t."""
     sizes, tensors, scratch = scan.sizes, scan.tensors, scan.scratch
     width, actions, units = sizes.heads * sizes.head_dim, sizes.heads * sizes.num_actions, sizes.units
-    fed, grads = part(tensors.fed, token, sizes.inner), view(scratch.grad_fed, 0, padded(units))
-    out, grad_last = view(scratch.grad_inner, 0, sizes.inner), view(scratch.grad_last, 0, padded(width))
+    fed, grads = part(tensors.fed, token, sizes.inner), view(scratch.fed, 0, padded(units))
+    out, grad_last = view(scratch.inner, 0, sizes.inner), view(scratch.mixed, 0, padded(width))
     clear(grads)
-    add_product(part(tensors.grad_x, token, width), tensors.feedback_x, grads)
-    add_product(part(tensors.grad_logits, token, actions), tensors.feedback_logits, grads)
+    add_product(part(tensors.grad_x, token, width), tensors.feedback, grads)
+    feedback_logits = pointer(tensors.feedback, width * padded(units))
+    add_product(part(tensors.grad_logits, token, actions), feedback_logits, grads)
     one = grads.dtype.type(1)
     for i in range(units):
         a = fed[i]
@@ -207,11 +154,12 @@ def _feedback_backward(token, scan):
 def _store_first_gradient(sequence, head, k, scan):
     """Store the gradient of the first state. With feedback, R_{-1} was read from it."""
     sizes, tensors, count, size = scan.sizes, scan.tensors, scan.sizes.first_slots, scan.sizes.head_dim
-    stack, grad, row = sequence * sizes.heads + head, _grad_row(2 * k, scan), _row(k * (sizes.save_every + 1), scan)
-    if is_given(tensors.feedback_x) and count:
+    stack, grad = sequence * sizes.heads + head, _get_grad_row(2 * k, scan)
+    if is_given(tensors.feedback) and count:
+        row = get_row(k * (sizes.save_every + 1), scan)
         load_row(part(tensors.slots, stack, count * size), part(tensors.mask, stack, count), row, sizes)
         query, grad_query = part(tensors.query, head, size), part(tensors.grad_query, stack, size)
-        grad_read = part(scan.scratch.grad_last, head, size)
+        grad_read = part(scan.scratch.mixed, head, size)
         read_backward(row, query, count, sizes, scan.scratch, grad_read, grad, grad_query)
     if is_given(tensors.grad_slots):
         store_row(grad, part(tensors.grad_slots, stack, count * size), part(tensors.grad_mask, stack, count), sizes)

@@ -37,6 +37,7 @@ def tiny(array):
 def load_row(slots, mask, row, sizes):
     """Copy a state, slots [n * D] and mask [n], into a row."""
     size, count, rest = sizes.head_dim, mask.shape[0], sizes.last_slots + 2 - mask.shape[0]
+    row.mask[0] = 1
     copy(slots, view(row.slots, size, count * size))
     clear(view(row.slots, size + count * size, rest * size))
     copy(mask, view(row.mask, 1, count))
@@ -109,6 +110,7 @@ def update_stack(old, new, action, count, sizes):
         for i in range(total):
             out[i] = push * above[i] + pop * below[i] + no_op * here[i]
     clear(view(new.slots, size + total, 2 * size))
+    new.mask[0] = 1
     mask, occupancy = view(new.mask, 1, count), action.dtype.type(0)
     for j in range(count):
         m = push * old.mask[j] + pop * old.mask[j + 2] + no_op * old.mask[j + 1]

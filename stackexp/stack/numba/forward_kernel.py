@@ -4,18 +4,7 @@ Each stack has two rows of scratch, for the states before and after a token, whi
 other; with feedback, which mixes them, all heads advance together, as one group.
 """
 
-from typing import Any, NamedTuple
-
-import numpy as np
-
-from stackexp.stack.numba.equations import (
-    Row,
-    compute_action,
-    load_row,
-    read_stack,
-    store_row,
-    update_stack,
-)
+from stackexp.stack.numba.equations import Row, compute_action, load_row, read_stack, store_row, update_stack
 from stackexp.stack.numba.vectors import (
     add_product,
     copy,
@@ -32,40 +21,12 @@ from stackexp.stack.numba.vectors import (
 IDENTITY, TANH, GATED = range(3)  # in the order of feedback.ACTIVATIONS
 
 
-class ForwardScratch(NamedTuple):
-    """The scratch of one thread."""
-
-    slots: Any  # the rows of a group, two for each head
-    mask: Any
-    weights: Any  # of a read [N], as are the next two; see `equations`
-    contents: Any
-    grads: Any
-    inner: Any  # c + V R [i, padded]
-    fed: Any  # u, or both factors of the gated feedback [i]
-    mixed: Any  # x and logits with feedback [H*D + H*3, padded]
-
-
-class ForwardScan(NamedTuple):
-    """The arguments of the functions below."""
-
-    sizes: Any
-    tensors: Any
-    scratch: Any
-
-
 @plain
-def allocate_forward(sizes, tensors, like):
-    """Return the scratch."""
-    rows, length = 2 * (sizes.heads if is_given(tensors.feedback) else 1), sizes.last_slots + 3
-    slots, mask = np.zeros(rows * length * sizes.head_dim, like.dtype), np.zeros(rows * length, like.dtype)
-    for row in range(rows):
-        mask[row * length] = 1
-    columns = padded(sizes.heads * (sizes.head_dim + sizes.num_actions))
-    inner, fed = np.zeros(padded(sizes.inner), like.dtype), np.zeros(sizes.inner, like.dtype)
-    mixed = np.zeros(columns, like.dtype)
-    weights, contents = np.zeros(sizes.last_slots, like.dtype), np.zeros(sizes.last_slots, like.dtype)
-    grads = np.zeros(sizes.last_slots, like.dtype)
-    return ForwardScratch(slots, mask, weights, contents, grads, inner, fed, mixed)
+def get_row(number, scan):
+    """Return a row of scratch."""
+    length = scan.sizes.last_slots + 3
+    slots = pointer(scan.scratch.slots, number * length * scan.sizes.head_dim)
+    return Row(slots, pointer(scan.scratch.mask, number * length))
 
 
 @inlined
@@ -75,28 +36,21 @@ def scan_forward(sequence, scan):
     group = sizes.heads if is_given(tensors.feedback) else 1
     for first_head in range(0, sizes.heads, group):
         for k in range(group):
-            _load_state(sequence * sizes.heads + first_head + k, first_head + k, _row(2 * k, scan), scan)
+            _load_state(sequence * sizes.heads + first_head + k, first_head + k, get_row(2 * k, scan), scan)
         for t in range(sizes.tokens):
             token = sequence * sizes.tokens + t
             if is_given(tensors.feedback):
                 _add_feedback(sequence, t, scan)
             for k in range(group):
-                old, new = _row(2 * k + t % 2, scan), _row(2 * k + 1 - t % 2, scan)
+                old, new = get_row(2 * k + t % 2, scan), get_row(2 * k + 1 - t % 2, scan)
                 if is_given(tensors.saved_slots) and t and t % sizes.save_every == 0:
                     states = (sizes.tokens - 1) // sizes.save_every
                     saved = (sequence * sizes.heads + first_head + k) * states + t // sizes.save_every - 1
                     _store_state(old, tensors.saved_slots, tensors.saved_mask, saved, sizes)
                 _step(token, first_head + k, min(sizes.first_slots + t + 1, sizes.num_slots), old, new, scan)
         for k in range(group):
-            stack, row = sequence * sizes.heads + first_head + k, _row(2 * k + sizes.tokens % 2, scan)
+            stack, row = sequence * sizes.heads + first_head + k, get_row(2 * k + sizes.tokens % 2, scan)
             _store_state(row, tensors.last_slots, tensors.last_mask, stack, sizes)
-
-
-@plain
-def _row(number, scan):
-    length = scan.sizes.last_slots + 3
-    slots = pointer(scan.scratch.slots, number * length * scan.sizes.head_dim)
-    return Row(slots, pointer(scan.scratch.mask, number * length))
 
 
 @plain

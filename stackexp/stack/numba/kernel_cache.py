@@ -14,24 +14,22 @@ from numba import carray, cfunc, types
 from numba.core.ccallback import CFunc
 from numba.np.unsafe.ndarray import to_fixed_tuple
 
-from stackexp.stack.numba.arguments import BackwardTensors, ForwardTensors, Sizes
-from stackexp.stack.numba.backward_kernel import BackwardScan, allocate_backward, scan_backward
-from stackexp.stack.numba.forward_kernel import ForwardScan, allocate_forward, scan_forward
-from stackexp.stack.numba.vectors import OPTIONS, keep_alive, take_next, to_pointers
+from stackexp.stack.numba.arguments import Scan, Scratch, Sizes, Tensors
+from stackexp.stack.numba.backward_kernel import scan_backward
+from stackexp.stack.numba.forward_kernel import scan_forward
+from stackexp.stack.numba.vectors import OPTIONS, take_next, to_pointers
 
-SOURCES = tuple(
-    f"numba/{name}.py" for name in ("arguments", "equations", "vectors", "forward_kernel", "backward_kernel")
-)
-SOURCES += ("reference.py", "numba/kernel_cache.py")
-
-# A job is a C array: the next part, the number of parts, Sizes, and the addresses of the tensors.
-NUM_SIZES = len(Sizes._fields)
-NUM_FORWARD, NUM_BACKWARD = len(ForwardTensors._fields), len(BackwardTensors._fields)
+# A job is a C array: the next part, the number of parts, the bytes of scratch of a part, then `Sizes` and the addresses
+# of `Tensors` and of the `Scratch` of the first part.
+NUM_SIZES, NUM_TENSORS, NUM_SCRATCH = len(Sizes._fields), len(Tensors._fields), len(Scratch._fields)
+TENSORS = 3 + NUM_SIZES
+SCRATCH = TENSORS + NUM_TENSORS
 
 
 def digest_sources(folder: Path = Path(__file__).parents[1]) -> int:
-    """Return a digest of all source files of the kernels."""
-    digests = (hashlib.sha256((folder / name).read_bytes()).digest() for name in SOURCES)
+    """Return a digest of this folder's source files and of the reference, whose constants the kernels contain."""
+    sources = [folder / "reference.py", *sorted((folder / "numba").glob("*.py"))]
+    digests = (hashlib.sha256(source.read_bytes()).digest() for source in sources)
     return int.from_bytes(hashlib.sha256(b"".join(digests)).digest()[:7], "big")
 
 
@@ -47,8 +45,8 @@ def compile_kernel(function: Callable) -> CFunc:
 
 
 @functools.cache
-def forward(dtype: type) -> CFunc:
-    """Return the forward kernel, a C function of a job. Several threads may run it on one job at once.
+def load_kernel(dtype: type, is_backward: bool) -> CFunc:
+    """Return a kernel, a C function of a job. Several threads may run it on one job at once.
 
     Each thread takes one part of the batch after the other until none is left. Returning the digest puts it into the
     closure.
@@ -56,39 +54,20 @@ def forward(dtype: type) -> CFunc:
     like: np.ndarray = np.zeros(0, dtype)
     digest = digest_sources()
 
-    def run_forward(job_address):
-        job = carray(job_address, 2 + NUM_SIZES + NUM_FORWARD)
-        sizes = Sizes(*to_fixed_tuple(job[2:], NUM_SIZES))
-        tensors = to_pointers(ForwardTensors(*to_fixed_tuple(job[2 + NUM_SIZES :], NUM_FORWARD)), like)
-        owners = allocate_forward(sizes, tensors, like)
-        scratch, parts, part = to_pointers(owners, like), job[1], take_next(job)
+    def run(job_address):
+        job = carray(job_address, SCRATCH + NUM_SCRATCH)
+        sizes = Sizes(*to_fixed_tuple(job[3:], NUM_SIZES))
+        tensors = to_pointers(Tensors(*to_fixed_tuple(job[TENSORS:], NUM_TENSORS)), 0, like)
+        first_scratch = Scratch(*to_fixed_tuple(job[SCRATCH:], NUM_SCRATCH))
+        parts, part = job[1], take_next(job)
         while part < parts:
+            scan = Scan(sizes, tensors, to_pointers(first_scratch, part * job[2], like))
             for sequence in range(sizes.batch * part // parts, sizes.batch * (part + 1) // parts):
-                scan_forward(sequence, ForwardScan(sizes, tensors, scratch))
+                if is_backward:
+                    scan_backward(sequence, scan)
+                else:
+                    scan_forward(sequence, scan)
             part = take_next(job)
-        keep_alive(owners)
         return digest
 
-    return compile_kernel(run_forward)
-
-
-@functools.cache
-def backward(dtype: type) -> CFunc:
-    """Return the backward kernel, which runs like the forward kernel."""
-    like: np.ndarray = np.zeros(0, dtype)
-    digest = digest_sources()
-
-    def run_backward(job_address):
-        job = carray(job_address, 2 + NUM_SIZES + NUM_BACKWARD)
-        sizes = Sizes(*to_fixed_tuple(job[2:], NUM_SIZES))
-        tensors = to_pointers(BackwardTensors(*to_fixed_tuple(job[2 + NUM_SIZES :], NUM_BACKWARD)), like)
-        owners = allocate_backward(sizes, tensors, like)
-        scratch, parts, part = to_pointers(owners, like), job[1], take_next(job)
-        while part < parts:
-            for sequence in range(sizes.batch * part // parts, sizes.batch * (part + 1) // parts):
-                scan_backward(sequence, BackwardScan(sizes, tensors, scratch))
-            part = take_next(job)
-        keep_alive(owners)
-        return digest
-
-    return compile_kernel(run_backward)
+    return compile_kernel(run)

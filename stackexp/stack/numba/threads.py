@@ -8,7 +8,7 @@ import ctypes
 import functools
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -16,9 +16,13 @@ MIN_WORK_PER_THREAD = 2**15  # slot element updates, about 40 us: less does not 
 FIXED_WORK_PER_STACK = 300  # the cost of actions and softmaxes, in slot element updates
 
 
-def run_job(kernel: Callable, batch: int, work: int, arguments: list[int]) -> None:
-    """Run a kernel on parts of the batch. `work`: the slot element updates of the whole batch."""
-    parts = max(1, min(torch.get_num_threads(), batch, work // MIN_WORK_PER_THREAD))
+def count_parts(batch: int, work: int) -> int:
+    """Return the parts of a batch that threads process. `work`: the slot element updates of the whole batch."""
+    return max(1, min(torch.get_num_threads(), batch, work // MIN_WORK_PER_THREAD))
+
+
+def run_job(kernel: Callable, parts: int, arguments: Sequence[int]) -> None:
+    """Run a kernel on all parts of a batch."""
     job = (ctypes.c_ssize_t * (2 + len(arguments)))(0, parts, *arguments)
     run_in_team = _find_team() if parts > 1 else None
     if run_in_team is None:

@@ -7,9 +7,10 @@ k = sqrt(T); without gradients nothing is saved.
 The first call on a machine compiles for 10 to 20 s of processor time for each dtype; see `kernel_cache`.
 """
 
+import functools
+import itertools
 import math
 from collections.abc import Iterable, Sequence
-from ctypes import _CFuncPtr
 
 import numpy as np
 import torch
@@ -19,7 +20,7 @@ from torch.nn import functional as F
 from stackexp.stack import eager
 from stackexp.stack.feedback import ACTIVATIONS, activate, multiply_gates
 from stackexp.stack.numba import kernel_cache, threads
-from stackexp.stack.numba.arguments import BackwardTensors, ForwardTensors, Sizes
+from stackexp.stack.numba.arguments import Scratch, Sizes, Tensors
 from stackexp.stack.numba.equations import ADDITIVE, LOG, MULTIPLY, TOP
 from stackexp.stack.numba.vectors import pad_columns
 from stackexp.stack.reference import StackOutput, StackState
@@ -57,9 +58,11 @@ def _run(
 ) -> tuple[StackOutput, StackState]:
     """Scan the tokens. `batch_shape`: the leading dimensions of the state, without the heads."""
     assert feedback_activation in ACTIVATIONS, feedback_activation
-    maps = (*(feedback or ()), None, None, None, None)[:4]  # P, Q, V, c
+    inputs = [*state, x, logits, query if read == "global" else None, *(*(feedback or ()), None, None, None, None)[:4]]
+    needs_grad = torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in inputs)
     heads, head_dim = x.shape[-2:]
-    inner = heads * head_dim if maps[2] is None else len(maps[2])
+    hidden = inputs[7]  # V
+    inner = heads * head_dim if hidden is None else len(hidden)
     sizes = Sizes(
         batch=batch_shape.numel(),
         tokens=tokens,
@@ -75,127 +78,116 @@ def _run(
         activation=ACTIVATIONS.index(feedback_activation),
         units=inner // 2 if feedback_activation == "gated" else inner,
         inner=inner,
-        save_every=max(1, math.isqrt(tokens)),
+        save_every=max(1, math.isqrt(tokens) if needs_grad else tokens),
     )
-    tensors = [*state, x, logits, None if read == "top" else query, *maps]
-    _check_tensors(sizes, batch_shape, tensors)
-    if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors):
-        *output, slots, mask = _Scan.apply(sizes, *tensors)
+    _check_inputs(sizes, batch_shape, inputs)
+    if needs_grad:
+        *output, slots, mask = _Scan.apply(sizes, *inputs)
     else:
-        result = _run_forward(sizes, _make_contiguous(tensors), needs_grad=False)
-        output, slots, mask = [result.read, result.action, result.entropy, result.occupancy], *result[12:14]
+        *output, slots, mask = _run_forward(sizes, inputs)[8:14]
     return StackOutput(*output), StackState(slots, mask)
 
 
-def _check_tensors(sizes: Sizes, batch_shape: torch.Size, tensors: list[Tensor | None]) -> None:
-    """Raise ValueError for a wrong shape, dtype or device: the kernels read plain addresses."""
-    heads, size, actions, first_slots = sizes.heads, sizes.head_dim, sizes.num_actions, sizes.first_slots
-    x, query = tensors[2], tensors[4]
+def _check_inputs(sizes: Sizes, batch_shape: torch.Size, inputs: list[Tensor | None]) -> None:
+    """Check shapes, dtypes and devices: the kernels read plain addresses."""
+    heads, head_dim, actions, count = sizes.heads, sizes.head_dim, sizes.num_actions, sizes.first_slots
+    x = inputs[2]
     shapes = {
-        "state.slots": (*batch_shape, heads, first_slots, size),
-        "state.mask": (*batch_shape, heads, first_slots),
+        "state.slots": (*batch_shape, heads, count, head_dim),
+        "state.mask": (*batch_shape, heads, count),
         "x": x.shape,
         "logits": (*x.shape[:-2], heads, actions),
-        "query": (heads, size),
-        "feedback P": (sizes.units, heads, size),
+        "query": (heads, head_dim),
+        "feedback P": (sizes.units, heads, head_dim),
         "feedback Q": (sizes.units, heads, actions),
-        "feedback V": (sizes.inner, heads * size),
+        "feedback V": (sizes.inner, heads * head_dim),
         "feedback c": (*x.shape[:-2], sizes.inner),
     }
-    if actions not in (2, 3):
-        raise ValueError(f"stack scan: logits have {actions} actions; expected 3, or 2 for push_only")
-    for (name, shape), tensor in zip(shapes.items(), tensors, strict=True):
-        if tensor is None:
-            continue
-        if tensor.shape != shape:
-            raise ValueError(f"stack scan: {name} has shape {tuple(tensor.shape)}; expected {tuple(shape)}")
-        if tensor.dtype != x.dtype or tensor.dtype not in NUMPY_DTYPES:
-            raise ValueError(f"stack scan: {name} is {tensor.dtype}, x is {x.dtype}; use float32 or float64 for all")
-        if tensor.device.type != "cpu":
-            raise ValueError(f"stack scan: {name} is on {tensor.device}; move it to the CPU or use eager")
-    if first_slots > sizes.num_slots:
-        raise ValueError(f"stack scan: the state has {first_slots} slots; expected at most {sizes.num_slots}")
-    if query is None and sizes.read != TOP:
-        raise ValueError("stack scan: a global read requires a query")
+    for (name, shape), tensor in zip(shapes.items(), inputs, strict=True):
+        if tensor is not None:
+            is_valid = tensor.shape == shape and tensor.dtype == x.dtype and tensor.is_cpu
+            assert is_valid, f"stack scan: {name} has {tensor.shape}, {tensor.dtype}, {tensor.device}; x: {x.dtype}"
+    assert x.dtype in NUMPY_DTYPES, f"stack scan: x has {x.dtype}, expected float32 or float64"
+    assert actions in (2, 3), f"stack scan: {actions} actions, expected 3, or 2 for push_only"
+    assert count <= sizes.num_slots, f"stack scan: the state has {count} slots, expected at most {sizes.num_slots}"
+    assert sizes.read == TOP or inputs[4] is not None, "stack scan: a global read requires a query"
 
 
 class _Scan(torch.autograd.Function):
     """The scan with gradients."""
 
     @staticmethod
-    def forward(ctx, sizes: Sizes, *tensors: Tensor | None) -> tuple[Tensor, ...]:
-        inputs = _make_contiguous(tensors)
-        result = _run_forward(sizes, inputs, needs_grad=True)
+    def forward(ctx, sizes: Sizes, *inputs: Tensor | None) -> tuple[Tensor, ...]:
+        tensors = _run_forward(sizes, inputs)
         ctx.sizes = sizes
-        kept = (result.pushed, result.first_read, result.saved_slots, result.saved_mask)
-        ctx.save_for_backward(*inputs, result.read, result.action, result.entropy, *kept)
-        ctx.mark_non_differentiable(result.occupancy)
+        pushed = tensors.x if tensors.pushed is None else tensors.pushed
+        unused = dict.fromkeys(("logits", "occupancy", "last_slots", "last_mask", "pushed"))
+        ctx.save_for_backward(*tensors._replace(x=pushed, **unused))
+        ctx.mark_non_differentiable(tensors.occupancy)
         ctx.set_materialize_grads(False)
-        return result[8:14]
+        return tensors[8:14]
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        slots, mask, x, logits, query, to_x, to_logits, from_read, given, *saved = ctx.saved_tensors
-        read, action, entropy, pushed, first_read, saved_slots, saved_mask = saved
+        tensors = Tensors(*ctx.saved_tensors)
         grad_read, grad_action, grad_entropy, _, grad_last_slots, grad_last_mask = _make_contiguous(grads)
         uses_mask = ctx.sizes.is_queue or ctx.sizes.read != TOP or grad_last_mask is not None
-        sizes, fed, last_read = ctx.sizes._replace(has_mask_grad=int(uses_mask)), None, None
-        if to_x is not None:
-            last_read = torch.cat([first_read, read[:, : sizes.tokens - 1]], 1).flatten(2)  # R_{t-1}
-            with torch.autocast("cpu", enabled=False):  # backward may be called under autocast
-                fed = activate(last_read, ACTIVATIONS[sizes.activation], from_read, given)
+        sizes, x, query = ctx.sizes._replace(has_mask_grad=int(uses_mask)), tensors.x, tensors.query
         needs_state_grad = ctx.needs_input_grad[1] or ctx.needs_input_grad[2]
-        tensors = BackwardTensors(
-            slots=slots,
-            mask=mask,
-            pushed=x if pushed is None else pushed,
-            query=query,
-            feedback_x=None if to_x is None else _pad_rows(to_x.flatten(1).T),
-            feedback_logits=None if to_x is None else _pad_rows(to_logits.flatten(1).T),
-            fed=fed,
-            from_read=None if from_read is None else _pad_rows(from_read),
-            action=action,
-            entropy=entropy,
-            saved_slots=saved_slots,
-            saved_mask=saved_mask,
-            grad_read=grad_read,
-            grad_action=grad_action,
-            grad_entropy=grad_entropy,
-            grad_last_slots=grad_last_slots,
-            grad_last_mask=grad_last_mask,
-            grad_slots=torch.empty_like(slots) if needs_state_grad else None,
-            grad_mask=torch.empty_like(mask) if needs_state_grad else None,
-            grad_x=torch.empty_like(x),
-            grad_logits=torch.empty_like(logits),
-            grad_query=None if query is None else x.new_zeros(sizes.batch, *query.shape),
-            grad_given=None if given is None else torch.empty_like(given),
-        )
-        _run_kernel(kernel_cache.backward(NUMPY_DTYPES[x.dtype]).ctypes, sizes, tensors)
-        grad_query = None if query is None else tensors.grad_query.sum(0)
-        grads = (tensors.grad_slots, tensors.grad_mask, tensors.grad_x, tensors.grad_logits, grad_query)
-        return None, *grads, *_feedback_map_grads(sizes, tensors, last_read), tensors.grad_given
+        with torch.autocast("cpu", enabled=False):  # backward may be called under autocast
+            last_read, maps = _prepare_feedback(sizes, tensors)
+            tensors = tensors._replace(
+                **maps,
+                grad_read=grad_read,
+                grad_action=grad_action,
+                grad_entropy=grad_entropy,
+                grad_last_slots=grad_last_slots,
+                grad_last_mask=grad_last_mask,
+                grad_slots=torch.empty_like(tensors.slots) if needs_state_grad else None,
+                grad_mask=torch.empty_like(tensors.mask) if needs_state_grad else None,
+                grad_x=torch.empty_like(x),
+                grad_logits=x.new_empty(*x.shape[:-1], sizes.num_actions),
+                grad_query=None if query is None else x.new_zeros(sizes.batch, *query.shape),
+                grad_given=None if tensors.given is None else torch.empty_like(tensors.given),
+            )
+            _run_kernel(sizes, tensors, is_backward=True)
+            grad_query = None if query is None else tensors.grad_query.sum(0)
+            state_grads = (tensors.grad_slots, tensors.grad_mask, tensors.grad_x, tensors.grad_logits, grad_query)
+            return None, *state_grads, *_compute_map_grads(sizes, tensors, last_read), tensors.grad_given
 
 
-def _feedback_map_grads(sizes: Sizes, tensors: BackwardTensors, last_read: Tensor | None) -> list[Tensor | None]:
+def _prepare_feedback(sizes: Sizes, tensors: Tensors) -> tuple[Tensor | None, dict[str, Tensor | None]]:
+    """Return R_{t-1} [B, T, H*D], and the tensors of the feedback that the backward kernel reads."""
+    if tensors.feedback is None:
+        return None, {}
+    last_read = torch.cat([tensors.first_read, tensors.read[:, : sizes.tokens - 1]], 1).flatten(2)
+    feedback = tensors.feedback[:, : sizes.heads * (sizes.head_dim + sizes.num_actions)]
+    from_read = None if tensors.from_read is None else tensors.from_read[:, : sizes.inner].T  # V
+    return last_read, {
+        "feedback": _pad_rows(feedback.T),
+        "from_read": None if from_read is None else _pad_rows(from_read),
+        "fed": activate(last_read, ACTIVATIONS[sizes.activation], from_read, tensors.given),
+    }
+
+
+def _compute_map_grads(sizes: Sizes, tensors: Tensors, last_read: Tensor | None) -> list[Tensor | None]:
     """Return the gradients of P, Q and V, which sum over all tokens."""
-    if tensors.fed is None:
+    if last_read is None:
         return [None, None, None]
     u = multiply_gates(tensors.fed, ACTIVATIONS[sizes.activation]).flatten(0, 1).T  # [m, B*T]
-    with torch.autocast("cpu", enabled=False):
-        grads = [u @ grad.flatten(2).flatten(0, 1) for grad in (tensors.grad_x, tensors.grad_logits)]
-        grads = [grad.unflatten(1, (sizes.heads, -1)) for grad in grads]
-        if tensors.grad_given is None:
-            return [*grads, None]
-        return [*grads, tensors.grad_given.flatten(0, 1).T @ last_read.flatten(0, 1)]
+    grads = [u @ grad.flatten(2).flatten(0, 1) for grad in (tensors.grad_x, tensors.grad_logits)]
+    grads = [grad.unflatten(1, (sizes.heads, -1)) for grad in grads]
+    hidden_grad = tensors.grad_given
+    return [*grads, None if hidden_grad is None else hidden_grad.flatten(0, 1).T @ last_read.flatten(0, 1)]
 
 
-def _run_forward(sizes: Sizes, tensors: Sequence[Tensor | None], needs_grad: bool) -> ForwardTensors:
-    """Return the inputs and all outputs of the forward kernel."""
-    slots, mask, x, logits, query, to_x, to_logits, from_read, given = tensors
-    has_feedback, batch_shape, new = to_x is not None, slots.shape[:-2], x.new_empty
-    count, states = sizes.last_slots, (sizes.tokens - 1) // sizes.save_every if needs_grad else 0
-    result = ForwardTensors(
+def _run_forward(sizes: Sizes, inputs: Sequence[Tensor | None]) -> Tensors:
+    """Return the inputs and outputs of the forward kernel."""
+    slots, mask, x, logits, query, to_x, to_logits, from_read, given = _make_contiguous(inputs)
+    has_feedback, count, new = to_x is not None, sizes.last_slots, x.new_empty
+    states = (sizes.tokens - 1) // sizes.save_every
+    tensors = Tensors(
         slots=slots,
         mask=mask,
         x=x,
@@ -208,22 +200,47 @@ def _run_forward(sizes: Sizes, tensors: Sequence[Tensor | None], needs_grad: boo
         action=new(*x.shape[:-1], 3),
         entropy=new(x.shape[:-1]),
         occupancy=new(x.shape[:-1]),
-        last_slots=new(*batch_shape, count, sizes.head_dim),
-        last_mask=new(*batch_shape, count),
-        pushed=new(x.shape) if has_feedback and needs_grad else None,
+        last_slots=new(*slots.shape[:-2], count, sizes.head_dim),
+        last_mask=new(*slots.shape[:-2], count),
+        pushed=new(x.shape) if has_feedback else None,
         first_read=new(sizes.batch, 1, sizes.heads, sizes.head_dim) if has_feedback else None,
         saved_slots=new(sizes.batch, sizes.heads, states, count, sizes.head_dim) if states else None,
         saved_mask=new(sizes.batch, sizes.heads, states, count) if states else None,
     )
-    _run_kernel(kernel_cache.forward(NUMPY_DTYPES[x.dtype]).ctypes, sizes, result)
-    return result
+    _run_kernel(sizes, tensors, is_backward=False)
+    return tensors
 
 
-def _run_kernel(kernel: _CFuncPtr, sizes: Sizes, tensors: ForwardTensors | BackwardTensors) -> None:
+def _run_kernel(sizes: Sizes, tensors: Tensors, is_backward: bool) -> None:
+    x = tensors.x
     updates = sizes.head_dim * sizes.last_slots + threads.FIXED_WORK_PER_STACK
-    addresses = (0 if tensor is None else tensor.data_ptr() for tensor in tensors)
-    work = sizes.batch * sizes.tokens * sizes.heads * updates
-    threads.run_job(kernel, sizes.batch, work, [*sizes, *addresses])
+    parts = threads.count_parts(sizes.batch, sizes.batch * sizes.tokens * sizes.heads * updates)
+    starts, length = _lay_out_scratch(sizes, 1 if tensors.feedback is None else sizes.heads, is_backward)
+    scratch = x.new_zeros(parts, length)
+    first, size = scratch.data_ptr(), scratch.itemsize
+    addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+    addresses += [first + start * size for start in starts]
+    kernel = kernel_cache.load_kernel(NUMPY_DTYPES[x.dtype], is_backward)
+    threads.run_job(kernel.ctypes, parts, [length * size, *sizes, *addresses])
+
+
+@functools.lru_cache(256)
+def _lay_out_scratch(sizes: Sizes, group: int, is_backward: bool) -> tuple[list[int], int]:
+    """Return where each tensor of `Scratch` starts in that of a part, and its size. `group`: heads that go together."""
+    rows = group * (sizes.save_every + 3 if is_backward else 2) * (sizes.last_slots + 3)
+    lengths = Scratch(
+        slots=rows * sizes.head_dim,
+        mask=rows,
+        weights=sizes.last_slots,
+        contents=sizes.last_slots,
+        grads=sizes.last_slots,
+        inner=sizes.inner,
+        fed=sizes.inner,
+        mixed=sizes.heads * (sizes.head_dim + sizes.num_actions),
+        grad_read=sizes.head_dim,
+    )
+    *starts, length = itertools.accumulate(map(pad_columns, lengths), initial=0)
+    return starts, length
 
 
 def _pad_rows(matrix: Tensor) -> Tensor:

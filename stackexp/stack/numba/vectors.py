@@ -55,25 +55,22 @@ def pointer(typing_context, source, start):
 
 
 @intrinsic
-def to_pointers(typing_context, values, like):
-    """Return a NamedTuple of pointers for a NamedTuple of addresses or arrays. They have the dtype of `like`.
+def to_pointers(typing_context, addresses, offset, like):
+    """Return a NamedTuple of pointers to the dtype of `like` for a NamedTuple of addresses, each plus an offset.
 
-    Pointers are not reference-counted. Reading an array from a NamedTuple is, which costs 30 % of a scan. The caller
-    must keep the owners alive.
+    Pointers are not reference-counted. Reading an array from a NamedTuple is, which costs 30 % of a scan.
     """
-    result = types.NamedUniTuple(types.CPointer(like.dtype), len(values), values.instance_class)
+    kind = types.CPointer(like.dtype)
+    result = types.NamedUniTuple(kind, len(addresses), addresses.instance_class)
 
     def generate(context, builder, signature, arguments):
-        kind = context.get_value_type(types.CPointer(like.dtype))
-        pointers = []
-        for value in cgutils.unpack_tuple(builder, arguments[0]):
-            if isinstance(values.dtype, types.Integer):
-                pointers.append(builder.inttoptr(value, kind))
-            else:
-                pointers.append(_data_pointer(context, builder, values.dtype, value))
-        return context.make_tuple(builder, result, pointers)
+        offset = context.cast(builder, arguments[1], signature.args[1], types.intp)
+        values = [builder.add(value, offset) for value in cgutils.unpack_tuple(builder, arguments[0])]
+        return context.make_tuple(
+            builder, result, [builder.inttoptr(value, context.get_value_type(kind)) for value in values]
+        )
 
-    return result(values, like), generate
+    return result(addresses, offset, like), generate
 
 
 @intrinsic
@@ -84,16 +81,6 @@ def is_given(typing_context, source):
         return cgutils.is_not_null(builder, arguments[0])
 
     return types.boolean(source), generate
-
-
-@intrinsic
-def keep_alive(typing_context, owners):
-    """Do nothing. numba frees `owners` after this call, their last use."""
-
-    def generate(context, builder, signature, arguments):
-        return context.get_dummy_value()
-
-    return types.void(owners), generate
 
 
 @intrinsic
