@@ -193,7 +193,8 @@ def measure_saved_bytes(run: Callable[[], list]) -> tuple[int, list]:
     storages = {}
 
     def pack(tensor: Tensor) -> Tensor:
-        storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        if 0 not in tensor.stride():  # the query, and the tensors that only carry gradients
+            storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
@@ -221,7 +222,7 @@ def check_operators(case: Case, device: str = "cpu") -> None:
 
 
 def _detached(arg: object, requires_grad: bool) -> object:
-    if isinstance(arg, list):
+    if isinstance(arg, list | tuple):
         return [_detached(a, requires_grad) for a in arg]
     if not isinstance(arg, Tensor):
         return arg
@@ -253,11 +254,11 @@ def count_bytes(case: Case) -> tuple[list[list[int]], int]:
     with Counter():
         saved, outputs = measure_saved_bytes(lambda: run_triton(case, inputs))
         sum(o.read.square().float().sum() + o.entropy.mean() for o in outputs).backward()
-    return [moved[0], moved[1][::-1]], saved - inputs[-1].untyped_storage().nbytes()
+    return [moved[0], moved[1][::-1]], saved
 
 
 def _count_tensor_bytes(found: object, skip: Tensor) -> int:
-    if isinstance(found, list):
+    if isinstance(found, list | tuple):
         return sum(_count_tensor_bytes(each, skip) for each in found)
     if not isinstance(found, Tensor) or found is skip or found.shape == skip.shape or 0 in found.stride():
         return 0

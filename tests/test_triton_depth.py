@@ -17,7 +17,7 @@ from depths import Case
 from stack_traffic import compute_traffic
 
 from stackexp.stack.triton import depth_step_launch
-from stackexp.stack.triton.arguments import StepBackward, StepForward
+from stackexp.stack.triton.depth_step_launch import StepBackward, StepForward, StepInputs
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
 
@@ -168,7 +168,9 @@ def test_kernels_compile_for_an_h100_without_spilling(compiler, name, num_stages
     from stackexp.stack.triton import depth_step_kernels
 
     function = getattr(depth_step_kernels, name)
-    options = depth_step_launch.make_options((4, 16), 3, F32, ("stack", "global", "multiply"), is_capped=True)
+    x, logits, slots = (torch.empty(shape, dtype=BF16) for shape in [(1, 4, 16), (1, 4, 3), (24, 1, 4, 16)])
+    inputs = StepInputs(x, logits, None, slots, slots.float(), [], [], x, x, 24, "stack", "global", "multiply", False)
+    options = depth_step_launch.make_options(inputs)
     arguments = StepForward if name == "forward" else StepBackward
     halves = {"query", "slots", "read", "rest", "new_slots", "grad_read", "grad_slots", "to_x", "to_logits", "to_slots"}
     kinds = {field: "*bf16" if field in halves else "*fp32" for field in arguments._fields}

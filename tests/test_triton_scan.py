@@ -15,6 +15,8 @@ import torch
 from scans import Case, check, check_autocast, run
 
 from stackexp.stack import dispatch
+from stackexp.stack.triton import time_scan
+from stackexp.stack.triton.time_scan import ScanBackward, ScanForward
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
 
@@ -93,12 +95,12 @@ def test_kernels_compile_for_an_h100_without_spilling(kernel, feedback, hidden):
     import triton
     from triton.backends.compiler import GPUTarget
 
-    from stackexp.stack.triton import time_scan, time_scan_kernels
-    from stackexp.stack.triton.arguments import ScanBackward, ScanForward
+    from stackexp.stack.triton import time_scan_kernels
 
     function = getattr(time_scan_kernels, kernel)
-    settings = time_scan.ScanSettings(24, "stack", "global", "log", feedback, hidden > 0, 7)
-    options = time_scan.make_options((4, 8), 3, 24, hidden or 32, F32, settings)
+    x, logits = torch.empty(1, 1, 4, 8), torch.empty(1, 1, 4, 3)
+    names = ("stack", "global", "log", feedback)
+    options = time_scan.make_options(x, logits, 24, hidden or 32, names)
     tensors = ScanForward if kernel == "forward" else ScanBackward
     missing = {"given", "from_read", "to_given"} if not hidden else set()
     missing |= {"feedback_x", "feedback_logits", "fed", "grad_fed_logits"} if not feedback else set()

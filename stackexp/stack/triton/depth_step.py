@@ -15,15 +15,14 @@ afterwards, so results are deterministic. The kernels are opaque operators to to
 implementations. With TRITON_INTERPRET=1 in the environment, steps run on a CPU, slowly.
 """
 
-from typing import NamedTuple, get_type_hints
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 from stackexp.stack.reference import StackOutput
-from stackexp.stack.triton.arguments import StepBackward, StepForward
-from stackexp.stack.triton.depth_step_launch import compute_grid, launch
+from stackexp.stack.triton.depth_step_launch import StepBackward, StepForward, StepInputs, compute_grid, launch
 
 CHECKPOINT_EVERY = 4  # k
 
@@ -37,50 +36,6 @@ class DepthState(NamedTuple):
     logits: list[Tensor]  # of each layer since [..., H, 3 or 2]
     to_slots: Tensor  # [n, ..., H, D], zeros without storage, which carry the gradient of the contents
     to_mask: Tensor  # [n, ..., H], the same for M
-
-
-class StepInputs(NamedTuple):
-    """The arguments of the operator `depth_step`."""
-
-    x: Tensor
-    logits: Tensor
-    query: Tensor | None
-    slots: Tensor  # this and the next five: DepthState
-    mask: Tensor
-    pushed: list[Tensor]
-    pushed_logits: list[Tensor]
-    to_slots: Tensor
-    to_mask: Tensor
-    num_slots: int
-    discipline: str
-    read: str
-    read_mask: str
-    is_stored: bool  # whether the new stack is
-
-
-class StepGradInputs(NamedTuple):
-    """The arguments of the operator `depth_step_backward`."""
-
-    x: Tensor
-    logits: Tensor
-    query: Tensor | None
-    slots: Tensor
-    mask: Tensor
-    pushed: list[Tensor]
-    pushed_logits: list[Tensor]
-    values: Tensor | None  # R; this, rest and log_total are None where the softmax is computed again
-    rest: Tensor | None
-    log_total: Tensor | None
-    grad_read: Tensor | None
-    grad_action: Tensor | None
-    grad_entropy: Tensor | None
-    grad_slots: Tensor | None
-    grad_mask: Tensor | None
-    num_old: int  # slots of the state before
-    num_slots: int
-    discipline: str
-    read: str
-    read_mask: str
 
 
 def empty(
@@ -118,14 +73,15 @@ def step(
     return StackOutput(*outputs[:4]), state
 
 
-def _make_schema(inputs: type, num_outputs: int) -> str:
-    """Return the operator schema for a NamedTuple of arguments."""
-    names = {Tensor: "Tensor", Tensor | None: "Tensor?", list[Tensor]: "Tensor[]", int: "int", str: "str", bool: "bool"}
-    arguments = ", ".join(f"{names[hint]} {field}" for field, hint in get_type_hints(inputs).items())
-    return f"({arguments}) -> ({', '.join(['Tensor'] * num_outputs)})"
+INPUTS = (
+    "Tensor x, Tensor logits, Tensor? query, Tensor slots, Tensor mask, Tensor[] pushed, Tensor[] pushed_logits, "
+    "Tensor to_slots, Tensor to_mask, int num_slots, str discipline, str read, str read_mask, bool is_stored"
+)
 
 
-@torch.library.custom_op("stackexp::depth_step", mutates_args=(), schema=_make_schema(StepInputs, 10))
+@torch.library.custom_op(
+    "stackexp::depth_step", mutates_args=(), schema=f"({INPUTS}) -> ({', '.join(['Tensor'] * 10)})"
+)
 def depth_step(*args) -> tuple[Tensor, ...]:
     """Return R, a, its entropy, occupancy, rest, log_total, and the new slots, mask, to_slots, to_mask.
 
@@ -135,15 +91,7 @@ def depth_step(*args) -> tuple[Tensor, ...]:
     inputs = StepInputs(*args)
     outputs = _allocate_outputs(inputs)
     tensors = StepForward(inputs.query, inputs.slots, inputs.mask, *map(_none_if_empty, outputs[:8]))
-    launch(
-        "forward",
-        (*inputs.pushed, inputs.x),
-        (*inputs.pushed_logits, inputs.logits),
-        tensors,
-        (inputs.discipline, inputs.read, inputs.read_mask),
-        inputs.num_slots,
-        num_new=outputs[-1].shape[0],
-    )
+    launch("forward", inputs, tensors, num_new=outputs[-1].shape[0])
     return outputs
 
 
@@ -170,44 +118,46 @@ def _allocate_outputs(inputs: StepInputs) -> tuple[Tensor, ...]:
     )
 
 
-@torch.library.custom_op("stackexp::depth_step_backward", mutates_args=(), schema=_make_schema(StepGradInputs, 5))
+@torch.library.custom_op(
+    "stackexp::depth_step_backward",
+    mutates_args=(),
+    schema=f"({INPUTS}, Tensor?[] softmax, Tensor?[] grads) -> ({', '.join(['Tensor'] * 5)})",
+)
 def depth_step_backward(*args) -> tuple[Tensor, ...]:
-    """Return the gradients of x, logits, query (no elements for `read: top`), and of the contents and M before."""
-    inputs = StepGradInputs(*args)
-    to_x, to_logits, to_query, to_slots, to_mask = _allocate_gradients(inputs)
+    """Return the gradients of x, logits, query (no elements for `read: top`), and of the contents and M before.
+
+    `softmax`: R, rest and log_total, or three times None to compute the softmax again. `grads`: those of R, a, the
+    entropy, and the new contents and M; each may be None.
+    """
+    inputs, softmax, grads = StepInputs(*args[:-2]), args[-2], args[-1]
+    to_x, to_logits, to_query, to_slots, to_mask = outputs = _allocate_gradients(inputs)
     programs, _, repeat = compute_grid("backward", inputs.x)
-    parts = None
-    if inputs.query is not None:
+    query, parts = inputs.query, None
+    if query is not None:
         dtype = torch.promote_types(inputs.x.dtype, inputs.mask.dtype)
-        parts = inputs.query.new_empty((programs, *inputs.query.shape), dtype=dtype)
-    given = (inputs.query, inputs.slots, inputs.mask, *inputs[7:15])
-    launch(
-        "backward",
-        (*inputs.pushed, inputs.x),
-        (*inputs.pushed_logits, inputs.logits),
-        StepBackward(*given, to_x, to_logits, parts, to_slots, to_mask),
-        (inputs.discipline, inputs.read, inputs.read_mask),
-        inputs.num_slots,
-        num_old=inputs.num_old,
-        num_new=min(inputs.num_old + 1, inputs.num_slots),
-        repeat=repeat,
-    )
-    return to_x, to_logits, to_query if parts is None else parts.sum(0).to(inputs.query.dtype), to_slots, to_mask
+        parts = query.new_empty((programs, *query.shape), dtype=dtype)
+    given = (query, inputs.slots, inputs.mask, *softmax, *grads)
+    tensors = StepBackward._make((*given, to_x, to_logits, parts, to_slots, to_mask))
+    num_old = len(to_slots)
+    launch("backward", inputs, tensors, num_old=num_old, num_new=min(num_old + 1, inputs.num_slots), repeat=repeat)
+    if parts is None:
+        return outputs
+    return to_x, to_logits, parts.sum(0).to(to_query.dtype), to_slots, to_mask
 
 
 @depth_step_backward.register_fake
 def _(*args) -> tuple[Tensor, ...]:
-    return _allocate_gradients(StepGradInputs(*args))
+    return _allocate_gradients(StepInputs(*args[:-2]))
 
 
-def _allocate_gradients(inputs: StepGradInputs) -> tuple[Tensor, ...]:
+def _allocate_gradients(inputs: StepInputs) -> tuple[Tensor, ...]:
     x, query = inputs.x, inputs.query
     return (
         x.new_empty(x.shape),
         inputs.logits.new_empty(inputs.logits.shape),
         x.new_empty(0) if query is None else query.new_empty(query.shape),
-        inputs.slots.new_empty((inputs.num_old, *x.shape)),
-        inputs.mask.new_empty((inputs.num_old, *x.shape[:-1])),
+        inputs.slots.new_empty(inputs.to_slots.shape),
+        inputs.mask.new_empty(inputs.to_mask.shape),
     )
 
 
@@ -216,25 +166,23 @@ def _save_for_backward(ctx: FunctionCtx, inputs: tuple, output: tuple[Tensor, ..
     values, _, _, occupancy, rest, log_total, new_slots, new_mask, _, _ = output
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(occupancy, rest, log_total, new_slots, new_mask)
-    ctx.num_old, ctx.num_pushed = inputs.to_slots.shape[0], len(inputs.pushed)
-    ctx.options = inputs.num_slots, inputs.discipline, inputs.read, inputs.read_mask
     softmax: tuple[Tensor | None, ...] = (None, None, None)
     # additive: scores are up to 1e9, and one rounding of M between the two kernels changes them by 64
     if inputs.read == "global" and inputs.read_mask != "additive":
         softmax = tuple(map(_none_if_empty, (values, rest, log_total)))
-    saved = (*inputs[:5], *softmax, *inputs.pushed, *inputs.pushed_logits)
+    ctx.num_pushed, ctx.options = len(inputs.pushed), inputs[9:]
+    saved = (*inputs[:5], *inputs[7:9], *softmax, *inputs.pushed, *inputs.pushed_logits)
     ctx.save_for_backward(*saved)  # type: ignore[arg-type]  # PyTorch accepts None
 
 
 def _differentiate(ctx: FunctionCtx, *grads: Tensor | None) -> tuple:
-    saved = ctx.saved_tensors
-    given, pushed, pushed_logits = saved[:8], saved[8 : 8 + ctx.num_pushed], saved[8 + ctx.num_pushed :]
-    to_read, to_action, to_entropy, *_, to_slots, to_mask = grads
-    tensors = (*given[:5], list(pushed), list(pushed_logits), *given[5:], to_read, to_action, to_entropy)
-    to_x, to_logits, to_query, *to_state = depth_step_backward(*tensors, to_slots, to_mask, ctx.num_old, *ctx.options)
-    nothing = [None] * ctx.num_pushed
-    query = None if given[2] is None else to_query
-    return to_x, to_logits, query, None, None, nothing, nothing, *to_state, None, None, None, None, None
+    saved, num_pushed = ctx.saved_tensors, ctx.num_pushed
+    pushed, pushed_logits = list(saved[10 : 10 + num_pushed]), list(saved[10 + num_pushed :])
+    arguments = (*saved[:5], pushed, pushed_logits, *saved[5:7], *ctx.options)
+    to_x, to_logits, to_query, *to_state = depth_step_backward(*arguments, saved[7:10], [*grads[:3], *grads[-2:]])
+    nothing = [None] * num_pushed
+    query = None if saved[2] is None else to_query
+    return to_x, to_logits, query, None, None, nothing, nothing, *to_state, *[None] * len(ctx.options)
 
 
 depth_step.register_autograd(_differentiate, setup_context=_save_for_backward)

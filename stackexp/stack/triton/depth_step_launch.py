@@ -1,75 +1,134 @@
-"""Launch the Triton kernels of the depth step: tile sizes, compile-time options and grid."""
+"""Launch the Triton kernels of the depth step: tile sizes, compile-time options, tensors and grid.
 
-from typing import Any
+Triton accepts NamedTuples of tensors and, as one `tl.constexpr`, a NamedTuple of options.
+"""
+
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from stackexp.stack.eager import empty_score
-from stackexp.stack.triton.arguments import StepBackward, StepForward, StepOptions
 
 ELEMENTS_PER_THREAD = 4  # of a tile: 8 bytes of bfloat16 in one load, 16 of float32; more for rows past 128
 MAX_ELEMENTS_PER_THREAD = 16
 MAX_PROGRAMS = 2**14  # of the backward pass: their parts of the gradient of w_g stay in the L2 cache
 
 
-def launch(
-    name: str,
-    xs: tuple[Tensor, ...],
-    logits: tuple[Tensor, ...],
-    tensors: StepForward | StepBackward,
-    read_options: tuple[str, str, str],
-    num_slots: int,
-    **sizes: int,
-) -> None:
-    """Run the kernel `name` on all tokens and heads. `read_options`: discipline, read, read_mask."""
-    x, num_occupied = xs[-1], tensors.slots.shape[0]
+class StepInputs(NamedTuple):
+    """The arguments of the operator `depth_step`. Those from `slots` to `to_mask` are a `DepthState`."""
+
+    x: Tensor  # [..., H, D]
+    logits: Tensor  # [..., H, 3 or 2]
+    query: Tensor | None  # [H, D]; None for `read: top`
+    slots: Tensor
+    mask: Tensor
+    pushed: list[Tensor]
+    pushed_logits: list[Tensor]
+    to_slots: Tensor
+    to_mask: Tensor
+    num_slots: int
+    discipline: str
+    read: str
+    read_mask: str
+    is_stored: bool  # whether the new stack is
+
+
+class StepOptions(NamedTuple):
+    """The compile-time options of a depth step."""
+
+    heads: int
+    head_dim: int
+    num_actions: int
+    tokens: int  # of one program
+    group: int  # heads of one program, a power of two
+    padded_dim: int  # D, a power of two
+    discipline: str
+    read: str
+    read_mask: str
+    is_capped: bool  # since V_0 an element may have moved past slot S, and must be dropped
+    empty_score: float
+    tiny: float  # the smallest normal number
+    dtype: Any  # of the computation
+
+
+class StepForward(NamedTuple):
+    """The tensors of a depth step. Optional outputs are None if they are not needed."""
+
+    query: Any  # [H, D]
+    slots: Any  # V_0 [num_occupied, tokens, H, D]
+    mask: Any  # [num_occupied, tokens, H]
+    read: Any  # out [tokens, H, D]
+    action: Any  # out [tokens, H, 3]
+    entropy: Any  # out [tokens, H]
+    occupancy: Any  # out [tokens, H]
+    rest: Any  # out [tokens, H, D], the rounding error of `read`; or None
+    log_total: Any  # out [tokens, H], log of the sum of exp(score); or None
+    new_slots: Any  # out [num_new, tokens, H, D], or None
+    new_mask: Any  # out [num_new, tokens, H], or None
+
+
+class StepBackward(NamedTuple):
+    """The tensors of the gradient of a depth step. Each incoming gradient may be None."""
+
+    query: Any
+    slots: Any
+    mask: Any
+    read: Any  # with rest and log_total as above, or all None to compute the softmax again
+    rest: Any
+    log_total: Any
+    grad_read: Any  # [tokens, H, D]
+    grad_action: Any  # [tokens, H, 3]
+    grad_entropy: Any  # [tokens, H]
+    grad_slots: Any  # of St' [num_new, tokens, H, D]
+    grad_mask: Any  # [num_new, tokens, H]
+    to_x: Any  # out [tokens, H, D]
+    to_logits: Any  # out [tokens, H, 3 or 2]
+    to_query: Any  # out [programs, H, D], to be summed; None for `read: top`
+    to_slots: Any  # out, of St [num_old, tokens, H, D]
+    to_mask: Any  # out [num_old, tokens, H]
+
+
+def launch(name: str, inputs: StepInputs, tensors: StepForward | StepBackward, **sizes: int) -> None:
+    """Run the kernel `name` on all tokens and heads."""
+    x, num_occupied = inputs.x, inputs.slots.shape[0]
     programs, groups, _ = compute_grid(name, x)
     if programs == 0:
         return
-    is_capped = num_occupied + len(xs) > num_slots
-    dtype = torch.promote_types(x.dtype, tensors.mask.dtype)
-    options = make_options(x.shape[-2:], logits[-1].shape[-1], dtype, read_options, is_capped)
     kernel = _load_kernel(name, x.device)
     with torch.cuda.device_of(x):
         kernel[(programs, groups)](
-            tuple(_make_contiguous(xs)),
-            tuple(_make_contiguous(logits)),
-            type(tensors)(*_make_contiguous(tensors)),
+            (*inputs.pushed, x),
+            (*inputs.pushed_logits, inputs.logits),
+            type(tensors)(*(tensor if tensor is None else tensor.contiguous() for tensor in tensors)),
             num_tokens=x.shape[:-2].numel(),
             num_occupied=num_occupied,
-            num_slots=num_slots,
+            num_slots=inputs.num_slots,
             **sizes,
-            options=options,
+            options=make_options(inputs),
             **compiler_options(x.shape[-1]),
         )
 
 
-def make_options(
-    head_shape: tuple[int, ...],
-    num_actions: int,
-    dtype: torch.dtype,
-    read_options: tuple[str, str, str],
-    is_capped: bool,
-) -> StepOptions:
-    """Return the compile-time options. `head_shape`: H and D; `read_options`: discipline, read, read_mask."""
+def make_options(inputs: StepInputs) -> StepOptions:
+    """Return the compile-time options."""
     import triton.language as tl
 
-    heads, head_dim = head_shape
+    heads, head_dim = inputs.x.shape[-2:]
     tokens, group, padded_dim = compute_tile(heads, head_dim)
-    discipline, read, read_mask = read_options
+    dtype = torch.promote_types(inputs.x.dtype, inputs.mask.dtype)
     return StepOptions(
         heads=heads,
         head_dim=head_dim,
-        num_actions=num_actions,
+        num_actions=inputs.logits.shape[-1],
         tokens=tokens,
         group=group,
         padded_dim=padded_dim,
-        discipline=discipline,
-        read=read,
-        read_mask=read_mask,
-        is_capped=is_capped,
-        empty_score=empty_score(read_mask, dtype),
+        discipline=inputs.discipline,
+        read=inputs.read,
+        read_mask=inputs.read_mask,
+        is_capped=inputs.slots.shape[0] + len(inputs.pushed) + 1 > inputs.num_slots,
+        empty_score=empty_score(inputs.read_mask, dtype),
         tiny=torch.finfo(dtype).tiny,
         dtype=tl.float64 if dtype == torch.float64 else tl.float32,
     )
@@ -110,10 +169,6 @@ def compute_grid(name: str, x: Tensor) -> tuple[int, int, int]:
 def round_up_to_power_of_2(size: int) -> int:
     """Return the smallest power of two that is not below `size`."""
     return 1 << (size - 1).bit_length()
-
-
-def _make_contiguous(tensors: tuple[Tensor | None, ...]) -> list[Tensor | None]:
-    return [None if tensor is None else tensor.contiguous() for tensor in tensors]
 
 
 def _load_kernel(name: str, device: torch.device) -> Any:

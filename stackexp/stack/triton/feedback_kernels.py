@@ -1,7 +1,7 @@
 """The feedback of one token for `time_scan_kernels`: x_t + P u_t, logits_t + Q u_t, and the gradients.
 
 u_t = f(R_{t-1}), or f(c_t + V R_{t-1}) with a hidden layer; see `feedback`. The maps are multiplied `options.block`
-rows at a time.
+rows at a time. With gates, u_t is a product of two factors, for each of which c_t and V have m rows.
 """
 
 import triton
@@ -9,13 +9,13 @@ import triton.language as tl
 
 
 @triton.jit
-def _activated(read, options: tl.constexpr):
-    """Apply identity or tanh; for gated, to one of the factors."""
+def _activate(inner, options: tl.constexpr):
+    """Apply identity or tanh."""
     if options.activation != "identity":
-        falling = tl.exp(-2 * tl.abs(read))
+        falling = tl.exp(-2 * tl.abs(inner))
         size = (1 - falling) / (1 + falling)
-        read = tl.where(read < 0, -size, size)
-    return read
+        inner = tl.where(inner < 0, -size, size)
+    return inner
 
 
 @triton.jit
@@ -33,23 +33,22 @@ def feed_back(tensors, read, token, options: tl.constexpr):
     padded: tl.constexpr = options.padded_width
     actions: tl.constexpr = options.heads * options.num_actions
     units: tl.constexpr = options.units
-    inner: tl.constexpr = 2 * units if options.activation == "gated" else units
+    factors: tl.constexpr = 2 if options.activation == "gated" else 1
     column, action = tl.arange(0, padded), tl.arange(0, options.padded_logits)
     new_x = tl.load(tensors.x + token * width + column, column < width, other=0)
     new_logits = tl.load(tensors.logits + token * actions + action, action < actions, other=0)
     last = tl.load(read + column, column < width, other=0)[None, :]
     for start in range(0, units, options.block):
         row = start + tl.arange(0, options.block)
-        if options.has_hidden:
-            before = tl.load(tensors.given + token * inner + row, row < units, other=0)
-            before += tl.sum(last * _load_map(tensors.from_read, row, units, width, padded), 1)
-        else:
-            before = tl.load(read + row, row < units, other=0)
-        fed = _activated(before, options)
-        if options.activation == "gated":
-            before = tl.load(tensors.given + token * inner + units + row, row < units, other=0)
-            before += tl.sum(last * _load_map(tensors.from_read + units * width, row, units, width, padded), 1)
-            fed *= _activated(before, options)
+        fed = tl.full(row.shape, 1, new_x.dtype)
+        for factor in tl.static_range(factors):
+            if tensors.from_read is not None:
+                inner = tl.load(tensors.given + (token * factors + factor) * units + row, row < units, other=0)
+                weights = _load_map(tensors.from_read + factor * units * width, row, units, width, padded)
+                inner += tl.sum(last * weights, 1)
+            else:
+                inner = tl.load(read + row, row < units, other=0)
+            fed *= _activate(inner, options)
         fed = fed[:, None]
         new_x += tl.sum(fed * _load_map(tensors.feedback_x, row, units, width, padded), 0)
         new_logits += tl.sum(fed * _load_map(tensors.feedback_logits, row, units, actions, options.padded_logits), 0)
@@ -64,7 +63,7 @@ def feed_back_backward(tensors, batch_row, token, options: tl.constexpr):
     padded: tl.constexpr = options.padded_width
     actions: tl.constexpr = options.heads * options.num_actions
     units: tl.constexpr = options.units
-    inner: tl.constexpr = 2 * units if options.activation == "gated" else units
+    factors: tl.constexpr = 2 if options.activation == "gated" else 1
     column, action = tl.arange(0, padded), tl.arange(0, options.padded_logits)
     to_x = tl.load(tensors.to_x + token * width + column, column < width, other=0)[None, :]
     to_logits = tl.load(tensors.to_logits + token * actions + action, action < actions, other=0)[None, :]
@@ -72,22 +71,20 @@ def feed_back_backward(tensors, batch_row, token, options: tl.constexpr):
     to_read = tl.zeros([padded], to_x.dtype)
     for start in range(0, units, options.block):
         row = start + tl.arange(0, options.block)
-        grad = tl.sum(to_x * _load_map(tensors.feedback_x, row, units, width, padded), 1)
-        grad += tl.sum(to_logits * _load_map(tensors.feedback_logits, row, units, actions, options.padded_logits), 1)
-        if options.activation != "identity":
-            active = tl.load(tensors.fed + token * inner + row, row < units, other=0)
-            if options.activation == "gated":
-                other = tl.load(tensors.fed + token * inner + units + row, row < units, other=0)
-                grad_other = grad * active * (1 - other * other)
-                tl.store(tensors.to_given + token * inner + units + row, grad_other, row < units)
-                of_other = _load_map(tensors.from_read + units * width, row, units, width, padded)
-                to_read += tl.sum(grad_other[:, None] * of_other, 0)
-                grad *= other
-            grad *= 1 - active * active
-        if options.has_hidden:
-            tl.store(tensors.to_given + token * inner + row, grad, row < units)
-            to_read += tl.sum(grad[:, None] * _load_map(tensors.from_read, row, units, width, padded), 0)
-        else:
-            tl.store(out + row, grad, row < units)
-    if options.has_hidden:
+        to_fed = tl.sum(to_x * _load_map(tensors.feedback_x, row, units, width, padded), 1)
+        to_fed += tl.sum(to_logits * _load_map(tensors.feedback_logits, row, units, actions, options.padded_logits), 1)
+        for factor in tl.static_range(factors):
+            to_inner = to_fed
+            if options.activation != "identity":
+                active = tl.load(tensors.fed + (token * factors + factor) * units + row, row < units, other=0)
+                to_inner *= 1 - active * active
+            if factors == 2:
+                to_inner *= tl.load(tensors.fed + (token * 2 + 1 - factor) * units + row, row < units, other=0)
+            if tensors.from_read is not None:
+                tl.store(tensors.to_given + (token * factors + factor) * units + row, to_inner, row < units)
+                weights = _load_map(tensors.from_read + factor * units * width, row, units, width, padded)
+                to_read += tl.sum(to_inner[:, None] * weights, 0)
+            else:
+                tl.store(out + row, to_inner, row < units)
+    if tensors.from_read is not None:
         tl.store(out + column, to_read, column < width)

@@ -8,8 +8,7 @@ The first scan imports Triton. With TRITON_INTERPRET=1 in the environment, scans
 """
 
 import math
-from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,25 +20,83 @@ from stackexp.stack import feedback as feedback_math
 from stackexp.stack.eager import empty, step
 from stackexp.stack.feedback import ACTIVATIONS
 from stackexp.stack.reference import StackOutput, StackState
-from stackexp.stack.triton.arguments import ScanBackward, ScanForward, ScanOptions
+from stackexp.stack.triton.depth_step_launch import round_up_to_power_of_2
 
 __all__ = ["empty", "scan", "step"]
 
 MAX_WARPS = 8
 ELEMENTS_PER_WARP = 512  # of a tile: 16 registers per thread for each tile of the backward pass; more would spill
-MAP_BLOCK = 2048  # elements of P that a program multiplies at once
+MAP_BLOCK = 1024  # elements of P that a program multiplies at once; more would spill
 
 
-class ScanSettings(NamedTuple):
-    """The options of one scan."""
+class ScanOptions(NamedTuple):
+    """The compile-time options of the kernels."""
 
-    num_slots: int
+    heads: int
+    head_dim: int
+    num_actions: int
+    padded_heads: int  # of one program, a power of two: all with feedback, else 1
+    padded_slots: int
+    padded_dim: int
     discipline: str
     read: str
     read_mask: str
-    feedback_activation: str | None  # None: without feedback
-    has_hidden: bool  # the feedback has a hidden layer
-    interval: int  # tokens between saved states; 0: none are saved
+    activation: str | None  # of the feedback; None without feedback
+    units: int  # m
+    block: int  # rows of P, Q or V that are multiplied at once
+    padded_width: int  # H*D, a power of two
+    padded_logits: int  # H*3, a power of two
+    empty_score: float
+    tiny: float  # the smallest normal number
+
+
+class ScanForward(NamedTuple):
+    """The tensors of a scan: B rows, T tokens, N slots, C saved states, m feedback units (gated: 2 m in V and c)."""
+
+    x: Any  # [B, T, H, D]
+    logits: Any  # [B, T, H, 3 or 2]
+    query: Any  # [H, D]
+    slots: Any  # [B, H, N, D]
+    mask: Any  # [B, H, N]
+    feedback_x: Any  # P [m, H, D]
+    feedback_logits: Any  # Q [m, H, 3 or 2]
+    from_read: Any  # V [m, H, D]
+    given: Any  # c [B, T, m]
+    read: Any  # out [B, T, H, D]; with feedback [B, 1 + T, H, D], where the first is the input R_{-1}
+    occupancy: Any  # out [B, T, H]
+    last_slots: Any  # out [B, H, N, D]
+    last_mask: Any  # out [B, H, N]
+    fed_x: Any  # out, with feedback [B, T, H, D]: x + P u
+    fed_logits: Any  # out, with feedback [B, T, H, 3 or 2]: logits + Q u
+    saved_slots: Any  # out [C, B, H, N, D]: the states before tokens 0, interval, 2 interval ...
+    saved_mask: Any  # out [C, B, H, N]
+
+
+class ScanBackward(NamedTuple):
+    """The tensors of the gradient of a scan."""
+
+    x: Any  # with feedback x + P u [B, T, H, D]
+    logits: Any  # with feedback logits + Q u [B, T, H, 3 or 2]
+    query: Any
+    feedback_x: Any
+    feedback_logits: Any
+    from_read: Any
+    fed: Any  # with feedback, u [B, T, m]; gated: both factors [B, T, 2 m]
+    saved_slots: Any
+    saved_mask: Any
+    grad_read: Any  # [B, T, H, D]
+    grad_fed_logits: Any  # with feedback [B, T, H, 3 or 2]
+    grad_last_slots: Any  # [B, H, N, D]
+    grad_last_mask: Any  # [B, H, N]
+    segment_slots: Any  # scratch [interval, B, H, N, D]
+    segment_mask: Any  # scratch [interval, B, H, N]
+    to_x: Any  # out [B, T, H, D]
+    to_logits: Any  # out [B, T, H, 3 or 2]
+    to_query: Any  # out [B, H, D]
+    to_slots: Any  # out [B, H, N, D]
+    to_mask: Any  # out [B, H, N]
+    to_read: Any  # with feedback, 0 and out [B, H, D]: of the read before; at the end of R_{-1}
+    to_given: Any  # out, with a hidden layer [B, T, m]
 
 
 def scan(
@@ -59,27 +116,26 @@ def scan(
     num_tokens, occupied = x.shape[1], state.mask.shape[-1]
     assert occupied <= num_slots, (occupied, num_slots)
     assert feedback_activation in ACTIVATIONS, feedback_activation
-    missing = min(occupied + num_tokens, num_slots) - occupied
+    kept = min(occupied + num_tokens, num_slots)
     initial_read = eager.read_stack(state, query, read, read_mask, num_slots) if feedback else None
     tensors = (
         x,
         logits,
         query if read == "global" else None,
-        F.pad(state.slots, (0, 0, 0, missing)),
-        F.pad(state.mask, (0, missing)),
+        F.pad(state.slots, (0, 0, 0, kept - occupied)),
+        F.pad(state.mask, (0, kept - occupied)),
         *(*(feedback or ()), None, None, None, None)[:4],
         initial_read,
     )
-    needs_gradient = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
-    interval = math.isqrt(num_tokens - 1) + 1 if needs_gradient else 0
+    units = len(feedback[0]) if feedback else 0
     activation = feedback_activation if feedback else None
-    hidden = feedback is not None and len(feedback) > 2
-    options = ScanSettings(num_slots, discipline, read, read_mask, activation, hidden, interval)
-    reads, occupancy, slots, mask, *fed_logits = _Scan.apply(*tensors, options)
+    options = make_options(x, logits, kept, units, (discipline, read, read_mask, activation))
+    needs_gradient = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    interval = math.isqrt(num_tokens - 1) + 1 if needs_gradient else num_tokens
+    reads, occupancy, slots, mask, *fed_logits = _Scan.apply(options, num_slots - kept, interval, *tensors)
     logits = fed_logits[0] if feedback else logits
-    return StackOutput(
-        reads, reference.compute_actions(logits), reference.compute_entropy(logits), occupancy
-    ), StackState(slots, mask)
+    action, entropy = reference.compute_actions(logits), reference.compute_entropy(logits)
+    return StackOutput(reads, action, entropy, occupancy), StackState(slots, mask)
 
 
 class _Scan(torch.autograd.Function):
@@ -87,39 +143,24 @@ class _Scan(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: FunctionCtx,
-        x: Tensor,  # [B, T, H, D]
-        logits: Tensor,  # [B, T, H, 3 or 2]
-        query: Tensor | None,  # [H, D]
-        slots: Tensor,  # [B, H, N, D]
-        mask: Tensor,  # [B, H, N]
-        feedback_x: Tensor | None,  # [m, H, D]
-        feedback_logits: Tensor | None,  # [m, H, 3 or 2]
-        from_read: Tensor | None,  # [m, H*D]; gated: 2 m
-        fed_given: Tensor | None,  # [B, T, m]; gated: 2 m
-        initial_read: Tensor | None,  # [B, H, D]
-        options: ScanSettings,
+        ctx: FunctionCtx, options: ScanOptions, num_empty: int, interval: int, *inputs: Tensor | None
     ) -> tuple[Tensor, ...]:
         """Return reads [B, T, H, D], occupancy [B, T, H], contents, mask; with feedback, also the changed logits."""
-        inputs = (x, logits, query, slots, mask, feedback_x, feedback_logits, from_read, fed_given)
-        given = [_contiguous(tensor) for tensor in inputs]
-        x, logits, query, slots, mask, *feedback = given  # type: ignore[assignment]  # x to mask are tensors
-        num_tokens = x.shape[1]
+        *given, initial_read = map(_contiguous, inputs)
+        x, logits, query, slots, mask, *feedback = given
         reads, fed_x, fed_logits = torch.empty_like(x), x, logits
-        if options.feedback_activation:
+        if options.activation:
             reads = torch.cat([initial_read.unsqueeze(1), reads], 1)
             fed_x, fed_logits = torch.empty_like(x), torch.empty_like(logits)
-        num_checkpoints = -(-num_tokens // options.interval) if options.interval else 0
-        saved = [tensor.new_empty(num_checkpoints, *tensor.shape) for tensor in (slots, mask)]
+        saved = [tensor.new_empty(-(-x.shape[1] // interval), *tensor.shape) for tensor in (slots, mask)]
         final = torch.empty_like(slots), torch.empty_like(mask)
         occupancy = x.new_empty(x.shape[:3])
-        outputs = (reads, occupancy, *final, fed_x, fed_logits, *saved)
-        _launch("forward", ScanForward(*given, *outputs), kept=slots.shape[2], settings=options)
-        kept = (fed_x, fed_logits, query, *feedback, reads, *saved)
-        ctx.save_for_backward(*kept)  # type: ignore[arg-type]  # PyTorch accepts None
-        ctx.options = options
+        tensors = ScanForward._make((*given, reads, occupancy, *final, fed_x, fed_logits, *saved))
+        _launch("forward", tensors, options, num_empty, interval)
+        ctx.save_for_backward(fed_x, fed_logits, query, *feedback, reads, *saved)
+        ctx.constants = options, num_empty, interval
         ctx.mark_non_differentiable(occupancy)
-        if options.feedback_activation:
+        if options.activation:
             return reads[:, 1:], occupancy, *final, fed_logits
         return reads, occupancy, *final
 
@@ -133,89 +174,80 @@ class _Scan(torch.autograd.Function):
         grad_mask: Tensor,
         grad_logits: Tensor | None = None,
     ) -> tuple[Tensor | None, ...]:
-        x, logits, query, feedback_x, feedback_logits, from_read, fed_given, reads, *saved = ctx.saved_tensors
-        options: ScanSettings = ctx.options
-        fed = None
-        autocast = torch.autocast(x.device.type, enabled=False)  # backward may be called under autocast
-        if options.feedback_activation:
-            last = reads[:, :-1].flatten(2)  # R_{t-1} [B, T, H*D]
-            with autocast:
-                fed = feedback_math.activate(last, options.feedback_activation, from_read, fed_given).contiguous()
-        given = map(_contiguous, (grad_read, grad_logits, grad_slots, grad_mask))
-        segment = [states.new_empty(options.interval, *states.shape[1:]) for states in saved]
-        to_x, to_logits, to_slots, to_mask = map(torch.empty_like, (x, logits, saved[0][0], saved[1][0]))
-        to_query, to_read = x.new_zeros(2, x.shape[0], *x.shape[2:])  # [B, H, D]
-        to_given = None if from_read is None else torch.empty_like(fed_given)
-        outputs = (to_x, to_logits, to_query, to_slots, to_mask, to_read, to_given)
-        known = (x, logits, query, feedback_x, feedback_logits, from_read, fed, *saved)
-        _launch(
-            "backward",
-            ScanBackward._make((*known, *given, *segment, *outputs)),
-            kept=to_slots.shape[2],
-            settings=options,
-        )
+        x, logits, query, *maps, given, reads, saved_slots, saved_mask = ctx.saved_tensors
+        options, _, interval = ctx.constants
+        fed, last = None, reads[:, :-1].flatten(2)  # with feedback R_{t-1} [B, T, H*D]
+        with torch.autocast(x.device.type, enabled=False):  # backward may be called under autocast
+            if options.activation:
+                fed = feedback_math.activate(last, options.activation, maps[2], given).contiguous()
+            to_query, to_read = x.new_zeros(2, x.shape[0], *x.shape[2:])  # [B, H, D]
+            known = (x, logits, query, *maps, fed, saved_slots, saved_mask)
+            incoming = map(_contiguous, (grad_read, grad_logits, grad_slots, grad_mask))
+            segment = [states.new_empty(interval, *states.shape[1:]) for states in (saved_slots, saved_mask)]
+            to_x, to_logits, to_slots, to_mask = map(torch.empty_like, (x, logits, saved_slots[0], saved_mask[0]))
+            to_given = None if given is None else torch.empty_like(given)
+            outputs = (to_x, to_logits, to_query, to_slots, to_mask, to_read, to_given)
+            tensors = ScanBackward._make((*known, *incoming, *segment, *outputs))
+            _launch("backward", tensors, *ctx.constants)
+            to_maps: tuple[Tensor | None, ...] = (None,) * 5
+            if fed is not None:
+                u = feedback_math.multiply_gates(fed, options.activation)
+                products = [torch.einsum("btm,bthd->mhd", u, grad) for grad in (to_x, to_logits)]
+                hidden = None if given is None else torch.einsum("btm,btk->mk", to_given, last)
+                to_maps = (*products, hidden, to_given, to_read)
         to_query = None if query is None else to_query.sum(0)
-        to_feedback: tuple[Tensor | None, ...] = (None,) * 5
-        if options.feedback_activation:
-            assert fed is not None
-            fed = feedback_math.multiply_gates(fed, options.feedback_activation)
-            with autocast:
-                to_maps = [torch.einsum("btm,bthd->mhd", fed, gradient) for gradient in (to_x, to_logits)]
-                to_from_read = None if to_given is None else torch.einsum("btm,btk->mk", to_given, last)
-            to_feedback = (*to_maps, to_from_read, to_given, to_read)
-        return to_x, to_logits, to_query, to_slots, to_mask, *to_feedback, None
+        return None, None, None, to_x, to_logits, to_query, to_slots, to_mask, *to_maps
 
 
 def _contiguous(tensor: Tensor | None) -> Tensor | None:
     return tensor if tensor is None else tensor.contiguous()
 
 
-def _launch(name: str, tensors: ScanForward | ScanBackward, kept: int, settings: ScanSettings) -> None:
-    """Run the kernel `name`: one program per row and head, or per row with feedback. `kept`: N slots of S."""
-    x, feedback_x = tensors.x, tensors.feedback_x
+def _launch(
+    name: str, tensors: ScanForward | ScanBackward, options: ScanOptions, num_empty: int, interval: int
+) -> None:
+    """Run the kernel `name`: one program per row and head, or per row with feedback."""
+    from stackexp.stack.triton import time_scan_kernels
+
+    x = tensors.x
     assert {tensor.dtype for tensor in tensors if tensor is not None} == {x.dtype}, "one dtype"
-    batch_size, num_tokens, num_heads, head_dim = x.shape
-    units = num_heads * head_dim if feedback_x is None else len(feedback_x)
-    options = make_options((num_heads, head_dim), tensors.logits.shape[-1], kept, units, x.dtype, settings)
-    interval = settings.interval or num_tokens  # any value works without saved states
-    num_checkpoints = -(-num_tokens // interval) if settings.interval else 0
+    programs = x.shape[0] * (options.heads if options.activation is None else 1)
     with torch.cuda.device_of(x):
-        getattr(_kernels(), name)[(batch_size * (num_heads if options.activation is None else 1),)](
+        getattr(time_scan_kernels, name)[(programs,)](
             tensors,
-            num_tokens=num_tokens,
-            kept=kept,
-            num_empty=settings.num_slots - kept,
+            num_tokens=x.shape[1],
+            kept=tensors.saved_slots.shape[3],
+            num_empty=num_empty,
             interval=interval,
-            num_checkpoints=num_checkpoints,
             options=options,
             **compiler_options(options),
         )
 
 
 def make_options(
-    head_shape: tuple[int, int], num_actions: int, kept: int, units: int, dtype: torch.dtype, settings: ScanSettings
+    x: Tensor, logits: Tensor, kept: int, units: int, names: tuple[str, str, str, str | None]
 ) -> ScanOptions:
-    """Return the compile-time options. `head_shape`: H and D; `kept`: N; `units`: m."""
-    num_heads, head_dim = head_shape
-    padded_width = _power_of_2(num_heads * head_dim)
+    """Return the compile-time options. `kept`: N; `units`: m; `names`: discipline, read, read_mask, activation."""
+    num_heads, head_dim = x.shape[-2:]
+    discipline, read, read_mask, activation = names
+    padded_width = round_up_to_power_of_2(num_heads * head_dim)
     return ScanOptions(
         heads=num_heads,
         head_dim=head_dim,
-        num_actions=num_actions,
-        padded_heads=1 if settings.feedback_activation is None else _power_of_2(num_heads),
-        padded_slots=_power_of_2(kept),
-        padded_dim=_power_of_2(head_dim),
-        discipline=settings.discipline,
-        read=settings.read,
-        read_mask=settings.read_mask,
-        activation=settings.feedback_activation,
-        has_hidden=settings.has_hidden,
+        num_actions=logits.shape[-1],
+        padded_heads=1 if activation is None else round_up_to_power_of_2(num_heads),
+        padded_slots=round_up_to_power_of_2(kept),
+        padded_dim=round_up_to_power_of_2(head_dim),
+        discipline=discipline,
+        read=read,
+        read_mask=read_mask,
+        activation=activation,
         units=units,
-        block=min(_power_of_2(units), max(1, MAP_BLOCK // padded_width)),
+        block=min(round_up_to_power_of_2(units), max(1, MAP_BLOCK // padded_width)),
         padded_width=padded_width,
-        padded_logits=_power_of_2(num_heads * num_actions),
-        empty_score=eager.empty_score(settings.read_mask, dtype),
-        tiny=torch.finfo(dtype).tiny,
+        padded_logits=round_up_to_power_of_2(logits.shape[-2:].numel()),
+        empty_score=eager.empty_score(read_mask, x.dtype),
+        tiny=torch.finfo(x.dtype).tiny,
     )
 
 
@@ -228,14 +260,3 @@ def compiler_options(options: ScanOptions) -> dict[str, int]:
         "enable_fp_fusion": True,  # the default differs between versions
         "num_warps": min(MAX_WARPS, max(1, tiles // ELEMENTS_PER_WARP)),
     }
-
-
-def _power_of_2(size: int) -> int:
-    """Return the smallest power of two that is not below `size`."""
-    return 1 << (size - 1).bit_length()
-
-
-def _kernels() -> ModuleType:
-    from stackexp.stack.triton import time_scan_kernels as kernels
-
-    return kernels

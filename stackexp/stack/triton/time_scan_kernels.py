@@ -17,7 +17,7 @@ Feedback makes every element of x_t and of the logits depend on all of R_{t-1}. 
 the two sides use different layouts. Without feedback, programs share nothing and reads are outside the chain. Sums have
 a fixed order, so results are deterministic.
 
-Both kernels receive `kept`, the slots N of S that the tokens can fill, and `num_empty`, the other S - N. `arguments`
+Both kernels receive `kept`, the slots N of S that the tokens can fill, and `num_empty`, the other S - N. `time_scan`
 describes the tensors and options.
 """
 
@@ -28,7 +28,7 @@ from stackexp.stack.triton.feedback_kernels import feed_back, feed_back_backward
 from stackexp.stack.triton.time_scan_math import read_backward, softmax, update, update_backward, weigh
 
 # one pair of kernels serves each power of two of slots: Triton does not compile again for these values
-DYNAMIC = ["num_tokens", "kept", "num_empty", "interval", "num_checkpoints"]
+DYNAMIC = ["num_tokens", "kept", "num_empty", "interval"]
 
 
 @triton.jit(do_not_specialize=DYNAMIC)
@@ -37,8 +37,7 @@ def forward(
     num_tokens,
     kept,
     num_empty,
-    interval,
-    num_checkpoints,  # C; 0: save no states
+    interval,  # tokens between two saved states
     options: tl.constexpr,
 ):
     """Compute `reference.scan`."""
@@ -55,7 +54,7 @@ def forward(
     if options.activation is None:
         following = _load_token(tensors.x, tensors.logits, first, place, options)
     for t in range(num_tokens):
-        if (num_checkpoints > 0) & (t % interval == 0):
+        if t % interval == 0:
             saved = t // interval * num_stacks * kept + stacks
             _store_state(tensors.saved_slots, tensors.saved_mask, saved, state, place, index, options)
         token = first + t
@@ -86,7 +85,6 @@ def backward(
     kept,
     num_empty,
     interval,
-    num_checkpoints,
     options: tl.constexpr,
 ):
     """Compute the gradients of `forward`, segment by segment from the last; recompute the states of each segment."""
@@ -96,8 +94,9 @@ def backward(
     grads = _load_state(tensors.grad_last_slots, tensors.grad_last_mask, stacks, place, index, options)
     w = _load_query(tensors.query, grads[0], place, options)
     grad_w = tl.zeros_like(w)
-    for later_segments in range(num_checkpoints):
-        segment = num_checkpoints - 1 - later_segments
+    num_segments = tl.cdiv(num_tokens, interval)
+    for later_segments in range(num_segments):
+        segment = num_segments - 1 - later_segments
         start = segment * interval
         length = tl.minimum(interval, num_tokens - start)
         first = row * num_tokens + start
