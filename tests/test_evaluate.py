@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from stackexp.cli import main
 from stackexp.config import compose
-from stackexp.evaluation.partial_results import PartialResults
+from stackexp.evaluation.resumable import PartialResults
 from stackexp.files import read_json, read_json_lines
 from stackexp.models import checkpoints
 from stackexp.modules.language_modeling import LanguageModeling
@@ -202,7 +202,7 @@ def test_sets_can_be_given_on_the_command_line(fitted, corpus, tmp_path, monkeyp
 
 
 def test_long_evaluations_show_progress_on_standard_error(fitted, monkeypatch, capsys):
-    monkeypatch.setattr("stackexp.evaluation.progress.QUIET_SECONDS", 0)
+    monkeypatch.setattr("stackexp.evaluation.resumable.QUIET_SECONDS", 0)
     evaluate(fitted, "--sets", "v2")
     assert [line.split(":")[0] for line in capsys.readouterr().err.splitlines()] == ["1/3 v2/a", "2/3 v2/b", "3/3 v2/c"]
     evaluate(fitted, "--sets", "v2", "logging.progress_bar=false")

@@ -12,8 +12,8 @@ from forks import Forks
 from stackexp.cli import main
 from stackexp.config import compose
 from stackexp.evaluation.evaluate import open_data
-from stackexp.evaluation.partial_results import PartialResults, compute_keys
 from stackexp.evaluation.request import EvaluationRequest
+from stackexp.evaluation.resumable import PartialResults, compute_keys
 from stackexp.runs import RunFolder
 from stackexp.training.processes import Processes
 

@@ -8,14 +8,15 @@ import lightning.pytorch as pl
 from stackexp import runs
 from stackexp.config import registry
 from stackexp.config.experiment import ExperimentConfig
-from stackexp.errors import RunError
+from stackexp.errors import RunError, StoppedError
 from stackexp.evaluation.request import EvaluationRequest, Stage
 from stackexp.evaluation.resumable import ResumableEvaluation
 from stackexp.models import checkpoints
+from stackexp.training.callbacks.step_requests import StepRequests
 from stackexp.training.objectives import build_objective
 from stackexp.training.objectives.base import Objective
 from stackexp.training.processes import start_processes
-from stackexp.training.signals import handle_interrupts
+from stackexp.training.signals import StopRequest
 from stackexp.training.trainer import build_trainer, find_device_type
 
 
@@ -50,9 +51,13 @@ def evaluate(request: EvaluationRequest) -> None:
             objective.warn_about_limits(request.stage)
         evaluation = ResumableEvaluation(request.stage, config, data, processes, checkpoint, request.output)
         module = objective.build_module(weights=checkpoint)
-        trainer = build_trainer(config, processes, [])
-        with handle_interrupts(trainer):
-            evaluation.run(trainer, module)
+        stop = StopRequest(None, config.trainer.stop_grace_seconds)
+        trainer = build_trainer(config, processes, [StepRequests(stop)])
+        try:
+            with stop.handle_interrupts():
+                evaluation.run(trainer, module)
+        except StoppedError as error:
+            raise type(error)(f"{error}; rerun the command to score the remaining sets") from None
         if processes.is_first:
             objective.report(request, checkpoint, evaluation.sets)
             evaluation.delete_partial_results()

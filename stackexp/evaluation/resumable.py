@@ -1,20 +1,69 @@
 """An evaluation of every set of a stage, resumed where a kill has ended it."""
 
+import hashlib
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import lightning.pytorch as pl
+from tqdm import tqdm
 
+import stackexp
 from stackexp.config.experiment import ExperimentConfig
-from stackexp.evaluation.partial_results import PartialResults, compute_keys
-from stackexp.evaluation.progress import EvaluationProgress
-from stackexp.evaluation.request import DataModule, Sets, Stage
+from stackexp.errors import RunError
+from stackexp.evaluation.request import DataModule, Sets, Stage, hash_values, list_figure_options
+from stackexp.files import append_json_line, read_json_lines, write_json_lines
+from stackexp.models import checkpoints
 from stackexp.modules.base import TrainingModule
 from stackexp.training.processes import Processes
 
+QUIET_SECONDS = 10  # a shorter evaluation prints nothing but its table
+MANY_SETS = 40  # with this many sets, lines are QUIET_SECONDS apart
 
-class ResumableEvaluation:
-    """An evaluation of a checkpoint whose scored sets are kept next to `output` until the figures are written."""
+
+class PartialResults:
+    """The scored sets of an evaluation in a JSON Lines file: {"key": ..., "set": name, "figures": {...}}.
+
+    `keys` maps each set to a hash of everything its figures depend on, so several evaluations can share a file. Without
+    a path nothing is saved.
+    """
+
+    def __init__(self, path: Path | None, keys: dict[str, str]):
+        self.path, self._keys = path, keys
+
+    def load(self) -> Sets:
+        """Return the figures of the scored sets. Raises OSError if the file could not be written later."""
+        if self.path is None:
+            return {}
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        open(self.path, "ab").close()
+        if not self.path.stat().st_size:
+            self.path.unlink()
+        scored = {line["key"]: line["figures"] for line in read_json_lines(self.path, skip_damaged=True)}
+        return {name: scored[key] for name, key in self._keys.items() if key in scored}
+
+    def add(self, name: str, figures: dict[str, float]) -> None:
+        """Save the figures of a set; they are on disk on return."""
+        if self.path is not None:
+            append_json_line(self.path, {"key": self._keys[name], "set": name, "figures": figures}, sync=True)
+
+    def delete(self) -> None:
+        """Delete this evaluation's lines, and the file if no other evaluation has lines in it."""
+        if self.path is None:
+            return
+        lines, own = read_json_lines(self.path, skip_damaged=True), set(self._keys.values())
+        if kept := [line for line in lines if line["key"] not in own]:
+            write_json_lines(self.path, kept)
+        else:
+            self.path.unlink(missing_ok=True)
+
+
+class ResumableEvaluation(pl.Callback):
+    """An evaluation of a checkpoint whose scored sets are kept next to `output` until the figures are written.
+
+    Rank 0 saves each set once it is scored, and shows the progress: a bar in a terminal, otherwise one line per set.
+    """
 
     def __init__(
         self,
@@ -31,7 +80,8 @@ class ResumableEvaluation:
         path = output.with_suffix(".partial.jsonl") if output else None
         self._partial = PartialResults(path, compute_keys(stage, config, data, processes, checkpoint))
         self._scored: Sets = processes.agree(self._partial.load)
-        self._progress = EvaluationProgress(self._partial, config.logging.progress_bar)
+        self._is_shown = config.logging.progress_bar
+        self._bar: tqdm | None = None
         if self._scored and processes.is_first:
             count = f"{len(self._scored)} of {len(self._names)} sets"
             print(f"{path}: resuming, {count} are scored already", file=sys.stderr, flush=True)
@@ -41,10 +91,14 @@ class ResumableEvaluation:
         self._scored |= known or {}
         if len(self._scored) == len(self._names):
             return
-        trainer.callbacks.append(self._progress)  # type: ignore[attr-defined]  # set by Lightning without a type
+        trainer.callbacks.append(self)  # type: ignore[attr-defined]  # set by Lightning without a type
         self._data.skipped_sets = frozenset(self._scored)
         evaluate = trainer.validate if self._stage == "validate" else trainer.test
-        evaluate(module, self._data, verbose=False)
+        try:
+            evaluate(module, self._data, verbose=False)
+        finally:
+            if self._bar is not None:
+                self._bar.close()
         self._data.skipped_sets = frozenset()
         self._scored |= module.set_metrics
 
@@ -56,3 +110,56 @@ class ResumableEvaluation:
     def delete_partial_results(self) -> None:
         """Delete the saved sets, once the figures are written elsewhere. Called by rank 0."""
         self._partial.delete()
+
+    # Lightning's hooks
+
+    def on_validation_start(self, trainer: pl.Trainer, module: TrainingModule) -> None:
+        """Start the bar."""
+        self._started, self._shown_at, self._saved = time.monotonic(), 0.0, 0
+        batches = trainer.num_val_batches if self._stage == "validate" else trainer.num_test_batches
+        self._num_sets = len(batches)
+        if self._is_shown and trainer.is_global_zero and sys.stderr.isatty():
+            self._bar = tqdm(total=sum(batches), unit="batch", file=sys.stderr, dynamic_ncols=True)
+
+    def on_validation_batch_end(self, trainer: pl.Trainer, module: TrainingModule, *_: Any) -> None:
+        """Save and show the sets that are complete."""
+        if not trainer.is_global_zero:
+            return
+        for name, figures in list(module.set_metrics.items())[self._saved :]:
+            self._saved += 1
+            self._partial.add(name, figures)
+            self._show(name, figures)
+        if self._bar is not None:
+            self._bar.update()
+
+    on_test_start = on_validation_start  # type: ignore[assignment]
+    on_test_batch_end = on_validation_batch_end  # type: ignore[assignment]
+
+    def _show(self, name: str, figures: dict[str, float]) -> None:
+        seconds, pause = time.monotonic() - self._started, QUIET_SECONDS if self._num_sets >= MANY_SETS else 0
+        if self._bar is not None:
+            self._bar.set_description(name, refresh=False)
+        elif self._is_shown and seconds > max(QUIET_SECONDS, self._shown_at + pause):
+            self._shown_at = seconds
+            count, figure = f"{self._saved}/{self._num_sets}", "accuracy" if "accuracy" in figures else "loss"
+            print(f"{count} {name}: {figure} {figures[figure]:.4f}, {seconds:.0f} s", file=sys.stderr, flush=True)
+
+
+def compute_keys(
+    stage: Stage, config: ExperimentConfig, data: DataModule, processes: Processes, checkpoint: Path
+) -> dict[str, str]:
+    """Return for each set a hash of the checkpoint, the set's contents, and the options that change its figures."""
+    table = "" if data.token_bytes is None else hashlib.sha256(data.token_bytes.tobytes()).hexdigest()
+    identity = processes.agree(lambda: _identify(checkpoint))
+    common = [*list_figure_options(config), stackexp.__version__, table, identity]
+    return {opened.name: hash_values([*common, opened.name, opened.identity]) for opened in data.sets(stage)}
+
+
+def _identify(checkpoint: Path) -> list:
+    """Return the sizes and times of a checkpoint's files, and a hash of its state. Raises RunError if it is missing."""
+    if not checkpoint.exists():
+        raise RunError(f"{checkpoint}: no such checkpoint; give a folder in a run's checkpoints/, `last` or `best`")
+    files = sorted(checkpoint.rglob("*")) if checkpoint.is_dir() else [checkpoint]
+    stats = [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files]
+    state = checkpoint / checkpoints.STATE
+    return [*stats, hashlib.sha256(state.read_bytes()).hexdigest() if state.is_file() else None]

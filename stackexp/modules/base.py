@@ -44,7 +44,7 @@ class TrainingModule(pl.LightningModule):
         step_metrics: Scalars of the current optimizer step.
         set_metrics: Scores of the last evaluation, {set: {score: value}}.
         set_metrics_step: The optimizer step after which they were measured.
-        probe: True if the next forward pass also measures the memory.
+        probe: True if the training step also measures the memory.
     """
 
     sample_name = "samples"  # the noun for what `compute_objective` receives, in messages
@@ -152,9 +152,11 @@ class TrainingModule(pl.LightningModule):
             group["lr"] = base_lr * schedule(scheduler.last_epoch)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Pass the step number to the memories."""
+        """Pass the step number to the memories; probe them at the first step and every `probe_interval`-th step."""
         for memory in self.model.memories:
             memory.set_step(self.global_step)
+        step = self.global_step + 1
+        self.probe = step == 1 or step % self.config.logging.probe_interval == 0
 
     def configure_gradient_clipping(self, optimizer: torch.optim.Optimizer, *_: Any, **__: Any) -> None:
         """Clip by the global norm. Raises RunError if the loss or a gradient is not finite; detects spikes."""

@@ -1,8 +1,5 @@
 """Lightning's strategies for one device, DDP and FSDP2, all with the checkpoints of `stackexp.models.checkpoints`."""
 
-# mypy: disable-error-code="attr-defined"
-# The mixin uses attributes of the Lightning strategies that it is mixed into.
-
 from pathlib import Path
 from typing import Any
 

@@ -55,7 +55,7 @@ def _build_options(config: ExperimentConfig, processes: Processes, callbacks: li
         "plugins": [processes.environment],
         "logger": False,
         "enable_checkpointing": any(isinstance(callback, pl.callbacks.Checkpoint) for callback in callbacks),
-        "enable_progress_bar": any(isinstance(callback, pl.callbacks.ProgressBar) for callback in callbacks),
+        "enable_progress_bar": False,
         "enable_model_summary": False,
         "callbacks": [*([processes.watchdog] if processes.watchdog else []), *callbacks],
     }

@@ -4,10 +4,9 @@ import lightning.pytorch as pl
 
 from stackexp.config.experiment import ExperimentConfig
 from stackexp.training.callbacks.checkpoint import RunState, StepCheckpoint
-from stackexp.training.callbacks.memory_probes import MemoryProbes
 from stackexp.training.callbacks.metrics_log import MetricsLog
 from stackexp.training.callbacks.missed_validation import MissedValidation
-from stackexp.training.callbacks.progress import build_progress
+from stackexp.training.callbacks.progress import Progress
 from stackexp.training.callbacks.step_requests import StepRequests
 from stackexp.training.callbacks.throughput import Throughput
 from stackexp.training.resume import Start
@@ -23,7 +22,7 @@ def build_callbacks(
 ) -> list[pl.Callback]:
     """Build the callbacks in the order they have to run; `measurements` are the objective's callbacks.
 
-    1. Measure: probes, throughput and `measurements` add their values to `module.step_metrics`.
+    1. Measure: throughput and `measurements` add their values to `module.step_metrics`.
     2. Request: stop and save requests are added to the same metrics.
     3. Log: one all-reduce shares metrics and requests. Rank 0 writes them to the log, and the progress shows them.
     4. Save: the checkpoint is written after the log, and handles the requests shared in step 3.
@@ -31,12 +30,11 @@ def build_callbacks(
     A resumed run starts with the validation it missed, after the log is opened.
     """
     return [
-        MemoryProbes(config.logging.probe_interval),
         Throughput(),
         *measurements,
         StepRequests(stop, config.trainer.checkpoint_interval_minutes),
         metrics_log,
-        build_progress(config.logging, metrics_log),
+        Progress(config.logging, metrics_log),
         MissedValidation(start.folder, config.trainer, start.step),
         RunState(),
         StepCheckpoint(start.folder, config.trainer, stop),

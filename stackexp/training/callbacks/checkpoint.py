@@ -1,8 +1,5 @@
 """When checkpoints are saved and deleted, and the run state in them beyond Lightning's own."""
 
-# mypy: disable-error-code="override, attr-defined, assignment"
-# Lightning types its hooks for any module, and declares no trainer.datamodule.
-
 import logging
 import random
 from typing import Any
@@ -17,6 +14,7 @@ from stackexp.errors import StoppedError, first_line
 from stackexp.models.checkpoints import VERSION, CheckpointWriter
 from stackexp.modules.base import TrainingModule
 from stackexp.runs import RunFolder, checkpoint_name, remove_checkpoint
+from stackexp.training.callbacks.step import StepCallback
 from stackexp.training.signals import StopRequest
 
 log = logging.getLogger(__name__)
@@ -58,7 +56,7 @@ def rescale_progress(progress: dict[str, Any], before: int, now: int) -> None:
             counts[key] = ready // before * now - (ready - count)
 
 
-class StepCheckpoint(pl.callbacks.Checkpoint):
+class StepCheckpoint(StepCallback, pl.callbacks.Checkpoint):
     """Saves <step>/ every `checkpoint_interval` steps, on request, after the last step, and before stopping.
 
     Keeps the newest `keep_checkpoints`, and the best: the one with the lowest mean validation loss. Saves between two
@@ -69,15 +67,9 @@ class StepCheckpoint(pl.callbacks.Checkpoint):
         self._folder, self._config, self._stop = folder, config, stop
         self._writer = CheckpointWriter()
 
-    def on_train_start(self, trainer: pl.Trainer, module: TrainingModule) -> None:
-        """Start to count steps."""
-        self._step = trainer.global_step
-
-    def on_train_batch_end(self, trainer: pl.Trainer, module: TrainingModule, *_: Any) -> None:
+    def on_step_end(self, trainer: pl.Trainer, module: TrainingModule) -> None:
         """Save if the step requires it, then stop if requested."""
-        if trainer.global_step == self._step:
-            return  # a micro-batch inside an accumulation
-        self._step, requests = trainer.global_step, module.step_metrics.requests
+        requests = module.step_metrics.requests
         is_last = self._step == self._config.max_steps
         if "stop" in requests:
             self._stop.obey()

@@ -1,8 +1,5 @@
 """A record of the training data: a hash that proves two runs saw the same data, and counts per source."""
 
-# mypy: disable-error-code="override, attr-defined, assignment"
-# Lightning types its hooks for any module, and declares no trainer.datamodule.
-
 import logging
 from pathlib import Path
 from typing import Any
@@ -16,12 +13,13 @@ from stackexp.data.hash_log import HashLog, update_hash
 from stackexp.datamodules.training_set import TrainingSet
 from stackexp.errors import RunError
 from stackexp.modules.base import TrainingModule
+from stackexp.training.callbacks.step import StepCallback
 
 KEY = "data_record"  # in checkpoints
 log = logging.getLogger(__name__)
 
 
-class DataRecord(pl.Callback):
+class DataRecord(StepCallback):
     """Writes a line of data.jsonl every `interval` steps and after the last; see `stackexp.data.hash_log`.
 
     With several sources, the step metrics also get `train/sequences/<name>`, the number of sequences of each source so
@@ -52,7 +50,7 @@ class DataRecord(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, module: TrainingModule) -> None:
         """Check that the sources have not changed, and open the file."""
-        self._step = trainer.global_step
+        super().on_train_start(trainer, module)
         train_set: TrainingSet = trainer.datamodule.train_set
         self._names = train_set.names
         saved, self._fingerprints = self._fingerprints, {s.name: s.fingerprint for s in train_set.sources}
@@ -71,13 +69,13 @@ class DataRecord(pl.Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, module: TrainingModule, outputs: Any, batch: dict[str, Any], batch_idx: int
     ) -> None:
-        """Collect the hashes of a batch; write a line every `interval` steps."""
-        if self._hash is None:
-            return
-        self._batches.append((batch["hash"], batch["source"]))
-        if trainer.global_step == self._step:
-            return  # a micro-batch inside an accumulation
-        self._step = trainer.global_step
+        """Collect the hashes of a batch."""
+        if self._hash is not None:
+            self._batches.append((batch["hash"], batch["source"]))
+            super().on_train_batch_end(trainer, module)
+
+    def on_step_end(self, trainer: pl.Trainer, module: TrainingModule) -> None:
+        """Collect the hashes of a step; write a line every `interval` steps."""
         hashes, sources = (np.concatenate(parts) for parts in zip(*self._batches, strict=True))
         self._batches.clear()
         self._steps.append((hashes, sources))

@@ -1,8 +1,5 @@
 """The run folder's metrics.jsonl, and TensorBoard's copy of it, written during training."""
 
-# mypy: disable-error-code="override, attr-defined, assignment"
-# Lightning types its hooks for any module, and declares no trainer.datamodule.
-
 import contextlib
 import json
 import os
@@ -17,10 +14,11 @@ from stackexp.config.experiment import ExperimentConfig
 from stackexp.modules.base import TrainingModule
 from stackexp.modules.scores import replace_non_finite
 from stackexp.runs import RunFolder
+from stackexp.training.callbacks.step import StepCallback
 from stackexp.training.tensorboard import TensorBoardCopy, build_layout
 
 
-class MetricsLog(pl.Callback):
+class MetricsLog(StepCallback):
     """Writes one line per optimizer step, with everything in `module.step_metrics`, and one per validation.
 
     A line is in the file before the step's checkpoint is saved, so no checkpoint is ahead of the log.
@@ -29,12 +27,11 @@ class MetricsLog(pl.Callback):
     def __init__(self, run: RunFolder, config: ExperimentConfig):
         self._run, self._config = run, config
         self._tensorboard: TensorBoardCopy | None = None
-        self._step = 0
         self.last_line: dict[str, Any] = {}
 
     def on_train_start(self, trainer: pl.Trainer, module: TrainingModule) -> None:
         """Open the log, and drop what was logged or saved after the checkpoint that the run resumes from."""
-        self._step = trainer.global_step
+        super().on_train_start(trainer, module)
         if not trainer.is_global_zero:
             return
         if trainer.datamodule.tokenizer is not None:
@@ -51,11 +48,8 @@ class MetricsLog(pl.Callback):
         texts = {"config": to_yaml(self._config), "environment": sessions}
         return TensorBoardCopy(self._run.path, list(self._run.read_metrics()), layout, texts)
 
-    def on_train_batch_end(self, trainer: pl.Trainer, module: TrainingModule, *_: Any) -> None:
+    def on_step_end(self, trainer: pl.Trainer, module: TrainingModule) -> None:
         """Log a step."""
-        if trainer.global_step == self._step:
-            return  # a micro-batch inside an accumulation
-        self._step = trainer.global_step
         self._write(trainer, module, module.step_metrics.drain())
 
     def on_validation_end(self, trainer: pl.Trainer, module: TrainingModule) -> None:

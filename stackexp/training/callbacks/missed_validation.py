@@ -1,8 +1,5 @@
 """Run the validation that was skipped because of a stop or kill, when the run resumes."""
 
-# mypy: disable-error-code="override, attr-defined, assignment"
-# Lightning types its hooks for any module, and declares no trainer.datamodule.
-
 from typing import Any
 
 import lightning.pytorch as pl

@@ -1,11 +1,14 @@
 """The objective of formal languages: answers to strings, tested on strings longer than those in training."""
 
+import json
 from pathlib import Path
 from typing import Any
 
-from stackexp.evaluation import formal_languages
-from stackexp.evaluation.accuracy import format_curves, parse_accuracy
-from stackexp.evaluation.request import EvaluationRequest, Sets
+from stackexp.config.affects import flatten_config
+from stackexp.config.formal_language import model_label
+from stackexp.evaluation.accuracy import compute_scores, format_curves, parse_accuracy
+from stackexp.evaluation.request import EvaluationRequest, Sets, describe_evaluation
+from stackexp.files import read_json, write_atomically
 from stackexp.models import checkpoints
 from stackexp.modules.transduction import Transduction, average_lengths
 from stackexp.runs import RunFolder
@@ -52,19 +55,14 @@ class FormalLanguageObjective(Objective):
             checkpoints.load_weights(module.model, checkpoint)
         if step != last_step or module.set_metrics_step != last_step:
             session.trainer.validate(module, session.data, verbose=False)
-        self._validation = {"tested_step": step} | average_lengths(module.set_metrics)
+        self._tested_step, self._validation = step, _summarize_validation(module.set_metrics)
         return checkpoint
 
     def build_result(self, session: Session, sets: Sets) -> dict[str, Any]:
         """Return accuracies and scores of the tested checkpoint."""
         accuracies = [line["train/accuracy"] for line in session.folder.read_metrics() if "train/accuracy" in line]
-        return {
-            "train_accuracy": mean_of_last(accuracies),
-            "tested_step": self._validation["tested_step"],
-            "validation_accuracy": self._validation["accuracy"],
-            "validation_loss": self._validation["loss"],
-            **formal_languages.summarize_test(self.config, sets),
-        }
+        result = {"train_accuracy": mean_of_last(accuracies), "tested_step": self._tested_step}
+        return result | self._validation | self._summarize_test(sets)
 
     def list_final_figures(self, result: dict[str, Any]) -> dict[str, float]:
         """Return the scores, and the validation accuracy of the tested checkpoint."""
@@ -74,15 +72,67 @@ class FormalLanguageObjective(Objective):
     def write_events(self, folder: RunFolder, result: dict[str, Any]) -> None:
         """Write the scores, and the accuracy by length as a curve."""
         write_scalars(folder.path, self.list_final_figures(result), result["steps"], "test.scores")
-        write_curve(folder.path, formal_languages.CURVE, parse_accuracy(result), formal_languages.CURVE_FILE)
+        _write_accuracy(folder.path, result)
 
     def format_result(self, session: Session, result: dict[str, Any]) -> str:
         """Return the accuracy by length as a table and a plot."""
         tested = f"tested checkpoint: step {result['tested_step']:,}"
-        accuracy = f"validation accuracy {result['validation_accuracy']:.3f}"
-        curves = {result["model"]: parse_accuracy(result)}
-        return f"{tested}, {accuracy}\n\n{format_curves(self.config.data, curves)}"
+        return f"{tested}, validation accuracy {result['validation_accuracy']:.3f}\n\n{self._format_curve(result)}"
 
     def report(self, request: EvaluationRequest, checkpoint: Path, sets: Sets) -> None:
-        """Report the accuracy by length."""
-        formal_languages.report(request, checkpoint, sets)
+        """Print the accuracy by length, and write it as JSON; a test also as a curve for TensorBoard."""
+        record = describe_evaluation(request, checkpoint)
+        print(f"{checkpoint}\n")
+        if request.stage == "test":
+            record |= self._summarize_test(sets)
+            print(self._format_curve(record))
+        else:
+            record |= self._summarize_lengths(sets) | _summarize_validation(sets)
+            record["sequences_per_length"] = self.config.data.validation_sequences
+            for length, value in parse_accuracy(record).items():
+                print(f"length {length:4d}  accuracy {value:.4f}")
+            print(f"mean         accuracy {record['validation_accuracy']:.4f}  loss {record['validation_loss']:.4f}")
+        if request.output is None:
+            return
+        path = _choose_path(request, request.output, record)
+        write_atomically(path, json.dumps(record, indent=2))
+        is_main_test = request.stage == "test" and request.ckpt_path is None and path == request.output
+        if is_main_test and request.should_write_events:
+            with request.open_event_folder() as folder:
+                _write_accuracy(folder, record)
+        print(f"\nfigures: {path}")
+
+    def _format_curve(self, record: dict[str, Any]) -> str:
+        return format_curves(self.config.data, {record["model"]: parse_accuracy(record)})
+
+    def _summarize_lengths(self, sets: Sets) -> dict[str, Any]:
+        accuracy = {str(int(name.removeprefix("length_"))): figures["accuracy"] for name, figures in sets.items()}
+        return {"task": self.config.data.task, "model": model_label(flatten_config(self.config)), "accuracy": accuracy}
+
+    def _summarize_test(self, sets: Sets) -> dict[str, Any]:
+        record, data = self._summarize_lengths(sets), self.config.data
+        manner = {"sequences_per_length": data.eval_sequences, "length_stride": data.eval_length_stride}
+        return record | compute_scores(data, parse_accuracy(record)) | manner
+
+
+def _summarize_validation(sets: Sets) -> dict[str, float]:
+    return {f"validation_{key}": mean for key, mean in average_lengths(sets).items()}
+
+
+def _write_accuracy(folder: Path, record: dict[str, Any]) -> None:
+    write_curve(folder, "test/accuracy_by_length", parse_accuracy(record), "test.lengths")
+
+
+def _choose_path(request: EvaluationRequest, path: Path, record: dict[str, Any]) -> Path:
+    """Return `path`, or a separate name for a test with fewer lengths or strings than the existing one.
+
+    The name is test-to-<longest>-every-<stride>-of-<strings>.json. A test of another checkpoint is replaced.
+    """
+    if request.out or request.stage != "test" or not path.exists():
+        return path
+    previous, key = read_json(path), "sequences_per_length"
+    is_as_thorough = previous["accuracy"].keys() <= record["accuracy"].keys() and previous[key] <= record[key]
+    if is_as_thorough or previous["checkpoint"] != record["checkpoint"]:
+        return path
+    manner = f"to-{max(parse_accuracy(record))}-every-{record['length_stride']}-of-{record[key]}"
+    return path.with_name(f"{path.stem}-{manner}.json")

@@ -1,20 +1,24 @@
 """The objective of language modeling: next-token prediction, evaluated on named validation sets."""
 
+import json
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 
+from stackexp.config.experiment import ExperimentConfig
 from stackexp.data import hash_log
-from stackexp.evaluation import named_sets
 from stackexp.evaluation.generation import continue_text
-from stackexp.evaluation.request import EvaluationRequest, Sets
+from stackexp.evaluation.request import EvaluationRequest, Sets, Stage, describe_evaluation
 from stackexp.evaluation.score_tables import format_scores
+from stackexp.files import write_atomically
 from stackexp.modules.language_modeling import LanguageModeling
-from stackexp.modules.scores import average_groups, average_scores, tag_scores
+from stackexp.modules.scores import average_groups, average_scores, replace_non_finite, tag_scores
 from stackexp.runs import RunFolder
 from stackexp.training.callbacks.data_record import DataRecord
 from stackexp.training.objectives.base import Objective, Session
+from stackexp.training.tensorboard import write_scalars
 
 
 class LanguageModelingObjective(Objective):
@@ -44,30 +48,24 @@ class LanguageModelingObjective(Objective):
         return session.module.set_metrics if is_final and self.config.data.eval_sequences is None else {}
 
     def build_result(self, session: Session, sets: Sets) -> dict[str, Any]:
-        """Return the scores of the sets, the data hash and a sample."""
-        return {
-            "sets": sets,
-            "average": average_scores(sets) if sets else {},
-            "groups": average_groups(sets),
-            **_summarize_data(session.folder),
-            "sample": self._sample_text(session),
-        }
-
-    def _sample_text(self, session: Session) -> str | None:
-        if self.config.trainer.is_sharded:
-            return None  # generating needs the whole model on one device
-        model, tokenizer = session.module.model, session.data.tokenizer
-        return continue_text(model, tokenizer, prompt="", max_new_tokens=60, temperature=0.8, top_p=0.95, seed=0)
+        """Return the scores of the sets, the hash of all training data, the sequences of each source, and a sample."""
+        result: dict[str, Any] = _summarize(sets)
+        if lines := hash_log.read_hash_log(session.folder.path):
+            result |= {"data_hash": {lines[-1]["step"]: lines[-1]["hash"]}, "sequences": lines[-1]["sequences"]}
+        sample = None
+        if not self.config.trainer.is_sharded:  # generating needs the whole model on one device
+            model, tokenizer = session.module.model, session.data.tokenizer
+            sample = continue_text(model, tokenizer, prompt="", max_new_tokens=60, temperature=0.8, top_p=0.95, seed=0)
+        return result | {"sample": sample}
 
     def list_final_figures(self, result: dict[str, Any]) -> dict[str, float]:
         """Return the scores of the sets."""
-        return tag_scores(named_sets.choose_prefix(self.final_stage, self.config), result["sets"])
+        return tag_scores(_choose_prefix(self.final_stage, self.config), result["sets"])
 
     def write_events(self, folder: RunFolder, result: dict[str, Any]) -> None:
         """Write the scores of the sets."""
-        prefix = named_sets.choose_prefix(self.final_stage, self.config)
-        skip = folder.find_logged_tags(result["steps"])
-        named_sets.write_events(folder.path, self.final_stage, prefix, result["steps"], result["sets"], skip)
+        prefix, step = _choose_prefix(self.final_stage, self.config), result["steps"]
+        _write_scores(folder.path, self.final_stage, prefix, step, result["sets"], skip=folder.find_logged_tags(step))
 
     def format_result(self, session: Session, result: dict[str, Any]) -> str:
         """Return the table of the sets and the sample."""
@@ -77,11 +75,51 @@ class LanguageModelingObjective(Objective):
         return f"{format_scores(result['sets'])}\n\nsample:\n{text}"
 
     def report(self, request: EvaluationRequest, checkpoint: Path, sets: Sets) -> None:
-        """Report the scores of the sets."""
-        named_sets.report(request, checkpoint, sets)
+        """Print the table of the sets; with an output file, write JSON, a Markdown table and TensorBoard events."""
+        data = self.config.data
+        rest = "every token scored" if data.score_remainder else "the incomplete last chunk of a set dropped"
+        title = f"{checkpoint}, chunks of {data.context_length:,} tokens, {rest}"
+        print(f"{title}\n\n{format_scores(sets)}")
+        if request.output is None:
+            return
+        manner = {"context_length": data.context_length, "keep_remainder": data.score_remainder}
+        record = describe_evaluation(request, checkpoint) | manner | _summarize(sets)
+        write_atomically(request.output, json.dumps(replace_non_finite(record), indent=2))
+        write_atomically(request.output.with_suffix(".md"), f"{title}\n\n{format_scores(sets, style='markdown')}")
+        if request.run and request.should_write_events and record["step"] is not None:
+            prefix = _choose_prefix(request.stage, request.run_config)
+            skip = request.run.find_logged_tags(record["step"])
+            if request.sets:
+                skip |= {tag for tag in tag_scores(prefix, sets) if tag.endswith("/average")}  # a mean over other sets
+            with request.open_event_folder() as folder:
+                _write_scores(folder, request.stage, prefix, record["step"], sets, skip)
+        print(f"\nfigures: {request.output}")
 
 
-def _summarize_data(folder: RunFolder) -> dict[str, Any]:
-    """Return the hash of all training data, by the last step, and the number of sequences of each source."""
-    lines = hash_log.read_hash_log(folder.path)
-    return {"data_hash": {lines[-1]["step"]: lines[-1]["hash"]}, "sequences": lines[-1]["sequences"]} if lines else {}
+def _summarize(sets: Sets) -> dict[str, Any]:
+    return {"sets": sets, "average": average_scores(sets) if sets else {}, "groups": average_groups(sets)}
+
+
+def _choose_prefix(stage: Stage, config: ExperimentConfig) -> str:
+    """Return the prefix of the tags of whole sets, for a run with this config; see `stackexp.metric_tags`."""
+    if stage == "test":
+        return "test"
+    return "val" if config.data.eval_sequences is None else "val/whole"
+
+
+def _write_scores(folder: Path, stage: Stage, prefix: str, step: int, sets: Sets, skip: Collection[str]) -> None:
+    """Write the scores of whole sets at the checkpoint's step to event files in `folder`, except the tags in `skip`.
+
+    Each group, each set without a group, and the average has a separate event file, which replaces the previous one.
+    """
+    files: dict[str, Sets] = {"average": sets}
+    for name, scores in sets.items():
+        files.setdefault(f"set.{name.split('/')[0]}", {})[name] = scores
+    for file, members in files.items():
+        tags = {
+            tag: value
+            for tag, value in tag_scores(prefix, members).items()
+            if tag.endswith("/average") == (file == "average") and tag not in skip
+        }
+        if tags:
+            write_scalars(folder, tags, step, f"{stage}.{file}")
