@@ -24,7 +24,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -40,41 +39,17 @@ MARKER = ".stackexp"
 STAMP = "%Y%m%d-%H%M%S"
 
 
-@dataclass(frozen=True)
 class RunFolder:
-    """A run folder, which may not exist yet."""
+    """The files of a run folder, which may not exist yet."""
 
-    path: Path
-
-    @property
-    def config(self) -> Path:
-        """Return the path of config.yaml."""
-        return self.path / "config.yaml"
-
-    @property
-    def metrics(self) -> Path:
-        """Return the path of metrics.jsonl."""
-        return self.path / "metrics.jsonl"
-
-    @property
-    def checkpoints(self) -> Path:
-        """Return the folder of the checkpoints."""
-        return self.path / "checkpoints"
-
-    @property
-    def tokenizer(self) -> Path:
-        """Return the path of tokenizer.json."""
-        return self.path / "tokenizer.json"
-
-    @property
-    def environment(self) -> Path:
-        """Return the path of environment.json."""
-        return self.path / "environment.json"
-
-    @property
-    def result(self) -> Path:
-        """Return the path of result.json."""
-        return self.path / "result.json"
+    def __init__(self, path: Path):
+        self.path = path
+        self.config = path / "config.yaml"
+        self.environment = path / "environment.json"
+        self.metrics = path / "metrics.jsonl"
+        self.tokenizer = path / "tokenizer.json"
+        self.checkpoints = path / "checkpoints"
+        self.result = path / "result.json"
 
     @property
     def is_finished(self) -> bool:
@@ -216,15 +191,11 @@ def checkpoint_name(step: int) -> str:
     return f"{step:08d}"
 
 
-def _find_runs(config: ExperimentConfig) -> list[RunFolder]:
-    """Return the runs with the config's name, oldest first. Folders of other names, as in formal/, are left out."""
-    runs = map(RunFolder, sorted(Path(config.logging.root, config.name).glob("*/")))
-    return [run for run in runs if run.config.is_file()]
-
-
 def find_unfinished_run(config: ExperimentConfig) -> RunFolder:
     """Return the newest unfinished run of the config's name with a checkpoint. Raises RunError if there is none."""
-    parent, runs = Path(config.logging.root, config.name), _find_runs(config)[::-1]
+    parent = Path(config.logging.root, config.name)
+    folders = map(RunFolder, sorted(parent.glob("*/"), reverse=True))
+    runs = [run for run in folders if run.config.is_file()]  # others hold runs of other names, as in formal/
     for run in runs:
         if not run.is_finished and run.newest_checkpoint():
             return run
@@ -278,10 +249,6 @@ def read_commit() -> str | None:
 
 
 def _read_cpu_model() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return next(
-        (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.processor()
-    )
+    info = Path("/proc/cpuinfo")
+    found = re.search(r"^model name\s*: (.*)", info.read_text(), re.MULTILINE) if info.exists() else None
+    return found[1] if found else platform.processor()

@@ -54,7 +54,7 @@ def test_new_folder_is_under_its_name_and_can_be_rerun(config, tmp_path):
     sessions = json.loads((folder.path / "environment.json").read_text())
     assert len(sessions) == 2, "one per process"
     assert sessions[0]["cpu"]["cores"] == os.cpu_count()
-    assert runs.open_run(str(folder.path)) == folder
+    assert runs.open_run(str(folder.path)).path == folder.path
 
 
 def test_truncated_last_line_is_skipped(config):
@@ -83,7 +83,7 @@ def test_last_is_the_newest_unfinished_run_with_a_checkpoint(config, tmp_path):
         add_checkpoint(folder, "00000001")
     folders[3].result.touch()
     RunFolder(folders[0].path.parent / "z-of-another-name" / "x").checkpoints.mkdir(parents=True)
-    assert runs.find_unfinished_run(config) == folders[1]
+    assert runs.find_unfinished_run(config).path == folders[1].path
     folders[1].result.touch()
     folders[0].result.touch()
     with pytest.raises(RunError, match=f"{folders[3].path}: this run is finished"):
