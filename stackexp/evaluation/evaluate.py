@@ -5,11 +5,9 @@ from pathlib import Path
 
 import lightning.pytorch as pl
 
-from stackexp import runs
 from stackexp.config import registry
-from stackexp.config.experiment import ExperimentConfig
 from stackexp.errors import RunError, StoppedError
-from stackexp.evaluation.request import EvaluationRequest, Stage
+from stackexp.evaluation.request import EvaluationRequest
 from stackexp.evaluation.resumable import ResumableEvaluation
 from stackexp.models import checkpoints
 from stackexp.training.callbacks.step_requests import StepRequests
@@ -20,27 +18,11 @@ from stackexp.training.signals import StopRequest
 from stackexp.training.trainer import build_trainer, find_device_type
 
 
-def run(
-    stage: Stage,
-    run: str | None,
-    config: ExperimentConfig,
-    ckpt_path: str | None,
-    sets: list[str],
-    out: str | None,
-    overrides: list[str],
-) -> int:
-    """Score a run's checkpoint, or `ckpt_path`, on all sets of the config, or on `sets`.
-
-    `config` is that of the run with `overrides` on top, or any other. Every set is saved once it is scored: after a
-    kill, the same command scores the remaining sets.
-    """
-    folder, file = runs.open_run(run) if run else None, Path(out) if out else None
-    evaluate(EvaluationRequest(stage, config, folder, ckpt_path, tuple(sets), file, tuple(overrides)))
-    return 0
-
-
 def evaluate(request: EvaluationRequest) -> None:
-    """Score the requested sets, then print and write the figures."""
+    """Score the requested sets, then print and write the figures.
+
+    Every set is saved once it is scored: after a kill, the same command scores the remaining sets.
+    """
     logging.basicConfig(format="%(message)s")
     config = request.config
     objective = build_objective(config)

@@ -4,6 +4,7 @@ For formal languages: accuracy at each length up to data.validation_max_length.
 """
 
 from argparse import Namespace
+from pathlib import Path
 from typing import Literal
 
 from stackexp.verbs.openmp import choose_wait_policy
@@ -44,14 +45,12 @@ def run(args: Namespace, stage: Literal["validate", "test"] = "validate") -> int
     if args.out and not args.out.endswith(".json"):
         parser.error(f"--out {args.out}: must end in .json")
     from stackexp.config import compose
+    from stackexp.runs import RunFolder
 
     configs = [str(parser.check_run_folder(args.run))] if args.run else args.config
-    config = compose.compose(configs, args.overrides, is_training=False)
     if args.score_remainder:
-        if config.data.objective != "language_modeling":
-            parser.error(f"--score-remainder: not supported for strings of {config.data.task}; remove it")
         args.overrides.append("data.score_remainder=true")
-        config = compose.compose(configs, args.overrides, is_training=False)
+    config = compose.compose(configs, args.overrides, is_training=False)
     from stackexp.data.path_checks import check_paths, check_requested_sets
 
     sets = [name.strip() for names in args.sets for name in names.split(",")]
@@ -61,6 +60,8 @@ def run(args: Namespace, stage: Literal["validate", "test"] = "validate") -> int
         section = "validation" if stage == "validate" else "test"
         check_requested_sets(sets, getattr(config.data, section, None), f"data.{section}")
     choose_wait_policy()
-    from stackexp.evaluation import evaluate
+    from stackexp.evaluation.evaluate import EvaluationRequest, evaluate
 
-    return evaluate.run(stage, args.run, config, args.ckpt_path, sets, args.out, args.overrides)
+    folder, out = RunFolder(Path(args.run)) if args.run else None, Path(args.out) if args.out else None
+    evaluate(EvaluationRequest(stage, config, folder, args.ckpt_path, tuple(sets), out, tuple(args.overrides)))
+    return 0
