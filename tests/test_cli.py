@@ -16,6 +16,7 @@ import stackexp
 from stackexp import cli
 from stackexp.config.compose import compose, load_config, to_yaml
 from stackexp.errors import ConfigError, FolderBusyError, RunError, StoppedError
+from stackexp.evaluation.request import EvaluationRequest
 
 HEAVY = {"torch", "lightning", "numpy", "streaming", "tensorboard", "tokenizers"}
 
@@ -237,7 +238,7 @@ def calls(monkeypatch) -> list[tuple]:
 
     for name in ("training.loop", "evaluation.evaluate", "evaluation.generation"):
         package, _, module_name = name.partition(".")
-        module = SimpleNamespace(train=record, run=record)
+        module = SimpleNamespace(train=record, run=record, evaluate=record)
         monkeypatch.setitem(sys.modules, f"stackexp.{name}", module)
         monkeypatch.setattr(f"stackexp.{package}.{module_name}", module, raising=False)
     return calls
@@ -258,19 +259,18 @@ def test_validate_and_test_pass_config_sets_and_overrides(calls, tmp_path, monke
         (tmp_path / name).mkdir(parents=True)
     (tmp_path / "config.yaml").write_text(to_yaml(config))
     assert cli.main(["validate", "--run", run, "data.context_length=48", "trainer.devices=3"]) == 0
-    args, _ = calls.pop()
-    assert (args[:2], args[3:]) == (
-        ("validate", run),
-        (None, [], None, ["data.context_length=48", "trainer.devices=3"]),
-    )
-    assert args[2].data.context_length == 48, "the global batch matters to training only"
+    [(request,), _] = calls.pop()
+    assert (request.stage, request.run.path, request.sets, request.out) == ("validate", tmp_path, (), None)
+    assert request.overrides == ("data.context_length=48", "trainer.devices=3")
+    assert request.config.data.context_length == 48, "the global batch matters to training only"
     assert cli.main(["test", "--config", "quickstart", "--seed=1", "--ckpt_path", "a.safetensors"]) == 0
-    assert calls.pop() == (("test", None, config, "a.safetensors", [], None, ["--seed=1"]), {})
+    [(request,), _] = calls.pop()
+    assert request == EvaluationRequest("test", config, None, "a.safetensors", (), None, ("--seed=1",))
     sets = ["--sets", "v2, v3", "--sets", "a=b.npy", "--score-remainder", "--out", "x.json"]
     assert cli.main(["validate", "--run", run, *sets]) == 0
-    args, _ = calls.pop()
-    assert args[4:6] == (["v2", "v3", "a=b.npy"], "x.json")
-    assert args[2].data.score_remainder
+    [(request,), _] = calls.pop()
+    assert (request.sets, request.out) == (("v2", "v3", "a=b.npy"), Path("x.json"))
+    assert request.config.data.score_remainder
 
 
 def test_generate_passes_its_options(calls, tmp_path):

@@ -72,4 +72,4 @@ def test_score_remainder_is_rejected(capsys, tmp_path, stage):
     (tmp_path / "config.yaml").write_text("defaults: [formal/transformer]\n")
     assert main([stage, "--run", str(tmp_path), "--score-remainder"]) == 2
     [line] = capsys.readouterr().err.splitlines()
-    assert "--score-remainder: not supported for strings of reverse_string" in line
+    assert "data.score_remainder: unknown key" in line

@@ -60,7 +60,8 @@ def run(args: Namespace, stage: Literal["validate", "test"] = "validate") -> int
         section = "validation" if stage == "validate" else "test"
         check_requested_sets(sets, getattr(config.data, section, None), f"data.{section}")
     choose_wait_policy()
-    from stackexp.evaluation.evaluate import EvaluationRequest, evaluate
+    from stackexp.evaluation.evaluate import evaluate
+    from stackexp.evaluation.request import EvaluationRequest
 
     folder, out = RunFolder(Path(args.run)) if args.run else None, Path(args.out) if args.out else None
     evaluate(EvaluationRequest(stage, config, folder, args.ckpt_path, tuple(sets), out, tuple(args.overrides)))
