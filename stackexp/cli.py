@@ -10,6 +10,7 @@ VERBS = {
     "validate": "score a run on its validation sets",
     "test": "score a run on its test sets",
     "generate": "continue a text with a trained model",
+    "inspect": "show what the stacks of a run do",
     "configs list": "list the shipped configs, recipes and section choices",
     "configs show": "print a resolved config with its size and cost",
     "configs explain": "explain a config key, or print the reference of all keys",

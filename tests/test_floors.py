@@ -18,6 +18,7 @@ FLOORS = [
     {"training", "evaluation", "planning"},
     {"sweeps", "benchmarking"},
     {"reports"},
+    {"inspection"},
     {"verbs"},
     {"cli"},
     {"__main__"},

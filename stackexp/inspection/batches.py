@@ -1,0 +1,99 @@
+"""The sequences that `inspect` looks at, and their loss."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from stackexp.datamodules.formal_language import LengthSet, build_batch
+from stackexp.errors import ConfigError
+from stackexp.evaluation.evaluate import open_data
+from stackexp.evaluation.loading import LoadedRun
+from stackexp.evaluation.request import EvaluationRequest
+from stackexp.tasks import TASKS
+
+Batch = dict[str, Any]
+STRINGS = 64
+
+
+@dataclass
+class Material:
+    """Batches of sequences, with a title, and a label for each token of the first sequence."""
+
+    title: str
+    batches: list[Batch]
+    labels: list[str]
+
+
+def open_text(run: LoadedRun, text: str) -> Material:
+    """Return one sequence: the first tokens of a text, up to the context length."""
+    if run.tokenizer is None:
+        raise ConfigError("inspect: --text requires a model of text; use --task for one of formal languages")
+    ids = run.tokenizer.encode(text).ids[: run.config.data.context_length]
+    if len(ids) < 2:
+        raise ConfigError("inspect: --text has fewer than two tokens; give a longer text")
+    batch = {"tokens": torch.tensor([ids]), "length": torch.tensor([len(ids)])}
+    return Material("text", [batch], _label_tokens(run, ids))
+
+
+def open_set(run: LoadedRun, name: str, num_chunks: int) -> Material:
+    """Return evenly spaced chunks of a validation set of the run, or of NAME=PATH."""
+    if run.tokenizer is None:
+        raise ConfigError("inspect: --set requires a model of text; use --task for one of formal languages")
+    data = open_data(EvaluationRequest("validate", run.config, run.folder, sets=(name,)))
+    data.eval_limit = num_chunks
+    (dataset,) = data.sets("validate")[:1]
+    batches = list(data.build_eval_loader(dataset, rank=0, world_size=1))
+    rows = [batch["index"] >= 0 for batch in batches]  # without padding
+    batches = [
+        {key: batch[key][kept] for key in ("tokens", "length")} for batch, kept in zip(batches, rows, strict=True)
+    ]
+    return Material(dataset.name, batches, _label_tokens(run, batches[0]["tokens"][0].tolist()))
+
+
+def open_task(run: LoadedRun, name: str) -> Material:
+    """Return strings of a formal language, NAME or NAME:LENGTH; the length is that of the longest training strings."""
+    name, _, length = name.partition(":")
+    known = getattr(run.config.data, "task", None)
+    if known is None:
+        raise ConfigError("inspect: --task requires a model of a formal language; use --text or --set")
+    if name != known:
+        raise ConfigError(f"inspect: --task {name}: the run was trained on {known}; use --task {known}")
+    if length and not (length.isdigit() and int(length)):
+        raise ConfigError(f"inspect: --task {name}:{length}: the length must be an integer >= 1")
+    strings = LengthSet(TASKS[name], "validate", int(length or run.config.data.max_length), STRINGS)
+    batch = build_batch(strings.sample(), strings.task)
+    labels = [str(token) if token < strings.task.num_symbols else "_" for token in batch["tokens"][0].tolist()]
+    return Material(f"{name}, {strings.length} symbols", [batch], labels)
+
+
+def _label_tokens(run: LoadedRun, ids: list[int]) -> list[str]:
+    assert run.tokenizer is not None
+    return [run.tokenizer.decode([token], skip_special_tokens=False) for token in ids]
+
+
+@torch.no_grad()
+def compute_losses(model: nn.Module, batches: Iterable[Batch]) -> tuple[np.ndarray, np.ndarray]:
+    """Return the loss in nats and the number of predictions of each sequence, float64 [N]."""
+    losses, counts = [], []
+    for batch in batches:
+        tokens = batch["tokens"]
+        if "targets" in batch:
+            targets, is_counted = batch["targets"], torch.ones_like(batch["targets"], dtype=torch.bool)
+            logits = model(tokens).logits[:, -targets.shape[1] :]
+        else:
+            targets, logits = tokens[:, 1:], model(tokens).logits[:, :-1]
+            is_counted = torch.arange(1, tokens.shape[1]) < batch["length"][:, None]
+        nats = F.cross_entropy(logits.float().transpose(1, 2), targets, reduction="none").double()
+        losses.append(nats.where(is_counted, 0.0).sum(1))
+        counts.append(is_counted.double().sum(1))
+    return torch.cat(losses).numpy(), torch.cat(counts).numpy()
+
+
+def average_values(values: list[dict[str, Tensor]]) -> dict[str, np.ndarray]:
+    """Return the means over all tokens of recorded values {name: [B, T, H]} of several batches: {name: [H]}."""
+    return {name: torch.cat([v[name].flatten(0, 1) for v in values]).mean(0).numpy() for name in values[0]}

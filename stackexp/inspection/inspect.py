@@ -1,0 +1,133 @@
+"""The engine of `inspect`: record the stacks of a run on some text or strings, and intervene on them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from stackexp.errors import RunError
+from stackexp.evaluation.loading import LoadedRun, load_run
+from stackexp.files import write_atomically
+from stackexp.inspection.batches import Material, average_values, compute_losses, open_set, open_task, open_text
+from stackexp.inspection.interventions import intervene, list_interventions
+from stackexp.inspection.page import format_page
+from stackexp.inspection.recording import MEASUREMENTS, Recording, record_stacks
+from stackexp.modules.scores import bootstrap_interval
+from stackexp.reports.figures import new_figure, save_figure
+from stackexp.tables import format_table
+
+MAX_PAGE_TOKENS = 256
+MAP_COLUMNS = 3
+SHARES = ("push", "pop", "no_op", "read_sharpness")  # measurements from 0 to 1
+
+
+def run(
+    run: str,
+    ckpt_path: str | None,
+    text: str | None,
+    set_name: str | None,
+    task: str | None,
+    num_chunks: int,
+    heads: bool,
+    out: str | None,
+) -> int:
+    """Print what the stacks of a run do on a text, a set or a formal language, and write tables, maps and a page."""
+    loaded = load_run(run, ckpt_path)
+    if text is not None:
+        material = open_text(loaded, text)
+    else:
+        material = open_set(loaded, set_name, num_chunks) if set_name else open_task(loaded, task or "")
+    folder = Path(out) if out else loaded.folder.path / "inspect"
+    folder.mkdir(parents=True, exist_ok=True)
+
+    recordings, first = record(loaded, material)
+    record_of_run: dict[str, Any] = {
+        "checkpoint": str(loaded.checkpoint),
+        "material": material.title,
+        "stacks": [
+            {"layer": r.layer, "site": r.site} | {name: v.tolist() for name, v in means.items()}
+            for r, means in recordings
+        ],
+    }
+    print(f"{loaded.checkpoint}, {material.title}\n\n{format_means(recordings)}")
+    draw_maps(recordings, folder / "stacks.png")
+    write_atomically(folder / "tokens.html", format_page(material, first, MAX_PAGE_TOKENS))
+    if text is None:
+        changes = measure_interventions(loaded, material, heads)
+        record_of_run["interventions"] = changes
+        print(f"\n{format_changes(changes)}")
+    write_atomically(folder / "inspect.json", json.dumps(record_of_run, indent=2))
+    print(f"\nmaps:    {folder / 'stacks.png'}\ntokens:  {folder / 'tokens.html'}\nfigures: {folder / 'inspect.json'}")
+    return 0
+
+
+def record(
+    loaded: LoadedRun, material: Material
+) -> tuple[list[tuple[Recording, dict[str, np.ndarray]]], list[Recording]]:
+    """Return every stack with its means over all tokens {name: [H]}, and the recordings of the first sequence."""
+    values: list[list[dict[str, torch.Tensor]]] = []
+    with record_stacks(loaded.model) as recordings:
+        for batch in material.batches:
+            loaded.model(batch["tokens"])
+            values.append([recording.values for recording in recordings])
+    first = [
+        Recording(recording.layer, recording.site, {name: v[:1] for name, v in values[0][i].items()})
+        for i, recording in enumerate(recordings)
+    ]
+    means = [average_values([batch[i] for batch in values]) for i in range(len(recordings))]
+    return list(zip(recordings, means, strict=True)), first
+
+
+def measure_interventions(loaded: LoadedRun, material: Material, heads: bool) -> list[dict[str, Any]]:
+    """Return the change of the loss under each intervention, in nats, with the paired 95 % interval over sequences."""
+    model = loaded.model
+    with record_stacks(model) as recordings:
+        model(torch.cat([batch["tokens"] for batch in material.batches[:4]]))
+        interventions = list_interventions(model, recordings, heads)
+    losses, counts = compute_losses(model, material.batches)
+    if len(losses) < 2:
+        raise RunError("inspect: an interval requires at least two sequences; use a larger set")
+    changes = [{"intervention": "none", "loss": float(losses.sum() / counts.sum())}]
+    for intervention in interventions:
+        with intervene(model, intervention):
+            changed, _ = compute_losses(model, material.batches)
+        low, high = bootstrap_interval(changed - losses, counts)
+        change = float((changed - losses).sum() / counts.sum())
+        changes.append({"intervention": intervention.name, "change": change, "low": low, "high": high})
+    return changes
+
+
+def format_means(recordings: list[tuple[Recording, dict[str, np.ndarray]]]) -> str:
+    """Return a table with a row for each stack: means over tokens and heads."""
+    header = ["layer", "site", *MEASUREMENTS]
+    rows = [[str(r.layer), r.site, *(f"{means[name].mean():.3f}" for name in MEASUREMENTS)] for r, means in recordings]
+    return format_table(rows, header=header, align="><" + ">" * len(MEASUREMENTS))
+
+
+def format_changes(changes: list[dict[str, Any]]) -> str:
+    """Return a table of the interventions; an asterisk marks an interval without zero."""
+    rows = []
+    for change in changes[1:]:
+        mark = "*" if change["low"] > 0 or change["high"] < 0 else ""
+        interval = f"{change['low']:+.4f} to {change['high']:+.4f}"
+        rows.append([change["intervention"], f"{change['change']:+.4f}", interval, mark])
+    header = ("intervention", "change of the loss", "95 % interval", "")
+    return f"loss {changes[0]['loss']:.4f}\n\n{format_table(rows, header=header, align='<>><')}"
+
+
+def draw_maps(recordings: list[tuple[Recording, dict[str, np.ndarray]]], path: Path) -> None:
+    """Draw a map of each measurement: a row for each stack, a column for each head, means over tokens."""
+    rows = -(-len(MEASUREMENTS) // MAP_COLUMNS)
+    figure, axes = new_figure(9, 2.4 * rows)
+    axes.remove()
+    panels = figure.subplots(rows, MAP_COLUMNS, squeeze=False).flat
+    for panel, name in zip(panels, MEASUREMENTS, strict=False):
+        values = np.stack([means[name] for _, means in recordings])  # [stacks, H]
+        largest = 1.0 if name in SHARES else values.max() or 1.0
+        image = panel.imshow(values, aspect="auto", vmin=0, vmax=largest, cmap="cividis", origin="lower")
+        panel.set(title=name.replace("_", "-" if name == "no_op" else " "), xlabel="head", ylabel="stack")
+        panel.set_xticks(range(values.shape[1]))
+        figure.colorbar(image, ax=panel)
+    save_figure(figure, path)

@@ -1,0 +1,126 @@
+"""Interventions on trained stacks: what happens to the loss shows whether a stack is used or only adds parameters."""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from stackexp.inspection.recording import Recording, find_stacks, wrap_updates
+from stackexp.models.memories.stack import NEVER, StackMemory
+from stackexp.stack.reference import StackOutput, StackState
+
+ACTIONS = ("push", "pop", "no_op")
+
+
+@dataclass(frozen=True)
+class Intervention:
+    """A change of the action logits, of the state or of the read, in all layers or in one.
+
+    Each function receives the memory and a tensor (the state for `state`) and returns the new one: logits [..., H, 3],
+    read [..., H, D].
+    """
+
+    name: str
+    logits: Callable[[StackMemory, Tensor], Tensor] | None = None
+    state: Callable[[StackMemory, StackState], StackState] | None = None
+    read: Callable[[StackMemory, Tensor], Tensor] | None = None
+    layer: int | None = None
+
+
+def list_interventions(model: nn.Module, means: list[Recording], heads: bool = False) -> list[Intervention]:
+    """Return all interventions for a model; `means` are recordings of it, whose mean actions one of them uses.
+
+    Actions forced to 0 or 1, frozen at their mean over the tokens, or hardened; the stack cleared before a layer; the
+    reads dropped everywhere, in one layer, or (with `heads`) of one head; the reads of the heads exchanged.
+    """
+    stacks = find_stacks(model)
+    found = []
+    if stacks[0].actions is not None:
+        found = [
+            Intervention(f"{action} = {value}", logits=functools.partial(_force, index=i, value=value))
+            for i, action in enumerate(ACTIONS)
+            for value in (0, 1)
+        ]
+        found.append(Intervention("actions frozen at their mean", logits=_freeze(stacks, means)))
+        found.append(Intervention("actions hardened", logits=_harden))
+    found += [Intervention("reads of the heads exchanged", read=lambda _, read: read.roll(1, -2))]
+    found += [Intervention("reads dropped", read=lambda _, read: torch.zeros_like(read))]
+    layers = sorted({memory.layer for memory in stacks})
+    found += [
+        Intervention(f"read of layer {layer} dropped", read=lambda _, read: torch.zeros_like(read), layer=layer)
+        for layer in layers
+    ]
+    if stacks[0].axis == "depth":
+        found += [
+            Intervention(f"stack cleared before layer {layer}", state=lambda _, state: clear(state), layer=layer)
+            for layer in layers[1:]
+        ]
+    if heads:
+        found += [
+            Intervention(
+                f"read of layer {layer}, head {head} dropped", read=functools.partial(_drop, head), layer=layer
+            )
+            for layer in layers
+            for head in range(stacks[0].config.num_heads)
+        ]
+    return found
+
+
+@contextlib.contextmanager
+def intervene(model: nn.Module, intervention: Intervention) -> Iterator[None]:
+    """Apply an intervention in the forward passes within this context."""
+    stacks = [m for m in find_stacks(model) if intervention.layer in (None, m.layer)]
+    with wrap_updates(dict.fromkeys(stacks, functools.partial(_update_changed, intervention))):
+        yield
+
+
+def _update_changed(
+    intervention: Intervention,
+    memory: StackMemory,
+    update: Callable,
+    state: StackState,
+    x: Tensor,
+    logits: Tensor,
+    h: Tensor,
+) -> tuple[StackOutput, StackState]:
+    if intervention.state:
+        state = intervention.state(memory, state)
+    if intervention.logits:
+        logits = intervention.logits(memory, logits)
+    output, state = update(state, x, logits, h)
+    if intervention.read:
+        output = output._replace(read=intervention.read(memory, output.read))
+    return output, state
+
+
+def clear(state: StackState) -> StackState:
+    """Return the state with all slots empty."""
+    return type(state)(*(torch.zeros_like(tensor) for tensor in state))
+
+
+def _force(memory: StackMemory, logits: Tensor, index: int, value: int) -> Tensor:
+    """Set the probability of an action to 0 or 1; with 0 the others keep their ratio."""
+    is_chosen = torch.arange(logits.shape[-1], device=logits.device) == index
+    return logits.masked_fill(is_chosen if value == 0 else ~is_chosen, NEVER)
+
+
+def _freeze(stacks: list[StackMemory], means: list[Recording]) -> Callable[[StackMemory, Tensor], Tensor]:
+    frozen = {}
+    for memory, recording in zip(stacks, means, strict=True):
+        actions = torch.stack([recording.values[name] for name in ACTIONS], -1)  # [B, T, H, 3]
+        frozen[memory] = actions.flatten(0, -3).mean(0).clamp_min(1e-30).log()
+    return lambda memory, logits: frozen[memory].to(logits.dtype).expand_as(logits)
+
+
+def _harden(memory: StackMemory, logits: Tensor) -> Tensor:
+    """Give the most probable action all of the probability."""
+    return logits.masked_fill(logits < logits.amax(-1, keepdim=True), NEVER)
+
+
+def _drop(head: int, memory: StackMemory, read: Tensor) -> Tensor:
+    kept = torch.ones(read.shape[-2], 1, dtype=read.dtype, device=read.device)
+    kept[head] = 0
+    return read * kept

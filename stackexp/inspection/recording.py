@@ -1,0 +1,150 @@
+"""Record the actions, the occupancy and the reads of every stack in a forward pass."""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from stackexp.errors import RunError
+from stackexp.models.memories.stack import StackMemory
+from stackexp.stack import eager, reference, use_implementation
+from stackexp.stack.reference import StackOutput, StackState
+
+MEASUREMENTS = {
+    "push": "probability of a push",
+    "pop": "probability of a pop",
+    "no_op": "probability of a no-op",
+    "entropy": "entropy of the actions, in nats",
+    "occupancy": "occupied slots: the sum of M",
+    "overflow": "mass that this push moves past the last slot",
+    "read_slot": "slot that is read most, 0 is the top",
+    "read_sharpness": "weight of that slot in the read",
+    "read_share": "|W_up R| / |h|",
+}
+
+
+@dataclass
+class Recording:
+    """The measurements of one memory, {name: [B, T, H]}. `read_share` of a head is that of its own read."""
+
+    layer: int
+    site: str
+    values: dict[str, Tensor] = field(default_factory=dict)
+
+    def add(self, values: dict[str, Tensor]) -> None:
+        """Append the values of the next tokens."""
+        known = self.values
+        self.values = {name: torch.cat([known[name], v], 1) if known else v for name, v in values.items()}
+
+
+def find_stacks(model: nn.Module) -> list[StackMemory]:
+    """Return the stack memories of a model. Raises RunError if it has none."""
+    stacks = [memory for memory in model.memories if isinstance(memory, StackMemory)]
+    if not stacks:
+        raise RunError("inspect: the model has no stack memory; inspect a run with model.memory.kind=stack")
+    return stacks
+
+
+@contextlib.contextmanager
+def wrap_updates(wrappers: Mapping[StackMemory, Callable]) -> Iterator[None]:
+    """Call `wrapper(memory, update, state, x, logits, h)` in place of `memory.update` within this context."""
+    outer = {memory: memory.__dict__.get("update") for memory in wrappers}
+    for memory, wrapper in wrappers.items():
+        memory.__dict__["update"] = functools.partial(wrapper, memory, memory.update)
+    try:
+        yield
+    finally:
+        for memory, update in outer.items():
+            memory.__dict__["update"] = update
+            if update is None:  # the method of the class again
+                del memory.__dict__["update"]
+
+
+@contextlib.contextmanager
+def record_stacks(model: nn.Module) -> Iterator[list[Recording]]:
+    """Record every stack in the forward passes within this context; each pass replaces the previous one's values."""
+    stacks = find_stacks(model)
+    recordings = [Recording(memory.layer, memory.site) for memory in stacks]
+    wrappers = {memory: functools.partial(_update_recorded, r) for memory, r in zip(stacks, recordings, strict=True)}
+
+    def clear(*_: Any) -> None:
+        for recording in recordings:
+            recording.values = {}
+
+    hook = model.register_forward_pre_hook(clear)
+    try:
+        with wrap_updates(wrappers), use_implementation("eager"), torch.no_grad():
+            yield recordings
+    finally:
+        hook.remove()
+
+
+def _update_recorded(
+    recording: Recording,
+    memory: StackMemory,
+    update: Callable,
+    state: StackState,
+    x: Tensor,
+    logits: Tensor,
+    h: Tensor,
+) -> tuple[StackOutput, StackState]:
+    """Update as the memory does, on the axis time token by token, and record."""
+    if memory.axis == "depth":
+        output, new = update(state, x, logits, h)
+        recording.add(_measure(memory, state, new, output, h))
+        return output, new
+    outputs = []
+    for parts in zip(*(tensor.split(1, 1) for tensor in (x, logits, h)), strict=True):
+        output, new = update(state, *parts)
+        as_column = StackState(new.slots.unsqueeze(1), new.mask.unsqueeze(1))
+        recording.add(_measure(memory, StackState(state.slots, state.mask.unsqueeze(1)), as_column, output, parts[2]))
+        outputs.append(output)
+        state = new
+    return StackOutput(*(torch.cat(tensors, 1) for tensors in zip(*outputs, strict=True))), state
+
+
+def _measure(
+    memory: StackMemory, before: StackState, after: StackState, output: StackOutput, h: Tensor
+) -> dict[str, Tensor]:
+    push, pop, no_op = output.action.float().unbind(-1)  # [B, T, H]
+    is_full = before.mask.shape[-1] == memory.num_slots
+    weights = compute_read_weights(memory, after)  # [B, T, H, n]
+    sharpness, slot = weights.max(-1)
+    return {
+        "push": push,
+        "pop": pop,
+        "no_op": no_op,
+        "entropy": output.entropy.float(),
+        "occupancy": output.occupancy.float(),
+        "overflow": push * before.mask[..., -1] if is_full else torch.zeros_like(push),
+        "read_slot": slot.float(),
+        "read_sharpness": sharpness.float(),
+        "read_share": _compute_read_shares(memory, output.read, h),
+    }
+
+
+def compute_read_weights(memory: StackMemory, state: StackState) -> Tensor:
+    """Return the weights of the occupied slots in the read [..., H, n]; the rest to 1 goes to empty slots."""
+    num_occupied = state.mask.shape[-1]
+    if memory.config.read == "top":
+        return torch.nn.functional.one_hot(torch.zeros_like(state.mask[..., 0], dtype=torch.int64), num_occupied)
+    mask = memory.config.read_mask
+    scores = reference.compute_scores(state, memory.get_query().to(state.slots.dtype), mask)
+    empty = scores.new_full(
+        (*scores.shape[:-1], memory.num_slots - num_occupied), eager.empty_score(mask, scores.dtype)
+    )
+    return torch.cat([scores, empty], -1).softmax(-1)[..., :num_occupied]
+
+
+def _compute_read_shares(memory: StackMemory, read: Tensor, h: Tensor) -> Tensor:
+    """Return |W_up R| / |h| [B, T, H], with all heads but one set to 0."""
+    shares = []
+    for head in range(read.shape[-2]):
+        alone = torch.zeros_like(read)
+        alone[..., head, :] = read[..., head, :]
+        shares.append(memory.project_up(alone.to(h.dtype)).float().norm(dim=-1) / h.float().norm(dim=-1))
+    return torch.stack(shares, -1)

@@ -1,0 +1,42 @@
+"""Show what the stacks of a run do: per layer, head and token, and how the loss changes when they are disturbed.
+
+Writes inspect.json, stacks.png (maps of layers and heads) and tokens.html (token by token) to RUN/inspect. With --set
+or --task it also forces, freezes and hardens actions, clears stacks and drops reads, and prints the change of the loss
+with a 95 % interval over the sequences.
+"""
+
+from argparse import Namespace
+
+from stackexp.verbs.parser import Parser
+
+USAGE = "--run FOLDER (--text TEXT | --set NAME | --task NAME[:LENGTH]) [OPTIONS]"
+EXAMPLES = (
+    "inspect --run RUN --text 'def main(): return 0'",
+    "inspect --run RUN --set stdlib-asyncio",
+    "inspect --run RUN --task reverse_string:60",
+)
+
+
+def add_arguments(parser: Parser) -> None:
+    """Add the options of `inspect`."""
+    parser.add_argument("--run", metavar="FOLDER", required=True, help="run folder")
+    parser.add_argument("--ckpt_path", metavar="best|last|PATH", help="checkpoint (default: the best, or the newest)")
+    parser.add_argument("--text", help="a text")
+    parser.add_argument("--set", metavar="NAME", dest="set_name", help="a validation set of the run, or NAME=PATH")
+    parser.add_argument("--task", metavar="NAME[:LENGTH]", help="strings of the run's formal language")
+    parser.add_argument("--chunks", type=int, default=32, metavar="N", help="chunks of --set (default: %(default)s)")
+    parser.add_argument("--heads", action="store_true", help="also drop the read of every single head")
+    parser.add_argument("--out", metavar="FOLDER", help="write here instead of RUN/inspect")
+
+
+def run(args: Namespace) -> int:
+    """Check the options, then inspect the run."""
+    parser = args.parser
+    if sum(value is not None for value in (args.text, args.set_name, args.task)) != 1:
+        parser.error("give one of --text, --set and --task")
+    if args.chunks < 2:
+        parser.error(f"--chunks {args.chunks}: must be an integer >= 2")
+    parser.check_run_folder(args.run)
+    from stackexp.inspection import inspect
+
+    return inspect.run(args.run, args.ckpt_path, args.text, args.set_name, args.task, args.chunks, args.heads, args.out)

@@ -1,0 +1,251 @@
+"""Recordings of stacks, interventions on them, and the verb `inspect`."""
+
+import json
+import math
+
+import pytest
+import torch
+from forks import Forks
+from records import only_run
+from stack_memories import decoder_config
+
+from stackexp.cli import main
+from stackexp.config.compose import load_config
+from stackexp.inspection.batches import Material, compute_losses
+from stackexp.inspection.interventions import Intervention, clear, intervene, list_interventions
+from stackexp.inspection.page import format_page
+from stackexp.inspection.recording import MEASUREMENTS, compute_read_weights, record_stacks
+from stackexp.models.transformer import Transformer
+from stackexp.stack import use_implementation
+
+TOKENS = torch.tensor([[1, 2, 3, 4, 5, 6], [6, 7, 8, 9, 10, 1]])
+BATCHES = [{"tokens": TOKENS, "length": torch.tensor([6, 4])}]
+
+
+def build_model(seed=0, **memory):
+    torch.manual_seed(seed)
+    model = Transformer(decoder_config(num_layers=3, **memory)).double().eval()
+    for stack in model.memories:
+        for parameter in (stack.up, stack.actions):
+            if parameter is not None:
+                parameter.data.mul_(3)
+    return model
+
+
+@pytest.mark.parametrize(
+    "memory", [{}, {"axis": "time"}, {"axis": "time", "discipline": "queue", "feedback": True}, {"axis": "token_major"}]
+)
+def test_recording_changes_nothing_and_agrees_with_the_probes(memory):
+    model = build_model(**memory)
+    expected = model(TOKENS, probe=True)
+    with record_stacks(model) as recordings:
+        torch.testing.assert_close(model(TOKENS).logits, expected.logits)
+    torch.testing.assert_close(model(TOKENS).logits, expected.logits, msg="the model is as before")
+    for recording, probes in zip(recordings, expected.probes, strict=True):
+        assert set(recording.values) == set(MEASUREMENTS)
+        for name in ("push", "pop", "no_op", "entropy", "occupancy"):
+            assert recording.values[name].shape == (2, 6, 2)
+            assert recording.values[name].mean().item() == pytest.approx(probes[name].item(), rel=1e-5)
+
+
+@pytest.mark.parametrize(("read", "read_mask"), [("global", "multiply"), ("global", "log"), ("top", "multiply")])
+def test_read_weights_reproduce_the_read(read, read_mask):
+    model = build_model(read=read, read_mask=read_mask)
+    with use_implementation("eager"):
+        h, memory = model.embedding(TOKENS), model.memories[0]
+        state = memory.empty_state(h)
+        for stack in model.memories:
+            output, state = stack.update(state, *stack.project(h), h)
+            weights = compute_read_weights(stack, state)
+            torch.testing.assert_close((weights.unsqueeze(-1) * state.slots).sum(-2), output.read)
+
+
+def test_overflow_is_the_mass_pushed_past_the_last_slot():
+    model = build_model(num_slots=2, discipline="push_only")
+    with record_stacks(model) as recordings:
+        model(TOKENS)
+    assert [r.values["overflow"].mean().item() for r in recordings] == pytest.approx([0, 0, 1])
+
+
+def test_the_shares_of_single_heads_add_up_as_vectors():
+    model = build_model(num_heads=1)
+    expected = model(TOKENS, probe=True).probes
+    with record_stacks(model) as recordings:
+        model(TOKENS)
+    for recording, probes in zip(recordings, expected, strict=True):
+        assert recording.values["read_share"].mean().item() == pytest.approx(probes["read_share"].item(), rel=1e-5)
+
+
+def get_change(model, intervention):
+    before, counts = compute_losses(model, BATCHES)
+    with intervene(model, intervention):
+        after, _ = compute_losses(model, BATCHES)
+    assert counts.tolist() == [5, 3], "padding is not scored"
+    again, _ = compute_losses(model, BATCHES)
+    assert (again == before).all(), "the model is as before"
+    return after - before
+
+
+def find(model, name):
+    with record_stacks(model) as recordings:
+        model(TOKENS)
+        interventions = list_interventions(model, recordings, heads=True)
+    return next(i for i in interventions if i.name == name)
+
+
+def compute_changed(change, **memory):
+    """Return the change of the loss when `change` modifies the weights of each memory."""
+    model = build_model(**memory)
+    before, _ = compute_losses(model, BATCHES)
+    for stack in model.memories:
+        with torch.no_grad():
+            change(stack)
+    after, _ = compute_losses(model, BATCHES)
+    return after - before
+
+
+def test_dropped_reads_equal_a_memory_without_output():
+    model = build_model()
+    change = get_change(model, find(model, "reads dropped"))
+    assert abs(change).min() > 1e-6
+    assert change == pytest.approx(compute_changed(lambda stack: stack.up.zero_()), abs=1e-12)
+    first = get_change(model, find(model, "read of layer 0 dropped"))
+    assert first == pytest.approx(compute_changed(lambda s: s.up.zero_() if s.layer == 0 else None), abs=1e-12)
+    head = get_change(model, find(model, "read of layer 1, head 1 dropped"))
+    assert head == pytest.approx(compute_changed(lambda s: s.up[:, 3:].zero_() if s.layer == 1 else None), abs=1e-12)
+
+
+def test_forced_actions_equal_push_only():
+    """A push forced to 1 is the discipline push_only with the same weights."""
+    model = build_model()
+    change = get_change(model, find(model, "push = 1"))
+    other = build_model(discipline="push_only")
+    other.load_state_dict({k: v for k, v in model.state_dict().items() if "actions" not in k})
+    before, _ = compute_losses(model, BATCHES)
+    after, _ = compute_losses(other, BATCHES)
+    assert change == pytest.approx(after - before, abs=1e-12)
+
+
+def test_hardened_actions_equal_large_logits():
+    model = build_model()
+    change = get_change(model, find(model, "actions hardened"))
+    assert change == pytest.approx(compute_changed(lambda stack: stack.actions.mul_(1e9)), abs=1e-9)
+
+
+def test_frozen_actions_are_the_same_for_all_tokens():
+    model = build_model()
+    intervention = find(model, "actions frozen at their mean")
+    with record_stacks(model) as recordings:
+        model(TOKENS)
+        mean = recordings[0].values["push"].mean((0, 1))
+    with intervene(model, intervention), record_stacks(model) as recordings:
+        pass
+    with record_stacks(model) as recordings, intervene(model, intervention):
+        model(TOKENS)
+    frozen = recordings[0].values["push"]
+    torch.testing.assert_close(frozen, mean.expand_as(frozen))
+
+
+def test_a_cleared_stack_reads_only_what_comes_after():
+    model = build_model(num_slots=4)
+    with record_stacks(model) as recordings, intervene(model, find(model, "stack cleared before layer 2")):
+        model(TOKENS)
+    push = recordings[2].values["push"]
+    torch.testing.assert_close(recordings[2].values["occupancy"], push)
+    assert abs(get_change(model, Intervention("x", state=lambda _, state: clear(state), layer=2))).min() > 0
+
+
+def test_push_only_has_no_interventions_on_actions():
+    model = build_model(discipline="push_only")
+    with record_stacks(model) as recordings:
+        model(TOKENS)
+        names = [i.name for i in list_interventions(model, recordings)]
+    assert not any("push" in name or "actions" in name for name in names)
+    assert "reads dropped" in names
+
+
+def test_losses_are_those_of_the_tokens():
+    model = build_model()
+    losses, counts = compute_losses(model, [{"tokens": TOKENS[:1], "length": torch.tensor([6])}])
+    log_p = model(TOKENS[:1]).logits.log_softmax(-1)[0, :-1]
+    assert losses[0] == pytest.approx(-log_p[torch.arange(5), TOKENS[0, 1:]].sum().item(), rel=1e-6)
+    assert counts[0] == 5
+
+
+def test_page_embeds_any_token():
+    model = build_model()
+    with record_stacks(model) as recordings:
+        model(TOKENS)
+    labels = ["</script><b>", '"', "\u2028", "é", "x", "y"]
+    page = format_page(Material("a <b> & c", [], labels), recordings, max_tokens=4)
+    assert page.count("</script>") == 1
+    assert "<title>Stacks: a &lt;b&gt; &amp; c</title>" in page
+    data = json.loads(page.partition("const data = ")[2].partition(";\n")[0])
+    assert data["tokens"] == labels[:4]
+    assert [len(stack["values"]["push"]) for stack in data["stacks"]] == [4, 4, 4]
+    assert all(
+        math.isclose(sum(data["stacks"][0]["values"][a][0][0] for a in ("push", "pop", "no_op")), 1, abs_tol=1e-3)
+        for _ in range(1)
+    )
+
+
+MISTAKES = {
+    "": "give one of --text, --set and --task",
+    "--text a --set b": "give one of --text, --set and --task",
+    "--set a --chunks 1": "--chunks 1: must be an integer >= 2",
+    "--text a": "--run x: not a run folder (no config.yaml)",
+}
+
+
+@pytest.mark.parametrize(("arguments", "message"), MISTAKES.items())
+def test_wrong_options_are_one_line(arguments, message, capsys):
+    assert main(["inspect", "--run", "x", *arguments.split()]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: inspect: {message}")
+
+
+def test_inspect_a_trained_run(tiny, tmp_path):
+    forks = Forks(tmp_path)
+    forks.run("fit", "--config", tiny, "trainer.max_steps=2", "schedule.warmup_steps=0")
+    run = only_run(tmp_path / "runs")
+    printed = forks.run("inspect", "--run", run.path, "--set", "left", "--chunks", "4", "--heads")
+    record = json.loads((run.path / "inspect" / "inspect.json").read_text())
+    assert [stack["layer"] for stack in record["stacks"]] == [0, 1]
+    names = [change["intervention"] for change in record["interventions"]]
+    assert {"none", "push = 0", "reads dropped", "stack cleared before layer 1"} <= set(names)
+    assert all(name in printed for name in names[1:])
+    assert all(change["low"] <= change["change"] <= change["high"] for change in record["interventions"][1:])
+    assert (run.path / "inspect" / "stacks.png").read_bytes().startswith(b"\x89PNG")
+    forks.run("inspect", "--run", run.path, "--text", "import os", "--out", tmp_path / "text")
+    assert "const data" in (tmp_path / "text" / "tokens.html").read_text()
+    for options, message in (
+        (("--task", "parity_check"), "--task requires a model of a formal language; use --text or --set"),
+        (("--text", ""), "--text has fewer than two tokens"),
+    ):
+        error = forks.run("inspect", "--run", run.path, *options, expect=2)
+        assert f"error: inspect: {message}" in error
+    forks.run(
+        "fit", "--config", tiny, "trainer.max_steps=2", "schedule.warmup_steps=0", "model.memory=null", "name=plain"
+    )
+    error = forks.run("inspect", "--run", only_run(tmp_path / "runs", "plain").path, "--text", "a b c", expect=1)
+    assert "error: inspect: the model has no stack memory" in error
+
+
+def test_inspect_a_formal_language(tmp_path):
+    forks = Forks(tmp_path)
+    sizes = ("model.hidden_size=16", "model.num_heads=2", "model.num_kv_heads=2", "model.intermediate_size=16")
+    data = ("data.batch_size=4", "data.eval_max_length=41", "data.eval_sequences=2", "data.validation_max_length=41")
+    steps = ("trainer.max_steps=2", "schedule.warmup_steps=0", "trainer.accelerator=cpu", "name=tiny")
+    forks.run("fit", "--config", "formal/stacktrans", *sizes, *data, *steps)
+    run = only_run(tmp_path / "runs")
+    task = load_config(run.config).data.task
+    printed = forks.run("inspect", "--run", run.path, "--task", f"{task}:12")
+    assert f"{task}, 12 symbols" in printed
+    assert "reads dropped" in printed
+    assert "stack cleared" not in printed, "the stack passes from token to token"
+    for options, message in (
+        (("--task", "bucket_sort"), f"--task bucket_sort: the run was trained on {task}; use --task {task}"),
+        (("--task", f"{task}:0"), f"--task {task}:0: the length must be an integer >= 1"),
+        (("--set", "x"), "--set requires a model of text; use --task for one of formal languages"),
+    ):
+        assert f"error: inspect: {message}" in forks.run("inspect", "--run", run.path, *options, expect=2)
