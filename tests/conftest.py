@@ -1,7 +1,9 @@
 """Shared fixtures: a small corpus of real text and a small experiment."""
 
+import multiprocessing
 import os
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -153,3 +155,15 @@ def s3(s3_server, monkeypatch, tmp_path):
 def url(s3, remote_set, request) -> str:
     """The URL of `remote_set` in a bucket of this test's own."""
     return s3.upload(remote_set, f"bucket-{abs(hash(request.node.name))}", "sets/train")
+
+
+@pytest.fixture(scope="session")
+def triton_interpreter() -> Iterator[ProcessPoolExecutor]:
+    """Return a process with Triton in interpreter mode, which is fixed when Triton is imported."""
+    pytest.importorskip("triton")
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("TRITON_INTERPRET", "1")
+        executor = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
+        executor.submit(os.getpid).result()  # start it now, while the environment is set
+    with executor:
+        yield executor

@@ -1,6 +1,8 @@
 """Cases of scans, and comparisons of an implementation with the reference."""
 
 import itertools
+import random
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -9,6 +11,7 @@ from torch.nn import functional as F
 
 from stackexp import stack
 from stackexp.stack import StackState
+from stackexp.stack.feedback import ACTIVATIONS
 
 
 class Case(NamedTuple):
@@ -31,12 +34,33 @@ class Case(NamedTuple):
 
     @property
     def name(self) -> str:
-        sizes = f"S{self.num_slots}-D{self.head_dim}-H{self.num_heads}-T{self.num_tokens}-B{self.batch_size}"
-        how = self.read if self.read == "top" else self.read_mask
-        extra = [self.feedback and f"feedback_{self.feedback}", self.scale > 1 and "saturated"]
-        extra += [self.filled and f"filled{self.filled}", self.cuts and f"cut{self.cuts}"]
-        extra += [self.hidden and f"hidden{self.hidden}"]
-        return "-".join([sizes, self.discipline, how, str(self.dtype)[6:], *(word for word in extra if word)])
+        return "-".join(str(value) for key, value in self._asdict().items() if value != self._field_defaults.get(key))
+
+
+DISCIPLINES = ["stack", "queue", "push_only"]
+READS = [("global", "multiply"), ("global", "log"), ("global", "additive"), ("top", "multiply")]
+SHAPES = {"num_slots": [1, 2, 7, 24, 33], "head_dim": [1, 4, 8, 17], "num_heads": [1, 3, 4], "num_tokens": [1, 5, 40]}
+
+
+def cases() -> Iterator[Case]:
+    """Yield all combinations of options with random shapes, each shape alone, and hidden layers of the feedback."""
+    rng = random.Random(0)
+    products = itertools.product(DISCIPLINES, READS, [None, "identity", "tanh"], [1.0, 50.0])
+    for discipline, (read, read_mask), feedback, scale in products:
+        sizes = {name: rng.choice(values) for name, values in SHAPES.items()}
+        if feedback:  # each token amplifies earlier rounding errors
+            sizes["num_tokens"] = min(sizes["num_tokens"], 12)
+        filled = rng.choice([0, 1, sizes["num_slots"], sizes["num_slots"] // 2])
+        options = {"discipline": discipline, "read": read, "read_mask": read_mask, "feedback": feedback, "scale": scale}
+        yield Case(**sizes, **options, filled=filled)
+    usual = Case(num_slots=7, head_dim=3, num_heads=2, num_tokens=9)
+    for name, values in SHAPES.items():
+        for value, (read, feedback) in itertools.product(values, [("top", "tanh"), ("global", None)]):
+            yield usual._replace(**{name: value}, read=read, read_mask="log", feedback=feedback, filled=1)
+    for units, discipline, (read, read_mask) in zip([1, 8, 13, 64], [*DISCIPLINES, "stack"], READS, strict=True):
+        for feedback in ACTIVATIONS:
+            yield Case(7, 3, 2, 9, discipline, read, read_mask, feedback, filled=2, hidden=units)
+    yield usual._replace(batch_size=0)
 
 
 def make_inputs(case: Case, device: str) -> list[Tensor]:

@@ -1,10 +1,10 @@
 """The main CPU tests on a CUDA device. Run with `pytest -m gpu`."""
 
-import itertools
 from collections.abc import Iterator
 
 import pytest
 import torch
+from depth_steps import cases, check
 from torch.nn import functional as F
 
 from stackexp.config.memory import StackMemoryConfig
@@ -12,15 +12,13 @@ from stackexp.config.model import TransformerConfig
 from stackexp.models.attention import Positions
 from stackexp.models.positional import build_rope_table
 from stackexp.models.transformer import Cache, Transformer
-from stackexp.stack import eager, reference
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
-B, T, H, D, VOCAB = 4, 24, 3, 16, 101
-READS = [("global", "multiply"), ("global", "log"), ("global", "additive"), ("top", "multiply")]
+B, T, VOCAB = 4, 24, 101
 MEMORIES = {
     "none": None,
     "depth": {"axis": "depth"},
@@ -55,37 +53,9 @@ def make_tokens() -> torch.Tensor:
     return torch.randint(VOCAB, (B, T), generator=torch.Generator().manual_seed(1)).cuda()
 
 
-def unroll(implementation, inputs: list[torch.Tensor], **options) -> tuple[list, tuple]:
-    """Return the outputs of T steps and the gradients of a random linear function of them."""
-    x, logits, query = inputs
-    state, outputs = implementation.empty((B, H), options["num_slots"], D, x), []
-    for t in range(T):
-        output, state = implementation.step(state, x[t], logits[t], query, **options)
-        outputs.append(output)
-    fields = [torch.stack(values) for values in zip(*outputs, strict=True)]
-    generator = torch.Generator().manual_seed(4)
-    total = sum((field * torch.randn(field.shape, generator=generator).to(field)).sum() for field in fields)
-    return fields, torch.autograd.grad(total, inputs, allow_unused=True)
-
-
-@pytest.mark.parametrize("num_slots", [1, 7, 40])
-@pytest.mark.parametrize("discipline", ["stack", "queue", "push_only"])
-def test_eager_matches_the_reference(discipline, num_slots):
-    """Use float64 for the additive mask: (1 - M) * 1e9 amplifies the rounding of M among full slots."""
-    generator = torch.Generator().manual_seed(3)
-    shapes = [(T, B, H, D), (T, B, H, 2 if discipline == "push_only" else 3), (H, D)]
-    numbers = [torch.randn(shape, generator=generator) for shape in shapes]
-    for (read, read_mask), scale in itertools.product(READS, [1.0, 1000.0]):  # 1000: saturated actions
-        dtype = torch.float64 if read_mask == "additive" else torch.float32
-        inputs = [number.cuda().to(dtype) for number in (numbers[0], scale * numbers[1], numbers[2])]
-        inputs = [tensor.requires_grad_() for tensor in inputs]
-        options = {"num_slots": num_slots, "discipline": discipline, "read": read, "read_mask": read_mask}
-        values, gradients = unroll(eager, inputs, **options)
-        expected, expected_gradients = unroll(reference, inputs, **options)
-        for ours, theirs in zip((*values, *gradients), (*expected, *expected_gradients), strict=True):
-            assert (ours is None) == (theirs is None)
-            if ours is not None:
-                torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
+@pytest.mark.parametrize("case", cases(), ids=lambda case: case.name)
+def test_eager_steps_match_the_reference(case):
+    check("eager", case, "cuda")
 
 
 @pytest.mark.parametrize("name", MEMORIES)

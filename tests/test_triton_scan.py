@@ -1,20 +1,15 @@
 """Tests of the Triton scan against the reference: in Triton's interpreter, and on a GPU."""
 
 import itertools
-import multiprocessing
-import os
 import subprocess
 import tempfile
-from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
-from scans import Case, check, check_autocast, run
+from scans import DISCIPLINES, READS, Case, check, check_autocast, run
 
-from stackexp.stack import dispatch
 from stackexp.stack.triton import time_scan
 from stackexp.stack.triton.time_scan import ScanBackward, ScanForward
 
@@ -41,50 +36,32 @@ CASES = [
     Case(7, 4, 3, 5, "stack", read="top", feedback="tanh", filled=2, cuts=(2,), hidden=5),
     Case(2, 17, 3, 4, "queue", feedback="gated", batch_size=1, hidden=40),  # more units than one block
 ]
-READS = [("top", "multiply"), ("global", "multiply"), ("global", "log"), ("global", "additive")]
 MORE = [
     Case(S, D, H, T, discipline, *read, feedback, scale, filled, 1, hidden=hidden)
     for (S, D, H, T, filled), discipline, read, (feedback, scale, hidden) in itertools.product(
         [(7, 4, 1, 9, 2), (24, 8, 1, 5, 23), (33, 17, 3, 2, 0), (2, 1, 3, 5, 0)],
-        ["stack", "queue", "push_only"],
+        DISCIPLINES,
         READS,
-        [
-            (None, 1.0, 0),
-            (None, 1000.0, 0),
-            ("identity", 1.0, 0),
-            ("tanh", 1.0, 0),
-            ("tanh", 1.0, 21),
-            ("gated", 1.0, 21),
-        ],
+        [(None, 1, 0), (None, 1000, 0), ("identity", 1, 0), ("tanh", 1, 0), ("tanh", 1, 21), ("gated", 1, 21)],
     )
 ]
 # kernels compile slowly, so a GPU runs only some cases
 GPU_CASES = [*CASES, *(case for case in MORE if case.num_slots == 7 and case.feedback != "identity")]
 
 
-@pytest.fixture(scope="module")
-def interpreter() -> Iterator[ProcessPoolExecutor]:
-    """A process with Triton in interpreter mode, which is fixed when Triton is imported."""
-    with pytest.MonkeyPatch.context() as environment:
-        environment.setenv("TRITON_INTERPRET", "1")
-        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as executor:
-            executor.submit(os.getpid).result()  # start it now, while the environment is set
-            yield executor
-
-
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_equals_the_reference(interpreter, case):
-    interpreter.submit(check, "triton", case).result()
+def test_equals_the_reference(triton_interpreter, case):
+    triton_interpreter.submit(check, "triton", case).result()
 
 
-def test_backward_ignores_autocast(interpreter):
-    interpreter.submit(check_autocast, "triton").result()
+def test_backward_ignores_autocast(triton_interpreter):
+    triton_interpreter.submit(check_autocast, "triton").result()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", MORE, ids=lambda case: case.name)
-def test_equals_the_reference_with_all_options(interpreter, case):
-    interpreter.submit(check, "triton", case).result()
+def test_equals_the_reference_with_all_options(triton_interpreter, case):
+    triton_interpreter.submit(check, "triton", case).result()
 
 
 @pytest.mark.slow
@@ -119,13 +96,6 @@ def test_kernels_compile_for_an_h100_without_spilling(kernel, feedback, hidden):
         usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert "STACK:0 " in usage
     assert "LOCAL:0 " in usage
-
-
-def test_auto_selects_triton_for_scans_on_cuda(monkeypatch):
-    monkeypatch.setattr(dispatch, "_has_triton", lambda: True)
-    assert [dispatch._kernels_for(device) for device in ("cpu", "cuda", "mps")] == ["numba", "triton", "eager"]
-    monkeypatch.setattr(dispatch, "_has_triton", lambda: False)
-    assert dispatch._kernels_for("cuda") == "eager"
 
 
 @pytest.mark.gpu

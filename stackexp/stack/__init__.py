@@ -7,6 +7,7 @@ Computation runs in float32, or in float64 for float64 inputs, also under autoca
 that the Triton depth step may store it in bfloat16.
 """
 
+import logging
 from typing import Any
 
 import torch
@@ -65,7 +66,7 @@ def step(
     """
     with torch.autocast(x.device.type, enabled=False):
         if isinstance(state, DepthState):
-            dispatch.log_choice("triton")
+            dispatch.log_once(logging.INFO, "stack implementation: triton")
             if checkpoint_every is not None:
                 options["checkpoint_every"] = checkpoint_every
             return depth_step.step(state, x, logits, query, **options)

@@ -70,7 +70,7 @@ def choose_step_module(x: Tensor) -> ModuleType:
 def choose_scan_module(x: Tensor) -> ModuleType:
     """Return the module that scans the tokens of x, and log the choice."""
     if torch.compiler.is_compiling() and x.shape[1] > 1:
-        _warn_about_unrolling()
+        log_once(logging.WARNING, "torch.compile unrolls the stack scan over the tokens, which takes long to compile")
     automatic = _kernels_for(x.device.type) if _is_executed_eagerly(x) else "eager"
     return _load_module(SCAN_MODULES[_select(automatic)])
 
@@ -84,29 +84,15 @@ def _kernels_for(device_type: str) -> str:
 @torch.compiler.assume_constant_result  # under torch.compile the choice is made once, while tracing
 def _select(automatic: str) -> str:
     name = automatic if _requested == "auto" else _requested
-    _log_choice_once(name)
+    log_once(logging.INFO, f"stack implementation: {name}")
     return name
 
 
-@torch.compiler.assume_constant_result
-def log_choice(name: str) -> None:
-    """Log the implementation, once in a process."""
-    _log_choice_once(name)
-
-
 @functools.cache
-def _log_choice_once(name: str) -> None:
-    _logger.info("stack implementation: %s", name)
-
-
 @torch.compiler.assume_constant_result
-def _warn_about_unrolling() -> None:
-    _warn_about_unrolling_once()
-
-
-@functools.cache
-def _warn_about_unrolling_once() -> None:
-    _logger.warning("torch.compile unrolls the stack scan over the tokens; compiling takes time in proportion to them")
+def log_once(level: int, message: str) -> None:
+    """Log the message, once in a process."""
+    _logger.log(level, message)
 
 
 def _is_executed_eagerly(x: Tensor) -> bool:

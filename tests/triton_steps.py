@@ -1,0 +1,157 @@
+"""Checks of the Triton depth step that run in a process with Triton's interpreter, or on a GPU."""
+
+import functools
+
+import torch
+from depth_steps import Case, compute, differentiate, make_inputs, unroll
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from stackexp.stack.triton import depth_step, depth_step_launch
+
+
+def check_bfloat16_reads_have_float32_gradients() -> None:
+    """Rounding R to the dtype of x must not change the gradients through its softmax."""
+    case = Case(3, 16, 2, 3, state_dtype=torch.float32)
+    exact = [tensor.detach().bfloat16().double().requires_grad_() for tensor in make_inputs(case)]
+    dtypes = (torch.bfloat16, torch.float32, torch.float32)
+    mixed = [tensor.detach().to(dtype).requires_grad_() for tensor, dtype in zip(exact, dtypes, strict=True)]
+    gradients = []
+    for name, inputs in (("triton", mixed), ("reference", exact)):
+        reads = torch.stack([output.read for output in unroll(name, case, inputs)])
+        assert reads.dtype == inputs[0].dtype
+        weights = torch.randn(reads.shape, generator=torch.Generator().manual_seed(5)).bfloat16().to(reads)
+        gradients.append(torch.autograd.grad((reads * weights).sum(), inputs[1:]))
+    for ours, theirs in zip(*gradients, strict=True):
+        assert (ours - theirs).norm() < 2**-14 * theirs.norm()
+
+
+def check_checkpoint_interval_changes_no_result() -> None:
+    case = Case(2, 4, 1, 4, "queue", read_mask="log")
+    inputs = make_inputs(case)
+    first, *others = (compute("triton", case._replace(segment=segment), inputs) for segment in (1, 2, 3, 5))
+    for other in others:
+        torch.testing.assert_close(other, first, rtol=1e-9, atol=1e-11)
+
+
+def check_programs_of_several_token_blocks() -> None:
+    """The last block of the last program is past the end."""
+    case = Case(2, 64, 1, 2, leading=(5,))
+    inputs = make_inputs(case)
+    before, depth_step_launch.MAX_PROGRAMS = depth_step_launch.MAX_PROGRAMS, 2
+    try:
+        assert depth_step_launch.compute_grid("backward", inputs[0][0]) == (2, 1, 2)
+        torch.testing.assert_close(compute("triton", case, inputs), compute("reference", case, inputs))
+    finally:
+        depth_step_launch.MAX_PROGRAMS = before
+
+
+def check_each_output_alone_has_a_gradient() -> None:
+    functionals = [
+        lambda outputs: torch.stack([o.entropy.mean() for o in outputs]).mean(),
+        lambda outputs: outputs[-1].read.square().sum(),
+        lambda outputs: outputs[1].action[..., 0].sum() + outputs[0].read.sum(),
+    ]
+    case = Case(3, 4, 1, 2)
+    for functional in functionals:
+        inputs = make_inputs(case)
+        options = {"allow_unused": True, "materialize_grads": True}
+        ours, expected = (
+            torch.autograd.grad(functional(unroll(name, case, inputs)), inputs, **options)
+            for name in ("triton", "reference")
+        )
+        torch.testing.assert_close(ours, expected, rtol=1e-9, atol=1e-11)
+
+
+def check_recomputed_layers_save_no_stack() -> None:
+    case = Case(3, 4, 2, 5, segment=2)
+    recomputed = functools.partial(checkpoint, depth_step.step, use_reentrant=False)
+    inputs, found = make_inputs(case), []
+    for step in (None, recomputed):
+        saved = SavedBytes()
+        with saved:
+            outputs = unroll("triton", case, inputs, step)
+        found.append((saved.count(), differentiate(outputs, inputs)))
+    torch.testing.assert_close(found[1][1], found[0][1], rtol=0, atol=0)
+    assert found[1][0] < found[0][0]
+
+
+class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
+    """Count the bytes that autograd saves in this context, without tensors that have no storage of their own."""
+
+    def __init__(self) -> None:
+        self.storages: dict[int, int] = {}
+        super().__init__(self._pack, lambda tensor: tensor)
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        if 0 not in tensor.stride():  # the query, and the tensors that only carry gradients
+            self.storages[tensor.data_ptr()] = tensor.nbytes
+        return tensor
+
+    def count(self) -> int:
+        return sum(self.storages.values())
+
+
+class OperatorCalls(TorchDispatchMode):
+    """Record the calls of our operators: whether it is the forward pass, arguments and outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[bool, tuple, tuple]] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        outputs = function(*args, **kwargs or {})
+        if function.namespace == "stackexp":
+            self.calls.append((function is torch.ops.stackexp.depth_step.default, args, outputs))
+        return outputs
+
+
+def check_operators(case: Case, device: str = "cpu") -> None:
+    """Run torch.library.opcheck on both operators at each layer."""
+    inputs = make_inputs(case, device)
+    with OperatorCalls() as recorded:
+        compute("triton", case, inputs)
+    assert len(recorded.calls) == 2 * case.num_layers
+    for is_forward, args, _ in recorded.calls:
+        args = [_detach(arg, is_forward and i in (0, 1, 2, 7, 8)) for i, arg in enumerate(args)]
+        operators = torch.ops.stackexp
+        torch.library.opcheck((operators.depth_step if is_forward else operators.depth_step_backward).default, args)
+
+
+def _detach(arg: object, requires_grad: bool) -> object:
+    if isinstance(arg, list):
+        return [_detach(each, requires_grad) for each in arg]
+    return arg.detach().requires_grad_(requires_grad) if isinstance(arg, Tensor) else arg
+
+
+def check_compiled(case: Case, backend: str, device: str = "cpu") -> None:
+    """Check torch.compile of all layers in one graph, and of each layer alone."""
+    inputs = make_inputs(case, device)
+    whole = torch.compile(unroll, fullgraph=True, backend=backend)
+    step = torch.compile(depth_step.step, fullgraph=True, backend=backend)
+    expected = compute("triton", case, inputs)
+    torch.testing.assert_close(differentiate(whole("triton", case, inputs), inputs), expected)
+    torch.testing.assert_close(compute("triton", case, inputs, step), expected)
+
+
+def count_bytes(case: Case) -> tuple[list[int], list[int], int]:
+    """Return the bytes that forward and backward of each layer read and write, and that autograd saves."""
+    inputs = make_inputs(case)
+    with OperatorCalls() as recorded:
+        saved = SavedBytes()
+        with saved:
+            outputs = unroll("triton", case, inputs)
+        sum(o.read.square().float().sum() + o.entropy.mean() for o in outputs).backward()
+    moved: tuple[list[int], list[int]] = [], []
+    for is_forward, args, results in recorded.calls:
+        moved[not is_forward].append(_count_tensor_bytes([*args, *results], skip=args[2].shape))
+    return moved[0], moved[1][::-1], saved.count()
+
+
+def _count_tensor_bytes(found: object, skip: torch.Size) -> int:
+    if isinstance(found, list):
+        return sum(_count_tensor_bytes(each, skip) for each in found)
+    if not isinstance(found, Tensor) or found.shape == skip or 0 in found.stride():
+        return 0
+    return found.nbytes
