@@ -23,25 +23,16 @@ def _in_empty_folder(tmp_path, monkeypatch):
         ("seed", "override seed: expected KEY=VALUE"),
         ("quickstart", "override quickstart: expected KEY=VALUE; for a config write --config quickstart"),
         ("seed=", "override seed=: empty value; write null, or '\"\"' for empty text"),
-        ("seed=#3", "override seed=#3: empty value; write null, or '\"\"' for empty text"),
         ("--seed", "override --seed: missing value; write --seed=VALUE"),
         ("=3", "override =3: invalid key ''; expected SECTION.KEY=VALUE"),
-        ("data..path=x", "override data..path=x: invalid key 'data..path'; expected SECTION.KEY=VALUE"),
         ("seed=[1,", "override seed=[1,: the value: not valid YAML: "),
         ("seed=abc", "override seed=abc: seed: expected an integer from 0 to 4294967295, found 'abc'"),
-        ("seed=null", "override seed=null: seed: expected an integer from 0 to 4294967295, found null"),
         ("trainer.max_steps=1e4", "trainer.max_steps: expected an integer >= 1, found 10000.0; write 10000"),
         ("trainer.accelerator=mps", "trainer.accelerator: expected one of auto, cpu, cuda, found 'mps'"),
         ("trainer.compile=2", "override trainer.compile=2: trainer.compile: expected true or false, found 2"),
-        ("seed={a: 1}", "override seed={a: 1}: seed: expected an integer from 0 to 4294967295, found a mapping"),
         ("optimizer.lr=[1]", "optimizer.lr: expected a number > 0, found [1]"),
         ("optimizer.lr=0", "override optimizer.lr=0: optimizer.lr: expected a number > 0, found 0.0"),
         ("optimizer.lr=.nan", "optimizer.lr: expected a number > 0, found nan"),
-        ("optimizer.lr=.inf", "optimizer.lr: expected a number > 0, found inf"),
-        ("optimizer.beta1=1", "optimizer.beta1: expected a number >= 0 and < 1, found 1.0"),
-        ("optimizer.beta2=-0.1", "optimizer.beta2: expected a number >= 0 and < 1, found -0.1"),
-        ("schedule.final_fraction=1.5", "schedule.final_fraction: expected a number from 0 to 1, found 1.5"),
-        ("model.memory.num_slots=0", "model.memory.num_slots: expected an integer >= 1, found 0"),
         ("trainer.val_check_interval=0", "trainer.val_check_interval: expected an integer >= 1 or null, found 0"),
         (
             "model.memory.axis=dept",
@@ -54,22 +45,13 @@ def _in_empty_folder(tmp_path, monkeypatch):
             "did you mean 'model.memory.num_slots'?",
         ),
         ("num_slots=3", "override num_slots=3: num_slots: unknown key; did you mean 'model.memory.num_slots'?"),
-        ("traner.max_steps=3", "traner: unknown key; did you mean 'trainer'?"),
         (
             "zzz=3",
             "zzz: unknown key; a config has data, logging, model, name, optimizer, plugins, schedule, seed, trainer",
         ),
-        ("seed.x=3", "override seed.x=3: seed: expected an integer from 0 to 4294967295, found a mapping"),
-        (
-            "model.memory.kind=stak",
-            "model.memory.kind: expected one of stack, stack_attention, found 'stak'; did you mean 'stack'?",
-        ),
-        ("data.kind=3", "override data.kind=3: data.kind: expected one of formal_language, shards, stdlib, found 3"),
         (
             "model.memory=queu",
-            "override model.memory=queu: model.memory: unknown choice 'queu' (choices: authors_code, full_dim, "
-            "push_only, "
-            "queue, single_head, stacktrans); did you mean 'queue'?",
+            "override model.memory=queu: model.memory: unknown choice 'queu' (choices: adapter, ",
         ),
         (
             "schedule=cosine",
@@ -77,22 +59,14 @@ def _in_empty_folder(tmp_path, monkeypatch):
         ),
         ("logging=loud", "logging: unknown choice 'loud' (this section has no choices)"),
         ("model=null", "override model=null: model is a section with keys; it cannot be null"),
-        ("trainer=null", "override trainer=null: trainer is a section with keys; it cannot be null"),
         ("data.kind=shards", "data.path: no training data; set data.path=FOLDER"),
         ("data.path=x", "override data.path=x: data.path: unknown key; data has "),
-        ("data.validation={}", "override data.validation={}: data.validation: unknown key; data has "),
         ("name=../x", "override name=../x: name: '../x' cannot name a folder"),
-        ("name=/x", "name: '/x' cannot name a folder"),
         (
             "data.global_batch_tokens=5000",
             "override data.global_batch_tokens=5000: data.global_batch_tokens: 5000 is not a multiple of "
             "trainer.devices * trainer.num_nodes * data.micro_batch_size * data.context_length = 2048; "
             "the nearest multiple is 4096",
-        ),
-        (
-            "trainer.devices=3",
-            "data.global_batch_tokens: 4096 is not a multiple of trainer.devices * trainer.num_nodes * "
-            "data.micro_batch_size * data.context_length = 6144; the nearest multiple is 6144",
         ),
         (
             "trainer.max_steps=20",
@@ -103,7 +77,6 @@ def _in_empty_folder(tmp_path, monkeypatch):
             "model.num_kv_heads=4",
             "override model.num_kv_heads=4: model.num_kv_heads: num_heads 6 is not a multiple of num_kv_heads 4",
         ),
-        ("model.num_heads=7", "override model.num_heads=7: model.num_heads: 7 does not divide hidden_size 192"),
         ("model.num_heads=64", "RoPE requires an even head size, but hidden_size / num_heads = 3"),
         (
             "model.memory.projection=none",
@@ -129,18 +102,14 @@ def _in_empty_folder(tmp_path, monkeypatch):
             "seed: unknown key in the interpolation ${data.vocab_siz}; did you mean 'data.vocab_size'?",
         ),
         ("seed=${seed}", "override seed=${seed}: seed: circular interpolation ${seed}"),
-        ("seed=${data}", "seed: the interpolation ${data} "),
         ("seed=${data.kind}", "seed: the interpolation ${data.kind} has the wrong type: "),
         (
             "seed=${div:5,2}",
             "override seed=${div:5,2}: seed: cannot resolve the interpolation ${div:5,2}: 5 is not divisible by 2",
         ),
-        ("seed=${div:5,0}", "5 is not divisible by 0"),
         ("seed=${div:5,x}", "div requires two integers, found 5 and 'x'"),
         ("seed=${div:5,2", "override seed=${div:5,2: seed: malformed interpolation ${div:5,2: "),
-        ("seed=${sqrt:4}", "seed: cannot resolve the interpolation ${sqrt:4}: "),
         ("trainer.max_steps=???", "override trainer.max_steps=???: trainer.max_steps: expected an integer >= 1"),
-        ("name=???", "override name=???: name: expected text, found '???'"),
         (f"name={'a' * 256}", f"override name={'a' * 256}: name: a part of it is longer than 200 characters"),
         ("model.hidden_size=1000000000000", "model.hidden_size: expected an integer from 1 to 1048576"),
         ("model.memory.action_noise=1e300", "model.memory.action_noise: expected a number of at most 1e+30"),
@@ -148,8 +117,6 @@ def _in_empty_folder(tmp_path, monkeypatch):
             f"trainer.cross_entropy_chunk=1{'0' * 23}",
             "trainer.cross_entropy_chunk: expected a number of at most 9.22337e+18",
         ),
-        ("data.vocab_size=100000000000", "data.vocab_size: expected an integer from "),
-        ("plugins=x", "override plugins=x: plugins: expected a list of Python files or modules"),
         ("plugins=[no_such]", "override plugins=[no_such]: plugins: cannot import 'no_such': no file "),
     ],
 )
@@ -157,20 +124,6 @@ def test_invalid_override_is_reported(override, message):
     found = compose_error([BASE], override)
     assert message in found
     assert override in found or "no training data" in found
-
-
-def test_document_mask_requires_a_memory_on_the_depth_axis():
-    found = compose_error([BASE], "data.document_mask=true", "model.memory.axis=time")
-    assert "data.document_mask: not supported by model.memory.axis: time; use false" in found
-
-
-def test_validation_sets_are_text():
-    found = compose_error(["ablation/queue"], "data.validation=olm")
-    assert found.endswith(
-        "data.validation: unknown choice 'olm' (choices: custom, olmo, olmo-49152, v2, v3); did you mean 'olmo'?"
-    )
-    found = compose_error(["ablation/queue"], "data.validation={a: {b: 1}}")
-    assert found.endswith("data.validation.a: expected text, found a mapping")
 
 
 @pytest.mark.parametrize(
@@ -195,9 +148,12 @@ def test_validation_sets_are_text():
             "data.streams.a.repeat: give proportion or repeat, not both",
         ),
         (["data.cache_limit=3xb"], "data.cache_limit: expected a size such as 200gb, found '3xb'"),
+        (["data.validation={a: {b: 1}}"], "data.validation.a: expected text, found a mapping"),
+        (["data.validation=olm"], "choices: custom, olmo, olmo-49152, v2, v3); did you mean 'olmo'?"),
+        (["data.document_mask=true", "model.memory.axis=time"], "data.document_mask: not supported by model.memory.ax"),
     ],
 )
-def test_invalid_mixture_is_reported(overrides, message):
+def test_invalid_data_options_are_reported(overrides, message):
     assert message in compose_error(["ablation/queue"], *overrides)
 
 
@@ -212,30 +168,11 @@ def test_key_of_a_disabled_memory_reports_how_to_enable_it():
     found = compose_error([BASE], "model.memory=null", "model.memory.num_slots=3")
     assert found.startswith("override model.memory.num_slots=3: model.memory: no kind is set; set ")
     assert "model.memory=NAME" in found
-    assert "model.memory.kind=KIND (stack, stack_attention)" in found
+    assert "model.memory.kind=KIND (" in found
 
 
-PIECES = [
-    "${",
-    "}",
-    "???",
-    "null",
-    "[",
-    "{",
-    "- ",
-    ": ",
-    "&a ",
-    "*a",
-    "!!int ",
-    "'",
-    "\n",
-    "  ",
-    "1e9",
-    "kind",
-    "wsd",
-    "model",
-    "\x00",
-]
+PIECES = ["${", "}", "???", "null", "[", "{", "- ", ": ", "&a ", "*a", "!!int ", "'", "\n", "  ", "1e9", "kind", "wsd"]
+PIECES += ["model", "\x00"]
 
 
 @settings(max_examples=100, deadline=None)

@@ -15,18 +15,15 @@ from stackexp.verbs.completion import complete
     ("line", "expected"),
     [
         ("", sorted({verb.split()[0] for verb in VERBS})),
-        ("co", ["completion", "configs"]),
         ("sweep ", ["results", "run", "status", "stop"]),
         ("sweep st", ["status", "stop"]),
         ("fit --conf", ["--config"]),
         ("fit --config quick", ["quickstart"]),
         ("sweep run quick", ["quick_grid"]),
-        ("fit --config quickstart trainer.max_st", ["trainer.max_steps="]),
         ("fit --config quickstart model.memory=q", ["model.memory=queue"]),
         ("configs explain model.memory.num_sl", ["model.memory.num_slots"]),
         ("configs show quick", ["quickstart"]),
         ("fit --run ", []),  # the shell completes names of files
-        ("runs list ", []),
         ("nothing ", []),
     ],
 )
