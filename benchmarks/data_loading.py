@@ -7,15 +7,13 @@ because a program imports torch, lightning and streaming once. Each case runs in
 """
 
 import argparse
-import json
 import multiprocessing
 import os
 import shutil
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -120,23 +118,17 @@ def main() -> None:
     """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, metavar="FILE.json")
-    parser.add_argument("--case", nargs=3, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.case:
-        print(json.dumps(measure(*args.case)), flush=True)
-        return
     from stackexp.benchmarking.harness import write_record
     from stackexp.tables import format_table
 
-    rows = []
-    with tempfile.TemporaryDirectory() as folder:
+    rows, spawn = [], multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(1, spawn, max_tasks_per_child=1) as processes:
         write_random_set(Path(folder, "large"), 4, 4096)
         write_random_set(Path(folder, "many"), 1000, 16)
         for case, (measures_throughput, *_) in CASES.items():
             remote = f"{folder}/{'large' if measures_throughput else 'many'}"
-            command = [sys.executable, __file__, "--case", case, remote, copy_to_cache(remote)]
-            process = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-            rows.append({"case": case, **json.loads(process.stdout.splitlines()[-1])})
+            rows.append({"case": case, **processes.submit(measure, case, remote, copy_to_cache(remote)).result()})
     lines = [[row["case"], *(f"{row[c]:,.2f}" if c in row else "" for c in COLUMNS)] for row in rows]
     print(format_table(lines, header=["", *COLUMNS], align="<>>>>"))
     write_record(args.out, rows)

@@ -16,7 +16,7 @@ import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 from stackexp.benchmarking.harness import build_parser, compare, write_record
@@ -24,46 +24,29 @@ from stackexp.data.prepare import Plan, prepare
 from stackexp.data.tokenizer import load_tokenizer, train_tokenizer
 from stackexp.tables import format_table
 
-FILE_BYTES = 4_000_000  # text in one file, which is one unit of work
-DOCUMENTS = 1000  # per call of the library
-
-
-def find_python_files() -> Iterator[Path]:
-    """Yield the installed Python source files, the standard library's first, each once."""
-    seen = set()
-    for name in ("stdlib", "purelib"):  # one may contain the other
-        for root, folders, files in os.walk(sysconfig.get_path(name)):
-            folders.sort()
-            found = [path for f in sorted(files) if f.endswith(".py") and (path := Path(root, f)) not in seen]
-            seen.update(found)
-            yield from found
+DOCUMENTS = 1000  # per file, which is one unit of work, and per call of the library
 
 
 def read_texts(size: int) -> list[str]:
     """Return Python source files of `size` bytes in total."""
-    texts, left = [], size
-    for path in find_python_files():
-        try:
-            text = path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError):
-            continue
+    folders = [Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib")]  # one may contain the other
+    texts, total = [], 0
+    for path in sorted({path for folder in folders for path in folder.rglob("*.py")}):
+        text = path.read_text(encoding="utf-8", errors="ignore")
         texts += [text] if text else []
-        left -= len(text.encode())
-        if left <= 0:
+        total += len(text.encode())
+        if total >= size:
             return texts
-    sys.exit(f"prepare.py: only {(size - left) / 1e6:.0f} MB of Python source found; lower --megabytes")
+    sys.exit(f"prepare.py: only {total / 1e6:.0f} MB of Python source found; lower --megabytes")
 
 
 def write_json_lines(texts: list[str], folder: Path) -> None:
-    """Write the texts in Dolma's format, FILE_BYTES to a file."""
+    """Write the texts in Dolma's format, DOCUMENTS to a file."""
     folder.mkdir()
-    lines, size, count = [], 0, 0
-    for number, text in enumerate(texts):
-        lines.append(json.dumps({"id": str(number), "text": text, "source": "python"}).encode() + b"\n")
-        size += len(lines[-1])
-        if size >= FILE_BYTES or number == len(texts) - 1:
-            (folder / f"{count:04}.jsonl.gz").write_bytes(gzip.compress(b"".join(lines), 6))
-            lines, size, count = [], 0, count + 1
+    for start in range(0, len(texts), DOCUMENTS):
+        batch = enumerate(texts[start : start + DOCUMENTS], start)
+        lines = [json.dumps({"id": str(number), "text": text, "source": "python"}) + "\n" for number, text in batch]
+        (folder / f"{start:08}.jsonl.gz").write_bytes(gzip.compress("".join(lines).encode(), 6))
 
 
 def measure(texts: list[str], folder: Path, args: argparse.Namespace) -> tuple[list[dict[str, float]], int]:
