@@ -50,7 +50,7 @@ def changed_keys(ours: Options, theirs: Options, which: Collection[str]) -> list
 
 
 def without_defaults(section: Any, exclude: Collection[str] = ()) -> Any:
-    """Return a config or section as nested dicts of its kinds and of the values that differ from the defaults.
+    """Return a config as nested dicts of its kinds and of the values that differ from the defaults.
 
     Options that affect one of `exclude` are left out.
     """
@@ -73,28 +73,20 @@ def default_of(field: dataclasses.Field) -> Any:
     return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
 
 
-def _metadata(options: Options, key: str) -> Mapping[str, Any]:
-    """Return the metadata of the field that holds `key`, or an empty mapping if there is none."""
-    cls: Any = ExperimentConfig
-    parts = key.split(".")
-    metadata: Mapping[str, Any] = {}
-    for depth, part in enumerate(parts, 1):
-        field = next((f for f in dataclasses.fields(cls) if f.name == part), None)
-        if field is None:
-            return {}
-        metadata = field.metadata or metadata
-        section = ".".join(parts[:depth])
-        if section in SECTIONS:
-            kind = options.get(f"{section}.kind")
-            if kind not in list_kinds(SECTIONS[section]):
-                return {}
-            cls = get_entry(SECTIONS[section], kind).config
-            continue
-        hint = typing.get_type_hints(cls)[part]
-        cls = find_dataclass(hint)
-        if cls is None:
-            return metadata
-        if typing.get_origin(hint) is dict:  # {name: dataclass}, where the name may contain dots
-            parts = [*parts[:depth], parts[-1]]
-            return next((f.metadata for f in dataclasses.fields(cls) if f.name == parts[-1]), {})
-    return metadata
+def _metadata(options: Options, key: str, cls: Any = ExperimentConfig, section: str = "") -> Mapping[str, Any]:
+    """Return the metadata of the field that holds the key `section + key`, or an empty mapping if there is none."""
+    name, _, rest = key.partition(".")
+    field = next((field for field in dataclasses.fields(cls) if field.name == name), None)
+    if field is None:
+        return {}
+    hint, section = typing.get_type_hints(cls)[name], section + name
+    if section in SECTIONS:
+        kind = options.get(f"{section}.kind")
+        inner = get_entry(SECTIONS[section], kind).config if kind in list_kinds(SECTIONS[section]) else None
+    else:
+        inner = find_dataclass(hint)
+    if inner is None or not rest:
+        return field.metadata
+    if typing.get_origin(hint) is dict:  # {name: dataclass}, where the name may contain dots
+        rest = rest.rpartition(".")[2]
+    return _metadata(options, rest, inner, f"{section}.")

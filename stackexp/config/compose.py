@@ -1,4 +1,4 @@
-"""Composition of files and overrides into one typed, validated config. Imports no torch.
+"""Composition of files and overrides into one typed, validated config. Imports no torch, but registers all kinds.
 
     config = compose(["quickstart"], ["model.memory=queue", "trainer.max_steps=100"])
 
@@ -15,15 +15,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from stackexp.config import (  # noqa: F401  (they register their kinds)
-    data,
-    formal_language,
-    memory,
-    model,
-    optimizer,
-    recurrent,
-    schedule,
-)
+from stackexp.config import data, formal_language, memory, model, optimizer, recurrent, schedule  # noqa: F401
 from stackexp.config.experiment import ExperimentConfig
 from stackexp.config.interpolation import describe_error, find_environment_texts, list_keys, resolve
 from stackexp.config.layers import Layers, find_config, find_origin, list_sections
@@ -36,7 +28,6 @@ from stackexp.config.validation import (
     find_dataclass,
     get_field,
     validate,
-    validate_experiment,
     wrong_value_error,
 )
 from stackexp.config.yaml_files import Leaf, Tree
@@ -47,16 +38,10 @@ def compose(
     overrides: list[str] | tuple[str, ...] = (),
     is_training: bool = True,
 ) -> ExperimentConfig:
-    """Compose configs and overrides.
+    """Compose configs (shipped names or paths; later ones win) and overrides (`a.b=c`, `--a.b=c` or `--a.b c`).
 
-    Args:
-        configs: Shipped names or paths; later ones win.
-        overrides: `a.b=c`, `--a.b=c`, or `--a.b` followed by `c`.
-        is_training: False for an evaluation, which has no requirements on the global batch.
-
-    Raises:
-        ConfigError: The first error, with the file and line or the override, the full key, the expected value and
-            the closest valid name.
+    An evaluation (`is_training=False`) has no requirements on the global batch. Raises ConfigError for the first error,
+    with the file and line or the override, the full key, the expected value and the closest valid name.
     """
     layers = Layers()
     for name in configs:
@@ -69,7 +54,8 @@ def compose(
     schema = _build_schema(layers.tree)
     config, origins = _convert(schema, layers.tree)
     config.environment_texts = find_environment_texts(schema)
-    validate_experiment(config, origins, is_training)
+    arguments = {"": (is_training,), "model.memory.": (config.model,), "schedule.": (config.trainer,)}
+    validate(config, origins, arguments)
     return config
 
 

@@ -35,16 +35,9 @@ def option(
 ) -> Any:
     """Define a field of a config dataclass; a list, dict or dataclass as default is copied for each instance.
 
-    Args:
-        default: The value if none is given.
-        min: The smallest valid number.
-        max: The largest valid number.
-        above: Valid numbers are larger than this.
-        below: Valid numbers are smaller than this.
-        choices: The valid names, where `Literal` cannot list them.
-        affects: The effect of the option.
-        changes_scores: True if given weights score differently on a given evaluation set. Not needed for options of
-            the section `model` that affect training.
+    Numbers are valid from `min` to `max`, strictly between `above` and `below`. `choices` are the valid names, where
+    `Literal` cannot list them. `changes_scores`: given weights score differently on a given evaluation set; not needed
+    for options of the section `model` that affect training.
     """
     limits = {"min": min, "max": max, "above": above, "below": below, "choices": choices}
     metadata = {name: limit for name, limit in limits.items() if limit is not None}

@@ -17,8 +17,8 @@ MAX_LENGTH = 10_000
 def resolve(root: DictConfig, origins: Origins) -> None:
     """Resolve all interpolations.
 
-    Raises:
-        ConfigError: A value is missing, or an interpolation has no value of its key's type, or one that is too long.
+    Raises ConfigError if a value is missing, or an interpolation has no value of its key's type, or one that is too
+    long.
     """
     for key, node, name in _iterate_slots(root):
         if node._get_node(name)._value() == "???":

@@ -20,12 +20,8 @@ TRUST_VARIABLE = "STACKEXP_TRUST_PLUGINS"  # set to 1 by --trust-plugins
 def import_plugin(name: Leaf, folder: Path) -> str:
     """Import a plugin and return its name for config.yaml: an absolute path, or the name of a module.
 
-    Args:
-        name: A Python file, with or without its suffix, or a module.
-        folder: The folder of the config. Files are searched there, then in the working directory.
-
-    Raises:
-        ConfigError: The plugin is not found, is not trusted, or its import fails.
+    A Python file, with or without its suffix, is searched in the folder of the config, then in the working directory.
+    Raises ConfigError if the plugin is not found, is not trusted, or its import fails.
     """
     paths = [parent / name.value for parent in (folder, Path())]
     files = [file for path in paths for file in (path, Path(f"{path}.py")) if file.is_file()]

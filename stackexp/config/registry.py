@@ -9,8 +9,8 @@ composing a config does not import torch. A plugin registers the class together 
 
 import importlib
 from collections.abc import Callable
-from dataclasses import dataclass, is_dataclass
-from typing import Any
+from dataclasses import is_dataclass
+from typing import Any, NamedTuple
 
 SECTIONS = {
     "model": "model",
@@ -22,8 +22,7 @@ SECTIONS = {
 """The group of each config section that has a `kind`."""
 
 
-@dataclass(frozen=True)
-class Entry:
+class Entry(NamedTuple):
     """A registered kind."""
 
     config: type  # the dataclass of options; its field `kind` equals the registered name
@@ -41,12 +40,9 @@ _entries: dict[tuple[str, str], Entry] = {}
 
 
 def register(group: str, kind: str, *, builds: str | None = None, config: type | None = None) -> Callable[[type], type]:
-    """Return a decorator that registers a kind.
+    """Return a decorator that registers a kind: of the dataclass of options (with `builds`) or of what it builds.
 
-    Decorate the dataclass of options and give `builds`, or decorate the class that is built and give `config`.
-
-    Raises:
-        ValueError: The kind is already registered, or its options are not a dataclass with the field `kind`.
+    Raises ValueError if the kind is already registered, or its options are not a dataclass with the field `kind`.
     """
     if (builds is None) == (config is None):
         raise ValueError(f"register({group!r}, {kind!r}): give `builds` on a dataclass or `config` on what it builds")
@@ -79,8 +75,5 @@ def get_entry(group: str, kind: str) -> Entry:
 
 
 def build(group: str, config: Any, *args: Any, **kwargs: Any) -> Any:
-    """Build the object that a config section describes.
-
-    The registered class or function is called with the section, followed by the other arguments.
-    """
+    """Build the object that a config section describes, from the section and the other arguments."""
     return get_entry(group, config.kind).load()(config, *args, **kwargs)

@@ -8,7 +8,6 @@ import typing
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, Union
 
-from stackexp.config.experiment import ExperimentConfig
 from stackexp.config.suggestions import suggest_name
 from stackexp.errors import ConfigError
 
@@ -71,22 +70,10 @@ def get_field(cls: type, name: str) -> tuple[Any, Mapping[str, Any]]:
     return typing.get_type_hints(cls)[name], metadata
 
 
-def validate_experiment(config: ExperimentConfig, origins: Origins, is_training: bool = True) -> None:
-    """Validate an experiment config. Raises ConfigError for the first error."""
-    arguments = {"": (is_training,), "model.memory.": (config.model,), "schedule.": (config.trainer,)}
-    validate(config, origins, arguments)
-
-
 def validate(config: Any, origins: Origins, arguments: Mapping[str, tuple] = types.MappingProxyType({})) -> None:
     """Validate any dataclass: first the limits of single values, then `find_errors` of every section.
 
-    Args:
-        config: The dataclass.
-        origins: Where each value was written.
-        arguments: {key prefix: arguments of the section's `find_errors`}.
-
-    Raises:
-        ConfigError: The first error.
+    `arguments` has the arguments of `find_errors` by key prefix. Raises ConfigError for the first error.
     """
     sections = list(_iterate_sections(config))
     for path, section in sections:
@@ -100,7 +87,8 @@ def validate(config: Any, origins: Origins, arguments: Mapping[str, tuple] = typ
                 raise wrong_value_error(origins.get(key, ""), key, *get_field(type(section), field.name), value)
     keys = {path + field.name for path, section in sections for field in dataclasses.fields(section)}
     for path, section in sections:
-        for key, message in getattr(section, "find_errors", _find_no_errors)(*arguments.get(path, ())):
+        find_errors = getattr(section, "find_errors", lambda *_: ())
+        for key, message in find_errors(*arguments.get(path, ())):
             origin = origins.get(path + key, "")
             named = [k for k in _find_named_keys(message, path, keys) if origins.get(k) and origins[k] != origin]
             others = "; ".join(f"{k}: {origins[k]}" for k in named)
@@ -116,10 +104,6 @@ def _iterate_sections(section: Any, path: str = "") -> Iterator[tuple[str, Any]]
         for name, item in (inner or {field.name: value}).items():
             if dataclasses.is_dataclass(item):
                 yield from _iterate_sections(item, f"{path}{name}.")
-
-
-def _find_no_errors(*_: Any) -> Iterator[tuple[str, str]]:
-    return iter(())
 
 
 def _is_valid(value: Any, metadata: Mapping[str, Any]) -> bool:
