@@ -40,7 +40,7 @@ _entries: dict[tuple[str, str], Entry] = {}
 
 
 def register(group: str, kind: str, *, builds: str | None = None, config: type | None = None) -> Callable[[type], type]:
-    """Return a decorator that registers a kind: of the dataclass of options (with `builds`) or of what it builds.
+    """Return a decorator that registers the dataclass of options (give `builds`) or what it builds (give `config`).
 
     Raises ValueError if the kind is already registered, or its options are not a dataclass with the field `kind`.
     """
