@@ -1,6 +1,5 @@
 """A headless Chromium, controlled over its debugging pipe (Chrome DevTools Protocol)."""
 
-import base64
 import json
 import os
 import shutil
@@ -82,9 +81,6 @@ class Browser:
 
     def html(self) -> str:
         return self.evaluate("document.documentElement.outerHTML") or ""
-
-    def screenshot(self, path: Path) -> None:
-        path.write_bytes(base64.b64decode(self.call("Page.captureScreenshot")["data"]))
 
 
 def poll(read, expected: object, seconds: float = 120) -> object:

@@ -2,9 +2,6 @@
 
 import json
 import os
-import signal
-import subprocess
-import sys
 from datetime import datetime
 from types import SimpleNamespace
 
@@ -12,7 +9,7 @@ import pytest
 
 from stackexp import runs
 from stackexp.config.compose import compose, load_config
-from stackexp.errors import RunError
+from stackexp.errors import FolderBusyError, RunError
 from stackexp.run_result import RunResult
 from stackexp.runs import RunFolder
 
@@ -55,11 +52,6 @@ def test_new_folder_is_under_its_name_and_can_be_rerun(config, tmp_path):
     assert len(sessions) == 2, "one per process"
     assert sessions[0]["cpu"]["cores"] == os.cpu_count()
     assert runs.open_run(str(folder.path)).path == folder.path
-
-
-def test_truncated_last_line_is_skipped(config):
-    folder = write_metrics(create_run(config), '{"step": 1}\n{"step": 2}\n{"st')
-    assert list(folder.read_metrics()) == [{"step": 1}, {"step": 2}]
 
 
 def test_resume_deletes_later_metrics_and_checkpoints(config):
@@ -120,34 +112,10 @@ def test_latest_checkpoint_without_mistakes_is_best(config):
     assert folder.best_checkpoint().name == "00000020"
 
 
-def test_remove_deletes_the_full_checkpoint(config):
+def test_a_folder_in_use_is_refused(config):
     folder = create_run(config)
-    add_checkpoint(folder, "00000001")
-    runs.remove_checkpoint(folder.newest_checkpoint())
-    assert not list(folder.checkpoints.iterdir())
-
-
-def test_run_folder_is_locked_until_all_processes_end(config):
-    folder = create_run(config)
-    code = f"import pathlib, time; from stackexp.runs import RunFolder; path = pathlib.Path({str(folder.path)!r})\n"
-    code += "import os; lock = RunFolder(path).lock(); lock.__enter__()\n"
-    code += (
-        "os.fork() or print('locked', flush=True)\n"  # a child process, like a loader worker, that outlives its parent
-    )
-    code += "time.sleep(20)"
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
-    assert process.stdout.readline() == "locked\n"
-    with pytest.raises(RunError, match="another process"), folder.lock():
+    with folder.lock(), pytest.raises(FolderBusyError, match="another process uses this folder"), folder.lock():
         pass
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    with folder.lock():
-        pass
-
-
-def test_other_folder_is_refused(tmp_path):
-    with pytest.raises(RunError, match="not a run folder"):
-        runs.open_run(str(tmp_path))
 
 
 def test_ids_sort_by_start_even_if_the_clock_goes_backwards(config, monkeypatch):
@@ -165,14 +133,6 @@ def test_folder_finished_by_another_process_is_refused(config):
     folder = create_run(config)
     folder.result.touch()
     with pytest.raises(RunError, match="another process finished this run"), folder.start_session(config):
-        pass
-
-
-def test_failure_releases_the_folder_lock(config):
-    folder = create_run(config)
-    with pytest.raises(ZeroDivisionError), folder.start_session(config):
-        1 / 0  # noqa: B018
-    with folder.start_session(config):
         pass
 
 

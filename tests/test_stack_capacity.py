@@ -1,10 +1,9 @@
 """The warning for a stack with too few slots for its strings."""
 
-import numpy as np
 import pytest
 
 from stackexp.config.compose import compose
-from stackexp.training.objectives.stack_capacity import compute_best_accuracy, warn_about_small_stack
+from stackexp.training.objectives.stack_capacity import warn_about_small_stack
 
 SAME_SLOTS_IN_TEST = "model.memory.eval_num_slots=null"
 BRACKETS = "data.task=modular_arithmetic_brackets"
@@ -66,10 +65,3 @@ def test_other_models_are_checked_if_they_have_slots(warnings):
     assert "requires 21" in warnings(BRACKETS, *few)[0]
     assert warnings("model.eval_num_slots=null", config="formal/stack_rnn")[0].startswith("model.eval_num_slots: ")
     assert warnings(config="formal/stacktrans-depth") == warnings(config="formal/transformer") == []
-
-
-def test_best_accuracy():
-    assert compute_best_accuracy(24, range(41, 501)) == pytest.approx(
-        np.mean([0.5 + 0.5 * 24 / n for n in range(41, 501)])
-    )
-    assert compute_best_accuracy(500, range(41, 501)) == 1

@@ -117,11 +117,3 @@ def test_validation_tags_hold_means_and_every_length():
         "val/accuracy/length_041": 0.5,
         "val/accuracy/length_042": 1.0,
     }
-
-
-def test_uniform_logits_give_the_log_of_the_number_of_answers():
-    model, strings = build("model.memory.entropy_weight=0"), draw_batch()
-    with torch.no_grad():
-        model.model.head.weight.zero_()
-    loss = model.training_step(strings, 0)
-    assert loss.item() == pytest.approx(math.log(3), rel=1e-6)
