@@ -1,5 +1,7 @@
 """The engine of `generate`: continue a prompt with a run's model."""
 
+from typing import Any
+
 import torch
 from tokenizers import Tokenizer
 
@@ -14,9 +16,7 @@ from stackexp.modules.language_modeling import LanguageModeling
 from stackexp.training.trainer import find_device_type
 
 
-def run(
-    run: str, ckpt_path: str | None, prompt: str, max_new_tokens: int, temperature: float, top_p: float, seed: int
-) -> int:
+def run(run: str, ckpt_path: str | None, prompt: str, **sampling: Any) -> int:
     """Print the prompt and its continuation by a run's newest checkpoint, or by `ckpt_path`."""
     folder = runs.open_run(run)
     config = compose.load_config(str(folder.config))
@@ -25,37 +25,19 @@ def run(
     config.trainer.strategy = "single"  # the whole model on one device, however it was trained
     module = LanguageModeling(config, weights=checkpoints.find_checkpoint(folder, ckpt_path))
     module.to(find_device_type(config))
-    tokenizer = load_tokenizer(folder.tokenizer)
-    text = continue_text(
-        module.model,
-        tokenizer,
-        prompt,
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        seed=seed,
-    )
-    print(text)
+    print(continue_text(module.model, load_tokenizer(folder.tokenizer), prompt, **sampling))
     return 0
 
 
-def continue_text(
-    model: Transformer,
-    tokenizer: Tokenizer,
-    prompt: str,
-    *,
-    max_new_tokens: int,
-    temperature: float,
-    top_p: float,
-    seed: int,
-) -> str:
-    """Return the prompt and its continuation, up to the end of the document. An empty prompt starts a document."""
+def continue_text(model: Transformer, tokenizer: Tokenizer, prompt: str, *, seed: int, **sampling: Any) -> str:
+    """Return the prompt and its continuation, up to the end of the document. An empty prompt starts a document.
+
+    `sampling` are max_new_tokens, temperature and top_p of `models.generation.generate`.
+    """
     device = next(model.parameters()).device
     end = get_end_of_text_id(tokenizer)
     ids = tokenizer.encode(prompt, add_special_tokens=False).ids  # as in the training data
     tokens = torch.tensor([ids or [end]], device=device)
     generator = torch.Generator(device).manual_seed(seed)
-    tokens = generate(
-        model, tokens, max_new_tokens, temperature=temperature, top_p=top_p, generator=generator, stop_token=end
-    )
+    tokens = generate(model, tokens, generator=generator, stop_token=end, **sampling)
     return tokenizer.decode(tokens[0].tolist())

@@ -18,8 +18,7 @@ from stackexp.models import checkpoints
 from stackexp.modules.base import TrainingModule
 from stackexp.training.processes import Processes
 
-QUIET_SECONDS = 10  # a shorter evaluation prints nothing but its table
-MANY_SETS = 40  # with this many sets, lines are QUIET_SECONDS apart
+QUIET_SECONDS = 10  # at least, between two lines of progress; a shorter evaluation prints nothing but its table
 
 
 class PartialResults:
@@ -62,7 +61,7 @@ class PartialResults:
 class ResumableEvaluation(pl.Callback):
     """An evaluation of a checkpoint whose scored sets are kept next to `output` until the figures are written.
 
-    Rank 0 saves each set once it is scored, and shows the progress: a bar in a terminal, otherwise one line per set.
+    Rank 0 saves each set once it is scored, and shows the progress: a bar in a terminal, otherwise lines.
     """
 
     def __init__(
@@ -136,10 +135,10 @@ class ResumableEvaluation(pl.Callback):
     on_test_batch_end = on_validation_batch_end  # type: ignore[assignment]
 
     def _show(self, name: str, figures: dict[str, float]) -> None:
-        seconds, pause = time.monotonic() - self._started, QUIET_SECONDS if self._num_sets >= MANY_SETS else 0
+        seconds = time.monotonic() - self._started
         if self._bar is not None:
             self._bar.set_description(name, refresh=False)
-        elif self._is_shown and seconds > max(QUIET_SECONDS, self._shown_at + pause):
+        elif self._is_shown and seconds > self._shown_at + QUIET_SECONDS:
             self._shown_at = seconds
             count, figure = f"{self._saved}/{self._num_sets}", "accuracy" if "accuracy" in figures else "loss"
             print(f"{count} {name}: {figure} {figures[figure]:.4f}, {seconds:.0f} s", file=sys.stderr, flush=True)

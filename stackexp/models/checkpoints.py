@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from stackexp.config.compose import to_yaml
 from stackexp.config.experiment import ExperimentConfig
 from stackexp.errors import RunError, first_line
+from stackexp.files import sync_file, sync_folder
 from stackexp.models.checkpoint_files import MANIFEST, LoadPlanner, Reader, damaged, verify_manifest, write_manifest
 from stackexp.runs import RunFolder
 
@@ -81,8 +82,7 @@ def _write_state(partial: Path, state: dict[str, Any]) -> None:
     try:
         with open(partial / STATE, "wb") as file:
             torch.save(state, file)
-            file.flush()
-            os.fsync(file.fileno())
+            sync_file(file)
     except (OSError, RuntimeError) as error:  # on a full disk torch's zip writer fails to close and hides the OSError
         shutil.rmtree(partial, ignore_errors=True)
         raise error.__context__ if isinstance(error.__context__, OSError) else error from None
@@ -100,9 +100,7 @@ def _commit(written: Future, partial: Path, path: Path, on_saved: Callable[[], N
         raise _find_cause(error, path) from None
     if _is_first_rank():
         os.replace(partial, path)
-        folder = os.open(path.parent, os.O_RDONLY)
-        os.fsync(folder)
-        os.close(folder)
+        sync_folder(path.parent)
         on_saved()
 
 
@@ -190,20 +188,16 @@ def load_weights(model: nn.Module, path: Path) -> None:
     """
     weights = model.state_dict()
     if path.suffix == WEIGHTS:
-        loaded = _load_file(path)
+        try:
+            loaded = load_file(path)
+        except (SafetensorError, OSError) as error:
+            raise RunError(f"{path}: cannot be read as safetensors ({first_line(error)})") from None
         _check_shapes(path, {name: tensor.shape for name, tensor in loaded.items()}, weights)
         model.load_state_dict(loaded)
     else:
         load_state(path)
         _check_shapes(path, {name: stored.size for name, stored in _read_stored_weights(path).items()}, weights)
         load_tensors({"model": weights}, path)
-
-
-def _load_file(path: Path) -> dict[str, torch.Tensor]:
-    try:
-        return load_file(path)
-    except (SafetensorError, OSError) as error:
-        raise RunError(f"{path}: cannot be read as safetensors ({first_line(error)})") from None
 
 
 def check_files(path: Path) -> dict[str, Any]:

@@ -1,6 +1,5 @@
 """A record of the training data: a hash that proves two runs saw the same data, and counts per source."""
 
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ from stackexp.modules.base import TrainingModule
 from stackexp.training.callbacks.step import StepCallback
 
 KEY = "data_record"  # in checkpoints
-log = logging.getLogger(__name__)
 
 
 class DataRecord(StepCallback):
@@ -29,7 +27,7 @@ class DataRecord(StepCallback):
 
     def __init__(self, folder: Path, interval: int):
         self._folder, self._interval = folder, interval
-        self._hash: str | None = ""  # None: the checkpoint is from before there were data records
+        self._hash = ""
         self._counts: list[int] = []  # per source
         self._fingerprints: dict[str, str] = {}  # source -> fingerprint
         self._batches: list[tuple[np.ndarray, np.ndarray]] = []  # of the current step: hashes [B] and sources [B]
@@ -37,16 +35,15 @@ class DataRecord(StepCallback):
 
     def on_load_checkpoint(self, trainer: pl.Trainer, module: TrainingModule, checkpoint: dict[str, Any]) -> None:
         """Continue the record of the checkpoint."""
-        saved = checkpoint.get(KEY)
-        self._hash, self._counts = (saved["hash"], saved["sequences"]) if saved else (None, [])
-        self._fingerprints = saved["sources"] if saved else {}
+        if not (saved := checkpoint.get(KEY)):
+            raise RunError("the checkpoint has no record of its training data; start a new run")
+        self._hash, self._counts, self._fingerprints = saved["hash"], saved["sequences"], saved["sources"]
 
     def on_save_checkpoint(self, trainer: pl.Trainer, module: TrainingModule, checkpoint: dict[str, Any]) -> None:
         """Save the record up to this step."""
         if trainer.state.fn == "fit":
             self._update(module.device)
-            record = {"hash": self._hash, "sequences": self._counts, "sources": self._fingerprints}
-            checkpoint[KEY] = record if self._hash is not None else None
+            checkpoint[KEY] = {"hash": self._hash, "sequences": self._counts, "sources": self._fingerprints}
 
     def on_train_start(self, trainer: pl.Trainer, module: TrainingModule) -> None:
         """Check that the sources have not changed, and open the file."""
@@ -63,16 +60,13 @@ class DataRecord(StepCallback):
         self._counts = self._counts or [0] * len(self._names)
         if trainer.is_global_zero:
             self._log = HashLog(self._folder, self._step)
-            if self._hash is None:
-                log.warning("the checkpoint has no record of its training data, so this run will have none")
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, module: TrainingModule, outputs: Any, batch: dict[str, Any], batch_idx: int
     ) -> None:
         """Collect the hashes of a batch."""
-        if self._hash is not None:
-            self._batches.append((batch["hash"], batch["source"]))
-            super().on_train_batch_end(trainer, module)
+        self._batches.append((batch["hash"], batch["source"]))
+        super().on_train_batch_end(trainer, module)
 
     def on_step_end(self, trainer: pl.Trainer, module: TrainingModule) -> None:
         """Collect the hashes of a step; write a line every `interval` steps."""
@@ -87,7 +81,6 @@ class DataRecord(StepCallback):
         """Add the steps since the last update, from all ranks, to hash and counts. Every rank calls it."""
         if not self._steps:
             return
-        assert self._hash is not None
         local = np.stack([np.stack([hashes.view(np.int64), sources]) for hashes, sources in self._steps])
         self._steps.clear()
         gathered = torch.from_numpy(local).to(device)[None]  # [ranks, steps, 2, N / ranks]

@@ -28,12 +28,4 @@ def _check_slots(key: str, num_slots: int, data: FormalLanguageConfig, length: i
     if required is None or num_slots >= required:
         return
     problem = f"{num_slots} slots are too few for {data.task} at length {length}, which requires {required}"
-    if data.task == "reverse_string" and length > data.max_length:
-        accuracy = compute_best_accuracy(num_slots, range(data.max_length + 1, length + 1))
-        problem += f" (accuracy at most {accuracy:.2f} over lengths {data.max_length + 1}..{length})"
     log.warning("%s: %s; set %s=%d", key, problem, key, required)
-
-
-def compute_best_accuracy(num_slots: int, lengths: range) -> float:
-    """Return the mean accuracy over `lengths` of a stack that reverses `num_slots` symbols and guesses the others."""
-    return sum(0.5 + 0.5 * min(1.0, num_slots / length) for length in lengths) / len(lengths)
