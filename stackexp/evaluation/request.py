@@ -43,20 +43,12 @@ class EvaluationRequest:
         """Return the JSON file for the figures, or None."""
         if self.out or not self.run:
             return self.out
-        names, has_paths = "+".join(item.partition("=")[0] for item in self.sets), self._has_paths
-        parts = [Path(self.ckpt_path or "").stem, names.replace("/", "-") if len(names) < 80 else ""]
-        if not self.has_run_options or has_paths or len(names) >= 80:
-            parts.append(hash_values([list_figure_options(self.config), self.config_sets, self.sets])[:8])
+        names = "+".join(item.partition("=")[0] for item in self.sets)
+        is_short, has_paths = len(names) < 80, any("=" in item for item in self.sets)
+        parts = [Path(self.ckpt_path or "").stem, names.replace("/", "-") if is_short else ""]
+        if not (self.has_run_options and is_short) or has_paths:
+            parts.append(hash_values([*self._list_options(self.config), self.sets])[:8])
         return self.run.path / ("-".join([self.stage, *filter(None, parts)]) + ".json")
-
-    @property
-    def _has_paths(self) -> bool:
-        return any("=" in item for item in self.sets)
-
-    @property
-    def config_sets(self) -> dict[str, str]:
-        """Return the paths of the config's sets for this stage."""
-        return getattr(self.config.data, "validation" if self.stage == "validate" else "test", {})
 
     @property
     def should_write_events(self) -> bool:
@@ -66,8 +58,9 @@ class EvaluationRequest:
         """
         if self.out or not self.run or not self.config.logging.tensorboard:
             return False
-        names = {name: path for name, _, path in (item.partition("=") for item in self.sets)}
-        is_ambiguous = any("/" in name or (path and name in self.config_sets) for name, path in names.items())
+        _, named = self._list_options(self.config)
+        sets = {name: path for name, _, path in (item.partition("=") for item in self.sets)}
+        is_ambiguous = any("/" in name or (path and name in named) for name, path in sets.items())
         return self.has_run_options and not is_ambiguous
 
     @contextlib.contextmanager
@@ -94,9 +87,12 @@ class EvaluationRequest:
     @cached_property
     def has_run_options(self) -> bool:
         """Return True if no option that changes figures differs from the config of the run."""
-        own = dataclasses.replace(self, config=self.run_config)
-        options = [(list_figure_options(request.config), request.config_sets) for request in (own, self)]
-        return options[0] == options[1]
+        return self._list_options(self.config) == self._list_options(self.run_config)
+
+    def _list_options(self, config: ExperimentConfig) -> list[Any]:
+        """Return the options that change figures, and the paths of the config's sets for this stage."""
+        section = "validation" if self.stage == "validate" else "test"
+        return [list_figure_options(config), getattr(config.data, section, {})]
 
 
 def describe_evaluation(request: EvaluationRequest, checkpoint: Path) -> dict[str, Any]:
