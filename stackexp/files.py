@@ -3,6 +3,7 @@
 import fcntl
 import hashlib
 import json
+import math
 import os
 import sys
 import threading
@@ -74,8 +75,15 @@ def read_json(path: Path) -> Any:
 
 
 def write_json(path: Path, value: Any, *, indent: int = 2) -> None:
-    """Write a JSON file atomically."""
-    write_atomically(path, json.dumps(value, indent=indent, ensure_ascii=False) + "\n")
+    """Write a JSON file atomically; infinity and NaN in nested dicts become null."""
+    write_atomically(path, json.dumps(replace_non_finite(value), indent=indent, ensure_ascii=False) + "\n")
+
+
+def replace_non_finite(value: Any) -> Any:
+    """Return nested dicts with None for infinity and NaN, which JSON does not have."""
+    if isinstance(value, dict):
+        return {key: replace_non_finite(item) for key, item in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def read_json_lines(path: Path, *, skip_damaged: bool = False) -> Iterator[dict[str, Any]]:

@@ -3,7 +3,7 @@
 import pytest
 
 from stackexp.config.compose import compose
-from stackexp.training.objectives.stack_capacity import warn_about_small_stack
+from stackexp.training.objectives import build_objective
 
 SAME_SLOTS_IN_TEST = "model.memory.eval_num_slots=null"
 BRACKETS = "data.task=modular_arithmetic_brackets"
@@ -16,7 +16,7 @@ def warnings(caplog):
     def get_warnings(*overrides: str, config: str = "formal/stacktrans", stage: str = "test") -> list[str]:
         caplog.clear()
         slots = ["model.memory.num_slots=24"] if config == "formal/stacktrans" else []
-        warn_about_small_stack(compose([config], [*slots, *overrides]), stage)
+        build_objective(compose([config], [*slots, *overrides])).warn_about_limits(stage)
         return [entry.getMessage() for entry in caplog.records]
 
     return get_warnings

@@ -10,12 +10,6 @@ def format_scores(sets: dict[str, Scores], style: Style = "terminal") -> str:
     """Return a table of the scores on each named set, the averages of each group, and the mean over all sets."""
     if not sets:
         return "no validation sets; name some in data.validation"
-    rows, averages = score_rows(sets)
-    return format_table([*rows, RULE, *averages], header=_SCORE_HEADER, align="<>>>>>>", style=style)
-
-
-def score_rows(sets: dict[str, Scores]) -> tuple[list[list[str]], list[list[str]]]:
-    """Return the rows of the sets and the rows of their averages."""
     rows, averages = [_score_row(name, [scores], scores) for name, scores in sets.items()], []
     for group, average in average_groups(sets).items():
         members = [scores for name, scores in sets.items() if name.startswith(f"{group}/")]
@@ -24,7 +18,7 @@ def score_rows(sets: dict[str, Scores]) -> tuple[list[list[str]], list[list[str]
         averages.append([f"{group}: exp of the mean loss", *[""] * 4, exp_mean_loss, ""])
     if not averages or any("/" not in name for name in sets) or len(averages) > 2:
         averages.append(_score_row("average of sets", list(sets.values()), average_scores(sets)))
-    return rows, averages
+    return format_table([*rows, RULE, *averages], header=_SCORE_HEADER, align="<>>>>>>", style=style)
 
 
 def _score_row(name: str, sets: list[Scores], scores: Scores) -> list[str]:

@@ -1,7 +1,6 @@
 """Scores of named sets: loss, perplexity, bits per byte, intervals, averages. Plain numpy."""
 
 import math
-from typing import Any
 
 import numpy as np
 
@@ -97,10 +96,3 @@ def tag_scores(prefix: str, sets: dict[str, Scores]) -> Scores:
     for group, average in average_groups(sets).items():
         tags |= {f"{prefix}/{group}/average/{key}": value for key, value in average.items() if key != "sets"}
     return tags
-
-
-def replace_non_finite(value: Any) -> Any:
-    """Return nested dicts with None for infinity and NaN, which JSON does not have."""
-    if isinstance(value, dict):
-        return {key: replace_non_finite(item) for key, item in value.items()}
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -15,13 +15,12 @@ from stackexp.modules.base import TrainingModule
 from stackexp.runs import RunFolder, format_resume_command
 from stackexp.training.callbacks import build_callbacks
 from stackexp.training.callbacks.metrics_log import MetricsLog
-from stackexp.training.memory_check import check_model_fits
 from stackexp.training.objectives import build_objective
 from stackexp.training.objectives.base import Objective, Session
 from stackexp.training.processes import start_processes
 from stackexp.training.resume import Start, find_start
 from stackexp.training.signals import StopRequest
-from stackexp.training.trainer import build_trainer, find_device_type
+from stackexp.training.trainer import build_trainer, check_model_fits, find_device_type
 
 
 def train(

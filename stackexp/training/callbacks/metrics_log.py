@@ -11,8 +11,8 @@ import lightning.pytorch as pl
 
 from stackexp.config.compose import to_yaml
 from stackexp.config.experiment import ExperimentConfig
+from stackexp.files import replace_non_finite
 from stackexp.modules.base import TrainingModule
-from stackexp.modules.scores import replace_non_finite
 from stackexp.runs import RunFolder
 from stackexp.training.callbacks.step import StepCallback
 from stackexp.training.tensorboard import TensorBoardCopy, build_layout

@@ -16,7 +16,6 @@ from stackexp.evaluation.resumable import ResumableEvaluation
 from stackexp.metric_tags import TRAIN_LOSS
 from stackexp.models import checkpoints
 from stackexp.modules.base import TrainingModule
-from stackexp.modules.scores import replace_non_finite
 from stackexp.run_result import RunResult
 from stackexp.runs import RunFolder
 from stackexp.training.callbacks.metrics_log import MetricsLog
@@ -122,7 +121,7 @@ class Objective(ABC):
         losses = [line[TRAIN_LOSS] for line in lines]
         if not losses:
             raise RunError(f"{session.folder.metrics}: deleted or emptied during the run; start a new run")
-        result = RunResult(
+        final = RunResult(
             steps=self.config.trainer.max_steps,
             tokens=lines[-1]["tokens"],
             parameters=session.module.model.num_parameters(),
@@ -130,13 +129,14 @@ class Objective(ABC):
             train_loss={"first": losses[0], "last_20_steps": mean_of_last(losses)},
             seconds_of_last_session=round(seconds, 1),
             figures=self.build_result(session, sets),
-        ).to_dict()
+        )
+        result = final.to_dict()
         hyperparameters = select_options(flatten_config(self.config), ["training", "continuation"])
         figures, train_loss = self.list_final_figures(result), result["train_loss"]["last_20_steps"]
         session.metrics_log.finish(hyperparameters, figures, train_loss, result.get("sample"))
         if self.config.logging.tensorboard:
             self.write_events(session.folder, result)
-        session.folder.write_result(RunResult.from_dict(replace_non_finite(result)))
+        session.folder.write_result(final)
         print(
             f"\ntraining loss {losses[0]:.3f} (first step), {mean_of_last(losses):.3f} (mean of the last "
             f"{AVERAGED_STEPS} steps); {seconds:.0f} s\n\n{self.format_result(session, result)}\n\n"

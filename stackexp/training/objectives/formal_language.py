@@ -1,6 +1,6 @@
 """The objective of formal languages: answers to strings, tested on strings longer than those in training."""
 
-import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -8,13 +8,15 @@ from stackexp.config.affects import flatten_config
 from stackexp.config.formal_language import model_label
 from stackexp.evaluation.accuracy import compute_scores, format_curves, parse_accuracy
 from stackexp.evaluation.request import EvaluationRequest, Sets, describe_evaluation
-from stackexp.files import read_json, write_atomically
+from stackexp.files import read_json, write_json
 from stackexp.models import checkpoints
 from stackexp.modules.transduction import Transduction, average_lengths
 from stackexp.runs import RunFolder
+from stackexp.tasks import TASKS
 from stackexp.training.objectives.base import Objective, Session, mean_of_last
-from stackexp.training.objectives.stack_capacity import warn_about_small_stack
 from stackexp.training.tensorboard import write_curve, write_scalars
+
+log = logging.getLogger(__name__)
 
 
 class FormalLanguageObjective(Objective):
@@ -27,8 +29,21 @@ class FormalLanguageObjective(Objective):
         return Transduction(self.config, weights)
 
     def warn_about_limits(self, stage: str) -> None:
-        """Log stacks that are too small for the longest strings."""
-        warn_about_small_stack(self.config, stage)
+        """Warn if the stack is too small for the longest strings of a stage; "fit" also checks the training strings."""
+        data, memory = self.config.data, getattr(self.config.model, "memory", None) or self.config.model
+        num_slots = getattr(memory, "num_slots", None)
+        if num_slots is None or getattr(memory, "axis", "time") == "depth":
+            return
+        section = "model" if memory is self.config.model else "model.memory"
+        longest = data.validation_max_length if stage == "validate" else data.eval_max_length
+        checks = [(f"{section}.eval_num_slots", memory.eval_num_slots or num_slots, longest)]
+        if stage == "fit":
+            checks.insert(0, (f"{section}.num_slots", num_slots, data.max_length))
+        for key, slots, length in checks:
+            required = TASKS[data.task].required_slots(length)
+            if required is not None and slots < required:
+                problem = f"{slots} slots are too few for {data.task} at length {length}, which requires {required}"
+                log.warning("%s: %s; set %s=%d", key, problem, key, required)
 
     def describe_training(self) -> str:
         """Return steps, task and lengths."""
@@ -95,7 +110,7 @@ class FormalLanguageObjective(Objective):
         if request.output is None:
             return
         path = _choose_path(request, request.output, record)
-        write_atomically(path, json.dumps(record, indent=2))
+        write_json(path, record)
         is_main_test = request.stage == "test" and request.ckpt_path is None and path == request.output
         if is_main_test and request.should_write_events:
             with request.open_event_folder() as folder:

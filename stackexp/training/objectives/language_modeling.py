@@ -1,6 +1,5 @@
 """The objective of language modeling: next-token prediction, evaluated on named validation sets."""
 
-import json
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -12,9 +11,9 @@ from stackexp.data import hash_log
 from stackexp.evaluation.generation import continue_text
 from stackexp.evaluation.request import EvaluationRequest, Sets, Stage, describe_evaluation
 from stackexp.evaluation.score_tables import format_scores
-from stackexp.files import write_atomically
+from stackexp.files import write_atomically, write_json
 from stackexp.modules.language_modeling import LanguageModeling
-from stackexp.modules.scores import average_groups, average_scores, replace_non_finite, tag_scores
+from stackexp.modules.scores import average_groups, average_scores, tag_scores
 from stackexp.runs import RunFolder
 from stackexp.training.callbacks.data_record import DataRecord
 from stackexp.training.objectives.base import Objective, Session
@@ -84,7 +83,7 @@ class LanguageModelingObjective(Objective):
             return
         manner = {"context_length": data.context_length, "keep_remainder": data.score_remainder}
         record = describe_evaluation(request, checkpoint) | manner | _summarize(sets)
-        write_atomically(request.output, json.dumps(replace_non_finite(record), indent=2))
+        write_json(request.output, record)
         write_atomically(request.output.with_suffix(".md"), f"{title}\n\n{format_scores(sets, style='markdown')}")
         if request.run and request.should_write_events and record["step"] is not None:
             prefix = _choose_prefix(request.stage, request.run_config)
