@@ -1,1 +1,1 @@
-"""What the stacks of a trained model do, and what happens to the loss when they are disturbed."""
+"""Measurements of trained stacks, and interventions on them."""
