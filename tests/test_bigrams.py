@@ -1,0 +1,37 @@
+"""The bigram baseline against counts in plain Python."""
+
+import math
+from collections import Counter
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stackexp.data.bigrams import BigramModel
+
+VOCABULARY = 5
+rows = st.lists(st.lists(st.integers(0, VOCABULARY - 1), min_size=4, max_size=4), min_size=1, max_size=6)
+
+
+@given(trained=rows, scored=rows, batch=st.integers(1, 3))
+def test_losses_are_those_of_smoothed_counts(trained, scored, batch):
+    pairs = Counter((a, b) for row in trained for a, b in pairwise(row))
+    tokens = Counter(token for row in trained for token in row)
+    model = BigramModel((np.array(trained[i : i + batch]) for i in range(0, len(trained), batch)), VOCABULARY)
+    losses = model.compute_losses(np.array(scored))
+    for row, values in zip(scored, losses, strict=True):
+        for (a, b), loss in zip(pairwise(row), values, strict=True):
+            unigram = (tokens[b] + 1) / (tokens.total() + VOCABULARY)
+            total = sum(n for (first, _), n in pairs.items() if first == a)
+            successors = sum(first == a for first, _ in pairs)
+            weight = successors or 1
+            assert loss == pytest.approx(-math.log((pairs[a, b] + weight * unigram) / (total + weight)))
+
+
+def test_probabilities_sum_to_one():
+    model = BigramModel([np.array([[0, 1, 2, 1, 0]])], VOCABULARY)
+    for first in range(VOCABULARY):
+        rows = np.array([[first, second] for second in range(VOCABULARY)])
+        assert np.exp(-model.compute_losses(rows)).sum() == pytest.approx(1)
