@@ -1,13 +1,16 @@
 """Parameter groups of the optimizer."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 from stackexp.config import registry
 from stackexp.config.compose import compose
-from stackexp.config.optimizer import AdamWConfig
-from stackexp.modules.optimizers import build_adamw
+from stackexp.config.optimizer import AdamWConfig, MuonConfig
+from stackexp.modules.optimizers import build_adamw, build_muon
 
 SMALL = ["model.hidden_size=32", "model.intermediate_size=32"]
 
@@ -48,3 +51,58 @@ def test_memories_have_a_separate_learning_rate(memory):
 def test_options_reach_adamw():
     defaults = build_adamw(AdamWConfig(lr=0.5, beta1=0.8, beta2=0.7, eps=1e-3), nn.Linear(2, 2)).defaults
     assert (defaults["lr"], defaults["betas"], defaults["eps"], defaults["fused"]) == (0.5, (0.8, 0.7), 1e-3, True)
+
+
+def build_decoder():
+    torch.manual_seed(0)
+    return registry.build("model", compose(["quickstart"], [*SMALL, "model.num_layers=2"]).model)
+
+
+def train(model, optimizer, steps, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(steps):
+        logits = model(torch.randint(0, 4096, (2, 8), generator=generator)).logits
+        optimizer.zero_grad()
+        logits.logsumexp(-1).mean().backward()
+        optimizer.step()
+    return model.state_dict()
+
+
+def test_muon_updates_matrices_and_adamw_the_rest():
+    config = MuonConfig(lr=0.1, memory_lr=0.2, weight_decay=0.3)
+    model, plain = build_decoder(), build_decoder()
+    optimizer = build_muon(config, model)
+    names = {p: name for name, p in model.named_parameters()}
+    by_muon = {names[p] for p, state in optimizer.state.items() if "momentum_buffer" in state}
+    assert by_muon == set()
+    train(model, optimizer, 1)
+    by_muon = {names[p] for p, state in optimizer.state.items() if "momentum_buffer" in state}
+    matrices = {name for name, p in model.named_parameters() if p.ndim == 2 and name != "embedding.weight"}
+    assert by_muon == matrices
+    assert option_of_parameters(model, optimizer, "lr")["layers.0.memory.down"] == 0.2
+    others = train(plain, build_adamw(AdamWConfig(lr=0.1, memory_lr=0.2, weight_decay=0.3), plain), 1)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, others[name]) is (name not in matrices), name
+
+
+def test_muon_resumes_bit_for_bit():
+    config = MuonConfig(lr=0.01)
+    whole = build_decoder()
+    optimizer = build_muon(config, whole)
+    train(whole, optimizer, 2, seed=1)
+    resumed = build_decoder()
+    resumed.load_state_dict(whole.state_dict())
+    again = build_muon(config, resumed)
+    set_optimizer_state_dict(resumed, again, copy.deepcopy(get_optimizer_state_dict(whole, optimizer)))
+    for group in optimizer.param_groups + again.param_groups:
+        group["lr"] = 0.02  # as a schedule does
+    expected, found = train(whole, optimizer, 2, seed=2), train(resumed, again, 2, seed=2)
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+
+
+def test_a_memory_names_matrices_without_decay():
+    overrides = [*SMALL, "model.memory=hyper_connections"]
+    model = registry.build("model", compose(["quickstart"], overrides).model)
+    decay = option_of_parameters(model, build_adamw(AdamWConfig(weight_decay=0.3), model), "weight_decay")
+    assert decay["layers.0.memory.residual"] == 0.0
+    assert decay["layers.0.attention_memory.maps"] == 0.3

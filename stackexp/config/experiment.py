@@ -58,6 +58,8 @@ class ExperimentConfig:
         is_decoder = isinstance(self.model, TransformerConfig) and axis == "depth"
         if self.trainer.recompute == "selective" and not is_decoder:
             yield "trainer.recompute", "selective is only supported by decoders with memories of axis: depth; use all"
+        if self.optimizer.kind == "muon" and self.trainer.is_sharded:
+            yield "optimizer.kind", f"muon does not support trainer.strategy: {self.trainer.strategy}; use adamw"
         yield from self._find_attention_errors(is_training)
         if self.model.vocab_size < self.data.vocab_size:
             yield "model.vocab_size", f"{self.model.vocab_size} is smaller than data.vocab_size {self.data.vocab_size}"

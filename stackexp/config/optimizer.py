@@ -25,3 +25,17 @@ class AdamWConfig:
     """Epsilon of the denominator."""
     weight_decay: float = option(0.1, min=0)
     """Decoupled weight decay of all matrices."""
+
+
+@register("optimizer", "muon", builds="stackexp.modules.optimizers:build_muon")
+@dataclass
+class MuonConfig(AdamWConfig):
+    """Muon for the matrices between embedding and output projection (Jordan et al. 2024), AdamW for everything else.
+
+    The updates of Muon are scaled to the size of AdamW's (Liu et al. 2025, arXiv 2502.16982), so lr serves both. Not
+    for sharded models: orthogonalization needs whole matrices.
+    """
+
+    kind: str = "muon"
+    momentum: float = option(0.95, min=0, below=1)
+    """Momentum of Muon."""

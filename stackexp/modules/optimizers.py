@@ -1,9 +1,11 @@
 """Optimizers and their parameter groups."""
 
-import torch
-from torch import nn
+from typing import Any
 
-from stackexp.config.optimizer import AdamWConfig
+import torch
+from torch import Tensor, nn
+
+from stackexp.config.optimizer import AdamWConfig, MuonConfig
 
 
 def build_adamw(config: AdamWConfig, model: nn.Module) -> torch.optim.AdamW:
@@ -11,18 +13,78 @@ def build_adamw(config: AdamWConfig, model: nn.Module) -> torch.optim.AdamW:
 
     With `memory_lr`, the parameters of memories form two more groups.
     """
-    embeddings = {p for module in model.modules() if isinstance(module, nn.Embedding) for p in module.parameters()}
-    memories = getattr(model, "memories", ()) if config.memory_lr else ()
-    memory_parameters = {p for memory in memories for p in memory.parameters()}
+    groups = group_parameters(config, model, [p for p in model.parameters() if p.requires_grad])
+    return _build_adamw(config, groups)
+
+
+def build_muon(config: MuonConfig, model: nn.Module) -> "MuonAdamW":
+    """Build Muon for the matrices between embedding and output projection, and AdamW for everything else."""
     parameters = [p for p in model.parameters() if p.requires_grad]
-    rates = {False: config.lr} | ({True: config.memory_lr} if memory_parameters else {})
+    excluded = {*_find_embeddings(model), *(model.head.parameters() if getattr(model, "head", None) else ())}
+    matrices = [p for p in parameters if p.ndim == 2 and p not in excluded]
+    others = [p for p in parameters if p.ndim != 2 or p in excluded]
+    muon = torch.optim.Muon(
+        group_parameters(config, model, matrices),
+        lr=config.lr,
+        momentum=config.momentum,
+        adjust_lr_fn="match_rms_adamw",  # updates as large as AdamW's, so that lr and weight_decay keep their meaning
+    )
+    return MuonAdamW(muon, _build_adamw(config, group_parameters(config, model, others)))
+
+
+def group_parameters(config: AdamWConfig, model: nn.Module, parameters: list[nn.Parameter]) -> list[dict[str, Any]]:
+    """Return groups with weight decay and without, and with `memory_lr` two more for the memories."""
+    memories = list(getattr(model, "memories", ()))
+    constant = _find_embeddings(model) | {getattr(m, name) for m in memories for name in m.no_decay}
+    in_memories = {p for memory in memories if config.memory_lr for p in memory.parameters()}
+    rates = {False: config.lr} | ({True: config.memory_lr} if in_memories else {})
     groups = []
     for is_memory, lr in rates.items():
-        members = [p for p in parameters if (p in memory_parameters) == is_memory]
-        decayed = [p for p in members if p.ndim >= 2 and p not in embeddings]
-        kept = [p for p in members if p.ndim < 2 or p in embeddings]
+        members = [p for p in parameters if (p in in_memories) == is_memory]
+        decayed = [p for p in members if p.ndim >= 2 and p not in constant]
+        kept = [p for p in members if p.ndim < 2 or p in constant]
         groups.append({"params": decayed, "lr": lr, "weight_decay": config.weight_decay})
         groups.append({"params": kept, "lr": lr, "weight_decay": 0.0})
-    has_fused_kernel = all(p.device.type in ("cpu", "cuda") for p in parameters)
+    return [group for group in groups if group["params"]]  # checkpoints lose the options of an empty group
+
+
+def _find_embeddings(model: nn.Module) -> set[nn.Parameter]:
+    return {p for module in model.modules() if isinstance(module, nn.Embedding) for p in module.parameters()}
+
+
+def _build_adamw(config: AdamWConfig, groups: list[dict[str, Any]]) -> torch.optim.AdamW:
+    has_fused_kernel = all(p.device.type in ("cpu", "cuda") for group in groups for p in group["params"])
     betas = (config.beta1, config.beta2)
     return torch.optim.AdamW(groups, lr=config.lr, betas=betas, eps=config.eps, fused=has_fused_kernel)
+
+
+class MuonAdamW(torch.optim.Optimizer):
+    """Muon for some parameter groups and AdamW for the others, as one optimizer with one state."""
+
+    def __init__(self, muon: torch.optim.Muon, adamw: torch.optim.AdamW) -> None:
+        self._muon, self._adamw = muon, adamw
+        self._num_muon_groups = len(muon.param_groups)
+        super().__init__([*muon.param_groups, *adamw.param_groups], {})
+        self._share()
+
+    def _share(self) -> None:
+        """Let both optimizers work on the groups and the state of this one."""
+        self._muon.param_groups = self.param_groups[: self._num_muon_groups]
+        self._adamw.param_groups = self.param_groups[self._num_muon_groups :]
+        self._muon.state = self._adamw.state = self.state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the groups and the state of both."""
+        super().load_state_dict(state_dict)
+        self._share()
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Tensor | None:
+        """Update all parameters."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._muon.step()
+        self._adamw.step()
+        return loss
