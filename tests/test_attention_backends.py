@@ -66,7 +66,7 @@ def replacement_kernels(monkeypatch):
     monkeypatch.setitem(sys.modules, "flash_attn", package)
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
     monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *_: None)
-    monkeypatch.setattr(attention_backends, "_require_cuda", lambda *_: None)
+    monkeypatch.setattr(attention_backends, "check_backend", lambda *_: None)
     monkeypatch.setattr(attention_backends, "_require_backward", lambda *_: None)
 
 

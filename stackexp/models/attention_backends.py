@@ -60,15 +60,14 @@ def check_backend(backend: str, device_type: str) -> None:
         return
     if device_type != "cuda":
         raise ConfigError(f"model.attention={backend} needs a CUDA device, not {device_type}; set model.attention=sdpa")
-    if backend == "varlen":
-        return
-    try:
-        importlib.import_module("flash_attn")
-    except ImportError as error:  # missing, or built for another torch
-        raise ConfigError(
-            f"model.attention=flash_attn needs the package flash-attn ({first_line(error)}); "
-            "pip install 'stackexp[flash]', or set model.attention=varlen"
-        ) from None
+    if backend == "flash_attn":
+        try:
+            importlib.import_module("flash_attn")
+        except ImportError as error:  # missing, or built for another torch
+            raise ConfigError(
+                f"model.attention=flash_attn needs the package flash-attn ({first_line(error)}); "
+                "pip install 'stackexp[flash]', or set model.attention=varlen"
+            ) from None
 
 
 def build_mask(
@@ -181,7 +180,8 @@ def varlen(
     `has_gqa`: whether the kernel accepts fewer heads in k and v than in q. `window`: see `_kernel_window`; it includes
     causality. `bounds`: document bounds in the concatenated sequences, int32 [n + 1]; None: one document per sequence.
     """
-    _require_cuda(q, "varlen")
+    if q.device.type != "cuda":
+        check_backend("varlen", q.device.type)
     batch, _, length, _ = q.shape
     if bounds is None:
         bounds = torch.arange(0, batch * length + 1, length, dtype=torch.int32, device=q.device)
@@ -194,7 +194,8 @@ def varlen(
 
 def flash_attn(window: tuple[int, int], q: Tensor, k: Tensor, v: Tensor, bounds: Tensor | None, causal: bool) -> Tensor:
     """Attend with the package flash-attn; `window` and `bounds` are those of `varlen`."""
-    _require_cuda(q, "flash_attn")
+    if q.device.type != "cuda":
+        check_backend("flash_attn", q.device.type)
     from flash_attn import flash_attn_func, flash_attn_varlen_func
 
     batch, _, length, _ = q.shape
@@ -212,11 +213,6 @@ def _concatenate(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 def _is_grouped(q: Tensor, k: Tensor) -> bool:
     return q.shape[1] != k.shape[1]
-
-
-def _require_cuda(q: Tensor, backend: str) -> None:
-    if q.device.type != "cuda":
-        check_backend(backend, q.device.type)
 
 
 def _require_backward(q: Tensor) -> None:

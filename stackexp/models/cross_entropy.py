@@ -99,11 +99,9 @@ def linear_cross_entropy(
 ) -> Losses:
     """Return the losses of next tokens for hidden [B, T, d] and tokens [B, T], computed in chunks of tokens."""
     needs_gradient = torch.is_grad_enabled() and (hidden.requires_grad or head.weight.requires_grad)
-    options = ChunkOptions(z_loss, chunk, compiled, needs_gradient)
-    total, cross_entropy, z = LinearCrossEntropy.apply(
-        hidden.flatten(0, 1), head.weight, head.bias, shift_tokens(tokens), options
-    )
-    return Losses(total, cross_entropy, z if z_loss else None)
+    options = z_loss, chunk, compiled, needs_gradient
+    losses = LinearCrossEntropy.apply(hidden.flatten(0, 1), *head, shift_tokens(tokens), options)
+    return Losses(*losses) if z_loss else Losses(*losses[:2], None)
 
 
 @torch.no_grad()
@@ -150,15 +148,6 @@ def shift_tokens(tokens: Tensor) -> Tensor:
     return F.pad(tokens[:, 1:], (0, 1), value=NO_TARGET).flatten()
 
 
-class ChunkOptions(NamedTuple):
-    """Options of `LinearCrossEntropy`."""
-
-    z_loss: float
-    chunk: int
-    compiled: bool
-    needs_gradient: bool
-
-
 class LinearCrossEntropy(torch.autograd.Function):
     """Mean cross entropy + z_loss * mean squared log Z over targets >= 0, and both terms without gradient.
 
@@ -167,14 +156,19 @@ class LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, options: ChunkOptions
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        options: tuple[float, int, bool, bool],
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Compute losses and gradients for hidden [N, d], weight [V, d], bias [V] and targets [N]."""
         z_loss, chunk, compiled, needs_gradient = options
         scale = 1 / (targets >= 0).sum()
         run_chunk = _compile(_compute_chunk) if compiled else _compute_chunk
         x, w, b = _cast(hidden, weight, bias)
-        sums, grad_weight, grad_bias = 0, _Sum(weight), _Sum(bias)
+        sums, grad_weight, grad_bias = 0, None, None
         grad_hidden = torch.empty_like(hidden) if needs_gradient else None
         with torch.autocast(hidden.device.type, enabled=False):
             for start in range(0, len(x), chunk):
@@ -183,11 +177,11 @@ class LinearCrossEntropy(torch.autograd.Function):
                 sums = sums + chunk_sums
                 if needs_gradient:
                     grad_hidden[rows] = gradients[0]
-                    grad_weight.add(gradients[1])
-                    grad_bias.add(gradients[2])
+                    grad_weight, grad_bias = _add(grad_weight, gradients[1]), _add(grad_bias, gradients[2])
         cross_entropy, z = sums * scale
         total = cross_entropy + z_loss * z if z_loss else cross_entropy.clone()
-        ctx.save_for_backward(grad_hidden, grad_weight.total(), grad_bias.total())
+        totals = ((grad_weight, weight), (grad_bias, bias))
+        ctx.save_for_backward(grad_hidden, *(grad if grad is None else grad.to(like.dtype) for grad, like in totals))
         ctx.mark_non_differentiable(cross_entropy, z)
         return total, cross_entropy, z
 
@@ -199,23 +193,9 @@ class LinearCrossEntropy(torch.autograd.Function):
         return (*scaled, None, None)
 
 
-class _Sum:
-    """A sum of tensors over chunks, at least float32 once there are several, returned in the parameter's dtype."""
-
-    def __init__(self, parameter: Tensor | None) -> None:
-        self._parameter = parameter
-        self._sum: Tensor | None = None
-
-    def add(self, term: Tensor | None) -> None:
-        if self._sum is None or term is None:
-            self._sum = term
-        elif self._sum.dtype == _widen(term[:0]).dtype:
-            self._sum += term
-        else:
-            self._sum = _widen(self._sum).add_(term)
-
-    def total(self) -> Tensor | None:
-        return self._sum if self._sum is None else self._sum.to(self._parameter.dtype)
+def _add(total: Tensor | None, term: Tensor | None) -> Tensor | None:
+    """Return the sum over chunks, at least float32 once there are several."""
+    return term if total is None else _widen(total).add_(term)
 
 
 def _compute_chunk(

@@ -13,21 +13,19 @@ from stackexp.models.cross_entropy import Head
 from stackexp.models.memories.base import Stats
 from stackexp.models.transformer import Cache, DecoderOutput
 
-LSTMState = tuple[Tensor, Tensor]
-"""Hidden state and cell state, each [1, B, d]."""
-StackRNNState = tuple[Tensor, Tensor]
-"""Hidden state h [B, d] and slots [B, n, D]."""
-
-EMPTY = -1.0
-"""The value of empty slots, as in Joulin & Mikolov's code; pushed values are in (0, 1)."""
+LSTMState = tuple[Tensor, Tensor]  # hidden state and cell state, each [1, B, d]
+StackRNNState = tuple[Tensor, Tensor]  # hidden state h [B, d] and slots [B, n, D]
+EMPTY = -1.0  # the value of empty slots, as in Joulin & Mikolov's code; pushed values are in (0, 1)
 
 
 class Recurrent(nn.Module):
-    """An embedding, a stack of recurrent layers and an output projection. Subclasses implement `build_layer`.
+    """An embedding, recurrent layers and an output projection.
 
-    Set `checkpoint_blocks` to recompute each layer in the backward pass.
+    A layer maps x [B, T, d], a state (None: initial) and `probe` to y, the new state and statistics. Set
+    `checkpoint_blocks` to recompute each layer in the backward pass.
     """
 
+    layer_type: type[nn.Module]
     axis = None
     entropy_weight = 0.0
 
@@ -38,13 +36,9 @@ class Recurrent(nn.Module):
         self.memories: list[nn.Module] = []
         with torch.random.fork_rng([]):  # constructors draw nothing on a meta device, so undo their draws
             self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
-            self.layers = nn.ModuleList(self.build_layer(config) for _ in range(config.num_layers))
+            self.layers = nn.ModuleList(self.layer_type(config) for _ in range(config.num_layers))
             self.head = nn.Linear(config.hidden_size, config.output_vocab_size or config.vocab_size)
         self.init_weights()
-
-    def build_layer(self, config: Any) -> nn.Module:
-        """Return a layer that maps x [B, T, d], a state (None: initial) and `probe` to y, the new state and stats."""
-        raise NotImplementedError
 
     @property
     def output_head(self) -> Head:
@@ -101,21 +95,11 @@ class Recurrent(nn.Module):
         return 3 * 2.0 * (matmuls + sum(layer.count_update_multiply_adds(context_length) for layer in self.layers))
 
 
-class LSTM(Recurrent):
-    """A multi-layer LSTM."""
-
-    config: LSTMConfig
-
-    def build_layer(self, config: LSTMConfig) -> nn.Module:
-        """Return one LSTM layer."""
-        return LSTMLayer(config.hidden_size)
-
-
 class LSTMLayer(nn.LSTM):
     """One layer of torch.nn.LSTM with a forget gate bias of 1, so that it forgets little at first."""
 
-    def __init__(self, hidden_size: int) -> None:
-        super().__init__(hidden_size, hidden_size, batch_first=True)
+    def __init__(self, config: LSTMConfig) -> None:
+        super().__init__(config.hidden_size, config.hidden_size, batch_first=True)
 
     def reset_parameters(self) -> None:
         """Initialize as torch.nn.LSTM, but biases to 0 and the forget gate's to 1."""
@@ -133,16 +117,6 @@ class LSTMLayer(nn.LSTM):
     def count_update_multiply_adds(self, context_length: int) -> float:
         """Return 0: an LSTM has no stack."""
         return 0
-
-
-class StackRNN(Recurrent):
-    """A multi-layer RNN in which each layer has a soft stack."""
-
-    config: StackRNNConfig
-
-    def build_layer(self, config: StackRNNConfig) -> nn.Module:
-        """Return one StackRNN layer."""
-        return StackRNNLayer(config)
 
 
 class StackRNNLayer(nn.Module):
@@ -190,6 +164,18 @@ class StackRNNLayer(nn.Module):
     def count_update_multiply_adds(self, context_length: int) -> float:
         """Return the multiply-adds of one stack update: three per occupied element."""
         return 3 * self.config.slot_size * min(context_length, self.config.num_slots)
+
+
+class LSTM(Recurrent):
+    """A multi-layer LSTM."""
+
+    layer_type = LSTMLayer
+
+
+class StackRNN(Recurrent):
+    """A multi-layer RNN in which each layer has a soft stack."""
+
+    layer_type = StackRNNLayer
 
 
 class StackRNNScan(torch.autograd.Function):
