@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from stackexp.stack.triton import depth_step, depth_step_launch
+from stackexp.stack.triton import depth_step
 
 
 def check_bfloat16_reads_have_float32_gradients() -> None:
@@ -33,18 +33,6 @@ def check_checkpoint_interval_changes_no_result() -> None:
     first, *others = (compute("triton", case._replace(segment=segment), inputs) for segment in (1, 2, 3, 5))
     for other in others:
         torch.testing.assert_close(other, first, rtol=1e-9, atol=1e-11)
-
-
-def check_programs_of_several_token_blocks() -> None:
-    """The last block of the last program is past the end."""
-    case = Case(2, 64, 1, 2, leading=(5,))
-    inputs = make_inputs(case)
-    before, depth_step_launch.MAX_PROGRAMS = depth_step_launch.MAX_PROGRAMS, 2
-    try:
-        assert depth_step_launch.compute_grid("backward", inputs[0][0]) == (2, 1, 2)
-        torch.testing.assert_close(compute("triton", case, inputs), compute("reference", case, inputs))
-    finally:
-        depth_step_launch.MAX_PROGRAMS = before
 
 
 def check_each_output_alone_has_a_gradient() -> None:

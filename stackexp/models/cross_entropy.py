@@ -100,8 +100,9 @@ def linear_cross_entropy(
     """Return the losses of next tokens for hidden [B, T, d] and tokens [B, T], computed in chunks of tokens."""
     needs_gradient = torch.is_grad_enabled() and (hidden.requires_grad or head.weight.requires_grad)
     options = z_loss, chunk, compiled, needs_gradient
-    losses = LinearCrossEntropy.apply(hidden.flatten(0, 1), *head, shift_tokens(tokens), options)
-    return Losses(*losses) if z_loss else Losses(*losses[:2], None)
+    rows, targets = hidden.flatten(0, 1), shift_tokens(tokens)
+    total, cross_entropy, z = LinearCrossEntropy.apply(rows, head.weight, head.bias, targets, options)
+    return Losses(total, cross_entropy, z if z_loss else None)
 
 
 @torch.no_grad()

@@ -131,15 +131,14 @@ def depth_step_backward(*args) -> tuple[Tensor, ...]:
     """
     inputs, softmax, grads = StepInputs(*args[:-2]), args[-2], args[-1]
     to_x, to_logits, to_query, to_slots, to_mask = outputs = _allocate_gradients(inputs)
-    programs, _, repeat = compute_grid("backward", inputs.x)
     query, parts = inputs.query, None
     if query is not None:
         dtype = torch.promote_types(inputs.x.dtype, inputs.mask.dtype)
-        parts = query.new_empty((programs, *query.shape), dtype=dtype)
+        parts = query.new_empty((compute_grid(inputs.x)[0], *query.shape), dtype=dtype)
     given = (query, inputs.slots, inputs.mask, *softmax, *grads)
     tensors = StepBackward._make((*given, to_x, to_logits, parts, to_slots, to_mask))
     num_old = len(to_slots)
-    launch("backward", inputs, tensors, num_old=num_old, num_new=min(num_old + 1, inputs.num_slots), repeat=repeat)
+    launch("backward", inputs, tensors, num_old=num_old, num_new=min(num_old + 1, inputs.num_slots))
     if parts is None:
         return outputs
     return to_x, to_logits, parts.sum(0).to(to_query.dtype), to_slots, to_mask

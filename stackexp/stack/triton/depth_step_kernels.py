@@ -30,7 +30,7 @@ from stackexp.stack.triton.depth_step_math import (
 )
 
 # one kernel serves all layers with as many stages: Triton does not compile again for these values
-DYNAMIC = ["num_tokens", "repeat", "num_occupied", "num_old", "num_new", "num_slots"]
+DYNAMIC = ["num_tokens", "num_occupied", "num_old", "num_new", "num_slots"]
 
 
 @triton.jit(do_not_specialize=DYNAMIC)
@@ -79,46 +79,32 @@ def backward(
     logits,
     tensors,  # StepBackward
     num_tokens,
-    repeat,  # blocks of tokens of one program
     num_occupied,
     num_old,
     num_new,
     num_slots,
     options: tl.constexpr,
 ):
-    """Compute the gradients of this layer's step, for one block of tokens after the other."""
-    to_w = tl.zeros([options.tokens * options.group, options.padded_dim], options.dtype)
-    sizes = (num_occupied, num_old, num_new, num_slots)
-    for block in range(tl.program_id(0) * repeat, (tl.program_id(0) + 1) * repeat):
-        to_w = _block_backward(xs, logits, tensors, to_w, locate(block, num_tokens, options), sizes, options)
-    if options.read == "global":
-        to_w = tl.sum(tl.reshape(to_w, [options.tokens, options.group, options.padded_dim]), 0)
-        head = tl.program_id(1) * options.group + tl.arange(0, options.group)[:, None]
-        d = tl.arange(0, options.padded_dim)[None, :]
-        at_w = (tl.program_id(0) * options.heads + head) * options.head_dim + d
-        tl.store(tensors.to_query + at_w, to_w, (head < options.heads) & (d < options.head_dim))
-
-
-@triton.jit
-def _block_backward(xs, logits, tensors, to_w, place, sizes, options: tl.constexpr):
-    """Store the gradients of a block; return the sum of those of w_g.
+    """Compute the gradients of this layer's step.
 
     At slot j the gradient of St[j - 1] is complete. St[-1] is x.
     """
     LAST: tl.constexpr = len(xs) - 1
-    nothing, none = tl.zeros_like(to_w), tl.zeros([to_w.shape[0]], options.dtype)
-    num_occupied, num_old, num_new, num_slots = sizes
+    nothing = tl.zeros([options.tokens * options.group, options.padded_dim], options.dtype)
+    none = tl.zeros([nothing.shape[0]], options.dtype)
+    place = locate(tl.program_id(0), num_tokens, options)
+    at, here, at_x, within, plane, at_w = place
     source, filled = (tensors.slots, tensors.mask), (num_occupied, num_occupied)
     grads = (tensors.grad_slots, tensors.grad_mask)
-    at, here, at_x, within, plane, at_w = place
     w = load_or(nothing, tensors.query, at_w, within)
     stages, actions = enter(xs, logits, place, options)
     from_read = load_or(nothing, tensors.grad_read, at_x, within)
+    sizes = (num_occupied, num_occupied, num_new, num_slots)
     value, highest, total = _load_softmax(stages, actions, tensors, w, sizes, place, options)
     softmax = (from_read, tl.sum(from_read * value, 1), highest, total)
     stages = fill(stages, actions, source, filled, num_slots, place, options)
 
-    sums = (nothing, nothing, nothing, none, none, none)
+    to_w, sums = nothing, (nothing, nothing, nothing, none, none, none)
     above, above_mask, above_queue = (nothing, nothing), (none, none), (none, none, none)
     slot, slot_mask = load_slot(source, len(xs), filled, place, options)
     grad, grad_m = load_gradients(grads, 0, num_new, place, options)
@@ -129,10 +115,7 @@ def _block_backward(xs, logits, tensors, to_w, place, sizes, options: tl.constex
         window = stages[LAST]
         stages, new, m = advance(stages, actions, (slot, slot_mask), t, num_slots, len(xs), options)
         if options.read == "global":
-            divide: tl.constexpr = tensors.log_total is None
-            grad, grad_m, to_w = read_slot_backward(
-                (grad, grad_m, to_w), new, m, w, softmax, j < num_new, divide, options
-            )
+            grad, grad_m, to_w = read_slot_backward((grad, grad_m, to_w), new, m, w, softmax, j < num_new, options)
         else:
             grad += tl.where(j == 0, from_read, 0)
         sums, complete, complete_mask, above_queue = update_backward(
@@ -147,29 +130,31 @@ def _block_backward(xs, logits, tensors, to_w, place, sizes, options: tl.constex
         slot, slot_mask = later
         grad, grad_m = later_grad
     _store_logits_gradient(sums, actions[LAST], logits[LAST], tensors, place, options)
-    return to_w
+    if options.read == "global":
+        _store_query_gradient(to_w, tensors, options)
+
+
+@triton.jit
+def _store_query_gradient(to_w, tensors, options: tl.constexpr):
+    """Store the sum over the tokens of this program."""
+    to_w = tl.sum(tl.reshape(to_w, [options.tokens, options.group, options.padded_dim]), 0)
+    head = tl.program_id(1) * options.group + tl.arange(0, options.group)[:, None]
+    d = tl.arange(0, options.padded_dim)[None, :]
+    at_w = (tl.program_id(0) * options.heads + head) * options.head_dim + d
+    tl.store(tensors.to_query + at_w, to_w, (head < options.heads) & (d < options.head_dim))
 
 
 @triton.jit
 def _load_softmax(stages, actions, tensors, w, sizes, place, options: tl.constexpr):
-    """Return R, the highest score and the sum of exp(score - highest): stored, or computed again."""
+    """Return R, the highest score and the sum of exp(score - highest): computed again, or stored as one logarithm."""
     at, here, at_x, within, _, _ = place
-    num_occupied, _, num_new, num_slots = sizes
-    none = tl.zeros([w.shape[0]], options.dtype)
-    value, highest, total = tl.zeros_like(w), none, none + 1
+    value, highest, total = tl.zeros_like(w), tl.zeros([w.shape[0]], options.dtype), None
     if tensors.log_total is not None:
         value = load_or(value, tensors.read, at_x, within) + load_or(value, tensors.rest, at_x, within)
-        highest = load_or(none, tensors.log_total, at, here)
+        highest = load_or(highest, tensors.log_total, at, here)
     elif options.read == "global":
-        value, highest, total = sweep(
-            stages,
-            actions,
-            (tensors.slots, tensors.mask, None, None),
-            w,
-            (num_occupied, num_occupied, num_new, num_slots),
-            place,
-            options,
-        )[:3]
+        slots = (tensors.slots, tensors.mask, None, None)
+        value, highest, total, _ = sweep(stages, actions, slots, w, sizes, place, options)
     return value, highest, total
 
 

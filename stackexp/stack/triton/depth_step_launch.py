@@ -12,7 +12,6 @@ from stackexp.stack.eager import empty_score
 
 ELEMENTS_PER_THREAD = 4  # of a tile: 8 bytes of bfloat16 in one load, 16 of float32; more for rows past 128
 MAX_ELEMENTS_PER_THREAD = 16
-MAX_PROGRAMS = 2**14  # of the backward pass: their parts of the gradient of w_g stay in the L2 cache
 
 
 class StepInputs(NamedTuple):
@@ -46,7 +45,6 @@ class StepOptions(NamedTuple):
     discipline: str
     read: str
     read_mask: str
-    is_capped: bool  # since V_0 an element may have moved past slot S, and must be dropped
     empty_score: float
     tiny: float  # the smallest normal number
     dtype: Any  # of the computation
@@ -91,18 +89,17 @@ class StepBackward(NamedTuple):
 
 def launch(name: str, inputs: StepInputs, tensors: StepForward | StepBackward, **sizes: int) -> None:
     """Run the kernel `name` on all tokens and heads."""
-    x, num_occupied = inputs.x, inputs.slots.shape[0]
-    programs, groups, _ = compute_grid(name, x)
-    if programs == 0:
+    x, grid = inputs.x, compute_grid(inputs.x)
+    if grid[0] == 0:
         return
     kernel = _load_kernel(name, x.device)
     with torch.cuda.device_of(x):
-        kernel[(programs, groups)](
+        kernel[grid](
             (*inputs.pushed, x),
             (*inputs.pushed_logits, inputs.logits),
             type(tensors)(*(tensor if tensor is None else tensor.contiguous() for tensor in tensors)),
             num_tokens=x.shape[:-2].numel(),
-            num_occupied=num_occupied,
+            num_occupied=inputs.slots.shape[0],
             num_slots=inputs.num_slots,
             **sizes,
             options=make_options(inputs),
@@ -127,7 +124,6 @@ def make_options(inputs: StepInputs) -> StepOptions:
         discipline=inputs.discipline,
         read=inputs.read,
         read_mask=inputs.read_mask,
-        is_capped=inputs.slots.shape[0] + len(inputs.pushed) + 1 > inputs.num_slots,
         empty_score=empty_score(inputs.read_mask, dtype),
         tiny=torch.finfo(dtype).tiny,
         dtype=tl.float64 if dtype == torch.float64 else tl.float32,
@@ -157,13 +153,11 @@ def _elements_per_thread(padded: int) -> int:
     return min(max(min(ELEMENTS_PER_THREAD, padded), padded // 32), MAX_ELEMENTS_PER_THREAD)
 
 
-def compute_grid(name: str, x: Tensor) -> tuple[int, int, int]:
-    """Return the programs along the tokens and along the heads, and the blocks of tokens of each program."""
-    (num_heads, head_dim), num_tokens = x.shape[-2:], x.shape[:-2].numel()
+def compute_grid(x: Tensor) -> tuple[int, int]:
+    """Return the programs along the tokens and along the heads."""
+    num_heads, head_dim = x.shape[-2:]
     tokens, group, _ = compute_tile(num_heads, head_dim)
-    blocks, groups = -(-num_tokens // tokens), -(-num_heads // group)
-    repeat = max(1, -(-blocks * groups // MAX_PROGRAMS)) if name == "backward" else 1
-    return -(-blocks // repeat), groups, repeat
+    return -(-x.shape[:-2].numel() // tokens), -(-num_heads // group)
 
 
 def round_up_to_power_of_2(size: int) -> int:

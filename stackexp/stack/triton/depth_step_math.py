@@ -140,8 +140,7 @@ def _update(stage, slot, mask, action, j, num_slots, options: tl.constexpr):
     """Return V_{i+1}[j] and M_{i+1}[j], given the window and V_i[j+1], M_i[j+1]."""
     before, here, before_mask, here_mask = stage
     push, pop, no_op = action
-    if options.is_capped:  # slot S must stay empty
-        push = tl.where(j < num_slots, push, 0)
+    push = tl.where(j < num_slots, push, 0)  # slot S must stay empty
     keep = no_op
     if options.discipline == "queue":
         keep = tl.fma(pop, _mask_ratio(here_mask, mask, options)[0], no_op)
@@ -232,16 +231,16 @@ def sweep(stages, actions, slots, w, sizes, place, options: tl.constexpr):
 
 
 @triton.jit
-def read_slot_backward(grads, slot, mask, w, softmax, is_occupied, DIVIDE: tl.constexpr, options: tl.constexpr):
+def read_slot_backward(grads, slot, mask, w, softmax, is_occupied, options: tl.constexpr):
     """Add a slot's share of the gradients of a global read to those of St'[j], M'[j] and w_g.
 
-    `softmax`: dR, dR . R, the highest score, the softmax total (used if DIVIDE, else part of the highest score).
+    `softmax`: dR, dR . R, the highest score, and the softmax total; None if the highest score includes it.
     """
     grad, grad_mask, to_w = grads
     from_read, mean, highest, total = softmax
     score, content = _compute_score(slot, mask, w, options)
     weight = tl.where(is_occupied, tl.exp(tl.minimum(score - highest, 0)), 0)
-    if DIVIDE:
+    if total is not None:
         weight = divide(weight, total)
     to_score = weight * (tl.sum(from_read * slot, 1) - mean)
     to_content = to_score
