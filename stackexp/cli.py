@@ -19,6 +19,7 @@ VERBS = {
     "data retokenize": "convert token files to another tokenizer",
     "data inspect": "show what a dataset holds and verify its files",
     "plan": "estimate memory, time and cost of a training run",
+    "match": "find the size at which a model equals another one",
     "sweep run": "run the missing trials of a sweep",
     "sweep status": "show the state of each trial",
     "sweep stop": "checkpoint and stop the running trials",

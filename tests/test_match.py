@@ -1,0 +1,63 @@
+"""`match` finds the size at which two models are equal."""
+
+import re
+
+import pytest
+
+from stackexp.cli import main
+from stackexp.config.compose import compose
+from stackexp.planning.match import QUANTITIES, match_models
+
+SMALL = ["model.hidden_size=64", "model.num_layers=3", "model.intermediate_size=96", "data.micro_batch_size=2"]
+
+
+@pytest.mark.parametrize(
+    ("by", "vary"),
+    [
+        ("parameters", "intermediate_size"),
+        ("parameters", "hidden_size"),
+        ("flops", "num_layers"),
+        ("memory", "intermediate_size"),
+    ],
+)
+def test_no_neighbor_is_closer(by, vary):
+    config, to = compose(["quickstart"], [*SMALL, "model.memory=null"]), compose(["quickstart"], SMALL)
+    match = match_models(config, to, by, vary)
+    step = 2 * config.model.num_heads if vary == "hidden_size" else 1
+    values = {}
+    for value in (match.value - step, match.value, match.value + step):
+        values[value] = QUANTITIES[by](compose(["quickstart"], [*SMALL, "model.memory=null", f"model.{vary}={value}"]))
+    target = QUANTITIES[by](to)
+    assert match.target == target
+    assert match.quantity == values[match.value]
+    assert min(abs(value - target) for value in values.values()) == abs(match.quantity - target)
+
+
+def test_the_printed_override_gives_the_printed_number(capsys):
+    command = ["match", "--config", "quickstart", "model.memory=null", "--to", "quickstart"]
+    assert main(command) == 0
+    printed = capsys.readouterr().out
+    override, parameters = re.search(r"use (\S+): ([\d,]+)", printed).groups()
+    config = compose(["quickstart"], ["model.memory=null", override])
+    assert f"{QUANTITIES['parameters'](config):,}" == parameters
+    assert "1,705,600, to match 1,805,446" in printed
+
+
+MISTAKES = {
+    "--config quickstart": "error: match: give --config and --to",
+    "--config formal/lstm --to quickstart": "error: match: --vary intermediate_size: model.kind lstm has",
+    "--config quickstart --to quickstart --by size": "error: match: argument --by: invalid choice: 'size'",
+}
+
+
+@pytest.mark.parametrize(("arguments", "message"), MISTAKES.items())
+def test_mistakes_are_one_line(arguments, message, capsys):
+    assert main(["match", *arguments.split()]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith(message)
+
+
+def test_a_model_that_cannot_be_as_small(capsys):
+    small = ["model.hidden_size=256", "model.num_layers=8"]
+    assert main(["match", "--config", "quickstart", *small, "--to", "quickstart", "--vary", "intermediate_size"]) == 1
+    assert "error: match: no model.intermediate_size makes the model as small" in capsys.readouterr().err
