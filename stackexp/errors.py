@@ -23,24 +23,34 @@ def first_line(error: BaseException) -> str:
 
 
 class ConfigError(ValueError):
-    """An error in a config, an override or the command line. Exit code 2; nothing has been written."""
+    """An error in a config, an override or the command line; nothing has been written."""
+
+    exit_code = 2
 
 
 class RunError(RuntimeError):
-    """An error at run time: data, checkpoint, disk or a diverged loss. Exit code 1."""
+    """An error at run time: data, checkpoint, disk or a diverged loss."""
+
+    exit_code = 1
 
 
 class DamagedCheckpointError(RunError):
-    """A file of a checkpoint is missing or has changed since it was written. Exit code 1."""
+    """A file of a checkpoint is missing or has changed since it was written."""
 
 
 class FolderBusyError(RunError):
-    """Another process uses the run folder. Exit code 74; nothing has been changed."""
+    """Another process uses the run folder; nothing has been changed."""
+
+    exit_code = 74
 
 
 class StoppedError(Exception):
-    """A requested stop (SIGTERM, SIGUSR1, max_time) after a checkpoint. Exit code 75; the same command resumes."""
+    """A requested stop (SIGTERM, SIGUSR1, max_time) after a checkpoint; the same command resumes."""
+
+    exit_code = 75
 
 
 class InterruptedRunError(StoppedError):
-    """A requested stop by Ctrl-C, after a checkpoint. Exit code 130; the same command resumes."""
+    """A requested stop by Ctrl-C, after a checkpoint; the same command resumes."""
+
+    exit_code = 130

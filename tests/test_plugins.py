@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 from config_files import BASE, compose_error, write
-from processes import Program
 
 from stackexp.cli import main
 from stackexp.config import registry
@@ -165,19 +164,14 @@ def test_plugin_of_a_foreign_config_does_not_run(marker, tmp_path, monkeypatch):
 @pytest.mark.usefixtures("_restore_the_registry")
 def test_foreign_plugin_runs_where_the_user_trusts_or_names_it(marker, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path / "project" / "sub")
-    with monkeypatch.context() as context:
-        context.setenv("STACKEXP_TRUST_PLUGINS", "1")
-        compose([BASE, str(tmp_path / "foreign" / "config.yaml")])
-    assert marker.exists()
+    monkeypatch.setenv("STACKEXP_TRUST_PLUGINS", "")  # restored after the test
+    assert main(["configs", "show", str(tmp_path / "foreign" / "config.yaml"), "--trust-plugins"]) == 2
+    assert marker.exists(), "the plugin runs; the config itself is not complete"
+    monkeypatch.setenv("STACKEXP_TRUST_PLUGINS", "")
     (tmp_path / "named.py").write_text(PLUGIN.format(kind="named"))
     compose([BASE], [f"plugins=[{tmp_path}/named.py]"])
-
-
-@pytest.mark.usefixtures("_restore_the_registry", "marker")
-def test_plugins_of_the_whole_project_run(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path / "project")
-    write("other/x.yaml", f"plugins: [{tmp_path}/project/sub/inside.py]\nmodel: {{memory: {{kind: inside}}}}\n")
-    assert compose([BASE, "other/x.yaml"]).model.memory.kind == "inside"
+    path = write("x.yaml", f"plugins: [{tmp_path}/project/sub/inside.py]\nmodel: {{memory: {{kind: inside}}}}\n")
+    assert compose([BASE, path]).model.memory.kind == "inside", "all of the project is trusted"
 
 
 @pytest.mark.parametrize("verb", ["configs show", "plan", "fit", "validate", "generate"])
@@ -188,11 +182,3 @@ def test_no_verb_runs_a_foreign_plugin(marker, tmp_path, monkeypatch, verb):
     words = {"configs show": [f"{foreign}/config.yaml"], "plan": ["--config", f"{foreign}/config.yaml"]}
     assert main([*verb.split(), *words.get(verb, ["--run", foreign])]) == 2
     assert not marker.exists()
-
-
-def test_the_option_trusts_plugins(marker, tmp_path):
-    program = Program(tmp_path / "project")
-    program.run("configs", "show", tmp_path / "foreign" / "config.yaml", expect=2)
-    assert not marker.exists()
-    program.run("configs", "show", tmp_path / "foreign" / "config.yaml", "--trust-plugins", expect=2)
-    assert marker.exists(), "the plugin runs; the config itself is not complete"

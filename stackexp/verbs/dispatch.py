@@ -12,16 +12,7 @@ from types import ModuleType
 
 import stackexp
 from stackexp.config.suggestions import suggest_name
-from stackexp.errors import (
-    ConfigError,
-    FolderBusyError,
-    InterruptedRunError,
-    RunError,
-    StoppedError,
-    escape,
-    first_line,
-    mask_secrets,
-)
+from stackexp.errors import ConfigError, escape, first_line, mask_secrets
 from stackexp.verbs.parser import Parser
 
 EPILOG = """
@@ -59,7 +50,7 @@ def dispatch(verbs: dict[str, str], argv: list[str] | None = None) -> int:
         code = _run(verbs, argv)
         sys.stdout.flush()
         return code
-    except (ConfigError, RunError, StoppedError, OSError, MemoryError, ImportError, KeyboardInterrupt) as error:
+    except (Exception, KeyboardInterrupt) as error:
         if os.environ.get("STACKEXP_TRACEBACK") == "1":
             raise
         return _report(error, "resume with --ckpt_path last" if argv[:1] == ["fit"] else "rerun the command")
@@ -118,7 +109,7 @@ def _unknown_verb(prefix: str, word: str, choices: list[str]) -> ConfigError:
 
 
 def _report(error: BaseException, advice: str) -> int:
-    """Print one line on standard error and return the exit code. Reraise errors that are bugs."""
+    """Print one line on standard error and return the exit code."""
     if isinstance(error, BrokenPipeError):  # the reader has closed our output, as in `configs list | head -3`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
@@ -133,13 +124,11 @@ def _report(error: BaseException, advice: str) -> int:
 
 
 def _explain(error: BaseException, advice: str) -> tuple[int, str]:
-    """Return the exit code, and what happened, where, and what to do."""
+    """Return the exit code, and what happened, where, and what to do. Reraise errors that are bugs."""
     if isinstance(error, KeyboardInterrupt):
         return 130, f"interrupted: {error}" if str(error) else "interrupted"
-    codes = {ConfigError: 2, InterruptedRunError: 130, StoppedError: 75, FolderBusyError: 74, RunError: 1}
-    for kind, code in codes.items():
-        if isinstance(error, kind):
-            return code, str(error)
+    if code := getattr(error, "exit_code", None):
+        return code, str(error)
     if isinstance(error, OSError):
         path = error.filename2 or error.filename
         if error.errno in EXHAUSTED:
