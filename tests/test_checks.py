@@ -25,7 +25,7 @@ def _in_empty_folder(tmp_path, monkeypatch):
         ("seed=", "override seed=: empty value; write null, or '\"\"' for empty text"),
         ("--seed", "override --seed: missing value; write --seed=VALUE"),
         ("=3", "override =3: invalid key ''; expected SECTION.KEY=VALUE"),
-        ("seed=[1,", "override seed=[1,: the value: not valid YAML: "),
+        ("seed=[1,", "override seed=[1,: not valid YAML: "),
         ("seed=abc", "override seed=abc: seed: expected an integer from 0 to 4294967295, found 'abc'"),
         ("trainer.max_steps=1e4", "trainer.max_steps: expected an integer >= 1, found 10000.0; write 10000"),
         ("trainer.accelerator=mps", "trainer.accelerator: expected one of auto, cpu, cuda, found 'mps'"),

@@ -58,15 +58,46 @@ MAX_VALUES = 20_000
 """In one file; aliases are counted as often as they are used."""
 
 
-class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
-    """A YAML loader with OmegaConf's rules: 3e-4 is a number, 2025-07-20 is text."""
+class _Reader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
+    """A YAML loader with OmegaConf's rules (3e-4 is a number, 2025-07-20 is text) that keeps the origin of each value.
+
+    `format_origin` returns the origin of a line, counted from 1.
+    """
+
+    def __init__(self, text: str, format_origin: Callable[[int], str]) -> None:
+        super().__init__(text)
+        self._format_origin = format_origin
+
+    def get_origin(self, node: yaml.Node) -> str:
+        return self._format_origin(node.start_mark.line + 1)
+
+    def read_leaf(self, node: yaml.Node) -> Leaf:
+        try:
+            return Leaf(self.construct_object(node, deep=True), self.get_origin(node))
+        except Exception as error:  # PyYAML raises any exception for a value that does not match its !!tag
+            reason = getattr(error, "problem", None) or error
+            raise ConfigError(f"{self.get_origin(node)}: not valid YAML: {reason}") from error
+
+    def read_value(self, node: yaml.Node) -> Leaf | Tree:
+        return self.read_mapping(node) if isinstance(node, yaml.MappingNode) and node.value else self.read_leaf(node)
+
+    def read_mapping(self, node: yaml.MappingNode) -> Tree:
+        tree: Tree = {}
+        for key_node, value_node in node.value:
+            key, origin = self.read_leaf(key_node).value, self.get_origin(key_node)
+            if not isinstance(key, str):
+                raise ConfigError(f"{origin}: the key {key_node.value} is read as {key!r}; put it in quotes")
+            if key in tree:
+                raise ConfigError(f"{origin}: duplicate key {key!r}")
+            tree[key] = self.read_value(value_node)
+        return tree
 
 
-_Loader.yaml_implicit_resolvers = {
+_Reader.yaml_implicit_resolvers = {
     first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith(":timestamp")]
-    for first, resolvers in _Loader.yaml_implicit_resolvers.items()
+    for first, resolvers in _Reader.yaml_implicit_resolvers.items()
 }
-_Loader.add_implicit_resolver(
+_Reader.add_implicit_resolver(
     "tag:yaml.org,2002:float",
     re.compile(r"[-+]?([0-9][0-9_]*\.?[0-9_]*|\.[0-9][0-9_]*)[eE][-+]?[0-9]+$"),
     list("-+.0123456789"),
@@ -80,17 +111,15 @@ def read_file(path: Path) -> tuple[list[Leaf], Tree]:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{name}: cannot read the file: {getattr(error, 'strerror', None) or error}") from error
-    loader, node = _parse(text, lambda line: f"{name}:{line}")
+    reader, node = _parse(text, lambda line: f"{name}:{line}")
     if not isinstance(node, yaml.MappingNode):
         raise ConfigError(f"{name}:1: expected keys and values at the top of the file, found {_describe_kind(node)}")
-    reader = _Reader(loader, lambda line: f"{name}:{line}")
     defaults: list[Leaf] = []
     for key, value in list(node.value):
         if key.value == "defaults":
             if not isinstance(value, yaml.SequenceNode):
-                raise ConfigError(
-                    f"{reader.get_origin(value)}: defaults: expected a list, found {_describe_kind(value)}"
-                )
+                origin = reader.get_origin(value)
+                raise ConfigError(f"{origin}: defaults: expected a list, found {_describe_kind(value)}")
             defaults = [reader.read_leaf(item) for item in value.value]
     tree = reader.read_mapping(node)
     tree.pop("defaults", None)
@@ -114,19 +143,19 @@ def _translate(tree: Tree, path: str = "") -> Tree:
 
 def read_value(text: str, origin: str) -> Leaf | Tree:
     """Return the value of an override. Raises ConfigError if it is not valid YAML."""
-    loader, node = _parse(text, lambda line: f"{origin}: the value")
+    reader, node = _parse(text, lambda line: origin)
     if node is None:
         raise ConfigError(f"{origin}: empty value; write null, or '\"\"' for empty text")
-    return _Reader(loader, lambda line: origin).read_value(node)
+    return reader.read_value(node)
 
 
-def _parse(text: str, origin: Callable[[int], str]) -> tuple[_Loader, yaml.Node | None]:
+def _parse(text: str, origin: Callable[[int], str]) -> tuple[_Reader, yaml.Node | None]:
     try:
-        loader = _Loader(text)
-        node = loader.get_single_node()
+        reader = _Reader(text, origin)
+        node = reader.get_single_node()
         if node and _count_values(node, {}) > MAX_VALUES:
             raise ConfigError(f"{origin(1)}: over {MAX_VALUES:,} values; remove aliases of aliases")
-        return loader, node
+        return reader, node
     except RecursionError as error:
         raise ConfigError(f"{origin(1)}: nested too deeply; use at most 100 levels") from error
     except yaml.YAMLError as error:
@@ -150,40 +179,6 @@ def _count_values(node: yaml.Node, counts: dict[yaml.Node, int]) -> int:
 
 def _describe_kind(node: yaml.Node | None) -> str:
     return {"scalar": "a single value", "sequence": "a list", "mapping": "a mapping"}[node.id] if node else "nothing"
-
-
-class _Reader:
-    """Converts YAML nodes to trees. `format_origin` returns the origin of a line, counted from 1."""
-
-    def __init__(self, loader: _Loader, format_origin: Callable[[int], str]) -> None:
-        self._loader, self._format_origin = loader, format_origin
-
-    def get_origin(self, node: yaml.Node) -> str:
-        return self._format_origin(node.start_mark.line + 1)
-
-    def read_leaf(self, node: yaml.Node) -> Leaf:
-        try:
-            return Leaf(self._loader.construct_object(node, deep=True), self.get_origin(node))
-        except Exception as error:  # PyYAML raises any exception for a value that does not match its !!tag
-            reason = getattr(error, "problem", None) or error
-            raise ConfigError(f"{self.get_origin(node)}: not valid YAML: {reason}") from error
-
-    def read_value(self, node: yaml.Node) -> Leaf | Tree:
-        return self.read_mapping(node) if isinstance(node, yaml.MappingNode) and node.value else self.read_leaf(node)
-
-    def read_mapping(self, node: yaml.MappingNode) -> Tree:
-        tree: Tree = {}
-        for key_node, value_node in node.value:
-            key = self.read_leaf(key_node).value
-            if not isinstance(key, str):
-                written = str(key_node.value)
-                raise ConfigError(
-                    f"{self.get_origin(key_node)}: the key {written} is read as {key!r}; put it in quotes"
-                )
-            if key in tree:
-                raise ConfigError(f"{self.get_origin(key_node)}: duplicate key {key!r}")
-            tree[key] = self.read_value(value_node)
-        return tree
 
 
 def flatten(tree: Tree, path: str = "") -> dict[str, Any]:
