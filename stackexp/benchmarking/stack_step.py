@@ -66,14 +66,8 @@ class Layers:
     def forward(self) -> Tensor:
         """Return the sum of all reads."""
         first = self.pushed[0]
-        state = stack.empty(
-            self.shape,
-            self.options["num_slots"],
-            first.shape[-1],
-            like=first,
-            axis="depth",
-            dtype=first.dtype,
-        )
+        size = (self.options["num_slots"], first.shape[-1])
+        state = stack.empty(self.shape, *size, like=first, axis="depth", dtype=first.dtype)
         reads = []
         for x, logits in zip(self.pushed, self.logits, strict=True):
             output, state = stack.step(
@@ -84,13 +78,11 @@ class Layers:
 
     def run(self, name: str, implementation: str) -> None:
         """Run one of PASSES with an implementation."""
+        leaves = [*self.pushed, *self.logits, *([] if self.query is None else [self.query])]
         with stack.use_implementation(implementation), torch.set_grad_enabled(name != "forward"):
             total = self.forward()
-            if name == "forward":
-                return
-            total.backward()
-        for leaf in (*self.pushed, *self.logits, *([] if self.query is None else [self.query])):
-            leaf.grad = None
+            if name != "forward":
+                torch.autograd.grad(total, leaves)
 
 
 def measure(config: ExperimentConfig, rounds: int, device: torch.device) -> Iterator[dict[str, Any]]:

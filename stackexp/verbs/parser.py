@@ -1,11 +1,11 @@
 """The argument parser of all verbs. Imports nothing heavy."""
 
 import argparse
-import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from stackexp.config.experiment import ExperimentConfig
 from stackexp.config.suggestions import suggest_name
 from stackexp.errors import ConfigError
 
@@ -58,7 +58,7 @@ class Parser(argparse.ArgumentParser):
         flags = [flag for action in self._actions for flag in action.option_strings]
         for argument in rest:
             name = argument.partition("=")[0]
-            is_key = name[2:].split(".")[0] in _section_names()
+            is_key = name[2:].split(".")[0] in ExperimentConfig.__dataclass_fields__
             hint = suggest_name(name, flags, cutoff=0.7) if name.startswith("-") and not is_key else ""
             if hint:
                 self.error(f"unknown option {name}{hint}")
@@ -73,9 +73,3 @@ class Parser(argparse.ArgumentParser):
         if not path.is_file():
             self.error(f"--run {run}: not a run folder (no config.yaml)")
         return path
-
-
-def _section_names() -> list[str]:
-    from stackexp.config.experiment import ExperimentConfig
-
-    return [field.name for field in dataclasses.fields(ExperimentConfig)]
