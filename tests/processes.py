@@ -9,6 +9,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+ENDLESS = ("trainer.max_steps=100000", "trainer.val_check_interval=null", "trainer.checkpoint_interval=20")
+ENDLESS += ("logging.progress_bar=false",)
+FSDP = ("trainer.strategy=fsdp", "trainer.devices=2", "data.micro_batch_size=2")
+
 
 class Program:
     """A starter of `python -m stackexp` in a folder."""

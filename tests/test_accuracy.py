@@ -29,10 +29,6 @@ def test_scores_of_every_nth_length_are_not_biased(stride):
         assert abs(compute_scores(data, strided)[key] - score) < abs(plain - score) / 2
 
 
-def test_constant_accuracy_is_its_own_score():
-    assert compute_scores(FormalLanguageConfig(), {41: 0.25, 300: 0.25}) == {"score_41_100": 0.25, "score_41_500": 0.25}
-
-
 @pytest.mark.parametrize(
     ("options", "ranges"),
     [

@@ -8,11 +8,9 @@ from pathlib import Path
 
 import pytest
 from forks import Forks
-from processes import find_second_rank, kill, list_children, read_to_end, wait_until
+from processes import ENDLESS, FSDP, find_second_rank, kill, list_children, read_to_end, wait_until
 from records import has_checkpoint, only_run
 
-ENDLESS = ("trainer.max_steps=100000", "trainer.checkpoint_interval=2", "trainer.val_check_interval=100000")
-FSDP = ("trainer.strategy=fsdp", "trainer.devices=2", "trainer.accelerator=cpu")
 KIB, MIB = 2**10, 2**20
 
 

@@ -11,16 +11,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from processes import find_second_rank, kill, read_to_end, wait_until
+from processes import ENDLESS, FSDP, find_second_rank, kill, read_to_end, wait_until
 from records import has_checkpoint, only_run, record
 
 from stackexp import stack
 from stackexp.cli import main
 from stackexp.models.checkpoints import load_state, load_tensors
-
-ENDLESS = ("trainer.max_steps=100000", "trainer.val_check_interval=null", "trainer.checkpoint_interval=20")
-ENDLESS += ("logging.progress_bar=false",)
-FSDP = ("trainer.strategy=fsdp", "trainer.devices=2", "data.micro_batch_size=2")
 
 
 def write_faulty_plugin(folder: Path, action: str) -> str:

@@ -57,17 +57,3 @@ def test_a_killed_run_of_two_processes_always_resumes(tiny, tmp_path):
     run, reference, _ = kill_often(3, tmp_path, tiny, options, ranks=2)
     assert run.is_finished
     assert record(run) == record(reference)
-
-
-@pytest.mark.slow
-def test_a_killed_run_resumes_in_processes_that_the_program_starts(program, tiny, tmp_path):
-    command = ("fit", "--config", tiny, *TWO, "trainer.strategy=ddp", "trainer.max_steps=30")
-    command = (*command, "trainer.checkpoint_interval=7", "trainer.val_check_interval=14")
-    forks = Forks(tmp_path)
-    forks.run(*command, ranks=2)
-    run = RunFolder(tmp_path / "killed")
-    started = forks.start(*command, "--run", run.path, ranks=2)
-    started.kill_when(lambda: len(record(run)) > 9)
-    assert not run.is_finished
-    program.run(*command, "--run", run.path)
-    assert record(run) == record(only_run(tmp_path / "runs"))

@@ -10,16 +10,12 @@ from pathlib import Path
 
 import pytest
 from forks import Forks
-from processes import find_second_rank, list_children, read_to_end, wait_until
+from processes import ENDLESS, FSDP, find_second_rank, list_children, read_to_end, wait_until
 from records import has_checkpoint, losses, only_run, record
 from slurm import wait_for
 
 from stackexp.cli import main
 from stackexp.runs import RunFolder
-
-ENDLESS = ("trainer.max_steps=100000", "trainer.val_check_interval=null", "trainer.checkpoint_interval=20")
-ENDLESS += ("logging.progress_bar=false",)
-FSDP = ("trainer.strategy=fsdp", "trainer.devices=2", "data.micro_batch_size=2")
 
 
 @pytest.mark.process
