@@ -16,7 +16,7 @@ from stackexp.modules.language_modeling import LanguageModeling
 from stackexp.modules.scores import tag_scores
 from stackexp.training.callbacks.throughput import Throughput
 from stackexp.training.heat_map import TITLES, HeatMaps
-from stackexp.training.tensorboard import TensorBoardCopy, build_layout, write_curve
+from stackexp.training.tensorboard import TensorBoardCopy, build_layout, write_points
 
 
 def make_probed_line() -> dict[str, float]:
@@ -86,7 +86,7 @@ def test_charts_show_their_tags_and_only_those_of_the_objective(probed_line, tmp
     tags |= {"train/accuracy": 0.5, "val/accuracy/average": 0.5, "train/max_length": 4.0}
     copy.write({"step": 1, "tokens": 16, "time": 1001.0} | tags)
     copy.close()
-    write_curve(tmp_path, "test/accuracy_by_length", {1: 1.0, 2: 0.5}, "test.lengths")
+    write_points(tmp_path, "test.lengths", [("test/accuracy_by_length", 1.0, 1), ("test/accuracy_by_length", 0.5, 2)])
     events = read_events(tmp_path)
     tags = events.Tags()["scalars"]
     [layout] = events.Tensors("custom_scalars__config__")

@@ -96,7 +96,7 @@ def start_processes(trainer: TrainerConfig, device_type: str) -> Iterator[Proces
         try:
             rank = _connect(environment, trainer, device_type)
         except BaseException:
-            _kill(children)  # they would wait for this process until the timeout
+            _wait_for(children, 0)  # they would wait for this process until the timeout
             raise
     watchdog = Watchdog(rank, size, trainer.collective_timeout_seconds, lambda: _wait_for(children, FROZEN_SECONDS))
     watchdog.start()
@@ -127,11 +127,6 @@ def _disconnect(watchdog: Watchdog) -> None:
     dist.destroy_process_group()
 
 
-def _kill(children: list[subprocess.Popen]) -> None:
-    for child in children:
-        child.kill()
-
-
 def _wait_for(children: list[subprocess.Popen], seconds: float = EXIT_SECONDS) -> None:
     """Wait until the children end by themselves; kill those that do not, such as a stopped process."""
     for child in children:
@@ -152,7 +147,7 @@ def _exit_with_children(children: list[subprocess.Popen]) -> Iterator[None]:
                 if child.poll() is not None:
                     message = f"error: rank {local_rank} exited during startup with code {child.returncode}"
                     print(f"{message}; see its output above", file=sys.stderr)
-                    _kill(children)
+                    _wait_for(children, 0)
                     os._exit(1)
 
     threading.Thread(target=poll_children, daemon=True, name="startup").start()

@@ -1,9 +1,8 @@
 """TensorBoard's copy of metrics.jsonl, and the event files of evaluations."""
 
-import contextlib
 import threading
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -132,26 +131,13 @@ class TensorBoardCopy:
         file_writer.add_summary(Summary(value=values), step, walltime=walltime)
 
 
-def write_scalars(folder: Path, tags: dict[str, float], step: int, name: str) -> None:
-    """Write an evaluation of the checkpoint of `step`; replaces the event file of the same name and step."""
-    with _replace_events(folder, f".{quote(name, safe='')}.{step}{EVALUATION}") as writer:
-        for tag, value in tags.items():
-            writer.add_scalar(tag, value, step)
-
-
-def write_curve(folder: Path, tag: str, points: dict[int, float], name: str) -> None:
-    """Write a curve over something other than steps, such as lengths; replaces the event file of the same name."""
-    with _replace_events(folder, f".{quote(name, safe='')}{EVALUATION}") as writer:
-        for x, value in sorted(points.items()):
-            writer.add_scalar(tag, value, x)
-
-
-@contextlib.contextmanager
-def _replace_events(folder: Path, suffix: str) -> Iterator[SummaryWriter]:
-    """Open an event file whose name ends in `suffix`, and delete the earlier ones once it is complete."""
+def write_points(folder: Path, name: str, points: Iterable[tuple[str, float, int]]) -> None:
+    """Write points (tag, value, step) of an evaluation; replaces the event file of the same name once complete."""
+    suffix = f".{quote(name, safe='')}{EVALUATION}"
     before = list(folder.glob(f"events.out.tfevents.*{suffix}"))
     with SummaryWriter(folder, filename_suffix=suffix) as writer:
-        yield writer
+        for point in points:
+            writer.add_scalar(*point)
     for path in before:
         path.unlink()
 

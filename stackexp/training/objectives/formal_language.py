@@ -14,7 +14,7 @@ from stackexp.modules.transduction import Transduction, average_lengths
 from stackexp.runs import RunFolder
 from stackexp.tasks import TASKS
 from stackexp.training.objectives.base import Objective, Session, mean_of_last
-from stackexp.training.tensorboard import write_curve, write_scalars
+from stackexp.training.tensorboard import write_points
 
 log = logging.getLogger(__name__)
 
@@ -86,7 +86,9 @@ class FormalLanguageObjective(Objective):
 
     def write_events(self, folder: RunFolder, result: dict[str, Any]) -> None:
         """Write the scores, and the accuracy by length as a curve."""
-        write_scalars(folder.path, self.list_final_figures(result), result["steps"], "test.scores")
+        step = result["steps"]
+        points = [(tag, value, step) for tag, value in self.list_final_figures(result).items()]
+        write_points(folder.path, f"test.scores.{step}", points)
         _write_accuracy(folder.path, result)
 
     def format_result(self, session: Session, result: dict[str, Any]) -> str:
@@ -135,7 +137,8 @@ def _summarize_validation(sets: Sets) -> dict[str, float]:
 
 
 def _write_accuracy(folder: Path, record: dict[str, Any]) -> None:
-    write_curve(folder, "test/accuracy_by_length", parse_accuracy(record), "test.lengths")
+    points = [("test/accuracy_by_length", value, length) for length, value in sorted(parse_accuracy(record).items())]
+    write_points(folder, "test.lengths", points)
 
 
 def _choose_path(request: EvaluationRequest, path: Path, record: dict[str, Any]) -> Path:

@@ -17,7 +17,7 @@ from stackexp.modules.scores import average_groups, average_scores, tag_scores
 from stackexp.runs import RunFolder
 from stackexp.training.callbacks.data_record import DataRecord
 from stackexp.training.objectives.base import Objective, Session
-from stackexp.training.tensorboard import write_scalars
+from stackexp.training.tensorboard import write_points
 
 
 class LanguageModelingObjective(Objective):
@@ -115,10 +115,10 @@ def _write_scores(folder: Path, stage: Stage, prefix: str, step: int, sets: Sets
     for name, scores in sets.items():
         files.setdefault(f"set.{name.split('/')[0]}", {})[name] = scores
     for file, members in files.items():
-        tags = {
-            tag: value
+        points = [
+            (tag, value, step)
             for tag, value in tag_scores(prefix, members).items()
             if tag.endswith("/average") == (file == "average") and tag not in skip
-        }
-        if tags:
-            write_scalars(folder, tags, step, f"{stage}.{file}")
+        ]
+        if points:
+            write_points(folder, f"{stage}.{file}.{step}", points)
