@@ -67,6 +67,12 @@ class TransformerConfig:
     embedding_std: Optional[float] = option(None, above=0)
     """Standard deviation of the embedding; null follows init."""
 
+    mup_base_size: Optional[int] = option(None, min=1)
+    """Hidden size at which the learning rate was tuned (muP, Yang et al. 2022); null has no width scaling. Matrices
+    train at lr * mup_base_size / hidden_size, logits have the same factor, and the attention is unchanged because the
+    head size is.
+    """
+
     memory: Any = None
     """The memory between the layers, or null."""
 
@@ -77,6 +83,8 @@ class TransformerConfig:
         elif self.positional == "rope" and (self.hidden_size // self.num_heads) % 2:
             head_size = self.hidden_size // self.num_heads
             yield "num_heads", f"RoPE requires an even head size, but hidden_size / num_heads = {head_size}"
+        if self.mup_base_size is not None and (self.init != "fan_in" or self.embedding_std is None):
+            yield "mup_base_size", "requires init: fan_in and a value of embedding_std, the same for all widths"
         if self.num_heads % self.num_kv_heads:
             yield "num_kv_heads", f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}"
         if self.positional == "alibi" and self.attention in FLASH_KERNELS:

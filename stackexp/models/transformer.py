@@ -126,6 +126,8 @@ class Transformer(nn.Module):
         else:
             h, stats = self._run_layers(h, cache, probe, documents, document_bounds)
         h = self.norm(h)
+        if self.config.mup_base_size is not None:
+            h = h * (self.config.mup_base_size / self.config.hidden_size)  # the scale of the logits, before their head
         entropies = [of_memory["entropy"] for of_memory in stats if "entropy" in of_memory]
         entropy = torch.stack(entropies).mean() if entropies else h.new_zeros((), dtype=torch.float32)
         probes = [{name: value.detach() for name, value in s.items()} for s in stats] if probe else None

@@ -33,19 +33,30 @@ def build_muon(config: MuonConfig, model: nn.Module) -> "MuonAdamW":
 
 
 def group_parameters(config: AdamWConfig, model: nn.Module, parameters: list[nn.Parameter]) -> list[dict[str, Any]]:
-    """Return groups with weight decay and without, and with `memory_lr` two more for the memories."""
+    """Return one group for each pair of learning rate and weight decay."""
     memories = list(getattr(model, "memories", ()))
     constant = _find_embeddings(model) | {getattr(m, name) for m in memories for name in m.no_decay}
-    in_memories = {p for memory in memories if config.memory_lr for p in memory.parameters()}
-    rates = {False: config.lr} | ({True: config.memory_lr} if in_memories else {})
-    groups = []
-    for is_memory, lr in rates.items():
-        members = [p for p in parameters if (p in in_memories) == is_memory]
-        decayed = [p for p in members if p.ndim >= 2 and p not in constant]
-        kept = [p for p in members if p.ndim < 2 or p in constant]
-        groups.append({"params": decayed, "lr": lr, "weight_decay": config.weight_decay})
-        groups.append({"params": kept, "lr": lr, "weight_decay": 0.0})
-    return [group for group in groups if group["params"]]  # checkpoints lose the options of an empty group
+    in_memories = {p for memory in memories for p in memory.parameters()}
+    width_scale, scaled = _find_scaled(model, in_memories)
+    groups: dict[tuple[float, float], list[nn.Parameter]] = {}
+    for p in parameters:
+        lr = config.memory_lr if config.memory_lr and p in in_memories else config.lr
+        lr *= width_scale if p in scaled else 1
+        decay = config.weight_decay if p.ndim >= 2 and p not in constant else 0.0
+        groups.setdefault((lr, decay), []).append(p)
+    return [{"params": members, "lr": lr, "weight_decay": decay} for (lr, decay), members in groups.items()]
+
+
+def _find_scaled(model: nn.Module, in_memories: set[nn.Parameter]) -> tuple[float, set[Tensor]]:
+    """Return the factor of `mup_base_size` on the learning rate, and the matrices with a fan-in that grows with d."""
+    config = getattr(model, "config", None)
+    base = getattr(config, "mup_base_size", None)
+    if config is None or base is None:
+        return 1.0, set()
+    head = model.head.weight if model.head else None
+    linears = {m.weight for layer in model.layers for m in layer.modules() if isinstance(m, nn.Linear)}
+    of_memories = {p for p in in_memories if p.ndim >= 2 and p.shape[-1] == config.hidden_size}
+    return base / config.hidden_size, (linears - in_memories - {head}) | of_memories
 
 
 def _find_embeddings(model: nn.Module) -> set[nn.Parameter]:

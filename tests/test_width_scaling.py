@@ -1,0 +1,74 @@
+"""muP: with `mup_base_size`, activations and their updates keep their size at every width (a coordinate check)."""
+
+import numpy as np
+import pytest
+import torch
+from config_files import BASE, compose_error
+from torch.nn import functional as F
+
+from stackexp.config.memory import StackMemoryConfig
+from stackexp.config.model import TransformerConfig
+from stackexp.config.optimizer import AdamWConfig
+from stackexp.models.transformer import Transformer
+from stackexp.modules.optimizers import build_adamw
+
+WIDTHS = (64, 128, 256, 512)
+
+
+def build(width, is_scaled, memory=None):
+    torch.manual_seed(0)
+    return Transformer(
+        TransformerConfig(
+            vocab_size=64,
+            hidden_size=width,
+            num_layers=2,
+            num_heads=width // 16,
+            num_kv_heads=width // 16,
+            intermediate_size=2 * width,
+            embedding_std=0.1,
+            mup_base_size=WIDTHS[0] if is_scaled else None,
+            memory=memory,
+        )
+    )
+
+
+def measure_logit_changes(is_scaled, memory=None):
+    """Return the root mean square of the change of the logits over four steps, for each width."""
+    tokens = torch.randint(0, 64, (8, 33), generator=torch.Generator().manual_seed(1))
+    changes = []
+    for width in WIDTHS:
+        model = build(width, is_scaled, memory)
+        optimizer = build_adamw(AdamWConfig(lr=3e-3, weight_decay=0.0), model)
+        first = model(tokens[:, :-1]).logits.detach()
+        for _ in range(4):
+            logits = model(tokens[:, :-1]).logits
+            optimizer.zero_grad()
+            F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
+            optimizer.step()
+        changes.append((model(tokens[:, :-1]).logits.detach() - first).square().mean().sqrt().item())
+    return changes
+
+
+def compute_slope(values):
+    """Return the slope of log value over log width: 0 if the value does not depend on the width."""
+    return np.polyfit(np.log(WIDTHS), np.log(values), 1)[0]
+
+
+@pytest.mark.parametrize("memory", [None, StackMemoryConfig(num_slots=2, head_dim=8, push_norm="head")])
+def test_changes_of_the_logits_do_not_grow_with_the_width(memory):
+    """They fall a little at these widths, because the random part of tied logits shrinks with 1 / sqrt(width)."""
+    assert -0.35 < compute_slope(measure_logit_changes(True, memory)) < 0.1
+    assert compute_slope(measure_logit_changes(False, memory)) > 0.7, "without scaling they grow"
+
+
+def test_the_base_width_is_unchanged():
+    tokens = torch.arange(10)[None]
+    plain, scaled = build(WIDTHS[0], is_scaled=False), build(WIDTHS[0], is_scaled=True)
+    assert torch.equal(plain(tokens).logits, scaled(tokens).logits)
+    groups = [[g["lr"] for g in build_adamw(AdamWConfig(), model).param_groups] for model in (plain, scaled)]
+    assert set(groups[0]) == set(groups[1])
+
+
+def test_it_requires_a_fixed_scale_of_the_embedding():
+    error = compose_error([BASE], "model.mup_base_size=64")
+    assert "model.mup_base_size: requires init: fan_in and a value of embedding_std" in error
