@@ -51,6 +51,12 @@ class RunFolder:
         self.checkpoints = path / "checkpoints"
         self.result = path / "result.json"
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, RunFolder) and self.path == other.path
+
+    def __hash__(self) -> int:
+        return hash(self.path)
+
     @property
     def is_finished(self) -> bool:
         """Return True if the run has a result.json."""

@@ -148,7 +148,15 @@ def test_copy_in_the_folder_means_the_same_anywhere(tmp_path, monkeypatch, name)
     assert [trial.name for trial in elsewhere.trials] == [trial.name for trial in sweep.trials]
 
 
-COUNTS = {"ablation": 6, "formal/quick": 2, "quick_grid": 6, "scaling": 10, "stack_grid": 12}
+COUNTS = {
+    "ablation": 6,
+    "depth_memories": 33,
+    "formal/quick": 2,
+    "ladder": 12,
+    "quick_grid": 6,
+    "scaling": 10,
+    "stack_grid": 12,
+}
 
 
 @pytest.mark.parametrize("name", COUNTS)
