@@ -3,9 +3,8 @@
 import logging
 from pathlib import Path
 
-import lightning.pytorch as pl
-
 from stackexp.config import registry
+from stackexp.datamodules.base import ExperimentData
 from stackexp.errors import RunError, StoppedError
 from stackexp.evaluation.request import EvaluationRequest
 from stackexp.evaluation.resumable import ResumableEvaluation
@@ -45,7 +44,7 @@ def evaluate(request: EvaluationRequest) -> None:
             evaluation.delete_partial_results()
 
 
-def open_data(request: EvaluationRequest) -> pl.LightningDataModule:
+def open_data(request: EvaluationRequest) -> ExperimentData:
     """Open the requested sets. Raises RunError if there are none."""
     data = registry.build("data", request.config.data, seed=request.config.seed)
     if request.run and request.run.tokenizer.is_file():

@@ -19,7 +19,6 @@ from stackexp.runs import RunFolder
 
 Stage = Literal["validate", "test"]
 Sets = dict[str, dict[str, float]]  # set -> figure -> value
-DataModule = Any  # a LightningDataModule with sets(stage), set_names(stage), skipped_sets, tokenizer and token_bytes
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,8 +11,9 @@ from tqdm import tqdm
 
 import stackexp
 from stackexp.config.experiment import ExperimentConfig
+from stackexp.datamodules.base import ExperimentData
 from stackexp.errors import RunError
-from stackexp.evaluation.request import DataModule, Sets, Stage, hash_values, list_figure_options
+from stackexp.evaluation.request import Sets, Stage, hash_values, list_figure_options
 from stackexp.files import append_json_line, read_json_lines, write_json_lines
 from stackexp.models import checkpoints
 from stackexp.modules.base import TrainingModule
@@ -68,7 +69,7 @@ class ResumableEvaluation(pl.Callback):
         self,
         stage: Stage,
         config: ExperimentConfig,
-        data: DataModule,
+        data: ExperimentData,
         processes: Processes,
         checkpoint: Path,
         output: Path | None,
@@ -145,7 +146,7 @@ class ResumableEvaluation(pl.Callback):
 
 
 def compute_keys(
-    stage: Stage, config: ExperimentConfig, data: DataModule, processes: Processes, checkpoint: Path
+    stage: Stage, config: ExperimentConfig, data: ExperimentData, processes: Processes, checkpoint: Path
 ) -> dict[str, str]:
     """Return for each set a hash of the checkpoint, the set's contents, and the options that change its figures."""
     table = "" if data.token_bytes is None else hashlib.sha256(data.token_bytes.tobytes()).hexdigest()

@@ -108,7 +108,10 @@ class TensorBoardCopy:
         The tab shows `figures`, tags of scalars, next to the hyperparameters. These are sorted by name and only the
         first few are shown, so the paper's capital letters come first.
         """
-        values = {SYMBOLS.get(key, key): _to_scalar(value) for key, value in hyperparameters.items()}
+        values = {
+            SYMBOLS.get(key, key): value if isinstance(value, bool | int | float | str) else str(value)
+            for key, value in hyperparameters.items()
+        }
         for summary in hparams(values, dict.fromkeys(["train/final_loss", *figures], 0.0)):
             self._add(summary.value)
         self._writer.add_scalar("train/final_loss", train_loss, step)
@@ -140,7 +143,3 @@ def write_points(folder: Path, name: str, points: Iterable[tuple[str, float, int
             writer.add_scalar(*point)
     for path in before:
         path.unlink()
-
-
-def _to_scalar(value: Any) -> Any:
-    return value if isinstance(value, bool | int | float | str) else str(value)

@@ -10,8 +10,9 @@ import lightning.pytorch as pl
 
 from stackexp.config.affects import flatten_config, select_options
 from stackexp.config.experiment import ExperimentConfig
+from stackexp.datamodules.base import ExperimentData
 from stackexp.errors import RunError
-from stackexp.evaluation.request import DataModule, EvaluationRequest, Sets, Stage
+from stackexp.evaluation.request import EvaluationRequest, Sets, Stage
 from stackexp.evaluation.resumable import ResumableEvaluation
 from stackexp.metric_tags import TRAIN_LOSS
 from stackexp.models import checkpoints
@@ -31,7 +32,7 @@ class Session:
     config: ExperimentConfig
     folder: RunFolder
     processes: Processes
-    data: DataModule
+    data: ExperimentData
     module: TrainingModule
     trainer: pl.Trainer
     metrics_log: MetricsLog
