@@ -9,17 +9,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from stackexp.data import bigrams
 from stackexp.data.bigrams import BigramModel
 
 VOCABULARY = 5
 rows = st.lists(st.lists(st.integers(0, VOCABULARY - 1), min_size=4, max_size=4), min_size=1, max_size=6)
 
 
-@given(trained=rows, scored=rows, batch=st.integers(1, 3))
-def test_losses_are_those_of_smoothed_counts(trained, scored, batch):
+@given(trained=rows, scored=rows, batch=st.integers(1, 3), block=st.integers(1, 9))
+def test_losses_are_those_of_smoothed_counts(trained, scored, batch, block):
     pairs = Counter((a, b) for row in trained for a, b in pairwise(row))
     tokens = Counter(token for row in trained for token in row)
-    model = BigramModel((np.array(trained[i : i + batch]) for i in range(0, len(trained), batch)), VOCABULARY)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bigrams, "BLOCK", block)
+        model = BigramModel((np.array(trained[i : i + batch]) for i in range(0, len(trained), batch)), VOCABULARY)
     losses = model.compute_losses(np.array(scored))
     for row, values in zip(scored, losses, strict=True):
         for (a, b), loss in zip(pairwise(row), values, strict=True):

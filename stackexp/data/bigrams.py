@@ -4,6 +4,8 @@ from collections.abc import Iterable
 
 import numpy as np
 
+BLOCK = 1 << 22  # pairs that are counted at once
+
 
 class BigramModel:
     """Witten-Bell smoothed bigrams: p(b | a) = (c(a, b) + t(a) u(b)) / (c(a) + t(a)).
@@ -18,16 +20,21 @@ class BigramModel:
         self._pairs = np.empty(0, np.int64)  # a V + b, sorted
         self._counts = np.empty(0, np.int64)
         unigrams = np.zeros(vocab_size, np.int64)
+        codes: list[np.ndarray] = []
         for tokens in sequences:
             unigrams += np.bincount(tokens.ravel(), minlength=vocab_size)
-            self._add(tokens[..., :-1].astype(np.int64) * vocab_size + tokens[..., 1:])
+            codes.append((tokens[..., :-1].astype(np.int64) * vocab_size + tokens[..., 1:]).ravel())
+            if sum(map(len, codes)) > BLOCK:
+                self._add(codes)
+                codes.clear()
+        self._add(codes)
         firsts = self._pairs // vocab_size
         self._totals = np.bincount(firsts, self._counts, minlength=vocab_size)  # c(a)
         self._successors = np.bincount(firsts, minlength=vocab_size)  # t(a)
         self._unigrams = (unigrams + 1) / (unigrams.sum() + vocab_size)
 
-    def _add(self, codes: np.ndarray) -> None:
-        new, counts = np.unique(codes, return_counts=True)
+    def _add(self, codes: list[np.ndarray]) -> None:
+        new, counts = np.unique(np.concatenate([np.empty(0, np.int64), *codes]), return_counts=True)
         self._pairs, inverse = np.unique(np.concatenate([self._pairs, new]), return_inverse=True)
         self._counts = np.bincount(inverse, np.concatenate([self._counts, counts])).astype(np.int64)
 
