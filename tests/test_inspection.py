@@ -204,6 +204,7 @@ def test_wrong_options_are_one_line(arguments, message, capsys):
     assert line.startswith(f"error: inspect: {message}")
 
 
+@pytest.mark.process
 def test_inspect_a_trained_run(tiny, tmp_path):
     forks = Forks(tmp_path)
     forks.run("fit", "--config", tiny, "trainer.max_steps=2", "schedule.warmup_steps=0")
@@ -231,6 +232,7 @@ def test_inspect_a_trained_run(tiny, tmp_path):
     assert "error: inspect: the model has no stack memory" in error
 
 
+@pytest.mark.process
 def test_inspect_a_formal_language(tmp_path):
     forks = Forks(tmp_path)
     sizes = ("model.hidden_size=16", "model.num_heads=2", "model.num_kv_heads=2", "model.intermediate_size=16")

@@ -70,6 +70,9 @@ class TrainerConfig:
     cross_entropy_chunk: int = option(4096, min=1, affects="execution")
     """Tokens whose logits exist at the same time."""
 
+    profile: Optional[str] = option(None, affects="logging")
+    """Steps to profile, such as 10-15; writes a Chrome trace and, on CUDA, a memory snapshot to the run folder."""
+
     def find_errors(self) -> Errors:
         """Yield the errors that involve several options."""
         processes = self.devices * self.num_nodes
@@ -79,6 +82,9 @@ class TrainerConfig:
             yield "recompute", "selective requires activation_checkpointing: true"
         if self.max_time is not None and not re.fullmatch(r"\d+:[0-2]\d:[0-5]\d:[0-5]\d", self.max_time):
             yield "max_time", f"expected DD:HH:MM:SS such as 00:23:30:00, found {self.max_time!r}"
+
+        if self.profile is not None and not _is_range(self.profile):
+            yield "profile", f"expected two steps such as 10-15, found {self.profile!r}"
 
     @property
     def recompute_mode(self) -> bool | str:
@@ -93,3 +99,8 @@ class TrainerConfig:
     def is_sharded(self) -> bool:
         """Return True if each process has a part of every weight."""
         return self.strategy in ("fsdp", "hsdp")
+
+
+def _is_range(text: str) -> bool:
+    numbers = re.fullmatch(r"(\d{1,9})-(\d{1,9})", text)
+    return bool(numbers) and 1 <= int(numbers[1]) <= int(numbers[2])

@@ -6,6 +6,7 @@ from stackexp.config.experiment import ExperimentConfig
 from stackexp.training.callbacks.checkpoint import RunState, StepCheckpoint
 from stackexp.training.callbacks.metrics_log import MetricsLog
 from stackexp.training.callbacks.missed_validation import MissedValidation
+from stackexp.training.callbacks.profiler import Profiler
 from stackexp.training.callbacks.progress import Progress
 from stackexp.training.callbacks.step_requests import StepRequests
 from stackexp.training.callbacks.throughput import Throughput
@@ -27,9 +28,11 @@ def build_callbacks(
     3. Log: one all-reduce shares metrics and requests. Rank 0 writes them to the log, and the progress shows them.
     4. Save: the checkpoint is written after the log, and handles the requests shared in step 3.
 
-    A resumed run starts with the validation it missed, after the log is opened.
+    A resumed run starts with the validation it missed, after the log is opened. The profiler comes first, so that its
+    trace includes the other callbacks.
     """
     return [
+        *([Profiler(start.folder.path, config.trainer.profile)] if config.trainer.profile else []),
         Throughput(),
         *measurements,
         StepRequests(stop, config.trainer.checkpoint_interval_minutes),

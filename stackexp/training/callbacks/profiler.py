@@ -1,0 +1,56 @@
+"""A profile of a few training steps: a Chrome trace and, on CUDA, a memory snapshot."""
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from stackexp.modules.base import TrainingModule
+
+MAX_MEMORY_EVENTS = 100_000  # allocations and frees in a memory snapshot
+
+
+class Profiler(pl.Callback):
+    """Profiles the steps `first` to `last` into <run>/profile; rank 0 only.
+
+    trace-A-B.json opens in chrome://tracing and Perfetto, memory-A-B.pickle in PyTorch's memory viewer. Profiled steps
+    are slower than others.
+    """
+
+    def __init__(self, folder: Path, steps: str):
+        self._folder, self._steps = folder / "profile", steps
+        self._first, self._last = map(int, steps.split("-"))
+        self._profile: profile | None = None
+
+    def on_train_batch_start(self, trainer: pl.Trainer, module: TrainingModule, *_: Any) -> None:
+        """Start before the first profiled step."""
+        is_due = self._first <= trainer.global_step + 1 <= self._last
+        if not (trainer.is_global_zero and is_due and self._profile is None):
+            return
+        activities = [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * torch.cuda.is_available()]
+        if torch.cuda.is_available():
+            torch.cuda.memory._record_memory_history(max_entries=MAX_MEMORY_EVENTS)
+        self._profile = profile(activities=activities, profile_memory=True, record_shapes=True)
+        self._profile.start()
+
+    def on_train_batch_end(self, trainer: pl.Trainer, module: TrainingModule, *_: Any) -> None:
+        """Write the files after the last profiled step."""
+        if self._profile is not None and trainer.global_step >= self._last:
+            self._write()
+
+    def on_train_end(self, trainer: pl.Trainer, module: TrainingModule) -> None:
+        """Write what there is, if the run ends before the last profiled step."""
+        if self._profile is not None:
+            self._write()
+
+    def _write(self) -> None:
+        assert self._profile is not None
+        self._folder.mkdir(exist_ok=True)
+        self._profile.stop()
+        self._profile.export_chrome_trace(str(self._folder / f"trace-{self._steps}.json"))
+        if torch.cuda.is_available():
+            torch.cuda.memory._dump_snapshot(str(self._folder / f"memory-{self._steps}.pickle"))
+            torch.cuda.memory._record_memory_history(enabled=None)
+        self._profile, self._last = None, 0

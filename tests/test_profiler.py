@@ -1,0 +1,32 @@
+"""trainer.profile writes a Chrome trace of the chosen steps."""
+
+import json
+
+import pytest
+from config_files import BASE, compose_error
+from forks import Forks
+from records import losses, only_run
+
+
+def count_optimizer_steps(run, steps):
+    events = json.loads((run.path / "profile" / f"trace-{steps}.json").read_text())["traceEvents"]
+    return sum(event.get("name", "").startswith("Optimizer.step#AdamW") for event in events)
+
+
+@pytest.mark.process
+def test_a_trace_holds_the_chosen_steps(tiny, tmp_path):
+    forks = Forks(tmp_path)
+    options = ("trainer.max_steps=6", "schedule.warmup_steps=0", "data.micro_batch_size=4")
+    forks.run("fit", "--config", tiny, *options, "trainer.profile=2-4")
+    run = only_run(tmp_path / "runs")
+    assert count_optimizer_steps(run, "2-4") == 3
+    forks.run("fit", "--config", tiny, *options, "name=plain")
+    assert losses(run) == losses(only_run(tmp_path / "runs", "plain")), "the profiler changes no value"
+    forks.run("fit", "--config", tiny, *options, "trainer.profile=5-99", "name=long")
+    assert count_optimizer_steps(only_run(tmp_path / "runs", "long"), "5-99") == 2, "the run ended after step 6"
+
+
+@pytest.mark.parametrize("steps", ["10", "0-3", "5-4", "a-b", "3-"])
+def test_steps_are_checked(steps):
+    error = compose_error([BASE], f"trainer.profile={steps}")
+    assert "trainer.profile: expected two steps such as 10-15, found" in error
