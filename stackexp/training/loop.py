@@ -59,7 +59,7 @@ def train(
         metrics_log = MetricsLog(start.folder, config)
         measurements = objective.build_measurements(start.folder)
         trainer = build_trainer(config, processes, build_callbacks(config, start, metrics_log, stop, measurements))
-        session = Session(config, start.folder, processes, data, module, trainer, metrics_log, started_at)
+        session = Session(start.folder, processes, data, module, trainer, metrics_log, started_at)
 
         with _work_in_folder(session, start, objective), stop.handle_interrupts(), logging_redirect_tqdm():
             trainer.fit(module, data, ckpt_path=start.checkpoint, weights_only=True)
@@ -74,7 +74,7 @@ def train(
 def _work_in_folder(session: Session, start: Start, objective: Objective) -> Iterator[None]:
     """Lock the run folder, write its config and environment, and print a header. Rank 0 does so for all ranks."""
     is_first = session.processes.is_first
-    with start.folder.start_session(session.config, start.step) if is_first else contextlib.nullcontext():
+    with start.folder.start_session(objective.config, start.step) if is_first else contextlib.nullcontext():
         if is_first:
             print(_format_header(objective, session.module, start), flush=True)
             objective.warn_about_limits("fit")

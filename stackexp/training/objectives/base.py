@@ -29,7 +29,6 @@ AVERAGED_STEPS = 20  # the final training loss is the mean over this many steps
 class Session:
     """One session of a run, from its start or the checkpoint it resumes."""
 
-    config: ExperimentConfig
     folder: RunFolder
     processes: Processes
     data: ExperimentData
@@ -106,7 +105,7 @@ class Objective(ABC):
         checkpoint = self.load_final_checkpoint(session)
         evaluation = ResumableEvaluation(
             self.final_stage,
-            session.config,
+            self.config,
             session.data,
             session.processes,
             checkpoint,
