@@ -1,6 +1,5 @@
 """The commands in README.md and docs/ parse, and the configs they name compose."""
 
-import importlib
 import re
 import shlex
 from pathlib import Path
@@ -9,7 +8,7 @@ import pytest
 
 from stackexp import cli
 from stackexp.config.compose import compose
-from stackexp.verbs.dispatch import build_parser
+from stackexp.verbs.dispatch import find_verb, load_verb
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -31,11 +30,6 @@ def find_commands(page: Path) -> list[list[str]]:
 COMMANDS = [(page.name, command) for page in PAGES for command in find_commands(page)]
 
 
-def split_verb(command: list[str]) -> tuple[str, list[str]]:
-    name = " ".join(command[:2]) if " ".join(command[:2]) in cli.VERBS else command[0]
-    return name, command[len(name.split()) :]
-
-
 def test_commands_are_found():
     assert len(COMMANDS) > 60
 
@@ -43,11 +37,11 @@ def test_commands_are_found():
 @pytest.mark.parametrize(("page", "command"), COMMANDS, ids=lambda value: " ".join(value) if value else None)
 def test_command_parses_and_its_config_composes(page, command, monkeypatch):
     monkeypatch.chdir(ROOT)
-    name, arguments = split_verb(command)
+    name = find_verb(command, cli.VERBS)
+    arguments = command[len(name.split()) :]
     if arguments == ["--help"]:
         return
-    verb = importlib.import_module(f"stackexp.verbs.{name.replace(' ', '_')}")
-    args = build_parser(name, verb).parse(arguments)
+    args = load_verb(name)[1].parse(arguments)
     configs = getattr(args, "config", None) or []
     is_placeholder = re.compile(r"[A-Z]{2,}|\.yaml$")
     if SHOWN_MISTAKE in args.overrides or any(is_placeholder.search(word) for word in [*configs, *args.overrides]):

@@ -7,6 +7,8 @@ import os
 from argparse import Namespace
 from collections.abc import Collection, Iterable
 
+from stackexp.config.layers import list_catalog, list_config_names
+from stackexp.verbs.dispatch import find_verb, load_verb
 from stackexp.verbs.parser import Parser
 
 USAGE = "bash | zsh"
@@ -53,8 +55,7 @@ def complete(line: str, verbs: Collection[str]) -> list[str]:
     """Return the completions of the last word of a command line without `stackexp`; none for the name of a file."""
     *words, last = line.split(" ")
     words = [word for word in words if word]
-    name = next((name for name in (" ".join(words[:2]), *words[:1]) if name in verbs), None)
-    if name is not None:
+    if (name := find_verb(words, verbs)) is not None:
         found = _list_arguments(name, words[len(name.split()) :], last)
     elif words:
         found = [verb.split()[1] for verb in verbs if verb.startswith(f"{words[0]} ")] if len(words) == 1 else []
@@ -65,12 +66,7 @@ def complete(line: str, verbs: Collection[str]) -> list[str]:
 
 def _list_arguments(name: str, words: list[str], last: str) -> Iterable[str]:
     """Return the options, names and keys that can follow `words`, the arguments of a verb."""
-    import importlib
-
-    from stackexp.config.layers import list_catalog, list_config_names
-    from stackexp.verbs.dispatch import build_parser
-
-    parser = build_parser(name, importlib.import_module(f"stackexp.verbs.{name.replace(' ', '_')}"))
+    _, parser = load_verb(name)
     flags = {flag: action for action in parser._actions for flag in action.option_strings}
     if last.startswith("-"):
         return flags

@@ -8,6 +8,7 @@ import errno
 import importlib
 import os
 import sys
+from collections.abc import Collection
 from types import ModuleType
 
 import stackexp
@@ -62,23 +63,30 @@ def _run(verbs: dict[str, str], argv: list[str]) -> int:
         return 0
     if argv[:1] == ["help"]:
         argv = [*argv[1:], "--help"]
-    words = [word for word in argv[:2] if not word.startswith("-")]
-    name = next((name for name in (" ".join(words), *words[:1]) if name in verbs), None)
+    name = find_verb(argv, verbs)
     if name is None:
         return _print_help(verbs, argv)
-    module = importlib.import_module(f"stackexp.verbs.{name.replace(' ', '_')}")
-    parser = build_parser(name, module)
+    verb, parser = load_verb(name)
     args = parser.parse(argv[len(name.split()) :])
     args.verbs = verbs  # for `completion`
-    return module.run(args)
+    return verb.run(args)
 
 
-def build_parser(name: str, verb: ModuleType) -> Parser:
-    """Return the parser of a verb: the docstring's first paragraph describes it, the rest follows the options."""
+def find_verb(words: list[str], verbs: Collection[str]) -> str | None:
+    """Return the verb that a command line begins with, such as `fit` or `data prepare`, or None."""
+    return next((name for name in (" ".join(words[:2]), *words[:1]) if name in verbs), None)
+
+
+def load_verb(name: str) -> tuple[ModuleType, Parser]:
+    """Return the module and the parser of a verb.
+
+    The docstring's first paragraph describes the verb in its help text, the rest follows the options.
+    """
+    verb = importlib.import_module(f"stackexp.verbs.{name.replace(' ', '_')}")
     description, _, notes = (verb.__doc__ or "").partition("\n\n")
     parser = Parser(name, description, verb.EXAMPLES, verb.USAGE, notes)
     verb.add_arguments(parser)
-    return parser
+    return verb, parser
 
 
 def _print_help(verbs: dict[str, str], argv: list[str]) -> int:
