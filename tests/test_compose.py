@@ -1,7 +1,6 @@
 """Config composition: layers, group choices, kinds, interpolation and the YAML round trip."""
 
 import copy
-import math
 import shutil
 import subprocess
 import sys
@@ -173,39 +172,6 @@ def test_arbitrary_values_survive_a_yaml_round_trip(path, lr, slots, seed):
     config.optimizer.lr, config.model.memory.eval_num_slots = lr, slots
     Path("config.yaml").write_text(to_yaml(config), encoding="utf-8")
     assert load_config("config.yaml") == config
-
-
-KEYS = {
-    "trainer.max_steps": st.integers(1, 99),
-    "model.memory.num_slots": st.integers(1, 9),
-    "optimizer.lr": st.floats(1e-6, 1.0),
-    "seed": st.integers(0, 9),
-}
-layer = st.fixed_dictionaries({}, optional=KEYS).filter(bool)
-
-
-@settings(max_examples=40, deadline=None)
-@given(files=st.lists(layer, max_size=3), overrides=layer, order=st.randoms(use_true_random=False))
-def test_last_layer_with_a_key_wins(files, overrides, order):
-    names = []
-    for number, keys in enumerate([{"trainer.max_steps": 50, "seed": 0}, *files]):
-        config = [f"{key.split('.')[0]}: {nested(key, value)}" for key, value in keys.items()]
-        names.append(write(f"layer{number}.yaml", "# a layer\n" + "\n".join([*config, ""])))
-    arguments = [f"{key}={value!r}" for key, value in overrides.items()]
-    order.shuffle(arguments)
-    config = compose([BASE, *names], ["schedule.warmup_steps=0", *arguments])
-    expected = {"trainer.max_steps": 50, "seed": 0, "model.memory.num_slots": 24, "optimizer.lr": 2e-3}
-    for keys in [*files, overrides]:
-        expected |= keys
-    assert config.trainer.max_steps == expected["trainer.max_steps"]
-    assert config.model.memory.num_slots == expected["model.memory.num_slots"]
-    assert math.isclose(config.optimizer.lr, expected["optimizer.lr"])
-    assert config.seed == expected["seed"]
-
-
-def nested(key: str, value: object) -> str:
-    inner = key.split(".")[1:]
-    return "".join(f"{{{part}: " for part in inner) + repr(value) + "}" * len(inner)
 
 
 def test_installed_package_uses_its_own_configs(tmp_path):
