@@ -48,7 +48,7 @@ def download(url: str, path: Path, bar: tqdm, *, was_reached: bool = False) -> N
         RunError: The server refuses the file, or all attempts failed.
     """
     failures, largest = 0, 0
-    version = ""  # of what is in the file
+    version = ""  # of the bytes received so far
     while True:
         pause, begin = 0.0, path.stat().st_size if version else 0
         try:
