@@ -31,7 +31,7 @@ from stackexp.data.olmo import NAMES
 from stackexp.data.token_files import write_token_file
 from stackexp.data.tokenizer import KnownTokenizer, count_token_bytes, train_tokenizer
 from stackexp.data.units import write_documents
-from stackexp.datamodules.perplexity import build_perplexity_loader
+from stackexp.datamodules.pretraining import build_perplexity_loader
 from stackexp.modules.metrics import ChunkLosses
 from stackexp.modules.scores import compute_set_scores
 

@@ -18,8 +18,7 @@ from stackexp.data.token_files import Chunks
 from stackexp.data.tokenizer import train_tokenizer
 from stackexp.data.units import write_documents
 from stackexp.datamodules.base import PADDING, RankBatches
-from stackexp.datamodules.perplexity import build_perplexity_loader
-from stackexp.datamodules.pretraining import PretrainingData
+from stackexp.datamodules.pretraining import PretrainingData, build_perplexity_loader
 from stackexp.errors import RunError
 
 

@@ -2,11 +2,20 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from stackexp.config.data import DataConfig, ShardsConfig, explain_set_name
 from stackexp.config.suggestions import suggest_name
 from stackexp.data import olmo
 from stackexp.errors import ConfigError, RunError
+
+
+class DataPaths(NamedTuple):
+    """Paths of the training set and, by name, of the sets or folders of sets to evaluate on."""
+
+    train: str | Path | None
+    validation: Mapping[str, str | Path]
+    test: Mapping[str, str | Path]
 
 
 def check_paths(data: DataConfig, stage: str) -> None:

@@ -11,12 +11,12 @@ import shutil
 import sysconfig
 import tokenize
 from collections import Counter
-from dataclasses import dataclass
 from pathlib import Path
 
 from tqdm import tqdm
 
 from stackexp.config.data import StdlibConfig
+from stackexp.data.path_checks import DataPaths
 from stackexp.data.shards import FORMAT_VERSION
 from stackexp.data.tokenizer import train_tokenizer
 from stackexp.data.units import write_documents
@@ -39,33 +39,15 @@ VALIDATION_NAMES = [*VALIDATION_PACKAGES, DOCSTRINGS]
 TEST_NAMES = [*TEST_PACKAGES]
 
 
-@dataclass(frozen=True)
-class StdlibSets:
-    """The folders of the prepared sets by name, and the tokenizer.json they share."""
-
-    train: Path
-    validation: dict[str, Path]
-    test: dict[str, Path]
-    tokenizer: Path
-
-
-@dataclass
-class Corpora:
-    """Texts by their path below the standard library, in order."""
-
-    train: dict[str, str]
-    held_out: dict[str, dict[str, str]]
-    skipped: list[str]  # files that are not valid Python source
-
-
-def prepare_stdlib(config: StdlibConfig, show_progress: bool = True) -> StdlibSets:
+def prepare_stdlib(config: StdlibConfig, show_progress: bool = True) -> DataPaths:
     """Return the prepared sets for the config's vocab_size and context_length, made on first use.
 
     The cache key is a hash of the texts and settings. A killed process leaves no set behind; of two processes, one
     waits. Raises RunError if this Python lacks the source of its standard library, or the cache cannot be written.
     """
-    corpora = read_stdlib(Path(sysconfig.get_paths()["stdlib"]))
-    settings = [FORMAT_VERSION, config.vocab_size, config.context_length, corpora.train, corpora.held_out]
+    texts = read_stdlib(Path(sysconfig.get_paths()["stdlib"]))
+    held_out = {name: texts[name] for name in [*VALIDATION_NAMES, *TEST_NAMES]}
+    settings = [FORMAT_VERSION, config.vocab_size, config.context_length, texts["train"], held_out]
     key = hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:16]
     folder = get_cache_root() / f"stdlib-{key}"
     try:
@@ -73,17 +55,16 @@ def prepare_stdlib(config: StdlibConfig, show_progress: bool = True) -> StdlibSe
             folder.parent.mkdir(parents=True, exist_ok=True)
             with hold_lock(folder.with_suffix(".lock"), f"the preparation of {folder}"):
                 if not folder.is_dir():
-                    _write_sets(folder, corpora, config, show_progress)
+                    _write_sets(folder, texts, config, show_progress)
     except OSError as e:
         remedy = "free some space or set STACKEXP_CACHE to another folder"
         raise RunError(f"{folder}: cannot be written ({e.strerror}); {remedy}") from e
     validation = {name: folder / name for name in VALIDATION_NAMES}
-    test = {name: folder / name for name in TEST_NAMES}
-    return StdlibSets(folder / "train", validation, test, folder / "train" / "tokenizer.json")
+    return DataPaths(folder / "train", validation, {name: folder / name for name in TEST_NAMES})
 
 
-def read_stdlib(root: Path) -> Corpora:
-    """Read and split the .py files under `root`.
+def read_stdlib(root: Path) -> dict[str, dict[str, str]]:
+    """Return the .py files under `root` by set and path. Files that are not valid Python source are left out.
 
     Each set takes files in the order of the hash of their path, up to its cap. Raises RunError if a set is empty.
     """
@@ -91,7 +72,6 @@ def read_stdlib(root: Path) -> Corpora:
     set_names = {package: name for name, members in packages.items() for package in members}
     texts: dict[str, dict[str, str]] = {name: {} for name in ["train", *VALIDATION_NAMES, *TEST_NAMES]}
     sizes: Counter[str] = Counter()
-    skipped = []
     for path in sorted(_find_python_files(root), key=lambda path: hashlib.sha256(path.encode()).digest()):
         name = DOCSTRINGS if path in DOCSTRING_FILES else set_names.get(path.split("/")[0], "train")
         if sizes[name] >= (TRAIN_BYTES if name == "train" else HELD_OUT_BYTES):
@@ -102,7 +82,6 @@ def read_stdlib(root: Path) -> Corpora:
             text = extract_docstrings(text) if name == DOCSTRINGS else text
             size = len(text.encode())
         except (OSError, SyntaxError, ValueError, RecursionError):  # unknown encoding, or another version's syntax
-            skipped.append(path)
             continue
         if text.strip():
             texts[name][path] = text
@@ -113,7 +92,7 @@ def read_stdlib(root: Path) -> Corpora:
                 f"{root}: the source of the Python standard library is missing (nothing for {name}); install a "
                 "complete Python, or train on your own text with data.kind=shards"
             )
-    return Corpora(texts.pop("train"), texts, skipped)
+    return texts
 
 
 def extract_docstrings(source: str) -> str:
@@ -133,20 +112,14 @@ def _find_python_files(root: Path) -> list[str]:
     return found
 
 
-def _write_sets(folder: Path, corpora: Corpora, config: StdlibConfig, show_progress: bool) -> None:
+def _write_sets(folder: Path, texts: dict[str, dict[str, str]], config: StdlibConfig, show_progress: bool) -> None:
     """Train the tokenizer and write every set to a temporary folder, then rename it."""
     temporary = folder.with_suffix(".tmp")
     shutil.rmtree(temporary, ignore_errors=True)  # of a process that was killed
-    sets = {"train": corpora.train, **corpora.held_out}
     try:
-        with tqdm(total=len(sets) + 1, desc="tokenizer", unit="set", disable=not show_progress) as bar:
-            tokenizer = train_tokenizer(corpora.train.values(), config.vocab_size)
-            for name, texts in sets.items():
-                bar.update()
-                bar.set_description(name)
-                write_documents(temporary / name, texts.values(), tokenizer, config.context_length)
-            bar.update()
-            bar.set_description(f"{len(corpora.train)} training files, {len(corpora.skipped)} skipped")
+        tokenizer = train_tokenizer(texts["train"].values(), config.vocab_size)
+        for name in tqdm(texts, desc="preparing the standard library", unit="set", disable=not show_progress):
+            write_documents(temporary / name, texts[name].values(), tokenizer, config.context_length)
         temporary.rename(folder)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

@@ -5,7 +5,6 @@ means that the file is complete and was checked.
 """
 
 import io
-import mmap
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -90,9 +89,6 @@ class TokenFile:
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def __reduce__(self) -> tuple:
-        return TokenFile, (self.path,)
-
 
 def _map_npy(path: Path) -> np.memmap:
     """Map the integers of a real .npy as [N]. Raises RunError for another type, ValueError for a corrupt file."""
@@ -124,17 +120,6 @@ class Chunks:
             raise IndexError(index)
         begin = index * (self.context_length - self.score_remainder)
         return self.tokens[begin : begin + self.context_length]
-
-    def __reduce__(self) -> tuple:
-        """Pickle a memory map by its file name, so that a worker process opens it without copying its pages."""
-        tokens, options = self.tokens, (self.context_length, self.score_remainder)
-        if isinstance(tokens, np.memmap) and isinstance(tokens.base, mmap.mmap):  # not a slice of a map
-            return _reopen_chunks, (tokens.filename, tokens.dtype, tokens.offset, tokens.shape, options)
-        return Chunks, (tokens, *options)
-
-
-def _reopen_chunks(path: Path, dtype: np.dtype, offset: int, shape: tuple[int], options: tuple[int, bool]) -> Chunks:
-    return Chunks(np.memmap(path, dtype, "r", offset, shape), *options)
 
 
 def count_token(tokens: np.ndarray, token: int) -> int:

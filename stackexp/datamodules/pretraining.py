@@ -2,30 +2,24 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from torch.utils.data import DataLoader
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset
 
 from stackexp.config.data import ShardsConfig, StdlibConfig
 from stackexp.data import olmo
 from stackexp.data.evaluation_sets import EvaluationSet, find_sets, open_set
-from stackexp.data.path_checks import check_requested_sets, explain_unknown_set
-from stackexp.data.stdlib import StdlibSets, prepare_stdlib
+from stackexp.data.path_checks import DataPaths, check_requested_sets, explain_unknown_set
+from stackexp.data.stdlib import prepare_stdlib
+from stackexp.data.token_files import Chunks
 from stackexp.data.tokenizer import KnownTokenizer, count_token_bytes
-from stackexp.datamodules.base import ExperimentData
-from stackexp.datamodules.perplexity import build_perplexity_loader
+from stackexp.datamodules.base import PADDING, ExperimentData, RankBatches
 from stackexp.datamodules.training_set import TrainingSet
 from stackexp.errors import ConfigError, RunError
 
 SECTIONS = {"validate": "validation", "test": "test"}  # of the data config
-
-
-class DataPaths(NamedTuple):
-    """Paths of the training set and, by name, of the sets or folders of sets to evaluate on."""
-
-    train: str | Path | None
-    validate: Mapping[str, str | Path]
-    test: Mapping[str, str | Path]
 
 
 class PretrainingData(ExperimentData):
@@ -127,7 +121,7 @@ class PretrainingData(ExperimentData):
 
     def _evaluation_paths(self, stage: str) -> dict[str, Path]:
         paths = self.data_paths()
-        return {name: Path(path) for name, path in (paths.test if stage == "test" else paths.validate).items()}
+        return {name: Path(path) for name, path in (paths.test if stage == "test" else paths.validation).items()}
 
     def _load_tokenizer(self, eval_stage: str) -> None:
         """Load the tokenizer of the training set or the run, otherwise the first next to an evaluation set."""
@@ -149,18 +143,17 @@ class PretrainingData(ExperimentData):
 class StdlibData(PretrainingData):
     """The source of the Python standard library, prepared on first use."""
 
-    _prepared: StdlibSets | None = None
+    _prepared: DataPaths | None = None
 
     def prepare_data(self) -> None:
         """Prepare the sets, unless they are in the cache."""
-        assert isinstance(self.config, StdlibConfig)
-        self._prepared = self._prepared or prepare_stdlib(self.config)
+        self.data_paths()
 
     def data_paths(self) -> DataPaths:
         """Return the paths of the prepared sets."""
-        self.prepare_data()
-        assert self._prepared is not None
-        return DataPaths(self._prepared.train, self._prepared.validation, self._prepared.test)
+        assert isinstance(self.config, StdlibConfig)
+        self._prepared = self._prepared or prepare_stdlib(self.config)
+        return self._prepared
 
 
 def _select_sets(request: str, known: Mapping[str, Path], section: str) -> dict[str, Path]:
@@ -175,3 +168,32 @@ def _select_sets(request: str, known: Mapping[str, Path], section: str) -> dict[
     if name not in members:
         raise ConfigError(explain_unknown_set(name, [*known, *members], section))
     return {name: members[name]}
+
+
+class ChunkDataset(Dataset):
+    """Chunks as a map-style dataset: {"tokens": int64 [T], "index": int, "length": int}.
+
+    A chunk of fewer than T tokens is followed by zeros. With a `limit`, only that many chunks, evenly spaced. Index
+    PADDING gives a row of length 0.
+    """
+
+    def __init__(self, chunks: Chunks, limit: int | None = None):
+        self.chunks = chunks
+        self.length = len(chunks) if limit is None else min(limit, len(chunks))
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor | int]:
+        row = torch.zeros(self.chunks.context_length, dtype=torch.int64)
+        chunk = self.chunks[index * len(self.chunks) // self.length] if index != PADDING else np.empty(0)
+        row[: len(chunk)] = torch.from_numpy(chunk.astype("int64"))
+        return {"tokens": row, "index": index, "length": len(chunk)}
+
+
+def build_perplexity_loader(
+    chunks: Chunks, batch_size: int, limit: int | None = None, rank: int = 0, world_size: int = 1
+) -> DataLoader:
+    """Return a loader of one rank's share of a set, or with a `limit` of that many of its chunks."""
+    dataset = ChunkDataset(chunks, limit)
+    return DataLoader(dataset, batch_sampler=RankBatches(len(dataset), batch_size, rank, world_size))

@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import lightning.pytorch as pl
 from torch.utils.data import DataLoader
@@ -16,6 +17,9 @@ from stackexp.data.path_checks import format_prepare_options
 from stackexp.data.shards import TokenSet, token_dtype
 from stackexp.data.tokenizer import get_end_of_text_id
 from stackexp.errors import RunError
+
+if TYPE_CHECKING:
+    from stackexp.datamodules.download import RemoteFolder
 
 SHUFFLE_BLOCK = 4_000_000  # sequences over all canonical nodes; the library's default, which determines the order
 MIN_SHUFFLE_BLOCK = 1 << 18  # sequences per canonical node
@@ -29,7 +33,7 @@ class TrainingSource:
 
     name: str
     tokens: TokenSet
-    remote: str | None
+    remote: "RemoteFolder | None"
     sequences: int = 0
 
     @property
@@ -74,7 +78,6 @@ class TrainingSet:
         A single source is shuffled by the library's py1e, which spreads the downloads. Large shards come late in it,
         so mixtures use py1br, in which the proportions hold at any time.
         """
-        from stackexp.datamodules.download import RemoteFolder
         from stackexp.datamodules.loader import TokenLoader, collate
         from stackexp.datamodules.shared_memory import check_space
         from stackexp.datamodules.token_stream import TokenSource, TokenStream, set_world
@@ -85,11 +88,7 @@ class TrainingSet:
         limit = None if options.cache_limit is None else parse_size(options.cache_limit)
         if limit is not None and trainer.global_rank == 0:
             self._warn_about_small_cache(limit)
-        sources = []
-        for source in self.sources:
-            url, timeout, retries = source.remote, options.download_timeout_seconds, options.download_retries
-            remote = RemoteFolder(url, timeout, retries) if url else None
-            sources.append(TokenSource(source.tokens.folder, source.sequences, remote))
+        sources = [TokenSource(source.tokens.folder, source.sequences, source.remote) for source in self.sources]
         batch_bytes = config.micro_batch_size * config.context_length * 8 * (2 if config.document_mask else 1)
         samples = sum(source.sequences for source in self.sources)
         check_space(samples, trainer.num_devices * config.num_workers, batch_bytes)
@@ -147,16 +146,15 @@ class TrainingSet:
             )
 
     def _open_source(self, name: str, stream: StreamConfig) -> TrainingSource:
-        folder: str | Path | None = stream.path
+        folder, remote = stream.path, None
         if stream.remote is not None:
             from stackexp.datamodules.cache_folder import open_node_cache
             from stackexp.datamodules.download import RemoteFolder
 
             remote = RemoteFolder(stream.remote, self._options.download_timeout_seconds, self._options.download_retries)
-            folder = open_node_cache(remote, stream.path)
+            folder = str(open_node_cache(remote, stream.path))
         assert folder is not None
-        tokens = open_prepared_set(folder, self.config, is_cache=stream.remote is not None)
-        return TrainingSource(name, tokens, stream.remote)
+        return TrainingSource(name, open_prepared_set(folder, self.config, is_cache=remote is not None), remote)
 
     def _check_tokenizers(self) -> None:
         for source in self.sources[1:]:

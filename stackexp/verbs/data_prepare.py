@@ -172,6 +172,7 @@ def _prepare_config(args: Namespace) -> int:
 
     sets = prepare_stdlib(data)
     for folder in (sets.train, *sets.validation.values(), *sets.test.values()):
+        assert folder is not None
         corpus = TokenSet(folder).corpus
         print(f"{folder}: {corpus.documents:,} documents, {corpus.tokens:,} tokens, {corpus.sequences:,} sequences")
     return 0
