@@ -113,13 +113,13 @@ def test_logits_and_gradients_match_sdpa(backend, documents, kv_heads):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("documents", [None, compute_document_ids(TOKENS, END)])
-@pytest.mark.parametrize("window", [1, 3, 9])
-def test_attention_window_matches_sdpa(backend, documents, window):
-    wanted = make_model("sdpa", attention_window=window)(TOKENS, documents=documents).logits
-    got = make_model(backend, attention_window=window)(TOKENS, documents=documents).logits
-    torch.testing.assert_close(got, wanted)
+def test_attention_window_matches_sdpa(backend, documents):
     of_all = make_model("sdpa")(TOKENS, documents=documents).logits
-    assert torch.allclose(of_all, wanted) == (window == 9), "only a window as long as the sequence has no effect"
+    for window in (1, 3):
+        wanted = make_model("sdpa", attention_window=window)(TOKENS, documents=documents).logits
+        got = make_model(backend, attention_window=window)(TOKENS, documents=documents).logits
+        torch.testing.assert_close(got, wanted)
+        assert not torch.allclose(of_all, wanted)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -137,11 +137,10 @@ def test_flex_alibi_matches_sdpa(causal, documents):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("chunks", [[1] * 9, [5, 1, 3]])
 @torch.no_grad()
-def test_cached_logits_match_full_forward(backend, chunks):
+def test_cached_logits_match_full_forward(backend):
     model, cache = make_model(backend, STACK).eval(), Cache()
-    logits = torch.cat([model(part, cache).logits for part in TOKENS.split(chunks, 1)], 1)
+    logits = torch.cat([model(part, cache).logits for part in TOKENS.split([5, 1, 3], 1)], 1)
     torch.testing.assert_close(logits, model(TOKENS).logits)
     assert generate(model, TOKENS[:, :3], 4).shape == (2, 7)
 

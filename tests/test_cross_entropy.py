@@ -5,9 +5,11 @@ import torch
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from stackexp.config import registry
 from stackexp.config.compose import compose
 from stackexp.config.memory import StackMemoryConfig
 from stackexp.config.model import TransformerConfig
+from stackexp.config.recurrent import LSTMConfig
 from stackexp.errors import ConfigError
 from stackexp.models import cross_entropy
 from stackexp.models.cross_entropy import Head, NextTokenLoss, compute_linear_token_losses, linear_cross_entropy
@@ -15,7 +17,7 @@ from stackexp.models.transformer import DecoderOutput, Transformer
 from stackexp.modules.language_modeling import LanguageModeling
 
 B, T, D, V = 3, 8, 6, 29
-CHUNKS = [1, 5, 24, 100]  # one token, a remainder, all, more than all
+CHUNKS = [1, 5, 100]  # one token, a remainder, more than all
 
 
 def make_inputs(dtype=torch.float64, bias=False, scale=1.0):
@@ -135,21 +137,23 @@ def test_chunks_never_hold_logits_of_the_full_batch(kind):
     assert largest.rows == {torch.float32: most, torch.bfloat16: most}
 
 
-def make_model(tied=True, memory=True):
+def make_model(kind="tied"):
     torch.manual_seed(0)
+    if kind == "lstm":
+        return registry.build("model", LSTMConfig(vocab_size=V, hidden_size=D, num_layers=1))
     sizes = {"vocab_size": V, "hidden_size": D, "num_layers": 2, "intermediate_size": 8, "num_heads": 1}
-    stack = StackMemoryConfig(num_heads=2, head_dim=3, num_slots=4) if memory else None
-    return Transformer(TransformerConfig(**sizes, num_kv_heads=1, tie_embeddings=tied, memory=stack))
+    stack = StackMemoryConfig(num_heads=2, head_dim=3, num_slots=4)
+    return Transformer(TransformerConfig(**sizes, num_kv_heads=1, tie_embeddings=kind == "tied", memory=stack))
 
 
 def make_tokens():
     return torch.randint(V, (B, T), generator=torch.Generator().manual_seed(1))
 
 
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("memory", [True, False])
-def test_chunked_loss_gives_the_same_model_gradients(tied, memory):
-    model, tokens = make_model(tied, memory).double(), make_tokens()
+@pytest.mark.parametrize("kind", ["tied", "untied", "lstm"])
+def test_chunked_loss_gives_the_same_model_gradients(kind):
+    """The output projection of a recurrent model has a bias."""
+    model, tokens = make_model(kind).double(), make_tokens()
     gradients = {}
     for criterion in (NextTokenLoss("whole", z_loss=0.1), NextTokenLoss("chunked", chunk=5, z_loss=0.1)):
         output = model(tokens, return_hidden=criterion.needs_hidden)
@@ -177,28 +181,6 @@ def test_config_selects_the_loss_in_training_and_evaluation(kind, monkeypatch):
     torch.testing.assert_close(loss, total + lm.model.entropy_weight * output.entropy)
     metrics = lm.step_metrics.drain()
     assert (metrics["train/loss"], metrics["train/z_loss"]) == pytest.approx((alone.item(), z.item()), rel=1e-5)
-
-
-def test_recurrent_models_support_chunks():
-    """The output projection of a recurrent model has a bias."""
-    options = ["model.kind=lstm", "model.hidden_size=6", "model.num_layers=1", f"model.vocab_size={V}"]
-    options += [f"data.vocab_size={V}", "data.kind=shards", "data.path=none", "trainer.precision=32-true"]
-    config = compose(["quickstart"], ["model.kind=lstm", *options[1:]])
-    model, tokens = LanguageModeling(config).model, make_tokens()
-    losses = {}
-    for criterion in (NextTokenLoss("whole"), NextTokenLoss("chunked", chunk=5)):
-        total = criterion(model, model(tokens, return_hidden=criterion.needs_hidden), tokens).total
-        losses[criterion.kind] = (total, *torch.autograd.grad(total, list(model.parameters())))
-    torch.testing.assert_close(losses["chunked"], losses["whole"])
-
-
-def test_compiled_chunk_matches_eager(monkeypatch):
-    """Use the chunk function for torch.compile, which does not modify tensors in place."""
-    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    inputs, tokens = make_inputs(bias=True)
-    expected = torch.autograd.grad(compute_unchunked(inputs, tokens, 0.1)[0], inputs)
-    total = linear_cross_entropy(inputs[0], Head(*inputs[1:]), tokens, z_loss=0.1, chunk=5).total
-    torch.testing.assert_close(torch.autograd.grad(total, inputs), expected)
 
 
 @pytest.mark.slow  # compiles with the C++ compiler

@@ -2,7 +2,6 @@
 
 import copy
 from collections import Counter
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -49,27 +48,14 @@ def compute_gradients(model: Transformer, recompute: bool | str) -> list[torch.T
     return torch.autograd.grad(output.logits.logsumexp(-1).sum() + output.entropy, list(model.parameters()))
 
 
-@pytest.mark.usefixtures("eager_stack")
 @pytest.mark.parametrize(
     ("memory", "recompute"), [(m, r) for m in MEMORIES for r in (True, "selective") if (m, r) != ("time", "selective")]
 )
-def test_recomputation_gives_identical_gradients(memory, recompute):
-    model = make_model(MEMORIES[memory])
-    assert all(map(torch.equal, compute_gradients(model, recompute), compute_gradients(model, False)))
-
-
-@pytest.fixture
-def eager_stack() -> Iterator[None]:
+@pytest.mark.parametrize("autocast", [False, True])
+def test_recomputation_gives_identical_gradients(memory, recompute, autocast):
     """Use the eager stack step, because `auto` may choose differently under a dispatch mode."""
-    with stack.use_implementation("eager"):
-        yield
-
-
-@pytest.mark.usefixtures("eager_stack")
-@pytest.mark.parametrize("recompute", [True, "selective"])
-def test_recomputation_gives_identical_gradients_under_autocast(recompute):
-    model = make_model(MEMORIES["depth"])
-    with torch.autocast("cpu", torch.bfloat16):
+    model = make_model(MEMORIES[memory])
+    with stack.use_implementation("eager"), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         assert all(map(torch.equal, compute_gradients(model, recompute), compute_gradients(model, False)))
 
 
@@ -116,16 +102,15 @@ def test_forward_without_gradients_is_not_repeated():
     assert len(calls) == 1
 
 
-@pytest.mark.parametrize("memory", ["null", "stacktrans"])
-def test_selective_saves_more_than_full_and_less_than_none(memory):
-    sizes = ["model.num_layers=6", "data.context_length=256", "data.micro_batch_size=4", "data.vocab_size=300"]
+def test_selective_saves_more_than_full_and_less_than_none():
+    sizes = ["model.num_layers=4", "data.context_length=256", "data.micro_batch_size=4", "data.vocab_size=300"]
     peaks = {}
     for name, overrides in {
         "none": [],
         "selective": ["trainer.activation_checkpointing=true", "trainer.recompute=selective"],
         "all": ["trainer.activation_checkpointing=true"],
     }.items():
-        training = make_plan(compose(["quickstart"], [f"model.memory={memory}", *sizes, *overrides])).training
+        training = make_plan(compose(["quickstart"], ["model.memory=stacktrans", *sizes, *overrides])).training
         peaks[name] = training.activations + training.stack
     assert peaks["all"] < 0.8 * peaks["selective"] < 0.64 * peaks["none"], peaks
 
