@@ -76,7 +76,7 @@ def test_depth_axis_variants_compile_to_one_graph(variant):
 @pytest.mark.parametrize("recompute", ["selective", *(pytest.param(r, marks=pytest.mark.slow) for r in (False, True))])
 def test_forward_and_backward_compile_to_one_graph_each(recompute):
     """Call the model like a training step: under autocast, with hidden states as output."""
-    model, tokens = make_model("stacktrans"), make_tokens()
+    model, tokens = make_model("stacktrans", num_layers=1), make_tokens()
     model.checkpoint_blocks = recompute
     counter = CompileCounterWithBackend("aot_eager")
     with torch.autocast("cpu", torch.bfloat16):

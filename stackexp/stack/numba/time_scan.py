@@ -135,26 +135,25 @@ class _Scan(torch.autograd.Function):
         uses_mask = ctx.sizes.is_queue or ctx.sizes.read != TOP or grad_last_mask is not None
         sizes, x, query = ctx.sizes._replace(has_mask_grad=int(uses_mask)), tensors.x, tensors.query
         needs_state_grad = ctx.needs_input_grad[1] or ctx.needs_input_grad[2]
-        with torch.autocast("cpu", enabled=False):  # backward may be called under autocast
-            last_read, maps = _prepare_feedback(sizes, tensors)
-            tensors = tensors._replace(
-                **maps,
-                grad_read=grad_read,
-                grad_action=grad_action,
-                grad_entropy=grad_entropy,
-                grad_last_slots=grad_last_slots,
-                grad_last_mask=grad_last_mask,
-                grad_slots=torch.empty_like(tensors.slots) if needs_state_grad else None,
-                grad_mask=torch.empty_like(tensors.mask) if needs_state_grad else None,
-                grad_x=torch.empty_like(x),
-                grad_logits=x.new_empty(*x.shape[:-1], sizes.num_actions),
-                grad_query=None if query is None else x.new_zeros(sizes.batch, *query.shape),
-                grad_given=None if tensors.given is None else torch.empty_like(tensors.given),
-            )
-            _run_kernel(sizes, tensors, is_backward=True)
-            grad_query = None if query is None else tensors.grad_query.sum(0)
-            state_grads = (tensors.grad_slots, tensors.grad_mask, tensors.grad_x, tensors.grad_logits, grad_query)
-            return None, *state_grads, *_compute_map_grads(sizes, tensors, last_read), tensors.grad_given
+        last_read, maps = _prepare_feedback(sizes, tensors)
+        tensors = tensors._replace(
+            **maps,
+            grad_read=grad_read,
+            grad_action=grad_action,
+            grad_entropy=grad_entropy,
+            grad_last_slots=grad_last_slots,
+            grad_last_mask=grad_last_mask,
+            grad_slots=torch.empty_like(tensors.slots) if needs_state_grad else None,
+            grad_mask=torch.empty_like(tensors.mask) if needs_state_grad else None,
+            grad_x=torch.empty_like(x),
+            grad_logits=x.new_empty(*x.shape[:-1], sizes.num_actions),
+            grad_query=None if query is None else x.new_zeros(sizes.batch, *query.shape),
+            grad_given=None if tensors.given is None else torch.empty_like(tensors.given),
+        )
+        _run_kernel(sizes, tensors, is_backward=True)
+        grad_query = None if query is None else tensors.grad_query.sum(0)
+        state_grads = (tensors.grad_slots, tensors.grad_mask, tensors.grad_x, tensors.grad_logits, grad_query)
+        return None, *state_grads, *_compute_map_grads(sizes, tensors, last_read), tensors.grad_given
 
 
 def _prepare_feedback(sizes: Sizes, tensors: Tensors) -> tuple[Tensor | None, dict[str, Tensor | None]]:
@@ -164,11 +163,10 @@ def _prepare_feedback(sizes: Sizes, tensors: Tensors) -> tuple[Tensor | None, di
     last_read = torch.cat([tensors.first_read, tensors.read[:, : sizes.tokens - 1]], 1).flatten(2)
     feedback = tensors.feedback[:, : sizes.heads * (sizes.head_dim + sizes.num_actions)]
     from_read = None if tensors.from_read is None else tensors.from_read[:, : sizes.inner].T  # V
-    return last_read, {
-        "feedback": _pad_rows(feedback.T),
-        "from_read": None if from_read is None else _pad_rows(from_read),
-        "fed": activate(last_read, ACTIVATIONS[sizes.activation], from_read, tensors.given),
-    }
+    with torch.autocast("cpu", enabled=False):  # backward may be called under autocast
+        fed = activate(last_read, ACTIVATIONS[sizes.activation], from_read, tensors.given)
+    padded_from_read = None if from_read is None else _pad_rows(from_read)
+    return last_read, {"feedback": _pad_rows(feedback.T), "from_read": padded_from_read, "fed": fed}
 
 
 def _compute_map_grads(sizes: Sizes, tensors: Tensors, last_read: Tensor | None) -> list[Tensor | None]:
@@ -176,10 +174,11 @@ def _compute_map_grads(sizes: Sizes, tensors: Tensors, last_read: Tensor | None)
     if last_read is None:
         return [None, None, None]
     u = multiply_gates(tensors.fed, ACTIVATIONS[sizes.activation]).flatten(0, 1).T  # [m, B*T]
-    grads = [u @ grad.flatten(2).flatten(0, 1) for grad in (tensors.grad_x, tensors.grad_logits)]
-    grads = [grad.unflatten(1, (sizes.heads, -1)) for grad in grads]
     hidden_grad = tensors.grad_given
-    return [*grads, None if hidden_grad is None else hidden_grad.flatten(0, 1).T @ last_read.flatten(0, 1)]
+    with torch.autocast("cpu", enabled=False):
+        grads = [u @ grad.flatten(2).flatten(0, 1) for grad in (tensors.grad_x, tensors.grad_logits)]
+        grads = [grad.unflatten(1, (sizes.heads, -1)) for grad in grads]
+        return [*grads, None if hidden_grad is None else hidden_grad.flatten(0, 1).T @ last_read.flatten(0, 1)]
 
 
 def _run_forward(sizes: Sizes, inputs: Sequence[Tensor | None]) -> Tensors:

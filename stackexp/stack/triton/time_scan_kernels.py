@@ -5,17 +5,11 @@ tiles (see `time_scan_math`) from the first token to the last.
 
 A scan is slow because of the chain of dependent operations between states, not because of arithmetic: a token takes
 5 S D multiply-adds. The slot shift in this chain is a `tl.gather`. Without feedback and with S <= 32 a program is one
-warp. Then tiles stay in registers, and a gather compiles to shuffles: about 25 cycles on an H100 by its published
-latencies, without a barrier. Scratch in global memory would take 40 cycles from L1 and 250 otherwise. A product with a
-shift matrix would take S times the arithmetic, outside the tensor cores because float32 must not become TF32.
+warp: tiles stay in registers, and a gather compiles to shuffles without a barrier. Global memory would be slower, and
+so would a product with a shift matrix, because float32 must not become TF32.
 
-More slots, and feedback, take several warps and need barriers. Compiled for an H100, a token with feedback has 14
-barriers forward and 20 backward at S = 24, and 30 and 74 at S = 512, where 56 and 232 bytes are spilled. These figures
-are from compiled code; `benchmarks/scan.py --device cuda` measures times.
-
-Feedback makes every element of x_t and of the logits depend on all of R_{t-1}. These go through global memory, because
-the two sides use different layouts. Without feedback, programs share nothing and reads are outside the chain. Sums have
-a fixed order, so results are deterministic.
+With feedback, every element of x_t and of the logits depends on all of R_{t-1}. These go through global memory, because
+the two sides use different layouts, and need barriers. Sums have a fixed order, so results are deterministic.
 
 Both kernels receive `kept`, the slots N of S that the tokens can fill, and `num_empty`, the other S - N. `time_scan`
 describes the tensors and options.
