@@ -33,22 +33,22 @@ class Tensors(NamedTuple):
 
     slots: Any  # [B, H, n, D]
     mask: Any  # [B, H, n]
-    x: Any  # [B, T, H, D]; backward: x + P u
-    logits: Any  # [B, T, H, 3 or 2]
+    pushed: Any  # x [B, T, H, D]; with feedback x + P u, an output of the forward pass
     query: Any  # [H, D]; missing for `read: top`
     feedback: Any  # P and Q side by side [m, H*D + H*3]; backward: transposed; missing without feedback
     from_read: Any  # V, transposed [H*D, i]; backward: V; missing without a hidden layer
     given: Any  # c [B, T, i]
-    read: Any  # [B, T, H, D], as the others below an output of the forward pass
+    read: Any  # [B, T, H, D], as the next five an output of the forward pass
     action: Any  # [B, T, H, 3]
     entropy: Any  # [B, T, H]
-    occupancy: Any  # [B, T, H]
-    last_slots: Any  # [B, H, N, D]
-    last_mask: Any  # [B, H, N]
-    pushed: Any  # x + P u [B, T, H, D]; missing without feedback
     first_read: Any  # R_{-1} [B, H, D]; missing without feedback
     saved_slots: Any  # [B, H, C, N, D]
     saved_mask: Any  # [B, H, C, N]
+    x: Any = None  # [B, T, H, D]; this and the next four are only used forward, the last three are outputs
+    logits: Any = None  # [B, T, H, 3 or 2]
+    occupancy: Any = None  # [B, T, H]
+    last_slots: Any = None  # [B, H, N, D]
+    last_mask: Any = None  # [B, H, N]
     fed: Any = None  # the result of `feedback.activate` [B, T, i]; below are the tensors of the backward pass
     grad_read: Any = None  # incoming gradients, each of which may be missing
     grad_action: Any = None

@@ -89,7 +89,7 @@ def _recompute_segment(sequence, first_head, k, segment, tokens, scan):
         )
     for t in range(begin, end):
         row, at = get_row(first_row + t - begin, scan), (sequence * sizes.tokens + t) * sizes.heads + first_head + k
-        copy(part(tensors.x, at, size), view(row.slots, 0, size))
+        copy(part(tensors.pushed, at, size), view(row.slots, 0, size))
         if t + 1 < end or sizes.read != TOP:
             action, count = part(tensors.action, at, 3), min(sizes.first_slots + t + 1, sizes.num_slots)
             update_stack(row, get_row(first_row + t - begin + 1, scan), action, count, sizes)

@@ -92,8 +92,7 @@ def _add_feedback(sequence, t, scan):
     copy(part(tensors.x, token, width), mixed_x)
     copy(part(tensors.logits, token, actions), view(scratch.mixed, width, actions))
     add_product(view(fed, 0, sizes.units), tensors.feedback, mixed)
-    if is_given(tensors.pushed):
-        copy(mixed_x, part(tensors.pushed, token, width))
+    copy(mixed_x, part(tensors.pushed, token, width))
 
 
 @inlined

@@ -28,6 +28,7 @@ from stackexp.stack.reference import StackOutput, StackState
 empty = eager.empty
 
 READS = {"multiply": MULTIPLY, "log": LOG, "additive": ADDITIVE}
+NUM_SAVED = Tensors._fields.index("x")  # the tensors before it are saved for the backward pass
 NUMPY_DTYPES = {torch.float32: np.float32, torch.float64: np.float64}
 
 
@@ -84,7 +85,7 @@ def _run(
     if needs_grad:
         *output, slots, mask = _Scan.apply(sizes, *inputs)
     else:
-        *output, slots, mask = _run_forward(sizes, inputs)[8:14]
+        *output, slots, mask = _get_outputs(_run_forward(sizes, inputs))
     return StackOutput(*output), StackState(slots, mask)
 
 
@@ -120,35 +121,34 @@ class _Scan(torch.autograd.Function):
     def forward(ctx, sizes: Sizes, *inputs: Tensor | None) -> tuple[Tensor, ...]:
         tensors = _run_forward(sizes, inputs)
         ctx.sizes = sizes
-        pushed = tensors.x if tensors.pushed is None else tensors.pushed
-        unused = dict.fromkeys(("logits", "occupancy", "last_slots", "last_mask", "pushed"))
-        ctx.save_for_backward(*tensors._replace(x=pushed, **unused))
+        ctx.save_for_backward(*tensors[:NUM_SAVED])
         ctx.mark_non_differentiable(tensors.occupancy)
         ctx.set_materialize_grads(False)
-        return tensors[8:14]
+        return _get_outputs(tensors)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        tensors = Tensors(*ctx.saved_tensors)
+        saved = Tensors(*ctx.saved_tensors)
         grad_read, grad_action, grad_entropy, _, grad_last_slots, grad_last_mask = _make_contiguous(grads)
         uses_mask = ctx.sizes.is_queue or ctx.sizes.read != TOP or grad_last_mask is not None
-        sizes, x, query = ctx.sizes._replace(has_mask_grad=int(uses_mask)), tensors.x, tensors.query
+        sizes, query, given = ctx.sizes._replace(has_mask_grad=int(uses_mask)), saved.query, saved.given
         needs_state_grad = ctx.needs_input_grad[1] or ctx.needs_input_grad[2]
-        last_read, maps = _prepare_feedback(sizes, tensors)
-        tensors = tensors._replace(
-            **maps,
+        last_read, feedback, from_read, fed = _prepare_feedback(sizes, saved)
+        tensors = Tensors(
+            *(*saved[:4], feedback, from_read, *saved[6:NUM_SAVED]),
+            fed=fed,
             grad_read=grad_read,
             grad_action=grad_action,
             grad_entropy=grad_entropy,
             grad_last_slots=grad_last_slots,
             grad_last_mask=grad_last_mask,
-            grad_slots=torch.empty_like(tensors.slots) if needs_state_grad else None,
-            grad_mask=torch.empty_like(tensors.mask) if needs_state_grad else None,
-            grad_x=torch.empty_like(x),
-            grad_logits=x.new_empty(*x.shape[:-1], sizes.num_actions),
-            grad_query=None if query is None else x.new_zeros(sizes.batch, *query.shape),
-            grad_given=None if tensors.given is None else torch.empty_like(tensors.given),
+            grad_slots=torch.empty_like(saved.slots) if needs_state_grad else None,
+            grad_mask=torch.empty_like(saved.mask) if needs_state_grad else None,
+            grad_x=torch.empty_like(saved.pushed),
+            grad_logits=saved.entropy.new_empty(*saved.entropy.shape, sizes.num_actions),
+            grad_query=None if query is None else query.new_zeros(sizes.batch, *query.shape),
+            grad_given=None if given is None else torch.empty_like(given),
         )
         _run_kernel(sizes, tensors, is_backward=True)
         grad_query = None if query is None else tensors.grad_query.sum(0)
@@ -156,17 +156,21 @@ class _Scan(torch.autograd.Function):
         return None, *state_grads, *_compute_map_grads(sizes, tensors, last_read), tensors.grad_given
 
 
-def _prepare_feedback(sizes: Sizes, tensors: Tensors) -> tuple[Tensor | None, dict[str, Tensor | None]]:
-    """Return R_{t-1} [B, T, H*D], and the tensors of the feedback that the backward kernel reads."""
+def _get_outputs(tensors: Tensors) -> tuple[Tensor, ...]:
+    outputs = tensors.read, tensors.action, tensors.entropy, tensors.occupancy
+    return *outputs, tensors.last_slots, tensors.last_mask
+
+
+def _prepare_feedback(sizes: Sizes, tensors: Tensors) -> tuple[Tensor | None, ...]:
+    """Return R_{t-1} [B, T, H*D], and `feedback`, `from_read` and `fed` of the backward pass."""
     if tensors.feedback is None:
-        return None, {}
+        return None, None, None, None
     last_read = torch.cat([tensors.first_read, tensors.read[:, : sizes.tokens - 1]], 1).flatten(2)
     feedback = tensors.feedback[:, : sizes.heads * (sizes.head_dim + sizes.num_actions)]
     from_read = None if tensors.from_read is None else tensors.from_read[:, : sizes.inner].T  # V
     with torch.autocast("cpu", enabled=False):  # backward may be called under autocast
         fed = activate(last_read, ACTIVATIONS[sizes.activation], from_read, tensors.given)
-    padded_from_read = None if from_read is None else _pad_rows(from_read)
-    return last_read, {"feedback": _pad_rows(feedback.T), "from_read": padded_from_read, "fed": fed}
+    return last_read, _pad_rows(feedback.T), None if from_read is None else _pad_rows(from_read), fed
 
 
 def _compute_map_grads(sizes: Sizes, tensors: Tensors, last_read: Tensor | None) -> list[Tensor | None]:
@@ -189,8 +193,7 @@ def _run_forward(sizes: Sizes, inputs: Sequence[Tensor | None]) -> Tensors:
     tensors = Tensors(
         slots=slots,
         mask=mask,
-        x=x,
-        logits=logits,
+        pushed=new(x.shape) if has_feedback else x,
         query=query,
         feedback=_pad_rows(torch.cat([to_x.flatten(1), to_logits.flatten(1)], 1)) if has_feedback else None,
         from_read=None if from_read is None else _pad_rows(from_read.T),
@@ -198,28 +201,29 @@ def _run_forward(sizes: Sizes, inputs: Sequence[Tensor | None]) -> Tensors:
         read=new(x.shape),
         action=new(*x.shape[:-1], 3),
         entropy=new(x.shape[:-1]),
-        occupancy=new(x.shape[:-1]),
-        last_slots=new(*slots.shape[:-2], count, sizes.head_dim),
-        last_mask=new(*slots.shape[:-2], count),
-        pushed=new(x.shape) if has_feedback else None,
         first_read=new(sizes.batch, 1, sizes.heads, sizes.head_dim) if has_feedback else None,
         saved_slots=new(sizes.batch, sizes.heads, states, count, sizes.head_dim) if states else None,
         saved_mask=new(sizes.batch, sizes.heads, states, count) if states else None,
+        x=x,
+        logits=logits,
+        occupancy=new(x.shape[:-1]),
+        last_slots=new(*slots.shape[:-2], count, sizes.head_dim),
+        last_mask=new(*slots.shape[:-2], count),
     )
     _run_kernel(sizes, tensors, is_backward=False)
     return tensors
 
 
 def _run_kernel(sizes: Sizes, tensors: Tensors, is_backward: bool) -> None:
-    x = tensors.x
+    like = tensors.slots
     updates = sizes.head_dim * sizes.last_slots + threads.FIXED_WORK_PER_STACK
     parts = threads.count_parts(sizes.batch, sizes.batch * sizes.tokens * sizes.heads * updates)
     starts, length = _lay_out_scratch(sizes, 1 if tensors.feedback is None else sizes.heads, is_backward)
-    scratch = x.new_zeros(parts, length)
+    scratch = like.new_zeros(parts, length)
     first, size = scratch.data_ptr(), scratch.itemsize
     addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
     addresses += [first + start * size for start in starts]
-    kernel = kernel_cache.load_kernel(NUMPY_DTYPES[x.dtype], is_backward)
+    kernel = kernel_cache.load_kernel(NUMPY_DTYPES[like.dtype], is_backward)
     threads.run_job(kernel.ctypes, parts, [length * size, *sizes, *addresses])
 
 
