@@ -28,22 +28,15 @@ def get_error(capsys, *argv: object, code: int = 1) -> str:
     return line
 
 
-def test_incompatible_checkpoint_is_refused(capsys, run, tiny, tmp_path):
+def test_unusable_checkpoint_or_busy_folder_is_refused(capsys, run, tiny, tmp_path):
     fit = ("fit", "--config", tiny, "trainer.max_steps=14", "--ckpt_path")
     before = sorted(tmp_path.glob("runs/*/*"))
     assert "no such checkpoint" in get_error(capsys, *fit, tmp_path / "nowhere")
 
-    newest, old, foreign = run.newest_checkpoint(), tmp_path / "old.ckpt", tmp_path / "foreign"
-    old.write_bytes(b"x" * 100)
-    assert f"{old}: a checkpoint is a folder" in get_error(capsys, *fit, old)
-    for name in ("state.pt", ".metadata", "__0_0.distcp"):
-        damaged = tmp_path / "damaged" / name.strip(".")
-        shutil.copytree(newest, damaged)
-        file = damaged / name
-        file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
-        assert f"{damaged}: damaged" in get_error(capsys, *fit, damaged)
-    foreign.mkdir()
-    assert "not a stackexp checkpoint" in get_error(capsys, *fit, foreign)
+    newest, damaged = run.newest_checkpoint(), tmp_path / "damaged"
+    shutil.copytree(newest, damaged)
+    (damaged / "state.pt").write_bytes(b"x" * 100)
+    assert f"{damaged}: damaged" in get_error(capsys, *fit, damaged)
 
     for override, message in {
         "model.hidden_size=64": "different architecture: model.hidden_size is 32 in the checkpoint, 64 in the config",
@@ -54,10 +47,9 @@ def test_incompatible_checkpoint_is_refused(capsys, run, tiny, tmp_path):
         assert message in get_error(capsys, *fit, newest, override)
     assert "different architecture" in get_error(capsys, "validate", "--run", run.path, "model.hidden_size=64")
     assert sorted(tmp_path.glob("runs/*/*")) == before, "no new run folder"
-
-
-def test_resume_without_a_checkpoint_is_refused(capsys, tiny):
-    assert "no unfinished run" in get_error(capsys, "fit", "--config", tiny, "--ckpt_path", "last")
+    with run.lock():
+        line = get_error(capsys, "fit", "--config", tiny, "trainer.max_steps=14", "--ckpt_path", "last", code=74)
+    assert "another process" in line
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
@@ -97,9 +89,3 @@ def test_token_ids_beyond_the_vocabulary_are_reported(capsys, corpus, tiny, tmp_
     assert "data.vocab_size 300" in line
     (run,) = tmp_path.glob("runs/tiny/*")
     assert not RunFolder(run).is_finished
-
-
-def test_folder_in_use_by_another_process_is_refused(capsys, run, tiny):
-    with run.lock():
-        line = get_error(capsys, "fit", "--config", tiny, "trainer.max_steps=14", "--ckpt_path", "last", code=74)
-    assert "another process" in line
