@@ -5,8 +5,8 @@ from argparse import Namespace
 from pathlib import Path
 
 from stackexp import cli
-from stackexp.sweeps.display import StateLog
-from stackexp.sweeps.driver import Driver, FixedTrials
+from stackexp.sweeps.display import Display
+from stackexp.sweeps.driver import Driver, TrialSource
 from stackexp.sweeps.launchers.local import LocalLauncher
 from stackexp.sweeps.schema import Resources
 from stackexp.sweeps.sweep import load_sweep
@@ -30,8 +30,9 @@ def add_arguments(parser: Parser) -> None:
 def run(args: Namespace) -> int:
     sweep = load_sweep(args.sweep)
     launcher = LocalLauncher(sweep.folder, sweep.trials, Resources(), args.parallel, build_fake_command)
-    display = StateLog(sweep.config.objective)
-    Driver(sweep.folder, FixedTrials(sweep.trials), launcher, retries=args.retries, display=display).run()
+    with Display(sweep.config.objective) as display:
+        source, show = TrialSource(sweep.trials), display.update
+        Driver(sweep.folder, source, launcher, retries=args.retries, show_progress=show).run()
     return 0
 
 

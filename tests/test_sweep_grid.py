@@ -11,7 +11,7 @@ from config_files import BASE, write
 
 from stackexp.config.memory import StackMemoryConfig
 from stackexp.errors import ConfigError
-from stackexp.sweeps.grid import shorten_keys
+from stackexp.sweeps.grid import expand, shorten_keys
 from stackexp.sweeps.sweep import Sweep, get_shipped_folder, list_shipped, load_sweep
 from stackexp.sweeps.trials import config_hash
 
@@ -174,7 +174,7 @@ def test_all_shipped_sweeps_are_tested():
 
 def test_stack_grid_becomes_a_full_product_with_grid():
     text = (get_shipped_folder() / "stack_grid.yaml").read_text()
-    assert len(load_sweep(write("full.yaml", text.replace("\naxes:", "\ngrid:"))).trials) == 5 * 5 * 4
+    assert len(expand(load_sweep(write("full.yaml", text.replace("\naxes:", "\ngrid:"))).config)) == 5 * 5 * 4
 
 
 def test_shipped_ablation_equals_the_ablation_configs():

@@ -13,14 +13,13 @@ from sweep_driver import build_fake_command
 from stackexp.config.compose import to_yaml
 from stackexp.errors import ConfigError
 from stackexp.sweeps import driver
-from stackexp.sweeps.display import StateLog
+from stackexp.sweeps.display import Display
 from stackexp.sweeps.grid import list_extremes
 from stackexp.sweeps.launchers.local import LocalLauncher
 from stackexp.sweeps.schema import Resources
 from stackexp.sweeps.search import Study, _read_values
-from stackexp.sweeps.status import State, get_state
 from stackexp.sweeps.sweep import Sweep, load_sweep
-from stackexp.sweeps.trials import Trial
+from stackexp.sweeps.trials import State, Trial, get_state
 
 S, LR = "model.memory.num_slots", "optimizer.lr"
 SPACE = {S: {"low": 1, "high": 64, "int": True}, LR: {"low": 1e-5, "high": 1e-1, "log": True}}
@@ -122,7 +121,8 @@ def test_successive_halving_prunes_bad_trials(monkeypatch):
     prune = {"min_steps": 2, "reduction_factor": 2}
     sweep = build(trials=6, space={S: {"low": 1, "high": 9, "int": True}}, prune=prune)
     launcher = LocalLauncher(sweep.folder, [sweep.base_trial], Resources(), 2, build_fake_command)
-    driver.Driver(sweep.folder, Study(sweep, 2), launcher, retries=0, display=StateLog("average.loss")).run()
+    show = Display("average.loss").update
+    driver.Driver(sweep.folder, Study(sweep, 2), launcher, retries=0, show_progress=show).run()
     trials = sweep.find_search_trials()
     states = {trial.values[S]: get_state(trial) for trial in trials}
     assert len(states) == 6

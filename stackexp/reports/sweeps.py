@@ -11,9 +11,8 @@ from stackexp.config.model import SYMBOLS
 from stackexp.errors import RunError
 from stackexp.reports.figures import new_figure, save_figure
 from stackexp.sweeps.grid import Values, format_value, shorten_keys
-from stackexp.sweeps.status import get_number
 from stackexp.sweeps.sweep import Sweep
-from stackexp.sweeps.trials import Trial
+from stackexp.sweeps.trials import Trial, get_number
 from stackexp.tables import Style, format_table
 
 LOSSES = {"training loss": "train_loss.last_20_steps", "validation loss": "average.loss"}

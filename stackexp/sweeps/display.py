@@ -1,47 +1,56 @@
 """Show the progress of a sweep: a live table on a terminal, otherwise one line for every change of state."""
 
-import contextlib
+import dataclasses
 import time
 from collections import Counter
-from collections.abc import Iterator
+from types import TracebackType
 
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from stackexp.sweeps.driver import Display
-from stackexp.sweeps.status import State, Status, read_status
-from stackexp.sweeps.trials import Trial
+from stackexp.sweeps.driver import has_driver
+from stackexp.sweeps.launchers import LAUNCHERS, load_launcher
+from stackexp.sweeps.sweep import Sweep
+from stackexp.sweeps.trials import State, Status, Trial, read_status
+from stackexp.tables import format_table
 
-SETTLED = (State.DONE, State.PRUNED)
 ORDER = [State.RUNNING, State.FAILED, State.STOPPED, State.WAITING, State.PRUNED, State.DONE]
 COLUMNS = ("trial", "state", "step", "loss", "tokens/s", "left", "objective", "attempts", "cause")
 ALIGN = "<<>>>>>><"
 
 
-class _StatusReader:
-    """Reads the statuses of trials; a settled one is read once."""
+class Display:
+    """The progress of the trials on standard output, within a `with` block."""
 
-    def __init__(self, objective: str) -> None:
+    def __init__(self, objective: str, console: Console | None = None) -> None:
         self._objective = objective
         self._settled: dict[Trial, Status] = {}
-
-    def read(self, trials: list[Trial]) -> list[Status]:
-        statuses = [self._settled.get(trial) or read_status(trial, self._objective) for trial in trials]
-        self._settled |= {status.trial: status for status in statuses if status.state in SETTLED}
-        return statuses
-
-
-class StateLog:
-    """Prints a line whenever the state of a trial changes."""
-
-    def __init__(self, objective: str) -> None:
-        self._reader = _StatusReader(objective)
         self._printed: dict[Trial, tuple[State, int]] = {}
+        console = console or Console()
+        is_live = console.is_terminal
+        self._live = Live(console=console, auto_refresh=False, vertical_overflow="ellipsis") if is_live else None
+
+    def __enter__(self) -> "Display":
+        if self._live:
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: type | BaseException | TracebackType | None) -> None:
+        if self._live:
+            self._live.stop()
 
     def update(self, trials: list[Trial]) -> None:
-        """Print the trials whose state or number of attempts has changed."""
-        for status in self._reader.read(trials):
+        """Redraw the table, or print the trials whose state or number of attempts has changed."""
+        statuses = [self._settled.get(trial) or read_status(trial, self._objective) for trial in trials]
+        self._settled |= {s.trial: s for s in statuses if s.state in (State.DONE, State.PRUNED)}  # read once
+        if self._live:
+            self._live.update(_build_table(statuses), refresh=True)
+        else:
+            self._print_changes(statuses)
+
+    def _print_changes(self, statuses: list[Status]) -> None:
+        for status in statuses:
             current = status.state, status.attempts
             if current != self._printed.get(status.trial, (State.WAITING, 0)):
                 cells = dict(zip(COLUMNS, format_status(status), strict=True))
@@ -51,32 +60,31 @@ class StateLog:
             self._printed[status.trial] = current
 
 
-class LiveTable:
-    """Redraws one table of all trials, the running ones first."""
-
-    def __init__(self, objective: str, live: Live) -> None:
-        self._reader, self._live = _StatusReader(objective), live
-
-    def update(self, trials: list[Trial]) -> None:
-        """Redraw the table."""
-        statuses = sorted(self._reader.read(trials), key=lambda status: ORDER.index(status.state))
-        table = Table(caption=format_summary(statuses), box=None, header_style="bold", caption_justify="left")
-        for column, side in zip(COLUMNS, ALIGN, strict=True):
-            table.add_column(column, justify="left" if side == "<" else "right", no_wrap=column != "cause")
-        for status in statuses:
-            table.add_row(*format_status(status))
-        self._live.update(table, refresh=True)
+def _build_table(statuses: list[Status]) -> Table:
+    """Return the table of a terminal, the running trials first."""
+    table = Table(caption=format_summary(statuses), box=None, header_style="bold", caption_justify="left")
+    for column, side in zip(COLUMNS, ALIGN, strict=True):
+        table.add_column(column, justify="left" if side == "<" else "right", no_wrap=column != "cause")
+    for status in sorted(statuses, key=lambda status: ORDER.index(status.state)):
+        table.add_row(*format_status(status))
+    return table
 
 
-@contextlib.contextmanager
-def open_display(objective: str) -> Iterator[Display]:
-    """Yield the display that suits the standard output."""
-    console = Console()
-    if not console.is_terminal:
-        yield StateLog(objective)
-        return
-    with Live(console=console, auto_refresh=False, vertical_overflow="ellipsis") as live:
-        yield LiveTable(objective, live)
+def read_statuses(sweep: Sweep) -> list[Status]:
+    """Return the status of each trial. Of a queued trial, `cause` names the job."""
+    jobs = {
+        name: job for launcher in LAUNCHERS for name, job in load_launcher(launcher).find_jobs(sweep.folder).items()
+    }
+    statuses = [read_status(trial, sweep.config.objective) for trial in sweep.trials]
+    return [dataclasses.replace(s, cause=jobs.get(s.trial.name, s.cause)) for s in statuses]
+
+
+def format_sweep_status(sweep: Sweep, statuses: list[Status]) -> str:
+    """Return one row for each trial: its state, its progress, and its queued job or the cause of its failure."""
+    rows = [format_status(status) for status in statuses]
+    drivers = "a driver is running" if has_driver(sweep.folder) else "no driver is running"
+    summary = f"{sweep.folder}: {format_summary(statuses)}; {drivers}"
+    return f"{format_table(rows, header=COLUMNS, align=ALIGN)}\n\n{summary}"
 
 
 def format_summary(statuses: list[Status]) -> str:

@@ -6,20 +6,20 @@ for the trial instead of starting it. Everything else is read from the run folde
 """
 
 import contextlib
+import secrets
 import signal
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Any
 
 from stackexp.config.compose import to_yaml
 from stackexp.errors import RunError, StoppedError
-from stackexp.files import try_lock, write_atomically, write_json
-from stackexp.sweeps.control import hold_presence, read_stop_request
-from stackexp.sweeps.launchers.base import Launcher
-from stackexp.sweeps.status import START_MARK, State, get_state, is_running, read_failure, record_failure
-from stackexp.sweeps.trials import Trial
+from stackexp.files import hold_lock, is_locked, try_lock, write_atomically, write_json
+from stackexp.sweeps.launchers import Launcher
+from stackexp.sweeps.trials import START_MARK, State, Trial, get_state, is_running, read_failure, record_failure
 
 POLL_SECONDS = 0.5
 RECHECK_SECONDS = 5
@@ -28,57 +28,42 @@ EXIT_BUSY, EXIT_STOPPED = 74, 75
 """Exit codes of fit: another process holds the folder; stopped with a checkpoint."""
 
 
-class Source(Protocol):
-    """The trials of a sweep."""
-
-    def get_trials(self) -> list[Trial]:
-        """Return all known trials."""
-
-    def add_trials(self, count: int) -> None:
-        """Choose up to `count` more trials, if the source chooses trials while others run."""
-
-    def is_complete(self) -> bool:
-        """Return True if no trial will be added."""
-
-    def find_pruned(self, running: list[Trial]) -> list[Trial]:
-        """Return the running trials to end early, after writing their pruned.json."""
-
-
-class FixedTrials:
-    """The trials of a grid: all are known from the start."""
+class TrialSource:
+    """The trials of a sweep: those of a grid are all known from the start, a search adds more while others run."""
 
     def __init__(self, trials: list[Trial]) -> None:
         self._trials = trials
 
     def get_trials(self) -> list[Trial]:
-        """Return all trials."""
+        """Return all known trials."""
         return self._trials
 
     def add_trials(self, count: int) -> None:
-        """Add none."""
+        """Choose up to `count` more trials."""
 
     def is_complete(self) -> bool:
-        """Return True."""
+        """Return True if no trial will be added."""
         return True
 
     def find_pruned(self, running: list[Trial]) -> list[Trial]:
-        """Return none."""
+        """Return the running trials to end early, after writing their pruned.json."""
         return []
-
-
-class Display(Protocol):
-    """Shows the progress of the trials."""
-
-    def update(self, trials: list[Trial]) -> None:
-        """Show the current status of these trials."""
 
 
 class Driver:
     """Runs the trials of `source` that have no result. A trial that fails is tried again up to `retries` times."""
 
-    def __init__(self, folder: Path, source: Source, launcher: Launcher, *, retries: int, display: Display) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        source: TrialSource,
+        launcher: Launcher,
+        *,
+        retries: int,
+        show_progress: Callable[[list[Trial]], None],
+    ) -> None:
         self._folder, self._source, self._launcher = folder, source, launcher
-        self._retries, self._display = retries, display
+        self._retries, self._show_progress = retries, show_progress
         self._claims: dict[Trial, IO[str]] = {}  # trials started here and still running
         self._failures_before: dict[Trial, int] = {}
         self._recheck_at: dict[Trial, float] = {}
@@ -105,9 +90,9 @@ class Driver:
                 self._start(missing)
                 unclaimed = sum(trial not in self._claims for trial in missing)
                 self._source.add_trials(self._launcher.count_free() - unclaimed)
-                self._display.update(trials)
+                self._show_progress(trials)
                 time.sleep(POLL_SECONDS)
-            self._display.update(trials)
+            self._show_progress(trials)
         failed = [trial for trial in trials if get_state(trial) == State.FAILED]
         if failed:
             cause = read_failure(failed[0])["cause"]
@@ -174,7 +159,7 @@ class Driver:
         self._is_stopping = True
         self._launcher.stop()
         self._collect_ended()
-        self._display.update(self._source.get_trials())
+        self._show_progress(self._source.get_trials())
         message = f"{self._folder}: stopped; resume with: python -m stackexp sweep run {self._folder}"
         if self._signal == signal.SIGINT:
             raise KeyboardInterrupt(message)
@@ -194,3 +179,28 @@ class Driver:
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+
+# Requests to running drivers
+
+
+def hold_presence(folder: Path) -> AbstractContextManager[Any]:
+    """Make `has_driver(folder)` true within the context."""
+    folder.mkdir(parents=True, exist_ok=True)
+    return hold_lock(folder / ".drivers", "sweep stop", shared=True)
+
+
+def has_driver(folder: Path) -> bool:
+    """Return True if a driver works on the sweep."""
+    return is_locked(folder / ".drivers", count_shared=True)
+
+
+def read_stop_request(folder: Path) -> str:
+    """Return the last stop request. Drivers obey one that is newer than their start."""
+    path = folder / "stop"
+    return path.read_text() if path.exists() else ""
+
+
+def request_stop(folder: Path) -> None:
+    """Request that every driver of the sweep stops."""
+    write_atomically(folder / "stop", f"{time.strftime('%Y-%m-%d %H:%M:%S')} {secrets.token_hex(8)}\n")

@@ -2,8 +2,8 @@
 
 from stackexp.planning.cost import MIN_PARAMETERS, make_plan
 from stackexp.sweeps.display import format_summary
-from stackexp.sweeps.status import State, read_status
 from stackexp.sweeps.sweep import Sweep
+from stackexp.sweeps.trials import State, read_status
 from stackexp.tables import ABSENT, format_table
 
 

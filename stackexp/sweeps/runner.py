@@ -1,17 +1,18 @@
-"""Run a sweep, and report its status."""
+"""Run and stop a sweep."""
 
-import dataclasses
+import time
+from collections.abc import Sequence
 
-from stackexp.errors import ConfigError
+from stackexp.errors import ConfigError, RunError
 from stackexp.files import write_atomically
-from stackexp.sweeps.control import has_driver
-from stackexp.sweeps.display import ALIGN, COLUMNS, format_status, format_summary, open_display
-from stackexp.sweeps.driver import Driver, FixedTrials
+from stackexp.sweeps.display import Display
+from stackexp.sweeps.driver import Driver, TrialSource, has_driver, request_stop
 from stackexp.sweeps.launchers import LAUNCHERS, load_launcher
 from stackexp.sweeps.search import Study
-from stackexp.sweeps.status import Status, read_status
-from stackexp.sweeps.sweep import COPY, Sweep
-from stackexp.tables import format_table
+from stackexp.sweeps.sweep import COPY, Sweep, load_sweep
+
+STOP_SECONDS = 180
+"""How long `stop_sweep` waits for the drivers."""
 
 
 def run_sweep(
@@ -28,28 +29,51 @@ def run_sweep(
             "results so far"
         )
     retries = sweep.config.retries if retries is None else retries
-    source = Study(sweep, max_parallel) if search else FixedTrials(trials)
+    source = Study(sweep, max_parallel) if search else TrialSource(trials)
     expected = [sweep.base_trial] * search.trials if search else trials
     launched = load_launcher(launcher)(sweep.folder, expected, sweep.config.resources, max_parallel)
     sweep.folder.mkdir(parents=True, exist_ok=True)
     write_atomically(sweep.folder / COPY, sweep.to_yaml())
     print(f"sweep folder  {sweep.folder}", flush=True)
-    with open_display(sweep.config.objective) as display:
-        Driver(sweep.folder, source, launched, retries=retries, display=display).run()
+    with Display(sweep.config.objective) as display:
+        Driver(sweep.folder, source, launched, retries=retries, show_progress=display.update).run()
 
 
-def read_statuses(sweep: Sweep) -> list[Status]:
-    """Return the status of each trial. Of a queued trial, `cause` names the job."""
-    jobs = {
-        name: job for launcher in LAUNCHERS for name, job in load_launcher(launcher).find_jobs(sweep.folder).items()
-    }
-    statuses = [read_status(trial, sweep.config.objective) for trial in sweep.trials]
-    return [dataclasses.replace(s, cause=jobs.get(s.trial.name, s.cause)) for s in statuses]
+def run_as_fit(name: str, overrides: Sequence[str]) -> int:
+    """Run a small sweep on a formal language as `fit --config NAME`: one trial after the other, then all scores.
+
+    Returns the exit code. Raises what `run_sweep` raises; the same command resumes.
+    """
+    sweep = load_sweep(name, overrides)
+    sweep.check_trials()
+    from stackexp.evaluation.accuracy import format_curves, parse_accuracy
+
+    run_sweep(sweep, max_parallel=1)
+    results = [trial.folder.read_result().to_dict() for trial in sweep.trials]
+    curves = {result["model"]: parse_accuracy(result) for result in results}
+    print(f"\n{format_curves(sweep.trials[0].config.data, curves)}\n")
+    print("\n".join(f"run folder: {trial.folder.path}" for trial in sweep.trials))
+    print(f"curves:     tensorboard --logdir {sweep.folder}", flush=True)
+    return 0
 
 
-def format_sweep_status(sweep: Sweep, statuses: list[Status]) -> str:
-    """Return one row for each trial: its state, its progress, and its queued job or the cause of its failure."""
-    rows = [format_status(status) for status in statuses]
-    drivers = "a driver is running" if has_driver(sweep.folder) else "no driver is running"
-    summary = f"{sweep.folder}: {format_summary(statuses)}; {drivers}"
-    return f"{format_table(rows, header=COLUMNS, align=ALIGN)}\n\n{summary}"
+def stop_sweep(sweep: Sweep) -> None:
+    """Stop the drivers of a sweep, or jobs that run without one; wait until their trials have saved.
+
+    Raises RunError if a driver is still running after STOP_SECONDS.
+    """
+    if not has_driver(sweep.folder):
+        print(f"{sweep.folder}: no driver is running", flush=True)
+        for name in LAUNCHERS:
+            launcher = load_launcher(name)
+            if launcher.find_jobs(sweep.folder):
+                print(f"stopping its {name} jobs: running trials save a checkpoint", flush=True)
+                launcher(sweep.folder, [], sweep.config.resources).stop()
+        return
+    request_stop(sweep.folder)
+    print(f"{sweep.folder}: stopping; waiting until running trials have saved a checkpoint", flush=True)
+    deadline = time.monotonic() + STOP_SECONDS
+    while has_driver(sweep.folder):
+        if time.monotonic() > deadline:
+            raise RunError(f"{sweep.folder}: a driver is still running after {STOP_SECONDS} s; see `sweep status`")
+        time.sleep(0.2)

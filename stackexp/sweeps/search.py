@@ -7,11 +7,11 @@ from typing import Any
 from stackexp.errors import ConfigError
 from stackexp.files import write_json
 from stackexp.metric_tags import TRAIN_LOSS, rename_old_tag
+from stackexp.sweeps.driver import TrialSource
 from stackexp.sweeps.grid import Values, format_label
 from stackexp.sweeps.schema import Space
-from stackexp.sweeps.status import State, get_state, read_objective, read_tail
 from stackexp.sweeps.sweep import Sweep
-from stackexp.sweeps.trials import Trial
+from stackexp.sweeps.trials import State, Trial, get_state, read_objective, read_tail
 
 AVERAGED_STEPS = 20
 """The training loss is averaged over this many steps before trials are compared by it."""
@@ -19,7 +19,7 @@ MAX_DRAWS = 30
 """The search space counts as exhausted after this many draws in a row without a new trial."""
 
 
-class Study:
+class Study(TrialSource):
     """The trials of a sweep's `search`: those in its folder, and new ones until there are `search.trials`.
 
     `parallel` limits the unfinished trials: the fewer they are, the more is known when the next one is chosen.
@@ -35,7 +35,11 @@ class Study:
         assert sweep.config.search is not None
         self._optuna, self._sweep, self._search = optuna, sweep, sweep.config.search
         self._parallel = parallel or self._search.trials
-        self._study = optuna.create_study(direction=sweep.config.direction, pruner=self._build_pruner())
+        prune = self._search.prune
+        pruner: Any = optuna.pruners.NopPruner()
+        if prune:
+            pruner = optuna.pruners.SuccessiveHalvingPruner(prune.min_steps, prune.reduction_factor)
+        self._study = optuna.create_study(direction=sweep.config.direction, pruner=pruner)
         self._optuna_trials: dict[Trial, Any] = {}
         self._reported_results: set[Trial] = set()
         self._reported_steps: dict[Trial, int] = {}
@@ -44,12 +48,6 @@ class Study:
         seed = self._search.seed + len(self._optuna_trials)  # a resumed search must not repeat its draws
         self._tpe = optuna.samplers.TPESampler(seed=seed, constant_liar=True)
         self._random = optuna.samplers.RandomSampler(seed=seed)
-
-    def _build_pruner(self) -> Any:
-        prune, pruners = self._search.prune, self._optuna.pruners
-        if prune is None:
-            return pruners.NopPruner()
-        return pruners.SuccessiveHalvingPruner(prune.min_steps, prune.reduction_factor)
 
     def get_trials(self) -> list[Trial]:
         """Return the known trials, including those that another driver has added."""

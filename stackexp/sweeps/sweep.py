@@ -3,17 +3,16 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import yaml
 
 from stackexp.config.compose import build_dataclass, compose, load_config
 from stackexp.config.experiment import ExperimentConfig
-from stackexp.config.layers import find_origin, list_sections, split_overrides
+from stackexp.config.layers import find_origin, list_config_names, list_sections, split_overrides
 from stackexp.config.suggestions import suggest_name
 from stackexp.config.yaml_files import Tree, configs_folder, display_path, list_yaml_names, read_file
 from stackexp.errors import ConfigError
@@ -100,7 +99,7 @@ class Sweep:
         for folder in map(RunFolder, sorted(self.folder.glob("*-*/"))):
             if folder not in known and folder.config.is_file():
                 config = load_config(folder.config)
-                values = {key: get_value(config, key) for key in self.config.search.space}
+                values = {key: functools.reduce(getattr, key.split("."), config) for key in self.config.search.space}
                 if folder.path.name.endswith(config_hash(self._compose(values))):
                     trials.append(Trial(folder, config, values))
         return trials
@@ -204,6 +203,11 @@ def list_shipped() -> list[str]:
     return list_yaml_names(get_shipped_folder(), "**/*.yaml")
 
 
+def is_run_as_fit(names: Sequence[str]) -> bool:
+    """Return True if `fit --config` names one shipped config that has a sweep of the same name."""
+    return len(names) == 1 and names[0] in list_shipped() and names[0] in list_config_names()
+
+
 def _find_sweep(target: str) -> Path:
     """Return the YAML of a sweep's folder, a shipped name or a path. Raises ConfigError with the nearest name."""
     if Path(target, COPY).is_file():
@@ -228,8 +232,3 @@ def _find_origins(config: SweepConfig, tree: Tree) -> dict[str, str]:
     searched += [tree["search"]["space"]] if config.search else []
     origins |= {key: find_origin(value) for section in searched for key, value in section.items()}
     return origins | {key: find_origin(tree["list"]) for entry in config.list for key in entry}
-
-
-def get_value(config: Any, key: str) -> Any:
-    """Return the value of a full key of a config."""
-    return functools.reduce(getattr, key.split("."), config)

@@ -1,14 +1,28 @@
-"""A trial: one run of a sweep, in a run folder named by the searched values and the hash of the config."""
+"""A trial of a sweep: its run folder, its state and progress, and the record of its failures."""
 
+import dataclasses
 import hashlib
 import json
+import os
+import re
+import signal
+import time
 from dataclasses import dataclass, field
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
 from stackexp.config.affects import NOT_IN_RESULTS, without_defaults
 from stackexp.config.experiment import ExperimentConfig
+from stackexp.errors import RunError
+from stackexp.files import is_locked, read_json, write_json
+from stackexp.metric_tags import TOKENS_PER_SECOND, TRAIN_LOSS, rename_old_tags
 from stackexp.runs import RunFolder
+
+TAIL_BYTES = 2**16
+"""Bytes at the end of metrics.jsonl that `read_tail` reads: some hundred lines."""
+START_MARK = "=== started "
+"""Begins a line of log.txt before the output of each attempt."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +45,7 @@ class Trial:
 
     @property
     def failure(self) -> Path:
-        """The record of the last failed attempt; see `stackexp.sweeps.status.read_failure`."""
+        """The record of the last failed attempt; see `stackexp.sweeps.trials.read_failure`."""
         return self.folder.path / "failure.json"
 
     @property
@@ -47,3 +61,164 @@ def config_hash(config: ExperimentConfig) -> str:
     """
     tree = without_defaults(config, exclude=NOT_IN_RESULTS)
     return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()[:8]
+
+
+class State(StrEnum):
+    """The state of a trial."""
+
+    WAITING = "waiting"  # never started
+    RUNNING = "running"
+    STOPPED = "stopped"  # the next `sweep run` resumes from its checkpoint
+    FAILED = "failed"
+    PRUNED = "pruned"  # ended early by the search
+    DONE = "done"
+
+
+@dataclass(frozen=True)
+class Status:
+    """State and progress of a trial.
+
+    `step` counts optimizer steps, `loss` is that of the last step, `seconds_left` assumes the current speed, `cause`
+    explains a failure or a missing objective.
+    """
+
+    trial: Trial
+    state: State
+    step: int
+    loss: float | None
+    tokens_per_second: float | None
+    seconds_left: float | None
+    objective: float | None
+    attempts: int
+    cause: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the status with the name, the folder and the last step of the trial."""
+        trial = self.trial
+        max_steps = trial.config.trainer.max_steps
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "trial"}
+        return {"trial": trial.name, "folder": str(trial.folder.path), "max_steps": max_steps} | fields
+
+
+def read_status(trial: Trial, objective: str) -> Status:
+    """Return the current status of a trial."""
+    last: dict[str, Any] = {}
+    for line in read_tail(trial.folder.metrics):
+        last |= line
+    value, problem = read_objective(trial, objective) if trial.folder.is_finished else (None, "")
+    state, failure, max_steps = get_state(trial), read_failure(trial), trial.config.trainer.max_steps
+    step, speed = last.get("step", 0), last.get(TOKENS_PER_SECOND)
+    is_timed = speed and state == State.RUNNING
+    return Status(
+        trial=trial,
+        state=state,
+        step=max_steps if state == State.DONE else step,
+        loss=last.get(TRAIN_LOSS),
+        tokens_per_second=speed,
+        seconds_left=(max_steps - step) * trial.config.data.global_batch_tokens / speed if is_timed else None,
+        objective=value,
+        attempts=failure.get("attempts", 0) + (state not in (State.WAITING, State.FAILED)),
+        cause=failure["cause"] if state == State.FAILED else problem,
+    )
+
+
+def get_state(trial: Trial) -> State:
+    """Return the current state of a trial."""
+    if trial.folder.is_finished:
+        return State.DONE
+    if is_running(trial):
+        return State.RUNNING
+    if trial.pruned.exists():
+        return State.PRUNED
+    failure = read_failure(trial)
+    if failure and not failure.get("tried_again"):
+        return State.FAILED
+    return State.STOPPED if trial.folder.metrics.exists() else State.WAITING
+
+
+def is_running(trial: Trial) -> bool:
+    """Return True if a fit holds the folder, wherever it was started."""
+    return is_locked(trial.folder.path / ".lock")
+
+
+def read_tail(path: Path) -> list[dict[str, Any]]:
+    """Return the last complete lines of a metrics.jsonl."""
+    try:
+        with open(path, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            file.seek(max(0, size - TAIL_BYTES))
+            text = file.read().decode(errors="replace")
+    except FileNotFoundError:
+        return []
+    lines = text.splitlines(keepends=True)[size > TAIL_BYTES :]
+    return [rename_old_tags(line) for text in lines if text.endswith("\n") and isinstance(line := _parse(text), dict)]
+
+
+def _parse(text: str) -> Any:
+    """Return the JSON value of a line; None for a damaged one, because progress must not fail on a single line."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
+# Objective
+
+
+def read_objective(trial: Trial, objective: str) -> tuple[float | None, str]:
+    """Return the objective of a finished trial, or None and the reason."""
+    try:
+        return get_number(trial.folder.read_result().to_dict(), objective), ""
+    except RunError as error:
+        return None, str(error)
+
+
+def get_number(result: dict[str, Any], path: str) -> float:
+    """Return the number at a dotted path of a result.json. Raises RunError that lists the keys found."""
+    node: Any = result
+    for part in path.split("."):
+        if not isinstance(node, dict) or part not in node:
+            keys = ", ".join(node) if isinstance(node, dict) else repr(node)
+            raise RunError(f"objective {path}: result.json has no {part!r}; it has {keys or 'nothing'}")
+        node = node[part]
+    if isinstance(node, bool) or not isinstance(node, int | float):
+        raise RunError(f"objective {path}: expected a number in result.json, found {node!r}")
+    return float(node)
+
+
+# Failures
+
+
+def read_failure(trial: Trial) -> dict[str, Any]:
+    """Return the last failure: exit_code, cause, attempts (failed so far), time, tried_again. Empty if none failed."""
+    if not trial.failure.exists():
+        return {}
+    try:
+        failure = read_json(trial.failure)
+        return {"cause": str(failure["cause"]), "attempts": int(failure["attempts"])} | failure
+    except (RunError, KeyError, TypeError, ValueError):
+        cause = "failure.json is damaged; delete it to run the trial again"
+        return {"cause": cause, "attempts": 0, "tried_again": False}
+
+
+def record_failure(trial: Trial, exit_code: int) -> None:
+    """Write how the last attempt failed to failure.json."""
+    failure = {
+        "exit_code": exit_code,
+        "cause": find_cause(trial, exit_code),
+        "attempts": read_failure(trial).get("attempts", 0) + 1,
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "tried_again": False,
+    }
+    write_json(trial.failure, failure)
+
+
+def find_cause(trial: Trial, exit_code: int) -> str:
+    """Return why the last attempt failed: the signal, the last `error:` line of its log, or the last line."""
+    if exit_code < 0:
+        return f"killed by {signal.Signals(-exit_code).name}"
+    log = trial.log.read_text(encoding="utf-8", errors="replace") if trial.log.exists() else ""
+    lines = [line.strip() for line in log.rpartition(START_MARK)[2].splitlines()[1:] if line.strip()]
+    errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    last = re.sub(r"\s+", " ", (errors or lines or ["no output"])[-1])
+    return last if errors else f"exit code {exit_code} without a result: {last}"

@@ -40,10 +40,12 @@ def run(args: Namespace) -> int:
         args.parser.error("--run and --ckpt_path exclude each other; --run resumes from the folder's newest checkpoint")
     from stackexp.config import compose, layers
     from stackexp.data.path_checks import check_paths
-    from stackexp.sweeps import quick
+    from stackexp.sweeps.sweep import is_run_as_fit
 
-    if quick.is_sweep(args.config) and not (args.run or args.ckpt_path or args.print_config):
-        return quick.run_as_fit(args.config[0], args.overrides)
+    if is_run_as_fit(args.config) and not (args.run or args.ckpt_path or args.print_config):
+        from stackexp.sweeps.runner import run_as_fit
+
+        return run_as_fit(args.config[0], args.overrides)
     configs = args.config or [str(args.parser.check_run_folder(args.run))]
     config = compose.compose(configs, args.overrides)
     if args.print_config:

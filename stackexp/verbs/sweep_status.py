@@ -25,7 +25,7 @@ def run(args: Namespace) -> int:
 
     sweep = load_last_run(args.sweep, args.overrides)
     sweep.check_trials()
-    from stackexp.sweeps.runner import format_sweep_status, read_statuses
+    from stackexp.sweeps.display import format_sweep_status, read_statuses
 
     statuses = read_statuses(sweep)
     if args.json:

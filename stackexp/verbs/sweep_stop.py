@@ -22,9 +22,9 @@ def run(args: Namespace) -> int:
     from stackexp.sweeps.sweep import load_last_run
 
     sweep = load_last_run(args.sweep, args.overrides)
-    from stackexp.sweeps.control import stop_sweep
     from stackexp.sweeps.display import format_summary
-    from stackexp.sweeps.status import read_status
+    from stackexp.sweeps.runner import stop_sweep
+    from stackexp.sweeps.trials import read_status
 
     stop_sweep(sweep)
     print(format_summary([read_status(trial, sweep.config.objective) for trial in sweep.trials]))

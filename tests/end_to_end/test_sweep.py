@@ -8,8 +8,8 @@ import pytest
 import yaml
 from processes import Program, wait_until
 
-from stackexp.sweeps.status import State, get_state, is_running
 from stackexp.sweeps.sweep import load_sweep
+from stackexp.sweeps.trials import State, get_state, is_running
 
 
 @pytest.mark.slow  # two minutes; tests/test_sweep_driver.py kills drivers too

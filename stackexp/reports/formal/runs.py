@@ -18,7 +18,7 @@ from stackexp.errors import RunError
 from stackexp.files import read_json
 from stackexp.metric_tags import AVERAGE_ACCURACY
 from stackexp.runs import RunFolder
-from stackexp.sweeps.status import read_tail
+from stackexp.sweeps.trials import read_tail
 
 Lengths = tuple[int, int]
 """First and last string length of a range."""

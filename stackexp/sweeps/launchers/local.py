@@ -1,21 +1,28 @@
-"""Run trials as processes of this machine. Each gets the GPUs it needs, or a share of the CPU cores."""
+"""Run trials as processes of this machine. Each gets the GPUs it needs, or a share of the CPU cores.
+
+A trial's process.json has its process id, host, start time and GPUs, so that a new driver finds the trials of a killed
+one. Process ids are used again, so a record counts only if the start time matches.
+"""
 
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import time
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from stackexp.errors import ConfigError
-from stackexp.sweeps.launchers.base import Command, build_fit_command
-from stackexp.sweeps.launchers.local_processes import TrialProcess, find_orphans, find_processes, record_process
+from stackexp.errors import ConfigError, RunError
+from stackexp.files import is_locked, read_json, write_json
+from stackexp.sweeps.launchers import Command, build_fit_command
 from stackexp.sweeps.schema import Resources
 from stackexp.sweeps.trials import Trial
 
 GRACE_SECONDS = 120
 """How long trials may save before they are killed."""
-POLL_SECONDS = 0.2
+POLL_SECONDS = 0.1
+FILE_NAME = "process.json"
 
 
 class LocalLauncher:
@@ -43,30 +50,25 @@ class LocalLauncher:
         self._threads = max(1, cores // (parallel * devices))
         self._command, self._folder = command, folder
         self._running: dict[Trial, subprocess.Popen] = {}
-        self._used_gpus: dict[Trial, list[str]] = {}
 
     def start(self, trials: list[Trial]) -> None:
         """Start one process for each trial."""
         for trial in trials:
+            environment = {"OMP_NUM_THREADS": str(self._threads)} | os.environ
+            used = {gpu for process in find_processes(self._folder) for gpu in process.gpus}
+            gpus = [gpu for gpu in self._gpus if gpu not in used][: trial.config.trainer.devices]
+            if self._gpus:
+                environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
             with open(trial.log, "a") as log:
                 process = self._running[trial] = subprocess.Popen(
                     self._command(trial),
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=subprocess.STDOUT,
-                    env=self._build_environment(trial),
+                    env=environment,
                     start_new_session=True,
                 )
-            record_process(trial.folder.path, process.pid, self._used_gpus.get(trial, []))
-
-    def _build_environment(self, trial: Trial) -> dict[str, str]:
-        environment = {"OMP_NUM_THREADS": str(self._threads)} | os.environ
-        if self._gpus:
-            used = {gpu for process in find_processes(self._folder) for gpu in process.gpus}
-            free = [gpu for gpu in self._gpus if gpu not in used]
-            self._used_gpus[trial] = free[: trial.config.trainer.devices]
-            environment["CUDA_VISIBLE_DEVICES"] = ",".join(self._used_gpus[trial])
-        return environment
+            record_process(trial.folder.path, process.pid, gpus)
 
     def collect_ended(self) -> list[tuple[Trial, int]]:
         """Return the trials that ended since the last call and their exit codes."""
@@ -74,16 +76,15 @@ class LocalLauncher:
         ended = [(trial, code) for trial, code in codes if code is not None]
         for trial, code in ended:
             process = self._running.pop(trial)
-            self._used_gpus.pop(trial, None)
             if code < 0:  # the trial's other processes have lost the first one
-                _kill_group(process)
+                _kill_group(process.pid)
         return ended
 
     def count_free(self) -> int:
         """Return how many more trials may be started now."""
         return self._limit - len(self._running) - len(self._find_orphans())
 
-    def _find_orphans(self) -> list[TrialProcess]:
+    def _find_orphans(self) -> list["TrialProcess"]:
         own = {process.pid for process in self._running.values()}
         return [process for process in find_orphans(self._folder) if process.pid not in own]
 
@@ -93,23 +94,24 @@ class LocalLauncher:
 
     def stop(self) -> None:
         """Send SIGTERM to all trials, and SIGKILL to those that are alive after GRACE_SECONDS."""
-        orphans = self._find_orphans()
-        for process in self._running.values():
+        own, orphans = list(self._running.values()), self._find_orphans()
+        for process in own:
             process.terminate()
         for orphan in orphans:
-            orphan.signal(signal.SIGTERM)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(orphan.pid, signal.SIGTERM)
+
+        def find_alive() -> list[int]:
+            alive = [process.pid for process in own if process.poll() is None]
+            return [*alive, *(orphan.pid for orphan in orphans if orphan.is_alive)]
+
         deadline = time.monotonic() + GRACE_SECONDS
-        for process in self._running.values():
-            try:
-                process.wait(max(0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                _kill_group(process)
-                process.wait()
-        for orphan in orphans:
-            while orphan.is_alive and time.monotonic() < deadline:
-                time.sleep(POLL_SECONDS)
-            if orphan.is_alive:
-                orphan.signal(signal.SIGKILL, group=True)
+        while find_alive() and time.monotonic() < deadline:
+            time.sleep(POLL_SECONDS)
+        for pid in find_alive():
+            _kill_group(pid)
+        for process in own:
+            process.wait()
 
     @staticmethod
     def find_jobs(folder: Path) -> dict[str, str]:
@@ -136,6 +138,54 @@ def _count_devices(trial: Trial, gpus: int) -> int:
     return trainer.devices
 
 
-def _kill_group(process: subprocess.Popen) -> None:
+# Records of running trials
+
+
+@dataclass(frozen=True)
+class TrialProcess:
+    """A trial that runs, or ran, in a process group of its own."""
+
+    name: str
+    pid: int
+    host: str
+    start_time: str  # clock ticks since the boot of the machine
+    gpus: list[str]
+
+    @property
+    def is_alive(self) -> bool:
+        """Return True if the process runs on this machine."""
+        return self.host == socket.gethostname() and _read_start_time(self.pid) == self.start_time
+
+
+def record_process(folder: Path, pid: int, gpus: list[str]) -> None:
+    """Write the record of a trial that was just started."""
+    process = TrialProcess(folder.name, pid, socket.gethostname(), _read_start_time(pid), gpus)
+    write_json(folder / FILE_NAME, asdict(process))
+
+
+def find_processes(folder: Path) -> list[TrialProcess]:
+    """Return the living trials of the sweep in `folder` on this machine, whichever driver has started them."""
+    processes = []
+    for path in sorted(folder.glob(f"*/{FILE_NAME}")):
+        with contextlib.suppress(RunError, OSError, TypeError):  # a damaged record is of no process
+            processes.append(TrialProcess(**read_json(path)))
+    return [process for process in processes if process.is_alive]
+
+
+def find_orphans(folder: Path) -> list[TrialProcess]:
+    """Return the living trials whose driver is dead."""
+    return [process for process in find_processes(folder) if not is_locked(folder / process.name / ".claim")]
+
+
+def _read_start_time(pid: int) -> str:
+    """Return the start time of a process; "" if there is none, or if it has ended and waits for its parent."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    except OSError:
+        return ""
+    return "" if fields[0] in "ZX" else fields[19]
+
+
+def _kill_group(pid: int) -> None:
     with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
+        os.killpg(pid, signal.SIGKILL)

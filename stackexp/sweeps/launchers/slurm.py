@@ -15,8 +15,7 @@ from typing import IO
 from stackexp.errors import ConfigError
 from stackexp.files import try_lock
 from stackexp.sweeps import slurm
-from stackexp.sweeps.launchers import slurm_jobs
-from stackexp.sweeps.launchers.base import Command, build_fit_command
+from stackexp.sweeps.launchers import Command, build_fit_command, slurm_jobs
 from stackexp.sweeps.launchers.slurm_jobs import Task, TaskState
 from stackexp.sweeps.schema import Resources
 from stackexp.sweeps.trials import Trial
