@@ -50,7 +50,7 @@ def test_unfinished_runs_are_marked_and_resumed(runs):
     assert read_row(text, "even_pairs")["LSTM"] == "**1.00** / 1.00 (1)‡"
     assert read_row(text, "even_pairs")["StackRNN"] == "missing‡"
     assert "LSTM even_pairs: runs/formal_table/LSTM1 (at step 300 of 10,000)" in text
-    command = "python -m stackexp fit --config runs/formal_table/LSTM1/config.yaml --run runs/formal_table/LSTM1"
+    command = "python -m stackexp fit --run runs/formal_table/LSTM1"
     assert f"- `{command}` (LSTM: even_pairs)\n" in text
     assert f"`python -m stackexp test --run {near} data.eval_max_length=500`" in text
     finish(runs / "StackRNN0", beyond=0.5, file="test.json")
@@ -139,7 +139,7 @@ def test_latex_is_escaped_and_compiles(report, tmp_path):
     collapsed = " ".join(text.split())
     assert r"even\_pairs & 0.52$\downarrow$ / 0.49 (2)$\ddagger$ & 1.00 &" in collapsed
     assert r"& \textbf{0.78} / 0.75 (2) & 0.49 &" in collapsed
-    assert "% missing cells: `python -m stackexp fit --config 'runs/formal_table/begun~^{x}'/config.yaml" in text
+    assert "% missing cells: `python -m stackexp fit --run 'runs/formal_table/begun~^{x}'`" in text
     assert escape_latex(r"50% a_b `x/y_z` \ ~^ ↓") == (
         r"50\% a\_b \texttt{x/\allowbreak{}y\_\allowbreak{}z} \textbackslash{} "
         r"\textasciitilde{}\textasciicircum{} $\downarrow$"

@@ -1,7 +1,6 @@
 """Compare runs from their folders alone: a table of final scores, and a plot of the losses."""
 
 import math
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,25 +25,35 @@ def check_same_data(runs: list[RunFolder]) -> list[str]:
     the config, so those runs are compared by the options of the dataset.
     """
     warnings: list[str] = []
-    hashed: dict[RunFolder, Mapping[int, str]] = {}
-    generated: dict[RunFolder, dict[str, Any]] = {}
+    records: dict[RunFolder, tuple[bool, dict[Any, Any]]] = {}
     for run in runs:
-        if options := _read_dataset_options(run):
-            for other, other_options in generated.items():
-                _check_same_options(run, options, other, other_options)
-            generated[run] = options
-        elif hashes := _read_hashes(run):
-            for other, other_hashes in hashed.items():
-                warnings += _check_same_hashes(run, hashes, other, other_hashes)
-            hashed[run] = hashes
-        elif (run.path / hash_log.FILE_NAME).exists():
-            warnings.append(f"{run.path}: its data are not compared; it has recorded none yet ({hash_log.FILE_NAME})")
-        else:
-            warnings.append(f"{run.path}: its data are not compared; it has no record of them ({hash_log.FILE_NAME})")
-    if generated and hashed:
-        raise RunError(
-            f"{next(iter(hashed)).path}: trained on tokens, but {next(iter(generated)).path} on a formal language"
-        )
+        options = _read_dataset_options(run)
+        record: dict[Any, Any] = options or _read_hashes(run)
+        if not record:
+            has_log = (run.path / hash_log.FILE_NAME).exists()
+            reason = "it has recorded none yet" if has_log else "it has no record of them"
+            warnings.append(f"{run.path}: its data are not compared; {reason} ({hash_log.FILE_NAME})")
+            continue
+        for other, (is_formal, other_record) in records.items():
+            if is_formal != bool(options):
+                tokens, formal = (run, other) if is_formal else (other, run)
+                raise RunError(f"{tokens.path}: trained on tokens, but {formal.path} on a formal language")
+            keys = (
+                list(dict.fromkeys([*record, *other_record]))
+                if options
+                else sorted(record.keys() & other_record.keys())
+            )
+            different = [key for key in keys if record.get(key) != other_record.get(key)]
+            if different:
+                key = different[0]
+                found = f"{key} is {record.get(key)}, not {other_record.get(key)}"
+                raise RunError(
+                    f"{run.path}: trained on other data than {other.path} "
+                    f"({found if options else f'they differ at step {key}'}); compare them anyway with --different-data"
+                )
+            if not keys:
+                warnings.append(f"{run.path}: its data are not compared with {other.path}; they share no recorded step")
+        records[run] = bool(options), record
     return warnings
 
 
@@ -55,19 +64,6 @@ def _read_hashes(run: RunFolder) -> dict[int, str]:
         raise RunError(f"{run.path / hash_log.FILE_NAME}: a line has no {error}; delete the line") from None
 
 
-def _check_same_hashes(
-    run: RunFolder, hashes: Mapping[int, str], other: RunFolder, other_hashes: Mapping[int, str]
-) -> list[str]:
-    common = sorted(hashes.keys() & other_hashes.keys())
-    for step in common:
-        if hashes[step] != other_hashes[step]:
-            raise RunError(
-                f"{run.path}: trained on other data than {other.path} (they differ at step {step}); compare them "
-                "anyway with --different-data"
-            )
-    return [] if common else [f"{run.path}: its data are not compared with {other.path}; they recorded no common step"]
-
-
 def _read_dataset_options(run: RunFolder) -> dict[str, Any]:
     """Return key -> value of the options that determine a run's training strings; empty for runs on tokens."""
     config = flatten(read_file(run.config)[1]) if run.config.is_file() else {}
@@ -75,17 +71,6 @@ def _read_dataset_options(run: RunFolder) -> dict[str, Any]:
         return {}
     options = {key: value for key, value in select_options(config, ["training"]).items() if key.startswith("data.")}
     return {"data.task": config.get("data.task"), "seed": config.get("seed"), **options}
-
-
-def _check_same_options(
-    run: RunFolder, options: dict[str, Any], other: RunFolder, other_options: dict[str, Any]
-) -> None:
-    for key in dict.fromkeys([*options, *other_options]):
-        if options.get(key) != other_options.get(key):
-            raise RunError(
-                f"{run.path}: trained on other data than {other.path} ({key} is {options.get(key)}, not "
-                f"{other_options.get(key)}); compare them anyway with --different-data"
-            )
 
 
 def format_runs(runs: list[RunFolder], style: Style = "terminal") -> str:

@@ -9,7 +9,7 @@ from stackexp.errors import ConfigError
 from stackexp.reports.formal.cells import Cell
 from stackexp.reports.formal.collect import Report
 from stackexp.reports.formal.paper import find_column
-from stackexp.reports.formal.runs import FormalRun, Options
+from stackexp.reports.formal.runs import Options
 from stackexp.sweeps.grid import expand
 from stackexp.sweeps.sweep import COPY, list_shipped, load_sweep
 from stackexp.tasks import TASKS
@@ -54,18 +54,13 @@ class SweepProgress:
         folders = (folder for folder, missing in self._missing.items() if missing.get(key))
         return next(map(build_sweep_command, folders), "")
 
-    def find_command_of_runs(self, runs: list[FormalRun]) -> str:
-        """Return the command of the sweep that contains one of the unfinished runs, or an empty string."""
-        folders = (run.path.parent for run in runs if not run.is_finished and run.path.parent in self._missing)
-        return next(map(build_sweep_command, folders), "")
-
 
 def find_commands(report: Report, sweeps: SweepProgress) -> dict[CellKey, str]:
     """Return the command that fills or completes each missing or unfinished cell."""
     commands = {}
     for key, cell in report.cells.items():
         if cell.pending:
-            commands[key] = sweeps.find_command_of_runs(cell.pending) or _resume_runs(cell)
+            commands[key] = _resume_runs(cell)
         elif not cell.runs:
             commands[key] = sweeps.find_command(key) or FULL_TABLE
     return commands
@@ -85,7 +80,7 @@ def _resume_runs(cell: Cell) -> str:
         if run.is_finished:
             commands.append(f"python -m stackexp test --run {folder} data.eval_max_length={cell.lengths[1]}")
         else:
-            commands.append(f"python -m stackexp fit --config {folder}/config.yaml --run {folder}")
+            commands.append(f"python -m stackexp fit --run {folder}")
     return "; ".join(commands)
 
 
