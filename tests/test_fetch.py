@@ -11,7 +11,6 @@ from olmo_files import CONTENT, ICE, PTB, list_part_files, make_ids, read_fetche
 from processes import wait_until
 
 from stackexp.cli import main
-from stackexp.data.olmo import BASE_URL, NAMES, OlmoSet
 from stackexp.data.token_files import TokenFile, read_record
 from stackexp.files import sha256_of
 
@@ -39,15 +38,6 @@ def fetch_from(tmp_path):
         return main(["data", "fetch", "v2", *arguments, *paths])
 
     return fetch_from
-
-
-def test_set_names_and_paths():
-    assert [len(NAMES[version]) for version in ("v2", "v3")] == [13, 11]
-    assert BASE_URL == "https://olmo-data.org/eval-data/perplexity"
-    assert PTB.path == "v2_small_gptneox20b/ptb/val.npy"
-    books = OlmoSet("v3", "dolma_books")
-    assert books.path == "v3_small_gptneox20b/dolma_books/val/part-0-00000.npy"
-    assert [olmo_set.instances for olmo_set in (PTB, ICE, books)] == [45, 494, None]
 
 
 @pytest.mark.parametrize("end", [0, 50_276, 50_279])
@@ -245,10 +235,8 @@ def test_files_of_another_tokenizer_are_not_overwritten(fetch, tmp_path, capsys)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "expected v2 or v3"),
         (["v4"], "expected v2 or v3, found 'v4'"),
         (["v2", "--only", "pyle"], "not a set of v2; did you mean 'pile'?"),
-        (["v3", "--only", "ptb"], "--only ptb: not a set of v3; choose from c4_en, dolma_books"),
         (["v2", "--mirror", "no-such-folder"], "--mirror no-such-folder: no such folder"),
         (["v2", "--mirror", "s3://bucket"], "expected http://..., https://... or a folder"),
         *((["v2", "--mirror", url], f"--mirror {url}: not a valid URL") for url in ("http://[::1/x", "http://h/a b")),
@@ -257,7 +245,6 @@ def test_files_of_another_tokenizer_are_not_overwritten(fetch, tmp_path, capsys)
             for rest in ("h:port/x", "/x", f"{'h' * 64}/x", "é")
         ),
         (["v2", "--mirror", "http://me:secret@host/x"], "--mirror: the URL contains a user name or password"),
-        (["v2", "--onyl", "ptb"], "unknown option --onyl; did you mean '--only'?"),
     ],
 )
 def test_command_line_errors_are_one_line(arguments, message, capsys, tmp_path, monkeypatch):

@@ -145,14 +145,6 @@ def test_runs_of_spaces_and_other_added_tokens_are_kept(tmp_path):
     assert read_ids(convert(new, tmp_path / "old", NEW, NEOX)) == read_ids(source)
 
 
-def test_a_special_token_within_a_document_becomes_its_text(tmp_path):
-    tokenizer = Tokenizer.from_str(OLD.to_str())
-    tokenizer.add_special_tokens(["|||EMAIL|||"])
-    ids = np.array([*OLD.encode("to ").ids, tokenizer.token_to_id("|||EMAIL|||"), 0])
-    new = convert(write(tmp_path / "a.npy", ids, tokenizer), tmp_path / "new", tokenizer)
-    assert NEW.decode(read_ids(new)[:-1]) == "to |||EMAIL|||"
-
-
 @pytest.mark.parametrize("known_from", ["file", "record", "option"])
 def test_the_end_of_text_id_is_found(tmp_path, capsys, known_from):
     """OLMo's V2 ends documents with the last id, which is also the token of two spaces."""

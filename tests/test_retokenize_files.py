@@ -62,15 +62,6 @@ def test_an_unknown_id_is_refused(tmp_path, ids, position, largest):
     assert [path.name for path in (tmp_path / "new").iterdir()] == [".lock"]
 
 
-def test_a_folder_keeps_its_file_names(tmp_path):
-    expected = write_folder(tmp_path / "from")
-    (tmp_path / "from" / "README.md").write_text("")
-    (tmp_path / "from" / ".hidden.npy").write_text("")
-    records = make_retokenizer().retokenize(tmp_path / "from", tmp_path / "to")
-    assert records.keys() == expected.keys()
-    assert {name: (tmp_path / "to" / name).read_bytes() for name in expected} == expected
-
-
 def test_only_changed_files_are_converted_again(tmp_path, capsys):
     source, to = tmp_path / "from", tmp_path / "to"
     write_folder(source, tokenizer="unknown")

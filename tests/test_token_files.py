@@ -37,13 +37,6 @@ def test_chunks_with_the_remainder_score_each_token_except_the_first_once(length
     assert all(2 <= len(chunk) <= context_length for chunk in chunks)
 
 
-def test_a_chunk_index_out_of_range_is_refused():
-    chunks = Chunks(np.arange(10), 5, score_remainder=False)
-    for index in (2, -1):
-        with pytest.raises(IndexError):
-            chunks[index]
-
-
 @pytest.mark.parametrize("suffix", [".npy", ".bin"])
 def test_raw_uint16_is_read_with_any_suffix(tmp_path, suffix):
     file = TokenFile(write(tmp_path / f"set{suffix}", [1, 50_279, 65_535]))
@@ -72,17 +65,6 @@ def test_the_error_names_a_broken_file(tmp_path, content, message):
     (tmp_path / "set.npy").write_bytes(content)
     with pytest.raises(RunError, match=rf"set\.npy.*{message}"):
         TokenFile(tmp_path / "set.npy")
-
-
-def test_an_npy_of_text_is_refused(tmp_path):
-    np.save(tmp_path / "set.npy", np.array(["a"]))
-    with pytest.raises(RunError, match="expected token ids"):
-        TokenFile(tmp_path / "set.npy")
-
-
-def test_the_error_names_a_missing_file(tmp_path):
-    with pytest.raises(RunError, match=r"none\.npy: cannot be read \(No such file"):
-        TokenFile(tmp_path / "none.npy")
 
 
 @pytest.mark.parametrize(("vocab_size", "dtype"), [(65_536, "uint16"), (65_537, "uint32")])

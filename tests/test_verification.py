@@ -73,8 +73,7 @@ def test_without_a_writable_cache_files_are_still_verified(tmp_path, monkeypatch
         verify_file(path, digest)
 
 
-@pytest.mark.parametrize("damage", [flip_bit, zero_second_half])
-@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize(("damage", "num_workers"), [(flip_bit, 0), (zero_second_half, 1)])
 def test_damaged_training_shard_is_named(tmp_path, damage, num_workers):
     folder = write_set(tmp_path / "set", 0, 40)
     config = build_config(path=str(folder), num_workers=num_workers)

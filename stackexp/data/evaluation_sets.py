@@ -163,11 +163,7 @@ def _open_prepared(path: Path, config: DataConfig, tokenizer: KnownTokenizer | N
             f"{path}: made with another tokenizer than {tokenizer.path.parent}; prepare it with "
             f"--tokenizer {tokenizer.path}, or convert it with data retokenize"
         )
-    if corpus.vocab_size > config.vocab_size:
-        raise RunError(
-            f"{path}: its tokenizer has {corpus.vocab_size} tokens, but data.vocab_size is {config.vocab_size}; "
-            f"set data.vocab_size={corpus.vocab_size}"
-        )
+    token_set.check_vocab_size(config.vocab_size)
     identity = sha256_of(path / "index.json")  # includes the hashes of the shards
     return Concatenated(token_set), corpus.bytes / max(corpus.tokens, 1), identity
 

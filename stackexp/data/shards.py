@@ -182,6 +182,14 @@ class TokenSet:
         except (OSError, ValueError, KeyError, TypeError) as e:
             raise RunError(f"{path}: corrupt; prepare the set again") from e
 
+    def check_vocab_size(self, limit: int) -> None:
+        """Raise RunError if the set has more token ids than data.vocab_size, `limit`."""
+        if (size := self.corpus.vocab_size) > limit:
+            raise RunError(
+                f"{self.folder}: its tokenizer has {size} tokens, but data.vocab_size is {limit}; set "
+                f"data.vocab_size={size}"
+            )
+
     def load_tokenizer(self) -> Tokenizer:
         """Load the set's tokenizer. Raises RunError if tokenizer.json is not the one named in corpus.json."""
         tokenizer = load_tokenizer(self.folder / "tokenizer.json")

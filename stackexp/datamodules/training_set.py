@@ -223,9 +223,5 @@ def open_prepared_set(folder: str | Path, config: DataConfig, is_cache: bool = F
             f"{folder}: prepared with context length {corpus.context_length}, but data.context_length is "
             f"{config.context_length}; set data.context_length={corpus.context_length} or prepare it again"
         )
-    if corpus.vocab_size > config.vocab_size:
-        raise RunError(
-            f"{folder}: its tokenizer has {corpus.vocab_size} tokens, but data.vocab_size is {config.vocab_size}; "
-            f"set data.vocab_size={corpus.vocab_size}"
-        )
+    tokens.check_vocab_size(config.vocab_size)
     return tokens
