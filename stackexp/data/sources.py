@@ -41,22 +41,18 @@ def find_sources(source: Path) -> list[Source]:
     folder or a file with a known suffix cannot be read.
     """
     try:
-        return _find_sources(source)
+        if not source.exists():
+            raise RunError(f"{source}: no such file or folder")
+        base = source.parent if source.is_file() else source
+        paths = [source] if source.is_file() else list(_walk(source))
+        paths.sort(key=lambda path: path.relative_to(base).as_posix())
+        known = [path for path in paths if path.name.lower().endswith(KNOWN_SUFFIXES)]
+        if not known:
+            found = ", ".join(sorted({path.suffix or path.name for path in paths})[:8]) or "no files"
+            raise RunError(f"{source}: nothing to read (found {found}); supported: {' '.join(KNOWN_SUFFIXES)}")
+        return [_make_source(path, base) for path in known]
     except OSError as e:
         raise RunError(f"{e.filename}: cannot be read ({e.strerror}); fix that or remove it") from e
-
-
-def _find_sources(source: Path) -> list[Source]:
-    if not source.exists():
-        raise RunError(f"{source}: no such file or folder")
-    base = source.parent if source.is_file() else source
-    paths = [source] if source.is_file() else list(_walk(source))
-    paths.sort(key=lambda path: path.relative_to(base).as_posix())
-    known = [path for path in paths if path.name.lower().endswith(KNOWN_SUFFIXES)]
-    if not known:
-        found = ", ".join(sorted({path.suffix or path.name for path in paths})[:8]) or "no files"
-        raise RunError(f"{source}: nothing to read (found {found}); supported: {' '.join(KNOWN_SUFFIXES)}")
-    return [_make_source(path, base) for path in known]
 
 
 def _make_source(path: Path, base: Path) -> Source:
