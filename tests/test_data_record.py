@@ -81,16 +81,14 @@ def test_the_hash_does_not_depend_on_micro_batches_processes_or_stops(forks, tin
 
 def test_report_compare_refuses_runs_on_different_data(tiny, tmp_path, capsys):
     paths = []
-    for name, change in {"a": "seed=0", "b": "seed=0", "c": "seed=1"}.items():
+    for name, change in {"a": "seed=0", "b": "seed=1"}.items():
         assert main(["fit", "--config", str(tiny), *FEW, f"logging.root={tmp_path}/{name}", change]) == 0
         paths.append(str(only_run(tmp_path / name).path))
     capsys.readouterr()
-    assert main(["report", "compare", *paths[:2]]) == 0
-    assert capsys.readouterr().err == ""
     assert main(["report", "compare", *paths]) == 1
     shown = capsys.readouterr()
     assert shown.out == ""
     assert shown.err.count("\n") == 1
-    assert f"{paths[2]}: trained on other data than {paths[0]} (they differ at step 2)" in shown.err
+    assert f"{paths[1]}: trained on other data than {paths[0]} (they differ at step 2)" in shown.err
     assert main(["report", "compare", *paths, "--different-data"]) == 0
-    assert len(capsys.readouterr().out.splitlines()) == 5
+    assert len(capsys.readouterr().out.splitlines()) == 4

@@ -25,9 +25,9 @@ def write_faulty_plugin(folder: Path, action: str) -> str:
     path.write_text(
         "import os, time\nfrom stackexp.models.memories.stack import StackMemory\n"
         "forward, calls = StackMemory.forward, []\n"
-        "def faulty_forward(self, h, *rest):\n    calls.append(1)\n"
+        "def faulty_forward(self, h, state, previous, probe=False):\n    calls.append(1)\n"
         f"    if os.environ.get('LOCAL_RANK', '0') == '1' and self.training and len(calls) > 120: {action}\n"
-        "    return forward(self, h, *rest)\nStackMemory.forward = faulty_forward\n"
+        "    return forward(self, h, state, previous, probe)\nStackMemory.forward = faulty_forward\n"
     )
     return f"plugins=[{path}]"
 

@@ -106,7 +106,8 @@ def test_a_second_ctrl_c_stops_inside_a_batch(program, tiny, tmp_path):
     sleeping, plugin = tmp_path / "sleeping", tmp_path / "sleep.py"
     plugin.write_text(
         "import time\nfrom stackexp.models.memories.stack import StackMemory\n"
-        f"def sleep(*_):\n    open({str(sleeping)!r}, 'w').close()\n    time.sleep(1000)\n"
+        "def sleep(self, h, state, previous, probe=False):\n"
+        f"    open({str(sleeping)!r}, 'w').close()\n    time.sleep(1000)\n"
         "StackMemory.forward = sleep\n"
     )
     process = program.start("fit", "--config", tiny, *ENDLESS, f"plugins=[{plugin}]")
