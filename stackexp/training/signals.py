@@ -1,5 +1,6 @@
 """Signals and time limits that end a run or an evaluation early: SIGTERM, SIGUSR1, max_time and Ctrl-C."""
 
+import atexit
 import contextlib
 import multiprocessing
 import os
@@ -37,6 +38,7 @@ class StopRequest:
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
         resource_tracker.ensure_running()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})
+        atexit.register(_kill_workers)
 
     def _handle(self, number: int, _: Any) -> None:
         if self._signal is None:
@@ -106,6 +108,13 @@ class StopRequest:
         self._handle(number, None)
         if os.environ.get("RANK", "0") == "0":
             os.write(2, INTERRUPTED)
+
+
+def _kill_workers() -> None:
+    """Kill the loader workers that are left at exit: Python would wait forever for a frozen one."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would report them as failed
+    for worker in multiprocessing.active_children():
+        worker.kill()
 
 
 def parse_seconds(max_time: str) -> int:
