@@ -1,5 +1,6 @@
 """Compare runs from their folders alone: a table of final scores, and a plot of the losses."""
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -77,7 +78,7 @@ def format_runs(runs: list[RunFolder], style: Style = "terminal") -> str:
     """Return a table with one row per run: its state, steps and sizes, its training loss and its final scores.
 
     Runs on tokens have loss / perplexity on every set; runs on formal languages have their task and scores. Runs
-    without a result have no scores.
+    without a result have no scores. Small models get a last row: the scores of bigram counts of their training tokens.
     """
     results = {run: run.read_result().to_dict() if run.is_finished else {} for run in runs}
     names = name_runs(runs)
@@ -95,6 +96,10 @@ def format_runs(runs: list[RunFolder], style: Style = "terminal") -> str:
         scores = [_format_score(result.get(key, ABSENT)) for key in formal]
         set_scores = _format_sets(result, sets) if has_sets else []
         rows.append([names[run], *progress, format_loss(summary.train_loss), *scores, *set_scores])
+    baselines = {json.dumps(result["bigrams"]): result for result in results.values() if "bigrams" in result}
+    for result in baselines.values():  # one row for each corpus and number of tokens
+        cells = [ABSENT, ABSENT, f"{result['tokens']:,}", *[ABSENT] * (3 + len(formal))]
+        rows.append(["bigram counts", *cells, *_format_sets(result["bigrams"], sets)])
     return format_table(rows, header=header, align="<<" + ">" * (len(header) - 2), style=style)
 
 

@@ -2,7 +2,9 @@
 
 import json
 import math
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import yaml
 from conftest import write_tiny
@@ -12,6 +14,8 @@ from records import losses, only_run
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from stackexp.config import compose
+from stackexp.config.registry import build
+from stackexp.data.bigrams import BigramModel
 from stackexp.runs import RunFolder
 
 
@@ -29,6 +33,24 @@ def test_fit_prints_its_folder_and_its_scores(fitted):
     assert "tensorboard --logdir" in output
     for name in ("left", "right", "average of sets"):
         assert any(line.startswith(name) for line in output.splitlines())
+
+
+def test_bigram_counts_are_those_of_the_training_tokens(fitted):
+    run, output = fitted
+    config = compose.load_config(run.config)
+    data = build("data", config.data, seed=config.seed)
+    data.setup("fit")
+    data.trainer = SimpleNamespace(global_rank=0, world_size=1, num_devices=1)
+    loader = data.train_dataloader()
+    batches = [batch["tokens"].numpy() for _ in range(9) for batch in loader][:24]  # of several epochs
+    assert sum(batch.size for batch in batches) == 12 * 256
+    model = BigramModel(batches, config.data.vocab_size)
+    bigrams = json.loads(run.result.read_text())["bigrams"]
+    for dataset in data.sets("validate"):
+        losses = np.concatenate([model.compute_losses(dataset.chunks[i]) for i in range(len(dataset.chunks))])
+        assert bigrams["sets"][dataset.name]["loss"] == pytest.approx(losses.mean())
+    average = bigrams["average"]["loss"]
+    assert f"bigram counts of the same training tokens: average loss {average:.4f}" in output
 
 
 def test_metrics_have_a_line_for_each_step_and_each_validation(fitted):

@@ -8,6 +8,7 @@ import lightning.pytorch as pl
 
 from stackexp.config.experiment import ExperimentConfig
 from stackexp.data import hash_log
+from stackexp.evaluation.bigram_baseline import score_bigrams
 from stackexp.evaluation.generation import continue_text
 from stackexp.evaluation.request import EvaluationRequest, Sets, Stage, describe_evaluation
 from stackexp.evaluation.score_tables import format_scores
@@ -47,10 +48,12 @@ class LanguageModelingObjective(Objective):
         return session.module.set_metrics if is_final and self.config.data.eval_sequences is None else {}
 
     def build_result(self, session: Session, sets: Sets) -> dict[str, Any]:
-        """Return the scores of the sets, the hash of all training data, the sequences of each source, and a sample."""
+        """Return scores of the sets, those of bigram counts, a hash of the data, sequences by source, and a sample."""
         result: dict[str, Any] = _summarize(sets)
         if lines := hash_log.read_hash_log(session.folder.path):
             result |= {"data_hash": {lines[-1]["step"]: lines[-1]["hash"]}, "sequences": lines[-1]["sequences"]}
+        if session.processes.size == 1 and (bigrams := score_bigrams(self.config, session.data)):
+            result["bigrams"] = {"sets": bigrams, "average": average_scores(bigrams)}
         sample = None
         if not self.config.trainer.is_sharded:  # generating needs the whole model on one device
             model, tokenizer = session.module.model, session.data.tokenizer
@@ -71,7 +74,11 @@ class LanguageModelingObjective(Objective):
         text = result["sample"]
         if text is None:
             text = f"python -m stackexp generate --run {session.folder.path}"
-        return f"{format_scores(result['sets'])}\n\nsample:\n{text}"
+        lines = [format_scores(result["sets"])]
+        if bigrams := result.get("bigrams"):
+            loss = bigrams["average"]["loss"]
+            lines.append(f"bigram counts of the same training tokens: average loss {loss:.4f}")
+        return "\n\n".join([*lines, f"sample:\n{text}"])
 
     def report(self, request: EvaluationRequest, checkpoint: Path, sets: Sets) -> None:
         """Print the table of the sets; with an output file, write JSON, a Markdown table and TensorBoard events."""

@@ -1,0 +1,45 @@
+"""The loss of bigram counts on a run's evaluation sets: what its training tokens give without a network."""
+
+import itertools
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from stackexp.config.experiment import ExperimentConfig
+from stackexp.data.bigrams import BigramModel
+from stackexp.modules.scores import Scores, compute_perplexity
+
+MAX_TOKENS = 50_000_000  # of a run; more would take minutes to count
+
+
+@dataclass(frozen=True)
+class _FirstStep:
+    """The fields of a trainer that a loader reads, at the first step of a run on one device."""
+
+    global_rank: int = 0
+    world_size: int = 1
+    num_devices: int = 1
+    global_step: int = 0
+
+
+def score_bigrams(config: ExperimentConfig, data: Any) -> dict[str, Scores]:
+    """Return loss and perplexity of the data module's validation sets under bigram counts of the training tokens.
+
+    Reads the run's training batches again. Returns {} for runs on more than MAX_TOKENS tokens.
+    """
+    if config.total_tokens > MAX_TOKENS:
+        return {}
+    loader = data.train_set.build_loader(_FirstStep())
+    epochs = itertools.chain.from_iterable(itertools.repeat(loader))
+    num_batches = config.total_tokens // (config.micro_batch_size * config.data.context_length)
+    batches = (batch["tokens"].numpy() for batch in itertools.islice(epochs, num_batches))
+    model = BigramModel(batches, config.data.vocab_size)
+    scores = {}
+    for dataset in data.sets("validate"):
+        total, count = 0.0, 0
+        for i in range(len(dataset.chunks)):
+            losses = model.compute_losses(dataset.chunks[i])
+            total, count = total + math.fsum(losses), count + len(losses)
+        loss = total / count
+        scores[dataset.name] = {"loss": loss, "perplexity": compute_perplexity(loss)}
+    return scores
