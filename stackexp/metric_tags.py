@@ -6,7 +6,7 @@ val/<group>/<set>                   the loss of a set of a group, such as v2
 val/<group>/average/<score>         the means over a group
 val/whole/...                       the same over whole sets, in runs that validate on a sample (data.eval_sequences)
 test/...                            the same for `test`; of formal languages test/accuracy_by_length and test/score_*
-memory/<figure>/layer_<number>      of a probed step
+memory/<figure>/layer_<number>      of a probed step; with a memory at each sublayer, followed by _<site>
 """
 
 from functools import cache

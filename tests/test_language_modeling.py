@@ -84,3 +84,16 @@ def test_probes_are_recorded_for_each_layer_on_request(batch):
         assert total == pytest.approx(1, abs=1e-5)
         assert 0 <= metrics[f"memory/occupancy/{layer}"] <= 2
         assert metrics[f"memory/read_share/{layer}"] > 0
+
+
+@pytest.mark.parametrize(
+    ("memory", "names"),
+    [
+        ("stacktrans", ["layer_00", "layer_01", "layer_02"]),
+        ("mhc", [f"layer_{i:02d}_{site}" for i in range(3) for site in ("after_attention", "after_block")]),
+    ],
+)
+def test_probes_are_named_by_layer_and_site(memory, names):
+    config = compose(["quickstart"], ["model.num_layers=3", "model.hidden_size=32", f"model.memory={memory}"])
+    module = LanguageModeling(config)
+    assert [module._name_memory(i) for i in range(len(module.model.memories))] == names

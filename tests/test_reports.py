@@ -71,6 +71,8 @@ def test_runs_are_compared_in_a_table_and_a_figure(tmp_path):
         folder.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
         result = {"parameters": 10, "memory_parameters": 2, "train_loss": {"last_20_steps": losses[-1]}}
         result |= {"sets": {"left": build_scores(losses[-1])}, "average": build_scores(losses[-1])}
+        bigrams = {"loss": 4.0, "perplexity": 54.6}
+        result |= {"tokens": 20, "bigrams": {"sets": {"left": bigrams}, "average": bigrams}}
         folder.result.write_text(json.dumps(result))
         folders.append(folder)
     rows = format_runs(folders, "markdown").splitlines()
@@ -78,6 +80,8 @@ def test_runs_are_compared_in_a_table_and_a_figure(tmp_path):
     assert cells[:7] == ["one", "finished", "2", "20", "10", "2", "2.500"]
     assert cells[7:] == ["2.000 / 4.0", "2.000 / 4.0", "1.000"]
     assert rows[3].split()[1] == "two"
+    assert [row.split("|")[1].strip() for row in rows[4:]] == ["bigram counts"], "one row for the same tokens"
+    assert "4.000 / 54.6" in rows[4]
     folders[1].result.unlink()
     rows = format_runs(folders).splitlines()
     assert rows[3].split() == ["two", "unfinished", "2", "20", *"\u2013\u2013", "2.000", *"\u2013\u2013\u2013"]

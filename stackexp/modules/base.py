@@ -126,15 +126,22 @@ class TrainingModule(pl.LightningModule):
         self._samples.append(samples)
         self._losses.append(losses.cross_entropy.float())
         self.step_metrics.add(TRAIN_LOSS, losses.cross_entropy)
-        for layer, probe in enumerate(output.probes or []):
+        for i, probe in enumerate(output.probes or []):
             for name, value in probe.items():
-                self.step_metrics.add(f"memory/{name}/layer_{layer:02d}", value)
+                self.step_metrics.add(f"memory/{name}/{self._name_memory(i)}", value)
         if losses.z is not None:
             self.step_metrics.add("train/z_loss", losses.z)
         if not self.model.entropy_weight:
             return losses.total
         self.step_metrics.add("train/action_entropy", output.entropy)
         return losses.total + self.model.entropy_weight * output.entropy
+
+    def _name_memory(self, index: int) -> str:
+        """Return layer_03 for a probe, or layer_03_after_block where each layer has several memories."""
+        memories, num_layers = self.model.memories, len(self.model.layers)
+        per_layer = max(1, len(memories) // num_layers)
+        site = f"_{memories[index].site}" if per_layer > 1 else ""
+        return f"layer_{index // per_layer:02d}{site}"
 
     def on_train_start(self) -> None:
         """Set the rate of the next step from the schedule, which may have another `max_steps` after a resume."""

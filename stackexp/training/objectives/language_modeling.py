@@ -1,5 +1,6 @@
 """The objective of language modeling: next-token prediction, evaluated on named validation sets."""
 
+import logging
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import lightning.pytorch as pl
 
 from stackexp.config.experiment import ExperimentConfig
+from stackexp.config.memory import StackMemoryConfig
 from stackexp.data import hash_log
 from stackexp.evaluation.bigram_baseline import score_bigrams
 from stackexp.evaluation.generation import continue_text
@@ -20,6 +22,8 @@ from stackexp.training.callbacks.data_record import DataRecord
 from stackexp.training.objectives.base import Objective, Session
 from stackexp.training.tensorboard import write_points
 
+log = logging.getLogger(__name__)
+
 
 class LanguageModelingObjective(Objective):
     """Next-token prediction. A run ends with the loss on all validation sets and a text sample."""
@@ -29,6 +33,25 @@ class LanguageModelingObjective(Objective):
     def build_module(self, weights: Path | None = None) -> LanguageModeling:
         """Build the next-token module."""
         return LanguageModeling(self.config, weights)
+
+    def warn_about_limits(self, stage: str) -> None:
+        """Warn about reads of a stack over the depth that the equations allow but that read little or at random."""
+        config = self.config.model
+        memory = getattr(config, "memory", None)
+        if stage != "fit" or not isinstance(memory, StackMemoryConfig) or memory.read != "global":
+            return
+        updates = config.num_layers * (2 if memory.site == "each_sublayer" else 1)
+        if memory.axis == "depth" and memory.read_mask == "multiply" and memory.num_slots > updates:
+            log.warning(
+                "model.memory.num_slots: %d slots for %d updates of a token; with read_mask: multiply, empty slots "
+                "share the read; use num_slots=%d or read_mask=log",
+                *(memory.num_slots, updates, updates),
+            )
+        if memory.read_mask == "additive" and self.config.trainer.precision != "64-true":
+            log.warning(
+                "model.memory.read_mask: additive lets rounding of the mask choose the slot once actions are nearly "
+                "one-hot; log has no such limit"
+            )
 
     def describe_training(self) -> str:
         """Return steps, micro-batches and tokens."""

@@ -1,0 +1,31 @@
+"""Reads that the equations allow but that read little, or at random, are logged at the start."""
+
+import logging
+
+import pytest
+
+from stackexp.config.compose import compose
+from stackexp.training.objectives import build_objective
+
+SLOTS = "model.memory.num_slots: 24 slots for 6 updates of a token; with read_mask: multiply, empty slots share"
+CASES = {
+    "": [SLOTS],
+    "model.memory.num_slots=6": [],
+    "model.memory.read_mask=log": [],
+    "model.memory.read=top": [],
+    "model.memory.axis=time": [],
+    "model.memory.site=each_sublayer": ["model.memory.num_slots: 24 slots for 12 updates of a token"],
+    "model.memory.read_mask=additive": ["model.memory.read_mask: additive lets rounding of the mask choose the slot"],
+    "model.memory=null": [],
+    "model.memory=hyper_connections": [],
+}
+
+
+@pytest.mark.parametrize(("override", "expected"), CASES.items())
+def test_warnings(override, expected, caplog):
+    objective = build_objective(compose(["quickstart"], [override] if override else []))
+    with caplog.at_level(logging.WARNING, logger="stackexp"):
+        objective.warn_about_limits("fit")
+        objective.warn_about_limits("validate")
+    assert len(caplog.messages) == len(expected)
+    assert all(message.startswith(start) for message, start in zip(caplog.messages, expected, strict=True))
