@@ -29,7 +29,7 @@ _configs: dict[tuple[str, ...], dict[str, Any]] = {}  # composing is slow: once 
 
 
 def write_run(folder: Path, model: str, task: str, *overrides: str, seed: int = 0) -> Path:
-    """Write the config.yaml of a started run into the new folder and return the folder."""
+    """Write the config.yaml and the marker of a started run into the new folder and return the folder."""
     if (model, *overrides) not in _configs:
         base = ["name=formal_table", "data.kind=formal_language", "schedule.warmup_steps=0", "data.task=even_pairs"]
         base.append(f"model.output_vocab_size={TASKS['even_pairs'].num_answer_symbols}")
@@ -38,6 +38,7 @@ def write_run(folder: Path, model: str, task: str, *overrides: str, seed: int = 
     sizes = {"vocab_size": TASKS[task].num_symbols + 1, "output_vocab_size": TASKS[task].num_answer_symbols}
     model_config, data = config["model"] | sizes, config["data"] | sizes | {"task": task}
     folder.mkdir(parents=True)
+    (folder / ".stackexp").touch()
     tree = config | {"seed": seed, "model": model_config, "data": data}
     (folder / "config.yaml").write_text(yaml.safe_dump(tree, sort_keys=False))
     return folder

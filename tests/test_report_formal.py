@@ -79,6 +79,14 @@ def test_score_covers_the_requested_lengths(runs):
     assert read_row(format_report(runs), "even_pairs")["LSTM"] == f"{mean:.2f}↓ / {mean:.2f} (1)"
 
 
+def test_score_is_interpolated_between_tested_lengths(runs):
+    finish(write_run(runs / "a", "LSTM", "even_pairs"), beyond=0.5, up_to_100=0.9, stride=9)
+    (run,) = collect_report([runs], ALL_LENGTHS).runs
+    falling = [0.5 + 0.4 * share / 9 for share in range(8, 0, -1)]  # at 96 to 103
+    expected = (55 * 0.9 + sum(falling) + 397 * 0.5) / 460
+    assert run.compute_score(ALL_LENGTHS) == pytest.approx(expected)
+
+
 def test_recipe_is_chosen_by_the_validation_accuracy(runs):
     """Not by the score. Recipes are not mixed, and the others are described in a note."""
     for seed in range(2):

@@ -17,8 +17,8 @@ from stackexp.reports.formal.export import escape_latex, format_latex
 from stackexp.reports.formal.figures import _build_curve, _build_legend, draw_bars, draw_curves
 from stackexp.reports.formal.paper import COLUMNS
 from stackexp.reports.formal.recipes import name_recipe
-from stackexp.reports.formal.runs import find_run_folders
 from stackexp.reports.formal.tables import build_header
+from stackexp.reports.summaries import find_runs
 from stackexp.tasks import TASKS
 
 
@@ -109,15 +109,17 @@ def test_other_folders_are_skipped_with_a_note(runs, tmp_path, capsys):
     finish(run, beyond=0.5)
     other = runs.parent / "quickstart" / "id"
     other.mkdir(parents=True)
+    (other / ".stackexp").touch()
     (other / "config.yaml").write_text("model: {kind: transformer}\ndata: {kind: stdlib}\n")
     queue = finish(write_run(runs / "q", "StackTrans", "even_pairs", "model.memory.discipline=queue"), beyond=1.0)
     text = format_report(runs.parent)
     assert f"- skipped, not a formal language: {other}\n" in text
     assert f"- skipped, the table has no column for this model: {queue}\n" in text
-    assert find_run_folders([runs, runs / "one", runs.resolve()]) == [runs / "one", runs / "q"], "each once"
+    found = find_runs([runs, runs / "one", runs.resolve()])
+    assert [run.path for run in found] == [runs / "one", runs / "q"], "each once"
     assert main(["report", "formal", str(tmp_path / "nothing")]) == 1
     error = capsys.readouterr().err
-    assert error.startswith(f"error: {tmp_path}/nothing: no run folder (no config.yaml in it or below); give runs/")
+    assert error.startswith(f"error: {tmp_path}/nothing: no run folder in it or below; give runs/")
     assert error.count("\n") == 1
 
 

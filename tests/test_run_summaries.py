@@ -48,7 +48,7 @@ def test_summary_has_the_state_and_the_losses(run):
 def test_runs_are_found_at_any_depth(run, tmp_path):
     shutil.copytree(run.path, "runs/formal/stacktrans/x")
     Path("runs/notes").mkdir()
-    assert [str(found.path) for found in find_runs(Path("runs"))] == ["runs/formal/stacktrans/x", str(run.path)]
+    assert [str(found.path) for found in find_runs(["runs"])] == ["runs/formal/stacktrans/x", str(run.path)]
 
 
 def test_list_show_and_remove(run, capsys):

@@ -3,7 +3,7 @@
 import math
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -48,12 +48,16 @@ class RunSummary:
         return asdict(self)
 
 
-def find_runs(root: Path) -> list[RunFolder]:
-    """Return all run folders at or below `root`, in the order of their paths."""
-    return sorted(map(RunFolder, _walk_runs(root)), key=lambda run: run.path)
+def find_runs(paths: Iterable[Path | str]) -> list[RunFolder]:
+    """Return all run folders at or below these paths, each once, sorted below each path."""
+    found: dict[Path, RunFolder] = {}
+    for path in paths:
+        for folder in sorted(_walk_runs(path)):
+            found.setdefault(folder.resolve(), RunFolder(folder))
+    return list(found.values())
 
 
-def _walk_runs(root: Path) -> Iterator[Path]:
+def _walk_runs(root: Path | str) -> Iterator[Path]:
     for folder, folders, files in os.walk(root):
         if "config.yaml" in files and ("environment.json" in files or ".stackexp" in files):
             folders.clear()

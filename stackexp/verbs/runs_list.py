@@ -25,7 +25,7 @@ def run(args: Namespace) -> int:
     for folder in args.folders:
         if not Path(folder).is_dir():
             args.parser.error(f"{folder}: no such folder")
-    summaries = [summarize(run) for folder in args.folders for run in find_runs(Path(folder))]
+    summaries = [summarize(run) for run in find_runs(args.folders)]
     summaries = [summary for summary in summaries if args.state in (None, summary.state.value)]
     if args.json:
         print(json.dumps([summary.to_dict() for summary in summaries], indent=2))

@@ -10,7 +10,8 @@ from stackexp.config.yaml_files import flatten, read_file
 from stackexp.errors import RunError
 from stackexp.reports.formal.cells import Cell, build_cell
 from stackexp.reports.formal.paper import COLUMNS, find_column
-from stackexp.reports.formal.runs import Evaluation, FormalRun, Lengths, find_run_folders, read_run
+from stackexp.reports.formal.runs import Evaluation, FormalRun, Lengths, read_run
+from stackexp.reports.summaries import find_runs
 from stackexp.tasks import TASKS
 
 
@@ -42,7 +43,10 @@ def collect_report(paths: Sequence[Path | str], lengths: Lengths) -> Report:
     Raises RunError for a folder without runs, and if no run is finished and tested over the lengths.
     """
     runs, skipped = [], defaultdict(list)
-    for path in find_run_folders(paths):
+    for path in paths:
+        if not find_runs([path]):
+            raise RunError(f"{path}: no run folder in it or below; give runs/<name>/<id>, or a folder of run folders")
+    for path in (run.path for run in find_runs(paths)):
         config = flatten(read_file(path / "config.yaml")[1])
         if config.get("data.kind") != "formal_language":
             skipped["not a formal language"].append(path)

@@ -2,13 +2,12 @@
 
 import dataclasses
 import functools
-import os
-import statistics
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from stackexp.config.affects import affects, changes_scores
 from stackexp.config.layers import split_overrides
@@ -48,8 +47,9 @@ class Evaluation:
         return bool(tested) and min(tested) - lengths[0] < self.stride and lengths[1] - max(tested) < self.stride
 
     def compute_score(self, lengths: Lengths) -> float:
-        """Return the mean accuracy over the tested lengths in a range."""
-        return statistics.fmean(self.accuracy[length] for length in self.select_lengths(lengths))
+        """Return the mean accuracy over all lengths in a range, interpolated between tested ones, as in result.json."""
+        all_lengths = np.arange(lengths[0], lengths[1] + 1)
+        return float(np.interp(all_lengths, list(self.accuracy), list(self.accuracy.values())).mean())
 
     def count_strings(self, lengths: Lengths) -> int:
         """Return how many strings were tested in a range."""
@@ -132,31 +132,6 @@ def is_in_recipe(options: Options, key: str) -> bool:
 def select_recipe(options: Options) -> Options:
     """Return the options that runs of one recipe share."""
     return {key: value for key, value in options.items() if is_in_recipe(options, key)}
-
-
-def find_run_folders(paths: Iterable[Path | str]) -> list[Path]:
-    """Return the run folders at or below these paths, each once, sorted below each path. Raises RunError if none."""
-    found: dict[Path, Path] = {}
-    for path in map(Path, paths):
-        below = _walk(path)
-        if not below:
-            raise RunError(
-                f"{path}: no run folder (no config.yaml in it or below); give runs/<name>/<id>, or a folder of run "
-                "folders such as runs/formal_table"
-            )
-        for folder in below:
-            found.setdefault(folder.resolve(), folder)
-    return list(found.values())
-
-
-def _walk(path: Path) -> list[Path]:
-    found = []
-    for folder, folders, files in os.walk(path):
-        if "config.yaml" in files:
-            found.append(Path(folder))
-            folders.clear()
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
-    return found
 
 
 def read_run(path: Path, config: Options, column: str) -> FormalRun:
