@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 
 from stackexp.errors import ConfigError
-from stackexp.reports.figures import abbreviate_thousands, check_figure_path, label_curves, new_figure
+from stackexp.reports.figures import abbreviate_thousands, check_output_path, label_curves, new_figure
 
 
 def test_thousands_are_abbreviated():
@@ -29,7 +29,7 @@ def test_names_of_curves_that_coincide_are_apart():
 
 
 def test_paths_are_checked_before_drawing(tmp_path):
-    check_figure_path(tmp_path / "a.PDF")
-    for path, message in ((tmp_path / "a.xyz", "cannot draw a .xyz"), (tmp_path / "none/a.png", "does not exist")):
+    check_output_path(tmp_path / "a.PDF")
+    for name, message in {"a.xyz": "ending in .png, .pdf, .svg", "none/a.png": "does not exist"}.items():
         with pytest.raises(ConfigError, match=message):
-            check_figure_path(path)
+            check_output_path(tmp_path / name)

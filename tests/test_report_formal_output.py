@@ -194,13 +194,10 @@ def test_verb_writes_the_requested_files(report, runs, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (
-            ["formal", "x", "--out", "table.txt"],
-            "--out: expected a file name ending in .md, .tex, .csv, found table.txt",
-        ),
+        (["formal", "x", "--out", "table.txt"], "table.txt: expected a file name ending in .md, .tex, .csv"),
         (["formal", "x", "--score", "500"], "--score: expected a range of lengths such as 41_500, found 500"),
         (["formal", "x", "--score", "100_41"], "--score: expected a range of lengths"),
-        (["formal", "x", "--figure", "a.gif"], "--figure: expected a file name ending in .png, .pdf, .svg, found a"),
+        (["formal", "x", "--figure", "a.gif"], "a.gif: expected a file name ending in .png, .pdf, .svg"),
         (["fromal", "x"], "unknown verb 'fromal'; did you mean 'formal'?"),
         (["formal"], "the following arguments are required: RUNS"),
     ],

@@ -140,7 +140,7 @@ def test_damaged_results_are_named(run, change, message):
 
 def test_figure_in_an_unknown_format_is_refused_before_reading(run, capsys):
     for name, message in {
-        "loss.xyz": "cannot draw a .xyz; use .png, .pdf, .svg",
+        "loss.xyz": "loss.xyz: expected a file name ending in .png, .pdf, .svg",
         "no/loss.png": "does not exist",
     }.items():
         assert main(["report", "compare", str(run.path), "--figure", name]) == 2

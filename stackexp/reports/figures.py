@@ -1,5 +1,6 @@
 """Create and save matplotlib figures in one style."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,15 +51,13 @@ def label_curves(axes: Any, curves: dict[str, Any]) -> None:
 
 
 def save_figure(figure: Any, path: Path) -> None:
-    """Write a figure to a .png, .pdf or .svg file; see `check_figure_path`."""
+    """Write a figure to a .png, .pdf or .svg file; see `check_output_path`."""
     figure.savefig(path, dpi=200)
 
 
-def check_figure_path(path: Path) -> None:
-    """Raise ConfigError unless the suffix is that of a supported format and the folder exists."""
-    if path.suffix.lower() not in FIGURE_SUFFIXES:
-        raise ConfigError(
-            f"{path}: cannot draw a {path.suffix or 'file without suffix'}; use {', '.join(FIGURE_SUFFIXES)}"
-        )
+def check_output_path(path: Path, suffixes: Sequence[str] = FIGURE_SUFFIXES) -> None:
+    """Raise ConfigError unless the path has one of the suffixes and its folder exists."""
+    if path.suffix.lower() not in suffixes:
+        raise ConfigError(f"{path}: expected a file name ending in {', '.join(suffixes)}")
     if not path.parent.is_dir():
         raise ConfigError(f"{path}: the folder {path.parent} does not exist; create it first")

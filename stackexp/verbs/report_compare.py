@@ -24,11 +24,11 @@ def run(args: Namespace) -> int:
     """Print the table, and draw the figure if requested."""
     from stackexp import runs
     from stackexp.reports.compare import check_same_data, draw_losses, format_runs
-    from stackexp.reports.figures import check_figure_path
+    from stackexp.reports.figures import check_output_path
     from stackexp.reports.summaries import summarize
 
     if args.figure:
-        check_figure_path(args.figure)
+        check_output_path(args.figure)
     folders = [runs.open_run(path) for path in args.runs]
     if not args.different_data:
         for warning in check_same_data(folders):

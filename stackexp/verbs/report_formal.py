@@ -15,7 +15,6 @@ EXAMPLES = (
     "report formal runs/formal_table runs/formal --score 41_100 --out table.md --out table.tex --out runs.csv",
     "report formal runs/formal_table --figure bars.png --curves curves.pdf",
 )
-TABLES, FIGURES = (".md", ".tex", ".csv"), (".png", ".pdf", ".svg")
 
 
 def add_arguments(parser: Parser) -> None:
@@ -31,9 +30,12 @@ def add_arguments(parser: Parser) -> None:
 def run(args: Namespace) -> int:
     """Print or write the table, and draw the figures if requested."""
     lengths = _parse_lengths(args)
-    for option, paths, suffixes in (("out", args.out, TABLES), ("figure", [args.figure], FIGURES)):
-        _check_suffixes(args.parser, option, paths, suffixes)
-    _check_suffixes(args.parser, "curves", [args.curves], FIGURES)
+    from stackexp.reports.figures import check_output_path
+
+    for path in args.out:
+        check_output_path(path, (".md", ".tex", ".csv"))
+    for path in filter(None, (args.figure, args.curves)):
+        check_output_path(path)
     from stackexp.reports.formal import export, figures, tables
     from stackexp.reports.formal.collect import collect_report
 
@@ -42,7 +44,7 @@ def run(args: Namespace) -> int:
         print(tables.format_markdown(report), end="")
     writers = {".md": tables.format_markdown, ".tex": export.format_latex, ".csv": export.format_csv}
     for path in args.out:
-        path.write_text(writers[path.suffix](report), encoding="utf-8")
+        path.write_text(writers[path.suffix.lower()](report), encoding="utf-8")
         print(path)
     for path, draw in ((args.figure, figures.draw_bars), (args.curves, figures.draw_curves)):
         if path:
@@ -57,9 +59,3 @@ def _parse_lengths(args: Namespace) -> tuple[int, int]:
     if not 1 <= first <= last:
         args.parser.error(f"--score: expected a range of lengths such as 41_500, found {args.score}")
     return first, last
-
-
-def _check_suffixes(parser: Parser, option: str, paths: list[Path | None], suffixes: tuple[str, ...]) -> None:
-    for path in paths:
-        if path and path.suffix not in suffixes:
-            parser.error(f"--{option}: expected a file name ending in {', '.join(suffixes)}, found {path}")
