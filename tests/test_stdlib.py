@@ -153,3 +153,25 @@ def test_unwritable_cache_is_a_one_line_error(tmp_path, monkeypatch):
     monkeypatch.setenv("STACKEXP_CACHE", str(tmp_path / "file" / "cache"))
     with pytest.raises(RunError, match=r"cannot be written .*STACKEXP_CACHE"):
         stdlib.prepare_stdlib(SMALL, show_progress=False)
+
+
+def test_packages_add_files_that_repeat_no_other(tmp_path, monkeypatch):
+    monkeypatch.setattr(stdlib, "TRAIN_BYTES_WITH_PACKAGES", 60)
+    root = tmp_path / "site"
+    for path, text in {
+        "one/a.py": "a = 1\n" * 3,
+        "one/copy.py": "a = 1\n" * 3,
+        "two/held_out.py": "held = 'out'\n",
+        "two/tests/test_a.py": "assert a\n",
+        "two/latin.py": "# coding: unknown\n",
+        "two/empty.py": "",
+        "two/b.py": "b = 2\n" * 9,
+    }.items():
+        (root / path).parent.mkdir(parents=True, exist_ok=True)
+        (root / path).write_text(text)
+    known = {"train": {"x.py": "x = 0\n"}, "held": {"y.py": "held = 'out'\n"}}
+    found = stdlib.read_packages(root, known)
+    assert sorted(found.values()) == ["a = 1\n" * 3, "b = 2\n" * 9]
+    assert all(path.startswith("packages/") for path in found)
+    monkeypatch.setattr(stdlib, "TRAIN_BYTES_WITH_PACKAGES", 10)
+    assert len(stdlib.read_packages(root, known)) == 1, "the last file may exceed the cap"

@@ -150,6 +150,7 @@ def test_copy_in_the_folder_means_the_same_anywhere(tmp_path, monkeypatch, name)
 
 COUNTS = {
     "ablation": 6,
+    "ablation_small": 45,
     "depth_memories": 33,
     "formal/quick": 2,
     "ladder": 12,

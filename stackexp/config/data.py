@@ -156,3 +156,5 @@ class StdlibConfig(DataConfig):
     """Tokens per sequence."""
     global_batch_tokens: int = option(4096, min=1)
     """Tokens per optimizer step over all devices."""
+    packages: bool = False
+    """Also train on the source code of installed packages, up to 24 MB in all, without repeated files."""

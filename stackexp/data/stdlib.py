@@ -24,6 +24,7 @@ from stackexp.errors import RunError
 from stackexp.files import get_cache_root, hold_lock
 
 TRAIN_BYTES, HELD_OUT_BYTES = 6_000_000, 200_000  # caps of UTF-8 text per set; the last file may exceed them
+TRAIN_BYTES_WITH_PACKAGES = 24_000_000
 EXCLUDED_FOLDERS = {  # tests, other packages, tables of numbers, and folders that some Pythons lack
     *("__pycache__", "site-packages", "dist-packages", "test", "tests", "idle_test", "idlelib", "lib2to3", "distutils"),
     *("ensurepip", "turtledemo", "lib-dynload", "pydoc_data", "encodings", "_pyrepl"),
@@ -46,6 +47,8 @@ def prepare_stdlib(config: StdlibConfig, show_progress: bool = True) -> DataPath
     waits. Raises RunError if this Python lacks the source of its standard library, or the cache cannot be written.
     """
     texts = read_stdlib(Path(sysconfig.get_paths()["stdlib"]))
+    if config.packages:
+        texts["train"] |= read_packages(Path(sysconfig.get_paths()["purelib"]), texts)
     held_out = {name: texts[name] for name in [*VALIDATION_NAMES, *TEST_NAMES]}
     settings = [FORMAT_VERSION, config.vocab_size, config.context_length, texts["train"], held_out]
     key = hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:16]
@@ -63,6 +66,38 @@ def prepare_stdlib(config: StdlibConfig, show_progress: bool = True) -> DataPath
     return DataPaths(folder / "train", validation, {name: folder / name for name in TEST_NAMES})
 
 
+def read_packages(root: Path, texts: dict[str, dict[str, str]]) -> dict[str, str]:
+    """Return .py files under `root` by path, in the order of the hash of their path, up to the cap with `texts`.
+
+    Files that repeat another one, or a file of `texts`, are left out.
+    """
+    known = {text for of_set in texts.values() for text in of_set.values()}
+    size = sum(len(text.encode()) for text in texts["train"].values())
+    found: dict[str, str] = {}
+    for path in _sort_by_hash(_find_python_files(root)):
+        if size >= TRAIN_BYTES_WITH_PACKAGES:
+            break
+        text = _read_source(root / path)
+        if text.strip() and text not in known:
+            known.add(text)
+            found[f"packages/{path}"] = text
+            size += len(text.encode())
+    return found
+
+
+def _sort_by_hash(paths: list[str]) -> list[str]:
+    return sorted(paths, key=lambda path: hashlib.sha256(path.encode()).digest())
+
+
+def _read_source(path: Path) -> str:
+    """Return the text of a .py file, empty if it has an unknown encoding or cannot be read."""
+    try:
+        with tokenize.open(path) as file:
+            return file.read()
+    except (OSError, SyntaxError, ValueError):
+        return ""
+
+
 def read_stdlib(root: Path) -> dict[str, dict[str, str]]:
     """Return the .py files under `root` by set and path. Files that are not valid Python source are left out.
 
@@ -72,16 +107,15 @@ def read_stdlib(root: Path) -> dict[str, dict[str, str]]:
     set_names = {package: name for name, members in packages.items() for package in members}
     texts: dict[str, dict[str, str]] = {name: {} for name in ["train", *VALIDATION_NAMES, *TEST_NAMES]}
     sizes: Counter[str] = Counter()
-    for path in sorted(_find_python_files(root), key=lambda path: hashlib.sha256(path.encode()).digest()):
+    for path in _sort_by_hash(_find_python_files(root)):
         name = DOCSTRINGS if path in DOCSTRING_FILES else set_names.get(path.split("/")[0], "train")
         if sizes[name] >= (TRAIN_BYTES if name == "train" else HELD_OUT_BYTES):
             continue
+        text = _read_source(root / path)
         try:
-            with tokenize.open(root / path) as file:
-                text = file.read()
             text = extract_docstrings(text) if name == DOCSTRINGS else text
             size = len(text.encode())
-        except (OSError, SyntaxError, ValueError, RecursionError):  # unknown encoding, or another version's syntax
+        except (SyntaxError, ValueError, RecursionError):  # another version's syntax
             continue
         if text.strip():
             texts[name][path] = text

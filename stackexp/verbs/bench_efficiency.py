@@ -15,7 +15,19 @@ EXAMPLES = (
     "bench efficiency",
     "bench efficiency --config pretrain/stacktrans-360m data.micro_batch_size=8 --out efficiency.json",
 )
-MEMORIES = ("stacktrans", "queue", "push_only", "single_head", "full_dim", "authors_code")
+MEMORIES = (
+    *(
+        "stacktrans",
+        "queue",
+        "push_only",
+        "single_head",
+        "full_dim",
+        "authors_code",
+        "stacktrans-normalized",
+        "adapter",
+    ),
+    *("attention_residual", "dense_former", "hyper_connections", "mhc", "value_skip"),
+)
 
 
 def add_arguments(parser: Parser) -> None:
