@@ -7,7 +7,7 @@ from typing import Any
 import yaml
 
 from stackexp.config.compose import compose, to_dict
-from stackexp.reports.formal.collect import collect_report
+from stackexp.reports.formal.cells import collect_report
 from stackexp.reports.formal.tables import build_header, format_markdown
 from stackexp.tasks import TASKS
 

@@ -1,17 +1,22 @@
-"""The formal-language table: the runs, recipes and tests counted in a cell, from synthetic run folders."""
+"""The formal-language report: which runs count in a cell, and the files it writes, from synthetic run folders."""
 
+import csv
 import json
-import re
 from pathlib import Path
 
 import pytest
 from formal_runs import ALL_LENGTHS, MODELS, NEAR_LENGTHS, finish, format_report, read_row, write_run
 
+from stackexp.cli import main
 from stackexp.config.formal_language import model_label
 from stackexp.errors import RunError
-from stackexp.reports.formal import paper, recipes
-from stackexp.reports.formal.collect import collect_report
+from stackexp.reports.formal import commands, paper
+from stackexp.reports.formal.cells import Report, collect_report
+from stackexp.reports.formal.export import escape_latex, format_latex
+from stackexp.reports.formal.figures import build_curve
 from stackexp.reports.formal.paper import COLUMNS, find_column
+from stackexp.reports.formal.runs import select_recipe
+from stackexp.reports.formal.tables import RECIPE_HEADER, build_header
 from stackexp.tables import ABSENT
 from stackexp.tasks import TASKS
 
@@ -20,7 +25,7 @@ from stackexp.tasks import TASKS
 def runs(tmp_path, monkeypatch) -> Path:
     """The path runs/formal_table in an empty working directory; shipped recipes are not composed."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(recipes, "_compose_recipe", lambda name: None)
+    monkeypatch.setattr(commands, "_compose_recipe", lambda name: None)
     return Path("runs/formal_table")
 
 
@@ -30,28 +35,24 @@ def test_printed_scores_are_those_of_table_1():
     assert printed == [0.66, 0.85, 0.93, 0.53, 0.92, 0.92]
     assert paper.get_printed_score("even_pairs", "StackAttn") is None
     assert paper.get_printed_score("duplicate_string", "LSTM") is None
-    assert [len(tasks) for tasks in paper.CLASSES.values()] == [4, 4, 7]
 
 
 def test_column_follows_from_the_config(runs):
     for model in MODELS:
         finish(write_run(runs / model, model, "even_pairs"), beyond=0.5)
     report = collect_report([runs], ALL_LENGTHS)
-    assert {run.path.name: run.column for run in report.runs} == {model: model for model in COLUMNS}
+    assert {run.path.name: run.column for run in report.runs} == dict(zip(COLUMNS, COLUMNS, strict=True))
     config = dict(report.cells["even_pairs", "StackTrans"].runs[0].config)
     assert find_column(config | {"model.memory.axis": "token_major"}) == "StackTrans"
     assert find_column(config | {"model.memory.discipline": "queue"}) is None
-    assert model_label(config) == "stacktrans"
     queue = {"model.memory.discipline": "queue", "model.memory.axis": "depth"}
     assert model_label(config | queue) == "stacktrans-depth-queue"
-    assert model_label({"model.kind": "transformer", "model.memory": None}) == "transformer"
     assert model_label({"model.kind": "transformer", "model.memory.kind": "mine"}) == "mine"
 
 
 def test_cell_has_best_and_median_next_to_the_papers_score(runs):
     for seed, score in enumerate((0.90, 0.996, 0.97)):
         finish(write_run(runs / f"a{seed}", "StackTrans", "parity_check", seed=seed), beyond=score)
-        finish(write_run(runs / f"b{seed}", "LSTM", "odds_first", seed=seed), beyond=score - 0.4)
     finish(write_run(runs / "c", "StackTrans depth", "parity_check"), beyond=0.5)
     finish(write_run(runs / "d", "Transformer", "duplicate_string"), beyond=0.625)
     text = format_report(runs)
@@ -60,21 +61,13 @@ def test_cell_has_best_and_median_next_to_the_papers_score(runs):
     assert cells["StackTrans depth"] == "0.50↓ / 0.50 (1)"
     assert cells["paper of StackTrans depth"] == "1.00"
     assert (cells["LSTM"], cells["paper of LSTM"], cells["paper of StackAttn"]) == ("missing", "1.00", ABSENT)
-    assert read_row(text, "odds_first")["LSTM"] == "**0.60** / 0.57 (3)"
     assert read_row(text, "duplicate_string")["Transformer"] == "0.62 / 0.62 (1)", "the paper prints none"
-    order = [line.split()[1] for line in text.splitlines() if line.startswith(("| even_", "| stack_m", "| missing_d"))]
-    assert order == ["even_pairs", "stack_manipulation", "missing_duplicate"]
     assert text.index("*regular*") < text.index("*deterministic context-free*") < text.index("*context-sensitive*")
-    (recipe,) = [line for line in text.splitlines() if line.startswith("| parity_check ") and "| time" in line]
-    assert [cell.strip() for cell in recipe.split("|")][2:6] == ["time", "top", "identity", "0.001"]
-    assert "| 24 | none (1..40) | 10,000 | 0, 1, 2 | 1.000 " in re.sub(r" +", " ", recipe)
 
 
 def test_score_covers_the_requested_lengths(runs):
     finish(write_run(runs / "a", "LSTM", "even_pairs"), beyond=0.5, up_to_100=0.9)
-    near = format_report(runs, NEAR_LENGTHS)
-    assert read_row(near, "even_pairs")["LSTM"] == "0.90↓ / 0.90 (1)"
-    assert "on lengths 41..100 (every length, 512 strings each). Bold" in near
+    assert read_row(format_report(runs, NEAR_LENGTHS), "even_pairs")["LSTM"] == "0.90↓ / 0.90 (1)"
     mean = (60 * 0.9 + 400 * 0.5) / 460
     assert read_row(format_report(runs), "even_pairs")["LSTM"] == f"{mean:.2f}↓ / {mean:.2f} (1)"
 
@@ -95,14 +88,11 @@ def test_recipe_is_chosen_by_the_validation_accuracy(runs):
         finish(other, beyond=0.8, validation=0.8 + 0.15 * seed)
     text = format_report(runs)
     assert read_row(text, "odds_first")["StackTrans"] == "**0.60** / 0.60 (2)"
-    assert (
-        "- StackTrans, odds_first: recipe not chosen: `data.curriculum_steps=1500` "
-        "(2 seeds, validation accuracy 0.875, chosen 0.9; runs/formal_table/b0)"
-    ) in text
+    assert "StackTrans, odds_first: recipe not chosen: `data.curriculum_steps=1500` (2 seeds, validation acc" in text
+    assert "accuracy 0.875 and loss 0.25, chosen accuracy 0.9 and loss 0.25; runs/formal_table/b0)" in text
     finish(runs / "b0", beyond=0.8, validation=0.86)
     text = format_report(runs)
     assert read_row(text, "odds_first")["StackTrans"] == "**0.80** / 0.80 (2)"
-    assert "4 to 40 in 1,500 steps" in text
     assert "recipe not chosen: `data.curriculum_steps=0`" in text
 
 
@@ -120,15 +110,12 @@ def test_recipe_with_three_seeds_precedes_better_validation(runs):
 
 @pytest.mark.parametrize(("losses", "seeds"), [((0.02, 0.001), (2, 2)), ((0.25, 0.25), (1, 2))])
 def test_tie_is_broken_by_validation_loss_and_then_by_seeds(runs, losses, seeds):
-    for name, recipe, loss, count, score in zip(
-        "ab", ([], ["optimizer.lr=0.01"]), losses, seeds, (0.9, 0.5), strict=True
-    ):
+    recipes = ([], ["optimizer.lr=0.01"])
+    for name, recipe, loss, count, score in zip("ab", recipes, losses, seeds, (0.9, 0.5), strict=True):
         for seed in range(count):
             finish(write_run(runs / f"{name}{seed}", "LSTM", "odds_first", *recipe, seed=seed), beyond=score, loss=loss)
     text = format_report(runs)
     assert read_row(text, "odds_first")["LSTM"] == "0.50↓ / 0.50 (2)"
-    if losses[0] != losses[1]:
-        assert "(2 seeds, validation loss 0.02, chosen 0.001; runs/formal_table/a0)" in text
 
 
 def test_recipe_ignores_execution_and_thoroughness(runs):
@@ -146,22 +133,18 @@ def test_recipe_ignores_execution_and_thoroughness(runs):
     assert "- † tested less than others: one length in 9, 64 strings each (LSTM: odds_first)" in report
 
 
-def test_later_run_of_a_seed_counts(runs):
-    for name, score in {"a": 0.9, "b": 0.5}.items():
-        finish(write_run(runs / name, "LSTM", "odds_first"), beyond=score)
-    text = format_report(runs)
-    assert read_row(text, "odds_first")["LSTM"] == "0.50↓ / 0.50 (1)"
-    assert "- LSTM, odds_first: duplicate seeds, not counted: runs/formal_table/a (seed 0)" in text
-
-
-def test_more_thorough_of_result_and_test_counts(runs):
-    run = finish(write_run(runs / "a", "LSTM", "even_pairs"), beyond=0.5, stride=9, sequences=64)
+def test_more_thorough_test_counts_then_the_later_run(runs):
+    run = finish(write_run(runs / "a", "LSTM", "even_pairs"), beyond=0.9, stride=9, sequences=64)
     finish(run, beyond=0.75, file="test.json", stride=9, sequences=32)
-    assert read_row(format_report(runs), "even_pairs")["LSTM"].startswith("0.50")
+    assert read_row(format_report(runs), "even_pairs")["LSTM"].startswith("0.90")
     finish(run, beyond=0.75, file="test.json")
     assert read_row(format_report(runs), "even_pairs")["LSTM"].startswith("0.75")
     finish(run, beyond=0.6, file="test.json", longest=200)
-    assert read_row(format_report(runs), "even_pairs")["LSTM"].startswith("0.50"), "it does not reach 500"
+    assert read_row(format_report(runs), "even_pairs")["LSTM"].startswith("0.90"), "it does not reach 500"
+    finish(write_run(runs / "b", "LSTM", "even_pairs"), beyond=0.5, stride=9, sequences=64)
+    text = format_report(runs)
+    assert read_row(text, "even_pairs")["LSTM"] == "0.50↓ / 0.50 (1)"
+    assert "- LSTM, even_pairs: duplicate seeds, not counted: runs/formal_table/a (seed 0)" in text
 
 
 def test_test_of_another_checkpoint_or_config_is_skipped(runs):
@@ -181,6 +164,134 @@ def test_damaged_result_is_an_error(runs):
     (run / "result.json").write_text('{"steps": 3}')
     with pytest.raises(RunError, match=r"a/result.json: 'accuracy' is missing; test the run again: python -m stackexp"):
         collect_report([runs], ALL_LENGTHS)
-    (run / "result.json").write_text("{")
-    with pytest.raises(RunError, match=r"a/result.json: not valid JSON"):
+
+
+def test_unfinished_runs_are_marked_and_resumed(runs):
+    finish(write_run(runs / "a", "LSTM", "even_pairs"), beyond=1.0)
+    line = {"step": 300, "tokens": 1, "train/loss": 2.0}
+    for model, seed in (("LSTM", 1), ("StackRNN", 0)):
+        started = write_run(runs / f"{model}{seed}", model, "even_pairs", seed=seed)
+        (started / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+    near = finish(write_run(runs / "near", "Transformer", "even_pairs"), beyond=0.5, longest=100)
+    text = format_report(runs)
+    assert read_row(text, "even_pairs")["LSTM"] == "**1.00** / 1.00 (1)‡"
+    assert read_row(text, "even_pairs")["StackRNN"] == "missing‡"
+    assert "LSTM even_pairs: runs/formal_table/LSTM1 (at step 300 of 10,000)" in text
+    assert "- `python -m stackexp fit --run runs/formal_table/LSTM1` (LSTM: even_pairs)\n" in text
+    assert f"`python -m stackexp test --run {near} data.eval_max_length=500`" in text
+    finish(runs / "StackRNN0", beyond=0.5, file="test.json")
+    assert read_row(format_report(runs), "even_pairs")["StackRNN"] == "0.50↓ / 0.50 (1)‡", "tested before its end"
+
+
+def test_missing_cells_are_filled_by_their_sweep_or_the_shipped_one(runs):
+    mine = runs.parent / "mine"
+    mine.mkdir(parents=True)
+    sweep = {"config": "formal/lstm", "grid": {"data.task": ["even_pairs", "parity_check"]}, "seeds": [0, 1, 2]}
+    (mine / "sweep.yaml").write_text(json.dumps(sweep))
+    finish(write_run(mine / "a-1", "LSTM", "even_pairs"), beyond=0.5)
+    text = format_report(mine)
+    assert "- `python -m stackexp sweep run runs/mine` (LSTM: parity_check)" in text
+    assert "- runs/mine: 5 of 6 trials are not finished: `python -m stackexp sweep run runs/mine`" in text
+    shipped = text.split("- `python -m stackexp sweep run formal_table` (")[1].splitlines()[0]
+    assert "LSTM: cycle_navigation, " in shipped
+    assert "StackRNN: all tasks; " in shipped
+    text = format_report(mine.rename(runs))
+    assert "- runs/formal_table: 5 of 6 trials are not finished: `python -m stackexp sweep run formal_table`" in text
+
+
+def test_recipes_are_named_by_the_shipped_config_and_listed_once(runs, monkeypatch):
+    finish(write_run(runs / "shipped", "LSTM", "odds_first"), beyond=0.5)
+    (shipped,) = collect_report([runs], ALL_LENGTHS).runs
+    monkeypatch.setattr(commands, "_compose_recipe", lambda name: select_recipe(shipped.config))
+    few = ["optimizer.lr=0.01", "trainer.gradient_clip_val=null"]
+    many = [*few, "model.num_layers=2", "optimizer.beta1=0.8", "data.max_length=20"]
+    for task, overrides in {"parity_check": few, "bucket_sort": many, "even_pairs": []}.items():
+        finish(write_run(runs / task, "LSTM", task, *overrides), beyond=0.5)
+    lines = format_report(runs).split("**Recipes**\n\n")[1].split("\n\n")[0].splitlines()
+    assert [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if "LSTM" in line] == [
+        ["LSTM", "even_pairs, odds_first", "10,000", "`formal/lstm`"],  # the sizes of the task are no differences
+        ["LSTM", "parity_check", "10,000", "`formal/lstm trainer.gradient_clip_val=null optimizer.lr=0.01`"],
+        ["LSTM", "bucket_sort", "10,000", "`runs/formal_table/bucket_sort/config.yaml`"],
+    ]
+
+
+def test_other_folders_are_skipped_with_a_note(runs):
+    run = write_run(runs / "one", "LSTM", "even_pairs")
+    with pytest.raises(RunError, match=r"no finished run on a formal language \(1 runs are unfinished or not tested"):
         collect_report([runs], ALL_LENGTHS)
+    finish(run, beyond=0.5)
+    other = runs.parent / "quickstart" / "id"
+    other.mkdir(parents=True)
+    (other / ".stackexp").touch()
+    (other / "config.yaml").write_text("model: {kind: transformer}\ndata: {kind: stdlib}\n")
+    queue = finish(write_run(runs / "q", "StackTrans", "even_pairs", "model.memory.discipline=queue"), beyond=1.0)
+    text = format_report(runs.parent)
+    assert f"- skipped, not a formal language: {other}\n" in text
+    assert f"- skipped, the table has no column for this model: {queue}\n" in text
+    with pytest.raises(RunError, match=r"^nothing: no run folder in it or below; give runs/"):
+        collect_report(["nothing"], ALL_LENGTHS)
+
+
+@pytest.fixture
+def report(runs) -> Report:
+    """Every model on three tasks with two seeds, and a name that LaTeX must escape."""
+    for task in ("even_pairs", "reverse_string", "bucket_sort"):
+        for number, model in enumerate(MODELS):
+            for seed in range(2):
+                run = write_run(runs / f"{model}_{task}&50%#{seed}", model, task, seed=seed)
+                stride = 9 if (model, task, seed) == ("StackRNN", "even_pairs", 1) else 1
+                finish(run, beyond=0.4 + 0.1 * number + 0.05 * seed, up_to_100=0.95, stride=stride)
+    write_run(runs / "begun~^{x}", "LSTM", "even_pairs", seed=5)
+    return collect_report([runs], ALL_LENGTHS)
+
+
+def test_curve_has_the_range_of_the_seeds_where_all_were_tested(report):
+    lengths, low, median, high = build_curve(report.cells["even_pairs", "StackRNN"])  # the second seed: one in 9
+    assert (lengths[0], lengths[1], lengths[-1]) == (5, 14, 500)
+    assert (low[-1], median[-1], high[-1]) == (pytest.approx(0.5), pytest.approx(0.525), pytest.approx(0.55))
+
+
+def test_latex_is_escaped(report):
+    text = format_latex(report)
+    collapsed = " ".join(text.split())
+    assert r"even\_pairs & 0.52$\downarrow$ / 0.49 (2)$\ddagger$ & 1.00 &" in collapsed
+    assert r"& \textbf{0.78} / 0.75 (2) & 0.49 &" in collapsed
+    assert "% missing cells: `python -m stackexp fit --run 'runs/formal_table/begun~^{x}'`" in text
+    assert escape_latex(r"50% a_b `x/y_z` \ ~^ ↓") == (
+        r"50\% a\_b \texttt{x/\allowbreak{}y\_\allowbreak{}z} \textbackslash{} "
+        r"\textasciitilde{}\textasciicircum{} $\downarrow$"
+    )
+    lines = [line for line in text.splitlines() if line.endswith(r"\\")]
+    assert {line.replace(r"\&", "").count("&") for line in lines} == {len(build_header()) - 1, len(RECIPE_HEADER) - 1}
+
+
+def test_verb_writes_the_requested_files(report, runs, tmp_path, capsys):
+    files, figures = ["table.md", "table.tex", "runs.csv"], ["--figure=bars.png", "--curves=curves.png"]
+    argv = ["report", "formal", str(runs), "--score", "41_200", *(f"--out={name}" for name in files)]
+    assert main([*argv, *figures]) == 0
+    assert capsys.readouterr().out.split() == [*files, "bars.png", "curves.png"]
+    for name in ("bars.png", "curves.png"):
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "table.md").read_text().startswith("| task ")
+    assert "on lengths 41..200" in (tmp_path / "table.md").read_text()
+    lines = list(csv.DictReader((tmp_path / "runs.csv").open()))
+    assert len(lines) == 3 * 6 * 2 + 1
+    line = next(line for line in lines if line["model"] == "StackTrans" and line["task"] == "bucket_sort")
+    assert (line["seed"], line["axis"], line["read"], line["paper"]) == ("0", "time", "top", "0.89")
+    assert (line["positional"], line["attention_window"], line["num_layers"]) == ("none", "", "5")
+    assert float(line["score_41_100"]) == pytest.approx(0.95)
+    assert float(line["score_41_500"]) == pytest.approx((60 * 0.95 + 400 * 0.8) / 460)
+    assert float(line["score_41_200"]) == pytest.approx((60 * 0.95 + 100 * 0.8) / 160)
+    started = next(line for line in lines if line["finished"] == "False")
+    assert (started["score_41_500"], started["steps"], started["max_steps"]) == ("", "0", "10000")
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [("--out=table.txt", "table.txt: expected a file name ending in .md, .tex, .csv"), ("--score=500", "found 500")],
+)
+def test_errors_are_one_line(option, message, capsys):
+    assert main(["report", "formal", "x", option]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1

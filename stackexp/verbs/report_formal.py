@@ -37,7 +37,7 @@ def run(args: Namespace) -> int:
     for path in filter(None, (args.figure, args.curves)):
         check_output_path(path)
     from stackexp.reports.formal import export, figures, tables
-    from stackexp.reports.formal.collect import collect_report
+    from stackexp.reports.formal.cells import collect_report
 
     report = collect_report(args.runs, lengths)
     if not args.out:

@@ -1,15 +1,20 @@
-"""The cells of the formal-language table: for each task and model the runs of its best recipe."""
+"""Collect runs on formal languages as the cells of the paper's Table 1: for each task and model its best recipe."""
 
 import json
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 
-from stackexp.reports.formal.paper import get_printed_score
-from stackexp.reports.formal.runs import FormalRun, Lengths
+from stackexp.config.yaml_files import flatten, read_file
+from stackexp.errors import RunError
+from stackexp.reports.formal.paper import COLUMNS, find_column, get_printed_score
+from stackexp.reports.formal.runs import Evaluation, FormalRun, Lengths, read_run
+from stackexp.reports.summaries import find_runs
+from stackexp.tasks import TASKS
 
 ENOUGH_SEEDS = 3
 """Recipes with this many seeds are compared by their median."""
@@ -25,21 +30,20 @@ class Cell:
 
     task: str
     column: str
-    lengths: Lengths
     runs: list[FormalRun] = field(default_factory=list)
     pending: list[FormalRun] = field(default_factory=list)
     duplicates: list[FormalRun] = field(default_factory=list)
     other_recipes: list[list[FormalRun]] = field(default_factory=list)
 
-    @cached_property
+    @property
     def scores(self) -> list[float]:
         """The scores of the runs."""
-        return [score for run in self.runs if (score := run.compute_score(self.lengths)) is not None]
+        return [run.score for run in self.runs if run.score is not None]
 
     @property
-    def best_run(self) -> FormalRun:
-        """The run with the best score, which is what the paper prints."""
-        return max(self.runs, key=lambda run: run.compute_score(self.lengths) or 0.0)
+    def evaluations(self) -> list[Evaluation]:
+        """The evaluations of the runs."""
+        return [run.evaluation for run in self.runs if run.evaluation]
 
     @property
     def paper(self) -> float | None:
@@ -47,14 +51,9 @@ class Cell:
         return get_printed_score(self.task, self.column)
 
     @property
-    def is_below_paper(self) -> bool:
-        """True if our best score, rounded to two decimals, is below the paper's."""
-        return bool(self.scores) and self.paper is not None and round(max(self.scores), 2) < self.paper
-
-    @property
-    def reaches_paper(self) -> bool:
-        """True if our best score, rounded to two decimals, is at least the paper's."""
-        return bool(self.scores) and self.paper is not None and not self.is_below_paper
+    def reaches_paper(self) -> bool | None:
+        """True if our best score, rounded to two decimals, is at least the paper's; None if one is missing."""
+        return round(max(self.scores), 2) >= self.paper if self.scores and self.paper is not None else None
 
     @property
     def is_unfinished(self) -> bool:
@@ -62,7 +61,64 @@ class Cell:
         return bool(self.pending) or any(not run.is_finished for run in self.runs)
 
 
-def build_cell(task: str, column: str, runs: list[FormalRun], lengths: Lengths) -> Cell:
+@dataclass(frozen=True)
+class Report:
+    """The cells by (task, column), all runs found below `paths`, and notes about skipped folders and files."""
+
+    paths: list[Path]
+    lengths: Lengths
+    runs: list[FormalRun]
+    cells: dict[tuple[str, str], Cell]
+    skipped: list[str]
+
+    @cached_property
+    def finest(self) -> Evaluation:
+        """The most thorough evaluation in the table."""
+        evaluations = [evaluation for cell in self.cells.values() for evaluation in cell.evaluations]
+        return max(evaluations, key=lambda evaluation: evaluation.count_strings(self.lengths))
+
+    def find_coarse(self, cell: Cell) -> list[Evaluation]:
+        """Return the evaluations of a cell that are less thorough than others in the table."""
+        most = self.finest.count_strings(self.lengths)
+        return [evaluation for evaluation in cell.evaluations if evaluation.count_strings(self.lengths) < most]
+
+
+def collect_report(paths: Sequence[Path | str], lengths: Lengths) -> Report:
+    """Build the table of the runs in these folders.
+
+    Raises RunError for a folder without runs, and if no run is finished and tested over the lengths.
+    """
+    runs, skipped = [], defaultdict(list)
+    for path in paths:
+        if not find_runs([path]):
+            raise RunError(f"{path}: no run folder in it or below; give runs/<name>/<id>, or a folder of run folders")
+    for path in (run.path for run in find_runs(paths)):
+        config = flatten(read_file(path / "config.yaml")[1])
+        if config.get("data.kind") != "formal_language":
+            skipped["not a formal language"].append(path)
+        elif column := find_column(config):
+            runs.append(read_run(path, config, column, lengths))
+        else:
+            skipped["the table has no column for this model"].append(path)
+    unused = [run.unused for run in runs if run.unused]
+    if unused:
+        skipped["test of another checkpoint, or with overrides that change more than the test"] = unused
+    notes = [f"skipped, {reason}: {_join_paths(found)}" for reason, found in skipped.items()]
+    groups = defaultdict(list)
+    for run in runs:
+        groups[run.task, run.column].append(run)
+    keys = [(task, column) for task in TASKS for column in COLUMNS]
+    cells = {(task, column): build_cell(task, column, groups[task, column]) for task, column in keys}
+    if not any(cell.scores for cell in cells.values()):
+        unscored = f"{len(runs)} runs are unfinished or not tested over {lengths[0]}..{lengths[1]}"
+        raise RunError(
+            f"{_join_paths(paths)}: no finished run on a formal language ({'; '.join([unscored, *notes])}); finish or "
+            "test one"
+        )
+    return Report([Path(path) for path in paths], lengths, runs, cells, notes)
+
+
+def build_cell(task: str, column: str, runs: list[FormalRun]) -> Cell:
     """Choose the recipe of a cell on the validation strings, never by the score.
 
     The order is: three seeds before fewer, the best median validation accuracy, the lowest median validation loss
@@ -73,35 +129,28 @@ def build_cell(task: str, column: str, runs: list[FormalRun], lengths: Lengths) 
     for run in runs:
         recipes[json.dumps(run.recipe, sort_keys=True, default=str)].append(run)
     if not recipes:
-        return Cell(task, column, lengths)
-    order = sorted(recipes, key=lambda recipe: (*_rank(recipes[recipe], lengths), recipe))
+        return Cell(task, column)
+    order = sorted(recipes, key=lambda recipe: (*_rank(recipes[recipe]), recipe))
     chosen = recipes[order[0]]
-    scored = [run for run in chosen if run.compute_score(lengths) is not None]
+    scored = [run for run in chosen if run.score is not None]
     by_seed: dict[int, FormalRun] = {}
-    for run in scored:
-        if run.seed not in by_seed or _weigh(run, lengths) >= _weigh(by_seed[run.seed], lengths):
-            by_seed[run.seed] = run
+    for run in sorted(scored, key=lambda run: (run.seed, run.is_finished, run.num_strings)):
+        by_seed[run.seed] = run
     return Cell(
         task,
         column,
-        lengths,
-        runs=[by_seed[seed] for seed in sorted(by_seed)],
-        pending=[run for run in chosen if run.compute_score(lengths) is None and run.seed not in by_seed],
+        runs=list(by_seed.values()),
+        pending=[run for run in chosen if run.score is None and run.seed not in by_seed],
         duplicates=[run for run in scored if run is not by_seed[run.seed]],
         other_recipes=[recipes[recipe] for recipe in order[1:]],
     )
 
 
-def _weigh(run: FormalRun, lengths: Lengths) -> tuple[bool, int]:
-    evaluation = run.find_evaluation(lengths)
-    return run.is_finished, evaluation.count_strings(lengths) if evaluation else 0
-
-
-def _rank(runs: list[FormalRun], lengths: Lengths) -> tuple[int, float, float, int, int]:
+def _rank(runs: list[FormalRun]) -> tuple[int, float, float, int, int]:
     """Return the sort key of a recipe, the lowest for the best."""
-    scored = [run for run in runs if run.compute_score(lengths) is not None]
+    scored = [run for run in runs if run.score is not None]
     seeds = len({run.seed for run in scored})
-    accuracy, loss = get_median_accuracy(scored), get_median_loss(scored)
+    accuracy, loss = compute_medians(scored)
     return (
         -min(seeds, ENOUGH_SEEDS),
         1.0 if accuracy is None else -accuracy,
@@ -111,16 +160,13 @@ def _rank(runs: list[FormalRun], lengths: Lengths) -> tuple[int, float, float, i
     )
 
 
-def get_median_accuracy(runs: list[FormalRun]) -> float | None:
-    """Return the median validation accuracy of the runs, or None if none has one."""
-    return _get_median(runs, lambda run: run.validation_accuracy)
+def compute_medians(runs: list[FormalRun]) -> tuple[float | None, float | None]:
+    """Return the median validation accuracy and loss of the runs, None if no run has one."""
+    accuracies = [run.validation_accuracy for run in runs if run.validation_accuracy is not None]
+    losses = [run.validation_loss for run in runs if run.validation_loss is not None]
+    return statistics.median(accuracies) if accuracies else None, statistics.median(losses) if losses else None
 
 
-def get_median_loss(runs: list[FormalRun]) -> float | None:
-    """Return the median validation loss of the runs, or None if none has one."""
-    return _get_median(runs, lambda run: run.validation_loss)
-
-
-def _get_median(runs: list[FormalRun], read: Callable[[FormalRun], float | None]) -> float | None:
-    known = [value for run in runs if (value := read(run)) is not None]
-    return statistics.median(known) if known else None
+def _join_paths(paths: Sequence[Path | str], limit: int = 3) -> str:
+    shown = ", ".join(map(str, paths[:limit]))
+    return shown if len(paths) <= limit else f"{shown} and {len(paths) - limit} more"

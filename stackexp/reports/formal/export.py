@@ -4,10 +4,9 @@ import csv
 import io
 import re
 
-from stackexp.reports.formal.collect import Report
-from stackexp.reports.formal.missing import SweepProgress
+from stackexp.reports.formal.cells import Report
+from stackexp.reports.formal.commands import find_commands, name_recipe
 from stackexp.reports.formal.paper import COLUMNS
-from stackexp.reports.formal.recipes import name_recipe
 from stackexp.reports.formal.runs import FormalRun, Lengths
 from stackexp.reports.formal.tables import (
     BELOW,
@@ -53,12 +52,12 @@ def format_latex(report: Report) -> str:
     far, near = r"@{\hspace{10pt}}", r"@{\hspace{3pt}}"  # the paper's score is nearer to ours than the next model
     columns = f"l{far}" + f"l{near}r{far}" * (len(COLUMNS) - 2) + f"l{far}l{far}r"
     lines = ["% Needs \\usepackage{booktabs,graphicx}."]
-    lines += [f"% missing cells: {line}" for line in describe_commands(report, SweepProgress(report))]
+    lines += [f"% missing cells: {line}" for line in describe_commands(find_commands(report)[0])]
     body = format_table(build_rows(report, LATEX), header=build_header(), style="latex")
     lines += _format_float(format_legend(report), columns, body, describe_marks(report))
-    if rows := [[escape_latex(cell) for cell in row] for row in build_recipe_rows(report)]:
-        body = format_table(rows, header=RECIPE_HEADER, style="latex")
-        lines += _format_float("Recipes of StackTrans.", "l" * len(RECIPE_HEADER), body, [])
+    rows = [[escape_latex(cell) for cell in row] for row in build_recipe_rows(report)]
+    body = format_table(rows, header=RECIPE_HEADER, style="latex")
+    lines += _format_float("Recipes.", r"lp{0.5\textwidth}rp{0.6\textwidth}", body, [])
     return "\n".join(lines) + "\n"
 
 
@@ -91,8 +90,8 @@ RANGES: tuple[Lengths, ...] = ((41, 100), (41, 500))
 
 def format_csv(report: Report) -> str:
     """Return one line for each run found, also without scores; `in_table` is True if it counts in a cell."""
-    tasks = list(TASKS)
-    runs = sorted(report.runs, key=lambda r: (tasks.index(r.task), COLUMNS.index(r.column), r.seed, str(r.path)))
+    cells = list(report.cells)
+    runs = sorted(report.runs, key=lambda run: (cells.index((run.task, run.column)), run.seed, str(run.path)))
     rows = [_build_csv_row(report, run) for run in runs]
     text = io.StringIO()
     writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
@@ -102,7 +101,7 @@ def format_csv(report: Report) -> str:
 
 
 def _build_csv_row(report: Report, run: FormalRun) -> dict[str, object]:
-    cell, config, evaluation = report.cells[run.task, run.column], run.config, run.find_evaluation(report.lengths)
+    cell, config, evaluation = report.cells[run.task, run.column], run.config, run.evaluation
     sections = {"model.memory": MEMORY_OPTIONS, "model": MODEL_OPTIONS, "data": DATA_OPTIONS}
     scores = {f"score_{a}_{b}": run.compute_score((a, b)) for a, b in dict.fromkeys((*RANGES, report.lengths))}
     return {

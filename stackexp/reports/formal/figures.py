@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from stackexp.reports.figures import save_figure
-from stackexp.reports.formal.cells import Cell
-from stackexp.reports.formal.collect import Report
+from stackexp.reports.formal.cells import Cell, Report
 from stackexp.reports.formal.paper import CLASSES, COLUMNS, DEPTH
 from stackexp.tasks import TASKS
 
@@ -107,7 +106,7 @@ def _draw_task(report: Report, axes: Any, task: str) -> None:
     for column in COLUMNS:
         cell = report.cells[task, column]
         if cell.runs:
-            lengths, low, median, high = _build_curve(cell)
+            lengths, low, median, high = build_curve(cell)
             axes.fill_between(lengths, low, high, color=COLORS[column], alpha=0.2, linewidth=0)
             axes.plot(lengths, median, color=COLORS[column], linewidth=1.3, zorder=3 if column == "StackTrans" else 2)
             max_length = max(max_length, *(run.config["data.max_length"] for run in cell.runs))
@@ -124,9 +123,9 @@ def _guess_accuracy(task: str) -> float:
     return 1 / TASKS[task].num_answer_symbols
 
 
-def _build_curve(cell: Cell) -> tuple[list[int], list[float], list[float], list[float]]:
+def build_curve(cell: Cell) -> tuple[list[int], list[float], list[float], list[float]]:
     """Return the lengths that all seeds were tested at, and the lowest, median and highest accuracy at each."""
-    curves = [evaluation.accuracy for run in cell.runs if (evaluation := run.find_evaluation(cell.lengths))]
+    curves = [evaluation.accuracy for evaluation in cell.evaluations]
     lengths = sorted(set.intersection(*(set(curve) for curve in curves)))
     values = [[curve[length] for curve in curves] for length in lengths]
     return lengths, [min(v) for v in values], [statistics.median(v) for v in values], [max(v) for v in values]

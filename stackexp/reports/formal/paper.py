@@ -8,22 +8,23 @@ from stackexp.tasks import TASKS
 
 MODELS = ("LSTM", "StackRNN", "StackAttn", "Transformer", "StackTrans")
 DEPTH = "StackTrans depth"
-COLUMNS = (*MODELS, DEPTH)
-"""The models of our table: the paper's models, and a separate column for StackTrans on the depth axis."""
+COLUMNS = {
+    "LSTM": "lstm",
+    "StackRNN": "stack_rnn",
+    "StackAttn": "stack_attention",
+    "Transformer": "transformer",
+    "StackTrans": "stacktrans",
+    DEPTH: "stacktrans-depth",
+}
+"""Column of our table -> model label: the paper's models, and a separate column for StackTrans on the depth axis.
+
+The shipped config of a column is `formal/<label>`. StackTrans has one for each task in a folder of that name.
+"""
 
 CLASSES: dict[str, list[str]] = {}
 """Class in the Chomsky hierarchy (Deletang et al. 2023, table 1) -> its tasks, in the order of the table."""
 for _task in TASKS.values():
     CLASSES.setdefault(_task.chomsky_class, []).append(_task.name)
-
-_COLUMNS_BY_LABEL = {
-    "lstm": "LSTM",
-    "stack_rnn": "StackRNN",
-    "stack_attention": "StackAttn",
-    "transformer": "Transformer",
-    "stacktrans": "StackTrans",
-    "stacktrans-depth": DEPTH,
-}
 
 TABLE_1: dict[str, tuple[float | None, ...]] = {
     "even_pairs": (1.00, 1.00, None, 0.49, 1.00),
@@ -53,4 +54,5 @@ def get_printed_score(task: str, column: str) -> float | None:
 
 def find_column(config: Mapping[str, Any]) -> str | None:
     """Return the column of a config given as {full key: value}, or None if the table has none for its model."""
-    return _COLUMNS_BY_LABEL.get(model_label(config))
+    label = model_label(config)
+    return next((column for column in COLUMNS if COLUMNS[column] == label), None)

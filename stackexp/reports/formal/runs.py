@@ -58,7 +58,7 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class FormalRun:
-    """A run on a formal language.
+    """A run on a formal language, scored over `lengths`.
 
     `result` is empty for an unfinished run. `evaluations` come from result.json and test.json; `unused` is a test.json
     that belongs to another checkpoint, or was made with overrides that change more than the test.
@@ -67,6 +67,7 @@ class FormalRun:
     path: Path
     config: Options
     column: str
+    lengths: Lengths
     result: dict[str, Any]
     evaluations: tuple[Evaluation, ...]
     unused: Path | None = None
@@ -113,6 +114,21 @@ class FormalRun:
         """The options that runs of one recipe share."""
         return select_recipe(self.config)
 
+    @cached_property
+    def evaluation(self) -> Evaluation | None:
+        """The evaluation that counts, or None if the lengths were not tested."""
+        return self.find_evaluation(self.lengths)
+
+    @cached_property
+    def score(self) -> float | None:
+        """The mean accuracy over the lengths, or None if they were not tested."""
+        return self.compute_score(self.lengths)
+
+    @property
+    def num_strings(self) -> int:
+        """The number of strings tested in the lengths."""
+        return self.evaluation.count_strings(self.lengths) if self.evaluation else 0
+
     def find_evaluation(self, lengths: Lengths) -> Evaluation | None:
         """Return the most thorough evaluation that covers the range; result.json wins a tie."""
         covering = [evaluation for evaluation in self.evaluations if evaluation.covers(lengths)]
@@ -134,7 +150,7 @@ def select_recipe(options: Options) -> Options:
     return {key: value for key, value in options.items() if is_in_recipe(options, key)}
 
 
-def read_run(path: Path, config: Options, column: str) -> FormalRun:
+def read_run(path: Path, config: Options, column: str, lengths: Lengths) -> FormalRun:
     """Read a run folder. Raises RunError for a damaged result.json or test.json."""
     config = _add_new_options(config)
     folder = RunFolder(path)
@@ -147,7 +163,7 @@ def read_run(path: Path, config: Options, column: str) -> FormalRun:
             evaluations.append(_read_evaluation(test, record))
         else:
             unused = test
-    return FormalRun(path, config, column, result, tuple(evaluations), unused)
+    return FormalRun(path, config, column, lengths, result, tuple(evaluations), unused)
 
 
 def _read_evaluation(path: Path, record: dict[str, Any]) -> Evaluation:
