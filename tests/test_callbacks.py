@@ -16,7 +16,7 @@ from stackexp.training.callbacks.checkpoint import rescale_progress
 from stackexp.training.callbacks.data_record import DataRecord
 from stackexp.training.callbacks.metrics_log import MetricsLog
 from stackexp.training.callbacks.step_requests import StepRequests
-from stackexp.training.callbacks.throughput import Throughput, peak_flops
+from stackexp.training.callbacks.throughput import Throughput, get_peak_flops
 from stackexp.training.resume import Start
 from stackexp.training.signals import StopRequest, parse_seconds
 
@@ -93,9 +93,9 @@ def test_mfu_is_relative_to_the_peak_of_all_devices(clock, module, monkeypatch):
 
 
 @pytest.mark.parametrize(("name", "peak"), [("NVIDIA H100 PCIe", 756e12), ("NVIDIA GeForce RTX 3060", 0.0)])
-def test_peak_flops_by_device_name(name, peak, monkeypatch):
+def test_get_peak_flops_by_device_name(name, peak, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
-    assert (peak_flops(CUDA), peak_flops(CPU)) == (peak, 0.0)
+    assert (get_peak_flops(CUDA), get_peak_flops(CPU)) == (peak, 0.0)
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from stackexp.config.compose import compose
 from stackexp.models.cross_entropy import NextTokenLoss
 from stackexp.models.transformer import Cache
 from stackexp.tables import format_table
-from stackexp.training.callbacks.throughput import peak_flops
+from stackexp.training.callbacks.throughput import get_peak_flops
 
 TRANSFORMER = "transformer"
 ALSO_BY_REFERENCE = ("stacktrans", "full_dim")
@@ -125,7 +125,7 @@ def _summarize(subject: Subject, own: list[dict[str, float]], base: list[dict[st
         row[quantity] = statistics.median(values)
         row[f"{quantity}_ratio"], row[f"{quantity}_spread"] = ratio.median, [ratio.low, ratio.high]
     row["tokens_per_second"] = subject.tokens.numel() / row["train"]
-    if peak := peak_flops(subject.device):
+    if peak := get_peak_flops(subject.device):
         flops = subject.model.flops_per_token(subject.config.data.context_length)
         row["mfu"] = flops * row["tokens_per_second"] / peak
     return row

@@ -26,8 +26,8 @@ def evaluate(request: EvaluationRequest) -> None:
     config = request.config
     objective = build_objective(config)
     with start_processes(config.trainer, find_device_type(config)) as processes:
-        data = processes.run_together(lambda: open_data(request))
-        checkpoint = processes.agree(lambda: _find_checkpoint(request, objective))
+        data = processes.run_on_all(lambda: open_data(request))
+        checkpoint = processes.run_on_first(lambda: _find_checkpoint(request, objective))
         if processes.is_first:
             objective.warn_about_limits(request.stage)
         evaluation = ResumableEvaluation(request.stage, config, data, processes, checkpoint, request.output)

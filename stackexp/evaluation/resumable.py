@@ -79,7 +79,7 @@ class ResumableEvaluation(pl.Callback):
         self._names = data.set_names(stage)
         path = output.with_suffix(".partial.jsonl") if output else None
         self._partial = PartialResults(path, compute_keys(stage, config, data, processes, checkpoint))
-        self._scored: Sets = processes.agree(self._partial.load)
+        self._scored: Sets = processes.run_on_first(self._partial.load)
         self._is_shown = config.logging.progress_bar
         self._bar: tqdm | None = None
         if self._scored and processes.is_first:
@@ -150,7 +150,7 @@ def compute_keys(
 ) -> dict[str, str]:
     """Return for each set a hash of the checkpoint, the set's contents, and the options that change its figures."""
     table = "" if data.token_bytes is None else hashlib.sha256(data.token_bytes.tobytes()).hexdigest()
-    identity = processes.agree(lambda: _identify(checkpoint))
+    identity = processes.run_on_first(lambda: _identify(checkpoint))
     common = [*list_figure_options(config), stackexp.__version__, table, identity]
     return {opened.name: hash_values([*common, opened.name, opened.identity]) for opened in data.sets(stage)}
 

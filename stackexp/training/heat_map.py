@@ -19,7 +19,7 @@ TITLES = {  # measurement -> title, and the end of its color scale; None: the la
 
 
 class HeatMaps:
-    """The measurements memory/<name>/layer_<number> of the lines of metrics.jsonl; empty without any."""
+    """Heat maps of the tags memory/<name>/layer_<number> in metrics.jsonl; empty if there are none."""
 
     def __init__(self) -> None:
         self._probes: dict[int, dict[str, list[float]]] = {}  # step -> measurement -> one value per layer
@@ -38,7 +38,7 @@ class HeatMaps:
         return bool(probe)
 
     def draw(self) -> Iterator[tuple[str, bytes]]:
-        """Yield the name of each measurement and its map as PNG. Of too many probes, evenly spaced ones are shown."""
+        """Yield the name of each measurement and its heat map as PNG. Long runs show evenly spaced probes."""
         steps = sorted(self._probes)
         steps = [steps[round(i)] for i in np.linspace(0, len(steps) - 1, min(len(steps), MAX_COLUMNS))]
         for name in self._probes[steps[0]]:

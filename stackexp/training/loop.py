@@ -33,10 +33,10 @@ def train(
 
     The run starts in a new folder, or in `run_folder`. It resumes from `ckpt_path` ("last" for the newest unfinished
     run of this name, or the path of a checkpoint), or from the newest checkpoint in `run_folder`. `overridden` are the
-    keys of options that may change in a resumed run, such as trainer.max_steps.
+    keys of the options that this command sets; only these may change in a resumed run, such as trainer.max_steps.
 
     Raises:
-        RunError: the checkpoint, the data, the devices or the loss do not permit to train.
+        RunError: the run cannot start or continue because of its checkpoint, data, devices or loss.
         StoppedError: a requested stop (SIGTERM, SIGUSR1, max_time) has been checkpointed.
     """
     logging.basicConfig(format="%(message)s")
@@ -44,7 +44,7 @@ def train(
     stop = StopRequest(config.trainer.max_time, config.trainer.stop_grace_seconds)
     objective = build_objective(config)
     with start_processes(config.trainer, find_device_type(config)) as processes:
-        start = processes.agree(lambda: find_start(config, ckpt_path, run_folder, overridden))
+        start = processes.run_on_first(lambda: find_start(config, ckpt_path, run_folder, overridden))
         if start.is_finished:
             if processes.is_first:
                 print(f"{start.folder.path}: this run is finished (it has a result.json)")
@@ -53,7 +53,7 @@ def train(
         check_model_fits(config)
         pl.seed_everything(config.seed, verbose=False)
         data = registry.build("data", config.data, seed=config.seed)
-        processes.run_together(lambda: (data.prepare_data(), data.setup("fit")))
+        processes.run_on_all(lambda: (data.prepare_data(), data.setup("fit")))
         started_at = time.perf_counter()
         module = objective.build_module()
         metrics_log = MetricsLog(start.folder, config)
@@ -72,19 +72,19 @@ def train(
 
 @contextlib.contextmanager
 def _work_in_folder(session: Session, start: Start, objective: Objective) -> Iterator[None]:
-    """Lock the run folder, write its config and environment, and print a header. Rank 0 does so for all ranks."""
+    """Lock the run folder, write its config and environment, and print a header, all on rank 0 only."""
     is_first = session.processes.is_first
     with start.folder.start_session(objective.config, start.step) if is_first else contextlib.nullcontext():
         if is_first:
             print(_format_header(objective, session.module, start), flush=True)
             objective.warn_about_limits("fit")
-        with _name_last_checkpoint(start.folder):
+        with _append_newest_checkpoint(start.folder):
             yield
 
 
 @contextlib.contextmanager
-def _name_last_checkpoint(folder: RunFolder) -> Iterator[None]:
-    """Add the last good checkpoint to the message of an error or a stop."""
+def _append_newest_checkpoint(folder: RunFolder) -> Iterator[None]:
+    """Append the newest checkpoint to the message of an error or a stop."""
     try:
         yield
     except RunError as error:

@@ -35,7 +35,7 @@ FROZEN_SECONDS = 2 * GRACE  # the same, once the watchdog has found a fault
 
 @dataclass
 class Processes:
-    """The connected processes of a run; `watchdog` is set where there are several."""
+    """The connected processes of a run. `watchdog` is None for a single process."""
 
     rank: int
     size: int
@@ -47,8 +47,8 @@ class Processes:
         """Return True on rank 0."""
         return self.rank == 0
 
-    def agree(self, decide: Callable[[], T]) -> T:
-        """Call `decide` on rank 0, and return its result, or raise its error, on every rank."""
+    def run_on_first(self, decide: Callable[[], T]) -> T:
+        """Call `decide` on rank 0 only; return its result, or raise its error, on every rank."""
         if self.size == 1:
             return decide()
         result: list[Any] = [None, None]
@@ -63,8 +63,8 @@ class Processes:
             raise result[1]
         return result[0]
 
-    def run_together(self, load: Callable[[], T]) -> T:
-        """Call `load` on every rank; warnings and errors of data that all ranks share are reported by rank 0 alone."""
+    def run_on_all(self, load: Callable[[], T]) -> T:
+        """Call `load` on every rank; if ranks raise the same error or warning, only rank 0 reports it."""
         if self.size == 1:
             return load()
         error, log, result = None, logging.getLogger("stackexp.data"), None
@@ -86,7 +86,7 @@ class Processes:
 
 @contextlib.contextmanager
 def start_processes(trainer: TrainerConfig, device_type: str) -> Iterator[Processes]:
-    """Start and connect all processes of the run. Raises RunError if a launcher started another number of them."""
+    """Start and connect all processes of the run. Raises RunError if a launcher started the wrong number of them."""
     size = trainer.devices * trainer.num_nodes
     environment, children = _find_environment(trainer)
     if size == 1 and not trainer.is_sharded:
@@ -121,14 +121,14 @@ def start_processes(trainer: TrainerConfig, device_type: str) -> Iterator[Proces
 
 
 def _disconnect(watchdog: Watchdog) -> None:
-    """Leave the process group together, so that no rank reports another one as gone."""
+    """Leave the process group on all ranks at once, so that no rank reports another one as gone."""
     watchdog.stop()
     dist.barrier()
     dist.destroy_process_group()
 
 
 def _wait_for(children: list[subprocess.Popen], seconds: float = EXIT_SECONDS) -> None:
-    """Wait until the children end by themselves; kill those that do not, such as a stopped process."""
+    """Wait until the children exit; then kill those that have not, such as a stopped process."""
     for child in children:
         try:
             child.wait(seconds)
@@ -138,7 +138,7 @@ def _wait_for(children: list[subprocess.Popen], seconds: float = EXIT_SECONDS) -
 
 @contextlib.contextmanager
 def _exit_with_children(children: list[subprocess.Popen]) -> Iterator[None]:
-    """Exit at once if a child exits while the processes connect, before the watchdog runs."""
+    """Exit at once if a child exits while the processes connect, because the watchdog does not run yet."""
     is_connected = threading.Event()
 
     def poll_children() -> None:

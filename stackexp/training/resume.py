@@ -1,4 +1,4 @@
-"""Choose the start of a run: a new folder, or a checkpoint that its config can resume."""
+"""Choose where a run starts: in a new folder, or from a checkpoint that its config can resume."""
 
 import logging
 from collections.abc import Collection
@@ -31,10 +31,10 @@ class Start(NamedTuple):
 def find_start(
     config: ExperimentConfig, ckpt_path: str | None, run_folder: str | None, overridden: Collection[str] = ()
 ) -> Start:
-    """Find where to start: in `run_folder`, after `ckpt_path` ("last" or a path), or in a new folder.
+    """Find where to start: in `run_folder`, from the checkpoint `ckpt_path` ("last" or a path), or in a new folder.
 
-    Options such as trainer.max_steps, which may change within a run, may differ from the checkpoint's only if their
-    keys are in `overridden`. Raises RunError if there is nothing to resume, or if the config does not match.
+    Some options, such as trainer.max_steps, may change within a run, but only if their keys are in `overridden`.
+    Raises RunError if there is nothing to resume, or if the config does not match the checkpoint's.
     """
     if run_folder:
         run = RunFolder(Path(run_folder))
@@ -75,7 +75,7 @@ def _resume_newest(run: RunFolder, config: ExperimentConfig, overridden: Collect
 
 
 def _resume_path(path: Path, config: ExperimentConfig, overridden: Collection[str]) -> Start:
-    """Resume a checkpoint in its own run if it is the newest of an unfinished run of this name, or else in a branch."""
+    """Resume a checkpoint: in its own run if it is the newest of an unfinished run of this name, else in a branch."""
     run = RunFolder(path.parent.parent)
     is_same_name = run.path.parent.resolve() == Path(config.logging.root, config.name).resolve()
     newest = run.newest_checkpoint()
@@ -98,7 +98,7 @@ def _resume(path: Path, folder: RunFolder, config: ExperimentConfig, overridden:
 
 
 def _check_log(folder: RunFolder, step: int) -> None:
-    """Raise RunError if metrics.jsonl lacks steps before the checkpoint: figures of the run would be wrong."""
+    """Raise RunError if metrics.jsonl lacks steps before the checkpoint, because final figures would be wrong."""
     logged = max((line["step"] for line in folder.read_metrics() if TRAIN_LOSS in line), default=0)
     if logged < step:
         raise RunError(
@@ -110,9 +110,9 @@ def _check_log(folder: RunFolder, step: int) -> None:
 def check_resumable(
     path: Path, state: dict[str, Any], config: ExperimentConfig, overridden: Collection[str] = ()
 ) -> None:
-    """Raise RunError, naming the first option that differs, unless the config can resume the checkpoint's run.
+    """Raise RunError, naming the first option that differs, if the config cannot resume the checkpoint's run.
 
-    Options that may change within a run are reported if they are in `overridden`, and refused otherwise.
+    Options that may change within a run are logged if they are in `overridden`, and refused otherwise.
     """
     ours, theirs = flatten_config(config), translate_options(flatten(state["stackexp"]["config"]))
     for key in changed_keys(ours, theirs, ["training"]):

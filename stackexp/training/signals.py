@@ -34,7 +34,7 @@ class StopRequest:
         self._process = os.getpid()
         for number in STOP_SIGNALS:
             signal.signal(number, self._handle)
-        # Slurm may signal Python's resource tracker too, which would end it.
+        # Slurm may also signal Python's resource tracker, which would end it.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
         resource_tracker.ensure_running()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})
@@ -62,7 +62,7 @@ class StopRequest:
         self._last_progress = time.monotonic()
 
     def obey(self) -> None:
-        """End the grace period: the run is being saved."""
+        """End the grace period, because the run is about to be saved."""
         self._is_obeyed.set()
 
     @property
@@ -84,8 +84,8 @@ class StopRequest:
     def handle_interrupts(self) -> Iterator[None]:
         """Let the first Ctrl-C within the context request a stop, and the second end the process at once.
 
-        Does nothing if SIGINT is ignored, as in the background processes of a script. Every process of a run handles
-        its own SIGINT; the watchdog ends the processes that received none.
+        Does nothing if SIGINT is ignored, as in background processes of a script. Every process of a run handles its
+        own SIGINT; the watchdog ends the processes that received none.
         """
         previous = signal.getsignal(signal.SIGINT)
         if previous is not signal.SIG_IGN:
@@ -98,10 +98,11 @@ class StopRequest:
             signal.signal(signal.SIGINT, previous)
 
     def _handle_interrupt(self, number: int, _: Any) -> None:
-        """Handle SIGINT; writes without Python's buffer, which may be in the middle of a line.
+        """Handle SIGINT: request a stop the first time, end the process the second time.
 
-        An exception raised inside a signal handler may leave a lock of Python's `threading` held, such as the lock of
-        TensorBoard's queue, and the process would wait for that lock when it exits. So the first time raises none.
+        The first time raises no exception: raised inside a signal handler, it may leave a `threading` lock held, such
+        as that of TensorBoard's queue, and the process would wait for it at exit. Messages bypass Python's buffer,
+        which may be in the middle of a line.
         """
         if self._signal == signal.SIGINT or os.getpid() != self._process:
             raise KeyboardInterrupt
@@ -111,13 +112,13 @@ class StopRequest:
 
 
 def _kill_workers() -> None:
-    """Kill the loader workers that are left at exit: Python would wait forever for a frozen one."""
+    """Kill loader workers that still run at exit, because Python would wait forever for a frozen one."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would report them as failed
     for worker in multiprocessing.active_children():
         worker.kill()
 
 
 def parse_seconds(max_time: str) -> int:
-    """Return the seconds of DD:HH:MM:SS."""
+    """Convert DD:HH:MM:SS to seconds."""
     days, hours, minutes, seconds = map(int, max_time.split(":"))
     return ((days * 24 + hours) * 60 + minutes) * 60 + seconds

@@ -1,4 +1,4 @@
-"""Lightning's strategies for one device, DDP and FSDP2, all with the checkpoints of `stackexp.models.checkpoints`."""
+"""Lightning strategies for one device, DDP and FSDP2, which save checkpoints with `stackexp.models.checkpoints`."""
 
 from pathlib import Path
 from typing import Any
@@ -44,7 +44,7 @@ class _DistributedCheckpoints:
         pass
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Start to write a checkpoint; `storage_options` is {"writer": CheckpointWriter, "on_saved": callable}."""
+        """Start writing a checkpoint; `storage_options` is {"writer": CheckpointWriter, "on_saved": callable}."""
         writer: CheckpointWriter = storage_options["writer"]
         writer.save(Path(filepath), self._collect_tensors(), checkpoint, storage_options["on_saved"])
 
@@ -71,4 +71,4 @@ class Replicated(_DistributedCheckpoints, DDPStrategy):
 
 
 class Sharded(_DistributedCheckpoints, ModelParallelStrategy):
-    """A share of every weight on each device (FSDP2); `TrainingModule.configure_model` shards the model."""
+    """A shard of every weight on each device (FSDP2); `TrainingModule.configure_model` shards the model."""

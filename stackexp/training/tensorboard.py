@@ -41,9 +41,9 @@ FORMAL_LANGUAGES = {
 
 
 def build_layout(objective: str, set_names: Collection[str]) -> Layout:
-    """Return the charts of the Custom Scalars tab: only those that a run of this objective and these sets fills.
+    """Return the charts of the Custom Scalars tab that are not empty for this objective and these sets.
 
-    The tab draws all curves of a run in one color, so layers are compared in heat maps instead.
+    The tab draws all curves of a run in one color, so heat maps compare the layers instead.
     """
     layout: Layout = {"Training": TRAINING}
     if objective == "transduction":
@@ -59,7 +59,7 @@ def build_layout(objective: str, set_names: Collection[str]) -> Layout:
 
 
 def _ignore_disk_errors(failure: threading.ExceptHookArgs) -> None:
-    """Print no traceback for an OSError of the writer's thread: it is raised again in the main thread."""
+    """Suppress the traceback of an OSError in the writer's thread, because the main thread raises it again."""
     if not isinstance(failure.exc_value, OSError):
         threading.__excepthook__(failure)
 
@@ -68,9 +68,9 @@ threading.excepthook = _ignore_disk_errors
 
 
 class TensorBoardCopy:
-    """Event files of a run in `folder`; replaces earlier ones by `lines` of metrics.jsonl.
+    """The event files of a run in `folder`. Existing ones are replaced by `lines` of metrics.jsonl.
 
-    `texts` are shown in the Text tab, by name, and heat maps of the memory in the Images tab.
+    The Text tab shows `texts` by name, the Images tab heat maps of the memory.
     """
 
     def __init__(self, folder: Path, lines: list[dict[str, Any]], layout: Layout, texts: dict[str, str] | None = None):
@@ -88,7 +88,7 @@ class TensorBoardCopy:
             self.write(line)
 
     def write(self, line: dict[str, Any]) -> None:
-        """Write one line of metrics.jsonl: each tag by step, and the training loss by tokens too."""
+        """Write one line of metrics.jsonl: each tag by step, and the training loss also by tokens."""
         tags = {tag: value for tag, value in line.items() if tag not in NOT_TAGS and value is not None}
         values = [value for tag in tags for value in scalar(tag, tags[tag]).value]
         # One event for all tags: passing an event to the writer's thread takes longer than making it.
@@ -99,14 +99,14 @@ class TensorBoardCopy:
             self._write_heat_maps(line["step"])
 
     def write_text(self, name: str, text: str) -> None:
-        """Write text for the Text tab, shown as it is."""
+        """Write preformatted text for the Text tab."""
         self._writer.add_text(name, "\n".join(f"    {line}" for line in text.splitlines()))  # Markdown's code block
 
     def finish(self, hyperparameters: dict[str, Any], figures: Collection[str], train_loss: float, step: int) -> None:
-        """Write the hyperparameters for the HParams tab, and the final training loss, and close the file.
+        """Write the hyperparameters and the final training loss, and close the file.
 
-        The tab shows `figures`, tags of scalars, next to the hyperparameters. These are sorted by name and only the
-        first few are shown, so the paper's capital letters come first.
+        The HParams tab shows `figures` (scalar tags) next to the hyperparameters. It sorts the hyperparameters by name
+        and shows only the first few, so the paper's capital letters come first.
         """
         values = {
             SYMBOLS.get(key, key): value if isinstance(value, bool | int | float | str) else str(value)
@@ -135,7 +135,7 @@ class TensorBoardCopy:
 
 
 def write_points(folder: Path, name: str, points: Iterable[tuple[str, float, int]]) -> None:
-    """Write points (tag, value, step) of an evaluation; replaces the event file of the same name once complete."""
+    """Write points (tag, value, step) of an evaluation; the complete file replaces the one of the same name."""
     suffix = f".{quote(name, safe='')}{EVALUATION}"
     before = list(folder.glob(f"events.out.tfevents.*{suffix}"))
     with SummaryWriter(folder, filename_suffix=suffix) as writer:

@@ -1,4 +1,4 @@
-"""The Lightning Trainer of a config, shared by fit, validate and test, and a check that the model fits the machine."""
+"""The Lightning Trainer of a config (for fit, validate and test), and a check that the model fits into memory."""
 
 import logging
 import sys
@@ -18,10 +18,10 @@ from stackexp.training.strategies import build_strategy
 
 
 def build_trainer(config: ExperimentConfig, processes: Processes, callbacks: list[pl.Callback]) -> pl.Trainer:
-    """Build the Trainer for processes that are running already.
+    """Build the Trainer for processes that are already connected.
 
-    Steps are optimizer steps in the config, but Lightning counts the validation interval in micro-batches. Raises
-    RunError if the machine does not have the devices.
+    Config steps are optimizer steps, but Lightning counts the validation interval in micro-batches. Raises RunError
+    if the machine has too few devices.
     """
     _silence_libraries()
     try:
@@ -65,7 +65,7 @@ def _build_options(config: ExperimentConfig, processes: Processes, callbacks: li
 
 
 def _silence_libraries() -> None:
-    """Hide the hints of Lightning and Streaming about workers, loggers and defaults that stackexp sets itself."""
+    """Hide hints of Lightning and Streaming about workers, loggers and defaults, which stackexp sets itself."""
     for library in ("lightning.pytorch", "streaming"):
         logging.getLogger(library).setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", module="lightning")
@@ -75,7 +75,7 @@ def _silence_libraries() -> None:
 def check_model_fits(config: ExperimentConfig) -> None:
     """Raise RunError if weights, gradients and Adam's state alone exceed the memory of the devices.
 
-    They take 16 bytes per parameter, or 8 with precision bf16-true. Activations come on top; see `plan`.
+    They take 16 bytes per parameter, or 8 with precision bf16-true. Activations are not counted; see `plan`.
     """
     with torch.device("meta"):
         parameters = registry.build("model", config.model).num_parameters()

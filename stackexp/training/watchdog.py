@@ -1,4 +1,4 @@
-"""A watchdog that detects a process of the run that is gone or hangs, names it, and ends the others."""
+"""A watchdog that detects a missing or hanging process of a run, names it, and ends the other processes."""
 
 # mypy: disable-error-code="assignment"
 # One method serves several hooks of Lightning, which all have different arguments.
@@ -28,7 +28,7 @@ FIRST_RANK_GONE = "rank 0 is gone: it does not answer"
 
 
 class Watchdog(pl.Callback):
-    """A thread in every process that shares heartbeats and progress through its own store.
+    """A thread in every process that shares heartbeats and progress through a store of its own.
 
     If a process is gone, or no process makes progress for `timeout` seconds, each process prints one line that names
     the culprit and exits with code 1, because a collective that waits for that process would never return. `clean_up`
@@ -68,7 +68,7 @@ class Watchdog(pl.Callback):
                 time.sleep(2 * INTERVAL)  # rank 0 hosts the store: the others must read it before rank 0 exits
 
     def find_cause(self, error: Exception) -> str:
-        """Wait for the verdict, and return it as the cause of a failed collective."""
+        """Return the cause of a failed collective: wait until a process has found the fault."""
         deadline = time.monotonic() + SILENCE + 10
         while time.monotonic() < deadline and self._verdict is None:
             time.sleep(INTERVAL / 2)
@@ -76,14 +76,14 @@ class Watchdog(pl.Callback):
 
     @contextlib.contextmanager
     def _store_call(self) -> Iterator[None]:
-        """Time a call of the store for `_guard_store`, and ignore a store that is gone."""
+        """Record when a store call starts, for `_guard_store`; ignore errors of a store that is gone."""
         self._store_call_began = time.monotonic()
         with contextlib.suppress(RuntimeError):
             yield
         self._store_call_began = None
 
     def _guard_store(self) -> None:
-        """Exit if the store does not answer: it waits forever for a rank 0 that is frozen or has lost its power."""
+        """Exit if the store does not answer: its calls wait forever if rank 0 is frozen or its machine is down."""
         while True:
             time.sleep(INTERVAL)
             began = self._store_call_began
@@ -172,7 +172,7 @@ def _is_alive(pid: int) -> bool:
 
 
 def _describe_hang(statuses: dict[int, dict[str, Any]], timeout: float) -> str:
-    """Name the ranks with the fewest batches, or else those at another line of code than most."""
+    """Name the ranks that have finished the fewest batches, or else those at a different line of code than most."""
     batches = Counter(status["batches"] for status in statuses.values())
     lines = Counter(status["where"] for status in statuses.values())
     fewest, common = min(batches), lines.most_common(1)[0][0]

@@ -21,15 +21,15 @@ def build_callbacks(
     stop: StopRequest,
     measurements: list[pl.Callback],
 ) -> list[pl.Callback]:
-    """Build the callbacks in the order they have to run; `measurements` are the objective's callbacks.
+    """Build the callbacks in the order in which they must run; `measurements` are the objective's callbacks.
 
     1. Measure: throughput and `measurements` add their values to `module.step_metrics`.
     2. Request: stop and save requests are added to the same metrics.
     3. Log: one all-reduce shares metrics and requests. Rank 0 writes them to the log, and the progress shows them.
-    4. Save: the checkpoint is written after the log, and handles the requests shared in step 3.
+    4. Save: the checkpoint is written after the log. This callback also obeys the requests shared in step 3.
 
-    A resumed run starts with the validation it missed, after the log is opened. The profiler comes first, so that its
-    trace includes the other callbacks.
+    A resumed run first opens the log, then runs the validation that it missed. The profiler comes before all others,
+    so that its trace includes them.
     """
     return [
         *([Profiler(start.folder.path, config.trainer.profile)] if config.trainer.profile else []),

@@ -1,4 +1,4 @@
-"""When checkpoints are saved and deleted, and the run state in them beyond Lightning's own."""
+"""Save and delete checkpoints during training, including the run state that Lightning does not save."""
 
 import logging
 import random
@@ -42,7 +42,7 @@ class RunState(pl.Callback):
         torch.set_rng_state(state["torch_rng"])
         if len(state["cuda_rng"]) == torch.cuda.device_count():
             torch.cuda.set_rng_state_all(state["cuda_rng"])
-        # Lightning's own format: no public hook converts the progress to another number of micro-batches per step.
+        # This edits Lightning's own format, because no public hook converts the progress to another micro-batch count.
         progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
         rescale_progress(progress, state["accumulate_grad_batches"], module.config.accumulate_grad_batches)
 
@@ -59,8 +59,9 @@ def rescale_progress(progress: dict[str, Any], before: int, now: int) -> None:
 class StepCheckpoint(StepCallback, pl.callbacks.Checkpoint):
     """Saves <step>/ every `checkpoint_interval` steps, on request, after the last step, and before stopping.
 
-    Keeps the newest `keep_checkpoints`, and the best: the one with the lowest mean validation loss. Saves between two
-    optimizer steps, before a validation that is due at the same step. Saving is collective, so all ranks decide alike.
+    Keeps the newest `keep_checkpoints` and the best one, which has the lowest mean validation loss. Saves between two
+    optimizer steps, before a validation that is due at the same step. Saving is a collective operation, so all ranks
+    must make the same decision.
     """
 
     def __init__(self, folder: RunFolder, config: TrainerConfig, stop: StopRequest):
@@ -93,7 +94,7 @@ class StepCheckpoint(StepCallback, pl.callbacks.Checkpoint):
             self._delete_old()  # again, because the last validation may have changed the best
 
     def on_exception(self, trainer: pl.Trainer, module: TrainingModule, exception: BaseException) -> None:
-        """Finish the pending checkpoint, unless one of its ranks may have died."""
+        """Finish the pending checkpoint, unless another rank may have died."""
         if isinstance(exception, StoppedError) or not dist.is_initialized():  # a stop is raised on all ranks
             try:
                 self._writer.wait()

@@ -18,11 +18,12 @@ KEY = "data_record"  # in checkpoints
 
 
 class DataRecord(StepCallback):
-    """Writes a line of data.jsonl every `interval` steps and after the last; see `stackexp.data.hash_log`.
+    """Writes a line of data.jsonl every `interval` steps and after the last step; see `stackexp.data.hash_log`.
 
-    With several sources, the step metrics also get `train/sequences/<name>`, the number of sequences of each source so
-    far (float32; exact in data.jsonl). Checkpoints hold hash, counts and the fingerprint of every source, so that a
-    resumed run continues them exactly. Raises RunError if a source has changed since.
+    With several sources, the step metrics also include `train/sequences/<name>`: how many sequences of each source
+    have been used (rounded to float32; data.jsonl has the exact counts). Checkpoints hold the hash, the counts and the
+    fingerprint of every source, so that a resumed run continues them exactly. Raises RunError if a source has changed
+    since the run began.
     """
 
     def __init__(self, folder: Path, interval: int):
@@ -69,7 +70,7 @@ class DataRecord(StepCallback):
         super().on_train_batch_end(trainer, module)
 
     def on_step_end(self, trainer: pl.Trainer, module: TrainingModule) -> None:
-        """Collect the hashes of a step; write a line every `interval` steps."""
+        """Collect the hashes of a step, and write a line every `interval` steps."""
         hashes, sources = (np.concatenate(parts) for parts in zip(*self._batches, strict=True))
         self._batches.clear()
         self._steps.append((hashes, sources))
@@ -78,7 +79,7 @@ class DataRecord(StepCallback):
             self._write(trainer, module)
 
     def _update(self, device: torch.device) -> None:
-        """Add the steps since the last update, from all ranks, to hash and counts. Every rank calls it."""
+        """Add the steps of all ranks since the last update to the hash and the counts. Every rank must call it."""
         if not self._steps:
             return
         local = np.stack([np.stack([hashes.view(np.int64), sources]) for hashes, sources in self._steps])

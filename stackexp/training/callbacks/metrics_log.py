@@ -19,9 +19,9 @@ from stackexp.training.tensorboard import TensorBoardCopy, build_layout
 
 
 class MetricsLog(StepCallback):
-    """Writes one line per optimizer step, with everything in `module.step_metrics`, and one per validation.
+    """Writes one line per optimizer step (all of `module.step_metrics`) and one line per validation.
 
-    A line is in the file before the step's checkpoint is saved, so no checkpoint is ahead of the log.
+    A step's line is written before its checkpoint, so no checkpoint is ahead of the log.
     """
 
     def __init__(self, run: RunFolder, config: ExperimentConfig):
@@ -30,7 +30,7 @@ class MetricsLog(StepCallback):
         self.last_line: dict[str, Any] = {}
 
     def on_train_start(self, trainer: pl.Trainer, module: TrainingModule) -> None:
-        """Open the log, and drop what was logged or saved after the checkpoint that the run resumes from."""
+        """Open the log, and delete lines and checkpoints that are newer than the checkpoint the run resumes from."""
         super().on_train_start(trainer, module)
         if not trainer.is_global_zero:
             return
@@ -75,7 +75,7 @@ class MetricsLog(StepCallback):
     def finish(
         self, hyperparameters: dict[str, Any], figures: Collection[str], train_loss: float, sample: str | None
     ) -> None:
-        """Close the log; write hyperparameters, the tags of the final figures and the sample to TensorBoard."""
+        """Close the log, and write hyperparameters, final figures and the text sample to TensorBoard."""
         self._file.close()
         if self._tensorboard:
             if sample is not None:

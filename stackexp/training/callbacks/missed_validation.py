@@ -11,16 +11,16 @@ from stackexp.runs import RunFolder
 
 
 class MissedValidation(pl.Callback):
-    """Validates before the next step if the log has the last step, but not the validation due after it.
+    """Validates before the next step if the log contains the last step but not the validation due after it.
 
-    A run can also resume after its last step, when only this validation or the final evaluation is missing.
+    A run can also resume after its last step. Then only this validation or the final evaluation is missing.
     """
 
     def __init__(self, folder: RunFolder, config: TrainerConfig, start_step: int):
         self._folder, self._config, self._start_step = folder, config, start_step
 
     def on_fit_start(self, trainer: pl.Trainer, module: TrainingModule) -> None:
-        """Let Lightning start a fit that has no steps left."""
+        """Make Lightning start a fit that has no steps left."""
         if self._start_step == self._config.max_steps:
             trainer.fit_loop.epoch_loop.max_steps += 1  # Lightning skips a fit without steps, hooks included
 

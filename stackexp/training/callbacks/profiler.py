@@ -13,7 +13,7 @@ MAX_MEMORY_EVENTS = 100_000  # allocations and frees in a memory snapshot
 
 
 class Profiler(pl.Callback):
-    """Profiles the steps `first` to `last` into <run>/profile; rank 0 only.
+    """Profiles the steps `first` to `last` on rank 0, and writes the results to <run>/profile.
 
     trace-A-B.json opens in chrome://tracing and Perfetto, memory-A-B.pickle in PyTorch's memory viewer. Profiled steps
     are slower than others.
@@ -41,7 +41,7 @@ class Profiler(pl.Callback):
             self._write()
 
     def on_train_end(self, trainer: pl.Trainer, module: TrainingModule) -> None:
-        """Write what there is, if the run ends before the last profiled step."""
+        """Write an incomplete profile if the run ends before the last profiled step."""
         if self._profile is not None:
             self._write()
 

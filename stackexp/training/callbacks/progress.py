@@ -45,7 +45,7 @@ class Progress(StepCallback):
             self._first_step_ended_at = now
         text = f"loss {line[TRAIN_LOSS]:.3f}, {line[TOKENS_PER_SECOND]:,.0f} tokens/s"
         if step not in (self._first_step, trainer.max_steps):
-            # The mean speed leaves out the first step, which compiles kernels.
+            # The first step compiles kernels, so the mean speed excludes it.
             seconds_per_step = (now - self._first_step_ended_at) / (step - self._first_step)
             text += f", {format_duration(seconds_per_step * (trainer.max_steps - step))} left"
         if self._bar is not None:

@@ -11,7 +11,7 @@ class StepCallback(pl.Callback):
     """A callback whose `on_step_end` is called after each optimizer step, not after each micro-batch."""
 
     def on_train_start(self, trainer: pl.Trainer, module: TrainingModule) -> None:
-        """Start to count steps."""
+        """Start counting steps."""
         self._step = trainer.global_step
 
     def on_train_batch_end(self, trainer: pl.Trainer, module: TrainingModule, *_: Any) -> None:

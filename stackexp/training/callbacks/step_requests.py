@@ -1,4 +1,4 @@
-"""Requests to stop, or to save a checkpoint, that all ranks obey after the same step."""
+"""Requests to stop or to save a checkpoint, shared so that all ranks act on them after the same step."""
 
 import time
 from typing import Any
@@ -17,7 +17,7 @@ BATCHES_BETWEEN_CHECKS = 16  # of an evaluation by several ranks: each check is 
 class StepRequests(StepCallback):
     """Shares stop and save requests across ranks, in the same all-reduce as the step metrics.
 
-    "stop" follows the `StopRequest` of any rank, "save" is due `checkpoint_interval_minutes` after the last checkpoint.
+    "stop" is set if any rank has a `StopRequest`, "save" `checkpoint_interval_minutes` after the last checkpoint.
     """
 
     def __init__(self, stop: StopRequest, checkpoint_interval_minutes: float | None = None):
@@ -25,7 +25,7 @@ class StepRequests(StepCallback):
         self._saved_at = time.monotonic()
 
     def on_train_batch_end(self, trainer: pl.Trainer, module: TrainingModule, *args: Any) -> None:
-        """Note the progress of each batch."""
+        """Record that a batch has ended."""
         self._stop.note_progress()
         super().on_train_batch_end(trainer, module, *args)
 
@@ -36,11 +36,11 @@ class StepRequests(StepCallback):
         module.step_metrics.request("save", is_due)
 
     def on_save_checkpoint(self, *_: Any) -> None:
-        """Restart the clock of `checkpoint_interval_minutes`."""
+        """Restart the timer of `checkpoint_interval_minutes`."""
         self._saved_at = time.monotonic()
 
     def on_validation_batch_end(self, *args: Any) -> None:
-        """Stop inside an evaluation, which can be long. The resumed run repeats it first."""
+        """Stop within a validation, which can take long. The resumed run first repeats that validation."""
         self._stop.note_progress()
         _trainer, module, _outputs, _batch, batch_idx = args[:5]
         is_alone = not dist.is_initialized()

@@ -13,21 +13,21 @@ from stackexp.training.callbacks.step import StepCallback
 
 
 class Throughput(StepCallback):
-    """Logs train/tokens_per_second over all devices, and MFU, or FLOP/s if the card's peak is unknown.
+    """Logs train/tokens_per_second over all devices, and MFU (FLOP/s if the GPU's peak is unknown).
 
-    Times the interval between the ends of two optimizer steps. It includes loading and saving, but no validation. FLOPs
-    come from the model's structure (`flops_per_token`), without what activation checkpointing computes again.
+    Measures the time between the ends of two optimizer steps. It includes loading and saving, but not validation.
+    FLOPs follow from the model's structure (`flops_per_token`); recomputed activations do not count.
     """
 
     def on_train_start(self, trainer: pl.Trainer, module: TrainingModule) -> None:
-        """Start the clock."""
+        """Start the timer."""
         super().on_train_start(trainer, module)
         self._since, self._tokens = time.perf_counter(), module.tokens
         self._flops_per_token = cache(module.model.flops_per_token)  # lengths may vary from step to step
-        self._peak = peak_flops(module.device) * trainer.world_size
+        self._peak = get_peak_flops(module.device) * trainer.world_size
 
     def on_validation_end(self, trainer: pl.Trainer, module: TrainingModule) -> None:
-        """Restart the clock."""
+        """Restart the timer."""
         self._since = time.perf_counter()
 
     def on_step_end(self, trainer: pl.Trainer, module: TrainingModule) -> None:
@@ -41,7 +41,7 @@ class Throughput(StepCallback):
             module.step_metrics.add(name, torch.tensor(number, device=module.device))
 
 
-def peak_flops(device: torch.device) -> float:
-    """Return the card's bfloat16 peak in FLOP/s, or 0.0 for a CPU and unknown cards."""
+def get_peak_flops(device: torch.device) -> float:
+    """Return the GPU's peak bfloat16 FLOP/s, or 0.0 for CPUs and unknown GPUs."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     return next((device.peak_flops for device in DEVICES.values() if device.card in name), 0.0)

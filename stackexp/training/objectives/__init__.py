@@ -1,4 +1,4 @@
-"""Training objectives: everything about a run that depends on what its model is trained for."""
+"""Training objectives: the parts of a run that differ between language modeling and formal languages."""
 
 import importlib
 
@@ -12,6 +12,6 @@ OBJECTIVES = {
 
 
 def build_objective(config: ExperimentConfig) -> Objective:
-    """Build the objective that the config's data are for."""
+    """Build the objective that fits the config's kind of data."""
     module, name = OBJECTIVES[config.data.objective].split(":")
     return getattr(importlib.import_module(module), name)(config)

@@ -1,4 +1,4 @@
-"""The base class of objectives: the steps that every run ends with."""
+"""The base class of objectives, with the steps at the end of every run."""
 
 import time
 from abc import ABC, abstractmethod
@@ -39,7 +39,7 @@ class Session:
 
 
 class Objective(ABC):
-    """A training objective: its module, its final evaluation and its figures.
+    """A training objective: it builds the module, runs the final evaluation and reports the figures.
 
     After the last step, `evaluate` scores the sets of `final_stage`, and `write_result` finishes the run folder.
     """
@@ -51,11 +51,11 @@ class Objective(ABC):
 
     @abstractmethod
     def build_module(self, weights: Path | None = None) -> TrainingModule:
-        """Build the LightningModule, initialized, or with the weights of a checkpoint."""
+        """Build the LightningModule with initial weights, or with those of the checkpoint `weights`."""
 
     @abstractmethod
     def describe_training(self) -> str:
-        """Return a line about steps and data, for the header of a run."""
+        """Return one line about steps and data for the header of a run."""
 
     @abstractmethod
     def report(self, request: EvaluationRequest, checkpoint: Path, sets: Sets) -> None:
@@ -63,7 +63,7 @@ class Objective(ABC):
 
     @abstractmethod
     def build_result(self, session: Session, sets: Sets) -> dict[str, Any]:
-        """Return the fields of result.json that depend on the objective."""
+        """Return the fields of result.json that are specific to this objective."""
 
     @abstractmethod
     def list_final_figures(self, result: dict[str, Any]) -> dict[str, float]:
@@ -76,10 +76,10 @@ class Objective(ABC):
     # Optional steps
 
     def warn_about_limits(self, stage: str) -> None:  # noqa: B027 (optional)
-        """Log what the config cannot reach, such as strings longer than the memory holds."""
+        """Warn about limits of the config, such as strings that are longer than the memory can hold."""
 
     def build_measurements(self, folder: RunFolder) -> list[pl.Callback]:
-        """Build callbacks that measure something in each step."""
+        """Build the callbacks that add measurements to each step."""
         return []
 
     def choose_checkpoint(self, run: RunFolder) -> Path:
@@ -88,10 +88,10 @@ class Objective(ABC):
 
     def load_final_checkpoint(self, session: Session) -> Path:
         """Load the checkpoint that the final evaluation scores: by default, the weights after the last step."""
-        return session.processes.agree(lambda: self.choose_checkpoint(session.folder))
+        return session.processes.run_on_first(lambda: self.choose_checkpoint(session.folder))
 
-    def find_known_sets(self, session: Session) -> Sets:
-        """Return the figures of `final_stage` that training has measured already."""
+    def find_scored_sets(self, session: Session) -> Sets:
+        """Return the sets of `final_stage` that training has already scored."""
         return {}
 
     @abstractmethod
@@ -101,7 +101,7 @@ class Objective(ABC):
     # The end of every run
 
     def evaluate(self, session: Session) -> ResumableEvaluation:
-        """Score every set of `final_stage`, except the sets that were scored before a kill."""
+        """Score every set of `final_stage`, except those that were scored before the run was killed."""
         checkpoint = self.load_final_checkpoint(session)
         evaluation = ResumableEvaluation(
             self.final_stage,
@@ -111,11 +111,11 @@ class Objective(ABC):
             checkpoint,
             output=session.folder.path / f"{self.final_stage}.json",
         )
-        evaluation.run(session.trainer, session.module, self.find_known_sets(session))
+        evaluation.run(session.trainer, session.module, self.find_scored_sets(session))
         return evaluation
 
     def write_result(self, session: Session, sets: Sets) -> None:
-        """Write the final figures to TensorBoard and result.json, result.json last, and print them. Rank 0 only."""
+        """Write the final figures to TensorBoard, then to result.json, and print them. Call it on rank 0 only."""
         seconds = time.perf_counter() - session.started_at
         lines = [line for line in session.folder.read_metrics() if TRAIN_LOSS in line]
         losses = [line[TRAIN_LOSS] for line in lines]
@@ -126,7 +126,7 @@ class Objective(ABC):
             tokens=lines[-1]["tokens"],
             parameters=session.module.model.num_parameters(),
             memory_parameters=session.module.model.num_parameters(memory=True),
-            train_loss={"first": losses[0], "last_20_steps": mean_of_last(losses)},
+            train_loss={"first": losses[0], "last_20_steps": average_last(losses)},
             seconds_of_last_session=round(seconds, 1),
             figures=self.build_result(session, sets),
         )
@@ -138,14 +138,14 @@ class Objective(ABC):
             self.write_events(session.folder, result)
         session.folder.write_result(final)
         print(
-            f"\ntraining loss {losses[0]:.3f} (first step), {mean_of_last(losses):.3f} (mean of the last "
+            f"\ntraining loss {losses[0]:.3f} (first step), {average_last(losses):.3f} (mean of the last "
             f"{AVERAGED_STEPS} steps); {seconds:.0f} s\n\n{self.format_result(session, result)}\n\n"
             f"run folder: {session.folder.path}\ncurves:     tensorboard --logdir {self.config.logging.root}",
             flush=True,
         )
 
 
-def mean_of_last(values: list[float]) -> float:
+def average_last(values: list[float]) -> float:
     """Return the mean of the last AVERAGED_STEPS values."""
     last = values[-AVERAGED_STEPS:]
     return sum(last) / len(last)

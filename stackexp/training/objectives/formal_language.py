@@ -1,4 +1,4 @@
-"""The objective of formal languages: answers to strings, tested on strings longer than those in training."""
+"""The objective of formal languages: answer strings, and test on strings longer than those in training."""
 
 import logging
 from pathlib import Path
@@ -13,7 +13,7 @@ from stackexp.models import checkpoints
 from stackexp.modules.transduction import Transduction, average_lengths
 from stackexp.runs import RunFolder
 from stackexp.tasks import TASKS
-from stackexp.training.objectives.base import Objective, Session, mean_of_last
+from stackexp.training.objectives.base import Objective, Session, average_last
 from stackexp.training.tensorboard import write_points
 
 log = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ class FormalLanguageObjective(Objective):
         return Transduction(self.config, weights)
 
     def warn_about_limits(self, stage: str) -> None:
-        """Warn if the stack is too small for the longest strings of a stage; "fit" also checks the training strings."""
+        """Warn if the stack has too few slots for the longest strings of a stage; "fit" includes training strings."""
         data, memory = self.config.data, getattr(self.config.model, "memory", None) or self.config.model
         num_slots = getattr(memory, "num_slots", None)
         if num_slots is None or getattr(memory, "axis", "time") == "depth":
@@ -63,7 +63,7 @@ class FormalLanguageObjective(Objective):
         return checkpoints.find_checkpoint(run, "best" if run.best_checkpoint() else "last")
 
     def load_final_checkpoint(self, session: Session) -> Path:
-        """Load the best checkpoint, and validate it unless the last validation has done so."""
+        """Load the best checkpoint, and validate it unless the last validation was of that checkpoint."""
         checkpoint = super().load_final_checkpoint(session)
         step, last_step, module = int(checkpoint.name), self.config.trainer.max_steps, session.module
         if step != last_step:
@@ -76,7 +76,7 @@ class FormalLanguageObjective(Objective):
     def build_result(self, session: Session, sets: Sets) -> dict[str, Any]:
         """Return accuracies and scores of the tested checkpoint."""
         accuracies = [line["train/accuracy"] for line in session.folder.read_metrics() if "train/accuracy" in line]
-        result = {"train_accuracy": mean_of_last(accuracies), "tested_step": self._tested_step}
+        result = {"train_accuracy": average_last(accuracies), "tested_step": self._tested_step}
         return result | self._validation | self._summarize_test(sets)
 
     def list_final_figures(self, result: dict[str, Any]) -> dict[str, float]:
@@ -97,7 +97,7 @@ class FormalLanguageObjective(Objective):
         return f"{tested}, validation accuracy {result['validation_accuracy']:.3f}\n\n{self._format_curve(result)}"
 
     def report(self, request: EvaluationRequest, checkpoint: Path, sets: Sets) -> None:
-        """Print the accuracy by length, and write it as JSON; a test also as a curve for TensorBoard."""
+        """Print the accuracy by length and write it as JSON. A test also writes a curve for TensorBoard."""
         record = describe_evaluation(request, checkpoint)
         print(f"{checkpoint}\n")
         if request.stage == "test":
@@ -142,9 +142,9 @@ def _write_accuracy(folder: Path, record: dict[str, Any]) -> None:
 
 
 def _choose_path(request: EvaluationRequest, path: Path, record: dict[str, Any]) -> Path:
-    """Return `path`, or a separate name for a test with fewer lengths or strings than the existing one.
+    """Return `path`, or another name for a test with fewer lengths or strings than the test in `path`.
 
-    The name is test-to-<longest>-every-<stride>-of-<strings>.json. A test of another checkpoint is replaced.
+    That name is test-to-<longest>-every-<stride>-of-<strings>.json. A test of another checkpoint is replaced.
     """
     if request.out or request.stage != "test" or not path.exists():
         return path

@@ -35,7 +35,7 @@ class LanguageModelingObjective(Objective):
         return LanguageModeling(self.config, weights)
 
     def warn_about_limits(self, stage: str) -> None:
-        """Warn about reads of a stack over the depth that the equations allow but that read little or at random."""
+        """Warn about options of a depth-axis stack with which reads are mostly empty or decided by rounding."""
         config = self.config.model
         memory = getattr(config, "memory", None)
         if stage != "fit" or not isinstance(memory, StackMemoryConfig) or memory.read != "global":
@@ -62,16 +62,16 @@ class LanguageModelingObjective(Objective):
         )
 
     def build_measurements(self, folder: RunFolder) -> list[pl.Callback]:
-        """Build the record of the training data."""
+        """Build the callback that records the training data."""
         return [DataRecord(folder.path, self.config.data.hash_interval)]
 
-    def find_known_sets(self, session: Session) -> Sets:
-        """Return the last validation's figures, if it ran after the last step and on full sets."""
+    def find_scored_sets(self, session: Session) -> Sets:
+        """Return the scores of the last validation, if it ran after the last step and on whole sets."""
         is_final = session.module.set_metrics_step == self.config.trainer.max_steps
         return session.module.set_metrics if is_final and self.config.data.eval_sequences is None else {}
 
     def build_result(self, session: Session, sets: Sets) -> dict[str, Any]:
-        """Return scores of the sets, those of bigram counts, a hash of the data, sequences by source, and a sample."""
+        """Return the scores of model and bigram counts, the data hash, the sequences by source, and a text sample."""
         result: dict[str, Any] = _summarize(sets)
         if lines := hash_log.read_hash_log(session.folder.path):
             result |= {"data_hash": {lines[-1]["step"]: lines[-1]["hash"]}, "sequences": lines[-1]["sequences"]}
@@ -104,7 +104,7 @@ class LanguageModelingObjective(Objective):
         return "\n\n".join([*lines, f"sample:\n{text}"])
 
     def report(self, request: EvaluationRequest, checkpoint: Path, sets: Sets) -> None:
-        """Print the table of the sets; with an output file, write JSON, a Markdown table and TensorBoard events."""
+        """Print the scores of the sets; with an output file, also write JSON, Markdown and TensorBoard events."""
         data = self.config.data
         rest = "every token scored" if data.score_remainder else "the incomplete last chunk of a set dropped"
         title = f"{checkpoint}, chunks of {data.context_length:,} tokens, {rest}"
@@ -130,16 +130,17 @@ def _summarize(sets: Sets) -> dict[str, Any]:
 
 
 def _choose_prefix(stage: Stage, config: ExperimentConfig) -> str:
-    """Return the prefix of the tags of whole sets, for a run with this config; see `stackexp.metric_tags`."""
+    """Return the tag prefix for scores of whole sets in a run with this config; see `stackexp.metric_tags`."""
     if stage == "test":
         return "test"
     return "val" if config.data.eval_sequences is None else "val/whole"
 
 
 def _write_scores(folder: Path, stage: Stage, prefix: str, step: int, sets: Sets, skip: Collection[str]) -> None:
-    """Write the scores of whole sets at the checkpoint's step to event files in `folder`, except the tags in `skip`.
+    """Write the scores of whole sets to event files in `folder`, except the tags in `skip`.
 
-    Each group, each set without a group, and the average has a separate event file, which replaces the previous one.
+    `step` is the step of the evaluated checkpoint. Each group, each set without a group, and the average have an event
+    file of their own, which replaces the previous one.
     """
     files: dict[str, Sets] = {"average": sets}
     for name, scores in sets.items():
