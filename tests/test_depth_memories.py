@@ -11,7 +11,7 @@ from stackexp.config.memory import (
     HyperConnectionsConfig,
     ValueSkipConfig,
 )
-from stackexp.models.memories.hyper_connections import normalize_doubly
+from stackexp.models.memories.hyper_connections import normalize_sinkhorn
 from stackexp.models.transformer import Cache, Transformer
 
 MEMORIES = {
@@ -106,7 +106,7 @@ def test_hyper_connections_match_the_equations(name):
             output = output + memory.scale[1] * changes[:, n]
             weights = weights + memory.scale[2] * changes[:, n + 1]
         if config.constrained:
-            return normalize_doubly(residual.exp()), 2 * output.sigmoid(), weights.sigmoid()
+            return normalize_sinkhorn(residual.exp()), 2 * output.sigmoid(), weights.sigmoid()
         return residual, output, weights
 
     for b, t in ((0, 0), (1, 4)):
@@ -119,7 +119,7 @@ def test_hyper_connections_match_the_equations(name):
 
 
 def test_sinkhorn_gives_doubly_stochastic_matrices():
-    matrix = normalize_doubly(torch.randn(5, 4, 4, generator=torch.Generator().manual_seed(0)).exp())
+    matrix = normalize_sinkhorn(torch.randn(5, 4, 4, generator=torch.Generator().manual_seed(0)).exp())
     assert (matrix > 0).all()
     torch.testing.assert_close(matrix.sum(-2), torch.ones(5, 4))
     torch.testing.assert_close(matrix.sum(-1), torch.ones(5, 4), rtol=1e-3, atol=1e-3)

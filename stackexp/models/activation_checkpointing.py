@@ -27,8 +27,8 @@ def run_recomputed(layer: Callable, *args: Any, selective: bool, preserve_rng: b
     Args:
         layer: The module or function to run.
         args: Its arguments, which are kept for the backward pass.
-        selective: Save the outputs of matrix products and attention, and recompute the rest. This runs the layer under
-            a dispatch mode, which makes a scan over tokens run operator by operator; do not use it for those.
+        selective: Save the outputs of matrix products and attention, and recompute the rest. Do not use it for layers
+            that scan over tokens: under its dispatch mode, the scan runs operator by operator.
         preserve_rng: Restore the random state before recomputing, for layers that use random numbers.
     """
     contexts = functools.partial(create_selective_checkpoint_contexts, _choose_policy)

@@ -77,7 +77,7 @@ def build_mask(
     documents: Tensor | None = None,
     document_bounds: Tensor | None = None,
 ) -> Any:
-    """Return the mask of h [B, T, d] in the format of the model's backend, to be used by all layers.
+    """Return the attention mask of h [B, T, d] in the backend's format; all layers share it.
 
     Args:
         config: The model's options.
@@ -96,7 +96,7 @@ def build_mask(
 
 
 def _build_dense_mask(config: TransformerConfig, h: Tensor, num_cached: int, documents: Tensor | None) -> Tensor | None:
-    """Return [B or 1, heads or 1, T, S]: which keys to attend to (bool), or a bias of the scores (float, ALiBi)."""
+    """Return a mask [B or 1, heads or 1, T, S]: True for keys to attend to, or with ALiBi a float score bias."""
     length = h.shape[1]
     mask = None if documents is None else build_document_mask(documents)
     if config.attention_window:
@@ -177,8 +177,9 @@ def varlen(
 ) -> Tensor:
     """Attend with torch's varlen_attn, within documents.
 
-    `has_gqa`: whether the kernel accepts fewer heads in k and v than in q. `window`: see `_kernel_window`; it includes
-    causality. `bounds`: document bounds in the concatenated sequences, int32 [n + 1]; None: one document per sequence.
+    `has_gqa`: the kernel accepts fewer heads in k and v than in q. `window`: the result of `_kernel_window`, which
+    includes causality. `bounds`: int32 [n + 1], the document bounds in the concatenated sequences; None: one document
+    per sequence.
     """
     if q.device.type != "cuda":
         check_backend("varlen", q.device.type)

@@ -1,4 +1,4 @@
-"""One layer of the decoder: attention, feed-forward, and the slots for memories."""
+"""One layer of the decoder: attention, feed-forward network, and memories."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from stackexp.models.memories.base import Memory, State, Stats, apply_memory
 
 
 class Block(nn.Module):
-    """One layer: attention and feed-forward with pre-norm residuals, and optionally one or two memories."""
+    """One layer: attention and a feed-forward network with pre-norm residuals, and at most two memories."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
@@ -26,7 +26,7 @@ class Block(nn.Module):
 
     @property
     def memories(self) -> list[Memory]:
-        """The memories of this block, in the order of their calls."""
+        """The memories of this block in call order."""
         return [memory for memory in (self.attention_memory, self.memory) if memory is not None]
 
     def forward(
@@ -45,7 +45,7 @@ class Block(nn.Module):
         Args:
             h: Hidden states.
             state: The state of the memories; None if empty.
-            positions: See `Attention.forward`, as for `kv_cache` and `mask`.
+            positions: Positional inputs of attention; see `Attention.forward`.
             kv_cache: Keys and values of earlier tokens.
             mask: The attention mask.
             probe: Measure more statistics of the memories.
@@ -68,7 +68,7 @@ class Block(nn.Module):
         if memories and state is None:
             state = self.memories[0].empty_state(h)
 
-        def visit(site: str, h: Tensor, state: State, previous: Tensor) -> tuple[Tensor, State]:
+        def call_memory(site: str, h: Tensor, state: State, previous: Tensor) -> tuple[Tensor, State]:
             if site not in memories:
                 return h, state
             h, state, measured = apply_memory(memories[site], h, state, previous, probe)
@@ -76,9 +76,9 @@ class Block(nn.Module):
             return h, state
 
         previous = h
-        h, state = visit("before_attention", h, state, previous)
+        h, state = call_memory("before_attention", h, state, previous)
         attended, keys_values = self.attention(self.attention_norm(h), positions, kv_cache, mask)
-        h, state = visit("after_attention", h + attended, state, previous)
+        h, state = call_memory("after_attention", h + attended, state, previous)
         previous = previous if self.attention_memory is None else h
-        h, state = visit("after_block", h + self.feed_forward(self.feed_forward_norm(h)), state, previous)
+        h, state = call_memory("after_block", h + self.feed_forward(self.feed_forward_norm(h)), state, previous)
         return h, state, keys_values, stats

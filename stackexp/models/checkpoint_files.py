@@ -1,8 +1,8 @@
-"""The files of a checkpoint: hashes that bind them together, and readers that never run code stored in them.
+"""Checkpoint files: a manifest of hashes, and readers that never run code stored in a file.
 
-The manifest holds the SHA-256 of every other file and is written last. A changed bit, a missing file, or a file of
-another checkpoint is therefore an error. Tensors are stored by torch.distributed.checkpoint, which uses pickle for its
-metadata and for plain values; here both are read with a list of permitted types.
+The manifest holds the SHA-256 of every other file and is written last. It detects a changed bit, a missing file, and a
+file of another checkpoint. Tensors are stored by torch.distributed.checkpoint, which pickles its metadata and plain
+values; the readers here accept only a list of permitted types.
 """
 
 import io
@@ -33,7 +33,7 @@ _DCP_TYPES = {
 
 
 def write_manifest(folder: Path) -> None:
-    """Write the hash of every file of a complete checkpoint. A kill leaves no manifest, or a complete one."""
+    """Write the hashes of all files of a complete checkpoint, atomically."""
     files = sorted(path for path in folder.iterdir() if path.name != MANIFEST)
     with ThreadPoolExecutor() as threads:
         hashes = list(threads.map(sha256_of, files))
@@ -41,7 +41,7 @@ def write_manifest(folder: Path) -> None:
 
 
 def verify_manifest(folder: Path, only: str | None = None) -> None:
-    """Raise DamagedCheckpointError unless every file, or just the file `only`, has the hash in the manifest.
+    """Raise DamagedCheckpointError if a file, or the file `only`, does not have the hash in the manifest.
 
     Reads every byte: about 1 second per GB and core.
     """
@@ -52,19 +52,19 @@ def verify_manifest(folder: Path, only: str | None = None) -> None:
             found = list(threads.map(lambda name: sha256_of(folder / name), names))
         changed = [name for name, sha256 in zip(names, found, strict=True) if hashes.get(name) != sha256]
     except (OSError, RunError, AttributeError, TypeError) as error:
-        raise damaged(folder, error) from None
+        raise damaged_error(folder, error) from None
     if changed:
-        raise damaged(folder, f"{changed[0]} has changed since it was written")
+        raise damaged_error(folder, f"{changed[0]} has changed since it was written")
 
 
-def damaged(path: Path, reason: BaseException | str) -> DamagedCheckpointError:
+def damaged_error(path: Path, reason: BaseException | str) -> DamagedCheckpointError:
     """Return the error for a checkpoint that cannot be read."""
     reason = reason if isinstance(reason, str) else first_line(reason)
     return DamagedCheckpointError(f"{path}: damaged ({reason}); use an older one")
 
 
 class Reader(dcp.FileSystemReader):
-    """A reader of checkpoints whose metadata contains no types but those of torch.distributed.checkpoint."""
+    """A checkpoint reader whose metadata may contain only types of torch.distributed.checkpoint."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Read the file .metadata. Raises pickle.UnpicklingError if it contains another type."""

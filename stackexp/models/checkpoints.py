@@ -1,8 +1,8 @@
-"""Checkpoints: folders that are written in the background and renamed into place once they are complete.
+"""Save and load checkpoints: folders that are written in the background and renamed once they are complete.
 
 <step>/
   state.pt               config, loops, schedule, data position, random number generators: everything but tensors
-  .metadata, *.distcp    weights and optimizer state, in torch.distributed.checkpoint's format: one share per process
+  .metadata, *.distcp    weights and optimizer state in torch.distributed.checkpoint's format, one file per process
   manifest.json          the SHA-256 of each of these files; see `checkpoint_files`
 
 Any number of processes can load a checkpoint, whatever number wrote it.
@@ -31,7 +31,14 @@ from stackexp.config.compose import to_yaml
 from stackexp.config.experiment import ExperimentConfig
 from stackexp.errors import RunError, first_line
 from stackexp.files import sync_file, sync_folder
-from stackexp.models.checkpoint_files import MANIFEST, LoadPlanner, Reader, damaged, verify_manifest, write_manifest
+from stackexp.models.checkpoint_files import (
+    MANIFEST,
+    LoadPlanner,
+    Reader,
+    damaged_error,
+    verify_manifest,
+    write_manifest,
+)
 from stackexp.runs import RunFolder
 
 VERSION = 3
@@ -46,7 +53,7 @@ log = logging.getLogger(__name__)
 
 
 class CheckpointWriter:
-    """A writer of one checkpoint at a time, from a copy, while training continues. Every rank calls every method."""
+    """A background writer of one checkpoint at a time, from a copy of the state. Every rank must call every method."""
 
     def __init__(self) -> None:
         self._executor = ThreadPoolExecutor(1, "checkpoint")
@@ -54,7 +61,7 @@ class CheckpointWriter:
         self._group: Any = None  # a process group
 
     def save(self, path: Path, tensors: dict[str, Any], state: dict[str, Any], on_saved: Callable[[], None]) -> None:
-        """Start to write `path`; rank 0 calls `on_saved` once it is in place. Waits for the previous checkpoint."""
+        """Wait for the previous checkpoint, then start writing `path`; rank 0 calls `on_saved` when it is complete."""
         self.wait()
         partial = path.with_name(f".{path.name}")
         if _is_first_rank():
@@ -70,7 +77,7 @@ class CheckpointWriter:
         self._pending = self._executor.submit(_commit, written, partial, path, on_saved)
 
     def wait(self) -> None:
-        """Wait until the pending checkpoint is in place. Raises OSError or RunError if it could not be written."""
+        """Wait until the pending checkpoint is complete. Raises OSError or RunError if it could not be written."""
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.result()
@@ -105,7 +112,7 @@ def _commit(written: Future, partial: Path, path: Path, on_saved: Callable[[], N
 
 
 def _find_cause(error: BaseException, path: Path) -> Exception:
-    """Return the OSError below the errors of all ranks, or else a RunError."""
+    """Return the OSError among the errors of all ranks, otherwise a RunError."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, OSError):
@@ -161,14 +168,14 @@ def load_state(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise RunError(f"{path}: not a stackexp checkpoint (no {STATE})") from None
     except (RuntimeError, pickle.UnpicklingError, EOFError, ValueError, OSError) as error:
-        raise damaged(path, error) from None
+        raise damaged_error(path, error) from None
     if not isinstance(state, dict) or "stackexp" not in state:
         raise RunError(f"{path}: not a stackexp checkpoint (no `stackexp` entry in {STATE})")
     version = state["stackexp"]["version"]
     if version not in (WITHOUT_MANIFEST, VERSION):
         raise RunError(f"{path}: checkpoint version {version} is not supported; this stackexp reads version {VERSION}")
     if version == VERSION and not has_manifest:
-        raise damaged(path, f"{MANIFEST} is missing")
+        raise damaged_error(path, f"{MANIFEST} is missing")
     return state
 
 
@@ -178,7 +185,7 @@ def load_tensors(tensors: dict[str, Any], path: Path) -> None:
         dcp.load(tensors, storage_reader=Reader(path), planner=LoadPlanner(), no_dist=not dist.is_initialized())
     except (CheckpointException, Exception) as error:
         failures = getattr(error, "failures", None)
-        raise damaged(path, next(iter(failures.values()))[0] if failures else error) from None
+        raise damaged_error(path, next(iter(failures.values()))[0] if failures else error) from None
 
 
 def load_weights(model: nn.Module, path: Path) -> None:
@@ -201,10 +208,10 @@ def load_weights(model: nn.Module, path: Path) -> None:
 
 
 def check_files(path: Path) -> dict[str, Any]:
-    """Return the metadata of each tensor of a checkpoint, after a check of the contents of all its files.
+    """Verify all files of a checkpoint, and return the metadata of its tensors.
 
-    Raises DamagedCheckpointError if a file is missing or has changed. Checkpoints of an older version have no hashes,
-    so only the sizes of their files are checked, with a warning.
+    Raises DamagedCheckpointError if a file is missing or has changed. Checkpoints of version 1 have no hashes, so only
+    their file sizes are checked, with a warning.
     """
     if (path / MANIFEST).exists():
         verify_manifest(path)
@@ -213,16 +220,16 @@ def check_files(path: Path) -> dict[str, Any]:
     try:
         metadata = Reader(path).read_metadata()
     except (OSError, RuntimeError, pickle.UnpicklingError, EOFError, AttributeError, ValueError) as error:
-        raise damaged(path, error) from None
+        raise damaged_error(path, error) from None
     sizes: dict[str, int] = {}  # file -> least number of bytes
     for item in metadata.storage_data.values():
         sizes[item.relative_path] = max(sizes.get(item.relative_path, 0), item.offset + item.length)
     for name, size in sizes.items():
         file = path / name
         if file.parent != path:
-            raise damaged(path, f"{name} is outside its folder")
+            raise damaged_error(path, f"{name} is outside its folder")
         if not file.is_file() or file.stat().st_size < size:
-            raise damaged(path, f"{name} is missing or truncated")
+            raise damaged_error(path, f"{name} is missing or truncated")
     return metadata.state_dict_metadata
 
 

@@ -1,9 +1,9 @@
-"""Cross entropy of next tokens in chunks of tokens, without the logits of a whole batch.
+"""Next-token cross entropy, computed in chunks of tokens to avoid the logits of a whole batch.
 
-Logits are V / d times as large as hidden states (51 times for 360m), and again twice that in float32. The chunked loss
-computes the logits of one chunk and their gradient together: no product is computed twice, and the backward pass needs
-only tensors as large as the hidden states and the weight. Logits have the precision of matrix products (that of
-autocast); the rest is at least float32.
+Logits are V / d times as large as hidden states (51 times for 360m), and twice that in float32. The chunked loss
+computes the logits of one chunk and their gradient together. So no product is computed twice, and the backward pass
+needs only tensors as large as the hidden states and the weight. Logits have the precision of autocast; everything else
+is at least float32.
 """
 
 import functools
@@ -54,7 +54,7 @@ class NextTokenLoss:
 
     @property
     def needs_hidden(self) -> bool:
-        """Return True if the loss is computed from hidden states instead of logits."""
+        """Return True if the loss takes hidden states instead of logits."""
         return self.kind != "whole"
 
     def __call__(self, model: nn.Module, output: Any, tokens: Tensor) -> Losses:
@@ -152,7 +152,7 @@ def shift_tokens(tokens: Tensor) -> Tensor:
 class LinearCrossEntropy(torch.autograd.Function):
     """Mean cross entropy + z_loss * mean squared log Z over targets >= 0, and both terms without gradient.
 
-    The result is a scalar, so the forward pass can compute its gradients where the logits are.
+    The loss is a scalar, so the forward pass can already compute the gradients while it holds the logits.
     """
 
     @staticmethod
@@ -189,7 +189,7 @@ class LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_total: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        """Scale the saved gradients in place, which halves the peak memory; a second backward pass raises."""
+        """Scale the saved gradients in place, which halves the peak memory. A second backward pass is an error."""
         scaled = [saved if saved is None else saved.mul_(grad_total) for saved in ctx.saved_tensors]
         return (*scaled, None, None)
 
@@ -205,7 +205,7 @@ def _compute_chunk(
     """Return the sums [2] of cross entropy and squared log Z over rows x [C, d], and optionally three gradients.
 
     The gradients are those of scale * (cross entropy + z_loss * squared log Z) with respect to x, weight and bias.
-    d/dlogits = p - onehot + 2 z_loss log Z p is rounded once, to the precision of the products it enters.
+    d/dlogits = p - onehot + 2 z_loss log Z p is rounded once, to the precision of the matrix products that use it.
     """
     log_p, losses, log_z = _compute_log_probabilities(x, weight, bias, targets)
     has_target = targets >= 0

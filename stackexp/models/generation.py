@@ -19,9 +19,9 @@ def generate(
 ) -> Tensor:
     """Continue tokens [B, T] by n <= max_new_tokens tokens: [B, T+n].
 
-    Temperature 0 is greedy decoding. `top_p` < 1 samples from the nucleus, the smallest set of tokens that has at least
-    that probability. A row that has sampled `stop_token` repeats it, and generation ends once every row has. The model
-    is in eval mode during the call.
+    Temperature 0 is greedy decoding. `top_p` < 1 samples from the nucleus: the smallest set of tokens with at least
+    that total probability. After a row has sampled `stop_token`, it repeats that token; generation ends when all rows
+    have sampled it. The model is in eval mode during the call.
     """
     was_training = model.training
     model.eval()
@@ -54,7 +54,7 @@ def sample_tokens(logits: Tensor, temperature: float, top_p: float, generator: t
 
 
 def keep_nucleus(probabilities: Tensor, top_p: float) -> Tensor:
-    """Zero all but the most probable tokens of [B, V] that have `top_p` together, without renormalizing."""
+    """Zero the probabilities [B, V] outside the nucleus of `top_p`, without renormalizing."""
     ordered, order = probabilities.sort(dim=-1, descending=True, stable=True)
     before = ordered.cumsum(-1) - ordered  # probability of all more probable tokens
     before[..., 0] = -1  # keep the first, whatever top_p and rounding

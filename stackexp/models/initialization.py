@@ -28,10 +28,10 @@ def init_weight_(weight: Tensor, config: TransformerConfig, output_of_layer: int
 
 @contextlib.contextmanager
 def full_parameters(module: nn.Module) -> Iterator[None]:
-    """Replace the sharded parameters of a module by full CPU tensors within the context, then keep this rank's shards.
+    """Replace the sharded parameters of a module by full CPU tensors within the context; then shard them again.
 
-    Every rank must write the same values. Weights then do not depend on the number of ranks, and only one module is in
-    full memory at a time.
+    Every rank must write the same values. So weights do not depend on the number of ranks, and only one module at a
+    time is held in full.
     """
     sharded = [
         (owner, name, parameter)

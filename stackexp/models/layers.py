@@ -1,4 +1,4 @@
-"""Layers without initial values of their own: the model draws all weights in its `init_weights`."""
+"""Layers that do not initialize themselves: the model draws all weights in `init_weights`."""
 
 from torch import Tensor, nn
 from torch.nn import functional as F

@@ -22,8 +22,8 @@ def build_rope_table(config: TransformerConfig, start: int, length: int, like: T
 def apply_rope(x: Tensor, rope: Tensor) -> Tensor:
     """Rotate x [B, heads, T, head size] by a table from `build_rope_table`.
 
-    The table is [2, T, head size / 2], or [2, B, 1, T, head size / 2] with positions of its own for each sequence. The
-    two elements of a pair are half a head apart, as in Llama.
+    The table is [2, T, head size / 2], or [2, B, 1, T, head size / 2] if each sequence has its own positions. The two
+    elements of a pair are half a head apart, as in Llama.
     """
     first, second = x.chunk(2, -1)
     cos, sin = rope
@@ -66,7 +66,7 @@ def build_alibi_bias(num_heads: int, start: int, length: int, causal: bool, like
 
 
 def build_window_mask(window: int, start: int, length: int, device: torch.device) -> Tensor:
-    """Return a causal mask, bool [1, 1, length, start+length]: a query attends to itself and `window` - 1 keys before.
+    """Return a causal mask, bool [1, 1, length, start+length]: a query attends to its own key and `window` - 1 before.
 
     The queries are the last `length` of start+length tokens.
     """

@@ -57,7 +57,7 @@ class Recurrent(nn.Module):
     ) -> DecoderOutput:
         """Compute the logits [B, T, V] of tokens [B, T], with the arguments of `Transformer.forward`.
 
-        Raises ValueError for `documents`: recurrent states carry over from document to document.
+        Raises ValueError for `documents`, because recurrent states carry over from document to document.
         """
         if documents is not None:
             raise ValueError("recurrent models do not support documents; set data.document_mask=false")
@@ -86,7 +86,7 @@ class Recurrent(nn.Module):
             module.reset_parameters()
 
     def num_parameters(self, memory: bool | None = None) -> int:
-        """Count all parameters, or the backbone's (False), which are the same; 0 for the memories' (True)."""
+        """Count all parameters. All belong to the backbone (memory=False) and none to a memory (memory=True)."""
         return 0 if memory else sum(p.numel() for p in self.parameters())
 
     def flops_per_token(self, context_length: int) -> float:
@@ -96,13 +96,13 @@ class Recurrent(nn.Module):
 
 
 class LSTMLayer(nn.LSTM):
-    """One layer of torch.nn.LSTM with a forget gate bias of 1, so that it forgets little at first."""
+    """One layer of torch.nn.LSTM with an initial forget gate bias of 1, so that it forgets little at first."""
 
     def __init__(self, config: LSTMConfig) -> None:
         super().__init__(config.hidden_size, config.hidden_size, batch_first=True)
 
     def reset_parameters(self) -> None:
-        """Initialize as torch.nn.LSTM, but biases to 0 and the forget gate's to 1."""
+        """Initialize weights as torch.nn.LSTM does, the forget gate's bias to 1 and other biases to 0."""
         super().reset_parameters()
         with torch.no_grad():
             for bias in (self.bias_ih_l0, self.bias_hh_l0):
@@ -143,13 +143,13 @@ class StackRNNLayer(nn.Module):
 
     @property
     def num_slots(self) -> int:
-        """S; in evaluation `eval_num_slots`, where set."""
+        """The number of slots S; in evaluation, `eval_num_slots` if it is set."""
         return self.config.num_slots if self.training else self.config.eval_num_slots or self.config.num_slots
 
     def forward(self, x: Tensor, state: StackRNNState | None, probe: bool) -> tuple[Tensor, StackRNNState, Stats]:
         """Run x [B, T, d]; return y [B, T, d], the new state and, with `probe`, the mean actions.
 
-        Computed in at least float32. A state has n = min(t, S) slots; slots that cannot be occupied yet are left out.
+        Computed in at least float32. A state holds only the n = min(t, S) slots that can be occupied.
         """
         projected, size = self.input(x), self.config.slot_size
         dtype = torch.promote_types(projected.dtype, torch.float32)
@@ -240,9 +240,9 @@ class StackRNNScan(torch.autograd.Function):
 
 
 def pad_slots(value: Tensor, slots: Tensor, max_slots: int) -> Tensor:
-    """Return the pushed value [B, D], slots [B, n, D] and empty slots, concatenated.
+    """Return the pushed value [B, D], slots [B, n, D] and empty slots, concatenated along the slots.
 
-    They are the sources of the next min(n + 1, max_slots) slots: two more than there will be.
+    `mix_slots` computes the next min(n + 1, max_slots) slots from these: it needs two more than it returns.
     """
     num_empty = min(slots.shape[1] + 1, max_slots) + 1 - slots.shape[1]
     return F.pad(torch.cat([value[:, None], slots], 1), (0, 0, 0, num_empty), value=EMPTY)

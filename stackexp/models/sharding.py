@@ -9,7 +9,7 @@ from stackexp.models.transformer import Transformer
 
 
 def build_mesh(device_type: str, trainer: TrainerConfig) -> DeviceMesh:
-    """Return the device mesh of a strategy; requires a process group.
+    """Build the device mesh of a strategy; requires a process group.
 
     fsdp: one dimension, `shard`, of all devices. hsdp: `replicate` = num_nodes and `shard` = devices.
     """

@@ -75,12 +75,12 @@ class Transformer(nn.Module):
 
     @property
     def memories(self) -> list[Memory]:
-        """All memories, in the order of their calls."""
+        """All memories in call order."""
         return [memory for layer in self.layers for memory in layer.memories]
 
     @property
     def axis(self) -> str | None:
-        """The axis of the memories; None without one."""
+        """The axis of the memories; None without a memory."""
         return self.memories[0].axis if self.memories else None
 
     @property
@@ -110,8 +110,8 @@ class Transformer(nn.Module):
             cache: The cache of earlier tokens, updated in place.
             probe: Also return the statistics of the memories.
             documents: Document ids [B, T]. A token attends only within its document, and positions restart in each.
-            document_bounds: `find_document_bounds(documents)`, to save some backends the computation.
-            return_hidden: Return the last hidden states in place of the logits.
+            document_bounds: The result of `find_document_bounds(documents)`, if already computed.
+            return_hidden: Return the last hidden states instead of the logits.
 
         Raises:
             ValueError: For a bidirectional model with a cache, documents or axis token_major; for documents with a
@@ -182,7 +182,7 @@ class Transformer(nn.Module):
     def _encode_positions(self, h: Tensor, start: int, documents: Tensor | None) -> tuple[Tensor, Positions]:
         """Return h [B, T, d] with sinusoidal encodings, if configured, and the positional inputs of attention.
 
-        Sinusoids are added to sqrt(d) h (Vaswani et al. 2017, section 3.4), which would be small in comparison.
+        Sinusoids are added to sqrt(d) h (Vaswani et al. 2017, section 3.4), because h is small compared with them.
         """
         config, length = self.config, h.shape[1]
         rope = scale = None

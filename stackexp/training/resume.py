@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from stackexp import runs
-from stackexp.config.affects import changed_keys, flatten_config
+from stackexp.config.affects import find_changed_keys, flatten_config
 from stackexp.config.compose import load_config
 from stackexp.config.experiment import ExperimentConfig
 from stackexp.config.renames import translate_options
@@ -54,7 +54,7 @@ def find_start(
 def _check_finished(run: RunFolder, config: ExperimentConfig) -> None:
     """Raise RunError if the config differs from that of the finished run."""
     ours, theirs = flatten_config(config), flatten_config(load_config(run.config))
-    for key in changed_keys(ours, theirs, ["training", "continuation", "evaluation"]):
+    for key in find_changed_keys(ours, theirs, ["training", "continuation", "evaluation"]):
         raise RunError(
             f"{run.path}: this run is finished, with {key} {theirs.get(key)}; the config has {ours.get(key)}; choose "
             f"another --run, or branch from a checkpoint with --ckpt_path {run.newest_checkpoint()}"
@@ -115,13 +115,13 @@ def check_resumable(
     Options that may change within a run are logged if they are in `overridden`, and refused otherwise.
     """
     ours, theirs = flatten_config(config), translate_options(flatten(state["stackexp"]["config"]))
-    for key in changed_keys(ours, theirs, ["training"]):
+    for key in find_changed_keys(ours, theirs, ["training"]):
         kind = "different architecture" if key.startswith("model.") else "different run"
         raise RunError(
             f"{path}: {kind}: {key} is {theirs.get(key)} in the checkpoint, {ours.get(key)} in the config; "
             "resume with the run's own config.yaml, or start a new run"
         )
-    for key in changed_keys(ours, theirs, ["continuation"]):
+    for key in find_changed_keys(ours, theirs, ["continuation"]):
         before, now = theirs.get(key), ours.get(key)
         if key not in overridden:
             raise RunError(

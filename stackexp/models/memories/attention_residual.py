@@ -12,10 +12,10 @@ Values = tuple[tuple[Tensor, Tensor], ...]
 
 
 class AttentionResidual(Memory):
-    """h = sum_i softmax_i(w . v_i / rms(v_i)) v_i, in place of the sum of all v_i that a residual stream holds.
+    """h = sum_i softmax_i(w . v_i / rms(v_i)) v_i, instead of the plain sum of all v_i in a residual stream.
 
-    v_0 is the embedding, v_i what sublayer i added. w [d] is a learned query of each sublayer, the same for all tokens.
-    It starts at 0: a uniform average. The state holds all v_i, so memory grows with the depth.
+    v_0 is the embedding and v_i the output of sublayer i. Each sublayer has a learned query w [d], the same for all
+    tokens. It starts at 0, which gives a uniform average. The state holds all v_i, so it grows with the depth.
     """
 
     site = "each_sublayer"

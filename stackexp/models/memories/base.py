@@ -31,8 +31,8 @@ class Memory(nn.Module):
       token_major  [B]: the previous site; the first one continues from the last one of the previous token. T is 1.
     A state is any structure of tensors. It is never modified in place.
 
-    `site` is where the block calls `forward`: before_attention, after_attention, after_block, or each_sublayer for
-    after_attention and after_block, with a memory of its own parameters at each. A built memory has its own site.
+    `site` is where the block calls `forward`: before_attention, after_attention or after_block. With each_sublayer, the
+    block has two memories with separate parameters, after_attention and after_block, and `site` names the memory's own.
     """
 
     axis: str = "depth"
@@ -54,16 +54,16 @@ class Memory(nn.Module):
     ) -> tuple[Tensor, State, Stats]:
         """Update the state with h [B, T, d]; return the new h [B, T, d], the new state and statistics.
 
-        `previous` [B, T, d] is the hidden state before the sublayers that end at this site; h - previous is what they
-        added. Before the attention, it is h.
+        `previous` [B, T, d] is the hidden state before the sublayers that end at this site, so h - previous is their
+        output. At before_attention, `previous` is h.
 
-        The statistic "entropy" keeps its gradient, for the loss. With `probe`, there may be more for the logged curves:
-        push, pop, no_op, occupancy, read_share or names of your own.
+        The statistic "entropy" must keep its gradient, because the loss includes it. With `probe`, return more
+        statistics to be logged: push, pop, no_op, occupancy, read_share, or names of your own.
         """
         raise NotImplementedError
 
     def init_weights(self) -> None:
-        """Initialize the parameters; called when the decoder is built, and after moving from a meta device."""
+        """Initialize the parameters; called when the decoder is built, and after it moves from the meta device."""
         for module in self.modules():
             if module is not self and hasattr(module, "reset_parameters"):
                 module.reset_parameters()
@@ -77,7 +77,7 @@ class Memory(nn.Module):
 
 
 def check_interface(memory: Memory) -> None:
-    """Raise RunError if the arguments or the site of a memory are not those of this interface."""
+    """Raise RunError if a memory's `forward` lacks an argument, or its axis does not support its site."""
     name = type(memory).__name__
     if missing := {"previous", "probe"} - inspect.signature(memory.forward).parameters.keys():
         raise RunError(f"{name}.forward: has no argument {', '.join(sorted(missing))}; {CONTRACT}")

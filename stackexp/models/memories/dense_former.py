@@ -11,8 +11,8 @@ from stackexp.models.memories.base import Memory, Stats
 class DenseFormer(Memory):
     """h = sum_{j <= l+1} w_j x_j after block l, with x_0 the embedding and x_{j+1} the output of block j.
 
-    The weights w [l + 2] are scalars, the same for all tokens. They start at 1 for the newest output and 0 for the
-    others, so the model starts as the plain Transformer. The state holds all x_j.
+    The weights w [l + 2] are the same for all tokens. They start at 1 for the newest output and at 0 for the others, so
+    the model starts as the plain Transformer. The state holds all x_j.
     """
 
     def __init__(self, config: DenseFormerConfig, model: TransformerConfig, layer: int) -> None:
@@ -21,7 +21,7 @@ class DenseFormer(Memory):
         self.weights = nn.Parameter(torch.empty(layer + 2))
 
     def init_weights(self) -> None:
-        """Select the newest output."""
+        """Set the weights to 1 for the newest output and to 0 for the others."""
         nn.init.zeros_(self.weights)
         nn.init.ones_(self.weights[-1:])
 

@@ -13,16 +13,16 @@ from stackexp.models.memories.stack import NUM_ACTIONS, PUSH, StackMemory, new_p
 
 
 class ExtendedStackMemory(StackMemory):
-    """A stack memory with our extensions. Without them, it computes what `StackMemory` computes.
+    """A stack memory with our extensions. With all of them off, it equals `StackMemory`.
 
-    - `push_norm: head`: x is divided by its root mean square over D. Otherwise A x is dominated by the common direction
-      of a growing h, and every token gets the same action.
+    - `push_norm: head` divides x by its root mean square over D. Without it, the common direction of a growing h
+      dominates A x, and every token gets the same action.
     - `action_bias`: a learned bias [H, 3] of the logits, which starts at this value for push and at 0 for the others.
-    - `init_std`: the standard deviation of all initial weights but the gate.
-    - `action_input: hidden`: A [H, 3, d] reads all of h in place of x.
+    - `init_std`: the standard deviation of all initial weights except the gate.
+    - `action_input: hidden`: A [H, 3, d] takes all of h instead of x.
     - `action_scale: slice` divides the action logits by sqrt(d / H); `action_sharpness` multiplies them.
-    - `action_noise`: normal noise on the logits in training, so that the model learns sharp actions. Every rank draws
-      the same noise for its own part of the batch, so results depend on the number of ranks.
+    - `action_noise`: normal noise on the logits in training, which makes the model learn sharp actions. All ranks draw
+      the same noise, each for its own part of the batch, so results depend on the number of ranks.
     - `feedback` (axis time): x_t and the logits are computed from h_t + F f(R_{t-1}), F = `feedback` [d, H*D].
     - `feedback_hidden_size: m`: a hidden layer u_t = f(U h_t + V R_{t-1}) adds P u_t to x_t and Q u_t to the logits.
       `feedback` is P and Q [H*D + H*3, m], `feedback_token` U [m, d], `feedback_read` V [m, H*D]; U and V have 2 m
@@ -49,9 +49,9 @@ class ExtendedStackMemory(StackMemory):
         self.register_buffer("noise", torch.empty(()) if config.action_noise else None, persistent=False)
 
     def init_weights(self) -> None:
-        """Initialize as `StackMemory`, but W_down and A to 0 if the feedback has a hidden layer.
+        """Initialize as in `StackMemory`, but set W_down and A to 0 if the feedback has a hidden layer.
 
-        That layer also reads h; W_down and A would start three times as large as its output and hide it.
+        That layer also has h as input. W_down h and A x would start three times as large as its output and hide it.
         """
         super().init_weights()
         if self.config.init_std is not None:

@@ -24,9 +24,9 @@ SHARP = 4.0  # initial logit of the entries that start near 1; mHC's paper print
 class HyperConnections(Memory):
     """The connections between sublayer k and k + 1: R_k, b_k and a_{k+1}. The state holds H_{k+1} [B, T, n, d].
 
-    Static: `residual` R [n, n] starts at the identity, `output` b [n] at 1, and `input` a [n] at one stream, another
-    one for each sublayer. So the model starts as the plain Transformer. The papers sum the streams after the last
-    sublayer; here that a starts at 1.
+    Static: `residual` R [n, n] starts at the identity, `output` b [n] at 1, and `input` a [n] selects one stream, a
+    different one for each sublayer. So the model starts as the plain Transformer. The papers sum the streams after the
+    last sublayer; here the last a is learned and starts at 1.
 
     `dynamic` adds s * tanh(W RMSNorm(H)) to each, computed for each stream: `maps` W [n + 2, d], with n rows for R, one
     for b and one for a, starts at 0, and the scale s [3] at 0.01.
@@ -34,8 +34,8 @@ class HyperConnections(Memory):
     `constrained` (mHC): R is doubly stochastic, by Sinkhorn normalization of exp(logits); a = sigmoid(logits) and
     b = 2 sigmoid(logits). W maps all streams together, [n (n + 2), n d], and has no tanh.
 
-    a_{k+1} is computed from H_{k+1} where the papers compute it before sublayer k + 1: the same values.
-    Sublayer 0 reads the embedding, which n equal streams amount to.
+    The papers compute a_{k+1} at the start of sublayer k + 1, this class at the end of sublayer k; the values are the
+    same. The input of sublayer 0 is the embedding.
     """
 
     site = "each_sublayer"
@@ -54,7 +54,10 @@ class HyperConnections(Memory):
             self.maps, self.scale = nn.Parameter(torch.empty(shape)), nn.Parameter(torch.empty(3))
 
     def init_weights(self) -> None:
-        """Start as the plain Transformer. Each sublayer reads another stream; the output layer reads all of them."""
+        """Initialize so that the model equals the plain Transformer.
+
+        Each sublayer takes a different stream as input; the output layer takes all of them.
+        """
         sublayer = 2 * self.layer + (self.site == "after_block") + 1  # the next one
         is_last = sublayer == 2 * self.model.num_layers
         nn.init.zeros_(self.input)
@@ -95,7 +98,7 @@ class HyperConnections(Memory):
             residual = residual + self.scale[0] * changes[..., :n]
             output = output + self.scale[1] * changes[..., n]
         if self.config.constrained:
-            return normalize_doubly(residual.exp()), 2 * output.sigmoid()
+            return normalize_sinkhorn(residual.exp()), 2 * output.sigmoid()
         return residual, output
 
     def compute_input(self, streams: Tensor) -> Tensor:
@@ -123,7 +126,7 @@ class HyperConnections(Memory):
         return 2.0 * (maps + n * (n + 2) * d)
 
 
-def normalize_doubly(matrix: Tensor) -> Tensor:
+def normalize_sinkhorn(matrix: Tensor) -> Tensor:
     """Return positive matrices [..., n, n] scaled to rows and columns that sum to 1 (Sinkhorn & Knopp 1967)."""
     for _ in range(SINKHORN_STEPS):
         matrix = matrix / matrix.sum(-1, keepdim=True)

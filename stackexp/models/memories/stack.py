@@ -29,8 +29,8 @@ class StackMemory(Memory):
     """H differentiable stacks (or queues, or push-only stacks) of S slots of size D.
 
     Parameters, all without bias: `down` W_down [H*D, d], `up` W_up [d, H*D], `actions` A [H, 3, D], `query` w_g [H, D],
-    `gate` g [1]. `projection: shared_slices` shares one `down` [D, d/H], `up` and `query` among the heads, each of
-    which has its own slice of h; `projection: none` has neither `down` nor `up`.
+    `gate` g [1]. `projection: shared_slices` shares one `down` [D, d/H], `up` and `query` among the heads, and
+    each head has its own slice of h. `projection: none` has neither `down` nor `up`.
 
     `discipline: push_only` pushes every x: a_push = 1 (the paper's ablation). It has no `actions` and no entropy term.
     """
@@ -61,7 +61,7 @@ class StackMemory(Memory):
 
     @property
     def num_slots(self) -> int:
-        """S; in evaluation `eval_num_slots`, where set."""
+        """The number of slots S; in evaluation, `eval_num_slots` if it is set."""
         return self.config.num_slots if self.training else self.config.eval_num_slots or self.config.num_slots
 
     def empty_state(self, h: Tensor) -> stack.StackState:
@@ -159,7 +159,7 @@ class StackMemory(Memory):
         return 2.0 * matmuls + 2.0 * 5 * num_elements
 
     def _count_updates(self) -> int:
-        """Return the number of updates of a token's stacks, up to and including this memory's."""
+        """Return the number of updates of a token's stacks up to this memory, including its own."""
         if self.config.site == "each_sublayer":
             return 2 * self.layer + 1 + (self.site == "after_block")
         return self.layer + 1
@@ -180,7 +180,7 @@ def _compute_probes(output: stack.StackOutput, read: Tensor, h: Tensor) -> Stats
     """Return means over tokens and heads.
 
     occupancy is the sum of M, read_share |W_up R| / |h|. action_spread is the standard deviation of the actions over
-    the tokens; heads with less than CONSTANT give every token the same action, which a mean of the actions hides.
+    the tokens. Heads below CONSTANT give every token the same action, which the mean of the actions does not show.
     """
     push, pop, no_op = output.action.flatten(0, -2).mean(0)
     spread = output.action.float().flatten(0, -3).std(0, correction=0).norm(dim=-1)  # [H]

@@ -52,7 +52,7 @@ class StackAttention(Memory):
     def forward(
         self, h: Tensor, state: StackAttentionState, previous: Tensor | None = None, probe: bool = False
     ) -> tuple[Tensor, StackAttentionState, Stats]:
-        """Update with h [B, T, d] and read; see `Memory.forward`. Distributions are at least float32."""
+        """Update with h [B, T, d], then read; see `Memory.forward`. Distributions are at least float32."""
         with torch.autocast(h.device.type, enabled=False):
             logits = nn.functional.linear(h, self.actions.weight.to(h.dtype), self.actions.bias.to(h.dtype))
             actions = logits.to(state.tops.dtype).softmax(-1)
@@ -93,9 +93,10 @@ class ComputeTops(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_tops: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Go from the last token to the first, so that the gradient of a row is complete when it is used.
+        """Compute gradients from the last token to the first, so that a row's gradient is complete before its use.
 
-        Step r reads row r, alpha_{r-1}, as the last top; the pop of each later step s reads tops[s, r] of it.
+        Row r, alpha_{r-1}, has two uses: step r reads it as the last top, and the pop of each later step s takes the
+        share tops[s, r] of it.
         """
         (actions, tops), first = ctx.saved_tensors, ctx.first
         grad, grad_actions, end = grad_tops.clone(), torch.zeros_like(actions), tops.shape[2]

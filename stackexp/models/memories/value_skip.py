@@ -27,7 +27,7 @@ class ValueSkip(Memory):
         nn.init.zeros_(self.up.weight)
 
     def empty_state(self, h: Tensor) -> Tensor:
-        """Return the embedding, which all layers read."""
+        """Return the embedding, which every layer uses."""
         return h
 
     def forward(
