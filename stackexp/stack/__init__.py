@@ -1,7 +1,7 @@
 """The differentiable stack: `step` for one layer of the depth axis, `scan` along the tokens. Both update, then read.
 
-Create a state with `empty` and pass it on; its contents are private to the implementation. `dispatch` chooses the
-implementation, `reference` is the specification that all others are tested against.
+Create a state with `empty` and pass it from call to call; its contents are private to the implementation. `dispatch`
+chooses the implementation. `reference` is the specification, against which all others are tested.
 
 Computation runs in float32, or in float64 for float64 inputs, also under autocast. The state has the same dtype, except
 that the Triton depth step may store it in bfloat16.
@@ -61,7 +61,7 @@ def step(
         x: Pushed vectors [..., H, D]; on the depth axis [B, T, H, D].
         logits: Action logits [..., H, 3] for push, pop, no-op; [..., H, 2] for push and no-op with `push_only`.
         query: w_g [H, D], or None for `read: top`.
-        checkpoint_every: Layers between stored stacks in the Triton depth step. It changes no value.
+        checkpoint_every: Layers between stored stacks in the Triton depth step. It does not change any result.
         options: num_slots, discipline, read, read_mask; see `reference.step`.
     """
     with torch.autocast(x.device.type, enabled=False):

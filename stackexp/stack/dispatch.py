@@ -37,9 +37,9 @@ _requested = "auto"
 
 @contextlib.contextmanager
 def use_implementation(name: str) -> Iterator[None]:
-    """Use the implementation `name`, or "auto", within this context. For tests and benchmarks.
+    """Use the implementation `name`, or "auto", within this context, for tests and benchmarks.
 
-    Create a state in the same context as the steps that update it.
+    Create a state in the same context in which it is updated.
     """
     global _requested
     assert name == "auto" or name in IMPLEMENTATIONS, name
@@ -51,7 +51,7 @@ def use_implementation(name: str) -> Iterator[None]:
 
 
 def choose_state_module(like: Tensor, axis: str) -> ModuleType:
-    """Return the module that creates the state for tensors like this one, on the axis "depth" or "time"."""
+    """Return the module that creates the state for tensors like `like`, on the axis "depth" or "time"."""
     assert axis in ("depth", "time"), axis
     if _requested == "reference":
         return reference
@@ -91,19 +91,19 @@ def _select(automatic: str) -> str:
 @functools.cache
 @torch.compiler.assume_constant_result
 def log_once(level: int, message: str) -> None:
-    """Log the message, once in a process."""
+    """Log a message once per process."""
     _logger.log(level, message)
 
 
 def _is_executed_eagerly(x: Tensor) -> bool:
-    """Return True if operations on x compute values now, and are not traced, counted or transformed."""
+    """Return True if operations on x run now, instead of being traced, counted or transformed."""
     if torch.compiler.is_compiling() or _is_transformed() or _get_current_dispatch_mode() is not None:
         return False
     return type(x) in (Tensor, torch.nn.Parameter)
 
 
 def _is_transformed() -> bool:
-    """Return True within torch.func or forward-mode differentiation: kernels would lose the tangents."""
+    """Return True within torch.func or forward-mode differentiation, where kernels would lose the tangents."""
     if torch.compiler.is_compiling():
         return False
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0

@@ -1,4 +1,4 @@
-"""The stack in plain PyTorch, computing only the occupied slots.
+"""The stack in plain PyTorch, computed on the occupied slots only.
 
 A state holds n = min(number of updates, S) slots. On the depth axis n depends only on the layer, so torch.compile
 traces it without graph breaks.
@@ -17,7 +17,7 @@ from stackexp.stack.reference import ADDITIVE_PENALTY, StackOutput, StackState
 
 
 def empty(shape: tuple[int, ...], num_slots: int, head_dim: int, like: Tensor) -> StackState:
-    """Return empty stacks, which hold no slots yet."""
+    """Return empty stacks, whose state has no slots yet."""
     return reference.empty(shape, 0, head_dim, like)
 
 
@@ -57,13 +57,13 @@ def read_stack(state: StackState, query: Tensor | None, read: str, read_mask: st
     assert query is not None, read
     scores = reference.compute_scores(state, query, read_mask)  # [..., H, n]
     if num_empty:  # one score replaces those of all empty slots
-        score = empty_score(read_mask, scores.dtype) + math.log(num_empty)
+        score = get_empty_score(read_mask, scores.dtype) + math.log(num_empty)
         scores = torch.cat([scores, torch.full_like(scores[..., :1], score)], -1)
     weights = scores.softmax(-1)[..., : mask.shape[-1]]
     return (weights.unsqueeze(-1) * slots).sum(-2)
 
 
-def empty_score(read_mask: str, dtype: torch.dtype) -> float:
+def get_empty_score(read_mask: str, dtype: torch.dtype) -> float:
     """Return the score of a slot with St = 0 and M = 0."""
     return {"multiply": 0.0, "log": math.log(torch.finfo(dtype).tiny), "additive": ADDITIVE_PENALTY}[read_mask]
 

@@ -1,4 +1,4 @@
-"""Feedback from the last read to the next push: an extension of ours, which is not in the paper.
+"""Feedback from the last read to the next push: our extension, not in the paper.
 
 With feedback, token t pushes x_t + P u_t and chooses its action from logits_t + Q u_t, where
 

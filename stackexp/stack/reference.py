@@ -19,11 +19,11 @@ Equations (only 4 is known to match the paper's own number):
     (5)  h'     = g_h h + W_up concat(R of all heads)                               `memory_layer`
     (6)  L      = L_LM + lambda * mean entropy(a)                                   `training_loss`
 
-The paper prints W_g in R^S. Each slot needs one score, so the query here is w_g in R^D. Its entropy term is a sum over
-tokens; ours is a mean.
+Two deviations: the paper prints W_g in R^S, but each slot needs one score, so the query here is w_g in R^D. The paper's
+entropy term is a sum over tokens; ours is a mean.
 
-Functions accept any leading dimensions, written `...`. H is the number of heads. Every other implementation is tested
-against this one; nothing here is fast. `models/memories/stack.py` holds the trained module and its options.
+Functions accept any leading dimensions, written `...`. H is the number of heads. This code is written to be read, not
+to be fast; every other implementation is tested against it. `models/memories/stack.py` holds the trained module.
 """
 
 from typing import NamedTuple
@@ -77,7 +77,7 @@ def memory_layer(h: Tensor, state: StackState, weights: LayerWeights) -> tuple[T
 
 
 def training_loss(language_model_loss: Tensor, entropy: Tensor, entropy_weight: float) -> Tensor:
-    """Return the loss with the entropy term. Equation 6; `entropy` is of all tokens, layers and heads."""
+    """Return the loss with the entropy term (equation 6); `entropy` has one value per token, layer and head."""
     return language_model_loss + entropy_weight * entropy.mean()
 
 
@@ -123,7 +123,7 @@ def mask_ratio(following: Tensor, mask: Tensor) -> Tensor:
 
 
 def compute_scores(state: StackState, query: Tensor, read_mask: str = "multiply") -> Tensor:
-    """Return one score per slot [..., H, S] for the query w_g [H, D]. The argument of the softmax in equation 4.
+    """Return one score per slot [..., H, S] for the query w_g [H, D]: the argument of the softmax in equation 4.
 
     multiply: w_g . (St M)    log: w_g . St + log M    additive: w_g . St + (1 - M) * -1e9 (the authors' code)
 

@@ -1,8 +1,8 @@
 """The arguments of the scan kernels: plain integers, and the addresses of tensors in a fixed order.
 
-`Tensors` and `Scratch` hold tensors or None in Python and flat arrays in numba, where a missing tensor has the
-address 0. Tensors are contiguous. B is the number of sequences, T of tokens, n of occupied slots at the start, N at the
-end, C of saved states, m of feedback units, and i of hidden feedback units (i = 2 m with gates, else m).
+In Python, `Tensors` and `Scratch` hold tensors or None. In numba they hold flat arrays, and a missing tensor has the
+address 0. Tensors are contiguous. Sizes: B sequences, T tokens, n occupied slots at the start and N at the end, C saved
+states, m feedback units, i hidden feedback units (i = 2 m with gates, else m).
 """
 
 from typing import Any, NamedTuple
@@ -64,7 +64,7 @@ class Tensors(NamedTuple):
 
 
 class Scratch(NamedTuple):
-    """The scratch of one part of the batch, 0 at the start. A group is one head, or with feedback all heads."""
+    """The scratch memory of one part of the batch, initially 0. A group is one head, or all heads with feedback."""
 
     slots: Any  # rows: for each head of a group two; backward: the k + 1 states of a segment, then two gradients
     mask: Any

@@ -1,7 +1,7 @@
 """The backward kernel: the gradients of one sequence.
 
-The forward pass saved every k-th state (`Sizes.save_every`). From the last segment of k tokens to the first, the states
-between are computed again from the saved one, and the gradients go back through them.
+The forward pass saved every k-th state (`Sizes.save_every`). The kernel goes from the last segment of k tokens to the
+first: it recomputes the states of the segment from the saved one, then propagates the gradients back through them.
 """
 
 from stackexp.stack.numba.equations import (
@@ -31,7 +31,7 @@ from stackexp.stack.numba.vectors import (
 
 @plain
 def _get_grad_row(number, scan):
-    """Return a row of gradients: they follow those of the states."""
+    """Return a row of gradients; these rows follow those of the states."""
     group = scan.sizes.heads if is_given(scan.tensors.feedback) else 1
     return get_row(group * (scan.sizes.save_every + 1) + number, scan)
 
@@ -74,7 +74,7 @@ def _load_last_gradient(stack, grad, scan):
 
 @inlined
 def _recompute_segment(sequence, first_head, k, segment, tokens, scan):
-    """Fill the rows of one head with the states of the tokens begin .. end - 1, and the one after for its read."""
+    """Fill the rows of one head with the states before the tokens begin .. end - 1, for a global read also after."""
     sizes, tensors, size = scan.sizes, scan.tensors, scan.sizes.head_dim
     first_row, stack = k * (sizes.save_every + 1), sequence * sizes.heads + first_head + k
     begin, end = tokens
@@ -97,7 +97,7 @@ def _recompute_segment(sequence, first_head, k, segment, tokens, scan):
 
 @inlined
 def _step_backward(sequence, t, head, k, number, scan):
-    """Go back through the read and the update of one head. `number`: the row of the state before the token."""
+    """Propagate gradients through read and update of one head. `number`: the row of the state before the token."""
     sizes, tensors, scratch, size = scan.sizes, scan.tensors, scan.scratch, scan.sizes.head_dim
     stack = (sequence * sizes.tokens + t) * sizes.heads + head
     counts = min(sizes.first_slots + t, sizes.num_slots), min(sizes.first_slots + t + 1, sizes.num_slots)

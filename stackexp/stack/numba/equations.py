@@ -1,9 +1,9 @@
 """The equations of `reference` for one stack and one token, and their gradients.
 
-A stack is a `Row` of pointers: its slots, with the pushed vector in front and zeros behind. An update of all slots is
-one loop over contiguous numbers: new[i] = push old[i - D] + pop old[i + D] + no_op old[i]. `count` is the number of
-occupied slots. Zeros and ones have the dtype of the row, because numba widens a float32 times an integer to float64.
-Only two sums over the slots run in float64: the softmax total and the mean of its gradient.
+A stack is a `Row` of pointers to its slots, with the pushed vector in front and zeros behind. So one loop over adjacent
+numbers updates all slots: new[i] = push old[i - D] + pop old[i + D] + no_op old[i]. `count` is the number of occupied
+slots. Zeros and ones have the dtype of the row, because numba widens a float32 times an integer to float64. Only two
+sums over the slots use float64: the softmax total and the mean of its gradient.
 
 The `scratch` of a read has the arrays [N] weights (the softmax), contents (w_g . St[j]) and grads (dR . St[j], then the
 gradients of the scores).
@@ -29,7 +29,7 @@ class Row(NamedTuple):
 
 @plain
 def tiny(array):
-    """Return the smallest normal number; a mask below it is 0."""
+    """Return the smallest normal number; smaller mask values count as 0."""
     return array.dtype.type(np.finfo(array.dtype).tiny)
 
 
@@ -178,11 +178,11 @@ def _compute_read_weights(row, query, count, sizes, scratch, grad_read):
     With `grad_read`, also write dR . St[j].
     """
     number, size, weights, smallest = query.dtype.type, query.shape[0], scratch.weights, tiny(query)
-    penalty, empty_score, one = number(ADDITIVE_PENALTY), number(0), number(1)
+    penalty, get_empty_score, one = number(ADDITIVE_PENALTY), number(0), number(1)
     if sizes.read == LOG:
-        empty_score = math.log(smallest)
+        get_empty_score = math.log(smallest)
     elif sizes.read == ADDITIVE:
-        empty_score = penalty
+        get_empty_score = penalty
     for j in range(count):
         slot = view(row.slots, (j + 1) * size, size)
         scratch.contents[j] = dot(slot, query)
@@ -197,7 +197,7 @@ def _compute_read_weights(row, query, count, sizes, scratch, grad_read):
     else:
         for j in range(count):
             weights[j] = scratch.contents[j] + (one - row.mask[j + 1]) * penalty
-    largest = empty_score if sizes.num_slots > count else -number(np.inf)
+    largest = get_empty_score if sizes.num_slots > count else -number(np.inf)
     for j in range(count):
         largest = max(largest, weights[j])
     total = 0.0
@@ -205,7 +205,7 @@ def _compute_read_weights(row, query, count, sizes, scratch, grad_read):
         weights[j] = math.exp(weights[j] - largest)
         total += weights[j]
     if sizes.num_slots > count:
-        total += number(sizes.num_slots - count) * math.exp(empty_score - largest)
+        total += number(sizes.num_slots - count) * math.exp(get_empty_score - largest)
     for j in range(count):
         weights[j] /= number(total)
 

@@ -1,7 +1,7 @@
 """The forward kernel: scan the tokens of one sequence.
 
-Each stack has two rows of scratch, for the states before and after a token, which swap roles. Heads run one after the
-other; with feedback, which mixes them, all heads advance together, as one group.
+Each stack has two rows of scratch memory, for the states before and after a token; they swap roles after each token.
+Heads run one after the other. With feedback, which mixes the heads, all heads advance together as one group.
 """
 
 from stackexp.stack.numba.equations import Row, compute_action, load_row, read_stack, store_row, update_stack

@@ -1,7 +1,7 @@
 """Compile the kernels to C functions, and cache them on disk.
 
-numba compiles a cached function again if its own file changes or the values in its closure do, but not if a function
-that it calls changes. So the closure holds a digest of all source files.
+numba recompiles a cached function if its own file or the values in its closure change, but not if a function that it
+calls changes. So the closure holds a digest of all source files.
 """
 
 import functools
@@ -34,7 +34,10 @@ def digest_sources(folder: Path = Path(__file__).parents[1]) -> int:
 
 
 def compile_kernel(function: Callable) -> CFunc:
-    """Compile a function of a job, cached next to this file or in the user's cache if either is writable."""
+    """Compile a function that takes the address of a job.
+
+    The result is cached next to this file, or in the user's cache folder, if either is writable.
+    """
     signature = types.intp(types.CPointer(types.intp))
     try:
         return cfunc(signature, cache=True, **OPTIONS)(function)
@@ -46,10 +49,10 @@ def compile_kernel(function: Callable) -> CFunc:
 
 @functools.cache
 def load_kernel(dtype: type, is_backward: bool) -> CFunc:
-    """Return a kernel, a C function of a job. Several threads may run it on one job at once.
+    """Return a kernel: a C function that takes the address of a job. Several threads may run one job at once.
 
-    Each thread takes one part of the batch after the other until none is left. Returning the digest puts it into the
-    closure.
+    Each thread takes one part of the batch after the other until none is left. The kernel returns the digest of the
+    sources, which puts it into the closure.
     """
     like: np.ndarray = np.zeros(0, dtype)
     digest = digest_sources()

@@ -12,12 +12,12 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-MIN_WORK_PER_THREAD = 2**15  # slot element updates, about 40 us: less does not pay for a thread
+MIN_WORK_PER_THREAD = 2**15  # slot element updates, about 40 us: a thread does not pay off for less
 FIXED_WORK_PER_STACK = 300  # the cost of actions and softmaxes, in slot element updates
 
 
 def count_parts(batch: int, work: int) -> int:
-    """Return the parts of a batch that threads process. `work`: the slot element updates of the whole batch."""
+    """Return the number of parts into which threads split a batch. `work`: slot element updates of the whole batch."""
     return max(1, min(torch.get_num_threads(), batch, work // MIN_WORK_PER_THREAD))
 
 
@@ -33,9 +33,9 @@ def run_job(kernel: Callable, parts: int, arguments: Sequence[int]) -> None:
 
 @functools.cache
 def _find_team() -> Callable | None:
-    """Return OpenMP's call of a C function in all threads.
+    """Return OpenMP's function that runs a C function in all threads.
 
-    Return None without OpenMP and after a fork, which no thread survives; then the caller does all parts.
+    Return None without OpenMP, and after a fork, because threads do not survive a fork; the caller then runs all parts.
     """
     team = None if _is_forked else getattr(ctypes.CDLL(None), "GOMP_parallel", None)
     if team is None:

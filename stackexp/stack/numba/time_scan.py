@@ -1,10 +1,10 @@
 """The stack on CPU, in numba kernels.
 
-A step of the depth axis is a scan of one token in B x T sequences: a stack stays in the cache from its update to its
-read, where `eager` goes through memory for each operation. For the backward pass every k-th state is saved with
-k = sqrt(T); without gradients nothing is saved.
+A step of the depth axis is a scan of one token in B x T sequences. A stack stays in the CPU cache from its update to
+its read, whereas `eager` writes to memory after each operation. The backward pass needs every k-th state, k = sqrt(T);
+without gradients no state is saved.
 
-The first call on a machine compiles for 10 to 20 s of processor time for each dtype; see `kernel_cache`.
+The first call on a machine compiles for 10 to 20 s per dtype; see `kernel_cache`.
 """
 
 import functools
@@ -90,7 +90,7 @@ def _run(
 
 
 def _check_inputs(sizes: Sizes, batch_shape: torch.Size, inputs: list[Tensor | None]) -> None:
-    """Check shapes, dtypes and devices: the kernels read plain addresses."""
+    """Check shapes, dtypes and devices, because the kernels read plain addresses."""
     heads, head_dim, actions, count = sizes.heads, sizes.head_dim, sizes.num_actions, sizes.first_slots
     x = inputs[2]
     shapes = {
@@ -174,7 +174,7 @@ def _prepare_feedback(sizes: Sizes, tensors: Tensors) -> tuple[Tensor | None, ..
 
 
 def _compute_map_grads(sizes: Sizes, tensors: Tensors, last_read: Tensor | None) -> list[Tensor | None]:
-    """Return the gradients of P, Q and V, which sum over all tokens."""
+    """Return the gradients of P, Q and V, summed over all tokens."""
     if last_read is None:
         return [None, None, None]
     u = multiply_gates(tensors.fed, ACTIVATIONS[sizes.activation]).flatten(0, 1).T  # [m, B*T]
@@ -229,7 +229,7 @@ def _run_kernel(sizes: Sizes, tensors: Tensors, is_backward: bool) -> None:
 
 @functools.lru_cache(256)
 def _lay_out_scratch(sizes: Sizes, group: int, is_backward: bool) -> tuple[list[int], int]:
-    """Return where each tensor of `Scratch` starts in that of a part, and its size. `group`: heads that go together."""
+    """Return the offset of each tensor in a part's `Scratch`, and the total size. `group`: heads that run together."""
     rows = group * (sizes.save_every + 3 if is_backward else 2) * (sizes.last_slots + 3)
     lengths = Scratch(
         slots=rows * sizes.head_dim,

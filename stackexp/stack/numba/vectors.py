@@ -1,7 +1,7 @@
 """The building blocks of the scan kernels: views without reference counts, and loops over contiguous numbers.
 
-The intrinsics are written in LLVM where numba has no equivalent (pointers and atomic operations) or is slower: slices
-instead of `view` cost 35 % of a scan.
+The intrinsics generate LLVM code where numba has no equivalent (pointers and atomic operations) or is slower: slices
+instead of `view` would slow a scan down by 35 %.
 """
 
 import math
@@ -58,7 +58,7 @@ def pointer(typing_context, source, start):
 def to_pointers(typing_context, addresses, offset, like):
     """Return a NamedTuple of pointers to the dtype of `like` for a NamedTuple of addresses, each plus an offset.
 
-    Pointers are not reference-counted. Reading an array from a NamedTuple is, which costs 30 % of a scan.
+    Pointers are not reference-counted. Arrays in a NamedTuple are, which would slow a scan down by 30 %.
     """
     kind = types.CPointer(like.dtype)
     result = types.NamedUniTuple(kind, len(addresses), addresses.instance_class)
@@ -140,7 +140,7 @@ def dot(a, b):
 
 @plain
 def add_product(vector, matrix, out):
-    """Add vector [m] times matrix [m, n] to out [n], four rows at once to load and store `out` less often."""
+    """Add vector [m] times matrix [m, n] to out [n], four rows at a time to load and store `out` less often."""
     columns, fours = out.shape[0], vector.shape[0] // 4 * 4
     for k in range(0, fours, 4):
         a, b, c, d = vector[k], vector[k + 1], vector[k + 2], vector[k + 3]
@@ -166,7 +166,7 @@ def add_outer(left, a, right, b, out):
 
 @plain
 def tanh_into(numbers, out):
-    """Write tanh of the numbers: (1 - e) / (1 + e) with e = exp(-2 |x|), and near 0 its Taylor series."""
+    """Write tanh of the numbers: (1 - e) / (1 + e) with e = exp(-2 |x|), or its Taylor series near 0."""
     number = numbers.dtype.type
     one, near = number(1), number(0.25 if numbers.itemsize == 4 else 0.02)
     for i in range(numbers.shape[0]):

@@ -1,17 +1,17 @@
 """The depth axis on CUDA: one kernel per layer, and one for its gradients.
 
-No stack is written and read between the layers. Every k-th stack is stored (`checkpoint_every`, k = 4). A layer in
-between starts from the last stored stack and repeats the updates since then, from the pushed vectors and the action
-logits of those layers: H(D + 3) numbers per layer instead of H n (D + 1), for n = min(l + 1, S) occupied slots at
-layer l. So does its backward pass. At 360m in bfloat16 a layer moves 3,270 bytes forward and 7,212 backward per token,
-of which 4,200 are the gradient of the stack (tests/stack_traffic.py computes them). Above k = 4 little is saved.
+Only every k-th layer stores its stack (`checkpoint_every`, k = 4). The layers between start from the last stored stack
+and repeat the updates since then, from the pushed vectors and the action logits of those layers. They read H(D + 3)
+numbers per layer instead of H n (D + 1), for n = min(l + 1, S) occupied slots at layer l. The backward pass does the
+same. At 360m in bfloat16, a layer moves 3,270 bytes forward and 7,212 bytes backward per token; 4,200 of these are the
+gradient of the stack (tests/stack_traffic.py computes them). A larger k saves little more.
 
-Autograd carries the gradient of the stack from layer to layer as the gradient of two state tensors that have its shape,
-contain zeros, and use no storage. So activation checkpointing of whole blocks keeps no stacks.
+Autograd carries the gradient of the stack from layer to layer as the gradient of two state tensors of the same shape,
+which contain zeros and use no storage. So activation checkpointing of whole blocks keeps no stacks.
 
-Everything is computed in float32, or float64 where x or the state is. The contents are stored in the dtype given to
-`empty`, M in float32 at least. The part of w_g's gradient that a program computes is stored in its own row and summed
-afterwards, so results are deterministic. The kernels are opaque operators to torch.compile, with fake and autograd
+Computation runs in float32, or in float64 if x or the state has it. The contents are stored in the dtype given to
+`empty`, M in at least float32. Each program stores its part of w_g's gradient in its own row, and the rows are summed
+afterwards, so results are deterministic. To torch.compile the kernels are opaque operators with fake and autograd
 implementations. With TRITON_INTERPRET=1 in the environment, steps run on a CPU, slowly.
 """
 
@@ -28,7 +28,7 @@ CHECKPOINT_EVERY = 4  # k
 
 
 class DepthState(NamedTuple):
-    """The last stored stack and the updates since then. n = min(updates, S) slots; `...` is [B, T]."""
+    """The last stored stack and the updates since then; n = min(updates, S) slots, and `...` is [B, T]."""
 
     slots: Tensor  # stored contents, V_0 [n_0, ..., H, D]; only the last two fields have gradients
     mask: Tensor  # M of V_0 [n_0, ..., H], in float32 at least

@@ -1,9 +1,8 @@
 """The Triton kernels of one depth step of every token's stack: forward and backward.
 
-A program handles some tokens and heads, the rows of its tiles [ROWS, D] with ROWS = tokens * group, and goes down the
-slots once. At any time it holds a few neighboring slots, never a whole stack, so only D and the heads are padded and
-the number of slots is an ordinary argument. `depth_step_math` explains how the slots of a layer are computed in this
-order.
+A program handles a few tokens and heads: the rows of its tiles [ROWS, D], ROWS = tokens * group. It visits the slots
+once, from the top. It never holds a whole stack, only a few neighboring slots, so only D and the heads are padded, and
+the number of slots is an ordinary argument. `depth_step_math` explains how slots are computed in this order.
 
 Sizes: `num_occupied` slots of V_0, `num_old` of St, `num_new` of St', `num_slots` S. Probabilities, M and scores are
 rows [ROWS]. `xs` and `logits` are tuples of the layers since V_0: [tokens, H, D] and [tokens, H, 3 or 2]. The other
@@ -45,18 +44,18 @@ def forward(
     options: tl.constexpr,
 ):
     """Compute `reference.step` after the steps of the layers since V_0."""
-    place = locate(tl.program_id(0), num_tokens, options)
-    at, here, at_x, within, _, at_w = place
+    offsets = locate(tl.program_id(0), num_tokens, options)
+    at, here, at_x, within, _, at_w = offsets
     w = load_or(
         tl.zeros([options.tokens * options.group, options.padded_dim], options.dtype), tensors.query, at_w, within
     )
-    stages, actions = enter(xs, logits, place, options)
+    stages, actions = enter(xs, logits, offsets, options)
     needed = num_occupied
     if options.read == "top" and tensors.new_slots is None:  # slots further down do not reach the top
         needed = tl.minimum(num_occupied, len(xs) + 1)
     sizes = (needed, num_occupied, num_new, num_slots)
     value, highest, total, occupancy = sweep(
-        stages, actions, (tensors.slots, tensors.mask, tensors.new_slots, tensors.new_mask), w, sizes, place, options
+        stages, actions, (tensors.slots, tensors.mask, tensors.new_slots, tensors.new_mask), w, sizes, offsets, options
     )
     rounded = value.to(tensors.read.dtype.element_ty)
     tl.store(tensors.read + at_x, rounded, within)
@@ -69,7 +68,7 @@ def forward(
     tl.store(tensors.action + at * 3, push, here)
     tl.store(tensors.action + at * 3 + 1, pop, here)
     tl.store(tensors.action + at * 3 + 2, no_op, here)
-    push, pop, no_op = load_logits(logits[len(xs) - 1], place, options)
+    push, pop, no_op = load_logits(logits[len(xs) - 1], offsets, options)
     tl.store(tensors.entropy + at, log_actions(push, pop, no_op, options)[3], here)
 
 
@@ -92,26 +91,26 @@ def backward(
     LAST: tl.constexpr = len(xs) - 1
     nothing = tl.zeros([options.tokens * options.group, options.padded_dim], options.dtype)
     none = tl.zeros([nothing.shape[0]], options.dtype)
-    place = locate(tl.program_id(0), num_tokens, options)
-    at, here, at_x, within, plane, at_w = place
+    offsets = locate(tl.program_id(0), num_tokens, options)
+    at, here, at_x, within, plane, at_w = offsets
     source, filled = (tensors.slots, tensors.mask), (num_occupied, num_occupied)
     grads = (tensors.grad_slots, tensors.grad_mask)
     w = load_or(nothing, tensors.query, at_w, within)
-    stages, actions = enter(xs, logits, place, options)
+    stages, actions = enter(xs, logits, offsets, options)
     from_read = load_or(nothing, tensors.grad_read, at_x, within)
     sizes = (num_occupied, num_occupied, num_new, num_slots)
-    value, highest, total = _load_softmax(stages, actions, tensors, w, sizes, place, options)
+    value, highest, total = _load_softmax(stages, actions, tensors, w, sizes, offsets, options)
     softmax = (from_read, tl.sum(from_read * value, 1), highest, total)
-    stages = fill(stages, actions, source, filled, num_slots, place, options)
+    stages = fill(stages, actions, source, filled, num_slots, offsets, options)
 
     to_w, sums = nothing, (nothing, nothing, nothing, none, none, none)
     above, above_mask, above_queue = (nothing, nothing), (none, none), (none, none, none)
-    slot, slot_mask = load_slot(source, len(xs), filled, place, options)
-    grad, grad_m = load_gradients(grads, 0, num_new, place, options)
+    slot, slot_mask = load_slot(source, len(xs), filled, offsets, options)
+    grad, grad_m = load_gradients(grads, 0, num_new, offsets, options)
     for j in tl.range(num_old + 1, loop_unroll_factor=2):
         t = j + len(xs)
-        later = load_slot(source, t + 1, filled, place, options)  # during the work on this slot
-        later_grad = load_gradients(grads, j + 1, num_new, place, options)
+        later = load_slot(source, t + 1, filled, offsets, options)  # during the work on this slot
+        later_grad = load_gradients(grads, j + 1, num_new, offsets, options)
         window = stages[LAST]
         stages, new, m = advance(stages, actions, (slot, slot_mask), t, num_slots, len(xs), options)
         if options.read == "global":
@@ -129,7 +128,7 @@ def backward(
         above, above_mask = (grad, above[0]), (grad_m, above_mask[0])
         slot, slot_mask = later
         grad, grad_m = later_grad
-    _store_logits_gradient(sums, actions[LAST], logits[LAST], tensors, place, options)
+    _store_logits_gradient(sums, actions[LAST], logits[LAST], tensors, offsets, options)
     if options.read == "global":
         _store_query_gradient(to_w, tensors, options)
 
@@ -145,30 +144,30 @@ def _store_query_gradient(to_w, tensors, options: tl.constexpr):
 
 
 @triton.jit
-def _load_softmax(stages, actions, tensors, w, sizes, place, options: tl.constexpr):
-    """Return R, the highest score and the sum of exp(score - highest): computed again, or stored as one logarithm."""
-    at, here, at_x, within, _, _ = place
+def _load_softmax(stages, actions, tensors, w, sizes, offsets, options: tl.constexpr):
+    """Return R, the highest score and the sum of exp(score - highest), recomputed or loaded as one logarithm."""
+    at, here, at_x, within, _, _ = offsets
     value, highest, total = tl.zeros_like(w), tl.zeros([w.shape[0]], options.dtype), None
     if tensors.log_total is not None:
         value = load_or(value, tensors.read, at_x, within) + load_or(value, tensors.rest, at_x, within)
         highest = load_or(highest, tensors.log_total, at, here)
     elif options.read == "global":
         slots = (tensors.slots, tensors.mask, None, None)
-        value, highest, total, _ = sweep(stages, actions, slots, w, sizes, place, options)
+        value, highest, total, _ = sweep(stages, actions, slots, w, sizes, offsets, options)
     return value, highest, total
 
 
 @triton.jit
-def _store_logits_gradient(sums, action, logits, tensors, place, options: tl.constexpr):
-    """Go back through the softmax of the actions. `sums`: their gradients, the first three to be summed over D."""
-    at, here = place[:2]
+def _store_logits_gradient(sums, action, logits, tensors, offsets, options: tl.constexpr):
+    """Propagate gradients through the softmax of the actions. `sums`: see `update_backward`."""
+    at, here = offsets[:2]
     none = tl.zeros_like(sums[3])
     to_push = tl.sum(sums[0], 1) + sums[3] + load_or(none, tensors.grad_action, at * 3, here)
     to_pop = tl.sum(sums[1], 1) + sums[4] + load_or(none, tensors.grad_action, at * 3 + 1, here)
     to_no_op = tl.sum(sums[2], 1) + sums[5] + load_or(none, tensors.grad_action, at * 3 + 2, here)
     to_entropy = load_or(none, tensors.grad_entropy, at, here)
     push, pop, no_op = logits_backward(
-        (to_push, to_pop, to_no_op), to_entropy, action, load_logits(logits, place, options), options
+        (to_push, to_pop, to_no_op), to_entropy, action, load_logits(logits, offsets, options), options
     )
     to_logits = tensors.to_logits + at * options.num_actions
     tl.store(to_logits, push, here)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from stackexp.stack.eager import empty_score
+from stackexp.stack.eager import get_empty_score
 
 ELEMENTS_PER_THREAD = 4  # of a tile: 8 bytes of bfloat16 in one load, 16 of float32; more for rows past 128
 MAX_ELEMENTS_PER_THREAD = 16
@@ -45,7 +45,7 @@ class StepOptions(NamedTuple):
     discipline: str
     read: str
     read_mask: str
-    empty_score: float
+    get_empty_score: float
     tiny: float  # the smallest normal number
     dtype: Any  # of the computation
 
@@ -124,7 +124,7 @@ def make_options(inputs: StepInputs) -> StepOptions:
         discipline=inputs.discipline,
         read=inputs.read,
         read_mask=inputs.read_mask,
-        empty_score=empty_score(inputs.read_mask, dtype),
+        get_empty_score=get_empty_score(inputs.read_mask, dtype),
         tiny=torch.finfo(dtype).tiny,
         dtype=tl.float64 if dtype == torch.float64 else tl.float32,
     )
@@ -149,7 +149,7 @@ def compiler_options(head_dim: int) -> dict[str, int]:
 
 
 def _elements_per_thread(padded: int) -> int:
-    """Return the tile elements of one thread, all of one row: each thread holds the probabilities and M of its row."""
+    """Return the tile elements of one thread, all in one row, because a thread holds the actions and M of its row."""
     return min(max(min(ELEMENTS_PER_THREAD, padded), padded // 32), MAX_ELEMENTS_PER_THREAD)
 
 

@@ -8,8 +8,8 @@ computes the slots V_{i+1} from V_i,
 so it emits slot j as soon as it receives slot j+1, and keeps only two of the received slots, its window. V_0 is loaded;
 the last stage emits this layer's slots St', the top first. M goes the same way, with M[-1] = 1.
 
-Sums of products are explicit `tl.fma` calls, and the kernels are compiled without automatic contraction: the forward
-and the backward pass must round alike, and what a compiler contracts depends on the surrounding code.
+Sums of products are explicit `tl.fma` calls, and the kernels are compiled without automatic contraction. Forward and
+backward pass must round alike, but which operations a compiler contracts depends on the surrounding code.
 """
 
 # Tuples grow in unrolled loops, which changes their type:
@@ -23,10 +23,10 @@ from stackexp.stack.triton.time_scan_math import divide, softmax
 
 @triton.jit
 def locate(block, num_tokens, options: tl.constexpr):
-    """Return the offsets of a block of tokens, and where they exist.
+    """Return the offsets of a block of tokens, with masks of those that exist.
 
-    In this order: rows [ROWS] among [tokens, H]; whether they exist; elements [ROWS, D] among [tokens, H, D]; whether
-    they exist; the size of a plane, one slot of all stacks; elements among [H, D].
+    In this order: rows [ROWS] of a tensor [tokens, H], and their mask; elements [ROWS, D] of a tensor [tokens, H, D],
+    and their mask; the size of a plane (one slot of all stacks); elements of a tensor [H, D].
     """
     row = tl.arange(0, options.tokens * options.group)
     token = tl.full(row.shape, block, tl.int64) * options.tokens + row // options.group
@@ -46,7 +46,7 @@ def _mask_below(present, j, end):
 
 @triton.jit
 def load_or(default, pointer, at, present):
-    """Load in the dtype of `default`, 0 where not present; return `default` if the pointer is None."""
+    """Load values in the dtype of `default`, 0 where not present; return `default` if the pointer is None."""
     if pointer is None:
         return default
     else:
@@ -54,9 +54,9 @@ def load_or(default, pointer, at, present):
 
 
 @triton.jit
-def load_slot(source, j, filled, place, options: tl.constexpr):
+def load_slot(source, j, filled, offsets, options: tl.constexpr):
     """Load slot j of V_0 [ROWS, D] and its M; 0 from `filled` on, a number of slots for each."""
-    at, here, at_x, within, plane, _ = place
+    at, here, at_x, within, plane, _ = offsets
     slots, mask = source
     slot = tl.load(slots + j * plane * options.head_dim + at_x, _mask_below(within, j, filled[0]), other=0)
     m = tl.load(mask + j * plane + at, _mask_below(here, j, filled[1]), other=0)
@@ -64,18 +64,18 @@ def load_slot(source, j, filled, place, options: tl.constexpr):
 
 
 @triton.jit
-def load_gradients(grads, j, num_new, place, options: tl.constexpr):
+def load_gradients(grads, j, num_new, offsets, options: tl.constexpr):
     """Load the gradients of slot j of St' [ROWS, D] and of its M'; 0 beyond. Either pointer may be None."""
-    at, here, at_x, within, plane, _ = place
+    at, here, at_x, within, plane, _ = offsets
     nothing, none = tl.zeros(at_x.shape, options.dtype), tl.zeros(at.shape, options.dtype)
     grad = load_or(nothing, grads[0], j * plane * options.head_dim + at_x, _mask_below(within, j, num_new))
     return grad, load_or(none, grads[1], j * plane + at, _mask_below(here, j, num_new))
 
 
 @triton.jit
-def load_logits(logits, place, options: tl.constexpr):
+def load_logits(logits, offsets, options: tl.constexpr):
     """Load the logits of push, pop and no-op; -inf for pop where there are two actions."""
-    at, here = place[0] * options.num_actions, place[1]
+    at, here = offsets[0] * options.num_actions, offsets[1]
     push = tl.load(logits + at, here, other=0).to(options.dtype)
     no_op = tl.load(logits + at + options.num_actions - 1, here, other=0).to(options.dtype)
     pop = tl.full(push.shape, float("-inf"), options.dtype)
@@ -112,15 +112,15 @@ def logits_backward(to_action, to_entropy, action, logits, options: tl.constexpr
 
 
 @triton.jit
-def enter(xs, logits, place, options: tl.constexpr):
+def enter(xs, logits, offsets, options: tl.constexpr):
     """Return the stages before they receive a slot, and their actions.
 
     A stage is its window: V_i[j-1], V_i[j], M_i[j-1], M_i[j], at first with j = -1.
     """
     stages, actions = (), ()
     for i in tl.static_range(len(xs)):
-        x = tl.load(xs[i] + place[2], place[3], other=0).to(options.dtype)
-        push, pop, no_op = load_logits(logits[i], place, options)
+        x = tl.load(xs[i] + offsets[2], offsets[3], other=0).to(options.dtype)
+        push, pop, no_op = load_logits(logits[i], offsets, options)
         actions += (softmax(push, pop, no_op),)
         one = tl.full(push.shape, 1, options.dtype)
         stages += ((x, x, one, one),)
@@ -155,9 +155,9 @@ def _update(stage, slot, mask, action, j, num_slots, options: tl.constexpr):
 
 @triton.jit
 def advance(stages, actions, received, t, num_slots, EMITTING: tl.constexpr, options: tl.constexpr):
-    """Give slot t of V_0 to the first stage; return the stages after that, and the slot that the last one emits.
+    """Pass slot t of V_0 to the first stage; return the stages afterwards, and the slot that the last one emits.
 
-    Only the first EMITTING stages emit a slot. The next one, if any, receives its slot 0 now; the others nothing yet.
+    Only the first EMITTING stages emit a slot. The next stage, if any, receives its slot 0; later ones receive nothing.
     """
     slot, mask = received
     after = ()
@@ -173,10 +173,11 @@ def advance(stages, actions, received, t, num_slots, EMITTING: tl.constexpr, opt
 
 
 @triton.jit
-def fill(stages, actions, source, filled, num_slots, place, options: tl.constexpr):
-    """Advance until the last stage has its slot 0 and emits one with the next."""
+def fill(stages, actions, source, filled, num_slots, offsets, options: tl.constexpr):
+    """Advance until the last stage has received its slot 0, so that each further slot makes it emit one."""
     for t in tl.static_range(len(stages)):
-        stages, _, _ = advance(stages, actions, load_slot(source, t, filled, place, options), t, num_slots, t, options)
+        slot = load_slot(source, t, filled, offsets, options)
+        stages, _, _ = advance(stages, actions, slot, t, num_slots, t, options)
     return stages
 
 
@@ -189,28 +190,28 @@ def _compute_score(slot, mask, w, options: tl.constexpr):
     elif options.read_mask == "log":
         return content + tl.log(tl.maximum(mask, options.tiny)), content
     else:
-        return tl.fma(1 - mask, options.empty_score, content), content  # the penalty is the score of an empty slot
+        return tl.fma(1 - mask, options.get_empty_score, content), content  # the penalty is the score of an empty slot
 
 
 @triton.jit
-def sweep(stages, actions, slots, w, sizes, place, options: tl.constexpr):
-    """Go down the slots; return R [ROWS, D], the highest score, the sum of exp(score - highest), and the sum of M'.
+def sweep(stages, actions, slots, w, sizes, offsets, options: tl.constexpr):
+    """Read the slots from the top; return R [ROWS, D], the highest score, the sum of exp(score - highest), sum of M'.
 
     `slots`: V_0 and its M, then the outputs for St' and M', or None.
     """
-    at, here, at_x, within, plane, _ = place
+    at, here, at_x, within, plane, _ = offsets
     source, new_slots, new_mask = (slots[0], slots[1]), slots[2], slots[3]
     needed, num_occupied, num_new, num_slots = sizes
     filled = (needed, num_occupied)
-    stages = fill(stages, actions, source, filled, num_slots, place, options)
+    stages = fill(stages, actions, source, filled, num_slots, offsets, options)
     occupancy = tl.zeros([w.shape[0]], options.dtype)
     read = tl.zeros(w.shape, options.dtype)
     total = occupancy + (num_slots - num_new)  # the empty slots
-    highest = tl.where(total > 0, tl.full(total.shape, options.empty_score, options.dtype), float("-inf"))
-    received = load_slot(source, len(stages), filled, place, options)
+    highest = tl.where(total > 0, tl.full(total.shape, options.get_empty_score, options.dtype), float("-inf"))
+    received = load_slot(source, len(stages), filled, offsets, options)
     for j in tl.range(num_new, loop_unroll_factor=2):
         t = j + len(stages)
-        later = load_slot(source, t + 1, filled, place, options)  # during the work on this slot
+        later = load_slot(source, t + 1, filled, offsets, options)  # during the work on this slot
         stages, new, m = advance(stages, actions, received, t, num_slots, len(stages), options)
         received = later
         occupancy += m
@@ -249,7 +250,7 @@ def read_slot_backward(grads, slot, mask, w, softmax, is_occupied, options: tl.c
     elif options.read_mask == "log":
         to_mask = tl.where(mask >= options.tiny, divide(to_score, tl.maximum(mask, options.tiny)), 0)
     else:
-        to_mask = to_score * -options.empty_score
+        to_mask = to_score * -options.get_empty_score
     grad = tl.fma(weight[:, None], from_read, tl.fma(to_content[:, None], w, grad))
     return grad, grad_mask + to_mask, tl.fma(to_content[:, None], slot, to_w)
 

@@ -3,13 +3,14 @@
 One program holds the stacks of one head of one row of the batch or, with feedback, of all heads of the row. They are
 tiles (see `time_scan_math`) from the first token to the last.
 
-A scan is slow because of the chain of dependent operations between states, not because of arithmetic: a token takes
-5 S D multiply-adds. The slot shift in this chain is a `tl.gather`. Without feedback and with S <= 32 a program is one
-warp: tiles stay in registers, and a gather compiles to shuffles without a barrier. Global memory would be slower, and
-so would a product with a shift matrix, because float32 must not become TF32.
+A scan is slow because each state depends on the previous one, not because of arithmetic: a token takes 5 S D
+multiply-adds. The slot shift in this chain is a `tl.gather`. Without feedback and with S <= 32, a program is one warp:
+tiles stay in registers, and a gather compiles to shuffles without a barrier. Shifts through global memory would be
+slower. So would a product with a shift matrix, because float32 must not become TF32.
 
-With feedback, every element of x_t and of the logits depends on all of R_{t-1}. These go through global memory, because
-the two sides use different layouts, and need barriers. Sums have a fixed order, so results are deterministic.
+With feedback, every element of x_t and of the logits depends on all of R_{t-1}. These values go through global memory,
+because writer and reader use different layouts, and this needs barriers. Sums have a fixed order, so results are
+deterministic.
 
 Both kernels receive `kept`, the slots N of S that the tokens can fill, and `num_empty`, the other S - N. `time_scan`
 describes the tensors and options.
@@ -35,32 +36,32 @@ def forward(
     options: tl.constexpr,
 ):
     """Compute `reference.scan`."""
-    place, index = _locate(kept, num_empty, options)
-    row, num_stacks, head, here, at_vector, vector, _, _ = place
+    offsets, index = _locate(kept, num_empty, options)
+    row, num_stacks, head, here, at_vector, vector, _, _ = offsets
     width: tl.constexpr = options.heads * options.head_dim
     stacks, first = row * options.heads * kept, row * num_tokens
     read = tensors.read + first * width
     if options.activation is not None:  # a row starts with R_{-1}
         read = tensors.read + (first + row + 1) * width
 
-    state = _load_state(tensors.slots, tensors.mask, stacks, place, index, options)
-    w = _load_query(tensors.query, state[0], place, options)
+    state = _load_state(tensors.slots, tensors.mask, stacks, offsets, index, options)
+    w = _load_query(tensors.query, state[0], offsets, options)
     if options.activation is None:
-        following = _load_token(tensors.x, tensors.logits, first, place, options)
+        following = _load_token(tensors.x, tensors.logits, first, offsets, options)
     for t in range(num_tokens):
         if t % interval == 0:
             saved = t // interval * num_stacks * kept + stacks
-            _store_state(tensors.saved_slots, tensors.saved_mask, saved, state, place, index, options)
+            _store_state(tensors.saved_slots, tensors.saved_mask, saved, state, offsets, index, options)
         token = first + t
         if options.activation is None:  # load one token ahead: a load takes longer than an update
             pushed, logits = following
             ahead = first + tl.minimum(t + 1, num_tokens - 1)
-            following = _load_token(tensors.x, tensors.logits, ahead, place, options)
+            following = _load_token(tensors.x, tensors.logits, ahead, offsets, options)
         else:
             tl.debug_barrier()  # the previous read is written
             feed_back(tensors, read + (t - 1) * width, token, options)
             tl.debug_barrier()
-            pushed, logits = _load_token(tensors.fed_x, tensors.fed_logits, token, place, options)
+            pushed, logits = _load_token(tensors.fed_x, tensors.fed_logits, token, offsets, options)
         state = update(state, pushed, softmax(logits[0], logits[1], logits[2]), index, options)
         slots, mask = state
         if options.read == "top":
@@ -69,7 +70,7 @@ def forward(
             out = tl.sum(weigh(state, w, index, options)[0] * slots, 1, keep_dims=True)
         tl.store(read + t * width + at_vector, out, vector)
         tl.store(tensors.occupancy + token * options.heads + head, tl.sum(mask, 1, keep_dims=True), here)
-    _store_state(tensors.last_slots, tensors.last_mask, stacks, state, place, index, options)
+    _store_state(tensors.last_slots, tensors.last_mask, stacks, state, offsets, index, options)
 
 
 @triton.jit(do_not_specialize=DYNAMIC)
@@ -82,11 +83,11 @@ def backward(
     options: tl.constexpr,
 ):
     """Compute the gradients of `forward`, segment by segment from the last; recompute the states of each segment."""
-    place, index = _locate(kept, num_empty, options)
-    row, num_stacks, _, _, at_vector, vector, _, _ = place
+    offsets, index = _locate(kept, num_empty, options)
+    row, num_stacks, _, _, at_vector, vector, _, _ = offsets
     stacks, stride = row * options.heads * kept, num_stacks * kept
-    grads = _load_state(tensors.grad_last_slots, tensors.grad_last_mask, stacks, place, index, options)
-    w = _load_query(tensors.query, grads[0], place, options)
+    grads = _load_state(tensors.grad_last_slots, tensors.grad_last_mask, stacks, offsets, index, options)
+    w = _load_query(tensors.query, grads[0], offsets, options)
     grad_w = tl.zeros_like(w)
     num_segments = tl.cdiv(num_tokens, interval)
     for later_segments in range(num_segments):
@@ -94,32 +95,33 @@ def backward(
         start = segment * interval
         length = tl.minimum(interval, num_tokens - start)
         first = row * num_tokens + start
-        state = _load_state(tensors.saved_slots, tensors.saved_mask, segment * stride + stacks, place, index, options)
+        state = _load_state(tensors.saved_slots, tensors.saved_mask, segment * stride + stacks, offsets, index, options)
         for i in range(length):
             saved = i * stride + stacks
-            _store_state(tensors.segment_slots, tensors.segment_mask, saved, state, place, index, options)
-            pushed, logits = _load_token(tensors.x, tensors.logits, first + i, place, options)
+            _store_state(tensors.segment_slots, tensors.segment_mask, saved, state, offsets, index, options)
+            pushed, logits = _load_token(tensors.x, tensors.logits, first + i, offsets, options)
             state = update(state, pushed, softmax(logits[0], logits[1], logits[2]), index, options)
         tl.debug_barrier()  # a thread may load what another has stored
         for later in range(length):
             i = length - 1 - later
             saved = i * stride + stacks  # the state before the token
-            before = _load_state(tensors.segment_slots, tensors.segment_mask, saved, place, index, options)
-            grads, grad_w = _token_backward(tensors, first + i, state, before, grads, w, grad_w, place, index, options)
+            before = _load_state(tensors.segment_slots, tensors.segment_mask, saved, offsets, index, options)
+            token = first + i
+            grads, grad_w = _token_backward(tensors, token, state, before, grads, w, grad_w, offsets, index, options)
             state = before
         tl.debug_barrier()  # the next segment stores where this one has loaded
-    _store_state(tensors.to_slots, tensors.to_mask, stacks, grads, place, index, options)
+    _store_state(tensors.to_slots, tensors.to_mask, stacks, grads, offsets, index, options)
     if options.read == "global":
         tl.store(tensors.to_query + row * options.heads * options.head_dim + at_vector, grad_w, vector)
 
 
 @triton.jit
-def _token_backward(tensors, token, state, before, grads, w, grad_w, place, index, options: tl.constexpr):
+def _token_backward(tensors, token, state, before, grads, w, grad_w, offsets, index, options: tl.constexpr):
     """Store the gradients of one token; return those of the state before it and the sum of those of w_g."""
-    row, _, head, here, at_vector, vector, _, _ = place
+    row, _, head, here, at_vector, vector, _, _ = offsets
     width: tl.constexpr = options.heads * options.head_dim
     grad = tl.load(tensors.grad_read + token * width + at_vector, vector, other=0)
-    pushed, logits = _load_token(tensors.x, tensors.logits, token, place, options)
+    pushed, logits = _load_token(tensors.x, tensors.logits, token, offsets, options)
     if options.activation is not None:
         grad += tl.load(tensors.to_read + row * width + at_vector, vector, other=0)
     grad_slots, grad_mask = grads
@@ -157,10 +159,10 @@ def _token_backward(tensors, token, state, before, grads, w, grad_w, place, inde
 
 @triton.jit
 def _locate(kept, num_empty, options: tl.constexpr):
-    """Return the place of this program in the tensors, and its slot index.
+    """Return the offsets of this program in the tensors, and its slot index.
 
-    The place: the row; the number of stacks; heads [H, 1, 1] and whether they exist; offsets of elements [H, 1, D] and
-    whether they exist; offsets of M [H, S, 1] and of St [H, S, D]. The index: slots j [1, S, 1], N, S - N.
+    The offsets: row; number of stacks; heads [H, 1, 1] and their mask; elements [H, 1, D] and their mask; M [H, S, 1];
+    St [H, S, D]. The index: slots j [1, S, 1], N, S - N.
     """
     programs_per_row: tl.constexpr = options.heads if options.activation is None else 1
     row = (tl.program_id(0) // programs_per_row).to(tl.int64)
@@ -171,41 +173,41 @@ def _locate(kept, num_empty, options: tl.constexpr):
     here = head < options.heads
     vector = here & (d < options.head_dim)
     at_vector, at_mask = head * options.head_dim + d, head * kept + j
-    place = (row, num_stacks, head, here, at_vector, vector, at_mask, at_mask * options.head_dim + d)
-    return place, (j, kept, num_empty)
+    offsets = (row, num_stacks, head, here, at_vector, vector, at_mask, at_mask * options.head_dim + d)
+    return offsets, (j, kept, num_empty)
 
 
 @triton.jit
-def _load_state(slots, mask, stacks, place, index, options: tl.constexpr):
+def _load_state(slots, mask, stacks, offsets, index, options: tl.constexpr):
     """Load St [H, S, D] and M [H, S, 1] of the stacks from number `stacks` on; 0 beyond the N slots."""
-    _, _, _, here, _, vector, at_mask, at_slots = place
+    _, _, _, here, _, vector, at_mask, at_slots = offsets
     present = index[0] < index[1]
     state_slots = tl.load(slots + stacks * options.head_dim + at_slots, vector & present, other=0)
     return state_slots, tl.load(mask + stacks + at_mask, here & present, other=0)
 
 
 @triton.jit
-def _store_state(slots, mask, stacks, state, place, index, options: tl.constexpr):
+def _store_state(slots, mask, stacks, state, offsets, index, options: tl.constexpr):
     """Store St and M where `_load_state` loads them."""
-    _, _, _, here, _, vector, at_mask, at_slots = place
+    _, _, _, here, _, vector, at_mask, at_slots = offsets
     present = index[0] < index[1]
     tl.store(slots + stacks * options.head_dim + at_slots, state[0], vector & present)
     tl.store(mask + stacks + at_mask, state[1], here & present)
 
 
 @triton.jit
-def _load_query(query, slots, place, options: tl.constexpr):
+def _load_query(query, slots, offsets, options: tl.constexpr):
     """Load w_g [H, 1, D] in the dtype of the slots; 0 for `read: top`."""
     w = tl.zeros([options.padded_heads, 1, options.padded_dim], slots.dtype)
     if options.read == "global":
-        w = tl.load(query + place[4], place[5], other=0)
+        w = tl.load(query + offsets[4], offsets[5], other=0)
     return w
 
 
 @triton.jit
-def _load_token(x, logits, token, place, options: tl.constexpr):
+def _load_token(x, logits, token, offsets, options: tl.constexpr):
     """Load x [H, 1, D] and the logits of push, pop, no-op [H, 1, 1]; with two actions, the logit of pop is -inf."""
-    head, here, at_vector, vector = place[2], place[3], place[4], place[5]
+    head, here, at_vector, vector = offsets[2], offsets[3], offsets[4], offsets[5]
     pushed = tl.load(x + token * (options.heads * options.head_dim) + at_vector, vector, other=0)
     at = (token * options.heads + head) * options.num_actions
     push = tl.load(logits + at, here, other=0)
