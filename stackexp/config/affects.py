@@ -1,7 +1,7 @@
-"""Select options by what they affect: used by resume, sweep trials and reports.
+"""Select options by what they affect, for resume, sweep trials and reports.
 
-Options are given flat, as {full key: value}; see `flatten_config`. Keys that the schema lacks (of a plugin that is not
-imported, or of an older version) count as `training`.
+Options are a flat mapping {full key: value}; see `flatten_config`. Keys that are not in the schema (from a plugin that
+is not imported, or from an older version) count as `training`.
 """
 
 import dataclasses
@@ -27,12 +27,12 @@ def flatten_config(config: ExperimentConfig) -> dict[str, Any]:
 
 
 def affects(options: Options, key: str) -> str:
-    """Return what the option `key` affects. `options` has the kinds of the sections."""
+    """Return what the option `key` affects; `options` must include the kind of its section."""
     return _metadata(options, key).get("affects", "training")
 
 
 def changes_scores(options: Options, key: str) -> bool:
-    """Return True if `key` changes what given weights score on a given evaluation set."""
+    """Return True if `key` changes the scores of fixed weights on a fixed evaluation set."""
     is_architecture = key.startswith("model.") and affects(options, key) == "training"
     return is_architecture or _metadata(options, key).get("changes_scores", False)
 
@@ -42,39 +42,39 @@ def select_options(options: Options, which: Collection[str]) -> dict[str, Any]:
     return {key: value for key, value in options.items() if affects(options, key) in which}
 
 
-def changed_keys(ours: Options, theirs: Options, which: Collection[str]) -> list[str]:
-    """Return the keys whose values differ and that affect one of `which`, those of the model first."""
+def find_changed_keys(ours: Options, theirs: Options, which: Collection[str]) -> list[str]:
+    """Return the keys whose values differ and that affect one of `which`, model options first."""
     keys = sorted(ours.keys() | theirs.keys(), key=lambda key: (not key.startswith("model."), key))
     changed = (key for key in keys if ours.get(key) != theirs.get(key))
     return [key for key in changed if affects(ours if key in ours else theirs, key) in which]
 
 
-def without_defaults(section: Any, exclude: Collection[str] = ()) -> Any:
-    """Return a config as nested dicts of its kinds and of the values that differ from the defaults.
+def remove_defaults(section: Any, exclude: Collection[str] = ()) -> Any:
+    """Return a config as nested dicts with only kinds and values that differ from the defaults.
 
-    Options that affect one of `exclude` are left out.
+    Options that affect one of `exclude` are omitted.
     """
     if isinstance(section, dict):
-        return {key: without_defaults(item, exclude) for key, item in section.items()}
+        return {key: remove_defaults(item, exclude) for key, item in section.items()}
     if not dataclasses.is_dataclass(section):
         return section
     kept = {}
     for field in dataclasses.fields(section):
         value = getattr(section, field.name)
         if field.metadata.get("affects", "training") not in exclude and (
-            field.name == "kind" or value != default_of(field)
+            field.name == "kind" or value != get_default(field)
         ):
-            kept[field.name] = without_defaults(value, exclude)
+            kept[field.name] = remove_defaults(value, exclude)
     return kept
 
 
-def default_of(field: dataclasses.Field) -> Any:
+def get_default(field: dataclasses.Field) -> Any:
     """Return a field's default value."""
     return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
 
 
 def _metadata(options: Options, key: str, cls: Any = ExperimentConfig, section: str = "") -> Mapping[str, Any]:
-    """Return the metadata of the field that holds the key `section + key`, or an empty mapping if there is none."""
+    """Return the metadata of the field of the key `section + key`, or an empty mapping if there is no such field."""
     name, _, rest = key.partition(".")
     field = next((field for field in dataclasses.fields(cls) if field.name == name), None)
     if field is None:

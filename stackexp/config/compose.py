@@ -40,8 +40,8 @@ def compose(
 ) -> ExperimentConfig:
     """Compose configs (shipped names or paths; later ones win) and overrides (`a.b=c`, `--a.b=c` or `--a.b c`).
 
-    An evaluation (`is_training=False`) has no requirements on the global batch. Raises ConfigError for the first error,
-    with the file and line or the override, the full key, the expected value and the closest valid name.
+    With `is_training=False`, for an evaluation, the global batch is not checked. Raises ConfigError for the first
+    error; its line has the file and line or the override, the full key, the expected value and the closest valid name.
     """
     layers = Layers()
     for name in configs:
@@ -82,14 +82,14 @@ def to_yaml(config: ExperimentConfig) -> str:
 
 
 def build_dataclass(cls: type, tree: Tree) -> Any:
-    """Build any dataclass from a tree, with the validation and the errors of an experiment config."""
+    """Build a dataclass from a tree, with the same validation and errors as for an experiment config."""
     config, origins = _convert(OmegaConf.structured(cls), tree)
     validate(config, origins)
     return config
 
 
 def _convert(root: DictConfig, tree: Tree) -> tuple[Any, dict[str, str]]:
-    """Fill a schema from a tree and resolve it; return the dataclass and the origins of its values."""
+    """Fill a schema from a tree and resolve interpolations; return the dataclass and the origins of its values."""
     origins = {key: leaf.origin for key, leaf in _iterate_leaves(tree)}
     _fill(root, tree, "", root)
     resolve(root, origins)
@@ -105,7 +105,7 @@ def _iterate_leaves(tree: Tree, path: str = "") -> Iterator[tuple[str, Leaf]]:
 
 
 def _build_schema(tree: Tree) -> DictConfig:
-    """Return the schema of an experiment, with the options of the kind that the tree chooses for each section."""
+    """Return the schema of an experiment in which each section has the options of the kind chosen in the tree."""
     root = OmegaConf.structured(ExperimentConfig)
     for section, group in SECTIONS.items():
         *outer, name = section.split(".")
@@ -121,7 +121,7 @@ def _build_schema(tree: Tree) -> DictConfig:
 
 
 def _build_kind(section: str, group: str, value: Leaf | Tree) -> DictConfig:
-    """Return the default options of the kind that a section chooses."""
+    """Return the default options of a section's kind."""
     known = list_kinds(group)
     kind = value.get("kind") if isinstance(value, dict) else None
     if kind is None:

@@ -15,7 +15,7 @@ RESERVED_SET_NAMES = ("average", "whole", "loss", "perplexity", "bits_per_byte",
 
 
 def explain_set_name(name: str) -> str | None:
-    """Return what is wrong with the name of an evaluation set, or None. Names become TensorBoard tags."""
+    """Return the reason why an evaluation set cannot have this name, or None. Names become TensorBoard tags."""
     if name in RESERVED_SET_NAMES:
         return f"{name!r} is reserved, because it is part of the tags of metrics; choose another name"
     if not name.strip() or "/" in name or not name.isprintable():
@@ -25,7 +25,7 @@ def explain_set_name(name: str) -> str | None:
 
 @dataclass
 class DataConfig:
-    """Options of all token sources; the options of a plugin derive from it."""
+    """Options of all token datasets; a plugin derives its own options from this class."""
 
     objective: ClassVar[str] = "language_modeling"  # a key of `modules.objectives`
     lengths_vary: ClassVar[bool] = False  # between batches; context_length is then the longest
@@ -45,25 +45,25 @@ class DataConfig:
     shuffle: bool = True
     """Shuffle the sequences of each epoch."""
     num_canonical_nodes: int = option(1, min=1)
-    """Fixes the order of the samples for any number of devices; divides the number of nodes or is divided by it."""
+    """Nodes that the sample order is computed for; a multiple or a divisor of the real number of nodes."""
     num_workers: int = option(1, min=0, affects="execution")
     """Loader processes per device."""
     hash_interval: int = option(10, min=1, affects="logging")
-    """Steps between two records of the training data hash."""
+    """Steps between two records of the training data hash in data.jsonl."""
 
     eval_batch_size: int = option(8, min=1, affects="execution")
     """Sequences per device and forward pass in an evaluation."""
     eval_sequences: Optional[int] = option(None, min=1, affects="evaluation")
-    """Sequences of each set in validations during training; null takes all."""
+    """Sequences of each set that validations during training score; null scores all."""
     score_remainder: bool = option(False, affects="evaluation", changes_scores=True)
-    """Score every token of a set but the first; otherwise, as in OLMo, drop the remainder after whole chunks."""
+    """Score every token of a set except the first; if false, drop the incomplete last chunk, as in OLMo."""
 
     def micro_batch(self, devices: int) -> int:
         """Return the sequences per device and forward pass."""
         return self.micro_batch_size
 
     def find_experiment_errors(self, config: "ExperimentConfig", is_training: bool) -> Errors:
-        """Yield the errors that involve other sections; keys are full keys."""
+        """Yield the errors that involve other sections, with full keys."""
         model = config.model
         if not getattr(model, "causal", True):
             yield "model.causal", "language modeling requires model.causal: true"
@@ -91,7 +91,7 @@ class StreamConfig:
     proportion: Optional[float] = option(None, above=0)
     """Share of the sequences, relative to the other streams."""
     repeat: Optional[float] = option(None, above=0)
-    """Passes over its sequences in each epoch."""
+    """Passes over the stream's sequences in each epoch; 0.5 takes half of them."""
 
 
 @register("data", "shards", builds="stackexp.datamodules.pretraining:PretrainingData")
@@ -107,19 +107,19 @@ class ShardsConfig(DataConfig):
     path: Optional[str] = option(None, affects="location")
     """Folder written by `data prepare`; with remote, the folder of its cache."""
     remote: Optional[str] = option(None, affects="location")
-    """URL of a copy of that folder, such as s3://bucket/folder."""
+    """URL of a copy of a prepared folder, such as s3://bucket/folder."""
     streams: dict[str, StreamConfig] = option({})
-    """A mixture instead of path and remote: name -> source."""
+    """Sources of a mixture by name, instead of path and remote."""
     cache_limit: Optional[str] = option(None, affects="execution")
     """Largest size of the cached shards per node, such as 200gb; null sets no limit."""
     download_timeout_seconds: float = option(60, above=0, affects="execution")
-    """Seconds without an answer from the server after which a download fails."""
+    """Seconds without a response from the server after which a download fails."""
     download_retries: int = option(4, min=0, affects="execution")
-    """Attempts to repeat a failed download."""
+    """Number of times that a failed download is retried."""
     validation: dict[str, str] = option({}, affects="evaluation")
-    """Validation sets: name -> a set, or a folder of sets."""
+    """Validation sets by name; the value is the path of a set, or of a folder of sets."""
     test: dict[str, str] = option({}, affects="evaluation")
-    """Test sets: name -> a set, or a folder of sets."""
+    """Test sets by name; the value is the path of a set, or of a folder of sets."""
 
     def find_errors(self) -> Errors:
         """Yield the errors that involve several options."""

@@ -18,11 +18,11 @@ class LoggingConfig:
     root: str = option("runs", affects="logging")
     """Parent of the run folders, which are <root>/<name>/<id>."""
     tensorboard: bool = option(True, affects="logging")
-    """Write TensorBoard event files besides metrics.jsonl."""
+    """Write TensorBoard event files in addition to metrics.jsonl."""
     progress_bar: bool = option(True, affects="logging")
-    """Show a progress bar in a terminal, instead of lines."""
+    """Show a progress bar in a terminal; if false, print lines."""
     log_interval_seconds: float = option(30, above=0, affects="logging")
-    """Seconds between two progress lines where there is no bar."""
+    """Seconds between two progress lines, if there is no progress bar."""
     probe_interval: int = option(10, min=1, affects="logging")
     """Steps between two measurements of the memory (entropy, occupancy, action probabilities)."""
 
@@ -31,7 +31,7 @@ class LoggingConfig:
 class ExperimentConfig:
     """An experiment: the input of `fit`, and the contents of a run folder's config.yaml.
 
-    `environment_texts` are the unresolved texts of values with `${oc.env:NAME}`, by key.
+    `environment_texts` has the unresolved text of each value with `${oc.env:NAME}`, by key.
     """
 
     environment_texts: ClassVar[dict[str, str]] = {}
@@ -49,7 +49,7 @@ class ExperimentConfig:
     logging: LoggingConfig = option(LoggingConfig(), affects="logging")
 
     def find_errors(self, is_training: bool = True) -> Errors:
-        """Yield the errors that involve several sections; an evaluation has no requirements on the global batch."""
+        """Yield the errors that involve several sections; for an evaluation, the global batch is not checked."""
         if not re.fullmatch(r"[\w+-][\w.+-]*(/[\w+-][\w.+-]*)*", self.name):
             yield "name", f"{self.name!r} cannot name a folder; use letters, digits and . _ - + between slashes"
         if max(map(len, self.name.split("/"))) > MAX_NAME_LENGTH:

@@ -1,4 +1,4 @@
-"""The field helper of the config schema: default, limits, and what an option affects."""
+"""A helper that defines the fields of the config schema: default, limits, and what an option affects."""
 
 import copy
 from collections.abc import Collection, Iterator

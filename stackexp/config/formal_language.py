@@ -38,9 +38,9 @@ class FormalLanguageConfig:
     task: str = option("reverse_string", choices=TASKS, changes_scores=True)
     """The formal language."""
     vocab_size: int = "${task_inputs:${data.task}}"  # type: ignore[assignment]
-    """Number of input symbols, which follows from the task; the empty token is the last id."""
+    """Number of input token ids, set by the task; the last id is the empty token."""
     output_vocab_size: int = "${task_outputs:${data.task}}"  # type: ignore[assignment]
-    """Number of answer symbols, which follows from the task."""
+    """Number of different answer symbols, set by the task."""
 
     batch_size: int = option(128, min=1)
     """Strings per optimizer step over all devices."""
@@ -51,9 +51,9 @@ class FormalLanguageConfig:
     curriculum_start: int = option(4, min=1)
     """Longest string at the first step of the curriculum."""
     longest_fraction: float = option(0.0, min=0, max=1)
-    """Share of the batches whose strings have the longest length."""
+    """Share of the batches whose strings all have the longest length."""
     label_smoothing: float = option(0.0, min=0, below=1)
-    """Probability spread evenly over all symbols, in training."""
+    """Probability mass that training targets spread evenly over all symbols."""
 
     validation_max_length: int = option(60, min=1, affects="evaluation")
     """Validations during training test every length from max_length + 1 to this one."""
@@ -63,7 +63,7 @@ class FormalLanguageConfig:
     eval_max_length: int = option(500, min=1, affects="evaluation")
     """Longest test string."""
     eval_length_stride: int = option(1, min=1, affects="evaluation")
-    """Test only lengths that differ from max_length + 1 by a multiple of this."""
+    """Test every N-th length, starting at max_length + 1."""
     eval_sequences: int = option(512, min=1, affects="evaluation")
     """Test strings of each length."""
     eval_batch_size: int = option(128, min=1, affects="execution")

@@ -17,8 +17,7 @@ MAX_LENGTH = 10_000
 def resolve(root: DictConfig, origins: Origins) -> None:
     """Resolve all interpolations.
 
-    Raises ConfigError if a value is missing, or an interpolation has no value of its key's type, or one that is too
-    long.
+    Raises ConfigError if a value is missing, or if an interpolation has the wrong type, no value, or a too long value.
     """
     for key, node, name in _iterate_slots(root):
         if node._get_node(name)._value() == "???":
@@ -94,7 +93,7 @@ def list_keys(node: DictConfig) -> list[str]:
 
 
 def _describe_failure(text: str, error: Exception, root: DictConfig, origins: Origins) -> str:
-    """Return why the interpolation `text` has no value; if another key is the cause, with its origin."""
+    """Return why the interpolation `text` has no value, with the origin of another key that is the cause."""
     slots = {key: (node, name) for key, node, name in _iterate_slots(root)}
     for key in _find_names(text):
         node, name = slots.get(key, (root, ""))

@@ -58,7 +58,7 @@ def list_config_names() -> list[str]:
 
 
 def list_catalog() -> list[tuple[str, str, str]]:
-    """Return (kind, name, purpose) of the shipped configs, of the recipes, and of the choices for every section.
+    """Return (kind, name, purpose) of all shipped configs, recipes, and choices for sections.
 
     A recipe is a partial overlay without a dataset.
     """
@@ -107,7 +107,7 @@ def _find_file(name: str, prefix: str, folder: Path) -> Path:
 
 
 class Layers:
-    """The merged layers of a config: `tree` has the values, `plugins` what to import before validation."""
+    """The merged layers of a config: `tree` has the values, `plugins` the plugins to import before validation."""
 
     def __init__(self) -> None:
         self.tree = build_default_tree()
@@ -115,10 +115,10 @@ class Layers:
         self.plugins: list[tuple[Leaf, Path]] = []  # name and the folder it is relative to
 
     def add_file(self, path: Path, section: str = "", parents: tuple[Path, ...] = ()) -> None:
-        """Merge a file into a section, "" for a whole config: first its `defaults:`, then its own keys.
+        """Merge a file into a section ("" for a whole config): first its `defaults:`, then its own keys.
 
-        `parents` are the files whose `defaults:` led to this file. Raises ConfigError if the file is invalid, or its
-        defaults are circular.
+        `parents` are the files whose `defaults:` include this file. Raises ConfigError if the file is invalid, or if
+        its defaults are circular.
         """
         path = path.resolve()
         if path in parents:
@@ -194,7 +194,7 @@ def _is_choice(key: str, value: Leaf | Tree) -> bool:
 
 
 def _get_rank(key: str, value: Leaf | Tree) -> float:
-    """Return the depth of a section whose file or kind an override chooses, and infinity for other keys."""
+    """Return the sort key of an override: the depth of a section whose file or kind it chooses, else infinity."""
     section = key.removesuffix(".kind")
     return section.count(".") if _is_choice(key, value) or section in SECTIONS else math.inf
 

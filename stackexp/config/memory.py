@@ -21,15 +21,16 @@ class StackMemoryConfig:
 
     kind: str = "stack"
     axis: Literal["depth", "time", "token_major"] = "depth"
-    """Order of the updates: over the layers of each token, over the tokens in each layer, or both."""
+    """Direction of the updates: over the layers of each token (depth), over the tokens in each layer (time), or both
+    (token_major)."""
     discipline: Literal["stack", "queue", "push_only"] = "stack"
-    """Element that pop removes: the newest (stack) or the oldest (queue). push_only always pushes."""
+    """Element that a pop removes: the newest (stack) or the oldest (queue). push_only always pushes and never pops."""
     num_heads: int = option(4, min=1)
     """Number of stacks H."""
     head_dim: int = option(16, min=1)
-    """Size of an element d_s."""
+    """Size d_s of an element."""
     num_slots: int = option(24, min=1)
-    """Slots S of a stack; shapes no parameter."""
+    """Number of slots S of each stack; independent of the parameter shapes."""
     eval_num_slots: Optional[int] = option(None, min=1, affects="evaluation", changes_scores=True)
     """Slots in evaluations; null takes num_slots."""
     entropy_weight: float = option(0.001, min=0)
@@ -40,24 +41,24 @@ class StackMemoryConfig:
     that of the authors' code.
     """
     read: Literal["global", "top"] = "global"
-    """Attention over all slots, or the top slot."""
+    """Read by attention over all slots (global), or the top slot only."""
     read_mask: Literal["multiply", "log", "additive"] = "multiply"
     """Effect of occupancy on the read scores; see stack/reference.py."""
     residual_gate: Literal["hidden", "read"] = "hidden"
-    """Factor of the gate: the hidden state (g h + R), or the read (h + g R)."""
+    """Term that the gate scales: the hidden state (g h + R) or the read (h + g R)."""
     site: Literal["after_block", "after_attention", "before_attention", "each_sublayer"] = "after_block"
-    """Position of the memory in a block; each_sublayer has one after the attention and one after the block."""
+    """Position of the memory in a block; each_sublayer has one memory after the attention and one after the block."""
     push_norm: Literal["none", "head"] = "none"
     """Normalization of the pushed vectors; head divides the vector of each head by its root mean square."""
     init_std: Optional[float] = option(None, above=0)
-    """Standard deviation of all initial weights of the memory, but the gate's; null follows model.init."""
+    """Standard deviation of the memory's initial weights, except the gate; null follows model.init."""
 
     action_input: Literal["head", "hidden"] = "head"
     """Input of the action logits: the projected head, or the whole hidden state."""
     action_scale: Literal["none", "slice"] = "none"
     """Scale of the action logits; slice divides by sqrt(hidden_size / num_heads)."""
     action_bias: Optional[float] = option(None)
-    """Initial value of a learned bias of the push logit; those of pop and no-op start at 0. null has no biases."""
+    """Initial push logit of a learned action bias, whose other logits start at 0; null has no bias."""
     action_sharpness: float = option(1.0, above=0)
     """Factor on the action logits."""
     action_noise: float = option(0.0, min=0)
@@ -68,16 +69,15 @@ class StackMemoryConfig:
     feedback: bool = False
     """Compute actions and pushes from h_t + F f(R_{t-1}), where R is the read (axis: time)."""
     feedback_activation: Literal["identity", "tanh", "gated"] = "identity"
-    """The function f; gated is tanh(a) tanh(b) of two pre-activations, so that products can be learned."""
+    """The function f; gated is tanh(a) tanh(b) of two pre-activations and can represent products."""
     feedback_hidden_size: Optional[int] = option(None, min=1)
-    """Width of a hidden layer f(U h_t + V R_{t-1}) with a linear map of its own to actions and pushes; null has
-    none.
-    """
+    """Width of a hidden layer f(U h_t + V R_{t-1}), which feeds actions and pushes through its own linear map; null
+    has none."""
 
     checkpoint_every_layers: int = option(4, min=1)
-    """On CUDA with axis depth, the stack of every n-th layer is stored and the others are recomputed."""
+    """Layers between two stacks that are stored for the backward pass; others are recomputed (CUDA, axis depth)."""
     state_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Precision of the stored stacks on axis depth; auto follows the matrix products."""
+    """Precision of the stored stacks (axis depth); auto is that of the matrix products."""
 
     def find_errors(self, model: "TransformerConfig") -> Errors:
         """Yield the errors that involve several options of the memory or the model."""
@@ -101,7 +101,7 @@ class StackMemoryConfig:
             yield "eval_num_slots", f"must not be smaller than num_slots {self.num_slots}"
 
     def _find_push_only_errors(self) -> Errors:
-        """Yield the options of actions and feedback that are set, because push_only has none of these."""
+        """Yield an error for each option of actions and feedback that is set, because push_only has neither."""
         defaults = {f.name: f.default for f in dataclasses.fields(self) if f.name.startswith(("action_", "feedback"))}
         for name, default in defaults.items():
             if getattr(self, name) != default:

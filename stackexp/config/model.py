@@ -48,11 +48,10 @@ class TransformerConfig:
     causal: bool = True
     """Attend to earlier tokens only."""
     attention_window: Optional[int] = option(None, min=1)
-    """Tokens that a token attends to, itself included; null takes all."""
+    """Tokens that a token attends to, including itself; null takes all."""
     attention_log_base: Optional[int] = option(None, min=2)
-    """Base b of the factor log_b n on the scores of a token that attends to n tokens (Chiang & Cholak 2022); null
-    scales nothing.
-    """
+    """Base b: the scores of a token that attends to n tokens are scaled by log_b n (Chiang & Cholak 2022); null does
+    not scale."""
     attention: Literal["sdpa", "flex", "varlen", "flash_attn"] = option("sdpa", affects="execution")
     """Attention kernel; results differ by rounding. All but sdpa train on CUDA only, varlen and flash_attn in
     bfloat16.

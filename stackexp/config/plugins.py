@@ -1,7 +1,7 @@
-"""Plugins: Python files and modules, listed in a config, that register more kinds.
+"""Import plugins: Python files and modules, listed in a config, that register more kinds.
 
 A config can come from somebody else, so its files run only if they are part of the current project, are named on the
-command line, or are trusted with --trust-plugins. Modules are already installed by the user.
+command line, or are trusted with --trust-plugins. Modules are trusted, because the user has installed them.
 """
 
 import hashlib
@@ -20,7 +20,7 @@ TRUST_VARIABLE = "STACKEXP_TRUST_PLUGINS"  # set to 1 by --trust-plugins
 def import_plugin(name: Leaf, folder: Path) -> str:
     """Import a plugin and return its name for config.yaml: an absolute path, or the name of a module.
 
-    A Python file, with or without its suffix, is searched in the folder of the config, then in the working directory.
+    Looks for a Python file, named with or without suffix, in the folder of the config, then in the working directory.
     Raises ConfigError if the plugin is not found, is not trusted, or its import fails.
     """
     paths = [parent / name.value for parent in (folder, Path())]

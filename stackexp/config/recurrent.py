@@ -39,7 +39,7 @@ class StackRNNConfig(RecurrentConfig):
     slot_size: int = option(8, min=1)
     """Size of an element of the stack."""
     num_slots: int = option(64, min=1)
-    """Slots of the stack; shapes no parameter."""
+    """Number of slots of the stack; independent of the parameter shapes."""
     eval_num_slots: Optional[int] = option(None, min=1, affects="evaluation", changes_scores=True)
     """Slots in evaluations; null takes num_slots."""
 

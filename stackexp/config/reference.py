@@ -1,4 +1,4 @@
-"""The configuration reference: every key with its type, default and description, read from the schema. No torch."""
+"""The configuration reference: type, default and description of every key, from the schema. Imports no torch."""
 
 import ast
 import dataclasses
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from stackexp.config.affects import default_of
+from stackexp.config.affects import get_default
 from stackexp.config.experiment import ExperimentConfig
 from stackexp.config.registry import SECTIONS, get_entry, list_kinds
 from stackexp.config.suggestions import suggest_name
@@ -22,7 +22,7 @@ from stackexp.tables import format_table
 
 @dataclass(frozen=True)
 class Key:
-    """A key of the config. `kind` is the kind of its section, "" where there is only one."""
+    """A key of the config. `kind` is the kind of its section, or "" for a section without kinds."""
 
     name: str
     kind: str
@@ -37,7 +37,7 @@ def list_keys() -> list[Key]:
 
 
 def explain(name: str) -> str:
-    """Return type, default and description of a key, for each kind that has it. Raises ConfigError if there is none."""
+    """Return type, default and description of a key, for each kind that has it. Raises ConfigError for unknown keys."""
     keys = [key for key in list_keys() if key.name == name]
     if not keys:
         names = dict.fromkeys(key.name for key in list_keys())
@@ -79,7 +79,7 @@ def _iterate(cls: type, prefix: str, kind: str) -> Iterator[Key]:
             sections.append((name, hint, inner))
         if name not in SECTIONS and (inner is None or typing.get_origin(hint) is dict) and field.name != "kind":
             text = describe_type(hint, field.metadata)
-            yield Key(name, kind, text, _format_default(default_of(field)), read_description(cls, field.name))
+            yield Key(name, kind, text, _format_default(get_default(field)), read_description(cls, field.name))
     for name, hint, inner in sections:
         if name in SECTIONS:
             for section_kind in list_kinds(SECTIONS[name]):

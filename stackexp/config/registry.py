@@ -40,7 +40,7 @@ _entries: dict[tuple[str, str], Entry] = {}
 
 
 def register(group: str, kind: str, *, builds: str | None = None, config: type | None = None) -> Callable[[type], type]:
-    """Return a decorator that registers the dataclass of options (give `builds`) or what it builds (give `config`).
+    """Return a decorator that registers a kind: decorate its options and pass `builds`, or its class and pass `config`.
 
     Raises ValueError if the kind is already registered, or its options are not a dataclass with the field `kind`.
     """
@@ -75,5 +75,5 @@ def get_entry(group: str, kind: str) -> Entry:
 
 
 def build(group: str, config: Any, *args: Any, **kwargs: Any) -> Any:
-    """Build the object that a config section describes, from the section and the other arguments."""
+    """Build the object of a config section's kind; it receives the section and the other arguments."""
     return get_entry(group, config.kind).load()(config, *args, **kwargs)

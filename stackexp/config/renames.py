@@ -16,7 +16,7 @@ REMOVED_KEYS = {"beside": "run a sweep instead"}
 
 
 def explain_old_key(key: str) -> str:
-    """Return what to do about a key of an earlier version, or "" if the key never existed."""
+    """Return the fix for a key of an earlier version, or "" if the key never existed."""
     if key in RENAMED_KEYS:
         return f"renamed; use {RENAMED_KEYS[key]}"
     section = next((old for old in REMOVED_KEYS if f"{key}.".startswith(f"{old}.")), None)
@@ -24,12 +24,12 @@ def explain_old_key(key: str) -> str:
 
 
 def explain_old_value(key: str, value: Any) -> str:
-    """Return what to do about a value of an earlier version, or "" if it never was valid."""
+    """Return the fix for a value of an earlier version, or "" if the value was never valid."""
     return f"{value!r} was renamed; use {RENAMED_VALUES[key, value]!r}" if _is_old_value(key, value) else ""
 
 
 def translate_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return {full key: value} of an earlier version under today's names."""
+    """Translate {full key: value} of an earlier version to the current names."""
     translated = {}
     for key, value in options.items():
         if key.partition(".")[0] not in REMOVED_KEYS:

@@ -51,7 +51,7 @@ class WarmupStableDecayConfig(ScheduleConfig):
     decay_steps: Optional[int] = option(None, min=1)
     """Steps of the final decay; null takes decay_fraction of trainer.max_steps."""
     decay_fraction: float = option(0.2, min=0, max=1)
-    """Share of the steps that the final decay takes."""
+    """Length of the final decay as a share of trainer.max_steps."""
     decay: Literal["linear", "one_minus_sqrt"] = "one_minus_sqrt"
     """Shape of the final decay."""
 

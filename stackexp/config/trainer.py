@@ -24,17 +24,17 @@ class TrainerConfig:
     reshard_after_forward: bool = option(True, affects="execution")
     """Free the gathered weights between forward and backward pass (fsdp, hsdp)."""
     startup_timeout_seconds: float = option(60, above=0, affects="execution")
-    """Seconds until all processes must be connected."""
+    """Seconds in which all processes must connect."""
     collective_timeout_seconds: float = option(600, above=0, affects="execution")
-    """Seconds without progress of any process after which the run aborts and names the culprit."""
+    """Seconds without progress of any process; then the run aborts and names the process that hangs."""
 
     max_steps: int = option(10_000, min=1, affects="continuation")
     """Optimizer steps of the run."""
     max_time: Optional[str] = option(None, affects="execution")
-    """Longest duration of a session as DD:HH:MM:SS; then the run saves and exits with code 75."""
+    """Time limit of a session as DD:HH:MM:SS; the run then saves and exits with code 75."""
 
     stop_grace_seconds: float = option(120, above=0, affects="execution")
-    """Seconds without the end of a batch after which a stop request ends the run without saving."""
+    """Seconds after a stop request in which no batch ends; then the run exits without saving."""
 
     val_check_interval: Optional[int] = option(1000, min=1, affects="evaluation")
     """Steps between two validations; null validates only at the end."""
@@ -43,7 +43,7 @@ class TrainerConfig:
     checkpoint_interval_minutes: Optional[float] = option(None, above=0, affects="execution")
     """Minutes between two checkpoints, in addition to checkpoint_interval."""
     keep_checkpoints: int = option(2, min=1, affects="execution")
-    """Newest checkpoints to keep; the best one is always kept."""
+    """Number of newest checkpoints to keep; the best one is always kept."""
 
     precision: Literal["32-true", "bf16-mixed", "bf16-true", "64-true"] = option("bf16-mixed", changes_scores=True)
     """Precision of weights and computation."""
@@ -62,13 +62,12 @@ class TrainerConfig:
     activation_checkpointing: bool = option(False, affects="execution")
     """Recompute the activations of each block in the backward pass to save memory."""
     recompute: Literal["all", "selective"] = option("all", affects="execution")
-    """Activations to recompute in the backward pass: all, or everything but matrix products and attention."""
+    """Activations to recompute in the backward pass: all, or all except matrix products and attention (selective)."""
     cross_entropy: Literal["chunked", "liger", "whole"] = option("chunked", affects="execution")
-    """Logits that exist at once: cross_entropy_chunk tokens (chunked; liger with liger-kernel on CUDA), or all of a
-    micro-batch (whole).
-    """
+    """Computation of the loss: chunked (cross_entropy_chunk tokens at a time), whole (all logits of a micro-batch at
+    once), or liger (liger-kernel, on CUDA)."""
     cross_entropy_chunk: int = option(4096, min=1, affects="execution")
-    """Tokens whose logits exist at the same time."""
+    """Tokens per chunk of cross_entropy: chunked."""
 
     profile: Optional[str] = option(None, affects="logging")
     """Steps to profile, such as 10-15; writes a Chrome trace and, on CUDA, a memory snapshot to the run folder."""

@@ -60,7 +60,7 @@ def describe_type(hint: Any, metadata: Mapping[str, Any]) -> str:
 
 
 def find_dataclass(hint: Any) -> Any:
-    """Return the dataclass in a type such as `Options`, `Optional[Options]` or `dict[str, Options]`, or None."""
+    """Return the dataclass inside a type such as `Optional[Options]` or `dict[str, Options]`, or None."""
     return next((t for t in (hint, *typing.get_args(hint)) if dataclasses.is_dataclass(t)), None)
 
 

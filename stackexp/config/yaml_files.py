@@ -1,4 +1,4 @@
-"""YAML files of configs: where they are, and their contents with the file and line of every value."""
+"""Find and read the YAML files of configs; every value keeps its file and line."""
 
 import itertools
 import os
@@ -129,7 +129,7 @@ def read_file(path: Path) -> tuple[list[Leaf], Tree]:
 
 
 def _translate(tree: Tree, path: str = "") -> Tree:
-    """Return the config of an old run folder under today's names."""
+    """Translate the config of an old run folder to the current names."""
     translated: Tree = {}
     for name, value in tree.items():
         key = path + name

@@ -135,7 +135,7 @@ def compute_read_weights(memory: StackMemory, state: StackState) -> Tensor:
     mask = memory.config.read_mask
     scores = reference.compute_scores(state, memory.get_query().to(state.slots.dtype), mask)
     empty = scores.new_full(
-        (*scores.shape[:-1], memory.num_slots - num_occupied), eager.empty_score(mask, scores.dtype)
+        (*scores.shape[:-1], memory.num_slots - num_occupied), eager.get_empty_score(mask, scores.dtype)
     )
     return torch.cat([scores, empty], -1).softmax(-1)[..., :num_occupied]
 

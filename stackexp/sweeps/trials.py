@@ -12,7 +12,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from stackexp.config.affects import NOT_IN_RESULTS, without_defaults
+from stackexp.config.affects import NOT_IN_RESULTS, remove_defaults
 from stackexp.config.experiment import ExperimentConfig
 from stackexp.errors import RunError
 from stackexp.files import is_locked, read_json, write_json
@@ -59,7 +59,7 @@ def config_hash(config: ExperimentConfig) -> str:
 
     Options at their defaults are left out, so that a trial keeps its hash when the schema gets a new option.
     """
-    tree = without_defaults(config, exclude=NOT_IN_RESULTS)
+    tree = remove_defaults(config, exclude=NOT_IN_RESULTS)
     return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()[:8]
 
 
