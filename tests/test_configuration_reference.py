@@ -54,7 +54,8 @@ def test_page_is_current():
 def test_one_key_is_explained(capsys):
     assert main(["configs", "explain", "model.memory.num_slots"]) == 0
     output = capsys.readouterr().out
-    assert output.startswith("model.memory.num_slots (kind stack)\n  Slots S of a stack; shapes no parameter.\n")
+    description = "Number of slots S of each stack; independent of the parameter shapes."
+    assert output.startswith(f"model.memory.num_slots (kind stack)\n  {description}\n")
     assert "type     an integer >= 1\n  default  24\n" in output
 
 
