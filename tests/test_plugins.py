@@ -182,3 +182,15 @@ def test_no_verb_runs_a_foreign_plugin(marker, tmp_path, monkeypatch, verb):
     words = {"configs show": [f"{foreign}/config.yaml"], "plan": ["--config", f"{foreign}/config.yaml"]}
     assert main([*verb.split(), *words.get(verb, ["--run", foreign])]) == 2
     assert not marker.exists()
+
+
+@pytest.mark.parametrize(
+    "part", ['overrides: ["plugins=[{}]"]', "list: [{{plugins: [{}]}}]", "grid: {{plugins: [[{}]]}}"]
+)
+def test_plugin_of_a_foreign_sweep_does_not_run(marker, tmp_path, monkeypatch, capsys, part):
+    path = write("foreign/sweep.yaml", f"config: quickstart\n{part.format(f'{tmp_path}/foreign/evil.py')}\n")
+    monkeypatch.chdir(tmp_path / "project")
+    for verb in ("run", "status"):
+        assert main(["sweep", verb, str(tmp_path / path)]) == 2
+        assert "/foreign/evil.py is outside the project" in capsys.readouterr().err
+    assert not marker.exists()

@@ -150,6 +150,20 @@ def test_pickled_columns_are_refused_before_they_are_read(tmp_path):
     assert not marker.exists()
 
 
+def test_pickled_column_with_the_name_of_another_is_refused(tmp_path):
+    marker = tmp_path / "code-was-run"
+    write_mds(tmp_path / "set", "text", "pkl", [Malicious(marker)])
+    marker.unlink(missing_ok=True)
+    index = json.loads((tmp_path / "set/index.json").read_text())
+    for shard in index["shards"]:
+        shard |= {"column_names": ["text", "text"], "column_encodings": ["pkl", "str"], "column_sizes": [None, None]}
+    (tmp_path / "set/index.json").write_text(json.dumps(index))
+    TOKENIZER.save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(RunError, match=r"index\.json: missing or corrupt"):
+        open_one(tmp_path / "set", KnownTokenizer.read(tmp_path / "tokenizer.json"))
+    assert not marker.exists()
+
+
 UNUSABLE_NAMES = ["average", "whole", "loss", "", " ", "a/b", "a\nb", "\x1b[31m"]
 
 

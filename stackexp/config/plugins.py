@@ -20,17 +20,13 @@ TRUST_VARIABLE = "STACKEXP_TRUST_PLUGINS"  # set to 1 by --trust-plugins
 def import_plugin(name: Leaf, folder: Path) -> str:
     """Import a plugin and return its name for config.yaml: an absolute path, or the name of a module.
 
-    Looks for a Python file, named with or without suffix, in the folder of the config, then in the working directory.
     Raises ConfigError if the plugin is not found, is not trusted, or its import fails.
     """
     paths = [parent / name.value for parent in (folder, Path())]
-    files = [file for path in paths for file in (path, Path(f"{path}.py")) if file.is_file()]
-    if files and not _is_trusted(files[0].resolve(), name.origin):
-        message = f"{files[0].resolve()} is outside the project {find_project()} and would be executed"
-        raise config_error(name.origin, "plugins", f"{message}; read it, then add --trust-plugins")
+    file = find_trusted_file(name, folder)
     try:
-        if files:
-            return _import_file(files[0].resolve())
+        if file:
+            return _import_file(file)
         importlib.import_module(name.value)
         return name.value
     except Exception as error:
@@ -41,6 +37,19 @@ def import_plugin(name: Leaf, folder: Path) -> str:
             reason = f"{type(error).__name__}: {error}"
         message = f"cannot import {name.value!r}: {' '.join(reason.split())}"
         raise config_error(name.origin, "plugins", message) from error
+
+
+def find_trusted_file(name: Leaf, folder: Path) -> Path | None:
+    """Return the file of a plugin, or None if it is a module. Raises ConfigError if the file is not trusted.
+
+    Looks for a Python file, named with or without suffix, in the folder of the config, then in the working directory.
+    """
+    paths = [parent / name.value for parent in (folder, Path())]
+    file = next((file.resolve() for path in paths for file in (path, Path(f"{path}.py")) if file.is_file()), None)
+    if file and not _is_trusted(file, name.origin):
+        message = f"{file} is outside the project {find_project()} and would be executed"
+        raise config_error(name.origin, "plugins", f"{message}; read it, then add --trust-plugins")
+    return file
 
 
 def find_project() -> Path:

@@ -44,6 +44,8 @@ def _parse_shard(folder: Path, shard: dict[str, Any]) -> MdsShard:
     if compressed and not (folder / entry["basename"]).is_file():
         entry = compressed
     columns = dict(zip(shard["column_names"], shard["column_encodings"], strict=True))
+    if len(columns) != len(shard["column_names"]):
+        raise ValueError("a column name occurs twice")
     _ = entry["bytes"] + shard["samples"]
     compression = str(shard.get("compression")) if compressed else None
     return MdsShard(check_basename(folder, entry["basename"]), entry, shard["samples"], columns, compression)

@@ -13,8 +13,9 @@ import yaml
 from stackexp.config.compose import build_dataclass, compose, load_config
 from stackexp.config.experiment import ExperimentConfig
 from stackexp.config.layers import find_origin, list_config_names, list_sections, split_overrides
+from stackexp.config.plugins import find_trusted_file
 from stackexp.config.suggestions import suggest_name
-from stackexp.config.yaml_files import Tree, configs_folder, display_path, list_yaml_names, read_file
+from stackexp.config.yaml_files import Leaf, Tree, configs_folder, display_path, list_yaml_names, read_file, read_value
 from stackexp.errors import ConfigError
 from stackexp.runs import RunFolder
 from stackexp.sweeps.grid import Values, expand, format_value, list_extremes
@@ -131,6 +132,7 @@ class Sweep:
         if self.path.name == COPY:
             overrides.append(f"logging.root={format_value(str(self._get_root()))}")
         overrides += [f"name={self.name}", "logging.progress_bar=false"]
+        self._check_plugins(values)
         configs, tokens = self._find_configs(values), values.get("tokens", self.config.tokens)
         try:
             config = compose(configs, overrides)
@@ -140,6 +142,14 @@ class Sweep:
         except ConfigError as error:
             raise ConfigError(self._locate_error(str(error), values)) from None
         return config
+
+    def _check_plugins(self, values: Values) -> None:
+        """Raise ConfigError for a plugin that the YAML names and that is not trusted: the user has not named it."""
+        own = [*self.config.overrides, *(f"{key}={format_value(value)}" for key, value in values.items())]
+        for key, text, origin in split_overrides(own):
+            names = read_value(text, origin) if key == "plugins" else None
+            for name in names.value if isinstance(names, Leaf) and isinstance(names.value, list) else []:
+                find_trusted_file(Leaf(str(name), display_path(self.path)), Path())
 
     def _get_root(self) -> Path:
         """Return the root of the copied sweep's folder <root>/<name>; a name may contain slashes."""
