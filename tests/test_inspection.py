@@ -8,6 +8,7 @@ import torch
 from forks import Forks
 from records import only_run
 from stack_memories import decoder_config
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from stackexp.cli import main
 from stackexp.config.compose import load_config
@@ -217,6 +218,8 @@ def test_inspect_a_trained_run(tiny, tmp_path):
     assert all(name in printed for name in names[1:])
     assert all(change["low"] <= change["change"] <= change["high"] for change in record["interventions"][1:])
     assert (run.path / "inspect" / "stacks.png").read_bytes().startswith(b"\x89PNG")
+    [image] = EventAccumulator(str(run.path / "inspect")).Reload().Images("inspect/left")
+    assert image.step == 2
     forks.run("inspect", "--run", run.path, "--text", "import os", "--out", tmp_path / "text")
     assert "const data" in (tmp_path / "text" / "tokens.html").read_text()
     for options, message in (

@@ -14,9 +14,11 @@ from stackexp.inspection.batches import Material, average_values, compute_losses
 from stackexp.inspection.interventions import intervene, list_interventions
 from stackexp.inspection.page import format_page
 from stackexp.inspection.recording import MEASUREMENTS, Recording, record_stacks
+from stackexp.models.checkpoints import load_state
 from stackexp.modules.scores import bootstrap_interval
 from stackexp.reports.figures import new_figure, save_figure
 from stackexp.tables import format_table
+from stackexp.training.tensorboard import write_image
 
 MAX_PAGE_TOKENS = 256
 MAP_COLUMNS = 3
@@ -33,7 +35,10 @@ def run(
     heads: bool,
     out: str | None,
 ) -> int:
-    """Print what the stacks of a run do on a text, a set or a formal language, and write tables, maps and a page."""
+    """Print what the stacks of a run do on a text, a set or a formal language; write figures, maps and a page.
+
+    TensorBoard shows the maps under Images, as the run <run>/inspect.
+    """
     loaded = load_run(run, ckpt_path)
     if text is not None:
         material = open_text(loaded, text)
@@ -53,6 +58,9 @@ def run(
     }
     print(f"{loaded.checkpoint}, {material.title}\n\n{format_means(recordings)}")
     draw_maps(recordings, folder / "stacks.png")
+    if loaded.config.logging.tensorboard:
+        step = load_state(loaded.checkpoint)["global_step"] if loaded.checkpoint.is_dir() else 0
+        write_image(folder, "inspect", f"inspect/{material.title}", (folder / "stacks.png").read_bytes(), step)
     write_atomically(folder / "tokens.html", format_page(material, first, MAX_PAGE_TOKENS))
     if text is None:
         changes = measure_interventions(loaded, material, heads)

@@ -1,8 +1,9 @@
 """TensorBoard's copy of metrics.jsonl, and the event files of evaluations."""
 
+import contextlib
 import threading
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -125,8 +126,7 @@ class TensorBoardCopy:
 
     def _write_heat_maps(self, step: int) -> None:
         for name, png in self._heat_maps.draw():
-            image = Summary.Image(encoded_image_string=png)
-            self._add([Summary.Value(tag=f"memory/heat_map/{name}", image=image)], step)
+            self._add([_build_image(f"memory/heat_map/{name}", png)], step)
         self._drawn_at = time.monotonic()
 
     def _add(self, values: Any, step: int | None = None, walltime: float | None = None) -> None:
@@ -136,10 +136,27 @@ class TensorBoardCopy:
 
 def write_points(folder: Path, name: str, points: Iterable[tuple[str, float, int]]) -> None:
     """Write points (tag, value, step) of an evaluation; the complete file replaces the one of the same name."""
+    with _replace_events(folder, name) as writer:
+        for point in points:
+            writer.add_scalar(*point)
+
+
+def write_image(folder: Path, name: str, tag: str, png: bytes, step: int) -> None:
+    """Write a picture; the complete file replaces the one of the same name."""
+    with _replace_events(folder, name) as writer:
+        file_writer: Any = writer.file_writer
+        file_writer.add_summary(Summary(value=[_build_image(tag, png)]), step)
+
+
+def _build_image(tag: str, png: bytes) -> Any:
+    return Summary.Value(tag=tag, image=Summary.Image(encoded_image_string=png))
+
+
+@contextlib.contextmanager
+def _replace_events(folder: Path, name: str) -> Iterator[SummaryWriter]:
     suffix = f".{quote(name, safe='')}{EVALUATION}"
     before = list(folder.glob(f"events.out.tfevents.*{suffix}"))
     with SummaryWriter(folder, filename_suffix=suffix) as writer:
-        for point in points:
-            writer.add_scalar(*point)
+        yield writer
     for path in before:
         path.unlink()
