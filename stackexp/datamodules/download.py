@@ -97,4 +97,4 @@ def _explain(error: Exception, attempts: int) -> str:
     if _http_status(error) == 403:
         return "access denied; check the credentials and the bucket's permissions"
     count = "1 attempt" if attempts == 1 else f"{attempts} attempts"
-    return f"download failed after {count}: {first_line(error)}; fix this, then resume with --ckpt_path last"
+    return f"download failed after {count}: {first_line(error)}; fix this, then resume the run"

@@ -123,7 +123,7 @@ class ShardCache:
         shard, state = self._shards[shard_id], ABSENT
         try:
             if shard.remote is None:
-                hint = "put it back, then resume with --ckpt_path last"
+                hint = "put it back, then resume the run"
                 raise SourceError(f"{shard.path}: deleted since the run began; {hint}")
             self._evict_until_free(shard.size)
             try:

@@ -101,7 +101,7 @@ class TokenStream(StreamingDataset):
             too_low = "data.cache_limit: too low for this number of loader processes; raise it"
             raise SourceError(too_low if self._has_limit else first_line(error)) from None
         except (IndexError, ValueError) as error:
-            hint = "prepare or copy it again, then resume with --ckpt_path last"
+            hint = "prepare or copy it again, then resume the run"
             raise SourceError(f"{self._shards[shard_id].path}: damaged ({first_line(error)}); {hint}") from None
         self._cache.mark_used(shard_id)
         return {

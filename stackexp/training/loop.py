@@ -49,6 +49,8 @@ def train(
             if processes.is_first:
                 print(f"{start.folder.path}: this run is finished (it has a result.json)")
             return start.folder
+        if processes.watchdog:
+            processes.watchdog.advice = f"resume with `{format_resume_command(start.folder)}`"
 
         check_model_fits(config)
         pl.seed_everything(config.seed, verbose=False)
@@ -84,7 +86,7 @@ def _work_in_folder(session: Session, start: Start, objective: Objective) -> Ite
 
 @contextlib.contextmanager
 def _append_newest_checkpoint(folder: RunFolder) -> Iterator[None]:
-    """Append the newest checkpoint to the message of an error or a stop."""
+    """Append the newest checkpoint, or the command that resumes, to the message of an error or a stop."""
     try:
         yield
     except RunError as error:
@@ -94,6 +96,9 @@ def _append_newest_checkpoint(folder: RunFolder) -> Iterator[None]:
             raise
         reason = f"{first_line(error).rstrip('.')}; if it ran out of memory, lower data.num_workers"
         raise RunError(f"{reason}; last good checkpoint: {folder.newest_checkpoint() or 'none yet'}") from None
+    except (OSError, MemoryError) as error:
+        error.add_note(f"resume with `{format_resume_command(folder)}`")
+        raise
     except (StoppedError, KeyboardInterrupt) as error:
         if folder.is_finished:
             raise type(error)(f"{folder.path}: this run is finished (it has a result.json)") from None

@@ -114,7 +114,7 @@ def start_processes(trainer: TrainerConfig, device_type: str) -> Iterator[Proces
         if not isinstance(error, dist.DistError) and "gloo" not in str(error):
             watchdog.report(f"{type(error).__name__}: {error}")
             raise
-        raise RunError(f"{watchdog.find_cause(error)}; resume with --ckpt_path last") from None  # a process is gone
+        raise RunError(f"{watchdog.find_cause(error)}; {watchdog.advice}") from None  # a process is gone
     finally:
         watchdog.stop()
         _wait_for(children)

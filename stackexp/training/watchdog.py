@@ -32,8 +32,10 @@ class Watchdog(pl.Callback):
 
     If a process is gone, or no process makes progress for `timeout` seconds, each process prints one line that names
     the culprit and exits with code 1, because a collective that waits for that process would never return. `clean_up`
-    is called before the exit.
+    is called before the exit. The line ends with `advice`.
     """
+
+    advice = "rerun the command"
 
     def __init__(self, rank: int, size: int, timeout: float, clean_up: Callable[[], None]):
         self._rank, self._size, self._timeout, self._clean_up = rank, size, timeout, clean_up
@@ -92,7 +94,7 @@ class Watchdog(pl.Callback):
 
     def _exit(self, verdict: str) -> None:
         prefix = "\nerror: " if self._rank == 0 else f"\nerror: rank {self._rank}: "  # on a line below the progress bar
-        print(f"{prefix}{verdict}; resume with --ckpt_path last", file=sys.stderr, flush=True)
+        print(f"{prefix}{verdict}; {self.advice}", file=sys.stderr, flush=True)
         self._clean_up()
         os._exit(1)
 

@@ -54,7 +54,7 @@ def dispatch(verbs: dict[str, str], argv: list[str] | None = None) -> int:
     except (Exception, KeyboardInterrupt) as error:
         if os.environ.get("STACKEXP_TRACEBACK") == "1":
             raise
-        return _report(error, "resume with --ckpt_path last" if argv[:1] == ["fit"] else "rerun the command")
+        return _report(error)
 
 
 def _run(verbs: dict[str, str], argv: list[str]) -> int:
@@ -116,12 +116,12 @@ def _unknown_verb(prefix: str, word: str, choices: list[str]) -> ConfigError:
     return ConfigError(f"{prefix}unknown verb {word!r}{hint}")
 
 
-def _report(error: BaseException, advice: str) -> int:
+def _report(error: BaseException) -> int:
     """Print one line on standard error and return the exit code."""
     if isinstance(error, BrokenPipeError):  # the reader has closed our output, as in `configs list | head -3`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    code, line = _explain(error, advice)
+    code, line = _explain(error)
     line = mask_secrets(escape(line))
     rank = os.environ.get("RANK", "0")  # set once the processes of a run are connected
     if rank == "0":
@@ -131,8 +131,9 @@ def _report(error: BaseException, advice: str) -> int:
     return code
 
 
-def _explain(error: BaseException, advice: str) -> tuple[int, str]:
+def _explain(error: BaseException) -> tuple[int, str]:
     """Return the exit code, and what happened, where, and what to do. Reraise errors that are bugs."""
+    advice = getattr(error, "__notes__", ["rerun the command"])[0]  # a run adds the command that resumes it
     if isinstance(error, KeyboardInterrupt):
         return 130, f"interrupted: {error}" if str(error) else "interrupted"
     if code := getattr(error, "exit_code", None):
