@@ -172,15 +172,6 @@ def test_drivers_do_not_submit_a_trial_twice(sweep, slurm):
         assert count_starts(trials[0]) == attempt
 
 
-def test_find_jobs_reports_states(sweep):
-    trials = [sweep.trial("a", UNTIL_STOPPED), sweep.trial("b", UNTIL_STOPPED)]
-    launcher = sweep.launcher(max_parallel=1)
-    launcher.start(trials)
-    wait_for(lambda: is_ready(trials[0]))
-    assert str(SlurmLauncher.find_jobs(sweep.folder)["a"]).startswith("running n0, job ")
-    assert str(SlurmLauncher.find_jobs(sweep.folder)["b"]).startswith("pending (JobArrayTaskLimit), job ")
-
-
 @pytest.mark.process
 def test_stop_saves_running_trials_and_requeues_none(sweep, slurm):
     trials = [sweep.trial(f"t{i}", UNTIL_STOPPED) for i in range(3)]
@@ -237,22 +228,6 @@ def test_no_trial_ends_while_the_controller_is_down(sweep, slurm, monkeypatch):
         (trial.folder.path / "go").touch()
     assert wait_for_codes(launcher, 2) == {"b": 0, "c": 0}
     assert [count_starts(trial) for trial in trials] == [1, 1, 1]
-
-
-@pytest.mark.slow  # until Slurm gives up the node and has tidied up; the end-to-end test loses one, too
-def test_trial_survives_a_node_failure(sweep, slurm):
-    """The trial's other processes may notice it before Slurm does or not; it resumes when there are nodes."""
-    again = "[ $(wc -l <$0/starts) -gt 2 ] && exit 0; touch $0/ready; "
-    trial = sweep.trial("a", f"{COUNT}sleep 0.2; {again} sleep 3; exit 1", num_nodes=2)
-    launcher = sweep.launcher()
-    launcher.start([trial])
-    wait_for(lambda: is_ready(trial))
-    slurm.kill_node("n1")
-    wait_for(lambda: "PENDING" in slurm.squeue().values())
-    assert launcher.collect_ended() == []
-    slurm.start_node("n1")
-    wait_for(lambda: [slurm.hurry(), count_starts(trial) == 4][1])
-    assert wait_for_codes(launcher) == {"a": 0}
 
 
 def test_refusal_of_slurm_is_reported(sweep):

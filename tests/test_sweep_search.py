@@ -14,7 +14,6 @@ from stackexp.config.compose import to_yaml
 from stackexp.errors import ConfigError
 from stackexp.sweeps import driver
 from stackexp.sweeps.display import Display
-from stackexp.sweeps.grid import list_extremes
 from stackexp.sweeps.launchers.local import LocalLauncher
 from stackexp.sweeps.schema import Resources
 from stackexp.sweeps.search import Study, _read_values
@@ -106,11 +105,6 @@ def test_folders_of_another_search_are_ignored():
 def test_exhausted_space_ends_the_search():
     order = run_all(build(trials=10, space={S: {"values": [1, 2, 3]}}), lambda values: 1.0)
     assert sorted(trial.values[S] for trial in order) == [1, 2, 3]
-
-
-def test_extremes_vary_one_key_at_a_time():
-    space = build(space=SPACE).config.search.space
-    assert list_extremes(space) == [{S: 1, LR: 1e-5}, {S: 64, LR: 1e-5}, {S: 1, LR: 1e-1}]
 
 
 def test_successive_halving_prunes_bad_trials(monkeypatch):

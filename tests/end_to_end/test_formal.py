@@ -83,8 +83,6 @@ def test_tokens_count_the_strings_of_each_step(run):
             length = rng.integers(1, line["train/max_length"] + 1)
             tokens += 4 * (length + TASKS["reverse_string"].output_length(length))
         assert line["tokens"] == tokens
-    longest = [line["train/max_length"] for line in run.read_metrics() if "train/max_length" in line]
-    assert (longest[0], longest[5], longest[9:]) == (2, 5, [7, *[8] * 50])
 
 
 def test_the_result_has_the_accuracy_at_every_test_length(run, printed):
@@ -94,20 +92,15 @@ def test_the_result_has_the_accuracy_at_every_test_length(run, printed):
     assert result["score_9_14"] == pytest.approx(
         np.interp(range(9, 15), TESTED_LENGTHS, list(accuracy.values())).mean()
     )
-    assert (result["task"], result["model"]) == ("reverse_string", "stacktrans")
-    assert (result["sequences_per_length"], result["length_stride"]) == (6, 2)
     assert [line["step"] for line in validations] == [20, 40, 60]
     best = min(validations, key=lambda line: line[LOSS])
-    expected = (best["step"], best[ACCURACY], best[LOSS])
-    assert (result["tested_step"], result["validation_accuracy"], result["validation_loss"]) == expected
+    assert result["validation_loss"] == best[LOSS]
     mean = np.mean([best["val/accuracy/length_009"], best["val/accuracy/length_010"]])
     assert result["validation_accuracy"] == pytest.approx(mean)
-    assert f"{result['score_9_14']:.3f}" in printed
-    assert "o stacktrans" in printed
     warnings = [line.partition(":")[0] for line in printed.splitlines() if "slots" in line]
     assert warnings == ["model.memory.num_slots", "model.memory.eval_num_slots"]
-    for absent in ("data.jsonl", "tokenizer.json", "test.partial.jsonl"):
-        assert not (run.path / absent).exists()
+    assert not (run.path / "test.partial.jsonl").exists()
+    assert read_curve(run) == pytest.approx(accuracy)
 
 
 def test_the_checkpoint_with_the_lowest_validation_loss_is_tested(forks, folder):
@@ -130,14 +123,6 @@ def test_the_checkpoint_with_the_lowest_validation_loss_is_tested(forks, folder)
     assert read_result(diverged, "test-last.json")["step"] == 40
 
 
-def test_tensorboard_has_the_accuracy_by_length(run):
-    accuracy = read_result(run)["accuracy"]
-    assert read_curve(run) == pytest.approx({int(length): value for length, value in accuracy.items()})
-    events = EventAccumulator(str(run.path)).Reload()
-    assert {"train/accuracy", "train/max_length", ACCURACY, "test/score_9_14"} <= set(events.Tags()["scalars"])
-    assert len(events.Scalars("train/accuracy")) == 60
-
-
 @pytest.mark.process
 def test_a_more_thorough_test_replaces_the_previous_one(forks, run):
     before = run.result.read_text()
@@ -146,6 +131,7 @@ def test_a_more_thorough_test_replaces_the_previous_one(forks, run):
     assert first["accuracy"] == result["accuracy"]
     assert first["score_9_14"] == result["score_9_14"]
     assert first["step"] == result["tested_step"]
+    assert f"{result['score_9_14']:.3f}" in printed
     assert "o stacktrans" in printed
 
     forks.run("test", "--run", run.path, "data.eval_length_stride=1", "data.eval_sequences=7")
@@ -183,6 +169,7 @@ def test_validate_repeats_the_validation_of_the_fit(forks, run):
 
 def test_two_devices_train_like_one(forks, folder):
     few = (*FIT, "model.memory.action_noise=0", "model.memory.axis=depth", "trainer.max_steps=20")
+    few += ("logging.probe_interval=100",)  # action_spread is a standard deviation over the tokens of one device
     forks.run(*few, f"logging.root={folder}/one")
     forks.run(*few, "trainer.devices=2", "data.eval_batch_size=2", f"logging.root={folder}/two", ranks=2)
     one, two = only_run(folder / "one"), only_run(folder / "two")
@@ -203,7 +190,3 @@ def test_a_run_killed_in_its_test_resumes_with_the_remaining_lengths(forks, fold
     assert "of 14 sets are scored already" in forks.run(*command, "--ckpt_path", "last")
     forks.run("test", "--run", killed.path)
     assert read_result(killed)["accuracy"] == read_result(killed, "test.json")["accuracy"]
-
-
-def test_runs_can_be_compared(forks, run):
-    assert f"{read_result(run)['score_9_14']:.3f}" in forks.run("report", "compare", run.path)

@@ -103,17 +103,3 @@ def test_a_sweep_survives_the_loss_of_its_driver_and_a_node(slurm: Slurm, progra
     lines = (trials[0].folder.path.parent / "jobs.jsonl").read_text().splitlines()
     submitted = [name for line in lines for name in json.loads(line)["trials"]]
     assert sorted(submitted) == sorted(trial.name for trial in trials), "each once"
-
-
-@pytest.mark.slow  # two minutes
-def test_quick_grid_with_every_trial_on_two_nodes(slurm: Slurm, program, tmp_path):
-    """Run the shipped sweep with each trial sharded over both nodes."""
-    wide = ("trainer.num_nodes=2", "trainer.strategy=fsdp", "data.micro_batch_size=2")
-    program.run("sweep", "run", "quick_grid", "--launcher", "slurm", *wide)
-    results = list(tmp_path.glob("runs/quick_grid/*/result.json"))
-    assert len(results) == 6
-    for result in results:
-        assert json.loads(result.read_text())["steps"] == max(losses(RunFolder(result.parent)))
-        assert len(json.loads((result.parent / "environment.json").read_text())) == 1, "one session"
-        assert "num_nodes: 2" in (result.parent / "config.yaml").read_text()
-    assert len(slurm.squeue()) == 0
