@@ -12,7 +12,8 @@ from config_files import BASE, write
 from stackexp.config.memory import StackMemoryConfig
 from stackexp.errors import ConfigError
 from stackexp.sweeps.grid import shorten_keys
-from stackexp.sweeps.sweep import Sweep, list_shipped, load_sweep
+from stackexp.sweeps.shipped import list_shipped
+from stackexp.sweeps.sweep import Sweep, load_sweep
 from stackexp.sweeps.trials import config_hash
 
 H, D, S = "model.memory.num_heads", "model.memory.head_dim", "model.memory.num_slots"

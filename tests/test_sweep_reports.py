@@ -10,7 +10,8 @@ from config_files import BASE, write
 from stackexp import cli
 from stackexp.planning import cost
 from stackexp.reports.sweeps import collect_results, draw_results, select_rows
-from stackexp.sweeps.sweep import Sweep, is_run_as_fit, load_sweep
+from stackexp.sweeps.shipped import is_run_as_fit
+from stackexp.sweeps.sweep import Sweep, load_sweep
 from stackexp.sweeps.trials import Trial
 
 H, S = "model.memory.num_heads", "model.memory.num_slots"

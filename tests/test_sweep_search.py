@@ -60,10 +60,10 @@ def count_states(study: Study) -> Counter:
 
 
 def test_search_concentrates_where_results_are_good():
-    order = run_all(build(trials=40, space={LR: SPACE[LR]}), lambda values: abs(1e-2 - values[LR]) / values[LR])
-    assert len({trial.folder for trial in order}) == 40
+    order = run_all(build(trials=24, space={LR: SPACE[LR]}), lambda values: abs(1e-2 - values[LR]) / values[LR])
+    assert len({trial.folder for trial in order}) == 24
     is_near = [3e-3 < trial.values[LR] < 3e-2 for trial in order]
-    assert sum(is_near[20:]) > 2 * sum(is_near[:10])
+    assert sum(is_near[14:]) > 2 * sum(is_near[:10])
     assert order[0].name.startswith("lr=")
 
 
@@ -110,7 +110,7 @@ def test_exhausted_space_ends_the_search():
 def test_successive_halving_prunes_bad_trials(monkeypatch):
     monkeypatch.setattr(driver, "POLL_SECONDS", 0.05)
     Path("runs").mkdir()
-    behavior = {f"S={slots}-": {"loss": slots, "seconds": 1} for slots in range(1, 10)}
+    behavior = {f"S={slots}-": {"loss": slots, "seconds": 0.4} for slots in range(1, 10)}
     Path("runs/behavior.json").write_text(json.dumps(behavior))
     prune = {"min_steps": 2, "reduction_factor": 2}
     sweep = build(trials=6, space={S: {"low": 1, "high": 9, "int": True}}, prune=prune)

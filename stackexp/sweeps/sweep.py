@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -12,14 +12,15 @@ import yaml
 
 from stackexp.config.compose import build_dataclass, compose, load_config
 from stackexp.config.experiment import ExperimentConfig
-from stackexp.config.layers import find_origin, list_config_names, list_sections, split_overrides
+from stackexp.config.layers import find_origin, list_sections, split_overrides
 from stackexp.config.plugins import find_trusted_file
 from stackexp.config.suggestions import suggest_name
-from stackexp.config.yaml_files import Leaf, Tree, configs_folder, display_path, list_yaml_names, read_file, read_value
+from stackexp.config.yaml_files import Leaf, Tree, display_path, read_file, read_value
 from stackexp.errors import ConfigError
 from stackexp.runs import RunFolder
 from stackexp.sweeps.grid import Values, expand, format_value, list_extremes
 from stackexp.sweeps.schema import SweepConfig
+from stackexp.sweeps.shipped import get_shipped_folder, list_shipped
 from stackexp.sweeps.trials import Trial, config_hash
 
 COPY = "sweep.yaml"
@@ -201,21 +202,6 @@ def load_last_run(target: str, overrides: Iterable[str] = ()) -> Sweep:
     sweep = load_sweep(target, overrides)
     has_run = (sweep.folder / COPY).is_file()
     return load_sweep(str(sweep.folder)) if has_run and not overrides else sweep
-
-
-def get_shipped_folder() -> Path:
-    """Return the folder of the shipped sweeps, next to the shipped configs."""
-    return configs_folder().parent / "sweeps"
-
-
-def list_shipped() -> list[str]:
-    """Return the names of the shipped sweeps, such as `ablation` and `formal/quick`."""
-    return list_yaml_names(get_shipped_folder(), "**/*.yaml")
-
-
-def is_run_as_fit(names: Sequence[str]) -> bool:
-    """Return True if `fit --config` names one shipped config that has a sweep of the same name."""
-    return len(names) == 1 and names[0] in list_shipped() and names[0] in list_config_names()
 
 
 def _find_sweep(target: str) -> Path:

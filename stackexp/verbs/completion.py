@@ -74,7 +74,7 @@ def _list_arguments(name: str, words: list[str], last: str) -> Iterable[str]:
     if previous is not None and previous.nargs != 0:  # the value of an option
         return list_config_names() if "--config" in previous.option_strings else []
     if not words and name.startswith("sweep "):
-        from stackexp.sweeps.sweep import list_shipped
+        from stackexp.sweeps.shipped import list_shipped
 
         return list_shipped()
     if not words and name == "configs show":

@@ -40,7 +40,7 @@ def run(args: Namespace) -> int:
         args.parser.error("--run and --ckpt_path exclude each other; --run resumes from the folder's newest checkpoint")
     from stackexp.config import compose, layers
     from stackexp.data.path_checks import check_paths
-    from stackexp.sweeps.sweep import is_run_as_fit
+    from stackexp.sweeps.shipped import is_run_as_fit
 
     if is_run_as_fit(args.config) and not (args.run or args.ckpt_path or args.print_config):
         from stackexp.sweeps.runner import run_as_fit

@@ -13,7 +13,8 @@ from stackexp.reports.formal.cells import Report
 from stackexp.reports.formal.paper import COLUMNS, find_column
 from stackexp.reports.formal.runs import FormalRun, Options, select_recipe
 from stackexp.sweeps.grid import expand, format_value
-from stackexp.sweeps.sweep import COPY, list_shipped, load_sweep
+from stackexp.sweeps.shipped import list_shipped
+from stackexp.sweeps.sweep import COPY, load_sweep
 from stackexp.tasks import TASKS
 
 TASK_OPTIONS = ("data.task", "data.vocab_size", "data.output_vocab_size", "model.vocab_size", "model.output_vocab_size")
