@@ -103,7 +103,7 @@ def _find_missing_trials(report: Report) -> tuple[list[tuple[str, Seeds]], list[
             notes.append(f"{folder}: its sweep cannot be read ({error})")
             continue
         missing = {key: seeds - finished[folder][key] for key, seeds in planned.items()}
-        command = _build_sweep_command(folder)
+        command = build_sweep_command(folder)
         sweeps.append((command, missing))
         total, left = (sum(map(len, seeds.values())) for seeds in (planned, missing))
         if left:
@@ -111,7 +111,7 @@ def _find_missing_trials(report: Report) -> tuple[list[tuple[str, Seeds]], list[
     return sweeps, notes
 
 
-def _build_sweep_command(folder: Path) -> str:
+def build_sweep_command(folder: Path) -> str:
     """Return the command of the sweep in a folder: by name if it is a shipped sweep in its default folder."""
     is_shipped = folder.name in list_shipped() and folder.resolve() == Path("runs", folder.name).resolve()
     return f"python -m stackexp sweep run {folder.name if is_shipped else shlex.quote(str(folder))}"

@@ -54,14 +54,15 @@ def format_latex(report: Report) -> str:
     lines = ["% Needs \\usepackage{booktabs,graphicx}."]
     lines += [f"% missing cells: {line}" for line in describe_commands(find_commands(report)[0])]
     body = format_table(build_rows(report, LATEX), header=build_header(), style="latex")
-    lines += _format_float(format_legend(report), columns, body, describe_marks(report))
+    lines += format_float(format_legend(report), columns, body, describe_marks(report))
     rows = [[escape_latex(cell) for cell in row] for row in build_recipe_rows(report)]
     body = format_table(rows, header=RECIPE_HEADER, style="latex")
-    lines += _format_float("Recipes.", r"lp{0.5\textwidth}rp{0.6\textwidth}", body, [])
+    lines += format_float("Recipes.", r"lp{0.5\textwidth}rp{0.6\textwidth}", body, [])
     return "\n".join(lines) + "\n"
 
 
-def _format_float(caption: str, columns: str, body: str, footnotes: list[str]) -> list[str]:
+def format_float(caption: str, columns: str, body: str, footnotes: list[str]) -> list[str]:
+    """Return the lines of a table as wide as the text, with a caption and footnotes."""
     return [
         r"\begin{table}",
         r"\centering",

@@ -1,0 +1,195 @@
+"""The paper's ablation: losses of the variants and of the paper, and paired differences from the baseline."""
+
+import json
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from stackexp.errors import RunError
+from stackexp.reports.arms import Arm, describe_unfinished, read_arms
+from stackexp.reports.differences import (
+    COLUMNS,
+    OTHER,
+    TRAINING,
+    Comparison,
+    Difference,
+    Losses,
+    average_sets,
+    compare_arms,
+    read_losses,
+)
+from stackexp.reports.figures import new_figure
+from stackexp.reports.missing_runs import describe_sweeps, find_command, find_sweeps
+from stackexp.reports.paper import CHOICES, PAPER, contradicts_itself, find_variant
+from stackexp.reports.report import PALETTE, Report, Table
+from stackexp.tables import ABSENT
+
+DEFAULT_COMMAND = "python -m stackexp sweep run ablation"
+LEGEND = (
+    "Losses are means over the seeds, in nats per token, with perplexity after the slash. Training loss: mean of the "
+    "last 20 steps. Average: the sets outside V2 and V3.",
+    "Differences are paired by seed: both runs trained on the same tokens in the same order (equal hashes) and on the "
+    "same number of them. Parameters and FLOPs per token are not matched; their residual mismatch is given.",
+    "Intervals are 95 % t intervals over seeds, and bold differences exclude zero. One seed has no interval. They do "
+    "not include the sampling of the validation sets, whose losses are not on record by chunk. One bold difference "
+    "in twenty is expected by chance.",
+)
+
+
+def build_ablation(paths: Sequence[Path], baseline: str | None = None) -> Report:
+    """Build the report of the runs at or below `paths`.
+
+    `baseline` names an arm; by default it is the Transformer without a memory that has the fewest parameters.
+    """
+    arms, notes = read_arms(paths)
+    variants = _assign_variants(arms)
+    base = _find_baseline(arms, variants, baseline)
+    order = [variants[v] for v in PAPER if v in variants]
+    order += [arm for arm in arms if arm not in order]
+    comparisons = [compare_arms(arm, base) for arm in order if arm.runs] if base else []
+    sweeps = find_sweeps(paths)
+    missing = [
+        f"missing {variant}: `{find_command(CHOICES[variant], sweeps, DEFAULT_COMMAND)}`"
+        for variant in PAPER
+        if variant not in variants
+    ]
+    notes = [*LEGEND, *missing, *_find_unscored(order), *describe_unfinished(order), *describe_sweeps(sweeps), *notes]
+    tables = [_build_losses(order, variants)]
+    if base and comparisons:
+        tables.append(_build_differences(comparisons, base))
+        notes += [line for comparison in comparisons for line in comparison.mismatches]
+    else:
+        notes.append("no differences: no finished run of a Transformer without a memory; name a baseline")
+    return Report(
+        "Ablation", tables, notes, _build_records(order, comparisons), lambda: draw_differences(comparisons, base)
+    )
+
+
+def _assign_variants(arms: list[Arm]) -> dict[str, Arm]:
+    """Return paper's variant -> its arm; of several, the finished one with the fewest parameters."""
+    variants: dict[str, Arm] = {}
+    for arm in sorted(arms, key=lambda arm: (not arm.runs, arm.average("parameters") or 0)):
+        if (variant := find_variant(arm.config)) is not None:
+            variants.setdefault(variant, arm)
+    return variants
+
+
+def _find_baseline(arms: list[Arm], variants: dict[str, Arm], name: str | None) -> Arm | None:
+    if name is None:
+        base = variants.get("Transformer")
+        return base if base and base.runs else None
+    found = next((arm for arm in arms if arm.name == name and arm.runs), None)
+    if found is None:
+        names = ", ".join(arm.name for arm in arms if arm.runs)
+        raise RunError(f"--baseline {name}: no finished runs with this name; choose one of: {names}")
+    return found
+
+
+def _average_losses(arm: Arm) -> Losses:
+    losses = [read_losses(run) for run in arm.runs]
+    averages: Losses = {}
+    for column in COLUMNS:
+        values = [loss[column] for loss in losses if column in loss]
+        if values:
+            perplexities = [perplexity for _, perplexity in values if perplexity is not None]
+            perplexity = statistics.fmean(perplexities) if perplexities else None
+            averages[column] = statistics.fmean(loss for loss, _ in values), perplexity
+    return averages
+
+
+def _format_losses(losses: Losses, columns: Sequence[str]) -> list[str]:
+    cells = [losses.get(column) for column in columns]
+    return [ABSENT if cell is None else _format_loss(*cell) for cell in cells]
+
+
+def _format_loss(loss: float, perplexity: float | None) -> str:
+    return f"{loss:.3f}" if perplexity is None else f"{loss:.3f} / {perplexity:.2f}"
+
+
+def _build_losses(order: list[Arm], variants: dict[str, Arm]) -> Table:
+    """Return the table of losses: the paper's variants, missing ones included, other arms and bigram counts."""
+    losses = {arm.name: _average_losses(arm) for arm in order}
+    columns = [c for c in COLUMNS if c != OTHER or any(OTHER in loss for loss in losses.values())]
+    rows = []
+    for variant, printed in PAPER.items():
+        arm = variants.get(variant)
+        ours = [arm.name, str(len(arm.runs)), *_format_losses(losses[arm.name], columns)] if arm else None
+        paper = [_format_loss(*cell) + "†" * contradicts_itself(*cell) for cell in printed]
+        rows.append([*(ours or [CHOICES[variant], "0", *[ABSENT] * len(columns)]), *paper])
+    for arm in order:
+        if arm not in variants.values():
+            rows.append([arm.name, str(len(arm.runs)), *_format_losses(losses[arm.name], columns), *[ABSENT] * 3])
+    results = [run.result for arm in order for run in arm.runs if "bigrams" in run.result]
+    for counts in {json.dumps(result["bigrams"]): result["bigrams"] for result in results}.values():
+        rows.append(["bigram counts", ABSENT, *_format_losses(average_sets(counts["sets"]), columns), *[ABSENT] * 3])
+    title = "Losses. †: the paper's perplexity is below exp(its loss), which no average can be"
+    return Table(title, ["run", "seeds", *columns, *(f"paper: {c}" for c in (TRAINING, "V2", "V3"))], rows)
+
+
+def _build_differences(comparisons: list[Comparison], base: Arm) -> Table:
+    rows, columns = [], [c for c in COLUMNS if any(c in x.compute_differences() for x in comparisons)]
+    for comparison in comparisons:
+        if comparison.arm is not base:
+            differences = comparison.compute_differences()
+            sizes = [ABSENT if size is None else f"{size:+.1%}" for size in comparison.compare_sizes(base)]
+            cells = [str(differences[c]) if c in differences else ABSENT for c in columns]
+            rows.append([comparison.arm.name, str(len(comparison.pairs)), *sizes, *cells])
+    return Table(f"Differences from {base.name}", ["run", "pairs", "parameters", "FLOPs/token", *columns], rows)
+
+
+def _find_unscored(order: list[Arm]) -> list[str]:
+    """Return the commands that score finished runs on V2 and V3."""
+    runs = [run for arm in order for run in arm.runs]
+    unscored = [run for run in runs if not {"V2", "V3"} <= read_losses(run).keys()]
+    if len(unscored) == len(runs) > 1:
+        return ["missing V2 and V3 of all runs: `python -m stackexp validate --run RUN --sets v2,v3` for each RUN"]
+    command = "missing V2 and V3: `python -m stackexp validate --run {} --sets v2,v3`"
+    return [command.format(run.folder.path) for run in unscored]
+
+
+def _build_records(order: list[Arm], comparisons: list[Comparison]) -> list[dict[str, Any]]:
+    """Return a record for each finished run, with the differences of its arm."""
+    differences = {comparison.arm.name: comparison.compute_differences() for comparison in comparisons}
+    records = []
+    for arm in order:
+        for run in arm.runs:
+            record: dict[str, Any] = {"arm": arm.name, "variant": find_variant(run.config)}
+            record |= {"seed": run.seed, "run": str(run.folder.path)}
+            record |= {key: run.result.get(key) for key in ("tokens", "parameters", "memory_parameters")}
+            record |= {"flops_per_token": arm.runs[0].flops_per_token}
+            for column, (loss, perplexity) in read_losses(run).items():
+                record |= {column: loss} | ({f"{column} perplexity": perplexity} if perplexity is not None else {})
+            for column, difference in differences.get(arm.name, {}).items():
+                names = (f"{column} difference", f"{column} low", f"{column} high")
+                record |= dict(zip(names, difference, strict=True))
+            records.append(record)
+    return records
+
+
+def draw_differences(comparisons: list[Comparison], base: Arm | None) -> Any:
+    """Draw the difference of each arm from the baseline with its interval, in training and in validation."""
+    found = {c.arm.name: c.compute_differences() for c in comparisons if c.arm is not base and c.pairs}
+    columns = [c for c in COLUMNS if any(c in differences for differences in found.values())]
+    names = list(found)
+    figure, axes = new_figure(6.5, 1.4 + 0.34 * len(names))
+    for i, column in enumerate(columns):
+        for row, name in enumerate(names):
+            if column in found[name]:
+                _draw_interval(axes, found[name][column], row + 0.16 * (i - (len(columns) - 1) / 2), i)
+        axes.plot([], [], "os^D"[i], color=PALETTE[i], label=column)
+    axes.axvline(0, color="black", linewidth=0.8)
+    axes.set_yticks(range(len(names)), names)
+    axes.invert_yaxis()
+    axes.set_xlabel(f"Loss minus that of {base.name if base else ABSENT} (nats per token)")
+    axes.set_title("95 % intervals over seeds; hollow: one seed", fontsize=8)
+    if columns:
+        axes.legend(loc="best", fontsize=8)
+    return figure
+
+
+def _draw_interval(axes: Any, difference: Difference, y: float, i: int) -> None:
+    if difference.low is not None:
+        axes.plot([difference.low, difference.high], [y, y], color=PALETTE[i], linewidth=1.4)
+    face = "white" if difference.low is None else PALETTE[i]
+    axes.plot(difference.mean, y, "os^D"[i], color=PALETTE[i], markerfacecolor=face, markersize=5)

@@ -1,0 +1,149 @@
+"""Group the language-model runs of folders into arms: runs that differ only in their seed."""
+
+import json
+import re
+import shlex
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from stackexp.config.affects import select_options
+from stackexp.config.compose import load_config
+from stackexp.config.formal_language import model_label
+from stackexp.config.yaml_files import flatten, read_file
+from stackexp.errors import ConfigError, RunError
+from stackexp.files import read_json
+from stackexp.reports.paper import find_variant
+from stackexp.reports.summaries import RunState, find_runs, summarize
+from stackexp.runs import RunFolder
+
+RUN_ID = r"\d{8}-\d{6}-[0-9a-f]{4}"
+
+
+@dataclass(frozen=True)
+class ArmRun:
+    """A finished run. `sets` are the scores of the named sets, those of later validations included."""
+
+    folder: RunFolder
+    config: dict[str, Any]
+    result: dict[str, Any]
+    sets: dict[str, dict[str, float]]
+
+    @property
+    def seed(self) -> int:
+        """The seed of weights and data order."""
+        return self.config["seed"]
+
+    @cached_property
+    def flops_per_token(self) -> float | None:
+        """Training FLOPs per token, from the config; None if its plugins are not at hand."""
+        from stackexp.planning.cost import make_plan
+
+        try:
+            return make_plan(load_config(self.folder.config)).flops_per_token
+        except (ConfigError, RunError):
+            return None
+
+
+@dataclass(frozen=True)
+class Arm:
+    """The finished runs with the same options, one for each seed, and the runs that are not finished."""
+
+    name: str
+    runs: list[ArmRun] = field(default_factory=list)
+    unfinished: list[RunFolder] = field(default_factory=list)
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The options of the first run."""
+        return self.runs[0].config if self.runs else flatten(read_file(self.unfinished[0].config)[1])
+
+    def average(self, key: str) -> float | None:
+        """Return the mean of a figure of result.json over the seeds."""
+        values = [run.result[key] for run in self.runs if run.result.get(key) is not None]
+        return statistics.fmean(values) if values else None
+
+
+def read_arms(paths: Sequence[Path]) -> tuple[list[Arm], list[str]]:
+    """Return the arms of all language-model runs at or below `paths`, and notes about skipped runs.
+
+    Raises RunError if there are no such runs.
+    """
+    arms: dict[str, Arm] = {}
+    notes: list[str] = []
+    for folder in dict.fromkeys(folder for path in paths for folder in find_runs(path)):
+        try:
+            config = flatten(read_file(folder.config)[1])
+            if config.get("data.kind") == "formal_language":
+                continue
+            options = {k: v for k, v in select_options(config, ["training"]).items() if k != "seed"}
+            name = name_arm(folder.path)
+            key = json.dumps([name, options, config.get("trainer.max_steps")], sort_keys=True, default=str)
+            arm = arms.setdefault(key, Arm(name))
+            if folder.is_finished:
+                _add_run(arm, read_finished_run(folder, config), notes)
+            else:
+                arm.unfinished.append(folder)
+        except (ConfigError, RunError) as error:
+            notes.append(f"skipped: {error}")
+    if not arms:
+        found = "; ".join(notes) or "no run folders of language models"
+        raise RunError(f"{', '.join(map(str, paths))}: {found}; give run folders or folders of them")
+    return _separate_names(sorted(arms.values(), key=lambda arm: arm.name)), notes
+
+
+def name_arm(path: Path) -> str:
+    """Return the name of a run without id, seed and hash: the trial's label, or the config's name."""
+    name, parent = path.resolve().name, path.resolve().parent.name
+    trial = re.fullmatch(r"(.*?)-?(?:seed=\d+)?-[0-9a-f]{8}", name)
+    if re.fullmatch(RUN_ID, name):
+        return parent
+    return (trial[1] or parent) if trial else name
+
+
+def read_finished_run(folder: RunFolder, config: dict[str, Any]) -> ArmRun:
+    """Read a finished run and the later validations of its last weights. Raises RunError for damage."""
+    result = folder.read_result().to_dict()
+    sets: dict[str, dict[str, float]] = {}
+    for path in sorted(folder.path.glob("validate*.json")):
+        record = read_json(path)
+        if record.get("step") == result.get("steps") and not record.get("overrides"):
+            sets |= record.get("sets", {})
+    return ArmRun(folder, config, result, sets | result.get("sets", {}))
+
+
+def _add_run(arm: Arm, run: ArmRun, notes: list[str]) -> None:
+    """Add a run. Of several runs with one seed the last one counts, in the order of their paths."""
+    for other in [other for other in arm.runs if other.seed == run.seed]:
+        notes.append(f"left out, the same seed as {run.folder.path}: {other.folder.path}")
+        arm.runs.remove(other)
+    arm.runs.append(run)
+
+
+def _separate_names(arms: list[Arm]) -> list[Arm]:
+    """Append a number to the names of arms that share a name."""
+    names = [arm.name for arm in arms]
+    counts = [names[: i + 1].count(name) for i, name in enumerate(names)]
+    return [
+        Arm(f"{arm.name} ({n})", arm.runs, arm.unfinished) if names.count(arm.name) > 1 else arm
+        for arm, n in zip(arms, counts, strict=True)
+    ]
+
+
+def describe_unfinished(arms: Sequence[Arm]) -> list[str]:
+    """Return a line for each unfinished run, with the command that completes it."""
+    lines = []
+    for arm in arms:
+        for run in arm.unfinished:
+            is_running = summarize(run).state == RunState.RUNNING
+            command = f"unfinished: `python -m stackexp fit --run {shlex.quote(str(run.path))}`"
+            lines.append(f"{arm.name}: {f'running now in {run.path}' if is_running else command}")
+    return lines
+
+
+def name_memory(config: dict[str, Any]) -> str:
+    """Return the family of a model: the paper's name of the variant, or the kind of its memory."""
+    return find_variant(config) or model_label(config)

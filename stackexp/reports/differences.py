@@ -1,0 +1,110 @@
+"""Paired differences between the runs of two arms, with 95 % intervals over seeds, and what else differs."""
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from stackexp.errors import RunError
+from stackexp.modules.scores import average_groups, average_scores
+from stackexp.reports.arms import Arm, ArmRun
+from stackexp.reports.compare import check_same_data
+
+T_QUANTILES = (
+    *(12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131),
+    *(2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042),
+)
+"""The 97.5 % quantiles of Student's t with 1 to 30 degrees of freedom."""
+TRAINING, OTHER = "training loss", "average"
+COLUMNS = (TRAINING, "V2", "V3", OTHER)
+Losses = dict[str, tuple[float, float | None]]
+"""Column -> (loss, perplexity)."""
+
+
+class Difference(NamedTuple):
+    """The mean of paired differences, with the ends of its 95 % interval if there are several."""
+
+    mean: float
+    low: float | None
+    high: float | None
+
+    @property
+    def is_clear(self) -> bool:
+        """Return True if the interval excludes zero."""
+        return self.low is not None and self.high is not None and (self.low > 0 or self.high < 0)
+
+    def __str__(self) -> str:
+        text = f"{self.mean:+.3f}" + (f" ({self.low:+.3f} to {self.high:+.3f})" if self.low is not None else "")
+        return f"**{text}**" if self.is_clear else text
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """An arm against the baseline: the pairs of runs with the same seed, data and number of tokens, and the rest."""
+
+    arm: Arm
+    pairs: list[tuple[ArmRun, ArmRun]]
+    mismatches: list[str]
+
+    def compute_differences(self) -> dict[str, Difference]:
+        """Return the difference in each column that all pairs have."""
+        losses = [(read_losses(run), read_losses(base)) for run, base in self.pairs]
+        columns = [c for c in COLUMNS if losses and all(c in ours and c in base for ours, base in losses)]
+        return {c: compute_difference([ours[c][0] - base[c][0] for ours, base in losses]) for c in columns}
+
+    def compare_sizes(self, baseline: Arm) -> list[float | None]:
+        """Return the relative mismatch in parameters and in training FLOPs per token."""
+        ours, base = self.arm.runs[0], baseline.runs[0]
+        sizes = [(run.result.get("parameters"), run.flops_per_token) for run in (ours, base)]
+        return [a / b - 1 if a and b else None for a, b in zip(*sizes, strict=True)]
+
+
+def compute_difference(values: Sequence[float]) -> Difference:
+    """Return the mean of differences with its t interval, which needs at least two."""
+    mean = statistics.fmean(values)
+    if len(values) < 2:
+        return Difference(mean, None, None)
+    quantile = T_QUANTILES[min(len(values) - 1, len(T_QUANTILES)) - 1]
+    margin = quantile * statistics.stdev(values) / math.sqrt(len(values))
+    return Difference(mean, mean - margin, mean + margin)
+
+
+def read_losses(run: ArmRun) -> Losses:
+    """Return the losses of a run: in training, on V2, on V3, and the average of the other sets."""
+    training = run.result.get("train_loss")
+    return ({TRAINING: (training["last_20_steps"], None)} if training else {}) | average_sets(run.sets)
+
+
+def average_sets(sets: dict[str, dict[str, float]]) -> Losses:
+    """Return the averages over V2, over V3 and over the other sets, as far as there are any."""
+    groups = average_groups({name: s for name, s in sets.items() if name.startswith(("v2/", "v3/"))})
+    averages = {group.upper(): average for group, average in groups.items()}
+    if others := {name: s for name, s in sets.items() if not name.startswith(("v2/", "v3/"))}:
+        averages[OTHER] = average_scores(others)
+    return {column: (average["loss"], average.get("perplexity")) for column, average in averages.items()}
+
+
+def compare_arms(arm: Arm, baseline: Arm) -> Comparison:
+    """Pair the runs of two arms by seed, and report the runs that cannot be paired."""
+    bases = {run.seed: run for run in baseline.runs}
+    pairs, mismatches = [], []
+    for run in arm.runs:
+        problem = _find_mismatch(run, bases.get(run.seed))
+        if problem:
+            mismatches.append(f"{arm.name}, seed {run.seed}: not compared: {problem}")
+        else:
+            pairs.append((run, bases[run.seed]))
+    return Comparison(arm, pairs, mismatches)
+
+
+def _find_mismatch(run: ArmRun, base: ArmRun | None) -> str:
+    """Return why two runs did not train on the same tokens in the same order, or an empty string."""
+    if base is None:
+        return "the baseline has no finished run with this seed"
+    if run.result.get("tokens") != base.result.get("tokens"):
+        return f"trained on {run.result.get('tokens')} tokens, the baseline on {base.result.get('tokens')}"
+    try:
+        return "; ".join(check_same_data([base.folder, run.folder]))
+    except RunError as error:
+        return str(error).partition("; compare them anyway")[0]

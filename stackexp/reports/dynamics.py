@@ -1,0 +1,189 @@
+"""The paper's figure of training dynamics: raw and smoothed training loss, with the crossings of the baseline."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from stackexp.errors import RunError
+from stackexp.metric_tags import TRAIN_LOSS
+from stackexp.reports.arms import Arm, describe_unfinished, read_arms
+from stackexp.reports.compare import check_same_data
+from stackexp.reports.figures import abbreviate_thousands
+from stackexp.reports.paper import find_variant
+from stackexp.reports.report import LINE_STYLES, PALETTE, Report, Table
+from stackexp.tables import ABSENT
+
+MAX_CURVES = 6
+SMOOTHED_FRACTION = 0.04  # of the steps
+
+
+class Curve(NamedTuple):
+    """The training loss of an arm, the mean over its seeds: tokens [N], raw and smoothed losses [N]."""
+
+    name: str
+    seeds: int
+    window: int
+    tokens: Any
+    raw: Any
+    smoothed: Any
+
+
+class Crossing(NamedTuple):
+    """The difference from the baseline at common numbers of tokens [N], and the tokens where its sign changes."""
+
+    tokens: Any
+    difference: Any
+    crossings: list[int]
+
+
+def build_dynamics(
+    paths: Sequence[Path], only: Sequence[str] = (), baseline: str | None = None, smooth: int | None = None
+) -> Report:
+    """Build the report of the runs at or below `paths`, unfinished ones included.
+
+    `only` names arms; by default all, or the paper's two if there are many. `smooth` is the number of steps in a
+    moving average, by default 4 % of the steps.
+    """
+    arms, notes = read_arms(paths)
+    base = _find_baseline(arms, baseline)
+    chosen = _choose_arms(arms, base, only)
+    if len(chosen) < len(arms):
+        left_out = ", ".join(arm.name for arm in arms if arm not in chosen)
+        notes.append(f"not shown (choose with --only): {left_out}")
+    curves = [curve for arm in chosen if (curve := read_curve(arm, smooth)) is not None]
+    if not curves:
+        raise RunError(f"{', '.join(map(str, paths))}: no run has recorded a training loss yet; wait for a few steps")
+    own = next((curve for curve in curves if curve.name == base.name), curves[0])
+    crossings = {curve.name: find_crossings(curve, own) for curve in curves if curve is not own}
+    rows = [_build_row(curve, crossings.get(curve.name)) for curve in curves]
+    header = ["run", "seeds", "tokens", "smoothed loss", f"minus {own.name}", "crossings", "last crossing"]
+    legend = (
+        "Losses are means over the seeds. Smoothed: centered moving average, cut off at both ends. Crossing: the "
+        "smoothed loss passes that of the baseline and stays on the other side for at least one averaging window."
+    )
+    notes = [legend, *_compare_data(chosen, base), *describe_unfinished(chosen), *notes]
+    records = [
+        {"run": curve.name, "tokens": int(t), "loss": raw, "smoothed": smoothed}
+        for curve in curves
+        for t, raw, smoothed in zip(curve.tokens, curve.raw, curve.smoothed, strict=True)
+    ]
+    return Report(
+        "Training dynamics",
+        [Table("Training loss", header, rows)],
+        notes,
+        records,
+        lambda: draw_dynamics(curves, own, crossings),
+    )
+
+
+def _find_baseline(arms: list[Arm], name: str | None) -> Arm:
+    if name is None:
+        return next((arm for arm in arms if find_variant(arm.config) == "Transformer"), arms[0])
+    return _find_arm(arms, name)
+
+
+def _find_arm(arms: list[Arm], name: str) -> Arm:
+    found = next((arm for arm in arms if arm.name == name), None)
+    if found is None:
+        raise RunError(f"no run named {name}; choose among {', '.join(arm.name for arm in arms)}")
+    return found
+
+
+def _choose_arms(arms: list[Arm], base: Arm, only: Sequence[str]) -> list[Arm]:
+    """Return the baseline and the other arms to show."""
+    chosen = [_find_arm(arms, name) for name in only] or arms
+    if len(chosen) > MAX_CURVES and not only:
+        stacks = [arm for arm in arms if find_variant(arm.config) == "StackTrans"]
+        chosen = stacks[:1] or arms[: MAX_CURVES - 1]
+    return [base, *(arm for arm in chosen if arm is not base)]
+
+
+def read_curve(arm: Arm, smooth: int | None = None) -> Curve | None:
+    """Return the mean curve over the tokens that all seeds have reached, or None if there is no loss yet."""
+    folders = [*(run.folder for run in arm.runs), *arm.unfinished]
+    records = [
+        {line["tokens"]: line[TRAIN_LOSS] for line in folder.read_metrics() if line.get(TRAIN_LOSS) is not None}
+        for folder in folders
+    ]
+    records = [record for record in records if record]
+    tokens = sorted(set(records[0]).intersection(*records[1:])) if records else []
+    if not tokens:
+        return None
+    raw = np.mean([[record[t] for t in tokens] for record in records], axis=0)
+    window = smooth or max(1, round(SMOOTHED_FRACTION * len(tokens)))
+    return Curve(arm.name, len(records), window, np.array(tokens), raw, smooth_losses(raw, window))
+
+
+def smooth_losses(losses: Any, window: int) -> Any:
+    """Return the centered moving average over `window` values, of which those beyond the ends are left out."""
+    total = np.concatenate([[0.0], np.cumsum(losses)])
+    i = np.arange(len(losses))
+    first, end = np.maximum(i - window // 2, 0), np.minimum(i + window // 2 + 1, len(losses))
+    return (total[end] - total[first]) / (end - first)
+
+
+def find_crossings(curve: Curve, baseline: Curve) -> Crossing:
+    """Return the difference of the smoothed losses, and the tokens at which its sign changes for a whole window."""
+    tokens, ours, theirs = np.intersect1d(curve.tokens, baseline.tokens, return_indices=True)
+    difference = curve.smoothed[ours] - baseline.smoothed[theirs]
+    is_above = difference > 0
+    starts = [0, *(np.flatnonzero(is_above[1:] != is_above[:-1]) + 1)] if len(tokens) else []
+    ends = [*starts[1:], len(tokens)]
+    lasting = [start for start, end in zip(starts, ends, strict=False) if end - start >= curve.window]
+    changes = [i for before, i in pairwise(lasting) if is_above[i] != is_above[before]]
+    return Crossing(tokens, difference, [int(tokens[i]) for i in changes])
+
+
+def _build_row(curve: Curve, crossing: Crossing | None) -> list[str]:
+    cells = [curve.name, str(curve.seeds), f"{curve.tokens[-1]:,}", f"{curve.smoothed[-1]:.3f}"]
+    if crossing is None or not len(crossing.tokens):
+        return [*cells, ABSENT, ABSENT, ABSENT]
+    last = f"{crossing.crossings[-1]:,}" if crossing.crossings else ABSENT
+    return [*cells, f"{crossing.difference[-1]:+.3f}", str(len(crossing.crossings)), last]
+
+
+def _compare_data(arms: list[Arm], base: Arm) -> list[str]:
+    """Return a note for each arm that was not trained on the baseline's tokens."""
+    notes = []
+    first = [*(run.folder for run in base.runs), *base.unfinished][0]
+    for arm in arms:
+        for run in arm.runs[:1]:
+            other = next((r.folder for r in base.runs if r.seed == run.seed), first)
+            try:
+                notes += check_same_data([other, run.folder]) if other != run.folder else []
+            except RunError as error:
+                notes.append(f"not the same batches: {str(error).partition('; compare them')[0]}")
+    return notes
+
+
+def draw_dynamics(curves: list[Curve], baseline: Curve, crossings: dict[str, Crossing]) -> Any:
+    """Draw the losses, and below them the differences from the baseline with their crossings."""
+    from matplotlib.figure import Figure
+
+    figure: Any = Figure(figsize=(6.8, 5.2), layout="constrained")
+    top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
+    for i, curve in enumerate(curves):
+        style = {"color": PALETTE[i % len(PALETTE)], "linestyle": LINE_STYLES[i % len(LINE_STYLES)]}
+        top.plot(curve.tokens, curve.raw, color=style["color"], alpha=0.25, linewidth=0.6)
+        top.plot(curve.tokens, curve.smoothed, linewidth=1.4, label=curve.name, **style)
+        if curve.name in crossings:
+            found = crossings[curve.name]
+            bottom.plot(found.tokens, found.difference, linewidth=1.2, **style)
+            bottom.plot(found.crossings, [0] * len(found.crossings), "o", color=style["color"], markerfacecolor="white")
+    skipped = len(baseline.tokens) // 20  # the first steps would set the scale
+    top.set_ylim(min(curve.raw.min() for curve in curves) - 0.05, baseline.smoothed[skipped] + 0.05)
+    late = [abs(d) for c in crossings.values() for d in c.difference[c.tokens > baseline.tokens[skipped]]]
+    if late and max(late) > 0:
+        bottom.set_ylim(-1.2 * max(late), 1.2 * max(late))
+    top.set(ylabel="Training loss (nats per token)")
+    top.legend(title="thin: raw, thick: smoothed", title_fontsize=8, fontsize=8)
+    bottom.axhline(0, color="black", linewidth=0.8)
+    bottom.set(xlabel="Tokens", ylabel=f"Minus {baseline.name}")
+    bottom.set_title("circles: crossings", fontsize=8, loc="right")
+    abbreviate_thousands(bottom.xaxis)
+    for axes in (top, bottom):
+        axes.grid(alpha=0.3)
+    return figure

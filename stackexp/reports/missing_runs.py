@@ -1,0 +1,47 @@
+"""Find the commands that fill the missing cells of a report."""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from stackexp.errors import ConfigError
+from stackexp.reports.formal.commands import build_sweep_command
+from stackexp.reports.summaries import find_runs
+from stackexp.sweeps.grid import expand
+from stackexp.sweeps.sweep import COPY, load_sweep
+
+
+def find_sweeps(paths: Iterable[Path]) -> list[Path]:
+    """Return the folders of sweeps at, above or below `paths`."""
+    folders: dict[Path, None] = {}
+    for path in paths:
+        candidates = [path, path.parent, *(file.parent for file in sorted(path.rglob(COPY)))]
+        folders |= {folder: None for folder in candidates if (folder / COPY).is_file()}
+    return list(folders)
+
+
+def find_command(trial: str, sweeps: Sequence[Path], default: str) -> str:
+    """Return the command that runs the trials with this label: of the first sweep that has them, or the default."""
+    for folder in sweeps:
+        if any(label == trial or label.startswith(f"{trial}-") for label in _list_labels(folder)):
+            return build_sweep_command(folder)
+    return default
+
+
+def describe_sweeps(sweeps: Sequence[Path]) -> list[str]:
+    """Return a line for each sweep with unfinished trials, with the command that completes it."""
+    lines = []
+    for folder in sweeps:
+        total, done = len(_list_labels(folder)), sum(run.is_finished for run in find_runs(folder))
+        if done < total:
+            command = build_sweep_command(folder)
+            lines.append(f"{folder}: {total - done} of {total} trials are not finished: `{command}`")
+    return lines
+
+
+def _list_labels(folder: Path) -> list[str]:
+    """Return the labels of a sweep's trials; none of a search, which chooses them later."""
+    try:
+        config = load_sweep(str(folder)).config
+    except ConfigError:
+        return []
+    return [] if config.search else [label for label, _ in expand(config)]

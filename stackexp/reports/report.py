@@ -1,0 +1,94 @@
+"""A report as data: tables, notes and a figure. Written for the terminal, Markdown, LaTeX, CSV and image files."""
+
+import csv
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from stackexp.reports.formal.export import escape_latex, format_float
+from stackexp.tables import Style, format_table
+
+PALETTE = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#8c8c8c")
+"""Colors that color-blind readers can distinguish (Okabe and Ito)."""
+LINE_STYLES = ("-", "--", ":", "-.")
+MARKERS = "osD^vPX*"
+
+
+@dataclass(frozen=True)
+class Table:
+    """A titled table of text, numbers after the first `num_labels` columns.
+
+    A cell in `**` is bold; on a terminal it ends with a `*`.
+    """
+
+    title: str
+    header: list[str]
+    rows: list[list[str]]
+    num_labels: int = 1
+
+    @property
+    def align(self) -> str:
+        """One "<" or ">" for each column."""
+        return "<" * self.num_labels + ">" * (len(self.header) - self.num_labels)
+
+
+@dataclass(frozen=True)
+class Report:
+    """Tables, notes and a figure. `records` are the lines of the CSV file, with full precision."""
+
+    title: str
+    tables: list[Table]
+    notes: list[str]
+    records: list[dict[str, Any]]
+    draw: Callable[[], Any] | None = None
+
+
+def format_report(report: Report, style: Style) -> str:
+    """Return the tables and notes as text."""
+    if style == "latex":
+        return _format_latex(report)
+    parts = []
+    for table in report.tables:
+        rows = table.rows if style == "markdown" else [[_star(cell) for cell in row] for row in table.rows]
+        body = format_table(rows, header=table.header, align=table.align, style=style)
+        parts += [f"**{table.title}**" if style == "markdown" else table.title, body]
+    if report.notes:
+        parts.append("\n".join(f"- {note}" for note in report.notes))
+    return "\n\n".join(parts)
+
+
+def _star(cell: str) -> str:
+    return re.sub(r"\*\*(.+)\*\*", r"\1*", cell)
+
+
+def _format_latex(report: Report) -> str:
+    """Return the tables as floats, with the notes below the last one. Commands become comments."""
+    lines = ["% Needs \\usepackage{booktabs,graphicx}.", *(f"% {note}" for note in report.notes if "`" in note)]
+    footnotes = [note for note in report.notes if "`" not in note]
+    for table in report.tables:
+        header, *rows = [[_to_latex(cell) for cell in row] for row in (table.header, *table.rows)]
+        body = format_table(rows, header=header, style="latex")
+        lines += format_float(
+            table.title,
+            table.align.replace("<", "l").replace(">", "r"),
+            body,
+            footnotes if table is report.tables[-1] else [],
+        )
+    return "\n".join(lines)
+
+
+def _to_latex(cell: str) -> str:
+    bold = re.fullmatch(r"\*\*(.+)\*\*", cell)
+    text = re.sub(r"(?<![\w.])-(?=\d)", "$-$", escape_latex(bold[1] if bold else cell))
+    return rf"\textbf{{{text}}}" if bold else text
+
+
+def write_csv(report: Report, path: Path) -> None:
+    """Write one line for each record."""
+    columns = list(dict.fromkeys(key for record in report.records for key in record))
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, columns, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(report.records)

@@ -1,0 +1,38 @@
+"""The output options that reports share: table style, CSV file and figure."""
+
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from stackexp.verbs.parser import Parser
+
+OUTPUT_USAGE = "[--markdown | --latex] [--csv FILE] [--figure FILE]"
+
+
+def add_output_arguments(parser: Parser) -> None:
+    """Add the options of the output."""
+    style = parser.add_mutually_exclusive_group()
+    style.add_argument("--markdown", action="store_true", help="print Markdown tables")
+    style.add_argument("--latex", action="store_true", help="print LaTeX tables with booktabs rules")
+    parser.add_argument("--csv", type=Path, metavar="FILE", help="write the figures with full precision into this file")
+    parser.add_argument("--figure", type=Path, metavar="FILE", help="draw the figure into this .png, .pdf or .svg file")
+
+
+def print_report(args: Namespace, build: Callable[[], Any]) -> int:
+    """Build a report and write it as requested."""
+    from stackexp.errors import ConfigError
+    from stackexp.reports.figures import check_figure_path, save_figure
+    from stackexp.reports.report import format_report, write_csv
+
+    if args.figure:
+        check_figure_path(args.figure)
+    if args.csv and not args.csv.parent.is_dir():
+        raise ConfigError(f"{args.csv}: the folder {args.csv.parent} does not exist; create it first")
+    report = build()
+    print(format_report(report, "markdown" if args.markdown else "latex" if args.latex else "terminal"))
+    if args.csv:
+        write_csv(report, args.csv)
+    if args.figure and report.draw:
+        save_figure(report.draw(), args.figure)
+    return 0

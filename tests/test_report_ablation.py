@@ -1,0 +1,187 @@
+"""`report ablation`: the paper's variants, paired differences with intervals, and commands for missing cells."""
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from language_runs import finish, write_run
+
+from stackexp import cli
+from stackexp.config.affects import flatten_config
+from stackexp.config.compose import compose
+from stackexp.errors import RunError
+from stackexp.reports.ablation import build_ablation
+from stackexp.reports.arms import name_arm, read_arms
+from stackexp.reports.differences import COLUMNS, compute_difference
+from stackexp.reports.paper import CHOICES, PAPER, contradicts_itself, find_variant
+from stackexp.reports.report import Report, format_report
+from stackexp.tables import ABSENT
+
+LOSSES = {"transformer": (3.0, 3.2, 3.1), "stacktrans": (2.9, 3.12, 2.99), "value_skip": (2.0, 3.3, 3.1)}
+
+
+@pytest.fixture
+def runs(tmp_path) -> Path:
+    """Return a folder with three arms of three seeds; seed 2 of the value skip trained on other data."""
+    for arm, losses in LOSSES.items():
+        for seed, loss in enumerate(losses):
+            memory = "null" if arm == "transformer" else arm
+            data = "ff" if (arm, seed) == ("value_skip", 2) else "aa"
+            run = write_run(
+                tmp_path / f"{arm}-seed={seed}-0123abc{seed}", f"model.memory={memory}", seed=seed, data=data
+            )
+            finish(run, loss, parameters=1100 if memory == "stacktrans" else 1000)
+    return tmp_path
+
+
+def read_table(report: Report, number: int) -> dict[str, dict[str, str]]:
+    """Return run -> column -> cell."""
+    table = report.tables[number]
+    return {row[0]: dict(zip(table.header, row, strict=True)) for row in table.rows}
+
+
+def test_variants_are_found_by_their_options():
+    for variant, name in CHOICES.items():
+        memory = "null" if variant == "Transformer" else name
+        assert find_variant(flatten_config(compose(["quickstart"], [f"model.memory={memory}"]))) == variant
+    for memory in ("stacktrans-normalized", "authors_code", "adapter", "value_skip"):
+        assert find_variant(flatten_config(compose(["quickstart"], [f"model.memory={memory}"]))) is None
+    assert find_variant({"model.kind": "lstm"}) is None
+
+
+def test_the_paper_contradicts_itself_in_four_cells():
+    cells = {
+        (variant, column): cell for variant, row in PAPER.items() for column, cell in zip(COLUMNS, row, strict=False)
+    }
+    found = {key for key, cell in cells.items() if contradicts_itself(*cell)}
+    assert found == {("Queue", "V2"), ("Push-Only", "V2"), ("Push-Only", "V3"), ("Single-Head", "V2")}
+
+
+def test_arms_are_named_without_id_seed_and_hash():
+    names = {
+        "runs/depth/stacktrans-normalized-seed=0-aaba76c9": "stacktrans-normalized",
+        "runs/depth/H=4-S=8-0123abcd": "H=4-S=8",
+        "runs/depth/seed=1-0123abcd": "depth",
+        "runs/quickstart/20261124-215655-4dc3": "quickstart",
+        "runs/mine": "mine",
+    }
+    assert {path: name_arm(Path(path)) for path in names} == names
+
+
+def test_intervals_are_those_of_student():
+    difference = compute_difference([-0.1, -0.08, -0.11])
+    assert difference.mean == pytest.approx(-0.09667, abs=1e-5)
+    assert (difference.low, difference.high) == pytest.approx((-0.13461, -0.05872), abs=1e-5)  # scipy.stats.t
+    assert str(difference) == "**-0.097 (-0.135 to -0.059)**"
+    assert str(compute_difference([0.1, -0.08])) == "+0.010 (-1.134 to +1.154)"
+    assert str(compute_difference([-0.5])) == "-0.500", "one seed is never bold"
+
+
+def test_differences_are_paired_by_seed_and_data(runs):
+    report = build_ablation([runs])
+    losses, differences = read_table(report, 0), read_table(report, 1)
+    assert losses["stacktrans"]["average"] == "3.003 / 300.33"
+    assert losses["stacktrans"]["training loss"] == "2.503"
+    assert losses["stacktrans"]["paper: V2"] == "3.432 / 32.89"
+    assert losses["queue"]["paper: V2"] == "3.679 / 35.14†"
+    assert (losses["queue"]["seeds"], losses["queue"]["average"]) == ("0", ABSENT)
+    assert differences["stacktrans"]["average"] == "**-0.097 (-0.135 to -0.059)**"
+    assert differences["stacktrans"]["parameters"] == "+10.0%"
+    assert float(differences["stacktrans"]["FLOPs/token"].rstrip("%")) == pytest.approx(5.0, abs=0.3)
+    assert differences["value_skip"]["pairs"] == "2"
+    assert differences["value_skip"]["average"].startswith("-0.450 (-"), "wide, not bold, and without seed 2"
+    assert any("value_skip, seed 2: not compared" in note and "differ at step 10" in note for note in report.notes)
+
+
+def test_other_numbers_of_tokens_and_missing_seeds_are_not_compared(runs):
+    (stacktrans,) = runs.glob("stacktrans-seed=0-*")
+    finish(stacktrans, 2.9, tokens=999)
+    (transformer,) = runs.glob("transformer-seed=1-*")
+    (transformer / "result.json").unlink()
+    report = build_ablation([runs])
+    assert read_table(report, 1)["stacktrans"]["pairs"] == "1"
+    assert read_table(report, 1)["stacktrans"]["average"] == "-0.110"
+    notes = "\n".join(report.notes)
+    assert "stacktrans, seed 0: not compared: trained on 999 tokens, the baseline on 10240" in notes
+    assert "stacktrans, seed 1: not compared: the baseline has no finished run with this seed" in notes
+    assert f"transformer: unfinished: `python -m stackexp fit --run {transformer}`" in notes
+
+
+def test_missing_cells_have_commands(runs):
+    trials = [{"name": "queue", "model.memory": "queue"}]
+    sweep = {"name": "s", "config": ["quickstart"], "list": trials, "seeds": [0, 1]}
+    (runs / "sweep.yaml").write_text(yaml.safe_dump(sweep))
+    notes = build_ablation([runs]).notes
+    assert f"missing Queue: `python -m stackexp sweep run {runs}`" in notes
+    assert "missing Push-Only: `python -m stackexp sweep run ablation`" in notes
+    assert "missing V2 and V3 of all runs: `python -m stackexp validate --run RUN --sets v2,v3` for each RUN" in notes
+
+
+def test_later_validations_fill_v2_and_v3(runs):
+    (run,) = runs.glob("stacktrans-seed=0-*")
+    sets = {"v2/a": {"loss": 3.0, "perplexity": 21.0}, "v2/b": {"loss": 4.0, "perplexity": 55.0}}
+    record = {"step": 10, "overrides": [], "sets": sets | {"v3/a": {"loss": 2.0, "perplexity": 7.4}}}
+    (run / "validate-v2+v3.json").write_text(json.dumps(record))
+    (run / "validate-last.json").write_text(json.dumps(record | {"step": 5, "sets": {"v2/a": {"loss": 9.0}}}))
+    report = build_ablation([runs])
+    row = read_table(report, 0)["stacktrans"]
+    assert (row["V2"], row["V3"]) == ("3.500 / 38.00", "2.000 / 7.40")
+    commands = [note for note in report.notes if note.startswith("missing V2 and V3")]
+    assert len(commands) == 8
+    assert not any(str(run) in command for command in commands)
+
+
+def test_bigram_counts_have_a_row(runs):
+    (run,) = runs.glob("stacktrans-seed=0-*")
+    sets = {"held-out": {"loss": 4.5, "perplexity": 90.0}}
+    finish(run, 2.9, bigrams={"sets": sets, "average": sets["held-out"]})
+    assert read_table(build_ablation([runs]), 0)["bigram counts"]["average"] == "4.500 / 90.00"
+
+
+def test_the_latest_run_of_a_seed_counts(runs):
+    run = write_run(runs / "transformer-seed=0-ffffffff", "model.memory=null")
+    finish(run, 3.5)
+    arms, notes = read_arms([runs])
+    transformer = next(arm for arm in arms if arm.name == "transformer")
+    assert sorted(r.result["average"]["loss"] for r in transformer.runs) == [3.1, 3.2, 3.5]
+    assert notes == [f"left out, the same seed as {run}: {runs}/transformer-seed=0-0123abc0"]
+    (run / "result.json").write_text("{")
+    assert "skipped: " in read_arms([runs])[1][0]
+
+
+def test_formats(runs, tmp_path, capsys):
+    out = [f"--csv={tmp_path}/a.csv", f"--figure={tmp_path}/a.pdf"]
+    assert cli.main(["report", "ablation", str(runs), *out]) == 0
+    assert "-0.097 (-0.135 to -0.059)*" in capsys.readouterr().out
+    assert (tmp_path / "a.pdf").read_bytes().startswith(b"%PDF")
+    lines = list(csv.DictReader((tmp_path / "a.csv").open()))
+    assert len(lines) == 9
+    stacktrans = [line for line in lines if line["variant"] == "StackTrans"]
+    assert float(stacktrans[0]["average"]) == 2.9
+    assert float(stacktrans[0]["average difference"]) == pytest.approx(-0.29 / 3)
+    latex = format_report(build_ablation([runs]), "latex")
+    assert r"\textbf{$-$0.097 ($-$0.135 to $-$0.059)}" in latex
+    assert r"push\_only" in latex
+    assert r"35.14$\dagger$" in latex
+    assert "% missing Queue: `python" in latex
+    markdown = format_report(build_ablation([runs]), "markdown")
+    assert "**-0.097 (-0.135 to -0.059)** |" in markdown
+
+
+def test_mistakes_are_one_line(runs, tmp_path, capsys):
+    with pytest.raises(RunError, match="--baseline mamba: no finished runs with this name; choose one of: st"):
+        build_ablation([runs], "mamba")
+    for arguments, message in {
+        ("nowhere",): "no run folders of language models; give run folders",
+        (str(runs), "--figure", "a.xyz"): "cannot draw a .xyz",
+        (str(runs), "--csv", "no/a.csv"): "the folder no does not exist",
+        (str(runs), "--markdown", "--latex"): "not allowed with",
+    }.items():
+        assert cli.main(["report", "ablation", *arguments]) != 0
+        error = capsys.readouterr().err
+        assert message in error
+        assert error.count("\n") == 1
+    named = build_ablation([runs], "value_skip")
+    assert named.tables[1].title == "Differences from value_skip"

@@ -1,0 +1,90 @@
+"""`report dynamics`: smoothed losses, crossings of the baseline, and what is shown."""
+
+import csv
+
+import numpy as np
+import pytest
+from language_runs import finish, write_run
+
+from stackexp import cli
+from stackexp.errors import RunError
+from stackexp.reports.dynamics import Curve, build_dynamics, find_crossings, smooth_losses
+from stackexp.tables import ABSENT
+
+STEPS = np.arange(1, 101)
+
+
+def build_curve(name: str, losses, window: int = 5) -> Curve:
+    losses = np.asarray(losses, dtype=float)
+    return Curve(name, 1, window, STEPS[: len(losses)] * 1024, losses, smooth_losses(losses, window))
+
+
+def test_smoothing_is_a_centered_mean():
+    assert smooth_losses(np.array([1.0, 2, 3, 4, 10]), 3) == pytest.approx([1.5, 2, 3, 17 / 3, 7])
+    assert smooth_losses(np.array([1.0, 2, 3]), 1) == pytest.approx([1, 2, 3])
+    line = 5 - 0.01 * STEPS
+    assert smooth_losses(line, 11)[5:-5] == pytest.approx(line[5:-5])
+
+
+def test_a_crossing_lasts_for_a_window():
+    base = build_curve("base", np.full(100, 3.0))
+    crossing = find_crossings(build_curve("a", 3 + 0.01 * (40.5 - STEPS)), base)
+    assert crossing.crossings == [41 * 1024]
+    assert crossing.difference[-1] == pytest.approx(-0.585)
+    blip = np.full(100, 3.1)
+    blip[50:52] = 2.0  # smoothed: below for six steps
+    assert find_crossings(build_curve("b", blip), base).crossings == [(49) * 1024, (55) * 1024]
+    assert find_crossings(build_curve("b", blip, window=9), base).crossings == [47 * 1024, 57 * 1024]
+    blip[50:52] = 3.0 - 0.051
+    assert find_crossings(build_curve("b", blip), base).crossings == []
+    assert find_crossings(build_curve("short", [1.0, 2.0]), base).crossings == []
+
+
+def test_the_mean_over_seeds_is_compared(tmp_path, capsys):
+    for seed in (0, 1):
+        base = [3.0 + seed] * 100
+        ours = [3.0 + seed + 0.01 * (40.5 - step) for step in STEPS]
+        for name, memory, losses in (("transformer", "null", base), ("stacktrans", "stacktrans", ours)):
+            run = write_run(
+                tmp_path / f"{name}-seed={seed}-0123abc{seed}", f"model.memory={memory}", seed=seed, losses=losses
+            )
+            if seed == 0:
+                finish(run, 3.0)
+    files = ["--csv", str(tmp_path / "curves.csv"), "--figure", str(tmp_path / "dynamics.png"), "--smooth", "5"]
+    assert cli.main(["report", "dynamics", str(tmp_path), *files]) == 0
+    printed = capsys.readouterr().out
+    rows = [line.split() for line in printed.splitlines()]
+    assert rows[4] == ["transformer", "2", "102,400", "3.500", ABSENT, ABSENT, ABSENT]
+    assert rows[5] == ["stacktrans", "2", "102,400", "2.915", "-0.585", "1", "41,984"]
+    assert "stacktrans: unfinished: `python -m stackexp fit --run" in printed
+    lines = [line for line in csv.DictReader((tmp_path / "curves.csv").open()) if line["run"] == "stacktrans"]
+    assert (len(lines), float(lines[0]["loss"])) == (100, pytest.approx(3.895))
+    assert (tmp_path / "dynamics.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_many_arms_leave_the_papers_two(tmp_path):
+    for name, memory in {"transformer": "null", "stacktrans": "stacktrans"}.items():
+        write_run(tmp_path / f"{name}-0123abcd", f"model.memory={memory}", losses=[3.0, 2.0])
+    for i in range(6):
+        write_run(tmp_path / f"other{i}-0123abcd", "model.memory=value_skip", losses=[3.0, 2.0])
+    report = build_dynamics([tmp_path])
+    assert [row[0] for row in report.tables[0].rows] == ["transformer", "stacktrans"]
+    assert "not shown (choose with --only): other0, other1, other2, other3, other4, other5" in report.notes
+    report = build_dynamics([tmp_path], only=["other3"], baseline="other5")
+    assert [row[0] for row in report.tables[0].rows] == ["other5", "other3"]
+
+
+def test_other_data_are_reported(tmp_path):
+    finish(write_run(tmp_path / "transformer-0123abcd", "model.memory=null", losses=[3.0]), 3.0)
+    finish(write_run(tmp_path / "stacktrans-0123abcd", "model.memory=stacktrans", losses=[3.0], data="ff"), 3.0)
+    assert any(note.startswith("not the same batches: ") for note in build_dynamics([tmp_path]).notes)
+
+
+def test_mistakes_are_one_line(tmp_path, capsys):
+    write_run(tmp_path / "transformer-0123abcd", "model.memory=null")
+    with pytest.raises(RunError, match="no run has recorded a training loss yet; wait"):
+        build_dynamics([tmp_path])
+    with pytest.raises(RunError, match="no run named queue; choose among transformer"):
+        build_dynamics([tmp_path], only=["queue"])
+    assert cli.main(["report", "dynamics", str(tmp_path), "--smooth", "0"]) == 2
+    assert "--smooth: expected an integer >= 1, found 0" in capsys.readouterr().err
