@@ -175,7 +175,7 @@ def test_mistakes_are_one_line(runs, tmp_path, capsys):
         build_ablation([runs], "mamba")
     for arguments, message in {
         ("nowhere",): "no run folders of language models; give run folders",
-        (str(runs), "--figure", "a.xyz"): "cannot draw a .xyz",
+        (str(runs), "--figure", "a.xyz"): "a.xyz: ",
         (str(runs), "--csv", "no/a.csv"): "the folder no does not exist",
         (str(runs), "--markdown", "--latex"): "not allowed with",
     }.items():

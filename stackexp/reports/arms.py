@@ -74,7 +74,7 @@ def read_arms(paths: Sequence[Path]) -> tuple[list[Arm], list[str]]:
     """
     arms: dict[str, Arm] = {}
     notes: list[str] = []
-    for folder in dict.fromkeys(folder for path in paths for folder in find_runs(path)):
+    for folder in find_runs(paths):
         try:
             config = flatten(read_file(folder.config)[1])
             if config.get("data.kind") == "formal_language":

@@ -31,7 +31,7 @@ def describe_sweeps(sweeps: Sequence[Path]) -> list[str]:
     """Return a line for each sweep with unfinished trials, with the command that completes it."""
     lines = []
     for folder in sweeps:
-        total, done = len(_list_labels(folder)), sum(run.is_finished for run in find_runs(folder))
+        total, done = len(_list_labels(folder)), sum(run.is_finished for run in find_runs([folder]))
         if done < total:
             command = build_sweep_command(folder)
             lines.append(f"{folder}: {total - done} of {total} trials are not finished: `{command}`")

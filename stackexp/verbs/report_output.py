@@ -21,14 +21,13 @@ def add_output_arguments(parser: Parser) -> None:
 
 def print_report(args: Namespace, build: Callable[[], Any]) -> int:
     """Build a report and write it as requested."""
-    from stackexp.errors import ConfigError
-    from stackexp.reports.figures import check_figure_path, save_figure
+    from stackexp.reports.figures import check_output_path, save_figure
     from stackexp.reports.report import format_report, write_csv
 
     if args.figure:
-        check_figure_path(args.figure)
-    if args.csv and not args.csv.parent.is_dir():
-        raise ConfigError(f"{args.csv}: the folder {args.csv.parent} does not exist; create it first")
+        check_output_path(args.figure)
+    if args.csv:
+        check_output_path(args.csv, [".csv"])
     report = build()
     print(format_report(report, "markdown" if args.markdown else "latex" if args.latex else "terminal"))
     if args.csv:
