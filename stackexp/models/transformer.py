@@ -41,7 +41,7 @@ class Cache:
 
 
 class Transformer(nn.Module):
-    """A Llama-style decoder with a slot for a memory in each layer.
+    """A Llama-style decoder with an optional memory in each layer.
 
     Set `checkpoint_blocks` to recompute activations in the backward pass: True for whole blocks, "selective" for all
     operations but matrix products and attention.

@@ -55,10 +55,10 @@ class LanguageModelingObjective(Objective):
 
     def describe_training(self) -> str:
         """Return steps, micro-batches and tokens."""
-        config = self.config
+        config, count = self.config, self.config.accumulate_grad_batches
         return (
             f"{config.trainer.max_steps:,} steps of {config.data.global_batch_tokens:,} tokens "
-            f"({config.accumulate_grad_batches} micro-batches), {config.total_tokens:,} tokens in total"
+            f"({count} micro-batch{'es' * (count != 1)}), {config.total_tokens:,} tokens in total"
         )
 
     def build_measurements(self, folder: RunFolder) -> list[pl.Callback]:
