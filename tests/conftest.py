@@ -46,10 +46,10 @@ TINY = {
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """With `pytest -n`, the tests of a file stay together, and all of Slurm: a machine can have one cluster."""
+    """With `pytest -n`, the tests of a file stay together, and those that share a cluster or the trained run."""
     for item in items:
-        group = "slurm" if "cluster" in item.fixturenames else item.path.name
-        item.add_marker(pytest.mark.xdist_group(group))
+        shared = (name for name in ("cluster", "trained") if name in item.fixturenames)
+        item.add_marker(pytest.mark.xdist_group(next(shared, item.path.name)))
 
 
 @pytest.fixture(scope="session")
@@ -90,6 +90,18 @@ def write_tiny(corpus: dict[str, Path], folder: Path) -> Path:
     path = folder / "tiny.yaml"
     path.write_text(yaml.safe_dump(config))
     return path
+
+
+@pytest.fixture(scope="session")
+def trained(corpus, tmp_path_factory) -> Path:
+    """The run folder of twelve steps with checkpoints 4, 8 and 12; to be copied, not changed."""
+    from stackexp.cli import main
+
+    folder = tmp_path_factory.mktemp("trained")
+    options = ("trainer.keep_checkpoints=9", "logging.progress_bar=false")
+    assert main(["fit", "--config", str(write_tiny(corpus, folder)), *options]) == 0
+    (run,) = (folder / "runs" / "tiny").iterdir()
+    return run
 
 
 @pytest.fixture

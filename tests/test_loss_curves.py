@@ -11,7 +11,7 @@ from stackexp.config.memory import StackMemoryConfig
 from stackexp.config.model import TransformerConfig
 from stackexp.models.transformer import Transformer
 
-STEPS, VOCAB, LAYERS = 200, 17, 3
+STEPS, VOCAB, LAYERS = 60, 17, 3
 SIZES = {"vocab_size": VOCAB, "hidden_size": 32, "num_layers": LAYERS, "intermediate_size": 48}
 SIZES |= {"num_heads": 4, "num_kv_heads": 2}
 MEMORIES = {

@@ -5,8 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from conftest import write_tiny
-from records import only_run, record
+from records import record
 from saved_models import make_state
 
 from stackexp.cli import main
@@ -16,27 +15,18 @@ from stackexp.runs import RunFolder
 from stackexp.training.resume import check_resumable, find_start
 
 
-@pytest.fixture(scope="module")
-def trained(corpus, tmp_path_factory) -> tuple[str, Path]:
-    """The config and the folder of a run of twelve steps with checkpoints 4, 8 and 12."""
-    folder = tmp_path_factory.mktemp("trained")
-    config = str(write_tiny(corpus, folder))
-    assert main(["fit", "--config", config, "trainer.keep_checkpoints=9", "logging.progress_bar=false"]) == 0
-    return config, only_run(folder / "runs").path
-
-
 @pytest.fixture
 def unfinished(trained, tmp_path) -> RunFolder:
     """A copy of the run before its result, among the runs of its name."""
-    run = RunFolder(tmp_path / "runs" / "tiny" / trained[1].name)
-    shutil.copytree(trained[1], run.path)
+    run = RunFolder(tmp_path / "runs" / "tiny" / trained.name)
+    shutil.copytree(trained, run.path)
     run.result.unlink()
     return run
 
 
 @pytest.fixture
 def config(trained, tmp_path):
-    return compose([trained[0]], ["trainer.keep_checkpoints=9", f"logging.root={tmp_path}/runs"])
+    return compose([str(trained / "config.yaml")], [f"logging.root={tmp_path}/runs"])
 
 
 def get_error(*args, **options) -> str:
@@ -90,7 +80,13 @@ def test_hidden_folders_of_the_user_are_kept(config, unfinished):
 def test_older_checkpoint_is_branched_into_a_new_folder(trained, unfinished, tmp_path, capsys):
     before = record(unfinished), unfinished.list_checkpoints()
     older = unfinished.checkpoints / "00000004"
-    fit = ["fit", "--config", trained[0], f"logging.root={tmp_path}/runs", "logging.progress_bar=false"]
+    fit = [
+        "fit",
+        "--config",
+        str(trained / "config.yaml"),
+        f"logging.root={tmp_path}/runs",
+        "logging.progress_bar=false",
+    ]
     assert main([*fit, "--ckpt_path", str(older)]) == 0
     assert f"branched from {older}" in capsys.readouterr().out
     assert (record(unfinished), unfinished.list_checkpoints()) == before
@@ -118,16 +114,16 @@ def test_named_checkpoint_is_resumed_in_its_own_folder_or_refused(config, unfini
 
 
 def test_finished_run_with_another_config_is_refused(trained, config):
-    path = str(trained[1])
-    changed = compose([trained[0]], ["optimizer.lr=0.5"])
-    assert find_start(compose([trained[0]]), None, path).is_finished
+    path = str(trained)
+    changed = compose([str(trained / "config.yaml")], ["optimizer.lr=0.5"])
+    assert find_start(compose([str(trained / "config.yaml")]), None, path).is_finished
     assert "finished, with optimizer.lr 0.003; the config has 0.5" in get_error(changed, None, path)
-    longer = compose([trained[0]], ["trainer.max_steps=20"])
+    longer = compose([str(trained / "config.yaml")], ["trainer.max_steps=20"])
     assert "finished, with trainer.max_steps 12; the config has 20" in get_error(longer, None, path)
 
 
 def test_number_of_steps_changes_only_by_an_override(trained, unfinished, caplog):
-    longer = compose([trained[0]], ["trainer.max_steps=20"])
+    longer = compose([str(trained / "config.yaml")], ["trainer.max_steps=20"])
     message = get_error(longer, None, str(unfinished.path))
     assert "trainer.max_steps is 12 in the checkpoint, 20 in the config" in message
     assert message.endswith("add the override trainer.max_steps=20")
@@ -140,7 +136,7 @@ def test_replaced_configs_are_kept(trained, unfinished):
     with unfinished.start_session(load_config(unfinished.config), step=12):
         assert unfinished.config.read_text() == before
         assert not list(unfinished.path.glob("config.step-*"))
-    longer = compose([trained[0]], ["trainer.max_steps=20"])
+    longer = compose([str(trained / "config.yaml")], ["trainer.max_steps=20"])
     with unfinished.start_session(longer, step=12):
         assert (unfinished.path / "config.step-12.yaml").read_text() == before
         assert "max_steps: 20" in unfinished.config.read_text()
