@@ -177,7 +177,7 @@ OTHER_TOKENIZER = train_tokenizer(TEXTS, V - 10).to_str()
     [
         ("index.json", '{"version": 2, "shards": [{', CORRUPT_INDEX),
         ("index.json", None, CORRUPT_INDEX),
-        ("index.json", '{"version": 2, "shards": []}', r"index\.json and corpus\.json do not agree"),
+        ("index.json", '{"version": 2, "shards": []}', r"index\.json and corpus\.json disagree"),
         (SHARD, None, r"shard\.00000\.mds: missing or not as long"),
         ("corpus.json", "{", r"corpus\.json: corrupt; prepare the set again"),
         ("corpus.json", increment_format, r"corpus\.json: format 99, expected 1; prepare the set again"),

@@ -1,4 +1,4 @@
-"""A bigram model from counts: a baseline for small language models, which learn pairs of tokens first."""
+"""A bigram model from counts: a baseline for small language models, which first learn pairs of tokens."""
 
 from collections.abc import Iterable
 
@@ -11,7 +11,7 @@ class BigramModel:
     """Witten-Bell smoothed bigrams: p(b | a) = (c(a, b) + t(a) u(b)) / (c(a) + t(a)).
 
     c counts pairs, t(a) is the number of different successors of a, and u(b) = (c(b) + 1) / (N + V) is the smoothed
-    unigram model, which is also used after tokens that were never seen.
+    unigram model, which is also used after tokens without counts.
     """
 
     def __init__(self, sequences: Iterable[np.ndarray], vocab_size: int) -> None:

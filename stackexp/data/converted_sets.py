@@ -1,7 +1,7 @@
-"""Evaluation sets that are not token files: text and MDS shards, converted once to token files in the cache.
+"""Convert evaluation sets of text or MDS shards to token files in the cache, once.
 
 A cached file is named after a hash of its source and its tokenizer, so it is never stale. It is written atomically
-under a lock, so that only one of several processes converts.
+under a lock, so only one of several processes converts.
 """
 
 import hashlib

@@ -27,8 +27,8 @@ def compute_document_positions(documents: Tensor) -> Tensor:
 def find_document_bounds(documents: Tensor) -> Tensor:
     """Return the document starts in the flattened batch, then its end B * T: int32 [n + 1] for document ids [B, T].
 
-    No document continues in the next sequence. Empty documents at the end round n up to a power of two, so that the
-    shape rarely changes. On a GPU this call synchronizes, so prefer to call it where batches are made.
+    A document ends at the end of its sequence. Empty documents at the end round n up to a power of two, so that the
+    shape rarely changes. On a GPU this call synchronizes, so call it on the CPU when a batch is made.
     """
     begins = _begins_document(documents).flatten().nonzero()[:, 0].int()
     rounded = 1 << (len(begins) - 1).bit_length()

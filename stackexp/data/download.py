@@ -1,4 +1,4 @@
-"""Download one file over HTTP. A broken connection is resumed if the server still has the same version of the file."""
+"""Download a file over HTTP. A broken download is resumed if the server still has the same version of the file."""
 
 import http.client
 import shutil
@@ -25,7 +25,7 @@ RETRIED_CLIENT_ERRORS = (408, 416, 425, 429)
 
 
 class UnreachableServerError(RunError):
-    """A server that has not answered at all: no name resolution, no route or a proxy that refuses."""
+    """Raised if a server does not answer: no name resolution, no route, or a proxy that refuses."""
 
 
 class _HttpRedirects(urllib.request.HTTPRedirectHandler):
@@ -39,9 +39,9 @@ class _HttpRedirects(urllib.request.HTTPRedirectHandler):
 
 
 def download(url: str, path: Path, bar: tqdm, *, was_reached: bool = False) -> None:
-    """Download `url` to `path`. Broken connections and busy servers are retried MAX_ATTEMPTS times without new data.
+    """Download `url` to `path`. Gives up after MAX_ATTEMPTS failures in a row without new data.
 
-    Set `was_reached` if the server has answered before, so that a failure to connect is retried too.
+    Set `was_reached` if the server has answered before; then failures to connect are retried too.
 
     Raises:
         UnreachableServerError: The first connection failed.
@@ -92,7 +92,7 @@ def _request(url: str, begin: int, version: str) -> http.client.HTTPResponse:
 
 
 def _get_version(response: http.client.HTTPResponse) -> str:
-    """Return the header that identifies the file version for If-Range, which accepts no weak ETag; "" without one."""
+    """Return the header that identifies the file version for If-Range, or "". If-Range does not accept a weak ETag."""
     etag = response.headers.get("ETag", "")
     return etag if etag and not etag.startswith("W/") else response.headers.get("Last-Modified", "")
 

@@ -1,4 +1,4 @@
-"""Named evaluation sets: find them, and open each as token ids in chunks of the context length.
+"""Find named evaluation sets, and open each as token ids in chunks of the context length.
 
 A path in data.validation or data.test is one set or a folder of sets:
 
@@ -49,7 +49,7 @@ class EvaluationSet:
 
 
 class Concatenated:
-    """The sequences of a prepared set as one array of token ids [N], read slice by slice."""
+    """The sequences of a prepared set as one array of token ids [N]; slices are read on demand."""
 
     def __init__(self, tokens: TokenSet):
         self.sequences, self.length = tokens, tokens.corpus.context_length
@@ -111,7 +111,7 @@ def _find_in_folder(name: str, folder: Path) -> dict[str, Path]:
 
 
 def _holds_documents(folder: Path) -> bool:
-    """Return True for a folder of documents such as .py and .md files, which are one set together."""
+    """Return True for a folder of documents such as .py and .md files, which together are one set."""
     try:
         return not any(source.has_tokens for source in find_sources(folder))
     except RunError:

@@ -1,4 +1,4 @@
-"""Fetch OLMo's perplexity sets from the server, a mirror or a folder, and check them."""
+"""Fetch OLMo's perplexity sets from their server, a mirror or a folder, and check them."""
 
 import codecs
 import contextlib
@@ -78,7 +78,7 @@ def fetch(sets: list[OlmoSet], folder: Path, mirror: str | None = None, *, verif
 
 
 def _remove_empty_folders(folder: Path, versions: set[str]) -> None:
-    """Delete the folders of a fetch that has received nothing, with their lock files."""
+    """Delete the folders of a fetch that received no file, with their lock files."""
     for path in (folder / version for version in versions):
         if [file.name for file in path.iterdir()] == [".lock"]:
             (path / ".lock").unlink()
@@ -128,7 +128,7 @@ def _fetch_set(olmo_set: OlmoSet, folder: Path, mirror: str | None, was_reached:
 
 
 def _copy_from_folder(folder: Path, olmo_set: OlmoSet, part: Path) -> tuple[str, FileRecord | None]:
-    """Copy the file of a set from a folder that is laid out like the server or like `fetch` writes it.
+    """Copy the file of a set from a folder with the layout of the server or of `fetch`.
 
     Returns its path and its record, if it has one.
     """
@@ -160,7 +160,7 @@ def _report_oddities(olmo_set: OlmoSet, path: Path) -> None:
 
 
 def check_ids(path: Path, source: str) -> FileRecord:
-    """Check every id of a raw OLMo file and return its record. Raises RunError, naming `source`, for anything else."""
+    """Check every id of a raw OLMo file and return its record. Raises RunError for any other file, naming `source`."""
     size = path.stat().st_size
     with open(path, "rb") as file:
         begin = file.read(256)

@@ -1,4 +1,4 @@
-"""The hash log of training data: proof that two runs trained on the same sequences in the same order.
+"""The hash log of training data, which shows whether two runs trained on the same sequences in the same order.
 
 The file data.jsonl in a run folder has lines such as
 {"step": 20, "tokens": 81920, "hash": "3f...", "sequences": {"web": 60, "code": 20}}.
@@ -33,14 +33,14 @@ def update_hash(previous: str, sequence_hashes: np.ndarray) -> str:
 
 
 class HashLog:
-    """The data.jsonl of a run folder, open for appending after `step`. Lines of later steps are dropped."""
+    """The data.jsonl of a run folder, opened for appending after `step`. Lines of later steps are deleted."""
 
     def __init__(self, folder: Path, step: int):
         self._path = folder / FILE_NAME
         files.write_json_lines(self._path, [line for line in read_hash_log(folder) if line["step"] <= step])
 
     def append(self, line: dict[str, Any]) -> None:
-        """Append a line. It is on disk on return, so no checkpoint is ahead of the log."""
+        """Append a line and flush it to disk, so that no checkpoint is ahead of the log."""
         files.append_json_line(self._path, line, sync=True)
 
 

@@ -1,4 +1,4 @@
-"""Read MDS shards that stackexp did not write: token ids or text, one column of their samples."""
+"""Read MDS shards that stackexp did not write: one column of their samples, with token ids or text."""
 
 import hashlib
 import itertools
@@ -76,7 +76,7 @@ def hash_shards(folder: Path, shards: list[MdsShard]) -> str:
 
 
 def read_column(folder: Path, column: str) -> Iterator[Any]:
-    """Yield the value of a column in each sample. Call `find_column` first: it refuses encodings that run code."""
+    """Yield the value of a column in each sample. Call `find_column` first, which refuses encodings that run code."""
     from streaming import LocalDataset  # the import takes seconds
 
     try:

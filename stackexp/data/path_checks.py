@@ -1,4 +1,4 @@
-"""Checks that the named data exist. Imports no torch, so that a wrong path is reported at once."""
+"""Check that data paths exist. Imports no torch, so that a wrong path is reported at once."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path

@@ -1,11 +1,11 @@
 """Prepare a set of token shards from text or token files.
 
-The source files, in the order of their names, are grouped into units. A unit is written to a hidden folder that is
-renamed when complete, so a restart after a kill writes only the missing units. The result depends on the plan alone:
-not on the number of processes, parts or restarts.
+The source files, sorted by name, are grouped into units. A unit is written to a hidden folder that is renamed when it
+is complete, so a restart after a kill writes only the missing units. The result depends only on the plan, not on the
+number of processes, parts or restarts.
 
-A part writes every n-th unit. Parts share the lock of the folder. The merge holds it alone, and verifies the units that
-others have written.
+Part i of n writes every n-th unit. Parts share the lock of the folder. The merge takes the lock exclusively, and
+verifies the units that other processes have written.
 """
 
 import errno
@@ -85,8 +85,8 @@ class Plan:
 def start_set(plan: Plan, folder: Path) -> None:
     """Write the plan into a new folder, or check it against the plan of an existing one.
 
-    The sources of an unfinished set may change: units of other sources are deleted. Raises RunError if the folder has
-    other contents, or a set with another plan.
+    The sources of an unfinished set may change; then units of the old sources are deleted. Raises RunError if the
+    folder has other contents, or a set with another plan.
     """
     record = plan.record()
     with _explain_errors(folder):
@@ -128,13 +128,13 @@ def _compare_plan(record: dict, folder: Path) -> list[str]:
 
 
 def _list_names(names: list[str]) -> str:
-    """Return the first name and the number of the others."""
+    """Return the first name and how many more there are."""
     return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
 
 
 @contextmanager
 def _explain_errors(folder: Path) -> Iterator[None]:
-    """Turn a refused write or a killed worker process into a RunError with a remedy."""
+    """Convert a failed write or a killed worker process into a RunError with a remedy."""
     resume = "then run the same command again: finished units are kept"
     try:
         yield
@@ -158,9 +158,9 @@ def prepare(
     """Prepare a set in `folder`, or continue an earlier call that was stopped.
 
     `workers` is the number of processes (default: one per CPU). Bad lines are counted and logged; with `strict` the
-    first one stops the work. With `part` (i, n), only part i of n is written, counted from 1, maybe while others write
-    theirs, and nothing is returned; a call without it writes what is missing and merges. Raises RunError if there is
-    nothing to read, a file is damaged, the disk is full, or the folder has other contents.
+    first one stops the work. With `part` (i, n), only part i of n, counted from 1, is written, and nothing is returned;
+    several parts may run at the same time. A call without `part` writes the missing units and merges all. Raises
+    RunError if there is nothing to read, a file is damaged, the disk is full, or the folder has other contents.
     """
     start_set(plan, folder)
     is_part = part is not None
@@ -197,7 +197,7 @@ def _load_finished(folder: Path) -> Corpus | None:
 
 
 def _write_tokenizer(plan: Plan, folder: Path) -> Path:
-    """Return the path of the set's tokenizer.json, written by the first call: trained if none was given."""
+    """Return the path of the set's tokenizer.json; the first call copies the given tokenizer or trains one."""
     path = folder / "tokenizer.json"
     given = load_tokenizer(plan.tokenizer) if plan.tokenizer else None
     with hold_lock(folder / ".plan.lock", f"the tokenizer of {folder}"):  # parts may run at the same time

@@ -23,7 +23,7 @@ ZSTD_READ_BYTES = 1 << 10  # one byte can decompress to 256 KiB
 
 
 class UnreadableSourceError(RunError):
-    """A source file that cannot be read to its end."""
+    """Raised if a source file cannot be read to its end."""
 
 
 class Piece(NamedTuple):
@@ -34,7 +34,7 @@ class Piece(NamedTuple):
 
 
 class TokenBlock(NamedTuple):
-    """Token ids [N], including end-of-text, with the number of documents that end in them and their text in bytes."""
+    """Token ids [N], including end-of-text, with the number of documents ending in them and their bytes of text."""
 
     ids: np.ndarray
     documents: int
@@ -164,8 +164,7 @@ def _decompress(name: str, raw: BinaryIO) -> BinaryIO:
 class _ZstdFile(io.RawIOBase):
     """The decompressed contents of a zstd file.
 
-    Raises EOFError if the last frame is incomplete, which `ZstdDecompressor.stream_reader` takes for the end of the
-    file.
+    Raises EOFError if the last frame is incomplete; `ZstdDecompressor.stream_reader` does not detect that.
     """
 
     def __init__(self, raw: BinaryIO) -> None:

@@ -1,4 +1,4 @@
-"""Convert token files to another tokenizer: decode each document and encode it again."""
+"""Convert token files to another tokenizer: decode each document, then encode it."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -186,7 +186,7 @@ class Retokenizer:
     def _decode_documents(
         self, file: TokenFile, end: int, counts: TextCounts, advance: Callable[[int], object]
     ) -> Iterator[Piece]:
-        """Yield the text of all documents in pieces. The last piece does not end a document if its ids do not."""
+        """Yield the text of all documents in pieces. The last document has no end if its ids have none."""
         for ids in self._read_documents(file, end, advance):
             has_ended = ids[-1] == end
             for piece in cut_into_pieces([self._decode(ids[:-1] if has_ended else ids, counts)]):

@@ -131,8 +131,8 @@ def write_metadata(folder: Path, corpus: Corpus, shards: list[dict], tokenizer: 
 class TokenSet:
     """A prepared set opened for reading: `token_set[i]` is sequence i, token ids [T], read from disk on demand.
 
-    `options` completes the command in the error for a missing set. A `cache` of a set elsewhere may lack shards: they
-    are downloaded later.
+    `options` completes the `data prepare` command in the error for a missing set. With `cache`, the folder is the cache
+    of a remote set and may lack shards, which are downloaded later.
 
     Raises:
         RunError: The folder is missing, incomplete or of another format, or shards are missing or cut short.
@@ -159,7 +159,7 @@ class TokenSet:
                 raise RunError(f"{path}: missing or not as long as index.json records; prepare the set again")
         self.begins = np.cumsum([0] + [samples for _, samples in self.files])
         if self.begins[-1] != self.corpus.sequences:
-            raise RunError(f"{self.folder}: index.json and corpus.json do not agree; prepare the set again")
+            raise RunError(f"{self.folder}: index.json and corpus.json disagree; prepare the set again")
         self._maps: dict[int, np.ndarray] = {}
 
     def _has_format(self, shard: dict[str, Any]) -> bool:
@@ -214,7 +214,7 @@ class TokenSet:
         return self.__dict__ | {"_maps": {}}
 
     def map_shard(self, shard: int) -> np.ndarray:
-        """Return the memory-mapped samples of a shard, [N, T]; they are the end of its file.
+        """Return the memory-mapped samples of a shard, [N, T], which are the last part of its file.
 
         Raises DamagedFileError if the file does not have the hash that index.json records.
         """

@@ -1,6 +1,6 @@
 """The quickstart corpus: the source of the Python standard library, split by file and cached.
 
-Every machine that runs stackexp has it. The sets are capped so that a first run takes minutes.
+Every machine with Python has it. The sets are capped so that a first run takes only minutes.
 """
 
 import ast
@@ -41,10 +41,11 @@ TEST_NAMES = [*TEST_PACKAGES]
 
 
 def prepare_stdlib(config: StdlibConfig, show_progress: bool = True) -> DataPaths:
-    """Return the prepared sets for the config's vocab_size and context_length, made on first use.
+    """Return the prepared sets for the config's vocab_size and context_length; prepare them on first use.
 
-    The cache key is a hash of the texts and settings. A killed process leaves no set behind; of two processes, one
-    waits. Raises RunError if this Python lacks the source of its standard library, or the cache cannot be written.
+    The cache key is a hash of the texts and settings. A killed process leaves no incomplete set; a second process waits
+    for the first. Raises RunError if this Python lacks the source of its standard library, or if the cache cannot be
+    written.
     """
     texts = read_stdlib(Path(sysconfig.get_paths()["stdlib"]))
     if config.packages:
@@ -67,9 +68,9 @@ def prepare_stdlib(config: StdlibConfig, show_progress: bool = True) -> DataPath
 
 
 def read_packages(root: Path, texts: dict[str, dict[str, str]]) -> dict[str, str]:
-    """Return .py files under `root` by path, in the order of the hash of their path, up to the cap with `texts`.
+    """Return .py files under `root` by path, sorted by path hash, until they and `texts` reach the size cap.
 
-    Files that repeat another one, or a file of `texts`, are left out.
+    Duplicates of another file, or of a file in `texts`, are skipped.
     """
     known = {text for of_set in texts.values() for text in of_set.values()}
     size = sum(len(text.encode()) for text in texts["train"].values())
@@ -99,9 +100,9 @@ def _read_source(path: Path) -> str:
 
 
 def read_stdlib(root: Path) -> dict[str, dict[str, str]]:
-    """Return the .py files under `root` by set and path. Files that are not valid Python source are left out.
+    """Return the .py files under `root` by set and path. Files that are not valid Python source are skipped.
 
-    Each set takes files in the order of the hash of their path, up to its cap. Raises RunError if a set is empty.
+    Each set takes files sorted by path hash, up to its size cap. Raises RunError if a set is empty.
     """
     packages = VALIDATION_PACKAGES | TEST_PACKAGES
     set_names = {package: name for name, members in packages.items() for package in members}

@@ -1,7 +1,7 @@
-"""Memory-mapped files of token ids: raw little-endian uint16 without a header, as OLMo writes them, or real .npy.
+"""Memory-mapped files of token ids: raw little-endian uint16 without a header, as OLMo writes them, or real .npy files.
 
-A file that stackexp wrote or fetched has a record next to it, `<file>.json`. The record is written last: its presence
-means that the file is complete and was checked.
+A file that stackexp wrote or fetched has a record next to it, `<file>.json`. The record is written last, so its
+presence means that the file is complete and was checked.
 """
 
 import io
@@ -47,7 +47,7 @@ def record_path(path: Path) -> Path:
 
 
 def read_record(path: Path) -> FileRecord | None:
-    """Return the record of the token file `path`, None if it has none. Raises RunError if it cannot be read."""
+    """Return the record of the token file `path`, or None. Raises RunError if the record cannot be read."""
     record = record_path(path)
     try:
         return FileRecord(**read_json(record))

@@ -25,7 +25,7 @@ BATCH_PIECES, BATCH_CHARACTERS = 1024, 1 << 21  # limits of one tokenizer call
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     """Train a lossless byte-level BPE of at most `vocab_size` tokens.
 
-    Id 0 is <|endoftext|>, ids 1 to 256 are the bytes. The result depends on the texts and `vocab_size` alone.
+    Id 0 is <|endoftext|>, ids 1 to 256 are the bytes. The result depends only on the texts and `vocab_size`.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -51,7 +51,7 @@ def load_tokenizer(path: Path) -> Tokenizer:
 
 
 def treat_special_tokens_as_text(tokenizer: Tokenizer) -> Tokenizer:
-    """Encode "<|endoftext|>" within a text as ordinary characters, and neither truncate nor pad."""
+    """Make a tokenizer encode "<|endoftext|>" in a text as ordinary characters, and neither truncate nor pad."""
     tokenizer.encode_special_tokens = True
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -84,7 +84,7 @@ def is_byte_level(tokenizer: Tokenizer) -> bool:
 
 
 def list_token_bytes(tokenizer: Tokenizer) -> dict[int, bytes]:
-    """Return the bytes of text of each id; for an added token, those of its content.
+    """Return the text of each id as bytes; for an added token, the bytes of its content.
 
     Supports byte-level vocabularies (one character per byte) and SentencePiece's, which write a space as U+2581 and a
     single byte as <0x0A>.
@@ -181,7 +181,7 @@ class KnownTokenizer:
         return end in olmo.END_OF_TEXT and padding == 1 and 50_254 <= self.vocab_size <= olmo.EMBEDDING_SIZE
 
     def contradicts(self, recorded: str) -> bool:
-        """Return True if token ids with this recorded tokenizer (a fingerprint or a name) belong to another one."""
+        """Return True if the tokenizer in a record (a fingerprint or a name) differs from this one."""
         if recorded == olmo.TOKENIZER:
             return not self.is_neox
         return recorded not in (UNKNOWN_TOKENIZER, self.fingerprint)

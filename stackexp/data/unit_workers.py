@@ -39,8 +39,8 @@ class UnitJob:
 def write_units(job: UnitJob, numbers: Sequence[int], workers: int, show_progress: bool) -> None:
     """Write the missing units among `numbers`.
 
-    Unreadable sources do not stop the work on other units; all are reported at the end. Raises RunError for the last
-    of them, and for a bad line if the job is strict.
+    Unreadable sources do not stop the other units; all are printed, and the last one is raised as RunError at the end.
+    If the job is strict, a bad line raises RunError at once.
     """
     unreadable: list[str] = []
     bar = tqdm(
@@ -68,7 +68,7 @@ def write_units(job: UnitJob, numbers: Sequence[int], workers: int, show_progres
 
 
 class UnitWriter:
-    """A writer of single units. `advance` is called with the number of source bytes that are done."""
+    """A writer of single units. `advance` is called with the number of source bytes that have been processed."""
 
     def __init__(self, job: UnitJob, advance: Callable[[int], object]) -> None:
         self.job, self.advance = job, advance
@@ -134,7 +134,7 @@ _writer: UnitWriter  # of a worker process
 
 
 def _write_in_processes(job: UnitJob, numbers: Sequence[int], workers: int, bar: tqdm, unreadable: list[str]) -> None:
-    """Distribute the units among processes. The first error other than an unreadable source stops all of them."""
+    """Distribute the units among processes. The first error, except an unreadable source, stops all of them."""
     context = multiprocessing.get_context("spawn")
     counter = context.Value("q", 0)  # bytes done
     with ProcessPoolExecutor(workers, context, initializer=_start_worker, initargs=(job, counter)) as pool:
@@ -169,7 +169,7 @@ def _start_worker(job: UnitJob, counter: Any) -> None:
 
 
 def _exit_with_parent() -> None:
-    """Exit when the parent was killed; otherwise the worker would wait for work forever."""
+    """Exit when the parent process ends; otherwise the worker would wait for work forever."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()

@@ -1,6 +1,6 @@
 """Units of work: the folders `unit.00000`, `unit.00001` ... from which a prepared set is merged.
 
-A unit holds the sequences of its own documents as shards. The tokens at its end that fill no sequence are in tail.npy;
+A unit holds the sequences of its documents as shards. Its last tokens, which do not fill a sequence, are in tail.npy;
 the merge packs the tails of all units together.
 """
 
@@ -128,8 +128,8 @@ def _find_target(path: Path, targets: dict[str, Path]) -> Path | None:
 def merge_units(folder: Path, count: int, tokenizer: Tokenizer, context_length: int, sources: list[str]) -> Corpus:
     """Merge the `count` units in `folder` into one prepared set.
 
-    The tails of all units are packed together; the last tokens that fill no sequence are dropped. Raises RunError if
-    there is less than one sequence, or if a unit was made with another tokenizer.
+    The tails of all units are packed together; the last tokens, which do not fill a sequence, are dropped. Raises
+    RunError if there is less than one sequence, or if a unit was made with another tokenizer.
     """
     units = [read_unit(folder / unit_name(number)) for number in range(count)]
     _check_tokenizer(folder, units, tokenizer)

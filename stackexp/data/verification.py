@@ -15,11 +15,11 @@ from stackexp.files import get_cache_root, sha256_of
 
 
 class DamagedFileError(RunError):
-    """The contents of a data file differ from its record."""
+    """Raised if the contents of a data file differ from its record."""
 
 
 def verify_file(path: Path, sha256: str | None) -> None:
-    """Raise DamagedFileError unless the file has the hash `sha256`; None is no record and passes.
+    """Raise DamagedFileError if the file does not have the hash `sha256`; None (no record) passes.
 
     Raises FileNotFoundError if the file is missing.
     """
@@ -47,7 +47,7 @@ def check_basename(folder: Path, name: object) -> Path:
 
 
 def find_damage(path: Path, entry: Mapping[str, Any]) -> str | None:
-    """Return how a file differs from its entry in index.json, or None. Both `bytes` and `hashes` are optional."""
+    """Return how a file differs from its entry in index.json, or None. The entry may lack `bytes` and `hashes`."""
     try:
         size = path.stat().st_size
         if size != (expected := entry.get("bytes", size)):

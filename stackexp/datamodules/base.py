@@ -13,17 +13,17 @@ PADDING = -1  # the index of a row that fills up a batch and is not scored
 
 
 class ExperimentData(pl.LightningDataModule):
-    """Training batches, and evaluation sets that do not depend on seed, batch size and number of ranks.
+    """Training batches, and evaluation sets that are independent of seed, batch size and number of ranks.
 
-    An evaluation set has a `name` and an `identity`, which changes with its contents. Sets belong to a stage:
+    An evaluation set has a `name` and an `identity`, which changes with its contents. Each set belongs to a stage,
     "validate" or "test".
 
     Attributes:
         tokenizer: The model's tokenizer; None if it is unknown or the data is not text.
         tokenizer_file: The tokenizer of the evaluated run; it takes precedence over those next to the sets.
         token_bytes: Bytes of text of each token [V]; None without a tokenizer.
-        eval_limit: Chunks to score of each set; None: all.
-        skipped_sets: Names of sets to leave out, because their scores are known already.
+        eval_limit: Chunks of each set to score; None: all.
+        skipped_sets: Names of sets to skip, because they have been scored already.
     """
 
     tokenizer: Tokenizer | None = None
@@ -45,7 +45,7 @@ class ExperimentData(pl.LightningDataModule):
         return [dataset.name for dataset in self.sets(stage)]
 
     def build_eval_loader(self, dataset: Any, rank: int, world_size: int) -> Any:
-        """Return a loader of one rank's share of an evaluation set."""
+        """Build a loader of one rank's share of an evaluation set."""
         raise NotImplementedError
 
     def val_dataloader(self) -> list[Any]:
@@ -68,7 +68,7 @@ class ExperimentData(pl.LightningDataModule):
 class RankBatches(Sampler[list[int]]):
     """Batches of item numbers for one rank. Every rank has the same number of batches, all of the same size.
 
-    Over all ranks, each item of 0..length-1 comes once. PADDING fills up the last batches.
+    Over all ranks, each item of 0..length-1 occurs once. PADDING fills the last batches.
     """
 
     def __init__(self, length: int, batch_size: int, rank: int = 0, world_size: int = 1):

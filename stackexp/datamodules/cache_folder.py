@@ -25,12 +25,12 @@ LOCK_FILE = ".remote"  # holds the URL of the remote
 
 
 class CacheFolder:
-    """A locked folder with a remote set's metadata and some of its shards. `close` or a fork releases the lock."""
+    """A locked folder with the metadata of a remote set and some of its shards. `close` releases the lock."""
 
     def __init__(self, remote: RemoteFolder, folder: str | None):
-        """Lock the first free one of `folder`, `folder`-2, ... (None: a folder in the cache root).
+        """Lock the first of `folder`, `folder`-2, ... that is not in use (None: a folder in the cache root).
 
-        Raises SourceError if it cannot be a cache of `remote`, and OSError if it cannot be written.
+        Raises SourceError if the folder cannot be a cache of `remote`, and OSError if it cannot be written.
         """
         self.remote = remote
         name = hashlib.sha256(remote.url.encode()).hexdigest()[:16]
@@ -68,7 +68,7 @@ class CacheFolder:
         return lock
 
     def _update(self) -> None:
-        """Download the metadata, then delete everything but complete shards that the remote set still has."""
+        """Download the metadata, then delete everything except complete shards that still belong to the remote set."""
         before = self._read_shards()
         for name in METADATA_FILES:
             self.remote.download(name, self.path / name)
@@ -94,7 +94,7 @@ _open_folders: dict[tuple[str, str | None], CacheFolder] = {}
 
 
 def open_node_cache(remote: RemoteFolder, folder: str | None) -> Path:
-    """Return the `CacheFolder` that all processes of this node share. Its first process holds the lock until it ends.
+    """Open the `CacheFolder` that all processes of this node share; its first process holds the lock until it ends.
 
     Raises SourceError, and OSError if the folder cannot be written.
     """
@@ -111,7 +111,7 @@ def open_node_cache(remote: RemoteFolder, folder: str | None) -> Path:
 def run_once_per_node(function: Callable[[], T]) -> T:
     """Call `function` in the first process of each node and return its result in all processes of that node.
 
-    Every process of the run calls this. If one call raises RunError or OSError, all processes raise that error.
+    Every process of the run must call this. If one call raises RunError or OSError, all processes raise that error.
     """
     if not dist.is_initialized():
         return function()

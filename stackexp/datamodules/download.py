@@ -1,4 +1,4 @@
-"""Downloads of a prepared set from object storage, checked and retried."""
+"""Download files of a prepared set from object storage, with retries and hash checks."""
 
 import errno
 import os
@@ -18,8 +18,8 @@ PERMANENT_ERRORS = {errno.ENOENT, errno.EACCES, errno.EPERM, errno.EROFS, errno.
 class SourceError(RunError):
     """Raised if training data cannot be read.
 
-    torch raises the error of a worker process again, with the worker's traceback as its message. Only the last line
-    of that, the original message, is kept.
+    torch raises the error of a worker process again with the worker's traceback as its message. Only the last line,
+    the original message, is kept.
     """
 
     def __init__(self, message: str):
@@ -37,7 +37,7 @@ class RemoteFolder:
             raise SourceError(f"data.remote {url}: {first_line(error)}") from None
 
     def download(self, name: str, path: Path, sha256: str | None = None, should_retry: bool = True) -> None:
-        """Download a file to `path`. The file appears there whole and with the right hash, or not at all.
+        """Download a file to `path` atomically, after a check of its hash.
 
         Raises SourceError if all attempts have failed, and OSError if `path` cannot be written.
         """
@@ -78,7 +78,7 @@ def _check_file(path: Path, sha256: str | None) -> None:
 
 
 def _is_permanent(error: Exception) -> bool:
-    """Return True if another attempt would fail too."""
+    """Return True if another attempt would also fail."""
     is_refused = 400 <= _http_status(error) < 500 and _http_status(error) not in (408, 429)
     return is_refused or "Credentials" in type(error).__name__ or getattr(error, "errno", None) in PERMANENT_ERRORS
 

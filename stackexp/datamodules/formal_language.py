@@ -1,4 +1,4 @@
-"""Strings of a formal language: training batches sampled for each step, and one evaluation set for each length."""
+"""Strings of a formal language: training batches sampled at each step, and one evaluation set per length."""
 
 import hashlib
 import json
@@ -37,7 +37,7 @@ class LengthSet:
 
     @property
     def identity(self) -> str:
-        """A hash of everything that the strings depend on."""
+        """A hash of all parameters that determine the strings."""
         causes = [self.task.name, STAGE_SEEDS[self.stage], self.length, self.sequences]
         return hashlib.sha256(json.dumps(causes).encode()).hexdigest()
 
@@ -65,7 +65,7 @@ class FormalLanguageData(ExperimentData):
         self.config, self.seed, self.task = config, seed, TASKS[config.task]
 
     def select_sets(self, stage: str, names: list[str]) -> None:
-        """Raise ConfigError: the sets of a formal language follow from the config."""
+        """Raise ConfigError, because the config determines the sets of a formal language."""
         raise ConfigError(
             "--sets: sets of a formal language have no files; choose lengths with data.eval_max_length and "
             "data.eval_length_stride"
@@ -83,7 +83,7 @@ class FormalLanguageData(ExperimentData):
         return [strings for strings in sets if strings.name not in self.skipped_sets]
 
     def sample_training_batch(self, step: int) -> dict[str, Any]:
-        """Return this rank's rows of the batch of an optimizer step >= 1, a function of seed and step."""
+        """Return this rank's rows of the batch at an optimizer step >= 1; they depend only on seed and step."""
         max_length, rng = compute_max_length(self.config, step), np.random.default_rng([self.seed, step])
         length = int(rng.integers(self.task.min_length, max_length + 1))
         if self.config.longest_fraction and rng.random() < self.config.longest_fraction:
@@ -95,7 +95,7 @@ class FormalLanguageData(ExperimentData):
         return build_batch(rows, self.task) | {"length": length, "max_length": max_length, "counted": counted}
 
     def train_dataloader(self) -> "TrainingBatches":
-        """Return an endless loader that begins after the trainer's current step."""
+        """Return an endless loader that starts after the trainer's current step."""
         return TrainingBatches(self)
 
     def build_eval_loader(self, dataset: LengthSet, rank: int, world_size: int) -> "LengthBatches":
@@ -119,7 +119,7 @@ class TrainingBatches:
 
 
 class LengthBatches:
-    """One rank's share of a set. A single rank's last batch may be smaller; several ranks pad theirs."""
+    """One rank's share of a set. With one rank, the last batch may be smaller; with several, it is padded."""
 
     def __init__(self, strings: LengthSet, batch_size: int, rank: int = 0, world_size: int = 1):
         self._set = strings

@@ -1,4 +1,4 @@
-"""The loader of training batches, whose worker processes end with it or with the run."""
+"""The loader of training batches. Its worker processes exit with it or with the run."""
 
 import multiprocessing
 import multiprocessing.util
@@ -17,10 +17,10 @@ from stackexp.data.documents import compute_document_ids, find_document_bounds
 
 
 class TokenLoader(StreamingDataLoader):
-    """A StreamingDataLoader whose workers ignore SIGTERM and end with the loader or with the run.
+    """A StreamingDataLoader whose workers ignore SIGTERM and exit with the loader or with the run.
 
-    torch asks its workers to end through queues, which does not reach a worker that is in a download or whose queue
-    was garbage-collected first. Python would then wait for the workers at exit, forever.
+    torch requests its workers to exit through queues. That does not reach a worker that is in a download, or whose
+    queue was garbage-collected first, and Python would wait for such a worker forever at exit.
     """
 
     def __init__(self, dataset: StreamingDataset, **options: Any):
@@ -35,7 +35,7 @@ class TokenLoader(StreamingDataLoader):
 
 
 def _set_up_worker(stop_receiver: Connection, worker_id: int) -> None:
-    """Ignore signals that are meant for the run (Slurm's SIGTERM, Ctrl-C), and end with the loader or the run."""
+    """Ignore signals that are meant for the run (Slurm's SIGTERM, Ctrl-C), and exit with the loader or the run."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     run = multiprocessing.parent_process()

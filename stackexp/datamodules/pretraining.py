@@ -1,4 +1,4 @@
-"""Token data: a training set of shards, and named sets of tokens for perplexity."""
+"""Token data for language modeling: a training set of shards, and named evaluation sets."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -25,8 +25,8 @@ SECTIONS = {"validate": "validation", "test": "test"}  # of the data config
 class PretrainingData(ExperimentData):
     """Batches of tokens int64 [B, T] with index int64 [B], the number of each sequence in its set (-1: padding).
 
-    A training epoch is a whole number of optimizer steps: the sequences that do not fill the last global batch are
-    left out, different ones in every epoch. Epochs repeat, each in a new order, until the trainer stops.
+    A training epoch is a whole number of optimizer steps. Sequences that do not fill the last global batch are skipped;
+    these differ from epoch to epoch. Epochs repeat, each in a new order, until the trainer stops.
 
     Evaluation batches also have length int64 [B], the tokens of each chunk; see data/evaluation_sets.py.
     """
@@ -52,7 +52,7 @@ class PretrainingData(ExperimentData):
             names: Names in the config, "v2" or "v3", one set of these such as "v2/4chan", or NAME=PATH.
 
         Raises:
-            ConfigError: If a name is unknown or comes twice.
+            ConfigError: If a name is unknown or given twice.
         """
         needs_config = not all("=" in name for name in names)
         section = f"data.{SECTIONS[stage]}"
@@ -63,7 +63,7 @@ class PretrainingData(ExperimentData):
         for name in names:
             found = _select_sets(name, known, section)
             if duplicates := selected.keys() & found.keys():
-                raise ConfigError(f"--sets: {min(duplicates)} comes twice; give every set once, or other names")
+                raise ConfigError(f"--sets: {min(duplicates)} is given twice; give each set once, or use other names")
             selected |= found
         self._paths[stage] = selected
 
@@ -157,7 +157,7 @@ class StdlibData(PretrainingData):
 
 
 def _select_sets(request: str, known: Mapping[str, Path], section: str) -> dict[str, Path]:
-    """Return name and path of the sets that one word of --sets selects."""
+    """Return name and path of the sets that one item of --sets selects."""
     name, equals, path = request.partition("=")
     if equals:
         return find_sets(name, Path(path))
@@ -173,8 +173,8 @@ def _select_sets(request: str, known: Mapping[str, Path], section: str) -> dict[
 class ChunkDataset(Dataset):
     """Chunks as a map-style dataset: {"tokens": int64 [T], "index": int, "length": int}.
 
-    A chunk of fewer than T tokens is followed by zeros. With a `limit`, only that many chunks, evenly spaced. Index
-    PADDING gives a row of length 0.
+    A chunk of fewer than T tokens is padded with zeros. A `limit` keeps only that many chunks, evenly spaced. Index
+    PADDING returns a row of length 0.
     """
 
     def __init__(self, chunks: Chunks, limit: int | None = None):
@@ -194,6 +194,6 @@ class ChunkDataset(Dataset):
 def build_perplexity_loader(
     chunks: Chunks, batch_size: int, limit: int | None = None, rank: int = 0, world_size: int = 1
 ) -> DataLoader:
-    """Return a loader of one rank's share of a set, or with a `limit` of that many of its chunks."""
+    """Build a loader of one rank's share of a set; a `limit` keeps only that many chunks of the set."""
     dataset = ChunkDataset(chunks, limit)
     return DataLoader(dataset, batch_sampler=RankBatches(len(dataset), batch_size, rank, world_size))

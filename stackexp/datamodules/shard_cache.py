@@ -17,7 +17,7 @@ POLL_SECONDS = 0.007
 
 
 class Shard(NamedTuple):
-    """A shard file. With a `remote`, the file is a cached copy; without, it is the only one and never deleted."""
+    """A shard file. With a `remote`, it is a cached copy; without, it is the original, which is never deleted."""
 
     folder: Path
     name: str  # relative to folder and to remote
@@ -32,9 +32,9 @@ class Shard(NamedTuple):
 
 
 class ShardCache:
-    """Shard states, bytes used and access times in shared memory, the same for all processes of a node.
+    """Shard states, bytes used and access times in shared memory, common to all processes of a node.
 
-    Every process makes one with the same arguments; then one process calls `initialize` before the others `prepare`.
+    Every process creates one with the same arguments. Then one process calls `initialize` before others call `prepare`.
     A shard counts against the limit from the start of its download until it is deleted.
     """
 
@@ -101,7 +101,7 @@ class ShardCache:
             shard.path.unlink(missing_ok=True)
 
     def mark_used(self, shard_id: int) -> None:
-        """Record an access: the shard not used for the longest time is evicted first."""
+        """Record an access, because the least recently used shard is evicted first."""
         self._last_used[shard_id] = time_ns()
 
     def _check_limit(self, limit: int, num_loaders: int) -> None:
@@ -138,7 +138,7 @@ class ShardCache:
             self._states[shard_id] = state
 
     def _evict_until_free(self, size: int) -> None:
-        """Reserve `size` bytes: evict the shards not used for the longest time, or wait for shards to evict."""
+        """Reserve `size` bytes: evict the least recently used shards, or wait until there are shards to evict."""
         while True:
             with self._lock():
                 while self._is_over_limit(size) and (candidates := self._list_evictable()).size:

@@ -1,8 +1,8 @@
-"""Shared memory of the training data on one node: the space that is free, and what killed runs have left.
+"""Shared memory of the training data on one node: check its free space, and remove leftovers of killed runs.
 
 mosaicml-streaming names its segments in /dev/shm and its lock files in the temporary folder `<prefix>_...`, where the
 prefix is a random number for each run. Every process of a run holds a shared lock on the owner file of its prefix. If
-nobody holds it, the run is dead, and the next run of the same user removes what it left.
+no process holds it, the run is dead, and the next run of the same user removes its files.
 """
 
 import contextlib
@@ -49,12 +49,12 @@ def remove_lock_files(prefix: str) -> None:
 
 
 def check_space(samples: int, loaders: int, batch_bytes: int) -> None:
-    """Raise RunError if shared memory is too small; the kernel would end the run with SIGBUS in the middle.
+    """Raise RunError if shared memory is too small, because the kernel would later kill the run with SIGBUS.
 
     Args:
         samples: Sequences in an epoch over all nodes; each has an id of 8 bytes.
         loaders: Loader workers on this node.
-        batch_bytes: Size of a batch that a worker sends to its run.
+        batch_bytes: Size of a batch that a worker sends to its process.
     """
     if not SHARED_MEMORY.is_dir():
         return

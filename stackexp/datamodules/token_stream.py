@@ -1,14 +1,19 @@
 """Prepared sets as a dataset of mosaicml-streaming: its order and exact resume, with our own shard cache.
 
-The library decides the order of samples, restores the position on resume, and looks ahead. Which shards are on this
-node is decided by `ShardCache`, because the library's own cache counts a shard only after its download, evicts shards
-of sources that are not caches, waits forever for a shard that another process evicted or failed to download, and ends
-an epoch early if a download fails. Public hooks do most of this: `Stream.set_up_local`,
-`StreamingDataset.prepare_shard`, `get_item` and `__iter__`. Private or undocumented names, and why:
+The library determines the order of samples, restores the position on resume, and loads shards ahead. `ShardCache`
+decides which shards are on this node, because the library's own cache
+
+- counts a shard only after its download,
+- evicts shards of sources that are not caches,
+- waits forever for a shard that another process evicted or failed to download, and
+- ends an epoch early if a download fails.
+
+Most of this uses public hooks: `Stream.set_up_local`, `StreamingDataset.prepare_shard`, `get_item` and `__iter__`.
+These private or undocumented names are also used:
 
 - `streaming.base.dataset.get_shm_prefix`: replaced while a dataset is constructed. It names shared memory and lock
-  files by counting up to the first free number, so two runs that start together take the same one and crash, and
-  remains of a killed run may be taken for our own.
+  files by counting up to the first free number, so two runs that start together use the same one and crash, and
+  leftovers of a killed run may be mistaken for our own.
 - `_executor`: set to daemon threads. Python waits at exit for the library's threads, which may be in a long download.
 - `_iterator`: its threads are stopped when an epoch is abandoned, and its indices show if the look-ahead is behind.
 """
@@ -38,14 +43,14 @@ from stackexp.errors import first_line
 
 
 class TokenSource(Stream):
-    """One prepared set in a TokenStream: `sequences` of it in each epoch. With a `remote`, `folder` is its cache."""
+    """One prepared set in a TokenStream, with `sequences` samples per epoch. With a `remote`, `folder` is its cache."""
 
     def __init__(self, folder: str | Path, sequences: int, remote: RemoteFolder | None = None):
         super().__init__(local=str(folder), choose=sequences)
         self.remote_folder = remote
 
     def set_up_local(self, shards: list[Reader], cache_usage_per_shard: np.ndarray) -> None:
-        """Tell the library that every shard is present."""
+        """Report to the library that every shard is present."""
         cache_usage_per_shard[:] = [shard.get_raw_size() for shard in shards]
 
 
@@ -53,7 +58,7 @@ class TokenStream(StreamingDataset):
     """One prepared set, or a mixture of several.
 
     A sample is {"tokens": uint16 or uint32 [T], "index": its number among the sequences of all sources, "source": the
-    number of its source, "hash": 64 bits of it}.
+    number of its source, "hash": its 64-bit hash}.
     """
 
     def __init__(
@@ -121,8 +126,8 @@ class TokenStream(StreamingDataset):
     def prepare_shard(self, shard_id: int, blocking: bool = True) -> None:
         """Download a shard unless it is present; the library calls this. Raises SourceError or OSError.
 
-        It looks ahead without `blocking`. A look-ahead that is behind the samples being read downloads nothing: shards
-        that are needed soon would be evicted for shards that were read already.
+        Without `blocking`, the call loads ahead. If it is behind the samples being read, it downloads nothing, because
+        that would evict shards that are needed soon.
         """
         if blocking or self._iterator.prepare_index >= self._iterator.yield_index:
             self._cache.prepare(shard_id, should_wait=blocking)
@@ -151,9 +156,9 @@ def _describe_shard(shard: Reader, source: TokenSource) -> Shard:
 
 @contextmanager
 def _unique_prefix() -> Iterator[int]:
-    """Name the shared memory and lock files of a dataset constructed in the context by a random number, and yield it.
+    """Yield a random number that names shared memory and lock files of a dataset constructed within the context.
 
-    Rank 0 draws it for all ranks.
+    Rank 0 draws the number for all ranks.
     """
     drawn = [secrets.randbelow(10**9)]
     if distributed.is_available() and distributed.is_initialized():
@@ -168,8 +173,8 @@ def _unique_prefix() -> Iterator[int]:
 
 
 def set_world(rank: int, world_size: int, ranks_per_node: int) -> None:
-    """Set the environment variables from which the library takes its rank, when it is constructed and when it saves.
+    """Set the environment variables from which the library reads its rank, at construction and when it saves.
 
-    LOCAL_RANK is not set: Lightning would conclude that another program launches the processes.
+    LOCAL_RANK is not set, because Lightning would then assume that another program launches the processes.
     """
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(ranks_per_node))

@@ -1,4 +1,4 @@
-"""The sequences to train on: their sources, the composition and order of an epoch, and the loader."""
+"""The training set: its sources, the composition and order of an epoch, and the loader."""
 
 import hashlib
 import logging
@@ -44,7 +44,7 @@ class TrainingSource:
 
 
 class TrainingSet:
-    """Prepared sets in the order of their names. The order of their sequences depends on seed and sources alone.
+    """Prepared sets, sorted by name. The order of their sequences depends only on the seed and the sources.
 
     An epoch is a whole number of optimizer steps; see PretrainingData.
     """
@@ -73,10 +73,10 @@ class TrainingSet:
         return [source.name for source in self.sources]
 
     def build_loader(self, trainer: pl.Trainer) -> DataLoader:
-        """Return a loader of this rank's share of the sequences, epoch after epoch.
+        """Build a loader of this rank's share of the sequences, epoch after epoch.
 
-        A single source is shuffled by the library's py1e, which spreads the downloads. Large shards come late in it,
-        so mixtures use py1br, in which the proportions hold at any time.
+        A single source uses the library's shuffle py1e, which spreads downloads over time. It places large shards late,
+        so mixtures use py1br, which keeps the proportions at any time.
         """
         from stackexp.datamodules.loader import TokenLoader, collate
         from stackexp.datamodules.shared_memory import check_space
@@ -134,7 +134,7 @@ class TrainingSet:
     def _warn_about_small_cache(self, limit: int) -> None:
         """Warn if the shards of a shuffle block do not fit into the cache."""
         cached = [source for source in self.sources if source.remote]
-        # The blocks of a mixture are replaced all at once, so there are shards of two blocks in the cache.
+        # In a mixture, all shards of a block are replaced at once, so the cache holds the shards of two blocks.
         block = self._shuffle_block * (2 if self._is_mixture else 1) if self.config.shuffle else 0
         itemsize = token_dtype(self.tokens.corpus.vocab_size).itemsize
         size = min(sum(len(s.tokens) for s in cached), block) * self.config.context_length * itemsize
@@ -167,7 +167,7 @@ class TrainingSet:
     def _set_epoch_sizes(self, streams: list[StreamConfig]) -> None:
         """Set the number of sequences of each source in an epoch, so that every global batch is full.
 
-        With `proportion`, an epoch has as many sequences as all sources together. With `repeat`, each source comes
+        With `proportion`, an epoch has as many sequences as all sources together. With `repeat`, each source occurs
         that many times.
         """
         nodes, batch = self.config.num_canonical_nodes, self.config.global_batch_tokens // self.config.context_length

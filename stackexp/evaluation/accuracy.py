@@ -1,4 +1,4 @@
-"""Accuracy against length: scores, a table and a plot in text. Imports no torch."""
+"""Accuracy by string length: mean scores, a table and a text plot. Imports no torch."""
 
 import itertools
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""The loss of bigram counts on a run's evaluation sets: what its training tokens give without a network."""
+"""The loss of bigram counts on a run's evaluation sets: a baseline from its training tokens, without a network."""
 
 import itertools
 import math
@@ -14,7 +14,7 @@ MAX_TOKENS = 50_000_000  # of a run; more would take minutes to count
 
 @dataclass(frozen=True)
 class _FirstStep:
-    """The fields of a trainer that a loader reads, at the first step of a run on one device."""
+    """A stand-in for the trainer at the first step of a run on one device, with the fields that a loader reads."""
 
     global_rank: int = 0
     world_size: int = 1

@@ -20,7 +20,7 @@ from stackexp.training.trainer import build_trainer, find_device_type
 def evaluate(request: EvaluationRequest) -> None:
     """Score the requested sets, then print and write the figures.
 
-    Every set is saved once it is scored: after a kill, the same command scores the remaining sets.
+    Each set is saved after it is scored, so after a kill the same command scores only the remaining sets.
     """
     logging.basicConfig(format="%(message)s")
     config = request.config

@@ -53,7 +53,7 @@ class EvaluationRequest:
     def should_write_events(self) -> bool:
         """Return True if TensorBoard gets the figures.
 
-        That requires the run's own options, complete groups, and sets of the command line with names of their own.
+        This requires the run's own options, complete groups, and new names for sets given on the command line.
         """
         if self.out or not self.run or not self.config.logging.tensorboard:
             return False
@@ -66,7 +66,8 @@ class EvaluationRequest:
     def open_event_folder(self) -> Iterator[Path]:
         """Lock and return the run folder, or return <run>/<stage> while the run is training.
 
-        TensorBoard reads one event file of a folder at a time, and would never return to that of the running fit.
+        TensorBoard reads the event files of a folder one after the other; after a new one, it would ignore that of the
+        running fit.
         """
         assert self.run is not None
         with contextlib.ExitStack() as stack:
@@ -95,7 +96,7 @@ class EvaluationRequest:
 
 
 def describe_evaluation(request: EvaluationRequest, checkpoint: Path) -> dict[str, Any]:
-    """Return what every JSON record of an evaluation begins with: checkpoint, step, overrides and time."""
+    """Return the first fields of every JSON record of an evaluation: checkpoint, step, overrides and time."""
     return {
         "checkpoint": str(checkpoint),
         "step": checkpoints.load_state(checkpoint)["global_step"] if checkpoint.is_dir() else None,
@@ -105,7 +106,7 @@ def describe_evaluation(request: EvaluationRequest, checkpoint: Path) -> dict[st
 
 
 def list_figure_options(config: ExperimentConfig) -> list[Any]:
-    """Return the options that change the figures of a set, besides the checkpoint and the contents of the set."""
+    """Return the options that change the figures of a set, apart from the checkpoint and the contents of the set."""
     options = flatten_config(config)
     return [[key, options[key]] for key in sorted(options) if changes_scores(options, key)]
 

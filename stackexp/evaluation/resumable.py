@@ -1,4 +1,4 @@
-"""An evaluation of every set of a stage, resumed where a kill has ended it."""
+"""Evaluate every set of a stage; after a kill, only the remaining sets."""
 
 import hashlib
 import sys
@@ -44,12 +44,12 @@ class PartialResults:
         return {name: scored[key] for name, key in self._keys.items() if key in scored}
 
     def add(self, name: str, figures: dict[str, float]) -> None:
-        """Save the figures of a set; they are on disk on return."""
+        """Save the figures of a set, and flush them to disk."""
         if self.path is not None:
             append_json_line(self.path, {"key": self._keys[name], "set": name, "figures": figures}, sync=True)
 
     def delete(self) -> None:
-        """Delete this evaluation's lines, and the file if no other evaluation has lines in it."""
+        """Delete this evaluation's lines, and the file if it then has no lines."""
         if self.path is None:
             return
         lines, own = read_json_lines(self.path, skip_damaged=True), set(self._keys.values())
@@ -60,7 +60,7 @@ class PartialResults:
 
 
 class ResumableEvaluation(pl.Callback):
-    """An evaluation of a checkpoint whose scored sets are kept next to `output` until the figures are written.
+    """An evaluation that saves each scored set next to `output`, until the figures of all sets are written.
 
     Rank 0 saves each set once it is scored, and shows the progress: a bar in a terminal, otherwise lines.
     """
@@ -87,7 +87,7 @@ class ResumableEvaluation(pl.Callback):
             print(f"{path}: resuming, {count} are scored already", file=sys.stderr, flush=True)
 
     def run(self, trainer: pl.Trainer, module: TrainingModule, known: Sets | None = None) -> None:
-        """Score the sets that are neither in `known` nor scored before the kill."""
+        """Score the sets that are neither in `known` nor saved by an earlier, killed evaluation."""
         self._scored |= known or {}
         if len(self._scored) == len(self._names):
             return
@@ -108,7 +108,7 @@ class ResumableEvaluation(pl.Callback):
         return {name: self._scored[name] for name in self._names}
 
     def delete_partial_results(self) -> None:
-        """Delete the saved sets, once the figures are written elsewhere. Called by rank 0."""
+        """Delete the saved sets after the figures are written elsewhere. Call it on rank 0 only."""
         self._partial.delete()
 
     # Lightning's hooks
@@ -156,7 +156,7 @@ def compute_keys(
 
 
 def _identify(checkpoint: Path) -> list:
-    """Return the sizes and times of a checkpoint's files, and a hash of its state. Raises RunError if it is missing."""
+    """Return sizes and times of a checkpoint's files, and a hash of its state. Raises RunError if it is missing."""
     if not checkpoint.exists():
         raise RunError(f"{checkpoint}: no such checkpoint; give a folder in a run's checkpoints/, `last` or `best`")
     files = sorted(checkpoint.rglob("*")) if checkpoint.is_dir() else [checkpoint]

@@ -1,4 +1,4 @@
-"""The LightningModule that all objectives share: weights, optimizer step, step metrics, evaluation of named sets."""
+"""The base LightningModule of all objectives: weights, optimizer step, step metrics, evaluation of named sets."""
 
 import contextlib
 import logging
@@ -97,7 +97,7 @@ class TrainingModule(pl.LightningModule):
     # Weights, optimizer and loss
 
     def configure_model(self) -> None:
-        """Shard an empty model, then draw the weights that a single process would have drawn."""
+        """Shard an empty model, then draw the same weights as a single process would."""
         trainer = self.config.trainer
         if not trainer.is_sharded or self._is_sharded:  # Lightning calls this hook more than once
             return
@@ -144,7 +144,7 @@ class TrainingModule(pl.LightningModule):
         return f"layer_{index // per_layer:02d}{site}"
 
     def on_train_start(self) -> None:
-        """Set the rate of the next step from the schedule, which may have another `max_steps` after a resume."""
+        """Set the learning rate of the next step, because `max_steps` of the schedule may have changed on resume."""
         scheduler = self.lr_schedulers()
         groups = self.optimizers().param_groups
         for group, base_lr, schedule in zip(groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True):
@@ -196,7 +196,7 @@ class TrainingModule(pl.LightningModule):
         )
 
     def _describe_non_finite(self, loss: float, norm: float) -> str:
-        """Return the error message, the same on every rank, with the samples of the ranks at fault."""
+        """Return the error message, the same on every rank, with the samples of the ranks that caused it."""
         is_at_fault = any(not torch.isfinite(value) for value in self._losses)
         entry = (is_at_fault, self.global_rank, torch.cat(self._samples).tolist())
         entries: list[Any] = [entry]
@@ -211,11 +211,11 @@ class TrainingModule(pl.LightningModule):
         )
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Store the losses that spike detection compares with."""
+        """Save the recent losses of spike detection."""
         checkpoint["losses"] = list(self._spikes.losses)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Restore the losses that spike detection compares with."""
+        """Restore the recent losses of spike detection."""
         self._spikes.losses.extend(checkpoint["losses"])
 
     # Evaluation: `validate` and `test` differ only in their sets

@@ -28,7 +28,7 @@ class LanguageModeling(TrainingModule):
         self.criterion = NextTokenLoss.from_config(config.trainer)
 
     def setup(self, stage: str) -> None:
-        """Register the bytes of text of each token id; zeros if the tokenizer is unknown."""
+        """Register the number of text bytes of each token id; zeros if the tokenizer is unknown."""
         table = self.trainer.datamodule.token_bytes
         unknown = torch.zeros(self.config.data.vocab_size, dtype=torch.int64)
         self.register_buffer("token_bytes", unknown if table is None else torch.from_numpy(table), persistent=False)

@@ -7,10 +7,10 @@ from torchmetrics import Metric
 
 
 class ItemSums(Metric):
-    """Float64 sums for each of N items of an evaluation set, whichever rank scores the item.
+    """Float64 sums for each of N items of an evaluation set, independent of which rank scores an item.
 
-    An item is written once and read in its place, so the results depend on neither the batch size nor the number of
-    ranks. Column N collects padding (index -1).
+    Each item has its own column and is written once, so the results depend neither on the batch size nor on the number
+    of ranks. Column N collects padding (index -1).
     """
 
     full_state_update = False

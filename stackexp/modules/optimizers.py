@@ -48,7 +48,7 @@ def group_parameters(config: AdamWConfig, model: nn.Module, parameters: list[nn.
 
 
 def _find_scaled(model: nn.Module, in_memories: set[nn.Parameter]) -> tuple[float, set[Tensor]]:
-    """Return the factor of `mup_base_size` on the learning rate, and the matrices with a fan-in that grows with d."""
+    """Return the learning rate factor of `mup_base_size`, and the matrices whose fan-in grows with d."""
     config = getattr(model, "config", None)
     base = getattr(config, "mup_base_size", None)
     if config is None or base is None:
@@ -79,7 +79,7 @@ class MuonAdamW(torch.optim.Optimizer):
         self._share()
 
     def _share(self) -> None:
-        """Let both optimizers work on the groups and the state of this one."""
+        """Make both optimizers use the groups and the state of this one."""
         self._muon.param_groups = self.param_groups[: self._num_muon_groups]
         self._adamw.param_groups = self.param_groups[self._num_muon_groups :]
         self._muon.state = self._adamw.state = self.state

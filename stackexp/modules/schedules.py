@@ -15,7 +15,7 @@ def build_cosine(config: CosineConfig, max_steps: int) -> Schedule:
 
 
 def build_linear(config: LinearConfig, max_steps: int) -> Schedule:
-    """Build warmup, then a line to `final_fraction` at `max_steps`."""
+    """Build warmup, then a linear decay to `final_fraction` at `max_steps`."""
     return _build(config, max_steps, max_steps - config.warmup_steps, lambda progress: 1 - progress)
 
 

@@ -6,7 +6,7 @@ from collections import deque
 
 
 class SpikeDetector:
-    """A window of recent losses that measures how far a new loss lies above them, in standard deviations."""
+    """A window of recent losses; it measures by how many standard deviations a new loss exceeds their mean."""
 
     def __init__(self, window: int = 128, min_losses: int = 32) -> None:
         self.losses: deque[float] = deque(maxlen=window)

@@ -1,4 +1,4 @@
-"""Means over one optimizer step, shared between ranks in one all-reduce."""
+"""Mean metrics of one optimizer step, reduced over all ranks in one all-reduce."""
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,7 @@ class StepMetrics:
         self._values.setdefault(tag, []).append(value.detach().float())
 
     def request(self, name: str, condition: bool) -> None:
-        """Ask all ranks for an action after this step if `condition` holds; every rank calls this."""
+        """Request an action of all ranks after this step if `condition` is true; every rank must call this."""
         self.add(_REQUEST + name, torch.tensor(float(condition), device=self._device))
 
     @property

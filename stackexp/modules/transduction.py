@@ -30,7 +30,7 @@ class Transduction(TrainingModule):
 
     @property
     def tokens(self) -> int:
-        """Symbols and empty tokens trained on; counted, because lengths vary from step to step."""
+        """Symbols and empty tokens trained on so far; they are counted, because lengths vary from step to step."""
         return self._tokens
 
     @property
