@@ -1,4 +1,4 @@
-"""stackexp: what does a differentiable stack between Transformer layers buy, and at what cost?"""
+"""stackexp: what does a differentiable stack between Transformer layers gain, and at what cost?"""
 
 import importlib
 from typing import Any

@@ -8,7 +8,7 @@ from stackexp.cli import main
 
 
 def run() -> NoReturn:
-    """Run the verb of the process arguments and exit. Further Ctrl-C do not disturb the exit."""
+    """Run the verb that the process arguments name, and exit. Later Ctrl-C do not interrupt the exit."""
     try:
         code = main()
     except KeyboardInterrupt:  # while an error was reported

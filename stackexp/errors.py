@@ -7,7 +7,7 @@ SECRET_NAMES = ("password", "passwd", "secret", "token", "api_?key", "access_?ke
 
 
 def escape(text: str) -> str:
-    """Return `text` in one line, with control characters escaped: names of files and sets can contain any."""
+    """Return `text` in one line, with control characters escaped, which names of files and sets can contain."""
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in " ".join(text.splitlines()))
 
 
@@ -35,7 +35,7 @@ class RunError(RuntimeError):
 
 
 class DamagedCheckpointError(RunError):
-    """A file of a checkpoint is missing or has changed since it was written."""
+    """Raised if a file of a checkpoint is missing or has changed since it was written."""
 
 
 class FolderBusyError(RunError):

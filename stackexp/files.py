@@ -45,7 +45,7 @@ def sync_file(file: IO[Any]) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Wait until the names in a folder (new, renamed, deleted files) are on disk."""
+    """Wait until a folder's new, renamed and deleted files are on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -80,14 +80,14 @@ def write_json(path: Path, value: Any, *, indent: int = 2) -> None:
 
 
 def replace_non_finite(value: Any) -> Any:
-    """Return nested dicts with None for infinity and NaN, which JSON does not have."""
+    """Replace infinity and NaN, which JSON does not have, by None in nested dicts."""
     if isinstance(value, dict):
         return {key: replace_non_finite(item) for key, item in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def read_json_lines(path: Path, *, skip_damaged: bool = False) -> Iterator[dict[str, Any]]:
-    """Yield the objects of a JSON Lines file; a missing file has none.
+    """Yield the objects of a JSON Lines file, none if the file is missing.
 
     A last line without a line feed was cut off by a kill and is skipped. Raises RunError for any other line that is
     not valid JSON, unless `skip_damaged` is set.
@@ -115,8 +115,8 @@ def write_json_lines(path: Path, objects: list[dict[str, Any]]) -> None:
 def append_json_line(path: Path, value: dict[str, Any], *, sync: bool = False) -> None:
     """Append one object to a JSON Lines file in a single write, which is safe with concurrent processes.
 
-    If a kill has cut off the last line, the object starts on a new line; read such a file with `skip_damaged`.
-    With `sync`, the line is on disk on return.
+    If a kill has cut off the last line, the object starts on a new line; read such a file with `skip_damaged`. With
+    `sync`, wait until the line is on disk.
     """
     line = json.dumps(value, ensure_ascii=False) + "\n"
     with open(path, "ab+", buffering=0) as file:
@@ -148,7 +148,7 @@ def try_lock(path: Path, *, shared: bool = False) -> IO[str] | None:
 
 @contextmanager
 def hold_lock(path: Path, purpose: str, *, shared: bool = False) -> Iterator[None]:
-    """Hold the lock of `try_lock` in the context, after waiting for other processes.
+    """Wait for other processes, then hold the lock of `try_lock` within the context.
 
     A wait is reported on stderr: "waiting for another process to finish <purpose>".
     """
@@ -188,7 +188,7 @@ def _lock(path: Path, shared: bool, flags: int, mode: str = "a+") -> IO[str] | N
 
 
 def _release_in_child() -> None:
-    """Close the locked files in a forked child: a lock lasts as long as any process has its file open."""
+    """Close the locked files in a forked child, because a lock lasts as long as any process has its file open."""
     for file in list(_locked_files):
         file.close()
 

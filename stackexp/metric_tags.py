@@ -29,13 +29,13 @@ _OLD_NAMESPACES = {"optimizer": "train", "throughput": "train", "data": "train",
 
 
 def rename_old_tags(line: dict[str, Any]) -> dict[str, Any]:
-    """Return a line of metrics.jsonl with the tags that older versions logged under other names renamed."""
+    """Return a line of metrics.jsonl with tags of older versions renamed to the current names."""
     return {rename_old_tag(tag): value for tag, value in line.items()}
 
 
 @cache
 def rename_old_tag(tag: str) -> str:
-    """Return the present name of a tag."""
+    """Return the current name of a tag."""
     namespace, separator, rest = tag.partition("/")
     if tag in _OLD_TAGS or not separator or namespace in NAMESPACES:
         return _OLD_TAGS.get(tag, tag)

@@ -83,7 +83,7 @@ class RunFolder:
         return sessions
 
     def list_checkpoints(self) -> list[Path]:
-        """Return the checkpoints, oldest first. Copies that a user keeps under other names are left out."""
+        """Return the checkpoints, oldest first. Copies under other names are ignored."""
         return sorted(path for path in self.checkpoints.glob("*/") if path.name.isdecimal())
 
     def newest_checkpoint(self) -> Path | None:
@@ -101,14 +101,14 @@ class RunFolder:
         return min(reversed(validated), key=lambda p: losses[int(p.name)], default=None)
 
     def read_metrics(self) -> Iterator[dict[str, Any]]:
-        """Yield the lines of metrics.jsonl, without a last line that a kill cut off. Raises RunError for damage."""
+        """Yield the lines of metrics.jsonl, except a last line cut off by a kill. Raises RunError for damage."""
         for number, line in enumerate(read_json_lines(self.metrics), 1):
             if not isinstance(line.get("step"), int) or any(isinstance(v, str | dict | list) for v in line.values()):
                 raise RunError(f"{self.metrics}: line {number} is not a line of metrics; delete the line")
             yield rename_old_tags(line)
 
     def find_logged_tags(self, step: int) -> set[str]:
-        """Return the tags that metrics.jsonl has at a step."""
+        """Return the tags that metrics.jsonl contains for a step."""
         return {tag for line in self.read_metrics() if line["step"] == step for tag in line}
 
     def truncate_after(self, step: int) -> None:
@@ -119,19 +119,19 @@ class RunFolder:
         write_json_lines(self.metrics, [line for line in self.read_metrics() if line["step"] <= step])
 
     def claim(self) -> None:
-        """Create the folder and mark it as a run folder. Raises RunError if it holds the files of something else."""
+        """Create the folder and mark it as a run folder. Raises RunError if it contains other files."""
         self.check_ownership()
         self.mark()
 
     def mark(self) -> None:
-        """Create the folder and mark it as a run folder without a check of its contents, for the trials of a sweep."""
+        """Create the folder and mark it as a run folder without checking its contents, for the trials of a sweep."""
         self.path.mkdir(parents=True, exist_ok=True)
         (self.path / MARKER).touch()
 
     def check_ownership(self) -> None:
-        """Raise RunError unless the folder is missing, empty or a run folder.
+        """Raise RunError if the folder exists, is not empty, and is not a run folder.
 
-        A run folder has a mark, or was made by an older version of stackexp: then it has two of its files.
+        A run folder has the file .stackexp, or, from older versions of stackexp, two of the other files.
         """
         is_ours = (self.path / MARKER).exists() or (self.config.exists() and self.environment.exists())
         try:
@@ -150,7 +150,7 @@ class RunFolder:
 
         Raises:
             FolderBusyError: Another process uses the folder.
-            RunError: Another process has finished the run since, or the folder is not a run folder.
+            RunError: Another process has finished the run in the meantime, or the folder is not a run folder.
         """
         self.claim()
         self.checkpoints.mkdir(exist_ok=True)
@@ -176,7 +176,7 @@ class RunFolder:
 
 
 def allocate_run(config: ExperimentConfig) -> RunFolder:
-    """Return the folder of a new run; nothing is written yet. Its id is the current time, later than all other ids."""
+    """Return a folder for a new run without creating it. Its id is the current time, and sorts after all other ids."""
     parent = Path(config.logging.root, config.name)
     now = datetime.now()
     stamps = [match[0] for path in parent.glob("*/") if (match := re.match(r"\d{8}-\d{6}(?=-)", path.name))]
@@ -186,7 +186,7 @@ def allocate_run(config: ExperimentConfig) -> RunFolder:
 
 
 def remove_checkpoint(checkpoint: Path) -> None:
-    """Delete a checkpoint. It is renamed first, so that a kill leaves no checkpoint that looks complete."""
+    """Delete a checkpoint. It is renamed first, so that a kill does not leave an incomplete checkpoint."""
     hidden = checkpoint.with_name(f".{checkpoint.name}.old")
     os.replace(checkpoint, hidden)
     shutil.rmtree(hidden)

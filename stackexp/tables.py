@@ -44,8 +44,8 @@ def format_table(
 ) -> str:
     """Return rows of text as a table.
 
-    On a terminal, a table with a header that is too wide is fitted: text in the last column is wrapped, or the columns
-    are shown in several tables, each with the first column.
+    On a terminal, a table with a header is fitted to the width: text in the last column is wrapped, or the columns are
+    split into several tables, each with the first column.
 
     Args:
         rows: Cells as text, and `RULE` for a horizontal line.
@@ -62,7 +62,7 @@ def format_table(
 
 
 def _fit(rows: Sequence[Sequence[str]], header: Sequence[str], sides: str, max_width: int) -> Iterator[str]:
-    """Yield the table in parts that are at most `max_width` characters wide, if single columns are."""
+    """Yield the table in parts of at most `max_width` characters, unless a single column is wider."""
     lines = [row for row in [header, *rows] if row is not RULE]
     widths = [max(map(len, column)) for column in zip_longest(*lines, fillvalue="")]
     rest = max_width - sum(width + 2 for width in widths[:-1])

@@ -1,7 +1,7 @@
 """The cost of a memory in a whole model, in multiples of the plain Transformer.
 
-Measured are a training step (forward, backward, AdamW), a forward pass without gradients (prefill), one token after it
-(decode), and on CUDA the peak memory. Tokens are random: no measurement depends on their values.
+The measurements are a training step (forward, backward, AdamW), a forward pass without gradients (prefill), one token
+after it (decode), and on CUDA the peak memory. Tokens are random, because no measurement depends on their values.
 """
 
 import contextlib
@@ -37,7 +37,7 @@ class Case(NamedTuple):
 
 
 class Subject:
-    """One model with its optimizer; each method is one thing to measure. Weights are drawn from seed 0."""
+    """One model with its optimizer, and a method for each measured pass. Weights are drawn from seed 0."""
 
     def __init__(self, case: Case, configs: list[str], overrides: list[str], device: torch.device):
         self.case, self.device = case, device
@@ -78,7 +78,7 @@ class Subject:
             self.model(self.tokens)
 
     def fill_cache(self) -> Cache:
-        """Return a cache of all tokens but the last."""
+        """Return a cache of all tokens except the last."""
         cache = Cache()
         with self._mode(training=False):
             self.model(self.tokens[:, :-1], cache)
@@ -102,7 +102,7 @@ class Subject:
 def measure(
     memories: list[str], configs: list[str], overrides: list[str], rounds: int, device: torch.device
 ) -> Iterator[dict[str, Any]]:
-    """Yield a row for the Transformer against itself, which shows the noise, then for each memory against it."""
+    """Yield a row for the Transformer against itself, which shows the noise, then one for each memory."""
     cases = [Case(TRANSFORMER)]
     for memory in memories:
         cases += [Case(memory), *[Case(memory, "reference")] * (memory in ALSO_BY_REFERENCE)]

@@ -1,4 +1,4 @@
-"""Paired measurements: subjects alternate in one process, so that changes of the machine's speed affect all of them."""
+"""Paired measurements: subjects alternate in one process, so that changes of the machine's speed affect all."""
 
 import argparse
 import json
@@ -48,7 +48,7 @@ def alternate(
 ) -> list[list[Result]]:
     """Return the results of each subject, one per round after the warmup.
 
-    The order reverses from round to round (A B, B A), so that none always goes first.
+    The order reverses from round to round (A B, B A), so that no subject always comes first.
     """
     results: list[list[Result]] = [[] for _ in subjects]
     for number in range(warmup + rounds):
@@ -83,7 +83,7 @@ def measure_seconds(action: Callable[[], object], *, clock: Callable[[], float] 
 
 
 def choose_clock() -> Callable[[], float]:
-    """Return the CPU time of this thread if torch has one thread: other programs then do not count; else wall time."""
+    """Return the CPU clock of this thread if torch has one thread, so other programs do not count; else wall time."""
     return time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
 
 
@@ -103,7 +103,7 @@ def compare(values: Sequence[float], base: Sequence[float]) -> Ratio:
 
 
 def measure_peak_bytes(action: Callable[[], object]) -> int | None:
-    """Return the bytes that an action allocates on the GPU at most; None on a CPU, where torch does not count."""
+    """Return the peak bytes that an action allocates on the GPU; None on a CPU, where torch does not count them."""
     if not torch.cuda.is_available():
         return None
     torch.cuda.reset_peak_memory_stats()

@@ -1,8 +1,8 @@
-"""The stack step of every layer alone, against the bytes and FLOPs it cannot avoid.
+"""Measure the stack steps of all layers, without the rest of the model, against a lower bound of bytes and FLOPs.
 
-The lower bound counts each byte once that must come from or go to memory if nothing stays on the chip between layers.
-Forward: the occupied slots and masks before and after the step, pushed vector, logits and read. Backward: the same and
-the gradients of all of them. The result is compared with a copy of as many bytes, measured in alternation.
+The lower bound counts each byte once that must be read from or written to memory if no data stay on the chip between
+layers. Forward: occupied slots and masks before and after the step, pushed vector, logits and read. Backward: the same
+and their gradients. The result is compared with a copy of as many bytes, in alternating measurements.
 """
 
 import statistics

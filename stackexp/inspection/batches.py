@@ -1,4 +1,4 @@
-"""The sequences that `inspect` looks at, and their loss."""
+"""The sequences that `inspect` runs through the model, and their loss."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""The engine of `inspect`: record the stacks of a run on some text or strings, and intervene on them."""
+"""The engine of `inspect`: record the stacks of a run on text or strings, and measure interventions on them."""
 
 import json
 from pathlib import Path
@@ -115,7 +115,7 @@ def format_means(recordings: list[tuple[Recording, dict[str, np.ndarray]]]) -> s
 
 
 def format_changes(changes: list[dict[str, Any]]) -> str:
-    """Return a table of the interventions; an asterisk marks an interval without zero."""
+    """Return a table of the interventions; an asterisk marks an interval that excludes zero."""
     rows = []
     for change in changes[1:]:
         mark = "*" if change["low"] > 0 or change["high"] < 0 else ""

@@ -1,4 +1,4 @@
-"""Interventions on trained stacks: what happens to the loss shows whether a stack is used or only adds parameters."""
+"""Interventions on trained stacks: the change of the loss shows whether a stack is used or only adds parameters."""
 
 import contextlib
 import functools
@@ -31,10 +31,10 @@ class Intervention:
 
 
 def list_interventions(model: nn.Module, means: list[Recording], heads: bool = False) -> list[Intervention]:
-    """Return all interventions for a model; `means` are recordings of it, whose mean actions one of them uses.
+    """Return all interventions for a model. Those with frozen actions use the mean actions of the recordings `means`.
 
-    Actions forced to 0 or 1, frozen at their mean over the tokens, or hardened; the stack cleared before a layer; the
-    reads dropped everywhere, in one layer, or (with `heads`) of one head; the reads of the heads exchanged.
+    Actions are forced to 0 or 1, frozen at their mean over the tokens, or hardened. Stacks are cleared before a layer.
+    Reads are dropped in all layers, in one layer, or (with `heads`) in one head; or exchanged between the heads.
     """
     stacks = find_stacks(model)
     found = []
@@ -116,7 +116,7 @@ def _freeze(stacks: list[StackMemory], means: list[Recording]) -> Callable[[Stac
 
 
 def _harden(memory: StackMemory, logits: Tensor) -> Tensor:
-    """Give the most probable action all of the probability."""
+    """Set the probability of the most probable action to 1."""
     return logits.masked_fill(logits < logits.amax(-1, keepdim=True), NEVER)
 
 

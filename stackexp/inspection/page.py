@@ -1,4 +1,4 @@
-"""A page that shows, token by token, what each stack pushes, pops and reads. Self-contained: opens offline."""
+"""A self-contained HTML page that shows, token by token, what each stack pushes, pops and reads."""
 
 import html
 import json

@@ -92,7 +92,7 @@ def _update_recorded(
     logits: Tensor,
     h: Tensor,
 ) -> tuple[StackOutput, StackState]:
-    """Update as the memory does, on the axis time token by token, and record."""
+    """Update the memory as usual and record it; on axis time, token by token."""
     if memory.axis == "depth":
         output, new = update(state, x, logits, h)
         recording.add(_measure(memory, state, new, output, h))
@@ -128,7 +128,7 @@ def _measure(
 
 
 def compute_read_weights(memory: StackMemory, state: StackState) -> Tensor:
-    """Return the weights of the occupied slots in the read [..., H, n]; the rest to 1 goes to empty slots."""
+    """Return the read weights of the occupied slots [..., H, n]; empty slots have the remainder to 1."""
     num_occupied = state.mask.shape[-1]
     if memory.config.read == "top":
         return torch.nn.functional.one_hot(torch.zeros_like(state.mask[..., 0], dtype=torch.int64), num_occupied)
@@ -141,7 +141,7 @@ def compute_read_weights(memory: StackMemory, state: StackState) -> Tensor:
 
 
 def _compute_read_shares(memory: StackMemory, read: Tensor, h: Tensor) -> Tensor:
-    """Return |W_up R| / |h| [B, T, H], with all heads but one set to 0."""
+    """Return |W_up R| / |h| [B, T, H] of each head, with the reads of the other heads set to 0."""
     shares = []
     for head in range(read.shape[-2]):
         alone = torch.zeros_like(read)

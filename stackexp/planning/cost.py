@@ -56,7 +56,7 @@ class Plan:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Throughput of all devices; None for CPUs and small models, whose time is not spent on FLOPs."""
+        """Throughput of all devices; None for CPUs and small models, whose speed FLOPs do not determine."""
         if self.parameters < MIN_PARAMETERS or self.config.trainer.accelerator == "cpu":
             return None
         return self.mfu * self._device.peak_flops * self.devices / self.flops_per_token
@@ -79,12 +79,12 @@ class Plan:
 
     @cached_property
     def training(self) -> MemoryUse:
-        """Memory per rank in training. Raises RunError if a memory between layers depends on tensor values."""
+        """Bytes per rank in training. Raises RunError if a memory between layers depends on tensor values."""
         return compute_memory_use(self.config, is_training=True)
 
     @cached_property
     def validation(self) -> MemoryUse | None:
-        """Memory per rank in validation, None without validation sets. Raises as `training`."""
+        """Bytes per rank in validation, None without validation sets. Raises the errors of `training`."""
         data = self.config.data
         if isinstance(data, ShardsConfig) and not data.validation:
             return None

@@ -17,7 +17,7 @@ from stackexp.models.transformer import Transformer
 
 
 class MemoryTracker(TorchDispatchMode):
-    """A context that tracks the bytes of all storages by kind: `live` now, `peak` when their sum was largest.
+    """A context that tracks the bytes of all storages by kind: `live` now, `peak` at the maximum of their sum.
 
     Weights of the model and storages from before the context do not count. The kinds are
       logits       [..., output vocabulary], and their gradients
@@ -103,7 +103,7 @@ def measure_pass(
 
 
 def compute_loss(model: Transformer, tokens: Tensor, criterion: NextTokenLoss) -> Tensor:
-    """Return the training loss as LanguageModeling.training_step does, with the same lifetimes of tensors."""
+    """Return the training loss like LanguageModeling.training_step, with the same lifetimes of tensors."""
     output = model(tokens, return_hidden=criterion.needs_hidden)
     loss = criterion(model, output, tokens).total
     return loss + model.entropy_weight * output.entropy if model.entropy_weight else loss

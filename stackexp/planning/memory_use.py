@@ -89,7 +89,7 @@ def compute_shard_bytes(parameter: torch.Tensor, ranks: int = 1) -> int:
 
 
 def compute_optimizer_bytes(config: ExperimentConfig, ranks: int) -> int:
-    """Return the bytes of the optimizer state per rank. State in the shape of a parameter is sharded like it."""
+    """Return the bytes of the optimizer state per rank. State with the shape of a parameter is sharded like it."""
     model = build_meta_model(config)
     with FakeTensorMode(allow_non_fake_inputs=True):
         model.to_empty(device="cpu")
@@ -133,8 +133,8 @@ def sum_bytes(tensors: Iterable[torch.Tensor]) -> int:
 def measure_peak(config: ExperimentConfig, is_training: bool) -> Counter[str]:
     """Return the bytes of one pass by kind.
 
-    Fake tensors are slow for a stack that is scanned over the tokens, so its bytes are extrapolated from fewer layers
-    and from shorter sequences of the same number of tokens.
+    Fake tensors are slow for a stack that is scanned over the tokens. Its bytes are therefore extrapolated from fewer
+    layers and from more, shorter sequences.
     """
     data, layers = config.data, config.model.num_layers
     batch = config.micro_batch_size if is_training else data.eval_batch_size

@@ -13,7 +13,7 @@ Change = tuple[str, Plan]
 
 
 def suggest_changes(plan: Plan) -> str:
-    """Return all single changes that make a run fit, with their peak memory, or else a combination that does."""
+    """Return all single changes with which a run fits, with their peak memory, or else a combination."""
     single = []
     for kind in CHANGES:
         change = next((change for change in _list_valid(kind, plan) if change[1].fits), None)
@@ -26,7 +26,7 @@ def suggest_changes(plan: Plan) -> str:
 
 
 def _combine_changes(plan: Plan) -> str:
-    """Make one kind of change after the other, each as small as possible, until the run fits."""
+    """Combine changes of different kinds, each as small as possible, until the run fits."""
     overrides = []
     for kind in CHANGES:
         if changes := list(_list_valid(kind, plan)):
@@ -40,7 +40,7 @@ def _combine_changes(plan: Plan) -> str:
 
 
 def _list_valid(kind: Callable[[Plan], Iterator[Change]], plan: Plan) -> Iterator[Change]:
-    """Yield the changes with which the global batch consists of whole micro-batches on all devices."""
+    """Yield the changes that still split the global batch into whole micro-batches on all devices."""
     for override, changed in kind(plan):
         if not any(changed.config.data.find_experiment_errors(changed.config, True)):
             yield override, changed

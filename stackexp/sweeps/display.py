@@ -71,7 +71,7 @@ def _build_table(statuses: list[Status]) -> Table:
 
 
 def read_statuses(sweep: Sweep) -> list[Status]:
-    """Return the status of each trial. Of a queued trial, `cause` names the job."""
+    """Return the status of each trial. For a queued trial, `cause` names the job."""
     jobs = {
         name: job for launcher in LAUNCHERS for name, job in load_launcher(launcher).find_jobs(sweep.folder).items()
     }
@@ -80,7 +80,7 @@ def read_statuses(sweep: Sweep) -> list[Status]:
 
 
 def format_sweep_status(sweep: Sweep, statuses: list[Status]) -> str:
-    """Return one row for each trial: its state, its progress, and its queued job or the cause of its failure."""
+    """Return a table with a row for each trial: state, progress, and queued job or cause of failure."""
     rows = [format_status(status) for status in statuses]
     drivers = "a driver is running" if has_driver(sweep.folder) else "no driver is running"
     summary = f"{sweep.folder}: {format_summary(statuses)}; {drivers}"

@@ -1,8 +1,8 @@
 """Start the missing trials of a sweep, retry failed ones, and stop on request.
 
 Any number of drivers may work on one sweep, and any of them may be killed. A driver holds a lock on each trial that it
-has started, and the trial's own process holds the lock of the run folder. A driver that finds one of them taken waits
-for the trial instead of starting it. Everything else is read from the run folders.
+has started, and the trial's process holds the lock of the run folder. If one of these locks is taken, other drivers
+wait for the trial instead of starting it. All other state is read from the run folders.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ EXIT_BUSY, EXIT_STOPPED = 74, 75
 
 
 class TrialSource:
-    """The trials of a sweep: those of a grid are all known from the start, a search adds more while others run."""
+    """The trials of a sweep. A grid has all trials from the start; a search adds more while others run."""
 
     def __init__(self, trials: list[Trial]) -> None:
         self._trials = trials
@@ -51,7 +51,7 @@ class TrialSource:
 
 
 class Driver:
-    """Runs the trials of `source` that have no result. A trial that fails is tried again up to `retries` times."""
+    """Runs the trials of `source` that have no result. A failed trial is retried up to `retries` times."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class Driver:
         self._is_stopping = False
 
     def run(self) -> None:
-        """Run until every trial is done, pruned or out of attempts.
+        """Run until every trial is done, is pruned or has no retries left.
 
         Raises RunError if trials failed, StoppedError after SIGTERM or `sweep stop`, KeyboardInterrupt after SIGINT.
         """
@@ -102,7 +102,7 @@ class Driver:
             )
 
     def _is_settled(self, trial: Trial) -> bool:
-        """Return True if nothing is left to do here. Failed attempts of other drivers count, too."""
+        """Return True if this driver has nothing left to do for the trial. Failed attempts of other drivers count."""
         failures = read_failure(trial).get("attempts", 0)
         before = self._failures_before.setdefault(trial, failures)
         if trial in self._claims:
@@ -110,7 +110,7 @@ class Driver:
         return trial.folder.is_finished or trial.pruned.exists() or failures - before > self._retries
 
     def _start(self, missing: list[Trial]) -> None:
-        """Start as many of the missing trials as the launcher has room for."""
+        """Start as many of the missing trials as the launcher can run now."""
         batch: list[Trial] = []
         room = self._launcher.count_free()
         for trial in missing:
@@ -167,7 +167,7 @@ class Driver:
 
     @contextlib.contextmanager
     def _catch_signals(self) -> Iterator[None]:
-        """Note SIGINT and SIGTERM for the next round. A second one ends the driver at once; its trials keep running."""
+        """Record SIGINT and SIGTERM for the next round. A second one ends the driver, but not its trials."""
 
         def note(number: int, _: Any) -> None:
             self._signal = number

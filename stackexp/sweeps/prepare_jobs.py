@@ -26,7 +26,7 @@ def submit_preparation(
 ) -> PreparationJobs | None:
     """Submit an array of `tasks` parts, and a job that merges when all tasks have ended.
 
-    The merge does what failed tasks have left undone. The paths must be absolute. Returns None if the set is finished.
+    The merge also writes the units of failed tasks. The paths must be absolute. Returns None if the set is finished.
     Raises ConfigError for invalid resources or a missing sbatch, and RunError if jobs for the folder exist or Slurm
     refuses one.
     """

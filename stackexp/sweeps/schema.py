@@ -69,7 +69,7 @@ class Prune:
 
 @dataclass
 class Search:
-    """Adaptive search: new trials are drawn where earlier ones were good."""
+    """Adaptive search: new trials are drawn near the best earlier ones."""
 
     kind: Literal["tpe"] = "tpe"
     trials: int = option(50, min=1)
@@ -87,7 +87,7 @@ class Search:
 
 @dataclass
 class SweepConfig:
-    """A sweep. Its trials are the product of `grid`, `axes`, `list` and `seeds`, each of which may be missing.
+    """A sweep. Its trials are the product of `grid`, `axes`, `list` and `seeds`; each of these is optional.
 
     Their keys and values are overrides of the config (`model.memory.num_heads: [1, 2]`, `model.memory: [queue, null]`).
     Two keys belong to the sweep: `config` (base configs) and `tokens` (the token budget of a trial).

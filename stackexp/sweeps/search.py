@@ -22,7 +22,7 @@ MAX_DRAWS = 30
 class Study(TrialSource):
     """The trials of a sweep's `search`: those in its folder, and new ones until there are `search.trials`.
 
-    `parallel` limits the unfinished trials: the fewer they are, the more is known when the next one is chosen.
+    `parallel` limits the unfinished trials: with fewer of them, more results inform the choice of the next trial.
     Raises ConfigError if Optuna is missing.
     """
 
@@ -141,7 +141,7 @@ def _read_values(lines: Iterable[dict[str, Any]], metric: str) -> list[tuple[int
 
 
 def _suggest(trial: Any, key: str, space: Space) -> Any:
-    """Return a value of the space; real numbers have four digits, as in the trial's name."""
+    """Draw a value of the space; real numbers have four digits, as in the trial's name."""
     if space.values is not None:
         return trial.suggest_categorical(key, space.values)
     assert space.low is not None

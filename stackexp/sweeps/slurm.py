@@ -1,4 +1,4 @@
-"""Slurm's commands: sbatch, squeue, scontrol and scancel. Used by sweeps and by `data prepare`."""
+"""Run Slurm's commands sbatch, squeue, scontrol and scancel, for sweeps and `data prepare`."""
 
 import logging
 import os
@@ -29,7 +29,7 @@ def is_available() -> bool:
 
 
 def format_resource_options(resources: Resources) -> list[str]:
-    """Return sbatch's options for everything but the shape of a job."""
+    """Return sbatch's options for all resources except the numbers of nodes and devices."""
     names = ("time", "partition", "account", "qos", "gres", "cpus_per_task")
     values = {name: getattr(resources, name) for name in names}
     return [f"--{name.replace('_', '-')}={value}" for name, value in values.items() if value is not None]
@@ -56,7 +56,7 @@ def run_slurm(*command: str, **options: Any) -> str:
 
 
 def call_slurm(*command: str, **options: Any) -> subprocess.CompletedProcess[str]:
-    """Run a command without the variables of a job that this process may be in: they would shape what it submits."""
+    """Run a command without the environment variables of a surrounding job, which would change what it submits."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
     if "SLURM_CONF" in os.environ:
         environment["SLURM_CONF"] = os.environ["SLURM_CONF"]

@@ -56,7 +56,7 @@ class Sweep:
 
     @cached_property
     def trials(self) -> list[Trial]:
-        """The distinct trials of grid, axes, list and seeds; of a search, those in its folder.
+        """The distinct trials of grid, axes, list and seeds; for a search, the trials in its folder.
 
         Raises ConfigError for an invalid config, and if two labels have the same config.
         """
@@ -74,7 +74,7 @@ class Sweep:
         return [trial for _, trial in found.values()]
 
     def check_trials(self) -> None:
-        """Compose all trials; of a search, the extremes of its space. Raises ConfigError for an invalid one."""
+        """Compose all trials, or for a search the extremes of its space. Raises ConfigError for an invalid trial."""
         _ = self.trials
         for values in list_extremes(self.config.search.space) if self.config.search else []:
             self.build_trial(values, "extreme")
@@ -88,7 +88,7 @@ class Sweep:
 
     @property
     def base_trial(self) -> Trial:
-        """The base config as a trial, to estimate what a trial needs."""
+        """The base config as a trial, to estimate the cost of a trial."""
         return self.build_trial({}, "base")
 
     def find_search_trials(self, known: Collection[RunFolder] = ()) -> list[Trial]:
@@ -108,11 +108,11 @@ class Sweep:
 
     @cached_property
     def _existing_folders(self) -> dict[str, Path]:
-        """Hash -> run folder of the trials started before."""
+        """The run folders of the trials started before, by hash."""
         return {path.name.rpartition("-")[2]: path for path in sorted(self.folder.glob("*-*/"))}
 
     def to_yaml(self) -> str:
-        """Return the sweep as YAML with all overrides and absolute paths: it means the same in any folder."""
+        """Return the sweep as YAML with all overrides and absolute paths, so that it is valid in any folder."""
         tree = dataclasses.asdict(self.config)
         tree |= {"name": self.name, "config": self._find_configs({}), "overrides": self.all_overrides}
         kept = {key: value for key, value in tree.items() if value not in (None, [], {})}
@@ -176,7 +176,7 @@ class Sweep:
 
 
 def load_sweep(target: str, overrides: Iterable[str] = ()) -> Sweep:
-    """Load a sweep by name, file or folder and check everything but its trials. Raises ConfigError."""
+    """Load a sweep by name, file or folder and check everything except its trials. Raises ConfigError."""
     path = _find_sweep(target)
     _, tree = read_file(path)
     if "config" not in tree:
@@ -197,7 +197,7 @@ def load_sweep(target: str, overrides: Iterable[str] = ()) -> Sweep:
 
 
 def load_last_run(target: str, overrides: Iterable[str] = ()) -> Sweep:
-    """Load a sweep as it was last run, with the overrides of that time, unless overrides are given."""
+    """Load a sweep as it was last run, with the overrides of that run unless others are given."""
     overrides = tuple(overrides)
     sweep = load_sweep(target, overrides)
     has_run = (sweep.folder / COPY).is_file()

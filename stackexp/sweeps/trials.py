@@ -57,7 +57,7 @@ class Trial:
 def config_hash(config: ExperimentConfig) -> str:
     """Return 8 hexadecimal digits that identify the options that affect the results.
 
-    Options at their defaults are left out, so that a trial keeps its hash when the schema gets a new option.
+    Options at their defaults are omitted, so that a trial keeps its hash when the schema gets a new option.
     """
     tree = remove_defaults(config, exclude=NOT_IN_RESULTS)
     return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()[:8]
@@ -137,7 +137,7 @@ def get_state(trial: Trial) -> State:
 
 
 def is_running(trial: Trial) -> bool:
-    """Return True if a fit holds the folder, wherever it was started."""
+    """Return True if a fit uses the folder, on any machine."""
     return is_locked(trial.folder.path / ".lock")
 
 
@@ -155,7 +155,7 @@ def read_tail(path: Path) -> list[dict[str, Any]]:
 
 
 def _parse(text: str) -> Any:
-    """Return the JSON value of a line; None for a damaged one, because progress must not fail on a single line."""
+    """Return the JSON value of a line, or None if it is damaged, so that one bad line does not stop the display."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -202,7 +202,7 @@ def read_failure(trial: Trial) -> dict[str, Any]:
 
 
 def record_failure(trial: Trial, exit_code: int) -> None:
-    """Write how the last attempt failed to failure.json."""
+    """Record the failure of the last attempt in failure.json."""
     failure = {
         "exit_code": exit_code,
         "cause": find_cause(trial, exit_code),

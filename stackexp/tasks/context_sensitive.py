@@ -17,7 +17,7 @@ HOLE, PAD = 2, 3  # input ids of missing_duplicate
 
 @task("context-sensitive", symbols="01_.", answer_symbols="01", min_length=2)
 def missing_duplicate(rng: np.random.Generator, batch_size: int, length: int) -> Drawn:
-    """Return the symbol that a hole hides in a string written twice. Odd lengths end with a pad."""
+    """Return the symbol that a hole replaces in a string written twice. Odd lengths end with a pad."""
     import numpy as np
 
     half = rng.integers(0, 2, (batch_size, length // 2))

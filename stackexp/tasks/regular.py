@@ -36,14 +36,14 @@ def cycle_navigation(rng: np.random.Generator, batch_size: int, length: int) -> 
 
 
 def round_to_odd(length: int) -> int:
-    """Return the largest odd number up to `length`: digits with an operator between each two."""
+    """Return the largest odd number up to `length`, because digits and operators alternate."""
     return length - 1 + length % 2
 
 
 # The ninth symbol belongs to the alphabet of Deletang et al. but occurs in no string.
 @task("regular", symbols="01234+-*_", answer_symbols="01234", string_length=round_to_odd)
 def modular_arithmetic(rng: np.random.Generator, batch_size: int, length: int) -> Drawn:
-    """Return the value mod 5 of digits joined by + - *, where * binds tighter. Even lengths lose one symbol."""
+    """Return the value mod 5 of digits joined by + - *, where * takes precedence. Even lengths lose one symbol."""
     import numpy as np
 
     string_length = round_to_odd(length)

@@ -15,7 +15,7 @@ def add_benchmark_arguments(parser: Parser) -> None:
 
 
 def check_benchmark_arguments(args: Namespace) -> None:
-    """Raise ConfigError for mistakes that can be found before torch is imported; default to the quickstart."""
+    """Raise ConfigError for mistakes that need no torch to find; without a config, use the quickstart."""
     if args.steps < 1:
         args.parser.error(f"--steps {args.steps}: must be an integer >= 1")
     if args.out and not args.out.absolute().parent.is_dir():

@@ -1,4 +1,4 @@
-"""Measure the stack step of every layer alone, against the bytes and FLOPs it cannot avoid.
+"""Measure the stack steps of all layers, without the rest of the model, against a lower bound of bytes and FLOPs.
 
 Without --config the quickstart is measured.
 """

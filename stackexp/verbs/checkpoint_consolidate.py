@@ -24,7 +24,7 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(args: Namespace) -> int:
-    """Consolidate the checkpoint and print what was written."""
+    """Consolidate the checkpoint and print the size of the file."""
     if args.to.suffix != ".safetensors":
         args.parser.error(f"--to {args.to}: must end in .safetensors")
     from stackexp import runs

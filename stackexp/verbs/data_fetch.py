@@ -1,11 +1,11 @@
 """Download OLMo's perplexity sets V2 and V3, and check them.
 
-The sets go to FOLDER/v2 and FOLDER/v3, one file of raw token ids (uint16, GPT-NeoX-20B) each, with a record next to it.
-`data.validation=v2` (v3, olmo) finds them in the default folder. Complete files are kept: rerun the same command
+Each set is written to FOLDER/v2 or FOLDER/v3: a file of raw token ids (uint16, GPT-NeoX-20B), and a record next to it.
+`data.validation=v2` (v3, olmo) finds them in the default folder. Complete files are kept, so rerun the same command
 after any failure.
 
---mirror takes a URL that contains v2_small_gptneox20b/, or a folder. The folder is laid out like the server (as
-`wget -x -nH --cut-dirs=2` leaves it) or like FOLDER.
+--mirror takes a URL that contains v2_small_gptneox20b/, or a folder. The folder has the layout of the server (as
+`wget -x -nH --cut-dirs=2` writes it) or of FOLDER.
 """
 
 import re
@@ -40,7 +40,7 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(args: Namespace) -> int:
-    """Fetch the sets and print a table of them. Raises RunError if sets are missing in the end."""
+    """Fetch the sets and print a table of them. Raises RunError if sets are still missing."""
     sets = _choose_sets(args)
     if args.mirror:
         _check_mirror(args.parser, args.mirror)

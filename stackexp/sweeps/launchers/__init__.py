@@ -1,4 +1,4 @@
-"""The launchers of trials, by name. To add one, write its module and add a line to LAUNCHERS."""
+"""The launchers of trials by name. To add one, write a module with a `Launcher` and add a line to LAUNCHERS."""
 
 import importlib
 import sys
@@ -38,7 +38,7 @@ class Launcher(Protocol):
         max_parallel: int | None = None,
         command: Command = build_fit_command,
     ) -> None:
-        """Prepare to run trials of the sweep in `folder`. Raises ConfigError if that is impossible here."""
+        """Prepare to run trials of the sweep in `folder`. Raises ConfigError if this machine cannot run them."""
 
     def start(self, trials: list[Trial]) -> None:
         """Start these trials, appending their output to each one's log.txt. Returns at once."""
@@ -50,14 +50,14 @@ class Launcher(Protocol):
         """Return how many more trials may be started now."""
 
     def cancel(self, trial: Trial) -> None:
-        """Send SIGTERM to one trial: it saves and exits with 75. Returns at once."""
+        """Send SIGTERM to one trial, which then saves and exits with 75. Returns at once."""
 
     def stop(self) -> None:
         """Send SIGTERM to all trials (they save and exit with 75) and wait for them; SIGKILL after a grace period."""
 
     @staticmethod
     def find_jobs(folder: Path) -> dict[str, str]:
-        """Return trial name -> description of the sweep's jobs that a queue holds or runs, with or without a driver."""
+        """Return {trial name: description} of the sweep's waiting and running jobs, with or without a driver."""
 
 
 def load_launcher(name: str) -> type[Launcher]:

@@ -1,7 +1,7 @@
 """Run trials as processes of this machine. Each gets the GPUs it needs, or a share of the CPU cores.
 
-A trial's process.json has its process id, host, start time and GPUs, so that a new driver finds the trials of a killed
-one. Process ids are used again, so a record counts only if the start time matches.
+A trial's process.json has its process id, host, start time and GPUs, so a new driver finds the trials of a killed one.
+The system reuses process ids, so a record counts only if the start time matches.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ FILE_NAME = "process.json"
 
 
 class LocalLauncher:
-    """Runs up to `max_parallel` trials at once; None: as many as there are devices for (GPUs, else CPU cores).
+    """Runs up to `max_parallel` trials at once; None: as many as the devices (GPUs, else CPU cores) allow.
 
     Trials run in separate process groups: they survive a killed driver, and Ctrl-C stops only the driver. Trials of a
     killed driver that still run count against the limit and keep their GPUs, and `stop` stops them too.
@@ -164,7 +164,7 @@ def record_process(folder: Path, pid: int, gpus: list[str]) -> None:
 
 
 def find_processes(folder: Path) -> list[TrialProcess]:
-    """Return the living trials of the sweep in `folder` on this machine, whichever driver has started them."""
+    """Return the running trials of the sweep in `folder` on this machine, started by any driver."""
     processes = []
     for path in sorted(folder.glob(f"*/{FILE_NAME}")):
         with contextlib.suppress(RunError, OSError, TypeError):  # a damaged record is of no process
@@ -173,12 +173,12 @@ def find_processes(folder: Path) -> list[TrialProcess]:
 
 
 def find_orphans(folder: Path) -> list[TrialProcess]:
-    """Return the living trials whose driver is dead."""
+    """Return the running trials whose driver is dead."""
     return [process for process in find_processes(folder) if not is_locked(folder / process.name / ".claim")]
 
 
 def _read_start_time(pid: int) -> str:
-    """Return the start time of a process; "" if there is none, or if it has ended and waits for its parent."""
+    """Return the start time of a process; "" if there is no such process or it is a zombie."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
     except OSError:

@@ -1,6 +1,6 @@
 """Run trials as Slurm array jobs, with plain sbatch, squeue, scontrol and scancel.
 
-submitit is no alternative: it needs the accounting of sacct, and pickles functions where a trial is a command.
+submitit is not used, because it needs sacct's accounting and runs pickled functions, but a trial is a command.
 """
 
 import itertools
@@ -98,7 +98,7 @@ class SlurmLauncher:
             self._started |= {trial: tasks[trial.name] for trial in trials}
 
     def collect_ended(self) -> list[tuple[Trial, int]]:
-        """Return the ended trials and their exit codes. A job without a record that has vanished was killed."""
+        """Return the ended trials and their exit codes. A job that has vanished without a record was killed."""
         states = self._read_states_if_due()  # before the records: a job that ends in between has one
         ended = []
         for trial, task in list(self._started.items()):
@@ -117,14 +117,14 @@ class SlurmLauncher:
         return ARRAY_SIZE - len(self._started)
 
     def cancel(self, trial: Trial) -> None:
-        """Remove the trial's job from the queue, or let it save; either way it ends with 75. Returns at once."""
+        """Remove a waiting job from the queue, or let a running one save; both end with 75. Returns at once."""
         task = slurm_jobs.find_newest_tasks(self._folder).get(trial.name)
         state = self._wait_for_states().get(task) if task else None
         if task and state:
             self._end(trial.name, task, state)
 
     def stop(self) -> None:
-        """End all jobs of the sweep, of any driver; jobs that have not saved after `signal_seconds` are killed."""
+        """End all jobs of the sweep, started by any driver; kill jobs that have not saved after `signal_seconds`."""
         deadline = time.monotonic() + self._resources.signal_seconds
         while states := self._wait_for_states():
             is_late = time.monotonic() > deadline
@@ -160,7 +160,7 @@ class SlurmLauncher:
                 self._ending.remove(task)
 
     def _submit(self, trials: list[Trial], states: dict[Task, TaskState], lock: IO[str]) -> None:
-        """Submit one array job. sbatch inherits the lock: if this driver is killed now, the next one sees the job."""
+        """Submit one array job. sbatch inherits the lock, so the next driver finds the job if this one is killed."""
         job = f"{self._folder.name}-{secrets.token_hex(4)}"
         logs = self._folder / "jobs" / job
         logs.mkdir(parents=True)
@@ -195,7 +195,7 @@ class SlurmLauncher:
         return f"#!/bin/bash\nfolders=({folders})\ncommands=({commands})\n{SCRIPT}"
 
     def _wait_for_states(self) -> dict[Task, TaskState]:
-        """Return the states of the waiting and running tasks, however long Slurm takes to answer."""
+        """Return the states of the waiting and running tasks; wait until Slurm answers."""
         return slurm.retry_until_answer(lambda: slurm_jobs.find_task_states(self._folder))
 
     def _read_states_if_due(self) -> dict[Task, TaskState] | None:

@@ -38,13 +38,13 @@ def add_job(folder: Path, job: str, trials: list[Trial]) -> None:
 
 
 def find_newest_tasks(folder: Path) -> dict[str, Task]:
-    """Return trial name -> the task that it was last submitted as."""
+    """Return {trial name: the task of its last submission}."""
     jobs = read_json_lines(folder / "jobs.jsonl")
     return {name: Task(job["job"], index) for job in jobs for index, name in enumerate(job["trials"])}
 
 
 def read_exit_code(trial_folder: Path, task: Task) -> int | None:
-    """Return the exit code that a task has recorded, or None if it has recorded none."""
+    """Return the exit code that a task has recorded, or None."""
     try:
         record = read_json(trial_folder / "exit.json")
     except FileNotFoundError:
