@@ -65,13 +65,13 @@ def test_the_equivalent_factor_is_that_of_the_sizes():
 def test_runs_are_compared_at_a_fixed_budget_before_a_fixed_ratio():
     ladder = [Point("Transformer", n, n, 20 * n, 0, 3.0) for n in (10, 20, 40)]
     fixed = [Point("Transformer", n, n, 500, 0, 3.0) for n in (10, 20)]
-    series = select_series([*ladder, *fixed], "parameters")
+    series = select_series([*ladder[:2], *fixed], "parameters")
     assert series is not None
     assert (series.condition, series.points) == ("500 tokens", fixed)
-    series = select_series(ladder, "parameters")
+    series = select_series([*ladder, *fixed], "parameters")
     assert series is not None
     assert (series.condition, series.points) == ("20 tokens per parameter outside the memory", ladder)
-    series = select_series([*ladder, Point("Transformer", 20, 20, 800, 0, 3.0)], "tokens")
+    series = select_series([*ladder[:2], Point("Transformer", 20, 20, 800, 0, 3.0)], "tokens")
     assert series is not None
     assert series.condition == "20 parameters outside the memory"
     assert select_series([Point("Transformer", n, n, 10**n, 0, 3.0) for n in (1, 2, 3)], "parameters") is None

@@ -130,7 +130,7 @@ def _build_losses(order: list[Arm], variants: dict[str, Arm]) -> Table:
 def _build_differences(comparisons: list[Comparison], base: Arm) -> Table:
     rows, columns = [], [c for c in COLUMNS if any(c in x.compute_differences() for x in comparisons)]
     for comparison in comparisons:
-        if comparison.arm is not base:
+        if comparison.arm is not base and comparison.pairs:
             differences = comparison.compute_differences()
             sizes = [ABSENT if size is None else f"{size:+.1%}" for size in comparison.compare_sizes(base)]
             cells = [str(differences[c]) if c in differences else ABSENT for c in columns]

@@ -83,10 +83,10 @@ def build_scaling(paths: Sequence[Path], measure: str | None = None, irreducible
 
 
 def select_series(points: list[Point], quantity: str, irreducible: float = 0.0) -> Series | None:
-    """Return the runs that show the effect of a quantity alone: those at the fixed value with the most sizes.
+    """Return the runs that show the effect of a quantity: those at the fixed value with the most sizes.
 
-    If every size has its own budget, as in a ladder, these are the runs with about the same tokens per parameter.
-    Returns None if there are none of several sizes.
+    In a ladder every size has its own budget: if more sizes have about the same tokens per parameter, these are chosen.
+    Returns None if there are no two sizes.
     """
     fixed = QUANTITIES[quantity]
     groups: dict[float, list[Point]] = defaultdict(list)
@@ -94,14 +94,14 @@ def select_series(points: list[Point], quantity: str, irreducible: float = 0.0) 
         groups[getattr(point, fixed)].append(point)
     value, best = max(groups.items(), key=lambda item: (_count_sizes(item[1], quantity), item[0]), default=(0, []))
     condition = f"{_abbreviate(value)} {'tokens' if fixed == 'tokens' else 'parameters outside the memory'}"
+    ratios = [p.tokens / p.backbone for p in points]
+    near = [[p for p in points if abs(math.log(p.tokens / p.backbone / ratio)) < SAME_RATIO] for ratio in ratios]
+    ladder = max(near, key=lambda group: _count_sizes(group, quantity), default=[])
+    if _count_sizes(ladder, quantity) > _count_sizes(best, quantity):
+        ratio = sum(p.tokens for p in ladder) / sum(p.backbone for p in ladder)
+        best, condition = ladder, f"{ratio:.3g} tokens per parameter outside the memory"
     if _count_sizes(best, quantity) < 2:
-        ratios = [p.tokens / p.backbone for p in points]
-        near = [[p for p in points if abs(math.log(p.tokens / p.backbone / ratio)) < SAME_RATIO] for ratio in ratios]
-        best = max(near, key=lambda group: _count_sizes(group, quantity), default=[])
-        if _count_sizes(best, quantity) < 2:
-            return None
-        ratio = sum(p.tokens for p in best) / sum(p.backbone for p in best)
-        condition = f"{ratio:.3g} tokens per parameter outside the memory"
+        return None
     families = sorted({p.family for p in best}, key=lambda family: (family != BASELINE, family))
     members = {family: [p for p in best if p.family == family] for family in families}
     laws = {

@@ -112,7 +112,7 @@ def draw_results(sweep: Sweep, rows: list[Row], folder: Path) -> list[Path]:
     for key, name in shorten_keys(rows[0].values).items():
         selected = select_rows(rows, key, sweep.config.center)
         if len({row.values[key] for row in selected}) > 1:
-            figure = _draw_losses(key, selected, _describe_fixed(selected[0].values, key))
+            figure = _draw_losses(key, selected, describe_fixed(selected[0].values, key))
             paths += [folder / f"{name}.png", folder / f"{name}.pdf"]
             for path in paths[-2:]:
                 save_figure(figure, path)
@@ -128,27 +128,32 @@ def select_rows(rows: list[Row], key: str, center: Values) -> list[Row]:
     return sorted(numeric, key=lambda row: row.values[key])
 
 
-def _describe_fixed(values: Values, key: str) -> str:
+def describe_fixed(values: Values, key: str) -> str:
     """Return the values of the other keys, such as `d_s = 16, S = 24`."""
     names = shorten_keys(values)
     return ", ".join(f"{names[other]} = {format_value(value)}" for other, value in values.items() if other != key)
 
 
 def _draw_losses(key: str, rows: list[Row], fixed: str) -> Any:
-    symbol = SYMBOLS.get(key)
     figure, axes = new_figure(4.2, 3.2)
+    plot_losses(axes, key, rows)
+    seeds = {row.seeds for row in rows}
+    runs = f"mean ± standard deviation of {'-'.join(map(str, sorted(seeds)))} seeds" if seeds != {1} else "one seed"
+    axes.set_title(", ".join(filter(None, [fixed, runs])), fontsize=8)
+    return figure
+
+
+def plot_losses(axes: Any, key: str, rows: list[Row]) -> None:
+    """Plot the losses of the rows, which are sorted by `key`, with their standard deviations."""
+    symbol = SYMBOLS.get(key)
     numbers = [row.values[key] for row in rows]
-    for title in rows[0].losses:
+    for title, fmt in zip(rows[0].losses, ("o-", "s--"), strict=False):
         means, deviations = zip(*(row.losses[title] for row in rows), strict=True)
-        axes.errorbar(numbers, means, yerr=deviations if any(deviations) else None, fmt="o-", capsize=3, label=title)
+        axes.errorbar(numbers, means, yerr=deviations if any(deviations) else None, fmt=fmt, capsize=3, label=title)
     if min(numbers) > 0 and max(numbers) / min(numbers) >= 8:
         axes.set_xscale("log", base=2 if symbol else 10)
     if symbol:
         axes.set_xticks(numbers, labels=[f"{number:g}" for number in numbers], minor=False)
         axes.minorticks_off()
     axes.set(xlabel=f"{MEANINGS[symbol]} (${symbol}$)" if symbol else key, ylabel="Loss (nats per token)")
-    seeds = {row.seeds for row in rows}
-    runs = f"mean ± standard deviation of {'-'.join(map(str, sorted(seeds)))} seeds" if seeds != {1} else "one seed"
-    axes.set_title(", ".join(filter(None, [fixed, runs])), fontsize=8)
     axes.legend()
-    return figure

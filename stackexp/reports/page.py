@@ -1,0 +1,120 @@
+"""All reports of a folder as one HTML page with embedded figures. It needs no network."""
+
+import base64
+import html
+import re
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from stackexp.errors import ConfigError, RunError
+from stackexp.reports.ablation import build_ablation
+from stackexp.reports.dynamics import build_dynamics
+from stackexp.reports.efficiency import build_efficiency, read_record
+from stackexp.reports.figures import save_figure
+from stackexp.reports.formal import tables as formal_tables
+from stackexp.reports.formal.cells import collect_report
+from stackexp.reports.formal.figures import draw_bars
+from stackexp.reports.grid import build_grid
+from stackexp.reports.missing_runs import find_sweeps
+from stackexp.reports.report import Report, Table
+from stackexp.reports.scaling import build_scaling
+
+LENGTHS = (41, 500)
+STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; margin: 2em auto; max-width: 1100px; padding: 0 1em; color: #222 }
+table { border-collapse: collapse; font-size: 13px; font-variant-numeric: tabular-nums }
+th { border-bottom: 2px solid #222; vertical-align: bottom }
+td, th { padding: 3px 10px; white-space: nowrap } td { border-bottom: 1px solid #ddd }
+td, th { text-align: right } .text { text-align: left }
+.wide { overflow-x: auto } img { max-width: 100% } code { background: #f2f2f2; overflow-wrap: anywhere }
+ul { font-size: 13px } figure { margin: 1em 0; break-inside: avoid } nav a { margin-right: 1em }
+"""
+
+
+def build_page(folder: Path) -> str:
+    """Return the page of all runs and sweeps at or below `folder` and the efficiency files in it.
+
+    Raises RunError if there is nothing to report.
+    """
+    sections, problems = [], []
+    with tempfile.TemporaryDirectory() as images:
+        for title, build in _list_builders(folder):
+            try:
+                report = build()
+                sections.append((title, _format_section(title, report, Path(images, "figure.png"))))
+            except (ConfigError, RunError) as error:
+                problems.append(f"{title}: {error}")
+    if not sections:
+        raise RunError(f"{folder}: nothing to report; {'; '.join(problems)}")
+    links = "".join(f'<a href="#{_anchor(title)}">{html.escape(title)}</a>' for title, _ in sections)
+    title = html.escape(f"Reports of {folder}")
+    head = f'<!doctype html>\n<html lang="en"><meta charset="utf-8"><title>{title}</title>\n<style>{STYLE}</style>'
+    parts = [head, f"<h1>{title}</h1>", f"<nav>{links}</nav>", *(section for _, section in sections)]
+    if problems:
+        parts += ["<h2>Not shown</h2>", _format_notes(problems)]
+    return "\n".join([*parts, "</html>\n"])
+
+
+def _list_builders(folder: Path) -> Iterator[tuple[str, Callable[[], Report]]]:
+    """Yield title and builder of each section. Sweeps and files of other kinds have no section."""
+    yield "Ablation", lambda: build_ablation([folder])
+    yield "Scaling", lambda: build_scaling([folder])
+    yield "Training dynamics", lambda: build_dynamics([folder])
+    for sweep in find_sweeps([folder]):
+        if sweep.is_relative_to(folder):
+            yield f"Stack hyperparameters: {sweep.name}", lambda sweep=sweep: build_grid(str(sweep))  # type: ignore[misc]
+    for path in sorted(folder.glob("*.json")):
+        try:
+            read_record(path)
+        except RunError:
+            continue
+        yield f"Efficiency: {path.name}", lambda path=path: build_efficiency(path)  # type: ignore[misc]
+    yield "Formal languages", lambda: _build_formal(folder)
+
+
+def _build_formal(folder: Path) -> Report:
+    report = collect_report([folder], LENGTHS)
+    markup = formal_tables.Markup("**{}**".format, str, str)
+    rows = formal_tables.build_rows(report, markup)
+    notes = [formal_tables.format_legend(report), *formal_tables.describe_marks(report)]
+    table = Table("Table 1 of the paper", formal_tables.build_header(), rows)
+    return Report("Formal languages", [table], notes, [], lambda: report)
+
+
+def _format_section(title: str, report: Report, image: Path) -> str:
+    parts = [f'<h2 id="{_anchor(title)}">{html.escape(title)}</h2>', *map(_format_table, report.tables)]
+    if report.draw:
+        drawn = report.draw()
+        if report.title == "Formal languages":
+            draw_bars(drawn, image)
+        else:
+            save_figure(drawn, image)
+        data = base64.b64encode(image.read_bytes()).decode()
+        parts.append(f'<figure><img alt="{html.escape(title)}" src="data:image/png;base64,{data}"></figure>')
+    return "\n".join([*parts, _format_notes(report.notes)])
+
+
+def _anchor(title: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-")
+
+
+def _format_table(table: Table) -> str:
+    def row(cells: list[str], tag: str) -> str:
+        sides = [' class="text"' if side == "<" else "" for side in table.align]
+        return "<tr>" + "".join(f"<{tag}{s}>{_markup(c)}</{tag}>" for s, c in zip(sides, cells, strict=True)) + "</tr>"
+
+    body = "\n".join(row(cells, "td") for cells in table.rows)
+    return (
+        f'<h3>{_markup(table.title)}</h3>\n<div class="wide"><table>\n{row(table.header, "th")}\n{body}\n</table></div>'
+    )
+
+
+def _format_notes(notes: list[str]) -> str:
+    return "<ul>" + "\n".join(f"<li>{_markup(note)}</li>" for note in notes) + "</ul>"
+
+
+def _markup(text: str) -> str:
+    """Escape text; `**bold**` and `code` in backticks become elements."""
+    text = re.sub(r"\*\*(.+?)\*\*", r"<b>\1</b>", html.escape(text))
+    return re.sub(r"`(.+?)`", r"<code>\1</code>", text)

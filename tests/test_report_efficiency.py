@@ -1,0 +1,64 @@
+"""`report efficiency`: the costs beside the paper's, and what a file lacks."""
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stackexp import cli
+from stackexp.errors import RunError
+from stackexp.reports.efficiency import PAPER, QUANTITIES, build_efficiency
+from stackexp.tables import ABSENT
+
+
+def build_row(model: str, ratio: float, implementation: str = "auto", memory: bool = False) -> dict[str, Any]:
+    row: dict[str, Any] = {"model": model, "implementation": implementation, "parameters": 10, "train": 0.2}
+    for key in ("train", "prefill", "decode", *["memory"] * memory):
+        row |= {f"{key}_ratio": ratio, f"{key}_spread": [ratio - 0.1, ratio + 0.1]}
+    return row
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> Path:
+    environment = {"cpu": {"model": "Xeon"}, "gpus": [], "commit": "abc"}
+    record = {"environment": environment, "configs": ["quickstart"], "overrides": ["seed=1"], "rows": rows}
+    path.write_text(json.dumps(record))
+    return path
+
+
+def test_costs_are_beside_the_papers(tmp_path, capsys):
+    rows = [build_row("transformer", 1.0), build_row("stacktrans", 1.3), build_row("stacktrans", 2.2, "reference")]
+    file = write(tmp_path / "efficiency.json", rows)
+    outputs = [f"--csv={tmp_path}/out.csv", f"--figure={tmp_path}/out.png"]
+    assert cli.main(["report", "efficiency", str(file), *outputs]) == 0
+    printed = capsys.readouterr().out
+    lines = {line.split("  ")[0]: line.split() for line in printed.splitlines()}
+    ratio = ["1.300", "(1.200-1.400)"]
+    assert lines["stacktrans"] == ["stacktrans", *ratio, *ratio, ABSENT, *ratio, "1.16", "1.09", "1.12"]
+    assert lines["stacktrans (reference)"][-3:] == [ABSENT] * 3
+    assert lines["full_dim"] == ["full_dim", *[ABSENT] * 4, "3.78", "3.30", "1.73"]
+    command = f"`python -m stackexp bench efficiency --config quickstart seed=1 --out {file}`"
+    assert f"missing single_head, full_dim: {command}" in printed
+    assert f"missing peak memory, which is measured on a GPU: {command}" in printed
+    assert "Measured on Xeon, commit abc" in printed
+    (_, stacktrans, _) = csv.DictReader((tmp_path / "out.csv").open())
+    assert (stacktrans["model"], float(stacktrans["train_ratio"])) == ("stacktrans", 1.3)
+    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_complete_file_has_no_missing_cells(tmp_path):
+    report = build_efficiency(
+        write(tmp_path / "a.json", [build_row(m, 1.0, memory=True) for m in ("transformer", *PAPER)])
+    )
+    assert not any("missing" in note for note in report.notes)
+    assert report.tables[0].header[1:4] == list(QUANTITIES.values())
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"rows": []}', '{"rows": [{"model": "x"}]}', '{"rows": ["x"]}'])
+def test_other_files_are_refused(tmp_path, text):
+    (tmp_path / "a.json").write_text(text)
+    with pytest.raises(RunError, match=r"a.json: .*; give a file that `bench efficiency --out` wrote"):
+        build_efficiency(tmp_path / "a.json")
+    with pytest.raises(RunError, match="nowhere"):
+        build_efficiency(tmp_path / "nowhere.json")

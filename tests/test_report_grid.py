@@ -1,0 +1,80 @@
+"""`report grid`: curves and heat maps of a sweep over H, d_s and S."""
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from config_files import BASE
+
+from stackexp import cli
+from stackexp.errors import RunError
+from stackexp.reports.grid import build_grid, draw_grid
+from stackexp.reports.sweeps import collect_results
+from stackexp.sweeps.sweep import Sweep, load_sweep
+
+H, D, S = "model.memory.num_heads", "model.memory.head_dim", "model.memory.num_slots"
+
+
+@pytest.fixture(autouse=True)
+def _empty_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def build(unfinished: int = 0, **keys: object) -> Sweep:
+    """Return a sweep whose trials, but for the last ones, have the loss 2 + H / 10 + d_s / 100 + S / 1000."""
+    Path("study.yaml").write_text(yaml.safe_dump({"config": BASE} | keys, sort_keys=False))
+    sweep = load_sweep("study.yaml")
+    for trial in sweep.trials[: len(sweep.trials) - unfinished]:
+        values = trial.values
+        loss = 2 + values.get(H, 0) / 10 + values.get(D, 0) / 100 + values.get(S, 0) / 1000 + values.get("seed", 0) / 5
+        trial.folder.path.mkdir(parents=True)
+        result = {"parameters": 1000, "memory_parameters": 10, "train_loss": {"last_20_steps": loss - 0.5}}
+        trial.folder.result.write_text(json.dumps(result | {"average": {"loss": loss}}))
+    (sweep.folder / "sweep.yaml").write_text(sweep.to_yaml())
+    return sweep
+
+
+def test_curves_and_heat_maps(capsys):
+    sweep = build(unfinished=1, grid={H: [1, 2], D: [4, 8, 16], S: [8, 24]}, center={H: 1, D: 8, S: 8})
+    files = ["--csv=grid.csv", "--figure=grid.png"]
+    assert cli.main(["report", "grid", str(sweep.folder), *files]) == 0
+    printed = capsys.readouterr().out
+    first = printed.splitlines()[4].split()
+    assert first == ["H=1-d_s=4-S=8", "1.6480", "2.1480", "1", "1,000"]
+    assert f"missing H=2, d_s=16, S=24: `python -m stackexp sweep run {sweep.folder}`" in printed
+    assert Path("grid.png").read_bytes().startswith(b"\x89PNG")
+    assert len(list(csv.DictReader(Path("grid.csv").read_text().splitlines()))) == 11
+
+    figure = draw_grid(collect_results(sweep), sweep.config.center, ["H", "d_s", "S"])
+    top, bottom = figure.subfigs
+    xs, ys = top.axes[1].lines[1].get_data()
+    assert list(xs) == [4, 8, 16]
+    assert list(ys) == pytest.approx([2.148, 2.188, 2.268]), "H = 1 and S = 8, as in the center"
+    maps = [axes.images[0].get_array() for axes in bottom.axes if axes.get_title()]
+    assert [axes.get_title() for axes in bottom.axes if axes.get_title()] == ["$S$ = 8", "$S$ = 24"]
+    assert maps[0].tolist() == [pytest.approx(row) for row in ([2.148, 2.248], [2.188, 2.288], [2.268, 2.368])]
+    assert maps[1].mask.tolist() == [[False, False], [False, False], [False, True]]
+
+
+def test_seeds_are_averaged_and_one_key_has_no_map():
+    sweep = build(grid={H: [1, 2]}, seeds=[0, 1])
+    report = build_grid(str(sweep.folder))
+    assert report.tables[0].rows[0] == ["H=1", "1.7000 ± 0.1414", "2.2000 ± 0.1414", "2", "1,000"]
+    assert report.draw is not None
+    assert len(report.draw().axes) == 1
+
+
+def test_axes_leave_most_cells_empty():
+    sweep = build(axes={H: [1, 2], D: [4, 8]}, center={H: 1, D: 4})
+    report = build_grid("study.yaml")
+    assert report.notes[-1].startswith("The sweep varies one key at a time")
+    assert not any(note.startswith("missing") for note in report.notes)
+    assert len(collect_results(sweep)) == 3
+
+
+def test_a_sweep_over_other_keys_is_refused():
+    build(grid={"optimizer.lr": [1e-3, 2e-3]})
+    with pytest.raises(RunError, match="have one value of H, d_s and S each; run stack_grid"):
+        build_grid("study.yaml")

@@ -1,0 +1,102 @@
+"""`report all`: one page with every report that has runs, which opens offline in a browser."""
+
+import json
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from browser import CHROMIUM, Browser, poll
+from formal_runs import finish as finish_formal
+from formal_runs import write_run as write_formal_run
+from language_runs import finish, write_run
+
+from stackexp import cli
+from stackexp.errors import RunError
+from stackexp.reports.page import build_page
+
+
+class References(HTMLParser):
+    """The names of a page's elements, and all addresses that it loads or links to."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.addresses: list[str] = []
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.addresses += [value or "" for name, value in attrs if name in ("src", "href", "srcset", "data")]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """Return a folder with runs of both families on tokens, a formal language and an efficiency file."""
+    root = tmp_path_factory.mktemp("runs<b>")
+    for size, steps in ((1000, 10), (2000, 20)):
+        for name, memory in (("transformer", "null"), ("stacktrans", "stacktrans")):
+            folder = root / f"{name}-{size}-0123abcd"
+            run = write_run(folder, f"model.memory={memory}", losses=[9 - 0.1 * step for step in range(20)])
+            finish(run, 3 - size / 1e4, parameters=size, tokens=steps * 1024)
+    finish_formal(write_formal_run(root / "formal" / "a", "LSTM", "even_pairs"), beyond=0.75)
+    row = {"model": "stacktrans", "implementation": "auto", "train_ratio": 1.5, "train_spread": [1.4, 1.6]}
+    (root / "efficiency.json").write_text(json.dumps({"environment": {}, "rows": [row]}))
+    (root / "other.json").write_text("[]")
+    return root
+
+
+@pytest.fixture(scope="module")
+def page(folder) -> str:
+    return build_page(folder)
+
+
+def test_the_page_has_every_report_and_loads_nothing(page):
+    for title in ("Ablation", "Scaling", "Training dynamics", "Efficiency: efficiency.json", "Formal languages"):
+        assert f">{title}</h2>" in page
+    references = References(page)
+    assert references.tags.count("img") == 5
+    assert "script" not in references.tags
+    assert all(address.startswith(("data:image/png;base64,", "#")) for address in references.addresses)
+    assert "other.json" not in page
+
+
+def test_text_is_escaped(page):
+    assert "runs&lt;b&gt;" in page
+    assert "runs<b>" not in page
+    assert "<code>python -m stackexp sweep run ablation</code>" in page
+    assert "<td>0.75↓ / 0.75 (1)</td>" in page
+
+
+def test_the_verb_writes_the_page(folder, tmp_path, capsys):
+    assert cli.main(["report", "all", str(folder / "transformer-1000-0123abcd"), f"--out={tmp_path}/a.html"]) == 0
+    assert capsys.readouterr().out == f"{tmp_path}/a.html\n"
+    text = (tmp_path / "a.html").read_text()
+    assert ">Ablation</h2>" in text
+    assert "<li>Formal languages: " in text
+    assert cli.main(["report", "all", str(folder), "--out=a.txt"]) == 2
+    assert "a.txt: expected a file name ending in .html" in capsys.readouterr().err
+
+
+def test_an_empty_folder_is_refused(tmp_path):
+    with pytest.raises(RunError, match=r"nothing to report; Ablation: .*no run folders of language models"):
+        build_page(tmp_path)
+
+
+@pytest.mark.process
+@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
+def test_the_page_opens_in_a_browser(page, tmp_path):
+    file = tmp_path / "report.html"
+    file.write_text(page, encoding="utf-8")
+    with Browser(tmp_path / "profile") as browser:
+        browser.call("Network.enable")
+        browser.call(
+            "Network.emulateNetworkConditions", offline=True, latency=0, downloadThroughput=0, uploadThroughput=0
+        )
+        browser.open(file.as_uri())
+        complete = "[...document.images].filter(image => image.complete && image.naturalWidth > 500).length"
+        assert poll(lambda: browser.evaluate(complete), 5, seconds=30) == 5
+        cell = (
+            "[...document.querySelectorAll('tr')].map(row => row.innerText).filter(text => text.startsWith('queue'))[0]"
+        )
+        assert browser.evaluate(cell).split("\t")[-2:] == ["3.679 / 35.14†", "3.211 / 25.97"]
+        assert browser.evaluate("document.documentElement.scrollWidth <= window.innerWidth") is True
