@@ -1,4 +1,4 @@
-"""`report efficiency`: the costs beside the paper's, and what a file lacks."""
+"""`report efficiency`: our costs and those of the paper, and what a file lacks."""
 
 import csv
 import json
@@ -27,7 +27,7 @@ def write(path: Path, rows: list[dict[str, Any]]) -> Path:
     return path
 
 
-def test_costs_are_beside_the_papers(tmp_path, capsys):
+def test_costs_are_compared_with_the_paper(tmp_path, capsys):
     rows = [build_row("transformer", 1.0), build_row("stacktrans", 1.3), build_row("stacktrans", 2.2, "reference")]
     file = write(tmp_path / "efficiency.json", rows)
     outputs = [f"--csv={tmp_path}/out.csv", f"--figure={tmp_path}/out.png"]
