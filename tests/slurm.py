@@ -110,20 +110,16 @@ class Slurm:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
 
-    def call(self, *command: object, input: str | None = None) -> subprocess.CompletedProcess[str]:
+    def call(self, *command: object) -> subprocess.CompletedProcess[str]:
         path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # jobs use this Python
         environment = os.environ | self.variables | {"PATH": path}
-        return subprocess.run([*map(str, command)], capture_output=True, text=True, input=input, env=environment)
+        return subprocess.run([*map(str, command)], capture_output=True, text=True, env=environment)
 
-    def output(self, *command: object, input: str | None = None) -> str:
+    def output(self, *command: object) -> str:
         """Run a command and return its output; fails if the command fails."""
-        result = self.call(*command, input=input)
+        result = self.call(*command)
         assert result.returncode == 0, result.stderr
         return result.stdout
-
-    def sbatch(self, script: str, *options: object) -> str:
-        """Submit a job and return its id."""
-        return self.output("sbatch", "--parsable", *options, input=f"#!/bin/bash\n{script}\n").strip()
 
     def squeue(self) -> dict[str, str]:
         """Return the id (`12`, or `12_3` in an array) and state of each job that has not ended."""

@@ -76,35 +76,22 @@ def test_study_is_rebuilt_from_the_run_folders():
     for loss, trial in enumerate(trials[:3]):
         finish(trial, loss)
     trials[3].pruned.write_text("{}")
+    trials[4].folder.result.write_text('{"average": {}}')  # without the objective
     again = Study(load_sweep("study.yaml"))
     assert {t.folder: t.values for t in again.get_trials()} == {t.folder: t.values for t in trials}
-    assert count_states(again) == {"COMPLETE": 3, "PRUNED": 1, "RUNNING": 1}
+    assert count_states(again) == {"COMPLETE": 3, "PRUNED": 1, "FAIL": 1}
     assert again._study.best_value == 0
     again.add_trials(10)
     assert len(again.get_trials()) == 8
     assert again.is_complete()
 
 
-def test_result_without_the_objective_counts_as_failed():
-    study = Study(build(trials=2, space={S: SPACE[S]}))
-    study.add_trials(1)
-    [trial] = study.get_trials()
-    start(trial)
-    trial.folder.result.write_text('{"average": {}}')
-    study.get_trials()
-    assert count_states(study) == {"FAIL": 1}
-
-
-def test_folders_of_another_search_are_ignored():
-    sweep = build(trials=3, space={S: SPACE[S]})
-    run_all(sweep, lambda values: 1.0)
-    assert len(sweep.find_search_trials()) == 3
-    assert build(trials=3, space={LR: SPACE[LR]}).trials == []
-
-
 def test_exhausted_space_ends_the_search():
-    order = run_all(build(trials=10, space={S: {"values": [1, 2, 3]}}), lambda values: 1.0)
+    sweep = build(trials=10, space={S: {"values": [1, 2, 3]}})
+    order = run_all(sweep, lambda values: 1.0)
     assert sorted(trial.values[S] for trial in order) == [1, 2, 3]
+    assert len(sweep.find_search_trials()) == 3
+    assert build(trials=3, space={LR: SPACE[LR]}).trials == [], "the folders belong to another search"
 
 
 def test_successive_halving_prunes_bad_trials(monkeypatch):

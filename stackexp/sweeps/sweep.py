@@ -52,7 +52,7 @@ class Sweep:
     @cached_property
     def folder(self) -> Path:
         """<logging.root>/<name>; a copy of the YAML belongs to the folder that holds it."""
-        return self.path.parent if self.path.name == COPY else Path(self._compose({}).logging.root, self.name)
+        return self.path.parent if self.path.name == COPY else Path(self._base.logging.root, self.name)
 
     @cached_property
     def trials(self) -> list[Trial]:
@@ -89,7 +89,11 @@ class Sweep:
     @property
     def base_trial(self) -> Trial:
         """The base config as a trial, to estimate the cost of a trial."""
-        return self.build_trial({}, "base")
+        return Trial(RunFolder(self.folder / "base"), self._base, {})
+
+    @cached_property
+    def _base(self) -> ExperimentConfig:
+        return self._compose({})
 
     def find_search_trials(self, known: Collection[RunFolder] = ()) -> list[Trial]:
         """Return the trials that a search has started, except the `known` ones.
