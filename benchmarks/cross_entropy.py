@@ -28,7 +28,7 @@ SIZES = {"tokens": 16384, "batch_size": 8, "hidden_size": 960, "vocab_size": 491
 
 
 class Model:
-    """A model that is nothing but its output projection, with one way to compute the loss."""
+    """A model that consists of an output projection only, with one way to compute the loss."""
 
     def __init__(self, criterion: NextTokenLoss, sizes: Namespace, device: torch.device) -> None:
         torch.manual_seed(0)
@@ -51,7 +51,7 @@ class Model:
 
 
 def build_models(sizes: Namespace, device: torch.device) -> dict[str, Model]:
-    """Return the ways to the loss; the compiled one and liger run on CUDA only."""
+    """Build a model for each way to compute the loss; the compiled one and liger run on CUDA only."""
     criteria = {"whole": NextTokenLoss("whole"), "chunked": NextTokenLoss("chunked", sizes.chunk)}
     if device.type == "cuda":
         criteria["chunked, compiled"] = NextTokenLoss("chunked", sizes.chunk, compiled=True)

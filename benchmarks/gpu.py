@@ -1,4 +1,4 @@
-"""Everything that waits for a GPU, in order of worth.
+"""Run all measurements that need a GPU, the most important ones first.
 
     python benchmarks/gpu.py [--out FOLDER] [--only STEP ...]
 
@@ -53,7 +53,7 @@ def list_steps(out: Path) -> dict[str, list[str]]:
 
 
 def run_step(name: str, command: list[str], out: Path) -> dict[str, object]:
-    """Run one step, its output in `out`/<name>.log, and return what happened."""
+    """Run one step with its output in `out`/<name>.log, and return its outcome."""
     start = time.time()
     with open(out / f"{name}.log", "w", encoding="utf-8") as log:
         try:

@@ -1,6 +1,7 @@
 """The command line: one table of verbs.
 
-A verb `data prepare` is the module `stackexp.verbs.data_prepare`; to add one, write that file and add a line here.
+The verb `data prepare` is the module `stackexp.verbs.data_prepare`. To add a verb, write its module and add a line
+here; `stackexp.verbs.dispatch` lists what a module defines.
 """
 
 from stackexp.verbs.dispatch import dispatch
@@ -17,9 +18,9 @@ VERBS = {
     "data prepare": "turn text or token files into token shards",
     "data fetch": "download OLMo's validation sets V2 and V3",
     "data retokenize": "convert token files to another tokenizer",
-    "data inspect": "show what a dataset holds and verify its files",
+    "data inspect": "show the contents of a dataset and verify its files",
     "plan": "estimate memory, time and cost of a training run",
-    "match": "find the size at which a model equals another one",
+    "match": "find the size at which a baseline equals a model with a memory",
     "sweep run": "run the missing trials of a sweep",
     "sweep status": "show the state of each trial",
     "sweep stop": "checkpoint and stop the running trials",

@@ -147,7 +147,7 @@ def test_frozen_actions_are_the_same_for_all_tokens():
     torch.testing.assert_close(frozen, mean.expand_as(frozen))
 
 
-def test_a_cleared_stack_reads_only_what_comes_after():
+def test_a_cleared_stack_reads_only_later_pushes():
     model = build_model(num_slots=4)
     with record_stacks(model) as recordings, intervene(model, find(model, "stack cleared before layer 2")):
         model(TOKENS)

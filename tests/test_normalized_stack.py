@@ -65,7 +65,7 @@ def test_each_sublayer_has_a_memory_with_its_own_parameters(axis):
         assert [f - flops[0] for f in flops] == [2.0 * 5 * 6 * n for n in range(4)]
 
 
-def test_memories_receive_what_the_sublayers_added():
+def test_memories_receive_the_outputs_of_the_sublayers():
     """`previous` is the input of the block, or of the sublayer for a memory at each; the embedding starts a state."""
 
     class Recorder(Memory):

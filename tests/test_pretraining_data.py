@@ -125,7 +125,7 @@ def test_resume_continues_with_the_next_sequences(folder, checkpoints, workers):
         assert fit(config, 30, resume=path) == indices[2 * step :], f"after step {step}"
 
 
-def test_an_epoch_has_whole_steps_and_an_order_of_its_own(folder):
+def test_an_epoch_has_whole_steps_and_a_new_order(folder):
     config = build_config(path=str(folder))
     indices = fit(config, 33)
     epochs = [flatten(indices[22 * e : 22 * e + 22]) for e in range(3)]

@@ -48,7 +48,7 @@ def kill_all(process: subprocess.Popen) -> None:
 
 @pytest.mark.process
 @pytest.mark.parametrize("workers", [0, 1])
-def test_next_run_removes_what_a_killed_run_left(tmp_path, workers):
+def test_next_run_removes_leftovers_of_a_killed_run(tmp_path, workers):
     folder = write_set(tmp_path / "set", 0, 40)
     living, used = start_run(folder, workers)
     try:

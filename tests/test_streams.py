@@ -46,7 +46,7 @@ def test_an_epoch_has_the_configured_proportions(sets):
     assert [counts[n] for n in range(3)] == apportion(total, [1, 2, 1])
 
 
-def test_repeat_sets_how_often_each_sequence_comes(sets):
+def test_repeat_sets_the_passes_per_epoch(sets):
     config = mix(sets, {"books": {"repeat": 0.5}, "code": {}, "math": {"repeat": 3}})
     samples, sizes = read_samples(build_loader(config)), [len(TokenSet(path)) for path in sets.values()]
     assert len(samples) % BATCH == 0

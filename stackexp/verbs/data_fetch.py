@@ -36,7 +36,7 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--only", nargs="+", action="extend", default=[], metavar="SET", help="fetch only these sets")
     parser.add_argument("--to", type=Path, default=olmo.DEFAULT_FOLDER, metavar="FOLDER", help="default: %(default)s")
     parser.add_argument("--mirror", metavar="URL|FOLDER", help="copy the files from here")
-    parser.add_argument("--verify", action="store_true", help="also compare the SHA-256 of complete files")
+    parser.add_argument("--verify", action="store_true", help="also verify the SHA-256 of complete files")
 
 
 def run(args: Namespace) -> int:

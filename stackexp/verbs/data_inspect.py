@@ -1,4 +1,4 @@
-"""Show what a dataset holds and verify its files.
+"""Show the contents of a dataset and verify its files.
 
 PATH is a set made by `data prepare`, a token file (.npy, .bin), a folder of MDS shards, or a folder of several of
 these. Every file is compared with its recorded hash. The exit code is 1 if a file is missing, cut short or corrupt.

@@ -6,8 +6,8 @@ or NumPy's format; documents end with end-of-text). After a kill, the same comma
 or longer than 256 MiB, are counted and listed in FOLDER/bad_lines.log.
 
 Several machines can share the work: --launcher slurm submits an array of --tasks with --workers processes each, and a
-job that merges. Without Slurm, run the command with --part 1/N ... --part N/N on any machines, then once without
---part: it verifies the parts, does what is missing, and merges. The result is the same, bit for bit.
+job that merges. Without Slurm, run the command with --part 1/N ... --part N/N on any machines. Then run it once without
+--part: it verifies the parts, writes missing units, and merges. The result is the same, bit for bit.
 """
 
 import argparse
@@ -50,7 +50,7 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--workers", type=int, metavar="N", help="processes (default: one per CPU)")
     parser.add_argument("--strict", action="store_true", help="stop at the first bad line")
     parser.add_argument(
-        "--config", action="append", metavar="NAME_OR_PATH", help="prepare the corpus that a config comes with"
+        "--config", action="append", metavar="NAME_OR_PATH", help="prepare the corpus of a config"
     )
     parser.add_argument(
         "--unit-bytes", type=int, default=1 << 24, metavar="N", help="source bytes per unit of work (%(default)s)"
@@ -148,7 +148,7 @@ def _submit(plan: "Plan", args: Namespace) -> int:
     print(f"job {jobs.array}: {jobs.tasks} tasks for {len(plan.units)} units of work in {len(plan.sources)} files")
     print(f"job {jobs.merge}: verifies and merges them into {folder}")
     print(f"progress:  squeue --jobs={jobs.array},{jobs.merge}\nlogs:      {jobs.logs}")
-    print(f"{folder / 'corpus.json'} marks the end; the same command without --launcher does what is missing")
+    print(f"{folder / 'corpus.json'} marks a finished set; the same command without --launcher writes missing units")
     return 0
 
 

@@ -1,8 +1,8 @@
 """Convert token files to another tokenizer.
 
-SOURCE is a token file (.npy, .bin) or a folder of them, at any depth. Each document is decoded and encoded again. The
-new files keep their names. Their records hold the bytes of text, so that bits per byte are comparable across
-vocabularies. Complete files are kept: rerun the same command to resume.
+SOURCE is a token file (.npy, .bin) or a folder with such files at any depth. Each document is decoded, then encoded
+with the new tokenizer. The new files have the same names. Their records contain the bytes of text, so that bits per
+byte are comparable across vocabularies. Complete files are kept; rerun the same command to resume.
 """
 
 import sys
@@ -24,7 +24,7 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("source", type=Path, metavar="SOURCE", help="a token file or a folder of them")
     parser.add_argument("--to", type=Path, required=True, metavar="FOLDER", help="folder for the new files")
     parser.add_argument(
-        "--from", dest="old", type=Path, required=True, metavar="FILE", help="tokenizer.json that made SOURCE"
+        "--from", dest="old", type=Path, required=True, metavar="FILE", help="tokenizer.json with which SOURCE was made"
     )
     parser.add_argument("--tokenizer", type=Path, required=True, metavar="FILE", help="tokenizer.json to encode with")
     parser.add_argument(

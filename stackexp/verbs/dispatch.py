@@ -39,7 +39,7 @@ NO_MEMORY = "free memory, raise the limit (ulimit -v) or use a smaller batch"
 
 
 def dispatch(verbs: dict[str, str], argv: list[str] | None = None) -> int:
-    """Run a verb and return the exit code; `verbs` maps each name to a line of help."""
+    """Run a verb and return the exit code; `verbs` maps each name to its line in the help text."""
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # before torch is loaded: its warnings are stack traces
     argv = sys.argv[1:] if argv is None else argv
     if TRUST_FLAG in argv:
@@ -132,7 +132,7 @@ def _report(error: BaseException) -> int:
 
 
 def _explain(error: BaseException) -> tuple[int, str]:
-    """Return the exit code, and what happened, where, and what to do. Reraise errors that are bugs."""
+    """Return the exit code and the error line (where, problem, remedy). Reraise errors that are bugs."""
     advice = getattr(error, "__notes__", ["rerun the command"])[0]  # a run adds the command that resumes it
     if isinstance(error, KeyboardInterrupt):
         return 130, f"interrupted: {error}" if str(error) else "interrupted"

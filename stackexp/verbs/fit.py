@@ -25,7 +25,7 @@ def add_arguments(parser: Parser) -> None:
     """Add the options of `fit`."""
     parser.add_config()
     parser.add_argument("--ckpt_path", metavar="last|PATH", help="resume the newest unfinished run, or this checkpoint")
-    folder = "start in this run folder, or resume it; without --config its own config is used"
+    folder = "start a run in this folder, or resume it; without --config, use the folder's config"
     parser.add_argument("--run", metavar="FOLDER", help=folder)
     parser.add_argument("--print-config", action="store_true", help="print the resolved config and exit")
 

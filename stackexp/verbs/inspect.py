@@ -1,4 +1,4 @@
-"""Show what the stacks of a run do: per layer, head and token, and how the loss changes when they are disturbed.
+"""Show what the stacks of a run do per layer, head and token, and how interventions on them change the loss.
 
 Writes inspect.json, stacks.png (maps of layers and heads) and tokens.html (token by token) to RUN/inspect. With --set
 or --task it also forces, freezes and hardens actions, clears stacks and drops reads, and prints the change of the loss

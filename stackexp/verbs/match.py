@@ -27,7 +27,7 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(args: Namespace) -> int:
-    """Print the override that makes both models equal, and what is left of the difference."""
+    """Print the override that makes both models equal, and the remaining difference."""
     if not args.config or not args.to:
         args.parser.error("give --config and --to; `configs list` shows the names")
     from stackexp.config.compose import compose

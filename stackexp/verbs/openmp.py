@@ -1,4 +1,4 @@
-"""The waiting policy of OpenMP threads, chosen before torch is imported."""
+"""Choose how OpenMP threads wait, before torch is imported."""
 
 import os
 import sys
@@ -11,10 +11,10 @@ SAMPLE_SECONDS = 0.1
 
 
 def choose_wait_policy() -> None:
-    """Let OpenMP threads sleep at barriers if other processes keep CPUs busy; otherwise they spin.
+    """Make OpenMP threads sleep at barriers if other processes keep CPUs busy; otherwise they spin.
 
-    A spinning thread is faster while every thread has a CPU of its own. Where a CPU is shared, it takes the time that
-    the thread it waits for needs (docs/performance.md). No effect where /proc/stat is missing.
+    Spinning is faster if every thread has its own CPU. On a shared CPU, a spinning thread takes CPU time from the
+    thread that it waits for (docs/performance.md). Does nothing if /proc/stat is missing.
     """
     if any(name in os.environ for name in CHOICES):
         return
@@ -26,7 +26,7 @@ def choose_wait_policy() -> None:
 
 
 def count_idle_cpus() -> float:
-    """Return how many CPUs of this machine are idle, over SAMPLE_SECONDS; infinity if that cannot be measured."""
+    """Return how many CPUs are idle on average over SAMPLE_SECONDS; infinity if that cannot be measured."""
     first = _read_idle_seconds()
     time.sleep(SAMPLE_SECONDS)
     last = _read_idle_seconds()

@@ -18,7 +18,7 @@ with --trust-plugins.
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser that raises ConfigError with one line and accepts no abbreviations."""
+    """An argument parser that raises a one-line ConfigError and accepts no abbreviations."""
 
     def __init__(self, verb: str, description: str, examples: Sequence[str], usage: str, notes: str = "") -> None:
         super().__init__(

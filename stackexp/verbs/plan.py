@@ -1,7 +1,7 @@
 """Predict memory, time and cost of a training run.
 
-Memory is that of one rank, measured on tensors without values. It does not include memory of CUDA, NCCL and cuBLAS or
-fragmentation; 6% of the device is reserved for them. Exits with 1 if the run does not fit.
+Memory is per rank, measured on tensors without values. It excludes CUDA, NCCL, cuBLAS and fragmentation, for which 6%
+of the device is reserved. Exits with 1 if the run does not fit.
 """
 
 import json

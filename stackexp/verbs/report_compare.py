@@ -1,4 +1,4 @@
-"""Compare runs in one table, from their folders alone. Refused if they were trained on different data."""
+"""Compare runs in one table, from their run folders. Refuses runs that were trained on different data."""
 
 import json
 import sys
@@ -17,7 +17,7 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--figure", type=Path, metavar="FILE", help="plot the losses into this file")
     parser.add_argument("--markdown", action="store_true", help="print a Markdown table")
     parser.add_argument("--json", action="store_true", help="print a list of objects: summary and result of each run")
-    parser.add_argument("--different-data", action="store_true", help="compare runs that were trained on other data")
+    parser.add_argument("--different-data", action="store_true", help="compare runs even if their data differ")
 
 
 def run(args: Namespace) -> int:

@@ -1,4 +1,4 @@
-"""Compare runs on formal languages with Table 1 of the paper, from their folders alone.
+"""Compare runs on formal languages with Table 1 of the paper, from their run folders.
 
 RUNS are run folders, folders of run folders such as runs/formal_table, or a sweep's folder.
 """

@@ -1,6 +1,6 @@
-"""Delete run folders. Prints what would be deleted; --yes deletes it.
+"""Delete run folders. Without --yes, only list what would be deleted.
 
-Refuses folders that are no run folders, and runs that a process is using.
+Refuses folders that are not run folders, and runs that a process is using.
 """
 
 import shutil

@@ -1,8 +1,8 @@
 """Run the missing trials of a sweep: start new ones, resume stopped ones, retry failed ones.
 
 SWEEP is a shipped name (the files in sweeps/), a YAML file, or a sweep's folder in runs/. The overrides apply to the
-base config of every trial. The run folders are the only record: the same command does what is missing, and any number
-of drivers may run at once.
+base config of every trial. The run folders are the only record: the same command runs the remaining trials, and any
+number of drivers may run at once.
 """
 
 from argparse import Namespace
@@ -20,7 +20,7 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--launcher", choices=list(LAUNCHERS), default="local", help="default: local")
     parser.add_argument("--max-parallel", type=int, metavar="N", help="trials at once (default: as many as fit)")
     parser.add_argument("--retries", type=int, metavar="N", help="retries of a failed trial (default: as in the YAML)")
-    parser.add_argument("--dry-run", action="store_true", help="print the trials and the cost that is left")
+    parser.add_argument("--dry-run", action="store_true", help="print the trials and the remaining cost")
     parser.accept_overrides()
 
 

@@ -1,4 +1,4 @@
-"""Stop a sweep: its running trials save a checkpoint and end.
+"""Stop a sweep: its running trials save a checkpoint and exit.
 
 SWEEP is a shipped name, a YAML file, or a sweep's folder in runs/. `sweep run` resumes the trials.
 """

@@ -1,4 +1,4 @@
-"""Inspect any dataset: choose the inspection for a path, and draw the document lengths."""
+"""Inspect any dataset: choose the inspection that fits the path, and draw the document lengths."""
 
 from pathlib import Path
 

@@ -34,7 +34,7 @@ class Inspection:
     damage: list[str] = field(default_factory=list)  # one line per file
 
     def verify_shards(self, entries: list[dict], show_progress: bool) -> list[bool]:
-        """Compare the file of each entry of index.json, record the damage, and return which files are whole."""
+        """Compare each file of index.json with its entry, record the damage, and return which files are intact."""
         is_whole = []
         for entry in tqdm(entries, desc="verifying shards", unit="shard", disable=not show_progress):
             is_whole.append(self.verify_file(self.path / entry["basename"], entry))
