@@ -49,9 +49,7 @@ def add_arguments(parser: Parser) -> None:
     )
     parser.add_argument("--workers", type=int, metavar="N", help="processes (default: one per CPU)")
     parser.add_argument("--strict", action="store_true", help="stop at the first bad line")
-    parser.add_argument(
-        "--config", action="append", metavar="NAME_OR_PATH", help="prepare the corpus of a config"
-    )
+    parser.add_argument("--config", action="append", metavar="NAME_OR_PATH", help="prepare the corpus of a config")
     parser.add_argument(
         "--unit-bytes", type=int, default=1 << 24, metavar="N", help="source bytes per unit of work (%(default)s)"
     )
