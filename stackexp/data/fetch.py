@@ -135,14 +135,15 @@ def _copy_from_folder(folder: Path, olmo_set: OlmoSet, part: Path) -> tuple[str,
     candidates = (folder / olmo_set.path, olmo_set.file(folder))
     file = next((path for path in candidates if path.is_file()), None)
     if file is None:
-        raise RunError(f"{folder}: contains neither {olmo_set.path} nor {olmo_set.version}/{olmo_set.name}.npy")
+        missing = f"contains neither {olmo_set.path} nor {olmo_set.version}/{olmo_set.name}.npy"
+        raise RunError(f"{folder}: {missing}; copy the file there")
     record = read_record(file)
     if record and record.tokenizer != TOKENIZER:
-        raise RunError(f"{file}: contains token ids of another tokenizer ({record.tokenizer[:12]})")
+        raise RunError(f"{file}: token ids of another tokenizer ({record.tokenizer[:12]}); use OLMo's own files")
     try:
         shutil.copyfile(file, part)
     except OSError as error:
-        raise RunError(f"{file}: cannot be copied ({error.strerror})") from error
+        raise RunError(f"{file}: cannot be copied ({error.strerror}); fix that and rerun the command") from error
     return str(file.absolute()), record
 
 
@@ -165,20 +166,21 @@ def check_ids(path: Path, source: str) -> FileRecord:
     with open(path, "rb") as file:
         begin = file.read(256)
     if text := _decode_page(begin):
-        raise RunError(f"{source}: contains text, not token ids; it begins: {text}")
+        raise RunError(f"{source}: contains text, not token ids; it begins: {text}; check the URL or the mirror")
     if begin.startswith(NPY_MAGIC):
         raise RunError(
             f"{source}: has a .npy header, unlike OLMo's files; to validate on it, set data.validation.NAME to its path"
         )
     if not size or size % 2:
-        raise RunError(f"{source}: {size:,} bytes are not a whole number of uint16 token ids; it may be truncated")
+        raise RunError(f"{source}: {size:,} bytes are not a whole number of uint16 token ids; fetch it again")
     tokens = np.memmap(path, "<u2", "r")
     for first in range(0, len(tokens), BLOCK_TOKENS):
         ids = tokens[first : first + BLOCK_TOKENS]
         if (largest := int(ids.max())) >= VOCAB_SIZE:
             position = first + int(ids.argmax())
             raise RunError(
-                f"{source}: id {largest:,} at position {position:,} exceeds GPT-NeoX-20B's vocabulary of {VOCAB_SIZE:,}"
+                f"{source}: id {largest:,} at position {position:,} exceeds GPT-NeoX-20B's vocabulary of "
+                f"{VOCAB_SIZE:,}; use a mirror with OLMo's own files"
             )
     end_of_text = find_end_of_text(tokens)
     return FileRecord(

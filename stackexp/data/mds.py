@@ -84,7 +84,7 @@ def read_column(folder: Path, column: str) -> Iterator[Any]:
         for index in range(len(dataset)):
             yield dataset[index][column]
     except (OSError, ValueError, KeyError) as error:
-        raise RunError(f"{folder}: cannot be read as MDS shards ({first_line(error)})") from error
+        raise RunError(f"{folder}: cannot be read as MDS shards ({first_line(error)}); copy them again") from error
 
 
 def read_ids(folder: Path, vocab_size: int) -> Iterator[np.ndarray]:
@@ -95,10 +95,11 @@ def read_ids(folder: Path, vocab_size: int) -> Iterator[np.ndarray]:
     for value in itertools.chain(first, values):
         ids = np.frombuffer(value, dtype) if isinstance(value, bytes) else np.ravel(value)
         if ids.dtype.kind not in "ui":
-            raise RunError(f"{folder}: `tokens` have the type {ids.dtype.name}; expected integer token ids")
+            raise RunError(f"{folder}: `tokens` have the type {ids.dtype.name}; write the shards again as integers")
         if len(ids) and not 0 <= ids.min() <= ids.max() < vocab_size:
             outlier = ids.min() if ids.min() < 0 else ids.max()
-            raise RunError(f"{folder}: token id {outlier:,}, but the vocabulary size is {vocab_size:,}")
+            limit = f"the vocabulary size is {vocab_size:,}"
+            raise RunError(f"{folder}: token id {outlier:,}, but {limit}; tokenize it with the model's tokenizer")
         yield ids
 
 
@@ -109,4 +110,5 @@ def _find_dtype(folder: Path, values: list[bytes], vocab_size: int) -> np.dtype:
             arrays = [np.frombuffer(value, dtype) for value in values]
             if all(not len(a) or (a.min() >= 0 and a.max() < vocab_size) for a in arrays):
                 return dtype
-    raise RunError(f"{folder}: `tokens` are not integers below the vocabulary size {vocab_size:,}")
+    found = f"`tokens` are not integers below the vocabulary size {vocab_size:,}"
+    raise RunError(f"{folder}: {found}; tokenize it with the model's tokenizer")

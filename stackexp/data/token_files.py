@@ -54,7 +54,7 @@ def read_record(path: Path) -> FileRecord | None:
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise RunError(f"{record}: cannot be read ({error.strerror})") from error
+        raise RunError(f"{record}: cannot be read ({error.strerror}); check its permissions") from error
     except (RunError, TypeError) as error:
         raise RunError(f"{record}: corrupt; delete it and make {path.name} again") from error
 
@@ -94,7 +94,8 @@ def _map_npy(path: Path) -> np.memmap:
     """Map the integers of a real .npy as [N]. Raises RunError for another type, ValueError for a corrupt file."""
     array = np.lib.format.open_memmap(path, mode="r")
     if array.dtype.kind not in "ui" or not array.size:
-        raise RunError(f"{path}: expected token ids, found {array.dtype.name} {list(array.shape)}")
+        found = f"{array.dtype.name} {list(array.shape)}"
+        raise RunError(f"{path}: expected token ids, found {found}; write it as a 1-d array of integers")
     return np.memmap(path, array.dtype, "r", array.offset, (array.size,))
 
 
@@ -185,14 +186,15 @@ def write_token_file(
             file.write(_header(dtype, count))
             for part in tokens:
                 if len(part) and part.max() >= vocab_size:
-                    raise RunError(f"{path}: token id {part.max()}, outside the vocabulary of {vocab_size}")
+                    found = f"token id {part.max()}, outside the vocabulary of {vocab_size}"
+                    raise RunError(f"{path}: {found}; use the tokenizer that made the ids")
                 file.write(np.ascontiguousarray(part, dtype).data)
                 count += len(part)
             file.seek(0)
             file.write(_header(dtype, count))
             sync_file(file)
         if not count:
-            raise RunError(f"{path}: no tokens to write")
+            raise RunError(f"{path}: no tokens to write; check the source")
         size = temporary.stat().st_size
         record = FileRecord(sha256_of(temporary), size, count, vocab_size, **fields, **counts())
     except BaseException:

@@ -119,7 +119,7 @@ def _find_cause(error: BaseException, path: Path) -> Exception:
             return cause
         error, failures = cause, getattr(cause, "failures", None)
         cause = next(iter(failures.values()))[0] if failures else cause.__cause__ or cause.__context__
-    return RunError(f"{path}: could not be written ({first_line(error)})")
+    return RunError(f"{path}: could not be written ({first_line(error)}); free space or fix the disk, then resume")
 
 
 def _is_first_rank() -> bool:
@@ -157,7 +157,7 @@ def find_checkpoint(run: RunFolder, ckpt_path: str | None) -> Path:
 def load_state(path: Path) -> dict[str, Any]:
     """Load everything but the tensors of a checkpoint. Raises RunError if it is missing, damaged or incompatible."""
     if path.is_file():
-        raise RunError(f"{path}: a checkpoint is a folder, but this is a file; train again")
+        raise RunError(f"{path}: a checkpoint is a folder, but this is a file; give a folder in a run's checkpoints/")
     if not path.is_dir():
         raise RunError(f"{path}: no such checkpoint; give a folder in a run's checkpoints/, `last` or `best`")
     has_manifest = (path / MANIFEST).exists()
@@ -166,14 +166,16 @@ def load_state(path: Path) -> dict[str, Any]:
     try:
         state = torch.load(path / STATE, map_location="cpu", weights_only=True)
     except FileNotFoundError:
-        raise RunError(f"{path}: not a stackexp checkpoint (no {STATE})") from None
+        raise RunError(
+            f"{path}: not a stackexp checkpoint (no {STATE}); give a folder in a run's checkpoints/"
+        ) from None
     except (RuntimeError, pickle.UnpicklingError, EOFError, ValueError, OSError) as error:
         raise damaged_error(path, error) from None
     if not isinstance(state, dict) or "stackexp" not in state:
-        raise RunError(f"{path}: not a stackexp checkpoint (no `stackexp` entry in {STATE})")
+        raise RunError(f"{path}: not a stackexp checkpoint (no `stackexp` entry in {STATE}); choose another one")
     version = state["stackexp"]["version"]
     if version not in (WITHOUT_MANIFEST, VERSION):
-        raise RunError(f"{path}: checkpoint version {version} is not supported; this stackexp reads version {VERSION}")
+        raise RunError(f"{path}: checkpoint version {version} is not supported; use the stackexp that wrote it")
     if version == VERSION and not has_manifest:
         raise damaged_error(path, f"{MANIFEST} is missing")
     return state

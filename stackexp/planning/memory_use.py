@@ -187,6 +187,6 @@ def measure_pass(config: ExperimentConfig, is_training: bool, layers: int, batch
         except DataDependentOutputException as error:
             raise RunError(
                 f"model.memory.kind {config.model.memory.kind}: the forward pass depends on tensor values "
-                f"({error.func}), so its memory cannot be predicted"
+                f"({error.func}), so its memory cannot be predicted; measure some steps with fit"
             ) from None
     return _pass_cache[key]

@@ -71,5 +71,5 @@ class Parser(argparse.ArgumentParser):
         """Return the config.yaml of a run folder. Raises ConfigError if there is none."""
         path = Path(run, "config.yaml")
         if not path.is_file():
-            self.error(f"--run {run}: not a run folder (no config.yaml)")
+            self.error(f"--run {run}: not a run folder (no config.yaml); give runs/<name>/<id>")
         return path

@@ -24,7 +24,7 @@ def run(args: Namespace) -> int:
 
     for folder in args.folders:
         if not Path(folder).is_dir():
-            args.parser.error(f"{folder}: no such folder")
+            args.parser.error(f"{folder}: no such folder; give a folder of runs, such as runs/")
     summaries = [summarize(run) for run in find_runs(args.folders)]
     summaries = [summary for summary in summaries if args.state in (None, summary.state.value)]
     if args.json:
