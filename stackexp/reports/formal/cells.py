@@ -63,9 +63,8 @@ class Cell:
 
 @dataclass(frozen=True)
 class Report:
-    """The cells by (task, column), all runs found below `paths`, and notes about skipped folders and files."""
+    """The cells by (task, column), all runs that were found, and notes about skipped folders and files."""
 
-    paths: list[Path]
     lengths: Lengths
     runs: list[FormalRun]
     cells: dict[tuple[str, str], Cell]
@@ -115,7 +114,7 @@ def collect_report(paths: Sequence[Path | str], lengths: Lengths) -> Report:
             f"{_join_paths(paths)}: no finished run on a formal language ({'; '.join([unscored, *notes])}); finish or "
             "test one"
         )
-    return Report([Path(path) for path in paths], lengths, runs, cells, notes)
+    return Report(lengths, runs, cells, notes)
 
 
 def build_cell(task: str, column: str, runs: list[FormalRun]) -> Cell:

@@ -5,8 +5,8 @@ import io
 import re
 
 from stackexp.reports.formal.cells import Report
-from stackexp.reports.formal.commands import find_commands, name_recipe
 from stackexp.reports.formal.paper import COLUMNS
+from stackexp.reports.formal.recipes import name_recipe
 from stackexp.reports.formal.runs import FormalRun, Lengths
 from stackexp.reports.formal.tables import (
     BELOW,
@@ -52,7 +52,7 @@ def format_latex(report: Report) -> str:
     far, near = r"@{\hspace{10pt}}", r"@{\hspace{3pt}}"  # the paper's score is nearer to ours than the next model
     columns = f"l{far}" + f"l{near}r{far}" * (len(COLUMNS) - 2) + f"l{far}l{far}r"
     lines = ["% Needs \\usepackage{booktabs,graphicx}."]
-    lines += [f"% missing cells: {line}" for line in describe_commands(find_commands(report)[0])]
+    lines += [f"% missing cells: {line}" for line in describe_commands(report)]
     body = format_table(build_rows(report, LATEX), header=build_header(), style="latex")
     lines += format_float(format_legend(report), columns, body, describe_marks(report))
     rows = [[escape_latex(cell) for cell in row] for row in build_recipe_rows(report)]

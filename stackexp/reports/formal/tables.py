@@ -1,13 +1,14 @@
 """The formal-language table in Markdown, and the rows and notes that it shares with LaTeX."""
 
+import shlex
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from stackexp.reports.formal.cells import Cell, Report, compute_medians
-from stackexp.reports.formal.commands import CellKey, find_commands, find_differences, format_overrides, name_recipe
 from stackexp.reports.formal.paper import CLASSES, COLUMNS
+from stackexp.reports.formal.recipes import find_differences, format_overrides, name_recipe
 from stackexp.reports.formal.runs import Evaluation, FormalRun
 from stackexp.tables import ABSENT, format_table
 from stackexp.tasks import TASKS
@@ -18,8 +19,13 @@ LEGEND = (
     "({thoroughness}). Bold: at least the paper's score at two decimals; {below}: below it. paper: Table 1 of arXiv "
     "2507.15343, best seed; {absent}: not printed. StackTrans: any axis except depth."
 )
+FULL_TABLE = "python -m stackexp sweep run formal_table"
+"""The shipped sweep that fills every cell."""
 RECIPE_HEADER = ("model", "tasks", "steps", "recipe")
 MAX_SHOWN_DIFFERENCES = 6
+
+CellKey = tuple[str, str]
+"""Task and column."""
 
 
 class Markup(NamedTuple):
@@ -35,10 +41,9 @@ MARKDOWN = Markup("**{}**".format, "*{}*".format, str)
 
 def format_markdown(report: Report) -> str:
     """Return the table, the recipes, the commands for missing cells and notes as Markdown."""
-    commands, sweep_notes = find_commands(report)
     sections = {
-        "Commands for missing cells": describe_commands(commands),
-        "Notes": [*describe_marks(report), *_describe_unused_runs(report), *sweep_notes, *report.skipped],
+        "Commands for missing cells": describe_commands(report),
+        "Notes": [*describe_marks(report), *_describe_unused_runs(report), *report.skipped],
     }
     parts = [format_table(build_rows(report, MARKDOWN), header=build_header(), style="markdown"), format_legend(report)]
     parts += ["**Recipes**", format_table(build_recipe_rows(report), header=RECIPE_HEADER, style="markdown")]
@@ -132,9 +137,22 @@ def _format_steps(cells: list[Cell]) -> str:
 # Notes
 
 
-def describe_commands(commands: dict[str, list[CellKey]]) -> list[str]:
-    """Return a line for each command that fills missing cells."""
-    return [f"`{command}` ({_format_cells(keys)})" for command, keys in commands.items()]
+def describe_commands(report: Report) -> list[str]:
+    """Return a line for each command that fills missing cells or finishes their runs."""
+    cells: dict[str, list[CellKey]] = defaultdict(list)
+    for key, cell in report.cells.items():
+        if cell.pending:
+            cells["; ".join(map(_resume_run, cell.pending))].append(key)
+        elif not cell.runs:
+            cells[FULL_TABLE].append(key)
+    return [f"`{command}` ({_format_cells(keys)})" for command, keys in cells.items()]
+
+
+def _resume_run(run: FormalRun) -> str:
+    folder = shlex.quote(str(run.path))
+    if run.is_finished:
+        return f"python -m stackexp test --run {folder} data.eval_max_length={run.lengths[1]}"
+    return f"python -m stackexp fit --run {folder}"
 
 
 def _describe_unused_runs(report: Report) -> list[str]:
