@@ -192,7 +192,7 @@ def remove_checkpoint(checkpoint: Path) -> None:
     shutil.rmtree(hidden)
 
 
-def checkpoint_name(step: int) -> str:
+def format_checkpoint_name(step: int) -> str:
     """Return the name of the checkpoint after `step` steps. Names sort in the order of their steps."""
     return f"{step:08d}"
 

@@ -38,7 +38,7 @@ def prepare_set(source: Path, folder: Path, **options: Any) -> Corpus | None:
     return prepare(Plan(source, **settings), folder, **{"workers": 1, "show_progress": False} | options)
 
 
-def files_of(folder: Path) -> dict[str, bytes]:
+def read_files(folder: Path) -> dict[str, bytes]:
     """Return the contents of all files of a set, except those that depend on how it was made."""
     paths = [p for p in sorted(folder.rglob("*")) if p.is_file() and p.name != "plan.json" and p.name[0] != "."]
     return {str(p.relative_to(folder)): p.read_bytes() for p in paths if p.parent.name != "jobs"}

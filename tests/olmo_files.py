@@ -5,9 +5,9 @@ from pathlib import Path
 import numpy as np
 
 from stackexp.data import olmo
-from stackexp.data.olmo import OlmoSet, olmo_sets
+from stackexp.data.olmo import OlmoSet, list_olmo_sets
 from stackexp.data.token_files import TokenFile
-from stackexp.files import sha256_of
+from stackexp.files import compute_sha256
 
 PTB, ICE = OlmoSet("v2", "ptb"), OlmoSet("v2", "ice")
 
@@ -19,7 +19,7 @@ def make_ids(seed: int, count: int = 5000, end: int = 0) -> bytes:
     return ids.tobytes()
 
 
-CONTENT = {olmo_set: make_ids(n) for n, olmo_set in enumerate([*olmo_sets("v2"), *olmo_sets("v3")])}
+CONTENT = {olmo_set: make_ids(n) for n, olmo_set in enumerate([*list_olmo_sets("v2"), *list_olmo_sets("v3")])}
 
 
 def read_fetched(tmp_path: Path, olmo_set: OlmoSet) -> bytes:
@@ -27,7 +27,7 @@ def read_fetched(tmp_path: Path, olmo_set: OlmoSet) -> bytes:
     path = olmo_set.file(tmp_path / "to")
     record = TokenFile(path).record
     assert record is not None
-    assert record.sha256 == sha256_of(path)
+    assert record.sha256 == compute_sha256(path)
     return path.read_bytes()
 
 

@@ -11,7 +11,7 @@ from stackexp import cli
 from stackexp.config.compose import compose
 from stackexp.config.formal_language import TASKS
 from stackexp.config.layers import find_config, get_group_folder, list_catalog, list_config_names, list_sections
-from stackexp.config.yaml_files import configs_folder, list_yaml_names, read_purpose
+from stackexp.config.yaml_files import get_configs_folder, list_yaml_names, read_purpose
 from stackexp.planning.cost import build_meta_model
 from stackexp.sweeps.grid import expand
 from stackexp.sweeps.sweep import load_sweep
@@ -49,7 +49,7 @@ def test_every_choice_builds(section, name):
 
 
 def test_every_yaml_file_is_reachable_and_states_its_purpose():
-    files = {path.resolve() for path in configs_folder().rglob("*") if path.is_file()}
+    files = {path.resolve() for path in get_configs_folder().rglob("*") if path.is_file()}
     known = {find_config(name) for name in list_config_names()}
     known |= {get_group_folder(section) / f"{name}.yaml" for section, name in CHOICES}
     assert files == {path.resolve() for path in known}

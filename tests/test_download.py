@@ -13,7 +13,7 @@ from olmo_files import CONTENT, ICE, PTB, list_part_files, make_ids, read_fetche
 
 from stackexp.cli import main
 from stackexp.data import download
-from stackexp.data.olmo import OlmoSet, olmo_sets
+from stackexp.data.olmo import OlmoSet, list_olmo_sets
 
 
 @pytest.fixture
@@ -134,7 +134,7 @@ def test_an_unreachable_server_prints_the_urls(tmp_path, capsys, monkeypatch):
     host = "http://no-such-host.invalid/a/b"
     assert main(["data", "fetch", "v2", "--to", str(tmp_path), "--mirror", host]) == 1
     out, error = capsys.readouterr()
-    assert out.splitlines() == [f"{host}/{olmo_set.path}" for olmo_set in olmo_sets("v2")]
+    assert out.splitlines() == [f"{host}/{olmo_set.path}" for olmo_set in list_olmo_sets("v2")]
     [line] = [line.strip() for line in error.replace("\r", "\n").splitlines() if "error: " in line]
     assert line.startswith(f"error: {host} cannot be reached from this machine (")
     assert "wget -x -nH --cut-dirs=2 -i urls.txt -P copies" in line

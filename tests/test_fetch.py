@@ -12,7 +12,7 @@ from processes import wait_until
 
 from stackexp.cli import main
 from stackexp.data.token_files import TokenFile, read_record
-from stackexp.files import sha256_of
+from stackexp.files import compute_sha256
 
 
 @pytest.fixture
@@ -100,7 +100,7 @@ def test_verify_finds_a_changed_byte(fetch, tmp_path, capsys):
     path = PTB.file(tmp_path / "to")
     path.write_bytes(path.read_bytes()[:-2] + b"\x01\x00")
     assert fetch("v2", "--only", "ptb") == 0
-    assert sha256_of(path) != read_record(path).sha256
+    assert compute_sha256(path) != read_record(path).sha256
     assert fetch("v2", "--only", "ptb", "--verify") == 0
     assert "fetching it again" in capsys.readouterr().err
     assert read_fetched(tmp_path, PTB) == CONTENT[PTB]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import zstandard
-from corpora import TEXTS, files_of, json_lines, prepare_set
+from corpora import TEXTS, json_lines, prepare_set, read_files
 
 from stackexp.cli import main
 from stackexp.data.shards import TokenSet
@@ -113,7 +113,7 @@ def test_all_unreadable_sources_are_reported_and_other_units_are_kept(tmp_path, 
     assert "sources have changed (1.jsonl.gz and 1 more)" in capsys.readouterr().err
     assert [(to / f"unit.0000{n}").stat().st_ino for n in (0, 1, 3)] == inodes
     prepare_set(source, tmp_path / "fresh", **settings)
-    assert files_of(to) == files_of(tmp_path / "fresh")
+    assert read_files(to) == read_files(tmp_path / "fresh")
 
 
 def test_full_disk_is_a_one_line_error_and_the_command_resumes(tmp_path):

@@ -8,10 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from corpora import files_of, prepare_set, wait_for, write_many
+from corpora import prepare_set, read_files, wait_for, write_many
 
 from stackexp.data.shards import TokenSet
-from stackexp.data.units import BAD_LINES, TAIL, find_damaged_file, unit_name
+from stackexp.data.units import BAD_LINES, TAIL, find_damaged_file, format_unit_name
 from stackexp.errors import RunError
 
 UNIT_BYTES = 20_000
@@ -44,7 +44,7 @@ def test_parts_in_any_order_prepare_the_same_set(source, whole, tmp_path, count)
         assert not (folder / "corpus.json").exists()
     inodes = {unit: (folder / unit).stat().st_ino for unit in units_in(folder)}
     corpus = prepare_set(source, folder, unit_bytes=UNIT_BYTES)
-    assert files_of(folder) == files_of(whole)
+    assert read_files(folder) == read_files(whole)
     assert {unit: (folder / unit).stat().st_ino for unit in units_in(folder)} == inodes, "a unit was written twice"
     assert corpus == TokenSet(whole).corpus
 
@@ -52,11 +52,11 @@ def test_parts_in_any_order_prepare_the_same_set(source, whole, tmp_path, count)
 def test_merge_writes_the_missing_units(source, whole, tmp_path):
     folder = tmp_path / "set"
     prepare_set(source, folder, part=(2, 5), unit_bytes=UNIT_BYTES)
-    assert units_in(folder) == [unit_name(n) for n in (1, 6, 11)]
+    assert units_in(folder) == [format_unit_name(n) for n in (1, 6, 11)]
     prepare_set(source, folder, unit_bytes=UNIT_BYTES)
-    assert files_of(folder) == files_of(whole)
+    assert read_files(folder) == read_files(whole)
     assert prepare_set(source, folder, part=(1, 5), unit_bytes=UNIT_BYTES) is None
-    assert files_of(folder) == files_of(whole)
+    assert read_files(folder) == read_files(whole)
 
 
 DAMAGE = {
@@ -71,25 +71,25 @@ def test_merge_repairs_damaged_units(source, whole, tmp_path, capsys):
     shutil.copytree(whole, tmp_path / "set")
     (tmp_path / "set" / "corpus.json").unlink()
     for number, (name, damage) in enumerate(DAMAGE.items()):
-        folder = tmp_path / "set" / unit_name(number)
+        folder = tmp_path / "set" / format_unit_name(number)
         assert find_damaged_file(folder) is None
         damage(folder / name)
         assert find_damaged_file(folder) == name
     capsys.readouterr()
     prepare_set(source, tmp_path / "set", unit_bytes=UNIT_BYTES)
-    assert files_of(tmp_path / "set") == files_of(whole)
+    assert read_files(tmp_path / "set") == read_files(whole)
     assert capsys.readouterr().err.splitlines() == [
-        f"{tmp_path}/set/{unit_name(n)}/{name}: missing or damaged; {unit_name(n)} is prepared again"
+        f"{tmp_path}/set/{format_unit_name(n)}/{name}: missing or damaged; {format_unit_name(n)} is prepared again"
         for n, name in enumerate(DAMAGE)
     ]
 
 
 def test_damaged_shard_of_a_finished_set_is_repaired(source, whole, tmp_path, capsys):
     shutil.copytree(whole, tmp_path / "set")
-    shard = tmp_path / "set" / unit_name(3) / "shard.00000.mds"
+    shard = tmp_path / "set" / format_unit_name(3) / "shard.00000.mds"
     shard.write_bytes(shard.read_bytes()[:-1])
     prepare_set(source, tmp_path / "set", unit_bytes=UNIT_BYTES)
-    assert files_of(tmp_path / "set") == files_of(whole)
+    assert read_files(tmp_path / "set") == read_files(whole)
     assert f"damaged, repairing it: {shard}: missing or not as long" in capsys.readouterr().err
 
 
@@ -136,7 +136,7 @@ def test_concurrent_parts_and_merges_write_each_unit_once(source, whole, tmp_pat
     assert sum("training a tokenizer" in message for message in messages) == 1
     assert sum("waiting for another process" in message for message in messages) >= 1
     assert all(line.startswith(("waiting for", "training a")) for text in messages for line in text.splitlines())
-    assert files_of(tmp_path / "set") == files_of(whole)
+    assert read_files(tmp_path / "set") == read_files(whole)
 
 
 def test_merge_waits_for_running_parts(source, tmp_path):
@@ -196,4 +196,4 @@ def test_kills_neither_lose_nor_duplicate_documents(source, whole, tmp_path):
             break
     assert was_interrupted, f"no kill hit an unfinished set: {counts}"
     assert not is_writing_unit(folder)
-    assert files_of(folder) == files_of(whole)
+    assert read_files(folder) == read_files(whole)

@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
-from corpora import files_of, prepare_set, write_many
+from corpora import prepare_set, read_files, write_many
 from slurm import wait_for
 
 from stackexp.cli import main
@@ -25,7 +25,7 @@ def whole(source, tmp_path_factory) -> dict[str, bytes]:
     """Return the files of the set that one process prepares."""
     folder = tmp_path_factory.mktemp("whole") / "set"
     prepare_set(source, folder, unit_bytes=20_000)
-    return files_of(folder)
+    return read_files(folder)
 
 
 def submit(source: Path, folder: Path, *options: str) -> int:
@@ -60,7 +60,7 @@ def test_array_prepares_the_same_set_as_one_process(slurm, source, whole, tmp_pa
     assert "TimeLimit=00:10:00" in shown
     wait_for(lambda: not slurm.squeue())
     assert (folder / "corpus.json").exists(), logs(folder)
-    assert files_of(folder) == whole
+    assert read_files(folder) == whole
     found = logs(folder)
     assert sorted(found) == [*(f"{array}_{n}.txt" for n in (1, 2, 3)), f"{merge}-merge.txt"]
     assert all(f"part {n} of 3 is done" in found[f"{array}_{n}.txt"] for n in (1, 2, 3))
@@ -82,7 +82,7 @@ def test_failed_node_and_cancelled_task_lose_no_data(slurm, source, whole, tmp_p
     slurm.hurry()
     wait_for(lambda: not slurm.squeue())
     assert (folder / "corpus.json").exists(), logs(folder)
-    assert files_of(folder) == whole
+    assert read_files(folder) == whole
 
 
 def test_refusals_by_slurm_are_one_line_errors(slurm, source, tmp_path, capsys):

@@ -8,7 +8,7 @@ import pytest
 from formal_runs import ALL_LENGTHS, MODELS, NEAR_LENGTHS, finish, format_report, read_row, write_run
 
 from stackexp.cli import main
-from stackexp.config.formal_language import model_label
+from stackexp.config.formal_language import get_model_label
 from stackexp.errors import RunError
 from stackexp.reports.formal import paper, recipes
 from stackexp.reports.formal.cells import Report, collect_report
@@ -46,8 +46,8 @@ def test_column_follows_from_the_config(runs):
     assert find_column(config | {"model.memory.axis": "token_major"}) == "StackTrans"
     assert find_column(config | {"model.memory.discipline": "queue"}) is None
     queue = {"model.memory.discipline": "queue", "model.memory.axis": "depth"}
-    assert model_label(config | queue) == "stacktrans-depth-queue"
-    assert model_label({"model.kind": "transformer", "model.memory.kind": "mine"}) == "mine"
+    assert get_model_label(config | queue) == "stacktrans-depth-queue"
+    assert get_model_label({"model.kind": "transformer", "model.memory.kind": "mine"}) == "mine"
 
 
 def test_cell_has_best_and_median_next_to_the_papers_score(runs):

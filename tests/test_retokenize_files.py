@@ -12,7 +12,7 @@ from stackexp.cli import main
 from stackexp.data.token_files import read_record
 from stackexp.data.tokenizer import compute_fingerprint, load_tokenizer
 from stackexp.errors import RunError
-from stackexp.files import sha256_of
+from stackexp.files import compute_sha256
 
 
 def write_folder(folder: Path, count: int = 3, **record: object) -> dict[str, bytes]:
@@ -40,7 +40,7 @@ def test_a_file_that_differs_from_its_record_is_refused(tmp_path):
     source = write(tmp_path / "a.npy", encode(OLD, ["one", "two"]))
     convert(source, tmp_path / "new")
     source.write_bytes(encode(OLD, ["two", "one"]).astype("<u2").tobytes())
-    assert sha256_of(source) != read_record(source).sha256
+    assert compute_sha256(source) != read_record(source).sha256
     with pytest.raises(RunError, match=r"a\.npy: its SHA-256 differs from its record"):
         convert(source, tmp_path / "new")
 

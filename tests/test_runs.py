@@ -56,7 +56,7 @@ def test_new_folder_is_under_its_name_and_can_be_rerun(config, tmp_path):
 
 def test_resume_deletes_later_metrics_and_checkpoints(config):
     folder = write_metrics(create_run(config), '{"step": 1}\n{"step": 2}\n{"step": 2, "v": 0.1}\n{"step": 3}\n{"st')
-    for name in [*map(runs.checkpoint_name, (1, 2, 3, 10)), "best"]:
+    for name in [*map(runs.format_checkpoint_name, (1, 2, 3, 10)), "best"]:
         add_checkpoint(folder, name)
     folder.truncate_after(2)
     kept = sorted(path.name for path in folder.checkpoints.iterdir())
@@ -95,7 +95,7 @@ def test_the_best_checkpoint_has_the_lowest_validation_loss(config):
     folder = create_run(config)
     assert folder.best_checkpoint() is None
     for step in (10, 20, 30, 40):
-        add_checkpoint(folder, runs.checkpoint_name(step))
+        add_checkpoint(folder, runs.format_checkpoint_name(step))
     assert folder.best_checkpoint() is None, "none was validated"
     losses = {10: 3.0, 20: 2.0, 25: 1.0, 30: 2.5}  # no checkpoint at 25, no validation at 40
     lines = [{"step": step, "val/loss/average": loss} for step, loss in losses.items()]
@@ -106,7 +106,7 @@ def test_the_best_checkpoint_has_the_lowest_validation_loss(config):
 def test_latest_checkpoint_without_mistakes_is_best(config):
     folder, lines = create_run(config), []
     for step, loss, accuracy in ((10, 1e-6, 1.0), (20, 1e-3, 1.0), (30, 1e-7, 0.999), (40, 2.0, 0.5)):
-        add_checkpoint(folder, runs.checkpoint_name(step))
+        add_checkpoint(folder, runs.format_checkpoint_name(step))
         lines.append({"step": step, "val/loss/average": loss, "val/accuracy/average": accuracy})
     write_metrics(folder, "".join(json.dumps(line) + "\n" for line in lines))
     assert folder.best_checkpoint().name == "00000020"

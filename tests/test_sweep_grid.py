@@ -14,7 +14,7 @@ from stackexp.errors import ConfigError
 from stackexp.sweeps.grid import shorten_keys
 from stackexp.sweeps.shipped import list_shipped
 from stackexp.sweeps.sweep import Sweep, load_sweep
-from stackexp.sweeps.trials import config_hash
+from stackexp.sweeps.trials import compute_config_hash
 
 H, D, S = "model.memory.num_heads", "model.memory.head_dim", "model.memory.num_slots"
 
@@ -116,13 +116,13 @@ def test_hash_is_unchanged_by_new_options_at_their_defaults():
         new_option: bool = False
 
     config = build(grid={H: [1]}).trials[0].config
-    before, memory = config_hash(config), vars(config.model.memory)
+    before, memory = compute_config_hash(config), vars(config.model.memory)
     config.model.memory = NewerConfig(**memory)
-    assert config_hash(config) == before
+    assert compute_config_hash(config) == before
     config.model.memory = NewerConfig(**memory, new_option=True)
-    assert config_hash(config) != before
+    assert compute_config_hash(config) != before
     config.model.memory = None
-    assert config_hash(config) != before
+    assert compute_config_hash(config) != before
 
 
 def test_trial_keeps_its_folder_under_a_new_label():

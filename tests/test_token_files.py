@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stackexp.data.token_files import Chunks, TokenFile, record_path, write_token_file
+from stackexp.data.token_files import Chunks, TokenFile, get_record_path, write_token_file
 from stackexp.errors import RunError
 
 
@@ -78,7 +78,7 @@ def test_a_written_file_reads_back_with_and_without_its_record(tmp_path, vocab_s
     assert file.record == record
     assert (record.tokens, record.bytes) == (3, path.stat().st_size)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["set.npy", "set.npy.json"]
-    record_path(path).unlink()  # not needed to read what was written
+    get_record_path(path).unlink()  # not needed to read what was written
     assert TokenFile(path).tokens.tolist() == [1, 2, vocab_size - 1]
     if dtype == "uint32":
         assert np.load(path).tolist() == [1, 2, vocab_size - 1]
@@ -118,14 +118,14 @@ def test_a_file_whose_length_differs_from_its_record_is_refused(tmp_path):
 @pytest.mark.parametrize("text", ["{", "[]", json.dumps({"sha": "x"})])
 def test_the_error_names_a_corrupt_record(tmp_path, text):
     path = write(tmp_path / "set.npy", [1])
-    record_path(path).write_text(text)
+    get_record_path(path).write_text(text)
     with pytest.raises(RunError, match=r"set\.npy\.json: corrupt; delete it"):
         TokenFile(path)
 
 
 def test_the_error_names_an_unreadable_record(tmp_path):
     path = write(tmp_path / "set.npy", [1])
-    record_path(path).mkdir()
+    get_record_path(path).mkdir()
     with pytest.raises(RunError, match=r"set\.npy\.json: cannot be read \(Is a directory\)"):
         TokenFile(path)
 

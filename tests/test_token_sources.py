@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from corpora import TEXTS, files_of, prepare_set
+from corpora import TEXTS, prepare_set, read_files
 
 from stackexp.data.shards import TokenSet
 from stackexp.data.token_files import write_token_file
@@ -59,7 +59,7 @@ def test_token_ids_give_the_same_set_as_their_text(tokenizer, ids, text_set, tmp
     monkeypatch.setattr("stackexp.data.token_sources.BLOCK", 100)
     WRITERS[name](tmp_path / name, ids)
     corpus = prepare_set(tmp_path / name, tmp_path / "set", tokenizer=tokenizer)
-    files, expected = files_of(tmp_path / "set"), files_of(text_set)
+    files, expected = read_files(tmp_path / "set"), read_files(text_set)
     same = [n for n in expected if Path(n).name not in ("corpus.json", "unit.json")]  # the others name the sources
     assert {n: files[n] for n in same} == {n: expected[n] for n in same}
     assert corpus.documents == len(DOCUMENTS)

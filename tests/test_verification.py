@@ -19,7 +19,7 @@ from stackexp.data.verification import DamagedFileError, verify_file
 from stackexp.datamodules.download import SourceError
 from stackexp.datamodules.pretraining import PretrainingData
 from stackexp.errors import ConfigError, RunError
-from stackexp.files import sha256_of
+from stackexp.files import compute_sha256
 from stackexp.reports.data.inspect import inspect_path
 from stackexp.reports.data.inspection import InspectOptions
 
@@ -43,10 +43,10 @@ def zero_second_half(path: Path) -> None:
 
 def test_file_is_hashed_once_until_it_changes(tmp_path, monkeypatch):
     hashed = []
-    monkeypatch.setattr(verification, "sha256_of", lambda path: hashed.append(path) or sha256_of(path))
+    monkeypatch.setattr(verification, "compute_sha256", lambda path: hashed.append(path) or compute_sha256(path))
     path = tmp_path / "file"
     path.write_bytes(b"content")
-    digest = sha256_of(path)
+    digest = compute_sha256(path)
     verify_file(path, None)
     assert hashed == []
     for _ in range(3):
@@ -66,7 +66,7 @@ def test_without_a_writable_cache_files_are_still_verified(tmp_path, monkeypatch
     monkeypatch.setenv("STACKEXP_CACHE", "/dev/null/cache")
     path = tmp_path / "file"
     path.write_bytes(b"content")
-    digest = sha256_of(path)
+    digest = compute_sha256(path)
     verify_file(path, digest)
     flip_bit(path)
     with pytest.raises(DamagedFileError):

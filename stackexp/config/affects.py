@@ -26,27 +26,27 @@ def flatten_config(config: ExperimentConfig) -> dict[str, Any]:
     return flatten(to_dict(config))
 
 
-def affects(options: Options, key: str) -> str:
+def get_effect(options: Options, key: str) -> str:
     """Return what the option `key` affects; `options` must include the kind of its section."""
     return _metadata(options, key).get("affects", "training")
 
 
 def changes_scores(options: Options, key: str) -> bool:
     """Return True if `key` changes the scores of fixed weights on a fixed evaluation set."""
-    is_architecture = key.startswith("model.") and affects(options, key) == "training"
+    is_architecture = key.startswith("model.") and get_effect(options, key) == "training"
     return is_architecture or _metadata(options, key).get("changes_scores", False)
 
 
 def select_options(options: Options, which: Collection[str]) -> dict[str, Any]:
     """Return the options that affect one of `which`."""
-    return {key: value for key, value in options.items() if affects(options, key) in which}
+    return {key: value for key, value in options.items() if get_effect(options, key) in which}
 
 
 def find_changed_keys(ours: Options, theirs: Options, which: Collection[str]) -> list[str]:
     """Return the keys whose values differ and that affect one of `which`, model options first."""
     keys = sorted(ours.keys() | theirs.keys(), key=lambda key: (not key.startswith("model."), key))
     changed = (key for key in keys if ours.get(key) != theirs.get(key))
-    return [key for key in changed if affects(ours if key in ours else theirs, key) in which]
+    return [key for key in changed if get_effect(ours if key in ours else theirs, key) in which]
 
 
 def remove_defaults(section: Any, exclude: Collection[str] = ()) -> Any:

@@ -115,7 +115,7 @@ class FormalLanguageConfig:
         return self.batch_size // devices
 
 
-def model_label(options: Mapping[str, Any]) -> str:
+def get_model_label(options: Mapping[str, Any]) -> str:
     """Return the short name of a model from the options {full key: value} of its config.
 
     One of transformer, stacktrans, stacktrans-depth, stacktrans-queue, stacktrans-depth-push_only, ...,

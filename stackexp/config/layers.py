@@ -17,8 +17,8 @@ from stackexp.config.suggestions import find_closest, suggest_name
 from stackexp.config.yaml_files import (
     Leaf,
     Tree,
-    configs_folder,
     display_path,
+    get_configs_folder,
     list_yaml_names,
     read_file,
     read_purpose,
@@ -47,12 +47,12 @@ def build_default_tree() -> Tree:
 
 def get_group_folder(section: str) -> Path:
     """Return the folder of the choices for a section."""
-    return configs_folder() / section.replace(".", "/")
+    return get_configs_folder() / section.replace(".", "/")
 
 
 def list_config_names() -> list[str]:
     """Return the names of the shipped configs. Files in the folder of a section are choices, not configs."""
-    files = list_yaml_names(configs_folder(), "**/*.yaml")
+    files = list_yaml_names(get_configs_folder(), "**/*.yaml")
     names = [name for name in files if name.split("/")[0] not in list_sections()]
     return sorted(names, key=lambda name: (name.count("/"), name))
 
@@ -76,7 +76,7 @@ def find_config(name: str, origin: str = "", folder: Path = Path()) -> Path:
         return _find_file(name, prefix, folder)
     names = list_config_names()
     if name in names:
-        return configs_folder() / f"{name}.yaml"
+        return get_configs_folder() / f"{name}.yaml"
     if Path(name).is_file():
         return Path(name)
     known = {full.split("/")[-1]: full for full in names} | {full: full for full in names}

@@ -31,7 +31,7 @@ class Leaf:
     origin: str
 
 
-def configs_folder(package: Path = PACKAGE) -> Path:
+def get_configs_folder(package: Path = PACKAGE) -> Path:
     """Return the folder of the shipped YAML files: in an installed package, or next to the package in a checkout."""
     installed = package / "configs"
     return installed if installed.is_dir() else package.parent / "configs"

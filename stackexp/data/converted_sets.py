@@ -26,7 +26,7 @@ from stackexp.data.tokenizer import (
     tokenize_pieces,
 )
 from stackexp.errors import RunError
-from stackexp.files import get_cache_root, hold_lock, sha256_of
+from stackexp.files import compute_sha256, get_cache_root, hold_lock
 
 log = logging.getLogger(__name__)
 
@@ -38,9 +38,9 @@ def convert_text(path: Path, tokenizer: Tokenizer | None) -> TokenFile:
     damaged or if there is no text.
     """
     sources = find_sources(path)
-    digest = sha256_of(path) if path.is_file() else None
+    digest = compute_sha256(path) if path.is_file() else None
     if digest is None:
-        names = [[source.name, sha256_of(Path(source.path))] for source in sources]
+        names = [[source.name, compute_sha256(Path(source.path))] for source in sources]
         digest = hashlib.sha256(json.dumps(names).encode()).hexdigest()
 
     def read() -> Iterator[Piece]:

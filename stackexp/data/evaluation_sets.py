@@ -28,7 +28,7 @@ from stackexp.data.token_files import Chunks, TokenFile
 from stackexp.data.tokenizer import UNKNOWN_TOKENIZER, KnownTokenizer
 from stackexp.data.verification import verify_file
 from stackexp.errors import RunError
-from stackexp.files import sha256_of
+from stackexp.files import compute_sha256
 
 log = logging.getLogger(__name__)
 
@@ -164,7 +164,7 @@ def _open_prepared(path: Path, config: DataConfig, tokenizer: KnownTokenizer | N
             f"--tokenizer {tokenizer.path}, or convert it with data retokenize"
         )
     token_set.check_vocab_size(config.vocab_size)
-    identity = sha256_of(path / "index.json")  # includes the hashes of the shards
+    identity = compute_sha256(path / "index.json")  # includes the hashes of the shards
     return Concatenated(token_set), corpus.bytes / max(corpus.tokens, 1), identity
 
 

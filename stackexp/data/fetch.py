@@ -23,7 +23,7 @@ from stackexp.data.token_files import (
     read_record,
 )
 from stackexp.errors import RunError
-from stackexp.files import hold_lock, sha256_of
+from stackexp.files import compute_sha256, hold_lock
 
 BLOCK_TOKENS = 1 << 22
 
@@ -99,7 +99,7 @@ def _find_complete(olmo_set: OlmoSet, folder: Path, verify: bool) -> FileRecord 
         return None
     if record.tokenizer != TOKENIZER:
         raise RunError(f"{path}: exists and belongs to another tokenizer; choose another --to")
-    if path.stat().st_size != record.bytes or (verify and sha256_of(path) != record.sha256):
+    if path.stat().st_size != record.bytes or (verify and compute_sha256(path) != record.sha256):
         _report(f"{path}: differs from its record; fetching it again")
         return None
     _report(f"{olmo_set}: already fetched")
@@ -184,7 +184,7 @@ def check_ids(path: Path, source: str) -> FileRecord:
             )
     end_of_text = find_end_of_text(tokens)
     return FileRecord(
-        sha256=sha256_of(path),
+        sha256=compute_sha256(path),
         bytes=size,
         tokens=len(tokens),
         vocab_size=VOCAB_SIZE,

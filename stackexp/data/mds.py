@@ -11,7 +11,7 @@ import numpy as np
 
 from stackexp.data.verification import check_basename, find_damage
 from stackexp.errors import RunError, first_line
-from stackexp.files import read_json, sha256_of
+from stackexp.files import compute_sha256, read_json
 
 SAFE_ENCODINGS = {"bytes", "str", "json", "int", "str_int", "str_float", "str_decimal", "pil", "jpeg", "png"}
 SAFE_ENCODINGS |= {f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)}
@@ -71,7 +71,7 @@ def hash_shards(folder: Path, shards: list[MdsShard]) -> str:
     for shard in shards:
         if damage := find_damage(shard.path, shard.entry):
             raise RunError(f"{shard.path}: {damage}; copy it again")
-        digest.update(sha256_of(shard.path).encode())
+        digest.update(compute_sha256(shard.path).encode())
     return digest.hexdigest()
 
 

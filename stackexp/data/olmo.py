@@ -57,6 +57,6 @@ class OlmoSet:
         return folder / self.version / f"{self.name}.npy"
 
 
-def olmo_sets(version: str) -> list[OlmoSet]:
+def list_olmo_sets(version: str) -> list[OlmoSet]:
     """Return all sets of version "v2" or "v3"."""
     return [OlmoSet(version, name) for name in NAMES[version]]

@@ -33,7 +33,7 @@ from stackexp.data.tokenizer import (
     tokenize_pieces,
 )
 from stackexp.errors import RunError
-from stackexp.files import hold_lock, sha256_of
+from stackexp.files import compute_sha256, hold_lock
 
 BLOCK_TOKENS = 1 << 18
 
@@ -112,7 +112,7 @@ class Retokenizer:
         return list_token_bytes(self.old.tokenizer) if is_byte_level(self.old.tokenizer) else None
 
     def _convert(self, file: TokenFile, end: int, path: Path, bar: tqdm) -> FileRecord:
-        digest = sha256_of(file.path)
+        digest = compute_sha256(file.path)
         if file.record and file.record.sha256 != digest:
             raise RunError(f"{file.path}: its SHA-256 differs from its record; {REMEDY}")
         origin = {**self._fingerprints, "source_sha256": digest, "source_end_of_text": end}

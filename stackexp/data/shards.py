@@ -42,7 +42,7 @@ class Corpus:
     format_version: int = FORMAT_VERSION
 
 
-def token_dtype(vocab_size: int) -> np.dtype:
+def choose_token_dtype(vocab_size: int) -> np.dtype:
     """Return the type in which token ids are stored."""
     return np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.uint32)
 
@@ -164,7 +164,7 @@ class TokenSet:
 
     def _has_format(self, shard: dict[str, Any]) -> bool:
         """Return True if an entry of index.json has the fields that `write_shard` returns for this corpus."""
-        columns = describe_columns(token_dtype(self.corpus.vocab_size), self.corpus.context_length)
+        columns = describe_columns(choose_token_dtype(self.corpus.vocab_size), self.corpus.context_length)
         expected = columns | {"size_limit": shard["size_limit"], "zip_data": None}
         described = {key: value for key, value in shard.items() if key not in ("raw_data", "samples")}
         return described == expected and type(shard["samples"]) is int
@@ -221,5 +221,5 @@ class TokenSet:
         path, samples = self.files[shard]
         verify_file(path, self._hashes[shard])
         shape = (samples, self.corpus.context_length)
-        dtype = token_dtype(self.corpus.vocab_size)
+        dtype = choose_token_dtype(self.corpus.vocab_size)
         return np.memmap(path, dtype, "r", os.path.getsize(path) - samples * shape[1] * dtype.itemsize, shape)

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 
 from stackexp.data.olmo import END_OF_TEXT, TWO_SPACES
-from stackexp.data.shards import token_dtype
+from stackexp.data.shards import choose_token_dtype
 from stackexp.errors import RunError
-from stackexp.files import read_json, sha256_of, sync_file, write_json
+from stackexp.files import compute_sha256, read_json, sync_file, write_json
 
 NPY_MAGIC = b"\x93NUMPY"
 REMEDY = "it is truncated or damaged: fetch or make it again"
@@ -41,14 +41,14 @@ class FileRecord:
     replaced_documents: int | None = None  # documents with bytes that are not UTF-8, replaced by U+FFFD
 
 
-def record_path(path: Path) -> Path:
+def get_record_path(path: Path) -> Path:
     """Return the path of the record of the token file `path`."""
     return path.with_name(f"{path.name}.json")
 
 
 def read_record(path: Path) -> FileRecord | None:
     """Return the record of the token file `path`, or None. Raises RunError if the record cannot be read."""
-    record = record_path(path)
+    record = get_record_path(path)
     try:
         return FileRecord(**read_json(record))
     except FileNotFoundError:
@@ -146,14 +146,16 @@ def find_end_of_text(tokens: np.ndarray) -> int | None:
 
 def publish(temporary: Path, path: Path, record: FileRecord) -> None:
     """Rename the finished file `temporary` to the token file `path`, then write its record."""
-    record_path(path).unlink(missing_ok=True)
+    get_record_path(path).unlink(missing_ok=True)
     temporary.replace(path)
     write_record(path, record)
 
 
 def write_record(path: Path, record: FileRecord) -> None:
     """Write the record of the token file `path`, atomically."""
-    write_json(record_path(path), {key: value for key, value in asdict(record).items() if value is not None}, indent=1)
+    write_json(
+        get_record_path(path), {key: value for key, value in asdict(record).items() if value is not None}, indent=1
+    )
 
 
 def write_token_file(
@@ -179,7 +181,7 @@ def write_token_file(
     Raises:
         RunError: An id is outside the vocabulary, or there are no tokens.
     """
-    dtype, count = token_dtype(vocab_size).newbyteorder("<"), 0
+    dtype, count = choose_token_dtype(vocab_size).newbyteorder("<"), 0
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         with open(temporary, "wb") as file:
@@ -196,7 +198,7 @@ def write_token_file(
         if not count:
             raise RunError(f"{path}: no tokens to write; check the source")
         size = temporary.stat().st_size
-        record = FileRecord(sha256_of(temporary), size, count, vocab_size, **fields, **counts())
+        record = FileRecord(compute_sha256(temporary), size, count, vocab_size, **fields, **counts())
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise

@@ -20,7 +20,7 @@ from stackexp.data.readers import BadLine, Piece, TokenBlock, UnreadableSourceEr
 from stackexp.data.sources import Source
 from stackexp.data.token_sources import read_tokens
 from stackexp.data.tokenizer import load_tokenizer
-from stackexp.data.units import BAD_LINES, find_damaged_file, read_unit, unit_name, write_unit
+from stackexp.data.units import BAD_LINES, find_damaged_file, format_unit_name, read_unit, write_unit
 from stackexp.errors import RunError
 
 
@@ -76,7 +76,7 @@ class UnitWriter:
 
     def finish(self, number: int) -> None:
         """Write a unit unless it exists. Raises RunError for a bad line if the job is strict."""
-        job, folder = self.job, self.job.folder / unit_name(number)
+        job, folder = self.job, self.job.folder / format_unit_name(number)
         if folder.exists() and job.verify and (name := find_damaged_file(folder)):
             message = f"{folder / name}: missing or damaged; {folder.name} is prepared again"
             print(message, file=sys.stderr, flush=True)

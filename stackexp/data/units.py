@@ -14,11 +14,11 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from stackexp.data.readers import BadLine, Piece, TokenBlock
-from stackexp.data.shards import Corpus, ShardWriter, prefix_basenames, token_dtype, write_metadata
+from stackexp.data.shards import Corpus, ShardWriter, choose_token_dtype, prefix_basenames, write_metadata
 from stackexp.data.sources import Source
 from stackexp.data.tokenizer import compute_fingerprint, get_vocab_size, tokenize_pieces
 from stackexp.errors import RunError
-from stackexp.files import sha256_of, sync_file, write_json
+from stackexp.files import compute_sha256, sync_file, write_json
 
 BAD_LINES = "bad_lines.log"  # lines "file:line: reason", in each unit and in the merged set
 TAIL = "tail.npy"
@@ -38,7 +38,7 @@ class Unit:
     sources: list[list] = field(default_factory=list)  # name, size, modification time (ns)
 
 
-def unit_name(number: int) -> str:
+def format_unit_name(number: int) -> str:
     """Return the folder name of a unit."""
     return f"unit.{number:05}"
 
@@ -57,7 +57,7 @@ def write_unit(
 ) -> Unit:
     """Tokenize documents and write them to `folder`, which exists, as a unit."""
     unit = Unit(tokenizer=compute_fingerprint(tokenizer), sources=[source.record for source in sources])
-    writer = ShardWriter(folder, context_length, token_dtype(get_vocab_size(tokenizer)))
+    writer = ShardWriter(folder, context_length, choose_token_dtype(get_vocab_size(tokenizer)))
     for block in tokenize_pieces(_log_bad_lines(items, unit, folder / BAD_LINES), tokenizer):
         writer.write(block.ids.astype(writer.dtype, copy=False))
         unit.documents += block.documents
@@ -67,7 +67,7 @@ def write_unit(
         np.save(file, writer.close())
         sync_file(file)
     unit.shards = writer.shards
-    unit.hashes = {name: sha256_of(folder / name) for name in (TAIL, BAD_LINES)}
+    unit.hashes = {name: compute_sha256(folder / name) for name in (TAIL, BAD_LINES)}
     write_json(folder / "unit.json", asdict(unit), indent=1)
     return unit
 
@@ -96,14 +96,14 @@ def find_damaged_file(folder: Path) -> str | None:
         return "unit.json"
     for name, expected in hashes.items():
         path = folder / name
-        if not path.exists() or sha256_of(path) != expected:
+        if not path.exists() or compute_sha256(path) != expected:
             return name
     return None
 
 
 def renumber_units(folder: Path, units: list[list[Source]]) -> None:
     """Rename the finished units in `folder` to their numbers in `units`, and delete units of other sources."""
-    targets = {json.dumps([s.record for s in unit]): folder / unit_name(n) for n, unit in enumerate(units)}
+    targets = {json.dumps([s.record for s in unit]): folder / format_unit_name(n) for n, unit in enumerate(units)}
     for path in folder.glob("unit.*"):
         if path != _find_target(path, targets):  # move all out of the way first
             hidden = path.with_name(f".moved.{path.name}")
@@ -131,10 +131,10 @@ def merge_units(folder: Path, count: int, tokenizer: Tokenizer, context_length: 
     The tails of all units are packed together; the last tokens, which do not fill a sequence, are dropped. Raises
     RunError if there is less than one sequence, or if a unit was made with another tokenizer.
     """
-    units = [read_unit(folder / unit_name(number)) for number in range(count)]
+    units = [read_unit(folder / format_unit_name(number)) for number in range(count)]
     _check_tokenizer(folder, units, tokenizer)
     tail_shards, dropped = _pack_tails(folder, count, tokenizer, context_length)
-    shards = [entry for n, unit in enumerate(units) for entry in prefix_basenames(unit.shards, unit_name(n))]
+    shards = [entry for n, unit in enumerate(units) for entry in prefix_basenames(unit.shards, format_unit_name(n))]
     shards += prefix_basenames(tail_shards, "tails")
     tokens = sum(unit.tokens for unit in units)
     corpus = Corpus(
@@ -157,7 +157,7 @@ def merge_units(folder: Path, count: int, tokenizer: Tokenizer, context_length: 
     assert sum(shard["samples"] for shard in shards) == corpus.sequences
     with open(folder / BAD_LINES, "wb") as log:
         for number in range(count):
-            with open(folder / unit_name(number) / BAD_LINES, "rb") as unit_log:
+            with open(folder / format_unit_name(number) / BAD_LINES, "rb") as unit_log:
                 shutil.copyfileobj(unit_log, log)
     write_metadata(folder, corpus, shards, tokenizer)
     return corpus
@@ -165,7 +165,7 @@ def merge_units(folder: Path, count: int, tokenizer: Tokenizer, context_length: 
 
 def write_documents(folder: Path, texts: Iterable[str], tokenizer: Tokenizer, context_length: int) -> Corpus:
     """Write a few documents as a prepared set of one unit. `folder` must not exist."""
-    unit = folder / unit_name(0)
+    unit = folder / format_unit_name(0)
     unit.mkdir(parents=True)
     write_unit(unit, (Piece(text, True) for text in texts), tokenizer, context_length)
     return merge_units(folder, 1, tokenizer, context_length, [])
@@ -176,7 +176,7 @@ def _check_tokenizer(folder: Path, units: list[Unit], tokenizer: Tokenizer) -> N
     for number, unit in enumerate(units):
         if unit.tokenizer not in ("", fingerprint):
             raise RunError(
-                f"{folder}/tokenizer.json: not the tokenizer of {unit_name(number)}; restore that one, or delete "
+                f"{folder}/tokenizer.json: not the tokenizer of {format_unit_name(number)}; restore that one, or delete "
                 f"{folder} and prepare it again"
             )
 
@@ -186,8 +186,8 @@ def _pack_tails(folder: Path, count: int, tokenizer: Tokenizer, context_length: 
     tails = folder / "tails"
     shutil.rmtree(tails, ignore_errors=True)  # of a merge that was killed
     tails.mkdir()
-    writer = ShardWriter(tails, context_length, token_dtype(get_vocab_size(tokenizer)))
+    writer = ShardWriter(tails, context_length, choose_token_dtype(get_vocab_size(tokenizer)))
     for number in range(count):
-        writer.write(np.load(folder / unit_name(number) / TAIL))
+        writer.write(np.load(folder / format_unit_name(number) / TAIL))
     dropped = len(writer.close())
     return writer.shards, dropped

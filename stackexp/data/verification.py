@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from stackexp.errors import RunError
-from stackexp.files import get_cache_root, sha256_of
+from stackexp.files import compute_sha256, get_cache_root
 
 
 class DamagedFileError(RunError):
@@ -30,7 +30,7 @@ def verify_file(path: Path, sha256: str | None) -> None:
     mark = get_cache_root() / "verified" / hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()[:32]
     if mark.exists():
         return
-    if sha256_of(path) != sha256:
+    if compute_sha256(path) != sha256:
         raise DamagedFileError(
             f"{path}: damaged, its SHA-256 is not the recorded one; copy, fetch or prepare the file again"
         )

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from stackexp.config.data import DataConfig, ShardsConfig, StreamConfig
 from stackexp.data.path_checks import format_prepare_options
-from stackexp.data.shards import TokenSet, token_dtype
+from stackexp.data.shards import TokenSet, choose_token_dtype
 from stackexp.data.tokenizer import get_end_of_text_id
 from stackexp.errors import RunError
 
@@ -136,7 +136,7 @@ class TrainingSet:
         cached = [source for source in self.sources if source.remote]
         # In a mixture, all shards of a block are replaced at once, so the cache holds the shards of two blocks.
         block = self._shuffle_block * (2 if self._is_mixture else 1) if self.config.shuffle else 0
-        itemsize = token_dtype(self.tokens.corpus.vocab_size).itemsize
+        itemsize = choose_token_dtype(self.tokens.corpus.vocab_size).itemsize
         size = min(sum(len(s.tokens) for s in cached), block) * self.config.context_length * itemsize
         if limit < size:
             log.warning(

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import ReadItem
 
 from stackexp.errors import DamagedCheckpointError, RunError, first_line
-from stackexp.files import read_json, sha256_of, write_json
+from stackexp.files import compute_sha256, read_json, write_json
 
 MANIFEST = "manifest.json"
 _DCP_TYPES = {
@@ -36,7 +36,7 @@ def write_manifest(folder: Path) -> None:
     """Write the hashes of all files of a complete checkpoint, atomically."""
     files = sorted(path for path in folder.iterdir() if path.name != MANIFEST)
     with ThreadPoolExecutor() as threads:
-        hashes = list(threads.map(sha256_of, files))
+        hashes = list(threads.map(compute_sha256, files))
     write_json(folder / MANIFEST, {file.name: sha256 for file, sha256 in zip(files, hashes, strict=True)})
 
 
@@ -49,7 +49,7 @@ def verify_manifest(folder: Path, only: str | None = None) -> None:
         hashes: dict[str, str] = read_json(folder / MANIFEST)
         names = sorted(hashes) if only is None else [only]
         with ThreadPoolExecutor() as threads:
-            found = list(threads.map(lambda name: sha256_of(folder / name), names))
+            found = list(threads.map(lambda name: compute_sha256(folder / name), names))
         changed = [name for name, sha256 in zip(names, found, strict=True) if hashes.get(name) != sha256]
     except (OSError, RunError, AttributeError, TypeError) as error:
         raise damaged_error(folder, error) from None

@@ -12,7 +12,7 @@ from typing import Any
 
 from stackexp.config.affects import select_options
 from stackexp.config.compose import load_config
-from stackexp.config.formal_language import model_label
+from stackexp.config.formal_language import get_model_label
 from stackexp.config.yaml_files import flatten, read_file
 from stackexp.errors import ConfigError, RunError
 from stackexp.files import read_json
@@ -146,4 +146,4 @@ def describe_unfinished(arms: Sequence[Arm]) -> list[str]:
 
 def name_memory(config: dict[str, Any]) -> str:
     """Return the family of a model: the paper's name of the variant, or the kind of its memory."""
-    return find_variant(config) or model_label(config)
+    return find_variant(config) or get_model_label(config)

@@ -4,12 +4,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from stackexp.config.layers import list_config_names
-from stackexp.config.yaml_files import configs_folder, list_yaml_names
+from stackexp.config.yaml_files import get_configs_folder, list_yaml_names
 
 
 def get_shipped_folder() -> Path:
     """Return the folder of the shipped sweeps, next to the shipped configs."""
-    return configs_folder().parent / "sweeps"
+    return get_configs_folder().parent / "sweeps"
 
 
 def list_shipped() -> list[str]:

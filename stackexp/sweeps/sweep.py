@@ -21,7 +21,7 @@ from stackexp.runs import RunFolder
 from stackexp.sweeps.grid import Values, expand, format_value, list_extremes
 from stackexp.sweeps.schema import SweepConfig
 from stackexp.sweeps.shipped import get_shipped_folder, list_shipped
-from stackexp.sweeps.trials import Trial, config_hash
+from stackexp.sweeps.trials import Trial, compute_config_hash
 
 COPY = "sweep.yaml"
 """The sweep's folder holds a copy of the sweep under this name."""
@@ -65,7 +65,7 @@ class Sweep:
         found: dict[str, tuple[str, Trial]] = {}
         for label, values in expand(self.config):
             trial = self.build_trial(values, label)
-            first, _ = found.setdefault(config_hash(trial.config), (label, trial))
+            first, _ = found.setdefault(compute_config_hash(trial.config), (label, trial))
             if first != label:
                 raise ConfigError(
                     f"{display_path(self.path)}: {first} and {label} are the same trial: their configs differ in "
@@ -82,7 +82,7 @@ class Sweep:
     def build_trial(self, values: Values, label: str) -> Trial:
         """Compose the trial with these values. An existing folder with the same hash keeps its name."""
         config = self._compose(values)
-        digest = config_hash(config)
+        digest = compute_config_hash(config)
         path = self._existing_folders.get(digest, self.folder / f"{label}-{digest}")
         return Trial(RunFolder(path), config, values)
 
@@ -106,7 +106,7 @@ class Sweep:
             if folder not in known and folder.config.is_file():
                 config = load_config(folder.config)
                 values = {key: functools.reduce(getattr, key.split("."), config) for key in self.config.search.space}
-                if folder.path.name.endswith(config_hash(self._compose(values))):
+                if folder.path.name.endswith(compute_config_hash(self._compose(values))):
                     trials.append(Trial(folder, config, values))
         return trials
 

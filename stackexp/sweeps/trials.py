@@ -54,7 +54,7 @@ class Trial:
         return self.folder.path / "pruned.json"
 
 
-def config_hash(config: ExperimentConfig) -> str:
+def compute_config_hash(config: ExperimentConfig) -> str:
     """Return 8 hexadecimal digits that identify the options that affect the results.
 
     Options at their defaults are omitted, so that a trial keeps its hash when the schema gets a new option.

@@ -61,7 +61,7 @@ class StopRequest:
         """Restart the grace period; called after every batch."""
         self._last_progress = time.monotonic()
 
-    def obey(self) -> None:
+    def end_grace_period(self) -> None:
         """End the grace period, because the run is about to be saved."""
         self._is_obeyed.set()
 
@@ -72,7 +72,7 @@ class StopRequest:
 
     def build_error(self) -> StoppedError:
         """Build the exception that ends the run once it is saved."""
-        self.obey()
+        self.end_grace_period()
         if self._signal == signal.SIGINT:
             return InterruptedRunError("interrupted")
         if self._signal is not None:

@@ -66,7 +66,7 @@ def _choose_sets(args: Namespace) -> list[olmo.OlmoSet]:
             args.parser.error(f"expected v2 or v3, found {version!r}")
     if not versions:
         args.parser.error("expected v2 or v3")
-    sets = [olmo_set for version in olmo.NAMES if version in versions for olmo_set in olmo.olmo_sets(version)]
+    sets = [olmo_set for version in olmo.NAMES if version in versions for olmo_set in olmo.list_olmo_sets(version)]
     only = [name for argument in args.only for name in argument.split(",")]
     names = sorted({olmo_set.name for olmo_set in sets}, key=str.lower)
     for name in only:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from stackexp.cli import main
-from stackexp.files import read_json, sha256_of, write_json
+from stackexp.files import compute_sha256, read_json, write_json
 from stackexp.runs import RunFolder
 
 
@@ -82,7 +82,7 @@ def test_token_ids_beyond_the_vocabulary_are_reported(capsys, corpus, tiny, tmp_
         shard.write_bytes(contents[: -len(contents) // 2] + b"\xff" * (len(contents) - len(contents) // 2))
     index = read_json(damaged / "index.json")
     for entry in index["shards"]:  # otherwise the changed shards are refused
-        entry["raw_data"]["hashes"]["sha256"] = sha256_of(damaged / entry["raw_data"]["basename"])
+        entry["raw_data"]["hashes"]["sha256"] = compute_sha256(damaged / entry["raw_data"]["basename"])
     write_json(damaged / "index.json", index)
     line = get_error(capsys, "fit", "--config", tiny, f"data.path={damaged}")
     assert "token id 65535" in line

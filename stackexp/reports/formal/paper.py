@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from stackexp.config.formal_language import model_label
+from stackexp.config.formal_language import get_model_label
 from stackexp.tasks import TASKS
 
 MODELS = ("LSTM", "StackRNN", "StackAttn", "Transformer", "StackTrans")
@@ -54,5 +54,5 @@ def get_printed_score(task: str, column: str) -> float | None:
 
 def find_column(config: Mapping[str, Any]) -> str | None:
     """Return the column of a config given as {full key: value}, or None if the table has none for its model."""
-    label = model_label(config)
+    label = get_model_label(config)
     return next((column for column in COLUMNS if COLUMNS[column] == label), None)

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from stackexp.config.affects import affects, changes_scores
+from stackexp.config.affects import changes_scores, get_effect
 from stackexp.config.layers import split_overrides
 from stackexp.config.registry import SECTIONS, get_entry, list_kinds
 from stackexp.config.trainer import TrainerConfig
@@ -142,7 +142,7 @@ class FormalRun:
 
 def is_in_recipe(options: Options, key: str) -> bool:
     """Return True if runs of one recipe must agree in `key`. Their seeds and the thoroughness of tests may differ."""
-    return key != "seed" and (affects(options, key) in ("training", "continuation") or changes_scores(options, key))
+    return key != "seed" and (get_effect(options, key) in ("training", "continuation") or changes_scores(options, key))
 
 
 def select_recipe(options: Options) -> Options:

@@ -13,18 +13,18 @@ import triton
 import triton.language as tl
 
 from stackexp.stack.triton.depth_step_math import (
-    advance,
-    enter,
-    fill,
+    advance_pipeline,
+    compute_log_actions,
+    fill_pipeline,
     load_gradients,
     load_logits,
-    load_or,
+    load_or_default,
     load_slot,
     locate,
-    log_actions,
     logits_backward,
     read_slot_backward,
-    sweep,
+    read_slots,
+    start_pipeline,
     update_backward,
 )
 
@@ -46,15 +46,15 @@ def forward(
     """Compute `reference.step` after the steps of the layers since V_0."""
     offsets = locate(tl.program_id(0), num_tokens, options)
     at, here, at_x, within, _, at_w = offsets
-    w = load_or(
+    w = load_or_default(
         tl.zeros([options.tokens * options.group, options.padded_dim], options.dtype), tensors.query, at_w, within
     )
-    stages, actions = enter(xs, logits, offsets, options)
+    stages, actions = start_pipeline(xs, logits, offsets, options)
     needed = num_occupied
     if options.read == "top" and tensors.new_slots is None:  # slots further down do not reach the top
         needed = tl.minimum(num_occupied, len(xs) + 1)
     sizes = (needed, num_occupied, num_new, num_slots)
-    value, highest, total, occupancy = sweep(
+    value, highest, total, occupancy = read_slots(
         stages, actions, (tensors.slots, tensors.mask, tensors.new_slots, tensors.new_mask), w, sizes, offsets, options
     )
     rounded = value.to(tensors.read.dtype.element_ty)
@@ -69,7 +69,7 @@ def forward(
     tl.store(tensors.action + at * 3 + 1, pop, here)
     tl.store(tensors.action + at * 3 + 2, no_op, here)
     push, pop, no_op = load_logits(logits[len(xs) - 1], offsets, options)
-    tl.store(tensors.entropy + at, log_actions(push, pop, no_op, options)[3], here)
+    tl.store(tensors.entropy + at, compute_log_actions(push, pop, no_op, options)[3], here)
 
 
 @triton.jit(do_not_specialize=DYNAMIC)
@@ -95,13 +95,13 @@ def backward(
     at, here, at_x, within, plane, at_w = offsets
     source, filled = (tensors.slots, tensors.mask), (num_occupied, num_occupied)
     grads = (tensors.grad_slots, tensors.grad_mask)
-    w = load_or(nothing, tensors.query, at_w, within)
-    stages, actions = enter(xs, logits, offsets, options)
-    from_read = load_or(nothing, tensors.grad_read, at_x, within)
+    w = load_or_default(nothing, tensors.query, at_w, within)
+    stages, actions = start_pipeline(xs, logits, offsets, options)
+    from_read = load_or_default(nothing, tensors.grad_read, at_x, within)
     sizes = (num_occupied, num_occupied, num_new, num_slots)
     value, highest, total = _load_softmax(stages, actions, tensors, w, sizes, offsets, options)
     softmax = (from_read, tl.sum(from_read * value, 1), highest, total)
-    stages = fill(stages, actions, source, filled, num_slots, offsets, options)
+    stages = fill_pipeline(stages, actions, source, filled, num_slots, offsets, options)
 
     to_w, sums = nothing, (nothing, nothing, nothing, none, none, none)
     above, above_mask, above_queue = (nothing, nothing), (none, none), (none, none, none)
@@ -112,7 +112,7 @@ def backward(
         later = load_slot(source, t + 1, filled, offsets, options)  # during the work on this slot
         later_grad = load_gradients(grads, j + 1, num_new, offsets, options)
         window = stages[LAST]
-        stages, new, m = advance(stages, actions, (slot, slot_mask), t, num_slots, len(xs), options)
+        stages, new, m = advance_pipeline(stages, actions, (slot, slot_mask), t, num_slots, len(xs), options)
         if options.read == "global":
             grad, grad_m, to_w = read_slot_backward((grad, grad_m, to_w), new, m, w, softmax, j < num_new, options)
         else:
@@ -149,11 +149,11 @@ def _load_softmax(stages, actions, tensors, w, sizes, offsets, options: tl.const
     at, here, at_x, within, _, _ = offsets
     value, highest, total = tl.zeros_like(w), tl.zeros([w.shape[0]], options.dtype), None
     if tensors.log_total is not None:
-        value = load_or(value, tensors.read, at_x, within) + load_or(value, tensors.rest, at_x, within)
-        highest = load_or(highest, tensors.log_total, at, here)
+        value = load_or_default(value, tensors.read, at_x, within) + load_or_default(value, tensors.rest, at_x, within)
+        highest = load_or_default(highest, tensors.log_total, at, here)
     elif options.read == "global":
         slots = (tensors.slots, tensors.mask, None, None)
-        value, highest, total, _ = sweep(stages, actions, slots, w, sizes, offsets, options)
+        value, highest, total, _ = read_slots(stages, actions, slots, w, sizes, offsets, options)
     return value, highest, total
 
 
@@ -162,10 +162,10 @@ def _store_logits_gradient(sums, action, logits, tensors, offsets, options: tl.c
     """Propagate gradients through the softmax of the actions. `sums`: see `update_backward`."""
     at, here = offsets[:2]
     none = tl.zeros_like(sums[3])
-    to_push = tl.sum(sums[0], 1) + sums[3] + load_or(none, tensors.grad_action, at * 3, here)
-    to_pop = tl.sum(sums[1], 1) + sums[4] + load_or(none, tensors.grad_action, at * 3 + 1, here)
-    to_no_op = tl.sum(sums[2], 1) + sums[5] + load_or(none, tensors.grad_action, at * 3 + 2, here)
-    to_entropy = load_or(none, tensors.grad_entropy, at, here)
+    to_push = tl.sum(sums[0], 1) + sums[3] + load_or_default(none, tensors.grad_action, at * 3, here)
+    to_pop = tl.sum(sums[1], 1) + sums[4] + load_or_default(none, tensors.grad_action, at * 3 + 1, here)
+    to_no_op = tl.sum(sums[2], 1) + sums[5] + load_or_default(none, tensors.grad_action, at * 3 + 2, here)
+    to_entropy = load_or_default(none, tensors.grad_entropy, at, here)
     push, pop, no_op = logits_backward(
         (to_push, to_pop, to_no_op), to_entropy, action, load_logits(logits, offsets, options), options
     )

@@ -45,7 +45,7 @@ def _mask_below(present, j, end):
 
 
 @triton.jit
-def load_or(default, pointer, at, present):
+def load_or_default(default, pointer, at, present):
     """Load values in the dtype of `default`, 0 where not present; return `default` if the pointer is None."""
     if pointer is None:
         return default
@@ -68,8 +68,8 @@ def load_gradients(grads, j, num_new, offsets, options: tl.constexpr):
     """Load the gradients of slot j of St' [ROWS, D] and of its M'; 0 beyond. Either pointer may be None."""
     at, here, at_x, within, plane, _ = offsets
     nothing, none = tl.zeros(at_x.shape, options.dtype), tl.zeros(at.shape, options.dtype)
-    grad = load_or(nothing, grads[0], j * plane * options.head_dim + at_x, _mask_below(within, j, num_new))
-    return grad, load_or(none, grads[1], j * plane + at, _mask_below(here, j, num_new))
+    grad = load_or_default(nothing, grads[0], j * plane * options.head_dim + at_x, _mask_below(within, j, num_new))
+    return grad, load_or_default(none, grads[1], j * plane + at, _mask_below(here, j, num_new))
 
 
 @triton.jit
@@ -85,7 +85,7 @@ def load_logits(logits, offsets, options: tl.constexpr):
 
 
 @triton.jit
-def log_actions(push, pop, no_op, options: tl.constexpr):
+def compute_log_actions(push, pop, no_op, options: tl.constexpr):
     """Return log a for these logits, and the entropy. With two actions, log a_pop is 0."""
     highest = tl.maximum(tl.maximum(push, pop), no_op)
     log_total = tl.log(tl.exp(push - highest) + tl.exp(pop - highest) + tl.exp(no_op - highest))
@@ -102,7 +102,7 @@ def logits_backward(to_action, to_entropy, action, logits, options: tl.constexpr
     """Return the gradients of the logits from those of a and of its entropy."""
     push, pop, no_op = action
     to_push, to_pop, to_no_op = to_action
-    log_push, log_pop, log_no_op, entropy = log_actions(logits[0], logits[1], logits[2], options)
+    log_push, log_pop, log_no_op, entropy = compute_log_actions(logits[0], logits[1], logits[2], options)
     mean = push * to_push + pop * to_pop + no_op * to_no_op
     return (
         push * (to_push - mean - to_entropy * (log_push + entropy)),
@@ -112,7 +112,7 @@ def logits_backward(to_action, to_entropy, action, logits, options: tl.constexpr
 
 
 @triton.jit
-def enter(xs, logits, offsets, options: tl.constexpr):
+def start_pipeline(xs, logits, offsets, options: tl.constexpr):
     """Return the stages before they receive a slot, and their actions.
 
     A stage is its window: V_i[j-1], V_i[j], M_i[j-1], M_i[j], at first with j = -1.
@@ -154,7 +154,7 @@ def _update(stage, slot, mask, action, j, num_slots, options: tl.constexpr):
 
 
 @triton.jit
-def advance(stages, actions, received, t, num_slots, EMITTING: tl.constexpr, options: tl.constexpr):
+def advance_pipeline(stages, actions, received, t, num_slots, EMITTING: tl.constexpr, options: tl.constexpr):
     """Pass slot t of V_0 to the first stage; return the stages afterwards, and the slot that the last one emits.
 
     Only the first EMITTING stages emit a slot. The next stage, if any, receives its slot 0; later ones receive nothing.
@@ -173,11 +173,11 @@ def advance(stages, actions, received, t, num_slots, EMITTING: tl.constexpr, opt
 
 
 @triton.jit
-def fill(stages, actions, source, filled, num_slots, offsets, options: tl.constexpr):
+def fill_pipeline(stages, actions, source, filled, num_slots, offsets, options: tl.constexpr):
     """Advance until the last stage has received its slot 0, so that each further slot makes it emit one."""
     for t in tl.static_range(len(stages)):
         slot = load_slot(source, t, filled, offsets, options)
-        stages, _, _ = advance(stages, actions, slot, t, num_slots, t, options)
+        stages, _, _ = advance_pipeline(stages, actions, slot, t, num_slots, t, options)
     return stages
 
 
@@ -194,7 +194,7 @@ def _compute_score(slot, mask, w, options: tl.constexpr):
 
 
 @triton.jit
-def sweep(stages, actions, slots, w, sizes, offsets, options: tl.constexpr):
+def read_slots(stages, actions, slots, w, sizes, offsets, options: tl.constexpr):
     """Read the slots from the top; return R [ROWS, D], the highest score, the sum of exp(score - highest), sum of M'.
 
     `slots`: V_0 and its M, then the outputs for St' and M', or None.
@@ -203,7 +203,7 @@ def sweep(stages, actions, slots, w, sizes, offsets, options: tl.constexpr):
     source, new_slots, new_mask = (slots[0], slots[1]), slots[2], slots[3]
     needed, num_occupied, num_new, num_slots = sizes
     filled = (needed, num_occupied)
-    stages = fill(stages, actions, source, filled, num_slots, offsets, options)
+    stages = fill_pipeline(stages, actions, source, filled, num_slots, offsets, options)
     occupancy = tl.zeros([w.shape[0]], options.dtype)
     read = tl.zeros(w.shape, options.dtype)
     total = occupancy + (num_slots - num_new)  # the empty slots
@@ -212,7 +212,7 @@ def sweep(stages, actions, slots, w, sizes, offsets, options: tl.constexpr):
     for j in tl.range(num_new, loop_unroll_factor=2):
         t = j + len(stages)
         later = load_slot(source, t + 1, filled, offsets, options)  # during the work on this slot
-        stages, new, m = advance(stages, actions, received, t, num_slots, len(stages), options)
+        stages, new, m = advance_pipeline(stages, actions, received, t, num_slots, len(stages), options)
         received = later
         occupancy += m
         if options.read == "global":

@@ -27,7 +27,7 @@ def _load_map(weights, row, num_rows: tl.constexpr, num_columns: tl.constexpr, c
 
 
 @triton.jit
-def feed_back(tensors, read, token, options: tl.constexpr):
+def add_feedback(tensors, read, token, options: tl.constexpr):
     """Store x_t + P u_t and logits_t + Q u_t. tensors: ScanForward; read: R_{t-1} [H*D]; token: among all of [B, T]."""
     width: tl.constexpr = options.heads * options.head_dim
     padded: tl.constexpr = options.padded_width
@@ -57,7 +57,7 @@ def feed_back(tensors, read, token, options: tl.constexpr):
 
 
 @triton.jit
-def feed_back_backward(tensors, batch_row, token, options: tl.constexpr):
+def feedback_backward(tensors, batch_row, token, options: tl.constexpr):
     """Store the gradients of R_{t-1} and, with a hidden layer, of c_t. tensors: ScanBackward."""
     width: tl.constexpr = options.heads * options.head_dim
     padded: tl.constexpr = options.padded_width

@@ -19,8 +19,8 @@ describes the tensors and options.
 import triton
 import triton.language as tl
 
-from stackexp.stack.triton.feedback_kernels import feed_back, feed_back_backward
-from stackexp.stack.triton.time_scan_math import read_backward, softmax, update, update_backward, weigh
+from stackexp.stack.triton.feedback_kernels import add_feedback, feedback_backward
+from stackexp.stack.triton.time_scan_math import compute_read_weights, read_backward, softmax, update, update_backward
 
 # one pair of kernels serves each power of two of slots: Triton does not compile again for these values
 DYNAMIC = ["num_tokens", "kept", "num_empty", "interval"]
@@ -59,7 +59,7 @@ def forward(
             following = _load_token(tensors.x, tensors.logits, ahead, offsets, options)
         else:
             tl.debug_barrier()  # the previous read is written
-            feed_back(tensors, read + (t - 1) * width, token, options)
+            add_feedback(tensors, read + (t - 1) * width, token, options)
             tl.debug_barrier()
             pushed, logits = _load_token(tensors.fed_x, tensors.fed_logits, token, offsets, options)
         state = update(state, pushed, softmax(logits[0], logits[1], logits[2]), index, options)
@@ -67,7 +67,7 @@ def forward(
         if options.read == "top":
             out = tl.sum(tl.where(index[0] == 0, slots, 0), 1, keep_dims=True)
         else:
-            out = tl.sum(weigh(state, w, index, options)[0] * slots, 1, keep_dims=True)
+            out = tl.sum(compute_read_weights(state, w, index, options)[0] * slots, 1, keep_dims=True)
         tl.store(read + t * width + at_vector, out, vector)
         tl.store(tensors.occupancy + token * options.heads + head, tl.sum(mask, 1, keep_dims=True), here)
     _store_state(tensors.last_slots, tensors.last_mask, stacks, state, offsets, index, options)
@@ -152,7 +152,7 @@ def _token_backward(tensors, token, state, before, grads, w, grad_w, offsets, in
         tl.store(tensors.to_logits + at_logits + 1, to_pop, here)
     if options.activation is not None:
         tl.debug_barrier()
-        feed_back_backward(tensors, row, token, options)
+        feedback_backward(tensors, row, token, options)
         tl.debug_barrier()
     return grads, grad_w
 

@@ -15,7 +15,7 @@ def divide(x, y):
 
 
 @triton.jit
-def _shifted(values, offset: tl.constexpr):
+def _shift(values, offset: tl.constexpr):
     """Return values[h, j + offset, d], with the index clamped at both ends."""
     size: tl.constexpr = values.shape[1]
     j = tl.arange(0, size)[None, :, None] + offset
@@ -24,22 +24,22 @@ def _shifted(values, offset: tl.constexpr):
 
 
 @triton.jit
-def _lowered(values, first, j, kept):
+def _shift_down(values, first, j, kept):
     """Return values[j-1], with `first` at j = 0."""
-    return tl.where(j == 0, first, tl.where(j < kept, _shifted(values, -1), 0))
+    return tl.where(j == 0, first, tl.where(j < kept, _shift(values, -1), 0))
 
 
 @triton.jit
-def _raised(values, j, kept):
+def _shift_up(values, j, kept):
     """Return values[j+1], with 0 at the last slot."""
-    return tl.where(j + 1 < kept, _shifted(values, 1), 0)
+    return tl.where(j + 1 < kept, _shift(values, 1), 0)
 
 
 @triton.jit
-def _ratio(mask, j, kept, TINY: tl.constexpr):
+def _mask_ratio(mask, j, kept, TINY: tl.constexpr):
     """Return `reference.mask_ratio`, and whether M[j] is not 0."""
     occupied = mask >= TINY
-    return tl.where(occupied, divide(_raised(mask, j, kept), tl.where(occupied, mask, 1)), 0), occupied
+    return tl.where(occupied, divide(_shift_up(mask, j, kept), tl.where(occupied, mask, 1)), 0), occupied
 
 
 @triton.jit
@@ -48,19 +48,19 @@ def update(state, x, action, index, options: tl.constexpr):
     slots, mask = state
     push, pop, no_op = action
     j, kept, _ = index
-    new_slots = push * _lowered(slots, x, j, kept) + no_op * slots
-    new_mask = push * _lowered(mask, 1, j, kept) + no_op * mask
+    new_slots = push * _shift_down(slots, x, j, kept) + no_op * slots
+    new_mask = push * _shift_down(mask, 1, j, kept) + no_op * mask
     if options.discipline == "queue":
-        new_slots += pop * slots * _ratio(mask, j, kept, options.tiny)[0]
+        new_slots += pop * slots * _mask_ratio(mask, j, kept, options.tiny)[0]
     elif options.discipline == "stack":
-        new_slots += pop * _raised(slots, j, kept)
+        new_slots += pop * _shift_up(slots, j, kept)
     if options.discipline != "push_only":
-        new_mask += pop * _raised(mask, j, kept)
+        new_mask += pop * _shift_up(mask, j, kept)
     return new_slots, new_mask
 
 
 @triton.jit
-def weigh(state, query, index, options: tl.constexpr):
+def compute_read_weights(state, query, index, options: tl.constexpr):
     """Return the softmax [H, S, 1] of `reference.compute_scores`, over all S slots, and w_g . St."""
     slots, mask = state
     j, kept, num_empty = index
@@ -93,7 +93,7 @@ def softmax(push, pop, no_op):
 def read_backward(grad, state, w, index, options: tl.constexpr):
     """Return the gradients of St, M and w_g, given that of a global read [H, 1, D]."""
     slots, mask = state
-    weights, content = weigh(state, w, index, options)
+    weights, content = compute_read_weights(state, w, index, options)
     towards = tl.sum(grad * slots, 2, keep_dims=True)  # to each weight [H, S, 1]
     grad_score = weights * (towards - tl.sum(weights * towards, 1, keep_dims=True))
     if options.read_mask == "multiply":
@@ -107,7 +107,7 @@ def read_backward(grad, state, w, index, options: tl.constexpr):
 
 
 @triton.jit
-def _total(values):
+def _sum_tile(values):
     """Sum over slots and dimensions [H, 1, 1]."""
     return tl.sum(tl.sum(values, 2, keep_dims=True), 1, keep_dims=True)
 
@@ -119,10 +119,10 @@ def update_backward(grads, state, x, action, index, options: tl.constexpr):
     slots, mask = state
     push, pop, no_op = action
     j, kept, _ = index
-    above, above_mask = _raised(grad_slots, j, kept), _raised(grad_mask, j, kept)  # where a push moves slot j
-    below_mask = _lowered(grad_mask, 0, j, kept)  # and a pop
+    above, above_mask = _shift_up(grad_slots, j, kept), _shift_up(grad_mask, j, kept)  # where a push moves slot j
+    below_mask = _shift_down(grad_mask, 0, j, kept)  # and a pop
     first = tl.sum(tl.where(j == 0, grad_slots, 0), 1, keep_dims=True)  # [H, 1, D]
-    grad_push = _total(slots * above) + _total(mask * above_mask)
+    grad_push = _sum_tile(slots * above) + _sum_tile(mask * above_mask)
     grad_push += tl.sum(first * x, 2, keep_dims=True) + tl.sum(tl.where(j == 0, grad_mask, 0), 1, keep_dims=True)
     stays = tl.sum(slots * grad_slots, 2, keep_dims=True)  # [H, S, 1]
     grad_no_op = tl.sum(stays + mask * grad_mask, 1, keep_dims=True)
@@ -133,13 +133,13 @@ def update_backward(grads, state, x, action, index, options: tl.constexpr):
         grad_pop = tl.sum(mask * below_mask, 1, keep_dims=True)
         new_mask += pop * below_mask
     if options.discipline == "stack":
-        below = _lowered(grad_slots, 0, j, kept)
-        grad_pop += _total(slots * below)
+        below = _shift_down(grad_slots, 0, j, kept)
+        grad_pop += _sum_tile(slots * below)
         new_slots += pop * below
     if options.discipline == "queue":
-        ratio, occupied = _ratio(mask, j, kept, options.tiny)
+        ratio, occupied = _mask_ratio(mask, j, kept, options.tiny)
         grad_pop += tl.sum(ratio * stays, 1, keep_dims=True)
         new_slots += pop * ratio * grad_slots
         grad_following = tl.where(occupied, divide(pop * stays, tl.where(occupied, mask, 1)), 0)
-        new_mask += _lowered(grad_following, 0, j, kept) - ratio * grad_following
+        new_mask += _shift_down(grad_following, 0, j, kept) - ratio * grad_following
     return (new_slots, new_mask), push * first, (grad_push, grad_pop, grad_no_op)

@@ -13,7 +13,7 @@ from stackexp.config.trainer import TrainerConfig
 from stackexp.errors import StoppedError, first_line
 from stackexp.models.checkpoints import VERSION, CheckpointWriter
 from stackexp.modules.base import TrainingModule
-from stackexp.runs import RunFolder, checkpoint_name, remove_checkpoint
+from stackexp.runs import RunFolder, format_checkpoint_name, remove_checkpoint
 from stackexp.training.callbacks.step import StepCallback
 from stackexp.training.signals import StopRequest
 
@@ -73,9 +73,9 @@ class StepCheckpoint(StepCallback, pl.callbacks.Checkpoint):
         requests = module.step_metrics.requests
         is_last = self._step == self._config.max_steps
         if "stop" in requests:
-            self._stop.obey()
+            self._stop.end_grace_period()
         if self._step % self._config.checkpoint_interval == 0 or is_last or requests:
-            path = self._folder.checkpoints / checkpoint_name(self._step)
+            path = self._folder.checkpoints / format_checkpoint_name(self._step)
             trainer.save_checkpoint(path, storage_options={"writer": self._writer, "on_saved": self._delete_old})
         if "stop" in requests and not is_last:
             self._writer.wait()

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from stackexp.config.affects import flatten_config
-from stackexp.config.formal_language import model_label
+from stackexp.config.formal_language import get_model_label
 from stackexp.evaluation.accuracy import compute_scores, format_curves, parse_accuracy
 from stackexp.evaluation.request import EvaluationRequest, Sets, describe_evaluation
 from stackexp.files import read_json, write_json
@@ -124,7 +124,11 @@ class FormalLanguageObjective(Objective):
 
     def _summarize_lengths(self, sets: Sets) -> dict[str, Any]:
         accuracy = {str(int(name.removeprefix("length_"))): figures["accuracy"] for name, figures in sets.items()}
-        return {"task": self.config.data.task, "model": model_label(flatten_config(self.config)), "accuracy": accuracy}
+        return {
+            "task": self.config.data.task,
+            "model": get_model_label(flatten_config(self.config)),
+            "accuracy": accuracy,
+        }
 
     def _summarize_test(self, sets: Sets) -> dict[str, Any]:
         record, data = self._summarize_lengths(sets), self.config.data
