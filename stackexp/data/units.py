@@ -176,8 +176,8 @@ def _check_tokenizer(folder: Path, units: list[Unit], tokenizer: Tokenizer) -> N
     for number, unit in enumerate(units):
         if unit.tokenizer not in ("", fingerprint):
             raise RunError(
-                f"{folder}/tokenizer.json: not the tokenizer of {format_unit_name(number)}; restore that one, or delete "
-                f"{folder} and prepare it again"
+                f"{folder}/tokenizer.json: not the tokenizer of {format_unit_name(number)}; restore that one, or "
+                f"delete {folder} and prepare it again"
             )
 
 
