@@ -16,8 +16,9 @@ from conftest import TINY
 from processes import kill, wait_until
 
 from stackexp import cli
+from stackexp.errors import RunError
 from stackexp.files import read_json, write_json
-from stackexp.sweeps.driver import has_driver
+from stackexp.sweeps.driver import Driver, TrialSource, has_driver
 from stackexp.sweeps.launchers import local
 from stackexp.sweeps.launchers.local import LocalLauncher, find_orphans, find_processes, record_process
 from stackexp.sweeps.runner import stop_sweep
@@ -109,15 +110,6 @@ def test_driver_runs_every_trial_once(study):
     assert study.count_attempts() == [1, 2, 1, 1]
 
 
-def test_driver_respects_max_parallel(study):
-    study.set_behavior({name: {"seconds": 0.5} for name in "abcd"})
-    trials, driver, most = study.trials, study.start(parallel=2), 0
-    while driver.poll() is None:
-        most = max(most, sum(is_running(trial) for trial in trials))
-        time.sleep(0.02)
-    assert most == 2
-
-
 def test_failed_trials_record_their_cause_and_are_tried_again(study):
     study.set_behavior({"a": {"first": ["error"] * 9}, "b": {"first": ["kill"] * 9}})
     output = study.drive(expect=1)
@@ -147,10 +139,23 @@ def test_retries_limit_the_attempts_of_each_trial(study):
 
 
 def test_concurrent_drivers_run_each_trial_once_and_share_the_retries(study):
-    study.set_behavior({"a": {"first": ["error"] * 9}} | {name: {"seconds": 0.4} for name in "bcd"})
+    slow = {"first": ["error"] * 9, "seconds": 8}  # it fails after all drivers have started
+    study.set_behavior({"a": slow} | {name: {"seconds": 0.4} for name in "bcd"})
     study.finish([study.start(parallel=2, retries=1) for _ in range(3)], expect=1)
     assert study.count_attempts() == [2, 1, 1, 1]
     assert study.read_steps()[1:] == [ALL_STEPS] * 3
+
+
+def test_trial_has_failed_even_if_another_driver_tries_it_again(study):
+    trial = study.trials[0]
+    launcher = LocalLauncher(study.folder, [trial], Resources(), 1, lambda trial: ["false"])
+
+    def try_again(trials: list[Trial]) -> None:
+        if failure := read_failure(trial):
+            write_json(trial.failure, failure | {"tried_again": True})
+
+    with pytest.raises(RunError, match="1 of 1 trials failed"):
+        Driver(study.folder, TrialSource([trial]), launcher, retries=0, show_progress=try_again).run()
 
 
 @pytest.mark.process

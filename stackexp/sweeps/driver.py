@@ -19,7 +19,7 @@ from stackexp.config.compose import to_yaml
 from stackexp.errors import RunError, StoppedError
 from stackexp.files import hold_lock, is_locked, try_lock, write_atomically, write_json
 from stackexp.sweeps.launchers import Launcher
-from stackexp.sweeps.trials import START_MARK, State, Trial, get_state, is_running, read_failure, record_failure
+from stackexp.sweeps.trials import START_MARK, Trial, is_running, read_failure, record_failure
 
 POLL_SECONDS = 0.5
 RECHECK_SECONDS = 5
@@ -93,7 +93,8 @@ class Driver:
                 self._show_progress(trials)
                 time.sleep(POLL_SECONDS)
             self._show_progress(trials)
-        failed = [trial for trial in trials if get_state(trial) == State.FAILED]
+        # Not by get_state: another driver may be trying one of them again.
+        failed = [trial for trial in trials if not (trial.folder.is_finished or trial.pruned.exists())]
         if failed:
             cause = read_failure(failed[0])["cause"]
             raise RunError(
