@@ -1,4 +1,4 @@
-"""A plugin whose memory has a torch layer of its own, which draws its weights as torch does: when constructed, too."""
+"""A plugin whose memory has a torch layer of its own, which draws its weights at construction, as torch does."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""The scripts in benchmarks/ run on small sizes and compare what they claim to compare; speed is not tested."""
+"""The scripts in benchmarks/ run on small sizes and compare the stated implementations; speed is not tested."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""Training and evaluation strings depend on seed, step and length alone, not on ranks and batch sizes."""
+"""Training and evaluation strings depend only on seed, step and length, not on ranks and batch sizes."""
 
 from types import SimpleNamespace
 

@@ -109,7 +109,7 @@ def test_a_memory_with_another_interface_is_refused():
 
 
 def test_normalized_heads_act_differently_for_each_token():
-    """A growing common direction of h decides all actions of the paper's form; normalized pushes keep a spread."""
+    """A growing common direction of h decides all actions of the paper's form, but not with normalized pushes."""
     h = hidden_states(tokens=40) + 100 * torch.ones(HIDDEN, dtype=torch.float64)
     spreads = {}
     for norm in ("none", "head"):

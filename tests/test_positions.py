@@ -146,7 +146,7 @@ def test_attention_window_limits_the_receptive_field(positional):
     ("positional", "same"), [("rope", True), ("alibi", True), ("none", True), ("sinusoidal", False)]
 )
 def test_only_sinusoidal_encoding_depends_on_the_start_position(positional, same):
-    """Run the same tokens at positions 0 and 40 without earlier tokens; the other encodings are relative."""
+    """Run the same tokens at positions 0 and 40, without earlier tokens. All other encodings are relative."""
     model, outputs = make_model(positional=positional), []
     for start in (0, 40):
         h, positions = model._encode_positions(model.embedding(make_tokens()), start, None)

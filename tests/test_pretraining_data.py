@@ -31,7 +31,7 @@ CHECKPOINT_STEPS = (4, 11, 15, 22)  # in the first epoch of 11 steps, at its end
 
 @pytest.fixture(scope="module", autouse=True)
 def own_temporary_folder(tmp_path_factory):
-    """A folder for the library's lock files, of which those of a killed process stay."""
+    """A folder for the library's lock files; a killed process leaves its own there."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tempfile, "tempdir", str(tmp_path_factory.mktemp("locks")))
         patch.setenv("TMPDIR", tempfile.tempdir)

@@ -14,7 +14,7 @@ PUSH_ONLY = {"discipline": "push_only", "num_slots": 4}
 
 
 def read_list(pushed: list[list[float]], query: list[float], num_slots: int, read: str, read_mask: str) -> list[float]:
-    """Return R of one head after these pushes, the newest last; every pushed element is fully there (M = 1)."""
+    """Return R of one head after these pushes, the newest last; every pushed element has M = 1."""
     stack = pushed[::-1][:num_slots]
     if read == "top":
         return stack[0]

@@ -1,4 +1,4 @@
-"""Reads that the equations allow but that read little, or at random, are logged at the start."""
+"""Warnings at the start about options with which reads are mostly empty or decided by rounding."""
 
 import logging
 

@@ -129,7 +129,7 @@ def test_feedback_scan_gradients(discipline):
 
 
 def test_identity_hidden_layer_equals_feedback_without_one():
-    """V = 1 and c = 0 change nothing, V = 0 adds a function of c to every token, and an open gate equals no gate."""
+    """V = 1 and c = 0 change nothing. V = 0 adds a function of c to every token. An open gate equals no gate."""
     x, logits, query = random_inputs("stack", leading=(2, 4))
     maps = [torch.randn(H * D, H, n, dtype=torch.float64) for n in (D, 3)]
     given, options = torch.randn(2, 4, H * D, dtype=torch.float64), {"num_slots": 3, "feedback_activation": "tanh"}

@@ -77,7 +77,7 @@ def is_ready(trial: Trial) -> bool:
 
 
 def test_each_trial_ends_with_its_own_code(sweep, monkeypatch):
-    """The highest code of several processes counts, the output is in the trial's log, and none hangs."""
+    """The highest exit code of several processes counts. The output is in the trial's log, and no process hangs."""
     endings = {"done": 0, "failed": 1, "config": 2, "busy": 74}
     trials = [sweep.trial(name, f"echo {name} $SLURM_PROCID; exit {code}") for name, code in endings.items()]
     trials.append(sweep.trial("killed", "kill -9 $$"))
@@ -151,7 +151,7 @@ def test_max_parallel_limits_the_running_tasks(sweep):
 
 
 def test_drivers_do_not_submit_a_trial_twice(sweep, slurm):
-    """Neither at the same time nor later; all of them receive the exit code."""
+    """Start drivers at the same time and later; all of them receive the exit code."""
     trials = [sweep.trial(f"t{i}", UNTIL_STOPPED) for i in range(3)]
     launchers = [sweep.launcher() for _ in range(4)]
     with ThreadPoolExecutor() as pool:

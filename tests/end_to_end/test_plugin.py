@@ -12,7 +12,7 @@ README = Path(__file__).parents[2] / "README.md"
 
 
 def readme_block(language: str, first_line: str) -> str:
-    """The fenced block of the README that begins with `first_line`, so that what it shows is what runs."""
+    """The fenced block of the README that begins with `first_line`, so that the test runs the README's own code."""
     blocks = re.findall(rf"```{language}\n(.*?)```", README.read_text(encoding="utf-8"), flags=re.DOTALL)
     (block,) = (block for block in blocks if block.startswith(first_line))
     return block
