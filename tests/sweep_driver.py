@@ -5,8 +5,8 @@ from argparse import Namespace
 from pathlib import Path
 
 from stackexp import cli
+from stackexp.sweeps import driver
 from stackexp.sweeps.display import Display
-from stackexp.sweeps.driver import Driver, TrialSource
 from stackexp.sweeps.launchers.local import LocalLauncher
 from stackexp.sweeps.schema import Resources
 from stackexp.sweeps.sweep import load_sweep
@@ -28,11 +28,12 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(args: Namespace) -> int:
+    driver.POLL_SECONDS, driver.RECHECK_SECONDS = 0.1, 1
     sweep = load_sweep(args.sweep)
     launcher = LocalLauncher(sweep.folder, sweep.trials, Resources(), args.parallel, build_fake_command)
     with Display(sweep.config.objective) as display:
-        source, show = TrialSource(sweep.trials), display.update
-        Driver(sweep.folder, source, launcher, retries=args.retries, show_progress=show).run()
+        source, show = driver.TrialSource(sweep.trials), display.update
+        driver.Driver(sweep.folder, source, launcher, retries=args.retries, show_progress=show).run()
     return 0
 
 

@@ -164,7 +164,7 @@ def test_trials_of_killed_drivers_count_against_the_limit(study):
     for _ in range(2):
         driver = study.start(parallel=1)
         wait_until(lambda: sum(study.count_attempts()) == 1 and has_driver(study.folder), driver)
-        time.sleep(1.5)  # three rounds
+        time.sleep(1)  # ten rounds
         assert study.count_attempts() == [1, 0, 0, 0]
         os.kill(driver.pid, signal.SIGKILL)
         driver.wait()
