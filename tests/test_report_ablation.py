@@ -11,6 +11,7 @@ from language_runs import finish, write_run
 from stackexp import cli
 from stackexp.config.affects import flatten_config
 from stackexp.config.compose import compose
+from stackexp.data.olmo import NAMES
 from stackexp.errors import RunError
 from stackexp.reports.ablation import build_ablation
 from stackexp.reports.arms import name_arm, read_arms
@@ -115,22 +116,40 @@ def test_missing_cells_have_commands(runs):
     (runs / "sweep.yaml").write_text(yaml.safe_dump(sweep))
     notes = build_ablation([runs]).notes
     assert f"missing Queue: `python -m stackexp sweep run {runs}`" in notes
-    assert "missing Push-Only: `python -m stackexp sweep run ablation`" in notes
+    assert "missing Push-Only, Single-Head, Full-Dimension: `python -m stackexp sweep run ablation`" in notes
     assert "missing V2 and V3 of all runs: `python -m stackexp validate --run RUN --sets v2,v3` for each RUN" in notes
 
 
 def test_later_validations_fill_v2_and_v3(runs):
     (run,) = runs.glob("stacktrans-seed=0-*")
-    sets = {"v2/a": {"loss": 3.0, "perplexity": 21.0}, "v2/b": {"loss": 4.0, "perplexity": 55.0}}
-    record = {"step": 10, "overrides": [], "sets": sets | {"v3/a": {"loss": 2.0, "perplexity": 7.4}}}
+    sets = {f"v2/{name}": {"loss": 3.5, "perplexity": 38.0} for name in NAMES["v2"]}
+    sets |= {f"v3/{name}": {"loss": 2.0, "perplexity": 7.4} for name in NAMES["v3"]}
+    sets["v2/pile"] = {"loss": 4.8, "perplexity": 51.0}
+    record = {"step": 10, "overrides": [], "sets": sets}
     (run / "validate-v2+v3.json").write_text(json.dumps(record))
     (run / "validate-last.json").write_text(json.dumps(record | {"step": 5, "sets": {"v2/a": {"loss": 9.0}}}))
     report = build_ablation([runs])
     row = read_table(report, 0)["stacktrans"]
-    assert (row["V2"], row["V3"]) == ("3.500 / 38.00", "2.000 / 7.40")
+    assert (row["V2"], row["V3"]) == ("3.600 / 39.00", "2.000 / 7.40")
     commands = [note for note in report.notes if note.startswith("missing V2 and V3")]
     assert len(commands) == 8
     assert not any(str(run) in command for command in commands)
+    (transformer,) = runs.glob("transformer-seed=0-*")
+    del sets["v2/pile"]
+    (transformer / "validate-v2+v3.json").write_text(json.dumps(record))
+    report = build_ablation([run, transformer])
+    difference = read_table(report, 1)["stacktrans"]
+    assert difference["V3"] == "+0.000"
+    assert "V2" not in difference, "only averages over the same sets are compared"
+    assert any(note.startswith("missing V2 and V3") and str(transformer) in note for note in report.notes)
+
+
+def test_a_variant_prefers_the_arm_with_its_name(runs):
+    finish(write_run(runs / "small-0123abcd", "model.memory=queue"), 3.0, parameters=10)
+    finish(write_run(runs / "other-0123abcd", "model.memory=null"), 3.0, parameters=10)
+    names = [row[0] for row in build_ablation([runs]).tables[0].rows]
+    assert names[:3] == ["transformer", "stacktrans", "small (Queue)"]
+    assert "other" in names
 
 
 def test_bigram_counts_have_a_row(runs):
@@ -165,13 +184,13 @@ def test_formats(runs, tmp_path, capsys):
     assert r"\textbf{$-$0.097 ($-$0.135 to $-$0.059)}" in latex
     assert r"push\_only" in latex
     assert r"35.14$\dagger$" in latex
-    assert "% missing Queue: `python" in latex
+    assert "% missing Queue, Push-Only, Single-Head, Full-Dimension: `python" in latex
     markdown = format_report(build_ablation([runs]), "markdown")
     assert "**-0.097 (-0.135 to -0.059)** |" in markdown
 
 
 def test_mistakes_are_one_line(runs, tmp_path, capsys):
-    with pytest.raises(RunError, match="--baseline mamba: no finished runs with this name; choose one of: st"):
+    with pytest.raises(RunError, match="no run named mamba; choose among stacktrans, transformer, value_skip"):
         build_ablation([runs], "mamba")
     for arguments, message in {
         ("nowhere",): "no run folders of language models; give run folders",
@@ -183,5 +202,10 @@ def test_mistakes_are_one_line(runs, tmp_path, capsys):
         error = capsys.readouterr().err
         assert message in error
         assert error.count("\n") == 1
+    (alone,) = runs.glob("transformer-seed=0-*")
+    assert cli.main(["report", "ablation", str(alone), f"--figure={tmp_path}/none.png"]) == 0
+    printed = capsys.readouterr()
+    assert "Differences" not in printed.out
+    assert printed.err == f"{tmp_path}/none.png: not drawn, there is nothing to compare yet\n"
     named = build_ablation([runs], "value_skip")
     assert named.tables[1].title == "Differences from value_skip"

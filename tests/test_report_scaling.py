@@ -98,3 +98,13 @@ def test_missing_panels_have_commands(tmp_path):
     assert [note.rpartition(" ")[2] for note in report.notes if note.startswith("missing")] == ["ladder`", "scaling`"]
     report = build_scaling([tmp_path], irreducible=4)
     assert f"left out, no average above 4: {tmp_path}/one-0123abcd" in report.notes
+
+
+def test_runs_scored_on_other_sets_are_left_out(tmp_path):
+    write_ladder(tmp_path)
+    run = write_run(tmp_path / "other-0123abcd", "model.memory=null")
+    finish(run, 2.0, sets={"another": {"loss": 2.0}}, parameters=10**8, tokens=2 * 10**9)
+    report = build_scaling([tmp_path])
+    assert f"left out, scored on other sets than most runs: {run}" in report.notes
+    assert len(report.records) == 8
+    assert len(build_scaling([tmp_path], measure="training loss").records) == 9

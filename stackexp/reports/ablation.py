@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from stackexp.errors import RunError
-from stackexp.reports.arms import Arm, describe_unfinished, read_arms
+from stackexp.data.olmo import NAMES
+from stackexp.reports.arms import Arm, ArmRun, describe_unfinished, find_arm, read_arms
 from stackexp.reports.differences import (
     COLUMNS,
     OTHER,
@@ -47,43 +47,42 @@ def build_ablation(paths: Sequence[Path], baseline: str | None = None) -> Report
     base = _find_baseline(arms, variants, baseline)
     order = [variants[v] for v in PAPER if v in variants]
     order += [arm for arm in arms if arm not in order]
-    comparisons = [compare_arms(arm, base) for arm in order if arm.runs] if base else []
+    comparisons = [compare_arms(arm, base) for arm in order if arm.runs and arm is not base] if base else []
     sweeps = find_sweeps(paths)
-    missing = [
-        f"missing {variant}: `{find_command(CHOICES[variant], sweeps, DEFAULT_COMMAND)}`"
-        for variant in PAPER
-        if variant not in variants
-    ]
+    missing = _find_missing(variants, sweeps)
     notes = [*LEGEND, *missing, *_find_unscored(order), *describe_unfinished(order), *describe_sweeps(sweeps), *notes]
     tables = [_build_losses(order, variants)]
-    if base and comparisons:
+    if base is None:
+        notes.append("no differences: no finished run of a Transformer without a memory; choose another --baseline")
+    has_pairs = base is not None and any(comparison.pairs for comparison in comparisons)
+    if base and has_pairs:
         tables.append(_build_differences(comparisons, base))
-        notes += [line for comparison in comparisons for line in comparison.mismatches]
-    else:
-        notes.append("no differences: no finished run of a Transformer without a memory; name a baseline")
-    return Report(
-        "Ablation", tables, notes, _build_records(order, comparisons), lambda: draw_differences(comparisons, base)
-    )
+    notes += [line for comparison in comparisons for line in comparison.mismatches]
+    draw = (lambda: draw_differences(comparisons, base.name)) if base and has_pairs else None
+    return Report("Ablation", tables, notes, _build_records(order, comparisons), draw)
 
 
 def _assign_variants(arms: list[Arm]) -> dict[str, Arm]:
-    """Return paper's variant -> its arm; of several, the finished one with the fewest parameters."""
+    """Return paper's variant -> its arm: of several a finished one, with the variant's name, with few parameters."""
     variants: dict[str, Arm] = {}
-    for arm in sorted(arms, key=lambda arm: (not arm.runs, arm.average("parameters") or 0)):
+    for arm in sorted(arms, key=lambda a: (not a.runs, a.name not in CHOICES.values(), a.average("parameters") or 0)):
         if (variant := find_variant(arm.config)) is not None:
             variants.setdefault(variant, arm)
     return variants
 
 
+def _find_missing(variants: dict[str, Arm], sweeps: list[Path]) -> list[str]:
+    """Return the commands that run the paper's variants without an arm."""
+    commands: dict[str, list[str]] = {}
+    for variant, name in CHOICES.items():
+        if variant not in variants:
+            commands.setdefault(find_command(name, sweeps, DEFAULT_COMMAND), []).append(variant)
+    return [f"missing {', '.join(found)}: `{command}`" for command, found in commands.items()]
+
+
 def _find_baseline(arms: list[Arm], variants: dict[str, Arm], name: str | None) -> Arm | None:
-    if name is None:
-        base = variants.get("Transformer")
-        return base if base and base.runs else None
-    found = next((arm for arm in arms if arm.name == name and arm.runs), None)
-    if found is None:
-        names = ", ".join(arm.name for arm in arms if arm.runs)
-        raise RunError(f"--baseline {name}: no finished runs with this name; choose one of: {names}")
-    return found
+    base = find_arm([arm for arm in arms if arm.runs], name) if name else variants.get("Transformer")
+    return base if base and base.runs else None
 
 
 def _average_losses(arm: Arm) -> Losses:
@@ -96,6 +95,10 @@ def _average_losses(arm: Arm) -> Losses:
             perplexity = statistics.fmean(perplexities) if perplexities else None
             averages[column] = statistics.fmean(loss for loss, _ in values), perplexity
     return averages
+
+
+def _label(arm: Arm, variant: str) -> str:
+    return arm.name if arm.name == CHOICES[variant] else f"{arm.name} ({variant})"
 
 
 def _format_losses(losses: Losses, columns: Sequence[str]) -> list[str]:
@@ -114,7 +117,7 @@ def _build_losses(order: list[Arm], variants: dict[str, Arm]) -> Table:
     rows = []
     for variant, printed in PAPER.items():
         arm = variants.get(variant)
-        ours = [arm.name, str(len(arm.runs)), *_format_losses(losses[arm.name], columns)] if arm else None
+        ours = [_label(arm, variant), str(len(arm.runs)), *_format_losses(losses[arm.name], columns)] if arm else None
         paper = [_format_loss(*cell) + "†" * contradicts_itself(*cell) for cell in printed]
         rows.append([*(ours or [CHOICES[variant], "0", *[ABSENT] * len(columns)]), *paper])
     for arm in order:
@@ -130,7 +133,7 @@ def _build_losses(order: list[Arm], variants: dict[str, Arm]) -> Table:
 def _build_differences(comparisons: list[Comparison], base: Arm) -> Table:
     rows, columns = [], [c for c in COLUMNS if any(c in x.compute_differences() for x in comparisons)]
     for comparison in comparisons:
-        if comparison.arm is not base and comparison.pairs:
+        if comparison.pairs:
             differences = comparison.compute_differences()
             sizes = [ABSENT if size is None else f"{size:+.1%}" for size in comparison.compare_sizes(base)]
             cells = [str(differences[c]) if c in differences else ABSENT for c in columns]
@@ -141,11 +144,16 @@ def _build_differences(comparisons: list[Comparison], base: Arm) -> Table:
 def _find_unscored(order: list[Arm]) -> list[str]:
     """Return the commands that score finished runs on V2 and V3."""
     runs = [run for arm in order for run in arm.runs]
-    unscored = [run for run in runs if not {"V2", "V3"} <= read_losses(run).keys()]
+    unscored = [run for run in runs if not _is_scored(run)]
     if len(unscored) == len(runs) > 1:
         return ["missing V2 and V3 of all runs: `python -m stackexp validate --run RUN --sets v2,v3` for each RUN"]
     command = "missing V2 and V3: `python -m stackexp validate --run {} --sets v2,v3`"
     return [command.format(run.folder.path) for run in unscored]
+
+
+def _is_scored(run: ArmRun) -> bool:
+    """Return True if a run has a score on every set of V2 and V3."""
+    return all(f"{group}/{name}" in run.sets for group, names in NAMES.items() for name in names)
 
 
 def _build_records(order: list[Arm], comparisons: list[Comparison]) -> list[dict[str, Any]]:
@@ -167,9 +175,9 @@ def _build_records(order: list[Arm], comparisons: list[Comparison]) -> list[dict
     return records
 
 
-def draw_differences(comparisons: list[Comparison], base: Arm | None) -> Any:
+def draw_differences(comparisons: list[Comparison], baseline: str) -> Any:
     """Draw the difference of each arm from the baseline with its interval, in training and in validation."""
-    found = {c.arm.name: c.compute_differences() for c in comparisons if c.arm is not base and c.pairs}
+    found = {c.arm.name: c.compute_differences() for c in comparisons if c.pairs}
     columns = [c for c in COLUMNS if any(c in differences for differences in found.values())]
     names = list(found)
     figure, axes = new_figure(6.5, 1.4 + 0.34 * len(names))
@@ -181,7 +189,7 @@ def draw_differences(comparisons: list[Comparison], base: Arm | None) -> Any:
     axes.axvline(0, color="black", linewidth=0.8)
     axes.set_yticks(range(len(names)), names)
     axes.invert_yaxis()
-    axes.set_xlabel(f"Loss minus that of {base.name if base else ABSENT} (nats per token)")
+    axes.set_xlabel(f"Loss minus that of {baseline} (nats per token)")
     axes.set_title("95 % intervals over seeds; hollow: one seed", fontsize=8)
     if columns:
         axes.legend(loc="best", fontsize=8)

@@ -133,6 +133,14 @@ def _separate_names(arms: list[Arm]) -> list[Arm]:
     ]
 
 
+def find_arm(arms: Sequence[Arm], name: str) -> Arm:
+    """Return the arm with this name. Raises RunError with the known names if there is none."""
+    found = next((arm for arm in arms if arm.name == name), None)
+    if found is None:
+        raise RunError(f"no run named {name}; choose among {', '.join(arm.name for arm in arms)}")
+    return found
+
+
 def describe_unfinished(arms: Sequence[Arm]) -> list[str]:
     """Return a line for each unfinished run, with the command that completes it."""
     lines = []

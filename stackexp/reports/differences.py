@@ -48,9 +48,10 @@ class Comparison:
     mismatches: list[str]
 
     def compute_differences(self) -> dict[str, Difference]:
-        """Return the difference in each column that all pairs have."""
+        """Return the difference in each column that all pairs have, averaged over the same sets."""
         losses = [(read_losses(run), read_losses(base)) for run, base in self.pairs]
-        columns = [c for c in COLUMNS if losses and all(c in ours and c in base for ours, base in losses)]
+        is_same = {c: all(name_sets(run, c) == name_sets(base, c) for run, base in self.pairs) for c in COLUMNS}
+        columns = [c for c in COLUMNS if losses and is_same[c] and all(c in x and c in y for x, y in losses)]
         return {c: compute_difference([ours[c][0] - base[c][0] for ours, base in losses]) for c in columns}
 
     def compare_sizes(self, baseline: Arm) -> list[float | None]:
@@ -74,6 +75,12 @@ def read_losses(run: ArmRun) -> Losses:
     """Return the losses of a run: in training, on V2, on V3, and the average of the other sets."""
     training = run.result.get("train_loss")
     return ({TRAINING: (training["last_20_steps"], None)} if training else {}) | average_sets(run.sets)
+
+
+def name_sets(run: ArmRun, column: str) -> set[str]:
+    """Return the names of the sets that a column averages; none for the training loss."""
+    groups = {name: name.partition("/")[0].upper() for name in run.sets}
+    return {name for name, group in groups.items() if (group if group in ("V2", "V3") else OTHER) == column}
 
 
 def average_sets(sets: dict[str, dict[str, float]]) -> Losses:

@@ -9,7 +9,7 @@ import numpy as np
 
 from stackexp.errors import RunError
 from stackexp.metric_tags import TRAIN_LOSS
-from stackexp.reports.arms import Arm, describe_unfinished, read_arms
+from stackexp.reports.arms import Arm, describe_unfinished, find_arm, read_arms
 from stackexp.reports.compare import check_same_data
 from stackexp.reports.figures import abbreviate_thousands
 from stackexp.reports.paper import find_variant
@@ -82,19 +82,12 @@ def build_dynamics(
 def _find_baseline(arms: list[Arm], name: str | None) -> Arm:
     if name is None:
         return next((arm for arm in arms if find_variant(arm.config) == "Transformer"), arms[0])
-    return _find_arm(arms, name)
-
-
-def _find_arm(arms: list[Arm], name: str) -> Arm:
-    found = next((arm for arm in arms if arm.name == name), None)
-    if found is None:
-        raise RunError(f"no run named {name}; choose among {', '.join(arm.name for arm in arms)}")
-    return found
+    return find_arm(arms, name)
 
 
 def _choose_arms(arms: list[Arm], base: Arm, only: Sequence[str]) -> list[Arm]:
     """Return the baseline and the other arms to show."""
-    chosen = [_find_arm(arms, name) for name in only] or arms
+    chosen = [find_arm(arms, name) for name in only] or arms
     if len(chosen) > MAX_CURVES and not only:
         stacks = [arm for arm in arms if find_variant(arm.config) == "StackTrans"]
         chosen = stacks[:1] or arms[: MAX_CURVES - 1]

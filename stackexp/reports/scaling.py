@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from stackexp.reports.arms import describe_unfinished, name_memory, read_arms
-from stackexp.reports.differences import OTHER, TRAINING, read_losses
+from stackexp.reports.differences import OTHER, TRAINING, name_sets, read_losses
 from stackexp.reports.missing_runs import describe_sweeps, find_sweeps
 from stackexp.reports.power_law import PowerLaw, equivalent_factor, fit_power_law
 from stackexp.reports.report import LINE_STYLES, MARKERS, PALETTE, Report, Table
@@ -51,11 +51,14 @@ def build_scaling(paths: Sequence[Path], measure: str | None = None, irreducible
     runs = [run for arm in arms for run in arm.runs]
     columns = [measure] if measure else ["V2", OTHER, TRAINING]
     column = next((c for c in columns if all(c in read_losses(run) for run in runs)), columns[-1])
+    names = [name_sets(run, column) for run in runs]
     points = []
-    for run in runs:
+    for run, sets in zip(runs, names, strict=True):
         losses, tokens = read_losses(run), run.result.get("tokens")
         total, memory = (run.result.get(key) for key in ("parameters", "memory_parameters"))
-        if column in losses and losses[column][0] > irreducible and total and tokens and memory is not None:
+        if names.count(sets) < max(map(names.count, names)):
+            notes.append(f"left out, scored on other sets than most runs: {run.folder.path}")
+        elif column in losses and losses[column][0] > irreducible and total and tokens and memory is not None:
             points.append(Point(name_memory(run.config), total, total - memory, tokens, run.seed, losses[column][0]))
         else:
             notes.append(f"left out, no {column} above {irreducible:g}: {run.folder.path}")

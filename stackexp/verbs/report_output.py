@@ -1,5 +1,6 @@
 """The output options that reports share: table style, CSV file and figure."""
 
+import sys
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
@@ -32,6 +33,8 @@ def print_report(args: Namespace, build: Callable[[], Any]) -> int:
     print(format_report(report, "markdown" if args.markdown else "latex" if args.latex else "terminal"))
     if args.csv:
         write_csv(report, args.csv)
-    if args.figure and report.draw:
+    if args.figure and report.draw is None:
+        print(f"{args.figure}: not drawn, there is nothing to compare yet", file=sys.stderr)
+    elif args.figure:
         save_figure(report.draw(), args.figure)
     return 0
