@@ -205,7 +205,7 @@ def test_mistakes_are_one_line(runs, tmp_path, capsys):
     (alone,) = runs.glob("transformer-seed=0-*")
     assert cli.main(["report", "ablation", str(alone), f"--figure={tmp_path}/none.png"]) == 0
     printed = capsys.readouterr()
-    assert "Differences" not in printed.out
+    assert "Differences from" not in printed.out
     assert printed.err == f"{tmp_path}/none.png: not drawn, there is nothing to compare yet\n"
     named = build_ablation([runs], "value_skip")
     assert named.tables[1].title == "Differences from value_skip"

@@ -64,6 +64,7 @@ def test_text_is_escaped(page):
     assert "runs&lt;b&gt;" in page
     assert "runs<b>" not in page
     assert "<code>python -m stackexp sweep run ablation</code>" in page
+    assert "<code>python -m stackexp sweep run formal_table</code>" in page
     assert "<td>0.75↓ / 0.75 (1)</td>" in page
 
 

@@ -14,6 +14,7 @@ from stackexp.reports.efficiency import build_efficiency, read_record
 from stackexp.reports.figures import save_figure
 from stackexp.reports.formal import tables as formal_tables
 from stackexp.reports.formal.cells import collect_report
+from stackexp.reports.formal.commands import find_commands
 from stackexp.reports.formal.figures import draw_bars
 from stackexp.reports.grid import build_grid
 from stackexp.reports.missing_runs import find_sweeps
@@ -29,6 +30,7 @@ td, th { padding: 3px 10px; white-space: nowrap } td { border-bottom: 1px solid 
 td, th { text-align: right } .text { text-align: left }
 .wide { overflow-x: auto } img { max-width: 100% } code { background: #f2f2f2; overflow-wrap: anywhere }
 ul { font-size: 13px } figure { margin: 1em 0; break-inside: avoid } nav a { margin-right: 1em }
+@media print { .wide { overflow: visible } table { font-size: 9px } td, th { padding: 2px 4px } nav { display: none } }
 """
 
 
@@ -77,7 +79,9 @@ def _build_formal(folder: Path) -> Report:
     report = collect_report([folder], LENGTHS)
     markup = formal_tables.Markup("**{}**".format, str, str)
     rows = formal_tables.build_rows(report, markup)
+    commands, sweeps = find_commands(report)
     notes = [formal_tables.format_legend(report), *formal_tables.describe_marks(report)]
+    notes += [*formal_tables.describe_commands(commands), *sweeps]
     table = Table("Table 1 of the paper", formal_tables.build_header(), rows)
     return Report("Formal languages", [table], notes, [], lambda: report)
 
@@ -90,8 +94,10 @@ def _format_section(title: str, report: Report, image: Path) -> str:
             draw_bars(drawn, image)
         else:
             save_figure(drawn, image)
-        data = base64.b64encode(image.read_bytes()).decode()
-        parts.append(f'<figure><img alt="{html.escape(title)}" src="data:image/png;base64,{data}"></figure>')
+        png = image.read_bytes()
+        width = int.from_bytes(png[16:20], "big") // 2  # in the header; half of it is sharp on any screen
+        source = f"data:image/png;base64,{base64.b64encode(png).decode()}"
+        parts.append(f'<figure><img width="{width}" alt="{html.escape(title)}" src="{source}"></figure>')
     return "\n".join([*parts, _format_notes(report.notes)])
 
 
