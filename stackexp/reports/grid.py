@@ -6,7 +6,7 @@ import numpy as np
 
 from stackexp.config.model import SYMBOLS
 from stackexp.errors import RunError
-from stackexp.reports.formal.commands import build_sweep_command
+from stackexp.reports.missing_runs import build_sweep_command
 from stackexp.reports.report import Report, Table
 from stackexp.reports.sweeps import LOSSES, MEANINGS, Row, collect_results, describe_fixed, plot_losses, select_rows
 from stackexp.sweeps.grid import Values, expand, shorten_keys

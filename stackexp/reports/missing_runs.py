@@ -1,13 +1,13 @@
 """Find the commands that fill the missing cells of a report."""
 
+import shlex
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from stackexp.errors import ConfigError
-from stackexp.reports.formal.commands import build_sweep_command
 from stackexp.reports.summaries import find_runs
 from stackexp.sweeps.grid import expand
-from stackexp.sweeps.sweep import COPY, load_sweep
+from stackexp.sweeps.sweep import COPY, list_shipped, load_sweep
 
 
 def find_sweeps(paths: Iterable[Path]) -> list[Path]:
@@ -25,6 +25,12 @@ def find_command(trial: str, sweeps: Sequence[Path], default: str) -> str:
         if any(label == trial or label.startswith(f"{trial}-") for label in _list_labels(folder)):
             return build_sweep_command(folder)
     return default
+
+
+def build_sweep_command(folder: Path) -> str:
+    """Return the command of the sweep in a folder: by name if it is a shipped sweep in its default folder."""
+    is_shipped = folder.name in list_shipped() and folder.resolve() == Path("runs", folder.name).resolve()
+    return f"python -m stackexp sweep run {folder.name if is_shipped else shlex.quote(str(folder))}"
 
 
 def describe_sweeps(sweeps: Sequence[Path]) -> list[str]:

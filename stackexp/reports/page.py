@@ -14,7 +14,6 @@ from stackexp.reports.efficiency import build_efficiency, read_record
 from stackexp.reports.figures import save_figure
 from stackexp.reports.formal import tables as formal_tables
 from stackexp.reports.formal.cells import collect_report
-from stackexp.reports.formal.commands import find_commands
 from stackexp.reports.formal.figures import draw_bars
 from stackexp.reports.grid import build_grid
 from stackexp.reports.missing_runs import find_sweeps
@@ -79,9 +78,8 @@ def _build_formal(folder: Path) -> Report:
     report = collect_report([folder], LENGTHS)
     markup = formal_tables.Markup("**{}**".format, str, str)
     rows = formal_tables.build_rows(report, markup)
-    commands, sweeps = find_commands(report)
     notes = [formal_tables.format_legend(report), *formal_tables.describe_marks(report)]
-    notes += [*formal_tables.describe_commands(commands), *sweeps]
+    notes += formal_tables.describe_commands(report)
     table = Table("Table 1 of the paper", formal_tables.build_header(), rows)
     return Report("Formal languages", [table], notes, [], lambda: report)
 
