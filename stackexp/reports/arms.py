@@ -25,7 +25,7 @@ RUN_ID = r"\d{8}-\d{6}-[0-9a-f]{4}"
 
 @dataclass(frozen=True)
 class ArmRun:
-    """A finished run. `sets` are the scores of the named sets, those of later validations included."""
+    """A finished run. `sets` are the scores of the named sets, including those of later validations."""
 
     folder: RunFolder
     config: dict[str, Any]
@@ -39,7 +39,7 @@ class ArmRun:
 
     @cached_property
     def flops_per_token(self) -> float | None:
-        """Training FLOPs per token, from the config; None if its plugins are not at hand."""
+        """Training FLOPs per token, from the config; None if its plugins are missing."""
         from stackexp.planning.cost import make_plan
 
         try:
@@ -116,7 +116,7 @@ def read_finished_run(folder: RunFolder, config: dict[str, Any]) -> ArmRun:
 
 
 def _add_run(arm: Arm, run: ArmRun, notes: list[str]) -> None:
-    """Add a run. Of several runs with one seed the last one counts, in the order of their paths."""
+    """Add a run. If several runs have the same seed, the last one counts, sorted by path."""
     for other in [other for other in arm.runs if other.seed == run.seed]:
         notes.append(f"left out, the same seed as {run.folder.path}: {other.folder.path}")
         arm.runs.remove(other)

@@ -1,4 +1,4 @@
-"""Paired differences between the runs of two arms, with 95 % intervals over seeds, and what else differs."""
+"""Paired differences between the runs of two arms, with 95 % intervals over seeds, and their mismatch in size."""
 
 import math
 import statistics
@@ -84,7 +84,7 @@ def name_sets(run: ArmRun, column: str) -> set[str]:
 
 
 def average_sets(sets: dict[str, dict[str, float]]) -> Losses:
-    """Return the averages over V2, over V3 and over the other sets, as far as there are any."""
+    """Return the averages over V2, over V3 and over the other sets; groups without sets are omitted."""
     groups = average_groups({name: s for name, s in sets.items() if name.startswith(("v2/", "v3/"))})
     averages = {group.upper(): average for group, average in groups.items()}
     if others := {name: s for name, s in sets.items() if not name.startswith(("v2/", "v3/"))}:

@@ -21,7 +21,7 @@ SMOOTHED_FRACTION = 0.04  # of the steps
 
 
 class Curve(NamedTuple):
-    """The training loss of an arm, the mean over its seeds: tokens [N], raw and smoothed losses [N]."""
+    """The mean training loss of an arm over its seeds: tokens [N], raw and smoothed losses [N]."""
 
     name: str
     seeds: int
@@ -111,7 +111,7 @@ def read_curve(arm: Arm, smooth: int | None = None) -> Curve | None:
 
 
 def smooth_losses(losses: Any, window: int) -> Any:
-    """Return the centered moving average over `window` values, of which those beyond the ends are left out."""
+    """Return the centered moving average over `window` values, or over fewer at both ends."""
     total = np.concatenate([[0.0], np.cumsum(losses)])
     i = np.arange(len(losses))
     first, end = np.maximum(i - window // 2, 0), np.minimum(i + window // 2 + 1, len(losses))

@@ -50,7 +50,7 @@ def build_efficiency(path: Path) -> Report:
 
 
 def read_record(path: Path) -> dict[str, Any]:
-    """Read a file of `bench efficiency --out`. Raises RunError for anything else."""
+    """Read a file of `bench efficiency --out`. Raises RunError for other files."""
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""All reports of a folder as one HTML page with embedded figures. It needs no network."""
+"""All reports of a folder as one self-contained HTML page with embedded figures."""
 
 import base64
 import html

@@ -33,7 +33,7 @@ class Point(NamedTuple):
 
 
 class Series(NamedTuple):
-    """The runs of a panel and what they have in common."""
+    """The runs of a panel, and the quantity that all of them have in common."""
 
     quantity: str
     condition: str
@@ -88,8 +88,8 @@ def build_scaling(paths: Sequence[Path], measure: str | None = None, irreducible
 def select_series(points: list[Point], quantity: str, irreducible: float = 0.0) -> Series | None:
     """Return the runs that show the effect of a quantity: those at the fixed value with the most sizes.
 
-    In a ladder every size has its own budget: if more sizes have about the same tokens per parameter, these are chosen.
-    Returns None if there are no two sizes.
+    In a ladder, every size has its own budget. If more sizes have about equal tokens per parameter, these are chosen.
+    Returns None if there are fewer than two sizes.
     """
     fixed = QUANTITIES[quantity]
     groups: dict[float, list[Point]] = defaultdict(list)

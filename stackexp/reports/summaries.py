@@ -1,4 +1,4 @@
-"""A summary of a run folder in a few figures, for `runs list`, `runs show` and `report compare`."""
+"""Summarize a run folder in a few figures, for `runs list`, `runs show` and `report compare`."""
 
 import math
 import os
@@ -30,7 +30,7 @@ class RunState(StrEnum):
 
 @dataclass(frozen=True)
 class RunSummary:
-    """State, progress and losses of a run. Losses are in nats per token; None where there is no figure yet."""
+    """State, progress and losses of a run. Losses are in nats per token; None if not measured yet."""
 
     path: str
     state: RunState

@@ -105,7 +105,7 @@ def format_results(sweep: Sweep, rows: list[Row], style: Style = "terminal") -> 
 def draw_results(sweep: Sweep, rows: list[Row], folder: Path) -> list[Path]:
     """Plot the losses against each key with several numbers, as <key>.png and <key>.pdf, and return the paths.
 
-    In each figure the other keys have the values of the sweep's center, or else of the best trial.
+    In each figure, the other keys have the values of the sweep's center, or of the best trial if there is no center.
     """
     folder.mkdir(parents=True, exist_ok=True)
     paths = []

@@ -1,7 +1,7 @@
 """Write one HTML page with the tables and figures of all runs in a folder. It opens offline.
 
-It has the ablation, scaling, training dynamics, sweeps over the stack's hyperparameters, formal languages, and the
-files of `bench efficiency --out` in the folder, as far as there are runs for them.
+The page has sections for the ablation, scaling, training dynamics, sweeps over the stack's hyperparameters, formal
+languages, and files of `bench efficiency --out` in the folder. Sections without runs are omitted.
 """
 
 from argparse import Namespace

@@ -12,7 +12,7 @@ OUTPUT_USAGE = "[--markdown | --latex] [--csv FILE] [--figure FILE]"
 
 
 def add_output_arguments(parser: Parser) -> None:
-    """Add the options of the output."""
+    """Add the output options of a report."""
     style = parser.add_mutually_exclusive_group()
     style.add_argument("--markdown", action="store_true", help="print Markdown tables")
     style.add_argument("--latex", action="store_true", help="print LaTeX tables with booktabs rules")

@@ -118,11 +118,11 @@ def collect_report(paths: Sequence[Path | str], lengths: Lengths) -> Report:
 
 
 def build_cell(task: str, column: str, runs: list[FormalRun]) -> Cell:
-    """Choose the recipe of a cell on the validation strings, never by the score.
+    """Choose the recipe of a cell by its results on validation strings, never by its test score.
 
-    The order is: three seeds before fewer, the best median validation accuracy, the lowest median validation loss
-    (which separates recipes without errors), more seeds, fewer steps. Of several runs of a seed the more thoroughly
-    tested one counts, then the later one.
+    The criteria, in this order: at least three seeds, the best median validation accuracy, the lowest median validation
+    loss (which separates recipes without errors), more seeds, fewer steps. If a seed has several runs, the more
+    thoroughly tested one counts, then the later one.
     """
     recipes: dict[str, list[FormalRun]] = defaultdict(list)
     for run in runs:

@@ -141,7 +141,7 @@ class FormalRun:
 
 
 def is_in_recipe(options: Options, key: str) -> bool:
-    """Return True if runs of one recipe must agree in `key`. Their seeds and the thoroughness of tests may differ."""
+    """Return True if runs of one recipe must have equal values of `key`, unlike their seed and options of the test."""
     return key != "seed" and (get_effect(options, key) in ("training", "continuation") or changes_scores(options, key))
 
 
@@ -177,7 +177,7 @@ def _read_evaluation(path: Path, record: dict[str, Any]) -> Evaluation:
 
 
 def _is_same_run(test: dict[str, Any], result: dict[str, Any], config: Options) -> bool:
-    """Return True if a test used the checkpoint that the run itself tested, and changed nothing but the test."""
+    """Return True if a test used the checkpoint that the run itself tested, and overrides only options of the test."""
     keys = [key for key, *_ in split_overrides(test.get("overrides", []))]
     tested_step = result.get("tested_step", result["steps"]) if result else test.get("step")
     return not any(is_in_recipe(config, key) for key in keys) and test.get("step", tested_step) == tested_step
