@@ -20,7 +20,7 @@ from stackexp.errors import RunError
 from stackexp.files import read_json, write_json
 from stackexp.sweeps.driver import Driver, TrialSource, has_driver
 from stackexp.sweeps.launchers import local
-from stackexp.sweeps.launchers.local import LocalLauncher, find_orphans, find_processes, record_process
+from stackexp.sweeps.launchers.local import LocalLauncher, find_processes, record_process
 from stackexp.sweeps.runner import stop_sweep
 from stackexp.sweeps.schema import Resources
 from stackexp.sweeps.sweep import load_sweep
@@ -200,7 +200,7 @@ def test_gpus_of_orphans_are_not_given_out_again(study, monkeypatch):
     for trial in (first, second):
         trial.folder.path.mkdir(parents=True, exist_ok=True)
     launcher.start([first])
-    (orphan,) = find_orphans(study.folder)
+    (orphan,) = find_processes(study.folder)
     assert (orphan.name, orphan.gpus) == (first.name, ["0"])
     other = LocalLauncher(study.folder, study.trials, Resources(), None, sleeping)
     assert other.count_free() == 2

@@ -11,7 +11,6 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import IO, Any
 
@@ -21,6 +20,8 @@ from stackexp.files import hold_lock, is_locked, try_lock, write_atomically, wri
 from stackexp.sweeps.launchers import Launcher
 from stackexp.sweeps.trials import START_MARK, Trial, is_running, read_failure, record_failure
 
+DRIVERS = ".drivers"
+"""Each driver holds a shared lock on this file in the sweep's folder."""
 POLL_SECONDS = 0.5
 RECHECK_SECONDS = 5
 """Pause before a driver checks again a trial that runs elsewhere."""
@@ -75,7 +76,8 @@ class Driver:
 
         Raises RunError if trials failed, StoppedError after SIGTERM or `sweep stop`, KeyboardInterrupt after SIGINT.
         """
-        with hold_presence(self._folder), self._catch_signals():
+        self._folder.mkdir(parents=True, exist_ok=True)
+        with hold_lock(self._folder / DRIVERS, "sweep stop", shared=True), self._catch_signals():
             old_request = read_stop_request(self._folder)
             while True:
                 self._collect_ended()
@@ -185,15 +187,9 @@ class Driver:
 # Requests to running drivers
 
 
-def hold_presence(folder: Path) -> AbstractContextManager[Any]:
-    """Make `has_driver(folder)` true within the context."""
-    folder.mkdir(parents=True, exist_ok=True)
-    return hold_lock(folder / ".drivers", "sweep stop", shared=True)
-
-
 def has_driver(folder: Path) -> bool:
     """Return True if a driver works on the sweep."""
-    return is_locked(folder / ".drivers", count_shared=True)
+    return is_locked(folder / DRIVERS, count_shared=True)
 
 
 def read_stop_request(folder: Path) -> str:

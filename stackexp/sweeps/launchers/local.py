@@ -85,8 +85,10 @@ class LocalLauncher:
         return self._limit - len(self._running) - len(self._find_orphans())
 
     def _find_orphans(self) -> list["TrialProcess"]:
+        """Return the living trials whose driver is dead."""
         own = {process.pid for process in self._running.values()}
-        return [process for process in find_orphans(self._folder) if process.pid not in own]
+        others = [process for process in find_processes(self._folder) if process.pid not in own]
+        return [process for process in others if not is_locked(self._folder / process.name / ".claim")]
 
     def cancel(self, trial: Trial) -> None:
         """Send SIGTERM to one trial."""
@@ -170,11 +172,6 @@ def find_processes(folder: Path) -> list[TrialProcess]:
         with contextlib.suppress(RunError, OSError, TypeError):  # a damaged record is of no process
             processes.append(TrialProcess(**read_json(path)))
     return [process for process in processes if process.is_alive]
-
-
-def find_orphans(folder: Path) -> list[TrialProcess]:
-    """Return the running trials whose driver is dead."""
-    return [process for process in find_processes(folder) if not is_locked(folder / process.name / ".claim")]
 
 
 def _read_start_time(pid: int) -> str:
