@@ -93,7 +93,10 @@ def test_differences_are_paired_by_seed_and_data(runs):
     assert float(differences["stacktrans"]["FLOPs/token"].rstrip("%")) == pytest.approx(5.0, abs=0.3)
     assert differences["value_skip"]["pairs"] == "2"
     assert differences["value_skip"]["average"].startswith("-0.450 (-"), "wide, not bold, and without seed 2"
-    assert any("value_skip, seed 2: not compared" in note and "differ at step 10" in note for note in report.notes)
+    assert any(
+        "value_skip, seed 2: not paired with transformer" in note and "differ at step 10" in note
+        for note in report.notes
+    )
 
 
 def test_other_numbers_of_tokens_and_missing_seeds_are_not_compared(runs):
@@ -105,8 +108,8 @@ def test_other_numbers_of_tokens_and_missing_seeds_are_not_compared(runs):
     assert read_table(report, 1)["stacktrans"]["pairs"] == "1"
     assert read_table(report, 1)["stacktrans"]["average"] == "-0.110"
     notes = "\n".join(report.notes)
-    assert "stacktrans, seed 0: not compared: trained on 999 tokens, the baseline on 10240" in notes
-    assert "stacktrans, seed 1: not compared: the baseline has no finished run with this seed" in notes
+    assert "stacktrans, seed 0: not paired with transformer: trained on 999 tokens, the baseline on 10240" in notes
+    assert "stacktrans, seed 1: not paired with transformer: the baseline has no finished run with this seed" in notes
     assert f"transformer: unfinished: `python -m stackexp fit --run {transformer}`" in notes
 
 

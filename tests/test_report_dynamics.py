@@ -77,7 +77,9 @@ def test_many_arms_leave_the_papers_two(tmp_path):
 def test_other_data_are_reported(tmp_path):
     finish(write_run(tmp_path / "transformer-0123abcd", "model.memory=null", losses=[3.0]), 3.0)
     finish(write_run(tmp_path / "stacktrans-0123abcd", "model.memory=stacktrans", losses=[3.0], data="ff"), 3.0)
-    assert any(note.startswith("not the same batches: ") for note in build_dynamics([tmp_path]).notes)
+    (note,) = [note for note in build_dynamics([tmp_path]).notes if "not paired" in note]
+    assert note.startswith("stacktrans, seed 0: not paired with transformer: ")
+    assert "differ at step 10" in note
 
 
 def test_mistakes_are_one_line(tmp_path, capsys):

@@ -189,6 +189,7 @@ def draw_differences(comparisons: list[Comparison], baseline: str) -> Any:
     axes.axvline(0, color="black", linewidth=0.8)
     axes.set_yticks(range(len(names)), names)
     axes.margins(y=0.12)
+    axes.locator_params(axis="x", nbins=7)
     axes.invert_yaxis()
     axes.set_xlabel(f"Loss minus that of {baseline} (nats per token)")
     axes.set_title("95 % intervals over seeds; hollow: one seed", fontsize=8)

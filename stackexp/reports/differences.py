@@ -99,7 +99,7 @@ def compare_arms(arm: Arm, baseline: Arm) -> Comparison:
     for run in arm.runs:
         problem = _find_mismatch(run, bases.get(run.seed))
         if problem:
-            mismatches.append(f"{arm.name}, seed {run.seed}: not compared: {problem}")
+            mismatches.append(f"{arm.name}, seed {run.seed}: not paired with {baseline.name}: {problem}")
         else:
             pairs.append((run, bases[run.seed]))
     return Comparison(arm, pairs, mismatches)

@@ -10,7 +10,7 @@ import numpy as np
 from stackexp.errors import RunError
 from stackexp.metric_tags import TRAIN_LOSS
 from stackexp.reports.arms import Arm, describe_unfinished, find_arm, read_arms
-from stackexp.reports.compare import check_same_data
+from stackexp.reports.differences import compare_arms
 from stackexp.reports.figures import abbreviate_thousands
 from stackexp.reports.paper import find_variant
 from stackexp.reports.report import LINE_STYLES, PALETTE, Report, Table
@@ -64,7 +64,8 @@ def build_dynamics(
         "Losses are means over the seeds. Smoothed: centered moving average, cut off at both ends. Crossing: the "
         "smoothed loss passes that of the baseline and stays on the other side for at least one averaging window."
     )
-    notes = [legend, *_compare_data(chosen, base), *describe_unfinished(chosen), *notes]
+    mismatches = [line for arm in chosen if arm is not base for line in compare_arms(arm, base).mismatches]
+    notes = [legend, *mismatches, *describe_unfinished(chosen), *notes]
     records = [
         {"run": curve.name, "tokens": int(t), "loss": raw, "smoothed": smoothed}
         for curve in curves
@@ -136,20 +137,6 @@ def _build_row(curve: Curve, crossing: Crossing | None) -> list[str]:
         return [*cells, ABSENT, ABSENT, ABSENT]
     last = f"{crossing.crossings[-1]:,}" if crossing.crossings else ABSENT
     return [*cells, f"{crossing.difference[-1]:+.3f}", str(len(crossing.crossings)), last]
-
-
-def _compare_data(arms: list[Arm], base: Arm) -> list[str]:
-    """Return a note for each arm that was not trained on the baseline's tokens."""
-    notes = []
-    first = [*(run.folder for run in base.runs), *base.unfinished][0]
-    for arm in arms:
-        for run in arm.runs[:1]:
-            other = next((r.folder for r in base.runs if r.seed == run.seed), first)
-            try:
-                notes += check_same_data([other, run.folder]) if other != run.folder else []
-            except RunError as error:
-                notes.append(f"not the same batches: {str(error).partition('; compare them')[0]}")
-    return notes
 
 
 def draw_dynamics(curves: list[Curve], baseline: Curve, crossings: dict[str, Crossing]) -> Any:
