@@ -155,6 +155,17 @@ def test_a_variant_prefers_the_arm_with_its_name(runs):
     assert "other" in names
 
 
+def test_diverged_runs_have_no_losses(runs):
+    for seed, loss in enumerate((None, float("nan"), 4.0)):
+        (run,) = runs.glob(f"stacktrans-seed={seed}-*")
+        finish(run, 3.0, train_loss={"last_20_steps": loss}, sets={"held-out": {"loss": loss, "perplexity": None}})
+    report = build_ablation([runs])
+    row = read_table(report, 0)["stacktrans"]
+    assert (row["training loss"], row["average"]) == ("4.000", "4.000")
+    assert sum(note.startswith("without a finite loss, not in the means: ") for note in report.notes) == 2
+    assert set(read_table(report, 1)["stacktrans"].values()) >= {"3", ABSENT}, "no difference without all seeds"
+
+
 def test_bigram_counts_have_a_row(runs):
     (run,) = runs.glob("stacktrans-seed=0-*")
     sets = {"held-out": {"loss": 4.5, "perplexity": 90.0}}

@@ -95,7 +95,12 @@ def test_missing_panels_have_commands(tmp_path):
     finish(write_run(tmp_path / "one-0123abcd", "model.memory=null"), 3.0)
     report = build_scaling([tmp_path])
     assert report.draw is None
-    assert [note.rpartition(" ")[2] for note in report.notes if note.startswith("missing")] == ["ladder`", "scaling`"]
+    missing = [note for note in report.notes if note.startswith("missing")]
+    assert [note.split(":")[0] for note in missing] == [
+        "missing loss against parameters",
+        "missing loss against tokens",
+    ]
+    assert all(note.endswith("`python -m stackexp sweep run ladder`") for note in missing)
     report = build_scaling([tmp_path], irreducible=4)
     assert f"left out, no average above 4: {tmp_path}/one-0123abcd" in report.notes
 

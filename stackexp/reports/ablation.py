@@ -51,6 +51,8 @@ def build_ablation(paths: Sequence[Path], baseline: str | None = None) -> Report
     sweeps = find_sweeps(paths)
     missing = _find_missing(variants, sweeps)
     notes = [*LEGEND, *missing, *_find_unscored(order), *describe_unfinished(order), *describe_sweeps(sweeps), *notes]
+    diverged = [run for arm in order for run in arm.runs if not read_losses(run)]
+    notes += [f"without a finite loss, not in the means: {run.folder.path}" for run in diverged]
     tables = [_build_losses(order, variants)]
     if base is None:
         notes.append("no differences: no finished run of a Transformer without a memory; choose another --baseline")

@@ -1,6 +1,7 @@
 """Group the language-model runs of folders into arms: runs that differ only in their seed."""
 
 import json
+import math
 import re
 import shlex
 import statistics
@@ -105,14 +106,24 @@ def name_arm(path: Path) -> str:
 
 
 def read_finished_run(folder: RunFolder, config: dict[str, Any]) -> ArmRun:
-    """Read a finished run and the later validations of its last weights. Raises RunError for damage."""
+    """Read a finished run and the later validations of its last weights. Raises RunError for damage.
+
+    Sets without a finite loss, of a run that diverged, are left out.
+    """
     result = folder.read_result().to_dict()
     sets: dict[str, dict[str, float]] = {}
     for path in sorted(folder.path.glob("validate*.json")):
         record = read_json(path)
         if record.get("step") == result.get("steps") and not record.get("overrides"):
             sets |= record.get("sets", {})
-    return ArmRun(folder, config, result, sets | result.get("sets", {}))
+    sets |= result.get("sets", {})
+    finite = {name: scores for name, scores in sets.items() if math.isfinite(scores.get("loss") or math.nan)}
+    return ArmRun(folder, config, result, {name: _drop_missing(scores) for name, scores in finite.items()})
+
+
+def _drop_missing(scores: dict[str, Any]) -> dict[str, float]:
+    """Return the scores that are numbers: a perplexity that overflows is null in the file."""
+    return {key: value for key, value in scores.items() if value is not None}
 
 
 def _add_run(arm: Arm, run: ArmRun, notes: list[str]) -> None:

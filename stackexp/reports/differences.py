@@ -74,7 +74,9 @@ def compute_difference(values: Sequence[float]) -> Difference:
 def read_losses(run: ArmRun) -> Losses:
     """Return the losses of a run: in training, on V2, on V3, and the average of the other sets."""
     training = run.result.get("train_loss")
-    return ({TRAINING: (training["last_20_steps"], None)} if training else {}) | average_sets(run.sets)
+    loss = training["last_20_steps"] if training else None
+    own: Losses = {TRAINING: (loss, None)} if loss is not None and math.isfinite(loss) else {}
+    return own | average_sets(run.sets)
 
 
 def name_sets(run: ArmRun, column: str) -> set[str]:

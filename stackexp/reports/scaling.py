@@ -65,7 +65,7 @@ def build_scaling(paths: Sequence[Path], measure: str | None = None, irreducible
     panels = [select_series(points, quantity, irreducible) for quantity in QUANTITIES]
     missing = [
         f"missing loss against {quantity}: no two sizes of a family at the same {QUANTITIES[quantity]} or tokens per "
-        f"parameter: `python -m stackexp sweep run {'ladder' if quantity == 'parameters' else 'scaling'}`"
+        "parameter: `python -m stackexp sweep run ladder`"
         for quantity, panel in zip(QUANTITIES, panels, strict=True)
         if panel is None
     ]
@@ -73,12 +73,12 @@ def build_scaling(paths: Sequence[Path], measure: str | None = None, irreducible
     legend = [
         f"Loss: {column}. Fit: loss = {irreducible:g} + factor / size^exponent, least squares in logarithms. "
         "Another irreducible loss gives other exponents (--irreducible).",
-        "Intervals are 95 %, by bootstrap of the residuals, from four runs on. Bold factors exclude one.",
+        "Intervals are 95 %, by bootstrap of the residuals of a family with four runs or more. Bold factors exclude one.",
         f"Equivalent factor: how many times larger the {BASELINE} must be for the same loss, at the largest size that "
         "both families have. Extrapolated: beyond the sizes that were run.",
     ]
     notes = [*legend, *missing, *describe_unfinished(arms), *describe_sweeps(find_sweeps(paths)), *notes]
-    records = [{"loss": column} | p._asdict() | {"value": p.loss} for p in points]
+    records = [{"measure": column} | p._asdict() for p in points]
     rows = [row for panel in shown for row in _build_rows(panel)]
     header = ["panel", "family", "runs", "exponent", "95 % interval", "equivalent factor", "95 % interval"]
     table = Table("Power laws", header, rows, num_labels=2)
