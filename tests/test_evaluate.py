@@ -59,7 +59,7 @@ def evaluate(run: RunFolder, *options: object, stage: str = "validate") -> dict:
     """Return the record in the file that the last line of the output names."""
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         assert main([stage, "--run", str(run.path), *map(str, options)]) == 0
-    return read_json(Path(printed.getvalue().splitlines()[-1].removeprefix("figures: ")))
+    return read_json(Path(printed.getvalue().splitlines()[-1].removeprefix("scores: ")))
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from stackexp.training.trainer import build_trainer, find_device_type
 
 
 def evaluate(request: EvaluationRequest) -> None:
-    """Score the requested sets, then print and write the figures.
+    """Score the requested sets, then print and write the scores.
 
     Each set is saved after it is scored, so after a kill the same command scores only the remaining sets.
     """

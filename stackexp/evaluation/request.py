@@ -25,7 +25,7 @@ Sets = dict[str, dict[str, float]]  # set -> figure -> value
 class EvaluationRequest:
     """A request to score the checkpoint of a run, or `ckpt_path`, on the config's sets, or on `sets`.
 
-    Without `out`, the figures go to <run>/<stage>.json. Other checkpoints, sets and options that change the figures
+    Without `out`, the scores go to <run>/<stage>.json. Other checkpoints, sets and options that change the scores
     use a separate file: <stage>-<checkpoint>-<sets>-<hash of options and paths>.json.
     """
 
@@ -39,7 +39,7 @@ class EvaluationRequest:
 
     @cached_property
     def output(self) -> Path | None:
-        """Return the JSON file for the figures, or None."""
+        """Return the JSON file for the scores, or None."""
         if self.out or not self.run:
             return self.out
         names = "+".join(item.partition("=")[0] for item in self.sets)
@@ -51,7 +51,7 @@ class EvaluationRequest:
 
     @property
     def should_write_events(self) -> bool:
-        """Return True if TensorBoard gets the figures.
+        """Return True if TensorBoard gets the scores.
 
         This requires the run's own options, complete groups, and new names for sets given on the command line.
         """
@@ -86,11 +86,11 @@ class EvaluationRequest:
 
     @cached_property
     def has_run_options(self) -> bool:
-        """Return True if no option that changes figures differs from the config of the run."""
+        """Return True if no option that changes scores differs from the config of the run."""
         return self._list_options(self.config) == self._list_options(self.run_config)
 
     def _list_options(self, config: ExperimentConfig) -> list[Any]:
-        """Return the options that change figures, and the paths of the config's sets for this stage."""
+        """Return the options that change scores, and the paths of the config's sets for this stage."""
         section = "validation" if self.stage == "validate" else "test"
         return [list_figure_options(config), getattr(config.data, section, {})]
 
@@ -106,7 +106,7 @@ def describe_evaluation(request: EvaluationRequest, checkpoint: Path) -> dict[st
 
 
 def list_figure_options(config: ExperimentConfig) -> list[Any]:
-    """Return the options that change the figures of a set, apart from the checkpoint and the contents of the set."""
+    """Return the options that change the scores of a set, apart from the checkpoint and the contents of the set."""
     options = flatten_config(config)
     return [[key, options[key]] for key in sorted(options) if changes_scores(options, key)]
 

@@ -25,7 +25,7 @@ QUIET_SECONDS = 10  # at least, between two lines of progress; a shorter evaluat
 class PartialResults:
     """The scored sets of an evaluation in a JSON Lines file: {"key": ..., "set": name, "figures": {...}}.
 
-    `keys` maps each set to a hash of everything its figures depend on, so several evaluations can share a file. Without
+    `keys` maps each set to a hash of everything its scores depend on, so several evaluations can share a file. Without
     a path nothing is saved.
     """
 
@@ -33,7 +33,7 @@ class PartialResults:
         self.path, self._keys = path, keys
 
     def load(self) -> Sets:
-        """Return the figures of the scored sets. Raises OSError if the file could not be written later."""
+        """Return the scores of the scored sets. Raises OSError if the file could not be written later."""
         if self.path is None:
             return {}
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -44,7 +44,7 @@ class PartialResults:
         return {name: scored[key] for name, key in self._keys.items() if key in scored}
 
     def add(self, name: str, figures: dict[str, float]) -> None:
-        """Save the figures of a set, and flush them to disk."""
+        """Save the scores of a set, and flush them to disk."""
         if self.path is not None:
             append_json_line(self.path, {"key": self._keys[name], "set": name, "figures": figures}, sync=True)
 
@@ -60,7 +60,7 @@ class PartialResults:
 
 
 class ResumableEvaluation(pl.Callback):
-    """An evaluation that saves each scored set next to `output`, until the figures of all sets are written.
+    """An evaluation that saves each scored set next to `output`, until the scores of all sets are written.
 
     Rank 0 saves each set once it is scored, and shows the progress: a bar in a terminal, otherwise lines.
     """
@@ -104,11 +104,11 @@ class ResumableEvaluation(pl.Callback):
 
     @property
     def sets(self) -> Sets:
-        """Return the figures of every set, in the order of the sets."""
+        """Return the scores of every set, in the order of the sets."""
         return {name: self._scored[name] for name in self._names}
 
     def delete_partial_results(self) -> None:
-        """Delete the saved sets after the figures are written elsewhere. Call it on rank 0 only."""
+        """Delete the saved sets after the scores are written elsewhere. Call it on rank 0 only."""
         self._partial.delete()
 
     # Lightning's hooks
@@ -148,7 +148,7 @@ class ResumableEvaluation(pl.Callback):
 def compute_keys(
     stage: Stage, config: ExperimentConfig, data: ExperimentData, processes: Processes, checkpoint: Path
 ) -> dict[str, str]:
-    """Return for each set a hash of the checkpoint, the set's contents, and the options that change its figures."""
+    """Return for each set a hash of the checkpoint, the set's contents, and the options that change its scores."""
     table = "" if data.token_bytes is None else hashlib.sha256(data.token_bytes.tobytes()).hexdigest()
     identity = processes.run_on_first(lambda: _identify(checkpoint))
     common = [*list_figure_options(config), stackexp.__version__, table, identity]

@@ -67,7 +67,7 @@ def run(
         record_of_run["interventions"] = changes
         print(f"\n{format_changes(changes)}")
     write_atomically(folder / "inspect.json", json.dumps(record_of_run, indent=2))
-    print(f"\nmaps:    {folder / 'stacks.png'}\ntokens:  {folder / 'tokens.html'}\nfigures: {folder / 'inspect.json'}")
+    print(f"\nmaps:    {folder / 'stacks.png'}\ntokens:  {folder / 'tokens.html'}\nvalues:  {folder / 'inspect.json'}")
     return 0
 
 

@@ -39,7 +39,7 @@ class Session:
 
 
 class Objective(ABC):
-    """A training objective: it builds the module, runs the final evaluation and reports the figures.
+    """A training objective: it builds the module, runs the final evaluation and reports the scores.
 
     After the last step, `evaluate` scores the sets of `final_stage`, and `write_result` finishes the run folder.
     """
@@ -59,7 +59,7 @@ class Objective(ABC):
 
     @abstractmethod
     def report(self, request: EvaluationRequest, checkpoint: Path, sets: Sets) -> None:
-        """Print the figures of `validate` or `test`, and write them to `request.output`."""
+        """Print the scores of `validate` or `test`, and write them to `request.output`."""
 
     @abstractmethod
     def build_result(self, session: Session, sets: Sets) -> dict[str, Any]:
@@ -67,7 +67,7 @@ class Objective(ABC):
 
     @abstractmethod
     def list_final_figures(self, result: dict[str, Any]) -> dict[str, float]:
-        """Return the figures of result.json by tag. The HParams tab shows them next to the hyperparameters."""
+        """Return the scores of result.json by tag. The HParams tab shows them next to the hyperparameters."""
 
     @abstractmethod
     def format_result(self, session: Session, result: dict[str, Any]) -> str:
@@ -96,7 +96,7 @@ class Objective(ABC):
 
     @abstractmethod
     def write_events(self, folder: RunFolder, result: dict[str, Any]) -> None:
-        """Write the final figures to TensorBoard, in the event files of `final_stage`."""
+        """Write the final scores to TensorBoard, in the event files of `final_stage`."""
 
     # The end of every run
 
@@ -115,7 +115,7 @@ class Objective(ABC):
         return evaluation
 
     def write_result(self, session: Session, sets: Sets) -> None:
-        """Write the final figures to TensorBoard, then to result.json, and print them. Call it on rank 0 only."""
+        """Write the final scores to TensorBoard, then to result.json, and print them. Call it on rank 0 only."""
         seconds = time.perf_counter() - session.started_at
         lines = [line for line in session.folder.read_metrics() if TRAIN_LOSS in line]
         losses = [line[TRAIN_LOSS] for line in lines]

@@ -117,7 +117,7 @@ class FormalLanguageObjective(Objective):
         if is_main_test and request.should_write_events:
             with request.open_event_folder() as folder:
                 _write_accuracy(folder, record)
-        print(f"\nfigures: {path}")
+        print(f"\nscores: {path}")
 
     def _format_curve(self, record: dict[str, Any]) -> str:
         return format_curves(self.config.data, {record["model"]: parse_accuracy(record)})

@@ -122,7 +122,7 @@ class LanguageModelingObjective(Objective):
                 skip |= {tag for tag in tag_scores(prefix, sets) if tag.endswith("/average")}  # a mean over other sets
             with request.open_event_folder() as folder:
                 _write_scores(folder, request.stage, prefix, record["step"], sets, skip)
-        print(f"\nfigures: {request.output}")
+        print(f"\nscores: {request.output}")
 
 
 def _summarize(sets: Sets) -> dict[str, Any]:
