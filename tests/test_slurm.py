@@ -100,11 +100,11 @@ def test_each_trial_ends_with_its_own_code(sweep, monkeypatch):
 
 @pytest.mark.slow  # Slurm looks at time limits twice a minute
 def test_trial_is_requeued_before_the_time_limit(sweep, slurm):
-    """The warning comes after 5 seconds. A process that has saved does not end the other one."""
+    """The warning comes after 15 seconds. A process that has saved does not end the other one."""
     save = "((SLURM_PROCID)) && sleep 2 && touch $0/saved; exit 75"
     shell = f"{COUNT}trap '{save}' USR1; [ -e $0/saved ] || sleep 100 & wait"
     trials = [sweep.trial("short", COUNT), sweep.trial("long", shell, num_nodes=2)]
-    launcher = sweep.launcher(time="1", signal_seconds=55)
+    launcher = sweep.launcher(time="1", signal_seconds=45)
     launcher.start(trials)
     assert wait_for_codes(launcher) == {"short": 0}
     wait_for(lambda: "PENDING" in slurm.squeue().values() and (trials[1].folder.path / "saved").exists())
