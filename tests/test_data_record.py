@@ -91,4 +91,6 @@ def test_report_compare_refuses_runs_on_different_data(tiny, tmp_path, capsys):
     assert shown.err.count("\n") == 1
     assert f"{paths[1]}: trained on other data than {paths[0]} (they differ at step 2)" in shown.err
     assert main(["report", "compare", *paths, "--different-data"]) == 0
-    assert len(capsys.readouterr().out.splitlines()) == 4
+    rows = [line.split()[0] for line in capsys.readouterr().out.splitlines()[2:]]
+    assert len(rows) == 4
+    assert rows[2:] == ["bigram", "bigram"], "of each corpus"

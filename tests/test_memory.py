@@ -87,7 +87,7 @@ def test_constant_heads_are_measured_although_the_mean_hides_them():
     memory.actions.data[1] *= 100
     _, _, trace = memory(h, memory.empty_state(h), probe=True)
     actions = torch.einsum("btd,ad->bta", memory.project_down(h)[:, :, 1], memory.actions[1]).softmax(-1)
-    spread = actions.flatten(0, 1).std(0, correction=0).norm()
+    spread = actions.std(1, correction=0).norm(dim=-1).mean()  # over the tokens of each sequence
     assert trace["constant_heads"].item() == 0.5
     assert trace["action_spread"].item() == pytest.approx(spread.item() / 2, rel=1e-5)
 

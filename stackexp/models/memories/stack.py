@@ -180,10 +180,11 @@ def _compute_probes(output: stack.StackOutput, read: Tensor, h: Tensor) -> Stats
     """Return means over tokens and heads.
 
     occupancy is the sum of M, read_share |W_up R| / |h|. action_spread is the standard deviation of the actions over
-    the tokens. Heads below CONSTANT give every token the same action, which the mean of the actions does not show.
+    the tokens of a sequence. Heads below CONSTANT give every token the same action, which the mean of the actions does
+    not show.
     """
     push, pop, no_op = output.action.flatten(0, -2).mean(0)
-    spread = output.action.float().flatten(0, -3).std(0, correction=0).norm(dim=-1)  # [H]
+    spread = output.action.float().std(-3, correction=0).norm(dim=-1)  # [B, H]
     return {
         "push": push,
         "pop": pop,
