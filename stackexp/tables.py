@@ -14,7 +14,7 @@ Style = Literal["terminal", "markdown", "latex"]
 ABSENT = "\u2013"
 """A cell without a value, such as bits per byte of token ids without a tokenizer."""
 RULE: tuple[str, ...] = (tabulate.SEPARATING_LINE,)
-"""A row that draws a horizontal line (left out in Markdown, which has none)."""
+"""A row that draws a horizontal line (omitted in Markdown, which has none)."""
 
 MIN_WRAPPED = 20
 """Text is not wrapped to fewer characters."""

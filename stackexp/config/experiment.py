@@ -8,7 +8,7 @@ from stackexp.config.fields import Errors, option
 from stackexp.config.model import FLASH_KERNELS, TransformerConfig
 from stackexp.config.trainer import TrainerConfig
 
-MAX_NAME_LENGTH = 200  # of a folder; file systems permit 255 bytes
+MAX_NAME_LENGTH = 200  # folder names; file systems permit 255 bytes
 
 
 @dataclass

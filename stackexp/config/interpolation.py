@@ -67,7 +67,7 @@ def _find_names(text: str) -> list[str]:
 def find_environment_texts(root: DictConfig) -> dict[str, str]:
     """Return the unresolved text of paths, URLs and names that contain `${oc.env:NAME}`, by key.
 
-    Options that affect training are left out: a run folder must hold their values.
+    Options that affect training are excluded, because a run folder must contain their values.
     """
     found = {}
     for key, node, name in _iterate_slots(root):

@@ -26,7 +26,7 @@ from stackexp.config.yaml_files import (
 )
 from stackexp.errors import ConfigError
 
-MAX_FILES = 200  # of one config; defaults that each include two others grow exponentially
+MAX_FILES = 200  # limits defaults that each include two others, which grow exponentially
 VALIDATION_SETS = "data.validation"  # not a dataclass, but files can be chosen for it; null: no sets
 
 

@@ -19,7 +19,7 @@ Origins = dict[str, str]
 
 
 def config_error(origin: str, key: str, message: str) -> ConfigError:
-    """Return the error `origin: key: message`; an empty part is left out."""
+    """Return the error `origin: key: message`; empty parts are omitted."""
     return ConfigError(": ".join(part for part in (origin, key, message) if part))
 
 

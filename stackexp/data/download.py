@@ -18,7 +18,7 @@ from stackexp.files import sync_file
 
 CHUNK_BYTES = 1 << 18
 TIMEOUT_SECONDS = 30.0  # to connect, and between two chunks
-MAX_ATTEMPTS = 6  # in a row without new data
+MAX_ATTEMPTS = 6  # consecutive failures without new data
 PAUSE_SECONDS = 1.0  # after the first failure; doubles up to MAX_PAUSE_SECONDS
 MAX_PAUSE_SECONDS = 60.0
 RETRIED_CLIENT_ERRORS = (408, 416, 425, 429)
@@ -48,7 +48,7 @@ def download(url: str, path: Path, bar: tqdm, *, was_reached: bool = False) -> N
         RunError: The server refuses the file, or all attempts failed.
     """
     failures, largest = 0, 0
-    version = ""  # of the bytes received so far
+    version = ""  # version of the bytes received so far
     while True:
         pause, begin = 0.0, path.stat().st_size if version else 0
         try:

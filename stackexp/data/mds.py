@@ -17,7 +17,7 @@ SAFE_ENCODINGS = {"bytes", "str", "json", "int", "str_int", "str_float", "str_de
 SAFE_ENCODINGS |= {f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)}
 SAFE_ENCODINGS |= {"ndarray", "float16", "float32", "float64"}
 """Encodings of MDS columns whose decoders cannot run code; pkl can."""
-TYPE_SAMPLES = 1024  # from which the integer type of ids stored as bytes is found
+TYPE_SAMPLES = 1024  # samples that determine the integer type of ids stored as bytes
 
 
 @dataclass(frozen=True)

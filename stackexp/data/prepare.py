@@ -30,7 +30,7 @@ from stackexp.errors import RunError
 from stackexp.files import hold_lock, read_json, write_atomically, write_json
 
 UNIT_BYTES = 1 << 24  # source bytes per unit; a larger file is a unit by itself
-TRAINING_BYTES = 1 << 26  # of text to train a tokenizer on, spread evenly over the source files
+TRAINING_BYTES = 1 << 26  # text for training a tokenizer, spread evenly over the source files
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -172,7 +172,7 @@ def prepare(
         if not is_part:
             if finished := _load_finished(folder):
                 return finished
-            for remains in folder.glob(".unit.*"):  # of processes that were killed
+            for remains in folder.glob(".unit.*"):  # left by killed processes
                 shutil.rmtree(remains)
         tokenizer = _write_tokenizer(plan, folder)
         job = UnitJob(folder, tokenizer, plan.context_length, plan.units, strict=strict, verify=not is_part)

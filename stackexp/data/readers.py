@@ -18,7 +18,7 @@ from stackexp.data.sources import TEXT_SUFFIXES, Source
 from stackexp.errors import RunError
 
 PIECE_CHARACTERS = 1 << 18  # longer documents are split, after a line feed where there is one
-MAX_LINE_BYTES = 1 << 28  # of a decompressed JSON line
+MAX_LINE_BYTES = 1 << 28  # decompressed
 ZSTD_READ_BYTES = 1 << 10  # one byte can decompress to 256 KiB
 
 

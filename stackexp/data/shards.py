@@ -22,7 +22,7 @@ from stackexp.errors import RunError
 from stackexp.files import sync_file, write_atomically, write_json
 
 FORMAT_VERSION = 1
-SHARD_BYTES = 1 << 25  # of tokens in one shard
+SHARD_BYTES = 1 << 25  # tokens of one shard
 
 
 @dataclass
@@ -34,7 +34,7 @@ class Corpus:
     context_length: int
     documents: int
     tokens: int  # including one end-of-text token per document
-    bytes: int  # of the text in UTF-8
+    bytes: int  # UTF-8 size of the text
     sequences: int
     dropped_tokens: int  # too few at the end to fill a sequence
     bad_lines: int

@@ -11,7 +11,10 @@ TEXT_SUFFIXES = (".txt", ".text", ".md", ".rst", ".py")
 JSON_LINES_SUFFIXES = (".jsonl", ".jsonl.gz", ".json.gz", ".jsonl.zst", ".json.zst")
 TOKEN_SUFFIXES = (".npy", ".bin")
 KNOWN_SUFFIXES = TEXT_SUFFIXES + JSON_LINES_SUFFIXES + TOKEN_SUFFIXES
-PREPARED_SET_FILES = ({"plan.json", ".plan.lock"}, {"index.json", "corpus.json"})  # of one in progress, of a copy
+PREPARED_SET_FILES = (
+    {"plan.json", ".plan.lock"},
+    {"index.json", "corpus.json"},
+)  # an unfinished set, a copy
 
 
 @dataclass(frozen=True)

@@ -150,7 +150,7 @@ def _find_python_files(root: Path) -> list[str]:
 def _write_sets(folder: Path, texts: dict[str, dict[str, str]], config: StdlibConfig, show_progress: bool) -> None:
     """Train the tokenizer and write every set to a temporary folder, then rename it."""
     temporary = folder.with_suffix(".tmp")
-    shutil.rmtree(temporary, ignore_errors=True)  # of a process that was killed
+    shutil.rmtree(temporary, ignore_errors=True)  # left by a killed process
     try:
         tokenizer = train_tokenizer(texts["train"].values(), config.vocab_size)
         for name in tqdm(texts, desc="preparing the standard library", unit="set", disable=not show_progress):

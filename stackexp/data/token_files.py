@@ -27,17 +27,17 @@ class FileRecord:
     """The contents of a token file's record."""
 
     sha256: str
-    bytes: int  # of the file
+    bytes: int  # file size
     tokens: int
     vocab_size: int  # the tokenizer's largest id + 1
     tokenizer: str  # fingerprint, "gpt-neox-20b" or "unknown"
     source: str  # URL or path
-    source_sha256: str | None = None  # of the file it was retokenized from
+    source_sha256: str | None = None  # the file from which it was retokenized
     source_tokenizer: str | None = None  # fingerprint of the tokenizer that decoded that file
     source_end_of_text: int | None = None
     end_of_text: int | None = None  # the id that ends a document
     documents: int | None = None
-    text_bytes: int | None = None  # of the text that the tokens encode
+    text_bytes: int | None = None  # UTF-8 size of the encoded text
     replaced_documents: int | None = None  # documents with bytes that are not UTF-8, replaced by U+FFFD
 
 

@@ -16,9 +16,9 @@ from stackexp.data import olmo
 from stackexp.data.readers import Piece, TokenBlock
 from stackexp.errors import RunError, first_line
 
-UNKNOWN_TOKENIZER = "unknown"  # in the record of ids that came without a tokenizer
+UNKNOWN_TOKENIZER = "unknown"  # recorded for ids without a tokenizer
 END_OF_TEXT = "<|endoftext|>"
-_END_OF_TEXT_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>")  # of other tokenizers
+_END_OF_TEXT_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>")  # names in common tokenizers
 BATCH_PIECES, BATCH_CHARACTERS = 1024, 1 << 21  # limits of one tokenizer call
 
 

@@ -117,7 +117,7 @@ class UnitWriter:
 
 
 def _strict_error(line: str) -> RunError:
-    return RunError(f"{line}; fix the line, or leave out --strict to skip it")
+    return RunError(f"{line}; fix the line, or remove --strict to skip it")
 
 
 @contextmanager
@@ -130,7 +130,7 @@ def _collect_unreadable(messages: list[str]) -> Iterator[None]:
 
 # Processes
 
-_writer: UnitWriter  # of a worker process
+_writer: UnitWriter  # set in worker processes
 
 
 def _write_in_processes(job: UnitJob, numbers: Sequence[int], workers: int, bar: tqdm, unreadable: list[str]) -> None:

@@ -184,7 +184,7 @@ def _check_tokenizer(folder: Path, units: list[Unit], tokenizer: Tokenizer) -> N
 def _pack_tails(folder: Path, count: int, tokenizer: Tokenizer, context_length: int) -> tuple[list[dict], int]:
     """Write the tails of all units as shards in `tails/`; return their index entries and the number of tokens left."""
     tails = folder / "tails"
-    shutil.rmtree(tails, ignore_errors=True)  # of a merge that was killed
+    shutil.rmtree(tails, ignore_errors=True)  # left by a killed merge
     tails.mkdir()
     writer = ShardWriter(tails, context_length, choose_token_dtype(get_vocab_size(tokenizer)))
     for number in range(count):

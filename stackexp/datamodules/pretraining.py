@@ -19,7 +19,7 @@ from stackexp.datamodules.base import PADDING, ExperimentData, RankBatches
 from stackexp.datamodules.training_set import TrainingSet
 from stackexp.errors import ConfigError, RunError
 
-SECTIONS = {"validate": "validation", "test": "test"}  # of the data config
+SECTIONS = {"validate": "validation", "test": "test"}  # stage -> section of the data config
 
 
 class PretrainingData(ExperimentData):

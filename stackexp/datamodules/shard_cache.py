@@ -46,7 +46,7 @@ class ShardCache:
         self._states = SharedArray(len(shards), np.uint8, f"{name}_states")
         self._last_used = SharedArray(len(shards), np.int64, f"{name}_last_used")  # ns
         self._used_bytes = SharedArray(1, np.int64, f"{name}_used_bytes")
-        self._verified: set[int] = set()  # by this process
+        self._verified: set[int] = set()  # shards that this process has verified
         self._lock_path = Path(tempfile.gettempdir(), f"{name}_filelock")
 
     def initialize(self, num_loaders: int) -> None:

@@ -17,7 +17,7 @@ from stackexp.files import hold_lock, is_locked
 
 SHARED_MEMORY = Path("/dev/shm")
 OWNER_SUFFIX = "_stackexp_owner_filelock"
-PREFETCHED_BATCHES = 2  # of each loader worker; torch's default
+PREFETCHED_BATCHES = 2  # by each loader worker; torch's default
 
 _owned = ExitStack()
 

@@ -102,7 +102,7 @@ class TokenStream(StreamingDataset):
         except OSError as error:  # it would lose its file name on the way out of a worker process
             where, hint = error.filename or "the cache", "name another cache with data.path or STACKEXP_CACHE"
             raise SourceError(f"{where}: {error.strerror or error}; free space, or {hint}") from None
-        except RuntimeError as error:  # of the library: a shard was evicted or deleted too often before it was read
+        except RuntimeError as error:  # from the library: a shard was evicted repeatedly before its use
             too_low = "data.cache_limit: too low for this number of loader processes; raise it"
             raise SourceError(too_low if self._has_limit else first_line(error)) from None
         except (IndexError, ValueError) as error:

@@ -14,7 +14,7 @@ Accuracy = Mapping[int, float]
 
 NEAR_END = 100
 """The end of the shorter of the two ranges that scores are averaged over."""
-TABLE_LENGTHS = (20, 40, 60, 100, 200, 300, 500)  # as many as fit 80 columns
+TABLE_LENGTHS = (20, 40, 60, 100, 200, 300, 500)  # more columns would not fit 80 characters
 MARKS = "ox+*#@"
 PLOT_WIDTH, PLOT_HEIGHT = 64, 10
 """Characters and lines of the text plot."""

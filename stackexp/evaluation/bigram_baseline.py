@@ -9,7 +9,7 @@ from stackexp.config.experiment import ExperimentConfig
 from stackexp.data.bigrams import BigramModel
 from stackexp.modules.scores import Scores, compute_perplexity
 
-MAX_TOKENS = 50_000_000  # of a run; more would take minutes to count
+MAX_TOKENS = 50_000_000  # counting the tokens of longer runs would take minutes
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ def load_run(path: str | Path, checkpoint: str | Path | None = None) -> LoadedRu
         checkpoint: "best", "last" or the path of a checkpoint. None: the best by validation, or else the last.
 
     Raises:
-        RunError: `path` is no run folder, or the checkpoint is missing or does not fit the config.
+        RunError: `path` is not a run folder, or the checkpoint is missing or does not fit the config.
     """
     folder = runs.open_run(str(path))
     config = load_config(folder.config)

@@ -22,7 +22,7 @@ class Block(nn.Module):
         self.feed_forward_norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.feed_forward = FeedForward(config)
         self.memory: Memory | None = None
-        self.attention_memory: Memory | None = None  # with a memory at each sublayer, that of the attention
+        self.attention_memory: Memory | None = None  # only with site each_sublayer
 
     @property
     def memories(self) -> list[Memory]:

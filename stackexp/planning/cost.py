@@ -30,7 +30,7 @@ class Plan:
     device: str  # a key of DEVICES
     mfu: float
     parameters: int
-    memory_parameters: int  # of the memories between layers, included in `parameters`
+    memory_parameters: int  # parameters of the memories, included in `parameters`
     flops_per_token: float
 
     @property

@@ -75,7 +75,7 @@ def _shard(plan: Plan) -> Iterator[Change]:
     if plan.devices > 1:
         yield _change_option(plan, "trainer.strategy", "fsdp")
     else:
-        trainer = replace(plan.config.trainer, strategy="fsdp", devices=8)  # as configs/trainer/fsdp.yaml
+        trainer = replace(plan.config.trainer, strategy="fsdp", devices=8)  # the same as configs/trainer/fsdp.yaml
         yield "trainer=fsdp", replace(plan, config=replace(plan.config, trainer=trainer))
 
 

@@ -17,7 +17,7 @@ from stackexp.reports.report import LINE_STYLES, PALETTE, Report, Table
 from stackexp.tables import ABSENT
 
 MAX_CURVES = 6
-SMOOTHED_FRACTION = 0.04  # of the steps
+SMOOTHED_FRACTION = 0.04  # averaging window as a share of the steps
 
 
 class Curve(NamedTuple):

@@ -7,7 +7,7 @@ from typing import Any
 from stackexp.errors import ConfigError
 
 FIGURE_SUFFIXES = (".png", ".pdf", ".svg")
-LABEL_HEIGHT = 0.05  # of the axes
+LABEL_HEIGHT = 0.05  # relative to the axes
 
 
 def new_figure(width: float, height: float) -> tuple[Any, Any]:

@@ -64,7 +64,7 @@ class Prune:
 
     reduction_factor: int = option(3, min=2)
     min_steps: int = option(100, min=1)
-    metric: str = AVERAGE_LOSS  # of metrics.jsonl; train/loss is averaged over the last 20 steps
+    metric: str = AVERAGE_LOSS  # a tag of metrics.jsonl; train/loss is averaged over the last 20 steps
 
 
 @dataclass
@@ -73,7 +73,7 @@ class Search:
 
     kind: Literal["tpe"] = "tpe"
     trials: int = option(50, min=1)
-    seed: int = option(0, min=0)  # of the sampler
+    seed: int = option(0, min=0)  # seed of the sampler
     space: dict[str, Space] = field(default_factory=dict)
     prune: Optional[Prune] = None
 
@@ -93,7 +93,7 @@ class SweepConfig:
     Two keys belong to the sweep: `config` (base configs) and `tokens` (the token budget of a trial).
     """
 
-    name: Optional[str] = None  # of the folder <logging.root>/<name>; None: the file's name
+    name: Optional[str] = None  # the sweep's folder is <logging.root>/<name>; None: the file's name
     config: Any = None  # one or several base configs, names or paths
     overrides: list[str] = field(default_factory=list)  # KEY=VALUE, for every trial
     seeds: list[int] = field(default_factory=list)

@@ -38,7 +38,7 @@ def draw_levels(rng: np.random.Generator, batch_size: int, length: int, *, num_o
 
 def evaluate(levels: list[Level]) -> np.ndarray:
     """Return the values mod 5 [B], computed from the inside out without recursion."""
-    values = np.empty(0, np.int64)  # of the next inner level
+    values = np.empty(0, np.int64)  # values of the next inner level
     for level in reversed(levels):
         left, right = np.split(values, 2)
         is_split = level.length >= MIN_SPLIT

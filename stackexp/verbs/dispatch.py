@@ -45,7 +45,7 @@ def dispatch(verbs: dict[str, str], argv: list[str] | None = None) -> int:
     if TRUST_FLAG in argv:
         from stackexp.config.plugins import TRUST_VARIABLE
 
-        os.environ[TRUST_VARIABLE] = "1"  # for the processes of a run or sweep too
+        os.environ[TRUST_VARIABLE] = "1"  # child processes inherit it
         argv = [word for word in argv if word != TRUST_FLAG]
     try:
         code = _run(verbs, argv)

@@ -31,7 +31,7 @@ def add_arguments(parser: Parser, stage: Literal["validate", "test"] = "validate
     parser.add_argument(
         "--score-remainder", action="store_true", help="score the tokens after the last whole chunk too"
     )
-    out = f"write here instead of RUN/{stage}.json; the table of sets goes to the same name with .md"
+    out = f"write here instead of RUN/{stage}.json; also writes the table of sets as .md"
     parser.add_argument("--out", metavar="FILE.json", help=out)
 
 

@@ -17,7 +17,7 @@ from stackexp.config.model import TransformerConfig
 from stackexp.models.initialization import init_weight_
 from stackexp.models.memories.base import Memory, Stats
 
-SINKHORN_STEPS = 20  # of the paper on mHC
+SINKHORN_STEPS = 20  # the value in the mHC paper
 SHARP = 4.0  # initial logit of the entries that start near 1; mHC's paper prints no biases
 
 

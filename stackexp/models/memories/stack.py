@@ -151,7 +151,7 @@ class StackMemory(Memory):
     def flops_per_token(self, context_length: int) -> float:
         """Count projections, actions, and 3 (update) + 2 (read) multiply-adds per occupied element."""
         config = self.config
-        num_uses = config.num_heads if config.projection == "shared_slices" else 1  # of a shared projection
+        num_uses = config.num_heads if config.projection == "shared_slices" else 1  # shared: once per head
         matmuls = num_uses * sum(w.numel() for w in (self.down, self.up) if w is not None)
         matmuls += 0 if self.actions is None else self.actions.numel()
         num_updates = self._count_updates() if config.axis == "depth" else context_length

@@ -14,7 +14,7 @@ from stackexp.reports.data.lengths import LengthHistogram
 from stackexp.tables import format_table
 
 SAMPLE_LENGTH = 256  # token ids, or characters of text
-SHOWN_IDS = 64  # of a sample without a tokenizer
+SHOWN_IDS = 64  # ids shown of a sample without a tokenizer
 SHOWN_LINES, SHOWN_COLUMNS = 12, 160
 
 

@@ -14,7 +14,7 @@ from stackexp.errors import RunError
 from stackexp.modules.base import TrainingModule
 from stackexp.training.callbacks.step import StepCallback
 
-KEY = "data_record"  # in checkpoints
+KEY = "data_record"  # the entry in checkpoints
 
 
 class DataRecord(StepCallback):
@@ -31,8 +31,8 @@ class DataRecord(StepCallback):
         self._hash = ""
         self._counts: list[int] = []  # per source
         self._fingerprints: dict[str, str] = {}  # source -> fingerprint
-        self._batches: list[tuple[np.ndarray, np.ndarray]] = []  # of the current step: hashes [B] and sources [B]
-        self._steps: list[tuple[np.ndarray, np.ndarray]] = []  # the same for steps not yet in the hash: [N / ranks]
+        self._batches: list[tuple[np.ndarray, np.ndarray]] = []  # hashes [B] and sources [B] of the current step
+        self._steps: list[tuple[np.ndarray, np.ndarray]] = []  # those of steps not yet in the hash, [N / ranks]
 
     def on_load_checkpoint(self, trainer: pl.Trainer, module: TrainingModule, checkpoint: dict[str, Any]) -> None:
         """Continue the record of the checkpoint."""

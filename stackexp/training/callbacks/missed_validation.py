@@ -28,7 +28,7 @@ class MissedValidation(pl.Callback):
         """Run the missed validation."""
         if trainer.strategy.broadcast(self.is_missing(trainer.global_step, trainer.datamodule)):
             val_loop = trainer.fit_loop.epoch_loop.val_loop
-            val_loop.restarting = False  # otherwise it skips as many batches as the previous validation had
+            val_loop.restarting = False  # otherwise Lightning skips the batches of the previous validation
             trainer.validating = True  # as Lightning itself does between two steps
             val_loop.run()
             trainer.training = True

@@ -11,7 +11,7 @@ from stackexp.modules.base import TrainingModule
 from stackexp.training.callbacks.step import StepCallback
 from stackexp.training.signals import StopRequest
 
-BATCHES_BETWEEN_CHECKS = 16  # of an evaluation by several ranks: each check is an all-reduce
+BATCHES_BETWEEN_CHECKS = 16  # in evaluations; each check is an all-reduce
 
 
 class StepRequests(StepCallback):
