@@ -42,8 +42,9 @@ def test_costs_are_compared_with_the_paper(tmp_path, capsys):
     assert f"missing single_head, full_dim: {command}" in printed
     assert f"missing peak memory, which is measured on a GPU: {command}" in printed
     assert "Measured on Xeon, commit abc" in printed
-    (_, stacktrans, _) = csv.DictReader((tmp_path / "out.csv").open())
+    _, stacktrans, reference = csv.DictReader((tmp_path / "out.csv").open())
     assert (stacktrans["model"], float(stacktrans["train_ratio"])) == ("stacktrans", 1.3)
+    assert (reference["model"], float(reference["train_spread_low"])) == ("stacktrans (reference)", pytest.approx(2.1))
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
 
 

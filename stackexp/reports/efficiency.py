@@ -41,12 +41,21 @@ def build_efficiency(path: Path) -> Report:
     notes += [f"missing {', '.join(missing)}: `{command}`"] if missing else []
     if not any("memory_ratio" in row for row in rows.values()):
         notes.append(f"missing peak memory, which is measured on a GPU: `{command}`")
-    records = [
-        {"model": name} | {k: v for k, v in row.items() if not isinstance(v, list)} for name, row in rows.items()
-    ]
+    records = [_build_record(name, row) for name, row in rows.items()]
     return Report(
         "Efficiency", [Table("Cost over the Transformer", header, table)], notes, records, lambda: _draw(rows)
     )
+
+
+def _build_record(name: str, row: dict[str, Any]) -> dict[str, Any]:
+    """Return a row with the quartiles in columns of their own."""
+    record = {"model": name} | {
+        key: value for key, value in row.items() if key != "model" and not isinstance(value, list)
+    }
+    spreads = {key: value for key, value in row.items() if isinstance(value, list)}
+    return record | {
+        f"{key}_{end}": x for key, ends in spreads.items() for end, x in zip(("low", "high"), ends, strict=True)
+    }
 
 
 def read_record(path: Path) -> dict[str, Any]:
