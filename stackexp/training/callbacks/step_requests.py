@@ -23,6 +23,12 @@ class StepRequests(StepCallback):
     def __init__(self, stop: StopRequest, checkpoint_interval_minutes: float | None = None):
         self._stop, self._minutes = stop, checkpoint_interval_minutes
         self._saved_at = time.monotonic()
+        self._saved_step = -1  # the step of the newest checkpoint
+
+    def on_train_start(self, trainer: pl.Trainer, module: TrainingModule) -> None:
+        """Record the step of the checkpoint that a resumed run starts from."""
+        super().on_train_start(trainer, module)
+        self._saved_step = trainer.global_step or -1
 
     def on_train_batch_end(self, trainer: pl.Trainer, module: TrainingModule, *args: Any) -> None:
         """Record that a batch has ended."""
@@ -35,14 +41,19 @@ class StepRequests(StepCallback):
         module.step_metrics.request("stop", self._stop.is_set)
         module.step_metrics.request("save", is_due)
 
-    def on_save_checkpoint(self, *_: Any) -> None:
+    def on_save_checkpoint(self, trainer: pl.Trainer, *_: Any) -> None:
         """Restart the timer of `checkpoint_interval_minutes`."""
-        self._saved_at = time.monotonic()
+        self._saved_at, self._saved_step = time.monotonic(), trainer.global_step
 
     def on_validation_batch_end(self, *args: Any) -> None:
-        """Stop within a validation, which can take long. The resumed run first repeats that validation."""
+        """Stop within a validation, which can take long. The resumed run first repeats that validation.
+
+        During training this requires a checkpoint of the same step. Without one, the run stops after the next step.
+        """
         self._stop.note_progress()
-        _trainer, module, _outputs, _batch, batch_idx = args[:5]
+        trainer, module, _outputs, _batch, batch_idx = args[:5]
+        if trainer.state.fn == "fit" and self._saved_step != trainer.global_step:
+            return
         is_alone = not dist.is_initialized()
         if is_alone or batch_idx % BATCHES_BETWEEN_CHECKS == 0:
             requested = torch.tensor(float(self._stop.is_set), device=module.device)

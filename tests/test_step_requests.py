@@ -1,0 +1,53 @@
+"""A stop within a validation loses no step: the validation ends early only if its step has been saved."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from stackexp.errors import StoppedError
+from stackexp.training.callbacks.step_requests import StepRequests
+
+
+class Stop:
+    is_set = True
+
+    def note_progress(self):
+        pass
+
+    def build_error(self):
+        return StoppedError("SIGTERM")
+
+
+def make_trainer(step, fn="fit"):
+    return SimpleNamespace(global_step=step, state=SimpleNamespace(fn=fn))
+
+
+def end_validation_batch(requests, trainer):
+    requests.on_validation_batch_end(trainer, SimpleNamespace(device=torch.device("cpu")), None, None, 0)
+
+
+def test_an_unsaved_step_is_not_lost():
+    requests = StepRequests(Stop())
+    requests.on_train_start(make_trainer(0), None)
+    end_validation_batch(requests, make_trainer(6))
+    requests.on_save_checkpoint(make_trainer(4), None, {})
+    end_validation_batch(requests, make_trainer(6))
+
+
+def test_a_validation_of_a_saved_step_stops_at_once():
+    requests = StepRequests(Stop())
+    requests.on_train_start(make_trainer(0), None)
+    requests.on_save_checkpoint(make_trainer(6), None, {})
+    with pytest.raises(StoppedError):
+        end_validation_batch(requests, make_trainer(6))
+    resumed = StepRequests(Stop())
+    resumed.on_train_start(make_trainer(6), None)
+    with pytest.raises(StoppedError):
+        end_validation_batch(resumed, make_trainer(6))
+
+
+@pytest.mark.parametrize("fn", ["validate", "test"])
+def test_an_evaluation_stops_at_once(fn):
+    with pytest.raises(StoppedError):
+        end_validation_batch(StepRequests(Stop()), make_trainer(6, fn))
