@@ -194,6 +194,7 @@ MISTAKES = {
     "": "give one of --text, --set and --task",
     "--text a --set b": "give one of --text, --set and --task",
     "--set a --chunks 1": "--chunks 1: must be an integer >= 2",
+    "--text \udcff": "--text: not valid UTF-8",  # how Python reads the byte 0xff
     "--text a": "--run x: not a run folder (no config.yaml)",
 }
 

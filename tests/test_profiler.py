@@ -30,3 +30,8 @@ def test_a_trace_holds_the_chosen_steps(tiny, tmp_path):
 def test_steps_are_checked(steps):
     error = compose_error([BASE], f"trainer.profile={steps}")
     assert "trainer.profile: expected two steps such as 10-15, found" in error
+
+
+def test_steps_after_the_end_are_refused():
+    error = compose_error([BASE], "trainer.max_steps=12", "schedule.warmup_steps=0", "trainer.profile=13-20")
+    assert "trainer.profile: starts after the last step, trainer.max_steps 12; use earlier steps" in error

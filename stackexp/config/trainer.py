@@ -84,6 +84,8 @@ class TrainerConfig:
 
         if self.profile is not None and not _is_range(self.profile):
             yield "profile", f"expected two steps such as 10-15, found {self.profile!r}"
+        elif self.profile is not None and int(self.profile.partition("-")[0]) > self.max_steps:
+            yield "profile", f"starts after the last step, trainer.max_steps {self.max_steps}; use earlier steps"
 
     @property
     def recompute_mode(self) -> bool | str:

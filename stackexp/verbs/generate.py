@@ -32,8 +32,7 @@ def run(args: Namespace) -> int:
         parser.error(f"--top_p {args.top_p}: must be a number in (0, 1]")
     if not 0 <= args.seed < 2**63:
         parser.error(f"--seed {args.seed}: must be an integer from 0 to 2^63 - 1")
-    if any("\ud800" <= character <= "\udfff" for character in args.prompt):
-        parser.error("--prompt: not valid UTF-8")
+    parser.check_text("--prompt", args.prompt)
     parser.check_run_folder(args.run)
     from stackexp.evaluation import generation
 

@@ -36,6 +36,7 @@ def run(args: Namespace) -> int:
         parser.error("give one of --text, --set and --task")
     if args.chunks < 2:
         parser.error(f"--chunks {args.chunks}: must be an integer >= 2")
+    parser.check_text("--text", args.text or "")
     parser.check_run_folder(args.run)
     from stackexp.inspection import inspect
 

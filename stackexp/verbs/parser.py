@@ -67,6 +67,11 @@ class Parser(argparse.ArgumentParser):
         args.overrides, args.parser = rest, self
         return args
 
+    def check_text(self, option: str, text: str) -> None:
+        """Raise ConfigError if Python could not decode an option from the bytes of the command line."""
+        if any("\ud800" <= character <= "\udfff" for character in text):
+            self.error(f"{option}: not valid UTF-8")
+
     def check_run_folder(self, run: str) -> Path:
         """Return the config.yaml of a run folder. Raises ConfigError if there is none."""
         path = Path(run, "config.yaml")
