@@ -111,7 +111,7 @@ MISTAKES = {
     "fit --config quickstart --run x --ckpt_path last": "fit: --run and --ckpt_path exclude each other",
     "checkpoint consolidate": "checkpoint consolidate: the following arguments are required: --run, --to",
     "checkpoint consolidate --run x --to y.pt": "checkpoint consolidate: --to y.pt: must end in .safetensors",
-    "checkpoint consolidate --run x --to /none/y.safetensors": "checkpoint consolidate: --to /none/y.safetensors: the folder",
+    "checkpoint consolidate --run x --to /none/y.safetensors": "checkpoint consolidate: --to /none/y.safetensors: the",
     "validate": "validate: give either --run, or --config and --ckpt_path",
     "test --config quickstart": "test: --config requires --ckpt_path, the checkpoint to evaluate",
     "generate --run nowhere": "generate: --run nowhere: not a run folder (no config.yaml)",
