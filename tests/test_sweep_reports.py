@@ -101,6 +101,15 @@ def test_status_shows_states_and_causes(capsys):
     assert " ".join(rows[-1]).endswith("4 trials: 1 waiting, 1 stopped, 1 failed, 1 done; no driver is running")
 
 
+def test_records_with_values_of_another_type_do_not_end_the_status(capsys):
+    for trial in build(grid={H: [1]}).trials:
+        trial.folder.path.mkdir(parents=True)
+        trial.folder.metrics.write_text('{"step": 7, "train/loss": 3.25}\n{"step": "x", "train/loss": [1]}\n')
+        trial.failure.write_text(json.dumps({"cause": ["disk"], "attempts": "3", "tried_again": False}))
+    assert cli.main(["sweep", "status", "study.yaml"]) == 0
+    assert read_lines(capsys)[2][1:5] == ["failed", "7/300", "3.250", "3"]
+
+
 def test_status_uses_the_overrides_of_the_last_run(capsys):
     sweep = load_sweep(str(build(grid={H: [1]}).path), ["seed=3"])
     finish(sweep.trials[0], 2.5)

@@ -104,7 +104,7 @@ def read_status(trial: Trial, objective: str) -> Status:
     """Return the current status of a trial."""
     last: dict[str, Any] = {}
     for line in read_tail(trial.folder.metrics):
-        last |= line
+        last |= {tag: value for tag, value in line.items() if isinstance(value, int | float)}
     value, problem = read_objective(trial, objective) if trial.folder.is_finished else (None, "")
     state, failure, max_steps = get_state(trial), read_failure(trial), trial.config.trainer.max_steps
     step, speed = last.get("step", 0), last.get(TOKENS_PER_SECOND)
@@ -195,7 +195,7 @@ def read_failure(trial: Trial) -> dict[str, Any]:
         return {}
     try:
         failure = read_json(trial.failure)
-        return {"cause": str(failure["cause"]), "attempts": int(failure["attempts"])} | failure
+        return failure | {"cause": str(failure["cause"]), "attempts": int(failure["attempts"])}
     except (RunError, KeyError, TypeError, ValueError):
         cause = "failure.json is damaged; delete it to run the trial again"
         return {"cause": cause, "attempts": 0, "tried_again": False}
