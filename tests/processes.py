@@ -71,7 +71,7 @@ def read_to_end(process: subprocess.Popen, seconds: float = 60) -> tuple[str, st
         output, _ = process.communicate(timeout=seconds)
     finally:
         kill(process)
-    assert "Traceback" not in output
+    assert "Traceback" not in output, output
     return output, [line for line in output.splitlines() if line.strip()][-1]
 
 
