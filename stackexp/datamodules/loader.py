@@ -4,6 +4,8 @@ import multiprocessing
 import multiprocessing.util
 import os
 import signal
+import time
+from collections.abc import Iterator
 from functools import partial
 from multiprocessing.connection import Connection, wait
 from threading import Thread
@@ -14,6 +16,8 @@ import torch
 from streaming import StreamingDataLoader, StreamingDataset
 
 from stackexp.data.documents import compute_document_ids, find_document_bounds
+
+WORKER_EXIT_SECONDS = 5  # of a killed worker, from its first closed socket to its exit
 
 
 class TokenLoader(StreamingDataLoader):
@@ -28,6 +32,15 @@ class TokenLoader(StreamingDataLoader):
         # Called by the process that made the loader, before it is collected or before Python waits for the workers.
         self._stop_workers = multiprocessing.util.Finalize(self, stop_sender.send_bytes, (b"",), exitpriority=0)
         super().__init__(dataset, worker_init_fn=partial(_set_up_worker, stop_receiver), **options)
+
+    def __iter__(self) -> Iterator[Any]:
+        """Iterate over the batches."""
+        try:
+            yield from super().__iter__()
+        except (ConnectionError, EOFError):
+            # A killed worker closes its sockets first. Once it has exited, torch raises an error that names it.
+            time.sleep(WORKER_EXIT_SECONDS)
+            raise
 
     def __del__(self) -> None:
         self._stop_workers()

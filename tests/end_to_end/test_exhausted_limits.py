@@ -58,6 +58,23 @@ def test_a_killed_loader_worker_is_named(program, tiny, tmp_path):
 
 
 @pytest.mark.process
+def test_a_worker_killed_while_it_sends_a_batch_is_named(program, tiny, tmp_path):
+    (tmp_path / "kill.py").write_text(
+        "import multiprocessing\nfrom multiprocessing.resource_sharer import _resource_sharer\n"
+        "from threading import Timer\n"
+        "def lose_connection(_):\n"
+        "    [worker] = multiprocessing.active_children()\n"
+        "    Timer(0.5, worker.kill).start()\n"
+        "    raise ConnectionResetError\n"
+        "_resource_sharer.get_connection = lose_connection\n"
+    )
+    process = program.start("fit", "--config", tiny, f"plugins=[{tmp_path / 'kill.py'}]", "data.num_workers=1")
+    _, line = read_to_end(process)
+    assert process.returncode == 1
+    assert line.startswith("error: DataLoader worker (pid")
+
+
+@pytest.mark.process
 def test_many_interrupts_do_not_disturb_the_exit(program, tiny, tmp_path):
     process = program.start("fit", "--config", tiny, *ENDLESS)
     wait_until(lambda: has_checkpoint(tmp_path / "runs"), process)
