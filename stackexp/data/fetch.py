@@ -24,6 +24,7 @@ from stackexp.data.token_files import (
 )
 from stackexp.errors import RunError
 from stackexp.files import compute_sha256, hold_lock
+from stackexp.progress_bar import open_bar
 
 BLOCK_TOKENS = 1 << 22
 
@@ -114,7 +115,7 @@ def _fetch_set(olmo_set: OlmoSet, folder: Path, mirror: str | None, was_reached:
             source, expected = _copy_from_folder(Path(mirror), olmo_set, part)
         else:
             source = f"{(mirror or BASE_URL).rstrip('/')}/{olmo_set.path}"
-            with tqdm(desc=str(olmo_set), unit="B", unit_scale=True, unit_divisor=1024, leave=False) as bar:
+            with open_bar(desc=str(olmo_set), unit="B", unit_scale=True, unit_divisor=1024, leave=False) as bar:
                 download(source, part, bar, was_reached=was_reached)
         record = check_ids(part, source)
         if expected and record.sha256 != expected.sha256:

@@ -34,6 +34,7 @@ from stackexp.data.tokenizer import (
 )
 from stackexp.errors import RunError
 from stackexp.files import compute_sha256, hold_lock
+from stackexp.progress_bar import open_bar
 
 BLOCK_TOKENS = 1 << 18
 
@@ -86,7 +87,7 @@ class Retokenizer:
             folder.mkdir(parents=True, exist_ok=True)
             with (
                 hold_lock(folder / ".lock", f"the conversion into {folder}"),
-                tqdm(desc="retokenizing", total=sum(map(len, files.values())), unit="tok", unit_scale=True) as bar,
+                open_bar(desc="retokenizing", total=sum(map(len, files.values())), unit="tok", unit_scale=True) as bar,
             ):
                 return {name: self._convert(file, ends[name], folder / name, bar) for name, file in files.items()}
         except OSError as error:

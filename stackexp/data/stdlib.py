@@ -13,8 +13,6 @@ import tokenize
 from collections import Counter
 from pathlib import Path
 
-from tqdm import tqdm
-
 from stackexp.config.data import StdlibConfig
 from stackexp.data.path_checks import DataPaths
 from stackexp.data.shards import FORMAT_VERSION
@@ -22,6 +20,7 @@ from stackexp.data.tokenizer import train_tokenizer
 from stackexp.data.units import write_documents
 from stackexp.errors import RunError
 from stackexp.files import get_cache_root, hold_lock
+from stackexp.progress_bar import open_bar
 
 TRAIN_BYTES, HELD_OUT_BYTES = 6_000_000, 200_000  # caps of UTF-8 text per set; the last file may exceed them
 TRAIN_BYTES_WITH_PACKAGES = 24_000_000
@@ -153,7 +152,7 @@ def _write_sets(folder: Path, texts: dict[str, dict[str, str]], config: StdlibCo
     shutil.rmtree(temporary, ignore_errors=True)  # left by a killed process
     try:
         tokenizer = train_tokenizer(texts["train"].values(), config.vocab_size)
-        for name in tqdm(texts, desc="preparing the standard library", unit="set", disable=not show_progress):
+        for name in open_bar(texts, desc="preparing the standard library", unit="set", disable=not show_progress):
             write_documents(temporary / name, texts[name].values(), tokenizer, config.context_length)
         temporary.rename(folder)
     finally:

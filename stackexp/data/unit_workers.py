@@ -22,6 +22,7 @@ from stackexp.data.token_sources import read_tokens
 from stackexp.data.tokenizer import load_tokenizer
 from stackexp.data.units import BAD_LINES, find_damaged_file, format_unit_name, read_unit, write_unit
 from stackexp.errors import RunError
+from stackexp.progress_bar import open_bar
 
 
 @dataclass(frozen=True)
@@ -43,14 +44,12 @@ def write_units(job: UnitJob, numbers: Sequence[int], workers: int, show_progres
     If the job is strict, a bad line raises RunError at once.
     """
     unreadable: list[str] = []
-    bar = tqdm(
+    bar = open_bar(
         desc="tokenizing",
         total=sum(source.size for number in numbers for source in job.units[number]),
         unit="B",
         unit_scale=True,
         disable=not show_progress,
-        mininterval=0.1 if sys.stderr.isatty() else 60,  # seconds
-        maxinterval=60,
     )
     with bar:
         if len(numbers) > 1 and workers > 1:

@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import numpy as np
-from tqdm import tqdm
 
 from stackexp.data.evaluation_sets import find_sets
 from stackexp.data.mds import find_column, read_column, read_ids, read_index
@@ -11,6 +10,7 @@ from stackexp.data.sources import TOKEN_SUFFIXES
 from stackexp.data.token_files import TokenFile, find_end_of_text, read_record
 from stackexp.data.tokenizer import get_end_of_text_id
 from stackexp.errors import RunError
+from stackexp.progress_bar import open_bar
 from stackexp.reports.data.inspection import SAMPLE_LENGTH, Inspection, InspectOptions
 from stackexp.reports.data.lengths import DocumentLengths, LengthHistogram, draw_lengths
 from stackexp.reports.data.prepared_sets import inspect_prepared_set
@@ -158,7 +158,7 @@ def _inspect_token_file(path: Path, options: InspectOptions) -> Inspection:
 def _count_documents(inspection: Inspection, tokens: np.ndarray, end: int | None, show_progress: bool) -> int:
     """Describe the ids and the lengths of the documents, and return the largest id."""
     lengths, largest = DocumentLengths(-1 if end is None else end), 0
-    for begin in tqdm(range(0, len(tokens), BLOCK), desc="reading", disable=not show_progress):
+    for begin in open_bar(range(0, len(tokens), BLOCK), desc="reading", disable=not show_progress):
         block = np.asarray(tokens[begin : begin + BLOCK])
         lengths.add(block)
         largest = max(largest, int(block.max()))

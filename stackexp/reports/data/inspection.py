@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tqdm import tqdm
 
 from stackexp.data.tokenizer import KnownTokenizer
 from stackexp.data.verification import find_damage
+from stackexp.progress_bar import open_bar
 from stackexp.reports.data.lengths import LengthHistogram
 from stackexp.tables import format_table
 
@@ -36,7 +36,7 @@ class Inspection:
     def verify_shards(self, entries: list[dict], show_progress: bool) -> list[bool]:
         """Compare each file of index.json with its entry, record the damage, and return which files are intact."""
         is_whole = []
-        for entry in tqdm(entries, desc="verifying shards", unit="shard", disable=not show_progress):
+        for entry in open_bar(entries, desc="verifying shards", unit="shard", disable=not show_progress):
             is_whole.append(self.verify_file(self.path / entry["basename"], entry))
         self.checked += sum(is_whole)
         return is_whole
