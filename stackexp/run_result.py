@@ -1,9 +1,13 @@
 """The contents of result.json."""
 
 import dataclasses
+import hashlib
+import json
 import typing
 from dataclasses import dataclass
 from typing import Any
+
+from stackexp.files import replace_non_finite
 
 RESULT_VERSION = 1
 
@@ -43,6 +47,10 @@ class RunResult:
             raise ValueError(f"version is {version!r:.60}")
         if version > RESULT_VERSION:
             raise NewerVersionError(f"version {version} is newer than this stackexp; update it")
+        contents = dict(contents)
+        sha256 = contents.pop("sha256", None)  # earlier versions wrote none
+        if sha256 is not None and sha256 != compute_sha256(contents):
+            raise ValueError("its contents differ from their sha256")
         fields = {field.name: field.type for field in dataclasses.fields(cls) if field.name != "figures"}
         for name, hint in fields.items():
             _check_type(name, contents.get(name), hint)
@@ -51,6 +59,11 @@ class RunResult:
         figures = {key: value for key, value in contents.items() if key not in (*fields, "version")}
         _check_scores(figures)
         return cls(**{name: contents.get(name) for name in fields}, figures=figures)
+
+
+def compute_sha256(contents: dict[str, Any]) -> str:
+    """Compute the SHA-256 that result.json holds beside its other contents."""
+    return hashlib.sha256(json.dumps(replace_non_finite(contents)).encode()).hexdigest()
 
 
 def _check_scores(figures: dict[str, Any]) -> None:

@@ -33,7 +33,7 @@ from stackexp.config.experiment import ExperimentConfig
 from stackexp.errors import FolderBusyError, RunError, mask_secrets
 from stackexp.files import read_json, read_json_lines, try_lock, write_atomically, write_json, write_json_lines
 from stackexp.metric_tags import AVERAGE_ACCURACY, AVERAGE_LOSS, rename_old_tags
-from stackexp.run_result import NewerVersionError, RunResult
+from stackexp.run_result import NewerVersionError, RunResult, compute_sha256
 
 MARKER = ".stackexp"
 STAMP = "%Y%m%d-%H%M%S"
@@ -73,7 +73,8 @@ class RunFolder:
 
     def write_result(self, result: RunResult) -> None:
         """Write result.json, which marks the run as finished."""
-        write_json(self.result, result.to_dict())
+        contents = result.to_dict()
+        write_json(self.result, contents | {"sha256": compute_sha256(contents)})
 
     def read_sessions(self) -> list[dict[str, Any]]:
         """Read environment.json: commit, versions, hardware and command of each session. Raises RunError for damage."""

@@ -1,5 +1,6 @@
 """Run folders: names, locks, checkpoints, metrics and results."""
 
+import dataclasses
 import json
 import os
 from datetime import datetime
@@ -152,8 +153,24 @@ def test_result_round_trip(config):
     folder.write_result(RESULT)
     assert folder.is_finished
     assert folder.read_result() == RESULT
-    assert RESULT.to_dict() == json.loads(folder.result.read_text())
+    contents = json.loads(folder.result.read_text())
+    assert len(contents.pop("sha256")) == 64
+    assert contents == RESULT.to_dict()
     assert (RESULT.to_dict()["version"], RESULT.to_dict()["average"]) == (1, {"loss": 1.0})
+
+
+def test_a_changed_figure_of_a_result_is_refused(config):
+    folder = create_run(config)
+    folder.write_result(RESULT)
+    folder.result.write_text(folder.result.read_text().replace('"loss": 1.0', '"loss": 1.5'))
+    with pytest.raises(RunError, match=r"result.json: its contents differ from their sha256; delete it and resume"):
+        folder.read_result()
+
+
+def test_a_result_with_numbered_lengths_is_read(config):
+    folder = create_run(config)
+    folder.write_result(dataclasses.replace(RESULT, figures={"accuracy": {9: 1.0, 41: float("nan"), 10: 0.5}}))
+    assert folder.read_result().figures == {"accuracy": {"9": 1.0, "41": None, "10": 0.5}}
 
 
 def test_result_without_a_version_is_read(config):
