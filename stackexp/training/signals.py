@@ -38,7 +38,7 @@ class StopRequest:
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
         resource_tracker.ensure_running()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})
-        atexit.register(_kill_workers)
+        atexit.register(_prepare_exit)
 
     def _handle(self, number: int, _: Any) -> None:
         if self._signal is None:
@@ -111,8 +111,14 @@ class StopRequest:
             os.write(2, INTERRUPTED)
 
 
-def _kill_workers() -> None:
-    """Kill loader workers that still run at exit, because Python would wait forever for a frozen one."""
+def _prepare_exit() -> None:
+    """Ignore further stop signals, and kill loader workers that still run.
+
+    Python removes the handlers before the process ends, so another signal would replace the exit code. It would wait
+    forever for a frozen worker.
+    """
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would report them as failed
     for worker in multiprocessing.active_children():
         worker.kill()

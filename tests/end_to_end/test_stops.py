@@ -1,6 +1,7 @@
 """Requested stops: SIGTERM, SIGUSR1, Ctrl-C and time limits. A stopped run resumes bit for bit."""
 
 import os
+import random
 import re
 import shlex
 import signal
@@ -36,6 +37,9 @@ def test_a_run_stopped_by_a_signal_resumes_exactly(program, tiny, tmp_path, numb
         os.kill(find_second_rank(process), number)  # one rank receives the signal, all stop
     else:
         os.killpg(process.pid, number)  # the data workers receive it too, as from some launchers
+        while process.poll() is None:  # more of both signals, up to the exit
+            process.send_signal(random.choice([signal.SIGTERM, signal.SIGUSR1]))
+            time.sleep(0.005)
     output, _ = read_to_end(process)
     assert process.returncode == 75
     assert "error" not in output
