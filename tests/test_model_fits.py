@@ -1,0 +1,47 @@
+"""A model that is too large for the machine is refused before the data are prepared."""
+
+import pytest
+
+from stackexp.config.compose import load_config
+from stackexp.errors import RunError
+from stackexp.training import trainer
+from stackexp.training.trainer import check_model_fits
+
+PARAMETERS, GIB = 1_805_446, 2**30  # of the quickstart
+
+TWO = ("trainer.devices=2", "data.micro_batch_size=2")
+
+
+def set_free_memory(monkeypatch, free_bytes: int) -> None:
+    monkeypatch.setattr(trainer, "_read_free_bytes", lambda device_type: free_bytes)
+
+
+def test_the_message_states_what_is_needed_and_what_is_free(monkeypatch):
+    set_free_memory(monkeypatch, 2 * GIB)
+    check_model_fits(load_config("quickstart"))
+    larger = load_config("pretrain/stacktrans-360m", ["trainer.accelerator=cpu"])
+    with pytest.raises(RunError, match=r"optimizer state need 5\.\d GB, but 2\.1 GB are free; use a smaller model"):
+        check_model_fits(larger)
+
+
+@pytest.mark.parametrize(
+    ("options", "bytes_per_parameter"),
+    [
+        (["trainer.precision=32-true"], 16),
+        (["trainer.precision=bf16-true"], 8),
+        (["trainer.precision=32-true", *TWO, "trainer.strategy=ddp"], 32),  # both on this machine
+        (["trainer.precision=32-true", *TWO, "trainer.strategy=fsdp"], 16),  # divided, both here
+    ],
+)
+def test_the_bytes_per_parameter_depend_on_precision_and_strategy(monkeypatch, options, bytes_per_parameter):
+    config = load_config("quickstart", options)
+    needed = PARAMETERS * bytes_per_parameter
+    set_free_memory(monkeypatch, needed)
+    check_model_fits(config)
+    set_free_memory(monkeypatch, needed - 2)  # the division by two may lose one byte per device
+    with pytest.raises(RunError, match=f"the model has {PARAMETERS:,} parameters"):
+        check_model_fits(config)
+
+
+def test_the_free_memory_of_this_machine_is_read():
+    assert GIB // 4 < trainer._read_free_bytes("cpu") < 2**50
