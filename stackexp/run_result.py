@@ -62,7 +62,7 @@ class RunResult:
 
 
 def compute_sha256(contents: dict[str, Any]) -> str:
-    """Compute the SHA-256 that result.json holds beside its other contents."""
+    """Compute the SHA-256 of the contents, which result.json also holds."""
     return hashlib.sha256(json.dumps(replace_non_finite(contents)).encode()).hexdigest()
 
 

@@ -70,6 +70,7 @@ def test_help_lists_every_verb(arguments, capsys):
     output = capsys.readouterr().out
     assert all(f"\n  {verb} " in output for verb in cli.VERBS)
     assert "python -m stackexp fit --config quickstart" in output
+    assert max(map(len, output.splitlines())) <= 80
 
 
 def test_a_group_lists_its_verbs(capsys):
@@ -79,11 +80,14 @@ def test_a_group_lists_its_verbs(capsys):
 
 
 @pytest.mark.parametrize("verb", cli.VERBS)
-def test_every_verb_has_help_with_examples(verb, capsys):
+def test_every_verb_has_help_with_examples(verb, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit) as exit_:
         cli.main([*verb.split(), "--help"])
     assert exit_.value.code == 0
-    assert f"examples:\n  python -m stackexp {verb}" in capsys.readouterr().out
+    text, _, examples = capsys.readouterr().out.partition("examples:\n")
+    assert max(map(len, text.splitlines())) <= 80
+    assert examples.startswith(f"  python -m stackexp {verb}")
 
 
 def test_print_config_round_trips(tmp_path, capsys):

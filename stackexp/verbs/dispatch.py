@@ -19,13 +19,15 @@ from stackexp.verbs.parser import Parser
 EPILOG = """
 examples:
   python -m stackexp fit --config quickstart
-  python -m stackexp fit --config quickstart model.memory=queue trainer.max_steps=100
+  python -m stackexp fit --config quickstart model.memory=queue
   python -m stackexp fit --config quickstart --ckpt_path last
   python -m stackexp validate --run runs/quickstart/ID
   python -m stackexp VERB --help
 
-exit codes: 0 success, 1 the run failed, 2 a mistake in the config or the command line, 74 another process uses the run
-folder, 75 stopped by SIGTERM, SIGUSR1 or max_time with a checkpoint (rerun the command to resume), 130 interrupted
+exit codes: 0 success, 1 the run failed, 2 a mistake in the config or the
+command line, 74 another process uses the run folder, 75 stopped by SIGTERM,
+SIGUSR1 or max_time with a checkpoint (rerun the command to resume), 130
+interrupted
 """
 
 TRUST_FLAG = "--trust-plugins"

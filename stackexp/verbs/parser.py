@@ -1,6 +1,8 @@
 """The argument parser of all verbs. Imports nothing heavy."""
 
 import argparse
+import shutil
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
@@ -17,14 +19,25 @@ with --trust-plugins.
 """
 
 
+def fill(text: str, indent: int = 0) -> str:
+    """Break the paragraphs of a text into lines of the terminal's width; `indent` spaces begin all but the first."""
+    width = shutil.get_terminal_size().columns - 2 - indent
+    prefix = " " * indent
+    paragraphs = [
+        textwrap.fill(part, width, subsequent_indent=prefix, break_long_words=False, break_on_hyphens=False)
+        for part in text.strip().split("\n\n")
+    ]
+    return "\n\n".join(paragraphs)
+
+
 class Parser(argparse.ArgumentParser):
     """An argument parser that raises a one-line ConfigError and accepts no abbreviations."""
 
     def __init__(self, verb: str, description: str, examples: Sequence[str], usage: str, notes: str = "") -> None:
         super().__init__(
             prog=f"python -m stackexp {verb}",
-            usage=f"python -m stackexp {verb} {usage}".rstrip(),
-            description=description,
+            usage=fill(f"python -m stackexp {verb} {usage}".rstrip(), indent=len("usage: ")),
+            description=fill(description),
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
         )
@@ -44,7 +57,7 @@ class Parser(argparse.ArgumentParser):
     def format_help(self) -> str:
         """Return the help text: options, notes, then examples."""
         examples = "".join(f"  python -m stackexp {example}\n" for example in self._examples)
-        notes = [self._notes.strip(), OVERRIDES_HELP.strip() if self.accepts_overrides else ""]
+        notes = [fill(self._notes), fill(OVERRIDES_HELP) if self.accepts_overrides else ""]
         self.epilog = "\n\n".join([*filter(None, notes), f"examples:\n{examples}"])
         return super().format_help()
 
