@@ -11,7 +11,7 @@ import stackexp
 
 ROOT = Path(stackexp.__file__).parent
 FLOORS = [
-    {"config", "runs", "run_result", "metric_tags", "files", "tables", "errors", "__init__"},
+    {"config", "runs", "run_result", "metric_tags", "files", "tables", "progress_bar", "errors", "__init__"},
     {"stack"},
     {"models", "tasks", "data"},
     {"modules", "datamodules"},
@@ -34,6 +34,7 @@ LIGHT = {
     "metric_tags",
     "files",
     "tables",
+    "progress_bar",
 }  # heavy imports only within functions
 HEAVY = {"torch", "lightning", "streaming", "numpy"}
 FILES = {str(path.relative_to(ROOT)): path for path in sorted(ROOT.rglob("*.py"))}
