@@ -4,6 +4,7 @@ import multiprocessing
 import multiprocessing.util
 import os
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -51,9 +52,16 @@ def _set_up_worker(stop_receiver: Connection, worker_id: int) -> None:
     """Ignore signals that are meant for the run (Slurm's SIGTERM, Ctrl-C), and exit with the loader or the run."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    sys.excepthook = _ignore_lost_connection
     run = multiprocessing.parent_process()
     assert run is not None
     Thread(target=_exit_when_ready, args=([stop_receiver, run.sentinel],), daemon=True).start()
+
+
+def _ignore_lost_connection(kind: type[BaseException], *failure: Any) -> None:
+    """Suppress the traceback of a worker whose run was killed while it fetched a batch; the worker exits next."""
+    if not issubclass(kind, ConnectionError | EOFError):
+        sys.__excepthook__(kind, *failure)
 
 
 def _exit_when_ready(events: list[Any]) -> None:
