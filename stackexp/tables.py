@@ -1,5 +1,6 @@
 """Tables for the terminal, Markdown and LaTeX."""
 
+import re
 import shutil
 import sys
 import textwrap
@@ -61,8 +62,21 @@ def format_table(
     return "\n\n".join(_fit(rows, header, sides, width))
 
 
+def wrap_text(text: str, indent: int = 0) -> str:
+    """Break text into lines of the terminal's width. Commands in backticks stay whole; a pipe gets the text as it is.
+
+    `indent` spaces begin all lines but the first.
+    """
+    if not sys.stdout.isatty():
+        return text
+    width = shutil.get_terminal_size().columns
+    whole = re.sub("`.*?`", lambda command: command[0].replace(" ", "\xa0"), text)
+    lines = textwrap.fill(whole, width, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)
+    return lines.replace("\xa0", " ")
+
+
 def _fit(rows: Sequence[Sequence[str]], header: Sequence[str], sides: str, max_width: int) -> Iterator[str]:
-    """Yield the table in parts of at most `max_width` characters, unless a single column is wider."""
+    """Yield the table in parts of at most `max_width` characters, unless a single column or word is wider."""
     lines = [row for row in [header, *rows] if row is not RULE]
     widths = [max(map(len, column)) for column in zip_longest(*lines, fillvalue="")]
     rest = max_width - sum(width + 2 for width in widths[:-1])
@@ -78,6 +92,11 @@ def _fit(rows: Sequence[Sequence[str]], header: Sequence[str], sides: str, max_w
             yield from _fit(cut, [header[i] for i in part], "".join(sides[i] for i in part), max_width)
 
 
+def _wrap_cell(text: str, width: int) -> str:
+    """Break text between words: a path stays whole, so that it can be copied."""
+    return textwrap.fill(text, width, break_long_words=False, break_on_hyphens=False)
+
+
 def _format(
     rows: Sequence[Sequence[str]], header: Sequence[str], sides: str, style: Style, last_width: int | None = None
 ) -> str:
@@ -85,7 +104,7 @@ def _format(
     if style == "markdown":
         rows = [[cell.replace("|", "\\|") for cell in row] for row in rows if row is not RULE]
     if last_width:
-        rows = [row if row is RULE else [*row[:-1], textwrap.fill(row[-1], last_width)] for row in rows]
+        rows = [row if row is RULE else [*row[:-1], _wrap_cell(row[-1], last_width)] for row in rows]
     text = tabulate.tabulate(
         rows,
         headers=header,

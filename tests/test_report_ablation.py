@@ -14,10 +14,11 @@ from stackexp.config.compose import compose
 from stackexp.data.olmo import NAMES
 from stackexp.errors import RunError
 from stackexp.reports.ablation import build_ablation
-from stackexp.reports.arms import name_arm, read_arms
+from stackexp.reports.arms import name_arm, read_arms, read_finished_run
 from stackexp.reports.differences import COLUMNS, compute_difference
 from stackexp.reports.paper import CHOICES, PAPER, contradicts_itself, find_variant
 from stackexp.reports.report import Report, format_report
+from stackexp.runs import RunFolder
 from stackexp.tables import ABSENT
 
 LOSSES = {"transformer": (3.0, 3.2, 3.1), "stacktrans": (2.9, 3.12, 2.99), "value_skip": (2.0, 3.3, 3.1)}
@@ -78,6 +79,7 @@ def test_intervals_are_those_of_student():
     assert str(difference) == "**-0.097 (-0.135 to -0.059)**"
     assert str(compute_difference([0.1, -0.08])) == "+0.010 (-1.134 to +1.154)"
     assert str(compute_difference([-0.5])) == "-0.500", "one seed is never bold"
+    assert str(compute_difference([-0.0001])) == "+0.000", "zero has no minus sign"
 
 
 def test_differences_are_paired_by_seed_and_data(runs):
@@ -147,6 +149,27 @@ def test_later_validations_fill_v2_and_v3(runs):
     assert any(note.startswith("missing V2 and V3") and str(transformer) in note for note in report.notes)
 
 
+def test_later_sets_do_not_change_the_average(runs):
+    (run,) = runs.glob("stacktrans-seed=0-*")
+    before = read_table(build_ablation([runs]), 0)["stacktrans"]
+    record = {"step": 10, "overrides": [], "sets": {"mine": {"loss": 9.0, "perplexity": 8000.0}}}
+    (run / "validate-mine.json").write_text(json.dumps(record))
+    report = build_ablation([runs])
+    assert read_table(report, 0)["stacktrans"] == before
+    assert "average" in read_table(report, 1)["stacktrans"]
+    finish(run, 2.9, sets={})
+    assert read_finished_run(RunFolder(run), {}).sets == record["sets"], "the only sets of a run are its average"
+
+
+def test_unfinished_trials_are_not_in_the_table(runs):
+    failed = write_run(runs / "H=1-0123abcd", "model.memory=single_head")
+    report = build_ablation([runs])
+    assert read_table(report, 0)["single_head"]["average"] == ABSENT
+    assert "H=1" not in {row[0] for row in report.tables[0].rows}
+    assert f"H=1: unfinished: `python -m stackexp fit --run {failed}`" in report.notes
+    assert not any(note.startswith("missing Queue, Push-Only, Single-Head") for note in report.notes)
+
+
 def test_a_variant_prefers_the_arm_with_its_name(runs):
     finish(write_run(runs / "small-0123abcd", "model.memory=queue"), 3.0, parameters=10)
     finish(write_run(runs / "other-0123abcd", "model.memory=null"), 3.0, parameters=10)
@@ -171,6 +194,14 @@ def test_bigram_counts_have_a_row(runs):
     sets = {"held-out": {"loss": 4.5, "perplexity": 90.0}}
     finish(run, 2.9, bigrams={"sets": sets, "average": sets["held-out"]})
     assert read_table(build_ablation([runs]), 0)["bigram counts"]["average"] == "4.500 / 90.00"
+    (other,) = runs.glob("stacktrans-seed=1-*")
+    finish(other, 2.9, bigrams={"sets": {"held-out": {"loss": 4.7, "perplexity": 94.0}}})
+    row = read_table(build_ablation([runs]), 0)["bigram counts"]
+    assert (row["seeds"], row["average"]) == ("2", "4.600 / 92.00"), "the mean over the seeds, like that of the runs"
+    (longer,) = runs.glob("value_skip-seed=0-*")
+    finish(longer, 2.9, tokens=999, bigrams={"sets": sets})
+    names = [row[0] for row in build_ablation([runs]).tables[0].rows if "bigram" in row[0]]
+    assert names == ["bigram counts (data of stacktrans)", "bigram counts (data of value_skip)"]
 
 
 def test_the_latest_run_of_a_seed_counts(runs):

@@ -110,19 +110,22 @@ def test_cancel_stops_one_trial():
     launcher.stop()
 
 
-def test_live_table_shows_running_trials_first():
+@pytest.mark.parametrize("width", [80, 120])
+def test_live_table_shows_running_trials_first(width):
     trials = build_trials(count=3)
     trials[0].folder.result.write_text('{"average": {"loss": 2.5}}')
     lock = open(trials[2].folder.path / ".lock", "w")  # noqa: SIM115
     fcntl.flock(lock, fcntl.LOCK_EX)
     line = '{"step": 150, "tokens": 614400, "time": 0, "train/loss": 3.25, "train/tokens_per_second": 4096.0}\n'
     trials[2].folder.metrics.write_text(line)
-    console = Console(file=io.StringIO(), force_terminal=True, width=120, color_system=None)
+    console = Console(file=io.StringIO(), force_terminal=True, width=width, color_system=None)
     with Display("average.loss", console) as display:
         display.update(trials)
     lock.close()
+    header = next(line for line in console.file.getvalue().splitlines() if "trial" in line and "loss" in line)
+    assert header.split()[-7:] == ["trial", "state", "step", "loss", "tokens/s", "left", "objective"]
     lines = [line.split() for line in console.file.getvalue().splitlines() if line.startswith(" seed=")]
     assert [row[1] for row in lines[-3:]] == ["running", "waiting", "done"]
-    assert lines[-3][2:] == ["150/300", "3.250", "4,096", "2m30s", "1"]
-    assert lines[-1][2:] == ["300/300", "2.5000", "1"]
+    assert lines[-3][2:] == ["150/300", "3.250", "4,096", "2m30s"]
+    assert lines[-1][2:] == ["300/300", "2.5000"], "no attempts column, since none was retried"
     assert "3 trials: 1 waiting, 1 running, 1 done" in console.file.getvalue()

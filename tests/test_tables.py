@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stackexp.tables import RULE, format_table
+from stackexp.tables import RULE, format_table, wrap_text
 
 HEADER = ["run", "state", "steps", "tokens", "parameters", "in the memory", "training loss", "average"]
 ROW = ["quickstart/20261124-013245-715b", "finished", "720", "1,474,560", "1,807,488", "66,816", "4.8125", "5.1039"]
@@ -38,6 +38,23 @@ def test_text_in_the_last_column_is_wrapped(set_width):
     lines = format_table([["a", "1", "words " * 12]], header=["name", "n", "text"], align="<><").splitlines()
     assert len(lines) == 5
     assert max(map(len, lines)) <= 40
+
+
+def test_paths_are_not_split(set_width):
+    set_width(40)
+    path = "runs/quickstart/20261124-013245-715b"
+    assert path in format_table([["finished", "720", path]], header=["state", "step", "run"])
+
+
+def test_wrapped_text_keeps_commands_whole(set_width):
+    text = "Means over the seeds. missing Queue: `python -m stackexp sweep run ablation` and " + "more words " * 6
+    assert wrap_text(text) == text, "a pipe gets one line"
+    set_width(50)
+    lines = wrap_text(text, indent=2).splitlines()
+    assert max(map(len, lines)) <= 50
+    assert any("`python -m stackexp sweep run ablation`" in line for line in lines)
+    assert all(line.startswith("  ") for line in lines[1:])
+    assert " ".join(line.strip() for line in lines) == text.strip()
 
 
 def test_files_pipes_and_other_styles_are_not_fitted(set_width):

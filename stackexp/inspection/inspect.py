@@ -119,8 +119,8 @@ def format_changes(changes: list[dict[str, Any]]) -> str:
     rows = []
     for change in changes[1:]:
         mark = "*" if change["low"] > 0 or change["high"] < 0 else ""
-        interval = f"{change['low']:+.4f} to {change['high']:+.4f}"
-        rows.append([change["intervention"], f"{change['change']:+.4f}", interval, mark])
+        interval = f"{change['low']:+z.4f} to {change['high']:+z.4f}"
+        rows.append([change["intervention"], f"{change['change']:+z.4f}", interval, mark])
     header = ("intervention", "change of the loss", "95 % interval", "")
     return f"loss {changes[0]['loss']:.4f}\n\n{format_table(rows, header=header, align='<>><')}"
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from stackexp.config.affects import select_options
 from stackexp.data.olmo import NAMES
 from stackexp.reports.arms import Arm, ArmRun, describe_unfinished, find_arm, read_arms
 from stackexp.reports.differences import (
@@ -28,12 +29,12 @@ from stackexp.tables import ABSENT
 DEFAULT_COMMAND = "python -m stackexp sweep run ablation"
 LEGEND = (
     "Losses are means over the seeds, in nats per token, with perplexity after the slash. Training loss: mean of the "
-    "last 20 steps. Average: the sets outside V2 and V3.",
+    "last 20 steps. Average: the run's own sets outside V2 and V3.",
     "Differences are paired by seed: both runs trained on the same tokens in the same order (equal hashes) and on the "
     "same number of them. Parameters and FLOPs per token are not matched; their residual mismatch is given.",
-    "Intervals are 95 % t intervals over seeds, and bold differences exclude zero. One seed has no interval. They do "
-    "not include the sampling of the validation sets, whose losses are not on record by chunk. One bold difference "
-    "in twenty is expected by chance.",
+    "Intervals are 95 % t intervals over seeds. Bold or *: the interval excludes zero; by chance, one in twenty does. "
+    "One seed has no interval. Intervals do not include the sampling of the validation sets, whose losses are not on "
+    "record by chunk.",
 )
 
 
@@ -43,14 +44,15 @@ def build_ablation(paths: Sequence[Path], baseline: str | None = None) -> Report
     `baseline` names an arm; by default it is the Transformer without a memory that has the fewest parameters.
     """
     arms, notes = read_arms(paths)
-    variants = _assign_variants(arms)
+    finished = [arm for arm in arms if arm.runs]
+    variants = _assign_variants(finished)
     base = _find_baseline(arms, variants, baseline)
     order = [variants[v] for v in PAPER if v in variants]
-    order += [arm for arm in arms if arm not in order]
-    comparisons = [compare_arms(arm, base) for arm in order if arm.runs and arm is not base] if base else []
+    order += [arm for arm in finished if arm not in order]
+    comparisons = [compare_arms(arm, base) for arm in order if arm is not base] if base else []
     sweeps = find_sweeps(paths)
-    missing = _find_missing(variants, sweeps)
-    notes = [*LEGEND, *missing, *_find_unscored(order), *describe_unfinished(order), *describe_sweeps(sweeps), *notes]
+    missing = _find_missing(_assign_variants(arms), sweeps)
+    notes = [*LEGEND, *missing, *_find_unscored(order), *describe_unfinished(arms), *describe_sweeps(sweeps), *notes]
     diverged = [run for arm in order for run in arm.runs if not read_losses(run)]
     notes += [f"without a finite loss, not in the means: {run.folder.path}" for run in diverged]
     tables = [_build_losses(order, variants)]
@@ -65,7 +67,7 @@ def build_ablation(paths: Sequence[Path], baseline: str | None = None) -> Report
 
 
 def _assign_variants(arms: list[Arm]) -> dict[str, Arm]:
-    """Return paper's variant -> its arm: of several a finished one, with the variant's name, with few parameters."""
+    """Return the paper's variant -> its arm: of several one with runs, the variant's name and few parameters."""
     variants: dict[str, Arm] = {}
     for arm in sorted(arms, key=lambda a: (not a.runs, a.name not in CHOICES.values(), a.average("parameters") or 0)):
         if (variant := find_variant(arm.config)) is not None:
@@ -87,8 +89,7 @@ def _find_baseline(arms: list[Arm], variants: dict[str, Arm], name: str | None) 
     return base if base and base.runs else None
 
 
-def _average_losses(arm: Arm) -> Losses:
-    losses = [read_losses(run) for run in arm.runs]
+def _average_losses(losses: Sequence[Losses]) -> Losses:
     averages: Losses = {}
     for column in COLUMNS:
         values = [loss[column] for loss in losses if column in loss]
@@ -114,7 +115,7 @@ def _format_loss(loss: float, perplexity: float | None) -> str:
 
 def _build_losses(order: list[Arm], variants: dict[str, Arm]) -> Table:
     """Return the table of losses: the paper's variants, missing ones included, other arms and bigram counts."""
-    losses = {arm.name: _average_losses(arm) for arm in order}
+    losses = {arm.name: _average_losses([read_losses(run) for run in arm.runs]) for arm in order}
     columns = [c for c in COLUMNS if c != OTHER or any(OTHER in loss for loss in losses.values())]
     rows = []
     for variant, printed in PAPER.items():
@@ -125,11 +126,29 @@ def _build_losses(order: list[Arm], variants: dict[str, Arm]) -> Table:
     for arm in order:
         if arm not in variants.values():
             rows.append([arm.name, str(len(arm.runs)), *_format_losses(losses[arm.name], columns), *[ABSENT] * 3])
-    results = [run.result for arm in order for run in arm.runs if "bigrams" in run.result]
-    for counts in {json.dumps(result["bigrams"]): result["bigrams"] for result in results}.values():
-        rows.append(["bigram counts", ABSENT, *_format_losses(average_sets(counts["sets"]), columns), *[ABSENT] * 3])
+    for name, seeds, averages in _average_bigrams(order):
+        rows.append([name, str(seeds), *_format_losses(averages, columns), *[ABSENT] * 3])
     title = "Losses. †: the paper's perplexity is below exp(its loss), which no average can be"
     return Table(title, ["run", "seeds", *columns, *(f"paper: {c}" for c in (TRAINING, "V2", "V3"))], rows)
+
+
+def _average_bigrams(arms: Sequence[Arm]) -> list[tuple[str, int, Losses]]:
+    """Return name, number of seeds and losses of the bigram counts of each corpus and number of training tokens."""
+    counts: dict[str, tuple[str, dict[int, Losses]]] = {}
+    for arm in arms:
+        for run in arm.runs:
+            if "bigrams" in run.result:
+                data = {k: v for k, v in select_options(run.config, ["training"]).items() if k.startswith("data.")}
+                key = json.dumps([run.result["tokens"], data], sort_keys=True, default=str)
+                counts.setdefault(key, (arm.name, {}))[1][run.seed] = average_sets(run.result["bigrams"]["sets"])
+    return [
+        (
+            f"bigram counts (data of {arm})" if len(counts) > 1 else "bigram counts",
+            len(losses),
+            _average_losses([*losses.values()]),
+        )
+        for arm, losses in counts.values()
+    ]
 
 
 def _build_differences(comparisons: list[Comparison], base: Arm) -> Table:
@@ -137,7 +156,7 @@ def _build_differences(comparisons: list[Comparison], base: Arm) -> Table:
     for comparison in comparisons:
         if comparison.pairs:
             differences = comparison.compute_differences()
-            sizes = [ABSENT if size is None else f"{size:+.1%}" for size in comparison.compare_sizes(base)]
+            sizes = [ABSENT if size is None else f"{size:+z.1%}" for size in comparison.compare_sizes(base)]
             cells = [str(differences[c]) if c in differences else ABSENT for c in columns]
             rows.append([comparison.arm.name, str(len(comparison.pairs)), *sizes, *cells])
     return Table(f"Differences from {base.name}", ["run", "pairs", "parameters", "FLOPs/token", *columns], rows)

@@ -21,12 +21,13 @@ from stackexp.reports.paper import find_variant
 from stackexp.reports.summaries import RunState, find_runs, summarize
 from stackexp.runs import RunFolder
 
+OLMO_GROUPS = ("v2/", "v3/")
 RUN_ID = r"\d{8}-\d{6}-[0-9a-f]{4}"
 
 
 @dataclass(frozen=True)
 class ArmRun:
-    """A finished run. `sets` are the scores of the named sets, including those of later validations."""
+    """A finished run. `sets` are the scores of its named sets, and those of V2 and V3 by later validations."""
 
     folder: RunFolder
     config: dict[str, Any]
@@ -108,15 +109,19 @@ def name_arm(path: Path) -> str:
 def read_finished_run(folder: RunFolder, config: dict[str, Any]) -> ArmRun:
     """Read a finished run and the later validations of its last weights. Raises RunError for damage.
 
-    Sets without a finite loss, of a run that diverged, are left out.
+    Of a later validation, sets outside V2 and V3 count only if the run has none of its own: otherwise they would
+    change its average. Sets without a finite loss, of a run that diverged, are left out.
     """
     result = folder.read_result().to_dict()
-    sets: dict[str, dict[str, float]] = {}
+    own = result.get("sets", {})
+    later: dict[str, dict[str, float]] = {}
     for path in sorted(folder.path.glob("validate*.json")):
         record = read_json(path)
         if record.get("step") == result.get("steps") and not record.get("overrides"):
-            sets |= record.get("sets", {})
-    sets |= result.get("sets", {})
+            later |= record.get("sets", {})
+    if any(not name.startswith(OLMO_GROUPS) for name in own):
+        later = {name: scores for name, scores in later.items() if name.startswith(OLMO_GROUPS)}
+    sets = later | own
     finite = {name: scores for name, scores in sets.items() if math.isfinite(scores.get("loss") or math.nan)}
     return ArmRun(folder, config, result, {name: _drop_missing(scores) for name, scores in finite.items()})
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from stackexp.errors import RunError
 from stackexp.modules.scores import average_groups, average_scores
-from stackexp.reports.arms import Arm, ArmRun
+from stackexp.reports.arms import OLMO_GROUPS, Arm, ArmRun
 from stackexp.reports.compare import check_same_data
 
 T_QUANTILES = (
@@ -35,7 +35,7 @@ class Difference(NamedTuple):
         return self.low is not None and self.high is not None and (self.low > 0 or self.high < 0)
 
     def __str__(self) -> str:
-        text = f"{self.mean:+.3f}" + (f" ({self.low:+.3f} to {self.high:+.3f})" if self.low is not None else "")
+        text = f"{self.mean:+z.3f}" + (f" ({self.low:+z.3f} to {self.high:+z.3f})" if self.low is not None else "")
         return f"**{text}**" if self.is_clear else text
 
 
@@ -87,9 +87,9 @@ def name_sets(run: ArmRun, column: str) -> set[str]:
 
 def average_sets(sets: dict[str, dict[str, float]]) -> Losses:
     """Return the averages over V2, over V3 and over the other sets; groups without sets are omitted."""
-    groups = average_groups({name: s for name, s in sets.items() if name.startswith(("v2/", "v3/"))})
+    groups = average_groups({name: s for name, s in sets.items() if name.startswith(OLMO_GROUPS)})
     averages = {group.upper(): average for group, average in groups.items()}
-    if others := {name: s for name, s in sets.items() if not name.startswith(("v2/", "v3/"))}:
+    if others := {name: s for name, s in sets.items() if not name.startswith(OLMO_GROUPS)}:
         averages[OTHER] = average_scores(others)
     return {column: (average["loss"], average.get("perplexity")) for column, average in averages.items()}
 

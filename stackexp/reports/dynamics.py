@@ -136,7 +136,7 @@ def _build_row(curve: Curve, crossing: Crossing | None) -> list[str]:
     if crossing is None or not len(crossing.tokens):
         return [*cells, ABSENT, ABSENT, ABSENT]
     last = f"{crossing.crossings[-1]:,}" if crossing.crossings else ABSENT
-    return [*cells, f"{crossing.difference[-1]:+.3f}", str(len(crossing.crossings)), last]
+    return [*cells, f"{crossing.difference[-1]:+z.3f}", str(len(crossing.crossings)), last]
 
 
 def draw_dynamics(curves: list[Curve], baseline: Curve, crossings: dict[str, Crossing]) -> Any:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from stackexp.reports.formal.export import escape_latex, format_float
-from stackexp.tables import Style, format_table
+from stackexp.tables import Style, format_table, wrap_text
 
 PALETTE = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#8c8c8c")
 """Colors that color-blind readers can distinguish (Okabe and Ito)."""
@@ -53,9 +53,11 @@ def format_report(report: Report, style: Style) -> str:
     for table in report.tables:
         rows = table.rows if style == "markdown" else [[_star(cell) for cell in row] for row in table.rows]
         body = format_table(rows, header=table.header, align=table.align, style=style)
-        parts += [f"**{table.title}**" if style == "markdown" else table.title, body]
-    if report.notes:
+        parts += [f"**{table.title}**" if style == "markdown" else wrap_text(table.title), body]
+    if report.notes and style == "markdown":
         parts.append("\n".join(f"- {note}" for note in report.notes))
+    elif report.notes:
+        parts.append("\n".join(wrap_text(f"- {note}", indent=2) for note in report.notes))
     return "\n\n".join(parts)
 
 

@@ -73,7 +73,7 @@ def build_scaling(paths: Sequence[Path], measure: str | None = None, irreducible
     legend = [
         f"Loss: {column}. Fit: loss = {irreducible:g} + factor / size^exponent, least squares in logarithms. "
         "Another irreducible loss gives other exponents (--irreducible).",
-        "Intervals are 95 %, by bootstrap of the residuals, for families of four runs or more. Bold: excludes one.",
+        "Intervals are 95 %, by bootstrap of the residuals, for families of four runs or more. Bold or *: without 1.",
         f"Equivalent factor: how many times larger the {BASELINE} must be for the same loss, at the largest size that "
         "both families have. Extrapolated: beyond the sizes that were run.",
     ]

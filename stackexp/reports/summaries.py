@@ -2,7 +2,6 @@
 
 import math
 import os
-import time
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from enum import StrEnum
@@ -94,8 +93,8 @@ def summarize(run: RunFolder) -> RunSummary:
 
 
 def format_summaries(summaries: list[RunSummary]) -> str:
-    """Return a table with a row for each run."""
-    header = ("state", "step", "loss", "best val", "size", "changed", "run")
+    """Return a table with a row for each run. `best` is the lowest mean validation loss."""
+    header = ("state", "step", "loss", "best", "size", "run")
     rows = [
         (
             summary.state.value,
@@ -103,12 +102,11 @@ def format_summaries(summaries: list[RunSummary]) -> str:
             format_loss(summary.train_loss),
             format_loss(summary.best_loss),
             format_size(summary.bytes),
-            time.strftime("%m-%d %H:%M", time.localtime(summary.last_change)),
             summary.path,
         )
         for summary in summaries
     ]
-    return format_table(rows, header=header, align="<>>>><<")
+    return format_table(rows, header=header, align="<>>>><")
 
 
 def format_loss(loss: float | None) -> str:

@@ -8,6 +8,7 @@ from types import TracebackType
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
+from rich.text import Text
 
 from stackexp.sweeps.driver import has_driver
 from stackexp.sweeps.launchers import LAUNCHERS, load_launcher
@@ -18,6 +19,7 @@ from stackexp.tables import format_table
 ORDER = [State.RUNNING, State.FAILED, State.STOPPED, State.WAITING, State.PRUNED, State.DONE]
 COLUMNS = ("trial", "state", "step", "loss", "tokens/s", "left", "objective", "attempts", "cause")
 ALIGN = "<<>>>>>><"
+MIN_WIDTH = 8  # of a shortened name
 
 
 class Display:
@@ -45,7 +47,7 @@ class Display:
         statuses = [self._settled.get(trial) or read_status(trial, self._objective) for trial in trials]
         self._settled |= {s.trial: s for s in statuses if s.state in (State.DONE, State.PRUNED)}  # read once
         if self._live:
-            self._live.update(_build_table(statuses), refresh=True)
+            self._live.update(_build_table(statuses, self._live.console.width), refresh=True)
         else:
             self._print_changes(statuses)
 
@@ -60,13 +62,19 @@ class Display:
             self._printed[status.trial] = current
 
 
-def _build_table(statuses: list[Status]) -> Table:
-    """Return the table of a terminal, the running trials first."""
-    table = Table(caption=format_summary(statuses), box=None, header_style="bold", caption_justify="left")
-    for column, side in zip(COLUMNS, ALIGN, strict=True):
-        table.add_column(column, justify="left" if side == "<" else "right", no_wrap=column != "cause")
-    for status in sorted(statuses, key=lambda status: ORDER.index(status.state)):
-        table.add_row(*format_status(status))
+def _build_table(statuses: list[Status], width: int) -> Table:
+    """Return the table of a terminal, the running trials first. Names that do not fit are cut; causes are below."""
+    statuses = sorted(statuses, key=lambda status: ORDER.index(status.state))
+    header, align, rows = _format_statuses([dataclasses.replace(status, attempts=0, cause="") for status in statuses])
+    causes = [f"{s.trial.name}: {s.cause} (attempt {s.attempts})" for s in statuses if s.cause]
+    table = Table(box=None, header_style="bold", caption_justify="left")
+    table.caption = Text("\n".join([format_summary(statuses), *causes]), style="none")
+    rest = sum(2 + max(map(len, column)) for column in list(zip(header, *rows, strict=True))[1:])
+    for title, side in zip(header, align, strict=True):
+        max_width = max(MIN_WIDTH, width - rest - 2) if title == "trial" else None
+        table.add_column(title, justify="left" if side == "<" else "right", no_wrap=True, max_width=max_width)
+    for row in rows:
+        table.add_row(*row)
     return table
 
 
@@ -81,10 +89,21 @@ def read_statuses(sweep: Sweep) -> list[Status]:
 
 def format_sweep_status(sweep: Sweep, statuses: list[Status]) -> str:
     """Return a table with a row for each trial: state, progress, and queued job or cause of failure."""
-    rows = [format_status(status) for status in statuses]
+    header, align, rows = _format_statuses(statuses)
     drivers = "a driver is running" if has_driver(sweep.folder) else "no driver is running"
     summary = f"{sweep.folder}: {format_summary(statuses)}; {drivers}"
-    return f"{format_table(rows, header=COLUMNS, align=ALIGN)}\n\n{summary}"
+    return f"{format_table(rows, header=header, align=align)}\n\n{summary}"
+
+
+def _format_statuses(statuses: list[Status]) -> tuple[list[str], str, list[list[str]]]:
+    """Return header, alignment and rows, without empty columns, and without attempts if no trial was retried."""
+    columns = dict(zip(COLUMNS, zip(*map(format_status, statuses), strict=True), strict=True))
+    omitted = {column for column, cells in columns.items() if not any(cells)}
+    if all(status.attempts < 2 for status in statuses):
+        omitted.add("attempts")
+    shown = [column for column in COLUMNS if column not in omitted]
+    align = "".join(side for column, side in zip(COLUMNS, ALIGN, strict=True) if column in shown)
+    return shown, align, [list(row) for row in zip(*(columns[column] for column in shown), strict=True)]
 
 
 def format_summary(statuses: list[Status]) -> str:
