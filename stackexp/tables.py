@@ -1,6 +1,5 @@
 """Tables for the terminal, Markdown and LaTeX."""
 
-import re
 import shutil
 import sys
 import textwrap
@@ -60,19 +59,6 @@ def format_table(
     if width is None:
         return _format(rows, header, sides, style)
     return "\n\n".join(_fit(rows, header, sides, width))
-
-
-def wrap_text(text: str, indent: int = 0) -> str:
-    """Break text into lines of the terminal's width. Commands in backticks stay whole; a pipe gets the text as it is.
-
-    `indent` spaces begin all lines but the first.
-    """
-    if not sys.stdout.isatty():
-        return text
-    width = shutil.get_terminal_size().columns
-    whole = re.sub("`.*?`", lambda command: command[0].replace(" ", "\xa0"), text)
-    lines = textwrap.fill(whole, width, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)
-    return lines.replace("\xa0", " ")
 
 
 def _fit(rows: Sequence[Sequence[str]], header: Sequence[str], sides: str, max_width: int) -> Iterator[str]:

@@ -1,11 +1,16 @@
 """Figures: readable numbers, and names next to curves even where these coincide."""
 
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
+from formal_runs import ALL_LENGTHS, MODELS, finish, write_run
+from matplotlib.figure import Figure
 
 from stackexp.errors import ConfigError
 from stackexp.reports.figures import abbreviate_thousands, check_output_path, label_curves, new_figure
+from stackexp.reports.formal import figures
+from stackexp.reports.formal.cells import collect_report
 
 
 def test_thousands_are_abbreviated():
@@ -33,3 +38,22 @@ def test_paths_are_checked_before_drawing(tmp_path):
     for name, message in {"a.xyz": "ending in .png, .pdf, .svg", "none/a.png": "does not exist"}.items():
         with pytest.raises(ConfigError, match=message):
             check_output_path(tmp_path / name)
+
+
+@pytest.mark.parametrize("models", [["StackTrans"], list(MODELS)])
+def test_no_text_of_the_figures_is_cut(models, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for model in models:
+        finish(write_run(Path("runs", model), model, "even_pairs"), beyond=0.5)
+    drawn: list[Figure] = []
+    monkeypatch.setattr(figures, "save_figure", lambda figure, _: drawn.append(figure))
+    few = collect_report([Path("runs")], ALL_LENGTHS)
+    figures.draw_bars(few, Path("bars.png"))
+    figures.draw_curves(few, Path("curves.png"))
+    for figure in drawn:
+        figure.draw_without_rendering()
+        for text in [figure._supxlabel, *(label for legend in figure.legends for label in legend.get_texts())]:
+            if text is not None:
+                box = text.get_window_extent()
+                assert 0 <= box.x0 < box.x1 <= figure.bbox.width, text
+                assert 0 <= box.y0 < box.y1 <= figure.bbox.height, text

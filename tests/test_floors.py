@@ -11,7 +11,18 @@ import stackexp
 
 ROOT = Path(stackexp.__file__).parent
 FLOORS = [
-    {"config", "runs", "run_result", "metric_tags", "files", "tables", "progress_bar", "errors", "__init__"},
+    {
+        "config",
+        "runs",
+        "run_result",
+        "metric_tags",
+        "files",
+        "tables",
+        "terminal",
+        "progress_bar",
+        "errors",
+        "__init__",
+    },
     {"stack"},
     {"models", "tasks", "data"},
     {"modules", "datamodules"},
@@ -35,6 +46,7 @@ LIGHT = {
     "files",
     "tables",
     "progress_bar",
+    "terminal",
 }  # heavy imports only within functions
 HEAVY = {"torch", "lightning", "streaming", "numpy"}
 FILES = {str(path.relative_to(ROOT)): path for path in sorted(ROOT.rglob("*.py"))}

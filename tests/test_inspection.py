@@ -1,5 +1,6 @@
 """Recordings of stacks, interventions on them, and the verb `inspect`."""
 
+import hashlib
 import json
 import math
 
@@ -178,7 +179,7 @@ def test_page_embeds_any_token():
     with record_stacks(model) as recordings:
         model(TOKENS)
     labels = ["</script><b>", '"', "\u2028", "é", "x", "y"]
-    page = format_page(Material("a <b> & c", [], labels), recordings, max_tokens=4)
+    page = format_page(Material("a <b> & c", "text", [], labels), recordings, max_tokens=4)
     assert page.count("</script>") == 1
     assert "<title>Stacks: a &lt;b&gt; &amp; c</title>" in page
     data = json.loads(page.partition("const data = ")[2].partition(";\n")[0])
@@ -212,17 +213,23 @@ def test_inspect_a_trained_run(tiny, tmp_path):
     forks.run("fit", "--config", tiny, "trainer.max_steps=2", "schedule.warmup_steps=0")
     run = only_run(tmp_path / "runs")
     printed = forks.run("inspect", "--run", run.path, "--set", "left", "--chunks", "4", "--heads")
-    record = json.loads((run.path / "inspect" / "inspect.json").read_text())
+    record = json.loads((run.path / "inspect" / "set-left" / "inspect.json").read_text())
     assert [stack["layer"] for stack in record["stacks"]] == [0, 1]
     names = [change["intervention"] for change in record["interventions"]]
     assert {"none", "push = 0", "reads dropped", "stack cleared before layer 1"} <= set(names)
     assert all(name in printed for name in names[1:])
     assert all(change["low"] <= change["change"] <= change["high"] for change in record["interventions"][1:])
-    assert (run.path / "inspect" / "stacks.png").read_bytes().startswith(b"\x89PNG")
+    assert (run.path / "inspect" / "set-left" / "stacks.png").read_bytes().startswith(b"\x89PNG")
     [image] = EventAccumulator(str(run.path / "inspect")).Reload().Images("inspect/left")
     assert image.step == 2
     forks.run("inspect", "--run", run.path, "--text", "import os", "--out", tmp_path / "text")
     assert "const data" in (tmp_path / "text" / "tokens.html").read_text()
+    forks.run("inspect", "--run", run.path, "--text", "import os")
+    folders = sorted(path.name for path in (run.path / "inspect").iterdir() if path.is_dir())
+    assert folders == ["set-left", f"text-{hashlib.sha256(b'import os').hexdigest()[:8]}"], "neither replaces the other"
+    assert {"inspect/left", "inspect/text"} == set(
+        EventAccumulator(str(run.path / "inspect")).Reload().Tags()["images"]
+    )
     for options, message in (
         (("--task", "parity_check"), "--task requires a model of a formal language; use --text or --set"),
         (("--text", ""), "--text has fewer than two tokens"),

@@ -24,7 +24,7 @@ def test_plan_prints_size_time_and_memory(capsys):
     assert "quickstart on 2 h200, ddp, 32-true" in output
     assert f"{planned.parameters:,}, including {planned.memory_parameters:,} of the memory" in output
     assert "4 micro-batches of 2 x 64 tokens on each device" in output
-    assert "not estimated on CPUs and below 100M parameters" in output
+    assert "not estimated on CPUs or below 100M parameters" in output
     assert "GPU-hours" not in output
     rows = [line.split("  ")[0] for line in output.splitlines()]
     assert [row for row in rows if row in ("weights", "stack", "logits", "activations")] == [

@@ -7,14 +7,14 @@ import pytest
 from stackexp.config.compose import compose
 from stackexp.training.objectives import build_objective
 
-SLOTS = "model.memory.num_slots: 24 slots for 6 updates of a token; with read_mask: multiply, empty slots share"
+SLOTS = "model.memory.num_slots: 24 slots, but a token has 6 updates: empty slots take a share"
 CASES = {
     "": [SLOTS],
     "model.memory.num_slots=6": [],
     "model.memory.read_mask=log": [],
     "model.memory.read=top": [],
     "model.memory.axis=time": [],
-    "model.memory.site=each_sublayer": ["model.memory.num_slots: 24 slots for 12 updates of a token"],
+    "model.memory.site=each_sublayer": ["model.memory.num_slots: 24 slots, but a token has 12 updates"],
     "model.memory.read_mask=additive": ["model.memory.read_mask: additive lets rounding of the mask choose the slot"],
     "model.memory=null": [],
     "model.memory=hyper_connections": [],

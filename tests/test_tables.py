@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stackexp.tables import RULE, format_table, wrap_text
+from stackexp.tables import RULE, format_table
+from stackexp.terminal import wrap_text
 
 HEADER = ["run", "state", "steps", "tokens", "parameters", "in the memory", "training loss", "average"]
 ROW = ["quickstart/20261124-013245-715b", "finished", "720", "1,474,560", "1,807,488", "66,816", "4.8125", "5.1039"]

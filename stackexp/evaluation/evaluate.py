@@ -1,6 +1,5 @@
 """The engine of `validate` and `test`: score a checkpoint on every named set."""
 
-import logging
 from pathlib import Path
 
 from stackexp.config import registry
@@ -9,6 +8,7 @@ from stackexp.errors import RunError, StoppedError
 from stackexp.evaluation.request import EvaluationRequest
 from stackexp.evaluation.resumable import ResumableEvaluation
 from stackexp.models import checkpoints
+from stackexp.terminal import set_up_log
 from stackexp.training.callbacks.step_requests import StepRequests
 from stackexp.training.objectives import build_objective
 from stackexp.training.objectives.base import Objective
@@ -22,7 +22,7 @@ def evaluate(request: EvaluationRequest) -> None:
 
     Each set is saved after it is scored, so after a kill the same command scores only the remaining sets.
     """
-    logging.basicConfig(format="%(message)s")
+    set_up_log()
     config = request.config
     objective = build_objective(config)
     with start_processes(config.trainer, find_device_type(config)) as processes:

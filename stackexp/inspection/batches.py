@@ -1,5 +1,6 @@
 """The sequences that `inspect` runs through the model, and their loss."""
 
+import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -22,9 +23,10 @@ STRINGS = 64
 
 @dataclass
 class Material:
-    """Batches of sequences, with a title, and a label for each token of the first sequence."""
+    """Batches of sequences, with a title, a name for files, and a label for each token of the first sequence."""
 
     title: str
+    name: str
     batches: list[Batch]
     labels: list[str]
 
@@ -37,7 +39,8 @@ def open_text(run: LoadedRun, text: str) -> Material:
     if len(ids) < 2:
         raise ConfigError("inspect: --text has fewer than two tokens; give a longer text")
     batch = {"tokens": torch.tensor([ids]), "length": torch.tensor([len(ids)])}
-    return Material("text", [batch], _label_tokens(run, ids))
+    name = f"text-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
+    return Material("text", name, [batch], _label_tokens(run, ids))
 
 
 def open_set(run: LoadedRun, name: str, num_chunks: int) -> Material:
@@ -52,7 +55,12 @@ def open_set(run: LoadedRun, name: str, num_chunks: int) -> Material:
     batches = [
         {key: batch[key][kept] for key in ("tokens", "length")} for batch, kept in zip(batches, rows, strict=True)
     ]
-    return Material(dataset.name, batches, _label_tokens(run, batches[0]["tokens"][0].tolist()))
+    return Material(
+        dataset.name,
+        f"set-{dataset.name.replace('/', '-')}",
+        batches,
+        _label_tokens(run, batches[0]["tokens"][0].tolist()),
+    )
 
 
 def open_task(run: LoadedRun, name: str) -> Material:
@@ -68,7 +76,7 @@ def open_task(run: LoadedRun, name: str) -> Material:
     strings = LengthSet(TASKS[name], "validate", int(length or run.config.data.max_length), STRINGS)
     batch = build_batch(strings.sample(), strings.task)
     labels = [str(token) if token < strings.task.num_symbols else "_" for token in batch["tokens"][0].tolist()]
-    return Material(f"{name}, {strings.length} symbols", [batch], labels)
+    return Material(f"{name}, {strings.length} symbols", f"task-{name}-{strings.length}", [batch], labels)
 
 
 def _label_tokens(run: LoadedRun, ids: list[int]) -> list[str]:

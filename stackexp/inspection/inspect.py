@@ -44,7 +44,7 @@ def run(
         material = open_text(loaded, text)
     else:
         material = open_set(loaded, set_name, num_chunks) if set_name else open_task(loaded, task or "")
-    folder = Path(out) if out else loaded.folder.path / "inspect"
+    folder = Path(out) if out else loaded.folder.path / "inspect" / material.name
     folder.mkdir(parents=True, exist_ok=True)
 
     recordings, first = record(loaded, material)
@@ -60,7 +60,8 @@ def run(
     draw_maps(recordings, folder / "stacks.png")
     if loaded.config.logging.tensorboard:
         step = load_state(loaded.checkpoint)["global_step"] if loaded.checkpoint.is_dir() else 0
-        write_image(folder, "inspect", f"inspect/{material.title}", (folder / "stacks.png").read_bytes(), step)
+        events, png = Path(out) if out else folder.parent, (folder / "stacks.png").read_bytes()
+        write_image(events, f"inspect.{material.name}", f"inspect/{material.title}", png, step)
     write_atomically(folder / "tokens.html", format_page(material, first, MAX_PAGE_TOKENS))
     if text is None:
         changes = measure_interventions(loaded, material, heads)

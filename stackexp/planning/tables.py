@@ -73,7 +73,7 @@ def _build_run_rows(plan: Plan) -> list[tuple[str, str]]:
         _build_flops_row(plan),
     ]
     if plan.tokens_per_second is None or plan.hours is None or plan.gpu_hours is None:
-        reason = f"not estimated on CPUs and below {MIN_PARAMETERS // 10**6}M parameters; measure some steps with fit"
+        reason = f"not estimated on CPUs or below {MIN_PARAMETERS // 10**6}M parameters; run fit to measure"
         rows.append(("speed", reason))
     else:
         hours = plan.hours

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from stackexp.reports.formal.export import escape_latex, format_float
-from stackexp.tables import Style, format_table, wrap_text
+from stackexp.tables import Style, format_table
+from stackexp.terminal import wrap_text
 
 PALETTE = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#8c8c8c")
 """Colors that color-blind readers can distinguish (Okabe and Ito)."""

@@ -13,6 +13,7 @@ from stackexp.config.experiment import ExperimentConfig
 from stackexp.errors import RunError, StoppedError, first_line
 from stackexp.modules.base import TrainingModule
 from stackexp.runs import RunFolder, format_resume_command
+from stackexp.terminal import set_up_log, wrap_text
 from stackexp.training.callbacks import build_callbacks
 from stackexp.training.callbacks.metrics_log import MetricsLog
 from stackexp.training.objectives import build_objective
@@ -39,7 +40,7 @@ def train(
         RunError: the run cannot start or continue because of its checkpoint, data, devices or loss.
         StoppedError: a requested stop (SIGTERM, SIGUSR1, max_time) has been checkpointed.
     """
-    logging.basicConfig(format="%(message)s")
+    set_up_log()
     logging.getLogger("stackexp").setLevel(logging.INFO)
     stop = StopRequest(config.trainer.max_time, config.trainer.stop_grace_seconds)
     objective = build_objective(config)
@@ -111,8 +112,9 @@ def _format_header(objective: Objective, module: TrainingModule, start: Start) -
     parameters, memory = module.model.num_parameters(), module.model.num_parameters(memory=True)
     is_branch = start.checkpoint and start.checkpoint.parent.resolve() != start.folder.checkpoints.resolve()
     resumed = f", {'branched' if is_branch else 'resumed'} from {start.checkpoint}" if start.checkpoint else ""
-    return (
-        f"run folder  {start.folder.path}{resumed}\n"
-        f"model       {parameters:,} parameters, {memory:,} of them in the memory\n"
-        f"training    {objective.describe_training()}"
-    )
+    lines = [
+        f"run folder  {start.folder.path}{resumed}",
+        f"model       {parameters:,} parameters, {memory:,} of them in the memory",
+        f"training    {objective.describe_training()}",
+    ]
+    return "\n".join(wrap_text(line, indent=12) for line in lines)

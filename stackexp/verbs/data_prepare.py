@@ -118,11 +118,10 @@ def _prepare(plan: "Plan", args: Namespace) -> int:
 
 def _print_corpus(corpus: "Corpus", folder: Path) -> None:
     from stackexp.data.units import BAD_LINES
+    from stackexp.terminal import wrap_text
 
-    print(
-        f"{folder}: {corpus.documents:,} documents, {corpus.bytes:,} bytes, {corpus.tokens:,} tokens, "
-        f"{corpus.sequences:,} sequences of {corpus.context_length}"
-    )
+    size = f"{corpus.documents:,} documents, {corpus.bytes:,} bytes, {corpus.tokens:,} tokens"
+    print(wrap_text(f"{folder}: {size}, {corpus.sequences:,} sequences of {corpus.context_length}", indent=2))
     print(f"{corpus.bad_lines:,} bad lines{':' if corpus.bad_lines else ''}")
     with open(folder / BAD_LINES, encoding="utf-8") as log:
         for line in itertools.islice(log, SHOWN_BAD_LINES):

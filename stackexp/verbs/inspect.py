@@ -1,8 +1,8 @@
 """Show what the stacks of a run do per layer, head and token, and how interventions on them change the loss.
 
-Writes inspect.json, stacks.png (maps of layers and heads) and tokens.html (token by token) to RUN/inspect. With --set
-or --task it also forces, freezes and hardens actions, clears stacks and drops reads, and prints the change of the loss
-with a 95 % interval over the sequences.
+Writes inspect.json, stacks.png (maps of layers and heads) and tokens.html (token by token) to a folder for each text,
+set and task in RUN/inspect. With --set or --task it also forces, freezes and hardens actions, clears stacks and drops
+reads, and prints the change of the loss with a 95 % interval over the sequences.
 """
 
 from argparse import Namespace
@@ -26,7 +26,7 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--task", metavar="NAME[:LENGTH]", help="strings of the run's formal language")
     parser.add_argument("--chunks", type=int, default=32, metavar="N", help="chunks of --set (default: %(default)s)")
     parser.add_argument("--heads", action="store_true", help="also drop the read of every single head")
-    parser.add_argument("--out", metavar="FOLDER", help="write here instead of RUN/inspect")
+    parser.add_argument("--out", metavar="FOLDER", help="write here instead of RUN/inspect/NAME")
 
 
 def run(args: Namespace) -> int:

@@ -47,6 +47,7 @@ def _format(summary: dict[str, Any]) -> str:
         ("changed", time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(summary["last_change"]))),
         ("checkpoints", ", ".join(summary["checkpoints"]) or "none"),
     ]
-    rows += [("session", f"{s['started']} on {s['host']}: {s['command']}") for s in summary["sessions"]]
+    for session in summary["sessions"]:
+        rows += [("session", f"{session['started']} on {session['host']}"), ("", session["command"])]
     rows += [("resume", summary["resume"])] if "resume" in summary else []
     return format_table(rows)

@@ -35,7 +35,7 @@ def draw_bars(report: Report, path: Path) -> None:
     first, last = report.lengths
     for axes in (panels[0], panels[2]):
         axes.set_ylabel(f"Accuracy on lengths {first} to {last}")
-    figure.legend(*_build_legend(), loc="outside lower center", ncols=len(COLUMNS) + 3, fontsize=8.5, frameon=False)
+    figure.legend(*_build_legend(), loc="outside lower center", ncols=len(COLUMNS) + 3, fontsize=8, frameon=False)
     save_figure(figure, path)
 
 
@@ -81,7 +81,7 @@ def draw_curves(report: Report, path: Path) -> None:
     tasks = [task for task in TASKS if any(report.cells[task, column].runs for column in COLUMNS)]
     width = 5 if len(tasks) == len(TASKS) else min(4, len(tasks))
     height = -(-len(tasks) // width)
-    figure: Any = Figure(figsize=(max(2.7 * width, 6.5), 2.1 * height + 0.9), layout="constrained")
+    figure: Any = Figure(figsize=(max(2.7 * width, 6.5), 2.1 * height + 1.1), layout="constrained")
     figure.get_layout_engine().set(w_pad=0.09)  # inches, between the tick labels of neighboring panels
     panels = figure.subplots(height, width, sharex=True, sharey=True, squeeze=False)
     for axes, task in zip(panels.flat, tasks, strict=False):
@@ -91,8 +91,8 @@ def draw_curves(report: Report, path: Path) -> None:
     for i in range(len(tasks), height * width):  # the last panel of each column has the tick labels
         panels.flat[i - width].xaxis.set_tick_params(labelbottom=True)
     figure.supxlabel(
-        "Length (gray: training lengths). Line: median over seeds; band: lowest to highest; dotted: uniform guess",
-        fontsize=10,
+        "Length (gray: training lengths)\nline: median over seeds; band: lowest to highest; dotted: uniform guess",
+        fontsize=9,
     )
     figure.supylabel("Accuracy", fontsize=10)
     shown = [column for column in COLUMNS if any(report.cells[task, column].runs for task in tasks)]

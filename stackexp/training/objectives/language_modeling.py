@@ -18,6 +18,7 @@ from stackexp.files import write_atomically, write_json
 from stackexp.modules.language_modeling import LanguageModeling
 from stackexp.modules.scores import average_groups, average_scores, tag_scores
 from stackexp.runs import RunFolder
+from stackexp.terminal import wrap_text
 from stackexp.training.callbacks.data_record import DataRecord
 from stackexp.training.objectives.base import Objective, Session
 from stackexp.training.tensorboard import write_points
@@ -43,8 +44,8 @@ class LanguageModelingObjective(Objective):
         updates = config.num_layers * (2 if memory.site == "each_sublayer" else 1)
         if memory.axis == "depth" and memory.read_mask == "multiply" and memory.num_slots > updates:
             log.warning(
-                "model.memory.num_slots: %d slots for %d updates of a token; with read_mask: multiply, empty slots "
-                "share the read; use num_slots=%d or read_mask=log",
+                "model.memory.num_slots: %d slots, but a token has %d updates: empty slots take a share of the read; "
+                "set num_slots=%d or read_mask=log",
                 *(memory.num_slots, updates, updates),
             )
         if memory.read_mask == "additive" and self.config.trainer.precision != "64-true":
@@ -108,7 +109,7 @@ class LanguageModelingObjective(Objective):
         data = self.config.data
         rest = "every token scored" if data.score_remainder else "the incomplete last chunk of a set dropped"
         title = f"{checkpoint}, chunks of {data.context_length:,} tokens, {rest}"
-        print(f"{title}\n\n{format_scores(sets)}")
+        print(f"{wrap_text(title)}\n\n{format_scores(sets)}")
         if request.output is None:
             return
         manner = {"context_length": data.context_length, "keep_remainder": data.score_remainder}

@@ -1,0 +1,36 @@
+"""Text and log messages in lines of the terminal's width. Files and pipes get them as they are."""
+
+import logging
+import re
+import shutil
+import sys
+import textwrap
+from typing import TextIO
+
+
+def wrap_text(text: str, indent: int = 0, stream: TextIO | None = None) -> str:
+    """Break text into lines of the terminal's width if `stream` (standard output by default) is a terminal.
+
+    Commands in backticks stay whole. `indent` spaces begin all lines but the first.
+    """
+    if not (stream or sys.stdout).isatty():
+        return text
+    width = shutil.get_terminal_size().columns
+    whole = re.sub("`.*?`", lambda command: command[0].replace(" ", "\xa0"), text)
+    wrapper = textwrap.TextWrapper(
+        width, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False
+    )
+    return "\n".join(map(wrapper.fill, whole.splitlines())).replace("\xa0", " ")
+
+
+def set_up_log() -> None:
+    """Write log messages to standard error without a prefix."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(_WrappingFormatter("%(message)s"))
+    logging.basicConfig(handlers=[handler])
+
+
+class _WrappingFormatter(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        text = super().format(record)
+        return text if record.exc_info else wrap_text(text, stream=sys.stderr)
