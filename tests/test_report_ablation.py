@@ -72,6 +72,20 @@ def test_arms_are_named_without_id_seed_and_hash():
     assert {path: name_arm(Path(path)) for path in names} == names
 
 
+def test_arms_of_one_name_are_told_apart_by_their_options(tmp_path):
+    for number, slots in enumerate((6, 24)):
+        write_run(
+            tmp_path / "q" / f"20261124-21565{number}-4dc3",
+            "model.memory=stacktrans",
+            f"model.memory.num_slots={slots}",
+        )
+    write_run(tmp_path / "other", "model.memory=null")
+    assert [arm.name for arm in read_arms([tmp_path])[0]] == ["other", "q (num_slots=6)", "q (num_slots=24)"]
+    write_run(tmp_path / "q" / "20261124-215652-4dc3", "model.memory=null")
+    names = [arm.name for arm in read_arms([tmp_path])[0]]
+    assert names[1:] == [f"q (20261124-21565{number}-4dc3)" for number in range(3)], "too many options to name"
+
+
 def test_intervals_are_those_of_student():
     difference = compute_difference([-0.1, -0.08, -0.11])
     assert difference.mean == pytest.approx(-0.09667, abs=1e-5)

@@ -5,13 +5,14 @@ import math
 import re
 import shlex
 import statistics
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from stackexp.config.affects import select_options
+from stackexp.config.affects import find_changed_keys, select_options
 from stackexp.config.compose import load_config
 from stackexp.config.formal_language import get_model_label
 from stackexp.config.yaml_files import flatten, read_file
@@ -22,6 +23,7 @@ from stackexp.reports.summaries import RunState, find_runs, summarize
 from stackexp.runs import RunFolder
 
 OLMO_GROUPS = ("v2/", "v3/")
+MAX_NAMED_OPTIONS = 3  # in the name of a run
 RUN_ID = r"\d{8}-\d{6}-[0-9a-f]{4}"
 
 
@@ -57,6 +59,11 @@ class Arm:
     name: str
     runs: list[ArmRun] = field(default_factory=list)
     unfinished: list[RunFolder] = field(default_factory=list)
+
+    @property
+    def folders(self) -> list[RunFolder]:
+        """The folders of its runs, the finished ones first."""
+        return [*(run.folder for run in self.runs), *self.unfinished]
 
     @property
     def config(self) -> dict[str, Any]:
@@ -140,13 +147,20 @@ def _add_run(arm: Arm, run: ArmRun, notes: list[str]) -> None:
 
 
 def _separate_names(arms: list[Arm]) -> list[Arm]:
-    """Append a number to the names of arms that share a name."""
-    names = [arm.name for arm in arms]
-    counts = [names[: i + 1].count(name) for i, name in enumerate(names)]
-    return [
-        Arm(f"{arm.name} ({n})", arm.runs, arm.unfinished) if names.count(arm.name) > 1 else arm
-        for arm, n in zip(arms, counts, strict=True)
-    ]
+    """Append the options in which they differ, or else a run's folder, to the names of arms that share a name."""
+    groups: dict[str, list[Arm]] = defaultdict(list)
+    for arm in arms:
+        groups[arm.name].append(arm)
+    separate = []
+    for name, members in groups.items():
+        configs = [arm.config for arm in members]
+        changed = (key for config in configs for key in find_changed_keys(configs[0], config, ["training"]))
+        differing = [key for key in dict.fromkeys(changed) if key != "seed"]
+        for arm, config in zip(members, configs, strict=True):
+            values = ", ".join(f"{key.rpartition('.')[2]}={config.get(key)}" for key in differing)
+            detail = values if 0 < len(differing) <= MAX_NAMED_OPTIONS else arm.folders[0].path.name
+            separate.append(Arm(f"{name} ({detail})", arm.runs, arm.unfinished) if len(members) > 1 else arm)
+    return separate
 
 
 def find_arm(arms: Sequence[Arm], name: str) -> Arm:

@@ -97,10 +97,9 @@ def _choose_arms(arms: list[Arm], base: Arm, only: Sequence[str]) -> list[Arm]:
 
 def read_curve(arm: Arm, smooth: int | None = None) -> Curve | None:
     """Return the mean curve over the tokens that all seeds have reached, or None if there is no loss yet."""
-    folders = [*(run.folder for run in arm.runs), *arm.unfinished]
     records = [
         {line["tokens"]: line[TRAIN_LOSS] for line in folder.read_metrics() if line.get(TRAIN_LOSS) is not None}
-        for folder in folders
+        for folder in arm.folders
     ]
     records = [record for record in records if record]
     tokens = sorted(set(records[0]).intersection(*records[1:])) if records else []

@@ -63,7 +63,8 @@ def read_record(path: Path) -> dict[str, Any]:
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise RunError(f"{path}: {error}; give a file that `bench efficiency --out` wrote") from None
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise RunError(f"{path}: {reason}; give a file that `bench efficiency --out` wrote") from None
     rows = record.get("rows") if isinstance(record, dict) else None
     if not rows or not all(isinstance(row, dict) and {"model", "train_ratio"} <= row.keys() for row in rows):
         raise RunError(f"{path}: no rows with train_ratio; give a file that `bench efficiency --out` wrote")

@@ -17,6 +17,7 @@ from stackexp.metric_tags import TRAIN_LOSS
 from stackexp.training.heat_map import HeatMaps
 
 EVALUATION = ".evaluation"  # suffix of the event files of `validate` and `test`, which a resumed run keeps
+HPARAM_NAMES = SYMBOLS | {"model.memory.kind": "Memory"}
 NOT_TAGS = ("step", "tokens", "time")
 HEAT_MAP_SECONDS = 60  # at least, between two drawings
 
@@ -107,10 +108,10 @@ class TensorBoardCopy:
         """Write the hyperparameters and the final training loss, and close the file.
 
         The HParams tab shows `figures` (scalar tags) next to the hyperparameters. It sorts the hyperparameters by name
-        and shows only the first few, so the paper's capital letters come first.
+        and shows only the first few, so capital letters come first.
         """
         values = {
-            SYMBOLS.get(key, key): value if isinstance(value, bool | int | float | str) else str(value)
+            HPARAM_NAMES.get(key, key): value if isinstance(value, bool | int | float | str) else str(value)
             for key, value in hyperparameters.items()
         }
         for summary in hparams(values, dict.fromkeys(["train/final_loss", *figures], 0.0)):

@@ -110,12 +110,13 @@ def test_hparams_tab_starts_with_the_papers_symbols(tmp_path):
     for heads in (1, 2):
         folder = tmp_path / "study" / f"H={heads}-0123abcd"
         hyperparameters = {"data.context_length": 2048, "model.memory.head_dim": 16, "model.memory.num_slots": 24}
+        hyperparameters["model.memory.kind"] = "stack"
         sets = {"left": {"loss": 2.5, "perplexity": 12.0, "bits_per_byte": 1.0}}
         figures = tag_scores("val", sets)
         write_points(folder, "validate", [(tag, value, 10) for tag, value in figures.items()])
         copy = TensorBoardCopy(folder, [], {})
         copy.finish(hyperparameters | {"model.memory.num_heads": heads}, figures, 2.125, 10)
-    columns = ["H", "S", "d_s", "data.context_length", "train/final_loss", "val/loss/average"]
+    columns = ["H", "Memory", "S", "d_s", "data.context_length", "train/final_loss", "val/loss/average"]
 
     def header(page: Browser) -> list[str]:
         texts = page.evaluate(TEXTS) or []
@@ -124,5 +125,5 @@ def test_hparams_tab_starts_with_the_papers_symbols(tmp_path):
     server = tensorboard(tmp_path / "study", lambda url: "H=2-0123abcd" in fetch(f"{url}/data/runs"))
     with server as url, Browser(tmp_path / "profile") as page:
         page.open(f"{url}/#hparams")
-        assert poll(lambda: header(page)[:6], columns) == columns
+        assert poll(lambda: header(page)[:7], columns) == columns
         assert "H=1-0123abcd" in " ".join(page.evaluate(TEXTS))
