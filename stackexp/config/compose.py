@@ -15,7 +15,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from stackexp.config import data, formal_language, memory, model, optimizer, recurrent, schedule  # noqa: F401
+from stackexp.config import arithmetic, data, formal_language, memory, model, optimizer, recurrent, schedule  # noqa: F401
 from stackexp.config.experiment import ExperimentConfig
 from stackexp.config.interpolation import describe_error, find_environment_texts, list_keys, resolve
 from stackexp.config.layers import Layers, find_config, find_origin, list_sections

@@ -12,7 +12,7 @@ from stackexp.errors import RunError
 from stackexp.models import checkpoints
 from stackexp.models.generation import generate
 from stackexp.models.transformer import Transformer
-from stackexp.modules.language_modeling import LanguageModeling
+from stackexp.training.objectives import build_objective
 from stackexp.training.trainer import find_device_type
 
 
@@ -20,10 +20,10 @@ def run(run: str, ckpt_path: str | None, prompt: str, **sampling: Any) -> int:
     """Print the prompt and its continuation by a run's newest checkpoint, or by `ckpt_path`."""
     folder = runs.open_run(run)
     config = compose.load_config(str(folder.config))
-    if config.data.objective != "language_modeling":
+    if config.data.objective == "transduction":
         raise RunError(f"{run}: trained on {config.data.task}, not on text; score it with `test --run {run}`")
     config.trainer.strategy = "single"  # the whole model on one device, however it was trained
-    module = LanguageModeling(config, weights=checkpoints.find_checkpoint(folder, ckpt_path))
+    module = build_objective(config).build_module(weights=checkpoints.find_checkpoint(folder, ckpt_path))
     module.to(find_device_type(config))
     print(continue_text(module.model, load_tokenizer(folder.tokenizer), prompt, **sampling))
     return 0

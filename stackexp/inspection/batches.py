@@ -53,7 +53,8 @@ def open_set(run: LoadedRun, name: str, num_chunks: int) -> Material:
     batches = list(data.build_eval_loader(dataset, rank=0, world_size=1))
     rows = [batch["index"] >= 0 for batch in batches]  # without padding
     batches = [
-        {key: batch[key][kept] for key in ("tokens", "length")} for batch, kept in zip(batches, rows, strict=True)
+        {key: batch[key][kept] for key in ("tokens", "length", "targets") if key in batch}
+        for batch, kept in zip(batches, rows, strict=True)
     ]
     return Material(
         dataset.name,

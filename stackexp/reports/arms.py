@@ -18,6 +18,7 @@ from stackexp.config.formal_language import get_model_label
 from stackexp.config.yaml_files import flatten, read_file
 from stackexp.errors import ConfigError, RunError
 from stackexp.files import read_json
+from stackexp.reports.compare import GENERATED_DATA
 from stackexp.reports.paper import find_variant
 from stackexp.reports.summaries import RunState, find_runs, summarize
 from stackexp.runs import RunFolder
@@ -86,7 +87,7 @@ def read_arms(paths: Sequence[Path]) -> tuple[list[Arm], list[str]]:
     for folder in find_runs(paths):
         try:
             config = flatten(read_file(folder.config)[1])
-            if config.get("data.kind") == "formal_language":
+            if config.get("data.kind") in GENERATED_DATA:
                 continue
             options = {k: v for k, v in select_options(config, ["training"]).items() if k != "seed"}
             name = name_arm(folder.path)

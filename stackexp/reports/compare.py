@@ -15,6 +15,8 @@ from stackexp.reports.summaries import format_loss, summarize
 from stackexp.runs import RunFolder
 from stackexp.tables import ABSENT, Style, format_table
 
+GENERATED_DATA = ("formal_language", "arithmetic")
+"""The kinds of data that the config alone determines."""
 AVERAGED_STEPS = 10
 """Training losses are plotted as moving averages over this many steps."""
 
@@ -22,8 +24,8 @@ AVERAGED_STEPS = 10
 def check_same_data(runs: list[RunFolder]) -> list[str]:
     """Raise RunError if two runs were trained on different data, and return warnings about what was not compared.
 
-    Runs on tokens are compared by the hashes that they recorded of their batches. Formal languages are generated from
-    the config, so those runs are compared by the options of the dataset.
+    Runs on tokens are compared by the hashes that they recorded of their batches. Formal languages and arithmetic are
+    generated from the config, so those runs are compared by the options of the dataset.
     """
     warnings: list[str] = []
     records: dict[RunFolder, tuple[bool, dict[Any, Any]]] = {}
@@ -68,7 +70,7 @@ def _read_hashes(run: RunFolder) -> dict[int, str]:
 def _read_dataset_options(run: RunFolder) -> dict[str, Any]:
     """Return key -> value of the options that determine a run's training strings; empty for runs on tokens."""
     config = flatten(read_file(run.config)[1]) if run.config.is_file() else {}
-    if config.get("data.kind") != "formal_language":
+    if config.get("data.kind") not in GENERATED_DATA:
         return {}
     options = {key: value for key, value in select_options(config, ["training"]).items() if key.startswith("data.")}
     return {"data.task": config.get("data.task"), "seed": config.get("seed"), **options}
@@ -84,7 +86,8 @@ def format_runs(runs: list[RunFolder], style: Style = "terminal") -> str:
     names = name_runs(runs)
     has_sets = any("sets" in result for result in results.values())
     sets = list(dict.fromkeys(name for result in results.values() for name in result.get("sets", {})))
-    formal = [key for result in results.values() for key in result if key == "task" or key.startswith("score_")]
+    named = ("task", "operation", "held_out_accuracy")
+    formal = [key for result in results.values() for key in result if key in named or key.startswith("score_")]
     formal = list(dict.fromkeys(formal))
     header = ["run", "state", "steps", "tokens", "parameters", "in the memory", "training loss", *formal]
     header += [*sets, "average", "bits/byte"] if has_sets else []
@@ -112,7 +115,14 @@ def _format_sets(result: dict[str, Any], sets: list[str]) -> list[str]:
     if "sets" not in result:
         return [ABSENT] * (len(sets) + 2)
     scores = [result["sets"].get(name, {}) for name in sets] + [result["average"]]
-    cells = [f"{s['loss']:.3f} / {s.get('perplexity') or math.inf:.1f}" if s.get("loss") else ABSENT for s in scores]
+    cells = [
+        ABSENT
+        if not s.get("loss")
+        else f"{s['loss']:.3f} / {s['perplexity'] or math.inf:.1f}"
+        if "perplexity" in s
+        else f"{s['loss']:.3f}"
+        for s in scores
+    ]
     bits = result["average"].get("bits_per_byte")
     return [*cells, ABSENT if bits is None else f"{bits:.3f}"]
 

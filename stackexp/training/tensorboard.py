@@ -40,6 +40,10 @@ FORMAL_LANGUAGES = {
     "accuracy": ["train/accuracy", "val/accuracy/average"],
     "longest training string": ["train/max_length"],
 }
+ARITHMETIC = {
+    "accuracy": ["train/accuracy", "val/accuracy/average"],
+    "held-out loss": ["val/loss/average"],
+}
 
 
 def build_layout(objective: str, set_names: Collection[str]) -> Layout:
@@ -50,6 +54,8 @@ def build_layout(objective: str, set_names: Collection[str]) -> Layout:
     layout: Layout = {"Training": TRAINING}
     if objective == "transduction":
         layout["Formal languages"] = FORMAL_LANGUAGES
+    elif objective == "arithmetic":
+        layout["Arithmetic"] = ARITHMETIC
     elif set_names:
         layout["Validation"] = VALIDATION
     for group in sorted({name.split("/")[0] for name in set_names if "/" in name}):

@@ -1,4 +1,4 @@
-"""Training objectives: the parts of a run that differ between language modeling and formal languages."""
+"""Training objectives: the parts of a run that differ between language modeling, formal languages and arithmetic."""
 
 import importlib
 
@@ -7,6 +7,7 @@ from stackexp.training.objectives.base import Objective
 
 OBJECTIVES = {
     "language_modeling": "stackexp.training.objectives.language_modeling:LanguageModelingObjective",
+    "arithmetic": "stackexp.training.objectives.arithmetic:ArithmeticObjective",
     "transduction": "stackexp.training.objectives.formal_language:FormalLanguageObjective",
 }
 

@@ -1,0 +1,141 @@
+"""Two-digit problems as text: training problems sampled at each step, and the held-out ones as evaluation set."""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+
+from stackexp.config.arithmetic import OPERATORS, PROBLEM_LENGTH, SYMBOLS, ArithmeticConfig
+from stackexp.datamodules.base import PADDING, ExperimentData, RankBatches
+from stackexp.errors import ConfigError
+
+HELD_OUT = "held-out"
+
+
+@dataclass(frozen=True)
+class ProblemSet:
+    """The held-out problems of a config."""
+
+    config: ArithmeticConfig
+    name: str = HELD_OUT
+
+    @property
+    def identity(self) -> str:
+        """A hash of all that determines the problems."""
+        causes = [self.config.operation, self.config.held_out, self.config.split_seed]
+        return hashlib.sha256(json.dumps(causes).encode()).hexdigest()
+
+    @cached_property
+    def problems(self) -> np.ndarray:
+        """The token ids of all problems [N, context_length + 1]."""
+        return split_problems(self.config)[1]
+
+
+class ArithmeticData(ExperimentData):
+    """Batches of problems: tokens int64 [B, T], without the last symbol; targets int64 [B, O], the whole answers.
+
+    The last O of the T positions predict the answer. index int64 [B] are the numbers of the problems (-1: padding).
+    """
+
+    def __init__(self, config: ArithmeticConfig, seed: int = 0):
+        super().__init__()
+        self.config, self.seed = config, seed
+        self.tokenizer = build_tokenizer()
+
+    def select_sets(self, stage: str, names: list[str]) -> None:
+        """Accept the only set. Raises ConfigError for other names."""
+        if names != [HELD_OUT]:
+            raise ConfigError(f"--sets {','.join(names)}: arithmetic has one set; use --sets {HELD_OUT}")
+
+    def sets(self, stage: str) -> list[ProblemSet]:
+        """Return the held-out problems, unless they are skipped. Raises ConfigError for the stage "test"."""
+        if stage == "test":
+            raise ConfigError("test: arithmetic has no test set; use `validate`, which scores the held-out problems")
+        return [] if HELD_OUT in self.skipped_sets else [ProblemSet(self.config)]
+
+    def train_dataloader(self) -> "TrainingBatches":
+        """Return an endless loader that starts after the trainer's current step."""
+        return TrainingBatches(self)
+
+    def build_eval_loader(self, dataset: ProblemSet, rank: int, world_size: int) -> "EvaluationBatches":
+        """Return a loader of one rank's share of a set, or of `eval_limit` evenly spread problems."""
+        problems = dataset.problems
+        if self.eval_limit is not None:
+            problems = problems[np.linspace(0, len(problems) - 1, self.eval_limit).astype(int)]
+        batches = RankBatches(len(problems), self.config.eval_batch_size, rank, world_size)
+        return EvaluationBatches(problems, self.config, batches)
+
+
+class TrainingBatches:
+    """An endless iterable of the batches after the trainer's current step; they depend only on seed and step."""
+
+    def __init__(self, data: ArithmeticData):
+        self._data = data
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        data, trainer = self._data, self._data.trainer
+        assert trainer is not None
+        problems, _ = split_problems(data.config)
+        rank, world_size = data.rank_and_world_size
+        step = trainer.global_step
+        while True:
+            step += 1
+            rng = np.random.default_rng([data.seed, step])
+            index = rng.integers(len(problems), size=data.config.batch_size)[rank::world_size]
+            yield build_batch(problems, index, data.config.answer_length)
+
+
+class EvaluationBatches:
+    """One rank's share of a set."""
+
+    def __init__(self, problems: np.ndarray, config: ArithmeticConfig, batches: RankBatches):
+        self._problems, self._config, self._batches = problems, config, batches
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        for numbers in self._batches:
+            index = np.array(numbers)
+            if self._batches.world_size == 1:
+                index = index[index != PADDING]
+            yield build_batch(self._problems, index, self._config.answer_length)
+
+
+def build_batch(problems: np.ndarray, index: np.ndarray, answer_length: int) -> dict[str, Any]:
+    """Return tokens [B, T], targets [B, O] and index [B] of the problems with these numbers."""
+    rows = torch.from_numpy(problems[index])
+    return {"tokens": rows[:, :-1], "targets": rows[:, -answer_length:], "index": torch.from_numpy(index)}
+
+
+def split_problems(config: ArithmeticConfig) -> tuple[np.ndarray, np.ndarray]:
+    """Return the training problems and the held-out ones as token ids [N, context_length + 1]."""
+    problems = write_problems(config.operation, config.answer_length)
+    order = np.random.default_rng(config.split_seed).permutation(len(problems))
+    num_held_out = max(1, round(config.held_out * len(problems)))
+    return problems[np.sort(order[num_held_out:])], problems[np.sort(order[:num_held_out])]
+
+
+def write_problems(operation: str, answer_length: int) -> np.ndarray:
+    """Return the token ids of all problems, in the order of their numbers."""
+    pairs = [(a, b) for a in range(10, 100) for b in range(10, 100)]
+    results = [a + b if operation == "addition" else a * b for a, b in pairs]
+    texts = [f"{a}{OPERATORS[operation]}{b}={result}" for (a, b), result in zip(pairs, results, strict=True)]
+    end, length = len(SYMBOLS) - 1, PROBLEM_LENGTH + answer_length
+    ids = [[SYMBOLS.index(symbol) for symbol in text] for text in texts]
+    return np.array([row + [end] * (length - len(row)) for row in ids])
+
+
+def build_tokenizer() -> Tokenizer:
+    """Build the tokenizer with one token for each symbol."""
+    tokenizer = Tokenizer(models.WordLevel({symbol: i for i, symbol in enumerate(SYMBOLS)}, unk_token=SYMBOLS[-1]))
+    tokenizer.add_special_tokens([SYMBOLS[-1]])
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return tokenizer

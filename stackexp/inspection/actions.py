@@ -1,0 +1,146 @@
+"""The paper's action study (Figure 5): push, pop and no-op probabilities over the layers of trained runs."""
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from stackexp.errors import ConfigError, RunError
+from stackexp.evaluation.evaluate import open_data
+from stackexp.evaluation.loading import LoadedRun, load_run
+from stackexp.evaluation.request import EvaluationRequest
+from stackexp.inspection.batches import Material, open_set, open_task
+from stackexp.inspection.inspect import record
+from stackexp.reports.arms import name_arm
+from stackexp.reports.report import MARKERS, PALETTE, Report, Table
+from stackexp.reports.summaries import find_runs
+
+ACTIONS = ("push", "pop", "no_op")
+PARTS = ("first", "middle", "last")
+LEGEND = (
+    "Probabilities are means over tokens and heads. First, middle and last: thirds of the layers. In brackets: the "
+    "lowest and the highest run of a name.",
+    "Push early, pop late: pushes are more likely in the first third than in the last, and pops in the last than in "
+    "the first. It is the pattern that the paper describes.",
+)
+
+
+class Profile(NamedTuple):
+    """The mean actions of a run: probabilities [stacks, 3], in the order of ACTIONS."""
+
+    seed: int
+    folder: Path
+    material: str
+    probabilities: np.ndarray
+
+    @property
+    def parts(self) -> np.ndarray:
+        """The means over the first, middle and last third of the stacks [3, 3]."""
+        return np.stack([part.mean(0) for part in np.array_split(self.probabilities, 3)])
+
+    @property
+    def pushes_early_and_pops_late(self) -> bool:
+        """Return True if the run shows the paper's pattern."""
+        push, pop, _ = self.parts.T
+        return bool(push[0] > push[2] and pop[2] > pop[0])
+
+
+def build_actions(paths: Sequence[Path], set_name: str | None = None, num_chunks: int = 32) -> Report:
+    """Build the report of all runs with a stack at or below `paths`.
+
+    Each run is measured on `num_chunks` chunks or problems of a validation set, its first one by default, or on strings
+    of its formal language. Raises RunError if no run has a stack of at least three layers.
+    """
+    profiles: dict[str, list[Profile]] = defaultdict(list)
+    notes: list[str] = []
+    for folder in find_runs(paths):
+        try:
+            profile = _measure(load_run(folder.path), set_name, num_chunks)
+            profiles[name_arm(folder.path)].append(profile)
+        except (ConfigError, RunError) as error:
+            notes.append(f"skipped {folder.path}: {error}")
+    if not profiles:
+        found = "; ".join(notes) or "no run folders"
+        raise RunError(f"{', '.join(map(str, paths))}: {found}; give finished runs with model.memory.kind=stack")
+    header = [
+        "run",
+        "seeds",
+        *(f"{action} {part}" for action in ("push", "pop") for part in PARTS),
+        "push early, pop late",
+    ]
+    rows = [_build_row(name, runs) for name, runs in profiles.items()]
+    materials = {name: runs[0].material for name, runs in profiles.items()}
+    measured = [f"{name}: measured on {material}" for name, material in materials.items()]
+    records = [
+        {"run": name, "seed": run.seed, "folder": str(run.folder), "layer": layer}
+        | dict(zip(ACTIONS, map(float, values), strict=True))
+        for name, runs in profiles.items()
+        for run in runs
+        for layer, values in enumerate(run.probabilities)
+    ]
+    table = Table("Actions over the layers", header, rows)
+    return Report("Actions", [table], [*LEGEND, *measured, *notes], records, lambda: draw_actions(profiles))
+
+
+@torch.no_grad()
+def _measure(run: LoadedRun, set_name: str | None, num_chunks: int) -> Profile:
+    material = _open_material(run, set_name, num_chunks)
+    recordings, _ = record(run, material)
+    if len(recordings) < len(PARTS):
+        raise RunError(f"a study of layers requires at least {len(PARTS)} stacks, found {len(recordings)}")
+    means = np.stack([[values[action].mean() for action in ACTIONS] for _, values in recordings])
+    return Profile(run.config.seed, run.folder.path, material.title, means)
+
+
+def _open_material(run: LoadedRun, set_name: str | None, num_chunks: int) -> Material:
+    if run.config.data.objective == "transduction":
+        return open_task(run, run.config.data.task)
+    if set_name is None:
+        set_name = open_data(EvaluationRequest("validate", run.config, run.folder)).set_names("validate")[0]
+    return open_set(run, set_name, num_chunks)
+
+
+def _build_row(name: str, runs: list[Profile]) -> list[str]:
+    parts = np.stack([run.parts for run in runs])  # [runs, parts, actions]
+    cells = [
+        _format_range(parts[:, part, ACTIONS.index(action)]) for action in ("push", "pop") for part in range(len(PARTS))
+    ]
+    found = sum(run.pushes_early_and_pops_late for run in runs)
+    return [name, str(len(runs)), *cells, f"{found} of {len(runs)}"]
+
+
+def _format_range(values: np.ndarray) -> str:
+    text = f"{values.mean():.3f}"
+    return text if len(values) < 2 else f"{text} ({values.min():.3f}-{values.max():.3f})"
+
+
+def draw_actions(profiles: dict[str, list[Profile]]) -> Any:
+    """Draw a panel for each name: the probability of each action over the layers, and thin lines for single runs."""
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    columns = min(3, len(profiles))
+    rows = math.ceil(len(profiles) / columns)
+    figure: Any = Figure(figsize=(3.4 * columns + 0.6, 2.8 * rows + 0.5), layout="constrained")
+    panels = figure.subplots(rows, columns, squeeze=False, sharey=True).flat
+    for axes, (name, runs) in zip(panels, profiles.items(), strict=False):
+        for i, action in enumerate(ACTIONS):
+            curves = [run.probabilities[:, i] for run in runs]
+            for curve in curves if len(runs) > 1 else []:
+                axes.plot(curve, color=PALETTE[i], linewidth=0.6, alpha=0.5)
+            if len({len(curve) for curve in curves}) == 1:
+                label = action.replace("_", "-")
+                axes.plot(np.mean(curves, 0), f"{MARKERS[i]}-", color=PALETTE[i], markersize=4, label=label)
+        axes.set(xlabel="Stack (layer)", ylim=(0, 1))
+        axes.set_title(f"{name}, {len(runs)} run{'s' * (len(runs) > 1)}", fontsize=9)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.grid(alpha=0.3)
+    for axes in figure.axes[len(profiles) :]:
+        axes.set_visible(False)
+    figure.axes[0].set_ylabel("Probability")
+    figure.axes[0].legend(fontsize=8)
+    return figure

@@ -1,0 +1,77 @@
+"""The objective of arithmetic: continue a problem with its answer, and score the held-out problems."""
+
+from pathlib import Path
+from typing import Any
+
+from stackexp.datamodules.arithmetic import HELD_OUT
+from stackexp.evaluation.request import EvaluationRequest, Sets, describe_evaluation
+from stackexp.files import write_json
+from stackexp.modules.arithmetic import Arithmetic
+from stackexp.runs import RunFolder
+from stackexp.tables import format_table
+from stackexp.training.objectives.base import Objective, Session
+from stackexp.training.tensorboard import write_points
+
+
+class ArithmeticObjective(Objective):
+    """Problems as text. A run ends with the accuracy of its last weights on the held-out problems."""
+
+    final_stage = "validate"
+
+    def build_module(self, weights: Path | None = None) -> Arithmetic:
+        """Build the module for problems and their answers."""
+        return Arithmetic(self.config, weights)
+
+    def describe_training(self) -> str:
+        """Return steps, problems and operation."""
+        data = self.config.data
+        steps = f"{self.config.trainer.max_steps:,} steps of {data.batch_size} problems of {data.operation}"
+        return f"{steps}, {data.held_out:.0%} of the problems held out"
+
+    def find_scored_sets(self, session: Session) -> Sets:
+        """Return the scores of the last validation, if it ran after the last step."""
+        is_final = session.module.set_metrics_step == self.config.trainer.max_steps
+        return session.module.set_metrics if is_final else {}
+
+    def build_result(self, session: Session, sets: Sets) -> dict[str, Any]:
+        """Return the scores and the operation."""
+        accuracy = sets[HELD_OUT]["accuracy"]
+        return _summarize(sets) | {"operation": self.config.data.operation, "held_out_accuracy": accuracy}
+
+    def list_final_figures(self, result: dict[str, Any]) -> dict[str, float]:
+        """Return accuracy and loss."""
+        return {f"val/{key}/average": result["average"][key] for key in ("accuracy", "loss")}
+
+    def write_events(self, folder: RunFolder, result: dict[str, Any]) -> None:
+        """Write nothing: training has written the scores as its last validation."""
+
+    def format_result(self, session: Session, result: dict[str, Any]) -> str:
+        """Return the scores as a table."""
+        return _format_scores(result["sets"])
+
+    def report(self, request: EvaluationRequest, checkpoint: Path, sets: Sets) -> None:
+        """Print the scores, and write them as JSON and TensorBoard events."""
+        print(f"{checkpoint}\n\n{_format_scores(sets)}")
+        if request.output is None:
+            return
+        record = describe_evaluation(request, checkpoint) | _summarize(sets)
+        write_json(request.output, record)
+        if request.run and request.should_write_events and record["step"] is not None:
+            figures = self.list_final_figures(record).items()
+            skip = request.run.find_logged_tags(record["step"])
+            points = [(tag, value, record["step"]) for tag, value in figures if tag not in skip]
+            with request.open_event_folder() as folder:
+                write_points(folder, f"{request.stage}.{record['step']}", points)
+        print(f"\nscores: {request.output}")
+
+
+def _summarize(sets: Sets) -> dict[str, Any]:
+    return {"sets": sets, "average": sets[HELD_OUT]}
+
+
+def _format_scores(sets: Sets) -> str:
+    rows = [
+        [name, f"{scores['sequences']:,}", f"{scores['accuracy']:.4f}", f"{scores['loss']:.4f}"]
+        for name, scores in sets.items()
+    ]
+    return format_table(rows, header=("set", "problems", "accuracy", "loss"), align="<>>>")
