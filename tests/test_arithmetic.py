@@ -41,6 +41,9 @@ def test_problems_are_right_and_split_once(operation, symbol):
         problem, answer = text.split("=")
         assert 10 <= min(map(int, problem.split(symbol))) <= max(map(int, problem.split(symbol))) <= 99
         assert eval(problem) == int(answer)
+    swapped = split_problems(ArithmeticConfig(operation=operation, reversed_answers=True))[1]
+    pairs = zip(decode(held_out), decode(swapped), strict=True)
+    assert all(text.split("=")[1] == other.split("=")[1][::-1] for text, other in pairs)
     other = split_problems(ArithmeticConfig(operation=operation, split_seed=1))[1]
     assert set(decode(other)) != set(decode(held_out))
 

@@ -186,7 +186,7 @@ def test_sets_can_be_given_on_the_command_line(fitted, corpus, tmp_path, monkeyp
     record = read_json(Path("to/out.json"))
     assert list(record["sets"]) == ["words", "right", "v3/ice", "v3/left"]
     assert record["sets"]["v3/ice"] == record["sets"]["words"]
-    assert {path.name for path in Path("to").iterdir()} == {"out.json", "out.md"}
+    assert {path.name for path in Path("to").iterdir()} == {"out.chunks", "out.json", "out.md"}
     assert not (fitted.path / "test.json").exists()
     assert "v3: 10 sets are missing: c4_en, dolma_books" in caplog.text
 

@@ -2,8 +2,10 @@
 
 import csv
 import json
+import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
 from language_runs import finish, write_run
@@ -13,8 +15,9 @@ from stackexp.config.affects import flatten_config
 from stackexp.config.compose import compose
 from stackexp.data.olmo import NAMES
 from stackexp.errors import RunError
+from stackexp.evaluation.chunk_losses import write_chunk_losses
 from stackexp.reports.ablation import build_ablation
-from stackexp.reports.arms import name_arm, read_arms, read_finished_run
+from stackexp.reports.arms import read_arms, read_finished_run
 from stackexp.reports.differences import COLUMNS, compute_difference
 from stackexp.reports.paper import CHOICES, PAPER, contradicts_itself, find_variant
 from stackexp.reports.report import Report, format_report
@@ -61,39 +64,40 @@ def test_the_paper_contradicts_itself_in_four_cells():
     assert found == {("Queue", "V2"), ("Push-Only", "V2"), ("Push-Only", "V3"), ("Single-Head", "V2")}
 
 
-def test_arms_are_named_without_id_seed_and_hash():
-    names = {
-        "runs/depth/stacktrans-normalized-seed=0-aaba76c9": "stacktrans-normalized",
-        "runs/depth/H=4-S=8-0123abcd": "H=4-S=8",
-        "runs/depth/seed=1-0123abcd": "depth",
-        "runs/quickstart/20261124-215655-4dc3": "quickstart",
-        "runs/mine": "mine",
-    }
-    assert {path: name_arm(Path(path)) for path in names} == names
+def record_chunks(run: Path, loss: float, rng: np.random.Generator, shared: np.ndarray) -> None:
+    """Write chunk losses with this mean: those that all runs share, and a little noise of its own."""
+    nats = (shared + 0.01 * rng.standard_normal(len(shared))) * 10
+    counts = np.full(len(nats), 10.0)
+    nats += counts * (loss - nats.sum() / counts.sum())
+    exact = math.fsum(nats) / math.fsum(counts)
+    write_chunk_losses(run / "validate.json", "held-out", np.stack([nats, counts]))
+    finish(run, loss, sets={"held-out": {"loss": exact, "perplexity": 100 * loss}})
 
 
-def test_arms_of_one_name_are_told_apart_by_their_options(tmp_path):
-    for number, slots in enumerate((6, 24)):
-        write_run(
-            tmp_path / "q" / f"20261124-21565{number}-4dc3",
-            "model.memory=stacktrans",
-            f"model.memory.num_slots={slots}",
-        )
-    write_run(tmp_path / "other", "model.memory=null")
-    assert [arm.name for arm in read_arms([tmp_path])[0]] == ["other", "q (num_slots=6)", "q (num_slots=24)"]
-    write_run(tmp_path / "q" / "20261124-215652-4dc3", "model.memory=null")
-    names = [arm.name for arm in read_arms([tmp_path])[0]]
-    assert names[1:] == [f"q (20261124-21565{number}-4dc3)" for number in range(3)], "too many options to name"
+def test_intervals_include_the_sampling_of_chunks(runs):
+    rng = np.random.default_rng(0)
+    shared = 3 + rng.standard_normal(400)  # far larger than the difference of the arms, and the same in both
+    for run in runs.iterdir():
+        record_chunks(run, LOSSES[run.name.partition("-seed")[0]][int(run.name[-1])], rng, shared)
+    report = build_ablation([runs])
+    mean, low, high = (
+        next(r for r in report.records if r["arm"] == "stacktrans")[f"average {key}"]
+        for key in ("difference", "low", "high")
+    )
+    over_seeds = compute_difference([-0.1, -0.08, -0.11])
+    chunk_margin = 1.96 * 0.01 * math.sqrt(2 / 3 / 400)
+    assert mean == pytest.approx(over_seeds.mean)
+    margin = math.hypot((over_seeds.high - over_seeds.low) / 2, chunk_margin)
+    assert (high - low) / 2 == pytest.approx(margin, rel=0.001)
 
-
-def test_intervals_are_those_of_student():
-    difference = compute_difference([-0.1, -0.08, -0.11])
-    assert difference.mean == pytest.approx(-0.09667, abs=1e-5)
-    assert (difference.low, difference.high) == pytest.approx((-0.13461, -0.05872), abs=1e-5)  # scipy.stats.t
-    assert str(difference) == "**-0.097 (-0.135 to -0.059)**"
-    assert str(compute_difference([0.1, -0.08])) == "+0.010 (-1.134 to +1.154)"
-    assert str(compute_difference([-0.5])) == "-0.500", "one seed is never bold"
-    assert str(compute_difference([-0.0001])) == "+0.000", "zero has no minus sign"
+    pair = [next(runs.glob(f"{arm}-seed=0-*")) for arm in ("transformer", "stacktrans")]
+    cell = read_table(build_ablation(pair), 1)["stacktrans"]["average"]
+    assert cell.startswith("-0.100 [-0.101 to -0.09"), "one seed: chunks only, not bold"
+    (pair[1] / "validate.chunks" / "held-out.npy").write_bytes(b"x")
+    with pytest.raises(RunError, match=r"held-out.npy: damaged .*; run `validate` again"):
+        build_ablation(pair)
+    write_chunk_losses(pair[1] / "validate.json", "held-out", np.ones((2, 400)))
+    assert read_table(build_ablation(pair), 1)["stacktrans"]["average"] == "-0.100", "chunks of another checkpoint"
 
 
 def test_differences_are_paired_by_seed_and_data(runs):

@@ -20,7 +20,7 @@ PROBLEM_LENGTH = len("37+58=")
 class ArithmeticConfig:
     """All 8,100 problems with two numbers from 10 to 99. Training samples those that are not held out.
 
-    The text is `37+58=95`, most significant digit first. Only the answer is scored, in training too.
+    The text is `37+58=95`. Only the answer is scored, in training too.
     """
 
     objective: ClassVar[str] = "arithmetic"
@@ -34,6 +34,8 @@ class ArithmeticConfig:
     """Share of the problems that is never trained on."""
     split_seed: int = option(0, min=0, max=2**32 - 1, changes_scores=True)
     """Seed that chooses the held-out problems."""
+    reversed_answers: bool = option(False, changes_scores=True)
+    """Write answers least significant digit first, as in 37+58=59."""
     batch_size: int = option(256, min=1)
     """Problems per optimizer step over all devices."""
     eval_batch_size: int = option(512, min=1, affects="execution")

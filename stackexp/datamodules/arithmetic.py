@@ -28,7 +28,7 @@ class ProblemSet:
     @property
     def identity(self) -> str:
         """A hash of all that determines the problems."""
-        causes = [self.config.operation, self.config.held_out, self.config.split_seed]
+        causes = [self.config.operation, self.config.held_out, self.config.split_seed, self.config.reversed_answers]
         return hashlib.sha256(json.dumps(causes).encode()).hexdigest()
 
     @cached_property
@@ -116,17 +116,18 @@ def build_batch(problems: np.ndarray, index: np.ndarray, answer_length: int) -> 
 
 def split_problems(config: ArithmeticConfig) -> tuple[np.ndarray, np.ndarray]:
     """Return the training problems and the held-out ones as token ids [N, context_length + 1]."""
-    problems = write_problems(config.operation, config.answer_length)
+    problems = write_problems(config.operation, config.answer_length, config.reversed_answers)
     order = np.random.default_rng(config.split_seed).permutation(len(problems))
     num_held_out = max(1, round(config.held_out * len(problems)))
     return problems[np.sort(order[num_held_out:])], problems[np.sort(order[:num_held_out])]
 
 
-def write_problems(operation: str, answer_length: int) -> np.ndarray:
+def write_problems(operation: str, answer_length: int, is_reversed: bool = False) -> np.ndarray:
     """Return the token ids of all problems, in the order of their numbers."""
     pairs = [(a, b) for a in range(10, 100) for b in range(10, 100)]
     results = [a + b if operation == "addition" else a * b for a, b in pairs]
-    texts = [f"{a}{OPERATORS[operation]}{b}={result}" for (a, b), result in zip(pairs, results, strict=True)]
+    answers = [str(result)[::-1] if is_reversed else str(result) for result in results]
+    texts = [f"{a}{OPERATORS[operation]}{b}={answer}" for (a, b), answer in zip(pairs, answers, strict=True)]
     end, length = len(SYMBOLS) - 1, PROBLEM_LENGTH + answer_length
     ids = [[SYMBOLS.index(symbol) for symbol in text] for text in texts]
     return np.array([row + [end] * (length - len(row)) for row in ids])

@@ -13,6 +13,7 @@ import stackexp
 from stackexp.config.experiment import ExperimentConfig
 from stackexp.datamodules.base import ExperimentData
 from stackexp.errors import RunError
+from stackexp.evaluation.chunk_losses import write_chunk_losses
 from stackexp.evaluation.request import Sets, Stage, hash_values, list_figure_options
 from stackexp.files import append_json_line, read_json_lines, write_json_lines
 from stackexp.models import checkpoints
@@ -77,6 +78,7 @@ class ResumableEvaluation(pl.Callback):
         data.setup(stage)
         self._stage, self._data = stage, data
         self._names = data.set_names(stage)
+        self._output, self._is_first = output, processes.is_first
         path = output.with_suffix(".partial.jsonl") if output else None
         self._partial = PartialResults(path, compute_keys(stage, config, data, processes, checkpoint))
         self._scored: Sets = processes.run_on_first(self._partial.load)
@@ -89,6 +91,8 @@ class ResumableEvaluation(pl.Callback):
     def run(self, trainer: pl.Trainer, module: TrainingModule, known: Sets | None = None) -> None:
         """Score the sets that are neither in `known` nor saved by an earlier, killed evaluation."""
         self._scored |= known or {}
+        for name in known or {}:
+            self._write_chunk_losses(name, module)
         if len(self._scored) == len(self._names):
             return
         trainer.callbacks.append(self)  # type: ignore[attr-defined]  # set by Lightning without a type
@@ -127,10 +131,15 @@ class ResumableEvaluation(pl.Callback):
             return
         for name, figures in list(module.set_metrics.items())[self._saved :]:
             self._saved += 1
+            self._write_chunk_losses(name, module)
             self._partial.add(name, figures)
             self._show(name, figures)
         if self._bar is not None:
             self._bar.update()
+
+    def _write_chunk_losses(self, name: str, module: TrainingModule) -> None:
+        if self._is_first and self._output is not None and name in module.chunk_losses:
+            write_chunk_losses(self._output, name, module.chunk_losses[name])
 
     on_test_start = on_validation_start  # type: ignore[assignment]
     on_test_batch_end = on_validation_batch_end  # type: ignore[assignment]

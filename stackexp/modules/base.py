@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -36,6 +37,7 @@ class TrainingModule(pl.LightningModule):
         step_metrics: Scalars of the current optimizer step.
         set_metrics: Scores of the last evaluation, {set: {score: value}}.
         set_metrics_step: The optimizer step after which they were measured.
+        chunk_losses: Loss and number of predictions of each chunk [2, N] of the sets that were scored whole.
         probe: True if the training step also measures the memory.
     """
 
@@ -60,6 +62,7 @@ class TrainingModule(pl.LightningModule):
         self.step_metrics = StepMetrics()
         self.set_metrics: dict[str, dict[str, float]] = {}
         self.set_metrics_step: int | None = None
+        self.chunk_losses: dict[str, np.ndarray] = {}
         self.probe = False
         self._losses: list[Tensor] = []  # one per micro-batch of the current optimizer step
         self._samples: list[Tensor] = []

@@ -57,7 +57,10 @@ class LanguageModeling(TrainingModule):
 
     def compute_set_scores(self, dataset: EvaluationSet, metric: ChunkLosses) -> Scores:
         """Return loss, perplexity and bits per byte; an interval only if the whole set was scored."""
-        return compute_set_scores(metric.compute(), dataset.bytes_per_token, with_interval=self._scores_whole_sets)
+        sums, is_whole = metric.compute(), self._scores_whole_sets
+        if is_whole:
+            self.chunk_losses[dataset.name] = sums[:2]
+        return compute_set_scores(sums, dataset.bytes_per_token, with_interval=is_whole)
 
     @property
     def _scores_whole_sets(self) -> bool:

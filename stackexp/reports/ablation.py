@@ -32,9 +32,9 @@ LEGEND = (
     "last 20 steps. Average: the run's own sets outside V2 and V3.",
     "Differences are paired by seed: both runs trained on the same tokens in the same order (equal hashes) and on the "
     "same number of them. Parameters and FLOPs per token are not matched; their residual mismatch is given.",
-    "Intervals are 95 % t intervals over seeds. Bold or *: the interval excludes zero; by chance, one in twenty does. "
-    "One seed has no interval. Intervals do not include the sampling of the validation sets, whose losses are not on "
-    "record by chunk.",
+    "Intervals are 95 %: Student's t over seeds, for validation widened by a paired bootstrap over the chunks of the "
+    "sets, if both runs have recorded these. In square brackets: one seed, chunks only. Bold or *: an interval over "
+    "seeds excludes zero; by chance, one in twenty does.",
 )
 
 
@@ -191,7 +191,7 @@ def _build_records(order: list[Arm], comparisons: list[Comparison]) -> list[dict
                 record |= {column: loss} | ({f"{column} perplexity": perplexity} if perplexity is not None else {})
             for column, difference in differences.get(arm.name, {}).items():
                 names = (f"{column} difference", f"{column} low", f"{column} high")
-                record |= dict(zip(names, difference, strict=True))
+                record |= dict(zip(names, difference[:3], strict=True))
             records.append(record)
     return records
 
@@ -213,7 +213,7 @@ def draw_differences(comparisons: list[Comparison], baseline: str) -> Any:
     axes.locator_params(axis="x", nbins=7)
     axes.invert_yaxis()
     axes.set_xlabel(f"Loss minus that of {baseline} (nats per token)")
-    axes.set_title("95 % intervals over seeds; hollow: one seed", fontsize=8)
+    axes.set_title("95 % intervals; hollow: one seed, chunks only", fontsize=8)
     if columns:
         axes.legend(loc="best", fontsize=8)
     return figure
@@ -222,5 +222,5 @@ def draw_differences(comparisons: list[Comparison], baseline: str) -> Any:
 def _draw_interval(axes: Any, difference: Difference, y: float, i: int) -> None:
     if difference.low is not None:
         axes.plot([difference.low, difference.high], [y, y], color=PALETTE[i], linewidth=1.4)
-    face = "white" if difference.low is None else PALETTE[i]
+    face = "white" if difference.seeds < 2 else PALETTE[i]
     axes.plot(difference.mean, y, "os^D"[i], color=PALETTE[i], markerfacecolor=face, markersize=5)

@@ -1,4 +1,4 @@
-"""Paired differences between the runs of two arms, with 95 % intervals over seeds, and their mismatch in size."""
+"""Paired differences between the runs of two arms, with 95 % intervals, and their mismatch in size."""
 
 import math
 import statistics
@@ -6,8 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
+
 from stackexp.errors import RunError
-from stackexp.modules.scores import average_groups, average_scores
+from stackexp.evaluation.chunk_losses import read_chunk_losses
+from stackexp.modules.scores import average_groups, average_scores, bootstrap_interval
 from stackexp.reports.arms import OLMO_GROUPS, Arm, ArmRun
 from stackexp.reports.compare import check_same_data
 
@@ -23,19 +26,23 @@ Losses = dict[str, tuple[float, float | None]]
 
 
 class Difference(NamedTuple):
-    """The mean of paired differences, with the ends of its 95 % interval if there are several."""
+    """The mean of paired differences over `seeds` seeds, with the ends of its 95 % interval if there is one."""
 
     mean: float
     low: float | None
     high: float | None
+    seeds: int
 
     @property
     def is_clear(self) -> bool:
-        """Return True if the interval excludes zero."""
-        return self.low is not None and self.high is not None and (self.low > 0 or self.high < 0)
+        """Return True if an interval over seeds excludes zero."""
+        return self.seeds > 1 and self.low is not None and self.high is not None and (self.low > 0 or self.high < 0)
 
     def __str__(self) -> str:
-        text = f"{self.mean:+z.3f}" + (f" ({self.low:+z.3f} to {self.high:+z.3f})" if self.low is not None else "")
+        if self.low is None:
+            return f"{self.mean:+z.3f}"
+        interval = f"{self.low:+z.3f} to {self.high:+z.3f}"
+        text = f"{self.mean:+z.3f} " + (f"({interval})" if self.seeds > 1 else f"[{interval}]")
         return f"**{text}**" if self.is_clear else text
 
 
@@ -52,7 +59,29 @@ class Comparison:
         losses = [(read_losses(run), read_losses(base)) for run, base in self.pairs]
         is_same = {c: all(name_sets(run, c) == name_sets(base, c) for run, base in self.pairs) for c in COLUMNS}
         columns = [c for c in COLUMNS if losses and is_same[c] and all(c in x and c in y for x, y in losses)]
-        return {c: compute_difference([ours[c][0] - base[c][0] for ours, base in losses]) for c in columns}
+        return {
+            c: compute_difference([ours[c][0] - base[c][0] for ours, base in losses], self._compute_margin(c))
+            for c in columns
+        }
+
+    def _compute_margin(self, column: str) -> float | None:
+        """Return half the 95 % interval over chunks of a column's difference; None if a set has no chunk losses.
+
+        The chunks are the same for every seed, so the differences are averaged over the seeds before resampling.
+        """
+        names = sorted(name_sets(self.pairs[0][0], column))
+        margins = []
+        for name in names:
+            differences, counts = [], np.zeros(0)
+            for run, base in self.pairs:
+                ours, theirs = (read_chunk_losses(r.folder.path, name, r.sets[name]["loss"]) for r in (run, base))
+                if ours is None or theirs is None or not np.array_equal(ours[1], theirs[1]):
+                    return None
+                differences.append(ours[0] - theirs[0])
+                counts = ours[1]
+            low, high = bootstrap_interval(np.mean(differences, 0), counts)
+            margins.append((high - low) / 2)
+        return math.hypot(*margins) / len(margins) if margins else None
 
     def compare_sizes(self, baseline: Arm) -> list[float | None]:
         """Return the relative mismatch in parameters and in training FLOPs per token."""
@@ -61,14 +90,20 @@ class Comparison:
         return [a / b - 1 if a and b else None for a, b in zip(*sizes, strict=True)]
 
 
-def compute_difference(values: Sequence[float]) -> Difference:
-    """Return the mean of differences with its t interval, which needs at least two."""
-    mean = statistics.fmean(values)
-    if len(values) < 2:
-        return Difference(mean, None, None)
-    quantile = T_QUANTILES[min(len(values) - 1, len(T_QUANTILES)) - 1]
-    margin = quantile * statistics.stdev(values) / math.sqrt(len(values))
-    return Difference(mean, mean - margin, mean + margin)
+def compute_difference(values: Sequence[float], chunk_margin: float | None = None) -> Difference:
+    """Return the mean of the differences of seeds with its interval.
+
+    With several seeds it is Student's t interval, widened by `chunk_margin` if known: the two sources of error are
+    independent, so their squares add. With one seed it is the interval over chunks.
+    """
+    mean, seeds = statistics.fmean(values), len(values)
+    if seeds < 2:
+        if chunk_margin is None:
+            return Difference(mean, None, None, seeds)
+        return Difference(mean, mean - chunk_margin, mean + chunk_margin, seeds)
+    quantile = T_QUANTILES[min(seeds - 1, len(T_QUANTILES)) - 1]
+    margin = math.hypot(quantile * statistics.stdev(values) / math.sqrt(seeds), chunk_margin or 0.0)
+    return Difference(mean, mean - margin, mean + margin, seeds)
 
 
 def read_losses(run: ArmRun) -> Losses:

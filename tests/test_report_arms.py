@@ -1,0 +1,44 @@
+"""The arms of a comparison: their names, and the interval of a difference."""
+
+from pathlib import Path
+
+import pytest
+from language_runs import write_run
+
+from stackexp.reports.arms import name_arm, read_arms
+from stackexp.reports.differences import compute_difference
+
+
+def test_arms_are_named_without_id_seed_and_hash():
+    names = {
+        "runs/depth/stacktrans-normalized-seed=0-aaba76c9": "stacktrans-normalized",
+        "runs/depth/H=4-S=8-0123abcd": "H=4-S=8",
+        "runs/depth/seed=1-0123abcd": "depth",
+        "runs/quickstart/20261124-215655-4dc3": "quickstart",
+        "runs/mine": "mine",
+    }
+    assert {path: name_arm(Path(path)) for path in names} == names
+
+
+def test_arms_of_one_name_are_told_apart_by_their_options(tmp_path):
+    for number, slots in enumerate((6, 24)):
+        write_run(
+            tmp_path / "q" / f"20261124-21565{number}-4dc3",
+            "model.memory=stacktrans",
+            f"model.memory.num_slots={slots}",
+        )
+    write_run(tmp_path / "other", "model.memory=null")
+    assert [arm.name for arm in read_arms([tmp_path])[0]] == ["other", "q (num_slots=6)", "q (num_slots=24)"]
+    write_run(tmp_path / "q" / "20261124-215652-4dc3", "model.memory=null")
+    names = [arm.name for arm in read_arms([tmp_path])[0]]
+    assert names[1:] == [f"q (20261124-21565{number}-4dc3)" for number in range(3)], "too many options to name"
+
+
+def test_intervals_are_those_of_student():
+    difference = compute_difference([-0.1, -0.08, -0.11])
+    assert difference.mean == pytest.approx(-0.09667, abs=1e-5)
+    assert (difference.low, difference.high) == pytest.approx((-0.13461, -0.05872), abs=1e-5)  # scipy.stats.t
+    assert str(difference) == "**-0.097 (-0.135 to -0.059)**"
+    assert str(compute_difference([0.1, -0.08])) == "+0.010 (-1.134 to +1.154)"
+    assert str(compute_difference([-0.5])) == "-0.500", "one seed is never bold"
+    assert str(compute_difference([-0.0001])) == "+0.000", "zero has no minus sign"
