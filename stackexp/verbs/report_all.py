@@ -2,6 +2,9 @@
 
 The page has sections for the ablation, scaling, training dynamics, sweeps over the stack's hyperparameters, formal
 languages, and files of `bench efficiency --out` in the folder. Sections without runs are omitted.
+
+With --update, it instead replaces the tables of a Markdown document: those between a comment with their command,
+`<!-- python -m stackexp report ... -->`, and `<!-- end of report -->`.
 """
 
 from argparse import Namespace
@@ -9,19 +12,29 @@ from pathlib import Path
 
 from stackexp.verbs.parser import Parser
 
-USAGE = "FOLDER [--out FILE.html]"
-EXAMPLES = ("report all runs", "report all runs/ablation --out ablation.html")
+USAGE = "(FOLDER [--out FILE.html] | --update FILE.md)"
+EXAMPLES = ("report all runs", "report all runs/ablation --out ablation.html", "report all --update docs/results.md")
 
 
 def add_arguments(parser: Parser) -> None:
     """Add the options of `report all`."""
-    parser.add_argument("folder", type=Path, metavar="FOLDER", help="a folder of run folders, such as runs")
+    parser.add_argument("folder", nargs="?", type=Path, metavar="FOLDER", help="a folder of run folders, such as runs")
+    parser.add_argument("--update", type=Path, metavar="FILE.md", help="a document whose tables to replace")
     out = "file to write (default: %(default)s)"
     parser.add_argument("--out", type=Path, default=Path("report.html"), metavar="FILE.html", help=out)
 
 
 def run(args: Namespace) -> int:
-    """Write the page."""
+    """Write the page, or update the document."""
+    if (args.folder is None) == (args.update is None):
+        args.parser.error("give either FOLDER or --update FILE.md")
+    if args.update:
+        if not args.update.is_file():
+            args.parser.error(f"{args.update}: no such file")
+        from stackexp.reports.documents import update_document
+
+        print("\n".join(update_document(args.update)))
+        return 0
     from stackexp.reports.figures import check_output_path
     from stackexp.reports.page import build_page
 

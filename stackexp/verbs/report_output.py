@@ -1,5 +1,6 @@
 """The output options that reports share: table style, CSV file and figure."""
 
+import dataclasses
 import sys
 from argparse import Namespace
 from collections.abc import Callable
@@ -8,7 +9,7 @@ from typing import Any
 
 from stackexp.verbs.parser import Parser
 
-OUTPUT_USAGE = "[--markdown | --latex] [--csv FILE] [--figure FILE]"
+OUTPUT_USAGE = "[--markdown | --latex] [--tables] [--csv FILE] [--figure FILE]"
 
 
 def add_output_arguments(parser: Parser) -> None:
@@ -16,6 +17,7 @@ def add_output_arguments(parser: Parser) -> None:
     style = parser.add_mutually_exclusive_group()
     style.add_argument("--markdown", action="store_true", help="print Markdown tables")
     style.add_argument("--latex", action="store_true", help="print LaTeX tables with booktabs rules")
+    parser.add_argument("--tables", action="store_true", help="print only the tables, without notes")
     parser.add_argument("--csv", type=Path, metavar="FILE", help="write the figures with full precision into this file")
     parser.add_argument("--figure", type=Path, metavar="FILE", help="draw the figure into this .png, .pdf or .svg file")
 
@@ -30,6 +32,8 @@ def print_report(args: Namespace, build: Callable[[], Any]) -> int:
     if args.csv:
         check_output_path(args.csv, [".csv"])
     report = build()
+    if args.tables:
+        report = dataclasses.replace(report, notes=[])
     print(format_report(report, "markdown" if args.markdown else "latex" if args.latex else "terminal"))
     if args.csv:
         write_csv(report, args.csv)

@@ -1,0 +1,45 @@
+"""Copy what reports read of finished runs: small enough to commit, without checkpoints and event files.
+
+Copies the config, the result, the environment without the host's name, the last hash of the data, and the losses of the
+validation chunks. All reports but `report dynamics` read such copies like the runs themselves.
+"""
+
+import shutil
+from argparse import Namespace
+from pathlib import Path
+
+from stackexp.verbs.parser import Parser
+
+USAGE = "RUNS ... --to FOLDER"
+EXAMPLES = ("runs copy runs/ablation_small --to docs/results/ablation_small",)
+
+
+def add_arguments(parser: Parser) -> None:
+    """Add the options of `runs copy`."""
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUNS", help="run folders, or folders of run folders")
+    parser.add_argument("--to", type=Path, required=True, metavar="FOLDER", help="folder of the copies")
+
+
+def run(args: Namespace) -> int:
+    """Copy the finished runs."""
+    from stackexp.files import append_json_line, read_json_lines, write_json
+    from stackexp.reports.summaries import find_runs
+
+    folders = [folder for folder in find_runs(args.runs) if folder.is_finished]
+    if not folders:
+        args.parser.error(f"{', '.join(map(str, args.runs))}: no finished runs; give folders with a result.json")
+    for folder in folders:
+        target = args.to / folder.path.resolve().name
+        if target.exists():
+            args.parser.error(f"{target}: exists already; remove it first, or choose another --to")
+        target.mkdir(parents=True)
+        for path in [folder.config, folder.result, folder.path / ".stackexp", *folder.path.glob("validate*.json")]:
+            shutil.copyfile(path, target / path.name)
+        for chunks in folder.path.glob("validate*.chunks"):
+            shutil.copytree(chunks, target / chunks.name)
+        sessions = [{k: v for k, v in session.items() if k != "host"} for session in folder.read_sessions()]
+        write_json(target / "environment.json", sessions)
+        for line in list(read_json_lines(folder.path / "data.jsonl", skip_damaged=True))[-1:]:
+            append_json_line(target / "data.jsonl", line)
+        print(target)
+    return 0

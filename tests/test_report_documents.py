@@ -1,0 +1,84 @@
+"""Copies of runs that are small enough to commit, and documents whose tables are made from them."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from language_runs import finish, write_run
+
+from stackexp.cli import main
+from stackexp.evaluation.chunk_losses import write_chunk_losses
+from stackexp.reports.ablation import build_ablation
+
+
+@pytest.fixture
+def runs(tmp_path, monkeypatch) -> Path:
+    """Return the folder `runs` in the working directory, with two finished runs and an unfinished one."""
+    monkeypatch.chdir(tmp_path)
+    for seed, (arm, memory) in enumerate((("transformer", "null"), ("stacktrans", "stacktrans"), ("queue", "queue"))):
+        run = write_run(Path("runs", f"{arm}-seed=0-0123abc{seed}"), f"model.memory={memory}", losses=[9.0, 3.0])
+        if arm != "queue":
+            loss = 3.0 - 0.1 * seed
+            finish(run, loss)
+            write_chunk_losses(run / "validate.json", "held-out", np.array([[loss - 0.1, loss + 0.1], [1.0, 1.0]]))
+        (run / "environment.json").write_text(json.dumps([{"commit": "aa", "host": "secret"}]))
+        (run / "checkpoints" / "00000010").mkdir(parents=True)
+    return Path("runs")
+
+
+def test_reports_read_copies_like_the_runs(runs, capsys):
+    assert main(["runs", "copy", "runs", "--to", "copies"]) == 0
+    assert capsys.readouterr().out.split() == [
+        "copies/stacktrans-seed=0-0123abc1",
+        "copies/transformer-seed=0-0123abc0",
+    ]
+    ours, copies = build_ablation([runs]), build_ablation([Path("copies")])
+    assert [table.rows for table in copies.tables] == [table.rows for table in ours.tables]
+    files = [path for path in Path("copies").rglob("*") if path.is_file()]
+    assert sum(path.stat().st_size for path in files) < 2 * 8000
+    assert not any("secret" in path.read_text() for path in files if path.suffix == ".json")
+    assert main(["runs", "copy", "runs", "--to", "copies"]) == 2
+    assert "exists already; remove it first" in capsys.readouterr().err
+    assert main(["runs", "copy", "runs/queue-seed=0-0123abc2", "--to", "other"]) == 2
+    assert "no finished runs; give folders with a result.json" in capsys.readouterr().err
+
+
+def test_tables_of_a_document_are_replaced(runs, capsys):
+    command = "python -m stackexp report ablation runs --markdown --tables"
+    document = Path("results.md")
+    document.write_text(f"before\n<!-- {command} -->\nold\n<!-- end of report -->\nafter\n")
+    assert main(["report", "all", "--update", "results.md"]) == 0
+    assert capsys.readouterr().out == f"{command}\n"
+    assert main(command.split()[3:]) == 0
+    printed = capsys.readouterr().out
+    assert "| stacktrans" in printed
+    assert "- Losses are means" not in printed, "--tables prints no notes"
+    expected = f"before\n<!-- {command} -->\n{printed}<!-- end of report -->\nafter\n"
+    assert document.read_text() == expected
+    assert main(["report", "all", "--update", "results.md"]) == 0
+    assert document.read_text() == expected, "nothing changes the second time"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("no table", "expected tables between <!-- python -m stackexp report ... -->"),
+        ("<!-- python -m stackexp report ablation nowhere -->\n", "expected tables between"),
+        (
+            "<!-- python -m stackexp report ablation nowhere -->\n<!-- end of report -->",
+            "failed: error: nowhere: no run",
+        ),
+    ],
+)
+def test_a_document_that_cannot_be_updated_is_left_alone(text, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("a.md").write_text(text)
+    assert main(["report", "all", "--update", "a.md"]) == 1
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+    assert Path("a.md").read_text() == text
+    assert main(["report", "all"]) == 2
+    assert "give either FOLDER or --update FILE.md" in capsys.readouterr().err
+    assert main(["report", "all", "--update", "b.md"]) == 2
