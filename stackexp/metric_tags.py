@@ -1,4 +1,4 @@
-"""Tags of metrics.jsonl and TensorBoard, in the namespaces train/, val/, test/ and memory/.
+"""Tags of metrics.jsonl and TensorBoard, in the namespaces train/, val/, test/, memory/ and memory_val/.
 
 train/<figure>                      of an optimizer step
 val/<score>/<set>                   of a validation during training; the set `average` is the mean over all sets
@@ -7,6 +7,7 @@ val/<group>/average/<score>         the means over a group
 val/whole/...                       the same over whole sets, in runs that validate on a sample (data.eval_sequences)
 test/...                            the same for `test`; of formal languages test/accuracy_by_length and test/score_*
 memory/<figure>/layer_<number>      of a probed step; with a memory at each sublayer, followed by _<site>
+memory_val/<figure>/layer_<number>  the same on the first validation batch of each set
 """
 
 from functools import cache
@@ -17,7 +18,7 @@ AVERAGE_LOSS = "val/loss/average"
 AVERAGE_ACCURACY = "val/accuracy/average"
 TOKENS_PER_SECOND = "train/tokens_per_second"
 
-NAMESPACES = ("train", "val", "test", "memory")
+NAMESPACES = ("train", "val", "test", "memory", "memory_val")
 _OLD_TAGS = {
     "loss/train": TRAIN_LOSS,
     "loss/z": "train/z_loss",

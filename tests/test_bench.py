@@ -32,10 +32,11 @@ def test_efficiency_reports_multiples_of_the_transformer(tmp_path, capsys):
             low, high = row[f"{quantity}_spread"]
             assert 0 < low <= row[f"{quantity}_ratio"] <= high
         assert row["tokens_per_second"] == pytest.approx(16 / row["train"])
+        assert 0 < row["peak_share"] < 1
     assert record["rows"][1]["parameters"] > record["rows"][0]["parameters"]
     assert record["environment"]["versions"]["torch"]
     header, _, *rows = split_cells(capsys.readouterr().out)
-    assert header[:3] == ["model", "stack", "tokens/s"]
+    assert header[:4] == ["model", "stack", "tokens/s", "share of peak"]
     assert [(row[0], row[1], row[-1]) for row in rows] == [(m, i, paper.get(m, "")) for m, i in expected]
 
 

@@ -13,7 +13,13 @@ from typing import Any, NamedTuple
 import torch
 
 from stackexp import stack
-from stackexp.benchmarking.harness import alternate, compare, measure_peak_bytes, measure_seconds
+from stackexp.benchmarking.harness import (
+    alternate,
+    compare,
+    measure_peak_bytes,
+    measure_peak_flops,
+    measure_seconds,
+)
 from stackexp.config import registry
 from stackexp.config.compose import compose
 from stackexp.models.cross_entropy import NextTokenLoss
@@ -107,10 +113,11 @@ def measure(
     for memory in memories:
         cases += [Case(memory), *[Case(memory, "reference")] * (memory in ALSO_BY_REFERENCE)]
     base = Subject(cases[0], configs, overrides, device)
+    peak = measure_peak_flops(device, torch.bfloat16 if "bf16" in base.config.trainer.precision else torch.float32)
     for case in cases:
         subject = Subject(case, configs, overrides, device)
         base_results, results = alternate([base, subject], Subject.measure, rounds)
-        yield _summarize(subject, results, base_results)
+        yield _summarize(subject, results, base_results) | _compute_shares(subject, results, peak)
         del subject
         gc.collect()
 
@@ -124,22 +131,36 @@ def _summarize(subject: Subject, own: list[dict[str, float]], base: list[dict[st
         ratio = compare(values, [result[quantity] for result in base])
         row[quantity] = statistics.median(values)
         row[f"{quantity}_ratio"], row[f"{quantity}_spread"] = ratio.median, [ratio.low, ratio.high]
-    row["tokens_per_second"] = subject.tokens.numel() / row["train"]
-    if peak := get_peak_flops(subject.device):
-        flops = subject.model.flops_per_token(subject.config.data.context_length)
-        row["mfu"] = flops * row["tokens_per_second"] / peak
     return row
 
 
+def _compute_shares(subject: Subject, own: list[dict[str, float]], measured_peak: float) -> dict[str, float]:
+    """Return tokens/s, the model FLOP/s over those of a large matrix product, and MFU: over the vendor's figure."""
+    tokens_per_second = subject.tokens.numel() / statistics.median(result["train"] for result in own)
+    flops = subject.model.flops_per_token(subject.config.data.context_length) * tokens_per_second
+    shares = {"tokens_per_second": tokens_per_second, "peak_share": flops / measured_peak}
+    return shares | ({"mfu": flops / peak} if (peak := get_peak_flops(subject.device)) else {})
+
+
 def format_rows(rows: list[dict[str, Any]]) -> str:
-    """Return a Markdown table: median ratios with quartiles, tokens/s, MFU where known, and the paper's figures."""
+    """Return a Markdown table: median ratios with quartiles, tokens/s, shares of the peak, and the paper's figures.
+
+    Share of peak: the model's FLOP/s in training over those of a large matrix product on the same device.
+    """
     quantities = [quantity for quantity in QUANTITIES if f"{quantity}_ratio" in rows[0]]
     has_mfu = "mfu" in rows[0]
-    header = ["model", "stack", "tokens/s", *["MFU"] * has_mfu, *(f"{quantity} x" for quantity in quantities)]
+    header = [
+        "model",
+        "stack",
+        "tokens/s",
+        "share of peak",
+        *["MFU"] * has_mfu,
+        *(f"{quantity} x" for quantity in quantities),
+    ]
     header += ["paper: train / inference / memory"]
     lines = []
     for row in rows:
-        cells = [row["model"], row["implementation"], f"{row['tokens_per_second']:,.0f}"]
+        cells = [row["model"], row["implementation"], f"{row['tokens_per_second']:,.0f}", f"{row['peak_share']:.1%}"]
         cells += [f"{row['mfu']:.1%}"] if has_mfu else []
         cells += ["{:.3f} ({:.3f}-{:.3f})".format(row[f"{q}_ratio"], *row[f"{q}_spread"]) for q in quantities]
         lines.append([*cells, PAPER.get(row["model"], "")])

@@ -112,6 +112,14 @@ def measure_peak_bytes(action: Callable[[], object]) -> int | None:
     return torch.cuda.max_memory_allocated() - before
 
 
+def measure_peak_flops(device: torch.device, dtype: torch.dtype, rounds: int = 10) -> float:
+    """Return the FLOP/s of the fastest of several large matrix products: the most that a model can reach here."""
+    size = 8192 if device.type == "cuda" else 2048
+    a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+    seconds = [measure_seconds(lambda: a @ b) for _ in range(WARMUP_ROUNDS + rounds)]
+    return 2 * size**3 / min(seconds)
+
+
 def write_record(path: Path | None, rows: Any, **details: Any) -> None:
     """Write rows with environment (hardware, versions, commit, command) as JSON; do nothing without a path."""
     if path is not None:

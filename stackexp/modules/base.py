@@ -35,6 +35,7 @@ class TrainingModule(pl.LightningModule):
 
     Attributes:
         step_metrics: Scalars of the current optimizer step.
+        validation_probes: Measurements of the memory in the current validation.
         set_metrics: Scores of the last evaluation, {set: {score: value}}.
         set_metrics_step: The optimizer step after which they were measured.
         chunk_losses: Loss and number of predictions of each chunk [2, N] of the sets that were scored whole.
@@ -60,6 +61,7 @@ class TrainingModule(pl.LightningModule):
         if weights is not None and not config.trainer.is_sharded:
             load_weights(self.model, weights)
         self.step_metrics = StepMetrics()
+        self.validation_probes = StepMetrics()
         self.set_metrics: dict[str, dict[str, float]] = {}
         self.set_metrics_step: int | None = None
         self.chunk_losses: dict[str, np.ndarray] = {}
@@ -129,15 +131,18 @@ class TrainingModule(pl.LightningModule):
         self._samples.append(samples)
         self._losses.append(losses.cross_entropy.float())
         self.step_metrics.add(TRAIN_LOSS, losses.cross_entropy)
-        for i, probe in enumerate(output.probes or []):
-            for name, value in probe.items():
-                self.step_metrics.add(f"memory/{name}/{self._name_memory(i)}", value)
+        self._add_probes(self.step_metrics, "memory", output)
         if losses.z is not None:
             self.step_metrics.add("train/z_loss", losses.z)
         if not self.model.entropy_weight:
             return losses.total
         self.step_metrics.add("train/action_entropy", output.entropy)
         return losses.total + self.model.entropy_weight * output.entropy
+
+    def _add_probes(self, metrics: StepMetrics, namespace: str, output: DecoderOutput) -> None:
+        for i, probe in enumerate(output.probes or []):
+            for name, value in probe.items():
+                metrics.add(f"{namespace}/{name}/{self._name_memory(i)}", value)
 
     def _name_memory(self, index: int) -> str:
         """Return layer_03 for a probe, or layer_03_after_block where each layer has several memories."""
@@ -240,8 +245,13 @@ class TrainingModule(pl.LightningModule):
         self.set_metrics = {}
 
     def validation_step(self, batch: dict[str, Any], batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Score one batch. After the last batch of a set, its scores are in `set_metrics`."""
+        """Score one batch. After the last batch of a set, its scores are in `set_metrics`.
+
+        During training, the first batch of each set also measures the memory.
+        """
         dataset, metric, num_batches = self._evaluated[dataloader_idx]
+        if batch_idx == 0 and self.trainer.state.fn == "fit":
+            self._add_probes(self.validation_probes, "memory_val", self.model(batch["tokens"], probe=True))
         self.update_set_metric(metric, batch)
         if batch_idx + 1 == num_batches:
             self.set_metrics[dataset.name] = self.compute_set_scores(dataset, metric)

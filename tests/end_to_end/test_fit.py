@@ -16,6 +16,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from stackexp.config import compose
 from stackexp.config.registry import build
 from stackexp.data.bigrams import BigramModel
+from stackexp.evaluation.loading import load_run
 from stackexp.runs import RunFolder
 
 
@@ -62,6 +63,22 @@ def test_metrics_have_a_line_for_each_step_and_each_validation(fitted):
     assert [line["step"] for line in lines if "val/loss/average" in line] == [6, 12]
     assert all(math.isfinite(value) for line in lines for value in line.values() if not isinstance(value, str))
     assert steps[-1]["train/loss"] < steps[0]["train/loss"]
+
+
+def test_validations_measure_the_memory_on_the_first_batch_of_each_set(fitted):
+    run, _ = fitted
+    loaded = load_run(run.path, "last")
+    data = build("data", loaded.config.data, seed=0)
+    data.eval_limit = loaded.config.data.eval_sequences
+    data.setup("validate")
+    batches = [next(iter(data.build_eval_loader(dataset, 0, 1))) for dataset in data.sets("validate")]
+    assert len(batches) == 2
+    probes = [loaded.model(batch["tokens"], probe=True).probes for batch in batches]
+    logged = next(line for line in reversed(list(run.read_metrics())) if "val/loss/average" in line)
+    for layer in range(2):
+        for name in ("push", "read_share"):
+            mean = np.mean([of_set[layer][name].item() for of_set in probes])
+            assert logged[f"memory_val/{name}/layer_{layer:02d}"] == pytest.approx(mean, rel=1e-5)
 
 
 def test_learning_rate_warms_up_from_the_first_step_and_ends_at_its_floor(fitted):

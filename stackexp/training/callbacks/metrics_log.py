@@ -55,7 +55,7 @@ class MetricsLog(StepCallback):
     def on_validation_end(self, trainer: pl.Trainer, module: TrainingModule) -> None:
         """Log a validation."""
         if trainer.state.fn == "fit":
-            self._write(trainer, module, module.validation_tags())
+            self._write(trainer, module, module.validation_tags() | module.validation_probes.drain())
 
     def _write(self, trainer: pl.Trainer, module: TrainingModule, metrics: dict[str, float]) -> None:
         if not trainer.is_global_zero:
