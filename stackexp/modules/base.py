@@ -251,10 +251,15 @@ class TrainingModule(pl.LightningModule):
         """
         dataset, metric, num_batches = self._evaluated[dataloader_idx]
         if batch_idx == 0 and self.trainer.state.fn == "fit":
-            self._add_probes(self.validation_probes, "memory_val", self.model(batch["tokens"], probe=True))
+            tokens = self._read_first_batch(dataset)["tokens"] if self.trainer.world_size > 1 else batch["tokens"]
+            self._add_probes(self.validation_probes, "memory_val", self.model(tokens.to(self.device), probe=True))
         self.update_set_metric(metric, batch)
         if batch_idx + 1 == num_batches:
             self.set_metrics[dataset.name] = self.compute_set_scores(dataset, metric)
+
+    def _read_first_batch(self, dataset: Any) -> dict[str, Any]:
+        """Return the batch that a single process would score first; the same on every rank."""
+        return next(iter(self.trainer.datamodule.build_eval_loader(dataset, rank=0, world_size=1)))
 
     test_step = validation_step
 
