@@ -98,6 +98,10 @@ def test_stack_measures_both_passes_and_implementations(tmp_path, capsys):
         (["efficiency", "--steps", "0"], "--steps 0: must be an integer >= 1"),
         (["efficiency", "--out", "no/such/x.json"], "--out no/such/x.json: the folder no/such does not exist"),
         (["efficiency", "model.hidden_size=7"], "bench efficiency: with model.memory=null: "),
+        (
+            ["efficiency", "--config", "formal/quick"],
+            "data.kind formal_language has no text; use a",
+        ),
         (["stack", "model.memory=null"], "bench stack: requires a stack over the depth; set model.memory=stacktrans"),
         (["stack", "model.memory.axis=time"], "bench stack: requires a stack over the depth"),
     ],

@@ -57,6 +57,11 @@ def test_mistakes_are_one_line(arguments, message, capsys):
     assert line.startswith(message)
 
 
+def test_a_model_without_heads(capsys):
+    assert main(["match", "--config", "formal/lstm", "--to", "formal/stacktrans-depth", "--vary", "hidden_size"]) == 0
+    assert "use model.hidden_size=" in capsys.readouterr().out
+
+
 def test_a_model_that_cannot_be_as_small(capsys):
     small = ["model.hidden_size=256", "model.num_layers=8"]
     assert main(["match", "--config", "quickstart", *small, "--to", "quickstart", "--vary", "intermediate_size"]) == 1

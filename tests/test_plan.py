@@ -107,7 +107,7 @@ def test_formal_language_plan_uses_actual_string_lengths(capsys):
     assert main(["plan", "--config", "formal/transformer", *steps, "trainer.devices=2"]) == 0
     output = capsys.readouterr().out
     assert "10 of about 1,280 tokens, 12,800 in total" in output
-    assert "1 micro-batches of 64 x up to 18 tokens on each device" in output
+    assert "1 micro-batch of 64 x up to 18 tokens on each device" in output
 
 
 def test_suggests_a_smaller_formal_language_batch(monkeypatch):

@@ -8,6 +8,7 @@ from language_runs import finish, write_run
 
 from stackexp import cli
 from stackexp.errors import RunError
+from stackexp.reports.ablation import build_ablation
 from stackexp.reports.dynamics import Curve, build_dynamics, find_crossings, smooth_losses
 from stackexp.tables import ABSENT
 
@@ -16,7 +17,9 @@ STEPS = np.arange(1, 101)
 
 def build_curve(name: str, losses, window: int = 5) -> Curve:
     losses = np.asarray(losses, dtype=float)
-    return Curve(name, 1, window, STEPS[: len(losses)] * 1024, losses, smooth_losses(losses, window))
+    tokens = STEPS[: len(losses)] * 1024
+    runs = {0: dict(zip(tokens.tolist(), losses.tolist(), strict=True))}
+    return Curve(name, runs, window, tokens, losses, smooth_losses(losses, window))
 
 
 def test_smoothing_is_a_centered_mean():
@@ -54,12 +57,36 @@ def test_the_mean_over_seeds_is_compared(tmp_path, capsys):
     assert cli.main(["report", "dynamics", str(tmp_path), *files]) == 0
     printed = capsys.readouterr().out
     rows = [line.split() for line in printed.splitlines()]
-    assert rows[4] == ["transformer", "2", "102,400", "3.500", ABSENT, ABSENT, ABSENT]
-    assert rows[5] == ["stacktrans", "2", "102,400", "2.915", "-0.585", "1", "41,984"]
+    assert rows[4] == ["transformer", "2", "102,400", "3.500", *[ABSENT] * 4]
+    assert rows[5] == ["stacktrans", "2", "102,400", "2.915", "-0.585", "102,400", "1", "41,984"]
     assert "stacktrans: unfinished: `python -m stackexp fit --run" in printed
     lines = [line for line in csv.DictReader((tmp_path / "curves.csv").open()) if line["run"] == "stacktrans"]
     assert (len(lines), float(lines[0]["loss"])) == (100, pytest.approx(3.895))
     assert (tmp_path / "dynamics.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_differences_are_over_common_seeds_and_tokens(tmp_path):
+    """The baseline is unfinished and has one seed more. The losses fall so steeply that another window differs."""
+    falling = [9.0 - 0.05 * step for step in STEPS]
+    for seed, losses in ((0, falling[:40]), (1, [1.0] * 40)):
+        write_run(tmp_path / f"transformer-seed={seed}-0123abcd", "model.memory=null", seed=seed, losses=losses)
+    ours = [loss - 0.01 for loss in falling]
+    write_run(tmp_path / "stacktrans-seed=0-0123abcd", "model.memory=stacktrans", losses=ours)
+    rows = {row[0]: row for row in build_dynamics([tmp_path]).tables[0].rows}
+    assert rows["stacktrans"][4:6] == ["-0.010", "40,960"]
+
+
+def test_the_baseline_and_the_stack_are_finished_runs_with_the_most_tokens(tmp_path):
+    for i, (name, memory, tokens) in enumerate(
+        (("a", "null", 1024), ("b", "null", 10240), ("c", "stacktrans", None), ("d", "stacktrans", 10240))
+    ):
+        run = write_run(tmp_path / f"{name}-0123abc{i}", f"model.memory={memory}", losses=[3.0, 2.0])
+        if tokens:
+            finish(run, 3.0, tokens=tokens)
+    for i in range(4):
+        write_run(tmp_path / f"other{i}-0123abcd", "model.memory=value_skip", losses=[3.0, 2.0])
+    assert [row[0] for row in build_dynamics([tmp_path]).tables[0].rows] == ["b", "d"]
+    assert [row[0] for row in build_ablation([tmp_path]).tables[0].rows][:2] == ["b (Transformer)", "d (StackTrans)"]
 
 
 def test_many_arms_leave_the_papers_two(tmp_path):

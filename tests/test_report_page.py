@@ -74,6 +74,8 @@ def test_the_verb_writes_the_page(folder, tmp_path, capsys):
     text = (tmp_path / "a.html").read_text()
     assert ">Ablation</h2>" in text
     assert "<li>Formal languages: " in text
+    assert cli.main(["report", "all", str(folder / "none")]) == 2
+    assert "none: no such folder; give a folder of runs" in capsys.readouterr().err
     assert cli.main(["report", "all", str(folder), "--out=a.txt"]) == 2
     assert "a.txt: expected a file name ending in .html" in capsys.readouterr().err
 

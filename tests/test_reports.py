@@ -6,6 +6,7 @@ import pytest
 from formal_runs import write_run
 
 from stackexp import runs
+from stackexp.cli import main
 from stackexp.config.compose import compose
 from stackexp.errors import RunError
 from stackexp.evaluation.score_tables import format_scores
@@ -82,6 +83,11 @@ def test_runs_are_compared_in_a_table_and_a_figure(tmp_path):
     assert rows[3].split()[1] == "two"
     assert [row.split("|")[1].strip() for row in rows[4:]] == ["bigram counts"], "one row for the same tokens"
     assert "4.000 / 54.6" in rows[4]
+    assert main(["report", "compare", str(folders[0].path.parents[1]), "--different-data"]) == 0, "a folder of runs"
+    other = json.loads(folders[1].result.read_text())
+    folders[1].result.write_text(json.dumps(other | {"bigrams": other["bigrams"] | {"average": {"loss": 4.5}}}))
+    names = [row.split("|")[1].strip() for row in format_runs(folders, "markdown").splitlines()[4:]]
+    assert names == ["bigram counts (data of one)", "bigram counts (data of two)"]
     folders[1].result.unlink()
     rows = format_runs(folders).splitlines()
     assert rows[3].split() == ["two", "unfinished", "2", "20", *"\u2013\u2013", "2.000", *"\u2013\u2013\u2013"]

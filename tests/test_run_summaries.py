@@ -42,6 +42,15 @@ def test_runs_are_found_at_any_depth(run, tmp_path):
     assert [str(found.path) for found in find_runs(["runs"])] == ["runs/formal/stacktrans/x", str(run.path)]
 
 
+def test_links_are_not_removed_and_a_run_given_twice_is_removed_once(run, capsys):
+    Path("link").symlink_to(run.path)
+    assert main(["runs", "remove", "link", "--yes"]) == 1
+    assert f"link: a symbolic link; give the run folder, {run.path.resolve()}" in capsys.readouterr().err
+    assert main(["runs", "remove", str(run.path), f"{run.path}/", "--yes"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 1
+    assert not run.path.exists()
+
+
 def test_list_show_and_remove(run, capsys):
     assert main(["runs", "list"]) == 0
     rows = capsys.readouterr().out.splitlines()

@@ -38,7 +38,7 @@ def match_models(config: ExperimentConfig, to: ExperimentConfig, by: str, vary: 
     Raises:
         RunError: `config` is too large even at the smallest value.
     """
-    step = 2 * config.model.num_heads if vary == "hidden_size" else 1  # RoPE requires an even head size
+    step = 2 * getattr(config.model, "num_heads", 1) if vary == "hidden_size" else 1  # RoPE requires an even head size
     target = QUANTITIES[by](to)
 
     def measure(units: int) -> float:

@@ -63,7 +63,8 @@ def _build_run_rows(plan: Plan) -> list[tuple[str, str]]:
     num_checkpoints = trainer.keep_checkpoints + 1
     all_checkpoints = format_bytes(num_checkpoints * plan.checkpoint_bytes)
     about, up_to = ("about ", "up to ") if config.data.lengths_vary else ("", "")
-    micro_batches = f"{config.accumulate_grad_batches} micro-batches of {config.micro_batch_size}"
+    num_passes = config.accumulate_grad_batches
+    micro_batches = f"{num_passes} micro-batch{'es' * (num_passes != 1)} of {config.micro_batch_size}"
     tokens = f"{about}{config.data.global_batch_tokens:,} tokens, {plan.tokens:,} in total"
     rows = [
         ("run", f"{config.name} on {count} {plan.device}, {plan.strategy}, {trainer.precision}"),

@@ -8,7 +8,7 @@ from typing import Any
 
 from stackexp.config.affects import select_options
 from stackexp.data.olmo import NAMES
-from stackexp.reports.arms import Arm, ArmRun, describe_unfinished, find_arm, read_arms
+from stackexp.reports.arms import Arm, ArmRun, describe_unfinished, find_arm, rank_arm, read_arms
 from stackexp.reports.differences import (
     COLUMNS,
     OTHER,
@@ -56,6 +56,9 @@ def build_ablation(paths: Sequence[Path], baseline: str | None = None) -> Report
     diverged = [run for arm in order for run in arm.runs if not read_losses(run)]
     notes += [f"without a finite loss, not in the means: {run.folder.path}" for run in diverged]
     tables = [_build_losses(order, variants)]
+    waiting = [arm.name for arm in arms if not arm.runs and find_variant(arm.config) == "Transformer"]
+    if base and waiting and baseline is None:
+        notes.append(f"the baseline is {base.name}, because no run of {', '.join(waiting)} is finished")
     if base is None:
         notes.append("no differences: no finished run of a Transformer without a memory; choose another --baseline")
     has_pairs = base is not None and any(comparison.pairs for comparison in comparisons)
@@ -67,9 +70,9 @@ def build_ablation(paths: Sequence[Path], baseline: str | None = None) -> Report
 
 
 def _assign_variants(arms: list[Arm]) -> dict[str, Arm]:
-    """Return the paper's variant -> its arm: of several one with runs, the variant's name and few parameters."""
+    """Return the paper's variant -> its arm: of several the first by `rank_arm`."""
     variants: dict[str, Arm] = {}
-    for arm in sorted(arms, key=lambda a: (not a.runs, a.name not in CHOICES.values(), a.average("parameters") or 0)):
+    for arm in sorted(arms, key=rank_arm):
         if (variant := find_variant(arm.config)) is not None:
             variants.setdefault(variant, arm)
     return variants

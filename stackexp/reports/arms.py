@@ -19,7 +19,7 @@ from stackexp.config.yaml_files import flatten, read_file
 from stackexp.errors import ConfigError, RunError
 from stackexp.files import read_json
 from stackexp.reports.compare import GENERATED_DATA
-from stackexp.reports.paper import find_variant
+from stackexp.reports.paper import CHOICES, find_variant
 from stackexp.reports.summaries import RunState, find_runs, summarize
 from stackexp.runs import RunFolder
 
@@ -170,6 +170,12 @@ def find_arm(arms: Sequence[Arm], name: str) -> Arm:
     if found is None:
         raise RunError(f"no run named {name}; choose among {', '.join(arm.name for arm in arms)}")
     return found
+
+
+def rank_arm(arm: Arm) -> tuple[bool, bool, float, float]:
+    """Return a sort key: arms with runs first, then those with a variant's name, many tokens and few parameters."""
+    is_named = arm.name in CHOICES.values()
+    return not arm.runs, not is_named, -(arm.average("tokens") or 0), arm.average("parameters") or 0
 
 
 def describe_unfinished(arms: Sequence[Arm]) -> list[str]:

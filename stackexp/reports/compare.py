@@ -100,9 +100,11 @@ def format_runs(runs: list[RunFolder], style: Style = "terminal") -> str:
         set_scores = _format_sets(result, sets) if has_sets else []
         rows.append([names[run], *progress, format_loss(summary.train_loss), *scores, *set_scores])
     baselines = {json.dumps(result["bigrams"]): result for result in results.values() if "bigrams" in result}
-    for result in baselines.values():  # one row for each corpus and number of tokens
+    owners = {json.dumps(result.get("bigrams")): names[run] for run, result in reversed(results.items())}
+    for key, result in baselines.items():  # one row for each corpus and number of tokens
         cells = [ABSENT, ABSENT, f"{result['tokens']:,}", *[ABSENT] * (3 + len(formal))]
-        rows.append(["bigram counts", *cells, *_format_sets(result["bigrams"], sets)])
+        name = f"bigram counts (data of {owners[key]})" if len(baselines) > 1 else "bigram counts"
+        rows.append([name, *cells, *_format_sets(result["bigrams"], sets)])
     return format_table(rows, header=header, align="<<" + ">" * (len(header) - 2), style=style)
 
 

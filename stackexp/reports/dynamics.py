@@ -7,9 +7,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from stackexp.config.yaml_files import flatten, read_file
 from stackexp.errors import RunError
 from stackexp.metric_tags import TRAIN_LOSS
-from stackexp.reports.arms import Arm, describe_unfinished, find_arm, read_arms
+from stackexp.reports.arms import Arm, describe_unfinished, find_arm, rank_arm, read_arms
 from stackexp.reports.differences import compare_arms
 from stackexp.reports.figures import abbreviate_thousands
 from stackexp.reports.paper import find_variant
@@ -21,10 +22,10 @@ SMOOTHED_FRACTION = 0.04  # averaging window as a share of the steps
 
 
 class Curve(NamedTuple):
-    """The mean training loss of an arm over its seeds: tokens [N], raw and smoothed losses [N]."""
+    """The training loss of an arm: of each run {tokens: loss}, and of their mean tokens, raw and smoothed [N]."""
 
     name: str
-    seeds: int
+    runs: dict[int, dict[int, float]]
     window: int
     tokens: Any
     raw: Any
@@ -32,7 +33,7 @@ class Curve(NamedTuple):
 
 
 class Crossing(NamedTuple):
-    """The difference from the baseline at common numbers of tokens [N], and the tokens where its sign changes."""
+    """The smoothed difference from the baseline over common tokens [N], and the tokens where its sign changes."""
 
     tokens: Any
     difference: Any
@@ -59,10 +60,10 @@ def build_dynamics(
     own = next((curve for curve in curves if curve.name == base.name), curves[0])
     crossings = {curve.name: find_crossings(curve, own) for curve in curves if curve is not own}
     rows = [_build_row(curve, crossings.get(curve.name)) for curve in curves]
-    header = ["run", "seeds", "tokens", "smoothed loss", f"minus {own.name}", "crossings", "last crossing"]
+    header = ["run", "seeds", "tokens", "smoothed loss", f"minus {own.name}", "at tokens", "crossings", "last crossing"]
     legend = (
-        "Losses are means over the seeds. Smoothed: centered moving average, cut off at both ends. Crossing: the "
-        "smoothed loss passes that of the baseline and stays on the other side for at least one averaging window."
+        "Losses are means over the seeds. Smoothed: centered moving average, cut off at both ends. Differences: over "
+        "seeds and tokens that both have. Crossing: the smoothed difference changes its sign for at least one window."
     )
     mismatches = [line for arm in chosen if arm is not base for line in compare_arms(arm, base).mismatches]
     notes = [legend, *mismatches, *describe_unfinished(chosen), *notes]
@@ -82,7 +83,8 @@ def build_dynamics(
 
 def _find_baseline(arms: list[Arm], name: str | None) -> Arm:
     if name is None:
-        return next((arm for arm in arms if find_variant(arm.config) == "Transformer"), arms[0])
+        transformers = [arm for arm in arms if find_variant(arm.config) == "Transformer"]
+        return min(transformers or arms, key=rank_arm)
     return find_arm(arms, name)
 
 
@@ -90,24 +92,29 @@ def _choose_arms(arms: list[Arm], base: Arm, only: Sequence[str]) -> list[Arm]:
     """Return the baseline and the other arms to show."""
     chosen = [find_arm(arms, name) for name in only] or arms
     if len(chosen) > MAX_CURVES and not only:
-        stacks = [arm for arm in arms if find_variant(arm.config) == "StackTrans"]
+        stacks = sorted((arm for arm in arms if find_variant(arm.config) == "StackTrans"), key=rank_arm)
         chosen = stacks[:1] or arms[: MAX_CURVES - 1]
     return [base, *(arm for arm in chosen if arm is not base)]
 
 
 def read_curve(arm: Arm, smooth: int | None = None) -> Curve | None:
     """Return the mean curve over the tokens that all seeds have reached, or None if there is no loss yet."""
-    records = [
-        {line["tokens"]: line[TRAIN_LOSS] for line in folder.read_metrics() if line.get(TRAIN_LOSS) is not None}
-        for folder in arm.folders
-    ]
-    records = [record for record in records if record]
-    tokens = sorted(set(records[0]).intersection(*records[1:])) if records else []
+    runs: dict[int, dict[int, float]] = {}
+    for folder in arm.folders:
+        lines = (line for line in folder.read_metrics() if line.get(TRAIN_LOSS) is not None)
+        if record := {line["tokens"]: line[TRAIN_LOSS] for line in lines}:
+            runs.setdefault(flatten(read_file(folder.config)[1])["seed"], record)
+    return average_curves(arm.name, runs, smooth)
+
+
+def average_curves(name: str, runs: dict[int, dict[int, float]], smooth: int | None = None) -> Curve | None:
+    """Return the mean curve of runs {seed: {tokens: loss}} over their common tokens, or None if there are none."""
+    tokens = sorted(set.intersection(*(set(record) for record in runs.values()))) if runs else []
     if not tokens:
         return None
-    raw = np.mean([[record[t] for t in tokens] for record in records], axis=0)
+    raw = np.mean([[record[t] for t in tokens] for record in runs.values()], axis=0)
     window = smooth or max(1, round(SMOOTHED_FRACTION * len(tokens)))
-    return Curve(arm.name, len(records), window, np.array(tokens), raw, smooth_losses(raw, window))
+    return Curve(name, runs, window, np.array(tokens), raw, smooth_losses(raw, window))
 
 
 def smooth_losses(losses: Any, window: int) -> Any:
@@ -119,9 +126,13 @@ def smooth_losses(losses: Any, window: int) -> Any:
 
 
 def find_crossings(curve: Curve, baseline: Curve) -> Crossing:
-    """Return the difference of the smoothed losses, and the tokens at which its sign changes for a whole window."""
-    tokens, ours, theirs = np.intersect1d(curve.tokens, baseline.tokens, return_indices=True)
-    difference = curve.smoothed[ours] - baseline.smoothed[theirs]
+    """Return the smoothed difference over common seeds and tokens, and where its sign changes for a whole window."""
+    seeds = [seed for seed in curve.runs if seed in baseline.runs]
+    own, base = (average_curves(c.name, {seed: c.runs[seed] for seed in seeds}) for c in (curve, baseline))
+    if own is None or base is None:
+        return Crossing(np.array([]), np.array([]), [])
+    tokens, ours, theirs = np.intersect1d(own.tokens, base.tokens, return_indices=True)
+    difference = smooth_losses(own.raw[ours] - base.raw[theirs], curve.window)
     is_above = difference > 0
     starts = [0, *(np.flatnonzero(is_above[1:] != is_above[:-1]) + 1)] if len(tokens) else []
     ends = [*starts[1:], len(tokens)]
@@ -131,11 +142,12 @@ def find_crossings(curve: Curve, baseline: Curve) -> Crossing:
 
 
 def _build_row(curve: Curve, crossing: Crossing | None) -> list[str]:
-    cells = [curve.name, str(curve.seeds), f"{curve.tokens[-1]:,}", f"{curve.smoothed[-1]:.3f}"]
+    cells = [curve.name, str(len(curve.runs)), f"{curve.tokens[-1]:,}", f"{curve.smoothed[-1]:.3f}"]
     if crossing is None or not len(crossing.tokens):
-        return [*cells, ABSENT, ABSENT, ABSENT]
+        return [*cells, *[ABSENT] * 4]
     last = f"{crossing.crossings[-1]:,}" if crossing.crossings else ABSENT
-    return [*cells, f"{crossing.difference[-1]:+z.3f}", str(len(crossing.crossings)), last]
+    difference = [f"{crossing.difference[-1]:+z.3f}", f"{crossing.tokens[-1]:,}"]
+    return [*cells, *difference, str(len(crossing.crossings)), last]
 
 
 def draw_dynamics(curves: list[Curve], baseline: Curve, crossings: dict[str, Crossing]) -> Any:

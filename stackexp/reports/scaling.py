@@ -19,6 +19,7 @@ BASELINE = "Transformer"
 SAME_RATIO = 0.1  # tokens per parameter of a ladder differ by less than this much in their logarithm
 QUANTITIES = {"parameters": "tokens", "tokens": "backbone"}
 """The quantity of each panel -> the quantity that is held fixed there."""
+COMMON = {"parameters": "tokens", "tokens": "parameters outside the memory"}
 
 
 class Point(NamedTuple):
@@ -64,8 +65,8 @@ def build_scaling(paths: Sequence[Path], measure: str | None = None, irreducible
             notes.append(f"left out, no {column} above {irreducible:g}: {run.folder.path}")
     panels = [select_series(points, quantity, irreducible) for quantity in QUANTITIES]
     missing = [
-        f"missing loss against {quantity}: no two sizes of a family at the same {QUANTITIES[quantity]} or tokens per "
-        "parameter: `python -m stackexp sweep run ladder`"
+        f"missing loss against {quantity}: needs two sizes of a family with equal {COMMON[quantity]}, or equal tokens "
+        "per parameter: `python -m stackexp sweep run ladder`"
         for quantity, panel in zip(QUANTITIES, panels, strict=True)
         if panel is None
     ]
@@ -73,7 +74,8 @@ def build_scaling(paths: Sequence[Path], measure: str | None = None, irreducible
     legend = [
         f"Loss: {column}. Fit: loss = {irreducible:g} + factor / size^exponent, least squares in logarithms. "
         "Another irreducible loss gives other exponents (--irreducible).",
-        "Intervals are 95 %, by bootstrap of the residuals, for families of four runs or more. Bold or *: without 1.",
+        "Intervals are 95 %, by bootstrap of the residuals, for families of four runs or more. Bold or *: the interval "
+        "excludes 1.",
         f"Equivalent factor: how many times larger the {BASELINE} must be for the same loss, at the largest size that "
         "both families have. Extrapolated: beyond the sizes that were run.",
     ]
@@ -167,7 +169,7 @@ def draw_panels(panels: list[Series], column: str) -> Any:
         axes.set_xticks(ticks, [_abbreviate(tick) for tick in ticks], fontsize=8)
         axes.xaxis.set_minor_locator(NullLocator())
         for formatter in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
-            formatter("{x:.3g}")
+            formatter("{x:.4g}")
         axes.grid(alpha=0.3, which="both")
         axes.legend(fontsize=8)
     return figure

@@ -49,9 +49,13 @@ def run(args: Namespace) -> int:
 
     for name in ("null", *wanted):
         try:
-            compose(args.config, [*args.overrides, f"model.memory={name}"])
+            config = compose(args.config, [*args.overrides, f"model.memory={name}"])
         except ConfigError as error:
             raise ConfigError(f"bench efficiency: with model.memory={name}: {error}") from None
+        if config.data.objective != "language_modeling":
+            raise ConfigError(
+                f"bench efficiency: data.kind {config.data.kind} has no text; use a config of a language model"
+            )
     from stackexp.benchmarking import efficiency
     from stackexp.benchmarking.harness import choose_device, write_record
 

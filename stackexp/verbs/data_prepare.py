@@ -130,6 +130,7 @@ def _print_corpus(corpus: "Corpus", folder: Path) -> None:
         print(f"  and {corpus.bad_lines - SHOWN_BAD_LINES:,} more: {folder / BAD_LINES}")
     print(f"to train on it:\n  data.kind=shards data.path={folder}")
     print(f"  data.vocab_size={corpus.vocab_size} data.context_length={corpus.context_length}")
+    print(f"  data.global_batch_tokens={8 * corpus.context_length}")
     print(f"to validate on it:\n  data.validation.NAME={folder}")
 
 

@@ -38,6 +38,8 @@ def run(args: Namespace) -> int:
     from stackexp.reports.figures import check_output_path
     from stackexp.reports.page import build_page
 
+    if not args.folder.is_dir():
+        args.parser.error(f"{args.folder}: no such folder; give a folder of runs, such as runs/")
     check_output_path(args.out, (".html",))
     args.out.write_text(build_page(args.folder), encoding="utf-8")
     print(args.out)

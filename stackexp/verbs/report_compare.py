@@ -13,7 +13,7 @@ EXAMPLES = ("report compare runs/quickstart/* --figure loss.png",)
 
 def add_arguments(parser: Parser) -> None:
     """Add the options of `report compare`."""
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="run folders")
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="run folders, or folders of run folders")
     parser.add_argument("--figure", type=Path, metavar="FILE", help="plot the losses into this file")
     parser.add_argument("--markdown", action="store_true", help="print a Markdown table")
     parser.add_argument("--json", action="store_true", help="print a list of objects: summary and result of each run")
@@ -25,11 +25,14 @@ def run(args: Namespace) -> int:
     from stackexp import runs
     from stackexp.reports.compare import check_same_data, draw_losses, format_runs
     from stackexp.reports.figures import check_output_path
-    from stackexp.reports.summaries import summarize
+    from stackexp.reports.summaries import find_runs, summarize
 
     if args.figure:
         check_output_path(args.figure)
-    folders = [runs.open_run(path) for path in args.runs]
+    folders = []
+    for path in args.runs:
+        found = find_runs([path]) if Path(path).is_dir() else []
+        folders += found or [runs.open_run(path)]
     if not args.different_data:
         for warning in check_same_data(folders):
             print(warning, file=sys.stderr)

@@ -32,5 +32,6 @@ def run(args: Namespace) -> int:
     elif summaries:
         print(format_summaries(summaries))
     else:
-        print(f"no runs in {', '.join(args.folders)}")
+        state = f"{args.state} " if args.state else ""
+        print(f"no {state}runs in {', '.join(args.folders)}")
     return 0

@@ -21,11 +21,14 @@ def add_arguments(parser: Parser) -> None:
 def run(args: Namespace) -> int:
     """Delete the runs, or list them."""
     from stackexp import runs
-    from stackexp.errors import FolderBusyError
+    from stackexp.errors import FolderBusyError, RunError
     from stackexp.reports.summaries import format_size, summarize
 
     folders = [runs.open_run(path) for path in args.runs]
+    folders = list({folder.path.resolve(): folder for folder in folders}.values())
     for folder in folders:
+        if folder.path.is_symlink():
+            raise RunError(f"{folder.path}: a symbolic link; give the run folder, {folder.path.resolve()}")
         folder.check_ownership()
         summary = summarize(folder)
         if summary.state == "running":
