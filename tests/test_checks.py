@@ -70,7 +70,7 @@ def _in_empty_folder(tmp_path, monkeypatch):
         ),
         (
             "trainer.max_steps=20",
-            "schedule.warmup_steps: must be smaller than trainer.max_steps 20 "
+            "schedule.warmup_steps: 20 must be smaller than trainer.max_steps 20 "
             "(trainer.max_steps: override trainer.max_steps=20)",
         ),
         (

@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections import Counter
 
 import pytest
 import torch
@@ -150,6 +151,11 @@ def test_autocast_counts_a_copy_of_each_matrix():
     matrices = [p for p in cost.build_meta_model(small("model.memory=null")).parameters() if p.ndim == 2]
     assert training.gathered == 2 * sum(p.numel() for p in matrices)
     assert make_plan(small("model.memory=null")).training.gathered == 0
+
+
+def test_no_extrapolated_size_is_negative():
+    sizes = memory_use._extrapolate([[1, 1], [1, 2]], [Counter(a=2, b=1), Counter(a=1, b=2)], [1, 4])
+    assert sizes == {"a": 0, "b": 4}
 
 
 @pytest.mark.process

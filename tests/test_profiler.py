@@ -17,8 +17,9 @@ def count_optimizer_steps(run, steps):
 def test_a_trace_holds_the_chosen_steps(tiny, tmp_path):
     forks = Forks(tmp_path)
     options = ("trainer.max_steps=6", "schedule.warmup_steps=0", "data.micro_batch_size=4")
-    forks.run("fit", "--config", tiny, *options, "trainer.profile=2-4")
+    printed = forks.run("fit", "--config", tiny, *options, "trainer.profile=2-4")
     run = only_run(tmp_path / "runs")
+    assert f"profile of steps 2-4: {run.path}/profile/trace-2-4.json" in printed
     assert count_optimizer_steps(run, "2-4") == 3
     forks.run("fit", "--config", tiny, *options, "name=plain")
     assert losses(run) == losses(only_run(tmp_path / "runs", "plain")), "the profiler changes no value"

@@ -37,13 +37,17 @@ def list_keys() -> list[Key]:
 
 
 def explain(name: str) -> str:
-    """Return type, default and description of a key, for each kind that has it. Raises ConfigError for unknown keys."""
-    keys = [key for key in list_keys() if key.name == name]
+    """Return type, default and description of a key, for each kind that has it, or a table of a section's keys.
+
+    The last part of a key is enough. Raises ConfigError for unknown keys.
+    """
+    known = list_keys()
+    if inside := [key for key in known if key.name.startswith(f"{name}.")]:
+        rows = [(key.name, key.kind, key.default, key.description) for key in inside]
+        return format_table(rows, header=("key", "kind", "default", "description"))
+    keys = [key for key in known if key.name == name] or [key for key in known if key.name.endswith(f".{name}")]
     if not keys:
-        names = dict.fromkeys(key.name for key in list_keys())
-        inside = [other for other in names if other.startswith(f"{name}.")]
-        hint = f"; it is a section with the keys {', '.join(inside)}" if inside else suggest_name(name, list(names))
-        raise ConfigError(f"configs explain {name}: no such key{hint}")
+        raise ConfigError(f"configs explain {name}: no such key{suggest_name(name, [key.name for key in known])}")
     texts = []
     for key in keys:
         title = f"{key.name} (kind {key.kind})" if key.kind else key.name

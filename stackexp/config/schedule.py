@@ -21,7 +21,7 @@ class ScheduleConfig:
     def find_errors(self, trainer: TrainerConfig) -> Errors:
         """Yield the errors that involve several options of the schedule or the trainer."""
         if self.warmup_steps >= trainer.max_steps:
-            yield "warmup_steps", f"must be smaller than trainer.max_steps {trainer.max_steps}"
+            yield "warmup_steps", f"{self.warmup_steps} must be smaller than trainer.max_steps {trainer.max_steps}"
 
 
 @register("schedule", "cosine", builds="stackexp.modules.schedules:build_cosine")

@@ -159,10 +159,11 @@ def measure_peak(config: ExperimentConfig, is_training: bool) -> Counter[str]:
 
 
 def _extrapolate(points: list[list[float]], samples: list[Counter[str]], point: list[float]) -> Counter[str]:
-    """Evaluate at `point` the linear function with these samples at these points."""
+    """Evaluate at `point` the linear function with these samples at these points; at least 0 bytes of a kind."""
     weights = torch.linalg.solve(torch.tensor(points, dtype=torch.float64).T, torch.tensor(point, dtype=torch.float64))
     kinds = set().union(*samples)
-    return Counter({k: round(sum(w * s[k] for w, s in zip(weights.tolist(), samples, strict=True))) for k in kinds})
+    sums = {k: sum(w * s[k] for w, s in zip(weights.tolist(), samples, strict=True)) for k in kinds}
+    return Counter({kind: max(0, round(size)) for kind, size in sums.items()})
 
 
 _pass_cache: dict[str, Counter[str]] = {}

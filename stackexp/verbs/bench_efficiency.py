@@ -39,7 +39,7 @@ def add_arguments(parser: Parser) -> None:
 def run(args: Namespace) -> int:
     """Check every config, measure, print the table."""
     check_benchmark_arguments(args)
-    wanted = args.only.split(",") if args.only else list(MEMORIES)
+    wanted = list(MEMORIES) if args.only is None else args.only.split(",")
     for name in wanted:
         if name not in MEMORIES:
             args.parser.error(

@@ -1,4 +1,7 @@
-"""Explain a config key: type, limits, default and meaning. Without a key, print the reference of all keys."""
+"""Explain a config key: type, limits, default and meaning; of a section, list the keys.
+
+Without a key, print the reference of all keys.
+"""
 
 from argparse import Namespace
 
@@ -10,7 +13,7 @@ EXAMPLES = ("configs explain model.memory.num_slots", "configs explain > docs/co
 
 def add_arguments(parser: Parser) -> None:
     """Add the key."""
-    parser.add_argument("key", nargs="?", metavar="KEY", help="a full key, such as trainer.max_steps")
+    parser.add_argument("key", nargs="?", metavar="KEY", help="a key, such as trainer.max_steps, or a section")
 
 
 def run(args: Namespace) -> int:

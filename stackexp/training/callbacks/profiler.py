@@ -1,5 +1,6 @@
 """A profile of a few training steps: a Chrome trace and, on CUDA, a memory snapshot."""
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from stackexp.modules.base import TrainingModule
 
+log = logging.getLogger(__name__)
 MAX_MEMORY_EVENTS = 100_000  # allocations and frees in a memory snapshot
 
 
@@ -49,7 +51,9 @@ class Profiler(pl.Callback):
         assert self._profile is not None
         self._folder.mkdir(exist_ok=True)
         self._profile.stop()
-        self._profile.export_chrome_trace(str(self._folder / f"trace-{self._steps}.json"))
+        trace = self._folder / f"trace-{self._steps}.json"
+        self._profile.export_chrome_trace(str(trace))
+        log.info("profile of steps %s: %s", self._steps, trace)
         if torch.cuda.is_available():
             torch.cuda.memory._dump_snapshot(str(self._folder / f"memory-{self._steps}.pickle"))
             torch.cuda.memory._record_memory_history(enabled=None)
