@@ -7,7 +7,7 @@ val/<group>/average/<score>         the means over a group
 val/whole/...                       the same over whole sets, in runs that validate on a sample (data.eval_sequences)
 test/...                            the same for `test`; of formal languages test/accuracy_by_length and test/score_*
 memory/<figure>/layer_<number>      of a probed step; with a memory at each sublayer, followed by _<site>
-memory_val/<figure>/layer_<number>  the same on the first validation batch of each set
+memory_val/<figure>/layer_<number>  the same on the first 8 sequences of each validation set
 """
 
 from functools import cache

@@ -28,6 +28,7 @@ from stackexp.modules.spike_detection import SpikeDetector
 from stackexp.modules.step_metrics import StepMetrics
 
 log = logging.getLogger(__name__)
+PROBED_ROWS = 8  # of each validation set
 
 
 class TrainingModule(pl.LightningModule):
@@ -247,19 +248,24 @@ class TrainingModule(pl.LightningModule):
     def validation_step(self, batch: dict[str, Any], batch_idx: int, dataloader_idx: int = 0) -> None:
         """Score one batch. After the last batch of a set, its scores are in `set_metrics`.
 
-        During training, the first batch of each set also measures the memory.
+        During training, the first rows of each set also measure the memory.
         """
         dataset, metric, num_batches = self._evaluated[dataloader_idx]
         if batch_idx == 0 and self.trainer.state.fn == "fit":
-            tokens = self._read_first_batch(dataset)["tokens"] if self.trainer.world_size > 1 else batch["tokens"]
-            self._add_probes(self.validation_probes, "memory_val", self.model(tokens.to(self.device), probe=True))
+            output = self.model(self._read_first_rows(dataset).to(self.device), probe=True)
+            self._add_probes(self.validation_probes, "memory_val", output)
         self.update_set_metric(metric, batch)
         if batch_idx + 1 == num_batches:
             self.set_metrics[dataset.name] = self.compute_set_scores(dataset, metric)
 
-    def _read_first_batch(self, dataset: Any) -> dict[str, Any]:
-        """Return the batch that a single process would score first; the same on every rank."""
-        return next(iter(self.trainer.datamodule.build_eval_loader(dataset, rank=0, world_size=1)))
+    def _read_first_rows(self, dataset: Any) -> Tensor:
+        """Return the first PROBED_ROWS rows of a set [N, T], the same for every batch size and on every rank."""
+        rows: list[Tensor] = []
+        for batch in self.trainer.datamodule.build_eval_loader(dataset, rank=0, world_size=1):
+            rows += batch["tokens"][batch["index"] >= 0]
+            if len(rows) >= PROBED_ROWS:
+                break
+        return torch.stack(rows[:PROBED_ROWS])
 
     test_step = validation_step
 

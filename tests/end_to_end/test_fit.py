@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 import yaml
 from conftest import write_tiny
 from forks import Forks
@@ -65,15 +66,16 @@ def test_metrics_have_a_line_for_each_step_and_each_validation(fitted):
     assert steps[-1]["train/loss"] < steps[0]["train/loss"]
 
 
-def test_validations_measure_the_memory_on_the_first_batch_of_each_set(fitted):
+def test_validations_measure_the_memory_on_the_first_rows_of_each_set(fitted):
     run, _ = fitted
     loaded = load_run(run.path, "last")
     data = build("data", loaded.config.data, seed=0)
     data.eval_limit = loaded.config.data.eval_sequences
     data.setup("validate")
-    batches = [next(iter(data.build_eval_loader(dataset, 0, 1))) for dataset in data.sets("validate")]
-    assert len(batches) == 2
-    probes = [loaded.model(batch["tokens"], probe=True).probes for batch in batches]
+    loaders = [data.build_eval_loader(dataset, 0, 1) for dataset in data.sets("validate")]
+    assert len(loaders) == 2
+    tokens = [torch.cat([batch["tokens"] for batch in loader])[:8] for loader in loaders]
+    probes = [loaded.model(rows, probe=True).probes for rows in tokens]
     logged = next(line for line in reversed(list(run.read_metrics())) if "val/loss/average" in line)
     for layer in range(2):
         for name in ("push", "read_share"):
