@@ -8,6 +8,7 @@ import pytest
 
 from stackexp import cli
 from stackexp.config.compose import compose
+from stackexp.reports.documents import update_document
 from stackexp.verbs.dispatch import find_verb, load_verb
 
 ROOT = Path(__file__).parents[1]
@@ -23,11 +24,21 @@ def find_commands(page: Path) -> list[list[str]]:
     cells = [cell for line in text.splitlines() if line.startswith("|") for cell in re.findall(r"`([^`]+)`", line)]
     verbs = {name.split()[0] for name in cli.VERBS}
     lines += [cell for cell in cells if " " in cell and cell.split()[0] in verbs]
-    commands = [shlex.split(re.split(r"`| && |; do|; \w+$|\|", line)[0], comments=True) for line in lines]
+    commands = [shlex.split(re.split(r"`| && |; do|; \w+$|\|| -->", line)[0], comments=True) for line in lines]
     return [command for command in commands if command and not {"VERB", "...", "$v"} & set(command)]
 
 
 COMMANDS = [(page.name, command) for page in PAGES for command in find_commands(page)]
+
+
+def test_the_tables_of_the_results_are_current(monkeypatch, tmp_path):
+    """If this fails: python -m stackexp report all --update docs/results.md."""
+    monkeypatch.chdir(ROOT)
+    page = ROOT / "docs" / "results.md"
+    copy = tmp_path / "results.md"
+    copy.write_bytes(page.read_bytes())
+    assert update_document(copy)
+    assert copy.read_text(encoding="utf-8") == page.read_text(encoding="utf-8")
 
 
 def test_commands_are_found():

@@ -22,6 +22,8 @@ def runs(tmp_path, monkeypatch) -> Path:
             loss = 3.0 - 0.1 * seed
             finish(run, loss)
             write_chunk_losses(run / "validate.json", "held-out", np.array([[loss - 0.1, loss + 0.1], [1.0, 1.0]]))
+        record = {"step": 10, "overrides": [], "sets": {}, "checkpoint": "/secret/checkpoints/00000010"}
+        (run / "validate.json").write_text(json.dumps(record))
         (run / "environment.json").write_text(json.dumps([{"commit": "aa", "host": "secret"}]))
         (run / "checkpoints" / "00000010").mkdir(parents=True)
     return Path("runs")

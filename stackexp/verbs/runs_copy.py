@@ -1,7 +1,8 @@
 """Copy what reports read of finished runs: small enough to commit, without checkpoints and event files.
 
-Copies the config, the result, the environment without the host's name, the last hash of the data, and the losses of the
-validation chunks. All reports but `report dynamics` read such copies like the runs themselves.
+Copies the config, the results, the environment, the last hash of the data, and the losses of the validation chunks,
+without the name of the host and the paths of checkpoints. All reports but `report dynamics` read such copies like the
+runs themselves.
 """
 
 import shutil
@@ -22,7 +23,7 @@ def add_arguments(parser: Parser) -> None:
 
 def run(args: Namespace) -> int:
     """Copy the finished runs."""
-    from stackexp.files import append_json_line, read_json_lines, write_json
+    from stackexp.files import append_json_line, read_json, read_json_lines, write_json
     from stackexp.reports.summaries import find_runs
 
     folders = [folder for folder in find_runs(args.runs) if folder.is_finished]
@@ -33,8 +34,11 @@ def run(args: Namespace) -> int:
         if target.exists():
             args.parser.error(f"{target}: exists already; remove it first, or choose another --to")
         target.mkdir(parents=True)
-        for path in [folder.config, folder.result, folder.path / ".stackexp", *folder.path.glob("validate*.json")]:
+        for path in [folder.config, folder.result, folder.path / ".stackexp"]:
             shutil.copyfile(path, target / path.name)
+        for path in folder.path.glob("validate*.json"):
+            record = read_json(path)
+            write_json(target / path.name, record | {"checkpoint": Path(record["checkpoint"]).name})
         for chunks in folder.path.glob("validate*.chunks"):
             shutil.copytree(chunks, target / chunks.name)
         sessions = [{k: v for k, v in session.items() if k != "host"} for session in folder.read_sessions()]
