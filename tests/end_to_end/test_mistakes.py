@@ -20,10 +20,13 @@ def run(tiny, tmp_path) -> RunFolder:
 
 
 def get_error(capsys, *argv: object, code: int = 1) -> str:
-    """Return the one line that a failing command prints, besides its progress."""
+    """Return the one line that a failing command prints, besides its progress and the first use of the kernels."""
     capsys.readouterr()
     assert main([str(argument) for argument in argv]) == code
-    (line,) = (text for text in capsys.readouterr().err.strip().splitlines() if not text.startswith("step "))
+    lines = capsys.readouterr().err.strip().splitlines()
+    found = [text for text in lines if not text.startswith(("step ", "stack implementation: "))]
+    assert len(found) == 1, found
+    (line,) = found
     assert line.startswith("error: ")
     return line
 
