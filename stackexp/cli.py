@@ -41,6 +41,7 @@ VERBS = {
     "bench efficiency": "measure the cost of a memory in a full model",
     "bench stack": "measure the stack step alone",
     "completion": "print a completion script for bash or zsh",
+    "checkpoint average": "average the weights of a run's last checkpoints",
     "checkpoint consolidate": "write a checkpoint's weights to one safetensors file",
 }
 

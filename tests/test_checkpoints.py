@@ -25,6 +25,7 @@ from saved_models import (
 )
 from torch import nn
 from torch.distributed.checkpoint import FileSystemWriter
+from torch.testing import assert_close
 
 from stackexp.config.compose import to_yaml
 from stackexp.models import checkpoints
@@ -131,6 +132,20 @@ def test_weights_of_a_different_architecture_are_named(saved, tmp_path):
     ):
         model = nn.Sequential(*(nn.Linear(*sizes) for sizes in layers))
         assert message in get_error(checkpoints.load_weights, model, path)
+
+
+def test_an_average_is_the_mean_of_the_weights(tmp_path):
+    model, optimizer = make_model()
+    folders, expected = [tmp_path / f"0000000{step}" for step in (3, 4, 5)], {}
+    for folder in folders:
+        take_step(model, optimizer)
+        save(folder, collect_tensors(model, optimizer), make_state())
+        expected = {name: expected.get(name, 0) + weight / 3 for name, weight in model.state_dict().items()}
+    file = tmp_path / "average.safetensors"
+    assert checkpoints.average(folders, file, QUICKSTART) == 4
+    assert_close(load_file(file), expected)
+    assert checkpoints.average(folders[2:], file, QUICKSTART) == 4
+    assert_equal(load_file(file), model.state_dict())
 
 
 def test_a_consolidated_file_has_the_weights_and_the_config(saved, tmp_path):

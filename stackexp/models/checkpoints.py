@@ -13,7 +13,7 @@ import os
 import pickle
 import shutil
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
@@ -128,9 +128,30 @@ def _is_first_rank() -> bool:
 
 def consolidate(path: Path, target: Path, config: ExperimentConfig) -> int:
     """Write a checkpoint's weights to one safetensors file with the config as metadata; return the tensor count."""
+    return _write_weights(_read_weights(path), target, config)
+
+
+def average(paths: Sequence[Path], target: Path, config: ExperimentConfig) -> int:
+    """Write the mean of the weights of checkpoints to one safetensors file; return the tensor count.
+
+    Sums are in float64; a mean has the dtype of its weights.
+    """
+    sums: dict[str, Tensor] = {}
+    for path in paths:
+        weights = _read_weights(path)
+        sums = {name: sums.get(name, 0) + tensor.double() for name, tensor in weights.items()}
+    means = {name: (total / len(paths)).to(weights[name].dtype) for name, total in sums.items()}
+    return _write_weights(means, target, config)
+
+
+def _read_weights(path: Path) -> dict[str, Tensor]:
     load_state(path)
     tensors = {name: torch.empty(s.size, dtype=s.properties.dtype) for name, s in _read_stored_weights(path).items()}
     load_tensors({"model": tensors}, path)
+    return tensors
+
+
+def _write_weights(tensors: dict[str, Tensor], target: Path, config: ExperimentConfig) -> int:
     partial = target.with_name(f".{target.name}.{os.getpid()}")
     try:
         save_file(tensors, partial, metadata={"format": "pt", "stackexp_config": to_yaml(config)})

@@ -25,10 +25,7 @@ def add_arguments(parser: Parser) -> None:
 
 def run(args: Namespace) -> int:
     """Consolidate the checkpoint and print the size of the file."""
-    if args.to.suffix != ".safetensors":
-        args.parser.error(f"--to {args.to}: must end in .safetensors")
-    if not args.to.parent.is_dir():
-        args.parser.error(f"--to {args.to}: the folder {args.to.parent} does not exist; create it first")
+    args.parser.check_weights_path("--to", args.to)
     from stackexp import runs
     from stackexp.config import compose
     from stackexp.models import checkpoints

@@ -85,6 +85,13 @@ class Parser(argparse.ArgumentParser):
         if any("\ud800" <= character <= "\udfff" for character in text):
             self.error(f"{option}: not valid UTF-8")
 
+    def check_weights_path(self, option: str, path: Path) -> None:
+        """Raise ConfigError unless a safetensors file can be written to this path."""
+        if path.suffix != ".safetensors":
+            self.error(f"{option} {path}: must end in .safetensors")
+        if not path.parent.is_dir():
+            self.error(f"{option} {path}: the folder {path.parent} does not exist; create it first")
+
     def check_run_folder(self, run: str) -> Path:
         """Return the config.yaml of a run folder. Raises ConfigError if there is none."""
         path = Path(run, "config.yaml")

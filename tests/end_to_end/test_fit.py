@@ -133,6 +133,13 @@ def test_every_verb_works_on_a_finished_run(fitted, tmp_path):
     forks.run("test", "--run", run.path, "data.eval_batch_size=3")
     tested = json.loads((run.path / "test.json").read_text())["sets"]
     assert tested["right"] == pytest.approx(result["sets"]["right"], rel=1e-6)
+    steps = [int(path.name) for path in run.list_checkpoints()]
+    averaged = forks.run("checkpoint", "average", "--run", run.path, "--last", "2", "--to", "average.safetensors")
+    assert averaged.startswith(f"steps {steps[-2]}, {steps[-1]} -> average.safetensors: ")
+    scored = forks.run("validate", "--run", run.path, "--ckpt_path", "average.safetensors")
+    assert "average of sets" in scored
+    refusal = forks.run("checkpoint", "average", "--run", run.path, "--last", "9", "--to", "x.safetensors", expect=1)
+    assert f"--last 9, but it has {len(steps)}; see trainer.keep_checkpoints" in refusal
     text = forks.run("generate", "--run", run.path, "--prompt", "def f", "--max_new_tokens", "5")
     assert text.startswith("def f")
     tiny = run.path.parents[2] / "tiny.yaml"

@@ -1,0 +1,42 @@
+"""Average the weights of the newest checkpoints of a run, and write them to one safetensors file.
+
+The mean of the last checkpoints often has a lower loss than any of them. Validate it with `validate --config NAME
+--ckpt_path average.safetensors`. A run keeps trainer.keep_checkpoints checkpoints.
+"""
+
+from argparse import Namespace
+from pathlib import Path
+
+from stackexp.errors import RunError
+from stackexp.verbs.parser import Parser
+
+USAGE = "--run FOLDER --last N --to FILE.safetensors"
+EXAMPLES = ("checkpoint average --run runs/quickstart/ID --last 3 --to average.safetensors",)
+
+
+def add_arguments(parser: Parser) -> None:
+    """Add the options of `checkpoint average`."""
+    parser.add_argument("--run", metavar="FOLDER", required=True, help="run folder")
+    parser.add_argument("--last", metavar="N", required=True, type=int, help="number of checkpoints, the newest ones")
+    parser.add_argument("--to", metavar="FILE.safetensors", required=True, type=Path)
+
+
+def run(args: Namespace) -> int:
+    """Average the checkpoints and print their steps."""
+    args.parser.check_weights_path("--to", args.to)
+    if args.last < 2:
+        args.parser.error(f"--last {args.last}: must be an integer >= 2")
+    from stackexp import runs
+    from stackexp.config import compose
+    from stackexp.models import checkpoints
+
+    folder = runs.open_run(args.run)
+    found = folder.list_checkpoints()[-args.last :]
+    if len(found) < args.last:
+        raise RunError(
+            f"{folder.checkpoints}: --last {args.last}, but it has {len(found)}; see trainer.keep_checkpoints"
+        )
+    tensors = checkpoints.average(found, args.to, compose.load_config(folder.config))
+    steps = ", ".join(str(int(path.name)) for path in found)
+    print(f"steps {steps} -> {args.to}: {tensors} tensors, {args.to.stat().st_size:,} bytes")
+    return 0
