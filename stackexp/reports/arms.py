@@ -16,6 +16,7 @@ from stackexp.config.affects import find_changed_keys, select_options
 from stackexp.config.compose import load_config
 from stackexp.config.formal_language import get_model_label
 from stackexp.config.yaml_files import flatten, read_file
+from stackexp.data.olmo import NAMES
 from stackexp.errors import ConfigError, RunError
 from stackexp.files import read_json
 from stackexp.reports.compare import GENERATED_DATA
@@ -23,7 +24,7 @@ from stackexp.reports.paper import CHOICES, find_variant
 from stackexp.reports.summaries import RunState, find_runs, summarize
 from stackexp.runs import RunFolder
 
-OLMO_GROUPS = ("v2/", "v3/")
+OLMO_GROUPS = tuple(f"{group}/" for group in NAMES)
 MAX_NAMED_OPTIONS = 3  # in the name of a run
 RUN_ID = r"\d{8}-\d{6}-[0-9a-f]{4}"
 

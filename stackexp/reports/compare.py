@@ -117,16 +117,14 @@ def _format_sets(result: dict[str, Any], sets: list[str]) -> list[str]:
     if "sets" not in result:
         return [ABSENT] * (len(sets) + 2)
     scores = [result["sets"].get(name, {}) for name in sets] + [result["average"]]
-    cells = [
-        ABSENT
-        if not s.get("loss")
-        else f"{s['loss']:.3f} / {s['perplexity'] or math.inf:.1f}"
-        if "perplexity" in s
-        else f"{s['loss']:.3f}"
-        for s in scores
-    ]
+    cells = [_format_loss(s) if s.get("loss") else ABSENT for s in scores]
     bits = result["average"].get("bits_per_byte")
     return [*cells, ABSENT if bits is None else f"{bits:.3f}"]
+
+
+def _format_loss(scores: dict[str, float]) -> str:
+    perplexity = f" / {scores['perplexity'] or math.inf:.1f}" if "perplexity" in scores else ""
+    return f"{scores['loss']:.3f}{perplexity}"
 
 
 def name_runs(runs: list[RunFolder]) -> dict[RunFolder, str]:

@@ -10,7 +10,6 @@ from stackexp.modules.arithmetic import Arithmetic
 from stackexp.runs import RunFolder
 from stackexp.tables import format_table
 from stackexp.training.objectives.base import Objective, Session
-from stackexp.training.tensorboard import write_points
 
 
 class ArithmeticObjective(Objective):
@@ -50,18 +49,11 @@ class ArithmeticObjective(Objective):
         return _format_scores(result["sets"])
 
     def report(self, request: EvaluationRequest, checkpoint: Path, sets: Sets) -> None:
-        """Print the scores, and write them as JSON and TensorBoard events."""
+        """Print the scores, and write them as JSON."""
         print(f"{checkpoint}\n\n{_format_scores(sets)}")
         if request.output is None:
             return
-        record = describe_evaluation(request, checkpoint) | _summarize(sets)
-        write_json(request.output, record)
-        if request.run and request.should_write_events and record["step"] is not None:
-            figures = self.list_final_figures(record).items()
-            skip = request.run.find_logged_tags(record["step"])
-            points = [(tag, value, record["step"]) for tag, value in figures if tag not in skip]
-            with request.open_event_folder() as folder:
-                write_points(folder, f"{request.stage}.{record['step']}", points)
+        write_json(request.output, describe_evaluation(request, checkpoint) | _summarize(sets))
         print(f"\nscores: {request.output}")
 
 
