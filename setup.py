@@ -52,6 +52,7 @@ setup(
         "rich>=13.9",
         "tabulate>=0.9",
         "safetensors>=0.5",
+        "huggingface-hub>=0.30",  # split and index the files of an exported model
     ],
     extras_require={
         "dev": [

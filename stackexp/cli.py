@@ -42,6 +42,7 @@ VERBS = {
     "bench stack": "measure the stack step alone",
     "completion": "print a completion script for bash or zsh",
     "checkpoint average": "average the weights of a run's last checkpoints",
+    "checkpoint export": "write a checkpoint as a Hugging Face folder",
     "checkpoint consolidate": "write a checkpoint's weights to one safetensors file",
 }
 

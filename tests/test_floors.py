@@ -29,7 +29,7 @@ FLOORS = [
     {"training", "evaluation", "planning"},
     {"sweeps", "benchmarking"},
     {"reports"},
-    {"inspection"},
+    {"inspection", "export"},
     {"verbs"},
     {"cli"},
     {"__main__"},

@@ -1,0 +1,1 @@
+"""Export a trained model as a Hugging Face folder."""

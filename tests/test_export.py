@@ -1,0 +1,225 @@
+"""`checkpoint export`: the folder works with transformers alone and gives the same logits and tokens."""
+
+import ast
+import json
+import os
+import subprocess
+import venv
+from pathlib import Path
+
+import exported_models
+import pytest
+import torch
+import transformers
+from safetensors.torch import save_file
+
+from stackexp import runs
+from stackexp.cli import main
+from stackexp.config.compose import compose
+from stackexp.data.tokenizer import train_tokenizer
+from stackexp.errors import RunError
+from stackexp.export import huggingface
+from stackexp.models.generation import generate
+from stackexp.training.objectives import build_objective
+
+TINY = (
+    *("model.hidden_size=16", "model.num_layers=3", "model.num_heads=4", "model.num_kv_heads=2"),
+    *("model.intermediate_size=24", "data.vocab_size=300", "trainer.accelerator=cpu"),
+    *("model.memory.num_heads=2", "model.memory.head_dim=4", "model.memory.num_slots=4"),
+)
+NORMALIZED = (
+    "model.memory=stacktrans-normalized",
+    "model.memory.action_input=hidden",
+    "model.memory.action_scale=slice",
+)
+VARIANTS = {
+    "llama": ("model.memory=null",),
+    "untied-mup": (
+        *("model.memory=null", "model.tie_embeddings=false", "model.mup_base_size=8"),
+        *("model.embedding_std=0.5", "model.rope_theta=500"),
+    ),
+    "depth": (),
+    "queue": ("model.memory.discipline=queue", "model.memory.read_mask=log", "model.tie_embeddings=false"),
+    "push-only": ("model.memory.discipline=push_only", "model.memory.residual_gate=read"),
+    "slices": ("model.memory.projection=shared_slices", "model.memory.read_mask=additive"),
+    "full": ("model.memory.projection=none", "model.memory.head_dim=8", "model.memory.read=top"),
+    "normalized": (*NORMALIZED, "model.memory.action_sharpness=3"),
+    "each-sublayer": ("model.memory.site=each_sublayer", "model.memory.eval_num_slots=6"),
+    "before-attention": ("model.memory.site=before_attention",),
+    "after-attention": ("model.memory.site=after_attention", "model.memory.axis=token_major"),
+    "time": ("model.memory.axis=time", "model.memory.read_mask=log"),
+    "time-queue": ("model.memory.axis=time", "model.memory.discipline=queue", "model.memory.site=before_attention"),
+    "token-major": ("model.memory.axis=token_major", "model.memory.site=each_sublayer"),
+}
+
+
+@pytest.fixture(autouse=True)
+def module_cache(tmp_path_factory, monkeypatch):
+    """Keep the code that transformers imports from exported folders out of the home folder."""
+    cache = tmp_path_factory.getbasetemp() / "hf_modules"
+    monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(cache))
+
+
+def write_run(root: Path, *overrides: str) -> tuple[runs.RunFolder, torch.nn.Module]:
+    """Write a run folder with random weights."""
+    overrides = [*TINY, *overrides, f"logging.root={root}"]
+    if "model.memory=null" in overrides:
+        overrides = [item for item in overrides if not item.startswith("model.memory.")]
+    config = compose(["quickstart"], overrides)
+    folder = runs.allocate_run(config)
+    model = build_objective(config).build_module().model.eval()
+    torch.manual_seed(0)
+    for parameter in model.parameters():
+        parameter.data.add_(0.1 * torch.randn_like(parameter))
+    with folder.start_session(config):
+        save_file(dict(model.state_dict()), folder.path / "weights.safetensors")
+        train_tokenizer(["a <|endoftext|> b ab abc"] * 3, 300).save(str(folder.tokenizer))
+    return folder, model
+
+
+def export(tmp_path: Path, name: str, *options: str) -> Path:
+    """Export the random model of a variant; write its own results next to the folder."""
+    folder, model = write_run(tmp_path / "runs", *VARIANTS[name])
+    target = tmp_path / name
+    weights = str(folder.path / "weights.safetensors")
+    assert (
+        main(["checkpoint", "export", "--run", str(folder.path), "--ckpt_path", weights, "--to", str(target), *options])
+        == 0
+    )
+    if "model.memory.read_mask=additive" in VARIANTS[name]:  # rounding of the occupancy decides the read
+        model.double()
+    tokens = torch.randint(300, (2, 12), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        expected = {
+            "tokens": tokens,
+            "logits": model(tokens).logits,
+            "greedy": generate(model, tokens, 8, temperature=0),
+        }
+    torch.save(expected, target.with_suffix(".pt"))
+    return target
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_exported_model_equals_the_original(tmp_path, name):
+    exported_models.check_model(export(tmp_path, name))
+
+
+@pytest.mark.parametrize("name", ["llama", "depth"])
+def test_exported_tokenizer_treats_special_tokens_as_text(tmp_path, name):
+    target = export(tmp_path, name)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(target, trust_remote_code=True)
+    text = "a <|endoftext|> b"
+    expected = train_tokenizer(["a <|endoftext|> b ab abc"] * 3, 300).encode(text).ids
+    assert tokenizer(text).input_ids == expected
+    assert tokenizer.decode(expected) == text
+    assert tokenizer.eos_token_id == 0
+
+
+def test_exported_code_needs_no_stackexp(tmp_path):
+    names = set()
+    for node in ast.walk(ast.parse(huggingface.MODELING_FILE.read_text())):
+        names |= {alias.name for alias in node.names} if isinstance(node, ast.Import) else set()
+        names |= {node.module} if isinstance(node, ast.ImportFrom) else set()
+    assert {name.split(".")[0] for name in names} == {"inspect", "math", "typing", "torch", "transformers"}
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("name", ["depth", "time"])
+def test_gradients_survive_checkpointing(tmp_path, name, reentrant):
+    target, gradients = export(tmp_path, name), []
+    tokens = torch.load(target.with_suffix(".pt"))["tokens"]
+    for recompute in (False, True):
+        model = exported_models.load(target).train()
+        if recompute:
+            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        model(tokens, labels=tokens).loss.backward()
+        gradients.append({name: parameter.grad for name, parameter in model.named_parameters()})
+    for parameter, gradient in gradients[0].items():
+        assert gradient.abs().sum() > 0, parameter
+        exported_models.assert_close(gradients[1][parameter], gradient, 1e-5)
+
+
+def test_stacks_over_tokens_refuse_what_they_cannot_do(tmp_path):
+    target = export(tmp_path, "time")
+    model, tokens = exported_models.load(target), torch.tensor([[1, 2, 3]])
+    with pytest.raises(ValueError, match=r"^StackTrans: axis time does not support this StaticCache; "):
+        model.generate(tokens, cache_implementation="static", max_new_tokens=2, disable_compile=True)
+    with pytest.raises(ValueError, match=r"^StackTrans: a stack over tokens cannot be rolled back"):
+        model(tokens, use_cache=True).past_key_values.crop(1)
+    with pytest.raises(ValueError, match=r"^StackTrans: axis time requires an attention_mask \[batch, tokens\]"):
+        model(tokens, attention_mask=torch.ones(1, 1, 3, 3, dtype=torch.bool))
+
+
+def test_new_weights_follow_the_config(tmp_path):
+    config = transformers.AutoConfig.from_pretrained(export(tmp_path, "normalized"), trust_remote_code=True)
+    model = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=True)
+    memory = model.model.layers[0].memories["after_block"]
+    assert memory.gate.item() == 1
+    assert memory.action_bias.tolist() == [[config.memory["action_bias"], 0, 0]] * 2
+    assert 0 < memory.down.std() < 0.1
+
+
+def test_large_models_have_an_index(tmp_path, monkeypatch):
+    monkeypatch.setattr(huggingface, "MAX_SHARD_SIZE", "20KB")
+    target = export(tmp_path, "depth")
+    index = json.loads((target / "model.safetensors.index.json").read_text())
+    assert len(set(index["weight_map"].values())) > 1
+    exported_models.check_model(target)
+
+
+def test_dtype_and_license(tmp_path):
+    target = export(tmp_path, "depth", "--dtype", "bfloat16", "--license", "apache-2.0")
+    assert exported_models.load(target, "auto").dtype == torch.bfloat16
+    card = (target / "README.md").read_text()
+    assert "license: apache-2.0" in card
+    assert "| context length | 256 tokens |" in card
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("model.positional=alibi", "model.positional: alibi cannot be exported; only rope can"),
+        ("model.attention_window=8", "model.attention_window: 8 cannot be exported; only null can"),
+        ("model.attention_log_base=8", "model.attention_log_base: 8 cannot be exported; only null can"),
+        (
+            "model.memory=value_skip",
+            "model.memory.kind: value_skip cannot be exported; only kind: stack and memory: null can",
+        ),
+    ],
+)
+def test_unsupported_options_are_named(tmp_path, override, message):
+    overrides = [item for item in TINY if "memory" not in item] if "value_skip" in override else TINY
+    config = compose(["quickstart"], [*overrides, override])
+    with pytest.raises(RunError) as caught:
+        huggingface.check_support(config)
+    assert str(caught.value) == message
+
+
+def test_formal_languages_and_feedback_are_refused():
+    with pytest.raises(RunError, match=r"^data.task: .* is not text; only language models can be exported"):
+        huggingface.check_support(compose(["formal/quick"]))
+    config = compose(["quickstart"], [*TINY, "model.memory.axis=time", "model.memory.feedback=true"])
+    with pytest.raises(RunError, match=r"^model.memory.feedback: true cannot be exported"):
+        huggingface.check_support(config)
+
+
+def test_existing_folder_is_kept(tmp_path, capsys):
+    assert main(["checkpoint", "export", "--run", "runs/x", "--to", str(tmp_path)]) == 2
+    assert f"--to {tmp_path}: already exists" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_exported_models_work_with_transformers_5(tmp_path):
+    environment = tmp_path / "venv"
+    venv.create(environment, with_pip=True)
+    site = next((environment / "lib").glob("python*/site-packages"))
+    (site / "base.pth").write_text(os.path.dirname(os.path.dirname(torch.__file__)))
+    python = environment / "bin/python"
+    subprocess.run([python, "-m", "pip", "install", "-q", "transformers>=5"], check=True)
+    targets = [export(tmp_path, name) for name in VARIANTS]
+    script = Path(exported_models.__file__)
+    variables = {"PATH": os.environ["PATH"], "HF_HOME": str(tmp_path / "hf"), "OMP_NUM_THREADS": "1"}
+    result = subprocess.run([python, script, *targets], env=variables, capture_output=True, text=True, cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    expected = train_tokenizer(["a <|endoftext|> b ab abc"] * 3, 300).encode("a <|endoftext|> b").ids
+    assert json.loads(result.stdout) == expected
