@@ -43,6 +43,7 @@ VERBS = {
     "completion": "print a completion script for bash or zsh",
     "checkpoint average": "average the weights of a run's last checkpoints",
     "checkpoint consolidate": "write a checkpoint's weights to one safetensors file",
+    "checkpoint import": "read the weights of a Hugging Face folder",
 }
 
 

@@ -45,6 +45,7 @@ VERSION = 3
 WITHOUT_MANIFEST = 2  # the version that had no manifest; its contents cannot be verified
 STATE = "state.pt"
 WEIGHTS = ".safetensors"
+CONFIG_KEY = "stackexp_config"  # in the metadata of a safetensors file: the YAML of the config
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # a single process has checkpoints too
 log = logging.getLogger(__name__)
 
@@ -128,7 +129,7 @@ def _is_first_rank() -> bool:
 
 def consolidate(path: Path, target: Path, config: ExperimentConfig) -> int:
     """Write a checkpoint's weights to one safetensors file with the config as metadata; return the tensor count."""
-    return _write_weights(_read_weights(path), target, config)
+    return write_weights(_read_weights(path), target, to_yaml(config))
 
 
 def average(paths: Sequence[Path], target: Path, config: ExperimentConfig) -> int:
@@ -141,7 +142,7 @@ def average(paths: Sequence[Path], target: Path, config: ExperimentConfig) -> in
         weights = _read_weights(path)
         sums = {name: sums.get(name, 0) + tensor.double() for name, tensor in weights.items()}
     means = {name: (total / len(paths)).to(weights[name].dtype) for name, total in sums.items()}
-    return _write_weights(means, target, config)
+    return write_weights(means, target, to_yaml(config))
 
 
 def _read_weights(path: Path) -> dict[str, Tensor]:
@@ -151,10 +152,11 @@ def _read_weights(path: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def _write_weights(tensors: dict[str, Tensor], target: Path, config: ExperimentConfig) -> int:
+def write_weights(tensors: dict[str, Tensor], target: Path, config: str) -> int:
+    """Write tensors and the YAML of a config to one safetensors file, atomically; return the tensor count."""
     partial = target.with_name(f".{target.name}.{os.getpid()}")
     try:
-        save_file(tensors, partial, metadata={"format": "pt", "stackexp_config": to_yaml(config)})
+        save_file(tensors, partial, metadata={"format": "pt", CONFIG_KEY: config})
         os.replace(partial, target)
     finally:
         partial.unlink(missing_ok=True)

@@ -74,3 +74,5 @@ def init_backbone(model: nn.Module) -> None:
 def _init_linear(module: nn.Module, config: TransformerConfig, output_of_layer: int | None = None) -> None:
     with full_parameters(module):
         init_weight_(module.weight, config, output_of_layer)
+        if getattr(module, "bias", None) is not None:
+            nn.init.zeros_(module.bias)
