@@ -13,7 +13,7 @@ import os
 import pickle
 import shutil
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,7 @@ from stackexp.models.checkpoint_files import (
     verify_manifest,
     write_manifest,
 )
+from stackexp.models.initialization import copy_full_
 from stackexp.runs import RunFolder
 
 VERSION = 3
@@ -219,17 +220,38 @@ def load_weights(model: nn.Module, path: Path) -> None:
     Raises RunError if a file is damaged, or names the first weight whose shape differs.
     """
     weights = model.state_dict()
+    _check_shapes(path, read_shapes(path), weights)
+    load_named_weights(model, path, weights)
+
+
+def read_shapes(path: Path) -> dict[str, torch.Size]:
+    """Return the shapes of the weights in a checkpoint, whose files are verified, or in a safetensors file.
+
+    Raises RunError if a file is damaged.
+    """
     if path.suffix == WEIGHTS:
-        try:
-            loaded = load_file(path)
-        except (SafetensorError, OSError) as error:
-            raise RunError(f"{path}: cannot be read as safetensors ({first_line(error)})") from None
-        _check_shapes(path, {name: tensor.shape for name, tensor in loaded.items()}, weights)
-        model.load_state_dict(loaded)
+        return {name: tensor.shape for name, tensor in _map_weights(path).items()}
+    load_state(path)
+    return {name: stored.size for name, stored in _read_stored_weights(path).items()}
+
+
+def load_named_weights(model: nn.Module, path: Path, names: Collection[str]) -> None:
+    """Load these weights, of known shapes, into a model, sharded or not; the others keep their values."""
+    weights = model.state_dict()
+    if path.suffix == WEIGHTS:
+        stored = _map_weights(path)
+        for name in names:
+            copy_full_(weights[name], stored[name])
     else:
-        load_state(path)
-        _check_shapes(path, {name: stored.size for name, stored in _read_stored_weights(path).items()}, weights)
-        load_tensors({"model": weights}, path)
+        load_tensors({"model": {name: weights[name] for name in names}}, path)
+
+
+def _map_weights(path: Path) -> dict[str, Tensor]:
+    """Return the tensors of a safetensors file, mapped from the file."""
+    try:
+        return load_file(path)
+    except (SafetensorError, OSError) as error:
+        raise RunError(f"{path}: cannot be read as safetensors ({first_line(error)})") from None
 
 
 def check_files(path: Path) -> dict[str, Any]:
