@@ -44,6 +44,7 @@ VERBS = {
     "checkpoint average": "average the weights of a run's last checkpoints",
     "checkpoint export": "write a checkpoint as a Hugging Face folder",
     "checkpoint consolidate": "write a checkpoint's weights to one safetensors file",
+    "checkpoint import": "read the weights of a Hugging Face folder",
 }
 
 

@@ -143,8 +143,12 @@ class RunFolder:
             raise RunError(f"{self.path}: not a run folder, and not empty ({file}); choose another --run")
 
     @contextlib.contextmanager
-    def start_session(self, config: ExperimentConfig, step: int = 0) -> Iterator[None]:
+    def start_session(
+        self, config: ExperimentConfig, step: int = 0, origin: dict[str, Any] | None = None
+    ) -> Iterator[None]:
         """Create or reopen the folder, and lock it within the context. The session starts after `step`.
+
+        `origin` has path, step and SHA-256 of the weights that a new run starts from; environment.json records it.
 
         Writes config.yaml, adds this process to environment.json (one entry per session) and deletes partial
         checkpoints that a kill left behind. If the config has changed, the old one is kept as config.step-N.yaml.
@@ -163,7 +167,8 @@ class RunFolder:
             if step and self.config.exists() and self.config.read_text(encoding="utf-8") != to_yaml(config):
                 os.replace(self.config, self.path / f"config.step-{step}.yaml")
             write_atomically(self.config, to_yaml(config))
-            write_json(self.environment, [*self.read_sessions(), describe_environment()])
+            session = describe_environment() | ({"origin": origin} if origin else {})
+            write_json(self.environment, [*self.read_sessions(), session])
             yield
 
     @contextlib.contextmanager

@@ -28,13 +28,15 @@ def flatten_config(config: ExperimentConfig) -> dict[str, Any]:
 
 def get_effect(options: Options, key: str) -> str:
     """Return what the option `key` affects; `options` must include the kind of its section."""
-    return _metadata(options, key).get("affects", "training")
+    field = _find_field(options, key)
+    return field.metadata.get("affects", "training") if field else "training"
 
 
 def changes_scores(options: Options, key: str) -> bool:
     """Return True if `key` changes the scores of fixed weights on a fixed evaluation set."""
+    field = _find_field(options, key)
     is_architecture = key.startswith("model.") and get_effect(options, key) == "training"
-    return is_architecture or _metadata(options, key).get("changes_scores", False)
+    return is_architecture or (field is not None and field.metadata.get("changes_scores", False))
 
 
 def select_options(options: Options, which: Collection[str]) -> dict[str, Any]:
@@ -43,9 +45,12 @@ def select_options(options: Options, which: Collection[str]) -> dict[str, Any]:
 
 
 def find_changed_keys(ours: Options, theirs: Options, which: Collection[str]) -> list[str]:
-    """Return the keys whose values differ and that affect one of `which`, model options first."""
+    """Return the keys whose values differ and that affect one of `which`, model options first.
+
+    An option that is newer than one side has its default value there.
+    """
     keys = sorted(ours.keys() | theirs.keys(), key=lambda key: (not key.startswith("model."), key))
-    changed = (key for key in keys if ours.get(key) != theirs.get(key))
+    changed = (key for key in keys if _get_value(ours, theirs, key) != _get_value(theirs, ours, key))
     return [key for key in changed if get_effect(ours if key in ours else theirs, key) in which]
 
 
@@ -73,12 +78,21 @@ def get_default(field: dataclasses.Field) -> Any:
     return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
 
 
-def _metadata(options: Options, key: str, cls: Any = ExperimentConfig, section: str = "") -> Mapping[str, Any]:
-    """Return the metadata of the field of the key `section + key`, or an empty mapping if there is no such field."""
+def _get_value(options: Options, others: Options, key: str) -> Any:
+    """Return the value of `key`: its default if only `others` have it, in a section of the same kind."""
+    kind = f"{key.rpartition('.')[0]}.kind"
+    if key in options or options.get(kind) != others.get(kind):
+        return options.get(key)
+    field = _find_field(others, key)
+    return get_default(field) if field and field.name == key.rpartition(".")[2] else None
+
+
+def _find_field(options: Options, key: str, cls: Any = ExperimentConfig, section: str = "") -> dataclasses.Field | None:
+    """Return the field of the key `section + key`, or None if there is no such field."""
     name, _, rest = key.partition(".")
     field = next((field for field in dataclasses.fields(cls) if field.name == name), None)
     if field is None:
-        return {}
+        return None
     hint, section = typing.get_type_hints(cls)[name], section + name
     if section in SECTIONS:
         kind = options.get(f"{section}.kind")
@@ -86,7 +100,7 @@ def _metadata(options: Options, key: str, cls: Any = ExperimentConfig, section: 
     else:
         inner = find_dataclass(hint)
     if inner is None or not rest:
-        return field.metadata
+        return field
     if typing.get_origin(hint) is dict:  # {name: dataclass}, where the name may contain dots
         rest = rest.rpartition(".")[2]
-    return _metadata(options, rest, inner, f"{section}.")
+    return _find_field(options, rest, inner, f"{section}.")

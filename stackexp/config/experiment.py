@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from stackexp.config.fields import Errors, option
+from stackexp.config.init import InitConfig
 from stackexp.config.model import FLASH_KERNELS, TransformerConfig
 from stackexp.config.trainer import TrainerConfig
 
@@ -42,6 +43,7 @@ class ExperimentConfig:
     plugins: list[str] = option([], affects="logging")
     """Python files or modules that register more kinds; see docs/security.md."""
     model: Any = field(default_factory=lambda: {"kind": "transformer"})
+    init: InitConfig = field(default_factory=InitConfig)
     data: Any = field(default_factory=lambda: {"kind": "shards"})
     optimizer: Any = field(default_factory=lambda: {"kind": "adamw"})
     schedule: Any = field(default_factory=lambda: {"kind": "cosine"})

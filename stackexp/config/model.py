@@ -16,7 +16,7 @@ SYMBOLS = {"model.memory.num_heads": "H", "model.memory.head_dim": "d_s", "model
 @register("model", "transformer", builds="stackexp.models.transformer:Transformer")
 @dataclass
 class TransformerConfig:
-    """A Llama-family decoder: RMSNorm, RoPE, SwiGLU, grouped-query attention, no biases.
+    """A Llama-family decoder: RMSNorm, RoPE, SwiGLU, grouped-query attention, no biases but those of `qkv_bias`.
 
     Language modeling requires the defaults of `causal` and `output_vocab_size`; other tasks may change them.
     """
@@ -40,6 +40,8 @@ class TransformerConfig:
     """Use the input embedding as output projection."""
     norm_eps: float = option(1e-5, above=0)
     """Epsilon of RMSNorm."""
+    qkv_bias: bool = False
+    """Add a bias to queries, keys and values, as Qwen2.5 does."""
 
     positional: Literal["rope", "none", "sinusoidal", "alibi"] = "rope"
     """Positional encoding."""
@@ -58,8 +60,8 @@ class TransformerConfig:
     """
 
     init: Literal["fan_in", "normal"] = "fan_in"
-    """Initialization: fan_in (OLMo) is a truncated normal with sigma 1/sqrt(hidden_size), 1/sqrt(2 fan_in (layer +
-    1)) for output projections; normal has the standard deviation init_std.
+    """Distribution of random initial weights: fan_in (OLMo) is a truncated normal with sigma 1/sqrt(hidden_size),
+    1/sqrt(2 fan_in (layer + 1)) for output projections; normal has the standard deviation init_std.
     """
     init_std: float = option(0.02, above=0)
     """Standard deviation of init: normal."""

@@ -29,9 +29,9 @@ class Attention(nn.Module):
         self.head_size = config.hidden_size // config.num_heads
         self.causal = config.causal
         self.attend = load_backend(config)
-        self.q_proj = Linear(config.hidden_size, config.hidden_size)
-        self.k_proj = Linear(config.hidden_size, config.num_kv_heads * self.head_size)
-        self.v_proj = Linear(config.hidden_size, config.num_kv_heads * self.head_size)
+        self.q_proj = Linear(config.hidden_size, config.hidden_size, config.qkv_bias)
+        self.k_proj = Linear(config.hidden_size, config.num_kv_heads * self.head_size, config.qkv_bias)
+        self.v_proj = Linear(config.hidden_size, config.num_kv_heads * self.head_size, config.qkv_bias)
         self.o_proj = Linear(config.hidden_size, config.hidden_size)
 
     def forward(

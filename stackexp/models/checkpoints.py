@@ -13,7 +13,7 @@ import os
 import pickle
 import shutil
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -39,12 +39,14 @@ from stackexp.models.checkpoint_files import (
     verify_manifest,
     write_manifest,
 )
+from stackexp.models.initialization import copy_full_
 from stackexp.runs import RunFolder
 
 VERSION = 3
 WITHOUT_MANIFEST = 2  # the version that had no manifest; its contents cannot be verified
 STATE = "state.pt"
 WEIGHTS = ".safetensors"
+CONFIG_KEY = "stackexp_config"  # in the metadata of a safetensors file: the YAML of the config
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # a single process has checkpoints too
 log = logging.getLogger(__name__)
 
@@ -128,7 +130,7 @@ def _is_first_rank() -> bool:
 
 def consolidate(path: Path, target: Path, config: ExperimentConfig) -> int:
     """Write a checkpoint's weights to one safetensors file with the config as metadata; return the tensor count."""
-    return _write_weights(_read_weights(path), target, config)
+    return write_weights(_read_weights(path), target, to_yaml(config))
 
 
 def average(paths: Sequence[Path], target: Path, config: ExperimentConfig) -> int:
@@ -141,7 +143,7 @@ def average(paths: Sequence[Path], target: Path, config: ExperimentConfig) -> in
         weights = _read_weights(path)
         sums = {name: sums.get(name, 0) + tensor.double() for name, tensor in weights.items()}
     means = {name: (total / len(paths)).to(weights[name].dtype) for name, total in sums.items()}
-    return _write_weights(means, target, config)
+    return write_weights(means, target, to_yaml(config))
 
 
 def _read_weights(path: Path) -> dict[str, Tensor]:
@@ -151,10 +153,11 @@ def _read_weights(path: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def _write_weights(tensors: dict[str, Tensor], target: Path, config: ExperimentConfig) -> int:
+def write_weights(tensors: dict[str, Tensor], target: Path, config: str) -> int:
+    """Write tensors and the YAML of a config to one safetensors file, atomically; return the tensor count."""
     partial = target.with_name(f".{target.name}.{os.getpid()}")
     try:
-        save_file(tensors, partial, metadata={"format": "pt", "stackexp_config": to_yaml(config)})
+        save_file(tensors, partial, metadata={"format": "pt", CONFIG_KEY: config})
         os.replace(partial, target)
     finally:
         partial.unlink(missing_ok=True)
@@ -217,17 +220,38 @@ def load_weights(model: nn.Module, path: Path) -> None:
     Raises RunError if a file is damaged, or names the first weight whose shape differs.
     """
     weights = model.state_dict()
+    _check_shapes(path, read_shapes(path), weights)
+    load_named_weights(model, path, weights)
+
+
+def read_shapes(path: Path) -> dict[str, torch.Size]:
+    """Return the shapes of the weights in a checkpoint, whose files are verified, or in a safetensors file.
+
+    Raises RunError if a file is damaged.
+    """
     if path.suffix == WEIGHTS:
-        try:
-            loaded = load_file(path)
-        except (SafetensorError, OSError) as error:
-            raise RunError(f"{path}: cannot be read as safetensors ({first_line(error)})") from None
-        _check_shapes(path, {name: tensor.shape for name, tensor in loaded.items()}, weights)
-        model.load_state_dict(loaded)
+        return {name: tensor.shape for name, tensor in _map_weights(path).items()}
+    load_state(path)
+    return {name: stored.size for name, stored in _read_stored_weights(path).items()}
+
+
+def load_named_weights(model: nn.Module, path: Path, names: Collection[str]) -> None:
+    """Load these weights, of known shapes, into a model, sharded or not; the others keep their values."""
+    weights = model.state_dict()
+    if path.suffix == WEIGHTS:
+        stored = _map_weights(path)
+        for name in names:
+            copy_full_(weights[name], stored[name])
     else:
-        load_state(path)
-        _check_shapes(path, {name: stored.size for name, stored in _read_stored_weights(path).items()}, weights)
-        load_tensors({"model": weights}, path)
+        load_tensors({"model": {name: weights[name] for name in names}}, path)
+
+
+def _map_weights(path: Path) -> dict[str, Tensor]:
+    """Return the tensors of a safetensors file, mapped from the file."""
+    try:
+        return load_file(path)
+    except (SafetensorError, OSError) as error:
+        raise RunError(f"{path}: cannot be read as safetensors ({first_line(error)})") from None
 
 
 def check_files(path: Path) -> dict[str, Any]:

@@ -27,11 +27,11 @@ def init_weight_(weight: Tensor, config: TransformerConfig, output_of_layer: int
 
 
 @contextlib.contextmanager
-def full_parameters(module: nn.Module) -> Iterator[None]:
+def full_parameters(module: nn.Module, *, keep_values: bool = False) -> Iterator[None]:
     """Replace the sharded parameters of a module by full CPU tensors within the context; then shard them again.
 
-    Every rank must write the same values. So weights do not depend on the number of ranks, and only one module at a
-    time is held in full.
+    The tensors are uninitialized without `keep_values`. Every rank must write the same values. So weights do not depend
+    on the number of ranks, and only one module at a time is held in full.
     """
     sharded = [
         (owner, name, parameter)
@@ -40,14 +40,23 @@ def full_parameters(module: nn.Module) -> Iterator[None]:
         if isinstance(parameter, DTensor)
     ]
     for owner, name, parameter in sharded:
-        owner._parameters[name] = nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype))
+        full = parameter.full_tensor().cpu() if keep_values else torch.empty(parameter.shape, dtype=parameter.dtype)
+        owner._parameters[name] = nn.Parameter(full.detach())
     try:
         yield
     finally:
         for owner, name, parameter in sharded:
             full, owner._parameters[name] = owner._parameters[name], parameter
-            values = distribute_tensor(full.detach(), parameter.device_mesh, parameter.placements, src_data_rank=None)
-            parameter.to_local().detach().copy_(values.to_local())
+            copy_full_(parameter, full)
+
+
+def copy_full_(tensor: Tensor, full: Tensor) -> None:
+    """Copy a full tensor, the same on every rank, into a tensor of the same shape, sharded or not."""
+    full = full.detach()
+    if isinstance(tensor, DTensor):
+        full = distribute_tensor(full, tensor.device_mesh, tensor.placements, src_data_rank=None).to_local()
+        tensor = tensor.to_local()
+    tensor.detach().copy_(full)
 
 
 def init_backbone(model: nn.Module) -> None:
@@ -74,3 +83,5 @@ def init_backbone(model: nn.Module) -> None:
 def _init_linear(module: nn.Module, config: TransformerConfig, output_of_layer: int | None = None) -> None:
     with full_parameters(module):
         init_weight_(module.weight, config, output_of_layer)
+        if getattr(module, "bias", None) is not None:
+            nn.init.zeros_(module.bias)

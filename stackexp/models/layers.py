@@ -7,13 +7,13 @@ from stackexp.config.model import TransformerConfig
 
 
 class Linear(nn.Linear):
-    """A linear map without bias that draws no random numbers when constructed."""
+    """A linear map, by default without bias, that draws no random numbers when constructed."""
 
-    def __init__(self, in_features: int, out_features: int) -> None:
-        super().__init__(in_features, out_features, bias=False)
+    def __init__(self, in_features: int, out_features: int, bias: bool = False) -> None:
+        super().__init__(in_features, out_features, bias)
 
     def reset_parameters(self) -> None:
-        """Do nothing: the model initializes the weight."""
+        """Do nothing: the model initializes weight and bias."""
 
 
 class Embedding(nn.Embedding):

@@ -23,6 +23,7 @@ from stackexp.models.checkpoints import load_weights
 from stackexp.models.cross_entropy import Losses
 from stackexp.models.sharding import build_mesh, shard_model
 from stackexp.models.transformer import DecoderOutput
+from stackexp.models.warm_start import WarmStart
 from stackexp.modules.metrics import ItemSums
 from stackexp.modules.spike_detection import SpikeDetector
 from stackexp.modules.step_metrics import StepMetrics
@@ -41,6 +42,7 @@ class TrainingModule(pl.LightningModule):
         set_metrics_step: The optimizer step after which they were measured.
         chunk_losses: Loss and number of predictions of each chunk [2, N] of the sets that were scored whole.
         probe: True if the training step also measures the memory.
+        warm_start: The weights from which training starts, if it starts neither at random nor from a checkpoint.
     """
 
     sample_name = "samples"  # the noun for what `compute_objective` receives, in messages
@@ -52,7 +54,8 @@ class TrainingModule(pl.LightningModule):
         """
         super().__init__()
         self.config, self.weights = config, weights
-        self._is_sharded = False
+        self.warm_start: WarmStart | None = None
+        self._is_configured = False
         check_backend(getattr(config.model, "attention", "sdpa"), config.trainer.device_type(torch.cuda.is_available()))
         with torch.device("meta") if config.trainer.is_sharded else contextlib.nullcontext():
             self.model = registry.build("model", config.model)
@@ -103,10 +106,18 @@ class TrainingModule(pl.LightningModule):
     # Weights, optimizer and loss
 
     def configure_model(self) -> None:
+        """Shard the model if the strategy does, then apply the warm start."""
+        if self._is_configured:  # Lightning calls this hook more than once
+            return
+        self._is_configured = True
+        if self.config.trainer.is_sharded:
+            self._shard_model()
+        if self.warm_start is not None:
+            self.warm_start.apply(self.model)
+
+    def _shard_model(self) -> None:
         """Shard an empty model, then draw the same weights as a single process would."""
         trainer = self.config.trainer
-        if not trainer.is_sharded or self._is_sharded:  # Lightning calls this hook more than once
-            return
         device = self.trainer.strategy.root_device
         shard_model(self.model, build_mesh(device.type, trainer), trainer)
         self.model.to_empty(device=device)
@@ -114,7 +125,6 @@ class TrainingModule(pl.LightningModule):
         self.model.init_weights()
         if self.weights is not None:
             load_weights(self.model, self.weights)
-        self._is_sharded = True
 
     def configure_optimizers(self) -> dict[str, Any]:
         """Build the optimizer and the learning rate schedule of the config."""

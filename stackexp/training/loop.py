@@ -11,6 +11,7 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 from stackexp.config import registry
 from stackexp.config.experiment import ExperimentConfig
 from stackexp.errors import RunError, StoppedError, first_line
+from stackexp.models.warm_start import prepare_warm_start
 from stackexp.modules.base import TrainingModule
 from stackexp.runs import RunFolder, format_resume_command
 from stackexp.terminal import set_up_log, wrap_text
@@ -54,11 +55,13 @@ def train(
             processes.watchdog.advice = f"resume with `{format_resume_command(start.folder)}`"
 
         check_model_fits(config)
+        warm_start = None if start.checkpoint else processes.run_on_first(lambda: prepare_warm_start(config))
         pl.seed_everything(config.seed, verbose=False)
         data = registry.build("data", config.data, seed=config.seed)
         processes.run_on_all(lambda: (data.prepare_data(), data.setup("fit")))
         started_at = time.perf_counter()
         module = objective.build_module()
+        module.warm_start = warm_start
         metrics_log = MetricsLog(start.folder, config)
         measurements = objective.build_measurements(start.folder)
         trainer = build_trainer(config, processes, build_callbacks(config, start, metrics_log, stop, measurements))
@@ -76,8 +79,9 @@ def train(
 @contextlib.contextmanager
 def _work_in_folder(session: Session, start: Start, objective: Objective) -> Iterator[None]:
     """Lock the run folder, write its config and environment, and print a header, all on rank 0 only."""
-    is_first = session.processes.is_first
-    with start.folder.start_session(objective.config, start.step) if is_first else contextlib.nullcontext():
+    is_first, warm_start = session.processes.is_first, session.module.warm_start
+    origin = warm_start.to_dict() if warm_start and warm_start.path else None
+    with start.folder.start_session(objective.config, start.step, origin) if is_first else contextlib.nullcontext():
         if is_first:
             print(_format_header(objective, session.module, start), flush=True)
             objective.warn_about_limits("fit")
@@ -112,6 +116,8 @@ def _format_header(objective: Objective, module: TrainingModule, start: Start) -
     parameters, memory = module.model.num_parameters(), module.model.num_parameters(memory=True)
     is_branch = start.checkpoint and start.checkpoint.parent.resolve() != start.folder.checkpoints.resolve()
     resumed = f", {'branched' if is_branch else 'resumed'} from {start.checkpoint}" if start.checkpoint else ""
+    if module.warm_start and module.warm_start.path:
+        resumed = f", weights from {module.warm_start.path}"
     lines = [
         f"run folder  {start.folder.path}{resumed}",
         f"model       {parameters:,} parameters, {memory:,} of them in the memory",

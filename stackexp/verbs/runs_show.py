@@ -25,7 +25,9 @@ def run(args: Namespace) -> int:
     folder = runs.open_run(args.run)
     summary = summarize(folder).to_dict()
     keys = ("started", "command", "commit", "host")
-    summary["sessions"] = [{key: session.get(key) for key in keys} for session in folder.read_sessions()]
+    sessions = folder.read_sessions()
+    summary["sessions"] = [{key: session.get(key) for key in keys} for session in sessions]
+    summary["origin"] = next((session["origin"] for session in reversed(sessions) if "origin" in session), None)
     summary["checkpoints"] = [checkpoint.name for checkpoint in folder.list_checkpoints()]
     if summary["state"] == "unfinished":
         summary["resume"] = runs.format_resume_command(folder)
@@ -47,6 +49,9 @@ def _format(summary: dict[str, Any]) -> str:
         ("changed", time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(summary["last_change"]))),
         ("checkpoints", ", ".join(summary["checkpoints"]) or "none"),
     ]
+    if origin := summary["origin"]:
+        step = "" if origin["step"] is None else f", step {origin['step']}"
+        rows.append(("origin", f"{origin['path']}{step}, SHA-256 {origin['sha256']}"))
     for session in summary["sessions"]:
         rows += [("session", f"{session['started']} on {session['host']}"), ("", session["command"])]
     rows += [("resume", summary["resume"])] if "resume" in summary else []

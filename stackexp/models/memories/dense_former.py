@@ -25,6 +25,9 @@ class DenseFormer(Memory):
         nn.init.zeros_(self.weights)
         nn.init.ones_(self.weights[-1:])
 
+    def init_identity(self) -> None:
+        """Do nothing: `init_weights` gives the plain Transformer."""
+
     def empty_state(self, h: Tensor) -> tuple[Tensor, ...]:
         """Return the embedding as the only element."""
         return (h,)

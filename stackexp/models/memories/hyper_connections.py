@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from stackexp.config.memory import HyperConnectionsConfig
 from stackexp.config.model import TransformerConfig
+from stackexp.errors import RunError
 from stackexp.models.initialization import init_weight_
 from stackexp.models.memories.base import Memory, Stats
 
@@ -74,6 +75,14 @@ class HyperConnections(Memory):
             nn.init.constant_(self.scale, 0.01)
             if self.config.constrained:
                 init_weight_(self.maps, self.model)
+
+    def init_identity(self) -> None:
+        """Do nothing: `init_weights` gives the plain Transformer, up to the epsilon of the last norm, which gets n h.
+
+        Raises RunError for mHC, which starts only near it.
+        """
+        if self.config.constrained:
+            raise RunError("init.memory: identity is not supported by constrained hyper-connections; use default")
 
     def empty_state(self, h: Tensor) -> Tensor:
         """Return n copies of the embedding [B, T, n, d]."""

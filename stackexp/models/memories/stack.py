@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from stackexp import stack
 from stackexp.config.memory import StackMemoryConfig
 from stackexp.config.model import TransformerConfig
+from stackexp.errors import RunError
 from stackexp.models.initialization import init_weight_
 from stackexp.models.memories.base import Memory, Stats
 
@@ -58,6 +59,18 @@ class StackMemory(Memory):
         for name, weight in self.named_parameters():
             init_weight_(weight, self.model, self.layer if name == "up" else None)
         nn.init.ones_(self.gate)
+
+    def init_identity(self) -> None:
+        """Set W_up to 0, or with `residual_gate: read` the gate, so that h' = h; the other one keeps learning possible.
+
+        Raises RunError for `projection: none` with `residual_gate: hidden`, which always adds the read.
+        """
+        if self.config.residual_gate == "read":
+            nn.init.zeros_(self.gate)
+        elif self.up is not None:
+            nn.init.zeros_(self.up)
+        else:
+            raise RunError("init.memory: identity with projection: none requires model.memory.residual_gate: read")
 
     @property
     def num_slots(self) -> int:

@@ -26,6 +26,9 @@ class ValueSkip(Memory):
         init_weight_(self.down.weight, self.model)
         nn.init.zeros_(self.up.weight)
 
+    def init_identity(self) -> None:
+        """Do nothing: `init_weights` gives the plain Transformer."""
+
     def empty_state(self, h: Tensor) -> Tensor:
         """Return the embedding, which every layer uses."""
         return h

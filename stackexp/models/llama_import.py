@@ -1,0 +1,164 @@
+"""Read a Hugging Face folder of the Llama family: config.json, and the weights as safetensors.
+
+Both programs rotate pairs that are half a head apart (RoPE), so weights are copied without permuting them.
+"""
+
+import dataclasses
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from stackexp.config.compose import build_dataclass
+from stackexp.config.model import TransformerConfig
+from stackexp.config.yaml_files import Leaf
+from stackexp.errors import RunError, first_line
+from stackexp.files import read_json
+from stackexp.models.transformer import Transformer
+
+CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+MODEL_TYPES = {"llama": False, "qwen2": True}  # model_type -> whether queries, keys and values have a bias
+REQUIRED_KEYS = {  # ours -> key in config.json
+    "vocab_size": "vocab_size",
+    "hidden_size": "hidden_size",
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "intermediate_size": "intermediate_size",
+}
+SUPPORTED_VALUES = {  # key in config.json -> its only supported value, which a missing key has
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "mlp_bias": False,
+    "rope_interleaved": False,
+    "partial_rotary_factor": 1,
+    "use_sliding_window": False,
+    "quantization_config": None,
+}
+NAMES = (  # ours -> Hugging Face's
+    (r"^layers\.", "model.layers."),
+    (r"^embedding\.", "model.embed_tokens."),
+    (r"^norm\.", "model.norm."),
+    (r"^head\.", "lm_head."),
+    (r"\.attention\.", ".self_attn."),
+    (r"\.feed_forward\.", ".mlp."),
+    (r"\.attention_norm\.", ".input_layernorm."),
+    (r"\.feed_forward_norm\.", ".post_attention_layernorm."),
+)
+DERIVED = "rotary_emb.inv_freq"  # in old folders; follows from rope_theta
+
+
+def read_model_options(folder: Path) -> dict[str, Any]:
+    """Return the options of the section `model` that config.json determines.
+
+    Reads rope_theta from the top level (transformers 4) or from rope_parameters (transformers 5). Raises RunError,
+    naming the key in config.json, for an architecture that `Transformer` does not have.
+    """
+    path = folder / CONFIG
+    if not path.is_file():
+        raise RunError(f"{folder}: no {CONFIG}; give the folder of a Hugging Face model")
+    config = read_json(path)
+    if not isinstance(config, dict):
+        raise RunError(f"{path}: not an object; download the file again")
+    if config.get("model_type") not in MODEL_TYPES:
+        raise _unsupported(path, "model_type", config.get("model_type"), " or ".join(MODEL_TYPES))
+    rope = _read_rope(path, config)
+    for key, supported in SUPPORTED_VALUES.items():
+        found = (config | rope).get(key, supported)
+        if found != supported:
+            raise _unsupported(path, key, found, supported)
+    if missing := [key for key in REQUIRED_KEYS.values() if key not in config]:
+        raise RunError(f"{path}: the key {missing[0]} is missing; download the file again")
+    options = {ours: config[theirs] for ours, theirs in REQUIRED_KEYS.items()}
+    options |= {
+        "num_kv_heads": config.get("num_key_value_heads") or config["num_attention_heads"],
+        "tie_embeddings": config.get("tie_word_embeddings", False),
+        "norm_eps": config.get("rms_norm_eps", 1e-6),
+        "qkv_bias": MODEL_TYPES[config["model_type"]],
+        "positional": "rope",
+        "rope_theta": rope.get("rope_theta", 10_000.0),
+    }
+    model = build_dataclass(TransformerConfig, {key: Leaf(value, str(path)) for key, value in options.items()})
+    head_size = model.hidden_size // model.num_heads
+    if config.get("head_dim") not in (None, head_size):
+        raise _unsupported(path, "head_dim", config["head_dim"], f"hidden_size / num_attention_heads = {head_size}")
+    fixed = ("causal", "attention_window", "attention_log_base", "mup_base_size")  # a Llama has the defaults
+    return {key: value for key, value in dataclasses.asdict(model).items() if key in (*options, *fixed)}
+
+
+def _read_rope(path: Path, config: dict[str, Any]) -> dict[str, Any]:
+    """Return the rotary parameters of either style. Raises RunError for scaled frequencies."""
+    rope = {key: config[key] for key in ("rope_theta",) if config.get(key) is not None}
+    for key in ("rope_scaling", "rope_parameters"):
+        section = config.get(key) or {}
+        kind = section.get("rope_type", section.get("type", "default"))
+        if kind != "default":
+            raise _unsupported(path, key, kind, "default")
+        rope |= section
+    return rope
+
+
+def _unsupported(path: Path, key: str, found: Any, supported: Any) -> RunError:
+    return RunError(f"{path}: {key} is {found}, which is not supported; the only supported value is {supported}")
+
+
+def read_tensors(folder: Path, options: dict[str, Any]) -> dict[str, Tensor]:
+    """Return the weights of a folder under the names of a `Transformer` with these model options.
+
+    The tensors are mapped from the files, so they take no memory until they are read. Raises RunError if a file is
+    missing or truncated, a tensor is missing or unknown, or a shape differs.
+    """
+    tensors = _map_files(folder)
+    with torch.device("meta"):
+        shapes = {name: tensor.shape for name, tensor in Transformer(TransformerConfig(**options)).state_dict().items()}
+    names = {to_llama_name(name): name for name in shapes}
+    tensors = {name: tensor for name, tensor in tensors.items() if not name.endswith(DERIVED)}
+    if missing := sorted(names.keys() - tensors.keys()):
+        raise RunError(
+            f"{folder}: the tensor {missing[0]} is missing{_count_others(missing)}; download the files again"
+        )
+    if extra := sorted(tensors.keys() - names.keys()):
+        raise RunError(
+            f"{folder}: the tensor {extra[0]} is not part of the model in {CONFIG}{_count_others(extra)}; "
+            "give a folder that holds only this model"
+        )
+    for theirs, ours in names.items():
+        found, expected = list(tensors[theirs].shape), list(shapes[ours])
+        if found != expected:
+            raise RunError(f"{folder}: the tensor {theirs} is {found}, but {CONFIG} gives {expected}; fix {CONFIG}")
+    return {ours: tensors[theirs] for theirs, ours in names.items()}
+
+
+def to_llama_name(name: str) -> str:
+    """Return the Hugging Face name of a backbone tensor: norm.weight -> model.norm.weight."""
+    for ours, theirs in NAMES:
+        name = re.sub(ours, theirs, name)
+    return name
+
+
+def _count_others(names: list[str]) -> str:
+    return f" (and {len(names) - 1} others)" if len(names) > 1 else ""
+
+
+def _map_files(folder: Path) -> dict[str, Tensor]:
+    """Return the tensors of all weight files of a folder, mapped from the files."""
+    if (folder / INDEX).is_file():
+        index = read_json(folder / INDEX)
+        files = sorted(set(index.get("weight_map", {}).values()))
+    elif (folder / WEIGHTS).is_file():
+        files = [WEIGHTS]
+    else:
+        raise RunError(f"{folder}: no {WEIGHTS} or {INDEX}; save the model as safetensors")
+    tensors: dict[str, Tensor] = {}
+    for name in files:
+        path = folder / Path(name).name  # a file name: an index cannot name another folder
+        if not path.is_file():
+            raise RunError(f"{path}: {INDEX} names this file, but it is missing; download it")
+        try:
+            with safe_open(path, "pt") as file:
+                tensors |= {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (not a mapping)
+        except (SafetensorError, OSError) as error:
+            raise RunError(f"{path}: cannot be read as safetensors ({first_line(error)}); download it again") from None
+    return tensors

@@ -1,0 +1,164 @@
+"""Start a run from given weights: find and verify their source, compare it with the model, load them."""
+
+import logging
+import re
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from safetensors import safe_open
+from torch import nn
+
+from stackexp.config import registry
+from stackexp.config.experiment import ExperimentConfig
+from stackexp.config.renames import translate_options
+from stackexp.config.yaml_files import flatten
+from stackexp.errors import RunError
+from stackexp.files import compute_sha256
+from stackexp.models import checkpoints
+from stackexp.models.checkpoint_files import MANIFEST
+from stackexp.models.initialization import full_parameters
+from stackexp.models.memories.base import Memory
+from stackexp.runs import RunFolder
+
+log = logging.getLogger(__name__)
+SHAPELESS = ("num_heads", "norm_eps", "positional", "rope_theta", "causal", "tie_embeddings")
+SHAPELESS += ("attention_window", "attention_log_base", "mup_base_size")
+"""Model options that change the results of given weights, but not the shapes by which a mistake would be found."""
+
+
+@dataclass(frozen=True)
+class WarmStart:
+    """The start of a new run as `init` requests it: load the tensors `names` from `path`, or only set the memories."""
+
+    memory: str
+    path: Path | None = None  # a checkpoint or a safetensors file
+    step: int | None = None
+    sha256: str | None = None  # of the file, or of a checkpoint's manifest, which holds the hash of each file
+    names: tuple[str, ...] = ()
+
+    def apply(self, model: nn.Module) -> None:
+        """Set the weights of a model, sharded or not, after its usual initialization. Every rank must call this."""
+        if self.memory == "identity":
+            init_identity(model)
+        if self.path is not None:
+            checkpoints.load_named_weights(model, self.path, self.names)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the origin of the weights for environment.json."""
+        return {"path": str(self.path), "step": self.step, "sha256": self.sha256}
+
+
+def init_identity(model: nn.Module) -> None:
+    """Set every memory of a model to the identity. Raises RunError for memories that have no such start."""
+    for memory in getattr(model, "memories", ()):
+        with full_parameters(memory, keep_values=True):
+            memory.init_identity()
+
+
+def prepare_warm_start(config: ExperimentConfig) -> WarmStart | None:
+    """Check what `init` requests before anything is trained or written; None if it requests nothing.
+
+    Raises RunError if there are no weights, they are damaged, or they do not fit the model; see `match_tensors`.
+    """
+    init = config.init
+    if init.weights is None and init.memory == "default":
+        return None
+    with torch.device("meta"):
+        model = registry.build("model", config.model)
+    if init.memory == "identity":
+        init_identity(model)
+    if init.weights is None:
+        return WarmStart(init.memory)
+    path = find_weights(Path(init.weights))
+    is_file = path.suffix == checkpoints.WEIGHTS
+    stored = checkpoints.read_shapes(path)
+    state = {} if is_file else checkpoints.load_state(path)
+    _warn_about_options(path, _read_metadata(path) if is_file else state["stackexp"]["config"], config)
+    names = match_tensors(path, stored, model, init.skip)
+    if init.memory == "identity" and (found := [name for name in names if name in _list_memory_tensors(model)]):
+        raise RunError(
+            f"{path}: init.memory is identity, but the weights include {found[0]}; use default, or add memory to "
+            "init.skip"
+        )
+    hashed = path if is_file else path / MANIFEST
+    sha256 = compute_sha256(hashed) if hashed.is_file() else None  # old checkpoints have no manifest
+    return WarmStart(init.memory, path, state.get("global_step"), sha256, tuple(names))
+
+
+def find_weights(path: Path) -> Path:
+    """Return the file or checkpoint at `path`, or the last checkpoint of the run at `path`. Raises RunError."""
+    if not path.exists():
+        raise RunError(f"init.weights: {path}: no such file or folder; give a run, a checkpoint or a .safetensors file")
+    if RunFolder(path).config.is_file():
+        return checkpoints.find_checkpoint(RunFolder(path), "last")
+    if path.is_file() and path.suffix != checkpoints.WEIGHTS:
+        raise RunError(f"init.weights: {path}: must end in .safetensors, or be a folder; see `checkpoint import`")
+    if (path / "config.json").is_file():
+        raise RunError(
+            f"init.weights: {path}: a Hugging Face folder; convert it with `checkpoint import --from {path}`"
+        )
+    return path
+
+
+def match_tensors(path: Path, stored: Mapping[str, torch.Size], model: nn.Module, skip: Collection[str]) -> list[str]:
+    """Return the names of the stored tensors to load into the model, and log the others.
+
+    Tensors that match `skip` and tensors of a memory that are not stored keep their initialization; stored tensors that
+    the model lacks are dropped. Raises RunError if any other tensor is not stored, or a shape differs.
+    """
+    shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
+    for part in skip:
+        if not any(_matches(name, [part]) for name in shapes.keys() | stored.keys()):
+            raise RunError(f"init.skip: {part!r} matches no tensor; the model has {', '.join(_group(shapes))}")
+    wanted = {name: shape for name, shape in shapes.items() if not _matches(name, skip)}
+    missing = sorted(wanted.keys() - stored.keys() - _list_memory_tensors(model))
+    if missing:
+        raise RunError(
+            f"{path}: has no {', '.join(_group(missing))}; use the model options of these weights, or add the names to "
+            "init.skip"
+        )
+    names = [name for name in wanted if name in stored]
+    for name in names:
+        if stored[name] != wanted[name]:
+            raise RunError(
+                f"{path}: {name} is {list(stored[name])}, but {list(wanted[name])} in the model of the config; use the "
+                "model options of these weights, or add the name to init.skip"
+            )
+    new, dropped = _group(shapes.keys() - set(names)), _group(stored.keys() - shapes.keys())
+    lists = [("initialized as usual", new), ("dropped", dropped)]
+    rest = "".join(f"; {title}: {', '.join(group)}" for title, group in lists if group)
+    log.info("init.weights: %d tensors from %s%s", len(names), path, rest)
+    return names
+
+
+def _matches(name: str, parts: Collection[str]) -> bool:
+    """Return True if one of `parts` is a tensor's name or whole parts of it: memory, layers.0, embedding.weight."""
+    return any(f".{part}." in f".{name}." for part in parts)
+
+
+def _group(names: Iterable[str]) -> list[str]:
+    """Return the names sorted, those that differ in the layer only as one: layers.*.memory.up."""
+    return sorted({re.sub(r"\.\d+\.", ".*.", name) for name in names})
+
+
+def _list_memory_tensors(model: nn.Module) -> set[str]:
+    memories = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, Memory))
+    return {name for name in model.state_dict() if name.startswith(memories)}
+
+
+def _read_metadata(path: Path) -> dict[str, Any]:
+    """Return the config in a safetensors file, or an empty one if another program wrote the file."""
+    with safe_open(path, "pt") as file:
+        return yaml.safe_load((file.metadata() or {}).get(checkpoints.CONFIG_KEY, "{}"))
+
+
+def _warn_about_options(path: Path, theirs: dict[str, Any], config: ExperimentConfig) -> None:
+    options = translate_options(flatten(theirs))
+    for name in SHAPELESS:
+        before, now = options.get(f"model.{name}", None), getattr(config.model, name, None)
+        if f"model.{name}" in options and before != now:
+            log.warning("%s: trained with model.%s=%s, but this run has %s", path, name, before, now)
