@@ -109,6 +109,21 @@ def test_ablations_use_olmo_hyperparameters():
     assert (config.model.init, config.trainer.precision) == ("fan_in", "bf16-mixed")
 
 
+@pytest.mark.parametrize(("billions", "warmup_steps"), [(20, 200), (80, 800), (200, 2000), (980, 2000)])
+@pytest.mark.parametrize("model", ["transformer", "stacktrans"])
+def test_token_budgets_of_the_paper(billions, warmup_steps, model):
+    config, base = compose([f"pretrain/{model}-360m-{billions}b"]), compose([f"pretrain/{model}-360m"])
+    assert 0 <= config.total_tokens - billions * 10**9 < config.data.global_batch_tokens
+    assert config.schedule.warmup_steps == warmup_steps
+    proportions = {name: stream.proportion for name, stream in config.data.streams.items()}
+    assert proportions == {"dolma": 3000, "fineweb-edu": 220, "cosmopedia": 28, "python-edu": 4}
+    assert config.data.path is None
+    changed = {"path", "streams"}
+    kept = [{key: value for key, value in vars(c.data).items() if key not in changed} for c in (config, base)]
+    assert kept[0] == kept[1]
+    assert (config.model, config.optimizer) == (base.model, base.optimizer)
+
+
 @pytest.mark.parametrize("name", RECIPES)
 def test_recipe_keeps_the_dataset(name, tmp_path):
     mine = tmp_path / "mine.yaml"

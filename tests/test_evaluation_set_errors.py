@@ -60,8 +60,8 @@ BAD = {
     ),
     "negative ids": (lambda f: np.save(f / "x.npy", np.full(50, -1)), "x.npy", "token id -1"),
     "an unknown suffix": (
-        lambda f: (f / "x.parquet").write_bytes(b"x"),
-        "x.parquet",
+        lambda f: (f / "x.csv").write_bytes(b"x"),
+        "x.csv",
         r"unknown suffix; expected one of",
     ),
     "no text": (lambda f: (f / "x.jsonl").write_bytes(b"\n"), "x.jsonl", "contains no tokens"),

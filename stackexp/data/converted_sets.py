@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 
 def convert_text(path: Path, tokenizer: Tokenizer | None) -> TokenFile:
-    """Return the token ids of a text or JSON Lines file, or of a folder of such files, tokenized like `data prepare`.
+    """Return the token ids of a text, JSON Lines or parquet file or a folder of these, tokenized like `data prepare`.
 
     End-of-text ends a document. Lines without a document are skipped with a warning. Raises RunError if a file is
     damaged or if there is no text.
@@ -46,10 +46,10 @@ def convert_text(path: Path, tokenizer: Tokenizer | None) -> TokenFile:
     def read() -> Iterator[Piece]:
         bad: list[BadLine] = []
         for piece in (piece for source in sources for piece in read_pieces(source)):
-            if isinstance(piece, BadLine):
-                bad.append(piece)
-            else:
+            if isinstance(piece, Piece):
                 yield piece
+            elif isinstance(piece, BadLine):
+                bad.append(piece)
         if bad:
             log.warning("%s: skipped %d lines without a document; the first: %s", path, len(bad), bad[0])
 

@@ -5,7 +5,7 @@ A path in data.validation or data.test is one set or a folder of sets:
     a folder written by `data prepare`      its sequences, concatenated
     .npy, .bin                              token ids, see data/token_files.py
     a folder of other MDS shards            column `tokens` or `text`, converted once into the cache
-    .jsonl, .jsonl.gz, .jsonl.zst, .txt     tokenized once into the cache
+    .jsonl[.gz, .zst], .parquet, .txt       tokenized once into the cache
     a folder of these                       the sets <name>/<stem>; a subfolder with a single set counts as that set
     a folder of .py, .md or .rst files      one set, a document per file
 
@@ -23,7 +23,7 @@ from stackexp.data import olmo
 from stackexp.data.converted_sets import convert_mds, convert_text
 from stackexp.data.path_checks import explain_missing_set, suggest_fetch
 from stackexp.data.shards import TokenSet
-from stackexp.data.sources import JSON_LINES_SUFFIXES, TEXT_SUFFIXES, TOKEN_SUFFIXES, find_sources
+from stackexp.data.sources import COLUMN_SUFFIXES, TEXT_SUFFIXES, TOKEN_SUFFIXES, find_sources
 from stackexp.data.token_files import Chunks, TokenFile
 from stackexp.data.tokenizer import UNKNOWN_TOKENIZER, KnownTokenizer
 from stackexp.data.verification import verify_file
@@ -32,7 +32,7 @@ from stackexp.files import compute_sha256
 
 log = logging.getLogger(__name__)
 
-SET_SUFFIXES = (*TOKEN_SUFFIXES, ".txt", ".text", *JSON_LINES_SUFFIXES)  # in a folder of sets; README.md is not a set
+SET_SUFFIXES = (*TOKEN_SUFFIXES, ".txt", ".text", *COLUMN_SUFFIXES)  # in a folder of sets; README.md is not a set
 PREPARED_SET_FILES = ("corpus.json", "plan.json")  # finished, in progress
 BLOCK_TOKENS = 1 << 24
 
@@ -177,8 +177,8 @@ def _open_tokens(path: Path, config: DataConfig, tokenizer: KnownTokenizer | Non
         return convert_text(path, tokenizer and tokenizer.tokenizer)
     if name.endswith(TOKEN_SUFFIXES):
         return TokenFile(path)
-    if not name.endswith(TEXT_SUFFIXES + JSON_LINES_SUFFIXES):
-        known = " ".join(TOKEN_SUFFIXES + TEXT_SUFFIXES + JSON_LINES_SUFFIXES)
+    if not name.endswith(TEXT_SUFFIXES + COLUMN_SUFFIXES):
+        known = " ".join(TOKEN_SUFFIXES + TEXT_SUFFIXES + COLUMN_SUFFIXES)
         raise RunError(f"{path}: unknown suffix; expected one of {known}")
     return convert_text(path, tokenizer and tokenizer.tokenizer)
 

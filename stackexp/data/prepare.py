@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+from stackexp.data.columns import ALL_TEXT, Columns
+from stackexp.data.parquet import check_columns
 from stackexp.data.readers import Piece, read_pieces
 from stackexp.data.shards import FORMAT_VERSION, Corpus, TokenSet
 from stackexp.data.sources import Source, find_sources
@@ -46,14 +48,22 @@ class Plan:
     vocab_size: int | None = None
     context_length: int = 2048
     unit_bytes: int = UNIT_BYTES
+    columns: Columns = ALL_TEXT
 
     def __post_init__(self) -> None:
         assert (self.tokenizer is None) != (self.vocab_size is None)
 
     @cached_property
     def sources(self) -> list[Source]:
-        """The files to read. Raises RunError if there are none, or token files do not fit the tokenizer."""
+        """The files to read. Raises RunError if there are none, or they do not fit the tokenizer or the columns."""
         sources = find_sources(self.source)
+        if self.columns != ALL_TEXT and (without := [source for source in sources if not source.has_columns]):
+            raise RunError(
+                f"{without[0].path}: has no columns, but --filter and --text-column require JSON Lines or parquet; "
+                "remove the file or name the folder or file to read"
+            )
+        if files := [source for source in sources if source.is_parquet]:
+            check_columns(files[0], self.columns)  # before anything is written
         check_token_sources(sources, self.source, self.tokenizer)
         return sources
 
@@ -78,6 +88,7 @@ class Plan:
             "tokenizer": compute_fingerprint(load_tokenizer(self.tokenizer)) if self.tokenizer else trained,
             "context length": self.context_length,
             "unit bytes": self.unit_bytes,
+            **self.columns.record(),
             "sources": [source.record for source in self.sources],
         }
 
@@ -118,9 +129,10 @@ def _compare_plan(record: dict, folder: Path) -> list[str]:
     differences = set(map(tuple, earlier.get("sources", []))) ^ set(map(tuple, record["sources"]))
     changed = sorted({name for name, *_ in differences})
     remedy = "delete the folder or choose another --to"
-    for key, value in record.items():
-        if key != "sources" and earlier.get(key) != value:
-            raise RunError(f"{folder}: prepared with another {key} ({earlier.get(key)}, not {value}); {remedy}")
+    for key in {**record, **earlier}:
+        old, new = earlier.get(key), record.get(key)
+        if key != "sources" and old != new:
+            raise RunError(f"{folder}: prepared with another {key} ({old or 'none'}, not {new or 'none'}); {remedy}")
     if changed and (folder / "corpus.json").exists():
         names = _list_names(changed)
         raise RunError(f"{folder}: prepared from other sources (added, removed or changed: {names}); {remedy}")
@@ -175,7 +187,9 @@ def prepare(
             for remains in folder.glob(".unit.*"):  # left by killed processes
                 shutil.rmtree(remains)
         tokenizer = _write_tokenizer(plan, folder)
-        job = UnitJob(folder, tokenizer, plan.context_length, plan.units, strict=strict, verify=not is_part)
+        job = UnitJob(
+            folder, tokenizer, plan.context_length, plan.units, plan.columns, strict=strict, verify=not is_part
+        )
         first, step = (part[0] - 1, part[1]) if part else (0, 1)
         write_units(job, range(first, len(plan.units), step), workers or len(os.sched_getaffinity(0)), show_progress)
         if is_part:
@@ -209,16 +223,16 @@ def _write_tokenizer(plan: Plan, folder: Path) -> Path:
         else:
             assert plan.vocab_size is not None
             print(f"training a tokenizer of {plan.vocab_size} tokens", file=sys.stderr, flush=True)
-            trained = train_tokenizer(sample_texts(plan.sources), plan.vocab_size)
+            trained = train_tokenizer(sample_texts(plan.sources, plan.columns), plan.vocab_size)
             write_atomically(path, trained.to_str(pretty=True))
     return path
 
 
-def sample_texts(sources: list[Source]) -> Iterator[str]:
+def sample_texts(sources: list[Source], columns: Columns = ALL_TEXT) -> Iterator[str]:
     """Yield the beginning of every source, the same number of characters of each."""
     for source in sources:
         left = TRAINING_BYTES // len(sources)
-        for piece in read_pieces(source):
+        for piece in read_pieces(source, columns):
             if isinstance(piece, Piece):
                 yield piece.text[:left]
                 left -= len(piece.text)

@@ -1,6 +1,7 @@
-"""Read documents: one per text file, or one per line of a JSON Lines file under the key "text", as in Dolma.
+"""Read documents: one per text file, per line of a JSON Lines file, or per row of a parquet file.
 
-Text files of any size are read in pieces. A JSON line is read into memory completely, up to MAX_LINE_BYTES.
+Text files of any size are read in pieces. A JSON line is read into memory completely, up to MAX_LINE_BYTES, and a
+parquet file in batches of rows.
 """
 
 import codecs
@@ -14,16 +15,13 @@ from typing import Any, BinaryIO, NamedTuple, cast
 import numpy as np
 import zstandard
 
-from stackexp.data.sources import TEXT_SUFFIXES, Source
-from stackexp.errors import RunError
+from stackexp.data.columns import ALL_TEXT, Columns, Filter, get_value, name_kind
+from stackexp.data.parquet import read_rows
+from stackexp.data.sources import TEXT_SUFFIXES, Source, UnreadableSourceError
 
 PIECE_CHARACTERS = 1 << 18  # longer documents are split, after a line feed where there is one
 MAX_LINE_BYTES = 1 << 28  # decompressed
 ZSTD_READ_BYTES = 1 << 10  # one byte can decompress to 256 KiB
-
-
-class UnreadableSourceError(RunError):
-    """Raised if a source file cannot be read to its end."""
 
 
 class Piece(NamedTuple):
@@ -41,29 +39,42 @@ class TokenBlock(NamedTuple):
     bytes: int
 
 
-class BadLine(NamedTuple):
-    """A line without a document."""
+class FilteredOut(NamedTuple):
+    """Documents that do not fulfill the filters."""
 
-    location: str  # file:line
+    documents: int = 1
+
+
+class BadLine(NamedTuple):
+    """A line or row without a document."""
+
+    location: str  # file:line, or file:row counted from 1
     reason: str
 
     def __str__(self) -> str:
         return f"{self.location}: {self.reason}"
 
 
-def read_pieces(source: Source, advance: Callable[[int], object] = lambda size: None) -> Iterator[Piece | BadLine]:
-    """Yield the documents of a text or JSON Lines file in order, in pieces, and its bad lines.
+def read_pieces(
+    source: Source, columns: Columns = ALL_TEXT, advance: Callable[[int], object] = lambda size: None
+) -> Iterator[Piece | BadLine | FilteredOut]:
+    """Yield the documents of a text, JSON Lines or parquet file in order, in pieces, and its bad lines.
 
-    `advance` is called with the number of bytes read since the last call. Raises UnreadableSourceError if the file
-    cannot be read, is truncated or corrupt.
+    `columns` names the text (default: "text") and the filters; text files have neither. `advance` is called with the
+    number of bytes read since the last call. Raises UnreadableSourceError if the file cannot be read, is truncated or
+    corrupt, and RunError if a parquet file lacks a column or a filter cannot compare it.
     """
-    name, position = source.name.lower(), 0
+    name = source.name.lower()
     try:
         with open(source.path, "rb") as raw:
+            if source.is_parquet:
+                yield from _read_parquet(source, raw, columns, advance)
+                return
             if name.endswith((".gz", ".zst")) and not raw.peek(1):
                 raise EOFError("it is empty")
-            read = _read_text if name.endswith(TEXT_SUFFIXES) else _read_json_lines
-            for piece in read(source, raw):
+            is_text = name.endswith(TEXT_SUFFIXES)
+            position = 0
+            for piece in _read_text(source, raw) if is_text else _read_json_lines(source, raw, columns):
                 yield piece
                 advance(raw.tell() - position)
                 position = raw.tell()
@@ -117,7 +128,7 @@ class _BadDocumentError(ValueError):
     """A JSON line without a document; the message is the reason."""
 
 
-def _read_json_lines(source: Source, raw: BinaryIO) -> Iterator[Piece | BadLine]:
+def _read_json_lines(source: Source, raw: BinaryIO, columns: Columns) -> Iterator[Piece | BadLine | FilteredOut]:
     file, number = _decompress(source.name.lower(), raw), 0
     while line := file.readline(MAX_LINE_BYTES + 1):
         number += 1
@@ -126,27 +137,59 @@ def _read_json_lines(source: Source, raw: BinaryIO) -> Iterator[Piece | BadLine]
                 _skip_line(line, file)
                 raise _BadDocumentError(f"longer than {MAX_LINE_BYTES:,} bytes")
             if not line.isspace():
-                yield from cut_into_pieces([_parse_document(line)])
+                text = _parse_document(line, columns)
+                yield from [FilteredOut()] if text is None else cut_into_pieces([text])
         except _BadDocumentError as e:
             yield BadLine(f"{source.name}:{number}", str(e))
 
 
-def _parse_document(line: bytes) -> str:
-    """Return the text of a JSON line. Raises _BadDocumentError if it has none or is not valid."""
+def _parse_document(line: bytes, columns: Columns) -> str | None:
+    """Return the text of a JSON line, or None if it is filtered out. Raises _BadDocumentError for an invalid line."""
     try:
-        text = json.loads(line.decode())["text"]
+        record = json.loads(line.decode())
+        if not all(condition.accepts(_get_comparable(record, condition)) for condition in columns.filters):
+            return None
+        text = get_value(record, columns.text)
         text.encode()  # fails for lone surrogates
     except UnicodeError as e:
         raise _BadDocumentError("invalid UTF-8") from e
     except json.JSONDecodeError as e:
         raise _BadDocumentError(f"invalid JSON ({e.msg})") from e
+    except _BadDocumentError:
+        raise
     except ValueError as e:  # a number with more digits than Python converts
         raise _BadDocumentError(str(e).partition(":")[0]) from e
     except (KeyError, TypeError, AttributeError, RecursionError) as e:
-        raise _BadDocumentError("no text") from e
+        raise _BadDocumentError(f"no {columns.text}") from e
     if not text:
-        raise _BadDocumentError("no text")
+        raise _BadDocumentError(f"no {columns.text}")
     return text
+
+
+def _get_comparable(record: Any, condition: Filter) -> Any:
+    """Return the value that a filter compares. Raises _BadDocumentError if it is missing or cannot be compared."""
+    try:
+        value = get_value(record, condition.column)
+    except (KeyError, TypeError) as e:
+        raise _BadDocumentError(f"no {condition.column}") from e
+    if value is not None and (mismatch := condition.find_mismatch(name_kind(value))):
+        raise _BadDocumentError(mismatch)
+    return value
+
+
+def _read_parquet(
+    source: Source, raw: BinaryIO, columns: Columns, advance: Callable[[int], object]
+) -> Iterator[Piece | BadLine | FilteredOut]:
+    for number, (text, values) in enumerate(read_rows(source, raw, columns, advance), 1):
+        if not all(condition.accepts(value) for condition, value in zip(columns.filters, values, strict=True)):
+            yield FilteredOut()
+            continue
+        try:
+            if not text:
+                raise _BadDocumentError(f"no {columns.text}")
+            yield from cut_into_pieces([text.decode()])
+        except ValueError as e:
+            yield BadLine(f"{source.name}:{number}", "invalid UTF-8" if isinstance(e, UnicodeError) else str(e))
 
 
 def _skip_line(line: bytes, file: BinaryIO) -> None:

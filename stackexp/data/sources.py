@@ -9,12 +9,18 @@ from stackexp.errors import RunError
 
 TEXT_SUFFIXES = (".txt", ".text", ".md", ".rst", ".py")
 JSON_LINES_SUFFIXES = (".jsonl", ".jsonl.gz", ".json.gz", ".jsonl.zst", ".json.zst")
+PARQUET_SUFFIXES = (".parquet",)
+COLUMN_SUFFIXES = JSON_LINES_SUFFIXES + PARQUET_SUFFIXES  # files that have columns
 TOKEN_SUFFIXES = (".npy", ".bin")
-KNOWN_SUFFIXES = TEXT_SUFFIXES + JSON_LINES_SUFFIXES + TOKEN_SUFFIXES
+KNOWN_SUFFIXES = TEXT_SUFFIXES + COLUMN_SUFFIXES + TOKEN_SUFFIXES
 PREPARED_SET_FILES = (
     {"plan.json", ".plan.lock"},
     {"index.json", "corpus.json"},
 )  # an unfinished set, a copy
+
+
+class UnreadableSourceError(RunError):
+    """Raised if a source file cannot be read to its end."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +41,16 @@ class Source:
     def has_tokens(self) -> bool:
         """Return True if the file holds token ids, False if it holds text."""
         return self.name.lower().endswith(TOKEN_SUFFIXES)
+
+    @property
+    def is_parquet(self) -> bool:
+        """Return True for a parquet file."""
+        return self.name.lower().endswith(PARQUET_SUFFIXES)
+
+    @property
+    def has_columns(self) -> bool:
+        """Return True if the file's documents have columns: JSON Lines and parquet."""
+        return self.name.lower().endswith(COLUMN_SUFFIXES)
 
 
 def find_sources(source: Path) -> list[Source]:

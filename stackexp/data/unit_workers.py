@@ -16,8 +16,9 @@ from typing import Any
 
 from tqdm import tqdm
 
-from stackexp.data.readers import BadLine, Piece, TokenBlock, UnreadableSourceError, read_pieces
-from stackexp.data.sources import Source
+from stackexp.data.columns import Columns
+from stackexp.data.readers import BadLine, FilteredOut, Piece, TokenBlock, read_pieces
+from stackexp.data.sources import Source, UnreadableSourceError
 from stackexp.data.token_sources import read_tokens
 from stackexp.data.tokenizer import load_tokenizer
 from stackexp.data.units import BAD_LINES, find_damaged_file, format_unit_name, read_unit, write_unit
@@ -33,6 +34,7 @@ class UnitJob:
     tokenizer: Path
     context_length: int
     units: list[list[Source]]
+    columns: Columns
     strict: bool  # stop at the first bad line
     verify: bool  # check the hashes of existing units
 
@@ -105,11 +107,11 @@ class UnitWriter:
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
 
-    def _read(self, source: Source) -> Iterator[Piece | TokenBlock | BadLine]:
+    def _read(self, source: Source) -> Iterator[Piece | TokenBlock | BadLine | FilteredOut]:
         if source.has_tokens:
             yield from read_tokens(source, self.tokenizer, self.advance)
             return
-        for item in read_pieces(source, self.advance):
+        for item in read_pieces(source, self.job.columns, self.advance):
             if self.job.strict and isinstance(item, BadLine):
                 raise _strict_error(str(item))
             yield item

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer
 
-from stackexp.data.readers import BadLine, Piece, TokenBlock
+from stackexp.data.readers import BadLine, FilteredOut, Piece, TokenBlock
 from stackexp.data.shards import Corpus, ShardWriter, choose_token_dtype, prefix_basenames, write_metadata
 from stackexp.data.sources import Source
 from stackexp.data.tokenizer import compute_fingerprint, get_vocab_size, tokenize_pieces
@@ -32,6 +32,7 @@ class Unit:
     tokens: int = 0
     bytes: int = 0
     bad_lines: int = 0
+    filtered_documents: int = 0
     shards: list[dict] = field(default_factory=list)  # entries for index.json
     hashes: dict[str, str] = field(default_factory=dict)  # SHA-256 of the other files
     tokenizer: str = ""  # fingerprint; not recorded by early versions
@@ -50,7 +51,7 @@ def read_unit(folder: Path) -> Unit:
 
 def write_unit(
     folder: Path,
-    items: Iterable[Piece | TokenBlock | BadLine],
+    items: Iterable[Piece | TokenBlock | BadLine | FilteredOut],
     tokenizer: Tokenizer,
     context_length: int,
     sources: Iterable[Source] = (),
@@ -58,7 +59,7 @@ def write_unit(
     """Tokenize documents and write them to `folder`, which exists, as a unit."""
     unit = Unit(tokenizer=compute_fingerprint(tokenizer), sources=[source.record for source in sources])
     writer = ShardWriter(folder, context_length, choose_token_dtype(get_vocab_size(tokenizer)))
-    for block in tokenize_pieces(_log_bad_lines(items, unit, folder / BAD_LINES), tokenizer):
+    for block in tokenize_pieces(_count_others(items, unit, folder / BAD_LINES), tokenizer):
         writer.write(block.ids.astype(writer.dtype, copy=False))
         unit.documents += block.documents
         unit.bytes += block.bytes
@@ -72,15 +73,17 @@ def write_unit(
     return unit
 
 
-def _log_bad_lines(
-    items: Iterable[Piece | TokenBlock | BadLine], unit: Unit, path: Path
+def _count_others(
+    items: Iterable[Piece | TokenBlock | BadLine | FilteredOut], unit: Unit, path: Path
 ) -> Iterator[Piece | TokenBlock]:
-    """Yield all items but bad lines, which are counted and written to the log."""
+    """Yield the documents. Count the others; bad lines are also written to the log."""
     with open(path, "w", encoding="utf-8", errors="backslashreplace") as log:
         for item in items:
             if isinstance(item, BadLine):
                 log.write(f"{item}\n")
                 unit.bad_lines += 1
+            elif isinstance(item, FilteredOut):
+                unit.filtered_documents += item.documents
             else:
                 yield item
         sync_file(log)
@@ -147,12 +150,16 @@ def merge_units(folder: Path, count: int, tokenizer: Tokenizer, context_length: 
         sequences=(tokens - dropped) // context_length,
         dropped_tokens=dropped,
         bad_lines=sum(unit.bad_lines for unit in units),
+        filtered_documents=sum(unit.filtered_documents for unit in units),
         sources=sources,
     )
     if not corpus.sequences:
+        others = f"{corpus.bad_lines} bad lines"
+        if corpus.filtered_documents:
+            others = f"{corpus.filtered_documents:,} more filtered out, {others}"
         raise RunError(
-            f"{folder}: {tokens} tokens in {corpus.documents} documents ({corpus.bad_lines} bad lines) do not fill one "
-            f"sequence of {context_length}; add text or lower the context length"
+            f"{folder}: {tokens} tokens in {corpus.documents} documents ({others}) do not fill one sequence of "
+            f"{context_length}; add text or lower the context length"
         )
     assert sum(shard["samples"] for shard in shards) == corpus.sequences
     with open(folder / BAD_LINES, "wb") as log:

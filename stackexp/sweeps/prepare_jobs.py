@@ -66,4 +66,6 @@ def _build_command(plan: Plan, folder: Path, workers: int, strict: bool) -> str:
     else:
         words += ["--vocab-size", plan.vocab_size]
     words += ["--context-length", plan.context_length, "--unit-bytes", plan.unit_bytes] + ["--strict"] * strict
+    words += ["--text-column", plan.columns.text]
+    words += [word for condition in plan.columns.filters for word in ("--filter", condition)]
     return shlex.join(map(str, words))

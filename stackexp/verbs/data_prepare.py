@@ -1,9 +1,14 @@
 """Turn text or token files into a prepared set of token shards.
 
 SOURCE is a file or a folder of .txt, .md, .rst or .py files (one document each), of .jsonl, .jsonl.gz, .json.gz or
-.jsonl.zst files (one document per line, under the key "text"), or of token files (.npy, .bin: raw uint16 like OLMo's,
-or NumPy's format; documents end with end-of-text). After a kill, the same command resumes. Lines without a document,
-or longer than 256 MiB, are counted and listed in FOLDER/bad_lines.log.
+.jsonl.zst files (one document per line, under the key "text"), of .parquet files (one document per row, in the column
+"text"), or of token files (.npy, .bin: raw uint16 like OLMo's, or NumPy's format; documents end with end-of-text).
+After a kill, the same command resumes. Lines without a document, or longer than 256 MiB, are counted and listed in
+FOLDER/bad_lines.log.
+
+--filter 'COLUMN OPERATOR VALUE' keeps the documents that fulfill a condition on another column of JSON Lines or parquet
+files; several --filter must all be fulfilled. OPERATOR is ==, !=, >=, <=, > or <. a.b is the field b of the column a.
+Documents without a value are left out.
 
 Several machines can share the work: --launcher slurm submits an array of --tasks with --workers processes each, and a
 job that merges. Without Slurm, run the command with --part 1/N ... --part N/N on any machines. Then run it once without
@@ -22,6 +27,7 @@ from stackexp.errors import ConfigError
 from stackexp.verbs.parser import Parser
 
 if TYPE_CHECKING:
+    from stackexp.data.columns import Filter
     from stackexp.data.prepare import Plan
     from stackexp.data.shards import Corpus
 
@@ -29,6 +35,7 @@ USAGE = "SOURCE --to FOLDER (--tokenizer FILE | --vocab-size N) [OPTIONS] | --co
 EXAMPLES = (
     "data prepare texts/ --to shards/ --vocab-size 32768 --context-length 1024",
     "data prepare dolma/ --to shards/ --tokenizer tokenizer.json --workers 8",
+    "data prepare fineweb-edu/ --to shards/ --tokenizer tokenizer.json --filter 'int_score>=4' --filter language==en",
     "data prepare dolma/ --to shards/ --tokenizer tokenizer.json --launcher slurm --tasks 64 --workers 8",
     "data prepare dolma/ --to shards/ --tokenizer tokenizer.json --part 3/64",
     "data prepare --config quickstart",
@@ -46,6 +53,10 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--vocab-size", type=int, metavar="N", help="train a byte-level BPE of N tokens on the text")
     parser.add_argument(
         "--context-length", type=int, default=2048, metavar="N", help="tokens per sequence (default: %(default)s)"
+    )
+    parser.add_argument("--text-column", metavar="NAME", help="column of the text (default: text)")
+    parser.add_argument(
+        "--filter", action="append", default=[], type=_parse_filter, metavar="CONDITION", help="such as 'int_score>=3'"
     )
     parser.add_argument("--workers", type=int, metavar="N", help="processes (default: one per CPU)")
     parser.add_argument("--strict", action="store_true", help="stop at the first bad line")
@@ -67,10 +78,12 @@ def run(args: Namespace) -> int:
     source = _check_arguments(args)
     if args.workers:  # limits the threads of tokenizers while it trains, or with a single process
         os.environ.setdefault("RAYON_NUM_THREADS", str(args.workers))
+    from stackexp.data.columns import Columns
     from stackexp.data.prepare import Plan
 
     source = source.absolute() if args.launcher == "slurm" else source
-    plan = Plan(source, args.tokenizer, args.vocab_size, args.context_length, args.unit_bytes)
+    columns = Columns(args.text_column or "text", tuple(args.filter))
+    plan = Plan(source, args.tokenizer, args.vocab_size, args.context_length, args.unit_bytes, columns)
     return _submit(plan, args) if args.launcher == "slurm" else _prepare(plan, args)
 
 
@@ -79,6 +92,15 @@ def _parse_part(text: str) -> tuple[int, int]:
     if not match or not 1 <= int(match[1]) <= int(match[2]):
         raise argparse.ArgumentTypeError(f"expected I/N with 1 <= I <= N, such as 3/64, found {text}")
     return int(match[1]), int(match[2])
+
+
+def _parse_filter(text: str) -> "Filter":
+    from stackexp.data.columns import parse_filter
+
+    try:
+        return parse_filter(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def _check_arguments(args: Namespace) -> Path:
@@ -122,6 +144,8 @@ def _print_corpus(corpus: "Corpus", folder: Path) -> None:
 
     size = f"{corpus.documents:,} documents, {corpus.bytes:,} bytes, {corpus.tokens:,} tokens"
     print(wrap_text(f"{folder}: {size}, {corpus.sequences:,} sequences of {corpus.context_length}", indent=2))
+    if corpus.filtered_documents:
+        print(f"{corpus.filtered_documents:,} documents filtered out")
     print(f"{corpus.bad_lines:,} bad lines{':' if corpus.bad_lines else ''}")
     with open(folder / BAD_LINES, encoding="utf-8") as log:
         for line in itertools.islice(log, SHOWN_BAD_LINES):
@@ -157,6 +181,8 @@ def _prepare_config(args: Namespace) -> int:
         args.parser.error("--config prepares the config's own corpus; it takes neither SOURCE nor --to")
     if args.part or args.launcher == "slurm":
         args.parser.error("--config prepares a small corpus; it takes neither --part nor --launcher slurm")
+    if args.filter or args.text_column:
+        args.parser.error("--config prepares the config's own corpus; it takes neither --filter nor --text-column")
     from stackexp.config.compose import compose
     from stackexp.config.data import StdlibConfig
 

@@ -1,0 +1,192 @@
+"""Parquet files and filters as sources of `data prepare`."""
+
+import gzip
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+from corpora import TEXTS, prepare_set, read_files, wait_for
+from parquet_files import make_rows, read, select, texts, write_rows
+from pyarrow import parquet
+
+from stackexp.data.columns import Columns, parse_filter
+from stackexp.data.readers import BadLine, FilteredOut
+from stackexp.errors import RunError
+
+CONDITIONS = {
+    "int_score>=3": lambda row: row["int_score"] >= 3,
+    "score > 3.5": lambda row: row["score"] > 3.5,
+    "language==en": lambda row: row["language"] == "en",
+    "language != 'en'": lambda row: row["language"] != "en",
+    "language_score<=0.7": lambda row: row["language_score"] <= 0.7,
+    "token_count<1e3": lambda row: row["token_count"] < 1000,
+    "dump>=CC-MAIN-2014": lambda row: row["dump"] >= "CC-MAIN-2014",
+}
+
+
+@pytest.mark.parametrize("condition", CONDITIONS)
+def test_filters_select_the_same_documents_of_parquet_and_json_lines(tmp_path, condition):
+    rows = make_rows(1200)
+    write_rows(tmp_path / "a.parquet", rows, row_group_size=500)
+    (tmp_path / "b.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    expected = select(rows, CONDITIONS[condition])
+    for name in ("a.parquet", "b.jsonl"):
+        items = read(tmp_path / name, condition)
+        assert texts(items) == expected
+        assert sum(item.documents for item in items if isinstance(item, FilteredOut)) == len(rows) - len(expected)
+
+
+def test_fields_of_nested_columns_as_in_smollm_corpus(tmp_path):
+    rows = [{"text": row.pop("text"), "metadata": row} for row in make_rows(9)] + [{"text": "x", "metadata": None}]
+    write_rows(tmp_path / "a.parquet", rows)
+    (tmp_path / "b.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:-1]))
+    expected = [row["text"] for row in rows[:-1] if row["metadata"]["int_score"] == 4]
+    assert len(expected) == 3
+    for name in ("a.parquet", "b.jsonl"):
+        assert texts(read(tmp_path / name, "metadata.int_score>=4")) == expected
+        assert texts(read(tmp_path / name, text="metadata.url")) == [row["metadata"]["url"] for row in rows[:-1]]
+
+
+@pytest.mark.parametrize("kind", [pa.string(), pa.large_string(), pa.dictionary(pa.int32(), pa.string())])
+@pytest.mark.parametrize("compression", ["snappy", "zstd"])
+def test_text_types_and_compressions(tmp_path, kind, compression):
+    table = pa.table({"content": pa.array(["naïve 東京", "b", "b"], pa.string()).cast(kind)})
+    parquet.write_table(table, tmp_path / "a.parquet", compression=compression)
+    assert texts(read(tmp_path / "a.parquet", text="content")) == ["naïve 東京", "b", "b"]
+
+
+def test_missing_values(tmp_path):
+    """Rows without text are bad lines; documents without a value are filtered out."""
+    rows = [{"text": "a", "n": 1}, {"text": None, "n": 1}, {"text": "", "n": 1}, {"text": "b", "n": None}]
+    write_rows(tmp_path / "a.parquet", rows)
+    items = read(tmp_path / "a.parquet", "n==1")
+    assert [str(item) for item in items if isinstance(item, BadLine)] == [f"a.parquet:{n}: no text" for n in (2, 3)]
+    assert (texts(items), items[-1]) == (["a"], FilteredOut(1))
+    lines = [*(json.dumps(row) for row in rows), '{"text": "c"}', '{"text": "d", "n": [1]}', '{"text": "e", "n": "1"}']
+    (tmp_path / "b.jsonl").write_text("\n".join(lines))
+    items = read(tmp_path / "b.jsonl", "n>=1")
+    assert [str(item) for item in items if isinstance(item, BadLine)] == [
+        "b.jsonl:2: no text",
+        "b.jsonl:3: no text",
+        "b.jsonl:5: no n",
+        "b.jsonl:6: n is of type list, neither number nor text",
+        "b.jsonl:7: n is text, which >= compares as letters",
+    ]
+
+
+def test_invalid_utf8_is_a_bad_line(tmp_path):
+    values = pa.array([b"good", b"\xff", b"also good"], pa.binary())
+    text = pa.StringArray.from_buffers(3, *values.buffers()[1:])
+    parquet.write_table(pa.table({"text": text}), tmp_path / "a.parquet")
+    items = read(tmp_path / "a.parquet")
+    assert texts(items) == ["good", "also good"]
+    assert str(items[1]) == "a.parquet:2: invalid UTF-8"
+
+
+# Preparation
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory) -> Path:
+    """Write four files of several row groups, one of them JSON Lines."""
+    folder = tmp_path_factory.mktemp("source")
+    for number in range(3):
+        write_rows(folder / f"{number}.parquet", make_rows(300, 300 * number), row_group_size=100)
+    lines = "".join(json.dumps(row) + "\n" for row in make_rows(300, 900))
+    (folder / "3.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
+    return folder
+
+
+COLUMNS = Columns(filters=(parse_filter("int_score>=3"), parse_filter("language==en")))
+
+
+def test_result_does_not_depend_on_workers_or_parts(source, tmp_path):
+    settings = {"columns": COLUMNS, "unit_bytes": 1}
+    corpus = prepare_set(source, tmp_path / "one", **settings)
+    rows = make_rows(1200)
+    kept = select(rows, lambda row: row["int_score"] >= 3 and row["language"] == "en")
+    assert (corpus.documents, corpus.filtered_documents, corpus.bad_lines) == (len(kept), len(rows) - len(kept), 0)
+    assert corpus.bytes == sum(len(text.encode()) for text in kept)
+    prepare_set(source, tmp_path / "two", **settings, workers=2)
+    prepare_set(source, tmp_path / "parts", **settings, part=(2, 2))
+    prepare_set(source, tmp_path / "parts", **settings)
+    assert read_files(tmp_path / "one") == read_files(tmp_path / "two") == read_files(tmp_path / "parts")
+
+
+def test_another_filter_or_column_needs_another_folder(source, tmp_path):
+    prepare_set(source, tmp_path / "set", columns=COLUMNS)
+    for columns in (Columns(), Columns(filters=COLUMNS.filters[:1])):
+        with pytest.raises(RunError, match=r"prepared with another filter \(\['int_score>=3', 'language==en'\], not"):
+            prepare_set(source, tmp_path / "set", columns=columns)
+    with pytest.raises(RunError, match=r"prepared with another text column \(none, not url\)"):
+        prepare_set(source, tmp_path / "set", columns=Columns("url", COLUMNS.filters))
+
+
+def test_damaged_file_does_not_stop_other_units(source, tmp_path):
+    for path in source.iterdir():
+        (tmp_path / "copy").mkdir(exist_ok=True)
+        (tmp_path / "copy" / path.name).write_bytes(path.read_bytes()[: -50 if path.name == "1.parquet" else None])
+    with pytest.raises(RunError, match=r"1\.parquet: corrupt or cut short"):
+        prepare_set(
+            tmp_path / "copy", tmp_path / "set", columns=COLUMNS, unit_bytes=1, tokenizer=make_tokenizer(tmp_path)
+        )
+    assert len(list((tmp_path / "set").glob("unit.*"))) == 3
+
+
+def make_tokenizer(folder: Path) -> Path:
+    (folder / "text.txt").write_text(TEXTS[0])
+    prepare_set(folder / "text.txt", folder / "tokenized")
+    return folder / "tokenized" / "tokenizer.json"
+
+
+@pytest.mark.process
+def test_killed_preparation_resumes_with_the_missing_units(source, tmp_path):
+    prepare_set(source, tmp_path / "whole", columns=COLUMNS, unit_bytes=1)
+    script = f"""
+import sys, time
+from pathlib import Path
+from stackexp.data import readers
+from stackexp.data.columns import Columns, parse_filter
+from stackexp.data.prepare import Plan, prepare
+columns = Columns(filters=(parse_filter("int_score>=3"), parse_filter("language==en")))
+plan = Plan(Path({str(source)!r}), vocab_size=300, context_length=64, unit_bytes=1, columns=columns)
+prepare(plan, Path({str(tmp_path / "set")!r}), workers=1, show_progress=False)
+"""
+    process = subprocess.Popen([sys.executable, "-c", script])
+    wait_for(lambda: list((tmp_path / "set").glob("unit.*")) or process.poll() is not None)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    inodes = {path.name: path.stat().st_ino for path in (tmp_path / "set").glob("unit.*")}
+    prepare_set(source, tmp_path / "set", columns=COLUMNS, unit_bytes=1)
+    assert read_files(tmp_path / "set") == read_files(tmp_path / "whole")
+    assert {name: (tmp_path / "set" / name).stat().st_ino for name in inodes} == inodes
+
+
+@pytest.mark.process
+def test_memory_does_not_grow_with_the_row_groups(tmp_path):
+    """Read 160 MB of text in a single row group."""
+    table = pa.table({"text": [os.urandom(1000).hex() for _ in range(80_000)]})
+    parquet.write_table(table, tmp_path / "a.parquet", row_group_size=80_000, use_dictionary=False)
+    assert parquet.ParquetFile(tmp_path / "a.parquet").num_row_groups == 1
+    script = f"""
+import re
+from pathlib import Path
+import pyarrow.parquet
+from stackexp.data.readers import read_pieces
+from stackexp.data.sources import find_sources
+
+def read_peak_kb():
+    return int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
+
+before = read_peak_kb()
+[source] = find_sources(Path({str(tmp_path / "a.parquet")!r}))
+assert sum(len(piece.text) for piece in read_pieces(source)) == 160_000_000
+print(read_peak_kb() - before)
+"""
+    growth = int(subprocess.run([sys.executable, "-c", script], capture_output=True, check=True).stdout)
+    assert growth < 100_000, "the row group alone has 160,000 kB"
