@@ -22,17 +22,10 @@ from stackexp.errors import RunError
 from stackexp.evaluation.loading import load_run
 from stackexp.export.model_card import build_model_card
 from stackexp.files import write_json
+from stackexp.models.llama_import import to_llama_name
 
 MODELING_FILE = Path(__file__).with_name("modeling_stacktrans.py")
 MAX_SHARD_SIZE = "5GB"
-MODULE_NAMES = {
-    "attention_norm": "input_layernorm",
-    "attention": "self_attn",
-    "feed_forward_norm": "post_attention_layernorm",
-    "feed_forward": "mlp",
-    "attention_memory": "memories.after_attention",
-}
-"""Modules of a block and their names in a Hugging Face layer."""
 MEMORY_OPTIONS = (
     *("axis", "discipline", "num_heads", "head_dim", "num_slots", "projection", "read", "read_mask", "residual_gate"),
     *("site", "push_norm", "action_input", "action_scale", "action_bias", "action_sharpness"),
@@ -89,6 +82,8 @@ def check_support(config: ExperimentConfig) -> None:
         reason = f"model.positional: {model.positional} cannot be exported; only rope can"
     elif unsupported := next((n for n in ("attention_window", "attention_log_base") if getattr(model, n)), None):
         reason = f"model.{unsupported}: {getattr(model, unsupported)} cannot be exported; only null can"
+    elif model.qkv_bias:
+        reason = "model.qkv_bias: true cannot be exported; only false can"
     elif model.memory is not None and type(model.memory) is not StackMemoryConfig:
         reason = f"model.memory.kind: {model.memory.kind} cannot be exported; only kind: stack and memory: null can"
     elif model.memory is not None and model.memory.feedback:
@@ -141,19 +136,16 @@ def convert_weights(weights: dict[str, Tensor], model: TransformerConfig) -> dic
     muP's factor on the logits is multiplied into the last norm.
     """
     site = getattr(model.memory, "site", None)
-    names = MODULE_NAMES | {"memory": f"memories.{'after_block' if site == 'each_sublayer' else site}"}
+    sites = {"attention_memory": "after_attention", "memory": "after_block" if site == "each_sublayer" else site}
     converted = {}
     for name, tensor in weights.items():
-        if name == "head.weight":
-            converted["lm_head.weight"] = tensor
-        elif name == "embedding.weight":
-            converted["model.embed_tokens.weight"] = tensor
-        elif name == "norm.weight":
-            factor = 1.0 if model.mup_base_size is None else model.mup_base_size / model.hidden_size
-            converted["model.norm.weight"] = factor * tensor
+        _, layer, module, rest = (*name.split(".", 3), "", "")[:4]
+        if module in sites:
+            converted[f"model.layers.{layer}.memories.{sites[module]}.{rest}"] = tensor
+        elif name == "norm.weight" and model.mup_base_size is not None:
+            converted[to_llama_name(name)] = model.mup_base_size / model.hidden_size * tensor
         else:
-            layers, index, module, rest = name.split(".", 3)
-            converted[f"model.{layers}.{index}.{names[module]}.{rest}"] = tensor
+            converted[to_llama_name(name)] = tensor
     return converted
 
 
