@@ -10,6 +10,7 @@ VERBS = {
     "fit": "train the model of a config",
     "validate": "score a run on its validation sets",
     "test": "score a run on its test sets",
+    "evaluate": "score a run on downstream benchmarks",
     "generate": "continue a text with a trained model",
     "inspect": "show what the stacks of a run do",
     "configs list": "list the shipped configs, recipes and section choices",
