@@ -1,7 +1,6 @@
 """The program's own decoder as a language model of lm-eval."""
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,11 +13,11 @@ from torch.nn import functional as F
 from stackexp.data.tokenizer import get_end_of_text_id
 from stackexp.errors import RunError
 from stackexp.evaluation.benchmarks.batching import Batch, Pair, plan_batches, plan_generation
+from stackexp.evaluation.inference import inference_mode
 from stackexp.models.generation import generate
 from stackexp.models.transformer import Cache, Transformer
 
 MAX_NEW_TOKENS = 256  # lm-eval's default for tasks that set no limit
-AUTOCAST = {"bf16-mixed": torch.bfloat16}
 
 
 class RunModel(TemplateLM):
@@ -53,7 +52,7 @@ class RunModel(TemplateLM):
         super().__init__()
         self.model, self.batch_size, self._max_length = model, batch_size, max_length
         self._tokenizer, self._end = tokenizer, get_end_of_text_id(tokenizer)
-        self._dtype, self._is_sharded, self._after_batch = AUTOCAST.get(precision), is_sharded, after_batch
+        self._precision, self._is_sharded, self._after_batch = precision, is_sharded, after_batch
 
     @property
     def device(self) -> torch.device:
@@ -158,7 +157,7 @@ class RunModel(TemplateLM):
         """Compute this process's share of the batches, and return the results of all processes in request order."""
         rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         own: list[tuple[int, Any]] = []
-        with self._evaluation_mode():
+        with inference_mode(self.model, self._precision):
             for number in range(rank, len(batches), size):
                 own += compute(batches[number])
                 self._after_batch(number + 1, len(batches))
@@ -170,20 +169,6 @@ class RunModel(TemplateLM):
             dist.all_gather_object(shares, own)
         results = dict(pair for share in shares for pair in share)
         return [results[i] for i in range(count)]
-
-    @contextlib.contextmanager
-    def _evaluation_mode(self) -> Iterator[None]:
-        was_training, device = self.model.training, self.device.type
-        self.model.eval()
-        try:
-            with (
-                torch.no_grad(),
-                torch.compiler.set_stance("force_eager"),  # every batch has another shape
-                torch.autocast(device, self._dtype, enabled=self._dtype is not None),
-            ):
-                yield
-        finally:
-            self.model.train(was_training)
 
 
 def cut_at(text: str, stops: Sequence[str]) -> str:
