@@ -34,6 +34,7 @@ VERBS = {
     "report formal": "compare runs with the paper's formal languages",
     "report ablation": "compare variants with the paper's ablation",
     "report scaling": "fit the loss against parameters and tokens",
+    "report benchmarks": "compare runs on downstream benchmarks",
     "report dynamics": "compare the training losses over the tokens",
     "report grid": "show the loss over the stack's hyperparameters",
     "report actions": "show pushes and pops over the layers",
