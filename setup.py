@@ -33,6 +33,7 @@ setup(
     long_description_content_type="text/markdown",
     python_requires=">=3.11",
     packages=find_packages(include=["stackexp", "stackexp.*"]),
+    package_data={"stackexp.evaluation.benchmarks": ["tasks/*.yaml"]},
     cmdclass={"build_py": BuildWithConfigs},
     entry_points={"console_scripts": ["stackexp=stackexp.__main__:run"]},
     install_requires=[
@@ -58,8 +59,10 @@ setup(
     extras_require={
         "dev": [
             *("pytest>=8", "pytest-xdist>=3.6", "hypothesis>=6.100", "optuna>=4", "moto[server]>=5"),
+            *("lm-eval>=0.4.13", "transformers>=4.57", "accelerate>=1"),  # as in eval
             *("ruff>=0.12", "mypy>=1.15", "types-PyYAML", "types-tabulate", "types-tqdm", "pre-commit>=4"),
         ],
+        "eval": ["lm-eval>=0.4.13", "transformers>=4.57", "accelerate>=1"],  # `evaluate`; the last two for --model hf:
         "optuna": ["optuna>=4"],
         "flash": ["flash-attn>=2.8"],  # model.attention=flash_attn
         "liger": ["liger-kernel>=0.6.2"],  # trainer.cross_entropy=liger

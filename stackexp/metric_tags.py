@@ -1,4 +1,4 @@
-"""Tags of metrics.jsonl and TensorBoard, in the namespaces train/, val/, test/, memory/ and memory_val/.
+"""Tags of metrics.jsonl and TensorBoard, in the namespaces train/, val/, test/, memory/, memory_val/, downstream/.
 
 train/<figure>                      of an optimizer step
 val/<score>/<set>                   of a validation during training; the set `average` is the mean over all sets
@@ -6,6 +6,7 @@ val/<group>/<set>                   the loss of a set of a group, such as v2
 val/<group>/average/<score>         the means over a group
 val/whole/...                       the same over whole sets, in runs that validate on a sample (data.eval_sequences)
 test/...                            the same for `test`; of formal languages test/accuracy_by_length and test/score_*
+downstream/<task>/<score>           accuracy and bits_per_byte of a benchmark during training
 memory/<figure>/layer_<number>      of a probed step; with a memory at each sublayer, followed by _<site>
 memory_val/<figure>/layer_<number>  the same on the first 8 sequences of each validation set
 """
@@ -18,7 +19,9 @@ AVERAGE_LOSS = "val/loss/average"
 AVERAGE_ACCURACY = "val/accuracy/average"
 TOKENS_PER_SECOND = "train/tokens_per_second"
 
-NAMESPACES = ("train", "val", "test", "memory", "memory_val")
+DOWNSTREAM = "downstream"
+
+NAMESPACES = ("train", "val", "test", "memory", "memory_val", DOWNSTREAM)
 _OLD_TAGS = {
     "loss/train": TRAIN_LOSS,
     "loss/z": "train/z_loss",

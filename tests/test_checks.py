@@ -47,7 +47,8 @@ def _in_empty_folder(tmp_path, monkeypatch):
         ("num_slots=3", "override num_slots=3: num_slots: unknown key; did you mean 'model.memory.num_slots'?"),
         (
             "zzz=3",
-            "zzz: unknown key; a config has data, init, logging, model, name, optimizer, plugins, schedule, seed, trainer",
+            "zzz: unknown key; a config has data, evaluation, init, logging, model, name, optimizer, plugins, "
+            "schedule, seed, trainer",
         ),
         (
             "model.memory=queu",

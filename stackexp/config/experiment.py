@@ -4,6 +4,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from stackexp.config.evaluation import EvaluationConfig
 from stackexp.config.fields import Errors, option
 from stackexp.config.init import InitConfig
 from stackexp.config.model import FLASH_KERNELS, TransformerConfig
@@ -48,6 +49,7 @@ class ExperimentConfig:
     optimizer: Any = field(default_factory=lambda: {"kind": "adamw"})
     schedule: Any = field(default_factory=lambda: {"kind": "cosine"})
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    evaluation: EvaluationConfig = option(EvaluationConfig(), affects="evaluation")
     logging: LoggingConfig = option(LoggingConfig(), affects="logging")
 
     def find_errors(self, is_training: bool = True) -> Errors:
@@ -62,6 +64,8 @@ class ExperimentConfig:
             yield "trainer.recompute", "selective is only supported by decoders with memories of axis: depth; use all"
         if self.optimizer.kind == "muon" and self.trainer.is_sharded:
             yield "optimizer.kind", f"muon does not support trainer.strategy: {self.trainer.strategy}; use adamw"
+        if self.evaluation.tasks and self.data.objective != "language_modeling":
+            yield "evaluation.tasks", f"requires training on text, found data.kind: {self.data.kind}; set it to []"
         yield from self._find_attention_errors(is_training)
         if self.model.vocab_size < self.data.vocab_size:
             yield "model.vocab_size", f"{self.model.vocab_size} is smaller than data.vocab_size {self.data.vocab_size}"

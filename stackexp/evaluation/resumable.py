@@ -159,12 +159,12 @@ def compute_keys(
 ) -> dict[str, str]:
     """Return for each set a hash of the checkpoint, the set's contents, and the options that change its scores."""
     table = "" if data.token_bytes is None else hashlib.sha256(data.token_bytes.tobytes()).hexdigest()
-    identity = processes.run_on_first(lambda: _identify(checkpoint))
+    identity = processes.run_on_first(lambda: identify_checkpoint(checkpoint))
     common = [*list_figure_options(config), stackexp.__version__, table, identity]
     return {opened.name: hash_values([*common, opened.name, opened.identity]) for opened in data.sets(stage)}
 
 
-def _identify(checkpoint: Path) -> list:
+def identify_checkpoint(checkpoint: Path) -> list:
     """Return sizes and times of a checkpoint's files, and a hash of its state. Raises RunError if it is missing."""
     if not checkpoint.exists():
         raise RunError(f"{checkpoint}: no such checkpoint; give a folder in a run's checkpoints/, `last` or `best`")

@@ -1,5 +1,7 @@
 """Autoregressive sampling from a decoder, with its cache."""
 
+from collections.abc import Callable, Sequence
+
 import torch
 from torch import Tensor
 
@@ -16,16 +18,18 @@ def generate(
     top_p: float = 1.0,
     generator: torch.Generator | None = None,
     stop_token: int | None = None,
+    should_stop: Callable[[Tensor], Sequence[bool]] | None = None,
 ) -> Tensor:
     """Continue tokens [B, T] by n <= max_new_tokens tokens: [B, T+n].
 
     Temperature 0 is greedy decoding. `top_p` < 1 samples from the nucleus: the smallest set of tokens with at least
     that total probability. After a row has sampled `stop_token`, it repeats that token; generation ends when all rows
-    have sampled it. The model is in eval mode during the call.
+    have sampled it. `should_stop` receives the new tokens [B, n] after every token and returns one flag per row;
+    generation also ends when all rows have stopped. The model is in eval mode during the call.
     """
     was_training = model.training
     model.eval()
-    cache, new = Cache(), tokens
+    cache, new, start = Cache(), tokens, tokens.shape[1]
     has_stopped = torch.zeros(len(tokens), dtype=torch.bool, device=tokens.device)
     try:
         for _ in range(max_new_tokens):
@@ -36,6 +40,8 @@ def generate(
                 has_stopped = token == stop_token
             new = token[:, None]
             tokens = torch.cat([tokens, new], 1)
+            if should_stop is not None:
+                has_stopped |= has_stopped.new_tensor(should_stop(tokens[:, start:]))
             if has_stopped.all():
                 break
     finally:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from stackexp.errors import ConfigError, RunError
 from stackexp.reports.ablation import build_ablation
+from stackexp.reports.benchmarks import build_benchmarks
 from stackexp.reports.dynamics import build_dynamics
 from stackexp.reports.efficiency import build_efficiency, read_record
 from stackexp.reports.figures import save_figure
@@ -71,6 +72,7 @@ def _list_builders(folder: Path) -> Iterator[tuple[str, Callable[[], Report]]]:
         except RunError:
             continue
         yield f"Efficiency: {path.name}", lambda path=path: build_efficiency(path)  # type: ignore[misc]
+    yield "Benchmarks", lambda: build_benchmarks([folder])
     yield "Formal languages", lambda: _build_formal(folder)
 
 

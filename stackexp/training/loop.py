@@ -16,6 +16,7 @@ from stackexp.modules.base import TrainingModule
 from stackexp.runs import RunFolder, format_resume_command
 from stackexp.terminal import set_up_log, wrap_text
 from stackexp.training.callbacks import build_callbacks
+from stackexp.training.callbacks.downstream import load_tasks
 from stackexp.training.callbacks.metrics_log import MetricsLog
 from stackexp.training.objectives import build_objective
 from stackexp.training.objectives.base import Objective, Session
@@ -59,12 +60,14 @@ def train(
         pl.seed_everything(config.seed, verbose=False)
         data = registry.build("data", config.data, seed=config.seed)
         processes.run_on_all(lambda: (data.prepare_data(), data.setup("fit")))
+        tasks = processes.run_on_all(lambda: load_tasks(config, data.tokenizer))
         started_at = time.perf_counter()
         module = objective.build_module()
         module.warm_start = warm_start
         metrics_log = MetricsLog(start.folder, config)
         measurements = objective.build_measurements(start.folder)
-        trainer = build_trainer(config, processes, build_callbacks(config, start, metrics_log, stop, measurements))
+        callbacks = build_callbacks(config, start, metrics_log, stop, measurements, tasks)
+        trainer = build_trainer(config, processes, callbacks)
         session = Session(start.folder, processes, data, module, trainer, metrics_log, started_at)
 
         with _work_in_folder(session, start, objective), stop.handle_interrupts(), logging_redirect_tqdm():

@@ -5,7 +5,7 @@ For formal languages: accuracy at each length up to data.validation_max_length.
 
 from argparse import Namespace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from stackexp.verbs.openmp import choose_wait_policy
 from stackexp.verbs.parser import Parser
@@ -16,6 +16,7 @@ EXAMPLES = (
     "validate --config quickstart --ckpt_path model.safetensors",
     "validate --run RUN --sets v2,v3",
     "validate --run RUN --sets mine=texts/,books=books.npy",
+    "validate --run RUN --by_position",
 )
 
 
@@ -33,6 +34,9 @@ def add_arguments(parser: Parser, stage: Literal["validate", "test"] = "validate
     )
     out = f"write here instead of RUN/{stage}.json; also writes the table of sets as .md"
     parser.add_argument("--out", metavar="FILE.json", help=out)
+    if stage == "validate":
+        by_position = "loss at each position up to 4 x data.context_length, as a table, JSON and a figure"
+        parser.add_argument("--by_position", action="store_true", help=by_position)
 
 
 def run(args: Namespace, stage: Literal["validate", "test"] = "validate") -> int:
@@ -44,6 +48,11 @@ def run(args: Namespace, stage: Literal["validate", "test"] = "validate") -> int
         parser.error("--config requires --ckpt_path, the checkpoint to evaluate")
     if args.out and not args.out.endswith(".json"):
         parser.error(f"--out {args.out}: must end in .json")
+    by_position = getattr(args, "by_position", False)
+    if by_position and not args.run:
+        parser.error("--by_position requires --run")
+    if by_position and args.score_remainder:
+        parser.error("--by_position scores whole sequences only; omit --score-remainder")
     from stackexp.config import compose
     from stackexp.runs import RunFolder
 
@@ -60,9 +69,26 @@ def run(args: Namespace, stage: Literal["validate", "test"] = "validate") -> int
         section = "validation" if stage == "validate" else "test"
         check_requested_sets(sets, getattr(config.data, section, None), f"data.{section}")
     choose_wait_policy()
-    from stackexp.evaluation.evaluate import evaluate
     from stackexp.evaluation.request import EvaluationRequest
 
     folder, out = RunFolder(Path(args.run)) if args.run else None, Path(args.out) if args.out else None
-    evaluate(EvaluationRequest(stage, config, folder, args.ckpt_path, tuple(sets), out, tuple(args.overrides)))
+    request = EvaluationRequest(stage, config, folder, args.ckpt_path, tuple(sets), out, tuple(args.overrides))
+    if by_position:
+        _score_by_position(request)
+        return 0
+    from stackexp.evaluation.evaluate import evaluate
+
+    evaluate(request)
     return 0
+
+
+def _score_by_position(request: Any) -> None:
+    """Score and draw the loss at each position."""
+    from stackexp.evaluation.by_position import get_output, score_by_position
+    from stackexp.reports.by_position import draw_by_position
+    from stackexp.reports.figures import save_figure
+
+    context, scored = score_by_position(request)
+    figure = get_output(request).with_suffix(".png")
+    save_figure(draw_by_position(context, [(losses.name, losses.losses) for losses in scored]), figure)
+    print(f"figure: {figure}")

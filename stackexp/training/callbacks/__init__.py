@@ -1,9 +1,13 @@
 """The callbacks of a training run, and the order in which Lightning calls them after each batch."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import lightning.pytorch as pl
 
 from stackexp.config.experiment import ExperimentConfig
 from stackexp.training.callbacks.checkpoint import RunState, StepCheckpoint
+from stackexp.training.callbacks.downstream import Downstream
 from stackexp.training.callbacks.metrics_log import MetricsLog
 from stackexp.training.callbacks.missed_validation import MissedValidation
 from stackexp.training.callbacks.profiler import Profiler
@@ -20,13 +24,17 @@ def build_callbacks(
     metrics_log: MetricsLog,
     stop: StopRequest,
     measurements: list[pl.Callback],
+    tasks: Sequence[Any] = (),
 ) -> list[pl.Callback]:
     """Build the callbacks in the order in which they must run; `measurements` are the objective's callbacks.
+
+    `tasks` are the benchmarks of `evaluation.tasks`.
 
     1. Measure: throughput and `measurements` add their values to `module.step_metrics`.
     2. Request: stop and save requests are added to the same metrics.
     3. Log: one all-reduce shares metrics and requests. Rank 0 writes them to the log, and the progress shows them.
     4. Save: the checkpoint is written after the log. This callback also obeys the requests shared in step 3.
+    5. Score benchmarks: a stop during them resumes from the checkpoint of step 4.
 
     A resumed run first opens the log, then runs the validation that it missed. The profiler comes before all others,
     so that its trace includes them.
@@ -41,4 +49,5 @@ def build_callbacks(
         MissedValidation(start.folder, config.trainer, start.step),
         RunState(),
         StepCheckpoint(start.folder, config.trainer, stop),
+        *([Downstream(config, list(tasks), start.folder, metrics_log, stop)] if tasks else []),
     ]

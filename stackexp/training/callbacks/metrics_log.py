@@ -50,14 +50,15 @@ class MetricsLog(StepCallback):
 
     def on_step_end(self, trainer: pl.Trainer, module: TrainingModule) -> None:
         """Log a step."""
-        self._write(trainer, module, module.step_metrics.drain())
+        self.write(trainer, module, module.step_metrics.drain())
 
     def on_validation_end(self, trainer: pl.Trainer, module: TrainingModule) -> None:
         """Log a validation."""
         if trainer.state.fn == "fit":
-            self._write(trainer, module, module.validation_tags() | module.validation_probes.drain())
+            self.write(trainer, module, module.validation_tags() | module.validation_probes.drain())
 
-    def _write(self, trainer: pl.Trainer, module: TrainingModule, metrics: dict[str, float]) -> None:
+    def write(self, trainer: pl.Trainer, module: TrainingModule, metrics: dict[str, float]) -> None:
+        """Write a line for the current step on rank 0."""
         if not trainer.is_global_zero:
             return
         line = {"step": trainer.global_step, "tokens": module.tokens, "time": round(time.time(), 3)} | metrics

@@ -54,12 +54,16 @@ class StepRequests(StepCallback):
         trainer, module, _outputs, _batch, batch_idx = args[:5]
         if trainer.state.fn == "fit" and self._saved_step != trainer.global_step:
             return
-        is_alone = not dist.is_initialized()
-        if is_alone or batch_idx % BATCHES_BETWEEN_CHECKS == 0:
-            requested = torch.tensor(float(self._stop.is_set), device=module.device)
-            if not is_alone:
-                dist.all_reduce(requested)
-            if requested:
-                raise self._stop.build_error()
+        if not dist.is_initialized() or batch_idx % BATCHES_BETWEEN_CHECKS == 0:
+            raise_if_stopped(self._stop, module.device)
 
     on_test_batch_end = on_validation_batch_end  # type: ignore[assignment]
+
+
+def raise_if_stopped(stop: StopRequest, device: torch.device) -> None:
+    """Raise the error of a stop on all ranks if any rank has a request. Every rank calls this."""
+    requested = torch.tensor(float(stop.is_set), device=device)
+    if dist.is_initialized():
+        dist.all_reduce(requested)
+    if requested:
+        raise stop.build_error()

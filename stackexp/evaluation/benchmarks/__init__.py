@@ -1,0 +1,1 @@
+"""Downstream benchmarks: lm-eval supplies prompts, datasets and metrics, this package the model and the scores."""

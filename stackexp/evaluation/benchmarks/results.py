@@ -1,0 +1,153 @@
+"""Scores of benchmarks, and benchmarks.json. Imports no torch."""
+
+import dataclasses
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from stackexp.errors import RunError
+from stackexp.files import read_json, write_json
+from stackexp.run_result import compute_sha256
+from stackexp.tables import ABSENT, RULE, format_table
+
+VERSION = 1
+FILE = "benchmarks.json"
+
+
+@dataclass(frozen=True)
+class TaskScores:
+    """The scores of a model on one task. Standard errors are over the documents."""
+
+    accuracy: float | None
+    """Mean of `metric`; None for tasks that measure only the likelihood of texts."""
+    accuracy_stderr: float | None
+    bits_per_byte: float | None
+    """Bits per byte of the right answer: all bits over all bytes."""
+    bits_per_byte_stderr: float | None
+    random_guess: float | None
+    """Expected accuracy of a random guess."""
+    metric: str | None
+    """Name of the metric in lm-eval, such as acc_norm."""
+    num_documents: int
+    num_fewshot: int
+
+    def flatten(self) -> dict[str, float]:
+        """Return the scores that are logged during training."""
+        scores = {"accuracy": self.accuracy, "bits_per_byte": self.bits_per_byte}
+        return {name: value for name, value in scores.items() if value is not None}
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The scores of one checkpoint under one set of options."""
+
+    checkpoint: str
+    step: int | None
+    tokens: int | None
+    time: str
+    limit: int | None
+    """The number of documents that each task was limited to; None for all."""
+    num_fewshot: int | None
+    """Shots given on the command line; None for those of each task."""
+    lm_eval: str
+    tasks: dict[str, TaskScores]
+
+    @property
+    def options(self) -> tuple[Any, ...]:
+        """The identity of an evaluation; evaluations with the same one share an entry of the file."""
+        return self.checkpoint, self.step, self.limit, self.num_fewshot
+
+
+def read_evaluations(path: Path) -> list[Evaluation]:
+    """Return the evaluations in a benchmarks.json, none if it is missing. Raises RunError for a damaged file."""
+    if not path.exists():
+        return []
+    record = read_json(path)
+    try:
+        digest = record.pop("sha256")
+        if record["version"] != VERSION or compute_sha256(record) != digest:
+            raise ValueError
+        return [
+            Evaluation(**entry | {"tasks": {name: TaskScores(**scores) for name, scores in entry["tasks"].items()}})
+            for entry in record["evaluations"]
+        ]
+    except (AttributeError, KeyError, TypeError, ValueError):
+        raise RunError(f"{path}: damaged, or written by another version; delete it and run `evaluate` again") from None
+
+
+def add_evaluation(path: Path, new: Evaluation) -> None:
+    """Add an evaluation to a benchmarks.json, atomically; tasks scored with the same options are merged."""
+    evaluations = read_evaluations(path)
+    same = next((old for old in evaluations if old.options == new.options), None)
+    if same is not None:
+        evaluations.remove(same)
+        new = dataclasses.replace(new, tasks=dict(sorted((same.tasks | new.tasks).items())))
+    entries = [dataclasses.asdict(entry) for entry in [*evaluations, new]]
+    record = {"version": VERSION, "evaluations": entries}
+    write_json(path, record | {"sha256": compute_sha256(record)})
+
+
+def get_time() -> str:
+    """Return the current time as it is written into the file."""
+    return time.strftime("%Y-%m-%dT%H:%M:%S%z")
+
+
+def compute_mean(values: list[float]) -> tuple[float, float | None]:
+    """Return the mean and its standard error; None for a single value."""
+    mean = math.fsum(values) / len(values)
+    if len(values) < 2:
+        return mean, None
+    variance = math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1)
+    return mean, math.sqrt(variance / len(values))
+
+
+def compute_ratio(numerators: list[float], denominators: list[float]) -> tuple[float, float | None]:
+    """Return sum / sum and its standard error by the delta method; None for a single pair."""
+    count, total = len(numerators), math.fsum(denominators)
+    ratio = math.fsum(numerators) / total
+    if count < 2:
+        return ratio, None
+    squares = math.fsum((a - ratio * b) ** 2 for a, b in zip(numerators, denominators, strict=True))
+    return ratio, math.sqrt(count / (count - 1) * squares) / total
+
+
+def average_tasks(tasks: Mapping[str, TaskScores], name: str) -> tuple[float, float | None] | None:
+    """Return the mean of a score over the tasks that have it, and its standard error; None without any."""
+    chosen = [scores for scores in tasks.values() if getattr(scores, name) is not None]
+    if not chosen:
+        return None
+    errors = [getattr(scores, f"{name}_stderr", None) for scores in chosen]
+    known = [error for error in errors if error is not None]
+    error = math.sqrt(math.fsum(error**2 for error in known)) / len(chosen) if len(known) == len(chosen) else None
+    return math.fsum(getattr(scores, name) for scores in chosen) / len(chosen), error
+
+
+def format_tasks(tasks: Mapping[str, TaskScores]) -> str:
+    """Return a table of the tasks and their unweighted average."""
+    rows: list[Sequence[str]] = [
+        [
+            name,
+            str(scores.num_fewshot),
+            f"{scores.num_documents:,}",
+            format_score(scores.accuracy, scores.accuracy_stderr),
+            format_score(scores.random_guess),
+            format_score(scores.bits_per_byte, scores.bits_per_byte_stderr),
+        ]
+        for name, scores in tasks.items()
+    ]
+    if len(tasks) > 1:
+        keys = ("accuracy", "random_guess", "bits_per_byte")
+        averages = [format_score(*(average_tasks(tasks, key) or (None,))) for key in keys]
+        rows += [RULE, ["average", "", "", *averages]]
+    header = ("task", "shots", "documents", "accuracy", "random", "bits/byte")
+    return format_table(rows, header=header, align="<>>>>>")
+
+
+def format_score(value: float | None, error: float | None = None) -> str:
+    """Return a score with its standard error."""
+    if value is None:
+        return ABSENT
+    return f"{value:.3f}" if error is None else f"{value:.3f} ± {error:.3f}"

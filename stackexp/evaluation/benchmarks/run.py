@@ -1,0 +1,161 @@
+"""The engine of `evaluate`: score a run or a Hugging Face folder on tasks, one task after the other."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import lm_eval
+
+import stackexp
+from stackexp import runs
+from stackexp.config import compose
+from stackexp.data.tokenizer import load_tokenizer
+from stackexp.errors import RunError, first_line
+from stackexp.evaluation.benchmarks.language_model import RunModel
+from stackexp.evaluation.benchmarks.results import (
+    FILE,
+    Evaluation,
+    TaskScores,
+    add_evaluation,
+    format_tasks,
+    get_time,
+)
+from stackexp.evaluation.benchmarks.scoring import score_task
+from stackexp.evaluation.benchmarks.tasks import TaskLoader, check_installed
+from stackexp.evaluation.request import hash_values, list_figure_options
+from stackexp.evaluation.resumable import PartialResults, identify_checkpoint
+from stackexp.models import checkpoints
+from stackexp.progress_bar import open_bar
+from stackexp.terminal import wrap_text
+from stackexp.training.objectives import build_objective
+from stackexp.training.trainer import find_device_type
+
+
+@dataclass(frozen=True)
+class Options:
+    """The options of `evaluate`."""
+
+    tasks: Sequence[str]
+    limit: int | None = None
+    num_fewshot: int | None = None
+    batch_size: int = 16
+    datasets: Path | None = None
+    out: Path | None = None
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model to evaluate: how to load it as lm-eval's LM, and what identifies it."""
+
+    load: Callable[[Callable[[int, int], None]], Any]
+    checkpoint: Path
+    identity: list[Any]
+    step: int | None = None
+    tokens: int | None = None
+    output: Path | None = None
+
+
+def open_run_model(run: str, ckpt_path: str | None, batch_size: int) -> Model:
+    """Return the model of a run at a checkpoint, by default the newest."""
+    folder = runs.open_run(run)
+    config = compose.load_config(str(folder.config))
+    if config.data.objective == "transduction":
+        raise RunError(f"{run}: trained on {config.data.task}, not on text; score it with `test --run {run}`")
+    config.trainer.strategy, config.trainer.compile = "single", False  # one device, and every batch has another shape
+    checkpoint = checkpoints.find_checkpoint(folder, ckpt_path)
+    step = checkpoints.load_state(checkpoint)["global_step"] if checkpoint.is_dir() else None
+
+    def load(after_batch: Callable[[int, int], None]) -> RunModel:
+        model = build_objective(config).build_module(weights=checkpoint).to(find_device_type(config)).model
+        return RunModel(
+            model,
+            load_tokenizer(folder.tokenizer),
+            config.data.context_length,
+            batch_size=batch_size,
+            precision=config.trainer.precision,
+            after_batch=after_batch,
+        )
+
+    tokens = None if step is None else step * config.data.global_batch_tokens
+    identity = [identify_checkpoint(checkpoint), list_figure_options(config)]
+    return Model(load, checkpoint, identity, step, tokens, folder.path / FILE)
+
+
+def open_hugging_face_model(folder: Path, batch_size: int) -> Model:
+    """Return the model of a Hugging Face folder, evaluated by lm-eval's own class. Raises RunError if it is damaged."""
+    check_installed("transformers", "accelerate")
+
+    def load(after_batch: Callable[[int, int], None]) -> Any:
+        import torch
+        from lm_eval.models.huggingface import HFLM
+
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        try:
+            return HFLM(pretrained=str(folder), batch_size=batch_size, device=device)
+        except (OSError, ValueError, KeyError, RuntimeError) as error:
+            raise RunError(f"{folder}: cannot load the model ({first_line(error)}); check the folder") from None
+
+    files = [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in sorted(folder.iterdir())]
+    return Model(load, folder, files)
+
+
+def evaluate(model: Model, options: Options) -> None:
+    """Score the model on every task, then print the scores and write them.
+
+    Each task is saved after it is scored, so after a kill the same command scores only the remaining tasks.
+    """
+    loader = TaskLoader(options.datasets, options.num_fewshot)
+    names = loader.expand(options.tasks)
+    output = options.out or model.output
+    keys = {name: _hash_task(model, options, loader, name) for name in names}
+    partial = PartialResults(output.with_suffix(".partial.jsonl") if output else None, keys)
+    scored = {name: TaskScores(**figures) for name, figures in partial.load().items()}  # type: ignore[arg-type]
+    tasks = {name: loader.load(name) for name in names if name not in scored}  # all datasets before the first score
+    with open_bar(total=len(names), unit="task", initial=len(scored)) as bar:
+        lm = model.load(lambda done, total: bar.set_postfix_str(f"batch {done}/{total}")) if tasks else None
+        try:
+            for name, task in tasks.items():
+                bar.set_description(name)
+                scored[name] = _score(lm, task, options.limit)
+                partial.add(name, dataclasses.asdict(scored[name]))
+                bar.update()
+        except KeyboardInterrupt:
+            saved = f"{len(scored)} of {len(names)} tasks scored"
+            raise KeyboardInterrupt(f"{saved}; rerun the command to score the others") from None
+    scored = {name: scored[name] for name in names}
+    _report(model, options, scored, output)
+    partial.delete()
+
+
+def _score(lm: Any, task: Any, limit: int | None) -> TaskScores:
+    try:
+        return score_task(lm, task, limit)
+    except AssertionError as error:  # lm-eval's checks of the model and the prompts
+        raise RunError(f"{task.task_name}: {first_line(error)}; choose other tasks or --num_fewshot") from None
+
+
+def _hash_task(model: Model, options: Options, loader: TaskLoader, name: str) -> str:
+    versions = [stackexp.__version__, lm_eval.__version__]
+    return hash_values([model.identity, options.limit, options.num_fewshot, versions, loader.identify(name)])
+
+
+def _report(model: Model, options: Options, scored: dict[str, TaskScores], output: Path | None) -> None:
+    """Print the table, and add the scores to the output file."""
+    amount = "all documents" if options.limit is None else f"the first {options.limit} documents of each task"
+    print(f"{wrap_text(f'{model.checkpoint}, {amount}, mean ± standard error')}\n\n{format_tasks(scored)}")
+    if output is None:
+        return
+    evaluation = Evaluation(
+        checkpoint=str(model.checkpoint),
+        step=model.step,
+        tokens=model.tokens,
+        time=get_time(),
+        limit=options.limit,
+        num_fewshot=options.num_fewshot,
+        lm_eval=lm_eval.__version__,
+        tasks=scored,
+    )
+    add_evaluation(output, evaluation)
+    print(f"\nscores: {output}")

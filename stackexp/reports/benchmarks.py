@@ -1,0 +1,195 @@
+"""Benchmarks of several models: a table of tasks, and the average score over the training tokens."""
+
+import math
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from stackexp.errors import RunError
+from stackexp.evaluation.benchmarks.results import (
+    FILE,
+    Evaluation,
+    TaskScores,
+    average_tasks,
+    format_score,
+    read_evaluations,
+)
+from stackexp.metric_tags import DOWNSTREAM
+from stackexp.reports.arms import name_arm
+from stackexp.reports.figures import abbreviate_thousands
+from stackexp.reports.report import LINE_STYLES, MARKERS, PALETTE, Report, Table
+from stackexp.reports.summaries import find_runs
+from stackexp.runs import RunFolder
+from stackexp.tables import ABSENT
+
+SCORES = {"accuracy": "Accuracy", "bits_per_byte": "Bits per byte of the right answer"}
+NO_PAPER = (
+    "The paper's figures are not shown: they could not be copied from a verified source. Score its baselines with "
+    "`evaluate --model hf:FOLDER --tasks smollm2 --out FILE.json`, and give FILE.json to this report."
+)
+
+
+@dataclass(frozen=True)
+class Column:
+    """One model: a run, or the file of `evaluate --out`. `evaluation` is that of its last scored checkpoint."""
+
+    name: str
+    source: Path
+    folder: RunFolder | None
+    evaluations: list[Evaluation]
+
+    @property
+    def evaluation(self) -> Evaluation | None:
+        """The evaluation that the tables show: all documents before a limit, each task's shots, the last step."""
+        key = lambda e: (e.limit is None, e.num_fewshot is None, e.step or 0)  # noqa: E731
+        return max(self.evaluations, key=key, default=None)
+
+    @property
+    def tasks(self) -> dict[str, TaskScores]:
+        """The scores that the tables show."""
+        return self.evaluation.tasks if self.evaluation else {}
+
+
+def build_benchmarks(paths: Sequence[Path]) -> Report:
+    """Build the report of the runs at or below `paths`, and of files that `evaluate --out` wrote.
+
+    Raises RunError if there are no runs, or none has a score.
+    """
+    columns = _read_columns(paths)
+    names = sorted({name for column in columns for name in column.tasks})
+    if not names and not any(_read_curve(column, score) for column in columns for score in SCORES):
+        command = f"python -m stackexp evaluate --run {columns[0].source} --tasks smollm2"
+        raise RunError(f"{', '.join(map(str, paths))}: no benchmarks yet; run `{command}`")
+    common = [name for name in names if all(name in column.tasks for column in columns)]
+    tables = [_build_table(score, title, columns, names, common) for score, title in SCORES.items()] if names else []
+    return Report(
+        "Benchmarks",
+        tables,
+        [*_describe(columns, names), NO_PAPER],
+        [record for column in columns for record in _list_records(column)],
+        lambda: draw_benchmarks(columns),
+    )
+
+
+def _read_columns(paths: Sequence[Path]) -> list[Column]:
+    files = [path for path in paths if path.suffix == ".json"]
+    folders = find_runs(path for path in paths if path not in files)
+    for file in files:
+        if not file.is_file():
+            raise RunError(f"{file}: no such file; write it with `evaluate --out {file}`")
+    labels = [name_arm(folder.path) for folder in folders]
+    columns = [
+        Column(
+            label if labels.count(label) == 1 else folder.path.name,
+            folder.path,
+            folder,
+            read_evaluations(folder.path / FILE),
+        )
+        for label, folder in zip(labels, folders, strict=True)
+    ]
+    columns += [Column(file.stem, file, None, read_evaluations(file)) for file in files]
+    if not columns:
+        raise RunError(f"{', '.join(map(str, paths))}: no run folders; give run folders or folders of them")
+    return columns
+
+
+def _build_table(score: str, title: str, columns: list[Column], names: list[str], common: list[str]) -> Table:
+    guesses = {name: next(c.tasks[name].random_guess for c in columns if name in c.tasks) for name in names}
+    has_guess = score == "accuracy"
+    rows = [
+        [name, *([format_score(guesses[name])] if has_guess else []), *(_format_cell(c, name, score) for c in columns)]
+        for name in names
+    ]
+    if len(common) > 1:
+        averages = [average_tasks({name: c.tasks[name] for name in common}, score) for c in columns]
+        known = [guess for name in common if (guess := guesses[name]) is not None]
+        guess_cells = [format_score(math.fsum(known) / len(known) if known else None)] if has_guess else []
+        label = f"average of {'all' if len(common) == len(names) else f'{len(common)} common'} tasks"
+        rows.append([label, *guess_cells, *(format_score(*(average or (None, None))) for average in averages)])
+    return Table(title, ["task", *(["random"] if has_guess else []), *(c.name for c in columns)], rows)
+
+
+def _format_cell(column: Column, name: str, score: str) -> str:
+    scores = column.tasks.get(name)
+    return ABSENT if scores is None else format_score(getattr(scores, score), getattr(scores, f"{score}_stderr"))
+
+
+def _describe(columns: list[Column], names: list[str]) -> list[str]:
+    """Return notes: what each column shows, and the commands that fill its missing cells."""
+    notes = ["Values: mean ± standard error over the documents. random: expected accuracy of a guess."]
+    for column in columns:
+        if (shown := column.evaluation) is not None:
+            tokens = "" if shown.tokens is None else f" after {shown.tokens:,} tokens"
+            limit = "" if shown.limit is None else f", only the first {shown.limit} documents of each task"
+            shots = "" if shown.num_fewshot is None else f", {shown.num_fewshot} shots"
+            notes.append(f"{column.name}: {shown.checkpoint}{tokens}{limit}{shots}")
+        missing = [name for name in names or ["smollm2"] if name not in column.tasks]
+        if missing:
+            notes.append(f"missing for {column.name}: `{_write_command(column, missing)}`")
+    return notes
+
+
+def _write_command(column: Column, names: list[str]) -> str:
+    shown = column.evaluation
+    checkpoint = shown.checkpoint if shown else None
+    if column.folder:
+        model = ["--run", str(column.source)]
+        newest = column.folder.newest_checkpoint()
+        model += ["--ckpt_path", checkpoint] if checkpoint and newest and newest.name != Path(checkpoint).name else []
+    else:
+        model = ["--model", f"hf:{checkpoint or 'FOLDER'}", "--out", str(column.source)]
+    limit = ["--limit", str(shown.limit)] if shown and shown.limit is not None else []
+    return shlex.join(["python", "-m", "stackexp", "evaluate", *model, "--tasks", ",".join(names), *limit])
+
+
+def _list_records(column: Column) -> list[dict[str, Any]]:
+    return [
+        {"model": column.name, "step": e.step, "tokens": e.tokens, "limit": e.limit, "task": name} | vars(scores)
+        for e in column.evaluations
+        for name, scores in e.tasks.items()
+    ]
+
+
+def _read_curve(column: Column, score: str) -> dict[int, float]:
+    """Return the average over the tasks that were scored during training, {tokens: average}."""
+    curve: dict[int, float] = {}
+    for line in column.folder.read_metrics() if column.folder else []:
+        values = [v for tag, v in line.items() if tag.startswith(f"{DOWNSTREAM}/") and tag.endswith(f"/{score}")]
+        known = [value for value in values if value is not None]
+        if known and len(known) == len(values):
+            curve[line["tokens"]] = math.fsum(known) / len(known)
+    return curve
+
+
+def _list_points(column: Column, score: str) -> list[tuple[int, float]]:
+    """Return tokens and average of each checkpoint that was scored with the options of the tables."""
+    shown = column.evaluation
+    same = [e for e in column.evaluations if shown and (e.limit, e.num_fewshot) == (shown.limit, shown.num_fewshot)]
+    averages = [(e.tokens, average_tasks(e.tasks, score)) for e in same]
+    return sorted((tokens, average[0]) for tokens, average in averages if tokens is not None and average)
+
+
+def draw_benchmarks(columns: list[Column]) -> Any:
+    """Draw the averages over the training tokens: lines of the tasks scored in training, points of `evaluate`."""
+    from matplotlib.figure import Figure
+
+    figure: Any = Figure(figsize=(7.2, 3.6), layout="constrained")
+    for axes, (score, title) in zip(figure.subplots(1, 2), SCORES.items(), strict=True):
+        for i, column in enumerate(columns):
+            style = {"color": PALETTE[i % len(PALETTE)]}
+            curve = _read_curve(column, score)
+            if curve:
+                line = LINE_STYLES[i // len(PALETTE) % len(LINE_STYLES)]
+                axes.plot(list(curve), list(curve.values()), line, label=f"{column.name} (in training)", **style)
+            points = _list_points(column, score)
+            if points:
+                marker = MARKERS[i % len(MARKERS)]
+                axes.plot(*zip(*points, strict=True), marker, label=column.name, **style)
+        axes.set(xlabel="Tokens", ylabel=f"{title.partition(' of ')[0]}, average")
+        abbreviate_thousands(axes.xaxis)
+        axes.grid(alpha=0.3)
+        if axes.lines:
+            axes.legend(fontsize=7)
+    return figure

@@ -1,0 +1,79 @@
+"""Score a run, or a Hugging Face folder, on downstream benchmarks: accuracy, and bits per byte of the right answer.
+
+Tasks are those of lm-eval and smollm2, which states the protocol of the paper's baselines (docs/benchmarks.md).
+"""
+
+from argparse import Namespace
+from pathlib import Path
+
+from stackexp.verbs.openmp import choose_wait_policy
+from stackexp.verbs.parser import Parser
+
+USAGE = "(--run FOLDER | --model hf:FOLDER) --tasks NAME,... [OPTIONS]"
+EXAMPLES = (
+    "evaluate --run RUN --tasks smollm2",
+    "evaluate --run RUN --tasks arc_easy,piqa --limit 200",
+    "evaluate --model hf:exported/ --tasks smollm2 --datasets benchmarks/",
+)
+PREFIX = "hf:"
+
+
+def add_arguments(parser: Parser) -> None:
+    """Add the options of `evaluate`."""
+    parser.add_argument("--run", metavar="FOLDER", help="run folder")
+    parser.add_argument("--ckpt_path", metavar="best|last|PATH", help="checkpoint of the run (default: the newest)")
+    parser.add_argument("--model", metavar="hf:FOLDER", help="folder with a Hugging Face model and its tokenizer")
+    parser.add_argument("--tasks", action="append", default=[], metavar="NAME,...", help="tasks, groups or tags")
+    parser.add_argument("--limit", type=int, metavar="N", help="score only the first N documents of each task")
+    parser.add_argument("--num_fewshot", type=int, metavar="N", help="shots, instead of each task's own number")
+    parser.add_argument("--batch_size", type=int, default=16, metavar="N", help="sequences (default: %(default)s)")
+    parser.add_argument(
+        "--datasets",
+        type=Path,
+        metavar="FOLDER",
+        help="local datasets: FOLDER/<task>/<split>.jsonl (default: download)",
+    )
+    parser.add_argument("--out", type=Path, metavar="FILE.json", help="write here instead of RUN/benchmarks.json")
+
+
+def run(args: Namespace) -> int:
+    """Check the command line, then score every task."""
+    parser = args.parser
+    if bool(args.run) == bool(args.model):
+        parser.error("give either --run FOLDER or --model hf:FOLDER")
+    if args.model and args.ckpt_path:
+        parser.error("--ckpt_path requires --run")
+    if args.out and args.out.suffix != ".json":
+        parser.error(f"--out {args.out}: must end in .json")
+    for option, minimum in (("limit", 1), ("batch_size", 1), ("num_fewshot", 0)):
+        value = getattr(args, option)
+        if value is not None and value < minimum:
+            parser.error(f"--{option} {value}: must be an integer >= {minimum}")
+    names = [name.strip() for names in args.tasks for name in names.split(",") if name.strip()]
+    if not names:
+        parser.error("--tasks: name tasks, such as smollm2 or arc_easy,piqa")
+    if args.datasets and not args.datasets.is_dir():
+        parser.error(f"--datasets {args.datasets}: no such folder")
+    _check_model(args)
+    from stackexp.evaluation.benchmarks.tasks import check_installed
+
+    check_installed()
+    choose_wait_policy()
+    from stackexp.evaluation.benchmarks import run as engine
+
+    options = engine.Options(names, args.limit, args.num_fewshot, args.batch_size, args.datasets, args.out)
+    if args.run:
+        model = engine.open_run_model(args.run, args.ckpt_path, args.batch_size)
+    else:
+        model = engine.open_hugging_face_model(Path(args.model.removeprefix(PREFIX)), args.batch_size)
+    engine.evaluate(model, options)
+    return 0
+
+
+def _check_model(args: Namespace) -> None:
+    if args.run:
+        args.parser.check_run_folder(args.run)
+    elif not args.model.startswith(PREFIX):
+        args.parser.error(f"--model {args.model}: expected hf:FOLDER")
+    elif not Path(args.model.removeprefix(PREFIX), "config.json").is_file():
+        args.parser.error(f"--model {args.model}: no config.json; give a folder with a Hugging Face model")

@@ -1,0 +1,136 @@
+"""The decoder as a language model of lm-eval: batches, shared prefixes, windows and generation."""
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+pytest.importorskip("lm_eval")
+from lm_eval.api.instance import Instance
+
+from stackexp.config.memory import StackAttentionConfig, StackMemoryConfig
+from stackexp.config.model import TransformerConfig
+from stackexp.errors import RunError
+from stackexp.evaluation.benchmarks.batching import Pair, plan_batches
+from stackexp.evaluation.benchmarks.language_model import RunModel
+from stackexp.models.generation import generate
+from stackexp.models.transformer import Transformer
+
+LENGTH = 24
+MEMORIES = {
+    "none": None,
+    "depth": StackMemoryConfig(axis="depth", num_heads=2, head_dim=4, num_slots=3),
+    "time": StackMemoryConfig(axis="time", num_heads=2, head_dim=4, num_slots=3),
+    "token_major": StackMemoryConfig(axis="token_major", num_heads=2, head_dim=4, num_slots=3),
+    "stack_attention": StackAttentionConfig(),
+}
+PAIRS = [
+    *(("a long question about a cab. ", answer) for answer in ("bed", "a", "a dead bee", "cab")),
+    ("", "face"),
+    *(("bag ", answer) for answer in ("ace", "a decade of cabbage")),
+    ("a very long context that exceeds the window", " dad"),
+    ("b", "a continuation of more than the window's tokens"),
+]
+
+
+def build_tokenizer() -> Tokenizer:
+    """Return a tokenizer of the bytes, as trained on no text."""
+    vocab = {"<|endoftext|>": 0} | {c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()), 1)}
+    tokenizer = Tokenizer(models.BPE(vocab, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|endoftext|>"])
+    return tokenizer
+
+
+def build_model(memory="none", *, batch_size=4, **options) -> RunModel:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 257, "hidden_size": 16, "num_layers": 2, "num_heads": 2, "num_kv_heads": 1}
+    model = Transformer(TransformerConfig(**sizes, intermediate_size=24, memory=MEMORIES[memory])).double()
+    with torch.no_grad():
+        model.embedding.weight.mul_(10)  # far from uniform predictions
+    return RunModel(model, build_tokenizer(), LENGTH, batch_size=batch_size, **options)
+
+
+def ask(kind, *arguments) -> Instance:
+    return Instance(kind, {}, arguments, 0, ("task", 0, 1))
+
+
+def score_alone(lm: RunModel, context: str, continuation: str) -> float:
+    """Return the log-likelihood by one plain forward pass."""
+    before = lm.tok_encode(context) or [0]
+    after = lm.tok_encode(continuation)[-LENGTH:]
+    tokens = torch.tensor([[*before, *after]])[:, -(LENGTH + 1) :]
+    scores = lm.model.eval()(tokens[:, :-1]).logits[0].log_softmax(-1)
+    return sum(scores[-len(after) + i, token].item() for i, token in enumerate(after))
+
+
+@pytest.mark.parametrize("memory", MEMORIES)
+def test_scores_do_not_depend_on_the_batch(memory):
+    requests = [ask("loglikelihood", *pair) for pair in PAIRS]
+    alone = build_model(memory, batch_size=1).loglikelihood(requests)
+    lm = build_model(memory, batch_size=4)
+    together = lm.loglikelihood(requests)
+    assert [score for score, _ in together] == pytest.approx([score for score, _ in alone], abs=1e-8)
+    assert [greedy for _, greedy in together] == [greedy for _, greedy in alone]
+    contexts = [(context.rstrip(), " " * context.endswith(" ") + answer) for context, answer in PAIRS]
+    assert [score for score, _ in together] == pytest.approx([score_alone(lm, *pair) for pair in contexts], abs=1e-8)
+
+
+def test_a_shared_context_is_computed_once_where_it_saves_half_of_the_tokens():
+    long, short = [Pair(i, range(20), [1, 2]) for i in range(4)], [Pair(i, [7, 8], [1] * 9) for i in range(4, 6)]
+    batches = plan_batches([*short, *long], 4, 100)
+    assert [(len(b.prefixes[0]), [pair.index for pair in b.pairs]) for b in batches] == [
+        (19, [0, 1, 2, 3]),
+        (0, [4, 5]),
+    ]
+    assert [len(b.prefixes) for b in plan_batches([*short, *long], 4, 100, shares_prefixes=False)] == [4, 2]
+
+
+def test_greedy_continuations_are_marked():
+    lm = build_model()
+    prompt = lm.tok_encode("abc")
+    text = lm._tokenizer.decode(generate(lm.model, torch.tensor([prompt]), 3, temperature=0)[0, 3:].tolist())
+    tokens = lm.tok_encode(text)
+    assert len(tokens) == 3, "the model generates text that encodes to the same tokens"
+    answers = lm.loglikelihood([ask("loglikelihood", "abc", text), ask("loglikelihood", "abc", "x")])
+    assert [greedy for _, greedy in answers] == [True, False]
+
+
+def test_rolling_scores_use_every_token_once():
+    lm = build_model()
+    text = "a text that is longer than the window of twenty-four tokens, by far"
+    score, empty = lm.loglikelihood_rolling([ask("loglikelihood_rolling", text), ask("loglikelihood_rolling", "")])
+    tokens, expected = [0, *lm.tok_encode(text)], 0.0
+    for first in range(0, len(tokens) - 1, LENGTH):
+        last = min(first + LENGTH, len(tokens) - 1)
+        window = torch.tensor([tokens[max(0, last - LENGTH) : last]])
+        logits = lm.model.eval()(window).logits[0].log_softmax(-1)
+        count = last - first
+        expected += logits[-count:].gather(1, torch.tensor(tokens[first + 1 : last + 1])[:, None]).sum().item()
+    assert score == pytest.approx(expected, abs=1e-8)
+    assert empty == 0
+
+
+@pytest.mark.parametrize("memory", ["none", "depth", "time", "token_major"])
+def test_generation_does_not_depend_on_the_batch(memory):
+    prompts = ["ab", "a cab", "", "cd", "ef", "a longer prompt than all others, and than the window"]
+    requests = [ask("generate_until", prompt, {"until": ["\n\n"], "max_gen_toks": 6}) for prompt in prompts]
+    alone, together = (build_model(memory, batch_size=size).generate_until(requests) for size in (1, 4))
+    assert alone == together
+    assert len(set(together)) > 1
+
+
+def test_generation_stops_before_the_first_stop_string():
+    lm = build_model()
+    (free,) = lm.generate_until([ask("generate_until", "ab", {"max_gen_toks": 8})])
+    stop = free[3:5]
+    (text,) = lm.generate_until([ask("generate_until", "ab", {"until": ["never seen", stop], "max_gen_toks": 8})])
+    assert text == free[: free.index(stop)]
+
+
+def test_unsupported_generation_is_refused():
+    sampled = ask("generate_until", "a", {"do_sample": True, "temperature": 0.7})
+    with pytest.raises(RunError, match="task: samples its answers; only greedy decoding is supported"):
+        build_model().generate_until([sampled])
+    with pytest.raises(RunError, match="not supported for sharded weights"):
+        build_model(is_sharded=True).generate_until([ask("generate_until", "a", {})])

@@ -1,0 +1,70 @@
+"""`validate --by_position`: the loss at each position of sequences of four training contexts."""
+
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional as F
+
+from stackexp.cli import main
+from stackexp.evaluation.by_position import PositionLosses, list_ranges
+from stackexp.evaluation.loading import load_run
+from stackexp.files import read_json
+
+CONTEXT, VOCAB = 32, 300  # of the fixture `trained`
+
+
+@pytest.fixture
+def run(trained, tmp_path):
+    return shutil.copytree(trained, tmp_path / "run")
+
+
+def write_set(path, length):
+    tokens = np.random.default_rng(0).integers(1, VOCAB, length).astype("<u2")
+    path.write_bytes(tokens.tobytes())
+    return tokens
+
+
+def test_the_loss_at_each_position_is_that_of_plain_forward_passes(run, tmp_path, capsys):
+    tokens = write_set(tmp_path / "long.npy", 11 * CONTEXT)
+    write_set(tmp_path / "short.npy", 2 * CONTEXT)
+    sets = f"long={tmp_path / 'long.npy'},short={tmp_path / 'short.npy'}"
+    assert main(["validate", "--run", str(run), "--by_position", "--sets", sets]) == 0
+    printed = capsys.readouterr().out
+    assert "skipped, shorter than 128 tokens: short" in printed
+    record = read_json(run / "validate.by_position.json")
+    assert (record["context_length"], record["evaluated_length"], record["step"]) == (CONTEXT, 4 * CONTEXT, 12)
+    model = load_run(run, "last").model.eval()
+    rows = torch.from_numpy(tokens[: 8 * CONTEXT].astype(np.int64)).view(2, -1)
+    with torch.no_grad():
+        logits = model(rows).logits[:, :-1]
+    expected = F.cross_entropy(logits.transpose(1, 2), rows[:, 1:], reduction="none").mean(0)
+    found = record["sets"]["long"]
+    assert found["sequences"] == 2
+    assert found["losses"] == pytest.approx(expected.tolist(), abs=1e-5)
+    assert found["ranges"]["96-127"] == pytest.approx(expected[95:].mean().item(), abs=1e-5)
+    assert (run / "validate.by_position.png").stat().st_size > 5000
+
+
+def test_ranges_cover_every_prediction_once():
+    assert list_ranges(32) == [(1, 8), (8, 16), (16, 32), (32, 64), (64, 96), (96, 128)]
+    losses = PositionLosses("set", 1, np.arange(1, 128))
+    assert losses.average(1, 8) == 4
+    assert losses.average(96, 128) == 111.5
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--config", "quickstart", "--ckpt_path", "x"], "validate: --by_position requires --run"),
+        (["--score-remainder"], "validate: --by_position scores whole sequences only; omit --score-remainder"),
+        (["--sets", "short={path}"], "--by_position: no set has 128 tokens (4 x data.context_length)"),
+    ],
+)
+def test_mistakes(trained, options, message, tmp_path, capsys):
+    write_set(tmp_path / "short.npy", 2 * CONTEXT)
+    given = [option.format(path=tmp_path / "short.npy") for option in options]
+    run = [] if "--config" in options else ["--run", str(trained)]
+    assert main(["validate", *run, *given, "--by_position"]) != 0
+    assert message in capsys.readouterr().err

@@ -1,0 +1,118 @@
+"""Benchmarks during training: the log, stops and kills between tasks, several processes, and mistakes."""
+
+import os
+import signal
+
+import pytest
+from benchmark_files import write_datasets
+from forks import Forks
+from records import losses, only_run, record
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+pytest.importorskip("lm_eval")
+from stackexp.cli import main
+from stackexp.evaluation.benchmarks import scoring
+from stackexp.evaluation.benchmarks.results import read_evaluations
+from stackexp.runs import RunFolder
+
+TASKS = ("smollm2_arc_easy", "smollm2_piqa")
+TAGS = {f"downstream/{task}/{score}" for task in TASKS for score in ("accuracy", "bits_per_byte")}
+
+
+@pytest.fixture
+def options(tiny, tmp_path) -> tuple[str, ...]:
+    """The command of a run that scores two tasks every four steps."""
+    datasets = write_datasets(tmp_path / "datasets")
+    section = (f"evaluation.tasks=[{','.join(TASKS)}]", "evaluation.interval=4", f"evaluation.datasets={datasets}")
+    return ("fit", "--config", str(tiny), "logging.progress_bar=false", *section)
+
+
+def read_scores(run: RunFolder) -> dict[int, dict[str, float]]:
+    lines = [{tag: v for tag, v in line.items() if tag == "step" or tag in TAGS} for line in record(run)]
+    return {line.pop("step"): line for line in lines if line.keys() > {"step"}}
+
+
+def test_tasks_are_scored_without_changing_the_training(options, trained, tmp_path):
+    assert main([*options]) == 0
+    run = only_run(tmp_path / "runs")
+    scores = read_scores(run)
+    assert list(scores) == [4, 8, 12]
+    assert all(values.keys() == TAGS for values in scores.values())
+    assert losses(run) == losses(RunFolder(trained)), "bit for bit"
+
+    arguments = ("--tasks", ",".join(TASKS), "--datasets", str(tmp_path / "datasets"))
+    assert main(["evaluate", "--run", str(run.path), *arguments]) == 0
+    (evaluation,) = read_evaluations(run.path / "benchmarks.json")
+    for task, found in evaluation.tasks.items():
+        for name, value in found.flatten().items():
+            assert scores[12][f"downstream/{task}/{name}"] == pytest.approx(value, abs=1e-6)
+
+    events = EventAccumulator(str(run.path)).Reload()
+    for tag in TAGS:
+        assert [event.step for event in events.Scalars(tag)] == [4, 8, 12]
+
+
+@pytest.mark.parametrize("step", [8, 12])
+def test_a_stop_between_two_tasks_scores_all_of_them_on_resume(options, step, tmp_path, monkeypatch, capsys):
+    reference, run = RunFolder(tmp_path / "reference"), RunFolder(tmp_path / "stopped")
+    assert main([*options, "--run", str(reference.path)]) == 0
+    original, calls = scoring.score_task, []
+
+    def score_and_stop(*arguments):
+        calls.append(arguments)
+        if len(calls) == step // 4 * len(TASKS) - 1:  # the first of two tasks
+            os.kill(os.getpid(), signal.SIGTERM)
+        return original(*arguments)
+
+    monkeypatch.setattr(scoring, "score_task", score_and_stop)
+    assert main([*options, "--run", str(run.path)]) == 75
+    assert f"newest checkpoint {step:08d}; resume with `python" in capsys.readouterr().err
+    assert list(read_scores(run)) == list(range(4, step, 4))
+    assert main([*options, "--run", str(run.path)]) == 0
+    assert read_scores(run) == read_scores(reference), "bit for bit"
+    assert losses(run) == losses(reference)
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_two_processes_have_the_scores_of_one(options, strategy, tmp_path):
+    forks, one, two = Forks(tmp_path), RunFolder(tmp_path / "one"), RunFolder(tmp_path / "two")
+    forks.run(*options, "--run", one.path, "evaluation.batch_size=2")
+    parallel = (f"trainer.strategy={strategy}", "trainer.devices=2", "data.micro_batch_size=4")
+    forks.run(*options, "--run", two.path, "evaluation.batch_size=2", *parallel, ranks=2)
+    expected, found = read_scores(one), read_scores(two)
+    assert found.keys() == expected.keys()
+    for step, scores in expected.items():
+        assert found[step] == pytest.approx(scores, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "code", "message"),
+    [
+        (["evaluation.tasks=[smollm2_pica]"], 2, "tasks: unknown task 'smollm2_pica'; did you mean 'smollm2_piqa'?"),
+        (["evaluation.tasks=[]"], 2, "evaluation.datasets: requires tasks; name some in evaluation.tasks"),
+        (["evaluation.interval=0"], 2, "evaluation.interval: expected an integer >= 1, found 0"),
+        (["evaluation.datasets=missing"], 1, "smollm2_arc_easy: no missing/smollm2_arc_easy/test.jsonl; write one"),
+    ],
+)
+def test_mistakes_end_before_the_first_step(options, changes, code, message, monkeypatch, capsys, tmp_path):
+    from stackexp.evaluation.benchmarks.tasks import TaskLoader
+
+    monkeypatch.setattr(TaskLoader, "_all", TaskLoader._shipped)
+    assert main([*options, *changes]) == code
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
+
+
+def test_sharded_weights_do_not_generate(options, tmp_path):
+    from stackexp.config.compose import compose
+    from stackexp.errors import ConfigError, RunError
+    from stackexp.training.callbacks.downstream import load_tasks
+
+    config = compose([options[2]], [*options[4:], "evaluation.tasks=[smollm2_trivia_qa]", "trainer.strategy=fsdp"])
+    with pytest.raises(ConfigError, match="smollm2_trivia_qa generates text, which fsdp does not support"):
+        load_tasks(config, object())
+    with pytest.raises(RunError, match="the tokenizer of the training data is unknown"):
+        load_tasks(config, None)
+    with pytest.raises(ConfigError, match=r"evaluation\.tasks: requires training on text, found data.kind: formal"):
+        compose(["formal/quick"], ["evaluation.tasks=[smollm2_piqa]"])

@@ -1,0 +1,259 @@
+"""`evaluate`: the shipped tasks, a run and its Hugging Face copy, resuming after a kill, and mistakes."""
+
+import json
+import math
+import shutil
+
+import pytest
+from benchmark_files import DATASETS, write_datasets, write_hugging_face_folder
+
+pytest.importorskip("lm_eval")
+from stackexp import cli
+from stackexp.errors import ConfigError, RunError
+from stackexp.evaluation.benchmarks import prompts, run, tasks
+from stackexp.evaluation.benchmarks.results import (
+    TaskScores,
+    average_tasks,
+    compute_mean,
+    compute_ratio,
+    format_tasks,
+    read_evaluations,
+)
+from stackexp.evaluation.benchmarks.tasks import TaskLoader
+
+SMALL = ("smollm2_arc_easy", "smollm2_piqa", "smollm2_trivia_qa")
+
+
+@pytest.fixture
+def datasets(tmp_path):
+    return write_datasets(tmp_path / "datasets")
+
+
+@pytest.fixture
+def trained_copy(trained, tmp_path):
+    return shutil.copytree(trained, tmp_path / "run")
+
+
+def evaluate(*arguments) -> int:
+    return cli.main(["evaluate", *map(str, arguments)])
+
+
+def read_error(capsys) -> str:
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("error: ")
+    return error
+
+
+# Tasks
+
+
+def test_smollm2_is_the_group_of_all_shipped_tasks():
+    assert TaskLoader().expand(["smollm2"]) == sorted(DATASETS)
+    assert TaskLoader().expand(["smollm2_piqa", "smollm2"])[0] == "smollm2_piqa"
+
+
+PROMPTS = {
+    "smollm2_arc_easy": ("Question: Which animal barks?\nAnswer:", [" a dog", " a fish", " a stone"]),
+    "smollm2_arc_challenge": ("Question: Which animal barks?\nAnswer:", [" a dog", " a fish", " a stone"]),
+    "smollm2_commonsense_qa": ("Which animal barks?", [" a dog", " a fish", " a stone"]),
+    "smollm2_openbookqa": ("Which animal barks?", [" a dog", " a fish", " a stone"]),
+    "smollm2_piqa": ("Question: open a door\nAnswer:", [" turn the handle", " eat the handle"]),
+    "smollm2_mmlu": (
+        "The following are questions about abstract algebra.\nQuestion: 2 + 2?\nAnswer:",
+        [" 1", " 2", " 3", " 4"],
+    ),
+    "smollm2_hellaswag": (
+        "Washing a car: A man holds a hose. He ",
+        [" rinses the car.. Done", " flies away.", " eats the hose.", " sleeps."],
+    ),
+    "smollm2_winogrande": ("The cup fell because the ", ["hand was slippery.", "moon was slippery."]),
+    "smollm2_trivia_qa": ("Question: Capital of France?\nAnswer:", None),
+}
+
+
+@pytest.mark.parametrize("name", PROMPTS)
+def test_prompts_and_choices(name, datasets):
+    task = TaskLoader(datasets).load(name)
+    task.build_all_requests()
+    context, choices = PROMPTS[name]
+    first = [request.args for request in task.instances if request.doc_id == 0]
+    assert first[0][0] == context
+    if choices:
+        assert [args[1] for args in first] == choices
+    else:
+        assert first[0][1]["until"] == ["Question"]
+        assert first[0][1]["max_gen_toks"] == 20
+
+
+def test_gsm8k_has_five_worked_examples(datasets):
+    task = TaskLoader(datasets).load("smollm2_gsm8k")
+    task.set_fewshot_seed(1234)
+    task.build_all_requests()
+    (request,) = task.instances
+    *examples, question = request.args[0].split("\n\n")
+    assert question == "Question: 600 plus 600?\nAnswer:"
+    assert len(examples) == 5
+    assert all(text.startswith("Question: ") and "\nAnswer: It is " in text and "####" in text for text in examples)
+
+
+@pytest.mark.parametrize(
+    ("answer", "score"), [(" Paris\n\n", 1), ("the city", 0), ("PARIS!", 1), ("Paris, France", 0), ("", 0)]
+)
+def test_trivia_qa_compares_without_case_and_punctuation(answer, score):
+    document = {"answer": {"aliases": ["Paris", "Paris, France", "City"]}}
+    assert prompts.score_trivia_qa(document, [answer]) == {"exact_match": score}
+
+
+@pytest.mark.parametrize(
+    ("answer", "score"), [("so #### 1200", 1), ("#### 1,200 #### 7", 1), ("1200", 0), ("#### 12", 0)]
+)
+def test_gsm8k_compares_the_number_after_the_mark(answer, score):
+    assert prompts.score_gsm8k({"answer": "It is 1,200.\n#### 1,200"}, [answer]) == {"exact_match": score}
+
+
+# Scores
+
+
+def test_means_and_ratios_have_standard_errors():
+    assert compute_mean([0.0, 1.0, 1.0, 0.0]) == (0.5, pytest.approx(math.sqrt(1 / 3 / 4)))
+    assert compute_mean([1.0]) == (1.0, None)
+    assert compute_ratio([2.0, 4.0], [1.0, 2.0]) == (2.0, 0.0), "no spread"
+    assert compute_ratio([1.0, 2.0], [1.0, 1.0]) == (1.5, compute_mean([1.0, 2.0])[1]), "as the mean of equal lengths"
+
+
+def make_scores(**changes) -> TaskScores:
+    values = {"accuracy": 0.5, "accuracy_stderr": 0.03, "bits_per_byte": 2.0, "bits_per_byte_stderr": 0.04}
+    rest = {"random_guess": 0.25, "metric": "acc", "num_documents": 10, "num_fewshot": 0}
+    return TaskScores(**values | rest | changes)
+
+
+def test_averages_skip_tasks_without_the_score():
+    two = {"a": make_scores(), "b": make_scores(accuracy=0.7, accuracy_stderr=0.04), "c": make_scores(accuracy=None)}
+    assert average_tasks(two, "accuracy") == (pytest.approx(0.6), pytest.approx(0.025))
+    assert average_tasks({"a": make_scores(accuracy_stderr=None)}, "accuracy") == (0.5, None)
+    assert average_tasks({"c": make_scores(accuracy=None)}, "accuracy") is None
+    assert max(map(len, format_tasks({"smollm2_arc_challenge": make_scores(num_documents=12345)}).splitlines())) <= 80
+
+
+# The verb
+
+
+def test_a_run_and_its_hugging_face_copy_have_the_same_scores(corpus, datasets, tmp_path, capsys):
+    pytest.importorskip("accelerate")
+    from conftest import write_tiny
+
+    options = ("model.memory=null", "trainer.max_steps=4", "trainer.val_check_interval=4", "data.context_length=32")
+    assert cli.main(["fit", "--config", str(write_tiny(corpus, tmp_path)), *options]) == 0
+    (folder,) = (tmp_path / "runs" / "tiny").iterdir()
+    copy = write_hugging_face_folder(folder, tmp_path / "hf")
+    names = ",".join(name for name in DATASETS if name != "smollm2_gsm8k")  # longer than the context
+    assert evaluate("--run", folder, "--tasks", names, "--datasets", datasets) == 0
+    output = tmp_path / "hf.json"
+    assert evaluate("--model", f"hf:{copy}", "--tasks", names, "--datasets", datasets, "--out", output) == 0
+    (ours,), (theirs,) = read_evaluations(folder / "benchmarks.json"), read_evaluations(output)
+    assert (ours.step, ours.tokens) == (4, 1024)
+    assert ours.tasks.keys() == theirs.tasks.keys()
+    for name, scores in ours.tasks.items():
+        other = theirs.tasks[name]
+        assert scores.accuracy == other.accuracy
+        assert scores.random_guess == other.random_guess
+        assert scores.bits_per_byte == pytest.approx(other.bits_per_byte, abs=1e-5)
+        assert 0 < scores.bits_per_byte < 20
+
+
+def test_tasks_are_added_and_kept_apart_by_checkpoint_and_limit(trained_copy, datasets, capsys):
+    for options in (["--tasks", SMALL[0]], ["--tasks", SMALL[1]], ["--tasks", SMALL[0], "--limit", 1]):
+        assert evaluate("--run", trained_copy, "--datasets", datasets, *options) == 0
+    checkpoint = trained_copy / "checkpoints" / "00000004"
+    assert evaluate("--run", trained_copy, "--ckpt_path", checkpoint, "--datasets", datasets, "--tasks", SMALL[1]) == 0
+    found = read_evaluations(trained_copy / "benchmarks.json")
+    assert [(e.step, e.limit, sorted(e.tasks)) for e in found] == [
+        (12, None, sorted(SMALL[:2])),
+        (12, 1, [SMALL[0]]),
+        (4, None, [SMALL[1]]),
+    ]
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, (line for line in lines if str(trained_copy) not in line))) <= 80
+    assert found[1].tasks[SMALL[0]].num_documents == 1
+
+
+def test_an_interrupted_evaluation_scores_only_the_remaining_tasks(trained_copy, datasets, monkeypatch, capsys):
+    scored, original = [], run.score_task
+
+    def interrupt(lm, task, limit):
+        scored.append(task.task_name)
+        if len(scored) == 2:
+            raise KeyboardInterrupt
+        return original(lm, task, limit)
+
+    monkeypatch.setattr(run, "score_task", interrupt)
+    arguments = ("--run", trained_copy, "--tasks", ",".join(SMALL), "--datasets", datasets)
+    assert evaluate(*arguments) == 130
+    assert "interrupted: 1 of 3 tasks scored; rerun the command" in capsys.readouterr().err
+    assert not (trained_copy / "benchmarks.json").exists()
+    assert evaluate(*arguments) == 0
+    assert scored == [SMALL[0], SMALL[1], SMALL[1], SMALL[2]]
+    assert not list(trained_copy.glob("*.partial.jsonl"))
+    assert evaluate(*arguments) == 0
+    assert len(scored) == 7, "a finished evaluation is repeated"
+
+
+def test_a_damaged_file_is_reported(trained_copy, datasets):
+    path = trained_copy / "benchmarks.json"
+    assert evaluate("--run", trained_copy, "--tasks", SMALL[0], "--datasets", datasets) == 0
+    record = json.loads(path.read_text())
+    record["evaluations"][0]["tasks"][SMALL[0]]["accuracy"] = 1.5
+    path.write_text(json.dumps(record))
+    with pytest.raises(RunError, match="damaged, or written by another version; delete it"):
+        read_evaluations(path)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--tasks", "smollm2_pica"], "tasks: unknown task 'smollm2_pica'; did you mean 'smollm2_piqa'?"),
+        (["--tasks", ""], "evaluate: --tasks: name tasks, such as smollm2 or arc_easy,piqa"),
+        (["--tasks", "smollm2", "--limit", "0"], "evaluate: --limit 0: must be an integer >= 1"),
+        (["--tasks", "smollm2", "--out", "x.txt"], "evaluate: --out x.txt: must end in .json"),
+        (["--tasks", "smollm2", "--datasets", "missing"], "evaluate: --datasets missing: no such folder"),
+        (["--tasks", "smollm2", "--model", "hf:x"], "evaluate: give either --run FOLDER or --model hf:FOLDER"),
+    ],
+)
+def test_mistakes_on_the_command_line(trained, arguments, message, monkeypatch, capsys):
+    monkeypatch.setattr(TaskLoader, "_all", TaskLoader._shipped)  # the whole list takes seconds to read
+    assert evaluate("--run", trained, *arguments) == 2
+    assert message in read_error(capsys)
+
+
+def test_missing_datasets_name_the_file(trained, tmp_path, capsys):
+    assert evaluate("--run", trained, "--tasks", "smollm2_piqa", "--datasets", tmp_path) == 1
+    file = tmp_path / "smollm2_piqa" / "validation.jsonl"
+    assert f"smollm2_piqa: no {file}; write one line for each document of 'baber/piqa'" in read_error(capsys)
+
+
+def test_a_failed_download_names_the_dataset(monkeypatch):
+    import datasets
+
+    def fail(**_):
+        raise ConnectionError("no network\nat all")
+
+    monkeypatch.setattr(datasets, "load_dataset", fail)
+    with pytest.raises(RunError) as caught:
+        TaskLoader().load("smollm2_piqa")
+    assert str(caught.value) == (
+        "smollm2_piqa: cannot load dataset 'baber/piqa' (no network); connect to it, or give "
+        "--datasets FOLDER with FOLDER/smollm2_piqa/validation.jsonl"
+    )
+
+
+def test_a_missing_package_names_the_extra(monkeypatch):
+    monkeypatch.setattr(tasks.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"lm-eval: not installed; .* pip install 'stackexp\[eval\]'"):
+        TaskLoader()
+
+
+def test_a_folder_without_a_model_is_refused(tmp_path, capsys):
+    assert evaluate("--model", f"hf:{tmp_path}", "--tasks", "smollm2") == 2
+    assert "no config.json; give a folder with a Hugging Face model" in read_error(capsys)
+    (tmp_path / "config.json").write_text("{}")
+    assert evaluate("--model", f"hf:{tmp_path}", "--tasks", "smollm2_piqa", "--datasets", tmp_path) == 1

@@ -1,0 +1,98 @@
+"""`report benchmarks`: the table of tasks, missing cells, and the curves over the tokens."""
+
+import csv
+import json
+
+import pytest
+from language_runs import write_run
+
+from stackexp.cli import main
+from stackexp.errors import RunError
+from stackexp.evaluation.benchmarks.results import Evaluation, TaskScores, add_evaluation
+from stackexp.reports.benchmarks import build_benchmarks, draw_benchmarks
+from stackexp.tables import ABSENT
+
+GUESSES = {"a": 0.25, "b": 0.5}
+
+
+def write_scores(path, accuracies, step=10, limit=None, checkpoint="runs/x/checkpoints/00000010"):
+    tasks = {
+        name: TaskScores(accuracy, 0.03, 2 + accuracy, 0.04, GUESSES.get(name, 0.0), "acc", 100, 0)
+        for name, accuracy in accuracies.items()
+    }
+    add_evaluation(path, Evaluation(checkpoint, step, step * 1024, "now", limit, None, "0.4.13", tasks))
+
+
+@pytest.fixture
+def runs(tmp_path):
+    for name, accuracies in {"one": {"a": 0.3, "b": 0.6}, "two": {"a": 0.4, "b": 0.5, "c": 0.1}}.items():
+        write_run(tmp_path / "runs" / name, losses=[3.0, 2.0])
+        write_scores(tmp_path / "runs" / name / "benchmarks.json", accuracies)
+    return tmp_path / "runs"
+
+
+def find_row(report, table, label):
+    return next(row for row in report.tables[table].rows if row[0] == label)
+
+
+def test_the_table_has_all_tasks_and_the_average_of_common_ones(runs, tmp_path, capsys):
+    report = build_benchmarks([runs])
+    assert report.tables[0].header == ["task", "random", "one", "two"]
+    assert find_row(report, 0, "a") == ["a", "0.250", "0.300 ± 0.030", "0.400 ± 0.030"]
+    assert find_row(report, 0, "c") == ["c", "0.000", ABSENT, "0.100 ± 0.030"]
+    assert find_row(report, 0, "average of 2 common tasks") == [
+        *("average of 2 common tasks", "0.375"),
+        *("0.450 ± 0.021", "0.450 ± 0.021"),
+    ]
+    assert find_row(report, 1, "b") == ["b", "2.600 ± 0.040", "2.500 ± 0.040"]
+    (missing,) = [note for note in report.notes if note.startswith("missing")]
+    assert missing == f"missing for one: `python -m stackexp evaluate --run {runs / 'one'} --tasks c`"
+    output = tmp_path / "scores.csv"
+    assert main(["report", "benchmarks", str(runs), "--csv", str(output)]) == 0
+    assert "0.300 ± 0.030" in capsys.readouterr().out
+    assert [row["task"] for row in csv.DictReader(output.read_text().splitlines())] == ["a", "b", "a", "b", "c"]
+
+
+def test_whole_tasks_are_shown_before_limited_ones_and_later_steps_before_earlier(runs):
+    path = runs / "one" / "benchmarks.json"
+    write_scores(path, {"a": 0.9, "b": 0.9}, limit=5)
+    write_scores(path, {"a": 0.8, "b": 0.8}, step=5)
+    assert find_row(build_benchmarks([runs]), 0, "a")[2] == "0.300 ± 0.030"
+    write_scores(path, {"a": 0.7}, step=20)
+    assert find_row(build_benchmarks([runs]), 0, "a")[2] == "0.700 ± 0.030"
+
+
+def test_files_of_baselines_are_columns(runs, tmp_path):
+    write_scores(tmp_path / "smollm2.json", {"a": 0.5}, step=0, checkpoint="hf/smollm2")
+    report = build_benchmarks([runs / "one", tmp_path / "smollm2.json"])
+    assert report.tables[0].header == ["task", "random", "one", "smollm2"]
+    command = f"evaluate --model hf:hf/smollm2 --out {tmp_path / 'smollm2.json'} --tasks b"
+    assert any(command in note for note in report.notes)
+
+
+def test_the_figure_has_a_line_of_training_and_points_of_evaluations(runs):
+    path = runs / "one" / "metrics.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    for line, accuracy in zip(lines, (0.2, 0.4), strict=True):
+        line |= {"downstream/a/accuracy": accuracy, "downstream/b/accuracy": 0.6}
+        line |= {"downstream/a/bits_per_byte": 3.0, "downstream/b/bits_per_byte": 5.0}
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_scores(runs / "one" / "benchmarks.json", {"a": 0.8, "b": 0.6}, step=5)
+    report = build_benchmarks([runs / "one"])
+    left, right = report.draw().axes
+    assert [line.get_label() for line in left.lines] == ["one (in training)", "one"]
+    assert list(left.lines[0].get_ydata()) == pytest.approx([0.4, 0.5])
+    assert list(left.lines[1].get_xdata()) == [5 * 1024, 10 * 1024]
+    assert list(left.lines[1].get_ydata()) == pytest.approx([0.7, 0.45])
+    assert list(right.lines[0].get_ydata()) == [4.0, 4.0]
+    assert draw_benchmarks([]).axes, "an empty figure is drawn"
+
+
+def test_runs_without_scores_name_the_command(tmp_path):
+    write_run(tmp_path / "runs" / "one")
+    with pytest.raises(RunError, match=r"no benchmarks yet; run `python -m stackexp evaluate --run .*one --tasks sm"):
+        build_benchmarks([tmp_path / "runs"])
+    with pytest.raises(RunError, match=r"no such file; write it with `evaluate --out"):
+        build_benchmarks([tmp_path / "missing.json"])
+    with pytest.raises(RunError, match="no run folders"):
+        build_benchmarks([tmp_path / "empty"])
