@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from saved_models import collect_tensors, get_error, make_model, make_state, save, save_small_model, take_step
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 
 from stackexp.models import checkpoints
 from stackexp.models.checkpoint_files import Reader, write_manifest
@@ -90,6 +91,30 @@ def test_code_in_a_checkpoint_is_not_run(tmp_path, location):
         rewrite_state(path, make_state() | {"x": Malicious(marker)})
     assert "damaged" in get_error(read_all, path)
     assert not marker.exists()
+
+
+class Attribute:
+    """Is pickled as `getattr(owner, name)`, as Python 3.11.2 does with enumerations."""
+
+    def __init__(self, owner: type, name: str) -> None:
+        self.owner, self.name = owner, name
+
+    def __reduce__(self) -> tuple:
+        return getattr, (self.owner, self.name)
+
+
+def test_memory_formats_are_the_only_attributes_in_metadata(saved):
+    metadata = Reader(saved).read_metadata()
+    tensors = [tensor for tensor in metadata.state_dict_metadata.values() if hasattr(tensor, "properties")]
+    for tensor in tensors:
+        tensor.properties.memory_format = Attribute(_MEM_FORMAT_ENCODING, "TORCH_CONTIGUOUS_FORMAT")
+    (saved / ".metadata").write_bytes(pickle.dumps(metadata))
+    write_manifest(saved)
+    checkpoints.check_files(saved)
+    tensors[0].properties.memory_format = Attribute(torch.Size, "__new__")
+    (saved / ".metadata").write_bytes(pickle.dumps(metadata))
+    write_manifest(saved)
+    assert "contains an attribute of <class 'torch.Size'>" in get_error(checkpoints.check_files, saved)
 
 
 def test_tensor_file_outside_the_checkpoint_is_refused(saved):

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import ReadItem
 
 from stackexp.errors import DamagedCheckpointError, RunError, first_line
@@ -86,8 +86,17 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
         super().load_bytes(read_item, value)
 
 
+def _get_memory_format(enum: type, name: str) -> Any:
+    """Return a memory format by its name, and nothing else: a few versions of Python pickle it with `getattr`."""
+    if enum is not _MEM_FORMAT_ENCODING:
+        raise pickle.UnpicklingError(f".metadata contains an attribute of {enum!r:.60}, which no checkpoint needs")
+    return _MEM_FORMAT_ENCODING[name]
+
+
 class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):
+            return _get_memory_format
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if is_dtype or name in _DCP_TYPES.get(module, ()):
             return super().find_class(module, name)
