@@ -5,7 +5,7 @@ import math
 import shutil
 
 import pytest
-from benchmark_files import DATASETS, write_datasets, write_hugging_face_folder
+from benchmark_files import DATASETS, write_datasets
 
 pytest.importorskip("lm_eval")
 from stackexp import cli
@@ -138,18 +138,29 @@ def test_averages_skip_tasks_without_the_score():
 # The verb
 
 
-def test_a_run_and_its_hugging_face_copy_have_the_same_scores(corpus, datasets, tmp_path, capsys):
+@pytest.mark.parametrize("memory", ["null", "stacktrans"])
+def test_a_run_and_its_exported_folder_have_the_same_scores(corpus, datasets, tmp_path, capsys, memory):
     pytest.importorskip("accelerate")
     from conftest import write_tiny
 
-    options = ("model.memory=null", "trainer.max_steps=4", "trainer.val_check_interval=4", "data.context_length=32")
+    options = (
+        f"model.memory={memory}",
+        "trainer.max_steps=4",
+        "trainer.val_check_interval=4",
+        "data.context_length=32",
+    )
     assert cli.main(["fit", "--config", str(write_tiny(corpus, tmp_path)), *options]) == 0
     (folder,) = (tmp_path / "runs" / "tiny").iterdir()
-    copy = write_hugging_face_folder(folder, tmp_path / "hf")
+    copy = tmp_path / f"{memory}-hf"
+    assert cli.main(["checkpoint", "export", "--run", str(folder), "--to", str(copy)]) == 0
     names = ",".join(name for name in DATASETS if name != "smollm2_gsm8k")  # longer than the context
     assert evaluate("--run", folder, "--tasks", names, "--datasets", datasets) == 0
     output = tmp_path / "hf.json"
-    assert evaluate("--model", f"hf:{copy}", "--tasks", names, "--datasets", datasets, "--out", output) == 0
+    command = ("--model", f"hf:{copy}", "--tasks", names, "--datasets", datasets, "--out", output)
+    if memory != "null":
+        assert evaluate(*command) == 1
+        assert f"{copy}: contains the code of its model; read it, then add --trust-remote-code" in read_error(capsys)
+    assert evaluate(*command, "--trust-remote-code") == 0
     (ours,), (theirs,) = read_evaluations(folder / "benchmarks.json"), read_evaluations(output)
     assert (ours.step, ours.tokens) == (4, 1024)
     assert ours.tasks.keys() == theirs.tasks.keys()

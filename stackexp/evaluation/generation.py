@@ -5,10 +5,8 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer
 
-from stackexp import runs
-from stackexp.config import compose
 from stackexp.data.tokenizer import get_end_of_text_id, load_tokenizer
-from stackexp.errors import RunError
+from stackexp.evaluation.loading import open_text_run
 from stackexp.models import checkpoints
 from stackexp.models.generation import generate
 from stackexp.models.transformer import Transformer
@@ -18,11 +16,7 @@ from stackexp.training.trainer import find_device_type
 
 def run(run: str, ckpt_path: str | None, prompt: str, **sampling: Any) -> int:
     """Print the prompt and its continuation by a run's newest checkpoint, or by `ckpt_path`."""
-    folder = runs.open_run(run)
-    config = compose.load_config(str(folder.config))
-    if config.data.objective == "transduction":
-        raise RunError(f"{run}: trained on {config.data.task}, not on text; score it with `test --run {run}`")
-    config.trainer.strategy = "single"  # the whole model on one device, however it was trained
+    folder, config = open_text_run(run)
     module = build_objective(config).build_module(weights=checkpoints.find_checkpoint(folder, ckpt_path))
     module.to(find_device_type(config))
     print(continue_text(module.model, load_tokenizer(folder.tokenizer), prompt, **sampling))

@@ -11,6 +11,7 @@ from stackexp import runs
 from stackexp.config.compose import load_config
 from stackexp.config.experiment import ExperimentConfig
 from stackexp.data.tokenizer import load_tokenizer
+from stackexp.errors import RunError
 from stackexp.models import checkpoints
 from stackexp.runs import RunFolder
 from stackexp.training.objectives import build_objective
@@ -51,6 +52,19 @@ def load_run(path: str | Path, checkpoint: str | Path | None = None) -> LoadedRu
     model = build_objective(config).build_module(weights=found).model.eval()
     tokenizer = load_tokenizer(folder.tokenizer) if folder.tokenizer.is_file() else None
     return LoadedRun(folder, config, found, model, tokenizer, _read_metrics(folder))
+
+
+def open_text_run(path: str) -> tuple[RunFolder, ExperimentConfig]:
+    """Return the folder of a language model and its config, with the whole model on one device.
+
+    Raises RunError if `path` is not a run folder, or the run was not trained on text.
+    """
+    folder = runs.open_run(path)
+    config = load_config(folder.config)
+    if config.data.objective == "transduction":
+        raise RunError(f"{path}: trained on {config.data.task}, not on text; score it with `test --run {path}`")
+    config.trainer.strategy = "single"
+    return folder, config
 
 
 def _read_metrics(folder: RunFolder) -> Any:

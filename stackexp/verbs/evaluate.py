@@ -23,6 +23,7 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--run", metavar="FOLDER", help="run folder")
     parser.add_argument("--ckpt_path", metavar="best|last|PATH", help="checkpoint of the run (default: the newest)")
     parser.add_argument("--model", metavar="hf:FOLDER", help="folder with a Hugging Face model and its tokenizer")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run the code in the folder of --model")
     parser.add_argument("--tasks", action="append", default=[], metavar="NAME,...", help="tasks, groups or tags")
     parser.add_argument("--limit", type=int, metavar="N", help="score only the first N documents of each task")
     parser.add_argument("--num_fewshot", type=int, metavar="N", help="shots, instead of each task's own number")
@@ -43,6 +44,8 @@ def run(args: Namespace) -> int:
         parser.error("give either --run FOLDER or --model hf:FOLDER")
     if args.model and args.ckpt_path:
         parser.error("--ckpt_path requires --run")
+    if args.trust_remote_code and not args.model:
+        parser.error("--trust-remote-code requires --model")
     if args.out and args.out.suffix != ".json":
         parser.error(f"--out {args.out}: must end in .json")
     for option, minimum in (("limit", 1), ("batch_size", 1), ("num_fewshot", 0)):
@@ -65,7 +68,8 @@ def run(args: Namespace) -> int:
     if args.run:
         model = engine.open_run_model(args.run, args.ckpt_path, args.batch_size)
     else:
-        model = engine.open_hugging_face_model(Path(args.model.removeprefix(PREFIX)), args.batch_size)
+        folder = Path(args.model.removeprefix(PREFIX))
+        model = engine.open_hugging_face_model(folder, args.batch_size, args.trust_remote_code)
     engine.evaluate(model, options)
     return 0
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,11 +87,6 @@ def add_evaluation(path: Path, new: Evaluation) -> None:
     entries = [dataclasses.asdict(entry) for entry in [*evaluations, new]]
     record = {"version": VERSION, "evaluations": entries}
     write_json(path, record | {"sha256": compute_sha256(record)})
-
-
-def get_time() -> str:
-    """Return the current time as it is written into the file."""
-    return time.strftime("%Y-%m-%dT%H:%M:%S%z")
 
 
 def compute_mean(values: list[float]) -> tuple[float, float | None]:

@@ -1,6 +1,7 @@
 """The engine of `evaluate`: score a run or a Hugging Face folder on tasks, one task after the other."""
 
 import dataclasses
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,8 +10,6 @@ from typing import Any
 import lm_eval
 
 import stackexp
-from stackexp import runs
-from stackexp.config import compose
 from stackexp.data.tokenizer import load_tokenizer
 from stackexp.errors import RunError, first_line
 from stackexp.evaluation.benchmarks.language_model import RunModel
@@ -20,12 +19,13 @@ from stackexp.evaluation.benchmarks.results import (
     TaskScores,
     add_evaluation,
     format_tasks,
-    get_time,
 )
 from stackexp.evaluation.benchmarks.scoring import score_task
 from stackexp.evaluation.benchmarks.tasks import TaskLoader, check_installed
+from stackexp.evaluation.loading import open_text_run
 from stackexp.evaluation.request import hash_values, list_figure_options
 from stackexp.evaluation.resumable import PartialResults, identify_checkpoint
+from stackexp.files import read_json
 from stackexp.models import checkpoints
 from stackexp.progress_bar import open_bar
 from stackexp.terminal import wrap_text
@@ -59,11 +59,8 @@ class Model:
 
 def open_run_model(run: str, ckpt_path: str | None, batch_size: int) -> Model:
     """Return the model of a run at a checkpoint, by default the newest."""
-    folder = runs.open_run(run)
-    config = compose.load_config(str(folder.config))
-    if config.data.objective == "transduction":
-        raise RunError(f"{run}: trained on {config.data.task}, not on text; score it with `test --run {run}`")
-    config.trainer.strategy, config.trainer.compile = "single", False  # one device, and every batch has another shape
+    folder, config = open_text_run(run)
+    config.trainer.compile = False  # every batch has another shape
     checkpoint = checkpoints.find_checkpoint(folder, ckpt_path)
     step = checkpoints.load_state(checkpoint)["global_step"] if checkpoint.is_dir() else None
 
@@ -83,8 +80,14 @@ def open_run_model(run: str, ckpt_path: str | None, batch_size: int) -> Model:
     return Model(load, checkpoint, identity, step, tokens, folder.path / FILE)
 
 
-def open_hugging_face_model(folder: Path, batch_size: int) -> Model:
-    """Return the model of a Hugging Face folder, evaluated by lm-eval's own class. Raises RunError if it is damaged."""
+def open_hugging_face_model(folder: Path, batch_size: int, trust_remote_code: bool = False) -> Model:
+    """Return the model of a Hugging Face folder, evaluated by lm-eval's own class.
+
+    `trust_remote_code` lets it run Python code in the folder, such as that of an exported stack. Raises RunError if the
+    folder is damaged, or contains code that must not run.
+    """
+    if "auto_map" in read_json(folder / "config.json") and not trust_remote_code:
+        raise RunError(f"{folder}: contains the code of its model; read it, then add --trust-remote-code")
     check_installed("transformers", "accelerate")
 
     def load(after_batch: Callable[[int, int], None]) -> Any:
@@ -93,7 +96,7 @@ def open_hugging_face_model(folder: Path, batch_size: int) -> Model:
 
         device = "cuda" if torch.cuda.is_available() else "cpu"
         try:
-            return HFLM(pretrained=str(folder), batch_size=batch_size, device=device)
+            return HFLM(str(folder), batch_size=batch_size, device=device, trust_remote_code=trust_remote_code)
         except (OSError, ValueError, KeyError, RuntimeError) as error:
             raise RunError(f"{folder}: cannot load the model ({first_line(error)}); check the folder") from None
 
@@ -151,7 +154,7 @@ def _report(model: Model, options: Options, scored: dict[str, TaskScores], outpu
         checkpoint=str(model.checkpoint),
         step=model.step,
         tokens=model.tokens,
-        time=get_time(),
+        time=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         limit=options.limit,
         num_fewshot=options.num_fewshot,
         lm_eval=lm_eval.__version__,
