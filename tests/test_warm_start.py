@@ -127,7 +127,7 @@ def get_error(config: ExperimentConfig) -> str:
     return str(caught.value)
 
 
-def test_a_run_stands_for_its_last_checkpoint(config, trained, caplog):
+def test_a_run_means_its_last_checkpoint(config, trained, caplog):
     start = prepare_warm_start(config())
     checkpoint = trained / "checkpoints" / "00000012"
     sha256 = compute_sha256(checkpoint / "manifest.json")

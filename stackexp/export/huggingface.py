@@ -14,6 +14,8 @@ from huggingface_hub import save_torch_state_dict
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from stackexp import runs
+from stackexp.config.compose import load_config
 from stackexp.config.experiment import ExperimentConfig
 from stackexp.config.memory import StackMemoryConfig
 from stackexp.config.model import TransformerConfig
@@ -45,8 +47,8 @@ def export_run(run: str, ckpt_path: str | None, target: Path, dtype: str, licens
     Raises:
         RunError: The model has an option that the exported code does not support, or the checkpoint is unusable.
     """
+    check_support(load_config(runs.open_run(run).config))
     loaded = load_run(run, ckpt_path or "last")
-    check_support(loaded.config)
     partial = target.with_name(f".{target.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -136,16 +138,15 @@ def convert_weights(weights: dict[str, Tensor], model: TransformerConfig) -> dic
     muP's factor on the logits is multiplied into the last norm.
     """
     site = getattr(model.memory, "site", None)
-    sites = {"attention_memory": "after_attention", "memory": "after_block" if site == "each_sublayer" else site}
+    names = {".attention_memory.": ".memories.after_attention."}
+    names[".memory."] = f".memories.{'after_block' if site == 'each_sublayer' else site}."
     converted = {}
     for name, tensor in weights.items():
-        _, layer, module, rest = (*name.split(".", 3), "", "")[:4]
-        if module in sites:
-            converted[f"model.layers.{layer}.memories.{sites[module]}.{rest}"] = tensor
-        elif name == "norm.weight" and model.mup_base_size is not None:
-            converted[to_llama_name(name)] = model.mup_base_size / model.hidden_size * tensor
-        else:
-            converted[to_llama_name(name)] = tensor
+        if name == "norm.weight" and model.mup_base_size is not None:
+            tensor = model.mup_base_size / model.hidden_size * tensor
+        for ours, theirs in names.items():
+            name = name.replace(ours, theirs)
+        converted[to_llama_name(name)] = tensor
     return converted
 
 

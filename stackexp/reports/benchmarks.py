@@ -26,7 +26,7 @@ from stackexp.tables import ABSENT
 
 SCORES = {"accuracy": "Accuracy", "bits_per_byte": "Bits per byte of the right answer"}
 NO_PAPER = (
-    "The paper's figures are not shown: they could not be copied from a verified source. Score its baselines with "
+    "The paper's figures are not shown, because we have no verified copy of them. Score its baselines with "
     "`evaluate --model hf:FOLDER --tasks smollm2 --out FILE.json`, and give FILE.json to this report."
 )
 
@@ -42,9 +42,12 @@ class Column:
 
     @property
     def evaluation(self) -> Evaluation | None:
-        """The evaluation that the tables show: all documents before a limit, each task's shots, the last step."""
-        key = lambda e: (e.limit is None, e.num_fewshot is None, e.step or 0)  # noqa: E731
-        return max(self.evaluations, key=key, default=None)
+        """The evaluation that the tables show: the last one; preferred without --limit and without --num_fewshot."""
+
+        def rank(evaluation: Evaluation) -> tuple[bool, bool, int]:
+            return evaluation.limit is None, evaluation.num_fewshot is None, evaluation.step or 0
+
+        return max(self.evaluations, key=rank, default=None)
 
     @property
     def tasks(self) -> dict[str, TaskScores]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from stackexp.verbs.parser import Parser
 
-USAGE = "--run FOLDER [--ckpt_path best|PATH] --to FILE.safetensors"
+USAGE = "--run FOLDER [--ckpt_path best|last|PATH] --to FILE.safetensors"
 EXAMPLES = (
     "checkpoint consolidate --run runs/quickstart/ID --to model.safetensors",
     "checkpoint consolidate --run runs/quickstart/ID --ckpt_path best --to model.safetensors",
@@ -18,8 +18,7 @@ EXAMPLES = (
 
 def add_arguments(parser: Parser) -> None:
     """Add the options of `checkpoint consolidate`."""
-    parser.add_argument("--run", metavar="FOLDER", required=True, help="run folder")
-    parser.add_argument("--ckpt_path", metavar="best|PATH", help="checkpoint (default: the newest)")
+    parser.add_checkpoint()
     parser.add_argument("--to", metavar="FILE.safetensors", required=True, type=Path)
 
 

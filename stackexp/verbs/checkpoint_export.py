@@ -18,8 +18,7 @@ EXAMPLES = (
 
 def add_arguments(parser: Parser) -> None:
     """Add the options of `checkpoint export`."""
-    parser.add_argument("--run", metavar="FOLDER", required=True, help="run folder")
-    parser.add_argument("--ckpt_path", metavar="best|last|PATH", help="checkpoint (default: the newest)")
+    parser.add_checkpoint()
     parser.add_argument("--to", metavar="FOLDER", required=True, type=Path, help="new folder")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="default: float32")
     parser.add_argument("--license", metavar="NAME", default="unknown", help="license in the model card")

@@ -12,8 +12,7 @@ MIN_TEMPERATURE = 1e-3
 
 def add_arguments(parser: Parser) -> None:
     """Add the options of `generate`."""
-    parser.add_argument("--run", metavar="FOLDER", required=True, help="run folder")
-    parser.add_argument("--ckpt_path", metavar="best|PATH", help="checkpoint (default: the newest)")
+    parser.add_checkpoint()
     parser.add_argument("--prompt", default="", help="text to continue (default: empty)")
     parser.add_argument("--max_new_tokens", type=int, default=128, metavar="N", help="default: %(default)s")
     parser.add_argument("--temperature", type=float, default=0.8, help="0: greedy decoding (default: %(default)s)")

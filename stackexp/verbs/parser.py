@@ -85,6 +85,11 @@ class Parser(argparse.ArgumentParser):
         if any("\ud800" <= character <= "\udfff" for character in text):
             self.error(f"{option}: not valid UTF-8")
 
+    def add_checkpoint(self) -> None:
+        """Add `--run` and `--ckpt_path`, a checkpoint of this run."""
+        self.add_argument("--run", metavar="FOLDER", required=True, help="run folder")
+        self.add_argument("--ckpt_path", metavar="best|last|PATH", help="checkpoint (default: the newest)")
+
     def check_weights_path(self, option: str, path: Path) -> None:
         """Raise ConfigError unless a safetensors file can be written to this path."""
         if path.suffix != ".safetensors":

@@ -26,11 +26,6 @@ def list_hellaswag_endings(document: Document) -> list[str]:
     return [_clean_wikihow(ending) for ending in document["endings"]]
 
 
-def find_hellaswag_answer(document: Document) -> int:
-    """Return the number of the right ending."""
-    return int(document["label"])
-
-
 def write_winogrande_context(document: Document) -> str:
     """Return the sentence before the blank."""
     return document["sentence"].split("_")[0]
@@ -40,11 +35,6 @@ def list_winogrande_endings(document: Document) -> list[str]:
     """Return the rest of the sentence with each of the two options in the blank."""
     rest = document["sentence"].split("_")[1].strip()
     return [f"{document[option]} {rest}" for option in ("option1", "option2")]
-
-
-def find_winogrande_answer(document: Document) -> int:
-    """Return the number of the right option, from 0."""
-    return int(document["answer"]) - 1
 
 
 def score_trivia_qa(document: Document, answers: list[str]) -> dict[str, float]:

@@ -71,7 +71,7 @@ class Memory(nn.Module):
     def init_identity(self) -> None:
         """Change the initialized parameters so that `forward` returns h, for `init.memory: identity`.
 
-        The memory must still learn: some parameter must have a nonzero gradient. Raises RunError if there is no such
+        Some parameter must have a nonzero gradient, so that the memory learns. Raises RunError if there is no such
         start.
         """
         name = type(self).__name__

@@ -77,7 +77,9 @@ class HyperConnections(Memory):
                 init_weight_(self.maps, self.model)
 
     def init_identity(self) -> None:
-        """Do nothing: `init_weights` gives the plain Transformer, up to the epsilon of the last norm, which gets n h.
+        """Do nothing: `init_weights` gives the plain Transformer, up to the epsilon of the last norm.
+
+        That norm receives n h instead of h, which makes its epsilon smaller in proportion.
 
         Raises RunError for mHC, which starts only near it.
         """

@@ -61,7 +61,9 @@ class StackMemory(Memory):
         nn.init.ones_(self.gate)
 
     def init_identity(self) -> None:
-        """Set W_up to 0, or with `residual_gate: read` the gate, so that h' = h; the other one keeps learning possible.
+        """Set W_up to 0, or with `residual_gate: read` the gate, so that h' = h.
+
+        The other of the two keeps its value, because both at 0 would have no gradient.
 
         Raises RunError for `projection: none` with `residual_gate: hidden`, which always adds the read.
         """
