@@ -20,7 +20,7 @@ def write_scores(path, accuracies, step=10, limit=None, checkpoint="runs/x/check
         name: TaskScores(accuracy, 0.03, 2 + accuracy, 0.04, GUESSES.get(name, 0.0), "acc", 100, 0)
         for name, accuracy in accuracies.items()
     }
-    add_evaluation(path, Evaluation(checkpoint, step, step * 1024, "now", limit, None, "0.4.13", tasks))
+    add_evaluation(path, Evaluation(checkpoint, step, step and step * 1024, "now", limit, None, "0.4.13", tasks))
 
 
 @pytest.fixture
@@ -80,12 +80,21 @@ def test_the_figure_has_a_line_of_training_and_points_of_evaluations(runs):
     write_scores(runs / "one" / "benchmarks.json", {"a": 0.8, "b": 0.6}, step=5)
     report = build_benchmarks([runs / "one"])
     left, right = report.draw().axes
-    assert [line.get_label() for line in left.lines] == ["one (in training)", "one"]
+    assert [line.get_label() for line in left.lines] == ["one, 2 tasks in training", "one, 2 tasks", "random guess"]
     assert list(left.lines[0].get_ydata()) == pytest.approx([0.4, 0.5])
     assert list(left.lines[1].get_xdata()) == [5 * 1024, 10 * 1024]
     assert list(left.lines[1].get_ydata()) == pytest.approx([0.7, 0.45])
     assert list(right.lines[0].get_ydata()) == [4.0, 4.0]
     assert draw_benchmarks([]).axes, "an empty figure is drawn"
+
+
+def test_the_figure_compares_models_on_the_tasks_they_share(runs, tmp_path):
+    write_scores(tmp_path / "smollm2.json", {"b": 0.5}, step=None, checkpoint="hf/smollm2")
+    left, _ = build_benchmarks([runs / "one", tmp_path / "smollm2.json"]).draw().axes
+    one, baseline, _ = left.lines
+    assert (one.get_label(), baseline.get_label()) == ("one, 1 task", "smollm2, 1 task")
+    assert list(one.get_ydata()) == [0.6]
+    assert list(baseline.get_ydata()) == [0.5, 0.5], "its training tokens are unknown"
 
 
 def test_runs_without_scores_name_the_command(tmp_path):

@@ -62,7 +62,7 @@ def build_benchmarks(paths: Sequence[Path]) -> Report:
     """
     columns = _read_columns(paths)
     names = sorted({name for column in columns for name in column.tasks})
-    if not names and not any(_read_curve(column, score) for column in columns for score in SCORES):
+    if not names and not any(_read_curve(column, score)[0] for column in columns for score in SCORES):
         command = f"python -m stackexp evaluate --run {columns[0].source} --tasks smollm2"
         raise RunError(f"{', '.join(map(str, paths))}: no benchmarks yet; run `{command}`")
     common = [name for name in names if all(name in column.tasks for column in columns)]
@@ -155,44 +155,66 @@ def _list_records(column: Column) -> list[dict[str, Any]]:
     ]
 
 
-def _read_curve(column: Column, score: str) -> dict[int, float]:
-    """Return the average over the tasks that were scored during training, {tokens: average}."""
+def _read_curve(column: Column, score: str) -> tuple[dict[int, float], int]:
+    """Return the average over the tasks that were scored during training, {tokens: average}, and their number."""
     curve: dict[int, float] = {}
+    num_tasks = 0
     for line in column.folder.read_metrics() if column.folder else []:
         values = [v for tag, v in line.items() if tag.startswith(f"{DOWNSTREAM}/") and tag.endswith(f"/{score}")]
         known = [value for value in values if value is not None]
         if known and len(known) == len(values):
-            curve[line["tokens"]] = math.fsum(known) / len(known)
-    return curve
+            curve[line["tokens"]], num_tasks = math.fsum(known) / len(known), len(known)
+    return curve, num_tasks
 
 
-def _list_points(column: Column, score: str) -> list[tuple[int, float]]:
-    """Return tokens and average of each checkpoint that was scored with the options of the tables."""
+def _list_points(column: Column, score: str, names: list[str]) -> list[tuple[int | None, float]]:
+    """Return tokens and average over the tasks `names` of each evaluation with these tasks and the table's options."""
     shown = column.evaluation
     same = [e for e in column.evaluations if shown and (e.limit, e.num_fewshot) == (shown.limit, shown.num_fewshot)]
-    averages = [(e.tokens, average_tasks(e.tasks, score)) for e in same]
-    return sorted((tokens, average[0]) for tokens, average in averages if tokens is not None and average)
+    complete = [(e.tokens, {name: e.tasks[name] for name in names}) for e in same if e.tasks.keys() >= set(names)]
+    averages = [(tokens, average_tasks(tasks, score)) for tokens, tasks in complete]
+    return [(tokens, average[0]) for tokens, average in averages if average]
 
 
 def draw_benchmarks(columns: list[Column]) -> Any:
-    """Draw the averages over the training tokens: lines of the tasks scored in training, points of `evaluate`."""
+    """Draw the averages over the training tokens.
+
+    A line is the average of the tasks that a run scored in training. A point is that of the tasks that all models have
+    been scored on by `evaluate`; for a model whose training tokens are unknown it is a dashed line.
+    """
     from matplotlib.figure import Figure
 
+    scored = [column for column in columns if column.tasks]
+    names = sorted(set.intersection(*(set(column.tasks) for column in scored))) if scored else []
     figure: Any = Figure(figsize=(7.2, 3.6), layout="constrained")
     for axes, (score, title) in zip(figure.subplots(1, 2), SCORES.items(), strict=True):
         for i, column in enumerate(columns):
-            style = {"color": PALETTE[i % len(PALETTE)]}
-            curve = _read_curve(column, score)
-            if curve:
-                line = LINE_STYLES[i // len(PALETTE) % len(LINE_STYLES)]
-                axes.plot(list(curve), list(curve.values()), line, label=f"{column.name} (in training)", **style)
-            points = _list_points(column, score)
-            if points:
-                marker = MARKERS[i % len(MARKERS)]
-                axes.plot(*zip(*points, strict=True), marker, label=column.name, **style)
+            _draw_model(axes, column, score, names, i)
+        guess = average_tasks({name: scored[0].tasks[name] for name in names}, "random_guess") if names else None
+        if guess and score == "accuracy":
+            axes.axhline(guess[0], color="gray", linestyle=":", label="random guess")
         axes.set(xlabel="Tokens", ylabel=f"{title.partition(' of ')[0]}, average")
         abbreviate_thousands(axes.xaxis)
         axes.grid(alpha=0.3)
         if axes.lines:
             axes.legend(fontsize=7)
     return figure
+
+
+def _draw_model(axes: Any, column: Column, score: str, names: list[str], number: int) -> None:
+    color = PALETTE[number % len(PALETTE)]
+    curve, num_tasks = _read_curve(column, score)
+    if curve:
+        line = LINE_STYLES[number // len(PALETTE) % len(LINE_STYLES)]
+        label = f"{column.name}, {_count_tasks(num_tasks)} in training"
+        axes.plot(list(curve), list(curve.values()), line, color=color, label=label)
+    points = _list_points(column, score, names) if names else []
+    label = f"{column.name}, {_count_tasks(len(names))}"
+    if known := sorted((tokens, average) for tokens, average in points if tokens is not None):
+        axes.plot(*zip(*known, strict=True), MARKERS[number % len(MARKERS)], color=color, label=label)
+    elif points:
+        axes.axhline(points[-1][1], color=color, linestyle="--", label=label)
+
+
+def _count_tasks(number: int) -> str:
+    return f"{number} task{'s' * (number != 1)}"
