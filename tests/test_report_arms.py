@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from language_runs import write_run
+from language_runs import finish, write_run
 
 from stackexp.reports.arms import name_arm, read_arms
 from stackexp.reports.differences import compute_difference
@@ -32,6 +32,27 @@ def test_arms_of_one_name_are_told_apart_by_their_options(tmp_path):
     write_run(tmp_path / "q" / "20261124-215652-4dc3", "model.memory=null")
     names = [arm.name for arm in read_arms([tmp_path])[0]]
     assert names[1:] == [f"q (20261124-21565{number}-4dc3)" for number in range(3)], "too many options to name"
+
+
+def test_runs_from_before_and_after_a_new_option_are_one_arm(tmp_path):
+    runs = [tmp_path / f"q-seed={seed}-0123abc{seed}" for seed in range(3)]
+    for seed, run in enumerate(runs):
+        finish(write_run(run, *(["trainer.z_loss=0.1"] if seed == 2 else []), seed=seed), loss=5.0)
+    config = runs[1] / "config.yaml"
+    config.write_text("".join(line for line in config.open() if "z_loss" not in line))
+    arms, notes = read_arms([tmp_path])
+    assert [[run.seed for run in arm.runs] for arm in arms] == [[0, 1], [2]], "0.0 is the default of z_loss"
+    assert not notes
+
+
+def test_damaged_run_is_skipped_with_a_note(tmp_path):
+    for seed in range(2):
+        finish(write_run(tmp_path / f"q-seed={seed}-0123abc{seed}", seed=seed), loss=5.0)
+    (tmp_path / "q-seed=0-0123abc0" / "result.json").write_text("{")
+    arms, notes = read_arms([tmp_path])
+    assert [[run.seed for run in arm.runs] for arm in arms] == [[1]]
+    assert len(notes) == 1
+    assert "result.json" in notes[0]
 
 
 def test_intervals_are_those_of_student():

@@ -1,6 +1,5 @@
 """Group the language-model runs of folders into arms: runs that differ only in their seed."""
 
-import json
 import math
 import re
 import shlex
@@ -12,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from stackexp.config.affects import find_changed_keys, select_options
+from stackexp.config.affects import find_changed_keys
 from stackexp.config.compose import load_config
 from stackexp.config.formal_language import get_model_label
 from stackexp.config.yaml_files import flatten, read_file
@@ -83,19 +82,17 @@ def read_arms(paths: Sequence[Path]) -> tuple[list[Arm], list[str]]:
 
     Raises RunError if there are no such runs.
     """
-    arms: dict[str, Arm] = {}
+    arms: list[Arm] = []
     notes: list[str] = []
     for folder in find_runs(paths):
         try:
             config = flatten(read_file(folder.config)[1])
             if config.get("data.kind") in GENERATED_DATA:
                 continue
-            options = {k: v for k, v in select_options(config, ["training"]).items() if k != "seed"}
-            name = name_arm(folder.path)
-            key = json.dumps([name, options, config.get("trainer.max_steps")], sort_keys=True, default=str)
-            arm = arms.setdefault(key, Arm(name))
-            if folder.is_finished:
-                _add_run(arm, read_finished_run(folder, config), notes)
+            run = read_finished_run(folder, config) if folder.is_finished else None
+            arm = _find_equal_arm(arms, name_arm(folder.path), config)
+            if run is not None:
+                _add_run(arm, run, notes)
             else:
                 arm.unfinished.append(folder)
         except (ConfigError, RunError) as error:
@@ -103,7 +100,24 @@ def read_arms(paths: Sequence[Path]) -> tuple[list[Arm], list[str]]:
     if not arms:
         found = "; ".join(notes) or "no run folders of language models"
         raise RunError(f"{', '.join(map(str, paths))}: {found}; give run folders or folders of them")
-    return _separate_names(sorted(arms.values(), key=lambda arm: arm.name)), notes
+    return _separate_names(sorted(arms, key=lambda arm: arm.name)), notes
+
+
+def _find_equal_arm(arms: list[Arm], name: str, config: dict[str, Any]) -> Arm:
+    """Return the arm with this name and these options, or append a new one without runs.
+
+    An option that is newer than a run has its default value there.
+    """
+    for arm in arms:
+        is_same_length = arm.config.get("trainer.max_steps") == config.get("trainer.max_steps")
+        if (
+            arm.name == name
+            and is_same_length
+            and find_changed_keys(arm.config, config, ["training"]) in ([], ["seed"])
+        ):
+            return arm
+    arms.append(Arm(name))
+    return arms[-1]
 
 
 def name_arm(path: Path) -> str:
