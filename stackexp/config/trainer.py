@@ -52,6 +52,9 @@ class TrainerConfig:
     z_loss: float = option(0.0, min=0)
     """Weight of the mean squared log-partition function in the loss."""
 
+    ema_decay: Optional[float] = option(None, above=0, below=1)
+    """Decay of the exponential moving average of the weights, which checkpoints then include; null has none."""
+
     spike_threshold: Optional[float] = option(6.0, above=0, affects="continuation")
     """A loss this many standard deviations above the mean of recent steps is logged as a spike; null detects none."""
     skip_spikes: bool = option(False, affects="continuation")

@@ -44,7 +44,9 @@ class EvaluationRequest:
             return self.out
         names = "+".join(item.partition("=")[0] for item in self.sets)
         is_short, has_paths = len(names) < 80, any("=" in item for item in self.sets)
-        parts = [Path(self.ckpt_path or "").stem, names.replace("/", "-") if is_short else ""]
+        path = Path(self.ckpt_path or "")
+        label = "-".join(path.parts[-2:]) if path.name == checkpoints.EMA else path.stem
+        parts = [label, names.replace("/", "-") if is_short else ""]
         if not (self.has_run_options and is_short) or has_paths:
             parts.append(hash_values([*self._list_options(self.config), self.sets])[:8])
         return self.run.path / ("-".join([self.stage, *filter(None, parts)]) + ".json")

@@ -165,10 +165,14 @@ def compute_keys(
 
 
 def identify_checkpoint(checkpoint: Path) -> list:
-    """Return sizes and times of a checkpoint's files, and a hash of its state. Raises RunError if it is missing."""
-    if not checkpoint.exists():
-        raise RunError(f"{checkpoint}: no such checkpoint; give a folder in a run's checkpoints/, `last` or `best`")
-    files = sorted(checkpoint.rglob("*")) if checkpoint.is_dir() else [checkpoint]
+    """Return the key of the weights, sizes and times of the checkpoint's files, and a hash of its state.
+
+    Raises RunError if it is missing.
+    """
+    path, key = checkpoints.split_path(checkpoint)
+    if not path.exists():
+        raise RunError(f"{path}: no such checkpoint; give a folder in a run's checkpoints/, `last` or `best`")
+    files = sorted(path.rglob("*")) if path.is_dir() else [path]
     stats = [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files]
-    state = checkpoint / checkpoints.STATE
-    return [*stats, hashlib.sha256(state.read_bytes()).hexdigest() if state.is_file() else None]
+    state = path / checkpoints.STATE
+    return [key, *stats, hashlib.sha256(state.read_bytes()).hexdigest() if state.is_file() else None]

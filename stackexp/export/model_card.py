@@ -4,6 +4,7 @@ from stackexp.data import hash_log
 from stackexp.evaluation.loading import LoadedRun
 from stackexp.evaluation.score_tables import format_scores
 from stackexp.files import read_json
+from stackexp.models.checkpoints import EMA, split_path
 
 CARD = """\
 ---
@@ -72,6 +73,8 @@ def _list_facts(loaded: LoadedRun) -> dict[str, str]:
     facts = {"run": f"`{path}`", "checkpoint": f"`{loaded.checkpoint}`"}
     if step is not None:
         facts |= {"steps": f"{step:,}", "training tokens": f"{step * config.data.global_batch_tokens:,}"}
+    if loaded.checkpoint.name == EMA:
+        facts["weights"] = f"exponential moving average with decay {config.trainer.ema_decay}"
     facts["context length"] = f"{config.data.context_length:,} tokens"
     hashes = [line for line in hash_log.read_hash_log(path) if step is not None and line["step"] <= step]
     if hashes:
@@ -83,7 +86,8 @@ def _list_facts(loaded: LoadedRun) -> dict[str, str]:
 
 def _find_step(loaded: LoadedRun) -> int | None:
     """Return the step of the checkpoint; None for a file with weights only."""
-    return int(loaded.checkpoint.name) if loaded.checkpoint.name.isdecimal() else None
+    name = split_path(loaded.checkpoint)[0].name
+    return int(name) if name.isdecimal() else None
 
 
 def _format_validation(loaded: LoadedRun) -> str:
@@ -92,7 +96,8 @@ def _format_validation(loaded: LoadedRun) -> str:
     records = [read_json(path) for path in sorted(folder.path.glob("validate*.json"))]
     records = [record for record in records if record["checkpoint"] == str(loaded.checkpoint)]
     sets = records[-1]["sets"] if records else {}
-    if not sets and folder.is_finished and (result := folder.read_result()).steps == step:
+    has_result = folder.is_finished and loaded.checkpoint.name != EMA
+    if not sets and has_result and (result := folder.read_result()).steps == step:
         sets = result.figures.get("sets", {})
     if sets:
         return format_scores(sets, style="markdown")

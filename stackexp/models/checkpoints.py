@@ -5,7 +5,8 @@
   .metadata, *.distcp    weights and optimizer state in torch.distributed.checkpoint's format, one file per process
   manifest.json          the SHA-256 of each of these files; see `checkpoint_files`
 
-Any number of processes can load a checkpoint, whatever number wrote it.
+Any number of processes can load a checkpoint, whatever number wrote it. The path <step>/ema is that of the averaged
+weights in a checkpoint, which can be loaded wherever only weights are needed.
 """
 
 import logging
@@ -13,7 +14,7 @@ import os
 import pickle
 import shutil
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -22,13 +23,11 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from stackexp.config.compose import to_yaml
-from stackexp.config.experiment import ExperimentConfig
 from stackexp.errors import RunError, first_line
 from stackexp.files import sync_file, sync_folder
 from stackexp.models.checkpoint_files import (
@@ -45,6 +44,7 @@ from stackexp.runs import RunFolder
 VERSION = 3
 WITHOUT_MANIFEST = 2  # the version that had no manifest; its contents cannot be verified
 STATE = "state.pt"
+EMA = "ema"  # see `split_path`
 WEIGHTS = ".safetensors"
 CONFIG_KEY = "stackexp_config"  # in the metadata of a safetensors file: the YAML of the config
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # a single process has checkpoints too
@@ -128,58 +128,31 @@ def _is_first_rank() -> bool:
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
-def consolidate(path: Path, target: Path, config: ExperimentConfig) -> int:
-    """Write a checkpoint's weights to one safetensors file with the config as metadata; return the tensor count."""
-    return write_weights(_read_weights(path), target, to_yaml(config))
-
-
-def average(paths: Sequence[Path], target: Path, config: ExperimentConfig) -> int:
-    """Write the mean of the weights of checkpoints to one safetensors file; return the tensor count.
-
-    Sums are in float64; a mean has the dtype of its weights.
-    """
-    sums: dict[str, Tensor] = {}
-    for path in paths:
-        weights = _read_weights(path)
-        sums = {name: sums.get(name, 0) + tensor.double() for name, tensor in weights.items()}
-    means = {name: (total / len(paths)).to(weights[name].dtype) for name, total in sums.items()}
-    return write_weights(means, target, to_yaml(config))
-
-
-def _read_weights(path: Path) -> dict[str, Tensor]:
-    load_state(path)
-    tensors = {name: torch.empty(s.size, dtype=s.properties.dtype) for name, s in _read_stored_weights(path).items()}
-    load_tensors({"model": tensors}, path)
-    return tensors
-
-
-def write_weights(tensors: dict[str, Tensor], target: Path, config: str) -> int:
-    """Write tensors and the YAML of a config to one safetensors file, atomically; return the tensor count."""
-    partial = target.with_name(f".{target.name}.{os.getpid()}")
-    try:
-        save_file(tensors, partial, metadata={"format": "pt", CONFIG_KEY: config})
-        os.replace(partial, target)
-    finally:
-        partial.unlink(missing_ok=True)
-    return len(tensors)
-
-
 # Load
 
 
 def find_checkpoint(run: RunFolder, ckpt_path: str | None) -> Path:
-    """Return `ckpt_path`, or the run's checkpoint "last" (None) or "best". Raises RunError if there is none."""
-    if ckpt_path not in (None, "last", "best"):
+    """Return `ckpt_path`, or the run's checkpoint "last" (None), "best", or the average "ema" in the last one.
+
+    Raises RunError if there is none.
+    """
+    if ckpt_path not in (None, "last", "best", EMA):
         return Path(ckpt_path)
     path = run.best_checkpoint() if ckpt_path == "best" else run.newest_checkpoint()
     if path is None:
         missing = "no checkpoint was saved at a validation step" if run.list_checkpoints() else "no checkpoint yet"
         raise RunError(f"{run.checkpoints}: {missing}; wait for the first one, or give --ckpt_path PATH")
-    return path
+    return path / EMA if ckpt_path == EMA else path
+
+
+def split_path(path: Path) -> tuple[Path, str]:
+    """Return the folder of a checkpoint and the key of its weights: "ema" for the path <step>/ema, else "model"."""
+    return (path.parent, EMA) if path.name == EMA else (path, "model")
 
 
 def load_state(path: Path) -> dict[str, Any]:
     """Load everything but the tensors of a checkpoint. Raises RunError if it is missing, damaged or incompatible."""
+    path, _ = split_path(path)
     if path.is_file():
         raise RunError(f"{path}: a checkpoint is a folder, but this is a file; give a folder in a run's checkpoints/")
     if not path.is_dir():
@@ -235,6 +208,15 @@ def read_shapes(path: Path) -> dict[str, torch.Size]:
     return {name: stored.size for name, stored in _read_stored_weights(path).items()}
 
 
+def read_weights(path: Path) -> dict[str, Tensor]:
+    """Return the weights of a checkpoint. Raises RunError if it is damaged."""
+    load_state(path)
+    tensors = {name: torch.empty(s.size, dtype=s.properties.dtype) for name, s in _read_stored_weights(path).items()}
+    folder, key = split_path(path)
+    load_tensors({key: tensors}, folder)
+    return tensors
+
+
 def load_named_weights(model: nn.Module, path: Path, names: Collection[str]) -> None:
     """Load these weights, of known shapes, into a model, sharded or not; the others keep their values."""
     weights = model.state_dict()
@@ -243,7 +225,8 @@ def load_named_weights(model: nn.Module, path: Path, names: Collection[str]) -> 
         for name in names:
             copy_full_(weights[name], stored[name])
     else:
-        load_tensors({"model": {name: weights[name] for name in names}}, path)
+        folder, key = split_path(path)
+        load_tensors({key: {name: weights[name] for name in names}}, folder)
 
 
 def _map_weights(path: Path) -> dict[str, Tensor]:
@@ -281,8 +264,12 @@ def check_files(path: Path) -> dict[str, Any]:
 
 
 def _read_stored_weights(path: Path) -> dict[str, TensorStorageMetadata]:
-    stored = check_files(path)
-    return {name.removeprefix("model."): tensor for name, tensor in stored.items() if name.startswith("model.")}
+    folder, key = split_path(path)
+    prefix = f"{key}."
+    stored = {name: tensor for name, tensor in check_files(folder).items() if name.startswith(prefix)}
+    if key == EMA and not stored:
+        raise RunError(f"{folder}: has no averaged weights; train with trainer.ema_decay")
+    return {name.removeprefix(prefix): tensor for name, tensor in stored.items()}
 
 
 def _check_shapes(path: Path, stored: Mapping[str, torch.Size], weights: Mapping[str, torch.Tensor]) -> None:

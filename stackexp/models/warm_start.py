@@ -84,14 +84,14 @@ def prepare_warm_start(config: ExperimentConfig) -> WarmStart | None:
             f"{path}: init.memory is identity, but the weights include {found[0]}; use default, or add memory to "
             "init.skip"
         )
-    hashed = path if is_file else path / MANIFEST
+    hashed = path if is_file else checkpoints.split_path(path)[0] / MANIFEST
     sha256 = compute_sha256(hashed) if hashed.is_file() else None  # old checkpoints have no manifest
     return WarmStart(init.memory, path, state.get("global_step"), sha256, tuple(names))
 
 
 def find_weights(path: Path) -> Path:
     """Return the file or checkpoint at `path`, or the last checkpoint of the run at `path`. Raises RunError."""
-    if not path.exists():
+    if not checkpoints.split_path(path)[0].exists():
         raise RunError(f"init.weights: {path}: no such file or folder; give a run, a checkpoint or a .safetensors file")
     if RunFolder(path).config.is_file():
         return checkpoints.find_checkpoint(RunFolder(path), "last")

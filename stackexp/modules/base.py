@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import math
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from stackexp.models.cross_entropy import Losses
 from stackexp.models.sharding import build_mesh, shard_model
 from stackexp.models.transformer import DecoderOutput
 from stackexp.models.warm_start import WarmStart
+from stackexp.models.weight_average import WeightAverage
 from stackexp.modules.metrics import ItemSums
 from stackexp.modules.spike_detection import SpikeDetector
 from stackexp.modules.step_metrics import StepMetrics
@@ -133,6 +135,12 @@ class TrainingModule(pl.LightningModule):
         schedule = registry.build("schedule", config.schedule, config.trainer.max_steps)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda steps_done: schedule(steps_done + 1))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    @cached_property
+    def weight_average(self) -> WeightAverage | None:
+        """Return the moving average of the weights, which starts at the first use; None without `ema_decay`."""
+        decay = self.config.trainer.ema_decay
+        return None if decay is None else WeightAverage(self.model, decay)
 
     def compute_objective(self, losses: Losses, output: DecoderOutput, samples: Tensor) -> Tensor:
         """Return cross entropy + z_loss x mean squared log-partition function + lambda x mean action entropy.

@@ -74,7 +74,7 @@ class Plan:
 
     @cached_property
     def checkpoint_bytes(self) -> int:
-        """Bytes of one checkpoint: the model and the optimizer state."""
+        """Bytes of one checkpoint: weights, optimizer state and averaged weights."""
         return sum_bytes(build_meta_model(self.config).parameters()) + compute_optimizer_bytes(self.config, ranks=1)
 
     @cached_property

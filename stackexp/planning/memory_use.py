@@ -19,6 +19,7 @@ from stackexp.config.trainer import TrainerConfig
 from stackexp.errors import RunError
 from stackexp.models.cross_entropy import NextTokenLoss
 from stackexp.models.transformer import Transformer
+from stackexp.models.weight_average import WeightAverage
 from stackexp.planning import memory_tracker
 from stackexp.stack import use_implementation
 
@@ -89,7 +90,10 @@ def compute_shard_bytes(parameter: torch.Tensor, ranks: int = 1) -> int:
 
 
 def compute_optimizer_bytes(config: ExperimentConfig, ranks: int) -> int:
-    """Return the bytes of the optimizer state per rank. State with the shape of a parameter is sharded like it."""
+    """Return the bytes of optimizer state and averaged weights per rank.
+
+    State with the shape of a parameter is sharded like it.
+    """
     model = build_meta_model(config)
     with FakeTensorMode(allow_non_fake_inputs=True):
         model.to_empty(device="cpu")
@@ -97,7 +101,8 @@ def compute_optimizer_bytes(config: ExperimentConfig, ranks: int) -> int:
         for parameter in model.parameters():
             parameter.grad = torch.empty_like(parameter)
         optimizer.step()
-    return sum(
+        averages = WeightAverage(model, config.trainer.ema_decay).tensors.values() if config.trainer.ema_decay else ()
+    return sum(compute_shard_bytes(average, ranks) for average in averages) + sum(
         compute_shard_bytes(value, ranks) if value.shape == parameter.shape else value.nbytes
         for parameter, state in optimizer.state.items()
         for value in state.values()

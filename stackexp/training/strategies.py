@@ -58,8 +58,10 @@ class _DistributedCheckpoints:
         return state
 
     def _collect_tensors(self) -> dict[str, Any]:
-        model, (optimizer,) = self.lightning_module.model, self.optimizers
-        return {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
+        module, (optimizer,) = self.lightning_module, self.optimizers
+        model, average = module.model, module.weight_average
+        tensors = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
+        return tensors | ({checkpoints.EMA: average.tensors} if average else {})
 
 
 class SingleDevice(_DistributedCheckpoints, SingleDeviceStrategy):

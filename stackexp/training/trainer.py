@@ -75,12 +75,13 @@ def _silence_libraries() -> None:
 def check_model_fits(config: ExperimentConfig) -> None:
     """Raise RunError if weights, gradients and Adam's state alone exceed the memory of the devices.
 
-    They take 16 bytes per parameter, or 8 with precision bf16-true. Activations are not counted; see `plan`.
+    They take 16 bytes per parameter, or 8 with precision bf16-true, and 4 more with ema_decay. Activations are not
+    counted; see `plan`.
     """
     with torch.device("meta"):
         parameters = registry.build("model", config.model).num_parameters()
     trainer, device_type = config.trainer, find_device_type(config)
-    needed = parameters * (8 if trainer.precision == "bf16-true" else 16)
+    needed = parameters * ((8 if trainer.precision == "bf16-true" else 16) + (4 if trainer.ema_decay else 0))
     if trainer.is_sharded:
         needed //= trainer.devices * trainer.num_nodes
     if device_type == "cpu":

@@ -28,7 +28,7 @@ def run(args: Namespace) -> int:
         args.parser.error(f"--last {args.last}: must be an integer >= 2")
     from stackexp import runs
     from stackexp.config import compose
-    from stackexp.models import checkpoints
+    from stackexp.models import weight_files
 
     folder = runs.open_run(args.run)
     found = folder.list_checkpoints()[-args.last :]
@@ -36,7 +36,7 @@ def run(args: Namespace) -> int:
         raise RunError(
             f"{folder.checkpoints}: --last {args.last}, but it has {len(found)}; see trainer.keep_checkpoints"
         )
-    tensors = checkpoints.average(found, args.to, compose.load_config(folder.config))
+    tensors = weight_files.average(found, args.to, compose.load_config(folder.config))
     steps = ", ".join(str(int(path.name)) for path in found)
     print(f"steps {steps} -> {args.to}: {tensors} tensors, {args.to.stat().st_size:,} bytes")
     return 0

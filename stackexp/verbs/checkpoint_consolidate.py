@@ -9,7 +9,7 @@ from pathlib import Path
 
 from stackexp.verbs.parser import Parser
 
-USAGE = "--run FOLDER [--ckpt_path best|last|PATH] --to FILE.safetensors"
+USAGE = "--run FOLDER [--ckpt_path best|last|ema|PATH] --to FILE.safetensors"
 EXAMPLES = (
     "checkpoint consolidate --run runs/quickstart/ID --to model.safetensors",
     "checkpoint consolidate --run runs/quickstart/ID --ckpt_path best --to model.safetensors",
@@ -27,10 +27,10 @@ def run(args: Namespace) -> int:
     args.parser.check_weights_path("--to", args.to)
     from stackexp import runs
     from stackexp.config import compose
-    from stackexp.models import checkpoints
+    from stackexp.models import checkpoints, weight_files
 
     folder = runs.open_run(args.run)
     path = checkpoints.find_checkpoint(folder, args.ckpt_path)
-    tensors = checkpoints.consolidate(path, args.to, compose.load_config(folder.config))
+    tensors = weight_files.consolidate(path, args.to, compose.load_config(folder.config))
     print(f"{path} -> {args.to}: {tensors} tensors, {args.to.stat().st_size:,} bytes")
     return 0

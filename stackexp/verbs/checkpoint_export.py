@@ -9,7 +9,7 @@ from pathlib import Path
 
 from stackexp.verbs.parser import Parser
 
-USAGE = "--run FOLDER [--ckpt_path best|last|PATH] --to FOLDER [--dtype float32|bfloat16] [--license NAME]"
+USAGE = "--run FOLDER [--ckpt_path best|last|ema|PATH] --to FOLDER [--dtype float32|bfloat16] [--license NAME]"
 EXAMPLES = (
     "checkpoint export --run runs/quickstart/ID --to my-model",
     "checkpoint export --run runs/quickstart/ID --ckpt_path best --to my-model --dtype bfloat16 --license apache-2.0",

@@ -36,7 +36,7 @@ def run(args: Namespace) -> int:
     import yaml
 
     from stackexp.files import write_atomically
-    from stackexp.models import checkpoints, llama_import
+    from stackexp.models import llama_import, weight_files
 
     options = llama_import.read_model_options(args.folder)
     differing = [key for key, value in options.items() if model is not None and getattr(model, key, None) != value]
@@ -45,7 +45,7 @@ def run(args: Namespace) -> int:
         raise RunError(f"{' '.join(args.config)}: not the model of {args.folder}; set {changes}")
     tensors = llama_import.read_tensors(args.folder, options)
     section = yaml.safe_dump({"model": {"kind": "transformer"} | options}, sort_keys=False)
-    count = checkpoints.write_weights(tensors, args.to, section)
+    count = weight_files.write_weights(tensors, args.to, section)
     parameters = sum(tensor.numel() for tensor in tensors.values())
     print(f"{args.folder} -> {args.to}: {count} tensors, {parameters:,} parameters, {args.to.stat().st_size:,} bytes")
     configs = args.config

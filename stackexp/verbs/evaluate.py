@@ -21,7 +21,7 @@ PREFIX = "hf:"
 def add_arguments(parser: Parser) -> None:
     """Add the options of `evaluate`."""
     parser.add_argument("--run", metavar="FOLDER", help="run folder")
-    parser.add_argument("--ckpt_path", metavar="best|last|PATH", help="checkpoint of the run (default: the newest)")
+    parser.add_argument("--ckpt_path", metavar="best|last|ema|PATH", help="checkpoint of the run (default: the newest)")
     parser.add_argument("--model", metavar="hf:FOLDER", help="folder with a Hugging Face model and its tokenizer")
     parser.add_argument("--trust-remote-code", action="store_true", help="run the code in the folder of --model")
     parser.add_argument("--tasks", action="append", default=[], metavar="NAME,...", help="tasks, groups or tags")

@@ -20,7 +20,7 @@ EXAMPLES = (
 def add_arguments(parser: Parser) -> None:
     """Add the options of `inspect`."""
     parser.add_argument("--run", metavar="FOLDER", required=True, help="run folder")
-    parser.add_argument("--ckpt_path", metavar="best|last|PATH", help="checkpoint (default: the best, or the newest)")
+    parser.add_argument("--ckpt_path", metavar="best|last|ema|PATH", help="checkpoint (default: the best, or newest)")
     parser.add_argument("--text", help="a text")
     parser.add_argument("--set", metavar="NAME", dest="set_name", help="a validation set of the run, or NAME=PATH")
     parser.add_argument("--task", metavar="NAME[:LENGTH]", help="strings of the run's formal language")

@@ -88,7 +88,7 @@ class Parser(argparse.ArgumentParser):
     def add_checkpoint(self) -> None:
         """Add `--run` and `--ckpt_path`, a checkpoint of this run."""
         self.add_argument("--run", metavar="FOLDER", required=True, help="run folder")
-        self.add_argument("--ckpt_path", metavar="best|last|PATH", help="checkpoint (default: the newest)")
+        self.add_argument("--ckpt_path", metavar="best|last|ema|PATH", help="checkpoint (default: the newest)")
 
     def check_weights_path(self, option: str, path: Path) -> None:
         """Raise ConfigError unless a safetensors file can be written to this path."""

@@ -26,7 +26,7 @@ def add_arguments(parser: Parser, stage: Literal["validate", "test"] = "validate
     parser.add_config()
     run = "run folder; uses its config and newest checkpoint (formal languages: the best one)"
     parser.add_argument("--run", metavar="FOLDER", help=run)
-    parser.add_argument("--ckpt_path", metavar="best|PATH", help="score this checkpoint; required with --config")
+    parser.add_argument("--ckpt_path", metavar="best|ema|PATH", help="score this checkpoint; required with --config")
     sets = f"names from {section}, v2 and v3 (see `data fetch`), or NAME=PATH of a set or a folder of sets"
     parser.add_argument("--sets", action="append", default=[], metavar="NAME,...", help=sets)
     parser.add_argument(

@@ -14,6 +14,7 @@ from stackexp.training.callbacks.profiler import Profiler
 from stackexp.training.callbacks.progress import Progress
 from stackexp.training.callbacks.step_requests import StepRequests
 from stackexp.training.callbacks.throughput import Throughput
+from stackexp.training.callbacks.weight_average import AverageWeights
 from stackexp.training.resume import Start
 from stackexp.training.signals import StopRequest
 
@@ -30,7 +31,8 @@ def build_callbacks(
 
     `tasks` are the benchmarks of `evaluation.tasks`.
 
-    1. Measure: throughput and `measurements` add their values to `module.step_metrics`.
+    1. Measure: throughput and `measurements` add their values to `module.step_metrics`; the average of
+       the weights is updated.
     2. Request: stop and save requests are added to the same metrics.
     3. Log: one all-reduce shares metrics and requests. Rank 0 writes them to the log, and the progress shows them.
     4. Save: the checkpoint is written after the log. This callback also obeys the requests shared in step 3.
@@ -42,6 +44,7 @@ def build_callbacks(
     return [
         *([Profiler(start.folder.path, config.trainer.profile)] if config.trainer.profile else []),
         Throughput(),
+        *([AverageWeights()] if config.trainer.ema_decay is not None else []),
         *measurements,
         StepRequests(stop, config.trainer.checkpoint_interval_minutes),
         metrics_log,

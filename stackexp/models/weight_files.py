@@ -1,0 +1,41 @@
+"""Write weights to one safetensors file, with a config as metadata: those of a checkpoint, or a mean of several."""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from safetensors.torch import save_file
+from torch import Tensor
+
+from stackexp.config.compose import to_yaml
+from stackexp.config.experiment import ExperimentConfig
+from stackexp.models.checkpoints import CONFIG_KEY, read_weights
+
+
+def consolidate(path: Path, target: Path, config: ExperimentConfig) -> int:
+    """Write a checkpoint's weights to one safetensors file with the config as metadata; return the tensor count."""
+    return write_weights(read_weights(path), target, to_yaml(config))
+
+
+def average(paths: Sequence[Path], target: Path, config: ExperimentConfig) -> int:
+    """Write the mean of the weights of checkpoints to one safetensors file; return the tensor count.
+
+    Sums are in float64; a mean has the dtype of its weights.
+    """
+    sums: dict[str, Tensor] = {}
+    for path in paths:
+        weights = read_weights(path)
+        sums = {name: sums.get(name, 0) + tensor.double() for name, tensor in weights.items()}
+    means = {name: (total / len(paths)).to(weights[name].dtype) for name, total in sums.items()}
+    return write_weights(means, target, to_yaml(config))
+
+
+def write_weights(tensors: dict[str, Tensor], target: Path, config: str) -> int:
+    """Write tensors and the YAML of a config to one safetensors file, atomically; return the tensor count."""
+    partial = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        save_file(tensors, partial, metadata={"format": "pt", CONFIG_KEY: config})
+        os.replace(partial, target)
+    finally:
+        partial.unlink(missing_ok=True)
+    return len(tensors)
