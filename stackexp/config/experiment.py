@@ -8,8 +8,10 @@ from stackexp.config.evaluation import EvaluationConfig
 from stackexp.config.fields import Errors, option
 from stackexp.config.init import InitConfig
 from stackexp.config.model import FLASH_KERNELS, TransformerConfig
+from stackexp.config.suggestions import suggest_name
 from stackexp.config.trainer import TrainerConfig
 
+MIRRORS = ("wandb", "mlflow")
 MAX_NAME_LENGTH = 200  # folder names; file systems permit 255 bytes
 
 
@@ -21,12 +23,22 @@ class LoggingConfig:
     """Parent of the run folders, which are <root>/<name>/<id>."""
     tensorboard: bool = option(True, affects="logging")
     """Write TensorBoard event files in addition to metrics.jsonl."""
+    mirrors: list[str] = option([], affects="logging")
+    """Services that also receive the metrics: wandb, mlflow."""
     progress_bar: bool = option(True, affects="logging")
     """Show a progress bar in a terminal; if false, print lines."""
     log_interval_seconds: float = option(30, above=0, affects="logging")
     """Seconds between two progress lines, if there is no progress bar."""
     probe_interval: int = option(10, min=1, affects="logging")
     """Steps between two measurements of the memory (entropy, occupancy, action probabilities)."""
+
+    def find_errors(self) -> Errors:
+        """Yield the errors of options that are lists."""
+        for number, name in enumerate(self.mirrors):
+            if name not in MIRRORS:
+                yield "mirrors", f"{name!r} is not one of {', '.join(MIRRORS)}{suggest_name(name, MIRRORS)}"
+            if name in self.mirrors[:number]:
+                yield "mirrors", f"{name} is named twice; name it once"
 
 
 @dataclass

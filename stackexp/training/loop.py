@@ -18,6 +18,7 @@ from stackexp.terminal import set_up_log, wrap_text
 from stackexp.training.callbacks import build_callbacks
 from stackexp.training.callbacks.downstream import load_tasks
 from stackexp.training.callbacks.metrics_log import MetricsLog
+from stackexp.training.mirrors import check_installed
 from stackexp.training.objectives import build_objective
 from stackexp.training.objectives.base import Objective, Session
 from stackexp.training.processes import start_processes
@@ -47,6 +48,7 @@ def train(
     stop = StopRequest(config.trainer.max_time, config.trainer.stop_grace_seconds)
     objective = build_objective(config)
     with start_processes(config.trainer, find_device_type(config)) as processes:
+        processes.run_on_first(lambda: check_installed(config))
         start = processes.run_on_first(lambda: find_start(config, ckpt_path, run_folder, overridden))
         if start.is_finished:
             if processes.is_first:

@@ -1,10 +1,9 @@
-"""The run folder's metrics.jsonl, and TensorBoard's copy of it, written during training."""
+"""The run folder's metrics.jsonl, and its copies in TensorBoard and other services, written during training."""
 
 import contextlib
 import json
 import os
 import time
-from collections.abc import Collection
 from typing import Any
 
 import lightning.pytorch as pl
@@ -15,6 +14,7 @@ from stackexp.files import replace_non_finite
 from stackexp.modules.base import TrainingModule
 from stackexp.runs import RunFolder
 from stackexp.training.callbacks.step import StepCallback
+from stackexp.training.mirrors import Mirror
 from stackexp.training.tensorboard import TensorBoardCopy, build_layout
 
 
@@ -27,6 +27,7 @@ class MetricsLog(StepCallback):
     def __init__(self, run: RunFolder, config: ExperimentConfig):
         self._run, self._config = run, config
         self._tensorboard: TensorBoardCopy | None = None
+        self._mirrors: list[Mirror] = []
         self.last_line: dict[str, Any] = {}
 
     def on_train_start(self, trainer: pl.Trainer, module: TrainingModule) -> None:
@@ -40,6 +41,8 @@ class MetricsLog(StepCallback):
         self._file = open(self._run.metrics, "a", encoding="utf-8")  # noqa: SIM115
         if self._config.logging.tensorboard:
             self._tensorboard = self._open_tensorboard(trainer)
+        lines = list(self._run.read_metrics())
+        self._mirrors = [Mirror(name, self._run, self._config, lines) for name in self._config.logging.mirrors]
 
     def _open_tensorboard(self, trainer: pl.Trainer) -> TensorBoardCopy:
         set_names = [dataset.name for dataset in trainer.datamodule.sets("validate")]
@@ -67,6 +70,8 @@ class MetricsLog(StepCallback):
         self._file.flush()
         if self._tensorboard:
             self._tensorboard.write(line)
+        for mirror in self._mirrors:
+            mirror.write(line)
 
     def on_save_checkpoint(self, trainer: pl.Trainer, *_: Any) -> None:
         """Flush the log to disk, so that no checkpoint is ahead of it."""
@@ -74,17 +79,22 @@ class MetricsLog(StepCallback):
             os.fsync(self._file.fileno())
 
     def finish(
-        self, hyperparameters: dict[str, Any], figures: Collection[str], train_loss: float, sample: str | None
+        self, hyperparameters: dict[str, Any], figures: dict[str, float], train_loss: float, sample: str | None
     ) -> None:
-        """Close the log, and write hyperparameters, final figures and the text sample to TensorBoard."""
+        """Close the log, and write hyperparameters, final figures and the text sample to the copies."""
         self._file.close()
+        for mirror in self._mirrors:
+            mirror.write({"step": self._config.trainer.max_steps, "time": time.time()} | figures)
+            mirror.close(is_finished=True)
         if self._tensorboard:
             if sample is not None:
                 self._tensorboard.write_text("sample", sample)
             self._tensorboard.finish(hyperparameters, figures, train_loss, self._config.trainer.max_steps)
 
     def on_exception(self, *_: Any) -> None:
-        """Close the event file."""
+        """Close the copies."""
         if self._tensorboard:
             with contextlib.suppress(OSError):  # a full disk, which already ends the run
                 self._tensorboard.close()
+        for mirror in self._mirrors:
+            mirror.close(is_finished=False)
