@@ -2,6 +2,7 @@
 
 import csv
 import json
+from pathlib import Path
 
 import pytest
 from language_runs import write_run
@@ -9,6 +10,7 @@ from language_runs import write_run
 from stackexp.cli import main
 from stackexp.errors import RunError
 from stackexp.evaluation.benchmarks.results import Evaluation, TaskScores, add_evaluation
+from stackexp.reports import paper_benchmarks
 from stackexp.reports.benchmarks import build_benchmarks, draw_benchmarks
 from stackexp.tables import ABSENT
 
@@ -105,3 +107,56 @@ def test_runs_without_scores_name_the_command(tmp_path):
         build_benchmarks([tmp_path / "missing.json"])
     with pytest.raises(RunError, match="no run folders"):
         build_benchmarks([tmp_path / "empty"])
+
+
+PAPER = dict.fromkeys(paper_benchmarks.NAMES, 0.5) | {"smollm2_arc_easy": 0.7, "smollm2_gsm8k": 0.05}
+
+
+def test_the_paper_is_next_to_our_models(runs, tmp_path):
+    write_scores(runs / "one" / "benchmarks.json", PAPER)
+    write_scores(runs / "two" / "benchmarks.json", {"smollm2_piqa": 0.6, "smollm2_arc_easy": 0.3})
+    report = build_benchmarks([runs])
+    assert report.tables[0].header[:5] == ["benchmark", "one", "two", "StackTrans†", "SmolLM†"]
+    assert find_row(report, 0, "ARC")[1:4] == ["60.0 ± 2.1", ABSENT, "59.0"]
+    assert find_row(report, 0, "PIQA")[1:4] == ["50.0 ± 3.0", "60.0 ± 3.0", "71.7"]
+    assert find_row(report, 0, "average")[1:4] == [f"{(0.5 * 7 + 0.6 + 0.05) / 9 * 100:.1f} ± 1.0", ABSENT, "44.3"]
+    (missing,) = [note for note in report.notes if note.startswith("missing for two")]
+    assert "smollm2_arc_challenge" in missing
+    assert "smollm2_piqa" not in missing
+    assert paper_benchmarks.NOTE in report.notes
+    assert paper_benchmarks.NOTE not in build_benchmarks([write_baseline(tmp_path)]).notes, "without its tasks"
+
+
+def write_baseline(folder, **options):
+    path = folder / "baseline.json"
+    write_scores(path, {"a": 0.5}, step=None, **options)
+    return path
+
+
+def test_printed_averages_are_those_of_the_printed_figures():
+    for name, model in paper_benchmarks.MODELS.items():
+        assert len(model.accuracies) == len(paper_benchmarks.TASKS) == 9
+        assert sum(model.accuracies) / 9 == pytest.approx(model.average, abs=0.051), name
+
+
+def test_the_papers_tasks_are_shipped_and_drawn_with_its_models(runs):
+    folder = Path(paper_benchmarks.__file__).parents[1] / "evaluation" / "benchmarks" / "tasks"
+    shipped = {path.stem for path in folder.glob("smollm2_*.yaml")}
+    assert set(paper_benchmarks.NAMES) == shipped
+    (runs / "one" / "benchmarks.json").unlink()
+    write_scores(runs / "one" / "benchmarks.json", PAPER)
+    left, right = build_benchmarks([runs / "one"]).draw().axes
+    points = {line.get_label(): line for line in left.lines}
+    assert points["one, 10 tasks"].get_ydata()[0] == pytest.approx((0.5 * 7 + 0.6 + 0.05) / 9)
+    assert list(points["paper: SmolLM2"].get_xdata()) == [4e12]
+    assert left.get_xscale() == "log"
+    assert not any("paper" in line.get_label() for line in right.lines)
+
+
+def test_command_for_an_exported_stack_trusts_its_code(runs, tmp_path):
+    exported = tmp_path / "stack"
+    exported.mkdir()
+    (exported / "config.json").write_text(json.dumps({"auto_map": {}}))
+    baseline = write_baseline(tmp_path, checkpoint=str(exported))
+    (missing,) = [note for note in build_benchmarks([runs / "one", baseline]).notes if "missing" in note]
+    assert missing.endswith(f"--model hf:{exported} --out {baseline} --trust-remote-code --tasks b`")

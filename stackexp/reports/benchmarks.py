@@ -16,7 +16,9 @@ from stackexp.evaluation.benchmarks.results import (
     format_score,
     read_evaluations,
 )
+from stackexp.files import read_json
 from stackexp.metric_tags import DOWNSTREAM
+from stackexp.reports import paper_benchmarks
 from stackexp.reports.arms import name_arm
 from stackexp.reports.figures import abbreviate_thousands
 from stackexp.reports.report import LINE_STYLES, MARKERS, PALETTE, Report, Table
@@ -25,10 +27,6 @@ from stackexp.runs import RunFolder
 from stackexp.tables import ABSENT
 
 SCORES = {"accuracy": "Accuracy", "bits_per_byte": "Bits per byte of the right answer"}
-NO_PAPER = (
-    "The paper's figures are not shown, because we have no verified copy of them. Score its baselines with "
-    "`evaluate --model hf:FOLDER --tasks smollm2 --out FILE.json`, and give FILE.json to this report."
-)
 
 
 @dataclass(frozen=True)
@@ -67,10 +65,14 @@ def build_benchmarks(paths: Sequence[Path]) -> Report:
         raise RunError(f"{', '.join(map(str, paths))}: no benchmarks yet; run `{command}`")
     common = [name for name in names if all(name in column.tasks for column in columns)]
     tables = [_build_table(score, title, columns, names, common) for score, title in SCORES.items()] if names else []
+    has_paper = any(name in paper_benchmarks.NAMES for name in names)
+    if has_paper:
+        names = sorted({*names, *paper_benchmarks.NAMES})
+        tables.insert(0, paper_benchmarks.build_paper_table({column.name: column.tasks for column in columns}))
     return Report(
         "Benchmarks",
         tables,
-        [*_describe(columns, names), NO_PAPER],
+        [*_describe(columns, names), *([paper_benchmarks.NOTE] if has_paper else [])],
         [record for column in columns for record in _list_records(column)],
         lambda: draw_benchmarks(columns),
     )
@@ -130,6 +132,7 @@ def _describe(columns: list[Column], names: list[str]) -> list[str]:
             notes.append(f"{column.name}: {shown.checkpoint}{tokens}{limit}{shots}")
         missing = [name for name in names or ["smollm2"] if name not in column.tasks]
         if missing:
+            missing = ["smollm2"] if set(missing) == set(paper_benchmarks.NAMES) else missing
             notes.append(f"missing for {column.name}: `{_write_command(column, missing)}`")
     return notes
 
@@ -143,6 +146,8 @@ def _write_command(column: Column, names: list[str]) -> str:
         model += ["--ckpt_path", checkpoint] if checkpoint and newest and newest.name != Path(checkpoint).name else []
     else:
         model = ["--model", f"hf:{checkpoint or 'FOLDER'}", "--out", str(column.source)]
+        config = Path(checkpoint or "", "config.json")
+        model += ["--trust-remote-code"] if config.is_file() and "auto_map" in read_json(config) else []
     limit = ["--limit", str(shown.limit)] if shown and shown.limit is not None else []
     return shlex.join(["python", "-m", "stackexp", "evaluate", *model, "--tasks", ",".join(names), *limit])
 
@@ -172,7 +177,7 @@ def _list_points(column: Column, score: str, names: list[str]) -> list[tuple[int
     shown = column.evaluation
     same = [e for e in column.evaluations if shown and (e.limit, e.num_fewshot) == (shown.limit, shown.num_fewshot)]
     complete = [(e.tokens, {name: e.tasks[name] for name in names}) for e in same if e.tasks.keys() >= set(names)]
-    averages = [(tokens, average_tasks(tasks, score)) for tokens, tasks in complete]
+    averages = [(tokens, _average_common(tasks, score)) for tokens, tasks in complete]
     return [(tokens, average[0]) for tokens, average in averages if average]
 
 
@@ -190,9 +195,11 @@ def draw_benchmarks(columns: list[Column]) -> Any:
     for axes, (score, title) in zip(figure.subplots(1, 2), SCORES.items(), strict=True):
         for i, column in enumerate(columns):
             _draw_model(axes, column, score, names, i)
-        guess = average_tasks({name: scored[0].tasks[name] for name in names}, "random_guess") if names else None
+        guess = _average_common({name: scored[0].tasks[name] for name in names}, "random_guess") if names else None
         if guess and score == "accuracy":
             axes.axhline(guess[0], color="gray", linestyle=":", label="random guess")
+        if score == "accuracy" and set(names) == set(paper_benchmarks.NAMES):
+            _draw_paper(axes)
         axes.set(xlabel="Tokens", ylabel=f"{title.partition(' of ')[0]}, average")
         abbreviate_thousands(axes.xaxis)
         axes.grid(alpha=0.3)
@@ -214,6 +221,20 @@ def _draw_model(axes: Any, column: Column, score: str, names: list[str], number:
         axes.plot(*zip(*known, strict=True), MARKERS[number % len(MARKERS)], color=color, label=label)
     elif points:
         axes.axhline(points[-1][1], color=color, linestyle="--", label=label)
+
+
+def _average_common(tasks: dict[str, TaskScores], score: str) -> tuple[float, float | None] | None:
+    """Return the mean over the tasks; over the paper's nine benchmarks, if the tasks are those."""
+    is_paper = set(tasks) == set(paper_benchmarks.NAMES)
+    return paper_benchmarks.average_benchmarks(tasks, score) if is_paper else average_tasks(tasks, score)
+
+
+def _draw_paper(axes: Any) -> None:
+    """Draw the models of the paper's table, on a logarithmic axis: they have up to 18 trillion tokens."""
+    for (name, model), marker in zip(paper_benchmarks.MODELS.items(), MARKERS, strict=False):
+        point = model.tokens * 1e12, model.average / paper_benchmarks.PERCENT
+        axes.plot(*point, marker, color="black", fillstyle="none", linestyle="none", label=f"paper: {name}")
+    axes.set_xscale("log")
 
 
 def _count_tasks(number: int) -> str:
