@@ -107,7 +107,7 @@ def _restored_signals():
 
 
 @pytest.mark.usefixtures("_restored_signals")
-def test_a_signal_or_a_time_limit_requests_a_stop(clock):
+def test_a_signal_or_a_time_limit_requests_a_stop(clock, capfd):
     stop = StopRequest("00:00:01:30", 120)
     clock.now += 90
     assert not stop.is_set
@@ -119,6 +119,7 @@ def test_a_signal_or_a_time_limit_requests_a_stop(clock):
     signal.raise_signal(signal.SIGUSR1)
     assert stop.is_set
     assert str(stop.build_error()) == "SIGUSR1"
+    assert capfd.readouterr().err == "SIGUSR1: finishing this step\n"
 
 
 @pytest.mark.usefixtures("_restored_signals")

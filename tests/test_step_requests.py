@@ -1,11 +1,13 @@
 """A stop within a validation loses no step: the validation ends early only if its step has been saved."""
 
+import itertools
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from stackexp.errors import StoppedError
+from stackexp.training.callbacks import step_requests
 from stackexp.training.callbacks.step_requests import StepRequests
 
 
@@ -24,7 +26,7 @@ def make_trainer(step, fn="fit"):
 
 
 def end_validation_batch(requests, trainer):
-    requests.on_validation_batch_end(trainer, SimpleNamespace(device=torch.device("cpu")), None, None, 0)
+    requests.on_validation_batch_end(trainer, SimpleNamespace(device=torch.device("cpu")))
 
 
 def test_an_unsaved_step_is_not_lost():
@@ -51,3 +53,23 @@ def test_a_validation_of_a_saved_step_stops_at_once():
 def test_an_evaluation_stops_at_once(fn):
     with pytest.raises(StoppedError):
         end_validation_batch(StepRequests(Stop()), make_trainer(6, fn))
+
+
+@pytest.mark.parametrize(("seconds", "expected"), [(0.01, 16), (1.0, 5), (60.0, 1)])
+def test_processes_check_for_a_stop_at_least_every_few_seconds(monkeypatch, seconds, expected):
+    """Each check is an all-reduce, so batches between two checks depend only on values that all ranks share."""
+    now, checks = [0.0], []
+    monkeypatch.setattr(step_requests.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(step_requests.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(step_requests.dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(
+        step_requests.dist, "all_reduce", lambda shared: checks.append(now[0] / seconds) or shared.mul_(2)
+    )
+    stop = Stop()
+    stop.is_set = False
+    requests = StepRequests(stop)
+    for _ in range(64):
+        now[0] += seconds
+        end_validation_batch(requests, make_trainer(6, "validate"))
+    assert checks[0] == 1
+    assert {round(later - earlier) for earlier, later in itertools.pairwise(checks)} == {expected}

@@ -15,7 +15,8 @@ from typing import Any
 from stackexp.errors import InterruptedRunError, StoppedError
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)  # Slurm sends SIGUSR1 ahead of the time limit
-INTERRUPTED = b"interrupted: finishing this step; press Ctrl-C again to stop at once\n"
+FINISHING = {signal.SIGINT: "interrupted: finishing this step; press Ctrl-C again to stop at once"}
+FINISHING |= {number: f"{number.name}: finishing this step" for number in STOP_SIGNALS}
 
 
 class StopRequest:
@@ -41,9 +42,12 @@ class StopRequest:
         atexit.register(_prepare_exit)
 
     def _handle(self, number: int, _: Any) -> None:
+        """Record a signal. The message bypasses Python's buffer, which may be in the middle of a line."""
         if self._signal is None:
             self._last_progress = time.monotonic()
             threading.Thread(target=self._exit_without_progress, daemon=True, name="stop").start()
+            if os.environ.get("RANK", "0") == "0" and os.getpid() == self._process:
+                os.write(2, f"{FINISHING[signal.Signals(number)]}\n".encode())
         self._signal = signal.Signals(number)
 
     def _exit_without_progress(self) -> None:
@@ -101,14 +105,11 @@ class StopRequest:
         """Handle SIGINT: request a stop the first time, end the process the second time.
 
         The first time raises no exception: raised inside a signal handler, it may leave a `threading` lock held, such
-        as that of TensorBoard's queue, and the process would wait for it at exit. Messages bypass Python's buffer,
-        which may be in the middle of a line.
+        as that of TensorBoard's queue, and the process would wait for it at exit.
         """
         if self._signal == signal.SIGINT or os.getpid() != self._process:
             raise KeyboardInterrupt
         self._handle(number, None)
-        if os.environ.get("RANK", "0") == "0":
-            os.write(2, INTERRUPTED)
 
 
 def _prepare_exit() -> None:

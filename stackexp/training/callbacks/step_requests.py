@@ -11,7 +11,7 @@ from stackexp.modules.base import TrainingModule
 from stackexp.training.callbacks.step import StepCallback
 from stackexp.training.signals import StopRequest
 
-BATCHES_BETWEEN_CHECKS = 16  # in evaluations; each check is an all-reduce
+MAX_BATCHES, SECONDS = 16, 5.0  # at most, between two checks of an evaluation; each check is an all-reduce
 
 
 class StepRequests(StepCallback):
@@ -24,6 +24,7 @@ class StepRequests(StepCallback):
         self._stop, self._minutes = stop, checkpoint_interval_minutes
         self._saved_at = time.monotonic()
         self._saved_step = -1  # the step of the newest checkpoint
+        self._batches_left, self._checked_at, self._batches = 1, time.monotonic(), 0  # of an evaluation
 
     def on_train_start(self, trainer: pl.Trainer, module: TrainingModule) -> None:
         """Record the step of the checkpoint that a resumed run starts from."""
@@ -51,19 +52,27 @@ class StepRequests(StepCallback):
         During training this requires a checkpoint of the same step. Without one, the run stops after the next step.
         """
         self._stop.note_progress()
-        trainer, module, _outputs, _batch, batch_idx = args[:5]
+        trainer, module = args[:2]
         if trainer.state.fn == "fit" and self._saved_step != trainer.global_step:
             return
-        if not dist.is_initialized() or batch_idx % BATCHES_BETWEEN_CHECKS == 0:
-            raise_if_stopped(self._stop, module.device)
+        self._batches += 1
+        if not dist.is_initialized() or self._batches >= self._batches_left:
+            seconds = raise_if_stopped(self._stop, module.device, time.monotonic() - self._checked_at) / self._batches
+            self._batches_left = min(MAX_BATCHES, max(1, int(SECONDS / max(seconds, 1e-9))))  # the same on all ranks
+            self._checked_at, self._batches = time.monotonic(), 0
 
     on_test_batch_end = on_validation_batch_end  # type: ignore[assignment]
 
 
-def raise_if_stopped(stop: StopRequest, device: torch.device) -> None:
-    """Raise the error of a stop on all ranks if any rank has a request. Every rank calls this."""
-    requested = torch.tensor(float(stop.is_set), device=device)
+def raise_if_stopped(stop: StopRequest, device: torch.device, seconds: float = 0.0) -> float:
+    """Raise the error of a stop on all ranks if any rank has a request; else return the mean `seconds` of the ranks.
+
+    Every rank calls this.
+    """
+    shared = torch.tensor([float(stop.is_set), seconds], device=device)
     if dist.is_initialized():
-        dist.all_reduce(requested)
-    if requested:
+        dist.all_reduce(shared)
+    requests, total = shared.tolist()
+    if requests:
         raise stop.build_error()
+    return total / (dist.get_world_size() if dist.is_initialized() else 1)
