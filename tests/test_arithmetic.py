@@ -13,7 +13,7 @@ from records import losses, only_run
 from stackexp import cli
 from stackexp.config.arithmetic import ArithmeticConfig
 from stackexp.config.compose import compose
-from stackexp.datamodules.arithmetic import ArithmeticData, TrainingBatches, build_tokenizer, split_problems
+from stackexp.datamodules.arithmetic import ArithmeticData, build_tokenizer, split_problems
 from stackexp.datamodules.base import PADDING
 from stackexp.errors import ConfigError
 from stackexp.evaluation.loading import load_run
@@ -62,7 +62,7 @@ class Trainer:
 def first_batch(seed: int, trainer: Trainer) -> dict[str, torch.Tensor]:
     data = ArithmeticData(ArithmeticConfig(batch_size=8), seed)
     data.trainer = trainer
-    return next(iter(TrainingBatches(data)))
+    return next(iter(data.train_dataloader()))
 
 
 def test_training_batches_depend_on_seed_and_step_and_are_split_over_ranks():

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from stackexp.config.compose import compose
-from stackexp.datamodules.formal_language import STAGE_SEEDS, FormalLanguageData, LengthBatches, compute_max_length
+from stackexp.datamodules.formal_language import STAGE_SEEDS, FormalLanguageData, compute_max_length
 from stackexp.tasks import TASKS
 
 
@@ -112,7 +112,7 @@ def read_tokens(stage: str, *overrides: str, length: int, world_size: int = 1) -
     for rank in range(world_size):
         data = build_data(*overrides, rank=rank, world_size=world_size)
         [strings] = [strings for strings in data.sets(stage) if strings.length == length]
-        loader = LengthBatches(strings, data.config.eval_batch_size, rank, world_size)
+        loader = data.build_eval_loader(strings, rank, world_size)
         batches = list(loader)
         assert len(batches) == len(loader)
         for batch in batches:

@@ -49,14 +49,15 @@ def test_reports_read_copies_like_the_runs(runs, capsys):
 def test_tables_of_a_document_are_replaced(runs, capsys):
     command = "python -m stackexp report ablation runs --markdown --tables"
     document = Path("results.md")
-    document.write_text(f"before\n<!-- {command} -->\nold\n<!-- end of report -->\nafter\n")
+    form = "<!-- {command} -->\n{table}<!-- end of report -->\n"
+    document.write_text("before\n" + 2 * form.format(command=command, table="old\n") + "after\n")
     assert main(["report", "all", "--update", "results.md"]) == 0
-    assert capsys.readouterr().out == f"{command}\n"
+    assert capsys.readouterr().out == 2 * f"{command}\n"
     assert main(command.split()[3:]) == 0
     printed = capsys.readouterr().out
     assert "| stacktrans" in printed
     assert "- Losses are means" not in printed, "--tables prints no notes"
-    expected = f"before\n<!-- {command} -->\n{printed}<!-- end of report -->\nafter\n"
+    expected = "before\n" + 2 * form.format(command=command, table=printed) + "after\n"
     assert document.read_text() == expected
     assert main(["report", "all", "--update", "results.md"]) == 0
     assert document.read_text() == expected, "nothing changes the second time"

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -12,7 +11,7 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
 from stackexp.config.arithmetic import OPERATORS, PROBLEM_LENGTH, SYMBOLS, ArithmeticConfig
-from stackexp.datamodules.base import PADDING, ExperimentData, RankBatches
+from stackexp.datamodules.base import ExperimentData, RankBatches, SetBatches, StepBatches
 from stackexp.errors import ConfigError
 
 HELD_OUT = "held-out"
@@ -59,53 +58,30 @@ class ArithmeticData(ExperimentData):
             raise ConfigError("test: arithmetic has no test set; use `validate`, which scores the held-out problems")
         return [] if HELD_OUT in self.skipped_sets else [ProblemSet(self.config)]
 
-    def train_dataloader(self) -> "TrainingBatches":
-        """Return an endless loader that starts after the trainer's current step."""
-        return TrainingBatches(self)
+    def sample_training_batch(self, step: int) -> dict[str, Any]:
+        """Return this rank's rows of the batch at an optimizer step >= 1; they depend only on seed and step."""
+        rank, world_size = self.rank_and_world_size
+        numbers = np.random.default_rng([self.seed, step]).integers(len(self._problems), size=self.config.batch_size)
+        return build_batch(self._problems, numbers[rank::world_size], self.config.answer_length)
 
-    def build_eval_loader(self, dataset: ProblemSet, rank: int, world_size: int) -> "EvaluationBatches":
+    @cached_property
+    def _problems(self) -> np.ndarray:
+        return split_problems(self.config)[0]
+
+    def train_dataloader(self) -> StepBatches:
+        """Return an endless loader that starts after the trainer's current step."""
+        return StepBatches(self, self.sample_training_batch)
+
+    def build_eval_loader(self, dataset: ProblemSet, rank: int, world_size: int) -> SetBatches:
         """Return a loader of one rank's share of a set, or of `eval_limit` evenly spread problems."""
         problems = dataset.problems
         if self.eval_limit is not None:
             problems = problems[np.linspace(0, len(problems) - 1, self.eval_limit).astype(int)]
         batches = RankBatches(len(problems), self.config.eval_batch_size, rank, world_size)
-        return EvaluationBatches(problems, self.config, batches)
+        return SetBatches(lambda: problems, self._build_evaluation_batch, batches)
 
-
-class TrainingBatches:
-    """An endless iterable of the batches after the trainer's current step; they depend only on seed and step."""
-
-    def __init__(self, data: ArithmeticData):
-        self._data = data
-
-    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
-        data, trainer = self._data, self._data.trainer
-        assert trainer is not None
-        problems, _ = split_problems(data.config)
-        rank, world_size = data.rank_and_world_size
-        step = trainer.global_step
-        while True:
-            step += 1
-            rng = np.random.default_rng([data.seed, step])
-            index = rng.integers(len(problems), size=data.config.batch_size)[rank::world_size]
-            yield build_batch(problems, index, data.config.answer_length)
-
-
-class EvaluationBatches:
-    """One rank's share of a set."""
-
-    def __init__(self, problems: np.ndarray, config: ArithmeticConfig, batches: RankBatches):
-        self._problems, self._config, self._batches = problems, config, batches
-
-    def __len__(self) -> int:
-        return len(self._batches)
-
-    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
-        for numbers in self._batches:
-            index = np.array(numbers)
-            if self._batches.world_size == 1:
-                index = index[index != PADDING]
-            yield build_batch(self._problems, index, self._config.answer_length)
+    def _build_evaluation_batch(self, problems: np.ndarray, index: np.ndarray) -> dict[str, Any]:
+        return build_batch(problems, index, self.config.answer_length)
 
 
 def build_batch(problems: np.ndarray, index: np.ndarray, answer_length: int) -> dict[str, Any]:

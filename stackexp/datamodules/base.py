@@ -1,6 +1,7 @@
 """The interface of all data modules: training batches and named evaluation sets."""
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -81,3 +82,35 @@ class RankBatches(Sampler[list[int]]):
         for number in range(len(self)):
             begin = (number * self.world_size + self.rank) * self.batch_size
             yield [i if i < self.length else PADDING for i in range(begin, begin + self.batch_size)]
+
+
+class StepBatches:
+    """An endless loader of the batches after the trainer's current step; `sample` returns that of a step >= 1."""
+
+    def __init__(self, data: ExperimentData, sample: Callable[[int], dict[str, Any]]):
+        self._data, self._sample = data, sample
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        assert self._data.trainer is not None
+        return map(self._sample, itertools.count(self._data.trainer.global_step + 1))
+
+
+class SetBatches:
+    """One rank's share of a set. With one rank, the last batch may be smaller; with several, it is padded.
+
+    Each iteration loads the set, and builds each batch from it and the numbers of the items [B].
+    """
+
+    def __init__(
+        self, load: Callable[[], Any], build: Callable[[Any, np.ndarray], dict[str, Any]], batches: RankBatches
+    ):
+        self._load, self._build, self._batches = load, build, batches
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        items = self._load()
+        for numbers in self._batches:
+            index = np.array(numbers)
+            yield self._build(items, index[index != PADDING] if self._batches.world_size == 1 else index)

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +9,7 @@ import numpy as np
 import torch
 
 from stackexp.config.formal_language import FormalLanguageConfig
-from stackexp.datamodules.base import PADDING, ExperimentData, RankBatches
+from stackexp.datamodules.base import ExperimentData, RankBatches, SetBatches, StepBatches
 from stackexp.errors import ConfigError
 from stackexp.tasks import TASKS, Task
 from stackexp.tasks import Batch as Strings
@@ -94,48 +93,18 @@ class FormalLanguageData(ExperimentData):
         rows = Strings(*(part[rank::world_size] for part in strings))
         return build_batch(rows, self.task) | {"length": length, "max_length": max_length, "counted": counted}
 
-    def train_dataloader(self) -> "TrainingBatches":
+    def train_dataloader(self) -> StepBatches:
         """Return an endless loader that starts after the trainer's current step."""
-        return TrainingBatches(self)
+        return StepBatches(self, self.sample_training_batch)
 
-    def build_eval_loader(self, dataset: LengthSet, rank: int, world_size: int) -> "LengthBatches":
+    def build_eval_loader(self, dataset: LengthSet, rank: int, world_size: int) -> SetBatches:
         """Return a loader of one rank's share of a set."""
-        return LengthBatches(dataset, self.config.eval_batch_size, rank, world_size)
+        batches = RankBatches(dataset.sequences, self.config.eval_batch_size, rank, world_size)
+        return SetBatches(dataset.sample, self._build_evaluation_batch, batches)
 
-
-class TrainingBatches:
-    """An endless iterable of the batches after the trainer's current step."""
-
-    def __init__(self, data: FormalLanguageData):
-        self._data = data
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        trainer = self._data.trainer
-        assert trainer is not None
-        step = trainer.global_step
-        while True:
-            step += 1
-            yield self._data.sample_training_batch(step)
-
-
-class LengthBatches:
-    """One rank's share of a set. With one rank, the last batch may be smaller; with several, it is padded."""
-
-    def __init__(self, strings: LengthSet, batch_size: int, rank: int = 0, world_size: int = 1):
-        self._set = strings
-        self._batches = RankBatches(strings.sequences, batch_size, rank, world_size)
-
-    def __len__(self) -> int:
-        return len(self._batches)
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        strings = self._set.sample()
-        for numbers in self._batches:
-            index = np.array(numbers)
-            if self._batches.world_size == 1:
-                index = index[index != PADDING]
-            rows = Strings(*(part[index] for part in strings))  # padding repeats the last string
-            yield build_batch(rows, self._set.task) | {"index": torch.from_numpy(index)}
+    def _build_evaluation_batch(self, strings: Strings, index: np.ndarray) -> dict[str, Any]:
+        rows = Strings(*(part[index] for part in strings))  # padding repeats the last string
+        return build_batch(rows, self.task) | {"index": torch.from_numpy(index)}
 
 
 def compute_max_length(config: FormalLanguageConfig, step: int) -> int:

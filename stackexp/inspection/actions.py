@@ -49,7 +49,7 @@ class Profile(NamedTuple):
         return bool(push[0] > push[2] and pop[2] > pop[0])
 
 
-def build_actions(paths: Sequence[Path], set_name: str | None = None, num_chunks: int = 32) -> Report:
+def build_actions(paths: Sequence[Path], set_name: str | None = None, num_chunks: int = 256) -> Report:
     """Build the report of all runs with a stack at or below `paths`.
 
     Each run is measured on `num_chunks` chunks or problems of a validation set, its first one by default, or on strings

@@ -22,9 +22,12 @@ def update_document(path: Path) -> list[str]:
     commands = re.findall(BEGIN, text)
     if not commands or len(commands) != text.count(END):
         raise RunError(f"{path}: expected tables between <!-- python -m stackexp report ... --> and {END}")
+    end = 0
     for command in commands:
-        begin = text.index(f"<!-- {command} -->\n") + len(f"<!-- {command} -->\n")
-        text = text[:begin] + _run(path, command) + text[text.index(END, begin) :]
+        begin = text.index(f"<!-- {command} -->\n", end) + len(f"<!-- {command} -->\n")
+        table = _run(path, command)
+        text = text[:begin] + table + text[text.index(END, begin) :]
+        end = begin + len(table)
     path.write_text(text, encoding="utf-8")
     return commands
 
