@@ -75,6 +75,7 @@ def flip_middle_byte(data: bytes) -> bytes:
     [
         (None, b"", "no such file or folder"),
         ("a.png", b"x", r"nothing to read \(found \.png\)"),
+        ("prepared/", b"", "source: contains only prepared sets; give the files from which they were prepared"),
         ("a.jsonl", b"{}\n" * 5, r"0 documents \(5 bad lines\) do not fill one sequence"),
         ("a.jsonl.gz", gzip.compress(json_lines(TEXTS))[:-9], r"a\.jsonl\.gz: corrupt or cut short"),
         ("a.jsonl.gz", flip_middle_byte(gzip.compress(json_lines(TEXTS))), r"a\.jsonl\.gz: corrupt or cut short"),
@@ -86,7 +87,10 @@ def test_unreadable_source_is_a_one_line_error(tmp_path, name, content, message)
     source = tmp_path / "source"
     if name:
         source.mkdir()
-        (source / name).write_bytes(content)
+        if name.endswith("/"):
+            prepare_set(Path(__file__), source / name, context_length=16)
+        else:
+            (source / name).write_bytes(content)
     with pytest.raises(RunError, match=message) as error:
         prepare_set(source, tmp_path / "to")
     assert "\n" not in str(error.value)

@@ -66,6 +66,8 @@ def find_sources(source: Path) -> list[Source]:
         paths = [source] if source.is_file() else list(_walk(source))
         paths.sort(key=lambda path: path.relative_to(base).as_posix())
         known = [path for path in paths if path.name.lower().endswith(KNOWN_SUFFIXES)]
+        if not known and not paths and source.is_dir() and any(source.rglob("corpus.json")):
+            raise RunError(f"{source}: contains only prepared sets; give the files from which they were prepared")
         if not known:
             found = ", ".join(sorted({path.suffix or path.name for path in paths})[:8]) or "no files"
             raise RunError(f"{source}: nothing to read (found {found}); supported: {' '.join(KNOWN_SUFFIXES)}")
