@@ -242,6 +242,25 @@ def test_missing_datasets_name_the_file(trained, tmp_path, capsys):
     assert f"smollm2_piqa: no {file}; write one line for each document of 'baber/piqa'" in read_error(capsys)
 
 
+@pytest.mark.parametrize("examples", [0, 4])
+def test_too_few_examples_end_before_the_first_score(trained, datasets, examples, capsys):
+    """Otherwise lm-eval would draw the shots of GSM8K from the test split, or fail with a traceback."""
+    folder = datasets / "smollm2_gsm8k"
+    (folder / "test.jsonl").write_text((folder / "test.jsonl").read_text() * 9)
+    lines = (folder / "train.jsonl").read_text().splitlines(keepends=True)
+    (folder / "train.jsonl").unlink() if not examples else (folder / "train.jsonl").write_text("".join(lines[:4]))
+    assert evaluate("--run", trained, "--tasks", "smollm2_gsm8k", "--datasets", datasets) == 1
+    message = "5 shots require 5 examples, found 4; add some or lower --num_fewshot"
+    expected = message if examples else f"no {folder}/train.jsonl; write one line for each document"
+    assert f"smollm2_gsm8k: {expected}" in read_error(capsys)
+
+
+def test_a_task_needs_one_example_more_if_its_shots_are_scored(datasets):
+    assert TaskLoader(datasets, 1).load("smollm2_piqa").get_config("num_fewshot") == 1
+    with pytest.raises(RunError, match="smollm2_piqa: 2 shots require 3 examples, found 2"):
+        TaskLoader(datasets, 2).load("smollm2_piqa")
+
+
 def test_a_failed_download_names_the_dataset(monkeypatch):
     import datasets
 
