@@ -1,6 +1,7 @@
 """Text and log messages in lines of the terminal's width. Files and pipes get them as they are."""
 
 import logging
+import os
 import re
 import shutil
 import sys
@@ -21,6 +22,14 @@ def wrap_text(text: str, indent: int = 0, stream: TextIO | None = None) -> str:
         width, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False
     )
     return "\n".join(map(wrapper.fill, whole.splitlines())).replace("\xa0", " ")
+
+
+def write_to_stderr(line: str) -> None:
+    """Write a line to the standard error of the process, even while `sys.stderr` is redirected.
+
+    For threads that end the process, whose last words must not be lost.
+    """
+    os.write(2, f"{line}\n".encode())
 
 
 def set_up_log() -> None:

@@ -2,8 +2,10 @@
 
 import os
 import signal
+import time
 
 import pytest
+import torch
 from benchmark_files import write_datasets
 from forks import Forks
 from records import losses, only_run, record
@@ -13,6 +15,8 @@ pytest.importorskip("lm_eval")
 from stackexp.cli import main
 from stackexp.evaluation.benchmarks import scoring
 from stackexp.evaluation.benchmarks.results import read_evaluations
+from stackexp.metric_tags import TOKENS_PER_SECOND
+from stackexp.models.checkpoints import load_state
 from stackexp.runs import RunFolder
 
 TASKS = ("smollm2_arc_easy", "smollm2_piqa")
@@ -39,6 +43,9 @@ def test_tasks_are_scored_without_changing_the_training(options, trained, tmp_pa
     assert list(scores) == [4, 8, 12]
     assert all(values.keys() == TAGS for values in scores.values())
     assert losses(run) == losses(RunFolder(trained)), "bit for bit"
+    ours, reference = (load_state(f.newest_checkpoint())["stackexp"] for f in (run, RunFolder(trained)))
+    assert ours["python_rng"] == reference["python_rng"]
+    assert torch.equal(ours["torch_rng"], reference["torch_rng"])
 
     arguments = ("--tasks", ",".join(TASKS), "--datasets", str(tmp_path / "datasets"))
     assert main(["evaluate", "--run", str(run.path), *arguments]) == 0
@@ -84,6 +91,46 @@ def test_two_processes_have_the_scores_of_one(options, strategy, tmp_path):
     assert found.keys() == expected.keys()
     for step, scores in expected.items():
         assert found[step] == pytest.approx(scores, abs=1e-5)
+
+
+def _fit_with_slow_batches(seconds: float, stops: bool, *arguments: str) -> int:
+    """Train while every batch of a benchmark takes `seconds` more; optionally request a stop in the first."""
+    from stackexp.evaluation.benchmarks.language_model import RunModel
+
+    original = RunModel._score
+
+    def score(self, batch):
+        if stops:
+            os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(seconds)
+        return original(self, batch)
+
+    RunModel._score = score
+    return main(list(arguments))
+
+
+@pytest.mark.process
+def test_scoring_may_take_longer_than_the_timeout_of_collectives(options, tmp_path):
+    arguments = (*options, "evaluation.tasks=[smollm2_arc_easy]", "evaluation.batch_size=1")
+    parallel = ("trainer.strategy=ddp", "trainer.devices=2", "trainer.collective_timeout_seconds=3")
+    forks = Forks(tmp_path)
+    forks.run(2, False, *arguments, *parallel, "trainer.max_steps=4", ranks=2, function=_fit_with_slow_batches)
+    assert list(read_scores(only_run(tmp_path / "runs"))) == [4]
+
+
+@pytest.mark.process
+def test_a_batch_longer_than_the_grace_period_ends_with_a_message(options, tmp_path):
+    arguments = (*options, "trainer.stop_grace_seconds=1")
+    output = Forks(tmp_path).run(60, True, *arguments, function=_fit_with_slow_batches, expect=1)
+    assert "error: SIGTERM: no batch has ended for 1 s; exiting without a checkpoint" in output
+
+
+def test_throughput_excludes_the_scoring(options, tmp_path, monkeypatch):
+    original = scoring.score_task
+    monkeypatch.setattr(scoring, "score_task", lambda *arguments: (time.sleep(1), original(*arguments))[1])
+    assert main([*options, "trainer.max_steps=5"]) == 0
+    speeds = {line["step"]: line.get(TOKENS_PER_SECOND) for line in only_run(tmp_path / "runs").read_metrics()}
+    assert speeds[5] > 256 / 2, "256 tokens, and two tasks that take a second each"
 
 
 @pytest.mark.parametrize(

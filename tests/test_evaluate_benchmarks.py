@@ -6,6 +6,7 @@ import shutil
 
 import pytest
 from benchmark_files import DATASETS, write_datasets
+from corpora import prepare_set
 
 pytest.importorskip("lm_eval")
 from stackexp import cli
@@ -143,17 +144,26 @@ def test_a_run_and_its_exported_folder_have_the_same_scores(corpus, datasets, tm
     pytest.importorskip("accelerate")
     from conftest import write_tiny
 
+    long = tmp_path / "long"  # room for the 256 tokens that GSM8K generates
+    prepare_set(
+        corpus["train"].parent / "text" / "train",
+        long,
+        context_length=512,
+        tokenizer=corpus["train"] / "tokenizer.json",
+    )
     options = (
         f"model.memory={memory}",
         "trainer.max_steps=4",
-        "trainer.val_check_interval=4",
-        "data.context_length=32",
+        f"data.path={long}",
+        "data.context_length=512",
+        "data.global_batch_tokens=1024",
+        "data.micro_batch_size=2",
     )
     assert cli.main(["fit", "--config", str(write_tiny(corpus, tmp_path)), *options]) == 0
     (folder,) = (tmp_path / "runs" / "tiny").iterdir()
     copy = tmp_path / f"{memory}-hf"
     assert cli.main(["checkpoint", "export", "--run", str(folder), "--to", str(copy)]) == 0
-    names = ",".join(name for name in DATASETS if name != "smollm2_gsm8k")  # longer than the context
+    names = ",".join(DATASETS)
     assert evaluate("--run", folder, "--tasks", names, "--datasets", datasets) == 0
     output = tmp_path / "hf.json"
     command = ("--model", f"hf:{copy}", "--tasks", names, "--datasets", datasets, "--out", output)
@@ -162,7 +172,7 @@ def test_a_run_and_its_exported_folder_have_the_same_scores(corpus, datasets, tm
         assert f"{copy}: contains the code of its model; read it, then add --trust-remote-code" in read_error(capsys)
     assert evaluate(*command, "--trust-remote-code") == 0
     (ours,), (theirs,) = read_evaluations(folder / "benchmarks.json"), read_evaluations(output)
-    assert (ours.step, ours.tokens) == (4, 1024)
+    assert (ours.step, ours.tokens) == (4, 4096)
     assert ours.tasks.keys() == theirs.tasks.keys()
     for name, scores in ours.tasks.items():
         other = theirs.tasks[name]
@@ -240,6 +250,25 @@ def test_missing_datasets_name_the_file(trained, tmp_path, capsys):
     assert evaluate("--run", trained, "--tasks", "smollm2_piqa", "--datasets", tmp_path) == 1
     file = tmp_path / "smollm2_piqa" / "validation.jsonl"
     assert f"smollm2_piqa: no {file}; write one line for each document of 'baber/piqa'" in read_error(capsys)
+
+
+@pytest.mark.parametrize("examples", [0, 4])
+def test_too_few_examples_end_before_the_first_score(trained, datasets, examples, capsys):
+    """Otherwise lm-eval would draw the shots of GSM8K from the test split, or fail with a traceback."""
+    folder = datasets / "smollm2_gsm8k"
+    (folder / "test.jsonl").write_text((folder / "test.jsonl").read_text() * 9)
+    lines = (folder / "train.jsonl").read_text().splitlines(keepends=True)
+    (folder / "train.jsonl").unlink() if not examples else (folder / "train.jsonl").write_text("".join(lines[:4]))
+    assert evaluate("--run", trained, "--tasks", "smollm2_gsm8k", "--datasets", datasets) == 1
+    message = "5 shots require 5 examples, found 4; add some or lower --num_fewshot"
+    expected = message if examples else f"no {folder}/train.jsonl; write one line for each document"
+    assert f"smollm2_gsm8k: {expected}" in read_error(capsys)
+
+
+def test_a_task_needs_one_example_more_if_its_shots_are_scored(datasets):
+    assert TaskLoader(datasets, 1).load("smollm2_piqa").get_config("num_fewshot") == 1
+    with pytest.raises(RunError, match="smollm2_piqa: 2 shots require 3 examples, found 2"):
+        TaskLoader(datasets, 2).load("smollm2_piqa")
 
 
 def test_a_failed_download_names_the_dataset(monkeypatch):

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from decimal import Decimal
 from pathlib import Path
 
 import pyarrow as pa
@@ -79,13 +80,39 @@ def test_missing_values(tmp_path):
     ]
 
 
-def test_invalid_utf8_is_a_bad_line(tmp_path):
+@pytest.mark.parametrize(("column", "kept"), [("text", ["good", "also good"]), ("language", ["a", "c"])])
+def test_invalid_utf8_is_a_bad_line(tmp_path, column, kept):
     values = pa.array([b"good", b"\xff", b"also good"], pa.binary())
     text = pa.StringArray.from_buffers(3, *values.buffers()[1:])
-    parquet.write_table(pa.table({"text": text}), tmp_path / "a.parquet")
-    items = read(tmp_path / "a.parquet")
-    assert texts(items) == ["good", "also good"]
+    parquet.write_table(
+        pa.table({"text": ["a", "b", "c"], "language": ["a", "b", "c"]} | {column: text}), tmp_path / "a.parquet"
+    )
+    items = read(tmp_path / "a.parquet", "language!=d")
+    assert texts(items) == kept
     assert str(items[1]) == "a.parquet:2: invalid UTF-8"
+
+
+def test_columns_without_any_value(tmp_path):
+    """Other files of a folder may have values, so that the type of these columns is null only in some files."""
+    parquet.write_table(pa.table({"text": ["a", "b"], "n": pa.nulls(2), "none": pa.nulls(2)}), tmp_path / "a.parquet")
+    for condition in ("n>=1", "n==en", "none.score>=1"):
+        assert read(tmp_path / "a.parquet", condition) == [FilteredOut(1), FilteredOut(1)]
+    assert [str(item) for item in read(tmp_path / "a.parquet", text="n")] == [
+        f"a.parquet:{row}: no n" for row in (1, 2)
+    ]
+
+
+@pytest.mark.parametrize(
+    "kind", [pa.float32(), pa.float64(), pa.decimal128(5, 2), pa.dictionary(pa.int8(), pa.float32())]
+)
+def test_numbers_are_compared_by_their_decimal_digits(tmp_path, kind):
+    """As float64, a 32-bit 0.65 is less than 0.65, and a decimal 0.1 is not equal to the float 0.1."""
+    is_decimal, is_encoded = pa.types.is_decimal(kind), pa.types.is_dictionary(kind)
+    values = [value and (Decimal(value) if is_decimal else float(value)) for value in ("0.65", "0.1", "0.25", None)]
+    scores = pa.array(values, kind.value_type).dictionary_encode() if is_encoded else pa.array(values, kind)
+    parquet.write_table(pa.table({"text": ["a", "b", "c", "d"], "score": scores}), tmp_path / "a.parquet")
+    for condition, kept in {"score>=0.65": "a", "score==0.1": "b", "score<=0.1": "b", "score!=0.65": "bc"}.items():
+        assert texts(read(tmp_path / "a.parquet", condition)) == list(kept), condition
 
 
 # Preparation

@@ -1,8 +1,10 @@
 """Wrong filters, missing columns and damaged parquet files."""
 
+import pyarrow as pa
 import pytest
 from corpora import prepare_set
 from parquet_files import make_rows, read, texts, write_rows
+from pyarrow import parquet
 
 from stackexp.cli import main
 from stackexp.data.columns import Columns, parse_filter
@@ -28,6 +30,14 @@ def test_wrong_columns_are_one_line_errors(tmp_path, filters, text, message):
         read(tmp_path / "a.parquet", *filters, text=text)
     assert str(error.value).startswith(f"{tmp_path}/a.parquet: {message}")
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["text", "n"])
+def test_columns_of_the_same_name_are_a_one_line_error(tmp_path, name):
+    table = pa.table([["a"], [1], ["b"]], names=["text", "n", name])
+    parquet.write_table(table, tmp_path / "a.parquet")
+    with pytest.raises(RunError, match=f"a.parquet: 2 columns are named '{name}'; rename all but one"):
+        read(tmp_path / "a.parquet", "n>=1")
 
 
 @pytest.mark.parametrize(

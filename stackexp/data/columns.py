@@ -39,13 +39,16 @@ class Filter:
         return None
 
     def find_mismatch(self, kind: str) -> str | None:
-        """Return why values of a kind cannot be compared, or None. Kinds are "number", "text" and names of others."""
+        """Return why values of a kind cannot be compared, or None.
+
+        Kinds are "number", "text", "null" (a column without any value) and names of others.
+        """
         if kind == "number":
             return f"{self.column} is a number, {self.value!r} is not" if self.number is None else None
         if kind == "text":
             is_ordered_number = self.number is not None and self.comparison not in EQUALITY
             return f"{self.column} is text, which {self.comparison} compares as letters" if is_ordered_number else None
-        return f"{self.column} is of type {kind}, neither number nor text"
+        return None if kind == "null" else f"{self.column} is of type {kind}, neither number nor text"
 
     def accepts(self, value: Any) -> bool:
         """Return True if a number or a text fulfills the condition; None never does."""

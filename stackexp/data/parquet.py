@@ -20,8 +20,9 @@ def read_rows(
 ) -> Iterator[tuple[bytes | None, list[Any]]]:
     """Yield the text of each row as UTF-8 bytes, and the values of the filters' columns.
 
-    `advance` is called with each batch's share of the file size in bytes. Raises UnreadableSourceError if the file is
-    damaged, and RunError if it lacks a column or one has a type that cannot be read or compared.
+    Text in those columns is UTF-8 bytes, too; both may be invalid. `advance` is called with each batch's share of the
+    file size in bytes. Raises UnreadableSourceError if the file is damaged, and RunError if it lacks a column or one
+    has a type that cannot be read or compared.
     """
     import pyarrow as pa
     from pyarrow import parquet
@@ -31,8 +32,8 @@ def read_rows(
         paths = _find_columns(source, file.schema_arrow, columns)
         rows = position = 0
         for batch in file.iter_batches(BATCH_ROWS, columns=[".".join(path) for path in paths], use_threads=False):
-            texts, *values = (_get_column(batch, path) for path in paths)
-            yield from zip(texts.cast(pa.large_binary()).to_pylist(), _transpose(values, batch.num_rows), strict=True)
+            texts, *values = (_get_values(batch, path) for path in paths)
+            yield from zip(texts, _transpose(values, batch.num_rows), strict=True)
             rows += batch.num_rows
             done = source.size * rows // file.metadata.num_rows
             advance(done - position)
@@ -56,9 +57,8 @@ def check_columns(source: Source, columns: Columns) -> None:
     _find_columns(source, schema, columns)
 
 
-def _transpose(columns: list["pa.Array"], rows: int) -> list[list[Any]]:
-    values = [column.to_pylist() for column in columns]
-    return [[column[row] for column in values] for row in range(rows)]
+def _transpose(columns: list[list[Any]], rows: int) -> list[list[Any]]:
+    return [[column[row] for column in columns] for row in range(rows)]
 
 
 def _find_columns(source: Source, schema: "pa.Schema", columns: Columns) -> list[list[str]]:
@@ -74,6 +74,8 @@ def _find_column(source: Source, schema: "pa.Schema", name: str) -> tuple[list[s
     import pyarrow as pa
 
     path = [name] if name in schema.names else name.split(".")
+    if (count := schema.names.count(path[0])) > 1:
+        raise RunError(f"{source.path}: {count} columns are named {path[0]!r}; rename all but one")
     fields, kind = list(schema), None
     for number, part in enumerate(path):
         kind = next((field.type for field in fields if field.name == part), None)
@@ -81,25 +83,36 @@ def _find_column(source: Source, schema: "pa.Schema", name: str) -> tuple[list[s
             known = [".".join([*path[:number], field.name]) for field in fields]
             hint = suggest_name(name, known) or f"; it has {', '.join(known[:20]) or 'no such field'}"
             raise RunError(f"{source.path}: no column {name!r}{hint}")
+        if pa.types.is_null(kind):  # a column without any value, which has no fields either
+            return path[: number + 1], kind
         fields = list(kind) if pa.types.is_struct(kind) else []
     return path, kind
 
 
-def _get_column(batch: "pa.RecordBatch", path: list[str]) -> "pa.Array":
-    """Return the values of a column, with dictionary codes replaced; a field of a missing parent is missing."""
+def _get_values(batch: "pa.RecordBatch", path: list[str]) -> list[Any]:
+    """Return the values of a column, with dictionary codes replaced; a field of a missing parent is missing.
+
+    Text is returned as UTF-8 bytes. Decimals and 32-bit floats become the nearest float64 of their decimal digits, so
+    that a stored 0.65 equals the 0.65 of a filter.
+    """
     import pyarrow as pa
     from pyarrow import compute
 
     column = batch.column(path[0])
     for part in path[1:]:
         column = compute.struct_field(column, part)
-    return column.dictionary_decode() if pa.types.is_dictionary(column.type) else column
+    if pa.types.is_dictionary(column.type):
+        column = column.dictionary_decode()
+    kind = column.type
+    if pa.types.is_float32(kind) or (pa.types.is_decimal(kind) and kind.scale > 0):
+        return column.cast(pa.string()).cast(pa.float64()).to_pylist()
+    return (column.cast(pa.large_binary()) if _name_kind(kind) == "text" else column).to_pylist()
 
 
 def _check_types(source: Source, columns: Columns, types: Sequence["pa.DataType"]) -> None:
     """Raise RunError if the text column has no text, or if a filter cannot compare its column."""
     text, *others = map(_name_kind, types)
-    if text != "text":
+    if text not in ("text", "null"):
         raise RunError(f"{source.path}: column {columns.text!r} is {types[0]}, not text; choose another --text-column")
     for condition, kind in zip(columns.filters, others, strict=True):
         if mismatch := condition.find_mismatch(kind):

@@ -180,11 +180,12 @@ def _get_comparable(record: Any, condition: Filter) -> Any:
 def _read_parquet(
     source: Source, raw: BinaryIO, columns: Columns, advance: Callable[[int], object]
 ) -> Iterator[Piece | BadLine | FilteredOut]:
-    for number, (text, values) in enumerate(read_rows(source, raw, columns, advance), 1):
-        if not all(condition.accepts(value) for condition, value in zip(columns.filters, values, strict=True)):
-            yield FilteredOut()
-            continue
+    for number, (text, encoded) in enumerate(read_rows(source, raw, columns, advance), 1):
         try:
+            values = [value.decode() if isinstance(value, bytes) else value for value in encoded]
+            if not all(condition.accepts(value) for condition, value in zip(columns.filters, values, strict=True)):
+                yield FilteredOut()
+                continue
             if not text:
                 raise _BadDocumentError(f"no {columns.text}")
             yield from cut_into_pieces([text.decode()])

@@ -5,7 +5,6 @@ import contextlib
 import multiprocessing
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -13,6 +12,7 @@ from multiprocessing import resource_tracker
 from typing import Any
 
 from stackexp.errors import InterruptedRunError, StoppedError
+from stackexp.terminal import write_to_stderr
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)  # Slurm sends SIGUSR1 ahead of the time limit
 FINISHING = {signal.SIGINT: "interrupted: finishing this step; press Ctrl-C again to stop at once"}
@@ -58,7 +58,7 @@ class StopRequest:
             worker.kill()
         assert self._signal is not None
         message = f"{self._signal.name}: no batch has ended for {self._grace_seconds:g} s; exiting without a checkpoint"
-        print(f"\nerror: {message}; see trainer.stop_grace_seconds", file=sys.stderr, flush=True)
+        write_to_stderr(f"\nerror: {message}; see trainer.stop_grace_seconds")
         os._exit(1)
 
     def note_progress(self) -> None:

@@ -19,6 +19,7 @@ import lightning.pytorch as pl
 import torch.distributed as dist
 
 from stackexp.errors import first_line
+from stackexp.terminal import write_to_stderr
 
 INTERVAL = 1.0  # seconds between two heartbeats
 SILENCE = 30.0  # seconds without a heartbeat until a process on another machine counts as gone
@@ -94,9 +95,13 @@ class Watchdog(pl.Callback):
 
     def _exit(self, verdict: str) -> None:
         prefix = "\nerror: " if self._rank == 0 else f"\nerror: rank {self._rank}: "  # on a line below the progress bar
-        print(f"{prefix}{verdict}; {self.advice}", file=sys.stderr, flush=True)
+        write_to_stderr(f"{prefix}{verdict}; {self.advice}")
         self._clean_up()
         os._exit(1)
+
+    def note_progress(self) -> None:
+        """Restart the timeout. Counts no batch, because ranks score different numbers of benchmark batches."""
+        self._last_progress = time.monotonic()
 
     # Progress, as reported by Lightning's loops
 

@@ -1,6 +1,7 @@
 """Find and load lm-eval's tasks, and those of the folder tasks/."""
 
 import importlib.util
+import itertools
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
@@ -68,7 +69,7 @@ class TaskLoader:
             yield name
 
     def load(self, name: str) -> Any:
-        """Return a task with its dataset. Raises RunError if the dataset cannot be read."""
+        """Return a task with its dataset. Raises RunError if the dataset cannot be read or has too few examples."""
         manager = self._find_manager(name)
         config = manager.task_index[name].cfg or {}
         changes: dict[str, Any] = {} if self._num_fewshot is None else {"num_fewshot": self._num_fewshot}
@@ -84,6 +85,7 @@ class TaskLoader:
             raise RunError(f"{name}: cannot load {where} ({first_line(error)}); {remedy}") from None
         if task.get_config("num_fewshot") is None:
             task.set_config(key="num_fewshot", value=0)
+        _check_shots(task)
         return task
 
     def _use_local_dataset(self, name: str, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -92,16 +94,31 @@ class TaskLoader:
         folder = self._datasets / name
         files = {path.stem: path for path in sorted(folder.glob("*.jsonl"))}
         missing = {key: None for key in SPLITS if config.get(key) and config[key] not in files}
-        needed = find_evaluated_split(config)
-        if needed in missing:
-            file = folder / f"{config[needed]}.jsonl"
-            raise RunError(f"{name}: no {file}; write one line for each document of {config['dataset_path']!r}")
+        shots = config.get("num_fewshot") if self._num_fewshot is None else self._num_fewshot
+        needed = [find_evaluated_split(config), *(["fewshot_split"] if shots else [])]
+        for split in needed:
+            if split in missing:  # without that of the shots, lm-eval would take other examples
+                file = folder / f"{config[split]}.jsonl"
+                raise RunError(f"{name}: no {file}; write one line for each document of {config['dataset_path']!r}")
         return {"custom_dataset": lambda **_: read_dataset(files), "dataset_path": str(folder), **missing}
 
     def identify(self, name: str) -> list[Any]:
         """Return what the scores of a task depend on besides the model: files, sizes and times of a local dataset."""
         files = sorted((self._datasets / name).glob("*.jsonl")) if self._datasets else []
         return [name, self._num_fewshot, *([str(f), f.stat().st_size, f.stat().st_mtime_ns] for f in files)]
+
+
+def _check_shots(task: Any) -> None:
+    """Raise RunError if there are fewer examples than shots. lm-eval draws one more if they are also scored."""
+    shots = task.get_config("num_fewshot")
+    is_scored = task.get_config("fewshot_split") == task.get_config("test_split")
+    needed = shots + is_scored if shots else 0
+    count = sum(1 for _ in itertools.islice(task.fewshot_docs(), needed)) if needed else 0
+    if count < needed:
+        name = task.get_config("task")
+        raise RunError(
+            f"{name}: {shots} shots require {needed} examples, found {count}; add some or lower --num_fewshot"
+        )
 
 
 def find_evaluated_split(config: Mapping[str, Any]) -> str:

@@ -1,5 +1,8 @@
 """Score downstream benchmarks every few steps of a run."""
 
+import contextlib
+import random
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +17,22 @@ from stackexp.runs import RunFolder
 from stackexp.training.callbacks.metrics_log import MetricsLog
 from stackexp.training.callbacks.step import StepCallback
 from stackexp.training.callbacks.step_requests import raise_if_stopped
+from stackexp.training.callbacks.throughput import Throughput
 from stackexp.training.signals import StopRequest
+from stackexp.training.watchdog import Watchdog
 
 
+@contextlib.contextmanager
+def keep_random_state() -> Iterator[None]:
+    """Restore the state of Python's random numbers at the end; lm-eval draws from them for each task name."""
+    state = random.getstate()
+    try:
+        yield
+    finally:
+        random.setstate(state)
+
+
+@keep_random_state()
 def load_tasks(config: ExperimentConfig, tokenizer: Tokenizer | None) -> list[Any]:
     """Return the tasks of `evaluation.tasks` with their datasets, before the first step.
 
@@ -76,6 +92,7 @@ class Downstream(StepCallback, pl.callbacks.Checkpoint):
         logged = self._folder.find_logged_tags(step)
         return bool(logged) and not any(tag.startswith(f"{DOWNSTREAM}/") for tag in logged)
 
+    @keep_random_state()
     def _score(self, trainer: pl.Trainer, module: TrainingModule) -> None:
         from stackexp.evaluation.benchmarks.language_model import RunModel
         from stackexp.evaluation.benchmarks.scoring import score_task
@@ -88,7 +105,7 @@ class Downstream(StepCallback, pl.callbacks.Checkpoint):
             batch_size=config.evaluation.batch_size,
             precision=config.trainer.precision,
             is_sharded=config.trainer.is_sharded,
-            after_batch=lambda done, total: self._stop.note_progress(),
+            after_batch=lambda done, total: self._note_progress(trainer),
         )
         metrics: dict[str, float] = {}
         for task in self._tasks:
@@ -96,4 +113,15 @@ class Downstream(StepCallback, pl.callbacks.Checkpoint):
                 raise_if_stopped(self._stop, module.device)
             scores = score_task(lm, task, config.evaluation.limit)
             metrics |= {f"{DOWNSTREAM}/{task.task_name}/{name}": value for name, value in scores.flatten().items()}
+            self._note_progress(trainer)
         self._metrics_log.write(trainer, module, metrics)
+        for callback in trainer.callbacks:
+            if isinstance(callback, Throughput):
+                callback.restart()
+
+    def _note_progress(self, trainer: pl.Trainer) -> None:
+        """Restart the timeouts that end a run without progress."""
+        self._stop.note_progress()
+        for callback in trainer.callbacks:
+            if isinstance(callback, Watchdog):
+                callback.note_progress()

@@ -15,7 +15,8 @@ from stackexp.training.callbacks.step import StepCallback
 class Throughput(StepCallback):
     """Logs train/tokens_per_second over all devices, and MFU (FLOP/s if the GPU's peak is unknown).
 
-    Measures the time between the ends of two optimizer steps. It includes loading and saving, but not validation.
+    Measures the time between the ends of two optimizer steps. It includes loading and saving, but neither validation
+    nor benchmarks.
     FLOPs follow from the model's structure (`flops_per_token`); recomputed activations do not count.
     """
 
@@ -27,6 +28,10 @@ class Throughput(StepCallback):
         self._peak = get_peak_flops(module.device) * trainer.world_size
 
     def on_validation_end(self, trainer: pl.Trainer, module: TrainingModule) -> None:
+        """Exclude the validation."""
+        self.restart()
+
+    def restart(self) -> None:
         """Restart the timer."""
         self._since = time.perf_counter()
 
