@@ -8,7 +8,7 @@ FROM ${BASE}
 RUN apt-get update && apt-get install -y --no-install-recommends git gcc libc6-dev && rm -rf /var/lib/apt/lists/* \
     && git config --system --add safe.directory /opt/stackexp
 
-# The dependencies first: a change of the code does not install them again.
+# Install the dependencies first, so that changes of the code reuse this layer.
 WORKDIR /opt/stackexp
 COPY setup.py pyproject.toml README.md ./
 COPY stackexp/__init__.py stackexp/

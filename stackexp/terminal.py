@@ -25,9 +25,10 @@ def wrap_text(text: str, indent: int = 0, stream: TextIO | None = None) -> str:
 
 
 def write_to_stderr(line: str) -> None:
-    """Write a line to the standard error of the process, even while `sys.stderr` is redirected.
+    """Write a line to the standard error of the process, without the buffer of `sys.stderr`.
 
-    For threads that end the process, whose last words must not be lost.
+    Signal handlers need this, because the buffer may be in use, and threads that end the process, because it may be
+    redirected.
     """
     os.write(2, f"{line}\n".encode())
 

@@ -150,7 +150,7 @@ def test_a_service_that_hangs_delays_the_end_only_briefly(tmp_path, monkeypatch,
             released.wait(60)
 
     monkeypatch.setitem(mirrors.SERVICES, "wandb", Hanging)
-    monkeypatch.setattr(mirrors, "CLOSE_SECONDS", 0.1)
+    monkeypatch.setattr(mirrors, "CLOSE_TIMEOUT_SECONDS", 0.1)
     mirror = Mirror("wandb", RunFolder(tmp_path), compose(["quickstart"]), [{"step": 1}])
     mirror.close(is_finished=True)
     released.set()

@@ -109,7 +109,7 @@ def test_runs_without_scores_name_the_command(tmp_path):
         build_benchmarks([tmp_path / "empty"])
 
 
-PAPER = dict.fromkeys(paper_benchmarks.NAMES, 0.5) | {"smollm2_arc_easy": 0.7, "smollm2_gsm8k": 0.05}
+PAPER = dict.fromkeys(paper_benchmarks.TASK_NAMES, 0.5) | {"smollm2_arc_easy": 0.7, "smollm2_gsm8k": 0.05}
 
 
 def test_the_paper_is_next_to_our_models(runs, tmp_path):
@@ -134,15 +134,15 @@ def write_baseline(folder, **options):
 
 
 def test_printed_averages_are_those_of_the_printed_figures():
-    for name, model in paper_benchmarks.MODELS.items():
-        assert len(model.accuracies) == len(paper_benchmarks.TASKS) == 9
+    for name, model in paper_benchmarks.PAPER_MODELS.items():
+        assert len(model.accuracies) == len(paper_benchmarks.BENCHMARK_TASKS) == 9
         assert sum(model.accuracies) / 9 == pytest.approx(model.average, abs=0.051), name
 
 
 def test_the_papers_tasks_are_shipped_and_drawn_with_its_models(runs):
     folder = Path(paper_benchmarks.__file__).parents[1] / "evaluation" / "benchmarks" / "tasks"
     shipped = {path.stem for path in folder.glob("smollm2_*.yaml")}
-    assert set(paper_benchmarks.NAMES) == shipped
+    assert set(paper_benchmarks.TASK_NAMES) == shipped
     (runs / "one" / "benchmarks.json").unlink()
     write_scores(runs / "one" / "benchmarks.json", PAPER)
     left, right = build_benchmarks([runs / "one"]).draw().axes

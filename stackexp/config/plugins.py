@@ -32,7 +32,8 @@ def import_plugin(name: Leaf, folder: Path) -> str:
     except Exception as error:
         is_missing = isinstance(error, ModuleNotFoundError) and error.name == name.value.split(".")[0]
         if is_missing:
-            reason = f"no file {' or '.join(dict.fromkeys(map(str, paths)))}, and no module of that name; correct its path here"
+            files = " or ".join(dict.fromkeys(map(str, paths)))
+            reason = f"no file {files}, and no module of that name; correct its path here"
         else:
             reason = f"{type(error).__name__}: {error}"
         message = f"cannot import {name.value!r}: {' '.join(reason.split())}"

@@ -1,4 +1,4 @@
-"""Write weights to one safetensors file, with a config as metadata: those of a checkpoint, or a mean of several."""
+"""Write the weights of one checkpoint, or the mean of several, to a safetensors file with the config as metadata."""
 
 import os
 from collections.abc import Sequence
@@ -12,12 +12,12 @@ from stackexp.config.experiment import ExperimentConfig
 from stackexp.models.checkpoints import CONFIG_KEY, read_weights
 
 
-def consolidate(path: Path, target: Path, config: ExperimentConfig) -> int:
+def consolidate_checkpoint(path: Path, target: Path, config: ExperimentConfig) -> int:
     """Write a checkpoint's weights to one safetensors file with the config as metadata; return the tensor count."""
     return write_weights(read_weights(path), target, to_yaml(config))
 
 
-def average(paths: Sequence[Path], target: Path, config: ExperimentConfig) -> int:
+def average_checkpoints(paths: Sequence[Path], target: Path, config: ExperimentConfig) -> int:
     """Write the mean of the weights of checkpoints to one safetensors file; return the tensor count.
 
     Sums are in float64; a mean has the dtype of its weights.

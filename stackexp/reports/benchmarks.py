@@ -65,9 +65,9 @@ def build_benchmarks(paths: Sequence[Path]) -> Report:
         raise RunError(f"{', '.join(map(str, paths))}: no benchmarks yet; run `{command}`")
     common = [name for name in names if all(name in column.tasks for column in columns)]
     tables = [_build_table(score, title, columns, names, common) for score, title in SCORES.items()] if names else []
-    has_paper = any(name in paper_benchmarks.NAMES for name in names)
+    has_paper = any(name in paper_benchmarks.TASK_NAMES for name in names)
     if has_paper:
-        names = sorted({*names, *paper_benchmarks.NAMES})
+        names = sorted({*names, *paper_benchmarks.TASK_NAMES})
         tables.insert(0, paper_benchmarks.build_paper_table({column.name: column.tasks for column in columns}))
     return Report(
         "Benchmarks",
@@ -132,7 +132,7 @@ def _describe(columns: list[Column], names: list[str]) -> list[str]:
             notes.append(f"{column.name}: {shown.checkpoint}{tokens}{limit}{shots}")
         missing = [name for name in names or ["smollm2"] if name not in column.tasks]
         if missing:
-            missing = ["smollm2"] if set(missing) == set(paper_benchmarks.NAMES) else missing
+            missing = ["smollm2"] if set(missing) == set(paper_benchmarks.TASK_NAMES) else missing
             notes.append(f"missing for {column.name}: `{_write_command(column, missing)}`")
     return notes
 
@@ -198,7 +198,7 @@ def draw_benchmarks(columns: list[Column]) -> Any:
         guess = _average_common({name: scored[0].tasks[name] for name in names}, "random_guess") if names else None
         if guess and score == "accuracy":
             axes.axhline(guess[0], color="gray", linestyle=":", label="random guess")
-        if score == "accuracy" and set(names) == set(paper_benchmarks.NAMES):
+        if score == "accuracy" and set(names) == set(paper_benchmarks.TASK_NAMES):
             _draw_paper(axes)
         axes.set(xlabel="Tokens", ylabel=f"{title.partition(' of ')[0]}, average")
         abbreviate_thousands(axes.xaxis)
@@ -225,13 +225,13 @@ def _draw_model(axes: Any, column: Column, score: str, names: list[str], number:
 
 def _average_common(tasks: dict[str, TaskScores], score: str) -> tuple[float, float | None] | None:
     """Return the mean over the tasks; over the paper's nine benchmarks, if the tasks are those."""
-    is_paper = set(tasks) == set(paper_benchmarks.NAMES)
+    is_paper = set(tasks) == set(paper_benchmarks.TASK_NAMES)
     return paper_benchmarks.average_benchmarks(tasks, score) if is_paper else average_tasks(tasks, score)
 
 
 def _draw_paper(axes: Any) -> None:
     """Draw the models of the paper's table, on a logarithmic axis: they have up to 18 trillion tokens."""
-    for (name, model), marker in zip(paper_benchmarks.MODELS.items(), MARKERS, strict=False):
+    for (name, model), marker in zip(paper_benchmarks.PAPER_MODELS.items(), MARKERS, strict=False):
         point = model.tokens * 1e12, model.average / paper_benchmarks.PERCENT
         axes.plot(*point, marker, color="black", fillstyle="none", linestyle="none", label=f"paper: {name}")
     axes.set_xscale("log")

@@ -16,9 +16,9 @@ from stackexp.errors import ConfigError, first_line
 from stackexp.files import read_json, write_json
 from stackexp.runs import RunFolder
 
-FILE = "mirrors.json"  # in the run folder: the id of the mirrored run by service
-CLOSE_SECONDS = 30  # at most, for what is still to be sent when a session ends
-MLFLOW_PARAMS = 100  # in a request
+IDS_FILE = "mirrors.json"  # in the run folder: the id of the mirrored run by service
+CLOSE_TIMEOUT_SECONDS = 30  # to send the remaining lines when a session ends
+MLFLOW_PARAMS_PER_REQUEST = 100
 log = logging.getLogger(__name__)
 
 
@@ -93,8 +93,8 @@ class MlflowService(Service):
         experiment_id = experiment.experiment_id if experiment else self._client.create_experiment(config.name)
         self._id = self._client.create_run(experiment_id, run_name=run.path.name).info.run_id
         params = [Param(key, str(value)) for key, value in flatten_config(config).items()]
-        for first in range(0, len(params), MLFLOW_PARAMS):
-            self._client.log_batch(self._id, params=params[first : first + MLFLOW_PARAMS])
+        for first in range(0, len(params), MLFLOW_PARAMS_PER_REQUEST):
+            self._client.log_batch(self._id, params=params[first : first + MLFLOW_PARAMS_PER_REQUEST])
         return self._id, 0
 
     def write(self, line: dict[str, Any]) -> None:
@@ -133,16 +133,16 @@ class Mirror:
         self._queue.put(line)
 
     def close(self, is_finished: bool) -> None:
-        """Wait for the lines that are not sent yet, but at most CLOSE_SECONDS."""
+        """Wait for the lines that are not sent yet, but at most CLOSE_TIMEOUT_SECONDS."""
         self._queue.put(is_finished)
-        self._thread.join(CLOSE_SECONDS)
+        self._thread.join(CLOSE_TIMEOUT_SECONDS)
         if self._thread.is_alive():
-            self._warn(f"still sending after {CLOSE_SECONDS} s, gave up")
+            self._warn(f"still sending after {CLOSE_TIMEOUT_SECONDS} s, gave up")
 
     def _send_all(self) -> None:
         try:
             service = SERVICES[self._name]()
-            path = self._run.path / FILE
+            path = self._run.path / IDS_FILE
             ids: dict[str, str] = read_json(path) if path.exists() else {}
             run_id, last_step = service.open(self._run, self._config, ids.get(self._name))
             _record_id(path, self._name, run_id)

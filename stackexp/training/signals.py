@@ -42,12 +42,12 @@ class StopRequest:
         atexit.register(_prepare_exit)
 
     def _handle(self, number: int, _: Any) -> None:
-        """Record a signal. The message bypasses Python's buffer, which may be in the middle of a line."""
+        """Record a signal and announce the stop."""
         if self._signal is None:
             self._last_progress = time.monotonic()
             threading.Thread(target=self._exit_without_progress, daemon=True, name="stop").start()
             if os.environ.get("RANK", "0") == "0" and os.getpid() == self._process:
-                os.write(2, f"{FINISHING[signal.Signals(number)]}\n".encode())
+                write_to_stderr(FINISHING[signal.Signals(number)])
         self._signal = signal.Signals(number)
 
     def _exit_without_progress(self) -> None:

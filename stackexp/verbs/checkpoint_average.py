@@ -36,7 +36,7 @@ def run(args: Namespace) -> int:
         raise RunError(
             f"{folder.checkpoints}: --last {args.last}, but it has {len(found)}; see trainer.keep_checkpoints"
         )
-    tensors = weight_files.average(found, args.to, compose.load_config(folder.config))
+    tensors = weight_files.average_checkpoints(found, args.to, compose.load_config(folder.config))
     steps = ", ".join(str(int(path.name)) for path in found)
     print(f"steps {steps} -> {args.to}: {tensors} tensors, {args.to.stat().st_size:,} bytes")
     return 0

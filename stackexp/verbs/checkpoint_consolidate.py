@@ -31,6 +31,6 @@ def run(args: Namespace) -> int:
 
     folder = runs.open_run(args.run)
     path = checkpoints.find_checkpoint(folder, args.ckpt_path)
-    tensors = weight_files.consolidate(path, args.to, compose.load_config(folder.config))
+    tensors = weight_files.consolidate_checkpoint(path, args.to, compose.load_config(folder.config))
     print(f"{path} -> {args.to}: {tensors} tensors, {args.to.stat().st_size:,} bytes")
     return 0

@@ -1,4 +1,4 @@
-"""Import the weights of a Llama-family model from a Hugging Face folder: SmolLM2, TinyLlama, Llama, Qwen2.5.
+"""Import the weights of a Llama-family model from a Hugging Face folder: SmolLM, TinyLlama, Llama, Qwen2.5.
 
 Writes one safetensors file, from which `init.weights` starts a run, and next to it the model section as YAML.
 With --config, checks instead that the model of this config is the same, and names the keys that differ.

@@ -11,20 +11,22 @@ from stackexp.modules.base import TrainingModule
 from stackexp.training.callbacks.step import StepCallback
 from stackexp.training.signals import StopRequest
 
-MAX_BATCHES, SECONDS = 16, 5.0  # at most, between two checks of an evaluation; each check is an all-reduce
+MAX_BATCHES_PER_CHECK = 16  # each check for a stop is an all-reduce, so evaluations do not check after every batch
+CHECK_SECONDS = 5.0  # target between two checks
 
 
 class StepRequests(StepCallback):
     """Shares stop and save requests across ranks, in the same all-reduce as the step metrics.
 
-    "stop" is set if any rank has a `StopRequest`, "save" `checkpoint_interval_minutes` after the last checkpoint.
+    "stop" is set if the `StopRequest` of any rank is set; "save" is set `checkpoint_interval_minutes` after the last
+    checkpoint.
     """
 
     def __init__(self, stop: StopRequest, checkpoint_interval_minutes: float | None = None):
         self._stop, self._minutes = stop, checkpoint_interval_minutes
         self._saved_at = time.monotonic()
         self._saved_step = -1  # the step of the newest checkpoint
-        self._batches_left, self._checked_at, self._batches = 1, time.monotonic(), 0  # of an evaluation
+        self._batches_per_check, self._batches_since_check, self._checked_at = 1, 0, time.monotonic()
 
     def on_train_start(self, trainer: pl.Trainer, module: TrainingModule) -> None:
         """Record the step of the checkpoint that a resumed run starts from."""
@@ -55,19 +57,22 @@ class StepRequests(StepCallback):
         trainer, module = args[:2]
         if trainer.state.fn == "fit" and self._saved_step != trainer.global_step:
             return
-        self._batches += 1
-        if not dist.is_initialized() or self._batches >= self._batches_left:
-            seconds = raise_if_stopped(self._stop, module.device, time.monotonic() - self._checked_at) / self._batches
-            self._batches_left = min(MAX_BATCHES, max(1, int(SECONDS / max(seconds, 1e-9))))  # the same on all ranks
-            self._checked_at, self._batches = time.monotonic(), 0
+        self._batches_since_check += 1
+        if not dist.is_initialized() or self._batches_since_check >= self._batches_per_check:
+            seconds = raise_if_stopped(
+                self._stop, module.device, time.monotonic() - self._checked_at
+            )  # same on all ranks
+            batches = int(self._batches_since_check * CHECK_SECONDS / max(seconds, 1e-9))
+            self._batches_per_check = min(MAX_BATCHES_PER_CHECK, max(1, batches))
+            self._batches_since_check, self._checked_at = 0, time.monotonic()
 
     on_test_batch_end = on_validation_batch_end  # type: ignore[assignment]
 
 
 def raise_if_stopped(stop: StopRequest, device: torch.device, seconds: float = 0.0) -> float:
-    """Raise the error of a stop on all ranks if any rank has a request; else return the mean `seconds` of the ranks.
+    """Raise the stop error on all ranks if any rank has a request; otherwise return `seconds`, averaged over ranks.
 
-    Every rank calls this.
+    This is a collective operation: every rank must call it.
     """
     shared = torch.tensor([float(stop.is_set), seconds], device=device)
     if dist.is_initialized():
