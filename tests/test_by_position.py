@@ -33,7 +33,8 @@ def test_the_loss_at_each_position_is_that_of_plain_forward_passes(run, tmp_path
     assert main(["validate", "--run", str(run), "--by_position", "--sets", sets]) == 0
     printed = capsys.readouterr().out
     assert "skipped, shorter than 128 tokens: short" in printed
-    record = read_json(run / "validate.by_position.json")
+    (output,) = run.glob("by_position-long+short-*.json")
+    record = read_json(output)
     assert (record["context_length"], record["evaluated_length"], record["step"]) == (CONTEXT, 4 * CONTEXT, 12)
     model = load_run(run, "last").model.eval()
     rows = torch.from_numpy(tokens[: 8 * CONTEXT].astype(np.int64)).view(2, -1)
@@ -44,7 +45,18 @@ def test_the_loss_at_each_position_is_that_of_plain_forward_passes(run, tmp_path
     assert found["sequences"] == 2
     assert found["losses"] == pytest.approx(expected.tolist(), abs=1e-5)
     assert found["ranges"]["96-127"] == pytest.approx(expected[95:].mean().item(), abs=1e-5)
-    assert (run / "validate.by_position.png").stat().st_size > 5000
+    assert output.with_suffix(".png").stat().st_size > 5000
+
+
+def test_other_commands_do_not_take_the_file_for_scores_of_sets(run, tmp_path, capsys):
+    """It has the losses of V2's sets by position, but no mean loss."""
+    write_set(tmp_path / "long.npy", 8 * CONTEXT)
+    for checkpoint in ("last", "00000008"):
+        path = checkpoint if checkpoint == "last" else str(run / "checkpoints" / checkpoint)
+        command = ["validate", "--run", str(run), "--by_position", "--sets", f"long={tmp_path / 'long.npy'}"]
+        assert main([*command, "--ckpt_path", path]) == 0
+    assert len(list(run.glob("by_position-*.json"))) == 2, "one for each checkpoint"
+    assert not list(run.glob("validate*.json")), "reports and model cards read these"
 
 
 def test_ranges_cover_every_prediction_once():

@@ -72,9 +72,9 @@ def score_by_position(request: EvaluationRequest) -> tuple[int, list[PositionLos
 
 
 def get_output(request: EvaluationRequest) -> Path:
-    """Return the JSON file of the scores."""
-    assert request.run is not None
-    return request.out or request.run.path / "validate.by_position.json"
+    """Return the JSON file: `request.out`, or one named like that of the scores of the same checkpoint and sets."""
+    assert request.output is not None
+    return request.out or request.output.with_name(request.output.name.replace(request.stage, "by_position", 1))
 
 
 def _join(opened: EvaluationSet, context: int) -> Chunks:
