@@ -118,6 +118,18 @@ def test_successive_halving_prunes_bad_trials(monkeypatch):
     assert min(states) in {trial.system_attrs["completed_rung_0"] for trial in Study(sweep)._study.trials}
 
 
+def test_a_finished_trial_whose_process_still_runs_is_not_pruned():
+    study = Study(build(trials=2, space={S: SPACE[S]}, prune={"metric": "val/loss/average", "min_steps": 1}))
+    study.add_trials(1)
+    (trial,) = study.get_trials()
+    start(trial)
+    finish(trial, 1.0)
+    assert study.get_trials() == [trial], "its result is reported"
+    trial.folder.metrics.write_text(json.dumps({"step": 5, "val/loss/average": 9.0}) + "\n")
+    assert study.find_pruned([trial]) == []
+    assert not trial.pruned.exists()
+
+
 def test_missing_optuna_is_a_config_error(monkeypatch):
     monkeypatch.setitem(sys.modules, "optuna", None)
     with pytest.raises(ConfigError, match=r"pip install 'stackexp\[optuna\]'"):

@@ -74,6 +74,8 @@ class Study(TrialSource):
         """Return the trials whose newest value is not among the best at its step; pruned.json records both."""
         pruned = []
         for trial in running:
+            if trial in self._reported_results:  # finished, but its process has not ended yet
+                continue
             reason = None if trial.pruned.exists() else self._report_progress(trial, read_tail(trial.folder.metrics))
             if reason:
                 write_json(trial.pruned, reason)
