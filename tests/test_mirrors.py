@@ -61,7 +61,7 @@ def test_wandb_receives_every_line_and_the_final_scores(wandb, tiny, tmp_path):
     stop_at(run, 8)
     assert main(["fit", "--config", str(tiny), *QUIET, "logging.mirrors=[wandb]", "--run", str(run.path)]) == 0
     folders = sorted(run.path.glob("wandb/offline-run-*"))
-    run_id = json.loads((run.path / "mirrors.json").read_text())["wandb"]
+    run_id = (run.path / "mirror.wandb").read_text()
     assert len(folders) == 2
     assert all(path.name.endswith(run_id) for path in folders), "both sessions belong to one run"
     (file,) = folders[1].glob("*.wandb")
@@ -98,10 +98,13 @@ def test_lines_that_a_killed_session_did_not_send_are_sent_later(client, tiny, t
     assert main(["fit", "--config", str(tiny), *QUIET, "trainer.keep_checkpoints=9"]) == 0
     run = only_run(tmp_path / "runs")
     stop_at(run, 8)
-    assert main(["fit", "--config", str(tiny), *QUIET, "logging.mirrors=[mlflow]", "--run", str(run.path)]) == 0
+    monkeypatch.setenv("RUNS", str(tmp_path / "runs"))
+    options = ("logging.mirrors=[mlflow]", "logging.root=${oc.env:RUNS}", "--run", str(run.path))
+    assert main(["fit", "--config", str(tiny), *QUIET, *options]) == 0
     (mirrored,) = client.search_runs([client.get_experiment_by_name("tiny").experiment_id])
     history = client.get_metric_history(mirrored.info.run_id, "train/loss")
     assert [point.step for point in history] == list(range(1, 13))
+    assert mirrored.data.params["logging.root"] == "${oc.env:RUNS}", "values of the environment may be secrets"
 
 
 @pytest.mark.process
@@ -151,7 +154,8 @@ def test_a_service_that_hangs_delays_the_end_only_briefly(tmp_path, monkeypatch,
 
     monkeypatch.setitem(mirrors.SERVICES, "wandb", Hanging)
     monkeypatch.setattr(mirrors, "CLOSE_TIMEOUT_SECONDS", 0.1)
-    mirror = Mirror("wandb", RunFolder(tmp_path), compose(["quickstart"]), [{"step": 1}])
+    mirror = Mirror("wandb", RunFolder(tmp_path), compose(["quickstart"]))
+    mirror.write({"step": 1})
     mirror.close(is_finished=True)
     released.set()
     assert "wandb: still sending after 0.1 s" in caplog.text

@@ -106,7 +106,7 @@ def test_columns_without_any_value(tmp_path):
     "kind", [pa.float32(), pa.float64(), pa.decimal128(5, 2), pa.dictionary(pa.int8(), pa.float32())]
 )
 def test_numbers_are_compared_by_their_decimal_digits(tmp_path, kind):
-    """As float64, a 32-bit 0.65 is less than 0.65, and a decimal 0.1 is not equal to the float 0.1."""
+    # As float64, a 32-bit 0.65 is less than 0.65, and a decimal 0.1 is not equal to the float 0.1.
     is_decimal, is_encoded = pa.types.is_decimal(kind), pa.types.is_dictionary(kind)
     values = [value and (Decimal(value) if is_decimal else float(value)) for value in ("0.65", "0.1", "0.25", None)]
     scores = pa.array(values, kind.value_type).dictionary_encode() if is_encoded else pa.array(values, kind)

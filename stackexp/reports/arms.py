@@ -108,13 +108,9 @@ def _find_equal_arm(arms: list[Arm], name: str, config: dict[str, Any]) -> Arm:
 
     An option that is newer than a run has its default value there.
     """
-    for arm in arms:
+    for arm in (arm for arm in arms if arm.name == name):
         is_same_length = arm.config.get("trainer.max_steps") == config.get("trainer.max_steps")
-        if (
-            arm.name == name
-            and is_same_length
-            and find_changed_keys(arm.config, config, ["training"]) in ([], ["seed"])
-        ):
+        if is_same_length and find_changed_keys(arm.config, config, ["training"]) in ([], ["seed"]):
             return arm
     arms.append(Arm(name))
     return arms[-1]

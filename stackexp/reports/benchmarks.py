@@ -232,7 +232,7 @@ def _average_common(tasks: dict[str, TaskScores], score: str) -> tuple[float, fl
 def _draw_paper(axes: Any) -> None:
     """Draw the models of the paper's table, on a logarithmic axis: they have up to 18 trillion tokens."""
     for (name, model), marker in zip(paper_benchmarks.PAPER_MODELS.items(), MARKERS, strict=False):
-        point = model.tokens * 1e12, model.average / paper_benchmarks.PERCENT
+        point = model.tokens * 1e12, model.average / 100
         axes.plot(*point, marker, color="black", fillstyle="none", linestyle="none", label=f"paper: {name}")
     axes.set_xscale("log")
 

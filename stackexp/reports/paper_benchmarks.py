@@ -8,7 +8,6 @@ from stackexp.evaluation.benchmarks.results import TaskScores, average_tasks
 from stackexp.reports.report import Table
 from stackexp.tables import ABSENT
 
-PERCENT = 100
 BENCHMARK_TASKS = {
     "HellaSwag": ("smollm2_hellaswag",),
     "ARC": ("smollm2_arc_easy", "smollm2_arc_challenge"),
@@ -90,4 +89,4 @@ def _format_percent(score: Score) -> str:
     if score is None:
         return ABSENT
     mean, error = score
-    return f"{mean * PERCENT:.1f}" if error is None else f"{mean * PERCENT:.1f} ± {error * PERCENT:.1f}"
+    return f"{100 * mean:.1f}" if error is None else f"{100 * mean:.1f} ± {100 * error:.1f}"

@@ -7,16 +7,14 @@ import queue
 import re
 import threading
 from abc import ABC, abstractmethod
-from pathlib import Path
 from typing import Any
 
 from stackexp.config.affects import flatten_config
 from stackexp.config.experiment import ExperimentConfig
 from stackexp.errors import ConfigError, first_line
-from stackexp.files import read_json, write_json
+from stackexp.files import write_atomically
 from stackexp.runs import RunFolder
 
-IDS_FILE = "mirrors.json"  # in the run folder: the id of the mirrored run by service
 CLOSE_TIMEOUT_SECONDS = 30  # to send the remaining lines when a session ends
 MLFLOW_PARAMS_PER_REQUEST = 100
 log = logging.getLogger(__name__)
@@ -117,13 +115,14 @@ SERVICES: dict[str, type[Service]] = {"wandb": WandbService, "mlflow": MlflowSer
 class Mirror:
     """A thread that sends the lines of a run to one service.
 
-    A resumed run continues the same mirrored run, which first receives the `lines` that it lacks. Steps that the run
-    repeats are sent again. If the service fails, one warning is logged, and nothing more is sent in this session.
+    A resumed run continues the same mirrored run, whose id is in the run folder. It first receives the lines of
+    metrics.jsonl that it lacks; steps that the run repeats are sent again. If the service fails, one warning is logged,
+    and nothing more is sent in this session.
     """
 
-    def __init__(self, name: str, run: RunFolder, config: ExperimentConfig, lines: list[dict[str, Any]]):
+    def __init__(self, name: str, run: RunFolder, config: ExperimentConfig):
         self._name, self._run, self._config = name, run, config
-        self._lines, self._has_failed = lines, False
+        self._lines, self._has_failed = list(run.read_metrics()), False
         self._queue: queue.SimpleQueue[dict[str, Any] | bool] = queue.SimpleQueue()  # a bool closes the mirror
         self._thread = threading.Thread(target=self._send_all, name=f"mirror-{name}", daemon=True)
         self._thread.start()
@@ -142,10 +141,9 @@ class Mirror:
     def _send_all(self) -> None:
         try:
             service = SERVICES[self._name]()
-            path = self._run.path / IDS_FILE
-            ids: dict[str, str] = read_json(path) if path.exists() else {}
-            run_id, last_step = service.open(self._run, self._config, ids.get(self._name))
-            _record_id(path, self._name, run_id)
+            path = self._run.path / f"mirror.{self._name}"
+            run_id, last_step = service.open(self._run, self._config, path.read_text() if path.exists() else None)
+            write_atomically(path, run_id)
             for line in self._lines:
                 if line["step"] >= last_step:  # again, because a step and its validation have lines of their own
                     service.write(line)
@@ -160,13 +158,3 @@ class Mirror:
             self._has_failed = True
             text = "logging.mirrors: %s: %s; nothing more is sent to it, but %s has every line"
             log.warning(text, self._name, reason, self._run.metrics)
-
-
-_file_lock = threading.Lock()  # the threads of two mirrors share the file
-
-
-def _record_id(path: Path, name: str, run_id: str) -> None:
-    with _file_lock:
-        ids = read_json(path) if path.exists() else {}
-        if ids.get(name) != run_id:
-            write_json(path, ids | {name: run_id})

@@ -1,12 +1,10 @@
 """Score downstream benchmarks every few steps of a run."""
 
-import contextlib
-import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.utilities.seed import isolate_rng
 from tokenizers import Tokenizer
 
 from stackexp.config.experiment import ExperimentConfig
@@ -22,17 +20,7 @@ from stackexp.training.signals import StopRequest
 from stackexp.training.watchdog import Watchdog
 
 
-@contextlib.contextmanager
-def keep_random_state() -> Iterator[None]:
-    """Restore the state of Python's random numbers at the end; lm-eval draws from them for each task name."""
-    state = random.getstate()
-    try:
-        yield
-    finally:
-        random.setstate(state)
-
-
-@keep_random_state()
+@isolate_rng()  # lm-eval draws random numbers for each task name
 def load_tasks(config: ExperimentConfig, tokenizer: Tokenizer | None) -> list[Any]:
     """Return the tasks of `evaluation.tasks` with their datasets, before the first step.
 
@@ -92,7 +80,7 @@ class Downstream(StepCallback, pl.callbacks.Checkpoint):
         logged = self._folder.find_logged_tags(step)
         return bool(logged) and not any(tag.startswith(f"{DOWNSTREAM}/") for tag in logged)
 
-    @keep_random_state()
+    @isolate_rng()
     def _score(self, trainer: pl.Trainer, module: TrainingModule) -> None:
         from stackexp.evaluation.benchmarks.language_model import RunModel
         from stackexp.evaluation.benchmarks.scoring import score_task

@@ -41,8 +41,7 @@ class MetricsLog(StepCallback):
         self._file = open(self._run.metrics, "a", encoding="utf-8")  # noqa: SIM115
         if self._config.logging.tensorboard:
             self._tensorboard = self._open_tensorboard(trainer)
-        lines = list(self._run.read_metrics())
-        self._mirrors = [Mirror(name, self._run, self._config, lines) for name in self._config.logging.mirrors]
+        self._mirrors = [Mirror(name, self._run, self._config) for name in self._config.logging.mirrors]
 
     def _open_tensorboard(self, trainer: pl.Trainer) -> TensorBoardCopy:
         set_names = [dataset.name for dataset in trainer.datamodule.sets("validate")]

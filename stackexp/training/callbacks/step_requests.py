@@ -59,9 +59,8 @@ class StepRequests(StepCallback):
             return
         self._batches_since_check += 1
         if not dist.is_initialized() or self._batches_since_check >= self._batches_per_check:
-            seconds = raise_if_stopped(
-                self._stop, module.device, time.monotonic() - self._checked_at
-            )  # same on all ranks
+            elapsed = time.monotonic() - self._checked_at
+            seconds = raise_if_stopped(self._stop, module.device, elapsed)  # the same value on all ranks
             batches = int(self._batches_since_check * CHECK_SECONDS / max(seconds, 1e-9))
             self._batches_per_check = min(MAX_BATCHES_PER_CHECK, max(1, batches))
             self._batches_since_check, self._checked_at = 0, time.monotonic()

@@ -12,8 +12,8 @@ class AverageWeights(StepCallback):
     def on_train_start(self, trainer: pl.Trainer, module: TrainingModule) -> None:
         """Start the average at the initial weights; a resumed run has loaded it already."""
         super().on_train_start(trainer, module)
-        assert module.weight_average is not None
+        self._average = module.weight_average
 
     def on_step_end(self, trainer: pl.Trainer, module: TrainingModule) -> None:
         """Include the weights of the step."""
-        module.weight_average.update(trainer.global_step)
+        self._average.update(trainer.global_step)
