@@ -4,6 +4,7 @@ A file that stackexp wrote or fetched has a record next to it, `<file>.json`. Th
 presence means that the file is complete and was checked.
 """
 
+import glob
 import io
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
@@ -145,8 +146,13 @@ def find_end_of_text(tokens: np.ndarray) -> int | None:
 
 
 def publish(temporary: Path, path: Path, record: FileRecord) -> None:
-    """Rename the finished file `temporary` to the token file `path`, then write its record."""
-    get_record_path(path).unlink(missing_ok=True)
+    """Rename the finished file `temporary` to the token file `path`, then write its record.
+
+    Deletes what a killed process left of the record; no other process may write it at the same time.
+    """
+    old = get_record_path(path)
+    for outdated in [old, *old.parent.glob(f".{glob.escape(old.name)}.*")]:
+        outdated.unlink(missing_ok=True)
     temporary.replace(path)
     write_record(path, record)
 
