@@ -63,7 +63,7 @@ def test_the_page_has_every_report_and_loads_nothing(page):
 def test_text_is_escaped(page):
     assert "runs&lt;b&gt;" in page
     assert "runs<b>" not in page
-    assert "<code>python -m stackexp sweep run ablation</code>" in page
+    assert "name=queue model.memory=queue</code>" in page
     assert "<code>python -m stackexp sweep run formal_table</code>" in page
     assert "<td>0.75↓ / 0.75 (1)</td>" in page
 
