@@ -7,7 +7,13 @@ from torch._dynamo.utils import counters
 
 from stackexp import stack
 from stackexp.config.compose import compose
-from stackexp.config.memory import StackMemoryConfig
+from stackexp.config.memory import (
+    AttentionResidualConfig,
+    DenseFormerConfig,
+    HyperConnectionsConfig,
+    StackMemoryConfig,
+    ValueSkipConfig,
+)
 from stackexp.config.model import TransformerConfig
 from stackexp.data.documents import compute_document_ids
 from stackexp.models.transformer import Cache, Transformer
@@ -30,6 +36,11 @@ VARIANTS = {
     },
     "top": {"read": "top", "site": "before_attention"},
     "noisy": {"action_noise": 0.5, "action_sharpness": 2.0},
+    "attention_residual": AttentionResidualConfig(),
+    "dense_former": DenseFormerConfig(),
+    "hyper_connections": HyperConnectionsConfig(),
+    "mhc": HyperConnectionsConfig(constrained=True),
+    "value_skip": ValueSkipConfig(rank=3),
 }
 
 
@@ -42,7 +53,7 @@ def reset_dynamo():
 def make_model(variant: str, **options) -> Transformer:
     torch.manual_seed(0)
     memory = VARIANTS[variant]
-    if memory is not None:
+    if isinstance(memory, dict):
         memory = StackMemoryConfig(**{"num_heads": 2, "head_dim": 4, "num_slots": 2} | memory)
     sizes = {"vocab_size": VOCAB, "hidden_size": 16, "num_layers": 2, "intermediate_size": 24}
     return Transformer(TransformerConfig(**sizes | options, num_heads=4, num_kv_heads=2, memory=memory))

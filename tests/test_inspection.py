@@ -13,7 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from stackexp.cli import main
 from stackexp.config.compose import load_config
-from stackexp.inspection.batches import Material, compute_losses
+from stackexp.inspection.batches import Material, average_values, compute_losses
 from stackexp.inspection.interventions import Intervention, clear, intervene, list_interventions
 from stackexp.inspection.page import format_page
 from stackexp.inspection.recording import MEASUREMENTS, compute_read_weights, record_stacks
@@ -48,6 +48,13 @@ def test_recording_changes_nothing_and_agrees_with_the_probes(memory):
         for name in ("push", "pop", "no_op", "entropy", "occupancy"):
             assert recording.values[name].shape == (2, 6, 2)
             assert recording.values[name].mean().item() == pytest.approx(probes[name].item(), rel=1e-5)
+        spread = average_values([recording.values])["action_spread"]
+        assert spread.shape == (2,)
+        if "action_spread" in probes:
+            assert spread.mean() == pytest.approx(probes["action_spread"].item(), rel=1e-5)
+        else:
+            assert memory == {"axis": "token_major"}, "one token at a time has no spread"
+            assert spread.min() > 0
 
 
 @pytest.mark.parametrize(("read", "read_mask"), [("global", "multiply"), ("global", "log"), ("top", "multiply")])
@@ -194,6 +201,7 @@ def test_page_embeds_any_token():
 MISTAKES = {
     "": "give one of --text, --set and --task",
     "--text a --set b": "give one of --text, --set and --task",
+    "--text a --heads": "--heads: a single text has no interval; use --set or --task",
     "--set a --chunks 1": "--chunks 1: must be an integer >= 2",
     "--text \udcff": "--text: not valid UTF-8",  # how Python reads the byte 0xff
     "--text a": "--run x: not a run folder (no config.yaml)",

@@ -3,10 +3,12 @@
 import re
 
 import pytest
+import yaml
 
 from stackexp.cli import main
 from stackexp.config.compose import compose
 from stackexp.planning.match import QUANTITIES, match_models
+from stackexp.sweeps.shipped import get_shipped_folder
 
 SMALL = ["model.hidden_size=64", "model.num_layers=3", "model.intermediate_size=96", "data.micro_batch_size=2"]
 
@@ -41,6 +43,19 @@ def test_the_printed_override_gives_the_printed_number(capsys):
     config = compose(["quickstart"], ["model.memory=null", override])
     assert f"{QUANTITIES['parameters'](config):,}" == parameters
     assert "1,705,600, to match 1,805,446" in printed
+
+
+@pytest.mark.parametrize("name", ["ablation", "ablation_small", "depth_memories"])
+def test_wide_transformers_of_shipped_sweeps_equal_the_stack(name):
+    sweep = yaml.safe_load((get_shipped_folder() / f"{name}.yaml").read_text())
+    arms = {arm.pop("name"): arm for arm in sweep["list"]}
+    assert "adapter" in arms
+    configs = [
+        compose([sweep["config"]], [f"{key}={value or 'null'}" for key, value in arms[arm].items()])
+        for arm in ("transformer_wide", "stacktrans")
+    ]
+    wide, stack = map(QUANTITIES["parameters"], configs)
+    assert wide == pytest.approx(stack, rel=1e-3)
 
 
 MISTAKES = {

@@ -55,6 +55,31 @@ def test_plugin_next_to_the_config_adds_a_kind(monkeypatch, tmp_path):
     assert "size: expected an integer >= 1" in compose_error([BASE, path], "model.memory.size=0")
 
 
+CLASS_PLUGIN = """
+from dataclasses import dataclass
+from stackexp.config.registry import register
+
+@dataclass
+class Config:
+    kind: str = "recurrent"
+
+@register("memory", "recurrent", config=Config)
+class Recurrent:
+    axis = "time"
+"""
+
+
+@pytest.mark.usefixtures("_restore_the_registry")
+def test_checks_use_the_axis_of_a_plugin_class():
+    write("recurrent.py", CLASS_PLUGIN)
+    path = write("x.yaml", "plugins: [recurrent.py]\nmodel: {memory: {kind: recurrent}}\n")
+    assert compose([BASE, path]).model.memory_axis == "time"
+    error = compose_error([BASE, path], "data.document_mask=true")
+    assert "data.document_mask: not supported by model.memory.axis: time; use false" in error
+    error = compose_error([BASE, path], "trainer.recompute=selective")
+    assert "trainer.recompute: selective is only supported by decoders with memories of axis: depth; use all" in error
+
+
 @pytest.mark.usefixtures("_restore_the_registry")
 def test_plugins_of_all_layers_are_merged(monkeypatch):
     for kind in ("one", "two"):

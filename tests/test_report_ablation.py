@@ -139,8 +139,23 @@ def test_missing_cells_have_commands(runs):
     (runs / "sweep.yaml").write_text(yaml.safe_dump(sweep))
     notes = build_ablation([runs]).notes
     assert f"missing Queue: `python -m stackexp sweep run {runs}`" in notes
-    assert "missing Push-Only, Single-Head, Full-Dimension: `python -m stackexp sweep run ablation`" in notes
+    (base,) = runs.glob("transformer-seed=0-*")
+    options = f"logging.root={runs} name=push_only model.memory=push_only"
+    assert f"missing Push-Only: `python -m stackexp fit --config {base}/config.yaml {options}`" in notes
     assert "missing V2 and V3 of all runs: `python -m stackexp validate --run RUN --sets v2,v3` for each RUN" in notes
+
+
+def test_commands_of_other_folders(runs):
+    stacktrans = next(runs.glob("stacktrans-seed=0-*"))
+    fit = f"`python -m stackexp fit --config {stacktrans}/config.yaml name=transformer model.memory=null`"
+    assert f"missing Transformer: {fit}" in build_ablation([stacktrans]).notes
+    value_skip = next(runs.glob("value_skip-*"))
+    missing = "Transformer, StackTrans, Queue, Push-Only, Single-Head, Full-Dimension: `python -m stackexp sweep run"
+    assert f"missing {missing} ablation`" in build_ablation([value_skip]).notes
+    copies = runs / "ablation_small"
+    copies.mkdir()
+    value_skip.rename(copies / value_skip.name)
+    assert f"missing {missing} ablation_small`" in build_ablation([copies]).notes
 
 
 def test_later_validations_fill_v2_and_v3(runs):
@@ -247,7 +262,7 @@ def test_formats(runs, tmp_path, capsys):
     assert r"\textbf{$-$0.097 ($-$0.135 to $-$0.059)}" in latex
     assert r"push\_only" in latex
     assert r"35.14$\dagger$" in latex
-    assert "% missing Queue, Push-Only, Single-Head, Full-Dimension: `python" in latex
+    assert "% missing Queue: `python" in latex
     markdown = format_report(build_ablation([runs]), "markdown")
     assert "**-0.097 (-0.135 to -0.059)** |" in markdown
 

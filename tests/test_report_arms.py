@@ -5,7 +5,9 @@ from pathlib import Path
 import pytest
 from language_runs import finish, write_run
 
-from stackexp.reports.arms import name_arm, read_arms
+from stackexp.config.affects import flatten_config
+from stackexp.config.compose import compose
+from stackexp.reports.arms import name_arm, name_memory, read_arms
 from stackexp.reports.differences import compute_difference
 
 
@@ -63,3 +65,18 @@ def test_intervals_are_those_of_student():
     assert str(compute_difference([0.1, -0.08])) == "+0.010 (-1.134 to +1.154)"
     assert str(compute_difference([-0.5])) == "-0.500", "one seed is never bold"
     assert str(compute_difference([-0.0001])) == "+0.000", "zero has no minus sign"
+
+
+def test_families_of_other_stacks_are_named_by_their_options():
+    names = {
+        memory: name_memory(flatten_config(compose(["quickstart"], [f"model.memory={memory}"])))
+        for memory in ("null", "single_head", "adapter", "value_skip")
+    }
+    assert names == {
+        "null": "Transformer",
+        "single_head": "Single-Head",
+        "adapter": "stack (discipline=push_only, read_mask=log, push_norm=head)",
+        "value_skip": "value_skip",
+    }
+    config = compose(["quickstart"], ["model.memory=single_head", "model.memory.action_bias=2"])
+    assert name_memory(flatten_config(config)) == "stack (action_bias=2.0, num_heads=1)"

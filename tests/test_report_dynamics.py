@@ -57,8 +57,8 @@ def test_the_mean_over_seeds_is_compared(tmp_path, capsys):
     assert cli.main(["report", "dynamics", str(tmp_path), *files]) == 0
     printed = capsys.readouterr().out
     rows = [line.split() for line in printed.splitlines()]
-    assert rows[4] == ["transformer", "2", "102,400", "3.500", *[ABSENT] * 4]
-    assert rows[5] == ["stacktrans", "2", "102,400", "2.915", "-0.585", "102,400", "1", "41,984"]
+    assert rows[4] == ["transformer", "2", "102,400", "3.500", *[ABSENT] * 6]
+    assert rows[5] == ["stacktrans", "2", "102,400", "2.915", "-0.585", "102,400", "1", "41,984", "+0.0%", "+5.1%"]
     assert "stacktrans: unfinished: `python -m stackexp fit --run" in printed
     lines = [line for line in csv.DictReader((tmp_path / "curves.csv").open()) if line["run"] == "stacktrans"]
     assert (len(lines), float(lines[0]["loss"])) == (100, pytest.approx(3.895))
@@ -104,7 +104,9 @@ def test_many_arms_leave_the_papers_two(tmp_path):
 def test_other_data_are_reported(tmp_path):
     finish(write_run(tmp_path / "transformer-0123abcd", "model.memory=null", losses=[3.0]), 3.0)
     finish(write_run(tmp_path / "stacktrans-0123abcd", "model.memory=stacktrans", losses=[3.0], data="ff"), 3.0)
-    (note,) = [note for note in build_dynamics([tmp_path]).notes if "not paired" in note]
+    report = build_dynamics([tmp_path])
+    assert report.tables[0].rows[1][4] == ABSENT, "not subtracted"
+    (note,) = [note for note in report.notes if "not paired" in note]
     assert note.startswith("stacktrans, seed 0: not paired with transformer: ")
     assert "differ at step 10" in note
 

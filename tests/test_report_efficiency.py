@@ -39,8 +39,9 @@ def test_costs_are_compared_with_the_paper(tmp_path, capsys):
     assert lines["stacktrans (reference)"][-3:] == [ABSENT] * 3
     assert lines["full_dim"] == ["full_dim", *[ABSENT] * 4, "3.78", "3.30", "1.73"]
     command = "`python -m stackexp bench efficiency --config quickstart seed=1"
-    assert f"missing single_head, full_dim: {command} --only single_head,full_dim`" in printed
-    assert f"missing peak memory, which is measured on a GPU: {command} --out {file}`" in printed
+    command += f" --only stacktrans,single_head,full_dim --out {file}`"  # with the old rows, which it replaces
+    assert f"missing single_head, full_dim: {command}" in printed
+    assert f"missing peak memory, which is measured on a GPU: {command}" in printed
     assert "Measured on Xeon, commit abc" in printed
     _, stacktrans, reference = csv.DictReader((tmp_path / "out.csv").open())
     assert (stacktrans["model"], float(stacktrans["train_ratio"])) == ("stacktrans", 1.3)

@@ -13,6 +13,7 @@ from language_runs import finish, write_run
 from stackexp import cli
 from stackexp.errors import RunError
 from stackexp.reports.page import build_page
+from stackexp.reports.report import Report, Table
 
 
 class References(HTMLParser):
@@ -60,10 +61,17 @@ def test_the_page_has_every_report_and_loads_nothing(page):
     assert "other.json" not in page
 
 
+def test_the_page_has_other_sections(folder):
+    actions = Report("Actions", [Table("Pushes", ["run"], [["addition"]])], [], [])
+    text = build_page(folder, {"Actions in arithmetic": lambda: actions})
+    assert text.index(">Formal languages</h2>") < text.index(">Actions in arithmetic</h2>")
+    assert '<td class="text">addition</td>' in text
+
+
 def test_text_is_escaped(page):
     assert "runs&lt;b&gt;" in page
     assert "runs<b>" not in page
-    assert "<code>python -m stackexp sweep run ablation</code>" in page
+    assert "name=queue model.memory=queue</code>" in page
     assert "<code>python -m stackexp sweep run formal_table</code>" in page
     assert "<td>0.75↓ / 0.75 (1)</td>" in page
 
@@ -74,6 +82,8 @@ def test_the_verb_writes_the_page(folder, tmp_path, capsys):
     text = (tmp_path / "a.html").read_text()
     assert ">Ablation</h2>" in text
     assert "<li>Formal languages: " in text
+    assert "<li>Actions in arithmetic: " in text
+    assert "no runs on arithmetic; run <code>python -m stackexp sweep run arithmetic</code></li>" in text
     assert cli.main(["report", "all", str(folder / "none")]) == 2
     assert "none: no such folder; give a folder of runs" in capsys.readouterr().err
     assert cli.main(["report", "all", str(folder), "--out=a.txt"]) == 2

@@ -13,6 +13,7 @@ from stackexp.reports.sweeps import collect_results, draw_results, select_rows
 from stackexp.sweeps.shipped import is_run_as_fit
 from stackexp.sweeps.sweep import Sweep, load_sweep
 from stackexp.sweeps.trials import Trial
+from stackexp.tables import ABSENT
 
 H, S = "model.memory.num_heads", "model.memory.num_slots"
 
@@ -26,11 +27,11 @@ def build(**keys: object) -> Sweep:
     return load_sweep(write("study.yaml", yaml.safe_dump({"config": BASE} | keys, sort_keys=False)))
 
 
-def finish(trial: Trial, loss: float, validated: bool = True) -> None:
+def finish(trial: Trial, loss: float, validated: bool = True, **others: object) -> None:
     trial.folder.path.mkdir(parents=True)
     result = {"parameters": 2_000_000, "memory_parameters": 3000, "train_loss": {"last_20_steps": loss - 0.5}}
     result["average"] = {"loss": loss} if validated else {}
-    trial.folder.result.write_text(json.dumps(result))
+    trial.folder.result.write_text(json.dumps(result | others))
 
 
 def read_lines(capsys) -> list[list[str]]:
@@ -53,6 +54,21 @@ def test_results_are_grouped_over_seeds_and_sorted(capsys):
     first = json.loads(capsys.readouterr().out)[0]
     assert (first["values"], first["seeds"], first["objective"]["mean"]) == ({H: 2}, 2, 2.2)
     assert len(first["trials"]) == 2
+
+
+def test_bigram_counts_are_the_last_row(capsys):
+    sweep = build(grid={H: [1, 2]}, seeds=[0, 1])
+    for trial, loss in zip(sweep.trials, [3.0, 3.2, 2.0], strict=False):
+        bigrams = {"sets": {}, "average": {"loss": 4.0 + trial.values["seed"]}}
+        finish(trial, loss, bigrams=bigrams, tokens=1024)
+    assert cli.main(["sweep", "results", "study.yaml"]) == 0
+    assert read_lines(capsys)[-1] == ["bigram", "counts", "4.5000", *[ABSENT] * 4]
+    assert cli.main(["report", "grid", "study.yaml"]) == 0
+    assert ["bigram", "counts", ABSENT, "4.5000", *[ABSENT] * 2] in read_lines(capsys)
+    other = sweep.trials[-1]
+    finish(other, 2.0, bigrams=bigrams, tokens=2048)
+    assert cli.main(["sweep", "results", "study.yaml"]) == 0
+    assert read_lines(capsys)[-1][:4] == ["bigram", "counts", "(2,048", "tokens)"]
 
 
 def test_objective_may_be_missing_or_maximized(capsys):

@@ -69,7 +69,7 @@ class DataConfig:
             yield "model.causal", "language modeling requires model.causal: true"
         if getattr(model, "output_vocab_size", None) not in (None, model.vocab_size):
             yield "model.output_vocab_size", "language modeling requires model.output_vocab_size: null"
-        axis = getattr(getattr(model, "memory", None), "axis", "depth")
+        axis = getattr(model, "memory_axis", "depth")
         if self.document_mask and axis != "depth":
             yield "data.document_mask", f"not supported by model.memory.axis: {axis}; use false"
         batch, step = self.global_batch_tokens, config.tokens_per_pass

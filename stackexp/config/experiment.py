@@ -70,8 +70,7 @@ class ExperimentConfig:
             yield "name", f"{self.name!r} cannot name a folder; use letters, digits and . _ - + between slashes"
         if max(map(len, self.name.split("/"))) > MAX_NAME_LENGTH:
             yield "name", f"a part of it is longer than {MAX_NAME_LENGTH} characters; use a shorter one"
-        axis = getattr(getattr(self.model, "memory", None), "axis", "depth")
-        is_decoder = isinstance(self.model, TransformerConfig) and axis == "depth"
+        is_decoder = isinstance(self.model, TransformerConfig) and self.model.memory_axis == "depth"
         if self.trainer.recompute == "selective" and not is_decoder:
             yield "trainer.recompute", "selective is only supported by decoders with memories of axis: depth; use all"
         if self.optimizer.kind == "muon" and self.trainer.is_sharded:

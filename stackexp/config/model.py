@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Optional
 
 from stackexp.config.fields import Errors, option
-from stackexp.config.registry import register
+from stackexp.config.registry import get_entry, register
 
 FLASH_KERNELS = ("varlen", "flash_attn")
 """Choices of `model.attention` that are CUDA kernels in half precision."""
@@ -76,6 +76,14 @@ class TransformerConfig:
 
     memory: Any = None
     """The memory between the layers, or null."""
+
+    @property
+    def memory_axis(self) -> str:
+        """The axis of the memory: its option, or the attribute of a plugin's class; depth without a memory."""
+        if self.memory is None:
+            return "depth"
+        owner = self.memory if hasattr(self.memory, "axis") else get_entry("memory", self.memory.kind).builds
+        return str(getattr(owner, "axis", "depth"))
 
     def find_errors(self) -> Errors:
         """Yield the errors that involve several options."""

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from stackexp.config.yaml_files import flatten, read_file
 from stackexp.errors import ConfigError, RunError
 from stackexp.evaluation.evaluate import open_data
 from stackexp.evaluation.loading import LoadedRun, load_run
@@ -84,6 +85,16 @@ def build_actions(paths: Sequence[Path], set_name: str | None = None, num_chunks
     ]
     table = Table("Actions over the layers", header, rows)
     return Report("Actions", [table], [*LEGEND, *measured, *notes], records, lambda: draw_actions(profiles))
+
+
+def build_arithmetic_actions(folder: Path) -> Report:
+    """Build the report of the arithmetic runs at or below `folder`. Raises RunError if there are none."""
+    runs = [
+        run.path for run in find_runs([folder]) if flatten(read_file(run.config)[1]).get("data.kind") == "arithmetic"
+    ]
+    if not runs:
+        raise RunError(f"{folder}: no runs on arithmetic; run `python -m stackexp sweep run arithmetic`")
+    return build_actions(runs)
 
 
 @torch.no_grad()

@@ -15,6 +15,7 @@ from stackexp.errors import ConfigError
 from stackexp.evaluation.evaluate import open_data
 from stackexp.evaluation.loading import LoadedRun
 from stackexp.evaluation.request import EvaluationRequest
+from stackexp.models.memories.stack import compute_action_spread
 from stackexp.tasks import TASKS
 
 Batch = dict[str, Any]
@@ -104,5 +105,10 @@ def compute_losses(model: nn.Module, batches: Iterable[Batch]) -> tuple[np.ndarr
 
 
 def average_values(values: list[dict[str, Tensor]]) -> dict[str, np.ndarray]:
-    """Return the means over all tokens of recorded values {name: [B, T, H]} of several batches: {name: [H]}."""
-    return {name: torch.cat([v[name].flatten(0, 1) for v in values]).mean(0).numpy() for name in values[0]}
+    """Return the means of recorded values {name: [B, T, H]} of several batches: {name: [H]}.
+
+    Adds action_spread, the standard deviation of the actions over the tokens of a sequence.
+    """
+    means = {name: torch.cat([v[name].flatten(0, 1) for v in values]).mean(0).numpy() for name in values[0]}
+    spreads = [compute_action_spread(torch.stack([v[name] for name in ("push", "pop", "no_op")], -1)) for v in values]
+    return means | {"action_spread": torch.cat(spreads).mean(0).numpy()}

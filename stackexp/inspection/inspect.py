@@ -21,7 +21,8 @@ from stackexp.tables import format_table
 from stackexp.training.tensorboard import write_image
 
 MAX_PAGE_TOKENS = 256
-MAP_COLUMNS = 3
+MAP_COLUMNS = 5
+MEANS = (*MEASUREMENTS, "action_spread")
 SHARES = ("push", "pop", "no_op", "read_sharpness")  # measurements from 0 to 1
 
 
@@ -110,9 +111,9 @@ def measure_interventions(loaded: LoadedRun, material: Material, heads: bool) ->
 
 def format_means(recordings: list[tuple[Recording, dict[str, np.ndarray]]]) -> str:
     """Return a table with a row for each stack: means over tokens and heads."""
-    header = ["layer", "site", *MEASUREMENTS]
-    rows = [[str(r.layer), r.site, *(f"{means[name].mean():.3f}" for name in MEASUREMENTS)] for r, means in recordings]
-    return format_table(rows, header=header, align="><" + ">" * len(MEASUREMENTS))
+    header = ["layer", "site", *MEANS]
+    rows = [[str(r.layer), r.site, *(f"{means[name].mean():.3f}" for name in MEANS)] for r, means in recordings]
+    return format_table(rows, header=header, align="><" + ">" * len(MEANS))
 
 
 def format_changes(changes: list[dict[str, Any]]) -> str:
@@ -128,15 +129,18 @@ def format_changes(changes: list[dict[str, Any]]) -> str:
 
 def draw_maps(recordings: list[tuple[Recording, dict[str, np.ndarray]]], path: Path) -> None:
     """Draw a map of each measurement: a row for each stack, a column for each head, means over tokens."""
-    rows = -(-len(MEASUREMENTS) // MAP_COLUMNS)
-    figure, axes = new_figure(9, 2.4 * rows)
+    from matplotlib.ticker import MaxNLocator
+
+    rows = -(-len(MEANS) // MAP_COLUMNS)
+    figure, axes = new_figure(14, 2.4 * rows)
     axes.remove()
     panels = figure.subplots(rows, MAP_COLUMNS, squeeze=False).flat
-    for panel, name in zip(panels, MEASUREMENTS, strict=False):
+    for panel, name in zip(panels, MEANS, strict=False):
         values = np.stack([means[name] for _, means in recordings])  # [stacks, H]
         largest = 1.0 if name in SHARES else values.max() or 1.0
         image = panel.imshow(values, aspect="auto", vmin=0, vmax=largest, cmap="cividis", origin="lower")
         panel.set(title=name.replace("_", "-" if name == "no_op" else " "), xlabel="head", ylabel="stack")
         panel.set_xticks(range(values.shape[1]))
+        panel.yaxis.set_major_locator(MaxNLocator(integer=True))
         figure.colorbar(image, ax=panel)
     save_figure(figure, path)

@@ -21,7 +21,13 @@ from stackexp.reports.differences import (
     read_losses,
 )
 from stackexp.reports.figures import new_figure
-from stackexp.reports.missing_runs import describe_sweeps, find_command, find_sweeps
+from stackexp.reports.missing_runs import (
+    build_fit_command,
+    describe_sweeps,
+    find_command,
+    find_namesakes,
+    find_sweeps,
+)
 from stackexp.reports.paper import CHOICES, PAPER, contradicts_itself, find_variant
 from stackexp.reports.report import PALETTE, Report, Table
 from stackexp.tables import ABSENT
@@ -51,7 +57,7 @@ def build_ablation(paths: Sequence[Path], baseline: str | None = None) -> Report
     order += [arm for arm in finished if arm not in order]
     comparisons = [compare_arms(arm, base) for arm in order if arm is not base] if base else []
     sweeps = find_sweeps(paths)
-    missing = _find_missing(_assign_variants(arms), sweeps)
+    missing = _find_missing(_assign_variants(arms), paths, [*sweeps, *find_namesakes(paths)])
     notes = [*LEGEND, *missing, *_find_unscored(order), *describe_unfinished(arms), *describe_sweeps(sweeps), *notes]
     diverged = [run for arm in order for run in arm.runs if not read_losses(run)]
     notes += [f"without a finite loss, not in the means: {run.folder.path}" for run in diverged]
@@ -78,12 +84,15 @@ def _assign_variants(arms: list[Arm]) -> dict[str, Arm]:
     return variants
 
 
-def _find_missing(variants: dict[str, Arm], sweeps: list[Path]) -> list[str]:
-    """Return the commands that run the paper's variants without an arm."""
+def _find_missing(variants: dict[str, Arm], paths: Sequence[Path], sweeps: list[Path]) -> list[str]:
+    """Return the commands that run the paper's variants without an arm: of a sweep, or with the config of another."""
+    arm = variants.get("Transformer") or next(iter(variants.values()), None)
     commands: dict[str, list[str]] = {}
     for variant, name in CHOICES.items():
         if variant not in variants:
-            commands.setdefault(find_command(name, sweeps, DEFAULT_COMMAND), []).append(variant)
+            overrides = [f"name={name}", f"model.memory={'null' if variant == 'Transformer' else name}"]
+            default = build_fit_command(arm.folders[0], paths, *overrides) if arm else DEFAULT_COMMAND
+            commands.setdefault(find_command(name, sweeps, default), []).append(variant)
     return [f"missing {', '.join(found)}: `{command}`" for command, found in commands.items()]
 
 

@@ -19,7 +19,7 @@ from stackexp.data.olmo import NAMES
 from stackexp.errors import ConfigError, RunError
 from stackexp.files import read_json
 from stackexp.reports.compare import GENERATED_DATA
-from stackexp.reports.paper import CHOICES, find_variant
+from stackexp.reports.paper import CHOICES, find_stack_changes, find_variant
 from stackexp.reports.summaries import RunState, find_runs, summarize
 from stackexp.runs import RunFolder
 
@@ -201,5 +201,9 @@ def describe_unfinished(arms: Sequence[Arm]) -> list[str]:
 
 
 def name_memory(config: dict[str, Any]) -> str:
-    """Return the family of a model: the paper's name of the variant, or the kind of its memory."""
-    return find_variant(config) or get_model_label(config)
+    """Return the family of a model: the paper's variant, the options of another stack, or the kind of its memory."""
+    variant = find_variant(config)
+    if variant is not None or config.get("model.memory.kind") != "stack":
+        return variant or get_model_label(config)
+    changes = find_stack_changes(config) | ({"num_heads": 1} if config["model.memory.num_heads"] == 1 else {})
+    return f"stack ({', '.join(f'{key}={value}' for key, value in changes.items())})"

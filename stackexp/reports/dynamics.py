@@ -1,6 +1,6 @@
 """The paper's figure of training dynamics: raw and smoothed training loss, with the crossings of the baseline."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,7 +11,7 @@ from stackexp.config.yaml_files import flatten, read_file
 from stackexp.errors import RunError
 from stackexp.metric_tags import TRAIN_LOSS
 from stackexp.reports.arms import Arm, describe_unfinished, find_arm, rank_arm, read_arms
-from stackexp.reports.differences import compare_arms
+from stackexp.reports.differences import Comparison, compare_arms
 from stackexp.reports.figures import abbreviate_thousands
 from stackexp.reports.paper import find_variant
 from stackexp.reports.report import LINE_STYLES, PALETTE, Report, Table
@@ -58,14 +58,20 @@ def build_dynamics(
     if not curves:
         raise RunError(f"{', '.join(map(str, paths))}: no run has recorded a training loss yet; wait for a few steps")
     own = next((curve for curve in curves if curve.name == base.name), curves[0])
-    crossings = {curve.name: find_crossings(curve, own) for curve in curves if curve is not own}
-    rows = [_build_row(curve, crossings.get(curve.name)) for curve in curves]
+    comparisons = {arm.name: compare_arms(arm, base) for arm in chosen if arm is not base}
+    unpaired = {name: _find_unpaired_seeds(comparison, base) for name, comparison in comparisons.items()}
+    crossings = {c.name: find_crossings(c, own, unpaired.get(c.name, ())) for c in curves if c is not own}
+    sizes = {name: _format_sizes(comparison, base) for name, comparison in comparisons.items()}
+    rows = [[*_build_row(c, crossings.get(c.name)), *sizes.get(c.name, [ABSENT] * 2)] for c in curves]
     header = ["run", "seeds", "tokens", "smoothed loss", f"minus {own.name}", "at tokens", "crossings", "last crossing"]
+    header += ["parameters", "FLOPs/token"]
     legend = (
         "Losses are means over the seeds. Smoothed: centered moving average, cut off at both ends. Differences: over "
-        "seeds and tokens that both have. Crossing: the smoothed difference changes its sign for at least one window."
+        "seeds and tokens that both have, without runs on other data or another number of tokens. Crossing: the "
+        "smoothed difference changes its sign for at least one window. Parameters and FLOPs per token are not matched; "
+        "their residual mismatch is given."
     )
-    mismatches = [line for arm in chosen if arm is not base for line in compare_arms(arm, base).mismatches]
+    mismatches = [line for comparison in comparisons.values() for line in comparison.mismatches]
     notes = [legend, *mismatches, *describe_unfinished(chosen), *notes]
     records = [
         {"run": curve.name, "tokens": int(t), "loss": raw, "smoothed": smoothed}
@@ -86,6 +92,18 @@ def _find_baseline(arms: list[Arm], name: str | None) -> Arm:
         transformers = [arm for arm in arms if find_variant(arm.config) == "Transformer"]
         return min(transformers or arms, key=rank_arm)
     return find_arm(arms, name)
+
+
+def _find_unpaired_seeds(comparison: Comparison, base: Arm) -> set[int]:
+    """Return the seeds that both arms have finished, but on different data or numbers of tokens."""
+    finished = {run.seed for run in comparison.arm.runs} & {run.seed for run in base.runs}
+    return finished - {run.seed for run, _ in comparison.pairs}
+
+
+def _format_sizes(comparison: Comparison, base: Arm) -> list[str]:
+    if not (comparison.arm.runs and base.runs):
+        return [ABSENT] * 2
+    return [ABSENT if size is None else f"{size:+z.1%}" for size in comparison.compare_sizes(base)]
 
 
 def _choose_arms(arms: list[Arm], base: Arm, only: Sequence[str]) -> list[Arm]:
@@ -125,9 +143,12 @@ def smooth_losses(losses: Any, window: int) -> Any:
     return (total[end] - total[first]) / (end - first)
 
 
-def find_crossings(curve: Curve, baseline: Curve) -> Crossing:
-    """Return the smoothed difference over common seeds and tokens, and where its sign changes for a whole window."""
-    seeds = [seed for seed in curve.runs if seed in baseline.runs]
+def find_crossings(curve: Curve, baseline: Curve, left_out: Collection[int] = ()) -> Crossing:
+    """Return the smoothed difference over common tokens and seeds, except those `left_out`.
+
+    A crossing is where its sign changes for a whole window.
+    """
+    seeds = [seed for seed in curve.runs if seed in baseline.runs and seed not in left_out]
     own, base = (average_curves(c.name, {seed: c.runs[seed] for seed in seeds}) for c in (curve, baseline))
     if own is None or base is None:
         return Crossing(np.array([]), np.array([]), [])

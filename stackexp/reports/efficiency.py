@@ -27,20 +27,22 @@ def build_efficiency(path: Path) -> Report:
     header = ["model", *columns.values(), *(f"paper: {title}" for title in QUANTITIES.values())]
     environment = record.get("environment", {})
     hardware = ", ".join(environment.get("gpus") or [environment.get("cpu", {}).get("model", "unknown hardware")])
+    missing = [name for name in PAPER if name not in rows]
     command = shlex.join(
         ["python", "-m", "stackexp", "bench", "efficiency"]
         + [word for config in record.get("configs") or [] for word in ("--config", config)]
         + list(record.get("overrides", []))
+        + ["--only", ",".join(dict.fromkeys([row["model"] for row in record["rows"][1:]] + missing))]
+        + ["--out", str(path)]
     )
-    missing = [name for name in PAPER if name not in rows]
     notes = [
         "Multiples of the Transformer: medians of alternating rounds, quartiles in parentheses. The first row compares "
         "the Transformer with itself. Inference is one pass over all tokens; decode is one token after them.",
         f"Measured on {hardware}, commit {environment.get('commit')}. The paper's hardware differs.",
     ]
-    notes += [f"missing {', '.join(missing)}: `{command} --only {','.join(missing)}`"] if missing else []
+    notes += [f"missing {', '.join(missing)}: `{command}`"] if missing else []
     if not any("memory_ratio" in row for row in rows.values()):
-        notes.append(f"missing peak memory, which is measured on a GPU: `{command} --out {shlex.quote(str(path))}`")
+        notes.append(f"missing peak memory, which is measured on a GPU: `{command}`")
     records = [_build_record(name, row) for name, row in rows.items()]
     return Report(
         "Efficiency", [Table("Cost over the Transformer", header, table)], notes, records, lambda: _draw(rows)

@@ -8,7 +8,17 @@ from stackexp.config.model import SYMBOLS
 from stackexp.errors import RunError
 from stackexp.reports.missing_runs import build_sweep_command
 from stackexp.reports.report import Report, Table
-from stackexp.reports.sweeps import LOSSES, MEANINGS, Row, collect_results, describe_fixed, plot_losses, select_rows
+from stackexp.reports.sweeps import (
+    LOSSES,
+    MEANINGS,
+    VALIDATION,
+    Row,
+    average_bigrams,
+    collect_results,
+    describe_fixed,
+    plot_losses,
+    select_rows,
+)
 from stackexp.sweeps.grid import Values, expand, shorten_keys
 from stackexp.sweeps.sweep import Sweep, load_last_run
 from stackexp.tables import ABSENT
@@ -26,6 +36,9 @@ def build_grid(target: str) -> Report:
         raise RunError(f"{sweep.folder}: the finished trials have one value of H, d_s and S each; run stack_grid")
     titles = [title for title in LOSSES if title in rows[0].losses]
     table = [[row.name, *(str(row.losses[t]) for t in titles), str(row.seeds), f"{row.parameters:,}"] for row in rows]
+    for name, loss in average_bigrams(sweep).items():
+        losses = (f"{loss:.4f}" if LOSSES[title] == VALIDATION else ABSENT for title in titles)
+        table.append([name, *losses, *[ABSENT] * 2])
     notes = ["Mean ± standard deviation over the seeds, in nats per token. The best objective comes first."]
     notes += _describe_missing(sweep, rows)
     records = [

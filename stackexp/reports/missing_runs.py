@@ -6,6 +6,7 @@ from pathlib import Path
 
 from stackexp.errors import ConfigError
 from stackexp.reports.summaries import find_runs
+from stackexp.runs import RunFolder
 from stackexp.sweeps.grid import expand
 from stackexp.sweeps.sweep import COPY, list_shipped, load_sweep
 
@@ -17,6 +18,11 @@ def find_sweeps(paths: Iterable[Path]) -> list[Path]:
         candidates = [path, path.parent, *(file.parent for file in sorted(path.rglob(COPY)))]
         folders |= {folder: None for folder in candidates if (folder / COPY).is_file()}
     return list(folders)
+
+
+def find_namesakes(paths: Iterable[Path]) -> list[Path]:
+    """Return the names of shipped sweeps that folders are named after, such as committed copies of their runs."""
+    return [Path(path.name) for path in paths if path.name in list_shipped()]
 
 
 def find_command(trial: str, sweeps: Sequence[Path], default: str) -> str:
@@ -31,6 +37,12 @@ def build_sweep_command(folder: Path) -> str:
     """Return the command of the sweep in a folder: by name if it is a shipped sweep in its default folder."""
     is_shipped = folder.name in list_shipped() and folder.resolve() == Path("runs", folder.name).resolve()
     return f"python -m stackexp sweep run {folder.name if is_shipped else shlex.quote(str(folder))}"
+
+
+def build_fit_command(run: RunFolder, paths: Iterable[Path], *overrides: str) -> str:
+    """Return the command that trains with the config of a run and these overrides, into the same folder of `paths`."""
+    root = [f"logging.root={path}" for path in paths if path in run.path.parents][:1]
+    return shlex.join(["python", "-m", "stackexp", "fit", "--config", str(run.config), *root, *overrides])
 
 
 def describe_sweeps(sweeps: Sequence[Path]) -> list[str]:

@@ -4,7 +4,7 @@ import base64
 import html
 import re
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from stackexp.errors import ConfigError, RunError
@@ -34,14 +34,19 @@ ul { font-size: 13px } figure { margin: 1em 0; break-inside: avoid } nav a { mar
 """
 
 
-def build_page(folder: Path) -> str:
+Builder = Callable[[], Report]
+
+
+def build_page(folder: Path, others: Mapping[str, Builder] | None = None) -> str:
     """Return the page of all runs and sweeps at or below `folder` and the efficiency files in it.
+
+    `others` are more sections: their titles and builders.
 
     Raises RunError if there is nothing to report.
     """
     sections, problems = [], []
     with tempfile.TemporaryDirectory() as images:
-        for title, build in _list_builders(folder):
+        for title, build in [*_list_builders(folder), *(others or {}).items()]:
             try:
                 report = build()
                 sections.append((title, _format_section(title, report, Path(images, "figure.png"))))
@@ -58,7 +63,7 @@ def build_page(folder: Path) -> str:
     return "\n".join([*parts, "</html>\n"])
 
 
-def _list_builders(folder: Path) -> Iterator[tuple[str, Callable[[], Report]]]:
+def _list_builders(folder: Path) -> Iterator[tuple[str, Builder]]:
     """Yield title and builder of each section. Sweeps and files of other kinds have no section."""
     yield "Ablation", lambda: build_ablation([folder])
     yield "Scaling", lambda: build_scaling([folder])

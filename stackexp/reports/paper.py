@@ -27,13 +27,18 @@ def find_variant(config: dict[str, Any]) -> str | None:
         return None
     if kind is None:
         return "Transformer"
-    options = {key: config.get(f"model.memory.{key}", default) for key, default in PAPER_STACK.items()}
-    changes = {key: value for key, value in options.items() if value != PAPER_STACK[key]}
+    changes = find_stack_changes(config)
     if config.get("model.memory.num_heads") == 1:
         return None if changes else "Single-Head"
     known = {"StackTrans": {}, "Queue": {"discipline": "queue"}, "Push-Only": {"discipline": "push_only"}}
     known["Full-Dimension"] = {"projection": "none"}
     return next((variant for variant, expected in known.items() if changes == expected), None)
+
+
+def find_stack_changes(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the options of a stack memory that differ from the paper's stack."""
+    options = {key: config.get(f"model.memory.{key}", default) for key, default in PAPER_STACK.items()}
+    return {key: value for key, value in options.items() if value != PAPER_STACK[key]}
 
 
 def contradicts_itself(loss: float, perplexity: float | None) -> bool:

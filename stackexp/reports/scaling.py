@@ -157,7 +157,7 @@ def draw_panels(panels: list[Series], column: str) -> Any:
     from matplotlib.figure import Figure
     from matplotlib.ticker import NullLocator
 
-    figure: Any = Figure(figsize=(4.6 * len(panels), 3.6), layout="constrained")
+    figure: Any = Figure(figsize=(4.6 * len(panels), 4.2), layout="constrained")
     for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
         for i, family in enumerate(dict.fromkeys(point.family for point in panel.points)):
             _draw_family(axes, panel, family, i)
@@ -171,7 +171,7 @@ def draw_panels(panels: list[Series], column: str) -> Any:
         for formatter in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
             formatter("{x:.4g}")
         axes.grid(alpha=0.3, which="both")
-        axes.legend(fontsize=8)
+        axes.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.18))  # inside, it would hide points
     return figure
 
 

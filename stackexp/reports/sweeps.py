@@ -3,6 +3,7 @@
 import json
 import re
 import statistics
+from collections import defaultdict
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,9 +14,10 @@ from stackexp.reports.figures import new_figure, save_figure
 from stackexp.sweeps.grid import Values, format_value, shorten_keys
 from stackexp.sweeps.sweep import Sweep
 from stackexp.sweeps.trials import Trial, get_number
-from stackexp.tables import Style, format_table
+from stackexp.tables import ABSENT, Style, format_table
 
-LOSSES = {"training loss": "train_loss.last_20_steps", "validation loss": "average.loss"}
+VALIDATION = "average.loss"
+LOSSES = {"training loss": "train_loss.last_20_steps", "validation loss": VALIDATION}
 """Titles of the plotted losses -> their paths in result.json."""
 MEANINGS = {"H": "stack heads", "d_s": "slot size", "S": "stack slots"}
 
@@ -99,7 +101,22 @@ def format_results(sweep: Sweep, rows: list[Row], style: Style = "terminal") -> 
         losses = [str(row.losses[title]) for title in titles]
         sizes = [str(row.seeds), f"{row.parameters:,}", f"{row.memory_parameters:,}"]
         lines.append([row.name, str(row.objective), *losses, *sizes])
+    columns = [LOSSES.get(title, title) for title in header[1 : 2 + len(titles)]]
+    for name, loss in average_bigrams(sweep).items():
+        lines.append([name, *(f"{loss:.4f}" if c == VALIDATION else ABSENT for c in columns), *[ABSENT] * 3])
     return format_table(lines, header=header, align="<" + ">" * (len(header) - 1), style=style)
+
+
+def average_bigrams(sweep: Sweep) -> dict[str, float]:
+    """Return the validation loss of bigram counts of the training tokens, averaged over seeds: {name of row: loss}."""
+    counts: dict[int, dict[int, float]] = defaultdict(dict)
+    for trial in sweep.trials:
+        if trial.folder.is_finished and "bigrams" in (result := trial.folder.read_result().to_dict()):
+            counts[result["tokens"]][trial.config.seed] = result["bigrams"]["average"]["loss"]
+    return {
+        "bigram counts" + f" ({tokens:,} tokens)" * (len(counts) > 1): statistics.mean(losses.values())
+        for tokens, losses in counts.items()
+    }
 
 
 def draw_results(sweep: Sweep, rows: list[Row], folder: Path) -> list[Path]:

@@ -34,6 +34,8 @@ def run(args: Namespace) -> int:
     parser = args.parser
     if sum(value is not None for value in (args.text, args.set_name, args.task)) != 1:
         parser.error("give one of --text, --set and --task")
+    if args.heads and args.text is not None:
+        parser.error("--heads: a single text has no interval; use --set or --task")
     if args.chunks < 2:
         parser.error(f"--chunks {args.chunks}: must be an integer >= 2")
     parser.check_text("--text", args.text or "")

@@ -1,7 +1,8 @@
 """Write one HTML page with the tables and figures of all runs in a folder. It opens offline.
 
-The page has sections for the ablation, scaling, training dynamics, sweeps over the stack's hyperparameters, formal
-languages, and files of `bench efficiency --out` in the folder. Sections without runs are omitted.
+The page has sections for the ablation, scaling, training dynamics, sweeps over the stack's hyperparameters, benchmarks,
+formal languages, actions in arithmetic, and files of `bench efficiency --out` in the folder. Sections without runs are
+omitted.
 
 With --update, it instead replaces the tables of a Markdown document: those between a comment with their command,
 `<!-- python -m stackexp report ... -->`, and `<!-- end of report -->`.
@@ -35,12 +36,14 @@ def run(args: Namespace) -> int:
 
         print("\n".join(update_document(args.update)))
         return 0
+    from stackexp.inspection.actions import build_arithmetic_actions
     from stackexp.reports.figures import check_output_path
     from stackexp.reports.page import build_page
 
     if not args.folder.is_dir():
         args.parser.error(f"{args.folder}: no such folder; give a folder of runs, such as runs/")
     check_output_path(args.out, (".html",))
-    args.out.write_text(build_page(args.folder), encoding="utf-8")
+    others = {"Actions in arithmetic": lambda: build_arithmetic_actions(args.folder)}
+    args.out.write_text(build_page(args.folder, others), encoding="utf-8")
     print(args.out)
     return 0

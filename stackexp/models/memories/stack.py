@@ -108,6 +108,8 @@ class StackMemory(Memory):
         stats = {"entropy": output.entropy.mean()}
         if probe:
             stats |= _compute_probes(output, read, h)
+            if self.axis != "token_major":  # each call has one token, without a spread
+                stats |= _compute_spread(output.action)
         return new_h.to(h.dtype), state, stats
 
     def project(self, h: Tensor) -> tuple[Tensor, Tensor]:
@@ -192,20 +194,27 @@ def _get_matmul_dtype(h: Tensor) -> torch.dtype:
 
 @torch.no_grad()
 def _compute_probes(output: stack.StackOutput, read: Tensor, h: Tensor) -> Stats:
-    """Return means over tokens and heads.
-
-    occupancy is the sum of M, read_share |W_up R| / |h|. action_spread is the standard deviation of the actions over
-    the tokens of a sequence. Heads below CONSTANT give every token the same action, which the mean of the actions does
-    not show.
-    """
+    """Return means over tokens and heads: occupancy is the sum of M, read_share |W_up R| / |h|."""
     push, pop, no_op = output.action.flatten(0, -2).mean(0)
-    spread = output.action.float().std(-3, correction=0).norm(dim=-1)  # [B, H]
     return {
         "push": push,
         "pop": pop,
         "no_op": no_op,
         "occupancy": output.occupancy.mean(),
         "read_share": (read.float().norm(dim=-1) / h.float().norm(dim=-1)).mean(),
-        "action_spread": spread.mean(),
-        "constant_heads": (spread < CONSTANT).float().mean(),
     }
+
+
+@torch.no_grad()
+def _compute_spread(action: Tensor) -> Stats:
+    """Return the mean action spread, and the share of heads whose spread is below CONSTANT.
+
+    These give every token the same action, which the mean of the actions does not show.
+    """
+    spread = compute_action_spread(action)
+    return {"action_spread": spread.mean(), "constant_heads": (spread < CONSTANT).float().mean()}
+
+
+def compute_action_spread(action: Tensor) -> Tensor:
+    """Return the standard deviation [B, H] of the actions [B, T, H, 3] over the tokens of a sequence."""
+    return action.float().std(-3, correction=0).norm(dim=-1)
