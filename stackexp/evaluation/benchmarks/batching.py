@@ -25,34 +25,15 @@ class Group:
 
 @dataclass(frozen=True)
 class Batch:
-    """Groups whose prefixes have the same length, in one forward pass for the prefixes and one for the rest."""
+    """Rows whose prefixes have the same length: one forward pass for the prefixes, and one for the rest.
 
-    groups: list[Group]
+    Row i has `inputs[i]` after `prefixes[owners[i]]`, and predicts the continuation of `pairs[i]`.
+    """
 
-    @property
-    def prefixes(self) -> list[tuple[int, ...]]:
-        """The prefix of each group."""
-        return [group.prefix for group in self.groups]
-
-    @property
-    def owners(self) -> list[int]:
-        """The group number of each row."""
-        return [number for number, group in enumerate(self.groups) for _ in group.pairs]
-
-    @property
-    def inputs(self) -> list[Sequence[int]]:
-        """The input tokens of each row after the prefix."""
-        return [row for group in self.groups for row in group.inputs]
-
-    @property
-    def pairs(self) -> list[Pair]:
-        """The pair of each row."""
-        return [pair for group in self.groups for pair in group.pairs]
-
-    @property
-    def lengths(self) -> list[int]:
-        """The number of predictions of each row."""
-        return [len(pair.continuation) for pair in self.pairs]
+    prefixes: list[tuple[int, ...]]
+    owners: list[int]
+    inputs: list[Sequence[int]]
+    pairs: list[Pair]
 
     def list_predictions(self) -> tuple[list[int], list[int], list[int]]:
         """Return row, column and target of every prediction, row by row."""
@@ -81,7 +62,7 @@ def plan_batches(pairs: Sequence[Pair], batch_size: int, max_length: int, shares
         groups += _build_groups(members, max_length)
     groups.sort(key=lambda group: (-len(group.prefix), -max(map(len, group.inputs)), group.pairs[0].index))
     return [
-        Batch(part)
+        _merge(part)
         for _, same in itertools.groupby(groups, key=lambda group: len(group.prefix))
         for part in _split(same, batch_size)
     ]
@@ -113,6 +94,15 @@ def _split(groups: Iterable[Group], batch_size: int) -> Iterator[list[Group]]:
         part.append(group)
         rows += len(group.pairs)
     yield part
+
+
+def _merge(groups: list[Group]) -> Batch:
+    return Batch(
+        prefixes=[group.prefix for group in groups],
+        owners=[number for number, group in enumerate(groups) for _ in group.pairs],
+        inputs=[row for group in groups for row in group.inputs],
+        pairs=[pair for group in groups for pair in group.pairs],
+    )
 
 
 def plan_generation(prompts: Sequence[Sequence[int]], options: Sequence[Hashable], batch_size: int) -> list[list[int]]:
