@@ -182,7 +182,7 @@ from stackexp.data.columns import Columns, parse_filter
 from stackexp.data.prepare import Plan, prepare
 columns = Columns(filters=(parse_filter("int_score>=3"), parse_filter("language==en")))
 plan = Plan(Path({str(source)!r}), vocab_size=300, context_length=64, unit_bytes=1, columns=columns)
-prepare(plan, Path({str(tmp_path / "set")!r}), workers=1, show_progress=False)
+prepare(plan, Path({str(tmp_path / "set")!r}), workers=1)
 """
     process = subprocess.Popen([sys.executable, "-c", script])
     wait_for(lambda: list((tmp_path / "set").glob("unit.*")) or process.poll() is not None)
