@@ -1,7 +1,6 @@
 """Unusable evaluation sets: one error line that names the file."""
 
 import gzip
-import json
 import logging
 from pathlib import Path
 
@@ -9,8 +8,6 @@ import numpy as np
 import pytest
 from evaluation_files import (
     IDS,
-    TEXTS,
-    TOKENIZER,
     T,
     V,
     make_json_lines,
@@ -20,24 +17,15 @@ from evaluation_files import (
     write_mds,
     write_raw,
 )
+from test_retokenize import NEOX
 
 from stackexp.data.evaluation_sets import find_sets
 from stackexp.data.olmo import NAMES
 from stackexp.data.token_files import write_token_file
-from stackexp.data.tokenizer import KnownTokenizer, train_tokenizer
+from stackexp.data.tokenizer import KnownTokenizer
 from stackexp.errors import RunError
 
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch) -> Path:
-    monkeypatch.setenv("STACKEXP_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache" / "sets"
-
-
-@pytest.fixture
-def known(tmp_path) -> KnownTokenizer:
-    TOKENIZER.save(str(tmp_path / "tokenizer.json"))
-    return KnownTokenizer.read(tmp_path / "tokenizer.json")
+pytestmark = pytest.mark.usefixtures("cache")
 
 
 def write_damaged_mds(folder: Path) -> Path:
@@ -167,21 +155,10 @@ def test_a_cache_that_cannot_be_written_is_one_error_line(tmp_path, known, monke
     assert "\n" not in str(error.value)
 
 
-def make_neox_tokenizer(tmp_path: Path) -> KnownTokenizer:
-    """Make a tokenizer with GPT-NeoX-20B's special ids and vocabulary size."""
-    tokenizer = train_tokenizer(TEXTS, V)
-    spec = json.loads(tokenizer.to_str())
-    spec["added_tokens"].append({**spec["added_tokens"][0], "id": 1, "content": "<|padding|>"})
-    vocab = {token: n if n == 0 else n + 1 for token, n in spec["model"]["vocab"].items()} | {"<|padding|>": 1}
-    spec["model"]["vocab"] = vocab | {f"word{n}": n for n in range(len(vocab), 50_277)}
-    (tmp_path / "neox.json").write_text(json.dumps(spec))
-    return KnownTokenizer.read(tmp_path / "neox.json")
-
-
 def test_olmo_files_need_their_own_vocabulary(tmp_path, known):
     path, ids = tmp_path / "4chan.npy", [50_279, *IDS]
     write_token_file(path, [np.array(ids)], vocab_size=50_280, tokenizer="gpt-neox-20b", source="https://x")
-    for tokenizer in (None, make_neox_tokenizer(tmp_path)):
+    for tokenizer in (None, KnownTokenizer(NEOX, tmp_path / "neox.json")):
         assert read_tokens(open_one(path, tokenizer, vocab_size=50_304)) == ids
     advice = r"convert it with: python -m stackexp data retokenize .*4chan\.npy --to FOLDER --from .* --tokenizer "
     with pytest.raises(

@@ -23,10 +23,9 @@ SETS = ["stdlib-asyncio", "stdlib-json+email", "stdlib-docstrings", "stdlib-logg
 
 
 @pytest.fixture
-def cache(tmp_path, monkeypatch) -> Path:
-    monkeypatch.setenv("STACKEXP_CACHE", str(tmp_path / "cache"))
+def cache(cache, monkeypatch) -> Path:
     monkeypatch.setattr(stdlib, "TRAIN_BYTES", 200_000)
-    return tmp_path / "cache"
+    return cache
 
 
 @pytest.fixture(scope="module")
