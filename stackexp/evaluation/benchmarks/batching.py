@@ -1,8 +1,10 @@
 """Batches of requests: continuations with the prefix they share, and prompts of equal length. Imports no torch."""
 
 import itertools
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
+
+from more_itertools import constrained_batches  # required by lm-eval
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,8 @@ def plan_batches(pairs: Sequence[Pair], batch_size: int, max_length: int, shares
     """Return the batches for these pairs, the most expensive first.
 
     Pairs with the same context form a group whose context is computed once, if this saves at least half of the tokens.
-    A sequence of more than `max_length` inputs loses its first tokens.
+    A sequence of more than `max_length` inputs loses its first tokens. A group of more than `batch_size` pairs is a
+    batch of its own.
     """
     by_context: dict[Hashable, list[Pair]] = {}
     for pair in pairs:
@@ -64,7 +67,7 @@ def plan_batches(pairs: Sequence[Pair], batch_size: int, max_length: int, shares
     return [
         _merge(part)
         for _, same in itertools.groupby(groups, key=lambda group: len(group.prefix))
-        for part in _split(same, batch_size)
+        for part in constrained_batches(same, batch_size, get_len=lambda group: len(group.pairs), strict=False)
     ]
 
 
@@ -83,20 +86,7 @@ def _build_groups(pairs: list[Pair], max_length: int) -> Iterator[Group]:
         yield Group((), [[*pair.context, *pair.continuation[:-1]][-max_length:]], [pair])
 
 
-def _split(groups: Iterable[Group], batch_size: int) -> Iterator[list[Group]]:
-    """Yield consecutive groups of at most `batch_size` rows in total; a larger group is alone."""
-    part: list[Group] = []
-    rows = 0
-    for group in groups:
-        if part and rows + len(group.pairs) > batch_size:
-            yield part
-            part, rows = [], 0
-        part.append(group)
-        rows += len(group.pairs)
-    yield part
-
-
-def _merge(groups: list[Group]) -> Batch:
+def _merge(groups: Sequence[Group]) -> Batch:
     return Batch(
         prefixes=[group.prefix for group in groups],
         owners=[number for number, group in enumerate(groups) for _ in group.pairs],
