@@ -38,56 +38,46 @@ def write_damaged_mds(folder: Path) -> Path:
 BAD = {
     "less than a chunk": (
         lambda f: write_raw(f / "x.npy", [1] * (T - 1)),
-        "x.npy",
         r"15 tokens do not fill one chunk of data\.context_length 16; lower it, or score .*\(--score-remainder\)",
     ),
     "ids too large": (
         lambda f: write_raw(f / "x.npy", [1] * 50 + [V]),
-        "x.npy",
         r"token id 300, but data\.vocab_size is 300",
     ),
-    "negative ids": (lambda f: np.save(f / "x.npy", np.full(50, -1)), "x.npy", "token id -1"),
+    "negative ids": (lambda f: np.save(f / "x.npy", np.full(50, -1)), "token id -1"),
     "an unknown suffix": (
         lambda f: (f / "x.csv").write_bytes(b"x"),
-        "x.csv",
         r"unknown suffix; expected one of",
     ),
-    "no text": (lambda f: (f / "x.jsonl").write_bytes(b"\n"), "x.jsonl", "contains no tokens"),
+    "no text": (lambda f: (f / "x.jsonl").write_bytes(b"\n"), "contains no tokens"),
     "a corrupt gzip": (
         lambda f: (f / "x.jsonl.gz").write_bytes(gzip.compress(make_json_lines())[:-40]),
-        "x.jsonl.gz",
         "corrupt or cut short",
     ),
-    "a corrupt index": (lambda f: ((f / "x").mkdir(), (f / "x/index.json").write_text("{")), "x", "missing or corrupt"),
+    "a corrupt index": (lambda f: ((f / "x").mkdir(), (f / "x/index.json").write_text("{")), "missing or corrupt"),
     "other columns": (
         lambda f: write_mds(f / "x", "image", "bytes", [b"1"]),
-        "x",
         r"MDS shards with the columns \['image'\]; expected `tokens` or `text`",
     ),
     "compressed shards": (
         lambda f: write_mds(f / "x", "tokens", "ndarray:uint16", split_ids("uint16"), compression="zstd"),
-        "x",
         "compressed shards; write them again",
     ),
-    "a shard cut off": (lambda f: write_damaged_mds(f / "x"), "x", "cut short"),
+    "a shard cut off": (lambda f: write_damaged_mds(f / "x"), "cut short"),
     "MDS ids too large": (
         lambda f: write_mds(f / "x", "tokens", "ndarray:uint16", [np.array([V], "uint16")]),
-        "x",
         "token id 300, but the vocabulary size is 300",
     ),
     "MDS floats": (
         lambda f: write_mds(f / "x", "tokens", "ndarray:float32", [np.ones(9, "float32")]),
-        "x",
         "`tokens` have the type float32",
     ),
     "MDS bytes of nothing": (
         lambda f: write_mds(f / "x", "tokens", "bytes", [b"\xff\xff\xff"]),
-        "x",
         "`tokens` are not integers below the vocabulary size 300",
     ),
     "an unfinished set": (
         lambda f: ((f / "x").mkdir(), (f / "x/plan.json").write_text("{}")),
-        "x",
         "holds no finished set; make one with: stackexp data prepare SOURCE --to",
     ),
 }
@@ -95,12 +85,13 @@ BAD = {
 
 @pytest.mark.parametrize("case", BAD)
 def test_bad_input_is_one_error_line_that_names_the_file(tmp_path, known, case):
-    make, name, message = BAD[case]
+    make, message = BAD[case]
     make(tmp_path)
+    [path] = tmp_path.glob("x*")
     with pytest.raises(RunError, match=message) as error:
-        open_one(tmp_path / name, known)
+        open_one(path, known)
     assert "\n" not in str(error.value)
-    assert str(tmp_path / name) in str(error.value)
+    assert str(path) in str(error.value)
     assert not list((tmp_path / "cache").rglob("*.npy*")), "nothing is left in the cache"
 
 
