@@ -94,8 +94,8 @@ class RunModel(TemplateLM):
         """Return the greedy continuation of each prompt, up to a stop string, the end of the document or the limit.
 
         Prompts of equal length share a batch, because the decoder's cache has no padding. The limit is at most half of
-        `max_length`, and longer prompts lose their first tokens. Raises RunError for tasks
-        that sample, and for sharded models, whose processes would need equally long generations.
+        `max_length`, and longer prompts lose their first tokens. Raises RunError for tasks that sample, and for sharded
+        models, whose processes would need equally long generations.
         """
         if self._is_sharded:
             raise RunError("generation: not supported for sharded weights; use `evaluate`, or trainer.strategy=ddp")
