@@ -179,14 +179,13 @@ def test_unusable_set_names_on_the_command_line_are_refused(tmp_path, name):
     assert str(caught.value).isprintable()
 
 
-def list_index_changes() -> dict[str, dict]:
-    """Return {name: changed fields of the first shard} for every field of an entry of index.json."""
-    fields = ["column_encodings", "column_names", "column_sizes", "compression", "format", "hashes", "version"]
-    changes: dict[str, dict] = {field: {field: "x"} for field in (*fields, "samples", "raw_data", "zip_data")}
-    return changes | {"unknown field": {"zip_dat\u00e1": None}, "null": {"samples": None}}
+INDEX_FIELDS = ["column_encodings", "column_names", "column_sizes", "compression", "format", "hashes", "version"]
+INDEX_FIELDS += ["samples", "raw_data", "zip_data"]
 
 
-@pytest.mark.parametrize("change", list_index_changes().values(), ids=list_index_changes())
+@pytest.mark.parametrize(
+    "change", [*({name: "x"} for name in INDEX_FIELDS), {"zip_dat\u00e1": None}, {"samples": None}], ids=str
+)
 def test_a_changed_entry_of_the_index_is_refused(tmp_path, change):
     folder = write_set(tmp_path / "set", 0, 6)
     index = json.loads((folder / "index.json").read_text())
