@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import signal
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -143,6 +144,15 @@ def fetch(server, tmp_path):
     from stackexp.cli import main
 
     return lambda *arguments: main(["data", "fetch", *arguments, "--mirror", server.url, "--to", str(tmp_path / "to")])
+
+
+@pytest.fixture
+def restored_signals() -> Iterator[None]:
+    """Restore the handlers of the signals that stop a run."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture
