@@ -64,7 +64,7 @@ def measure(texts: list[str], folder: Path, args: argparse.Namespace) -> tuple[l
     def run_prepare() -> None:
         plan = Plan(folder / "source", tokenizer=path, unit_bytes=1)
         target = folder / f"set{len(corpora)}"
-        corpora.append(prepare(plan, target, workers=args.workers, show_progress=False))
+        corpora.append(prepare(plan, target, workers=args.workers))
 
     for _ in range(args.rounds):
         alone, alone_cpu = measure_times(encode)

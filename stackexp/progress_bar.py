@@ -21,6 +21,11 @@ def open_bar(iterable: Iterable[Any] | None = None, **options: Any) -> tqdm:
     return tqdm(iterable, **options)
 
 
+def print_line(line: str) -> None:
+    """Print a line on standard error, above the bars that are open."""
+    tqdm.write(line, file=sys.stderr)
+
+
 class _Lines:
     """Writes each frame of a bar as a line to standard error."""
 

@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import signal
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -102,6 +103,56 @@ def trained(corpus, tmp_path_factory) -> Path:
     assert main(["fit", "--config", str(write_tiny(corpus, folder)), *options]) == 0
     (run,) = (folder / "runs" / "tiny").iterdir()
     return run
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch) -> Path:
+    """An empty cache folder."""
+    monkeypatch.setenv("STACKEXP_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def known(tmp_path):
+    """The tokenizer of `evaluation_files`, read from a file."""
+    from evaluation_files import TOKENIZER
+
+    from stackexp.data.tokenizer import KnownTokenizer
+
+    TOKENIZER.save(str(tmp_path / "tokenizer.json"))
+    return KnownTokenizer.read(tmp_path / "tokenizer.json")
+
+
+@pytest.fixture
+def server(monkeypatch):
+    """An HTTP server of OLMo's sets; failed downloads are repeated without a pause."""
+    from file_server import FileServer
+    from olmo_files import CONTENT
+
+    from stackexp.data import download
+
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    monkeypatch.setattr(download, "MAX_PAUSE_SECONDS", 0.0)
+    with FileServer() as server:
+        server.files = {olmo_set.path: content for olmo_set, content in CONTENT.items()}
+        yield server
+
+
+@pytest.fixture
+def fetch(server, tmp_path):
+    """`fetch(*arguments)` fetches from the server and returns the exit code."""
+    from stackexp.cli import main
+
+    return lambda *arguments: main(["data", "fetch", *arguments, "--mirror", server.url, "--to", str(tmp_path / "to")])
+
+
+@pytest.fixture
+def restored_signals() -> Iterator[None]:
+    """Restore the handlers of the signals that stop a run."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture

@@ -35,7 +35,7 @@ def prepare_set(source: Path, folder: Path, **options: Any) -> Corpus | None:
     settings = {"context_length": 64} | {name: options.pop(name) for name in names if name in options}
     if "tokenizer" not in settings:
         settings.setdefault("vocab_size", 300)
-    return prepare(Plan(source, **settings), folder, **{"workers": 1, "show_progress": False} | options)
+    return prepare(Plan(source, **settings), folder, **{"workers": 1} | options)
 
 
 def read_files(folder: Path) -> dict[str, bytes]:

@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 pytest.importorskip("lm_eval")
 from lm_eval.api.instance import Instance
 
 from stackexp.config.memory import StackAttentionConfig, StackMemoryConfig
 from stackexp.config.model import TransformerConfig
+from stackexp.data.tokenizer import train_tokenizer
 from stackexp.errors import RunError
 from stackexp.evaluation.benchmarks.batching import Pair, plan_batches
 from stackexp.evaluation.benchmarks.language_model import RunModel
@@ -32,23 +32,13 @@ PAIRS = [
 ]
 
 
-def build_tokenizer() -> Tokenizer:
-    """Return a tokenizer of the bytes, as trained on no text."""
-    vocab = {"<|endoftext|>": 0} | {c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()), 1)}
-    tokenizer = Tokenizer(models.BPE(vocab, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<|endoftext|>"])
-    return tokenizer
-
-
 def build_model(memory="none", *, batch_size=4, **options) -> RunModel:
     torch.manual_seed(0)
     sizes = {"vocab_size": 257, "hidden_size": 16, "num_layers": 2, "num_heads": 2, "num_kv_heads": 1}
     model = Transformer(TransformerConfig(**sizes, intermediate_size=24, memory=MEMORIES[memory])).double()
     with torch.no_grad():
         model.embedding.weight.mul_(10)  # far from uniform predictions
-    return RunModel(model, build_tokenizer(), LENGTH, batch_size=batch_size, **options)
+    return RunModel(model, train_tokenizer([], 257), LENGTH, batch_size=batch_size, **options)  # tokens are bytes
 
 
 def ask(kind, *arguments) -> Instance:

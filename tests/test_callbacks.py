@@ -98,15 +98,7 @@ def test_get_peak_flops_by_device_name(name, peak, monkeypatch):
     assert (get_peak_flops(CUDA), get_peak_flops(CPU)) == (peak, 0.0)
 
 
-@pytest.fixture
-def _restored_signals():
-    before = {number: signal.getsignal(number) for number in signals.STOP_SIGNALS}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
-
-
-@pytest.mark.usefixtures("_restored_signals")
+@pytest.mark.usefixtures("restored_signals")
 def test_a_signal_or_a_time_limit_requests_a_stop(clock, capfd):
     stop = StopRequest("00:00:01:30", 120)
     clock.now += 90
@@ -122,7 +114,7 @@ def test_a_signal_or_a_time_limit_requests_a_stop(clock, capfd):
     assert capfd.readouterr().err == "SIGUSR1: finishing this step\n"
 
 
-@pytest.mark.usefixtures("_restored_signals")
+@pytest.mark.usefixtures("restored_signals")
 def test_first_interrupt_requests_a_stop_and_the_second_raises(capfd):
     signal.signal(signal.SIGINT, signal.default_int_handler)  # it is ignored where pytest runs in the background
     stop = StopRequest(None, 120)

@@ -16,21 +16,6 @@ from stackexp.data import download
 from stackexp.data.olmo import OlmoSet, list_olmo_sets
 
 
-@pytest.fixture
-def server(monkeypatch):
-    monkeypatch.setenv("no_proxy", "127.0.0.1")
-    monkeypatch.setattr(download, "MAX_PAUSE_SECONDS", 0.0)
-    with FileServer() as server:
-        server.files = {olmo_set.path: content for olmo_set, content in CONTENT.items()}
-        yield server
-
-
-@pytest.fixture
-def fetch(server, tmp_path):
-    """`fetch(*arguments)` fetches from the server and returns the exit code."""
-    return lambda *arguments: main(["data", "fetch", *arguments, "--mirror", server.url, "--to", str(tmp_path / "to")])
-
-
 def get_ranges(server: FileServer) -> list[tuple[str | None, int]]:
     return [request[1:] for request in server.requests]
 

@@ -13,11 +13,14 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 pytest.importorskip("lm_eval")
 from stackexp.cli import main
+from stackexp.config.compose import compose
+from stackexp.errors import ConfigError, RunError
 from stackexp.evaluation.benchmarks import scoring
 from stackexp.evaluation.benchmarks.results import read_evaluations
 from stackexp.metric_tags import TOKENS_PER_SECOND
 from stackexp.models.checkpoints import load_state
 from stackexp.runs import RunFolder
+from stackexp.training.callbacks.downstream import load_tasks
 
 TASKS = ("smollm2_arc_easy", "smollm2_piqa")
 TAGS = {f"downstream/{task}/{score}" for task in TASKS for score in ("accuracy", "bits_per_byte")}
@@ -152,10 +155,6 @@ def test_mistakes_end_before_the_first_step(options, changes, code, message, mon
 
 
 def test_sharded_weights_do_not_generate(options, tmp_path):
-    from stackexp.config.compose import compose
-    from stackexp.errors import ConfigError, RunError
-    from stackexp.training.callbacks.downstream import load_tasks
-
     config = compose([options[2]], [*options[4:], "evaluation.tasks=[smollm2_trivia_qa]", "trainer.strategy=fsdp"])
     with pytest.raises(ConfigError, match="smollm2_trivia_qa generates text, which fsdp does not support"):
         load_tasks(config, object())

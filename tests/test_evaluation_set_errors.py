@@ -1,7 +1,6 @@
 """Unusable evaluation sets: one error line that names the file."""
 
 import gzip
-import json
 import logging
 from pathlib import Path
 
@@ -9,8 +8,6 @@ import numpy as np
 import pytest
 from evaluation_files import (
     IDS,
-    TEXTS,
-    TOKENIZER,
     T,
     V,
     make_json_lines,
@@ -20,24 +17,15 @@ from evaluation_files import (
     write_mds,
     write_raw,
 )
+from test_retokenize import NEOX
 
 from stackexp.data.evaluation_sets import find_sets
 from stackexp.data.olmo import NAMES
 from stackexp.data.token_files import write_token_file
-from stackexp.data.tokenizer import KnownTokenizer, train_tokenizer
+from stackexp.data.tokenizer import KnownTokenizer
 from stackexp.errors import RunError
 
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch) -> Path:
-    monkeypatch.setenv("STACKEXP_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache" / "sets"
-
-
-@pytest.fixture
-def known(tmp_path) -> KnownTokenizer:
-    TOKENIZER.save(str(tmp_path / "tokenizer.json"))
-    return KnownTokenizer.read(tmp_path / "tokenizer.json")
+pytestmark = pytest.mark.usefixtures("cache")
 
 
 def write_damaged_mds(folder: Path) -> Path:
@@ -50,56 +38,46 @@ def write_damaged_mds(folder: Path) -> Path:
 BAD = {
     "less than a chunk": (
         lambda f: write_raw(f / "x.npy", [1] * (T - 1)),
-        "x.npy",
         r"15 tokens do not fill one chunk of data\.context_length 16; lower it, or score .*\(--score-remainder\)",
     ),
     "ids too large": (
         lambda f: write_raw(f / "x.npy", [1] * 50 + [V]),
-        "x.npy",
         r"token id 300, but data\.vocab_size is 300",
     ),
-    "negative ids": (lambda f: np.save(f / "x.npy", np.full(50, -1)), "x.npy", "token id -1"),
+    "negative ids": (lambda f: np.save(f / "x.npy", np.full(50, -1)), "token id -1"),
     "an unknown suffix": (
         lambda f: (f / "x.csv").write_bytes(b"x"),
-        "x.csv",
         r"unknown suffix; expected one of",
     ),
-    "no text": (lambda f: (f / "x.jsonl").write_bytes(b"\n"), "x.jsonl", "contains no tokens"),
+    "no text": (lambda f: (f / "x.jsonl").write_bytes(b"\n"), "contains no tokens"),
     "a corrupt gzip": (
         lambda f: (f / "x.jsonl.gz").write_bytes(gzip.compress(make_json_lines())[:-40]),
-        "x.jsonl.gz",
         "corrupt or cut short",
     ),
-    "a corrupt index": (lambda f: ((f / "x").mkdir(), (f / "x/index.json").write_text("{")), "x", "missing or corrupt"),
+    "a corrupt index": (lambda f: ((f / "x").mkdir(), (f / "x/index.json").write_text("{")), "missing or corrupt"),
     "other columns": (
         lambda f: write_mds(f / "x", "image", "bytes", [b"1"]),
-        "x",
         r"MDS shards with the columns \['image'\]; expected `tokens` or `text`",
     ),
     "compressed shards": (
         lambda f: write_mds(f / "x", "tokens", "ndarray:uint16", split_ids("uint16"), compression="zstd"),
-        "x",
         "compressed shards; write them again",
     ),
-    "a shard cut off": (lambda f: write_damaged_mds(f / "x"), "x", "cut short"),
+    "a shard cut off": (lambda f: write_damaged_mds(f / "x"), "cut short"),
     "MDS ids too large": (
         lambda f: write_mds(f / "x", "tokens", "ndarray:uint16", [np.array([V], "uint16")]),
-        "x",
         "token id 300, but the vocabulary size is 300",
     ),
     "MDS floats": (
         lambda f: write_mds(f / "x", "tokens", "ndarray:float32", [np.ones(9, "float32")]),
-        "x",
         "`tokens` have the type float32",
     ),
     "MDS bytes of nothing": (
         lambda f: write_mds(f / "x", "tokens", "bytes", [b"\xff\xff\xff"]),
-        "x",
         "`tokens` are not integers below the vocabulary size 300",
     ),
     "an unfinished set": (
         lambda f: ((f / "x").mkdir(), (f / "x/plan.json").write_text("{}")),
-        "x",
         "holds no finished set; make one with: stackexp data prepare SOURCE --to",
     ),
 }
@@ -107,12 +85,13 @@ BAD = {
 
 @pytest.mark.parametrize("case", BAD)
 def test_bad_input_is_one_error_line_that_names_the_file(tmp_path, known, case):
-    make, name, message = BAD[case]
+    make, message = BAD[case]
     make(tmp_path)
+    [path] = tmp_path.glob("x*")
     with pytest.raises(RunError, match=message) as error:
-        open_one(tmp_path / name, known)
+        open_one(path, known)
     assert "\n" not in str(error.value)
-    assert str(tmp_path / name) in str(error.value)
+    assert str(path) in str(error.value)
     assert not list((tmp_path / "cache").rglob("*.npy*")), "nothing is left in the cache"
 
 
@@ -167,21 +146,10 @@ def test_a_cache_that_cannot_be_written_is_one_error_line(tmp_path, known, monke
     assert "\n" not in str(error.value)
 
 
-def make_neox_tokenizer(tmp_path: Path) -> KnownTokenizer:
-    """Make a tokenizer with GPT-NeoX-20B's special ids and vocabulary size."""
-    tokenizer = train_tokenizer(TEXTS, V)
-    spec = json.loads(tokenizer.to_str())
-    spec["added_tokens"].append({**spec["added_tokens"][0], "id": 1, "content": "<|padding|>"})
-    vocab = {token: n if n == 0 else n + 1 for token, n in spec["model"]["vocab"].items()} | {"<|padding|>": 1}
-    spec["model"]["vocab"] = vocab | {f"word{n}": n for n in range(len(vocab), 50_277)}
-    (tmp_path / "neox.json").write_text(json.dumps(spec))
-    return KnownTokenizer.read(tmp_path / "neox.json")
-
-
 def test_olmo_files_need_their_own_vocabulary(tmp_path, known):
     path, ids = tmp_path / "4chan.npy", [50_279, *IDS]
     write_token_file(path, [np.array(ids)], vocab_size=50_280, tokenizer="gpt-neox-20b", source="https://x")
-    for tokenizer in (None, make_neox_tokenizer(tmp_path)):
+    for tokenizer in (None, KnownTokenizer(NEOX, tmp_path / "neox.json")):
         assert read_tokens(open_one(path, tokenizer, vocab_size=50_304)) == ids
     advice = r"convert it with: python -m stackexp data retokenize .*4chan\.npy --to FOLDER --from .* --tokenizer "
     with pytest.raises(

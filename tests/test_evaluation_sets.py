@@ -35,17 +35,7 @@ from stackexp.datamodules.pretraining import build_perplexity_loader
 from stackexp.modules.metrics import ChunkLosses
 from stackexp.modules.scores import compute_set_scores
 
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch) -> Path:
-    monkeypatch.setenv("STACKEXP_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache" / "sets"
-
-
-@pytest.fixture
-def known(tmp_path) -> KnownTokenizer:
-    TOKENIZER.save(str(tmp_path / "tokenizer.json"))
-    return KnownTokenizer.read(tmp_path / "tokenizer.json")
+pytestmark = pytest.mark.usefixtures("cache")
 
 
 WRITERS = {
@@ -109,13 +99,13 @@ def test_text_is_tokenized_again_only_if_it_or_the_tokenizer_changes(tmp_path, k
         open_one(path, known)
     )
     assert len(reads) == 3
-    assert len(list(cache.glob("*.npy"))) == 3
+    assert len(list(cache.rglob("*.npy"))) == 3
 
 
 def test_a_damaged_file_in_the_cache_is_replaced(tmp_path, known, cache):
     (tmp_path / "text.jsonl").write_bytes(make_json_lines())
     open_one(tmp_path / "text.jsonl", known)
-    [file] = cache.glob("*.npy")
+    [file] = cache.rglob("*.npy")
     file.write_bytes(file.read_bytes()[:-2])
     assert read_tokens(open_one(tmp_path / "text.jsonl", known)) == IDS
 

@@ -82,10 +82,8 @@ def export(tmp_path: Path, name: str, *options: str) -> Path:
     folder, model = write_run(tmp_path / "runs", *VARIANTS[name])
     target = tmp_path / name
     weights = str(folder.path / "weights.safetensors")
-    assert (
-        main(["checkpoint", "export", "--run", str(folder.path), "--ckpt_path", weights, "--to", str(target), *options])
-        == 0
-    )
+    command = ["checkpoint", "export", "--run", str(folder.path), "--ckpt_path", weights, "--to", str(target)]
+    assert main([*command, *options]) == 0
     if "model.memory.read_mask=additive" in VARIANTS[name]:  # rounding of the occupancy decides the read
         model.double()
     tokens = torch.randint(300, (2, 12), generator=torch.Generator().manual_seed(1))

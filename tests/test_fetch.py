@@ -6,27 +6,12 @@ import urllib.request
 
 import numpy as np
 import pytest
-from file_server import FileServer
 from olmo_files import CONTENT, ICE, PTB, list_part_files, make_ids, read_fetched
 from processes import wait_until
 
 from stackexp.cli import main
 from stackexp.data.token_files import TokenFile, read_record
 from stackexp.files import compute_sha256
-
-
-@pytest.fixture
-def server(monkeypatch):
-    monkeypatch.setenv("no_proxy", "127.0.0.1")
-    with FileServer() as server:
-        server.files = {olmo_set.path: content for olmo_set, content in CONTENT.items()}
-        yield server
-
-
-@pytest.fixture
-def fetch(server, tmp_path):
-    """`fetch(*arguments)` fetches from the server and returns the exit code."""
-    return lambda *arguments: main(["data", "fetch", *arguments, "--mirror", server.url, "--to", str(tmp_path / "to")])
 
 
 @pytest.fixture

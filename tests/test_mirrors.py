@@ -15,7 +15,7 @@ from stackexp.config.compose import compose
 from stackexp.errors import ConfigError
 from stackexp.runs import RunFolder
 from stackexp.training import loop, mirrors
-from stackexp.training.mirrors import Mirror, Service, check_installed
+from stackexp.training.mirrors import Mirror, check_installed
 
 QUIET = ("logging.progress_bar=false", "logging.tensorboard=false")
 
@@ -116,7 +116,7 @@ def test_only_the_first_process_mirrors(client, tiny, tmp_path):
     assert [point.step for point in history] == list(range(1, 13))
 
 
-class Failing(Service):
+class Failing:
     """A service that fails with its second line."""
 
     def open(self, run, config, run_id):

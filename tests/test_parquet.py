@@ -3,7 +3,6 @@
 import gzip
 import json
 import os
-import signal
 import subprocess
 import sys
 from decimal import Decimal
@@ -11,7 +10,7 @@ from pathlib import Path
 
 import pyarrow as pa
 import pytest
-from corpora import TEXTS, prepare_set, read_files, wait_for
+from corpora import prepare_set, read_files
 from parquet_files import make_rows, read, select, texts, write_rows
 from pyarrow import parquet
 
@@ -152,46 +151,6 @@ def test_another_filter_or_column_needs_another_folder(source, tmp_path):
             prepare_set(source, tmp_path / "set", columns=columns)
     with pytest.raises(RunError, match=r"prepared with another text column \(none, not url\)"):
         prepare_set(source, tmp_path / "set", columns=Columns("url", COLUMNS.filters))
-
-
-def test_damaged_file_does_not_stop_other_units(source, tmp_path):
-    for path in source.iterdir():
-        (tmp_path / "copy").mkdir(exist_ok=True)
-        (tmp_path / "copy" / path.name).write_bytes(path.read_bytes()[: -50 if path.name == "1.parquet" else None])
-    with pytest.raises(RunError, match=r"1\.parquet: corrupt or cut short"):
-        prepare_set(
-            tmp_path / "copy", tmp_path / "set", columns=COLUMNS, unit_bytes=1, tokenizer=make_tokenizer(tmp_path)
-        )
-    assert len(list((tmp_path / "set").glob("unit.*"))) == 3
-
-
-def make_tokenizer(folder: Path) -> Path:
-    (folder / "text.txt").write_text(TEXTS[0])
-    prepare_set(folder / "text.txt", folder / "tokenized")
-    return folder / "tokenized" / "tokenizer.json"
-
-
-@pytest.mark.process
-def test_killed_preparation_resumes_with_the_missing_units(source, tmp_path):
-    prepare_set(source, tmp_path / "whole", columns=COLUMNS, unit_bytes=1)
-    script = f"""
-import sys, time
-from pathlib import Path
-from stackexp.data import readers
-from stackexp.data.columns import Columns, parse_filter
-from stackexp.data.prepare import Plan, prepare
-columns = Columns(filters=(parse_filter("int_score>=3"), parse_filter("language==en")))
-plan = Plan(Path({str(source)!r}), vocab_size=300, context_length=64, unit_bytes=1, columns=columns)
-prepare(plan, Path({str(tmp_path / "set")!r}), workers=1, show_progress=False)
-"""
-    process = subprocess.Popen([sys.executable, "-c", script])
-    wait_for(lambda: list((tmp_path / "set").glob("unit.*")) or process.poll() is not None)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    inodes = {path.name: path.stat().st_ino for path in (tmp_path / "set").glob("unit.*")}
-    prepare_set(source, tmp_path / "set", columns=COLUMNS, unit_bytes=1)
-    assert read_files(tmp_path / "set") == read_files(tmp_path / "whole")
-    assert {name: (tmp_path / "set" / name).stat().st_ino for name in inodes} == inodes
 
 
 @pytest.mark.process

@@ -3,7 +3,7 @@
 import pyarrow as pa
 import pytest
 from corpora import prepare_set
-from parquet_files import make_rows, read, texts, write_rows
+from parquet_files import make_rows, read, write_rows
 from pyarrow import parquet
 
 from stackexp.cli import main
@@ -46,17 +46,13 @@ def test_columns_of_the_same_name_are_a_one_line_error(tmp_path, name):
         lambda data: data[:-100],
         lambda data: data[: len(data) // 2],
         lambda data: b"",
-        lambda data: b"PAR1" + data[4:],
         lambda data: data[:1000] + b"\0" * 3000 + data[4000:],
     ],
-    ids=["no footer", "half", "empty", "intact", "zeros"],
+    ids=["no footer", "half", "empty", "zeros"],
 )
-def test_damaged_file_is_a_one_line_error(tmp_path, damage, request):
+def test_damaged_file_is_a_one_line_error(tmp_path, damage):
     path = write_rows(tmp_path / "a.parquet", make_rows(600), row_group_size=200, compression="zstd")
     path.write_bytes(damage(path.read_bytes()))
-    if request.node.callspec.id == "intact":
-        assert len(texts(read(path))) == 600
-        return
     with pytest.raises(UnreadableSourceError, match=r"a\.parquet: corrupt or cut short \(.*\); replace") as error:
         read(path)
     assert "\n" not in str(error.value)

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import zstandard
-from corpora import TEXTS, json_lines, prepare_set, read_files
+from corpora import TEXTS, json_lines, prepare_set
 
 from stackexp.data.prepare import Plan, sample_texts, start_set
 from stackexp.data.readers import PIECE_CHARACTERS
@@ -82,12 +82,6 @@ def test_unit_tails_are_packed_together(source, prepared, tmp_path):
     tokens = np.concatenate([part for pair in zip(bodies, tails, strict=True) for part in pair])
     expected = np.concatenate([tokens_of(prepared), np.load(prepared / "unit.00000" / "tail.npy")])
     assert tokens.tolist() == expected.tolist()
-
-
-def test_result_does_not_depend_on_the_number_of_workers(source, tmp_path):
-    for workers in (1, 2):
-        prepare_set(source, tmp_path / str(workers), workers=workers, unit_bytes=1)
-    assert read_files(tmp_path / "1") == read_files(tmp_path / "2")
 
 
 def test_tokenizer_is_trained_on_a_limited_sample(tmp_path, monkeypatch):

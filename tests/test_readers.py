@@ -3,7 +3,6 @@
 import gzip
 import json
 import os
-from pathlib import Path
 
 import pytest
 import zstandard
@@ -79,20 +78,16 @@ def test_text_and_json_files_are_split_identically(tmp_path, monkeypatch):
     assert "".join(piece.text for piece in text_pieces) == text
 
 
-def lines_of(folder: Path, name: str, lines: list[bytes]) -> list[Piece | BadLine]:
-    """Write the lines to a file, compressed if its suffix says so, and read it."""
-    compress = {".gz": gzip.compress, ".zst": zstandard.compress}.get(Path(name).suffix, bytes)
-    (folder / name).write_bytes(compress(b"\n".join(lines)))
-    return list(readers.read_pieces(find_sources(folder / name)[0]))
-
-
-@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.jsonl.zst"])
-def test_lines_above_the_limit_are_bad_lines(tmp_path, monkeypatch, name):
+@pytest.mark.parametrize(
+    ("name", "compress"), [("a.jsonl", bytes), ("a.jsonl.gz", gzip.compress), ("a.jsonl.zst", zstandard.compress)]
+)
+def test_lines_above_the_limit_are_bad_lines(tmp_path, monkeypatch, name, compress):
     monkeypatch.setattr(readers, "MAX_LINE_BYTES", 100)
     monkeypatch.setattr(readers, "PIECE_CHARACTERS", 30)
     empty = len(json.dumps({"text": ""}))
     good, longest, long = (json.dumps({"text": "x" * n}).encode() for n in (5, 100 - empty - 1, 300))
-    pieces = lines_of(tmp_path, name, [good, long, longest, b" ", long, good])
+    (tmp_path / name).write_bytes(compress(b"\n".join([good, long, longest, b" ", long, good])))
+    pieces = list(readers.read_pieces(find_sources(tmp_path / name)[0]))
     bad = [str(piece) for piece in pieces if isinstance(piece, BadLine)]
     assert bad == [f"{name}:{line}: longer than 100 bytes" for line in (2, 5)]
     text = "".join(piece.text for piece in pieces if isinstance(piece, Piece))

@@ -23,10 +23,9 @@ SETS = ["stdlib-asyncio", "stdlib-json+email", "stdlib-docstrings", "stdlib-logg
 
 
 @pytest.fixture
-def cache(tmp_path, monkeypatch) -> Path:
-    monkeypatch.setenv("STACKEXP_CACHE", str(tmp_path / "cache"))
+def cache(cache, monkeypatch) -> Path:
     monkeypatch.setattr(stdlib, "TRAIN_BYTES", 200_000)
-    return tmp_path / "cache"
+    return cache
 
 
 @pytest.fixture(scope="module")
@@ -56,16 +55,16 @@ def test_docstrings_set_contains_docstrings_only(corpora):
 
 
 def test_sets_are_prepared_once_and_then_cached(cache):
-    first = stdlib.prepare_stdlib(SMALL, show_progress=False)
+    first = stdlib.prepare_stdlib(SMALL)
     assert list(first.validation) + list(first.test) == SETS
     folders = [first.train, *first.validation.values(), *first.test.values()]
     opened = [TokenSet(folder) for folder in folders]
     assert all(len(tokens) > 100 for tokens in opened)
     assert len({tokens.corpus.tokenizer for tokens in opened}) == 1
     before = {path: path.stat().st_mtime_ns for path in cache.rglob("*")}
-    assert stdlib.prepare_stdlib(SMALL, show_progress=False) == first
+    assert stdlib.prepare_stdlib(SMALL) == first
     assert {path: path.stat().st_mtime_ns for path in cache.rglob("*")} == before
-    other = stdlib.prepare_stdlib(StdlibConfig(vocab_size=300, context_length=32), show_progress=False)
+    other = stdlib.prepare_stdlib(StdlibConfig(vocab_size=300, context_length=32))
     assert other.train.parent != first.train.parent
     assert TokenSet(other.train).corpus.context_length == 32
 
@@ -85,7 +84,7 @@ SCRIPT = """
 from stackexp.config.data import StdlibConfig
 from stackexp.data import stdlib
 stdlib.TRAIN_BYTES = 200_000
-stdlib.prepare_stdlib(StdlibConfig(vocab_size=300, context_length=64), show_progress=False)
+stdlib.prepare_stdlib(StdlibConfig(vocab_size=300, context_length=64))
 """
 
 
@@ -105,7 +104,7 @@ def test_killed_preparation_leaves_no_set(cache):
         shutil.rmtree(cache)
     assert hit, "no kill hit an unfinished preparation"
     assert not [path for path in cache.glob("stdlib-*") if not path.suffix]
-    prepared = stdlib.prepare_stdlib(SMALL, show_progress=False)
+    prepared = stdlib.prepare_stdlib(SMALL)
     assert len(TokenSet(prepared.train)) > 100
     assert not list(cache.glob("stdlib-*.tmp"))
 
@@ -152,7 +151,7 @@ def test_unwritable_cache_is_a_one_line_error(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("STACKEXP_CACHE", str(tmp_path / "file" / "cache"))
     with pytest.raises(RunError, match=r"cannot be written .*STACKEXP_CACHE"):
-        stdlib.prepare_stdlib(SMALL, show_progress=False)
+        stdlib.prepare_stdlib(SMALL)
 
 
 def test_packages_add_files_that_repeat_no_other(tmp_path, monkeypatch):

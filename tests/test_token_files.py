@@ -37,14 +37,6 @@ def test_chunks_with_the_remainder_score_each_token_except_the_first_once(length
     assert all(2 <= len(chunk) <= context_length for chunk in chunks)
 
 
-@pytest.mark.parametrize("suffix", [".npy", ".bin"])
-def test_raw_uint16_is_read_with_any_suffix(tmp_path, suffix):
-    file = TokenFile(write(tmp_path / f"set{suffix}", [1, 50_279, 65_535]))
-    assert file.tokens.tolist() == [1, 50_279, 65_535]
-    assert isinstance(file.tokens, np.memmap)
-    assert file.record is None
-
-
 @pytest.mark.parametrize("dtype", ["uint16", "<i8", "int32"])
 def test_a_real_npy_is_flattened(tmp_path, dtype):
     np.save(tmp_path / "set.npy", np.arange(6, dtype=dtype).reshape(2, 3))

@@ -96,10 +96,6 @@ def test_unusable_token_files_are_one_line_errors(tokenizer, ids, tmp_path):
     both = r"contains both token ids \(a\.npy\) and text \(b\.jsonl\); prepare them separately"
     assert_refused(source, to, both, tokenizer=tokenizer)
     (source / "b.jsonl").unlink()
-    path.write_bytes(path.read_bytes()[:-1])
-    assert_refused(source, to, r"a\.npy: .*uint16", tokenizer=tokenizer)
-    path.write_bytes(b"")
-    assert_refused(source, to, r"a\.npy: empty", tokenizer=tokenizer)
     np.save(path, ids / 2)
     assert_refused(source, to, r"a\.npy: expected token ids, found float64", tokenizer=tokenizer)
 

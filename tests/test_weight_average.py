@@ -8,7 +8,6 @@ import torch
 from forks import Forks
 from records import only_run
 from safetensors.torch import load_file
-from saved_models import make_model, take_step
 from torch import nn
 
 from stackexp.cli import main
@@ -56,15 +55,6 @@ def test_average_follows_its_equation(dtype):
         expected = decay * expected + (1 - decay) * model.weight.detach().double()
     assert average.tensors["weight"].dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
     torch.testing.assert_close(average.tensors["weight"].double(), expected, atol=1e-5, rtol=0)
-
-
-def test_average_does_not_share_memory_with_the_weights():
-    model, optimizer = make_model()
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    average = WeightAverage(model, 0.9)
-    take_step(model, optimizer)
-    assert all(torch.equal(average.tensors[name], tensor) for name, tensor in before.items())
-    assert not torch.equal(model[0].weight, before["0.weight"])
 
 
 def test_a_run_averages_the_weights_of_every_step(averaged):

@@ -170,14 +170,12 @@ def _open_prepared(path: Path, config: DataConfig, tokenizer: KnownTokenizer | N
 
 def _open_tokens(path: Path, config: DataConfig, tokenizer: KnownTokenizer | None) -> TokenFile:
     """Open the token file at `path`, or its converted copy in the cache."""
-    name = path.name.lower()
-    if path.is_dir() and (path / "index.json").exists():
+    if (path / "index.json").exists():
         return convert_mds(path, config.vocab_size, tokenizer and tokenizer.tokenizer)
-    if path.is_dir():
-        return convert_text(path, tokenizer and tokenizer.tokenizer)
-    if name.endswith(TOKEN_SUFFIXES):
+    name = path.name.lower()
+    if not path.is_dir() and name.endswith(TOKEN_SUFFIXES):
         return TokenFile(path)
-    if not name.endswith(TEXT_SUFFIXES + COLUMN_SUFFIXES):
+    if not path.is_dir() and not name.endswith(TEXT_SUFFIXES + COLUMN_SUFFIXES):
         known = " ".join(TOKEN_SUFFIXES + TEXT_SUFFIXES + COLUMN_SUFFIXES)
         raise RunError(f"{path}: unknown suffix; expected one of {known}")
     return convert_text(path, tokenizer and tokenizer.tokenizer)

@@ -3,13 +3,11 @@
 import codecs
 import contextlib
 import shutil
-import sys
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
-from tqdm import tqdm
 
 from stackexp.data.download import UnreachableServerError, download
 from stackexp.data.olmo import BASE_URL, INSTANCE_LENGTH, TOKENIZER, VOCAB_SIZE, OlmoSet
@@ -18,13 +16,14 @@ from stackexp.data.token_files import (
     FileRecord,
     TokenFile,
     count_token,
+    explain_failed_writes,
     find_end_of_text,
     publish,
     read_record,
 )
 from stackexp.errors import RunError
 from stackexp.files import compute_sha256, hold_lock
-from stackexp.progress_bar import open_bar
+from stackexp.progress_bar import open_bar, print_line
 
 BLOCK_TOKENS = 1 << 22
 
@@ -48,7 +47,7 @@ def fetch(sets: list[OlmoSet], folder: Path, mirror: str | None = None, *, verif
     written.
     """
     result, was_reached = FetchResult(), False
-    try:
+    with explain_failed_writes(folder):
         with ExitStack() as stack:
             for version in sorted({s.version for s in sets}):
                 (folder / version).mkdir(parents=True, exist_ok=True)
@@ -67,14 +66,9 @@ def fetch(sets: list[OlmoSet], folder: Path, mirror: str | None = None, *, verif
                     result.reason = str(error)
                 except RunError as error:
                     result.failed.append(olmo_set)
-                    _report(f"error: {olmo_set}: {error}")
+                    print_line(f"error: {olmo_set}: {error}")
         if not result.records:
             _remove_empty_folders(folder, {s.version for s in sets})
-    except OSError as error:
-        raise RunError(
-            f"{error.filename or folder}: cannot be written ({error.strerror or error}); free space or choose another "
-            "--to, then rerun the command to resume"
-        ) from error
     return result
 
 
@@ -94,16 +88,16 @@ def _find_complete(olmo_set: OlmoSet, folder: Path, verify: bool) -> FileRecord 
     try:
         record = read_record(path)
     except RunError as error:
-        _report(str(error))
+        print_line(str(error))
         return None
     if record is None or not path.is_file():
         return None
     if record.tokenizer != TOKENIZER:
         raise RunError(f"{path}: exists and belongs to another tokenizer; choose another --to")
     if path.stat().st_size != record.bytes or (verify and compute_sha256(path) != record.sha256):
-        _report(f"{path}: differs from its record; fetching it again")
+        print_line(f"{path}: differs from its record; fetching it again")
         return None
-    _report(f"{olmo_set}: already fetched")
+    print_line(f"{olmo_set}: already fetched")
     return record
 
 
@@ -153,9 +147,9 @@ def _report_oddities(olmo_set: OlmoSet, path: Path) -> None:
     file, advice = TokenFile(path), "compare its size with the server's, it may be truncated"
     assert file.record
     if file.tokens[-1] != file.record.end_of_text:
-        _report(f"note: {olmo_set} ends within a document; {advice}")
+        print_line(f"note: {olmo_set} ends within a document; {advice}")
     if olmo_set.instances not in (None, count := len(file) // INSTANCE_LENGTH):
-        _report(
+        print_line(
             f"note: {olmo_set} has {count:,} instances of {INSTANCE_LENGTH} tokens, but OLMo's file has "
             f"{olmo_set.instances:,}; {advice}"
         )
@@ -203,7 +197,3 @@ def _decode_page(begin: bytes) -> str:
     except UnicodeDecodeError:
         return ""
     return " ".join(words)[:60] if "".join(words).isprintable() else ""
-
-
-def _report(line: str) -> None:
-    tqdm.write(line, file=sys.stderr)

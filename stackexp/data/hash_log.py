@@ -32,16 +32,9 @@ def update_hash(previous: str, sequence_hashes: np.ndarray) -> str:
     return digest.hexdigest()
 
 
-class HashLog:
-    """The data.jsonl of a run folder, opened for appending after `step`. Lines of later steps are deleted."""
-
-    def __init__(self, folder: Path, step: int):
-        self._path = folder / FILE_NAME
-        files.write_json_lines(self._path, [line for line in read_hash_log(folder) if line["step"] <= step])
-
-    def append(self, line: dict[str, Any]) -> None:
-        """Append a line and flush it to disk, so that no checkpoint is ahead of the log."""
-        files.append_json_line(self._path, line, sync=True)
+def truncate_hash_log(folder: Path, step: int) -> None:
+    """Delete the lines of a run's data.jsonl after `step`; create the file if it is missing."""
+    files.write_json_lines(folder / FILE_NAME, [line for line in read_hash_log(folder) if line["step"] <= step])
 
 
 def read_hash_log(folder: Path) -> list[dict[str, Any]]:

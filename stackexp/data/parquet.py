@@ -32,8 +32,8 @@ def read_rows(
         paths = _find_columns(source, file.schema_arrow, columns)
         rows = position = 0
         for batch in file.iter_batches(BATCH_ROWS, columns=[".".join(path) for path in paths], use_threads=False):
-            texts, *values = (_get_values(batch, path) for path in paths)
-            yield from zip(texts, _transpose(values, batch.num_rows), strict=True)
+            for text, *values in zip(*(_get_values(batch, path) for path in paths), strict=True):
+                yield text, values
             rows += batch.num_rows
             done = source.size * rows // file.metadata.num_rows
             advance(done - position)
@@ -55,10 +55,6 @@ def check_columns(source: Source, columns: Columns) -> None:
     except (pa.ArrowException, OSError):  # reported with the other damaged files when they are read
         return
     _find_columns(source, schema, columns)
-
-
-def _transpose(columns: list[list[Any]], rows: int) -> list[list[Any]]:
-    return [[column[row] for column in columns] for row in range(rows)]
 
 
 def _find_columns(source: Source, schema: "pa.Schema", columns: Columns) -> list[list[str]]:
@@ -99,8 +95,8 @@ def _get_values(batch: "pa.RecordBatch", path: list[str]) -> list[Any]:
     from pyarrow import compute
 
     column = batch.column(path[0])
-    for part in path[1:]:
-        column = compute.struct_field(column, part)
+    if path[1:]:
+        column = compute.struct_field(column, path[1:])
     if pa.types.is_dictionary(column.type):
         column = column.dictionary_decode()
     kind = column.type

@@ -165,7 +165,6 @@ def prepare(
     workers: int | None = None,
     strict: bool = False,
     part: tuple[int, int] | None = None,
-    show_progress: bool = True,
 ) -> Corpus | None:
     """Prepare a set in `folder`, or continue an earlier call that was stopped.
 
@@ -191,7 +190,7 @@ def prepare(
             folder, tokenizer, plan.context_length, plan.units, plan.columns, strict=strict, verify=not is_part
         )
         first, step = (part[0] - 1, part[1]) if part else (0, 1)
-        write_units(job, range(first, len(plan.units), step), workers or len(os.sched_getaffinity(0)), show_progress)
+        write_units(job, range(first, len(plan.units), step), workers or len(os.sched_getaffinity(0)))
         if is_part:
             return None
         names = [source.name for source in plan.sources]

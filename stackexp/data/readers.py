@@ -124,7 +124,7 @@ def _find_invalid_line(raw: BinaryIO) -> int | None:
         line += chunk.count(b"\n")
 
 
-class _BadDocumentError(ValueError):
+class _BadDocumentError(Exception):
     """A JSON line without a document; the message is the reason."""
 
 
@@ -155,8 +155,6 @@ def _parse_document(line: bytes, columns: Columns) -> str | None:
         raise _BadDocumentError("invalid UTF-8") from e
     except json.JSONDecodeError as e:
         raise _BadDocumentError(f"invalid JSON ({e.msg})") from e
-    except _BadDocumentError:
-        raise
     except ValueError as e:  # a number with more digits than Python converts
         raise _BadDocumentError(str(e).partition(":")[0]) from e
     except (KeyError, TypeError, AttributeError, RecursionError) as e:
@@ -189,7 +187,7 @@ def _read_parquet(
             if not text:
                 raise _BadDocumentError(f"no {columns.text}")
             yield from cut_into_pieces([text.decode()])
-        except ValueError as e:
+        except (UnicodeError, _BadDocumentError) as e:
             yield BadLine(f"{source.name}:{number}", "invalid UTF-8" if isinstance(e, UnicodeError) else str(e))
 
 

@@ -1,6 +1,5 @@
 """Convert token files to another tokenizer: decode each document, then encode it."""
 
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -18,6 +17,7 @@ from stackexp.data.token_files import (
     FileRecord,
     TokenFile,
     count_token,
+    explain_failed_writes,
     find_end_of_text,
     write_record,
     write_token_file,
@@ -34,7 +34,7 @@ from stackexp.data.tokenizer import (
 )
 from stackexp.errors import RunError
 from stackexp.files import compute_sha256, hold_lock
-from stackexp.progress_bar import open_bar
+from stackexp.progress_bar import open_bar, print_line
 
 BLOCK_TOKENS = 1 << 18
 
@@ -83,18 +83,13 @@ class Retokenizer:
                 )
         ends = {name: self._find_end_of_text(file) for name, file in files.items()}
         self._report_ambiguous_ends(ends)
-        try:
+        with explain_failed_writes(folder):
             folder.mkdir(parents=True, exist_ok=True)
             with (
                 hold_lock(folder / ".lock", f"the conversion into {folder}"),
                 open_bar(desc="retokenizing", total=sum(map(len, files.values())), unit="tok", unit_scale=True) as bar,
             ):
                 return {name: self._convert(file, ends[name], folder / name, bar) for name, file in files.items()}
-        except OSError as error:
-            raise RunError(
-                f"{error.filename or folder}: cannot be written ({error.strerror or error}); free space or choose "
-                "another --to, then rerun the command to resume"
-            ) from error
 
     @cached_property
     def _fingerprints(self) -> dict[str, str]:
@@ -120,7 +115,7 @@ class Retokenizer:
         path.parent.mkdir(parents=True, exist_ok=True)
         if (record := _find_complete(path, origin)) is not None:
             bar.update(len(file))
-            _report(f"{path}: already converted")
+            print_line(f"{path}: already converted")
             if not record.replaced_documents:
                 self._record_text_bytes(file, record.text_bytes)
             return record
@@ -135,7 +130,7 @@ class Retokenizer:
             **origin,
         )
         if (lost := counts.text_bytes - counts.kept_bytes) > 0:
-            _report(
+            print_line(
                 f"note: {path}: {lost:,} of {counts.text_bytes:,} bytes of text are lost; the new tokenizer normalizes "
                 "text or has no token for some characters"
             )
@@ -154,7 +149,7 @@ class Retokenizer:
         if not count_token(file.tokens, end):
             if self.end_of_text is not None:
                 raise RunError(f"{file.path}: contains no id {end}; set --end-of-text to the id that ends documents")
-            _report(
+            print_line(
                 f"note: {file.path}: contains no end-of-text id {end}, so it is one document; if another id ends "
                 "documents, set --end-of-text"
             )
@@ -165,7 +160,7 @@ class Retokenizer:
         for end in sorted(set(ends.values()) - {self.end_of_text, get_end_of_text_id(self.old.tokenizer)}):
             if text := self.old.tokenizer.id_to_token(end):
                 names = ", ".join(name for name, other in ends.items() if other == end)
-                _report(
+                print_line(
                     f"note: id {end} ends the documents of {names}, but is also the token {text!r}, which therefore "
                     "ends a document too; to use another id, set --end-of-text"
                 )
@@ -239,7 +234,7 @@ class Retokenizer:
         try:
             write_record(file.path, replace(file.record, text_bytes=text_bytes))
         except OSError as error:
-            _report(f"note: cannot add the bytes of text to the record of {file.path} ({error.strerror})")
+            print_line(f"note: cannot add the bytes of text to the record of {file.path} ({error.strerror})")
 
 
 def _find_complete(path: Path, origin: dict[str, Any]) -> FileRecord | None:
@@ -249,7 +244,3 @@ def _find_complete(path: Path, origin: dict[str, Any]) -> FileRecord | None:
     except RunError:
         return None
     return record if record and origin.items() <= asdict(record).items() else None
-
-
-def _report(line: str) -> None:
-    tqdm.write(line, file=sys.stderr)

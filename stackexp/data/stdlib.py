@@ -39,7 +39,7 @@ VALIDATION_NAMES = [*VALIDATION_PACKAGES, DOCSTRINGS]
 TEST_NAMES = [*TEST_PACKAGES]
 
 
-def prepare_stdlib(config: StdlibConfig, show_progress: bool = True) -> DataPaths:
+def prepare_stdlib(config: StdlibConfig) -> DataPaths:
     """Return the prepared sets for the config's vocab_size and context_length; prepare them on first use.
 
     The cache key is a hash of the texts and settings. A killed process leaves no incomplete set; a second process waits
@@ -58,7 +58,7 @@ def prepare_stdlib(config: StdlibConfig, show_progress: bool = True) -> DataPath
             folder.parent.mkdir(parents=True, exist_ok=True)
             with hold_lock(folder.with_suffix(".lock"), f"the preparation of {folder}"):
                 if not folder.is_dir():
-                    _write_sets(folder, texts, config, show_progress)
+                    _write_sets(folder, texts, config)
     except OSError as e:
         remedy = "free some space or set STACKEXP_CACHE to another folder"
         raise RunError(f"{folder}: cannot be written ({e.strerror}); {remedy}") from e
@@ -146,13 +146,13 @@ def _find_python_files(root: Path) -> list[str]:
     return found
 
 
-def _write_sets(folder: Path, texts: dict[str, dict[str, str]], config: StdlibConfig, show_progress: bool) -> None:
+def _write_sets(folder: Path, texts: dict[str, dict[str, str]], config: StdlibConfig) -> None:
     """Train the tokenizer and write every set to a temporary folder, then rename it."""
     temporary = folder.with_suffix(".tmp")
     shutil.rmtree(temporary, ignore_errors=True)  # left by a killed process
     try:
         tokenizer = train_tokenizer(texts["train"].values(), config.vocab_size)
-        for name in open_bar(texts, desc="preparing the standard library", unit="set", disable=not show_progress):
+        for name in open_bar(texts, desc="preparing the standard library", unit="set"):
             write_documents(temporary / name, texts[name].values(), tokenizer, config.context_length)
         temporary.rename(folder)
     finally:

@@ -6,7 +6,8 @@ presence means that the file is complete and was checked.
 
 import glob
 import io
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -155,6 +156,18 @@ def publish(temporary: Path, path: Path, record: FileRecord) -> None:
         outdated.unlink(missing_ok=True)
     temporary.replace(path)
     write_record(path, record)
+
+
+@contextmanager
+def explain_failed_writes(folder: Path) -> Iterator[None]:
+    """Convert an OSError of a command that writes token files to `folder` into a RunError."""
+    try:
+        yield
+    except OSError as error:
+        raise RunError(
+            f"{error.filename or folder}: cannot be written ({error.strerror or error}); free space or choose another "
+            "--to, then rerun the command to resume"
+        ) from error
 
 
 def write_record(path: Path, record: FileRecord) -> None:

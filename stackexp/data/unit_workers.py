@@ -39,7 +39,7 @@ class UnitJob:
     verify: bool  # check the hashes of existing units
 
 
-def write_units(job: UnitJob, numbers: Sequence[int], workers: int, show_progress: bool) -> None:
+def write_units(job: UnitJob, numbers: Sequence[int], workers: int) -> None:
     """Write the missing units among `numbers`.
 
     Unreadable sources do not stop the other units; all are printed, and the last one is raised as RunError at the end.
@@ -51,7 +51,6 @@ def write_units(job: UnitJob, numbers: Sequence[int], workers: int, show_progres
         total=sum(source.size for number in numbers for source in job.units[number]),
         unit="B",
         unit_scale=True,
-        disable=not show_progress,
     )
     with bar:
         if len(numbers) > 1 and workers > 1:

@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 from stackexp.config.experiment import ExperimentConfig
@@ -12,16 +12,6 @@ from stackexp.modules.scores import Scores, compute_perplexity
 MAX_TOKENS = 50_000_000  # counting the tokens of longer runs would take minutes
 
 
-@dataclass(frozen=True)
-class _FirstStep:
-    """A stand-in for the trainer at the first step of a run on one device, with the fields that a loader reads."""
-
-    global_rank: int = 0
-    world_size: int = 1
-    num_devices: int = 1
-    global_step: int = 0
-
-
 def score_bigrams(config: ExperimentConfig, data: Any) -> dict[str, Scores]:
     """Return loss and perplexity of the data module's validation sets under bigram counts of the training tokens.
 
@@ -29,7 +19,8 @@ def score_bigrams(config: ExperimentConfig, data: Any) -> dict[str, Scores]:
     """
     if config.total_tokens > MAX_TOKENS:
         return {}
-    loader = data.train_set.build_loader(_FirstStep())
+    trainer = SimpleNamespace(global_rank=0, world_size=1, num_devices=1, global_step=0)  # all a loader reads
+    loader = data.train_set.build_loader(trainer)
     epochs = itertools.chain.from_iterable(itertools.repeat(loader))
     num_batches = config.total_tokens // (config.micro_batch_size * config.data.context_length)
     batches = (batch["tokens"].numpy() for batch in itertools.islice(epochs, num_batches))

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from stackexp.data.evaluation_sets import EvaluationSet
 from stackexp.data.token_files import Chunks
 from stackexp.datamodules.pretraining import build_perplexity_loader
 from stackexp.errors import ConfigError, RunError
@@ -54,7 +53,8 @@ def score_by_position(request: EvaluationRequest) -> tuple[int, list[PositionLos
     assert request.run is not None
     context = config.data.context_length
     config.trainer.strategy = "single"  # the whole model on one device
-    sequences = {opened.name: _join(opened, context) for opened in open_data(request).sets(request.stage)}
+    opened = open_data(request).sets(request.stage)
+    sequences = {dataset.name: Chunks(dataset.chunks.tokens, FACTOR * context, False) for dataset in opened}
     skipped = [name for name, chunks in sequences.items() if not len(chunks)]
     if len(skipped) == len(sequences):
         raise RunError(f"--by_position: no set has {FACTOR * context:,} tokens ({FACTOR} x data.context_length)")
@@ -75,10 +75,6 @@ def get_output(request: EvaluationRequest) -> Path:
     """Return the JSON file: `request.out`, or one named like that of the scores of the same checkpoint and sets."""
     assert request.output is not None
     return request.out or request.output.with_name(request.output.name.replace(request.stage, "by_position", 1))
-
-
-def _join(opened: EvaluationSet, context: int) -> Chunks:
-    return Chunks(opened.chunks.tokens, FACTOR * context, False)
 
 
 def _score_set(model: Any, name: str, chunks: Chunks, config: Any) -> PositionLosses:

@@ -17,7 +17,7 @@ def write_chunk_losses(output: Path, name: str, sums: np.ndarray) -> None:
         name: The set.
         sums: [2, N] Loss in nats and number of predictions of each chunk.
     """
-    path = _get_path(output.with_suffix(".chunks"), name)
+    path = output.with_suffix(".chunks") / f"{name}.npy"
     path.parent.mkdir(parents=True, exist_ok=True)
     with open_atomically(path, "wb") as file:
         np.save(file, sums)
@@ -28,18 +28,13 @@ def read_chunk_losses(run: Path, name: str, loss: float) -> np.ndarray | None:
 
     Raises RunError for a damaged file.
     """
-    for folder in sorted(run.glob("validate*.chunks")):
-        path = _get_path(folder, name)
-        if path.is_file():
-            try:
-                sums = np.load(path, allow_pickle=False)
-                found = math.fsum(sums[0]) / math.fsum(sums[1])
-            except (OSError, ValueError, EOFError, IndexError, TypeError, ZeroDivisionError) as error:
-                raise RunError(f"{path}: damaged ({error}); run `validate` again") from None
-            if found == loss:  # otherwise the file is of another checkpoint
-                return sums
+    paths = (folder / f"{name}.npy" for folder in sorted(run.glob("validate*.chunks")))
+    for path in filter(Path.is_file, paths):
+        try:
+            sums = np.load(path, allow_pickle=False)
+            found = math.fsum(sums[0]) / math.fsum(sums[1])
+        except (OSError, ValueError, EOFError, IndexError, TypeError, ZeroDivisionError) as error:
+            raise RunError(f"{path}: damaged ({error}); run `validate` again") from None
+        if found == loss:  # otherwise the file is of another checkpoint
+            return sums
     return None
-
-
-def _get_path(folder: Path, name: str) -> Path:
-    return folder / f"{name}.npy"

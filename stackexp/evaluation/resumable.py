@@ -18,6 +18,7 @@ from stackexp.evaluation.request import Sets, Stage, hash_values, list_figure_op
 from stackexp.files import append_json_line, read_json_lines, write_json_lines
 from stackexp.models import checkpoints
 from stackexp.modules.base import TrainingModule
+from stackexp.progress_bar import open_bar
 from stackexp.training.processes import Processes
 
 QUIET_SECONDS = 10  # at least, between two lines of progress; a shorter evaluation prints nothing but its table
@@ -123,7 +124,7 @@ class ResumableEvaluation(pl.Callback):
         batches = trainer.num_val_batches if self._stage == "validate" else trainer.num_test_batches
         self._num_sets = len(batches)
         if self._is_shown and trainer.is_global_zero and sys.stderr.isatty():
-            self._bar = tqdm(total=sum(batches), unit="batch", file=sys.stderr, dynamic_ncols=True)
+            self._bar = open_bar(total=sum(batches), unit="batch")
 
     def on_validation_batch_end(self, trainer: pl.Trainer, module: TrainingModule, *_: Any) -> None:
         """Save and show the sets that are complete."""

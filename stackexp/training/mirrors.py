@@ -6,7 +6,6 @@ import os
 import queue
 import re
 import threading
-from abc import ABC, abstractmethod
 from typing import Any
 
 from stackexp.config.affects import flatten_config
@@ -28,27 +27,14 @@ def check_installed(config: ExperimentConfig) -> None:
             raise ConfigError(f"logging.mirrors: {name}: not installed; run pip install 'stackexp[{name}]'")
 
 
-class Service(ABC):
-    """A connection to a tracking service. Its methods may raise any error of the service's library."""
-
-    @abstractmethod
-    def open(self, run: RunFolder, config: ExperimentConfig, run_id: str | None) -> tuple[str, int]:
-        """Start a mirrored run, or continue `run_id`; return its id and the last step that it has."""
-
-    @abstractmethod
-    def write(self, line: dict[str, Any]) -> None:
-        """Send a line of metrics.jsonl."""
-
-    @abstractmethod
-    def close(self, is_finished: bool) -> None:
-        """Mark the mirrored run as finished, or as stopped."""
-
-
-class WandbService(Service):
+class WandbService:
     """Weights & Biases. Offline, every session has a folder of its own with all lines, because it cannot be resumed."""
 
     def open(self, run: RunFolder, config: ExperimentConfig, run_id: str | None) -> tuple[str, int]:
-        """Start or continue a run of the project $WANDB_PROJECT or `stackexp`, in a group named like the config."""
+        """Start a run, or continue `run_id`; return its id and the last step that it has.
+
+        It belongs to the project $WANDB_PROJECT or `stackexp`, and to a group named like the config.
+        """
         import wandb
 
         self._run = wandb.init(
@@ -65,19 +51,19 @@ class WandbService(Service):
         return self._run.id, self._run.summary.get("step", 0)
 
     def write(self, line: dict[str, Any]) -> None:
-        """Send a line."""
+        """Send a line of metrics.jsonl."""
         self._run.log({tag: value for tag, value in line.items() if tag != "time" and value is not None})
 
     def close(self, is_finished: bool) -> None:
-        """Wait until everything is sent."""
+        """Wait until everything is sent, and mark the run as finished or stopped."""
         self._run.finish(exit_code=0 if is_finished else 1)
 
 
-class MlflowService(Service):
+class MlflowService:
     """MLflow at $MLFLOW_TRACKING_URI, or MLflow's default: the file mlflow.db in the current folder."""
 
     def open(self, run: RunFolder, config: ExperimentConfig, run_id: str | None) -> tuple[str, int]:
-        """Start or continue a run of the experiment named like the config."""
+        """Start a run of the experiment named like the config, or continue `run_id`; return its id and last step."""
         for library in ("mlflow", "alembic", "urllib3"):  # urllib3 logs every retry
             logging.getLogger(library).setLevel(logging.ERROR)
         from mlflow import MlflowClient
@@ -96,7 +82,7 @@ class MlflowService(Service):
         return self._id, 0
 
     def write(self, line: dict[str, Any]) -> None:
-        """Send a line. A tag has _ in place of characters that MLflow does not permit."""
+        """Send a line of metrics.jsonl. A tag has _ in place of characters that MLflow does not permit."""
         from mlflow.entities import Metric
 
         milliseconds = round(line["time"] * 1000)
@@ -105,11 +91,11 @@ class MlflowService(Service):
         self._client.log_batch(self._id, metrics=metrics)
 
     def close(self, is_finished: bool) -> None:
-        """Set the status."""
+        """Mark the run as finished or stopped."""
         self._client.set_terminated(self._id, "FINISHED" if is_finished else "KILLED")
 
 
-SERVICES: dict[str, type[Service]] = {"wandb": WandbService, "mlflow": MlflowService}
+SERVICES: dict[str, type[WandbService | MlflowService]] = {"wandb": WandbService, "mlflow": MlflowService}
 
 
 class Mirror:

@@ -1,8 +1,10 @@
 """Batches of requests: continuations with the prefix they share, and prompts of equal length. Imports no torch."""
 
 import itertools
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
+
+from more_itertools import constrained_batches  # required by lm-eval
 
 
 @dataclass(frozen=True)
@@ -25,34 +27,15 @@ class Group:
 
 @dataclass(frozen=True)
 class Batch:
-    """Groups whose prefixes have the same length, in one forward pass for the prefixes and one for the rest."""
+    """Rows whose prefixes have the same length: one forward pass for the prefixes, and one for the rest.
 
-    groups: list[Group]
+    Row i has `inputs[i]` after `prefixes[owners[i]]`, and predicts the continuation of `pairs[i]`.
+    """
 
-    @property
-    def prefixes(self) -> list[tuple[int, ...]]:
-        """The prefix of each group."""
-        return [group.prefix for group in self.groups]
-
-    @property
-    def owners(self) -> list[int]:
-        """The group number of each row."""
-        return [number for number, group in enumerate(self.groups) for _ in group.pairs]
-
-    @property
-    def inputs(self) -> list[Sequence[int]]:
-        """The input tokens of each row after the prefix."""
-        return [row for group in self.groups for row in group.inputs]
-
-    @property
-    def pairs(self) -> list[Pair]:
-        """The pair of each row."""
-        return [pair for group in self.groups for pair in group.pairs]
-
-    @property
-    def lengths(self) -> list[int]:
-        """The number of predictions of each row."""
-        return [len(pair.continuation) for pair in self.pairs]
+    prefixes: list[tuple[int, ...]]
+    owners: list[int]
+    inputs: list[Sequence[int]]
+    pairs: list[Pair]
 
     def list_predictions(self) -> tuple[list[int], list[int], list[int]]:
         """Return row, column and target of every prediction, row by row."""
@@ -71,7 +54,8 @@ def plan_batches(pairs: Sequence[Pair], batch_size: int, max_length: int, shares
     """Return the batches for these pairs, the most expensive first.
 
     Pairs with the same context form a group whose context is computed once, if this saves at least half of the tokens.
-    A sequence of more than `max_length` inputs loses its first tokens.
+    A sequence of more than `max_length` inputs loses its first tokens. A group of more than `batch_size` pairs is a
+    batch of its own.
     """
     by_context: dict[Hashable, list[Pair]] = {}
     for pair in pairs:
@@ -81,9 +65,9 @@ def plan_batches(pairs: Sequence[Pair], batch_size: int, max_length: int, shares
         groups += _build_groups(members, max_length)
     groups.sort(key=lambda group: (-len(group.prefix), -max(map(len, group.inputs)), group.pairs[0].index))
     return [
-        Batch(part)
+        _merge(part)
         for _, same in itertools.groupby(groups, key=lambda group: len(group.prefix))
-        for part in _split(same, batch_size)
+        for part in constrained_batches(same, batch_size, get_len=lambda group: len(group.pairs), strict=False)
     ]
 
 
@@ -102,17 +86,13 @@ def _build_groups(pairs: list[Pair], max_length: int) -> Iterator[Group]:
         yield Group((), [[*pair.context, *pair.continuation[:-1]][-max_length:]], [pair])
 
 
-def _split(groups: Iterable[Group], batch_size: int) -> Iterator[list[Group]]:
-    """Yield consecutive groups of at most `batch_size` rows in total; a larger group is alone."""
-    part: list[Group] = []
-    rows = 0
-    for group in groups:
-        if part and rows + len(group.pairs) > batch_size:
-            yield part
-            part, rows = [], 0
-        part.append(group)
-        rows += len(group.pairs)
-    yield part
+def _merge(groups: Sequence[Group]) -> Batch:
+    return Batch(
+        prefixes=[group.prefix for group in groups],
+        owners=[number for number, group in enumerate(groups) for _ in group.pairs],
+        inputs=[row for group in groups for row in group.inputs],
+        pairs=[pair for group in groups for pair in group.pairs],
+    )
 
 
 def plan_generation(prompts: Sequence[Sequence[int]], options: Sequence[Hashable], batch_size: int) -> list[list[int]]:

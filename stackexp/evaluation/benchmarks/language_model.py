@@ -6,6 +6,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lm_eval.api.model import TemplateLM
+from lm_eval.models.utils import postprocess_generated_text
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tokenizers import Tokenizer
 from torch.nn import functional as F
@@ -68,13 +69,10 @@ class RunModel(TemplateLM):
         """Return the token ids of a text, without special tokens, as in the training data."""
         return self._tokenizer.encode(string, add_special_tokens=False).ids
 
-    def loglikelihood(self, requests: list, disable_tqdm: bool = True) -> list[tuple[float, bool]]:
-        """Return the log-likelihood of each continuation in nats, and whether greedy decoding would produce it."""
-        return super().loglikelihood(requests, disable_tqdm=disable_tqdm)
-
     def _loglikelihood_tokens(
         self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **kwargs: Any
     ) -> list[tuple[float, bool]]:
+        """Return the log-likelihood of each continuation in nats, and whether greedy decoding would produce it."""
         pairs = [Pair(i, context, continuation) for i, (_, context, continuation) in enumerate(requests)]
         batches = plan_batches(pairs, self.batch_size, self._max_length, shares_prefixes=not self._is_sharded)
         return self._run(batches, self._score, len(pairs))
@@ -84,8 +82,7 @@ class RunModel(TemplateLM):
         pairs, owners = [], []
         for owner, request in enumerate(requests):
             tokens = self.tok_encode(request.args[0])
-            windows = get_rolling_token_windows(tokens, self._end, self._max_length, 1) if tokens else []
-            for window in windows:
+            for window in get_rolling_token_windows(tokens, self._end, self._max_length, 1):
                 pairs.append((("", ""), *make_disjoint_window(window)))
                 owners.append(owner)
         totals = [0.0] * len(requests)
@@ -97,8 +94,8 @@ class RunModel(TemplateLM):
         """Return the greedy continuation of each prompt, up to a stop string, the end of the document or the limit.
 
         Prompts of equal length share a batch, because the decoder's cache has no padding. The limit is at most half of
-        `max_length`, and longer prompts lose their first tokens. Raises RunError for tasks
-        that sample, and for sharded models, whose processes would need equally long generations.
+        `max_length`, and longer prompts lose their first tokens. Raises RunError for tasks that sample, and for sharded
+        models, whose processes would need equally long generations.
         """
         if self._is_sharded:
             raise RunError("generation: not supported for sharded weights; use `evaluate`, or trainer.strategy=ddp")
@@ -123,8 +120,8 @@ class RunModel(TemplateLM):
             return [any(stop in self._decode(row) for stop in stops) for row in new.tolist()]
 
         output = generate(self.model, tokens, limit, temperature=0, stop_token=self._end, should_stop=should_stop)
-        texts = [self._decode(row) for row in output[:, start:].tolist()]
-        return list(zip(rows, (cut_at(text, stops) for text in texts), strict=True))
+        texts = [postprocess_generated_text(self._decode(row), list(stops), None) for row in output[:, start:].tolist()]
+        return list(zip(rows, texts, strict=True))
 
     def _decode(self, tokens: list[int]) -> str:
         end = tokens.index(self._end) if self._end in tokens else len(tokens)
@@ -139,13 +136,14 @@ class RunModel(TemplateLM):
             cache = cache.select_rows(torch.tensor(batch.owners, device=self.device))
         hidden = self.model(self._pad(batch.inputs), cache, return_hidden=True).hidden
         rows, columns, tokens = batch.list_predictions()
+        lengths = [len(pair.continuation) for pair in batch.pairs]
         weight, bias = self.model.output_head
         logits = F.linear(hidden[rows, columns], weight, bias)
         logits = logits if logits.dtype == torch.float64 else logits.float()
         targets = torch.tensor(tokens, device=self.device)
         scores = -F.cross_entropy(logits, targets, reduction="none")
         is_greedy = logits.argmax(-1) == targets
-        parts = zip(batch.pairs, scores.cpu().split(batch.lengths), is_greedy.cpu().split(batch.lengths), strict=True)
+        parts = zip(batch.pairs, scores.cpu().split(lengths), is_greedy.cpu().split(lengths), strict=True)
         return [(pair.index, (score.double().sum().item(), bool(greedy.all()))) for pair, score, greedy in parts]
 
     def _pad(self, rows: Sequence[Sequence[int]]) -> torch.Tensor:
@@ -169,8 +167,3 @@ class RunModel(TemplateLM):
             dist.all_gather_object(shares, own)
         results = dict(pair for share in shares for pair in share)
         return [results[i] for i in range(count)]
-
-
-def cut_at(text: str, stops: Sequence[str]) -> str:
-    """Return the text before the first stop string."""
-    return text[: min((text.find(stop) for stop in stops if stop in text), default=len(text))]

@@ -91,11 +91,7 @@ def add_evaluation(path: Path, new: Evaluation) -> None:
 
 def compute_mean(values: list[float]) -> tuple[float, float | None]:
     """Return the mean and its standard error; None for a single value."""
-    mean = math.fsum(values) / len(values)
-    if len(values) < 2:
-        return mean, None
-    variance = math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1)
-    return mean, math.sqrt(variance / len(values))
+    return compute_ratio(values, [1.0] * len(values))
 
 
 def compute_ratio(numerators: list[float], denominators: list[float]) -> tuple[float, float | None]:
@@ -114,8 +110,7 @@ def average_tasks(tasks: Mapping[str, TaskScores], name: str) -> tuple[float, fl
     if not chosen:
         return None
     errors = [getattr(scores, f"{name}_stderr", None) for scores in chosen]
-    known = [error for error in errors if error is not None]
-    error = math.sqrt(math.fsum(error**2 for error in known)) / len(chosen) if len(known) == len(chosen) else None
+    error = None if None in errors else math.sqrt(math.fsum(error**2 for error in errors)) / len(chosen)
     return math.fsum(getattr(scores, name) for scores in chosen) / len(chosen), error
 
 

@@ -112,7 +112,8 @@ def evaluate(model: Model, options: Options) -> None:
     loader = TaskLoader(options.datasets, options.num_fewshot)
     names = loader.expand(options.tasks)
     output = options.out or model.output
-    keys = {name: _hash_task(model, options, loader, name) for name in names}
+    common = [model.identity, options.limit, options.num_fewshot, [stackexp.__version__, lm_eval.__version__]]
+    keys = {name: hash_values([*common, loader.identify(name)]) for name in names}
     partial = PartialResults(output.with_suffix(".partial.jsonl") if output else None, keys)
     scored = {name: TaskScores(**figures) for name, figures in partial.load().items()}  # type: ignore[arg-type]
     tasks = {name: loader.load(name) for name in names if name not in scored}  # all datasets before the first score
@@ -137,11 +138,6 @@ def _score(lm: Any, task: Any, limit: int | None) -> TaskScores:
         return score_task(lm, task, limit)
     except AssertionError as error:  # lm-eval's checks of the model and the prompts
         raise RunError(f"{task.task_name}: {first_line(error)}; choose other tasks or --num_fewshot") from None
-
-
-def _hash_task(model: Model, options: Options, loader: TaskLoader, name: str) -> str:
-    versions = [stackexp.__version__, lm_eval.__version__]
-    return hash_values([model.identity, options.limit, options.num_fewshot, versions, loader.identify(name)])
 
 
 def _report(model: Model, options: Options, scored: dict[str, TaskScores], output: Path | None) -> None:

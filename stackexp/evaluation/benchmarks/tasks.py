@@ -97,7 +97,7 @@ class TaskLoader:
         shots = config.get("num_fewshot") if self._num_fewshot is None else self._num_fewshot
         needed = [find_evaluated_split(config), *(["fewshot_split"] if shots else [])]
         for split in needed:
-            if split in missing:  # without that of the shots, lm-eval would take other examples
+            if split in missing:  # without the split of the shots, lm-eval would draw them from another one
                 file = folder / f"{config[split]}.jsonl"
                 raise RunError(f"{name}: no {file}; write one line for each document of {config['dataset_path']!r}")
         return {"custom_dataset": lambda **_: read_dataset(files), "dataset_path": str(folder), **missing}

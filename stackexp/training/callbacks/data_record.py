@@ -6,11 +6,11 @@ from typing import Any
 import lightning.pytorch as pl
 import numpy as np
 import torch
-import torch.distributed as dist
 
-from stackexp.data.hash_log import HashLog, update_hash
+from stackexp.data.hash_log import FILE_NAME, truncate_hash_log, update_hash
 from stackexp.datamodules.training_set import TrainingSet
 from stackexp.errors import RunError
+from stackexp.files import append_json_line
 from stackexp.modules.base import TrainingModule
 from stackexp.training.callbacks.step import StepCallback
 
@@ -43,7 +43,7 @@ class DataRecord(StepCallback):
     def on_save_checkpoint(self, trainer: pl.Trainer, module: TrainingModule, checkpoint: dict[str, Any]) -> None:
         """Save the record up to this step."""
         if trainer.state.fn == "fit":
-            self._update(module.device)
+            self._update(trainer, module)
             checkpoint[KEY] = {"hash": self._hash, "sequences": self._counts, "sources": self._fingerprints}
 
     def on_train_start(self, trainer: pl.Trainer, module: TrainingModule) -> None:
@@ -60,7 +60,7 @@ class DataRecord(StepCallback):
                 )
         self._counts = self._counts or [0] * len(self._names)
         if trainer.is_global_zero:
-            self._log = HashLog(self._folder, self._step)
+            truncate_hash_log(self._folder, self._step)
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, module: TrainingModule, outputs: Any, batch: dict[str, Any], batch_idx: int
@@ -75,20 +75,17 @@ class DataRecord(StepCallback):
         self._batches.clear()
         self._steps.append((hashes, sources))
         if self._step % self._interval == 0 or self._step == trainer.max_steps:
-            self._update(module.device)
+            self._update(trainer, module)
             self._write(trainer, module)
 
-    def _update(self, device: torch.device) -> None:
+    def _update(self, trainer: pl.Trainer, module: TrainingModule) -> None:
         """Add the steps of all ranks since the last update to the hash and the counts. Every rank must call it."""
         if not self._steps:
             return
         local = np.stack([np.stack([hashes.view(np.int64), sources]) for hashes, sources in self._steps])
         self._steps.clear()
-        gathered = torch.from_numpy(local).to(device)[None]  # [ranks, steps, 2, N / ranks]
-        if dist.is_initialized():
-            parts = [torch.empty_like(gathered[0]) for _ in range(dist.get_world_size())]
-            dist.all_gather(parts, gathered[0])
-            gathered = torch.stack(parts)
+        gathered = trainer.strategy.all_gather(torch.from_numpy(local).to(module.device))
+        gathered = gathered.view(-1, *local.shape)  # [ranks, steps, 2, N / ranks]
         for hashes, sources in gathered.cpu().numpy().transpose(1, 2, 0, 3):  # for each step, [ranks, N / ranks]
             self._hash = update_hash(self._hash, hashes.ravel().view(np.uint64))
             counts = np.bincount(sources.ravel(), minlength=len(self._counts))
@@ -101,4 +98,5 @@ class DataRecord(StepCallback):
                 module.step_metrics.add(f"train/sequences/{name}", torch.tensor(float(count), device=module.device))
         if trainer.is_global_zero:
             tokens = self._step * module.config.data.global_batch_tokens
-            self._log.append({"step": self._step, "tokens": tokens, "hash": self._hash, "sequences": sequences})
+            line = {"step": self._step, "tokens": tokens, "hash": self._hash, "sequences": sequences}
+            append_json_line(self._folder / FILE_NAME, line, sync=True)  # no checkpoint is ahead of the log

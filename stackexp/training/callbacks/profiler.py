@@ -39,16 +39,16 @@ class Profiler(pl.Callback):
 
     def on_train_batch_end(self, trainer: pl.Trainer, module: TrainingModule, *_: Any) -> None:
         """Write the files after the last profiled step."""
-        if self._profile is not None and trainer.global_step >= self._last:
+        if trainer.global_step >= self._last:
             self._write()
 
     def on_train_end(self, trainer: pl.Trainer, module: TrainingModule) -> None:
         """Write an incomplete profile if the run ends before the last profiled step."""
-        if self._profile is not None:
-            self._write()
+        self._write()
 
     def _write(self) -> None:
-        assert self._profile is not None
+        if self._profile is None:
+            return
         self._folder.mkdir(exist_ok=True)
         self._profile.stop()
         trace = self._folder / f"trace-{self._steps}.json"

@@ -10,6 +10,7 @@ from tqdm import tqdm
 from stackexp.config.experiment import LoggingConfig
 from stackexp.metric_tags import AVERAGE_LOSS, TOKENS_PER_SECOND, TRAIN_LOSS
 from stackexp.modules.base import TrainingModule
+from stackexp.progress_bar import open_bar
 from stackexp.training.callbacks.metrics_log import MetricsLog
 from stackexp.training.callbacks.step import StepCallback
 
@@ -34,7 +35,7 @@ class Progress(StepCallback):
         super().on_train_start(trainer, module)
         self._first_step, self._printed_at = trainer.global_step + 1, -self._interval
         if self._has_bar and trainer.is_global_zero:
-            self._bar = _open_bar(total=trainer.max_steps, initial=trainer.global_step, bar_format=STEPS)
+            self._bar = open_bar(total=trainer.max_steps, initial=trainer.global_step, bar_format=STEPS, smoothing=0)
 
     def on_step_end(self, trainer: pl.Trainer, module: TrainingModule) -> None:
         """Advance the bar, or print a line if it is due."""
@@ -59,7 +60,7 @@ class Progress(StepCallback):
         """Open the bar of a validation during training."""
         if self._bar is not None:
             total = sum(trainer.num_val_batches)
-            self._validation = _open_bar(total=total, unit="batch", desc="validating", leave=False, position=1)
+            self._validation = open_bar(total=total, unit="batch", desc="validating", leave=False, position=1)
 
     def on_validation_batch_end(self, *_: Any) -> None:
         """Advance the bar of the validation."""
@@ -88,10 +89,6 @@ class Progress(StepCallback):
     @staticmethod
     def _print(trainer: pl.Trainer, text: str) -> None:
         print(f"step {trainer.global_step}/{trainer.max_steps}: {text}", file=sys.stderr, flush=True)
-
-
-def _open_bar(**options: Any) -> tqdm:
-    return tqdm(file=sys.stderr, dynamic_ncols=True, smoothing=0, **options)
 
 
 def format_duration(seconds: float) -> str:

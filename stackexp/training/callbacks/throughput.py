@@ -16,8 +16,7 @@ class Throughput(StepCallback):
     """Logs train/tokens_per_second over all devices, and MFU (FLOP/s if the GPU's peak is unknown).
 
     Measures the time between the ends of two optimizer steps. It includes loading and saving, but neither validation
-    nor benchmarks.
-    FLOPs follow from the model's structure (`flops_per_token`); recomputed activations do not count.
+    nor benchmarks. FLOPs follow from the model's structure (`flops_per_token`); recomputed activations do not count.
     """
 
     def on_train_start(self, trainer: pl.Trainer, module: TrainingModule) -> None:
