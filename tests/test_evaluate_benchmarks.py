@@ -182,6 +182,24 @@ def test_a_run_and_its_exported_folder_have_the_same_scores(corpus, datasets, tm
         assert 0 < scores.bits_per_byte < 20
 
 
+def test_what_does_not_fit_into_the_context_is_cut_and_counted(trained_copy, datasets, tmp_path, capsys):
+    file = datasets / "smollm2_piqa" / "validation.jsonl"
+    long = {"goal": "open a door", "sol1": "turn the handle " * 40, "sol2": "eat the handle", "label": 0}
+    file.write_text(file.read_text() + json.dumps(long) + "\n")
+    copy, output = tmp_path / "hf", tmp_path / "hf.json"
+    assert cli.main(["checkpoint", "export", "--run", str(trained_copy), "--to", str(copy)]) == 0
+    names = ("--tasks", "smollm2_piqa,smollm2_gsm8k", "--datasets", datasets)
+    assert evaluate("--run", trained_copy, *names) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "note: smollm2_piqa: 2 of 3 documents do not fit into the model's context" in printed, printed
+    assert evaluate("--model", f"hf:{copy}", *names, "--out", output, "--trust-remote-code") == 0
+    (ours,), (theirs,) = read_evaluations(trained_copy / "benchmarks.json"), read_evaluations(output)
+    for name, cut in {"smollm2_piqa": 2, "smollm2_gsm8k": 1}.items():
+        assert ours.tasks[name].num_cut == theirs.tasks[name].num_cut == cut
+        assert ours.tasks[name].accuracy == theirs.tasks[name].accuracy
+        assert ours.tasks[name].bits_per_byte == pytest.approx(theirs.tasks[name].bits_per_byte, abs=1e-5)
+
+
 def test_tasks_are_added_and_kept_apart_by_checkpoint_and_limit(trained_copy, datasets, capsys):
     for options in (["--tasks", SMALL[0]], ["--tasks", SMALL[1]], ["--tasks", SMALL[0], "--limit", 1]):
         assert evaluate("--run", trained_copy, "--datasets", datasets, *options) == 0
@@ -194,7 +212,8 @@ def test_tasks_are_added_and_kept_apart_by_checkpoint_and_limit(trained_copy, da
         (4, None, [SMALL[1]]),
     ]
     lines = capsys.readouterr().out.splitlines()
-    assert max(map(len, (line for line in lines if str(trained_copy) not in line))) <= 80
+    table = [line for line in lines if str(trained_copy) not in line and not line.startswith("note: ")]
+    assert max(map(len, table)) <= 80
     assert found[1].tasks[SMALL[0]].num_documents == 1
 
 
