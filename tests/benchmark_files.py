@@ -1,7 +1,9 @@
-"""Small datasets in the format of each shipped task, and a Hugging Face folder with the weights of a run."""
+"""Small datasets in the format of each shipped task, and the verb `evaluate`."""
 
 import json
 from pathlib import Path
+
+from stackexp import cli
 
 QUESTIONS = [
     {"question": "Which animal barks?", "choices": {"text": ["a dog", "a fish", "a stone"], "label": ["A", "B", "C"]}},
@@ -68,3 +70,13 @@ def write_datasets(folder: Path, *tasks: str) -> Path:
             lines = "".join(json.dumps(document) + "\n" for document in documents)
             (folder / task / f"{split}.jsonl").write_text(lines)
     return folder
+
+
+def evaluate(*arguments) -> int:
+    return cli.main(["evaluate", *map(str, arguments)])
+
+
+def read_error(capsys) -> str:
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("error: ")
+    return error

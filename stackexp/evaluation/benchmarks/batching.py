@@ -1,10 +1,13 @@
 """Batches of requests: continuations with the prefix they share, and prompts of equal length. Imports no torch."""
 
 import itertools
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from more_itertools import constrained_batches  # required by lm-eval
+
+MAX_NEW_TOKENS = 256  # lm-eval's default for tasks that set no limit
 
 
 @dataclass(frozen=True)
@@ -93,6 +96,11 @@ def _merge(groups: Sequence[Group]) -> Batch:
         inputs=[row for group in groups for row in group.inputs],
         pairs=[pair for group in groups for pair in group.pairs],
     )
+
+
+def limit_new_tokens(options: Mapping[str, Any], max_length: int) -> int:
+    """Return the most tokens to generate with a task's options: at most half of the model's context."""
+    return min(int(options.get("max_gen_toks", MAX_NEW_TOKENS)), max_length // 2)
 
 
 def plan_generation(prompts: Sequence[Sequence[int]], options: Sequence[Hashable], batch_size: int) -> list[list[int]]:

@@ -13,12 +13,10 @@ from torch.nn import functional as F
 
 from stackexp.data.tokenizer import get_end_of_text_id
 from stackexp.errors import RunError
-from stackexp.evaluation.benchmarks.batching import Batch, Pair, plan_batches, plan_generation
+from stackexp.evaluation.benchmarks.batching import Batch, Pair, limit_new_tokens, plan_batches, plan_generation
 from stackexp.evaluation.inference import inference_mode
 from stackexp.models.generation import generate
 from stackexp.models.transformer import Cache, Transformer
-
-MAX_NEW_TOKENS = 256  # lm-eval's default for tasks that set no limit
 
 
 class RunModel(TemplateLM):
@@ -51,7 +49,7 @@ class RunModel(TemplateLM):
             after_batch: Called on each process after every batch with the number of finished batches and of all.
         """
         super().__init__()
-        self.model, self.batch_size, self._max_length = model, batch_size, max_length
+        self.model, self.batch_size, self.max_length = model, batch_size, max_length
         self._tokenizer, self._end = tokenizer, get_end_of_text_id(tokenizer)
         self._precision, self._is_sharded, self._after_batch = precision, is_sharded, after_batch
 
@@ -74,7 +72,7 @@ class RunModel(TemplateLM):
     ) -> list[tuple[float, bool]]:
         """Return the log-likelihood of each continuation in nats, and whether greedy decoding would produce it."""
         pairs = [Pair(i, context, continuation) for i, (_, context, continuation) in enumerate(requests)]
-        batches = plan_batches(pairs, self.batch_size, self._max_length, shares_prefixes=not self._is_sharded)
+        batches = plan_batches(pairs, self.batch_size, self.max_length, shares_prefixes=not self._is_sharded)
         return self._run(batches, self._score, len(pairs))
 
     def loglikelihood_rolling(self, requests: list, disable_tqdm: bool = True) -> list[float]:
@@ -82,7 +80,7 @@ class RunModel(TemplateLM):
         pairs, owners = [], []
         for owner, request in enumerate(requests):
             tokens = self.tok_encode(request.args[0])
-            for window in get_rolling_token_windows(tokens, self._end, self._max_length, 1):
+            for window in get_rolling_token_windows(tokens, self._end, self.max_length, 1):
                 pairs.append((("", ""), *make_disjoint_window(window)))
                 owners.append(owner)
         totals = [0.0] * len(requests)
@@ -104,9 +102,9 @@ class RunModel(TemplateLM):
             text, given = request.args[0], dict(request.args[1])
             if given.get("do_sample") and given.get("temperature", 1):
                 raise RunError(f"{request.task_name}: samples its answers; only greedy decoding is supported")
-            limit = min(int(given.get("max_gen_toks", MAX_NEW_TOKENS)), self._max_length // 2)
+            limit = limit_new_tokens(given, self.max_length)
             until = given.get("until") or []
-            prompts.append((self.tok_encode(text) or [self._end])[-(self._max_length - limit) :])
+            prompts.append((self.tok_encode(text) or [self._end])[-(self.max_length - limit) :])
             options.append((limit, tuple([until] if isinstance(until, str) else until)))
         batches = plan_generation(prompts, options, self.batch_size)
         return self._run(batches, lambda rows: self._generate(rows, prompts, options[rows[0]]), len(requests))

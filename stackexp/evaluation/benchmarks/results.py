@@ -32,6 +32,8 @@ class TaskScores:
     """Name of the metric in lm-eval, such as acc_norm."""
     num_documents: int
     num_fewshot: int
+    num_cut: int = 0
+    """Documents whose prompt and answer are longer than the model's context, so that the prompt is cut at its start."""
 
     def flatten(self) -> dict[str, float]:
         """Return the scores that are logged during training."""

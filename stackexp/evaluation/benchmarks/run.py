@@ -92,11 +92,12 @@ def open_hugging_face_model(folder: Path, batch_size: int, trust_remote_code: bo
 
     def load(after_batch: Callable[[int, int], None]) -> Any:
         import torch
-        from lm_eval.models.huggingface import HFLM
+
+        from stackexp.evaluation.benchmarks.folder_model import FolderModel
 
         device = "cuda" if torch.cuda.is_available() else "cpu"
         try:
-            return HFLM(str(folder), batch_size=batch_size, device=device, trust_remote_code=trust_remote_code)
+            return FolderModel(str(folder), batch_size=batch_size, device=device, trust_remote_code=trust_remote_code)
         except (OSError, ValueError, KeyError, RuntimeError) as error:
             raise RunError(f"{folder}: cannot load the model ({first_line(error)}); check the folder") from None
 
@@ -144,6 +145,10 @@ def _report(model: Model, options: Options, scored: dict[str, TaskScores], outpu
     """Print the table, and add the scores to the output file."""
     amount = "all documents" if options.limit is None else f"the first {options.limit} documents of each task"
     print(f"{wrap_text(f'{model.checkpoint}, {amount}, mean ± standard error')}\n\n{format_tasks(scored)}")
+    for name, scores in scored.items():
+        if scores.num_cut:
+            cut = f"{scores.num_cut:,} of {scores.num_documents:,} documents do not fit into the model's context"
+            print(wrap_text(f"note: {name}: {cut}; the first tokens of their prompts are cut off"))
     if output is None:
         return
     evaluation = Evaluation(

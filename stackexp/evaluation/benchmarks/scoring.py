@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 from stackexp.errors import ConfigError
+from stackexp.evaluation.benchmarks.batching import limit_new_tokens
 from stackexp.evaluation.benchmarks.results import TaskScores, compute_mean, compute_ratio
 
 METRICS = ("acc_norm", "acc", "exact_match")  # the first that a task has is its accuracy
@@ -43,6 +44,7 @@ def score_task(lm: Any, task: Any, limit: int | None = None) -> TaskScores:
         metric=metric,
         num_documents=len(samples),
         num_fewshot=task.get_config("num_fewshot"),
+        num_cut=sum(_is_cut(lm, task, sample) for sample in samples),
     )
 
 
@@ -66,6 +68,18 @@ def measure_answers(lm: Any, task: Any, samples: list[dict[str, Any]]) -> list[t
         score = response[0] if isinstance(response, tuple | list) else response
         measured.append((score, len(sample["arguments"][number][-1].encode())))
     return measured
+
+
+def _is_cut(lm: Any, task: Any, sample: dict[str, Any]) -> bool:
+    """Return True if a prompt of this document and its answer do not fit into the model's context."""
+    if task.OUTPUT_TYPE == "loglikelihood_rolling":  # scored in windows
+        return False
+    if task.OUTPUT_TYPE == "generate_until":
+        prompt, options = sample["arguments"][0]
+        texts, longest = [prompt], lm.max_length - limit_new_tokens(options, lm.max_length)
+    else:  # the last token is not an input
+        texts, longest = [prompt + answer for prompt, answer in sample["arguments"]], lm.max_length + 1
+    return any(len(text.encode()) > longest and len(lm.tok_encode(text)) > longest for text in texts)
 
 
 def _write_target(task: Any, sample: dict[str, Any]) -> str:
