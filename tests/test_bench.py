@@ -95,7 +95,7 @@ def test_stack_measures_both_passes_and_implementations(tmp_path, capsys):
     [
         (["efficency"], "bench: unknown verb 'efficency'; did you mean 'efficiency'?"),
         (["efficiency", "--only", "stacktran"], "--only: unknown memory 'stacktran'; did you mean 'stacktrans'?"),
-        (["efficiency", "--steps", "0"], "--steps 0: must be an integer >= 1"),
+        (["efficiency", "--steps", "0"], "--steps: expected an integer >= 1, found 0"),
         (["efficiency", "--only", ""], "--only: unknown memory ''"),
         (["efficiency", "--out", "x.txt"], "--out x.txt: must end in .json"),
         (["efficiency", "--out", "no/such/x.json"], "--out no/such/x.json: the folder no/such does not exist"),

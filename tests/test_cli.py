@@ -113,7 +113,7 @@ MISTAKES = {
     "fit --config quickstart --lr 3": "override --lr 3: lr: unknown key; did you mean 'optimizer.lr'?",
     "fit --config quickstart seed": "override seed: expected KEY=VALUE",
     "fit --config quickstart --run x --ckpt_path last": "fit: --run and --ckpt_path exclude each other",
-    "checkpoint average --run x --last 1 --to y.safetensors": "checkpoint average: --last 1: must be an integer >= 2",
+    "checkpoint average --run x --last 1 --to y": "checkpoint average: argument --last: expected an integer >= 2",
     "checkpoint consolidate": "checkpoint consolidate: the following arguments are required: --run, --to",
     "checkpoint consolidate --run x --to y.pt": "checkpoint consolidate: --to y.pt: must end in .safetensors",
     "checkpoint consolidate --run x --to /none/y.safetensors": "checkpoint consolidate: --to /none/y.safetensors: the",

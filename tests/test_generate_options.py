@@ -8,7 +8,7 @@ MISTAKES = {
     "--temperature -1": "--temperature -1.0: must be 0 (greedy) or a number >= 0.001",
     "--temperature 1e-300": "--temperature 1e-300: must be 0 (greedy) or a number >= 0.001",
     "--top_p 0": "--top_p 0.0: must be a number in (0, 1]",
-    "--max_new_tokens 0": "--max_new_tokens 0: must be an integer >= 1",
+    "--max_new_tokens 0": "argument --max_new_tokens: expected an integer >= 1, found 0",
     f"--seed {2**63}": f"--seed {2**63}: must be an integer from 0 to 2^63 - 1",
 }
 

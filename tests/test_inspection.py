@@ -194,7 +194,7 @@ def test_page_embeds_any_token():
 MISTAKES = {
     "": "give one of --text, --set and --task",
     "--text a --set b": "give one of --text, --set and --task",
-    "--set a --chunks 1": "--chunks 1: must be an integer >= 2",
+    "--set a --chunks 1": "argument --chunks: expected an integer >= 2, found 1",
     "--text \udcff": "--text: not valid UTF-8",  # how Python reads the byte 0xff
     "--text a": "--run x: not a run folder (no config.yaml)",
 }

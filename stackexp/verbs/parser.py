@@ -1,9 +1,10 @@
 """The argument parser of all verbs. Imports nothing heavy."""
 
 import argparse
+import contextlib
 import shutil
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -28,6 +29,18 @@ def fill(text: str, indent: int = 0) -> str:
         for part in text.strip().split("\n\n")
     ]
     return "\n\n".join(paragraphs)
+
+
+def at_least(minimum: int) -> Callable[[str], int]:
+    """Return the `type` of an option that takes an integer >= `minimum`."""
+
+    def parse(text: str) -> int:
+        with contextlib.suppress(ValueError):
+            if int(text) >= minimum:
+                return int(text)
+        raise argparse.ArgumentTypeError(f"expected an integer >= {minimum}, found {text}")
+
+    return parse
 
 
 class Parser(argparse.ArgumentParser):
