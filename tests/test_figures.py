@@ -7,8 +7,7 @@ import pytest
 from formal_runs import ALL_LENGTHS, MODELS, finish, write_run
 from matplotlib.figure import Figure
 
-from stackexp.errors import ConfigError
-from stackexp.reports.figures import abbreviate_thousands, check_output_path, label_curves, new_figure
+from stackexp.reports.figures import abbreviate_thousands, label_curves, new_figure
 from stackexp.reports.formal import figures
 from stackexp.reports.formal.cells import collect_report
 
@@ -31,13 +30,6 @@ def test_names_of_curves_that_coincide_are_apart():
     ordered = sorted(levels.values())
     assert min(b - a for a, b in pairwise(ordered)) >= 0.05
     assert {text.get_color() for text in axes.texts} == {curve.get_color() for curve in curves.values()}
-
-
-def test_paths_are_checked_before_drawing(tmp_path):
-    check_output_path(tmp_path / "a.PDF")
-    for name, message in {"a.xyz": "ending in .png, .pdf, .svg", "none/a.png": "does not exist"}.items():
-        with pytest.raises(ConfigError, match=message):
-            check_output_path(tmp_path / name)
 
 
 @pytest.mark.parametrize("models", [["StackTrans"], list(MODELS)])

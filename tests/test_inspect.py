@@ -180,7 +180,7 @@ def test_path_without_a_dataset_is_a_one_line_error(prepared, tmp_path, capsys):
     ("arguments", "message"),
     [
         ("a --samples -1", "--samples: expected an integer >= 0, found -1"),
-        ("a --figure x.jpeg", "--figure: expected a name that ends in .png"),
+        ("a --figure x.jpeg", "--figure x.jpeg: must end in .png, .pdf, .svg"),
     ],
 )
 def test_errors_are_one_line(arguments, message, capsys):

@@ -279,7 +279,7 @@ def test_verb_writes_the_requested_files(report, runs, tmp_path, capsys):
 
 @pytest.mark.parametrize(
     ("option", "message"),
-    [("--out=table.txt", "table.txt: expected a file name ending in .md, .tex, .csv"), ("--score=500", "found 500")],
+    [("--out=table.txt", "--out table.txt: must end in .md, .tex, .csv"), ("--score=500", "found 500")],
 )
 def test_errors_are_one_line(option, message, capsys):
     assert main(["report", "formal", "x", option]) == 2

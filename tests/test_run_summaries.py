@@ -146,8 +146,8 @@ def test_damaged_results_are_named(run, change, message):
 
 def test_figure_in_an_unknown_format_is_refused_before_reading(run, capsys):
     for name, message in {
-        "loss.xyz": "loss.xyz: expected a file name ending in .png, .pdf, .svg",
-        "no/loss.png": "does not exist",
+        "loss.xyz": "--figure loss.xyz: must end in .png, .pdf, .svg",
+        "no/loss.PNG": "does not exist",
     }.items():
         assert main(["report", "compare", str(run.path), "--figure", name]) == 2
         assert message in capsys.readouterr().err

@@ -1,12 +1,8 @@
 """Create and save matplotlib figures in one style."""
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from stackexp.errors import ConfigError
-
-FIGURE_SUFFIXES = (".png", ".pdf", ".svg")
 LABEL_HEIGHT = 0.05  # relative to the axes
 
 
@@ -51,13 +47,5 @@ def label_curves(axes: Any, curves: dict[str, Any]) -> None:
 
 
 def save_figure(figure: Any, path: Path) -> None:
-    """Write a figure to a .png, .pdf or .svg file; see `check_output_path`."""
+    """Write a figure to a .png, .pdf or .svg file."""
     figure.savefig(path, dpi=200)
-
-
-def check_output_path(path: Path, suffixes: Sequence[str] = FIGURE_SUFFIXES) -> None:
-    """Raise ConfigError unless the path has one of the suffixes and its folder exists."""
-    if path.suffix.lower() not in suffixes:
-        raise ConfigError(f"{path}: expected a file name ending in {', '.join(suffixes)}")
-    if not path.parent.is_dir():
-        raise ConfigError(f"{path}: the folder {path.parent} does not exist; create it first")

@@ -17,8 +17,5 @@ def add_benchmark_arguments(parser: Parser) -> None:
 
 def check_benchmark_arguments(args: Namespace) -> None:
     """Raise ConfigError for mistakes that need no torch to find; without a config, use the quickstart."""
-    if args.out and args.out.suffix != ".json":
-        args.parser.error(f"--out {args.out}: must end in .json")
-    if args.out and not args.out.absolute().parent.is_dir():
-        args.parser.error(f"--out {args.out}: the folder {args.out.parent} does not exist; create it first")
+    args.parser.check_output("--out", args.out, [".json"])
     args.config = args.config or ["quickstart"]

@@ -24,7 +24,7 @@ def add_arguments(parser: Parser) -> None:
 
 def run(args: Namespace) -> int:
     """Average the checkpoints and print their steps."""
-    args.parser.check_weights_path("--to", args.to)
+    args.parser.check_output("--to", args.to, [".safetensors"])
     from stackexp import runs
     from stackexp.config import compose
     from stackexp.models import weight_files

@@ -24,7 +24,7 @@ def add_arguments(parser: Parser) -> None:
 
 def run(args: Namespace) -> int:
     """Consolidate the checkpoint and print the size of the file."""
-    args.parser.check_weights_path("--to", args.to)
+    args.parser.check_output("--to", args.to, [".safetensors"])
     from stackexp import runs
     from stackexp.config import compose
     from stackexp.models import checkpoints, weight_files

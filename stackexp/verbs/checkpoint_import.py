@@ -27,7 +27,7 @@ def add_arguments(parser: Parser) -> None:
 
 def run(args: Namespace) -> int:
     """Write the weights and the model section, and print the next commands."""
-    args.parser.check_weights_path("--to", args.to)
+    args.parser.check_output("--to", args.to, [".safetensors"])
     if args.overrides and not args.config:
         args.parser.error(f"{args.overrides[0]}: an override requires --config")
     from stackexp.config import compose

@@ -9,7 +9,7 @@ import sys
 from argparse import Namespace
 from pathlib import Path
 
-from stackexp.verbs.parser import Parser, at_least
+from stackexp.verbs.parser import FIGURE_SUFFIXES, Parser, at_least
 
 USAGE = "PATH [OPTIONS]"
 EXAMPLES = (
@@ -33,8 +33,8 @@ def add_arguments(parser: Parser) -> None:
 
 def run(args: Namespace) -> int:
     """Inspect the datasets at a path; return 1 if a file is damaged."""
-    if args.figure and args.figure.suffix not in (".png", ".pdf", ".svg"):
-        args.parser.error(f"--figure: expected a name that ends in .png, .pdf or .svg, found {args.figure}")
+    if args.figure and args.figure.suffix not in FIGURE_SUFFIXES:
+        args.parser.error(f"--figure {args.figure}: must end in {', '.join(FIGURE_SUFFIXES)}")
     from stackexp.data.tokenizer import KnownTokenizer
     from stackexp.reports.data.inspect import draw_figures, inspect_path
     from stackexp.reports.data.inspection import InspectOptions

@@ -12,6 +12,7 @@ from stackexp.config.experiment import ExperimentConfig
 from stackexp.config.suggestions import suggest_name
 from stackexp.errors import ConfigError
 
+FIGURE_SUFFIXES = (".png", ".pdf", ".svg")
 OVERRIDES_HELP = """\
 --config takes a shipped name (see `configs list`) or a YAML file, and may be repeated. Overrides are KEY=VALUE,
 --KEY=VALUE or --KEY VALUE. A section set to a name takes the file of that name: model=transformer-360m,
@@ -103,10 +104,12 @@ class Parser(argparse.ArgumentParser):
         self.add_argument("--run", metavar="FOLDER", required=True, help="run folder")
         self.add_argument("--ckpt_path", metavar="best|last|ema|PATH", help="checkpoint (default: the newest)")
 
-    def check_weights_path(self, option: str, path: Path) -> None:
-        """Raise ConfigError unless a safetensors file can be written to this path."""
-        if path.suffix != ".safetensors":
-            self.error(f"{option} {path}: must end in .safetensors")
+    def check_output(self, option: str, path: Path | None, suffixes: Sequence[str]) -> None:
+        """Raise ConfigError if an output path is given without one of the suffixes, or in a folder that is missing."""
+        if path is None:
+            return
+        if path.suffix.lower() not in suffixes:
+            self.error(f"{option} {path}: must end in {', '.join(suffixes)}")
         if not path.parent.is_dir():
             self.error(f"{option} {path}: the folder {path.parent} does not exist; create it first")
 

@@ -35,12 +35,11 @@ def run(args: Namespace) -> int:
 
         print("\n".join(update_document(args.update)))
         return 0
-    from stackexp.reports.figures import check_output_path
-    from stackexp.reports.page import build_page
-
     if not args.folder.is_dir():
         args.parser.error(f"{args.folder}: no such folder; give a folder of runs, such as runs/")
-    check_output_path(args.out, (".html",))
+    args.parser.check_output("--out", args.out, [".html"])
+    from stackexp.reports.page import build_page
+
     args.out.write_text(build_page(args.folder), encoding="utf-8")
     print(args.out)
     return 0

@@ -5,7 +5,7 @@ import sys
 from argparse import Namespace
 from pathlib import Path
 
-from stackexp.verbs.parser import Parser
+from stackexp.verbs.parser import FIGURE_SUFFIXES, Parser
 
 USAGE = "RUN ... [--figure FILE] [--different-data] [--markdown | --json]"
 EXAMPLES = ("report compare runs/quickstart/* --figure loss.png",)
@@ -22,13 +22,11 @@ def add_arguments(parser: Parser) -> None:
 
 def run(args: Namespace) -> int:
     """Print the table, and draw the figure if requested."""
+    args.parser.check_output("--figure", args.figure, FIGURE_SUFFIXES)
     from stackexp import runs
     from stackexp.reports.compare import check_same_data, draw_losses, format_runs
-    from stackexp.reports.figures import check_output_path
     from stackexp.reports.summaries import find_runs, summarize
 
-    if args.figure:
-        check_output_path(args.figure)
     folders = []
     for path in args.runs:
         found = find_runs([path]) if Path(path).is_dir() else []

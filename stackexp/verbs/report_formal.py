@@ -7,7 +7,7 @@ import re
 from argparse import Namespace
 from pathlib import Path
 
-from stackexp.verbs.parser import Parser
+from stackexp.verbs.parser import FIGURE_SUFFIXES, Parser
 
 USAGE = "RUNS ... [--score A_B] [--out FILE] ... [--figure FILE] [--curves FILE]"
 EXAMPLES = (
@@ -30,12 +30,10 @@ def add_arguments(parser: Parser) -> None:
 def run(args: Namespace) -> int:
     """Print or write the table, and draw the figures if requested."""
     lengths = _parse_lengths(args)
-    from stackexp.reports.figures import check_output_path
-
     for path in args.out:
-        check_output_path(path, (".md", ".tex", ".csv"))
-    for path in filter(None, (args.figure, args.curves)):
-        check_output_path(path)
+        args.parser.check_output("--out", path, (".md", ".tex", ".csv"))
+    args.parser.check_output("--figure", args.figure, FIGURE_SUFFIXES)
+    args.parser.check_output("--curves", args.curves, FIGURE_SUFFIXES)
     from stackexp.reports.formal import export, figures, tables
     from stackexp.reports.formal.cells import collect_report
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from stackexp.verbs.parser import Parser
+from stackexp.verbs.parser import FIGURE_SUFFIXES, Parser
 
 OUTPUT_USAGE = "[--markdown | --latex] [--tables] [--csv FILE] [--figure FILE]"
 
@@ -24,13 +24,11 @@ def add_output_arguments(parser: Parser) -> None:
 
 def print_report(args: Namespace, build: Callable[[], Any]) -> int:
     """Build a report and write it as requested."""
-    from stackexp.reports.figures import check_output_path, save_figure
+    args.parser.check_output("--figure", args.figure, FIGURE_SUFFIXES)
+    args.parser.check_output("--csv", args.csv, [".csv"])
+    from stackexp.reports.figures import save_figure
     from stackexp.reports.report import format_report, write_csv
 
-    if args.figure:
-        check_output_path(args.figure)
-    if args.csv:
-        check_output_path(args.csv, [".csv"])
     report = build()
     if args.tables:
         report = dataclasses.replace(report, notes=[])
