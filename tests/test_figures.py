@@ -5,11 +5,10 @@ from pathlib import Path
 
 import pytest
 from formal_runs import ALL_LENGTHS, MODELS, finish, write_run
-from matplotlib.figure import Figure
 
 from stackexp.reports.figures import abbreviate_thousands, label_curves, new_figure
-from stackexp.reports.formal import figures
 from stackexp.reports.formal.cells import collect_report
+from stackexp.reports.formal.figures import draw_bars, draw_curves
 
 
 def test_thousands_are_abbreviated():
@@ -37,12 +36,8 @@ def test_no_text_of_the_figures_is_cut(models, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for model in models:
         finish(write_run(Path("runs", model), model, "even_pairs"), beyond=0.5)
-    drawn: list[Figure] = []
-    monkeypatch.setattr(figures, "save_figure", lambda figure, _: drawn.append(figure))
     few = collect_report([Path("runs")], ALL_LENGTHS)
-    figures.draw_bars(few, Path("bars.png"))
-    figures.draw_curves(few, Path("curves.png"))
-    for figure in drawn:
+    for figure in (draw_bars(few), draw_curves(few)):
         figure.draw_without_rendering()
         for text in [figure._supxlabel, *(label for legend in figure.legends for label in legend.get_texts())]:
             if text is not None:

@@ -129,14 +129,13 @@ def format_changes(changes: list[dict[str, Any]]) -> str:
 def draw_maps(recordings: list[tuple[Recording, dict[str, np.ndarray]]], path: Path) -> None:
     """Draw a map of each measurement: a row for each stack, a column for each head, means over tokens."""
     rows = -(-len(MEASUREMENTS) // MAP_COLUMNS)
-    figure, axes = new_figure(9, 2.4 * rows)
-    axes.remove()
-    panels = figure.subplots(rows, MAP_COLUMNS, squeeze=False).flat
-    for panel, name in zip(panels, MEASUREMENTS, strict=False):
+    figure, panels = new_figure(9, 2.4 * rows, rows, MAP_COLUMNS)
+    for panel, name in zip(panels.flat, MEASUREMENTS, strict=False):
         values = np.stack([means[name] for _, means in recordings])  # [stacks, H]
         largest = 1.0 if name in SHARES else values.max() or 1.0
         image = panel.imshow(values, aspect="auto", vmin=0, vmax=largest, cmap="cividis", origin="lower")
         panel.set(title=name.replace("_", "-" if name == "no_op" else " "), xlabel="head", ylabel="stack")
         panel.set_xticks(range(values.shape[1]))
+        panel.grid(visible=False)
         figure.colorbar(image, ax=panel)
     save_figure(figure, path)

@@ -6,14 +6,18 @@ from typing import Any
 LABEL_HEIGHT = 0.05  # relative to the axes
 
 
-def new_figure(width: float, height: float) -> tuple[Any, Any]:
-    """Return a figure of this size (inches) with one set of axes and a light grid. Needs no display."""
+def new_figure(width: float, height: float, rows: int = 1, columns: int = 1, **options: Any) -> tuple[Any, Any]:
+    """Return a figure of this size (inches) and its axes, with a light grid. Needs no display.
+
+    Several rows or columns give an array of axes; `options` are those of matplotlib's `Figure.subplots`.
+    """
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), layout="constrained")
-    axes = figure.add_subplot()
-    axes.grid(alpha=0.3)
-    return figure, axes
+    panels = figure.subplots(rows, columns, **options)
+    for axes in figure.axes:
+        axes.grid(alpha=0.3)
+    return figure, panels
 
 
 def abbreviate_thousands(axis: Any) -> None:

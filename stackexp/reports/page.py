@@ -83,17 +83,13 @@ def _build_formal(folder: Path) -> Report:
     notes = [formal_tables.format_legend(report), *formal_tables.describe_marks(report)]
     notes += formal_tables.describe_commands(report)
     table = Table("Table 1 of the paper", formal_tables.build_header(), rows)
-    return Report("Formal languages", [table], notes, [], lambda: report)
+    return Report("Formal languages", [table], notes, [], lambda: draw_bars(report))
 
 
 def _format_section(title: str, report: Report, image: Path) -> str:
     parts = [f'<h2 id="{_anchor(title)}">{html.escape(title)}</h2>', *map(_format_table, report.tables)]
     if report.draw:
-        drawn = report.draw()
-        if report.title == "Formal languages":
-            draw_bars(drawn, image)
-        else:
-            save_figure(drawn, image)
+        save_figure(report.draw(), image)
         png = image.read_bytes()
         width = int.from_bytes(png[16:20], "big") // 2  # in the header; half of it is sharp on any screen
         source = f"data:image/png;base64,{base64.b64encode(png).decode()}"

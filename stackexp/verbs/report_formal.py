@@ -34,6 +34,7 @@ def run(args: Namespace) -> int:
         args.parser.check_output("--out", path, (".md", ".tex", ".csv"))
     args.parser.check_output("--figure", args.figure, FIGURE_SUFFIXES)
     args.parser.check_output("--curves", args.curves, FIGURE_SUFFIXES)
+    from stackexp.reports.figures import save_figure
     from stackexp.reports.formal import export, figures, tables
     from stackexp.reports.formal.cells import collect_report
 
@@ -46,7 +47,7 @@ def run(args: Namespace) -> int:
         print(path)
     for path, draw in ((args.figure, figures.draw_bars), (args.curves, figures.draw_curves)):
         if path:
-            draw(report, path)
+            save_figure(draw(report), path)
             print(path)
     return 0
 
