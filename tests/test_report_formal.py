@@ -12,11 +12,12 @@ from stackexp.config.formal_language import get_model_label
 from stackexp.errors import RunError
 from stackexp.reports.formal import paper, recipes
 from stackexp.reports.formal.cells import Report, collect_report
-from stackexp.reports.formal.export import escape_latex, format_latex
+from stackexp.reports.formal.export import format_latex
 from stackexp.reports.formal.figures import build_curve
 from stackexp.reports.formal.paper import COLUMNS, find_column
 from stackexp.reports.formal.runs import select_recipe
 from stackexp.reports.formal.tables import RECIPE_HEADER, build_header
+from stackexp.reports.latex import escape_latex
 from stackexp.tables import ABSENT
 from stackexp.tasks import TASKS
 

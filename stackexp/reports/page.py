@@ -78,11 +78,9 @@ def _list_builders(folder: Path) -> Iterator[tuple[str, Callable[[], Report]]]:
 
 def _build_formal(folder: Path) -> Report:
     report = collect_report([folder], LENGTHS)
-    markup = formal_tables.Markup("**{}**".format, str, str)
-    rows = formal_tables.build_rows(report, markup)
     notes = [formal_tables.format_legend(report), *formal_tables.describe_marks(report)]
     notes += formal_tables.describe_commands(report)
-    table = Table("Table 1 of the paper", formal_tables.build_header(), rows)
+    table = Table("Table 1 of the paper", formal_tables.build_header(), formal_tables.build_rows(report))
     return Report("Formal languages", [table], notes, [], lambda: draw_bars(report))
 
 
@@ -117,6 +115,7 @@ def _format_notes(notes: list[str]) -> str:
 
 
 def _markup(text: str) -> str:
-    """Escape text; `**bold**` and `code` in backticks become elements."""
+    """Escape text; `**bold**`, `*italic*` and `code` in backticks become elements."""
     text = re.sub(r"\*\*(.+?)\*\*", r"<b>\1</b>", html.escape(text))
+    text = re.sub(r"\*(.+?)\*", r"<i>\1</i>", text)
     return re.sub(r"`(.+?)`", r"<code>\1</code>", text)

@@ -41,7 +41,7 @@ def run(args: Namespace) -> int:
     report = collect_report(args.runs, lengths)
     if not args.out:
         print(tables.format_markdown(report), end="")
-    writers = {".md": tables.format_markdown, ".tex": export.format_latex, ".csv": export.format_csv}
+    writers = {".md": tables.format_markdown, ".tex": export.format_latex, ".csv": export.format_runs}
     for path in args.out:
         path.write_text(writers[path.suffix.lower()](report), encoding="utf-8")
         print(path)

@@ -27,14 +27,14 @@ def print_report(args: Namespace, build: Callable[[], Any]) -> int:
     args.parser.check_output("--figure", args.figure, FIGURE_SUFFIXES)
     args.parser.check_output("--csv", args.csv, [".csv"])
     from stackexp.reports.figures import save_figure
-    from stackexp.reports.report import format_report, write_csv
+    from stackexp.reports.report import format_csv, format_report
 
     report = build()
     if args.tables:
         report = dataclasses.replace(report, notes=[])
     print(format_report(report, "markdown" if args.markdown else "latex" if args.latex else "terminal"))
     if args.csv:
-        write_csv(report, args.csv)
+        args.csv.write_text(format_csv(report.records), encoding="utf-8")
     if args.figure and report.draw is None:
         print(f"{args.figure}: not drawn, there is nothing to compare yet", file=sys.stderr)
     elif args.figure:
