@@ -88,28 +88,3 @@ def test_stack_measures_both_passes_and_implementations(tmp_path, capsys):
     for row in rows:
         assert row["gigabytes_per_second"] == pytest.approx(row["bytes"] / row["seconds"] / 1e9)
     assert len(capsys.readouterr().out.splitlines()) == 6
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["efficency"], "bench: unknown verb 'efficency'; did you mean 'efficiency'?"),
-        (["efficiency", "--only", "stacktran"], "--only: unknown memory 'stacktran'; did you mean 'stacktrans'?"),
-        (["efficiency", "--steps", "0"], "--steps: expected an integer >= 1, found 0"),
-        (["efficiency", "--only", ""], "--only: unknown memory ''"),
-        (["efficiency", "--out", "x.txt"], "--out x.txt: must end in .json"),
-        (["efficiency", "--out", "no/such/x.json"], "--out no/such/x.json: the folder no/such does not exist"),
-        (["efficiency", "model.hidden_size=7"], "bench efficiency: with model.memory=null: "),
-        (
-            ["efficiency", "--config", "formal/quick"],
-            "data.kind formal_language has no text; use a",
-        ),
-        (["stack", "model.memory=null"], "bench stack: requires a stack over the depth; set model.memory=stacktrans"),
-        (["stack", "model.memory.axis=time"], "bench stack: requires a stack over the depth"),
-    ],
-)
-def test_a_mistake_gives_one_line(arguments, message, capsys):
-    assert cli.main(["bench", *arguments]) == 2
-    error = capsys.readouterr().err
-    assert message in error
-    assert error.count("\n") == 1

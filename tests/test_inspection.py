@@ -11,7 +11,6 @@ from records import only_run
 from stack_memories import decoder_config
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from stackexp.cli import main
 from stackexp.config.compose import load_config
 from stackexp.inspection.batches import Material, compute_losses
 from stackexp.inspection.interventions import Intervention, clear, intervene, list_interventions
@@ -189,22 +188,6 @@ def test_page_embeds_any_token():
         math.isclose(sum(data["stacks"][0]["values"][a][0][0] for a in ("push", "pop", "no_op")), 1, abs_tol=1e-3)
         for _ in range(1)
     )
-
-
-MISTAKES = {
-    "": "give one of --text, --set and --task",
-    "--text a --set b": "give one of --text, --set and --task",
-    "--set a --chunks 1": "argument --chunks: expected an integer >= 2, found 1",
-    "--text \udcff": "--text: not valid UTF-8",  # how Python reads the byte 0xff
-    "--text a": "--run x: not a run folder (no config.yaml)",
-}
-
-
-@pytest.mark.parametrize(("arguments", "message"), MISTAKES.items())
-def test_wrong_options_are_one_line(arguments, message, capsys):
-    assert main(["inspect", "--run", "x", *arguments.split()]) == 2
-    [line] = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"error: inspect: {message}")
 
 
 @pytest.mark.process

@@ -276,14 +276,3 @@ def test_verb_writes_the_requested_files(report, runs, tmp_path, capsys):
     assert float(line["score_41_200"]) == pytest.approx((60 * 0.95 + 100 * 0.8) / 160)
     started = next(line for line in lines if line["finished"] == "False")
     assert (started["score_41_500"], started["steps"], started["max_steps"]) == ("", "0", "10000")
-
-
-@pytest.mark.parametrize(
-    ("option", "message"),
-    [("--out=table.txt", "--out table.txt: must end in .md, .tex, .csv"), ("--score=500", "found 500")],
-)
-def test_errors_are_one_line(option, message, capsys):
-    assert main(["report", "formal", "x", option]) == 2
-    error = capsys.readouterr().err
-    assert message in error
-    assert error.count("\n") == 1
