@@ -1,11 +1,13 @@
-"""Helpers of the composition tests: a base config, config files to add, and error lines."""
+"""A base config, config files and sweeps of it, and error lines."""
 
 from pathlib import Path
 
 import pytest
+import yaml
 
 from stackexp.config.compose import compose
 from stackexp.errors import ConfigError
+from stackexp.sweeps.sweep import Sweep, load_sweep
 
 BASE = str(Path(__file__).with_name("base.yaml"))
 
@@ -22,3 +24,8 @@ def compose_error(configs: list[str], *overrides: str) -> str:
         compose(configs, overrides)
     assert "\n" not in str(caught.value)
     return str(caught.value)
+
+
+def build_sweep(*overrides: str, **keys: object) -> Sweep:
+    """Write a sweep of the base config with these keys to study.yaml, and load it."""
+    return load_sweep(write("study.yaml", yaml.safe_dump({"config": BASE} | keys, sort_keys=False)), overrides)

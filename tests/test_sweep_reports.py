@@ -4,26 +4,19 @@ import json
 from pathlib import Path
 
 import pytest
-import yaml
-from config_files import BASE, write
+from config_files import build_sweep
 
 from stackexp import cli
 from stackexp.planning import cost
 from stackexp.reports.sweeps import collect_results, draw_results, select_rows
 from stackexp.sweeps.shipped import is_run_as_fit
-from stackexp.sweeps.sweep import Sweep, load_sweep
+from stackexp.sweeps.sweep import load_sweep
 from stackexp.sweeps.trials import Trial
 
 H, S = "model.memory.num_heads", "model.memory.num_slots"
 
 
-@pytest.fixture(autouse=True)
-def _empty_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-
-
-def build(**keys: object) -> Sweep:
-    return load_sweep(write("study.yaml", yaml.safe_dump({"config": BASE} | keys, sort_keys=False)))
+pytestmark = pytest.mark.usefixtures("empty_folder")
 
 
 def finish(trial: Trial, loss: float, validated: bool = True) -> None:
@@ -38,7 +31,7 @@ def read_lines(capsys) -> list[list[str]]:
 
 
 def test_results_are_grouped_over_seeds_and_sorted(capsys):
-    sweep = build(grid={H: [1, 2, 4]}, seeds=[0, 1])
+    sweep = build_sweep(grid={H: [1, 2, 4]}, seeds=[0, 1])
     for trial, loss in zip(sweep.trials, [3.0, 3.2, 2.0, 2.4, 2.9], strict=False):
         finish(trial, loss)
     assert cli.main(["sweep", "results", "study.yaml"]) == 0
@@ -56,20 +49,20 @@ def test_results_are_grouped_over_seeds_and_sorted(capsys):
 
 
 def test_objective_may_be_missing_or_maximized(capsys):
-    sweep = build(grid={H: [1, 2]}, objective="average.accuracy")
+    sweep = build_sweep(grid={H: [1, 2]}, objective="average.accuracy")
     assert cli.main(["sweep", "results", "study.yaml"]) == 1
     assert "no finished trials yet" in capsys.readouterr().err
     finish(sweep.trials[0], 2.0)
     assert cli.main(["sweep", "results", "study.yaml"]) == 1
     assert "objective average.accuracy: result.json has no 'accuracy'; it has loss" in capsys.readouterr().err
-    build(grid={H: [1, 2]}, objective="train_loss.last_20_steps", direction="maximize")
+    build_sweep(grid={H: [1, 2]}, objective="train_loss.last_20_steps", direction="maximize")
     finish(sweep.trials[1], 3.0, validated=False)
     assert cli.main(["sweep", "results", "study.yaml"]) == 0
     assert [row[0] for row in read_lines(capsys)[2:]] == ["H=2", "H=1"]
 
 
 def test_figures_fix_the_other_keys_at_the_center(tmp_path):
-    sweep = build(grid={H: [1, 2, 4, 8], S: [8, 24]}, center={H: 2, S: 24})
+    sweep = build_sweep(grid={H: [1, 2, 4, 8], S: [8, 24]}, center={H: 2, S: 24})
     for trial in sweep.trials:
         finish(trial, 2 + trial.values[H] / 10 + trial.values[S] / 100)
     rows = collect_results(sweep)
@@ -84,7 +77,7 @@ def test_figures_fix_the_other_keys_at_the_center(tmp_path):
 
 
 def test_status_shows_states_and_causes(capsys):
-    sweep = build(grid={H: [1, 2, 4, 8]})
+    sweep = build_sweep(grid={H: [1, 2, 4, 8]})
     done, failed, stopped, _ = sweep.trials
     finish(done, 2.5)
     for trial in (failed, stopped):
@@ -102,7 +95,7 @@ def test_status_shows_states_and_causes(capsys):
 
 
 def test_records_with_values_of_another_type_do_not_end_the_status(capsys):
-    for trial in build(grid={H: [1]}).trials:
+    for trial in build_sweep(grid={H: [1]}).trials:
         trial.folder.path.mkdir(parents=True)
         trial.folder.metrics.write_text('{"step": 7, "train/loss": 3.25}\n{"step": "x", "train/loss": [1]}\n')
         trial.failure.write_text(json.dumps({"cause": ["disk"], "attempts": "3", "tried_again": False}))
@@ -111,7 +104,7 @@ def test_records_with_values_of_another_type_do_not_end_the_status(capsys):
 
 
 def test_status_uses_the_overrides_of_the_last_run(capsys):
-    sweep = load_sweep(str(build(grid={H: [1]}).path), ["seed=3"])
+    sweep = load_sweep(str(build_sweep(grid={H: [1]}).path), ["seed=3"])
     finish(sweep.trials[0], 2.5)
     (sweep.folder / "sweep.yaml").write_text(sweep.to_yaml())
     assert cli.main(["sweep", "status", "study.yaml"]) == 0
@@ -119,7 +112,7 @@ def test_status_uses_the_overrides_of_the_last_run(capsys):
 
 
 def test_dry_run_estimates_the_cost_and_writes_no_files(capsys, monkeypatch):
-    sweep = build(grid={H: [1, 2]})
+    sweep = build_sweep(grid={H: [1, 2]})
     finish(sweep.trials[0], 2.5)
     before = sorted(Path().rglob("*"))
     assert cli.main(["sweep", "run", "study.yaml", "--dry-run"]) == 0
@@ -135,13 +128,13 @@ def test_dry_run_estimates_the_cost_and_writes_no_files(capsys, monkeypatch):
     rows = read_lines(capsys)
     assert float(rows[2][4]) > 0
     assert rows[3][5] == rows[3][4]
-    build(search={"trials": 5, "space": {H: {"values": [1, 2]}}})
+    build_sweep(search={"trials": 5, "space": {H: {"values": [1, 2]}}})
     assert cli.main(["sweep", "run", "study.yaml", "--dry-run"]) == 0
     assert read_lines(capsys)[2][:4] == ["5", "more", "not", "chosen"]
 
 
 def test_errors_of_the_command_line(capsys):
-    build(grid={H: [1]})
+    build_sweep(grid={H: [1]})
     errors = {
         "sweep run seed=1": "unknown sweep 'seed=1'",
         "sweep run study.yaml --max-parallel 0": "--max-parallel: expected an integer >= 1, found 0",
@@ -157,7 +150,7 @@ def test_errors_of_the_command_line(capsys):
 
 
 def test_stop_without_a_driver(capsys):
-    build(grid={H: [1]})
+    build_sweep(grid={H: [1]})
     assert cli.main(["sweep", "stop", "study.yaml"]) == 0
     assert capsys.readouterr().out == "runs/study: no driver is running\n1 trials: 1 waiting\n"
 

@@ -6,8 +6,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-import yaml
-from config_files import BASE, write
+from config_files import build_sweep
 from sweep_driver import build_fake_command
 
 from stackexp.config.compose import to_yaml
@@ -24,14 +23,11 @@ S, LR = "model.memory.num_slots", "optimizer.lr"
 SPACE = {S: {"low": 1, "high": 64, "int": True}, LR: {"low": 1e-5, "high": 1e-1, "log": True}}
 
 
-@pytest.fixture(autouse=True)
-def _empty_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("empty_folder")
 
 
 def build(**search: object) -> Sweep:
-    keys = {"config": BASE, "overrides": ["trainer.accelerator=cpu"], "search": search}
-    return load_sweep(write("study.yaml", yaml.safe_dump(keys)))
+    return build_sweep(overrides=["trainer.accelerator=cpu"], search=search)
 
 
 def start(trial: Trial) -> None:
