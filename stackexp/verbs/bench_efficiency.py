@@ -31,7 +31,6 @@ MEMORIES = (
 
 
 def add_arguments(parser: Parser) -> None:
-    """Add the options of `bench efficiency`."""
     add_benchmark_arguments(parser)
     parser.add_argument("--only", metavar="MEMORY,...", help=f"some of {', '.join(MEMORIES)} (default: all)")
 

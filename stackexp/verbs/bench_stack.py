@@ -13,7 +13,6 @@ EXAMPLES = ("bench stack --config pretrain/stacktrans-360m --out stack.json",)
 
 
 def add_arguments(parser: Parser) -> None:
-    """Add the options of `bench stack`."""
     add_benchmark_arguments(parser)
 
 

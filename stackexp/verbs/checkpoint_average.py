@@ -15,7 +15,6 @@ EXAMPLES = ("checkpoint average --run runs/quickstart/ID --last 3 --to average.s
 
 
 def add_arguments(parser: Parser) -> None:
-    """Add the options of `checkpoint average`."""
     parser.add_argument("--run", metavar="FOLDER", required=True, help="run folder")
     last = "number of checkpoints, the newest ones"
     parser.add_argument("--last", metavar="N", required=True, type=at_least(2), help=last)

@@ -17,7 +17,6 @@ EXAMPLES = (
 
 
 def add_arguments(parser: Parser) -> None:
-    """Add the options of `checkpoint consolidate`."""
     parser.add_checkpoint()
     parser.add_argument("--to", metavar="FILE.safetensors", required=True, type=Path)
 

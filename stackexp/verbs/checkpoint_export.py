@@ -17,7 +17,6 @@ EXAMPLES = (
 
 
 def add_arguments(parser: Parser) -> None:
-    """Add the options of `checkpoint export`."""
     parser.add_checkpoint()
     parser.add_argument("--to", metavar="FOLDER", required=True, type=Path, help="new folder")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="default: float32")

@@ -18,7 +18,6 @@ EXAMPLES = (
 
 
 def add_arguments(parser: Parser) -> None:
-    """Add the options of `checkpoint import`."""
     folder = "folder with config.json and model.safetensors, or its shards and their index"
     parser.add_argument("--from", dest="folder", metavar="FOLDER", required=True, type=Path, help=folder)
     parser.add_argument("--to", metavar="FILE.safetensors", required=True, type=Path)

@@ -12,7 +12,6 @@ EXAMPLES = ("configs explain model.memory.num_slots", "configs explain > docs/co
 
 
 def add_arguments(parser: Parser) -> None:
-    """Add the key."""
     parser.add_argument("key", nargs="?", metavar="KEY", help="a key, such as trainer.max_steps, or a section")
 
 

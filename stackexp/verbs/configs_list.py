@@ -17,7 +17,6 @@ INTRODUCTIONS = {  # kind of entry -> the line above its table
 
 
 def add_arguments(parser: Parser) -> None:
-    """Add the options of `configs list`."""
     parser.add_argument("--json", action="store_true", help="print a list of objects: kind, name and purpose")
 
 

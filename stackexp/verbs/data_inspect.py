@@ -21,7 +21,6 @@ EXAMPLES = (
 
 
 def add_arguments(parser: Parser) -> None:
-    """Add the options of `data inspect`."""
     parser.add_argument("path", type=Path, metavar="PATH", help="a dataset, or a folder of datasets")
     samples, seed = "samples to show (default: %(default)s)", "choice of samples (default: %(default)s)"
     parser.add_argument("--samples", type=at_least(0), default=3, metavar="N", help=samples)

@@ -20,7 +20,6 @@ EXAMPLES = (
 
 
 def add_arguments(parser: Parser) -> None:
-    """Add the options of `data retokenize`."""
     parser.add_argument("source", type=Path, metavar="SOURCE", help="a token file or a folder of them")
     parser.add_argument("--to", type=Path, required=True, metavar="FOLDER", help="folder for the new files")
     parser.add_argument(

@@ -19,7 +19,6 @@ PREFIX = "hf:"
 
 
 def add_arguments(parser: Parser) -> None:
-    """Add the options of `evaluate`."""
     parser.add_argument("--run", metavar="FOLDER", help="run folder")
     parser.add_argument("--ckpt_path", metavar="best|last|ema|PATH", help="checkpoint of the run (default: the newest)")
     parser.add_argument("--model", metavar="hf:FOLDER", help="folder with a Hugging Face model and its tokenizer")

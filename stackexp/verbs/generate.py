@@ -11,7 +11,6 @@ MIN_TEMPERATURE = 1e-3
 
 
 def add_arguments(parser: Parser) -> None:
-    """Add the options of `generate`."""
     parser.add_checkpoint()
     parser.add_argument("--prompt", default="", help="text to continue (default: empty)")
     parser.add_argument("--max_new_tokens", type=at_least(1), default=128, metavar="N", help="default: %(default)s")

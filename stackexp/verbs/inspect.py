@@ -18,7 +18,6 @@ EXAMPLES = (
 
 
 def add_arguments(parser: Parser) -> None:
-    """Add the options of `inspect`."""
     parser.add_argument("--run", metavar="FOLDER", required=True, help="run folder")
     parser.add_argument("--ckpt_path", metavar="best|last|ema|PATH", help="checkpoint (default: the best, or newest)")
     parser.add_argument("--text", help="a text")

@@ -17,7 +17,6 @@ EXAMPLES = (
 
 
 def add_arguments(parser: Parser) -> None:
-    """Add the options of `report ablation`."""
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUNS", help="run folders, or folders of run folders")
     baseline = "run to compare with (default: the Transformer without a memory)"
     parser.add_argument("--baseline", metavar="NAME", help=baseline)

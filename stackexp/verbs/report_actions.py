@@ -15,7 +15,6 @@ EXAMPLES = ("report actions runs/arithmetic --figure actions.pdf",)
 
 
 def add_arguments(parser: Parser) -> None:
-    """Add the options of `report actions`."""
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUNS", help="run folders, or folders of run folders")
     parser.add_argument("--set", metavar="NAME", dest="set_name", help="a validation set (default: each run's first)")
     chunks = "chunks or problems of the set (default: %(default)s)"

@@ -17,7 +17,6 @@ EXAMPLES = ("report all runs", "report all runs/ablation --out ablation.html", "
 
 
 def add_arguments(parser: Parser) -> None:
-    """Add the options of `report all`."""
     parser.add_argument("folder", nargs="?", type=Path, metavar="FOLDER", help="a folder of run folders, such as runs")
     parser.add_argument("--update", type=Path, metavar="FILE.md", help="a document whose tables to replace")
     out = "file to write (default: %(default)s)"

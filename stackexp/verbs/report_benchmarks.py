@@ -14,7 +14,6 @@ EXAMPLES = ("report benchmarks runs/pretrain baseline.json --figure benchmarks.p
 
 
 def add_arguments(parser: Parser) -> None:
-    """Add the options of `report benchmarks`."""
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUNS", help="run folders, or files of evaluate --out")
     add_output_arguments(parser)
 

@@ -12,7 +12,6 @@ EXAMPLES = ("report compare runs/quickstart/* --figure loss.png",)
 
 
 def add_arguments(parser: Parser) -> None:
-    """Add the options of `report compare`."""
     parser.add_argument("runs", nargs="+", metavar="RUN", help="run folders, or folders of run folders")
     parser.add_argument("--figure", type=Path, metavar="FILE", help="plot the losses into this file")
     parser.add_argument("--markdown", action="store_true", help="print a Markdown table")

@@ -14,7 +14,6 @@ EXAMPLES = ("report dynamics runs/ablation --only stacktrans,queue --smooth 200 
 
 
 def add_arguments(parser: Parser) -> None:
-    """Add the options of `report dynamics`."""
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUNS", help="run folders, or folders of run folders")
     parser.add_argument("--only", metavar="NAME,...", help="runs to show (default: all, or the paper's two)")
     parser.add_argument("--baseline", metavar="NAME", help="run to compare with (default: the Transformer)")

@@ -11,7 +11,6 @@ EXAMPLES = ("report efficiency efficiency.json --figure efficiency.pdf",)
 
 
 def add_arguments(parser: Parser) -> None:
-    """Add the options of `report efficiency`."""
     parser.add_argument("file", type=Path, metavar="FILE", help="the JSON file")
     add_output_arguments(parser)
 

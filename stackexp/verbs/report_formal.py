@@ -18,7 +18,6 @@ EXAMPLES = (
 
 
 def add_arguments(parser: Parser) -> None:
-    """Add the options of `report formal`."""
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUNS", help="run folders, or folders of run folders")
     parser.add_argument("--score", default="41_500", metavar="A_B", help="range of lengths (default: %(default)s)")
     out = "write a .md, .tex or .csv file (one line per run) instead of printing; may be repeated"

@@ -13,7 +13,6 @@ EXAMPLES = ("report grid stack_grid --figure grid.pdf", "report grid runs/stack_
 
 
 def add_arguments(parser: Parser) -> None:
-    """Add the options of `report grid`."""
     parser.add_argument("sweep", metavar="SWEEP", help="a sweep's folder, a shipped name or a YAML file")
     add_output_arguments(parser)
 

@@ -14,7 +14,6 @@ EXAMPLES = ("report scaling runs/ladder --figure scaling.pdf", "report scaling r
 
 
 def add_arguments(parser: Parser) -> None:
-    """Add the options of `report scaling`."""
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUNS", help="run folders, or folders of run folders")
     loss = "training loss, V2, V3 or average (default: the first of V2, average, training loss that all runs have)"
     parser.add_argument("--loss", choices=("training loss", "V2", "V3", "average"), metavar="COLUMN", help=loss)

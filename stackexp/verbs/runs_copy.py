@@ -16,7 +16,6 @@ EXAMPLES = ("runs copy runs/ablation_small --to docs/results/ablation_small",)
 
 
 def add_arguments(parser: Parser) -> None:
-    """Add the options of `runs copy`."""
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUNS", help="run folders, or folders of run folders")
     parser.add_argument("--to", type=Path, required=True, metavar="FOLDER", help="folder of the copies")
 

@@ -11,7 +11,6 @@ EXAMPLES = ("runs list", "runs list runs/quickstart --state unfinished")
 
 
 def add_arguments(parser: Parser) -> None:
-    """Add the options of `runs list`."""
     parser.add_argument("folders", nargs="*", default=["runs"], metavar="FOLDER", help="default: runs")
     states = ("finished", "running", "unfinished", "damaged")
     parser.add_argument("--state", choices=states, help="only the runs in this state")

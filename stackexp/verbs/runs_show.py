@@ -12,7 +12,6 @@ EXAMPLES = ("runs show runs/quickstart/ID",)
 
 
 def add_arguments(parser: Parser) -> None:
-    """Add the options of `runs show`."""
     parser.add_argument("run", metavar="RUN", help="a run folder")
     parser.add_argument("--json", action="store_true", help="print one object")
 

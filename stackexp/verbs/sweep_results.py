@@ -14,7 +14,6 @@ EXAMPLES = ("sweep results stack_grid --figures figures/", "sweep results quick_
 
 
 def add_arguments(parser: Parser) -> None:
-    """Add the options of `sweep results`."""
     parser.add_argument("sweep", metavar="SWEEP", help="a shipped name, a YAML file or a sweep's folder")
     parser.add_argument("--figures", type=Path, metavar="FOLDER", help="plot the loss against each searched number")
     style = parser.add_mutually_exclusive_group()

@@ -15,7 +15,6 @@ EXAMPLES = ("sweep run quick_grid", "sweep run stack_grid --dry-run", "sweep run
 
 
 def add_arguments(parser: Parser) -> None:
-    """Add the options of `sweep run`."""
     parser.add_argument("sweep", metavar="SWEEP", help="a shipped name, a YAML file or a sweep's folder")
     parser.add_argument("--launcher", choices=list(LAUNCHERS), default="local", help="default: local")
     max_parallel = "trials at once (default: as many as fit)"

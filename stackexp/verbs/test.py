@@ -13,7 +13,6 @@ EXAMPLES = tuple(example.replace("validate", "test", 1) for example in validate.
 
 
 def add_arguments(parser: Parser) -> None:
-    """Add the options of `test`."""
     validate.add_arguments(parser, "test")
 
 

@@ -21,7 +21,6 @@ EXAMPLES = (
 
 
 def add_arguments(parser: Parser, stage: Literal["validate", "test"] = "validate") -> None:
-    """Add the options of `validate` and `test`."""
     section = "data.validation" if stage == "validate" else "data.test"
     parser.add_config()
     run = "run folder; uses its config and newest checkpoint (formal languages: the best one)"
