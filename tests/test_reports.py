@@ -93,7 +93,8 @@ def test_runs_are_compared_in_a_table_and_a_figure(tmp_path):
     assert rows[3].split() == ["two", "unfinished", "2", "20", *"\u2013\u2013", "2.000", *"\u2013\u2013\u2013"]
     assert name_runs(folders) == {folders[0]: "one", folders[1]: "two"}
     again = RunFolder(folders[0].path.parent / "later")
-    assert name_runs([folders[0], again]) == {folders[0]: f"one/{folders[0].path.name}", again: "one/later"}
+    assert name_runs([folders[0], again]) == {folders[0]: folders[0].path.name, again: "later"}
+    assert name_runs([*folders, again])[again] == "one/later"
     draw_losses(folders, tmp_path / "loss.png")
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
 

@@ -46,7 +46,7 @@ def label_curves(axes: Any, curves: dict[str, Any]) -> None:
             color=curve.get_color(),
             fontsize=8,
             va="center",
-            arrowprops={"arrowstyle": "-", "color": curve.get_color(), "linewidth": 0.6},
+            arrowprops={"arrowstyle": "-", "color": curve.get_color(), "linewidth": 0.6, "relpos": (0, 0.5)},
         )
 
 
