@@ -14,12 +14,14 @@ import torch
 
 from stackexp import stack
 from stackexp.benchmarking.harness import (
+    Ratio,
     alternate,
     compare,
     measure_peak_bytes,
     measure_peak_flops,
     measure_seconds,
 )
+from stackexp.benchmarking.paper import PAPER
 from stackexp.config import registry
 from stackexp.config.compose import compose
 from stackexp.models.cross_entropy import NextTokenLoss
@@ -31,8 +33,6 @@ TRANSFORMER = "transformer"
 ALSO_BY_REFERENCE = ("stacktrans", "full_dim")
 """Memories that are also measured with the reference implementation, to show the gain."""
 QUANTITIES = ("train", "prefill", "decode", "memory")
-PAPER = {"stacktrans": "1.16 / 1.09 / 1.12", "single_head": "1.03 / 1.04 / 1.00", "full_dim": "3.78 / 3.30 / 1.73"}
-"""The paper's efficiency table (arXiv 2507.15343): train / inference / memory over its Transformer, on its GPUs."""
 
 
 class Case(NamedTuple):
@@ -149,19 +149,12 @@ def format_rows(rows: list[dict[str, Any]]) -> str:
     """
     quantities = [quantity for quantity in QUANTITIES if f"{quantity}_ratio" in rows[0]]
     has_mfu = "mfu" in rows[0]
-    header = [
-        "model",
-        "stack",
-        "tokens/s",
-        "share of peak",
-        *["MFU"] * has_mfu,
-        *(f"{quantity} x" for quantity in quantities),
-    ]
-    header += ["paper: train / inference / memory"]
+    header = ["model", "stack", "tokens/s", "share of peak", *["MFU"] * has_mfu]
+    header += [*(f"{quantity} x" for quantity in quantities), "paper: train / inference / memory"]
     lines = []
     for row in rows:
         cells = [row["model"], row["implementation"], f"{row['tokens_per_second']:,.0f}", f"{row['peak_share']:.1%}"]
         cells += [f"{row['mfu']:.1%}"] if has_mfu else []
-        cells += ["{:.3f} ({:.3f}-{:.3f})".format(row[f"{q}_ratio"], *row[f"{q}_spread"]) for q in quantities]
-        lines.append([*cells, PAPER.get(row["model"], "")])
+        cells += [str(Ratio(row[f"{q}_ratio"], *row[f"{q}_spread"])) for q in quantities]
+        lines.append([*cells, " / ".join(f"{ratio:.2f}" for ratio in PAPER.get(row["model"], ()))])
     return format_table(lines, header=header, align="<<" + ">" * (len(header) - 2), style="markdown")

@@ -5,6 +5,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
+from stackexp.benchmarking.paper import PAPER
 from stackexp.errors import RunError
 from stackexp.reports.figures import new_figure
 from stackexp.reports.report import PALETTE, Report, Table
@@ -12,8 +13,6 @@ from stackexp.tables import ABSENT
 
 QUANTITIES = {"train": "training", "prefill": "inference", "memory": "peak memory"}
 """Keys of the record -> the paper's columns. One token after a filled cache (decode) has no column in the paper."""
-PAPER = {"stacktrans": (1.16, 1.09, 1.12), "single_head": (1.03, 1.04, 1.00), "full_dim": (3.78, 3.30, 1.73)}
-"""The paper's multiples of its Transformer, in the order of QUANTITIES."""
 
 
 def build_efficiency(path: Path) -> Report:
