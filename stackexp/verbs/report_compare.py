@@ -36,7 +36,7 @@ def run(args: Namespace) -> int:
     if args.json:
         results = [run.read_result().to_dict() if run.is_finished else None for run in folders]
         pairs = zip(folders, results, strict=True)
-        print(json.dumps([summarize(run).to_dict() | {"result": result} for run, result in pairs], indent=2))
+        print(json.dumps([vars(summarize(run)) | {"result": result} for run, result in pairs], indent=2))
     else:
         print(format_runs(folders, "markdown" if args.markdown else "terminal"))
     if args.figure:

@@ -27,7 +27,7 @@ def run(args: Namespace) -> int:
     summaries = [summarize(run) for run in find_runs(args.folders)]
     summaries = [summary for summary in summaries if args.state in (None, summary.state.value)]
     if args.json:
-        print(json.dumps([summary.to_dict() for summary in summaries], indent=2))
+        print(json.dumps([vars(summary) for summary in summaries], indent=2))
     elif summaries:
         print(format_summaries(summaries))
     else:

@@ -22,7 +22,7 @@ def run(args: Namespace) -> int:
     from stackexp.reports.summaries import summarize
 
     folder = runs.open_run(args.run)
-    summary = summarize(folder).to_dict()
+    summary = dict(vars(summarize(folder)))
     keys = ("started", "command", "commit", "host")
     sessions = folder.read_sessions()
     summary["sessions"] = [{key: session.get(key) for key in keys} for session in sessions]

@@ -3,6 +3,7 @@
 SWEEP is a shipped name, a YAML file, or a sweep's folder in runs/.
 """
 
+import dataclasses
 import json
 from argparse import Namespace
 from pathlib import Path
@@ -32,7 +33,7 @@ def run(args: Namespace) -> int:
 
     rows = collect_results(sweep)
     if args.json:
-        print(json.dumps([row.to_dict() for row in rows], indent=2))
+        print(json.dumps([dataclasses.asdict(row) for row in rows], indent=2))
     else:
         print(format_results(sweep, rows, style="markdown" if args.markdown else "terminal"))
     if args.figures:
