@@ -15,12 +15,12 @@ from stackexp.evaluation.loading import LoadedRun, load_run
 from stackexp.evaluation.request import EvaluationRequest
 from stackexp.inspection.batches import Material, open_set, open_task
 from stackexp.inspection.inspect import record
+from stackexp.inspection.recording import ACTIONS
 from stackexp.reports.arms import name_arm
 from stackexp.reports.figures import new_figure
 from stackexp.reports.report import MARKERS, PALETTE, Report, Table
 from stackexp.reports.summaries import find_runs
 
-ACTIONS = ("push", "pop", "no_op")
 PARTS = ("first", "middle", "last")
 LEGEND = (
     "Probabilities are means over tokens and heads. First, middle and last: thirds of the layers. In brackets: the "

@@ -13,7 +13,7 @@ from stackexp.files import write_atomically
 from stackexp.inspection.batches import Material, average_values, compute_losses, open_set, open_task, open_text
 from stackexp.inspection.interventions import intervene, list_interventions
 from stackexp.inspection.page import format_page
-from stackexp.inspection.recording import MEASUREMENTS, Recording, record_stacks
+from stackexp.inspection.recording import ACTIONS, MEASUREMENTS, Recording, record_stacks
 from stackexp.models.checkpoints import load_state
 from stackexp.modules.scores import bootstrap_interval
 from stackexp.reports.figures import new_figure, save_figure
@@ -22,7 +22,7 @@ from stackexp.training.tensorboard import write_image
 
 MAX_PAGE_TOKENS = 256
 MAP_COLUMNS = 3
-SHARES = ("push", "pop", "no_op", "read_sharpness")  # measurements from 0 to 1
+SHARES = (*ACTIONS, "read_sharpness")  # measurements from 0 to 1
 
 
 def run(

@@ -5,6 +5,7 @@ import html
 import re
 import tempfile
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 from stackexp.errors import ConfigError, RunError
@@ -43,8 +44,7 @@ def build_page(folder: Path) -> str:
     with tempfile.TemporaryDirectory() as images:
         for title, build in _list_builders(folder):
             try:
-                report = build()
-                sections.append((title, _format_section(title, report, Path(images, "figure.png"))))
+                sections.append((title, _format_section(title, build(), Path(images, "figure.png"))))
             except (ConfigError, RunError) as error:
                 problems.append(f"{title}: {error}")
     if not sections:
@@ -60,20 +60,20 @@ def build_page(folder: Path) -> str:
 
 def _list_builders(folder: Path) -> Iterator[tuple[str, Callable[[], Report]]]:
     """Yield title and builder of each section. Sweeps and files of other kinds have no section."""
-    yield "Ablation", lambda: build_ablation([folder])
-    yield "Scaling", lambda: build_scaling([folder])
-    yield "Training dynamics", lambda: build_dynamics([folder])
+    yield "Ablation", partial(build_ablation, [folder])
+    yield "Scaling", partial(build_scaling, [folder])
+    yield "Training dynamics", partial(build_dynamics, [folder])
     for sweep in find_sweeps([folder]):
         if sweep.is_relative_to(folder):
-            yield f"Stack hyperparameters: {sweep.name}", lambda sweep=sweep: build_grid(str(sweep))  # type: ignore[misc]
+            yield f"Stack hyperparameters: {sweep.name}", partial(build_grid, str(sweep))
     for path in sorted(folder.glob("*.json")):
         try:
             read_record(path)
         except RunError:
             continue
-        yield f"Efficiency: {path.name}", lambda path=path: build_efficiency(path)  # type: ignore[misc]
-    yield "Benchmarks", lambda: build_benchmarks([folder])
-    yield "Formal languages", lambda: _build_formal(folder)
+        yield f"Efficiency: {path.name}", partial(build_efficiency, path)
+    yield "Benchmarks", partial(build_benchmarks, [folder])
+    yield "Formal languages", partial(_build_formal, folder)
 
 
 def _build_formal(folder: Path) -> Report:
