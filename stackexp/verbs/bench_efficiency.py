@@ -32,6 +32,7 @@ MEMORIES = (
 
 def add_arguments(parser: Parser) -> None:
     add_benchmark_arguments(parser)
+    parser.add_argument("--markdown", action="store_true", help="print a Markdown table")
     parser.add_argument("--only", metavar="MEMORY,...", help=f"some of {', '.join(MEMORIES)} (default: all)")
 
 
@@ -63,5 +64,5 @@ def run(args: Namespace) -> int:
         rows.append(row)
         print(f"measured {row['model']} ({row['implementation']})", flush=True)
         write_record(args.out, rows, configs=args.config, overrides=args.overrides)
-    print(f"\n{efficiency.format_rows(rows)}")
+    print(f"\n{efficiency.format_rows(rows, 'markdown' if args.markdown else 'terminal')}")
     return 0
