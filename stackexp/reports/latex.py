@@ -1,8 +1,9 @@
 """Text and tables in LaTeX."""
 
 import re
+from collections.abc import Sequence
 
-from stackexp.tables import ABSENT
+from stackexp.tables import ABSENT, format_table
 
 _SYMBOLS = {
     **{character: f"\\{character}" for character in "&%$#_{}"},
@@ -29,14 +30,17 @@ def convert_cell(cell: str) -> str:
     return re.sub(r"\*(.+?)\*", r"\\emph{\1}", text)
 
 
-def format_float(caption: str, columns: str, body: str, footnotes: list[str]) -> list[str]:
-    """Return the lines of a table as wide as the text, with a caption and footnotes."""
+def format_float(
+    caption: str, columns: str, header: Sequence[str], rows: Sequence[Sequence[str]], footnotes: Sequence[str] = ()
+) -> list[str]:
+    """Return the lines of a table as wide as the text, with a caption and footnotes; `columns` is its LaTeX spec."""
+    titles, *cells = ([convert_cell(cell) for cell in row] for row in (header, *rows))
     return [
         r"\begin{table}",
         r"\centering",
         rf"\caption{{{escape_latex(caption)}}}",
         rf"\resizebox{{\textwidth}}{{!}}{{\begin{{tabular}}{{{columns}}}",
-        body,
+        format_table(cells, header=titles, style="latex"),
         r"\end{tabular}}",
         *(rf"\par\raggedright\footnotesize {escape_latex(note)}" for note in footnotes),
         r"\end{table}",

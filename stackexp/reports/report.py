@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from stackexp.reports.latex import convert_cell, format_float
+from stackexp.reports.latex import format_float
 from stackexp.tables import Style, format_table
 from stackexp.terminal import wrap_text
 
@@ -71,14 +71,9 @@ def _format_latex(report: Report) -> str:
     lines = ["% Needs \\usepackage{booktabs,graphicx}.", *(f"% {note}" for note in report.notes if "`" in note)]
     footnotes = [note for note in report.notes if "`" not in note]
     for table in report.tables:
-        header, *rows = [[convert_cell(cell) for cell in row] for row in (table.header, *table.rows)]
-        body = format_table(rows, header=header, style="latex")
-        lines += format_float(
-            table.title,
-            table.align.replace("<", "l").replace(">", "r"),
-            body,
-            footnotes if table is report.tables[-1] else [],
-        )
+        columns = table.align.replace("<", "l").replace(">", "r")
+        notes = footnotes if table is report.tables[-1] else []
+        lines += format_float(table.title, columns, table.header, table.rows, notes)
     return "\n".join(lines)
 
 

@@ -13,9 +13,8 @@ from stackexp.reports.formal.tables import (
     describe_marks,
     format_legend,
 )
-from stackexp.reports.latex import convert_cell, escape_latex, format_float
+from stackexp.reports.latex import format_float
 from stackexp.reports.report import format_csv
-from stackexp.tables import format_table
 from stackexp.tasks import TASKS
 
 
@@ -25,12 +24,9 @@ def format_latex(report: Report) -> str:
     columns = f"l{far}" + f"l{near}r{far}" * (len(COLUMNS) - 2) + f"l{far}l{far}r"
     lines = ["% Needs \\usepackage{booktabs,graphicx}."]
     lines += [f"% missing cells: {line}" for line in describe_commands(report)]
-    rows = [[convert_cell(cell) for cell in row] for row in build_rows(report)]
-    body = format_table(rows, header=build_header(), style="latex")
-    lines += format_float(format_legend(report), columns, body, describe_marks(report))
-    rows = [[escape_latex(cell) for cell in row] for row in build_recipe_rows(report)]
-    body = format_table(rows, header=RECIPE_HEADER, style="latex")
-    lines += format_float("Recipes.", r"lp{0.5\textwidth}rp{0.6\textwidth}", body, [])
+    lines += format_float(format_legend(report), columns, build_header(), build_rows(report), describe_marks(report))
+    columns = r"lp{0.5\textwidth}rp{0.6\textwidth}"
+    lines += format_float("Recipes.", columns, RECIPE_HEADER, build_recipe_rows(report))
     return "\n".join(lines) + "\n"
 
 
