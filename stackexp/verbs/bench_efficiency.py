@@ -7,7 +7,7 @@ from argparse import Namespace
 
 from stackexp.config.suggestions import suggest_name
 from stackexp.errors import ConfigError
-from stackexp.verbs.bench_options import add_benchmark_arguments, check_benchmark_arguments
+from stackexp.verbs.bench_options import add_benchmark_arguments
 from stackexp.verbs.parser import Parser
 
 USAGE = "[OPTIONS] [KEY=VALUE ...]"
@@ -38,7 +38,8 @@ def add_arguments(parser: Parser) -> None:
 
 def run(args: Namespace) -> int:
     """Check every config, measure, print the table."""
-    check_benchmark_arguments(args)
+    args.parser.check_output("--out", args.out, [".json"])
+    args.config = args.config or ["quickstart"]
     wanted = list(MEMORIES) if args.only is None else args.only.split(",")
     for name in wanted:
         if name not in MEMORIES:

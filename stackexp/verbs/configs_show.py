@@ -10,7 +10,7 @@ EXAMPLES = ("configs show pretrain/stacktrans-360m", "configs show ablation/queu
 
 def add_arguments(parser: Parser) -> None:
     parser.add_argument("name", metavar="NAME_OR_PATH", help="a shipped config or a YAML file")
-    parser.accept_overrides()
+    parser.accepts_overrides = True
 
 
 def run(args: Namespace) -> int:

@@ -45,7 +45,7 @@ SHOWN_BAD_LINES = 10
 
 
 def add_arguments(parser: Parser) -> None:
-    parser.accept_overrides()  # SOURCE is found among these words
+    parser.accepts_overrides = True  # SOURCE is found among these words
     parser.add_argument("--to", type=Path, metavar="FOLDER", help="folder of the prepared set")
     parser.add_argument("--tokenizer", type=Path, metavar="FILE", help="a Hugging Face tokenizer.json")
     vocab_size = "train a byte-level BPE of N tokens on the text"

@@ -57,16 +57,12 @@ class Parser(argparse.ArgumentParser):
         )
         self.verb = verb
         self._notes, self._examples = notes, examples
-        self.accepts_overrides = False
-
-    def accept_overrides(self) -> None:
-        """Collect the KEY=VALUE words of the command line in `args.overrides`."""
-        self.accepts_overrides = True
+        self.accepts_overrides = False  # if True, `args.overrides` has the KEY=VALUE words of the command line
 
     def add_config(self) -> None:
         """Add `--config`, a list of names and paths, and accept overrides."""
         self.add_argument("--config", action="append", default=[], metavar="NAME_OR_PATH")
-        self.accept_overrides()
+        self.accepts_overrides = True
 
     def format_help(self) -> str:
         """Return the help text: options, notes, then examples."""

@@ -20,7 +20,7 @@ def add_arguments(parser: Parser) -> None:
     style = parser.add_mutually_exclusive_group()
     style.add_argument("--markdown", action="store_true", help="print a Markdown table")
     style.add_argument("--json", action="store_true", help="print JSON")
-    parser.accept_overrides()
+    parser.accepts_overrides = True
 
 
 def run(args: Namespace) -> int:

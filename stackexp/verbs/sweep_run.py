@@ -22,7 +22,7 @@ def add_arguments(parser: Parser) -> None:
     retries = "retries of a failed trial (default: as in the YAML)"
     parser.add_argument("--retries", type=at_least(0), metavar="N", help=retries)
     parser.add_argument("--dry-run", action="store_true", help="print the trials and the remaining cost")
-    parser.accept_overrides()
+    parser.accepts_overrides = True
 
 
 def run(args: Namespace) -> int:
