@@ -24,8 +24,6 @@ class Config:
         if self.size > model.hidden_size:
             yield "size", f"larger than hidden_size {{model.hidden_size}}"
 """
-
-
 pytestmark = pytest.mark.usefixtures("empty_folder")
 
 

@@ -17,8 +17,6 @@ from stackexp.sweeps.sweep import Sweep, load_sweep
 from stackexp.sweeps.trials import compute_config_hash
 
 H, D, S = "model.memory.num_heads", "model.memory.head_dim", "model.memory.num_slots"
-
-
 pytestmark = pytest.mark.usefixtures("empty_folder")
 
 

@@ -4,26 +4,16 @@ import json
 from pathlib import Path
 
 import pytest
-from config_files import build_sweep
+from config_files import build_sweep, finish_trial
 
 from stackexp import cli
 from stackexp.planning import cost
 from stackexp.reports.sweeps import collect_results, draw_results, select_rows
 from stackexp.sweeps.shipped import is_run_as_fit
 from stackexp.sweeps.sweep import load_sweep
-from stackexp.sweeps.trials import Trial
 
 H, S = "model.memory.num_heads", "model.memory.num_slots"
-
-
 pytestmark = pytest.mark.usefixtures("empty_folder")
-
-
-def finish(trial: Trial, loss: float, validated: bool = True) -> None:
-    trial.folder.path.mkdir(parents=True)
-    result = {"parameters": 2_000_000, "memory_parameters": 3000, "train_loss": {"last_20_steps": loss - 0.5}}
-    result["average"] = {"loss": loss} if validated else {}
-    trial.folder.result.write_text(json.dumps(result))
 
 
 def read_lines(capsys) -> list[list[str]]:
@@ -33,7 +23,7 @@ def read_lines(capsys) -> list[list[str]]:
 def test_results_are_grouped_over_seeds_and_sorted(capsys):
     sweep = build_sweep(grid={H: [1, 2, 4]}, seeds=[0, 1])
     for trial, loss in zip(sweep.trials, [3.0, 3.2, 2.0, 2.4, 2.9], strict=False):
-        finish(trial, loss)
+        finish_trial(trial, loss)
     assert cli.main(["sweep", "results", "study.yaml"]) == 0
     rows = read_lines(capsys)
     assert rows[0][:2] == ["trial", "average.loss"]
@@ -52,11 +42,11 @@ def test_objective_may_be_missing_or_maximized(capsys):
     sweep = build_sweep(grid={H: [1, 2]}, objective="average.accuracy")
     assert cli.main(["sweep", "results", "study.yaml"]) == 1
     assert "no finished trials yet" in capsys.readouterr().err
-    finish(sweep.trials[0], 2.0)
+    finish_trial(sweep.trials[0], 2.0)
     assert cli.main(["sweep", "results", "study.yaml"]) == 1
     assert "objective average.accuracy: result.json has no 'accuracy'; it has loss" in capsys.readouterr().err
     build_sweep(grid={H: [1, 2]}, objective="train_loss.last_20_steps", direction="maximize")
-    finish(sweep.trials[1], 3.0, validated=False)
+    finish_trial(sweep.trials[1], 3.0, average={})
     assert cli.main(["sweep", "results", "study.yaml"]) == 0
     assert [row[0] for row in read_lines(capsys)[2:]] == ["H=2", "H=1"]
 
@@ -64,7 +54,7 @@ def test_objective_may_be_missing_or_maximized(capsys):
 def test_figures_fix_the_other_keys_at_the_center(tmp_path):
     sweep = build_sweep(grid={H: [1, 2, 4, 8], S: [8, 24]}, center={H: 2, S: 24})
     for trial in sweep.trials:
-        finish(trial, 2 + trial.values[H] / 10 + trial.values[S] / 100)
+        finish_trial(trial, 2 + trial.values[H] / 10 + trial.values[S] / 100)
     rows = collect_results(sweep)
     paths = draw_results(sweep, rows, Path("figures"))
     assert [path.name for path in paths] == ["H.png", "H.pdf", "S.png", "S.pdf"]
@@ -79,7 +69,7 @@ def test_figures_fix_the_other_keys_at_the_center(tmp_path):
 def test_status_shows_states_and_causes(capsys):
     sweep = build_sweep(grid={H: [1, 2, 4, 8]})
     done, failed, stopped, _ = sweep.trials
-    finish(done, 2.5)
+    finish_trial(done, 2.5)
     for trial in (failed, stopped):
         trial.folder.path.mkdir()
         trial.folder.metrics.write_text('{"step": 7, "tokens": 1, "time": 0, "train/loss": 3.25}\n{"step": 8')
@@ -105,7 +95,7 @@ def test_records_with_values_of_another_type_do_not_end_the_status(capsys):
 
 def test_status_uses_the_overrides_of_the_last_run(capsys):
     sweep = load_sweep(str(build_sweep(grid={H: [1]}).path), ["seed=3"])
-    finish(sweep.trials[0], 2.5)
+    finish_trial(sweep.trials[0], 2.5)
     (sweep.folder / "sweep.yaml").write_text(sweep.to_yaml())
     assert cli.main(["sweep", "status", "study.yaml"]) == 0
     assert "1 done" in capsys.readouterr().out
@@ -113,7 +103,7 @@ def test_status_uses_the_overrides_of_the_last_run(capsys):
 
 def test_dry_run_estimates_the_cost_and_writes_no_files(capsys, monkeypatch):
     sweep = build_sweep(grid={H: [1, 2]})
-    finish(sweep.trials[0], 2.5)
+    finish_trial(sweep.trials[0], 2.5)
     before = sorted(Path().rglob("*"))
     assert cli.main(["sweep", "run", "study.yaml", "--dry-run"]) == 0
     rows = read_lines(capsys)
@@ -167,14 +157,8 @@ def test_finished_sweep_prints_the_scores_of_both_models_once(capsys):
     stacktrans, transformer = load_sweep("formal/quick", ["seed=3"]).trials
     assert stacktrans.folder.path.parent.as_posix() == "runs/formal/quick"
     for trial, score in ((stacktrans, 1.0), (transformer, 0.5)):
-        trial.folder.path.mkdir(parents=True)
-        model = trial.name.partition("-")[0]
-        result = {
-            "model": model,
-            "score_41_500": score,
-            "accuracy": {"40": 1.0, "41": score, "100": score, "500": score},
-        }
-        trial.folder.result.write_text(json.dumps(result))
+        accuracy = {"40": 1.0, "41": score, "100": score, "500": score}
+        finish_trial(trial, 1.0, model=trial.name.partition("-")[0], score_41_500=score, accuracy=accuracy)
     assert cli.main(["fit", "--config", "formal/quick", "seed=3"]) == 0
     printed = capsys.readouterr().out
     rows = [line.split() for line in printed.splitlines() if line.startswith(("stacktrans ", "transformer "))]
