@@ -37,7 +37,6 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(args: Namespace) -> int:
-    """Check every config, measure, print the table."""
     args.parser.check_output("--out", args.out, [".json"])
     args.config = args.config or ["quickstart"]
     wanted = list(MEMORIES) if args.only is None else args.only.split(",")

@@ -17,7 +17,6 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(args: Namespace) -> int:
-    """Check the config, measure, print the table."""
     args.parser.check_output("--out", args.out, [".json"])
     args.config = args.config or ["quickstart"]
     from stackexp.config.compose import compose

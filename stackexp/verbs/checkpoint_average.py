@@ -22,7 +22,6 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(args: Namespace) -> int:
-    """Average the checkpoints and print their steps."""
     args.parser.check_output("--to", args.to, [".safetensors"])
     from stackexp import runs
     from stackexp.config import compose

@@ -22,7 +22,6 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(args: Namespace) -> int:
-    """Consolidate the checkpoint and print the size of the file."""
     args.parser.check_output("--to", args.to, [".safetensors"])
     from stackexp import runs
     from stackexp.config import compose

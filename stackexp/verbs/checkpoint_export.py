@@ -24,7 +24,6 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(args: Namespace) -> int:
-    """Export the checkpoint and print the files."""
     if args.to.exists():
         args.parser.error(f"--to {args.to}: already exists; remove it or choose another folder")
     from stackexp.export.huggingface import export_run

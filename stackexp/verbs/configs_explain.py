@@ -16,7 +16,6 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(args: Namespace) -> int:
-    """Print the explanation."""
     import stackexp.config.compose  # noqa: F401  (registers the kinds)
     from stackexp.config.reference import explain, format_reference
 

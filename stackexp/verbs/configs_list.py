@@ -21,7 +21,6 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(args: Namespace) -> int:
-    """Print one table for each kind of entry."""
     entries = list_catalog()
     if args.json:
         objects = [{"kind": kind, "name": name, "purpose": purpose} for kind, name, purpose in entries]

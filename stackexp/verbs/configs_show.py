@@ -14,7 +14,6 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(args: Namespace) -> int:
-    """Compose the config and print it."""
     from stackexp.config.compose import compose
 
     config = compose([args.name], args.overrides)

@@ -31,7 +31,6 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(args: Namespace) -> int:
-    """Convert the files and print a table of the results."""
     from stackexp.data.retokenize import Retokenizer
     from stackexp.data.tokenizer import KnownTokenizer, load_tokenizer
 

@@ -38,7 +38,6 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(args: Namespace) -> int:
-    """Check the command line, then score every task."""
     parser = args.parser
     if bool(args.run) == bool(args.model):
         parser.error("give either --run FOLDER or --model hf:FOLDER")

@@ -30,7 +30,6 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(args: Namespace) -> int:
-    """Compose the config, then train."""
     if not (args.config or args.run):
         args.parser.error("--config NAME_OR_PATH is required; `configs list` shows the names")
     if args.run == "":

@@ -20,7 +20,6 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(args: Namespace) -> int:
-    """Check the options, then print the prompt and its continuation."""
     parser = args.parser
     if args.temperature and not MIN_TEMPERATURE <= args.temperature < float("inf"):
         parser.error(f"--temperature {args.temperature}: must be 0 (greedy) or a number >= {MIN_TEMPERATURE}")

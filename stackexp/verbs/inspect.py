@@ -30,7 +30,6 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(args: Namespace) -> int:
-    """Check the options, then inspect the run."""
     parser = args.parser
     if sum(value is not None for value in (args.text, args.set_name, args.task)) != 1:
         parser.error("give one of --text, --set and --task")

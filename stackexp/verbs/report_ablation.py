@@ -24,7 +24,6 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(args: Namespace) -> int:
-    """Print the tables, and write the other files if requested."""
     from stackexp.reports.ablation import build_ablation
 
     return print_report(args, lambda: build_ablation(args.runs, args.baseline))

@@ -23,7 +23,6 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(args: Namespace) -> int:
-    """Print the table, and write the other files if requested."""
     from stackexp.inspection.actions import build_actions
 
     return print_report(args, lambda: build_actions(args.runs, args.set_name, args.chunks))

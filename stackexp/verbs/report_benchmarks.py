@@ -19,7 +19,6 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(args: Namespace) -> int:
-    """Print the tables, and write the other files if requested."""
     from stackexp.reports.benchmarks import build_benchmarks
 
     return print_report(args, lambda: build_benchmarks(args.runs))

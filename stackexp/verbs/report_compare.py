@@ -20,7 +20,6 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(args: Namespace) -> int:
-    """Print the table, and draw the figure if requested."""
     args.parser.check_output("--figure", args.figure, FIGURE_SUFFIXES)
     from stackexp import runs
     from stackexp.reports.compare import check_same_data, draw_losses, format_runs

@@ -23,7 +23,6 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(args: Namespace) -> int:
-    """Print the table, and write the other files if requested."""
     from stackexp.reports.dynamics import build_dynamics
 
     only = args.only.split(",") if args.only else []

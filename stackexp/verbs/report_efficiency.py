@@ -16,7 +16,6 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(args: Namespace) -> int:
-    """Print the table, and write the other files if requested."""
     from stackexp.reports.efficiency import build_efficiency
 
     return print_report(args, lambda: build_efficiency(args.file))

@@ -27,7 +27,6 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(args: Namespace) -> int:
-    """Print or write the table, and draw the figures if requested."""
     lengths = _parse_lengths(args)
     for path in args.out:
         args.parser.check_output("--out", path, (".md", ".tex", ".csv"))

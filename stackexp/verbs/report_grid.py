@@ -18,7 +18,6 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(args: Namespace) -> int:
-    """Print the table, and write the other files if requested."""
     from stackexp.reports.grid import build_grid
 
     return print_report(args, lambda: build_grid(args.sweep))

@@ -23,7 +23,6 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(args: Namespace) -> int:
-    """Print the fits, and write the other files if requested."""
     from stackexp.reports.scaling import build_scaling
 
     return print_report(args, lambda: build_scaling(args.runs, args.loss, args.irreducible))

@@ -21,7 +21,6 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(args: Namespace) -> int:
-    """Copy the finished runs."""
     from stackexp.files import append_json_line, read_json, read_json_lines, write_json
     from stackexp.reports.summaries import find_runs
 

@@ -18,7 +18,6 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(args: Namespace) -> int:
-    """Print the table."""
     from stackexp.reports.summaries import find_runs, format_summaries, summarize
 
     for folder in args.folders:

@@ -17,7 +17,6 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(args: Namespace) -> int:
-    """Print the summary."""
     from stackexp import runs
     from stackexp.reports.summaries import summarize
 

@@ -24,7 +24,6 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(args: Namespace) -> int:
-    """Print the table, and draw the figures if requested."""
     from stackexp.sweeps.sweep import load_last_run
 
     sweep = load_last_run(args.sweep, args.overrides)

@@ -26,7 +26,6 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(args: Namespace) -> int:
-    """Check the sweep, then run it."""
     from stackexp.sweeps.sweep import load_sweep
 
     sweep = load_sweep(args.sweep, args.overrides)

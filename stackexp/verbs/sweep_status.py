@@ -19,7 +19,6 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(args: Namespace) -> int:
-    """Print one row for each trial."""
     from stackexp.sweeps.sweep import load_last_run
 
     sweep = load_last_run(args.sweep, args.overrides)

@@ -17,5 +17,4 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(args: Namespace) -> int:
-    """Compose the config, then evaluate the checkpoint on every test set."""
     return validate.run(args, "test")

@@ -39,7 +39,6 @@ def add_arguments(parser: Parser, stage: Literal["validate", "test"] = "validate
 
 
 def run(args: Namespace, stage: Literal["validate", "test"] = "validate") -> int:
-    """Compose the config, then evaluate the checkpoint on every set."""
     parser = args.parser
     if bool(args.run) == bool(args.config):
         parser.error("give either --run, or --config and --ckpt_path")
