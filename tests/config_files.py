@@ -1,11 +1,15 @@
-"""Helpers of the composition tests: a base config, config files to add, and error lines."""
+"""A base config, config files and sweeps of it, and error lines."""
 
+import json
 from pathlib import Path
 
 import pytest
+import yaml
 
 from stackexp.config.compose import compose
 from stackexp.errors import ConfigError
+from stackexp.sweeps.sweep import Sweep, load_sweep
+from stackexp.sweeps.trials import Trial
 
 BASE = str(Path(__file__).with_name("base.yaml"))
 
@@ -22,3 +26,15 @@ def compose_error(configs: list[str], *overrides: str) -> str:
         compose(configs, overrides)
     assert "\n" not in str(caught.value)
     return str(caught.value)
+
+
+def build_sweep(*overrides: str, **keys: object) -> Sweep:
+    """Write a sweep of the base config with these keys to study.yaml, and load it."""
+    return load_sweep(write("study.yaml", yaml.safe_dump({"config": BASE} | keys, sort_keys=False)), overrides)
+
+
+def finish_trial(trial: Trial, loss: float, **result: object) -> None:
+    """Write the result of a trial: this validation loss, and 0.5 less in training."""
+    trial.folder.path.mkdir(parents=True, exist_ok=True)
+    figures = {"parameters": 1000, "memory_parameters": 10, "train_loss": {"last_20_steps": loss - 0.5}}
+    trial.folder.result.write_text(json.dumps(figures | {"average": {"loss": loss}} | result))

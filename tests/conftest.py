@@ -73,6 +73,12 @@ def corpus(tmp_path_factory) -> dict[str, Path]:
 
 
 @pytest.fixture
+def empty_folder(tmp_path, monkeypatch) -> None:
+    """Make an empty folder the working directory."""
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
 def tiny(corpus, tmp_path) -> Path:
     """The YAML of an experiment of a few seconds, its runs under tmp_path/runs."""
     return write_tiny(corpus, tmp_path)

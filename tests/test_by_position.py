@@ -69,7 +69,6 @@ def test_ranges_cover_every_prediction_once():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--config", "quickstart", "--ckpt_path", "x"], "validate: --by_position requires --run"),
         (["--score-remainder"], "validate: --by_position scores whole sequences only; omit --score-remainder"),
         (["--sets", "short={path}"], "--by_position: no set has 128 tokens (4 x data.context_length)"),
     ],
@@ -77,6 +76,5 @@ def test_ranges_cover_every_prediction_once():
 def test_mistakes(trained, options, message, tmp_path, capsys):
     write_set(tmp_path / "short.npy", 2 * CONTEXT)
     given = [option.format(path=tmp_path / "short.npy") for option in options]
-    run = [] if "--config" in options else ["--run", str(trained)]
-    assert main(["validate", *run, *given, "--by_position"]) != 0
+    assert main(["validate", "--run", str(trained), *given, "--by_position"]) != 0
     assert message in capsys.readouterr().err

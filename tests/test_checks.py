@@ -11,10 +11,7 @@ from hypothesis import strategies as st
 from stackexp.config.compose import compose
 from stackexp.errors import ConfigError
 
-
-@pytest.fixture(autouse=True)
-def _in_empty_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("empty_folder")
 
 
 @pytest.mark.parametrize(

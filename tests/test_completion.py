@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from stackexp.cli import VERBS, main
+from stackexp.cli import VERBS
 from stackexp.verbs.completion import complete
 
 
@@ -29,12 +29,6 @@ from stackexp.verbs.completion import complete
 )
 def test_words(line, expected):
     assert complete(line, VERBS) == expected
-
-
-def test_an_unknown_shell_is_one_line(capsys):
-    assert main(["completion", "fish"]) == 2
-    [line] = capsys.readouterr().err.splitlines()
-    assert "fish" in line
 
 
 @pytest.fixture

@@ -17,10 +17,7 @@ from stackexp.config.compose import compose, load_config, to_dict, to_yaml
 from stackexp.config.layers import list_config_names
 from stackexp.errors import ConfigError
 
-
-@pytest.fixture(autouse=True)
-def _in_empty_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("empty_folder")
 
 
 def test_later_layers_override_earlier_layers():

@@ -10,11 +10,7 @@ from stackexp.config.compose import compose
 
 ALIAS_BOMB = "a0: &a0 [1, 1]\n" + "".join(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]\n" for n in range(1, 40))
 TEXT_BOMB = "".join(f"    s{n}: ${{data.validation.s{n - 1}}}${{data.validation.s{n - 1}}}\n" for n in range(1, 60))
-
-
-@pytest.fixture(autouse=True)
-def _in_empty_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("empty_folder")
 
 
 @pytest.mark.parametrize(

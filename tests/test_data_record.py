@@ -1,4 +1,4 @@
-"""The rolling hash of the training data: its inputs, its file, and comparisons of runs with different data."""
+"""The rolling hash of the training data: its inputs, its file, and the runs that have the same."""
 
 import json
 import shutil
@@ -8,7 +8,6 @@ import pytest
 from forks import Forks
 from records import only_run
 
-from stackexp.cli import main
 from stackexp.data.hash_log import hash_sequence, read_hash_log, read_hashes, truncate_hash_log, update_hash
 from stackexp.files import write_json_lines
 from stackexp.models.checkpoints import load_state
@@ -76,20 +75,3 @@ def test_the_hash_does_not_depend_on_micro_batches_processes_or_stops(forks, tin
     assert list(read_hash_log(only_run(tmp_path / "moved-run").path)) == after
     output = forks.run(*branch, f"logging.root={tmp_path}/other-run", f"data.path={corpus['left']}", expect=1)
     assert f"error: {corpus['left']}: the sequences have changed since the run began" in output
-
-
-def test_report_compare_refuses_runs_on_different_data(tiny, tmp_path, capsys):
-    paths = []
-    for name, change in {"a": "seed=0", "b": "seed=1"}.items():
-        assert main(["fit", "--config", str(tiny), *FEW, f"logging.root={tmp_path}/{name}", change]) == 0
-        paths.append(str(only_run(tmp_path / name).path))
-    capsys.readouterr()
-    assert main(["report", "compare", *paths]) == 1
-    shown = capsys.readouterr()
-    assert shown.out == ""
-    assert shown.err.count("\n") == 1
-    assert f"{paths[1]}: trained on other data than {paths[0]} (they differ at step 2)" in shown.err
-    assert main(["report", "compare", *paths, "--different-data"]) == 0
-    rows = [line.split()[0] for line in capsys.readouterr().out.splitlines()[2:]]
-    assert len(rows) == 4
-    assert rows[2:] == ["bigram", "bigram"], "of each corpus"

@@ -180,7 +180,7 @@ def test_a_damaged_file_is_reported(trained_copy, datasets):
     [
         (["--tasks", "smollm2_pica"], "tasks: unknown task 'smollm2_pica'; did you mean 'smollm2_piqa'?"),
         (["--tasks", ""], "evaluate: --tasks: name tasks, such as smollm2 or arc_easy,piqa"),
-        (["--tasks", "smollm2", "--limit", "0"], "evaluate: --limit 0: must be an integer >= 1"),
+        (["--tasks", "smollm2", "--limit", "0"], "evaluate: argument --limit: expected an integer >= 1, found 0"),
         (["--tasks", "smollm2", "--out", "x.txt"], "evaluate: --out x.txt: must end in .json"),
         (["--tasks", "smollm2", "--datasets", "missing"], "evaluate: --datasets missing: no such folder"),
         (["--tasks", "smollm2", "--model", "hf:x"], "evaluate: give either --run FOLDER or --model hf:FOLDER"),

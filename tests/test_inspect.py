@@ -176,19 +176,6 @@ def test_path_without_a_dataset_is_a_one_line_error(prepared, tmp_path, capsys):
         assert message in line
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ("a --samples -1", "--samples: expected an integer >= 0, found -1"),
-        ("a --figure x.jpeg", "--figure: expected a name that ends in .png"),
-    ],
-)
-def test_errors_are_one_line(arguments, message, capsys):
-    assert main(["data", "inspect", *arguments.split()]) == 2
-    [line] = capsys.readouterr().err.splitlines()
-    assert message in line
-
-
 # Token files and MDS shards
 
 

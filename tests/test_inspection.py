@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import math
 
 import pytest
 import torch
@@ -11,12 +10,11 @@ from records import only_run
 from stack_memories import decoder_config
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from stackexp.cli import main
 from stackexp.config.compose import load_config
 from stackexp.inspection.batches import Material, average_values, compute_losses
 from stackexp.inspection.interventions import Intervention, clear, intervene, list_interventions
 from stackexp.inspection.page import format_page
-from stackexp.inspection.recording import MEASUREMENTS, compute_read_weights, record_stacks
+from stackexp.inspection.recording import ACTIONS, MEASUREMENTS, compute_read_weights, record_stacks
 from stackexp.models.transformer import Transformer
 from stackexp.stack import use_implementation
 
@@ -32,6 +30,13 @@ def build_model(seed=0, **memory):
             if parameter is not None:
                 parameter.data.mul_(3)
     return model
+
+
+def record(model):
+    """Return the recordings of TOKENS."""
+    with record_stacks(model) as recordings:
+        model(TOKENS)
+    return recordings
 
 
 @pytest.mark.parametrize(
@@ -71,17 +76,13 @@ def test_read_weights_reproduce_the_read(read, read_mask):
 
 def test_overflow_is_the_mass_pushed_past_the_last_slot():
     model = build_model(num_slots=2, discipline="push_only")
-    with record_stacks(model) as recordings:
-        model(TOKENS)
-    assert [r.values["overflow"].mean().item() for r in recordings] == pytest.approx([0, 0, 1])
+    assert [r.values["overflow"].mean().item() for r in record(model)] == pytest.approx([0, 0, 1])
 
 
 def test_the_shares_of_single_heads_add_up_as_vectors():
     model = build_model(num_heads=1)
     expected = model(TOKENS, probe=True).probes
-    with record_stacks(model) as recordings:
-        model(TOKENS)
-    for recording, probes in zip(recordings, expected, strict=True):
+    for recording, probes in zip(record(model), expected, strict=True):
         assert recording.values["read_share"].mean().item() == pytest.approx(probes["read_share"].item(), rel=1e-5)
 
 
@@ -96,10 +97,7 @@ def get_change(model, intervention):
 
 
 def find(model, name):
-    with record_stacks(model) as recordings:
-        model(TOKENS)
-        interventions = list_interventions(model, recordings, heads=True)
-    return next(i for i in interventions if i.name == name)
+    return next(i for i in list_interventions(model, record(model), heads=True) if i.name == name)
 
 
 def compute_changed(change, **memory):
@@ -144,10 +142,8 @@ def test_hardened_actions_equal_large_logits():
 def test_frozen_actions_are_the_same_for_all_tokens():
     model = build_model()
     intervention = find(model, "actions frozen at their mean")
-    with record_stacks(model) as recordings:
-        model(TOKENS)
-        mean = recordings[0].values["push"].mean((0, 1))
-    with intervene(model, intervention), record_stacks(model) as recordings:
+    mean = record(model)[0].values["push"].mean((0, 1))
+    with intervene(model, intervention), record_stacks(model):
         pass
     with record_stacks(model) as recordings, intervene(model, intervention):
         model(TOKENS)
@@ -166,9 +162,7 @@ def test_a_cleared_stack_reads_only_later_pushes():
 
 def test_push_only_has_no_interventions_on_actions():
     model = build_model(discipline="push_only")
-    with record_stacks(model) as recordings:
-        model(TOKENS)
-        names = [i.name for i in list_interventions(model, recordings)]
+    names = [i.name for i in list_interventions(model, record(model))]
     assert not any("push" in name or "actions" in name for name in names)
     assert "reads dropped" in names
 
@@ -183,36 +177,14 @@ def test_losses_are_those_of_the_tokens():
 
 def test_page_embeds_any_token():
     model = build_model()
-    with record_stacks(model) as recordings:
-        model(TOKENS)
     labels = ["</script><b>", '"', "\u2028", "é", "x", "y"]
-    page = format_page(Material("a <b> & c", "text", [], labels), recordings, max_tokens=4)
+    page = format_page(Material("a <b> & c", "text", [], labels), record(model), max_tokens=4)
     assert page.count("</script>") == 1
     assert "<title>Stacks: a &lt;b&gt; &amp; c</title>" in page
     data = json.loads(page.partition("const data = ")[2].partition(";\n")[0])
     assert data["tokens"] == labels[:4]
     assert [len(stack["values"]["push"]) for stack in data["stacks"]] == [4, 4, 4]
-    assert all(
-        math.isclose(sum(data["stacks"][0]["values"][a][0][0] for a in ("push", "pop", "no_op")), 1, abs_tol=1e-3)
-        for _ in range(1)
-    )
-
-
-MISTAKES = {
-    "": "give one of --text, --set and --task",
-    "--text a --set b": "give one of --text, --set and --task",
-    "--text a --heads": "--heads: a single text has no interval; use --set or --task",
-    "--set a --chunks 1": "--chunks 1: must be an integer >= 2",
-    "--text \udcff": "--text: not valid UTF-8",  # how Python reads the byte 0xff
-    "--text a": "--run x: not a run folder (no config.yaml)",
-}
-
-
-@pytest.mark.parametrize(("arguments", "message"), MISTAKES.items())
-def test_wrong_options_are_one_line(arguments, message, capsys):
-    assert main(["inspect", "--run", "x", *arguments.split()]) == 2
-    [line] = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"error: inspect: {message}")
+    assert sum(data["stacks"][0]["values"][action][0][0] for action in ACTIONS) == pytest.approx(1, abs=1e-3)
 
 
 @pytest.mark.process

@@ -58,20 +58,6 @@ def test_wide_transformers_of_shipped_sweeps_equal_the_stack(name):
     assert wide == pytest.approx(stack, rel=1e-3)
 
 
-MISTAKES = {
-    "--config quickstart": "error: match: give --config and --to",
-    "--config formal/lstm --to quickstart": "error: match: --vary intermediate_size: model.kind lstm has",
-    "--config quickstart --to quickstart --by size": "error: match: argument --by: invalid choice: 'size'",
-}
-
-
-@pytest.mark.parametrize(("arguments", "message"), MISTAKES.items())
-def test_mistakes_are_one_line(arguments, message, capsys):
-    assert main(["match", *arguments.split()]) == 2
-    [line] = capsys.readouterr().err.splitlines()
-    assert line.startswith(message)
-
-
 def test_a_model_without_heads(capsys):
     assert main(["match", "--config", "formal/lstm", "--to", "formal/stacktrans-depth", "--vary", "hidden_size"]) == 0
     assert "use model.hidden_size=" in capsys.readouterr().out

@@ -67,25 +67,6 @@ def test_out_of_memory_is_one_line_after_the_table(capsys, monkeypatch):
     assert json.loads(capsys.readouterr().out)["fits"] is False
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ([], "plan: --config NAME_OR_PATH is required"),
-        (["--config", "pretrain/stacktrans-7"], "did you mean 'pretrain/stacktrans-7b'?"),
-        ([*TINY, "--mfu", "2"], "--mfu: expected a number above 0, up to 1, found 2.0"),
-        ([*TINY, "--device", "h20"], "--device: invalid choice: 'h20' (choose from 'a100', 'h100-pcie', 'h100', "),
-        ([*TINY, "trainer.devices=3"], "1024 is not a multiple of trainer.devices"),
-        ([*TINY, "--devise", "h200"], "unknown option --devise; did you mean '--device'?"),
-    ],
-)
-def test_invalid_arguments_are_one_line_errors(capsys, arguments, message):
-    assert main(["plan", *arguments]) == 2
-    output, error = capsys.readouterr()
-    assert output == ""
-    assert message in error
-    assert error.count("\n") == 1
-
-
 @pytest.mark.slow  # 15 plans
 @pytest.mark.parametrize("name", [name for name in list_config_names() if name.startswith(("pretrain/", "ablation/"))])
 def test_shipped_configs_fit_on_eight_80_gb_devices(name, capsys):

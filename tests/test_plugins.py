@@ -24,11 +24,7 @@ class Config:
         if self.size > model.hidden_size:
             yield "size", f"larger than hidden_size {{model.hidden_size}}"
 """
-
-
-@pytest.fixture(autouse=True)
-def _in_empty_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("empty_folder")
 
 
 @pytest.fixture

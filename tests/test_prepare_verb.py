@@ -3,34 +3,10 @@
 import os
 
 import numpy as np
-import pytest
 from corpora import write_many
 
 from stackexp.cli import main
 from stackexp.data.shards import TokenSet
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ("a", "expected SOURCE --to FOLDER"),
-        ("a --to b", "give either --tokenizer FILE, or --vocab-size N"),
-        ("a --to b --vocab-size 3", "--vocab-size: expected an integer >= 300, found 3"),
-        ("a --config quickstart", "takes neither SOURCE nor --to"),
-        ("--config formal/quick", "has no corpus of its own"),
-        ("a --to b --vocab-size 300 --part 3/2", "--part: expected I/N with 1 <= I <= N, such as 3/64, found 3/2"),
-        ("a --to b --vocab-size 300 --tasks 2", "--tasks requires --launcher slurm"),
-        ("a --to b --vocab-size 300 --launcher slurm", "--launcher slurm requires --tasks N"),
-        ("a --to b --vocab-size 300 --launcher slurm --tasks 2 --part 1/2", "--part and --launcher slurm exclude"),
-    ],
-)
-def test_errors_are_one_line(arguments, message, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    assert main(["data", "prepare", *arguments.split()]) == 2
-    [line] = capsys.readouterr().err.splitlines()
-    assert line.startswith("error: data prepare: ")
-    assert message in line
-    assert not list(tmp_path.iterdir())
 
 
 def test_part_prints_the_next_step(tmp_path, capsys, monkeypatch):

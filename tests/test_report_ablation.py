@@ -244,8 +244,6 @@ def test_the_latest_run_of_a_seed_counts(runs):
     transformer = next(arm for arm in arms if arm.name == "transformer")
     assert sorted(r.result["average"]["loss"] for r in transformer.runs) == [3.1, 3.2, 3.5]
     assert notes == [f"left out, the same seed as {run}: {runs}/transformer-seed=0-0123abc0"]
-    (run / "result.json").write_text("{")
-    assert "skipped: " in read_arms([runs])[1][0]
 
 
 def test_formats(runs, tmp_path, capsys):
@@ -270,16 +268,8 @@ def test_formats(runs, tmp_path, capsys):
 def test_mistakes_are_one_line(runs, tmp_path, capsys):
     with pytest.raises(RunError, match="no run named mamba; choose among stacktrans, transformer, value_skip"):
         build_ablation([runs], "mamba")
-    for arguments, message in {
-        ("nowhere",): "no run folders of language models; give run folders",
-        (str(runs), "--figure", "a.xyz"): "a.xyz: ",
-        (str(runs), "--csv", "no/a.csv"): "the folder no does not exist",
-        (str(runs), "--markdown", "--latex"): "not allowed with",
-    }.items():
-        assert cli.main(["report", "ablation", *arguments]) != 0
-        error = capsys.readouterr().err
-        assert message in error
-        assert error.count("\n") == 1
+    with pytest.raises(RunError, match="nowhere: no run folders of language models; give run folders"):
+        build_ablation([Path("nowhere")])
     (alone,) = runs.glob("transformer-seed=0-*")
     assert cli.main(["report", "ablation", str(alone), f"--figure={tmp_path}/none.png"]) == 0
     printed = capsys.readouterr()

@@ -12,11 +12,12 @@ from stackexp.config.formal_language import get_model_label
 from stackexp.errors import RunError
 from stackexp.reports.formal import paper, recipes
 from stackexp.reports.formal.cells import Report, collect_report
-from stackexp.reports.formal.export import escape_latex, format_latex
+from stackexp.reports.formal.export import format_latex
 from stackexp.reports.formal.figures import build_curve
 from stackexp.reports.formal.paper import COLUMNS, find_column
 from stackexp.reports.formal.runs import select_recipe
 from stackexp.reports.formal.tables import RECIPE_HEADER, build_header
+from stackexp.reports.latex import escape_latex
 from stackexp.tables import ABSENT
 from stackexp.tasks import TASKS
 
@@ -275,14 +276,3 @@ def test_verb_writes_the_requested_files(report, runs, tmp_path, capsys):
     assert float(line["score_41_200"]) == pytest.approx((60 * 0.95 + 100 * 0.8) / 160)
     started = next(line for line in lines if line["finished"] == "False")
     assert (started["score_41_500"], started["steps"], started["max_steps"]) == ("", "0", "10000")
-
-
-@pytest.mark.parametrize(
-    ("option", "message"),
-    [("--out=table.txt", "table.txt: expected a file name ending in .md, .tex, .csv"), ("--score=500", "found 500")],
-)
-def test_errors_are_one_line(option, message, capsys):
-    assert main(["report", "formal", "x", option]) == 2
-    error = capsys.readouterr().err
-    assert message in error
-    assert error.count("\n") == 1

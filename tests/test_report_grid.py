@@ -1,37 +1,28 @@
 """`report grid`: curves and heat maps of a sweep over H, d_s and S."""
 
 import csv
-import json
 from pathlib import Path
 
 import pytest
-import yaml
-from config_files import BASE
+from config_files import build_sweep, finish_trial
 
 from stackexp import cli
 from stackexp.errors import RunError
 from stackexp.reports.grid import build_grid, draw_grid
 from stackexp.reports.sweeps import collect_results
-from stackexp.sweeps.sweep import Sweep, load_sweep
+from stackexp.sweeps.sweep import Sweep
 
 H, D, S = "model.memory.num_heads", "model.memory.head_dim", "model.memory.num_slots"
-
-
-@pytest.fixture(autouse=True)
-def _empty_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("empty_folder")
 
 
 def build(unfinished: int = 0, **keys: object) -> Sweep:
     """Return a sweep whose trials, but for the last ones, have the loss 2 + H / 10 + d_s / 100 + S / 1000."""
-    Path("study.yaml").write_text(yaml.safe_dump({"config": BASE} | keys, sort_keys=False))
-    sweep = load_sweep("study.yaml")
+    sweep = build_sweep(**keys)
     for trial in sweep.trials[: len(sweep.trials) - unfinished]:
         values = trial.values
         loss = 2 + values.get(H, 0) / 10 + values.get(D, 0) / 100 + values.get(S, 0) / 1000 + values.get("seed", 0) / 5
-        trial.folder.path.mkdir(parents=True)
-        result = {"parameters": 1000, "memory_parameters": 10, "train_loss": {"last_20_steps": loss - 0.5}}
-        trial.folder.result.write_text(json.dumps(result | {"average": {"loss": loss}}))
+        finish_trial(trial, loss)
     (sweep.folder / "sweep.yaml").write_text(sweep.to_yaml())
     return sweep
 

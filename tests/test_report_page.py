@@ -1,7 +1,7 @@
 """`report all`: one page with every report that has runs, which opens offline in a browser."""
 
 import json
-from html.parser import HTMLParser
+import re
 from pathlib import Path
 
 import pytest
@@ -14,20 +14,6 @@ from stackexp import cli
 from stackexp.errors import RunError
 from stackexp.reports.page import build_page
 from stackexp.reports.report import Report, Table
-
-
-class References(HTMLParser):
-    """The names of a page's elements, and all addresses that it loads or links to."""
-
-    def __init__(self, page: str) -> None:
-        super().__init__()
-        self.tags: list[str] = []
-        self.addresses: list[str] = []
-        self.feed(page)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        self.addresses += [value or "" for name, value in attrs if name in ("src", "href", "srcset", "data")]
 
 
 @pytest.fixture(scope="module")
@@ -54,10 +40,10 @@ def page(folder) -> str:
 def test_the_page_has_every_report_and_loads_nothing(page):
     for title in ("Ablation", "Scaling", "Training dynamics", "Efficiency: efficiency.json", "Formal languages"):
         assert f">{title}</h2>" in page
-    references = References(page)
-    assert references.tags.count("img") == 5
-    assert "script" not in references.tags
-    assert all(address.startswith(("data:image/png;base64,", "#")) for address in references.addresses)
+    assert page.count("<img ") == 5
+    assert "<script" not in page
+    addresses = re.findall(r' (?:src|href|srcset|data)="([^"]*)"', page)
+    assert all(address.startswith(("data:image/png;base64,", "#")) for address in addresses)
     assert "other.json" not in page
 
 
@@ -84,10 +70,6 @@ def test_the_verb_writes_the_page(folder, tmp_path, capsys):
     assert "<li>Formal languages: " in text
     assert "<li>Actions in arithmetic: " in text
     assert "no runs on arithmetic; run <code>python -m stackexp sweep run arithmetic</code></li>" in text
-    assert cli.main(["report", "all", str(folder / "none")]) == 2
-    assert "none: no such folder; give a folder of runs" in capsys.readouterr().err
-    assert cli.main(["report", "all", str(folder), "--out=a.txt"]) == 2
-    assert "a.txt: expected a file name ending in .html" in capsys.readouterr().err
 
 
 def test_an_empty_folder_is_refused(tmp_path):

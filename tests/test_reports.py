@@ -2,14 +2,14 @@
 
 import json
 
+import language_runs
 import pytest
 from formal_runs import write_run
 
-from stackexp import runs
 from stackexp.cli import main
-from stackexp.config.compose import compose
 from stackexp.errors import RunError
 from stackexp.evaluation.score_tables import format_scores
+from stackexp.files import append_json_line
 from stackexp.reports.compare import check_same_data, draw_losses, format_runs, name_runs
 from stackexp.runs import RunFolder
 from stackexp.tables import RULE, format_table
@@ -60,40 +60,37 @@ def test_table_aligns_columns_in_each_style():
     assert format_table([("a", "bb"), ("ccc", "d")]) == "a    bb\nccc  d"
 
 
-def test_runs_are_compared_in_a_table_and_a_figure(tmp_path):
+def test_runs_are_compared_in_a_table_and_a_figure(tmp_path, capsys):
     folders = []
-    for name, losses in {"one": (3, 2), "two": (3, 1)}.items():
-        config = compose(["quickstart"], [f"name={name}", f"logging.root={tmp_path}"])
-        folder = runs.allocate_run(config)
-        with folder.start_session(config):
-            pass
-        lines = [{"step": i + 1, "tokens": 10 * (i + 1), "train/loss": x} for i, x in enumerate(losses)]
-        lines.append({"step": 2, "tokens": 20, "val/loss/average": 2.5})
-        folder.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
-        result = {"parameters": 10, "memory_parameters": 2, "train_loss": {"last_20_steps": losses[-1]}}
-        result |= {"sets": {"left": build_scores(losses[-1])}, "average": build_scores(losses[-1])}
-        bigrams = {"loss": 4.0, "perplexity": 54.6}
-        result |= {"tokens": 20, "bigrams": {"sets": {"left": bigrams}, "average": bigrams}}
-        folder.result.write_text(json.dumps(result))
+    bigrams = {"loss": 4.0, "perplexity": 54.6}
+    for name, loss in {"one": 2, "two": 1}.items():
+        folder = RunFolder(language_runs.write_run(tmp_path / name / "id", losses=[3, loss], data=name))
+        append_json_line(folder.metrics, {"step": 2, "tokens": 2048, "val/loss/average": 2.5})
+        scores = {"sets": {"left": build_scores(loss)}, "average": build_scores(loss)}
+        language_runs.finish(folder.path, loss, **scores, bigrams={"sets": {"left": bigrams}, "average": bigrams})
         folders.append(folder)
     rows = format_runs(folders, "markdown").splitlines()
     cells = [cell.strip() for cell in rows[2].split("|")[1:-1]]
-    assert cells[:7] == ["one", "finished", "2", "20", "10", "2", "2.500"]
+    assert cells[:7] == ["one", "finished", "2", "2,048", "1,000", "0", "2.500"]
     assert cells[7:] == ["2.000 / 4.0", "2.000 / 4.0", "1.000"]
     assert rows[3].split()[1] == "two"
     assert [row.split("|")[1].strip() for row in rows[4:]] == ["bigram counts"], "one row for the same tokens"
     assert "4.000 / 54.6" in rows[4]
-    assert main(["report", "compare", str(folders[0].path.parents[1]), "--different-data"]) == 0, "a folder of runs"
+    assert main(["report", "compare", str(tmp_path), "--different-data"]) == 0, "a folder of runs"
+    assert len(capsys.readouterr().out.splitlines()) == 5
+    assert main(["report", "compare", str(tmp_path)]) == 1
+    assert "trained on other data than" in capsys.readouterr().err
     other = json.loads(folders[1].result.read_text())
     folders[1].result.write_text(json.dumps(other | {"bigrams": other["bigrams"] | {"average": {"loss": 4.5}}}))
     names = [row.split("|")[1].strip() for row in format_runs(folders, "markdown").splitlines()[4:]]
     assert names == ["bigram counts (data of one)", "bigram counts (data of two)"]
     folders[1].result.unlink()
     rows = format_runs(folders).splitlines()
-    assert rows[3].split() == ["two", "unfinished", "2", "20", *"\u2013\u2013", "2.000", *"\u2013\u2013\u2013"]
+    assert rows[3].split() == ["two", "unfinished", "2", "2,048", *"\u2013\u2013", "2.000", *"\u2013\u2013\u2013"]
     assert name_runs(folders) == {folders[0]: "one", folders[1]: "two"}
     again = RunFolder(folders[0].path.parent / "later")
-    assert name_runs([folders[0], again]) == {folders[0]: f"one/{folders[0].path.name}", again: "one/later"}
+    assert name_runs([folders[0], again]) == {folders[0]: "id", again: "later"}
+    assert name_runs([*folders, again])[again] == "one/later"
     draw_losses(folders, tmp_path / "loss.png")
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
 

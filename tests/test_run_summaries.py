@@ -144,14 +144,5 @@ def test_damaged_results_are_named(run, change, message):
         run.read_result()
 
 
-def test_figure_in_an_unknown_format_is_refused_before_reading(run, capsys):
-    for name, message in {
-        "loss.xyz": "loss.xyz: expected a file name ending in .png, .pdf, .svg",
-        "no/loss.png": "does not exist",
-    }.items():
-        assert main(["report", "compare", str(run.path), "--figure", name]) == 2
-        assert message in capsys.readouterr().err
-
-
 def test_sizes_are_formatted():
     assert [format_size(n) for n in (5, 1234567, 2e9, 3e12)] == ["5 B", "1.2 MB", "2.0 GB", "3.0 TB"]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from config_files import BASE, write
+from config_files import BASE, build_sweep, write
 
 from stackexp.config.memory import StackMemoryConfig
 from stackexp.errors import ConfigError
@@ -17,15 +17,7 @@ from stackexp.sweeps.sweep import Sweep, load_sweep
 from stackexp.sweeps.trials import compute_config_hash
 
 H, D, S = "model.memory.num_heads", "model.memory.head_dim", "model.memory.num_slots"
-
-
-@pytest.fixture(autouse=True)
-def _empty_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-
-
-def build(*overrides: str, **keys: object) -> Sweep:
-    return load_sweep(write("study.yaml", yaml.safe_dump({"config": BASE} | keys, sort_keys=False)), overrides)
+pytestmark = pytest.mark.usefixtures("empty_folder")
 
 
 def get_labels(sweep: Sweep) -> list[str]:
@@ -39,13 +31,13 @@ def get_values(sweep: Sweep) -> list[tuple]:
 
 def get_error(*overrides: str, **keys: object) -> str:
     with pytest.raises(ConfigError) as caught:
-        build(*overrides, **keys).check_trials()
+        build_sweep(*overrides, **keys).check_trials()
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
 
 def test_grid_is_a_product():
-    sweep = build(grid={H: [1, 2], S: [4, 8, 16]})
+    sweep = build_sweep(grid={H: [1, 2], S: [4, 8, 16]})
     assert get_values(sweep) == [(1, 4), (1, 8), (1, 16), (2, 4), (2, 8), (2, 16)]
     memories = [trial.config.model.memory for trial in sweep.trials]
     assert [(memory.num_heads, memory.num_slots) for memory in memories] == get_values(sweep)
@@ -53,7 +45,7 @@ def test_grid_is_a_product():
 
 
 def test_axes_vary_one_key_at_a_time_around_the_center():
-    sweep = build(axes={H: [1, 4, 8], S: [8, 24]}, center={H: 4, S: 24})
+    sweep = build_sweep(axes={H: [1, 4, 8], S: [8, 24]}, center={H: 4, S: 24})
     assert get_values(sweep) == [(4, 24), (1, 24), (8, 24), (4, 8)]
 
 
@@ -63,7 +55,7 @@ def test_list_takes_names_section_choices_and_configs():
         {"model.memory": None},
         {"config": "quickstart", "seed": 3},
     ]
-    sweep = build(list=listed)
+    sweep = build_sweep(list=listed)
     assert get_labels(sweep) == ["q_b_c_d", "memory=none", "config=quickstart-seed=3"]
     first, second, third = (trial.config for trial in sweep.trials)
     assert first.model.memory.discipline == "queue"
@@ -72,23 +64,25 @@ def test_list_takes_names_section_choices_and_configs():
 
 
 def test_list_grid_and_seeds_multiply_without_duplicates():
-    sweep = build(list=[{"name": "a", S: 4}, {"name": "b", S: 5}], grid={"optimizer.lr": [1e-3, 3e-4]}, seeds=[0, 1])
+    sweep = build_sweep(
+        list=[{"name": "a", S: 4}, {"name": "b", S: 5}], grid={"optimizer.lr": [1e-3, 3e-4]}, seeds=[0, 1]
+    )
     assert len(sweep.trials) == 8
     assert get_labels(sweep)[:3] == ["a-lr=0.001-seed=0", "a-lr=0.001-seed=1", "a-lr=0.0003-seed=0"]
     assert sweep.trials[-1].values == {S: 5, "optimizer.lr": 3e-4, "seed": 1}
-    assert len(build(grid={H: [1, 1, 2]}).trials) == 2
-    assert get_labels(build()) == ["trial"]
+    assert len(build_sweep(grid={H: [1, 1, 2]}).trials) == 2
+    assert get_labels(build_sweep()) == ["trial"]
 
 
 def test_token_budget_sets_the_steps():
-    assert build(tokens=1e6).trials[0].config.trainer.max_steps == 245  # 1e6 / 4096, rounded up
-    sweep = build(grid={"tokens": [4096e2, 4096e3], "data.global_batch_tokens": [4096, 8192]})
+    assert build_sweep(tokens=1e6).trials[0].config.trainer.max_steps == 245  # 1e6 / 4096, rounded up
+    sweep = build_sweep(grid={"tokens": [4096e2, 4096e3], "data.global_batch_tokens": [4096, 8192]})
     assert [trial.config.trainer.max_steps for trial in sweep.trials] == [100, 50, 1000, 500]
 
 
 def test_resources_are_defaults_of_the_trainer():
     listed = [{"name": "a"}, {"name": "b", "trainer.num_nodes": 1, "seed": 1}]
-    sweep = build("data.micro_batch_size=4", resources={"devices": 2, "num_nodes": 2}, list=listed)
+    sweep = build_sweep("data.micro_batch_size=4", resources={"devices": 2, "num_nodes": 2}, list=listed)
     assert [(t.config.trainer.devices, t.config.trainer.num_nodes) for t in sweep.trials] == [(2, 2), (2, 1)]
 
 
@@ -103,11 +97,11 @@ def test_hash_covers_options_that_change_the_results():
         *("data.micro_batch_size=1", "data.eval_batch_size=2", "data.num_workers=3", "logging.root=elsewhere"),
         *("trainer.checkpoint_interval=7", "trainer.max_time=00:01:00:00"),
     ]
-    one, other = build(grid={H: [1]}), build(*execution, grid={H: [1]}, name="group/other")
+    one, other = build_sweep(grid={H: [1]}), build_sweep(*execution, grid={H: [1]}, name="group/other")
     assert one.trials[0].name == other.trials[0].name
     assert (one.folder, other.folder) == (Path("runs/study"), Path("elsewhere/group/other"))
     for changed in ("seed=1", "trainer.max_steps=301", "optimizer.lr=1e-3", "trainer.precision=64-true"):
-        assert build(changed, grid={H: [1]}).trials[0].name != one.trials[0].name
+        assert build_sweep(changed, grid={H: [1]}).trials[0].name != one.trials[0].name
 
 
 def test_hash_is_unchanged_by_new_options_at_their_defaults():
@@ -115,7 +109,7 @@ def test_hash_is_unchanged_by_new_options_at_their_defaults():
     class NewerConfig(StackMemoryConfig):
         new_option: bool = False
 
-    config = build(grid={H: [1]}).trials[0].config
+    config = build_sweep(grid={H: [1]}).trials[0].config
     before, memory = compute_config_hash(config), vars(config.model.memory)
     config.model.memory = NewerConfig(**memory)
     assert compute_config_hash(config) == before
@@ -126,9 +120,9 @@ def test_hash_is_unchanged_by_new_options_at_their_defaults():
 
 
 def test_trial_keeps_its_folder_under_a_new_label():
-    before = build(grid={H: [1, 2]}).trials
+    before = build_sweep(grid={H: [1, 2]}).trials
     before[0].folder.path.mkdir(parents=True)
-    after = build(grid={H: [1, 2], "optimizer.lr": [2e-3]})
+    after = build_sweep(grid={H: [1, 2], "optimizer.lr": [2e-3]})
     assert after.trials[0].folder == before[0].folder
     assert get_labels(after) == ["H=1", "H=2-lr=0.002"]
 
@@ -137,7 +131,7 @@ def test_trial_keeps_its_folder_under_a_new_label():
 def test_copy_in_the_folder_means_the_same_anywhere(tmp_path, monkeypatch, name):
     Path("base.yaml").write_text(Path(BASE).read_text())
     keys = {"config": "base.yaml", "overrides": ["seed=5"], "tokens": 1e6, "resources": {"devices": 2}, "name": name}
-    sweep = build("trainer.z_loss=1e-4", grid={H: [1, 2], "model.memory.projection": ["low_rank"]}, **keys)
+    sweep = build_sweep("trainer.z_loss=1e-4", grid={H: [1, 2], "model.memory.projection": ["low_rank"]}, **keys)
     sweep.folder.mkdir(parents=True)
     (sweep.folder / "sweep.yaml").write_text(sweep.to_yaml())
     again = load_sweep(f"runs/{name}")

@@ -7,8 +7,7 @@ import sys
 import time
 
 import pytest
-import yaml
-from config_files import BASE, write
+from config_files import build_sweep
 from rich.console import Console
 
 from stackexp.errors import ConfigError
@@ -16,7 +15,6 @@ from stackexp.sweeps.display import Display
 from stackexp.sweeps.launchers import local
 from stackexp.sweeps.launchers.local import LocalLauncher
 from stackexp.sweeps.schema import Resources
-from stackexp.sweeps.sweep import load_sweep
 from stackexp.sweeps.trials import Trial
 
 PRINT = "import os, time; print(os.environ.get('CUDA_VISIBLE_DEVICES'), os.environ['OMP_NUM_THREADS'], flush=True)"
@@ -29,8 +27,7 @@ def _empty_folder(tmp_path, monkeypatch):
 
 
 def build_trials(*overrides: str, count: int = 4) -> list[Trial]:
-    keys = {"config": BASE, "seeds": list(range(count)), "overrides": ["data.micro_batch_size=1", *overrides]}
-    trials = load_sweep(write("study.yaml", yaml.safe_dump(keys))).trials
+    trials = build_sweep("data.micro_batch_size=1", *overrides, seeds=list(range(count))).trials
     for trial in trials:
         trial.folder.path.mkdir(parents=True, exist_ok=True)
     return trials

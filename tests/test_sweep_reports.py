@@ -4,34 +4,17 @@ import json
 from pathlib import Path
 
 import pytest
-import yaml
-from config_files import BASE, write
+from config_files import build_sweep, finish_trial
 
 from stackexp import cli
 from stackexp.planning import cost
 from stackexp.reports.sweeps import collect_results, draw_results, select_rows
 from stackexp.sweeps.shipped import is_run_as_fit
-from stackexp.sweeps.sweep import Sweep, load_sweep
-from stackexp.sweeps.trials import Trial
+from stackexp.sweeps.sweep import load_sweep
 from stackexp.tables import ABSENT
 
 H, S = "model.memory.num_heads", "model.memory.num_slots"
-
-
-@pytest.fixture(autouse=True)
-def _empty_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-
-
-def build(**keys: object) -> Sweep:
-    return load_sweep(write("study.yaml", yaml.safe_dump({"config": BASE} | keys, sort_keys=False)))
-
-
-def finish(trial: Trial, loss: float, validated: bool = True, **others: object) -> None:
-    trial.folder.path.mkdir(parents=True)
-    result = {"parameters": 2_000_000, "memory_parameters": 3000, "train_loss": {"last_20_steps": loss - 0.5}}
-    result["average"] = {"loss": loss} if validated else {}
-    trial.folder.result.write_text(json.dumps(result | others))
+pytestmark = pytest.mark.usefixtures("empty_folder")
 
 
 def read_lines(capsys) -> list[list[str]]:
@@ -39,9 +22,9 @@ def read_lines(capsys) -> list[list[str]]:
 
 
 def test_results_are_grouped_over_seeds_and_sorted(capsys):
-    sweep = build(grid={H: [1, 2, 4]}, seeds=[0, 1])
+    sweep = build_sweep(grid={H: [1, 2, 4]}, seeds=[0, 1])
     for trial, loss in zip(sweep.trials, [3.0, 3.2, 2.0, 2.4, 2.9], strict=False):
-        finish(trial, loss)
+        finish_trial(trial, loss)
     assert cli.main(["sweep", "results", "study.yaml"]) == 0
     rows = read_lines(capsys)
     assert rows[0][:2] == ["trial", "average.loss"]
@@ -57,37 +40,37 @@ def test_results_are_grouped_over_seeds_and_sorted(capsys):
 
 
 def test_bigram_counts_are_the_last_row(capsys):
-    sweep = build(grid={H: [1, 2]}, seeds=[0, 1])
+    sweep = build_sweep(grid={H: [1, 2]}, seeds=[0, 1])
     for trial, loss in zip(sweep.trials, [3.0, 3.2, 2.0], strict=False):
         bigrams = {"sets": {}, "average": {"loss": 4.0 + trial.values["seed"]}}
-        finish(trial, loss, bigrams=bigrams, tokens=1024)
+        finish_trial(trial, loss, bigrams=bigrams, tokens=1024)
     assert cli.main(["sweep", "results", "study.yaml"]) == 0
     assert read_lines(capsys)[-1] == ["bigram", "counts", "4.5000", *[ABSENT] * 4]
     assert cli.main(["report", "grid", "study.yaml"]) == 0
     assert ["bigram", "counts", ABSENT, "4.5000", *[ABSENT] * 2] in read_lines(capsys)
     other = sweep.trials[-1]
-    finish(other, 2.0, bigrams=bigrams, tokens=2048)
+    finish_trial(other, 2.0, bigrams=bigrams, tokens=2048)
     assert cli.main(["sweep", "results", "study.yaml"]) == 0
     assert read_lines(capsys)[-1][:4] == ["bigram", "counts", "(2,048", "tokens)"]
 
 
 def test_objective_may_be_missing_or_maximized(capsys):
-    sweep = build(grid={H: [1, 2]}, objective="average.accuracy")
+    sweep = build_sweep(grid={H: [1, 2]}, objective="average.accuracy")
     assert cli.main(["sweep", "results", "study.yaml"]) == 1
     assert "no finished trials yet" in capsys.readouterr().err
-    finish(sweep.trials[0], 2.0)
+    finish_trial(sweep.trials[0], 2.0)
     assert cli.main(["sweep", "results", "study.yaml"]) == 1
     assert "objective average.accuracy: result.json has no 'accuracy'; it has loss" in capsys.readouterr().err
-    build(grid={H: [1, 2]}, objective="train_loss.last_20_steps", direction="maximize")
-    finish(sweep.trials[1], 3.0, validated=False)
+    build_sweep(grid={H: [1, 2]}, objective="train_loss.last_20_steps", direction="maximize")
+    finish_trial(sweep.trials[1], 3.0, average={})
     assert cli.main(["sweep", "results", "study.yaml"]) == 0
     assert [row[0] for row in read_lines(capsys)[2:]] == ["H=2", "H=1"]
 
 
 def test_figures_fix_the_other_keys_at_the_center(tmp_path):
-    sweep = build(grid={H: [1, 2, 4, 8], S: [8, 24]}, center={H: 2, S: 24})
+    sweep = build_sweep(grid={H: [1, 2, 4, 8], S: [8, 24]}, center={H: 2, S: 24})
     for trial in sweep.trials:
-        finish(trial, 2 + trial.values[H] / 10 + trial.values[S] / 100)
+        finish_trial(trial, 2 + trial.values[H] / 10 + trial.values[S] / 100)
     rows = collect_results(sweep)
     paths = draw_results(sweep, rows, Path("figures"))
     assert [path.name for path in paths] == ["H.png", "H.pdf", "S.png", "S.pdf"]
@@ -100,9 +83,9 @@ def test_figures_fix_the_other_keys_at_the_center(tmp_path):
 
 
 def test_status_shows_states_and_causes(capsys):
-    sweep = build(grid={H: [1, 2, 4, 8]})
+    sweep = build_sweep(grid={H: [1, 2, 4, 8]})
     done, failed, stopped, _ = sweep.trials
-    finish(done, 2.5)
+    finish_trial(done, 2.5)
     for trial in (failed, stopped):
         trial.folder.path.mkdir()
         trial.folder.metrics.write_text('{"step": 7, "tokens": 1, "time": 0, "train/loss": 3.25}\n{"step": 8')
@@ -118,7 +101,7 @@ def test_status_shows_states_and_causes(capsys):
 
 
 def test_records_with_values_of_another_type_do_not_end_the_status(capsys):
-    for trial in build(grid={H: [1]}).trials:
+    for trial in build_sweep(grid={H: [1]}).trials:
         trial.folder.path.mkdir(parents=True)
         trial.folder.metrics.write_text('{"step": 7, "train/loss": 3.25}\n{"step": "x", "train/loss": [1]}\n')
         trial.failure.write_text(json.dumps({"cause": ["disk"], "attempts": "3", "tried_again": False}))
@@ -127,16 +110,16 @@ def test_records_with_values_of_another_type_do_not_end_the_status(capsys):
 
 
 def test_status_uses_the_overrides_of_the_last_run(capsys):
-    sweep = load_sweep(str(build(grid={H: [1]}).path), ["seed=3"])
-    finish(sweep.trials[0], 2.5)
+    sweep = load_sweep(str(build_sweep(grid={H: [1]}).path), ["seed=3"])
+    finish_trial(sweep.trials[0], 2.5)
     (sweep.folder / "sweep.yaml").write_text(sweep.to_yaml())
     assert cli.main(["sweep", "status", "study.yaml"]) == 0
     assert "1 done" in capsys.readouterr().out
 
 
 def test_dry_run_estimates_the_cost_and_writes_no_files(capsys, monkeypatch):
-    sweep = build(grid={H: [1, 2]})
-    finish(sweep.trials[0], 2.5)
+    sweep = build_sweep(grid={H: [1, 2]})
+    finish_trial(sweep.trials[0], 2.5)
     before = sorted(Path().rglob("*"))
     assert cli.main(["sweep", "run", "study.yaml", "--dry-run"]) == 0
     rows = read_lines(capsys)
@@ -151,13 +134,13 @@ def test_dry_run_estimates_the_cost_and_writes_no_files(capsys, monkeypatch):
     rows = read_lines(capsys)
     assert float(rows[2][4]) > 0
     assert rows[3][5] == rows[3][4]
-    build(search={"trials": 5, "space": {H: {"values": [1, 2]}}})
+    build_sweep(search={"trials": 5, "space": {H: {"values": [1, 2]}}})
     assert cli.main(["sweep", "run", "study.yaml", "--dry-run"]) == 0
     assert read_lines(capsys)[2][:4] == ["5", "more", "not", "chosen"]
 
 
 def test_errors_of_the_command_line(capsys):
-    build(grid={H: [1]})
+    build_sweep(grid={H: [1]})
     errors = {
         "sweep run seed=1": "unknown sweep 'seed=1'",
         "sweep run study.yaml --max-parallel 0": "--max-parallel: expected an integer >= 1, found 0",
@@ -173,7 +156,7 @@ def test_errors_of_the_command_line(capsys):
 
 
 def test_stop_without_a_driver(capsys):
-    build(grid={H: [1]})
+    build_sweep(grid={H: [1]})
     assert cli.main(["sweep", "stop", "study.yaml"]) == 0
     assert capsys.readouterr().out == "runs/study: no driver is running\n1 trials: 1 waiting\n"
 
@@ -190,14 +173,8 @@ def test_finished_sweep_prints_the_scores_of_both_models_once(capsys):
     stacktrans, transformer = load_sweep("formal/quick", ["seed=3"]).trials
     assert stacktrans.folder.path.parent.as_posix() == "runs/formal/quick"
     for trial, score in ((stacktrans, 1.0), (transformer, 0.5)):
-        trial.folder.path.mkdir(parents=True)
-        model = trial.name.partition("-")[0]
-        result = {
-            "model": model,
-            "score_41_500": score,
-            "accuracy": {"40": 1.0, "41": score, "100": score, "500": score},
-        }
-        trial.folder.result.write_text(json.dumps(result))
+        accuracy = {"40": 1.0, "41": score, "100": score, "500": score}
+        finish_trial(trial, 1.0, model=trial.name.partition("-")[0], score_41_500=score, accuracy=accuracy)
     assert cli.main(["fit", "--config", "formal/quick", "seed=3"]) == 0
     printed = capsys.readouterr().out
     rows = [line.split() for line in printed.splitlines() if line.startswith(("stacktrans ", "transformer "))]

@@ -6,8 +6,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-import yaml
-from config_files import BASE, write
+from config_files import build_sweep, finish_trial
 from sweep_driver import build_fake_command
 
 from stackexp.config.compose import to_yaml
@@ -22,25 +21,16 @@ from stackexp.sweeps.trials import State, Trial, get_state
 
 S, LR = "model.memory.num_slots", "optimizer.lr"
 SPACE = {S: {"low": 1, "high": 64, "int": True}, LR: {"low": 1e-5, "high": 1e-1, "log": True}}
-
-
-@pytest.fixture(autouse=True)
-def _empty_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("empty_folder")
 
 
 def build(**search: object) -> Sweep:
-    keys = {"config": BASE, "overrides": ["trainer.accelerator=cpu"], "search": search}
-    return load_sweep(write("study.yaml", yaml.safe_dump(keys)))
+    return build_sweep(overrides=["trainer.accelerator=cpu"], search=search)
 
 
 def start(trial: Trial) -> None:
     trial.folder.path.mkdir(parents=True)
     trial.folder.config.write_text(to_yaml(trial.config))
-
-
-def finish(trial: Trial, loss: float) -> None:
-    trial.folder.result.write_text(json.dumps({"average": {"loss": loss}}))
 
 
 def run_all(sweep: Sweep, compute_loss) -> list[Trial]:
@@ -51,7 +41,7 @@ def run_all(sweep: Sweep, compute_loss) -> list[Trial]:
         for trial in [trial for trial in study.get_trials() if trial not in order]:
             order.append(trial)
             start(trial)
-            finish(trial, compute_loss(trial.values))
+            finish_trial(trial, compute_loss(trial.values))
     return order
 
 
@@ -74,7 +64,7 @@ def test_study_is_rebuilt_from_the_run_folders():
     for trial in trials:
         start(trial)
     for loss, trial in enumerate(trials[:3]):
-        finish(trial, loss)
+        finish_trial(trial, loss)
     trials[3].pruned.write_text("{}")
     trials[4].folder.result.write_text('{"average": {}}')  # without the objective
     again = Study(load_sweep("study.yaml"))
@@ -123,7 +113,7 @@ def test_a_finished_trial_whose_process_still_runs_is_not_pruned():
     study.add_trials(1)
     (trial,) = study.get_trials()
     start(trial)
-    finish(trial, 1.0)
+    finish_trial(trial, 1.0)
     assert study.get_trials() == [trial], "its result is reported"
     trial.folder.metrics.write_text(json.dumps({"step": 5, "val/loss/average": 9.0}) + "\n")
     assert study.find_pruned([trial]) == []

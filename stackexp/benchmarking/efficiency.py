@@ -14,25 +14,25 @@ import torch
 
 from stackexp import stack
 from stackexp.benchmarking.harness import (
+    Ratio,
     alternate,
     compare,
     measure_peak_bytes,
     measure_peak_flops,
     measure_seconds,
 )
+from stackexp.benchmarking.rows import PAPER, name_row
 from stackexp.config import registry
 from stackexp.config.compose import compose
 from stackexp.models.cross_entropy import NextTokenLoss
 from stackexp.models.transformer import Cache
-from stackexp.tables import format_table
+from stackexp.tables import Style, format_table
 from stackexp.training.callbacks.throughput import get_peak_flops
 
 TRANSFORMER = "transformer"
 ALSO_BY_REFERENCE = ("stacktrans", "full_dim")
 """Memories that are also measured with the reference implementation, to show the gain."""
 QUANTITIES = ("train", "prefill", "decode", "memory")
-PAPER = {"stacktrans": "1.16 / 1.09 / 1.12", "single_head": "1.03 / 1.04 / 1.00", "full_dim": "3.78 / 3.30 / 1.73"}
-"""The paper's efficiency table (arXiv 2507.15343): train / inference / memory over its Transformer, on its GPUs."""
 
 
 class Case(NamedTuple):
@@ -142,26 +142,19 @@ def _compute_shares(subject: Subject, own: list[dict[str, float]], measured_peak
     return shares | ({"mfu": flops / peak} if (peak := get_peak_flops(subject.device)) else {})
 
 
-def format_rows(rows: list[dict[str, Any]]) -> str:
-    """Return a Markdown table: median ratios with quartiles, tokens/s, shares of the peak, and the paper's figures.
+def format_rows(rows: list[dict[str, Any]], style: Style = "terminal") -> str:
+    """Return a table: tokens/s, shares of the peak, median ratios with quartiles, and the paper's figures.
 
     Share of peak: the model's FLOP/s in training over those of a large matrix product on the same device.
     """
     quantities = [quantity for quantity in QUANTITIES if f"{quantity}_ratio" in rows[0]]
     has_mfu = "mfu" in rows[0]
-    header = [
-        "model",
-        "stack",
-        "tokens/s",
-        "share of peak",
-        *["MFU"] * has_mfu,
-        *(f"{quantity} x" for quantity in quantities),
-    ]
-    header += ["paper: train / inference / memory"]
+    header = ["model", "tokens/s", "share of peak", *["MFU"] * has_mfu]
+    header += [*(f"{quantity} x" for quantity in quantities), "paper: train / inference / memory"]
     lines = []
     for row in rows:
-        cells = [row["model"], row["implementation"], f"{row['tokens_per_second']:,.0f}", f"{row['peak_share']:.1%}"]
+        cells = [name_row(row), f"{row['tokens_per_second']:,.0f}", f"{row['peak_share']:.1%}"]
         cells += [f"{row['mfu']:.1%}"] if has_mfu else []
-        cells += ["{:.3f} ({:.3f}-{:.3f})".format(row[f"{q}_ratio"], *row[f"{q}_spread"]) for q in quantities]
-        lines.append([*cells, PAPER.get(row["model"], "")])
-    return format_table(lines, header=header, align="<<" + ">" * (len(header) - 2), style="markdown")
+        cells += [str(Ratio(row[f"{q}_ratio"], *row[f"{q}_spread"])) for q in quantities]
+        lines.append([*cells, " / ".join(f"{ratio:.2f}" for ratio in PAPER.get(row["model"], ()))])
+    return format_table(lines, header=header, align="<" + ">" * (len(header) - 1), style=style)

@@ -16,11 +16,12 @@ from stackexp.evaluation.loading import LoadedRun, load_run
 from stackexp.evaluation.request import EvaluationRequest
 from stackexp.inspection.batches import Material, open_set, open_task
 from stackexp.inspection.inspect import record
+from stackexp.inspection.recording import ACTIONS
 from stackexp.reports.arms import name_arm
+from stackexp.reports.figures import new_figure
 from stackexp.reports.report import MARKERS, PALETTE, Report, Table
 from stackexp.reports.summaries import find_runs
 
-ACTIONS = ("push", "pop", "no_op")
 PARTS = ("first", "middle", "last")
 LEGEND = (
     "Probabilities are means over tokens and heads. First, middle and last: thirds of the layers. In brackets: the "
@@ -131,14 +132,12 @@ def _format_range(values: np.ndarray) -> str:
 
 def draw_actions(profiles: dict[str, list[Profile]]) -> Any:
     """Draw a panel for each name: the probability of each action over the layers, and thin lines for single runs."""
-    from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
     columns = min(3, len(profiles))
     rows = math.ceil(len(profiles) / columns)
-    figure: Any = Figure(figsize=(3.4 * columns + 0.6, 2.8 * rows + 0.5), layout="constrained")
-    panels = figure.subplots(rows, columns, squeeze=False, sharey=True).flat
-    for axes, (name, runs) in zip(panels, profiles.items(), strict=False):
+    figure, _ = new_figure(3.4 * columns + 0.6, 2.8 * rows + 0.5, rows, columns, sharey=True)
+    for axes, (name, runs) in zip(figure.axes, profiles.items(), strict=False):
         for i, action in enumerate(ACTIONS):
             curves = [run.probabilities[:, i] for run in runs]
             for curve in curves if len(runs) > 1 else []:
@@ -149,7 +148,6 @@ def draw_actions(profiles: dict[str, list[Profile]]) -> Any:
         axes.set(xlabel="Stack (layer)", ylim=(0, 1))
         axes.set_title(f"{name}, {len(runs)} run{'s' * (len(runs) > 1)}", fontsize=9)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        axes.grid(alpha=0.3)
     for axes in figure.axes[len(profiles) :]:
         axes.set_visible(False)
     figure.axes[0].set_ylabel("Probability")

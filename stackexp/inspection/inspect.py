@@ -13,7 +13,7 @@ from stackexp.files import write_atomically
 from stackexp.inspection.batches import Material, average_values, compute_losses, open_set, open_task, open_text
 from stackexp.inspection.interventions import intervene, list_interventions
 from stackexp.inspection.page import format_page
-from stackexp.inspection.recording import MEASUREMENTS, Recording, record_stacks
+from stackexp.inspection.recording import ACTIONS, MEASUREMENTS, Recording, record_stacks
 from stackexp.models.checkpoints import load_state
 from stackexp.modules.scores import bootstrap_interval
 from stackexp.reports.figures import new_figure, save_figure
@@ -23,7 +23,7 @@ from stackexp.training.tensorboard import write_image
 MAX_PAGE_TOKENS = 256
 MAP_COLUMNS = 5
 MEANS = (*MEASUREMENTS, "action_spread")
-SHARES = ("push", "pop", "no_op", "read_sharpness")  # measurements from 0 to 1
+SHARES = (*ACTIONS, "read_sharpness")  # measurements from 0 to 1
 
 
 def run(
@@ -132,15 +132,14 @@ def draw_maps(recordings: list[tuple[Recording, dict[str, np.ndarray]]], path: P
     from matplotlib.ticker import MaxNLocator
 
     rows = -(-len(MEANS) // MAP_COLUMNS)
-    figure, axes = new_figure(14, 2.4 * rows)
-    axes.remove()
-    panels = figure.subplots(rows, MAP_COLUMNS, squeeze=False).flat
-    for panel, name in zip(panels, MEANS, strict=False):
+    figure, panels = new_figure(14, 2.4 * rows, rows, MAP_COLUMNS)
+    for panel, name in zip(panels.flat, MEANS, strict=False):
         values = np.stack([means[name] for _, means in recordings])  # [stacks, H]
         largest = 1.0 if name in SHARES else values.max() or 1.0
         image = panel.imshow(values, aspect="auto", vmin=0, vmax=largest, cmap="cividis", origin="lower")
         panel.set(title=name.replace("_", "-" if name == "no_op" else " "), xlabel="head", ylabel="stack")
         panel.set_xticks(range(values.shape[1]))
         panel.yaxis.set_major_locator(MaxNLocator(integer=True))
+        panel.grid(visible=False)
         figure.colorbar(image, ax=panel)
     save_figure(figure, path)

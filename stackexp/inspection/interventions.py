@@ -8,11 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from stackexp.inspection.recording import Recording, find_stacks, wrap_updates
+from stackexp.inspection.recording import ACTIONS, Recording, find_stacks, wrap_updates
 from stackexp.models.memories.stack import NEVER, StackMemory
 from stackexp.stack.reference import StackOutput, StackState
-
-ACTIONS = ("push", "pop", "no_op")
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from stackexp.models.memories.stack import StackMemory
 from stackexp.stack import eager, reference, use_implementation
 from stackexp.stack.reference import StackOutput, StackState
 
+ACTIONS = ("push", "pop", "no_op")
 MEASUREMENTS = {
     "push": "probability of a push",
     "pop": "probability of a pop",

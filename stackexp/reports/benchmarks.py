@@ -20,7 +20,7 @@ from stackexp.files import read_json
 from stackexp.metric_tags import DOWNSTREAM
 from stackexp.reports import paper_benchmarks
 from stackexp.reports.arms import name_arm
-from stackexp.reports.figures import abbreviate_thousands
+from stackexp.reports.figures import abbreviate_thousands, new_figure
 from stackexp.reports.report import LINE_STYLES, MARKERS, PALETTE, Report, Table
 from stackexp.reports.summaries import find_runs
 from stackexp.runs import RunFolder
@@ -187,12 +187,10 @@ def draw_benchmarks(columns: list[Column]) -> Any:
     A line is the average of the tasks that a run scored in training. A point is that of the tasks that all models have
     been scored on by `evaluate`; for a model whose training tokens are unknown it is a dashed line.
     """
-    from matplotlib.figure import Figure
-
     scored = [column for column in columns if column.tasks]
     names = sorted(set.intersection(*(set(column.tasks) for column in scored))) if scored else []
-    figure: Any = Figure(figsize=(7.2, 3.6), layout="constrained")
-    for axes, (score, title) in zip(figure.subplots(1, 2), SCORES.items(), strict=True):
+    figure, panels = new_figure(7.2, 3.6, columns=2)
+    for axes, (score, title) in zip(panels, SCORES.items(), strict=True):
         for i, column in enumerate(columns):
             _draw_model(axes, column, score, names, i)
         guess = _average_common({name: scored[0].tasks[name] for name in names}, "random_guess") if names else None
@@ -202,7 +200,6 @@ def draw_benchmarks(columns: list[Column]) -> Any:
             _draw_paper(axes)
         axes.set(xlabel="Tokens", ylabel=f"{title.partition(' of ')[0]}, average")
         abbreviate_thousands(axes.xaxis)
-        axes.grid(alpha=0.3)
         if axes.lines:
             axes.legend(fontsize=7)
     return figure

@@ -128,12 +128,12 @@ def _format_loss(scores: dict[str, float]) -> str:
 
 
 def name_runs(runs: list[RunFolder]) -> dict[RunFolder, str]:
-    """Return the names of the runs, followed by the id where several have the same name."""
+    """Return the names of the runs, followed by the id where several have the same name; only ids if all have it."""
     names = [run.path.resolve().parent.name for run in runs]
-    ids = [run.path.resolve().name for run in runs]
+    prefixes = {name: "" if len(set(names)) == 1 else f"{name}/" for name in names}
     return {
-        run: name if names.count(name) == 1 else f"{name}/{run_id}"
-        for run, name, run_id in zip(runs, names, ids, strict=True)
+        run: name if names.count(name) == 1 else prefixes[name] + run.path.resolve().name
+        for run, name in zip(runs, names, strict=True)
     }
 
 

@@ -12,7 +12,7 @@ from stackexp.errors import RunError
 from stackexp.metric_tags import TRAIN_LOSS
 from stackexp.reports.arms import Arm, describe_unfinished, find_arm, rank_arm, read_arms
 from stackexp.reports.differences import Comparison, compare_arms
-from stackexp.reports.figures import abbreviate_thousands
+from stackexp.reports.figures import abbreviate_thousands, new_figure
 from stackexp.reports.paper import find_variant
 from stackexp.reports.report import LINE_STYLES, PALETTE, Report, Table
 from stackexp.tables import ABSENT
@@ -173,10 +173,7 @@ def _build_row(curve: Curve, crossing: Crossing | None) -> list[str]:
 
 def draw_dynamics(curves: list[Curve], baseline: Curve, crossings: dict[str, Crossing]) -> Any:
     """Draw the losses, and below them the differences from the baseline with their crossings."""
-    from matplotlib.figure import Figure
-
-    figure: Any = Figure(figsize=(6.8, 5.2), layout="constrained")
-    top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
+    figure, (top, bottom) = new_figure(6.8, 5.2, rows=2, sharex=True, height_ratios=(2, 1))
     for i, curve in enumerate(curves):
         style = {"color": PALETTE[i % len(PALETTE)], "linestyle": LINE_STYLES[i % len(LINE_STYLES)]}
         top.plot(curve.tokens, curve.raw, color=style["color"], alpha=0.25, linewidth=0.6)
@@ -196,6 +193,4 @@ def draw_dynamics(curves: list[Curve], baseline: Curve, crossings: dict[str, Cro
     bottom.set(xlabel="Tokens", ylabel=f"Minus {baseline.name}")
     bottom.set_title("circles: crossings", fontsize=8, loc="right")
     abbreviate_thousands(bottom.xaxis)
-    for axes in (top, bottom):
-        axes.grid(alpha=0.3)
     return figure

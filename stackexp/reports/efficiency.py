@@ -5,6 +5,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
+from stackexp.benchmarking.rows import PAPER, name_row
 from stackexp.errors import RunError
 from stackexp.reports.figures import new_figure
 from stackexp.reports.report import PALETTE, Report, Table
@@ -12,14 +13,12 @@ from stackexp.tables import ABSENT
 
 QUANTITIES = {"train": "training", "prefill": "inference", "memory": "peak memory"}
 """Keys of the record -> the paper's columns. One token after a filled cache (decode) has no column in the paper."""
-PAPER = {"stacktrans": (1.16, 1.09, 1.12), "single_head": (1.03, 1.04, 1.00), "full_dim": (3.78, 3.30, 1.73)}
-"""The paper's multiples of its Transformer, in the order of QUANTITIES."""
 
 
 def build_efficiency(path: Path) -> Report:
     """Build the report of one file. Raises RunError if `bench efficiency` did not write it."""
     record = read_record(path)
-    rows = {_name(row): row for row in record["rows"]}
+    rows = {name_row(row): row for row in record["rows"]}
     decode = {"decode": "decode"} if any("decode_ratio" in row for row in rows.values()) else {}
     columns = QUANTITIES | decode
     table = [[name, *(_format_ratio(row, key) for key in columns), *_format_paper(name)] for name, row in rows.items()]
@@ -71,10 +70,6 @@ def read_record(path: Path) -> dict[str, Any]:
     if not rows or not all(isinstance(row, dict) and {"model", "train_ratio"} <= row.keys() for row in rows):
         raise RunError(f"{path}: no rows with train_ratio; give a file that `bench efficiency --out` wrote")
     return record
-
-
-def _name(row: dict[str, Any]) -> str:
-    return row["model"] + (" (reference)" if row.get("implementation") == "reference" else "")
 
 
 def _format_ratio(row: dict[str, Any], key: str) -> str:

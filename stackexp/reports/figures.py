@@ -1,23 +1,23 @@
 """Create and save matplotlib figures in one style."""
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from stackexp.errors import ConfigError
-
-FIGURE_SUFFIXES = (".png", ".pdf", ".svg")
 LABEL_HEIGHT = 0.05  # relative to the axes
 
 
-def new_figure(width: float, height: float) -> tuple[Any, Any]:
-    """Return a figure of this size (inches) with one set of axes and a light grid. Needs no display."""
+def new_figure(width: float, height: float, rows: int = 1, columns: int = 1, **options: Any) -> tuple[Any, Any]:
+    """Return a figure of this size (inches) and its axes, with a light grid. Needs no display.
+
+    Several rows or columns give an array of axes; `options` are those of matplotlib's `Figure.subplots`.
+    """
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), layout="constrained")
-    axes = figure.add_subplot()
-    axes.grid(alpha=0.3)
-    return figure, axes
+    panels = figure.subplots(rows, columns, **options)
+    for axes in figure.axes:
+        axes.grid(alpha=0.3)
+    return figure, panels
 
 
 def abbreviate_thousands(axis: Any) -> None:
@@ -46,18 +46,10 @@ def label_curves(axes: Any, curves: dict[str, Any]) -> None:
             color=curve.get_color(),
             fontsize=8,
             va="center",
-            arrowprops={"arrowstyle": "-", "color": curve.get_color(), "linewidth": 0.6},
+            arrowprops={"arrowstyle": "-", "color": curve.get_color(), "linewidth": 0.6, "relpos": (0, 0.5)},
         )
 
 
 def save_figure(figure: Any, path: Path) -> None:
-    """Write a figure to a .png, .pdf or .svg file; see `check_output_path`."""
+    """Write a figure to a .png, .pdf or .svg file."""
     figure.savefig(path, dpi=200)
-
-
-def check_output_path(path: Path, suffixes: Sequence[str] = FIGURE_SUFFIXES) -> None:
-    """Raise ConfigError unless the path has one of the suffixes and its folder exists."""
-    if path.suffix.lower() not in suffixes:
-        raise ConfigError(f"{path}: expected a file name ending in {', '.join(suffixes)}")
-    if not path.parent.is_dir():
-        raise ConfigError(f"{path}: the folder {path.parent} does not exist; create it first")

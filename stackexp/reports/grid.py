@@ -43,7 +43,7 @@ def build_grid(target: str) -> Report:
     notes += _describe_missing(sweep, rows)
     records = [
         {"trial": row.name, **row.values, "seeds": row.seeds, "parameters": row.parameters}
-        | {f"{title} {key}": value for title in titles for key, value in row.losses[title]._asdict().items()}
+        | {f"{title} {key}": value for title in titles for key, value in vars(row.losses[title]).items()}
         for row in rows
     ]
     header = ["trial", *titles, "seeds", "parameters"]

@@ -5,6 +5,7 @@ import html
 import re
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 
 from stackexp.errors import ConfigError, RunError
@@ -48,8 +49,7 @@ def build_page(folder: Path, others: Mapping[str, Builder] | None = None) -> str
     with tempfile.TemporaryDirectory() as images:
         for title, build in [*_list_builders(folder), *(others or {}).items()]:
             try:
-                report = build()
-                sections.append((title, _format_section(title, report, Path(images, "figure.png"))))
+                sections.append((title, _format_section(title, build(), Path(images, "figure.png"))))
             except (ConfigError, RunError) as error:
                 problems.append(f"{title}: {error}")
     if not sections:
@@ -65,40 +65,34 @@ def build_page(folder: Path, others: Mapping[str, Builder] | None = None) -> str
 
 def _list_builders(folder: Path) -> Iterator[tuple[str, Builder]]:
     """Yield title and builder of each section. Sweeps and files of other kinds have no section."""
-    yield "Ablation", lambda: build_ablation([folder])
-    yield "Scaling", lambda: build_scaling([folder])
-    yield "Training dynamics", lambda: build_dynamics([folder])
+    yield "Ablation", partial(build_ablation, [folder])
+    yield "Scaling", partial(build_scaling, [folder])
+    yield "Training dynamics", partial(build_dynamics, [folder])
     for sweep in find_sweeps([folder]):
         if sweep.is_relative_to(folder):
-            yield f"Stack hyperparameters: {sweep.name}", lambda sweep=sweep: build_grid(str(sweep))  # type: ignore[misc]
+            yield f"Stack hyperparameters: {sweep.name}", partial(build_grid, str(sweep))
     for path in sorted(folder.glob("*.json")):
         try:
             read_record(path)
         except RunError:
             continue
-        yield f"Efficiency: {path.name}", lambda path=path: build_efficiency(path)  # type: ignore[misc]
-    yield "Benchmarks", lambda: build_benchmarks([folder])
-    yield "Formal languages", lambda: _build_formal(folder)
+        yield f"Efficiency: {path.name}", partial(build_efficiency, path)
+    yield "Benchmarks", partial(build_benchmarks, [folder])
+    yield "Formal languages", partial(_build_formal, folder)
 
 
 def _build_formal(folder: Path) -> Report:
     report = collect_report([folder], LENGTHS)
-    markup = formal_tables.Markup("**{}**".format, str, str)
-    rows = formal_tables.build_rows(report, markup)
     notes = [formal_tables.format_legend(report), *formal_tables.describe_marks(report)]
     notes += formal_tables.describe_commands(report)
-    table = Table("Table 1 of the paper", formal_tables.build_header(), rows)
-    return Report("Formal languages", [table], notes, [], lambda: report)
+    table = Table("Table 1 of the paper", formal_tables.build_header(), formal_tables.build_rows(report))
+    return Report("Formal languages", [table], notes, [], lambda: draw_bars(report))
 
 
 def _format_section(title: str, report: Report, image: Path) -> str:
     parts = [f'<h2 id="{_anchor(title)}">{html.escape(title)}</h2>', *map(_format_table, report.tables)]
     if report.draw:
-        drawn = report.draw()
-        if report.title == "Formal languages":
-            draw_bars(drawn, image)
-        else:
-            save_figure(drawn, image)
+        save_figure(report.draw(), image)
         png = image.read_bytes()
         width = int.from_bytes(png[16:20], "big") // 2  # in the header; half of it is sharp on any screen
         source = f"data:image/png;base64,{base64.b64encode(png).decode()}"
@@ -126,6 +120,7 @@ def _format_notes(notes: list[str]) -> str:
 
 
 def _markup(text: str) -> str:
-    """Escape text; `**bold**` and `code` in backticks become elements."""
+    """Escape text; `**bold**`, `*italic*` and `code` in backticks become elements."""
     text = re.sub(r"\*\*(.+?)\*\*", r"<b>\1</b>", html.escape(text))
+    text = re.sub(r"\*(.+?)\*", r"<i>\1</i>", text)
     return re.sub(r"`(.+?)`", r"<code>\1</code>", text)

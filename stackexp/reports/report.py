@@ -1,13 +1,13 @@
 """A report as data: tables, notes and a figure. Written for the terminal, Markdown, LaTeX, CSV and image files."""
 
 import csv
+import io
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from stackexp.reports.formal.export import escape_latex, format_float
+from stackexp.reports.latex import format_float
 from stackexp.tables import Style, format_table
 from stackexp.terminal import wrap_text
 
@@ -71,27 +71,17 @@ def _format_latex(report: Report) -> str:
     lines = ["% Needs \\usepackage{booktabs,graphicx}.", *(f"% {note}" for note in report.notes if "`" in note)]
     footnotes = [note for note in report.notes if "`" not in note]
     for table in report.tables:
-        header, *rows = [[_to_latex(cell) for cell in row] for row in (table.header, *table.rows)]
-        body = format_table(rows, header=header, style="latex")
-        lines += format_float(
-            table.title,
-            table.align.replace("<", "l").replace(">", "r"),
-            body,
-            footnotes if table is report.tables[-1] else [],
-        )
+        columns = table.align.replace("<", "l").replace(">", "r")
+        notes = footnotes if table is report.tables[-1] else []
+        lines += format_float(table.title, columns, table.header, table.rows, notes)
     return "\n".join(lines)
 
 
-def _to_latex(cell: str) -> str:
-    bold = re.fullmatch(r"\*\*(.+)\*\*", cell)
-    text = re.sub(r"(?<![\w.])-(?=\d)", "$-$", escape_latex(bold[1] if bold else cell))
-    return rf"\textbf{{{text}}}" if bold else text
-
-
-def write_csv(report: Report, path: Path) -> None:
-    """Write one line for each record."""
-    columns = list(dict.fromkeys(key for record in report.records for key in record))
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, columns, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(report.records)
+def format_csv(records: list[dict[str, Any]]) -> str:
+    """Return a header and one line for each record."""
+    text = io.StringIO()
+    columns = dict.fromkeys(key for record in records for key in record)
+    writer = csv.DictWriter(text, columns, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(records)
+    return text.getvalue()

@@ -10,6 +10,7 @@ import numpy as np
 
 from stackexp.reports.arms import describe_unfinished, name_memory, read_arms
 from stackexp.reports.differences import OTHER, TRAINING, name_sets, read_losses
+from stackexp.reports.figures import new_figure
 from stackexp.reports.missing_runs import describe_sweeps, find_sweeps
 from stackexp.reports.power_law import PowerLaw, equivalent_factor, fit_power_law
 from stackexp.reports.report import LINE_STYLES, MARKERS, PALETTE, Report, Table
@@ -154,11 +155,10 @@ def _abbreviate(value: float) -> str:
 
 def draw_panels(panels: list[Series], column: str) -> Any:
     """Draw each panel: the runs, the fit of each family and its band."""
-    from matplotlib.figure import Figure
     from matplotlib.ticker import NullLocator
 
-    figure: Any = Figure(figsize=(4.6 * len(panels), 4.2), layout="constrained")
-    for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+    figure, _ = new_figure(4.6 * len(panels), 4.2, columns=len(panels))
+    for axes, panel in zip(figure.axes, panels, strict=True):
         for i, family in enumerate(dict.fromkeys(point.family for point in panel.points)):
             _draw_family(axes, panel, family, i)
         axes.set(

@@ -3,7 +3,7 @@
 import math
 import os
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -41,10 +41,6 @@ class RunSummary:
     bytes: int  # on disk
     last_change: float  # seconds since 1970
     problem: str = ""  # why the state is damaged
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the fields, for --json."""
-        return asdict(self)
 
 
 def find_runs(paths: Iterable[Path | str]) -> list[RunFolder]:

@@ -4,9 +4,9 @@ import json
 import re
 import statistics
 from collections import defaultdict
-from dataclasses import asdict, dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from stackexp.config.model import SYMBOLS
 from stackexp.errors import RunError
@@ -22,7 +22,8 @@ LOSSES = {"training loss": "train_loss.last_20_steps", "validation loss": VALIDA
 MEANINGS = {"H": "stack heads", "d_s": "slot size", "S": "stack slots"}
 
 
-class Spread(NamedTuple):
+@dataclass(frozen=True)
+class Spread:
     """Mean and sample standard deviation (0 for one value) over seeds."""
 
     mean: float
@@ -48,11 +49,6 @@ class Row:
     parameters: int
     memory_parameters: int
     trials: list[str]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the row as nested dicts."""
-        losses = {title: spread._asdict() for title, spread in self.losses.items()}
-        return asdict(self) | {"objective": self.objective._asdict(), "losses": losses}
 
 
 def collect_results(sweep: Sweep) -> list[Row]:
@@ -165,7 +161,7 @@ def plot_losses(axes: Any, key: str, rows: list[Row]) -> None:
     symbol = SYMBOLS.get(key)
     numbers = [row.values[key] for row in rows]
     for title, fmt in zip(rows[0].losses, ("o-", "s--"), strict=False):
-        means, deviations = zip(*(row.losses[title] for row in rows), strict=True)
+        means, deviations = zip(*(astuple(row.losses[title]) for row in rows), strict=True)
         axes.errorbar(numbers, means, yerr=deviations if any(deviations) else None, fmt=fmt, capsize=3, label=title)
     if min(numbers) > 0 and max(numbers) / min(numbers) >= 8:
         axes.set_xscale("log", base=2 if symbol else 10)

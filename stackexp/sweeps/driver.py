@@ -193,7 +193,7 @@ def has_driver(folder: Path) -> bool:
 
 
 def read_stop_request(folder: Path) -> str:
-    """Return the last stop request. Drivers end_grace_period one that is newer than their start."""
+    """Return the last stop request, or an empty string. A driver stops if it is newer than the driver's start."""
     path = folder / "stop"
     return path.read_text() if path.exists() else ""
 

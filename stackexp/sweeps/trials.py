@@ -1,6 +1,5 @@
 """A trial of a sweep: its run folder, its state and progress, and the record of its failures."""
 
-import dataclasses
 import hashlib
 import json
 import os
@@ -94,10 +93,9 @@ class Status:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the status with the name, the folder and the last step of the trial."""
-        trial = self.trial
-        max_steps = trial.config.trainer.max_steps
-        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "trial"}
-        return {"trial": trial.name, "folder": str(trial.folder.path), "max_steps": max_steps} | fields
+        trial, folder = self.trial, str(self.trial.folder.path)
+        names = {"trial": trial.name, "folder": folder, "max_steps": trial.config.trainer.max_steps}
+        return names | {key: value for key, value in vars(self).items() if key != "trial"}
 
 
 def read_status(trial: Trial, objective: str) -> Status:

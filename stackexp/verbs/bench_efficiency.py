@@ -7,7 +7,7 @@ from argparse import Namespace
 
 from stackexp.config.suggestions import suggest_name
 from stackexp.errors import ConfigError
-from stackexp.verbs.bench_options import add_benchmark_arguments, check_benchmark_arguments
+from stackexp.verbs.bench_options import add_benchmark_arguments
 from stackexp.verbs.parser import Parser
 
 USAGE = "[OPTIONS] [KEY=VALUE ...]"
@@ -31,14 +31,14 @@ MEMORIES = (
 
 
 def add_arguments(parser: Parser) -> None:
-    """Add the options of `bench efficiency`."""
     add_benchmark_arguments(parser)
+    parser.add_argument("--markdown", action="store_true", help="print a Markdown table")
     parser.add_argument("--only", metavar="MEMORY,...", help=f"some of {', '.join(MEMORIES)} (default: all)")
 
 
 def run(args: Namespace) -> int:
-    """Check every config, measure, print the table."""
-    check_benchmark_arguments(args)
+    args.parser.check_output("--out", args.out, [".json"])
+    args.config = args.config or ["quickstart"]
     wanted = list(MEMORIES) if args.only is None else args.only.split(",")
     for name in wanted:
         if name not in MEMORIES:
@@ -64,5 +64,5 @@ def run(args: Namespace) -> int:
         rows.append(row)
         print(f"measured {row['model']} ({row['implementation']})", flush=True)
         write_record(args.out, rows, configs=args.config, overrides=args.overrides)
-    print(f"\n{efficiency.format_rows(rows)}")
+    print(f"\n{efficiency.format_rows(rows, 'markdown' if args.markdown else 'terminal')}")
     return 0

@@ -1,25 +1,14 @@
 """Options that the bench verbs share."""
 
-from argparse import Namespace
 from pathlib import Path
 
-from stackexp.verbs.parser import Parser
+from stackexp.verbs.parser import Parser, at_least
 
 
 def add_benchmark_arguments(parser: Parser) -> None:
     """Add --config, --steps and --out."""
     parser.add_config()
-    parser.add_argument("--steps", type=int, default=100, metavar="N", help="timed rounds (default: %(default)s)")
+    steps = "timed rounds (default: %(default)s)"
+    parser.add_argument("--steps", type=at_least(1), default=100, metavar="N", help=steps)
     out = "also write hardware, versions and all measurements here"
     parser.add_argument("--out", type=Path, metavar="FILE.json", help=out)
-
-
-def check_benchmark_arguments(args: Namespace) -> None:
-    """Raise ConfigError for mistakes that need no torch to find; without a config, use the quickstart."""
-    if args.steps < 1:
-        args.parser.error(f"--steps {args.steps}: must be an integer >= 1")
-    if args.out and args.out.suffix != ".json":
-        args.parser.error(f"--out {args.out}: must end in .json")
-    if args.out and not args.out.absolute().parent.is_dir():
-        args.parser.error(f"--out {args.out}: the folder {args.out.parent} does not exist; create it first")
-    args.config = args.config or ["quickstart"]

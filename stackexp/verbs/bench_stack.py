@@ -5,7 +5,7 @@ Without --config the quickstart is measured.
 
 from argparse import Namespace
 
-from stackexp.verbs.bench_options import add_benchmark_arguments, check_benchmark_arguments
+from stackexp.verbs.bench_options import add_benchmark_arguments
 from stackexp.verbs.parser import Parser
 
 USAGE = "[OPTIONS] [KEY=VALUE ...]"
@@ -13,13 +13,12 @@ EXAMPLES = ("bench stack --config pretrain/stacktrans-360m --out stack.json",)
 
 
 def add_arguments(parser: Parser) -> None:
-    """Add the options of `bench stack`."""
     add_benchmark_arguments(parser)
 
 
 def run(args: Namespace) -> int:
-    """Check the config, measure, print the table."""
-    check_benchmark_arguments(args)
+    args.parser.check_output("--out", args.out, [".json"])
+    args.config = args.config or ["quickstart"]
     from stackexp.config.compose import compose
 
     config = compose(args.config, args.overrides)

@@ -8,24 +8,21 @@ from argparse import Namespace
 from pathlib import Path
 
 from stackexp.errors import RunError
-from stackexp.verbs.parser import Parser
+from stackexp.verbs.parser import Parser, at_least
 
 USAGE = "--run FOLDER --last N --to FILE.safetensors"
 EXAMPLES = ("checkpoint average --run runs/quickstart/ID --last 3 --to average.safetensors",)
 
 
 def add_arguments(parser: Parser) -> None:
-    """Add the options of `checkpoint average`."""
     parser.add_argument("--run", metavar="FOLDER", required=True, help="run folder")
-    parser.add_argument("--last", metavar="N", required=True, type=int, help="number of checkpoints, the newest ones")
+    last = "number of checkpoints, the newest ones"
+    parser.add_argument("--last", metavar="N", required=True, type=at_least(2), help=last)
     parser.add_argument("--to", metavar="FILE.safetensors", required=True, type=Path)
 
 
 def run(args: Namespace) -> int:
-    """Average the checkpoints and print their steps."""
-    args.parser.check_weights_path("--to", args.to)
-    if args.last < 2:
-        args.parser.error(f"--last {args.last}: must be an integer >= 2")
+    args.parser.check_output("--to", args.to, [".safetensors"])
     from stackexp import runs
     from stackexp.config import compose
     from stackexp.models import weight_files

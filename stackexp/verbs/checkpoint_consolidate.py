@@ -17,14 +17,12 @@ EXAMPLES = (
 
 
 def add_arguments(parser: Parser) -> None:
-    """Add the options of `checkpoint consolidate`."""
     parser.add_checkpoint()
     parser.add_argument("--to", metavar="FILE.safetensors", required=True, type=Path)
 
 
 def run(args: Namespace) -> int:
-    """Consolidate the checkpoint and print the size of the file."""
-    args.parser.check_weights_path("--to", args.to)
+    args.parser.check_output("--to", args.to, [".safetensors"])
     from stackexp import runs
     from stackexp.config import compose
     from stackexp.models import checkpoints, weight_files

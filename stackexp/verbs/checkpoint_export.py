@@ -17,7 +17,6 @@ EXAMPLES = (
 
 
 def add_arguments(parser: Parser) -> None:
-    """Add the options of `checkpoint export`."""
     parser.add_checkpoint()
     parser.add_argument("--to", metavar="FOLDER", required=True, type=Path, help="new folder")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="default: float32")
@@ -25,7 +24,6 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(args: Namespace) -> int:
-    """Export the checkpoint and print the files."""
     if args.to.exists():
         args.parser.error(f"--to {args.to}: already exists; remove it or choose another folder")
     from stackexp.export.huggingface import export_run

@@ -18,7 +18,6 @@ EXAMPLES = (
 
 
 def add_arguments(parser: Parser) -> None:
-    """Add the options of `checkpoint import`."""
     folder = "folder with config.json and model.safetensors, or its shards and their index"
     parser.add_argument("--from", dest="folder", metavar="FOLDER", required=True, type=Path, help=folder)
     parser.add_argument("--to", metavar="FILE.safetensors", required=True, type=Path)
@@ -27,7 +26,7 @@ def add_arguments(parser: Parser) -> None:
 
 def run(args: Namespace) -> int:
     """Write the weights and the model section, and print the next commands."""
-    args.parser.check_weights_path("--to", args.to)
+    args.parser.check_output("--to", args.to, [".safetensors"])
     if args.overrides and not args.config:
         args.parser.error(f"{args.overrides[0]}: an override requires --config")
     from stackexp.config import compose

@@ -37,7 +37,6 @@ compdef _stackexp stackexp
 
 
 def add_arguments(parser: Parser) -> None:
-    """Add the shell."""
     choices = [*SCRIPTS, "words"]  # "words" is for the scripts
     parser.add_argument("shell", choices=choices, metavar="SHELL", help="bash or zsh")
 

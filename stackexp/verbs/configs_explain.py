@@ -12,12 +12,10 @@ EXAMPLES = ("configs explain model.memory.num_slots", "configs explain > docs/co
 
 
 def add_arguments(parser: Parser) -> None:
-    """Add the key."""
     parser.add_argument("key", nargs="?", metavar="KEY", help="a key, such as trainer.max_steps, or a section")
 
 
 def run(args: Namespace) -> int:
-    """Print the explanation."""
     import stackexp.config.compose  # noqa: F401  (registers the kinds)
     from stackexp.config.reference import explain, format_reference
 

@@ -17,12 +17,10 @@ INTRODUCTIONS = {  # kind of entry -> the line above its table
 
 
 def add_arguments(parser: Parser) -> None:
-    """Add the options of `configs list`."""
     parser.add_argument("--json", action="store_true", help="print a list of objects: kind, name and purpose")
 
 
 def run(args: Namespace) -> int:
-    """Print one table for each kind of entry."""
     entries = list_catalog()
     if args.json:
         objects = [{"kind": kind, "name": name, "purpose": purpose} for kind, name, purpose in entries]

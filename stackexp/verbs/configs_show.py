@@ -9,13 +9,11 @@ EXAMPLES = ("configs show pretrain/stacktrans-360m", "configs show ablation/queu
 
 
 def add_arguments(parser: Parser) -> None:
-    """Add the name of the config."""
     parser.add_argument("name", metavar="NAME_OR_PATH", help="a shipped config or a YAML file")
-    parser.accept_overrides()
+    parser.accepts_overrides = True
 
 
 def run(args: Namespace) -> int:
-    """Compose the config and print it."""
     from stackexp.config.compose import compose
 
     config = compose([args.name], args.overrides)

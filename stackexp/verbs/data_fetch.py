@@ -30,7 +30,6 @@ EXAMPLES = (
 
 
 def add_arguments(parser: Parser) -> None:
-    """Add the options of `data fetch`."""
     names = sorted({name for names in olmo.NAMES.values() for name in names}, key=str.lower)
     parser.add_argument("version", nargs="*", metavar="v2|v3", help=f"13 sets, 11 sets: {', '.join(names)}")
     parser.add_argument("--only", nargs="+", action="extend", default=[], metavar="SET", help="fetch only these sets")

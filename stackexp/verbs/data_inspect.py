@@ -9,7 +9,7 @@ import sys
 from argparse import Namespace
 from pathlib import Path
 
-from stackexp.verbs.parser import Parser
+from stackexp.verbs.parser import FIGURE_SUFFIXES, Parser, at_least
 
 USAGE = "PATH [OPTIONS]"
 EXAMPLES = (
@@ -21,10 +21,10 @@ EXAMPLES = (
 
 
 def add_arguments(parser: Parser) -> None:
-    """Add the options of `data inspect`."""
     parser.add_argument("path", type=Path, metavar="PATH", help="a dataset, or a folder of datasets")
-    parser.add_argument("--samples", type=int, default=3, metavar="N", help="samples to show (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="choice of samples (default: %(default)s)")
+    samples, seed = "samples to show (default: %(default)s)", "choice of samples (default: %(default)s)"
+    parser.add_argument("--samples", type=at_least(0), default=3, metavar="N", help=samples)
+    parser.add_argument("--seed", type=at_least(0), default=0, metavar="N", help=seed)
     parser.add_argument("--figure", type=Path, metavar="FILE.png", help="draw the distribution of document lengths")
     parser.add_argument("--tokenizer", type=Path, metavar="FILE", help="tokenizer.json of token ids without one")
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -32,11 +32,8 @@ def add_arguments(parser: Parser) -> None:
 
 def run(args: Namespace) -> int:
     """Inspect the datasets at a path; return 1 if a file is damaged."""
-    for name in ("samples", "seed"):
-        if getattr(args, name) < 0:
-            args.parser.error(f"--{name}: expected an integer >= 0, found {getattr(args, name)}")
-    if args.figure and args.figure.suffix not in (".png", ".pdf", ".svg"):
-        args.parser.error(f"--figure: expected a name that ends in .png, .pdf or .svg, found {args.figure}")
+    if args.figure and args.figure.suffix not in FIGURE_SUFFIXES:
+        args.parser.error(f"--figure {args.figure}: must end in {', '.join(FIGURE_SUFFIXES)}")
     from stackexp.data.tokenizer import KnownTokenizer
     from stackexp.reports.data.inspect import draw_figures, inspect_path
     from stackexp.reports.data.inspection import InspectOptions

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from stackexp.errors import ConfigError
-from stackexp.verbs.parser import Parser
+from stackexp.verbs.parser import Parser, at_least
 
 if TYPE_CHECKING:
     from stackexp.data.columns import Filter
@@ -41,32 +41,29 @@ EXAMPLES = (
     "data prepare --config quickstart",
 )
 SLURM_OPTIONS = ("partition", "account", "qos", "time")
-MINIMUMS = {"vocab_size": 300, "context_length": 2, "workers": 1, "tasks": 1, "unit_bytes": 1}
 SHOWN_BAD_LINES = 10
 
 
 def add_arguments(parser: Parser) -> None:
-    """Add the options of `data prepare`."""
-    parser.accept_overrides()  # SOURCE is found among these words
+    parser.accepts_overrides = True  # SOURCE is found among these words
     parser.add_argument("--to", type=Path, metavar="FOLDER", help="folder of the prepared set")
     parser.add_argument("--tokenizer", type=Path, metavar="FILE", help="a Hugging Face tokenizer.json")
-    parser.add_argument("--vocab-size", type=int, metavar="N", help="train a byte-level BPE of N tokens on the text")
-    parser.add_argument(
-        "--context-length", type=int, default=2048, metavar="N", help="tokens per sequence (default: %(default)s)"
-    )
+    vocab_size = "train a byte-level BPE of N tokens on the text"
+    parser.add_argument("--vocab-size", type=at_least(300), metavar="N", help=vocab_size)
+    context_length = "tokens per sequence (default: %(default)s)"
+    parser.add_argument("--context-length", type=at_least(2), default=2048, metavar="N", help=context_length)
     parser.add_argument("--text-column", metavar="NAME", help="column of the text (default: text)")
     parser.add_argument(
         "--filter", action="append", default=[], type=_parse_filter, metavar="CONDITION", help="such as 'int_score>=3'"
     )
-    parser.add_argument("--workers", type=int, metavar="N", help="processes (default: one per CPU)")
+    parser.add_argument("--workers", type=at_least(1), metavar="N", help="processes (default: one per CPU)")
     parser.add_argument("--strict", action="store_true", help="stop at the first bad line")
     parser.add_argument("--config", action="append", metavar="NAME_OR_PATH", help="prepare the corpus of a config")
-    parser.add_argument(
-        "--unit-bytes", type=int, default=1 << 24, metavar="N", help="source bytes per unit of work (%(default)s)"
-    )
+    unit_bytes = "source bytes per unit of work (%(default)s)"
+    parser.add_argument("--unit-bytes", type=at_least(1), default=1 << 24, metavar="N", help=unit_bytes)
     parser.add_argument("--part", type=_parse_part, metavar="I/N", help="write only part I of N, without merging")
     parser.add_argument("--launcher", choices=["local", "slurm"], default="local", help="default: %(default)s")
-    parser.add_argument("--tasks", type=int, metavar="N", help="size of the Slurm array")
+    parser.add_argument("--tasks", type=at_least(1), metavar="N", help="size of the Slurm array")
     for name in SLURM_OPTIONS:
         parser.add_argument(f"--{name}", metavar="D-HH:MM:SS" if name == "time" else "NAME", help="as for sbatch")
 
@@ -104,7 +101,7 @@ def _parse_filter(text: str) -> "Filter":
 
 
 def _check_arguments(args: Namespace) -> Path:
-    """Return SOURCE. Raises ConfigError for missing, excess, conflicting or too small arguments."""
+    """Return SOURCE. Raises ConfigError for missing, excess or conflicting arguments."""
     error, words = args.parser.error, args.overrides
     if unexpected := [word for word in words if word.startswith("-")] or words[1:]:
         error(f"unexpected argument {unexpected[0]}")
@@ -112,10 +109,6 @@ def _check_arguments(args: Namespace) -> Path:
         error("expected SOURCE --to FOLDER, or --config NAME_OR_PATH")
     if (args.tokenizer is None) == (args.vocab_size is None):
         error("give either --tokenizer FILE, or --vocab-size N to train one")
-    for name, minimum in MINIMUMS.items():
-        value = getattr(args, name)
-        if value is not None and value < minimum:
-            error(f"--{name.replace('_', '-')}: expected an integer >= {minimum}, found {value}")
     if args.launcher == "slurm":
         if args.tasks is None:
             error("--launcher slurm requires --tasks N, the number of tasks that share the work")

@@ -10,7 +10,7 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
-from stackexp.verbs.parser import Parser
+from stackexp.verbs.parser import Parser, at_least
 
 USAGE = "SOURCE --to FOLDER --from TOKENIZER.json --tokenizer TOKENIZER.json"
 EXAMPLES = (
@@ -20,22 +20,17 @@ EXAMPLES = (
 
 
 def add_arguments(parser: Parser) -> None:
-    """Add the options of `data retokenize`."""
     parser.add_argument("source", type=Path, metavar="SOURCE", help="a token file or a folder of them")
     parser.add_argument("--to", type=Path, required=True, metavar="FOLDER", help="folder for the new files")
     parser.add_argument(
         "--from", dest="old", type=Path, required=True, metavar="FILE", help="tokenizer.json with which SOURCE was made"
     )
     parser.add_argument("--tokenizer", type=Path, required=True, metavar="FILE", help="tokenizer.json to encode with")
-    parser.add_argument(
-        "--end-of-text", type=int, metavar="ID", help="id that ends documents in SOURCE (default: found in the files)"
-    )
+    end_of_text = "id that ends documents in SOURCE (default: found in the files)"
+    parser.add_argument("--end-of-text", type=at_least(0), metavar="ID", help=end_of_text)
 
 
 def run(args: Namespace) -> int:
-    """Convert the files and print a table of the results."""
-    if args.end_of_text is not None and args.end_of_text < 0:
-        args.parser.error(f"--end-of-text: expected an integer >= 0, found {args.end_of_text}")
     from stackexp.data.retokenize import Retokenizer
     from stackexp.data.tokenizer import KnownTokenizer, load_tokenizer
 

@@ -1,7 +1,8 @@
 """Find the verb that a command line names, run it, and report errors in one line.
 
-A verb is a module of this package with a docstring, `USAGE`, `EXAMPLES`, `add_arguments(parser)` and `run(args)`. It
-imports nothing heavy before `run` has checked the command line and the config.
+A verb is a module of this package with a docstring, `USAGE` and `EXAMPLES`, `add_arguments(parser)`, which adds its
+options, and `run(args)`, which returns the exit code. It imports nothing heavy before `run` has checked the command
+line and the config.
 """
 
 import errno

@@ -7,7 +7,7 @@ from argparse import Namespace
 from pathlib import Path
 
 from stackexp.verbs.openmp import choose_wait_policy
-from stackexp.verbs.parser import Parser
+from stackexp.verbs.parser import Parser, at_least
 
 USAGE = "(--run FOLDER | --model hf:FOLDER) --tasks NAME,... [OPTIONS]"
 EXAMPLES = (
@@ -19,15 +19,15 @@ PREFIX = "hf:"
 
 
 def add_arguments(parser: Parser) -> None:
-    """Add the options of `evaluate`."""
     parser.add_argument("--run", metavar="FOLDER", help="run folder")
     parser.add_argument("--ckpt_path", metavar="best|last|ema|PATH", help="checkpoint of the run (default: the newest)")
     parser.add_argument("--model", metavar="hf:FOLDER", help="folder with a Hugging Face model and its tokenizer")
     parser.add_argument("--trust-remote-code", action="store_true", help="run the code in the folder of --model")
     parser.add_argument("--tasks", action="append", default=[], metavar="NAME,...", help="tasks, groups or tags")
-    parser.add_argument("--limit", type=int, metavar="N", help="score only the first N documents of each task")
-    parser.add_argument("--num_fewshot", type=int, metavar="N", help="shots, instead of each task's own number")
-    parser.add_argument("--batch_size", type=int, default=16, metavar="N", help="sequences (default: %(default)s)")
+    parser.add_argument("--limit", type=at_least(1), metavar="N", help="score only the first N documents of each task")
+    parser.add_argument("--num_fewshot", type=at_least(0), metavar="N", help="shots, instead of each task's own number")
+    batch_size = "sequences (default: %(default)s)"
+    parser.add_argument("--batch_size", type=at_least(1), default=16, metavar="N", help=batch_size)
     parser.add_argument(
         "--datasets",
         type=Path,
@@ -38,7 +38,6 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(args: Namespace) -> int:
-    """Check the command line, then score every task."""
     parser = args.parser
     if bool(args.run) == bool(args.model):
         parser.error("give either --run FOLDER or --model hf:FOLDER")
@@ -48,10 +47,6 @@ def run(args: Namespace) -> int:
         parser.error("--trust-remote-code requires --model")
     if args.out and args.out.suffix != ".json":
         parser.error(f"--out {args.out}: must end in .json")
-    for option, minimum in (("limit", 1), ("batch_size", 1), ("num_fewshot", 0)):
-        value = getattr(args, option)
-        if value is not None and value < minimum:
-            parser.error(f"--{option} {value}: must be an integer >= {minimum}")
     names = [name.strip() for names in args.tasks for name in names.split(",") if name.strip()]
     if not names:
         parser.error("--tasks: name tasks, such as smollm2 or arc_easy,piqa")

@@ -22,7 +22,6 @@ EXAMPLES = (
 
 
 def add_arguments(parser: Parser) -> None:
-    """Add the options of `fit`."""
     parser.add_config()
     parser.add_argument("--ckpt_path", metavar="last|PATH", help="resume the newest unfinished run, or this checkpoint")
     folder = "start a run in this folder, or resume it; without --config, use the folder's config"
@@ -31,7 +30,6 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(args: Namespace) -> int:
-    """Compose the config, then train."""
     if not (args.config or args.run):
         args.parser.error("--config NAME_OR_PATH is required; `configs list` shows the names")
     if args.run == "":

@@ -2,7 +2,7 @@
 
 from argparse import Namespace
 
-from stackexp.verbs.parser import Parser
+from stackexp.verbs.parser import Parser, at_least
 
 USAGE = "--run FOLDER [OPTIONS]"
 EXAMPLES = ("generate --run runs/quickstart/ID --prompt 'def main('", "generate --run RUN --temperature 0")
@@ -11,20 +11,16 @@ MIN_TEMPERATURE = 1e-3
 
 
 def add_arguments(parser: Parser) -> None:
-    """Add the options of `generate`."""
     parser.add_checkpoint()
     parser.add_argument("--prompt", default="", help="text to continue (default: empty)")
-    parser.add_argument("--max_new_tokens", type=int, default=128, metavar="N", help="default: %(default)s")
+    parser.add_argument("--max_new_tokens", type=at_least(1), default=128, metavar="N", help="default: %(default)s")
     parser.add_argument("--temperature", type=float, default=0.8, help="0: greedy decoding (default: %(default)s)")
     parser.add_argument("--top_p", type=float, default=0.95, help="nucleus probability mass (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
 
 
 def run(args: Namespace) -> int:
-    """Check the options, then print the prompt and its continuation."""
     parser = args.parser
-    if args.max_new_tokens < 1:
-        parser.error(f"--max_new_tokens {args.max_new_tokens}: must be an integer >= 1")
     if args.temperature and not MIN_TEMPERATURE <= args.temperature < float("inf"):
         parser.error(f"--temperature {args.temperature}: must be 0 (greedy) or a number >= {MIN_TEMPERATURE}")
     if not 0 < args.top_p <= 1:

@@ -7,7 +7,7 @@ reads, and prints the change of the loss with a 95 % interval over the sequences
 
 from argparse import Namespace
 
-from stackexp.verbs.parser import Parser
+from stackexp.verbs.parser import Parser, at_least
 
 USAGE = "--run FOLDER (--text TEXT | --set NAME | --task NAME[:LENGTH]) [OPTIONS]"
 EXAMPLES = (
@@ -18,26 +18,23 @@ EXAMPLES = (
 
 
 def add_arguments(parser: Parser) -> None:
-    """Add the options of `inspect`."""
     parser.add_argument("--run", metavar="FOLDER", required=True, help="run folder")
     parser.add_argument("--ckpt_path", metavar="best|last|ema|PATH", help="checkpoint (default: the best, or newest)")
     parser.add_argument("--text", help="a text")
     parser.add_argument("--set", metavar="NAME", dest="set_name", help="a validation set of the run, or NAME=PATH")
     parser.add_argument("--task", metavar="NAME[:LENGTH]", help="strings of the run's formal language")
-    parser.add_argument("--chunks", type=int, default=32, metavar="N", help="chunks of --set (default: %(default)s)")
+    chunks = "chunks of --set (default: %(default)s)"
+    parser.add_argument("--chunks", type=at_least(2), default=32, metavar="N", help=chunks)
     parser.add_argument("--heads", action="store_true", help="also drop the read of every single head")
     parser.add_argument("--out", metavar="FOLDER", help="write here instead of RUN/inspect/NAME")
 
 
 def run(args: Namespace) -> int:
-    """Check the options, then inspect the run."""
     parser = args.parser
     if sum(value is not None for value in (args.text, args.set_name, args.task)) != 1:
         parser.error("give one of --text, --set and --task")
     if args.heads and args.text is not None:
         parser.error("--heads: a single text has no interval; use --set or --task")
-    if args.chunks < 2:
-        parser.error(f"--chunks {args.chunks}: must be an integer >= 2")
     parser.check_text("--text", args.text or "")
     parser.check_run_folder(args.run)
     from stackexp.inspection import inspect

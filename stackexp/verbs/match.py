@@ -15,7 +15,6 @@ EXAMPLES = (
 
 
 def add_arguments(parser: Parser) -> None:
-    """Add the options of `match`."""
     parser.add_config()
     parser.add_argument("--to", action="append", default=[], metavar="NAME_OR_PATH", help="the model to equal")
     by = "quantity to match: parameters, training FLOPs per token, or peak memory (default: %(default)s)"

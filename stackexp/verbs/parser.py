@@ -1,9 +1,10 @@
 """The argument parser of all verbs. Imports nothing heavy."""
 
 import argparse
+import contextlib
 import shutil
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -11,6 +12,7 @@ from stackexp.config.experiment import ExperimentConfig
 from stackexp.config.suggestions import suggest_name
 from stackexp.errors import ConfigError
 
+FIGURE_SUFFIXES = (".png", ".pdf", ".svg")
 OVERRIDES_HELP = """\
 --config takes a shipped name (see `configs list`) or a YAML file, and may be repeated. Overrides are KEY=VALUE,
 --KEY=VALUE or --KEY VALUE. A section set to a name takes the file of that name: model=transformer-360m,
@@ -30,6 +32,18 @@ def fill(text: str, indent: int = 0) -> str:
     return "\n\n".join(paragraphs)
 
 
+def at_least(minimum: int) -> Callable[[str], int]:
+    """Return the `type` of an option that takes an integer >= `minimum`."""
+
+    def parse(text: str) -> int:
+        with contextlib.suppress(ValueError):
+            if int(text) >= minimum:
+                return int(text)
+        raise argparse.ArgumentTypeError(f"expected an integer >= {minimum}, found {text}")
+
+    return parse
+
+
 class Parser(argparse.ArgumentParser):
     """An argument parser that raises a one-line ConfigError and accepts no abbreviations."""
 
@@ -43,16 +57,12 @@ class Parser(argparse.ArgumentParser):
         )
         self.verb = verb
         self._notes, self._examples = notes, examples
-        self.accepts_overrides = False
-
-    def accept_overrides(self) -> None:
-        """Collect the KEY=VALUE words of the command line in `args.overrides`."""
-        self.accepts_overrides = True
+        self.accepts_overrides = False  # if True, `args.overrides` has the KEY=VALUE words of the command line
 
     def add_config(self) -> None:
         """Add `--config`, a list of names and paths, and accept overrides."""
         self.add_argument("--config", action="append", default=[], metavar="NAME_OR_PATH")
-        self.accept_overrides()
+        self.accepts_overrides = True
 
     def format_help(self) -> str:
         """Return the help text: options, notes, then examples."""
@@ -90,10 +100,12 @@ class Parser(argparse.ArgumentParser):
         self.add_argument("--run", metavar="FOLDER", required=True, help="run folder")
         self.add_argument("--ckpt_path", metavar="best|last|ema|PATH", help="checkpoint (default: the newest)")
 
-    def check_weights_path(self, option: str, path: Path) -> None:
-        """Raise ConfigError unless a safetensors file can be written to this path."""
-        if path.suffix != ".safetensors":
-            self.error(f"{option} {path}: must end in .safetensors")
+    def check_output(self, option: str, path: Path | None, suffixes: Sequence[str]) -> None:
+        """Raise ConfigError if an output path is given without one of the suffixes, or in a folder that is missing."""
+        if path is None:
+            return
+        if path.suffix.lower() not in suffixes:
+            self.error(f"{option} {path}: must end in {', '.join(suffixes)}")
         if not path.parent.is_dir():
             self.error(f"{option} {path}: the folder {path.parent} does not exist; create it first")
 

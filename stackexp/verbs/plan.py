@@ -19,7 +19,6 @@ EXAMPLES = (
 
 
 def add_arguments(parser: Parser) -> None:
-    """Add the options of `plan`."""
     parser.add_config()
     parser.add_argument("--device", default="h100", choices=DEVICES, help="type of GPU (default: %(default)s)")
     parser.add_argument("--mfu", type=float, default=0.4, help="model FLOPs utilization (default: %(default)s)")

@@ -17,7 +17,6 @@ EXAMPLES = (
 
 
 def add_arguments(parser: Parser) -> None:
-    """Add the options of `report ablation`."""
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUNS", help="run folders, or folders of run folders")
     baseline = "run to compare with (default: the Transformer without a memory)"
     parser.add_argument("--baseline", metavar="NAME", help=baseline)
@@ -25,7 +24,6 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(args: Namespace) -> int:
-    """Print the tables, and write the other files if requested."""
     from stackexp.reports.ablation import build_ablation
 
     return print_report(args, lambda: build_ablation(args.runs, args.baseline))

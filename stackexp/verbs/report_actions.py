@@ -7,7 +7,7 @@ RUNS are run folders or folders of run folders. Runs without a stack are skipped
 from argparse import Namespace
 from pathlib import Path
 
-from stackexp.verbs.parser import Parser
+from stackexp.verbs.parser import Parser, at_least
 from stackexp.verbs.report_output import OUTPUT_USAGE, add_output_arguments, print_report
 
 USAGE = f"RUNS ... [--set NAME] [--chunks N] {OUTPUT_USAGE}"
@@ -15,19 +15,14 @@ EXAMPLES = ("report actions runs/arithmetic --figure actions.pdf",)
 
 
 def add_arguments(parser: Parser) -> None:
-    """Add the options of `report actions`."""
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUNS", help="run folders, or folders of run folders")
     parser.add_argument("--set", metavar="NAME", dest="set_name", help="a validation set (default: each run's first)")
-    parser.add_argument(
-        "--chunks", type=int, default=256, metavar="N", help="chunks or problems of the set (default: %(default)s)"
-    )
+    chunks = "chunks or problems of the set (default: %(default)s)"
+    parser.add_argument("--chunks", type=at_least(1), default=256, metavar="N", help=chunks)
     add_output_arguments(parser)
 
 
 def run(args: Namespace) -> int:
-    """Print the table, and write the other files if requested."""
-    if args.chunks < 1:
-        args.parser.error(f"--chunks: expected an integer >= 1, found {args.chunks}")
     from stackexp.inspection.actions import build_actions
 
     return print_report(args, lambda: build_actions(args.runs, args.set_name, args.chunks))

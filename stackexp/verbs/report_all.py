@@ -18,7 +18,6 @@ EXAMPLES = ("report all runs", "report all runs/ablation --out ablation.html", "
 
 
 def add_arguments(parser: Parser) -> None:
-    """Add the options of `report all`."""
     parser.add_argument("folder", nargs="?", type=Path, metavar="FOLDER", help="a folder of run folders, such as runs")
     parser.add_argument("--update", type=Path, metavar="FILE.md", help="a document whose tables to replace")
     out = "file to write (default: %(default)s)"
@@ -36,13 +35,12 @@ def run(args: Namespace) -> int:
 
         print("\n".join(update_document(args.update)))
         return 0
-    from stackexp.inspection.actions import build_arithmetic_actions
-    from stackexp.reports.figures import check_output_path
-    from stackexp.reports.page import build_page
-
     if not args.folder.is_dir():
         args.parser.error(f"{args.folder}: no such folder; give a folder of runs, such as runs/")
-    check_output_path(args.out, (".html",))
+    args.parser.check_output("--out", args.out, [".html"])
+    from stackexp.inspection.actions import build_arithmetic_actions
+    from stackexp.reports.page import build_page
+
     others = {"Actions in arithmetic": lambda: build_arithmetic_actions(args.folder)}
     args.out.write_text(build_page(args.folder, others), encoding="utf-8")
     print(args.out)

@@ -14,13 +14,11 @@ EXAMPLES = ("report benchmarks runs/pretrain baseline.json --figure benchmarks.p
 
 
 def add_arguments(parser: Parser) -> None:
-    """Add the options of `report benchmarks`."""
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUNS", help="run folders, or files of evaluate --out")
     add_output_arguments(parser)
 
 
 def run(args: Namespace) -> int:
-    """Print the tables, and write the other files if requested."""
     from stackexp.reports.benchmarks import build_benchmarks
 
     return print_report(args, lambda: build_benchmarks(args.runs))

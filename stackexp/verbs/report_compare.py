@@ -5,14 +5,13 @@ import sys
 from argparse import Namespace
 from pathlib import Path
 
-from stackexp.verbs.parser import Parser
+from stackexp.verbs.parser import FIGURE_SUFFIXES, Parser
 
 USAGE = "RUN ... [--figure FILE] [--different-data] [--markdown | --json]"
 EXAMPLES = ("report compare runs/quickstart/* --figure loss.png",)
 
 
 def add_arguments(parser: Parser) -> None:
-    """Add the options of `report compare`."""
     parser.add_argument("runs", nargs="+", metavar="RUN", help="run folders, or folders of run folders")
     parser.add_argument("--figure", type=Path, metavar="FILE", help="plot the losses into this file")
     parser.add_argument("--markdown", action="store_true", help="print a Markdown table")
@@ -21,14 +20,11 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(args: Namespace) -> int:
-    """Print the table, and draw the figure if requested."""
+    args.parser.check_output("--figure", args.figure, FIGURE_SUFFIXES)
     from stackexp import runs
     from stackexp.reports.compare import check_same_data, draw_losses, format_runs
-    from stackexp.reports.figures import check_output_path
     from stackexp.reports.summaries import find_runs, summarize
 
-    if args.figure:
-        check_output_path(args.figure)
     folders = []
     for path in args.runs:
         found = find_runs([path]) if Path(path).is_dir() else []
@@ -39,7 +35,7 @@ def run(args: Namespace) -> int:
     if args.json:
         results = [run.read_result().to_dict() if run.is_finished else None for run in folders]
         pairs = zip(folders, results, strict=True)
-        print(json.dumps([summarize(run).to_dict() | {"result": result} for run, result in pairs], indent=2))
+        print(json.dumps([vars(summarize(run)) | {"result": result} for run, result in pairs], indent=2))
     else:
         print(format_runs(folders, "markdown" if args.markdown else "terminal"))
     if args.figure:

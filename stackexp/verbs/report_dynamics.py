@@ -6,7 +6,7 @@ RUNS are run folders, folders of run folders, or a sweep's folder. Unfinished ru
 from argparse import Namespace
 from pathlib import Path
 
-from stackexp.verbs.parser import Parser
+from stackexp.verbs.parser import Parser, at_least
 from stackexp.verbs.report_output import OUTPUT_USAGE, add_output_arguments, print_report
 
 USAGE = f"RUNS ... [--only NAME,...] [--baseline NAME] [--smooth STEPS] {OUTPUT_USAGE}"
@@ -14,18 +14,15 @@ EXAMPLES = ("report dynamics runs/ablation --only stacktrans,queue --smooth 200 
 
 
 def add_arguments(parser: Parser) -> None:
-    """Add the options of `report dynamics`."""
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUNS", help="run folders, or folders of run folders")
     parser.add_argument("--only", metavar="NAME,...", help="runs to show (default: all, or the paper's two)")
     parser.add_argument("--baseline", metavar="NAME", help="run to compare with (default: the Transformer)")
-    parser.add_argument("--smooth", type=int, metavar="STEPS", help="steps in a moving average (default: 4 %% of all)")
+    smooth = "steps in a moving average (default: 4 %% of all)"
+    parser.add_argument("--smooth", type=at_least(1), metavar="STEPS", help=smooth)
     add_output_arguments(parser)
 
 
 def run(args: Namespace) -> int:
-    """Print the table, and write the other files if requested."""
-    if args.smooth is not None and args.smooth < 1:
-        args.parser.error(f"--smooth: expected an integer >= 1, found {args.smooth}")
     from stackexp.reports.dynamics import build_dynamics
 
     only = args.only.split(",") if args.only else []

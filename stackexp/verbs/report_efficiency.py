@@ -11,13 +11,11 @@ EXAMPLES = ("report efficiency efficiency.json --figure efficiency.pdf",)
 
 
 def add_arguments(parser: Parser) -> None:
-    """Add the options of `report efficiency`."""
     parser.add_argument("file", type=Path, metavar="FILE", help="the JSON file")
     add_output_arguments(parser)
 
 
 def run(args: Namespace) -> int:
-    """Print the table, and write the other files if requested."""
     from stackexp.reports.efficiency import build_efficiency
 
     return print_report(args, lambda: build_efficiency(args.file))

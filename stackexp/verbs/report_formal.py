@@ -7,7 +7,7 @@ import re
 from argparse import Namespace
 from pathlib import Path
 
-from stackexp.verbs.parser import Parser
+from stackexp.verbs.parser import FIGURE_SUFFIXES, Parser
 
 USAGE = "RUNS ... [--score A_B] [--out FILE] ... [--figure FILE] [--curves FILE]"
 EXAMPLES = (
@@ -18,7 +18,6 @@ EXAMPLES = (
 
 
 def add_arguments(parser: Parser) -> None:
-    """Add the options of `report formal`."""
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUNS", help="run folders, or folders of run folders")
     parser.add_argument("--score", default="41_500", metavar="A_B", help="range of lengths (default: %(default)s)")
     out = "write a .md, .tex or .csv file (one line per run) instead of printing; may be repeated"
@@ -28,27 +27,25 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(args: Namespace) -> int:
-    """Print or write the table, and draw the figures if requested."""
     lengths = _parse_lengths(args)
-    from stackexp.reports.figures import check_output_path
-
     for path in args.out:
-        check_output_path(path, (".md", ".tex", ".csv"))
-    for path in filter(None, (args.figure, args.curves)):
-        check_output_path(path)
+        args.parser.check_output("--out", path, (".md", ".tex", ".csv"))
+    args.parser.check_output("--figure", args.figure, FIGURE_SUFFIXES)
+    args.parser.check_output("--curves", args.curves, FIGURE_SUFFIXES)
+    from stackexp.reports.figures import save_figure
     from stackexp.reports.formal import export, figures, tables
     from stackexp.reports.formal.cells import collect_report
 
     report = collect_report(args.runs, lengths)
     if not args.out:
         print(tables.format_markdown(report), end="")
-    writers = {".md": tables.format_markdown, ".tex": export.format_latex, ".csv": export.format_csv}
+    writers = {".md": tables.format_markdown, ".tex": export.format_latex, ".csv": export.format_runs}
     for path in args.out:
         path.write_text(writers[path.suffix.lower()](report), encoding="utf-8")
         print(path)
     for path, draw in ((args.figure, figures.draw_bars), (args.curves, figures.draw_curves)):
         if path:
-            draw(report, path)
+            save_figure(draw(report), path)
             print(path)
     return 0
 

@@ -13,13 +13,11 @@ EXAMPLES = ("report grid stack_grid --figure grid.pdf", "report grid runs/stack_
 
 
 def add_arguments(parser: Parser) -> None:
-    """Add the options of `report grid`."""
     parser.add_argument("sweep", metavar="SWEEP", help="a sweep's folder, a shipped name or a YAML file")
     add_output_arguments(parser)
 
 
 def run(args: Namespace) -> int:
-    """Print the table, and write the other files if requested."""
     from stackexp.reports.grid import build_grid
 
     return print_report(args, lambda: build_grid(args.sweep))

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from stackexp.verbs.parser import Parser
+from stackexp.verbs.parser import FIGURE_SUFFIXES, Parser
 
 OUTPUT_USAGE = "[--markdown | --latex] [--tables] [--csv FILE] [--figure FILE]"
 
@@ -24,19 +24,17 @@ def add_output_arguments(parser: Parser) -> None:
 
 def print_report(args: Namespace, build: Callable[[], Any]) -> int:
     """Build a report and write it as requested."""
-    from stackexp.reports.figures import check_output_path, save_figure
-    from stackexp.reports.report import format_report, write_csv
+    args.parser.check_output("--figure", args.figure, FIGURE_SUFFIXES)
+    args.parser.check_output("--csv", args.csv, [".csv"])
+    from stackexp.reports.figures import save_figure
+    from stackexp.reports.report import format_csv, format_report
 
-    if args.figure:
-        check_output_path(args.figure)
-    if args.csv:
-        check_output_path(args.csv, [".csv"])
     report = build()
     if args.tables:
         report = dataclasses.replace(report, notes=[])
     print(format_report(report, "markdown" if args.markdown else "latex" if args.latex else "terminal"))
     if args.csv:
-        write_csv(report, args.csv)
+        args.csv.write_text(format_csv(report.records), encoding="utf-8")
     if args.figure and report.draw is None:
         print(f"{args.figure}: not drawn, there is nothing to compare yet", file=sys.stderr)
     elif args.figure:

@@ -14,7 +14,6 @@ EXAMPLES = ("report scaling runs/ladder --figure scaling.pdf", "report scaling r
 
 
 def add_arguments(parser: Parser) -> None:
-    """Add the options of `report scaling`."""
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUNS", help="run folders, or folders of run folders")
     loss = "training loss, V2, V3 or average (default: the first of V2, average, training loss that all runs have)"
     parser.add_argument("--loss", choices=("training loss", "V2", "V3", "average"), metavar="COLUMN", help=loss)
@@ -24,7 +23,6 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(args: Namespace) -> int:
-    """Print the fits, and write the other files if requested."""
     from stackexp.reports.scaling import build_scaling
 
     return print_report(args, lambda: build_scaling(args.runs, args.loss, args.irreducible))

@@ -16,13 +16,11 @@ EXAMPLES = ("runs copy runs/ablation_small --to docs/results/ablation_small",)
 
 
 def add_arguments(parser: Parser) -> None:
-    """Add the options of `runs copy`."""
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUNS", help="run folders, or folders of run folders")
     parser.add_argument("--to", type=Path, required=True, metavar="FOLDER", help="folder of the copies")
 
 
 def run(args: Namespace) -> int:
-    """Copy the finished runs."""
     from stackexp.files import append_json_line, read_json, read_json_lines, write_json
     from stackexp.reports.summaries import find_runs
 

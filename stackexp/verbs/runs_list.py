@@ -11,7 +11,6 @@ EXAMPLES = ("runs list", "runs list runs/quickstart --state unfinished")
 
 
 def add_arguments(parser: Parser) -> None:
-    """Add the options of `runs list`."""
     parser.add_argument("folders", nargs="*", default=["runs"], metavar="FOLDER", help="default: runs")
     states = ("finished", "running", "unfinished", "damaged")
     parser.add_argument("--state", choices=states, help="only the runs in this state")
@@ -19,7 +18,6 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(args: Namespace) -> int:
-    """Print the table."""
     from stackexp.reports.summaries import find_runs, format_summaries, summarize
 
     for folder in args.folders:
@@ -28,7 +26,7 @@ def run(args: Namespace) -> int:
     summaries = [summarize(run) for run in find_runs(args.folders)]
     summaries = [summary for summary in summaries if args.state in (None, summary.state.value)]
     if args.json:
-        print(json.dumps([summary.to_dict() for summary in summaries], indent=2))
+        print(json.dumps([vars(summary) for summary in summaries], indent=2))
     elif summaries:
         print(format_summaries(summaries))
     else:

@@ -13,7 +13,6 @@ EXAMPLES = ("runs remove runs/quickstart/ID", "runs remove runs/quickstart/ID --
 
 
 def add_arguments(parser: Parser) -> None:
-    """Add the options of `runs remove`."""
     parser.add_argument("runs", nargs="+", metavar="RUN", help="run folders")
     parser.add_argument("--yes", action="store_true", help="delete the folders")
 

@@ -12,18 +12,16 @@ EXAMPLES = ("runs show runs/quickstart/ID",)
 
 
 def add_arguments(parser: Parser) -> None:
-    """Add the options of `runs show`."""
     parser.add_argument("run", metavar="RUN", help="a run folder")
     parser.add_argument("--json", action="store_true", help="print one object")
 
 
 def run(args: Namespace) -> int:
-    """Print the summary."""
     from stackexp import runs
     from stackexp.reports.summaries import summarize
 
     folder = runs.open_run(args.run)
-    summary = summarize(folder).to_dict()
+    summary = dict(vars(summarize(folder)))
     keys = ("started", "command", "commit", "host")
     sessions = folder.read_sessions()
     summary["sessions"] = [{key: session.get(key) for key in keys} for session in sessions]

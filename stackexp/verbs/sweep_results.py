@@ -3,6 +3,7 @@
 SWEEP is a shipped name, a YAML file, or a sweep's folder in runs/.
 """
 
+import dataclasses
 import json
 from argparse import Namespace
 from pathlib import Path
@@ -14,17 +15,15 @@ EXAMPLES = ("sweep results stack_grid --figures figures/", "sweep results quick_
 
 
 def add_arguments(parser: Parser) -> None:
-    """Add the options of `sweep results`."""
     parser.add_argument("sweep", metavar="SWEEP", help="a shipped name, a YAML file or a sweep's folder")
     parser.add_argument("--figures", type=Path, metavar="FOLDER", help="plot the loss against each searched number")
     style = parser.add_mutually_exclusive_group()
     style.add_argument("--markdown", action="store_true", help="print a Markdown table")
     style.add_argument("--json", action="store_true", help="print JSON")
-    parser.accept_overrides()
+    parser.accepts_overrides = True
 
 
 def run(args: Namespace) -> int:
-    """Print the table, and draw the figures if requested."""
     from stackexp.sweeps.sweep import load_last_run
 
     sweep = load_last_run(args.sweep, args.overrides)
@@ -33,7 +32,7 @@ def run(args: Namespace) -> int:
 
     rows = collect_results(sweep)
     if args.json:
-        print(json.dumps([row.to_dict() for row in rows], indent=2))
+        print(json.dumps([dataclasses.asdict(row) for row in rows], indent=2))
     else:
         print(format_results(sweep, rows, style="markdown" if args.markdown else "terminal"))
     if args.figures:

@@ -8,28 +8,24 @@ number of drivers may run at once.
 from argparse import Namespace
 
 from stackexp.sweeps.launchers import LAUNCHERS
-from stackexp.verbs.parser import Parser
+from stackexp.verbs.parser import Parser, at_least
 
 USAGE = "SWEEP [--launcher NAME] [--max-parallel N] [--retries N] [--dry-run] [KEY=VALUE ...]"
 EXAMPLES = ("sweep run quick_grid", "sweep run stack_grid --dry-run", "sweep run mine.yaml --max-parallel 4 seed=1")
 
 
 def add_arguments(parser: Parser) -> None:
-    """Add the options of `sweep run`."""
     parser.add_argument("sweep", metavar="SWEEP", help="a shipped name, a YAML file or a sweep's folder")
     parser.add_argument("--launcher", choices=list(LAUNCHERS), default="local", help="default: local")
-    parser.add_argument("--max-parallel", type=int, metavar="N", help="trials at once (default: as many as fit)")
-    parser.add_argument("--retries", type=int, metavar="N", help="retries of a failed trial (default: as in the YAML)")
+    max_parallel = "trials at once (default: as many as fit)"
+    parser.add_argument("--max-parallel", type=at_least(1), metavar="N", help=max_parallel)
+    retries = "retries of a failed trial (default: as in the YAML)"
+    parser.add_argument("--retries", type=at_least(0), metavar="N", help=retries)
     parser.add_argument("--dry-run", action="store_true", help="print the trials and the remaining cost")
-    parser.accept_overrides()
+    parser.accepts_overrides = True
 
 
 def run(args: Namespace) -> int:
-    """Check the sweep, then run it."""
-    for name, minimum in {"max_parallel": 1, "retries": 0}.items():
-        value = getattr(args, name)
-        if value is not None and value < minimum:
-            args.parser.error(f"--{name.replace('_', '-')}: expected an integer >= {minimum}, found {value}")
     from stackexp.sweeps.sweep import load_sweep
 
     sweep = load_sweep(args.sweep, args.overrides)

@@ -13,14 +13,12 @@ EXAMPLES = ("sweep status quick_grid", "sweep status runs/quick_grid")
 
 
 def add_arguments(parser: Parser) -> None:
-    """Add the options of `sweep status`."""
     parser.add_argument("sweep", metavar="SWEEP", help="a shipped name, a YAML file or a sweep's folder")
     parser.add_argument("--json", action="store_true", help="print a list of objects")
-    parser.accept_overrides()
+    parser.accepts_overrides = True
 
 
 def run(args: Namespace) -> int:
-    """Print one row for each trial."""
     from stackexp.sweeps.sweep import load_last_run
 
     sweep = load_last_run(args.sweep, args.overrides)

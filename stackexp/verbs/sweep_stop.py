@@ -12,9 +12,8 @@ EXAMPLES = ("sweep stop quick_grid",)
 
 
 def add_arguments(parser: Parser) -> None:
-    """Add the options of `sweep stop`."""
     parser.add_argument("sweep", metavar="SWEEP", help="a shipped name, a YAML file or a sweep's folder")
-    parser.accept_overrides()
+    parser.accepts_overrides = True
 
 
 def run(args: Namespace) -> int:

@@ -13,10 +13,8 @@ EXAMPLES = tuple(example.replace("validate", "test", 1) for example in validate.
 
 
 def add_arguments(parser: Parser) -> None:
-    """Add the options of `test`."""
     validate.add_arguments(parser, "test")
 
 
 def run(args: Namespace) -> int:
-    """Compose the config, then evaluate the checkpoint on every test set."""
     return validate.run(args, "test")

@@ -21,7 +21,6 @@ EXAMPLES = (
 
 
 def add_arguments(parser: Parser, stage: Literal["validate", "test"] = "validate") -> None:
-    """Add the options of `validate` and `test`."""
     section = "data.validation" if stage == "validate" else "data.test"
     parser.add_config()
     run = "run folder; uses its config and newest checkpoint (formal languages: the best one)"
@@ -40,7 +39,6 @@ def add_arguments(parser: Parser, stage: Literal["validate", "test"] = "validate
 
 
 def run(args: Namespace, stage: Literal["validate", "test"] = "validate") -> int:
-    """Compose the config, then evaluate the checkpoint on every set."""
     parser = args.parser
     if bool(args.run) == bool(args.config):
         parser.error("give either --run, or --config and --ckpt_path")

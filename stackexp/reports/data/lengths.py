@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
+from stackexp.reports.figures import new_figure
 from stackexp.tables import format_table
 
 BAR_WIDTH = 40  # characters
@@ -106,12 +107,10 @@ def draw_lengths(
     histogram: LengthHistogram, path: Path, *, title: str, unit: str, context_length: int | None = None
 ) -> None:
     """Draw the shares of documents and of text over document length."""
-    from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator, PercentFormatter
 
     counts, sums, edges = histogram.rebin(2)
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    axes = figure.add_subplot()
+    figure, axes = new_figure(7, 4)
     documents, text = counts / counts.sum(), sums / sums.sum()
     axes.stairs(documents, edges, fill=True, color="C0", alpha=0.55, label="documents")
     axes.stairs(text, edges, color="C1", linewidth=1.8, label=unit)
@@ -126,7 +125,6 @@ def draw_lengths(
     axes.tick_params(axis="x", labelrotation=45)
     axes.set(xlabel=f"document length ({unit})", ylabel="share per half octave", title=title)
     axes.set_ylim(0, 1.08 * max(documents.max(), text.max()))
-    axes.grid(alpha=0.3)
     axes.legend(frameon=False)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=160)

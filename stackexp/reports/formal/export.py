@@ -1,19 +1,11 @@
 """The formal-language table for papers and other programs: LaTeX, and CSV with one line per run."""
 
-import csv
-import io
-import re
-
 from stackexp.reports.formal.cells import Report
 from stackexp.reports.formal.paper import COLUMNS
 from stackexp.reports.formal.recipes import name_recipe
 from stackexp.reports.formal.runs import FormalRun, Lengths
 from stackexp.reports.formal.tables import (
-    BELOW,
-    COARSE,
     RECIPE_HEADER,
-    UNFINISHED,
-    Markup,
     build_header,
     build_recipe_rows,
     build_rows,
@@ -21,30 +13,9 @@ from stackexp.reports.formal.tables import (
     describe_marks,
     format_legend,
 )
-from stackexp.tables import ABSENT, format_table
+from stackexp.reports.latex import format_float
+from stackexp.reports.report import format_csv
 from stackexp.tasks import TASKS
-
-# LaTeX
-
-_SYMBOLS = {
-    **{character: f"\\{character}" for character in "&%$#_{}"},
-    **{"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"},
-    **{"<": r"\textless{}", ">": r"\textgreater{}", '"': r"\textquotedbl{}", "`": r"\textasciigrave{}"},
-    **{BELOW: r"$\downarrow$", COARSE: r"$\dagger$", UNFINISHED: r"$\ddagger$", ABSENT: "--"},
-}
-
-
-def escape_latex(text: str) -> str:
-    """Escape text for LaTeX; `code` becomes typewriter text that may break after / _ = . and -."""
-    parts = text.split("`")
-    for i, part in enumerate(parts):
-        parts[i] = "".join(_SYMBOLS.get(character, character) for character in part)
-        if i % 2:
-            parts[i] = r"\texttt{" + re.sub(r"(/|\\_|=|\.|-)", r"\1\\allowbreak{}", parts[i]) + "}"
-    return "".join(parts)
-
-
-LATEX = Markup(r"\textbf{{{}}}".format, r"\emph{{{}}}".format, escape_latex)
 
 
 def format_latex(report: Report) -> str:
@@ -53,26 +24,10 @@ def format_latex(report: Report) -> str:
     columns = f"l{far}" + f"l{near}r{far}" * (len(COLUMNS) - 2) + f"l{far}l{far}r"
     lines = ["% Needs \\usepackage{booktabs,graphicx}."]
     lines += [f"% missing cells: {line}" for line in describe_commands(report)]
-    body = format_table(build_rows(report, LATEX), header=build_header(), style="latex")
-    lines += format_float(format_legend(report), columns, body, describe_marks(report))
-    rows = [[escape_latex(cell) for cell in row] for row in build_recipe_rows(report)]
-    body = format_table(rows, header=RECIPE_HEADER, style="latex")
-    lines += format_float("Recipes.", r"lp{0.5\textwidth}rp{0.6\textwidth}", body, [])
+    lines += format_float(format_legend(report), columns, build_header(), build_rows(report), describe_marks(report))
+    columns = r"lp{0.5\textwidth}rp{0.6\textwidth}"
+    lines += format_float("Recipes.", columns, RECIPE_HEADER, build_recipe_rows(report))
     return "\n".join(lines) + "\n"
-
-
-def format_float(caption: str, columns: str, body: str, footnotes: list[str]) -> list[str]:
-    """Return the lines of a table as wide as the text, with a caption and footnotes."""
-    return [
-        r"\begin{table}",
-        r"\centering",
-        rf"\caption{{{escape_latex(caption)}}}",
-        rf"\resizebox{{\textwidth}}{{!}}{{\begin{{tabular}}{{{columns}}}",
-        body,
-        r"\end{tabular}}",
-        *(rf"\par\raggedright\footnotesize {escape_latex(note)}" for note in footnotes),
-        r"\end{table}",
-    ]
 
 
 # CSV
@@ -89,19 +44,14 @@ RANGES: tuple[Lengths, ...] = ((41, 100), (41, 500))
 """The CSV has scores over these lengths and over those of the table."""
 
 
-def format_csv(report: Report) -> str:
-    """Return one line for each run found, also without scores; `in_table` is True if it counts in a cell."""
+def format_runs(report: Report) -> str:
+    """Return the CSV: a line for each run found, also without scores; `in_table` is True if it counts in a cell."""
     cells = list(report.cells)
     runs = sorted(report.runs, key=lambda run: (cells.index((run.task, run.column)), run.seed, str(run.path)))
-    rows = [_build_csv_row(report, run) for run in runs]
-    text = io.StringIO()
-    writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return text.getvalue()
+    return format_csv([_build_record(report, run) for run in runs])
 
 
-def _build_csv_row(report: Report, run: FormalRun) -> dict[str, object]:
+def _build_record(report: Report, run: FormalRun) -> dict[str, object]:
     cell, config, evaluation = report.cells[run.task, run.column], run.config, run.evaluation
     sections = {"model.memory": MEMORY_OPTIONS, "model": MODEL_OPTIONS, "data": DATA_OPTIONS}
     scores = {f"score_{a}_{b}": run.compute_score((a, b)) for a, b in dict.fromkeys((*RANGES, report.lengths))}

@@ -2,10 +2,9 @@
 
 import statistics
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-from stackexp.reports.figures import save_figure
+from stackexp.reports.figures import new_figure
 from stackexp.reports.formal.cells import Cell, Report
 from stackexp.reports.formal.paper import CLASSES, COLUMNS, DEPTH
 from stackexp.tasks import TASKS
@@ -22,7 +21,7 @@ COLORS = {
 BAR_WIDTH = 0.84 / len(COLUMNS)
 
 
-def draw_bars(report: Report, path: Path) -> None:
+def draw_bars(report: Report) -> Any:
     """Draw the best score of each model and task, a dot for the median over seeds, a line for the paper's score."""
     from matplotlib.figure import Figure
 
@@ -36,7 +35,7 @@ def draw_bars(report: Report, path: Path) -> None:
     for axes in (panels[0], panels[2]):
         axes.set_ylabel(f"Accuracy on lengths {first} to {last}")
     figure.legend(*_build_legend(), loc="outside lower center", ncols=len(COLUMNS) + 3, fontsize=8, frameon=False)
-    save_figure(figure, path)
+    return figure
 
 
 def _draw_class(report: Report, axes: Any, tasks: Sequence[str]) -> None:
@@ -73,23 +72,22 @@ def _build_legend() -> tuple[list[Any], list[str]]:
     return handles, [*COLUMNS, "median over seeds", "paper", "uniform guess"]
 
 
-def draw_curves(report: Report, path: Path) -> None:
+def draw_curves(report: Report) -> Any:
     """Draw accuracy against length for each task with runs: median over seeds, and the range of the seeds."""
-    from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 
     tasks = [task for task in TASKS if any(report.cells[task, column].runs for column in COLUMNS)]
     width = 5 if len(tasks) == len(TASKS) else min(4, len(tasks))
     height = -(-len(tasks) // width)
-    figure: Any = Figure(figsize=(max(2.7 * width, 6.5), 2.1 * height + 1.1), layout="constrained")
+    size = max(2.7 * width, 6.5), 2.1 * height + 1.1
+    figure, _ = new_figure(*size, height, width, sharex=True, sharey=True)
     figure.get_layout_engine().set(w_pad=0.09)  # inches, between the tick labels of neighboring panels
-    panels = figure.subplots(height, width, sharex=True, sharey=True, squeeze=False)
-    for axes, task in zip(panels.flat, tasks, strict=False):
+    for axes, task in zip(figure.axes, tasks, strict=False):
         _draw_task(report, axes, task)
-    for axes in panels.flat[len(tasks) :]:
+    for axes in figure.axes[len(tasks) :]:
         axes.set_visible(False)
     for i in range(len(tasks), height * width):  # the last panel of each column has the tick labels
-        panels.flat[i - width].xaxis.set_tick_params(labelbottom=True)
+        figure.axes[i - width].xaxis.set_tick_params(labelbottom=True)
     figure.supxlabel(
         "Length (gray: training lengths)\nline: median over seeds; band: lowest to highest; dotted: uniform guess",
         fontsize=9,
@@ -98,7 +96,7 @@ def draw_curves(report: Report, path: Path) -> None:
     shown = [column for column in COLUMNS if any(report.cells[task, column].runs for task in tasks)]
     handles = [Line2D([], [], color=COLORS[column], linewidth=2) for column in shown]
     figure.legend(handles, shown, loc="outside upper center", ncols=min(len(shown), 2 * width), frameon=False)
-    save_figure(figure, path)
+    return figure
 
 
 def _draw_task(report: Report, axes: Any, task: str) -> None:
@@ -114,7 +112,6 @@ def _draw_task(report: Report, axes: Any, task: str) -> None:
     axes.axvspan(0, max_length, color="black", alpha=0.07, linewidth=0)
     axes.set_title(task, fontsize=9)
     axes.set(ylim=(0, 1.04), xlim=(0, None))
-    axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
 
 

@@ -3,8 +3,7 @@
 import shlex
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from collections.abc import Iterable
 
 from stackexp.reports.formal.cells import Cell, Report, compute_medians
 from stackexp.reports.formal.paper import CLASSES, COLUMNS
@@ -28,24 +27,13 @@ CellKey = tuple[str, str]
 """Task and column."""
 
 
-class Markup(NamedTuple):
-    """The functions of a text format for bold text, italic text and escaping."""
-
-    bold: Callable[[str], str]
-    italic: Callable[[str], str]
-    escape: Callable[[str], str]
-
-
-MARKDOWN = Markup("**{}**".format, "*{}*".format, str)
-
-
 def format_markdown(report: Report) -> str:
     """Return the table, the recipes, the commands for missing cells and notes as Markdown."""
     sections = {
         "Commands for missing cells": describe_commands(report),
         "Notes": [*describe_marks(report), *_describe_unused_runs(report), *report.skipped],
     }
-    parts = [format_table(build_rows(report, MARKDOWN), header=build_header(), style="markdown"), format_legend(report)]
+    parts = [format_table(build_rows(report), header=build_header(), style="markdown"), format_legend(report)]
     parts += ["**Recipes**", format_table(build_recipe_rows(report), header=RECIPE_HEADER, style="markdown")]
     for title, lines in sections.items():
         if lines:
@@ -64,29 +52,29 @@ def build_header() -> list[str]:
     return header
 
 
-def build_rows(report: Report, markup: Markup) -> list[list[str]]:
-    """Return the rows below the header: the name of each class, then its tasks."""
+def build_rows(report: Report) -> list[list[str]]:
+    """Return the rows below the header in Markdown: the name of each class, then its tasks."""
     rows = []
     for name, tasks in CLASSES.items():
-        rows.append([markup.italic(name), *[""] * (len(build_header()) - 1)])
+        rows.append([f"*{name}*", *[""] * (len(build_header()) - 1)])
         for task in tasks:
-            row = [markup.escape(task)]
+            row = [task]
             for column in COLUMNS:
                 cell = report.cells[task, column]
-                row.append(_format_cell(report, cell, markup))
+                row.append(_format_cell(report, cell))
                 if column != "StackTrans":
-                    row.append(markup.escape(ABSENT if cell.paper is None else f"{cell.paper:.2f}"))
+                    row.append(ABSENT if cell.paper is None else f"{cell.paper:.2f}")
             rows.append(row)
     return rows
 
 
-def _format_cell(report: Report, cell: Cell, markup: Markup) -> str:
+def _format_cell(report: Report, cell: Cell) -> str:
     if not cell.scores:
-        return markup.escape("missing" + UNFINISHED * cell.is_unfinished)
+        return "missing" + UNFINISHED * cell.is_unfinished
     best = f"{max(cell.scores):.2f}"
     marks = COARSE * bool(report.find_coarse(cell)) + UNFINISHED * cell.is_unfinished
     rest = f"{BELOW * (cell.reaches_paper is False)} / {statistics.median(cell.scores):.2f} ({len(cell.scores)}){marks}"
-    return (markup.bold(best) if cell.reaches_paper else best) + markup.escape(rest)
+    return (f"**{best}**" if cell.reaches_paper else best) + rest
 
 
 def format_legend(report: Report) -> str:

@@ -1,0 +1,98 @@
+"""Mistakes on the command line end with exit code 2 and one line, and write nothing."""
+
+import shlex
+
+import pytest
+
+from stackexp import cli
+
+VERBS = ", ".join(dict.fromkeys(name.split()[0] for name in cli.VERBS))
+MISTAKES = {
+    "fti": "unknown verb 'fti'; did you mean 'fit'?",
+    "--config quickstart": f"expected a verb before --config; choose {VERBS}",
+    "data prepar": "data: unknown verb 'prepar'; did you mean 'prepare'?",
+    "bench efficency": "bench: unknown verb 'efficency'; did you mean 'efficiency'?",
+    "completion fish": "completion: argument SHELL: invalid choice: 'fish'",
+    "fit": "fit: --config NAME_OR_PATH is required; `configs list` shows the names",
+    "fit --run nowhere": "fit: --run nowhere: not a run folder (no config.yaml)",
+    "fit --conf=quickstart": "fit: unknown option --conf; did you mean '--config'?",
+    "fit --config": "fit: argument --config: expected one argument",
+    "fit --config quickstat": "unknown config 'quickstat'; did you mean 'quickstart'?",
+    "fit --config quickstart --lr 3": "override --lr 3: lr: unknown key; did you mean 'optimizer.lr'?",
+    "fit --config quickstart seed": "override seed: expected KEY=VALUE",
+    "fit --config quickstart --run x --ckpt_path last": "fit: --run and --ckpt_path exclude each other",
+    "checkpoint average --run x --last 1 --to y": "checkpoint average: argument --last: expected an integer >= 2",
+    "checkpoint consolidate": "checkpoint consolidate: the following arguments are required: --run, --to",
+    "checkpoint consolidate --run x --to y.pt": "checkpoint consolidate: --to y.pt: must end in .safetensors",
+    "checkpoint consolidate --run x --to /none/y.safetensors": "checkpoint consolidate: --to /none/y.safetensors: the",
+    "validate": "validate: give either --run, or --config and --ckpt_path",
+    "validate --config quickstart --ckpt_path x --by_position": "validate: --by_position requires --run",
+    "test --config quickstart": "test: --config requires --ckpt_path, the checkpoint to evaluate",
+    "generate --run nowhere": "generate: --run nowhere: not a run folder (no config.yaml)",
+    "generate --run x --tempature 1": "generate: unknown option --tempature; did you mean '--temperature'?",
+    "generate --run x seed=1": "generate: unexpected argument seed=1",
+    "generate --run x --temperature -1": "generate: --temperature -1.0: must be 0 (greedy) or a number >= 0.001",
+    "generate --run x --temperature 1e-300": "generate: --temperature 1e-300: must be 0 (greedy) or a number >= 0.001",
+    "generate --run x --top_p 0": "generate: --top_p 0.0: must be a number in (0, 1]",
+    "generate --run x --max_new_tokens 0": "generate: argument --max_new_tokens: expected an integer >= 1, found 0",
+    f"generate --run x --seed {2**63}": f"generate: --seed {2**63}: must be an integer from 0 to 2^63 - 1",
+    "generate --run x --prompt \udcff": "generate: --prompt: not valid UTF-8",  # how Python reads the byte 0xff
+    "inspect --run x": "inspect: give one of --text, --set and --task",
+    "inspect --run x --text a --set b": "inspect: give one of --text, --set and --task",
+    "inspect --run x --text a --heads": "inspect: --heads: a single text has no interval; use --set or --task",
+    "inspect --run x --set a --chunks 1": "inspect: argument --chunks: expected an integer >= 2, found 1",
+    "inspect --run x --text \udcff": "inspect: --text: not valid UTF-8",
+    "inspect --run x --text a": "inspect: --run x: not a run folder (no config.yaml)",
+    "match --config quickstart": "match: give --config and --to",
+    "match --config formal/lstm --to quickstart": "match: --vary intermediate_size: model.kind lstm has",
+    "match --config quickstart --to quickstart --by size": "match: argument --by: invalid choice: 'size'",
+    "plan": "plan: --config NAME_OR_PATH is required",
+    "plan --config pretrain/stacktrans-7": "unknown config 'pretrain/stacktrans-7'; did you mean 'pretrain/stack",
+    "plan --config quickstart --mfu 2": "plan: --mfu: expected a number above 0, up to 1, found 2.0",
+    "plan --config quickstart --device h20": "plan: argument --device: invalid choice: 'h20' (choose from 'a100', ",
+    "plan --config quickstart data.global_batch_tokens=9": "override data.global_batch_tokens=9: data.global_batch",
+    "plan --config quickstart --devise h200": "plan: unknown option --devise; did you mean '--device'?",
+    "bench efficiency --only stacktran": "bench efficiency: --only: unknown memory 'stacktran'; did you mean",
+    "bench efficiency --only ''": "bench efficiency: --only: unknown memory ''",
+    "bench efficiency --steps 0": "bench efficiency: argument --steps: expected an integer >= 1, found 0",
+    "bench efficiency --out x.txt": "bench efficiency: --out x.txt: must end in .json",
+    "bench efficiency --out no/x.json": "bench efficiency: --out no/x.json: the folder no does not exist; create",
+    "bench efficiency model.hidden_size=7": "bench efficiency: with model.memory=null: ",
+    "bench efficiency --config formal/quick": "bench efficiency: data.kind formal_language has no text; use a config",
+    "bench stack model.memory=null": "bench stack: requires a stack over the depth; set model.memory=stacktrans",
+    "bench stack model.memory.axis=time": "bench stack: requires a stack over the depth",
+    "data inspect a --samples -1": "data inspect: argument --samples: expected an integer >= 0, found -1",
+    "data inspect a --samples x": "data inspect: argument --samples: expected an integer >= 0, found x",
+    "data inspect a --figure x.jpeg": "data inspect: --figure x.jpeg: must end in .png, .pdf, .svg",
+    "data prepare a": "data prepare: expected SOURCE --to FOLDER",
+    "data prepare a --to b": "data prepare: give either --tokenizer FILE, or --vocab-size N",
+    "data prepare a --to b --vocab-size 3": "data prepare: argument --vocab-size: expected an integer >= 300, found 3",
+    "data prepare a --config quickstart": "data prepare: --config prepares the config's own corpus; it takes neither",
+    "data prepare --config formal/quick": "data prepare: data.kind formal_language has no corpus of its own",
+    "data prepare a --to b --part 3/2": "data prepare: argument --part: expected I/N with 1 <= I <= N, such as",
+    "data prepare a --to b --vocab-size 300 --tasks 2": "data prepare: --tasks requires --launcher slurm",
+    "data prepare a --to b --vocab-size 300 --launcher slurm": "data prepare: --launcher slurm requires --tasks N",
+    "data prepare a --to b --vocab-size 300 --launcher slurm --tasks 2 --part 1/2": "data prepare: --part and",
+    "report ablation x --figure a.xyz": "report ablation: --figure a.xyz: must end in .png, .pdf, .svg",
+    "report ablation x --csv no/a.CSV": "report ablation: --csv no/a.CSV: the folder no does not exist; create",
+    "report ablation x --markdown --latex": "report ablation: argument --latex: not allowed with argument --markdown",
+    "report all": "report all: give either FOLDER or --update FILE.md",
+    "report all --update b.md": "report all: b.md: no such file",
+    "report all none": "report all: none: no such folder; give a folder of runs",
+    "report all . --out a.txt": "report all: --out a.txt: must end in .html",
+    "report compare x --figure a.xyz": "report compare: --figure a.xyz: must end in .png, .pdf, .svg",
+    "report dynamics x --smooth 0": "report dynamics: argument --smooth: expected an integer >= 1, found 0",
+    "report formal x --out table.txt": "report formal: --out table.txt: must end in .md, .tex, .csv",
+    "report formal x --score 500": "report formal: --score: expected a range of lengths such as 41_500, found 500",
+}
+
+
+@pytest.mark.parametrize(("command", "message"), MISTAKES.items())
+def test_a_mistake_is_one_line(command, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(shlex.split(command)) == 2
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert output.err.startswith(f"error: {message}")
+    assert output.err.count("\n") == 1
+    assert not list(tmp_path.iterdir())
