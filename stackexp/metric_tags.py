@@ -8,7 +8,7 @@ val/whole/...                       the same over whole sets, in runs that valid
 test/...                            the same for `test`; of formal languages test/accuracy_by_length and test/score_*
 downstream/<task>/<score>           accuracy and bits_per_byte of a benchmark during training
 memory/<figure>/layer_<number>      of a probed step; with a memory at each sublayer, followed by _<site>
-memory_val/<figure>/layer_<number>  the same on the first 8 sequences of each validation set
+memory_val/<figure>/layer_<number>  the same, and how stacks are read, on the first 8 sequences of each validation set
 """
 
 from functools import cache

@@ -30,6 +30,7 @@ from typing import Any
 
 from stackexp.config.compose import to_yaml
 from stackexp.config.experiment import ExperimentConfig
+from stackexp.config.yaml_files import flatten, read_file
 from stackexp.errors import FolderBusyError, RunError, mask_secrets
 from stackexp.files import read_json, read_json_lines, try_lock, write_atomically, write_json, write_json_lines
 from stackexp.metric_tags import AVERAGE_ACCURACY, AVERAGE_LOSS, rename_old_tags
@@ -61,6 +62,10 @@ class RunFolder:
     def is_finished(self) -> bool:
         """Return True if the run has a result.json."""
         return self.result.exists()
+
+    def read_options(self) -> dict[str, Any]:
+        """Read config.yaml without checking it: {key with dots: value}."""
+        return flatten(read_file(self.config)[1])
 
     def read_result(self) -> RunResult:
         """Read result.json. Raises RunError if it is damaged or has a newer version."""

@@ -135,6 +135,14 @@ def test_a_run_resumes_exactly_and_its_accuracy_is_that_of_generation(tmp_path, 
     assert Path("actions.png").read_bytes().startswith(b"\x89PNG")
     assert cli.main(["generate", "--run", str(run.path), "--prompt", "37+58=", "--max_new_tokens", "3"]) == 0
     assert capsys.readouterr().out.startswith("37+58=")
+    config = run.config.read_text()
+    for name in ("a", "b"):
+        Path("plain", name).mkdir(parents=True)
+        Path("plain", name, "config.yaml").write_text(config.replace("kind: stack", "kind: value_skip"))
+    assert cli.main(["report", "actions", "plain"]) == 1
+    assert capsys.readouterr().err.startswith(
+        "error: plain: skipped, without a stack: plain/a, and 1 more; give finished"
+    )
     assert cli.main(["report", "actions", "nowhere"]) == 1
     assert capsys.readouterr().err == (
         "error: nowhere: no run folders; give finished runs with model.memory.kind=stack\n"

@@ -18,6 +18,7 @@ from stackexp.config.model import TransformerConfig
 from stackexp.data.documents import compute_document_ids
 from stackexp.models.transformer import Cache, Transformer
 from stackexp.modules.language_modeling import LanguageModeling
+from stackexp.modules.probes import probe_memories
 
 VOCAB, B, T = 13, 2, 9
 VARIANTS = {
@@ -112,6 +113,19 @@ def test_prefill_and_decoding_compile_without_breaks():
     logits = [compiled(part, cache).logits for part in tokens.split([5, 1, 1, 1, 1], 1)]
     torch.testing.assert_close(torch.cat(logits, 1), model(tokens).logits)
     assert counter.frame_count <= 3, "one graph each for prefill, first token and further tokens"
+
+
+@torch.no_grad()
+def test_probes_of_a_compiled_model_neither_use_nor_change_its_graph():
+    model, tokens = make_model("stacktrans").eval(), make_tokens()
+    wanted = probe_memories(model, tokens)
+    counter = CompileCounterWithBackend("eager")
+    model.compile(fullgraph=True, backend=counter)
+    logits = model(tokens).logits
+    torch.testing.assert_close(probe_memories(model, tokens), wanted)
+    torch.testing.assert_close(model(tokens).logits, logits, rtol=0, atol=0)
+    assert counter.frame_count == 1
+    assert {"push", "overflow", "read_slot", "read_sharpness"} <= wanted[0].keys()
 
 
 def make_language_model(monkeypatch, **compile_options) -> LanguageModeling:

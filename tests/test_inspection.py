@@ -14,7 +14,7 @@ from stackexp.config.compose import load_config
 from stackexp.inspection.batches import Material, average_values, compute_losses
 from stackexp.inspection.interventions import Intervention, clear, intervene, list_interventions
 from stackexp.inspection.page import format_page
-from stackexp.inspection.recording import ACTIONS, MEASUREMENTS, compute_read_weights, record_stacks
+from stackexp.models.stack_recording import ACTIONS, MEASUREMENTS, compute_read_weights, record_stacks
 from stackexp.models.transformer import Transformer
 from stackexp.stack import use_implementation
 

@@ -9,14 +9,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from stackexp.config.yaml_files import flatten, read_file
 from stackexp.errors import ConfigError, RunError
 from stackexp.evaluation.evaluate import open_data
 from stackexp.evaluation.loading import LoadedRun, load_run
 from stackexp.evaluation.request import EvaluationRequest
 from stackexp.inspection.batches import Material, open_set, open_task
 from stackexp.inspection.inspect import record
-from stackexp.inspection.recording import ACTIONS
+from stackexp.models.stack_recording import ACTIONS
 from stackexp.reports.arms import name_arm
 from stackexp.reports.figures import new_figure
 from stackexp.reports.report import MARKERS, PALETTE, Report, Table
@@ -60,13 +59,16 @@ def build_actions(paths: Sequence[Path], set_name: str | None = None, num_chunks
     profiles: dict[str, list[Profile]] = defaultdict(list)
     notes: list[str] = []
     for folder in find_runs(paths):
+        if folder.read_options().get("model.memory.kind") != "stack":
+            notes.append(f"skipped, without a stack: {folder.path}")
+            continue
         try:
             profile = _measure(load_run(folder.path), set_name, num_chunks)
             profiles[name_arm(folder.path)].append(profile)
         except (ConfigError, RunError) as error:
             notes.append(f"skipped {folder.path}: {error}")
     if not profiles:
-        found = "; ".join(notes) or "no run folders"
+        found = notes[0] + f", and {len(notes) - 1:,} more" * (len(notes) > 1) if notes else "no run folders"
         raise RunError(f"{', '.join(map(str, paths))}: {found}; give finished runs with model.memory.kind=stack")
     header = [
         "run",
@@ -90,9 +92,7 @@ def build_actions(paths: Sequence[Path], set_name: str | None = None, num_chunks
 
 def build_arithmetic_actions(folder: Path) -> Report:
     """Build the report of the arithmetic runs at or below `folder`. Raises RunError if there are none."""
-    runs = [
-        run.path for run in find_runs([folder]) if flatten(read_file(run.config)[1]).get("data.kind") == "arithmetic"
-    ]
+    runs = [run.path for run in find_runs([folder]) if run.read_options().get("data.kind") == "arithmetic"]
     if not runs:
         raise RunError(f"{folder}: no runs on arithmetic; run `python -m stackexp sweep run arithmetic`")
     return build_actions(runs)

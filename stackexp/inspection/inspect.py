@@ -13,8 +13,8 @@ from stackexp.files import write_atomically
 from stackexp.inspection.batches import Material, average_values, compute_losses, open_set, open_task, open_text
 from stackexp.inspection.interventions import intervene, list_interventions
 from stackexp.inspection.page import format_page
-from stackexp.inspection.recording import ACTIONS, MEASUREMENTS, Recording, record_stacks
 from stackexp.models.checkpoints import load_state
+from stackexp.models.stack_recording import ACTIONS, MEASUREMENTS, Recording, record_stacks
 from stackexp.modules.scores import bootstrap_interval
 from stackexp.reports.figures import new_figure, save_figure
 from stackexp.tables import format_table

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from stackexp.inspection.recording import ACTIONS, Recording, find_stacks, wrap_updates
 from stackexp.models.memories.stack import NEVER, StackMemory
+from stackexp.models.stack_recording import ACTIONS, Recording, find_stacks, wrap_updates
 from stackexp.stack.reference import StackOutput, StackState
 
 

@@ -4,7 +4,7 @@ import html
 import json
 
 from stackexp.inspection.batches import Material
-from stackexp.inspection.recording import MEASUREMENTS, Recording
+from stackexp.models.stack_recording import MEASUREMENTS, Recording
 
 
 def format_page(material: Material, recordings: list[Recording], max_tokens: int) -> str:

@@ -22,11 +22,13 @@ from stackexp.metric_tags import TRAIN_LOSS
 from stackexp.models.attention_backends import check_backend
 from stackexp.models.checkpoints import load_weights
 from stackexp.models.cross_entropy import Losses
+from stackexp.models.memories.base import Stats
 from stackexp.models.sharding import build_mesh, shard_model
 from stackexp.models.transformer import DecoderOutput
 from stackexp.models.warm_start import WarmStart
 from stackexp.models.weight_average import WeightAverage
 from stackexp.modules.metrics import ItemSums
+from stackexp.modules.probes import probe_memories
 from stackexp.modules.spike_detection import SpikeDetector
 from stackexp.modules.step_metrics import StepMetrics
 
@@ -150,7 +152,7 @@ class TrainingModule(pl.LightningModule):
         self._samples.append(samples)
         self._losses.append(losses.cross_entropy.float())
         self.step_metrics.add(TRAIN_LOSS, losses.cross_entropy)
-        self._add_probes(self.step_metrics, "memory", output)
+        self._add_probes(self.step_metrics, "memory", output.probes or [])
         if losses.z is not None:
             self.step_metrics.add("train/z_loss", losses.z)
         if not self.model.entropy_weight:
@@ -158,8 +160,8 @@ class TrainingModule(pl.LightningModule):
         self.step_metrics.add("train/action_entropy", output.entropy)
         return losses.total + self.model.entropy_weight * output.entropy
 
-    def _add_probes(self, metrics: StepMetrics, namespace: str, output: DecoderOutput) -> None:
-        for i, probe in enumerate(output.probes or []):
+    def _add_probes(self, metrics: StepMetrics, namespace: str, probes: list[Stats]) -> None:
+        for i, probe in enumerate(probes):
             for name, value in probe.items():
                 metrics.add(f"{namespace}/{name}/{self._name_memory(i)}", value)
 
@@ -270,8 +272,8 @@ class TrainingModule(pl.LightningModule):
         """
         dataset, metric, num_batches = self._evaluated[dataloader_idx]
         if batch_idx == 0 and self.trainer.state.fn == "fit":
-            output = self.model(self._read_first_rows(dataset).to(self.device), probe=True)
-            self._add_probes(self.validation_probes, "memory_val", output)
+            probes = probe_memories(self.model, self._read_first_rows(dataset).to(self.device))
+            self._add_probes(self.validation_probes, "memory_val", probes)
         self.update_set_metric(metric, batch)
         if batch_idx + 1 == num_batches:
             self.set_metrics[dataset.name] = self.compute_set_scores(dataset, metric)

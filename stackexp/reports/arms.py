@@ -14,7 +14,6 @@ from typing import Any
 from stackexp.config.affects import find_changed_keys
 from stackexp.config.compose import load_config
 from stackexp.config.formal_language import get_model_label
-from stackexp.config.yaml_files import flatten, read_file
 from stackexp.data.olmo import NAMES
 from stackexp.errors import ConfigError, RunError
 from stackexp.files import read_json
@@ -69,7 +68,7 @@ class Arm:
     @property
     def config(self) -> dict[str, Any]:
         """The options of the first run."""
-        return self.runs[0].config if self.runs else flatten(read_file(self.unfinished[0].config)[1])
+        return self.runs[0].config if self.runs else self.unfinished[0].read_options()
 
     def average(self, key: str) -> float | None:
         """Return the mean of a figure of result.json over the seeds."""
@@ -86,7 +85,7 @@ def read_arms(paths: Sequence[Path]) -> tuple[list[Arm], list[str]]:
     notes: list[str] = []
     for folder in find_runs(paths):
         try:
-            config = flatten(read_file(folder.config)[1])
+            config = folder.read_options()
             if config.get("data.kind") in GENERATED_DATA:
                 continue
             run = read_finished_run(folder, config) if folder.is_finished else None

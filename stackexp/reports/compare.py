@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from stackexp.config.affects import select_options
-from stackexp.config.yaml_files import flatten, read_file
 from stackexp.data import hash_log
 from stackexp.errors import RunError
 from stackexp.metric_tags import AVERAGE_LOSS, TRAIN_LOSS
@@ -69,7 +68,7 @@ def _read_hashes(run: RunFolder) -> dict[int, str]:
 
 def _read_dataset_options(run: RunFolder) -> dict[str, Any]:
     """Return key -> value of the options that determine a run's training strings; empty for runs on tokens."""
-    config = flatten(read_file(run.config)[1]) if run.config.is_file() else {}
+    config = run.read_options() if run.config.is_file() else {}
     if config.get("data.kind") not in GENERATED_DATA:
         return {}
     options = {key: value for key, value in select_options(config, ["training"]).items() if key.startswith("data.")}

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from stackexp.config.yaml_files import flatten, read_file
 from stackexp.errors import RunError
 from stackexp.metric_tags import TRAIN_LOSS
 from stackexp.reports.arms import Arm, describe_unfinished, find_arm, rank_arm, read_arms
@@ -121,7 +120,7 @@ def read_curve(arm: Arm, smooth: int | None = None) -> Curve | None:
     for folder in arm.folders:
         lines = (line for line in folder.read_metrics() if line.get(TRAIN_LOSS) is not None)
         if record := {line["tokens"]: line[TRAIN_LOSS] for line in lines}:
-            runs.setdefault(flatten(read_file(folder.config)[1])["seed"], record)
+            runs.setdefault(folder.read_options()["seed"], record)
     return average_curves(arm.name, runs, smooth)
 
 

@@ -77,8 +77,8 @@ def build_scaling(paths: Sequence[Path], measure: str | None = None, irreducible
         "Another irreducible loss gives other exponents (--irreducible).",
         "Intervals are 95 %, by bootstrap of the residuals, for families of four runs or more. Bold or *: the interval "
         "excludes 1.",
-        f"Equivalent factor: how many times larger the {BASELINE} must be for the same loss, at the largest size that "
-        "both families have. Extrapolated: beyond the sizes that were run.",
+        f"Equivalent factor: how many times as many parameters or tokens the {BASELINE} needs for the same loss, at "
+        "the largest number that both families have. Extrapolated: beyond the numbers that were run.",
     ]
     notes = [*legend, *missing, *describe_unfinished(arms), *describe_sweeps(find_sweeps(paths)), *notes]
     records = [{"measure": column} | p._asdict() for p in points]

@@ -8,7 +8,6 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from stackexp.config.yaml_files import flatten, read_file
 from stackexp.errors import ConfigError, RunError
 from stackexp.files import is_locked
 from stackexp.metric_tags import AVERAGE_LOSS, TRAIN_LOSS
@@ -66,7 +65,7 @@ def summarize(run: RunFolder) -> RunSummary:
     lines: list[dict[str, Any]] = []
     max_steps, problem = None, ""
     try:
-        max_steps = flatten(read_file(run.config)[1]).get("trainer.max_steps")
+        max_steps = run.read_options().get("trainer.max_steps")
         lines = list(run.read_metrics())
         if run.is_finished:
             run.read_result()

@@ -18,6 +18,7 @@ from stackexp.config import compose
 from stackexp.config.registry import build
 from stackexp.data.bigrams import BigramModel
 from stackexp.evaluation.loading import load_run
+from stackexp.models.stack_recording import record_stacks
 from stackexp.runs import RunFolder
 
 
@@ -76,11 +77,19 @@ def test_validations_measure_the_memory_on_the_first_rows_of_each_set(fitted):
     assert len(loaders) == 2
     tokens = [torch.cat([batch["tokens"] for batch in loader])[:8] for loader in loaders]
     probes = [loaded.model(rows, probe=True).probes for rows in tokens]
+    recorded = []
+    for rows in tokens:
+        with record_stacks(loaded.model) as recordings:
+            loaded.model(rows)
+        recorded.append([recording.values for recording in recordings])
     logged = next(line for line in reversed(list(run.read_metrics())) if "val/loss/average" in line)
     for layer in range(2):
         for name in ("push", "read_share"):
             mean = np.mean([of_set[layer][name].item() for of_set in probes])
             assert logged[f"memory_val/{name}/layer_{layer:02d}"] == pytest.approx(mean, rel=1e-5)
+        for name in ("overflow", "read_slot", "read_sharpness"):
+            mean = np.mean([of_set[layer][name].mean().item() for of_set in recorded])
+            assert logged[f"memory_val/{name}/layer_{layer:02d}"] == pytest.approx(mean, rel=1e-5, abs=1e-7)
 
 
 def test_learning_rate_warms_up_from_the_first_step_and_ends_at_its_floor(fitted):
