@@ -1,4 +1,4 @@
-"""muP: with `mup_base_size`, activations and their updates keep their size at every width (a coordinate check)."""
+"""muP: with `mup_base_size`, hidden states and logits change equally fast at every width (a coordinate check)."""
 
 import numpy as np
 import pytest
@@ -32,33 +32,50 @@ def build(width, is_scaled, memory=None):
     )
 
 
-def measure_logit_changes(is_scaled, memory=None):
-    """Return the root mean square of the change of the logits over four steps, for each width."""
+def compute_outputs(model, tokens):
+    """Return the logits and the hidden states after each layer."""
+    outputs = []
+    hooks = [layer.register_forward_hook(lambda *call: outputs.append(call[2][0])) for layer in model.layers]
+    outputs.insert(0, model(tokens).logits)
+    for hook in hooks:
+        hook.remove()
+    return outputs
+
+
+def measure_changes(is_scaled, memory=None):
+    """Return the root mean square of the change of each output over four steps [widths, outputs]."""
     tokens = torch.randint(0, 64, (8, 33), generator=torch.Generator().manual_seed(1))
     changes = []
     for width in WIDTHS:
         model = build(width, is_scaled, memory)
         optimizer = build_adamw(AdamWConfig(lr=3e-3, weight_decay=0.0), model)
-        first = model(tokens[:, :-1]).logits.detach()
+        with torch.no_grad():
+            first = compute_outputs(model, tokens[:, :-1])
         for _ in range(4):
             logits = model(tokens[:, :-1]).logits
             optimizer.zero_grad()
             F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
             optimizer.step()
-        changes.append((model(tokens[:, :-1]).logits.detach() - first).square().mean().sqrt().item())
-    return changes
+        with torch.no_grad():
+            last = compute_outputs(model, tokens[:, :-1])
+        changes.append([(new - old).square().mean().sqrt().item() for new, old in zip(last, first, strict=True)])
+    return np.array(changes)
 
 
-def compute_slope(values):
-    """Return the slope of log value over log width: 0 if the value does not depend on the width."""
+def compute_slopes(values):
+    """Return the slope of log value over log width: 0 if the values [widths, ...] do not depend on the width."""
     return np.polyfit(np.log(WIDTHS), np.log(values), 1)[0]
 
 
 @pytest.mark.parametrize("memory", [None, StackMemoryConfig(num_slots=2, head_dim=8, push_norm="head")])
-def test_changes_of_the_logits_do_not_grow_with_the_width(memory):
-    """They fall a little at these widths, because the random part of tied logits shrinks with 1 / sqrt(width)."""
-    assert -0.35 < compute_slope(measure_logit_changes(True, memory)) < 0.1
-    assert compute_slope(measure_logit_changes(False, memory)) > 0.7, "without scaling they grow"
+def test_changes_do_not_grow_with_the_width(memory):
+    """Those of the logits fall a little, because the random part of tied logits shrinks with 1 / sqrt(width)."""
+    logits, *layers = compute_slopes(measure_changes(True, memory))
+    assert -0.35 < logits < 0.1
+    assert layers == pytest.approx([0, 0], abs=0.05)
+    logits, *layers = compute_slopes(measure_changes(False, memory))
+    assert logits > 0.7, "without scaling they grow"
+    assert min(layers) > 0.3
 
 
 def test_the_base_width_is_unchanged():

@@ -10,7 +10,7 @@ import numpy as np
 from stackexp.errors import RunError
 from stackexp.metric_tags import TRAIN_LOSS
 from stackexp.reports.arms import Arm, describe_unfinished, find_arm, rank_arm, read_arms
-from stackexp.reports.differences import Comparison, compare_arms
+from stackexp.reports.differences import Comparison, compare_arms, compute_difference
 from stackexp.reports.figures import abbreviate_thousands, new_figure
 from stackexp.reports.paper import find_variant
 from stackexp.reports.report import LINE_STYLES, PALETTE, Report, Table
@@ -32,11 +32,15 @@ class Curve(NamedTuple):
 
 
 class Crossing(NamedTuple):
-    """The smoothed difference from the baseline over common tokens [N], and the tokens where its sign changes."""
+    """The smoothed difference from the baseline over common tokens [N], and the tokens where its sign changes.
+
+    `last` is the difference of each seed at the last of these tokens.
+    """
 
     tokens: Any
     difference: Any
     crossings: list[int]
+    last: list[float]
 
 
 def build_dynamics(
@@ -66,7 +70,8 @@ def build_dynamics(
     header += ["parameters", "FLOPs/token"]
     legend = (
         "Losses are means over the seeds. Smoothed: centered moving average, cut off at both ends. Differences: over "
-        "seeds and tokens that both have, without runs on other data or another number of tokens. Crossing: the "
+        "seeds and tokens that both have, without runs on other data or another number of tokens; in parentheses the "
+        "95 % interval over several seeds (Student's t), bold or * if it excludes zero. Crossing: the "
         "smoothed difference changes its sign for at least one window. Parameters and FLOPs per token are not matched; "
         "their residual mismatch is given."
     )
@@ -148,17 +153,20 @@ def find_crossings(curve: Curve, baseline: Curve, left_out: Collection[int] = ()
     A crossing is where its sign changes for a whole window.
     """
     seeds = [seed for seed in curve.runs if seed in baseline.runs and seed not in left_out]
-    own, base = (average_curves(c.name, {seed: c.runs[seed] for seed in seeds}) for c in (curve, baseline))
-    if own is None or base is None:
-        return Crossing(np.array([]), np.array([]), [])
-    tokens, ours, theirs = np.intersect1d(own.tokens, base.tokens, return_indices=True)
-    difference = smooth_losses(own.raw[ours] - base.raw[theirs], curve.window)
+    records = [(curve.runs[seed], baseline.runs[seed]) for seed in seeds]
+    tokens = sorted(set.intersection(*(set(ours) & set(base) for ours, base in records))) if records else []
+    if not tokens:
+        return Crossing(np.array([]), np.array([]), [], [])
+    differences = [
+        smooth_losses(np.array([ours[t] - base[t] for t in tokens]), curve.window) for ours, base in records
+    ]
+    difference = np.mean(differences, axis=0)
     is_above = difference > 0
-    starts = [0, *(np.flatnonzero(is_above[1:] != is_above[:-1]) + 1)] if len(tokens) else []
+    starts = [0, *(np.flatnonzero(is_above[1:] != is_above[:-1]) + 1)]
     ends = [*starts[1:], len(tokens)]
     lasting = [start for start, end in zip(starts, ends, strict=False) if end - start >= curve.window]
     changes = [i for before, i in pairwise(lasting) if is_above[i] != is_above[before]]
-    return Crossing(tokens, difference, [int(tokens[i]) for i in changes])
+    return Crossing(np.array(tokens), difference, [tokens[i] for i in changes], [float(d[-1]) for d in differences])
 
 
 def _build_row(curve: Curve, crossing: Crossing | None) -> list[str]:
@@ -166,7 +174,7 @@ def _build_row(curve: Curve, crossing: Crossing | None) -> list[str]:
     if crossing is None or not len(crossing.tokens):
         return [*cells, *[ABSENT] * 4]
     last = f"{crossing.crossings[-1]:,}" if crossing.crossings else ABSENT
-    difference = [f"{crossing.difference[-1]:+z.3f}", f"{crossing.tokens[-1]:,}"]
+    difference = [str(compute_difference(crossing.last)), f"{crossing.tokens[-1]:,}"]
     return [*cells, *difference, str(len(crossing.crossings)), last]
 
 
