@@ -157,9 +157,7 @@ def find_crossings(curve: Curve, baseline: Curve, left_out: Collection[int] = ()
     tokens = sorted(set.intersection(*(set(ours) & set(base) for ours, base in records))) if records else []
     if not tokens:
         return Crossing(np.array([]), np.array([]), [], [])
-    differences = [
-        smooth_losses(np.array([ours[t] - base[t] for t in tokens]), curve.window) for ours, base in records
-    ]
+    differences = [smooth_losses(np.array([ours[t] - base[t] for t in tokens]), curve.window) for ours, base in records]
     difference = np.mean(differences, axis=0)
     is_above = difference > 0
     starts = [0, *(np.flatnonzero(is_above[1:] != is_above[:-1]) + 1)]
