@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from forks import Forks
+from language_runs import write_run
 from records import losses, only_run
 
 from stackexp import cli
@@ -135,15 +136,16 @@ def test_a_run_resumes_exactly_and_its_accuracy_is_that_of_generation(tmp_path, 
     assert Path("actions.png").read_bytes().startswith(b"\x89PNG")
     assert cli.main(["generate", "--run", str(run.path), "--prompt", "37+58=", "--max_new_tokens", "3"]) == 0
     assert capsys.readouterr().out.startswith("37+58=")
-    config = run.config.read_text()
-    for name in ("a", "b"):
-        Path("plain", name).mkdir(parents=True)
-        Path("plain", name, "config.yaml").write_text(config.replace("kind: stack", "kind: value_skip"))
-    assert cli.main(["report", "actions", "plain"]) == 1
-    assert capsys.readouterr().err.startswith(
-        "error: plain: skipped, without a stack: plain/a, and 1 more; give finished"
-    )
     assert cli.main(["report", "actions", "nowhere"]) == 1
     assert capsys.readouterr().err == (
         "error: nowhere: no run folders; give finished runs with model.memory.kind=stack\n"
     )
+
+
+def test_the_report_of_actions_needs_a_stack(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for name in ("a", "b"):
+        write_run(Path("plain", name), "model.memory=value_skip")
+    assert cli.main(["report", "actions", "plain"]) == 1
+    message = "plain: skipped, without a stack: plain/a, and 1 more; give finished runs with model.memory.kind=stack"
+    assert capsys.readouterr().err == f"error: {message}\n"
