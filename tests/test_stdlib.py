@@ -1,12 +1,14 @@
 """The quickstart corpus."""
 
 import os
+import platform
 import shutil
 import signal
 import subprocess
 import sys
 import sysconfig
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -174,3 +176,16 @@ def test_packages_add_files_that_repeat_no_other(tmp_path, monkeypatch):
     assert all(path.startswith("packages/") for path in found)
     monkeypatch.setattr(stdlib, "TRAIN_BYTES_WITH_PACKAGES", 10)
     assert len(stdlib.read_packages(root, known)) == 1, "the last file may exceed the cap"
+
+
+def test_the_prepared_folder_lists_the_installed_packages(cache, tmp_path, monkeypatch):
+    site = tmp_path / "site"
+    for name, version in [("one", "1.2"), ("stackexp", "0.1.0"), ("a_b", "3")]:
+        (site / f"{name}-{version}.dist-info").mkdir(parents=True)
+        (site / f"{name}-{version}.dist-info/METADATA").write_text(f"Name: {name}\nVersion: {version}\n")
+    (site / "one.py").write_text("one = 1\n")
+    paths = sysconfig.get_paths() | {"purelib": str(site)}
+    monkeypatch.setattr(sysconfig, "get_paths", lambda: paths)
+    folder = stdlib.prepare_stdlib(replace(SMALL, packages=True)).train.parent
+    assert (folder / "requirements.txt").read_text() == f"# Python {platform.python_version()}\na_b==3\none==1.2\n"
+    assert not (stdlib.prepare_stdlib(SMALL).train.parent / "requirements.txt").exists()

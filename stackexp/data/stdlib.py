@@ -7,10 +7,12 @@ import ast
 import hashlib
 import json
 import os
+import platform
 import shutil
 import sysconfig
 import tokenize
 from collections import Counter
+from importlib import metadata
 from pathlib import Path
 
 from stackexp.config.data import StdlibConfig
@@ -43,8 +45,10 @@ def prepare_stdlib(config: StdlibConfig) -> DataPaths:
     """Return the prepared sets for the config's vocab_size and context_length; prepare them on first use.
 
     The cache key is a hash of the texts and settings. A killed process leaves no incomplete set; a second process waits
-    for the first. Raises RunError if this Python lacks the source of its standard library, or if the cache cannot be
-    written.
+    for the first. With `packages`, requirements.txt in the cache folder lists the installed packages: pip can install
+    them again to rebuild the corpus.
+
+    Raises RunError if this Python lacks the source of its standard library, or if the cache cannot be written.
     """
     texts = read_stdlib(Path(sysconfig.get_paths()["stdlib"]))
     if config.packages:
@@ -83,6 +87,13 @@ def read_packages(root: Path, texts: dict[str, dict[str, str]]) -> dict[str, str
             found[f"packages/{path}"] = text
             size += len(text.encode())
     return found
+
+
+def list_requirements(root: Path) -> str:
+    """Return the packages installed under `root`, except stackexp, as lines of a pip requirements file."""
+    installed = {f"{dist.name}=={dist.version}" for dist in metadata.distributions(path=[str(root)])}
+    lines = sorted(line for line in installed if not line.startswith("stackexp=="))
+    return "".join(f"{line}\n" for line in [f"# Python {platform.python_version()}", *lines])
 
 
 def _sort_by_hash(paths: list[str]) -> list[str]:
@@ -154,6 +165,8 @@ def _write_sets(folder: Path, texts: dict[str, dict[str, str]], config: StdlibCo
         tokenizer = train_tokenizer(texts["train"].values(), config.vocab_size)
         for name in open_bar(texts, desc="preparing the standard library", unit="set"):
             write_documents(temporary / name, texts[name].values(), tokenizer, config.context_length)
+        if config.packages:
+            (temporary / "requirements.txt").write_text(list_requirements(Path(sysconfig.get_paths()["purelib"])))
         temporary.rename(folder)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
