@@ -115,7 +115,7 @@ def test_other_data_are_reported(tmp_path):
 
 def test_mistakes_are_one_line(tmp_path):
     write_run(tmp_path / "transformer-0123abcd", "model.memory=null")
-    with pytest.raises(RunError, match="no run has recorded a training loss yet; wait"):
+    with pytest.raises(RunError, match=r"no training losses in metrics.jsonl; give runs"):
         build_dynamics([tmp_path])
     with pytest.raises(RunError, match="no run named queue; choose among transformer"):
         build_dynamics([tmp_path], only=["queue"])

@@ -9,6 +9,7 @@ import pytest
 
 from stackexp.cli import main
 from stackexp.errors import RunError
+from stackexp.models.checkpoints import find_checkpoint
 from stackexp.reports.summaries import RunState, find_runs, format_size, summarize
 from stackexp.run_result import RunResult
 from stackexp.runs import RunFolder
@@ -34,6 +35,16 @@ def test_summary_has_the_state_and_the_losses(run):
         assert summarize(run).state == RunState.RUNNING
     run.result.unlink()
     assert summarize(run).state == RunState.UNFINISHED
+
+
+def test_a_copy_has_the_figures_of_its_result(run):
+    assert main(["runs", "copy", "runs", "--to", "copies"]) == 0
+    copy, original = summarize(RunFolder(Path("copies") / run.path.name)), summarize(run)
+    assert (copy.state, copy.step, copy.tokens) == (original.state, original.step, original.tokens)
+    assert copy.train_loss == pytest.approx(original.train_loss)
+    assert copy.best_loss == run.read_result().figures["average"]["loss"]
+    with pytest.raises(RunError, match="a copy without checkpoints; give the original run"):
+        find_checkpoint(RunFolder(Path("copies") / run.path.name), None)
 
 
 def test_runs_are_found_at_any_depth(run, tmp_path):

@@ -42,7 +42,7 @@ def load_run(path: str | Path, checkpoint: str | Path | None = None) -> LoadedRu
 
     Raises:
         RunError: `path` is not a run folder, or the checkpoint is missing or does not fit the config.
-        ConfigError: The run has a plugin outside the current folder, and STACKEXP_TRUST_PLUGINS is not 1.
+        ConfigError: The run has a plugin outside the current project, and STACKEXP_TRUST_PLUGINS is not 1.
     """
     folder = runs.open_run(str(path))
     config = load_config(folder.config)

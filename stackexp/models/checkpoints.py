@@ -140,6 +140,8 @@ def find_checkpoint(run: RunFolder, ckpt_path: str | None) -> Path:
         return Path(ckpt_path)
     path = run.best_checkpoint() if ckpt_path == "best" else run.newest_checkpoint()
     if path is None:
+        if run.is_finished and not run.checkpoints.exists():
+            raise RunError(f"{run.path}: a copy without checkpoints; give the original run, or --ckpt_path PATH")
         missing = "no checkpoint was saved at a validation step" if run.list_checkpoints() else "no checkpoint yet"
         raise RunError(f"{run.checkpoints}: {missing}; wait for the first one, or give --ckpt_path PATH")
     return path / EMA if ckpt_path == EMA else path

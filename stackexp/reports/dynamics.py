@@ -59,7 +59,8 @@ def build_dynamics(
         notes.append(f"not shown (choose with --only): {left_out}")
     curves = [curve for arm in chosen if (curve := read_curve(arm, smooth)) is not None]
     if not curves:
-        raise RunError(f"{', '.join(map(str, paths))}: no run has recorded a training loss yet; wait for a few steps")
+        remedy = "give runs that have made a step, not copies"
+        raise RunError(f"{', '.join(map(str, paths))}: no training losses in metrics.jsonl; {remedy}")
     own = next((curve for curve in curves if curve.name == base.name), curves[0])
     comparisons = {arm.name: compare_arms(arm, base) for arm in chosen if arm is not base}
     unpaired = {name: _find_unpaired_seeds(comparison, base) for name, comparison in comparisons.items()}

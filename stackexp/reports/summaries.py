@@ -3,7 +3,7 @@
 import math
 import os
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -63,17 +63,17 @@ def summarize(run: RunFolder) -> RunSummary:
     files = [path for path in run.path.rglob("*") if path.is_file()]
     sizes = [path.stat() for path in files]
     lines: list[dict[str, Any]] = []
-    max_steps, problem = None, ""
+    max_steps, result, problem = None, None, ""
     try:
         max_steps = run.read_options().get("trainer.max_steps")
         lines = list(run.read_metrics())
         if run.is_finished:
-            run.read_result()
+            result = run.read_result()
     except (RunError, ConfigError, OSError) as error:
         problem = str(error)
     losses = [line[TRAIN_LOSS] for line in lines if line.get(TRAIN_LOSS) is not None][-AVERAGED_STEPS:]
     validation = [line[AVERAGE_LOSS] for line in lines if line.get(AVERAGE_LOSS) is not None]
-    return RunSummary(
+    summary = RunSummary(
         path=str(run.path),
         state=_get_state(run, problem),
         step=max((line["step"] for line in lines), default=0),
@@ -84,6 +84,16 @@ def summarize(run: RunFolder) -> RunSummary:
         bytes=sum(size.st_size for size in sizes),
         last_change=max((size.st_mtime for size in sizes), default=0.0),
         problem=problem,
+    )
+    if result is None or lines:
+        return summary
+    train_loss, average = result.train_loss or {}, result.figures.get("average", {})  # a copy without metrics.jsonl
+    return replace(
+        summary,
+        step=result.steps or 0,
+        tokens=result.tokens,
+        train_loss=train_loss.get("last_20_steps"),
+        best_loss=average.get("loss"),
     )
 
 

@@ -219,8 +219,8 @@ def _find_sweep(target: str) -> Path:
         return Path(target)
     if target.endswith((".yaml", ".yml")):
         raise ConfigError(f"{target}: no such file; give a shipped name, a YAML file or a sweep's folder")
-    hint = suggest_name(target, names) or f"; choose {', '.join(names)}"
-    raise ConfigError(f"unknown sweep {target!r}{hint}, or give a YAML file or a sweep's folder")
+    hint = suggest_name(target, names) or f"; shipped names: {', '.join(names)}"
+    raise ConfigError(f"unknown sweep {target!r}; give a YAML file, a sweep's folder or a shipped name{hint}")
 
 
 def _find_origins(config: SweepConfig, tree: Tree) -> dict[str, str]:

@@ -1,8 +1,8 @@
 """Copy what reports read of finished runs: small enough to commit, without checkpoints and event files.
 
 Copies the config, the results, the environment, the last hash of the data, and the losses of the validation chunks,
-without the name of the host and the paths of checkpoints. All reports but `report dynamics` read such copies like the
-runs themselves.
+without the name of the host and the paths of checkpoints. Reports read the copies like the runs, except `report
+dynamics`, `report benchmarks` and `report actions`, which need more files.
 """
 
 import shutil
