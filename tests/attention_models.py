@@ -2,25 +2,20 @@
 
 import functools
 
+import small_models
 import torch
 
-from stackexp.config.memory import StackMemoryConfig
-from stackexp.config.model import TransformerConfig
 from stackexp.models import attention_backends
 from stackexp.models.transformer import Transformer
 
-END, VOCAB = 0, 13
+END = 0
 TOKENS = torch.tensor([[3, 4, END, 5, END, END, 6, 7, 8], [END, 1, 2, 3, 4, 5, 6, 7, END]])
-STACK = {"num_heads": 2, "head_dim": 4, "num_slots": 3, "axis": "depth"}
+STACK = {"axis": "depth"}
 
 
 def make_model(backend, memory=None, dtype=torch.float64, **options) -> Transformer:
-    torch.manual_seed(0)
-    sizes = {"vocab_size": VOCAB, "hidden_size": 16, "num_layers": 2, "intermediate_size": 24}
-    sizes |= {"num_heads": 4, "num_kv_heads": 2}
-    memory = memory and StackMemoryConfig(**memory)
-    config = TransformerConfig(**sizes | options, attention=backend.split()[0], memory=memory)
-    model = Transformer(config).to(dtype)
+    options = {"num_layers": 2, "attention": backend.split()[0]} | options
+    model = small_models.make_model(memory, dtype, **options)
     if backend == "varlen of torch 2.11":
         for layer in model.layers:
             kernel, groups, window = layer.attention.attend.args

@@ -2,8 +2,6 @@
 
 import json
 import os
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -42,11 +40,3 @@ def read_files(folder: Path) -> dict[str, bytes]:
     """Return the contents of all files of a set, except those that depend on how it was made."""
     paths = [p for p in sorted(folder.rglob("*")) if p.is_file() and p.name != "plan.json" and p.name[0] != "."]
     return {str(p.relative_to(folder)): p.read_bytes() for p in paths if p.parent.name != "jobs"}
-
-
-def wait_for(condition: Callable[[], object], message: str = "timed out") -> None:
-    """Wait up to two minutes until a condition holds."""
-    deadline = time.monotonic() + 120
-    while not condition():
-        assert time.monotonic() < deadline, message
-        time.sleep(0.002)

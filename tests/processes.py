@@ -56,13 +56,13 @@ def kill(process: subprocess.Popen) -> None:
     process.wait()
 
 
-def wait_until(condition: Callable[[], bool], process: subprocess.Popen, seconds: float = 240) -> None:
-    """Wait until `condition()` is true; fails if the process ends first."""
+def wait_until(condition: Callable[[], object], process: subprocess.Popen | None = None, seconds: float = 300) -> None:
+    """Wait until `condition()` is true; fails if `process` ends first."""
     deadline = time.monotonic() + seconds
     while not condition():
-        assert process.poll() is None, process.stdout.read()
+        assert process is None or process.poll() is None, process.stdout.read()
         assert time.monotonic() < deadline, "timed out"
-        time.sleep(0.02)
+        time.sleep(0.01)
 
 
 def read_to_end(process: subprocess.Popen, seconds: float = 60) -> tuple[str, str]:

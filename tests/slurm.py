@@ -9,8 +9,10 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
+
+from processes import wait_until
 
 COMMANDS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "squeue", "scontrol", "scancel", "sinfo")
 NODES = ("n0", "n1")
@@ -90,7 +92,7 @@ class Slurm:
     def start_controller(self) -> None:
         """Start the controller with the state that it saved."""
         self._start("slurmctld", "slurmctld", "-D")
-        wait_for(lambda: self.call("scontrol", "ping").returncode == 0)
+        wait_until(lambda: self.call("scontrol", "ping").returncode == 0)
 
     def stop_controller(self) -> None:
         self.daemons["slurmctld"].terminate()
@@ -99,7 +101,7 @@ class Slurm:
     def start_node(self, node: str) -> None:
         """Start a node, also after a kill, and wait until it accepts jobs."""
         self._start(node, "slurmd", "-D", "-N", node)
-        wait_for(lambda: self.call("sinfo", "-h", "-n", node, "-t", "idle,mix,alloc", "-o", "%n").stdout)
+        wait_until(lambda: self.call("sinfo", "-h", "-n", node, "-t", "idle,mix,alloc", "-o", "%n").stdout)
 
     def kill_node(self, node: str) -> None:
         """Kill a node's daemon and all its processes, as a power failure does."""
@@ -143,7 +145,7 @@ class Slurm:
         for node in NODES:
             if self.daemons[node].poll() is not None:
                 self.start_node(node)
-        wait_for(lambda: not self.squeue())
+        wait_until(lambda: not self.squeue())
 
     def _start_munge(self) -> None:
         folder = self.folder / "munge"
@@ -152,7 +154,7 @@ class Slurm:
         files = {"key-file": "key", "log-file": "log", "pid-file": "pid", "seed-file": "seed", "socket": "socket"}
         options = [f"--{option}={folder / name}" for option, name in files.items()]
         self._start("munge", "munged", "--foreground", "--force", *options)
-        wait_for(folder.joinpath("socket").exists)
+        wait_until(folder.joinpath("socket").exists)
 
     def _start(self, name: str, *command: str) -> None:
         """Start a daemon in the folder of its name; a node's job steps have the same working directory."""
@@ -169,13 +171,6 @@ class Slurm:
                 step = os.readlink(process / "cwd") == str(self.folder / node)
                 if step or marks <= set((process / "environ").read_bytes().split(b"\0")):
                     yield int(process.name)
-
-
-def wait_for(condition: Callable[[], object], seconds: float = 300) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "timed out"
-        time.sleep(0.1)
 
 
 def _free_ports(number: int) -> list[int]:

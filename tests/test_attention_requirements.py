@@ -5,7 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from attention_models import END, STACK, TOKENS, VOCAB, make_model
+from attention_models import END, STACK, TOKENS, make_model
+from small_models import VOCAB
 
 from stackexp.config.compose import compose
 from stackexp.data.documents import compute_document_ids, find_document_bounds

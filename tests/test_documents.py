@@ -4,30 +4,21 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from attention_models import END, TOKENS
 from records import losses, only_run
+from small_models import make_model
 
 from stackexp.cli import main
 from stackexp.config import compose
-from stackexp.config.memory import StackMemoryConfig
-from stackexp.config.model import TransformerConfig
 from stackexp.data.documents import build_document_mask, compute_document_ids, compute_document_positions
 from stackexp.data.tokenizer import get_end_of_text_id, load_tokenizer
 from stackexp.data.units import write_documents
 from stackexp.datamodules.pretraining import PretrainingData
 from stackexp.models.generation import generate
-from stackexp.models.transformer import Cache, Transformer
+from stackexp.models.transformer import Cache
 from stackexp.modules.language_modeling import LanguageModeling
 
-END, VOCAB = 0, 13
-TOKENS = torch.tensor([[3, 4, END, 5, END, END, 6, 7, 8], [END, 1, 2, 3, 4, 5, 6, 7, END]])
-DEPTH = {"num_heads": 2, "head_dim": 4, "num_slots": 3, "axis": "depth"}
-
-
-def make_model(memory: dict | None, dtype: torch.dtype = torch.float64) -> Transformer:
-    torch.manual_seed(0)
-    sizes = {"vocab_size": VOCAB, "hidden_size": 16, "num_layers": 3, "intermediate_size": 24}
-    sizes |= {"num_heads": 4, "num_kv_heads": 2}
-    return Transformer(TransformerConfig(**sizes, memory=memory and StackMemoryConfig(**memory))).to(dtype)
+DEPTH = {"axis": "depth"}
 
 
 def test_end_token_belongs_to_its_document():

@@ -3,33 +3,24 @@
 import math
 
 import pytest
+import small_models
 import torch
+from small_models import VOCAB, B, T, make_tokens
 from torch.nn import functional as F
 
-from stackexp.config.memory import StackMemoryConfig
-from stackexp.config.model import TransformerConfig
 from stackexp.models.attention_backends import build_mask
 from stackexp.models.positional import build_alibi_bias, build_sinusoidal_table, compute_alibi_slopes
-from stackexp.models.transformer import Cache, Transformer
+from stackexp.models.transformer import Cache
 
-VOCAB, B, T, HEADS, HIDDEN = 11, 2, 9, 4, 16
+HEADS, HIDDEN = 4, 16
 KINDS = ["rope", "none", "sinusoidal", "alibi", "log_scale"]  # the last: no positions, and scores times log n
 BASE = 5
 
 
-def make_model(dtype=torch.float64, memory=None, **options):
-    torch.manual_seed(0)
+def make_model(**options):
     if options.get("positional") == "log_scale":
         options |= {"positional": "none", "attention_log_base": BASE}
-    sizes = {"vocab_size": VOCAB, "hidden_size": HIDDEN, "num_layers": 3, "num_heads": HEADS, "num_kv_heads": 2}
-    if memory is not None:
-        memory = StackMemoryConfig(num_heads=2, head_dim=4, num_slots=3, **memory)
-    config = TransformerConfig(**(sizes | {"intermediate_size": 24} | options), memory=memory)
-    return Transformer(config).to(dtype)
-
-
-def make_tokens(length=T):
-    return torch.randint(VOCAB, (B, length), generator=torch.Generator().manual_seed(1))
+    return small_models.make_model(**options)
 
 
 def compute_attention(attention, x, bias, scale):
@@ -191,7 +182,7 @@ def test_lower_precision_logits_match_float64(positional, causal):
     exact, tokens = make_model(positional=positional, causal=causal), make_tokens()
     wanted = exact(tokens).logits
     for dtype, autocast in ((torch.float32, False), (torch.float32, True), (torch.bfloat16, False)):
-        model = make_model(dtype, positional=positional, causal=causal)
+        model = make_model(dtype=dtype, positional=positional, causal=causal)
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             logits = model(tokens).logits
         error = (logits.double() - wanted).abs().max() / wanted.abs().max()

@@ -8,7 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from corpora import prepare_set, read_files, wait_for, write_many
+from corpora import prepare_set, read_files, write_many
+from processes import wait_until
 
 from stackexp.data.shards import TokenSet
 from stackexp.data.units import BAD_LINES, TAIL, find_damaged_file, format_unit_name
@@ -143,7 +144,7 @@ def test_concurrent_parts_and_merges_write_each_unit_once(source, whole, tmp_pat
 
 def test_merge_waits_for_running_parts(source, tmp_path):
     part = start(source, tmp_path / "set", "1/1")
-    wait_for(lambda: units_in(tmp_path / "set"))
+    wait_until(lambda: units_in(tmp_path / "set"))
     part.send_signal(signal.SIGSTOP)  # while it holds the lock of the folder
     merge = start(source, tmp_path / "set")
     assert merge.stderr.readline() == f"waiting for another process to finish the preparation of {tmp_path}/set\n"
@@ -180,10 +181,10 @@ MOMENTS = [
 def kill_at(moment: Callable[[Path], bool], source: Path, folder: Path) -> None:
     """Kill the parent process at a moment, or after its end; its workers must exit."""
     process = start(source, folder, workers=2)
-    wait_for(lambda: moment(folder) or process.poll() is not None)
+    wait_until(lambda: moment(folder) or process.poll() is not None)
     process.send_signal(signal.SIGKILL)
     process.wait()
-    wait_for(lambda: not members(process.pid), "a worker outlived its parent")
+    wait_until(lambda: not members(process.pid))  # no worker outlives its parent
 
 
 def test_kills_neither_lose_nor_duplicate_documents(source, whole, tmp_path):

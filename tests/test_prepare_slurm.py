@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from corpora import prepare_set, read_files, write_many
-from slurm import wait_for
+from processes import wait_until
 
 from stackexp.cli import main
 from stackexp.errors import RunError
@@ -58,7 +58,7 @@ def test_array_prepares_the_same_set_as_one_process(slurm, source, whole, tmp_pa
     shown = slurm.output("scontrol", "show", "job", merge)
     assert f"Dependency=afterany:{array}" in shown
     assert "TimeLimit=00:10:00" in shown
-    wait_for(lambda: not slurm.squeue())
+    wait_until(lambda: not slurm.squeue())
     assert (folder / "corpus.json").exists(), logs(folder)
     assert read_files(folder) == whole
     found = logs(folder)
@@ -73,14 +73,14 @@ def test_failed_node_and_cancelled_task_lose_no_data(slurm, source, whole, tmp_p
     folder = tmp_path / "set"
     slurm.output("scontrol", "update", "NodeName=n1", "State=DRAIN", "Reason=test")
     array, _ = submit_jobs(capsys, source, folder, "--tasks", "2", "--workers", "2")  # one after the other, on n0
-    wait_for(lambda: list(folder.glob("unit.*")))
+    wait_until(lambda: list(folder.glob("unit.*")))
     slurm.kill_node("n0")  # while part 1 is running
     slurm.output("scancel", f"{array}_2")
     slurm.output("scontrol", "update", "NodeName=n1", "State=RESUME")
-    wait_for(lambda: slurm.squeue().get(f"{array}_1") == "PENDING")
+    wait_until(lambda: slurm.squeue().get(f"{array}_1") == "PENDING")
     assert not (folder / "corpus.json").exists()
     slurm.hurry()
-    wait_for(lambda: not slurm.squeue())
+    wait_until(lambda: not slurm.squeue())
     assert (folder / "corpus.json").exists(), logs(folder)
     assert read_files(folder) == whole
 

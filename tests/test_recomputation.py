@@ -5,18 +5,17 @@ from collections import Counter
 
 import pytest
 import torch
+from small_models import make_model, make_tokens
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from stackexp import stack
 from stackexp.config.compose import compose
-from stackexp.config.memory import StackMemoryConfig
-from stackexp.config.model import TransformerConfig
 from stackexp.errors import ConfigError
 from stackexp.models.transformer import Transformer
 from stackexp.modules.base import TrainingModule
 from stackexp.planning.cost import make_plan
 
-VOCAB, LAYERS = 13, 3
+LAYERS = 3
 MEMORIES = {
     "none": None,
     "depth": {"axis": "depth"},
@@ -28,17 +27,6 @@ MEMORIES = {
 }
 aten = torch.ops.aten
 PRODUCTS = {aten.mm.default, aten._scaled_dot_product_flash_attention_for_cpu.default}
-
-
-def make_model(memory: dict | None, dtype=torch.float32) -> Transformer:
-    torch.manual_seed(0)
-    sizes = {"vocab_size": VOCAB, "hidden_size": 16, "num_layers": LAYERS, "intermediate_size": 24}
-    memory = memory and StackMemoryConfig(**{"num_heads": 2, "head_dim": 4, "num_slots": 3} | memory)
-    return Transformer(TransformerConfig(**sizes, num_heads=4, num_kv_heads=2, memory=memory)).to(dtype)
-
-
-def make_tokens():
-    return torch.randint(VOCAB, (2, 9), generator=torch.Generator().manual_seed(1))
 
 
 def compute_gradients(model: Transformer, recompute: bool | str) -> list[torch.Tensor]:
@@ -54,7 +42,7 @@ def compute_gradients(model: Transformer, recompute: bool | str) -> list[torch.T
 @pytest.mark.parametrize("autocast", [False, True])
 def test_recomputation_gives_identical_gradients(memory, recompute, autocast):
     """Use the eager stack step, because `auto` may choose differently under a dispatch mode."""
-    model = make_model(MEMORIES[memory])
+    model = make_model(MEMORIES[memory], torch.float32)
     with stack.use_implementation("eager"), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         assert all(map(torch.equal, compute_gradients(model, recompute), compute_gradients(model, False)))
 
@@ -72,7 +60,7 @@ class OperatorCalls(TorchDispatchMode):
 
 
 def count_backward_calls(recompute: bool | str) -> Counter:
-    model = make_model(MEMORIES["depth"])
+    model = make_model(MEMORIES["depth"], torch.float32)
     model.checkpoint_blocks = recompute
     with stack.use_implementation("eager"):  # auto may choose differently under a dispatch mode
         loss = model(make_tokens()).logits.sum()
@@ -93,7 +81,7 @@ def test_selective_recomputes_only_cheap_operators():
 
 
 def test_forward_without_gradients_is_not_repeated():
-    model = make_model(MEMORIES["depth"])
+    model = make_model(MEMORIES["depth"], torch.float32)
     model.checkpoint_blocks = "selective"
     calls = []
     model.layers[0].feed_forward.register_forward_hook(lambda *_: calls.append(1))
@@ -138,7 +126,7 @@ def test_selective_rejects_token_scans(overrides):
 @pytest.mark.slow  # compiles with the C++ compiler
 @pytest.mark.parametrize("recompute", [True, "selective"])
 def test_compiled_recomputation_preserves_gradients(recompute):
-    model = make_model(MEMORIES["depth"])
+    model = make_model(MEMORIES["depth"], torch.float32)
     compiled = copy.deepcopy(model)
     compiled.compile(fullgraph=True)
     torch.testing.assert_close(

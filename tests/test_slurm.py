@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from slurm import wait_for
+from processes import wait_until
 
 from stackexp.cli import main
 from stackexp.config.experiment import ExperimentConfig
@@ -63,7 +63,7 @@ def wait_for_codes(launcher: SlurmLauncher, number: int = 1) -> dict[str, int]:
         found.update({trial.name: code for trial, code in launcher.collect_ended()})
         return len(found) >= number
 
-    wait_for(has_enough)
+    wait_until(has_enough)
     return found
 
 
@@ -107,9 +107,9 @@ def test_trial_is_requeued_before_the_time_limit(sweep, slurm):
     launcher = sweep.launcher(time="1", signal_seconds=45)
     launcher.start(trials)
     assert wait_for_codes(launcher) == {"short": 0}
-    wait_for(lambda: "PENDING" in slurm.squeue().values() and (trials[1].folder.path / "saved").exists())
+    wait_until(lambda: "PENDING" in slurm.squeue().values() and (trials[1].folder.path / "saved").exists())
     assert launcher.collect_ended() == []
-    wait_for(lambda: [slurm.hurry(), count_starts(trials[1]) == 4][1])
+    wait_until(lambda: [slurm.hurry(), count_starts(trials[1]) == 4][1])
     assert wait_for_codes(launcher) == {"long": 0}
     assert json.loads((trials[1].folder.path / "exit.json").read_text())["attempt"] == 2
     assert count_starts(trials[0]) == 1, "only the task itself is requeued"
@@ -127,9 +127,9 @@ def test_trial_keeps_its_job_when_slurm_requeues_it(sweep, slurm, tmp_path, monk
     trial = sweep.trial("t", f"{COUNT}[ -e $0/saved ] || {{ touch $0/saved; exit 75; }}")
     launcher = sweep.launcher()
     launcher.start([trial])
-    wait_for(lambda: slurm.squeue() and "PENDING" in slurm.squeue().values() and count_starts(trial))
+    wait_until(lambda: slurm.squeue() and "PENDING" in slurm.squeue().values() and count_starts(trial))
     assert launcher.collect_ended() == []
-    wait_for(lambda: [slurm.hurry(), count_starts(trial) == 2][1])
+    wait_until(lambda: [slurm.hurry(), count_starts(trial) == 2][1])
     assert wait_for_codes(launcher) == {"t": 0}
     assert (tmp_path / "bin" / "scontrol.refused").exists()
     assert len((sweep.folder / "jobs.jsonl").read_text().splitlines()) == 1
@@ -156,7 +156,7 @@ def test_drivers_do_not_submit_a_trial_twice(sweep, slurm):
     launchers = [sweep.launcher() for _ in range(4)]
     with ThreadPoolExecutor() as pool:
         list(pool.map(lambda launcher: launcher.start(trials), launchers))
-    wait_for(lambda: all(map(is_ready, trials)))
+    wait_until(lambda: all(map(is_ready, trials)))
     later = sweep.launcher()
     later.start(trials)
     assert len(slurm.squeue()) == 3
@@ -178,7 +178,7 @@ def test_stop_saves_running_trials_and_requeues_none(sweep, slurm):
     trials.append(sweep.trial("stubborn", f"{COUNT}trap '' TERM; touch $0/ready; sleep 100 & wait; wait"))
     launcher = sweep.launcher(max_parallel=3, signal_seconds=5)
     launcher.start([trials[3], *trials[:3]])
-    wait_for(lambda: sum(map(is_ready, trials)) == 3)
+    wait_until(lambda: sum(map(is_ready, trials)) == 3)
     sweep.launcher(signal_seconds=5).stop()  # as `sweep stop` without a driver
     assert slurm.squeue() == {}
     assert wait_for_codes(launcher, 4) == {"t0": 75, "t1": 75, "t2": 75, "stubborn": -9}
@@ -189,18 +189,18 @@ def test_cancel_ends_one_trial(sweep, slurm):
     trials = [sweep.trial("a", UNTIL_STOPPED), sweep.trial("b", UNTIL_STOPPED), sweep.trial("c", UNTIL_STOPPED)]
     launcher = sweep.launcher(max_parallel=2)
     launcher.start(trials)
-    wait_for(lambda: is_ready(trials[0]) and is_ready(trials[1]))
+    wait_until(lambda: is_ready(trials[0]) and is_ready(trials[1]))
     launcher.cancel(trials[2])
     launcher.cancel(trials[0])
     assert wait_for_codes(launcher, 2) == {"a": 75, "c": 75}
-    wait_for(lambda: list(slurm.squeue().values()) == ["RUNNING"])
+    wait_until(lambda: list(slurm.squeue().values()) == ["RUNNING"])
 
 
 def test_vanished_job_counts_as_killed(sweep, slurm):
     trial = sweep.trial("a", f"{COUNT}touch $0/ready; sleep 100")
     launcher = sweep.launcher()
     launcher.start([trial])
-    wait_for(lambda: is_ready(trial))
+    wait_until(lambda: is_ready(trial))
     slurm.output("scancel", *slurm.squeue())
     assert wait_for_codes(launcher) == {"a": -9}
     assert slurm.squeue() == {}
@@ -213,7 +213,7 @@ def test_no_trial_ends_while_the_controller_is_down(sweep, slurm, monkeypatch):
     trials = [sweep.trial("a", UNTIL_STOPPED), sweep.trial("b", UNTIL_STOPPED), sweep.trial("c", COUNT)]
     launcher = sweep.launcher()
     launcher.start(trials[:2])
-    wait_for(lambda: all(map(is_ready, trials[:2])))
+    wait_until(lambda: all(map(is_ready, trials[:2])))
     slurm.stop_controller()
     assert launcher.collect_ended() == []
     record = {"exit_code": 0, "job": find_newest_tasks(sweep.folder)["a"].job}
@@ -255,7 +255,7 @@ def test_sweep_status_and_stop_without_a_driver(slurm, tmp_path, monkeypatch, ca
         lambda trial: ["bash", "-c", UNTIL_STOPPED, str(trial.folder.path.resolve())],
     )
     launcher.start(found.trials)
-    wait_for(lambda: is_ready(found.trials[0]))
+    wait_until(lambda: is_ready(found.trials[0]))
     assert main(["sweep", "status", "study.yaml"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert "running n0, job " in lines[2]

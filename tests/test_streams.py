@@ -9,8 +9,8 @@ from forks import Forks, processes_in
 from hypothesis import given
 from hypothesis import strategies as st
 from loaders import BATCH, T, build_config, build_loader, read_samples, run_ranks, split_into_steps, write_set
+from processes import wait_until
 from records import only_run, record
-from slurm import wait_for
 
 from stackexp.config.data import StreamConfig
 from stackexp.data import hash_log
@@ -177,7 +177,7 @@ def test_a_killed_and_resumed_run_on_a_mixture_equals_an_uninterrupted_run(tiny,
     whole = only_run(tmp_path / "whole")
     killed = forks.start(*command, "data.num_workers=1")
     killed.kill_when(lambda: any((tmp_path / "runs").glob("tiny/*/checkpoints/00000004")))
-    wait_for(lambda: not processes_in(tmp_path), seconds=30)  # the worker has ended too
+    wait_until(lambda: not processes_in(tmp_path), seconds=30)  # the worker has ended too
     forks.run(*command, "data.micro_batch_size=2", "--ckpt_path", "last")
     resumed = only_run(tmp_path / "runs")
     assert hash_log.read_hashes(resumed.path) == hash_log.read_hashes(whole.path)

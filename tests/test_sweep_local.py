@@ -8,6 +8,7 @@ import time
 
 import pytest
 from config_files import build_sweep
+from processes import wait_until
 from rich.console import Console
 
 from stackexp.errors import ConfigError
@@ -92,8 +93,7 @@ def test_trial_that_ignores_sigterm_is_killed(monkeypatch):
     )
     launcher = build_launcher(trials, stubborn, 2)
     launcher.start(trials)
-    while not all("on" in trial.log.read_text() for trial in trials):
-        time.sleep(0.02)
+    wait_until(lambda: all("on" in trial.log.read_text() for trial in trials))
     launcher.stop()
     assert sorted(launcher.collect_ended(), key=lambda pair: pair[0].name) == [(trials[0], -9), (trials[1], -9)]
 

@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from small_models import VOCAB, B, T, make_model, make_tokens
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
@@ -15,7 +16,6 @@ from stackexp.models.attention import Positions
 from stackexp.models.positional import build_rope_table
 from stackexp.models.transformer import Cache, Transformer
 
-VOCAB, B, T = 13, 2, 9
 AXES = ["depth", "time", "token_major"]
 MEMORIES = {
     "none": None,
@@ -26,19 +26,6 @@ MEMORIES = {
     "feedback_hidden": {"axis": "time", "feedback": True, "feedback_activation": "gated", "feedback_hidden_size": 6},
     "token_major": {"axis": "token_major", "site": "before_attention"},
 }
-
-
-def make_model(memory=None, seed=0, dtype=torch.float64, **options):
-    torch.manual_seed(seed)
-    if memory is not None:
-        memory = StackMemoryConfig(**({"num_heads": 2, "head_dim": 4, "num_slots": 3} | memory))
-    sizes = {"vocab_size": VOCAB, "hidden_size": 16, "num_layers": 3, "intermediate_size": 24}
-    sizes |= {"num_heads": 4, "num_kv_heads": 2}
-    return Transformer(TransformerConfig(**(sizes | options), memory=memory)).to(dtype)
-
-
-def make_tokens(length=T, batch=B):
-    return torch.randint(VOCAB, (batch, length), generator=torch.Generator().manual_seed(1))
 
 
 # hidden size, layers, heads, kv heads, feed-forward size, tied, parameters of the backbone, of the stack

@@ -13,6 +13,7 @@ import torch
 from stackexp.runs import describe_environment
 
 WARMUP_ROUNDS = 3  # kernels are compiled, allocators filled
+PEAK_ROUNDS = 10
 Subject = TypeVar("Subject")
 Result = TypeVar("Result")
 Key = TypeVar("Key", bound=Hashable)
@@ -112,11 +113,11 @@ def measure_peak_bytes(action: Callable[[], object]) -> int | None:
     return torch.cuda.max_memory_allocated() - before
 
 
-def measure_peak_flops(device: torch.device, dtype: torch.dtype, rounds: int = 10) -> float:
+def measure_peak_flops(device: torch.device, dtype: torch.dtype) -> float:
     """Return the FLOP/s of the fastest of several large matrix products: the most that a model can reach here."""
     size = 8192 if device.type == "cuda" else 2048
     a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
-    seconds = [measure_seconds(lambda: a @ b) for _ in range(WARMUP_ROUNDS + rounds)]
+    seconds = [measure_seconds(lambda: a @ b) for _ in range(WARMUP_ROUNDS + PEAK_ROUNDS)]
     return 2 * size**3 / min(seconds)
 
 

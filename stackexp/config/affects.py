@@ -54,7 +54,7 @@ def find_changed_keys(ours: Options, theirs: Options, which: Collection[str]) ->
     return [key for key in changed if get_effect(ours if key in ours else theirs, key) in which]
 
 
-def remove_defaults(section: Any, exclude: Collection[str] = ()) -> Any:
+def remove_defaults(section: Any, exclude: Collection[str]) -> Any:
     """Return a config as nested dicts with only kinds and values that differ from the defaults.
 
     Options that affect one of `exclude` are omitted.

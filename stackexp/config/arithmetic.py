@@ -45,9 +45,8 @@ class ArithmeticConfig:
         """Yield the errors that involve other sections; keys are full keys."""
         if not getattr(config.model, "causal", True):
             yield "model.causal", "arithmetic requires model.causal: true"
-        devices = config.trainer.devices * config.trainer.num_nodes
-        if self.batch_size % devices:
-            multiple = f"trainer.devices * trainer.num_nodes = {devices}"
+        if self.batch_size % config.trainer.world_size:
+            multiple = f"trainer.devices * trainer.num_nodes = {config.trainer.world_size}"
             yield "data.batch_size", f"{self.batch_size} is not a multiple of {multiple}"
 
     @property

@@ -97,12 +97,12 @@ class ExperimentConfig:
     @property
     def micro_batch_size(self) -> int:
         """Return the sequences per device and forward pass."""
-        return self.data.micro_batch(self.trainer.devices * self.trainer.num_nodes)
+        return self.data.micro_batch(self.trainer.world_size)
 
     @property
     def tokens_per_pass(self) -> int:
         """Return the tokens per forward pass over all devices; the maximum if lengths vary."""
-        return self.trainer.devices * self.trainer.num_nodes * self.micro_batch_size * self.data.context_length
+        return self.trainer.world_size * self.micro_batch_size * self.data.context_length
 
     @property
     def total_tokens(self) -> int:

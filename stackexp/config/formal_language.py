@@ -83,12 +83,11 @@ class FormalLanguageConfig:
 
     def find_experiment_errors(self, config: ExperimentConfig, is_training: bool) -> Errors:
         """Yield the errors that involve other sections; keys are full keys."""
-        output, devices = config.model.output_vocab_size, config.trainer.devices * config.trainer.num_nodes
-        if output != self.output_vocab_size:
+        if (output := config.model.output_vocab_size) != self.output_vocab_size:
             found = f"data.task {self.task} has {self.output_vocab_size} output symbols, the model {output}"
             yield "model.output_vocab_size", f"{found}; set model.output_vocab_size=${{data.output_vocab_size}}"
-        if self.batch_size % devices:
-            multiple = f"trainer.devices * trainer.num_nodes = {devices}"
+        if self.batch_size % config.trainer.world_size:
+            multiple = f"trainer.devices * trainer.num_nodes = {config.trainer.world_size}"
             yield "data.batch_size", f"{self.batch_size} is not a multiple of {multiple}"
 
     @property

@@ -85,7 +85,7 @@ def find_config(name: str, origin: str = "", folder: Path = Path()) -> Path:
     raise ConfigError(f"{prefix}unknown config {name!r}; {hint}")
 
 
-def find_choice(section: str, name: str, origin: str, folder: Path = Path()) -> Path:
+def find_choice(section: str, name: str, origin: str, folder: Path) -> Path:
     """Return the file of a section choice. Raises ConfigError with the closest name."""
     if name.endswith((".yaml", ".yml")):
         return _find_file(name, f"{origin}: {section}: ", folder)

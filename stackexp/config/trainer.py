@@ -77,9 +77,8 @@ class TrainerConfig:
 
     def find_errors(self) -> Errors:
         """Yield the errors that involve several options."""
-        processes = self.devices * self.num_nodes
-        if self.strategy == "single" and processes > 1:
-            yield "strategy", f"single supports one device, not {processes}; use ddp, fsdp or hsdp"
+        if self.strategy == "single" and self.world_size > 1:
+            yield "strategy", f"single supports one device, not {self.world_size}; use ddp, fsdp or hsdp"
         if self.recompute == "selective" and not self.activation_checkpointing:
             yield "recompute", "selective requires activation_checkpointing: true"
         if self.max_time is not None and not re.fullmatch(r"\d+:[0-2]\d:[0-5]\d:[0-5]\d", self.max_time):
@@ -98,6 +97,11 @@ class TrainerConfig:
     def device_type(self, has_cuda: bool) -> str:
         """Return "cpu" or "cuda": the accelerator, with auto resolved."""
         return self.accelerator if self.accelerator != "auto" else "cuda" if has_cuda else "cpu"
+
+    @property
+    def world_size(self) -> int:
+        """Return the number of processes, one for each device of each node."""
+        return self.devices * self.num_nodes
 
     @property
     def is_sharded(self) -> bool:

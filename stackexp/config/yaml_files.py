@@ -31,10 +31,10 @@ class Leaf:
     origin: str
 
 
-def get_configs_folder(package: Path = PACKAGE) -> Path:
+def get_configs_folder() -> Path:
     """Return the folder of the shipped YAML files: in an installed package, or next to the package in a checkout."""
-    installed = package / "configs"
-    return installed if installed.is_dir() else package.parent / "configs"
+    installed = PACKAGE / "configs"
+    return installed if installed.is_dir() else PACKAGE.parent / "configs"
 
 
 def display_path(path: Path) -> str:

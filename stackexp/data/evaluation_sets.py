@@ -34,7 +34,6 @@ log = logging.getLogger(__name__)
 
 SET_SUFFIXES = (*TOKEN_SUFFIXES, ".txt", ".text", *COLUMN_SUFFIXES)  # in a folder of sets; README.md is not a set
 PREPARED_SET_FILES = ("corpus.json", "plan.json")  # finished, in progress
-BLOCK_TOKENS = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -195,14 +194,8 @@ def _check_tokens(path: Path, file: TokenFile, config: DataConfig, tokenizer: Kn
         limit, reason = tokenizer.vocab_size, f"{target} has {tokenizer.vocab_size:,} tokens"
     if file.record and file.record.vocab_size <= limit:
         return
-    low, high = _find_range(file.tokens)
+    low, high = int(file.tokens.min()), int(file.tokens.max())
     if low < 0:
         raise RunError(f"{path}: token id {low} is negative; make the file again")
     if high >= limit:
         raise RunError(f"{path}: token id {high:,}, but {reason}; {advice}")
-
-
-def _find_range(tokens: np.ndarray) -> tuple[int, int]:
-    """Return the smallest and the largest id."""
-    blocks = [tokens[start : start + BLOCK_TOKENS] for start in range(0, len(tokens), BLOCK_TOKENS)]
-    return min(int(block.min()) for block in blocks), max(int(block.max()) for block in blocks)

@@ -1,6 +1,5 @@
 """Read token files as sources of a prepared set: ids are kept, and each document ends with end-of-text."""
 
-import functools
 import hashlib
 import sys
 from collections.abc import Callable, Iterator
@@ -12,7 +11,7 @@ from tokenizers import Tokenizer
 from stackexp.data.readers import TokenBlock
 from stackexp.data.sources import TOKEN_SUFFIXES, Source
 from stackexp.data.token_files import REMEDY, TokenFile
-from stackexp.data.tokenizer import KnownTokenizer, count_token_bytes, get_end_of_text_id, get_vocab_size
+from stackexp.data.tokenizer import KnownTokenizer, count_text_bytes, get_end_of_text_id, get_vocab_size
 from stackexp.errors import RunError
 
 BLOCK = 1 << 20  # ids read at a time
@@ -56,7 +55,7 @@ def read_tokens(source: Source, tokenizer: Tokenizer, advance: Callable[[int], o
     vocabulary, or if the file differs from its record.
     """
     file, path = TokenFile(source.path), Path(source.path)
-    end, vocab_size, text_bytes = get_end_of_text_id(tokenizer), get_vocab_size(tokenizer), _count_text_bytes(tokenizer)
+    end, vocab_size, text_bytes = get_end_of_text_id(tokenizer), get_vocab_size(tokenizer), count_text_bytes(tokenizer)
     digest, position, documents, last = hashlib.sha256(), 0, 0, end
     with open(path, "rb") as raw:  # not the memory map: its pages would count as this process's memory
         digest.update(raw.read(file.tokens.offset))
@@ -79,11 +78,3 @@ def read_tokens(source: Source, tokenizer: Tokenizer, advance: Callable[[int], o
     if not documents:
         message = f"{path}: contains no end-of-text (id {end}), so it is read as one document"
         print(message, file=sys.stderr, flush=True)
-
-
-@functools.lru_cache(maxsize=1)
-def _count_text_bytes(tokenizer: Tokenizer) -> np.ndarray:
-    """Return the bytes of text per token, [vocab_size]; end-of-text counts none even if it is not marked special."""
-    table = count_token_bytes(tokenizer)
-    table[get_end_of_text_id(tokenizer)] = 0
-    return table

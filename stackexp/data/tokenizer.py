@@ -6,7 +6,7 @@ import re
 from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -118,6 +118,14 @@ def count_token_bytes(tokenizer: Tokenizer, size: int | None = None) -> np.ndarr
     for index, data in list_token_bytes(tokenizer).items():
         table[index] = len(data)
     table[[token["id"] for token in json.loads(tokenizer.to_str())["added_tokens"] if token["special"]]] = 0
+    return table
+
+
+@lru_cache(maxsize=1)
+def count_text_bytes(tokenizer: Tokenizer) -> np.ndarray:
+    """Return `count_token_bytes` with 0 for end-of-text, even if it is not marked special."""
+    table = count_token_bytes(tokenizer)
+    table[get_end_of_text_id(tokenizer)] = 0
     return table
 
 

@@ -98,7 +98,7 @@ def split_problems(config: ArithmeticConfig) -> tuple[np.ndarray, np.ndarray]:
     return problems[np.sort(order[num_held_out:])], problems[np.sort(order[:num_held_out])]
 
 
-def write_problems(operation: str, answer_length: int, is_reversed: bool = False) -> np.ndarray:
+def write_problems(operation: str, answer_length: int, is_reversed: bool) -> np.ndarray:
     """Return the token ids of all problems, in the order of their numbers."""
     pairs = [(a, b) for a in range(10, 100) for b in range(10, 100)]
     results = [a + b if operation == "addition" else a * b for a, b in pairs]

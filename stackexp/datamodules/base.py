@@ -72,7 +72,7 @@ class RankBatches(Sampler[list[int]]):
     Over all ranks, each item of 0..length-1 occurs once. PADDING fills the last batches.
     """
 
-    def __init__(self, length: int, batch_size: int, rank: int = 0, world_size: int = 1):
+    def __init__(self, length: int, batch_size: int, rank: int, world_size: int):
         self.length, self.batch_size, self.rank, self.world_size = length, batch_size, rank, world_size
 
     def __len__(self) -> int:

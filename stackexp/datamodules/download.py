@@ -9,7 +9,7 @@ from pathlib import Path
 from streaming.base.storage.download import CloudDownloader
 
 from stackexp.errors import RunError, first_line
-from stackexp.files import compute_sha256
+from stackexp.files import compute_sha256, sync_file
 
 RETRY_SECONDS = 1.0  # before the second attempt; doubled before each further one
 PERMANENT_ERRORS = {errno.ENOENT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENOTDIR}
@@ -74,7 +74,7 @@ def _check_file(path: Path, sha256: str | None) -> None:
         if compute_sha256(path) != sha256:
             raise ValueError("the sha256 differs from the one in index.json")
         with open(path, "rb") as file:
-            os.fsync(file.fileno())
+            sync_file(file)
 
 
 def _is_permanent(error: Exception) -> bool:

@@ -177,7 +177,7 @@ class ChunkDataset(Dataset):
     PADDING returns a row of length 0.
     """
 
-    def __init__(self, chunks: Chunks, limit: int | None = None):
+    def __init__(self, chunks: Chunks, limit: int | None):
         self.chunks = chunks
         self.length = len(chunks) if limit is None else min(limit, len(chunks))
 

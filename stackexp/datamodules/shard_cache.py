@@ -71,7 +71,7 @@ class ShardCache:
             is_ours = self._states[shard_id] != DOWNLOADING and not self._is_present(shard_id)
             if is_ours:
                 if self._states[shard_id] == PRESENT:  # the file was deleted by somebody else
-                    self._add_used_bytes(shard_id, -1)
+                    self._release_bytes(shard_id)
                 self._states[shard_id] = DOWNLOADING
         if is_ours:
             try:
@@ -107,8 +107,7 @@ class ShardCache:
     def _check_limit(self, limit: int, num_loaders: int) -> None:
         # Each loader may need one shard to read and one to look ahead. With less space, they would wait for each other.
         largest = int(self._sizes[self._is_cached].max())
-        is_on_disk = self._is_cached & (self._states.numpy() == PRESENT)
-        metadata = int(self._used_bytes[0]) - int(self._sizes[is_on_disk].sum())
+        metadata = int(self._used_bytes[0]) - int(self._sizes[self._is_on_disk()].sum())
         minimum = metadata + min(2 + 2 * num_loaders, int(self._is_cached.sum())) * largest
         if limit < minimum:
             raise SourceError(
@@ -133,7 +132,7 @@ class ShardCache:
             finally:
                 if state == ABSENT:
                     with self._lock():
-                        self._add_used_bytes(shard_id, -1)
+                        self._release_bytes(shard_id)
         finally:
             self._states[shard_id] = state
 
@@ -141,7 +140,7 @@ class ShardCache:
         """Reserve `size` bytes: evict the least recently used shards, or wait until there are shards to evict."""
         while True:
             with self._lock():
-                while self._is_over_limit(size) and (candidates := self._list_evictable()).size:
+                while self._is_over_limit(size) and (candidates := np.flatnonzero(self._is_on_disk())).size:
                     self._evict(int(candidates[np.argmin(self._last_used.numpy()[candidates])]))
                 if not self._is_over_limit(size):
                     self._used_bytes[0] += size
@@ -151,17 +150,18 @@ class ShardCache:
     def _is_over_limit(self, size: int) -> bool:
         return self._limit is not None and self._used_bytes[0] + size > self._limit
 
-    def _list_evictable(self) -> np.ndarray:
-        return np.flatnonzero(self._is_cached & (self._states.numpy() == PRESENT))
+    def _is_on_disk(self) -> np.ndarray:
+        """Return True for each cached shard that is present, bool [N]."""
+        return self._is_cached & (self._states.numpy() == PRESENT)
 
     def _evict(self, shard_id: int) -> None:
         self._states[shard_id] = ABSENT
         self._shards[shard_id].path.unlink(missing_ok=True)
-        self._add_used_bytes(shard_id, -1)
+        self._release_bytes(shard_id)
 
-    def _add_used_bytes(self, shard_id: int, sign: int) -> None:
+    def _release_bytes(self, shard_id: int) -> None:
         if self._is_cached[shard_id]:
-            self._used_bytes[0] += sign * self._shards[shard_id].size
+            self._used_bytes[0] -= self._shards[shard_id].size
 
     def _lock(self) -> FileLock:
         """Return a lock that excludes all other threads and processes of the node."""

@@ -17,7 +17,7 @@ def build_mesh(device_type: str, trainer: TrainerConfig) -> DeviceMesh:
         return init_device_mesh(
             device_type, (trainer.num_nodes, trainer.devices), mesh_dim_names=("replicate", "shard")
         )
-    return init_device_mesh(device_type, (trainer.num_nodes * trainer.devices,), mesh_dim_names=("shard",))
+    return init_device_mesh(device_type, (trainer.world_size,), mesh_dim_names=("shard",))
 
 
 def shard_model(model: Transformer, mesh: DeviceMesh, trainer: TrainerConfig) -> None:

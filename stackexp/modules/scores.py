@@ -37,22 +37,20 @@ def compute_set_scores(chunks: np.ndarray, bytes_per_token: float | None = None,
     return scores
 
 
-def bootstrap_interval(
-    losses: np.ndarray, counts: np.ndarray, resamples: int = 1000, level: float = 0.95, seed: int = 0
-) -> tuple[float, float]:
-    """Return the percentile bootstrap interval of sum(losses) / sum(counts) over N chunks.
+def bootstrap_interval(losses: np.ndarray, counts: np.ndarray, resamples: int = 1000) -> tuple[float, float]:
+    """Return the 95 % percentile bootstrap interval of sum(losses) / sum(counts) over N chunks.
 
     More than MAX_BOOTSTRAP_BLOCKS chunks are resampled as blocks of neighbors.
     """
     starts = np.arange(0, len(losses), -(-len(losses) // MAX_BOOTSTRAP_BLOCKS))
     losses, counts = np.add.reduceat(losses, starts), np.add.reduceat(counts, starts)
-    rng, size = np.random.default_rng(seed), len(losses)
+    rng, size = np.random.default_rng(0), len(losses)
     batch = max(1, (1 << 22) // size)  # resamples at once: bounds the memory
     means = []
     for start in range(0, resamples, batch):
         drawn = rng.integers(size, size=(min(batch, resamples - start), size))
         means.append(losses[drawn].sum(1) / counts[drawn].sum(1))
-    tail = (1 - level) / 2
+    tail = (1 - 0.95) / 2
     low, high = np.quantile(np.concatenate(means), [tail, 1 - tail])
     return float(low), float(high)
 

@@ -4,17 +4,19 @@ import math
 import statistics
 from collections import deque
 
+WINDOW = 128  # losses
+MIN_LOSSES = 32
+
 
 class SpikeDetector:
     """A window of recent losses; it measures by how many standard deviations a new loss exceeds their mean."""
 
-    def __init__(self, window: int = 128, min_losses: int = 32) -> None:
-        self.losses: deque[float] = deque(maxlen=window)
-        self._min_losses = min_losses
+    def __init__(self) -> None:
+        self.losses: deque[float] = deque(maxlen=WINDOW)
 
     def count_deviations(self, loss: float) -> float:
-        """Return (loss - mean) / standard deviation; 0.0 while fewer than `min_losses` are known."""
-        if len(self.losses) < self._min_losses:
+        """Return (loss - mean) / standard deviation; 0.0 while there are fewer than MIN_LOSSES."""
+        if len(self.losses) < MIN_LOSSES:
             return 0.0
         mean, spread = statistics.fmean(self.losses), statistics.pstdev(self.losses)
         return (loss - mean) / spread if spread else 0.0

@@ -34,15 +34,10 @@ class Plan:
     flops_per_token: float
 
     @property
-    def devices(self) -> int:
-        """The number of devices over all nodes."""
-        return self.config.trainer.devices * self.config.trainer.num_nodes
-
-    @property
     def strategy(self) -> str:
         """The strategy, with `auto` resolved."""
         trainer = self.config.trainer
-        return {"auto": "ddp" if self.devices > 1 else "single"}.get(trainer.strategy, trainer.strategy)
+        return {"auto": "ddp" if trainer.world_size > 1 else "single"}.get(trainer.strategy, trainer.strategy)
 
     @property
     def tokens(self) -> int:
@@ -59,7 +54,7 @@ class Plan:
         """Throughput of all devices; None for CPUs and small models, whose speed FLOPs do not determine."""
         if self.parameters < MIN_PARAMETERS or self.config.trainer.accelerator == "cpu":
             return None
-        return self.mfu * self._device.peak_flops * self.devices / self.flops_per_token
+        return self.mfu * self._device.peak_flops * self.config.trainer.world_size / self.flops_per_token
 
     @property
     def hours(self) -> float | None:
@@ -70,7 +65,7 @@ class Plan:
     @property
     def gpu_hours(self) -> float | None:
         """Duration of the run times the number of devices; None if it is not estimated."""
-        return None if self.hours is None else self.hours * self.devices
+        return None if self.hours is None else self.hours * self.config.trainer.world_size
 
     @cached_property
     def checkpoint_bytes(self) -> int:

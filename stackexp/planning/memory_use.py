@@ -78,7 +78,7 @@ def compute_memory_use(config: ExperimentConfig, is_training: bool) -> MemoryUse
 
 def count_shards(trainer: TrainerConfig) -> int:
     """Return the number of ranks that share one copy of the weights."""
-    return {"fsdp": trainer.devices * trainer.num_nodes, "hsdp": trainer.devices}.get(trainer.strategy, 1)
+    return {"fsdp": trainer.world_size, "hsdp": trainer.devices}.get(trainer.strategy, 1)
 
 
 def compute_shard_bytes(parameter: torch.Tensor, ranks: int = 1) -> int:
@@ -119,7 +119,7 @@ def _compute_communication_bytes(trainer: TrainerConfig, model: Transformer, is_
     """
     total = sum_bytes(model.parameters())
     if not trainer.is_sharded:
-        return total if trainer.devices * trainer.num_nodes > 1 else 0
+        return total if trainer.world_size > 1 else 0
     blocks = [sum_bytes(layer.parameters()) for layer in model.layers]
     root, reduced = total - sum(blocks), max(blocks)
     gathered = [size // 2 if trainer.precision == "bf16-mixed" else size for size in blocks]

@@ -72,7 +72,7 @@ def _halve(plan: Plan, option: str, peak: int) -> Iterator[Change]:
 def _shard(plan: Plan) -> Iterator[Change]:
     if plan.config.trainer.is_sharded:
         return
-    if plan.devices > 1:
+    if plan.config.trainer.world_size > 1:
         yield _change_option(plan, "trainer.strategy", "fsdp")
     else:
         trainer = replace(plan.config.trainer, strategy="fsdp", devices=8)  # the same as configs/trainer/fsdp.yaml

@@ -30,6 +30,7 @@ from stackexp.reports.missing_runs import (
 )
 from stackexp.reports.paper import CHOICES, PAPER, contradicts_itself, find_variant
 from stackexp.reports.report import PALETTE, Report, Table
+from stackexp.reports.summaries import format_loss
 from stackexp.tables import ABSENT
 
 DEFAULT_COMMAND = "python -m stackexp sweep run ablation"
@@ -117,12 +118,7 @@ def _label(arm: Arm, variant: str) -> str:
 
 
 def _format_losses(losses: Losses, columns: Sequence[str]) -> list[str]:
-    cells = [losses.get(column) for column in columns]
-    return [ABSENT if cell is None else _format_loss(*cell) for cell in cells]
-
-
-def _format_loss(loss: float, perplexity: float | None) -> str:
-    return f"{loss:.3f}" if perplexity is None else f"{loss:.3f} / {perplexity:.2f}"
+    return [format_loss(*losses.get(column, (None, None))) for column in columns]
 
 
 def _build_losses(order: list[Arm], variants: dict[str, Arm]) -> Table:
@@ -133,7 +129,7 @@ def _build_losses(order: list[Arm], variants: dict[str, Arm]) -> Table:
     for variant, printed in PAPER.items():
         arm = variants.get(variant)
         ours = [_label(arm, variant), str(len(arm.runs)), *_format_losses(losses[arm.name], columns)] if arm else None
-        paper = [_format_loss(*cell) + "†" * contradicts_itself(*cell) for cell in printed]
+        paper = [format_loss(*cell) + "†" * contradicts_itself(*cell) for cell in printed]
         rows.append([*(ours or [CHOICES[variant], "0", *[ABSENT] * len(columns)]), *paper])
     for arm in order:
         if arm not in variants.values():

@@ -114,9 +114,11 @@ def format_summaries(summaries: list[RunSummary]) -> str:
     return format_table(rows, header=header, align="<>>>><")
 
 
-def format_loss(loss: float | None) -> str:
-    """Format a loss with three decimals."""
-    return ABSENT if loss is None else f"{loss:.3f}"
+def format_loss(loss: float | None, perplexity: float | None = None) -> str:
+    """Format a loss with three decimals, and after a slash its perplexity, if it is given."""
+    if loss is None:
+        return ABSENT
+    return f"{loss:.3f}" if perplexity is None else f"{loss:.3f} / {perplexity:.2f}"
 
 
 def format_size(size: float) -> str:

@@ -87,7 +87,7 @@ class Processes:
 @contextlib.contextmanager
 def start_processes(trainer: TrainerConfig, device_type: str) -> Iterator[Processes]:
     """Start and connect all processes of the run. Raises RunError if a launcher started the wrong number of them."""
-    size = trainer.devices * trainer.num_nodes
+    size = trainer.world_size
     environment, children = _find_environment(trainer)
     if size == 1 and not trainer.is_sharded:
         yield Processes(0, 1, environment)
@@ -159,20 +159,19 @@ def _exit_with_children(children: list[subprocess.Popen]) -> Iterator[None]:
 
 def _find_environment(trainer: TrainerConfig) -> tuple[ClusterEnvironment, list[subprocess.Popen]]:
     """Return the launcher's environment, and the processes started here."""
-    expected = trainer.devices * trainer.num_nodes
     by_srun = int(os.environ.get("SLURM_STEP_NUM_TASKS", 1))
     by_torchrun = int(os.environ["WORLD_SIZE"]) if "TORCHELASTIC_RUN_ID" in os.environ else 1
     for launcher, count in {"srun": by_srun, "torchrun": by_torchrun}.items():
-        if count > 1 and count != expected:
+        if count > 1 and count != trainer.world_size:
             raise RunError(
-                f"{launcher} started {count} processes, but trainer.devices * trainer.num_nodes = {expected}; "
-                "make them equal"
+                f"{launcher} started {count} processes, but trainer.devices * trainer.num_nodes = "
+                f"{trainer.world_size}; make them equal"
             )
     if by_srun > 1:
         return SLURMEnvironment(auto_requeue=False), []
     if by_torchrun > 1:
         return TorchElasticEnvironment(), []
-    children = _start_children(trainer) if expected > 1 and "LOCAL_RANK" not in os.environ else []
+    children = _start_children(trainer) if trainer.world_size > 1 and "LOCAL_RANK" not in os.environ else []
     return LightningEnvironment(), children
 
 
@@ -196,7 +195,7 @@ def _start_children(trainer: TrainerConfig) -> list[subprocess.Popen]:
 
 def _connect(environment: ClusterEnvironment, trainer: TrainerConfig, device_type: str) -> int:
     """Join the process group and return the rank."""
-    size = trainer.devices * trainer.num_nodes
+    size = trainer.world_size
     local = environment.local_rank()
     rank = environment.node_rank() * trainer.devices + local
     os.environ["RANK"] = str(rank)

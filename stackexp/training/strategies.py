@@ -20,10 +20,9 @@ from stackexp.models.checkpoints import CheckpointWriter
 def build_strategy(config: ExperimentConfig, device_type: str) -> Strategy:
     """Build the strategy of `trainer.strategy`; auto is single on one device, else ddp."""
     trainer = config.trainer
-    devices = trainer.devices * trainer.num_nodes
     if trainer.is_sharded:
-        return Sharded(data_parallel_size=devices, tensor_parallel_size=1)
-    if trainer.strategy == "ddp" or devices > 1:
+        return Sharded(data_parallel_size=trainer.world_size, tensor_parallel_size=1)
+    if trainer.strategy == "ddp" or trainer.world_size > 1:
         return Replicated()
     return SingleDevice(torch.device(device_type, 0) if device_type == "cuda" else torch.device(device_type))
 

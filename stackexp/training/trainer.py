@@ -83,7 +83,7 @@ def check_model_fits(config: ExperimentConfig) -> None:
     trainer, device_type = config.trainer, find_device_type(config)
     needed = parameters * ((8 if trainer.precision == "bf16-true" else 16) + (4 if trainer.ema_decay else 0))
     if trainer.is_sharded:
-        needed //= trainer.devices * trainer.num_nodes
+        needed //= trainer.world_size
     if device_type == "cpu":
         needed *= trainer.devices
     if needed > (free := _read_free_bytes(device_type)):

@@ -64,6 +64,11 @@ class Parser(argparse.ArgumentParser):
         self.add_argument("--config", action="append", default=[], metavar="NAME_OR_PATH")
         self.accepts_overrides = True
 
+    def add_sweep(self) -> None:
+        """Add `SWEEP`, a sweep's name, file or folder, and accept overrides."""
+        self.add_argument("sweep", metavar="SWEEP", help="a shipped name, a YAML file or a sweep's folder")
+        self.accepts_overrides = True
+
     def format_help(self) -> str:
         """Return the help text: options, notes, then examples."""
         examples = "".join(f"  python -m stackexp {example}\n" for example in self._examples)

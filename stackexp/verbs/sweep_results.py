@@ -15,12 +15,11 @@ EXAMPLES = ("sweep results stack_grid --figures figures/", "sweep results quick_
 
 
 def add_arguments(parser: Parser) -> None:
-    parser.add_argument("sweep", metavar="SWEEP", help="a shipped name, a YAML file or a sweep's folder")
+    parser.add_sweep()
     parser.add_argument("--figures", type=Path, metavar="FOLDER", help="plot the loss against each searched number")
     style = parser.add_mutually_exclusive_group()
     style.add_argument("--markdown", action="store_true", help="print a Markdown table")
     style.add_argument("--json", action="store_true", help="print JSON")
-    parser.accepts_overrides = True
 
 
 def run(args: Namespace) -> int:

@@ -15,14 +15,13 @@ EXAMPLES = ("sweep run quick_grid", "sweep run stack_grid --dry-run", "sweep run
 
 
 def add_arguments(parser: Parser) -> None:
-    parser.add_argument("sweep", metavar="SWEEP", help="a shipped name, a YAML file or a sweep's folder")
+    parser.add_sweep()
     parser.add_argument("--launcher", choices=list(LAUNCHERS), default="local", help="default: local")
     max_parallel = "trials at once (default: as many as fit)"
     parser.add_argument("--max-parallel", type=at_least(1), metavar="N", help=max_parallel)
     retries = "retries of a failed trial (default: as in the YAML)"
     parser.add_argument("--retries", type=at_least(0), metavar="N", help=retries)
     parser.add_argument("--dry-run", action="store_true", help="print the trials and the remaining cost")
-    parser.accepts_overrides = True
 
 
 def run(args: Namespace) -> int:

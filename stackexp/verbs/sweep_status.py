@@ -13,9 +13,8 @@ EXAMPLES = ("sweep status quick_grid", "sweep status runs/quick_grid")
 
 
 def add_arguments(parser: Parser) -> None:
-    parser.add_argument("sweep", metavar="SWEEP", help="a shipped name, a YAML file or a sweep's folder")
+    parser.add_sweep()
     parser.add_argument("--json", action="store_true", help="print a list of objects")
-    parser.accepts_overrides = True
 
 
 def run(args: Namespace) -> int:

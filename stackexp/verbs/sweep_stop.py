@@ -12,8 +12,7 @@ EXAMPLES = ("sweep stop quick_grid",)
 
 
 def add_arguments(parser: Parser) -> None:
-    parser.add_argument("sweep", metavar="SWEEP", help="a shipped name, a YAML file or a sweep's folder")
-    parser.accepts_overrides = True
+    parser.add_sweep()
 
 
 def run(args: Namespace) -> int:

@@ -10,7 +10,7 @@ import pytest
 import yaml
 from processes import Program, kill, wait_until
 from records import losses, record
-from slurm import Slurm, wait_for
+from slurm import Slurm
 
 from stackexp.runs import RunFolder
 from stackexp.sweeps.sweep import load_sweep
@@ -53,12 +53,12 @@ def test_a_requeued_run_resumes_exactly(slurm: Slurm, program, tiny, tmp_path):
     (tmp_path / "job.sh").write_text(for_two_nodes(batch_script()))
     run = RunFolder(tmp_path / "runs" / "my-run")
     job = slurm.output("sbatch", "--parsable", f"--chdir={tmp_path}", tmp_path / "job.sh").strip()
-    wait_for(lambda: len(losses(run)) > 5)
+    wait_until(lambda: len(losses(run)) > 5)
     slurm.output("scancel", "--signal=USR1", job)
-    wait_for(lambda: slurm.squeue() == {job: "PENDING"})
+    wait_until(lambda: slurm.squeue() == {job: "PENDING"})
     assert not run.is_finished
     slurm.hurry()
-    wait_for(lambda: slurm.squeue() == {})
+    wait_until(lambda: slurm.squeue() == {})
     assert run.is_finished, (tmp_path / "my-run.txt").read_text()
     assert "resumed from" in (tmp_path / "my-run.txt").read_text()
     assert len(json.loads((run.path / "environment.json").read_text())) == 2
@@ -90,7 +90,7 @@ def test_a_sweep_survives_the_loss_of_its_driver_and_a_node(slurm: Slurm, progra
     wait_until(lambda: "PENDING" in slurm.squeue().values(), driver)
     assert "pending (" in program.run("sweep", "status", path)
     slurm.start_node("n1")
-    wait_for(lambda: [slurm.hurry(), driver.poll() is not None][1])
+    wait_until(lambda: [slurm.hurry(), driver.poll() is not None][1])
     assert driver.returncode == 0, driver.stdout.read()
 
     for trial in trials:

@@ -13,7 +13,6 @@ import pytest
 from forks import Forks
 from processes import ENDLESS, FSDP, find_second_rank, list_children, read_to_end, wait_until
 from records import has_checkpoint, losses, only_run, record
-from slurm import wait_for
 
 from stackexp.cli import main
 from stackexp.runs import RunFolder
@@ -142,7 +141,7 @@ def test_stop_request_ends_a_run_whose_loader_is_frozen(program, tiny, tmp_path,
     stuck = "error: SIGTERM: no batch has ended for 3 s; exiting without a checkpoint" in output
     assert process.returncode == (1 if stuck else 75), output
     assert stuck or has_batches
-    wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in workers))
+    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in workers))
 
 
 @pytest.mark.process

@@ -166,6 +166,7 @@ def compute_medians(runs: list[FormalRun]) -> tuple[float | None, float | None]:
     return statistics.median(accuracies) if accuracies else None, statistics.median(losses) if losses else None
 
 
-def _join_paths(paths: Sequence[Path | str], limit: int = 3) -> str:
-    shown = ", ".join(map(str, paths[:limit]))
-    return shown if len(paths) <= limit else f"{shown} and {len(paths) - limit} more"
+def _join_paths(paths: Sequence[Path | str]) -> str:
+    """Return the first three paths and how many more there are."""
+    shown = ", ".join(map(str, paths[:3]))
+    return shown if len(paths) <= 3 else f"{shown} and {len(paths) - 3} more"

@@ -56,12 +56,10 @@ class Downstream(StepCallback, pl.callbacks.Checkpoint):
     ):
         self._config, self._tasks, self._folder = config, tasks, folder
         self._metrics_log, self._stop = metrics_log, stop
-        self._saved_step = -1  # the step of the newest checkpoint
 
     def on_train_start(self, trainer: pl.Trainer, module: TrainingModule) -> None:
         """Score the tasks if the run stopped before it had logged them."""
         super().on_train_start(trainer, module)
-        self._saved_step = trainer.global_step or -1
         if trainer.strategy.broadcast(self._is_missing(trainer.global_step)):
             self._score(trainer, module)
 
@@ -69,10 +67,6 @@ class Downstream(StepCallback, pl.callbacks.Checkpoint):
         """Score the tasks if they are due."""
         if self._step % self._config.evaluation.interval == 0:
             self._score(trainer, module)
-
-    def on_save_checkpoint(self, trainer: pl.Trainer, *_: Any) -> None:
-        """Record the step of the checkpoint."""
-        self._saved_step = trainer.global_step
 
     def _is_missing(self, step: int) -> bool:
         if not step or step % self._config.evaluation.interval:

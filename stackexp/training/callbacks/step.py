@@ -10,9 +10,15 @@ from stackexp.modules.base import TrainingModule
 class StepCallback(pl.Callback):
     """A callback whose `on_step_end` is called after each optimizer step, not after each micro-batch."""
 
+    _saved_step = -1  # the step of the newest checkpoint
+
     def on_train_start(self, trainer: pl.Trainer, module: TrainingModule) -> None:
-        """Start counting steps."""
-        self._step = trainer.global_step
+        """Start counting steps. A resumed run starts from a checkpoint of its first step."""
+        self._step, self._saved_step = trainer.global_step, trainer.global_step or -1
+
+    def on_save_checkpoint(self, trainer: pl.Trainer, *_: Any) -> None:
+        """Record the step of the checkpoint."""
+        self._saved_step = trainer.global_step
 
     def on_train_batch_end(self, trainer: pl.Trainer, module: TrainingModule, *_: Any) -> None:
         """Call `on_step_end` if the micro-batch was the last of a step."""

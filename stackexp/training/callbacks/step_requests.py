@@ -25,13 +25,7 @@ class StepRequests(StepCallback):
     def __init__(self, stop: StopRequest, checkpoint_interval_minutes: float | None = None):
         self._stop, self._minutes = stop, checkpoint_interval_minutes
         self._saved_at = time.monotonic()
-        self._saved_step = -1  # the step of the newest checkpoint
         self._batches_per_check, self._batches_since_check, self._checked_at = 1, 0, time.monotonic()
-
-    def on_train_start(self, trainer: pl.Trainer, module: TrainingModule) -> None:
-        """Record the step of the checkpoint that a resumed run starts from."""
-        super().on_train_start(trainer, module)
-        self._saved_step = trainer.global_step or -1
 
     def on_train_batch_end(self, trainer: pl.Trainer, module: TrainingModule, *args: Any) -> None:
         """Record that a batch has ended."""
@@ -46,7 +40,8 @@ class StepRequests(StepCallback):
 
     def on_save_checkpoint(self, trainer: pl.Trainer, *_: Any) -> None:
         """Restart the timer of `checkpoint_interval_minutes`."""
-        self._saved_at, self._saved_step = time.monotonic(), trainer.global_step
+        super().on_save_checkpoint(trainer)
+        self._saved_at = time.monotonic()
 
     def on_validation_batch_end(self, *args: Any) -> None:
         """Stop within a validation, which can take long. The resumed run first repeats that validation.

@@ -1,0 +1,25 @@
+"""Build small decoders with or without a memory, and the tokens they run on."""
+
+from typing import Any
+
+import torch
+
+from stackexp.config.memory import StackMemoryConfig
+from stackexp.config.model import TransformerConfig
+from stackexp.models.transformer import Transformer
+
+VOCAB, B, T = 13, 2, 9
+
+
+def make_model(memory: Any = None, dtype: torch.dtype = torch.float64, seed: int = 0, **options: Any) -> Transformer:
+    """Build a decoder of three layers; `memory` is a config, or the options of a stack with three slots."""
+    torch.manual_seed(seed)
+    if isinstance(memory, dict):
+        memory = StackMemoryConfig(**{"num_heads": 2, "head_dim": 4, "num_slots": 3} | memory)
+    sizes = {"vocab_size": VOCAB, "hidden_size": 16, "num_layers": 3, "intermediate_size": 24}
+    sizes |= {"num_heads": 4, "num_kv_heads": 2}
+    return Transformer(TransformerConfig(**sizes | options, memory=memory)).to(dtype)
+
+
+def make_tokens(length: int = T, batch: int = B) -> torch.Tensor:
+    return torch.randint(VOCAB, (batch, length), generator=torch.Generator().manual_seed(1))
