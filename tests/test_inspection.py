@@ -79,8 +79,11 @@ def test_overflow_is_the_mass_pushed_past_the_last_slot():
     assert [r.values["overflow"].mean().item() for r in record(model)] == pytest.approx([0, 0, 1])
 
 
-def test_the_shares_of_single_heads_add_up_as_vectors():
-    model = build_model(num_heads=1)
+@pytest.mark.parametrize("residual_gate", ["hidden", "read"])
+def test_the_share_of_a_single_head_is_that_of_its_memory(residual_gate):
+    model = build_model(num_heads=1, residual_gate=residual_gate)
+    for memory in model.memories:
+        torch.nn.init.constant_(memory.gate, 0.5)
     expected = model(TOKENS, probe=True).probes
     for recording, probes in zip(record(model), expected, strict=True):
         assert recording.values["read_share"].mean().item() == pytest.approx(probes["read_share"].item(), rel=1e-5)

@@ -68,15 +68,17 @@ def test_first_update_matches_equations(read, read_mask, residual_gate):
     assert state.mask.shape == (B, T, 2, 1)
 
 
-def test_probes_are_detached_means():
-    memory, h = make_memory(), hidden_states()
+@pytest.mark.parametrize(("residual_gate", "gate"), [("hidden", 1.0), ("read", 0.5)])
+def test_probes_are_detached_means(residual_gate, gate):
+    memory, h = make_memory(residual_gate=residual_gate), hidden_states()
+    torch.nn.init.constant_(memory.gate, gate)
     new_h, _, trace = memory(h, memory.empty_state(h), probe=True)
     names = {"push", "pop", "no_op", "occupancy", "read_share", "action_spread", "constant_heads"}
     assert set(trace) == {"entropy", *names}
     assert all(value.shape == () for value in trace.values())
     assert [name for name, value in trace.items() if value.requires_grad] == ["entropy"]
     assert (trace["push"] + trace["pop"] + trace["no_op"]).item() == pytest.approx(1)
-    share = (new_h - h).norm(dim=-1) / h.norm(dim=-1)  # the gate is 1
+    share = (new_h - h).norm(dim=-1) / h.norm(dim=-1)  # h itself is not scaled
     assert trace["read_share"].item() == pytest.approx(share.mean().item())
     assert set(memory(h, memory.empty_state(h))[2]) == {"entropy"}
 

@@ -24,7 +24,7 @@ MEASUREMENTS = {
     "overflow": "mass that this push moves past the last slot",
     "read_slot": "slot that is read most, 0 is the top",
     "read_sharpness": "weight of that slot in the read",
-    "read_share": "|W_up R| / |h|",
+    "read_share": "|W_up R| / |h|, with the gate of residual_gate: read",
 }
 
 
@@ -142,10 +142,11 @@ def compute_read_weights(memory: StackMemory, state: StackState) -> Tensor:
 
 
 def _compute_read_shares(memory: StackMemory, read: Tensor, h: Tensor) -> Tensor:
-    """Return |W_up R| / |h| [B, T, H] of each head, with the reads of the other heads set to 0."""
+    """Return the read share [B, T, H] of each head, with the reads of the other heads set to 0."""
     shares = []
     for head in range(read.shape[-2]):
         alone = torch.zeros_like(read)
         alone[..., head, :] = read[..., head, :]
-        shares.append(memory.project_up(alone.to(h.dtype)).float().norm(dim=-1) / h.float().norm(dim=-1))
+        added = memory.scale_read(memory.project_up(alone.to(h.dtype)))
+        shares.append(added.float().norm(dim=-1) / h.float().norm(dim=-1))
     return torch.stack(shares, -1)

@@ -61,16 +61,16 @@ class StackMemory(Memory):
         nn.init.ones_(self.gate)
 
     def init_identity(self) -> None:
-        """Set W_up to 0, or with `residual_gate: read` the gate, so that h' = h.
+        """Set W_up to 0, so that h' = h; without W_up, set the gate of `residual_gate: read` to 0.
 
-        The other of the two keeps its value, because both at 0 would have no gradient.
+        With W_up, a gate of 0 would hardly learn: its gradient sums over all tokens, and W_up's is proportional to it.
 
         Raises RunError for `projection: none` with `residual_gate: hidden`, which always adds the read.
         """
-        if self.config.residual_gate == "read":
-            nn.init.zeros_(self.gate)
-        elif self.up is not None:
+        if self.up is not None:
             nn.init.zeros_(self.up)
+        elif self.config.residual_gate == "read":
+            nn.init.zeros_(self.gate)
         else:
             raise RunError("init.memory: identity with projection: none requires model.memory.residual_gate: read")
 
@@ -107,7 +107,7 @@ class StackMemory(Memory):
             new_h = torch.addcmul(h, read, self.gate)
         stats = {"entropy": output.entropy.mean()}
         if probe:
-            stats |= _compute_probes(output, read, h)
+            stats |= _compute_probes(output, self.scale_read(read), h)
             if self.axis != "token_major":  # each call has one token, without a spread
                 stats |= _compute_spread(output.action)
         return new_h.to(h.dtype), state, stats
@@ -139,6 +139,10 @@ class StackMemory(Memory):
         if self.config.projection == "shared_slices":
             return F.linear(read, self.up).flatten(-2)
         return F.linear(read.flatten(-2), self.up)
+
+    def scale_read(self, read: Tensor) -> Tensor:
+        """Return what is added to the hidden state for W_up R [..., d]: times the gate with `residual_gate: read`."""
+        return read * self.gate if self.config.residual_gate == "read" else read
 
     def update(
         self, state: stack.StackState, x: Tensor, logits: Tensor, h: Tensor
@@ -194,7 +198,7 @@ def _get_matmul_dtype(h: Tensor) -> torch.dtype:
 
 @torch.no_grad()
 def _compute_probes(output: stack.StackOutput, read: Tensor, h: Tensor) -> Stats:
-    """Return means over tokens and heads: occupancy is the sum of M, read_share |W_up R| / |h|."""
+    """Return means over tokens and heads: occupancy is the sum of M, read_share |read| / |h|."""
     push, pop, no_op = output.action.flatten(0, -2).mean(0)
     return {
         "push": push,
