@@ -4,7 +4,6 @@ import fcntl
 import io
 import os
 import sys
-import time
 
 import pytest
 from config_files import build_sweep
@@ -41,9 +40,7 @@ def build_launcher(trials: list[Trial], program: str, max_parallel: int | None =
 
 def wait_for_ended(launcher: LocalLauncher, count: int) -> list[tuple[Trial, int]]:
     ended: list[tuple[Trial, int]] = []
-    while len(ended) < count:
-        ended += launcher.collect_ended()
-        time.sleep(0.02)
+    wait_until(lambda: ended.extend(launcher.collect_ended()) or len(ended) >= count)
     return ended
 
 

@@ -45,8 +45,8 @@ def prepare_stdlib(config: StdlibConfig) -> DataPaths:
     """Return the prepared sets for the config's vocab_size and context_length; prepare them on first use.
 
     The cache key is a hash of the texts and settings. A killed process leaves no incomplete set; a second process waits
-    for the first. With `packages`, requirements.txt in the cache folder lists the installed packages: pip can install
-    them again to rebuild the corpus.
+    for the first. With `packages`, requirements.txt in the cache folder lists the installed packages; pip can install
+    them again, which rebuilds the corpus.
 
     Raises RunError if this Python lacks the source of its standard library, or if the cache cannot be written.
     """

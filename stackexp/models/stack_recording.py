@@ -24,7 +24,7 @@ MEASUREMENTS = {
     "overflow": "mass that this push moves past the last slot",
     "read_slot": "slot that is read most, 0 is the top",
     "read_sharpness": "weight of that slot in the read",
-    "read_share": "|W_up R| / |h|, with the gate of residual_gate: read",
+    "read_share": "|W_up R| / |h|; with residual_gate: read, |g W_up R| / |h|",
 }
 
 

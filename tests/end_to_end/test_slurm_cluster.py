@@ -90,7 +90,7 @@ def test_a_sweep_survives_the_loss_of_its_driver_and_a_node(slurm: Slurm, progra
     wait_until(lambda: "PENDING" in slurm.squeue().values(), driver)
     assert "pending (" in program.run("sweep", "status", path)
     slurm.start_node("n1")
-    wait_until(lambda: [slurm.hurry(), driver.poll() is not None][1])
+    wait_until(lambda: slurm.hurry() or driver.poll() is not None)
     assert driver.returncode == 0, driver.stdout.read()
 
     for trial in trials:

@@ -63,7 +63,7 @@ class StackMemory(Memory):
     def init_identity(self) -> None:
         """Set W_up to 0, so that h' = h; without W_up, set the gate of `residual_gate: read` to 0.
 
-        With W_up, a gate of 0 would hardly learn: its gradient sums over all tokens, and W_up's is proportional to it.
+        A gate of 0 would also give h' = h, but W_up would hardly learn: its gradient is proportional to the gate.
 
         Raises RunError for `projection: none` with `residual_gate: hidden`, which always adds the read.
         """
@@ -141,7 +141,7 @@ class StackMemory(Memory):
         return F.linear(read.flatten(-2), self.up)
 
     def scale_read(self, read: Tensor) -> Tensor:
-        """Return what is added to the hidden state for W_up R [..., d]: times the gate with `residual_gate: read`."""
+        """Return the term added to the hidden state: W_up R [..., d], times the gate with `residual_gate: read`."""
         return read * self.gate if self.config.residual_gate == "read" else read
 
     def update(
