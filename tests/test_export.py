@@ -179,6 +179,7 @@ def test_dtype_and_license(tmp_path):
         ("model.positional=alibi", "model.positional: alibi cannot be exported; only rope can"),
         ("model.attention_window=8", "model.attention_window: 8 cannot be exported; only null can"),
         ("model.qkv_bias=true", "model.qkv_bias: true cannot be exported; only false can"),
+        ("model.embedding_scale=8", "model.embedding_scale: 8 cannot be exported; only 1 can"),
         ("model.attention_log_base=8", "model.attention_log_base: 8 cannot be exported; only null can"),
         (
             "model.memory=value_skip",

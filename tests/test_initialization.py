@@ -1,10 +1,12 @@
 """Weight initialization: fan-in scaling, truncation and embedding scale."""
 
+import dataclasses
 import math
 
 import pytest
 import torch
 
+from stackexp.config.compose import compose
 from stackexp.config.model import TransformerConfig
 from stackexp.models.initialization import init_weight_
 from stackexp.models.transformer import Transformer
@@ -51,6 +53,22 @@ def test_fan_in_is_the_last_dimension():
     weight = torch.empty(100, 3, 400)  # as a memory's actions: [H, 3, D]
     init_weight_(weight, TransformerConfig())
     assert weight.std().item() == pytest.approx(OF_TRUNCATED / 20, rel=0.01)
+
+
+@pytest.mark.parametrize("memory", [None, "value_skip"])
+def test_embedding_scale_applies_to_the_input_only(memory):
+    overrides = ["model.num_layers=2", "model.hidden_size=24", "model.num_heads=2", "model.num_kv_heads=1"]
+    config = compose(["quickstart"], [*overrides, f"model.memory={memory or 'null'}"]).model
+    torch.manual_seed(0)
+    model = Transformer(config)
+    scaled = Transformer(dataclasses.replace(config, embedding_scale=3.0))
+    scaled.load_state_dict(model.state_dict())
+    scaled.embedding.weight.data /= 3
+    tokens = torch.arange(8).reshape(2, 4)
+    hidden = [m(tokens, return_hidden=True).hidden for m in (model, scaled)]
+    torch.testing.assert_close(*hidden)
+    logits = scaled(tokens).logits
+    torch.testing.assert_close(logits, hidden[1] @ scaled.embedding.weight.T)
 
 
 @pytest.mark.parametrize("init", ["fan_in", "normal"])

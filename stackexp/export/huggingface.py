@@ -86,6 +86,8 @@ def check_support(config: ExperimentConfig) -> None:
         reason = f"model.{unsupported}: {getattr(model, unsupported)} cannot be exported; only null can"
     elif model.qkv_bias:
         reason = "model.qkv_bias: true cannot be exported; only false can"
+    elif model.embedding_scale != 1:
+        reason = f"model.embedding_scale: {model.embedding_scale:g} cannot be exported; only 1 can"
     elif model.memory is not None and type(model.memory) is not StackMemoryConfig:
         reason = f"model.memory.kind: {model.memory.kind} cannot be exported; only kind: stack and memory: null can"
     elif model.memory is not None and model.memory.feedback:

@@ -125,6 +125,8 @@ class Transformer(nn.Module):
         """
         self._check_arguments(cache, documents)
         h = self.embedding(tokens)  # [B, T, d]
+        if self.config.embedding_scale != 1:
+            h = self.config.embedding_scale * h
         if self.axis == "token_major":  # all layers for one token, then the next token
             cache = Cache() if cache is None else cache
             columns, stats = zip(*(self._run_layers(column, cache, probe) for column in h.split(1, 1)), strict=True)

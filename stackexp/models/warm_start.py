@@ -26,7 +26,7 @@ from stackexp.runs import RunFolder
 
 log = logging.getLogger(__name__)
 SHAPELESS = ("num_heads", "norm_eps", "positional", "rope_theta", "causal", "tie_embeddings")
-SHAPELESS += ("attention_window", "attention_log_base", "mup_base_size")
+SHAPELESS += ("attention_window", "attention_log_base", "embedding_scale", "mup_base_size")
 """Model options that change the results of given weights, but not the shapes by which a mistake would be found."""
 
 
