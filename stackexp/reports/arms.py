@@ -200,9 +200,13 @@ def describe_unfinished(arms: Sequence[Arm]) -> list[str]:
 
 
 def name_memory(config: dict[str, Any]) -> str:
-    """Return the family of a model: the paper's variant, the options of another stack, or the kind of its memory."""
+    """Return the family of a model: the paper's variant, the options of another stack, or the kind of its memory.
+
+    Memories that start without effect (`init.memory: identity`) are a family of their own.
+    """
+    start = ", identity start" if config.get("init.memory") == "identity" else ""
     variant = find_variant(config)
     if variant is not None or config.get("model.memory.kind") != "stack":
-        return variant or get_model_label(config)
+        return (variant or get_model_label(config)) + start
     changes = find_stack_changes(config) | ({"num_heads": 1} if config["model.memory.num_heads"] == 1 else {})
-    return f"stack ({', '.join(f'{key}={value}' for key, value in changes.items())})"
+    return f"stack ({', '.join(f'{key}={value}' for key, value in changes.items())}){start}"

@@ -17,6 +17,7 @@ CHOICES = dict(zip(PAPER, ("transformer", "stacktrans", "queue", "push_only", "s
 PAPER_STACK = {
     **{"axis": "depth", "discipline": "stack", "projection": "low_rank", "read": "global", "read_mask": "multiply"},
     **{"push_norm": "none", "action_input": "head", "action_bias": None, "site": "after_block", "feedback": False},
+    "residual_gate": "hidden",
 }
 
 
