@@ -24,7 +24,7 @@ from stackexp.training.objectives import build_objective
 
 TINY = (
     *("model.hidden_size=16", "model.num_layers=3", "model.num_heads=4", "model.num_kv_heads=2"),
-    *("model.intermediate_size=24", "data.vocab_size=300", "trainer.accelerator=cpu"),
+    *("model.intermediate_size=24", "model.embedding_scale=3", "data.vocab_size=300", "trainer.accelerator=cpu"),
     *("model.memory.num_heads=2", "model.memory.head_dim=4", "model.memory.num_slots=4"),
 )
 NORMALIZED = (
@@ -67,8 +67,8 @@ def write_run(root: Path, *overrides: str) -> tuple[runs.RunFolder, torch.nn.Mod
         overrides = [item for item in overrides if not item.startswith("model.memory.")]
     config = compose(["quickstart"], overrides)
     folder = runs.allocate_run(config)
-    model = build_objective(config).build_module().model.eval()
     torch.manual_seed(0)
+    model = build_objective(config).build_module().model.eval()
     for parameter in model.parameters():
         parameter.data.add_(0.1 * torch.randn_like(parameter))
     with folder.start_session(config):
@@ -179,7 +179,6 @@ def test_dtype_and_license(tmp_path):
         ("model.positional=alibi", "model.positional: alibi cannot be exported; only rope can"),
         ("model.attention_window=8", "model.attention_window: 8 cannot be exported; only null can"),
         ("model.qkv_bias=true", "model.qkv_bias: true cannot be exported; only false can"),
-        ("model.embedding_scale=8", "model.embedding_scale: 8 cannot be exported; only 1 can"),
         ("model.attention_log_base=8", "model.attention_log_base: 8 cannot be exported; only null can"),
         (
             "model.memory=value_skip",

@@ -58,6 +58,7 @@ def test_fan_in_is_the_last_dimension():
 @pytest.mark.parametrize("memory", [None, "value_skip"])
 def test_embedding_scale_applies_to_the_input_only(memory):
     overrides = ["model.num_layers=2", "model.hidden_size=24", "model.num_heads=2", "model.num_kv_heads=1"]
+    overrides += ["model.embedding_scale=1"]
     config = compose(["quickstart"], [*overrides, f"model.memory={memory or 'null'}"]).model
     torch.manual_seed(0)
     model = Transformer(config)

@@ -86,8 +86,6 @@ def check_support(config: ExperimentConfig) -> None:
         reason = f"model.{unsupported}: {getattr(model, unsupported)} cannot be exported; only null can"
     elif model.qkv_bias:
         reason = "model.qkv_bias: true cannot be exported; only false can"
-    elif model.embedding_scale != 1:
-        reason = f"model.embedding_scale: {model.embedding_scale:g} cannot be exported; only 1 can"
     elif model.memory is not None and type(model.memory) is not StackMemoryConfig:
         reason = f"model.memory.kind: {model.memory.kind} cannot be exported; only kind: stack and memory: null can"
     elif model.memory is not None and model.memory.feedback:
@@ -137,15 +135,19 @@ def _list_special_ids(end_of_text: int | None) -> dict[str, int | None]:
 def convert_weights(weights: dict[str, Tensor], model: TransformerConfig) -> dict[str, Tensor]:
     """Return the weights of a `Transformer` under the names of LlamaForCausalLM or StackTransForCausalLM.
 
-    muP's factor on the logits is multiplied into the last norm.
+    The factor of the input embedding is multiplied into it. If it is tied, the last norm is divided by this factor, so
+    that the logits stay the same. muP's factor on the logits is multiplied into the last norm.
     """
+    last_norm = 1.0 if model.mup_base_size is None else model.mup_base_size / model.hidden_size
+    last_norm /= model.embedding_scale if model.tie_embeddings else 1
+    factors = {"embedding.weight": model.embedding_scale, "norm.weight": last_norm}
     site = getattr(model.memory, "site", None)
     names = {".attention_memory.": ".memories.after_attention."}
     names[".memory."] = f".memories.{'after_block' if site == 'each_sublayer' else site}."
     converted = {}
     for name, tensor in weights.items():
-        if name == "norm.weight" and model.mup_base_size is not None:
-            tensor = model.mup_base_size / model.hidden_size * tensor
+        if name in factors:
+            tensor = factors[name] * tensor
         for ours, theirs in names.items():
             name = name.replace(ours, theirs)
         converted[to_llama_name(name)] = tensor
