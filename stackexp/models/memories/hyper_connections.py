@@ -120,15 +120,20 @@ class HyperConnections(Memory):
         return weights.sigmoid() if self.config.constrained else weights
 
     def _map(self, streams: Tensor, rows: slice) -> Tensor:
-        """Return the changes [B, T, n, rows] of the connections."""
-        constrained = self.config.constrained
-        values = streams.flatten(-2) if constrained else streams
-        values = F.rms_norm(values.float(), values.shape[-1:], eps=self.model.norm_eps)
-        if not constrained:
-            return F.linear(values, self.maps[rows].float()).tanh()
-        n = self.config.num_streams
-        maps = self.maps.unflatten(0, (n, n + 2))[:, rows].flatten(0, 1)
-        return F.linear(values, maps.float()).unflatten(-1, (n, -1))
+        """Return the changes [B, T, n, rows] of the connections.
+
+        The RMSNorm follows the map, which is linear, so no normalized copy of the streams is stored for the backward
+        pass.
+        """
+        n, maps = self.config.num_streams, self.maps
+        if self.config.constrained:
+            streams, maps = streams.flatten(-2), maps.unflatten(0, (n, n + 2))
+        norm = torch.linalg.vector_norm(streams, dim=-1, keepdim=True, dtype=torch.float32)
+        scale = torch.rsqrt(norm.square() / streams.shape[-1] + self.model.norm_eps)
+        if not self.config.constrained:
+            return (scale * F.linear(streams.float(), maps[rows].float())).tanh()
+        changes = scale * F.linear(streams.float(), maps[:, rows].flatten(0, 1).float())
+        return changes.unflatten(-1, (n, -1))
 
     def flops_per_token(self, context_length: int) -> float:
         """Count the maps, and for each stream n + 2 multiply-adds per element."""
