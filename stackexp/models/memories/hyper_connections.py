@@ -125,15 +125,14 @@ class HyperConnections(Memory):
         The RMSNorm follows the map, which is linear, so no normalized copy of the streams is stored for the backward
         pass.
         """
-        n, maps = self.config.num_streams, self.maps
+        n, maps, values = self.config.num_streams, self.maps.float(), streams.float()
         if self.config.constrained:
-            streams, maps = streams.flatten(-2), maps.unflatten(0, (n, n + 2))
-        norm = torch.linalg.vector_norm(streams, dim=-1, keepdim=True, dtype=torch.float32)
-        scale = torch.rsqrt(norm.square() / streams.shape[-1] + self.model.norm_eps)
+            values, maps = values.flatten(-2), maps.unflatten(0, (n, n + 2))
+        norm = torch.linalg.vector_norm(values, dim=-1, keepdim=True)
+        scale = torch.rsqrt(norm.square() / values.shape[-1] + self.model.norm_eps)
         if not self.config.constrained:
-            return (scale * F.linear(streams.float(), maps[rows].float())).tanh()
-        changes = scale * F.linear(streams.float(), maps[:, rows].flatten(0, 1).float())
-        return changes.unflatten(-1, (n, -1))
+            return (scale * F.linear(values, maps[rows])).tanh()
+        return (scale * F.linear(values, maps[:, rows].flatten(0, 1))).unflatten(-1, (n, -1))
 
     def flops_per_token(self, context_length: int) -> float:
         """Count the maps, and for each stream n + 2 multiply-adds per element."""
