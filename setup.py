@@ -47,7 +47,7 @@ setup(
         "omegaconf>=2.4",
         "pyyaml>=6",
         "mosaicml-streaming>=0.13,<0.14",  # datamodules/token_stream.py uses private names
-        "pyarrow>=20",  # parquet, the format of FineWeb-Edu, DCLM and SmolLM-Corpus
+        "pyarrow>=20",  # parquet, the format of FineWeb-Edu and SmolLM-Corpus
         "tokenizers>=0.22",
         "zstandard>=0.23",
         "tqdm>=4.66",

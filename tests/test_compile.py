@@ -11,6 +11,7 @@ from stackexp.config.memory import (
     AttentionResidualConfig,
     DenseFormerConfig,
     HyperConnectionsConfig,
+    ResidualScaleConfig,
     StackMemoryConfig,
     ValueSkipConfig,
 )
@@ -41,6 +42,7 @@ VARIANTS = {
     "dense_former": DenseFormerConfig(),
     "hyper_connections": HyperConnectionsConfig(),
     "mhc": HyperConnectionsConfig(constrained=True),
+    "residual_scale": ResidualScaleConfig(),
     "value_skip": ValueSkipConfig(rank=3),
 }
 

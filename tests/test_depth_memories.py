@@ -9,6 +9,7 @@ from stackexp.config.memory import (
     AttentionResidualConfig,
     DenseFormerConfig,
     HyperConnectionsConfig,
+    ResidualScaleConfig,
     ValueSkipConfig,
 )
 from stackexp.models.memories.hyper_connections import normalize_sinkhorn
@@ -17,6 +18,7 @@ from stackexp.models.transformer import Cache, Transformer
 MEMORIES = {
     "attention_residual": AttentionResidualConfig(),
     "dense_former": DenseFormerConfig(),
+    "residual_scale": ResidualScaleConfig(),
     "value_skip": ValueSkipConfig(rank=3),
     "hyper_static": HyperConnectionsConfig(dynamic=False),
     "hyper_dynamic": HyperConnectionsConfig(num_streams=3),
@@ -87,6 +89,14 @@ def test_value_skip_adds_a_map_of_the_embedding():
         torch.testing.assert_close(inputs[2 * i + 2], expected)
 
 
+def test_residual_scale_weights_each_sublayer():
+    model, embedding, inputs, outputs = run_recorded(MEMORIES["residual_scale"])
+    assert len(model.memories) == 6
+    for k, memory in enumerate(model.memories):
+        r, b, c = memory.scales
+        torch.testing.assert_close(inputs[k + 1], r * inputs[k] + b * outputs[k] + c * embedding)
+
+
 @pytest.mark.parametrize("name", ["hyper_static", "hyper_dynamic", "mhc_static", "mhc"])
 def test_hyper_connections_match_the_equations(name):
     """Follow the streams token by token, with the connections written out."""
@@ -125,7 +135,9 @@ def test_sinkhorn_gives_doubly_stochastic_matrices():
     torch.testing.assert_close(matrix.sum(-1), torch.ones(5, 4), rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("name", ["dense_former", "value_skip", "hyper_static", "hyper_dynamic", "mhc_static"])
+@pytest.mark.parametrize(
+    "name", ["dense_former", "residual_scale", "value_skip", "hyper_static", "hyper_dynamic", "mhc_static"]
+)
 def test_models_start_as_the_plain_transformer(name):
     """The streams of hyper-connections are summed or averaged, and the last norm removes that factor."""
     plain, model = build_model(None), build_model(MEMORIES[name], is_random=False)

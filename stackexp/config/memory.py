@@ -161,6 +161,14 @@ class HyperConnectionsConfig:
     """Use doubly stochastic residual connections (mHC)."""
 
 
+@register("memory", "residual_scale", builds="stackexp.models.memories.residual_scale:ResidualScale")
+@dataclass
+class ResidualScaleConfig:
+    """Learned scalars on the hidden state, on the output of each sublayer and on the embedding."""
+
+    kind: str = "residual_scale"
+
+
 @register("memory", "value_skip", builds="stackexp.models.memories.value_skip:ValueSkip")
 @dataclass
 class ValueSkipConfig:

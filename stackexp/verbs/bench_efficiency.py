@@ -26,7 +26,7 @@ MEMORIES = (
         "stacktrans-normalized",
         "adapter",
     ),
-    *("attention_residual", "dense_former", "hyper_connections", "mhc", "value_skip"),
+    *("attention_residual", "dense_former", "hyper_connections", "mhc", "residual_scale", "value_skip"),
 )
 
 

@@ -1,0 +1,49 @@
+"""Learned scalars on the residual stream: the control for hyper-connections, which can scale it as well."""
+
+import torch
+from torch import Tensor, nn
+
+from stackexp.config.memory import ResidualScaleConfig
+from stackexp.config.model import TransformerConfig
+from stackexp.models.memories.base import Memory, Stats
+
+
+class ResidualScale(Memory):
+    """r h + b f(h) + c x_0 for each sublayer f, with x_0 the embedding.
+
+    `scales` [3] are r, b and c. They start at 1, 1 and 0, so the model starts as the plain Transformer. They learn
+    slowly at the learning rate of the matrices; set `optimizer.memory_lr` to about 16 times that rate.
+    """
+
+    site = "each_sublayer"
+
+    def __init__(self, config: ResidualScaleConfig, model: TransformerConfig, layer: int) -> None:
+        super().__init__(config, model, layer)
+        self.hidden_size = model.hidden_size
+        self.scales = nn.Parameter(torch.empty(3))
+
+    def init_weights(self) -> None:
+        """Set r and b to 1, and c to 0."""
+        nn.init.ones_(self.scales)
+        nn.init.zeros_(self.scales[2:])
+
+    def init_identity(self) -> None:
+        """Do nothing: `init_weights` gives the plain Transformer."""
+
+    def empty_state(self, h: Tensor) -> Tensor:
+        """Return the embedding, which every sublayer uses."""
+        return h
+
+    def forward(
+        self, h: Tensor, state: Tensor, previous: Tensor | None = None, probe: bool = False
+    ) -> tuple[Tensor, Tensor, Stats]:
+        """Scale the hidden state, the output of the sublayer and the embedding; see `Memory.forward`."""
+        assert previous is not None
+        residual, output, embedding = self.scales.to(h.dtype).unbind()
+        new_h = residual * previous + output * (h - previous) + embedding * state
+        names = ("residual_scale", "output_scale", "embedding_scale")
+        return new_h, state, dict(zip(names, self.scales.detach().unbind(), strict=True)) if probe else {}
+
+    def flops_per_token(self, context_length: int) -> float:
+        """Count three multiply-adds per element."""
+        return 2.0 * 3 * self.hidden_size
