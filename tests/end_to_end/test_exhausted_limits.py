@@ -84,7 +84,8 @@ def test_many_interrupts_do_not_disturb_the_exit(program, tiny, tmp_path):
         time.sleep(0.05)
     _, line = read_to_end(process)
     assert process.returncode == 130
-    assert line.startswith("interrupted: ")
+    # A busy machine may deliver all signals as one, which stops the run after the step
+    assert line.startswith("interrupted: ") or ": interrupted; " in line
 
 
 def test_a_log_that_is_deleted_during_the_run_is_named(tiny, tmp_path):
