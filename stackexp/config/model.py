@@ -68,9 +68,7 @@ class TransformerConfig:
     embedding_std: Optional[float] = option(None, above=0)
     """Standard deviation of the embedding; null follows init."""
     embedding_scale: float = option(1.0, above=0)
-    """Factor on the embedding as input of the first layer; a tied output projection stays unscaled. Gemma uses
-    sqrt(hidden_size).
-    """
+    """Factor on the embedding before the first layer, not on a tied output projection; Gemma uses sqrt(hidden_size)."""
 
     mup_base_size: Optional[int] = option(None, min=1)
     """Hidden size at which the learning rate was tuned (muP, Yang et al. 2022); null has no width scaling. Matrices

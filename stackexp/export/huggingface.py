@@ -135,8 +135,8 @@ def _list_special_ids(end_of_text: int | None) -> dict[str, int | None]:
 def convert_weights(weights: dict[str, Tensor], model: TransformerConfig) -> dict[str, Tensor]:
     """Return the weights of a `Transformer` under the names of LlamaForCausalLM or StackTransForCausalLM.
 
-    The factor of the input embedding is multiplied into it. If it is tied, the last norm is divided by this factor, so
-    that the logits stay the same. muP's factor on the logits is multiplied into the last norm.
+    `embedding_scale` is multiplied into the embedding. If the embedding is tied, the last norm is divided by it, which
+    keeps the logits. muP's factor on the logits is multiplied into the last norm.
     """
     last_norm = 1.0 if model.mup_base_size is None else model.mup_base_size / model.hidden_size
     last_norm /= model.embedding_scale if model.tie_embeddings else 1

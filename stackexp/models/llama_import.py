@@ -84,13 +84,8 @@ def read_model_options(folder: Path) -> dict[str, Any]:
     head_size = model.hidden_size // model.num_heads
     if config.get("head_dim") not in (None, head_size):
         raise _unsupported(path, "head_dim", config["head_dim"], f"hidden_size / num_attention_heads = {head_size}")
-    fixed = (
-        "causal",
-        "attention_window",
-        "attention_log_base",
-        "embedding_scale",
-        "mup_base_size",
-    )  # a Llama has the defaults
+    # config.json has no keys for these options; a Llama has their defaults
+    fixed = ("causal", "attention_window", "attention_log_base", "embedding_scale", "mup_base_size")
     return {key: value for key, value in dataclasses.asdict(model).items() if key in (*options, *fixed)}
 
 

@@ -85,6 +85,17 @@ class Memory(nn.Module):
         return 2.0 * sum(parameter.numel() for parameter in self.parameters())
 
 
+class EmbeddingSkip(Memory):
+    """A memory that uses the embedding in every layer; it must start as the plain Transformer."""
+
+    def init_identity(self) -> None:
+        """Do nothing: `init_weights` gives the plain Transformer."""
+
+    def empty_state(self, h: Tensor) -> Tensor:
+        """Return the embedding."""
+        return h
+
+
 def check_interface(memory: Memory) -> None:
     """Raise RunError if a memory's `forward` lacks an argument, or its axis does not support its site."""
     name = type(memory).__name__

@@ -122,8 +122,8 @@ class HyperConnections(Memory):
     def _map(self, streams: Tensor, rows: slice) -> Tensor:
         """Return the changes [B, T, n, rows] of the connections.
 
-        The RMSNorm follows the map, which is linear, so no normalized copy of the streams is stored for the backward
-        pass.
+        The map is linear, so the scale of the RMSNorm is applied after it. This stores no normalized streams for the
+        backward pass.
         """
         n, maps, values = self.config.num_streams, self.maps.float(), streams.float()
         if self.config.constrained:

@@ -1,18 +1,18 @@
-"""Learned scalars on the residual stream: the control for hyper-connections, which can scale it as well."""
+"""Learned scalars on the residual stream: a control for hyper-connections, which also scale it."""
 
 import torch
 from torch import Tensor, nn
 
 from stackexp.config.memory import ResidualScaleConfig
 from stackexp.config.model import TransformerConfig
-from stackexp.models.memories.base import Memory, Stats
+from stackexp.models.memories.base import EmbeddingSkip, Stats
 
 
-class ResidualScale(Memory):
+class ResidualScale(EmbeddingSkip):
     """r h + b f(h) + c x_0 for each sublayer f, with x_0 the embedding.
 
-    `scales` [3] are r, b and c. They start at 1, 1 and 0, so the model starts as the plain Transformer. They learn
-    slowly at the learning rate of the matrices; set `optimizer.memory_lr` to about 16 times that rate.
+    `scales` [3] holds r, b and c. They start at 1, 1 and 0, so the model starts as the plain Transformer. Set
+    `optimizer.memory_lr` to about 16 times `optimizer.lr`; at `optimizer.lr` the scalars learn too slowly.
     """
 
     site = "each_sublayer"
@@ -27,21 +27,14 @@ class ResidualScale(Memory):
         nn.init.ones_(self.scales)
         nn.init.zeros_(self.scales[2:])
 
-    def init_identity(self) -> None:
-        """Do nothing: `init_weights` gives the plain Transformer."""
-
-    def empty_state(self, h: Tensor) -> Tensor:
-        """Return the embedding, which every sublayer uses."""
-        return h
-
     def forward(
         self, h: Tensor, state: Tensor, previous: Tensor | None = None, probe: bool = False
     ) -> tuple[Tensor, Tensor, Stats]:
         """Scale the hidden state, the output of the sublayer and the embedding; see `Memory.forward`."""
         assert previous is not None
-        residual, output, embedding = self.scales.to(h.dtype).unbind()
-        new_h = residual * previous + output * (h - previous) + embedding * state
-        names = ("residual_scale", "output_scale", "embedding_scale")
+        r, b, c = self.scales.to(h.dtype).unbind()
+        new_h = r * previous + b * (h - previous) + c * state
+        names = ("hidden_scale", "output_scale", "skip_scale")
         return new_h, state, dict(zip(names, self.scales.detach().unbind(), strict=True)) if probe else {}
 
     def flops_per_token(self, context_length: int) -> float:

@@ -6,10 +6,10 @@ from stackexp.config.memory import ValueSkipConfig
 from stackexp.config.model import TransformerConfig
 from stackexp.models.initialization import init_weight_
 from stackexp.models.layers import Linear
-from stackexp.models.memories.base import Memory, Stats
+from stackexp.models.memories.base import EmbeddingSkip, Stats
 
 
-class ValueSkip(Memory):
+class ValueSkip(EmbeddingSkip):
     """h + W_up W_down x_0, with x_0 the embedding, W_down [r, d] and W_up [d, r].
 
     W_up starts at 0, so the model starts as the plain Transformer.
@@ -25,13 +25,6 @@ class ValueSkip(Memory):
         """Initialize W_down as the decoder's weights and W_up to 0."""
         init_weight_(self.down.weight, self.model)
         nn.init.zeros_(self.up.weight)
-
-    def init_identity(self) -> None:
-        """Do nothing: `init_weights` gives the plain Transformer."""
-
-    def empty_state(self, h: Tensor) -> Tensor:
-        """Return the embedding, which every layer uses."""
-        return h
 
     def forward(
         self, h: Tensor, state: Tensor, previous: Tensor | None = None, probe: bool = False
