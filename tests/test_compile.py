@@ -12,6 +12,7 @@ from stackexp.config.memory import (
     DenseFormerConfig,
     HyperConnectionsConfig,
     ResidualScaleConfig,
+    ResidualStackConfig,
     StackMemoryConfig,
     ValueSkipConfig,
 )
@@ -43,6 +44,7 @@ VARIANTS = {
     "hyper_connections": HyperConnectionsConfig(),
     "mhc": HyperConnectionsConfig(constrained=True),
     "residual_scale": ResidualScaleConfig(),
+    "residual_stack": ResidualStackConfig(),
     "value_skip": ValueSkipConfig(rank=3),
 }
 

@@ -10,6 +10,7 @@ from stackexp.config.memory import (
     DenseFormerConfig,
     HyperConnectionsConfig,
     ResidualScaleConfig,
+    ResidualStackConfig,
     ValueSkipConfig,
 )
 from stackexp.models.memories.hyper_connections import normalize_sinkhorn
@@ -19,6 +20,8 @@ MEMORIES = {
     "attention_residual": AttentionResidualConfig(),
     "dense_former": DenseFormerConfig(),
     "residual_scale": ResidualScaleConfig(),
+    "residual_stack": ResidualStackConfig(num_slots=3),
+    "residual_streams": ResidualStackConfig(update="none"),
     "value_skip": ValueSkipConfig(rank=3),
     "hyper_static": HyperConnectionsConfig(dynamic=False),
     "hyper_dynamic": HyperConnectionsConfig(num_streams=3),
@@ -97,6 +100,31 @@ def test_residual_scale_weights_each_sublayer():
         torch.testing.assert_close(inputs[k + 1], r * inputs[k] + b * outputs[k] + c * embedding)
 
 
+@pytest.mark.parametrize("name", ["residual_stack", "residual_streams"])
+def test_residual_stack_moves_its_slots(name):
+    """Follow the slots token by token, as a list of vectors."""
+    model, embedding, inputs, outputs = run_recorded(MEMORIES[name])
+    size = MEMORIES[name].num_slots
+
+    def weight(memory, fixed, scale, rows, top):
+        x = top / (top.square().mean() + model.config.norm_eps).sqrt()
+        return fixed + scale * (memory.maps[rows] @ x).tanh(), x
+
+    for b, t in ((0, 0), (1, 4)):
+        slots = [embedding[b, t]] * size
+        for k, memory in enumerate(model.memories):
+            write, x = weight(memory, memory.write, memory.scale[0], slice(size), slots[0])
+            push, pop, no_op = 0, 0, 1
+            if memory.actions is not None:
+                push, pop, no_op = (memory.actions @ x + memory.action_bias).softmax(0)
+            pushed, popped = [slots[0], *slots[:-1]], [*slots[1:], slots[-1]]
+            slots = [push * p + pop * q + no_op * s for p, q, s in zip(pushed, popped, slots, strict=True)]
+            slots = [s + w * outputs[k][b, t] for s, w in zip(slots, write, strict=True)]
+            read, _ = weight(memory, memory.read, memory.scale[1], slice(size, None), slots[0])
+            expected = sum(w * s for w, s in zip(read, slots, strict=True))
+            torch.testing.assert_close(inputs[k + 1][b, t], expected, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("name", ["hyper_static", "hyper_dynamic", "mhc_static", "mhc"])
 def test_hyper_connections_match_the_equations(name):
     """Follow the streams token by token, with the connections written out."""
@@ -136,7 +164,8 @@ def test_sinkhorn_gives_doubly_stochastic_matrices():
 
 
 @pytest.mark.parametrize(
-    "name", ["dense_former", "residual_scale", "value_skip", "hyper_static", "hyper_dynamic", "mhc_static"]
+    "name",
+    ["dense_former", "residual_scale", "residual_streams", "value_skip", "hyper_static", "hyper_dynamic", "mhc_static"],
 )
 def test_models_start_as_the_plain_transformer(name):
     """The streams of hyper-connections are summed or averaged, and the last norm removes that factor."""

@@ -169,6 +169,18 @@ class ResidualScaleConfig:
     kind: str = "residual_scale"
 
 
+@register("memory", "residual_stack", builds="stackexp.models.memories.residual_stack:ResidualStack")
+@dataclass
+class ResidualStackConfig:
+    """A stack of residual streams: each sublayer pushes or pops the hidden state itself."""
+
+    kind: str = "residual_stack"
+    num_slots: int = option(4, min=2, max=64)
+    """Number of slots S, one of which is the residual stream."""
+    update: Literal["stack", "none"] = "stack"
+    """Movement of the slots: pushes and pops, or none (the control)."""
+
+
 @register("memory", "value_skip", builds="stackexp.models.memories.value_skip:ValueSkip")
 @dataclass
 class ValueSkipConfig:

@@ -26,7 +26,8 @@ MEMORIES = (
         "stacktrans-normalized",
         "adapter",
     ),
-    *("attention_residual", "dense_former", "hyper_connections", "mhc", "residual_scale", "value_skip"),
+    *("attention_residual", "dense_former", "hyper_connections", "mhc"),
+    *("residual_scale", "residual_stack", "residual_streams", "value_skip"),
 )
 
 

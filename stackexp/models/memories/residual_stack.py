@@ -1,0 +1,110 @@
+"""A stack of residual streams: hyper-connections whose streams move only as the slots of a stack do."""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from stackexp.config.memory import ResidualStackConfig
+from stackexp.config.model import TransformerConfig
+from stackexp.models.memories.base import Memory, Stats
+from stackexp.models.memories.stack import NUM_ACTIONS, compute_action_spread
+
+ACTION_BIAS = (2.0, -2.0, 0.0)  # of push, pop and no-op: at first, the stack saves nearly every hidden state
+
+
+class ResidualStack(Memory):
+    """A stack H [S, d] whose top, slot 0, is the residual stream.
+
+    Around each sublayer f:
+
+        input of the sublayer   h = a H
+        action                  p = softmax(A x + u), with x = RMSNorm(H[0])
+        after it                H' = p_push push(H) + p_pop pop(H) + p_no_op H + b f(h)
+
+    push copies the top, so that the slots are H[0], H[0], H[1], ..., and the last one is lost. pop removes the top, so
+    that they are H[1], H[2], ..., and the last one stays. All slots start as the embedding.
+
+    a and b [S] are sums of a learned constant and of s * tanh(W x), as in dynamic hyper-connections. The constants,
+    `read` and `write`, start at 1 for the top and at 0 for the others; `scale` s [2] starts at 0.01, and `maps` W
+    [2 S, d] at 0. `actions` A [3, d] starts at 0, and `action_bias` is u [3].
+
+    `update: none` is the control: it neither pushes nor pops (p_no_op = 1).
+    """
+
+    site = "each_sublayer"
+
+    def __init__(self, config: ResidualStackConfig, model: TransformerConfig, layer: int) -> None:
+        super().__init__(config, model, layer)
+        self.config, self.model = config, model
+        slots, d = config.num_slots, model.hidden_size
+        self.read, self.write = nn.Parameter(torch.empty(slots)), nn.Parameter(torch.empty(slots))
+        self.maps, self.scale = nn.Parameter(torch.empty(2 * slots, d)), nn.Parameter(torch.empty(2))
+        self.actions = self.action_bias = None
+        if config.update == "stack":
+            self.actions = nn.Parameter(torch.empty(NUM_ACTIONS, d))
+            self.action_bias = nn.Parameter(torch.empty(NUM_ACTIONS))
+
+    def init_weights(self) -> None:
+        """Initialize so that each sublayer reads the top and adds its output to it."""
+        for weights in (self.read, self.write):
+            nn.init.zeros_(weights)
+            nn.init.ones_(weights[:1])
+        nn.init.zeros_(self.maps)
+        nn.init.constant_(self.scale, 0.01)
+        if self.actions is not None:
+            nn.init.zeros_(self.actions)
+            with torch.no_grad():
+                self.action_bias.copy_(torch.tensor(ACTION_BIAS))
+
+    def init_identity(self) -> None:
+        """Do nothing: without pushes and pops, `init_weights` gives the plain Transformer.
+
+        Raises RunError for `update: stack`, which starts with a pop probability of 0.02.
+        """
+        if self.actions is not None:
+            super().init_identity()
+
+    def empty_state(self, h: Tensor) -> Tensor:
+        """Return S copies of the embedding [B, T, S, d]."""
+        return h.unsqueeze(-2).expand(*h.shape[:-1], self.config.num_slots, -1)
+
+    def forward(
+        self, h: Tensor, state: Tensor, previous: Tensor | None = None, probe: bool = False
+    ) -> tuple[Tensor, Tensor, Stats]:
+        """Move the slots, add the output of the sublayer, and read the next input; see `Memory.forward`."""
+        assert previous is not None
+        slots, stats = state, {}
+        x = self.normalize_top(state)
+        write = self.write + self.scale[0] * F.linear(x, self._get_map(0)).tanh()
+        if self.actions is not None:
+            action = (F.linear(x, self.actions.float()) + self.action_bias).softmax(-1)  # [B, T, 3]
+            slots = move(state, action.to(h.dtype))
+            if probe:
+                stats = dict(zip(("push", "pop", "no_op"), action.detach().mean((0, 1)).unbind(), strict=True))
+                stats["action_spread"] = compute_action_spread(action.detach().unsqueeze(-2)).mean()
+        slots = slots + write.to(h.dtype).unsqueeze(-1) * (h - previous).unsqueeze(-2)
+        read = self.read + self.scale[1] * F.linear(self.normalize_top(slots), self._get_map(1)).tanh()
+        if probe:
+            stats["lower_slots"] = read.detach()[..., 1:].sum(-1).mean()
+        return (read.to(h.dtype).unsqueeze(-2) @ slots).squeeze(-2), slots, stats
+
+    def normalize_top(self, slots: Tensor) -> Tensor:
+        """Return x [B, T, d] of slots [B, T, S, d], in float32."""
+        return F.rms_norm(slots[..., 0, :].float(), slots.shape[-1:], eps=self.model.norm_eps)
+
+    def _get_map(self, index: int) -> Tensor:
+        """Return the map [S, d] of the written (0) or read (1) weights, in float32."""
+        return self.maps.float().chunk(2)[index]
+
+    def flops_per_token(self, context_length: int) -> float:
+        """Count the maps, and per element of the slots 3 multiply-adds for the moves and 2 for writing and reading."""
+        maps = self.maps.numel() + (0 if self.actions is None else self.actions.numel())
+        return 2.0 * (maps + (2 if self.actions is None else 5) * self.config.num_slots * self.model.hidden_size)
+
+
+def move(slots: Tensor, action: Tensor) -> Tensor:
+    """Return slots [..., S, d] after push, pop and no-op with the probabilities action [..., 3]."""
+    pushed = torch.cat([slots[..., :1, :], slots[..., :-1, :]], -2)
+    popped = torch.cat([slots[..., 1:, :], slots[..., -1:, :]], -2)
+    push, pop, no_op = action.unsqueeze(-2).split(1, -1)
+    return push * pushed + pop * popped + no_op * slots
