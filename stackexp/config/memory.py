@@ -175,6 +175,7 @@ class ResidualStackConfig:
     """A stack of residual streams: each sublayer pushes or pops the hidden state itself."""
 
     kind: str = "residual_stack"
+    axis: ClassVar[str] = "depth"
     num_slots: int = option(4, min=2, max=64)
     """Number of slots S, one of which is the residual stream."""
     update: Literal["stack", "none"] = "stack"
