@@ -223,7 +223,7 @@ def test_inspect_a_trained_run(tiny, tmp_path):
         "fit", "--config", tiny, "trainer.max_steps=2", "schedule.warmup_steps=0", "model.memory=null", "name=plain"
     )
     error = forks.run("inspect", "--run", only_run(tmp_path / "runs", "plain").path, "--text", "a b c", expect=1)
-    assert "error: inspect: the model has no stack memory" in error
+    assert "error: inspect: the model has no memory of kind stack" in error
 
 
 @pytest.mark.process

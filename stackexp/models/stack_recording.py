@@ -46,7 +46,7 @@ def find_stacks(model: nn.Module) -> list[StackMemory]:
     """Return the stack memories of a model. Raises RunError if it has none."""
     stacks = [memory for memory in model.memories if isinstance(memory, StackMemory)]
     if not stacks:
-        raise RunError("inspect: the model has no stack memory; inspect a run with model.memory.kind=stack")
+        raise RunError("inspect: the model has no memory of kind stack; inspect a run with model.memory.kind=stack")
     return stacks
 
 
