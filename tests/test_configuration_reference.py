@@ -55,7 +55,9 @@ def test_one_key_is_explained(capsys):
     assert main(["configs", "explain", "model.memory.num_slots"]) == 0
     output = capsys.readouterr().out
     description = "Number of slots S of each stack; independent of the parameter shapes."
-    assert f"model.memory.num_slots (kind stack)\n  {description}\n" in output
+    headings = [line for line in output.splitlines() if line.startswith("model.")]
+    assert headings == [f"model.memory.num_slots (kind {kind})" for kind in ("residual_stack", "stack")]
+    assert f"{headings[1]}\n  {description}\n" in output
     assert "type     an integer >= 1\n  default  24\n" in output
 
 

@@ -16,16 +16,8 @@ EXAMPLES = (
     "bench efficiency --config pretrain/stacktrans-360m data.micro_batch_size=8 --out efficiency.json",
 )
 MEMORIES = (
-    *(
-        "stacktrans",
-        "queue",
-        "push_only",
-        "single_head",
-        "full_dim",
-        "authors_code",
-        "stacktrans-normalized",
-        "adapter",
-    ),
+    *("stacktrans", "queue", "push_only", "single_head", "full_dim", "authors_code"),
+    *("stacktrans-normalized", "adapter"),
     *("attention_residual", "dense_former", "hyper_connections", "mhc"),
     *("residual_scale", "residual_stack", "residual_streams", "value_skip"),
 )

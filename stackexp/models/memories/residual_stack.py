@@ -1,4 +1,4 @@
-"""A stack of residual streams: hyper-connections whose streams move only as the slots of a stack do."""
+"""A stack of hidden states over the depth whose top is the residual stream."""
 
 import torch
 from torch import Tensor, nn
@@ -9,7 +9,7 @@ from stackexp.config.model import TransformerConfig
 from stackexp.models.memories.base import Memory, Stats
 from stackexp.models.memories.stack import NUM_ACTIONS, compute_action_spread
 
-ACTION_BIAS = (2.0, -2.0, 0.0)  # of push, pop and no-op: at first, the stack saves nearly every hidden state
+ACTION_BIAS = (2.0, -2.0, 0.0)  # of push, pop and no-op: initially, the push probability is 0.87
 
 
 class ResidualStack(Memory):
@@ -21,12 +21,12 @@ class ResidualStack(Memory):
         action                  p = softmax(A x + u), with x = RMSNorm(H[0])
         after it                H' = p_push push(H) + p_pop pop(H) + p_no_op H + b f(h)
 
-    push copies the top, so that the slots are H[0], H[0], H[1], ..., and the last one is lost. pop removes the top, so
-    that they are H[1], H[2], ..., and the last one stays. All slots start as the embedding.
+    push copies the top: the slots become H[0], H[0], H[1], ..., without the last one. pop removes the top: they become
+    H[1], H[2], ..., and the last one is repeated. All slots start as the embedding.
 
     a and b [S] are sums of a learned constant and of s * tanh(W x), as in dynamic hyper-connections. The constants,
     `read` and `write`, start at 1 for the top and at 0 for the others; `scale` s [2] starts at 0.01, and `maps` W
-    [2 S, d] at 0. `actions` A [3, d] starts at 0, and `action_bias` is u [3].
+    [2 S, d] at 0, with the rows of b first. `actions` A [3, d] starts at 0; `action_bias` is u [3].
 
     `update: none` is the control: it neither pushes nor pops (p_no_op = 1).
     """
@@ -74,8 +74,9 @@ class ResidualStack(Memory):
         """Move the slots, add the output of the sublayer, and read the next input; see `Memory.forward`."""
         assert previous is not None
         slots, stats = state, {}
+        write_map, read_map = self.maps.float().chunk(2)
         x = self.normalize_top(state)
-        write = self.write + self.scale[0] * F.linear(x, self._get_map(0)).tanh()
+        write = self.write + self.scale[0] * F.linear(x, write_map).tanh()
         if self.actions is not None:
             action = (F.linear(x, self.actions.float()) + self.action_bias).softmax(-1)  # [B, T, 3]
             slots = move(state, action.to(h.dtype))
@@ -83,7 +84,7 @@ class ResidualStack(Memory):
                 stats = dict(zip(("push", "pop", "no_op"), action.detach().mean((0, 1)).unbind(), strict=True))
                 stats["action_spread"] = compute_action_spread(action.detach().unsqueeze(-2)).mean()
         slots = slots + write.to(h.dtype).unsqueeze(-1) * (h - previous).unsqueeze(-2)
-        read = self.read + self.scale[1] * F.linear(self.normalize_top(slots), self._get_map(1)).tanh()
+        read = self.read + self.scale[1] * F.linear(self.normalize_top(slots), read_map).tanh()
         if probe:
             stats["lower_slots"] = read.detach()[..., 1:].sum(-1).mean()
         return (read.to(h.dtype).unsqueeze(-2) @ slots).squeeze(-2), slots, stats
@@ -91,10 +92,6 @@ class ResidualStack(Memory):
     def normalize_top(self, slots: Tensor) -> Tensor:
         """Return x [B, T, d] of slots [B, T, S, d], in float32."""
         return F.rms_norm(slots[..., 0, :].float(), slots.shape[-1:], eps=self.model.norm_eps)
-
-    def _get_map(self, index: int) -> Tensor:
-        """Return the map [S, d] of the written (0) or read (1) weights, in float32."""
-        return self.maps.float().chunk(2)[index]
 
     def flops_per_token(self, context_length: int) -> float:
         """Count the maps, and per element of the slots 3 multiply-adds for the moves and 2 for writing and reading."""
