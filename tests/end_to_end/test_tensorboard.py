@@ -52,12 +52,21 @@ def count_segments(page: str) -> dict[str, int]:
     return drawn
 
 
-def read_curves(url: str, tag_filter: str, expected: dict[str, int], profile: Path) -> dict[str, int]:
-    """Return the curves on the Time Series page for a tag filter; reload until they are as expected."""
+def read_curves(url: str, tag_filter: str, expected: dict[str, int], profile: Path) -> object:
+    """Return the curves on the Time Series page for a tag filter."""
+    address = f"{url}/?tagFilter={urllib.parse.quote(tag_filter, safe='')}#timeseries"
+    return read_page(address, lambda page: count_segments(page.html()), expected, profile)
+
+
+def read_page(address: str, read: Callable[[Browser], object], expected: object, profile: Path) -> object:
+    """Return what `read` finds on a page; reload the page until that is as expected, at most three times.
+
+    The server answers before it has read all runs, and a page shows what was read when it was opened.
+    """
     with Browser(profile) as page:
         for _ in range(4):
-            page.open(f"{url}/?tagFilter={urllib.parse.quote(tag_filter, safe='')}#timeseries")
-            if (found := poll(lambda: count_segments(page.html()), expected, seconds=30)) == expected:
+            page.open(address)
+            if (found := poll(lambda: read(page), expected, seconds=30)) == expected:
                 break
         return found
 
@@ -117,13 +126,16 @@ def test_hparams_tab_starts_with_the_papers_symbols(tmp_path):
         copy = TensorBoardCopy(folder, [], {})
         copy.finish(hyperparameters | {"model.memory.num_heads": heads}, figures, 2.125, 10)
     columns = ["H", "Memory", "S", "d_s", "data.context_length", "train/final_loss", "val/loss/average"]
+    rows = ["H=1-0123abcd", "H=2-0123abcd"]
 
-    def header(page: Browser) -> list[str]:
+    def table(page: Browser) -> list[list[str]]:
         texts = page.evaluate(TEXTS) or []
-        return [text for text in texts[texts.index("Trial ID") :] if text in columns] if "Trial ID" in texts else []
+        texts = texts[texts.index("Trial ID") :] if "Trial ID" in texts else []
+        return [[text for text in texts if text in columns][: len(columns)], sorted({*texts} & {*rows})]
 
-    server = tensorboard(tmp_path / "study", lambda url: "H=2-0123abcd" in fetch(f"{url}/data/runs"))
-    with server as url, Browser(tmp_path / "profile") as page:
-        page.open(f"{url}/#hparams")
-        assert poll(lambda: header(page)[:7], columns) == columns
-        assert "H=1-0123abcd" in " ".join(page.evaluate(TEXTS))
+    def has_both(url: str) -> bool:
+        tags = fetch(f"{url}/data/plugin/timeseries/tags")
+        return all(row in tags for row in rows)
+
+    with tensorboard(tmp_path / "study", has_both) as url:
+        assert read_page(f"{url}/#hparams", table, [columns, rows], tmp_path / "profile") == [columns, rows]
