@@ -1,16 +1,12 @@
-"""Recordings of stacks, interventions on them, and the verb `inspect`."""
+"""Recordings of stacks and interventions on them."""
 
-import hashlib
 import json
 
 import pytest
 import torch
-from forks import Forks
-from records import only_run
 from stack_memories import decoder_config
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from stackexp.config.compose import load_config
+from stackexp.config.memory import ResidualStackConfig
 from stackexp.inspection.batches import Material, average_values, compute_losses
 from stackexp.inspection.interventions import Intervention, clear, intervene, list_interventions
 from stackexp.inspection.page import format_page
@@ -170,6 +166,70 @@ def test_push_only_has_no_interventions_on_actions():
     assert "reads dropped" in names
 
 
+def build_residual_stack(**options):
+    torch.manual_seed(0)
+    config = decoder_config(num_layers=3)
+    config.memory = ResidualStackConfig(num_slots=3, **options)
+    model = Transformer(config).double().eval()
+    for memory in model.memories:
+        for parameter in memory.parameters():
+            parameter.data.add_(0.3 * torch.randn_like(parameter))
+    return model
+
+
+@pytest.mark.parametrize("update", ["stack", "none"])
+def test_recordings_of_a_residual_stack_agree_with_the_probes(update):
+    model = build_residual_stack(update=update)
+    expected = model(TOKENS, probe=True)
+    with record_stacks(model) as recordings:
+        torch.testing.assert_close(model(TOKENS).logits, expected.logits)
+    for recording, probes in zip(recordings, expected.probes, strict=True):
+        assert {name: value.shape for name, value in recording.values.items()} == dict.fromkeys(MEASUREMENTS, (2, 6, 1))
+        means = average_values([recording.values])
+        for name in ("push", "pop", "no_op", "action_spread", "read_share") if update == "stack" else ("read_share",):
+            assert means[name] == pytest.approx(probes[name].item(), rel=1e-5)
+        total = sum(recording.values[action] for action in ACTIONS)
+        torch.testing.assert_close(total, torch.ones_like(total))
+
+
+def test_interventions_on_a_residual_stack_equal_changed_weights():
+    def never_push(memory):
+        memory.actions[0], memory.action_bias[0] = 0, -1e4
+
+    def ignore_lower_slots(memory):
+        memory.read[1:], memory.maps[-2:] = 0, 0
+
+    def ignore_lower_slots_of_layer_1(memory):
+        if memory.layer == 1:
+            ignore_lower_slots(memory)
+
+    for name, change_weights in (
+        ("push = 0", never_push),
+        ("reads dropped", ignore_lower_slots),
+        ("read of layer 1 dropped", ignore_lower_slots_of_layer_1),
+    ):
+        model = build_residual_stack()
+        change = get_change(model, find(model, name))
+        before, _ = compute_losses(model, BATCHES)
+        with torch.no_grad():
+            for memory in model.memories:
+                change_weights(memory)
+        after, _ = compute_losses(model, BATCHES)
+        assert abs(change).min() > 1e-6
+        assert change == pytest.approx(after - before, abs=1e-9)
+
+
+def test_a_cleared_residual_stack_keeps_its_top():
+    model = build_residual_stack(update="none")
+    slots = torch.randn(1, 2, 3, 4)
+    cleared = clear(slots)
+    torch.testing.assert_close(cleared[..., 0, :], slots[..., 0, :])
+    assert not cleared[..., 1:, :].any()
+    assert abs(get_change(model, find(model, "stack cleared before layer 2"))).min() > 1e-6
+    names = [i.name for i in list_interventions(model, record(model), heads=True)]
+    assert not any("push" in name or "actions" in name or "head" in name for name in names)
+
+
 def test_losses_are_those_of_the_tokens():
     model = build_model()
     losses, counts = compute_losses(model, [{"tokens": TOKENS[:1], "length": torch.tensor([6])}])
@@ -188,60 +248,3 @@ def test_page_embeds_any_token():
     assert data["tokens"] == labels[:4]
     assert [len(stack["values"]["push"]) for stack in data["stacks"]] == [4, 4, 4]
     assert sum(data["stacks"][0]["values"][action][0][0] for action in ACTIONS) == pytest.approx(1, abs=1e-3)
-
-
-@pytest.mark.process
-def test_inspect_a_trained_run(tiny, tmp_path):
-    forks = Forks(tmp_path)
-    forks.run("fit", "--config", tiny, "trainer.max_steps=2", "schedule.warmup_steps=0")
-    run = only_run(tmp_path / "runs")
-    printed = forks.run("inspect", "--run", run.path, "--set", "left", "--chunks", "4", "--heads")
-    record = json.loads((run.path / "inspect" / "set-left" / "inspect.json").read_text())
-    assert [stack["layer"] for stack in record["stacks"]] == [0, 1]
-    names = [change["intervention"] for change in record["interventions"]]
-    assert {"none", "push = 0", "reads dropped", "stack cleared before layer 1"} <= set(names)
-    assert all(name in printed for name in names[1:])
-    assert all(change["low"] <= change["change"] <= change["high"] for change in record["interventions"][1:])
-    assert (run.path / "inspect" / "set-left" / "stacks.png").read_bytes().startswith(b"\x89PNG")
-    [image] = EventAccumulator(str(run.path / "inspect")).Reload().Images("inspect/left")
-    assert image.step == 2
-    forks.run("inspect", "--run", run.path, "--text", "import os", "--out", tmp_path / "text")
-    assert "const data" in (tmp_path / "text" / "tokens.html").read_text()
-    forks.run("inspect", "--run", run.path, "--text", "import os")
-    folders = sorted(path.name for path in (run.path / "inspect").iterdir() if path.is_dir())
-    assert folders == ["set-left", f"text-{hashlib.sha256(b'import os').hexdigest()[:8]}"], "neither replaces the other"
-    assert {"inspect/left", "inspect/text"} == set(
-        EventAccumulator(str(run.path / "inspect")).Reload().Tags()["images"]
-    )
-    for options, message in (
-        (("--task", "parity_check"), "--task requires a model of a formal language; use --text or --set"),
-        (("--text", ""), "--text has fewer than two tokens"),
-    ):
-        error = forks.run("inspect", "--run", run.path, *options, expect=2)
-        assert f"error: inspect: {message}" in error
-    forks.run(
-        "fit", "--config", tiny, "trainer.max_steps=2", "schedule.warmup_steps=0", "model.memory=null", "name=plain"
-    )
-    error = forks.run("inspect", "--run", only_run(tmp_path / "runs", "plain").path, "--text", "a b c", expect=1)
-    assert "error: inspect: the model has no memory of kind stack" in error
-
-
-@pytest.mark.process
-def test_inspect_a_formal_language(tmp_path):
-    forks = Forks(tmp_path)
-    sizes = ("model.hidden_size=16", "model.num_heads=2", "model.num_kv_heads=2", "model.intermediate_size=16")
-    data = ("data.batch_size=4", "data.eval_max_length=41", "data.eval_sequences=2", "data.validation_max_length=41")
-    steps = ("trainer.max_steps=2", "schedule.warmup_steps=0", "trainer.accelerator=cpu", "name=tiny")
-    forks.run("fit", "--config", "formal/stacktrans", *sizes, *data, *steps)
-    run = only_run(tmp_path / "runs")
-    task = load_config(run.config).data.task
-    printed = forks.run("inspect", "--run", run.path, "--task", f"{task}:12")
-    assert f"{task}, 12 symbols" in printed
-    assert "reads dropped" in printed
-    assert "stack cleared" not in printed, "the stack passes from token to token"
-    for options, message in (
-        (("--task", "bucket_sort"), f"--task bucket_sort: the run was trained on {task}; use --task {task}"),
-        (("--task", f"{task}:0"), f"--task {task}:0: the length must be an integer >= 1"),
-        (("--set", "x"), "--set requires a model of text; use --task for one of formal languages"),
-    ):
-        assert f"error: inspect: {message}" in forks.run("inspect", "--run", run.path, *options, expect=2)

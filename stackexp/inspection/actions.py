@@ -59,7 +59,7 @@ def build_actions(paths: Sequence[Path], set_name: str | None = None, num_chunks
     profiles: dict[str, list[Profile]] = defaultdict(list)
     notes: list[str] = []
     for folder in find_runs(paths):
-        if folder.read_options().get("model.memory.kind") != "stack":
+        if folder.read_options().get("model.memory.kind") not in ("stack", "residual_stack"):
             notes.append(f"skipped, without a stack: {folder.path}")
             continue
         try:

@@ -4,13 +4,14 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from stackexp.models.memories.stack import NEVER, StackMemory
-from stackexp.models.stack_recording import ACTIONS, Recording, find_stacks, wrap_updates
-from stackexp.stack.reference import StackOutput, StackState
+from stackexp.models.memories.residual_stack import ResidualStack
+from stackexp.models.memories.stack import NEVER
+from stackexp.models.stack_recording import ACTIONS, Recording, Stack, find_stacks, wrap_updates
 
 
 @dataclass(frozen=True)
@@ -18,13 +19,13 @@ class Intervention:
     """A change of the action logits, of the state or of the read, in all layers or in one.
 
     Each function receives the memory and a tensor (the state for `state`) and returns the new one: logits [..., H, 3],
-    read [..., H, D].
+    read [..., H, D]. A residual stack has logits [B, T, 3], and its read is the weights of the slots [B, T, S].
     """
 
     name: str
-    logits: Callable[[StackMemory, Tensor], Tensor] | None = None
-    state: Callable[[StackMemory, StackState], StackState] | None = None
-    read: Callable[[StackMemory, Tensor], Tensor] | None = None
+    logits: Callable[[Stack, Tensor], Tensor] | None = None
+    state: Callable[[Stack, Any], Any] | None = None
+    read: Callable[[Stack, Tensor], Tensor] | None = None
     layer: int | None = None
 
 
@@ -33,8 +34,10 @@ def list_interventions(model: nn.Module, means: list[Recording], heads: bool = F
 
     Actions are forced to 0 or 1, frozen at their mean over the tokens, or hardened. Stacks are cleared before a layer.
     Reads are dropped in all layers, in one layer, or (with `heads`) in one head; or exchanged between the heads.
+    A residual stack then reads only its top.
     """
     stacks = find_stacks(model)
+    num_heads = 1 if isinstance(stacks[0], ResidualStack) else stacks[0].config.num_heads
     found = []
     if stacks[0].actions is not None:
         found = [
@@ -44,25 +47,23 @@ def list_interventions(model: nn.Module, means: list[Recording], heads: bool = F
         ]
         found.append(Intervention("actions frozen at their mean", logits=_freeze(stacks, means)))
         found.append(Intervention("actions hardened", logits=_harden))
-    found += [Intervention("reads of the heads exchanged", read=lambda _, read: read.roll(1, -2))]
-    found += [Intervention("reads dropped", read=lambda _, read: torch.zeros_like(read))]
+    if num_heads > 1:
+        found += [Intervention("reads of the heads exchanged", read=lambda _, read: read.roll(1, -2))]
+    found += [Intervention("reads dropped", read=_drop_read)]
     layers = sorted({memory.layer for memory in stacks})
-    found += [
-        Intervention(f"read of layer {layer} dropped", read=lambda _, read: torch.zeros_like(read), layer=layer)
-        for layer in layers
-    ]
+    found += [Intervention(f"read of layer {layer} dropped", read=_drop_read, layer=layer) for layer in layers]
     if stacks[0].axis == "depth":
         found += [
             Intervention(f"stack cleared before layer {layer}", state=lambda _, state: clear(state), layer=layer)
             for layer in layers[1:]
         ]
-    if heads:
+    if heads and num_heads > 1:
         found += [
             Intervention(
-                f"read of layer {layer}, head {head} dropped", read=functools.partial(_drop, head), layer=layer
+                f"read of layer {layer}, head {head} dropped", read=functools.partial(_drop_head, head), layer=layer
             )
             for layer in layers
-            for head in range(stacks[0].config.num_heads)
+            for head in range(num_heads)
         ]
     return found
 
@@ -71,19 +72,21 @@ def list_interventions(model: nn.Module, means: list[Recording], heads: bool = F
 def intervene(model: nn.Module, intervention: Intervention) -> Iterator[None]:
     """Apply an intervention in the forward passes within this context."""
     stacks = [m for m in find_stacks(model) if intervention.layer in (None, m.layer)]
+    if intervention.state:
+        stacks = stacks[:1]  # once per layer, also with a stack after each sublayer
     with wrap_updates(dict.fromkeys(stacks, functools.partial(_update_changed, intervention))):
         yield
 
 
 def _update_changed(
     intervention: Intervention,
-    memory: StackMemory,
+    memory: Stack,
     update: Callable,
-    state: StackState,
+    state: Any,
     x: Tensor,
     logits: Tensor,
     h: Tensor,
-) -> tuple[StackOutput, StackState]:
+) -> tuple[Any, Any]:
     if intervention.state:
         state = intervention.state(memory, state)
     if intervention.logits:
@@ -94,18 +97,20 @@ def _update_changed(
     return output, state
 
 
-def clear(state: StackState) -> StackState:
-    """Return the state with all slots empty."""
+def clear(state: Any) -> Any:
+    """Return the state with all slots empty; that of a residual stack keeps its top, the hidden state."""
+    if isinstance(state, Tensor):
+        return torch.cat([state[..., :1, :], torch.zeros_like(state[..., 1:, :])], -2)
     return type(state)(*(torch.zeros_like(tensor) for tensor in state))
 
 
-def _force(memory: StackMemory, logits: Tensor, index: int, value: int) -> Tensor:
+def _force(memory: Stack, logits: Tensor, index: int, value: int) -> Tensor:
     """Set the probability of an action to 0 or 1; with 0 the others keep their ratio."""
     is_chosen = torch.arange(logits.shape[-1], device=logits.device) == index
     return logits.masked_fill(is_chosen if value == 0 else ~is_chosen, NEVER)
 
 
-def _freeze(stacks: list[StackMemory], means: list[Recording]) -> Callable[[StackMemory, Tensor], Tensor]:
+def _freeze(stacks: list[Stack], means: list[Recording]) -> Callable[[Stack, Tensor], Tensor]:
     frozen = {}
     for memory, recording in zip(stacks, means, strict=True):
         actions = torch.stack([recording.values[name] for name in ACTIONS], -1)  # [B, T, H, 3]
@@ -113,12 +118,18 @@ def _freeze(stacks: list[StackMemory], means: list[Recording]) -> Callable[[Stac
     return lambda memory, logits: frozen[memory].to(logits.dtype).expand_as(logits)
 
 
-def _harden(memory: StackMemory, logits: Tensor) -> Tensor:
+def _harden(memory: Stack, logits: Tensor) -> Tensor:
     """Set the probability of the most probable action to 1."""
     return logits.masked_fill(logits < logits.amax(-1, keepdim=True), NEVER)
 
 
-def _drop(head: int, memory: StackMemory, read: Tensor) -> Tensor:
+def _drop_read(memory: Stack, read: Tensor) -> Tensor:
+    if isinstance(memory, ResidualStack):
+        return torch.cat([read[..., :1], torch.zeros_like(read[..., 1:])], -1)
+    return torch.zeros_like(read)
+
+
+def _drop_head(head: int, memory: Stack, read: Tensor) -> Tensor:
     kept = torch.ones(read.shape[-2], 1, dtype=read.dtype, device=read.device)
     kept[head] = 0
     return read * kept

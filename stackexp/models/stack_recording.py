@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from stackexp.errors import RunError
+from stackexp.models.memories.residual_stack import ResidualStack, ResidualStackOutput, compute_read_share
 from stackexp.models.memories.stack import StackMemory
 from stackexp.stack import eager, reference, use_implementation
 from stackexp.stack.reference import StackOutput, StackState
@@ -26,6 +27,9 @@ MEASUREMENTS = {
     "read_sharpness": "weight of that slot in the read",
     "read_share": "|W_up R| / |h|; with residual_gate: read, |g W_up R| / |h|",
 }
+"""A residual stack has one head, its slots are always occupied, and `read_share` is that of the slots below the top."""
+
+Stack = StackMemory | ResidualStack
 
 
 @dataclass
@@ -42,17 +46,20 @@ class Recording:
         self.values = {name: torch.cat([known[name], v], 1) if known else v for name, v in values.items()}
 
 
-def find_stacks(model: nn.Module) -> list[StackMemory]:
+def find_stacks(model: nn.Module) -> list[Stack]:
     """Return the stack memories of a model. Raises RunError if it has none."""
-    stacks = [memory for memory in model.memories if isinstance(memory, StackMemory)]
+    stacks = [memory for memory in model.memories if isinstance(memory, Stack)]
     if not stacks:
-        raise RunError("inspect: the model has no memory of kind stack; inspect a run with model.memory.kind=stack")
+        raise RunError("inspect: the model has no stack; inspect a run with model.memory.kind=stack or residual_stack")
     return stacks
 
 
 @contextlib.contextmanager
-def wrap_updates(wrappers: Mapping[StackMemory, Callable]) -> Iterator[None]:
-    """Call `wrapper(memory, update, state, x, logits, h)` in place of `memory.update` within this context."""
+def wrap_updates(wrappers: Mapping[Stack, Callable]) -> Iterator[None]:
+    """Call `wrapper(memory, update, state, x, logits, h)` in place of `memory.update` within this context.
+
+    For a residual stack, h is the output of the sublayer.
+    """
     outer = {memory: memory.__dict__.get("update") for memory in wrappers}
     for memory, wrapper in wrappers.items():
         memory.__dict__["update"] = functools.partial(wrapper, memory, memory.update)
@@ -86,14 +93,18 @@ def record_stacks(model: nn.Module) -> Iterator[list[Recording]]:
 
 def _update_recorded(
     recording: Recording,
-    memory: StackMemory,
+    memory: Stack,
     update: Callable,
-    state: StackState,
+    state: Any,
     x: Tensor,
     logits: Tensor,
     h: Tensor,
-) -> tuple[StackOutput, StackState]:
+) -> tuple[Any, Any]:
     """Update the memory as usual and record it; on axis time, token by token."""
+    if isinstance(memory, ResidualStack):
+        output, slots = update(state, x, logits, h)
+        recording.add(_measure_residual_stack(output, slots))
+        return output, slots
     if memory.axis == "depth":
         output, new = update(state, x, logits, h)
         recording.add(_measure(memory, state, new, output, h))
@@ -126,6 +137,27 @@ def _measure(
         "read_sharpness": sharpness.float(),
         "read_share": _compute_read_shares(memory, output.read, h),
     }
+
+
+def _measure_residual_stack(output: ResidualStackOutput, slots: Tensor) -> dict[str, Tensor]:
+    weights = output.read.abs()  # [B, T, S]
+    action = output.action
+    if action is None:  # no-op
+        action = torch.tensor([0.0, 0.0, 1.0]).expand(*weights.shape[:-1], -1)
+    push, pop, no_op = action.unbind(-1)
+    sharpness, slot = (weights / weights.sum(-1, keepdim=True)).max(-1)
+    values = {
+        "push": push,
+        "pop": pop,
+        "no_op": no_op,
+        "entropy": torch.special.entr(action).sum(-1),
+        "occupancy": torch.full_like(push, weights.shape[-1]),
+        "overflow": push,
+        "read_slot": slot.float(),
+        "read_sharpness": sharpness,
+        "read_share": compute_read_share(output.read, slots),
+    }
+    return {name: value.unsqueeze(-1) for name, value in values.items()}
 
 
 def compute_read_weights(memory: StackMemory, state: StackState) -> Tensor:

@@ -4,8 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from stackexp.models.memories.base import Stats
-from stackexp.models.memories.stack import StackMemory
-from stackexp.models.stack_recording import record_stacks
+from stackexp.models.stack_recording import Stack, record_stacks
 
 
 @torch.no_grad()
@@ -15,7 +14,7 @@ def probe_memories(model: nn.Module, tokens: Tensor) -> list[Stats]:
     Those of stacks over the depth include what `inspect` records of overflow and reads. Stacks over the tokens would
     have to be recorded token by token.
     """
-    if model.axis != "depth" or not isinstance(model.memories[0], StackMemory):
+    if model.axis != "depth" or not isinstance(model.memories[0], Stack):
         return model(tokens, probe=True).probes or []
     with torch.compiler.set_stance("force_eager"), record_stacks(model) as recordings:
         probes = model(tokens, probe=True).probes

@@ -1,5 +1,7 @@
 """A stack of hidden states over the depth whose top is the residual stream."""
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -10,6 +12,13 @@ from stackexp.models.memories.base import Memory, Stats
 from stackexp.models.memories.stack import NUM_ACTIONS, compute_action_spread
 
 ACTION_BIAS = (2.0, -2.0, 0.0)  # of push, pop and no-op: initially, the push probability is 0.87
+
+
+class ResidualStackOutput(NamedTuple):
+    """The results of one update, in float32."""
+
+    read: Tensor  # a [B, T, S]
+    action: Tensor | None  # p [B, T, 3]; None with `update: none`
 
 
 class ResidualStack(Memory):
@@ -35,7 +44,7 @@ class ResidualStack(Memory):
 
     def __init__(self, config: ResidualStackConfig, model: TransformerConfig, layer: int) -> None:
         super().__init__(config, model, layer)
-        self.config, self.model = config, model
+        self.config, self.model, self.layer = config, model, layer
         slots, d = config.num_slots, model.hidden_size
         self.read, self.write = nn.Parameter(torch.empty(slots)), nn.Parameter(torch.empty(slots))
         self.maps, self.scale = nn.Parameter(torch.empty(2 * slots, d)), nn.Parameter(torch.empty(2))
@@ -73,21 +82,33 @@ class ResidualStack(Memory):
     ) -> tuple[Tensor, Tensor, Stats]:
         """Move the slots, add the output of the sublayer, and read the next input; see `Memory.forward`."""
         assert previous is not None
-        slots, stats = state, {}
-        write_map, read_map = self.maps.float().chunk(2)
         x = self.normalize_top(state)
-        write = self.write + self.scale[0] * F.linear(x, write_map).tanh()
-        if self.actions is not None:
-            action = (F.linear(x, self.actions.float()) + self.action_bias).softmax(-1)  # [B, T, 3]
-            slots = move(state, action.to(h.dtype))
-            if probe:
-                stats = dict(zip(("push", "pop", "no_op"), action.detach().mean((0, 1)).unbind(), strict=True))
-                stats["action_spread"] = compute_action_spread(action.detach().unsqueeze(-2)).mean()
-        slots = slots + write.to(h.dtype).unsqueeze(-1) * (h - previous).unsqueeze(-2)
-        read = self.read + self.scale[1] * F.linear(self.normalize_top(slots), read_map).tanh()
+        logits = None if self.actions is None else F.linear(x, self.actions.float()) + self.action_bias
+        output, slots = self.update(state, x, logits, h - previous)
+        stats = {}
+        if probe and output.action is not None:
+            action = output.action.detach()
+            stats = dict(zip(("push", "pop", "no_op"), action.mean((0, 1)).unbind(), strict=True))
+            stats["action_spread"] = compute_action_spread(action.unsqueeze(-2)).mean()
         if probe:
-            stats["lower_slots"] = read.detach()[..., 1:].sum(-1).mean()
-        return (read.to(h.dtype).unsqueeze(-2) @ slots).squeeze(-2), slots, stats
+            stats["read_share"] = compute_read_share(output.read, slots).mean()
+        return (output.read.to(h.dtype).unsqueeze(-2) @ slots).squeeze(-2), slots, stats
+
+    def update(
+        self, slots: Tensor, x: Tensor, logits: Tensor | None, added: Tensor
+    ) -> tuple[ResidualStackOutput, Tensor]:
+        """Move the slots [B, T, S, d], add the output of the sublayer `added` [B, T, d], and return p, a and the slots.
+
+        x [B, T, d] is the normalized top, `logits` [B, T, 3] are A x + u.
+        """
+        write_map, read_map = self.maps.float().chunk(2)
+        write = self.write + self.scale[0] * F.linear(x, write_map).tanh()
+        action = None if logits is None else logits.softmax(-1)
+        if action is not None:
+            slots = move(slots, action.to(added.dtype))
+        slots = slots + write.to(added.dtype).unsqueeze(-1) * added.unsqueeze(-2)
+        read = self.read + self.scale[1] * F.linear(self.normalize_top(slots), read_map).tanh()
+        return ResidualStackOutput(read, action), slots
 
     def normalize_top(self, slots: Tensor) -> Tensor:
         """Return x [B, T, d] of slots [B, T, S, d], in float32."""
@@ -105,3 +126,10 @@ def move(slots: Tensor, action: Tensor) -> Tensor:
     popped = torch.cat([slots[..., 1:, :], slots[..., -1:, :]], -2)
     push, pop, no_op = action.unsqueeze(-2).split(1, -1)
     return push * pushed + pop * popped + no_op * slots
+
+
+@torch.no_grad()
+def compute_read_share(read: Tensor, slots: Tensor) -> Tensor:
+    """Return |a_1 H_1 + ... + a_S-1 H_S-1| / |a H| [B, T]: the share of the lower slots in the input of a sublayer."""
+    parts = read.float().unsqueeze(-1) * slots.float()
+    return parts[..., 1:, :].sum(-2).norm(dim=-1) / parts.sum(-2).norm(dim=-1)

@@ -1,0 +1,82 @@
+"""The verb `inspect` on trained runs."""
+
+import hashlib
+import json
+
+import pytest
+from forks import Forks
+from records import only_run
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from stackexp.config.compose import load_config
+
+
+@pytest.mark.process
+def test_inspect_a_trained_run(tiny, tmp_path):
+    forks = Forks(tmp_path)
+    forks.run("fit", "--config", tiny, "trainer.max_steps=2", "schedule.warmup_steps=0")
+    run = only_run(tmp_path / "runs")
+    printed = forks.run("inspect", "--run", run.path, "--set", "left", "--chunks", "4", "--heads")
+    record = json.loads((run.path / "inspect" / "set-left" / "inspect.json").read_text())
+    assert [stack["layer"] for stack in record["stacks"]] == [0, 1]
+    names = [change["intervention"] for change in record["interventions"]]
+    assert {"none", "push = 0", "reads dropped", "stack cleared before layer 1"} <= set(names)
+    assert all(name in printed for name in names[1:])
+    assert all(change["low"] <= change["change"] <= change["high"] for change in record["interventions"][1:])
+    assert (run.path / "inspect" / "set-left" / "stacks.png").read_bytes().startswith(b"\x89PNG")
+    [image] = EventAccumulator(str(run.path / "inspect")).Reload().Images("inspect/left")
+    assert image.step == 2
+    forks.run("inspect", "--run", run.path, "--text", "import os", "--out", tmp_path / "text")
+    assert "const data" in (tmp_path / "text" / "tokens.html").read_text()
+    forks.run("inspect", "--run", run.path, "--text", "import os")
+    folders = sorted(path.name for path in (run.path / "inspect").iterdir() if path.is_dir())
+    assert folders == ["set-left", f"text-{hashlib.sha256(b'import os').hexdigest()[:8]}"], "neither replaces the other"
+    assert {"inspect/left", "inspect/text"} == set(
+        EventAccumulator(str(run.path / "inspect")).Reload().Tags()["images"]
+    )
+    for options, message in (
+        (("--task", "parity_check"), "--task requires a model of a formal language; use --text or --set"),
+        (("--text", ""), "--text has fewer than two tokens"),
+    ):
+        error = forks.run("inspect", "--run", run.path, *options, expect=2)
+        assert f"error: inspect: {message}" in error
+    forks.run(
+        "fit", "--config", tiny, "trainer.max_steps=2", "schedule.warmup_steps=0", "model.memory=null", "name=plain"
+    )
+    error = forks.run("inspect", "--run", only_run(tmp_path / "runs", "plain").path, "--text", "a b c", expect=1)
+    assert "error: inspect: the model has no stack; inspect a run with model.memory.kind=stack" in error
+
+
+@pytest.mark.process
+def test_inspect_a_residual_stack(tiny, tmp_path):
+    forks = Forks(tmp_path)
+    short = ("trainer.max_steps=2", "schedule.warmup_steps=0")
+    forks.run("fit", "--config", tiny, "model.memory=residual_stack", *short)
+    run = only_run(tmp_path / "runs")
+    printed = forks.run("inspect", "--run", run.path, "--set", "left", "--chunks", "4")
+    assert "actions frozen at their mean" in printed
+    record = json.loads((run.path / "inspect" / "set-left" / "inspect.json").read_text())
+    assert [stack["site"] for stack in record["stacks"]] == ["after_attention", "after_block"] * 2
+    assert record["stacks"][0]["push"] == [pytest.approx(0.87, abs=0.02)]
+    assert "const data" in (run.path / "inspect" / "set-left" / "tokens.html").read_text()
+
+
+@pytest.mark.process
+def test_inspect_a_formal_language(tmp_path):
+    forks = Forks(tmp_path)
+    sizes = ("model.hidden_size=16", "model.num_heads=2", "model.num_kv_heads=2", "model.intermediate_size=16")
+    data = ("data.batch_size=4", "data.eval_max_length=41", "data.eval_sequences=2", "data.validation_max_length=41")
+    steps = ("trainer.max_steps=2", "schedule.warmup_steps=0", "trainer.accelerator=cpu", "name=tiny")
+    forks.run("fit", "--config", "formal/stacktrans", *sizes, *data, *steps)
+    run = only_run(tmp_path / "runs")
+    task = load_config(run.config).data.task
+    printed = forks.run("inspect", "--run", run.path, "--task", f"{task}:12")
+    assert f"{task}, 12 symbols" in printed
+    assert "reads dropped" in printed
+    assert "stack cleared" not in printed, "the stack passes from token to token"
+    for options, message in (
+        (("--task", "bucket_sort"), f"--task bucket_sort: the run was trained on {task}; use --task {task}"),
+        (("--task", f"{task}:0"), f"--task {task}:0: the length must be an integer >= 1"),
+        (("--set", "x"), "--set requires a model of text; use --task for one of formal languages"),
+    ):
+        assert f"error: inspect: {message}" in forks.run("inspect", "--run", run.path, *options, expect=2)
