@@ -17,7 +17,7 @@ PAGE = Path(__file__).parents[1] / "docs" / "configuration.md"
 
 
 SHIPPED = ("transformer", "lstm", "stack_rnn", "stack", "stack_attention", "shards", "stdlib", "formal_language")
-SHIPPED += ("attention_residual", "dense_former", "hyper_connections", "residual_scale", "residual_stack")
+SHIPPED += ("attention_residual", "dense_former", "hyper_connections", "mhc", "residual_scale", "residual_stack")
 SHIPPED += ("value_skip", "adamw", "muon", "cosine", "linear", "wsd")
 
 

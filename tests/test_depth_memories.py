@@ -9,11 +9,12 @@ from stackexp.config.memory import (
     AttentionResidualConfig,
     DenseFormerConfig,
     HyperConnectionsConfig,
+    ManifoldHyperConnectionsConfig,
     ResidualScaleConfig,
     ResidualStackConfig,
     ValueSkipConfig,
 )
-from stackexp.models.memories.hyper_connections import normalize_sinkhorn
+from stackexp.models.memories.mhc import normalize_sinkhorn
 from stackexp.models.transformer import Cache, Transformer
 
 MEMORIES = {
@@ -25,8 +26,8 @@ MEMORIES = {
     "value_skip": ValueSkipConfig(rank=3),
     "hyper_static": HyperConnectionsConfig(dynamic=False),
     "hyper_dynamic": HyperConnectionsConfig(num_streams=3),
-    "mhc_static": HyperConnectionsConfig(dynamic=False, constrained=True),
-    "mhc": HyperConnectionsConfig(constrained=True),
+    "mhc_static": ManifoldHyperConnectionsConfig(dynamic=False),
+    "mhc": ManifoldHyperConnectionsConfig(),
 }
 TOKENS = torch.tensor([[1, 2, 3, 4, 5], [6, 7, 8, 9, 10]])
 
@@ -133,7 +134,7 @@ def test_hyper_connections_match_the_equations(name):
 
     def connect(memory, streams):
         residual, output, weights = memory.residual, memory.output, memory.input
-        if config.dynamic and config.constrained:
+        if config.dynamic and config.kind == "mhc":
             x = streams.flatten() / (streams.square().mean() + model.config.norm_eps).sqrt()
             changes = (memory.maps @ x.float().double()).view(n, n + 2)
         elif config.dynamic:
@@ -143,7 +144,7 @@ def test_hyper_connections_match_the_equations(name):
             residual = residual + memory.scale[0] * changes[:, :n]
             output = output + memory.scale[1] * changes[:, n]
             weights = weights + memory.scale[2] * changes[:, n + 1]
-        if config.constrained:
+        if config.kind == "mhc":
             return normalize_sinkhorn(residual.exp()), 2 * output.sigmoid(), weights.sigmoid()
         return residual, output, weights
 

@@ -22,6 +22,7 @@ from stackexp.config.memory import (
     AttentionResidualConfig,
     DenseFormerConfig,
     HyperConnectionsConfig,
+    ManifoldHyperConnectionsConfig,
     StackAttentionConfig,
     ValueSkipConfig,
 )
@@ -91,7 +92,7 @@ def test_other_memories_that_start_as_the_identity(memory, tolerance):
     [
         (AttentionResidualConfig(), "not supported by AttentionResidual; use default, or define "),
         (StackAttentionConfig(), "not supported by StackAttention"),
-        (HyperConnectionsConfig(constrained=True), "not supported by constrained hyper-connections"),
+        (ManifoldHyperConnectionsConfig(), "not supported by mhc"),
         (decoder_config(projection="none").memory, "projection: none requires model.memory.residual_gate: read"),
     ],
 )

@@ -150,15 +150,21 @@ class DenseFormerConfig:
 @register("memory", "hyper_connections", builds="stackexp.models.memories.hyper_connections:HyperConnections")
 @dataclass
 class HyperConnectionsConfig:
-    """Several residual streams with learned connections (Zhu et al. 2024, arXiv 2409.19606; mHC, arXiv 2512.24880)."""
+    """Several residual streams with learned connections (Zhu et al. 2024, arXiv 2409.19606)."""
 
     kind: str = "hyper_connections"
     num_streams: int = option(4, min=2, max=64)
     """Number of streams n, the expansion rate."""
     dynamic: bool = True
     """Let the connections depend on the hidden states."""
-    constrained: bool = False
-    """Use doubly stochastic residual connections (mHC)."""
+
+
+@register("memory", "mhc", builds="stackexp.models.memories.mhc:ManifoldHyperConnections")
+@dataclass
+class ManifoldHyperConnectionsConfig(HyperConnectionsConfig):
+    """Hyper-connections with a doubly stochastic residual matrix (Xie et al. 2025, arXiv 2512.24880)."""
+
+    kind: str = "mhc"
 
 
 @register("memory", "residual_scale", builds="stackexp.models.memories.residual_scale:ResidualScale")

@@ -12,14 +12,14 @@ RENAMED_KEYS = {
     "trainer.collective_timeout": "trainer.collective_timeout_seconds",
 }
 RENAMED_VALUES = {("model.positional", "sin_cos"): "sinusoidal"}
-REMOVED_KEYS = {"beside": "run a sweep instead"}
+REMOVED_KEYS = {"beside": "run a sweep instead", "model.memory.constrained": "use model.memory=mhc"}
 
 
 def explain_old_key(key: str) -> str:
     """Return the fix for a key of an earlier version, or "" if the key never existed."""
     if key in RENAMED_KEYS:
         return f"renamed; use {RENAMED_KEYS[key]}"
-    section = next((old for old in REMOVED_KEYS if f"{key}.".startswith(f"{old}.")), None)
+    section = _find_removed(key)
     return f"removed; {REMOVED_KEYS[section]}" if section else ""
 
 
@@ -32,10 +32,16 @@ def translate_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """Translate {full key: value} of an earlier version to the current names."""
     translated = {}
     for key, value in options.items():
-        if key.partition(".")[0] not in REMOVED_KEYS:
+        if not _find_removed(key):
             name = RENAMED_KEYS.get(key, key)
             translated[name] = RENAMED_VALUES[name, value] if _is_old_value(name, value) else value
+    if options.get("model.memory.constrained"):
+        translated["model.memory.kind"] = "mhc"
     return translated
+
+
+def _find_removed(key: str) -> str | None:
+    return next((old for old in REMOVED_KEYS if f"{key}.".startswith(f"{old}.")), None)
 
 
 def _is_old_value(key: str, value: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Hyper-connections (Zhu et al. 2024, arXiv 2409.19606) and mHC (Xie et al. 2025, arXiv 2512.24880).
+"""Hyper-connections (Zhu et al. 2024, arXiv 2409.19606).
 
 The residual stream becomes n streams H [n, d]. Around sublayer k, f_k:
 
@@ -14,28 +14,20 @@ from torch.nn import functional as F
 
 from stackexp.config.memory import HyperConnectionsConfig
 from stackexp.config.model import TransformerConfig
-from stackexp.errors import RunError
-from stackexp.models.initialization import init_weight_
 from stackexp.models.memories.base import Memory, Stats
-
-SINKHORN_STEPS = 20  # the value in the mHC paper
-SHARP = 4.0  # initial logit of the entries that start near 1; mHC's paper prints no biases
 
 
 class HyperConnections(Memory):
     """The connections between sublayer k and k + 1: R_k, b_k and a_{k+1}. The state holds H_{k+1} [B, T, n, d].
 
     Static: `residual` R [n, n] starts at the identity, `output` b [n] at 1, and `input` a [n] selects one stream, a
-    different one for each sublayer. So the model starts as the plain Transformer. The papers sum the streams after the
+    different one for each sublayer. So the model starts as the plain Transformer. The paper sums the streams after the
     last sublayer; here the last a is learned and starts at 1.
 
     `dynamic` adds s * tanh(W RMSNorm(H)) to each, computed for each stream: `maps` W [n + 2, d], with n rows for R, one
     for b and one for a, starts at 0, and the scale s [3] at 0.01.
 
-    `constrained` (mHC): R is doubly stochastic, by Sinkhorn normalization of exp(logits); a = sigmoid(logits) and
-    b = 2 sigmoid(logits). W maps all streams together, [n (n + 2), n d], and has no tanh.
-
-    The papers compute a_{k+1} at the start of sublayer k + 1, this class at the end of sublayer k; the values are the
+    The paper computes a_{k+1} at the start of sublayer k + 1, this class at the end of sublayer k; the values are the
     same. The input of sublayer 0 is the embedding.
     """
 
@@ -51,8 +43,7 @@ class HyperConnections(Memory):
         self.input = nn.Parameter(torch.empty(n))
         self.maps = self.scale = None
         if config.dynamic:
-            shape = (n * (n + 2), n * d) if config.constrained else (n + 2, d)
-            self.maps, self.scale = nn.Parameter(torch.empty(shape)), nn.Parameter(torch.empty(3))
+            self.maps, self.scale = nn.Parameter(torch.empty(n + 2, d)), nn.Parameter(torch.empty(3))
 
     def init_weights(self) -> None:
         """Initialize so that the model equals the plain Transformer.
@@ -65,26 +56,15 @@ class HyperConnections(Memory):
         nn.init.ones_(self.input if is_last else self.input[sublayer % self.config.num_streams :][:1])
         nn.init.eye_(self.residual)
         nn.init.ones_(self.output)
-        if self.config.constrained:  # logits
-            with torch.no_grad():
-                self.input.mul_(2).sub_(1).mul_(SHARP)
-                self.residual.mul_(SHARP)
-                self.output.zero_()
         if self.maps is not None:
             nn.init.zeros_(self.maps)
             nn.init.constant_(self.scale, 0.01)
-            if self.config.constrained:
-                init_weight_(self.maps, self.model)
 
     def init_identity(self) -> None:
         """Do nothing: `init_weights` gives the plain Transformer, up to the epsilon of the last norm.
 
         That norm receives n h instead of h, which makes its epsilon smaller in proportion.
-
-        Raises RunError for mHC, which starts only near it.
         """
-        if self.config.constrained:
-            raise RunError("init.memory: identity is not supported by constrained hyper-connections; use default")
 
     def empty_state(self, h: Tensor) -> Tensor:
         """Return n copies of the embedding [B, T, n, d]."""
@@ -105,45 +85,34 @@ class HyperConnections(Memory):
         """Return R [..., n, n] and b [..., n] for streams [B, T, n, d], in float32."""
         n, residual, output = self.config.num_streams, self.residual, self.output
         if self.maps is not None:
-            changes = self._map(streams, slice(0, n + 1))
+            changes = self.map_streams(streams, slice(0, n + 1))
             residual = residual + self.scale[0] * changes[..., :n]
             output = output + self.scale[1] * changes[..., n]
-        if self.config.constrained:
-            return normalize_sinkhorn(residual.exp()), 2 * output.sigmoid()
         return residual, output
 
     def compute_input(self, streams: Tensor) -> Tensor:
         """Return a [..., n] for streams [B, T, n, d], in float32."""
         weights = self.input
         if self.maps is not None:
-            weights = weights + self.scale[2] * self._map(streams, slice(-1, None))[..., 0]
-        return weights.sigmoid() if self.config.constrained else weights
+            weights = weights + self.scale[2] * self.map_streams(streams, slice(-1, None))[..., 0]
+        return weights
 
-    def _map(self, streams: Tensor, rows: slice) -> Tensor:
+    def map_streams(self, streams: Tensor, rows: slice) -> Tensor:
         """Return the changes [B, T, n, rows] of the connections.
 
         The map is linear, so the scale of the RMSNorm is applied after it. This stores no normalized streams for the
         backward pass.
         """
-        n, maps, values = self.config.num_streams, self.maps.float(), streams.float()
-        if self.config.constrained:
-            values, maps = values.flatten(-2), maps.unflatten(0, (n, n + 2))
+        values = streams.float()
+        return (self.compute_norm_scale(values) * F.linear(values, self.maps.float()[rows])).tanh()
+
+    def compute_norm_scale(self, values: Tensor) -> Tensor:
+        """Return the factor [..., 1] by which RMSNorm multiplies values [..., d]."""
         norm = torch.linalg.vector_norm(values, dim=-1, keepdim=True)
-        scale = torch.rsqrt(norm.square() / values.shape[-1] + self.model.norm_eps)
-        if not self.config.constrained:
-            return (scale * F.linear(values, maps[rows])).tanh()
-        return (scale * F.linear(values, maps[:, rows].flatten(0, 1))).unflatten(-1, (n, -1))
+        return torch.rsqrt(norm.square() / values.shape[-1] + self.model.norm_eps)
 
     def flops_per_token(self, context_length: int) -> float:
         """Count the maps, and for each stream n + 2 multiply-adds per element."""
         n, d = self.config.num_streams, self.model.hidden_size
-        maps = 0 if self.maps is None else n * (n + 2) * d * (n if self.config.constrained else 1)
-        return 2.0 * (maps + n * (n + 2) * d)
-
-
-def normalize_sinkhorn(matrix: Tensor) -> Tensor:
-    """Return positive matrices [..., n, n] scaled to rows and columns that sum to 1 (Sinkhorn & Knopp 1967)."""
-    for _ in range(SINKHORN_STEPS):
-        matrix = matrix / matrix.sum(-1, keepdim=True)
-        matrix = matrix / matrix.sum(-2, keepdim=True)
-    return matrix
+        rows = 0 if self.maps is None else len(self.maps)
+        return 2.0 * (rows + n + 2) * n * d
