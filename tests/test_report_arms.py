@@ -70,14 +70,18 @@ def test_intervals_are_those_of_student():
 def test_families_of_other_stacks_are_named_by_their_options():
     names = {
         memory: name_memory(flatten_config(compose(["quickstart"], [f"model.memory={memory}"])))
-        for memory in ("null", "single_head", "adapter", "value_skip")
+        for memory in ("null", "single_head", "adapter", "value_skip", "residual_stack", "residual_streams")
     }
     assert names == {
         "null": "Transformer",
         "single_head": "Single-Head",
         "adapter": "stack (discipline=push_only, read_mask=log, push_norm=head)",
         "value_skip": "value_skip",
+        "residual_stack": "residual_stack",
+        "residual_streams": "residual_stack (update=none)",
     }
+    config = compose(["quickstart"], ["model.memory=mhc", "model.memory.dynamic=false", "model.memory.num_streams=2"])
+    assert name_memory(flatten_config(config)) == "mhc (dynamic=False)"
     config = compose(["quickstart"], ["model.memory=single_head", "model.memory.action_bias=2"])
     assert name_memory(flatten_config(config)) == "stack (action_bias=2.0, num_heads=1)"
     config = compose(["quickstart"], ["model.memory.residual_gate=read", "init.memory=identity"])

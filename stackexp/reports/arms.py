@@ -1,5 +1,6 @@
 """Group the language-model runs of folders into arms: runs that differ only in their seed."""
 
+import dataclasses
 import math
 import re
 import shlex
@@ -14,6 +15,7 @@ from typing import Any
 from stackexp.config.affects import find_changed_keys
 from stackexp.config.compose import load_config
 from stackexp.config.formal_language import get_model_label
+from stackexp.config.registry import get_entry, list_kinds
 from stackexp.data.olmo import NAMES
 from stackexp.errors import ConfigError, RunError
 from stackexp.files import read_json
@@ -205,8 +207,23 @@ def name_memory(config: dict[str, Any]) -> str:
     Memories that start without effect (`init.memory: identity`) are a family of their own.
     """
     start = ", identity start" if config.get("init.memory") == "identity" else ""
-    variant = find_variant(config)
-    if variant is not None or config.get("model.memory.kind") != "stack":
-        return (variant or get_model_label(config)) + start
-    changes = find_stack_changes(config) | ({"num_heads": 1} if config["model.memory.num_heads"] == 1 else {})
-    return f"stack ({', '.join(f'{key}={value}' for key, value in changes.items())}){start}"
+    if variant := find_variant(config):
+        return variant + start
+    kind = config.get("model.memory.kind")
+    if kind == "stack":
+        label = kind
+        changes = find_stack_changes(config) | ({"num_heads": 1} if config["model.memory.num_heads"] == 1 else {})
+    else:
+        label, changes = get_model_label(config), _find_changed_choices(config) if kind else {}
+    options = f" ({', '.join(f'{key}={value}' for key, value in changes.items())})" if changes else ""
+    return label + options + start
+
+
+def _find_changed_choices(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the options of a memory, without its sizes, that differ from the defaults of its kind."""
+    kind = config["model.memory.kind"]
+    if kind not in list_kinds("memory"):  # of a plugin that is not loaded
+        return {}
+    options = {field.name: field.default for field in dataclasses.fields(get_entry("memory", kind).config)}
+    values = {name: config.get(f"model.memory.{name}", default) for name, default in options.items()}
+    return {name: value for name, value in values.items() if isinstance(value, bool | str) and value != options[name]}
