@@ -72,10 +72,10 @@ def test_runs_are_compared_in_a_table_and_a_figure(tmp_path, capsys):
     rows = format_runs(folders, "markdown").splitlines()
     cells = [cell.strip() for cell in rows[2].split("|")[1:-1]]
     assert cells[:7] == ["one", "finished", "2", "2,048", "1,000", "0", "2.500"]
-    assert cells[7:] == ["2.000 / 4.0", "2.000 / 4.0", "1.000"]
+    assert cells[7:] == ["2.000 / 4.00", "2.000 / 4.00", "1.000"]
     assert rows[3].split()[1] == "two"
     assert [row.split("|")[1].strip() for row in rows[4:]] == ["bigram counts"], "one row for the same tokens"
-    assert "4.000 / 54.6" in rows[4]
+    assert "4.000 / 54.60" in rows[4]
     assert main(["report", "compare", str(tmp_path), "--different-data"]) == 0, "a folder of runs"
     assert len(capsys.readouterr().out.splitlines()) == 5
     assert main(["report", "compare", str(tmp_path)]) == 1

@@ -116,14 +116,10 @@ def _format_sets(result: dict[str, Any], sets: list[str]) -> list[str]:
     if "sets" not in result:
         return [ABSENT] * (len(sets) + 2)
     scores = [result["sets"].get(name, {}) for name in sets] + [result["average"]]
-    cells = [_format_loss(s) if s.get("loss") else ABSENT for s in scores]
+    perplexities = [s["perplexity"] or math.inf if "perplexity" in s else None for s in scores]
+    cells = [format_loss(s.get("loss"), perplexity) for s, perplexity in zip(scores, perplexities, strict=True)]
     bits = result["average"].get("bits_per_byte")
     return [*cells, ABSENT if bits is None else f"{bits:.3f}"]
-
-
-def _format_loss(scores: dict[str, float]) -> str:
-    perplexity = f" / {scores['perplexity'] or math.inf:.1f}" if "perplexity" in scores else ""
-    return f"{scores['loss']:.3f}{perplexity}"
 
 
 def name_runs(runs: list[RunFolder]) -> dict[RunFolder, str]:
