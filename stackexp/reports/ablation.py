@@ -136,7 +136,7 @@ def _build_losses(order: list[Arm], variants: dict[str, Arm]) -> Table:
             rows.append([arm.name, str(len(arm.runs)), *_format_losses(losses[arm.name], columns), *[ABSENT] * 3])
     for name, seeds, averages in _average_bigrams(order):
         rows.append([name, str(seeds), *_format_losses(averages, columns), *[ABSENT] * 3])
-    title = "Losses. †: the paper's perplexity is below exp(its loss), which no average can be"
+    title = "Losses. †: impossible in the paper, because a mean perplexity is at least exp(mean loss)"
     return Table(title, ["run", "seeds", *columns, *(f"paper: {c}" for c in (TRAINING, "V2", "V3"))], rows)
 
 
