@@ -67,7 +67,13 @@ MISTAKES = {
     "data prepare a": "data prepare: expected SOURCE --to FOLDER",
     "data prepare a --to b": "data prepare: give either --tokenizer FILE, or --vocab-size N",
     "data prepare a --to b --vocab-size 3": "data prepare: argument --vocab-size: expected an integer >= 300, found 3",
-    "data prepare a --config quickstart": "data prepare: --config prepares the config's own corpus; it takes neither",
+    "data prepare a --config quickstart": "data prepare: --config prepares the config's own corpus; it takes only "
+    "KEY=VALUE, found a",
+    "data prepare --config quickstart --vocab-size 300": "data prepare: --config prepares the config's own corpus; it "
+    "takes only KEY=VALUE, found --vocab-size",
+    "data prepare --config quickstart --filter a>=3": "data prepare: --config prepares the config's own corpus; it "
+    "takes only KEY=VALUE, found --filter",
+    "report compare x --markdown --json": "report compare: argument --json: not allowed with argument --markdown",
     "data prepare --config formal/quick": "data prepare: data.kind formal_language has no corpus of its own",
     "data prepare a --to b --part 3/2": "data prepare: argument --part: expected I/N with 1 <= I <= N, such as",
     "data prepare a --to b --vocab-size 300 --tasks 2": "data prepare: --tasks requires --launcher slurm",

@@ -194,9 +194,11 @@ def test_unsupported_options_are_named(tmp_path, override, message):
     assert str(caught.value) == message
 
 
-def test_formal_languages_and_feedback_are_refused():
+def test_generated_data_and_feedback_are_refused():
     with pytest.raises(RunError, match=r"^data.task: .* is not text; only language models can be exported"):
         huggingface.check_support(compose(["formal/quick"]))
+    with pytest.raises(RunError, match=r"^data.kind: arithmetic is not text; only language models can be exported"):
+        huggingface.check_support(compose(["arithmetic/addition"]))
     config = compose(["quickstart"], [*TINY, "model.memory.axis=time", "model.memory.feedback=true"])
     with pytest.raises(RunError, match=r"^model.memory.feedback: true cannot be exported"):
         huggingface.check_support(config)

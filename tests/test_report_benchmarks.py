@@ -17,12 +17,12 @@ from stackexp.tables import ABSENT
 GUESSES = {"a": 0.25, "b": 0.5}
 
 
-def write_scores(path, accuracies, step=10, limit=None, checkpoint="runs/x/checkpoints/00000010"):
+def write_scores(path, accuracies, step=10, limit=None, checkpoint="runs/x/checkpoints/00000010", num_fewshot=None):
     tasks = {
         name: TaskScores(accuracy, 0.03, 2 + accuracy, 0.04, GUESSES.get(name, 0.0), "acc", 100, 0)
         for name, accuracy in accuracies.items()
     }
-    add_evaluation(path, Evaluation(checkpoint, step, step and step * 1024, "now", limit, None, "0.4.13", tasks))
+    add_evaluation(path, Evaluation(checkpoint, step, step and step * 1024, "now", limit, num_fewshot, "0.4.13", tasks))
 
 
 @pytest.fixture
@@ -53,6 +53,13 @@ def test_the_table_has_all_tasks_and_the_average_of_common_ones(runs, tmp_path, 
     assert main(["report", "benchmarks", str(runs), "--csv", str(output)]) == 0
     assert "0.300 ± 0.030" in capsys.readouterr().out
     assert [row["task"] for row in csv.DictReader(output.read_text().splitlines())] == ["a", "b", "a", "b", "c"]
+
+
+def test_the_command_for_missing_tasks_repeats_the_settings(runs):
+    (runs / "one" / "benchmarks.json").unlink()
+    write_scores(runs / "one" / "benchmarks.json", {"a": 0.3}, limit=5, num_fewshot=2)
+    (missing,) = [note for note in build_benchmarks([runs]).notes if note.startswith("missing for one")]
+    assert missing.endswith(" --tasks b,c --limit 5 --num_fewshot 2`")
 
 
 def test_whole_tasks_are_shown_before_limited_ones_and_later_steps_before_earlier(runs):

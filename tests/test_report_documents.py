@@ -30,6 +30,7 @@ def runs(tmp_path, monkeypatch) -> Path:
 
 
 def test_reports_read_copies_like_the_runs(runs, capsys):
+    (runs / "transformer-seed=0-0123abc0" / ".stackexp").unlink()  # a run of an earlier version
     assert main(["runs", "copy", "runs", "--to", "copies"]) == 0
     assert capsys.readouterr().out.split() == [
         "copies/stacktrans-seed=0-0123abc1",

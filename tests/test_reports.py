@@ -141,5 +141,5 @@ def test_formal_languages_are_compared_by_their_options(tmp_path):
     tokens = RunFolder(tmp_path / "tokens")
     tokens.path.mkdir()
     (tokens.path / "data.jsonl").write_text('{"step": 10, "hash": "aa"}\n')
-    with pytest.raises(RunError, match=r"tokens: trained on tokens, but .*/one on a formal language"):
+    with pytest.raises(RunError, match=r"tokens: trained on text, but .*/one on generated data"):
         check_same_data([one, tokens])

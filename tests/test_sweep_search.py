@@ -108,6 +108,20 @@ def test_successive_halving_prunes_bad_trials(monkeypatch):
     assert min(states) in {trial.system_attrs["completed_rung_0"] for trial in Study(sweep)._study.trials}
 
 
+@pytest.mark.parametrize(("metric", "expected"), [("val/loss/average", -3.0), ("val/accuracy/average", 3.0)])
+def test_a_search_that_maximizes_prunes_high_losses_and_low_accuracies(metric, expected):
+    sweep = build(trials=1, space={S: SPACE[S]}, prune={"metric": metric, "min_steps": 1})
+    sweep.config.direction = "maximize"
+    study = Study(sweep)
+    study.add_trials(1)
+    (trial,) = study.get_trials()
+    start(trial)
+    trial.folder.metrics.write_text(json.dumps({"step": 5, metric: 3.0}) + "\n")
+    study.find_pruned([trial])
+    (reported,) = study._study.trials
+    assert reported.intermediate_values == {5: expected}
+
+
 def test_a_finished_trial_whose_process_still_runs_is_not_pruned():
     study = Study(build(trials=2, space={S: SPACE[S]}, prune={"metric": "val/loss/average", "min_steps": 1}))
     study.add_trials(1)

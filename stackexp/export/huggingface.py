@@ -75,7 +75,8 @@ def check_support(config: ExperimentConfig) -> None:
     """Raise RunError if the model has an option that the exported code does not support."""
     model, reason = config.model, None
     if config.data.objective != "language_modeling":
-        reason = f"data.task: {config.data.task} is not text; only language models can be exported"
+        found = f"task: {config.data.task}" if config.data.objective == "transduction" else f"kind: {config.data.kind}"
+        reason = f"data.{found} is not text; only language models can be exported"
     elif not isinstance(model, TransformerConfig):
         reason = f"model.kind: {model.kind} cannot be exported; only kind: transformer can"
     elif not model.causal:

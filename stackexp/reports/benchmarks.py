@@ -148,8 +148,9 @@ def _write_command(column: Column, names: list[str]) -> str:
         model = ["--model", f"hf:{checkpoint or 'FOLDER'}", "--out", str(column.source)]
         config = Path(checkpoint or "", "config.json")
         model += ["--trust-remote-code"] if config.is_file() and "auto_map" in read_json(config) else []
-    limit = ["--limit", str(shown.limit)] if shown and shown.limit is not None else []
-    return shlex.join(["python", "-m", "stackexp", "evaluate", *model, "--tasks", ",".join(names), *limit])
+    limits = {"--limit": shown.limit, "--num_fewshot": shown.num_fewshot} if shown else {}
+    options = [text for name, value in limits.items() if value is not None for text in (name, str(value))]
+    return shlex.join(["python", "-m", "stackexp", "evaluate", *model, "--tasks", ",".join(names), *options])
 
 
 def _list_records(column: Column) -> list[dict[str, Any]]:

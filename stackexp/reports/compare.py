@@ -39,7 +39,7 @@ def check_same_data(runs: list[RunFolder]) -> list[str]:
         for other, (is_formal, other_record) in records.items():
             if is_formal != bool(options):
                 tokens, formal = (run, other) if is_formal else (other, run)
-                raise RunError(f"{tokens.path}: trained on tokens, but {formal.path} on a formal language")
+                raise RunError(f"{tokens.path}: trained on text, but {formal.path} on generated data")
             keys = (
                 list(dict.fromkeys([*record, *other_record]))
                 if options

@@ -122,9 +122,11 @@ class Study(TrialSource):
         if self._search.prune is None:
             return None
         metric, reason = rename_old_tag(self._search.prune.metric), None
+        is_better_high = "accuracy" in metric
+        sign = 1 if is_better_high == (self._sweep.config.direction == "maximize") else -1  # Optuna has one direction
         for step, value in _read_values(lines, metric):
             if step > self._reported_steps.get(trial, 0):
-                self._optuna_trials[trial].report(value, step)
+                self._optuna_trials[trial].report(sign * value, step)
                 self._reported_steps[trial] = step
                 should_prune = self._optuna_trials[trial].should_prune()  # also records the rung for other trials
                 reason = {"step": step, metric: value, "time": time.strftime("%FT%T%z")} if should_prune else None

@@ -41,6 +41,10 @@ EXAMPLES = (
     "data prepare --config quickstart",
 )
 SLURM_OPTIONS = ("partition", "account", "qos", "time")
+OPTIONS_OF_SOURCE = (
+    *("to", "tokenizer", "vocab_size", "context_length", "text_column", "filter", "workers", "strict", "unit_bytes"),
+    *("part", "launcher", "tasks", *SLURM_OPTIONS),
+)
 SHOWN_BAD_LINES = 10
 
 
@@ -170,12 +174,12 @@ def _submit(plan: "Plan", args: Namespace) -> int:
 def _prepare_config(args: Namespace) -> int:
     """Prepare the standard library corpus with the vocabulary and context length of a config."""
     words = args.overrides
-    if args.to or (words and "=" not in words[0] and not words[0].startswith("-")):
-        args.parser.error("--config prepares the config's own corpus; it takes neither SOURCE nor --to")
-    if args.part or args.launcher == "slurm":
-        args.parser.error("--config prepares a small corpus; it takes neither --part nor --launcher slurm")
-    if args.filter or args.text_column:
-        args.parser.error("--config prepares the config's own corpus; it takes neither --filter nor --text-column")
+    given = [name for name in OPTIONS_OF_SOURCE if getattr(args, name) != args.parser.get_default(name)]
+    if words and "=" not in words[0] and not words[0].startswith("-"):
+        given.insert(0, words[0])
+    if given:
+        found = given[0] if given[0] in words else f"--{given[0].replace('_', '-')}"
+        args.parser.error(f"--config prepares the config's own corpus; it takes only KEY=VALUE, found {found}")
     from stackexp.config.compose import compose
     from stackexp.config.data import StdlibConfig
 

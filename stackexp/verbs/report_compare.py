@@ -14,8 +14,9 @@ EXAMPLES = ("report compare runs/quickstart/* --figure loss.png",)
 def add_arguments(parser: Parser) -> None:
     parser.add_argument("runs", nargs="+", metavar="RUN", help="run folders, or folders of run folders")
     parser.add_argument("--figure", type=Path, metavar="FILE", help="plot the losses into this file")
-    parser.add_argument("--markdown", action="store_true", help="print a Markdown table")
-    parser.add_argument("--json", action="store_true", help="print a list of objects: summary and result of each run")
+    style = parser.add_mutually_exclusive_group()
+    style.add_argument("--markdown", action="store_true", help="print a Markdown table")
+    style.add_argument("--json", action="store_true", help="print a list of objects: summary and result of each run")
     parser.add_argument("--different-data", action="store_true", help="compare runs even if their data differ")
 
 

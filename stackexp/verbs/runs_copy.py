@@ -23,6 +23,7 @@ def add_arguments(parser: Parser) -> None:
 def run(args: Namespace) -> int:
     from stackexp.files import append_json_line, read_json, read_json_lines, write_json
     from stackexp.reports.summaries import find_runs
+    from stackexp.runs import RunFolder
 
     folders = [folder for folder in find_runs(args.runs) if folder.is_finished]
     if not folders:
@@ -31,8 +32,8 @@ def run(args: Namespace) -> int:
         target = args.to / folder.path.resolve().name
         if target.exists():
             args.parser.error(f"{target}: exists already; remove it first, or choose another --to")
-        target.mkdir(parents=True)
-        for path in [folder.config, folder.result, folder.path / ".stackexp"]:
+        RunFolder(target).mark()
+        for path in [folder.config, folder.result]:
             shutil.copyfile(path, target / path.name)
         for path in folder.path.glob("validate*.json"):
             record = read_json(path)

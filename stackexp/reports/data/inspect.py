@@ -1,5 +1,6 @@
 """Inspect any dataset: choose the inspection that fits the path, and draw the document lengths."""
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -44,11 +45,16 @@ def inspect_path(path: Path, options: InspectOptions) -> list[Inspection]:
 
 
 def draw_figures(inspections: list[Inspection], path: Path) -> list[Path]:
-    """Draw the document lengths to `path`, or for several datasets to <stem>-<dataset> each; return the files."""
+    """Draw the document lengths to `path`, or for several datasets to <stem>-<dataset> each; return the files.
+
+    A dataset in a subfolder has the name <subfolder>-<dataset>.
+    """
     known = [inspection for inspection in inspections if inspection.lengths]
+    common = Path(os.path.commonpath([inspection.path.parent for inspection in known])) if known else path
     files = []
     for inspection in known:
-        file = path if len(known) == 1 else path.with_name(f"{path.stem}-{inspection.path.stem}{path.suffix}")
+        name = "-".join(inspection.path.relative_to(common).with_suffix("").parts)
+        file = path if len(known) == 1 else path.with_name(f"{path.stem}-{name}{path.suffix}")
         assert inspection.lengths is not None
         title = f"{inspection.path.name}: {inspection.lengths.total:,} documents"
         draw_lengths(
