@@ -48,7 +48,7 @@ def test_the_page_has_every_report_and_loads_nothing(page):
 
 
 def test_the_page_has_other_sections(folder):
-    actions = Report("Actions", [Table("Pushes", ["run"], [["addition"]])], [], [])
+    actions = Report([Table("Pushes", ["run"], [["addition"]])], [], [])
     text = build_page(folder, {"Actions in arithmetic": lambda: actions})
     assert text.index(">Formal languages</h2>") < text.index(">Actions in arithmetic</h2>")
     assert '<td class="text">addition</td>' in text

@@ -87,7 +87,7 @@ def build_actions(paths: Sequence[Path], set_name: str | None = None, num_chunks
         for layer, values in enumerate(run.probabilities)
     ]
     table = Table("Actions over the layers", header, rows)
-    return Report("Actions", [table], [*LEGEND, *measured, *notes], records, lambda: draw_actions(profiles))
+    return Report([table], [*LEGEND, *measured, *notes], records, lambda: draw_actions(profiles))
 
 
 def build_arithmetic_actions(folder: Path) -> Report:

@@ -73,7 +73,7 @@ def build_ablation(paths: Sequence[Path], baseline: str | None = None) -> Report
         tables.append(_build_differences(comparisons, base))
     notes += [line for comparison in comparisons for line in comparison.mismatches]
     draw = (lambda: draw_differences(comparisons, base.name)) if base and has_pairs else None
-    return Report("Ablation", tables, notes, _build_records(order, comparisons), draw)
+    return Report(tables, notes, _build_records(order, comparisons), draw)
 
 
 def _assign_variants(arms: list[Arm]) -> dict[str, Arm]:
@@ -113,10 +113,6 @@ def _average_losses(losses: Sequence[Losses]) -> Losses:
     return averages
 
 
-def _label(arm: Arm, variant: str) -> str:
-    return arm.name if arm.name == CHOICES[variant] else f"{arm.name} ({variant})"
-
-
 def _format_losses(losses: Losses, columns: Sequence[str]) -> list[str]:
     return [format_loss(*losses.get(column, (None, None))) for column in columns]
 
@@ -128,9 +124,12 @@ def _build_losses(order: list[Arm], variants: dict[str, Arm]) -> Table:
     rows = []
     for variant, printed in PAPER.items():
         arm = variants.get(variant)
-        ours = [_label(arm, variant), str(len(arm.runs)), *_format_losses(losses[arm.name], columns)] if arm else None
         paper = [format_loss(*cell) + "†" * contradicts_itself(*cell) for cell in printed]
-        rows.append([*(ours or [CHOICES[variant], "0", *[ABSENT] * len(columns)]), *paper])
+        if arm is None:
+            rows.append([CHOICES[variant], "0", *[ABSENT] * len(columns), *paper])
+        else:
+            name = arm.name if arm.name == CHOICES[variant] else f"{arm.name} ({variant})"
+            rows.append([name, str(len(arm.runs)), *_format_losses(losses[arm.name], columns), *paper])
     for arm in order:
         if arm not in variants.values():
             rows.append([arm.name, str(len(arm.runs)), *_format_losses(losses[arm.name], columns), *[ABSENT] * 3])
@@ -160,13 +159,11 @@ def _average_bigrams(arms: Sequence[Arm]) -> list[tuple[str, int, Losses]]:
 
 
 def _build_differences(comparisons: list[Comparison], base: Arm) -> Table:
-    rows, columns = [], [c for c in COLUMNS if any(c in x.compute_differences() for x in comparisons)]
+    rows, columns = [], [c for c in COLUMNS if any(c in x.differences for x in comparisons)]
     for comparison in comparisons:
         if comparison.pairs:
-            differences = comparison.compute_differences()
-            sizes = [ABSENT if size is None else f"{size:+z.1%}" for size in comparison.compare_sizes(base)]
-            cells = [str(differences[c]) if c in differences else ABSENT for c in columns]
-            rows.append([comparison.arm.name, str(len(comparison.pairs)), *sizes, *cells])
+            cells = [str(comparison.differences.get(c, ABSENT)) for c in columns]
+            rows.append([comparison.arm.name, str(len(comparison.pairs)), *comparison.format_sizes(base), *cells])
     return Table(f"Differences from {base.name}", ["run", "pairs", "parameters", "FLOPs/token", *columns], rows)
 
 
@@ -187,7 +184,7 @@ def _is_scored(run: ArmRun) -> bool:
 
 def _build_records(order: list[Arm], comparisons: list[Comparison]) -> list[dict[str, Any]]:
     """Return a record for each finished run, with the differences of its arm."""
-    differences = {comparison.arm.name: comparison.compute_differences() for comparison in comparisons}
+    differences = {comparison.arm.name: comparison.differences for comparison in comparisons}
     records = []
     for arm in order:
         for run in arm.runs:
@@ -206,7 +203,7 @@ def _build_records(order: list[Arm], comparisons: list[Comparison]) -> list[dict
 
 def draw_differences(comparisons: list[Comparison], baseline: str) -> Any:
     """Draw the difference of each arm from the baseline with its interval, in training and in validation."""
-    found = {c.arm.name: c.compute_differences() for c in comparisons if c.pairs}
+    found = {c.arm.name: c.differences for c in comparisons if c.pairs}
     columns = [c for c in COLUMNS if any(c in differences for differences in found.values())]
     names = list(found)
     figure, axes = new_figure(6.5, 1.4 + 0.34 * len(names))

@@ -70,7 +70,6 @@ def build_benchmarks(paths: Sequence[Path]) -> Report:
         names = sorted({*names, *paper_benchmarks.TASK_NAMES})
         tables.insert(0, paper_benchmarks.build_paper_table({column.name: column.tasks for column in columns}))
     return Report(
-        "Benchmarks",
         tables,
         [*_describe(columns, names), *([paper_benchmarks.NOTE] if has_paper else [])],
         [record for column in columns for record in _list_records(column)],

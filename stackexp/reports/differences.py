@@ -4,6 +4,7 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -13,6 +14,7 @@ from stackexp.evaluation.chunk_losses import read_chunk_losses
 from stackexp.modules.scores import average_groups, average_scores, bootstrap_interval
 from stackexp.reports.arms import OLMO_GROUPS, Arm, ArmRun
 from stackexp.reports.compare import check_same_data
+from stackexp.tables import ABSENT
 
 T_QUANTILES = (
     *(12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131),
@@ -54,8 +56,9 @@ class Comparison:
     pairs: list[tuple[ArmRun, ArmRun]]
     mismatches: list[str]
 
-    def compute_differences(self) -> dict[str, Difference]:
-        """Return the difference in each column that all pairs have, averaged over the same sets."""
+    @cached_property
+    def differences(self) -> dict[str, Difference]:
+        """The difference in each column that all pairs have, averaged over the same sets."""
         losses = [(read_losses(run), read_losses(base)) for run, base in self.pairs]
         is_same = {c: all(name_sets(run, c) == name_sets(base, c) for run, base in self.pairs) for c in COLUMNS}
         columns = [c for c in COLUMNS if losses and is_same[c] and all(c in x and c in y for x, y in losses)]
@@ -83,11 +86,13 @@ class Comparison:
             margins.append((high - low) / 2)
         return math.hypot(*margins) / len(margins) if margins else None
 
-    def compare_sizes(self, baseline: Arm) -> list[float | None]:
-        """Return the relative mismatch in parameters and in training FLOPs per token."""
-        ours, base = self.arm.runs[0], baseline.runs[0]
-        sizes = [(run.result.get("parameters"), run.flops_per_token) for run in (ours, base)]
-        return [a / b - 1 if a and b else None for a, b in zip(*sizes, strict=True)]
+    def format_sizes(self, baseline: Arm) -> list[str]:
+        """Return the relative mismatch in parameters and in training FLOPs per token, as far as both are known."""
+        runs = [*self.arm.runs[:1], *baseline.runs[:1]]
+        if len(runs) < 2:
+            return [ABSENT] * 2
+        sizes = [(run.result.get("parameters"), run.flops_per_token) for run in runs]
+        return [f"{a / b - 1:+z.1%}" if a and b else ABSENT for a, b in zip(*sizes, strict=True)]
 
 
 def compute_difference(values: Sequence[float], chunk_margin: float | None = None) -> Difference:

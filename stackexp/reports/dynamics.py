@@ -65,7 +65,7 @@ def build_dynamics(
     comparisons = {arm.name: compare_arms(arm, base) for arm in chosen if arm is not base}
     unpaired = {name: _find_unpaired_seeds(comparison, base) for name, comparison in comparisons.items()}
     crossings = {c.name: find_crossings(c, own, unpaired.get(c.name, ())) for c in curves if c is not own}
-    sizes = {name: _format_sizes(comparison, base) for name, comparison in comparisons.items()}
+    sizes = {name: comparison.format_sizes(base) for name, comparison in comparisons.items()}
     rows = [[*_build_row(c, crossings.get(c.name)), *sizes.get(c.name, [ABSENT] * 2)] for c in curves]
     header = ["run", "seeds", "tokens", "smoothed loss", f"minus {own.name}", "at tokens", "crossings", "last crossing"]
     header += ["parameters", "FLOPs/token"]
@@ -84,7 +84,6 @@ def build_dynamics(
         for t, raw, smoothed in zip(curve.tokens, curve.raw, curve.smoothed, strict=True)
     ]
     return Report(
-        "Training dynamics",
         [Table("Training loss", header, rows)],
         notes,
         records,
@@ -103,12 +102,6 @@ def _find_unpaired_seeds(comparison: Comparison, base: Arm) -> set[int]:
     """Return the seeds that both arms have finished, but on different data or numbers of tokens."""
     finished = {run.seed for run in comparison.arm.runs} & {run.seed for run in base.runs}
     return finished - {run.seed for run, _ in comparison.pairs}
-
-
-def _format_sizes(comparison: Comparison, base: Arm) -> list[str]:
-    if not (comparison.arm.runs and base.runs):
-        return [ABSENT] * 2
-    return [ABSENT if size is None else f"{size:+z.1%}" for size in comparison.compare_sizes(base)]
 
 
 def _choose_arms(arms: list[Arm], base: Arm, only: Sequence[str]) -> list[Arm]:

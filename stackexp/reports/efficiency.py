@@ -43,9 +43,7 @@ def build_efficiency(path: Path) -> Report:
     if not any("memory_ratio" in row for row in rows.values()):
         notes.append(f"missing peak memory, which is measured on a GPU: `{command}`")
     records = [_build_record(name, row) for name, row in rows.items()]
-    return Report(
-        "Efficiency", [Table("Cost over the Transformer", header, table)], notes, records, lambda: _draw(rows)
-    )
+    return Report([Table("Cost over the Transformer", header, table)], notes, records, lambda: _draw(rows))
 
 
 def _build_record(name: str, row: dict[str, Any]) -> dict[str, Any]:

@@ -48,7 +48,6 @@ def build_grid(target: str) -> Report:
     ]
     header = ["trial", *titles, "seeds", "parameters"]
     return Report(
-        "Stack hyperparameters",
         [Table(f"Sweep {sweep.name}", header, table)],
         notes,
         records,

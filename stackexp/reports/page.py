@@ -86,7 +86,7 @@ def _build_formal(folder: Path) -> Report:
     notes = [formal_tables.format_legend(report), *formal_tables.describe_marks(report)]
     notes += formal_tables.describe_commands(report)
     table = Table("Table 1 of the paper", formal_tables.build_header(), formal_tables.build_rows(report))
-    return Report("Formal languages", [table], notes, [], lambda: draw_bars(report))
+    return Report([table], notes, [], lambda: draw_bars(report))
 
 
 def _format_section(title: str, report: Report, image: Path) -> str:

@@ -39,7 +39,6 @@ class Table:
 class Report:
     """Tables, notes and a figure. `records` are the lines of the CSV file, with full precision."""
 
-    title: str
     tables: list[Table]
     notes: list[str]
     records: list[dict[str, Any]]

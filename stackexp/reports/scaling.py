@@ -85,7 +85,7 @@ def build_scaling(paths: Sequence[Path], measure: str | None = None, irreducible
     rows = [row for panel in shown for row in _build_rows(panel)]
     header = ["panel", "family", "runs", "exponent", "95 % interval", "equivalent factor", "95 % interval"]
     table = Table("Power laws", header, rows, num_labels=2)
-    return Report("Scaling", [table], notes, records, (lambda: draw_panels(shown, column)) if shown else None)
+    return Report([table], notes, records, (lambda: draw_panels(shown, column)) if shown else None)
 
 
 def select_series(points: list[Point], quantity: str, irreducible: float = 0.0) -> Series | None:
