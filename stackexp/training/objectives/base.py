@@ -91,12 +91,13 @@ class Objective(ABC):
         return session.processes.run_on_first(lambda: self.choose_checkpoint(session.folder))
 
     def find_scored_sets(self, session: Session) -> Sets:
-        """Return the sets of `final_stage` that training has already scored."""
-        return {}
+        """Return the scores of the last validation, if it ran after the last step and on the sets of `final_stage`."""
+        is_final = self.final_stage == "validate" and session.module.set_metrics_step == self.config.trainer.max_steps
+        is_sample = getattr(self.config.data, "eval_sequences", None) is not None
+        return session.module.set_metrics if is_final and not is_sample else {}
 
-    @abstractmethod
-    def write_events(self, folder: RunFolder, result: dict[str, Any]) -> None:
-        """Write the final scores to TensorBoard, in the event files of `final_stage`."""
+    def write_events(self, folder: RunFolder, result: dict[str, Any]) -> None:  # noqa: B027 (optional)
+        """Write final scores that training has not written to TensorBoard, in the event files of `final_stage`."""
 
     # The end of every run
 
