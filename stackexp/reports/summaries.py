@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from stackexp.errors import ConfigError, RunError
-from stackexp.files import is_locked
 from stackexp.metric_tags import AVERAGE_LOSS, TRAIN_LOSS
 from stackexp.runs import RunFolder
 from stackexp.tables import ABSENT, format_table
@@ -133,6 +132,6 @@ def format_size(size: float) -> str:
 def _get_state(run: RunFolder, problem: str) -> RunState:
     if problem:
         return RunState.DAMAGED
-    if is_locked(run.path / ".lock"):
+    if run.is_running:
         return RunState.RUNNING
     return RunState.FINISHED if run.is_finished else RunState.UNFINISHED

@@ -13,7 +13,7 @@ from typing import Any
 from stackexp.config.affects import NOT_IN_RESULTS, remove_defaults
 from stackexp.config.experiment import ExperimentConfig
 from stackexp.errors import RunError
-from stackexp.files import is_locked, read_json, read_json_lines, write_json
+from stackexp.files import read_json, read_json_lines, write_json
 from stackexp.metric_tags import TOKENS_PER_SECOND, TRAIN_LOSS, rename_old_tags
 from stackexp.runs import RunFolder
 
@@ -123,7 +123,7 @@ def get_state(trial: Trial) -> State:
     """Return the current state of a trial."""
     if trial.folder.is_finished:
         return State.DONE
-    if is_running(trial):
+    if trial.folder.is_running:
         return State.RUNNING
     if trial.pruned.exists():
         return State.PRUNED
@@ -131,11 +131,6 @@ def get_state(trial: Trial) -> State:
     if failure and not failure.get("tried_again"):
         return State.FAILED
     return State.STOPPED if trial.folder.metrics.exists() else State.WAITING
-
-
-def is_running(trial: Trial) -> bool:
-    """Return True if a fit uses the folder, on any machine."""
-    return is_locked(trial.folder.path / ".lock")
 
 
 def read_tail(path: Path) -> list[dict[str, Any]]:
