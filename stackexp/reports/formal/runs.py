@@ -150,20 +150,19 @@ def select_recipe(options: Options) -> Options:
     return {key: value for key, value in options.items() if is_in_recipe(options, key)}
 
 
-def read_run(path: Path, config: Options, column: str, lengths: Lengths) -> FormalRun:
+def read_run(folder: RunFolder, config: Options, column: str, lengths: Lengths) -> FormalRun:
     """Read a run folder. Raises RunError for a damaged result.json or test.json."""
     config = _add_new_options(config)
-    folder = RunFolder(path)
     result = folder.read_result().to_dict() if folder.is_finished else {}
     evaluations = [_read_evaluation(folder.result, result)] if result else []
-    test, unused = path / "test.json", None
+    test, unused = folder.path / "test.json", None
     if test.exists():
         record = read_json(test)
         if _is_same_run(record, result, config):
             evaluations.append(_read_evaluation(test, record))
         else:
             unused = test
-    return FormalRun(path, config, column, lengths, result, tuple(evaluations), unused)
+    return FormalRun(folder.path, config, column, lengths, result, tuple(evaluations), unused)
 
 
 def _read_evaluation(path: Path, record: dict[str, Any]) -> Evaluation:
