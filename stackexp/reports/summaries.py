@@ -9,11 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from stackexp.errors import ConfigError, RunError
-from stackexp.metric_tags import AVERAGE_LOSS, TRAIN_LOSS
+from stackexp.metric_tags import AVERAGE_LOSS, AVERAGED_STEPS, TRAIN_LOSS
 from stackexp.runs import RunFolder
 from stackexp.tables import ABSENT, format_table
-
-AVERAGED_STEPS = 20  # the training loss is the mean over this many last steps, as in result.json
 
 
 class RunState(StrEnum):

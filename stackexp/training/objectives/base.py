@@ -14,15 +14,13 @@ from stackexp.datamodules.base import ExperimentData
 from stackexp.errors import RunError
 from stackexp.evaluation.request import EvaluationRequest, Sets, Stage
 from stackexp.evaluation.resumable import ResumableEvaluation
-from stackexp.metric_tags import TRAIN_LOSS
+from stackexp.metric_tags import AVERAGED_STEPS, TRAIN_LOSS
 from stackexp.models import checkpoints
 from stackexp.modules.base import TrainingModule
 from stackexp.run_result import RunResult
 from stackexp.runs import RunFolder
 from stackexp.training.callbacks.metrics_log import MetricsLog
 from stackexp.training.processes import Processes
-
-AVERAGED_STEPS = 20  # the final training loss is the mean over this many steps
 
 
 @dataclass(frozen=True)
