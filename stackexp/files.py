@@ -86,15 +86,22 @@ def replace_non_finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def read_json_lines(path: Path, *, skip_damaged: bool = False) -> Iterator[dict[str, Any]]:
+def read_json_lines(
+    path: Path, *, skip_damaged: bool = False, last_bytes: int | None = None
+) -> Iterator[dict[str, Any]]:
     """Yield the objects of a JSON Lines file, none if the file is missing.
 
     A last line without a line feed was cut off by a kill and is skipped. Raises RunError for any other line that is
-    not valid JSON, unless `skip_damaged` is set.
+    not valid JSON, unless `skip_damaged` is set. With `last_bytes`, only the complete lines in that many bytes at the
+    end are read, and errors count lines from there.
     """
     if not path.is_file():
         return
-    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
+    with open(path, "rb") as file:
+        start = 0 if last_bytes is None else max(0, file.seek(0, os.SEEK_END) - last_bytes)
+        file.seek(start)
+        lines = file.read().split(b"\n")[:-1]
+    for number, line in enumerate(lines[1:] if start else lines, 1):
         if not line.strip():
             continue
         try:

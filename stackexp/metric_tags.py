@@ -19,6 +19,9 @@ AVERAGE_LOSS = "val/loss/average"
 AVERAGE_ACCURACY = "val/accuracy/average"
 TOKENS_PER_SECOND = "train/tokens_per_second"
 
+AVERAGED_STEPS = 20
+"""A run's training loss is the mean over this many last steps, and searches compare means over this many steps."""
+
 DOWNSTREAM = "downstream"
 
 NAMESPACES = ("train", "val", "test", "memory", "memory_val", DOWNSTREAM)

@@ -32,7 +32,15 @@ from stackexp.config.compose import to_yaml
 from stackexp.config.experiment import ExperimentConfig
 from stackexp.config.yaml_files import flatten, read_file
 from stackexp.errors import FolderBusyError, RunError, mask_secrets
-from stackexp.files import read_json, read_json_lines, try_lock, write_atomically, write_json, write_json_lines
+from stackexp.files import (
+    is_locked,
+    read_json,
+    read_json_lines,
+    try_lock,
+    write_atomically,
+    write_json,
+    write_json_lines,
+)
 from stackexp.metric_tags import AVERAGE_ACCURACY, AVERAGE_LOSS, rename_old_tags
 from stackexp.run_result import NewerVersionError, RunResult, compute_sha256
 
@@ -62,6 +70,11 @@ class RunFolder:
     def is_finished(self) -> bool:
         """Return True if the run has a result.json."""
         return self.result.exists()
+
+    @property
+    def is_running(self) -> bool:
+        """Return True if a fit uses the folder, on any machine."""
+        return is_locked(self.path / ".lock")
 
     def read_options(self) -> dict[str, Any]:
         """Read config.yaml without checking it: {key with dots: value}."""

@@ -1,4 +1,4 @@
-"""Text and log messages in lines of the terminal's width. Files and pipes get them as they are."""
+"""Text and log messages in lines of the terminal's width (files and pipes get them as they are), and durations."""
 
 import logging
 import os
@@ -22,6 +22,17 @@ def wrap_text(text: str, indent: int = 0, stream: TextIO | None = None) -> str:
         width, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False
     )
     return "\n".join(map(wrapper.fill, whole.splitlines())).replace("\xa0", " ")
+
+
+def format_duration(seconds: float) -> str:
+    """Format seconds with the two largest units: 42 s, 3 min 5 s, 2 h 10 min, 3 d 4 h."""
+    values: list[str] = []
+    rest = round(seconds)
+    for unit, size in (("d", 86400), ("h", 3600), ("min", 60), ("s", 1)):
+        count, rest = divmod(rest, size)
+        if count or values or unit == "s":
+            values.append(f"{count} {unit}")
+    return " ".join(values[:2])
 
 
 def write_to_stderr(line: str) -> None:

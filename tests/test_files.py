@@ -61,6 +61,13 @@ def test_read_json_lines_skips_a_torn_last_line(tmp_path):
     assert list(files.read_json_lines(path, skip_damaged=True)) == [{"step": 1}, {"step": 2}, {"step": 3}]
 
 
+def test_read_json_lines_reads_the_complete_lines_at_the_end(tmp_path):
+    path = tmp_path / "lines.jsonl"
+    path.write_text('{"a": 1}\n{"a": 2}\n{"a": 3}\n{"a"')
+    found = {size: [line["a"] for line in files.read_json_lines(path, last_bytes=size)] for size in (4, 12, 21, 30, 31)}
+    assert found == {4: [], 12: [], 21: [3], 30: [2, 3], 31: [1, 2, 3]}
+
+
 def test_append_json_line_is_one_write(tmp_path):
     path = tmp_path / "lines.jsonl"
     for step in range(3):

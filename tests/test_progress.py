@@ -14,8 +14,9 @@ from records import only_run
 
 from stackexp.cli import main
 from stackexp.config.experiment import LoggingConfig
+from stackexp.terminal import format_duration
 from stackexp.training.callbacks import progress
-from stackexp.training.callbacks.progress import Progress, format_duration
+from stackexp.training.callbacks.progress import Progress
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
+import yaml
 from formal_runs import ALL_LENGTHS, MODELS, NEAR_LENGTHS, finish, format_report, read_row, write_run
 
 from stackexp.cli import main
@@ -132,6 +133,17 @@ def test_recipe_ignores_execution_and_thoroughness(runs):
     report = format_report(runs)
     assert read_row(report, "odds_first")["LSTM"] == "**0.70** / 0.60 (3)†"
     assert "- † tested less than others: one length in 9, 64 strings each (LSTM: odds_first)" in report
+
+
+def test_runs_from_before_the_section_init_have_its_defaults(runs):
+    finish(write_run(runs / "new", "LSTM", "odds_first"), beyond=0.7)
+    old = finish(write_run(runs / "old", "LSTM", "odds_first", seed=1), beyond=0.5) / "config.yaml"
+    tree = yaml.safe_load(old.read_text())
+    assert tree.pop("init") == {"weights": None, "memory": "default", "skip": []}
+    old.write_text(yaml.safe_dump(tree))
+    text = format_report(runs)
+    assert read_row(text, "odds_first")["LSTM"] == "**0.70** / 0.60 (2)"
+    assert "init." not in text
 
 
 def test_more_thorough_test_counts_then_the_later_run(runs):

@@ -24,7 +24,7 @@ from stackexp.sweeps.launchers.local import LocalLauncher, find_processes, recor
 from stackexp.sweeps.runner import stop_sweep
 from stackexp.sweeps.schema import Resources
 from stackexp.sweeps.sweep import load_sweep
-from stackexp.sweeps.trials import State, Trial, get_state, is_running, read_failure, read_status
+from stackexp.sweeps.trials import State, Trial, get_state, read_failure, read_status
 
 DRIVER = Path(__file__).with_name("sweep_driver.py")
 ALL_STEPS = list(range(1, 11))
@@ -184,7 +184,7 @@ def test_stop_after_a_killed_driver_stops_its_trials(study):
     assert set(LocalLauncher.find_jobs(study.folder)) == {trial.name for trial in study.trials[:2]}
     stop_sweep(load_sweep(str(study.path)))
     assert LocalLauncher.find_jobs(study.folder) == {}
-    assert not any(is_running(trial) for trial in study.trials)
+    assert not any(trial.folder.is_running for trial in study.trials)
     study.set_behavior({})
     study.drive()
     assert study.read_steps() == [ALL_STEPS] * 4

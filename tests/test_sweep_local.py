@@ -120,6 +120,6 @@ def test_live_table_shows_running_trials_first(width):
     assert header.split()[-7:] == ["trial", "state", "step", "loss", "tokens/s", "left", "objective"]
     lines = [line.split() for line in console.file.getvalue().splitlines() if line.startswith(" seed=")]
     assert [row[1] for row in lines[-3:]] == ["running", "waiting", "done"]
-    assert lines[-3][2:] == ["150/300", "3.250", "4,096", "2m30s"]
+    assert lines[-3][2:] == ["150/300", "3.250", "4,096", "2", "min", "30", "s"]
     assert lines[-1][2:] == ["300/300", "2.5000"], "no attempts column, since none was retried"
     assert "3 trials: 1 waiting, 1 running, 1 done" in console.file.getvalue()

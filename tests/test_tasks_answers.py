@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from task_strings import format_symbols
 
 from stackexp.tasks import TASKS
 
@@ -125,8 +126,10 @@ def check_answers(name: str, batch_size: int, length: int) -> None:
     task = TASKS[name]
     batch = task.sample(np.random.default_rng(length), batch_size, length)
     for string, answer, mask in zip(*batch, strict=True):
-        expected = SOLVERS[name](task.format_string(string))
-        assert task.format_answer(answer) == expected.ljust(task.output_length(length), "0"), task.format_string(string)
+        written = format_symbols(string, task.symbols)
+        expected = SOLVERS[name](written)
+        padded = expected.ljust(task.output_length(length), "0")
+        assert format_symbols(answer, task.answer_symbols) == padded, written
         assert mask.tolist() == [i < len(expected) for i in range(len(answer))]
 
 

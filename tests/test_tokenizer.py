@@ -56,6 +56,14 @@ def test_added_text_token_counts_its_bytes(trained):
     assert tok.count_token_bytes(tokenizer)[305] == 4
 
 
+def test_end_of_text_counts_no_bytes_even_if_it_is_not_special(trained):
+    spec = json.loads(trained.to_str())
+    spec["added_tokens"][0]["special"] = False
+    tokenizer = Tokenizer.from_str(json.dumps(spec))
+    assert tok.list_token_bytes(tokenizer)[0] == b"<|endoftext|>"
+    assert tok.count_token_bytes(tokenizer).tolist() == tok.count_token_bytes(trained).tolist()
+
+
 def test_fingerprint_ignores_the_layout_of_the_file(trained, tmp_path):
     path = tmp_path / "tokenizer.json"
     path.write_text(json.dumps(json.loads(trained.to_str()), indent=3))

@@ -7,7 +7,7 @@ composing a config does not import torch. A plugin registers the class together 
     class MyMemory(Memory): ...
 """
 
-import importlib
+import pkgutil
 from collections.abc import Callable
 from dataclasses import is_dataclass
 from typing import Any, NamedTuple
@@ -30,10 +30,7 @@ class Entry(NamedTuple):
 
     def load(self) -> Callable:
         """Return the class or function that this kind builds; import it if necessary."""
-        if not isinstance(self.builds, str):
-            return self.builds
-        module, attribute = self.builds.split(":")
-        return getattr(importlib.import_module(module), attribute)
+        return pkgutil.resolve_name(self.builds) if isinstance(self.builds, str) else self.builds
 
 
 _entries: dict[tuple[str, str], Entry] = {}

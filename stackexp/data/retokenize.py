@@ -25,7 +25,7 @@ from stackexp.data.token_files import (
 from stackexp.data.tokenizer import (
     KnownTokenizer,
     compute_fingerprint,
-    count_text_bytes,
+    count_token_bytes,
     get_end_of_text_id,
     get_vocab_size,
     is_byte_level,
@@ -172,7 +172,7 @@ class Retokenizer:
 
         `end` is the old id that ends a document. `advance` is called with the number of ids read since the last call.
         """
-        token_bytes = count_text_bytes(self.new)
+        token_bytes = count_token_bytes(self.new)
         for tokens in tokenize_pieces(self._decode_documents(file, end, counts, advance), self.new):
             counts.text_bytes += tokens.bytes
             counts.kept_bytes += int(token_bytes[tokens.ids].sum())

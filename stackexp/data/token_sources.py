@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 from stackexp.data.readers import TokenBlock
 from stackexp.data.sources import TOKEN_SUFFIXES, Source
 from stackexp.data.token_files import REMEDY, TokenFile
-from stackexp.data.tokenizer import KnownTokenizer, count_text_bytes, get_end_of_text_id, get_vocab_size
+from stackexp.data.tokenizer import KnownTokenizer, count_token_bytes, get_end_of_text_id, get_vocab_size
 from stackexp.errors import RunError
 
 BLOCK = 1 << 20  # ids read at a time
@@ -55,7 +55,7 @@ def read_tokens(source: Source, tokenizer: Tokenizer, advance: Callable[[int], o
     vocabulary, or if the file differs from its record.
     """
     file, path = TokenFile(source.path), Path(source.path)
-    end, vocab_size, text_bytes = get_end_of_text_id(tokenizer), get_vocab_size(tokenizer), count_text_bytes(tokenizer)
+    end, vocab_size, text_bytes = get_end_of_text_id(tokenizer), get_vocab_size(tokenizer), count_token_bytes(tokenizer)
     digest, position, documents, last = hashlib.sha256(), 0, 0, end
     with open(path, "rb") as raw:  # not the memory map: its pages would count as this process's memory
         digest.update(raw.read(file.tokens.offset))

@@ -109,23 +109,17 @@ def _list_byte_characters() -> dict[str, int]:
     return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
 
 
+@lru_cache(maxsize=1)
 def count_token_bytes(tokenizer: Tokenizer, size: int | None = None) -> np.ndarray:
-    """Return the bytes of text per token, int64 [size]; 0 for special tokens and unused ids.
+    """Return the bytes of text per token, int64 [size]; 0 for end-of-text, special tokens and unused ids.
 
-    `size` defaults to the vocabulary size.
+    `size` defaults to the vocabulary size. Callers share the array and must not change it.
     """
     table = np.zeros(size or get_vocab_size(tokenizer), np.int64)
     for index, data in list_token_bytes(tokenizer).items():
         table[index] = len(data)
     table[[token["id"] for token in json.loads(tokenizer.to_str())["added_tokens"] if token["special"]]] = 0
-    return table
-
-
-@lru_cache(maxsize=1)
-def count_text_bytes(tokenizer: Tokenizer) -> np.ndarray:
-    """Return `count_token_bytes` with 0 for end-of-text, even if it is not marked special."""
-    table = count_token_bytes(tokenizer)
-    table[get_end_of_text_id(tokenizer)] = 0
+    table[get_end_of_text_id(tokenizer)] = 0  # even if it is not marked special
     return table
 
 

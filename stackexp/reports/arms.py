@@ -3,7 +3,6 @@
 import dataclasses
 import math
 import re
-import shlex
 import statistics
 from collections import defaultdict
 from collections.abc import Sequence
@@ -21,8 +20,8 @@ from stackexp.errors import ConfigError, RunError
 from stackexp.files import read_json
 from stackexp.reports.compare import GENERATED_DATA
 from stackexp.reports.paper import CHOICES, find_stack_changes, find_variant
-from stackexp.reports.summaries import RunState, find_runs, summarize
-from stackexp.runs import RunFolder
+from stackexp.reports.summaries import find_runs
+from stackexp.runs import RunFolder, format_resume_command
 
 OLMO_GROUPS = tuple(f"{group}/" for group in NAMES)
 MAX_NAMED_OPTIONS = 3  # in the name of a run
@@ -195,9 +194,8 @@ def describe_unfinished(arms: Sequence[Arm]) -> list[str]:
     lines = []
     for arm in arms:
         for run in arm.unfinished:
-            is_running = summarize(run).state == RunState.RUNNING
-            command = f"unfinished: `python -m stackexp fit --run {shlex.quote(str(run.path))}`"
-            lines.append(f"{arm.name}: {f'running now in {run.path}' if is_running else command}")
+            command = f"unfinished: `{format_resume_command(run)}`"
+            lines.append(f"{arm.name}: {f'running now in {run.path}' if run.is_running else command}")
     return lines
 
 

@@ -9,12 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from stackexp.errors import ConfigError, RunError
-from stackexp.files import is_locked
-from stackexp.metric_tags import AVERAGE_LOSS, TRAIN_LOSS
+from stackexp.metric_tags import AVERAGE_LOSS, AVERAGED_STEPS, TRAIN_LOSS
 from stackexp.runs import RunFolder
 from stackexp.tables import ABSENT, format_table
-
-AVERAGED_STEPS = 20  # the training loss is the mean over this many last steps, as in result.json
 
 
 class RunState(StrEnum):
@@ -133,6 +130,6 @@ def format_size(size: float) -> str:
 def _get_state(run: RunFolder, problem: str) -> RunState:
     if problem:
         return RunState.DAMAGED
-    if is_locked(run.path / ".lock"):
+    if run.is_running:
         return RunState.RUNNING
     return RunState.FINISHED if run.is_finished else RunState.UNFINISHED

@@ -66,7 +66,7 @@ def collect_results(sweep: Sweep) -> list[Row]:
 
 def _build_row(trials: list[Trial], objective: str) -> Row:
     results = [trial.folder.read_result().to_dict() for trial in trials]
-    losses = {title: path for title, path in LOSSES.items() if path != "average.loss" or results[0].get("average")}
+    losses = {title: path for title, path in LOSSES.items() if path != VALIDATION or results[0].get("average")}
     return Row(
         name=re.sub(r"-?seed=\d+$", "", trials[0].name.rpartition("-")[0]) or "trial",
         values=_drop_seed(trials[0].values),

@@ -15,6 +15,7 @@ from stackexp.sweeps.launchers import LAUNCHERS, load_launcher
 from stackexp.sweeps.sweep import Sweep
 from stackexp.sweeps.trials import State, Status, Trial, read_status
 from stackexp.tables import format_table
+from stackexp.terminal import format_duration
 
 ORDER = [State.RUNNING, State.FAILED, State.STOPPED, State.WAITING, State.PRUNED, State.DONE]
 COLUMNS = ("trial", "state", "step", "loss", "tokens/s", "left", "objective", "attempts", "cause")
@@ -122,7 +123,7 @@ def format_status(status: Status) -> list[str]:
         f"{status.step}/{status.trial.config.trainer.max_steps}",
         _format_number(status.loss, ".3f"),
         _format_number(speed, ",.0f"),
-        format_duration(status.seconds_left),
+        "" if status.seconds_left is None else format_duration(status.seconds_left),
         _format_number(status.objective, ".4f"),
         str(status.attempts or ""),
         status.cause,
@@ -131,11 +132,3 @@ def format_status(status: Status) -> list[str]:
 
 def _format_number(value: float | None, form: str) -> str:
     return "" if value is None else format(value, form)
-
-
-def format_duration(seconds: float | None) -> str:
-    """Return a duration as `2h05m` or `4m10s`."""
-    if seconds is None:
-        return ""
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes // 60}h{minutes % 60:02}m" if minutes >= 60 else f"{minutes}m{rest:02}s"

@@ -18,7 +18,7 @@ from stackexp.config.compose import to_yaml
 from stackexp.errors import RunError, StoppedError
 from stackexp.files import hold_lock, is_locked, try_lock, write_atomically, write_json
 from stackexp.sweeps.launchers import Launcher
-from stackexp.sweeps.trials import START_MARK, Trial, is_running, read_failure, record_failure
+from stackexp.sweeps.trials import START_MARK, Trial, read_failure, record_failure
 
 DRIVERS = ".drivers"
 """Each driver holds a shared lock on this file in the sweep's folder."""
@@ -87,7 +87,7 @@ class Driver:
                 missing = [trial for trial in trials if not self._is_settled(trial)]
                 if not missing and self._source.is_complete():
                     break
-                for trial in self._source.find_pruned([trial for trial in self._claims if is_running(trial)]):
+                for trial in self._source.find_pruned([trial for trial in self._claims if trial.folder.is_running]):
                     self._launcher.cancel(trial)
                 self._start(missing)
                 unclaimed = sum(trial not in self._claims for trial in missing)
@@ -138,7 +138,7 @@ class Driver:
         if claim is None:
             self._recheck_at[trial] = time.monotonic()
             return False
-        if self._is_settled(trial) or is_running(trial):
+        if self._is_settled(trial) or trial.folder.is_running:
             claim.close()
             self._recheck_at[trial] = time.monotonic() + RECHECK_SECONDS
             return False

@@ -6,15 +6,13 @@ from typing import Any
 
 from stackexp.errors import ConfigError
 from stackexp.files import write_json
-from stackexp.metric_tags import TRAIN_LOSS, rename_old_tag
+from stackexp.metric_tags import AVERAGED_STEPS, TRAIN_LOSS, rename_old_tag
 from stackexp.sweeps.driver import TrialSource
 from stackexp.sweeps.grid import Values, format_label
 from stackexp.sweeps.schema import Space
 from stackexp.sweeps.sweep import Sweep
 from stackexp.sweeps.trials import State, Trial, get_state, read_objective, read_tail
 
-AVERAGED_STEPS = 20
-"""The training loss is averaged over this many steps before trials are compared by it."""
 MAX_DRAWS = 30
 """The search space counts as exhausted after this many draws in a row without a new trial."""
 

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 import re
 import signal
 import time
@@ -14,7 +13,7 @@ from typing import Any
 from stackexp.config.affects import NOT_IN_RESULTS, remove_defaults
 from stackexp.config.experiment import ExperimentConfig
 from stackexp.errors import RunError
-from stackexp.files import is_locked, read_json, write_json
+from stackexp.files import read_json, read_json_lines, write_json
 from stackexp.metric_tags import TOKENS_PER_SECOND, TRAIN_LOSS, rename_old_tags
 from stackexp.runs import RunFolder
 
@@ -124,7 +123,7 @@ def get_state(trial: Trial) -> State:
     """Return the current state of a trial."""
     if trial.folder.is_finished:
         return State.DONE
-    if is_running(trial):
+    if trial.folder.is_running:
         return State.RUNNING
     if trial.pruned.exists():
         return State.PRUNED
@@ -134,30 +133,9 @@ def get_state(trial: Trial) -> State:
     return State.STOPPED if trial.folder.metrics.exists() else State.WAITING
 
 
-def is_running(trial: Trial) -> bool:
-    """Return True if a fit uses the folder, on any machine."""
-    return is_locked(trial.folder.path / ".lock")
-
-
 def read_tail(path: Path) -> list[dict[str, Any]]:
-    """Return the last complete lines of a metrics.jsonl."""
-    try:
-        with open(path, "rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            file.seek(max(0, size - TAIL_BYTES))
-            text = file.read().decode(errors="replace")
-    except FileNotFoundError:
-        return []
-    lines = text.splitlines(keepends=True)[size > TAIL_BYTES :]
-    return [rename_old_tags(line) for text in lines if text.endswith("\n") and isinstance(line := _parse(text), dict)]
-
-
-def _parse(text: str) -> Any:
-    """Return the JSON value of a line, or None if it is damaged, so that one bad line does not stop the display."""
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return None
+    """Return the last complete lines of a metrics.jsonl. Damaged lines are skipped, so that they stop no display."""
+    return [rename_old_tags(line) for line in read_json_lines(path, skip_damaged=True, last_bytes=TAIL_BYTES)]
 
 
 # Objective

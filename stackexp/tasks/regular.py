@@ -35,18 +35,13 @@ def cycle_navigation(rng: np.random.Generator, batch_size: int, length: int) -> 
     return strings, (strings - 1).sum(1, keepdims=True) % MODULUS
 
 
-def round_to_odd(length: int) -> int:
-    """Return the largest odd number up to `length`, because digits and operators alternate."""
-    return length - 1 + length % 2
-
-
 # The ninth symbol belongs to the alphabet of Deletang et al. but occurs in no string.
-@task("regular", symbols="01234+-*_", answer_symbols="01234", string_length=round_to_odd)
+@task("regular", symbols="01234+-*_", answer_symbols="01234")
 def modular_arithmetic(rng: np.random.Generator, batch_size: int, length: int) -> Drawn:
     """Return the value mod 5 of digits joined by + - *, where * takes precedence. Even lengths lose one symbol."""
     import numpy as np
 
-    string_length = round_to_odd(length)
+    string_length = length - 1 + length % 2  # odd, because digits and operators alternate
     digits = rng.integers(0, MODULUS, (batch_size, string_length // 2 + 1))
     operators = rng.integers(0, 3, (batch_size, digits.shape[1] - 1))
     strings = np.empty((batch_size, string_length), np.int64)

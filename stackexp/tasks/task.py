@@ -37,7 +37,6 @@ class Task:
     answer_symbols: tuple[str, ...]  # the name of each output id
     output_length: Callable[[int], int]  # from string length to answer length
     min_length: int
-    string_length: Callable[[int], int]  # from requested length to string length
     required_slots: Callable[[int], int | None]  # stack slots that a string needs; None if they do not grow with it
 
     @property
@@ -65,14 +64,6 @@ class Task:
             mask = np.arange(targets.shape[1]) <= end[0][:, None]
         return Batch(inputs, targets, mask)
 
-    def format_string(self, ids: Sequence[int] | np.ndarray) -> str:
-        """Return the written form of a string [L]."""
-        return _join(ids, self.symbols)
-
-    def format_answer(self, ids: Sequence[int] | np.ndarray) -> str:
-        """Return the written form of an answer [O]."""
-        return _join(ids, self.answer_symbols)
-
 
 TASKS: dict[str, Task] = {}
 """All tasks by name: from regular to context-sensitive, and in the order of the StackTrans paper within a class."""
@@ -85,7 +76,6 @@ def task(
     answer_symbols: Sequence[str],
     output_length: Callable[[int], int] = lambda length: 1,
     min_length: int = 1,
-    string_length: Callable[[int], int] = lambda length: length,
     required_slots: Callable[[int], int | None] = lambda length: None,
 ) -> Callable[[Generator], Generator]:
     """Register the decorated generator as the task of its name.
@@ -104,14 +94,8 @@ def task(
             tuple(answer_symbols),
             output_length=output_length,
             min_length=min_length,
-            string_length=string_length,
             required_slots=required_slots,
         )
         return generate
 
     return register
-
-
-def _join(ids: Sequence[int] | np.ndarray, names: tuple[str, ...]) -> str:
-    separator = " " if any(len(name) > 1 for name in names) else ""
-    return separator.join(names[i] for i in ids)

@@ -7,7 +7,7 @@ from argparse import Namespace
 
 from stackexp.config.suggestions import suggest_name
 from stackexp.errors import ConfigError
-from stackexp.verbs.bench_options import add_benchmark_arguments
+from stackexp.verbs import bench_stack
 from stackexp.verbs.parser import Parser
 
 USAGE = "[OPTIONS] [KEY=VALUE ...]"
@@ -24,7 +24,7 @@ MEMORIES = (
 
 
 def add_arguments(parser: Parser) -> None:
-    add_benchmark_arguments(parser)
+    bench_stack.add_arguments(parser)
     parser.add_argument("--markdown", action="store_true", help="print a Markdown table")
     parser.add_argument("--only", metavar="MEMORY,...", help=f"some of {', '.join(MEMORIES)} (default: all)")
 

@@ -4,16 +4,20 @@ Without --config the quickstart is measured.
 """
 
 from argparse import Namespace
+from pathlib import Path
 
-from stackexp.verbs.bench_options import add_benchmark_arguments
-from stackexp.verbs.parser import Parser
+from stackexp.verbs.parser import Parser, at_least
 
 USAGE = "[OPTIONS] [KEY=VALUE ...]"
 EXAMPLES = ("bench stack --config pretrain/stacktrans-360m --out stack.json",)
 
 
 def add_arguments(parser: Parser) -> None:
-    add_benchmark_arguments(parser)
+    parser.add_config()
+    steps = "timed rounds (default: %(default)s)"
+    parser.add_argument("--steps", type=at_least(1), default=100, metavar="N", help=steps)
+    out = "also write hardware, versions and all measurements here"
+    parser.add_argument("--out", type=Path, metavar="FILE.json", help=out)
 
 
 def run(args: Namespace) -> int:

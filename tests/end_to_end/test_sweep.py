@@ -9,7 +9,7 @@ import yaml
 from processes import Program, wait_until
 
 from stackexp.sweeps.sweep import load_sweep
-from stackexp.sweeps.trials import State, get_state, is_running
+from stackexp.sweeps.trials import State, get_state
 
 
 @pytest.mark.slow  # two minutes; tests/test_sweep_driver.py kills drivers too
@@ -31,7 +31,7 @@ def test_same_command_finishes_a_killed_sweep(program: Program, tiny, tmp_path):
 
     output = program.run("sweep", "run", path, "--max-parallel", "2")
     assert [get_state(trial) for trial in trials] == [State.DONE] * 3
-    assert not any(is_running(trial) for trial in trials)
+    assert not any(trial.folder.is_running for trial in trials)
     sessions = [len(json.loads((run.path / "environment.json").read_text())) for run in (first, second, third)]
     assert sessions == [2, 1, 1]  # the killed one was resumed, no other one was started twice
     for run in (first, second, third):

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
-from stackexp.config.yaml_files import flatten, read_file
 from stackexp.errors import RunError
 from stackexp.reports.formal.paper import COLUMNS, find_column, get_printed_score
 from stackexp.reports.formal.runs import Evaluation, FormalRun, Lengths, read_run
@@ -88,17 +87,18 @@ def collect_report(paths: Sequence[Path | str], lengths: Lengths) -> Report:
     Raises RunError for a folder without runs, and if no run is finished and tested over the lengths.
     """
     runs, skipped = [], defaultdict(list)
+    folders = find_runs(paths)
     for path in paths:
-        if not find_runs([path]):
+        if not any(folder.path.resolve().is_relative_to(Path(path).resolve()) for folder in folders):
             raise RunError(f"{path}: no run folder in it or below; give runs/<name>/<id>, or a folder of run folders")
-    for path in (run.path for run in find_runs(paths)):
-        config = flatten(read_file(path / "config.yaml")[1])
+    for folder in folders:
+        config = folder.read_options()
         if config.get("data.kind") != "formal_language":
-            skipped["not a formal language"].append(path)
+            skipped["not a formal language"].append(folder.path)
         elif column := find_column(config):
-            runs.append(read_run(path, config, column, lengths))
+            runs.append(read_run(folder, config, column, lengths))
         else:
-            skipped["the table has no column for this model"].append(path)
+            skipped["the table has no column for this model"].append(folder.path)
     unused = [run.unused for run in runs if run.unused]
     if unused:
         skipped["test of another checkpoint, or with overrides that change more than the test"] = unused

@@ -9,10 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from stackexp.config.affects import changes_scores, get_effect
+from stackexp.config.affects import changes_scores, get_default, get_effect
+from stackexp.config.init import InitConfig
 from stackexp.config.layers import split_overrides
 from stackexp.config.registry import SECTIONS, get_entry, list_kinds
 from stackexp.config.trainer import TrainerConfig
+from stackexp.config.yaml_files import flatten
 from stackexp.errors import RunError
 from stackexp.files import read_json
 from stackexp.metric_tags import AVERAGE_ACCURACY
@@ -150,20 +152,19 @@ def select_recipe(options: Options) -> Options:
     return {key: value for key, value in options.items() if is_in_recipe(options, key)}
 
 
-def read_run(path: Path, config: Options, column: str, lengths: Lengths) -> FormalRun:
+def read_run(folder: RunFolder, config: Options, column: str, lengths: Lengths) -> FormalRun:
     """Read a run folder. Raises RunError for a damaged result.json or test.json."""
     config = _add_new_options(config)
-    folder = RunFolder(path)
     result = folder.read_result().to_dict() if folder.is_finished else {}
     evaluations = [_read_evaluation(folder.result, result)] if result else []
-    test, unused = path / "test.json", None
+    test, unused = folder.path / "test.json", None
     if test.exists():
         record = read_json(test)
         if _is_same_run(record, result, config):
             evaluations.append(_read_evaluation(test, record))
         else:
             unused = test
-    return FormalRun(path, config, column, lengths, result, tuple(evaluations), unused)
+    return FormalRun(folder.path, config, column, lengths, result, tuple(evaluations), unused)
 
 
 def _read_evaluation(path: Path, record: dict[str, Any]) -> Evaluation:
@@ -185,7 +186,7 @@ def _is_same_run(test: dict[str, Any], result: dict[str, Any], config: Options) 
 
 def _add_new_options(config: Options) -> Options:
     """Return a run's config with the defaults of options that are newer than the run."""
-    defaults = _get_defaults("trainer", TrainerConfig)
+    defaults = _get_defaults("trainer", TrainerConfig) | _get_defaults("init", InitConfig)
     for section, group in SECTIONS.items():
         kind = config.get(f"{section}.kind")
         if kind in list_kinds(group):
@@ -195,5 +196,5 @@ def _add_new_options(config: Options) -> Options:
 
 @functools.cache
 def _get_defaults(section: str, cls: type) -> Options:
-    defaults = {f"{section}.{field.name}": field.default for field in dataclasses.fields(cls)}
+    defaults = flatten({field.name: get_default(field) for field in dataclasses.fields(cls)}, f"{section}.")
     return {k: v for k, v in defaults.items() if v is not dataclasses.MISSING and not str(v).startswith("${")}

@@ -9,6 +9,7 @@ from stackexp.reports.formal.cells import Cell, Report, compute_medians
 from stackexp.reports.formal.paper import CLASSES, COLUMNS
 from stackexp.reports.formal.recipes import find_differences, format_overrides, name_recipe
 from stackexp.reports.formal.runs import Evaluation, FormalRun
+from stackexp.runs import RunFolder, format_resume_command
 from stackexp.tables import ABSENT, format_table
 from stackexp.tasks import TASKS
 
@@ -137,10 +138,9 @@ def describe_commands(report: Report) -> list[str]:
 
 
 def _resume_run(run: FormalRun) -> str:
-    folder = shlex.quote(str(run.path))
     if run.is_finished:
-        return f"python -m stackexp test --run {folder} data.eval_max_length={run.lengths[1]}"
-    return f"python -m stackexp fit --run {folder}"
+        return f"python -m stackexp test --run {shlex.quote(str(run.path))} data.eval_max_length={run.lengths[1]}"
+    return format_resume_command(RunFolder(run.path))
 
 
 def _describe_unused_runs(report: Report) -> list[str]:

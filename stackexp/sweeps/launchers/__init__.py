@@ -1,6 +1,6 @@
 """The launchers of trials by name. To add one, write a module with a `Launcher` and add a line to LAUNCHERS."""
 
-import importlib
+import pkgutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -62,5 +62,4 @@ class Launcher(Protocol):
 
 def load_launcher(name: str) -> type[Launcher]:
     """Import the launcher class of a name in LAUNCHERS."""
-    module, _, attribute = LAUNCHERS[name].partition(":")
-    return getattr(importlib.import_module(module), attribute)
+    return pkgutil.resolve_name(LAUNCHERS[name])

@@ -11,6 +11,7 @@ from stackexp.config.experiment import LoggingConfig
 from stackexp.metric_tags import AVERAGE_LOSS, TOKENS_PER_SECOND, TRAIN_LOSS
 from stackexp.modules.base import TrainingModule
 from stackexp.progress_bar import open_bar
+from stackexp.terminal import format_duration
 from stackexp.training.callbacks.metrics_log import MetricsLog
 from stackexp.training.callbacks.step import StepCallback
 
@@ -89,14 +90,3 @@ class Progress(StepCallback):
     @staticmethod
     def _print(trainer: pl.Trainer, text: str) -> None:
         print(f"step {trainer.global_step}/{trainer.max_steps}: {text}", file=sys.stderr, flush=True)
-
-
-def format_duration(seconds: float) -> str:
-    """Format seconds with the two largest units: 42 s, 3 min 5 s, 2 h 10 min, 3 d 4 h."""
-    values: list[str] = []
-    rest = round(seconds)
-    for unit, size in (("d", 86400), ("h", 3600), ("min", 60), ("s", 1)):
-        count, rest = divmod(rest, size)
-        if count or values or unit == "s":
-            values.append(f"{count} {unit}")
-    return " ".join(values[:2])

@@ -1,6 +1,6 @@
 """Training objectives: the parts of a run that differ between language modeling, formal languages and arithmetic."""
 
-import importlib
+import pkgutil
 
 from stackexp.config.experiment import ExperimentConfig
 from stackexp.training.objectives.base import Objective
@@ -14,5 +14,4 @@ OBJECTIVES = {
 
 def build_objective(config: ExperimentConfig) -> Objective:
     """Build the objective that fits the config's kind of data."""
-    module, name = OBJECTIVES[config.data.objective].split(":")
-    return getattr(importlib.import_module(module), name)(config)
+    return pkgutil.resolve_name(OBJECTIVES[config.data.objective])(config)

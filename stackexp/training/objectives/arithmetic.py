@@ -7,7 +7,6 @@ from stackexp.datamodules.arithmetic import HELD_OUT
 from stackexp.evaluation.request import EvaluationRequest, Sets, describe_evaluation
 from stackexp.files import write_json
 from stackexp.modules.arithmetic import Arithmetic
-from stackexp.runs import RunFolder
 from stackexp.tables import format_table
 from stackexp.training.objectives.base import Objective, Session
 
@@ -27,11 +26,6 @@ class ArithmeticObjective(Objective):
         steps = f"{self.config.trainer.max_steps:,} steps of {data.batch_size} problems of {data.operation}"
         return f"{steps}, {data.held_out:.0%} of the problems held out"
 
-    def find_scored_sets(self, session: Session) -> Sets:
-        """Return the scores of the last validation, if it ran after the last step."""
-        is_final = session.module.set_metrics_step == self.config.trainer.max_steps
-        return session.module.set_metrics if is_final else {}
-
     def build_result(self, session: Session, sets: Sets) -> dict[str, Any]:
         """Return the scores and the operation."""
         accuracy = sets[HELD_OUT]["accuracy"]
@@ -40,9 +34,6 @@ class ArithmeticObjective(Objective):
     def list_final_figures(self, result: dict[str, Any]) -> dict[str, float]:
         """Return accuracy and loss."""
         return {f"val/{key}/average": result["average"][key] for key in ("accuracy", "loss")}
-
-    def write_events(self, folder: RunFolder, result: dict[str, Any]) -> None:
-        """Write nothing: training has written the scores as its last validation."""
 
     def format_result(self, session: Session, result: dict[str, Any]) -> str:
         """Return the scores as a table."""

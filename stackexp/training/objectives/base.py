@@ -14,15 +14,13 @@ from stackexp.datamodules.base import ExperimentData
 from stackexp.errors import RunError
 from stackexp.evaluation.request import EvaluationRequest, Sets, Stage
 from stackexp.evaluation.resumable import ResumableEvaluation
-from stackexp.metric_tags import TRAIN_LOSS
+from stackexp.metric_tags import AVERAGED_STEPS, TRAIN_LOSS
 from stackexp.models import checkpoints
 from stackexp.modules.base import TrainingModule
 from stackexp.run_result import RunResult
 from stackexp.runs import RunFolder
 from stackexp.training.callbacks.metrics_log import MetricsLog
 from stackexp.training.processes import Processes
-
-AVERAGED_STEPS = 20  # the final training loss is the mean over this many steps
 
 
 @dataclass(frozen=True)
@@ -91,12 +89,13 @@ class Objective(ABC):
         return session.processes.run_on_first(lambda: self.choose_checkpoint(session.folder))
 
     def find_scored_sets(self, session: Session) -> Sets:
-        """Return the sets of `final_stage` that training has already scored."""
-        return {}
+        """Return the scores of the last validation, if it ran after the last step and on the sets of `final_stage`."""
+        is_final = self.final_stage == "validate" and session.module.set_metrics_step == self.config.trainer.max_steps
+        is_sample = getattr(self.config.data, "eval_sequences", None) is not None
+        return session.module.set_metrics if is_final and not is_sample else {}
 
-    @abstractmethod
-    def write_events(self, folder: RunFolder, result: dict[str, Any]) -> None:
-        """Write the final scores to TensorBoard, in the event files of `final_stage`."""
+    def write_events(self, folder: RunFolder, result: dict[str, Any]) -> None:  # noqa: B027 (optional)
+        """Write final scores that training has not written to TensorBoard, in the event files of `final_stage`."""
 
     # The end of every run
 

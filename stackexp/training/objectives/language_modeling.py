@@ -66,11 +66,6 @@ class LanguageModelingObjective(Objective):
         """Build the callback that records the training data."""
         return [DataRecord(folder.path, self.config.data.hash_interval)]
 
-    def find_scored_sets(self, session: Session) -> Sets:
-        """Return the scores of the last validation, if it ran after the last step and on whole sets."""
-        is_final = session.module.set_metrics_step == self.config.trainer.max_steps
-        return session.module.set_metrics if is_final and self.config.data.eval_sequences is None else {}
-
     def build_result(self, session: Session, sets: Sets) -> dict[str, Any]:
         """Return the scores of model and bigram counts, the data hash, the sequences by source, and a text sample."""
         result: dict[str, Any] = _summarize(sets)
