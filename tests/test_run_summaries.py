@@ -10,7 +10,7 @@ import pytest
 from stackexp.cli import main
 from stackexp.errors import RunError
 from stackexp.models.checkpoints import find_checkpoint
-from stackexp.reports.summaries import RunState, find_runs, format_size, summarize
+from stackexp.reports.summaries import RunStatus, find_runs, format_size, summarize
 from stackexp.run_result import RunResult
 from stackexp.runs import RunFolder
 
@@ -27,14 +27,14 @@ def run(trained, tmp_path, monkeypatch) -> RunFolder:
 
 def test_summary_has_the_state_and_the_losses(run):
     summary = summarize(run)
-    assert (summary.state, summary.step, summary.max_steps, summary.tokens) == (RunState.FINISHED, 12, 12, 12 * 256)
+    assert (summary.state, summary.step, summary.max_steps, summary.tokens) == (RunStatus.FINISHED, 12, 12, 12 * 256)
     assert summary.train_loss == pytest.approx(run.read_result().train_loss["last_20_steps"])
     assert summary.best_loss == min(x["val/loss/average"] for x in list(run.read_metrics())[-1:])
     assert summary.bytes == sum(path.stat().st_size for path in run.path.rglob("*") if path.is_file())
     with run.lock():
-        assert summarize(run).state == RunState.RUNNING
+        assert summarize(run).state == RunStatus.RUNNING
     run.result.unlink()
-    assert summarize(run).state == RunState.UNFINISHED
+    assert summarize(run).state == RunStatus.UNFINISHED
 
 
 def test_a_copy_has_the_figures_of_its_result(run):

@@ -13,7 +13,7 @@ PARQUET_SUFFIXES = (".parquet",)
 COLUMN_SUFFIXES = JSON_LINES_SUFFIXES + PARQUET_SUFFIXES  # files that have columns
 TOKEN_SUFFIXES = (".npy", ".bin")
 KNOWN_SUFFIXES = TEXT_SUFFIXES + COLUMN_SUFFIXES + TOKEN_SUFFIXES
-PREPARED_SET_FILES = (
+PREPARED_SET_MARKERS = (
     {"plan.json", ".plan.lock"},
     {"index.json", "corpus.json"},
 )  # an unfinished set, a copy
@@ -93,7 +93,7 @@ def _walk(folder: Path) -> Iterator[Path]:
     for start in starts:  # grows by the links that are found
         for root, folders, files in os.walk(start, onerror=_raise):
             real = Path(root).resolve()
-            is_prepared = any(names <= set(files) for names in PREPARED_SET_FILES)
+            is_prepared = any(names <= set(files) for names in PREPARED_SET_MARKERS)
             if is_prepared or real in visited or real in top.parents:
                 folders.clear()
                 continue

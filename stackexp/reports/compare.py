@@ -16,7 +16,7 @@ from stackexp.tables import ABSENT, Style, format_table
 
 GENERATED_DATA = ("formal_language", "arithmetic")
 """The kinds of data that the config alone determines."""
-AVERAGED_STEPS = 10
+SMOOTHED_STEPS = 10
 """Training losses are plotted as moving averages over this many steps."""
 
 
@@ -139,7 +139,7 @@ def draw_losses(runs: list[RunFolder], path: Path) -> None:
     for run in runs:
         lines = [line for line in run.read_metrics() if "tokens" in line]
         train = [(line["tokens"], line[TRAIN_LOSS]) for line in lines if line.get(TRAIN_LOSS) is not None]
-        windows = [train[max(0, i + 1 - AVERAGED_STEPS) : i + 1] for i in range(len(train))]
+        windows = [train[max(0, i + 1 - SMOOTHED_STEPS) : i + 1] for i in range(len(train))]
         means = [sum(loss for _, loss in window) / len(window) for window in windows]
         (curve,) = axes.plot([tokens for tokens, _ in train], means)
         if train:
@@ -148,7 +148,7 @@ def draw_losses(runs: list[RunFolder], path: Path) -> None:
         if points:
             axes.plot(*zip(*points, strict=True), "o--", color=curve.get_color())
     axes.set(xlabel="Tokens", ylabel="Loss (nats per token)")
-    axes.plot([], [], color="black", label=f"training (mean of {AVERAGED_STEPS} steps)")
+    axes.plot([], [], color="black", label=f"training (mean of {SMOOTHED_STEPS} steps)")
     axes.plot([], [], "o--", color="black", label="validation (mean over sets)")
     axes.legend()
     abbreviate_thousands(axes.xaxis)

@@ -14,7 +14,7 @@ from stackexp.runs import RunFolder
 from stackexp.tables import ABSENT, format_table
 
 
-class RunState(StrEnum):
+class RunStatus(StrEnum):
     """The state of a run."""
 
     FINISHED = "finished"
@@ -28,7 +28,7 @@ class RunSummary:
     """State, progress and losses of a run. Losses are in nats per token; None if not measured yet."""
 
     path: str
-    state: RunState
+    state: RunStatus
     step: int
     max_steps: int | None
     tokens: int | None
@@ -127,9 +127,9 @@ def format_size(size: float) -> str:
     return f"{size:.1f} TB"
 
 
-def _get_state(run: RunFolder, problem: str) -> RunState:
+def _get_state(run: RunFolder, problem: str) -> RunStatus:
     if problem:
-        return RunState.DAMAGED
+        return RunStatus.DAMAGED
     if run.is_running:
-        return RunState.RUNNING
-    return RunState.FINISHED if run.is_finished else RunState.UNFINISHED
+        return RunStatus.RUNNING
+    return RunStatus.FINISHED if run.is_finished else RunStatus.UNFINISHED
