@@ -178,6 +178,16 @@ def test_weights_that_do_not_fit_are_reported_in_one_line(config, tmp_path, monk
     assert message in get_error(config(*overrides))
 
 
+def test_the_printed_names_can_be_skipped(config):
+    for overrides in (["model.num_layers=3"], ["model.tie_embeddings=false"]):
+        names = get_error(config(*overrides)).partition("has no ")[2].partition(";")[0].replace(" ", "")
+        start = prepare_warm_start(config(*overrides, f"init.skip=[{names}]"))
+        assert start.names
+        assert not any(".2." in name or "head." in name for name in start.names)
+    names = get_error(config("init.skip=[heads]")).partition("the model has ")[2].replace(" ", "")
+    assert prepare_warm_start(config(f"init.skip=[{names}]")).names == ()
+
+
 def test_damaged_and_foreign_sources_are_reported_in_one_line(config, trained, tmp_path):
     source = tmp_path / "00000012"
     shutil.copytree(trained / "checkpoints" / source.name, source)

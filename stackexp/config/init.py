@@ -20,7 +20,7 @@ class InitConfig:
     """
     skip: list[str] = option([])
     """Tensors that are initialized at random although the weights have them, by name or part of it: embedding, head,
-    memory, layers.0."""
+    memory, layers.0. An asterisk matches any text, as in layers.*.memory.up."""
 
     def find_errors(self) -> Errors:
         """Yield the errors that involve several options."""

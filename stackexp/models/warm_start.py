@@ -4,6 +4,7 @@ import logging
 import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -136,8 +137,8 @@ def match_tensors(path: Path, stored: Mapping[str, torch.Size], model: nn.Module
 
 
 def _matches(name: str, parts: Collection[str]) -> bool:
-    """Return True if one of `parts` is a tensor's name or whole parts of it: memory, layers.0, embedding.weight."""
-    return any(f".{part}." in f".{name}." for part in parts)
+    """Return True if one of `parts` is a tensor's name or whole parts of it: memory, layers.0, layers.*.memory.up."""
+    return any(fnmatchcase(f".{name}.", f"*.{part}.*") for part in parts)
 
 
 def _group(names: Iterable[str]) -> list[str]:
