@@ -178,11 +178,11 @@ def _compute_read_weights(row, query, count, sizes, scratch, grad_read):
     With `grad_read`, also write dR . St[j].
     """
     number, size, weights, smallest = query.dtype.type, query.shape[0], scratch.weights, tiny(query)
-    penalty, get_empty_score, one = number(ADDITIVE_PENALTY), number(0), number(1)
+    penalty, empty_score, one = number(ADDITIVE_PENALTY), number(0), number(1)
     if sizes.read == LOG:
-        get_empty_score = math.log(smallest)
+        empty_score = math.log(smallest)
     elif sizes.read == ADDITIVE:
-        get_empty_score = penalty
+        empty_score = penalty
     for j in range(count):
         slot = view(row.slots, (j + 1) * size, size)
         scratch.contents[j] = dot(slot, query)
@@ -197,7 +197,7 @@ def _compute_read_weights(row, query, count, sizes, scratch, grad_read):
     else:
         for j in range(count):
             weights[j] = scratch.contents[j] + (one - row.mask[j + 1]) * penalty
-    largest = get_empty_score if sizes.num_slots > count else -number(np.inf)
+    largest = empty_score if sizes.num_slots > count else -number(np.inf)
     for j in range(count):
         largest = max(largest, weights[j])
     total = 0.0
@@ -205,7 +205,7 @@ def _compute_read_weights(row, query, count, sizes, scratch, grad_read):
         weights[j] = math.exp(weights[j] - largest)
         total += weights[j]
     if sizes.num_slots > count:
-        total += number(sizes.num_slots - count) * math.exp(get_empty_score - largest)
+        total += number(sizes.num_slots - count) * math.exp(empty_score - largest)
     for j in range(count):
         weights[j] /= number(total)
 

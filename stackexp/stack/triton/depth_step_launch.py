@@ -45,7 +45,7 @@ class StepOptions(NamedTuple):
     discipline: str
     read: str
     read_mask: str
-    get_empty_score: float
+    empty_score: float
     tiny: float  # the smallest normal number
     dtype: Any  # of the computation
 
@@ -124,7 +124,7 @@ def make_options(inputs: StepInputs) -> StepOptions:
         discipline=inputs.discipline,
         read=inputs.read,
         read_mask=inputs.read_mask,
-        get_empty_score=get_empty_score(inputs.read_mask, dtype),
+        empty_score=get_empty_score(inputs.read_mask, dtype),
         tiny=torch.finfo(dtype).tiny,
         dtype=tl.float64 if dtype == torch.float64 else tl.float32,
     )

@@ -190,7 +190,7 @@ def _compute_score(slot, mask, w, options: tl.constexpr):
     elif options.read_mask == "log":
         return content + tl.log(tl.maximum(mask, options.tiny)), content
     else:
-        return tl.fma(1 - mask, options.get_empty_score, content), content  # the penalty is the score of an empty slot
+        return tl.fma(1 - mask, options.empty_score, content), content  # the penalty is the score of an empty slot
 
 
 @triton.jit
@@ -207,7 +207,7 @@ def read_slots(stages, actions, slots, w, sizes, offsets, options: tl.constexpr)
     occupancy = tl.zeros([w.shape[0]], options.dtype)
     read = tl.zeros(w.shape, options.dtype)
     total = occupancy + (num_slots - num_new)  # the empty slots
-    highest = tl.where(total > 0, tl.full(total.shape, options.get_empty_score, options.dtype), float("-inf"))
+    highest = tl.where(total > 0, tl.full(total.shape, options.empty_score, options.dtype), float("-inf"))
     received = load_slot(source, len(stages), filled, offsets, options)
     for j in tl.range(num_new, loop_unroll_factor=2):
         t = j + len(stages)
@@ -250,7 +250,7 @@ def read_slot_backward(grads, slot, mask, w, softmax, is_occupied, options: tl.c
     elif options.read_mask == "log":
         to_mask = tl.where(mask >= options.tiny, divide(to_score, tl.maximum(mask, options.tiny)), 0)
     else:
-        to_mask = to_score * -options.get_empty_score
+        to_mask = to_score * -options.empty_score
     grad = tl.fma(weight[:, None], from_read, tl.fma(to_content[:, None], w, grad))
     return grad, grad_mask + to_mask, tl.fma(to_content[:, None], slot, to_w)
 

@@ -46,7 +46,7 @@ class ScanOptions(NamedTuple):
     block: int  # rows of P, Q or V that are multiplied at once
     padded_width: int  # H*D, a power of two
     padded_logits: int  # H*3, a power of two
-    get_empty_score: float
+    empty_score: float
     tiny: float  # the smallest normal number
 
 
@@ -246,7 +246,7 @@ def make_options(
         block=min(round_up_to_power_of_2(units), max(1, MAP_BLOCK // padded_width)),
         padded_width=padded_width,
         padded_logits=round_up_to_power_of_2(logits.shape[-2:].numel()),
-        get_empty_score=eager.get_empty_score(read_mask, x.dtype),
+        empty_score=eager.get_empty_score(read_mask, x.dtype),
         tiny=torch.finfo(x.dtype).tiny,
     )
 

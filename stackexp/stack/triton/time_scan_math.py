@@ -70,10 +70,10 @@ def compute_read_weights(state, query, index, options: tl.constexpr):
     elif options.read_mask == "log":
         scores = content + tl.log(tl.maximum(mask, options.tiny))
     else:
-        scores = content + (1 - mask) * options.get_empty_score  # the penalty is the score of an empty slot
+        scores = content + (1 - mask) * options.empty_score  # the penalty is the score of an empty slot
     scores = tl.where(j < kept, scores, float("-inf"))
     highest = tl.max(scores, 1, keep_dims=True)  # [H, 1, 1]
-    empty = tl.full(highest.shape, options.get_empty_score, highest.dtype)
+    empty = tl.full(highest.shape, options.empty_score, highest.dtype)
     highest = tl.where(num_empty > 0, tl.maximum(highest, empty), highest)
     weights = tl.exp(scores - highest)
     total = tl.sum(weights, 1, keep_dims=True) + num_empty * tl.exp(tl.minimum(empty - highest, 0))
@@ -102,7 +102,7 @@ def read_backward(grad, state, w, index, options: tl.constexpr):
         grad_content = grad_score
         grad_mask = tl.where(mask >= options.tiny, divide(grad_score, tl.maximum(mask, options.tiny)), 0)
     else:
-        grad_content, grad_mask = grad_score, grad_score * -options.get_empty_score
+        grad_content, grad_mask = grad_score, grad_score * -options.empty_score
     return weights * grad + grad_content * w, grad_mask, tl.sum(grad_content * slots, 1, keep_dims=True)
 
 
