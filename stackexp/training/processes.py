@@ -25,7 +25,7 @@ from lightning.fabric.plugins.environments import (
 )
 
 from stackexp.config.trainer import TrainerConfig
-from stackexp.errors import RunError, StoppedError, first_line
+from stackexp.errors import ConfigError, RunError, StoppedError, first_line
 from stackexp.training.watchdog import GRACE, Watchdog
 
 T = TypeVar("T")
@@ -35,7 +35,7 @@ FROZEN_SECONDS = 2 * GRACE  # the same, once the watchdog has found a fault
 
 @dataclass
 class Processes:
-    """The connected processes of a run. `watchdog` is None for a single process."""
+    """The connected processes of a run. `watchdog` is None for a single process without sharding."""
 
     rank: int
     size: int
@@ -48,14 +48,18 @@ class Processes:
         return self.rank == 0
 
     def run_on_first(self, decide: Callable[[], T]) -> T:
-        """Call `decide` on rank 0 only; return its result, or raise its error, on every rank."""
+        """Call `decide` on rank 0 only; return its result on every rank.
+
+        A ConfigError, RunError or OSError of rank 0 is raised on every rank. Any other error is raised only on rank 0,
+        and the watchdog ends the other ranks.
+        """
         if self.size == 1:
             return decide()
         result: list[Any] = [None, None]
         if self.is_first:
             try:
                 result[0] = decide()
-            except (RunError, OSError) as error:
+            except (ConfigError, RunError, OSError) as error:
                 result[1] = error
         dist.broadcast_object_list(result)
         if result[1] is not None:
@@ -64,7 +68,10 @@ class Processes:
         return result[0]
 
     def run_on_all(self, load: Callable[[], T]) -> T:
-        """Call `load` on every rank; if ranks raise the same error or warning, only rank 0 reports it."""
+        """Call `load` on every rank; return its result, or raise its error, on the same rank.
+
+        Only rank 0 logs the warnings of `stackexp.data`. A RunError that rank 0 raises too is reported only there.
+        """
         if self.size == 1:
             return load()
         error, log, result = None, logging.getLogger("stackexp.data"), None
@@ -86,13 +93,13 @@ class Processes:
 
 @contextlib.contextmanager
 def start_processes(trainer: TrainerConfig, device_type: str) -> Iterator[Processes]:
-    """Start and connect all processes of the run. Raises RunError if a launcher started the wrong number of them."""
+    """Start and connect all processes of the run. Raises RunError if that fails or a process is lost."""
     size = trainer.world_size
     environment, children = _find_environment(trainer)
     if size == 1 and not trainer.is_sharded:
         yield Processes(0, 1, environment)
         return
-    with _exit_with_children(children):
+    with _exit_with_children(children, trainer.devices):
         try:
             rank = _connect(environment, trainer, device_type)
         except BaseException:
@@ -107,7 +114,7 @@ def start_processes(trainer: TrainerConfig, device_type: str) -> Iterator[Proces
             _disconnect(watchdog)
             raise
         _disconnect(watchdog)
-    except (RunError, OSError, KeyboardInterrupt) as error:
+    except (ConfigError, RunError, OSError, KeyboardInterrupt) as error:
         watchdog.report(str(error) or "interrupted")
         raise
     except Exception as error:
@@ -137,15 +144,16 @@ def _wait_for(children: list[subprocess.Popen], seconds: float = EXIT_SECONDS) -
 
 
 @contextlib.contextmanager
-def _exit_with_children(children: list[subprocess.Popen]) -> Iterator[None]:
+def _exit_with_children(children: list[subprocess.Popen], devices: int) -> Iterator[None]:
     """Exit at once if a child exits while the processes connect, because the watchdog does not run yet."""
     is_connected = threading.Event()
+    first_rank = int(os.environ.get("NODE_RANK", 0)) * devices  # of this process
 
     def poll_children() -> None:
         while not is_connected.wait(0.5):
-            for local_rank, child in enumerate(children, start=1):
+            for rank, child in enumerate(children, start=first_rank + 1):
                 if child.poll() is not None:
-                    message = f"error: rank {local_rank} exited during startup with code {child.returncode}"
+                    message = f"error: rank {rank} exited during startup with code {child.returncode}"
                     print(f"{message}; see its output above", file=sys.stderr)
                     _wait_for(children, 0)
                     os._exit(1)
@@ -203,8 +211,8 @@ def _connect(environment: ClusterEnvironment, trainer: TrainerConfig, device_typ
     if device_type == "cuda":
         if local >= torch.cuda.device_count():
             raise RunError(
-                f"local rank {local}, but only {torch.cuda.device_count()} GPUs are visible; give every "
-                "task all GPUs of the node (--gpus-per-node, not --gpus-per-task)"
+                f"trainer.devices: local rank {local}, but only {torch.cuda.device_count()} GPUs are visible; lower "
+                "it, or in Slurm give every task all GPUs of the node (--gpus-per-node)"
             )
         torch.cuda.set_device(local)
     startup, collective = (

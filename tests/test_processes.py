@@ -1,0 +1,56 @@
+"""The processes of a run: what they share, and how they report a lost process."""
+
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+import torch.distributed as dist
+from forks import Forks
+from lightning.fabric.plugins.environments import LightningEnvironment
+
+from stackexp.errors import ConfigError, RunError
+from stackexp.training.processes import Processes, _exit_with_children
+
+ERRORS = (ConfigError("a"), RunError("b"), FileNotFoundError("c"))
+
+
+def raise_on_first(*_: object) -> int:
+    """Print the error that every rank gets for each error of rank 0."""
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    processes = Processes(rank, 2, LightningEnvironment())
+
+    def fail(error: Exception) -> None:
+        assert rank == 0
+        raise error
+
+    for error in ERRORS:
+        with pytest.raises(type(error)) as caught:
+            processes.run_on_first(lambda error=error: fail(error))
+        print(rank, caught.value, caught.value.is_reported, flush=True)
+    dist.destroy_process_group()
+    return 0
+
+
+def test_errors_of_rank_0_are_raised_on_every_rank(tmp_path):
+    lines = Forks(tmp_path).run(ranks=2, function=raise_on_first).splitlines()
+    assert sorted(line for line in lines if line[0] in "01") == [
+        *("0 a False", "0 b False", "0 c False"),
+        *("1 a True", "1 b True", "1 c True"),
+    ]
+
+
+def wait_for_child(*_: object) -> int:
+    """Wait as rank 2, which starts rank 3 on the second node of two."""
+    os.environ["NODE_RANK"] = "1"
+    child = subprocess.Popen([sys.executable, "-c", "exit(5)"])
+    with _exit_with_children([child], devices=2):
+        time.sleep(60)  # the process exits before
+    return 0
+
+
+def test_a_process_lost_during_startup_is_named_by_its_global_rank(tmp_path):
+    output = Forks(tmp_path).run(function=wait_for_child, expect=1)
+    assert output == "error: rank 3 exited during startup with code 5; see its output above\n"
