@@ -34,7 +34,7 @@ class ExperimentData(pl.LightningDataModule):
     skipped_sets: frozenset[str] = frozenset()
 
     def select_sets(self, stage: str, names: list[str]) -> None:
-        """Evaluate on these sets instead of the config's. Raises ConfigError."""
+        """Evaluate on these sets instead of the config's. Raises ConfigError for unknown names."""
         raise NotImplementedError
 
     def sets(self, stage: str) -> list[Any]:

@@ -108,7 +108,7 @@ class FormalLanguageData(ExperimentData):
 
 
 def compute_max_length(config: FormalLanguageConfig, step: int) -> int:
-    """Return the longest string of a step >= 1: max_length, or the curriculum's length, rounded down."""
+    """Return the maximal string length of a step >= 1: max_length, or the curriculum's length, rounded down."""
     if step > config.curriculum_steps:
         return config.max_length
     start = config.curriculum_start

@@ -23,7 +23,10 @@ SECTIONS = {"validate": "validation", "test": "test"}  # stage -> section of the
 
 
 class PretrainingData(ExperimentData):
-    """Batches of tokens int64 [B, T] with index int64 [B], the number of each sequence in its set (-1: padding).
+    """Batches of tokens int64 [B, T] with index int64 [B].
+
+    In training, `index` is the number of a sequence over all sources. In evaluation, it is the position of a chunk
+    among the scored chunks of its set (-1: padding).
 
     A training epoch is a whole number of optimizer steps. Sequences that do not fill the last global batch are skipped;
     these differ from epoch to epoch. Epochs repeat, each in a new order, until the trainer stops.

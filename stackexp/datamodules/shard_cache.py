@@ -39,7 +39,7 @@ class ShardCache:
     """
 
     def __init__(self, name: str, shards: list[Shard], limit: int | None):
-        """`name` is unique on the node; `limit` is in bytes (None: no limit)."""
+        """Create a cache whose `name` is unique on the node; `limit` is in bytes (None: no limit)."""
         self._shards, self._limit = shards, limit
         self._sizes = np.array([shard.size for shard in shards])
         self._is_cached = np.array([shard.remote is not None for shard in shards])

@@ -33,7 +33,10 @@ class Material:
 
 
 def open_text(run: LoadedRun, text: str) -> Material:
-    """Return one sequence: the first tokens of a text, up to the context length."""
+    """Return one sequence: the first tokens of a text, up to the context length.
+
+    Raises ConfigError if the model is not one of text, or the text has fewer than two tokens.
+    """
     if run.tokenizer is None:
         raise ConfigError("inspect: --text requires a model of text; use --task for one of formal languages")
     ids = run.tokenizer.encode(text).ids[: run.config.data.context_length]
@@ -45,7 +48,10 @@ def open_text(run: LoadedRun, text: str) -> Material:
 
 
 def open_set(run: LoadedRun, name: str, num_chunks: int) -> Material:
-    """Return evenly spaced chunks of a validation set of the run, or of NAME=PATH."""
+    """Return evenly spaced chunks of a validation set of the run, or of NAME=PATH.
+
+    Raises ConfigError if the model is not one of text, or the run has no such set.
+    """
     if run.tokenizer is None:
         raise ConfigError("inspect: --set requires a model of text; use --task for one of formal languages")
     data = open_data(EvaluationRequest("validate", run.config, run.folder, sets=(name,)))
@@ -66,7 +72,10 @@ def open_set(run: LoadedRun, name: str, num_chunks: int) -> Material:
 
 
 def open_task(run: LoadedRun, name: str) -> Material:
-    """Return strings of a formal language, NAME or NAME:LENGTH; the length is that of the longest training strings."""
+    """Return strings of a formal language, NAME or NAME:LENGTH. The default is the maximal training length.
+
+    Raises ConfigError if the run was not trained on this language, or the length is not an integer >= 1.
+    """
     name, _, length = name.partition(":")
     known = getattr(run.config.data, "task", None)
     if known is None:

@@ -91,7 +91,10 @@ def record(
 
 
 def measure_interventions(loaded: LoadedRun, material: Material, heads: bool) -> list[dict[str, Any]]:
-    """Return the change of the loss under each intervention, in nats, with the paired 95 % interval over sequences."""
+    """Return the change of the loss under each intervention, in nats, with the paired 95 % interval over sequences.
+
+    Raises RunError if there are fewer than two sequences.
+    """
     model = loaded.model
     with record_stacks(model) as recordings:
         model(torch.cat([batch["tokens"] for batch in material.batches[:4]]))

@@ -34,7 +34,7 @@ def list_interventions(model: nn.Module, means: list[Recording], heads: bool = F
 
     Actions are forced to 0 or 1, frozen at their mean over the tokens, or hardened. Stacks are cleared before a layer.
     Reads are dropped in all layers, in one layer, or (with `heads`) in one head; or exchanged between the heads.
-    A residual stack then reads only its top.
+    A residual stack without its reads still reads its top.
     """
     stacks = find_stacks(model)
     num_heads = 1 if isinstance(stacks[0], ResidualStack) else stacks[0].config.num_heads

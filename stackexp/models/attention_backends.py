@@ -79,6 +79,8 @@ def build_mask(
 ) -> Any:
     """Return the attention mask of h [B, T, d] in the backend's format; all layers share it.
 
+    With sdpa, it is None without documents, window and ALiBi; with varlen and flash_attn, without documents.
+
     Args:
         config: The model's options.
         h: Hidden states of T tokens.
@@ -136,7 +138,7 @@ def _kernel_window(config: TransformerConfig) -> tuple[int, int]:
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
-    """Attend with torch's scaled_dot_product_attention. A mask includes causality."""
+    """Attend with torch's scaled_dot_product_attention. A mask replaces `causal`."""
     if mask is not None and mask.is_floating_point():
         mask = mask.to(q.dtype)
     causal = causal and mask is None

@@ -132,9 +132,10 @@ def _is_first_rank() -> bool:
 
 
 def find_checkpoint(run: RunFolder, ckpt_path: str | None) -> Path:
-    """Return `ckpt_path`, or the run's checkpoint "last" (None), "best", or the average "ema" in the last one.
+    """Return the checkpoint that `ckpt_path` names. Raises RunError if the run has none.
 
-    Raises RunError if there is none.
+    "last" and None name the newest checkpoint, "best" the best one, and "ema" the averaged weights in the newest. Any
+    other `ckpt_path` is returned as a path.
     """
     if ckpt_path not in (None, "last", "best", EMA):
         return Path(ckpt_path)
@@ -242,7 +243,7 @@ def _map_weights(path: Path) -> dict[str, Tensor]:
 def check_files(path: Path) -> dict[str, Any]:
     """Verify all files of a checkpoint, and return the metadata of its tensors.
 
-    Raises DamagedCheckpointError if a file is missing or has changed. Checkpoints of version 1 have no hashes, so only
+    Raises DamagedCheckpointError if a file is missing or has changed. Checkpoints of version 2 have no hashes, so only
     their file sizes are checked, with a warning.
     """
     if (path / MANIFEST).exists():

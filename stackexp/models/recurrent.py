@@ -135,7 +135,7 @@ class StackRNNLayer(nn.Module):
         self.stack_input = nn.Linear(hidden, 3 + size)  # A, V
 
     def reset_parameters(self) -> None:
-        """Initialize U and P as torch's linear maps."""
+        """Initialize all weights as torch.nn.Linear does."""
         self.input.reset_parameters()
         self.stack_input.reset_parameters()
         bound = 1 / math.sqrt(self.recurrent.shape[1])

@@ -19,6 +19,8 @@ Batch = dict[str, Tensor]
 class Arithmetic(TrainingModule):
     """Next-token prediction of answers: L = mean cross entropy over answer symbols + lambda x mean action entropy.
 
+    `trainer.z_loss` adds z_loss x mean squared log-partition function.
+
     Accuracy is the share of answers with every symbol right, each predicted from the right ones before it. That equals
     the accuracy of greedy generation: a first wrong symbol makes an answer wrong either way.
     """

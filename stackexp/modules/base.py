@@ -44,7 +44,7 @@ class TrainingModule(pl.LightningModule):
         validation_probes: Measurements of the memory in the current validation.
         set_metrics: Scores of the last evaluation, {set: {score: value}}.
         set_metrics_step: The optimizer step after which they were measured.
-        chunk_losses: Loss and number of predictions of each chunk [2, N] of the sets that were scored whole.
+        chunk_losses: {set: [2, N]}, loss and number of predictions of each chunk, of the sets that were scored whole.
         probe: True if the training step also measures the memory.
         warm_start: The weights from which training starts, if it starts neither at random nor from a checkpoint.
     """
@@ -54,7 +54,8 @@ class TrainingModule(pl.LightningModule):
     def __init__(self, config: ExperimentConfig, weights: Path | None = None):
         """Build the model with new weights, or with those of a checkpoint.
 
-        A sharded model is built on the meta device and gets its weights in `configure_model`.
+        A sharded model is built on the meta device and gets its weights in `configure_model`. Raises ConfigError if the
+        attention backend cannot be used.
         """
         super().__init__()
         self.config, self.weights = config, weights
@@ -94,7 +95,7 @@ class TrainingModule(pl.LightningModule):
         raise NotImplementedError
 
     def validation_tags(self) -> dict[str, float]:
-        """Return the tags of the last validation; `runs.AVERAGE_LOSS` selects the best checkpoint."""
+        """Return the tags of the last validation; `metric_tags.AVERAGE_LOSS` selects the best checkpoint."""
         raise NotImplementedError
 
     @property
@@ -232,8 +233,8 @@ class TrainingModule(pl.LightningModule):
         if dist.is_initialized():
             entries = [None] * dist.get_world_size()
             dist.all_gather_object(entries, entry)
-        culprits = [entry for entry in entries if entry[0]] or entries  # none: only the gradients are not finite
-        samples = ", ".join(f"{numbers} of rank {rank}" for _, rank, numbers in culprits)
+        at_fault = [entry for entry in entries if entry[0]] or entries  # none: only the gradients are not finite
+        samples = ", ".join(f"{numbers} of rank {rank}" for _, rank, numbers in at_fault)
         return (
             f"step {self.global_step + 1}: loss {loss} with gradient norm {norm} on {self.sample_name} {samples}; "
             f"nothing was updated; lower optimizer.lr or inspect these {self.sample_name}"
@@ -268,7 +269,7 @@ class TrainingModule(pl.LightningModule):
     def validation_step(self, batch: dict[str, Any], batch_idx: int, dataloader_idx: int = 0) -> None:
         """Score one batch. After the last batch of a set, its scores are in `set_metrics`.
 
-        During training, the first rows of each set also measure the memory.
+        During training, the memory is also measured on the first rows of each set.
         """
         dataset, metric, num_batches = self._evaluated[dataloader_idx]
         if batch_idx == 0 and self.trainer.state.fn == "fit":

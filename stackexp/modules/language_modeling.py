@@ -14,7 +14,7 @@ from stackexp.modules.metrics import ChunkLosses
 from stackexp.modules.scores import Scores, compute_set_scores, tag_scores
 
 Batch = dict[str, Tensor]
-"""tokens int64 [B, T]; index int64 [B], the number of each sample in its set, -1 for padding."""
+"""tokens int64 [B, T]; index int64 [B], see `datamodules.pretraining.PretrainingData`."""
 
 
 class LanguageModeling(TrainingModule):

@@ -51,7 +51,10 @@ class ChunkLosses(ItemSums):
 
 
 class SequenceScores(ItemSums):
-    """Mean loss, correct symbols and counted symbols for each string of a formal language."""
+    """Mean loss, correct symbols and counted symbols for each string of a formal language.
+
+    For arithmetic, the strings are problems, and each whole answer counts as one symbol.
+    """
 
     def __init__(self, num_sequences: int) -> None:
         super().__init__(num_sequences, 3)
@@ -62,8 +65,8 @@ class SequenceScores(ItemSums):
         Args:
             index: [B] Numbers of the strings; -1 is padding.
             losses: [B, O] Losses in nats of all answer symbols.
-            is_correct: [B, O] True for symbols that are correct and counted.
-            is_counted: [B, O] True for symbols that accuracy counts.
+            is_correct: [B, O] True for symbols that are correct and counted; [B, 1] for whole answers.
+            is_counted: [B, O] True for symbols that accuracy counts; [B, 1] for whole answers.
         """
         self.store(index, losses.double().mean(1), is_correct.double().sum(1), is_counted.double().sum(1))
 

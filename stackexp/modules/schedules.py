@@ -26,7 +26,10 @@ def build_warmup_stable_decay(config: WarmupStableDecayConfig, max_steps: int) -
 
 
 def _build(config: ScheduleConfig, max_steps: int, decay_steps: int, shape: Callable[[float], float]) -> Schedule:
-    """Build linear warmup from 0, then 1, then `final_fraction` + the rest x `shape` over the last `decay_steps`."""
+    """Build linear warmup from 0 to 1, then a constant 1, then a decay over the last `decay_steps`.
+
+    The decay is final_fraction + (1 - final_fraction) * shape, with `shape` a function of the progress from 0 to 1.
+    """
 
     def factor(step: int) -> float:
         if step < config.warmup_steps:

@@ -81,10 +81,12 @@ def average_groups(sets: dict[str, Scores]) -> dict[str, Scores]:
 
 
 def tag_scores(prefix: str, sets: dict[str, Scores]) -> Scores:
-    """Return tags for the scores of sets; see `stackexp.metric_tags`.
+    """Return the scores of sets by tag; see `stackexp.metric_tags`.
 
-    `<prefix>/<score>/<set>` for every set outside a group, and first the unweighted mean of all sets as the set
-    `average`. A set of a group has `<prefix>/v2/<set>`, its loss, and the group `<prefix>/v2/average/<score>`.
+    <prefix>/<score>/average          the unweighted mean over all sets
+    <prefix>/<score>/<set>            a set without a group
+    <prefix>/<group>/<set>            the loss of a set of a group
+    <prefix>/<group>/average/<score>  the unweighted mean over a group
     """
     if not sets:
         return {}

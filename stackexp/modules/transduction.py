@@ -21,8 +21,9 @@ class Transduction(TrainingModule):
     """Sequence transduction: L = mean cross entropy over answer symbols + lambda x mean action entropy.
 
     The logits of the last O positions, those of the empty tokens, are the answer (Deletang et al. 2023). Accuracy is
-    the share of correct symbols among those that the mask counts. `data.label_smoothing` applies to the objective, not
-    to the logged loss. Evaluation sets are lengths: `set_metrics` is {length_041: {accuracy, loss, sequences}, ...}.
+    the share of correct symbols among those that the mask counts. `trainer.z_loss` adds z_loss x mean squared
+    log-partition function. `data.label_smoothing` applies to the objective, not to the logged loss. Evaluation sets
+    are lengths: `set_metrics` is {length_041: {accuracy, loss, sequences}, ...}.
     """
 
     sample_name = "lengths"

@@ -66,7 +66,7 @@ def _shortest_ending(key: str, keys: list[str]) -> str:
 
 
 def format_value(value: Any) -> str:
-    """Return a value as the text of an override that is read as the same value."""
+    """Return a value as override text that parses back to the same value."""
     if isinstance(value, str):
         try:
             if read_value(value, "") == Leaf(value, ""):

@@ -12,7 +12,7 @@ from stackexp.sweeps.search import Study
 from stackexp.sweeps.sweep import COPY, Sweep, load_sweep
 
 STOP_SECONDS = 180
-"""How long `stop_sweep` waits for the drivers."""
+"""Time that `stop_sweep` waits for the drivers."""
 
 
 def run_sweep(

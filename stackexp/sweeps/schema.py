@@ -42,7 +42,7 @@ class Space:
     values: Optional[list[Any]] = None
     low: Optional[float] = None
     high: Optional[float] = None
-    log: bool = False  # uniform in the logarithm
+    log: bool = False  # log-uniform
     int: bool = False
 
     def find_errors(self) -> Errors:

@@ -143,7 +143,7 @@ def _read_values(lines: Iterable[dict[str, Any]], metric: str) -> list[tuple[int
 
 
 def _suggest(trial: Any, key: str, space: Space) -> Any:
-    """Draw a value of the space; real numbers have four digits, as in the trial's name."""
+    """Draw a value of the space; real numbers have four significant digits, as in the trial's name."""
     if space.values is not None:
         return trial.suggest_categorical(key, space.values)
     assert space.low is not None

@@ -40,6 +40,7 @@ def train(
     keys of the options that this command sets; only these may change in a resumed run, such as trainer.max_steps.
 
     Raises:
+        ConfigError: a package, backend or benchmark of the config is not available.
         RunError: the run cannot start or continue because of its checkpoint, data, devices or loss.
         StoppedError: a requested stop (SIGTERM, SIGUSR1, max_time) has been checkpointed.
     """

@@ -28,7 +28,7 @@ def check_installed(config: ExperimentConfig) -> None:
 
 
 class WandbService:
-    """Weights & Biases. Offline, every session has a folder of its own with all lines, because it cannot be resumed."""
+    """Weights & Biases. Offline runs cannot be resumed, so each session writes all lines to a folder of its own."""
 
     def open(self, run: RunFolder, config: ExperimentConfig, run_id: str | None) -> tuple[str, int]:
         """Start a run, or continue `run_id`; return its id and the last step that it has.
@@ -114,7 +114,7 @@ class Mirror:
         self._thread.start()
 
     def write(self, line: dict[str, Any]) -> None:
-        """Send a line later."""
+        """Queue a line."""
         self._queue.put(line)
 
     def close(self, is_finished: bool) -> None:

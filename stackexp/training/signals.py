@@ -29,7 +29,7 @@ class StopRequest:
     def __init__(self, max_time: str | None, grace_seconds: float):
         self._signal: signal.Signals | None = None
         self._grace_seconds, self._last_progress = grace_seconds, time.monotonic()
-        self._is_obeyed = threading.Event()
+        self._is_handled = threading.Event()
         self._max_time = max_time
         self._deadline = time.monotonic() + parse_seconds(max_time) if max_time else None
         self._process = os.getpid()
@@ -52,7 +52,7 @@ class StopRequest:
 
     def _exit_without_progress(self) -> None:
         while (left := self._last_progress + self._grace_seconds - time.monotonic()) > 0:
-            if self._is_obeyed.wait(left):
+            if self._is_handled.wait(left):
                 return
         for worker in multiprocessing.active_children():
             worker.kill()
@@ -67,7 +67,7 @@ class StopRequest:
 
     def end_grace_period(self) -> None:
         """End the grace period, because the run is about to be saved."""
-        self._is_obeyed.set()
+        self._is_handled.set()
 
     @property
     def is_set(self) -> bool:

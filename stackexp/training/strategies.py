@@ -28,7 +28,7 @@ def build_strategy(config: ExperimentConfig, device_type: str) -> Strategy:
 
 
 class _DistributedCheckpoints:
-    """A mixin that saves and loads model and optimizer through torch.distributed.checkpoint, in the background."""
+    """A mixin that saves model and optimizer in the background, and loads them, with torch.distributed.checkpoint."""
 
     restore_checkpoint_after_setup = True
     lightning_restore_optimizer = False  # `load_checkpoint` restores it

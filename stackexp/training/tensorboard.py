@@ -78,7 +78,8 @@ threading.excepthook = _ignore_disk_errors
 class TensorBoardCopy:
     """The event files of a run in `folder`. Existing ones are replaced by `lines` of metrics.jsonl.
 
-    The Text tab shows `texts` by name, the Images tab heat maps of the memory.
+    The event files of evaluations, which end in .evaluation, are kept. The Text tab shows `texts` by name, the Images
+    tab heat maps of the memory.
     """
 
     def __init__(self, folder: Path, lines: list[dict[str, Any]], layout: Layout, texts: dict[str, str] | None = None):
@@ -113,8 +114,8 @@ class TensorBoardCopy:
     def finish(self, hyperparameters: dict[str, Any], figures: Collection[str], train_loss: float, step: int) -> None:
         """Write the hyperparameters and the final training loss, and close the file.
 
-        The HParams tab shows `figures` (scalar tags) next to the hyperparameters. It sorts the hyperparameters by name
-        and shows only the first few, so capital letters come first.
+        The HParams tab shows `figures` (scalar tags) next to the hyperparameters. It sorts them by name and shows
+        only the first few. Capital letters sort first, as in most of HPARAM_NAMES.
         """
         values = {
             HPARAM_NAMES.get(key, key): value if isinstance(value, bool | int | float | str) else str(value)

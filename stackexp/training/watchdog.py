@@ -22,9 +22,9 @@ from stackexp.errors import first_line
 from stackexp.terminal import write_to_stderr
 
 INTERVAL = 1.0  # seconds between two heartbeats
-SILENCE = 30.0  # seconds without a heartbeat until a process on another machine counts as gone
+SILENCE = 30.0  # seconds without a heartbeat until a frozen or remote process counts as gone
 GRACE = 3.0  # seconds for a process to report the cause itself
-VERDICT = "verdict"
+FAULT = "fault"
 FIRST_RANK_GONE = "rank 0 is gone: it does not answer"
 
 
@@ -32,7 +32,7 @@ class Watchdog(pl.Callback):
     """A thread in every process that shares heartbeats and progress through a store of its own.
 
     If a process is gone, or no process makes progress for `timeout` seconds, each process prints one line that names
-    the culprit and exits with code 1, because a collective that waits for that process would never return. `clean_up`
+    the process and exits with code 1, because a collective that waits for that process would never return. `clean_up`
     is called before the exit. The line ends with `advice`.
     """
 
@@ -41,9 +41,9 @@ class Watchdog(pl.Callback):
     def __init__(self, rank: int, size: int, timeout: float, clean_up: Callable[[], None]):
         self._rank, self._size, self._timeout, self._clean_up = rank, size, timeout, clean_up
         self._store = _connect_store(rank, size)
-        self._batches, self._last_progress = 0, time.monotonic()
+        self._events, self._last_progress = 0, time.monotonic()
         self._is_stopping = threading.Event()
-        self._verdict: str | None = None
+        self._fault: str | None = None
         self._store_call_began: float | None = None
         self._heartbeats: dict[int, tuple[int, float]] = {}  # rank -> last heartbeat, and when it first arrived here
         self._main_thread = threading.main_thread().ident
@@ -67,15 +67,15 @@ class Watchdog(pl.Callback):
         """Report to the other processes why this one is about to exit."""
         if not self._is_stopping.is_set():
             with self._store_call():
-                self._store.compare_set(VERDICT, "", f"rank {self._rank}: {cause}")
+                self._store.compare_set(FAULT, "", f"rank {self._rank}: {cause}")
                 time.sleep(2 * INTERVAL)  # rank 0 hosts the store: the others must read it before rank 0 exits
 
     def find_cause(self, error: Exception) -> str:
         """Return the cause of a failed collective: wait until a process has found the fault."""
         deadline = time.monotonic() + SILENCE + 10
-        while time.monotonic() < deadline and self._verdict is None:
+        while time.monotonic() < deadline and self._fault is None:
             time.sleep(INTERVAL / 2)
-        return self._verdict or f"lost contact with another process ({first_line(error)})"
+        return self._fault or f"lost contact with another process ({first_line(error)})"
 
     @contextlib.contextmanager
     def _store_call(self) -> Iterator[None]:
@@ -93,21 +93,21 @@ class Watchdog(pl.Callback):
             if began is not None and time.monotonic() - began > SILENCE:
                 self._exit(FIRST_RANK_GONE)
 
-    def _exit(self, verdict: str) -> None:
+    def _exit(self, fault: str) -> None:
         prefix = "\nerror: " if self._rank == 0 else f"\nerror: rank {self._rank}: "  # on a line below the progress bar
-        write_to_stderr(f"{prefix}{verdict}; {self.advice}")
+        write_to_stderr(f"{prefix}{fault}; {self.advice}")
         self._clean_up()
         os._exit(1)
 
     def note_progress(self) -> None:
-        """Restart the timeout. Counts no batch, because ranks score different numbers of benchmark batches."""
+        """Restart the timeout. Counts no event, because ranks score different numbers of benchmark batches."""
         self._last_progress = time.monotonic()
 
     # Progress, as reported by Lightning's loops
 
     def on_train_batch_start(self, *_: Any) -> None:
         """Count any hook below as progress."""
-        self._batches, self._last_progress = self._batches + 1, time.monotonic()
+        self._events, self._last_progress = self._events + 1, time.monotonic()
 
     on_train_batch_end = on_validation_batch_end = on_test_batch_end = on_save_checkpoint = on_train_batch_start
     on_train_start = on_validation_start = on_validation_end = on_test_start = on_train_batch_start
@@ -116,25 +116,25 @@ class Watchdog(pl.Callback):
 
     def _run(self) -> None:
         while not self._is_stopping.wait(INTERVAL):
-            self._verdict = FIRST_RANK_GONE
+            self._fault = FIRST_RANK_GONE
             with self._store_call():
-                self._verdict = self._check()
-            if self._verdict and not self._is_stopping.wait(GRACE):  # otherwise the main thread reports it and exits
-                self._exit(self._verdict)
+                self._fault = self._check()
+            if self._fault and not self._is_stopping.wait(GRACE):  # otherwise the main thread reports it and exits
+                self._exit(self._fault)
 
     def _check(self) -> str | None:
-        """Return the verdict of the first process that found a fault, or None."""
+        """Return the fault that a process has found first, or None."""
         self._send_heartbeat()
-        if verdict := self._find_fault():
-            self._store.compare_set(VERDICT, "", verdict)
-        return self._store.get(VERDICT).decode() if self._store.check([VERDICT]) else None
+        if fault := self._find_fault():
+            self._store.compare_set(FAULT, "", fault)
+        return self._store.get(FAULT).decode() if self._store.check([FAULT]) else None
 
     def _send_heartbeat(self) -> None:
         # Private: the main thread's stack has no public accessor.
         frame = sys._current_frames().get(self._main_thread or 0)
         where = f"{_shorten(frame.f_code.co_filename)}:{frame.f_lineno} ({frame.f_code.co_name})" if frame else "?"
         idle = time.monotonic() - self._last_progress
-        status = {"beat": time.monotonic(), "batches": self._batches, "idle": idle, "where": where}
+        status = {"beat": time.monotonic(), "events": self._events, "idle": idle, "where": where}
         self._store.set(str(self._rank), json.dumps(status | {"host": socket.gethostname(), "pid": os.getpid()}))
 
     def _find_fault(self) -> str | None:
@@ -179,11 +179,11 @@ def _is_alive(pid: int) -> bool:
 
 
 def _describe_hang(statuses: dict[int, dict[str, Any]], timeout: float) -> str:
-    """Name the ranks that have finished the fewest batches, or else those at a different line of code than most."""
-    batches = Counter(status["batches"] for status in statuses.values())
+    """Name the ranks that have passed the fewest hooks, or else those at a different line of code than most."""
+    events = Counter(status["events"] for status in statuses.values())
     lines = Counter(status["where"] for status in statuses.values())
-    fewest, common = min(batches), lines.most_common(1)[0][0]
-    stuck = [r for r, status in statuses.items() if status["batches"] == fewest] if len(batches) > 1 else []
+    fewest, common = min(events), lines.most_common(1)[0][0]
+    stuck = [r for r, status in statuses.items() if status["events"] == fewest] if len(events) > 1 else []
     if lines[common] > len(statuses) / 2:
         stuck = stuck or [r for r, status in statuses.items() if status["where"] != common]
     stuck = stuck or [r for r, status in statuses.items() if not _is_in_torch(status["where"])] or list(statuses)

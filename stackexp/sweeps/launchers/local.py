@@ -20,7 +20,7 @@ from stackexp.sweeps.schema import Resources
 from stackexp.sweeps.trials import Trial
 
 GRACE_SECONDS = 120
-"""How long trials may save before they are killed."""
+"""Time for trials to save before they are killed."""
 POLL_SECONDS = 0.1
 FILE_NAME = "process.json"
 
@@ -169,7 +169,7 @@ def find_processes(folder: Path) -> list[TrialProcess]:
     """Return the running trials of the sweep in `folder` on this machine, started by any driver."""
     processes = []
     for path in sorted(folder.glob(f"*/{FILE_NAME}")):
-        with contextlib.suppress(RunError, OSError, TypeError):  # a damaged record is of no process
+        with contextlib.suppress(RunError, OSError, TypeError):  # skip damaged records
             processes.append(TrialProcess(**read_json(path)))
     return [process for process in processes if process.is_alive]
 

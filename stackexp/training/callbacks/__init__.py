@@ -35,7 +35,7 @@ def build_callbacks(
        the weights is updated.
     2. Request: stop and save requests are added to the same metrics.
     3. Log: one all-reduce shares metrics and requests. Rank 0 writes them to the log, and the progress shows them.
-    4. Save: the checkpoint is written after the log. This callback also obeys the requests shared in step 3.
+    4. Save: the checkpoint is written after the log. This callback also acts on the requests shared in step 3.
     5. Score benchmarks: a stop during them resumes from the checkpoint of step 4.
 
     A resumed run first opens the log, then runs the validation that it missed. The profiler comes before all others,

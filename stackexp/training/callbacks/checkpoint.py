@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 
 class RunState(pl.Callback):
-    """Saves and restores config, tokens and the random number generators with every checkpoint."""
+    """Saves config, tokens and random states with every checkpoint; restores the random states on resume."""
 
     def on_save_checkpoint(self, trainer: pl.Trainer, module: TrainingModule, checkpoint: dict[str, Any]) -> None:
         """Add the run state to a checkpoint."""
@@ -36,7 +36,7 @@ class RunState(pl.Callback):
         }
 
     def on_load_checkpoint(self, trainer: pl.Trainer, module: TrainingModule, checkpoint: dict[str, Any]) -> None:
-        """Restore the random number generators and the progress."""
+        """Restore the random states (CUDA's only for the same number of GPUs) and rescale the progress."""
         state = checkpoint["stackexp"]
         random.setstate(state["python_rng"])
         torch.set_rng_state(state["torch_rng"])

@@ -15,7 +15,7 @@ MAX_MEMORY_EVENTS = 100_000  # allocations and frees in a memory snapshot
 
 
 class Profiler(pl.Callback):
-    """Profiles the steps `first` to `last` on rank 0, and writes the results to <run>/profile.
+    """Profiles `steps`, such as "10-15", on rank 0, and writes the results to <run>/profile.
 
     trace-A-B.json opens in chrome://tracing and Perfetto, memory-A-B.pickle in PyTorch's memory viewer. Profiled steps
     are slower than others.

@@ -13,7 +13,7 @@ class StepCallback(pl.Callback):
     _saved_step = -1  # the step of the newest checkpoint
 
     def on_train_start(self, trainer: pl.Trainer, module: TrainingModule) -> None:
-        """Start counting steps. A resumed run starts from a checkpoint of its first step."""
+        """Start counting steps. A resumed run already has a checkpoint of its current step."""
         self._step, self._saved_step = trainer.global_step, trainer.global_step or -1
 
     def on_save_checkpoint(self, trainer: pl.Trainer, *_: Any) -> None:

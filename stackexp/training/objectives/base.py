@@ -85,7 +85,7 @@ class Objective(ABC):
         return checkpoints.find_checkpoint(run, "last")
 
     def load_final_checkpoint(self, session: Session) -> Path:
-        """Load the checkpoint that the final evaluation scores: by default, the weights after the last step."""
+        """Return the checkpoint of the final evaluation, with its weights loaded: by default, the newest."""
         return session.processes.run_on_first(lambda: self.choose_checkpoint(session.folder))
 
     def find_scored_sets(self, session: Session) -> Sets:
@@ -114,7 +114,10 @@ class Objective(ABC):
         return evaluation
 
     def write_result(self, session: Session, sets: Sets) -> None:
-        """Write the final scores to TensorBoard, then to result.json, and print them. Call it on rank 0 only."""
+        """Write the final scores to TensorBoard, then to result.json, and print them. Call it on rank 0 only.
+
+        Raises RunError if metrics.jsonl is empty.
+        """
         seconds = time.perf_counter() - session.started_at
         lines = [line for line in session.folder.read_metrics() if TRAIN_LOSS in line]
         losses = [line[TRAIN_LOSS] for line in lines]

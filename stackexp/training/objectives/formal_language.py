@@ -1,4 +1,4 @@
-"""The objective of formal languages: answer strings, and test on strings longer than those in training."""
+"""The objective of formal languages: predict the answer to a string, and test on longer strings."""
 
 import logging
 from pathlib import Path
