@@ -138,7 +138,7 @@ def test_a_run_resumes_exactly_and_its_accuracy_is_that_of_generation(tmp_path, 
     assert capsys.readouterr().out.startswith("37+58=")
     assert cli.main(["report", "actions", "nowhere"]) == 1
     assert capsys.readouterr().err == (
-        "error: nowhere: no run folders; give finished runs with model.memory.kind=stack\n"
+        "error: nowhere: no run folders; give finished runs with model.memory.kind=stack or residual_stack\n"
     )
 
 
@@ -147,5 +147,6 @@ def test_the_report_of_actions_needs_a_stack(tmp_path, monkeypatch, capsys):
     for name in ("a", "b"):
         write_run(Path("plain", name), "model.memory=value_skip")
     assert cli.main(["report", "actions", "plain"]) == 1
-    message = "plain: skipped, without a stack: plain/a, and 1 more; give finished runs with model.memory.kind=stack"
-    assert capsys.readouterr().err == f"error: {message}\n"
+    found = "plain: skipped, without a stack: plain/a, and 1 more"
+    remedy = "give finished runs with model.memory.kind=stack or residual_stack"
+    assert capsys.readouterr().err == f"error: {found}; {remedy}\n"

@@ -63,7 +63,8 @@ def test_errors_are_one_line(s3, url, remote_set, tmp_path):
 
     assert "not found; check data.remote" in get_error(remote="s3://no-such-bucket-here/x")
     assert "not found; check data.remote" in get_error(remote=url + "-not")
-    assert "Unsupported remote path" in get_error(remote="ftp://host/folder")
+    assert "Unsupported remote path" in (unsupported := get_error(remote="ftp://host/folder"))
+    assert unsupported.endswith("; check the URL, or install the package for it")
     minimum = get_error(cache_limit="10kb").split("data.cache_limit=")[1].split("b or more")[0]
     assert read_samples(build_loader(build_config(remote=url, cache_limit=f"{minimum}b")))  # the suggestion works
     assert "holds other files" in get_error(path=str(remote_set))
@@ -77,7 +78,7 @@ def test_errors_are_one_line(s3, url, remote_set, tmp_path):
 def test_missing_credentials_are_reported_in_one_line(s3, url, tmp_path):
     """In a process of its own, because boto3 caches credentials."""
     output = Forks(tmp_path).run(url, str(tmp_path), s3.environment["S3_ENDPOINT_URL"], function=_read_anonymously)
-    assert "no credentials; set AWS_ACCESS_KEY_ID" in output
+    assert "no credentials; for s3:// set AWS_ACCESS_KEY_ID" in output
 
 
 def _read_anonymously(url: str, folder: str, endpoint: str) -> int:

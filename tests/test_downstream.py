@@ -156,7 +156,9 @@ def test_mistakes_end_before_the_first_step(options, changes, code, message, mon
 
 def test_sharded_weights_do_not_generate(options, tmp_path):
     config = compose([options[2]], [*options[4:], "evaluation.tasks=[smollm2_trivia_qa]", "trainer.strategy=fsdp"])
-    with pytest.raises(ConfigError, match="smollm2_trivia_qa generates text, which fsdp does not support"):
+    with pytest.raises(
+        ConfigError, match="smollm2_trivia_qa generates text, which fsdp does not support; remove it, or set"
+    ):
         load_tasks(config, object())
     with pytest.raises(RunError, match="the tokenizer of the training data is unknown"):
         load_tasks(config, None)

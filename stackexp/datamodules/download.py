@@ -34,7 +34,8 @@ class RemoteFolder:
         try:
             self._downloader = CloudDownloader.get(self.url)
         except (ValueError, ImportError) as error:
-            raise SourceError(f"data.remote {url}: {first_line(error)}") from None
+            reason = first_line(error).rstrip(".")
+            raise SourceError(f"data.remote {url}: {reason}; check the URL, or install the package for it") from None
 
     def download(self, name: str, path: Path, sha256: str | None = None, should_retry: bool = True) -> None:
         """Download a file to `path` atomically, after a check of its hash.
@@ -91,7 +92,7 @@ def _http_status(error: Exception) -> int:
 
 def _explain(error: Exception, attempts: int) -> str:
     if "Credentials" in type(error).__name__:
-        return "no credentials; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE"
+        return "no credentials; for s3:// set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE"
     if isinstance(error, FileNotFoundError) or _http_status(error) == 404:
         return "not found; check data.remote, and copy the whole prepared set there"
     if _http_status(error) == 403:

@@ -69,7 +69,8 @@ def build_actions(paths: Sequence[Path], set_name: str | None = None, num_chunks
             notes.append(f"skipped {folder.path}: {error}")
     if not profiles:
         found = notes[0] + f", and {len(notes) - 1:,} more" * (len(notes) > 1) if notes else "no run folders"
-        raise RunError(f"{', '.join(map(str, paths))}: {found}; give finished runs with model.memory.kind=stack")
+        where, remedy = ", ".join(map(str, paths)), "give finished runs with model.memory.kind=stack or residual_stack"
+        raise RunError(f"{where}: {found}; {remedy}")
     header = [
         "run",
         "seeds",

@@ -237,7 +237,7 @@ def _map_weights(path: Path) -> dict[str, Tensor]:
     try:
         return load_file(path)
     except (SafetensorError, OSError) as error:
-        raise RunError(f"{path}: cannot be read as safetensors ({first_line(error)})") from None
+        raise RunError(f"{path}: cannot be read as safetensors ({first_line(error)}); write or copy it again") from None
 
 
 def check_files(path: Path) -> dict[str, Any]:

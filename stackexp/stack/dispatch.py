@@ -70,7 +70,8 @@ def choose_step_module(x: Tensor) -> ModuleType:
 def choose_scan_module(x: Tensor) -> ModuleType:
     """Return the module that scans the tokens of x, and log the choice."""
     if torch.compiler.is_compiling() and x.shape[1] > 1:
-        log_once(logging.WARNING, "torch.compile unrolls the stack scan over the tokens, which takes long to compile")
+        text = "torch.compile unrolls the stack scan over the tokens, which takes long; set trainer.compile=false"
+        log_once(logging.WARNING, text)
     automatic = _kernels_for(x.device.type) if _is_executed_eagerly(x) else "eager"
     return _load_module(SCAN_MODULES[_select(automatic)])
 

@@ -101,7 +101,7 @@ class Driver:
             cause = read_failure(failed[0])["cause"]
             raise RunError(
                 f"{self._folder}: {len(failed)} of {len(trials)} trials failed, the first {failed[0].name}: {cause}; "
-                "`sweep status` shows all, the same command tries them again"
+                "`sweep status` shows all causes; the same command retries them"
             )
 
     def _is_settled(self, trial: Trial) -> bool:

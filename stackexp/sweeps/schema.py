@@ -64,7 +64,7 @@ class Prune:
 
     reduction_factor: int = option(3, min=2)
     min_steps: int = option(100, min=1)
-    metric: str = AVERAGE_LOSS  # a tag of metrics.jsonl; train/loss is averaged over the last 20 steps
+    metric: str = AVERAGE_LOSS  # tag of metrics.jsonl, maximized if it has "accuracy"; train/loss: means over 20 steps
 
 
 @dataclass
@@ -118,7 +118,7 @@ class SweepConfig:
         for key in self.axes.keys() - self.center.keys():
             yield f"axes.{key}", f"no center; set center.{key}, its value while other axes vary"
         for key in self.center.keys() - self.axes.keys() - self.grid.keys():
-            yield f"center.{key}", f"no axis has this name{suggest_name(key, [*self.axes, *self.grid])}"
+            yield f"center.{key}", f"no axis or grid has this name{suggest_name(key, [*self.axes, *self.grid])}"
         if self.name is not None and not re.fullmatch(r"[\w+-][\w.+-]*(/[\w+-][\w.+-]*)*", self.name):
             yield "name", f"{self.name!r} cannot name a folder; use letters, digits and . _ - + between slashes"
 
@@ -131,6 +131,7 @@ class SweepConfig:
         keys = [*self.grid, *self.axes, *dict.fromkeys(listed), *(["seed"] if self.seeds else [])]
         for key in keys:
             if keys.count(key) > 1:
-                yield "grid" if key in self.grid else "axes", f"{key} is set by two of grid, axes, list and seeds"
+                where = "grid" if key in self.grid else "axes" if key in self.axes else "list"
+                yield where, f"{key} is set by two of grid, axes, list and seeds"
         if self.search and keys:
             yield "search", "a search chooses its own trials; remove grid, axes, list and seeds"

@@ -120,8 +120,8 @@ class Study(TrialSource):
         if self._search.prune is None:
             return None
         metric, reason = rename_old_tag(self._search.prune.metric), None
-        is_better_high = "accuracy" in metric
-        sign = 1 if is_better_high == (self._sweep.config.direction == "maximize") else -1  # Optuna has one direction
+        is_higher_better = "accuracy" in metric
+        sign = 1 if is_higher_better == (self._sweep.config.direction == "maximize") else -1  # Optuna has one direction
         for step, value in _read_values(lines, metric):
             if step > self._reported_steps.get(trial, 0):
                 self._optuna_trials[trial].report(sign * value, step)

@@ -173,7 +173,7 @@ def read_failure(trial: Trial) -> dict[str, Any]:
         failure = read_json(trial.failure)
         return failure | {"cause": str(failure["cause"]), "attempts": int(failure["attempts"])}
     except (RunError, KeyError, TypeError, ValueError):
-        cause = "failure.json is damaged; delete it to run the trial again"
+        cause = f"{trial.failure}: damaged; delete it to run the trial again"
         return {"cause": cause, "attempts": 0, "tried_again": False}
 
 

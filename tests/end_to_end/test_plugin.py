@@ -62,7 +62,13 @@ class Wrong(Memory):
 
 
 @pytest.mark.parametrize(
-    ("returned", "found"), [("h, state", "2 values"), ("h", "Tensor"), ("h[:, 1:], state, {}", "3 values")]
+    ("returned", "found"),
+    [
+        ("h, state", "2 values"),
+        ("h", "Tensor"),
+        ("h[:, 1:], state, {}", "h [4, 31, 32] instead of [4, 32, 32]"),
+        ("None, state, {}", "h NoneType instead of [4, 32, 32]"),
+    ],
 )
 def test_a_memory_that_returns_something_else_is_one_line(tiny, tmp_path, returned, found):
     (tmp_path / "wrong.py").write_text(WRONG.replace("RETURNED", returned))

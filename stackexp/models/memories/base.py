@@ -111,5 +111,8 @@ def apply_memory(memory: Memory, h: Tensor, state: State, previous: Tensor, prob
     if isinstance(output, tuple) and len(output) == 3 and isinstance(output[0], Tensor) and output[0].shape == h.shape:
         return output
     found = f"{len(output)} values" if isinstance(output, tuple) else type(output).__name__
+    if isinstance(output, tuple) and len(output) == 3:
+        new_h = list(output[0].shape) if isinstance(output[0], Tensor) else type(output[0]).__name__
+        found = f"h {new_h} instead of {list(h.shape)}"
     name = type(memory).__name__
     raise RunError(f"{name}.forward: expected (h [B, T, d], state, statistics), found {found}; {CONTRACT}")

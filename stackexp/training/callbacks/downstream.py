@@ -39,7 +39,10 @@ def load_tasks(config: ExperimentConfig, tokenizer: Tokenizer | None) -> list[An
     generating = [task.task_name for task in tasks if task.OUTPUT_TYPE == "generate_until"]
     if generating and config.trainer.is_sharded:
         strategy = config.trainer.strategy
-        raise ConfigError(f"evaluation.tasks: {generating[0]} generates text, which {strategy} does not support")
+        raise ConfigError(
+            f"evaluation.tasks: {generating[0]} generates text, which {strategy} does not support; remove it, or set "
+            "trainer.strategy=ddp"
+        )
     return tasks
 
 

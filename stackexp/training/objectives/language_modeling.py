@@ -51,7 +51,7 @@ class LanguageModelingObjective(Objective):
         if memory.read_mask == "additive" and self.config.trainer.precision != "64-true":
             log.warning(
                 "model.memory.read_mask: additive lets rounding of the mask choose the slot once actions are nearly "
-                "one-hot; log has no such limit"
+                "one-hot; set model.memory.read_mask=log"
             )
 
     def describe_training(self) -> str:
