@@ -7,7 +7,7 @@ import torch
 from stack_memories import decoder_config
 
 from stackexp.config.memory import ResidualStackConfig
-from stackexp.inspection.batches import Material, average_values, compute_losses
+from stackexp.inspection.batches import InspectionInput, average_values, compute_losses
 from stackexp.inspection.interventions import Intervention, clear, intervene, list_interventions
 from stackexp.inspection.page import format_page
 from stackexp.models.stack_recording import ACTIONS, MEASUREMENTS, compute_read_weights, record_stacks
@@ -241,7 +241,7 @@ def test_losses_are_those_of_the_tokens():
 def test_page_embeds_any_token():
     model = build_model()
     labels = ["</script><b>", '"', "\u2028", "é", "x", "y"]
-    page = format_page(Material("a <b> & c", "text", [], labels), record(model), max_tokens=4)
+    page = format_page(InspectionInput("a <b> & c", "text", [], labels), record(model), max_tokens=4)
     assert page.count("</script>") == 1
     assert "<title>Stacks: a &lt;b&gt; &amp; c</title>" in page
     data = json.loads(page.partition("const data = ")[2].partition(";\n")[0])

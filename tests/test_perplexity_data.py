@@ -100,15 +100,15 @@ def test_eval_sequences_limits_validation_during_training_only(prepared):
 
 def test_set_names_tokenizer_and_token_bytes(prepared):
     data = open_data(prepared, "validate", vocab_size=V + 20)
-    assert data.set_names("validate") == ["short", "train"]
-    assert data.set_names("test") == ["short"]
+    assert data.list_set_names("validate") == ["short", "train"]
+    assert data.list_set_names("test") == ["short"]
     sizes = [len(loader.dataset) for loader in data.val_dataloader()]
     assert sizes == [len(TokenSet(prepared / name)) for name in ("short", "train")]
     assert data.token_bytes.shape == (V + 20,)
     assert data.token_bytes.dtype == np.int64
     assert data.tokenizer.decode(TokenSet(prepared / "short")[0].tolist()).startswith("line 0 of 0 lines\n")
     data.skipped_sets = frozenset(["short"])
-    assert data.set_names("validate") == [dataset.name for dataset in data.sets("validate")] == ["train"]
+    assert data.list_set_names("validate") == [dataset.name for dataset in data.sets("validate")] == ["train"]
 
 
 def test_ranks_share_the_validation_sets(prepared):

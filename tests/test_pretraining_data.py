@@ -211,8 +211,8 @@ def test_the_standard_library_is_prepared_once(tmp_path, monkeypatch):
     for _ in range(2):  # called by stackexp and by Lightning
         data.prepare_data()
         data.setup("fit")
-    assert data.set_names("validate") == ["stdlib-asyncio", "stdlib-json+email", "stdlib-docstrings"]
-    assert data.set_names("test") == ["stdlib-logging+http", "stdlib-xml"]
+    assert data.list_set_names("validate") == ["stdlib-asyncio", "stdlib-json+email", "stdlib-docstrings"]
+    assert data.list_set_names("test") == ["stdlib-logging+http", "stdlib-xml"]
     data.trainer = SimpleNamespace(global_rank=0, world_size=1, num_devices=1)
     assert next(iter(data.train_dataloader()))["tokens"].shape == (8, 64)
     assert data.token_bytes.sum() > 300

@@ -92,13 +92,13 @@ def build_batch(problems: np.ndarray, index: np.ndarray, answer_length: int) -> 
 
 def split_problems(config: ArithmeticConfig) -> tuple[np.ndarray, np.ndarray]:
     """Return the training problems and the held-out ones as token ids [N, context_length + 1]."""
-    problems = write_problems(config.operation, config.answer_length, config.reversed_answers)
+    problems = encode_problems(config.operation, config.answer_length, config.reversed_answers)
     order = np.random.default_rng(config.split_seed).permutation(len(problems))
     num_held_out = max(1, round(config.held_out * len(problems)))
     return problems[np.sort(order[num_held_out:])], problems[np.sort(order[:num_held_out])]
 
 
-def write_problems(operation: str, answer_length: int, is_reversed: bool) -> np.ndarray:
+def encode_problems(operation: str, answer_length: int, is_reversed: bool) -> np.ndarray:
     """Return the token ids of all problems, in the order of their numbers."""
     pairs = [(a, b) for a in range(10, 100) for b in range(10, 100)]
     results = [a + b if operation == "addition" else a * b for a, b in pairs]

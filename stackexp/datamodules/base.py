@@ -41,7 +41,7 @@ class ExperimentData(pl.LightningDataModule):
         """Return the sets of a stage without the skipped ones, in the order of their loaders."""
         raise NotImplementedError
 
-    def set_names(self, stage: str) -> list[str]:
+    def list_set_names(self, stage: str) -> list[str]:
         """Return the names of `sets`."""
         return [dataset.name for dataset in self.sets(stage)]
 

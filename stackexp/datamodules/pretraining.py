@@ -70,22 +70,22 @@ class PretrainingData(ExperimentData):
             selected |= found
         self._paths[stage] = selected
 
-    def set_paths(self, stage: str) -> dict[str, Path]:
+    def list_set_paths(self, stage: str) -> dict[str, Path]:
         """Return name and path of the sets of a stage without the skipped ones, in the order of their loaders."""
         if stage not in self._paths:
             groups = self._evaluation_paths(stage).items()
             self._paths[stage] = {name: path for group in groups for name, path in find_sets(*group).items()}
         return {name: path for name, path in self._paths[stage].items() if name not in self.skipped_sets}
 
-    def set_names(self, stage: str) -> list[str]:
+    def list_set_names(self, stage: str) -> list[str]:
         """Return the names of `sets`, without opening them."""
-        return list(self.set_paths(stage))
+        return list(self.list_set_paths(stage))
 
     def sets(self, stage: str) -> list[EvaluationSet]:
         """Return the opened sets of a stage without the skipped ones, in the order of their loaders."""
         path = self._tokenizer_path
         known = KnownTokenizer(self.tokenizer, path) if self.tokenizer and path else None
-        paths = self.set_paths(stage)
+        paths = self.list_set_paths(stage)
         for item in paths.items():
             if item not in self._opened:
                 self._opened[item] = open_set(*item, self.config, known)
@@ -96,7 +96,7 @@ class PretrainingData(ExperimentData):
         eval_stage = "validate" if stage == "fit" else stage
         if stage == "fit":
             self.train_set = TrainingSet(self.config, self.data_paths().train, self.seed)
-        if not (self.set_paths(eval_stage) or self.skipped_sets or self.train_set):
+        if not (self.list_set_paths(eval_stage) or self.skipped_sets or self.train_set):
             section = SECTIONS[eval_stage]
             raise RunError(f"no {section} sets; add one with data.{section}.NAME=PATH")
         self._load_tokenizer(eval_stage)
@@ -134,7 +134,7 @@ class PretrainingData(ExperimentData):
             tokens = self.train_set.tokens
             self.tokenizer, self._tokenizer_path = tokens.load_tokenizer(), tokens.folder / "tokenizer.json"
         else:
-            folders = [self.data_paths().train, *self.set_paths(eval_stage).values()]
+            folders = [self.data_paths().train, *self.list_set_paths(eval_stage).values()]
             files = [self.tokenizer_file, *(Path(folder, "tokenizer.json") for folder in folders if folder)]
             path = next((file for file in files if file and file.is_file()), None)
             if path is None:

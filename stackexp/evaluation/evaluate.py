@@ -51,7 +51,7 @@ def open_data(request: EvaluationRequest) -> ExperimentData:
         data.tokenizer_file = request.run.tokenizer
     if request.sets:
         data.select_sets(request.stage, list(request.sets))
-    if not data.set_names(request.stage):
+    if not data.list_set_names(request.stage):
         section = "data.validation" if request.stage == "validate" else "data.test"
         raise RunError(f"{section}: no sets to {request.stage} on; name some in the config, or with --sets")
     data.prepare_data()

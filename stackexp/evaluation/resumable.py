@@ -78,7 +78,7 @@ class ResumableEvaluation(pl.Callback):
     ):
         data.setup(stage)
         self._stage, self._data = stage, data
-        self._names = data.set_names(stage)
+        self._names = data.list_set_names(stage)
         self._output, self._is_first = output, processes.is_first
         path = output.with_suffix(".partial.jsonl") if output else None
         self._partial = PartialResults(path, compute_keys(stage, config, data, processes, checkpoint))

@@ -13,7 +13,7 @@ from stackexp.errors import ConfigError, RunError
 from stackexp.evaluation.evaluate import open_data
 from stackexp.evaluation.loading import LoadedRun, load_run
 from stackexp.evaluation.request import EvaluationRequest
-from stackexp.inspection.batches import Material, open_set, open_task
+from stackexp.inspection.batches import InspectionInput, open_set, open_task
 from stackexp.inspection.inspect import record
 from stackexp.models.stack_recording import ACTIONS
 from stackexp.reports.arms import name_arm
@@ -35,7 +35,7 @@ class Profile(NamedTuple):
 
     seed: int
     folder: Path
-    material: str
+    title: str
     probabilities: np.ndarray
 
     @property
@@ -78,8 +78,8 @@ def build_actions(paths: Sequence[Path], set_name: str | None = None, num_chunks
         "push early, pop late",
     ]
     rows = [_build_row(name, runs) for name, runs in profiles.items()]
-    materials = {name: runs[0].material for name, runs in profiles.items()}
-    measured = [f"{name}: measured on {material}" for name, material in materials.items()]
+    titles = {name: runs[0].title for name, runs in profiles.items()}
+    measured = [f"{name}: measured on {title}" for name, title in titles.items()]
     records = [
         {"run": name, "seed": run.seed, "folder": str(run.folder), "layer": layer}
         | dict(zip(ACTIONS, map(float, values), strict=True))
@@ -101,19 +101,19 @@ def build_arithmetic_actions(folder: Path) -> Report:
 
 @torch.no_grad()
 def _measure(run: LoadedRun, set_name: str | None, num_chunks: int) -> Profile:
-    material = _open_material(run, set_name, num_chunks)
-    recordings, _ = record(run, material)
+    inputs = _open_input(run, set_name, num_chunks)
+    recordings, _ = record(run, inputs)
     if len(recordings) < len(PARTS):
         raise RunError(f"a study of layers requires at least {len(PARTS)} stacks, found {len(recordings)}")
     means = np.stack([[values[action].mean() for action in ACTIONS] for _, values in recordings])
-    return Profile(run.config.seed, run.folder.path, material.title, means)
+    return Profile(run.config.seed, run.folder.path, inputs.title, means)
 
 
-def _open_material(run: LoadedRun, set_name: str | None, num_chunks: int) -> Material:
+def _open_input(run: LoadedRun, set_name: str | None, num_chunks: int) -> InspectionInput:
     if run.config.data.objective == "transduction":
         return open_task(run, run.config.data.task)
     if set_name is None:
-        set_name = open_data(EvaluationRequest("validate", run.config, run.folder)).set_names("validate")[0]
+        set_name = open_data(EvaluationRequest("validate", run.config, run.folder)).list_set_names("validate")[0]
     return open_set(run, set_name, num_chunks)
 
 

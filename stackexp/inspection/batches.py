@@ -23,7 +23,7 @@ STRINGS = 64
 
 
 @dataclass
-class Material:
+class InspectionInput:
     """Batches of sequences, with a title, a name for files, and a label for each token of the first sequence."""
 
     title: str
@@ -32,7 +32,7 @@ class Material:
     labels: list[str]
 
 
-def open_text(run: LoadedRun, text: str) -> Material:
+def open_text(run: LoadedRun, text: str) -> InspectionInput:
     """Return one sequence: the first tokens of a text, up to the context length.
 
     Raises ConfigError if the model is not one of text, or the text has fewer than two tokens.
@@ -44,10 +44,10 @@ def open_text(run: LoadedRun, text: str) -> Material:
         raise ConfigError("inspect: --text has fewer than two tokens; give a longer text")
     batch = {"tokens": torch.tensor([ids]), "length": torch.tensor([len(ids)])}
     name = f"text-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
-    return Material("text", name, [batch], _label_tokens(run, ids))
+    return InspectionInput("text", name, [batch], _label_tokens(run, ids))
 
 
-def open_set(run: LoadedRun, name: str, num_chunks: int) -> Material:
+def open_set(run: LoadedRun, name: str, num_chunks: int) -> InspectionInput:
     """Return evenly spaced chunks of a validation set of the run, or of NAME=PATH.
 
     Raises ConfigError if the model is not one of text, or the run has no such set.
@@ -63,7 +63,7 @@ def open_set(run: LoadedRun, name: str, num_chunks: int) -> Material:
         {key: batch[key][kept] for key in ("tokens", "length", "targets") if key in batch}
         for batch, kept in zip(batches, rows, strict=True)
     ]
-    return Material(
+    return InspectionInput(
         dataset.name,
         f"set-{dataset.name.replace('/', '-')}",
         batches,
@@ -71,7 +71,7 @@ def open_set(run: LoadedRun, name: str, num_chunks: int) -> Material:
     )
 
 
-def open_task(run: LoadedRun, name: str) -> Material:
+def open_task(run: LoadedRun, name: str) -> InspectionInput:
     """Return strings of a formal language, NAME or NAME:LENGTH. The default is the maximal training length.
 
     Raises ConfigError if the run was not trained on this language, or the length is not an integer >= 1.
@@ -87,7 +87,7 @@ def open_task(run: LoadedRun, name: str) -> Material:
     strings = LengthSet(TASKS[name], "validate", int(length or run.config.data.max_length), STRINGS)
     batch = build_batch(strings.sample(), strings.task)
     labels = [str(token) if token < strings.task.num_symbols else "_" for token in batch["tokens"][0].tolist()]
-    return Material(f"{name}, {strings.length} symbols", f"task-{name}-{strings.length}", [batch], labels)
+    return InspectionInput(f"{name}, {strings.length} symbols", f"task-{name}-{strings.length}", [batch], labels)
 
 
 def _label_tokens(run: LoadedRun, ids: list[int]) -> list[str]:

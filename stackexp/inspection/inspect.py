@@ -10,7 +10,7 @@ import torch
 from stackexp.errors import RunError
 from stackexp.evaluation.loading import LoadedRun, load_run
 from stackexp.files import write_atomically
-from stackexp.inspection.batches import Material, average_values, compute_losses, open_set, open_task, open_text
+from stackexp.inspection.batches import InspectionInput, average_values, compute_losses, open_set, open_task, open_text
 from stackexp.inspection.interventions import intervene, list_interventions
 from stackexp.inspection.page import format_page
 from stackexp.models.checkpoints import load_state
@@ -42,44 +42,44 @@ def run(
     """
     loaded = load_run(run, ckpt_path)
     if text is not None:
-        material = open_text(loaded, text)
+        inputs = open_text(loaded, text)
     else:
-        material = open_set(loaded, set_name, num_chunks) if set_name else open_task(loaded, task or "")
-    folder = Path(out) if out else loaded.folder.path / "inspect" / material.name
+        inputs = open_set(loaded, set_name, num_chunks) if set_name else open_task(loaded, task or "")
+    folder = Path(out) if out else loaded.folder.path / "inspect" / inputs.name
     folder.mkdir(parents=True, exist_ok=True)
 
-    recordings, first = record(loaded, material)
-    record_of_run: dict[str, Any] = {
+    recordings, first = record(loaded, inputs)
+    results: dict[str, Any] = {
         "checkpoint": str(loaded.checkpoint),
-        "material": material.title,
+        "material": inputs.title,
         "stacks": [
             {"layer": r.layer, "site": r.site} | {name: v.tolist() for name, v in means.items()}
             for r, means in recordings
         ],
     }
-    print(f"{loaded.checkpoint}, {material.title}\n\n{format_means(recordings)}")
+    print(f"{loaded.checkpoint}, {inputs.title}\n\n{format_means(recordings)}")
     draw_maps(recordings, folder / "stacks.png")
     if loaded.config.logging.tensorboard:
         step = load_state(loaded.checkpoint)["global_step"] if loaded.checkpoint.is_dir() else 0
         events, png = Path(out) if out else folder.parent, (folder / "stacks.png").read_bytes()
-        write_image(events, f"inspect.{material.name}", f"inspect/{material.title}", png, step)
-    write_atomically(folder / "tokens.html", format_page(material, first, MAX_PAGE_TOKENS))
+        write_image(events, f"inspect.{inputs.name}", f"inspect/{inputs.title}", png, step)
+    write_atomically(folder / "tokens.html", format_page(inputs, first, MAX_PAGE_TOKENS))
     if text is None:
-        changes = measure_interventions(loaded, material, heads)
-        record_of_run["interventions"] = changes
+        changes = measure_interventions(loaded, inputs, heads)
+        results["interventions"] = changes
         print(f"\n{format_changes(changes)}")
-    write_atomically(folder / "inspect.json", json.dumps(record_of_run, indent=2))
+    write_atomically(folder / "inspect.json", json.dumps(results, indent=2))
     print(f"\nmaps:    {folder / 'stacks.png'}\ntokens:  {folder / 'tokens.html'}\nvalues:  {folder / 'inspect.json'}")
     return 0
 
 
 def record(
-    loaded: LoadedRun, material: Material
+    loaded: LoadedRun, inputs: InspectionInput
 ) -> tuple[list[tuple[Recording, dict[str, np.ndarray]]], list[Recording]]:
     """Return every stack with its means over all tokens {name: [H]}, and the recordings of the first sequence."""
     values: list[list[dict[str, torch.Tensor]]] = []
     with record_stacks(loaded.model) as recordings:
-        for batch in material.batches:
+        for batch in inputs.batches:
             loaded.model(batch["tokens"])
             values.append([recording.values for recording in recordings])
     first = [
@@ -90,22 +90,22 @@ def record(
     return list(zip(recordings, means, strict=True)), first
 
 
-def measure_interventions(loaded: LoadedRun, material: Material, heads: bool) -> list[dict[str, Any]]:
+def measure_interventions(loaded: LoadedRun, inputs: InspectionInput, heads: bool) -> list[dict[str, Any]]:
     """Return the change of the loss under each intervention, in nats, with the paired 95 % interval over sequences.
 
     Raises RunError if there are fewer than two sequences.
     """
     model = loaded.model
     with record_stacks(model) as recordings:
-        model(torch.cat([batch["tokens"] for batch in material.batches[:4]]))
+        model(torch.cat([batch["tokens"] for batch in inputs.batches[:4]]))
         interventions = list_interventions(model, recordings, heads)
-    losses, counts = compute_losses(model, material.batches)
+    losses, counts = compute_losses(model, inputs.batches)
     if len(losses) < 2:
         raise RunError("inspect: an interval requires at least two sequences; use a larger set")
     changes = [{"intervention": "none", "loss": float(losses.sum() / counts.sum())}]
     for intervention in interventions:
         with intervene(model, intervention):
-            changed, _ = compute_losses(model, material.batches)
+            changed, _ = compute_losses(model, inputs.batches)
         low, high = bootstrap_interval(changed - losses, counts)
         change = float((changed - losses).sum() / counts.sum())
         changes.append({"intervention": intervention.name, "change": change, "low": low, "high": high})

@@ -3,13 +3,13 @@
 import html
 import json
 
-from stackexp.inspection.batches import Material
+from stackexp.inspection.batches import InspectionInput
 from stackexp.models.stack_recording import MEASUREMENTS, Recording
 
 
-def format_page(material: Material, recordings: list[Recording], max_tokens: int) -> str:
+def format_page(inputs: InspectionInput, recordings: list[Recording], max_tokens: int) -> str:
     """Return the page of the first sequence, up to `max_tokens` tokens."""
-    labels = material.labels[:max_tokens]
+    labels = inputs.labels[:max_tokens]
     stacks = [
         {
             "name": f"layer {recording.layer}" + (f", {recording.site}" if recording.site != "after_block" else ""),
@@ -21,7 +21,7 @@ def format_page(material: Material, recordings: list[Recording], max_tokens: int
         for recording in recordings
     ]
     data = json.dumps({"tokens": labels, "stacks": stacks, "titles": MEASUREMENTS}).replace("</", "<\\/")
-    return PAGE.replace("TITLE", html.escape(material.title)).replace("DATA", data)
+    return PAGE.replace("TITLE", html.escape(inputs.title)).replace("DATA", data)
 
 
 PAGE = """<!doctype html>

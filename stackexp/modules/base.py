@@ -210,7 +210,7 @@ class TrainingModule(pl.LightningModule):
     def _handle_spike(self, loss: float) -> None:
         """Log a loss spike with its samples; with `skip_spikes`, drop the gradients so that nothing is updated."""
         trainer = self.config.trainer
-        deviations = 0.0 if trainer.spike_threshold is None else self._spikes.count_deviations(loss)
+        deviations = 0.0 if trainer.spike_threshold is None else self._spikes.measure_deviation(loss)
         if trainer.spike_threshold is None or deviations <= trainer.spike_threshold:
             self._spikes.add(loss)
             return

@@ -14,7 +14,7 @@ class SpikeDetector:
     def __init__(self) -> None:
         self.losses: deque[float] = deque(maxlen=WINDOW)
 
-    def count_deviations(self, loss: float) -> float:
+    def measure_deviation(self, loss: float) -> float:
         """Return (loss - mean) / standard deviation; 0.0 while there are fewer than MIN_LOSSES."""
         if len(self.losses) < MIN_LOSSES:
             return 0.0
@@ -23,6 +23,6 @@ class SpikeDetector:
 
     def add(self, loss: float, max_deviations: float = math.inf) -> None:
         """Add a loss, clipped to `max_deviations`, so that the window adapts to a loss that stays higher."""
-        if self.count_deviations(loss) > max_deviations:
+        if self.measure_deviation(loss) > max_deviations:
             loss = statistics.fmean(self.losses) + max_deviations * statistics.pstdev(self.losses)
         self.losses.append(loss)

@@ -68,8 +68,8 @@ def train(
         module = objective.build_module()
         module.warm_start = warm_start
         metrics_log = MetricsLog(start.folder, config)
-        measurements = objective.build_measurements(start.folder)
-        callbacks = build_callbacks(config, start, metrics_log, stop, measurements, tasks)
+        metric_callbacks = objective.build_metric_callbacks(start.folder)
+        callbacks = build_callbacks(config, start, metrics_log, stop, metric_callbacks, tasks)
         trainer = build_trainer(config, processes, callbacks)
         session = Session(start.folder, processes, data, module, trainer, metrics_log, started_at)
 

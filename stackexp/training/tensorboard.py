@@ -111,17 +111,17 @@ class TensorBoardCopy:
         """Write preformatted text for the Text tab."""
         self._writer.add_text(name, "\n".join(f"    {line}" for line in text.splitlines()))  # Markdown's code block
 
-    def finish(self, hyperparameters: dict[str, Any], figures: Collection[str], train_loss: float, step: int) -> None:
+    def finish(self, hyperparameters: dict[str, Any], scores: Collection[str], train_loss: float, step: int) -> None:
         """Write the hyperparameters and the final training loss, and close the file.
 
-        The HParams tab shows `figures` (scalar tags) next to the hyperparameters. It sorts them by name and shows
+        The HParams tab shows `scores` (scalar tags) next to the hyperparameters. It sorts them by name and shows
         only the first few. Capital letters sort first, as in most of HPARAM_NAMES.
         """
         values = {
             HPARAM_NAMES.get(key, key): value if isinstance(value, bool | int | float | str) else str(value)
             for key, value in hyperparameters.items()
         }
-        for summary in hparams(values, dict.fromkeys(["train/final_loss", *figures], 0.0)):
+        for summary in hparams(values, dict.fromkeys(["train/final_loss", *scores], 0.0)):
             self._add(summary.value)
         self._writer.add_scalar("train/final_loss", train_loss, step)
         if self._heat_maps:

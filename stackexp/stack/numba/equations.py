@@ -3,7 +3,7 @@
 A stack is a `Row` of pointers to its slots, with the pushed vector in front and zeros behind. So one loop over adjacent
 numbers updates all slots: new[i] = push old[i - D] + pop old[i + D] + no_op old[i]. `count` is the number of occupied
 slots. Zeros and ones have the dtype of the row, because numba widens a float32 times an integer to float64. Only two
-sums over the slots use float64: the softmax total and the mean of its gradient.
+sums over the slots use float64: the softmax denominator and the mean of its gradient.
 
 The `scratch` of a read has the arrays [N] weights (the softmax), contents (w_g . St[j]) and grads (dR . St[j], then the
 gradients of the scores).

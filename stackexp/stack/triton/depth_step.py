@@ -85,8 +85,8 @@ INPUTS = (
 def depth_step(*args) -> tuple[Tensor, ...]:
     """Return R, a, its entropy, occupancy, rest, log_total, and the new slots, mask, to_slots, to_mask.
 
-    rest [..., H, D] is the rounding error of R in the dtype of x; log_total [..., H] the log of the softmax total.
-    Outputs that are not needed have no elements.
+    rest [..., H, D] is the rounding error of R in the dtype of x, log_total [..., H] the log of the softmax
+    denominator. Outputs that are not needed have no elements.
     """
     inputs = StepInputs(*args)
     outputs = _allocate_outputs(inputs)

@@ -24,14 +24,14 @@ def build_callbacks(
     start: Start,
     metrics_log: MetricsLog,
     stop: StopRequest,
-    measurements: list[pl.Callback],
+    metric_callbacks: list[pl.Callback],
     tasks: Sequence[Any] = (),
 ) -> list[pl.Callback]:
-    """Build the callbacks in the order in which they must run; `measurements` are the objective's callbacks.
+    """Build the callbacks in the order in which they must run; `metric_callbacks` are the objective's callbacks.
 
     `tasks` are the benchmarks of `evaluation.tasks`.
 
-    1. Measure: throughput and `measurements` add their values to `module.step_metrics`; the average of
+    1. Measure: throughput and `metric_callbacks` add their values to `module.step_metrics`; the average of
        the weights is updated.
     2. Request: stop and save requests are added to the same metrics.
     3. Log: one all-reduce shares metrics and requests. Rank 0 writes them to the log, and the progress shows them.
@@ -45,7 +45,7 @@ def build_callbacks(
         *([Profiler(start.folder.path, config.trainer.profile)] if config.trainer.profile else []),
         Throughput(),
         *([AverageWeights()] if config.trainer.ema_decay is not None else []),
-        *measurements,
+        *metric_callbacks,
         StepRequests(stop, config.trainer.checkpoint_interval_minutes),
         metrics_log,
         Progress(config.logging, metrics_log),

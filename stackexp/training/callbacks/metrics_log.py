@@ -78,17 +78,17 @@ class MetricsLog(StepCallback):
             os.fsync(self._file.fileno())
 
     def finish(
-        self, hyperparameters: dict[str, Any], figures: dict[str, float], train_loss: float, sample: str | None
+        self, hyperparameters: dict[str, Any], scores: dict[str, float], train_loss: float, sample: str | None
     ) -> None:
-        """Close the log, and write hyperparameters, final figures and the text sample to the copies."""
+        """Close the log, and write hyperparameters, final scores and the text sample to the copies."""
         self._file.close()
         for mirror in self._mirrors:
-            mirror.write({"step": self._config.trainer.max_steps, "time": time.time()} | figures)
+            mirror.write({"step": self._config.trainer.max_steps, "time": time.time()} | scores)
             mirror.close(is_finished=True)
         if self._tensorboard:
             if sample is not None:
                 self._tensorboard.write_text("sample", sample)
-            self._tensorboard.finish(hyperparameters, figures, train_loss, self._config.trainer.max_steps)
+            self._tensorboard.finish(hyperparameters, scores, train_loss, self._config.trainer.max_steps)
 
     def on_exception(self, *_: Any) -> None:
         """Close the copies."""

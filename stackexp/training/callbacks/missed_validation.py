@@ -37,7 +37,7 @@ class MissedValidation(pl.Callback):
     def is_missing(self, step: int, data: Any) -> bool:
         """Return True if a validation was due after `step`, but the run ended before it was logged."""
         interval = self._config.val_check_interval
-        if not interval or step % interval or not data.set_names("validate"):
+        if not interval or step % interval or not data.list_set_names("validate"):
             return False
         logged = self._folder.find_logged_tags(step)
         return TRAIN_LOSS in logged and AVERAGE_LOSS not in logged

@@ -31,7 +31,7 @@ class ArithmeticObjective(Objective):
         accuracy = sets[HELD_OUT]["accuracy"]
         return _summarize(sets) | {"operation": self.config.data.operation, "held_out_accuracy": accuracy}
 
-    def list_final_figures(self, result: dict[str, Any]) -> dict[str, float]:
+    def list_final_scores(self, result: dict[str, Any]) -> dict[str, float]:
         """Return accuracy and loss."""
         return {f"val/{key}/average": result["average"][key] for key in ("accuracy", "loss")}
 

@@ -64,7 +64,7 @@ class Objective(ABC):
         """Return the fields of result.json that are specific to this objective."""
 
     @abstractmethod
-    def list_final_figures(self, result: dict[str, Any]) -> dict[str, float]:
+    def list_final_scores(self, result: dict[str, Any]) -> dict[str, float]:
         """Return the scores of result.json by tag. The HParams tab shows them next to the hyperparameters."""
 
     @abstractmethod
@@ -76,7 +76,7 @@ class Objective(ABC):
     def warn_about_limits(self, stage: str) -> None:  # noqa: B027 (optional)
         """Warn about limits of the config, such as strings that are longer than the memory can hold."""
 
-    def build_measurements(self, folder: RunFolder) -> list[pl.Callback]:
+    def build_metric_callbacks(self, folder: RunFolder) -> list[pl.Callback]:
         """Build the callbacks that add measurements to each step."""
         return []
 
@@ -134,8 +134,8 @@ class Objective(ABC):
         )
         result = final.to_dict()
         hyperparameters = select_options(flatten_config(self.config), ["training", "continuation"])
-        figures, train_loss = self.list_final_figures(result), result["train_loss"]["last_20_steps"]
-        session.metrics_log.finish(hyperparameters, figures, train_loss, result.get("sample"))
+        scores, train_loss = self.list_final_scores(result), result["train_loss"]["last_20_steps"]
+        session.metrics_log.finish(hyperparameters, scores, train_loss, result.get("sample"))
         if self.config.logging.tensorboard:
             self.write_events(session.folder, result)
         session.folder.write_result(final)

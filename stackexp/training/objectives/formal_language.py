@@ -79,7 +79,7 @@ class FormalLanguageObjective(Objective):
         result = {"train_accuracy": average_last(accuracies), "tested_step": self._tested_step}
         return result | self._validation | self._summarize_test(sets)
 
-    def list_final_figures(self, result: dict[str, Any]) -> dict[str, float]:
+    def list_final_scores(self, result: dict[str, Any]) -> dict[str, float]:
         """Return the scores, and the validation accuracy of the tested checkpoint."""
         keys = [key for key in result if key.startswith("score_") or key == "validation_accuracy"]
         return {f"test/{key}": result[key] for key in keys}
@@ -87,7 +87,7 @@ class FormalLanguageObjective(Objective):
     def write_events(self, folder: RunFolder, result: dict[str, Any]) -> None:
         """Write the scores, and the accuracy by length as a curve."""
         step = result["steps"]
-        points = [(tag, value, step) for tag, value in self.list_final_figures(result).items()]
+        points = [(tag, value, step) for tag, value in self.list_final_scores(result).items()]
         write_points(folder.path, f"test.scores.{step}", points)
         _write_accuracy(folder.path, result)
 

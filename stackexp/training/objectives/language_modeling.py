@@ -62,7 +62,7 @@ class LanguageModelingObjective(Objective):
             f"({count} micro-batch{'es' * (count != 1)}), {config.total_tokens:,} tokens in total"
         )
 
-    def build_measurements(self, folder: RunFolder) -> list[pl.Callback]:
+    def build_metric_callbacks(self, folder: RunFolder) -> list[pl.Callback]:
         """Build the callback that records the training data."""
         return [DataRecord(folder.path, self.config.data.hash_interval)]
 
@@ -79,7 +79,7 @@ class LanguageModelingObjective(Objective):
             sample = continue_text(model, tokenizer, prompt="", max_new_tokens=60, temperature=0.8, top_p=0.95, seed=0)
         return result | {"sample": sample}
 
-    def list_final_figures(self, result: dict[str, Any]) -> dict[str, float]:
+    def list_final_scores(self, result: dict[str, Any]) -> dict[str, float]:
         """Return the scores of the sets."""
         return tag_scores(_choose_prefix(self.final_stage, self.config), result["sets"])
 
