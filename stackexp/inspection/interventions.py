@@ -48,8 +48,8 @@ def list_interventions(model: nn.Module, means: list[Recording], heads: bool = F
         found.append(Intervention("actions frozen at their mean", logits=_freeze(stacks, means)))
         found.append(Intervention("actions hardened", logits=_harden))
     if num_heads > 1:
-        found += [Intervention("reads of the heads exchanged", read=lambda _, read: read.roll(1, -2))]
-    found += [Intervention("reads dropped", read=_drop_read)]
+        found.append(Intervention("reads of the heads exchanged", read=lambda _, read: read.roll(1, -2)))
+    found.append(Intervention("reads dropped", read=_drop_read))
     layers = sorted({memory.layer for memory in stacks})
     found += [Intervention(f"read of layer {layer} dropped", read=_drop_read, layer=layer) for layer in layers]
     if stacks[0].axis == "depth":

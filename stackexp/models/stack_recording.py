@@ -27,7 +27,7 @@ MEASUREMENTS = {
     "read_sharpness": "weight of that slot in the read",
     "read_share": "|W_up R| / |h|; with residual_gate: read, |g W_up R| / |h|",
 }
-"""A residual stack has one head, its slots are always occupied, and `read_share` is that of the slots below the top."""
+"""A residual stack has one head and no empty slots. Its `read_share` is the share of the slots below the top."""
 
 Stack = StackMemory | ResidualStack
 

@@ -41,7 +41,7 @@ EXAMPLES = (
     "data prepare --config quickstart",
 )
 SLURM_OPTIONS = ("partition", "account", "qos", "time")
-OPTIONS_OF_SOURCE = (
+SOURCE_OPTIONS = (
     *("to", "tokenizer", "vocab_size", "context_length", "text_column", "filter", "workers", "strict", "unit_bytes"),
     *("part", "launcher", "tasks", *SLURM_OPTIONS),
 )
@@ -174,12 +174,10 @@ def _submit(plan: "Plan", args: Namespace) -> int:
 def _prepare_config(args: Namespace) -> int:
     """Prepare the standard library corpus with the vocabulary and context length of a config."""
     words = args.overrides
-    given = [name for name in OPTIONS_OF_SOURCE if getattr(args, name) != args.parser.get_default(name)]
-    if words and "=" not in words[0] and not words[0].startswith("-"):
-        given.insert(0, words[0])
-    if given:
-        found = given[0] if given[0] in words else f"--{given[0].replace('_', '-')}"
-        args.parser.error(f"--config prepares the config's own corpus; it takes only KEY=VALUE, found {found}")
+    given = [word for word in words[:1] if "=" not in word and not word.startswith("-")]
+    changed = [name for name in SOURCE_OPTIONS if getattr(args, name) != args.parser.get_default(name)]
+    if given := given + [f"--{name.replace('_', '-')}" for name in changed]:
+        args.parser.error(f"--config prepares the config's own corpus; it takes only KEY=VALUE, found {given[0]}")
     from stackexp.config.compose import compose
     from stackexp.config.data import StdlibConfig
 

@@ -85,13 +85,11 @@ class ResidualStack(Memory):
         x = self.normalize_top(state)
         logits = None if self.actions is None else F.linear(x, self.actions.float()) + self.action_bias
         output, slots = self.update(state, x, logits, h - previous)
-        stats = {}
+        stats = {"read_share": compute_read_share(output.read, slots).mean()} if probe else {}
         if probe and output.action is not None:
             action = output.action.detach()
-            stats = dict(zip(("push", "pop", "no_op"), action.mean((0, 1)).unbind(), strict=True))
+            stats |= dict(zip(("push", "pop", "no_op"), action.mean((0, 1)).unbind(), strict=True))
             stats["action_spread"] = compute_action_spread(action.unsqueeze(-2)).mean()
-        if probe:
-            stats["read_share"] = compute_read_share(output.read, slots).mean()
         return (output.read.to(h.dtype).unsqueeze(-2) @ slots).squeeze(-2), slots, stats
 
     def update(
