@@ -7,8 +7,9 @@ from typing import Any
 import yaml
 
 from stackexp.config.compose import compose, to_dict
-from stackexp.reports.formal.cells import collect_report
-from stackexp.reports.formal.tables import build_header, format_markdown
+from stackexp.reports.formal.cells import collect_results
+from stackexp.reports.formal.tables import build_formal
+from stackexp.reports.report import format_report
 from stackexp.tasks import TASKS
 
 ALL_LENGTHS, NEAR_LENGTHS = (41, 500), (41, 100)
@@ -66,13 +67,14 @@ def finish(
     return run
 
 
-def format_report(runs: Path, lengths: tuple[int, int] = ALL_LENGTHS) -> str:
-    return format_markdown(collect_report([runs], lengths))
+def format_formal(runs: Path, lengths: tuple[int, int] = ALL_LENGTHS) -> str:
+    return format_report(build_formal(collect_results([runs], lengths)), "markdown")
 
 
 def read_row(text: str, task: str) -> dict[str, str]:
     """Return the cells of a task in the Markdown table by column; the paper's scores as `paper of COLUMN`."""
     line = next(line for line in text.splitlines() if line.startswith(f"| {task} "))
-    names = build_header()
+    header = next(line for line in text.splitlines() if line.startswith("| task "))
+    names = [name.strip() for name in header.strip("|").split("|")]
     names = [f"paper of {names[i - 1]}" if name == "paper" else name for i, name in enumerate(names)]
     return dict(zip(names, (cell.strip() for cell in line.strip("|").split("|")), strict=True))

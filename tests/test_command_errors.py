@@ -88,7 +88,7 @@ MISTAKES = {
     "report all . --out a.txt": "report all: --out a.txt: must end in .html",
     "report compare x --figure a.xyz": "report compare: --figure a.xyz: must end in .png, .pdf, .svg",
     "report dynamics x --smooth 0": "report dynamics: argument --smooth: expected an integer >= 1, found 0",
-    "report formal x --out table.txt": "report formal: --out table.txt: must end in .md, .tex, .csv",
+    "report formal x --csv table.txt": "report formal: --csv table.txt: must end in .csv",
     "report formal x --score 500": "report formal: --score: expected a range of lengths such as 41_500, found 500",
 }
 

@@ -7,7 +7,7 @@ import pytest
 from formal_runs import ALL_LENGTHS, MODELS, finish, write_run
 
 from stackexp.reports.figures import abbreviate_thousands, label_curves, new_figure
-from stackexp.reports.formal.cells import collect_report
+from stackexp.reports.formal.cells import collect_results
 from stackexp.reports.formal.figures import draw_bars, draw_curves
 
 
@@ -36,7 +36,7 @@ def test_no_text_of_the_figures_is_cut(models, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for model in models:
         finish(write_run(Path("runs", model), model, "even_pairs"), beyond=0.5)
-    few = collect_report([Path("runs")], ALL_LENGTHS)
+    few = collect_results([Path("runs")], ALL_LENGTHS)
     for figure in (draw_bars(few), draw_curves(few)):
         figure.draw_without_rendering()
         for text in [figure._supxlabel, *(label for legend in figure.legends for label in legend.get_texts())]:

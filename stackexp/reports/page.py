@@ -14,9 +14,8 @@ from stackexp.reports.benchmarks import build_benchmarks
 from stackexp.reports.dynamics import build_dynamics
 from stackexp.reports.efficiency import build_efficiency, read_record
 from stackexp.reports.figures import save_figure
-from stackexp.reports.formal import tables as formal_tables
-from stackexp.reports.formal.cells import collect_report
-from stackexp.reports.formal.figures import draw_bars
+from stackexp.reports.formal.cells import collect_results
+from stackexp.reports.formal.tables import build_formal
 from stackexp.reports.grid import build_grid
 from stackexp.reports.missing_runs import find_sweeps
 from stackexp.reports.report import Report, Table
@@ -78,15 +77,7 @@ def _list_builders(folder: Path) -> Iterator[tuple[str, Builder]]:
             continue
         yield f"Efficiency: {path.name}", partial(build_efficiency, path)
     yield "Benchmarks", partial(build_benchmarks, [folder])
-    yield "Formal languages", partial(_build_formal, folder)
-
-
-def _build_formal(folder: Path) -> Report:
-    report = collect_report([folder], LENGTHS)
-    notes = [formal_tables.format_legend(report), *formal_tables.describe_marks(report)]
-    notes += formal_tables.describe_commands(report)
-    table = Table("Table 1 of the paper", formal_tables.build_header(), formal_tables.build_rows(report))
-    return Report([table], notes, [], lambda: draw_bars(report))
+    yield "Formal languages", lambda: build_formal(collect_results([folder], LENGTHS))
 
 
 def _format_section(title: str, report: Report, image: Path) -> str:

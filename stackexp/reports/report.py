@@ -3,7 +3,7 @@
 import csv
 import io
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,13 +15,15 @@ PALETTE = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#0
 """Colors that color-blind readers can distinguish (Okabe and Ito)."""
 LINE_STYLES = ("-", "--", ":", "-.")
 MARKERS = "osD^vPX*"
+MAX_LATEX_WIDTH = 50
+"""LaTeX wraps columns of text that are longer, in characters."""
 
 
 @dataclass(frozen=True)
 class Table:
     """A titled table of text, numbers after the first `num_labels` columns.
 
-    A cell in `**` is bold; on a terminal it ends with a `*`.
+    Text in `**` is bold; on a terminal it ends with a `*`. A cell in `*` is italic; on a terminal it is plain.
     """
 
     title: str
@@ -62,7 +64,8 @@ def format_report(report: Report, style: Style) -> str:
 
 
 def _star(cell: str) -> str:
-    return re.sub(r"\*\*(.+)\*\*", r"\1*", cell)
+    text = re.sub(r"\*\*(.+)\*\*", r"\1*", cell)
+    return re.sub(r"^\*(.+)\*$", r"\1", text)
 
 
 def _format_latex(report: Report) -> str:
@@ -70,10 +73,17 @@ def _format_latex(report: Report) -> str:
     lines = ["% Needs \\usepackage{booktabs,graphicx}.", *(f"% {note}" for note in report.notes if "`" in note)]
     footnotes = [note for note in report.notes if "`" not in note]
     for table in report.tables:
-        columns = table.align.replace("<", "l").replace(">", "r")
+        columns = "".join(map(_get_latex_column, table.align, zip(table.header, *table.rows, strict=True)))
         notes = footnotes if table is report.tables[-1] else []
         lines += format_float(table.title, columns, table.header, table.rows, notes)
     return "\n".join(lines)
+
+
+def _get_latex_column(side: str, cells: Sequence[str]) -> str:
+    """Return the LaTeX specification of a column; long text is wrapped."""
+    if side == "<" and max(map(len, cells)) > MAX_LATEX_WIDTH:
+        return r"p{0.6\textwidth}"
+    return "l" if side == "<" else "r"
 
 
 def format_csv(records: list[dict[str, Any]]) -> str:

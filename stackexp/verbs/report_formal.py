@@ -8,11 +8,12 @@ from argparse import Namespace
 from pathlib import Path
 
 from stackexp.verbs.parser import FIGURE_SUFFIXES, Parser
+from stackexp.verbs.report_output import OUTPUT_USAGE, add_output_arguments, print_report
 
-USAGE = "RUNS ... [--score A_B] [--out FILE] ... [--figure FILE] [--curves FILE]"
+USAGE = f"RUNS ... [--score A_B] [--curves FILE] {OUTPUT_USAGE}"
 EXAMPLES = (
     "report formal runs/formal_table",
-    "report formal runs/formal_table runs/formal --score 41_100 --out table.md --out table.tex --out runs.csv",
+    "report formal runs/formal_table runs/formal --score 41_100 --latex --csv runs.csv",
     "report formal runs/formal_table --figure bars.png --curves curves.pdf",
 )
 
@@ -20,34 +21,26 @@ EXAMPLES = (
 def add_arguments(parser: Parser) -> None:
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUNS", help="run folders, or folders of run folders")
     parser.add_argument("--score", default="41_500", metavar="A_B", help="range of lengths (default: %(default)s)")
-    out = "write a .md, .tex or .csv file (one line per run) instead of printing; may be repeated"
-    parser.add_argument("--out", action="append", type=Path, default=[], metavar="FILE", help=out)
-    parser.add_argument("--figure", type=Path, metavar="FILE", help="bar chart of all models and the paper's scores")
     parser.add_argument("--curves", type=Path, metavar="FILE", help="plot the accuracy against length for each task")
+    add_output_arguments(parser)
 
 
 def run(args: Namespace) -> int:
     lengths = _parse_lengths(args)
-    for path in args.out:
-        args.parser.check_output("--out", path, (".md", ".tex", ".csv"))
-    args.parser.check_output("--figure", args.figure, FIGURE_SUFFIXES)
     args.parser.check_output("--curves", args.curves, FIGURE_SUFFIXES)
     from stackexp.reports.figures import save_figure
-    from stackexp.reports.formal import export, figures, tables
-    from stackexp.reports.formal.cells import collect_report
+    from stackexp.reports.formal.cells import collect_results
+    from stackexp.reports.formal.figures import draw_curves
+    from stackexp.reports.formal.tables import build_formal
+    from stackexp.reports.report import Report
 
-    report = collect_report(args.runs, lengths)
-    if not args.out:
-        print(tables.format_markdown(report), end="")
-    writers = {".md": tables.format_markdown, ".tex": export.format_latex, ".csv": export.format_runs}
-    for path in args.out:
-        path.write_text(writers[path.suffix.lower()](report), encoding="utf-8")
-        print(path)
-    for path, draw in ((args.figure, figures.draw_bars), (args.curves, figures.draw_curves)):
-        if path:
-            save_figure(draw(report), path)
-            print(path)
-    return 0
+    def build() -> Report:
+        results = collect_results(args.runs, lengths)
+        if args.curves:
+            save_figure(draw_curves(results), args.curves)
+        return build_formal(results)
+
+    return print_report(args, build)
 
 
 def _parse_lengths(args: Namespace) -> tuple[int, int]:

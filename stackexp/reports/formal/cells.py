@@ -61,7 +61,7 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Report:
+class Results:
     """The cells by (task, column), all runs that were found, and notes about skipped folders and files."""
 
     lengths: Lengths
@@ -81,7 +81,7 @@ class Report:
         return [evaluation for evaluation in cell.evaluations if evaluation.count_strings(self.lengths) < most]
 
 
-def collect_report(paths: Sequence[Path | str], lengths: Lengths) -> Report:
+def collect_results(paths: Sequence[Path | str], lengths: Lengths) -> Results:
     """Build the table of the runs in these folders.
 
     Raises RunError for a folder without runs, and if no run is finished and tested over the lengths.
@@ -114,7 +114,7 @@ def collect_report(paths: Sequence[Path | str], lengths: Lengths) -> Report:
             f"{_join_paths(paths)}: no finished run on a formal language ({'; '.join([unscored, *notes])}); finish or "
             "test one"
         )
-    return Report(lengths, runs, cells, notes)
+    return Results(lengths, runs, cells, notes)
 
 
 def build_cell(task: str, column: str, runs: list[FormalRun]) -> Cell:

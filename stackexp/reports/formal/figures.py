@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from stackexp.reports.figures import new_figure
-from stackexp.reports.formal.cells import Cell, Report
+from stackexp.reports.formal.cells import Cell, Results
 from stackexp.reports.formal.paper import CLASSES, COLUMNS, DEPTH
 from stackexp.tasks import TASKS
 
@@ -21,7 +21,7 @@ COLORS = {
 BAR_WIDTH = 0.84 / len(COLUMNS)
 
 
-def draw_bars(report: Report) -> Any:
+def draw_bars(results: Results) -> Any:
     """Draw the best score of each model and task, a dot for the median over seeds, a line for the paper's score."""
     from matplotlib.figure import Figure
 
@@ -29,19 +29,19 @@ def draw_bars(report: Report) -> Any:
     top, bottom = figure.subfigures(2, 1, height_ratios=(1, 1), hspace=0.04)
     panels = [*top.subplots(1, 2, sharey=True), bottom.subplots()]
     for axes, (name, tasks) in zip(panels, CLASSES.items(), strict=True):
-        _draw_class(report, axes, tasks)
+        _draw_class(results, axes, tasks)
         axes.set_title(name.capitalize(), fontsize=10)
-    first, last = report.lengths
+    first, last = results.lengths
     for axes in (panels[0], panels[2]):
         axes.set_ylabel(f"Accuracy on lengths {first} to {last}")
     figure.legend(*_build_legend(), loc="outside lower center", ncols=len(COLUMNS) + 3, fontsize=8, frameon=False)
     return figure
 
 
-def _draw_class(report: Report, axes: Any, tasks: Sequence[str]) -> None:
+def _draw_class(results: Results, axes: Any, tasks: Sequence[str]) -> None:
     for i, task in enumerate(tasks):
         for j, column in enumerate(COLUMNS):
-            _draw_bar(axes, report.cells[task, column], i + (j - (len(COLUMNS) - 1) / 2) * BAR_WIDTH)
+            _draw_bar(axes, results.cells[task, column], i + (j - (len(COLUMNS) - 1) / 2) * BAR_WIDTH)
     for i, task in enumerate(tasks):
         axes.hlines(_guess_accuracy(task), i - 0.46, i + 0.46, color="black", linestyle=":", linewidth=0.9, zorder=3)
     axes.set_xticks(range(len(tasks)), [task.replace("_", "\n", 1).replace("_", " ") for task in tasks], fontsize=8.5)
@@ -72,18 +72,18 @@ def _build_legend() -> tuple[list[Any], list[str]]:
     return handles, [*COLUMNS, "median over seeds", "paper", "uniform guess"]
 
 
-def draw_curves(report: Report) -> Any:
+def draw_curves(results: Results) -> Any:
     """Draw accuracy against length for each task with runs: median over seeds, and the range of the seeds."""
     from matplotlib.lines import Line2D
 
-    tasks = [task for task in TASKS if any(report.cells[task, column].runs for column in COLUMNS)]
+    tasks = [task for task in TASKS if any(results.cells[task, column].runs for column in COLUMNS)]
     width = 5 if len(tasks) == len(TASKS) else min(4, len(tasks))
     height = -(-len(tasks) // width)
     size = max(2.7 * width, 6.5), 2.1 * height + 1.1
     figure, _ = new_figure(*size, height, width, sharex=True, sharey=True)
     figure.get_layout_engine().set(w_pad=0.09)  # inches, between the tick labels of neighboring panels
     for axes, task in zip(figure.axes, tasks, strict=False):
-        _draw_task(report, axes, task)
+        _draw_task(results, axes, task)
     for axes in figure.axes[len(tasks) :]:
         axes.set_visible(False)
     for i in range(len(tasks), height * width):  # the last panel of each column has the tick labels
@@ -93,16 +93,16 @@ def draw_curves(report: Report) -> Any:
         fontsize=9,
     )
     figure.supylabel("Accuracy", fontsize=10)
-    shown = [column for column in COLUMNS if any(report.cells[task, column].runs for task in tasks)]
+    shown = [column for column in COLUMNS if any(results.cells[task, column].runs for task in tasks)]
     handles = [Line2D([], [], color=COLORS[column], linewidth=2) for column in shown]
     figure.legend(handles, shown, loc="outside upper center", ncols=min(len(shown), 2 * width), frameon=False)
     return figure
 
 
-def _draw_task(report: Report, axes: Any, task: str) -> None:
+def _draw_task(results: Results, axes: Any, task: str) -> None:
     max_length = 0
     for column in COLUMNS:
-        cell = report.cells[task, column]
+        cell = results.cells[task, column]
         if cell.runs:
             lengths, low, median, high = build_curve(cell)
             axes.fill_between(lengths, low, high, color=COLORS[column], alpha=0.2, linewidth=0)

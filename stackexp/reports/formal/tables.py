@@ -1,51 +1,57 @@
-"""The formal-language table in Markdown, and the rows and notes that it shares with LaTeX."""
+"""The report on formal languages: Table 1 of the paper with our scores, recipes and notes."""
 
 import shlex
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable
 
-from stackexp.reports.formal.cells import Cell, Report, compute_medians
+from stackexp.reports.formal.cells import Cell, Results, compute_medians
+from stackexp.reports.formal.figures import draw_bars
 from stackexp.reports.formal.paper import CLASSES, COLUMNS
 from stackexp.reports.formal.recipes import find_differences, format_overrides, name_recipe
+from stackexp.reports.formal.records import build_records
 from stackexp.reports.formal.runs import Evaluation, FormalRun
+from stackexp.reports.report import Report, Table
 from stackexp.runs import RunFolder, format_resume_command
-from stackexp.tables import ABSENT, format_table
+from stackexp.tables import ABSENT
 from stackexp.tasks import TASKS
 
 BELOW, COARSE, UNFINISHED = "↓", "†", "‡"
+TITLE = (
+    "Table 1 of the paper. Best / median over the seeds (number of seeds) of the mean accuracy on lengths {first} to "
+    "{last}. Bold or *: at least the paper's score at two decimals; {below}: below it"
+)
 LEGEND = (
-    "Ours: best / median over the seeds (number of seeds) of the mean accuracy on lengths {first}..{last} "
-    "({thoroughness}). Bold: at least the paper's score at two decimals; {below}: below it. paper: Table 1 of arXiv "
-    "2507.15343, best seed; {absent}: not printed. StackTrans: any axis except depth."
+    "Tested on {thoroughness}. paper: the best seed in Table 1 of arXiv 2507.15343; {absent}: not printed. StackTrans: "
+    "any axis except depth."
 )
 FULL_TABLE = "python -m stackexp sweep run formal_table"
 """The shipped sweep that fills every cell."""
-RECIPE_HEADER = ("model", "tasks", "steps", "recipe")
+RECIPE_HEADER = ["model", "tasks", "steps", "recipe"]
 MAX_SHOWN_DIFFERENCES = 6
 
 CellKey = tuple[str, str]
 """Task and column."""
 
 
-def format_markdown(report: Report) -> str:
-    """Return the table, the recipes, the commands for missing cells and notes as Markdown."""
-    sections = {
-        "Commands for missing cells": describe_commands(report),
-        "Notes": [*describe_marks(report), *_describe_unused_runs(report), *report.skipped],
-    }
-    parts = [format_table(build_rows(report), header=build_header(), style="markdown"), format_legend(report)]
-    parts += ["**Recipes**", format_table(build_recipe_rows(report), header=RECIPE_HEADER, style="markdown")]
-    for title, lines in sections.items():
-        if lines:
-            parts += [f"**{title}**", "\n".join(f"- {line}" for line in lines)]
-    return "\n\n".join(parts) + "\n"
+def build_formal(results: Results) -> Report:
+    """Build the report: the table of the paper with our scores, and the recipes."""
+    first, last = results.lengths
+    title = TITLE.format(first=first, last=last, below=BELOW)
+    tables = [
+        Table(title, _build_header(), _build_rows(results)),
+        Table("Recipes", RECIPE_HEADER, _build_recipe_rows(results), num_labels=len(RECIPE_HEADER)),
+    ]
+    legend = LEGEND.format(thoroughness=_format_thoroughness(results.finest), absent=ABSENT)
+    notes = [legend, *_describe_marks(results), *_describe_unused_runs(results), *results.skipped]
+    notes += _describe_commands(results)
+    return Report(tables, notes, build_records(results), lambda: draw_bars(results))
 
 
 # Rows of the table
 
 
-def build_header() -> list[str]:
+def _build_header() -> list[str]:
     """Return the titles: the task, then each model and the paper's score, which both StackTrans columns share."""
     header = ["task"]
     for column in COLUMNS:
@@ -53,36 +59,29 @@ def build_header() -> list[str]:
     return header
 
 
-def build_rows(report: Report) -> list[list[str]]:
+def _build_rows(results: Results) -> list[list[str]]:
     """Return the rows below the header in Markdown: the name of each class, then its tasks."""
     rows = []
     for name, tasks in CLASSES.items():
-        rows.append([f"*{name}*", *[""] * (len(build_header()) - 1)])
+        rows.append([f"*{name}*", *[""] * (len(_build_header()) - 1)])
         for task in tasks:
             row = [task]
             for column in COLUMNS:
-                cell = report.cells[task, column]
-                row.append(_format_cell(report, cell))
+                cell = results.cells[task, column]
+                row.append(_format_cell(results, cell))
                 if column != "StackTrans":
                     row.append(ABSENT if cell.paper is None else f"{cell.paper:.2f}")
             rows.append(row)
     return rows
 
 
-def _format_cell(report: Report, cell: Cell) -> str:
+def _format_cell(results: Results, cell: Cell) -> str:
     if not cell.scores:
         return "missing" + UNFINISHED * cell.is_unfinished
     best = f"{max(cell.scores):.2f}"
-    marks = COARSE * bool(report.find_coarse(cell)) + UNFINISHED * cell.is_unfinished
+    marks = COARSE * bool(results.find_coarse(cell)) + UNFINISHED * cell.is_unfinished
     rest = f"{BELOW * (cell.reaches_paper is False)} / {statistics.median(cell.scores):.2f} ({len(cell.scores)}){marks}"
     return (f"**{best}**" if cell.reaches_paper else best) + rest
-
-
-def format_legend(report: Report) -> str:
-    """Explain the scores of the table."""
-    first, last = report.lengths
-    how = _format_thoroughness(report.finest)
-    return LEGEND.format(first=first, last=last, thoroughness=how, below=BELOW, absent=ABSENT)
 
 
 def _format_thoroughness(evaluation: Evaluation) -> str:
@@ -105,11 +104,11 @@ def _format_tasks(tasks: list[str]) -> str:
 # Recipes
 
 
-def build_recipe_rows(report: Report) -> list[list[str]]:
+def _build_recipe_rows(results: Results) -> list[list[str]]:
     """Return a row of RECIPE_HEADER for each recipe of the table and the tasks that it is used for."""
     cells: dict[tuple[str, str], list[Cell]] = defaultdict(list)
     for column in COLUMNS:
-        for cell in (report.cells[task, column] for task in TASKS):
+        for cell in (results.cells[task, column] for task in TASKS):
             if cell.runs:
                 cells[column, name_recipe(cell.runs[0])].append(cell)
     return [
@@ -126,15 +125,17 @@ def _format_steps(cells: list[Cell]) -> str:
 # Notes
 
 
-def describe_commands(report: Report) -> list[str]:
-    """Return a line for each command that fills missing cells or finishes their runs."""
-    cells: dict[str, list[CellKey]] = defaultdict(list)
-    for key, cell in report.cells.items():
-        if cell.pending:
-            cells["; ".join(map(_resume_run, cell.pending))].append(key)
-        elif not cell.runs:
-            cells[FULL_TABLE].append(key)
-    return [f"`{command}` ({_format_cells(keys)})" for command, keys in cells.items()]
+def _describe_commands(results: Results) -> list[str]:
+    """Return a line for each command that finishes runs, and one for the cells without runs."""
+    cells = results.cells.values()
+    lines = [
+        f"`{'; '.join(map(_resume_run, cell.pending))}` finishes {cell.column}: {cell.task}"
+        for cell in cells
+        if cell.pending
+    ]
+    if not all(cell.runs or cell.pending for cell in cells):
+        lines.append(f"`{FULL_TABLE}` fills the missing cells")
+    return lines
 
 
 def _resume_run(run: FormalRun) -> str:
@@ -143,9 +144,9 @@ def _resume_run(run: FormalRun) -> str:
     return format_resume_command(RunFolder(run.path))
 
 
-def _describe_unused_runs(report: Report) -> list[str]:
+def _describe_unused_runs(results: Results) -> list[str]:
     notes = []
-    for cell in report.cells.values():
+    for cell in results.cells.values():
         name = f"{cell.column}, {cell.task}"
         notes += [f"{name}: recipe not chosen: {_describe_other_recipe(cell, runs)}" for runs in cell.other_recipes]
         if cell.duplicates:
@@ -154,14 +155,14 @@ def _describe_unused_runs(report: Report) -> list[str]:
     return notes
 
 
-def describe_marks(report: Report) -> list[str]:
+def _describe_marks(results: Results) -> list[str]:
     """Return a line for each kind of coarse test, and one for unfinished runs."""
     coarse: dict[str, list[CellKey]] = defaultdict(list)
-    for key, cell in report.cells.items():
-        for thoroughness in dict.fromkeys(map(_format_thoroughness, report.find_coarse(cell))):
+    for key, cell in results.cells.items():
+        for thoroughness in dict.fromkeys(map(_format_thoroughness, results.find_coarse(cell))):
             coarse[thoroughness].append(key)
     notes = [f"{COARSE} tested less than others: {how} ({_format_cells(keys)})" for how, keys in sorted(coarse.items())]
-    unfinished = [cell for cell in report.cells.values() if cell.is_unfinished]
+    unfinished = [cell for cell in results.cells.values() if cell.is_unfinished]
     if unfinished:
         runs = "; ".join(map(_describe_unfinished, unfinished))
         notes.append(f"{UNFINISHED} some runs are not finished and tested: {runs}")
