@@ -1,4 +1,4 @@
-"""Text and log messages in lines of the terminal's width (files and pipes get them as they are), and durations."""
+"""Wrap text and log messages at the width of the terminal, and format durations. Files and pipes get unwrapped text."""
 
 import logging
 import os

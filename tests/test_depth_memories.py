@@ -14,6 +14,7 @@ from stackexp.config.memory import (
     ResidualStackConfig,
     ValueSkipConfig,
 )
+from stackexp.errors import RunError
 from stackexp.models.memories.mhc import normalize_sinkhorn
 from stackexp.models.transformer import Cache, Transformer
 
@@ -178,7 +179,16 @@ def test_models_start_as_the_plain_transformer(name):
 def test_every_parameter_gets_a_gradient(name):
     model = build_model(MEMORIES[name])
     model(TOKENS).logits.logsumexp(-1).square().sum().backward()
-    assert [n for n, p in model.named_parameters() if p.grad is None or not p.grad.abs().sum() > 0] == []
+    without = [n for n, p in model.named_parameters() if p.grad is None or not p.grad.abs().sum() > 1e-12]
+    equal_slots = ["layers.0.attention_memory.actions", "layers.0.attention_memory.action_bias"]
+    assert without == (equal_slots if name == "residual_stack" else [])
+
+
+def test_only_residual_streams_start_as_the_plain_transformer():
+    model = build_model(MEMORIES["residual_streams"], is_random=False)
+    model.memories[0].init_identity()
+    with pytest.raises(RunError, match="not supported by residual_stack with update: stack; use default"):
+        build_model(MEMORIES["residual_stack"]).memories[0].init_identity()
 
 
 @pytest.mark.parametrize("name", MEMORIES)

@@ -85,9 +85,9 @@ def test_text_output_and_figure(prepared, tmp_path, capsys):
 
 def test_sets_of_the_same_name_have_their_own_figures(prepared, tmp_path, capsys):
     for group in ("v2", "v3"):
-        shutil.copytree(prepared, tmp_path / "sets" / group / "c4")
+        shutil.copytree(prepared, tmp_path / "sets" / group / "c4-v1.5")
     assert main(["data", "inspect", str(tmp_path / "sets"), "--figure", str(tmp_path / "lengths.png")]) == 0
-    assert sorted(path.name for path in tmp_path.glob("*.png")) == ["lengths-v2-c4.png", "lengths-v3-c4.png"]
+    assert sorted(path.name for path in tmp_path.glob("*.png")) == ["lengths-v2-c4-v1.5.png", "lengths-v3-c4-v1.5.png"]
 
 
 def test_damaged_shards_are_reported(copy, capsys):

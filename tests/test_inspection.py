@@ -10,7 +10,14 @@ from stackexp.config.memory import ResidualStackConfig
 from stackexp.inspection.batches import InspectionInput, average_values, compute_losses
 from stackexp.inspection.interventions import Intervention, clear, intervene, list_interventions
 from stackexp.inspection.page import format_page
-from stackexp.models.stack_recording import ACTIONS, MEASUREMENTS, compute_read_weights, record_stacks
+from stackexp.models.memories.residual_stack import ResidualStackOutput
+from stackexp.models.stack_recording import (
+    ACTIONS,
+    MEASUREMENTS,
+    _measure_residual_stack,
+    compute_read_weights,
+    record_stacks,
+)
 from stackexp.models.transformer import Transformer
 from stackexp.stack import use_implementation
 
@@ -190,6 +197,12 @@ def test_recordings_of_a_residual_stack_agree_with_the_probes(update):
             assert means[name] == pytest.approx(probes[name].item(), rel=1e-5)
         total = sum(recording.values[action] for action in ACTIONS)
         torch.testing.assert_close(total, torch.ones_like(total))
+
+
+def test_measurements_of_residual_streams_are_on_one_device():
+    output = ResidualStackOutput(torch.empty(1, 2, 3, device="meta"), None)
+    values = _measure_residual_stack(output, torch.empty(1, 2, 3, 4, device="meta"))
+    assert {value.device.type for value in values.values()} == {"meta"}
 
 
 def test_interventions_on_a_residual_stack_equal_changed_weights():

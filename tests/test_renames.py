@@ -43,9 +43,3 @@ def test_old_run_folder_is_read_with_the_new_names():
 def test_options_of_an_old_checkpoint_are_translated():
     old = {"beside": {}, "model.positional": "sin_cos", "data.keep_remainder": True, "seed": 3}
     assert translate_options(old) == {"model.positional": "sinusoidal", "data.score_remainder": True, "seed": 3}
-
-
-@pytest.mark.parametrize(("constrained", "kind"), [(False, "hyper_connections"), (True, "mhc")])
-def test_mhc_was_an_option_of_hyper_connections(constrained, kind):
-    old = {"model.memory.kind": "hyper_connections", "model.memory.constrained": constrained}
-    assert translate_options(old) == {"model.memory.kind": kind}

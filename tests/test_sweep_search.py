@@ -116,7 +116,8 @@ def test_a_search_that_maximizes_prunes_high_losses_and_low_accuracies(metric, e
     study.add_trials(1)
     (trial,) = study.get_trials()
     start(trial)
-    trial.folder.metrics.write_text(json.dumps({"step": 5, metric: 3.0}) + "\n")
+    lines = ({"step": 4, metric: None}, {"step": 5, metric: 3.0})  # null: not finite
+    trial.folder.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
     study.find_pruned([trial])
     (reported,) = study._study.trials
     assert reported.intermediate_values == {5: expected}

@@ -12,7 +12,7 @@ RENAMED_KEYS = {
     "trainer.collective_timeout": "trainer.collective_timeout_seconds",
 }
 RENAMED_VALUES = {("model.positional", "sin_cos"): "sinusoidal"}
-REMOVED_KEYS = {"beside": "run a sweep instead", "model.memory.constrained": "use model.memory=mhc"}
+REMOVED_KEYS = {"beside": "run a sweep instead", "model.memory.constrained": "true is now model.memory=mhc"}
 
 
 def explain_old_key(key: str) -> str:
@@ -35,8 +35,6 @@ def translate_options(options: Mapping[str, Any]) -> dict[str, Any]:
         if not _find_removed(key):
             name = RENAMED_KEYS.get(key, key)
             translated[name] = RENAMED_VALUES[name, value] if _is_old_value(name, value) else value
-    if options.get("model.memory.constrained"):
-        translated["model.memory.kind"] = "mhc"
     return translated
 
 

@@ -1,5 +1,6 @@
 """Tokenizers: training, loading, encoding documents, and the text bytes of each token."""
 
+import contextlib
 import hashlib
 import json
 import re
@@ -119,7 +120,8 @@ def count_token_bytes(tokenizer: Tokenizer, size: int | None = None) -> np.ndarr
     for index, data in list_token_bytes(tokenizer).items():
         table[index] = len(data)
     table[[token["id"] for token in json.loads(tokenizer.to_str())["added_tokens"] if token["special"]]] = 0
-    table[get_end_of_text_id(tokenizer)] = 0  # even if it is not marked special
+    with contextlib.suppress(RunError):  # a tokenizer without end-of-text
+        table[get_end_of_text_id(tokenizer)] = 0  # even if it is not marked special
     return table
 
 

@@ -15,7 +15,8 @@ from stackexp.evaluation.loading import LoadedRun, load_run
 from stackexp.evaluation.request import EvaluationRequest
 from stackexp.inspection.batches import InspectionInput, open_set, open_task
 from stackexp.inspection.inspect import record
-from stackexp.models.stack_recording import ACTIONS
+from stackexp.models.memories.residual_stack import ResidualStack
+from stackexp.models.stack_recording import ACTIONS, find_stacks
 from stackexp.reports.arms import name_arm
 from stackexp.reports.figures import new_figure
 from stackexp.reports.report import MARKERS, PALETTE, Report, Table
@@ -23,8 +24,9 @@ from stackexp.reports.summaries import find_runs
 
 PARTS = ("first", "middle", "last")
 LEGEND = (
-    "Probabilities are means over tokens and heads. First, middle and last: thirds of the layers. In brackets: the "
-    "lowest and the highest run of a name.",
+    "Probabilities are means over tokens and heads. First, middle and last: thirds of the stacks, in the order of the "
+    "layers. In brackets: the lowest and the highest run of a name. The first memory of a residual_stack is left out, "
+    "because its actions have no effect.",
     "Push early, pop late: pushes are more likely in the first third than in the last, and pops in the last than in "
     "the first. It is the pattern that the paper describes.",
 )
@@ -81,11 +83,11 @@ def build_actions(paths: Sequence[Path], set_name: str | None = None, num_chunks
     titles = {name: runs[0].title for name, runs in profiles.items()}
     measured = [f"{name}: measured on {title}" for name, title in titles.items()]
     records = [
-        {"run": name, "seed": run.seed, "folder": str(run.folder), "layer": layer}
+        {"run": name, "seed": run.seed, "folder": str(run.folder), "stack": stack}
         | dict(zip(ACTIONS, map(float, values), strict=True))
         for name, runs in profiles.items()
         for run in runs
-        for layer, values in enumerate(run.probabilities)
+        for stack, values in enumerate(run.probabilities)
     ]
     table = Table("Actions over the layers", header, rows)
     return Report([table], [*LEGEND, *measured, *notes], records, lambda: draw_actions(profiles))
@@ -103,6 +105,8 @@ def build_arithmetic_actions(folder: Path) -> Report:
 def _measure(run: LoadedRun, set_name: str | None, num_chunks: int) -> Profile:
     inputs = _open_input(run, set_name, num_chunks)
     recordings, _ = record(run, inputs)
+    if isinstance(find_stacks(run.model)[0], ResidualStack):  # its slots are equal before the first action
+        recordings = recordings[1:]
     if len(recordings) < len(PARTS):
         raise RunError(f"a study of layers requires at least {len(PARTS)} stacks, found {len(recordings)}")
     means = np.stack([[values[action].mean() for action in ACTIONS] for _, values in recordings])
@@ -146,7 +150,7 @@ def draw_actions(profiles: dict[str, list[Profile]]) -> Any:
             if len({len(curve) for curve in curves}) == 1:
                 label = action.replace("_", "-")
                 axes.plot(np.mean(curves, 0), f"{MARKERS[i]}-", color=PALETTE[i], markersize=4, label=label)
-        axes.set(xlabel="Stack (layer)", ylim=(0, 1))
+        axes.set(xlabel="Stack", ylim=(0, 1))
         axes.set_title(f"{name}, {len(runs)} run{'s' * (len(runs) > 1)}", fontsize=9)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     for axes in figure.axes[len(profiles) :]:

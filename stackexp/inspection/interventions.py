@@ -34,7 +34,7 @@ def list_interventions(model: nn.Module, means: list[Recording], heads: bool = F
 
     Actions are forced to 0 or 1, frozen at their mean over the tokens, or hardened. Stacks are cleared before a layer.
     Reads are dropped in all layers, in one layer, or (with `heads`) in one head; or exchanged between the heads.
-    A residual stack without its reads still reads its top.
+    A residual stack without its reads still reads its top. It is cleared after the attention of the layer has read it.
     """
     stacks = find_stacks(model)
     num_heads = 1 if isinstance(stacks[0], ResidualStack) else stacks[0].config.num_heads
@@ -73,7 +73,7 @@ def intervene(model: nn.Module, intervention: Intervention) -> Iterator[None]:
     """Apply an intervention in the forward passes within this context."""
     stacks = [m for m in find_stacks(model) if intervention.layer in (None, m.layer)]
     if intervention.state:
-        stacks = stacks[:1]  # once per layer, also with a stack after each sublayer
+        stacks = stacks[:1]  # the first memory of the layer
     with wrap_updates(dict.fromkeys(stacks, functools.partial(_update_changed, intervention))):
         yield
 

@@ -25,9 +25,9 @@ MEASUREMENTS = {
     "overflow": "mass that this push moves past the last slot",
     "read_slot": "slot that is read most, 0 is the top",
     "read_sharpness": "weight of that slot in the read",
-    "read_share": "|W_up R| / |h|; with residual_gate: read, |g W_up R| / |h|",
+    "read_share": "norm of the read / that of the hidden state; residual_stack: share of the slots below the top",
 }
-"""A residual stack has one head and no empty slots. Its `read_share` is the share of the slots below the top."""
+"""A residual stack has one head and no empty slots."""
 
 Stack = StackMemory | ResidualStack
 
@@ -143,7 +143,7 @@ def _measure_residual_stack(output: ResidualStackOutput, slots: Tensor) -> dict[
     weights = output.read.abs()  # [B, T, S]
     action = output.action
     if action is None:  # no-op
-        action = torch.tensor([0.0, 0.0, 1.0]).expand(*weights.shape[:-1], -1)
+        action = weights.new_tensor([0.0, 0.0, 1.0]).expand(*weights.shape[:-1], -1)
     push, pop, no_op = action.unbind(-1)
     sharpness, slot = (weights / weights.sum(-1, keepdim=True)).max(-1)
     values = {

@@ -204,10 +204,10 @@ def name_memory(config: dict[str, Any]) -> str:
 
     Memories that start without effect (`init.memory: identity`) are a family of their own.
     """
-    start = ", identity start" if config.get("init.memory") == "identity" else ""
+    kind = config.get("model.memory.kind")
+    start = ", identity start" if kind and config.get("init.memory") == "identity" else ""
     if variant := find_variant(config):
         return variant + start
-    kind = config.get("model.memory.kind")
     if kind == "stack":
         label = kind
         changes = find_stack_changes(config) | ({"num_heads": 1} if config["model.memory.num_heads"] == 1 else {})

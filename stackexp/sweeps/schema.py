@@ -64,7 +64,8 @@ class Prune:
 
     reduction_factor: int = option(3, min=2)
     min_steps: int = option(100, min=1)
-    metric: str = AVERAGE_LOSS  # tag of metrics.jsonl, maximized if it has "accuracy"; train/loss: means over 20 steps
+    # A tag of metrics.jsonl. Higher is better if its name contains "accuracy". train/loss is averaged over 20 steps.
+    metric: str = AVERAGE_LOSS
 
 
 @dataclass

@@ -133,7 +133,7 @@ class Study(TrialSource):
 
 def _read_values(lines: Iterable[dict[str, Any]], metric: str) -> list[tuple[int, float]]:
     """Return (step, value) of a metric; the training loss as means over AVERAGED_STEPS steps."""
-    values = [(line["step"], line[metric]) for line in lines if metric in line]
+    values = [(line["step"], line[metric]) for line in lines if line.get(metric) is not None]  # null: not finite
     if metric != TRAIN_LOSS:
         return values
     groups: dict[int, list[float]] = {}

@@ -134,7 +134,7 @@ def get_state(trial: Trial) -> State:
 
 
 def read_tail(path: Path) -> list[dict[str, Any]]:
-    """Return the last complete lines of a metrics.jsonl. Damaged lines are skipped, so that they stop no display."""
+    """Return the last complete lines of a metrics.jsonl. Skips damaged lines, so that one does not end a display."""
     return [rename_old_tags(line) for line in read_json_lines(path, skip_damaged=True, last_bytes=TAIL_BYTES)]
 
 

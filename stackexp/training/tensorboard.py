@@ -114,8 +114,8 @@ class TensorBoardCopy:
     def finish(self, hyperparameters: dict[str, Any], scores: Collection[str], train_loss: float, step: int) -> None:
         """Write the hyperparameters and the final training loss, and close the file.
 
-        The HParams tab shows `scores` (scalar tags) next to the hyperparameters. It sorts them by name and shows
-        only the first few. Capital letters sort first, as in most of HPARAM_NAMES.
+        The HParams tab shows `scores` (scalar tags) next to the hyperparameters. It sorts the hyperparameters by name
+        and shows only the first few. Capital letters sort first, as in most of HPARAM_NAMES.
         """
         values = {
             HPARAM_NAMES.get(key, key): value if isinstance(value, bool | int | float | str) else str(value)

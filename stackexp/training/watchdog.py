@@ -116,9 +116,10 @@ class Watchdog(pl.Callback):
 
     def _run(self) -> None:
         while not self._is_stopping.wait(INTERVAL):
-            self._fault = FIRST_RANK_GONE
+            fault: str | None = FIRST_RANK_GONE  # if the store does not answer
             with self._store_call():
-                self._fault = self._check()
+                fault = self._check()
+            self._fault = fault
             if self._fault and not self._is_stopping.wait(GRACE):  # otherwise the main thread reports it and exits
                 self._exit(self._fault)
 

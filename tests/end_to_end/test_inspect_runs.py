@@ -58,6 +58,8 @@ def test_inspect_a_residual_stack(tiny, tmp_path):
     record = json.loads((run.path / "inspect" / "set-left" / "inspect.json").read_text())
     assert [stack["site"] for stack in record["stacks"]] == ["after_attention", "after_block"] * 2
     assert record["stacks"][0]["push"] == [pytest.approx(0.87, abs=0.02)]
+    forks.run("report", "actions", run.path, "--chunks", "4", "--csv", tmp_path / "actions.csv")
+    assert len((tmp_path / "actions.csv").read_text().splitlines()) == 1 + 3, "without the first memory"
     assert "const data" in (run.path / "inspect" / "set-left" / "tokens.html").read_text()
 
 

@@ -86,7 +86,7 @@ class Memory(nn.Module):
 
 
 class EmbeddingSkip(Memory):
-    """A memory that uses the embedding in every layer; it must start as the plain Transformer."""
+    """A memory that uses the embedding in every layer. Subclasses must start as the plain Transformer."""
 
     def init_identity(self) -> None:
         """Do nothing: `init_weights` gives the plain Transformer."""

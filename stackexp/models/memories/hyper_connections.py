@@ -28,7 +28,7 @@ class HyperConnections(Memory):
     for b and one for a, starts at 0, and the scale s [3] at 0.01.
 
     The paper computes a_{k+1} at the start of sublayer k + 1, this class at the end of sublayer k; the values are the
-    same. The input of sublayer 0 is the embedding.
+    same. The input of sublayer 0 is the embedding. Autocast applies to W, as to all matrix products.
     """
 
     site = "each_sublayer"
@@ -82,7 +82,7 @@ class HyperConnections(Memory):
         return (weights.unsqueeze(-2) @ streams).squeeze(-2), streams, stats
 
     def compute_residual(self, streams: Tensor) -> tuple[Tensor, Tensor]:
-        """Return R [..., n, n] and b [..., n] for streams [B, T, n, d], in float32."""
+        """Return R [..., n, n] and b [..., n] for streams [B, T, n, d], as float32."""
         n, residual, output = self.config.num_streams, self.residual, self.output
         if self.maps is not None:
             changes = self.map_streams(streams, slice(0, n + 1))
@@ -91,7 +91,7 @@ class HyperConnections(Memory):
         return residual, output
 
     def compute_input(self, streams: Tensor) -> Tensor:
-        """Return a [..., n] for streams [B, T, n, d], in float32."""
+        """Return a [..., n] for streams [B, T, n, d], as float32."""
         weights = self.input
         if self.maps is not None:
             weights = weights + self.scale[2] * self.map_streams(streams, slice(-1, None))[..., 0]

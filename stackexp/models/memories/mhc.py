@@ -41,12 +41,12 @@ class ManifoldHyperConnections(HyperConnections):
         raise RunError("init.memory: identity is not supported by mhc; use default")
 
     def compute_residual(self, streams: Tensor) -> tuple[Tensor, Tensor]:
-        """Return R [..., n, n] and b [..., n] for streams [B, T, n, d], in float32."""
+        """Return R [..., n, n] and b [..., n] for streams [B, T, n, d], as float32."""
         residual, output = super().compute_residual(streams)
         return normalize_sinkhorn(residual.exp()), 2 * output.sigmoid()
 
     def compute_input(self, streams: Tensor) -> Tensor:
-        """Return a [..., n] for streams [B, T, n, d], in float32."""
+        """Return a [..., n] for streams [B, T, n, d], as float32."""
         return super().compute_input(streams).sigmoid()
 
     def map_streams(self, streams: Tensor, rows: slice) -> Tensor:

@@ -8,6 +8,7 @@ from torch.nn import functional as F
 
 from stackexp.config.memory import ResidualStackConfig
 from stackexp.config.model import TransformerConfig
+from stackexp.errors import RunError
 from stackexp.models.memories.base import Memory, Stats
 from stackexp.models.memories.stack import NUM_ACTIONS, compute_action_spread
 
@@ -15,7 +16,7 @@ ACTION_BIAS = (2.0, -2.0, 0.0)  # of push, pop and no-op: initially, the push pr
 
 
 class ResidualStackOutput(NamedTuple):
-    """The results of one update, in float32."""
+    """The results of one update, as float32."""
 
     read: Tensor  # a [B, T, S]
     action: Tensor | None  # p [B, T, 3]; None with `update: none`
@@ -31,7 +32,8 @@ class ResidualStack(Memory):
         after it                H' = p_push push(H) + p_pop pop(H) + p_no_op H + b f(h)
 
     push copies the top: the slots become H[0], H[0], H[1], ..., without the last one. pop removes the top: they become
-    H[1], H[2], ..., and the last one is repeated. All slots start as the embedding.
+    H[1], H[2], ..., and the last one is repeated. All slots start as the embedding, so the actions of
+    the first memory have no effect and no gradient.
 
     a and b [S] are sums of a learned constant and of s * tanh(W x), as in dynamic hyper-connections. The constants,
     `read` and `write`, start at 1 for the top and at 0 for the others; `scale` s [2] starts at 0.01, and `maps` W
@@ -71,7 +73,7 @@ class ResidualStack(Memory):
         Raises RunError for `update: stack`, which starts with a pop probability of 0.02.
         """
         if self.actions is not None:
-            super().init_identity()
+            raise RunError("init.memory: identity is not supported by residual_stack with update: stack; use default")
 
     def empty_state(self, h: Tensor) -> Tensor:
         """Return S copies of the embedding [B, T, S, d]."""
@@ -109,7 +111,7 @@ class ResidualStack(Memory):
         return ResidualStackOutput(read, action), slots
 
     def normalize_top(self, slots: Tensor) -> Tensor:
-        """Return x [B, T, d] of slots [B, T, S, d], in float32."""
+        """Return x [B, T, d] of slots [B, T, S, d], as float32."""
         return F.rms_norm(slots[..., 0, :].float(), slots.shape[-1:], eps=self.model.norm_eps)
 
     def flops_per_token(self, context_length: int) -> float:

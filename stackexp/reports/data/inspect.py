@@ -53,7 +53,8 @@ def draw_figures(inspections: list[Inspection], path: Path) -> list[Path]:
     common = Path(os.path.commonpath([inspection.path.parent for inspection in known])) if known else path
     files = []
     for inspection in known:
-        name = "-".join(inspection.path.relative_to(common).with_suffix("").parts)
+        relative = inspection.path.relative_to(common)
+        name = "-".join((relative if inspection.path.is_dir() else relative.with_suffix("")).parts)
         file = path if len(known) == 1 else path.with_name(f"{path.stem}-{name}{path.suffix}")
         assert inspection.lengths is not None
         title = f"{inspection.path.name}: {inspection.lengths.total:,} documents"
