@@ -10,7 +10,7 @@ from stackexp.config.memory import StackAttentionConfig, StackMemoryConfig
 from stackexp.config.model import TransformerConfig
 from stackexp.data.tokenizer import train_tokenizer
 from stackexp.errors import RunError
-from stackexp.evaluation.benchmarks.batching import Pair, plan_batches
+from stackexp.evaluation.benchmarks.batching import Pair, limit_new_tokens, plan_batches
 from stackexp.evaluation.benchmarks.language_model import RunModel
 from stackexp.models.generation import generate
 from stackexp.models.transformer import Transformer
@@ -124,3 +124,9 @@ def test_unsupported_generation_is_refused():
         build_model().generate_until([sampled])
     with pytest.raises(RunError, match="not supported for sharded weights"):
         build_model(is_sharded=True).generate_until([ask("generate_until", "a", {})])
+
+
+def test_the_limit_of_new_tokens_has_several_names():
+    assert limit_new_tokens({}, 1024) == 256
+    assert limit_new_tokens({"max_new_tokens": 150, "max_gen_toks": None}, 1024) == 150
+    assert limit_new_tokens({"max_tokens": 150}, 200) == 100

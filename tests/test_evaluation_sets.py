@@ -106,8 +106,17 @@ def test_a_damaged_file_in_the_cache_is_replaced(tmp_path, known, cache):
     (tmp_path / "text.jsonl").write_bytes(make_json_lines())
     open_one(tmp_path / "text.jsonl", known)
     [file] = cache.rglob("*.npy")
-    file.write_bytes(file.read_bytes()[:-2])
-    assert read_tokens(open_one(tmp_path / "text.jsonl", known)) == IDS
+    whole = file.read_bytes()
+    for damaged in (whole[:-2], whole[:-2] + bytes(255 - byte for byte in whole[-2:])):
+        file.write_bytes(damaged)
+        assert read_tokens(open_one(tmp_path / "text.jsonl", known)) == IDS
+
+
+def test_equal_bytes_of_another_format_are_another_set(tmp_path, known):
+    (tmp_path / "a.jsonl").write_bytes(make_json_lines())
+    (tmp_path / "a.txt").write_bytes(make_json_lines())
+    assert read_tokens(open_one(tmp_path / "a.jsonl", known)) == IDS
+    assert read_tokens(open_one(tmp_path / "a.txt", known)) != IDS
 
 
 def open_in_process(path: Path, tokenizer: Path, start, queue) -> None:
@@ -214,7 +223,7 @@ def test_opening_many_sets_loads_none_into_memory(tmp_path):
     assert {len(dataset.chunks) for dataset in sets} == {488}
 
 
-def test_folder_of_source_files_is_one_set(tmp_path, known):
+def test_folder_of_source_files_is_one_set(tmp_path, known, caplog):
     """Read a document per file, in the order of the names, as `data prepare` does."""
     folder = tmp_path / "code"
     for number, text in enumerate(TEXTS):
@@ -223,6 +232,11 @@ def test_folder_of_source_files_is_one_set(tmp_path, known):
         path.write_text(text, encoding="utf-8")
     (folder / "logo.png").write_bytes(b"not text")
     assert find_sets("mine", folder) == {"mine": folder}
+    (tmp_path / "mixed").mkdir()
+    for name in ("setup.py", "requirements.txt"):
+        (tmp_path / "mixed" / name).write_text("text")
+    assert list(find_sets("mine", tmp_path / "mixed")) == ["mine/requirements"]
+    assert "mixed: its .py and .rst files are not scored" in caplog.text
     order = sorted(range(len(TEXTS)), key=lambda n: (n % 3, n))
     expected = [id_ for n in order for id_ in [*TOKENIZER.encode(TEXTS[n]).ids, 0]]
     assert read_tokens(open_one(folder, known)) == expected

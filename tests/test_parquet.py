@@ -176,3 +176,8 @@ print(read_peak_kb() - before)
 """
     growth = int(subprocess.run([sys.executable, "-c", script], capture_output=True, check=True).stdout)
     assert growth < 100_000, "the row group alone has 160,000 kB"
+
+
+@pytest.mark.parametrize("text", ["int_score>=3", 'tag!=""', "language==' en'", 'sign==">"', "quoted=='\"a\"'"])
+def test_a_filter_is_parsed_again_from_its_text(text):
+    assert parse_filter(str(parse_filter(text))) == parse_filter(text)

@@ -3,12 +3,14 @@
 import gzip
 import json
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import zstandard
 from corpora import TEXTS, json_lines, prepare_set
 
+from stackexp.data import prepare
 from stackexp.data.prepare import Plan, sample_texts, start_set
 from stackexp.data.readers import PIECE_CHARACTERS
 from stackexp.data.shards import TokenSet
@@ -131,6 +133,23 @@ def test_changed_sources_of_a_finished_set_are_refused(tmp_path):
     (tmp_path / "b.txt").write_text(TEXTS[1])
     with pytest.raises(RunError, match=r"other sources \(added, removed or changed: b\.txt\)"):
         prepare_set(tmp_path, tmp_path / "to")
+
+
+def test_a_resumed_set_with_changed_sources_equals_a_fresh_one(tmp_path, monkeypatch):
+    data = tmp_path / "data"
+    data.mkdir()
+    (data / "a.txt").write_text(TEXTS[1] * 20)
+    with monkeypatch.context() as patch:
+        patch.setattr(prepare, "merge_units", Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            prepare_set(data, tmp_path / "resumed", vocab_size=300)
+    assert (tmp_path / "resumed" / "tokenizer.json").exists()
+    (data / "a.txt").write_text(TEXTS[2] * 20)
+    for name in ("resumed", "fresh"):
+        prepare_set(data, tmp_path / name, vocab_size=300)
+    resumed, fresh = (tmp_path / name / "tokenizer.json" for name in ("resumed", "fresh"))
+    assert resumed.read_bytes() == fresh.read_bytes()
+    assert tokens_of(resumed.parent).tolist() == tokens_of(fresh.parent).tolist()
 
 
 def test_folder_with_other_contents_is_not_touched(tmp_path):

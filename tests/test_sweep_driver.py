@@ -204,7 +204,9 @@ def test_gpus_of_orphans_are_not_given_out_again(study, monkeypatch):
     assert (orphan.name, orphan.gpus) == (first.name, ["0"])
     other = LocalLauncher(study.folder, study.trials, Resources(), None, sleeping)
     assert other.count_free() == 2
+    assert launcher.count_free() == 2
     other.start([second])
+    assert launcher.count_free() == 1, "a living driver's trials count, too"
     assert {process.name: process.gpus for process in find_processes(study.folder)}[second.name] == ["1"]
     other.stop()
     assert find_processes(study.folder) == []
@@ -219,6 +221,8 @@ def test_process_id_that_is_used_again_is_no_trial(study):
     assert [process.pid for process in find_processes(study.folder)] == [os.getpid()]
     write_json(trial.folder.path / "process.json", record | {"start_time": "1"})
     assert find_processes(study.folder) == []
+    write_json(trial.folder.path / "process.json", record | {"pid": 2**22 + 1, "start_time": ""})
+    assert find_processes(study.folder) == [], "it ended before its start time was read"
     (trial.folder.path / "process.json").write_text("[")
     assert find_processes(study.folder) == []
 

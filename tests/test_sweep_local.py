@@ -15,7 +15,7 @@ from stackexp.sweeps.display import Display
 from stackexp.sweeps.launchers import local
 from stackexp.sweeps.launchers.local import LocalLauncher
 from stackexp.sweeps.schema import Resources
-from stackexp.sweeps.trials import Trial
+from stackexp.sweeps.trials import Trial, find_cause
 
 PRINT = "import os, time; print(os.environ.get('CUDA_VISIBLE_DEVICES'), os.environ['OMP_NUM_THREADS'], flush=True)"
 
@@ -123,3 +123,10 @@ def test_live_table_shows_running_trials_first(width):
     assert lines[-3][2:] == ["150/300", "3.250", "4,096", "2", "min", "30", "s"]
     assert lines[-1][2:] == ["300/300", "2.5000"], "no attempts column, since none was retried"
     assert "3 trials: 1 waiting, 1 running, 1 done" in console.file.getvalue()
+
+
+def test_the_cause_of_a_failure_is_a_signal_or_an_exit_code():
+    (trial,) = build_trials(count=1)
+    assert find_cause(trial, -9) == "killed by SIGKILL"
+    for code in (-127, 255):  # no signals
+        assert find_cause(trial, code) == f"exit code {code} without a result: no output"

@@ -1,5 +1,6 @@
 """Adaptive search: Optuna proposes the trials, and the run folders are the record."""
 
+import io
 import json
 import sys
 from collections import Counter
@@ -7,12 +8,13 @@ from pathlib import Path
 
 import pytest
 from config_files import build_sweep, finish_trial
+from rich.console import Console
 from sweep_driver import build_fake_command
 
 from stackexp.config.compose import to_yaml
 from stackexp.errors import ConfigError
 from stackexp.sweeps import driver
-from stackexp.sweeps.display import Display
+from stackexp.sweeps.display import Display, format_sweep_status
 from stackexp.sweeps.launchers.local import LocalLauncher
 from stackexp.sweeps.schema import Resources
 from stackexp.sweeps.search import Study, _read_values
@@ -121,6 +123,31 @@ def test_a_search_that_maximizes_prunes_high_losses_and_low_accuracies(metric, e
     study.find_pruned([trial])
     (reported,) = study._study.trials
     assert reported.intermediate_values == {5: expected}
+
+
+def test_a_search_without_trials_has_a_status():
+    sweep = build(space=SPACE)
+    with Display("average.loss", Console(file=io.StringIO(), force_terminal=True)) as display:
+        display.update(sweep.trials)
+    assert "no trials yet; no driver is running" in format_sweep_status(sweep, [])
+
+
+def test_trials_of_another_search_are_ignored():
+    other = build_sweep(overrides=["model.memory=null"], search={"space": {LR: SPACE[LR]}})
+    start(other.build_trial({LR: 1e-3}, "lr=0.001"))
+    sweep = build(trials=1, space=SPACE)
+    assert sweep.find_search_trials() == []
+    assert len(sweep._foreign) == 1
+
+
+def test_a_search_over_the_proportions_of_streams_resumes():
+    key = "data.streams.web.proportion"
+    streams = "data.streams={web: {path: web, proportion: 0.5}, code: {path: code, proportion: 0.5}}"
+    overrides = ["data.kind=shards", streams]
+    sweep = build_sweep(overrides=overrides, search={"space": {key: {"low": 0.1, "high": 0.9}}})
+    trial = sweep.build_trial({key: 0.25}, "web=0.25")
+    start(trial)
+    assert [found.values for found in sweep.find_search_trials()] == [{key: 0.25}]
 
 
 def test_a_finished_trial_whose_process_still_runs_is_not_pruned():

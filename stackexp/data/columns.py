@@ -26,7 +26,8 @@ class Filter:
     value: str
 
     def __str__(self) -> str:
-        return f"{self.column}{self.comparison}{self.value}"
+        is_plain = re.fullmatch(r"[^=!<>\s\"'](.*\S)?", self.value, re.DOTALL)
+        return f"{self.column}{self.comparison}" + (self.value if is_plain else f'"{self.value}"')
 
     @property
     def number(self) -> int | float | None:

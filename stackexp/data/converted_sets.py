@@ -25,6 +25,7 @@ from stackexp.data.tokenizer import (
     get_vocab_size,
     tokenize_pieces,
 )
+from stackexp.data.verification import verify_file
 from stackexp.errors import RunError
 from stackexp.files import compute_sha256, get_cache_root, hold_lock
 
@@ -38,10 +39,8 @@ def convert_text(path: Path, tokenizer: Tokenizer | None) -> TokenFile:
     damaged or if there is no text.
     """
     sources = find_sources(path)
-    digest = compute_sha256(path) if path.is_file() else None
-    if digest is None:
-        names = [[source.name, compute_sha256(Path(source.path))] for source in sources]
-        digest = hashlib.sha256(json.dumps(names).encode()).hexdigest()
+    names = [[source.name, compute_sha256(Path(source.path))] for source in sources]  # the suffix is the format
+    digest = hashlib.sha256(json.dumps(names).encode()).hexdigest()
 
     def read() -> Iterator[Piece]:
         bad: list[BadLine] = []
@@ -107,6 +106,7 @@ def _open_complete(path: Path) -> TokenFile | None:
     """Open a token file that has a record and the recorded length."""
     try:
         file = TokenFile(path)
+        verify_file(path, file.record.sha256 if file.record else None)
     except RunError:
         return None
     return file if file.record else None

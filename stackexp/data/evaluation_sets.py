@@ -82,6 +82,8 @@ def find_sets(name: str, path: Path, *, warn_missing: bool = True) -> dict[str, 
     if not found:
         known = " ".join(SET_SUFFIXES)
         raise RunError(f"{path}: contains no sets; expected prepared sets, MDS shards or files with suffix {known}")
+    if any(entry.name.lower().endswith((".py", ".rst")) for entry in path.iterdir()):
+        log.warning("%s: its .py and .rst files are not scored; move them to a folder without other sets", path)
     missing = [n for n in olmo.NAMES.get(name, ()) if f"{name}/{n}" not in found]
     if missing and warn_missing:
         advice = suggest_fetch(name, path)

@@ -109,12 +109,13 @@ def start_set(plan: Plan, folder: Path) -> None:
             changed = _compare_plan(record, folder)
         if changed:
             with hold_lock(folder / ".lock", f"the preparation of {folder}"):
-                renumber_units(folder, plan.units)
-                write_json(folder / "plan.json", record, indent=1)
-            print(
-                f"{folder}: sources have changed ({_list_names(changed)}); their units are prepared again",
-                file=sys.stderr,
-            )
+                if _compare_plan(record, folder):  # otherwise another process has made the same change meanwhile
+                    if plan.tokenizer is None:  # it was trained on the old sources
+                        (folder / "tokenizer.json").unlink(missing_ok=True)
+                    renumber_units(folder, plan.units if plan.tokenizer else [])
+                    write_json(folder / "plan.json", record, indent=1)
+            again = "their units are" if plan.tokenizer else "the tokenizer and all units are"
+            print(f"{folder}: sources have changed ({_list_names(changed)}); {again} prepared again", file=sys.stderr)
 
 
 def _compare_plan(record: dict, folder: Path) -> list[str]:

@@ -76,7 +76,7 @@ class ArithmeticData(ExperimentData):
         """Return a loader of one rank's share of a set, or of `eval_limit` evenly spread problems."""
         problems = dataset.problems
         if self.eval_limit is not None:
-            problems = problems[np.linspace(0, len(problems) - 1, self.eval_limit).astype(int)]
+            problems = problems[np.linspace(0, len(problems) - 1, min(self.eval_limit, len(problems))).astype(int)]
         batches = RankBatches(len(problems), self.config.eval_batch_size, rank, world_size)
         return SetBatches(lambda: problems, self._build_evaluation_batch, batches)
 

@@ -179,7 +179,7 @@ class TrainingSet:
         sizes = [len(source.tokens) for source in self.sources]
         if streams[0].proportion is None:
             shares = [(stream.repeat or 1) * size for stream, size in zip(streams, sizes, strict=True)]
-            count = int(sum(shares))
+            count = int(round(sum(shares), 6))  # 0.29 * 100 is 28.999...
         else:
             shares, count = [stream.proportion or 0 for stream in streams], sum(sizes)
         if count < batch:

@@ -1,5 +1,7 @@
 """The model card (README.md) of an exported model, filled from its run."""
 
+from pathlib import Path
+
 from stackexp.data import hash_log
 from stackexp.evaluation.loading import LoadedRun
 from stackexp.evaluation.score_tables import format_scores
@@ -94,7 +96,8 @@ def _format_validation(loaded: LoadedRun) -> str:
     """Return the table of the recorded scores of this checkpoint, or the command that computes them."""
     folder, step = loaded.folder, _find_step(loaded)
     records = [read_json(path) for path in sorted(folder.path.glob("validate*.json"))]
-    records = [record for record in records if record["checkpoint"] == str(loaded.checkpoint)]
+    last = loaded.checkpoint.parts[-2:]  # the folder may have another path since
+    records = [record for record in records if Path(record["checkpoint"]).parts[-2:] == last]
     sets = records[-1]["sets"] if records else {}
     has_result = folder.is_finished and loaded.checkpoint.name != EMA
     if not sets and has_result and (result := folder.read_result()).steps == step:

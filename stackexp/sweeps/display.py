@@ -98,11 +98,11 @@ def format_sweep_status(sweep: Sweep, statuses: list[Status]) -> str:
 
 def _format_statuses(statuses: list[Status]) -> tuple[list[str], str, list[list[str]]]:
     """Return header, alignment and rows, without empty columns, and without attempts if no trial was retried."""
-    columns = dict(zip(COLUMNS, zip(*map(format_status, statuses), strict=True), strict=True))
+    columns = dict(zip(COLUMNS, zip(*map(format_status, statuses), strict=True), strict=False))  # {} without rows
     omitted = {column for column, cells in columns.items() if not any(cells)}
     if all(status.attempts < 2 for status in statuses):
         omitted.add("attempts")
-    shown = [column for column in COLUMNS if column not in omitted]
+    shown = [column for column in columns if column not in omitted]
     align = "".join(side for column, side in zip(COLUMNS, ALIGN, strict=True) if column in shown)
     return shown, align, [list(row) for row in zip(*(columns[column] for column in shown), strict=True)]
 
@@ -111,7 +111,7 @@ def format_summary(statuses: list[Status]) -> str:
     """Return the number of trials in each state, such as `25 trials: 2 running, 23 done`."""
     counts = Counter(status.state for status in statuses)
     parts = [f"{counts[state]} {state}" for state in State if counts[state]]
-    return f"{len(statuses)} trials: {', '.join(parts)}"
+    return f"{len(statuses)} trials: {', '.join(parts)}" if parts else "no trials yet"
 
 
 def format_status(status: Status) -> list[str]:

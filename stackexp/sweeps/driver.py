@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from stackexp.config.compose import to_yaml
-from stackexp.errors import RunError, StoppedError
+from stackexp.errors import FolderBusyError, RunError, StoppedError
 from stackexp.files import hold_lock, is_locked, try_lock, write_atomically, write_json
 from stackexp.sweeps.launchers import Launcher
 from stackexp.sweeps.trials import START_MARK, Trial, read_failure, record_failure
@@ -25,8 +25,6 @@ DRIVERS = ".drivers"
 POLL_SECONDS = 0.5
 RECHECK_SECONDS = 5
 """Pause before a driver checks again a trial that runs elsewhere."""
-EXIT_BUSY, EXIT_STOPPED = 74, 75
-"""Exit codes of fit: another process holds the folder; stopped with a checkpoint."""
 
 
 class TrialSource:
@@ -148,9 +146,9 @@ class Driver:
     def _collect_ended(self) -> None:
         """Record the failures among the trials that have ended, and release their locks."""
         # A trial that is stopped before it handles signals is killed by SIGTERM.
-        stop_codes = (EXIT_STOPPED, -signal.SIGTERM) if self._is_stopping else (EXIT_STOPPED,)
+        stop_codes = (StoppedError.exit_code, -signal.SIGTERM) if self._is_stopping else (StoppedError.exit_code,)
         for trial, code in self._launcher.collect_ended():
-            if code == EXIT_BUSY:
+            if code == FolderBusyError.exit_code:
                 self._recheck_at[trial] = time.monotonic() + RECHECK_SECONDS
             elif not (code in stop_codes or trial.folder.is_finished or trial.pruned.exists()):
                 record_failure(trial, code)

@@ -1,7 +1,6 @@
 """Load a sweep's YAML and compose its trials. Imports no torch; every mistake is a ConfigError."""
 
 import dataclasses
-import functools
 import math
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from pathlib import Path
 
 import yaml
 
+from stackexp.config.affects import flatten_config
 from stackexp.config.compose import build_dataclass, compose, load_config
 from stackexp.config.experiment import ExperimentConfig
 from stackexp.config.layers import find_origin, list_sections, split_overrides
@@ -103,12 +103,26 @@ class Sweep:
         assert self.config.search is not None
         trials = []
         for folder in map(RunFolder, sorted(self.folder.glob("*-*/"))):
-            if folder not in known and folder.config.is_file():
+            if folder not in known and folder not in self._foreign and folder.config.is_file():
                 config = load_config(folder.config)
-                values = {key: functools.reduce(getattr, key.split("."), config) for key in self.config.search.space}
-                if folder.path.name.endswith(compute_config_hash(self._compose(values))):
+                options = flatten_config(config)
+                values = {key: options[key] for key in self.config.search.space if key in options}
+                if len(values) == len(self.config.search.space) and self._has_hash(folder, values):
                     trials.append(Trial(folder, config, values))
+                else:
+                    self._foreign.add(folder)
         return trials
+
+    @cached_property
+    def _foreign(self) -> set[RunFolder]:
+        """Folders of other searches, which are not checked again."""
+        return set()
+
+    def _has_hash(self, folder: RunFolder, values: Values) -> bool:
+        try:
+            return folder.path.name.endswith(compute_config_hash(self._compose(values)))
+        except ConfigError:  # a trial of another search
+            return False
 
     @cached_property
     def _existing_folders(self) -> dict[str, Path]:

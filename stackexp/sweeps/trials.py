@@ -173,7 +173,7 @@ def read_failure(trial: Trial) -> dict[str, Any]:
         failure = read_json(trial.failure)
         return failure | {"cause": str(failure["cause"]), "attempts": int(failure["attempts"])}
     except (RunError, KeyError, TypeError, ValueError):
-        cause = f"{trial.failure}: damaged; delete it to run the trial again"
+        cause = f"{trial.failure}: damaged; the next sweep run retries the trial"
         return {"cause": cause, "attempts": 0, "tried_again": False}
 
 
@@ -191,7 +191,7 @@ def record_failure(trial: Trial, exit_code: int) -> None:
 
 def find_cause(trial: Trial, exit_code: int) -> str:
     """Return why the last attempt failed: the signal, the last `error:` line of its log, or the last line."""
-    if exit_code < 0:
+    if -exit_code in list(signal.Signals):
         return f"killed by {signal.Signals(-exit_code).name}"
     log = trial.log.read_text(encoding="utf-8", errors="replace") if trial.log.exists() else ""
     lines = [line.strip() for line in log.rpartition(START_MARK)[2].splitlines()[1:] if line.strip()]

@@ -8,6 +8,7 @@ from typing import Any
 from more_itertools import constrained_batches  # required by lm-eval
 
 MAX_NEW_TOKENS = 256  # lm-eval's default for tasks that set no limit
+MAX_NEW_TOKENS_OPTIONS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # lm-eval's order
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,8 @@ def _merge(groups: Sequence[Group]) -> Batch:
 
 def limit_new_tokens(options: Mapping[str, Any], max_length: int) -> int:
     """Return the most tokens to generate with a task's options: at most half of the model's context."""
-    return min(int(options.get("max_gen_toks", MAX_NEW_TOKENS)), max_length // 2)
+    given = (options[name] for name in MAX_NEW_TOKENS_OPTIONS if options.get(name) is not None)
+    return min(int(next(given, MAX_NEW_TOKENS)), max_length // 2)
 
 
 def plan_generation(prompts: Sequence[Sequence[int]], options: Sequence[Hashable], batch_size: int) -> list[list[int]]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from stackexp.errors import RunError
-from stackexp.files import read_json, write_json
+from stackexp.files import hold_lock, read_json, write_json
 from stackexp.run_result import compute_sha256
 from stackexp.tables import ABSENT, RULE, format_table
 
@@ -59,7 +59,7 @@ class Evaluation:
     @property
     def options(self) -> tuple[Any, ...]:
         """The identity of an evaluation; evaluations with the same one share an entry of the file."""
-        return self.checkpoint, self.step, self.limit, self.num_fewshot
+        return self.checkpoint, self.step, self.limit, self.num_fewshot, self.lm_eval
 
 
 def read_evaluations(path: Path) -> list[Evaluation]:
@@ -81,14 +81,15 @@ def read_evaluations(path: Path) -> list[Evaluation]:
 
 def add_evaluation(path: Path, new: Evaluation) -> None:
     """Add an evaluation to a benchmarks.json, atomically; tasks scored with the same options are merged."""
-    evaluations = read_evaluations(path)
-    same = next((old for old in evaluations if old.options == new.options), None)
-    if same is not None:
-        evaluations.remove(same)
-        new = dataclasses.replace(new, tasks=dict(sorted((same.tasks | new.tasks).items())))
-    entries = [dataclasses.asdict(entry) for entry in [*evaluations, new]]
-    record = {"version": VERSION, "evaluations": entries}
-    write_json(path, record | {"sha256": compute_sha256(record)})
+    with hold_lock(path.with_name(f".{path.name}.lock"), f"writing {path}"):
+        evaluations = read_evaluations(path)
+        same = next((old for old in evaluations if old.options == new.options), None)
+        if same is not None:
+            evaluations.remove(same)
+            new = dataclasses.replace(new, tasks=dict(sorted((same.tasks | new.tasks).items())))
+        entries = [dataclasses.asdict(entry) for entry in [*evaluations, new]]
+        record = {"version": VERSION, "evaluations": entries}
+        write_json(path, record | {"sha256": compute_sha256(record)})
 
 
 def compute_mean(values: list[float]) -> tuple[float, float | None]:

@@ -101,7 +101,8 @@ def open_hugging_face_model(folder: Path, batch_size: int, trust_remote_code: bo
         except (OSError, ValueError, KeyError, RuntimeError) as error:
             raise RunError(f"{folder}: cannot load the model ({first_line(error)}); check the folder") from None
 
-    files = [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in sorted(folder.iterdir())]
+    found = [file for file in sorted(folder.iterdir()) if not file.name.endswith(".partial.jsonl")]  # grows
+    files = [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in found]
     return Model(load, folder, files)
 
 

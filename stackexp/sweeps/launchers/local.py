@@ -43,7 +43,7 @@ class LocalLauncher:
     ) -> None:
         self._gpus = [] if all(trial.config.trainer.accelerator == "cpu" for trial in trials) else find_gpus()
         cores = len(os.sched_getaffinity(0))
-        devices = max((_count_devices(trial, len(self._gpus)) for trial in trials), default=1)
+        self._devices = devices = max((_count_devices(trial, len(self._gpus)) for trial in trials), default=1)
         room = len(self._gpus) // devices if self._gpus else max(1, cores // devices)
         self._limit = min(room, max_parallel or room) if self._gpus else max_parallel or room
         parallel = max(1, min(self._limit, len(trials)))
@@ -55,8 +55,7 @@ class LocalLauncher:
         """Start one process for each trial."""
         for trial in trials:
             environment = {"OMP_NUM_THREADS": str(self._threads)} | os.environ
-            used = {gpu for process in find_processes(self._folder) for gpu in process.gpus}
-            gpus = [gpu for gpu in self._gpus if gpu not in used][: trial.config.trainer.devices]
+            gpus = self._find_free_gpus()[: trial.config.trainer.devices]
             if self._gpus:
                 environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
             with open(trial.log, "a") as log:
@@ -82,7 +81,13 @@ class LocalLauncher:
 
     def count_free(self) -> int:
         """Return how many more trials may be started now."""
-        return self._limit - len(self._running) - len(self._find_orphans())
+        free = self._limit - len(self._running) - len(self._find_orphans())
+        return min(free, len(self._find_free_gpus()) // self._devices) if self._gpus else free
+
+    def _find_free_gpus(self) -> list[str]:
+        """Return the GPUs that no trial of the sweep uses, whichever driver has started it."""
+        used = {gpu for process in find_processes(self._folder) for gpu in process.gpus}
+        return [gpu for gpu in self._gpus if gpu not in used]
 
     def _find_orphans(self) -> list["TrialProcess"]:
         """Return the living trials whose driver is dead."""
@@ -156,7 +161,7 @@ class TrialProcess:
     @property
     def is_alive(self) -> bool:
         """Return True if the process runs on this machine."""
-        return self.host == socket.gethostname() and _read_start_time(self.pid) == self.start_time
+        return self.host == socket.gethostname() and _read_start_time(self.pid) == self.start_time != ""
 
 
 def record_process(folder: Path, pid: int, gpus: list[str]) -> None:

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import IO
 
-from stackexp.errors import ConfigError
+from stackexp.errors import ConfigError, StoppedError
 from stackexp.files import try_lock
 from stackexp.sweeps import slurm
 from stackexp.sweeps.launchers import Command, build_fit_command, slurm_jobs
@@ -25,7 +25,6 @@ log = logging.getLogger(__name__)
 ARRAY_SIZE = 1000  # tasks of one job; Slurm's limit where its administrator has set none
 POLL_SECONDS = 1
 SQUEUE_SECONDS = 15  # between two searches for jobs that have vanished
-STOPPED = 75
 
 SCRIPT = """\
 folder=${folders[SLURM_ARRAY_TASK_ID]}
@@ -54,7 +53,7 @@ if ((code == 75)); then
     sleep 3
   done
 fi
-((code > 128)) && code=$((128 - code))
+((code > 128 && code < 193)) && code=$((128 - code))
 printf '{"exit_code": %d, "job": "%s", "id": "%s", "attempt": %d}\\n' \\
   "$code" "$SLURM_JOB_NAME" "$id" "$((SLURM_RESTART_COUNT + 1))" >"$folder/.exit.json"
 mv "$folder/.exit.json" "$folder/exit.json"
@@ -106,7 +105,7 @@ class SlurmLauncher:
             if code is None and states is not None and task not in states:
                 code = -signal.SIGKILL
             if code == -signal.SIGTERM and task in self._ending:  # stopped before it handled signals
-                code = STOPPED
+                code = StoppedError.exit_code
             if code is not None:
                 ended.append((trial, code))
                 del self._started[trial]
@@ -151,7 +150,7 @@ class SlurmLauncher:
     def _end(self, name: str, task: Task, state: TaskState) -> None:
         """End a job. Slurm may refuse while it is about to start or to end; then the task is not in `_ending`."""
         if state.state == "PENDING":
-            record = slurm_jobs.write_exit_code(self._folder / name, task, state.id, STOPPED)
+            record = slurm_jobs.write_exit_code(self._folder / name, task, state.id, StoppedError.exit_code)
             if slurm.call_slurm("scancel", state.id).returncode:
                 record.unlink()
         elif slurm.call_slurm("scontrol", "update", f"JobId={state.id}", "Requeue=0").returncode == 0:

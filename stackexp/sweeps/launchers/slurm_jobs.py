@@ -5,6 +5,7 @@ trials in task order. exit.json in a trial's folder has the exit code of its job
 files to find the trials that already have a job.
 """
 
+import os
 from pathlib import Path
 from typing import NamedTuple
 
@@ -46,6 +47,7 @@ def find_newest_tasks(folder: Path) -> dict[str, Task]:
 def read_exit_code(trial_folder: Path, task: Task) -> int | None:
     """Return the exit code that a task has recorded, or None."""
     try:
+        os.listdir(trial_folder)  # NFS caches that a file is missing until its folder is read
         record = read_json(trial_folder / "exit.json")
     except FileNotFoundError:
         return None
