@@ -77,7 +77,8 @@ def test_muon_updates_matrices_and_adamw_the_rest():
     assert by_muon == set()
     train(model, optimizer, 1)
     by_muon = {names[p] for p, state in optimizer.state.items() if "momentum_buffer" in state}
-    matrices = {name for name, p in model.named_parameters() if p.ndim == 2 and name != "embedding.weight"}
+    others = ("embedding.weight", *(f"layers.{layer}.memory.query" for layer in range(2)))
+    matrices = {name for name, p in model.named_parameters() if p.ndim == 2 and name not in others}
     assert by_muon == matrices
     assert option_of_parameters(model, optimizer, "lr")["layers.0.memory.down"] == 0.2
     others = train(plain, build_adamw(AdamWConfig(lr=0.1, memory_lr=0.2, weight_decay=0.3), plain), 1)
@@ -106,3 +107,9 @@ def test_a_memory_names_matrices_without_decay():
     decay = option_of_parameters(model, build_adamw(AdamWConfig(weight_decay=0.3), model), "weight_decay")
     assert decay["layers.0.memory.residual"] == 0.0
     assert decay["layers.0.attention_memory.maps"] == 0.3
+    model = registry.build("model", compose(["quickstart"], [*SMALL, "model.memory=stacktrans-normalized"]).model)
+    decay = option_of_parameters(model, build_adamw(AdamWConfig(weight_decay=0.3), model), "weight_decay")
+    assert decay["layers.0.memory.action_bias"] == 0.0
+    names = {p: name for name, p in model.named_parameters()}
+    groups = build_muon(MuonConfig(), model).param_groups
+    assert "layers.0.memory.action_bias" not in {names[p] for p in groups[0]["params"]}

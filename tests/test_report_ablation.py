@@ -11,15 +11,13 @@ import yaml
 from language_runs import finish, write_run
 
 from stackexp import cli
-from stackexp.config.affects import flatten_config
-from stackexp.config.compose import compose
 from stackexp.data.olmo import NAMES
 from stackexp.errors import RunError
 from stackexp.evaluation.chunk_losses import write_chunk_losses
 from stackexp.reports.ablation import build_ablation
 from stackexp.reports.arms import read_arms, read_finished_run
 from stackexp.reports.differences import COLUMNS, compute_difference
-from stackexp.reports.paper import CHOICES, PAPER, contradicts_itself, find_variant
+from stackexp.reports.paper import PAPER, contradicts_itself
 from stackexp.reports.report import Report, format_report
 from stackexp.runs import RunFolder
 from stackexp.tables import ABSENT
@@ -45,15 +43,6 @@ def read_table(report: Report, number: int) -> dict[str, dict[str, str]]:
     """Return run -> column -> cell."""
     table = report.tables[number]
     return {row[0]: dict(zip(table.header, row, strict=True)) for row in table.rows}
-
-
-def test_variants_are_found_by_their_options():
-    for variant, name in CHOICES.items():
-        memory = "null" if variant == "Transformer" else name
-        assert find_variant(flatten_config(compose(["quickstart"], [f"model.memory={memory}"]))) == variant
-    for memory in ("stacktrans-normalized", "authors_code", "adapter", "value_skip"):
-        assert find_variant(flatten_config(compose(["quickstart"], [f"model.memory={memory}"]))) is None
-    assert find_variant({"model.kind": "lstm"}) is None
 
 
 def test_the_paper_contradicts_itself_in_four_cells():
@@ -150,12 +139,37 @@ def test_commands_of_other_folders(runs):
     fit = f"`python -m stackexp fit --config {stacktrans}/config.yaml name=transformer model.memory=null`"
     assert f"missing Transformer: {fit}" in build_ablation([stacktrans]).notes
     value_skip = next(runs.glob("value_skip-*"))
-    missing = "Transformer, StackTrans, Queue, Push-Only, Single-Head, Full-Dimension: `python -m stackexp sweep run"
-    assert f"missing {missing} ablation`" in build_ablation([value_skip]).notes
+    fit = f"`python -m stackexp fit --config {value_skip}/config.yaml name=queue model.memory=queue`"
+    assert f"missing Queue: {fit}" in build_ablation([value_skip]).notes
     copies = runs / "ablation_small"
     copies.mkdir()
     value_skip.rename(copies / value_skip.name)
+    missing = "Transformer, StackTrans, Queue, Push-Only, Single-Head, Full-Dimension: `python -m stackexp sweep run"
     assert f"missing {missing} ablation_small`" in build_ablation([copies]).notes
+
+
+def test_missing_variants_have_the_width_of_the_narrowest_run(tmp_path):
+    wide = ("model.memory=null", "model.intermediate_size=3000")
+    finish(write_run(tmp_path / "transformer_wide-0123abcd", *wide), 3.0)
+    finish(write_run(tmp_path / "adapter-0123abcd", "model.memory=adapter"), 3.0)
+    options = f"logging.root={tmp_path} name=stacktrans model.memory=stacktrans"
+    command = f"`python -m stackexp fit --config {tmp_path}/adapter-0123abcd/config.yaml {options}`"
+    assert f"missing StackTrans: {command}" in build_ablation([tmp_path]).notes
+
+
+def test_other_options_than_the_memory_are_named(runs):
+    for seed in (0, 1):
+        options = ("model.memory=stacktrans", "model.embedding_scale=1", "optimizer.lr=0.1")
+        finish(write_run(runs / f"unscaled-seed={seed}-0123abc{seed}", *options, seed=seed), 2.0)
+    notes = build_ablation([runs]).notes
+    found = "unscaled: not only the memory differs from transformer: model.embedding_scale=1.0, optimizer.lr=0.1"
+    assert [note for note in notes if "not only" in note] == [found]
+
+
+def test_a_baseline_without_a_finished_run_is_an_error(runs):
+    write_run(runs / "begun-0123abcd", "model.memory=queue")
+    with pytest.raises(RunError, match=r"begun has no finished run; finish it with `python -m stackexp fit --run "):
+        build_ablation([runs], "begun")
 
 
 def test_later_validations_fill_v2_and_v3(runs):

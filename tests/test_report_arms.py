@@ -9,6 +9,7 @@ from stackexp.config.affects import flatten_config
 from stackexp.config.compose import compose
 from stackexp.reports.arms import name_arm, name_memory, read_arms
 from stackexp.reports.differences import compute_difference
+from stackexp.reports.paper import CHOICES, find_variant
 
 
 def test_arms_are_named_without_id_seed_and_hash():
@@ -65,6 +66,15 @@ def test_intervals_are_those_of_student():
     assert str(compute_difference([0.1, -0.08])) == "+0.010 (-1.134 to +1.154)"
     assert str(compute_difference([-0.5])) == "-0.500", "one seed is never bold"
     assert str(compute_difference([-0.0001])) == "+0.000", "zero has no minus sign"
+
+
+def test_variants_are_found_by_their_options():
+    for variant, name in CHOICES.items():
+        memory = "null" if variant == "Transformer" else name
+        assert find_variant(flatten_config(compose(["quickstart"], [f"model.memory={memory}"]))) == variant
+    for memory in ("stacktrans-normalized", "authors_code", "adapter", "value_skip"):
+        assert find_variant(flatten_config(compose(["quickstart"], [f"model.memory={memory}"]))) is None
+    assert find_variant({"model.kind": "lstm"}) is None
 
 
 def test_families_of_other_stacks_are_named_by_their_options():

@@ -103,14 +103,19 @@ def test_many_arms_leave_the_papers_two(tmp_path):
     assert [row[0] for row in report.tables[0].rows] == ["other5", "other3"]
 
 
-def test_other_data_are_reported(tmp_path):
-    finish(write_run(tmp_path / "transformer-0123abcd", "model.memory=null", losses=[3.0]), 3.0)
-    finish(write_run(tmp_path / "stacktrans-0123abcd", "model.memory=stacktrans", losses=[3.0], data="ff"), 3.0)
+@pytest.mark.parametrize("is_finished", [True, False])
+def test_other_data_and_budgets_are_not_compared(tmp_path, is_finished):
+    write_run(tmp_path / "transformer-0123abcd", "model.memory=null", losses=[3.0])
+    write_run(tmp_path / "stacktrans-0123abcd", "model.memory=stacktrans", losses=[3.0], data="ff")
+    write_run(tmp_path / "long-0123abcd", "model.memory=queue", "trainer.max_steps=900", losses=[3.0])
+    if is_finished:
+        for name in ("transformer", "stacktrans", "long"):
+            finish(tmp_path / f"{name}-0123abcd", 3.0)
     report = build_dynamics([tmp_path])
-    assert report.tables[0].rows[1][4] == ABSENT, "not subtracted"
-    (note,) = [note for note in report.notes if "not paired" in note]
-    assert note.startswith("stacktrans, seed 0: not paired with transformer: ")
-    assert "differ at step 10" in note
+    assert [row[4] for row in report.tables[0].rows] == [ABSENT] * 3, "not subtracted"
+    notes = [note for note in report.notes if "not compared" in note]
+    assert "long, seed 0: not compared with transformer: trained for 900 steps, the baseline for 720" in notes
+    assert any(note.startswith("stacktrans, seed 0: not") and "differ at step 10" in note for note in notes)
 
 
 def test_mistakes_are_one_line(tmp_path):

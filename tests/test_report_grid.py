@@ -9,6 +9,7 @@ from config_files import build_sweep, finish_trial
 from stackexp import cli
 from stackexp.errors import RunError
 from stackexp.reports.grid import build_grid, draw_grid
+from stackexp.reports.page import build_page
 from stackexp.reports.sweeps import collect_results
 from stackexp.sweeps.sweep import Sweep
 
@@ -47,6 +48,16 @@ def test_curves_and_heat_maps(capsys):
     assert [axes.get_title() for axes in bottom.axes if axes.get_title()] == ["$S$ = 8", "$S$ = 24"]
     assert maps[0].tolist() == [pytest.approx(row) for row in ([2.148, 2.248], [2.188, 2.288], [2.268, 2.368])]
     assert maps[1].mask.tolist() == [[False, False], [False, False], [False, True]]
+
+
+def test_figures_without_the_trial_at_the_center():
+    """They use the best trial instead. `report all` draws them, too."""
+    sweep = build(unfinished=2, grid={H: [1, 2], D: [4, 8], S: [8, 24]}, center={H: 2, D: 8, S: 24})
+    report = build_grid(str(sweep.folder))
+    assert report.draw is not None
+    panels = report.draw().subfigs[0].axes
+    assert [axes.get_title() for axes in panels] == ["d_s = 4, S = 8", "H = 1, S = 8", "H = 1, d_s = 4"]
+    assert "base64" in build_page(sweep.folder)
 
 
 def test_seeds_are_averaged_and_one_key_has_no_map():

@@ -50,7 +50,7 @@ def find_changed_keys(ours: Options, theirs: Options, which: Collection[str]) ->
     An option that is newer than one side has its default value there.
     """
     keys = sorted(ours.keys() | theirs.keys(), key=lambda key: (not key.startswith("model."), key))
-    changed = (key for key in keys if _get_value(ours, theirs, key) != _get_value(theirs, ours, key))
+    changed = (key for key in keys if get_value(ours, theirs, key) != get_value(theirs, ours, key))
     return [key for key in changed if get_effect(ours if key in ours else theirs, key) in which]
 
 
@@ -78,7 +78,7 @@ def get_default(field: dataclasses.Field) -> Any:
     return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
 
 
-def _get_value(options: Options, others: Options, key: str) -> Any:
+def get_value(options: Options, others: Options, key: str) -> Any:
     """Return the value of `key`: its default if only `others` have it, in a section of the same kind."""
     kind = f"{key.rpartition('.')[0]}.kind"
     if key in options or options.get(kind) != others.get(kind):

@@ -18,13 +18,18 @@ def build_adamw(config: AdamWConfig, model: nn.Module) -> torch.optim.AdamW:
 
 
 def build_muon(config: MuonConfig, model: nn.Module) -> "MuonAdamW":
-    """Build Muon for the matrices between embedding and output projection, and AdamW for everything else."""
+    """Build Muon for the matrices between embedding and output projection, and AdamW for everything else.
+
+    Matrices of memories count if they map from or to the hidden state: a query per head is a list of vectors.
+    """
     parameters = [p for p in model.parameters() if p.requires_grad]
-    excluded = {*_find_embeddings(model), *(model.head.parameters() if getattr(model, "head", None) else ())}
-    matrices = [p for p in parameters if p.ndim == 2 and p not in excluded]
-    others = [p for p in parameters if p.ndim != 2 or p in excluded]
+    size = getattr(getattr(model, "config", None), "hidden_size", None)
+    excluded = _find_embeddings(model) | _find_no_decay(model)
+    excluded |= set(model.head.parameters() if getattr(model, "head", None) else ())
+    matrices = {p for p in parameters if p.ndim == 2 and p not in excluded and size in (None, *p.shape)}
+    others = [p for p in parameters if p not in matrices]
     muon = torch.optim.Muon(
-        group_parameters(config, model, matrices),
+        group_parameters(config, model, [p for p in parameters if p in matrices]),
         lr=config.lr,
         momentum=config.momentum,
         adjust_lr_fn="match_rms_adamw",  # updates as large as AdamW's, so that lr and weight_decay keep their meaning
@@ -35,7 +40,7 @@ def build_muon(config: MuonConfig, model: nn.Module) -> "MuonAdamW":
 def group_parameters(config: AdamWConfig, model: nn.Module, parameters: list[nn.Parameter]) -> list[dict[str, Any]]:
     """Return one group for each pair of learning rate and weight decay."""
     memories = list(getattr(model, "memories", ()))
-    constant = _find_embeddings(model) | {getattr(m, name) for m in memories for name in m.no_decay}
+    constant = _find_embeddings(model) | _find_no_decay(model)
     in_memories = {p for memory in memories for p in memory.parameters()}
     width_scale, scaled = _find_scaled(model, in_memories)
     groups: dict[tuple[float, float], list[nn.Parameter]] = {}
@@ -61,6 +66,10 @@ def _find_scaled(model: nn.Module, in_memories: set[nn.Parameter]) -> tuple[floa
 
 def _find_embeddings(model: nn.Module) -> set[nn.Parameter]:
     return {p for module in model.modules() if isinstance(module, nn.Embedding) for p in module.parameters()}
+
+
+def _find_no_decay(model: nn.Module) -> set[nn.Parameter | None]:
+    return {getattr(memory, name) for memory in getattr(model, "memories", ()) for name in memory.no_decay}
 
 
 def _build_adamw(config: AdamWConfig, groups: list[dict[str, Any]]) -> torch.optim.AdamW:

@@ -1,6 +1,7 @@
 """The paper's ablation: losses of the variants and of the paper, and paired differences from the baseline."""
 
 import json
+import math
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 
 from stackexp.config.affects import select_options
 from stackexp.data.olmo import NAMES
+from stackexp.errors import RunError
 from stackexp.reports.arms import Arm, ArmRun, describe_unfinished, find_arm, rank_arm, read_arms
 from stackexp.reports.differences import (
     COLUMNS,
@@ -31,9 +33,9 @@ from stackexp.reports.missing_runs import (
 from stackexp.reports.paper import CHOICES, PAPER, contradicts_itself, find_variant
 from stackexp.reports.report import PALETTE, Report, Table
 from stackexp.reports.summaries import format_loss
+from stackexp.runs import format_resume_command
 from stackexp.tables import ABSENT
 
-DEFAULT_COMMAND = "python -m stackexp sweep run ablation"
 LEGEND = (
     "Losses are means over the seeds, in nats per token, with perplexity after the slash. Training loss: mean of the "
     "last 20 steps. Average: the run's own sets outside V2 and V3.",
@@ -58,7 +60,7 @@ def build_ablation(paths: Sequence[Path], baseline: str | None = None) -> Report
     order += [arm for arm in finished if arm not in order]
     comparisons = [compare_arms(arm, base) for arm in order if arm is not base] if base else []
     sweeps = find_sweeps(paths)
-    missing = _find_missing(_assign_variants(arms), paths, [*sweeps, *find_namesakes(paths)])
+    missing = _find_missing(arms, paths, [*sweeps, *find_namesakes(paths)])
     notes = [*LEGEND, *missing, *_find_unscored(order), *describe_unfinished(arms), *describe_sweeps(sweeps), *notes]
     diverged = [run for arm in order for run in arm.runs if not read_losses(run)]
     notes += [f"without a finite loss, not in the means: {run.folder.path}" for run in diverged]
@@ -85,21 +87,28 @@ def _assign_variants(arms: list[Arm]) -> dict[str, Arm]:
     return variants
 
 
-def _find_missing(variants: dict[str, Arm], paths: Sequence[Path], sweeps: list[Path]) -> list[str]:
-    """Return the commands that run the paper's variants without an arm: of a sweep, or with the config of another."""
-    arm = variants.get("Transformer") or next(iter(variants.values()), None)
+def _find_missing(arms: list[Arm], paths: Sequence[Path], sweeps: list[Path]) -> list[str]:
+    """Return the commands that run the paper's variants without an arm: of a sweep, or with the config of another.
+
+    The other arm is a narrow one, so that no variant gets the width of a widened Transformer.
+    """
+    variants = _assign_variants(arms)
+    narrowest = min(arms, key=lambda arm: (arm.config.get("model.intermediate_size") or math.inf, rank_arm(arm)))
     commands: dict[str, list[str]] = {}
     for variant, name in CHOICES.items():
         if variant not in variants:
             overrides = [f"name={name}", f"model.memory={'null' if variant == 'Transformer' else name}"]
-            default = build_fit_command(arm.folders[0], paths, *overrides) if arm else DEFAULT_COMMAND
+            default = build_fit_command(narrowest.folders[0], paths, *overrides)
             commands.setdefault(find_command(name, sweeps, default), []).append(variant)
     return [f"missing {', '.join(found)}: `{command}`" for command, found in commands.items()]
 
 
 def _find_baseline(arms: list[Arm], variants: dict[str, Arm], name: str | None) -> Arm | None:
-    base = find_arm([arm for arm in arms if arm.runs], name) if name else variants.get("Transformer")
-    return base if base and base.runs else None
+    base = find_arm(arms, name) if name else variants.get("Transformer")
+    if base and name and not base.runs:
+        command = format_resume_command(base.unfinished[0])
+        raise RunError(f"{name} has no finished run; finish it with `{command}`, or choose another --baseline")
+    return base
 
 
 def _average_losses(losses: Sequence[Losses]) -> Losses:
@@ -206,7 +215,7 @@ def draw_differences(comparisons: list[Comparison], baseline: str) -> Any:
     found = {c.arm.name: c.differences for c in comparisons if c.pairs}
     columns = [c for c in COLUMNS if any(c in differences for differences in found.values())]
     names = list(found)
-    figure, axes = new_figure(6.5, 1.4 + 0.34 * len(names))
+    figure, axes = new_figure(5.2 + 0.08 * max(map(len, [baseline, *names])), 1.4 + 0.34 * len(names))
     for i, column in enumerate(columns):
         for row, name in enumerate(names):
             if column in found[name]:

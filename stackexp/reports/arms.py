@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from stackexp.config.affects import find_changed_keys
+from stackexp.config.affects import find_changed_keys, get_value
 from stackexp.config.compose import load_config
 from stackexp.config.formal_language import get_model_label
 from stackexp.config.registry import get_entry, list_kinds
@@ -168,8 +168,9 @@ def _separate_names(arms: list[Arm]) -> list[Arm]:
         configs = [arm.config for arm in members]
         changed = (key for config in configs for key in find_changed_keys(configs[0], config, ["training"]))
         differing = [key for key in dict.fromkeys(changed) if key != "seed"]
+        every = {key: value for config in configs for key, value in config.items()}
         for arm, config in zip(members, configs, strict=True):
-            values = ", ".join(f"{key.rpartition('.')[2]}={config.get(key)}" for key in differing)
+            values = ", ".join(f"{key.rpartition('.')[2]}={get_value(config, every, key)}" for key in differing)
             detail = values if 0 < len(differing) <= MAX_NAMED_OPTIONS else arm.folders[0].path.name
             separate.append(Arm(f"{name} ({detail})", arm.runs, arm.unfinished) if len(members) > 1 else arm)
     return separate

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from stackexp.config.affects import find_changed_keys, get_value
 from stackexp.errors import RunError
 from stackexp.evaluation.chunk_losses import read_chunk_losses
 from stackexp.modules.scores import average_groups, average_scores, bootstrap_interval
@@ -21,6 +22,7 @@ T_QUANTILES = (
     *(2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042),
 )
 """The 97.5 % quantiles of Student's t with 1 to 30 degrees of freedom."""
+SIZES = ("model.hidden_size", "model.intermediate_size", "model.num_heads", "model.num_kv_heads", "model.num_layers")
 TRAINING, OTHER = "training loss", "average"
 COLUMNS = (TRAINING, "V2", "V3", OTHER)
 Losses = dict[str, tuple[float, float | None]]
@@ -144,7 +146,16 @@ def compare_arms(arm: Arm, baseline: Arm) -> Comparison:
             mismatches.append(f"{arm.name}, seed {run.seed}: not paired with {baseline.name}: {problem}")
         else:
             pairs.append((run, bases[run.seed]))
+    if pairs and (options := _find_other_options(arm, baseline)):
+        mismatches.append(f"{arm.name}: not only the memory differs from {baseline.name}: {', '.join(options)}")
     return Comparison(arm, pairs, mismatches)
+
+
+def _find_other_options(arm: Arm, baseline: Arm) -> list[str]:
+    """Return the options of an arm, as key=value, that differ from the baseline and are no sizes or memory options."""
+    changed = find_changed_keys(baseline.config, arm.config, ["training"])
+    others = [key for key in changed if key not in ("seed", *SIZES) and not key.startswith("model.memory")]
+    return [f"{key}={get_value(arm.config, baseline.config, key)}" for key in others]
 
 
 def _find_mismatch(run: ArmRun, base: ArmRun | None) -> str:

@@ -10,10 +10,12 @@ import numpy as np
 from stackexp.errors import RunError
 from stackexp.metric_tags import TRAIN_LOSS
 from stackexp.reports.arms import Arm, describe_unfinished, find_arm, rank_arm, read_arms
-from stackexp.reports.differences import Comparison, compare_arms, compute_difference
+from stackexp.reports.compare import check_same_data
+from stackexp.reports.differences import compare_arms, compute_difference
 from stackexp.reports.figures import abbreviate_thousands, new_figure
 from stackexp.reports.paper import find_variant
 from stackexp.reports.report import LINE_STYLES, PALETTE, Report, Table
+from stackexp.runs import RunFolder
 from stackexp.tables import ABSENT
 
 MAX_CURVES = 6
@@ -63,7 +65,7 @@ def build_dynamics(
         raise RunError(f"{', '.join(map(str, paths))}: no training losses in metrics.jsonl; {remedy}")
     own = next((curve for curve in curves if curve.name == base.name), curves[0])
     comparisons = {arm.name: compare_arms(arm, base) for arm in chosen if arm is not base}
-    unpaired = {name: _find_unpaired_seeds(comparison, base) for name, comparison in comparisons.items()}
+    unpaired = {arm.name: _find_unpaired(arm, base) for arm in chosen if arm is not base}
     crossings = {c.name: find_crossings(c, own, unpaired.get(c.name, ())) for c in curves if c is not own}
     sizes = {name: comparison.format_sizes(base) for name, comparison in comparisons.items()}
     rows = [[*_build_row(c, crossings.get(c.name)), *sizes.get(c.name, [ABSENT] * 2)] for c in curves]
@@ -76,7 +78,11 @@ def build_dynamics(
         "smoothed difference changes its sign for at least one window. Parameters and FLOPs per token are not matched; "
         "their residual mismatch is given."
     )
-    mismatches = [line for comparison in comparisons.values() for line in comparison.mismatches]
+    mismatches = [
+        f"{name}, seed {seed}: not compared with {base.name}: {reason}"
+        for name, reasons in unpaired.items()
+        for seed, reason in sorted(reasons.items())
+    ]
     notes = [legend, *mismatches, *describe_unfinished(chosen), *notes]
     records = [
         {"run": curve.name, "tokens": int(t), "loss": raw, "smoothed": smoothed}
@@ -98,10 +104,25 @@ def _find_baseline(arms: list[Arm], name: str | None) -> Arm:
     return find_arm(arms, name)
 
 
-def _find_unpaired_seeds(comparison: Comparison, base: Arm) -> set[int]:
-    """Return the seeds that both arms have finished, but on different data or numbers of tokens."""
-    finished = {run.seed for run in comparison.arm.runs} & {run.seed for run in base.runs}
-    return finished - {run.seed for run, _ in comparison.pairs}
+def _find_unpaired(arm: Arm, base: Arm) -> dict[int, str]:
+    """Return why runs of the same seed cannot be compared: {seed: reason}. Unfinished runs are checked, too."""
+    bases = {folder.read_options()["seed"]: folder for folder in reversed(base.folders)}
+    reasons = {}
+    for folder in reversed(arm.folders):
+        seed, other = folder.read_options()["seed"], bases.get(folder.read_options()["seed"])
+        if other and (reason := _find_mismatch(folder, other)):
+            reasons[seed] = reason
+    return reasons
+
+
+def _find_mismatch(folder: RunFolder, other: RunFolder) -> str:
+    ours, theirs = (run.read_options()["trainer.max_steps"] for run in (folder, other))
+    if ours != theirs:
+        return f"trained for {ours:,} steps, the baseline for {theirs:,}"
+    try:
+        return "; ".join(check_same_data([other, folder]))
+    except RunError as error:
+        return str(error).partition("; compare them anyway")[0]
 
 
 def _choose_arms(arms: list[Arm], base: Arm, only: Sequence[str]) -> list[Arm]:

@@ -81,6 +81,8 @@ def draw_grid(rows: list[Row], center: Values, varied: list[str]) -> Any:
     """Draw the loss against each varied key; below, if two keys vary, the H x d_s heat map for each S."""
     from matplotlib.figure import Figure
 
+    if not all(select_rows(rows, KEYS[symbol], center) for symbol in varied):  # not finished
+        center = {}
     slots = _list_values(rows, "S") or [None]
     has_maps = len(varied) > 1
     figure: Any = Figure(figsize=(9.5, 6.4 if has_maps else 3.2), layout="constrained")

@@ -29,6 +29,8 @@ class ExtendedStackMemory(StackMemory):
       rows for `feedback_activation: gated`.
     """
 
+    no_decay = ("action_bias",)
+
     def __init__(self, config: StackMemoryConfig, model: TransformerConfig, layer: int) -> None:
         super().__init__(config, model, layer)
         self.uses_random_numbers = config.action_noise > 0
