@@ -132,6 +132,11 @@ def test_missing_cells_have_commands(runs):
     options = f"logging.root={runs} name=push_only model.memory=push_only"
     assert f"missing Push-Only: `python -m stackexp fit --config {base}/config.yaml {options}`" in notes
     assert "missing V2 and V3 of all runs: `python -m stackexp validate --run RUN --sets v2,v3` for each RUN" in notes
+    assert any(note.startswith("missing the control adapter: `python -m stackexp fit --config") for note in notes)
+    (wide,) = [
+        note for note in notes if note.startswith("missing a Transformer of equal size: `python -m stackexp match")
+    ]
+    assert "`python -m stackexp match --config" in wide
 
 
 def test_commands_of_other_folders(runs):

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shlex
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -100,7 +101,29 @@ def _find_missing(arms: list[Arm], paths: Sequence[Path], sweeps: list[Path]) ->
             overrides = [f"name={name}", f"model.memory={'null' if variant == 'Transformer' else name}"]
             default = build_fit_command(narrowest.folders[0], paths, *overrides)
             commands.setdefault(find_command(name, sweeps, default), []).append(variant)
+    if "StackTrans" in variants:
+        adapter = build_fit_command(narrowest.folders[0], paths, "name=adapter", "model.memory=adapter")
+        stack = shlex.quote(str(variants["StackTrans"].folders[0].config))
+        match = f"python -m stackexp match --config {stack} model.memory=null --to {stack} --by parameters"
+        if not any(_is_adapter(arm) for arm in arms):
+            commands.setdefault(find_command("adapter", sweeps, adapter), []).append("the control adapter")
+        if not any(_is_equal_transformer(arm, variants["StackTrans"]) for arm in arms):
+            commands.setdefault(find_command("transformer_wide", sweeps, match), []).append(
+                "a Transformer of equal size"
+            )
     return [f"missing {', '.join(found)}: `{command}`" for command, found in commands.items()]
+
+
+def _is_adapter(arm: Arm) -> bool:
+    """Return True for a stack without memory: it always pushes and has one slot."""
+    return (arm.config.get("model.memory.discipline"), arm.config.get("model.memory.num_slots")) == ("push_only", 1)
+
+
+def _is_equal_transformer(arm: Arm, stack: Arm) -> bool:
+    """Return True for a Transformer with the parameters of `stack`, to 1 %; also if one of them is unfinished."""
+    size, wanted = arm.average("parameters"), stack.average("parameters")
+    is_equal = size is None or wanted is None or math.isclose(size, wanted, rel_tol=0.01)
+    return find_variant(arm.config) == "Transformer" and is_equal
 
 
 def _find_baseline(arms: list[Arm], variants: dict[str, Arm], name: str | None) -> Arm | None:
