@@ -7,8 +7,11 @@ import pytest
 from language_runs import finish, write_run
 
 from stackexp import cli
-from stackexp.reports.power_law import equivalent_factor, fit_power_law
-from stackexp.reports.scaling import Point, build_scaling, select_series
+from stackexp.errors import RunError
+from stackexp.reports.arms import read_finished_run
+from stackexp.reports.power_law import Point, equivalent_factor, fit_power_law, select_series
+from stackexp.reports.scaling import build_scaling, draw_panels, name_families
+from stackexp.runs import RunFolder
 from stackexp.tables import ABSENT
 
 SIZES = (15e6, 30e6, 60e6, 125e6)
@@ -83,26 +86,182 @@ def test_both_panels_of_a_ladder(tmp_path, capsys):
     arguments = ["--irreducible", "1.5", "--loss", "average", "--figure", str(tmp_path / "scaling.png")]
     assert cli.main(["report", "scaling", str(tmp_path), *arguments]) == 0
     rows = [line.split() for line in capsys.readouterr().out.splitlines()[2:]]
-    assert rows[2] == ["parameters", "Transformer", "4", "0.2000", "0.200", "to", "0.200", ABSENT, ABSENT]
-    assert rows[3][:4] == ["parameters", "StackTrans", "4", "0.2000"]
-    assert rows[3][7:9] == ["1.200", "extrapolated*"]
+    assert rows[2] == ["parameters", "Transformer", *["4"] * 2, "0.2000", "0.200", "to", "0.200", ABSENT, ABSENT]
+    assert rows[3][:5] == ["parameters", "StackTrans", "4", "4", "0.2000"]
+    assert rows[3][8:10] == ["1.200", "extrapolated*"]
     assert rows[4][0] == rows[5][0] == "tokens"
-    assert rows[5][7:9] == ["1.333", "extrapolated*"], "20 tokens per parameter outside the memory, a tenth of all"
+    assert rows[5][8:10] == ["1.333", "extrapolated*"], "20 tokens per parameter outside the memory, a tenth of all"
     assert (tmp_path / "scaling.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_missing_panels_have_commands(tmp_path):
-    finish(write_run(tmp_path / "one-0123abcd", "model.memory=null"), 3.0)
+def write_size(
+    folder: Path, name: str, size: int, *overrides: str, loss: float = 3.0, seed: int = 0, **figures
+) -> Path:
+    """Write a finished run with `size` parameters, none of them in the memory unless `figures` say so."""
+    data = figures.pop("data", "aa")
+    run = write_run(folder / f"{name}-seed={seed}-0123abcd", *overrides, seed=seed, data=data)
+    return finish(run, loss, **{"parameters": size} | figures)
+
+
+def list_families(folder: Path, **options) -> list[tuple[str, ...]]:
+    """Return panel, family, sizes and runs of each row."""
+    return [tuple(row[:4]) for row in build_scaling([folder], **options).tables[0].rows]
+
+
+def test_a_family_has_the_same_options(tmp_path):
+    plain = ("model.memory=null", "model.embedding_scale=1")
+    scaled = ("model.memory=null", "model.embedding_scale=11.3")
+    for seed in (0, 1):
+        write_size(tmp_path, "transformer", 1000, *plain, seed=seed)
+        write_size(tmp_path, "wide", 1100, *plain, "model.intermediate_size=427", seed=seed)
+        write_size(tmp_path, "scaled", 1100, *scaled, "model.intermediate_size=427", loss=2.5, seed=seed)
+    assert list_families(tmp_path) == [("parameters", "Transformer", "2", "4")]
+    notes = build_scaling([tmp_path]).notes
+    assert "not in loss against parameters, its family has one size, 2 runs: scaled (seeds 0, 1)" in notes
+    write_size(tmp_path, "scaled_large", 2000, *scaled, "optimizer.lr=1e-3")
+    assert list_families(tmp_path)[1] == ("parameters", "Transformer (embedding_scale=11.3)", "2", "3")
+    assert not any("scaled" in note for note in build_scaling([tmp_path]).notes)
+
+
+def test_the_baseline_has_the_same_options_outside_the_memory(tmp_path):
+    for size in (1000, 2000):
+        scale = f"model.hidden_size={size // 1000 * 64}"
+        write_size(tmp_path, f"transformer-{size}", size, "model.memory=null", scale, loss=5 - size / 1000)
+        write_size(tmp_path, f"stack-{size}", size, "model.memory=stacktrans", scale, "trainer.z_loss=0.1")
+    rows = build_scaling([tmp_path]).tables[0].rows
+    assert [row[1] for row in rows] == ["Transformer", "StackTrans (z_loss=0.1)"]
+    assert rows[1][6] == ABSENT
+    for size in (1000, 2000):
+        scale = f"model.hidden_size={size // 1000 * 64}"
+        write_size(tmp_path, f"z-{size}", size, "model.memory=null", scale, "trainer.z_loss=0.1", loss=5 - size / 1000)
+    assert build_scaling([tmp_path]).tables[0].rows[2][6] != ABSENT
+
+
+def test_a_grid_over_memory_sizes_is_not_a_ladder(tmp_path):
+    for heads in (2, 4, 8):
+        sizes = {"parameters": 1000 + heads, "memory_parameters": heads}
+        write_size(tmp_path, f"H={heads}", 0, "model.memory=stacktrans", f"model.memory.num_heads={heads}", **sizes)
+    with pytest.raises(RunError, match=r"^.*: nothing to fit: .*; run `python -m stackexp sweep run ladder`$"):
+        build_scaling([tmp_path])
+    large = {"parameters": 2016, "memory_parameters": 16}
+    write_size(tmp_path, "large", 0, "model.memory=stacktrans", "model.memory.num_heads=8", **large)
+    assert list_families(tmp_path) == [("parameters", "StackTrans (H=8)", "2", "2")]
+
+
+def test_memory_sizes_and_learning_rates_may_grow_over_a_ladder(tmp_path):
+    for n in (1, 2, 4):
+        options = (f"model.memory.num_heads={2 * n}", f"optimizer.lr={4e-3 / n}", f"schedule.warmup_steps={10 * n}")
+        write_size(tmp_path, f"stack-{n}", 1000 * n, "model.memory=stacktrans", *options, memory_parameters=10 * n)
+    assert list_families(tmp_path) == [("parameters", "StackTrans", "3", "3")]
+
+
+def test_trials_of_one_size_with_other_learning_rates_are_other_families(tmp_path):
+    for size in (1000, 2000):
+        for rate in (0.001, 0.002):
+            overrides = ("model.memory=null", f"optimizer.lr={rate}", "optimizer.kind=muon")
+            write_size(tmp_path, f"lr={rate}-{size}", size, *overrides)
+    runs = [RunFolder(path) for path in sorted(tmp_path.iterdir())]
+    names = name_families([read_finished_run(run, run.read_options()) for run in runs])
+    assert names == [(name, name) for rate in (0.001, 0.002) for name in [f"Transformer (lr={rate})"] * 2]
+
+
+def test_runs_outside_a_panel_are_counted_and_named(tmp_path):
+    for seed in (0, 1):
+        for size in (1000, 2000, 3000):
+            write_size(tmp_path, f"t{size}", size, "model.memory=null", seed=seed)
+        write_size(tmp_path, "long", 1000, "model.memory=null", f"trainer.max_steps={700}", seed=seed, tokens=10**6)
+    notes = build_scaling([tmp_path]).notes
+    assert "not in loss against parameters, not one of two sizes with 10.2k tokens, 2 runs: long (seeds 0, 1)" in notes
+    text = "not one of two sizes with 1k parameters outside the memory, 4 runs: t2000 (seeds 0, 1), t3000 (seeds 0, 1)"
+    assert any(note.endswith(text) for note in notes)
+
+
+def test_runs_on_other_data_are_left_out(tmp_path):
+    for seed in (0, 1):
+        for size in (1000, 2000):
+            write_size(tmp_path, f"t{size}", size, "model.memory=null", seed=seed)
+        data = "aa" if seed else "bb"
+        write_size(tmp_path, "other", 3000, "model.memory=null", seed=seed, data=data, tokens=20480)
     report = build_scaling([tmp_path])
-    assert report.draw is None
-    missing = [note for note in report.notes if note.startswith("missing")]
-    assert [note.split(":")[0] for note in missing] == [
-        "missing loss against parameters",
-        "missing loss against tokens",
-    ]
-    assert all(note.endswith("`python -m stackexp sweep run ladder`") for note in missing)
-    report = build_scaling([tmp_path], irreducible=4)
-    assert f"left out, no average above 4: {tmp_path}/one-0123abcd" in report.notes
+    reason = "trained on other data than most runs with the same seed and data options"
+    assert f"left out, {reason}, 1 run: other (seed 0)" in report.notes
+    assert len(report.records) == 5
+    (tmp_path / "t1000-seed=1-0123abcd" / "data.jsonl").unlink()
+    notes = build_scaling([tmp_path]).notes
+    assert f"training data not compared, no record: {tmp_path}/t1000-seed=1-0123abcd" in notes
+
+
+def test_of_two_halves_the_transformer_stays(tmp_path):
+    for size in (1000, 2000):
+        write_size(tmp_path, f"a{size}", size, "model.memory=stacktrans", data="bb")
+        write_size(tmp_path, f"b{size}", size, "model.memory=null")
+    assert list_families(tmp_path) == [("parameters", "Transformer", "2", "2")]
+
+
+def test_no_two_of_many_families_look_the_same(tmp_path):
+    names = [f"family {i:02d} with a name that has to be wrapped in the legend" for i in range(20)]
+    points = [Point(name, size, size, 10, 0, 3 + i / 20) for i, name in enumerate(names) for size in (1000, 2000)]
+    panel = select_series([*points, Point("single", 1000, 1000, 10, 0, 3.0)], "parameters")
+    assert panel is not None
+    figure = draw_panels([panel], "average")
+    (legend,) = figure.legends
+    looks = {(line.get_color(), line.get_marker(), line.get_linestyle()) for line in legend.get_lines()}
+    assert len(looks) == len(legend.get_texts()) == 20
+    figure.draw_without_rendering()
+    box, axes = legend.get_window_extent(), figure.axes[0].get_window_extent()
+    assert box.x1 <= figure.bbox.x1
+    assert box.y0 >= figure.bbox.y0
+    assert box.x0 > axes.x1
+    assert axes.width > 0.4 * figure.bbox.width
+
+
+def test_a_missing_loss_names_the_command_that_measures_it(tmp_path):
+    write_ladder(tmp_path)
+    command = r"`python -m stackexp validate --run RUN --sets v2`"
+    with pytest.raises(RunError, match=rf"no finished run has a loss in column 'V2'; run {command}$"):
+        build_scaling([tmp_path], measure="V2")
+    run = tmp_path / "transformer-15m-0123abcd"
+    finish(run, 2.0, sets={"v2/a": {"loss": 2.0}}, parameters=10**8, tokens=2 * 10**9)
+    with pytest.raises(RunError, match=rf"left out, no V2, run {command}, 7 runs: stacktrans-125m \(seed 0\)"):
+        build_scaling([tmp_path], measure="V2")
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("100", "--irreducible 100: above every loss (average, at most 2.601); use less"),
+        ("-1", "--irreducible -1: not a loss; use 0 or a positive number"),
+        ("nan", "--irreducible nan: not a loss; use 0 or a positive number"),
+    ],
+)
+def test_an_impossible_irreducible_loss_is_refused(tmp_path, capsys, value, message):
+    write_ladder(tmp_path)
+    assert cli.main(["report", "scaling", str(tmp_path), "--irreducible", value]) != 0
+    output = capsys.readouterr()
+    assert output.err.strip().removeprefix("error: ") == message
+    assert output.out == ""
+
+
+def test_nothing_to_fit_is_an_error_with_the_command_to_run(tmp_path, capsys):
+    run = write_run(tmp_path / "one-0123abcd", "model.memory=null")
+    with pytest.raises(RunError, match=r"no finished runs; one: unfinished: `.*fit.*`$"):
+        build_scaling([tmp_path])
+    finish(run, 3.0)
+    assert cli.main(["report", "scaling", str(tmp_path)]) != 0
+    output = capsys.readouterr()
+    assert "nothing to fit: no family has two sizes" in output.err
+    assert output.err.endswith("run `python -m stackexp sweep run ladder`\n")
+    assert output.out == ""
+
+
+def test_missing_panels_have_commands(tmp_path):
+    for size in (1000, 2000):
+        write_size(tmp_path, f"t{size}", size, "model.memory=null", loss=4 - size / 1000)
+    missing = [note for note in build_scaling([tmp_path]).notes if note.startswith("missing")]
+    assert [note.split(":")[0] for note in missing] == ["missing loss against tokens"]
+    assert missing[0].endswith("`python -m stackexp sweep run ladder`")
+    write_size(tmp_path, "t3000", 3000, "model.memory=null", loss=1.0)
+    assert "left out, no average above 1.5, 1 run: t3000 (seed 0)" in build_scaling([tmp_path], irreducible=1.5).notes
 
 
 def test_runs_scored_on_other_sets_are_left_out(tmp_path):
@@ -110,6 +269,6 @@ def test_runs_scored_on_other_sets_are_left_out(tmp_path):
     run = write_run(tmp_path / "other-0123abcd", "model.memory=null")
     finish(run, 2.0, sets={"another": {"loss": 2.0}}, parameters=10**8, tokens=2 * 10**9)
     report = build_scaling([tmp_path])
-    assert f"left out, scored on other sets than most runs: {run}" in report.notes
+    assert "left out, scored on other sets than most runs, 1 run: other (seed 0)" in report.notes
     assert len(report.records) == 8
     assert len(build_scaling([tmp_path], measure="training loss").records) == 9

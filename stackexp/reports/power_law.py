@@ -1,13 +1,38 @@
-"""Power laws: loss = irreducible + factor / size^exponent, fitted on logarithmic axes, with bootstrap bands."""
+"""Power laws: loss = irreducible + factor / size^exponent, fitted on logarithmic axes, with bootstrap bands.
 
+`select_series` chooses the runs that a law is fitted to.
+"""
+
+import math
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
+BASELINE = "Transformer"
+SAME_RATIO = 0.1  # tokens per parameter of a ladder differ by less than this much in their logarithm
+QUANTITIES = {"parameters": "tokens", "tokens": "backbone"}
+"""The quantity of each panel -> the quantity that is held fixed there."""
 NUM_RESAMPLES = 2000
 MIN_POINTS = 4
 """Bands need this many points: fewer residuals say nothing about the spread."""
+
+
+class Point(NamedTuple):
+    """A finished run. `backbone` are its parameters outside the memory; `run` names it.
+
+    `baseline` is the Transformer family with the same options outside the memory.
+    """
+
+    family: str
+    parameters: int
+    backbone: int
+    tokens: int
+    seed: int
+    loss: float
+    run: str = ""
+    baseline: str = BASELINE
 
 
 class PowerLaw(NamedTuple):
@@ -34,6 +59,15 @@ class PowerLaw(NamedTuple):
     def interval(self) -> tuple[float, float] | None:
         """Return the 95 % interval of the exponent."""
         return _percentiles(self.samples[:, 1]) if len(self.samples) else None
+
+
+class Series(NamedTuple):
+    """The runs of a panel, the quantity that all of them have in common, and the fit of each family."""
+
+    quantity: str
+    condition: str
+    points: list[Point]
+    laws: dict[str, PowerLaw]
 
 
 def fit_power_law(sizes: Sequence[float], losses: Sequence[float], irreducible: float = 0.0) -> PowerLaw:
@@ -66,6 +100,51 @@ def equivalent_factor(law: PowerLaw, baseline: PowerLaw, size: float) -> tuple[f
         return factor, None
     order = np.random.default_rng(1).permutation(len(baseline.samples))  # the two fits are independent
     return factor, _percentiles(solve(*law.samples.T, *baseline.samples[order].T))
+
+
+def select_series(points: list[Point], quantity: str, irreducible: float = 0.0) -> Series | None:
+    """Return the runs that show the effect of a quantity: those at the fixed value with the most sizes.
+
+    In a ladder, every size has its own budget. If more sizes have about equal tokens per parameter, these are chosen.
+    Returns None if there are fewer than two sizes.
+    """
+    fixed = QUANTITIES[quantity]
+    groups: dict[float, list[Point]] = defaultdict(list)
+    for point in points:
+        groups[getattr(point, fixed)].append(point)
+    value, best = max(groups.items(), key=lambda item: (count_sizes(item[1], quantity), item[0]), default=(0, []))
+    condition = f"{abbreviate(value)} {'tokens' if fixed == 'tokens' else 'parameters outside the memory'}"
+    ratios = [p.tokens / p.backbone for p in points]
+    near = [[p for p in points if abs(math.log(p.tokens / p.backbone / ratio)) < SAME_RATIO] for ratio in ratios]
+    ladder = max(near, key=lambda group: count_sizes(group, quantity), default=[])
+    if count_sizes(ladder, quantity) > count_sizes(best, quantity):
+        ratio = sum(p.tokens for p in ladder) / sum(p.backbone for p in ladder)
+        best, condition = ladder, f"{ratio:.3g} tokens per parameter outside the memory"
+    if count_sizes(best, quantity) < 2:
+        return None
+    families = sorted({p.family for p in best}, key=lambda family: (not family.startswith(BASELINE), family))
+    members = {family: [p for p in best if p.family == family] for family in families}
+    members = {family: runs for family, runs in members.items() if count_sizes(runs, quantity) >= 2}
+    laws = {
+        family: fit_power_law([getattr(p, quantity) for p in runs], [p.loss for p in runs], irreducible)
+        for family, runs in members.items()
+    }
+    return Series(quantity, condition, [p for runs in members.values() for p in runs], laws)
+
+
+def count_sizes(points: list[Point], quantity: str) -> int:
+    """Return the largest number of sizes that a family has."""
+    sizes: dict[str, set[int]] = defaultdict(set)
+    for point in points:
+        sizes[point.family].add(getattr(point, quantity))
+    return max(map(len, sizes.values()), default=0)
+
+
+def abbreviate(value: float) -> str:
+    """Return a number of tokens or parameters as 283M or 20B."""
+    from matplotlib.ticker import EngFormatter
+
+    return EngFormatter(sep="")(float(f"{value:.3g}")).replace("G", "B")
 
 
 def _percentiles(values: Any) -> tuple[float, float]:

@@ -1,144 +1,258 @@
 """The paper's scaling figure: loss against parameters and against tokens, a power law for each family of models."""
 
 import math
+import textwrap
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from stackexp.reports.arms import describe_unfinished, name_memory, read_arms
+from stackexp.config.affects import find_changed_keys
+from stackexp.config.experiment import ExperimentConfig
+from stackexp.errors import RunError
+from stackexp.reports.arms import Arm, ArmRun, describe_unfinished, name_memory, read_arms
+from stackexp.reports.compare import check_same_data
 from stackexp.reports.differences import OTHER, TRAINING, name_sets, read_losses
 from stackexp.reports.figures import new_figure
 from stackexp.reports.missing_runs import describe_sweeps, find_sweeps
-from stackexp.reports.power_law import PowerLaw, equivalent_factor, fit_power_law
+from stackexp.reports.power_law import BASELINE, QUANTITIES, Point, Series, abbreviate, equivalent_factor, select_series
 from stackexp.reports.report import LINE_STYLES, MARKERS, PALETTE, Report, Table
+from stackexp.sweeps.grid import shorten_keys
 from stackexp.tables import ABSENT
 
-BASELINE = "Transformer"
-SAME_RATIO = 0.1  # tokens per parameter of a ladder differ by less than this much in their logarithm
-QUANTITIES = {"parameters": "tokens", "tokens": "backbone"}
-"""The quantity of each panel -> the quantity that is held fixed there."""
 COMMON = {"parameters": "tokens", "tokens": "parameters outside the memory"}
-
-
-class Point(NamedTuple):
-    """A finished run. `backbone` are its parameters outside the memory."""
-
-    family: str
-    parameters: int
-    backbone: int
-    tokens: int
-    seed: int
-    loss: float
-
-
-class Series(NamedTuple):
-    """The runs of a panel, and the quantity that all of them have in common."""
-
-    quantity: str
-    condition: str
-    points: list[Point]
-    laws: dict[str, PowerLaw]
+LADDER = {
+    *(f"model.{key}" for key in ("hidden_size", "num_layers", "num_heads", "num_kv_heads", "intermediate_size")),
+    *("model.tie_embeddings", "model.slot_size", "model.num_slots", "optimizer.lr", "optimizer.memory_lr"),
+    *("data.global_batch_tokens", "schedule.warmup_steps", "schedule.decay_steps"),
+}
+"""Options that may differ between the sizes of a family. So may the integers of a memory."""
+MEMORY = ("model.memory.", "init.memory", "optimizer.memory_lr")
+LEGEND_WIDTH = 36  # characters
+COMMAND = "python -m stackexp sweep run ladder"
+REMEDIES = {
+    **{group: f"run `python -m stackexp validate --run RUN --sets {group.lower()}`" for group in ("V2", "V3")},
+    OTHER: "run `python -m stackexp validate --run RUN`",
+    TRAINING: "choose another --loss",
+}
+"""Column -> how to get its losses."""
 
 
 def build_scaling(paths: Sequence[Path], measure: str | None = None, irreducible: float = 0.0) -> Report:
     """Build the report of all finished runs at or below `paths`.
 
     `measure` is a column of `report ablation`; by default V2, or the average of the other sets, or the training loss:
-    the first that all runs have. `irreducible` is the loss that no size would remove.
+    the first that all runs have. `irreducible` is the loss that no size would remove. Raises RunError if there is
+    nothing to fit.
     """
+    if not 0 <= irreducible < math.inf:
+        raise RunError(f"--irreducible {irreducible:g}: not a loss; use 0 or a positive number")
     arms, notes = read_arms(paths)
-    runs = [run for arm in arms for run in arm.runs]
-    columns = [measure] if measure else ["V2", OTHER, TRAINING]
+    runs, columns = [run for arm in arms for run in arm.runs], [measure] if measure else ["V2", OTHER, TRAINING]
     column = next((c for c in columns if all(c in read_losses(run) for run in runs)), columns[-1])
-    names = [name_sets(run, column) for run in runs]
-    points = []
-    for run, sets in zip(runs, names, strict=True):
-        losses, tokens = read_losses(run), run.result.get("tokens")
-        total, memory = (run.result.get(key) for key in ("parameters", "memory_parameters"))
-        if names.count(sets) < max(map(names.count, names)):
-            notes.append(f"left out, scored on other sets than most runs: {run.folder.path}")
-        elif column in losses and losses[column][0] > irreducible and total and tokens and memory is not None:
-            points.append(Point(name_memory(run.config), total, total - memory, tokens, run.seed, losses[column][0]))
-        else:
-            notes.append(f"left out, no {column} above {irreducible:g}: {run.folder.path}")
+    waiting = [*describe_sweeps(find_sweeps(paths)), *describe_unfinished(arms)]
+    where = ", ".join(map(str, paths))
+    if not runs:
+        raise RunError(f"{where}: no finished runs; {waiting[0]}")
+    points, skipped = _read_points(arms, column, irreducible)
     panels = [select_series(points, quantity, irreducible) for quantity in QUANTITIES]
+    shown = [panel for panel in panels if panel]
+    if not shown:
+        command = waiting[0] if waiting else f"run `{COMMAND}`"
+        reason = "nothing to fit: no family has two sizes with equal tokens, or two lengths with equal parameters"
+        raise RunError("; ".join([f"{where}: {reason}", *skipped, command]))
     missing = [
         f"missing loss against {quantity}: needs two sizes of a family with equal {COMMON[quantity]}, or equal tokens "
-        "per parameter: `python -m stackexp sweep run ladder`"
+        f"per parameter: `{COMMAND}`"
         for quantity, panel in zip(QUANTITIES, panels, strict=True)
         if panel is None
     ]
-    shown = [panel for panel in panels if panel]
-    legend = [
-        f"Loss: {column}. Fit: loss = {irreducible:g} + factor / size^exponent, least squares in logarithms. "
-        "Another irreducible loss gives other exponents (--irreducible).",
-        "Intervals are 95 %, by bootstrap of the residuals, for families of four runs or more. Bold or *: the interval "
-        "excludes 1.",
-        f"Equivalent factor: how many times as many parameters or tokens the {BASELINE} needs for the same loss, at "
-        "the largest number that both families have. Extrapolated: beyond the numbers that were run.",
-    ]
-    notes = [*legend, *missing, *describe_unfinished(arms), *describe_sweeps(find_sweeps(paths)), *notes]
+    unused = [line for panel in shown for line in _describe_unused(points, panel)]
+    notes = [*_explain(column, irreducible), *missing, *unused, *skipped, *waiting, *notes]
     records = [{"measure": column} | p._asdict() for p in points]
     rows = [row for panel in shown for row in _build_rows(panel)]
-    header = ["panel", "family", "runs", "exponent", "95 % interval", "equivalent factor", "95 % interval"]
-    table = Table("Power laws", header, rows, num_labels=2)
-    return Report([table], notes, records, (lambda: draw_panels(shown, column)) if shown else None)
+    header = ["panel", "family", "sizes", "runs", "exponent", "95 % interval", "equivalent factor", "95 % interval"]
+    return Report([Table("Power laws", header, rows, num_labels=2)], notes, records, lambda: draw_panels(shown, column))
 
 
-def select_series(points: list[Point], quantity: str, irreducible: float = 0.0) -> Series | None:
-    """Return the runs that show the effect of a quantity: those at the fixed value with the most sizes.
+def _explain(column: str, irreducible: float) -> list[str]:
+    """Return the notes that explain the table."""
+    return [
+        f"Loss: {column}. Fit: loss = {irreducible:g} + factor / size^exponent, least squares in logarithms. "
+        "Another irreducible loss gives other exponents (--irreducible).",
+        "A family has the same training options, except for sizes, learning rate, batch, warmup and seed. Its name has "
+        "the options that other runs do not share.",
+        "Intervals are 95 %, by bootstrap of the residuals, for families of four runs or more. Bold or *: the interval "
+        "excludes 1.",
+        f"Equivalent factor: how many times as many parameters or tokens the {BASELINE} with the same options needs "
+        "for the same loss, at the largest number that both families have. Extrapolated: beyond the numbers run.",
+    ]
 
-    In a ladder, every size has its own budget. If more sizes have about equal tokens per parameter, these are chosen.
-    Returns None if there are fewer than two sizes.
+
+def _read_points(arms: list[Arm], column: str, irreducible: float) -> tuple[list[Point], list[str]]:
+    """Return the points of the finished runs, and notes about those that are left out."""
+    named = [(arm.name, run) for arm in arms for run in arm.runs]
+    runs = [run for _, run in named]
+    sets = [name_sets(run, column) for run in runs]
+    losses = [read_losses(run).get(column, (math.nan, None))[0] for run in runs]
+    if all(map(math.isnan, losses)):
+        raise RunError(f"no finished run has a loss in column {column!r}; {REMEDIES[column]}")
+    if not any(loss > irreducible for loss in losses):
+        highest = max(loss for loss in losses if not math.isnan(loss))
+        raise RunError(f"--irreducible {irreducible:g}: above every loss ({column}, at most {highest:.3f}); use less")
+    strangers, notes = _find_other_data(runs)
+    points: list[Point] = []
+    skipped: dict[str, list[tuple[str, int]]] = defaultdict(list)
+    for (name, run), own, loss, family in zip(named, sets, losses, name_families(runs), strict=True):
+        tokens, total, memory = (run.result.get(key) for key in ("tokens", "parameters", "memory_parameters"))
+        if math.isnan(loss):
+            skipped[f"no {column}, {REMEDIES[column]}"].append((name, run.seed))
+        elif sets.count(own) < max(map(sets.count, sets)):
+            skipped["scored on other sets than most runs"].append((name, run.seed))
+        elif loss <= irreducible:
+            skipped[f"no {column} above {irreducible:g}"].append((name, run.seed))
+        elif run.folder.path in strangers:
+            skipped[strangers[run.folder.path]].append((name, run.seed))
+        elif not (total and tokens and memory is not None):
+            skipped["no parameters or tokens in result.json"].append((name, run.seed))
+        else:
+            points.append(Point(family[0], total, total - memory, tokens, run.seed, loss, name, family[1]))
+    return points, [*_describe_skipped("left out", skipped), *notes]
+
+
+def _describe_skipped(start: str, skipped: Mapping[str, list[tuple[str, int]]]) -> list[str]:
+    """Return a note for each reason, which counts and names its runs by arm and seed."""
+    notes = []
+    for reason, runs in skipped.items():
+        seeds = {name: sorted(seed for other, seed in runs if other == name) for name, _ in runs}
+        names = (f"{name} (seed{'s' * (len(s) > 1)} {', '.join(map(str, s))})" for name, s in seeds.items())
+        notes.append(f"{start}, {reason}, {len(runs)} run{'s' * (len(runs) > 1)}: {', '.join(names)}")
+    return notes
+
+
+def _describe_unused(points: list[Point], panel: Series) -> list[str]:
+    """Return notes about the runs that a panel does not show."""
+    skipped: dict[str, list[tuple[str, int]]] = defaultdict(list)
+    for point in [point for point in points if point not in panel.points]:
+        has_sizes = len({getattr(p, panel.quantity) for p in points if p.family == point.family}) > 1
+        reason = f"not one of two sizes with {panel.condition}" if has_sizes else "its family has one size"
+        skipped[reason].append((point.run, point.seed))
+    return _describe_skipped(f"not in loss against {panel.quantity}", skipped)
+
+
+def _find_other_data(runs: list[ArmRun]) -> tuple[dict[Path, str], list[str]]:
+    """Return why runs are left out because of their training data, by folder, and a note about missing records.
+
+    Runs with the same seed and data options are compared up to the end of the shorter one. Those that differ from most
+    of them are left out; of two halves, the one without a Transformer.
     """
-    fixed = QUANTITIES[quantity]
-    groups: dict[float, list[Point]] = defaultdict(list)
-    for point in points:
-        groups[getattr(point, fixed)].append(point)
-    value, best = max(groups.items(), key=lambda item: (_count_sizes(item[1], quantity), item[0]), default=(0, []))
-    condition = f"{_abbreviate(value)} {'tokens' if fixed == 'tokens' else 'parameters outside the memory'}"
-    ratios = [p.tokens / p.backbone for p in points]
-    near = [[p for p in points if abs(math.log(p.tokens / p.backbone / ratio)) < SAME_RATIO] for ratio in ratios]
-    ladder = max(near, key=lambda group: _count_sizes(group, quantity), default=[])
-    if _count_sizes(ladder, quantity) > _count_sizes(best, quantity):
-        ratio = sum(p.tokens for p in ladder) / sum(p.backbone for p in ladder)
-        best, condition = ladder, f"{ratio:.3g} tokens per parameter outside the memory"
-    if _count_sizes(best, quantity) < 2:
-        return None
-    families = sorted({p.family for p in best}, key=lambda family: (family != BASELINE, family))
-    members = {family: [p for p in best if p.family == family] for family in families}
-    laws = {
-        family: fit_power_law([getattr(p, quantity) for p in runs], [p.loss for p in runs], irreducible)
-        for family, runs in members.items()
-        if _count_sizes(runs, quantity) >= 2
-    }
-    return Series(quantity, condition, [p for runs in members.values() for p in runs], laws)
+    reasons: dict[Path, str] = {}
+    unrecorded: list[str] = []
+    groups: dict[str, list[list[ArmRun]]] = defaultdict(list)
+    for run in runs:
+        try:
+            if check_same_data([run.folder]):
+                unrecorded.append(str(run.folder.path))
+                continue
+        except RunError as error:
+            reasons[run.folder.path] = str(error)
+            continue
+        data = {key: value for key, value in _read_changes(run.config).items() if key.startswith("data.")}
+        parts = groups[repr((run.seed, data))]
+        part = next((part for part in parts if _has_same_data(part[0], run)), [])
+        if not part:
+            parts.append(part)
+        part.append(run)
+    for parts in groups.values():
+        most = max(parts, key=lambda part: (len(part), any(name_memory(run.config) == BASELINE for run in part)))
+        others = [run.folder.path for part in parts if part is not most for run in part]
+        reasons |= dict.fromkeys(others, "trained on other data than most runs with the same seed and data options")
+    return reasons, [f"training data not compared, no record: {', '.join(unrecorded)}"] if unrecorded else []
 
 
-def _count_sizes(points: list[Point], quantity: str) -> int:
-    """Return the largest number of sizes that a family has."""
-    sizes: dict[str, set[int]] = defaultdict(set)
-    for point in points:
-        sizes[point.family].add(getattr(point, quantity))
-    return max(map(len, sizes.values()), default=0)
+def _has_same_data(run: ArmRun, other: ArmRun) -> bool:
+    try:
+        check_same_data([run.folder, other.folder])
+    except RunError:
+        return False
+    return True
+
+
+def name_families(runs: Sequence[ArmRun]) -> list[tuple[str, str]]:
+    """Return the family of each run, and the Transformer family with the same options outside the memory.
+
+    The runs of a family have the same training options, except those that vary over a ladder: sizes, learning rate,
+    batch and warmup. If runs of one size and length differ in one of these, it separates families as well. The name
+    has the options that separate the family from others and differ from their defaults.
+    """
+    labels = [name_memory(run.config) for run in runs]
+    changes = [_read_changes(run.config) for run in runs]
+    sizes = LADDER | {k for own in changes for k, v in own.items() if k.startswith("model.memory.") and type(v) is int}
+    fixed = [{key: value for key, value in own.items() if key not in sizes} for own in changes]
+    shared = {key for key in _find_differing(fixed) if not key.startswith(MEMORY)}
+    local = {x: _find_differing([own for label, own in zip(labels, fixed, strict=True) if label == x]) for x in labels}
+    fixed = [{k: v for k, v in own.items() if k in shared | local[x]} for x, own in zip(labels, fixed, strict=True)]
+    named = [dict(own) for own in fixed]
+    families: dict[str, list[int]] = defaultdict(list)
+    for i, (label, own) in enumerate(zip(labels, fixed, strict=True)):
+        families[repr((label, own))].append(i)
+    for members in families.values():
+        equal: dict[tuple[int, int], list[dict[str, Any]]] = defaultdict(list)
+        for i in members:
+            result = runs[i].result
+            backbone = (result.get("parameters") or 0) - (result.get("memory_parameters") or 0)
+            equal[backbone, result.get("tokens") or 0].append(changes[i])
+        swept = set().union(*map(_find_differing, equal.values()))
+        for i in members:
+            named[i] |= {key: value for key, value in changes[i].items() if key in swept}
+    short = shorten_keys(key for own in named for key in own)
+    names = [_format_family(label, own, short) for label, own in zip(labels, named, strict=True)]
+    bases = []
+    for options in zip(named, fixed, strict=True):
+        outside = [{key: value for key, value in own.items() if not key.startswith(MEMORY)} for own in options]
+        exact, base = (_format_family(BASELINE, own, short) for own in outside)
+        bases.append(exact if exact in names else base)
+    return list(zip(names, bases, strict=True))
+
+
+def _read_changes(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the training options that differ from their defaults, without the seed and the kind of the model."""
+    kinds = {key: value for key, value in config.items() if key.endswith(".kind")}
+    changes = {key: config.get(key) for key in find_changed_keys(config, kinds, ["training"]) if key != "seed"}
+    defaults = ExperimentConfig()
+    sections = {f"{name}.kind": getattr(defaults, name)["kind"] for name in ("data", "optimizer", "schedule")}
+    return changes | {key: kinds[key] for key, default in sections.items() if kinds.get(key, default) != default}
+
+
+def _find_differing(options: Sequence[dict[str, Any]]) -> set[str]:
+    """Return the keys that do not have the same value everywhere."""
+    keys = {key for own in options for key in own}
+    return {key for key in keys if len({repr(own.get(key, ABSENT)) for own in options}) > 1}
+
+
+def _format_family(label: str, options: Mapping[str, Any], short: Mapping[str, str]) -> str:
+    values = ", ".join(f"{key if key.endswith('.kind') else short[key]}={value}" for key, value in options.items())
+    return f"{label} ({values})" if values else label
 
 
 def _build_rows(panel: Series) -> list[list[str]]:
-    rows, base = [], panel.laws.get(BASELINE)
+    rows, baselines = [], {p.family: p.baseline for p in panel.points}
     sizes = {f: [getattr(p, panel.quantity) for p in panel.points if p.family == f] for f in panel.laws}
     for family, law in panel.laws.items():
-        row = [panel.quantity, family, str(len(sizes[family])), f"{law.exponent:.4f}", _format_interval(law.interval())]
+        counts = [str(len(set(sizes[family]))), str(len(sizes[family]))]
+        row = [panel.quantity, family, *counts, f"{law.exponent:.4f}", _format_interval(law.interval())]
+        baseline = baselines[family]
+        base = panel.laws.get(baseline)
         if base and law is not base and base.exponent > 0:
-            size = min(max(sizes[family]), max(sizes[BASELINE]))
+            size = min(max(sizes[family]), max(sizes[baseline]))
             factor, interval = equivalent_factor(law, base, size)
-            is_inside = min(sizes[BASELINE]) <= factor * size <= max(sizes[BASELINE])
+            is_inside = min(sizes[baseline]) <= factor * size <= max(sizes[baseline])
             text = f"{factor:.3f}" + ("" if is_inside else " extrapolated")
             excludes_one = interval is not None and (interval[0] > 1 or interval[1] < 1)
             row += [f"**{text}**" if excludes_one else text, _format_interval(interval)]
-        rows.append(row + [ABSENT] * (7 - len(row)))
+        rows.append(row + [ABSENT] * (8 - len(row)))
     return rows
 
 
@@ -146,41 +260,41 @@ def _format_interval(interval: tuple[float, float] | None) -> str:
     return "{:.3f} to {:.3f}".format(*interval) if interval else ABSENT
 
 
-def _abbreviate(value: float) -> str:
-    """Return a number of tokens or parameters as 283M or 20B."""
-    from matplotlib.ticker import EngFormatter
-
-    return EngFormatter(sep="")(float(f"{value:.3g}")).replace("G", "B")
-
-
 def draw_panels(panels: list[Series], column: str) -> Any:
-    """Draw each panel: the runs, the fit of each family and its band."""
+    """Draw each panel: the runs, the fit of each family and its band. The legend is on the right."""
     from matplotlib.ticker import NullLocator
 
-    figure, _ = new_figure(4.6 * len(panels), 4.2, columns=len(panels))
+    families = list(dict.fromkeys(family for panel in panels for family in panel.laws))
+    labels = {family: textwrap.fill(family, LEGEND_WIDTH) for family in families}
+    lines = sum(label.count("\n") + 1 for label in labels.values())
+    figure, _ = new_figure(4.6 * len(panels) + 2.6, max(4.2, 0.2 * lines + 0.4), columns=len(panels))
+    handles = {}
     for axes, panel in zip(figure.axes, panels, strict=True):
-        for i, family in enumerate(dict.fromkeys(point.family for point in panel.points)):
-            _draw_family(axes, panel, family, i)
+        for family in panel.laws:
+            handles[labels[family]] = _draw_family(axes, panel, family, families.index(family))
         axes.set(
             xscale="log", yscale="log", xlabel=panel.quantity.capitalize(), ylabel=f"Loss ({column}, nats per token)"
         )
         axes.set_title(panel.condition, fontsize=9)
         ticks = sorted({getattr(p, panel.quantity) for p in panel.points if p.family == panel.points[0].family})
-        axes.set_xticks(ticks, [_abbreviate(tick) for tick in ticks], fontsize=8)
+        axes.set_xticks(ticks, [abbreviate(tick) for tick in ticks], fontsize=8)
         axes.xaxis.set_minor_locator(NullLocator())
         for formatter in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
             formatter("{x:.4g}")
         axes.grid(alpha=0.3, which="both")
-        axes.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.18))  # inside, it would hide points
+    figure.legend(handles.values(), handles, fontsize=8, loc="outside right upper")
     return figure
 
 
-def _draw_family(axes: Any, panel: Series, family: str, i: int) -> None:
+def _draw_family(axes: Any, panel: Series, family: str, i: int) -> Any:
+    """Draw a family and return its line for the legend. Color and marker together are unique for 64 families."""
     points, color = [p for p in panel.points if p.family == family], PALETTE[i % len(PALETTE)]
-    sizes = [getattr(p, panel.quantity) for p in points]
-    axes.plot(sizes, [p.loss for p in points], MARKERS[i % len(MARKERS)], color=color, markersize=5, label=family)
-    if law := panel.laws.get(family):
-        grid = np.geomspace(min(sizes), max(sizes), 100)
-        axes.plot(grid, law.predict(grid), LINE_STYLES[i % len(LINE_STYLES)], color=color, linewidth=1.3)
-        if len(law.samples):
-            axes.fill_between(grid, *law.predict_band(grid), color=color, alpha=0.18, linewidth=0)
+    shift = i + i // len(PALETTE)
+    marker, style = MARKERS[shift % len(MARKERS)], LINE_STYLES[shift % len(LINE_STYLES)]
+    sizes, law = [getattr(p, panel.quantity) for p in points], panel.laws[family]
+    axes.plot(sizes, [p.loss for p in points], marker, color=color, markersize=5)
+    grid = np.geomspace(min(sizes), max(sizes), 100)
+    axes.plot(grid, law.predict(grid), style, color=color, linewidth=1.3)
+    if len(law.samples):
+        axes.fill_between(grid, *law.predict_band(grid), color=color, alpha=0.18, linewidth=0)
+    return axes.plot([], [], marker + style, color=color, markersize=5, linewidth=1.3)[0]
