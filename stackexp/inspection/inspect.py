@@ -11,7 +11,7 @@ from stackexp.errors import RunError
 from stackexp.evaluation.loading import LoadedRun, load_run
 from stackexp.files import write_atomically
 from stackexp.inspection.batches import InspectionInput, average_values, compute_losses, open_set, open_task, open_text
-from stackexp.inspection.interventions import intervene, list_interventions
+from stackexp.inspection.interventions import check_heads, intervene, list_interventions
 from stackexp.inspection.page import format_page
 from stackexp.models.checkpoints import load_state
 from stackexp.models.stack_recording import ACTIONS, MEASUREMENTS, Recording, record_stacks
@@ -41,6 +41,8 @@ def run(
     TensorBoard shows the maps under Images, as the run <run>/inspect.
     """
     loaded = load_run(run, ckpt_path)
+    if heads:
+        check_heads(loaded.model)
     if text is not None:
         inputs = open_text(loaded, text)
     else:

@@ -55,6 +55,8 @@ def test_inspect_a_residual_stack(tiny, tmp_path):
     run = only_run(tmp_path / "runs")
     printed = forks.run("inspect", "--run", run.path, "--set", "left", "--chunks", "4")
     assert "actions frozen at their mean" in printed
+    error = forks.run("inspect", "--run", run.path, "--set", "left", "--heads", expect=2)
+    assert error == "error: inspect: --heads: a residual stack has no heads; omit --heads\n"
     record = json.loads((run.path / "inspect" / "set-left" / "inspect.json").read_text())
     assert [stack["site"] for stack in record["stacks"]] == ["after_attention", "after_block"] * 2
     assert record["stacks"][0]["push"] == [pytest.approx(0.87, abs=0.02)]
