@@ -152,6 +152,12 @@ def test_the_report_of_actions_needs_a_stack(tmp_path, monkeypatch, capsys):
     found = "plain: skipped, without a stack: plain/a, and 1 more"
     remedy = "give finished runs with model.memory.kind=stack or residual_stack"
     assert capsys.readouterr().err == f"error: {found}; {remedy}\n"
+    write_run(Path("plain", "c"), "model.memory=stacktrans")
+    assert cli.main(["report", "actions", "plain"]) == 1
+    error = capsys.readouterr().err
+    assert "plain: skipped plain/c: " in error
+    assert "checkpoint" in error
+    assert error.endswith(", and 2 more\n"), "no advice to use a stack"
 
 
 def test_inspect_accepts_the_symbols_and_the_set_of_arithmetic(tmp_path, capsys):

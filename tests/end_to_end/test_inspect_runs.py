@@ -119,3 +119,8 @@ def test_the_errors_name_the_option_of_the_command(trained, capsys):
     unknown = "--set: no set 'nope' in data.validation; available: v2, v3, left, right (or give NAME=PATH)"
     assert main(["inspect", "--run", str(trained), "--set", "nope"]) == 2
     assert capsys.readouterr().err == f"error: {unknown}\n"
+    assert main(["report", "actions", str(trained), "--set", "nope"]) == 1
+    assert capsys.readouterr().err == f"error: {trained}: skipped {trained}: {unknown}\n"
+    assert main(["report", "actions", str(trained)]) == 1
+    found = "a study of layers requires 3 stacks, found 2; use more layers"
+    assert capsys.readouterr().err == f"error: {trained}: skipped {trained}: {found}\n"
