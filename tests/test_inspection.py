@@ -78,6 +78,13 @@ def test_read_weights_reproduce_the_read(read, read_mask):
             torch.testing.assert_close((weights.unsqueeze(-1) * state.slots).sum(-2), output.read)
 
 
+def test_read_slot_and_sharpness_are_over_occupied_slots():
+    for recording in record(build_model(num_slots=24)):
+        assert recording.values["read_slot"].max() <= recording.layer
+        assert recording.values["read_sharpness"].max() < 0.5, "empty slots take a share"
+    assert MEASUREMENTS["read_slot"].startswith("occupied slot")
+
+
 def test_overflow_is_the_mass_pushed_past_the_last_slot():
     model = build_model(num_slots=2, discipline="push_only")
     assert [r.values["overflow"].mean().item() for r in record(model)] == pytest.approx([0, 0, 1])
