@@ -10,8 +10,9 @@ import torch
 from forks import Forks
 from language_runs import write_run
 from records import losses, only_run
+from safetensors.torch import save_file
 
-from stackexp import cli
+from stackexp import cli, runs
 from stackexp.config.arithmetic import ArithmeticConfig
 from stackexp.config.compose import compose
 from stackexp.datamodules.arithmetic import ArithmeticData, build_tokenizer, split_problems
@@ -19,6 +20,7 @@ from stackexp.datamodules.base import PADDING
 from stackexp.errors import ConfigError
 from stackexp.evaluation.loading import load_run
 from stackexp.models.generation import generate
+from stackexp.training.objectives import build_objective
 
 SMALL = (
     *("model.hidden_size=32", "model.num_layers=3", "model.num_heads=2", "model.num_kv_heads=2"),
@@ -150,3 +152,28 @@ def test_the_report_of_actions_needs_a_stack(tmp_path, monkeypatch, capsys):
     found = "plain: skipped, without a stack: plain/a, and 1 more"
     remedy = "give finished runs with model.memory.kind=stack or residual_stack"
     assert capsys.readouterr().err == f"error: {found}; {remedy}\n"
+    write_run(Path("plain", "c"), "model.memory=stacktrans")
+    assert cli.main(["report", "actions", "plain"]) == 1
+    error = capsys.readouterr().err
+    assert "plain: skipped plain/c: " in error
+    assert "checkpoint" in error
+    assert error.endswith(", and 2 more\n"), "no advice to use a stack"
+
+
+def test_inspect_accepts_the_symbols_and_the_set_of_arithmetic(tmp_path, capsys):
+    config = compose(["arithmetic/addition"], [*SMALL, f"logging.root={tmp_path}"])
+    run = runs.allocate_run(config)
+    with run.start_session(config):
+        save_file(dict(build_objective(config).build_module().model.state_dict()), run.path / "weights.safetensors")
+    build_tokenizer().save(str(run.tokenizer))
+    inspect = ["inspect", "--run", str(run.path), "--ckpt_path", str(run.path / "weights.safetensors")]
+    for options, message in (
+        (("--text", "37+58=ab"), "inspect: --text: the model has no symbol 'a'; use 0-9 + * ="),
+        (("--text", "37+58=95<|endoftext|>"), "inspect: --text: the model has no symbol '<'; use 0-9 + * ="),
+        (("--set", "foo"), "--set foo: arithmetic has one set; use --set held-out"),
+    ):
+        assert cli.main([*inspect, *options]) == 2
+        assert capsys.readouterr().err == f"error: {message}\n"
+    assert cli.main([*inspect, "--text", "37+58=95"]) == 0
+    assert cli.main([*inspect, "--set", "held-out", "--chunks", "4"]) == 0
+    assert "reads dropped" in capsys.readouterr().out

@@ -7,8 +7,9 @@ import torch
 from stack_memories import decoder_config
 
 from stackexp.config.memory import ResidualStackConfig
+from stackexp.errors import ConfigError
 from stackexp.inspection.batches import InspectionInput, average_values, compute_losses
-from stackexp.inspection.interventions import Intervention, clear, intervene, list_interventions
+from stackexp.inspection.interventions import Intervention, check_heads, clear, intervene, list_interventions
 from stackexp.inspection.page import format_page
 from stackexp.models.memories.residual_stack import ResidualStackOutput
 from stackexp.models.stack_recording import (
@@ -75,6 +76,13 @@ def test_read_weights_reproduce_the_read(read, read_mask):
             output, state = stack.update(state, *stack.project(h), h)
             weights = compute_read_weights(stack, state)
             torch.testing.assert_close((weights.unsqueeze(-1) * state.slots).sum(-2), output.read)
+
+
+def test_read_slot_and_sharpness_are_over_occupied_slots():
+    for recording in record(build_model(num_slots=24)):
+        assert recording.values["read_slot"].max() <= recording.layer
+        assert recording.values["read_sharpness"].max() < 0.5, "empty slots take a share"
+    assert MEASUREMENTS["read_slot"].startswith("occupied slot")
 
 
 def test_overflow_is_the_mass_pushed_past_the_last_slot():
@@ -241,6 +249,16 @@ def test_a_cleared_residual_stack_keeps_its_top():
     assert abs(get_change(model, find(model, "stack cleared before layer 2"))).min() > 1e-6
     names = [i.name for i in list_interventions(model, record(model), heads=True)]
     assert not any("push" in name or "actions" in name or "head" in name for name in names)
+
+
+def test_heads_require_several_heads():
+    check_heads(build_model())
+    for model, found in (
+        (build_residual_stack(), "a residual stack has no heads"),
+        (build_model(num_heads=1), "the stacks have one head"),
+    ):
+        with pytest.raises(ConfigError, match=f"^inspect: --heads: {found}; omit --heads$"):
+            check_heads(model)
 
 
 def test_losses_are_those_of_the_tokens():

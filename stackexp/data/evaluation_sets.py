@@ -152,7 +152,8 @@ def open_set(name: str, path: Path, config: DataConfig, tokenizer: KnownTokenize
     chunks = Chunks(tokens, config.context_length, config.score_remainder)
     if not len(chunks):
         message = f"{path}: {len(tokens)} tokens do not fill one chunk of data.context_length {config.context_length}"
-        raise RunError(f"{message}; lower it, or score them with data.score_remainder=true (--score-remainder)")
+        remedy = "lower it, or score them with data.score_remainder=true (--score-remainder)"
+        raise RunError(f"{message}; {'use a longer text' if config.score_remainder else remedy}")
     return EvaluationSet(name, path, chunks, bytes_per_token, identity)
 
 

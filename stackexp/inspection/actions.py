@@ -10,10 +10,8 @@ import numpy as np
 import torch
 
 from stackexp.errors import ConfigError, RunError
-from stackexp.evaluation.evaluate import open_data
 from stackexp.evaluation.loading import LoadedRun, load_run
-from stackexp.evaluation.request import EvaluationRequest
-from stackexp.inspection.batches import InspectionInput, open_set, open_task
+from stackexp.inspection.batches import InspectionInput, open_run_data, open_set, open_task
 from stackexp.inspection.inspect import record
 from stackexp.models.memories.residual_stack import ResidualStack
 from stackexp.models.stack_recording import ACTIONS, find_stacks
@@ -22,6 +20,7 @@ from stackexp.reports.figures import new_figure
 from stackexp.reports.report import MARKERS, PALETTE, Report, Table
 from stackexp.reports.summaries import find_runs
 
+MAX_REASONS = 3  # in an error
 PARTS = ("first", "middle", "last")
 LEGEND = (
     "Probabilities are means over tokens and heads. First, middle and last: thirds of the stacks, in the order of the "
@@ -60,6 +59,7 @@ def build_actions(paths: Sequence[Path], set_name: str | None = None, num_chunks
     """
     profiles: dict[str, list[Profile]] = defaultdict(list)
     notes: list[str] = []
+    reasons: dict[str, str] = {}  # error -> the note on the first run with it
     for folder in find_runs(paths):
         if folder.read_options().get("model.memory.kind") not in ("stack", "residual_stack"):
             notes.append(f"skipped, without a stack: {folder.path}")
@@ -69,10 +69,9 @@ def build_actions(paths: Sequence[Path], set_name: str | None = None, num_chunks
             profiles[name_arm(folder.path)].append(profile)
         except (ConfigError, RunError) as error:
             notes.append(f"skipped {folder.path}: {error}")
+            reasons.setdefault(str(error), notes[-1])
     if not profiles:
-        found = notes[0] + f", and {len(notes) - 1:,} more" * (len(notes) > 1) if notes else "no run folders"
-        where, remedy = ", ".join(map(str, paths)), "give finished runs with model.memory.kind=stack or residual_stack"
-        raise RunError(f"{where}: {found}; {remedy}")
+        raise RunError(f"{', '.join(map(str, paths))}: {_explain_skipped(notes, list(reasons.values()))}")
     header = [
         "run",
         "seeds",
@@ -101,6 +100,13 @@ def build_arithmetic_actions(folder: Path) -> Report:
     return build_actions(runs)
 
 
+def _explain_skipped(notes: list[str], reasons: list[str]) -> str:
+    """Return why no run was measured: the reasons of the runs with a stack, otherwise a remedy."""
+    shown = reasons[:MAX_REASONS] or notes[:1] or ["no run folders"]
+    found = ", ".join(shown) + f", and {len(notes) - len(shown):,} more" * (len(notes) > len(shown))
+    return found if reasons else f"{found}; give finished runs with model.memory.kind=stack or residual_stack"
+
+
 @torch.no_grad()
 def _measure(run: LoadedRun, set_name: str | None, num_chunks: int) -> Profile:
     inputs = _open_input(run, set_name, num_chunks)
@@ -108,7 +114,7 @@ def _measure(run: LoadedRun, set_name: str | None, num_chunks: int) -> Profile:
     if isinstance(find_stacks(run.model)[0], ResidualStack):  # its slots are equal before the first action
         recordings = recordings[1:]
     if len(recordings) < len(PARTS):
-        raise RunError(f"a study of layers requires at least {len(PARTS)} stacks, found {len(recordings)}")
+        raise RunError(f"a study of layers requires {len(PARTS)} stacks, found {len(recordings)}; use more layers")
     means = np.stack([[values[action].mean() for action in ACTIONS] for _, values in recordings])
     return Profile(run.config.seed, run.folder.path, inputs.title, means)
 
@@ -117,7 +123,7 @@ def _open_input(run: LoadedRun, set_name: str | None, num_chunks: int) -> Inspec
     if run.config.data.objective == "transduction":
         return open_task(run, run.config.data.task)
     if set_name is None:
-        set_name = open_data(EvaluationRequest("validate", run.config, run.folder)).list_set_names("validate")[0]
+        set_name = open_run_data(run, None).list_set_names("validate")[0]
     return open_set(run, set_name, num_chunks)
 
 

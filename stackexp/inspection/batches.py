@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -10,8 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from stackexp.config.arithmetic import SYMBOLS
+from stackexp.config.data import DataConfig
+from stackexp.data.evaluation_sets import EvaluationSet
+from stackexp.data.token_files import Chunks
+from stackexp.datamodules.base import ExperimentData
 from stackexp.datamodules.formal_language import LengthSet, build_batch
-from stackexp.errors import ConfigError
+from stackexp.errors import ConfigError, RunError
 from stackexp.evaluation.evaluate import open_data
 from stackexp.evaluation.loading import LoadedRun
 from stackexp.evaluation.request import EvaluationRequest
@@ -35,10 +40,12 @@ class InspectionInput:
 def open_text(run: LoadedRun, text: str) -> InspectionInput:
     """Return one sequence: the first tokens of a text, up to the context length.
 
-    Raises ConfigError if the model is not one of text, or the text has fewer than two tokens.
+    Raises ConfigError if the model is not one of text, or the text has fewer than two tokens or an unknown symbol.
     """
     if run.tokenizer is None:
         raise ConfigError("inspect: --text requires a model of text; use --task for one of formal languages")
+    if run.config.data.objective == "arithmetic":
+        _check_symbols(text)
     ids = run.tokenizer.encode(text).ids[: run.config.data.context_length]
     if len(ids) < 2:
         raise ConfigError("inspect: --text has fewer than two tokens; give a longer text")
@@ -47,28 +54,62 @@ def open_text(run: LoadedRun, text: str) -> InspectionInput:
     return InspectionInput("text", name, [batch], _label_tokens(run, ids))
 
 
+def _check_symbols(text: str) -> None:
+    """Raise ConfigError for a symbol that arithmetic does not have."""
+    symbols = SYMBOLS[:-1]  # the last one ends an answer; a text cannot contain it
+    unknown = next((symbol for symbol in text if symbol not in symbols), None)
+    if unknown:
+        known = " ".join(symbols).replace(" ".join("0123456789"), "0-9")
+        raise ConfigError(f"inspect: --text: the model has no symbol {unknown!r}; use {known}")
+
+
+def open_run_data(run: LoadedRun, name: str | None) -> ExperimentData:
+    """Open all validation sets of the run, or the one of --set. Their chunks include the remainder.
+
+    The errors name --set instead of --sets.
+    """
+    config = run.config
+    if isinstance(config.data, DataConfig):
+        config = replace(config, data=replace(config.data, score_remainder=True))
+    try:
+        return open_data(EvaluationRequest("validate", config, run.folder, sets=() if name is None else (name,)))
+    except (ConfigError, RunError) as error:
+        raise type(error)(str(error).replace("--sets", "--set")) from None
+
+
 def open_set(run: LoadedRun, name: str, num_chunks: int) -> InspectionInput:
     """Return evenly spaced chunks of a validation set of the run, or of NAME=PATH.
+
+    A set with fewer than two whole chunks includes its remainder, as a shorter sequence.
 
     Raises ConfigError if the model is not one of text, or the run has no such set.
     """
     if run.tokenizer is None:
         raise ConfigError("inspect: --set requires a model of text; use --task for one of formal languages")
-    data = open_data(EvaluationRequest("validate", run.config, run.folder, sets=(name,)))
+    data = open_run_data(run, name)
     data.eval_limit = num_chunks
     (dataset,) = data.sets("validate")[:1]
-    batches = list(data.build_eval_loader(dataset, rank=0, world_size=1))
-    rows = [batch["index"] >= 0 for batch in batches]  # without padding
-    batches = [
-        {key: batch[key][kept] for key in ("tokens", "length", "targets") if key in batch}
-        for batch, kept in zip(batches, rows, strict=True)
-    ]
+    if isinstance(dataset, EvaluationSet):
+        whole = Chunks(dataset.chunks.tokens, dataset.chunks.context_length, run.config.data.score_remainder)
+        dataset = replace(dataset, chunks=whole) if len(whole) > 1 else dataset
+    loader = data.build_eval_loader(dataset, rank=0, world_size=1)
+    batches = [part for batch in loader for part in _remove_padding(batch)]
     return InspectionInput(
         dataset.name,
         f"set-{dataset.name.replace('/', '-')}",
         batches,
         _label_tokens(run, batches[0]["tokens"][0].tolist()),
     )
+
+
+def _remove_padding(batch: Batch) -> list[Batch]:
+    """Return the sequences of a batch without padding: one batch for each length, the longest first."""
+    is_sequence = batch["index"] >= 0
+    kept: Batch = {key: batch[key][is_sequence] for key in ("tokens", "length", "targets") if key in batch}
+    if "length" not in kept:
+        return [kept]
+    parts = [(length, kept["length"] == length) for length in kept["length"].unique().flip(0)]
+    return [{"tokens": kept["tokens"][rows, :length], "length": kept["length"][rows]} for length, rows in parts]
 
 
 def open_task(run: LoadedRun, name: str) -> InspectionInput:

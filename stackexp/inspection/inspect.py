@@ -7,11 +7,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from stackexp.errors import RunError
 from stackexp.evaluation.loading import LoadedRun, load_run
 from stackexp.files import write_atomically
 from stackexp.inspection.batches import InspectionInput, average_values, compute_losses, open_set, open_task, open_text
-from stackexp.inspection.interventions import intervene, list_interventions
+from stackexp.inspection.interventions import check_heads, intervene, list_interventions
 from stackexp.inspection.page import format_page
 from stackexp.models.checkpoints import load_state
 from stackexp.models.stack_recording import ACTIONS, MEASUREMENTS, Recording, record_stacks
@@ -41,6 +40,8 @@ def run(
     TensorBoard shows the maps under Images, as the run <run>/inspect.
     """
     loaded = load_run(run, ckpt_path)
+    if heads:
+        check_heads(loaded.model)
     if text is not None:
         inputs = open_text(loaded, text)
     else:
@@ -64,10 +65,12 @@ def run(
         events, png = Path(out) if out else folder.parent, (folder / "stacks.png").read_bytes()
         write_image(events, f"inspect.{inputs.name}", f"inspect/{inputs.title}", png, step)
     write_atomically(folder / "tokens.html", format_page(inputs, first, MAX_PAGE_TOKENS))
-    if text is None:
+    if sum(len(batch["tokens"]) for batch in inputs.batches) > 1:
         changes = measure_interventions(loaded, inputs, heads)
         results["interventions"] = changes
         print(f"\n{format_changes(changes)}")
+    elif text is None:
+        print("\nno interventions: an interval requires at least two sequences; use a larger set")
     write_atomically(folder / "inspect.json", json.dumps(results, indent=2))
     print(f"\nmaps:    {folder / 'stacks.png'}\ntokens:  {folder / 'tokens.html'}\nvalues:  {folder / 'inspect.json'}")
     return 0
@@ -91,17 +94,13 @@ def record(
 
 
 def measure_interventions(loaded: LoadedRun, inputs: InspectionInput, heads: bool) -> list[dict[str, Any]]:
-    """Return the change of the loss under each intervention, in nats, with the paired 95 % interval over sequences.
-
-    Raises RunError if there are fewer than two sequences.
-    """
+    """Return the change of the loss under each intervention, in nats, with the paired 95 % interval over sequences."""
     model = loaded.model
+    tokens = [batch["tokens"] for batch in inputs.batches[:4]]
     with record_stacks(model) as recordings:
-        model(torch.cat([batch["tokens"] for batch in inputs.batches[:4]]))
+        model(torch.cat([rows for rows in tokens if rows.shape[1] == tokens[0].shape[1]]))
         interventions = list_interventions(model, recordings, heads)
     losses, counts = compute_losses(model, inputs.batches)
-    if len(losses) < 2:
-        raise RunError("inspect: an interval requires at least two sequences; use a larger set")
     changes = [{"intervention": "none", "loss": float(losses.sum() / counts.sum())}]
     for intervention in interventions:
         with intervene(model, intervention):

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from stackexp.errors import ConfigError
 from stackexp.models.memories.residual_stack import ResidualStack
 from stackexp.models.memories.stack import NEVER
 from stackexp.models.stack_recording import ACTIONS, Recording, Stack, find_stacks, wrap_updates
@@ -29,6 +30,18 @@ class Intervention:
     layer: int | None = None
 
 
+def check_heads(model: nn.Module) -> None:
+    """Raise ConfigError if the stacks have no heads to intervene on separately."""
+    stack = find_stacks(model)[0]
+    if _count_heads(stack) == 1:
+        found = "a residual stack has no heads" if isinstance(stack, ResidualStack) else "the stacks have one head"
+        raise ConfigError(f"inspect: --heads: {found}; omit --heads")
+
+
+def _count_heads(stack: Stack) -> int:
+    return 1 if isinstance(stack, ResidualStack) else stack.config.num_heads
+
+
 def list_interventions(model: nn.Module, means: list[Recording], heads: bool = False) -> list[Intervention]:
     """Return all interventions for a model. Those with frozen actions use the mean actions of the recordings `means`.
 
@@ -37,7 +50,7 @@ def list_interventions(model: nn.Module, means: list[Recording], heads: bool = F
     A residual stack without its reads still reads its top. It is cleared after the attention of the layer has read it.
     """
     stacks = find_stacks(model)
-    num_heads = 1 if isinstance(stacks[0], ResidualStack) else stacks[0].config.num_heads
+    num_heads = _count_heads(stacks[0])
     found = []
     if stacks[0].actions is not None:
         found = [

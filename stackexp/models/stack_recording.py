@@ -23,7 +23,7 @@ MEASUREMENTS = {
     "entropy": "entropy of the actions, in nats",
     "occupancy": "occupied slots: the sum of M",
     "overflow": "mass that this push moves past the last slot",
-    "read_slot": "slot that is read most, 0 is the top",
+    "read_slot": "occupied slot that is read most, 0 is the top",
     "read_sharpness": "weight of that slot in the read",
     "read_share": "norm of the read / that of the hidden state; residual_stack: share of the slots below the top",
 }

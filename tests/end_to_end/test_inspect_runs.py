@@ -3,11 +3,13 @@
 import hashlib
 import json
 
+import numpy as np
 import pytest
 from forks import Forks
 from records import only_run
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from stackexp.cli import main
 from stackexp.config.compose import load_config
 
 
@@ -55,6 +57,8 @@ def test_inspect_a_residual_stack(tiny, tmp_path):
     run = only_run(tmp_path / "runs")
     printed = forks.run("inspect", "--run", run.path, "--set", "left", "--chunks", "4")
     assert "actions frozen at their mean" in printed
+    error = forks.run("inspect", "--run", run.path, "--set", "left", "--heads", expect=2)
+    assert error == "error: inspect: --heads: a residual stack has no heads; omit --heads\n"
     record = json.loads((run.path / "inspect" / "set-left" / "inspect.json").read_text())
     assert [stack["site"] for stack in record["stacks"]] == ["after_attention", "after_block"] * 2
     assert record["stacks"][0]["push"] == [pytest.approx(0.87, abs=0.02)]
@@ -82,3 +86,41 @@ def test_inspect_a_formal_language(tmp_path):
         (("--set", "x"), "--set requires a model of text; use --task for one of formal languages"),
     ):
         assert f"error: inspect: {message}" in forks.run("inspect", "--run", run.path, *options, expect=2)
+
+
+def test_short_sets_are_inspected_without_padding(trained, tmp_path, capsys):
+    """Chunks have 32 tokens; a set of at most one chunk is one sequence, like a text."""
+    text = "def f(x): return x"
+    for name, content in (("one", text), ("two", "import os; " * 8)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "a.md").write_text(content)
+
+    def inspect(*options):
+        assert main(["inspect", "--run", str(trained), "--out", str(tmp_path / "out"), *map(str, options)]) == 0
+        page = (tmp_path / "out" / "tokens.html").read_text()
+        record = json.loads((tmp_path / "out" / "inspect.json").read_text())
+        return record | json.loads(page.partition("const data = ")[2].partition(";\n")[0]), capsys.readouterr().out
+
+    record, printed = inspect("--set", f"mine={tmp_path}/one")
+    assert "interventions" not in record
+    assert "no interventions: an interval requires at least two sequences; use a larger set" in printed
+    expected, _ = inspect("--text", text)
+    assert record["tokens"] == [*expected["tokens"], "<|endoftext|>"]
+    for stack, other in zip(record["stacks"], expected["stacks"], strict=True):
+        assert np.array(stack["values"]["push"])[:-1] == pytest.approx(np.array(other["values"]["push"]), abs=2e-4)
+    record, _ = inspect("--set", f"mine={tmp_path}/two")
+    assert record["interventions"][0]["loss"] > 0
+    np.save(tmp_path / "tiny.npy", np.array([1]))
+    assert main(["inspect", "--run", str(trained), "--set", f"mine={tmp_path}/tiny.npy"]) == 1
+    assert capsys.readouterr().err.endswith("do not fill one chunk of data.context_length 32; use a longer text\n")
+
+
+def test_the_errors_name_the_option_of_the_command(trained, capsys):
+    unknown = "--set: no set 'nope' in data.validation; available: v2, v3, left, right (or give NAME=PATH)"
+    assert main(["inspect", "--run", str(trained), "--set", "nope"]) == 2
+    assert capsys.readouterr().err == f"error: {unknown}\n"
+    assert main(["report", "actions", str(trained), "--set", "nope"]) == 1
+    assert capsys.readouterr().err == f"error: {trained}: skipped {trained}: {unknown}\n"
+    assert main(["report", "actions", str(trained)]) == 1
+    found = "a study of layers requires 3 stacks, found 2; use more layers"
+    assert capsys.readouterr().err == f"error: {trained}: skipped {trained}: {found}\n"
