@@ -3,6 +3,7 @@
 import itertools
 import subprocess
 import tempfile
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -91,6 +92,16 @@ def test_depth_step(triton_interpreter, property_check):
     triton_interpreter.submit(property_check).result()
 
 
+@pytest.mark.parametrize("kernel", ["forward", "backward"])
+@pytest.mark.parametrize("module", ["depth_step_kernels", "time_scan_kernels"])
+def test_kernels_have_a_launcher(module, kernel):
+    """Triton generates it at the first launch on a GPU; the interpreter needs none."""
+    from triton.runtime.jit import create_function_from_signature
+
+    function = getattr(import_module(f"stackexp.stack.triton.{module}"), kernel)
+    create_function_from_signature(function.signature, function.params, None)
+
+
 def test_operators_pass_opcheck(triton_interpreter):
     case = Case(2, 4, 1, 2, segment=2, dtype=BF16, state_dtype=F32)
     triton_interpreter.submit(triton_steps.check_operators, case).result()
@@ -154,8 +165,8 @@ def test_kernels_compile_for_an_h100_without_spilling(compiler, name, num_stages
     kinds |= dict.fromkeys(missing, "constexpr")
     layers = ("*bf16",) * num_stages
     signature = {"xs": layers, "logits": layers, "tensors": arguments(**kinds)}
-    signature |= dict.fromkeys(function.arg_names[3:-1], "i32") | {"options": "constexpr"}
-    constants = {"options": options} | {(2, arguments._fields.index(field)): None for field in missing}
+    signature |= dict.fromkeys(function.arg_names[3:-1], "i32") | {"settings": "constexpr"}
+    constants = {"settings": options} | {(2, arguments._fields.index(field)): None for field in missing}
     paths = [(i, j) for i in (0, 1) for j in range(num_stages)]
     paths += [(2, i) for i, field in enumerate(kinds) if field not in missing]
     aligned = {path: [["tt.divisibility", 16]] for path in paths}

@@ -82,10 +82,10 @@ def test_kernels_compile_for_an_h100_without_spilling(kernel, feedback, hidden):
     missing = {"given", "from_read", "to_given"} if not hidden else set()
     missing |= {"feedback_x", "feedback_logits", "fed", "grad_fed_logits"} if not feedback else set()
     kinds = {field: "constexpr" if field in missing else "*fp32" for field in tensors._fields}
-    signature = {"tensors": tensors(**kinds), "options": "constexpr"}
+    signature = {"tensors": tensors(**kinds), "settings": "constexpr"}
     signature |= dict.fromkeys(time_scan_kernels.DYNAMIC, "i32")
     signature = {name: signature[name] for name in function.arg_names}
-    constants = {"options": options} | {(0, i): None for i, field in enumerate(kinds) if field in missing}
+    constants = {"settings": options} | {(0, i): None for i, field in enumerate(kinds) if field in missing}
     source = triton.compiler.ASTSource(fn=function, signature=signature, constexprs=constants)
     target = GPUTarget("cuda", 90, 32)
     compiled = triton.compile(source, target=target, options=time_scan.compiler_options(options))

@@ -7,6 +7,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from stackexp.config.trainer import TrainerConfig
 from stackexp.models.transformer import Transformer
 
+GRAPHS_PER_LAYER = 4  # torch.compile: training, evaluation, and both with probes
+
 
 def build_mesh(device_type: str, trainer: TrainerConfig) -> DeviceMesh:
     """Build the device mesh of a strategy; requires a process group.
@@ -30,6 +32,9 @@ def shard_model(model: Transformer, mesh: DeviceMesh, trainer: TrainerConfig) ->
     policy = MixedPrecisionPolicy()
     if trainer.precision == "bf16-mixed":
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
+    if trainer.compile:  # the stack of each layer has another size, so each needs graphs of its own
+        limit = GRAPHS_PER_LAYER * len(model.layers)
+        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, limit)
     for layer in model.layers:
         if trainer.compile:
             layer.compile()

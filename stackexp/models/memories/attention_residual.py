@@ -43,7 +43,8 @@ class AttentionResidual(Memory):
         assert previous is not None
         added = h - previous
         state = (*state, (added, self._invert_rms(added)))
-        scores = torch.stack([(value @ self.query.to(value.dtype)) * inverse for value, inverse in state], -1)
+        with torch.autocast(h.device.type, enabled=False):  # it would save a bfloat16 copy of every value
+            scores = torch.stack([(value @ self.query.to(value.dtype)) * inverse for value, inverse in state], -1)
         weights = scores.softmax(-1)  # [B, T, n], float32
         mixed = torch.zeros_like(h)
         for (value, _), weight in zip(state, weights.to(h.dtype).unsqueeze(-1).unbind(-2), strict=True):

@@ -83,7 +83,7 @@ class ExtendedStackMemory(StackMemory):
     def _normalize(self, x: Tensor) -> Tensor:
         if self.config.push_norm == "none":
             return x
-        return F.rms_norm(x, x.shape[-1:], eps=self.model.norm_eps)
+        return F.rms_norm(x, x.shape[-1:], eps=self.model.norm_eps).to(x.dtype)  # autocast on CUDA makes it float32
 
     def project(self, h: Tensor) -> tuple[Tensor, Tensor]:
         """Return the push vectors x [..., H, D] and the scaled action logits [..., H, 3] of h [..., d]."""

@@ -1,6 +1,7 @@
 """Launch the Triton kernels of the depth step: tile sizes, compile-time options, tensors and grid.
 
-Triton accepts NamedTuples of tensors and, as one `tl.constexpr`, a NamedTuple of options.
+Triton accepts NamedTuples of tensors and, as one `tl.constexpr`, a NamedTuple of options. The kernels call it
+`settings`, because a kernel with a parameter named `options` cannot be launched: Triton's launcher has one itself.
 """
 
 from typing import Any, NamedTuple
@@ -102,7 +103,7 @@ def launch(name: str, inputs: StepInputs, tensors: StepForward | StepBackward, *
             num_occupied=inputs.slots.shape[0],
             num_slots=inputs.num_slots,
             **sizes,
-            options=make_options(inputs),
+            settings=make_options(inputs),
             **compiler_options(x.shape[-1]),
         )
 

@@ -219,7 +219,7 @@ def _launch(
             kept=tensors.saved_slots.shape[3],
             num_empty=num_empty,
             interval=interval,
-            options=options,
+            settings=options,
             **compiler_options(options),
         )
 

@@ -43,37 +43,37 @@ def _mask_ratio(mask, j, kept, TINY: tl.constexpr):
 
 
 @triton.jit
-def update(state, x, action, index, options: tl.constexpr):
+def update(state, x, action, index, settings: tl.constexpr):
     """Compute `reference.update_stack`. x [H, 1, D]; action: the probabilities of push, pop, no-op [H, 1, 1]."""
     slots, mask = state
     push, pop, no_op = action
     j, kept, _ = index
     new_slots = push * _shift_down(slots, x, j, kept) + no_op * slots
     new_mask = push * _shift_down(mask, 1, j, kept) + no_op * mask
-    if options.discipline == "queue":
-        new_slots += pop * slots * _mask_ratio(mask, j, kept, options.tiny)[0]
-    elif options.discipline == "stack":
+    if settings.discipline == "queue":
+        new_slots += pop * slots * _mask_ratio(mask, j, kept, settings.tiny)[0]
+    elif settings.discipline == "stack":
         new_slots += pop * _shift_up(slots, j, kept)
-    if options.discipline != "push_only":
+    if settings.discipline != "push_only":
         new_mask += pop * _shift_up(mask, j, kept)
     return new_slots, new_mask
 
 
 @triton.jit
-def compute_read_weights(state, query, index, options: tl.constexpr):
+def compute_read_weights(state, query, index, settings: tl.constexpr):
     """Return the softmax [H, S, 1] of `reference.compute_scores`, over all S slots, and w_g . St."""
     slots, mask = state
     j, kept, num_empty = index
     content = tl.sum(query * slots, 2, keep_dims=True)
-    if options.read_mask == "multiply":
+    if settings.read_mask == "multiply":
         scores = content * mask
-    elif options.read_mask == "log":
-        scores = content + tl.log(tl.maximum(mask, options.tiny))
+    elif settings.read_mask == "log":
+        scores = content + tl.log(tl.maximum(mask, settings.tiny))
     else:
-        scores = content + (1 - mask) * options.empty_score  # the penalty is the score of an empty slot
+        scores = content + (1 - mask) * settings.empty_score  # the penalty is the score of an empty slot
     scores = tl.where(j < kept, scores, float("-inf"))
     highest = tl.max(scores, 1, keep_dims=True)  # [H, 1, 1]
-    empty = tl.full(highest.shape, options.empty_score, highest.dtype)
+    empty = tl.full(highest.shape, settings.empty_score, highest.dtype)
     highest = tl.where(num_empty > 0, tl.maximum(highest, empty), highest)
     weights = tl.exp(scores - highest)
     total = tl.sum(weights, 1, keep_dims=True) + num_empty * tl.exp(tl.minimum(empty - highest, 0))
@@ -90,19 +90,19 @@ def softmax(push, pop, no_op):
 
 
 @triton.jit
-def read_backward(grad, state, w, index, options: tl.constexpr):
+def read_backward(grad, state, w, index, settings: tl.constexpr):
     """Return the gradients of St, M and w_g, given that of a global read [H, 1, D]."""
     slots, mask = state
-    weights, content = compute_read_weights(state, w, index, options)
+    weights, content = compute_read_weights(state, w, index, settings)
     towards = tl.sum(grad * slots, 2, keep_dims=True)  # to each weight [H, S, 1]
     grad_score = weights * (towards - tl.sum(weights * towards, 1, keep_dims=True))
-    if options.read_mask == "multiply":
+    if settings.read_mask == "multiply":
         grad_content, grad_mask = grad_score * mask, grad_score * content
-    elif options.read_mask == "log":
+    elif settings.read_mask == "log":
         grad_content = grad_score
-        grad_mask = tl.where(mask >= options.tiny, divide(grad_score, tl.maximum(mask, options.tiny)), 0)
+        grad_mask = tl.where(mask >= settings.tiny, divide(grad_score, tl.maximum(mask, settings.tiny)), 0)
     else:
-        grad_content, grad_mask = grad_score, grad_score * -options.empty_score
+        grad_content, grad_mask = grad_score, grad_score * -settings.empty_score
     return weights * grad + grad_content * w, grad_mask, tl.sum(grad_content * slots, 1, keep_dims=True)
 
 
@@ -113,7 +113,7 @@ def _sum_tile(values):
 
 
 @triton.jit
-def update_backward(grads, state, x, action, index, options: tl.constexpr):
+def update_backward(grads, state, x, action, index, settings: tl.constexpr):
     """Return the gradients of (St, M), of x and of the action probabilities, given those of (St', M')."""
     grad_slots, grad_mask = grads
     slots, mask = state
@@ -129,15 +129,15 @@ def update_backward(grads, state, x, action, index, options: tl.constexpr):
     new_slots = push * above + no_op * grad_slots
     new_mask = push * above_mask + no_op * grad_mask
     grad_pop = tl.zeros_like(grad_push)
-    if options.discipline != "push_only":
+    if settings.discipline != "push_only":
         grad_pop = tl.sum(mask * below_mask, 1, keep_dims=True)
         new_mask += pop * below_mask
-    if options.discipline == "stack":
+    if settings.discipline == "stack":
         below = _shift_down(grad_slots, 0, j, kept)
         grad_pop += _sum_tile(slots * below)
         new_slots += pop * below
-    if options.discipline == "queue":
-        ratio, occupied = _mask_ratio(mask, j, kept, options.tiny)
+    if settings.discipline == "queue":
+        ratio, occupied = _mask_ratio(mask, j, kept, settings.tiny)
         grad_pop += tl.sum(ratio * stays, 1, keep_dims=True)
         new_slots += pop * ratio * grad_slots
         grad_following = tl.where(occupied, divide(pop * stays, tl.where(occupied, mask, 1)), 0)
