@@ -15,7 +15,7 @@ from stackexp.training.callbacks import build_callbacks, step_requests, throughp
 from stackexp.training.callbacks.checkpoint import rescale_progress
 from stackexp.training.callbacks.data_record import DataRecord
 from stackexp.training.callbacks.metrics_log import MetricsLog
-from stackexp.training.callbacks.step_requests import StepRequests
+from stackexp.training.callbacks.step_requests import StepRequests, raise_if_stopped
 from stackexp.training.callbacks.throughput import Throughput, get_peak_flops
 from stackexp.training.resume import Start
 from stackexp.training.signals import StopRequest, parse_seconds
@@ -81,7 +81,6 @@ def test_tokens_per_second_are_measured_between_step_ends(clock, module):
 
 def test_mfu_is_relative_to_the_peak_of_all_devices(clock, module, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
-    monkeypatch.setattr(throughput.torch, "tensor", lambda value, device: torch.as_tensor(value))  # no GPU here
     callback, trainer = Throughput(), SimpleNamespace(global_step=0, world_size=4)
     module.device = CUDA
     callback.on_train_start(trainer, module)
@@ -144,6 +143,15 @@ def test_a_checkpoint_is_requested_after_the_given_minutes(clock, module):
             requested.append((trainer.global_step, module.step_metrics.requests))
             callback.on_save_checkpoint(trainer, module, {})
     assert requested == [(2, {"save"}), (4, {"save"})]
+
+
+def test_a_stop_of_one_process_creates_no_tensor():
+    stop = SimpleNamespace(is_set=False, build_error=lambda: InterruptedRunError("stop"))
+    no_device = torch.device("cuda", 99)
+    assert raise_if_stopped(stop, no_device, 3.0) == 3.0
+    stop.is_set = True
+    with pytest.raises(InterruptedRunError):
+        raise_if_stopped(stop, no_device)
 
 
 def test_progress_is_rescaled_to_another_number_of_micro_batches_per_step():

@@ -114,7 +114,8 @@ def _build_flex_mask(config: TransformerConfig, h: Tensor, documents: Tensor | N
     from torch.nn.attention.flex_attention import create_block_mask
 
     has_alibi = config.positional == "alibi"
-    slopes = torch.tensor(compute_alibi_slopes(config.num_heads), device=h.device) if has_alibi else None
+    slopes = torch.tensor(compute_alibi_slopes(config.num_heads)) if has_alibi else None
+    slopes = slopes if slopes is None else slopes.to(h.device, non_blocking=True)
     if not config.causal:
         return FlexMask(None, slopes)
 
