@@ -12,7 +12,7 @@ from stackexp.modules.step_metrics import StepMetrics
 from stackexp.runs import RunFolder
 from stackexp.training import signals
 from stackexp.training.callbacks import build_callbacks, step_requests, throughput
-from stackexp.training.callbacks.checkpoint import rescale_progress
+from stackexp.training.callbacks.checkpoint import RunState, rescale_progress
 from stackexp.training.callbacks.data_record import DataRecord
 from stackexp.training.callbacks.metrics_log import MetricsLog
 from stackexp.training.callbacks.step_requests import StepRequests, raise_if_stopped
@@ -152,6 +152,52 @@ def test_a_stop_of_one_process_creates_no_tensor():
     stop.is_set = True
     with pytest.raises(InterruptedRunError):
         raise_if_stopped(stop, no_device)
+
+
+@pytest.fixture
+def cuda_states(monkeypatch) -> dict[torch.device, torch.Tensor]:
+    """A stand-in for the random states of two GPUs."""
+    states = {torch.device("cuda", i): torch.tensor([i], dtype=torch.uint8) for i in range(2)}
+    monkeypatch.setattr(torch.cuda, "get_rng_state", states.__getitem__)
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device: states.update({device: state}))
+    return states
+
+
+def save_state(device: torch.device) -> dict:
+    checkpoint, config = {}, compose(["quickstart"])
+    module = SimpleNamespace(config=config, tokens=0)
+    RunState().on_save_checkpoint(make_trainer(device), module, checkpoint)
+    progress = {name: {"ready": 0, "completed": 0} for name in ("total", "current")}
+    return checkpoint | {"loops": {"fit_loop": {"epoch_loop.batch_progress": progress}}}
+
+
+def make_trainer(device: torch.device) -> SimpleNamespace:
+    return SimpleNamespace(strategy=SimpleNamespace(root_device=device))
+
+
+@pytest.mark.parametrize("is_old", [False, True])
+def test_every_rank_restores_the_cuda_state_of_rank_0(cuda_states, is_old):
+    """Rank 0 of a version that saved all GPUs of the machine never advanced the states of the others."""
+    first = next(iter(cuda_states))
+    cuda_states[first] = torch.tensor([7], dtype=torch.uint8)
+    checkpoint = save_state(first)
+    if is_old:
+        checkpoint["stackexp"]["cuda_rng"] = list(cuda_states.values())
+    cuda_states[first] = torch.tensor([8], dtype=torch.uint8)
+    for device in cuda_states:
+        RunState().on_load_checkpoint(make_trainer(device), SimpleNamespace(config=compose(["quickstart"])), checkpoint)
+    assert [state.item() for state in cuda_states.values()] == [7, 7]
+
+
+@pytest.mark.parametrize("is_old", [False, True])
+def test_a_checkpoint_of_cpus_has_no_cuda_state(cuda_states, is_old):
+    checkpoint = save_state(CPU)
+    assert checkpoint["stackexp"]["cuda_rng"] is None
+    if is_old:
+        checkpoint["stackexp"]["cuda_rng"] = []
+    for device in (CPU, *cuda_states):
+        RunState().on_load_checkpoint(make_trainer(device), SimpleNamespace(config=compose(["quickstart"])), checkpoint)
+    assert [state.item() for state in cuda_states.values()] == [0, 1]
 
 
 def test_progress_is_rescaled_to_another_number_of_micro_batches_per_step():
