@@ -145,6 +145,16 @@ def test_cached_logits_match_full_forward(backend):
     assert generate(model, TOKENS[:, :3], 4).shape == (2, 7)
 
 
+@pytest.mark.parametrize("window", [None, 1, 3])
+@pytest.mark.parametrize("backend", ["varlen", "flash_attn"])
+def test_generation_uses_sdpa(backend, window):
+    """The CUDA kernels need bfloat16, but a text sample is drawn in the dtype of the weights, maybe on a CPU."""
+    wanted, got = (make_model(b, STACK, attention_window=window) for b in ("sdpa", backend))
+    for layer in got.layers:
+        layer.attention.attend = None
+    assert torch.equal(generate(got, TOKENS, 4, temperature=0), generate(wanted, TOKENS, 4, temperature=0))
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("recompute", [True, "selective"])
 def test_recomputation_preserves_gradients(backend, recompute):

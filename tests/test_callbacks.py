@@ -12,10 +12,10 @@ from stackexp.modules.step_metrics import StepMetrics
 from stackexp.runs import RunFolder
 from stackexp.training import signals
 from stackexp.training.callbacks import build_callbacks, step_requests, throughput
-from stackexp.training.callbacks.checkpoint import rescale_progress
+from stackexp.training.callbacks.checkpoint import RunState, rescale_progress
 from stackexp.training.callbacks.data_record import DataRecord
 from stackexp.training.callbacks.metrics_log import MetricsLog
-from stackexp.training.callbacks.step_requests import StepRequests
+from stackexp.training.callbacks.step_requests import StepRequests, raise_if_stopped
 from stackexp.training.callbacks.throughput import Throughput, get_peak_flops
 from stackexp.training.resume import Start
 from stackexp.training.signals import StopRequest, parse_seconds
@@ -81,7 +81,6 @@ def test_tokens_per_second_are_measured_between_step_ends(clock, module):
 
 def test_mfu_is_relative_to_the_peak_of_all_devices(clock, module, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
-    monkeypatch.setattr(throughput.torch, "tensor", lambda value, device: torch.as_tensor(value))  # no GPU here
     callback, trainer = Throughput(), SimpleNamespace(global_step=0, world_size=4)
     module.device = CUDA
     callback.on_train_start(trainer, module)
@@ -144,6 +143,61 @@ def test_a_checkpoint_is_requested_after_the_given_minutes(clock, module):
             requested.append((trainer.global_step, module.step_metrics.requests))
             callback.on_save_checkpoint(trainer, module, {})
     assert requested == [(2, {"save"}), (4, {"save"})]
+
+
+def test_a_stop_of_one_process_creates_no_tensor():
+    stop = SimpleNamespace(is_set=False, build_error=lambda: InterruptedRunError("stop"))
+    no_device = torch.device("cuda", 99)
+    assert raise_if_stopped(stop, no_device, 3.0) == 3.0
+    stop.is_set = True
+    with pytest.raises(InterruptedRunError):
+        raise_if_stopped(stop, no_device)
+
+
+@pytest.fixture
+def cuda_states(monkeypatch) -> dict[torch.device, torch.Tensor]:
+    """A stand-in for the random states of two GPUs."""
+    states = {torch.device("cuda", i): torch.tensor([i], dtype=torch.uint8) for i in range(2)}
+    monkeypatch.setattr(torch.cuda, "get_rng_state", states.__getitem__)
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device: states.update({device: state}))
+    return states
+
+
+def save_state(device: torch.device) -> dict:
+    checkpoint, config = {}, compose(["quickstart"])
+    module = SimpleNamespace(config=config, tokens=0)
+    RunState().on_save_checkpoint(make_trainer(device), module, checkpoint)
+    progress = {name: {"ready": 0, "completed": 0} for name in ("total", "current")}
+    return checkpoint | {"loops": {"fit_loop": {"epoch_loop.batch_progress": progress}}}
+
+
+def make_trainer(device: torch.device) -> SimpleNamespace:
+    return SimpleNamespace(strategy=SimpleNamespace(root_device=device))
+
+
+@pytest.mark.parametrize("is_old", [False, True])
+def test_every_rank_restores_the_cuda_state_of_rank_0(cuda_states, is_old):
+    """Rank 0 of a version that saved all GPUs of the machine never advanced the states of the others."""
+    first = next(iter(cuda_states))
+    cuda_states[first] = torch.tensor([7], dtype=torch.uint8)
+    checkpoint = save_state(first)
+    if is_old:
+        checkpoint["stackexp"]["cuda_rng"] = list(cuda_states.values())
+    cuda_states[first] = torch.tensor([8], dtype=torch.uint8)
+    for device in cuda_states:
+        RunState().on_load_checkpoint(make_trainer(device), SimpleNamespace(config=compose(["quickstart"])), checkpoint)
+    assert [state.item() for state in cuda_states.values()] == [7, 7]
+
+
+@pytest.mark.parametrize("is_old", [False, True])
+def test_a_checkpoint_of_cpus_has_no_cuda_state(cuda_states, is_old):
+    checkpoint = save_state(CPU)
+    assert checkpoint["stackexp"]["cuda_rng"] is None
+    if is_old:
+        checkpoint["stackexp"]["cuda_rng"] = []
+    for device in (CPU, *cuda_states):
+        RunState().on_load_checkpoint(make_trainer(device), SimpleNamespace(config=compose(["quickstart"])), checkpoint)
+    assert [state.item() for state in cuda_states.values()] == [0, 1]
 
 
 def test_progress_is_rescaled_to_another_number_of_micro_batches_per_step():

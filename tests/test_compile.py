@@ -1,5 +1,7 @@
 """torch.compile of the full model: one graph and the same results for every memory variant."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -19,6 +21,7 @@ from stackexp.config.memory import (
 )
 from stackexp.config.model import TransformerConfig
 from stackexp.data.documents import compute_document_ids
+from stackexp.evaluation.generation import continue_text
 from stackexp.models.transformer import Cache, Transformer
 from stackexp.modules.language_modeling import LanguageModeling
 from stackexp.modules.probes import probe_memories
@@ -131,6 +134,15 @@ def test_probes_of_a_compiled_model_neither_use_nor_change_its_graph():
     torch.testing.assert_close(model(tokens).logits, logits, rtol=0, atol=0)
     assert counter.frame_count == 1
     assert {"push", "overflow", "read_slot", "read_sharpness"} <= wanted[0].keys()
+
+
+def test_the_sample_of_a_compiled_model_compiles_nothing(monkeypatch):
+    monkeypatch.setattr("stackexp.evaluation.generation.get_end_of_text_id", lambda tokenizer: 0)
+    model, counter = make_model("stacktrans"), CompileCounterWithBackend("eager")
+    model.compile(backend=counter)
+    tokenizer = SimpleNamespace(encode=lambda *_, **__: SimpleNamespace(ids=[]), decode=len)
+    assert 1 < continue_text(model, tokenizer, "", seed=0, max_new_tokens=8) <= 9
+    assert counter.frame_count == 0
 
 
 def make_language_model(monkeypatch, **compile_options) -> LanguageModeling:

@@ -9,9 +9,11 @@ from safetensors.torch import save_file
 
 import stackexp
 from stackexp import runs
+from stackexp.config import registry
 from stackexp.config.compose import compose
 from stackexp.errors import RunError
 from stackexp.files import write_json_lines
+from stackexp.models.generation import generate
 from stackexp.training.objectives import build_objective
 
 TINY = ["model.hidden_size=8", "model.num_layers=1", "trainer.accelerator=cpu"]
@@ -38,6 +40,21 @@ def test_load_run_returns_model_config_and_metrics(folder):
         torch.testing.assert_close(one, two, rtol=0, atol=0)
     assert list(run.metrics["step"]) == [1, 2]
     assert list(run.metrics) == ["step", "train/loss", "v"]
+
+
+def test_load_run_of_a_model_with_a_cuda_kernel_runs_on_a_cpu(tmp_path):
+    small = ["model.hidden_size=8", "model.num_layers=1", "model.num_heads=2", "model.num_kv_heads=1"]
+    small += ["model.intermediate_size=8", "data.kind=shards", "data.path=none", "data.vocab_size=13"]
+    options = ["model.attention=varlen", "trainer.precision=bf16-mixed", "trainer.compile=true"]
+    config = compose(["quickstart"], [*small, *options, f"logging.root={tmp_path}"])
+    folder, weights = runs.allocate_run(config), tmp_path / "weights.safetensors"
+    with folder.start_session(config):
+        save_file(dict(registry.build("model", config.model).state_dict()), weights)
+    loaded = stackexp.load_run(folder.path, weights)
+    tokens = torch.arange(6)[None]
+    assert loaded.model(tokens).logits.isfinite().all()
+    assert generate(loaded.model, tokens, 3).shape == (1, 9)
+    assert not torch._dynamo.utils.counters["frames"]
 
 
 def test_load_run_without_pandas_returns_lists(folder, monkeypatch):

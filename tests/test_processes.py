@@ -6,12 +6,14 @@ import sys
 import time
 
 import pytest
+import torch
 import torch.distributed as dist
 from forks import Forks
 from lightning.fabric.plugins.environments import LightningEnvironment
 
+from stackexp.config.trainer import TrainerConfig
 from stackexp.errors import ConfigError, RunError
-from stackexp.training.processes import Processes, _exit_with_children
+from stackexp.training.processes import Processes, _connect, _exit_with_children
 
 ERRORS = (ConfigError("a"), RunError("b"), FileNotFoundError("c"))
 
@@ -54,3 +56,19 @@ def wait_for_child(*_: object) -> int:
 def test_a_process_lost_during_startup_is_named_by_its_global_rank(tmp_path):
     output = Forks(tmp_path).run(function=wait_for_child, expect=1)
     assert output == "error: rank 3 exited during startup with code 5; see its output above\n"
+
+
+def test_nccl_does_not_abort_before_the_watchdog_reports(monkeypatch):
+    """torchrun sets the variable to 1, which ends the process at the first NCCL error."""
+    for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "0")
+    monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(dist, "rendezvous", lambda *_, **__: iter([(dist.HashStore(), 0, 1)]))
+    found = []
+    monkeypatch.setattr(
+        dist, "init_process_group", lambda *_, **__: found.append(os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"])
+    )
+    assert _connect(LightningEnvironment(), TrainerConfig(), "cuda") == 0
+    assert found == ["0"]

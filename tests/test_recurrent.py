@@ -223,15 +223,20 @@ def test_activation_checkpointing_recomputes_and_preserves_gradients(kind):
 def test_lower_precision_logits_match_float64(kind, autocast):
     expected = make_model(kind)(make_tokens()).logits
     model = make_model(kind, dtype=torch.float32)
-    try:
-        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            logits = model(make_tokens()).logits
-    except RuntimeError as error:
-        if autocast and "could not create a primitive" in str(error):
-            pytest.skip("oneDNN has no bfloat16 LSTM primitive for this CPU")
-        raise
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        logits = model(make_tokens()).logits
     assert (logits.double() - expected).abs().max() / expected.abs().max() < (0.05 if autocast else 1e-5)
     logits.float().sum().backward()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_lstm_layers_run_in_the_dtype_of_the_weights(dtype):
+    """On CUDA, autocast of torch.nn.LSTM is float16, whatever its dtype."""
+    layer = make_model("lstm", dtype=dtype).layers[0]
+    with torch.autocast("cpu", torch.bfloat16):
+        y, state, _ = layer(torch.ones(B, T, 10, dtype=torch.bfloat16), None, False)
+        again, _, _ = layer(torch.ones(B, T, 10), state, False)
+    assert {tensor.dtype for tensor in (y, *state, again)} == {dtype}
 
 
 def test_flops_per_token_match_torch():

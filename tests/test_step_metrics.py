@@ -1,5 +1,6 @@
 """Means over one optimizer step, and requests to all ranks."""
 
+import pytest
 import torch
 
 from stackexp.modules.step_metrics import StepMetrics
@@ -12,6 +13,17 @@ def test_values_are_averaged_over_micro_batches():
     metrics.add("norm", torch.tensor(0.5, requires_grad=True))
     assert metrics.drain() == {"loss": 3.0, "norm": 0.5}
     assert metrics.drain() == {}
+
+
+def test_floats_are_averaged_and_keep_their_order():
+    metrics = StepMetrics()
+    for loss, length in ((1.0, 4.0), (2.0, 7.0)):
+        metrics.add("lr", 0.1)
+        metrics.add("loss", torch.tensor(loss))
+        metrics.add("length", length)
+    drained = metrics.drain()
+    assert drained == {"lr": pytest.approx(0.1), "loss": 1.5, "length": 5.5}
+    assert list(drained) == ["lr", "loss", "length"]
 
 
 def test_requests_travel_with_the_metrics():

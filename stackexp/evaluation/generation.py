@@ -33,5 +33,6 @@ def continue_text(model: Transformer, tokenizer: Tokenizer, prompt: str, *, seed
     ids = tokenizer.encode(prompt, add_special_tokens=False).ids  # as in the training data
     tokens = torch.tensor([ids or [end]], device=device)
     generator = torch.Generator(device).manual_seed(seed)
-    tokens = generate(model, tokens, generator=generator, stop_token=end, **sampling)
+    with torch.compiler.set_stance("force_eager"):  # a few tokens are not worth compiling for
+        tokens = generate(model, tokens, generator=generator, stop_token=end, **sampling)
     return tokenizer.decode(tokens[0].tolist())

@@ -10,6 +10,7 @@ from torch import nn
 from stackexp import runs
 from stackexp.config.compose import load_config
 from stackexp.config.experiment import ExperimentConfig
+from stackexp.config.model import TransformerConfig
 from stackexp.data.tokenizer import load_tokenizer
 from stackexp.errors import RunError
 from stackexp.models import checkpoints
@@ -45,8 +46,7 @@ def load_run(path: str | Path, checkpoint: str | Path | None = None) -> LoadedRu
         ConfigError: The run has a plugin outside the current project, and STACKEXP_TRUST_PLUGINS is not 1.
     """
     folder = runs.open_run(str(path))
-    config = load_config(folder.config)
-    config.trainer.strategy = "single"  # the whole model on one device, however it was trained
+    config = _load_config(folder)
     chosen = str(checkpoint) if checkpoint else "best" if folder.best_checkpoint() else "last"
     found = checkpoints.find_checkpoint(folder, chosen)
     model = build_objective(config).build_module(weights=found).model.eval()
@@ -60,11 +60,20 @@ def open_text_run(path: str) -> tuple[RunFolder, ExperimentConfig]:
     Raises RunError if `path` is not a run folder, or the run was not trained on text.
     """
     folder = runs.open_run(path)
-    config = load_config(folder.config)
+    config = _load_config(folder)
     if config.data.objective == "transduction":
         raise RunError(f"{path}: trained on {config.data.task}, not on text; score it with `test --run {path}`")
-    config.trainer.strategy = "single"
     return folder, config
+
+
+def _load_config(folder: RunFolder) -> ExperimentConfig:
+    """Return the config of a run, changed so that the model runs whole and eager, on any device."""
+    config = load_config(folder.config)
+    config.trainer.strategy = "single"
+    config.trainer.compile = False  # inputs of many lengths would each compile again
+    if isinstance(config.model, TransformerConfig):
+        config.model.attention = "sdpa"  # the other kernels need CUDA, and some need bfloat16
+    return config
 
 
 def _read_metrics(folder: RunFolder) -> Any:

@@ -13,6 +13,9 @@ from stackexp.models.positional import apply_rope
 KeysValues = tuple[Tensor, Tensor]
 """Keys and values of one layer, each [B, kv heads, S, head size]."""
 
+LayerCache = KeysValues | tuple[()] | None
+"""Keys and values of earlier tokens, or () before the first token. None without a cache."""
+
 
 class Positions(NamedTuple):
     """Positional inputs of attention, computed once for all layers."""
@@ -35,7 +38,7 @@ class Attention(nn.Module):
         self.o_proj = Linear(config.hidden_size, config.hidden_size)
 
     def forward(
-        self, x: Tensor, positions: Positions, kv_cache: KeysValues | None = None, mask: Any = None
+        self, x: Tensor, positions: Positions, kv_cache: LayerCache = None, mask: Any = None
     ) -> tuple[Tensor, KeysValues]:
         """Attend from x [B, T, d] to itself and to the cached tokens.
 
@@ -59,6 +62,7 @@ class Attention(nn.Module):
         if kv_cache is None:
             y = self.attend(q, k, v, mask, self.causal)
         else:
-            k, v = torch.cat([kv_cache[0], k], 2), torch.cat([kv_cache[1], v], 2)
+            if kv_cache:
+                k, v = torch.cat([kv_cache[0], k], 2), torch.cat([kv_cache[1], v], 2)
             y = sdpa_with_cache(q, k, v, mask)
         return self.o_proj(y.transpose(1, 2).flatten(2)), (k, v)

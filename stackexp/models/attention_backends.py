@@ -73,7 +73,7 @@ def check_backend(backend: str, device_type: str) -> None:
 def build_mask(
     config: TransformerConfig,
     h: Tensor,
-    num_cached: int = 0,
+    num_cached: int | None = None,
     documents: Tensor | None = None,
     document_bounds: Tensor | None = None,
 ) -> Any:
@@ -84,12 +84,12 @@ def build_mask(
     Args:
         config: The model's options.
         h: Hidden states of T tokens.
-        num_cached: The number of keys in the cache. With a cache the format is that of sdpa.
+        num_cached: The number of keys in the cache; None without a cache. With a cache the format is that of sdpa.
         documents: Document ids [B, T]; see `Transformer.forward`.
         document_bounds: The result of `find_document_bounds(documents)`, if known.
     """
-    if config.attention == "sdpa" or num_cached:
-        return _build_dense_mask(config, h, num_cached, documents)
+    if config.attention == "sdpa" or num_cached is not None:
+        return _build_dense_mask(config, h, num_cached or 0, documents)
     if config.attention == "flex":
         return _build_flex_mask(config, h, documents)
     if documents is None:
@@ -114,7 +114,8 @@ def _build_flex_mask(config: TransformerConfig, h: Tensor, documents: Tensor | N
     from torch.nn.attention.flex_attention import create_block_mask
 
     has_alibi = config.positional == "alibi"
-    slopes = torch.tensor(compute_alibi_slopes(config.num_heads), device=h.device) if has_alibi else None
+    slopes = torch.tensor(compute_alibi_slopes(config.num_heads)) if has_alibi else None
+    slopes = slopes if slopes is None else slopes.to(h.device, non_blocking=True)
     if not config.causal:
         return FlexMask(None, slopes)
 
@@ -148,6 +149,8 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> 
 def sdpa_with_cache(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     """Attend causally from T queries to k and v [B, kv heads, S, D], whose last T tokens are those of the queries."""
     num_queries, num_keys = q.shape[2], k.shape[2]
+    if num_queries == num_keys:
+        return sdpa(q, k, v, mask, causal=True)
     if mask is None and num_queries > 1:
         mask = torch.ones(num_queries, num_keys, dtype=torch.bool, device=q.device).tril(num_keys - num_queries)
     return sdpa(q, k, v, mask, causal=False)

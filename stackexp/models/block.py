@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from stackexp.config.model import TransformerConfig
 from stackexp.models.activation_checkpointing import Recompute, run_recomputed
-from stackexp.models.attention import Attention, KeysValues, Positions
+from stackexp.models.attention import Attention, KeysValues, LayerCache, Positions
 from stackexp.models.layers import FeedForward, RMSNorm
 from stackexp.models.memories.base import Memory, State, Stats, apply_memory
 
@@ -34,7 +34,7 @@ class Block(nn.Module):
         h: Tensor,
         state: State,
         positions: Positions,
-        kv_cache: KeysValues | None = None,
+        kv_cache: LayerCache = None,
         mask: Any = None,
         *,
         probe: bool = False,
@@ -61,7 +61,7 @@ class Block(nn.Module):
         return run_recomputed(self._forward, *args, selective=recompute == "selective", preserve_rng=preserve_rng)
 
     def _forward(
-        self, h: Tensor, state: State, positions: Positions, kv_cache: KeysValues | None, mask: Any, probe: bool
+        self, h: Tensor, state: State, positions: Positions, kv_cache: LayerCache, mask: Any, probe: bool
     ) -> tuple[Tensor, State, KeysValues, list[Stats]]:
         memories = {memory.site: memory for memory in self.memories}
         stats: list[Stats] = []

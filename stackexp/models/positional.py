@@ -60,7 +60,8 @@ def build_alibi_bias(num_heads: int, start: int, length: int, causal: bool, like
     dtype = torch.promote_types(like.dtype, torch.float32)
     positions = torch.arange(start + length, device=like.device, dtype=dtype)
     offset = positions - positions[start:, None]  # j - i [T, S]
-    slopes = torch.tensor(compute_alibi_slopes(num_heads), device=like.device, dtype=dtype)
+    slopes = torch.tensor(compute_alibi_slopes(num_heads), dtype=dtype)
+    slopes = slopes.to(like.device, non_blocking=True)  # torch.tensor(..., device="cuda") waits for the GPU
     bias = -slopes[:, None, None] * offset.abs()
     return (bias.masked_fill(offset > 0, -torch.inf) if causal else bias)[None]
 

@@ -110,8 +110,12 @@ class LSTMLayer(nn.LSTM):
             self.bias_ih_l0.chunk(4)[1].fill_(1)  # gates: input, forget, cell, output
 
     def forward(self, x: Tensor, state: LSTMState | None, probe: bool) -> tuple[Tensor, LSTMState, Stats]:
-        """Run x [B, T, d]; return y [B, T, d], the new state and no statistics."""
-        y, state = super().forward(x, state)
+        """Run x [B, T, d]; return y [B, T, d], the new state and no statistics.
+
+        Computed in the dtype of the weights, because autocast would run it in float16 on CUDA.
+        """
+        with torch.autocast(x.device.type, enabled=False):
+            y, state = super().forward(x.to(self.weight_ih_l0.dtype), state)
         return y, state, {}
 
     def count_update_multiply_adds(self, context_length: int) -> float:

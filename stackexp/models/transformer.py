@@ -170,13 +170,14 @@ class Transformer(nn.Module):
         """
         start, length = cache.length if cache else 0, h.shape[1]
         max_cached = self.config.attention_window - 1 if self.config.attention_window else start + length
-        mask = build_mask(self.config, h, min(start, max_cached), documents, document_bounds)
+        num_cached = min(start, max_cached) if cache else None
+        mask = build_mask(self.config, h, num_cached, documents, document_bounds)
         h, positions = self._encode_positions(h, start, documents)
         states = cache.states if cache and self.axis != "depth" else {}
         stats = []
         for i, layer in enumerate(self.layers):
             key = i if self.axis == "time" else 0
-            kv_cache = cache.keys_values.get(i) if cache else None
+            kv_cache = cache.keys_values.get(i, ()) if cache else None
             h, states[key], keys_values, of_layer = layer(
                 h, states.get(key), positions, kv_cache, mask, probe=probe, recompute=self.checkpoint_blocks
             )

@@ -202,7 +202,7 @@ class TrainingModule(pl.LightningModule):
         if self.config.trainer.gradient_clip_val is not None:
             torch.nn.utils.clip_grads_with_norm_(self.parameters(), self.config.trainer.gradient_clip_val, norm)
         self.step_metrics.add("train/grad_norm", norm)
-        self.step_metrics.add("train/lr", torch.tensor(optimizer.param_groups[0]["lr"], device=self.device))
+        self.step_metrics.add("train/lr", optimizer.param_groups[0]["lr"])
         self._handle_spike(loss_value)
         self._losses.clear()
         self._samples.clear()
@@ -215,7 +215,7 @@ class TrainingModule(pl.LightningModule):
             self._spikes.add(loss)
             return
         self._spikes.add(loss, max_deviations=trainer.spike_threshold)
-        self.step_metrics.add("train/spike", torch.tensor(deviations, device=self.device))
+        self.step_metrics.add("train/spike", deviations)
         if trainer.skip_spikes:
             for parameter in self.parameters():
                 parameter.grad = None  # the optimizer skips parameters without a gradient

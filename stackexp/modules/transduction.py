@@ -55,7 +55,7 @@ class Transduction(TrainingModule):
         is_correct = (logits.argmax(-1) == targets) & batch["mask"]
         loss = self.compute_objective(losses, output, torch.tensor([batch["length"]]))
         self.step_metrics.add("train/accuracy", is_correct.sum() / batch["counted"])
-        self.step_metrics.add("train/max_length", torch.tensor(float(batch["max_length"]), device=self.device))
+        self.step_metrics.add("train/max_length", float(batch["max_length"]))
         return loss
 
     def new_set_metric(self, dataset: LengthSet, loader: DataLoader) -> SequenceScores:

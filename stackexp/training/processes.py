@@ -215,6 +215,8 @@ def _connect(environment: ClusterEnvironment, trainer: TrainerConfig, device_typ
                 "it, or in Slurm give every task all GPUs of the node (--gpus-per-node)"
             )
         torch.cuda.set_device(local)
+        # Otherwise torch aborts the process at an NCCL error, before our watchdog names the cause. torchrun sets 1.
+        os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
     startup, collective = (
         timedelta(seconds=seconds) for seconds in (trainer.startup_timeout_seconds, trainer.collective_timeout_seconds)
     )

@@ -60,7 +60,6 @@ class Model:
 def open_run_model(run: str, ckpt_path: str | None, batch_size: int) -> Model:
     """Return the model of a run at a checkpoint, by default the newest."""
     folder, config = open_text_run(run)
-    config.trainer.compile = False  # every batch has another shape
     checkpoint = checkpoints.find_checkpoint(folder, ckpt_path)
     step = checkpoints.load_state(checkpoint)["global_step"] if checkpoint.is_dir() else None
 

@@ -25,6 +25,7 @@ class RunState(pl.Callback):
 
     def on_save_checkpoint(self, trainer: pl.Trainer, module: TrainingModule, checkpoint: dict[str, Any]) -> None:
         """Add the run state to a checkpoint."""
+        device = trainer.strategy.root_device
         checkpoint["stackexp"] = {
             "version": VERSION,
             "config": to_dict(module.config),
@@ -32,16 +33,20 @@ class RunState(pl.Callback):
             "tokens": module.tokens,
             "python_rng": random.getstate(),
             "torch_rng": torch.get_rng_state(),
-            "cuda_rng": torch.cuda.get_rng_state_all(),
+            "cuda_rng": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
         }
 
     def on_load_checkpoint(self, trainer: pl.Trainer, module: TrainingModule, checkpoint: dict[str, Any]) -> None:
-        """Restore the random states (CUDA's only for the same number of GPUs) and rescale the progress."""
+        """Restore the random states, those of rank 0 on all ranks, and rescale the progress."""
         state = checkpoint["stackexp"]
         random.setstate(state["python_rng"])
         torch.set_rng_state(state["torch_rng"])
-        if len(state["cuda_rng"]) == torch.cuda.device_count():
-            torch.cuda.set_rng_state_all(state["cuda_rng"])
+        cuda_rng = state["cuda_rng"]
+        if isinstance(cuda_rng, list):  # of an older version: one per GPU
+            cuda_rng = cuda_rng[0] if cuda_rng else None
+        device = trainer.strategy.root_device  # `module` may still be on the CPU
+        if cuda_rng is not None and device.type == "cuda":
+            torch.cuda.set_rng_state(cuda_rng, device)
         # This edits Lightning's own format, because no public hook converts the progress to another micro-batch count.
         progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
         rescale_progress(progress, state["accumulate_grad_batches"], module.config.accumulate_grad_batches)

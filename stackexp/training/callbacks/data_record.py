@@ -95,7 +95,7 @@ class DataRecord(StepCallback):
         sequences = dict(zip(self._names, self._counts, strict=True))
         if len(sequences) > 1:
             for name, count in sequences.items():
-                module.step_metrics.add(f"train/sequences/{name}", torch.tensor(float(count), device=module.device))
+                module.step_metrics.add(f"train/sequences/{name}", float(count))
         if trainer.is_global_zero:
             tokens = self._step * module.config.data.global_batch_tokens
             line = {"step": self._step, "tokens": tokens, "hash": self._hash, "sequences": sequences}

@@ -68,10 +68,11 @@ def raise_if_stopped(stop: StopRequest, device: torch.device, seconds: float = 0
 
     This is a collective operation: every rank must call it.
     """
-    shared = torch.tensor([float(stop.is_set), seconds], device=device)
+    requests, total, size = float(stop.is_set), seconds, 1
     if dist.is_initialized():
+        shared, size = torch.tensor([requests, total], device=device), dist.get_world_size()
         dist.all_reduce(shared)
-    requests, total = shared.tolist()
+        requests, total = shared.tolist()
     if requests:
         raise stop.build_error()
-    return total / (dist.get_world_size() if dist.is_initialized() else 1)
+    return total / size

@@ -42,7 +42,7 @@ class Throughput(StepCallback):
         self._since, self._tokens = now, module.tokens
         tag, value = ("train/mfu", flops / self._peak) if self._peak else ("train/flops_per_second", flops)
         for name, number in ((TOKENS_PER_SECOND, tokens_per_second), (tag, value)):
-            module.step_metrics.add(name, torch.tensor(number, device=module.device))
+            module.step_metrics.add(name, number)
 
 
 def get_peak_flops(device: torch.device) -> float:
