@@ -1,6 +1,7 @@
 """The bench verbs: what they measure, print and write; speed is not tested."""
 
 import json
+import time
 
 import pytest
 import torch
@@ -109,6 +110,15 @@ def test_rounds_alternate_and_warmup_does_not_count():
     results = harness.alternate(["A", "B"], lambda subject: order.append(subject) or len(order), rounds=2)
     assert order == ["A", "B", "B", "A", "A", "B", "B", "A", "A", "B"]
     assert results == [[8, 9], [7, 10]]
+
+
+def test_clock_counts_thread_time_only_where_this_thread_does_the_work(monkeypatch):
+    threads = 1
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    assert harness.choose_clock(torch.device("cpu")) is time.thread_time
+    assert harness.choose_clock(torch.device("cuda")) is time.perf_counter
+    threads = 2
+    assert harness.choose_clock(torch.device("cpu")) is time.perf_counter
 
 
 def test_ratio_is_the_median_of_paired_ratios():
