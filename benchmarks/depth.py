@@ -88,7 +88,7 @@ class Bench:
 
 def measure(bench: Bench, rows: list[Row], rounds: int) -> list[dict[str, object]]:
     """Return medians in seconds, `x` and `added` of each row, the first of which is the Transformer."""
-    clock = choose_clock()
+    clock = choose_clock(bench.hidden.device)
 
     def measure_row(row: Row) -> dict[str, float]:
         memory, implementation = row

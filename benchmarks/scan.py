@@ -82,7 +82,7 @@ class Scan:
 def measure(scan: Scan, implementations: list[str], rounds: int) -> dict[str, float]:
     """Return median milliseconds, on CUDA also MiB and relative differences between kernels and eager."""
     actions = {name: partial(scan.run, name) for name in implementations}
-    times = time_alternating(actions, rounds, warmup=1, clock=choose_clock())
+    times = time_alternating(actions, rounds, warmup=1, clock=choose_clock(scan.inputs[0].device))
     row = {f"{name}_ms": 1e3 * statistics.median(times[name]) for name in implementations}
     if scan.inputs[0].is_cuda:
         row |= {f"{name}_mib": measure_peak_bytes(action) / 2**20 for name, action in actions.items()}

@@ -86,14 +86,28 @@ def unroll(name: str, case: Case, inputs: list[Tensor], step: Callable | None = 
     return outputs
 
 
-def differentiate(outputs: list[StackOutput], inputs: list[Tensor]) -> dict[str, Tensor | None]:
-    """Return the outputs of all layers, and gradients of a random functional of reads, actions and entropies."""
-    values = {name: torch.stack([getattr(o, name) for o in outputs]) for name in StackOutput._fields}
+def stack_outputs(outputs: list[StackOutput]) -> dict[str, Tensor]:
+    """Return the outputs of all layers: name -> [L, ...]."""
+    return {name: torch.stack([getattr(o, name) for o in outputs]) for name in StackOutput._fields}
+
+
+def draw_weights(values: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the weights of reads, actions and entropies in a functional, on the device of the values."""
     generator = torch.Generator().manual_seed(4)
-    total = 0
-    for name in ("read", "action", "entropy"):
-        weights = torch.randn(values[name].shape, generator=generator, dtype=F64)
-        total = total + (weights.to(values[name]) * values[name]).sum()
+    values = {name: values[name] for name in ("read", "action", "entropy")}
+    return {name: torch.randn(v.shape, generator=generator, dtype=F64).to(v) for name, v in values.items()}
+
+
+def differentiate(
+    outputs: list[StackOutput], inputs: list[Tensor], weights: dict[str, Tensor] | None = None
+) -> dict[str, Tensor | None]:
+    """Return the outputs of all layers and the gradients of a functional, by default with random weights.
+
+    Drawing the weights copies from the CPU; a CUDA graph needs weights that were drawn before its capture.
+    """
+    values = stack_outputs(outputs)
+    weights = draw_weights(values) if weights is None else weights
+    total = sum((weight * values[name]).sum() for name, weight in weights.items())
     gradients = torch.autograd.grad(total, inputs, allow_unused=True)
     found = {name: value.detach() for name, value in values.items()}
     return found | dict(zip(("to_x", "to_logits", "to_query"), gradients, strict=True))

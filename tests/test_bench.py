@@ -1,13 +1,16 @@
 """The bench verbs: what they measure, print and write; speed is not tested."""
 
 import json
+import time
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from stackexp import cli, stack
 from stackexp.benchmarking import efficiency, harness, stack_step
 from stackexp.config.compose import compose
+from stackexp.models import cross_entropy
 from stackexp.stack import dispatch
 
 SMALL = ["model.hidden_size=16", "model.num_layers=3", "model.intermediate_size=16", "model.num_heads=4"]
@@ -41,6 +44,55 @@ def test_efficiency_reports_multiples_of_the_transformer(tmp_path, capsys):
     assert [(row[0], row[-1]) for row in rows] == [(name, paper.get(name.split()[0], "")) for name in names]
 
 
+def test_efficiency_continues_after_a_model_that_does_not_fit(tmp_path, capsys, monkeypatch):
+    def train(subject: efficiency.Subject) -> None:
+        if subject.case.model == "stacktrans":
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        original(subject)
+
+    original, out = efficiency.Subject.train, tmp_path / "out.json"
+    monkeypatch.setattr(efficiency.Subject, "train", train)
+    monkeypatch.setattr(efficiency, "measure_peak_flops", lambda device, dtype: 1e12)
+    only = ["--only", "stacktrans,single_head", "--steps", "1", "--markdown", "--out", str(out)]
+    assert cli.main(["bench", "efficiency", *only, *SMALL]) == 0
+    rows = json.loads(out.read_text())["rows"]
+    failed = {"model": "stacktrans", "implementation": "auto", "error": "out of memory"}
+    assert rows[1:3] == [failed, failed | {"implementation": "reference"}]
+    assert rows[3]["model"] == "single_head"
+    assert rows[3]["train_ratio"] > 0
+    table = split_cells(capsys.readouterr().out)
+    assert table[3] == ["stacktrans", "out of memory", "", "", "", "", "1.16 / 1.09 / 1.12"]
+    assert cli.main(["report", "efficiency", str(out)]) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("stacktrans  ")]
+    assert line.count("out of memory") == 4
+
+
+def test_efficiency_compiles_every_model(monkeypatch):
+    """At torch's default limit, models after the second one ran eagerly."""
+    counter, compile_module = CompileCounterWithBackend("eager"), torch.nn.Module.compile
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **kwargs: compile_module(self, backend=counter))
+    monkeypatch.setattr(cross_entropy, "_compile", lambda function: function)
+    monkeypatch.setattr(efficiency, "measure_peak_flops", lambda device, dtype: 1e12)
+    torch.compiler.reset()
+    limits, counts = torch._dynamo.config.recompile_limit, {}
+    options = [*SMALL, "model.num_layers=1", "trainer.compile=true"]
+    for row in efficiency.measure(["single_head", "queue"], ["quickstart"], options, 1, torch.device("cpu")):
+        counts[row["model"]] = counter.frame_count
+    assert 0 < counts["transformer"] < counts["single_head"] < counts["queue"]
+    assert counts["queue"] > limits, "the default limit would have been reached"
+    assert torch._dynamo.config.recompile_limit == limits
+
+
+def test_models_beyond_the_limit_of_graphs_raise(monkeypatch):
+    torch.compiler.reset()
+    monkeypatch.setattr(efficiency, "GRAPHS_PER_MODEL", 1)
+    function = torch.compile(lambda x, n: x * n, backend="eager", dynamic=False)
+    with efficiency._limit_graphs(1, True):
+        function(torch.ones(2), 2)
+        with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
+            function(torch.ones(3), 3)
+
+
 def test_a_case_runs_with_its_own_implementation(monkeypatch):
     used = []
     select = dispatch._select
@@ -58,6 +110,15 @@ def test_rounds_alternate_and_warmup_does_not_count():
     results = harness.alternate(["A", "B"], lambda subject: order.append(subject) or len(order), rounds=2)
     assert order == ["A", "B", "B", "A", "A", "B", "B", "A", "A", "B"]
     assert results == [[8, 9], [7, 10]]
+
+
+def test_clock_counts_thread_time_only_where_this_thread_does_the_work(monkeypatch):
+    threads = 1
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    assert harness.choose_clock(torch.device("cpu")) is time.thread_time
+    assert harness.choose_clock(torch.device("cuda")) is time.perf_counter
+    threads = 2
+    assert harness.choose_clock(torch.device("cpu")) is time.perf_counter
 
 
 def test_ratio_is_the_median_of_paired_ratios():

@@ -1,6 +1,7 @@
 """The scripts in benchmarks/ run on small sizes and compare the stated implementations; speed is not tested."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,8 @@ from stackexp.config.compose import compose
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 import gpu  # noqa: E402
+
+GPU = re.compile(r"pytest\.mark\.gpu")
 
 
 def run_benchmark(name: str, *arguments: str | Path) -> str:
@@ -27,6 +30,25 @@ def test_every_gpu_step_names_files_and_configs_that_exist(name, command):
     else:
         script = next(word for word in command if word.endswith(".py") or word == "pytest")
         assert script == "pytest" or (BENCHMARKS.parent / script).is_file()
+
+
+def test_gpu_steps_run_every_gpu_test_except_slow_ones():
+    folder = Path(__file__).parent
+    files = {str(path.relative_to(folder.parent)) for path in folder.rglob("test_*.py") if GPU.search(path.read_text())}
+    commands = [command for name, command in gpu.list_steps(Path("out")).items() if name.startswith("correctness_")]
+    assert {word for command in commands for word in command if word.endswith(".py")} == files
+    assert all(command[:6] == [sys.executable, "-m", "pytest", "-v", "-m", "gpu and not slow"] for command in commands)
+
+
+def test_log_of_a_step_that_is_ended_names_the_finished_tests(tmp_path, monkeypatch):
+    file = tmp_path / "test_it.py"
+    file.write_text("import time\n\ndef test_quick():\n    pass\n\ndef test_slow():\n    time.sleep(100)\n")
+    monkeypatch.setattr(gpu, "STEP_SECONDS", 8)
+    command = [sys.executable, *gpu.PYTEST[1:4], "-p", "no:cacheprovider", str(file)]
+    assert gpu.run_step("tests", command, tmp_path)["exit_code"] == 124
+    log = (tmp_path / "tests.log").read_text()
+    assert re.search(r"::test_quick PASSED", log)
+    assert re.search(r"::test_slow $", log), "the test that was running"
 
 
 def test_cross_entropy_compares_whole_and_chunked():

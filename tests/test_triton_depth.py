@@ -10,8 +10,21 @@ from pathlib import Path
 import pytest
 import torch
 import triton_steps
-from depth_steps import DISCIPLINES, READS, Case, check, check_errors, compute, make_inputs
+from depth_steps import (
+    DISCIPLINES,
+    READS,
+    Case,
+    check,
+    check_errors,
+    differentiate,
+    draw_weights,
+    make_inputs,
+    stack_outputs,
+    unroll,
+)
 from stack_traffic import compute_traffic
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from stackexp.stack.triton import depth_step_launch
 from stackexp.stack.triton.depth_step_launch import StepBackward, StepForward, StepInputs
@@ -54,6 +67,7 @@ ROUNDED = [
         ("stack", "log", 1, BF16, F32),
     )
 ]
+GPU_CASE = Case(24, 16, 4, 32, leading=(4, 300), dtype=BF16, state_dtype=BF16)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -144,6 +158,33 @@ def test_cpu_tensors_are_rejected(compiler):
         check("triton", Case(1, 1, 1, 1))
 
 
+class CpuTensors(TorchDispatchMode):
+    """Collects the operators that return a CPU tensor with dimensions."""
+
+    def __init__(self):
+        super().__init__()
+        self.operators = []
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        output = operator(*args, **(kwargs or {}))
+        tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+        self.operators += [str(operator) for tensor in tensors if tensor.is_cpu and tensor.ndim]
+        return output
+
+
+def test_steps_that_a_cuda_graph_captures_use_no_cpu_tensors(compiler):
+    """The meta device replaces the GPU. Weights that are drawn inside the capture must be found."""
+    case = GPU_CASE._replace(num_layers=6, leading=(4, 3))
+    inputs = [tensor.detach().to("meta").requires_grad_() for tensor in make_inputs(case)]
+    weights = draw_weights(stack_outputs(unroll("triton", case, inputs)))
+    found = []
+    for given in (weights, None):
+        with CpuTensors() as cpu_tensors:
+            differentiate(unroll("triton", case, inputs), inputs, given)
+        found.append(cpu_tensors.operators)
+    assert found == [[], ["aten.randn.generator"] * 3]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("num_stages", [1, 4])
 @pytest.mark.parametrize("name", ["forward", "backward"])
@@ -184,7 +225,6 @@ def test_kernels_compile_for_an_h100_without_spilling(compiler, name, num_stages
 
 
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-GPU_CASE = Case(24, 16, 4, 32, leading=(4, 300), dtype=BF16, state_dtype=BF16)
 
 
 @pytest.mark.gpu
@@ -217,9 +257,10 @@ def test_steps_compile_with_inductor_on_a_gpu():
 @on_gpu
 def test_cuda_graph_replays_the_step_bit_exactly():
     inputs = make_inputs(GPU_CASE, "cuda")
+    weights = draw_weights(stack_outputs(unroll("triton", GPU_CASE, inputs)))
 
     def run() -> list[torch.Tensor]:
-        return list(compute("triton", GPU_CASE, inputs).values())
+        return list(differentiate(unroll("triton", GPU_CASE, inputs), inputs, weights).values())
 
     expected = run()  # compiles the kernels
     stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()

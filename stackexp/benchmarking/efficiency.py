@@ -33,6 +33,8 @@ TRANSFORMER = "transformer"
 ALSO_BY_REFERENCE = ("stacktrans", "full_dim")
 """Memories that are also measured with the reference implementation, to show the gain."""
 QUANTITIES = ("train", "prefill", "decode", "memory")
+GRAPHS_PER_MODEL = 8
+"""torch.compile makes about 4 for each model. All models share the code of Transformer.forward and so its limit."""
 
 
 class Case(NamedTuple):
@@ -112,14 +114,35 @@ def measure(
     cases = [Case(TRANSFORMER)]
     for memory in memories:
         cases += [Case(memory), *[Case(memory, "reference")] * (memory in ALSO_BY_REFERENCE)]
-    base = Subject(cases[0], configs, overrides, device)
-    peak = measure_peak_flops(device, torch.bfloat16 if "bf16" in base.config.trainer.precision else torch.float32)
-    for case in cases:
-        subject = Subject(case, configs, overrides, device)
+    with _limit_graphs(len(cases) + 1, compose(configs, overrides).trainer.compile):
+        base = Subject(cases[0], configs, overrides, device)
+        dtype = torch.bfloat16 if "bf16" in base.config.trainer.precision else torch.float32
+        peak = measure_peak_flops(device, dtype)
+        for case in cases:
+            row = _measure_case(case, base, configs, overrides, rounds, peak)
+            gc.collect()
+            torch.cuda.empty_cache()
+            yield row
+
+
+def _limit_graphs(num_models: int, is_compiled: bool) -> contextlib.AbstractContextManager[Any]:
+    """Allow GRAPHS_PER_MODEL graphs of Transformer.forward; beyond them raise, instead of running eagerly."""
+    if not is_compiled:
+        return contextlib.nullcontext()
+    limit = GRAPHS_PER_MODEL * num_models
+    return torch._dynamo.config.patch(recompile_limit=limit, fail_on_recompile_limit_hit=True)
+
+
+def _measure_case(
+    case: Case, base: Subject, configs: list[str], overrides: list[str], rounds: int, peak: float
+) -> dict[str, Any]:
+    """Return the row of a case; if it does not fit on the GPU, the row has an `error` instead of measurements."""
+    try:
+        subject = Subject(case, configs, overrides, base.device)
         base_results, results = alternate([base, subject], Subject.measure, rounds)
-        yield _summarize(subject, results, base_results) | _compute_shares(subject, results, peak)
-        del subject
-        gc.collect()
+    except torch.OutOfMemoryError:
+        return {"model": case.model, "implementation": case.implementation, "error": "out of memory"}
+    return _summarize(subject, results, base_results) | _compute_shares(subject, results, peak)
 
 
 def _summarize(subject: Subject, own: list[dict[str, float]], base: list[dict[str, float]]) -> dict[str, Any]:
@@ -147,14 +170,18 @@ def format_rows(rows: list[dict[str, Any]], style: Style = "terminal") -> str:
 
     Share of peak: the model's FLOP/s in training over those of a large matrix product on the same device.
     """
-    quantities = [quantity for quantity in QUANTITIES if f"{quantity}_ratio" in rows[0]]
-    has_mfu = "mfu" in rows[0]
+    quantities = [quantity for quantity in QUANTITIES if any(f"{quantity}_ratio" in row for row in rows)]
+    has_mfu = any("mfu" in row for row in rows)
     header = ["model", "tokens/s", "share of peak", *["MFU"] * has_mfu]
     header += [*(f"{quantity} x" for quantity in quantities), "paper: train / inference / memory"]
     lines = []
     for row in rows:
+        paper = " / ".join(f"{ratio:.2f}" for ratio in PAPER.get(row["model"], ()))
+        if "error" in row:
+            lines.append([name_row(row), row["error"], *[""] * (len(header) - 3), paper])
+            continue
         cells = [name_row(row), f"{row['tokens_per_second']:,.0f}", f"{row['peak_share']:.1%}"]
         cells += [f"{row['mfu']:.1%}"] if has_mfu else []
         cells += [str(Ratio(row[f"{q}_ratio"], *row[f"{q}_spread"])) for q in quantities]
-        lines.append([*cells, " / ".join(f"{ratio:.2f}" for ratio in PAPER.get(row["model"], ()))])
+        lines.append([*cells, paper])
     return format_table(lines, header=header, align="<" + ">" * (len(header) - 1), style=style)

@@ -83,9 +83,10 @@ def measure_seconds(action: Callable[[], object], *, clock: Callable[[], float] 
     return clock() - start
 
 
-def choose_clock() -> Callable[[], float]:
-    """Return the CPU clock of this thread if torch has one thread, so other programs do not count; else wall time."""
-    return time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
+def choose_clock(device: torch.device) -> Callable[[], float]:
+    """Return wall time, or the CPU time of this thread if it does all the work, so other programs do not count."""
+    is_alone = device.type == "cpu" and torch.get_num_threads() == 1
+    return time.thread_time if is_alone else time.perf_counter
 
 
 def synchronize() -> None:

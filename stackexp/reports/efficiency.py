@@ -65,14 +65,16 @@ def read_record(path: Path) -> dict[str, Any]:
         reason = error.strerror if isinstance(error, OSError) else error
         raise RunError(f"{path}: {reason}; give a file that `bench efficiency --out` wrote") from None
     rows = record.get("rows") if isinstance(record, dict) else None
-    if not rows or not all(isinstance(row, dict) and {"model", "train_ratio"} <= row.keys() for row in rows):
+    is_valid = rows and all(isinstance(row, dict) and "model" in row for row in rows)
+    is_valid = is_valid and all("train_ratio" in row or "error" in row for row in rows)
+    if not is_valid or not any("train_ratio" in row for row in rows):
         raise RunError(f"{path}: no rows with train_ratio; give a file that `bench efficiency --out` wrote")
     return record
 
 
 def _format_ratio(row: dict[str, Any], key: str) -> str:
     if f"{key}_ratio" not in row:
-        return ABSENT
+        return row.get("error", ABSENT)
     return "{:.3f} ({:.3f}-{:.3f})".format(row[f"{key}_ratio"], *row[f"{key}_spread"])
 
 

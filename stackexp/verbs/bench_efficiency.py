@@ -55,7 +55,7 @@ def run(args: Namespace) -> int:
     rows = []
     for row in efficiency.measure(wanted, args.config, args.overrides, args.steps, choose_device()):
         rows.append(row)
-        print(f"measured {row['model']} ({row['implementation']})", flush=True)
+        print(f"{row.get('error', 'measured')}: {row['model']} ({row['implementation']})", flush=True)
         write_record(args.out, rows, configs=args.config, overrides=args.overrides)
     print(f"\n{efficiency.format_rows(rows, 'markdown' if args.markdown else 'terminal')}")
     return 0
