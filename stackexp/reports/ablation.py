@@ -89,9 +89,9 @@ def _assign_variants(arms: list[Arm]) -> dict[str, Arm]:
 
 
 def _find_missing(arms: list[Arm], paths: Sequence[Path], sweeps: list[Path]) -> list[str]:
-    """Return the commands that run the paper's variants without an arm: of a sweep, or with the config of another.
+    """Return the commands that run the paper's variants and the controls without an arm.
 
-    The other arm is a narrow one, so that no variant gets the width of a widened Transformer.
+    They run a sweep, or use the config of the narrowest arm, so that no variant is as wide as transformer_wide.
     """
     variants = _assign_variants(arms)
     narrowest = min(arms, key=lambda arm: (arm.config.get("model.intermediate_size") or math.inf, rank_arm(arm)))

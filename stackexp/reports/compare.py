@@ -59,6 +59,14 @@ def check_same_data(runs: list[RunFolder]) -> list[str]:
     return warnings
 
 
+def explain_other_data(base: RunFolder, run: RunFolder) -> str:
+    """Return why the training data of two runs differ or were not compared, or an empty string."""
+    try:
+        return "; ".join(check_same_data([base, run]))
+    except RunError as error:
+        return str(error).partition("; compare them anyway")[0]
+
+
 def _read_hashes(run: RunFolder) -> dict[int, str]:
     try:
         return hash_log.read_hashes(run.path)

@@ -10,11 +10,10 @@ from typing import NamedTuple
 import numpy as np
 
 from stackexp.config.affects import find_changed_keys, get_value
-from stackexp.errors import RunError
 from stackexp.evaluation.chunk_losses import read_chunk_losses
 from stackexp.modules.scores import average_groups, average_scores, bootstrap_interval
 from stackexp.reports.arms import OLMO_GROUPS, Arm, ArmRun
-from stackexp.reports.compare import check_same_data
+from stackexp.reports.compare import explain_other_data
 from stackexp.tables import ABSENT
 
 T_QUANTILES = (
@@ -147,7 +146,9 @@ def compare_arms(arm: Arm, baseline: Arm) -> Comparison:
         else:
             pairs.append((run, bases[run.seed]))
     if pairs and (options := _find_other_options(arm, baseline)):
-        mismatches.append(f"{arm.name}: not only the memory differs from {baseline.name}: {', '.join(options)}")
+        mismatches.append(
+            f"{arm.name}: apart from memory and size, differs from {baseline.name} in {', '.join(options)}"
+        )
     return Comparison(arm, pairs, mismatches)
 
 
@@ -164,7 +165,4 @@ def _find_mismatch(run: ArmRun, base: ArmRun | None) -> str:
         return "the baseline has no finished run with this seed"
     if run.result.get("tokens") != base.result.get("tokens"):
         return f"trained on {run.result.get('tokens')} tokens, the baseline on {base.result.get('tokens')}"
-    try:
-        return "; ".join(check_same_data([base.folder, run.folder]))
-    except RunError as error:
-        return str(error).partition("; compare them anyway")[0]
+    return explain_other_data(base.folder, run.folder)

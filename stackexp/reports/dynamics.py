@@ -10,7 +10,7 @@ import numpy as np
 from stackexp.errors import RunError
 from stackexp.metric_tags import TRAIN_LOSS
 from stackexp.reports.arms import Arm, describe_unfinished, find_arm, rank_arm, read_arms
-from stackexp.reports.compare import check_same_data
+from stackexp.reports.compare import explain_other_data
 from stackexp.reports.differences import compare_arms, compute_difference
 from stackexp.reports.figures import abbreviate_thousands, new_figure
 from stackexp.reports.paper import find_variant
@@ -119,10 +119,7 @@ def _find_mismatch(folder: RunFolder, other: RunFolder) -> str:
     ours, theirs = (run.read_options()["trainer.max_steps"] for run in (folder, other))
     if ours != theirs:
         return f"trained for {ours:,} steps, the baseline for {theirs:,}"
-    try:
-        return "; ".join(check_same_data([other, folder]))
-    except RunError as error:
-        return str(error).partition("; compare them anyway")[0]
+    return explain_other_data(other, folder)
 
 
 def _choose_arms(arms: list[Arm], base: Arm, only: Sequence[str]) -> list[Arm]:
