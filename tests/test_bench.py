@@ -12,6 +12,7 @@ from stackexp.benchmarking import efficiency, harness, stack_step
 from stackexp.config.compose import compose
 from stackexp.models import cross_entropy
 from stackexp.stack import dispatch
+from stackexp.tables import ABSENT
 
 SMALL = ["model.hidden_size=16", "model.num_layers=3", "model.intermediate_size=16", "model.num_heads=4"]
 SMALL += ["model.num_kv_heads=2", "model.vocab_size=4096", "data.context_length=8", "data.micro_batch_size=2"]
@@ -27,7 +28,6 @@ def test_efficiency_reports_multiples_of_the_transformer(tmp_path, capsys):
     only = ["--only", "stacktrans,single_head", "--steps", "3", "--markdown", "--out", str(out)]
     assert cli.main(["bench", "efficiency", *only, *SMALL]) == 0
     record = json.loads(out.read_text())
-    paper = {"stacktrans": "1.16 / 1.09 / 1.12", "single_head": "1.03 / 1.04 / 1.00"}
     expected = [("transformer", "auto"), ("stacktrans", "auto"), ("stacktrans", "reference"), ("single_head", "auto")]
     assert [(row["model"], row["implementation"]) for row in record["rows"]] == expected
     for row in record["rows"]:
@@ -36,12 +36,15 @@ def test_efficiency_reports_multiples_of_the_transformer(tmp_path, capsys):
             assert 0 < low <= row[f"{quantity}_ratio"] <= high
         assert row["tokens_per_second"] == pytest.approx(16 / row["train"])
         assert 0 < row["peak_share"] < 1
-    assert record["rows"][1]["parameters"] > record["rows"][0]["parameters"]
+    for quantity in ("parameters", "flops_per_token"):
+        assert record["rows"][1][quantity] > record["rows"][0][quantity]
     assert record["environment"]["versions"]["torch"]
     header, _, *rows = split_cells(capsys.readouterr().out)
-    assert header[:3] == ["model", "tokens/s", "share of peak"]
-    names = ["transformer", "stacktrans", "stacktrans (reference)", "single_head"]
-    assert [(row[0], row[-1]) for row in rows] == [(name, paper.get(name.split()[0], "")) for name in names]
+    assert header[:5] == ["model", "parameters", "FLOPs/token", "tokens/s", "share of peak"]
+    names = ["transformer", "stacktrans", "stacktrans (reference)", "single_head", "full_dim"]
+    assert [row[0] for row in rows] == names
+    assert rows[0][1:3] == ["+0.0%", "+0.0%"]
+    assert rows[1][-3:] == ["1.16", "1.09", "1.12"]
 
 
 def test_efficiency_continues_after_a_model_that_does_not_fit(tmp_path, capsys, monkeypatch):
@@ -60,8 +63,8 @@ def test_efficiency_continues_after_a_model_that_does_not_fit(tmp_path, capsys, 
     assert rows[1:3] == [failed, failed | {"implementation": "reference"}]
     assert rows[3]["model"] == "single_head"
     assert rows[3]["train_ratio"] > 0
-    table = split_cells(capsys.readouterr().out)
-    assert table[3] == ["stacktrans", "out of memory", "", "", "", "", "1.16 / 1.09 / 1.12"]
+    row = split_cells(capsys.readouterr().out)[3]
+    assert row == ["stacktrans", *[ABSENT] * 4, *["out of memory"] * 4, "1.16", "1.09", "1.12"]
     assert cli.main(["report", "efficiency", str(out)]) == 0
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("stacktrans  ")]
     assert line.count("out of memory") == 4

@@ -14,14 +14,15 @@ from stackexp.tables import ABSENT
 
 
 def build_row(model: str, ratio: float, implementation: str = "auto", memory: bool = False) -> dict[str, Any]:
-    row: dict[str, Any] = {"model": model, "implementation": implementation, "parameters": 10, "train": 0.2}
+    row: dict[str, Any] = {"model": model, "implementation": implementation, "train": 0.2}
+    row |= {"parameters": 1000 * ratio, "flops_per_token": 10, "tokens_per_second": 4096.5, "peak_share": 0.5}
     for key in ("train", "prefill", "decode", *["memory"] * memory):
         row |= {f"{key}_ratio": ratio, f"{key}_spread": [ratio - 0.1, ratio + 0.1]}
     return row
 
 
 def write(path: Path, rows: list[dict[str, Any]]) -> Path:
-    environment = {"cpu": {"model": "Xeon"}, "gpus": [], "commit": "abc"}
+    environment = {"cpu": {"model": "Xeon"}, "gpus": [], "commit": "abc", "started": "2026-01-02T03:04"}
     record = {"environment": environment, "configs": ["quickstart"], "overrides": ["seed=1"], "rows": rows}
     path.write_text(json.dumps(record))
     return path
@@ -35,14 +36,15 @@ def test_costs_are_compared_with_the_paper(tmp_path, capsys):
     printed = capsys.readouterr().out
     lines = {line.split("  ")[0]: line.split() for line in printed.splitlines()}
     ratio = ["1.300", "(1.200-1.400)"]
-    assert lines["stacktrans"] == ["stacktrans", *ratio, *ratio, ABSENT, *ratio, "1.16", "1.09", "1.12"]
+    own = ["+30.0%", "+0.0%", "4,096", "50.0%", *ratio, *ratio, ABSENT, *ratio]
+    assert lines["stacktrans"] == ["stacktrans", *own, "1.16", "1.09", "1.12"]
     assert lines["stacktrans (reference)"][-3:] == [ABSENT] * 3
-    assert lines["full_dim"] == ["full_dim", *[ABSENT] * 4, "3.78", "3.30", "1.73"]
+    assert lines["full_dim"] == ["full_dim", *[ABSENT] * 8, "3.78", "3.30", "1.73"]
     command = "`python -m stackexp bench efficiency --config quickstart seed=1"
     command += f" --only stacktrans,single_head,full_dim --out {file}`"  # with the old rows, which it replaces
     assert f"missing single_head, full_dim: {command}" in printed
     assert f"missing peak memory, which is measured on a GPU: {command}" in printed
-    assert "Measured on Xeon, commit abc" in printed
+    assert "Measured on Xeon, 2026-01-02, commit abc" in printed
     _, stacktrans, reference = csv.DictReader((tmp_path / "out.csv").open())
     assert (stacktrans["model"], float(stacktrans["train_ratio"])) == ("stacktrans", 1.3)
     assert (reference["model"], float(reference["train_spread_low"])) == ("stacktrans (reference)", pytest.approx(2.1))
@@ -54,7 +56,7 @@ def test_a_complete_file_has_no_missing_cells(tmp_path):
         write(tmp_path / "a.json", [build_row(m, 1.0, memory=True) for m in ("transformer", *PAPER)])
     )
     assert not any("missing" in note for note in report.notes)
-    assert report.tables[0].header[1:4] == list(QUANTITIES.values())
+    assert report.tables[0].header[5:8] == list(QUANTITIES.values())
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "{}", '{"rows": []}', '{"rows": [{"model": "x"}]}', '{"rows": ["x"]}'])

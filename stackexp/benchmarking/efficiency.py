@@ -14,25 +14,21 @@ import torch
 
 from stackexp import stack
 from stackexp.benchmarking.harness import (
-    Ratio,
     alternate,
     compare,
     measure_peak_bytes,
     measure_peak_flops,
     measure_seconds,
 )
-from stackexp.benchmarking.rows import PAPER, name_row
 from stackexp.config import registry
 from stackexp.config.compose import compose
 from stackexp.models.cross_entropy import NextTokenLoss
 from stackexp.models.transformer import Cache
-from stackexp.tables import Style, format_table
 from stackexp.training.callbacks.throughput import get_peak_flops
 
 TRANSFORMER = "transformer"
 ALSO_BY_REFERENCE = ("stacktrans", "full_dim")
 """Memories that are also measured with the reference implementation, to show the gain."""
-QUANTITIES = ("train", "prefill", "decode", "memory")
 GRAPHS_PER_MODEL = 8
 """torch.compile makes about 4 for each model. All models share the code of Transformer.forward and so its limit."""
 
@@ -149,6 +145,7 @@ def _summarize(subject: Subject, own: list[dict[str, float]], base: list[dict[st
     """Return medians, and `<quantity>_ratio` and `<quantity>_spread` (quartiles) over the Transformer."""
     row: dict[str, Any] = {"model": subject.case.model, "implementation": subject.case.implementation}
     row["parameters"] = subject.model.num_parameters()
+    row["flops_per_token"] = subject.model.flops_per_token(subject.config.data.context_length)
     for quantity in own[0]:
         values = [result[quantity] for result in own]
         ratio = compare(values, [result[quantity] for result in base])
@@ -163,25 +160,3 @@ def _compute_shares(subject: Subject, own: list[dict[str, float]], measured_peak
     flops = subject.model.flops_per_token(subject.config.data.context_length) * tokens_per_second
     shares = {"tokens_per_second": tokens_per_second, "peak_share": flops / measured_peak}
     return shares | ({"mfu": flops / peak} if (peak := get_peak_flops(subject.device)) else {})
-
-
-def format_rows(rows: list[dict[str, Any]], style: Style = "terminal") -> str:
-    """Return a table: tokens/s, shares of the peak, median ratios with quartiles, and the paper's figures.
-
-    Share of peak: the model's FLOP/s in training over those of a large matrix product on the same device.
-    """
-    quantities = [quantity for quantity in QUANTITIES if any(f"{quantity}_ratio" in row for row in rows)]
-    has_mfu = any("mfu" in row for row in rows)
-    header = ["model", "tokens/s", "share of peak", *["MFU"] * has_mfu]
-    header += [*(f"{quantity} x" for quantity in quantities), "paper: train / inference / memory"]
-    lines = []
-    for row in rows:
-        paper = " / ".join(f"{ratio:.2f}" for ratio in PAPER.get(row["model"], ()))
-        if "error" in row:
-            lines.append([name_row(row), row["error"], *[""] * (len(header) - 3), paper])
-            continue
-        cells = [name_row(row), f"{row['tokens_per_second']:,.0f}", f"{row['peak_share']:.1%}"]
-        cells += [f"{row['mfu']:.1%}"] if has_mfu else []
-        cells += [str(Ratio(row[f"{q}_ratio"], *row[f"{q}_spread"])) for q in quantities]
-        lines.append([*cells, paper])
-    return format_table(lines, header=header, align="<" + ">" * (len(header) - 1), style=style)

@@ -122,8 +122,9 @@ def measure_peak_flops(device: torch.device, dtype: torch.dtype) -> float:
     return 2 * size**3 / min(seconds)
 
 
-def write_record(path: Path | None, rows: Any, **details: Any) -> None:
-    """Write rows with environment (hardware, versions, commit, command) as JSON; do nothing without a path."""
+def write_record(path: Path | None, rows: Any, **details: Any) -> dict[str, Any]:
+    """Return rows with environment (hardware, versions, commit, command), and write them as JSON if there is a path."""
+    record = {"environment": describe_environment(), **details, "rows": rows}
     if path is not None:
-        record = {"environment": describe_environment(), **details, "rows": rows}
         path.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    return record

@@ -1,49 +1,74 @@
-"""The paper's efficiency table: training, inference and memory over the Transformer, from `bench efficiency --out`."""
+"""The paper's efficiency table: training, inference and memory over the Transformer, measured by `bench efficiency`."""
 
 import json
 import shlex
 from pathlib import Path
 from typing import Any
 
-from stackexp.benchmarking.rows import PAPER, name_row
 from stackexp.errors import RunError
 from stackexp.reports.figures import new_figure
 from stackexp.reports.report import PALETTE, Report, Table
 from stackexp.tables import ABSENT
 
+PAPER = {"stacktrans": (1.16, 1.09, 1.12), "single_head": (1.03, 1.04, 1.00), "full_dim": (3.78, 3.30, 1.73)}
+"""Training, inference and memory over the Transformer in arXiv 2507.15343, on the paper's GPUs."""
 QUANTITIES = {"train": "training", "prefill": "inference", "memory": "peak memory"}
 """Keys of the record -> the paper's columns. One token after a filled cache (decode) has no column in the paper."""
+LEGEND = (
+    "Parameters and FLOPs per token: difference from the Transformer. Training, inference, peak memory and decode: "
+    "multiples of the Transformer, medians of alternating rounds, quartiles in parentheses. The first row compares the "
+    "Transformer with itself. Inference is one pass over all tokens; decode is one token after them.",
+    "Share of peak: the model's FLOP/s in training over those of a large matrix product on the same device. MFU: over "
+    "the vendor's figure.",
+)
 
 
 def build_efficiency(path: Path) -> Report:
     """Build the report of one file. Raises RunError if `bench efficiency` did not write it."""
-    record = read_record(path)
-    rows = {name_row(row): row for row in record["rows"]}
-    decode = {"decode": "decode"} if any("decode_ratio" in row for row in rows.values()) else {}
-    columns = QUANTITIES | decode
-    table = [[name, *(_format_ratio(row, key) for key in columns), *_format_paper(name)] for name, row in rows.items()]
-    table += [[name, *[ABSENT] * len(columns), *_format_paper(name)] for name in PAPER if name not in rows]
-    header = ["model", *columns.values(), *(f"paper: {title}" for title in QUANTITIES.values())]
+    return build_report(read_record(path), path)
+
+
+def build_report(record: dict[str, Any], path: Path | None = None) -> Report:
+    """Build the report of a record, which is in the file `path` if there is one."""
+    rows = {_name_row(row): row for row in record["rows"]}
+    ratios = QUANTITIES | ({"decode": "decode"} if any("decode_ratio" in row for row in rows.values()) else {})
+    speeds = {"tokens_per_second": "tokens/s", "peak_share": "share of peak"}
+    speeds |= {"mfu": "MFU"} if any("mfu" in row for row in rows.values()) else {}
+    base, missing = record["rows"][0], [name for name in PAPER if name not in rows]
+    table = [
+        [
+            name,
+            *(_format_difference(row, base, key) for key in ("parameters", "flops_per_token")),
+            *(_format_speed(row, key) for key in speeds),
+            *(_format_ratio(row, key) for key in ratios),
+            *_format_paper(name),
+        ]
+        for name, row in rows.items()
+    ]
+    ours = ["parameters", "FLOPs/token", *speeds.values(), *ratios.values()]
+    table += [[name, *[ABSENT] * len(ours), *_format_paper(name)] for name in missing]
+    header = ["model", *ours, *(f"paper: {title}" for title in QUANTITIES.values())]
     environment = record.get("environment", {})
     hardware = ", ".join(environment.get("gpus") or [environment.get("cpu", {}).get("model", "unknown hardware")])
-    missing = [name for name in PAPER if name not in rows]
     command = shlex.join(
         ["python", "-m", "stackexp", "bench", "efficiency"]
         + [word for config in record.get("configs") or [] for word in ("--config", config)]
         + list(record.get("overrides", []))
         + ["--only", ",".join(dict.fromkeys([row["model"] for row in record["rows"][1:]] + missing))]
-        + ["--out", str(path)]
+        + (["--out", str(path)] if path else [])
     )
-    notes = [
-        "Multiples of the Transformer: medians of alternating rounds, quartiles in parentheses. The first row compares "
-        "the Transformer with itself. Inference is one pass over all tokens; decode is one token after them.",
-        f"Measured on {hardware}, commit {environment.get('commit')}. The paper's hardware differs.",
-    ]
+    when = f"{environment.get('started', '')[:10]}, commit {environment.get('commit')}"
+    notes = [*LEGEND, f"Measured on {hardware}, {when}. The paper's hardware differs."]
     notes += [f"missing {', '.join(missing)}: `{command}`"] if missing else []
     if not any("memory_ratio" in row for row in rows.values()):
         notes.append(f"missing peak memory, which is measured on a GPU: `{command}`")
     records = [_build_record(name, row) for name, row in rows.items()]
     return Report([Table("Cost over the Transformer", header, table)], notes, records, lambda: _draw(rows))
+
+
+def _name_row(row: dict[str, Any]) -> str:
+    """Return the model of a row, and that it ran with the reference implementation if so."""
+    return row["model"] + (" (reference)" if row.get("implementation") == "reference" else "")
 
 
 def _build_record(name: str, row: dict[str, Any]) -> dict[str, Any]:
@@ -70,6 +95,16 @@ def read_record(path: Path) -> dict[str, Any]:
     if not is_valid or not any("train_ratio" in row for row in rows):
         raise RunError(f"{path}: no rows with train_ratio; give a file that `bench efficiency --out` wrote")
     return record
+
+
+def _format_difference(row: dict[str, Any], base: dict[str, Any], key: str) -> str:
+    return f"{row[key] / base[key] - 1:+.1%}" if key in row and key in base else ABSENT
+
+
+def _format_speed(row: dict[str, Any], key: str) -> str:
+    if key not in row:
+        return ABSENT
+    return f"{row[key]:,.0f}" if key == "tokens_per_second" else f"{row[key]:.1%}"
 
 
 def _format_ratio(row: dict[str, Any], key: str) -> str:

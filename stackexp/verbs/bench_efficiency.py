@@ -51,11 +51,13 @@ def run(args: Namespace) -> int:
             )
     from stackexp.benchmarking import efficiency
     from stackexp.benchmarking.harness import choose_device, write_record
+    from stackexp.reports.efficiency import build_report
+    from stackexp.reports.report import format_report
 
     rows = []
     for row in efficiency.measure(wanted, args.config, args.overrides, args.steps, choose_device()):
         rows.append(row)
         print(f"{row.get('error', 'measured')}: {row['model']} ({row['implementation']})", flush=True)
-        write_record(args.out, rows, configs=args.config, overrides=args.overrides)
-    print(f"\n{efficiency.format_rows(rows, 'markdown' if args.markdown else 'terminal')}")
+        record = write_record(args.out, rows, configs=args.config, overrides=args.overrides)
+    print(f"\n{format_report(build_report(record, args.out), 'markdown' if args.markdown else 'terminal')}")
     return 0
