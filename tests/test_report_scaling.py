@@ -9,8 +9,9 @@ from language_runs import finish, write_run
 from stackexp import cli
 from stackexp.errors import RunError
 from stackexp.reports.arms import read_finished_run
+from stackexp.reports.families import name_families
 from stackexp.reports.power_law import Point, equivalent_factor, fit_power_law, select_series
-from stackexp.reports.scaling import build_scaling, draw_panels, name_families
+from stackexp.reports.scaling import build_scaling, draw_panels
 from stackexp.runs import RunFolder
 from stackexp.tables import ABSENT
 
@@ -119,7 +120,7 @@ def test_a_family_has_the_same_options(tmp_path):
     notes = build_scaling([tmp_path]).notes
     assert "not in loss against parameters, its family has one size, 2 runs: scaled (seeds 0, 1)" in notes
     write_size(tmp_path, "scaled_large", 2000, *scaled, "optimizer.lr=1e-3")
-    assert list_families(tmp_path)[1] == ("parameters", "Transformer (embedding_scale=11.3)", "2", "3")
+    assert list_families(tmp_path)[1] == ("parameters", "Transformer (embedding_scale=sqrt(d))", "2", "3")
     assert not any("scaled" in note for note in build_scaling([tmp_path]).notes)
 
 
@@ -153,6 +154,15 @@ def test_memory_sizes_and_learning_rates_may_grow_over_a_ladder(tmp_path):
         options = (f"model.memory.num_heads={2 * n}", f"optimizer.lr={4e-3 / n}", f"schedule.warmup_steps={10 * n}")
         write_size(tmp_path, f"stack-{n}", 1000 * n, "model.memory=stacktrans", *options, memory_parameters=10 * n)
     assert list_families(tmp_path) == [("parameters", "StackTrans", "3", "3")]
+
+
+def test_an_embedding_scale_may_grow_with_the_width(tmp_path):
+    for n in (1, 2, 4):
+        width, scale = f"model.hidden_size={64 * n**2}", f"model.embedding_scale={8 * n}"
+        write_size(tmp_path, f"plain-{n}", 1000 * n, "model.memory=null", width, "model.embedding_scale=1")
+        write_size(tmp_path, f"scaled-{n}", 1000 * n, "model.memory=null", width, scale)
+    names = ["Transformer", "Transformer (embedding_scale=sqrt(d))"]
+    assert list_families(tmp_path) == [("parameters", name, "3", "3") for name in names]
 
 
 def test_trials_of_one_size_with_other_learning_rates_are_other_families(tmp_path):

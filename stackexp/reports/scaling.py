@@ -9,27 +9,18 @@ from typing import Any
 
 import numpy as np
 
-from stackexp.config.affects import find_changed_keys
-from stackexp.config.experiment import ExperimentConfig
 from stackexp.errors import RunError
 from stackexp.reports.arms import Arm, ArmRun, describe_unfinished, name_memory, read_arms
 from stackexp.reports.compare import check_same_data
 from stackexp.reports.differences import OTHER, TRAINING, name_sets, read_losses
+from stackexp.reports.families import name_families, read_changes
 from stackexp.reports.figures import new_figure
 from stackexp.reports.missing_runs import describe_sweeps, find_sweeps
 from stackexp.reports.power_law import BASELINE, QUANTITIES, Point, Series, abbreviate, equivalent_factor, select_series
 from stackexp.reports.report import LINE_STYLES, MARKERS, PALETTE, Report, Table
-from stackexp.sweeps.grid import shorten_keys
 from stackexp.tables import ABSENT
 
 COMMON = {"parameters": "tokens", "tokens": "parameters outside the memory"}
-LADDER = {
-    *(f"model.{key}" for key in ("hidden_size", "num_layers", "num_heads", "num_kv_heads", "intermediate_size")),
-    *("model.tie_embeddings", "model.slot_size", "model.num_slots", "optimizer.lr", "optimizer.memory_lr"),
-    *("data.global_batch_tokens", "schedule.warmup_steps", "schedule.decay_steps"),
-}
-"""Options that may differ between the sizes of a family. So may the integers of a memory."""
-MEMORY = ("model.memory.", "init.memory", "optimizer.memory_lr")
 LEGEND_WIDTH = 36  # characters
 COMMAND = "python -m stackexp sweep run ladder"
 REMEDIES = {
@@ -118,7 +109,7 @@ def _read_points(arms: list[Arm], column: str, irreducible: float) -> tuple[list
         elif not (total and tokens and memory is not None):
             skipped["no parameters or tokens in result.json"].append((name, run.seed))
         else:
-            points.append(Point(family[0], total, total - memory, tokens, run.seed, loss, name, family[1]))
+            points.append(Point(family.name, total, total - memory, tokens, run.seed, loss, name, family.baseline))
     return points, [*_describe_skipped("left out", skipped), *notes]
 
 
@@ -159,7 +150,7 @@ def _find_other_data(runs: list[ArmRun]) -> tuple[dict[Path, str], list[str]]:
         except RunError as error:
             reasons[run.folder.path] = str(error)
             continue
-        data = {key: value for key, value in _read_changes(run.config).items() if key.startswith("data.")}
+        data = {key: value for key, value in read_changes(run.config).items() if key.startswith("data.")}
         parts = groups[repr((run.seed, data))]
         part = next((part for part in parts if _has_same_data(part[0], run)), [])
         if not part:
@@ -178,63 +169,6 @@ def _has_same_data(run: ArmRun, other: ArmRun) -> bool:
     except RunError:
         return False
     return True
-
-
-def name_families(runs: Sequence[ArmRun]) -> list[tuple[str, str]]:
-    """Return the family of each run, and the Transformer family with the same options outside the memory.
-
-    The runs of a family have the same training options, except those that vary over a ladder: sizes, learning rate,
-    batch and warmup. If runs of one size and length differ in one of these, it separates families as well. The name
-    has the options that separate the family from others and differ from their defaults.
-    """
-    labels = [name_memory(run.config) for run in runs]
-    changes = [_read_changes(run.config) for run in runs]
-    sizes = LADDER | {k for own in changes for k, v in own.items() if k.startswith("model.memory.") and type(v) is int}
-    fixed = [{key: value for key, value in own.items() if key not in sizes} for own in changes]
-    shared = {key for key in _find_differing(fixed) if not key.startswith(MEMORY)}
-    local = {x: _find_differing([own for label, own in zip(labels, fixed, strict=True) if label == x]) for x in labels}
-    fixed = [{k: v for k, v in own.items() if k in shared | local[x]} for x, own in zip(labels, fixed, strict=True)]
-    named = [dict(own) for own in fixed]
-    families: dict[str, list[int]] = defaultdict(list)
-    for i, (label, own) in enumerate(zip(labels, fixed, strict=True)):
-        families[repr((label, own))].append(i)
-    for members in families.values():
-        equal: dict[tuple[int, int], list[dict[str, Any]]] = defaultdict(list)
-        for i in members:
-            result = runs[i].result
-            backbone = (result.get("parameters") or 0) - (result.get("memory_parameters") or 0)
-            equal[backbone, result.get("tokens") or 0].append(changes[i])
-        swept = set().union(*map(_find_differing, equal.values()))
-        for i in members:
-            named[i] |= {key: value for key, value in changes[i].items() if key in swept}
-    short = shorten_keys(key for own in named for key in own)
-    names = [_format_family(label, own, short) for label, own in zip(labels, named, strict=True)]
-    bases = []
-    for options in zip(named, fixed, strict=True):
-        outside = [{key: value for key, value in own.items() if not key.startswith(MEMORY)} for own in options]
-        exact, base = (_format_family(BASELINE, own, short) for own in outside)
-        bases.append(exact if exact in names else base)
-    return list(zip(names, bases, strict=True))
-
-
-def _read_changes(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the training options that differ from their defaults, without the seed and the kind of the model."""
-    kinds = {key: value for key, value in config.items() if key.endswith(".kind")}
-    changes = {key: config.get(key) for key in find_changed_keys(config, kinds, ["training"]) if key != "seed"}
-    defaults = ExperimentConfig()
-    sections = {f"{name}.kind": getattr(defaults, name)["kind"] for name in ("data", "optimizer", "schedule")}
-    return changes | {key: kinds[key] for key, default in sections.items() if kinds.get(key, default) != default}
-
-
-def _find_differing(options: Sequence[dict[str, Any]]) -> set[str]:
-    """Return the keys that do not have the same value everywhere."""
-    keys = {key for own in options for key in own}
-    return {key for key in keys if len({repr(own.get(key, ABSENT)) for own in options}) > 1}
-
-
-def _format_family(label: str, options: Mapping[str, Any], short: Mapping[str, str]) -> str:
-    values = ", ".join(f"{key if key.endswith('.kind') else short[key]}={value}" for key, value in options.items())
-    return f"{label} ({values})" if values else label
 
 
 def _build_rows(panel: Series) -> list[list[str]]:
