@@ -11,9 +11,6 @@ memory/<figure>/layer_<number>      of a probed step; with a memory at each subl
 memory_val/<figure>/layer_<number>  the same, and how stacks are read, on the first 8 sequences of each validation set
 """
 
-from functools import cache
-from typing import Any
-
 TRAIN_LOSS = "train/loss"
 AVERAGE_LOSS = "val/loss/average"
 AVERAGE_ACCURACY = "val/accuracy/average"
@@ -25,27 +22,3 @@ AVERAGED_STEPS = 20
 DOWNSTREAM = "downstream"
 
 NAMESPACES = ("train", "val", "test", "memory", "memory_val", DOWNSTREAM)
-_OLD_TAGS = {
-    "loss/train": TRAIN_LOSS,
-    "loss/z": "train/z_loss",
-    "loss/action_entropy": "train/action_entropy",
-    "loss/spike": "train/spike",
-    "accuracy/train": "train/accuracy",
-}
-_OLD_NAMESPACES = {"optimizer": "train", "throughput": "train", "data": "train", "validation": "val", "sample": "val"}
-
-
-def rename_old_tags(line: dict[str, Any]) -> dict[str, Any]:
-    """Return a line of metrics.jsonl with tags of older versions renamed to the current names."""
-    return {rename_old_tag(tag): value for tag, value in line.items()}
-
-
-@cache
-def rename_old_tag(tag: str) -> str:
-    """Return the current name of a tag."""
-    namespace, separator, rest = tag.partition("/")
-    if tag in _OLD_TAGS or not separator or namespace in NAMESPACES:
-        return _OLD_TAGS.get(tag, tag)
-    if namespace in _OLD_NAMESPACES:
-        return f"{_OLD_NAMESPACES[namespace]}/{rest}"
-    return f"val/{tag}"  # a group of whole sets, such as v2/c4_en

@@ -41,7 +41,7 @@ from stackexp.files import (
     write_json,
     write_json_lines,
 )
-from stackexp.metric_tags import AVERAGE_ACCURACY, AVERAGE_LOSS, rename_old_tags
+from stackexp.metric_tags import AVERAGE_ACCURACY, AVERAGE_LOSS
 from stackexp.run_result import NewerVersionError, RunResult, compute_sha256
 
 MARKER = ".stackexp"
@@ -124,7 +124,7 @@ class RunFolder:
         for number, line in enumerate(read_json_lines(self.metrics), 1):
             if not isinstance(line.get("step"), int) or any(isinstance(v, str | dict | list) for v in line.values()):
                 raise RunError(f"{self.metrics}: line {number} is not a line of metrics; delete the line")
-            yield rename_old_tags(line)
+            yield line
 
     def find_logged_tags(self, step: int) -> set[str]:
         """Return the tags that metrics.jsonl contains for a step."""

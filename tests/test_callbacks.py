@@ -175,26 +175,19 @@ def make_trainer(device: torch.device) -> SimpleNamespace:
     return SimpleNamespace(strategy=SimpleNamespace(root_device=device))
 
 
-@pytest.mark.parametrize("is_old", [False, True])
-def test_every_rank_restores_the_cuda_state_of_rank_0(cuda_states, is_old):
-    """Rank 0 of a version that saved all GPUs of the machine never advanced the states of the others."""
+def test_every_rank_restores_the_cuda_state_of_rank_0(cuda_states):
     first = next(iter(cuda_states))
     cuda_states[first] = torch.tensor([7], dtype=torch.uint8)
     checkpoint = save_state(first)
-    if is_old:
-        checkpoint["stackexp"]["cuda_rng"] = list(cuda_states.values())
     cuda_states[first] = torch.tensor([8], dtype=torch.uint8)
     for device in cuda_states:
         RunState().on_load_checkpoint(make_trainer(device), SimpleNamespace(config=compose(["quickstart"])), checkpoint)
     assert [state.item() for state in cuda_states.values()] == [7, 7]
 
 
-@pytest.mark.parametrize("is_old", [False, True])
-def test_a_checkpoint_of_cpus_has_no_cuda_state(cuda_states, is_old):
+def test_a_checkpoint_of_cpus_has_no_cuda_state(cuda_states):
     checkpoint = save_state(CPU)
     assert checkpoint["stackexp"]["cuda_rng"] is None
-    if is_old:
-        checkpoint["stackexp"]["cuda_rng"] = []
     for device in (CPU, *cuda_states):
         RunState().on_load_checkpoint(make_trainer(device), SimpleNamespace(config=compose(["quickstart"])), checkpoint)
     assert [state.item() for state in cuda_states.values()] == [0, 1]

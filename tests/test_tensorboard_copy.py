@@ -11,7 +11,6 @@ from tensorboard.plugins.custom_scalar import layout_pb2
 from tensorboard.plugins.hparams import plugin_data_pb2
 
 from stackexp.config.compose import compose
-from stackexp.metric_tags import rename_old_tags
 from stackexp.modules.language_modeling import LanguageModeling
 from stackexp.modules.scores import tag_scores
 from stackexp.training.callbacks.throughput import Throughput
@@ -173,24 +172,3 @@ def test_the_heat_map_is_an_image_of_all_layers_and_probes(tmp_path):
         assert heat_maps.add(line)
     heat_maps.add(make_probes([1200], layers=2)[0] | {"memory/push/layer_00": None})  # not finite
     assert [name for name, png in heat_maps.draw() if png.startswith(b"\x89PNG")] == sorted(TITLES)
-
-
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ("loss/train", "train/loss"),
-        ("loss/z", "train/z_loss"),
-        ("optimizer/lr", "train/lr"),
-        ("throughput/mfu", "train/mfu"),
-        ("data/sequences/a", "train/sequences/a"),
-        ("validation/loss/average", "val/loss/average"),
-        ("sample/v2/c4_en", "val/v2/c4_en"),
-        ("v2/c4_en", "val/v2/c4_en"),
-        ("memory/push/layer_00", "memory/push/layer_00"),
-        ("step", "step"),
-        ("accuracy", "accuracy"),
-    ],
-)
-def test_tags_of_older_runs_are_renamed(old, new):
-    assert rename_old_tags({old: 1}) == {new: 1}
-    assert rename_old_tags({new: 1}) == {new: 1}

@@ -1,6 +1,5 @@
-"""Config keys of earlier versions: errors for them, and the translation of old run folders and checkpoints."""
+"""Config keys and values of earlier versions, and the errors that name the current ones."""
 
-from collections.abc import Mapping
 from typing import Any
 
 RENAMED_KEYS = {
@@ -25,22 +24,9 @@ def explain_old_key(key: str) -> str:
 
 def explain_old_value(key: str, value: Any) -> str:
     """Return the fix for a value of an earlier version, or "" if the value was never valid."""
-    return f"{value!r} was renamed; use {RENAMED_VALUES[key, value]!r}" if _is_old_value(key, value) else ""
-
-
-def translate_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Translate {full key: value} of an earlier version to the current names."""
-    translated = {}
-    for key, value in options.items():
-        if not _find_removed(key):
-            name = RENAMED_KEYS.get(key, key)
-            translated[name] = RENAMED_VALUES[name, value] if _is_old_value(name, value) else value
-    return translated
+    new = RENAMED_VALUES.get((key, value)) if isinstance(value, str) else None
+    return f"{value!r} was renamed; use {new!r}" if new else ""
 
 
 def _find_removed(key: str) -> str | None:
     return next((old for old in REMOVED_KEYS if f"{key}.".startswith(f"{old}.")), None)
-
-
-def _is_old_value(key: str, value: Any) -> bool:
-    return isinstance(value, str) and (key, value) in RENAMED_VALUES

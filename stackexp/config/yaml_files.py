@@ -10,12 +10,9 @@ from typing import Any
 
 import yaml
 
-from stackexp.config.renames import REMOVED_KEYS, translate_options
 from stackexp.errors import ConfigError
 
 PACKAGE = Path(__file__).parents[1]
-RUN_CONFIG = "config.yaml"
-"""The file name of a run folder's config. Keys of earlier versions are translated in such files only."""
 Tree = dict[str, Any]
 """Nested mappings from text keys to leaves."""
 
@@ -123,22 +120,7 @@ def read_file(path: Path) -> tuple[list[Leaf], Tree]:
             defaults = [reader.read_leaf(item) for item in value.value]
     tree = reader.read_mapping(node)
     tree.pop("defaults", None)
-    if path.name == RUN_CONFIG:
-        tree = _translate(tree)
     return defaults, tree
-
-
-def _translate(tree: Tree, path: str = "") -> Tree:
-    """Translate the config of an old run folder to the current names."""
-    translated: Tree = {}
-    for name, value in tree.items():
-        key = path + name
-        if isinstance(value, Leaf):
-            for new_key, new_value in translate_options({key: value.value}).items():
-                translated[new_key.removeprefix(path)] = Leaf(new_value, value.origin)
-        elif key not in REMOVED_KEYS:
-            translated[name] = _translate(value, f"{key}.")
-    return translated
 
 
 def read_value(text: str, origin: str) -> Leaf | Tree:

@@ -45,6 +45,8 @@ def verify_manifest(folder: Path, only: str | None = None) -> None:
 
     Reads every byte: about 1 second per GB and core.
     """
+    if not (folder / MANIFEST).exists():
+        raise damaged_error(folder, f"{MANIFEST} is missing")
     try:
         hashes: dict[str, str] = read_json(folder / MANIFEST)
         names = sorted(hashes) if only is None else [only]

@@ -9,7 +9,6 @@ Any number of processes can load a checkpoint, whatever number wrote it. The pat
 weights in a checkpoint, which can be loaded wherever only weights are needed.
 """
 
-import logging
 import os
 import pickle
 import shutil
@@ -31,7 +30,6 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from stackexp.errors import RunError, first_line
 from stackexp.files import sync_file, sync_folder
 from stackexp.models.checkpoint_files import (
-    MANIFEST,
     LoadPlanner,
     Reader,
     damaged_error,
@@ -42,13 +40,11 @@ from stackexp.models.initialization import copy_full_
 from stackexp.runs import RunFolder
 
 VERSION = 3
-WITHOUT_MANIFEST = 2  # the version that had no manifest; its contents cannot be verified
 STATE = "state.pt"
 EMA = "ema"  # see `split_path`
 WEIGHTS = ".safetensors"
 CONFIG_KEY = "stackexp_config"  # in the metadata of a safetensors file: the YAML of the config
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # a single process has checkpoints too
-log = logging.getLogger(__name__)
 
 
 # Save
@@ -160,24 +156,18 @@ def load_state(path: Path) -> dict[str, Any]:
         raise RunError(f"{path}: a checkpoint is a folder, but this is a file; give a folder in a run's checkpoints/")
     if not path.is_dir():
         raise RunError(f"{path}: no such checkpoint; give a folder in a run's checkpoints/, `last` or `best`")
-    has_manifest = (path / MANIFEST).exists()
-    if has_manifest:
-        verify_manifest(path, only=STATE)
+    if not (path / STATE).exists():
+        raise RunError(f"{path}: not a stackexp checkpoint (no {STATE}); give a folder in a run's checkpoints/")
+    verify_manifest(path, only=STATE)
     try:
         state = torch.load(path / STATE, map_location="cpu", weights_only=True)
-    except FileNotFoundError:
-        raise RunError(
-            f"{path}: not a stackexp checkpoint (no {STATE}); give a folder in a run's checkpoints/"
-        ) from None
     except (RuntimeError, pickle.UnpicklingError, EOFError, ValueError, OSError) as error:
         raise damaged_error(path, error) from None
     if not isinstance(state, dict) or "stackexp" not in state:
         raise RunError(f"{path}: not a stackexp checkpoint (no `stackexp` entry in {STATE}); choose another one")
     version = state["stackexp"]["version"]
-    if version not in (WITHOUT_MANIFEST, VERSION):
+    if version != VERSION:
         raise RunError(f"{path}: checkpoint version {version} is not supported; use the stackexp that wrote it")
-    if version == VERSION and not has_manifest:
-        raise damaged_error(path, f"{MANIFEST} is missing")
     return state
 
 
@@ -243,13 +233,9 @@ def _map_weights(path: Path) -> dict[str, Tensor]:
 def check_files(path: Path) -> dict[str, Any]:
     """Verify all files of a checkpoint, and return the metadata of its tensors.
 
-    Raises DamagedCheckpointError if a file is missing or has changed. Checkpoints of version 2 have no hashes, so only
-    their file sizes are checked, with a warning.
+    Raises DamagedCheckpointError if a file is missing or has changed.
     """
-    if (path / MANIFEST).exists():
-        verify_manifest(path)
-    else:
-        log.warning("%s: written by an older version, without hashes; its contents cannot be verified", path)
+    verify_manifest(path)
     try:
         metadata = Reader(path).read_metadata()
     except (OSError, RuntimeError, pickle.UnpicklingError, EOFError, AttributeError, ValueError) as error:

@@ -15,7 +15,6 @@ from torch import nn
 
 from stackexp.config import registry
 from stackexp.config.experiment import ExperimentConfig
-from stackexp.config.renames import translate_options
 from stackexp.config.yaml_files import flatten
 from stackexp.errors import RunError
 from stackexp.files import compute_sha256
@@ -86,8 +85,7 @@ def prepare_warm_start(config: ExperimentConfig) -> WarmStart | None:
             "init.skip"
         )
     hashed = path if is_file else checkpoints.split_path(path)[0] / MANIFEST
-    sha256 = compute_sha256(hashed) if hashed.is_file() else None  # old checkpoints have no manifest
-    return WarmStart(init.memory, path, state.get("global_step"), sha256, tuple(names))
+    return WarmStart(init.memory, path, state.get("global_step"), compute_sha256(hashed), tuple(names))
 
 
 def find_weights(path: Path) -> Path:
@@ -158,7 +156,7 @@ def _read_metadata(path: Path) -> dict[str, Any]:
 
 
 def _warn_about_options(path: Path, theirs: dict[str, Any], config: ExperimentConfig) -> None:
-    options = translate_options(flatten(theirs))
+    options = flatten(theirs)
     for name in SHAPELESS:
         before, now = options.get(f"model.{name}", None), getattr(config.model, name, None)
         if f"model.{name}" in options and before != now:

@@ -6,7 +6,7 @@ from typing import Any
 
 from stackexp.errors import ConfigError
 from stackexp.files import write_json
-from stackexp.metric_tags import AVERAGED_STEPS, TRAIN_LOSS, rename_old_tag
+from stackexp.metric_tags import AVERAGED_STEPS, TRAIN_LOSS
 from stackexp.sweeps.driver import TrialSource
 from stackexp.sweeps.grid import Values, format_label
 from stackexp.sweeps.schema import Space
@@ -119,7 +119,7 @@ class Study(TrialSource):
         """Report new values from lines of metrics.jsonl. Return the record for pruned.json if the trial should end."""
         if self._search.prune is None:
             return None
-        metric, reason = rename_old_tag(self._search.prune.metric), None
+        metric, reason = self._search.prune.metric, None
         is_higher_better = "accuracy" in metric
         sign = 1 if is_higher_better == (self._sweep.config.direction == "maximize") else -1  # Optuna has one direction
         for step, value in _read_values(lines, metric):

@@ -14,7 +14,7 @@ from stackexp.config.affects import NOT_IN_RESULTS, remove_defaults
 from stackexp.config.experiment import ExperimentConfig
 from stackexp.errors import RunError
 from stackexp.files import read_json, read_json_lines, write_json
-from stackexp.metric_tags import TOKENS_PER_SECOND, TRAIN_LOSS, rename_old_tags
+from stackexp.metric_tags import TOKENS_PER_SECOND, TRAIN_LOSS
 from stackexp.runs import RunFolder
 
 TAIL_BYTES = 2**16
@@ -135,7 +135,7 @@ def get_state(trial: Trial) -> State:
 
 def read_tail(path: Path) -> list[dict[str, Any]]:
     """Return the last complete lines of a metrics.jsonl. Skips damaged lines, so that one does not end a display."""
-    return [rename_old_tags(line) for line in read_json_lines(path, skip_damaged=True, last_bytes=TAIL_BYTES)]
+    return list(read_json_lines(path, skip_damaged=True, last_bytes=TAIL_BYTES))
 
 
 # Objective

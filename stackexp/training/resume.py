@@ -9,7 +9,6 @@ from stackexp import runs
 from stackexp.config.affects import find_changed_keys, flatten_config
 from stackexp.config.compose import load_config
 from stackexp.config.experiment import ExperimentConfig
-from stackexp.config.renames import translate_options
 from stackexp.config.yaml_files import flatten
 from stackexp.errors import DamagedCheckpointError, RunError
 from stackexp.metric_tags import TRAIN_LOSS
@@ -114,7 +113,7 @@ def check_resumable(
 
     Options that may change within a run are logged if they are in `overridden`, and refused otherwise.
     """
-    ours, theirs = flatten_config(config), translate_options(flatten(state["stackexp"]["config"]))
+    ours, theirs = flatten_config(config), flatten(state["stackexp"]["config"])
     for key in find_changed_keys(ours, theirs, ["training"]):
         kind = "different architecture" if key.startswith("model.") else "different run"
         raise RunError(

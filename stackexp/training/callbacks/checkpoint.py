@@ -42,8 +42,6 @@ class RunState(pl.Callback):
         random.setstate(state["python_rng"])
         torch.set_rng_state(state["torch_rng"])
         cuda_rng = state["cuda_rng"]
-        if isinstance(cuda_rng, list):  # of an older version: one per GPU
-            cuda_rng = cuda_rng[0] if cuda_rng else None
         device = trainer.strategy.root_device  # `module` may still be on the CPU
         if cuda_rng is not None and device.type == "cuda":
             torch.cuda.set_rng_state(cuda_rng, device)
