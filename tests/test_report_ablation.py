@@ -16,8 +16,7 @@ from stackexp.errors import RunError
 from stackexp.evaluation.chunk_losses import write_chunk_losses
 from stackexp.reports.ablation import build_ablation
 from stackexp.reports.arms import read_arms, read_finished_run
-from stackexp.reports.differences import COLUMNS, compute_difference
-from stackexp.reports.paper import PAPER, contradicts_itself
+from stackexp.reports.differences import compute_difference
 from stackexp.reports.report import Report, format_report
 from stackexp.runs import RunFolder
 from stackexp.tables import ABSENT
@@ -43,14 +42,6 @@ def read_table(report: Report, number: int) -> dict[str, dict[str, str]]:
     """Return run -> column -> cell."""
     table = report.tables[number]
     return {row[0]: dict(zip(table.header, row, strict=True)) for row in table.rows}
-
-
-def test_the_paper_contradicts_itself_in_four_cells():
-    cells = {
-        (variant, column): cell for variant, row in PAPER.items() for column, cell in zip(COLUMNS, row, strict=False)
-    }
-    found = {key for key, cell in cells.items() if contradicts_itself(*cell)}
-    assert found == {("Queue", "V2"), ("Push-Only", "V2"), ("Push-Only", "V3"), ("Single-Head", "V2")}
 
 
 def record_chunks(run: Path, loss: float, rng: np.random.Generator, shared: np.ndarray) -> None:
@@ -160,6 +151,14 @@ def test_missing_variants_have_the_width_of_the_narrowest_run(tmp_path):
     options = f"logging.root={tmp_path} name=stacktrans model.memory=stacktrans"
     command = f"`python -m stackexp fit --config {tmp_path}/adapter-0123abcd/config.yaml {options}`"
     assert f"missing StackTrans: {command}" in build_ablation([tmp_path]).notes
+
+
+def test_a_config_that_is_invalid_here_has_no_flops(runs):
+    for config in runs.glob("stacktrans*/config.yaml"):
+        config.write_text(config.read_text() + "beside: 1\n")
+    report = build_ablation([runs])
+    assert read_table(report, 1)["stacktrans"]["FLOPs/token"] == ABSENT
+    assert [note.endswith("/config.yaml` says why") for note in report.notes].count(True) == 1
 
 
 def test_other_options_than_the_memory_are_named(runs):

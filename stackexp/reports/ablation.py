@@ -65,6 +65,8 @@ def build_ablation(paths: Sequence[Path], baseline: str | None = None) -> Report
     notes = [*LEGEND, *missing, *_find_unscored(order), *describe_unfinished(arms), *describe_sweeps(sweeps), *notes]
     diverged = [run for arm in order for run in arm.runs if not read_losses(run)]
     notes += [f"without a finite loss, not in the means: {run.folder.path}" for run in diverged]
+    unknown = [arm.runs[0].folder.config for arm in order if base and arm.runs[0].flops_per_token is None]
+    notes += [f"no FLOPs per token: `python -m stackexp configs show --config {config}` says why" for config in unknown]
     tables = [_build_losses(order, variants)]
     waiting = [arm.name for arm in arms if not arm.runs and find_variant(arm.config) == "Transformer"]
     if base and waiting and baseline is None:

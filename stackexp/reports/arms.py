@@ -44,7 +44,7 @@ class ArmRun:
 
     @cached_property
     def flops_per_token(self) -> float | None:
-        """Training FLOPs per token, from the config; None if its plugins are missing."""
+        """Training FLOPs per token, from the config; None if it is invalid here, such as without its plugins."""
         from stackexp.planning.cost import make_plan
 
         try:
