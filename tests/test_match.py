@@ -42,7 +42,9 @@ def test_the_printed_override_gives_the_printed_number(capsys):
     override, parameters = re.search(r"use (\S+): ([\d,]+)", printed).groups()
     config = compose(["quickstart"], ["model.memory=null", override])
     assert f"{QUANTITIES['parameters'](config):,}" == parameters
-    assert "1,705,600, to match 1,805,446" in printed
+    assert printed.startswith("parameters: 1,705,600, to match 1,805,446")
+    assert main([*command, "--by", "memory"]) == 0
+    assert capsys.readouterr().out.startswith("peak bytes per rank: ")
 
 
 @pytest.mark.parametrize("name", ["ablation", "ablation_small", "depth_memories"])

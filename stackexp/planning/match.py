@@ -14,7 +14,7 @@ QUANTITIES: dict[str, Callable[[ExperimentConfig], float]] = {
     "flops": lambda config: make_plan(config).flops_per_token,
     "memory": lambda config: make_plan(config).peak,
 }
-"""What can be matched: parameters, training FLOPs per token, peak bytes per rank."""
+TITLES = {"parameters": "parameters", "flops": "training FLOPs per token", "memory": "peak bytes per rank"}
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from stackexp.reports.grid import build_grid
 from stackexp.reports.missing_runs import find_sweeps
 from stackexp.reports.report import Report, Table
 from stackexp.reports.scaling import build_scaling
+from stackexp.reports.summaries import find_runs
 
 LENGTHS = (41, 500)
 STYLE = """
@@ -51,6 +52,8 @@ def build_page(folder: Path, others: Mapping[str, Builder] | None = None) -> str
                 sections.append((title, _format_section(title, build(), Path(images, "figure.png"))))
             except (ConfigError, RunError) as error:
                 problems.append(f"{title}: {error}")
+    if not sections and not find_runs([folder]):
+        raise RunError(f"{folder}: no runs and no file of `bench efficiency --out`; give a folder such as runs/")
     if not sections:
         raise RunError(f"{folder}: nothing to report; {'; '.join(problems)}")
     links = "".join(f'<a href="#{_anchor(title)}">{html.escape(title)}</a>' for title, _ in sections)

@@ -34,10 +34,10 @@ def run(args: Namespace) -> int:
     config, to = compose(args.config, args.overrides), compose(args.to, [])
     if not hasattr(config.model, args.vary):
         args.parser.error(f"--vary {args.vary}: model.kind {config.model.kind} has no such option")
-    from stackexp.planning.match import QUANTITIES, match_models
+    from stackexp.planning.match import QUANTITIES, TITLES, match_models
 
     before = QUANTITIES[args.by](config)
     match = match_models(config, to, args.by, args.vary)
-    print(f"{args.by}: {before:,.0f}, to match {match.target:,.0f}")
+    print(f"{TITLES[args.by]}: {before:,.0f}, to match {match.target:,.0f}")
     print(f"use {match.option}={match.value}: {match.quantity:,.0f} ({match.mismatch:+.4%})")
     return 0
