@@ -15,9 +15,9 @@ def probe_memories(model: nn.Module, tokens: Tensor) -> list[Stats]:
     have to be recorded token by token.
     """
     if model.axis != "depth" or not isinstance(model.memories[0], Stack):
-        return model(tokens, probe=True).probes or []
+        return model(tokens, probe=True, return_hidden=True).probes or []  # no logits: they would need gigabytes
     with torch.compiler.set_stance("force_eager"), record_stacks(model) as recordings:
-        probes = model(tokens, probe=True).probes
+        probes = model(tokens, probe=True, return_hidden=True).probes
     names = ("overflow", "read_slot", "read_sharpness")
     recorded = [{name: recording.values[name].mean() for name in names} for recording in recordings]
     return [probe | more for probe, more in zip(probes, recorded, strict=True)]
