@@ -13,7 +13,6 @@ result.json        written last, atomically; if it exists, the run is finished
 
 import contextlib
 import importlib.metadata
-import math
 import os
 import platform
 import re
@@ -114,7 +113,7 @@ class RunFolder:
 
         Checkpoints with an accuracy of 1 count as equally good, whatever their loss; the latest of them is returned.
         """
-        lines = (line for line in self.read_metrics() if math.isfinite(line.get(AVERAGE_LOSS, math.nan)))
+        lines = (line for line in self.read_metrics() if line.get(AVERAGE_LOSS) is not None)  # null: not finite
         losses = {line["step"]: 0.0 if line.get(AVERAGE_ACCURACY) == 1 else line[AVERAGE_LOSS] for line in lines}
         validated = [p for p in self.list_checkpoints() if int(p.name) in losses]
         return min(reversed(validated), key=lambda p: losses[int(p.name)], default=None)
@@ -162,17 +161,22 @@ class RunFolder:
 
     @contextlib.contextmanager
     def start_session(
-        self, config: ExperimentConfig, step: int = 0, origin: dict[str, Any] | None = None
+        self,
+        config: ExperimentConfig,
+        step: int = 0,
+        newest: Path | None = None,
+        origin: dict[str, Any] | None = None,
     ) -> Iterator[None]:
         """Create or reopen the folder, and lock it within the context. The session starts after `step`.
 
-        `origin` has path, step and SHA-256 of the weights that a new run starts from; environment.json records it.
+        `newest` is the newest checkpoint that the caller has seen in the folder. `origin` has path, step and SHA-256 of
+        the weights that a new run starts from; environment.json records it.
 
         Writes config.yaml, adds this process to environment.json (one entry per session) and deletes partial
         checkpoints that a kill left behind. If the config has changed, the old one is kept as config.step-N.yaml.
 
         Raises:
-            FolderBusyError: Another process uses the folder.
+            FolderBusyError: Another process uses the folder, or has saved another checkpoint than `newest`.
             RunError: Another process has finished the run in the meantime, or the folder is not a run folder.
         """
         self.claim()
@@ -180,6 +184,8 @@ class RunFolder:
         with self.lock():
             if self.is_finished:
                 raise RunError(f"{self.path}: another process finished this run; start a new one without --ckpt_path")
+            if self.newest_checkpoint() != newest:
+                raise FolderBusyError(f"{self.path}: another process changed the checkpoints; rerun the command")
             for partial in self.checkpoints.glob(".[0-9]*"):
                 shutil.rmtree(partial, ignore_errors=True)
             if step and self.config.exists() and self.config.read_text(encoding="utf-8") != to_yaml(config):

@@ -1,5 +1,6 @@
 """Wrap text and log messages at the width of the terminal, and format durations. Files and pipes get unwrapped text."""
 
+import contextlib
 import logging
 import os
 import re
@@ -39,9 +40,10 @@ def write_to_stderr(line: str) -> None:
     """Write a line to the standard error of the process, without the buffer of `sys.stderr`.
 
     Signal handlers need this, because the buffer may be in use, and threads that end the process, because it may be
-    redirected.
+    redirected. Without a reader, as after Ctrl-C in `fit 2>&1 | tee log`, the line is lost.
     """
-    os.write(2, f"{line}\n".encode())
+    with contextlib.suppress(OSError):
+        os.write(2, f"{line}\n".encode())
 
 
 def set_up_log() -> None:

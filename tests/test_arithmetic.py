@@ -174,6 +174,12 @@ def test_inspect_accepts_the_symbols_and_the_set_of_arithmetic(tmp_path, capsys)
     ):
         assert cli.main([*inspect, *options]) == 2
         assert capsys.readouterr().err == f"error: {message}\n"
+    generate = ["generate", *inspect[1:], "--max_new_tokens", "3", "--prompt"]
+    assert cli.main([*generate, "37 + 58 ="]) == 2
+    assert capsys.readouterr().err == "error: generate: --prompt: the model has no symbol ' '; use 0-9 + * =\n"
+    assert cli.main([*generate, "37+58="]) == 0
+    assert cli.main(["validate", "--run", str(run.path), "--score-remainder"]) == 2
+    assert "--score-remainder requires a run on text" in capsys.readouterr().err
     assert cli.main([*inspect, "--text", "37+58=95"]) == 0
     assert cli.main([*inspect, "--set", "held-out", "--chunks", "4"]) == 0
     assert "reads dropped" in capsys.readouterr().out

@@ -80,7 +80,7 @@ def test_evaluations_share_a_file_of_partial_results(tmp_path):
     assert not path.exists()
 
 
-def test_different_options_use_separate_output_files(run):
+def test_different_options_use_separate_output_files(run, tmp_path):
     def name(*sets: str, **options) -> str:
         return make_request(run, *sets, **options).output.name
 
@@ -88,6 +88,9 @@ def test_different_options_use_separate_output_files(run):
     assert name() == name(overrides=same_figures) == "validate.json"
     assert name("v2/a", "left") == "validate-v2-a+left.json"
     assert name(ckpt_path="runs/x/checkpoints/00000008") == "validate-00000008.json"
+    assert name(ckpt_path=str(run.checkpoints / "00000008")) == "validate-00000008.json"
+    (tmp_path / "00000008").mkdir()
+    assert re.fullmatch(r"validate-00000008-[0-9a-f]{8}\.json", name(ckpt_path=str(tmp_path / "00000008")))
     options = ("data.score_remainder=true", "data.validation.left=x")
     hashed = [name(overrides=(option,)) for option in options] + [name("a=x"), name("a=y"), name("v2/a," * 30)]
     assert len(set(hashed)) == len(hashed)

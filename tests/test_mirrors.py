@@ -15,7 +15,7 @@ from stackexp.config.compose import compose
 from stackexp.errors import ConfigError
 from stackexp.runs import RunFolder
 from stackexp.training import loop, mirrors
-from stackexp.training.mirrors import Mirror, check_installed
+from stackexp.training.mirrors import Mirror, MlflowService, check_installed
 
 QUIET = ("logging.progress_bar=false", "logging.tensorboard=false")
 
@@ -91,6 +91,12 @@ def test_mlflow_continues_the_same_run(client, tiny, tmp_path):
     assert {point.step: point.value for point in history} == {
         line["step"]: line["train/loss"] for line in read_lines(run) if "train/loss" in line
     }
+
+
+def test_mlflow_receives_options_with_any_name(client, tiny, tmp_path):
+    config = compose([str(tiny)], ["data.validation.json+email=texts"])
+    run_id, _ = MlflowService().open(RunFolder(tmp_path / "run"), config, None)
+    assert client.get_run(run_id).data.params["data.validation.json_email"] == "texts"
 
 
 def test_lines_that_a_killed_session_did_not_send_are_sent_later(client, tiny, tmp_path, monkeypatch):

@@ -18,7 +18,8 @@ def _clean_environment(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("idle", "threads", "expected"), [(4.0, None, None), (3.0, None, "0"), (3.0, "2", None), (0.0, "1", None)]
+    ("idle", "threads", "expected"),
+    [(4.0, None, None), (3.0, None, "0"), (3.0, "2", None), (0.0, "1", None), (2.0, "3,1", "0")],
 )
 def test_threads_sleep_only_if_they_share_cpus(monkeypatch, idle, threads, expected):
     monkeypatch.setattr(openmp, "count_idle_cpus", lambda: idle)

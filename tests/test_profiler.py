@@ -27,6 +27,13 @@ def test_a_trace_holds_the_chosen_steps(tiny, tmp_path):
     assert count_optimizer_steps(only_run(tmp_path / "runs", "long"), "5-99") == 2, "the run ended after step 6"
 
 
+@pytest.mark.process
+def test_a_stop_does_not_lose_the_profile(tiny, tmp_path):
+    options = ("trainer.max_time=00:00:00:00", "trainer.profile=1-4")
+    Forks(tmp_path).run("fit", "--config", tiny, *options, expect=75)
+    assert count_optimizer_steps(only_run(tmp_path / "runs"), "1-4") == 1
+
+
 @pytest.mark.parametrize("steps", ["10", "0-3", "5-4", "a-b", "3-"])
 def test_steps_are_checked(steps):
     error = compose_error([BASE], f"trainer.profile={steps}")

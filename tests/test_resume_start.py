@@ -10,8 +10,9 @@ from saved_models import make_state
 
 from stackexp.cli import main
 from stackexp.config.compose import compose, load_config
-from stackexp.errors import RunError
+from stackexp.errors import FolderBusyError, RunError
 from stackexp.runs import RunFolder
+from stackexp.training.callbacks.metrics_log import MetricsLog
 from stackexp.training.resume import check_resumable, find_start
 
 
@@ -73,7 +74,7 @@ def test_folder_of_an_older_version_has_no_mark_and_is_accepted(config, unfinish
 def test_hidden_folders_of_the_user_are_kept(config, unfinished):
     (unfinished.checkpoints / ".mine").mkdir()
     (unfinished.checkpoints / ".00000016").mkdir()
-    with unfinished.start_session(config):
+    with unfinished.start_session(config, 12, unfinished.newest_checkpoint()):
         assert {path.name for path in unfinished.checkpoints.glob(".*")} == {".mine"}
 
 
@@ -92,6 +93,35 @@ def test_older_checkpoint_is_branched_into_a_new_folder(trained, unfinished, tmp
     assert (record(unfinished), unfinished.list_checkpoints()) == before
     (branch,) = (path for path in unfinished.path.parent.iterdir() if path != unfinished.path)
     assert record(RunFolder(branch)) == [line for line in before[0] if line["step"] > 4]
+
+
+def test_a_branch_that_has_saved_nothing_starts_again_from_its_parent(config, trained, unfinished, monkeypatch, capsys):
+    def fail(*_) -> None:
+        raise OSError("disk full")
+
+    older = unfinished.checkpoints / "00000004"
+    fit = ["fit", "--config", str(trained / "config.yaml"), f"logging.root={config.logging.root}"]
+    with monkeypatch.context() as patch:
+        patch.setattr(MetricsLog, "write", fail)
+        with pytest.raises(OSError, match="disk full") as caught:
+            main([*fit, "--ckpt_path", str(older)])
+    (branch,) = (path for path in unfinished.path.parent.iterdir() if path != unfinished.path)
+    assert caught.value.__notes__ == [f"resume with `python -m stackexp fit --run {branch}`"]
+    assert main(["fit", "--run", str(branch)]) == 0
+    assert f"branched from {older.resolve()}" in capsys.readouterr().out
+    assert record(RunFolder(branch)) == [line for line in record(unfinished) if line["step"] > 4]
+
+
+def test_checkpoints_that_another_process_saved_meanwhile_are_kept(config, unfinished):
+    start = find_start(config, None, str(unfinished.path))
+    newer = unfinished.checkpoints / "00000013"
+    newer.mkdir()
+    with (
+        pytest.raises(FolderBusyError, match="another process changed the checkpoints; rerun the command"),
+        start.folder.start_session(config, start.step, start.newest),
+    ):
+        pass
+    assert newer.exists()
 
 
 @pytest.mark.parametrize(("file", "by"), [("state.pt", "--run"), (".metadata", "last"), ("manifest.json", "last")])
@@ -133,11 +163,11 @@ def test_number_of_steps_changes_only_by_an_override(trained, unfinished, caplog
 
 def test_replaced_configs_are_kept(trained, unfinished):
     before = unfinished.config.read_text()
-    with unfinished.start_session(load_config(unfinished.config), step=12):
+    with unfinished.start_session(load_config(unfinished.config), 12, unfinished.newest_checkpoint()):
         assert unfinished.config.read_text() == before
         assert not list(unfinished.path.glob("config.step-*"))
     longer = compose([str(trained / "config.yaml")], ["trainer.max_steps=20"])
-    with unfinished.start_session(longer, step=12):
+    with unfinished.start_session(longer, 12, unfinished.newest_checkpoint()):
         assert (unfinished.path / "config.step-12.yaml").read_text() == before
         assert "max_steps: 20" in unfinished.config.read_text()
 

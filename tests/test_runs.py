@@ -98,8 +98,9 @@ def test_the_best_checkpoint_has_the_lowest_validation_loss(config):
     for step in (10, 20, 30, 40):
         add_checkpoint(folder, runs.format_checkpoint_name(step))
     assert folder.best_checkpoint() is None, "none was validated"
-    losses = {10: 3.0, 20: 2.0, 25: 1.0, 30: 2.5}  # no checkpoint at 25, no validation at 40
+    losses = {10: 3.0, 20: 2.0, 25: 1.0, 30: 2.5}  # no checkpoint at 25
     lines = [{"step": step, "val/loss/average": loss} for step, loss in losses.items()]
+    lines.append({"step": 40, "val/loss/average": None})  # not finite
     write_metrics(folder, "".join(json.dumps(line) + "\n" for line in [{"step": 40, "train/loss": 0.5}, *lines]))
     assert folder.best_checkpoint().name == "00000020"
 

@@ -1,6 +1,8 @@
 """A stop within a validation loses no step: the validation ends early only if its step has been saved."""
 
 import itertools
+import os
+import signal
 from types import SimpleNamespace
 
 import pytest
@@ -9,6 +11,7 @@ import torch
 from stackexp.errors import StoppedError
 from stackexp.training.callbacks import step_requests
 from stackexp.training.callbacks.step_requests import StepRequests
+from stackexp.training.signals import STOP_SIGNALS, StopRequest
 
 
 class Stop:
@@ -73,3 +76,18 @@ def test_processes_check_for_a_stop_at_least_every_few_seconds(monkeypatch, seco
         end_validation_batch(requests, make_trainer(6, "validate"))
     assert checks[0] == 1
     assert {round(later - earlier) for earlier, later in itertools.pairwise(checks)} == {expected}
+
+
+def test_a_stop_is_requested_even_if_nobody_reads_its_announcement(monkeypatch):
+    """Ctrl-C in `fit 2>&1 | tee log` also ends tee."""
+
+    def fail(*_) -> None:
+        raise BrokenPipeError
+
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setattr(os, "write", fail)
+    for number in (*STOP_SIGNALS, signal.SIGINT):
+        stop = StopRequest(None, grace_seconds=60)
+        stop._handle(number, None)
+        assert stop.is_set
+        stop.end_grace_period()

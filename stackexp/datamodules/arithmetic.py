@@ -116,3 +116,12 @@ def build_tokenizer() -> Tokenizer:
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     tokenizer.decoder = decoders.Fuse()
     return tokenizer
+
+
+def check_symbols(option: str, text: str) -> None:
+    """Raise ConfigError for a symbol that arithmetic does not have. `option` names where the text was given."""
+    symbols = SYMBOLS[:-1]  # the last one ends an answer; a text cannot contain it
+    unknown = next((symbol for symbol in text if symbol not in symbols), None)
+    if unknown:
+        known = " ".join(symbols).replace(" ".join("0123456789"), "0-9")
+        raise ConfigError(f"{option}: the model has no symbol {unknown!r}; use {known}")

@@ -6,6 +6,7 @@ import torch
 from tokenizers import Tokenizer
 
 from stackexp.data.tokenizer import get_end_of_text_id, load_tokenizer
+from stackexp.datamodules.arithmetic import check_symbols
 from stackexp.evaluation.loading import open_text_run
 from stackexp.models import checkpoints
 from stackexp.models.generation import generate
@@ -17,6 +18,8 @@ from stackexp.training.trainer import find_device_type
 def run(run: str, ckpt_path: str | None, prompt: str, **sampling: Any) -> int:
     """Print the prompt and its continuation by a run's newest checkpoint, or by `ckpt_path`."""
     folder, config = open_text_run(run)
+    if config.data.objective == "arithmetic":
+        check_symbols("generate: --prompt", prompt)
     module = build_objective(config).build_module(weights=checkpoints.find_checkpoint(folder, ckpt_path))
     module.to(find_device_type(config))
     print(continue_text(module.model, load_tokenizer(folder.tokenizer), prompt, **sampling))

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from stackexp.config.arithmetic import SYMBOLS
 from stackexp.config.data import DataConfig
 from stackexp.data.evaluation_sets import EvaluationSet
 from stackexp.data.token_files import Chunks
+from stackexp.datamodules.arithmetic import check_symbols
 from stackexp.datamodules.base import ExperimentData
 from stackexp.datamodules.formal_language import LengthSet, build_batch
 from stackexp.errors import ConfigError, RunError
@@ -45,22 +45,13 @@ def open_text(run: LoadedRun, text: str) -> InspectionInput:
     if run.tokenizer is None:
         raise ConfigError("inspect: --text requires a model of text; use --task for one of formal languages")
     if run.config.data.objective == "arithmetic":
-        _check_symbols(text)
+        check_symbols("inspect: --text", text)
     ids = run.tokenizer.encode(text).ids[: run.config.data.context_length]
     if len(ids) < 2:
         raise ConfigError("inspect: --text has fewer than two tokens; give a longer text")
     batch = {"tokens": torch.tensor([ids]), "length": torch.tensor([len(ids)])}
     name = f"text-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
     return InspectionInput("text", name, [batch], _label_tokens(run, ids))
-
-
-def _check_symbols(text: str) -> None:
-    """Raise ConfigError for a symbol that arithmetic does not have."""
-    symbols = SYMBOLS[:-1]  # the last one ends an answer; a text cannot contain it
-    unknown = next((symbol for symbol in text if symbol not in symbols), None)
-    if unknown:
-        known = " ".join(symbols).replace(" ".join("0123456789"), "0-9")
-        raise ConfigError(f"inspect: --text: the model has no symbol {unknown!r}; use {known}")
 
 
 def open_run_data(run: LoadedRun, name: str | None) -> ExperimentData:

@@ -11,6 +11,8 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 from stackexp.config import registry
 from stackexp.config.experiment import ExperimentConfig
 from stackexp.errors import RunError, StoppedError, first_line
+from stackexp.files import compute_sha256
+from stackexp.models.checkpoint_files import MANIFEST
 from stackexp.models.warm_start import prepare_warm_start
 from stackexp.modules.base import TrainingModule
 from stackexp.runs import RunFolder, format_resume_command
@@ -76,6 +78,7 @@ def train(
         with _work_in_folder(session, start, objective), stop.handle_interrupts(), logging_redirect_tqdm():
             trainer.fit(module, data, ckpt_path=start.checkpoint, weights_only=True)
             evaluation = objective.evaluate(session)
+            stop.end_grace_period()  # everything is saved
             if processes.is_first:
                 objective.write_result(session, evaluation.sets)
                 evaluation.delete_partial_results()
@@ -87,8 +90,12 @@ def _work_in_folder(session: Session, start: Start, objective: Objective) -> Ite
     """Lock the run folder, write its config and environment, and print a header, all on rank 0 only."""
     is_first, warm_start = session.processes.is_first, session.module.warm_start
     origin = warm_start.to_dict() if warm_start and warm_start.path else None
-    with start.folder.start_session(objective.config, start.step, origin) if is_first else contextlib.nullcontext():
+    if start.checkpoint and start.is_branch:
+        path = start.checkpoint.resolve()
+        origin = {"path": str(path), "step": start.step, "sha256": compute_sha256(path / MANIFEST), "is_branch": True}
+    with contextlib.ExitStack() as stack:
         if is_first:
+            stack.enter_context(start.folder.start_session(objective.config, start.step, start.newest, origin))
             print(_format_header(objective, session.module, start), flush=True)
             objective.warn_about_limits("fit")
         with _append_newest_checkpoint(start.folder):
@@ -120,8 +127,7 @@ def _append_newest_checkpoint(folder: RunFolder) -> Iterator[None]:
 
 def _format_header(objective: Objective, module: TrainingModule, start: Start) -> str:
     parameters, memory = module.model.num_parameters(), module.model.num_parameters(memory=True)
-    is_branch = start.checkpoint and start.checkpoint.parent.resolve() != start.folder.checkpoints.resolve()
-    resumed = f", {'branched' if is_branch else 'resumed'} from {start.checkpoint}" if start.checkpoint else ""
+    resumed = f", {'branched' if start.is_branch else 'resumed'} from {start.checkpoint}" if start.checkpoint else ""
     if module.warm_start and module.warm_start.path:
         resumed = f", weights from {module.warm_start.path}"
     lines = [

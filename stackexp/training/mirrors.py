@@ -76,7 +76,7 @@ class MlflowService:
         experiment = self._client.get_experiment_by_name(config.name)
         experiment_id = experiment.experiment_id if experiment else self._client.create_experiment(config.name)
         self._id = self._client.create_run(experiment_id, run_name=run.path.name).info.run_id
-        params = [Param(key, str(value)) for key, value in flatten_config(config).items()]
+        params = [Param(_clean(key), str(value)) for key, value in flatten_config(config).items()]
         for first in range(0, len(params), MLFLOW_PARAMS_PER_REQUEST):
             self._client.log_batch(self._id, params=params[first : first + MLFLOW_PARAMS_PER_REQUEST])
         return self._id, 0
@@ -86,13 +86,18 @@ class MlflowService:
         from mlflow.entities import Metric
 
         milliseconds = round(line["time"] * 1000)
-        values = {re.sub(r"[^\w./ -]", "_", tag): value for tag, value in line.items() if value is not None}
+        values = {_clean(tag): value for tag, value in line.items() if value is not None}
         metrics = [Metric(tag, value, milliseconds, line["step"]) for tag, value in values.items() if tag != "time"]
         self._client.log_batch(self._id, metrics=metrics)
 
     def close(self, is_finished: bool) -> None:
         """Mark the run as finished or stopped."""
         self._client.set_terminated(self._id, "FINISHED" if is_finished else "KILLED")
+
+
+def _clean(name: str) -> str:
+    """Replace the characters that MLflow does not permit in names."""
+    return re.sub(r"[^\w./ -]", "_", name)
 
 
 SERVICES: dict[str, type[WandbService | MlflowService]] = {"wandb": WandbService, "mlflow": MlflowService}

@@ -25,6 +25,12 @@ class Start(NamedTuple):
     checkpoint: Path | None = None
     step: int = 0
     is_finished: bool = False
+    newest: Path | None = None  # the newest checkpoint in the folder when this was chosen
+
+    @property
+    def is_branch(self) -> bool:
+        """Return True if the checkpoint is that of another run."""
+        return self.checkpoint is not None and not _contains(self.folder, self.checkpoint)
 
 
 def find_start(
@@ -42,12 +48,24 @@ def find_start(
             return Start(run, is_finished=True)
         run.claim()
         has_checkpoint = run.newest_checkpoint() or any(run.checkpoints.glob("*.ckpt"))  # .ckpt is refused by name
+        if not has_checkpoint and (parent := _find_parent(run)):
+            return _resume(parent, run, config, overridden)
         return _resume_newest(run, config, overridden) if has_checkpoint else Start(run)
     if ckpt_path is None:
         return Start(runs.allocate_run(config))
     if ckpt_path == "last":
         return _resume_newest(runs.find_unfinished_run(config), config, overridden)
     return _resume_path(Path(ckpt_path), config, overridden)
+
+
+def _find_parent(run: RunFolder) -> Path | None:
+    """Return the checkpoint that a run branched from, or None."""
+    origins = (session.get("origin") or {} for session in run.read_sessions())
+    return next((Path(origin["path"]) for origin in origins if origin.get("is_branch")), None)
+
+
+def _contains(folder: RunFolder, checkpoint: Path) -> bool:
+    return checkpoint.parent.resolve() == folder.checkpoints.resolve()
 
 
 def _check_finished(run: RunFolder, config: ExperimentConfig) -> None:
@@ -88,12 +106,12 @@ def _resume(path: Path, folder: RunFolder, config: ExperimentConfig, overridden:
     state = checkpoints.load_state(path)
     check_resumable(path, state, config, overridden)
     checkpoints.check_files(path)
-    step, last = state["global_step"], config.trainer.max_steps
-    if step > last or (step == last and not folder.config.is_file()):
+    step, last, is_own = state["global_step"], config.trainer.max_steps, _contains(folder, path)
+    if step > last or (step == last and not is_own):
         raise RunError(f"{path}: already at step {step} of trainer.max_steps {last}; raise trainer.max_steps")
-    if folder.config.is_file():
+    if is_own:
         _check_log(folder, step)
-    return Start(folder, path, step)
+    return Start(folder, path, step, newest=folder.newest_checkpoint())
 
 
 def _check_log(folder: RunFolder, step: int) -> None:

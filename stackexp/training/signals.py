@@ -43,12 +43,12 @@ class StopRequest:
 
     def _handle(self, number: int, _: Any) -> None:
         """Record a signal and announce the stop."""
-        if self._signal is None:
+        is_first, self._signal = self._signal is None, signal.Signals(number)
+        if is_first:
             self._last_progress = time.monotonic()
             threading.Thread(target=self._exit_without_progress, daemon=True, name="stop").start()
             if os.environ.get("RANK", "0") == "0" and os.getpid() == self._process:
-                write_to_stderr(FINISHING[signal.Signals(number)])
-        self._signal = signal.Signals(number)
+                write_to_stderr(FINISHING[self._signal])
 
     def _exit_without_progress(self) -> None:
         while (left := self._last_progress + self._grace_seconds - time.monotonic()) > 0:

@@ -19,7 +19,8 @@ def choose_wait_policy() -> None:
     if any(name in os.environ for name in CHOICES):
         return
     available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    threads = min(available, int(os.environ.get("OMP_NUM_THREADS", "0") or 0) or available)
+    requested = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]  # a list has a number for each nesting level
+    threads = min(available, int(requested)) if requested.isdecimal() and int(requested) else available
     if threads > 1 and count_idle_cpus() < threads - 0.5:
         os.environ["GOMP_SPINCOUNT"] = "0"
         print("note: other processes keep CPUs busy; threads sleep while they wait (GOMP_SPINCOUNT=0)", file=sys.stderr)

@@ -55,9 +55,12 @@ def run(args: Namespace, stage: Literal["validate", "test"] = "validate") -> int
     from stackexp.runs import RunFolder
 
     configs = [str(parser.check_run_folder(args.run))] if args.run else args.config
-    if args.score_remainder:
-        args.overrides.append("data.score_remainder=true")
     config = compose.compose(configs, args.overrides, is_training=False)
+    if args.score_remainder:
+        if config.data.objective != "language_modeling":
+            parser.error("--score-remainder requires a run on text")
+        args.overrides.append("data.score_remainder=true")
+        config = compose.compose(configs, args.overrides, is_training=False)
     from stackexp.data.path_checks import check_paths, check_requested_sets
 
     sets = [name.strip() for names in args.sets for name in names.split(",")]

@@ -46,6 +46,10 @@ class Profiler(pl.Callback):
         """Write an incomplete profile if the run ends before the last profiled step."""
         self._write()
 
+    def on_exception(self, trainer: pl.Trainer, module: TrainingModule, exception: BaseException) -> None:
+        """Write an incomplete profile if a stop or an error ends the run."""
+        self._write()
+
     def _write(self) -> None:
         if self._profile is None:
             return

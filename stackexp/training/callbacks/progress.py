@@ -1,5 +1,6 @@
 """The progress of a run on standard error: a bar in a terminal, otherwise a line every few seconds."""
 
+import contextlib
 import sys
 import time
 from typing import Any
@@ -89,4 +90,5 @@ class Progress(StepCallback):
 
     @staticmethod
     def _print(trainer: pl.Trainer, text: str) -> None:
-        print(f"step {trainer.global_step}/{trainer.max_steps}: {text}", file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError):  # nobody reads it any more, as after Ctrl-C in `fit 2>&1 | tee log`
+            print(f"step {trainer.global_step}/{trainer.max_steps}: {text}", file=sys.stderr, flush=True)

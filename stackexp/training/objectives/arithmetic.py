@@ -24,7 +24,7 @@ class ArithmeticObjective(Objective):
         """Return steps, problems and operation."""
         data = self.config.data
         steps = f"{self.config.trainer.max_steps:,} steps of {data.batch_size} problems of {data.operation}"
-        return f"{steps}, {data.held_out:.0%} of the problems held out"
+        return f"{steps}, {100 * data.held_out:.3g} % of the problems held out"
 
     def build_result(self, session: Session, sets: Sets) -> dict[str, Any]:
         """Return the scores and the operation."""
