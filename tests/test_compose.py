@@ -186,8 +186,8 @@ def test_environment_variables_in_paths_are_stored_unresolved(tmp_path, monkeypa
     monkeypatch.setenv("BUCKET", "s3://secret-bucket")
     monkeypatch.setenv("STEPS", "4000")
     shards = ["data.kind=shards", "data.remote=${oc.env:BUCKET}/a", "trainer.max_steps=${oc.env:STEPS}"]
-    config = compose(["quickstart"], [*shards, "data.validation={mine: '${oc.env:BUCKET}/v'}"])
-    assert (config.data.remote, config.data.validation) == ("s3://secret-bucket/a", {"mine": "s3://secret-bucket/v"})
+    config = compose(["quickstart"], [*shards, "data.validation={v1.0: '${oc.env:BUCKET}/v'}"])
+    assert (config.data.remote, config.data.validation) == ("s3://secret-bucket/a", {"v1.0": "s3://secret-bucket/v"})
     text = to_yaml(config)
     assert "secret-bucket" not in text
     assert "secret-bucket" not in str(to_dict(config))
@@ -197,6 +197,16 @@ def test_environment_variables_in_paths_are_stored_unresolved(tmp_path, monkeypa
     monkeypatch.delenv("BUCKET")
     with pytest.raises(ConfigError, match=r"config.yaml:\d+: data\.remote: .*BUCKET"):
         load_config(tmp_path / "config.yaml")
+
+
+def test_text_is_kept_as_written(tmp_path):
+    overrides = ["logging.root=2025_07", "trainer.max_time=10:00:00:00", "data.kind=shards", "data.path=1e3"]
+    for name in ("0123", "no", "1.10", "1e3"):
+        config = compose(["quickstart"], [*overrides, f"name={name}"])
+        found = (config.name, config.logging.root, config.trainer.max_time, config.data.path)
+        assert found == (name, "2025_07", "10:00:00:00", "1e3")
+        (tmp_path / "config.yaml").write_text(to_yaml(config))
+        assert load_config(tmp_path / "config.yaml") == config
 
 
 def test_thousands_of_validation_sets_are_added_one_by_one(monkeypatch):

@@ -34,6 +34,8 @@ pytestmark = pytest.mark.usefixtures("empty_folder")
         ("data: " + "[" * 3000 + "]" * 3000, "x.yaml:1: "),  # some versions of PyYAML refuse it first
         ("1: x\n", "x.yaml:1: the key 1 is read as 1; put it in quotes"),
         ("data: {validation: {no: a}}\n", "x.yaml:1: the key no is read as False; put it in quotes"),
+        ("? [a, b]\n: c\n", "x.yaml:1: the key ['a', 'b'] is read as ['a', 'b']; put it in quotes"),
+        ("data:\n  <<: {seed: 1}\n", "x.yaml:2: data.<<: unknown key"),
         ("- a\n- b\n", "x.yaml:1: expected keys and values at the top of the file, found a list"),
         ("", "x.yaml:1: expected keys and values at the top of the file, found nothing"),
         (
@@ -63,6 +65,11 @@ def test_file_error_names_the_line(text, message):
     found = compose_error([BASE, write("x.yaml", text)])
     assert message in found
     assert found.startswith("x.yaml:")
+
+
+def test_a_chosen_file_without_keys():
+    error = compose_error([BASE], f"model.memory={write('empty.yaml', '{}')}")
+    assert error.startswith("model.memory: no kind is set; set model.memory=NAME (see `configs list`)")
 
 
 def test_an_interpolation_that_grows_exponentially_is_refused():

@@ -59,6 +59,7 @@ def test_one_key_is_explained(capsys):
     assert headings == [f"model.memory.num_slots (kind {kind})" for kind in ("residual_stack", "stack")]
     assert f"{headings[1]}\n  {description}\n" in output
     assert "type     an integer >= 1\n  default  24\n" in output
+    assert explain("model.kind").endswith("type     one of lstm, stack_rnn, transformer\n  default  transformer")
 
 
 def test_a_section_is_a_table_of_its_keys_and_the_end_of_a_key_is_enough(capsys):

@@ -238,6 +238,13 @@ def test_each_suggested_change_fits(monkeypatch):
     assert all(plan_on_device(monkeypatch, 6, *wide, setting).fits for setting in settings)
 
 
+def test_suggests_only_valid_changes(monkeypatch):
+    tight = plan_on_device(monkeypatch, 2.1, "data.micro_batch_size=4").peak / 2**20 - 0.1
+    assert "fsdp" in suggest_changes(plan_on_device(monkeypatch, tight, "trainer.devices=2", "data.micro_batch_size=4"))
+    muon = plan_on_device(monkeypatch, tight, "trainer.devices=2", "data.micro_batch_size=4", "optimizer=muon")
+    assert "fsdp" not in suggest_changes(muon)
+
+
 def test_suggests_combined_changes_when_no_single_change_fits(monkeypatch):
     """Eight devices with micro-batches of four do not divide the batch."""
     text = suggest_changes(plan_on_device(monkeypatch, 2.1, "data.micro_batch_size=4"))

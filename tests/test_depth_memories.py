@@ -4,6 +4,8 @@ import pytest
 import torch
 from stack_memories import decoder_config
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 from stackexp.config.memory import (
     AttentionResidualConfig,
@@ -44,6 +46,17 @@ def build_model(memory, is_random=True):
             for parameter in memory.parameters():
                 parameter.data.add_(0.3 * torch.randn_like(parameter))
     return model
+
+
+@pytest.mark.parametrize("memory", MEMORIES.values(), ids=MEMORIES)
+def test_matrix_products_are_counted_once(memory):
+    """The prediction also has elementwise operations, which only the value skip lacks."""
+    model = build_model(memory)
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        model(TOKENS).logits.sum().backward()
+    counted, predicted = counter.get_total_flops() / TOKENS.numel(), model.flops_per_token(TOKENS.shape[1])
+    assert counted <= predicted <= 1.2 * counted
+    assert predicted == counted or not isinstance(memory, ValueSkipConfig)
 
 
 def record_sublayers(model):

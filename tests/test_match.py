@@ -65,6 +65,17 @@ def test_a_model_without_heads(capsys):
     assert "use model.hidden_size=" in capsys.readouterr().out
 
 
+def test_a_size_that_the_memory_cannot_have(capsys):
+    narrow = ["--config", "quickstart", "model.memory.projection=none", "model.memory.head_dim=32"]
+    assert main(["match", *narrow, "--to", "quickstart", "--vary", "hidden_size"]) == 1
+    error = capsys.readouterr().err
+    assert "projection: none requires num_heads * head_dim" in error
+    assert error.endswith("; vary another option\n")
+    sliced = ["--config", "quickstart", "model.memory.projection=shared_slices", "model.memory.num_heads=16"]
+    assert main(["match", *sliced, "--to", "quickstart", "--vary", "hidden_size"]) == 0
+    assert int(re.search(r"use model.hidden_size=(\d+)", capsys.readouterr().out)[1]) % 16 == 0
+
+
 def test_a_model_that_cannot_be_as_small(capsys):
     small = ["model.hidden_size=256", "model.num_layers=8"]
     assert main(["match", "--config", "quickstart", *small, "--to", "quickstart", "--vary", "intermediate_size"]) == 1

@@ -116,6 +116,15 @@ def test_cached_logits_match_full_forward(kind, chunks):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_rows_of_a_cache_can_be_repeated_and_reordered(kind):
+    model, cache, rows = make_model(kind), Cache(), torch.tensor([1, 0, 1])
+    first, second = make_tokens().split([5, T - 5], 1)
+    model(first, cache)
+    logits = model(second[rows], cache.select_rows(rows)).logits
+    torch.testing.assert_close(logits, model(make_tokens()[rows]).logits[:, 5:])
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_state_is_not_modified_in_place(kind):
     model, cache = make_model(kind), Cache()
     model(make_tokens(), cache)

@@ -6,7 +6,6 @@ Every error is a ConfigError of one line. Interpolations (`${data.vocab_size}`, 
 """
 
 import dataclasses
-import functools
 import typing
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -71,9 +70,17 @@ def to_dict(config: ExperimentConfig) -> dict[str, Any]:
     """
     values = dataclasses.asdict(config)
     for key, text in config.environment_texts.items():
-        *sections, name = key.split(".")
-        functools.reduce(dict.__getitem__, sections, values)[name] = text
+        _replace(values, key, text)
     return values
+
+
+def _replace(values: dict[str, Any], key: str, text: str) -> None:
+    """Replace a value in nested dicts, whose names may contain dots, too."""
+    for name, value in values.items():
+        if name == key:
+            values[name] = text
+        elif isinstance(value, dict) and key.startswith(f"{name}."):
+            _replace(value, key.removeprefix(f"{name}."), text)
 
 
 def to_yaml(config: ExperimentConfig) -> str:
@@ -156,7 +163,10 @@ def _fill(node: DictConfig, tree: Tree, path: str, root: DictConfig) -> None:
         if isinstance(value, dict) and isinstance(child, DictConfig) and not child._is_none():
             _fill(child, value, f"{key}.", root)
         else:
-            _set_value(node, name, _to_plain(value), find_origin(value), key, hint, metadata)
+            plain = _to_plain(value)
+            if isinstance(value, Leaf) and value.text is not None and hint in (str, str | None):
+                plain = value.text
+            _set_value(node, name, plain, find_origin(value), key, hint, metadata)
 
 
 def _set_value(

@@ -200,9 +200,9 @@ def _get_rank(key: str, value: Leaf | Tree) -> float:
 
 
 def find_origin(tree: Leaf | Tree) -> str:
-    """Return the origin of a leaf, or of the first leaf in a tree."""
+    """Return the origin of a leaf, or of the first leaf in a tree; "" if it has none."""
     while not isinstance(tree, Leaf):
-        tree = next(iter(tree.values()))
+        tree = next(iter(tree.values()), Leaf(None, ""))
     return tree.origin
 
 

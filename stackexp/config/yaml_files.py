@@ -21,11 +21,13 @@ Tree = dict[str, Any]
 class Leaf:
     """A value and where it was written.
 
-    The value is a scalar, a list or an empty mapping; the origin is `file:line` or `override KEY=VALUE`.
+    The value is a scalar, a list or an empty mapping; the origin is `file:line` or `override KEY=VALUE`. `text` is how
+    a number or boolean was written, for options that are text, such as `name: 0123`.
     """
 
     value: Any
     origin: str
+    text: str | None = None
 
 
 def get_configs_folder() -> Path:
@@ -70,7 +72,8 @@ class _Reader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[mi
 
     def read_leaf(self, node: yaml.Node) -> Leaf:
         try:
-            return Leaf(self.construct_object(node, deep=True), self.get_origin(node))
+            value = self.construct_object(node, deep=True)
+            return Leaf(value, self.get_origin(node), node.value if isinstance(value, int | float) else None)
         except Exception as error:  # PyYAML raises any exception for a value that does not match its !!tag
             reason = getattr(error, "problem", None) or error
             raise ConfigError(f"{self.get_origin(node)}: not valid YAML: {reason}") from error
@@ -83,7 +86,8 @@ class _Reader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[mi
         for key_node, value_node in node.value:
             key, origin = self.read_leaf(key_node).value, self.get_origin(key_node)
             if not isinstance(key, str):
-                raise ConfigError(f"{origin}: the key {key_node.value} is read as {key!r}; put it in quotes")
+                written = key_node.value if isinstance(key_node, yaml.ScalarNode) else key
+                raise ConfigError(f"{origin}: the key {written} is read as {key!r}; put it in quotes")
             if key in tree:
                 raise ConfigError(f"{origin}: duplicate key {key!r}")
             tree[key] = self.read_value(value_node)
@@ -91,7 +95,7 @@ class _Reader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[mi
 
 
 _Reader.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith(":timestamp")]
+    first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith((":timestamp", ":merge", ":value"))]
     for first, resolvers in _Reader.yaml_implicit_resolvers.items()
 }
 _Reader.add_implicit_resolver(

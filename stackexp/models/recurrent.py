@@ -13,7 +13,7 @@ from stackexp.models.cross_entropy import Head
 from stackexp.models.memories.base import Stats
 from stackexp.models.transformer import Cache, DecoderOutput
 
-LSTMState = tuple[Tensor, Tensor]  # hidden state and cell state, each [1, B, d]
+LSTMState = tuple[Tensor, Tensor]  # hidden state and cell state, each [B, 1, d]
 StackRNNState = tuple[Tensor, Tensor]  # hidden state h [B, d] and slots [B, n, D]
 EMPTY = -1.0  # the value of empty slots, as in Joulin & Mikolov's code; pushed values are in (0, 1)
 
@@ -114,13 +114,20 @@ class LSTMLayer(nn.LSTM):
 
         Computed in the dtype of the weights, because autocast would run it in float16 on CUDA.
         """
+        initial = _swap(state) if state else None
         with torch.autocast(x.device.type, enabled=False):
-            y, state = super().forward(x.to(self.weight_ih_l0.dtype), state)
-        return y, state, {}
+            y, last = super().forward(x.to(self.weight_ih_l0.dtype), initial)
+        return y, _swap(last), {}
 
     def count_update_multiply_adds(self, context_length: int) -> float:
         """Return 0: an LSTM has no stack."""
         return 0
+
+
+def _swap(state: LSTMState) -> LSTMState:
+    """Swap batch and layer: torch.nn.LSTM has states [1, B, d]."""
+    hidden, cell = (x.transpose(0, 1).contiguous() for x in state)
+    return hidden, cell
 
 
 class StackRNNLayer(nn.Module):

@@ -234,7 +234,9 @@ class Transformer(nn.Module):
         config = self.config
         # An embedding lookup is free, but a tied embedding is also the output head
         tied = 0 if self.head else self.embedding.weight.numel()
-        matmuls = sum(m.weight.numel() for m in self.modules() if isinstance(m, Linear)) + tied
+        in_memories = {module for memory in self.memories for module in memory.modules()}
+        backbone = [module for module in self.modules() if module not in in_memories]
+        matmuls = sum(m.weight.numel() for m in backbone if isinstance(m, Linear)) + tied
         attention = 4.0 * config.num_layers * context_length * config.hidden_size
         memory = sum(m.flops_per_token(context_length) for m in self.memories)
         return 3 * (2.0 * matmuls + attention + memory)

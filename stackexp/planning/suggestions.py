@@ -40,9 +40,9 @@ def _combine_changes(plan: Plan) -> str:
 
 
 def _list_valid(kind: Callable[[Plan], Iterator[Change]], plan: Plan) -> Iterator[Change]:
-    """Yield the changes that still split the global batch into whole micro-batches on all devices."""
+    """Yield the changes with which the config is still valid."""
     for override, changed in kind(plan):
-        if not any(changed.config.data.find_experiment_errors(changed.config, True)):
+        if not any(changed.config.find_errors()):
             yield override, changed
 
 
@@ -52,8 +52,8 @@ def _recompute(plan: Plan) -> Iterator[Change]:
 
 
 def _shrink_micro_batch(plan: Plan) -> Iterator[Change]:
-    option = "micro_batch_size" if hasattr(plan.config.data, "micro_batch_size") else "batch_size"
-    yield from _halve(plan, option, plan.training.peak)
+    if hasattr(plan.config.data, "micro_batch_size"):  # a smaller data.batch_size would be another experiment
+        yield from _halve(plan, "micro_batch_size", plan.training.peak)
 
 
 def _shrink_eval_batch(plan: Plan) -> Iterator[Change]:
