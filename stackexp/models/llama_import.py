@@ -1,6 +1,7 @@
 """Read a Hugging Face folder of the Llama family: config.json, and the weights as safetensors.
 
-Both programs rotate pairs that are half a head apart (RoPE), so weights are copied without permuting them.
+transformers and stackexp both rotate pairs that are half a head apart (RoPE), so weights are copied without permuting
+them.
 """
 
 import dataclasses

@@ -32,7 +32,7 @@ SHAPELESS += ("attention_window", "attention_log_base", "embedding_scale", "mup_
 
 @dataclass(frozen=True)
 class WarmStart:
-    """The start of a new run as `init` requests it: load the tensors `names` from `path`, or only set the memories."""
+    """The requested start of a new run (section `init`): tensors to load from a file, or only how memories start."""
 
     memory: str
     path: Path | None = None  # a checkpoint or a safetensors file

@@ -131,7 +131,7 @@ def _format_sets(result: dict[str, Any], sets: list[str]) -> list[str]:
 
 
 def name_runs(runs: list[RunFolder]) -> dict[RunFolder, str]:
-    """Return the names of the runs, followed by the id where several have the same name; only ids if all have it."""
+    """Return the names of the runs, with the id where names repeat; only the ids if all names are equal."""
     names = [run.path.resolve().parent.name for run in runs]
     prefixes = {name: "" if len(set(names)) == 1 else f"{name}/" for name in names}
     return {

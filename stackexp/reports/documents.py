@@ -1,4 +1,4 @@
-"""Tables in Markdown documents that a command prints: find them, and print them again."""
+"""Update the tables in Markdown documents by rerunning the commands that print them."""
 
 import re
 import shlex

@@ -29,7 +29,7 @@ def build_efficiency(path: Path) -> Report:
 
 
 def build_report(record: dict[str, Any], path: Path | None = None) -> Report:
-    """Build the report of a record, which is in the file `path` if there is one."""
+    """Build the report of a record; `path` is the file it was read from, if any."""
     rows = {_name_row(row): row for row in record["rows"]}
     ratios = QUANTITIES | ({"decode": "decode"} if any("decode_ratio" in row for row in rows.values()) else {})
     speeds = {"tokens_per_second": "tokens/s", "peak_share": "share of peak"}

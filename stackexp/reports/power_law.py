@@ -103,7 +103,7 @@ def equivalent_factor(law: PowerLaw, baseline: PowerLaw, size: float) -> tuple[f
 
 
 def select_series(points: list[Point], quantity: str, irreducible: float = 0.0) -> Series | None:
-    """Return the runs that show the effect of a quantity: those at the fixed value with the most sizes.
+    """Return the runs for one panel: of those with equal values of the other quantity, the group with the most sizes.
 
     In a ladder, every size has its own budget. If more sizes have about equal tokens per parameter, these are chosen.
     Returns None if there are fewer than two sizes.

@@ -21,7 +21,7 @@ MAX_LATEX_WIDTH = 50
 
 @dataclass(frozen=True)
 class Table:
-    """A titled table of text, numbers after the first `num_labels` columns.
+    """A titled table of text cells: first `num_labels` columns of labels, then columns of numbers.
 
     Text in `**` is bold; on a terminal it ends with a `*`. A cell in `*` is italic; on a terminal it is plain.
     """

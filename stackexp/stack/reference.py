@@ -9,7 +9,7 @@ Symbols for one token and one head; slots are j = 0 .. S-1 with the top at 0:
     M      [S]        slot occupancy          g_h    scalar     residual gate
     R      [D]        read vector             lambda scalar     entropy weight
 
-Equations (only 4 is known to match the paper's own number):
+Equations (our numbers; only (4) is known to be the paper's):
 
     (0)  x      = W_down h                                                          `memory_layer`
     (1)  a      = softmax(A x)                                                      `compute_actions`
@@ -19,8 +19,9 @@ Equations (only 4 is known to match the paper's own number):
     (5)  h'     = g_h h + W_up concat(R of all heads)                               `memory_layer`
     (6)  L      = L_LM + lambda * mean entropy(a)                                   `training_loss`
 
-Two deviations: the paper prints W_g in R^S, but each slot needs one score, so the query here is w_g in R^D. The paper's
-entropy term is a sum over tokens; ours is a mean.
+Three deviations: the paper prints W_g in R^S, but each slot needs one score, so the query here is w_g in R^D. By its
+indices, the paper's (4) reads the stack before the update; here it reads after. Its entropy term is a sum over tokens;
+ours is a mean.
 
 Functions accept any leading dimensions, written `...`. H is the number of heads. This code is written to be read, not
 to be fast; every other implementation is tested against it. `models/memories/stack.py` holds the trained module.

@@ -39,7 +39,7 @@ def train(
 
     The run starts in a new folder, or in `run_folder`. It resumes from `ckpt_path` ("last" for the newest unfinished
     run of this name, or the path of a checkpoint), or from the newest checkpoint in `run_folder`. `overridden` are the
-    keys of the options that this command sets; only these may change in a resumed run, such as trainer.max_steps.
+    keys that this command sets, such as trainer.max_steps; in a resumed run, no other option may change.
 
     Raises:
         ConfigError: a package, backend or benchmark of the config is not available.

@@ -26,7 +26,7 @@ def add_arguments(parser: Parser) -> None:
     chunks = "chunks of --set (default: %(default)s)"
     parser.add_argument("--chunks", type=at_least(2), default=32, metavar="N", help=chunks)
     parser.add_argument("--heads", action="store_true", help="also drop the read of every single head")
-    parser.add_argument("--out", metavar="FOLDER", help="write here instead of RUN/inspect/NAME")
+    parser.add_argument("--out", metavar="FOLDER", help="write here instead of RUN/inspect")
 
 
 def run(args: Namespace) -> int:

@@ -14,7 +14,7 @@ from stackexp.errors import ConfigError
 
 FIGURE_SUFFIXES = (".png", ".pdf", ".svg")
 OVERRIDES_HELP = """\
---config takes a shipped name (see `configs list`) or a YAML file, and may be repeated. Overrides are KEY=VALUE,
+A config is a shipped name (see `configs list`) or a YAML file; --config may be repeated. Overrides are KEY=VALUE,
 --KEY=VALUE or --KEY VALUE. A section set to a name takes the file of that name: model=transformer-360m,
 model.memory=queue. model.memory=null disables the memory. Plugin files of a config outside the current project run only
 with --trust-plugins.

@@ -9,7 +9,7 @@ from stackexp.verbs import validate
 from stackexp.verbs.parser import Parser
 
 USAGE = validate.USAGE
-EXAMPLES = tuple(example.replace("validate", "test", 1) for example in validate.EXAMPLES)
+EXAMPLES = tuple(e.replace("validate", "test", 1) for e in validate.EXAMPLES if "--by_position" not in e)
 
 
 def add_arguments(parser: Parser) -> None:
