@@ -38,6 +38,8 @@ def test_problems_are_right_and_split_once(operation, symbol):
     config = ArithmeticConfig(operation=operation)
     training, held_out = split_problems(config)
     assert (len(training), len(held_out)) == (7290, 810)
+    trained = {frozenset(text.split("=")[0].split(symbol)) for text in decode(training)}
+    assert not [text for text in decode(held_out) if frozenset(text.split("=")[0].split(symbol)) in trained]
     texts = decode(np.concatenate([training, held_out]))
     assert len(set(texts)) == 8100
     for text in texts:

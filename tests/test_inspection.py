@@ -181,6 +181,14 @@ def test_push_only_has_no_interventions_on_actions():
     assert "reads dropped" in names
 
 
+def test_actions_that_depend_on_feedback_are_only_forced():
+    model = build_model(axis="time", feedback=True)
+    names = [i.name for i in list_interventions(model, record(model), heads=True)]
+    assert "push = 0" in names
+    assert not any("actions" in name for name in names)
+    assert all(name.endswith(", but fed back") for name in names if "dropped" in name)
+
+
 def build_residual_stack(**options):
     torch.manual_seed(0)
     config = decoder_config(num_layers=3)

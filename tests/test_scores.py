@@ -21,20 +21,24 @@ def test_interval_agrees_with_resampling_in_plain_python():
         drawn = resampler.choices(range(23), k=23)
         means.append(sum(chunks[0, drawn]) / sum(chunks[1, drawn]))
     means.sort()
-    width = means[-100] - means[100]
-    assert low == pytest.approx(means[100], abs=0.1 * width)
-    assert high == pytest.approx(means[-100], abs=0.1 * width)
-    assert low < compute_set_scores(chunks)["loss"] < high
+    mean, widening = compute_set_scores(chunks)["loss"], 2.074 / 1.960 * math.sqrt(23 / 22)
+    expected = [mean + widening * (end - mean) for end in (means[100], means[-100])]
+    assert [low, high] == pytest.approx(expected, abs=0.03 * (expected[1] - expected[0]))
+    assert low < mean < high
 
 
-def test_interval_has_its_nominal_coverage():
-    samples = np.random.default_rng(3).gamma(9.0, size=(200, 60))
-    inside = [low < 9.0 < high for low, high in (bootstrap_interval(s, np.ones(60), 400) for s in samples)]
-    assert 0.88 < np.mean(inside) < 0.99
+@pytest.mark.parametrize(("size", "correlation"), [(12, 0.0), (60, 0.0), (300, 0.0), (300, 0.5)])
+def test_interval_has_its_nominal_coverage(size, correlation):
+    rng = np.random.default_rng(3)
+    samples = rng.standard_normal((300, size))
+    for i in range(1, size):
+        samples[:, i] = correlation * samples[:, i - 1] + math.sqrt(1 - correlation**2) * samples[:, i]
+    inside = [low < 0 < high for low, high in (bootstrap_interval(s, np.ones(size), 400) for s in samples)]
+    assert 0.92 < np.mean(inside) < 0.98
 
 
 def test_many_chunks_are_resampled_in_blocks():
-    losses = np.random.default_rng(3).gamma(9.0, size=scores.MAX_BOOTSTRAP_BLOCKS + 1)
+    losses = np.random.default_rng(3).gamma(9.0, size=scores.MAX_BOOTSTRAP_BLOCKS + 2)
     blocks = np.add.reduceat(losses, np.arange(0, len(losses), 2))
     counts = np.full(len(blocks), 2)
     counts[-1] = 1

@@ -110,6 +110,21 @@ def test_successive_halving_prunes_bad_trials(monkeypatch):
     assert min(states) in {trial.system_attrs["completed_rung_0"] for trial in Study(sweep)._study.trials}
 
 
+def test_a_trial_is_pruned_even_if_later_values_arrive_at_once():
+    prune = {"metric": "val/loss/average", "min_steps": 100, "reduction_factor": 2}
+    study = Study(build(trials=2, space={S: SPACE[S]}, prune=prune), 2)
+    study.add_trials(2)
+    good, bad = study.get_trials()
+    for trial, loss in ((good, 1.0), (bad, 9.0)):
+        start(trial)
+        lines = ({"step": step, "val/loss/average": loss} for step in (100, 150))
+        trial.folder.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert study.find_pruned([good, bad]) == [bad]
+    bad.pruned.unlink()  # the driver was killed before it wrote the file
+    again = Study(load_sweep("study.yaml"), 2)
+    assert [trial.folder for trial in again.find_pruned(again.get_trials())] == [bad.folder]
+
+
 @pytest.mark.parametrize(("metric", "expected"), [("val/loss/average", -3.0), ("val/accuracy/average", 3.0)])
 def test_a_search_that_maximizes_prunes_high_losses_and_low_accuracies(metric, expected):
     sweep = build(trials=1, space={S: SPACE[S]}, prune={"metric": metric, "min_steps": 1})

@@ -93,9 +93,19 @@ def build_batch(problems: np.ndarray, index: np.ndarray, answer_length: int) -> 
 def split_problems(config: ArithmeticConfig) -> tuple[np.ndarray, np.ndarray]:
     """Return the training problems and the held-out ones as token ids [N, context_length + 1]."""
     problems = encode_problems(config.operation, config.answer_length, config.reversed_answers)
-    order = np.random.default_rng(config.split_seed).permutation(len(problems))
-    num_held_out = max(1, round(config.held_out * len(problems)))
-    return problems[np.sort(order[num_held_out:])], problems[np.sort(order[:num_held_out])]
+    is_held_out = select_held_out(config.held_out, config.split_seed)
+    return problems[~is_held_out], problems[is_held_out]
+
+
+def select_held_out(fraction: float, split_seed: int) -> np.ndarray:
+    """Return a mask [8100] of the held-out problems. 37+58 and 58+37 are on the same side of the split."""
+    a, b = np.triu_indices(90)
+    order = np.random.default_rng(split_seed).permutation(len(a))
+    a, b = a[order], b[order]
+    is_chosen = np.cumsum(np.where(a == b, 1, 2)) <= max(2, round(fraction * 8100))
+    mask = np.zeros((90, 90), bool)
+    mask[a[is_chosen], b[is_chosen]] = mask[b[is_chosen], a[is_chosen]] = True
+    return mask.ravel()
 
 
 def encode_problems(operation: str, answer_length: int, is_reversed: bool) -> np.ndarray:

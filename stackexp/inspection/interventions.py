@@ -48,23 +48,27 @@ def list_interventions(model: nn.Module, means: list[Recording], heads: bool = F
     Actions are forced to 0 or 1, frozen at their mean over the tokens, or hardened. Stacks are cleared before a layer.
     Reads are dropped in all layers, in one layer, or (with `heads`) in one head; or exchanged between the heads.
     A residual stack without its reads still reads its top. It is cleared after the attention of the layer has read it.
+    With feedback, which changes the logits of each token after the intervention, actions are only forced, and a dropped
+    read is still fed back.
     """
     stacks = find_stacks(model)
-    num_heads = _count_heads(stacks[0])
-    found = []
+    num_heads, found = _count_heads(stacks[0]), []
+    has_feedback = getattr(stacks[0].config, "feedback", False)
+    suffix = ", but fed back" if has_feedback else ""
     if stacks[0].actions is not None:
         found = [
             Intervention(f"{action} = {value}", logits=functools.partial(_force, index=i, value=value))
             for i, action in enumerate(ACTIONS)
             for value in (0, 1)
         ]
-        found.append(Intervention("actions frozen at their mean", logits=_freeze(stacks, means)))
-        found.append(Intervention("actions hardened", logits=_harden))
+        if not has_feedback:
+            found.append(Intervention("actions frozen at their mean", logits=_freeze(stacks, means)))
+            found.append(Intervention("actions hardened", logits=_harden))
     if num_heads > 1:
         found.append(Intervention("reads of the heads exchanged", read=lambda _, read: read.roll(1, -2)))
-    found.append(Intervention("reads dropped", read=_drop_read))
+    found.append(Intervention(f"reads dropped{suffix}", read=_drop_read))
     layers = sorted({memory.layer for memory in stacks})
-    found += [Intervention(f"read of layer {layer} dropped", read=_drop_read, layer=layer) for layer in layers]
+    found += [Intervention(f"read of layer {layer} dropped{suffix}", read=_drop_read, layer=layer) for layer in layers]
     if stacks[0].axis == "depth":
         found += [
             Intervention(f"stack cleared before layer {layer}", state=lambda _, state: clear(state), layer=layer)
@@ -73,7 +77,9 @@ def list_interventions(model: nn.Module, means: list[Recording], heads: bool = F
     if heads and num_heads > 1:
         found += [
             Intervention(
-                f"read of layer {layer}, head {head} dropped", read=functools.partial(_drop_head, head), layer=layer
+                f"read of layer {layer}, head {head} dropped{suffix}",
+                read=functools.partial(_drop_head, head),
+                layer=layer,
             )
             for layer in layers
             for head in range(num_heads)

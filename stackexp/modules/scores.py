@@ -8,7 +8,14 @@ Scores = dict[str, float]
 """Scores of one set: instances, tokens, loss, perplexity; with known text also bytes and bits_per_byte; with an
 interval also loss_low and loss_high."""
 
-MAX_BOOTSTRAP_BLOCKS = 10_000
+MAX_BOOTSTRAP_BLOCKS = 25
+"""Losses of neighboring chunks, such as those of one file, are correlated; blocks of them hardly are."""
+T_QUANTILES = (
+    *(12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131),
+    *(2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042),
+)
+"""The 97.5 % quantiles of Student's t with 1 to 30 degrees of freedom."""
+NORMAL_QUANTILE = 1.960
 TAGGED_SCORES = ("loss", "perplexity", "bits_per_byte")
 
 
@@ -40,19 +47,22 @@ def compute_set_scores(chunks: np.ndarray, bytes_per_token: float | None = None,
 def bootstrap_interval(losses: np.ndarray, counts: np.ndarray, resamples: int = 1000) -> tuple[float, float]:
     """Return the 95 % percentile bootstrap interval of sum(losses) / sum(counts) over N chunks.
 
-    More than MAX_BOOTSTRAP_BLOCKS chunks are resampled as blocks of neighbors.
+    Chunks are resampled as at most MAX_BOOTSTRAP_BLOCKS blocks of neighbors. The percentiles of few blocks are too
+    close to the mean, so their distances are widened as for Student's t.
     """
     starts = np.arange(0, len(losses), -(-len(losses) // MAX_BOOTSTRAP_BLOCKS))
     losses, counts = np.add.reduceat(losses, starts), np.add.reduceat(counts, starts)
-    rng, size = np.random.default_rng(0), len(losses)
-    batch = max(1, (1 << 22) // size)  # resamples at once: bounds the memory
-    means = []
-    for start in range(0, resamples, batch):
-        drawn = rng.integers(size, size=(min(batch, resamples - start), size))
-        means.append(losses[drawn].sum(1) / counts[drawn].sum(1))
-    tail = (1 - 0.95) / 2
-    low, high = np.quantile(np.concatenate(means), [tail, 1 - tail])
+    size = len(losses)
+    drawn = np.random.default_rng(0).integers(size, size=(resamples, size))
+    mean, means = losses.sum() / counts.sum(), losses[drawn].sum(1) / counts[drawn].sum(1)
+    widening = get_t_quantile(size - 1) / NORMAL_QUANTILE * math.sqrt(size / (size - 1))
+    low, high = mean + widening * (np.quantile(means, [0.025, 0.975]) - mean)
     return float(low), float(high)
+
+
+def get_t_quantile(degrees: int) -> float:
+    """Return the 97.5 % quantile of Student's t; that of 30 degrees of freedom for more."""
+    return T_QUANTILES[min(degrees, len(T_QUANTILES)) - 1]
 
 
 def compute_perplexity(loss: float) -> float:

@@ -11,16 +11,11 @@ import numpy as np
 
 from stackexp.config.affects import find_changed_keys, get_value
 from stackexp.evaluation.chunk_losses import read_chunk_losses
-from stackexp.modules.scores import average_groups, average_scores, bootstrap_interval
+from stackexp.modules.scores import average_groups, average_scores, bootstrap_interval, get_t_quantile
 from stackexp.reports.arms import OLMO_GROUPS, Arm, ArmRun
 from stackexp.reports.compare import explain_other_data
 from stackexp.tables import ABSENT
 
-T_QUANTILES = (
-    *(12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131),
-    *(2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042),
-)
-"""The 97.5 % quantiles of Student's t with 1 to 30 degrees of freedom."""
 SIZES = ("model.hidden_size", "model.intermediate_size", "model.num_heads", "model.num_kv_heads", "model.num_layers")
 TRAINING, OTHER = "training loss", "average"
 COLUMNS = (TRAINING, "V2", "V3", OTHER)
@@ -107,8 +102,7 @@ def compute_difference(values: Sequence[float], chunk_margin: float | None = Non
         if chunk_margin is None:
             return Difference(mean, None, None, seeds)
         return Difference(mean, mean - chunk_margin, mean + chunk_margin, seeds)
-    quantile = T_QUANTILES[min(seeds - 1, len(T_QUANTILES)) - 1]
-    margin = math.hypot(quantile * statistics.stdev(values) / math.sqrt(seeds), chunk_margin or 0.0)
+    margin = math.hypot(get_t_quantile(seeds - 1) * statistics.stdev(values) / math.sqrt(seeds), chunk_margin or 0.0)
     return Difference(mean, mean - margin, mean + margin, seeds)
 
 

@@ -155,7 +155,7 @@ def smooth_losses(losses: Any, window: int) -> Any:
     """Return the centered moving average over `window` values, or over fewer at both ends."""
     total = np.concatenate([[0.0], np.cumsum(losses)])
     i = np.arange(len(losses))
-    first, end = np.maximum(i - window // 2, 0), np.minimum(i + window // 2 + 1, len(losses))
+    first, end = np.maximum(i - window // 2, 0), np.minimum(i + (window + 1) // 2, len(losses))
     return (total[end] - total[first]) / (end - first)
 
 

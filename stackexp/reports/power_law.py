@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from stackexp.modules.scores import NORMAL_QUANTILE, get_t_quantile
+
 BASELINE = "Transformer"
 SAME_RATIO = 0.1  # tokens per parameter of a ladder differ by less than this much in their logarithm
 QUANTITIES = {"parameters": "tokens", "tokens": "backbone"}
@@ -71,13 +73,14 @@ class Series(NamedTuple):
 
 
 def fit_power_law(sizes: Sequence[float], losses: Sequence[float], irreducible: float = 0.0) -> PowerLaw:
-    """Fit by least squares in logarithms. The band resamples the residuals, widened for the two fitted parameters."""
+    """Fit by least squares in logarithms. The band resamples the residuals, widened as for Student's t."""
     x, y = np.log(sizes), np.log(np.asarray(losses) - irreducible)
     slope, intercept = np.polyfit(x, y, 1)
     samples = np.empty((0, 2))
     if len(x) >= MIN_POINTS:
         fitted = intercept + slope * x
-        residuals = (y - fitted) * np.sqrt(len(x) / (len(x) - 2))
+        widening = np.sqrt(len(x) / (len(x) - 2)) * get_t_quantile(len(x) - 2) / NORMAL_QUANTILE
+        residuals = (y - fitted) * widening
         drawn = np.random.default_rng(0).choice(residuals - residuals.mean(), (NUM_RESAMPLES, len(x)))
         slopes, intercepts = np.polyfit(x, (fitted + drawn).T, 1)
         samples = np.stack([intercepts, -slopes], axis=1)

@@ -41,6 +41,7 @@ class Study(TrialSource):
         self._optuna_trials: dict[Trial, Any] = {}
         self._reported_results: set[Trial] = set()
         self._reported_steps: dict[Trial, int] = {}
+        self._prune_reasons: dict[Trial, dict[str, Any]] = {}
         self._is_exhausted = False
         self.get_trials()
         seed = self._search.seed + len(self._optuna_trials)  # a resumed search must not repeat its draws
@@ -119,16 +120,16 @@ class Study(TrialSource):
         """Report new values from lines of metrics.jsonl. Return the record for pruned.json if the trial should end."""
         if self._search.prune is None:
             return None
-        metric, reason = self._search.prune.metric, None
+        metric = self._search.prune.metric
         is_higher_better = "accuracy" in metric
         sign = 1 if is_higher_better == (self._sweep.config.direction == "maximize") else -1  # Optuna has one direction
         for step, value in _read_values(lines, metric):
             if step > self._reported_steps.get(trial, 0):
                 self._optuna_trials[trial].report(sign * value, step)
                 self._reported_steps[trial] = step
-                should_prune = self._optuna_trials[trial].should_prune()  # also records the rung for other trials
-                reason = {"step": step, metric: value, "time": time.strftime("%FT%T%z")} if should_prune else None
-        return reason
+                if self._optuna_trials[trial].should_prune():  # also records the rung, so it is True only once
+                    self._prune_reasons[trial] = {"step": step, metric: value, "time": time.strftime("%FT%T%z")}
+        return self._prune_reasons.get(trial)
 
 
 def _read_values(lines: Iterable[dict[str, Any]], metric: str) -> list[tuple[int, float]]:
