@@ -80,6 +80,27 @@ def test_a_checkpoint_holds_its_own_step_while_training_continues(tmp_path, monk
     assert checkpoints.load_state(path) == make_state()
 
 
+def test_progress_is_noted_while_files_grow(tmp_path, monkeypatch):
+    """Otherwise the watchdog would end a run that waits for a slow disk."""
+    monkeypatch.setattr(checkpoints, "POLL_SECONDS", 0.01)
+    noted = threading.Event()
+    write_data = FileSystemWriter.write_data
+
+    def write_slowly(writer, *args):
+        (file,) = Path(writer.path).glob("state.pt")
+        assert noted.wait(10), "the size of the files so far"
+        noted.clear()
+        file.write_bytes(file.read_bytes() + b"x")
+        assert noted.wait(10)
+        return write_data(writer, *args)
+
+    monkeypatch.setattr(FileSystemWriter, "write_data", write_slowly)
+    writer = CheckpointWriter(noted.set)
+    writer.save(tmp_path / "00000003", collect_tensors(*make_model()), make_state(), lambda: None)
+    writer.wait()
+    assert (tmp_path / "00000003").exists()
+
+
 def write_forever(folder: Path) -> None:
     torch.manual_seed(0)
     writer = CheckpointWriter()

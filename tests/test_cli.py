@@ -17,6 +17,7 @@ from stackexp import cli
 from stackexp.config.compose import compose, load_config, to_yaml
 from stackexp.errors import ConfigError, FolderBusyError, RunError, StoppedError
 from stackexp.evaluation.request import EvaluationRequest
+from stackexp.verbs.parser import split_names
 
 HEAVY = {"torch", "lightning", "numpy", "streaming", "tensorboard", "tokenizers"}
 
@@ -253,3 +254,13 @@ def test_help_is_a_verb_too(capsys, verb):
         printed.append(capsys.readouterr().out)
     assert printed[0] == printed[1]
     assert "usage: python -m stackexp" in printed[0]
+
+
+def test_lists_of_names_may_have_spaces_and_a_last_comma():
+    assert split_names("adapter, mhc,") == ["adapter", "mhc"]
+
+
+def test_errors_on_a_narrow_terminal(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "8")
+    assert cli.main(["configs", "list", "foo"]) == 2
+    assert capsys.readouterr().err.startswith("error: ")

@@ -124,3 +124,17 @@ def test_error_in_a_group_file_names_that_file():
         "memory.yaml:3: model.memory.num_heads: projection: shared_slices requires num_heads to divide hidden_size 192"
     )
     assert "(model.memory.projection: memory.yaml:4; model.hidden_size: " in found
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["model.kind=lstm", "data.document_mask=true"], "data.document_mask: not supported by model.kind: lstm; use"),
+        (
+            ["trainer.strategy=fsdp", "trainer.precision=64-true"],
+            "trainer.precision: 64-true does not support strategy",
+        ),
+    ],
+)
+def test_options_that_do_not_go_together(overrides, message):
+    assert message in compose_error(["quickstart"], *overrides)

@@ -47,6 +47,13 @@ def test_a_copy_has_the_figures_of_its_result(run):
         find_checkpoint(RunFolder(Path("copies") / run.path.name), None)
 
 
+def test_copies_of_runs_with_the_same_name_are_refused_before_any_is_written(run, capsys):
+    shutil.copytree(run.path, Path("runs/other") / run.path.name)
+    assert main(["runs", "copy", "runs", "--to", "copies"]) == 2
+    assert "have the same name; copy them separately" in capsys.readouterr().err
+    assert not Path("copies").exists()
+
+
 def test_runs_are_found_at_any_depth(run, tmp_path):
     shutil.copytree(run.path, "runs/formal/stacktrans/x")
     Path("runs/notes").mkdir()

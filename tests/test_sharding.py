@@ -28,6 +28,9 @@ MODELS = {
     "authors-code": ["model.memory.projection=shared_slices"],
     "plugin": [f"plugins=[{PLUGIN}]", "model.memory=null", "model.memory.kind=linear_memory"],
 }
+MODELS = {name: [*SMALL, *options] for name, options in MODELS.items()}
+RECURRENT = ["model.hidden_size=32", "model.num_layers=3", "model.vocab_size=301", "data.vocab_size=301", "seed=7"]
+MODELS |= {kind: [f"model.kind={kind}", *RECURRENT] for kind in ("lstm", "stack_rnn")}
 
 
 def build(*overrides: str) -> LanguageModeling:
@@ -46,9 +49,9 @@ def compare_weights(options: dict[str, list[str]]) -> int:
     """Compare every model with its sharded copy, in each of two processes; print those that are equal."""
     distributed.init_process_group("gloo")
     for name, overrides in options.items():
-        one = dict(build(*SMALL, *overrides).named_parameters())
+        one = dict(build(*overrides).named_parameters())
         for strategy in ("fsdp", "hsdp"):
-            two = dict(build(*SMALL, *overrides, *TWO, f"trainer.strategy={strategy}").named_parameters())
+            two = dict(build(*overrides, *TWO, f"trainer.strategy={strategy}").named_parameters())
             whole = {key: weight.full_tensor() for key, weight in two.items() if isinstance(weight, DTensor)}
             is_equal = one.keys() == whole.keys() and all(torch.equal(whole[key], one[key]) for key in one)
             if is_equal and distributed.get_rank() == 0:

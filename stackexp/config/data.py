@@ -72,6 +72,8 @@ class DataConfig:
         axis = getattr(model, "memory_axis", "depth")
         if self.document_mask and axis != "depth":
             yield "data.document_mask", f"not supported by model.memory.axis: {axis}; use false"
+        if self.document_mask and not hasattr(model, "memory_axis"):
+            yield "data.document_mask", f"not supported by model.kind: {model.kind}; use false"
         batch, step = self.global_batch_tokens, config.tokens_per_pass
         if is_training and batch % step:
             factors = "trainer.devices * trainer.num_nodes * data.micro_batch_size * data.context_length"

@@ -79,6 +79,8 @@ class TrainerConfig:
         """Yield the errors that involve several options."""
         if self.strategy == "single" and self.world_size > 1:
             yield "strategy", f"single supports one device, not {self.world_size}; use ddp, fsdp or hsdp"
+        if self.precision == "64-true" and self.is_sharded:
+            yield "precision", f"64-true does not support strategy: {self.strategy}; use 32-true, or strategy: ddp"
         if self.recompute == "selective" and not self.activation_checkpointing:
             yield "recompute", "selective requires activation_checkpointing: true"
         if self.max_time is not None and not re.fullmatch(r"\d+:[0-2]\d:[0-5]\d:[0-5]\d", self.max_time):

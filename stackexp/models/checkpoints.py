@@ -9,11 +9,13 @@ Any number of processes can load a checkpoint, whatever number wrote it. The pat
 weights in a checkpoint, which can be loaded wherever only weights are needed.
 """
 
+import contextlib
 import os
 import pickle
 import shutil
 import warnings
 from collections.abc import Callable, Collection, Mapping
+from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -40,6 +42,7 @@ from stackexp.models.initialization import copy_full_
 from stackexp.runs import RunFolder
 
 VERSION = 3
+POLL_SECONDS = 1.0
 STATE = "state.pt"
 EMA = "ema"  # see `split_path`
 WEIGHTS = ".safetensors"
@@ -51,17 +54,22 @@ warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # a 
 
 
 class CheckpointWriter:
-    """A background writer of one checkpoint at a time, from a copy of the state. Every rank must call every method."""
+    """A background writer of one checkpoint at a time, from a copy of the state. Every rank must call every method.
 
-    def __init__(self) -> None:
+    While a method waits for a checkpoint whose files grow, it calls `note_progress`.
+    """
+
+    def __init__(self, note_progress: Callable[[], None] = lambda: None) -> None:
+        self.note_progress = note_progress
         self._executor = ThreadPoolExecutor(1, "checkpoint")
         self._pending: Future[None] | None = None
+        self._partial = Path()
         self._group: Any = None  # a process group
 
     def save(self, path: Path, tensors: dict[str, Any], state: dict[str, Any], on_saved: Callable[[], None]) -> None:
         """Wait for the previous checkpoint, then start writing `path`; rank 0 calls `on_saved` when it is complete."""
         self.wait()
-        partial = path.with_name(f".{path.name}")
+        self._partial = partial = path.with_name(f".{path.name}")
         if _is_first_rank():
             _write_state(partial, state)
         if dist.is_initialized():
@@ -77,8 +85,15 @@ class CheckpointWriter:
     def wait(self) -> None:
         """Wait until the pending checkpoint is complete. Raises OSError or RunError if it could not be written."""
         pending, self._pending = self._pending, None
-        if pending is not None:
-            pending.result()
+        if pending is None:
+            return
+        size = 0
+        while not futures.wait([pending], timeout=POLL_SECONDS).done:
+            with contextlib.suppress(OSError):  # renamed in the meantime
+                before, size = size, sum(path.stat().st_size for path in self._partial.iterdir())
+                if size != before:
+                    self.note_progress()
+        pending.result()
 
 
 def _write_state(partial: Path, state: dict[str, Any]) -> None:

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from stackexp.config.recurrent import LSTMConfig, RecurrentConfig, StackRNNConfig
 from stackexp.models.activation_checkpointing import run_recomputed
 from stackexp.models.cross_entropy import Head
+from stackexp.models.initialization import full_parameters
 from stackexp.models.memories.base import Stats
 from stackexp.models.transformer import Cache, DecoderOutput
 
@@ -81,9 +82,11 @@ class Recurrent(nn.Module):
 
     def init_weights(self) -> None:
         """Initialize all parameters; required after `to_empty` from the meta device."""
-        nn.init.normal_(self.embedding.weight)
+        with full_parameters(self.embedding):
+            nn.init.normal_(self.embedding.weight)
         for module in [*self.layers, self.head]:
-            module.reset_parameters()
+            with full_parameters(module):
+                module.reset_parameters()
 
     def num_parameters(self, memory: bool | None = None) -> int:
         """Count all parameters. All belong to the backbone (memory=False) and none to a memory (memory=True)."""

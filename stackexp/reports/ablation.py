@@ -66,7 +66,8 @@ def build_ablation(paths: Sequence[Path], baseline: str | None = None) -> Report
     diverged = [run for arm in order for run in arm.runs if not read_losses(run)]
     notes += [f"without a finite loss, not in the means: {run.folder.path}" for run in diverged]
     unknown = [arm.runs[0].folder.config for arm in order if base and arm.runs[0].flops_per_token is None]
-    notes += [f"no FLOPs per token: `python -m stackexp configs show --config {config}` says why" for config in unknown]
+    command = "python -m stackexp configs show --config"
+    notes += [f"no FLOPs per token: `{command} {shlex.quote(str(config))}` says why" for config in unknown]
     tables = [_build_losses(order, variants)]
     waiting = [arm.name for arm in arms if not arm.runs and find_variant(arm.config) == "Transformer"]
     if base and waiting and baseline is None:
@@ -208,7 +209,7 @@ def _find_unscored(order: list[Arm]) -> list[str]:
     if len(unscored) == len(runs) > 1:
         return ["missing V2 and V3 of all runs: `python -m stackexp validate --run RUN --sets v2,v3` for each RUN"]
     command = "missing V2 and V3: `python -m stackexp validate --run {} --sets v2,v3`"
-    return [command.format(run.folder.path) for run in unscored]
+    return [command.format(shlex.quote(str(run.folder.path))) for run in unscored]
 
 
 def _is_scored(run: ArmRun) -> bool:

@@ -61,7 +61,7 @@ def build_benchmarks(paths: Sequence[Path]) -> Report:
     columns = _read_columns(paths)
     names = sorted({name for column in columns for name in column.tasks})
     if not names and not any(_read_curve(column, score)[0] for column in columns for score in SCORES):
-        command = f"python -m stackexp evaluate --run {columns[0].source} --tasks smollm2"
+        command = f"python -m stackexp evaluate --run {shlex.quote(str(columns[0].source))} --tasks smollm2"
         raise RunError(f"{', '.join(map(str, paths))}: no benchmarks yet; run `{command}`")
     common = [name for name in names if all(name in column.tasks for column in columns)]
     tables = [_build_table(score, title, columns, names, common) for score, title in SCORES.items()] if names else []

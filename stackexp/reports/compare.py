@@ -142,6 +142,8 @@ def name_runs(runs: list[RunFolder]) -> dict[RunFolder, str]:
 
 def draw_losses(runs: list[RunFolder], path: Path) -> None:
     """Plot the training loss and the mean validation loss of each run against tokens, in one color per run."""
+    if not any(run.metrics.exists() for run in runs):
+        raise RunError(f"{runs[0].path}: no metrics.jsonl to draw, as in copies; give the runs themselves")
     figure, axes = new_figure(7, 4.2)
     names, curves = name_runs(runs), {}
     for run in runs:

@@ -72,9 +72,11 @@ def _check_finished(run: RunFolder, config: ExperimentConfig) -> None:
     """Raise RunError if the config differs from that of the finished run."""
     ours, theirs = flatten_config(config), flatten_config(load_config(run.config))
     for key in find_changed_keys(ours, theirs, ["training", "continuation", "evaluation"]):
+        newest = run.newest_checkpoint()
+        branch = f", or branch from a checkpoint with --ckpt_path {newest}" if newest else ""
         raise RunError(
             f"{run.path}: this run is finished, with {key} {theirs.get(key)}; the config has {ours.get(key)}; choose "
-            f"another --run, or branch from a checkpoint with --ckpt_path {run.newest_checkpoint()}"
+            f"another --run{branch}"
         )
 
 

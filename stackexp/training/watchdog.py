@@ -20,12 +20,21 @@ import torch.distributed as dist
 
 from stackexp.errors import first_line
 from stackexp.terminal import write_to_stderr
+from stackexp.training.signals import StopRequest
 
 INTERVAL = 1.0  # seconds between two heartbeats
 SILENCE = 30.0  # seconds without a heartbeat until a frozen or remote process counts as gone
 GRACE = 3.0  # seconds for a process to report the cause itself
 FAULT = "fault"
 FIRST_RANK_GONE = "rank 0 is gone: it does not answer"
+
+
+def note_progress(trainer: pl.Trainer, stop: StopRequest) -> None:
+    """Restart the timeouts that end a run without progress."""
+    stop.note_progress()
+    for callback in trainer.callbacks:
+        if isinstance(callback, Watchdog):
+            callback.note_progress()
 
 
 class Watchdog(pl.Callback):

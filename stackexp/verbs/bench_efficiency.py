@@ -8,7 +8,7 @@ from argparse import Namespace
 from stackexp.config.suggestions import suggest_name
 from stackexp.errors import ConfigError
 from stackexp.verbs import bench_stack
-from stackexp.verbs.parser import Parser
+from stackexp.verbs.parser import Parser, split_names
 
 USAGE = "[OPTIONS] [KEY=VALUE ...]"
 EXAMPLES = (
@@ -32,7 +32,7 @@ def add_arguments(parser: Parser) -> None:
 def run(args: Namespace) -> int:
     args.parser.check_output("--out", args.out, [".json"])
     args.config = args.config or ["quickstart"]
-    wanted = list(MEMORIES) if args.only is None else args.only.split(",")
+    wanted = list(MEMORIES) if args.only is None else split_names(args.only)
     for name in wanted:
         if name not in MEMORIES:
             args.parser.error(

@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 from stackexp.config.suggestions import suggest_name
 from stackexp.data import olmo
 from stackexp.errors import RunError
-from stackexp.verbs.parser import Parser
+from stackexp.verbs.parser import Parser, split_names
 
 USAGE = "v2|v3 [--only SET ...] [--to FOLDER] [--mirror URL|FOLDER]"
 EXAMPLES = (
@@ -59,14 +59,14 @@ def run(args: Namespace) -> int:
 
 
 def _choose_sets(args: Namespace) -> list[olmo.OlmoSet]:
-    versions = [version for argument in args.version for version in argument.split(",")]
+    versions = [version for argument in args.version for version in split_names(argument)]
     for version in versions:
         if version not in olmo.NAMES:
             args.parser.error(f"expected v2 or v3, found {version!r}")
     if not versions:
         args.parser.error("expected v2 or v3")
     sets = [olmo_set for version in olmo.NAMES if version in versions for olmo_set in olmo.list_olmo_sets(version)]
-    only = [name for argument in args.only for name in argument.split(",")]
+    only = [name for argument in args.only for name in split_names(argument)]
     names = sorted({olmo_set.name for olmo_set in sets}, key=str.lower)
     for name in only:
         if name not in names:

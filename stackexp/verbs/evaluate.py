@@ -7,7 +7,7 @@ from argparse import Namespace
 from pathlib import Path
 
 from stackexp.verbs.openmp import choose_wait_policy
-from stackexp.verbs.parser import Parser, at_least
+from stackexp.verbs.parser import Parser, at_least, split_names
 
 USAGE = "(--run FOLDER | --model hf:FOLDER) --tasks NAME,... [OPTIONS]"
 EXAMPLES = (
@@ -47,7 +47,7 @@ def run(args: Namespace) -> int:
         parser.error("--trust-remote-code requires --model")
     if args.out and args.out.suffix != ".json":
         parser.error(f"--out {args.out}: must end in .json")
-    names = [name.strip() for names in args.tasks for name in names.split(",") if name.strip()]
+    names = [name for names in args.tasks for name in split_names(names)]
     if not names:
         parser.error("--tasks: name tasks, such as smollm2 or arc_easy,piqa")
     if args.datasets and not args.datasets.is_dir():

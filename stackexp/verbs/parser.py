@@ -23,7 +23,7 @@ with --trust-plugins.
 
 def fill(text: str, indent: int = 0) -> str:
     """Break the paragraphs of a text into lines of the terminal's width; `indent` spaces begin all but the first."""
-    width = shutil.get_terminal_size().columns - 2 - indent
+    width = max(20, shutil.get_terminal_size().columns - 2 - indent)
     prefix = " " * indent
     paragraphs = [
         textwrap.fill(part, width, subsequent_indent=prefix, break_long_words=False, break_on_hyphens=False)
@@ -42,6 +42,11 @@ def at_least(minimum: int) -> Callable[[str], int]:
         raise argparse.ArgumentTypeError(f"expected an integer >= {minimum}, found {text}")
 
     return parse
+
+
+def split_names(text: str) -> list[str]:
+    """Split a list of names at its commas; spaces and empty names are dropped."""
+    return [name.strip() for name in text.split(",") if name.strip()]
 
 
 class Parser(argparse.ArgumentParser):

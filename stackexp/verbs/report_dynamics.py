@@ -6,7 +6,7 @@ RUNS are run folders, folders of run folders, or a sweep's folder. Unfinished ru
 from argparse import Namespace
 from pathlib import Path
 
-from stackexp.verbs.parser import Parser, at_least
+from stackexp.verbs.parser import Parser, at_least, split_names
 from stackexp.verbs.report_output import OUTPUT_USAGE, add_output_arguments, print_report
 
 USAGE = f"RUNS ... [--only NAME,...] [--baseline NAME] [--smooth STEPS] {OUTPUT_USAGE}"
@@ -25,5 +25,5 @@ def add_arguments(parser: Parser) -> None:
 def run(args: Namespace) -> int:
     from stackexp.reports.dynamics import build_dynamics
 
-    only = args.only.split(",") if args.only else []
+    only = split_names(args.only or "")
     return print_report(args, lambda: build_dynamics(args.runs, only, args.baseline, args.smooth))

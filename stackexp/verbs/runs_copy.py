@@ -28,10 +28,15 @@ def run(args: Namespace) -> int:
     folders = [folder for folder in find_runs(args.runs) if folder.is_finished]
     if not folders:
         args.parser.error(f"{', '.join(map(str, args.runs))}: no finished runs; give folders with a result.json")
+    targets: dict[Path, RunFolder] = {}
     for folder in folders:
         target = args.to / folder.path.resolve().name
+        if target in targets:
+            args.parser.error(f"{targets[target].path} and {folder.path} have the same name; copy them separately")
         if target.exists():
             args.parser.error(f"{target}: exists already; remove it first, or choose another --to")
+        targets[target] = folder
+    for target, folder in targets.items():
         RunFolder(target).mark()
         for path in [folder.config, folder.result]:
             shutil.copyfile(path, target / path.name)

@@ -51,6 +51,7 @@ def _format(summary: dict[str, Any]) -> str:
         step = "" if origin["step"] is None else f", step {origin['step']}"
         rows.append(("origin", f"{origin['path']}{step}, SHA-256 {origin['sha256']}"))
     for session in summary["sessions"]:
-        rows += [("session", f"{session['started']} on {session['host']}"), ("", session["command"])]
+        host = f" on {session['host']}" if session.get("host") else ""
+        rows += [("session", f"{session['started']}{host}"), ("", session["command"])]
     rows += [("resume", summary["resume"])] if "resume" in summary else []
     return format_table(rows)

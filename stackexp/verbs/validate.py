@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from stackexp.verbs.openmp import choose_wait_policy
-from stackexp.verbs.parser import Parser
+from stackexp.verbs.parser import Parser, split_names
 
 USAGE = "(--run FOLDER | --config NAME_OR_PATH --ckpt_path PATH) [OPTIONS] [KEY=VALUE ...]"
 EXAMPLES = (
@@ -63,7 +63,9 @@ def run(args: Namespace, stage: Literal["validate", "test"] = "validate") -> int
         config = compose.compose(configs, args.overrides, is_training=False)
     from stackexp.data.path_checks import check_paths, check_requested_sets
 
-    sets = [name.strip() for names in args.sets for name in names.split(",")]
+    sets = [name for names in args.sets for name in split_names(names)]
+    if args.sets and not sets:
+        parser.error("--sets: name at least one set")
     if not sets:
         check_paths(config.data, stage)
     elif config.data.objective == "language_modeling":

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import shlex
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -173,7 +174,7 @@ def _read_evaluation(path: Path, record: dict[str, Any]) -> Evaluation:
         accuracy = dict(sorted(accuracy.items()))
         return Evaluation(path.name, accuracy, record["sequences_per_length"], record["length_stride"])
     except KeyError as error:
-        command = f"python -m stackexp test --run {path.parent}"
+        command = f"python -m stackexp test --run {shlex.quote(str(path.parent))}"
         raise RunError(f"{path}: {error} is missing; test the run again: {command}") from error
 
 

@@ -16,6 +16,7 @@ from stackexp.modules.base import TrainingModule
 from stackexp.runs import RunFolder, format_checkpoint_name, remove_checkpoint
 from stackexp.training.callbacks.step import StepCallback
 from stackexp.training.signals import StopRequest
+from stackexp.training.watchdog import note_progress
 
 log = logging.getLogger(__name__)
 
@@ -70,6 +71,10 @@ class StepCheckpoint(StepCallback, pl.callbacks.Checkpoint):
     def __init__(self, folder: RunFolder, config: TrainerConfig, stop: StopRequest):
         self._folder, self._config, self._stop = folder, config, stop
         self._writer = CheckpointWriter()
+
+    def on_fit_start(self, trainer: pl.Trainer, module: TrainingModule) -> None:
+        """Restart the timeouts of a run without progress while a slow disk writes a checkpoint."""
+        self._writer.note_progress = lambda: note_progress(trainer, self._stop)
 
     def on_step_end(self, trainer: pl.Trainer, module: TrainingModule) -> None:
         """Save if the step requires it, then stop if requested."""

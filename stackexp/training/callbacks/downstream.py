@@ -17,7 +17,7 @@ from stackexp.training.callbacks.step import StepCallback
 from stackexp.training.callbacks.step_requests import raise_if_stopped
 from stackexp.training.callbacks.throughput import Throughput
 from stackexp.training.signals import StopRequest
-from stackexp.training.watchdog import Watchdog
+from stackexp.training.watchdog import note_progress
 
 
 @isolate_rng()  # lm-eval draws random numbers for each task name
@@ -90,7 +90,7 @@ class Downstream(StepCallback, pl.callbacks.Checkpoint):
             batch_size=config.evaluation.batch_size,
             precision=config.trainer.precision,
             is_sharded=config.trainer.is_sharded,
-            after_batch=lambda done, total: self._note_progress(trainer),
+            after_batch=lambda done, total: note_progress(trainer, self._stop),
         )
         metrics: dict[str, float] = {}
         for task in self._tasks:
@@ -98,15 +98,8 @@ class Downstream(StepCallback, pl.callbacks.Checkpoint):
                 raise_if_stopped(self._stop, module.device)
             scores = score_task(lm, task, config.evaluation.limit)
             metrics |= {f"{DOWNSTREAM}/{task.task_name}/{name}": value for name, value in scores.flatten().items()}
-            self._note_progress(trainer)
+            note_progress(trainer, self._stop)
         self._metrics_log.write(trainer, module, metrics)
         for callback in trainer.callbacks:
             if isinstance(callback, Throughput):
                 callback.restart()
-
-    def _note_progress(self, trainer: pl.Trainer) -> None:
-        """Restart the timeouts that end a run without progress."""
-        self._stop.note_progress()
-        for callback in trainer.callbacks:
-            if isinstance(callback, Watchdog):
-                callback.note_progress()

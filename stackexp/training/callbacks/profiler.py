@@ -8,6 +8,7 @@ import lightning.pytorch as pl
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from stackexp.errors import first_line
 from stackexp.modules.base import TrainingModule
 
 log = logging.getLogger(__name__)
@@ -48,17 +49,20 @@ class Profiler(pl.Callback):
 
     def on_exception(self, trainer: pl.Trainer, module: TrainingModule, exception: BaseException) -> None:
         """Write an incomplete profile if a stop or an error ends the run."""
-        self._write()
+        try:
+            self._write()
+        except OSError as error:  # must not replace the exception that ends the run
+            log.warning("%s: the profile could not be written: %s", self._folder, first_line(error))
 
     def _write(self) -> None:
         if self._profile is None:
             return
+        finished, self._profile, self._last = self._profile, None, 0
+        finished.stop()
         self._folder.mkdir(exist_ok=True)
-        self._profile.stop()
         trace = self._folder / f"trace-{self._steps}.json"
-        self._profile.export_chrome_trace(str(trace))
+        finished.export_chrome_trace(str(trace))
         log.info("profile of steps %s: %s", self._steps, trace)
         if torch.cuda.is_available():
             torch.cuda.memory._dump_snapshot(str(self._folder / f"memory-{self._steps}.pickle"))
             torch.cuda.memory._record_memory_history(enabled=None)
-        self._profile, self._last = None, 0
