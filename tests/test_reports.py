@@ -91,6 +91,8 @@ def test_runs_are_compared_in_a_table_and_a_figure(tmp_path, capsys):
     again = RunFolder(folders[0].path.parent / "later")
     assert name_runs([folders[0], again]) == {folders[0]: "id", again: "later"}
     assert name_runs([*folders, again])[again] == "one/later"
+    trial = RunFolder(folders[0].path.parent / "queue-seed=0-20010bb6")
+    assert name_runs([folders[0], trial]) == {folders[0]: "one", trial: "queue-seed=0-20010bb6"}
     draw_losses(folders, tmp_path / "loss.png")
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
 

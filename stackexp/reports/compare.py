@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from stackexp.tables import ABSENT, Style, format_table
 
 GENERATED_DATA = ("formal_language", "arithmetic")
 """The kinds of data that the config alone determines."""
+TRIAL_ID = re.compile(r"-[0-9a-f]{8}$")
 SMOOTHED_STEPS = 10
 """Training losses are plotted as moving averages over this many steps."""
 
@@ -131,8 +133,12 @@ def _format_sets(result: dict[str, Any], sets: list[str]) -> list[str]:
 
 
 def name_runs(runs: list[RunFolder]) -> dict[RunFolder, str]:
-    """Return the names of the runs, with the id where names repeat; only the ids if all names are equal."""
-    names = [run.path.resolve().parent.name for run in runs]
+    """Return the names of the runs, with the id where names repeat; only the ids if all names are equal.
+
+    A trial of a sweep has a name of its own, such as queue-seed=0-20010bb6.
+    """
+    paths = [run.path.resolve() for run in runs]
+    names = [path.name if TRIAL_ID.search(path.name) else path.parent.name for path in paths]
     prefixes = {name: "" if len(set(names)) == 1 else f"{name}/" for name in names}
     return {
         run: name if names.count(name) == 1 else prefixes[name] + run.path.resolve().name

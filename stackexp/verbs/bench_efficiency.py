@@ -33,6 +33,8 @@ def run(args: Namespace) -> int:
     args.parser.check_output("--out", args.out, [".json"])
     args.config = args.config or ["quickstart"]
     wanted = list(MEMORIES) if args.only is None else split_names(args.only)
+    if not wanted:
+        args.parser.error("--only: name at least one memory")
     for name in wanted:
         if name not in MEMORIES:
             args.parser.error(

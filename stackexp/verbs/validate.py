@@ -38,19 +38,29 @@ def add_arguments(parser: Parser, stage: Literal["validate", "test"] = "validate
         parser.add_argument("--by_position", action="store_true", help=by_position)
 
 
-def run(args: Namespace, stage: Literal["validate", "test"] = "validate") -> int:
+def _check_arguments(args: Namespace) -> None:
+    """Raise ConfigError for options that do not go together."""
     parser = args.parser
     if bool(args.run) == bool(args.config):
         parser.error("give either --run, or --config and --ckpt_path")
     if args.config and not args.ckpt_path:
         parser.error("--config requires --ckpt_path, the checkpoint to evaluate")
+    if args.config and args.ckpt_path in ("best", "last", "ema"):
+        parser.error(f"--ckpt_path {args.ckpt_path} requires --run; give the path of a checkpoint")
     if args.out and not args.out.endswith(".json"):
         parser.error(f"--out {args.out}: must end in .json")
-    by_position = getattr(args, "by_position", False)
-    if by_position and not args.run:
-        parser.error("--by_position requires --run")
-    if by_position and args.score_remainder:
-        parser.error("--by_position scores whole sequences only; omit --score-remainder")
+    if getattr(args, "by_position", False):
+        if not args.run:
+            parser.error("--by_position requires --run")
+        if args.score_remainder:
+            parser.error("--by_position scores whole sequences only; omit --score-remainder")
+    if args.sets and not any(map(split_names, args.sets)):
+        parser.error("--sets: name at least one set")
+
+
+def run(args: Namespace, stage: Literal["validate", "test"] = "validate") -> int:
+    _check_arguments(args)
+    parser = args.parser
     from stackexp.config import compose
     from stackexp.runs import RunFolder
 
@@ -64,8 +74,6 @@ def run(args: Namespace, stage: Literal["validate", "test"] = "validate") -> int
     from stackexp.data.path_checks import check_paths, check_requested_sets
 
     sets = [name for names in args.sets for name in split_names(names)]
-    if args.sets and not sets:
-        parser.error("--sets: name at least one set")
     if not sets:
         check_paths(config.data, stage)
     elif config.data.objective == "language_modeling":
@@ -76,7 +84,7 @@ def run(args: Namespace, stage: Literal["validate", "test"] = "validate") -> int
 
     folder, out = RunFolder(Path(args.run)) if args.run else None, Path(args.out) if args.out else None
     request = EvaluationRequest(stage, config, folder, args.ckpt_path, tuple(sets), out, tuple(args.overrides))
-    if by_position:
+    if getattr(args, "by_position", False):
         _score_by_position(request)
         return 0
     from stackexp.evaluation.evaluate import evaluate
