@@ -148,6 +148,13 @@ def test_unsuitable_sets_are_reported_in_one_line(prepared, changes, message, mo
     assert "\n" not in str(error.value)
 
 
+def test_the_corpus_of_another_environment_names_the_cause(prepared, monkeypatch):
+    monkeypatch.chdir(prepared)
+    monkeypatch.setenv("STACKEXP_CACHE", str(prepared))
+    with pytest.raises(RunError, match="this Python or its packages differ from those of the run; use the environment"):
+        open_data(prepared, validation={"x": "foreign"})
+
+
 def test_only_training_works_without_evaluation_sets(prepared):
     with pytest.raises(RunError, match=r"no validation sets; add one with data\.validation\.NAME=PATH"):
         open_data(prepared, "validate", validation={})

@@ -28,7 +28,7 @@ from stackexp.data.token_files import Chunks, TokenFile
 from stackexp.data.tokenizer import UNKNOWN_TOKENIZER, KnownTokenizer
 from stackexp.data.verification import verify_file
 from stackexp.errors import RunError
-from stackexp.files import compute_sha256
+from stackexp.files import compute_sha256, get_cache_root
 
 log = logging.getLogger(__name__)
 
@@ -161,10 +161,10 @@ def _open_prepared(path: Path, config: DataConfig, tokenizer: KnownTokenizer | N
     token_set = TokenSet(path, f"--tokenizer {tokenizer.path if tokenizer else 'TOKENIZER.json'}")
     corpus = token_set.corpus
     if tokenizer and tokenizer.contradicts(corpus.tokenizer):
-        raise RunError(
-            f"{path}: made with another tokenizer than {tokenizer.path.parent}; prepare it with "
-            f"--tokenizer {tokenizer.path}, or convert it with data retokenize"
-        )
+        remedy = f"prepare it with --tokenizer {tokenizer.path}, or convert it with data retokenize"
+        if path.resolve().is_relative_to(get_cache_root().resolve()):  # the corpus of this Python
+            remedy = "this Python or its packages differ from those of the run; use the environment of the run"
+        raise RunError(f"{path}: made with another tokenizer than {tokenizer.path.parent}; {remedy}")
     token_set.check_vocab_size(config.vocab_size)
     identity = compute_sha256(path / "index.json")  # includes the hashes of the shards
     return Concatenated(token_set), corpus.bytes / max(corpus.tokens, 1), identity
