@@ -76,7 +76,7 @@ def flip_middle_byte(data: bytes) -> bytes:
         (None, b"", "no such file or folder"),
         ("a.png", b"x", r"nothing to read \(found \.png\)"),
         ("prepared/", b"", "source: contains only prepared sets; give the files from which they were prepared"),
-        ("a.jsonl", b"{}\n" * 5, r"0 documents \(5 bad lines\) do not fill one sequence"),
+        ("a.jsonl", b"{}\n" * 5, r"no documents, but 5 bad lines; .*bad_lines.log has the reasons; correct the"),
         ("a.jsonl.gz", gzip.compress(json_lines(TEXTS))[:-9], r"a\.jsonl\.gz: corrupt or cut short"),
         ("a.jsonl.gz", flip_middle_byte(gzip.compress(json_lines(TEXTS))), r"a\.jsonl\.gz: corrupt or cut short"),
         ("a.jsonl.zst", zstandard.compress(json_lines(TEXTS))[:-9], r"a\.jsonl\.zst: corrupt or cut short"),

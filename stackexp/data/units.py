@@ -154,6 +154,10 @@ def merge_units(folder: Path, count: int, tokenizer: Tokenizer, context_length: 
         sources=sources,
     )
     if not corpus.sequences:
+        if corpus.bad_lines and not corpus.documents:
+            log_file = folder / format_unit_name(0) / BAD_LINES
+            advice = f"{log_file} has the reasons; correct the files, --text-column or --filter"
+            raise RunError(f"{folder}: no documents, but {corpus.bad_lines:,} bad lines; {advice}")
         others = f"{corpus.bad_lines} bad lines"
         if corpus.filtered_documents:
             others = f"{corpus.filtered_documents:,} more filtered out, {others}"
