@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from stackexp.verbs.openmp import choose_wait_policy
-from stackexp.verbs.parser import Parser, split_names
+from stackexp.verbs.parser import Parser
 
 USAGE = "(--run FOLDER | --config NAME_OR_PATH --ckpt_path PATH) [OPTIONS] [KEY=VALUE ...]"
 EXAMPLES = (
@@ -54,8 +54,6 @@ def _check_arguments(args: Namespace) -> None:
             parser.error("--by_position requires --run")
         if args.score_remainder:
             parser.error("--by_position scores whole sequences only; omit --score-remainder")
-    if args.sets and not any(map(split_names, args.sets)):
-        parser.error("--sets: name at least one set")
 
 
 def run(args: Namespace, stage: Literal["validate", "test"] = "validate") -> int:
@@ -73,7 +71,7 @@ def run(args: Namespace, stage: Literal["validate", "test"] = "validate") -> int
         config = compose.compose(configs, args.overrides, is_training=False)
     from stackexp.data.path_checks import check_paths, check_requested_sets
 
-    sets = [name for names in args.sets for name in split_names(names)]
+    sets = [name.strip() for names in args.sets for name in names.split(",")]
     if not sets:
         check_paths(config.data, stage)
     elif config.data.objective == "language_modeling":

@@ -31,7 +31,7 @@ def test_readme_plugin_trains_and_resumes(tiny, tmp_path):
     assert "64 of them in the memory" in output, "a gate of 32 numbers in each of 2 layers"
     lines = [line for line in run.read_metrics() if "train/loss" in line]
     assert lines[-1]["train/loss"] < lines[0]["train/loss"]
-    assert "memory/occupancy/layer_01" in lines[0], "its own probes are recorded"
+    assert "memory/state_norm/layer_01" in lines[0], "its own probes are recorded"
 
     # The run's config.yaml finds the plugin again
     forks.run("generate", "--run", path, "--prompt", "def", "--max_new_tokens", "3")
