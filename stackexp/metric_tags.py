@@ -20,5 +20,3 @@ AVERAGED_STEPS = 20
 """A run's training loss is the mean over this many last steps, and searches compare means over this many steps."""
 
 DOWNSTREAM = "downstream"
-
-NAMESPACES = ("train", "val", "test", "memory", "memory_val", DOWNSTREAM)

@@ -149,7 +149,7 @@ class RunFolder:
     def check_ownership(self) -> None:
         """Raise RunError if the folder exists, is not empty, and is not a run folder.
 
-        A run folder has the file .stackexp, or, from older versions of stackexp, two of the other files.
+        A run folder has the file .stackexp, or, as a copy without hidden files, two of the other files.
         """
         is_ours = (self.path / MARKER).exists() or (self.config.exists() and self.environment.exists())
         try:

@@ -88,7 +88,9 @@ def _iterate(cls: type, prefix: str, kind: str) -> Iterator[Key]:
         if name in SECTIONS:
             kinds = ", ".join(list_kinds(SECTIONS[name]))
             default = _format_default((getattr(ExperimentConfig(), name, None) or {}).get("kind"))
-            yield Key(f"{name}.kind", "", f"one of {kinds}", default, "The kind of this section.")
+            yield Key(
+                f"{name}.kind", "", f"one of {kinds}", default, "The kind of the section; decides its other keys."
+            )
             for section_kind in list_kinds(SECTIONS[name]):
                 yield from _iterate(get_entry(SECTIONS[name], section_kind).config, f"{name}.", section_kind)
         elif inner is not None:

@@ -48,8 +48,8 @@ def list_interventions(model: nn.Module, means: list[Recording], heads: bool = F
     Actions are forced to 0 or 1, frozen at their mean over the tokens, or hardened. Stacks are cleared before a layer.
     Reads are dropped in all layers, in one layer, or (with `heads`) in one head; or exchanged between the heads.
     A residual stack without its reads still reads its top. It is cleared after the attention of the layer has read it.
-    With feedback, which changes the logits of each token after the intervention, actions are only forced, and a dropped
-    read is still fed back.
+    Feedback changes the logits after the intervention. So with feedback, actions are neither frozen nor hardened, and
+    a dropped read is still fed back.
     """
     stacks = find_stacks(model)
     num_heads, found = _count_heads(stacks[0]), []

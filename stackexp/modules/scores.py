@@ -9,7 +9,7 @@ Scores = dict[str, float]
 interval also loss_low and loss_high."""
 
 MAX_BOOTSTRAP_BLOCKS = 25
-"""Losses of neighboring chunks, such as those of one file, are correlated; blocks of them hardly are."""
+"""Few blocks are long blocks: losses of neighboring chunks, such as those of one file, are correlated."""
 T_QUANTILES = (
     *(12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131),
     *(2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042),
@@ -61,7 +61,7 @@ def bootstrap_interval(losses: np.ndarray, counts: np.ndarray, resamples: int = 
 
 
 def get_t_quantile(degrees: int) -> float:
-    """Return the 97.5 % quantile of Student's t; that of 30 degrees of freedom for more."""
+    """Return the 97.5 % quantile of Student's t; more than 30 degrees of freedom count as 30."""
     return T_QUANTILES[min(degrees, len(T_QUANTILES)) - 1]
 
 

@@ -24,9 +24,9 @@ Options = dict[str, Any]
 
 
 class Family(NamedTuple):
-    """Its name, and that of the Transformer family with the same options outside the memory.
+    """The name of a family, and the name of the Transformer family with the same options outside the memory.
 
-    The name has the options that separate the family from others and differ from their defaults.
+    A name has the options that separate the family from others and differ from their defaults.
     """
 
     name: str
@@ -54,14 +54,14 @@ def name_families(runs: Sequence[ArmRun]) -> list[Family]:
     short = shorten_keys(key for options in named for key in options)
     names = [_format(memory, options, short) for memory, options in zip(memories, named, strict=True)]
     result = []
-    for name, *candidates in zip(names, named, fixed, strict=True):  # a Transformer of the same sweep, or of any
-        exact, any_sweep = (_format(BASELINE, _drop_memory(options), short) for options in candidates)
-        result.append(Family(name, exact if exact in names else any_sweep))
+    for name, *candidates in zip(names, named, fixed, strict=True):
+        same_sweep, any_sweep = (_format(BASELINE, _drop_memory(options), short) for options in candidates)
+        result.append(Family(name, same_sweep if same_sweep in names else any_sweep))
     return result
 
 
 def _unify_embedding_scales(runs: Sequence[ArmRun], changes: Sequence[Options]) -> None:
-    """Replace the embedding scale by "sqrt(d)", if that is the rule of all runs that have one."""
+    """Replace the embedding scale by "sqrt(d)", if every run that sets it has this value."""
     key = "model.embedding_scale"
     scaled = [(run, own) for run, own in zip(runs, changes, strict=True) if key in own]
     if all(math.isclose(own[key], math.sqrt(run.config["model.hidden_size"]), rel_tol=0.01) for run, own in scaled):
@@ -70,10 +70,10 @@ def _unify_embedding_scales(runs: Sequence[ArmRun], changes: Sequence[Options]) 
 
 
 def _select_fixed(memories: Sequence[str], changes: Sequence[Options]) -> list[Options]:
-    """Return the options of each run that separate families whatever the size.
+    """Return the options of each run that separate families, without those that may differ between sizes.
 
-    Outside the memory these are options in which any two runs differ; of the memory, those in which two runs with this
-    memory differ.
+    An option outside the memory separates families if any two runs differ in it; an option of the memory, if two runs
+    with this memory do.
     """
     sizes = SIZES | {k for own in changes for k, v in own.items() if k.startswith("model.memory.") and type(v) is int}
     fixed = [{key: value for key, value in own.items() if key not in sizes} for own in changes]

@@ -30,7 +30,7 @@ FIRST_RANK_GONE = "rank 0 is gone: it does not answer"
 
 
 def note_progress(trainer: pl.Trainer, stop: StopRequest) -> None:
-    """Restart the timeouts that end a run without progress."""
+    """Restart the timeouts of a run without progress."""
     stop.note_progress()
     for callback in trainer.callbacks:
         if isinstance(callback, Watchdog):
