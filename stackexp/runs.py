@@ -27,6 +27,7 @@ from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+from stackexp import __version__
 from stackexp.config.compose import to_yaml
 from stackexp.config.experiment import ExperimentConfig
 from stackexp.config.yaml_files import flatten, read_file
@@ -260,13 +261,14 @@ def describe_environment() -> dict[str, Any]:
     """Return commit, versions, hardware and command of this process."""
     import torch
 
-    packages = ("stackexp", "torch", "lightning", "torchmetrics", "omegaconf", "mosaicml-streaming", "tokenizers")
+    packages = ("torch", "lightning", "torchmetrics", "omegaconf", "mosaicml-streaming", "tokenizers")
+    versions = {name: importlib.metadata.version(name) for name in packages}
     return {
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "command": mask_secrets(shlex.join([os.path.basename(sys.executable), *sys.orig_argv[1:]])),
         "commit": read_commit(),
         "python": platform.python_version(),
-        "versions": {name: importlib.metadata.version(name) for name in packages},
+        "versions": {"stackexp": __version__} | versions,  # stackexp need not be installed
         "host": platform.node(),
         "cpu": {"model": _read_cpu_model(), "cores": os.cpu_count(), "threads": torch.get_num_threads()},
         "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],

@@ -47,7 +47,7 @@ def forward(
     offsets = locate(tl.program_id(0), num_tokens, settings)
     at, here, at_x, within, _, at_w = offsets
     w = load_or_default(
-        tl.zeros([settings.tokens * settings.group, settings.padded_dim], settings.dtype), tensors.query, at_w, within
+        tl.full([settings.tokens * settings.group, settings.padded_dim], 0, settings.dtype), tensors.query, at_w, within
     )
     stages, actions = start_pipeline(xs, logits, offsets, settings)
     needed = num_occupied
@@ -89,8 +89,8 @@ def backward(
     At slot j the gradient of St[j - 1] is complete. St[-1] is x.
     """
     LAST: tl.constexpr = len(xs) - 1
-    nothing = tl.zeros([settings.tokens * settings.group, settings.padded_dim], settings.dtype)
-    none = tl.zeros([nothing.shape[0]], settings.dtype)
+    nothing = tl.full([settings.tokens * settings.group, settings.padded_dim], 0, settings.dtype)
+    none = tl.full([nothing.shape[0]], 0, settings.dtype)
     offsets = locate(tl.program_id(0), num_tokens, settings)
     at, here, at_x, within, plane, at_w = offsets
     source, filled = (tensors.slots, tensors.mask), (num_occupied, num_occupied)
@@ -145,9 +145,10 @@ def _store_query_gradient(to_w, tensors, settings: tl.constexpr):
 
 @triton.jit
 def _load_softmax(stages, actions, tensors, w, sizes, offsets, settings: tl.constexpr):
-    """Return R, the highest score and the sum of exp(score - highest), recomputed or loaded as one logarithm."""
+    """Return R, the highest score and the sum of exp(score - highest); loaded: R, the logarithm of both, and 1."""
     at, here, at_x, within, _, _ = offsets
-    value, highest, total = tl.zeros_like(w), tl.zeros([w.shape[0]], settings.dtype), None
+    value, highest = tl.zeros_like(w), tl.full([w.shape[0]], 0, settings.dtype)
+    total = tl.full([w.shape[0]], 1, settings.dtype)
     if tensors.log_total is not None:
         value = load_or_default(value, tensors.read, at_x, within) + load_or_default(value, tensors.rest, at_x, within)
         highest = load_or_default(highest, tensors.log_total, at, here)

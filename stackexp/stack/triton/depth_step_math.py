@@ -67,7 +67,7 @@ def load_slot(source, j, filled, offsets, settings: tl.constexpr):
 def load_gradients(grads, j, num_new, offsets, settings: tl.constexpr):
     """Load the gradients of slot j of St' [ROWS, D] and of its M'; 0 beyond. Either pointer may be None."""
     at, here, at_x, within, plane, _ = offsets
-    nothing, none = tl.zeros(at_x.shape, settings.dtype), tl.zeros(at.shape, settings.dtype)
+    nothing, none = tl.full(at_x.shape, 0, settings.dtype), tl.full(at.shape, 0, settings.dtype)
     grad = load_or_default(nothing, grads[0], j * plane * settings.head_dim + at_x, _mask_below(within, j, num_new))
     return grad, load_or_default(none, grads[1], j * plane + at, _mask_below(here, j, num_new))
 
@@ -204,8 +204,8 @@ def read_slots(stages, actions, slots, w, sizes, offsets, settings: tl.constexpr
     needed, num_occupied, num_new, num_slots = sizes
     filled = (needed, num_occupied)
     stages = fill_pipeline(stages, actions, source, filled, num_slots, offsets, settings)
-    occupancy = tl.zeros([w.shape[0]], settings.dtype)
-    read = tl.zeros(w.shape, settings.dtype)
+    occupancy = tl.full([w.shape[0]], 0, settings.dtype)
+    read = tl.full(w.shape, 0, settings.dtype)
     total = occupancy + (num_slots - num_new)  # the empty slots
     highest = tl.where(total > 0, tl.full(total.shape, settings.empty_score, settings.dtype), float("-inf"))
     received = load_slot(source, len(stages), filled, offsets, settings)
@@ -235,14 +235,12 @@ def read_slots(stages, actions, slots, w, sizes, offsets, settings: tl.constexpr
 def read_slot_backward(grads, slot, mask, w, softmax, is_occupied, settings: tl.constexpr):
     """Add a slot's share of the gradients of a global read to those of St'[j], M'[j] and w_g.
 
-    `softmax`: dR, dR . R, the highest score, and the softmax denominator; None if the highest score includes it.
+    `softmax`: dR, dR . R, the highest score, and the softmax denominator; 1 if the highest score includes it.
     """
     grad, grad_mask, to_w = grads
     from_read, mean, highest, total = softmax
     score, content = _compute_score(slot, mask, w, settings)
-    weight = tl.where(is_occupied, tl.exp(tl.minimum(score - highest, 0)), 0)
-    if total is not None:
-        weight = divide(weight, total)
+    weight = divide(tl.where(is_occupied, tl.exp(tl.minimum(score - highest, 0)), 0), total)
     to_score = weight * (tl.sum(from_read * slot, 1) - mean)
     to_content = to_score
     if settings.read_mask == "multiply":

@@ -68,7 +68,7 @@ def feedback_backward(tensors, batch_row, token, settings: tl.constexpr):
     to_x = tl.load(tensors.to_x + token * width + column, column < width, other=0)[None, :]
     to_logits = tl.load(tensors.to_logits + token * actions + action, action < actions, other=0)[None, :]
     out = tensors.to_read + batch_row * width
-    to_read = tl.zeros([padded], to_x.dtype)
+    to_read = tl.full([padded], 0, to_x.dtype)
     for start in range(0, units, settings.block):
         row = start + tl.arange(0, settings.block)
         to_fed = tl.sum(to_x * _load_map(tensors.feedback_x, row, units, width, padded), 1)

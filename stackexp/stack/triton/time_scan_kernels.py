@@ -200,7 +200,7 @@ def _store_state(slots, mask, stacks, state, offsets, index, settings: tl.conste
 @triton.jit
 def _load_query(query, slots, offsets, settings: tl.constexpr):
     """Load w_g [H, 1, D] in the dtype of the slots; 0 for `read: top`."""
-    w = tl.zeros([settings.padded_heads, 1, settings.padded_dim], slots.dtype)
+    w = tl.full([settings.padded_heads, 1, settings.padded_dim], 0, slots.dtype)
     if settings.read == "global":
         w = tl.load(query + offsets[4], offsets[5], other=0)
     return w
