@@ -124,24 +124,19 @@ def _allocate_outputs(inputs: StepInputs) -> tuple[Tensor, ...]:
     schema=f"({INPUTS}, Tensor?[] softmax, Tensor?[] grads) -> ({', '.join(['Tensor'] * 5)})",
 )
 def depth_step_backward(*args) -> tuple[Tensor, ...]:
-    """Return the gradients of x, logits, query (no elements for `read: top`), and of the contents and M before.
+    """Return the gradients of x, logits, query, and of the contents and M before.
 
-    `softmax`: R, rest and log_total, or three times None to compute the softmax again. `grads`: those of R, a, the
-    entropy, and the new contents and M; each may be None.
+    That of the query has a row for each program along the tokens, or no elements for `read: top`. `softmax`: R, rest
+    and log_total, or three times None to compute the softmax again. `grads`: those of R, a, the entropy, and the new
+    contents and M; each may be None.
     """
     inputs, softmax, grads = StepInputs(*args[:-2]), args[-2], args[-1]
-    to_x, to_logits, to_query, to_slots, to_mask = outputs = _allocate_gradients(inputs)
-    query, parts = inputs.query, None
-    if query is not None:
-        dtype = torch.promote_types(inputs.x.dtype, inputs.mask.dtype)
-        parts = query.new_empty((compute_grid(inputs.x)[0], *query.shape), dtype=dtype)
-    given = (query, inputs.slots, inputs.mask, *softmax, *grads)
-    tensors = StepBackward._make((*given, to_x, to_logits, parts, to_slots, to_mask))
-    num_old = len(to_slots)
+    outputs = _allocate_gradients(inputs)
+    given = (inputs.query, inputs.slots, inputs.mask, *softmax, *grads)
+    tensors = StepBackward(*given, *outputs[:2], _none_if_empty(outputs[2]), *outputs[3:])
+    num_old = len(outputs[-1])
     launch("backward", inputs, tensors, num_old=num_old, num_new=min(num_old + 1, inputs.num_slots))
-    if parts is None:
-        return outputs
-    return to_x, to_logits, parts.sum(0).to(to_query.dtype), to_slots, to_mask
+    return outputs
 
 
 @depth_step_backward.register_fake
@@ -151,10 +146,14 @@ def _(*args) -> tuple[Tensor, ...]:
 
 def _allocate_gradients(inputs: StepInputs) -> tuple[Tensor, ...]:
     x, query = inputs.x, inputs.query
+    to_query = x.new_empty(0)
+    if query is not None:
+        dtype = torch.promote_types(x.dtype, inputs.mask.dtype)
+        to_query = query.new_empty((compute_grid(x)[0], *query.shape), dtype=dtype)
     return (
         x.new_empty(x.shape),
         inputs.logits.new_empty(inputs.logits.shape),
-        x.new_empty(0) if query is None else query.new_empty(query.shape),
+        to_query,
         inputs.slots.new_empty(inputs.to_slots.shape),
         inputs.mask.new_empty(inputs.to_mask.shape),
     )
@@ -178,10 +177,11 @@ def _differentiate(ctx: FunctionCtx, *grads: Tensor | None) -> tuple:
     saved, num_pushed = ctx.saved_tensors, ctx.num_pushed
     pushed, pushed_logits = list(saved[10 : 10 + num_pushed]), list(saved[10 + num_pushed :])
     arguments = (*saved[:5], pushed, pushed_logits, *saved[5:7], *ctx.options)
-    to_x, to_logits, to_query, *to_state = depth_step_backward(*arguments, saved[7:10], [*grads[:3], *grads[-2:]])
-    nothing = [None] * num_pushed
-    query = None if saved[2] is None else to_query
-    return to_x, to_logits, query, None, None, nothing, nothing, *to_state, *[None] * len(ctx.options)
+    given = [grad if grad is None else grad.contiguous() for grad in (*grads[:3], *grads[-2:])]
+    to_x, to_logits, to_query, *to_state = depth_step_backward(*arguments, saved[7:10], given)
+    nothing, query = [None] * num_pushed, saved[2]
+    to_query = None if query is None else to_query.sum(0).to(query.dtype)
+    return to_x, to_logits, to_query, None, None, nothing, nothing, *to_state, *[None] * len(ctx.options)
 
 
 depth_step.register_autograd(_differentiate, setup_context=_save_for_backward)
