@@ -142,7 +142,7 @@ def test_steps_compile_without_graph_breaks(discipline):
 
 def test_torch_compile_warns_about_unrolled_tokens(caplog):
     x, logits, query, slots, mask = make_detached(Case(7, 3, 2, 2, filled=2))
-    dispatch.log_once.cache_clear()
+    dispatch._log_once.cache_clear()
 
     @torch.compile(fullgraph=True, backend="eager")
     def read(x, logits):
@@ -156,7 +156,7 @@ def test_torch_compile_warns_about_unrolled_tokens(caplog):
 
 
 def test_chosen_implementation_is_logged_once(caplog):
-    dispatch.log_once.cache_clear()
+    dispatch._log_once.cache_clear()
     x, logits, query, *_ = make_detached(Case(7, 3, 2, 1))
     with caplog.at_level(logging.INFO, "stackexp.stack"):
         for _ in range(2):
@@ -196,6 +196,16 @@ def test_auto_selects_triton_for_scans_on_cuda(monkeypatch):
     for has_triton, expected in ((True, ["numba", "triton", "eager"]), (False, ["numba", "eager", "eager"])):
         monkeypatch.setattr(dispatch, "_has_triton", lambda has_triton=has_triton: has_triton)
         assert [dispatch._kernels_for(device) for device in ("cpu", "cuda", "mps")] == expected
+
+
+def test_the_choice_for_cuda_neither_breaks_a_graph_nor_warns(recwarn):
+    @torch.compile(fullgraph=True, backend="eager")
+    def choose(x):
+        dispatch.log_once(logging.INFO, "a new message")
+        return x, dispatch._kernels_for("cuda")
+
+    assert choose(torch.ones(1))[1] in ("triton", "eager")
+    assert not [warning for warning in recwarn if "Dynamo" in str(warning.message)]
 
 
 def test_numba_is_not_imported_before_a_scan():

@@ -89,10 +89,14 @@ def _select(automatic: str) -> str:
     return name
 
 
-@functools.cache
-@torch.compiler.assume_constant_result
+@torch.compiler.assume_constant_result  # functools.cache alone would be traced, with a warning
 def log_once(level: int, message: str) -> None:
     """Log a message once per process."""
+    _log_once(level, message)
+
+
+@functools.cache
+def _log_once(level: int, message: str) -> None:
     _logger.log(level, message)
 
 
@@ -110,9 +114,14 @@ def _is_transformed() -> bool:
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
-@functools.cache
+@torch.compiler.assume_constant_result  # find_spec would break the graph
 def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
+    return _is_installed("triton")
+
+
+@functools.cache
+def _is_installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
 
 
 def _load_module(name: str) -> ModuleType:
