@@ -2,8 +2,8 @@
 
     python benchmarks/gpu.py [--out FOLDER] [--only STEP ...]
 
-Each step is a process of its own that ends within nine minutes and writes its JSON at once, so that half an hour on a
-GPU is used to the last minute. A failed step is reported and the next one starts.
+Each step is a process of its own that ends within nine minutes and writes its JSON at once, so that a GPU lent for a
+short time is used to the last minute. A failed step is reported and the next one starts.
 """
 
 import argparse
@@ -35,11 +35,11 @@ IN_PAPER = ("stacktrans", "single_head", "full_dim")
 PAPER_ROWS = f"--only={','.join(IN_PAPER)}"
 OTHER_ROWS = f"--only={','.join(name for name in MEMORIES if name not in IN_PAPER)}"
 STACK = [*BENCH, "stack", "--config", "pretrain/stacktrans-360m", "data.micro_batch_size=8"]
-FIT = [sys.executable, "-m", "stackexp", "fit", "--config", "quickstart", "trainer.accelerator=cuda"]
-FIT += ["trainer.precision=bf16-mixed", "data.micro_batch_size=64", "data.global_batch_tokens=16384"]
-PROFILE = [sys.executable, "-m", "stackexp", "fit", "--config", "quickstart", "name=profile", "trainer.accelerator=cuda"]
-PROFILE += ["model=transformer-360m", "model.vocab_size=4096", "model.memory=stacktrans", "data.context_length=2048"]
-PROFILE += ["data.micro_batch_size=16", "data.global_batch_tokens=32768", "trainer.precision=bf16-mixed"]
+QUICKSTART = [sys.executable, "-m", "stackexp", "fit", "--config", "quickstart", "trainer.accelerator=cuda"]
+QUICKSTART += ["trainer.precision=bf16-mixed"]
+FIT = [*QUICKSTART, "data.micro_batch_size=64", "data.global_batch_tokens=16384"]
+PROFILE = [*QUICKSTART, "name=profile", "model=transformer-360m", "model.vocab_size=4096", "model.memory=stacktrans"]
+PROFILE += ["data.context_length=2048", "data.micro_batch_size=16", "data.global_batch_tokens=32768"]
 PROFILE += ["schedule.warmup_steps=1", "trainer.max_steps=14", "trainer.val_check_interval=14", "trainer.profile=10-12"]
 
 

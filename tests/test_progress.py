@@ -91,7 +91,7 @@ def test_log_file_of_a_run_has_lines_without_carriage_returns(tiny, capsys):
     assert "\r" not in output
     lines = [line for line in output.splitlines() if line.startswith("step ")]
     assert len(lines) == 12 + 2, "steps and validations"
-    assert lines[0].startswith("step 1/12: loss 5.")
+    assert re.match(r"step 1/12: loss [56]\.", lines[0])
     assert re.fullmatch(r"step 5/12: loss 5\.\d+, [\d,]+ tokens/s, \d+ s left", lines[4])
     assert lines[-1].startswith("step 12/12: validation loss 5.")
 

@@ -1,5 +1,6 @@
 """The arms of a comparison: their names, and the interval of a difference."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ from language_runs import finish, write_run
 from stackexp.config.affects import flatten_config
 from stackexp.config.compose import compose
 from stackexp.reports.arms import name_arm, name_memory, read_arms
-from stackexp.reports.differences import compute_difference
+from stackexp.reports.differences import compare_arms, compute_difference
 from stackexp.reports.paper import CHOICES, find_variant
 
 
@@ -98,3 +99,12 @@ def test_families_of_other_stacks_are_named_by_their_options():
     assert name_memory(flatten_config(config)) == "stack (residual_gate=read), identity start"
     config = compose(["quickstart"], ["model.memory=null", "init.memory=identity"])
     assert name_memory(flatten_config(config)) == "Transformer"
+
+
+def test_pairs_from_other_hardware_are_named(tmp_path):
+    for name, seed, gpus in (("null", 0, []), ("null", 1, []), ("queue", 0, ["NVIDIA H200"]), ("queue", 1, [])):
+        run = finish(write_run(tmp_path / f"{name}-seed={seed}-0123abcd", f"model.memory={name}", seed=seed), 3.0)
+        (run / "environment.json").write_text(json.dumps([{"gpus": gpus, "versions": {"torch": "2.11.0"}}]))
+    null, queue = read_arms([tmp_path])[0]
+    text = "queue, seed 0: started on NVIDIA H200 with torch 2.11.0, null on a CPU with torch 2.11.0"
+    assert compare_arms(queue, null).mismatches == [f"{text}: rounding differs, and perhaps the initial weights"]

@@ -143,7 +143,20 @@ def compare_arms(arm: Arm, baseline: Arm) -> Comparison:
         mismatches.append(
             f"{arm.name}: apart from memory and size, differs from {baseline.name} in {', '.join(options)}"
         )
+    for run, base in pairs:
+        ours, theirs = _describe_platform(run), _describe_platform(base)
+        if ours and theirs and ours != theirs:
+            pair = f"{arm.name}, seed {run.seed}: started on {ours}, {baseline.name} on {theirs}"
+            mismatches.append(f"{pair}: rounding differs, and perhaps the initial weights")
     return Comparison(arm, pairs, mismatches)
+
+
+def _describe_platform(run: ArmRun) -> str:
+    """Return the device and the version of torch of a run's first session; an empty string if not recorded."""
+    first = next(iter(run.folder.read_sessions()), {})
+    device = ", ".join(sorted(set(first.get("gpus", [])))) or "a CPU"
+    version = first.get("versions", {}).get("torch")
+    return f"{device} with torch {version}" if version else ""
 
 
 def _find_other_options(arm: Arm, baseline: Arm) -> list[str]:

@@ -4,7 +4,7 @@ auto        CPU: numba. CUDA: triton, if it is installed. Otherwise eager.
 reference   the specification; slow
 eager       plain PyTorch, on any device
 numba       compiled kernels for the CPU
-triton      compiled kernels for CUDA; experimental
+triton      compiled kernels for CUDA
 
 auto also selects eager for what the kernels do not support: torch.compile, torch.func, forward-mode differentiation,
 tensor subclasses and dispatch modes (fake tensors, FLOP counters). The Triton depth step does support torch.compile.

@@ -101,10 +101,9 @@ class StackMemory(Memory):
         x, logits = self.project(h)  # [B, T, H, D], [B, T, H, 3]
         output, state = self.update(state, x, logits, h)
         read = self.project_up(output.read.to(h.dtype))  # [B, T, d]
-        if self.config.residual_gate == "hidden":
-            new_h = torch.addcmul(read, h, self.gate)
-        else:
-            new_h = torch.addcmul(h, read, self.gate)
+        summand, factor = (read, h) if self.config.residual_gate == "hidden" else (h, read)
+        with torch.autocast(h.device.type, enabled=False):  # it would copy the read in the dtype of h
+            new_h = torch.addcmul(summand, factor, self.gate)
         stats = {"entropy": output.entropy.mean()}
         if probe:
             stats |= _compute_probes(output, self.scale_read(read), h)
@@ -121,7 +120,9 @@ class StackMemory(Memory):
         if self.actions is None:
             push = x.new_zeros(x.shape[:-1])
             return x, torch.stack([push, push + NEVER], -1)
-        return x, torch.einsum("...hd,had->...ha", x, self.actions)
+        # one product per sequence and head, so that a GPU need not sum A's gradient over all tokens in one block
+        actions = self.actions.expand(len(x), -1, -1, -1)
+        return x, torch.einsum("b...hd,bhad->b...ha", x, actions)
 
     def project_down(self, h: Tensor) -> Tensor:
         """Return the push vectors W_down h [..., H, D] of h [..., d]."""

@@ -133,7 +133,7 @@ def depth_step_backward(*args) -> tuple[Tensor, ...]:
     inputs, softmax, grads = StepInputs(*args[:-2]), args[-2], args[-1]
     outputs = _allocate_gradients(inputs)
     given = (inputs.query, inputs.slots, inputs.mask, *softmax, *grads)
-    tensors = StepBackward(*given, *outputs[:2], _none_if_empty(outputs[2]), *outputs[3:])
+    tensors = StepBackward._make((*given, *outputs[:2], _none_if_empty(outputs[2]), *outputs[3:]))
     num_old = len(outputs[-1])
     launch("backward", inputs, tensors, num_old=num_old, num_new=min(num_old + 1, inputs.num_slots))
     return outputs
