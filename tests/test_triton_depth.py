@@ -158,6 +158,12 @@ def test_cpu_tensors_are_rejected(compiler):
         check("triton", Case(1, 1, 1, 1))
 
 
+def test_shapes_are_given_to_builtins_as_triton_3_6_requires():
+    files = sorted(Path(depth_step_launch.__file__).parent.glob("*_[km]*.py"))
+    assert {"depth_step_kernels.py", "depth_step_math.py", "time_scan_math.py"} <= {path.name for path in files}
+    assert not [path.name for path in files if "tl.zeros(" in path.read_text()]
+
+
 class CpuTensors(TorchDispatchMode):
     """Collects the operators that return a CPU tensor with dimensions."""
 
