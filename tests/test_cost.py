@@ -128,7 +128,7 @@ def test_gpu_memory_matches_the_count(stack, checkpointing):
         loss.backward()
     with use_implementation("triton"):
         counted = memory_tracker.measure_pass(cost.build_meta_model(config), (8, 1024), True, NextTokenLoss()).total()
-    tolerance = 0.1 if stack == "full_dim" else 0.05  # its sum of the query's gradient has a temporary of 34 MB
+    tolerance = 0.1 if stack == "full_dim" else 0.05  # summing the query's gradient takes 34 MB
     assert counted == pytest.approx(torch.cuda.max_memory_allocated() - before, rel=tolerance)
 
 

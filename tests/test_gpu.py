@@ -85,7 +85,7 @@ def test_bf16_autocast_is_finite_and_close_to_float32(name):
     assert loss.isfinite()
     assert output.entropy.dtype == torch.float32
     error = (output.logits.float() - exact).abs().max() / exact.abs().max()
-    assert error < (0.15 if name == "token_major" else 0.05)  # eager on a CPU, 12 seeds: 0.01 to 0.06, others 0.02
+    assert error < (0.1 if name == "token_major" else 0.05)  # eager on a CPU, 12 seeds: 0.01 to 0.06, others 0.02
     for parameter_name, parameter in model.named_parameters():
         assert parameter.grad.isfinite().all(), parameter_name
 

@@ -47,7 +47,7 @@ def compute_curve(memory: str, implementation: str, dtype: torch.dtype, device: 
 @pytest.mark.parametrize("implementation", ["eager", "numba"])
 def test_loss_curve_matches_the_reference(memory, implementation):
     exact = compute_curve(memory, "reference", torch.float64)
-    assert exact[-1] < 0.8 * exact[0], "the loss must decrease"
+    assert exact[-1] < 0.8 * exact[0], "the loss must decrease"  # 0.73 with the weights of torch 2.11
     drift = (compute_curve(memory, "reference", torch.float32) - exact).abs().max()
     assert (compute_curve(memory, implementation, torch.float32) - exact).abs().max() <= 4 * drift
 

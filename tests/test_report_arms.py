@@ -105,6 +105,12 @@ def test_pairs_from_other_hardware_are_named(tmp_path):
     for name, seed, gpus in (("null", 0, []), ("null", 1, []), ("queue", 0, ["NVIDIA H200"]), ("queue", 1, [])):
         run = finish(write_run(tmp_path / f"{name}-seed={seed}-0123abcd", f"model.memory={name}", seed=seed), 3.0)
         (run / "environment.json").write_text(json.dumps([{"gpus": gpus, "versions": {"torch": "2.11.0"}}]))
-    null, queue = read_arms([tmp_path])[0]
-    text = "queue, seed 0: started on NVIDIA H200 with torch 2.11.0, null on a CPU with torch 2.11.0"
-    assert compare_arms(queue, null).mismatches == [f"{text}: rounding differs, and perhaps the initial weights"]
+    cpu = "trainer.accelerator=cpu"
+    on_cpu = finish(write_run(tmp_path / "dense-seed=0-0123abcd", "model.memory=dense_former", cpu), 3.0)
+    (on_cpu / "environment.json").write_text(json.dumps([{"gpus": ["NVIDIA H200"], "versions": {"torch": "2.15.0"}}]))
+    arms = {arm.name: arm for arm in read_arms([tmp_path])[0]}
+    starts = [line for name in ("queue", "dense") for line in compare_arms(arms[name], arms["null"]).mismatches]
+    assert [line.partition(": rounding")[0] for line in starts if "started" in line] == [
+        "queue, seed 0: started on NVIDIA H200 with torch 2.11.0, null on a CPU with torch 2.11.0",
+        "dense, seed 0: started on a CPU with torch 2.15.0, null on a CPU with torch 2.11.0",
+    ]

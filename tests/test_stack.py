@@ -199,6 +199,8 @@ def test_auto_selects_triton_for_scans_on_cuda(monkeypatch):
 
 
 def test_the_choice_for_cuda_neither_breaks_a_graph_nor_warns(recwarn):
+    """Dynamo of torch 2.11 cannot trace `find_spec`; later versions only warn, once per process."""
+
     @torch.compile(fullgraph=True, backend="eager")
     def choose(x):
         dispatch.log_once(logging.INFO, "a new message")

@@ -154,9 +154,10 @@ def compare_arms(arm: Arm, baseline: Arm) -> Comparison:
 def _describe_platform(run: ArmRun) -> str:
     """Return the device and the version of torch of a run's first session; an empty string if not recorded."""
     first = next(iter(run.folder.read_sessions()), {})
-    device = ", ".join(sorted(set(first.get("gpus", [])))) or "a CPU"
+    is_on_cpu = run.folder.read_options().get("trainer.accelerator") == "cpu"
+    device = "" if is_on_cpu else ", ".join(sorted(set(first.get("gpus", []))))
     version = first.get("versions", {}).get("torch")
-    return f"{device} with torch {version}" if version else ""
+    return f"{device or 'a CPU'} with torch {version}" if version else ""
 
 
 def _find_other_options(arm: Arm, baseline: Arm) -> list[str]:

@@ -102,7 +102,7 @@ class StackMemory(Memory):
         output, state = self.update(state, x, logits, h)
         read = self.project_up(output.read.to(h.dtype))  # [B, T, d]
         summand, factor = (read, h) if self.config.residual_gate == "hidden" else (h, read)
-        with torch.autocast(h.device.type, enabled=False):  # it would copy the read in the dtype of h
+        with torch.autocast(h.device.type, enabled=False):  # autocast would copy the read to float32
             new_h = torch.addcmul(summand, factor, self.gate)
         stats = {"entropy": output.entropy.mean()}
         if probe:
@@ -120,9 +120,9 @@ class StackMemory(Memory):
         if self.actions is None:
             push = x.new_zeros(x.shape[:-1])
             return x, torch.stack([push, push + NEVER], -1)
-        # one product per sequence and head, so that a GPU need not sum A's gradient over all tokens in one block
-        actions = self.actions.expand(len(x), -1, -1, -1)
-        return x, torch.einsum("b...hd,bhad->b...ha", x, actions)
+        if x.dim() == 4:  # [B, T, H, D]: one product per sequence, so that a GPU computes A's gradient in parallel
+            return x, torch.einsum("bthd,bhad->btha", x, self.actions.expand(len(x), -1, -1, -1))
+        return x, torch.einsum("...hd,had->...ha", x, self.actions)
 
     def project_down(self, h: Tensor) -> Tensor:
         """Return the push vectors W_down h [..., H, D] of h [..., d]."""

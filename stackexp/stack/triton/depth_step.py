@@ -126,7 +126,7 @@ def _allocate_outputs(inputs: StepInputs) -> tuple[Tensor, ...]:
 def depth_step_backward(*args) -> tuple[Tensor, ...]:
     """Return the gradients of x, logits, query, and of the contents and M before.
 
-    That of the query has a row for each program along the tokens, or no elements for `read: top`. `softmax`: R, rest
+    The gradient of the query has one row per block of tokens, or no elements for `read: top`. `softmax`: R, rest
     and log_total, or three times None to compute the softmax again. `grads`: those of R, a, the entropy, and the new
     contents and M; each may be None.
     """

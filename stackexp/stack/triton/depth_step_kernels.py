@@ -145,7 +145,7 @@ def _store_query_gradient(to_w, tensors, settings: tl.constexpr):
 
 @triton.jit
 def _load_softmax(stages, actions, tensors, w, sizes, offsets, settings: tl.constexpr):
-    """Return R, the highest score and the sum of exp(score - highest); loaded: R, the logarithm of both, and 1."""
+    """Return R, the highest score and the sum of exp(score - highest); if stored, R, log_total and 1 instead."""
     at, here, at_x, within, _, _ = offsets
     value, highest = tl.zeros_like(w), tl.full([w.shape[0]], 0, settings.dtype)
     total = tl.full([w.shape[0]], 1, settings.dtype)

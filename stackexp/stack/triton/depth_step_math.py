@@ -235,7 +235,7 @@ def read_slots(stages, actions, slots, w, sizes, offsets, settings: tl.constexpr
 def read_slot_backward(grads, slot, mask, w, softmax, is_occupied, settings: tl.constexpr):
     """Add a slot's share of the gradients of a global read to those of St'[j], M'[j] and w_g.
 
-    `softmax`: dR, dR . R, the highest score, and the softmax denominator; 1 if the highest score includes it.
+    `softmax`: dR, dR . R, the highest score, and the softmax denominator; with log_total as the score, it is 1.
     """
     grad, grad_mask, to_w = grads
     from_read, mean, highest, total = softmax
