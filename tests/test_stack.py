@@ -161,6 +161,8 @@ def test_chosen_implementation_is_logged_once(caplog):
     with caplog.at_level(logging.INFO, "stackexp.stack"):
         for _ in range(2):
             stack.step(stack.empty((2, 2), 7, 3, x), x[:, 0], logits[:, 0], query, num_slots=7)
+        with stack.use_implementation("eager"):  # as the probes of validations do
+            stack.step(stack.empty((2, 2), 7, 3, x), x[:, 0], logits[:, 0], query, num_slots=7)
     assert [record.getMessage() for record in caplog.records] == ["stack implementation: numba"]
 
 

@@ -84,9 +84,10 @@ def _kernels_for(device_type: str) -> str:
 
 @torch.compiler.assume_constant_result  # under torch.compile the choice is made once, while tracing
 def _select(automatic: str) -> str:
-    name = automatic if _requested == "auto" else _requested
-    log_once(logging.INFO, f"stack implementation: {name}")
-    return name
+    if _requested != "auto":
+        return _requested  # not logged: the probes of validations use eager
+    log_once(logging.INFO, f"stack implementation: {automatic}")
+    return automatic
 
 
 @torch.compiler.assume_constant_result  # functools.cache alone would be traced, with a warning
