@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from stackexp import runs
+from stackexp import __version__, runs
 from stackexp.config.compose import compose, load_config
 from stackexp.errors import FolderBusyError, RunError
 from stackexp.run_result import RunResult
@@ -190,3 +190,12 @@ def test_damaged_or_newer_result_is_a_one_line_error(config):
     folder.result.write_text("{")
     with pytest.raises(RunError, match=r"result.json: not valid JSON"):
         folder.read_result()
+
+
+def test_the_environment_needs_no_installed_stackexp(monkeypatch):
+    def find_version(name):
+        assert name != "stackexp", "a source tree on PYTHONPATH has no metadata"
+        return "1.2"
+
+    monkeypatch.setattr("importlib.metadata.version", find_version)
+    assert runs.describe_environment()["versions"]["stackexp"] == __version__
