@@ -62,7 +62,7 @@ def list_steps(out: Path) -> dict[str, list[str]]:
         "efficiency_others": [*EFFICIENCY, FEWER, OTHER_ROWS, f"--out={out}/efficiency_others.json", "--steps=5"],
         "cross_entropy": [sys.executable, "benchmarks/cross_entropy.py", f"--out={out}/cross_entropy.json"],
     }
-    for every in (1, 2, 3, 4, 6):
+    for every in (1, 4):
         steps[f"stack_{every}"] = [
             *STACK,
             f"model.memory.checkpoint_every_layers={every}",

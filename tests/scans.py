@@ -144,7 +144,7 @@ def check(implementation: str, case: Case, device: str = "cpu") -> None:
     expected, expected_gradients = scan("reference", case, inputs)
     tolerance = {"rtol": 1e-9, "atol": 1e-11}
     if case.dtype != torch.float64:
-        tolerance = {"rtol": 1e-4, "atol": 5e-5 if case.feedback else 1e-5}  # feedback amplifies rounding errors
+        tolerance = {"rtol": 1e-4, "atol": 2e-5 if case.feedback else 1e-5}  # feedback amplifies rounding errors
     if case.read_mask == "additive":  # (1 - M) * 1e9 amplifies the rounding of M in the scores
         tolerance = {"rtol": 1e-5, "atol": 1e-6}
     torch.testing.assert_close(values, expected, **tolerance)

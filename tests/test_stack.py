@@ -196,7 +196,7 @@ def test_auto_selects_numba_only_for_real_cpu_tensors(monkeypatch):
 
 def test_auto_selects_triton_for_scans_on_cuda(monkeypatch):
     for has_triton, expected in ((True, ["numba", "triton", "eager"]), (False, ["numba", "eager", "eager"])):
-        monkeypatch.setattr(dispatch, "_has_triton", lambda has_triton=has_triton: has_triton)
+        monkeypatch.setattr(dispatch, "HAS_TRITON", has_triton)
         assert [dispatch._kernels_for(device) for device in ("cpu", "cuda", "mps")] == expected
 
 

@@ -29,6 +29,7 @@ from stackexp.stack.triton import depth_step
 STEP_MODULES = {"reference": "reference", "eager": "eager", "numba": "numba.time_scan", "triton": "triton.depth_step"}
 SCAN_MODULES = STEP_MODULES | {"triton": "triton.time_scan"}
 IMPLEMENTATIONS = tuple(STEP_MODULES)
+HAS_TRITON = importlib.util.find_spec("triton") is not None  # a constant: find_spec would break a compiled graph
 
 _logger = logging.getLogger("stackexp.stack")
 _loaded_modules = {"reference": reference, "eager": eager, "triton.depth_step": depth_step}
@@ -55,7 +56,7 @@ def choose_state_module(like: Tensor, axis: str) -> ModuleType:
     assert axis in ("depth", "time"), axis
     if _requested == "reference":
         return reference
-    use_triton = like.device.type == "cuda" and not _is_transformed() and _has_triton()
+    use_triton = like.device.type == "cuda" and not _is_transformed() and HAS_TRITON
     if axis == "depth" and (_requested == "triton" or (_requested == "auto" and use_triton)):
         return depth_step
     return eager
@@ -79,7 +80,7 @@ def choose_scan_module(x: Tensor) -> ModuleType:
 def _kernels_for(device_type: str) -> str:
     if device_type == "cpu":
         return "numba"
-    return "triton" if device_type == "cuda" and _has_triton() else "eager"
+    return "triton" if device_type == "cuda" and HAS_TRITON else "eager"
 
 
 @torch.compiler.assume_constant_result  # under torch.compile the choice is made once, while tracing
@@ -113,16 +114,6 @@ def _is_transformed() -> bool:
     if torch.compiler.is_compiling():
         return False
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
-
-
-@torch.compiler.assume_constant_result  # find_spec would break the graph
-def _has_triton() -> bool:
-    return _is_installed("triton")
-
-
-@functools.cache
-def _is_installed(package: str) -> bool:
-    return importlib.util.find_spec(package) is not None
 
 
 def _load_module(name: str) -> ModuleType:
