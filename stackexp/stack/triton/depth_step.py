@@ -11,15 +11,18 @@ which contain zeros and use no storage. So activation checkpointing of whole blo
 
 Computation runs in float32, or in float64 if x or the state has it. The contents are stored in the dtype given to
 `empty`, M in at least float32. Each program stores its part of w_g's gradient in its own row, and the rows are summed
-afterwards, so results are deterministic. To torch.compile the kernels are opaque operators with fake and autograd
-implementations. With TRITON_INTERPRET=1 in the environment, steps run on a CPU, slowly.
+afterwards, so results are deterministic.
+
+To torch.compile the kernels are opaque operators with fake implementations. An autograd.Function calls them, because
+registered autograd formulas would take 110 µs more per layer, on the CPU. With TRITON_INTERPRET=1 in the environment,
+steps run on a CPU, slowly.
 """
 
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx
+from torch.autograd.function import FunctionCtx, once_differentiable
 
 from stackexp.stack.reference import StackOutput
 from stackexp.stack.triton.depth_step_launch import StepBackward, StepForward, StepInputs, compute_grid, launch
@@ -30,12 +33,12 @@ CHECKPOINT_EVERY = 4  # k
 class DepthState(NamedTuple):
     """The last stored stack and the updates since then; n = min(updates, S) slots, and `...` is [B, T]."""
 
-    slots: Tensor  # stored contents, V_0 [n_0, ..., H, D]; only the last two fields have gradients
+    slots: Tensor  # stored contents, V_0 [n_0, ..., H, D]; only to_slots and to_mask have gradients
     mask: Tensor  # M of V_0 [n_0, ..., H], in float32 at least
-    pushed: list[Tensor]  # x of each layer since [..., H, D]
-    logits: list[Tensor]  # of each layer since [..., H, 3 or 2]
     to_slots: Tensor  # [n, ..., H, D], zeros without storage, which carry the gradient of the contents
     to_mask: Tensor  # [n, ..., H], the same for M
+    pushed: list[Tensor]  # x of each layer since [..., H, D]
+    logits: list[Tensor]  # of each layer since [..., H, 3 or 2]
 
 
 def empty(
@@ -44,7 +47,7 @@ def empty(
     """Return empty stacks for the leading dimensions `shape` (heads included), stored in `dtype` or as `like`."""
     slots = like.new_empty((0, *shape, head_dim), dtype=dtype)
     mask = slots.new_empty((0, *shape), dtype=torch.promote_types(slots.dtype, torch.float32))
-    return DepthState(slots, mask, [], [], slots, mask)
+    return DepthState(slots, mask, slots.clone(), mask.clone(), [], [])  # compiled autograd takes no tensor twice
 
 
 def step(
@@ -62,20 +65,20 @@ def step(
     """Update, then read; see `reference.step`. Inputs may have any dtype; the read has that of x."""
     x, logits = x.contiguous(), logits.contiguous()
     is_stored = len(state.pushed) + 1 >= checkpoint_every
-    options = (num_slots, discipline, read, read_mask)
-    outputs = depth_step(x, logits, query if read == "global" else None, *state, *options, is_stored)
+    given = (x, logits, query if read == "global" else None, *state[:4], *state.pushed, *state.logits)
+    outputs = _Step.apply((num_slots, discipline, read, read_mask, is_stored), *given)
     slots, mask, to_slots, to_mask = outputs[-4:]
     if is_stored:
-        state = DepthState(slots, mask, [], [], to_slots, to_mask)
+        state = DepthState(slots, mask, to_slots, to_mask, [], [])
     else:
         pushed, pushed_logits = [*state.pushed, x.detach()], [*state.logits, logits.detach()]
-        state = DepthState(state.slots, state.mask, pushed, pushed_logits, to_slots, to_mask)
+        state = DepthState(state.slots, state.mask, to_slots, to_mask, pushed, pushed_logits)
     return StackOutput(*outputs[:4]), state
 
 
 INPUTS = (
-    "Tensor x, Tensor logits, Tensor? query, Tensor slots, Tensor mask, Tensor[] pushed, Tensor[] pushed_logits, "
-    "Tensor to_slots, Tensor to_mask, int num_slots, str discipline, str read, str read_mask, bool is_stored"
+    "Tensor x, Tensor logits, Tensor? query, Tensor slots, Tensor mask, Tensor to_slots, Tensor to_mask, "
+    "Tensor[] pushed, Tensor[] pushed_logits, int num_slots, str discipline, str read, str read_mask, bool is_stored"
 )
 
 
@@ -159,32 +162,44 @@ def _allocate_gradients(inputs: StepInputs) -> tuple[Tensor, ...]:
     )
 
 
-def _save_for_backward(ctx: FunctionCtx, inputs: tuple, output: tuple[Tensor, ...]) -> None:
-    inputs = StepInputs(*inputs)
-    values, _, _, occupancy, rest, log_total, new_slots, new_mask, _, _ = output
-    ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(occupancy, rest, log_total, new_slots, new_mask)
-    softmax: tuple[Tensor | None, ...] = (None, None, None)
-    # additive: scores are up to 1e9, and one rounding of M between the two kernels changes them by 64
-    if inputs.read == "global" and inputs.read_mask != "additive":
-        softmax = tuple(map(_none_if_empty, (values, rest, log_total)))
-    ctx.num_pushed, ctx.options = len(inputs.pushed), inputs[9:]
-    saved = (*inputs[:5], *inputs[7:9], *softmax, *inputs.pushed, *inputs.pushed_logits)
-    ctx.save_for_backward(*saved)  # type: ignore[arg-type]  # PyTorch accepts None
+class _Step(torch.autograd.Function):
+    """The step with gradients of x, logits, query, to_slots and to_mask."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, options: tuple, *tensors: Tensor | None) -> tuple[Tensor, ...]:
+        """Return the outputs of `depth_step`. Its arguments are `tensors`, in two lists at the end, and `options`."""
+        outputs = depth_step(*_group_updates(tensors), *options)
+        values, _, _, occupancy, rest, log_total, new_slots, new_mask, _, _ = outputs
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(occupancy, rest, log_total, new_slots, new_mask)
+        softmax: tuple[Tensor | None, ...] = (None, None, None)
+        _, _, read, read_mask, _ = options
+        # additive: scores are up to 1e9, and one rounding of M between the two kernels changes them by 64
+        if read == "global" and read_mask != "additive":
+            softmax = tuple(map(_none_if_empty, (values, rest, log_total)))
+        ctx.options = options
+        ctx.save_for_backward(*softmax, *tensors)
+        return outputs
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        saved = ctx.saved_tensors
+        softmax, tensors = list(saved[:3]), saved[3:]
+        given = [grad if grad is None else grad.contiguous() for grad in (*grads[:3], *grads[-2:])]
+        to_x, to_logits, to_query, *to_state = depth_step_backward(
+            *_group_updates(tensors), *ctx.options, softmax, given
+        )
+        query = tensors[2]
+        to_query = None if query is None else to_query.sum(0).to(query.dtype)
+        return None, to_x, to_logits, to_query, None, None, *to_state, *[None] * len(tensors[7:])
 
 
-def _differentiate(ctx: FunctionCtx, *grads: Tensor | None) -> tuple:
-    saved, num_pushed = ctx.saved_tensors, ctx.num_pushed
-    pushed, pushed_logits = list(saved[10 : 10 + num_pushed]), list(saved[10 + num_pushed :])
-    arguments = (*saved[:5], pushed, pushed_logits, *saved[5:7], *ctx.options)
-    given = [grad if grad is None else grad.contiguous() for grad in (*grads[:3], *grads[-2:])]
-    to_x, to_logits, to_query, *to_state = depth_step_backward(*arguments, saved[7:10], given)
-    nothing, query = [None] * num_pushed, saved[2]
-    to_query = None if query is None else to_query.sum(0).to(query.dtype)
-    return to_x, to_logits, to_query, None, None, nothing, nothing, *to_state, *[None] * len(ctx.options)
-
-
-depth_step.register_autograd(_differentiate, setup_context=_save_for_backward)
+def _group_updates(tensors: tuple[Tensor | None, ...]) -> tuple:
+    """Return the arguments of the operators up to `pushed_logits`: the updates since V_0 become two lists."""
+    updates = tensors[7:]
+    half = len(updates) // 2
+    return *tensors[:7], list(updates[:half]), list(updates[half:])
 
 
 def _none_if_empty(tensor: Tensor) -> Tensor | None:

@@ -16,17 +16,17 @@ MAX_ELEMENTS_PER_THREAD = 16
 
 
 class StepInputs(NamedTuple):
-    """The arguments of the operator `depth_step`. Those from `slots` to `to_mask` are a `DepthState`."""
+    """The arguments of the operator `depth_step`. Those from `slots` to `pushed_logits` are a `DepthState`."""
 
     x: Tensor  # [..., H, D]
     logits: Tensor  # [..., H, 3 or 2]
     query: Tensor | None  # [H, D]; None for `read: top`
     slots: Tensor
     mask: Tensor
-    pushed: list[Tensor]
-    pushed_logits: list[Tensor]
     to_slots: Tensor
     to_mask: Tensor
+    pushed: list[Tensor]
+    pushed_logits: list[Tensor]
     num_slots: int
     discipline: str
     read: str
