@@ -33,9 +33,11 @@ def build_trials(*overrides: str, count: int = 4) -> list[Trial]:
     return trials
 
 
-def build_launcher(trials: list[Trial], program: str, max_parallel: int | None = None) -> LocalLauncher:
-    folder = trials[0].folder.path.parent
-    return LocalLauncher(folder, trials, Resources(), max_parallel, lambda trial: [sys.executable, "-c", program])
+def build_launcher(
+    trials: list[Trial], program: str, max_parallel: int | None = None, resources: Resources | None = None
+) -> LocalLauncher:
+    folder, command = trials[0].folder.path.parent, [sys.executable, "-c", program]
+    return LocalLauncher(folder, trials, resources or Resources(), max_parallel, lambda trial: command)
 
 
 def wait_for_ended(launcher: LocalLauncher, count: int) -> list[tuple[Trial, int]]:
@@ -56,6 +58,25 @@ def test_gpus_are_divided_among_trials(monkeypatch):
     assert [code for _, code in wait_for_ended(launcher, 1)] == [0]
     printed = [trial.log.read_text().split()[0] for trial in trials[:3]]
     assert printed == ["4,5", "6,7", "4,5"]
+
+
+def test_small_trials_share_gpus(monkeypatch):
+    monkeypatch.setattr(local, "find_gpus", lambda: ["4", "5"])
+    trials = build_trials("trainer.devices=1", count=5)
+    launcher = build_launcher(trials, PRINT + "; time.sleep(0.5)", resources=Resources(trials_per_gpu=2))
+    assert launcher.count_free() == 4
+    launcher.start(trials[:3])
+    assert launcher.count_free() == 1
+    launcher.start(trials[3:4])
+    assert launcher.count_free() == 0
+    wait_for_ended(launcher, 4)
+    assert [trial.log.read_text().split()[0] for trial in trials[:4]] == ["4", "5", "4", "5"]
+
+
+def test_trials_of_several_gpus_share_none(monkeypatch):
+    monkeypatch.setattr(local, "find_gpus", lambda: ["0", "1", "2", "3"])
+    with pytest.raises(ConfigError, match=r"trials_per_gpu: trials of 2 devices cannot share GPUs; set it to 1"):
+        build_launcher(build_trials("trainer.devices=2"), PRINT, resources=Resources(trials_per_gpu=4))
 
 
 def test_too_few_devices_is_a_config_error(monkeypatch):

@@ -15,11 +15,12 @@ class Resources:
     """The resources of each trial.
 
     `devices` and `num_nodes` set the trainer options of the same names, where launchers read them (a trial may override
-    them, as `trainer.devices` in `list`). The other options are Slurm's.
+    them, as `trainer.devices` in `list`). The options from `time` on are Slurm's.
     """
 
     devices: Optional[int] = option(None, min=1)  # per node; None: as in the config
     num_nodes: Optional[int] = option(None, min=1)  # None: as in the config
+    trials_per_gpu: int = option(1, min=1)  # of the local launcher; more for models that are too small to fill a GPU
     time: Optional[str] = None  # sbatch --time, such as 1-12:00:00
     partition: Optional[str] = None
     account: Optional[str] = None

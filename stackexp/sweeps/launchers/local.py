@@ -1,4 +1,4 @@
-"""Run trials as processes of this machine. Each gets the GPUs it needs, or a share of the CPU cores.
+"""Run trials as processes of this machine. Each gets whole GPUs, a share of one, or a share of the CPU cores.
 
 A trial's process.json has its process id, host, start time and GPUs, so a new driver finds the trials of a killed one.
 The system reuses process ids, so a record counts only if the start time matches.
@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import time
+from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -30,7 +31,7 @@ class LocalLauncher:
 
     Trials run in separate process groups: they survive a killed driver, and Ctrl-C stops only the driver. Trials of a
     killed driver that still run count against the limit and keep their GPUs, and `stop` stops them too.
-    Raises ConfigError if a trial needs more than this machine has.
+    Raises ConfigError if a trial needs more than this machine has, or would share several GPUs.
     """
 
     def __init__(
@@ -44,7 +45,11 @@ class LocalLauncher:
         self._gpus = [] if all(trial.config.trainer.accelerator == "cpu" for trial in trials) else find_gpus()
         cores = len(os.sched_getaffinity(0))
         self._devices = devices = max((_count_devices(trial, len(self._gpus)) for trial in trials), default=1)
-        room = len(self._gpus) // devices if self._gpus else max(1, cores // devices)
+        self._trials_per_gpu = resources.trials_per_gpu
+        if devices > 1 and self._trials_per_gpu > 1:
+            raise ConfigError(f"resources.trials_per_gpu: trials of {devices} devices cannot share GPUs; set it to 1")
+        gpus = len(self._gpus) * self._trials_per_gpu
+        room = gpus // devices if self._gpus else max(1, cores // devices)
         self._limit = min(room, max_parallel or room) if self._gpus else max_parallel or room
         parallel = max(1, min(self._limit, len(trials)))
         self._threads = max(1, cores // (parallel * devices))
@@ -85,9 +90,13 @@ class LocalLauncher:
         return min(free, len(self._find_free_gpus()) // self._devices) if self._gpus else free
 
     def _find_free_gpus(self) -> list[str]:
-        """Return the GPUs that no trial of the sweep uses, whichever driver has started it."""
-        used = {gpu for process in find_processes(self._folder) for gpu in process.gpus}
-        return [gpu for gpu in self._gpus if gpu not in used]
+        """Return the GPUs that take another trial, the emptiest first; one that takes two is listed twice.
+
+        Trials of other drivers of the sweep count too.
+        """
+        used = Counter(gpu for process in find_processes(self._folder) for gpu in process.gpus)
+        places = [(trials, gpu) for gpu in self._gpus for trials in range(used[gpu], self._trials_per_gpu)]
+        return [gpu for _, gpu in sorted(places, key=lambda place: place[0])]
 
     def _find_orphans(self) -> list["TrialProcess"]:
         """Return the living trials whose driver is dead."""
