@@ -4,7 +4,6 @@ import itertools
 import re
 import subprocess
 import tempfile
-from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -107,16 +106,6 @@ def test_depth_step(triton_interpreter, property_check):
     triton_interpreter.submit(property_check).result()
 
 
-@pytest.mark.parametrize("kernel", ["forward", "backward"])
-@pytest.mark.parametrize("module", ["depth_step_kernels", "time_scan_kernels"])
-def test_kernels_have_a_launcher(module, kernel):
-    """Triton generates it at the first launch on a GPU; the interpreter needs none."""
-    from triton.runtime.jit import create_function_from_signature
-
-    function = getattr(import_module(f"stackexp.stack.triton.{module}"), kernel)
-    assert callable(create_function_from_signature(function.signature, function.params, None))
-
-
 def test_operators_pass_opcheck(triton_interpreter):
     case = Case(2, 4, 1, 2, segment=2, dtype=BF16, state_dtype=F32)
     triton_interpreter.submit(triton_steps.check_operators, case).result()
@@ -157,12 +146,6 @@ def compiler(monkeypatch) -> None:
 def test_cpu_tensors_are_rejected(compiler):
     with pytest.raises(ValueError, match="the kernels do not run on cpu; use CUDA"):
         check("triton", Case(1, 1, 1, 1))
-
-
-def test_shapes_are_given_to_builtins_as_triton_3_6_requires():
-    files = sorted(Path(depth_step_launch.__file__).parent.glob("*_[km]*.py"))
-    assert {"depth_step_kernels.py", "depth_step_math.py", "time_scan_math.py"} <= {path.name for path in files}
-    assert not [path.name for path in files if "tl.zeros(" in path.read_text()]
 
 
 class CpuTensors(TorchDispatchMode):

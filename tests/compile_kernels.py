@@ -1,0 +1,51 @@
+"""Compile the Triton kernels of cases for an H100, without a GPU: `python compile_kernels.py depth|scan`.
+
+Triton's interpreter also runs programs that its compiler rejects.
+"""
+
+import functools
+import sys
+from types import SimpleNamespace
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from stackexp import stack
+from stackexp.stack.triton import depth_step_kernels, depth_step_launch
+
+
+def use_compiler_only() -> None:
+    """Let launches of kernels with tensors on the CPU compile them for an H100, and return."""
+    h100 = SimpleNamespace(
+        get_current_target=lambda: GPUTarget("cuda", 90, 32),
+        get_current_device=lambda: 0,
+        get_current_stream=lambda device: 0,
+    )
+    driver.set_active(h100)
+    JITFunction.__getitem__ = lambda self, grid: functools.partial(self.run, grid=grid, warmup=True)
+    depth_step_launch._load_kernel = lambda name, device: getattr(depth_step_kernels, name)
+
+
+def compile_depth_steps() -> None:
+    import depth_steps
+    from test_triton_depth import CASES, GPU_CASE
+
+    with stack.use_implementation("triton"):
+        for case in [*CASES, GPU_CASE]:
+            depth_steps.compute("triton", case, depth_steps.make_inputs(case))
+
+
+def compile_scans() -> None:
+    import scans
+    from test_triton_scan import CASES
+
+    for case in CASES:
+        scans.run("triton", case, "cpu")
+
+
+if __name__ == "__main__":
+    use_compiler_only()
+    {"depth": compile_depth_steps, "scan": compile_scans}[sys.argv[1]]()
+    print("compiled with Triton", triton.__version__)
