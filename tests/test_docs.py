@@ -9,6 +9,7 @@ import pytest
 from stackexp import cli
 from stackexp.config.compose import compose
 from stackexp.reports.documents import update_document
+from stackexp.sweeps.sweep import load_sweep
 from stackexp.verbs.dispatch import find_verb, load_verb
 
 ROOT = Path(__file__).parents[1]
@@ -77,6 +78,16 @@ def test_the_example_config_for_own_text_composes(tmp_path):
     assert config.data.validation == {"held-out": "texts/held-out"}
     assert config.model.vocab_size == 8192
     assert config.trainer == compose(["quickstart"]).trainer
+
+
+def test_the_example_sweeps_load(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    text = (ROOT / "docs/sweeps.md").read_text(encoding="utf-8")
+    found = {name: block for block, name in re.findall(r"```yaml\n(# (\S+\.yaml): .*?)```", text, flags=re.DOTALL)}
+    assert list(found) == ["stack-grid.yaml", "grid.yaml", "search.yaml"]
+    for name, block in found.items():
+        Path(name).write_text(block)
+    assert [len(load_sweep(name).trials) for name in found] == [6, 4, 0]
 
 
 def test_the_printed_plan_is_current(capsys):
