@@ -280,9 +280,9 @@ def test_losses_are_those_of_the_tokens():
 def test_page_embeds_any_token():
     model = build_model()
     labels = ["</script><b>", '"', "\u2028", "é", "x", "y"]
-    page = format_page(InspectionInput("a <b> & c", "text", [], labels), record(model), max_tokens=4)
+    page = format_page(InspectionInput("a <b> & {DATA}", "text", [], labels), record(model), max_tokens=4)
     assert page.count("</script>") == 1
-    assert "<title>Stacks: a &lt;b&gt; &amp; c</title>" in page
+    assert "<title>Stacks: a &lt;b&gt; &amp; {DATA}</title>" in page
     data = json.loads(page.partition("const data = ")[2].partition(";\n")[0])
     assert data["tokens"] == labels[:4]
     assert [len(stack["values"]["push"]) for stack in data["stacks"]] == [4, 4, 4]

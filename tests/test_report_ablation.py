@@ -181,7 +181,7 @@ def test_later_validations_fill_v2_and_v3(runs):
     sets = {f"v2/{name}": {"loss": 3.5, "perplexity": 38.0} for name in NAMES["v2"]}
     sets |= {f"v3/{name}": {"loss": 2.0, "perplexity": 7.4} for name in NAMES["v3"]}
     sets["v2/pile"] = {"loss": 4.8, "perplexity": 51.0}
-    record = {"step": 10, "overrides": [], "sets": sets}
+    record = {"checkpoint": "00000010", "step": 10, "overrides": [], "sets": sets}
     (run / "validate-v2+v3.json").write_text(json.dumps(record))
     (run / "validate-last.json").write_text(json.dumps(record | {"step": 5, "sets": {"v2/a": {"loss": 9.0}}}))
     report = build_ablation([runs])
@@ -203,13 +203,14 @@ def test_later_validations_fill_v2_and_v3(runs):
 def test_later_sets_do_not_change_the_average(runs):
     (run,) = runs.glob("stacktrans-seed=0-*")
     before = read_table(build_ablation([runs]), 0)["stacktrans"]
-    record = {"step": 10, "overrides": [], "sets": {"mine": {"loss": 9.0, "perplexity": 8000.0}}}
+    sets = {"mine": {"loss": 9.0, "perplexity": 8000.0}}
+    record = {"checkpoint": "00000010", "step": 10, "sets": sets}
     (run / "validate-mine.json").write_text(json.dumps(record))
     report = build_ablation([runs])
     assert read_table(report, 0)["stacktrans"] == before
     assert "average" in read_table(report, 1)["stacktrans"]
     finish(run, 2.9, sets={})
-    assert read_finished_run(RunFolder(run), {}).sets == record["sets"], "the only sets of a run are its average"
+    assert read_finished_run(RunFolder(run), {}).sets == sets, "the only sets of a run are its average"
 
 
 def test_unfinished_trials_are_not_in_the_table(runs):
@@ -286,7 +287,7 @@ def test_formats(runs, tmp_path, capsys):
 def test_mistakes_are_one_line(runs, tmp_path, capsys):
     with pytest.raises(RunError, match="no run named mamba; choose among stacktrans, transformer, value_skip"):
         build_ablation([runs], "mamba")
-    with pytest.raises(RunError, match="nowhere: no run folders of language models; give run folders"):
+    with pytest.raises(RunError, match="nowhere: no such folder; give run folders"):
         build_ablation([Path("nowhere")])
     (alone,) = runs.glob("transformer-seed=0-*")
     assert cli.main(["report", "ablation", str(alone), f"--figure={tmp_path}/none.png"]) == 0

@@ -2,12 +2,17 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 from language_runs import finish, write_run
 
 from stackexp.config.affects import flatten_config
 from stackexp.config.compose import compose
+from stackexp.errors import RunError
+from stackexp.evaluation.chunk_losses import write_chunk_losses
+from stackexp.reports.ablation import build_ablation
 from stackexp.reports.arms import name_arm, name_memory, read_arms
 from stackexp.reports.differences import compare_arms, compute_difference
 from stackexp.reports.paper import CHOICES, find_variant
@@ -36,6 +41,61 @@ def test_arms_of_one_name_are_told_apart_by_their_options(tmp_path):
     write_run(tmp_path / "q" / "20261124-215652-4dc3", "model.memory=null")
     names = [arm.name for arm in read_arms([tmp_path])[0]]
     assert names[1:] == [f"q (20261124-21565{number}-4dc3)" for number in range(3)], "too many options to name"
+
+
+def test_arms_of_different_lengths_have_different_names(tmp_path):
+    for number, (steps, rate) in enumerate(((300, 0.004), (600, 0.004), (600, 0.01))):
+        options = (f"trainer.max_steps={steps}", f"optimizer.lr={rate}", "schedule.warmup_steps=10")
+        finish(write_run(tmp_path / "q" / f"20261124-21565{number}-4dc3", *options), loss=5.0 - number)
+    losses = {arm.name: arm.runs[0].sets["held-out"]["loss"] for arm in read_arms([tmp_path])[0]}
+    names = [f"q (max_steps={steps}, lr={rate})" for steps, rate in ((300, 0.004), (600, 0.004), (600, 0.01))]
+    assert losses == dict(zip(names, (5.0, 4.0, 3.0), strict=True))
+
+
+def test_only_validations_of_the_final_weights_of_a_run_count(tmp_path):
+    run = finish(write_run(tmp_path / "q-0123abcd"), loss=5.0)
+
+    def validate(file: str, loss: float, checkpoint: str = "checkpoints/00000010", **record: Any) -> None:
+        record |= {"checkpoint": str(run / checkpoint), "step": 10, "sets": {"v2/pile": {"loss": loss}}}
+        (run / file).write_text(json.dumps(record))
+
+    validate("validate-a.json", 1.0, time="2026-11-27T02:00:00+0000")
+    validate("validate-b.json", 2.0, time="2026-11-27T01:00:00+0000")  # older
+    validate("validate-c.json", 3.0, "../other-0123abcd/checkpoints/00000010", time="2026-11-27T03:00:00+0000")
+    validate("validate-d.json", 4.0, "checkpoints/00000010/ema", time="2026-11-27T03:00:00+0000")
+    validate("validate-e.json", 5.0, overrides=["data.score_remainder=true"], time="2026-11-27T03:00:00+0000")
+    assert read_arms([tmp_path])[0][0].runs[0].sets["v2/pile"] == {"loss": 1.0}
+    validate("validate-f.json", 6.0, overrides=["data.eval_batch_size=4"], time="2026-11-27T03:00:00+0000")
+    assert read_arms([tmp_path])[0][0].runs[0].sets["v2/pile"] == {"loss": 6.0}, "the option changes no score"
+    (run / "validate-notes.json").write_text("[1]")
+    with pytest.raises(RunError, match=r"validate-notes.json: not a file of `validate`; move it elsewhere"):
+        read_arms([tmp_path])
+
+
+def test_means_and_differences_are_over_the_same_sets(tmp_path):
+    losses = {"v2/pile": 4.0, "v2/c4_en": 3.0}
+    for name, memory in (("transformer", "null"), ("queue", "queue")):
+        for seed in (0, 1):
+            sets = {key: {"loss": loss} for key, loss in losses.items() if seed == 0 or key == "v2/pile"}
+            finish(write_run(tmp_path / f"{name}-seed={seed}-0123abc{seed}", f"model.memory={memory}", seed=seed), 5.0)
+            folder = tmp_path / f"{name}-seed={seed}-0123abc{seed}"
+            record = {"checkpoint": "00000010", "step": 10, "sets": sets}
+            (folder / "validate-v2.json").write_text(json.dumps(record))
+    report = build_ablation([tmp_path])
+    assert next(row for row in report.tables[0].rows if row[0] == "queue")[3] == "3.500", "the mean of seed 0"
+    assert "queue, seed 1: scored on some sets only, not in the mean: V2" in report.notes
+    assert "V2" not in report.tables[1].header
+
+
+@pytest.mark.parametrize("counts", [[[10.0], [10.0]], [[10.0, 10.0], [10.0, 10.0, 10.0]]])
+def test_sets_with_one_chunk_or_other_chunks_have_no_chunk_intervals(tmp_path, counts):
+    for name, memory in (("transformer", "null"), ("queue", "queue")):
+        for seed in (0, 1):
+            run = write_run(tmp_path / f"{name}-seed={seed}-0123abc{seed}", f"model.memory={memory}", seed=seed)
+            finish(run, 5.0)
+            chunks = np.stack([5.0 * np.array(counts[seed]), np.array(counts[seed])])
+            write_chunk_losses(run / "validate.json", "held-out", chunks)
+    assert build_ablation([tmp_path]).tables[1].rows[0][-1] == "+0.000 (+0.000 to +0.000)"
 
 
 def test_runs_from_before_and_after_a_new_option_are_one_arm(tmp_path):

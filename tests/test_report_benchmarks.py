@@ -71,6 +71,22 @@ def test_whole_tasks_are_shown_before_limited_ones_and_later_steps_before_earlie
     assert find_row(build_benchmarks([runs]), 0, "a")[2] == "0.700 ± 0.030"
 
 
+def test_evaluations_that_name_the_checkpoint_differently_are_merged(runs):
+    write_scores(runs / "one" / "benchmarks.json", {"b": 0.7, "c": 0.2}, checkpoint="/home/x/checkpoints/00000010")
+    tasks = build_benchmarks([runs / "one"]).records
+    assert find_row(build_benchmarks([runs / "one"]), 0, "a")[2] == "0.300 ± 0.030"
+    assert find_row(build_benchmarks([runs / "one"]), 0, "b")[2] == "0.700 ± 0.030"
+    assert len(tasks) == 4
+
+
+def test_columns_with_equal_names_have_their_paths(tmp_path):
+    for folder in ("x", "y"):
+        (tmp_path / folder).mkdir()
+        write_scores(tmp_path / folder / "benchmarks.json", {"a": 0.3})
+    header = build_benchmarks([tmp_path / "x" / "benchmarks.json", tmp_path / "y" / "benchmarks.json"]).tables[0].header
+    assert header[2:] == [str(tmp_path / folder / "benchmarks.json") for folder in ("x", "y")]
+
+
 def test_files_of_baselines_are_columns(runs, tmp_path):
     write_scores(tmp_path / "smollm2.json", {"a": 0.5}, step=0, checkpoint="hf/smollm2")
     report = build_benchmarks([runs / "one", tmp_path / "smollm2.json"])
@@ -112,6 +128,9 @@ def test_runs_without_scores_name_the_command(tmp_path):
         build_benchmarks([tmp_path / "runs"])
     with pytest.raises(RunError, match=r"no such file; write it with `evaluate --out"):
         build_benchmarks([tmp_path / "missing.json"])
+    with pytest.raises(RunError, match="no such folder"):
+        build_benchmarks([tmp_path / "runs", tmp_path / "misspelled"])
+    (tmp_path / "empty").mkdir()
     with pytest.raises(RunError, match="no run folders"):
         build_benchmarks([tmp_path / "empty"])
 

@@ -22,9 +22,10 @@ def runs(tmp_path, monkeypatch) -> Path:
             loss = 3.0 - 0.1 * seed
             finish(run, loss)
             write_chunk_losses(run / "validate.json", "held-out", np.array([[loss - 0.1, loss + 0.1], [1.0, 1.0]]))
-        record = {"step": 10, "overrides": [], "sets": {}, "checkpoint": "/secret/checkpoints/00000010"}
+        record = {"step": 10, "sets": {}, "checkpoint": f"/secret/{run.name}/checkpoints/00000010"}
         (run / "validate.json").write_text(json.dumps(record))
-        (run / "environment.json").write_text(json.dumps([{"commit": "aa", "host": "secret"}]))
+        origin = {"path": "/secret/init.safetensors", "sha256": "0"}
+        (run / "environment.json").write_text(json.dumps([{"commit": "aa", "host": "secret", "origin": origin}]))
         (run / "checkpoints" / "00000010").mkdir(parents=True)
     return Path("runs")
 
@@ -45,6 +46,27 @@ def test_reports_read_copies_like_the_runs(runs, capsys):
     assert "exists already; remove it first" in capsys.readouterr().err
     assert main(["runs", "copy", "runs/queue-seed=0-0123abc2", "--to", "other"]) == 2
     assert "no finished runs; give folders with a result.json" in capsys.readouterr().err
+
+
+def test_copies_have_tests_but_no_validations_of_other_runs(runs):
+    run = runs / "stacktrans-seed=0-0123abc1"
+    record = json.loads((run / "validate.json").read_text())
+    (run / "test.json").write_text(json.dumps(record))
+    other = record | {"checkpoint": "runs/queue-seed=0-0123abc2/checkpoints/00000010"}
+    (run / "validate-other.json").write_text(json.dumps(other))
+    write_chunk_losses(run / "validate-other.json", "held-out", np.ones((2, 2)))
+    assert main(["runs", "copy", str(run), "--to", "copies"]) == 0
+    names = {path.name for path in Path("copies", run.name).iterdir()}
+    assert {"test.json", "validate.json", "validate.chunks"} <= names
+    assert not [name for name in names if "other" in name]
+
+
+def test_an_incomplete_copy_is_deleted(runs, capsys):
+    run = runs / "stacktrans-seed=0-0123abc1"
+    (run / "validate-notes.json").write_text('{"note": 1}')
+    assert main(["runs", "copy", str(run), "--to", "copies"]) == 1
+    assert capsys.readouterr().err.endswith("validate-notes.json: not a file of `validate`; move it elsewhere\n")
+    assert not list(Path("copies").iterdir())
 
 
 def test_tables_of_a_document_are_replaced(runs, capsys):
@@ -71,7 +93,7 @@ def test_tables_of_a_document_are_replaced(runs, capsys):
         ("<!-- python -m stackexp report ablation nowhere -->\n", "expected tables between"),
         (
             "<!-- python -m stackexp report ablation nowhere -->\n<!-- end of report -->",
-            "failed: error: nowhere: no run",
+            "failed: error: nowhere: no such folder",
         ),
     ],
 )

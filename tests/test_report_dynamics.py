@@ -44,6 +44,18 @@ def test_a_crossing_lasts_for_a_window():
     assert find_crossings(build_curve("short", [1.0, 2.0]), base).crossings == []
 
 
+def test_a_baseline_without_metrics_is_left_out_with_a_note(tmp_path):
+    finish(write_run(tmp_path / "transformer-0123abcd", "model.memory=null"), 3.0)  # as a copy
+    for name in ("queue", "stacktrans"):
+        write_run(tmp_path / f"{name}-0123abcd", f"model.memory={name}", losses=[3.0] * 100)
+    report = build_dynamics([tmp_path])
+    assert report.tables[0].header[4] == "minus queue"
+    assert [row[0] for row in report.tables[0].rows] == ["queue", "stacktrans"]
+    assert any(note.startswith("no training losses in metrics.jsonl: transformer;") for note in report.notes)
+    with pytest.raises(RunError, match=r"^transformer: no training losses in metrics.jsonl"):
+        build_dynamics([tmp_path], baseline="transformer")
+
+
 def test_the_mean_over_seeds_is_compared(tmp_path, capsys):
     for seed in (0, 1):
         base = [3.0 + seed] * 100

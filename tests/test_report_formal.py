@@ -230,8 +230,11 @@ def test_other_folders_are_skipped_with_a_note(runs):
     text = format_formal(runs.parent)
     assert f"- skipped, not a formal language: {other}\n" in text
     assert f"- skipped, the table has no column for this model: {queue}\n" in text
-    with pytest.raises(RunError, match=r"^nothing: no run folder in it or below; give runs/"):
+    with pytest.raises(RunError, match=r"^nothing: no such folder; give run folders"):
         collect_results(["nothing"], ALL_LENGTHS)
+    Path("empty").mkdir()
+    with pytest.raises(RunError, match=r"^empty: no run folder in it or below; give runs/"):
+        collect_results(["empty"], ALL_LENGTHS)
 
 
 @pytest.fixture

@@ -283,3 +283,14 @@ def test_runs_scored_on_other_sets_are_left_out(tmp_path):
     assert "left out, scored on other sets than most runs, 1 run: other (seed 0)" in report.notes
     assert len(report.records) == 8
     assert len(build_scaling([tmp_path], measure="training loss").records) == 9
+
+
+def test_runs_without_a_loss_do_not_decide_which_sets_count(tmp_path):
+    for number, size in enumerate((1e6, 2e6, 4e6, 8e6)):
+        run = write_run(tmp_path / f"transformer-{number}-0123abcd", "model.memory=null")
+        finish(run, 3.0, parameters=int(size), sets={}, train_loss=None)
+        if number < 2:
+            finish(run, 3.0 - number / 10, parameters=int(size))
+    report = build_scaling([tmp_path], "average")
+    assert len(report.records) == 2
+    assert any("no average" in note and "2 runs" in note for note in report.notes)

@@ -79,6 +79,23 @@ def test_trials_of_several_gpus_share_none(monkeypatch):
         build_launcher(build_trials("trainer.devices=2"), PRINT, resources=Resources(trials_per_gpu=4))
 
 
+def test_a_trial_without_a_free_gpu_is_not_started(monkeypatch):
+    """Two drivers have found the same free GPU."""
+    monkeypatch.setattr(local, "find_gpus", lambda: ["0"])
+    trials = build_trials("trainer.devices=1", count=2)
+    first, second = (build_launcher(trials, PRINT + "; time.sleep(0.5)") for _ in range(2))
+    assert first.count_free() == second.count_free() == 1
+    first.start(trials[:1])
+    second.start(trials[1:])
+    assert second.collect_ended() == [(trials[1], 74)]
+    assert second.collect_ended() == []
+    wait_for_ended(first, 1)
+    assert not trials[1].log.exists()
+    second.start(trials[1:])
+    assert wait_for_ended(second, 1) == [(trials[1], 0)]
+    assert trials[1].log.read_text().split()[0] == "0"
+
+
 def test_too_few_devices_is_a_config_error(monkeypatch):
     monkeypatch.setattr(local, "find_gpus", lambda: ["0", "1"])
     with pytest.raises(ConfigError, match=r"seed=0-\w+: needs 8 GPUs, this machine has 2; use --launcher slurm"):

@@ -82,6 +82,26 @@ def test_figures_fix_the_other_keys_at_the_center(tmp_path):
     assert [(row.values[H], row.values[S]) for row in through_best] == [(1, 8), (1, 24)]
 
 
+def test_trials_of_a_list_may_have_different_keys(tmp_path, capsys):
+    sweep = build_sweep(list=[{"name": "a", H: 1}, {"name": "b", H: 2}, {"name": "c", S: 4}])
+    for trial, loss in zip(sweep.trials, (2.0, 2.1, 2.2), strict=True):
+        finish_trial(trial, loss)
+    rows = collect_results(sweep)
+    assert [row.name for row in select_rows(rows, H, {})] == ["a", "b"]
+    assert {path.name for path in draw_results(sweep, rows, tmp_path)} == {"H.png", "H.pdf"}
+
+
+def test_trials_without_an_objective_are_named(capsys):
+    sweep = build_sweep(grid={H: [1, 2]})
+    finish_trial(sweep.trials[0], 2.0)
+    finish_trial(sweep.trials[1], 2.0, average={"loss": None})
+    assert cli.main(["sweep", "results", "study.yaml"]) == 0
+    printed = capsys.readouterr()
+    assert len(printed.out.splitlines()) == 3
+    problem = "objective average.loss: expected a number in result.json, found None"
+    assert printed.err == f"left out: {sweep.trials[1].name}: {problem}\n"
+
+
 def test_status_shows_states_and_causes(capsys):
     sweep = build_sweep(grid={H: [1, 2, 4, 8]})
     done, failed, stopped, _ = sweep.trials
@@ -126,7 +146,7 @@ def test_dry_run_estimates_the_cost_and_writes_no_files(capsys, monkeypatch):
     assert rows[2][1:4] == ["done", "300", "1,228,800"]
     assert rows[3][1:4] == ["waiting", "300", "1,228,800"]
     assert rows[2][4:] == rows[3][4:] == ["\u2013", "\u2013"]
-    assert " ".join(rows[-1]).endswith("1 done; time is not estimated below 100M parameters")
+    assert " ".join(rows[-1]).endswith("1 done; time is not estimated on CPUs or below 100M parameters")
     assert sorted(Path().rglob("*")) == before
 
     monkeypatch.setattr(cost, "MIN_PARAMETERS", 0)

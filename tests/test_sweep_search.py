@@ -78,6 +78,17 @@ def test_study_is_rebuilt_from_the_run_folders():
     assert again.is_complete()
 
 
+def test_trials_outside_a_narrowed_space_belong_to_another_search():
+    study = Study(build(trials=3, space={S: {"values": [1, 2, 3]}}))
+    study.add_trials(3)
+    for trial in study.get_trials():
+        start(trial)
+        finish_trial(trial, 1.0)
+    narrowed = Study(build(trials=3, space={S: {"values": [1, 2]}}))
+    assert sorted(trial.values[S] for trial in narrowed.get_trials()) == [1, 2]
+    assert len(Study(build(trials=3, space={S: {"low": 2, "high": 3, "int": True}})).get_trials()) == 2
+
+
 def test_exhausted_space_ends_the_search():
     sweep = build(trials=10, space={S: {"values": [1, 2, 3]}})
     order = run_all(sweep, lambda values: 1.0)

@@ -61,10 +61,10 @@ def build_actions(paths: Sequence[Path], set_name: str | None = None, num_chunks
     notes: list[str] = []
     reasons: dict[str, str] = {}  # error -> the note on the first run with it
     for folder in find_runs(paths):
-        if folder.read_options().get("model.memory.kind") not in ("stack", "residual_stack"):
-            notes.append(f"skipped, without a stack: {folder.path}")
-            continue
         try:
+            if folder.read_options().get("model.memory.kind") not in ("stack", "residual_stack"):
+                notes.append(f"skipped, without a stack: {folder.path}")
+                continue
             profile = _measure(load_run(folder.path), set_name, num_chunks)
             profiles[name_arm(folder.path)].append(profile)
         except (ConfigError, RunError) as error:
@@ -74,7 +74,7 @@ def build_actions(paths: Sequence[Path], set_name: str | None = None, num_chunks
         raise RunError(f"{', '.join(map(str, paths))}: {_explain_skipped(notes, list(reasons.values()))}")
     header = [
         "run",
-        "seeds",
+        "runs",
         *(f"{action} {part}" for action in ("push", "pop") for part in PARTS),
         "push early, pop late",
     ]

@@ -2,6 +2,7 @@
 
 import html
 import json
+import re
 
 from stackexp.inspection.batches import InspectionInput
 from stackexp.models.stack_recording import MEASUREMENTS, Recording
@@ -21,11 +22,12 @@ def format_page(inputs: InspectionInput, recordings: list[Recording], max_tokens
         for recording in recordings
     ]
     data = json.dumps({"tokens": labels, "stacks": stacks, "titles": MEASUREMENTS}).replace("</", "<\\/")
-    return PAGE.replace("TITLE", html.escape(inputs.title)).replace("DATA", data)
+    values = {"DATA": data, "TITLE": html.escape(inputs.title)}
+    return re.sub(r"\{(DATA|TITLE)\}", lambda match: values[match[1]], PAGE)
 
 
 PAGE = """<!doctype html>
-<html lang="en"><meta charset="utf-8"><title>Stacks: TITLE</title>
+<html lang="en"><meta charset="utf-8"><title>Stacks: {TITLE}</title>
 <style>
 body { font: 14px system-ui, sans-serif; margin: 24px; max-width: 1100px; color: #222 }
 #text span { white-space: pre-wrap; padding: 2px 0; cursor: pointer; border-radius: 2px }
@@ -37,12 +39,12 @@ td, th { padding: 3px 10px; text-align: right; border-bottom: 1px solid #eee }
 .bar { display: inline-block; height: 10px }
 .push { background: #0072b2 } .pop { background: #d55e00 } .no_op { background: #bbb }
 </style>
-<h1>Stacks: TITLE</h1>
+<h1>Stacks: {TITLE}</h1>
 <p>Color each token by <select id="measure"></select> of <select id="stack"></select> <select id="head"></select>
 Click a token to see every stack at that token.</p>
 <p id="legend"></p><div id="text"></div><div id="detail"></div>
 <script>
-const data = DATA;
+const data = {DATA};
 const byId = id => document.getElementById(id);
 const option = (select, value, text) => select.add(new Option(text, value));
 Object.entries(data.titles).forEach(([name, title]) => option(byId("measure"), name, title));

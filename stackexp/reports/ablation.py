@@ -21,6 +21,7 @@ from stackexp.reports.differences import (
     Losses,
     average_sets,
     compare_arms,
+    name_sets,
     read_losses,
 )
 from stackexp.reports.figures import new_figure
@@ -51,7 +52,8 @@ LEGEND = (
 def build_ablation(paths: Sequence[Path], baseline: str | None = None) -> Report:
     """Build the report of the runs at or below `paths`.
 
-    `baseline` names an arm; by default it is the Transformer without a memory that has the fewest parameters.
+    `baseline` names an arm; by default it is `transformer`, or else the Transformer without a memory that was trained
+    on the most tokens, of several the smallest.
     """
     arms, notes = read_arms(paths)
     finished = [arm for arm in arms if arm.runs]
@@ -63,6 +65,7 @@ def build_ablation(paths: Sequence[Path], baseline: str | None = None) -> Report
     sweeps = find_sweeps(paths)
     missing = _find_missing(arms, paths, [*sweeps, *find_namesakes(paths)])
     notes = [*LEGEND, *missing, *_find_unscored(order), *describe_unfinished(arms), *describe_sweeps(sweeps), *notes]
+    notes += [note for arm in order for note in _average_runs(arm)[1]]
     diverged = [run for arm in order for run in arm.runs if not read_losses(run)]
     notes += [f"without a finite loss, not in the means: {run.folder.path}" for run in diverged]
     unknown = [arm.runs[0].folder.config for arm in order if base and arm.runs[0].flops_per_token is None]
@@ -137,6 +140,20 @@ def _find_baseline(arms: list[Arm], variants: dict[str, Arm], name: str | None) 
     return base
 
 
+def _average_runs(arm: Arm) -> tuple[Losses, list[str]]:
+    """Return the mean losses of an arm, and notes about runs that lack sets of a column: they do not count there."""
+    names = {c: set().union(*(name_sets(run, c) for run in arm.runs)) for c in COLUMNS}
+    losses, notes = [], []
+    for run in arm.runs:
+        missing = [c for c in COLUMNS if name_sets(run, c) != names[c]]
+        losses.append({c: loss for c, loss in read_losses(run).items() if c not in missing})
+        if partial := [c for c in missing if name_sets(run, c)]:
+            notes.append(
+                f"{arm.name}, seed {run.seed}: scored on some sets only, not in the mean: {', '.join(partial)}"
+            )
+    return _average_losses(losses), notes
+
+
 def _average_losses(losses: Sequence[Losses]) -> Losses:
     averages: Losses = {}
     for column in COLUMNS:
@@ -154,7 +171,7 @@ def _format_losses(losses: Losses, columns: Sequence[str]) -> list[str]:
 
 def _build_losses(order: list[Arm], variants: dict[str, Arm]) -> Table:
     """Return the table of losses: the paper's variants, missing ones included, other arms and bigram counts."""
-    losses = {arm.name: _average_losses([read_losses(run) for run in arm.runs]) for arm in order}
+    losses = {arm.name: _average_runs(arm)[0] for arm in order}
     columns = [c for c in COLUMNS if c != OTHER or any(OTHER in loss for loss in losses.values())]
     rows = []
     for variant, printed in PAPER.items():

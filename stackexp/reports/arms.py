@@ -11,9 +11,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from stackexp.config.affects import find_changed_keys, get_value
+from stackexp.config.affects import changes_scores, find_changed_keys, get_value
 from stackexp.config.compose import load_config
 from stackexp.config.formal_language import get_model_label
+from stackexp.config.layers import split_overrides
 from stackexp.config.registry import get_entry, list_kinds
 from stackexp.data.olmo import NAMES
 from stackexp.errors import ConfigError, RunError
@@ -109,11 +110,17 @@ def _find_equal_arm(arms: list[Arm], name: str, config: dict[str, Any]) -> Arm:
     An option that is newer than a run has its default value there.
     """
     for arm in (arm for arm in arms if arm.name == name):
-        is_same_length = arm.config.get("trainer.max_steps") == config.get("trainer.max_steps")
-        if is_same_length and find_changed_keys(arm.config, config, ["training"]) in ([], ["seed"]):
+        if not _find_differences(arm.config, config):
             return arm
     arms.append(Arm(name))
     return arms[-1]
+
+
+def _find_differences(ours: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
+    """Return the keys in which the configs of two arms differ: options of the training, and its length."""
+    changed = find_changed_keys(ours, theirs, ["training"])
+    length = ["trainer.max_steps"] if ours.get("trainer.max_steps") != theirs.get("trainer.max_steps") else []
+    return [key for key in changed if key != "seed"] + length
 
 
 def name_arm(path: Path) -> str:
@@ -134,15 +141,28 @@ def read_finished_run(folder: RunFolder, config: dict[str, Any]) -> ArmRun:
     result = folder.read_result().to_dict()
     own = result.get("sets", {})
     later: dict[str, dict[str, float]] = {}
-    for path in sorted(folder.path.glob("validate*.json")):
-        record = read_json(path)
-        if record.get("step") == result.get("steps") and not record.get("overrides"):
+    for record in read_validations(folder):
+        keys = [key for key, *_ in split_overrides(record.get("overrides", []))]
+        if record.get("step") == result.get("steps") and not any(changes_scores(config, key) for key in keys):
             later |= record.get("sets", {})
     if any(not name.startswith(OLMO_GROUPS) for name in own):
         later = {name: scores for name, scores in later.items() if name.startswith(OLMO_GROUPS)}
     sets = later | own
     finite = {name: scores for name, scores in sets.items() if math.isfinite(scores.get("loss") or math.nan)}
     return ArmRun(folder, config, result, {name: _drop_missing(scores) for name, scores in finite.items()})
+
+
+def read_validations(folder: RunFolder) -> list[dict[str, Any]]:
+    """Return the records of `validate` on checkpoints of the run, the newest last. Raises RunError for damage."""
+    records = []
+    for path in folder.path.glob("validate*.json"):
+        record = read_json(path)
+        if not isinstance(record, dict) or not isinstance(record.get("checkpoint"), str):
+            raise RunError(f"{path}: not a file of `validate`; move it elsewhere")
+        *parents, step = Path(record["checkpoint"]).parts  # .../RUN/checkpoints/STEP; in a copy of the run, only STEP
+        if step.isdecimal() and parents[-2:] in ([], [folder.path.resolve().name, folder.checkpoints.name]):
+            records.append(record | {"file": path.name})
+    return sorted(records, key=lambda record: (record.get("time", ""), record["file"]))
 
 
 def _drop_missing(scores: dict[str, Any]) -> dict[str, float]:
@@ -166,12 +186,13 @@ def _separate_names(arms: list[Arm]) -> list[Arm]:
     separate = []
     for name, members in groups.items():
         configs = [arm.config for arm in members]
-        changed = (key for config in configs for key in find_changed_keys(configs[0], config, ["training"]))
-        differing = [key for key in dict.fromkeys(changed) if key != "seed"]
+        differing = list(dict.fromkeys(key for config in configs for key in _find_differences(configs[0], config)))
         every = {key: value for config in configs for key, value in config.items()}
         for arm, config in zip(members, configs, strict=True):
             values = ", ".join(f"{key.rpartition('.')[2]}={get_value(config, every, key)}" for key in differing)
-            detail = values if 0 < len(differing) <= MAX_NAMED_OPTIONS else arm.folders[0].path.name
+            folder = arm.folders[0].path
+            is_unique = [other.folders[0].path.name for other in members].count(folder.name) == 1
+            detail = values if len(differing) <= MAX_NAMED_OPTIONS else folder.name if is_unique else str(folder)
             separate.append(Arm(f"{name} ({detail})", arm.runs, arm.unfinished) if len(members) > 1 else arm)
     return separate
 

@@ -1,5 +1,6 @@
 """Benchmarks of several models: a table of tasks, and the average score over the training tokens."""
 
+import dataclasses
 import math
 import shlex
 from collections.abc import Sequence
@@ -40,12 +41,22 @@ class Column:
 
     @property
     def evaluation(self) -> Evaluation | None:
-        """The evaluation that the tables show: the last one; preferred without --limit and without --num_fewshot."""
+        """The evaluation that the tables show: of the last step; preferred without --limit and without --num_fewshot.
+
+        Evaluations of one step with the same options are merged: they named the checkpoint in different ways.
+        """
 
         def rank(evaluation: Evaluation) -> tuple[bool, bool, int]:
             return evaluation.limit is None, evaluation.num_fewshot is None, evaluation.step or 0
 
-        return max(self.evaluations, key=rank, default=None)
+        best = max(map(rank, self.evaluations), default=None)
+        shown = sorted((e for e in self.evaluations if rank(e) == best), key=lambda e: e.time)
+        if not shown:
+            return None
+        last = shown[-1]
+        options = last.limit, last.num_fewshot, last.lm_eval
+        same = [e for e in shown if (e.limit, e.num_fewshot, e.lm_eval) == options]
+        return dataclasses.replace(last, tasks={name: scores for e in same for name, scores in e.tasks.items()})
 
     @property
     def tasks(self) -> dict[str, TaskScores]:
@@ -83,17 +94,12 @@ def _read_columns(paths: Sequence[Path]) -> list[Column]:
     for file in files:
         if not file.is_file():
             raise RunError(f"{file}: no such file; write it with `evaluate --out {file}`")
-    labels = [name_arm(folder.path) for folder in folders]
-    columns = [
-        Column(
-            label if labels.count(label) == 1 else folder.path.name,
-            folder.path,
-            folder,
-            read_evaluations(folder.path / FILE),
-        )
-        for label, folder in zip(labels, folders, strict=True)
-    ]
-    columns += [Column(file.stem, file, None, read_evaluations(file)) for file in files]
+    sources = [(folder.path, folder) for folder in folders] + [(file, None) for file in files]
+    choices = [[name_arm(path) if folder else path.stem, path.name, str(path)] for path, folder in sources]
+    columns = []
+    for names, (path, folder) in zip(choices, sources, strict=True):
+        name = next(name for i, name in enumerate(names) if [c[i] for c in choices].count(name) == 1)
+        columns.append(Column(name, path, folder, read_evaluations(folder.path / FILE if folder else path)))
     if not columns:
         raise RunError(f"{', '.join(map(str, paths))}: no run folders; give run folders or folders of them")
     return columns

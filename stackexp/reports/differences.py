@@ -56,28 +56,33 @@ class Comparison:
     def differences(self) -> dict[str, Difference]:
         """The difference in each column that all pairs have, averaged over the same sets."""
         losses = [(read_losses(run), read_losses(base)) for run, base in self.pairs]
-        is_same = {c: all(name_sets(run, c) == name_sets(base, c) for run, base in self.pairs) for c in COLUMNS}
-        columns = [c for c in COLUMNS if losses and is_same[c] and all(c in x and c in y for x, y in losses)]
+        sets = {c: {frozenset(name_sets(run, c)) for pair in self.pairs for run in pair} for c in COLUMNS}
+        columns = [c for c in COLUMNS if len(sets[c]) == 1 and all(c in x and c in y for x, y in losses)]
         return {
             c: compute_difference([ours[c][0] - base[c][0] for ours, base in losses], self._compute_margin(c))
             for c in columns
         }
 
     def _compute_margin(self, column: str) -> float | None:
-        """Return half the 95 % interval over chunks of a column's difference; None if a set has no chunk losses.
+        """Return half the 95 % interval over chunks of a column's difference; None if chunk losses are missing.
 
+        They are also missing for a set with one chunk, and for sets that were cut into other chunks for other runs.
         The chunks are the same for every seed, so the differences are averaged over the seeds before resampling.
         """
         names = sorted(name_sets(self.pairs[0][0], column))
         margins = []
         for name in names:
-            differences, counts = [], np.zeros(0)
+            differences: list[np.ndarray] = []
+            counts = np.zeros(0)
             for run, base in self.pairs:
                 ours, theirs = (read_chunk_losses(r.folder.path, name, r.sets[name]["loss"]) for r in (run, base))
-                if ours is None or theirs is None or not np.array_equal(ours[1], theirs[1]):
+                if ours is None or theirs is None:
+                    return None
+                counts = counts if differences else ours[1]
+                is_same = np.array_equal(ours[1], counts) and np.array_equal(theirs[1], counts)
+                if len(counts) < 2 or not is_same:
                     return None
                 differences.append(ours[0] - theirs[0])
-                counts = ours[1]
             low, high = bootstrap_interval(np.mean(differences, 0), counts)
             margins.append((high - low) / 2)
         return math.hypot(*margins) / len(margins) if margins else None

@@ -53,17 +53,22 @@ def build_dynamics(
     `only` names arms; by default all, or the paper's two if there are many. `smooth` is the number of steps in a
     moving average, by default 4 % of the steps.
     """
-    arms, notes = read_arms(paths)
+    found, notes = read_arms(paths)
+    read = {arm.name: read_curve(arm, smooth) for arm in found}
+    arms = [arm for arm in found if read[arm.name] is not None]
+    remedy = "give runs that have made a step, not copies"
+    named = [find_arm(found, name) for name in (*only, *([baseline] if baseline else []))]
+    if unread := [arm.name for arm in named if arm not in arms] or ([] if arms else [*map(str, paths)]):
+        raise RunError(f"{', '.join(unread)}: no training losses in metrics.jsonl; {remedy}")
+    if without := [arm.name for arm in found if arm not in arms]:
+        notes.append(f"no training losses in metrics.jsonl: {', '.join(without)}; {remedy}")
     base = _find_baseline(arms, baseline)
     chosen = _choose_arms(arms, base, only)
     if len(chosen) < len(arms):
         left_out = ", ".join(arm.name for arm in arms if arm not in chosen)
         notes.append(f"not shown (choose with --only): {left_out}")
-    curves = [curve for arm in chosen if (curve := read_curve(arm, smooth)) is not None]
-    if not curves:
-        remedy = "give runs that have made a step, not copies"
-        raise RunError(f"{', '.join(map(str, paths))}: no training losses in metrics.jsonl; {remedy}")
-    own = next((curve for curve in curves if curve.name == base.name), curves[0])
+    curves = [curve for arm in chosen if (curve := read[arm.name]) is not None]
+    own = curves[0]
     comparisons = {arm.name: compare_arms(arm, base) for arm in chosen if arm is not base}
     unpaired = {arm.name: _find_unpaired(arm, base) for arm in chosen if arm is not base}
     crossings = {c.name: find_crossings(c, own, unpaired.get(c.name, ())) for c in curves if c is not own}

@@ -16,6 +16,7 @@ from stackexp.reports.sweeps import (
     average_bigrams,
     collect_results,
     describe_fixed,
+    describe_unscored,
     plot_losses,
     select_rows,
 )
@@ -40,7 +41,7 @@ def build_grid(target: str) -> Report:
         losses = (f"{loss:.4f}" if LOSSES[title] == VALIDATION else ABSENT for title in titles)
         table.append([name, *losses, *[ABSENT] * 2])
     notes = ["Mean ± standard deviation over the seeds, in nats per token. The best objective comes first."]
-    notes += _describe_missing(sweep, rows)
+    notes += [*_describe_missing(sweep, rows), *describe_unscored(sweep)]
     records = [
         {"trial": row.name, **row.values, "seeds": row.seeds, "parameters": row.parameters}
         | {f"{title} {key}": value for title in titles for key, value in vars(row.losses[title]).items()}
@@ -105,7 +106,7 @@ def _draw_maps(figure: Any, rows: list[Row], center: Values, slots: list[Any]) -
     losses = {
         tuple(row.values.get(KEYS[symbol]) for symbol in KEYS): row.losses[title].mean
         for row in rows
-        if all(row.values[key] == value for key, value in others.items())
+        if all(row.values.get(key) == value for key, value in others.items())
     }
     low, high = min(losses.values()), max(losses.values())
     panels = figure.subplots(1, len(slots), squeeze=False, sharey=True)[0]

@@ -5,7 +5,6 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from stackexp.errors import ConfigError
-from stackexp.reports.summaries import find_runs
 from stackexp.runs import RunFolder
 from stackexp.sweeps.grid import expand
 from stackexp.sweeps.sweep import COPY, list_shipped, load_sweep
@@ -49,10 +48,14 @@ def describe_sweeps(sweeps: Sequence[Path]) -> list[str]:
     """Return a line for each sweep with unfinished trials, with the command that completes it."""
     lines = []
     for folder in sweeps:
-        total, done = len(_list_labels(folder)), sum(run.is_finished for run in find_runs([folder]))
-        if done < total:
+        try:
+            trials = load_sweep(str(folder)).trials
+        except ConfigError:
+            continue
+        missing = sum(not trial.folder.is_finished for trial in trials)
+        if missing:
             command = build_sweep_command(folder)
-            lines.append(f"{folder}: {total - done} of {total} trials are not finished: `{command}`")
+            lines.append(f"{folder}: {missing} of {len(trials)} trials are not finished: `{command}`")
     return lines
 
 

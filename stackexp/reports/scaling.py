@@ -93,6 +93,8 @@ def _read_points(arms: list[Arm], column: str, irreducible: float) -> tuple[list
     if not any(loss > irreducible for loss in losses):
         highest = max(loss for loss in losses if not math.isnan(loss))
         raise RunError(f"--irreducible {irreducible:g}: above every loss ({column}, at most {highest:.3f}); use less")
+    scored = [own for own, loss in zip(sets, losses, strict=True) if not math.isnan(loss)]
+    most = max(scored, key=scored.count)  # of equally many, the first
     strangers, notes = _find_other_data(runs)
     points: list[Point] = []
     skipped: dict[str, list[tuple[str, int]]] = defaultdict(list)
@@ -100,7 +102,7 @@ def _read_points(arms: list[Arm], column: str, irreducible: float) -> tuple[list
         tokens, total, memory = (run.result.get(key) for key in ("tokens", "parameters", "memory_parameters"))
         if math.isnan(loss):
             skipped[f"no {column}, {REMEDIES[column]}"].append((name, run.seed))
-        elif sets.count(own) < max(map(sets.count, sets)):
+        elif own != most:
             skipped["scored on other sets than most runs"].append((name, run.seed))
         elif loss <= irreducible:
             skipped[f"no {column} above {irreducible:g}"].append((name, run.seed))

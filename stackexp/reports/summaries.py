@@ -1,5 +1,6 @@
 """Summarize a run folder in a few figures, for `runs list`, `runs show` and `report compare`."""
 
+import contextlib
 import math
 import os
 from collections.abc import Iterable, Iterator
@@ -40,9 +41,14 @@ class RunSummary:
 
 
 def find_runs(paths: Iterable[Path | str]) -> list[RunFolder]:
-    """Return all run folders at or below these paths, each once, sorted below each path."""
+    """Return all run folders at or below these paths, each once, sorted below each path.
+
+    Raises RunError for a path that does not exist.
+    """
     found: dict[Path, RunFolder] = {}
     for path in paths:
+        if not Path(path).is_dir():
+            raise RunError(f"{path}: no such folder; give run folders or folders of them")
         for folder in sorted(_walk_runs(path)):
             found.setdefault(folder.resolve(), RunFolder(folder))
     return list(found.values())
@@ -57,8 +63,7 @@ def _walk_runs(root: Path | str) -> Iterator[Path]:
 
 def summarize(run: RunFolder) -> RunSummary:
     """Read the summary of a run folder. Damage is reported in `problem`, not raised."""
-    files = [path for path in run.path.rglob("*") if path.is_file()]
-    sizes = [path.stat() for path in files]
+    sizes = list(_stat_files(run.path))
     lines: list[dict[str, Any]] = []
     max_steps, result, problem = None, None, ""
     try:
@@ -92,6 +97,14 @@ def summarize(run: RunFolder) -> RunSummary:
         train_loss=train_loss.get("last_20_steps"),
         best_loss=average.get("loss"),
     )
+
+
+def _stat_files(folder: Path) -> Iterator[os.stat_result]:
+    """Yield the properties of all files; a running training may delete some in the meantime."""
+    for root, _, files in os.walk(folder):
+        for name in files:
+            with contextlib.suppress(FileNotFoundError):
+                yield os.stat(os.path.join(root, name))
 
 
 def format_summaries(summaries: list[RunSummary]) -> str:

@@ -13,7 +13,7 @@ from stackexp.errors import RunError
 from stackexp.reports.figures import new_figure, save_figure
 from stackexp.sweeps.grid import Values, format_value, shorten_keys
 from stackexp.sweeps.sweep import Sweep
-from stackexp.sweeps.trials import Trial, get_number
+from stackexp.sweeps.trials import Trial, get_number, read_objective
 from stackexp.tables import ABSENT, Style, format_table
 
 VALIDATION = "average.loss"
@@ -54,14 +54,25 @@ class Row:
 def collect_results(sweep: Sweep) -> list[Row]:
     """Return the finished trials, grouped over seeds, the best objective first. Raises RunError if there are none."""
     groups: dict[str, list[Trial]] = {}
-    for trial in sweep.trials:
-        if trial.folder.is_finished:
+    finished = [trial for trial in sweep.trials if trial.folder.is_finished]
+    if not finished:
+        raise RunError(f'{sweep.folder}: no finished trials yet; run "sweep status" to see progress')
+    for trial in finished:
+        if read_objective(trial, sweep.config.objective)[0] is not None:
             groups.setdefault(json.dumps(_drop_seed(trial.values), sort_keys=True), []).append(trial)
     if not groups:
-        raise RunError(f'{sweep.folder}: no finished trials yet; run "sweep status" to see progress')
+        _, problem = read_objective(finished[0], sweep.config.objective)
+        raise RunError(f"{sweep.folder}: {problem}; choose another objective in the sweep's YAML")
     rows = [_build_row(trials, sweep.config.objective) for trials in groups.values()]
     sign = 1 if sweep.config.direction == "minimize" else -1
     return sorted(rows, key=lambda row: sign * row.objective.mean)
+
+
+def describe_unscored(sweep: Sweep) -> list[str]:
+    """Return a note for each finished trial without an objective, such as one whose loss is not finite."""
+    finished = [trial for trial in sweep.trials if trial.folder.is_finished]
+    problems = [(trial.name, read_objective(trial, sweep.config.objective)[1]) for trial in finished]
+    return [f"left out: {name}: {problem}" for name, problem in problems if problem]
 
 
 def _build_row(trials: list[Trial], objective: str) -> Row:
@@ -137,7 +148,7 @@ def select_rows(rows: list[Row], key: str, center: Values) -> list[Row]:
     reference = rows[0].values | center
     others = reference.keys() - {key}
     selected = [row for row in rows if all(row.values.get(other) == reference[other] for other in others)]
-    numeric = [row for row in selected if type(row.values[key]) in (int, float)]
+    numeric = [row for row in selected if type(row.values.get(key)) in (int, float)]
     return sorted(numeric, key=lambda row: row.values[key])
 
 

@@ -26,9 +26,12 @@ def format_dry_run(sweep: Sweep) -> str:
         costs.append((None if base.gpu_hours is None else count * base.gpu_hours,) * 2)
         rows.append([f"{count} more", "not chosen", "", "", *map(_format_hours, costs[-1])])
     header = ["trial", "state", "steps", "tokens", "GPU-hours", "left"]
-    summary = f"{format_summary(statuses)}; {_format_total(costs)}, on {base.device} at {base.mfu:.0%} of its FLOP/s"
+    summary = format_summary(statuses)
+    if has_estimates := any(hours is not None for hours, _ in costs):
+        summary += f"; {_format_total(costs)}, on {base.device} at {base.mfu:.0%} of its FLOP/s"
     if any(hours is None for hours, _ in costs):
-        summary = f"{format_summary(statuses)}; time is not estimated below {MIN_PARAMETERS // 10**6}M parameters"
+        which = "time of the others" if has_estimates else "time"
+        summary += f"; {which} is not estimated on CPUs or below {MIN_PARAMETERS // 10**6}M parameters"
     return f"{format_table(rows, header=header, align='<<>>>>')}\n\n{summary}"
 
 

@@ -46,6 +46,13 @@ class Space:
     log: bool = False  # log-uniform
     int: bool = False
 
+    def contains(self, value: Any) -> bool:
+        """Return True if a search may draw `value`."""
+        if self.values is not None:
+            return value in self.values
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        return is_number and self.low is not None and self.high is not None and self.low <= value <= self.high
+
     def find_errors(self) -> Errors:
         """Check that there are values, or a valid range."""
         if self.values is not None:

@@ -98,7 +98,7 @@ class Sweep:
     def find_search_trials(self, known: Collection[RunFolder] = ()) -> list[Trial]:
         """Return the trials that a search has started, except the `known` ones.
 
-        A folder belongs to this search if composing its searched values gives its hash.
+        A folder belongs to this search if its values are in the search space, and composing them gives its hash.
         """
         assert self.config.search is not None
         trials = []
@@ -106,8 +106,9 @@ class Sweep:
             if folder not in known and folder not in self._foreign and folder.config.is_file():
                 config = load_config(folder.config)
                 options = flatten_config(config)
-                values = {key: options[key] for key in self.config.search.space if key in options}
-                if len(values) == len(self.config.search.space) and self._has_hash(folder, values):
+                space = self.config.search.space
+                values = {key: options[key] for key in space if key in options and space[key].contains(options[key])}
+                if len(values) == len(space) and self._has_hash(folder, values):
                     trials.append(Trial(folder, config, values))
                 else:
                     self._foreign.add(folder)

@@ -5,6 +5,7 @@ SWEEP is a shipped name, a YAML file, or a sweep's folder in runs/.
 
 import dataclasses
 import json
+import sys
 from argparse import Namespace
 from pathlib import Path
 
@@ -27,13 +28,15 @@ def run(args: Namespace) -> int:
 
     sweep = load_last_run(args.sweep, args.overrides)
     sweep.check_trials()
-    from stackexp.reports.sweeps import collect_results, draw_results, format_results
+    from stackexp.reports.sweeps import collect_results, describe_unscored, draw_results, format_results
 
     rows = collect_results(sweep)
     if args.json:
         print(json.dumps([dataclasses.asdict(row) for row in rows], indent=2))
     else:
         print(format_results(sweep, rows, style="markdown" if args.markdown else "terminal"))
+    for note in describe_unscored(sweep):
+        print(note, file=sys.stderr)
     if args.figures:
         print("\n".join(map(str, draw_results(sweep, rows, args.figures))))
     return 0

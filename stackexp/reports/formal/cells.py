@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
-from stackexp.errors import RunError
+from stackexp.errors import ConfigError, RunError
 from stackexp.reports.formal.paper import COLUMNS, find_column, get_printed_score
 from stackexp.reports.formal.runs import Evaluation, FormalRun, Lengths, read_run
 from stackexp.reports.summaries import find_runs
@@ -92,7 +92,11 @@ def collect_results(paths: Sequence[Path | str], lengths: Lengths) -> Results:
         if not any(folder.path.resolve().is_relative_to(Path(path).resolve()) for folder in folders):
             raise RunError(f"{path}: no run folder in it or below; give runs/<name>/<id>, or a folder of run folders")
     for folder in folders:
-        config = folder.read_options()
+        try:
+            config = folder.read_options()
+        except (ConfigError, RunError) as error:
+            skipped[str(error)].append(folder.path)
+            continue
         if config.get("data.kind") != "formal_language":
             skipped["not a formal language"].append(folder.path)
         elif column := find_column(config):

@@ -161,6 +161,8 @@ def read_run(folder: RunFolder, config: Options, column: str, lengths: Lengths) 
     test, unused = folder.path / "test.json", None
     if test.exists():
         record = read_json(test)
+        if not isinstance(record, dict):
+            raise RunError(f"{test}: not a file of `test`; move it elsewhere")
         if _is_same_run(record, result, config):
             evaluations.append(_read_evaluation(test, record))
         else:

@@ -14,8 +14,8 @@ from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from stackexp.errors import ConfigError, RunError
-from stackexp.files import is_locked, read_json, write_json
+from stackexp.errors import ConfigError, FolderBusyError, RunError
+from stackexp.files import hold_lock, is_locked, read_json, write_json
 from stackexp.sweeps.launchers import Command, build_fit_command
 from stackexp.sweeps.schema import Resources
 from stackexp.sweeps.trials import Trial
@@ -55,34 +55,44 @@ class LocalLauncher:
         self._threads = max(1, cores // (parallel * devices))
         self._command, self._folder = command, folder
         self._running: dict[Trial, subprocess.Popen] = {}
+        self._refused: list[Trial] = []  # not started
 
     def start(self, trials: list[Trial]) -> None:
-        """Start one process for each trial."""
+        """Start one process for each trial, unless another driver of the sweep has just taken its GPUs."""
         for trial in trials:
-            environment = {"OMP_NUM_THREADS": str(self._threads)} | os.environ
-            gpus = self._find_free_gpus()[: trial.config.trainer.devices]
-            if self._gpus:
-                environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
-            with open(trial.log, "a") as log:
-                process = self._running[trial] = subprocess.Popen(
-                    self._command(trial),
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    env=environment,
-                    start_new_session=True,
-                )
-            record_process(trial.folder.path, process.pid, gpus)
+            with hold_lock(self._folder / ".gpus.lock", "starting a trial"):
+                gpus = self._find_free_gpus()[: trial.config.trainer.devices]
+                if self._gpus and len(gpus) < trial.config.trainer.devices:
+                    self._refused.append(trial)
+                    continue
+                process = self._running[trial] = self._start_process(trial, gpus)
+                record_process(trial.folder.path, process.pid, gpus)
+
+    def _start_process(self, trial: Trial, gpus: list[str]) -> subprocess.Popen:
+        environment = {"OMP_NUM_THREADS": str(self._threads)} | os.environ
+        if self._gpus:
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+        with open(trial.log, "a") as log:
+            return subprocess.Popen(
+                self._command(trial),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                start_new_session=True,
+            )
 
     def collect_ended(self) -> list[tuple[Trial, int]]:
-        """Return the trials that ended since the last call and their exit codes."""
+        """Return the trials that ended since the last call and their exit codes; of those not started, that of busy."""
+        refused = [(trial, FolderBusyError.exit_code) for trial in self._refused]
+        self._refused.clear()
         codes = [(trial, process.poll()) for trial, process in self._running.items()]
         ended = [(trial, code) for trial, code in codes if code is not None]
         for trial, code in ended:
             process = self._running.pop(trial)
             if code < 0:  # the trial's other processes have lost the first one
                 _kill_group(process.pid)
-        return ended
+        return ended + refused
 
     def count_free(self) -> int:
         """Return how many more trials may be started now."""
