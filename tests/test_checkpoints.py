@@ -145,7 +145,7 @@ def test_failed_write_leaves_no_files(tmp_path, monkeypatch, function):
 
 def test_weights_of_a_different_architecture_are_named(saved, tmp_path):
     file = tmp_path / "model.safetensors"
-    weight_files.consolidate_checkpoint(saved, file, QUICKSTART)
+    weight_files.average_checkpoints([saved], file, QUICKSTART)
     for path, layers, message in (
         (saved, [(4, 16), (16, 1)], "00000003: different architecture: 0.weight is [16, 8] in the checkpoint, [16, 4]"),
         (saved, [(8, 16)], "different architecture: 1.bias is [1] in the checkpoint, absent"),
@@ -171,7 +171,7 @@ def test_an_average_is_the_mean_of_the_weights(tmp_path):
 
 def test_a_consolidated_file_has_the_weights_and_the_config(saved, tmp_path):
     file = tmp_path / "model.safetensors"
-    assert weight_files.consolidate_checkpoint(saved, file, QUICKSTART) == 4
+    assert weight_files.average_checkpoints([saved], file, QUICKSTART) == 4
     (model, _), (other, _) = make_model(), make_model()
     checkpoints.load_weights(model, saved)
     assert_equal(load_file(file), model.state_dict())

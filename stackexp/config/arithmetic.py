@@ -63,7 +63,3 @@ class ArithmeticConfig:
     def global_batch_tokens(self) -> int:
         """Return the tokens per optimizer step."""
         return self.batch_size * self.context_length
-
-    def micro_batch(self, devices: int) -> int:
-        """Return the sequences per device and forward pass."""
-        return self.batch_size // devices

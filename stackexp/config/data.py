@@ -58,10 +58,6 @@ class DataConfig:
     score_remainder: bool = option(False, affects="evaluation", changes_scores=True)
     """Score every token of a set except the first; if false, drop the incomplete last chunk, as in OLMo."""
 
-    def micro_batch(self, devices: int) -> int:
-        """Return the sequences per device and forward pass."""
-        return self.micro_batch_size
-
     def find_experiment_errors(self, config: "ExperimentConfig", is_training: bool) -> Errors:
         """Yield the errors that involve other sections, with full keys."""
         model = config.model

@@ -97,7 +97,8 @@ class ExperimentConfig:
     @property
     def micro_batch_size(self) -> int:
         """Return the sequences per device and forward pass."""
-        return self.data.micro_batch(self.trainer.world_size)
+        has_size = hasattr(self.data, "micro_batch_size")  # other data have one pass of `batch_size` sequences
+        return self.data.micro_batch_size if has_size else self.data.batch_size // self.trainer.world_size
 
     @property
     def tokens_per_pass(self) -> int:

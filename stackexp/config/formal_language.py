@@ -109,10 +109,6 @@ class FormalLanguageConfig:
         uniform = sum(n + task.output_length(n) for n in lengths) / len(lengths)
         return round(self.batch_size * (uniform + self.longest_fraction * (self.context_length - uniform)))
 
-    def micro_batch(self, devices: int) -> int:
-        """Return the sequences per device and forward pass."""
-        return self.batch_size // devices
-
 
 def get_model_label(options: Mapping[str, Any]) -> str:
     """Return the short name of a model from the options {full key: value} of its config.

@@ -18,7 +18,7 @@ def explain_old_key(key: str) -> str:
     """Return the fix for a key of an earlier version, or "" if the key never existed."""
     if key in RENAMED_KEYS:
         return f"renamed; use {RENAMED_KEYS[key]}"
-    section = _find_removed(key)
+    section = next((old for old in REMOVED_KEYS if f"{key}.".startswith(f"{old}.")), None)
     return f"removed; {REMOVED_KEYS[section]}" if section else ""
 
 
@@ -26,7 +26,3 @@ def explain_old_value(key: str, value: Any) -> str:
     """Return the fix for a value of an earlier version, or "" if the value was never valid."""
     new = RENAMED_VALUES.get((key, value)) if isinstance(value, str) else None
     return f"{value!r} was renamed; use {new!r}" if new else ""
-
-
-def _find_removed(key: str) -> str | None:
-    return next((old for old in REMOVED_KEYS if f"{key}.".startswith(f"{old}.")), None)

@@ -12,11 +12,6 @@ from stackexp.config.experiment import ExperimentConfig
 from stackexp.models.checkpoints import CONFIG_KEY, read_weights
 
 
-def consolidate_checkpoint(path: Path, target: Path, config: ExperimentConfig) -> int:
-    """Write a checkpoint's weights to one safetensors file with the config as metadata; return the tensor count."""
-    return write_weights(read_weights(path), target, to_yaml(config))
-
-
 def average_checkpoints(paths: Sequence[Path], target: Path, config: ExperimentConfig) -> int:
     """Write the mean of the weights of checkpoints to one safetensors file; return the tensor count.
 

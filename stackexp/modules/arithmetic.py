@@ -48,10 +48,6 @@ class Arithmetic(TrainingModule):
         is_right = (logits.argmax(-1) == targets).all(1, keepdim=True)
         metric.update(batch["index"], losses, is_right, torch.ones_like(is_right))
 
-    def compute_set_scores(self, dataset: Any, metric: SequenceScores) -> dict[str, float]:
-        """Return accuracy, loss in nats per symbol, and the number of problems."""
-        return metric.compute()
-
     def validation_tags(self) -> dict[str, float]:
         """Return accuracy and loss of the held-out problems."""
         (scores,) = self.set_metrics.values()

@@ -69,10 +69,6 @@ class Transduction(TrainingModule):
         losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view_as(targets)
         metric.update(batch["index"], losses, (logits.argmax(-1) == targets) & mask, mask)
 
-    def compute_set_scores(self, dataset: LengthSet, metric: SequenceScores) -> dict[str, float]:
-        """Return accuracy, loss and the number of strings."""
-        return metric.compute()
-
     def validation_tags(self) -> dict[str, float]:
         """Return the means over lengths and the accuracy at each length."""
         if not self.set_metrics:

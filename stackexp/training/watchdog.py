@@ -12,13 +12,13 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch.distributed as dist
 
 from stackexp.errors import first_line
+from stackexp.files import read_start_time
 from stackexp.terminal import write_to_stderr
 from stackexp.training.signals import StopRequest
 
@@ -161,7 +161,7 @@ class Watchdog(pl.Callback):
         return None
 
     def _is_gone(self, rank: int, status: dict[str, Any]) -> bool:
-        if status["host"] == socket.gethostname() and not _is_alive(status["pid"]):
+        if status["host"] == socket.gethostname() and not read_start_time(status["pid"]):
             return True
         now, (beat, since) = time.monotonic(), self._heartbeats.get(rank, (None, 0.0))
         if beat != status["beat"]:
@@ -181,13 +181,6 @@ def _connect_store(rank: int, size: int) -> dist.Store:
     return store if rank == 0 else dist.TCPStore(address[0], address[1], size, is_master=False)
 
 
-def _is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
-    except OSError:
-        return False
-
-
 def _describe_hang(statuses: dict[int, dict[str, Any]], timeout: float) -> str:
     """Name the ranks that have passed the fewest hooks, or else those at a different line of code than most."""
     events = Counter(status["events"] for status in statuses.values())
@@ -196,15 +189,11 @@ def _describe_hang(statuses: dict[int, dict[str, Any]], timeout: float) -> str:
     stuck = [r for r, status in statuses.items() if status["events"] == fewest] if len(events) > 1 else []
     if lines[common] > len(statuses) / 2:
         stuck = stuck or [r for r, status in statuses.items() if status["where"] != common]
-    stuck = stuck or [r for r, status in statuses.items() if not _is_in_torch(status["where"])] or list(statuses)
+    stuck = stuck or [r for r, status in statuses.items() if not status["where"].startswith("torch/")] or list(statuses)
     named = ", ".join(f"rank {rank} at {statuses[rank]['where']}" for rank in stuck[:8])
     rest = next((status["where"] for rank, status in statuses.items() if rank not in stuck), None)
     waiting = f"; the others wait at {rest}" if rest else ""
     return f"no progress for {timeout:g} s: {named}{waiting}; see trainer.collective_timeout_seconds"
-
-
-def _is_in_torch(where: str) -> bool:
-    return where.startswith("torch/")
 
 
 def _shorten(file: str) -> str:

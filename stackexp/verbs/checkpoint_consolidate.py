@@ -29,6 +29,7 @@ def run(args: Namespace) -> int:
 
     folder = runs.open_run(args.run)
     path = checkpoints.find_checkpoint(folder, args.ckpt_path)
-    tensors = weight_files.consolidate_checkpoint(path, args.to, compose.load_config(folder.config))
+    config = compose.to_yaml(compose.load_config(folder.config))
+    tensors = weight_files.write_weights(checkpoints.read_weights(path), args.to, config)
     print(f"{path} -> {args.to}: {tensors} tensors, {args.to.stat().st_size:,} bytes")
     return 0

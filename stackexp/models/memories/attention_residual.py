@@ -22,7 +22,6 @@ class AttentionResidual(Memory):
 
     def __init__(self, config: AttentionResidualConfig, model: TransformerConfig, layer: int) -> None:
         super().__init__(config, model, layer)
-        self.model, self.layer = model, layer
         self.query = nn.Parameter(torch.empty(model.hidden_size))
 
     def init_weights(self) -> None:

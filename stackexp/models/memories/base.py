@@ -42,8 +42,9 @@ class Memory(nn.Module):
     entropy_weight: float = 0.0  # the loss includes entropy_weight * mean of stats["entropy"] over memories
 
     def __init__(self, config: Any, model: TransformerConfig, layer: int) -> None:
-        """Build the memory of layer 0 <= `layer` < num_layers from its own options and those of the model."""
+        """Store its own options, those of the model, and its layer, 0 <= `layer` < num_layers."""
         super().__init__()
+        self.config, self.model, self.layer = config, model, layer
 
     def empty_state(self, h: Tensor) -> State:
         """Return the initial state for h [B, T, d], the input of the block: in layer 0, the embedding."""

@@ -17,7 +17,6 @@ class DenseFormer(Memory):
 
     def __init__(self, config: DenseFormerConfig, model: TransformerConfig, layer: int) -> None:
         super().__init__(config, model, layer)
-        self.hidden_size = model.hidden_size
         self.weights = nn.Parameter(torch.empty(layer + 2))
 
     def init_weights(self) -> None:
@@ -43,4 +42,4 @@ class DenseFormer(Memory):
 
     def flops_per_token(self, context_length: int) -> float:
         """Count a multiply-add for each element of each output."""
-        return 2.0 * self.weights.numel() * self.hidden_size
+        return 2.0 * self.weights.numel() * self.model.hidden_size

@@ -36,7 +36,6 @@ class HyperConnections(Memory):
 
     def __init__(self, config: HyperConnectionsConfig, model: TransformerConfig, layer: int) -> None:
         super().__init__(config, model, layer)
-        self.config, self.model, self.layer = config, model, layer
         n, d = config.num_streams, model.hidden_size
         self.residual = nn.Parameter(torch.empty(n, n))
         self.output = nn.Parameter(torch.empty(n))

@@ -19,7 +19,6 @@ class ResidualScale(EmbeddingSkip):
 
     def __init__(self, config: ResidualScaleConfig, model: TransformerConfig, layer: int) -> None:
         super().__init__(config, model, layer)
-        self.hidden_size = model.hidden_size
         self.scales = nn.Parameter(torch.empty(3))
 
     def init_weights(self) -> None:
@@ -39,4 +38,4 @@ class ResidualScale(EmbeddingSkip):
 
     def flops_per_token(self, context_length: int) -> float:
         """Count three multiply-adds per element."""
-        return 2.0 * 3 * self.hidden_size
+        return 2.0 * 3 * self.model.hidden_size

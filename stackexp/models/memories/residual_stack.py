@@ -46,7 +46,6 @@ class ResidualStack(Memory):
 
     def __init__(self, config: ResidualStackConfig, model: TransformerConfig, layer: int) -> None:
         super().__init__(config, model, layer)
-        self.config, self.model, self.layer = config, model, layer
         slots, d = config.num_slots, model.hidden_size
         self.read, self.write = nn.Parameter(torch.empty(slots)), nn.Parameter(torch.empty(slots))
         self.maps, self.scale = nn.Parameter(torch.empty(2 * slots, d)), nn.Parameter(torch.empty(2))

@@ -38,7 +38,6 @@ class StackMemory(Memory):
 
     def __init__(self, config: StackMemoryConfig, model: TransformerConfig, layer: int) -> None:
         super().__init__(config, model, layer)
-        self.config, self.model, self.layer = config, model, layer
         self.axis, self.site = config.axis, config.site
         self.always_pushes = config.discipline == "push_only"
         self.entropy_weight = 0.0 if self.always_pushes else config.entropy_weight

@@ -36,7 +36,6 @@ class StackAttention(Memory):
 
     def __init__(self, config: StackAttentionConfig, model: TransformerConfig, layer: int) -> None:
         super().__init__(config, model, layer)
-        self.model = model
         self.actions = nn.Linear(model.hidden_size, 3)
 
     def init_weights(self) -> None:

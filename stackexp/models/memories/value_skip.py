@@ -17,7 +17,6 @@ class ValueSkip(EmbeddingSkip):
 
     def __init__(self, config: ValueSkipConfig, model: TransformerConfig, layer: int) -> None:
         super().__init__(config, model, layer)
-        self.model = model
         self.down = Linear(model.hidden_size, config.rank)
         self.up = Linear(config.rank, model.hidden_size)
 

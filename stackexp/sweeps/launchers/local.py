@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from stackexp.errors import ConfigError, FolderBusyError, RunError
-from stackexp.files import hold_lock, is_locked, read_json, write_json
+from stackexp.files import hold_lock, is_locked, read_json, read_start_time, write_json
 from stackexp.sweeps.launchers import Command, build_fit_command
 from stackexp.sweeps.schema import Resources
 from stackexp.sweeps.trials import Trial
@@ -180,12 +180,12 @@ class TrialProcess:
     @property
     def is_alive(self) -> bool:
         """Return True if the process runs on this machine."""
-        return self.host == socket.gethostname() and _read_start_time(self.pid) == self.start_time != ""
+        return self.host == socket.gethostname() and read_start_time(self.pid) == self.start_time != ""
 
 
 def record_process(folder: Path, pid: int, gpus: list[str]) -> None:
     """Write the record of a trial that was just started."""
-    process = TrialProcess(folder.name, pid, socket.gethostname(), _read_start_time(pid), gpus)
+    process = TrialProcess(folder.name, pid, socket.gethostname(), read_start_time(pid), gpus)
     write_json(folder / FILE_NAME, asdict(process))
 
 
@@ -196,15 +196,6 @@ def find_processes(folder: Path) -> list[TrialProcess]:
         with contextlib.suppress(RunError, OSError, TypeError):  # skip damaged records
             processes.append(TrialProcess(**read_json(path)))
     return [process for process in processes if process.is_alive]
-
-
-def _read_start_time(pid: int) -> str:
-    """Return the start time of a process; "" if there is no such process or it is a zombie."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
-    except OSError:
-        return ""
-    return "" if fields[0] in "ZX" else fields[19]
 
 
 def _kill_group(pid: int) -> None:

@@ -15,10 +15,7 @@ class ArithmeticObjective(Objective):
     """Problems as text. A run ends with the accuracy of its last weights on the held-out problems."""
 
     final_stage = "validate"
-
-    def build_module(self, weights: Path | None = None) -> Arithmetic:
-        """Build the module for problems and their answers."""
-        return Arithmetic(self.config, weights)
+    module_type = Arithmetic
 
     def describe_training(self) -> str:
         """Return steps, problems and operation."""

@@ -43,13 +43,14 @@ class Objective(ABC):
     """
 
     final_stage: ClassVar[Stage]
+    module_type: ClassVar[type[TrainingModule]]
 
     def __init__(self, config: ExperimentConfig):
         self.config = config
 
-    @abstractmethod
     def build_module(self, weights: Path | None = None) -> TrainingModule:
         """Build the LightningModule with initial weights, or with those of the checkpoint `weights`."""
+        return self.module_type(self.config, weights)
 
     @abstractmethod
     def describe_training(self) -> str:

@@ -23,10 +23,7 @@ class FormalLanguageObjective(Objective):
     """Strings of a formal language. A run ends with the accuracy of its best checkpoint at every test length."""
 
     final_stage = "test"
-
-    def build_module(self, weights: Path | None = None) -> Transduction:
-        """Build the module for strings and their answers."""
-        return Transduction(self.config, weights)
+    module_type = Transduction
 
     def warn_about_limits(self, stage: str) -> None:
         """Warn if the stack has too few slots for the longest strings of a stage; "fit" includes training strings."""

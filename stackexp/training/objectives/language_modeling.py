@@ -30,10 +30,7 @@ class LanguageModelingObjective(Objective):
     """Next-token prediction. A run ends with the loss on all validation sets and a text sample."""
 
     final_stage = "validate"
-
-    def build_module(self, weights: Path | None = None) -> LanguageModeling:
-        """Build the next-token module."""
-        return LanguageModeling(self.config, weights)
+    module_type = LanguageModeling
 
     def warn_about_limits(self, stage: str) -> None:
         """Warn about options of a depth-axis stack with which reads are mostly empty or decided by rounding."""
