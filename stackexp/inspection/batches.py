@@ -73,13 +73,16 @@ def open_set(run: LoadedRun, name: str, num_chunks: int) -> InspectionInput:
 
     A set with fewer than two whole chunks includes its remainder, as a shorter sequence.
 
-    Raises ConfigError if the model is not one of text, or the run has no such set.
+    Raises ConfigError if the model is not one of text, the run has no such set, or the name is that of a group.
     """
     if run.tokenizer is None:
         raise ConfigError("inspect: --set requires a model of text; use --task for one of formal languages")
     data = open_run_data(run, name)
     data.eval_limit = num_chunks
-    (dataset,) = data.sets("validate")[:1]
+    dataset, *others = data.sets("validate")
+    if others:
+        remedy = "give the path of one file" if "=" in name else f"name one, such as {dataset.name}"
+        raise ConfigError(f"inspect: --set {name}: a group of {1 + len(others)} sets; {remedy}")
     if isinstance(dataset, EvaluationSet):
         whole = Chunks(dataset.chunks.tokens, dataset.chunks.context_length, run.config.data.score_remainder)
         dataset = replace(dataset, chunks=whole) if len(whole) > 1 else dataset
@@ -114,7 +117,7 @@ def open_task(run: LoadedRun, name: str) -> InspectionInput:
         raise ConfigError("inspect: --task requires a model of a formal language; use --text or --set")
     if name != known:
         raise ConfigError(f"inspect: --task {name}: the run was trained on {known}; use --task {known}")
-    if length and not (length.isdigit() and int(length)):
+    if length and not (length.isascii() and length.isdigit() and int(length)):
         raise ConfigError(f"inspect: --task {name}:{length}: the length must be an integer >= 1")
     strings = LengthSet(TASKS[name], "validate", int(length or run.config.data.max_length), STRINGS)
     batch = build_batch(strings.sample(), strings.task)

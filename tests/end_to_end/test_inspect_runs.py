@@ -82,6 +82,7 @@ def test_inspect_a_formal_language(tmp_path):
     assert "stack cleared" not in printed, "the stack passes from token to token"
     for options, message in (
         (("--task", "bucket_sort"), f"--task bucket_sort: the run was trained on {task}; use --task {task}"),
+        (("--task", f"{task}:²"), f"--task {task}:²: the length must be an integer >= 1"),
         (("--task", f"{task}:0"), f"--task {task}:0: the length must be an integer >= 1"),
         (("--set", "x"), "--set requires a model of text; use --task for one of formal languages"),
     ):
@@ -110,6 +111,11 @@ def test_short_sets_are_inspected_without_padding(trained, tmp_path, capsys):
         assert np.array(stack["values"]["push"])[:-1] == pytest.approx(np.array(other["values"]["push"]), abs=2e-4)
     record, _ = inspect("--set", f"mine={tmp_path}/two")
     assert record["interventions"][0]["loss"] > 0
+    (tmp_path / "group").mkdir()
+    for name in "ab":
+        (tmp_path / "group" / f"{name}.txt").write_text(text)
+    assert main(["inspect", "--run", str(trained), "--set", f"mine={tmp_path}/group"]) == 2
+    assert capsys.readouterr().err.endswith("/group: a group of 2 sets; give the path of one file\n")
     np.save(tmp_path / "tiny.npy", np.array([1]))
     assert main(["inspect", "--run", str(trained), "--set", f"mine={tmp_path}/tiny.npy"]) == 1
     assert capsys.readouterr().err.endswith("do not fill one chunk of data.context_length 32; use a longer text\n")
