@@ -46,6 +46,7 @@ from stackexp.run_result import NewerVersionError, RunResult, compute_sha256
 
 MARKER = ".stackexp"
 STAMP = "%Y%m%d-%H%M%S"
+RETRY_SECONDS = 0.2
 
 
 class RunFolder:
@@ -200,6 +201,9 @@ class RunFolder:
     def lock(self) -> Iterator[None]:
         """Lock the folder within the context. Raises FolderBusyError if another process holds the lock."""
         file = try_lock(self.path / ".lock")
+        if file is None:  # perhaps only `is_running` of another process, which holds a shared lock for an instant
+            time.sleep(RETRY_SECONDS)
+            file = try_lock(self.path / ".lock")
         if file is None:
             raise FolderBusyError(f"{self.path}: another process uses this folder; wait for it or stop it")
         with file:

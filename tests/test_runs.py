@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import threading
 from datetime import datetime
 from types import SimpleNamespace
 
@@ -11,6 +12,7 @@ import pytest
 from stackexp import __version__, runs
 from stackexp.config.compose import compose, load_config
 from stackexp.errors import FolderBusyError, RunError
+from stackexp.files import try_lock
 from stackexp.run_result import RunResult
 from stackexp.runs import RunFolder
 
@@ -118,6 +120,15 @@ def test_a_folder_in_use_is_refused(config):
     folder = create_run(config)
     with folder.lock(), pytest.raises(FolderBusyError, match="another process uses this folder"), folder.lock():
         pass
+
+
+def test_the_instant_lock_of_a_status_does_not_make_a_folder_busy(config):
+    folder = create_run(config)
+    status = try_lock(folder.path / ".lock", shared=True)
+    timer = threading.Timer(runs.RETRY_SECONDS / 2, status.close)
+    timer.start()
+    with folder.lock():
+        timer.join()
 
 
 def test_ids_sort_by_start_even_if_the_clock_goes_backwards(config, monkeypatch):
