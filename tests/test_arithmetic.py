@@ -141,9 +141,7 @@ def test_a_run_resumes_exactly_and_its_accuracy_is_that_of_generation(tmp_path, 
     assert cli.main(["generate", "--run", str(run.path), "--prompt", "37+58=", "--max_new_tokens", "3"]) == 0
     assert capsys.readouterr().out.startswith("37+58=")
     assert cli.main(["report", "actions", "nowhere"]) == 1
-    assert capsys.readouterr().err == (
-        "error: nowhere: no run folders; give finished runs with model.memory.kind=stack or residual_stack\n"
-    )
+    assert capsys.readouterr().err == ("error: nowhere: no such folder; give run folders or folders of them\n")
 
 
 def test_the_report_of_actions_needs_a_stack(tmp_path, monkeypatch, capsys):

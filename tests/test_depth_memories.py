@@ -222,3 +222,33 @@ def test_recomputed_gradients_are_equal(name, recompute):
         model(TOKENS).logits.logsumexp(-1).sum().backward()
         gradients.append([p.grad for p in model.parameters()])
     torch.testing.assert_close(gradients[0], gradients[1])
+
+
+@pytest.mark.parametrize("memory", MEMORIES.values(), ids=MEMORIES)
+def test_autocast_keeps_the_residual_stream_in_float32(memory):
+    model, dtypes = build_model(memory).float(), set()
+    for layer in model.layers:
+        layer.register_forward_hook(lambda *call: dtypes.add(call[2][0].dtype))
+    with torch.autocast("cpu", torch.bfloat16):
+        model(TOKENS)
+    assert dtypes == {torch.float32}
+
+
+@pytest.mark.parametrize("memory", MEMORIES.values(), ids=MEMORIES)
+def test_float64_models_compute_nothing_in_float32(memory):
+    """A central difference equals the gradient to about 1e-8; float32 anywhere would give 1e-3."""
+    model = build_model(memory)
+    parameters = [parameter for memory in model.memories for parameter in memory.parameters()]
+    direction = [torch.randn_like(parameter) for parameter in parameters]
+
+    def compute(step):
+        with torch.no_grad():
+            for parameter, change in zip(parameters, direction, strict=True):
+                parameter.add_(step * change)
+        return model(TOKENS).logits.square().mean()
+
+    loss = compute(0.0)
+    gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
+    slope = sum((g * c).sum() for g, c in zip(gradients, direction, strict=True) if g is not None)
+    high, low = compute(1e-6), compute(-2e-6)
+    assert (high - low).item() / 2e-6 == pytest.approx(slope.item(), rel=1e-5)

@@ -42,3 +42,13 @@ def test_eager_state_holds_only_occupied_slots():
         _, state = eager.step(state, torch.ones(3, 2, 3), torch.zeros(3, 2, 3), torch.ones(2, 3), num_slots=4)
         assert state.slots.shape == (3, 2, expected, 3)
         assert state.mask.shape == (3, 2, expected)
+
+
+@pytest.mark.parametrize("implementation", ["eager", "numba"])
+def test_the_additive_mask_keeps_the_contents_of_full_slots(implementation):
+    """M is exactly 0 or 1, so nothing is lost in float32, if (1 - M) * 1e9 is computed before the sum."""
+    case = Case(7, 16, 2, 6, read_mask="additive", scale=1e6, leading=(2, 3), dtype=torch.float32)
+    inputs = make_inputs(case)
+    torch.testing.assert_close(
+        compute(implementation, case, inputs), compute("reference", case, inputs), rtol=1e-5, atol=1e-5
+    )

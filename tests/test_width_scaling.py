@@ -8,9 +8,9 @@ from torch.nn import functional as F
 
 from stackexp.config.memory import StackMemoryConfig
 from stackexp.config.model import TransformerConfig
-from stackexp.config.optimizer import AdamWConfig
+from stackexp.config.optimizer import AdamWConfig, MuonConfig
 from stackexp.models.transformer import Transformer
-from stackexp.modules.optimizers import build_adamw
+from stackexp.modules.optimizers import build_adamw, build_muon
 
 WIDTHS = (64, 128, 256, 512)
 
@@ -42,13 +42,14 @@ def compute_outputs(model, tokens):
     return outputs
 
 
-def measure_changes(is_scaled, memory=None):
+def measure_changes(is_scaled, memory=None, is_muon=False):
     """Return the root mean square of the change of each output over four steps [widths, outputs]."""
+    build_optimizer, config = (build_muon, MuonConfig) if is_muon else (build_adamw, AdamWConfig)
     tokens = torch.randint(0, 64, (8, 33), generator=torch.Generator().manual_seed(1))
     changes = []
     for width in WIDTHS:
         model = build(width, is_scaled, memory)
-        optimizer = build_adamw(AdamWConfig(lr=3e-3, weight_decay=0.0), model)
+        optimizer = build_optimizer(config(lr=3e-3, weight_decay=0.0), model)
         with torch.no_grad():
             first = compute_outputs(model, tokens[:, :-1])
         for _ in range(4):
@@ -60,6 +61,13 @@ def measure_changes(is_scaled, memory=None):
             last = compute_outputs(model, tokens[:, :-1])
         changes.append([(new - old).square().mean().sqrt().item() for new, old in zip(last, first, strict=True)])
     return np.array(changes)
+
+
+def test_changes_by_muon_hardly_depend_on_the_width():
+    _, *layers = compute_slopes(measure_changes(True, is_muon=True))
+    assert layers == pytest.approx([0, 0], abs=0.05)
+    _, *layers = compute_slopes(measure_changes(False, is_muon=True))
+    assert min(layers) > 0.15, "without scaling they grow"
 
 
 def compute_slopes(values):

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from stackexp.config.trainer import TrainerConfig
 from stackexp.errors import ConfigError, first_line
+from stackexp.models.layers import widen
 
 NO_TARGET = -100  # the last token of a sequence has no next token; -100 as in torch's cross_entropy
 
@@ -78,7 +79,7 @@ def compute_losses(logits: Tensor, targets: Tensor, z_loss: float = 0.0, label_s
 
     Label smoothing by s applies to the total only: the target distribution is (1 - s) onehot + s / V.
     """
-    logits, targets = _widen(logits.flatten(0, -2)), targets.flatten()
+    logits, targets = widen(logits.flatten(0, -2)), targets.flatten()
     total = cross_entropy = F.cross_entropy(logits, targets)
     if label_smoothing:
         total = F.cross_entropy(logits, targets, label_smoothing=label_smoothing)
@@ -91,7 +92,7 @@ def compute_losses(logits: Tensor, targets: Tensor, z_loss: float = 0.0, label_s
 def compute_token_losses(logits: Tensor, tokens: Tensor) -> Tensor:
     """Return the cross entropy of next tokens in nats, [B, T - 1], for logits [B, T, V] and tokens [B, T]."""
     targets = tokens[:, 1:]
-    return F.cross_entropy(_widen(logits[:, :-1].flatten(0, 1)), targets.flatten(), reduction="none").view_as(targets)
+    return F.cross_entropy(widen(logits[:, :-1].flatten(0, 1)), targets.flatten(), reduction="none").view_as(targets)
 
 
 def linear_cross_entropy(
@@ -196,7 +197,7 @@ class LinearCrossEntropy(torch.autograd.Function):
 
 def _add(total: Tensor | None, term: Tensor | None) -> Tensor | None:
     """Return the sum over chunks, at least float32 once there are several."""
-    return term if total is None else _widen(total).add_(term)
+    return term if total is None else widen(total).add_(term)
 
 
 def _compute_chunk(
@@ -225,7 +226,7 @@ def _compute_log_probabilities(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return log p [C, V], cross entropy [C] (0 without a target) and log Z [C] = logsumexp(logits)."""
     logits = F.linear(x, weight, bias)
-    log_p = logits.log_softmax(-1, dtype=_widen(logits[:0]).dtype)
+    log_p = logits.log_softmax(-1, dtype=widen(logits[:0]).dtype)
     index = targets.clamp_min(0)[:, None]
     target_log_p = log_p.gather(-1, index)
     log_z = logits.gather(-1, index) - target_log_p
@@ -257,8 +258,3 @@ def _cast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
         return tensors
     dtype = torch.get_autocast_dtype(device)
     return tuple(x if x is None or x.dtype == torch.float64 else x.to(dtype) for x in tensors)
-
-
-def _widen(x: Tensor) -> Tensor:
-    """Return x in at least float32."""
-    return x if x.dtype == torch.float64 else x.float()

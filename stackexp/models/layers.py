@@ -1,5 +1,6 @@
 """Layers that do not initialize themselves: the model draws all weights in `init_weights`."""
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -44,3 +45,8 @@ class FeedForward(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Map x [..., d] to [..., d]."""
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+def widen(x: Tensor) -> Tensor:
+    """Return x in float32, or unchanged in float64."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))

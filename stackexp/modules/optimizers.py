@@ -20,7 +20,8 @@ def build_adamw(config: AdamWConfig, model: nn.Module) -> torch.optim.AdamW:
 def build_muon(config: MuonConfig, model: nn.Module) -> "MuonAdamW":
     """Build Muon for the matrices between embedding and output projection, and AdamW for everything else.
 
-    Matrices of memories count if they map from or to the hidden state: a query per head is a list of vectors.
+    Matrices of memories count if they map from or to the hidden state: a query per head is a list of vectors. With muP,
+    Muon's learning rates fall as 1/sqrt(d): the spectral norm of an update grows with sqrt(d), not with d as AdamW's.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
     size = getattr(getattr(model, "config", None), "hidden_size", None)
@@ -29,7 +30,7 @@ def build_muon(config: MuonConfig, model: nn.Module) -> "MuonAdamW":
     matrices = {p for p in parameters if p.ndim == 2 and p not in excluded and size in (None, *p.shape)}
     others = [p for p in parameters if p not in matrices]
     muon = torch.optim.Muon(
-        group_parameters(config, model, [p for p in parameters if p in matrices]),
+        group_parameters(config, model, [p for p in parameters if p in matrices], width_exponent=0.5),
         lr=config.lr,
         momentum=config.momentum,
         adjust_lr_fn="match_rms_adamw",  # updates as large as AdamW's, so that lr and weight_decay keep their meaning
@@ -37,8 +38,13 @@ def build_muon(config: MuonConfig, model: nn.Module) -> "MuonAdamW":
     return MuonAdamW(muon, _build_adamw(config, group_parameters(config, model, others)))
 
 
-def group_parameters(config: AdamWConfig, model: nn.Module, parameters: list[nn.Parameter]) -> list[dict[str, Any]]:
-    """Return one group for each pair of learning rate and weight decay."""
+def group_parameters(
+    config: AdamWConfig, model: nn.Module, parameters: list[nn.Parameter], width_exponent: float = 1.0
+) -> list[dict[str, Any]]:
+    """Return one group for each pair of learning rate and weight decay.
+
+    With muP, matrices have the learning rate lr (mup_base_size / d)^width_exponent.
+    """
     memories = list(getattr(model, "memories", ()))
     constant = _find_embeddings(model) | _find_no_decay(model)
     in_memories = {p for memory in memories for p in memory.parameters()}
@@ -46,7 +52,7 @@ def group_parameters(config: AdamWConfig, model: nn.Module, parameters: list[nn.
     groups: dict[tuple[float, float], list[nn.Parameter]] = {}
     for p in parameters:
         lr = config.memory_lr if config.memory_lr and p in in_memories else config.lr
-        lr *= width_scale if p in scaled else 1
+        lr *= width_scale**width_exponent if p in scaled else 1
         decay = config.weight_decay if p.ndim >= 2 and p not in constant else 0.0
         groups.setdefault((lr, decay), []).append(p)
     return [{"params": members, "lr": lr, "weight_decay": decay} for (lr, decay), members in groups.items()]

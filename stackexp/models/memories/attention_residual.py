@@ -5,6 +5,7 @@ from torch import Tensor, nn
 
 from stackexp.config.memory import AttentionResidualConfig
 from stackexp.config.model import TransformerConfig
+from stackexp.models.layers import widen
 from stackexp.models.memories.base import Memory, Stats
 
 Values = tuple[tuple[Tensor, Tensor], ...]
@@ -33,7 +34,7 @@ class AttentionResidual(Memory):
         return ((h, self._invert_rms(h)),)
 
     def _invert_rms(self, value: Tensor) -> Tensor:
-        return (value.float().square().mean(-1) + self.model.norm_eps).rsqrt()
+        return (widen(value).square().mean(-1) + self.model.norm_eps).rsqrt()
 
     def forward(
         self, h: Tensor, state: Values, previous: Tensor | None = None, probe: bool = False

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from stackexp.config.memory import HyperConnectionsConfig
 from stackexp.config.model import TransformerConfig
+from stackexp.models.layers import widen
 from stackexp.models.memories.base import Memory, Stats
 
 
@@ -28,7 +29,7 @@ class HyperConnections(Memory):
     for b and one for a, starts at 0, and the scale s [3] at 0.01.
 
     The paper computes a_{k+1} at the start of sublayer k + 1, this class at the end of sublayer k; the values are the
-    same. The input of sublayer 0 is the embedding. Autocast applies to W, as to all matrix products.
+    same. The input of sublayer 0 is the embedding. Autocast applies to W, not to the streams.
     """
 
     site = "each_sublayer"
@@ -75,10 +76,12 @@ class HyperConnections(Memory):
         """Add the output of the sublayer to the streams, and mix the next input; see `Memory.forward`."""
         assert previous is not None
         residual, output = self.compute_residual(state)
-        streams = residual.to(h.dtype) @ state + output.to(h.dtype).unsqueeze(-1) * (h - previous).unsqueeze(-2)
+        with torch.autocast(h.device.type, enabled=False):  # it would round the residual stream to bfloat16
+            streams = residual.to(h.dtype) @ state + output.to(h.dtype).unsqueeze(-1) * (h - previous).unsqueeze(-2)
         stats = {"stream_spread": streams.detach().float().std(-2).mean()} if probe else {}
         weights = self.compute_input(streams).to(h.dtype)
-        return (weights.unsqueeze(-2) @ streams).squeeze(-2), streams, stats
+        with torch.autocast(h.device.type, enabled=False):
+            return (weights.unsqueeze(-2) @ streams).squeeze(-2), streams, stats
 
     def compute_residual(self, streams: Tensor) -> tuple[Tensor, Tensor]:
         """Return R [..., n, n] and b [..., n] for streams [B, T, n, d], as float32."""
@@ -102,8 +105,8 @@ class HyperConnections(Memory):
         The map is linear, so the scale of the RMSNorm is applied after it. This stores no normalized streams for the
         backward pass.
         """
-        values = streams.float()
-        return (self.compute_norm_scale(values) * F.linear(values, self.maps.float()[rows])).tanh()
+        values = widen(streams)
+        return (self.compute_norm_scale(values) * F.linear(values, widen(self.maps)[rows])).tanh()
 
     def compute_norm_scale(self, values: Tensor) -> Tensor:
         """Return the factor [..., 1] by which RMSNorm multiplies values [..., d]."""

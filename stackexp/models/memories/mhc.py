@@ -8,6 +8,7 @@ from stackexp.config.memory import ManifoldHyperConnectionsConfig
 from stackexp.config.model import TransformerConfig
 from stackexp.errors import RunError
 from stackexp.models.initialization import init_weight_
+from stackexp.models.layers import widen
 from stackexp.models.memories.hyper_connections import HyperConnections
 
 SINKHORN_STEPS = 20  # the paper's value
@@ -52,7 +53,7 @@ class ManifoldHyperConnections(HyperConnections):
     def map_streams(self, streams: Tensor, rows: slice) -> Tensor:
         """Return the changes [B, T, n, rows] of the logits."""
         n = self.config.num_streams
-        values, maps = streams.float().flatten(-2), self.maps.float().unflatten(0, (n, n + 2))[:, rows]
+        values, maps = widen(streams).flatten(-2), widen(self.maps).unflatten(0, (n, n + 2))[:, rows]
         return (self.compute_norm_scale(values) * F.linear(values, maps.flatten(0, 1))).unflatten(-1, (n, -1))
 
 

@@ -9,6 +9,7 @@ from torch.nn import functional as F
 from stackexp.config.memory import ResidualStackConfig
 from stackexp.config.model import TransformerConfig
 from stackexp.errors import RunError
+from stackexp.models.layers import widen
 from stackexp.models.memories.base import Memory, Stats
 from stackexp.models.memories.stack import NUM_ACTIONS, compute_action_spread
 
@@ -84,14 +85,15 @@ class ResidualStack(Memory):
         """Move the slots, add the output of the sublayer, and read the next input; see `Memory.forward`."""
         assert previous is not None
         x = self.normalize_top(state)
-        logits = None if self.actions is None else F.linear(x, self.actions.float()) + self.action_bias
+        logits = None if self.actions is None else F.linear(x, widen(self.actions)) + self.action_bias
         output, slots = self.update(state, x, logits, h - previous)
         stats = {"read_share": compute_read_share(output.read, slots).mean()} if probe else {}
         if probe and output.action is not None:
             action = output.action.detach()
             stats |= dict(zip(("push", "pop", "no_op"), action.mean((0, 1)).unbind(), strict=True))
             stats["action_spread"] = compute_action_spread(action.unsqueeze(-2)).mean()
-        return (output.read.to(h.dtype).unsqueeze(-2) @ slots).squeeze(-2), slots, stats
+        with torch.autocast(h.device.type, enabled=False):  # it would round the residual stream to bfloat16
+            return (output.read.to(h.dtype).unsqueeze(-2) @ slots).squeeze(-2), slots, stats
 
     def update(
         self, slots: Tensor, x: Tensor, logits: Tensor | None, added: Tensor
@@ -100,7 +102,7 @@ class ResidualStack(Memory):
 
         x [B, T, d] is the normalized top, `logits` [B, T, 3] are A x + u.
         """
-        write_map, read_map = self.maps.float().chunk(2)
+        write_map, read_map = widen(self.maps).chunk(2)
         write = self.write + self.scale[0] * F.linear(x, write_map).tanh()
         action = None if logits is None else logits.softmax(-1)
         if action is not None:
@@ -111,7 +113,7 @@ class ResidualStack(Memory):
 
     def normalize_top(self, slots: Tensor) -> Tensor:
         """Return x [B, T, d] of slots [B, T, S, d], as float32."""
-        return F.rms_norm(slots[..., 0, :].float(), slots.shape[-1:], eps=self.model.norm_eps)
+        return F.rms_norm(widen(slots[..., 0, :]), slots.shape[-1:], eps=self.model.norm_eps)
 
     def flops_per_token(self, context_length: int) -> float:
         """Count the maps, and per element of the slots 3 multiply-adds for the moves and 2 for writing and reading."""

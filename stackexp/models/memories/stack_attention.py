@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from stackexp.config.memory import StackAttentionConfig
 from stackexp.config.model import TransformerConfig
 from stackexp.models.initialization import init_weight_
+from stackexp.models.layers import widen
 from stackexp.models.memories.base import Memory, Stats
 
 
@@ -45,7 +46,7 @@ class StackAttention(Memory):
 
     def empty_state(self, h: Tensor) -> StackAttentionState:
         """Return the state before the first token of h [B, T, d]; see `Memory.empty_state`."""
-        wide = h if h.dtype == torch.float64 else h.float()
+        wide = widen(h)
         return StackAttentionState(wide.new_zeros(len(h), 1, 0), h[:, :0])
 
     def forward(

@@ -178,11 +178,11 @@ def _compute_read_weights(row, query, count, sizes, scratch, grad_read):
     With `grad_read`, also write dR . St[j].
     """
     number, size, weights, smallest = query.dtype.type, query.shape[0], scratch.weights, tiny(query)
-    penalty, empty_score, one = number(ADDITIVE_PENALTY), number(0), number(1)
+    empty_score = number(0)
     if sizes.read == LOG:
         empty_score = math.log(smallest)
     elif sizes.read == ADDITIVE:
-        empty_score = penalty
+        empty_score = number(ADDITIVE_PENALTY)
     for j in range(count):
         slot = view(row.slots, (j + 1) * size, size)
         scratch.contents[j] = dot(slot, query)
@@ -195,8 +195,10 @@ def _compute_read_weights(row, query, count, sizes, scratch, grad_read):
         for j in range(count):
             weights[j] = scratch.contents[j] + math.log(max(row.mask[j + 1], smallest))
     else:
+        # in float64, because sums may be reordered: contents + penalty - M penalty in float32 would lose the contents
         for j in range(count):
-            weights[j] = scratch.contents[j] + (one - row.mask[j + 1]) * penalty
+            empty = 1.0 - np.float64(row.mask[j + 1])
+            weights[j] = number(np.float64(scratch.contents[j]) + empty * ADDITIVE_PENALTY)
     largest = empty_score if sizes.num_slots > count else -number(np.inf)
     for j in range(count):
         largest = max(largest, weights[j])
