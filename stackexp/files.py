@@ -127,9 +127,16 @@ def append_json_line(path: Path, value: dict[str, Any], *, sync: bool = False) -
     """
     line = json.dumps(value, ensure_ascii=False) + "\n"
     with open(path, "ab+", buffering=0) as file:
-        if file.seek(0, os.SEEK_END) and not _ends_with_line_feed(file):
+        size = file.seek(0, os.SEEK_END)
+        if size and not _ends_with_line_feed(file):
             line = "\n" + line
-        file.write(line.encode())
+        data = line.encode()
+        try:
+            while data:  # an almost full disk takes only a part, without an error
+                data = data[file.write(data) :]
+        except OSError:
+            file.truncate(size)
+            raise
         if sync:
             os.fsync(file.fileno())
 

@@ -3,6 +3,7 @@
 import fcntl
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -74,6 +75,19 @@ def test_append_json_line_is_one_write(tmp_path):
         files.append_json_line(path, {"step": step, "text": "a\u2028b"})
     assert [json.loads(line)["step"] for line in path.read_text().split("\n")[:-1]] == [0, 1, 2]
     assert list(files.read_json_lines(path))[-1]["text"] == "a\u2028b"
+
+
+def test_a_line_that_does_not_fit_on_the_disk_is_removed(tmp_path):
+    path, limits = tmp_path / "lines.jsonl", resource.getrlimit(resource.RLIMIT_FSIZE)
+    files.append_json_line(path, {"a": 1})
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 5, limits[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            files.append_json_line(path, {"b": 2, "text": "longer than five bytes"})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    files.append_json_line(path, {"c": 3})
+    assert list(files.read_json_lines(path)) == [{"a": 1}, {"c": 3}]
 
 
 def test_lock_ends_with_its_holder_even_if_a_forked_child_survives(tmp_path):

@@ -59,6 +59,12 @@ def test_the_error_names_a_broken_file(tmp_path, content, message):
         TokenFile(tmp_path / "set.npy")
 
 
+def test_an_array_in_fortran_order_is_refused(tmp_path):
+    np.save(tmp_path / "ids.npy", np.arange(12, dtype=np.uint16).reshape(4, 3).T)
+    with pytest.raises(RunError, match=r"found uint16 \[3, 4\] in Fortran order; write it as a 1-d array of integers"):
+        TokenFile(tmp_path / "ids.npy")
+
+
 @pytest.mark.parametrize(("vocab_size", "dtype"), [(65_536, "uint16"), (65_537, "uint32")])
 def test_a_written_file_reads_back_with_and_without_its_record(tmp_path, vocab_size, dtype):
     path = tmp_path / "set.npy"

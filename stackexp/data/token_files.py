@@ -95,8 +95,9 @@ class TokenFile:
 def _map_npy(path: Path) -> np.memmap:
     """Map the integers of a real .npy as [N]. Raises RunError for another type, ValueError for a corrupt file."""
     array = np.lib.format.open_memmap(path, mode="r")
-    if array.dtype.kind not in "ui" or not array.size:
-        found = f"{array.dtype.name} {list(array.shape)}"
+    if array.dtype.kind not in "ui" or not array.size or not array.flags.c_contiguous:
+        order = "" if array.flags.c_contiguous else " in Fortran order"
+        found = f"{array.dtype.name} {list(array.shape)}{order}"
         raise RunError(f"{path}: expected token ids, found {found}; write it as a 1-d array of integers")
     return np.memmap(path, array.dtype, "r", array.offset, (array.size,))
 

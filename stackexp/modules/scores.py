@@ -37,8 +37,8 @@ def compute_set_scores(chunks: np.ndarray, bytes_per_token: float | None = None,
     }
     num_bytes = num_bytes or (bytes_per_token or 0) * tokens
     if num_bytes:
-        scores["bytes"] = int(num_bytes)
-        scores["bits_per_byte"] = total / (math.log(2) * scores["bytes"])
+        scores["bytes"] = round(num_bytes)
+        scores["bits_per_byte"] = total / (math.log(2) * num_bytes)
     if with_interval and chunks.shape[1] > 1:
         scores["loss_low"], scores["loss_high"] = bootstrap_interval(chunks[0], chunks[1])
     return scores
