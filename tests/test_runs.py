@@ -129,6 +129,7 @@ def test_the_instant_lock_of_a_status_does_not_make_a_folder_busy(config):
     timer.start()
     with folder.lock():
         timer.join()
+        assert folder.is_running
 
 
 def test_ids_sort_by_start_even_if_the_clock_goes_backwards(config, monkeypatch):

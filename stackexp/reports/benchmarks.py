@@ -46,16 +46,14 @@ class Column:
         Evaluations of one step with the same options are merged: they named the checkpoint in different ways.
         """
 
-        def rank(evaluation: Evaluation) -> tuple[bool, bool, int]:
-            return evaluation.limit is None, evaluation.num_fewshot is None, evaluation.step or 0
+        def rank(evaluation: Evaluation) -> tuple[bool, bool, int, str]:
+            return evaluation.limit is None, evaluation.num_fewshot is None, evaluation.step or 0, evaluation.time
 
-        best = max(map(rank, self.evaluations), default=None)
-        shown = sorted((e for e in self.evaluations if rank(e) == best), key=lambda e: e.time)
-        if not shown:
+        ranked = sorted(self.evaluations, key=rank)
+        if not ranked:
             return None
-        last = shown[-1]
-        options = last.limit, last.num_fewshot, last.lm_eval
-        same = [e for e in shown if (e.limit, e.num_fewshot, e.lm_eval) == options]
+        last = ranked[-1]
+        same = [evaluation for evaluation in ranked if evaluation.options[1:] == last.options[1:]]
         return dataclasses.replace(last, tasks={name: scores for e in same for name, scores in e.tasks.items()})
 
     @property

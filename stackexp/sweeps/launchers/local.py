@@ -83,7 +83,10 @@ class LocalLauncher:
             )
 
     def collect_ended(self) -> list[tuple[Trial, int]]:
-        """Return the trials that ended since the last call and their exit codes; of those not started, that of busy."""
+        """Return the trials that ended since the last call and their exit codes.
+
+        A trial that was not started for lack of a GPU has that of FolderBusyError, so the driver tries it again.
+        """
         refused = [(trial, FolderBusyError.exit_code) for trial in self._refused]
         self._refused.clear()
         codes = [(trial, process.poll()) for trial, process in self._running.items()]
