@@ -155,7 +155,7 @@ def test_hyper_connections_match_the_equations(name):
             x = streams / (streams.square().mean(-1, keepdim=True) + model.config.norm_eps).sqrt()
             changes = (x @ memory.maps.T).tanh()
         if config.dynamic:
-            residual = residual + memory.scale[0] * changes[:, :n]
+            residual = residual + memory.scale[0] * changes[:, :n].T  # column j is from stream j
             output = output + memory.scale[1] * changes[:, n]
             weights = weights + memory.scale[2] * changes[:, n + 1]
         if config.kind == "mhc":

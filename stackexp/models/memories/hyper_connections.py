@@ -25,8 +25,9 @@ class HyperConnections(Memory):
     different one for each sublayer. So the model starts as the plain Transformer. The paper sums the streams after the
     last sublayer; here the last a is learned and starts at 1.
 
-    `dynamic` adds s * tanh(W RMSNorm(H)) to each, computed for each stream: `maps` W [n + 2, d], with n rows for R, one
-    for b and one for a, starts at 0, and the scale s [3] at 0.01.
+    `dynamic` adds s * tanh(W RMSNorm(H)) to each. Stream j determines entry j of a and b, and column j of R, which is
+    how much of it goes into each stream. `maps` W [n + 2, d], with n rows for R, one for b and one for a, starts at 0,
+    and the scale s [3] at 0.01.
 
     The paper computes a_{k+1} at the start of sublayer k + 1, this class at the end of sublayer k; the values are the
     same. The input of sublayer 0 is the embedding. Autocast applies to W, not to the streams.
@@ -88,7 +89,7 @@ class HyperConnections(Memory):
         n, residual, output = self.config.num_streams, self.residual, self.output
         if self.maps is not None:
             changes = self.map_streams(streams, slice(0, n + 1))
-            residual = residual + self.scale[0] * changes[..., :n]
+            residual = residual + self.scale[0] * changes[..., :n].mT
             output = output + self.scale[1] * changes[..., n]
         return residual, output
 
