@@ -6,7 +6,12 @@ import torch
 from config_files import BASE, compose_error
 from torch.nn import functional as F
 
-from stackexp.config.memory import StackMemoryConfig
+from stackexp.config.memory import (
+    AttentionResidualConfig,
+    ManifoldHyperConnectionsConfig,
+    StackMemoryConfig,
+    ValueSkipConfig,
+)
 from stackexp.config.model import TransformerConfig
 from stackexp.config.optimizer import AdamWConfig, MuonConfig
 from stackexp.models.transformer import Transformer
@@ -84,6 +89,25 @@ def test_changes_do_not_grow_with_the_width(memory):
     logits, *layers = compute_slopes(measure_changes(False, memory))
     assert logits > 0.7, "without scaling they grow"
     assert min(layers) > 0.3
+
+
+@pytest.mark.parametrize(
+    ("memory", "names"),
+    [
+        (StackMemoryConfig(num_heads=2, head_dim=WIDTHS[1] // 2, projection="none"), {"actions", "query"}),
+        (StackMemoryConfig(num_heads=2, head_dim=8, projection="shared_slices"), {"down"}),
+        (StackMemoryConfig(num_heads=2, head_dim=8), {"down"}),
+        (AttentionResidualConfig(), {"query"}),
+        (ManifoldHyperConnectionsConfig(), {"maps"}),
+        (ValueSkipConfig(), {"down.weight"}),
+    ],
+)
+def test_weights_of_memories_scale_if_their_inputs_grow_with_the_width(memory, names):
+    """Others, such as W_up [d, H d_s], have the same number of inputs at every width."""
+    model = build(WIDTHS[1], is_scaled=True, memory=memory)
+    rates = {p: group["lr"] for group in build_adamw(AdamWConfig(), model).param_groups for p in group["params"]}
+    found = {name for name, p in model.memories[0].named_parameters() if rates[p] == AdamWConfig().lr / 2}
+    assert found == names
 
 
 def test_the_base_width_is_unchanged():

@@ -28,12 +28,11 @@ from stackexp.models.transformer import DecoderOutput
 from stackexp.models.warm_start import WarmStart
 from stackexp.models.weight_average import WeightAverage
 from stackexp.modules.metrics import ItemSums
-from stackexp.modules.probes import probe_memories
+from stackexp.modules.probes import probe_memories, read_first_rows
 from stackexp.modules.spike_detection import SpikeDetector
 from stackexp.modules.step_metrics import StepMetrics
 
 log = logging.getLogger(__name__)
-PROBED_ROWS = 8  # of each validation set
 
 
 class TrainingModule(pl.LightningModule):
@@ -188,7 +187,13 @@ class TrainingModule(pl.LightningModule):
         self.probe = step == 1 or step % self.config.logging.probe_interval == 0
 
     def configure_gradient_clipping(self, optimizer: torch.optim.Optimizer, *_: Any, **__: Any) -> None:
-        """Clip by the global norm. Raises RunError if the loss or a gradient is not finite; detects spikes."""
+        """Clip by the global norm, and detect spikes.
+
+        Raises RunError if the loss or a gradient is not finite, or if a parameter has no gradient in the first step:
+        its optimizer state would be missing in checkpoints, and DDP would wait for it.
+        """
+        if self.global_step == 0:
+            self._check_that_all_parameters_are_used()
         gradients = [p.grad for p in self.parameters() if p.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients)
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
@@ -206,6 +211,11 @@ class TrainingModule(pl.LightningModule):
         self._handle_spike(loss_value)
         self._losses.clear()
         self._samples.clear()
+
+    def _check_that_all_parameters_are_used(self) -> None:
+        for name, parameter in self.model.named_parameters():
+            if parameter.requires_grad and parameter.grad is None:
+                raise RunError(f"{name}: has no gradient; use this parameter in forward, or make it a buffer")
 
     def _handle_spike(self, loss: float) -> None:
         """Log a loss spike with its samples; with `skip_spikes`, drop the gradients so that nothing is updated."""
@@ -273,20 +283,11 @@ class TrainingModule(pl.LightningModule):
         """
         dataset, metric, num_batches = self._evaluated[dataloader_idx]
         if batch_idx == 0 and self.trainer.state.fn == "fit":
-            probes = probe_memories(self.model, self._read_first_rows(dataset).to(self.device))
+            probes = probe_memories(self.model, read_first_rows(self.trainer.datamodule, dataset).to(self.device))
             self._add_probes(self.validation_probes, "memory_val", probes)
         self.update_set_metric(metric, batch)
         if batch_idx + 1 == num_batches:
             self.set_metrics[dataset.name] = self.compute_set_scores(dataset, metric)
-
-    def _read_first_rows(self, dataset: Any) -> Tensor:
-        """Return the first PROBED_ROWS rows of a set [N, T], the same for every batch size and on every rank."""
-        rows: list[Tensor] = []
-        for batch in self.trainer.datamodule.build_eval_loader(dataset, rank=0, world_size=1):
-            rows += batch["tokens"][batch["index"] >= 0]
-            if len(rows) >= PROBED_ROWS:
-                break
-        return torch.stack(rows[:PROBED_ROWS])
 
     test_step = validation_step
 

@@ -25,7 +25,7 @@ def build_muon(config: MuonConfig, model: nn.Module) -> "MuonAdamW":
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
     size = getattr(getattr(model, "config", None), "hidden_size", None)
-    excluded = _find_embeddings(model) | _find_no_decay(model)
+    excluded = _find_embeddings(model) | _find_named(model, "no_decay")
     excluded |= set(model.head.parameters() if getattr(model, "head", None) else ())
     matrices = {p for p in parameters if p.ndim == 2 and p not in excluded and size in (None, *p.shape)}
     others = [p for p in parameters if p not in matrices]
@@ -46,7 +46,7 @@ def group_parameters(
     With muP, matrices have the learning rate lr (mup_base_size / d)^width_exponent.
     """
     memories = list(getattr(model, "memories", ()))
-    constant = _find_embeddings(model) | _find_no_decay(model)
+    constant = _find_embeddings(model) | _find_named(model, "no_decay")
     in_memories = {p for memory in memories for p in memory.parameters()}
     width_scale, scaled = _find_scaled(model, in_memories)
     groups: dict[tuple[float, float], list[nn.Parameter]] = {}
@@ -66,7 +66,8 @@ def _find_scaled(model: nn.Module, in_memories: set[nn.Parameter]) -> tuple[floa
         return 1.0, set()
     head = model.head.weight if model.head else None
     linears = {m.weight for layer in model.layers for m in layer.modules() if isinstance(m, nn.Linear)}
-    of_memories = {p for p in in_memories if p.ndim >= 2 and p.shape[-1] == config.hidden_size}
+    of_memories = {p for p in in_memories if p.ndim >= 2 and p.shape[-1] % config.hidden_size == 0}
+    of_memories |= _find_named(model, "wide_inputs")
     return base / config.hidden_size, (linears - in_memories - {head}) | of_memories
 
 
@@ -74,8 +75,11 @@ def _find_embeddings(model: nn.Module) -> set[nn.Parameter]:
     return {p for module in model.modules() if isinstance(module, nn.Embedding) for p in module.parameters()}
 
 
-def _find_no_decay(model: nn.Module) -> set[nn.Parameter | None]:
-    return {getattr(memory, name) for memory in getattr(model, "memories", ()) for name in memory.no_decay}
+def _find_named(model: nn.Module, attribute: str) -> set[nn.Parameter]:
+    """Return the parameters that memories name in an attribute, without those that an option removed."""
+    memories = getattr(model, "memories", ())
+    named = {getattr(memory, name) for memory in memories for name in getattr(memory, attribute)}
+    return named - {None}
 
 
 def _build_adamw(config: AdamWConfig, groups: list[dict[str, Any]]) -> torch.optim.AdamW:

@@ -1,10 +1,14 @@
 """Measurements of the memories on validation sets."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 from stackexp.models.memories.base import Stats
 from stackexp.models.stack_recording import Stack, record_stacks
+
+PROBED_ROWS = 8  # of each validation set
 
 
 @torch.no_grad()
@@ -21,3 +25,13 @@ def probe_memories(model: nn.Module, tokens: Tensor) -> list[Stats]:
     names = ("overflow", "read_slot", "read_sharpness")
     recorded = [{name: recording.values[name].mean() for name in names} for recording in recordings]
     return [probe | more for probe, more in zip(probes, recorded, strict=True)]
+
+
+def read_first_rows(datamodule: Any, dataset: Any) -> Tensor:
+    """Return the first PROBED_ROWS rows of a set [N, T], the same for every batch size and on every rank."""
+    rows: list[Tensor] = []
+    for batch in datamodule.build_eval_loader(dataset, rank=0, world_size=1):
+        rows += batch["tokens"][batch["index"] >= 0]
+        if len(rows) >= PROBED_ROWS:
+            break
+    return torch.stack(rows[:PROBED_ROWS])

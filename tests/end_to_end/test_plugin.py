@@ -59,6 +59,7 @@ class Wrong(Memory):
     def forward(self, h, state, previous, probe=False):
         return RETURNED
 """
+WRONG_YAML = "defaults: [{}]\nplugins: [wrong.py]\nmodel:\n  memory:\n    kind: wrong\n"
 
 
 @pytest.mark.parametrize(
@@ -72,11 +73,27 @@ class Wrong(Memory):
 )
 def test_a_memory_that_returns_something_else_is_one_line(tiny, tmp_path, returned, found):
     (tmp_path / "wrong.py").write_text(WRONG.replace("RETURNED", returned))
-    (tmp_path / "wrong.yaml").write_text(
-        f"defaults: [{tiny}]\nplugins: [wrong.py]\nmodel:\n  memory:\n    kind: wrong\n"
-    )
+    (tmp_path / "wrong.yaml").write_text(WRONG_YAML.format(tiny))
     error = Forks(tmp_path).run("fit", "--config", "wrong.yaml", "logging.root=runs", expect=1)
     assert (
         f"error: Wrong.forward: expected (h [B, T, d], state, statistics), found {found}; see Memory.forward" in error
     )
+    assert "Traceback" not in error
+
+
+UNUSED = """
+    def __init__(self, config, model, layer):
+        super().__init__(config, model, layer)
+        self.bias = torch.nn.Parameter(torch.zeros(3))
+"""
+
+
+def test_a_parameter_without_gradient_is_an_error_in_the_first_step(tiny, tmp_path):
+    """Otherwise the run would train, and its checkpoints could not be loaded."""
+    code = WRONG.replace("RETURNED", "h, state, {}") + UNUSED
+    (tmp_path / "wrong.py").write_text(code)
+    (tmp_path / "wrong.yaml").write_text(WRONG_YAML.format(tiny))
+    error = Forks(tmp_path).run("fit", "--config", "wrong.yaml", "logging.root=runs", expect=1)
+    expected = "error: layers.0.memory.bias: has no gradient; use this parameter in forward, or make it a buffer"
+    assert expected in error
     assert "Traceback" not in error

@@ -38,6 +38,9 @@ class Memory(nn.Module):
     axis: str = "depth"
     site: str = "after_block"
     no_decay: tuple[str, ...] = ()  # matrices without weight decay; vectors and scalars never decay
+    wide_inputs: tuple[
+        str, ...
+    ] = ()  # weights, besides matrices [..., d], whose number of inputs grows with d; for muP
     uses_random_numbers: bool = False  # whether `forward` draws random numbers in training
     entropy_weight: float = 0.0  # the loss includes entropy_weight * mean of stats["entropy"] over memories
 
@@ -58,8 +61,9 @@ class Memory(nn.Module):
         `previous` [B, T, d] is the hidden state before the sublayers that end at this site, so h - previous is their
         output. At before_attention, `previous` is h.
 
-        The statistic "entropy" must keep its gradient, because the loss includes it. With `probe`, return more
-        statistics to be logged: push, pop, no_op, occupancy, read_share, or names of your own.
+        Every parameter must get a gradient in the first training step. The statistic "entropy" must keep its gradient,
+        because the loss includes it. With `probe`, return more statistics to be logged: push, pop, no_op, occupancy,
+        read_share, or names of your own.
         """
         raise NotImplementedError
 

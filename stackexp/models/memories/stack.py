@@ -43,6 +43,7 @@ class StackMemory(Memory):
         self.entropy_weight = 0.0 if self.always_pushes else config.entropy_weight
         heads, size, hidden = config.num_heads, config.head_dim, model.hidden_size
         is_shared = config.projection == "shared_slices"
+        self.wide_inputs = {"none": ("actions", "query"), "shared_slices": ("down",)}.get(config.projection, ())
         self.down = self.up = self.actions = self.query = None
         if config.projection != "none":
             outer, inner = (hidden // heads, size) if is_shared else (hidden, heads * size)
