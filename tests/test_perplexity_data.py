@@ -208,3 +208,10 @@ def test_an_invalid_token_id_is_reported_before_it_reaches_the_model(prepared):
         data.on_before_batch_transfer(batch, 0)
     batch["tokens"] -= 1
     assert data.on_before_batch_transfer(batch, 0) is batch
+
+
+def test_a_set_with_a_larger_tokenizer_than_the_model_is_refused(prepared):
+    """The run has no tokenizer of its own, so that of the set would be used."""
+    message = rf"foreign/tokenizer\.json: has {V - 10} ids, more than data\.vocab_size 100; prepare the set with"
+    with pytest.raises(RunError, match=message):
+        open_data(prepared, "validate", path=None, validation={"foreign": str(prepared / "foreign")}, vocab_size=100)

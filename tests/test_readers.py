@@ -92,3 +92,11 @@ def test_lines_above_the_limit_are_bad_lines(tmp_path, monkeypatch, name, compre
     assert bad == [f"{name}:{line}: longer than 100 bytes" for line in (2, 5)]
     text = "".join(piece.text for piece in pieces if isinstance(piece, Piece))
     assert text == "x" * (5 + 100 - empty - 1 + 5)
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
+def test_a_byte_order_mark_is_not_part_of_the_text(tmp_path, name):
+    text = "text\n" if name == "a.txt" else json.dumps({"text": "text\n"})
+    (tmp_path / name).write_text(text, encoding="utf-8-sig")
+    (source,) = find_sources(tmp_path)
+    assert list(readers.read_pieces(source)) == [Piece("text\n", True)]

@@ -147,6 +147,15 @@ def test_new_and_dropped_tensors_are_listed(config, caplog):
     assert caplog.messages[-1].endswith(f"; initialized as usual: {new}; dropped: {dropped}")
 
 
+def test_options_that_change_what_the_weights_compute_are_warned_about(config, caplog):
+    prepare_warm_start(config("model.norm_eps=0.1", "model.memory.read_mask=log", "model.memory.entropy_weight=0"))
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert [warning.partition(": ")[2] for warning in warnings] == [
+        "trained with model.norm_eps=1e-05, but this run has 0.1",
+        "trained with model.memory.read_mask=multiply, but this run has log",
+    ]
+
+
 def test_loaded_weights_are_those_of_the_source(config, trained):
     start = prepare_warm_start(config("model.memory.num_heads=3", "init.skip=[memory,layers.1,embedding]"))
     source = Transformer(config().model)

@@ -12,8 +12,10 @@ from torch import nn
 
 from stackexp.cli import main
 from stackexp.config.compose import compose
+from stackexp.errors import RunError
 from stackexp.models import checkpoints
 from stackexp.models.weight_average import WeightAverage
+from stackexp.models.weight_files import write_weights
 from stackexp.planning.memory_use import build_meta_model, compute_optimizer_bytes
 from stackexp.runs import RunFolder
 
@@ -117,6 +119,12 @@ def test_mistakes_are_one_line(averaged, trained, tiny, capsys):
     assert error.endswith("no such checkpoint; give a folder in a run's checkpoints/, or last")
     error = read_error("fit", "--config", str(tiny), "--ckpt_path", path[:-4], "trainer.max_steps=20", capsys=capsys)
     assert f"trainer.ema_decay is {DECAY} in the checkpoint, None in the config" in error
+
+
+def test_weights_that_cannot_be_written_are_one_line(averaged, tmp_path):
+    target = tmp_path / "missing" / "weights.safetensors"
+    with pytest.raises(RunError, match=r"weights\.safetensors: cannot be written \(.*\); check the free space"):
+        write_weights(read_average(averaged), target, "")
 
 
 def test_plan_includes_the_average():

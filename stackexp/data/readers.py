@@ -104,7 +104,7 @@ def _read_text(source: Source, raw: BinaryIO) -> Iterator[Piece | BadLine]:
         yield BadLine(f"{source.name}:{line}", "invalid UTF-8")
     elif source.size:
         raw.seek(0)
-        text = io.TextIOWrapper(raw, encoding="utf-8", newline="")
+        text = io.TextIOWrapper(raw, encoding="utf-8-sig", newline="")
         yield from cut_into_pieces(iter(lambda: text.read(PIECE_CHARACTERS), ""))
         text.detach()
 
@@ -146,7 +146,7 @@ def _read_json_lines(source: Source, raw: BinaryIO, columns: Columns) -> Iterato
 def _parse_document(line: bytes, columns: Columns) -> str | None:
     """Return the text of a JSON line, or None if it is filtered out. Raises _BadDocumentError for an invalid line."""
     try:
-        record = json.loads(line.decode())
+        record = json.loads(line.decode("utf-8-sig"))
         if not all(condition.accepts(_get_comparable(record, condition)) for condition in columns.filters):
             return None
         text = get_value(record, columns.text)

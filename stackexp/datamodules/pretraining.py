@@ -139,7 +139,13 @@ class PretrainingData(ExperimentData):
             path = next((file for file in files if file and file.is_file()), None)
             if path is None:
                 return
-            self.tokenizer, self._tokenizer_path = KnownTokenizer.read(path).tokenizer, path
+            known = KnownTokenizer.read(path)
+            if known.vocab_size > self.config.vocab_size:
+                raise RunError(
+                    f"{path}: has {known.vocab_size} ids, more than data.vocab_size {self.config.vocab_size}; prepare "
+                    "the set with the tokenizer of the run"
+                )
+            self.tokenizer, self._tokenizer_path = known.tokenizer, path
         self.token_bytes = count_token_bytes(self.tokenizer, self.config.vocab_size)
 
 

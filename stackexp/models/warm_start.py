@@ -14,6 +14,7 @@ from safetensors import safe_open
 from torch import nn
 
 from stackexp.config import registry
+from stackexp.config.affects import flatten_config
 from stackexp.config.experiment import ExperimentConfig
 from stackexp.config.yaml_files import flatten
 from stackexp.errors import RunError
@@ -27,6 +28,8 @@ from stackexp.runs import RunFolder
 log = logging.getLogger(__name__)
 SHAPELESS = ("num_heads", "norm_eps", "positional", "rope_theta", "causal", "tie_embeddings")
 SHAPELESS += ("attention_window", "attention_log_base", "embedding_scale", "mup_base_size")
+SHAPELESS += ("memory.axis", "memory.site", "memory.discipline", "memory.num_slots", "memory.read", "memory.read_mask")
+SHAPELESS += ("memory.residual_gate", "memory.push_norm", "memory.action_scale", "memory.action_sharpness")
 """Model options that change the results of given weights, but not the shapes by which a mistake would be found."""
 
 
@@ -156,8 +159,7 @@ def _read_metadata(path: Path) -> dict[str, Any]:
 
 
 def _warn_about_options(path: Path, theirs: dict[str, Any], config: ExperimentConfig) -> None:
-    options = flatten(theirs)
-    for name in SHAPELESS:
-        before, now = options.get(f"model.{name}", None), getattr(config.model, name, None)
-        if f"model.{name}" in options and before != now:
-            log.warning("%s: trained with model.%s=%s, but this run has %s", path, name, before, now)
+    before, now = flatten(theirs), flatten_config(config)
+    for key in (f"model.{name}" for name in SHAPELESS):
+        if key in before and key in now and before[key] != now[key]:
+            log.warning("%s: trained with %s=%s, but this run has %s", path, key, before[key], now[key])

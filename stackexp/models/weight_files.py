@@ -4,11 +4,14 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
 from stackexp.config.compose import to_yaml
 from stackexp.config.experiment import ExperimentConfig
+from stackexp.errors import RunError
+from stackexp.files import sync_file
 from stackexp.models.checkpoints import CONFIG_KEY, read_weights
 
 
@@ -26,11 +29,18 @@ def average_checkpoints(paths: Sequence[Path], target: Path, config: ExperimentC
 
 
 def write_weights(tensors: dict[str, Tensor], target: Path, config: str) -> int:
-    """Write tensors and the YAML of a config to one safetensors file, atomically; return the tensor count."""
+    """Write tensors and the YAML of a config to one safetensors file, atomically; return the tensor count.
+
+    Raises RunError if the file cannot be written.
+    """
     partial = target.with_name(f".{target.name}.{os.getpid()}")
     try:
         save_file(tensors, partial, metadata={"format": "pt", CONFIG_KEY: config})
+        with open(partial, "rb") as file:
+            sync_file(file)
         os.replace(partial, target)
+    except SafetensorError as error:
+        raise RunError(f"{target}: cannot be written ({error}); check the free space and the permissions") from error
     finally:
         partial.unlink(missing_ok=True)
     return len(tensors)
