@@ -58,7 +58,9 @@ pytestmark = pytest.mark.usefixtures("empty_folder")
         ("logging=loud", "logging: unknown choice 'loud' (this section has no choices)"),
         ("model=null", "override model=null: model is a section with keys; it cannot be null"),
         ("data.kind=shards", "data.path: no training data; set data.path=FOLDER"),
-        ("data.path=x", "override data.path=x: data.path: unknown key; data has "),
+        ("data.path=x", "override data.path=x: data.path: unknown key; it exists for data.kind: shards"),
+        ("model.memory.num_streams=2", "unknown key; it exists for model.memory.kind: hyper_connections, mhc"),
+        ("plugins=[../x.py]", "plugins: cannot import '../x.py': no file ../x.py, and no module of that name; correct"),
         ("name=../x", "override name=../x: name: '../x' cannot name a folder"),
         (
             "data.global_batch_tokens=5000",

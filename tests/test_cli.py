@@ -106,7 +106,7 @@ def test_error_in_a_real_process_writes_no_files(tmp_path):
     before = set(tmp_path.iterdir())
     process = run_program(tmp_path, "fit", "--config", "x.yaml")
     assert (process.returncode, process.stdout) == (2, "")
-    assert process.stderr == "error: x.yaml:3: model.memory.num_slots: expected an integer >= 1, found 0\n"
+    assert process.stderr == "error: x.yaml:3: model.memory.num_slots: expected an integer from 1 to 1048576, found 0\n"
     assert set(tmp_path.iterdir()) == before
 
 

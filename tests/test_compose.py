@@ -160,7 +160,7 @@ EXAMPLE = compose(["ablation/queue"])
 @given(
     path=texts.filter(lambda text: text != "???"),
     lr=st.floats(1e-300, 1e30),
-    slots=st.none() | st.integers(24, 2**63 - 1),
+    slots=st.none() | st.integers(24, 2**20),
     seed=st.integers(0, 2**32 - 1),
 )
 def test_arbitrary_values_survive_a_yaml_round_trip(path, lr, slots, seed):

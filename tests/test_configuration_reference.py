@@ -58,7 +58,7 @@ def test_one_key_is_explained(capsys):
     headings = [line for line in output.splitlines() if line.startswith("model.")]
     assert headings == [f"model.memory.num_slots (kind {kind})" for kind in ("residual_stack", "stack")]
     assert f"{headings[1]}\n  {description}\n" in output
-    assert "type     an integer >= 1\n  default  24\n" in output
+    assert "type     an integer from 1 to 1048576\n  default  24\n" in output
     assert explain("model.kind").endswith("type     one of lstm, stack_rnn, transformer\n  default  transformer")
 
 

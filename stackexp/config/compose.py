@@ -19,7 +19,7 @@ from stackexp.config.experiment import ExperimentConfig
 from stackexp.config.interpolation import describe_error, find_environment_texts, list_keys, resolve
 from stackexp.config.layers import Layers, find_config, find_origin, list_sections
 from stackexp.config.plugins import import_plugin
-from stackexp.config.registry import SECTIONS, get_entry, list_kinds
+from stackexp.config.registry import SECTIONS, find_kinds_with, get_entry, list_kinds
 from stackexp.config.renames import explain_old_key, explain_old_value
 from stackexp.config.suggestions import find_closest, suggest_name
 from stackexp.config.validation import (
@@ -178,7 +178,8 @@ def _set_value(
         raise wrong_value_error(origin, key, hint, metadata, value)
     try:
         if isinstance(value, list):
-            node[name] = value
+            is_text = typing.get_args(hint) == (str,)
+            node[name] = [str(item) if is_text and isinstance(item, int | float) else item for item in value]
         elif dataclasses.is_dataclass(OmegaConf.get_type(node)) or isinstance(value, dict):
             node.merge_with({name: value})
         else:  # merging copies all entries of a mapping, which is slow for thousands
@@ -196,9 +197,12 @@ def _to_plain(value: Leaf | Tree) -> Any:
 
 
 def _suggest_key(name: str, path: str, root: DictConfig) -> str:
-    """Return a hint for an unknown key: the closest key in the same section, otherwise the same name elsewhere."""
+    """Return a hint for an unknown key: the kinds that have it, the closest key here, or the same name elsewhere."""
     if "." in name:
         return "; nest the parts of a dotted key, or give it as an override"
+    section = path.rstrip(".")
+    if kinds := find_kinds_with(name, SECTIONS.get(section, "")):
+        return f"; it exists for {section}.kind: {', '.join(kinds)}"
     known = list_keys(root)
     if OmegaConf.get_type(root) is ExperimentConfig:
         known += [section for section in list_sections() if any(key.startswith(f"{section}.") for key in known)]
@@ -206,5 +210,4 @@ def _suggest_key(name: str, path: str, root: DictConfig) -> str:
     candidates = {sibling: path + sibling for sibling in siblings}
     found = candidates.get(find_closest(name, siblings) or "")
     found = found or next((key for key in known if key.split(".")[-1] == name), None)
-    section = path.rstrip(".") or "a config"
-    return f"; did you mean {found!r}?" if found else f"; {section} has {', '.join(sorted(siblings))}"
+    return f"; did you mean {found!r}?" if found else f"; {section or 'a config'} has {', '.join(sorted(siblings))}"

@@ -29,9 +29,9 @@ class StackMemoryConfig:
     """Number of stacks H."""
     head_dim: int = option(16, min=1)
     """Size d_s of an element."""
-    num_slots: int = option(24, min=1)
+    num_slots: int = option(24, min=1, max=2**20)
     """Number of slots S of each stack; independent of the parameter shapes."""
-    eval_num_slots: Optional[int] = option(None, min=1, affects="evaluation", changes_scores=True)
+    eval_num_slots: Optional[int] = option(None, min=1, max=2**20, affects="evaluation", changes_scores=True)
     """Slots in evaluations; null takes num_slots."""
     entropy_weight: float = option(0.001, min=0)
     """Weight lambda of the mean action entropy in the loss."""

@@ -31,6 +31,7 @@ def import_plugin(name: Leaf, folder: Path) -> str:
         return name.value
     except Exception as error:
         is_missing = isinstance(error, ModuleNotFoundError) and error.name == name.value.split(".")[0]
+        is_missing |= name.value.startswith(".")  # a path: a module's name cannot start so
         if is_missing:
             files = " or ".join(dict.fromkeys(map(str, paths)))
             reason = f"no file {files}, and no module of that name; correct its path here"

@@ -38,9 +38,9 @@ class StackRNNConfig(RecurrentConfig):
     kind: str = "stack_rnn"
     slot_size: int = option(8, min=1)
     """Size of an element of the stack."""
-    num_slots: int = option(64, min=1)
+    num_slots: int = option(64, min=1, max=2**20)
     """Number of slots of the stack; independent of the parameter shapes."""
-    eval_num_slots: Optional[int] = option(None, min=1, affects="evaluation", changes_scores=True)
+    eval_num_slots: Optional[int] = option(None, min=1, max=2**20, affects="evaluation", changes_scores=True)
     """Slots in evaluations; null takes num_slots."""
 
     def find_errors(self) -> Errors:

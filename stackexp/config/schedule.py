@@ -59,7 +59,8 @@ class WarmupStableDecayConfig(ScheduleConfig):
         """Yield the errors that involve several options of the schedule or the trainer."""
         yield from super().find_errors(trainer)
         if self.warmup_steps + self.count_decay_steps(trainer.max_steps) > trainer.max_steps:
-            yield "decay_steps", f"warmup_steps + decay_steps exceed trainer.max_steps {trainer.max_steps}"
+            name = "decay_fraction" if self.decay_steps is None else "decay_steps"
+            yield name, f"warmup_steps and the decay exceed trainer.max_steps {trainer.max_steps}"
 
     def count_decay_steps(self, max_steps: int) -> int:
         """Return the number of decay steps in a run of `max_steps`."""

@@ -95,6 +95,8 @@ class Parser(argparse.ArgumentParser):
             hint = suggest_name(name, flags, cutoff=0.7) if name.startswith("-") and not is_key else ""
             if hint:
                 self.error(f"unknown option {name}{hint}")
+            if name == "--config":
+                self.error("has no --config; give the name or path without it")
             if not self.accepts_overrides:
                 self.error(f"unexpected argument {argument}")
         args.overrides, args.parser = rest, self
