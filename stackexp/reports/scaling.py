@@ -157,12 +157,15 @@ def _find_other_data(runs: list[ArmRun]) -> tuple[dict[Path, str], list[str]]:
         part = next((part for part in parts if _has_same_data(part[0], run)), [])
         if not part:
             parts.append(part)
+        elif check_same_data([part[0].folder, run.folder]):
+            unrecorded.append(str(run.folder.path))
         part.append(run)
     for parts in groups.values():
         most = max(parts, key=lambda part: (len(part), any(name_memory(run.config) == BASELINE for run in part)))
         others = [run.folder.path for part in parts if part is not most for run in part]
         reasons |= dict.fromkeys(others, "trained on other data than most runs with the same seed and data options")
-    return reasons, [f"training data not compared, no record: {', '.join(unrecorded)}"] if unrecorded else []
+    note = f"training data not compared, no record, or no step that other runs recorded: {', '.join(unrecorded)}"
+    return reasons, [note] if unrecorded else []
 
 
 def _has_same_data(run: ArmRun, other: ArmRun) -> bool:
