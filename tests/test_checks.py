@@ -147,6 +147,10 @@ def test_invalid_override_is_reported(override, message):
             ["data.path=null", "data.streams.a={path: x, proportion: 1, repeat: 2}"],
             "data.streams.a.repeat: give proportion or repeat, not both",
         ),
+        (
+            ["model.positional=sinusoidal", "model.embedding_scale=2"],
+            "model.embedding_scale: positional: sinusoidal scales by sqrt(hidden_size) already; use 1",
+        ),
         (["data.cache_limit=3xb"], "data.cache_limit: expected a size such as 200gb, found '3xb'"),
         (["data.validation={a: {b: 1}}"], "data.validation.a: expected text, found a mapping"),
         (["data.validation=olm"], "choices: custom, olmo, olmo-49152, v2, v3); did you mean 'olmo'?"),

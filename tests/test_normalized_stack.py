@@ -61,8 +61,10 @@ def test_each_sublayer_has_a_memory_with_its_own_parameters(axis):
     torch.testing.assert_close(torch.cat(parts, 1), output.logits)
     if axis == "depth":  # one stack of the token passes through all four
         assert output.probes[3]["occupancy"] > output.probes[0]["occupancy"]
-        flops = [memory.flops_per_token(8) for memory in model.memories]
-        assert [f - flops[0] for f in flops] == [2.0 * 5 * 6 * n for n in range(4)]
+    flops = [memory.flops_per_token(1) for memory in model.memories]
+    assert [f - flops[0] for f in flops] == [2.0 * 5 * 6 * n for n in range(4)], "the occupied slots"
+    long = [memory.flops_per_token(8) for memory in model.memories]
+    assert long == (flops if axis == "depth" else [flops[0] + 2.0 * 5 * 6 * 4] * 4), "all five slots are occupied"
 
 
 def test_memories_receive_the_outputs_of_the_sublayers():

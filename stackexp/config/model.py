@@ -68,7 +68,8 @@ class TransformerConfig:
     embedding_std: Optional[float] = option(None, above=0)
     """Standard deviation of the embedding; null follows init."""
     embedding_scale: float = option(1.0, above=0)
-    """Factor on the embedding before the first layer, not on a tied output projection; Gemma uses sqrt(hidden_size)."""
+    """Factor on the embedding before the first layer, not on a tied output projection; Gemma uses sqrt(hidden_size).
+    positional: sinusoidal has this factor without the option."""
 
     mup_base_size: Optional[int] = option(None, min=1)
     """Hidden size at which the learning rate was tuned (muP, Yang et al. 2022); null has no width scaling. Matrices
@@ -102,6 +103,8 @@ class TransformerConfig:
             yield "attention", f"{self.attention} does not support positional: alibi; use sdpa or flex"
         if self.attention_window and not self.causal:
             yield "attention_window", "requires causal: true"
+        if self.positional == "sinusoidal" and self.embedding_scale != 1:
+            yield "embedding_scale", "positional: sinusoidal scales by sqrt(hidden_size) already; use 1"
         if self.positional == "sinusoidal" and self.hidden_size % 2:
             yield "hidden_size", f"positional: sinusoidal requires an even hidden_size, found {self.hidden_size}"
         if self.tie_embeddings and self.output_vocab_size not in (None, self.vocab_size):

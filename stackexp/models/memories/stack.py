@@ -176,15 +176,17 @@ class StackMemory(Memory):
         num_uses = config.num_heads if config.projection == "shared_slices" else 1  # shared: once per head
         matmuls = num_uses * sum(w.numel() for w in (self.down, self.up) if w is not None)
         matmuls += 0 if self.actions is None else self.actions.numel()
-        num_updates = self._count_updates() if config.axis == "depth" else context_length
-        num_elements = config.num_heads * config.head_dim * min(num_updates, config.num_slots)
+        num_elements = config.num_heads * config.head_dim * min(self._count_updates(context_length), config.num_slots)
         return 2.0 * matmuls + 2.0 * 5 * num_elements
 
-    def _count_updates(self) -> int:
-        """Return the number of updates of a token's stacks up to this memory, including its own."""
-        if self.config.site == "each_sublayer":
-            return 2 * self.layer + 1 + (self.site == "after_block")
-        return self.layer + 1
+    def _count_updates(self, context_length: int) -> int:
+        """Return the number of updates of the stacks that the memory reads, up to its own at the last token."""
+        if self.axis == "time":
+            return context_length
+        per_layer = 2 if self.config.site == "each_sublayer" else 1
+        of_token = per_layer * self.layer + 1 + (per_layer == 2 and self.site == "after_block")
+        earlier_tokens = context_length - 1 if self.axis == "token_major" else 0
+        return earlier_tokens * per_layer * self.model.num_layers + of_token
 
 
 def new_parameter(*shape: int) -> nn.Parameter:
