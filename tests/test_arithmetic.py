@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from forks import Forks
-from language_runs import write_run
+from language_runs import finish, write_run
 from records import losses, only_run
 from safetensors.torch import save_file
 
@@ -147,17 +147,20 @@ def test_a_run_resumes_exactly_and_its_accuracy_is_that_of_generation(tmp_path, 
 def test_the_report_of_actions_needs_a_stack(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     for name in ("a", "b"):
-        write_run(Path("plain", name), "model.memory=value_skip")
+        finish(write_run(Path("plain", name), "model.memory=value_skip"), loss=3.0)
     assert cli.main(["report", "actions", "plain"]) == 1
     found = "plain: skipped, without a stack: plain/a, and 1 more"
     remedy = "give finished runs with model.memory.kind=stack or residual_stack"
     assert capsys.readouterr().err == f"error: {found}; {remedy}\n"
-    write_run(Path("plain", "c"), "model.memory=stacktrans")
+    finish(write_run(Path("plain", "c"), "model.memory=stacktrans"), loss=3.0)
     assert cli.main(["report", "actions", "plain"]) == 1
     error = capsys.readouterr().err
     assert "plain: skipped plain/c: " in error
     assert "checkpoint" in error
     assert error.endswith(", and 2 more\n"), "no advice to use a stack"
+    write_run(Path("started", "d"), "model.memory=stacktrans")
+    assert cli.main(["report", "actions", "started"]) == 1
+    assert "started: d: unfinished: `python -m stackexp fit --run started/d`" in capsys.readouterr().err
 
 
 def test_inspect_accepts_the_symbols_and_the_set_of_arithmetic(tmp_path, capsys):

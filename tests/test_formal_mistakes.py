@@ -1,16 +1,23 @@
 """Invalid formal-language experiments: one error line each, before anything starts."""
 
 import re
+from types import SimpleNamespace
 
 import pytest
 from config_files import compose_error
 
 from stackexp.cli import main
+from stackexp.config.compose import compose
+from stackexp.errors import ConfigError
+from stackexp.inspection.batches import open_task
 
 MISTAKES = {
     "data.task=reverse_strings": r"data.task: .*did you mean 'reverse_string'\?",
     "model.memory.eval_num_slots=8": "model.memory.eval_num_slots: must not be smaller than num_slots 24",
     "data.eval_max_length=40": "data.eval_max_length: must be larger than max_length 40",
+    "data.output_vocab_size=5": "data.output_vocab_size: data.task reverse_string has 2, found 5; remove this option",
+    "data.vocab_size=2": "data.vocab_size: data.task reverse_string has 3, found 2; remove this option",
+    "data.eval_length_stride=460": "data.eval_length_stride: tests no length in the upper half of 41 to 500",
     "data.curriculum_steps=5 data.curriculum_start=50": "data.curriculum_start: .*max_length 40",
     "model.output_vocab_size=3": "reverse_string has 2 output symbols, the model 3; set model.output_vocab_size=",
     "model.memory.axis=token_major model.causal=false": "model.memory.axis: token_major requires model.causal: true",
@@ -36,3 +43,18 @@ def test_verbs_for_text_reject_formal_languages(arguments, code, message, capsys
     (tmp_path / "config.yaml").write_text("defaults: [formal/transformer]\n")
     assert main([*arguments.split(), str(tmp_path)]) == code
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("task", "message"),
+    [
+        ("binary_addition:2", "--task binary_addition:2: the length must be from 3 to 65536"),
+        ("binary_addition:99999999999999999999", "the length must be from 3 to 65536"),
+        ("binary_addition:x", "the length must be from 3 to 65536"),
+        ("reverse_string", "--task reverse_string: the run was trained on binary_addition; use --task binary_addition"),
+    ],
+)
+def test_strings_to_inspect_exist(task, message):
+    run = SimpleNamespace(config=compose(["formal/stacktrans"], ["data.task=binary_addition"]))
+    with pytest.raises(ConfigError, match=message):
+        open_task(run, task)

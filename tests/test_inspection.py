@@ -12,6 +12,7 @@ from stackexp.inspection.batches import InspectionInput, average_values, compute
 from stackexp.inspection.interventions import Intervention, check_heads, clear, intervene, list_interventions
 from stackexp.inspection.page import format_page
 from stackexp.models.memories.residual_stack import ResidualStackOutput
+from stackexp.models.memories.stack import NEVER, PUSH
 from stackexp.models.stack_recording import (
     ACTIONS,
     MEASUREMENTS,
@@ -82,7 +83,16 @@ def test_read_slot_and_sharpness_are_over_occupied_slots():
     for recording in record(build_model(num_slots=24)):
         assert recording.values["read_slot"].max() <= recording.layer
         assert recording.values["read_sharpness"].max() < 0.5, "empty slots take a share"
-    assert MEASUREMENTS["read_slot"].startswith("occupied slot")
+
+
+def test_slots_that_were_never_pushed_to_are_empty():
+    """Layer 0 pushes, the others do nothing: the top is the only occupied slot."""
+    model = build_model(num_slots=24)
+    for memory in model.memories:
+        logits = torch.eye(3)[PUSH if memory.layer == 0 else 2].double().sub(1).mul(-NEVER).expand(2, 6, 2, 3)
+        memory.project = lambda h, x=memory.project_down, logits=logits: (x(h), logits)
+    values = [recording.values for recording in record(model)]
+    assert [torch.cat([v[n] for v in values]).unique().item() for n in ("occupancy", "read_slot")] == [1, 0]
 
 
 def test_overflow_is_the_mass_pushed_past_the_last_slot():

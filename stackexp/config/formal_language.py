@@ -27,8 +27,9 @@ OmegaConf.register_resolver(
 class FormalLanguageConfig:
     """Random strings of one task. A sequence is a string, then an empty token for each symbol of the answer.
 
-    All strings of a batch have one length: uniform in 1 .. max_length, or with probability `longest_fraction` the
-    longest. With a curriculum, the longest length grows from curriculum_start to max_length over curriculum_steps.
+    All strings of a batch have one length: uniform from the shortest of the task to max_length, or with probability
+    `longest_fraction` the longest. With a curriculum, the longest length grows from curriculum_start to max_length over
+    curriculum_steps.
     """
 
     objective: ClassVar[str] = "transduction"
@@ -71,7 +72,12 @@ class FormalLanguageConfig:
 
     def find_errors(self) -> Errors:
         """Yield the errors that involve several options."""
-        least = TASKS[self.task].min_length
+        task = TASKS[self.task]
+        sizes = {"vocab_size": task.num_symbols + 1, "output_vocab_size": task.num_answer_symbols}
+        for name, size in sizes.items():
+            if getattr(self, name) != size:
+                yield name, f"data.task {self.task} has {size}, found {getattr(self, name)}; remove this option"
+        least = task.min_length
         for name in ["curriculum_start", "max_length"] if self.curriculum_steps else ["max_length"]:
             if (length := getattr(self, name)) < least:
                 yield name, f"{length} is too short: the shortest string of {self.task} has {least} symbols"
@@ -80,6 +86,9 @@ class FormalLanguageConfig:
         for name in ("validation_max_length", "eval_max_length"):
             if getattr(self, name) <= self.max_length:
                 yield name, f"must be larger than max_length {self.max_length}, to include longer strings"
+        first, last = self.max_length + 1, self.eval_max_length
+        if first <= last and max(self.tested_lengths) < first + (last - first) // 2:
+            yield "eval_length_stride", f"tests no length in the upper half of {first} to {last}; use a smaller one"
 
     def find_experiment_errors(self, config: ExperimentConfig, is_training: bool) -> Errors:
         """Yield the errors that involve other sections; keys are full keys."""

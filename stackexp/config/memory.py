@@ -56,7 +56,8 @@ class StackMemoryConfig:
     action_input: Literal["head", "hidden"] = "head"
     """Input of the action logits: the projected head, or the whole hidden state."""
     action_scale: Literal["none", "slice"] = "none"
-    """Scale of the action logits; slice divides by sqrt(hidden_size / num_heads)."""
+    """Scale of the action logits; slice divides by sqrt(hidden_size / num_heads), except what a hidden layer of the
+    feedback adds."""
     action_bias: Optional[float] = option(None)
     """Initial push logit of a learned action bias, whose other logits start at 0; null has no bias."""
     action_sharpness: float = option(1.0, above=0)

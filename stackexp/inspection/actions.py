@@ -15,7 +15,7 @@ from stackexp.inspection.batches import InspectionInput, open_run_data, open_set
 from stackexp.inspection.inspect import record
 from stackexp.models.memories.residual_stack import ResidualStack
 from stackexp.models.stack_recording import ACTIONS, find_stacks
-from stackexp.reports.arms import name_arm
+from stackexp.reports.arms import describe_unfinished, read_arms
 from stackexp.reports.figures import new_figure
 from stackexp.reports.report import MARKERS, PALETTE, Report, Table
 from stackexp.reports.summaries import find_runs
@@ -58,18 +58,20 @@ def build_actions(paths: Sequence[Path], set_name: str | None = None, num_chunks
     of its formal language. Raises RunError if no run has a stack of at least three layers.
     """
     profiles: dict[str, list[Profile]] = defaultdict(list)
-    notes: list[str] = []
     reasons: dict[str, str] = {}  # error -> the note on the first run with it
-    for folder in find_runs(paths):
+    arms, notes = read_arms(paths, with_generated_data=True)
+    for name, run in [(arm.name, run) for arm in arms for run in arm.runs]:
+        path = run.folder.path
         try:
-            if folder.read_options().get("model.memory.kind") not in ("stack", "residual_stack"):
-                notes.append(f"skipped, without a stack: {folder.path}")
+            if run.config.get("model.memory.kind") not in ("stack", "residual_stack"):
+                notes.append(f"skipped, without a stack: {path}")
                 continue
-            profile = _measure(load_run(folder.path), set_name, num_chunks)
-            profiles[name_arm(folder.path)].append(profile)
+            profile = _measure(load_run(path), set_name, num_chunks)
+            profiles[name].append(profile)
         except (ConfigError, RunError) as error:
-            notes.append(f"skipped {folder.path}: {error}")
+            notes.append(f"skipped {path}: {error}")
             reasons.setdefault(str(error), notes[-1])
+    notes += describe_unfinished(arms)
     if not profiles:
         raise RunError(f"{', '.join(map(str, paths))}: {_explain_skipped(notes, list(reasons.values()))}")
     header = [
@@ -121,6 +123,8 @@ def _measure(run: LoadedRun, set_name: str | None, num_chunks: int) -> Profile:
 
 def _open_input(run: LoadedRun, set_name: str | None, num_chunks: int) -> InspectionInput:
     if run.config.data.objective == "transduction":
+        if set_name is not None:
+            raise ConfigError(f"report actions: --set {set_name}: the run has strings of {run.config.data.task} only")
         return open_task(run, run.config.data.task)
     if set_name is None:
         set_name = open_run_data(run, None).list_set_names("validate")[0]

@@ -25,6 +25,7 @@ from stackexp.tasks import TASKS
 
 Batch = dict[str, Any]
 STRINGS = 64
+MAX_LENGTH = 2**16
 
 
 @dataclass
@@ -109,7 +110,7 @@ def _remove_padding(batch: Batch) -> list[Batch]:
 def open_task(run: LoadedRun, name: str) -> InspectionInput:
     """Return strings of a formal language, NAME or NAME:LENGTH. The default is the maximal training length.
 
-    Raises ConfigError if the run was not trained on this language, or the length is not an integer >= 1.
+    Raises ConfigError if the run was not trained on this language, or it has no strings of this length.
     """
     name, _, length = name.partition(":")
     known = getattr(run.config.data, "task", None)
@@ -117,8 +118,9 @@ def open_task(run: LoadedRun, name: str) -> InspectionInput:
         raise ConfigError("inspect: --task requires a model of a formal language; use --text or --set")
     if name != known:
         raise ConfigError(f"inspect: --task {name}: the run was trained on {known}; use --task {known}")
-    if length and not (length.isascii() and length.isdigit() and int(length)):
-        raise ConfigError(f"inspect: --task {name}:{length}: the length must be an integer >= 1")
+    shortest = TASKS[name].min_length
+    if length and not (length.isascii() and length.isdigit() and shortest <= int(length) <= MAX_LENGTH):
+        raise ConfigError(f"inspect: --task {name}:{length}: the length must be from {shortest} to {MAX_LENGTH}")
     strings = LengthSet(TASKS[name], "validate", int(length or run.config.data.max_length), STRINGS)
     batch = build_batch(strings.sample(), strings.task)
     labels = [str(token) if token < strings.task.num_symbols else "_" for token in batch["tokens"][0].tolist()]

@@ -13,7 +13,7 @@ from stackexp.inspection.batches import InspectionInput, average_values, compute
 from stackexp.inspection.interventions import check_heads, intervene, list_interventions
 from stackexp.inspection.page import format_page
 from stackexp.models.checkpoints import load_state
-from stackexp.models.stack_recording import ACTIONS, MEASUREMENTS, Recording, record_stacks
+from stackexp.models.stack_recording import ACTIONS, MEASUREMENTS, Recording, find_stacks, record_stacks
 from stackexp.modules.scores import bootstrap_interval
 from stackexp.reports.figures import new_figure, save_figure
 from stackexp.tables import format_table
@@ -40,12 +40,13 @@ def run(
     TensorBoard shows the maps under Images, as the run <run>/inspect.
     """
     loaded = load_run(run, ckpt_path)
+    find_stacks(loaded.model)  # fails for models without a stack, before anything is written
     if heads:
         check_heads(loaded.model)
     if text is not None:
         inputs = open_text(loaded, text)
     else:
-        inputs = open_set(loaded, set_name, num_chunks) if set_name else open_task(loaded, task or "")
+        inputs = open_task(loaded, task or "") if set_name is None else open_set(loaded, set_name, num_chunks)
     folder = Path(out) if out else loaded.folder.path / "inspect" / inputs.name
     folder.mkdir(parents=True, exist_ok=True)
 

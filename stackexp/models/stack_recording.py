@@ -28,6 +28,7 @@ MEASUREMENTS = {
     "read_share": "norm of the read / that of the hidden state; residual_stack: share of the slots below the top",
 }
 """A residual stack has one head and no empty slots."""
+OCCUPIED = 0.01  # a slot with a smaller M counts as empty in read_slot and read_sharpness
 
 Stack = StackMemory | ResidualStack
 
@@ -124,7 +125,7 @@ def _measure(
 ) -> dict[str, Tensor]:
     push, pop, no_op = output.action.float().unbind(-1)  # [B, T, H]
     is_full = before.mask.shape[-1] == memory.num_slots
-    weights = compute_read_weights(memory, after)  # [B, T, H, n]
+    weights = compute_read_weights(memory, after) * (after.mask > OCCUPIED)  # [B, T, H, n]
     sharpness, slot = weights.max(-1)
     return {
         "push": push,

@@ -78,17 +78,17 @@ class Arm:
         return statistics.fmean(values) if values else None
 
 
-def read_arms(paths: Sequence[Path]) -> tuple[list[Arm], list[str]]:
+def read_arms(paths: Sequence[Path], with_generated_data: bool = False) -> tuple[list[Arm], list[str]]:
     """Return the arms of all language-model runs at or below `paths`, and notes about skipped runs.
 
-    Raises RunError if there are no such runs.
+    `with_generated_data` includes runs on formal languages and arithmetic. Raises RunError if there are no such runs.
     """
     arms: list[Arm] = []
     notes: list[str] = []
     for folder in find_runs(paths):
         try:
             config = folder.read_options()
-            if config.get("data.kind") in GENERATED_DATA:
+            if config.get("data.kind") in GENERATED_DATA and not with_generated_data:
                 continue
             run = read_finished_run(folder, config) if folder.is_finished else None
             arm = _find_equal_arm(arms, name_arm(folder.path), config)

@@ -28,7 +28,7 @@ def nesting_depth(length: int) -> int:
     """Return the maximum bracket depth of an expression.
 
     The maximum possible depth is length / 4, but it is rare: of 10,000 strings of length 500, half nest at most 13
-    deep and none more than 21.
+    deep and few more than 21.
     """
     return min((length - 1) // 4, MAX_OBSERVED_DEPTH)
 

@@ -150,6 +150,8 @@ def test_a_more_thorough_test_replaces_the_previous_one(forks, run):
     ):
         forks.run("test", "--run", run.path, *less_thorough)
         assert read_result(run, "test.json") == thorough
+    forks.run("test", "--run", f"{run.path}/../{run.path.name}")  # the same run by another path
+    assert read_result(run, "test.json") == thorough
     assert (run.path / "test-to-11-every-2-of-900.json").exists()
 
     older = run.list_checkpoints()[0]

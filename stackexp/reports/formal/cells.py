@@ -103,7 +103,7 @@ def collect_results(paths: Sequence[Path | str], lengths: Lengths) -> Results:
             runs.append(read_run(folder, config, column, lengths))
         else:
             skipped["the table has no column for this model"].append(folder.path)
-    unused = [run.unused for run in runs if run.unused]
+    unused = [path for run in runs for path in run.unused]
     if unused:
         skipped["test of another checkpoint, or with overrides that change more than the test"] = unused
     notes = [f"skipped, {reason}: {_join_paths(found)}" for reason, found in skipped.items()]

@@ -45,9 +45,9 @@ class Evaluation:
         return [length for length in self.accuracy if lengths[0] <= length <= lengths[1]]
 
     def covers(self, lengths: Lengths) -> bool:
-        """Return True if every length of the range is less than a stride away from a tested one."""
-        tested = self.select_lengths(lengths)
-        return bool(tested) and min(tested) - lengths[0] < self.stride and lengths[1] - max(tested) < self.stride
+        """Return True if every length of the range is near a tested one: less than a stride, and half of the range."""
+        tested, limit = self.select_lengths(lengths), min(self.stride, (lengths[1] - lengths[0]) // 2 + 1)
+        return bool(tested) and min(tested) - lengths[0] < limit and lengths[1] - max(tested) < limit
 
     def compute_score(self, lengths: Lengths) -> float:
         """Return the mean accuracy over all lengths in a range, interpolated between tested ones, as in result.json."""
@@ -63,8 +63,8 @@ class Evaluation:
 class FormalRun:
     """A run on a formal language, scored over `lengths`.
 
-    `result` is empty for an unfinished run. `evaluations` come from result.json and test.json; `unused` is a test.json
-    that belongs to another checkpoint, or was made with overrides that change more than the test.
+    `result` is empty for an unfinished run. `evaluations` come from result.json, test.json and test-to-*.json; `unused`
+    are such files of another checkpoint, or made with overrides that change more than the test.
     """
 
     path: Path
@@ -73,7 +73,7 @@ class FormalRun:
     lengths: Lengths
     result: dict[str, Any]
     evaluations: tuple[Evaluation, ...]
-    unused: Path | None = None
+    unused: tuple[Path, ...] = ()
 
     @property
     def task(self) -> str:
@@ -154,20 +154,20 @@ def select_recipe(options: Options) -> Options:
 
 
 def read_run(folder: RunFolder, config: Options, column: str, lengths: Lengths) -> FormalRun:
-    """Read a run folder. Raises RunError for a damaged result.json or test.json."""
+    """Read a run folder. Raises RunError for a damaged result.json or file of `test`."""
     config = _add_new_options(config)
     result = folder.read_result().to_dict() if folder.is_finished else {}
     evaluations = [_read_evaluation(folder.result, result)] if result else []
-    test, unused = folder.path / "test.json", None
-    if test.exists():
+    unused = []
+    for test in [*folder.path.glob("test.json"), *sorted(folder.path.glob("test-to-*.json"))]:
         record = read_json(test)
         if not isinstance(record, dict):
             raise RunError(f"{test}: not a file of `test`; move it elsewhere")
         if _is_same_run(record, result, config):
             evaluations.append(_read_evaluation(test, record))
         else:
-            unused = test
-    return FormalRun(folder.path, config, column, lengths, result, tuple(evaluations), unused)
+            unused.append(test)
+    return FormalRun(folder.path, config, column, lengths, result, tuple(evaluations), tuple(unused))
 
 
 def _read_evaluation(path: Path, record: dict[str, Any]) -> Evaluation:
@@ -175,9 +175,10 @@ def _read_evaluation(path: Path, record: dict[str, Any]) -> Evaluation:
         accuracy = {int(length): float(value) for length, value in record["accuracy"].items()}
         accuracy = dict(sorted(accuracy.items()))
         return Evaluation(path.name, accuracy, record["sequences_per_length"], record["length_stride"])
-    except KeyError as error:
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        reason = f"{error} is missing" if isinstance(error, KeyError) else f"not a file of `test` ({error})"
         command = f"python -m stackexp test --run {shlex.quote(str(path.parent))}"
-        raise RunError(f"{path}: {error} is missing; test the run again: {command}") from error
+        raise RunError(f"{path}: {reason}; test the run again: {command}") from error
 
 
 def _is_same_run(test: dict[str, Any], result: dict[str, Any], config: Options) -> bool:

@@ -6,6 +6,7 @@ from typing import Any
 
 from stackexp.config.affects import flatten_config
 from stackexp.config.formal_language import get_model_label
+from stackexp.errors import RunError
 from stackexp.evaluation.accuracy import compute_scores, format_curves, parse_accuracy
 from stackexp.evaluation.request import EvaluationRequest, Sets, describe_evaluation
 from stackexp.files import read_json, write_json
@@ -145,13 +146,19 @@ def _write_accuracy(folder: Path, record: dict[str, Any]) -> None:
 def _choose_path(request: EvaluationRequest, path: Path, record: dict[str, Any]) -> Path:
     """Return `path`, or another name for a test with fewer lengths or strings than the test in `path`.
 
-    That name is test-to-<longest>-every-<stride>-of-<strings>.json. A test of another checkpoint is replaced.
+    That name is test-to-<longest>-every-<stride>-of-<strings>.json. A test of another step is replaced, and a file that
+    is not of a test.
     """
     if request.out or request.stage != "test" or not path.exists():
         return path
-    previous, key = read_json(path), "sequences_per_length"
-    is_as_thorough = previous["accuracy"].keys() <= record["accuracy"].keys() and previous[key] <= record[key]
-    if is_as_thorough or previous["checkpoint"] != record["checkpoint"]:
+    key = "sequences_per_length"
+    try:
+        previous = read_json(path)
+        is_as_thorough = previous["accuracy"].keys() <= record["accuracy"].keys() and previous[key] <= record[key]
+        is_of_another_step = previous["step"] != record["step"]
+    except (RunError, AttributeError, KeyError, TypeError):
+        return path
+    if is_as_thorough or is_of_another_step:
         return path
     manner = f"to-{max(parse_accuracy(record))}-every-{record['length_stride']}-of-{record[key]}"
     return path.with_name(f"{path.stem}-{manner}.json")
