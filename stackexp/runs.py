@@ -117,6 +117,10 @@ class RunFolder:
         """
         lines = (line for line in self.read_metrics() if line.get(AVERAGE_LOSS) is not None)  # null: not finite
         losses = {line["step"]: 0.0 if line.get(AVERAGE_ACCURACY) == 1 else line[AVERAGE_LOSS] for line in lines}
+        if self.is_finished:  # the final validation, which may be between two intervals
+            result = self.read_result()
+            if (final := result.figures.get("average", {}).get("loss")) is not None:
+                losses[result.steps] = final
         validated = [p for p in self.list_checkpoints() if int(p.name) in losses]
         return min(reversed(validated), key=lambda p: losses[int(p.name)], default=None)
 

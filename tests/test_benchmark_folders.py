@@ -82,4 +82,10 @@ def test_a_folder_without_a_model_is_refused(tmp_path, capsys):
     assert evaluate("--model", f"hf:{tmp_path}", "--tasks", "smollm2") == 2
     assert "no config.json; give a folder with a Hugging Face model" in read_error(capsys)
     (tmp_path / "config.json").write_text("{}")
-    assert evaluate("--model", f"hf:{tmp_path}", "--tasks", "smollm2_piqa", "--datasets", tmp_path) == 1
+    score = ("--model", f"hf:{tmp_path}", "--tasks", "smollm2_piqa", "--datasets", tmp_path)
+    assert evaluate(*score) == 1
+    assert "has no tokenizer.json, or a damaged config.json; download it again" in read_error(capsys)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    (tmp_path / "config.json").write_text("null")
+    assert evaluate(*score) == 1
+    assert "has no tokenizer.json, or a damaged config.json; download it again" in read_error(capsys)

@@ -3,6 +3,7 @@
 import ast
 import json
 import os
+import shutil
 import subprocess
 import venv
 from pathlib import Path
@@ -11,6 +12,7 @@ import exported_models
 import pytest
 import torch
 import transformers
+import yaml
 from safetensors.torch import save_file
 
 from stackexp import runs
@@ -171,6 +173,22 @@ def test_dtype_and_license(tmp_path):
     card = (target / "README.md").read_text()
     assert "license: apache-2.0" in card
     assert "| context length | 256 tokens |" in card
+
+
+def test_the_card_has_the_scores_of_its_own_checkpoint(trained, tmp_path):
+    """Not those of another run's checkpoint, or with options that change them."""
+    run = tmp_path / trained.name
+    shutil.copytree(trained, run)
+    records = {"validate.json": "runs/x/other/checkpoints/00000012", "validate-a.json": f"{run}/checkpoints/00000012"}
+    for name, checkpoint in records.items():
+        record = {"checkpoint": checkpoint, "step": 12, "overrides": ["model.rope_theta=1"] * (name != "validate.json")}
+        (run / name).write_text(json.dumps(record | {"sets": {"left": {"loss": 9.75, "perplexity": 17154.2}}}))
+    assert main(["checkpoint", "export", "--run", str(run), "--to", str(tmp_path / "hf"), "--license", "a: b"]) == 0
+    card = (tmp_path / "hf" / "README.md").read_text()
+    assert "9.75" not in card
+    for scores in json.loads((run / "result.json").read_text())["sets"].values():
+        assert f"{scores['loss']:.4f}" in card
+    assert yaml.safe_load(card.split("---")[1])["license"] == "a: b"
 
 
 @pytest.mark.parametrize(

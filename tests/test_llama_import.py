@@ -119,6 +119,9 @@ def test_a_config_is_compared_with_the_folder(tmp_path, capsys):
     [
         ({"model_type": "mistral"}, "model_type is mistral"),
         ({"model_type": None}, "model_type is None"),
+        ({"model_type": ["llama"]}, "model_type is ['llama']"),
+        ({"rope_scaling": "linear"}, "rope_scaling is linear, not an object"),
+        ({"rope_parameters": [1]}, "rope_parameters is [1], not an object"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "rope_scaling is llama3"),
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling is linear"),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope_parameters is yarn"),
@@ -154,6 +157,8 @@ def test_missing_and_damaged_files_are_reported_in_one_line(tmp_path, capsys):
     shards = sorted(folder.glob("*.safetensors"))
     shards[0].unlink()
     assert f"{shards[0].name}: model.safetensors.index.json names this file" in get_error(capsys, folder)
+    (folder / "model.safetensors.index.json").write_text("[]")
+    assert "model.safetensors.index.json: has no weight_map" in get_error(capsys, folder)
     (folder / "model.safetensors.index.json").unlink()
     assert "no model.safetensors or" in get_error(capsys, folder)
     weights = folder / "model.safetensors"
@@ -176,9 +181,30 @@ def test_rotary_tables_of_old_folders_are_ignored(tmp_path):
     assert len(load_file(import_folder(folder))) == len(tensors) - 1
 
 
+def test_a_copy_of_the_tied_embedding_is_ignored(tmp_path, capsys):
+    folder = tmp_path / "model"
+    save_folder(folder, tie_word_embeddings=True)
+    tensors = load_file(folder / "model.safetensors")
+    copy = {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}
+    save_file(tensors | copy, folder / "model.safetensors", metadata={"format": "pt"})
+    weights = import_folder(folder)
+    assert len(load_file(weights)) == len(tensors)
+    weights.unlink()
+    save_file(
+        {n: t.to(torch.int8) for n, t in tensors.items()}, folder / "model.safetensors", metadata={"format": "pt"}
+    )
+    assert "is int8; quantized weights are not supported" in get_error(capsys, folder)
+
+
 def test_the_command_line_is_checked(tmp_path, capsys):
     arguments = ["checkpoint", "import", "--from", str(tmp_path), "--to"]
     assert main([*arguments, str(tmp_path / "a.bin")]) == 2
     assert "must end in .safetensors" in capsys.readouterr().err
     assert main([*arguments, str(tmp_path / "a.safetensors"), "model.num_heads=4"]) == 2
     assert "an override requires --config" in capsys.readouterr().err
+    (tmp_path / "a.yaml").write_text("name: mine\n")
+    assert main([*arguments, str(tmp_path / "a.safetensors")]) == 2
+    assert "a.yaml exists and is not from `checkpoint import`; choose another name" in capsys.readouterr().err
+    save_folder(tmp_path)
+    assert main([*arguments, str(tmp_path / "b.safetensors"), "--config", "formal/lstm"]) == 1
+    assert capsys.readouterr().err.endswith("; set model.kind=transformer\n")

@@ -105,6 +105,8 @@ def test_the_best_checkpoint_has_the_lowest_validation_loss(config):
     lines.append({"step": 40, "val/loss/average": None})  # not finite
     write_metrics(folder, "".join(json.dumps(line) + "\n" for line in [{"step": 40, "train/loss": 0.5}, *lines]))
     assert folder.best_checkpoint().name == "00000020"
+    folder.write_result(dataclasses.replace(RESULT, steps=30, figures={"average": {"loss": 1.5}}))
+    assert folder.best_checkpoint().name == "00000030", "the final validation counts, too"
 
 
 def test_latest_checkpoint_without_mistakes_is_best(config):

@@ -151,8 +151,8 @@ def test_options_that_change_what_the_weights_compute_are_warned_about(config, c
     prepare_warm_start(config("model.norm_eps=0.1", "model.memory.read_mask=log", "model.memory.entropy_weight=0"))
     warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert [warning.partition(": ")[2] for warning in warnings] == [
-        "trained with model.norm_eps=1e-05, but this run has 0.1",
-        "trained with model.memory.read_mask=multiply, but this run has log",
+        "trained with model.norm_eps=1e-05, but the config has 0.1",
+        "trained with model.memory.read_mask=multiply, but the config has log",
     ]
 
 

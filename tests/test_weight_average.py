@@ -127,6 +127,19 @@ def test_weights_that_cannot_be_written_are_one_line(averaged, tmp_path):
         write_weights(read_average(averaged), target, "")
 
 
+def test_only_the_newest_checkpoints_are_averaged(trained, tmp_path, capsys):
+    """The best one is kept as well, but it may be much older."""
+    run, target = tmp_path / "run", str(tmp_path / "mean.safetensors")
+    shutil.copytree(trained, run)
+    config = (run / "config.yaml").read_text()
+    assert config.count("keep_checkpoints: 9\n") == 1
+    (run / "config.yaml").write_text(config.replace("keep_checkpoints: 9\n", "keep_checkpoints: 2\n"))
+    error = read_error("checkpoint", "average", "--run", str(run), "--last", "3", "--to", target, capsys=capsys)
+    assert error.endswith("--last 3, but it has the newest 2; see trainer.keep_checkpoints")
+    assert main(["checkpoint", "average", "--run", str(run), "--last", "2", "--to", target]) == 0
+    assert capsys.readouterr().out.startswith("steps 8, 12 -> ")
+
+
 def test_plan_includes_the_average():
     config = compose(["quickstart"])
     before = compute_optimizer_bytes(config, ranks=1)

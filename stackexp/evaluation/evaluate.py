@@ -8,6 +8,7 @@ from stackexp.errors import RunError, StoppedError
 from stackexp.evaluation.request import EvaluationRequest
 from stackexp.evaluation.resumable import ResumableEvaluation
 from stackexp.models import checkpoints
+from stackexp.models.warm_start import warn_about_options
 from stackexp.terminal import set_up_log
 from stackexp.training.callbacks.step_requests import StepRequests
 from stackexp.training.objectives import build_objective
@@ -30,6 +31,7 @@ def evaluate(request: EvaluationRequest) -> None:
         checkpoint = processes.run_on_first(lambda: _find_checkpoint(request, objective))
         if processes.is_first:
             objective.warn_about_limits(request.stage)
+            warn_about_options(checkpoint, config)
         evaluation = ResumableEvaluation(request.stage, config, data, processes, checkpoint, request.output)
         module = objective.build_module(weights=checkpoint)
         stop = StopRequest(None, config.trainer.stop_grace_seconds)

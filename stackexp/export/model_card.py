@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import yaml
+
 from stackexp.data import hash_log
 from stackexp.evaluation.loading import LoadedRun
 from stackexp.evaluation.score_tables import format_scores
@@ -12,7 +14,7 @@ CARD = """\
 ---
 library_name: transformers
 pipeline_tag: text-generation
-license: {license_name}
+{license_line}
 ---
 
 # {title}
@@ -46,7 +48,7 @@ def build_model_card(loaded: LoadedRun, license_name: str, title: str) -> str:
     """Return the text of the model card; `title` is the name of the exported folder."""
     memory = loaded.config.model.memory
     return CARD.format(
-        license_name=license_name,
+        license_line=yaml.safe_dump({"license": license_name}).strip(),
         title=title,
         description=_describe(loaded),
         trust=", trust_remote_code=True" if memory else "",
@@ -94,14 +96,13 @@ def _find_step(loaded: LoadedRun) -> int | None:
 
 def _format_validation(loaded: LoadedRun) -> str:
     """Return the table of the recorded scores of this checkpoint, or the command that computes them."""
-    folder, step = loaded.folder, _find_step(loaded)
+    folder, step, is_average = loaded.folder, _find_step(loaded), loaded.checkpoint.name == EMA
     records = [read_json(path) for path in sorted(folder.path.glob("validate*.json"))]
-    last = loaded.checkpoint.parts[-2:]  # the folder may have another path since
-    records = [record for record in records if Path(record["checkpoint"]).parts[-2:] == last]
-    sets = records[-1]["sets"] if records else {}
-    has_result = folder.is_finished and loaded.checkpoint.name != EMA
-    if not sets and has_result and (result := folder.read_result()).steps == step:
-        sets = result.figures.get("sets", {})
+    parts = (folder.path.resolve().name, *loaded.checkpoint.parts[-3 if is_average else -2 :])
+    records = [r for r in records if Path(r["checkpoint"]).parts[-len(parts) :] == parts and not r.get("overrides")]
+    sets = {name: scores for record in records for name, scores in record["sets"].items()}
+    if folder.is_finished and not is_average and (result := folder.read_result()).steps == step:
+        sets |= result.figures.get("sets", {})
     if sets:
         return format_scores(sets, style="markdown")
     command = f"python -m stackexp validate --run {folder.path} --ckpt_path {loaded.checkpoint}"

@@ -154,14 +154,20 @@ def find_checkpoint(run: RunFolder, ckpt_path: str | None) -> Path:
     if path is None:
         if run.is_finished and not run.checkpoints.exists():
             raise RunError(f"{run.path}: a copy without checkpoints; give the original run, or --ckpt_path PATH")
-        missing = "no checkpoint was saved at a validation step" if run.list_checkpoints() else "no checkpoint yet"
-        raise RunError(f"{run.checkpoints}: {missing}; wait for the first one, or give --ckpt_path PATH")
+        if run.list_checkpoints():
+            raise RunError(f"{run.checkpoints}: none was saved at a validation step; give --ckpt_path last or PATH")
+        raise RunError(f"{run.checkpoints}: no checkpoint yet; wait for the first one, or give --ckpt_path PATH")
     return path / EMA if ckpt_path == EMA else path
 
 
 def split_path(path: Path) -> tuple[Path, str]:
     """Return the folder of a checkpoint and the key of its weights: "ema" for the path <step>/ema, else "model"."""
     return (path.parent, EMA) if path.name == EMA else (path, "model")
+
+
+def is_folder(path: Path) -> bool:
+    """Return True for a checkpoint, or <step>/ema in one, and False for a file of weights."""
+    return split_path(path)[0].is_dir()
 
 
 def load_state(path: Path) -> dict[str, Any]:

@@ -48,6 +48,7 @@ NAMES = (  # ours -> Hugging Face's
     (r"\.attention_norm\.", ".input_layernorm."),
     (r"\.feed_forward_norm\.", ".post_attention_layernorm."),
 )
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 DERIVED = "rotary_emb.inv_freq"  # in old folders; follows from rope_theta
 
 
@@ -63,7 +64,7 @@ def read_model_options(folder: Path) -> dict[str, Any]:
     config = read_json(path)
     if not isinstance(config, dict):
         raise RunError(f"{path}: not an object; download the file again")
-    if config.get("model_type") not in MODEL_TYPES:
+    if config.get("model_type") not in list(MODEL_TYPES):
         raise _unsupported(path, "model_type", config.get("model_type"), " or ".join(MODEL_TYPES))
     rope = _read_rope(path, config)
     for key, supported in SUPPORTED_VALUES.items():
@@ -95,6 +96,8 @@ def _read_rope(path: Path, config: dict[str, Any]) -> dict[str, Any]:
     rope = {key: config[key] for key in ("rope_theta",) if config.get(key) is not None}
     for key in ("rope_scaling", "rope_parameters"):
         section = config.get(key) or {}
+        if not isinstance(section, dict):
+            raise RunError(f"{path}: {key} is {section}, not an object; download the file again")
         kind = section.get("rope_type", section.get("type", "default"))
         if kind != "default":
             raise _unsupported(path, key, kind, "default")
@@ -121,6 +124,8 @@ def read_tensors(folder: Path, options: dict[str, Any]) -> dict[str, Tensor]:
         raise RunError(
             f"{folder}: the tensor {missing[0]} is missing{_count_others(missing)}; download the files again"
         )
+    if HEAD in tensors.keys() - names.keys() and torch.equal(tensors[HEAD], tensors[EMBEDDING]):
+        del tensors[HEAD]  # a copy of the tied embedding
     if extra := sorted(tensors.keys() - names.keys()):
         raise RunError(
             f"{folder}: the tensor {extra[0]} is not part of the model in {CONFIG}{_count_others(extra)}; "
@@ -130,6 +135,9 @@ def read_tensors(folder: Path, options: dict[str, Any]) -> dict[str, Tensor]:
         found, expected = list(tensors[theirs].shape), list(shapes[ours])
         if found != expected:
             raise RunError(f"{folder}: the tensor {theirs} is {found}, but {CONFIG} gives {expected}; fix {CONFIG}")
+        if not tensors[theirs].is_floating_point() or tensors[theirs].itemsize < 2:
+            dtype = str(tensors[theirs].dtype).removeprefix("torch.")
+            raise RunError(f"{folder}: the tensor {theirs} is {dtype}; quantized weights are not supported")
     return {ours: tensors[theirs] for theirs, ours in names.items()}
 
 
@@ -148,7 +156,9 @@ def _map_files(folder: Path) -> dict[str, Tensor]:
     """Return the tensors of all weight files of a folder, mapped from the files."""
     if (folder / INDEX).is_file():
         index = read_json(folder / INDEX)
-        files = sorted(set(index.get("weight_map", {}).values()))
+        if not isinstance(index, dict) or not isinstance(index.get("weight_map"), dict):
+            raise RunError(f"{folder / INDEX}: has no weight_map; download it again")
+        files = sorted(set(index["weight_map"].values()))
     elif (folder / WEIGHTS).is_file():
         files = [WEIGHTS]
     else:

@@ -80,7 +80,7 @@ def prepare_warm_start(config: ExperimentConfig) -> WarmStart | None:
     is_file = path.suffix == checkpoints.WEIGHTS
     stored = checkpoints.read_shapes(path)
     state = {} if is_file else checkpoints.load_state(path)
-    _warn_about_options(path, _read_metadata(path) if is_file else state["stackexp"]["config"], config)
+    warn_about_options(path, config)
     names = match_tensors(path, stored, model, init.skip)
     if init.memory == "identity" and (found := [name for name in names if name in _list_memory_tensors(model)]):
         raise RunError(
@@ -158,8 +158,10 @@ def _read_metadata(path: Path) -> dict[str, Any]:
         return yaml.safe_load((file.metadata() or {}).get(checkpoints.CONFIG_KEY, "{}"))
 
 
-def _warn_about_options(path: Path, theirs: dict[str, Any], config: ExperimentConfig) -> None:
+def warn_about_options(path: Path, config: ExperimentConfig) -> None:
+    """Log the options that differ from those of given weights and change what these compute."""
+    theirs = checkpoints.load_state(path)["stackexp"]["config"] if checkpoints.is_folder(path) else _read_metadata(path)
     before, now = flatten(theirs), flatten_config(config)
     for key in (f"model.{name}" for name in SHAPELESS):
         if key in before and key in now and before[key] != now[key]:
-            log.warning("%s: trained with %s=%s, but this run has %s", path, key, before[key], now[key])
+            log.warning("%s: trained with %s=%s, but the config has %s", path, key, before[key], now[key])

@@ -23,13 +23,15 @@ def add_arguments(parser: Parser) -> None:
 
 def run(args: Namespace) -> int:
     args.parser.check_output("--to", args.to, [".safetensors"])
+    import yaml
+
     from stackexp import runs
-    from stackexp.config import compose
     from stackexp.models import checkpoints, weight_files
 
     folder = runs.open_run(args.run)
     path = checkpoints.find_checkpoint(folder, args.ckpt_path)
-    config = compose.to_yaml(compose.load_config(folder.config))
-    tensors = weight_files.write_weights(checkpoints.read_weights(path), args.to, config)
+    config = checkpoints.load_state(path)["stackexp"]["config"]
+    section = yaml.safe_dump(config, sort_keys=False)
+    tensors = weight_files.write_weights(checkpoints.read_weights(path), args.to, section)
     print(f"{path} -> {args.to}: {tensors} tensors, {args.to.stat().st_size:,} bytes")
     return 0

@@ -15,6 +15,7 @@ EXAMPLES = (
     "checkpoint import --from SmolLM2-360M --to smollm2.safetensors",
     "checkpoint import --from SmolLM2-360M --to smollm2.safetensors --config pretrain/stacktrans-360m",
 )
+COMMENT = "# The model of"
 
 
 def add_arguments(parser: Parser) -> None:
@@ -37,7 +38,12 @@ def run(args: Namespace) -> int:
     from stackexp.files import write_atomically
     from stackexp.models import llama_import, weight_files
 
+    section_path = args.to.with_suffix(".yaml")
+    if model is None and section_path.exists() and not section_path.read_text(encoding="utf-8").startswith(COMMENT):
+        args.parser.error(f"{section_path} exists and is not from `checkpoint import`; choose another name for --to")
     options = llama_import.read_model_options(args.folder)
+    if model is not None and getattr(model, "kind", "transformer") != "transformer":
+        raise RunError(f"{' '.join(args.config)}: not the model of {args.folder}; set model.kind=transformer")
     differing = [key for key, value in options.items() if model is not None and getattr(model, key, None) != value]
     if differing:
         changes = " ".join(f"model.{key}={'null' if options[key] is None else options[key]}" for key in differing)
@@ -49,10 +55,9 @@ def run(args: Namespace) -> int:
     print(f"{args.folder} -> {args.to}: {count} tensors, {parameters:,} parameters, {args.to.stat().st_size:,} bytes")
     configs = args.config
     if not configs:
-        path = args.to.with_suffix(".yaml")
-        write_atomically(path, f"# The model of {args.folder.resolve().name} (checkpoint import).\n{section}")
-        print(f"model section: {path}")
-        configs = ["NAME", str(path)]
+        write_atomically(section_path, f"{COMMENT} {args.folder.resolve().name} (checkpoint import).\n{section}")
+        print(f"model section: {section_path}")
+        configs = ["NAME", str(section_path)]
     _print_next_commands(args.folder / "tokenizer.json", args.to, configs)
     return 0
 

@@ -55,11 +55,13 @@ class Evaluation:
     """Shots given on the command line; None for those of each task."""
     lm_eval: str
     tasks: dict[str, TaskScores]
+    model: str = ""
+    """A hash of the weights' identity: another model may be written to the same path."""
 
     @property
     def options(self) -> tuple[Any, ...]:
         """The identity of an evaluation; evaluations with the same one share an entry of the file."""
-        return self.checkpoint, self.step, self.limit, self.num_fewshot, self.lm_eval
+        return self.checkpoint, self.step, self.limit, self.num_fewshot, self.lm_eval, self.model
 
 
 def read_evaluations(path: Path) -> list[Evaluation]:

@@ -60,8 +60,10 @@ class Model:
 def open_run_model(run: str, ckpt_path: str | None, batch_size: int) -> Model:
     """Return the model of a run at a checkpoint, by default the newest."""
     folder, config = open_text_run(run)
+    if config.data.objective != "language_modeling":
+        raise RunError(f"{run}: trained on {config.data.kind}, not on text; benchmarks require a language model")
     checkpoint = checkpoints.find_checkpoint(folder, ckpt_path)
-    step = checkpoints.load_state(checkpoint)["global_step"] if checkpoint.is_dir() else None
+    step = checkpoints.load_state(checkpoint)["global_step"] if checkpoints.is_folder(checkpoint) else None
 
     def load(after_batch: Callable[[int, int], None]) -> RunModel:
         model = build_objective(config).build_module(weights=checkpoint).to(find_device_type(config)).model
@@ -85,7 +87,10 @@ def open_hugging_face_model(folder: Path, batch_size: int, trust_remote_code: bo
     `trust_remote_code` lets it run Python code in the folder, such as that of an exported stack. Raises RunError if the
     folder is damaged, or contains code that must not run.
     """
-    if "auto_map" in read_json(folder / "config.json") and not trust_remote_code:
+    config = read_json(folder / "config.json")
+    if not isinstance(config, dict) or not (folder / "tokenizer.json").is_file():
+        raise RunError(f"{folder}: has no tokenizer.json, or a damaged config.json; download it again")
+    if "auto_map" in config and not trust_remote_code:
         raise RunError(f"{folder}: contains the code of its model; read it, then add --trust-remote-code")
     check_installed("transformers", "accelerate")
 
@@ -97,8 +102,9 @@ def open_hugging_face_model(folder: Path, batch_size: int, trust_remote_code: bo
         device = "cuda" if torch.cuda.is_available() else "cpu"
         try:
             return FolderModel(str(folder), batch_size=batch_size, device=device, trust_remote_code=trust_remote_code)
-        except (OSError, ValueError, KeyError, RuntimeError) as error:
-            raise RunError(f"{folder}: cannot load the model ({first_line(error)}); check the folder") from None
+        except Exception as error:  # whatever transformers or the code in the folder raises
+            text = " ".join(str(error).split())[:300] or type(error).__name__
+            raise RunError(f"{folder}: cannot load the model ({text}); check the folder") from None
 
     found = [file for file in sorted(folder.iterdir()) if not file.name.endswith(".partial.jsonl")]  # grows
     files = [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in found]
@@ -160,6 +166,7 @@ def _report(model: Model, options: Options, scored: dict[str, TaskScores], outpu
         num_fewshot=options.num_fewshot,
         lm_eval=lm_eval.__version__,
         tasks=scored,
+        model=hash_values(model.identity),
     )
     add_evaluation(output, evaluation)
     print(f"\nscores: {output}")

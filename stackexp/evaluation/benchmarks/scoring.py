@@ -76,10 +76,16 @@ def _is_cut(lm: Any, task: Any, sample: dict[str, Any]) -> bool:
         return False
     if task.OUTPUT_TYPE == "generate_until":
         prompt, options = sample["arguments"][0]
-        texts, longest = [prompt], lm.max_length - limit_new_tokens(options, lm.max_length)
-    else:  # the last token is not an input
-        texts, longest = [prompt + answer for prompt, answer in sample["arguments"]], lm.max_length + 1
-    return any(len(text.encode()) > longest and len(lm.tok_encode(text)) > longest for text in texts)
+        if _exceeds(lm, prompt, lm.max_length - limit_new_tokens(options, lm.max_length)):
+            return True
+        texts = [prompt + _write_target(task, sample)]
+    else:
+        texts = [prompt + answer for prompt, answer in sample["arguments"]]
+    return any(_exceeds(lm, text, lm.max_length + 1) for text in texts)  # the last token is not an input
+
+
+def _exceeds(lm: Any, text: str, longest: int) -> bool:
+    return len(text.encode()) > longest and len(lm.tok_encode(text)) > longest
 
 
 def _write_target(task: Any, sample: dict[str, Any]) -> str:
