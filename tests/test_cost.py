@@ -42,7 +42,7 @@ def small(*overrides):
 
 @pytest.mark.parametrize(("stack", "tied"), [*((stack, "true") for stack in STACKS), ("transformer", "false")])
 def test_flops_match_torch_plus_elementwise_stack(stack, tied):
-    """torch counts only matrix products; each stack element adds 3 multiply-adds for the update and 2 for the read."""
+    """torch counts only matrix products; an element of a stack adds 3 or 2 multiply-adds to update and 2 to read."""
     config = small(*STACKS[stack], f"model.tie_embeddings={tied}")
     model = cost.build_meta_model(config).to_empty(device="cpu")
     tokens = torch.zeros(2, 64, dtype=torch.int64)
@@ -50,10 +50,12 @@ def test_flops_match_torch_plus_elementwise_stack(stack, tied):
         model(tokens).logits.sum().backward()
     elementwise = 0
     if memory := config.model.memory:
-        slots = [64 if memory.axis == "time" else layer + 1 for layer in range(3)]
-        numbers = memory.num_heads * memory.head_dim
-        elementwise = sum(3 * 2 * 5 * numbers * min(n, memory.num_slots) for n in slots)
-    assert make_plan(config).flops_per_token == counter.get_total_flops() / tokens.numel() + elementwise
+        of_time = sum(min(token, memory.num_slots) for token in range(1, 65)) / 64
+        slots = [of_time if memory.axis == "time" else layer + 1 for layer in range(3)]
+        per_slot = (4 if stack == "push_only" else 5) * memory.num_heads * memory.head_dim
+        elementwise = sum(3 * 2 * per_slot * n for n in slots)
+    expected = counter.get_total_flops() / tokens.numel() + elementwise
+    assert make_plan(config).flops_per_token == pytest.approx(expected, rel=1e-12)
 
 
 @pytest.mark.parametrize(

@@ -23,12 +23,12 @@ SMALL = ["model.hidden_size=64", "model.num_layers=3", "model.intermediate_size=
     ],
 )
 def test_no_neighbor_is_closer(by, vary):
-    config, to = compose(["quickstart"], [*SMALL, "model.memory=null"]), compose(["quickstart"], SMALL)
-    match = match_models(config, to, by, vary)
-    step = 2 * config.model.num_heads if vary == "hidden_size" else 1
+    plain, to = [*SMALL, "model.memory=null"], compose(["quickstart"], SMALL)
+    match = match_models(["quickstart"], plain, to, by, vary)
+    step = 2 * to.model.num_heads if vary == "hidden_size" else 1
     values = {}
     for value in (match.value - step, match.value, match.value + step):
-        values[value] = QUANTITIES[by](compose(["quickstart"], [*SMALL, "model.memory=null", f"model.{vary}={value}"]))
+        values[value] = QUANTITIES[by](compose(["quickstart"], [*plain, f"model.{vary}={value}"]))
     target = QUANTITIES[by](to)
     assert match.target == target
     assert match.quantity == values[match.value]
@@ -45,6 +45,17 @@ def test_the_printed_override_gives_the_printed_number(capsys):
     assert printed.startswith("parameters: 1,705,600, to match 1,805,446")
     assert main([*command, "--by", "memory"]) == 0
     assert capsys.readouterr().out.startswith("peak bytes per rank: ")
+
+
+def test_options_that_follow_from_the_varied_one_are_composed_again():
+    """num_slots of stacktrans-normalized is num_layers, head_dim of full_dim is hidden_size / num_heads."""
+    deep = compose(["quickstart"], [*SMALL, "model.memory=null", "model.num_layers=40"])
+    arm = [*SMALL, "model.memory=stacktrans-normalized"]
+    match = match_models(["quickstart"], arm, deep, "flops", "num_layers")
+    config = compose(["quickstart"], [*arm, f"model.num_layers={match.value}"])
+    assert QUANTITIES["flops"](config) == match.quantity
+    arm = [*SMALL, "model.memory=full_dim"]
+    assert match_models(["quickstart"], arm, deep, "parameters", "hidden_size").value > 64
 
 
 @pytest.mark.parametrize("name", ["ablation", "ablation_small", "depth_memories"])

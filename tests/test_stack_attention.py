@@ -178,7 +178,7 @@ def test_activation_checkpointing_preserves_gradients():
 
 
 def test_flops_match_the_sum_over_steps():
-    """At token t, a pop takes t^2 multiply-adds and a read takes t vectors of 16."""
+    """At token t, a pop takes t^2 multiply-adds; a read multiplies all vectors of 16."""
     memory, length = make_model().memories[0], 200
-    counted = 2 * (16 * 3 + sum(t**2 + 16 * (t + 1) for t in range(length)) / length)
+    counted = 2 * (16 * 3 + sum(t**2 + 16 * length for t in range(length)) / length)
     assert memory.flops_per_token(length) == pytest.approx(counted, rel=0.01)

@@ -1,14 +1,14 @@
 """Find the size at which a model equals another one in parameters, FLOPs or memory."""
 
-import dataclasses
-import itertools
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from stackexp.config.compose import compose
 from stackexp.config.experiment import ExperimentConfig
 from stackexp.config.validation import get_field
-from stackexp.errors import RunError
+from stackexp.errors import ConfigError, RunError
 from stackexp.planning.cost import make_plan
 
 MAX_SIZE = 1 << 20
@@ -35,23 +35,27 @@ class Match:
         return self.quantity / self.target - 1
 
 
-def match_models(config: ExperimentConfig, to: ExperimentConfig, by: str, vary: str) -> Match:
-    """Return the value of model.`vary` at which `config` is closest to `to`.
+def match_models(names: list[str], overrides: list[str], to: ExperimentConfig, by: str, vary: str) -> Match:
+    """Return the value of model.`vary` at which the config of these names and overrides is closest to `to`.
+
+    The config is composed for each value, because other options may follow from it: `num_slots: ${model.num_layers}`.
 
     Raises:
-        RunError: `config` is too large even at the smallest value, or the value breaks a rule of the model.
+        RunError: The model is too large even at the smallest value, or a value breaks a rule of the config.
     """
+    config = compose(names, overrides)
     step, largest = 1, get_field(type(config.model), vary)[1].get("max", MAX_SIZE)
     if vary == "hidden_size":  # RoPE requires an even head size
         memory = getattr(config.model, "memory", None)
         step = math.lcm(2 * getattr(config.model, "num_heads", 1), getattr(memory, "num_heads", 1))
     target = QUANTITIES[by](to)
 
-    def build(units: int) -> ExperimentConfig:
-        return dataclasses.replace(config, model=dataclasses.replace(config.model, **{vary: units * step}))
-
+    @functools.cache
     def measure(units: int) -> float:
-        return QUANTITIES[by](build(units))
+        try:
+            return QUANTITIES[by](compose(names, [*overrides, f"model.{vary}={units * step}"]))
+        except ConfigError as error:
+            raise RunError(f"match: {error}; vary another option") from error
 
     if measure(1) > target:
         raise RunError(f"match: no model.{vary} makes the model as small as the other one in {by}; vary another option")
@@ -64,9 +68,4 @@ def match_models(config: ExperimentConfig, to: ExperimentConfig, by: str, vary: 
         middle = (low + high) // 2
         low, high = (middle, high) if measure(middle) < target else (low, middle)
     closest = min((low, high), key=lambda units: abs(measure(units) - target))
-    model = build(closest).model
-    sections = [(model, ()), (getattr(model, "memory", None), (model,))]
-    errors = [getattr(section, "find_errors", lambda *_: ())(*arguments) for section, arguments in sections]
-    for name, message in itertools.chain(*errors):
-        raise RunError(f"match: model.{vary}={closest * step}: {name}: {message}; vary another option")
     return Match(f"model.{vary}", closest * step, measure(closest), target)

@@ -37,7 +37,7 @@ def run(args: Namespace) -> int:
     from stackexp.planning.match import QUANTITIES, TITLES, match_models
 
     before = QUANTITIES[args.by](config)
-    match = match_models(config, to, args.by, args.vary)
+    match = match_models(args.config, args.overrides, to, args.by, args.vary)
     print(f"{TITLES[args.by]}: {before:,.0f}, to match {match.target:,.0f}")
     print(f"use {match.option}={match.value}: {match.quantity:,.0f} ({match.mismatch:+.4%})")
     return 0

@@ -171,22 +171,26 @@ class StackMemory(Memory):
         return {"num_slots": self.num_slots} | options
 
     def flops_per_token(self, context_length: int) -> float:
-        """Count projections, actions, and 3 (update) + 2 (read) multiply-adds per occupied element."""
+        """Count projections, actions, and multiply-adds per element of the occupied slots, averaged over the tokens.
+
+        These are 3 for an update with push, pop and no-op, or 2 if every action is a push, and 2 for a global read.
+        """
         config = self.config
         num_uses = config.num_heads if config.projection == "shared_slices" else 1  # shared: once per head
         matmuls = num_uses * sum(w.numel() for w in (self.down, self.up) if w is not None)
         matmuls += 0 if self.actions is None else self.actions.numel()
-        num_elements = config.num_heads * config.head_dim * min(self._count_updates(context_length), config.num_slots)
-        return 2.0 * matmuls + 2.0 * 5 * num_elements
+        occupied = self._count_updates(context_length).clamp(max=config.num_slots).double().mean().item()
+        per_element = (2 if self.always_pushes else 3) + (0 if config.read == "top" else 2)
+        return 2.0 * matmuls + 2.0 * per_element * config.num_heads * config.head_dim * occupied
 
-    def _count_updates(self, context_length: int) -> int:
-        """Return the number of updates of the stacks that the memory reads, up to its own at the last token."""
+    def _count_updates(self, context_length: int) -> Tensor:
+        """Return the number of updates up to this memory's own, for each token of a sequence [T]."""
+        tokens = torch.arange(context_length, device="cpu")
         if self.axis == "time":
-            return context_length
+            return tokens + 1
         per_layer = 2 if self.config.site == "each_sublayer" else 1
         of_token = per_layer * self.layer + 1 + (per_layer == 2 and self.site == "after_block")
-        earlier_tokens = context_length - 1 if self.axis == "token_major" else 0
-        return earlier_tokens * per_layer * self.model.num_layers + of_token
+        return of_token + tokens * (per_layer * self.model.num_layers if self.axis == "token_major" else 0)
 
 
 def new_parameter(*shape: int) -> nn.Parameter:

@@ -62,8 +62,8 @@ class StackAttention(Memory):
         return h + read, StackAttentionState(tops, elements), stats
 
     def flops_per_token(self, context_length: int) -> float:
-        """Count the actions and, averaged over a sequence, the pops (T^2 / 3) and the read (T / 2 vectors)."""
-        pops, read = context_length**2 / 3, context_length / 2 * self.model.hidden_size
+        """Count the actions, the pops (T^2 / 3, averaged over a sequence), and the dense read (T vectors)."""
+        pops, read = context_length**2 / 3, context_length * self.model.hidden_size
         return 2.0 * (self.actions.weight.numel() + pops + read)
 
 
