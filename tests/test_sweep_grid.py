@@ -192,7 +192,7 @@ def test_errors_for_searches():
     assert "a search chooses its own trials" in get_error(search={"space": {H: {"values": [1]}}}, seeds=[1])
     assert "single options" in get_error(search={"space": {"model.memory": {"values": ["queue"]}}})
     invalid = {"space": {S: {"low": 0, "high": 4, "int": True}}}
-    assert "num_slots: expected an integer >= 1, found 0" in get_error(search=invalid)
+    assert "num_slots: expected an integer from 1 to 1048576, found 0" in get_error(search=invalid)
 
 
 def test_errors_are_raised_before_torch_is_imported_or_files_are_written():

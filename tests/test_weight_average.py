@@ -135,7 +135,7 @@ def test_only_the_newest_checkpoints_are_averaged(trained, tmp_path, capsys):
     assert config.count("keep_checkpoints: 9\n") == 1
     (run / "config.yaml").write_text(config.replace("keep_checkpoints: 9\n", "keep_checkpoints: 2\n"))
     error = read_error("checkpoint", "average", "--run", str(run), "--last", "3", "--to", target, capsys=capsys)
-    assert error.endswith("--last 3, but it has the newest 2; see trainer.keep_checkpoints")
+    assert error.endswith("--last 3, but it has 2; see trainer.keep_checkpoints")
     assert main(["checkpoint", "average", "--run", str(run), "--last", "2", "--to", target]) == 0
     assert capsys.readouterr().out.startswith("steps 8, 12 -> ")
 

@@ -31,9 +31,10 @@ def evaluate(request: EvaluationRequest) -> None:
         checkpoint = processes.run_on_first(lambda: _find_checkpoint(request, objective))
         if processes.is_first:
             objective.warn_about_limits(request.stage)
-            warn_about_options(checkpoint, config)
         evaluation = ResumableEvaluation(request.stage, config, data, processes, checkpoint, request.output)
         module = objective.build_module(weights=checkpoint)
+        if processes.is_first:
+            warn_about_options(checkpoint, config)
         stop = StopRequest(None, config.trainer.stop_grace_seconds)
         trainer = build_trainer(config, processes, [StepRequests(stop)])
         try:

@@ -29,12 +29,10 @@ def run(args: Namespace) -> int:
 
     folder = runs.open_run(args.run)
     config = compose.load_config(folder.config)
-    found, kept = folder.list_checkpoints()[-args.last :], config.trainer.keep_checkpoints
-    if args.last > min(kept, len(found)):  # older ones, such as the best, are not next to each other
-        raise RunError(
-            f"{folder.checkpoints}: --last {args.last}, but it has the newest {min(kept, len(found))}; see "
-            "trainer.keep_checkpoints"
-        )
+    found = folder.list_checkpoints()[-args.last :]
+    count = min(len(found), config.trainer.keep_checkpoints)  # older ones, such as the best, have gaps between them
+    if args.last > count:
+        raise RunError(f"{folder.checkpoints}: --last {args.last}, but it has {count}; see trainer.keep_checkpoints")
     tensors = weight_files.average_checkpoints(found, args.to, config)
     steps = ", ".join(str(int(path.name)) for path in found)
     print(f"steps {steps} -> {args.to}: {tensors} tensors, {args.to.stat().st_size:,} bytes")
