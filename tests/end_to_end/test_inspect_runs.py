@@ -82,8 +82,8 @@ def test_inspect_a_formal_language(tmp_path):
     assert "stack cleared" not in printed, "the stack passes from token to token"
     for options, message in (
         (("--task", "bucket_sort"), f"--task bucket_sort: the run was trained on {task}; use --task {task}"),
-        (("--task", f"{task}:²"), f"--task {task}:²: the length must be an integer >= 1"),
-        (("--task", f"{task}:0"), f"--task {task}:0: the length must be an integer >= 1"),
+        (("--task", f"{task}:²"), f"--task {task}:²: the length must be from 1 to 65536"),
+        (("--task", f"{task}:0"), f"--task {task}:0: the length must be from 1 to 65536"),
         (("--set", "x"), "--set requires a model of text; use --task for one of formal languages"),
     ):
         assert f"error: inspect: {message}" in forks.run("inspect", "--run", run.path, *options, expect=2)
