@@ -41,7 +41,7 @@ def test_training_on_the_tested_lengths_is_noted(runs):
             ),
             beyond=1.0,
         )
-    note = "trained on strings of 41 symbols or more, not only on shorter ones: LSTM: even_pairs"
+    note = "trained on lengths that the score includes, 41 and more: LSTM: even_pairs"
     assert note in format_formal(runs / "60")
     assert note not in format_formal(runs / "40")
 

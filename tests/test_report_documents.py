@@ -51,13 +51,14 @@ def test_reports_read_copies_like_the_runs(runs, capsys):
 def test_copies_have_tests_but_no_validations_of_other_runs(runs):
     run = runs / "stacktrans-seed=0-0123abc1"
     record = json.loads((run / "validate.json").read_text())
-    (run / "test.json").write_text(json.dumps(record))
+    for name in ("test.json", "test-to-500-every-9-of-512.json"):  # of a formal language; `report formal` reads both
+        (run / name).write_text(json.dumps(record))
     other = record | {"checkpoint": "runs/queue-seed=0-0123abc2/checkpoints/00000010"}
     (run / "validate-other.json").write_text(json.dumps(other))
     write_chunk_losses(run / "validate-other.json", "held-out", np.ones((2, 2)))
     assert main(["runs", "copy", str(run), "--to", "copies"]) == 0
     names = {path.name for path in Path("copies", run.name).iterdir()}
-    assert {"test.json", "validate.json", "validate.chunks"} <= names
+    assert {"test.json", "test-to-500-every-9-of-512.json", "validate.json", "validate.chunks"} <= names
     assert not [name for name in names if "other" in name]
 
 

@@ -198,7 +198,7 @@ def test_runs_on_other_data_are_left_out(tmp_path):
     assert f"left out, {reason}, 1 run: other (seed 0)" in report.notes
     assert len(report.records) == 5
     records = tmp_path / "t1000-seed=1-0123abcd" / "data.jsonl"
-    note = f"training data not compared, no record, or no step that other runs recorded: {records.parent}"
+    note = f"training data not compared, no record of a step that other runs recorded: {records.parent}"
     assert note not in report.notes
     records.write_text(records.read_text().replace('"step": 10', '"step": 7'))
     assert note in build_scaling([tmp_path]).notes

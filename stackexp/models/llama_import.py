@@ -64,7 +64,7 @@ def read_model_options(folder: Path) -> dict[str, Any]:
     config = read_json(path)
     if not isinstance(config, dict):
         raise RunError(f"{path}: not an object; download the file again")
-    if config.get("model_type") not in list(MODEL_TYPES):
+    if config.get("model_type") not in list(MODEL_TYPES):  # a dict would refuse a list as its key
         raise _unsupported(path, "model_type", config.get("model_type"), " or ".join(MODEL_TYPES))
     rope = _read_rope(path, config)
     for key, supported in SUPPORTED_VALUES.items():

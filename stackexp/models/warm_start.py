@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
-from safetensors import safe_open
 from torch import nn
 
 from stackexp.config import registry
@@ -23,6 +21,7 @@ from stackexp.models import checkpoints
 from stackexp.models.checkpoint_files import MANIFEST
 from stackexp.models.initialization import full_parameters
 from stackexp.models.memories.base import Memory
+from stackexp.models.weight_files import read_config
 from stackexp.runs import RunFolder
 
 log = logging.getLogger(__name__)
@@ -152,16 +151,9 @@ def _list_memory_tensors(model: nn.Module) -> set[str]:
     return {name for name in model.state_dict() if name.startswith(memories)}
 
 
-def _read_metadata(path: Path) -> dict[str, Any]:
-    """Return the config in a safetensors file, or an empty one if another program wrote the file."""
-    with safe_open(path, "pt") as file:
-        return yaml.safe_load((file.metadata() or {}).get(checkpoints.CONFIG_KEY, "{}"))
-
-
 def warn_about_options(path: Path, config: ExperimentConfig) -> None:
     """Log the options that differ from those of given weights and change what these compute."""
-    theirs = checkpoints.load_state(path)["stackexp"]["config"] if checkpoints.is_folder(path) else _read_metadata(path)
-    before, now = flatten(theirs), flatten_config(config)
+    before, now = flatten(read_config(path)), flatten_config(config)
     for key in (f"model.{name}" for name in SHAPELESS):
         if key in before and key in now and before[key] != now[key]:
             log.warning("%s: trained with %s=%s, but the config has %s", path, key, before[key], now[key])

@@ -1,10 +1,12 @@
-"""Write the weights of one checkpoint, or the mean of several, to a safetensors file with the config as metadata."""
+"""Safetensors files with the weights of one checkpoint, or the mean of several, and the config as metadata."""
 
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from safetensors import SafetensorError
+import yaml
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -12,7 +14,7 @@ from stackexp.config.compose import to_yaml
 from stackexp.config.experiment import ExperimentConfig
 from stackexp.errors import RunError
 from stackexp.files import sync_file
-from stackexp.models.checkpoints import CONFIG_KEY, read_weights
+from stackexp.models.checkpoints import CONFIG_KEY, is_folder, load_state, read_weights
 
 
 def average_checkpoints(paths: Sequence[Path], target: Path, config: ExperimentConfig) -> int:
@@ -44,3 +46,11 @@ def write_weights(tensors: dict[str, Tensor], target: Path, config: str) -> int:
     finally:
         partial.unlink(missing_ok=True)
     return len(tensors)
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """Return the config that a checkpoint or a safetensors file stores; empty for a file of another program."""
+    if is_folder(path):
+        return load_state(path)["stackexp"]["config"]
+    with safe_open(path, "pt") as file:
+        return yaml.safe_load((file.metadata() or {}).get(CONFIG_KEY, "{}"))

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from stackexp.files import append_json_line, read_json, read_json_lines, write_json
 from stackexp.reports.arms import read_validations
+from stackexp.reports.summaries import list_tests
 from stackexp.runs import RunFolder
 
 
@@ -14,7 +15,7 @@ def copy_run(folder: RunFolder, copy: RunFolder) -> None:
     for path in [folder.config, folder.result]:
         shutil.copyfile(path, copy.path / path.name)
     records = {record.pop("file"): record for record in read_validations(folder)}
-    records |= {path.name: read_json(path) for path in folder.path.glob("test.json")}
+    records |= {path.name: read_json(path) for path in list_tests(folder)}
     for name, record in records.items():
         write_json(copy.path / name, record | {"checkpoint": Path(record["checkpoint"]).name})
     for chunks in folder.path.glob("validate*.chunks"):

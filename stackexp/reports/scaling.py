@@ -164,7 +164,7 @@ def _find_other_data(runs: list[ArmRun]) -> tuple[dict[Path, str], list[str]]:
         most = max(parts, key=lambda part: (len(part), any(name_memory(run.config) == BASELINE for run in part)))
         others = [run.folder.path for part in parts if part is not most for run in part]
         reasons |= dict.fromkeys(others, "trained on other data than most runs with the same seed and data options")
-    note = f"training data not compared, no record, or no step that other runs recorded: {', '.join(unrecorded)}"
+    note = f"training data not compared, no record of a step that other runs recorded: {', '.join(unrecorded)}"
     return reasons, [note] if unrecorded else []
 
 

@@ -40,6 +40,11 @@ class RunSummary:
     problem: str = ""  # why the state is damaged
 
 
+def list_tests(run: RunFolder) -> list[Path]:
+    """Return the files of `test` on the final checkpoint: test.json, and those of fewer lengths or strings."""
+    return [*run.path.glob("test.json"), *sorted(run.path.glob("test-to-*.json"))]
+
+
 def find_runs(paths: Iterable[Path | str]) -> list[RunFolder]:
     """Return all run folders at or below these paths, each once, sorted below each path.
 

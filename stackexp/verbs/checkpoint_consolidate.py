@@ -30,8 +30,7 @@ def run(args: Namespace) -> int:
 
     folder = runs.open_run(args.run)
     path = checkpoints.find_checkpoint(folder, args.ckpt_path)
-    config = checkpoints.load_state(path)["stackexp"]["config"]
-    section = yaml.safe_dump(config, sort_keys=False)
-    tensors = weight_files.write_weights(checkpoints.read_weights(path), args.to, section)
+    config = yaml.safe_dump(weight_files.read_config(path), sort_keys=False)
+    tensors = weight_files.write_weights(checkpoints.read_weights(path), args.to, config)
     print(f"{path} -> {args.to}: {tensors} tensors, {args.to.stat().st_size:,} bytes")
     return 0

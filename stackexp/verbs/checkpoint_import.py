@@ -42,7 +42,7 @@ def run(args: Namespace) -> int:
     if model is None and section_path.exists() and not section_path.read_text(encoding="utf-8").startswith(COMMENT):
         args.parser.error(f"{section_path} exists and is not from `checkpoint import`; choose another name for --to")
     options = llama_import.read_model_options(args.folder)
-    if model is not None and getattr(model, "kind", "transformer") != "transformer":
+    if model is not None and model.kind != "transformer":
         raise RunError(f"{' '.join(args.config)}: not the model of {args.folder}; set model.kind=transformer")
     differing = [key for key, value in options.items() if model is not None and getattr(model, key, None) != value]
     if differing:

@@ -7,7 +7,7 @@ from argparse import Namespace
 from pathlib import Path
 
 from stackexp.verbs.openmp import choose_wait_policy
-from stackexp.verbs.parser import Parser, at_least, not_empty, split_names
+from stackexp.verbs.parser import Parser, at_least, split_names
 
 USAGE = "(--run FOLDER | --model hf:FOLDER) --tasks NAME,... [OPTIONS]"
 EXAMPLES = (
@@ -20,8 +20,7 @@ PREFIX = "hf:"
 
 def add_arguments(parser: Parser) -> None:
     parser.add_argument("--run", metavar="FOLDER", help="run folder")
-    checkpoint = "checkpoint of the run (default: the newest)"
-    parser.add_argument("--ckpt_path", metavar="best|last|ema|PATH", type=not_empty, help=checkpoint)
+    parser.add_ckpt_path("best|last|ema|PATH", "checkpoint of the run (default: the newest)")
     parser.add_argument("--model", metavar="hf:FOLDER", help="folder with a Hugging Face model and its tokenizer")
     parser.add_argument("--trust-remote-code", action="store_true", help="run the code in the folder of --model")
     parser.add_argument("--tasks", action="append", default=[], metavar="NAME,...", help="tasks, groups or tags")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from stackexp.errors import RunError
 from stackexp.verbs.openmp import choose_wait_policy
-from stackexp.verbs.parser import Parser, not_empty
+from stackexp.verbs.parser import Parser
 
 USAGE = "(--config NAME_OR_PATH | --run FOLDER) [OPTIONS] [KEY=VALUE ...]"
 EXAMPLES = (
@@ -23,8 +23,7 @@ EXAMPLES = (
 
 def add_arguments(parser: Parser) -> None:
     parser.add_config()
-    checkpoint = "resume the newest unfinished run, or this checkpoint"
-    parser.add_argument("--ckpt_path", metavar="last|PATH", type=not_empty, help=checkpoint)
+    parser.add_ckpt_path("last|PATH", "resume the newest unfinished run, or this checkpoint")
     folder = "start a run in this folder, or resume it; without --config, use the folder's config"
     parser.add_argument("--run", metavar="FOLDER", help=folder)
     parser.add_argument("--print-config", action="store_true", help="print the resolved config and exit")

@@ -7,7 +7,7 @@ reads, and prints the change of the loss with a 95 % interval over the sequences
 
 from argparse import Namespace
 
-from stackexp.verbs.parser import Parser, at_least, not_empty
+from stackexp.verbs.parser import Parser, at_least
 
 USAGE = "--run FOLDER (--text TEXT | --set NAME | --task NAME[:LENGTH]) [OPTIONS]"
 EXAMPLES = (
@@ -19,8 +19,7 @@ EXAMPLES = (
 
 def add_arguments(parser: Parser) -> None:
     parser.add_argument("--run", metavar="FOLDER", required=True, help="run folder")
-    checkpoint = "checkpoint (default: the best, or newest)"
-    parser.add_argument("--ckpt_path", metavar="best|last|ema|PATH", type=not_empty, help=checkpoint)
+    parser.add_ckpt_path("best|last|ema|PATH", "checkpoint (default: the best, or newest)")
     parser.add_argument("--text", help="a text")
     parser.add_argument("--set", metavar="NAME", dest="set_name", help="a validation set of the run, or NAME=PATH")
     parser.add_argument("--task", metavar="NAME[:LENGTH]", help="strings of the run's formal language")

@@ -44,13 +44,6 @@ def at_least(minimum: int) -> Callable[[str], int]:
     return parse
 
 
-def not_empty(text: str) -> str:
-    """Return the text: the `type` of an option that an unset shell variable must not empty."""
-    if not text:
-        raise argparse.ArgumentTypeError("is empty")
-    return text
-
-
 def split_names(text: str) -> list[str]:
     """Split a list of names at its commas; spaces and empty names are dropped."""
     return [name.strip() for name in text.split(",") if name.strip()]
@@ -117,8 +110,17 @@ class Parser(argparse.ArgumentParser):
     def add_checkpoint(self) -> None:
         """Add `--run` and `--ckpt_path`, a checkpoint of this run."""
         self.add_argument("--run", metavar="FOLDER", required=True, help="run folder")
-        checkpoint = "checkpoint (default: the newest)"
-        self.add_argument("--ckpt_path", metavar="best|last|ema|PATH", type=not_empty, help=checkpoint)
+        self.add_ckpt_path("best|last|ema|PATH", "checkpoint (default: the newest)")
+
+    def add_ckpt_path(self, metavar: str, description: str) -> None:
+        """Add `--ckpt_path`. Empty text is an error: it comes from a shell variable that is not set."""
+
+        def parse(text: str) -> str:
+            if not text:
+                raise argparse.ArgumentTypeError("is empty")
+            return text
+
+        self.add_argument("--ckpt_path", metavar=metavar, type=parse, help=description)
 
     def check_output(self, option: str, path: Path | None, suffixes: Sequence[str]) -> None:
         """Raise ConfigError if an output path is given without one of the suffixes, or in a folder that is missing."""

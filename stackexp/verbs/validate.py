@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from stackexp.verbs.openmp import choose_wait_policy
-from stackexp.verbs.parser import Parser, not_empty
+from stackexp.verbs.parser import Parser
 
 USAGE = "(--run FOLDER | --config NAME_OR_PATH --ckpt_path PATH) [OPTIONS] [KEY=VALUE ...]"
 EXAMPLES = (
@@ -25,8 +25,7 @@ def add_arguments(parser: Parser, stage: Literal["validate", "test"] = "validate
     parser.add_config()
     run = "run folder; uses its config and newest checkpoint (formal languages: the best one)"
     parser.add_argument("--run", metavar="FOLDER", help=run)
-    checkpoint = "score this checkpoint; required with --config"
-    parser.add_argument("--ckpt_path", metavar="best|ema|PATH", type=not_empty, help=checkpoint)
+    parser.add_ckpt_path("best|ema|PATH", "score this checkpoint; required with --config")
     sets = f"names from {section}, v2 and v3 (see `data fetch`), or NAME=PATH of a set or a folder of sets"
     parser.add_argument("--sets", action="append", default=[], metavar="NAME,...", help=sets)
     parser.add_argument(

@@ -88,8 +88,10 @@ def open_hugging_face_model(folder: Path, batch_size: int, trust_remote_code: bo
     folder is damaged, or contains code that must not run.
     """
     config = read_json(folder / "config.json")
-    if not isinstance(config, dict) or not (folder / "tokenizer.json").is_file():
-        raise RunError(f"{folder}: has no tokenizer.json, or a damaged config.json; download it again")
+    if not isinstance(config, dict):
+        raise RunError(f"{folder / 'config.json'}: not an object; download the file again")
+    if not (folder / "tokenizer.json").is_file():
+        raise RunError(f"{folder}: no tokenizer.json; put that of the model there")
     if "auto_map" in config and not trust_remote_code:
         raise RunError(f"{folder}: contains the code of its model; read it, then add --trust-remote-code")
     check_installed("transformers", "accelerate")

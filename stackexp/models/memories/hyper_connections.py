@@ -15,10 +15,10 @@ from torch.nn import functional as F
 from stackexp.config.memory import HyperConnectionsConfig
 from stackexp.config.model import TransformerConfig
 from stackexp.models.layers import widen
-from stackexp.models.memories.base import Memory, Stats
+from stackexp.models.memories.base import EmbeddingSkip, Stats
 
 
-class HyperConnections(Memory):
+class HyperConnections(EmbeddingSkip):
     """The connections between sublayer k and k + 1: R_k, b_k and a_{k+1}. The state holds H_{k+1} [B, T, n, d].
 
     Static: `residual` R [n, n] starts at the identity, `output` b [n] at 1, and `input` a [n] selects one stream, a
@@ -47,9 +47,9 @@ class HyperConnections(Memory):
             self.maps, self.scale = nn.Parameter(torch.empty(n + 2, d)), nn.Parameter(torch.empty(3))
 
     def init_weights(self) -> None:
-        """Initialize so that the model equals the plain Transformer.
+        """Initialize so that the model equals the plain Transformer, up to the epsilon of the last norm.
 
-        Each sublayer takes a different stream as input; the output layer takes all of them.
+        Each sublayer takes a different stream as input. The last norm takes all of them: n h instead of h.
         """
         sublayer = 2 * self.layer + (self.site == "after_block") + 1  # the next one
         is_last = sublayer == 2 * self.model.num_layers
@@ -60,12 +60,6 @@ class HyperConnections(Memory):
         if self.maps is not None:
             nn.init.zeros_(self.maps)
             nn.init.constant_(self.scale, 0.01)
-
-    def init_identity(self) -> None:
-        """Do nothing: `init_weights` gives the plain Transformer, up to the epsilon of the last norm.
-
-        That norm receives n h instead of h, which makes its epsilon smaller in proportion.
-        """
 
     def empty_state(self, h: Tensor) -> Tensor:
         """Return n copies of the embedding [B, T, n, d]."""

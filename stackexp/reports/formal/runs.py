@@ -19,6 +19,7 @@ from stackexp.config.yaml_files import flatten
 from stackexp.errors import RunError
 from stackexp.files import read_json
 from stackexp.metric_tags import AVERAGE_ACCURACY
+from stackexp.reports.summaries import list_tests
 from stackexp.runs import RunFolder
 from stackexp.sweeps.trials import read_tail
 
@@ -159,7 +160,7 @@ def read_run(folder: RunFolder, config: Options, column: str, lengths: Lengths) 
     result = folder.read_result().to_dict() if folder.is_finished else {}
     evaluations = [_read_evaluation(folder.result, result)] if result else []
     unused = []
-    for test in [*folder.path.glob("test.json"), *sorted(folder.path.glob("test-to-*.json"))]:
+    for test in list_tests(folder):
         record = read_json(test)
         if not isinstance(record, dict):
             raise RunError(f"{test}: not a file of `test`; move it elsewhere")

@@ -156,7 +156,7 @@ def _describe_unused_runs(results: Results) -> list[str]:
 
 
 def _describe_marks(results: Results) -> list[str]:
-    """Return a line for each kind of coarse test, one for training on these lengths, one for unfinished runs."""
+    """Return a line for each kind of coarse test, one for runs trained on these lengths, one for unfinished runs."""
     coarse: dict[str, list[CellKey]] = defaultdict(list)
     for key, cell in results.cells.items():
         for thoroughness in dict.fromkeys(map(_format_thoroughness, results.find_coarse(cell))):
@@ -165,9 +165,7 @@ def _describe_marks(results: Results) -> list[str]:
     first, items = results.lengths[0], results.cells.items()
     trained = [key for key, cell in items if any(run.config["data.max_length"] >= first for run in cell.runs)]
     if trained:
-        notes.append(
-            f"trained on strings of {first} symbols or more, not only on shorter ones: {_format_cells(trained)}"
-        )
+        notes.append(f"trained on lengths that the score includes, {first} and more: {_format_cells(trained)}")
     unfinished = [cell for cell in results.cells.values() if cell.is_unfinished]
     if unfinished:
         runs = "; ".join(map(_describe_unfinished, unfinished))

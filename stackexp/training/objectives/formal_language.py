@@ -146,8 +146,8 @@ def _write_accuracy(folder: Path, record: dict[str, Any]) -> None:
 def _choose_path(request: EvaluationRequest, path: Path, record: dict[str, Any]) -> Path:
     """Return `path`, or another name for a test with fewer lengths or strings than the test in `path`.
 
-    That name is test-to-<longest>-every-<stride>-of-<strings>.json. A test of another step is replaced, and a file that
-    is not of a test.
+    That name is test-to-<longest>-every-<stride>-of-<strings>.json. A test of another step is replaced, and so is a
+    damaged file.
     """
     if request.out or request.stage != "test" or not path.exists():
         return path
