@@ -100,7 +100,7 @@ class StackMemory(Memory):
         """Update the stacks with h [B, T, d], then read them; see `Memory.forward`."""
         x, logits = self.project(h)  # [B, T, H, D], [B, T, H, 3]
         output, state = self.update(state, x, logits, h)
-        read = self.project_up(output.read.to(h.dtype))  # [B, T, d]
+        read = self.project_up(output.read.to(x.dtype))  # [B, T, d]
         summand, factor = (read, h) if self.config.residual_gate == "hidden" else (h, read)
         with torch.autocast(h.device.type, enabled=False):  # autocast would copy the read to float32
             new_h = torch.addcmul(summand, factor, self.gate)
