@@ -150,6 +150,9 @@ def check(implementation: str, case: Case, device: str = "cpu") -> None:
     torch.testing.assert_close(values, expected, **tolerance)
     for ours, theirs in zip(gradients, expected_gradients, strict=True):
         if theirs is not None:  # the query of `read: top` has none
-            torch.testing.assert_close(ours, theirs, **tolerance)
+            # a small gradient of a weight can be a sum over all tokens of large terms, which are rounded
+            cancelled = 0.1 * tolerance["rtol"] * theirs.detach().abs().max().item() if theirs.numel() else 0.0
+            atol = max(tolerance["atol"], cancelled)
+            torch.testing.assert_close(ours, theirs, rtol=tolerance["rtol"], atol=atol)
         else:
             assert ours is None
