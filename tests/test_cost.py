@@ -171,9 +171,11 @@ def test_token_scan_memory_is_extrapolated_from_short_scans(axis, monkeypatch):
     assert {key.rsplit(" ", 1)[1] for key in memory_use._pass_cache} == {"4", "8"} | (
         {"16"} if axis == "token_major" else set()
     )
-    assert counted.keys() == whole.keys()
-    for kind, size in whole.items():
-        assert counted[kind] == pytest.approx(size, rel=0.01, abs=whole.total() * 0.002), kind
+    assert counted.total() == pytest.approx(whole.total(), rel=0.01)
+    if axis == "time":  # token_major: the samples peak with the logits, the whole pass after them
+        assert counted.keys() == whole.keys()
+        for kind, size in whole.items():
+            assert counted[kind] == pytest.approx(size, rel=0.01, abs=whole.total() * 0.002), kind
 
 
 def test_strategies_shard_weights_and_optimizer():
