@@ -53,23 +53,19 @@ def list_steps(out: Path) -> dict[str, list[str]]:
     steps = {
         "correctness": [*PYTEST, *TESTS, f"--junitxml={out}/correctness.xml"],
         "efficiency": [*EFFICIENCY, MANY, PAPER_ROWS, f"--out={out}/efficiency.json", "--steps=5"],
-        "profile": [*PROFILE, f"logging.root={out}/runs"],
-        "compiled": [*FIT, "name=compiled", "trainer.compile=true", f"logging.root={out}/runs"],
+        "stack_1": [*STACK, "model.memory.checkpoint_every_layers=1", f"--out={out}/stack_1.json"],
+        "stack_4": [*STACK, "model.memory.checkpoint_every_layers=4", f"--out={out}/stack_4.json"],
+        "efficiency_others": [*EFFICIENCY, FEWER, OTHER_ROWS, f"--out={out}/efficiency_others.json", "--steps=5"],
         "efficiency_compiled": [
             *(*EFFICIENCY, MANY, *COMPILED, "--only=stacktrans", "--steps=5"),
             f"--out={out}/efficiency_compiled.json",
         ],
+        "profile": [*PROFILE, f"logging.root={out}/runs"],
+        "compiled": [*FIT, "name=compiled", "trainer.compile=true", f"logging.root={out}/runs"],
         "sharded": [*FIT, "name=sharded", "trainer.strategy=fsdp", f"logging.root={out}/runs"],
         "scan": [sys.executable, "benchmarks/scan.py", "--device=cuda", "--rounds=3", f"--out={out}/scan.json"],
-        "efficiency_others": [*EFFICIENCY, FEWER, OTHER_ROWS, f"--out={out}/efficiency_others.json", "--steps=5"],
         "cross_entropy": [sys.executable, "benchmarks/cross_entropy.py", f"--out={out}/cross_entropy.json"],
     }
-    for every in (1, 4):
-        steps[f"stack_{every}"] = [
-            *STACK,
-            f"model.memory.checkpoint_every_layers={every}",
-            f"--out={out}/stack_{every}.json",
-        ]
     for name, memory in VARIANTS.items():
         steps[f"ablation_{name}"] = [*FIT, f"name={name}", f"model.memory={memory}", f"logging.root={out}/runs"]
     return steps
