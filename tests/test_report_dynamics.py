@@ -137,3 +137,15 @@ def test_mistakes_are_one_line(tmp_path):
         build_dynamics([tmp_path])
     with pytest.raises(RunError, match="no run named queue; choose among transformer"):
         build_dynamics([tmp_path], only=["queue"])
+
+
+def test_a_seed_that_has_just_begun_does_not_cut_off_the_others(tmp_path):
+    for name in ("transformer", "stacktrans"):
+        memory = "null" if name == "transformer" else name
+        for seed, steps in ((0, 100), (1, 90), (2, 3)):
+            write_run(
+                tmp_path / f"{name}-seed={seed}-0123abcd", f"model.memory={memory}", seed=seed, losses=[3.0] * steps
+            )
+    report = build_dynamics([tmp_path])
+    assert [row[1:3] for row in report.tables[0].rows] == [["2", f"{90 * 1024:,}"]] * 2
+    assert "stacktrans, seed 2: left out, has not reached half of the tokens of the other seeds" in report.notes

@@ -12,7 +12,7 @@ from language_runs import finish, write_run
 
 from stackexp import cli
 from stackexp.errors import RunError
-from stackexp.reports.page import build_page
+from stackexp.reports.page import _markup, build_page
 from stackexp.reports.report import Report, Table
 
 
@@ -60,6 +60,10 @@ def test_text_is_escaped(page):
     assert "name=queue model.memory=queue</code>" in page
     assert "<code>python -m stackexp sweep run formal_table</code>" in page
     assert "<td>0.75↓ / 0.75 (1)</td>" in page
+
+
+def test_stars_in_code_are_not_italic():
+    assert _markup("`runs/*` and *not* `a/*`") == "<code>runs/*</code> and <i>not</i> <code>a/*</code>"
 
 
 def test_the_verb_writes_the_page(folder, tmp_path, capsys):

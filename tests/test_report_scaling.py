@@ -68,31 +68,31 @@ def test_the_equivalent_factor_is_that_of_the_sizes():
 
 
 def test_runs_are_compared_at_a_fixed_budget_before_a_fixed_ratio():
+    def select(points, quantity="parameters"):
+        return (series := select_series(points, quantity)) and (series.condition, series.points)
+
     ladder = [Point("Transformer", n, n, 20 * n, 0, 3.0) for n in (10, 20, 40)]
     fixed = [Point("Transformer", n, n, 500, 0, 3.0) for n in (10, 20)]
-    series = select_series([*ladder[:2], *fixed], "parameters")
-    assert series is not None
-    assert (series.condition, series.points) == ("500 tokens", fixed)
-    series = select_series([*ladder, *fixed], "parameters")
-    assert series is not None
-    assert (series.condition, series.points) == ("20 tokens per parameter outside the memory", ladder)
-    series = select_series([*ladder[:2], Point("Transformer", 20, 20, 800, 0, 3.0)], "tokens")
-    assert series is not None
-    assert series.condition == "20 parameters outside the memory"
-    assert select_series([Point("Transformer", n, n, 10**n, 0, 3.0) for n in (1, 2, 3)], "parameters") is None
-    assert select_series([], "tokens") is None
+    assert select([*ladder[:2], *fixed]) == ("500 tokens", fixed)
+    assert select([*ladder, *fixed]) == ("20 tokens per parameter outside the memory", ladder)
+    two = [Point(family, n, n, 900, 0, 3.0) for family in ("Transformer", "StackTrans") for n in (10, 20)]
+    assert select([*ladder, *fixed, *two]) == ("900 tokens", two), "two families instead of one with three sizes"
+    longer = [ladder[1], ladder[1]._replace(tokens=800)]
+    assert select([ladder[0], *longer], "tokens") == ("20 parameters outside the memory", longer)
+    assert select(ladder, "tokens") is select([], "tokens") is None, "in a ladder, the sizes differ, too"
+    assert select([Point("Transformer", n, n, 10**n, 0, 3.0) for n in (1, 2, 3)]) is None
 
 
-def test_both_panels_of_a_ladder(tmp_path, capsys):
+def test_the_panel_of_a_ladder(tmp_path, capsys):
     write_ladder(tmp_path)
     arguments = ["--irreducible", "1.5", "--loss", "average", "--figure", str(tmp_path / "scaling.png")]
     assert cli.main(["report", "scaling", str(tmp_path), *arguments]) == 0
-    rows = [line.split() for line in capsys.readouterr().out.splitlines()[2:]]
+    printed = capsys.readouterr().out
+    rows = [line.split() for line in printed.splitlines()[2:]]
     assert rows[2] == ["parameters", "Transformer", *["4"] * 2, "0.2000", "0.200", "to", "0.200", ABSENT, ABSENT]
     assert rows[3][:5] == ["parameters", "StackTrans", "4", "4", "0.2000"]
     assert rows[3][8:10] == ["1.200", "extrapolated*"]
-    assert rows[4][0] == rows[5][0] == "tokens"
-    assert rows[5][8:10] == ["1.333", "extrapolated*"], "20 tokens per parameter outside the memory, a tenth of all"
+    assert "Loss against parameters: runs with 20 tokens per parameter outside the memory." in printed
     assert (tmp_path / "scaling.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -273,8 +273,8 @@ def test_missing_panels_have_commands(tmp_path):
     for size in (1000, 2000):
         write_size(tmp_path, f"t{size}", size, "model.memory=null", loss=4 - size / 1000)
     missing = [note for note in build_scaling([tmp_path]).notes if note.startswith("missing")]
-    assert [note.split(":")[0] for note in missing] == ["missing loss against tokens"]
-    assert missing[0].endswith("`python -m stackexp sweep run ladder`")
+    remedy = "needs a family with equal parameters and two budgets: `python -m stackexp sweep run ladder_tokens`"
+    assert missing == [f"missing loss against tokens: {remedy}"]
     write_size(tmp_path, "t3000", 3000, "model.memory=null", loss=1.0)
     assert "left out, no average above 1.5, 1 run: t3000 (seed 0)" in build_scaling([tmp_path], irreducible=1.5).notes
 

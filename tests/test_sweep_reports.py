@@ -201,3 +201,13 @@ def test_finished_sweep_prints_the_scores_of_both_models_once(capsys):
     assert [row[:3] for row in rows] == [["stacktrans", "1.000", "1.000"], ["transformer", "0.500", "0.500"]]
     assert printed.count("o stacktrans   x transformer") == 1
     assert load_sweep("runs/formal/quick").trials == [stacktrans, transformer]
+
+
+def test_bigram_counts_of_other_data_have_their_own_row(capsys):
+    sweep = build_sweep(grid={"data.vocab_size": [512, 1024]})
+    for trial, loss in zip(sweep.trials, [5.0, 7.0], strict=True):
+        finish_trial(trial, 3.0, bigrams={"sets": {}, "average": {"loss": loss}}, tokens=1024)
+    assert cli.main(["sweep", "results", "study.yaml"]) == 0
+    printed = capsys.readouterr().out
+    assert "bigram counts (1,024 tokens, data.vocab_size=512)  " in printed
+    assert "bigram counts (1,024 tokens, data.vocab_size=1024)" in printed

@@ -20,10 +20,21 @@ from stackexp.tables import ABSENT
 
 MAX_CURVES = 6
 SMOOTHED_FRACTION = 0.04  # averaging window as a share of the steps
+LEGEND = (
+    "Losses are means over the seeds. Smoothed: centered moving average, cut off at both ends. Differences: over "
+    "seeds and tokens that both have, without runs on other data or another number of tokens; in parentheses the "
+    "95 % interval over several seeds (Student's t), bold or * if it excludes zero. Crossing: the "
+    "smoothed difference changes its sign for at least one window; with the default window, the curves of two "
+    "equal models cross about five times. Parameters and FLOPs per token are not matched; their residual mismatch "
+    "is given."
+)
 
 
 class Curve(NamedTuple):
-    """The training loss of an arm: of each run {tokens: loss}, and of their mean tokens, raw and smoothed [N]."""
+    """The training loss of an arm: of each run {tokens: loss}, and of their mean tokens, raw and smoothed [N].
+
+    `late` are the seeds left out because they have not reached half of the tokens of the others.
+    """
 
     name: str
     runs: dict[int, dict[int, float]]
@@ -31,6 +42,7 @@ class Curve(NamedTuple):
     tokens: Any
     raw: Any
     smoothed: Any
+    late: tuple[int, ...] = ()
 
 
 class Crossing(NamedTuple):
@@ -76,19 +88,17 @@ def build_dynamics(
     rows = [[*_build_row(c, crossings.get(c.name)), *sizes.get(c.name, [ABSENT] * 2)] for c in curves]
     header = ["run", "seeds", "tokens", "smoothed loss", f"minus {own.name}", "at tokens", "crossings", "last crossing"]
     header += ["parameters", "FLOPs/token"]
-    legend = (
-        "Losses are means over the seeds. Smoothed: centered moving average, cut off at both ends. Differences: over "
-        "seeds and tokens that both have, without runs on other data or another number of tokens; in parentheses the "
-        "95 % interval over several seeds (Student's t), bold or * if it excludes zero. Crossing: the "
-        "smoothed difference changes its sign for at least one window. Parameters and FLOPs per token are not matched; "
-        "their residual mismatch is given."
-    )
     mismatches = [
         f"{name}, seed {seed}: not compared with {base.name}: {reason}"
         for name, reasons in unpaired.items()
         for seed, reason in sorted(reasons.items())
     ]
-    notes = [legend, *mismatches, *describe_unfinished(chosen), *notes]
+    mismatches += [
+        f"{curve.name}, seed {seed}: left out, has not reached half of the tokens of the other seeds"
+        for curve in curves
+        for seed in sorted(curve.late)
+    ]
+    notes = [LEGEND, *mismatches, *describe_unfinished(chosen), *notes]
     records = [
         {"run": curve.name, "tokens": int(t), "loss": raw, "smoothed": smoothed}
         for curve in curves
@@ -137,13 +147,19 @@ def _choose_arms(arms: list[Arm], base: Arm, only: Sequence[str]) -> list[Arm]:
 
 
 def read_curve(arm: Arm, smooth: int | None = None) -> Curve | None:
-    """Return the mean curve over the tokens that all seeds have reached, or None if there is no loss yet."""
+    """Return the mean curve over the tokens that all seeds have reached, or None if there is no loss yet.
+
+    Seeds that have just begun are left out, because they would cut off the curves of the others.
+    """
     runs: dict[int, dict[int, float]] = {}
     for folder in arm.folders:
         lines = (line for line in folder.read_metrics() if line.get(TRAIN_LOSS) is not None)
         if record := {line["tokens"]: line[TRAIN_LOSS] for line in lines}:
             runs.setdefault(folder.read_options()["seed"], record)
-    return average_curves(arm.name, runs, smooth)
+    reached = {seed: max(record) for seed, record in runs.items()}
+    late = tuple(seed for seed in runs if reached[seed] < max(reached.values()) / 2)
+    curve = average_curves(arm.name, {seed: record for seed, record in runs.items() if seed not in late}, smooth)
+    return curve and curve._replace(late=late)
 
 
 def average_curves(name: str, runs: dict[int, dict[int, float]], smooth: int | None = None) -> Curve | None:

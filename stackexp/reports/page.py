@@ -115,6 +115,7 @@ def _format_notes(notes: list[str]) -> str:
 
 def _markup(text: str) -> str:
     """Escape text; `**bold**`, `*italic*` and `code` in backticks become elements."""
-    text = re.sub(r"\*\*(.+?)\*\*", r"<b>\1</b>", html.escape(text))
-    text = re.sub(r"\*(.+?)\*", r"<i>\1</i>", text)
-    return re.sub(r"`(.+?)`", r"<code>\1</code>", text)
+    parts = re.split(r"`(.+?)`", html.escape(text))  # code is every second part
+    parts[1::2] = [f"<code>{code}</code>" for code in parts[1::2]]
+    parts[::2] = [re.sub(r"\*(.+?)\*", r"<i>\1</i>", re.sub(r"\*\*(.+?)\*\*", r"<b>\1</b>", p)) for p in parts[::2]]
+    return "".join(parts)

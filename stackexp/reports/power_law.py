@@ -106,28 +106,29 @@ def equivalent_factor(law: PowerLaw, baseline: PowerLaw, size: float) -> tuple[f
 
 
 def select_series(points: list[Point], quantity: str, irreducible: float = 0.0) -> Series | None:
-    """Return the runs for one panel: of those with equal values of the other quantity, the group with the most sizes.
+    """Return the runs for one panel: those with equal values of the other quantity that make the best comparison.
 
-    In a ladder, every size has its own budget. If more sizes have about equal tokens per parameter, these are chosen.
-    Returns None if there are fewer than two sizes.
+    It has the most families with two sizes, then the most sizes. In a ladder, every size has its own budget: if runs
+    with about equal tokens per parameter make a better comparison, loss against parameters uses these. Returns None if
+    no family has two sizes.
     """
     fixed = QUANTITIES[quantity]
     groups: dict[float, list[Point]] = defaultdict(list)
     for point in points:
         groups[getattr(point, fixed)].append(point)
-    value, best = max(groups.items(), key=lambda item: (count_sizes(item[1], quantity), item[0]), default=(0, []))
+    value, best = max(groups.items(), key=lambda item: (rank_group(item[1], quantity), item[0]), default=(0, []))
     condition = f"{abbreviate(value)} {'tokens' if fixed == 'tokens' else 'parameters outside the memory'}"
     ratios = [p.tokens / p.backbone for p in points]
     near = [[p for p in points if abs(math.log(p.tokens / p.backbone / ratio)) < SAME_RATIO] for ratio in ratios]
-    ladder = max(near, key=lambda group: count_sizes(group, quantity), default=[])
-    if count_sizes(ladder, quantity) > count_sizes(best, quantity):
+    ladder = max(near, key=lambda group: rank_group(group, quantity), default=[])
+    if quantity == "parameters" and rank_group(ladder, quantity) > rank_group(best, quantity):
         ratio = sum(p.tokens for p in ladder) / sum(p.backbone for p in ladder)
         best, condition = ladder, f"{ratio:.3g} tokens per parameter outside the memory"
-    if count_sizes(best, quantity) < 2:
+    if rank_group(best, quantity) == (0, 0):
         return None
     families = sorted({p.family for p in best}, key=lambda family: (not family.startswith(BASELINE), family))
     members = {family: [p for p in best if p.family == family] for family in families}
-    members = {family: runs for family, runs in members.items() if count_sizes(runs, quantity) >= 2}
+    members = {family: runs for family, runs in members.items() if rank_group(runs, quantity) > (0, 0)}
     laws = {
         family: fit_power_law([getattr(p, quantity) for p in runs], [p.loss for p in runs], irreducible)
         for family, runs in members.items()
@@ -135,12 +136,13 @@ def select_series(points: list[Point], quantity: str, irreducible: float = 0.0) 
     return Series(quantity, condition, [p for runs in members.values() for p in runs], laws)
 
 
-def count_sizes(points: list[Point], quantity: str) -> int:
-    """Return the largest number of sizes that a family has."""
+def rank_group(points: list[Point], quantity: str) -> tuple[int, int]:
+    """Return the number of families with two sizes or more, and the largest number of sizes of one of them, or 0."""
     sizes: dict[str, set[int]] = defaultdict(set)
     for point in points:
         sizes[point.family].add(getattr(point, quantity))
-    return max(map(len, sizes.values()), default=0)
+    counts = [len(own) for own in sizes.values() if len(own) > 1]
+    return len(counts), max(counts, default=0)
 
 
 def abbreviate(value: float) -> str:

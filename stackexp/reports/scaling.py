@@ -20,9 +20,12 @@ from stackexp.reports.power_law import BASELINE, QUANTITIES, Point, Series, abbr
 from stackexp.reports.report import LINE_STYLES, MARKERS, PALETTE, Report, Table
 from stackexp.tables import ABSENT
 
-COMMON = {"parameters": "tokens", "tokens": "parameters outside the memory"}
 LEGEND_WIDTH = 36  # characters
 COMMAND = "python -m stackexp sweep run ladder"
+MISSING = {
+    "parameters": f"needs two sizes of a family with equal tokens, or equal tokens per parameter: `{COMMAND}`",
+    "tokens": "needs a family with equal parameters and two budgets: `python -m stackexp sweep run ladder_tokens`",
+}
 REMEDIES = {
     **{group: f"run `python -m stackexp validate --run RUN --sets {group.lower()}`" for group in ("V2", "V3")},
     OTHER: "run `python -m stackexp validate --run RUN`",
@@ -55,13 +58,13 @@ def build_scaling(paths: Sequence[Path], measure: str | None = None, irreducible
         reason = "nothing to fit: no family has two sizes with equal tokens, or two lengths with equal parameters"
         raise RunError("; ".join([f"{where}: {reason}", *skipped, command]))
     missing = [
-        f"missing loss against {quantity}: needs two sizes of a family with equal {COMMON[quantity]}, or equal tokens "
-        f"per parameter: `{COMMAND}`"
+        f"missing loss against {quantity}: {MISSING[quantity]}"
         for quantity, panel in zip(QUANTITIES, panels, strict=True)
         if panel is None
     ]
     unused = [line for panel in shown for line in _describe_unused(points, panel)]
-    notes = [*_explain(column, irreducible), *missing, *unused, *skipped, *waiting, *notes]
+    conditions = [f"Loss against {panel.quantity}: runs with {panel.condition}." for panel in shown]
+    notes = [*_explain(column, irreducible), *conditions, *missing, *unused, *skipped, *waiting, *notes]
     records = [{"measure": column} | p._asdict() for p in points]
     rows = [row for panel in shown for row in _build_rows(panel)]
     header = ["panel", "family", "sizes", "runs", "exponent", "95 % interval", "equivalent factor", "95 % interval"]

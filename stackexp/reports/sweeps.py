@@ -8,6 +8,7 @@ from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
+from stackexp.config.affects import flatten_config, select_options
 from stackexp.config.model import SYMBOLS
 from stackexp.errors import RunError
 from stackexp.reports.figures import new_figure, save_figure
@@ -116,13 +117,16 @@ def format_results(sweep: Sweep, rows: list[Row], style: Style = "terminal") -> 
 
 def average_bigrams(sweep: Sweep) -> dict[str, float]:
     """Return the validation loss of bigram counts of the training tokens, averaged over seeds: {name of row: loss}."""
-    counts: dict[int, dict[int, float]] = defaultdict(dict)
+    counts: dict[str, dict[int, float]] = defaultdict(dict)
     for trial in sweep.trials:
         if trial.folder.is_finished and "bigrams" in (result := trial.folder.read_result().to_dict()):
-            counts[result["tokens"]][trial.config.seed] = result["bigrams"]["average"]["loss"]
+            varied = {k: v for k, v in trial.values.items() if k.startswith("data.")}
+            data = select_options(flatten_config(trial.config), ["training"]).keys() & varied.keys()
+            names = [f"{result['tokens']:,} tokens", *(f"{k}={format_value(varied[k])}" for k in sorted(data))]
+            counts[", ".join(names)][trial.config.seed] = result["bigrams"]["average"]["loss"]
     return {
-        "bigram counts" + f" ({tokens:,} tokens)" * (len(counts) > 1): statistics.mean(losses.values())
-        for tokens, losses in counts.items()
+        "bigram counts" + f" ({name})" * (len(counts) > 1): statistics.mean(losses.values())
+        for name, losses in counts.items()
     }
 
 
