@@ -113,14 +113,14 @@ class RunFolder:
     def best_checkpoint(self) -> Path | None:
         """Return the validated checkpoint with the lowest mean validation loss, or None.
 
-        Checkpoints with an accuracy of 1 count as equally good, whatever their loss; the latest of them is returned.
+        Of those with accuracy 1, the latest. Losses on a sample (`data.eval_sequences`) and on whole sets do not mix.
         """
         lines = (line for line in self.read_metrics() if line.get(AVERAGE_LOSS) is not None)  # null: not finite
         losses = {line["step"]: 0.0 if line.get(AVERAGE_ACCURACY) == 1 else line[AVERAGE_LOSS] for line in lines}
-        if self.is_finished:  # the final validation, which may be between two intervals
-            result = self.read_result()
+        if self.is_finished and not self.read_options().get("data.eval_sequences"):
+            result = self.read_result()  # of the final validation, which may be between two intervals
             if (final := result.figures.get("average", {}).get("loss")) is not None:
-                losses[result.steps] = final
+                losses.setdefault(result.steps, final)
         validated = [p for p in self.list_checkpoints() if int(p.name) in losses]
         return min(reversed(validated), key=lambda p: losses[int(p.name)], default=None)
 

@@ -29,6 +29,8 @@ def test_the_message_states_what_is_needed_and_what_is_free(monkeypatch):
     [
         (["trainer.precision=32-true"], 16),
         (["trainer.precision=bf16-true"], 8),
+        (["trainer.precision=64-true"], 32),
+        (["trainer.precision=32-true", "optimizer=muon"], 12),
         (["trainer.precision=32-true", *TWO, "trainer.strategy=ddp"], 32),  # both on this machine
         (["trainer.precision=32-true", *TWO, "trainer.strategy=fsdp"], 16),  # divided, both here
     ],

@@ -10,7 +10,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 from stackexp.config import registry
 from stackexp.config.compose import compose
 from stackexp.config.optimizer import AdamWConfig, MuonConfig
-from stackexp.modules.optimizers import build_adamw, build_muon
+from stackexp.modules.optimizers import _is_map, build_adamw, build_muon
 
 SMALL = ["model.hidden_size=32", "model.intermediate_size=32"]
 
@@ -84,6 +84,11 @@ def test_muon_updates_matrices_and_adamw_the_rest():
     others = train(plain, build_adamw(AdamWConfig(lr=0.1, memory_lr=0.2, weight_decay=0.3), plain), 1)
     for name, value in model.state_dict().items():
         assert torch.equal(value, others[name]) is (name not in matrices), name
+
+
+def test_muon_takes_maps_from_several_hidden_states_and_no_single_rows():
+    matrices = {(1, 64): False, (3, 64): True, (3, 4 * 64): True, (64, 3): True, (64, 1): False, (4, 16): False}
+    assert {shape: _is_map(torch.empty(shape), 64) for shape in matrices} == matrices
 
 
 def test_muon_resumes_bit_for_bit():

@@ -24,14 +24,19 @@ def test_a_trace_holds_the_chosen_steps(tiny, tmp_path):
     forks.run("fit", "--config", tiny, *options, "name=plain")
     assert losses(run) == losses(only_run(tmp_path / "runs", "plain")), "the profiler changes no value"
     forks.run("fit", "--config", tiny, *options, "trainer.profile=5-99", "name=long")
-    assert count_optimizer_steps(only_run(tmp_path / "runs", "long"), "5-99") == 2, "the run ended after step 6"
+    assert count_optimizer_steps(only_run(tmp_path / "runs", "long"), "5-6") == 2, "the run ended after step 6"
 
 
 @pytest.mark.process
 def test_a_stop_does_not_lose_the_profile(tiny, tmp_path):
     options = ("trainer.max_time=00:00:00:00", "trainer.profile=1-4")
-    Forks(tmp_path).run("fit", "--config", tiny, *options, expect=75)
-    assert count_optimizer_steps(only_run(tmp_path / "runs"), "1-4") == 1
+    forks = Forks(tmp_path)
+    forks.run("fit", "--config", tiny, *options, expect=75)
+    run = only_run(tmp_path / "runs")
+    assert count_optimizer_steps(run, "1-1") == 1
+    forks.run("fit", "--run", str(run.path), "trainer.max_time=null")
+    assert count_optimizer_steps(run, "1-1") == 1, "the resumed run writes a file of its own"
+    assert count_optimizer_steps(run, "2-4") == 3
 
 
 @pytest.mark.parametrize("steps", ["10", "0-3", "5-4", "a-b", "3-"])

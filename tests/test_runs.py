@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from stackexp import __version__, runs
-from stackexp.config.compose import compose, load_config
+from stackexp.config.compose import compose, load_config, to_yaml
 from stackexp.errors import FolderBusyError, RunError
 from stackexp.files import try_lock
 from stackexp.run_result import RunResult
@@ -95,6 +95,7 @@ def test_the_newest_checkpoint_has_the_highest_step(config):
 
 
 def test_the_best_checkpoint_has_the_lowest_validation_loss(config):
+    config.data.eval_sequences = None
     folder = create_run(config)
     assert folder.best_checkpoint() is None
     for step in (10, 20, 30, 40):
@@ -106,7 +107,12 @@ def test_the_best_checkpoint_has_the_lowest_validation_loss(config):
     write_metrics(folder, "".join(json.dumps(line) + "\n" for line in [{"step": 40, "train/loss": 0.5}, *lines]))
     assert folder.best_checkpoint().name == "00000020"
     folder.write_result(dataclasses.replace(RESULT, steps=30, figures={"average": {"loss": 1.5}}))
-    assert folder.best_checkpoint().name == "00000030", "the final validation counts, too"
+    assert folder.best_checkpoint().name == "00000020", "step 30 is already validated"
+    folder.write_result(dataclasses.replace(RESULT, steps=40, figures={"average": {"loss": 1.5}}))
+    assert folder.best_checkpoint().name == "00000040", "the final validation counts, too"
+    config.data.eval_sequences = 8
+    folder.config.write_text(to_yaml(config))
+    assert folder.best_checkpoint().name == "00000020", "a loss on whole sets is not compared with those of a sample"
 
 
 def test_latest_checkpoint_without_mistakes_is_best(config):

@@ -51,7 +51,7 @@ class WarmupStableDecayConfig(ScheduleConfig):
     decay_steps: Optional[int] = option(None, min=1)
     """Steps of the final decay; null takes decay_fraction of trainer.max_steps."""
     decay_fraction: float = option(0.2, min=0, max=1)
-    """Length of the final decay as a share of trainer.max_steps."""
+    """Length of the final decay as a share of trainer.max_steps; 0: no decay."""
     decay: Literal["linear", "one_minus_sqrt"] = "one_minus_sqrt"
     """Shape of the final decay."""
 
@@ -63,5 +63,6 @@ class WarmupStableDecayConfig(ScheduleConfig):
             yield name, f"warmup_steps and the decay exceed trainer.max_steps {trainer.max_steps}"
 
     def count_decay_steps(self, max_steps: int) -> int:
-        """Return the number of decay steps in a run of `max_steps`."""
-        return self.decay_steps or max(1, round(self.decay_fraction * max_steps))
+        """Return the number of decay steps in a run of `max_steps`, 0 only for `decay_fraction: 0`."""
+        shortest = 1 if self.decay_fraction else 0
+        return self.decay_steps or max(shortest, round(self.decay_fraction * max_steps))

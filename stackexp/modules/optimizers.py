@@ -20,14 +20,15 @@ def build_adamw(config: AdamWConfig, model: nn.Module) -> torch.optim.AdamW:
 def build_muon(config: MuonConfig, model: nn.Module) -> "MuonAdamW":
     """Build Muon for the matrices between embedding and output projection, and AdamW for everything else.
 
-    Matrices of memories count if they map from or to the hidden state: a query per head is a list of vectors. With muP,
-    Muon's learning rates fall as 1/sqrt(d): the spectral norm of an update grows with sqrt(d), not with d as AdamW's.
+    Matrices of memories count if they map from hidden states or to one: a query per head is a list of vectors. With
+    muP, Muon's learning rates fall as 1/sqrt(d): the spectral norm of an update grows with sqrt(d), not with d as
+    AdamW's.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
     size = getattr(getattr(model, "config", None), "hidden_size", None)
     excluded = _find_embeddings(model) | _find_named(model, "no_decay")
     excluded |= set(model.head.parameters() if getattr(model, "head", None) else ())
-    matrices = {p for p in parameters if p.ndim == 2 and p not in excluded and size in (None, *p.shape)}
+    matrices = {p for p in parameters if p.ndim == 2 and p not in excluded and _is_map(p, size)}
     others = [p for p in parameters if p not in matrices]
     muon = torch.optim.Muon(
         group_parameters(config, model, [p for p in parameters if p in matrices], width_exponent=0.5),
@@ -56,6 +57,12 @@ def group_parameters(
         decay = config.weight_decay if p.ndim >= 2 and p not in constant else 0.0
         groups.setdefault((lr, decay), []).append(p)
     return [{"params": members, "lr": lr, "weight_decay": decay} for (lr, decay), members in groups.items()]
+
+
+def _is_map(matrix: Tensor, hidden_size: int | None) -> bool:
+    """Return True for a matrix to a hidden state, or from one or several; a single row or column is a vector."""
+    rows, columns = matrix.shape
+    return min(rows, columns) > 1 and (hidden_size is None or rows == hidden_size or columns % hidden_size == 0)
 
 
 def _find_scaled(model: nn.Module, in_memories: set[nn.Parameter]) -> tuple[float, set[Tensor]]:

@@ -34,7 +34,9 @@ def _build(config: ScheduleConfig, max_steps: int, decay_steps: int, shape: Call
     def factor(step: int) -> float:
         if step < config.warmup_steps:
             return step / config.warmup_steps
-        progress = min(1.0, max(0.0, (step - (max_steps - decay_steps)) / decay_steps))
+        if step <= max_steps - decay_steps:
+            return 1.0
+        progress = min(1.0, (step - (max_steps - decay_steps)) / decay_steps)
         return config.final_fraction + (1 - config.final_fraction) * shape(progress)
 
     return factor

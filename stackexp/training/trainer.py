@@ -73,15 +73,16 @@ def _silence_libraries() -> None:
 
 
 def check_model_fits(config: ExperimentConfig) -> None:
-    """Raise RunError if weights, gradients and Adam's state alone exceed the memory of the devices.
+    """Raise RunError if weights, gradients and the optimizer's state alone exceed the memory of the devices.
 
-    They take 16 bytes per parameter, or 8 with precision bf16-true, and 4 more with ema_decay. Activations are not
-    counted; see `plan`.
+    These are four numbers per parameter with AdamW, at least three with Muon, and one more with ema_decay. Activations
+    are not counted; see `plan`.
     """
     with torch.device("meta"):
         parameters = registry.build("model", config.model).num_parameters()
     trainer, device_type = config.trainer, find_device_type(config)
-    needed = parameters * ((8 if trainer.precision == "bf16-true" else 16) + (4 if trainer.ema_decay else 0))
+    numbers, size = 3 if config.optimizer.kind == "muon" else 4, {"bf16-true": 2, "64-true": 8}
+    needed = parameters * (numbers * size.get(trainer.precision, 4) + (4 if trainer.ema_decay else 0))
     if trainer.is_sharded:
         needed //= trainer.world_size
     if device_type == "cpu":

@@ -18,13 +18,14 @@ MAX_MEMORY_EVENTS = 100_000  # allocations and frees in a memory snapshot
 class Profiler(pl.Callback):
     """Profiles `steps`, such as "10-15", on rank 0, and writes the results to <run>/profile.
 
-    trace-A-B.json opens in chrome://tracing and Perfetto, memory-A-B.pickle in PyTorch's memory viewer. Profiled steps
-    are slower than others.
+    trace-A-B.json opens in chrome://tracing and Perfetto, memory-A-B.pickle in PyTorch's memory viewer. A and B are
+    the first and the last step in it; a resumed run writes files for its own steps. Profiled steps are slower.
     """
 
     def __init__(self, folder: Path, steps: str):
-        self._folder, self._steps = folder / "profile", steps
+        self._folder = folder / "profile"
         self._first, self._last = map(int, steps.split("-"))
+        self._begin = self._end = 0  # the steps profiled so far
         self._profile: profile | None = None
 
     def on_train_batch_start(self, trainer: pl.Trainer, module: TrainingModule, *_: Any) -> None:
@@ -35,11 +36,13 @@ class Profiler(pl.Callback):
         activities = [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * torch.cuda.is_available()]
         if torch.cuda.is_available():
             torch.cuda.memory._record_memory_history(max_entries=MAX_MEMORY_EVENTS)
+        self._begin = self._end = trainer.global_step + 1
         self._profile = profile(activities=activities, profile_memory=True, record_shapes=True)
         self._profile.start()
 
     def on_train_batch_end(self, trainer: pl.Trainer, module: TrainingModule, *_: Any) -> None:
         """Write the files after the last profiled step."""
+        self._end = trainer.global_step
         if trainer.global_step >= self._last:
             self._write()
 
@@ -60,9 +63,10 @@ class Profiler(pl.Callback):
         finished, self._profile, self._last = self._profile, None, 0
         finished.stop()
         self._folder.mkdir(exist_ok=True)
-        trace = self._folder / f"trace-{self._steps}.json"
+        steps = f"{self._begin}-{self._end}"
+        trace = self._folder / f"trace-{steps}.json"
         finished.export_chrome_trace(str(trace))
-        log.info("profile of steps %s: %s", self._steps, trace)
+        log.info("profile of steps %s: %s", steps, trace)
         if torch.cuda.is_available():
-            torch.cuda.memory._dump_snapshot(str(self._folder / f"memory-{self._steps}.pickle"))
+            torch.cuda.memory._dump_snapshot(str(self._folder / f"memory-{steps}.pickle"))
             torch.cuda.memory._record_memory_history(enabled=None)
