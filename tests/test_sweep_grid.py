@@ -13,7 +13,7 @@ from stackexp.config.memory import StackMemoryConfig
 from stackexp.errors import ConfigError
 from stackexp.sweeps.grid import shorten_keys
 from stackexp.sweeps.shipped import list_shipped
-from stackexp.sweeps.sweep import Sweep, load_sweep
+from stackexp.sweeps.sweep import Sweep, load_last_run, load_sweep
 from stackexp.sweeps.trials import compute_config_hash
 
 H, D, S = "model.memory.num_heads", "model.memory.head_dim", "model.memory.num_slots"
@@ -78,6 +78,25 @@ def test_token_budget_sets_the_steps():
     assert build_sweep(tokens=1e6).trials[0].config.trainer.max_steps == 245  # 1e6 / 4096, rounded up
     sweep = build_sweep(grid={"tokens": [4096e2, 4096e3], "data.global_batch_tokens": [4096, 8192]})
     assert [trial.config.trainer.max_steps for trial in sweep.trials] == [100, 50, 1000, 500]
+    warmup = "schedule.warmup_steps=200", "trainer.val_check_interval=200"  # more than the base config has steps
+    assert build_sweep(*warmup, tokens=1e6).trials[0].config.trainer.max_steps == 245
+    both = "study.yaml: tokens sets trainer.max_steps; give only one of them"
+    assert both in get_error("trainer.max_steps=10", tokens=1e6)
+    assert both in get_error(tokens=1e6, grid={"trainer.max_steps": [10]})
+
+
+def test_a_changed_file_is_not_read_from_the_last_run(capsys):
+    sweep = build_sweep("trainer.z_loss=1e-4", grid={H: [1, 2]})
+    sweep.folder.mkdir(parents=True)
+    (sweep.folder / "sweep.yaml").write_text(sweep.to_yaml())
+    last = load_last_run("study.yaml")
+    assert (last.path.name, last.trials) == ("sweep.yaml", sweep.trials)
+    build_sweep(grid={H: [1, 2, 4]})
+    assert capsys.readouterr().err == ""
+    edited = load_last_run("study.yaml")
+    assert [trial.values[H] for trial in edited.trials] == [1, 2, 4]
+    assert edited.trials[0].config.trainer.z_loss == 1e-4, "the overrides of the last run remain"
+    assert capsys.readouterr().err == "note: study.yaml differs from the last run, runs/study/sweep.yaml\n"
 
 
 def test_resources_are_defaults_of_the_trainer():

@@ -79,6 +79,15 @@ def test_trials_of_several_gpus_share_none(monkeypatch):
         build_launcher(build_trials("trainer.devices=2"), PRINT, resources=Resources(trials_per_gpu=4))
 
 
+def test_a_trial_that_a_killed_driver_has_started_is_not_started_again():
+    trials = build_trials("trainer.accelerator=cpu", count=1)
+    first, second = (build_launcher(trials, PRINT + "; time.sleep(0.5)") for _ in range(2))
+    first.start(trials)
+    second.start(trials)
+    assert second.collect_ended() == [(trials[0], 74)]
+    assert wait_for_ended(first, 1) == [(trials[0], 0)]
+
+
 def test_a_trial_without_a_free_gpu_is_not_started(monkeypatch):
     """Two drivers have found the same free GPU."""
     monkeypatch.setattr(local, "find_gpus", lambda: ["0"])

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import sys
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -27,6 +28,9 @@ COPY = "sweep.yaml"
 """The sweep's folder holds a copy of the sweep under this name."""
 SWEEP_KEYS = ("config", "tokens")
 """Keys of a trial that belong to the sweep, not to the config."""
+STEPS = "trainer.max_steps"
+ENDLESS = 10**15
+"""More steps than any run has, for a config whose number of steps is not known yet."""
 
 
 @dataclass(frozen=True)
@@ -154,18 +158,21 @@ class Sweep:
         overrides += [f"name={self.name}", "logging.progress_bar=false"]
         self._check_plugins(values)
         configs, tokens = self._find_configs(values), values.get("tokens", self.config.tokens)
+        keys = [*values, *(key for key, _, _ in split_overrides(self.all_overrides))]
+        if tokens is not None and STEPS in keys:
+            raise ConfigError(f"{display_path(self.path)}: tokens sets {STEPS}; give only one of them")
         try:
-            config = compose(configs, overrides)
-            if tokens is not None:
-                steps = math.ceil(float(tokens) / config.data.global_batch_tokens)
-                config = compose(configs, [*overrides, f"trainer.max_steps={steps}"])
+            if tokens is None:
+                return compose(configs, overrides)
+            config = compose(configs, [*overrides, f"{STEPS}={ENDLESS}"])  # only to read the batch size
+            steps = math.ceil(float(tokens) / config.data.global_batch_tokens)
+            return compose(configs, [*overrides, f"{STEPS}={steps}"])
         except ConfigError as error:
             raise ConfigError(self._locate_error(str(error), values)) from None
-        return config
 
     def _check_plugins(self, values: Values) -> None:
-        """Raise ConfigError for a plugin that the YAML names and that is not trusted: the user has not named it."""
-        own = [*self.config.overrides, *(f"{key}={format_value(value)}" for key, value in values.items())]
+        """Raise ConfigError for a plugin that is not trusted; a trial reads those of the command line from a file."""
+        own = [*self.all_overrides, *(f"{key}={format_value(value)}" for key, value in values.items())]
         for key, text, origin in split_overrides(own):
             names = read_value(text, origin) if key == "plugins" else None
             for name in names.value if isinstance(names, Leaf) and isinstance(names.value, list) else []:
@@ -216,11 +223,21 @@ def load_sweep(target: str, overrides: Iterable[str] = ()) -> Sweep:
 
 
 def load_last_run(target: str, overrides: Iterable[str] = ()) -> Sweep:
-    """Load a sweep as it was last run, with the overrides of that run unless others are given."""
+    """Load a sweep with the command-line overrides of its last run, unless others are given.
+
+    A file that has changed since then, or another of the same name, is read as it is now.
+    """
     overrides = tuple(overrides)
     sweep = load_sweep(target, overrides)
-    has_run = (sweep.folder / COPY).is_file()
-    return load_sweep(str(sweep.folder)) if has_run and not overrides else sweep
+    if overrides or not (sweep.folder / COPY).is_file():
+        return sweep
+    last = load_sweep(str(sweep.folder))
+    same: dict = {"name": None, "config": sweep.config.config, "overrides": []}  # the copy has them in another form
+    if dataclasses.replace(last.config, **same) == dataclasses.replace(sweep.config, **same):
+        return last
+    note = f"note: {display_path(sweep.path)} differs from the last run, {display_path(last.path)}"
+    print(note, file=sys.stderr)
+    return load_sweep(target, [own for own in last.config.overrides if own not in sweep.config.overrides])
 
 
 def _find_sweep(target: str) -> Path:

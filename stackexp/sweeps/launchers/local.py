@@ -58,11 +58,15 @@ class LocalLauncher:
         self._refused: list[Trial] = []  # not started
 
     def start(self, trials: list[Trial]) -> None:
-        """Start one process for each trial, unless another driver of the sweep has just taken its GPUs."""
+        """Start one process for each trial.
+
+        Not started are a trial whose GPUs another driver has just taken, and one that a killed driver has started.
+        """
         for trial in trials:
             with hold_lock(self._folder / ".gpus.lock", "starting a trial"):
                 gpus = self._find_free_gpus()[: trial.config.trainer.devices]
-                if self._gpus and len(gpus) < trial.config.trainer.devices:
+                is_short = self._gpus and len(gpus) < trial.config.trainer.devices
+                if is_short or read_process(trial.folder.path / FILE_NAME):
                     self._refused.append(trial)
                     continue
                 process = self._running[trial] = self._start_process(trial, gpus)
@@ -85,7 +89,7 @@ class LocalLauncher:
     def collect_ended(self) -> list[tuple[Trial, int]]:
         """Return the trials that ended since the last call and their exit codes.
 
-        A trial that was not started for lack of a GPU has that of FolderBusyError, so the driver tries it again.
+        A trial that was not started has that of FolderBusyError, so the driver tries it again.
         """
         refused = [(trial, FolderBusyError.exit_code) for trial in self._refused]
         self._refused.clear()
@@ -194,11 +198,16 @@ def record_process(folder: Path, pid: int, gpus: list[str]) -> None:
 
 def find_processes(folder: Path) -> list[TrialProcess]:
     """Return the running trials of the sweep in `folder` on this machine, started by any driver."""
-    processes = []
-    for path in sorted(folder.glob(f"*/{FILE_NAME}")):
-        with contextlib.suppress(RunError, OSError, TypeError):  # skip damaged records
-            processes.append(TrialProcess(**read_json(path)))
-    return [process for process in processes if process.is_alive]
+    processes = map(read_process, sorted(folder.glob(f"*/{FILE_NAME}")))
+    return [process for process in processes if process]
+
+
+def read_process(path: Path) -> TrialProcess | None:
+    """Return the process recorded in a file, or None if it has ended or the record is missing or damaged."""
+    with contextlib.suppress(RunError, OSError, TypeError):
+        process = TrialProcess(**read_json(path))
+        return process if process.is_alive else None
+    return None
 
 
 def _kill_group(pid: int) -> None:

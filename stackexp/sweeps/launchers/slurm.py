@@ -55,8 +55,8 @@ if ((code == 75)); then
 fi
 ((code > 128 && code < 193)) && code=$((128 - code))
 printf '{"exit_code": %d, "job": "%s", "id": "%s", "attempt": %d}\\n' \\
-  "$code" "$SLURM_JOB_NAME" "$id" "$((SLURM_RESTART_COUNT + 1))" >"$folder/.exit.json"
-mv "$folder/.exit.json" "$folder/exit.json"
+  "$code" "$SLURM_JOB_NAME" "$id" "$((SLURM_RESTART_COUNT + 1))" >"$folder/.exit.json" &&
+  mv "$folder/.exit.json" "$folder/exit.json"
 """
 
 

@@ -9,6 +9,7 @@ import os
 from pathlib import Path
 from typing import NamedTuple
 
+from stackexp.errors import RunError
 from stackexp.files import read_json, read_json_lines, write_json, write_json_lines
 from stackexp.sweeps.slurm import run_slurm
 from stackexp.sweeps.trials import Trial
@@ -45,11 +46,11 @@ def find_newest_tasks(folder: Path) -> dict[str, Task]:
 
 
 def read_exit_code(trial_folder: Path, task: Task) -> int | None:
-    """Return the exit code that a task has recorded, or None."""
+    """Return the exit code that a task has recorded, or None. A record cut off by a full disk counts as missing."""
     try:
         os.listdir(trial_folder)  # NFS caches that a file is missing until its folder is read
         record = read_json(trial_folder / "exit.json")
-    except FileNotFoundError:
+    except (FileNotFoundError, RunError):
         return None
     return record["exit_code"] if record["job"] == task.job else None
 
