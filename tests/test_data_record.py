@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,8 +10,10 @@ from forks import Forks
 from records import only_run
 
 from stackexp.data.hash_log import hash_sequence, read_hash_log, read_hashes, truncate_hash_log, update_hash
+from stackexp.errors import RunError
 from stackexp.files import write_json_lines
 from stackexp.models.checkpoints import load_state
+from stackexp.training.callbacks.data_record import KEY, DataRecord
 
 FEW = ("trainer.max_steps=6", "trainer.val_check_interval=null", "trainer.checkpoint_interval=3")
 FEW += ("data.hash_interval=2", "logging.progress_bar=false", "logging.tensorboard=false")
@@ -40,6 +43,25 @@ def test_the_file_continues_after_the_step_of_the_checkpoint(tmp_path):
     assert list(read_hashes(tmp_path)) == [2, 4, 6]
     truncate_hash_log(tmp_path, 4)
     assert list(read_hashes(tmp_path)) == [2, 4]
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["web"], "the run began with the training data web, code, now it is web; restore data.path or data.streams"),
+        (["web", "code"], r"^s3://bucket/code: the sequences have changed since the run began"),
+    ],
+)
+def test_other_sources_are_refused_on_resume(tmp_path, names, message):
+    record = DataRecord(tmp_path, 10)
+    saved = {"hash": "", "sequences": [8, 8], "sources": {"web": "1", "code": "2"}}
+    record.on_load_checkpoint(None, None, {KEY: saved})
+    remote = SimpleNamespace(url="s3://bucket/code")
+    sources = [SimpleNamespace(name=name, fingerprint="1", remote=remote, tokens=None) for name in names]
+    train_set = SimpleNamespace(names=names, sources=sources)
+    trainer = SimpleNamespace(datamodule=SimpleNamespace(train_set=train_set), global_step=8)
+    with pytest.raises(RunError, match=message):
+        record.on_train_start(trainer, None)
 
 
 @pytest.fixture(scope="module")

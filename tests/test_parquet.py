@@ -181,3 +181,8 @@ print(read_peak_kb() - before)
 @pytest.mark.parametrize("text", ["int_score>=3", 'tag!=""', "language==' en'", 'sign==">"', "quoted=='\"a\"'"])
 def test_a_filter_is_parsed_again_from_its_text(text):
     assert parse_filter(str(parse_filter(text))) == parse_filter(text)
+
+
+def test_a_missing_number_fulfills_no_condition():
+    for text in ("score!=0", "score>=0"):
+        assert [parse_filter(text).accepts(value) for value in (1.0, float("nan"), None)] == [True, False, False]

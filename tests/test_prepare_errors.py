@@ -37,6 +37,7 @@ def bad_source(tmp_path) -> Path:
     (folder / "lines.jsonl.gz").write_bytes(gzip.compress(b"\n".join(line for line, _ in BAD)))
     (folder / "text.txt").write_bytes(b"one\ntwo\n\xffthree")
     (folder / "good.txt").write_text(TEXTS[1])
+    (folder / "more.jsonl.xz").write_bytes(b"")
     return folder
 
 
@@ -49,7 +50,8 @@ def test_bad_lines_are_counted_and_logged(bad_source, tmp_path, capsys):
     assert [line.split(" (")[0] for line in log] == expected
     corpus = TokenSet(tmp_path / "to").corpus
     assert (corpus.bad_lines, corpus.documents) == (len(expected), 3)
-    output = capsys.readouterr().out
+    output, errors = capsys.readouterr()
+    assert f"not read: 1 files with other suffixes (.xz), such as {bad_source / 'more.jsonl.xz'}" in errors
     assert "9 bad lines:\n  lines.jsonl.gz:2: invalid JSON" in output
     assert f"data.kind=shards data.path={tmp_path / 'to'}" in output
 

@@ -85,13 +85,14 @@ def test_merge_repairs_damaged_units(source, whole, tmp_path, capsys):
     ]
 
 
-def test_damaged_shard_of_a_finished_set_is_repaired(source, whole, tmp_path, capsys):
+@pytest.mark.parametrize(("last", "problem"), [(b"", "missing or not as long"), (b"?", "damaged, its SHA-256 is not")])
+def test_damaged_shard_of_a_finished_set_is_repaired(source, whole, tmp_path, capsys, last, problem):
     shutil.copytree(whole, tmp_path / "set")
     shard = tmp_path / "set" / format_unit_name(3) / "shard.00000.mds"
-    shard.write_bytes(shard.read_bytes()[:-1])
+    shard.write_bytes(shard.read_bytes()[:-1] + last)
     prepare_set(source, tmp_path / "set", unit_bytes=UNIT_BYTES)
     assert read_files(tmp_path / "set") == read_files(whole)
-    assert f"damaged, repairing it: {shard}: missing or not as long" in capsys.readouterr().err
+    assert f"damaged, repairing it: {shard}: {problem}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("given", [True, False])

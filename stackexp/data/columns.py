@@ -52,8 +52,8 @@ class Filter:
         return None if kind == "null" else f"{self.column} is of type {kind}, neither number nor text"
 
     def accepts(self, value: Any) -> bool:
-        """Return True if a number or a text fulfills the condition; None never does."""
-        if value is None:
+        """Return True if a number or a text fulfills the condition; None and NaN never do."""
+        if value is None or value != value:
             return False
         reference: Any = self.value if isinstance(value, str) else self.number
         return COMPARISONS[self.comparison](value, reference)

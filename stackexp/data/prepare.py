@@ -23,7 +23,7 @@ from stackexp.data.columns import ALL_TEXT, Columns
 from stackexp.data.parquet import check_columns
 from stackexp.data.readers import Piece, read_pieces
 from stackexp.data.shards import FORMAT_VERSION, Corpus, TokenSet
-from stackexp.data.sources import Source, find_sources
+from stackexp.data.sources import Source, find_sources, walk
 from stackexp.data.token_sources import check_token_sources
 from stackexp.data.tokenizer import compute_fingerprint, load_tokenizer, train_tokenizer
 from stackexp.data.unit_workers import UnitJob, write_units
@@ -57,6 +57,7 @@ class Plan:
     def sources(self) -> list[Source]:
         """The files to read. Raises RunError if there are none, or they do not fit the tokenizer or the columns."""
         sources = find_sources(self.source)
+        _report_skipped(self.source, sources)
         if self.columns != ALL_TEXT and (without := [source for source in sources if not source.has_columns]):
             raise RunError(
                 f"{without[0].path}: has no columns, but --filter and --text-column require JSON Lines or parquet; "
@@ -198,12 +199,23 @@ def prepare(
         return merge_units(folder, len(plan.units), load_tokenizer(tokenizer), plan.context_length, names)
 
 
+def _report_skipped(source: Path, sources: list[Source]) -> None:
+    """Print how many files of the folder have a suffix that is not read: they may be data in another format."""
+    read = {source.path for source in sources}
+    if skipped := sorted(str(path) for path in (walk(source) if source.is_dir() else ()) if str(path) not in read):
+        suffixes = ", ".join(sorted({Path(path).suffix or Path(path).name for path in skipped})[:8])
+        print(f"not read: {len(skipped)} files with other suffixes ({suffixes}), such as {skipped[0]}", file=sys.stderr)
+
+
 def _load_finished(folder: Path) -> Corpus | None:
     """Return the finished set, if there is one. A damaged set is reopened: its units are verified and merged again."""
     if not (folder / "corpus.json").exists():
         return None
     try:
-        return TokenSet(folder).corpus
+        finished = TokenSet(folder)
+        for shard in range(len(finished.files)):
+            finished.map_shard(shard)  # checks its hash
+        return finished.corpus
     except RunError as error:
         print(f"damaged, repairing it: {error}", file=sys.stderr, flush=True)
         (folder / "corpus.json").unlink()

@@ -63,7 +63,7 @@ def find_sources(source: Path) -> list[Source]:
         if not source.exists():
             raise RunError(f"{source}: no such file or folder")
         base = source.parent if source.is_file() else source
-        paths = [source] if source.is_file() else list(_walk(source))
+        paths = [source] if source.is_file() else list(walk(source))
         paths.sort(key=lambda path: path.relative_to(base).as_posix())
         known = [path for path in paths if path.name.lower().endswith(KNOWN_SUFFIXES)]
         if not known and not paths and source.is_dir() and any(source.rglob("corpus.json")):
@@ -84,7 +84,7 @@ def _make_source(path: Path, base: Path) -> Source:
     return Source(str(path), name, stat.st_size, stat.st_mtime_ns)
 
 
-def _walk(folder: Path) -> Iterator[Path]:
+def walk(folder: Path) -> Iterator[Path]:
     """Yield files, including dangling links, that are neither hidden nor part of a prepared set.
 
     Links to folders are followed last, so that each folder is read once. Links to a parent of `folder` are ignored.

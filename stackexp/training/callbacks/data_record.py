@@ -52,11 +52,16 @@ class DataRecord(StepCallback):
         train_set: TrainingSet = trainer.datamodule.train_set
         self._names = train_set.names
         saved, self._fingerprints = self._fingerprints, {s.name: s.fingerprint for s in train_set.sources}
+        if saved and saved.keys() != self._fingerprints.keys():
+            raise RunError(
+                f"the run began with the training data {', '.join(saved)}, now it is {', '.join(self._fingerprints)}; "
+                "restore data.path or data.streams, or start a new run from these weights with init.weights"
+            )
         for source in train_set.sources:
             if saved.get(source.name, source.fingerprint) != source.fingerprint:
                 raise RunError(
-                    f"{source.remote or source.tokens.folder}: the sequences have changed since the run began; "
-                    "restore the dataset, or start a new run"
+                    f"{source.remote.url if source.remote else source.tokens.folder}: the sequences have changed since "
+                    "the run began; restore the dataset, or start a new run"
                 )
         self._counts = self._counts or [0] * len(self._names)
         if trainer.is_global_zero:
