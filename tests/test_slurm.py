@@ -18,7 +18,7 @@ from stackexp.runs import RunFolder
 from stackexp.sweeps import slurm as slurm_commands
 from stackexp.sweeps.launchers import slurm as launcher_module
 from stackexp.sweeps.launchers.slurm import SlurmLauncher
-from stackexp.sweeps.launchers.slurm_jobs import find_newest_tasks
+from stackexp.sweeps.launchers.slurm_jobs import Task, find_newest_tasks, read_exit_code, write_exit_code
 from stackexp.sweeps.schema import Resources
 from stackexp.sweeps.sweep import load_sweep
 from stackexp.sweeps.trials import Trial
@@ -264,3 +264,11 @@ def test_sweep_status_and_stop_without_a_driver(slurm, tmp_path, monkeypatch, ca
     assert "stopping its slurm jobs" in capsys.readouterr().out
     assert slurm.squeue() == {}
     assert wait_for_codes(launcher, 2) == {trial.name: 75 for trial in found.trials}
+
+
+def test_a_cut_off_record_of_a_full_disk_counts_as_missing(tmp_path):
+    (tmp_path / "exit.json").touch()
+    assert read_exit_code(tmp_path, Task("job", 0)) is None
+    write_exit_code(tmp_path, Task("job", 0), "1_0", 3)
+    assert read_exit_code(tmp_path, Task("job", 0)) == 3
+    assert read_exit_code(tmp_path, Task("other", 0)) is None

@@ -200,6 +200,8 @@ def test_errors_for_the_command_line():
     assert get_error("seed=x").startswith("override seed=x: seed: expected an integer")
     assert f"the sweep sets {H} at study.yaml:4" in get_error(f"{H}=3", grid={H: [1]})
     assert "the sweep names its trials" in get_error("name=mine")
+    (plugin := Path("..", "foreign.py")).touch()
+    assert get_error(f"plugins=[{plugin}]").endswith("add --trust-plugins")
     for target, hint in {"stack_gird": r"did you mean 'stack_grid'\?", "none.yaml": "none.yaml: no such file"}.items():
         with pytest.raises(ConfigError, match=hint):
             load_sweep(target)
