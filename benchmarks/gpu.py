@@ -26,7 +26,6 @@ TESTS = [
     *("tests/test_cross_entropy.py", "tests/test_loss_curves.py"),
     *("tests/test_attention_requirements.py", "tests/test_cost.py"),
 ]
-VARIANTS = {"transformer": "null"} | {name: name for name in MEMORIES}
 BENCH = [sys.executable, "-m", "stackexp", "bench"]
 EFFICIENCY = [*BENCH, "efficiency", "--config", "pretrain/transformer-360m", "trainer.precision=bf16-mixed"]
 EFFICIENCY += ["data.context_length=2048", "data.global_batch_tokens=32768"]
@@ -50,7 +49,7 @@ PROFILE += ["schedule.warmup_steps=1", "trainer.max_steps=14", "trainer.val_chec
 
 def list_steps(out: Path) -> dict[str, list[str]]:
     """Return the command of each step; each writes below `out`."""
-    steps = {
+    return {
         "correctness": [*PYTEST, *TESTS, f"--junitxml={out}/correctness.xml"],
         "efficiency": [*EFFICIENCY, MANY, PAPER_ROWS, f"--out={out}/efficiency.json", "--steps=5"],
         "stack_1": [*STACK, "model.memory.checkpoint_every_layers=1", f"--out={out}/stack_1.json"],
@@ -66,9 +65,6 @@ def list_steps(out: Path) -> dict[str, list[str]]:
         "scan": [sys.executable, "benchmarks/scan.py", "--device=cuda", "--rounds=3", f"--out={out}/scan.json"],
         "cross_entropy": [sys.executable, "benchmarks/cross_entropy.py", f"--out={out}/cross_entropy.json"],
     }
-    for name, memory in VARIANTS.items():
-        steps[f"ablation_{name}"] = [*FIT, f"name={name}", f"model.memory={memory}", f"logging.root={out}/runs"]
-    return steps
 
 
 def run_step(name: str, command: list[str], out: Path) -> dict[str, object]:

@@ -5,8 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from stackexp.reports.dynamics import smooth_losses
-from stackexp.reports.figures import new_figure
+from stackexp.reports.figures import new_figure, smooth_losses
 from stackexp.reports.report import LINE_STYLES, PALETTE
 
 WINDOWS_PER_CONTEXT = 16  # an average covers this part of the training context

@@ -10,7 +10,7 @@ from stackexp.config.affects import select_options
 from stackexp.data import hash_log
 from stackexp.errors import RunError
 from stackexp.metric_tags import AVERAGE_LOSS, TRAIN_LOSS
-from stackexp.reports.figures import abbreviate_thousands, label_curves, new_figure, save_figure
+from stackexp.reports.figures import abbreviate_thousands, label_curves, new_figure, save_figure, smooth_losses
 from stackexp.reports.summaries import format_loss, summarize
 from stackexp.runs import RunFolder
 from stackexp.tables import ABSENT, Style, format_table
@@ -155,8 +155,7 @@ def draw_losses(runs: list[RunFolder], path: Path) -> None:
     for run in runs:
         lines = [line for line in run.read_metrics() if "tokens" in line]
         train = [(line["tokens"], line[TRAIN_LOSS]) for line in lines if line.get(TRAIN_LOSS) is not None]
-        windows = [train[max(0, i + 1 - SMOOTHED_STEPS) : i + 1] for i in range(len(train))]
-        means = [sum(loss for _, loss in window) / len(window) for window in windows]
+        means = smooth_losses([loss for _, loss in train], SMOOTHED_STEPS)
         (curve,) = axes.plot([tokens for tokens, _ in train], means)
         if train:
             curves[names[run]] = curve
@@ -164,7 +163,7 @@ def draw_losses(runs: list[RunFolder], path: Path) -> None:
         if points:
             axes.plot(*zip(*points, strict=True), "o--", color=curve.get_color())
     axes.set(xlabel="Tokens", ylabel="Loss (nats per token)")
-    axes.plot([], [], color="black", label=f"training (mean of {SMOOTHED_STEPS} steps)")
+    axes.plot([], [], color="black", label=f"training (centered mean of {SMOOTHED_STEPS} steps)")
     axes.plot([], [], "o--", color="black", label="validation (mean over sets)")
     axes.legend()
     abbreviate_thousands(axes.xaxis)

@@ -12,7 +12,7 @@ from stackexp.metric_tags import TRAIN_LOSS
 from stackexp.reports.arms import Arm, describe_unfinished, find_arm, rank_arm, read_arms
 from stackexp.reports.compare import explain_other_data
 from stackexp.reports.differences import compare_arms, compute_difference
-from stackexp.reports.figures import abbreviate_thousands, new_figure
+from stackexp.reports.figures import abbreviate_thousands, new_figure, smooth_losses
 from stackexp.reports.paper import find_variant
 from stackexp.reports.report import LINE_STYLES, PALETTE, Report, Table
 from stackexp.runs import RunFolder
@@ -170,14 +170,6 @@ def average_curves(name: str, runs: dict[int, dict[int, float]], smooth: int | N
     raw = np.mean([[record[t] for t in tokens] for record in runs.values()], axis=0)
     window = smooth or max(1, round(SMOOTHED_FRACTION * len(tokens)))
     return Curve(name, runs, window, np.array(tokens), raw, smooth_losses(raw, window))
-
-
-def smooth_losses(losses: Any, window: int) -> Any:
-    """Return the centered moving average over `window` values, or over fewer at both ends."""
-    total = np.concatenate([[0.0], np.cumsum(losses)])
-    i = np.arange(len(losses))
-    first, end = np.maximum(i - window // 2, 0), np.minimum(i + (window + 1) // 2, len(losses))
-    return (total[end] - total[first]) / (end - first)
 
 
 def find_crossings(curve: Curve, baseline: Curve, left_out: Collection[int] = ()) -> Crossing:

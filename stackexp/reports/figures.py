@@ -3,6 +3,8 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 LABEL_HEIGHT = 0.05  # relative to the axes
 
 
@@ -53,3 +55,11 @@ def label_curves(axes: Any, curves: dict[str, Any]) -> None:
 def save_figure(figure: Any, path: Path) -> None:
     """Write a figure to a .png, .pdf or .svg file."""
     figure.savefig(path, dpi=200)
+
+
+def smooth_losses(losses: Any, window: int) -> Any:
+    """Return the centered moving average over `window` values, or over fewer at both ends."""
+    total = np.concatenate([[0.0], np.cumsum(losses)])
+    i = np.arange(len(losses))
+    first, end = np.maximum(i - window // 2, 0), np.minimum(i + (window + 1) // 2, len(losses))
+    return (total[end] - total[first]) / (end - first)
