@@ -66,3 +66,11 @@ def test_other_files_are_refused(tmp_path, text):
         build_efficiency(tmp_path / "a.json")
     with pytest.raises(RunError, match=r"nowhere.json: No such file or directory; give"):
         build_efficiency(tmp_path / "nowhere.json")
+
+
+def test_a_model_without_measurements_has_no_bar(tmp_path):
+    failed = {"model": "queue", "implementation": "auto", "error": "out of memory"}
+    rows = [build_row("transformer", 1.0), build_row("stacktrans", 1.3), failed]
+    draw = build_efficiency(write(tmp_path / "a.json", rows)).draw
+    assert draw is not None
+    assert [label.get_text() for label in draw().axes[0].get_yticklabels()] == ["transformer", "stacktrans"]

@@ -119,6 +119,7 @@ def _format_paper(name: str) -> list[str]:
 
 def _draw(rows: dict[str, dict[str, Any]]) -> Any:
     """Draw a bar for each model and quantity with its quartiles, and the paper's value as a diamond."""
+    rows = {name: row for name, row in rows.items() if "error" not in row or name in PAPER}
     figure, axes = new_figure(6.8, 1.3 + 0.5 * len(rows))
     axes.set_axisbelow(True)
     quantities = [key for key in QUANTITIES if any(f"{key}_ratio" in row for row in rows.values())]
