@@ -113,7 +113,7 @@ class RunFolder:
     def best_checkpoint(self) -> Path | None:
         """Return the validated checkpoint with the lowest mean validation loss, or None.
 
-        Of those with accuracy 1, the latest. Losses on a sample (`data.eval_sequences`) and on whole sets do not mix.
+        The latest with an accuracy of 1 is the best. The loss on whole sets is not compared with losses on samples.
         """
         lines = (line for line in self.read_metrics() if line.get(AVERAGE_LOSS) is not None)  # null: not finite
         losses = {line["step"]: 0.0 if line.get(AVERAGE_ACCURACY) == 1 else line[AVERAGE_LOSS] for line in lines}

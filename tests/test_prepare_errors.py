@@ -51,7 +51,7 @@ def test_bad_lines_are_counted_and_logged(bad_source, tmp_path, capsys):
     corpus = TokenSet(tmp_path / "to").corpus
     assert (corpus.bad_lines, corpus.documents) == (len(expected), 3)
     output, errors = capsys.readouterr()
-    assert f"not read: 1 files with other suffixes (.xz), such as {bad_source / 'more.jsonl.xz'}" in errors
+    assert f"files not read: 1 with other suffixes (.xz), such as {bad_source / 'more.jsonl.xz'}" in errors
     assert "9 bad lines:\n  lines.jsonl.gz:2: invalid JSON" in output
     assert f"data.kind=shards data.path={tmp_path / 'to'}" in output
 

@@ -201,10 +201,10 @@ def prepare(
 
 def _report_skipped(source: Path, sources: list[Source]) -> None:
     """Print how many files of the folder have a suffix that is not read: they may be data in another format."""
-    read = {source.path for source in sources}
-    if skipped := sorted(str(path) for path in (walk(source) if source.is_dir() else ()) if str(path) not in read):
-        suffixes = ", ".join(sorted({Path(path).suffix or Path(path).name for path in skipped})[:8])
-        print(f"not read: {len(skipped)} files with other suffixes ({suffixes}), such as {skipped[0]}", file=sys.stderr)
+    files = {str(path) for path in walk(source)} if source.is_dir() else set()
+    if skipped := sorted(files - {source.path for source in sources}):
+        suffixes = ", ".join(sorted({Path(path).suffix for path in skipped})[:8])
+        print(f"files not read: {len(skipped)} with other suffixes ({suffixes}), such as {skipped[0]}", file=sys.stderr)
 
 
 def _load_finished(folder: Path) -> Corpus | None:

@@ -139,8 +139,9 @@ def measure_peak(config: ExperimentConfig, is_training: bool) -> Counter[str]:
     """Return the bytes of one pass by kind.
 
     Fake tensors are slow for a stack that is scanned over the tokens. Its bytes are therefore extrapolated from fewer
-    layers and from more, shorter sequences. These peak at the logits. A long token_major pass can peak later, in the
-    backward pass; its sum of all kinds is then up to 4 % too low (3 to 8 layers of width 64, 64 or 128 tokens).
+    layers and from more, shorter sequences, whose peak is at the logits. With token_major, the peak of a long sequence
+    can be in the backward pass. The sum of all kinds is then up to 4 % too low (measured with 3 to 8 layers of width 64
+    and 64 or 128 tokens).
     """
     data, layers = config.data, config.model.num_layers
     batch = config.micro_batch_size if is_training else data.eval_batch_size

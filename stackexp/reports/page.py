@@ -116,6 +116,7 @@ def _format_notes(notes: list[str]) -> str:
 def _markup(text: str) -> str:
     """Escape text; `**bold**`, `*italic*` and `code` in backticks become elements."""
     parts = re.split(r"`(.+?)`", html.escape(text))  # code is every second part
-    parts[1::2] = [f"<code>{code}</code>" for code in parts[1::2]]
-    parts[::2] = [re.sub(r"\*(.+?)\*", r"<i>\1</i>", re.sub(r"\*\*(.+?)\*\*", r"<b>\1</b>", p)) for p in parts[::2]]
+    for i, part in enumerate(parts):
+        bold = re.sub(r"\*\*(.+?)\*\*", r"<b>\1</b>", part)
+        parts[i] = f"<code>{part}</code>" if i % 2 else re.sub(r"\*(.+?)\*", r"<i>\1</i>", bold)
     return "".join(parts)

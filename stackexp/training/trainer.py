@@ -81,8 +81,9 @@ def check_model_fits(config: ExperimentConfig) -> None:
     with torch.device("meta"):
         parameters = registry.build("model", config.model).num_parameters()
     trainer, device_type = config.trainer, find_device_type(config)
-    numbers, size = 3 if config.optimizer.kind == "muon" else 4, {"bf16-true": 2, "64-true": 8}
-    needed = parameters * (numbers * size.get(trainer.precision, 4) + (4 if trainer.ema_decay else 0))
+    numbers = 3 if config.optimizer.kind == "muon" else 4
+    num_bytes = {"bf16-true": 2, "64-true": 8}.get(trainer.precision, 4)
+    needed = parameters * (numbers * num_bytes + (4 if trainer.ema_decay else 0))
     if trainer.is_sharded:
         needed //= trainer.world_size
     if device_type == "cpu":

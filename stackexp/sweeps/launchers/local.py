@@ -60,7 +60,7 @@ class LocalLauncher:
     def start(self, trials: list[Trial]) -> None:
         """Start one process for each trial.
 
-        Not started are a trial whose GPUs another driver has just taken, and one that a killed driver has started.
+        Skips a trial whose GPUs another driver has just taken, or whose process still runs after its driver was killed.
         """
         for trial in trials:
             with hold_lock(self._folder / ".gpus.lock", "starting a trial"):
