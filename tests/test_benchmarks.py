@@ -83,3 +83,23 @@ def test_prepare_measures_both_on_the_same_text(tmp_path):
     assert record["bytes"] >= 300_000
     assert record["tokens"] > record["documents"] > 1
     assert {"alone", "prepare"} <= record["rows"][0].keys()
+
+
+def test_the_trace_of_a_profile_is_divided_among_operations(tmp_path):
+    names = ["aten::mul", "aten::linear", "_Step", "aten::addcmul", "aten::mean", "aten::add"]
+    events = [build_event("cpu_op", name, 1, 10 * i, **{"Sequence number": i}) for i, name in enumerate(names)]
+    events += [build_event("cpu_op", "autograd::engine::evaluate_function: Mm", 2, 90, **{"Sequence number": 3})]
+    events += [
+        build_event("cuda_runtime", "launch", e["tid"], e["ts"] + 1, correlation=i) for i, e in enumerate(events)
+    ]
+    events += [build_event("kernel", "k", 7, 0, dur=1000 * (i + 1), correlation=i) for i in range(7)]
+    events += [build_event("user_annotation", "Optimizer.step#AdamW.step", 1, 0)]
+    (tmp_path / "trace.json").write_text(json.dumps({"traceEvents": events}))
+    output = run_benchmark("profile_parts.py", tmp_path / "trace.json")
+    printed = [line.split(maxsplit=2) for line in output.splitlines()]
+    assert printed[0] == ["7.00", "ms", "backward Mm"]
+    assert printed[-1] == ["21.00", "ms", "the memory, of 28.0 ms"], "2 + 3 + 4 + 5 forward and 7 backward"
+
+
+def build_event(category: str, name: str, thread: int, start: int, dur: int = 5, **arguments) -> dict:
+    return {"ph": "X", "cat": category, "name": name, "tid": thread, "ts": start, "dur": dur, "args": arguments}
