@@ -13,7 +13,7 @@ import sys
 import time
 from pathlib import Path
 
-from stackexp.verbs.bench_efficiency import MEMORIES
+from stackexp.verbs.bench import MEMORIES
 
 STEP_SECONDS = 540
 

@@ -1,7 +1,7 @@
 """The command line: one table of verbs.
 
-The verb `data prepare` is the module `stackexp.verbs.data_prepare`. To add a verb, write its module and add a line
-here; `stackexp.verbs.dispatch` lists what a module defines.
+The verb `data prepare` is the class `Prepare` in `stackexp.verbs.data`. To add a verb, write a subclass of
+`stackexp.verbs.parser.Verb` and add a line here.
 """
 
 from stackexp.verbs.dispatch import dispatch

@@ -11,30 +11,29 @@ from stackexp.sweeps.launchers.local import LocalLauncher
 from stackexp.sweeps.schema import Resources
 from stackexp.sweeps.sweep import load_sweep
 from stackexp.sweeps.trials import Trial
-from stackexp.verbs.parser import Parser
-
-USAGE = "SWEEP PARALLEL RETRIES"
-EXAMPLES = ()
+from stackexp.verbs.parser import Parser, Verb
 
 
 def build_fake_command(trial: Trial) -> list[str]:
     return [sys.executable, str(Path(__file__).with_name("sweep_trial.py")), str(trial.folder.path)]
 
 
-def add_arguments(parser: Parser) -> None:
-    parser.add_argument("sweep")
-    parser.add_argument("parallel", type=int)
-    parser.add_argument("retries", type=int)
+class Drive(Verb):
+    """Run a sweep with fake trials."""
 
+    def add_arguments(self, parser: Parser) -> None:
+        parser.add_argument("sweep")
+        parser.add_argument("parallel", type=int)
+        parser.add_argument("retries", type=int)
 
-def run(args: Namespace) -> int:
-    driver.POLL_SECONDS, driver.RECHECK_SECONDS = 0.1, 1
-    sweep = load_sweep(args.sweep)
-    launcher = LocalLauncher(sweep.folder, sweep.trials, Resources(), args.parallel, build_fake_command)
-    with Display(sweep.config.objective) as display:
-        source, show = driver.TrialSource(sweep.trials), display.update
-        driver.Driver(sweep.folder, source, launcher, retries=args.retries, show_progress=show).run()
-    return 0
+    def run(self, args: Namespace) -> int:
+        driver.POLL_SECONDS, driver.RECHECK_SECONDS = 0.1, 1
+        sweep = load_sweep(args.sweep)
+        launcher = LocalLauncher(sweep.folder, sweep.trials, Resources(), args.parallel, build_fake_command)
+        with Display(sweep.config.objective) as display:
+            source, show = driver.TrialSource(sweep.trials), display.update
+            driver.Driver(sweep.folder, source, launcher, retries=args.retries, show_progress=show).run()
+        return 0
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from stackexp import cli
 from stackexp.config.compose import compose, load_config, to_yaml
 from stackexp.errors import ConfigError, FolderBusyError, RunError, StoppedError
 from stackexp.evaluation.request import EvaluationRequest
-from stackexp.verbs.parser import split_names
+from stackexp.verbs.parser import Verb, split_names
 
 HEAVY = {"torch", "lightning", "numpy", "streaming", "tensorboard", "tokenizers"}
 
@@ -111,8 +111,8 @@ def test_error_in_a_real_process_writes_no_files(tmp_path):
 
 
 def replace_verb(monkeypatch, name: str, run) -> None:
-    module = SimpleNamespace(__doc__="A verb.", USAGE="", EXAMPLES=(), add_arguments=lambda parser: None, run=run)
-    monkeypatch.setitem(sys.modules, f"stackexp.verbs.{name}", module)
+    verb = type("Replaced", (Verb,), {"__doc__": "A verb.", "run": lambda self, args: run(args)})
+    monkeypatch.setitem(sys.modules, f"stackexp.verbs.{name}", SimpleNamespace(**{name.capitalize(): verb}))
 
 
 def raise_error(error: BaseException):

@@ -149,7 +149,7 @@ def test_missing_write_permission_is_a_one_line_error():
         code = f"""
 import os, sys
 from stackexp.cli import main
-import stackexp.data.prepare, stackexp.verbs.data_prepare
+import stackexp.data.prepare, stackexp.verbs.data
 os.setuid(65534)
 sys.exit(main("data prepare {folder}/source.txt --to {folder}/set --vocab-size 300".split()))
 """

@@ -1,7 +1,4 @@
-"""Print a script that completes verbs, options, configs and keys of the `stackexp` command.
-
-Add to ~/.bashrc or ~/.zshrc: eval "$(stackexp completion bash)", or zsh.
-"""
+"""Shell completion."""
 
 import os
 from argparse import Namespace
@@ -9,10 +6,7 @@ from collections.abc import Collection, Iterable
 
 from stackexp.config.layers import list_catalog, list_config_names
 from stackexp.verbs.dispatch import find_verb, load_verb
-from stackexp.verbs.parser import Parser
-
-USAGE = "bash | zsh"
-EXAMPLES = ("completion bash >> ~/.bash_completion",)
+from stackexp.verbs.parser import Parser, Verb
 
 LINE = "STACKEXP_COMPLETION_LINE"  # the command line up to the cursor, without `stackexp`
 SCRIPTS = {
@@ -36,18 +30,26 @@ compdef _stackexp stackexp
 }
 
 
-def add_arguments(parser: Parser) -> None:
-    choices = [*SCRIPTS, "words"]  # "words" is for the scripts
-    parser.add_argument("shell", choices=choices, metavar="SHELL", help="bash or zsh")
+class Completion(Verb):
+    """Print a script that completes verbs, options, configs and keys of the `stackexp` command.
 
+    Add to ~/.bashrc or ~/.zshrc: eval "$(stackexp completion bash)", or zsh.
+    """
 
-def run(args: Namespace) -> int:
-    """Print the script, or the completions of the last word of a command line."""
-    if args.shell == "words":
-        print("\n".join(complete(os.environ.get(LINE, ""), args.verbs)))
-    else:
-        print(SCRIPTS[args.shell], end="")
-    return 0
+    usage = "bash | zsh"
+    examples = ("completion bash >> ~/.bash_completion",)
+
+    def add_arguments(self, parser: Parser) -> None:
+        choices = [*SCRIPTS, "words"]  # "words" is for the scripts
+        parser.add_argument("shell", choices=choices, metavar="SHELL", help="bash or zsh")
+
+    def run(self, args: Namespace) -> int:
+        """Print the script, or the completions of the last word of a command line."""
+        if args.shell == "words":
+            print("\n".join(complete(os.environ.get(LINE, ""), args.verbs)))
+        else:
+            print(SCRIPTS[args.shell], end="")
+        return 0
 
 
 def complete(line: str, verbs: Collection[str]) -> list[str]:

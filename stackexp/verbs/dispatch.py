@@ -1,21 +1,20 @@
 """Find the verb that a command line names, run it, and report errors in one line.
 
-A verb is a module of this package with a docstring, `USAGE` and `EXAMPLES`, `add_arguments(parser)`, which adds its
-options, and `run(args)`, which returns the exit code. It imports nothing heavy before `run` has checked the command
-line and the config.
+The verb `data prepare` is the class `Prepare` in the module `stackexp.verbs.data`, and `fit` is `Fit` in
+`stackexp.verbs.fit`. A verb imports nothing heavy before `run` has checked the command line and the config.
 """
 
 import errno
 import importlib
+import inspect
 import os
 import sys
 from collections.abc import Collection
-from types import ModuleType
 
 import stackexp
 from stackexp.config.suggestions import suggest_name
 from stackexp.errors import ConfigError, escape, first_line, mask_secrets
-from stackexp.verbs.parser import Parser
+from stackexp.verbs.parser import Parser, Verb
 
 EPILOG = """
 examples:
@@ -80,14 +79,13 @@ def find_verb(words: list[str], verbs: Collection[str]) -> str | None:
     return next((name for name in (" ".join(words[:2]), *words[:1]) if name in verbs), None)
 
 
-def load_verb(name: str) -> tuple[ModuleType, Parser]:
-    """Return the module and the parser of a verb.
-
-    The docstring's first paragraph describes the verb in its help text, the rest follows the options.
-    """
-    verb = importlib.import_module(f"stackexp.verbs.{name.replace(' ', '_')}")
-    description, _, notes = (verb.__doc__ or "").partition("\n\n")
-    parser = Parser(name, description, verb.EXAMPLES, verb.USAGE, notes)
+def load_verb(name: str) -> tuple[Verb, Parser]:
+    """Return a verb and its parser."""
+    group, _, word = name.rpartition(" ")
+    module = importlib.import_module(f"stackexp.verbs.{group or word}")
+    verb = getattr(module, word.capitalize())()
+    description, _, notes = inspect.cleandoc(verb.__doc__).partition("\n\n")
+    parser = Parser(name, description, verb.examples, verb.usage, notes)
     verb.add_arguments(parser)
     return verb, parser
 

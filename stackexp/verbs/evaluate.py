@@ -1,72 +1,79 @@
-"""Score a run, or a Hugging Face folder, on downstream benchmarks: accuracy, and bits per byte of the right answer.
-
-Tasks are those of lm-eval and smollm2, which states the protocol of the paper's baselines (docs/benchmarks.md).
-"""
+"""The verb `evaluate`."""
 
 from argparse import Namespace
 from pathlib import Path
 
 from stackexp.verbs.openmp import choose_wait_policy
-from stackexp.verbs.parser import Parser, at_least, split_names
+from stackexp.verbs.parser import Parser, Verb, at_least, split_names
 
-USAGE = "(--run FOLDER | --model hf:FOLDER) --tasks NAME,... [OPTIONS]"
-EXAMPLES = (
-    "evaluate --run RUN --tasks smollm2",
-    "evaluate --run RUN --tasks arc_easy,piqa --limit 200",
-    "evaluate --model hf:exported/ --tasks smollm2 --datasets benchmarks/",
-)
 PREFIX = "hf:"
 
 
-def add_arguments(parser: Parser) -> None:
-    parser.add_argument("--run", metavar="FOLDER", help="run folder")
-    parser.add_ckpt_path("best|last|ema|PATH", "checkpoint of the run (default: the newest)")
-    parser.add_argument("--model", metavar="hf:FOLDER", help="folder with a Hugging Face model and its tokenizer")
-    parser.add_argument("--trust-remote-code", action="store_true", help="run the code in the folder of --model")
-    parser.add_argument("--tasks", action="append", default=[], metavar="NAME,...", help="tasks, groups or tags")
-    parser.add_argument("--limit", type=at_least(1), metavar="N", help="score only the first N documents of each task")
-    parser.add_argument("--num_fewshot", type=at_least(0), metavar="N", help="shots, instead of each task's own number")
-    batch_size = "sequences (default: %(default)s)"
-    parser.add_argument("--batch_size", type=at_least(1), default=16, metavar="N", help=batch_size)
-    parser.add_argument(
-        "--datasets",
-        type=Path,
-        metavar="FOLDER",
-        help="local datasets: FOLDER/<task>/<split>.jsonl (default: download)",
+class Evaluate(Verb):
+    """Score a run, or a Hugging Face folder, on downstream benchmarks: accuracy, and bits per byte of the right answer.
+
+    Tasks are those of lm-eval and smollm2, which states the protocol of the paper's baselines (docs/benchmarks.md).
+    """
+
+    usage = "(--run FOLDER | --model hf:FOLDER) --tasks NAME,... [OPTIONS]"
+    examples = (
+        "evaluate --run RUN --tasks smollm2",
+        "evaluate --run RUN --tasks arc_easy,piqa --limit 200",
+        "evaluate --model hf:exported/ --tasks smollm2 --datasets benchmarks/",
     )
-    parser.add_argument("--out", type=Path, metavar="FILE.json", help="write here instead of RUN/benchmarks.json")
 
+    def add_arguments(self, parser: Parser) -> None:
+        parser.add_argument("--run", metavar="FOLDER", help="run folder")
+        parser.add_ckpt_path("best|last|ema|PATH", "checkpoint of the run (default: the newest)")
+        parser.add_argument("--model", metavar="hf:FOLDER", help="folder with a Hugging Face model and its tokenizer")
+        parser.add_argument("--trust-remote-code", action="store_true", help="run the code in the folder of --model")
+        parser.add_argument("--tasks", action="append", default=[], metavar="NAME,...", help="tasks, groups or tags")
+        parser.add_argument(
+            "--limit", type=at_least(1), metavar="N", help="score only the first N documents of each task"
+        )
+        parser.add_argument(
+            "--num_fewshot", type=at_least(0), metavar="N", help="shots, instead of each task's own number"
+        )
+        batch_size = "sequences (default: %(default)s)"
+        parser.add_argument("--batch_size", type=at_least(1), default=16, metavar="N", help=batch_size)
+        parser.add_argument(
+            "--datasets",
+            type=Path,
+            metavar="FOLDER",
+            help="local datasets: FOLDER/<task>/<split>.jsonl (default: download)",
+        )
+        parser.add_argument("--out", type=Path, metavar="FILE.json", help="write here instead of RUN/benchmarks.json")
 
-def run(args: Namespace) -> int:
-    parser = args.parser
-    if bool(args.run) == bool(args.model):
-        parser.error("give either --run FOLDER or --model hf:FOLDER")
-    if args.model and args.ckpt_path:
-        parser.error("--ckpt_path requires --run")
-    if args.trust_remote_code and not args.model:
-        parser.error("--trust-remote-code requires --model")
-    if args.out and args.out.suffix != ".json":
-        parser.error(f"--out {args.out}: must end in .json")
-    names = [name for names in args.tasks for name in split_names(names)]
-    if not names:
-        parser.error("--tasks: name tasks, such as smollm2 or arc_easy,piqa")
-    if args.datasets and not args.datasets.is_dir():
-        parser.error(f"--datasets {args.datasets}: no such folder")
-    _check_model(args)
-    from stackexp.evaluation.benchmarks.tasks import check_installed
+    def run(self, args: Namespace) -> int:
+        parser = args.parser
+        if bool(args.run) == bool(args.model):
+            parser.error("give either --run FOLDER or --model hf:FOLDER")
+        if args.model and args.ckpt_path:
+            parser.error("--ckpt_path requires --run")
+        if args.trust_remote_code and not args.model:
+            parser.error("--trust-remote-code requires --model")
+        if args.out and args.out.suffix != ".json":
+            parser.error(f"--out {args.out}: must end in .json")
+        names = [name for names in args.tasks for name in split_names(names)]
+        if not names:
+            parser.error("--tasks: name tasks, such as smollm2 or arc_easy,piqa")
+        if args.datasets and not args.datasets.is_dir():
+            parser.error(f"--datasets {args.datasets}: no such folder")
+        _check_model(args)
+        from stackexp.evaluation.benchmarks.tasks import check_installed
 
-    check_installed()
-    choose_wait_policy()
-    from stackexp.evaluation.benchmarks import run as engine
+        check_installed()
+        choose_wait_policy()
+        from stackexp.evaluation.benchmarks import run as engine
 
-    options = engine.Options(names, args.limit, args.num_fewshot, args.batch_size, args.datasets, args.out)
-    if args.run:
-        model = engine.open_run_model(args.run, args.ckpt_path, args.batch_size)
-    else:
-        folder = Path(args.model.removeprefix(PREFIX))
-        model = engine.open_hugging_face_model(folder, args.batch_size, args.trust_remote_code)
-    engine.evaluate(model, options)
-    return 0
+        options = engine.Options(names, args.limit, args.num_fewshot, args.batch_size, args.datasets, args.out)
+        if args.run:
+            model = engine.open_run_model(args.run, args.ckpt_path, args.batch_size)
+        else:
+            folder = Path(args.model.removeprefix(PREFIX))
+            model = engine.open_hugging_face_model(folder, args.batch_size, args.trust_remote_code)
+        engine.evaluate(model, options)
+        return 0
 
 
 def _check_model(args: Namespace) -> None:

@@ -1,59 +1,65 @@
-"""Train the model of a config, on tokens or on strings of a formal language.
-
-The run folder runs/<name>/<id> is the only record of the run. If NAME_OR_PATH is a sweep, its runs are trained one
-after the other and compared in one table.
-"""
+"""The verb `fit`."""
 
 from argparse import Namespace
 from pathlib import Path
 
 from stackexp.errors import RunError
 from stackexp.verbs.openmp import choose_wait_policy
-from stackexp.verbs.parser import Parser
-
-USAGE = "(--config NAME_OR_PATH | --run FOLDER) [OPTIONS] [KEY=VALUE ...]"
-EXAMPLES = (
-    "fit --config quickstart",
-    "fit --config quickstart model.memory.num_slots=32 --seed 1",
-    "fit --config quickstart --ckpt_path last",
-    "fit --run runs/quickstart/ID",
-    "fit --config formal/quick",
-)
+from stackexp.verbs.parser import Parser, Verb
 
 
-def add_arguments(parser: Parser) -> None:
-    parser.add_config()
-    parser.add_ckpt_path("last|PATH", "resume the newest unfinished run, or this checkpoint")
-    folder = "start a run in this folder, or resume it; without --config, use the folder's config"
-    parser.add_argument("--run", metavar="FOLDER", help=folder)
-    parser.add_argument("--print-config", action="store_true", help="print the resolved config and exit")
+class Fit(Verb):
+    """Train the model of a config, on tokens or on strings of a formal language.
 
+    The run folder runs/<name>/<id> is the only record of the run. If NAME_OR_PATH is a sweep, its runs are trained one
+    after the other and compared in one table.
+    """
 
-def run(args: Namespace) -> int:
-    if not (args.config or args.run):
-        args.parser.error("--config NAME_OR_PATH is required; `configs list` shows the names")
-    if args.run == "":
-        args.parser.error("--run: expected the path of a run folder, found empty text")
-    if args.run and args.ckpt_path:
-        args.parser.error("--run and --ckpt_path exclude each other; --run resumes from the folder's newest checkpoint")
-    from stackexp.config import compose, layers
-    from stackexp.data.path_checks import check_paths
-    from stackexp.sweeps.shipped import is_run_as_fit
+    usage = "(--config NAME_OR_PATH | --run FOLDER) [OPTIONS] [KEY=VALUE ...]"
+    examples = (
+        "fit --config quickstart",
+        "fit --config quickstart model.memory.num_slots=32 --seed 1",
+        "fit --config quickstart --ckpt_path last",
+        "fit --run runs/quickstart/ID",
+        "fit --config formal/quick",
+    )
 
-    if is_run_as_fit(args.config) and not (args.run or args.ckpt_path or args.print_config):
-        from stackexp.sweeps.runner import run_as_fit
+    def add_arguments(self, parser: Parser) -> None:
+        parser.add_config()
+        parser.add_ckpt_path("last|PATH", "resume the newest unfinished run, or this checkpoint")
+        folder = "start a run in this folder, or resume it; without --config, use the folder's config"
+        parser.add_argument("--run", metavar="FOLDER", help=folder)
+        parser.add_argument("--print-config", action="store_true", help="print the resolved config and exit")
 
-        return run_as_fit(args.config[0], args.overrides)
-    configs = args.config or [str(args.parser.check_run_folder(args.run))]
-    config = compose.compose(configs, args.overrides)
-    if args.print_config:
-        print(compose.to_yaml(config), end="")
+    def run(self, args: Namespace) -> int:
+        if not (args.config or args.run):
+            args.parser.error("--config NAME_OR_PATH is required; `configs list` shows the names")
+        if args.run == "":
+            args.parser.error("--run: expected the path of a run folder, found empty text")
+        if args.run and args.ckpt_path:
+            args.parser.error(
+                "--run and --ckpt_path exclude each other; --run resumes from the folder's newest checkpoint"
+            )
+        from stackexp.config import compose, layers
+        from stackexp.data.path_checks import check_paths
+        from stackexp.sweeps.shipped import is_run_as_fit
+
+        if is_run_as_fit(args.config) and not (args.run or args.ckpt_path or args.print_config):
+            from stackexp.sweeps.runner import run_as_fit
+
+            return run_as_fit(args.config[0], args.overrides)
+        configs = args.config or [str(args.parser.check_run_folder(args.run))]
+        config = compose.compose(configs, args.overrides)
+        if args.print_config:
+            print(compose.to_yaml(config), end="")
+            return 0
+        if args.ckpt_path not in (None, "last") and not Path(args.ckpt_path).exists():
+            raise RunError(f"{args.ckpt_path}: no such checkpoint; give a folder in a run's checkpoints/, or last")
+        check_paths(config.data, "fit")
+        choose_wait_policy()
+        from stackexp.training.loop import train
+
+        train(
+            config, args.ckpt_path, args.run, overridden={key for key, _, _ in layers.split_overrides(args.overrides)}
+        )
         return 0
-    if args.ckpt_path not in (None, "last") and not Path(args.ckpt_path).exists():
-        raise RunError(f"{args.ckpt_path}: no such checkpoint; give a folder in a run's checkpoints/, or last")
-    check_paths(config.data, "fit")
-    choose_wait_policy()
-    from stackexp.training.loop import train
-
-    train(config, args.ckpt_path, args.run, overridden={key for key, _, _ in layers.split_overrides(args.overrides)})
-    return 0

@@ -1,35 +1,37 @@
-"""Continue a text with the model of a run."""
+"""The verb `generate`."""
 
 from argparse import Namespace
 
-from stackexp.verbs.parser import Parser, at_least
-
-USAGE = "--run FOLDER [OPTIONS]"
-EXAMPLES = ("generate --run runs/quickstart/ID --prompt 'def main('", "generate --run RUN --temperature 0")
+from stackexp.verbs.parser import Parser, Verb, at_least
 
 MIN_TEMPERATURE = 1e-3
 
 
-def add_arguments(parser: Parser) -> None:
-    parser.add_checkpoint()
-    parser.add_argument("--prompt", default="", help="text to continue (default: empty)")
-    parser.add_argument("--max_new_tokens", type=at_least(1), default=128, metavar="N", help="default: %(default)s")
-    parser.add_argument("--temperature", type=float, default=0.8, help="0: greedy decoding (default: %(default)s)")
-    parser.add_argument("--top_p", type=float, default=0.95, help="nucleus probability mass (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
+class Generate(Verb):
+    """Continue a text with the model of a run."""
 
+    usage = "--run FOLDER [OPTIONS]"
+    examples = ("generate --run runs/quickstart/ID --prompt 'def main('", "generate --run RUN --temperature 0")
 
-def run(args: Namespace) -> int:
-    parser = args.parser
-    if args.temperature and not MIN_TEMPERATURE <= args.temperature < float("inf"):
-        parser.error(f"--temperature {args.temperature}: must be 0 (greedy) or a number >= {MIN_TEMPERATURE}")
-    if not 0 < args.top_p <= 1:
-        parser.error(f"--top_p {args.top_p}: must be a number in (0, 1]")
-    if not 0 <= args.seed < 2**63:
-        parser.error(f"--seed {args.seed}: must be an integer from 0 to 2^63 - 1")
-    parser.check_text("--prompt", args.prompt)
-    parser.check_run_folder(args.run)
-    from stackexp.evaluation import generation
+    def add_arguments(self, parser: Parser) -> None:
+        parser.add_checkpoint()
+        parser.add_argument("--prompt", default="", help="text to continue (default: empty)")
+        parser.add_argument("--max_new_tokens", type=at_least(1), default=128, metavar="N", help="default: %(default)s")
+        parser.add_argument("--temperature", type=float, default=0.8, help="0: greedy decoding (default: %(default)s)")
+        parser.add_argument("--top_p", type=float, default=0.95, help="nucleus probability mass (default: %(default)s)")
+        parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
 
-    options = ("run", "ckpt_path", "prompt", "max_new_tokens", "temperature", "top_p", "seed")
-    return generation.run(**{name: getattr(args, name) for name in options})
+    def run(self, args: Namespace) -> int:
+        parser = args.parser
+        if args.temperature and not MIN_TEMPERATURE <= args.temperature < float("inf"):
+            parser.error(f"--temperature {args.temperature}: must be 0 (greedy) or a number >= {MIN_TEMPERATURE}")
+        if not 0 < args.top_p <= 1:
+            parser.error(f"--top_p {args.top_p}: must be a number in (0, 1]")
+        if not 0 <= args.seed < 2**63:
+            parser.error(f"--seed {args.seed}: must be an integer from 0 to 2^63 - 1")
+        parser.check_text("--prompt", args.prompt)
+        parser.check_run_folder(args.run)
+        from stackexp.evaluation import generation
+
+        options = ("run", "ckpt_path", "prompt", "max_new_tokens", "temperature", "top_p", "seed")
+        return generation.run(**{name: getattr(args, name) for name in options})

@@ -1,42 +1,46 @@
-"""Show what the stacks of a run do per layer, head and token, and how interventions on them change the loss.
-
-Writes inspect.json, stacks.png (maps of layers and heads) and tokens.html (token by token) to a folder for each text,
-set and task in RUN/inspect. With --set or --task it also forces, freezes and hardens actions, clears stacks and drops
-reads, and prints the change of the loss with a 95 % interval over the sequences.
-"""
+"""The verb `inspect`."""
 
 from argparse import Namespace
 
-from stackexp.verbs.parser import Parser, at_least
-
-USAGE = "--run FOLDER (--text TEXT | --set NAME | --task NAME[:LENGTH]) [OPTIONS]"
-EXAMPLES = (
-    "inspect --run RUN --text 'def main(): return 0'",
-    "inspect --run RUN --set stdlib-asyncio",
-    "inspect --run RUN --task reverse_string:60",
-)
+from stackexp.verbs.parser import Parser, Verb, at_least
 
 
-def add_arguments(parser: Parser) -> None:
-    parser.add_argument("--run", metavar="FOLDER", required=True, help="run folder")
-    parser.add_ckpt_path("best|last|ema|PATH", "checkpoint (default: the best, or newest)")
-    parser.add_argument("--text", help="a text")
-    parser.add_argument("--set", metavar="NAME", dest="set_name", help="a validation set of the run, or NAME=PATH")
-    parser.add_argument("--task", metavar="NAME[:LENGTH]", help="strings of the run's formal language")
-    chunks = "chunks of --set (default: %(default)s)"
-    parser.add_argument("--chunks", type=at_least(2), default=32, metavar="N", help=chunks)
-    parser.add_argument("--heads", action="store_true", help="also drop the read of every single head")
-    parser.add_argument("--out", metavar="FOLDER", help="write here instead of RUN/inspect")
+class Inspect(Verb):
+    """Show what the stacks of a run do per layer, head and token, and how interventions on them change the loss.
 
+    Writes inspect.json, stacks.png (maps of layers and heads) and tokens.html (token by token) to a folder for each
+    text, set and task in RUN/inspect. With --set or --task it also forces, freezes and hardens actions, clears stacks
+    and drops reads, and prints the change of the loss with a 95 % interval over the sequences.
+    """
 
-def run(args: Namespace) -> int:
-    parser = args.parser
-    if sum(value is not None for value in (args.text, args.set_name, args.task)) != 1:
-        parser.error("give one of --text, --set and --task")
-    if args.heads and args.text is not None:
-        parser.error("--heads: a single text has no interval; use --set or --task")
-    parser.check_text("--text", args.text or "")
-    parser.check_run_folder(args.run)
-    from stackexp.inspection import inspect
+    usage = "--run FOLDER (--text TEXT | --set NAME | --task NAME[:LENGTH]) [OPTIONS]"
+    examples = (
+        "inspect --run RUN --text 'def main(): return 0'",
+        "inspect --run RUN --set stdlib-asyncio",
+        "inspect --run RUN --task reverse_string:60",
+    )
 
-    return inspect.run(args.run, args.ckpt_path, args.text, args.set_name, args.task, args.chunks, args.heads, args.out)
+    def add_arguments(self, parser: Parser) -> None:
+        parser.add_argument("--run", metavar="FOLDER", required=True, help="run folder")
+        parser.add_ckpt_path("best|last|ema|PATH", "checkpoint (default: the best, or newest)")
+        parser.add_argument("--text", help="a text")
+        parser.add_argument("--set", metavar="NAME", dest="set_name", help="a validation set of the run, or NAME=PATH")
+        parser.add_argument("--task", metavar="NAME[:LENGTH]", help="strings of the run's formal language")
+        chunks = "chunks of --set (default: %(default)s)"
+        parser.add_argument("--chunks", type=at_least(2), default=32, metavar="N", help=chunks)
+        parser.add_argument("--heads", action="store_true", help="also drop the read of every single head")
+        parser.add_argument("--out", metavar="FOLDER", help="write here instead of RUN/inspect")
+
+    def run(self, args: Namespace) -> int:
+        parser = args.parser
+        if sum(value is not None for value in (args.text, args.set_name, args.task)) != 1:
+            parser.error("give one of --text, --set and --task")
+        if args.heads and args.text is not None:
+            parser.error("--heads: a single text has no interval; use --set or --task")
+        parser.check_text("--text", args.text or "")
+        parser.check_run_folder(args.run)
+        from stackexp.inspection import inspect
+
+        return inspect.run(
+            args.run, args.ckpt_path, args.text, args.set_name, args.task, args.chunks, args.heads, args.out
+        )

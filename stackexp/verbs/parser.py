@@ -137,3 +137,20 @@ class Parser(argparse.ArgumentParser):
         if not path.is_file():
             self.error(f"--run {run}: not a run folder (no config.yaml); give runs/<name>/<id>")
         return path
+
+
+class Verb:
+    """A verb of the command line.
+
+    The first paragraph of its docstring describes it in the help text; the other paragraphs follow the options.
+    """
+
+    usage = ""
+    examples: tuple[str, ...] = ()
+
+    def add_arguments(self, parser: Parser) -> None:
+        """Add the options."""
+
+    def run(self, args: argparse.Namespace) -> int:
+        """Run the verb and return the exit code."""
+        raise NotImplementedError

@@ -1,20 +1,14 @@
-"""Score a model on every test set, or on --sets: loss, perplexity and bits per byte.
+"""The verb `test`."""
 
-For formal languages: accuracy at each length up to data.eval_max_length, as a table and a curve.
-"""
-
-from argparse import Namespace
-
-from stackexp.verbs import validate
-from stackexp.verbs.parser import Parser
-
-USAGE = validate.USAGE
-EXAMPLES = tuple(e.replace("validate", "test", 1) for e in validate.EXAMPLES if "--by_position" not in e)
+from stackexp.verbs.validate import Validate
 
 
-def add_arguments(parser: Parser) -> None:
-    validate.add_arguments(parser, "test")
+class Test(Validate):
+    """Score a model on every test set, or on --sets: loss, perplexity and bits per byte.
 
+    For formal languages: accuracy at each length up to data.eval_max_length, as a table and a curve.
+    """
 
-def run(args: Namespace) -> int:
-    return validate.run(args, "test")
+    stage = "test"
+    usage = Validate.usage
+    examples = tuple(e.replace("validate", "test", 1) for e in Validate.examples if "--by_position" not in e)

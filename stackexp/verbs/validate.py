@@ -1,41 +1,81 @@
-"""Score a model on every validation set, or on --sets: loss, perplexity and bits per byte.
-
-For formal languages: accuracy at each length up to data.validation_max_length.
-"""
+"""The verb `validate`."""
 
 from argparse import Namespace
 from pathlib import Path
 from typing import Any, Literal
 
 from stackexp.verbs.openmp import choose_wait_policy
-from stackexp.verbs.parser import Parser
-
-USAGE = "(--run FOLDER | --config NAME_OR_PATH --ckpt_path PATH) [OPTIONS] [KEY=VALUE ...]"
-EXAMPLES = (
-    "validate --run runs/quickstart/ID",
-    "validate --config quickstart --ckpt_path model.safetensors",
-    "validate --run RUN --sets v2,v3",
-    "validate --run RUN --sets mine=texts/,books=books.npy",
-    "validate --run RUN --by_position",
-)
+from stackexp.verbs.parser import Parser, Verb
 
 
-def add_arguments(parser: Parser, stage: Literal["validate", "test"] = "validate") -> None:
-    section = "data.validation" if stage == "validate" else "data.test"
-    parser.add_config()
-    run = "run folder; uses its config and newest checkpoint (formal languages: the best one)"
-    parser.add_argument("--run", metavar="FOLDER", help=run)
-    parser.add_ckpt_path("best|ema|PATH", "score this checkpoint; required with --config")
-    sets = f"names from {section}, v2 and v3 (see `data fetch`), or NAME=PATH of a set or a folder of sets"
-    parser.add_argument("--sets", action="append", default=[], metavar="NAME,...", help=sets)
-    parser.add_argument(
-        "--score-remainder", action="store_true", help="score the tokens after the last whole chunk too"
+class Validate(Verb):
+    """Score a model on every validation set, or on --sets: loss, perplexity and bits per byte.
+
+    For formal languages: accuracy at each length up to data.validation_max_length.
+    """
+
+    stage: Literal["validate", "test"] = "validate"
+    usage = "(--run FOLDER | --config NAME_OR_PATH --ckpt_path PATH) [OPTIONS] [KEY=VALUE ...]"
+    examples = (
+        "validate --run runs/quickstart/ID",
+        "validate --config quickstart --ckpt_path model.safetensors",
+        "validate --run RUN --sets v2,v3",
+        "validate --run RUN --sets mine=texts/,books=books.npy",
+        "validate --run RUN --by_position",
     )
-    out = f"write here instead of RUN/{stage}.json; also writes the table of sets as .md"
-    parser.add_argument("--out", metavar="FILE.json", help=out)
-    if stage == "validate":
-        by_position = "loss at each position up to 4 x data.context_length, as a table, JSON and a figure"
-        parser.add_argument("--by_position", action="store_true", help=by_position)
+
+    def add_arguments(self, parser: Parser) -> None:
+        stage = self.stage
+        section = "data.validation" if stage == "validate" else "data.test"
+        parser.add_config()
+        run = "run folder; uses its config and newest checkpoint (formal languages: the best one)"
+        parser.add_argument("--run", metavar="FOLDER", help=run)
+        parser.add_ckpt_path("best|ema|PATH", "score this checkpoint; required with --config")
+        sets = f"names from {section}, v2 and v3 (see `data fetch`), or NAME=PATH of a set or a folder of sets"
+        parser.add_argument("--sets", action="append", default=[], metavar="NAME,...", help=sets)
+        parser.add_argument(
+            "--score-remainder", action="store_true", help="score the tokens after the last whole chunk too"
+        )
+        out = f"write here instead of RUN/{stage}.json; also writes the table of sets as .md"
+        parser.add_argument("--out", metavar="FILE.json", help=out)
+        if stage == "validate":
+            by_position = "loss at each position up to 4 x data.context_length, as a table, JSON and a figure"
+            parser.add_argument("--by_position", action="store_true", help=by_position)
+
+    def run(self, args: Namespace) -> int:
+        stage = self.stage
+        _check_arguments(args)
+        parser = args.parser
+        from stackexp.config import compose
+        from stackexp.runs import RunFolder
+
+        configs = [str(parser.check_run_folder(args.run))] if args.run else args.config
+        config = compose.compose(configs, args.overrides, is_training=False)
+        if args.score_remainder:
+            if config.data.objective != "language_modeling":
+                parser.error("--score-remainder requires a run on text")
+            args.overrides.append("data.score_remainder=true")
+            config = compose.compose(configs, args.overrides, is_training=False)
+        from stackexp.data.path_checks import check_paths, check_requested_sets
+
+        sets = [name.strip() for names in args.sets for name in names.split(",")]
+        if not sets:
+            check_paths(config.data, stage)
+        elif config.data.objective == "language_modeling":
+            section = "validation" if stage == "validate" else "test"
+            check_requested_sets(sets, getattr(config.data, section, None), f"data.{section}")
+        choose_wait_policy()
+        from stackexp.evaluation.request import EvaluationRequest
+
+        folder, out = RunFolder(Path(args.run)) if args.run else None, Path(args.out) if args.out else None
+        request = EvaluationRequest(stage, config, folder, args.ckpt_path, tuple(sets), out, tuple(args.overrides))
+        if getattr(args, "by_position", False):
+            _score_by_position(request)
+            return 0
+        from stackexp.evaluation.evaluate import evaluate
+
+        evaluate(request)
+        return 0
 
 
 def _check_arguments(args: Namespace) -> None:
@@ -54,41 +94,6 @@ def _check_arguments(args: Namespace) -> None:
             parser.error("--by_position requires --run")
         if args.score_remainder:
             parser.error("--by_position scores whole sequences only; omit --score-remainder")
-
-
-def run(args: Namespace, stage: Literal["validate", "test"] = "validate") -> int:
-    _check_arguments(args)
-    parser = args.parser
-    from stackexp.config import compose
-    from stackexp.runs import RunFolder
-
-    configs = [str(parser.check_run_folder(args.run))] if args.run else args.config
-    config = compose.compose(configs, args.overrides, is_training=False)
-    if args.score_remainder:
-        if config.data.objective != "language_modeling":
-            parser.error("--score-remainder requires a run on text")
-        args.overrides.append("data.score_remainder=true")
-        config = compose.compose(configs, args.overrides, is_training=False)
-    from stackexp.data.path_checks import check_paths, check_requested_sets
-
-    sets = [name.strip() for names in args.sets for name in names.split(",")]
-    if not sets:
-        check_paths(config.data, stage)
-    elif config.data.objective == "language_modeling":
-        section = "validation" if stage == "validate" else "test"
-        check_requested_sets(sets, getattr(config.data, section, None), f"data.{section}")
-    choose_wait_policy()
-    from stackexp.evaluation.request import EvaluationRequest
-
-    folder, out = RunFolder(Path(args.run)) if args.run else None, Path(args.out) if args.out else None
-    request = EvaluationRequest(stage, config, folder, args.ckpt_path, tuple(sets), out, tuple(args.overrides))
-    if getattr(args, "by_position", False):
-        _score_by_position(request)
-        return 0
-    from stackexp.evaluation.evaluate import evaluate
-
-    evaluate(request)
-    return 0
 
 
 def _score_by_position(request: Any) -> None:

@@ -1,0 +1,76 @@
+"""List, show and explain configs."""
+
+import json
+from argparse import Namespace
+
+from stackexp.config.layers import list_catalog
+from stackexp.tables import format_table
+from stackexp.verbs.parser import Parser, Verb
+
+INTRODUCTIONS = {  # kind of entry -> the line above its table
+    "config": "",
+    "recipe": "\nRecipes, as in --config mine.yaml --config recipe/smollm:\n\n",
+    "choice": "\nSection choices, as in model.memory=queue:\n\n",
+}
+
+
+class List(Verb):
+    """List the shipped configs, the recipes, and the choices for each section."""
+
+    usage = "[--json]"
+    examples = ("configs list",)
+
+    def add_arguments(self, parser: Parser) -> None:
+        parser.add_argument("--json", action="store_true", help="print a list of objects: kind, name and purpose")
+
+    def run(self, args: Namespace) -> int:
+        entries = list_catalog()
+        if args.json:
+            objects = [{"kind": kind, "name": name, "purpose": purpose} for kind, name, purpose in entries]
+            print(json.dumps(objects, indent=2, ensure_ascii=False))
+            return 0
+        for kind, introduction in INTRODUCTIONS.items():
+            rows = [(name, purpose) for other, name, purpose in entries if other == kind]
+            print(introduction + format_table(rows, header=(kind, "purpose")))
+        print("\n`configs show NAME` prints a resolved config with its size and cost.")
+        return 0
+
+
+class Show(Verb):
+    """Print a resolved config, then its parameters, tokens, steps and FLOPs."""
+
+    usage = "NAME_OR_PATH [KEY=VALUE ...]"
+    examples = ("configs show pretrain/stacktrans-360m", "configs show ablation/queue --seed 1")
+
+    def add_arguments(self, parser: Parser) -> None:
+        parser.add_argument("name", metavar="NAME_OR_PATH", help="a shipped config or a YAML file")
+        parser.accepts_overrides = True
+
+    def run(self, args: Namespace) -> int:
+        from stackexp.config.compose import compose
+
+        config = compose([args.name], args.overrides)
+        from stackexp.planning.tables import describe_config
+
+        print(describe_config(config))
+        return 0
+
+
+class Explain(Verb):
+    """Explain a config key: type, limits, default and meaning; of a section, list the keys.
+
+    Without a key, print the reference of all keys.
+    """
+
+    usage = "[KEY]"
+    examples = ("configs explain model.memory.num_slots", "configs explain > docs/configuration.md")
+
+    def add_arguments(self, parser: Parser) -> None:
+        parser.add_argument("key", nargs="?", metavar="KEY", help="a key, such as trainer.max_steps, or a section")
+
+    def run(self, args: Namespace) -> int:
+        import stackexp.config.compose  # noqa: F401  (registers the kinds)
+        from stackexp.config.reference import explain, format_reference
+
+        print(explain(args.key) if args.key else format_reference(), end="\n" if args.key else "")
+        return 0

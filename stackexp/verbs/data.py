@@ -1,0 +1,429 @@
+"""Prepare, download, convert and inspect datasets."""
+
+import argparse
+import itertools
+import os
+import re
+from argparse import Namespace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from stackexp.errors import ConfigError
+from stackexp.verbs.parser import Parser, at_least
+
+if TYPE_CHECKING:
+    from stackexp.data.columns import Filter
+    from stackexp.data.prepare import Plan
+    from stackexp.data.shards import Corpus
+import json
+import sys
+from typing import Any
+from urllib.parse import urlsplit
+
+from stackexp.config.suggestions import suggest_name
+from stackexp.data import olmo
+from stackexp.errors import RunError
+from stackexp.verbs.parser import FIGURE_SUFFIXES, Verb, split_names
+
+SLURM_OPTIONS = ("partition", "account", "qos", "time")
+SOURCE_OPTIONS = (
+    *("to", "tokenizer", "vocab_size", "context_length", "text_column", "filter", "workers", "strict", "unit_bytes"),
+    *("part", "launcher", "tasks", *SLURM_OPTIONS),
+)
+SHOWN_BAD_LINES = 10
+
+
+class Prepare(Verb):
+    """Turn text or token files into a prepared set of token shards.
+
+    SOURCE is a file or a folder of .txt, .md, .rst or .py files (one document each), of .jsonl, .jsonl.gz, .json.gz or
+    .jsonl.zst files (one document per line, under the key "text"), of .parquet files (one document per row, in the
+    column "text"), or of token files (.npy, .bin: raw uint16 like OLMo's, or NumPy's format; documents end with end-of-
+    text). After a kill, the same command resumes. Lines without a document, or longer than 256 MiB, are counted and
+    listed in FOLDER/bad_lines.log.
+
+    --filter 'COLUMN OPERATOR VALUE' keeps the documents that fulfill a condition on another column of JSON Lines or
+    parquet files; several --filter must all be fulfilled. OPERATOR is ==, !=, >=, <=, > or <. a.b is the field b of the
+    column a. Documents without a value are left out.
+
+    Several machines can share the work: --launcher slurm submits an array of --tasks with --workers processes each, and
+    a job that merges. Without Slurm, run the command with --part 1/N ... --part N/N on any machines. Then run it once
+    without --part: it verifies the parts, writes missing units, and merges. The result is the same, bit for bit.
+    """
+
+    usage = "SOURCE --to FOLDER (--tokenizer FILE | --vocab-size N) [OPTIONS] | --config NAME_OR_PATH [KEY=VALUE ...]"
+    examples = (
+        "data prepare texts/ --to shards/ --vocab-size 32768 --context-length 1024",
+        "data prepare dolma/ --to shards/ --tokenizer tokenizer.json --workers 8",
+        "data prepare fineweb/ --to shards/ --tokenizer tokenizer.json --filter 'int_score>=4' --filter language==en",
+        "data prepare dolma/ --to shards/ --tokenizer tokenizer.json --launcher slurm --tasks 64 --workers 8",
+        "data prepare dolma/ --to shards/ --tokenizer tokenizer.json --part 3/64",
+        "data prepare --config quickstart",
+    )
+
+    def add_arguments(self, parser: Parser) -> None:
+        parser.accepts_overrides = True  # SOURCE is found among these words
+        parser.add_argument("--to", type=Path, metavar="FOLDER", help="folder of the prepared set")
+        parser.add_argument("--tokenizer", type=Path, metavar="FILE", help="a Hugging Face tokenizer.json")
+        vocab_size = "train a byte-level BPE of N tokens on the text"
+        parser.add_argument("--vocab-size", type=at_least(300), metavar="N", help=vocab_size)
+        context_length = "tokens per sequence (default: %(default)s)"
+        parser.add_argument("--context-length", type=at_least(2), default=2048, metavar="N", help=context_length)
+        parser.add_argument("--text-column", metavar="NAME", help="column of the text (default: text)")
+        parser.add_argument(
+            "--filter",
+            action="append",
+            default=[],
+            type=_parse_filter,
+            metavar="CONDITION",
+            help="such as 'int_score>=3'",
+        )
+        parser.add_argument("--workers", type=at_least(1), metavar="N", help="processes (default: one per CPU)")
+        parser.add_argument("--strict", action="store_true", help="stop at the first bad line")
+        parser.add_argument("--config", action="append", metavar="NAME_OR_PATH", help="prepare the corpus of a config")
+        unit_bytes = "source bytes per unit of work (%(default)s)"
+        parser.add_argument("--unit-bytes", type=at_least(1), default=1 << 24, metavar="N", help=unit_bytes)
+        parser.add_argument("--part", type=_parse_part, metavar="I/N", help="write only part I of N, without merging")
+        parser.add_argument("--launcher", choices=["local", "slurm"], default="local", help="default: %(default)s")
+        parser.add_argument("--tasks", type=at_least(1), metavar="N", help="size of the Slurm array")
+        for name in SLURM_OPTIONS:
+            parser.add_argument(f"--{name}", metavar="D-HH:MM:SS" if name == "time" else "NAME", help="as for sbatch")
+
+    def run(self, args: Namespace) -> int:
+        """Prepare SOURCE here or with Slurm, or prepare the corpus of a config."""
+        if args.config:
+            return _prepare_config(args)
+        source = _check_arguments(args)
+        if args.workers:  # limits the threads of tokenizers while it trains, or with a single process
+            os.environ.setdefault("RAYON_NUM_THREADS", str(args.workers))
+        from stackexp.data.columns import Columns
+        from stackexp.data.prepare import Plan
+
+        source = source.absolute() if args.launcher == "slurm" else source
+        columns = Columns(args.text_column or "text", tuple(args.filter))
+        plan = Plan(source, args.tokenizer, args.vocab_size, args.context_length, args.unit_bytes, columns)
+        return _submit(plan, args) if args.launcher == "slurm" else _prepare(plan, args)
+
+
+def _parse_part(text: str) -> tuple[int, int]:
+    match = re.fullmatch(r"(\d+)/(\d+)", text)
+    if not match or not 1 <= int(match[1]) <= int(match[2]):
+        raise argparse.ArgumentTypeError(f"expected I/N with 1 <= I <= N, such as 3/64, found {text}")
+    return int(match[1]), int(match[2])
+
+
+def _parse_filter(text: str) -> "Filter":
+    from stackexp.data.columns import parse_filter
+
+    try:
+        return parse_filter(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def _check_arguments(args: Namespace) -> Path:
+    """Return SOURCE. Raises ConfigError for missing, excess or conflicting arguments."""
+    error, words = args.parser.error, args.overrides
+    if unexpected := [word for word in words if word.startswith("-")] or words[1:]:
+        error(f"unexpected argument {unexpected[0]}")
+    if not words or not args.to:
+        error("expected SOURCE --to FOLDER, or --config NAME_OR_PATH")
+    if (args.tokenizer is None) == (args.vocab_size is None):
+        error("give either --tokenizer FILE, or --vocab-size N to train one")
+    if args.launcher == "slurm":
+        if args.tasks is None:
+            error("--launcher slurm requires --tasks N, the number of tasks that share the work")
+        if args.part:
+            error("--part and --launcher slurm exclude each other; each task of the array is a part")
+    elif excess := [name for name in ("tasks", *SLURM_OPTIONS) if getattr(args, name) is not None]:
+        error(f"--{excess[0]} requires --launcher slurm")
+    return Path(words[0])
+
+
+def _prepare(plan: "Plan", args: Namespace) -> int:
+    from stackexp.data.prepare import prepare
+
+    corpus = prepare(plan, args.to, workers=args.workers, strict=args.strict, part=args.part)
+    if corpus is None:
+        number, count = args.part
+        print(f"{args.to}: part {number} of {count} is done; after the last part, run the command without --part")
+    else:
+        _print_corpus(corpus, args.to)
+    return 0
+
+
+def _print_corpus(corpus: "Corpus", folder: Path) -> None:
+    from stackexp.data.units import BAD_LINES
+    from stackexp.terminal import wrap_text
+
+    size = f"{corpus.documents:,} documents, {corpus.bytes:,} bytes, {corpus.tokens:,} tokens"
+    print(wrap_text(f"{folder}: {size}, {corpus.sequences:,} sequences of {corpus.context_length}", indent=2))
+    if corpus.filtered_documents:
+        print(f"{corpus.filtered_documents:,} documents filtered out")
+    print(f"{corpus.bad_lines:,} bad lines{':' if corpus.bad_lines else ''}")
+    with open(folder / BAD_LINES, encoding="utf-8") as log:
+        for line in itertools.islice(log, SHOWN_BAD_LINES):
+            print(f"  {line}", end="")
+    if corpus.bad_lines > SHOWN_BAD_LINES:
+        print(f"  and {corpus.bad_lines - SHOWN_BAD_LINES:,} more: {folder / BAD_LINES}")
+    print(f"to train on it:\n  data.kind=shards data.path={folder}")
+    print(f"  data.vocab_size={corpus.vocab_size} data.context_length={corpus.context_length}")
+    print(f"  data.global_batch_tokens={8 * corpus.context_length}")
+    print(f"to validate on it:\n  data.validation.NAME={folder}")
+
+
+def _submit(plan: "Plan", args: Namespace) -> int:
+    from stackexp.sweeps.prepare_jobs import submit_preparation
+    from stackexp.sweeps.schema import Resources
+
+    folder = args.to.absolute()
+    resources = Resources(**{name: getattr(args, name) for name in SLURM_OPTIONS}, cpus_per_task=args.workers or 1)
+    jobs = submit_preparation(plan, folder, tasks=args.tasks, resources=resources, strict=args.strict)
+    if jobs is None:  # nothing to do
+        return _prepare(plan, args)
+    print(f"job {jobs.array}: {jobs.tasks} tasks for {len(plan.units)} units of work in {len(plan.sources)} files")
+    print(f"job {jobs.merge}: verifies and merges them into {folder}")
+    print(f"progress:  squeue --jobs={jobs.array},{jobs.merge}\nlogs:      {jobs.logs}")
+    print(f"{folder / 'corpus.json'} marks a finished set; the same command without --launcher writes missing units")
+    return 0
+
+
+def _prepare_config(args: Namespace) -> int:
+    """Prepare the standard library corpus with the vocabulary and context length of a config."""
+    words = args.overrides
+    given = [word for word in words[:1] if "=" not in word and not word.startswith("-")]
+    changed = [name for name in SOURCE_OPTIONS if getattr(args, name) != args.parser.get_default(name)]
+    if given := given + [f"--{name.replace('_', '-')}" for name in changed]:
+        args.parser.error(f"--config prepares the config's own corpus; it takes only KEY=VALUE, found {given[0]}")
+    from stackexp.config.compose import compose
+    from stackexp.config.data import StdlibConfig
+
+    data = compose(args.config, words).data
+    if not isinstance(data, StdlibConfig):
+        raise ConfigError(
+            f"data prepare: data.kind {data.kind} has no corpus of its own; give SOURCE --to FOLDER and set data.path"
+        )
+    from stackexp.data.shards import TokenSet
+    from stackexp.data.stdlib import prepare_stdlib
+
+    sets = prepare_stdlib(data)
+    for folder in (sets.train, *sets.validation.values(), *sets.test.values()):
+        assert folder is not None
+        corpus = TokenSet(folder).corpus
+        print(f"{folder}: {corpus.documents:,} documents, {corpus.tokens:,} tokens, {corpus.sequences:,} sequences")
+    return 0
+
+
+class Fetch(Verb):
+    """Download OLMo's perplexity sets V2 and V3, and check them.
+
+    Each set is written to FOLDER/v2 or FOLDER/v3: a file of raw token ids (uint16, GPT-NeoX-20B), and a record next to
+    it. `data.validation=v2` (v3, olmo) finds them in the default folder. Complete files are kept, so rerun the same
+    command after any failure.
+
+    --mirror takes a URL that contains v2_small_gptneox20b/, or a folder. The folder has the layout of the server (as
+    `wget -x -nH --cut-dirs=2` writes it) or of FOLDER.
+    """
+
+    usage = "v2|v3 [--only SET ...] [--to FOLDER] [--mirror URL|FOLDER]"
+    examples = (
+        "data fetch v2",
+        "data fetch v2 v3 --only c4_en pile",
+        "data fetch v3 --to /scratch/olmo",
+        "data fetch v2 v3 --mirror copies/",
+    )
+
+    def add_arguments(self, parser: Parser) -> None:
+        names = sorted({name for names in olmo.NAMES.values() for name in names}, key=str.lower)
+        parser.add_argument("version", nargs="*", metavar="v2|v3", help=f"13 sets, 11 sets: {', '.join(names)}")
+        parser.add_argument(
+            "--only", nargs="+", action="extend", default=[], metavar="SET", help="fetch only these sets"
+        )
+        parser.add_argument(
+            "--to", type=Path, default=olmo.DEFAULT_FOLDER, metavar="FOLDER", help="default: %(default)s"
+        )
+        parser.add_argument("--mirror", metavar="URL|FOLDER", help="copy the files from here")
+        parser.add_argument("--verify", action="store_true", help="also verify the SHA-256 of complete files")
+
+    def run(self, args: Namespace) -> int:
+        """Fetch the sets and print a table of them. Raises RunError if sets are still missing."""
+        sets = _choose_sets(args)
+        if args.mirror:
+            _check_mirror(args.parser, args.mirror)
+        from stackexp.data.fetch import fetch
+
+        result = fetch(sets, args.to, args.mirror, verify=args.verify)
+        if result.records:
+            print(_format_records(result.records), file=sys.stderr if result.unreachable else sys.stdout)
+        if result.unreachable:
+            _print_urls(result.unreachable, result.reason, args.mirror or olmo.BASE_URL)
+            return 1
+        if result.failed:
+            names = ", ".join(map(str, result.failed))
+            raise RunError(
+                f"{len(result.failed)} of {len(sets)} sets could not be fetched: {names}; see the errors above"
+            )
+        print(f"in {', '.join(str(args.to / v) for v in sorted({s.version for s in sets}))}")
+        return 0
+
+
+def _choose_sets(args: Namespace) -> list[olmo.OlmoSet]:
+    versions = [version for argument in args.version for version in split_names(argument)]
+    for version in versions:
+        if version not in olmo.NAMES:
+            args.parser.error(f"expected v2 or v3, found {version!r}")
+    if not versions:
+        args.parser.error("expected v2 or v3")
+    sets = [olmo_set for version in olmo.NAMES if version in versions for olmo_set in olmo.list_olmo_sets(version)]
+    only = [name for argument in args.only for name in split_names(argument)]
+    names = sorted({olmo_set.name for olmo_set in sets}, key=str.lower)
+    for name in only:
+        if name not in names:
+            hint = suggest_name(name, names) or f"; choose from {', '.join(names)}"
+            args.parser.error(f"--only {name}: not a set of {' or '.join(versions)}{hint}")
+    return [olmo_set for olmo_set in sets if not only or olmo_set.name in only]
+
+
+def _check_mirror(parser: Parser, mirror: str) -> None:
+    scheme, separator, rest = mirror.partition("://")
+    if not separator:
+        if not Path(mirror).is_dir():
+            parser.error(f"--mirror {mirror}: no such folder; a URL begins with http:// or https://")
+        return
+    if "@" in rest.partition("/")[0]:  # the message must not repeat the password
+        parser.error("--mirror: the URL contains a user name or password; remove it")
+    if scheme not in ("http", "https"):
+        parser.error(f"--mirror {mirror}: expected http://..., https://... or a folder")
+    try:
+        parts = urlsplit(mirror)
+        is_valid = bool((parts.hostname or "").encode("idna")) and parts.port != 0 and re.fullmatch("[!-~]+", mirror)
+    except ValueError:
+        is_valid = False
+    if not is_valid:
+        parser.error(f"--mirror {mirror}: not a valid URL; encode special characters as %XX")
+
+
+def _format_records(records: dict[olmo.OlmoSet, Any]) -> str:
+    from stackexp.tables import format_table
+
+    rows = []
+    for olmo_set, record in records.items():
+        counts = (record.tokens // olmo.INSTANCE_LENGTH, record.tokens, record.bytes)
+        rows.append([str(olmo_set), *(f"{count:,}" for count in counts), record.sha256[:12]])
+    header = ["set", f"instances of {olmo.INSTANCE_LENGTH}", "tokens", "bytes", "sha256"]
+    return format_table(rows, header=header, align="<>>><")
+
+
+def _print_urls(missing: list[olmo.OlmoSet], reason: str, base: str) -> None:
+    """Print how to download the sets on another machine: one line on stderr, and the URLs on stdout."""
+    base = base.rstrip("/")
+    depth = len([part for part in urlsplit(base).path.split("/") if part])
+    print(
+        f"error: {base} cannot be reached from this machine ({reason}); on another machine, save the {len(missing)} "
+        f"URLs on standard output as urls.txt and run `wget -x -nH --cut-dirs={depth} -i urls.txt -P copies`, then "
+        "rerun this command with `--mirror copies`",
+        file=sys.stderr,
+    )
+    for olmo_set in missing:
+        print(f"{base}/{olmo_set.path}")
+
+
+class Retokenize(Verb):
+    """Convert token files to another tokenizer.
+
+    SOURCE is a token file (.npy, .bin) or a folder with such files at any depth. Each document is decoded, then encoded
+    with the new tokenizer. The new files have the same names. Their records contain the bytes of text, so that bits per
+    byte are comparable across vocabularies. Complete files are kept; rerun the same command to resume.
+    """
+
+    usage = "SOURCE --to FOLDER --from TOKENIZER.json --tokenizer TOKENIZER.json"
+    examples = (
+        "data retokenize data/olmo/v2 --to data/olmo-49152/v2 --from gpt-neox-20b.json --tokenizer tokenizer.json",
+        "data retokenize ptb.npy --to data/mine --from gpt-neox-20b.json --tokenizer shards/tokenizer.json",
+    )
+
+    def add_arguments(self, parser: Parser) -> None:
+        parser.add_argument("source", type=Path, metavar="SOURCE", help="a token file or a folder of them")
+        parser.add_argument("--to", type=Path, required=True, metavar="FOLDER", help="folder for the new files")
+        parser.add_argument(
+            "--from",
+            dest="old",
+            type=Path,
+            required=True,
+            metavar="FILE",
+            help="tokenizer.json with which SOURCE was made",
+        )
+        parser.add_argument(
+            "--tokenizer", type=Path, required=True, metavar="FILE", help="tokenizer.json to encode with"
+        )
+        end_of_text = "id that ends documents in SOURCE (default: found in the files)"
+        parser.add_argument("--end-of-text", type=at_least(0), metavar="ID", help=end_of_text)
+
+    def run(self, args: Namespace) -> int:
+        from stackexp.data.retokenize import Retokenizer
+        from stackexp.data.tokenizer import KnownTokenizer, load_tokenizer
+
+        old, new = KnownTokenizer.read(args.old), load_tokenizer(args.tokenizer)
+        records = Retokenizer(old, new, args.end_of_text).retokenize(args.source, args.to)
+        print(_format_converted(records))
+        if replaced := sum(record.replaced_documents or 0 for record in records.values()):
+            print(f"{replaced:,} documents contain bytes that are not UTF-8, replaced by U+FFFD", file=sys.stderr)
+        print(f"to validate on these files:\n  data.validation.NAME={args.to}")
+        return 0
+
+
+def _format_converted(records: dict[str, Any]) -> str:
+    from stackexp.tables import format_table
+
+    rows = []
+    for name, record in records.items():
+        counts = (record.documents, record.tokens, record.text_bytes)
+        rows.append([name, *(f"{count:,}" for count in counts), f"{record.text_bytes / record.tokens:.3f}"])
+    return format_table(rows, header=["file", "documents", "tokens", "bytes of text", "bytes/token"], align="<>>>>")
+
+
+class Inspect(Verb):
+    """Show the contents of a dataset and verify its files.
+
+    PATH is a set made by `data prepare`, a token file (.npy, .bin), a folder of MDS shards, or a folder of several of
+    these. Every file is compared with its recorded hash. The exit code is 1 if a file is missing, cut short or corrupt.
+    """
+
+    usage = "PATH [OPTIONS]"
+    examples = (
+        "data inspect shards/",
+        "data inspect shards/ --figure lengths.png --samples 5 --seed 1",
+        "data inspect data/olmo/v2 --tokenizer gpt-neox-20b.json --samples 1",
+        "data inspect part-000.npy --json",
+    )
+
+    def add_arguments(self, parser: Parser) -> None:
+        parser.add_argument("path", type=Path, metavar="PATH", help="a dataset, or a folder of datasets")
+        samples, seed = "samples to show (default: %(default)s)", "choice of samples (default: %(default)s)"
+        parser.add_argument("--samples", type=at_least(0), default=3, metavar="N", help=samples)
+        parser.add_argument("--seed", type=at_least(0), default=0, metavar="N", help=seed)
+        parser.add_argument("--figure", type=Path, metavar="FILE.png", help="draw the distribution of document lengths")
+        parser.add_argument("--tokenizer", type=Path, metavar="FILE", help="tokenizer.json of token ids without one")
+        parser.add_argument("--json", action="store_true", help="print JSON")
+
+    def run(self, args: Namespace) -> int:
+        """Inspect the datasets at a path; return 1 if a file is damaged."""
+        if args.figure and args.figure.suffix not in FIGURE_SUFFIXES:
+            args.parser.error(f"--figure {args.figure}: must end in {', '.join(FIGURE_SUFFIXES)}")
+        from stackexp.data.tokenizer import KnownTokenizer
+        from stackexp.reports.data.inspect import draw_figures, inspect_path
+        from stackexp.reports.data.inspection import InspectOptions
+
+        tokenizer = KnownTokenizer.read(args.tokenizer) if args.tokenizer else None
+        inspections = inspect_path(args.path, InspectOptions(args.samples, args.seed, tokenizer, sys.stderr.isatty()))
+        if args.json:
+            print(json.dumps([inspection.as_dict() for inspection in inspections], indent=2, ensure_ascii=False))
+        else:
+            print("\n".join(inspection.format() for inspection in inspections))
+        if args.figure:
+            files = draw_figures(inspections, args.figure)
+            for file in files:
+                print(file)
+            if not files:
+                print("no figure: the lengths of documents are unknown", file=sys.stderr)
+        return int(any(inspection.damage for inspection in inspections))

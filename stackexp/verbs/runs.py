@@ -1,0 +1,173 @@
+"""List, show, copy and remove runs."""
+
+import json
+import shutil
+import time
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+from stackexp.verbs.parser import Parser, Verb
+
+
+class List(Verb):
+    """List the runs below a folder: state, step, training loss, best validation loss and size."""
+
+    usage = "[FOLDER ...] [--state STATE] [--json]"
+    examples = ("runs list", "runs list runs/quickstart --state unfinished")
+
+    def add_arguments(self, parser: Parser) -> None:
+        parser.add_argument("folders", nargs="*", default=["runs"], metavar="FOLDER", help="default: runs")
+        states = ("finished", "running", "unfinished", "damaged")
+        parser.add_argument("--state", choices=states, help="only the runs in this state")
+        parser.add_argument("--json", action="store_true", help="print a list of objects")
+
+    def run(self, args: Namespace) -> int:
+        from stackexp.reports.summaries import find_runs, format_summaries, summarize
+
+        for folder in args.folders:
+            if not Path(folder).is_dir():
+                args.parser.error(f"{folder}: no such folder; give a folder of runs, such as runs/")
+        summaries = [summarize(run) for run in find_runs(args.folders)]
+        summaries = [summary for summary in summaries if args.state in (None, summary.state.value)]
+        if args.json:
+            print(json.dumps([vars(summary) for summary in summaries], indent=2))
+        elif summaries:
+            print(format_summaries(summaries))
+        else:
+            state = f"{args.state} " if args.state else ""
+            print(f"no {state}runs in {', '.join(args.folders)}")
+        return 0
+
+
+class Show(Verb):
+    """Show a run: its state, its sessions, its checkpoints and the command that resumes it."""
+
+    usage = "RUN [--json]"
+    examples = ("runs show runs/quickstart/ID",)
+
+    def add_arguments(self, parser: Parser) -> None:
+        parser.add_argument("run", metavar="RUN", help="a run folder")
+        parser.add_argument("--json", action="store_true", help="print one object")
+
+    def run(self, args: Namespace) -> int:
+        from stackexp import runs
+        from stackexp.reports.summaries import summarize
+
+        folder = runs.open_run(args.run)
+        summary = dict(vars(summarize(folder)))
+        keys = ("started", "command", "commit", "host")
+        sessions = folder.read_sessions()
+        summary["sessions"] = [{key: session.get(key) for key in keys} for session in sessions]
+        summary["origin"] = next((session["origin"] for session in reversed(sessions) if "origin" in session), None)
+        summary["checkpoints"] = [checkpoint.name for checkpoint in folder.list_checkpoints()]
+        if summary["state"] == "unfinished":
+            summary["resume"] = runs.format_resume_command(folder)
+        print(json.dumps(summary, indent=2) if args.json else _format(summary))
+        return 0
+
+
+def _format(summary: dict[str, Any]) -> str:
+    from stackexp.reports.summaries import format_loss, format_size
+    from stackexp.tables import format_table
+
+    rows = [
+        ("run", summary["path"]),
+        ("state", f"{summary['state']}{': ' + summary['problem'] if summary['problem'] else ''}"),
+        ("step", f"{summary['step']} of {summary['max_steps']}"),
+        ("tokens", f"{summary['tokens'] or 0:,}"),
+        ("loss", f"{format_loss(summary['train_loss'])} training, {format_loss(summary['best_loss'])} best validation"),
+        ("size", format_size(summary["bytes"])),
+        ("changed", time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(summary["last_change"]))),
+        ("checkpoints", ", ".join(summary["checkpoints"]) or "none"),
+    ]
+    if origin := summary["origin"]:
+        step = "" if origin["step"] is None else f", step {origin['step']}"
+        rows.append(("origin", f"{origin['path']}{step}, SHA-256 {origin['sha256']}"))
+    for session in summary["sessions"]:
+        host = f" on {session['host']}" if session.get("host") else ""
+        rows += [("session", f"{session['started']}{host}"), ("", session["command"])]
+    rows += [("resume", summary["resume"])] if "resume" in summary else []
+    return format_table(rows)
+
+
+class Copy(Verb):
+    """Copy what reports read of finished runs: small enough to commit, without checkpoints and event files.
+
+    Copies the config, the results, test scores, the environment, the last hash of the data, and the losses of chunks,
+    without the name of the host and the paths of checkpoints. Reports read the copies like the runs, except `report
+    dynamics`, `report benchmarks` and `report actions`, which need more files.
+    """
+
+    usage = "RUNS ... --to FOLDER"
+    examples = ("runs copy runs/ablation_small --to docs/results/ablation_small",)
+
+    def add_arguments(self, parser: Parser) -> None:
+        parser.add_argument("runs", nargs="+", type=Path, metavar="RUNS", help="run folders, or folders of run folders")
+        parser.add_argument("--to", type=Path, required=True, metavar="FOLDER", help="folder of the copies")
+
+    def run(self, args: Namespace) -> int:
+        from stackexp.reports.copies import copy_run
+        from stackexp.reports.summaries import find_runs
+        from stackexp.runs import RunFolder
+
+        folders = [folder for folder in find_runs(args.runs) if folder.is_finished]
+        if not folders:
+            args.parser.error(f"{', '.join(map(str, args.runs))}: no finished runs; give folders with a result.json")
+        targets: dict[Path, RunFolder] = {}
+        for folder in folders:
+            target = args.to / folder.path.resolve().name
+            if target in targets:
+                args.parser.error(f"{targets[target].path} and {folder.path} have the same name; copy them separately")
+            if target.exists():
+                args.parser.error(f"{target}: exists already; remove it first, or choose another --to")
+            targets[target] = folder
+        for target, folder in targets.items():
+            hidden = target.with_name(f".{target.name}.new")
+            shutil.rmtree(hidden, ignore_errors=True)  # of a copy that was killed
+            try:
+                copy_run(folder, RunFolder(hidden))
+                hidden.replace(target)
+            finally:
+                shutil.rmtree(hidden, ignore_errors=True)
+            print(target)
+        return 0
+
+
+class Remove(Verb):
+    """Delete run folders. Without --yes, only list what would be deleted.
+
+    Refuses folders that are not run folders, and runs that a process is using.
+    """
+
+    usage = "RUN ... [--yes]"
+    examples = ("runs remove runs/quickstart/ID", "runs remove runs/quickstart/ID --yes")
+
+    def add_arguments(self, parser: Parser) -> None:
+        parser.add_argument("runs", nargs="+", metavar="RUN", help="run folders")
+        parser.add_argument("--yes", action="store_true", help="delete the folders")
+
+    def run(self, args: Namespace) -> int:
+        """Delete the runs, or list them."""
+        from stackexp import runs
+        from stackexp.errors import FolderBusyError, RunError
+        from stackexp.reports.summaries import format_size, summarize
+
+        folders = [runs.open_run(path) for path in args.runs]
+        folders = list({folder.path.resolve(): folder for folder in folders}.values())
+        for folder in folders:
+            if folder.path.is_symlink():
+                raise RunError(f"{folder.path}: a symbolic link; give the run folder, {folder.path.resolve()}")
+            folder.check_ownership()
+            summary = summarize(folder)
+            if summary.state == "running":
+                raise FolderBusyError(f"{folder.path}: another process uses this folder; stop it first")
+            size = format_size(summary.bytes)
+            print(f"{folder.path}: {summary.state.value}, step {summary.step}, {size}{'' if args.yes else ' (kept)'}")
+        if not args.yes:
+            print("add --yes to delete these folders")
+            return 0
+        for folder in folders:
+            with folder.lock():
+                shutil.rmtree(folder.path)
+        return 0

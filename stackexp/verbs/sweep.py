@@ -1,0 +1,137 @@
+"""Run sweeps, and show, stop and compare their trials."""
+
+import dataclasses
+import json
+import sys
+from argparse import Namespace
+from pathlib import Path
+
+from stackexp.sweeps.launchers import LAUNCHERS
+from stackexp.verbs.parser import Parser, Verb, at_least
+
+
+class Run(Verb):
+    """Run the missing trials of a sweep: start new ones, resume stopped ones, retry failed ones.
+
+    SWEEP is a shipped name (the files in sweeps/), a YAML file, or a sweep's folder in runs/. The overrides apply to
+    the base config of every trial. The run folders are the only record: the same command runs the remaining trials, and
+    any number of drivers may run at once.
+    """
+
+    usage = "SWEEP [--launcher NAME] [--max-parallel N] [--retries N] [--dry-run] [KEY=VALUE ...]"
+    examples = ("sweep run quick_grid", "sweep run stack_grid --dry-run", "sweep run mine.yaml --max-parallel 4 seed=1")
+
+    def add_arguments(self, parser: Parser) -> None:
+        parser.add_sweep()
+        parser.add_argument("--launcher", choices=list(LAUNCHERS), default="local", help="default: local")
+        max_parallel = "trials at once (default: as many as fit)"
+        parser.add_argument("--max-parallel", type=at_least(1), metavar="N", help=max_parallel)
+        retries = "retries of a failed trial (default: as in the YAML)"
+        parser.add_argument("--retries", type=at_least(0), metavar="N", help=retries)
+        parser.add_argument("--dry-run", action="store_true", help="print the trials and the remaining cost")
+
+    def run(self, args: Namespace) -> int:
+        from stackexp.sweeps.sweep import load_sweep
+
+        sweep = load_sweep(args.sweep, args.overrides)
+        sweep.check_trials()
+        if args.dry_run:
+            from stackexp.sweeps.dry_run import format_dry_run
+
+            print(format_dry_run(sweep))
+            return 0
+        from stackexp.sweeps.runner import run_sweep
+
+        run_sweep(sweep, launcher=args.launcher, max_parallel=args.max_parallel, retries=args.retries)
+        print(f"\nresults:  python -m stackexp sweep results {sweep.folder}", flush=True)
+        print(f"curves:   tensorboard --logdir {sweep.folder}", flush=True)
+        return 0
+
+
+class Status(Verb):
+    """Show the state of each trial of a sweep, and why trials failed.
+
+    SWEEP is a shipped name, a YAML file, or a sweep's folder in runs/.
+    """
+
+    usage = "SWEEP [--json] [KEY=VALUE ...]"
+    examples = ("sweep status quick_grid", "sweep status runs/quick_grid")
+
+    def add_arguments(self, parser: Parser) -> None:
+        parser.add_sweep()
+        parser.add_argument("--json", action="store_true", help="print a list of objects")
+
+    def run(self, args: Namespace) -> int:
+        from stackexp.sweeps.sweep import load_last_run
+
+        sweep = load_last_run(args.sweep, args.overrides)
+        sweep.check_trials()
+        from stackexp.sweeps.display import format_sweep_status, read_statuses
+
+        statuses = read_statuses(sweep)
+        if args.json:
+            print(json.dumps([status.to_dict() for status in statuses], indent=2))
+        else:
+            print(format_sweep_status(sweep, statuses))
+        return 0
+
+
+class Stop(Verb):
+    """Stop a sweep: its running trials save a checkpoint and exit.
+
+    SWEEP is a shipped name, a YAML file, or a sweep's folder in runs/. `sweep run` resumes the trials.
+    """
+
+    usage = "SWEEP [KEY=VALUE ...]"
+    examples = ("sweep stop quick_grid",)
+
+    def add_arguments(self, parser: Parser) -> None:
+        parser.add_sweep()
+
+    def run(self, args: Namespace) -> int:
+        """Stop the drivers, then print the number of trials in each state."""
+        from stackexp.sweeps.sweep import load_last_run
+
+        sweep = load_last_run(args.sweep, args.overrides)
+        from stackexp.sweeps.display import format_summary
+        from stackexp.sweeps.runner import stop_sweep
+        from stackexp.sweeps.trials import read_status
+
+        stop_sweep(sweep)
+        print(format_summary([read_status(trial, sweep.config.objective) for trial in sweep.trials]))
+        return 0
+
+
+class Results(Verb):
+    """Compare the finished trials of a sweep by its objective, the best first.
+
+    SWEEP is a shipped name, a YAML file, or a sweep's folder in runs/.
+    """
+
+    usage = "SWEEP [--figures FOLDER] [--markdown | --json] [KEY=VALUE ...]"
+    examples = ("sweep results stack_grid --figures figures/", "sweep results quick_grid --markdown")
+
+    def add_arguments(self, parser: Parser) -> None:
+        parser.add_sweep()
+        parser.add_argument("--figures", type=Path, metavar="FOLDER", help="plot the loss against each searched number")
+        style = parser.add_mutually_exclusive_group()
+        style.add_argument("--markdown", action="store_true", help="print a Markdown table")
+        style.add_argument("--json", action="store_true", help="print JSON")
+
+    def run(self, args: Namespace) -> int:
+        from stackexp.sweeps.sweep import load_last_run
+
+        sweep = load_last_run(args.sweep, args.overrides)
+        sweep.check_trials()
+        from stackexp.reports.sweeps import collect_results, describe_unscored, draw_results, format_results
+
+        rows = collect_results(sweep)
+        if args.json:
+            print(json.dumps([dataclasses.asdict(row) for row in rows], indent=2))
+        else:
+            print(format_results(sweep, rows, style="markdown" if args.markdown else "terminal"))
+        for note in describe_unscored(sweep):
+            print(note, file=sys.stderr)
+        if args.figures:
+            print("\n".join(map(str, draw_results(sweep, rows, args.figures))))
+        return 0
