@@ -14,7 +14,7 @@ from stackexp.data.shards import TokenSet
 from stackexp.data.token_files import write_token_file
 from stackexp.data.tokenizer import compute_fingerprint, load_tokenizer
 from stackexp.data.units import TAIL
-from stackexp.reports.data.lengths import DocumentLengths, LengthHistogram
+from stackexp.reports.datasets import DocumentLengths
 
 DOCUMENTS = [*TEXTS, "x", "yes"]
 CHANGED = "corrupt: the SHA256 differs from the record"
@@ -72,7 +72,7 @@ def test_counts_lengths_and_samples_of_a_prepared_set(prepared, capsys):
     assert inspect(capsys, prepared, "--samples", 2, "--seed", 1)["samples"] != found["samples"]
 
 
-def test_text_output_and_figure(prepared, tmp_path, capsys):
+def test_text_output_and_figures(prepared, tmp_path, capsys):
     figure = tmp_path / "figures" / "lengths.png"
     assert main(["data", "inspect", str(prepared), "--figure", str(figure)]) == 0
     printed = capsys.readouterr().out
@@ -81,13 +81,10 @@ def test_text_output_and_figure(prepared, tmp_path, capsys):
     assert "DAMAGED" not in printed
     assert printed.endswith(f"{figure}\n")
     assert figure.read_bytes()[:4] == b"\x89PNG"
-
-
-def test_sets_of_the_same_name_have_their_own_figures(prepared, tmp_path, capsys):
     for group in ("v2", "v3"):
         shutil.copytree(prepared, tmp_path / "sets" / group / "c4-v1.5")
     assert main(["data", "inspect", str(tmp_path / "sets"), "--figure", str(tmp_path / "lengths.png")]) == 0
-    assert sorted(path.name for path in tmp_path.glob("*.png")) == ["lengths-v2-c4-v1.5.png", "lengths-v3-c4-v1.5.png"]
+    assert sorted(path.name for path in tmp_path.glob("*.png")) == ["lengths-v2.png", "lengths-v3.png"]
 
 
 def test_damaged_shards_are_reported(copy, capsys):
@@ -250,17 +247,12 @@ def test_document_lengths_do_not_depend_on_block_size():
     assert tokens[-1] != 0, "the last document must have no end"
     expected = np.diff(np.append(ends, len(tokens) - 1), prepend=-1)
     for size in (1, 7, 1000, 5000):
-        documents = DocumentLengths(0)
+        lengths = DocumentLengths(0)
         for begin in range(0, len(tokens), size):
-            documents.add(tokens[begin : begin + size])
-        counts, sums, edges = documents.close().rebin()
+            lengths.add_tokens(tokens[begin : begin + size])
+        lengths.end_stream()
+        counts, sums, edges = lengths.rebin()
         assert counts.tolist() == np.histogram(expected, edges)[0].tolist()
         assert sums.sum() == len(tokens)
-
-
-def test_quantiles():
-    histogram = LengthHistogram()
-    lengths = np.random.default_rng(0).lognormal(6, 1.5, 5000).astype(int) + 1
-    histogram.add(lengths)
-    for share in (0.1, 0.5, 0.9):
-        assert histogram.quantile(share) == np.quantile(lengths, share, method="inverted_cdf")
+        for share in (0.1, 0.5, 0.9):
+            assert lengths.quantile(share) == np.quantile(expected, share, method="inverted_cdf")

@@ -20,8 +20,7 @@ from stackexp.datamodules.download import SourceError
 from stackexp.datamodules.pretraining import PretrainingData
 from stackexp.errors import ConfigError, RunError
 from stackexp.files import compute_sha256
-from stackexp.reports.data.inspect import inspect_path
-from stackexp.reports.data.inspection import InspectOptions
+from stackexp.reports.datasets import InspectOptions, inspect_path
 
 pytestmark = pytest.mark.usefixtures("cache")
 

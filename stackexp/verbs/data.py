@@ -411,8 +411,7 @@ class Inspect(Verb):
         if args.figure and args.figure.suffix not in FIGURE_SUFFIXES:
             args.parser.error(f"--figure {args.figure}: must end in {', '.join(FIGURE_SUFFIXES)}")
         from stackexp.data.tokenizer import KnownTokenizer
-        from stackexp.reports.data.inspect import draw_figures, inspect_path
-        from stackexp.reports.data.inspection import InspectOptions
+        from stackexp.reports.datasets import InspectOptions, draw_figures, inspect_path
 
         tokenizer = KnownTokenizer.read(args.tokenizer) if args.tokenizer else None
         inspections = inspect_path(args.path, InspectOptions(args.samples, args.seed, tokenizer, sys.stderr.isatty()))

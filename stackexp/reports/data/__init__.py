@@ -1,1 +1,0 @@
-"""Inspection of datasets."""
