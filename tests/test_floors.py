@@ -11,6 +11,7 @@ ROOT = Path(stackexp.__file__).parent
 FLOORS = [
     {
         "config",
+        "tasks",
         "runs",
         "run_result",
         "metric_tags",
@@ -22,7 +23,7 @@ FLOORS = [
         "__init__",
     },
     {"stack"},
-    {"models", "tasks", "data"},
+    {"models", "data"},
     {"modules", "datamodules"},
     {"training", "evaluation", "planning"},
     {"sweeps", "benchmarking"},
