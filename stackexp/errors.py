@@ -1,6 +1,8 @@
 """Exceptions that end a verb. The command line prints each as one line, without a traceback."""
 
+import difflib
 import re
+from collections.abc import Iterable
 
 SECRET_NAMES = ("password", "passwd", "secret", "token", "api_?key", "access_?key", "sig", "signature", "credential")
 """Names of values that must not be stored or printed, as regular expressions."""
@@ -54,3 +56,14 @@ class InterruptedRunError(StoppedError):
     """A requested stop by Ctrl-C, after a checkpoint; the same command resumes."""
 
     exit_code = 130
+
+
+def find_closest(name: str, candidates: Iterable[str], cutoff: float = 0.6) -> str | None:
+    """Return the candidate most similar to `name`, or None if none is similar."""
+    return next(iter(difflib.get_close_matches(name, list(candidates), n=1, cutoff=cutoff)), None)
+
+
+def suggest_name(name: str, candidates: Iterable[str], cutoff: float = 0.6) -> str:
+    """Return `; did you mean 'x'?` for the closest candidate, or an empty string."""
+    found = find_closest(name, candidates, cutoff)
+    return f"; did you mean {found!r}?" if found else ""

@@ -5,7 +5,7 @@ import statistics
 
 import pytest
 
-from stackexp.config.formal_language import FormalLanguageConfig
+from stackexp.config.data import FormalLanguageConfig
 from stackexp.evaluation.accuracy import compute_scores, format_accuracy_table, get_ranges, plot_accuracy
 
 

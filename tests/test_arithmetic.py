@@ -13,8 +13,8 @@ from records import losses, only_run
 from safetensors.torch import save_file
 
 from stackexp import cli, runs
-from stackexp.config.arithmetic import ArithmeticConfig
 from stackexp.config.compose import compose
+from stackexp.config.data import ArithmeticConfig
 from stackexp.datamodules.arithmetic import ArithmeticData, build_tokenizer, split_problems
 from stackexp.datamodules.base import PADDING
 from stackexp.errors import ConfigError

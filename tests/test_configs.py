@@ -9,7 +9,7 @@ import pytest
 
 from stackexp import cli
 from stackexp.config.compose import compose
-from stackexp.config.formal_language import TASKS
+from stackexp.config.data import TASKS
 from stackexp.config.layers import find_config, get_group_folder, list_catalog, list_config_names, list_sections
 from stackexp.config.yaml_files import get_configs_folder, list_yaml_names, read_purpose
 from stackexp.planning.cost import build_meta_model

@@ -72,6 +72,20 @@ def test_a_section_is_a_table_of_its_keys_and_the_end_of_a_key_is_enough(capsys)
     assert "model.num_slots (kind stack_rnn)\n" in texts
 
 
+@pytest.mark.parametrize(
+    ("symbol", "key"),
+    [
+        ("d_s", "head_dim"),
+        ("S", "num_slots"),
+        ("H", "num_heads"),
+        ("slot_size", "head_dim"),
+        ("lambda", "entropy_weight"),
+    ],
+)
+def test_symbols_of_the_paper_find_their_keys(symbol, key):
+    assert f"model.memory.{key} (kind stack)\n" in explain(symbol)
+
+
 def test_unknown_keys_are_reported():
     with pytest.raises(ConfigError, match=r"no such key; did you mean 'model.memory.num_slots'\?"):
         explain("model.memory.num_slot")

@@ -8,8 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from stackexp.config import registry
 from stackexp.config.compose import compose
 from stackexp.config.memory import StackMemoryConfig
-from stackexp.config.model import TransformerConfig
-from stackexp.config.recurrent import LSTMConfig
+from stackexp.config.model import LSTMConfig, TransformerConfig
 from stackexp.errors import ConfigError
 from stackexp.models import cross_entropy
 from stackexp.models.cross_entropy import Head, NextTokenLoss, compute_linear_token_losses, linear_cross_entropy

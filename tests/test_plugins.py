@@ -1,5 +1,6 @@
-"""Plugins: files and modules that register new kinds."""
+"""The registry, and plugins: files and modules that register new kinds."""
 
+from dataclasses import dataclass, is_dataclass
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,8 @@ from config_files import BASE, compose_error, write
 from stackexp.cli import main
 from stackexp.config import registry
 from stackexp.config.compose import compose, load_config, to_yaml
+from stackexp.datamodules.formal_language import LengthSet
+from stackexp.tasks import TASKS
 
 PLUGIN = """
 from dataclasses import dataclass
@@ -27,7 +30,7 @@ class Config:
 pytestmark = pytest.mark.usefixtures("empty_folder")
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def _restore_the_registry():
     before = dict(registry._entries)
     yield
@@ -35,7 +38,6 @@ def _restore_the_registry():
     registry._entries.update(before)
 
 
-@pytest.mark.usefixtures("_restore_the_registry")
 def test_plugin_next_to_the_config_adds_a_kind(monkeypatch, tmp_path):
     write("sub/ring.py", PLUGIN.format(kind="ring"))
     path = write("sub/x.yaml", "plugins: [ring.py]\nmodel: {memory: {kind: ring, size: 4}}\n")
@@ -65,7 +67,6 @@ class Recurrent:
 """
 
 
-@pytest.mark.usefixtures("_restore_the_registry")
 def test_checks_use_the_axis_of_a_plugin_class():
     write("recurrent.py", CLASS_PLUGIN)
     path = write("x.yaml", "plugins: [recurrent.py]\nmodel: {memory: {kind: recurrent}}\n")
@@ -76,7 +77,6 @@ def test_checks_use_the_axis_of_a_plugin_class():
     assert "trainer.recompute: selective is only supported by decoders with memories of axis: depth; use all" in error
 
 
-@pytest.mark.usefixtures("_restore_the_registry")
 def test_plugins_of_all_layers_are_merged(monkeypatch):
     for kind in ("one", "two"):
         write(f"{kind}.py", PLUGIN.format(kind=kind))
@@ -92,12 +92,16 @@ def test_plugins_of_all_layers_are_merged(monkeypatch):
 @pytest.mark.parametrize(
     ("code", "message"),
     [
-        ("1/0\n", "cannot import 'bad.py': ZeroDivisionError: division by zero"),
+        ("\n1/0\n", "cannot import 'bad.py': line 2: ZeroDivisionError: division by zero"),
+        ("def f():\n    len(3)\nf()\n", "cannot import 'bad.py': line 2: TypeError: object of type 'int' has no len()"),
         ("def f(:\n", "cannot import 'bad.py': SyntaxError: "),
-        ("import no_such_thing\n", "cannot import 'bad.py': ModuleNotFoundError: No module named 'no_such_thing'"),
+        (
+            "import no_such_thing\n",
+            "cannot import 'bad.py': line 1: ModuleNotFoundError: No module named 'no_such_thing'",
+        ),
         (
             PLUGIN.format(kind="stack"),
-            "cannot import 'bad.py': ValueError: memory kind 'stack' is already registered by",
+            "ValueError: memory kind 'stack' is already registered by",
         ),
         (
             PLUGIN.format(kind="x").replace("@dataclass", ""),
@@ -105,10 +109,37 @@ def test_plugins_of_all_layers_are_merged(monkeypatch):
         ),
     ],
 )
-@pytest.mark.usefixtures("_restore_the_registry")
 def test_broken_plugin_is_a_one_line_error(code, message):
     write("bad.py", code)
     assert message in compose_error([BASE, write("x.yaml", "seed: 1\nplugins:\n  - bad.py\n")])
+
+
+TASK_PLUGIN = """
+from stackexp.tasks import task
+
+@task("regular", symbols="abc", answer_symbols="xy")
+def count_letters(rng, batch_size, length):
+    '''Return the parity of the letters a.'''
+    strings = rng.integers(0, 3, (batch_size, length))
+    return strings, (strings == 0).sum(1, keepdims=True) % 2
+"""
+
+
+def test_a_task_from_outside_has_the_rights_of_ours(monkeypatch):
+    monkeypatch.setattr("stackexp.tasks.definition.TASKS", TASKS)
+    path = write("x.yaml", f"defaults: [formal/transformer]\nplugins: [{write('letters.py', TASK_PLUGIN)}]\n")
+    config = compose([path], ["data.task=count_letters"])
+    assert (config.model.vocab_size, config.model.output_vocab_size, config.data.context_length) == (4, 2, 41)
+    batch = LengthSet(TASKS["count_letters"], "test", length=50, sequences=8).sample()
+    assert (batch.inputs.shape, batch.targets.shape) == ((8, 50), (8, 1))
+    assert "did you mean 'count_letters'?" in compose_error([path], "data.task=count_leters")
+    del TASKS["count_letters"]
+
+
+def test_explain_includes_the_options_of_a_plugin(capsys):
+    path = write("x.yaml", f"plugins: [{write('ring.py', PLUGIN.format(kind='ring'))}]\n")
+    assert main(["configs", "explain", "model.memory.size", "--config", BASE, "--config", path]) == 0
+    assert "model.memory.size (kind ring)" in capsys.readouterr().out
 
 
 NESTED = """
@@ -137,7 +168,6 @@ class Nested:
 """
 
 
-@pytest.mark.usefixtures("_restore_the_registry")
 def test_plugin_options_can_be_nested():
     base = [
         BASE,
@@ -157,7 +187,6 @@ def test_plugin_options_can_be_nested():
     assert "model.memory.maybe: expected an integer or null, found 'x'" in compose_error(base, "model.memory.maybe=x")
 
 
-@pytest.mark.usefixtures("_restore_the_registry")
 def test_unsupported_option_types_are_reported():
     write("bad.py", NESTED.replace("maybe: int | None = None", "maybe: bytearray = field(default_factory=bytearray)"))
     write("x.yaml", "plugins: [bad]\nmodel: {memory: {kind: nested}}\n")
@@ -182,7 +211,6 @@ def test_plugin_of_a_foreign_config_does_not_run(marker, tmp_path, monkeypatch):
     assert not marker.exists()
 
 
-@pytest.mark.usefixtures("_restore_the_registry")
 def test_foreign_plugin_runs_where_the_user_trusts_or_names_it(marker, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path / "project" / "sub")
     monkeypatch.setenv("STACKEXP_TRUST_PLUGINS", "")  # restored after the test
@@ -215,3 +243,62 @@ def test_plugin_of_a_foreign_sweep_does_not_run(marker, tmp_path, monkeypatch, c
         assert main(["sweep", verb, str(tmp_path / path)]) == 2
         assert "/foreign/evil.py is outside the project" in capsys.readouterr().err
     assert not marker.exists()
+
+
+def test_kind_with_an_import_path_is_imported_when_built():
+    @registry.register("memory", "fractions", builds="fractions:Fraction")
+    @dataclass
+    class Config:
+        kind: str = "fractions"
+
+    assert registry.get_entry("memory", "fractions").config is Config
+    assert {"fractions", "stack", "stack_attention"} <= set(registry.list_kinds("memory"))
+    assert registry.get_entry("memory", "fractions").load().__name__ == "Fraction"
+
+
+def test_registered_class_receives_section_and_arguments():
+    @dataclass
+    class Config:
+        kind: str = "echo"
+
+    @registry.register("memory", "echo", config=Config)
+    def echo(config, *args, **kwargs):
+        return config, args, kwargs
+
+    config = Config()
+    assert registry.build("memory", config, 1, layer=2) == (config, (1,), {"layer": 2})
+
+
+def test_register_reports_invalid_arguments():
+    with pytest.raises(ValueError, match="give `builds` on a dataclass or `config` on what it builds"):
+        registry.register("memory", "x")
+    with pytest.raises(ValueError, match="Options must be a dataclass with the field `kind"):
+
+        @registry.register("memory", "x", builds="a:b")
+        class Options:
+            kind: str = "x"
+
+    with pytest.raises(ValueError, match="Other must be a dataclass with the field `kind"):
+
+        @registry.register("memory", "x", builds="a:b")
+        @dataclass
+        class Other:
+            kind: str = "y"
+
+    with pytest.raises(ValueError, match="memory kind 'stack' is already registered by stackexp"):
+
+        @registry.register("memory", "stack", builds="a:b")
+        @dataclass
+        class Stack:
+            kind: str = "stack"
+
+    with pytest.raises(KeyError):
+        registry.get_entry("memory", "x")
+
+
+@pytest.mark.parametrize(("group", "kind"), sorted(registry._entries))
+def test_every_registered_kind_can_be_loaded(group, kind):
+    entry = registry.get_entry(group, kind)
+    assert is_dataclass(entry.config)
+    assert entry.config().kind == kind
+    assert callable(entry.load())

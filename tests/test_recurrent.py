@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from stackexp.config import registry
 from stackexp.config.compose import compose
-from stackexp.config.recurrent import LSTMConfig, StackRNNConfig
+from stackexp.config.model import LSTMConfig, StackRNNConfig
 from stackexp.models.transformer import Cache
 from stackexp.planning import cost
 from stackexp.planning.memory_tracker import MemoryTracker, free_gradients, fuse_norms

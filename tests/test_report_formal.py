@@ -9,7 +9,7 @@ import yaml
 from formal_runs import ALL_LENGTHS, MODELS, NEAR_LENGTHS, finish, format_formal, read_row, write_run
 
 from stackexp.cli import main
-from stackexp.config.formal_language import get_model_label
+from stackexp.config.data import get_model_label
 from stackexp.errors import RunError
 from stackexp.reports.formal import paper, recipes
 from stackexp.reports.formal.cells import Results, collect_results

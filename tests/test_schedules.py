@@ -2,7 +2,7 @@
 
 import pytest
 
-from stackexp.config.schedule import CosineConfig, LinearConfig, WarmupStableDecayConfig
+from stackexp.config.optimizer import CosineConfig, LinearConfig, WarmupStableDecayConfig
 from stackexp.modules.schedules import build_cosine, build_linear, build_warmup_stable_decay
 
 WARMUP = {"warmup_steps": 10}

@@ -11,13 +11,13 @@ from typing import Any
 
 from stackexp.config.compose import to_dict
 from stackexp.config.experiment import ExperimentConfig
+from stackexp.config.fields import find_dataclass
 from stackexp.config.registry import SECTIONS, get_entry, list_kinds
-from stackexp.config.validation import find_dataclass
 from stackexp.config.yaml_files import flatten
 
-Options = Mapping[str, Any]
+FlatConfig = Mapping[str, Any]
 
-NOT_IN_RESULTS = ("execution", "logging")
+WITHOUT_EFFECT_ON_RESULTS = ("execution", "logging")
 """Options that do not identify a trial: the results are the same."""
 
 
@@ -26,25 +26,25 @@ def flatten_config(config: ExperimentConfig) -> dict[str, Any]:
     return flatten(to_dict(config))
 
 
-def get_effect(options: Options, key: str) -> str:
+def get_effect(options: FlatConfig, key: str) -> str:
     """Return what the option `key` affects; `options` must include the kind of its section."""
     field = _find_field(options, key)
     return field.metadata.get("affects", "training") if field else "training"
 
 
-def changes_scores(options: Options, key: str) -> bool:
+def changes_scores(options: FlatConfig, key: str) -> bool:
     """Return True if `key` changes the scores of fixed weights on a fixed evaluation set."""
     field = _find_field(options, key)
     is_architecture = key.startswith("model.") and get_effect(options, key) == "training"
     return is_architecture or (field is not None and field.metadata.get("changes_scores", False))
 
 
-def select_options(options: Options, which: Collection[str]) -> dict[str, Any]:
+def select_options(options: FlatConfig, which: Collection[str]) -> dict[str, Any]:
     """Return the options that affect one of `which`."""
     return {key: value for key, value in options.items() if get_effect(options, key) in which}
 
 
-def find_changed_keys(ours: Options, theirs: Options, which: Collection[str]) -> list[str]:
+def find_changed_keys(ours: FlatConfig, theirs: FlatConfig, which: Collection[str]) -> list[str]:
     """Return the keys whose values differ and that affect one of `which`, model options first.
 
     An option that is newer than one side has its default value there.
@@ -78,7 +78,7 @@ def get_default(field: dataclasses.Field) -> Any:
     return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
 
 
-def get_value(options: Options, others: Options, key: str) -> Any:
+def get_value(options: FlatConfig, others: FlatConfig, key: str) -> Any:
     """Return the value of `key`: its default if only `others` have it, in a section of the same kind."""
     kind = f"{key.rpartition('.')[0]}.kind"
     if key in options or options.get(kind) != others.get(kind):
@@ -87,7 +87,9 @@ def get_value(options: Options, others: Options, key: str) -> Any:
     return get_default(field) if field and field.name == key.rpartition(".")[2] else None
 
 
-def _find_field(options: Options, key: str, cls: Any = ExperimentConfig, section: str = "") -> dataclasses.Field | None:
+def _find_field(
+    options: FlatConfig, key: str, cls: Any = ExperimentConfig, section: str = ""
+) -> dataclasses.Field | None:
     """Return the field of the key `section + key`, or None if there is no such field."""
     name, _, rest = key.partition(".")
     field = next((field for field in dataclasses.fields(cls) if field.name == name), None)

@@ -14,22 +14,45 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from stackexp.config import arithmetic, data, formal_language, memory, model, optimizer, recurrent, schedule  # noqa: F401
+from stackexp.config import data, memory, model, optimizer  # noqa: F401
 from stackexp.config.experiment import ExperimentConfig
-from stackexp.config.interpolation import describe_error, find_environment_texts, list_keys, resolve
-from stackexp.config.layers import Layers, find_config, find_origin, list_sections
-from stackexp.config.plugins import import_plugin
-from stackexp.config.registry import SECTIONS, find_kinds_with, get_entry, list_kinds
-from stackexp.config.renames import explain_old_key, explain_old_value
-from stackexp.config.suggestions import find_closest, suggest_name
-from stackexp.config.validation import (
+from stackexp.config.fields import (
     config_error,
     find_dataclass,
     get_field,
     validate,
     wrong_value_error,
 )
-from stackexp.config.yaml_files import Leaf, Tree
+from stackexp.config.interpolation import describe_error, find_environment_texts, list_keys, resolve
+from stackexp.config.layers import Layers, find_config, find_origin, list_sections
+from stackexp.config.registry import SECTIONS, find_kinds_with, get_entry, import_plugin, list_kinds
+from stackexp.config.yaml_files import NOT_DECIMAL, Leaf, Tree, explain_not_decimal
+from stackexp.errors import find_closest, suggest_name
+
+RENAMED_KEYS = {
+    "data.download_timeout": "data.download_timeout_seconds",
+    "data.keep_remainder": "data.score_remainder",
+    "model.memory.action_noise_steps": "model.memory.action_noise_warmup_steps",
+    "model.memory.keep_every": "model.memory.checkpoint_every_layers",
+    "trainer.checkpoint_minutes": "trainer.checkpoint_interval_minutes",
+    "trainer.collective_timeout": "trainer.collective_timeout_seconds",
+}
+RENAMED_VALUES = {("model.positional", "sin_cos"): "sinusoidal"}
+REMOVED_KEYS = {"beside": "run a sweep instead", "model.memory.constrained": "true is now model.memory=mhc"}
+
+
+def explain_old_key(key: str) -> str:
+    """Return the fix for a key of an earlier version, or "" if the key never existed."""
+    if key in RENAMED_KEYS:
+        return f"renamed; use {RENAMED_KEYS[key]}"
+    section = next((old for old in REMOVED_KEYS if f"{key}.".startswith(f"{old}.")), None)
+    return f"removed; {REMOVED_KEYS[section]}" if section else ""
+
+
+def explain_old_value(key: str, value: Any) -> str:
+    """Return the fix for a value of an earlier version, or "" if the value was never valid."""
+    new = RENAMED_VALUES.get((key, value)) if isinstance(value, str) else None
+    return f"{value!r} was renamed; use {new!r}" if new else ""
 
 
 def compose(
@@ -164,8 +187,11 @@ def _fill(node: DictConfig, tree: Tree, path: str, root: DictConfig) -> None:
             _fill(child, value, f"{key}.", root)
         else:
             plain = _to_plain(value)
-            if isinstance(value, Leaf) and value.text is not None and hint in (str, str | None):
-                plain = value.text
+            written = (value.text or value.value) if isinstance(value, Leaf) else None
+            if hint in (str, str | None):
+                plain = written if isinstance(value, Leaf) and value.text is not None else plain
+            elif isinstance(written, str) and NOT_DECIMAL.fullmatch(written):
+                raise config_error(find_origin(value), key, explain_not_decimal(written))
             _set_value(node, name, plain, find_origin(value), key, hint, metadata)
 
 

@@ -2,14 +2,56 @@
 
 import re
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, Optional
 
-from stackexp.config.evaluation import EvaluationConfig
 from stackexp.config.fields import Errors, option
-from stackexp.config.init import InitConfig
 from stackexp.config.model import FLASH_KERNELS, TransformerConfig
-from stackexp.config.suggestions import suggest_name
 from stackexp.config.trainer import TrainerConfig
+from stackexp.errors import suggest_name
+
+
+@dataclass
+class EvaluationConfig:
+    """Benchmarks that `fit` scores every few steps; see docs/benchmarks.md. Requires stackexp[eval]."""
+
+    tasks: list[str] = option([], affects="evaluation")
+    """Tasks, groups or tags of lm-eval, such as smollm2_piqa; empty scores none."""
+    interval: int = option(1000, min=1, affects="evaluation")
+    """Steps between two evaluations of the tasks."""
+    limit: Optional[int] = option(None, min=1, affects="evaluation")
+    """Score only the first documents of each task, this many; null scores all."""
+    batch_size: int = option(16, min=1, affects="execution")
+    """Sequences per device and forward pass of the tasks."""
+    datasets: Optional[str] = option(None, affects="location")
+    """Folder of local datasets, <task>/<split>.jsonl; null downloads them."""
+
+    def find_errors(self) -> Errors:
+        """Yield the errors that involve several options."""
+        if self.datasets is not None and not self.tasks:
+            yield "datasets", "requires tasks; name some in evaluation.tasks"
+
+
+@dataclass
+class InitConfig:
+    """The start from given weights. `model.init` is something else: the distribution of random initial weights."""
+
+    weights: Optional[str] = None
+    """Start a new run from these weights instead of random ones: a run folder (its last checkpoint), a checkpoint, or
+    a safetensors file. Optimizer, schedule and data start from the beginning; a resumed run ignores this option.
+    """
+    memory: Literal["default", "identity"] = "default"
+    """Start of a memory that the weights lack: its own initialization (default), or without effect (identity), so that
+    the first loss is that of the model without the memory.
+    """
+    skip: list[str] = option([])
+    """Tensors that are initialized at random although the weights have them, by name or part of it: embedding, head,
+    memory, layers.0. An asterisk matches any text, as in layers.*.memory.up."""
+
+    def find_errors(self) -> Errors:
+        """Yield the errors that involve several options."""
+        if self.skip and self.weights is None:
+            yield "skip", "requires init.weights"
+
 
 MIRRORS = ("wandb", "mlflow")
 MAX_NAME_LENGTH = 200  # folder names; file systems permit 255 bytes

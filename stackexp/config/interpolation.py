@@ -8,26 +8,20 @@ from typing import Any
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import InterpolationKeyError, InterpolationValidationError, OmegaConfBaseException
 
-from stackexp.config.suggestions import suggest_name
-from stackexp.config.validation import Origins, config_error, get_field
-
-MAX_LENGTH = 10_000
+from stackexp.config.fields import Origins, config_error, get_field
+from stackexp.errors import suggest_name
 
 
 def resolve(root: DictConfig, origins: Origins) -> None:
     """Resolve all interpolations.
 
-    Raises ConfigError if a value is missing, or if an interpolation has the wrong type, no value, or a too long value.
+    Raises ConfigError if a value is missing, or if an interpolation has the wrong type or no value.
     """
     for key, node, name in _iterate_slots(root):
         if node._get_node(name)._value() == "???":
             raise config_error(origins.get(key, ""), key, f"a value is required; set it with {key}=VALUE")
-    texts, lengths = {key: node._get_node(name)._value() for key, node, name in _iterate_slots(root)}, dict[str, int]()
     for key, node, name in _iterate_slots(root):
         if OmegaConf.is_interpolation(node, name):
-            if _measure_length(key, texts, lengths) > MAX_LENGTH:
-                message = f"the interpolation expands to over {MAX_LENGTH:,} characters"
-                raise config_error(origins.get(key, ""), key, message)
             try:
                 node[name]
             except (OmegaConfBaseException, RecursionError) as error:
@@ -48,15 +42,6 @@ def _iterate_slots(node: DictConfig | ListConfig, path: str = "") -> Iterator[tu
             yield from _iterate_slots(child, key)
         else:
             yield key, node, name
-
-
-def _measure_length(key: str, texts: dict[str, Any], lengths: dict[str, int]) -> int:
-    """Return the length of a text with its interpolations of keys expanded, without expanding them."""
-    if key not in lengths:
-        lengths[key] = 0  # a circle, which is reported when it is resolved
-        text = str(texts.get(key))
-        lengths[key] = len(text) + sum(_measure_length(name, texts, lengths) for name in _find_names(text))
-    return lengths[key]
 
 
 def _find_names(text: str) -> list[str]:

@@ -13,7 +13,6 @@ from typing import Any
 
 from stackexp.config.experiment import ExperimentConfig
 from stackexp.config.registry import SECTIONS, list_kinds
-from stackexp.config.suggestions import find_closest, suggest_name
 from stackexp.config.yaml_files import (
     Leaf,
     Tree,
@@ -24,9 +23,8 @@ from stackexp.config.yaml_files import (
     read_purpose,
     read_value,
 )
-from stackexp.errors import ConfigError
+from stackexp.errors import ConfigError, find_closest, suggest_name
 
-MAX_FILES = 200  # limits defaults that each include two others, which grow exponentially
 VALIDATION_SETS = "data.validation"  # not a dataclass, but files can be chosen for it; null: no sets
 
 
@@ -111,7 +109,6 @@ class Layers:
 
     def __init__(self) -> None:
         self.tree = build_default_tree()
-        self._num_files = 0
         self.plugins: list[tuple[Leaf, Path]] = []  # name and the folder it is relative to
 
     def add_file(self, path: Path, section: str = "", parents: tuple[Path, ...] = ()) -> None:
@@ -124,9 +121,6 @@ class Layers:
         if path in parents:
             cycle = " -> ".join(display_path(p) for p in (*parents[parents.index(path) :], path))
             raise ConfigError(f"{display_path(path)}: circular defaults: {cycle}")
-        self._num_files += 1
-        if self._num_files > MAX_FILES:
-            raise ConfigError(f"{display_path(path)}: over {MAX_FILES} files in the defaults; remove repeated ones")
         defaults, tree = read_file(path)
         for entry in defaults:
             self._add_default(entry, path.parent, section, (*parents, path))
@@ -248,7 +242,8 @@ def split_overrides(arguments: list[str]) -> list[tuple[str, str, str]]:
             value = rest.pop(0)
             argument = f"{argument} {value}"
         elif not equals:
-            hint = f"; for a config write --config {argument}" if argument in list_config_names() else ""
+            is_config = argument in list_config_names() or argument.endswith((".yaml", ".yml"))
+            hint = f"; for a config write --config {argument}" if is_config else ""
             raise ConfigError(f"override {argument}: expected KEY=VALUE{hint}")
         if not all(part.strip() == part != "" for part in key.split(".")):
             raise ConfigError(f"override {argument}: invalid key {key!r}; expected SECTION.KEY=VALUE")

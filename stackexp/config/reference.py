@@ -13,11 +13,14 @@ from typing import Any
 
 from stackexp.config.affects import get_default
 from stackexp.config.experiment import ExperimentConfig
+from stackexp.config.fields import describe_type, find_dataclass
+from stackexp.config.model import SYMBOLS
 from stackexp.config.registry import SECTIONS, get_entry, list_kinds
-from stackexp.config.suggestions import suggest_name
-from stackexp.config.validation import describe_type, find_dataclass
-from stackexp.errors import ConfigError
+from stackexp.errors import ConfigError, suggest_name
 from stackexp.tables import format_table
+
+OTHER_NAMES = {"slot_size": "model.memory.head_dim", "lambda": "model.memory.entropy_weight"}
+"""Names that people look for, and the keys that they mean."""
 
 
 @dataclass(frozen=True)
@@ -39,13 +42,15 @@ def list_keys() -> list[Key]:
 def explain(name: str) -> str:
     """Return type, default and description of a key, for each kind that has it, or a table of a section's keys.
 
-    The last part of a key is enough. Raises ConfigError for unknown keys.
+    The last part of a key is enough, or a symbol of the paper such as d_s. Raises ConfigError for unknown keys.
     """
     known = list_keys()
+    meant = {symbol: key for key, symbol in SYMBOLS.items()} | OTHER_NAMES
     if inside := [key for key in known if key.name.startswith(f"{name}.")]:
         rows = [(key.name, key.kind, key.default, key.description) for key in inside]
         return format_table(rows, header=("key", "kind", "default", "description"))
     keys = [key for key in known if key.name == name] or [key for key in known if key.name.endswith(f".{name}")]
+    keys += [key for key in known if key.name == meant.get(name)]
     if not keys:
         raise ConfigError(f"configs explain {name}: no such key{suggest_name(name, [key.name for key in known])}")
     texts = []

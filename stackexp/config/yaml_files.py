@@ -1,18 +1,18 @@
 """Find and read the YAML files of configs; every value keeps its file and line."""
 
-import itertools
 import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 
 from stackexp.errors import ConfigError
 
 PACKAGE = Path(__file__).parents[1]
+T = TypeVar("T")
 Tree = dict[str, Any]
 """Nested mappings from text keys to leaves."""
 
@@ -53,8 +53,8 @@ def read_purpose(path: Path) -> str:
         return file.readline().lstrip("#").strip()
 
 
-MAX_VALUES = 20_000
-"""In one file; aliases are counted as often as they are used."""
+NOT_DECIMAL = re.compile(r"[-+]?0[0-9_]+(\.[0-9_]*)?([eE][-+]?[0-9]+)?|[-+]?[0-9][0-9_]*(:[0-9_]+)+(\.[0-9_]*)?")
+"""Numbers that YAML 1.1 reads as octal (010 is 8) or in base 60 (1:30 is 90)."""
 
 
 class _Reader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
@@ -65,18 +65,28 @@ class _Reader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[mi
 
     def __init__(self, text: str, format_origin: Callable[[int], str]) -> None:
         super().__init__(text)
-        self._format_origin = format_origin
+        self.format_origin = format_origin
 
     def get_origin(self, node: yaml.Node) -> str:
-        return self._format_origin(node.start_mark.line + 1)
+        return self.format_origin(node.start_mark.line + 1)
 
     def read_leaf(self, node: yaml.Node) -> Leaf:
+        self._check_items(node)
         try:
             value = self.construct_object(node, deep=True)
             return Leaf(value, self.get_origin(node), node.value if isinstance(value, int | float) else None)
+        except RecursionError:
+            raise  # see `_parse`
         except Exception as error:  # PyYAML raises any exception for a value that does not match its !!tag
             reason = getattr(error, "problem", None) or error
             raise ConfigError(f"{self.get_origin(node)}: not valid YAML: {reason}") from error
+
+    def _check_items(self, node: yaml.Node) -> None:
+        """Raise ConfigError for a number in a list that is octal or in base 60."""
+        for item in node.value if isinstance(node, yaml.SequenceNode) else ():
+            if isinstance(item, yaml.ScalarNode) and not item.style and NOT_DECIMAL.fullmatch(item.value):
+                raise ConfigError(f"{self.get_origin(item)}: {explain_not_decimal(item.value)}")
+            self._check_items(item)
 
     def read_value(self, node: yaml.Node) -> Leaf | Tree:
         return self.read_mapping(node) if isinstance(node, yaml.MappingNode) and node.value else self.read_leaf(node)
@@ -105,6 +115,13 @@ _Reader.add_implicit_resolver(
 )
 
 
+def explain_not_decimal(text: str) -> str:
+    """Return the error for a number that `NOT_DECIMAL` matches."""
+    if ":" in text:
+        return f"{text} is a number in base 60 in YAML; write a decimal number, or put text in quotes"
+    return f"{text} has a leading zero, which means octal in YAML; remove it, or put text in quotes"
+
+
 def read_file(path: Path) -> tuple[list[Leaf], Tree]:
     """Return the `defaults:` list and the keys of a file. Raises ConfigError with file and line."""
     name = display_path(path)
@@ -112,9 +129,13 @@ def read_file(path: Path) -> tuple[list[Leaf], Tree]:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{name}: cannot read the file: {getattr(error, 'strerror', None) or error}") from error
-    reader, node = _parse(text, lambda line: f"{name}:{line}")
+    return _parse(text, lambda line: f"{name}:{line}", _read_root)
+
+
+def _read_root(reader: _Reader, node: yaml.Node | None) -> tuple[list[Leaf], Tree]:
     if not isinstance(node, yaml.MappingNode):
-        raise ConfigError(f"{name}:1: expected keys and values at the top of the file, found {_describe_kind(node)}")
+        found = _describe_kind(node)
+        raise ConfigError(f"{reader.format_origin(1)}: expected keys and values at the top of the file, found {found}")
     defaults: list[Leaf] = []
     for key, value in list(node.value):
         if key.value == "defaults":
@@ -129,38 +150,28 @@ def read_file(path: Path) -> tuple[list[Leaf], Tree]:
 
 def read_value(text: str, origin: str) -> Leaf | Tree:
     """Return the value of an override. Raises ConfigError if it is not valid YAML."""
-    reader, node = _parse(text, lambda line: origin)
-    if node is None:
-        raise ConfigError(f"{origin}: empty value; write null, or '\"\"' for empty text")
-    return reader.read_value(node)
+
+    def read(reader: _Reader, node: yaml.Node | None) -> Leaf | Tree:
+        if node is None:
+            raise ConfigError(f"{origin}: empty value; write null, or '\"\"' for empty text")
+        return reader.read_value(node)
+
+    return _parse(text, lambda line: origin, read)
 
 
-def _parse(text: str, origin: Callable[[int], str]) -> tuple[_Reader, yaml.Node | None]:
+def _parse(text: str, origin: Callable[[int], str], read: Callable[[_Reader, yaml.Node | None], T]) -> T:
+    """Return `read(reader, node)` for the root node of a text. Raises ConfigError if the text is not valid YAML."""
     try:
         reader = _Reader(text, origin)
         node = reader.get_single_node()
-        if node and _count_values(node, {}) > MAX_VALUES:
-            raise ConfigError(f"{origin(1)}: over {MAX_VALUES:,} values; remove aliases of aliases")
-        return reader, node
+        return read(reader, node)
     except RecursionError as error:
-        raise ConfigError(f"{origin(1)}: nested too deeply; use at most 100 levels") from error
+        raise ConfigError(f"{origin(1)}: nested too deeply, or an anchor contains itself") from error
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
         line = mark.line + 1 if mark else text.count("\n", 0, getattr(error, "position", 0)) + 1
         reason = getattr(error, "problem", None) or getattr(error, "reason", None) or getattr(error, "context", "")
         raise ConfigError(f"{origin(line)}: not valid YAML: {reason}") from error
-
-
-def _count_values(node: yaml.Node, counts: dict[yaml.Node, int]) -> int:
-    """Return the number of values below a node; an alias counts as often as it is used."""
-    if node not in counts:
-        counts[node] = 0  # until its parts are counted
-        parts = node.value if isinstance(node, yaml.CollectionNode) else []
-        nodes = itertools.chain.from_iterable(parts) if isinstance(node, yaml.MappingNode) else parts
-        counts[node] = 1 + sum(_count_values(part, counts) for part in nodes)
-    elif counts[node] == 0:
-        raise yaml.MarkedYAMLError(problem="an anchor contains itself", problem_mark=node.start_mark)
-    return counts[node]
 
 
 def _describe_kind(node: yaml.Node | None) -> str:

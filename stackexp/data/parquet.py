@@ -3,10 +3,9 @@
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from stackexp.config.suggestions import suggest_name
 from stackexp.data.columns import Columns
 from stackexp.data.sources import Source, UnreadableSourceError
-from stackexp.errors import RunError, first_line
+from stackexp.errors import RunError, first_line, suggest_name
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -5,9 +5,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from stackexp.config.data import DataConfig, ShardsConfig, explain_set_name
-from stackexp.config.suggestions import suggest_name
 from stackexp.data import olmo
-from stackexp.errors import ConfigError, RunError
+from stackexp.errors import ConfigError, RunError, suggest_name
 
 
 class DataPaths(NamedTuple):

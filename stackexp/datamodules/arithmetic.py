@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
-from stackexp.config.arithmetic import OPERATORS, PROBLEM_LENGTH, SYMBOLS, ArithmeticConfig
+from stackexp.config.data import OPERATORS, PROBLEM_LENGTH, SYMBOLS, ArithmeticConfig
 from stackexp.datamodules.base import ExperimentData, RankBatches, SetBatches, StepBatches
 from stackexp.errors import ConfigError
 

@@ -8,11 +8,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from stackexp.config.formal_language import FormalLanguageConfig
+from stackexp.config.data import FormalLanguageConfig
 from stackexp.datamodules.base import ExperimentData, RankBatches, SetBatches, StepBatches
 from stackexp.errors import ConfigError
-from stackexp.tasks import TASKS, Task
-from stackexp.tasks import Batch as Strings
+from stackexp.tasks import TASKS, Task, TaskBatch
 
 # An evaluation set is sampled from the seed [length, 0, stage seed], a training batch from [seed, step], which numpy
 # treats as [seed, step, 0]. They never coincide, because steps begin at 1 and no stage seed is 0. The stage seeds 2
@@ -45,7 +44,7 @@ class LengthSet:
         """The seed of the strings."""
         return [self.length, 0, STAGE_SEEDS[self.stage]]
 
-    def sample(self) -> Strings:
+    def sample(self) -> TaskBatch:
         """Return all strings of the set."""
         return self.task.sample(np.random.default_rng(self.seed), self.sequences, self.length)
 
@@ -90,7 +89,7 @@ class FormalLanguageData(ExperimentData):
         rank, world_size = self.rank_and_world_size
         strings = self.task.sample(rng, self.config.batch_size, length)
         counted = float(strings.mask.sum()) / world_size
-        rows = Strings(*(part[rank::world_size] for part in strings))
+        rows = TaskBatch(*(part[rank::world_size] for part in strings))
         return build_batch(rows, self.task) | {"length": length, "max_length": max_length, "counted": counted}
 
     def train_dataloader(self) -> StepBatches:
@@ -102,8 +101,8 @@ class FormalLanguageData(ExperimentData):
         batches = RankBatches(dataset.sequences, self.config.eval_batch_size, rank, world_size)
         return SetBatches(dataset.sample, self._build_evaluation_batch, batches)
 
-    def _build_evaluation_batch(self, strings: Strings, index: np.ndarray) -> dict[str, Any]:
-        rows = Strings(*(part[index] for part in strings))  # padding repeats the last string
+    def _build_evaluation_batch(self, strings: TaskBatch, index: np.ndarray) -> dict[str, Any]:
+        rows = TaskBatch(*(part[index] for part in strings))  # padding repeats the last string
         return build_batch(rows, self.task) | {"index": torch.from_numpy(index)}
 
 
@@ -115,7 +114,7 @@ def compute_max_length(config: FormalLanguageConfig, step: int) -> int:
     return start + (config.max_length - start) * (step - 1) // config.curriculum_steps
 
 
-def build_batch(strings: Strings, task: Task) -> dict[str, torch.Tensor]:
+def build_batch(strings: TaskBatch, task: Task) -> dict[str, torch.Tensor]:
     """Return tokens [B, L + O] (the symbols, then O empty tokens), targets [B, O] and mask [B, O]."""
     empty = np.full(strings.targets.shape, task.num_symbols)
     return {

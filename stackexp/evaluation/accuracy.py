@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from stackexp.config.formal_language import FormalLanguageConfig
+from stackexp.config.data import FormalLanguageConfig
 from stackexp.tables import format_table
 
 Accuracy = Mapping[int, float]

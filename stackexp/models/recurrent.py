@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from stackexp.config.recurrent import LSTMConfig, RecurrentConfig, StackRNNConfig
+from stackexp.config.model import LSTMConfig, RecurrentConfig, StackRNNConfig
 from stackexp.models.activation_checkpointing import run_recomputed
 from stackexp.models.cross_entropy import Head
 from stackexp.models.initialization import full_parameters

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 
-from stackexp.config.schedule import CosineConfig, LinearConfig, ScheduleConfig, WarmupStableDecayConfig
+from stackexp.config.optimizer import CosineConfig, LinearConfig, ScheduleConfig, WarmupStableDecayConfig
 
 Schedule = Callable[[int], float]
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from stackexp.config.compose import compose
 from stackexp.config.experiment import ExperimentConfig
-from stackexp.config.validation import get_field
+from stackexp.config.fields import get_field
 from stackexp.errors import ConfigError, RunError
 from stackexp.planning.cost import make_plan
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from stackexp.config.affects import changes_scores, find_changed_keys, get_value
 from stackexp.config.compose import load_config
-from stackexp.config.formal_language import get_model_label
+from stackexp.config.data import get_model_label
 from stackexp.config.layers import split_overrides
 from stackexp.config.registry import get_entry, list_kinds
 from stackexp.data.olmo import NAMES

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Optional
 
 from stackexp.config.fields import Errors, option
-from stackexp.config.suggestions import suggest_name
+from stackexp.errors import suggest_name
 from stackexp.metric_tags import AVERAGE_LOSS
 
 

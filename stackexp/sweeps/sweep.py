@@ -14,10 +14,9 @@ from stackexp.config.affects import flatten_config
 from stackexp.config.compose import build_dataclass, compose, load_config
 from stackexp.config.experiment import ExperimentConfig
 from stackexp.config.layers import find_origin, list_sections, split_overrides
-from stackexp.config.plugins import find_trusted_file
-from stackexp.config.suggestions import suggest_name
+from stackexp.config.registry import find_trusted_file
 from stackexp.config.yaml_files import Leaf, Tree, display_path, read_file, read_value
-from stackexp.errors import ConfigError
+from stackexp.errors import ConfigError, suggest_name
 from stackexp.runs import RunFolder
 from stackexp.sweeps.grid import Values, expand, format_value, list_extremes
 from stackexp.sweeps.schema import SweepConfig

@@ -10,7 +10,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from stackexp.config.affects import NOT_IN_RESULTS, remove_defaults
+from stackexp.config.affects import WITHOUT_EFFECT_ON_RESULTS, remove_defaults
 from stackexp.config.experiment import ExperimentConfig
 from stackexp.errors import RunError
 from stackexp.files import read_json, read_json_lines, write_json
@@ -57,7 +57,7 @@ def compute_config_hash(config: ExperimentConfig) -> str:
 
     Options at their defaults are omitted, so that a trial keeps its hash when the schema gets a new option.
     """
-    tree = remove_defaults(config, exclude=NOT_IN_RESULTS)
+    tree = remove_defaults(config, exclude=WITHOUT_EFFECT_ON_RESULTS)
     return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()[:8]
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from stackexp.tasks.task import task
+from stackexp.tasks.definition import task
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from stackexp.tasks.task import Drawn
+    from stackexp.tasks.definition import Drawn
 
 POP, PUSH = 2, 3  # input ids of stack_manipulation; PUSH 0 is 3, PUSH 1 is 4
 END = 2  # output id that ends the answers of stack_manipulation

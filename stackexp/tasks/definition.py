@@ -15,7 +15,7 @@ if TYPE_CHECKING:  # composing a config must not import numpy
 ChomskyClass = Literal["regular", "deterministic context-free", "context-sensitive"]
 
 
-class Batch(NamedTuple):
+class TaskBatch(NamedTuple):
     """Strings of one length L with their answers of length O."""
 
     inputs: np.ndarray  # int64 [B, L]
@@ -49,7 +49,7 @@ class Task:
         """The number of output symbols."""
         return len(self.answer_symbols)
 
-    def sample(self, rng: np.random.Generator, batch_size: int, length: int) -> Batch:
+    def sample(self, rng: np.random.Generator, batch_size: int, length: int) -> TaskBatch:
         """Draw a batch. The generator state alone determines the strings.
 
         Raises ValueError if `length` is below `min_length`.
@@ -62,7 +62,7 @@ class Task:
         mask = np.ones(targets.shape, bool)
         if end:
             mask = np.arange(targets.shape[1]) <= end[0][:, None]
-        return Batch(inputs, targets, mask)
+        return TaskBatch(inputs, targets, mask)
 
 
 TASKS: dict[str, Task] = {}

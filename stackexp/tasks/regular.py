@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from stackexp.tasks.task import task
+from stackexp.tasks.definition import task
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from stackexp.tasks.task import Drawn
+    from stackexp.tasks.definition import Drawn
 
 MODULUS = 5
 

@@ -3,8 +3,7 @@
 from argparse import Namespace
 from pathlib import Path
 
-from stackexp.config.suggestions import suggest_name
-from stackexp.errors import ConfigError
+from stackexp.errors import ConfigError, suggest_name
 from stackexp.verbs.parser import Parser, Verb, at_least, split_names
 
 MEMORIES = (

@@ -59,18 +59,21 @@ class Show(Verb):
 class Explain(Verb):
     """Explain a config key: type, limits, default and meaning; of a section, list the keys.
 
-    Without a key, print the reference of all keys.
+    Without a key, print the reference of all keys. With --config, include the kinds of its plugins.
     """
 
-    usage = "[KEY]"
+    usage = "[KEY] [--config NAME_OR_PATH]"
     examples = ("configs explain model.memory.num_slots", "configs explain > docs/configuration.md")
 
     def add_arguments(self, parser: Parser) -> None:
         parser.add_argument("key", nargs="?", metavar="KEY", help="a key, such as trainer.max_steps, or a section")
+        parser.add_argument("--config", action="append", default=[], metavar="NAME_OR_PATH")
 
     def run(self, args: Namespace) -> int:
-        import stackexp.config.compose  # noqa: F401  (registers the kinds)
+        from stackexp.config.compose import compose  # registers the kinds
         from stackexp.config.reference import explain, format_reference
 
+        if args.config:
+            compose(args.config)  # registers those of plugins
         print(explain(args.key) if args.key else format_reference(), end="\n" if args.key else "")
         return 0

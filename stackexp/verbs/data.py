@@ -20,9 +20,8 @@ import sys
 from typing import Any
 from urllib.parse import urlsplit
 
-from stackexp.config.suggestions import suggest_name
 from stackexp.data import olmo
-from stackexp.errors import RunError
+from stackexp.errors import RunError, suggest_name
 from stackexp.verbs.parser import FIGURE_SUFFIXES, Verb, split_names
 
 SLURM_OPTIONS = ("partition", "account", "qos", "time")

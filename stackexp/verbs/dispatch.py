@@ -12,8 +12,7 @@ import sys
 from collections.abc import Collection
 
 import stackexp
-from stackexp.config.suggestions import suggest_name
-from stackexp.errors import ConfigError, escape, first_line, mask_secrets
+from stackexp.errors import ConfigError, escape, first_line, mask_secrets, suggest_name
 from stackexp.verbs.parser import Parser, Verb
 
 EPILOG = """
@@ -45,7 +44,7 @@ def dispatch(verbs: dict[str, str], argv: list[str] | None = None) -> int:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # before torch is loaded: its warnings are stack traces
     argv = sys.argv[1:] if argv is None else argv
     if TRUST_FLAG in argv:
-        from stackexp.config.plugins import TRUST_VARIABLE
+        from stackexp.config.registry import TRUST_VARIABLE
 
         os.environ[TRUST_VARIABLE] = "1"  # child processes inherit it
         argv = [word for word in argv if word != TRUST_FLAG]

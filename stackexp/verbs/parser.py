@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from stackexp.config.experiment import ExperimentConfig
-from stackexp.config.suggestions import suggest_name
-from stackexp.errors import ConfigError
+from stackexp.errors import ConfigError, suggest_name
 
 FIGURE_SUFFIXES = (".png", ".pdf", ".svg")
 OVERRIDES_HELP = """\

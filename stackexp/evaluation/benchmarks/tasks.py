@@ -8,8 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from stackexp.config.suggestions import suggest_name
-from stackexp.errors import ConfigError, RunError, first_line
+from stackexp.errors import ConfigError, RunError, first_line, suggest_name
 from stackexp.files import read_json_lines
 
 FOLDER = Path(__file__).with_name("tasks")

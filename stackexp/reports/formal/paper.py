@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from stackexp.config.formal_language import get_model_label
+from stackexp.config.data import get_model_label
 from stackexp.tasks import TASKS
 
 MODELS = ("LSTM", "StackRNN", "StackAttn", "Transformer", "StackTrans")

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from stackexp.config.affects import changes_scores, get_default, get_effect
-from stackexp.config.init import InitConfig
+from stackexp.config.experiment import InitConfig
 from stackexp.config.layers import split_overrides
 from stackexp.config.registry import SECTIONS, get_entry, list_kinds
 from stackexp.config.trainer import TrainerConfig

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from stackexp.config.affects import flatten_config
-from stackexp.config.formal_language import get_model_label
+from stackexp.config.data import get_model_label
 from stackexp.errors import RunError
 from stackexp.evaluation.accuracy import compute_scores, format_curves, parse_accuracy
 from stackexp.evaluation.request import EvaluationRequest, Sets, describe_evaluation
