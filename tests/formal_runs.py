@@ -7,7 +7,7 @@ from typing import Any
 import yaml
 
 from stackexp.config.compose import compose, to_dict
-from stackexp.reports.formal.cells import collect_results
+from stackexp.reports.formal.records import collect_results
 from stackexp.reports.formal.tables import build_formal
 from stackexp.reports.report import format_report
 from stackexp.tasks import TASKS

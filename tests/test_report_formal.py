@@ -11,11 +11,17 @@ from formal_runs import ALL_LENGTHS, MODELS, NEAR_LENGTHS, finish, format_formal
 from stackexp.cli import main
 from stackexp.config.data import get_model_label
 from stackexp.errors import RunError
-from stackexp.reports.formal import paper, recipes
-from stackexp.reports.formal.cells import Results, collect_results
+from stackexp.reports.formal import tables
 from stackexp.reports.formal.figures import build_curve
-from stackexp.reports.formal.paper import COLUMNS, find_column
-from stackexp.reports.formal.runs import select_recipe
+from stackexp.reports.formal.records import (
+    COLUMNS,
+    TABLE_1,
+    Results,
+    collect_results,
+    find_column,
+    get_printed_score,
+    select_recipe,
+)
 from stackexp.reports.formal.tables import build_formal
 from stackexp.reports.latex import escape_latex
 from stackexp.reports.report import format_report
@@ -27,16 +33,16 @@ from stackexp.tasks import TASKS
 def runs(tmp_path, monkeypatch) -> Path:
     """The path runs/formal_table in an empty working directory; shipped recipes are not composed."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(recipes, "_compose_recipe", lambda name: None)
+    monkeypatch.setattr(tables, "_compose_recipe", lambda name: None)
     return Path("runs/formal_table")
 
 
 def test_printed_scores_are_those_of_table_1():
-    assert list(paper.TABLE_1) == [task for task in TASKS if task in paper.TABLE_1], "in the order of the table"
-    printed = [paper.get_printed_score("stack_manipulation", column) for column in COLUMNS]
+    assert list(TABLE_1) == [task for task in TASKS if task in TABLE_1], "in the order of the table"
+    printed = [get_printed_score("stack_manipulation", column) for column in COLUMNS]
     assert printed == [0.66, 0.85, 0.93, 0.53, 0.92, 0.92]
-    assert paper.get_printed_score("even_pairs", "StackAttn") is None
-    assert paper.get_printed_score("duplicate_string", "LSTM") is None
+    assert get_printed_score("even_pairs", "StackAttn") is None
+    assert get_printed_score("duplicate_string", "LSTM") is None
 
 
 def test_column_follows_from_the_config(runs):
@@ -68,14 +74,9 @@ def test_cell_has_best_and_median_next_to_the_papers_score(runs):
 
 
 def test_score_covers_the_requested_lengths(runs):
-    finish(write_run(runs / "a", "LSTM", "even_pairs"), beyond=0.5, up_to_100=0.9)
-    assert read_row(format_formal(runs, NEAR_LENGTHS), "even_pairs")["LSTM"] == "0.90↓ / 0.90 (1)"
-    mean = (60 * 0.9 + 400 * 0.5) / 460
-    assert read_row(format_formal(runs), "even_pairs")["LSTM"] == f"{mean:.2f}↓ / {mean:.2f} (1)"
-
-
-def test_score_is_interpolated_between_tested_lengths(runs):
+    """Accuracy is interpolated between the tested lengths: here it falls from 95 to 104."""
     finish(write_run(runs / "a", "LSTM", "even_pairs"), beyond=0.5, up_to_100=0.9, stride=9)
+    assert read_row(format_formal(runs, NEAR_LENGTHS), "even_pairs")["LSTM"] == "0.89↓ / 0.89 (1)"
     (run,) = collect_results([runs], ALL_LENGTHS).runs
     falling = [0.5 + 0.4 * share / 9 for share in range(8, 0, -1)]  # at 96 to 103
     expected = (55 * 0.9 + sum(falling) + 397 * 0.5) / 460
@@ -127,23 +128,13 @@ def test_recipe_ignores_execution_and_thoroughness(runs):
     other = write_run(runs / "b", "LSTM", "odds_first", *execution, seed=1)
     finish(other, beyond=0.7, stride=9, sequences=64)
     old = finish(write_run(runs / "c", "LSTM", "odds_first", seed=2), beyond=0.6) / "config.yaml"
-    text = old.read_text()
-    old.write_text(text.replace("  z_loss: 0.0\n", "").replace("  spike_threshold: 6.0\n", ""))
-    assert text != old.read_text()
+    tree = yaml.safe_load(old.read_text())
+    assert tree.pop("init") == {"weights": None, "memory": "default", "skip": []}
+    assert (tree["trainer"].pop("z_loss"), tree["trainer"].pop("spike_threshold")) == (0.0, 6.0)
+    old.write_text(yaml.safe_dump(tree))
     report = format_formal(runs)
     assert read_row(report, "odds_first")["LSTM"] == "**0.70** / 0.60 (3)†"
     assert "- † tested less than others: one length in 9, 64 strings each (LSTM: odds_first)" in report
-
-
-def test_runs_from_before_the_section_init_have_its_defaults(runs):
-    finish(write_run(runs / "new", "LSTM", "odds_first"), beyond=0.7)
-    old = finish(write_run(runs / "old", "LSTM", "odds_first", seed=1), beyond=0.5) / "config.yaml"
-    tree = yaml.safe_load(old.read_text())
-    assert tree.pop("init") == {"weights": None, "memory": "default", "skip": []}
-    old.write_text(yaml.safe_dump(tree))
-    text = format_formal(runs)
-    assert read_row(text, "odds_first")["LSTM"] == "**0.70** / 0.60 (2)"
-    assert "init." not in text
 
 
 def test_more_thorough_test_counts_then_the_later_run(runs):
@@ -172,14 +163,37 @@ def test_test_of_another_checkpoint_or_config_is_skipped(runs):
     assert f"- skipped, test of another checkpoint, or with overrides that change more than the test: {names}\n" in text
 
 
-def test_damaged_result_is_an_error(runs):
-    run = write_run(runs / "a", "LSTM", "even_pairs")
-    (run / "result.json").write_text('{"steps": 3}')
-    with pytest.raises(RunError, match=r"a/result.json: 'accuracy' is missing; test the run again: python -m stackexp"):
+@pytest.mark.parametrize("file", ["result.json", "test.json"])
+@pytest.mark.parametrize("text", ['{"steps": 3}', '{"accuracy": [], "length_stride": 1}', '{"accuracy": {"41": null}}'])
+def test_damaged_results_are_one_line(runs, file, text):
+    (finish(write_run(runs / "a", "LSTM", "even_pairs"), beyond=1.0) / file).write_text(text)
+    with pytest.raises(RunError, match=rf"a/{file}: .*; test the run again: python -m stackexp test --run "):
         collect_results([runs], ALL_LENGTHS)
 
 
-def test_unfinished_runs_are_marked_and_resumed(runs):
+def test_every_test_of_the_final_weights_counts(runs):
+    """`test` writes another file if test.json is more thorough but shorter."""
+    run = finish(write_run(runs / "a", "LSTM", "even_pairs"), beyond=0.5, stride=27)
+    finish(run, beyond=0.6, file="test.json", longest=100)
+    finish(run, beyond=0.75, file="test-to-500-every-9-of-512.json", stride=9)
+    assert read_row(format_formal(runs), "even_pairs")["LSTM"] == "0.75↓ / 0.75 (1)"
+    assert read_row(format_formal(runs, NEAR_LENGTHS), "even_pairs")["LSTM"] == "0.60↓ / 0.60 (1)"
+
+
+def test_a_test_of_short_strings_covers_no_long_range(runs):
+    finish(write_run(runs / "a", "LSTM", "even_pairs"), beyond=1.0, stride=460)
+    with pytest.raises(RunError, match="no finished run on a formal language"):
+        collect_results([runs], ALL_LENGTHS)
+
+
+def test_training_on_the_tested_lengths_is_noted(runs):
+    overrides = ("data.max_length=60", "data.validation_max_length=80")
+    finish(write_run(runs / "60", "LSTM", "even_pairs", *overrides), beyond=1.0)
+    finish(write_run(runs / "40", "StackRNN", "even_pairs"), beyond=1.0)
+    assert "trained on lengths that the score includes, 41 and more: LSTM: even_pairs\n" in format_formal(runs)
+
+
+def test_unfinished_runs_are_marked(runs):
     finish(write_run(runs / "a", "LSTM", "even_pairs"), beyond=1.0)
     line = {"step": 300, "tokens": 1, "train/loss": 2.0}
     for model, seed in (("LSTM", 1), ("StackRNN", 0)):
@@ -189,22 +203,17 @@ def test_unfinished_runs_are_marked_and_resumed(runs):
     text = format_formal(runs)
     assert read_row(text, "even_pairs")["LSTM"] == "**1.00** / 1.00 (1)‡"
     assert read_row(text, "even_pairs")["StackRNN"] == "missing‡"
-    assert "LSTM even_pairs: runs/formal_table/LSTM1 (at step 300 of 10,000)" in text
-    assert "- `python -m stackexp fit --run runs/formal_table/LSTM1` finishes LSTM: even_pairs\n" in text
-    assert f"`python -m stackexp test --run {near} data.eval_max_length=500`" in text
+    assert "runs/formal_table/LSTM1 (at step 300 of 10,000)" in text
+    assert f"{near} (not tested over these lengths)" in text
+    assert text.endswith("- `python -m stackexp sweep run formal_table` fills missing cells and finishes its runs")
     finish(runs / "StackRNN0", beyond=0.5, file="test.json")
     assert read_row(format_formal(runs), "even_pairs")["StackRNN"] == "0.50↓ / 0.50 (1)‡", "tested before its end"
-
-
-def test_missing_cells_are_filled_by_the_shipped_sweep(runs):
-    finish(write_run(runs / "a", "LSTM", "even_pairs"), beyond=0.5)
-    assert format_formal(runs).endswith("- `python -m stackexp sweep run formal_table` fills the missing cells")
 
 
 def test_recipes_are_named_by_the_shipped_config_and_listed_once(runs, monkeypatch):
     finish(write_run(runs / "shipped", "LSTM", "odds_first"), beyond=0.5)
     (shipped,) = collect_results([runs], ALL_LENGTHS).runs
-    monkeypatch.setattr(recipes, "_compose_recipe", lambda name: select_recipe(shipped.config))
+    monkeypatch.setattr(tables, "_compose_recipe", lambda name: select_recipe(shipped.config))
     few = ["optimizer.lr=0.01", "trainer.gradient_clip_val=null"]
     many = [*few, "model.num_layers=2", "optimizer.beta1=0.8", "data.max_length=20"]
     for task, overrides in {"parity_check": few, "bucket_sort": many, "even_pairs": []}.items():
@@ -212,7 +221,7 @@ def test_recipes_are_named_by_the_shipped_config_and_listed_once(runs, monkeypat
     lines = format_formal(runs).split("**Recipes**\n\n")[1].split("\n\n")[0].splitlines()
     assert [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if "LSTM" in line] == [
         ["LSTM", "even_pairs, odds_first", "10,000", "`formal/lstm`"],  # the sizes of the task are no differences
-        ["LSTM", "parity_check", "10,000", "`formal/lstm trainer.gradient_clip_val=null optimizer.lr=0.01`"],
+        ["LSTM", "parity_check", "10,000", "`formal/lstm optimizer.lr=0.01 trainer.gradient_clip_val=null`"],
         ["LSTM", "bucket_sort", "10,000", "`runs/formal_table/bucket_sort/config.yaml`"],
     ]
 
@@ -261,7 +270,8 @@ def test_latex_is_escaped(report):
     collapsed = " ".join(text.split())
     assert r"even\_pairs & 0.52$\downarrow$ / 0.49 (2)$\ddagger$ & 1.00 &" in collapsed
     assert r"& \textbf{0.78} / 0.75 (2) & 0.49 &" in collapsed
-    assert "% `python -m stackexp fit --run 'runs/formal_table/begun~^{x}'` finishes LSTM: even_pairs" in text
+    assert "% `python -m stackexp sweep run formal_table` fills" in text
+    assert r"begun\textasciitilde{}\textasciicircum{}\{x\} (at step 0" in text
     assert escape_latex(r"50% a_b `x/y_z` \ ~^ ↓") == (
         r"50\% a\_b \texttt{x/\allowbreak{}y\_\allowbreak{}z} \textbackslash{} "
         r"\textasciitilde{}\textasciicircum{} $\downarrow$"
@@ -283,10 +293,9 @@ def test_verb_writes_the_requested_files(report, runs, tmp_path, capsys):
     lines = list(csv.DictReader((tmp_path / "runs.csv").open()))
     assert len(lines) == 3 * 6 * 2 + 1
     line = next(line for line in lines if line["model"] == "StackTrans" and line["task"] == "bucket_sort")
-    assert (line["seed"], line["axis"], line["read"], line["paper"]) == ("0", "time", "top", "0.89")
-    assert (line["positional"], line["attention_window"], line["num_layers"]) == ("none", "", "5")
+    assert (line["seed"], line["model.memory.axis"], line["paper"]) == ("0", "time", "0.89")
     assert float(line["score_41_100"]) == pytest.approx(0.95)
     assert float(line["score_41_500"]) == pytest.approx((60 * 0.95 + 400 * 0.8) / 460)
     assert float(line["score_41_200"]) == pytest.approx((60 * 0.95 + 100 * 0.8) / 160)
     started = next(line for line in lines if line["finished"] == "False")
-    assert (started["score_41_500"], started["steps"], started["max_steps"]) == ("", "0", "10000")
+    assert (started["score_41_500"], started["steps"], started["trainer.max_steps"]) == ("", "0", "10000")

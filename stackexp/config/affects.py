@@ -39,6 +39,12 @@ def changes_scores(options: FlatConfig, key: str) -> bool:
     return is_architecture or (field is not None and field.metadata.get("changes_scores", False))
 
 
+def is_default(options: FlatConfig, key: str) -> bool:
+    """Return True if `options` has the default value of `key`."""
+    field = _find_field(options, key)
+    return field is not None and field.name == key.rpartition(".")[2] and options[key] == get_default(field)
+
+
 def select_options(options: FlatConfig, which: Collection[str]) -> dict[str, Any]:
     """Return the options that affect one of `which`."""
     return {key: value for key, value in options.items() if get_effect(options, key) in which}

@@ -11,6 +11,8 @@ from stackexp.tables import format_table
 
 Accuracy = Mapping[int, float]
 """Accuracy by string length."""
+Lengths = tuple[int, int]
+"""First and last string length of a range."""
 
 NEAR_END = 100
 """The end of the shorter of the two ranges that scores are averaged over."""
@@ -20,27 +22,29 @@ PLOT_WIDTH, PLOT_HEIGHT = 64, 10
 """Characters and lines of the text plot."""
 
 
-def get_ranges(data: FormalLanguageConfig) -> list[tuple[int, int]]:
-    """Return the ranges of lengths (first, last) that scores are averaged over: 41..100 and 41..500 by default."""
+def get_ranges(data: FormalLanguageConfig) -> list[Lengths]:
+    """Return the ranges of lengths that scores are averaged over: 41..100 and 41..500 by default."""
     first, last = data.max_length + 1, data.eval_max_length
     return [(first, end) for end in dict.fromkeys([NEAR_END, last]) if first <= end <= last]
 
 
-def compute_scores(data: FormalLanguageConfig, accuracy: Accuracy) -> dict[str, float]:
-    """Return the mean accuracy over all lengths of each range, as `score_41_100` and so on.
+def average_accuracy(accuracy: Accuracy, lengths: Lengths) -> float:
+    """Return the mean accuracy over all lengths of a range.
 
     Lengths that were not tested are interpolated linearly. The plain mean over tested lengths 41, 68, ..., 500 would
     weight the shortest ones too much, and overestimate an accuracy that falls with the length.
     """
     tested = sorted(accuracy)
-    values = [accuracy[n] for n in tested]
-    return {
-        f"score_{first}_{end}": float(np.interp(np.arange(first, end + 1), tested, values).mean())
-        for first, end in get_ranges(data)
-    }
+    all_lengths = np.arange(lengths[0], lengths[1] + 1)
+    return float(np.interp(all_lengths, tested, [accuracy[n] for n in tested]).mean())
 
 
-def parse_accuracy(record: dict[str, Any]) -> dict[int, float]:
+def compute_scores(data: FormalLanguageConfig, accuracy: Accuracy) -> dict[str, float]:
+    """Return the mean accuracy over each range, as `score_41_100` and so on."""
+    return {f"score_{first}_{end}": average_accuracy(accuracy, (first, end)) for first, end in get_ranges(data)}
+
+
+def parse_accuracy(record: Mapping[str, Any]) -> dict[int, float]:
     """Return the accuracy by length of a result.json or test.json."""
     return {int(length): value for length, value in record["accuracy"].items()}
 

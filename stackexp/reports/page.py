@@ -14,7 +14,7 @@ from stackexp.reports.benchmarks import build_benchmarks
 from stackexp.reports.dynamics import build_dynamics
 from stackexp.reports.efficiency import build_efficiency, read_record
 from stackexp.reports.figures import save_figure
-from stackexp.reports.formal.cells import collect_results
+from stackexp.reports.formal.records import collect_results
 from stackexp.reports.formal.tables import build_formal
 from stackexp.reports.grid import build_grid
 from stackexp.reports.missing_runs import find_sweeps

@@ -75,8 +75,8 @@ class Formal(Verb):
         lengths = _parse_lengths(args)
         args.parser.check_output("--curves", args.curves, FIGURE_SUFFIXES)
         from stackexp.reports.figures import save_figure
-        from stackexp.reports.formal.cells import collect_results
         from stackexp.reports.formal.figures import draw_curves
+        from stackexp.reports.formal.records import collect_results
         from stackexp.reports.formal.tables import build_formal
         from stackexp.reports.report import Report
 

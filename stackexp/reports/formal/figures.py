@@ -1,12 +1,10 @@
 """Figures of the formal-language table: bars like the paper's, and accuracy against length."""
 
 import statistics
-from collections.abc import Sequence
 from typing import Any
 
 from stackexp.reports.figures import new_figure
-from stackexp.reports.formal.cells import Cell, Results
-from stackexp.reports.formal.paper import CLASSES, COLUMNS, DEPTH
+from stackexp.reports.formal.records import CLASSES, COLUMNS, DEPTH, Cell, Results
 from stackexp.tasks import TASKS
 
 COLORS = {
@@ -24,52 +22,46 @@ BAR_WIDTH = 0.84 / len(COLUMNS)
 def draw_bars(results: Results) -> Any:
     """Draw the best score of each model and task, a dot for the median over seeds, a line for the paper's score."""
     from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
 
     figure: Any = Figure(figsize=(11, 6.4), layout="constrained")
     top, bottom = figure.subfigures(2, 1, height_ratios=(1, 1), hspace=0.04)
     panels = [*top.subplots(1, 2, sharey=True), bottom.subplots()]
+    handles: dict[str, Any] = {}
     for axes, (name, tasks) in zip(panels, CLASSES.items(), strict=True):
-        _draw_class(results, axes, tasks)
+        for i, task in enumerate(tasks):
+            for j, column in enumerate(COLUMNS):
+                if (cell := results.cells[task, column]).scores:
+                    x = i + (j - (len(COLUMNS) - 1) / 2) * BAR_WIDTH
+                    handles.setdefault(column, _draw_bar(axes, cell, x))
+            axes.hlines(_guess_accuracy(task), i - 0.46, i + 0.46, color="black", linestyle=":", linewidth=0.9)
+        labels = [task.replace("_", "\n", 1).replace("_", " ") for task in tasks]
+        axes.set_xticks(range(len(tasks)), labels, fontsize=8.5)
+        axes.set(xlim=(-0.5, len(tasks) - 0.5), ylim=(0, 1.04))
+        axes.tick_params(axis="x", length=0)
+        axes.grid(axis="y", alpha=0.3)
+        axes.set_axisbelow(True)
+        axes.spines[["top", "right"]].set_visible(False)
         axes.set_title(name.capitalize(), fontsize=10)
     first, last = results.lengths
     for axes in (panels[0], panels[2]):
         axes.set_ylabel(f"Accuracy on lengths {first} to {last}")
-    figure.legend(*_build_legend(), loc="outside lower center", ncols=len(COLUMNS) + 3, fontsize=8, frameon=False)
+    handles = {column: handles[column] for column in COLUMNS if column in handles}
+    handles["median over seeds"] = Line2D([], [], marker=".", linestyle="", color="black")
+    handles["paper"] = Line2D([], [], color="black", linewidth=1.4)
+    handles["uniform guess"] = Line2D([], [], color="black", linestyle=":", linewidth=0.9)
+    legend = {"loc": "outside lower center", "ncols": len(handles), "fontsize": 8, "frameon": False}
+    figure.legend(handles.values(), handles.keys(), **legend)
     return figure
 
 
-def _draw_class(results: Results, axes: Any, tasks: Sequence[str]) -> None:
-    for i, task in enumerate(tasks):
-        for j, column in enumerate(COLUMNS):
-            _draw_bar(axes, results.cells[task, column], i + (j - (len(COLUMNS) - 1) / 2) * BAR_WIDTH)
-    for i, task in enumerate(tasks):
-        axes.hlines(_guess_accuracy(task), i - 0.46, i + 0.46, color="black", linestyle=":", linewidth=0.9, zorder=3)
-    axes.set_xticks(range(len(tasks)), [task.replace("_", "\n", 1).replace("_", " ") for task in tasks], fontsize=8.5)
-    axes.set(xlim=(-0.5, len(tasks) - 0.5), ylim=(0, 1.04))
-    axes.tick_params(axis="x", length=0)
-    axes.grid(axis="y", alpha=0.3)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
-
-
-def _draw_bar(axes: Any, cell: Cell, x: float) -> None:
-    color = COLORS[cell.column]
-    if cell.scores:
-        axes.bar(x, max(cell.scores), BAR_WIDTH * 0.92, color=color)
-        axes.plot(x, statistics.median(cell.scores), ".", color="black", markersize=4)
-    if cell.paper is not None:  # in the model's color where its bar is missing
-        line_color = "black" if cell.scores else color
-        axes.hlines(cell.paper, x - BAR_WIDTH * 0.42, x + BAR_WIDTH * 0.42, color=line_color, linewidth=1.4)
-
-
-def _build_legend() -> tuple[list[Any], list[str]]:
-    from matplotlib.lines import Line2D
-    from matplotlib.patches import Patch
-
-    handles: list[Any] = [Patch(color=COLORS[column]) for column in COLUMNS]
-    handles += [Line2D([], [], marker=".", linestyle="", color="black"), Line2D([], [], color="black", linewidth=1.3)]
-    handles.append(Line2D([], [], color="black", linestyle=":", linewidth=0.9))
-    return handles, [*COLUMNS, "median over seeds", "paper", "uniform guess"]
+def _draw_bar(axes: Any, cell: Cell, x: float) -> Any:
+    """Draw the scores of a cell, and the paper's if it prints one. Return the bar for the legend."""
+    bar = axes.bar(x, max(cell.scores), BAR_WIDTH * 0.92, color=COLORS[cell.column])
+    axes.plot(x, statistics.median(cell.scores), ".", color="black", markersize=4)
+    if cell.paper is not None:
+        axes.hlines(cell.paper, x - BAR_WIDTH * 0.42, x + BAR_WIDTH * 0.42, color="black", linewidth=1.4)
+    return bar
 
 
 def draw_curves(results: Results) -> Any:

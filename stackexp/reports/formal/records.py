@@ -1,41 +1,362 @@
-"""The formal-language runs for other programs: one CSV record per run."""
+"""Collect runs on formal languages as the cells of the paper's Table 1: for each task and model its best recipe."""
 
-from stackexp.reports.formal.cells import Results
-from stackexp.reports.formal.recipes import name_recipe
-from stackexp.reports.formal.runs import FormalRun, Lengths
+import json
+import math
+import shlex
+import statistics
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from stackexp.config.affects import changes_scores, get_effect, is_default
+from stackexp.config.data import get_model_label
+from stackexp.config.layers import split_overrides
+from stackexp.errors import ConfigError, RunError
+from stackexp.evaluation.accuracy import Lengths, average_accuracy, parse_accuracy
+from stackexp.files import read_json
+from stackexp.reports.summaries import find_runs, list_tests
+from stackexp.runs import RunFolder
+from stackexp.sweeps.trials import read_tail
 from stackexp.tasks import TASKS
 
-MEMORY_OPTIONS = (
-    *("axis", "read", "read_mask", "feedback", "feedback_activation", "num_slots", "eval_num_slots"),
-    *("feedback_hidden_size", "action_sharpness", "action_noise", "action_noise_warmup_steps", "entropy_weight"),
-)
-MODEL_OPTIONS = ("num_layers", "positional", "attention_window", "attention_log_base")
-DATA_OPTIONS = (
-    *("max_length", "curriculum_start", "curriculum_steps", "batch_size", "longest_fraction", "label_smoothing"),
-)
-RANGES: tuple[Lengths, ...] = ((41, 100), (41, 500))
-"""The CSV has scores over these lengths and over those of the table."""
+Options = Mapping[str, Any]
+"""Full config key -> value."""
+
+# The paper's table
+
+MODELS = ("LSTM", "StackRNN", "StackAttn", "Transformer", "StackTrans")
+DEPTH = "StackTrans depth"
+COLUMNS = {
+    "LSTM": "lstm",
+    "StackRNN": "stack_rnn",
+    "StackAttn": "stack_attention",
+    "Transformer": "transformer",
+    "StackTrans": "stacktrans",
+    DEPTH: "stacktrans-depth",
+}
+"""Column of our table -> model label: the paper's models, and a separate column for StackTrans on the depth axis.
+
+The shipped config of a column is `formal/<label>`. StackTrans has one for each task in a folder of that name.
+"""
+
+CLASSES: dict[str, list[str]] = {}
+"""Class in the Chomsky hierarchy (Deletang et al. 2023, table 1) -> its tasks, in the order of the table."""
+for _task in TASKS.values():
+    CLASSES.setdefault(_task.chomsky_class, []).append(_task.name)
+
+TABLE_1: dict[str, tuple[float | None, ...]] = {
+    "even_pairs": (1.00, 1.00, None, 0.49, 1.00),
+    "parity_check": (1.00, 1.00, None, 0.50, 1.00),
+    "cycle_navigation": (0.89, 1.00, None, 0.20, 1.00),
+    "stack_manipulation": (0.66, 0.85, 0.93, 0.53, 0.92),
+    "reverse_string": (0.71, 0.80, 1.00, 0.55, 1.00),
+    "modular_arithmetic_brackets": (0.43, 0.42, 0.30, 0.30, 0.60),
+    "missing_duplicate": (0.68, 0.67, None, 0.53, 1.00),
+    "odds_first": (0.60, 0.55, None, 0.51, 0.53),
+    "binary_addition": (0.56, 0.51, None, 0.48, 0.48),
+    "binary_multiplication": (0.56, 0.53, None, 0.50, 0.48),
+    "compute_sqrt": (0.64, 0.63, None, 0.51, 0.57),
+    "bucket_sort": (0.79, 0.75, None, 0.79, 0.89),
+}
+"""Table 1 of arXiv 2507.15343: task -> accuracy of each of MODELS, best seed, on strings longer than in training.
+
+It has two decimals, lacks modular_arithmetic, solve_equation and duplicate_string, and has StackAttn on three tasks.
+"""
+ENOUGH_SEEDS = 3
+"""Recipes with this many seeds are compared by their median."""
 
 
-def build_records(results: Results) -> list[dict[str, object]]:
-    """Return a record for each run found, also without scores; `in_table` is True if it counts in a cell."""
-    cells = list(results.cells)
-    runs = sorted(results.runs, key=lambda run: (cells.index((run.task, run.column)), run.seed, str(run.path)))
-    return [_build_record(results, run) for run in runs]
+def get_printed_score(task: str, column: str) -> float | None:
+    """Return the paper's score, or None. The depth axis is compared with the paper's StackTrans."""
+    model = "StackTrans" if column == DEPTH else column
+    return dict(zip(MODELS, TABLE_1.get(task, ()), strict=False)).get(model)
 
 
-def _build_record(results: Results, run: FormalRun) -> dict[str, object]:
-    cell, config, evaluation = results.cells[run.task, run.column], run.config, run.evaluation
-    sections = {"model.memory": MEMORY_OPTIONS, "model": MODEL_OPTIONS, "data": DATA_OPTIONS}
-    scores = {f"score_{a}_{b}": run.compute_score((a, b)) for a, b in dict.fromkeys((*RANGES, results.lengths))}
-    return {
-        **{"task": run.task, "class": TASKS[run.task].chomsky_class, "model": run.column, "seed": run.seed},
-        **{key: config.get(f"{section}.{key}") for section, keys in sections.items() for key in keys},
-        **{"lr": config["optimizer.lr"], "steps": run.step, "max_steps": config["trainer.max_steps"]},
-        **{key: run.result.get(key) for key in ("parameters", "memory_parameters", "train_accuracy")},
-        **{"validation_accuracy": run.validation_accuracy, **scores, "paper": cell.paper},
-        "sequences_per_length": evaluation and evaluation.sequences,
-        "length_stride": evaluation and evaluation.stride,
-        "tested_in": evaluation and evaluation.file,
-        **{"finished": run.is_finished, "in_table": run in cell.runs, "recipe": name_recipe(run), "run": str(run.path)},
-    }
+def find_column(config: Options) -> str | None:
+    """Return the column of a run, or None if the table has none for its model."""
+    label = get_model_label(config)
+    return next((column for column in COLUMNS if COLUMNS[column] == label), None)
+
+
+# Runs
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The accuracy at each tested length: `sequences` strings of every `stride`-th length.
+
+    Raises RunError for a damaged file.
+    """
+
+    path: Path
+    accuracy: dict[int, float]
+    sequences: int
+    stride: int
+
+    @classmethod
+    def read(cls, path: Path, record: Mapping[str, Any]) -> "Evaluation":
+        """Build the evaluation from a result.json or a file of `test`."""
+        try:
+            accuracy = {length: float(value) for length, value in sorted(parse_accuracy(record).items())}
+            return cls(path, accuracy, record["sequences_per_length"], record["length_stride"])
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            reason = f"{error} is missing" if isinstance(error, KeyError) else f"not a file of `test` ({error})"
+            command = f"python -m stackexp test --run {shlex.quote(str(path.parent))}"
+            raise RunError(f"{path}: {reason}; test the run again: {command}") from error
+
+    def select_lengths(self, lengths: Lengths) -> list[int]:
+        """Return the tested lengths in a range."""
+        return [length for length in self.accuracy if lengths[0] <= length <= lengths[1]]
+
+    def covers(self, lengths: Lengths) -> bool:
+        """Return True if every length of the range is near a tested one: less than a stride, and half of the range."""
+        tested, limit = self.select_lengths(lengths), min(self.stride, (lengths[1] - lengths[0]) // 2 + 1)
+        return bool(tested) and min(tested) - lengths[0] < limit and lengths[1] - max(tested) < limit
+
+    def count_strings(self, lengths: Lengths) -> int:
+        """Return how many strings were tested in a range."""
+        return len(self.select_lengths(lengths)) * self.sequences
+
+
+@dataclass(frozen=True)
+class FormalRun:
+    """A run on a formal language. `result` is empty for an unfinished run.
+
+    `evaluations` come from result.json, test.json and test-to-*.json; `unused` are such files of another checkpoint, or
+    made with overrides that change more than the test.
+    """
+
+    path: Path
+    config: Options
+    column: str
+    result: Mapping[str, Any]
+    step: int
+    evaluations: tuple[Evaluation, ...]
+    unused: tuple[Path, ...]
+
+    @property
+    def task(self) -> str:
+        """The name of the task."""
+        return self.config["data.task"]
+
+    @property
+    def seed(self) -> int:
+        """The seed of the run."""
+        return self.config["seed"]
+
+    @property
+    def is_finished(self) -> bool:
+        """True if the run has a result."""
+        return bool(self.result)
+
+    @cached_property
+    def recipe(self) -> Options:
+        """The options that runs of one recipe share."""
+        return select_recipe(self.config)
+
+    def find_evaluation(self, lengths: Lengths) -> Evaluation | None:
+        """Return the most thorough evaluation that covers the range; result.json wins a tie."""
+        covering = [evaluation for evaluation in self.evaluations if evaluation.covers(lengths)]
+        return max(covering, key=lambda evaluation: evaluation.count_strings(lengths), default=None)
+
+    def compute_score(self, lengths: Lengths) -> float | None:
+        """Return the mean accuracy over a range of lengths, or None if it was not tested."""
+        evaluation = self.find_evaluation(lengths)
+        return average_accuracy(evaluation.accuracy, lengths) if evaluation else None
+
+
+def is_in_recipe(options: Options, key: str) -> bool:
+    """Return True if runs of one recipe must have equal values of `key`, unlike their seed and options of the test."""
+    return key != "seed" and (get_effect(options, key) in ("training", "continuation") or changes_scores(options, key))
+
+
+def select_recipe(options: Options) -> Options:
+    """Return the options that runs of one recipe share, without defaults: runs may be older than an option."""
+    return {k: value for k, value in options.items() if is_in_recipe(options, k) and not is_default(options, k)}
+
+
+def read_run(folder: RunFolder, config: Options, column: str) -> FormalRun:
+    """Read a run folder. Raises RunError for a damaged result.json or file of `test`."""
+    result = folder.read_result().to_dict() if folder.is_finished else {}
+    evaluations = [Evaluation.read(folder.result, result)] if result else []
+    unused = []
+    for path in list_tests(folder):
+        test = read_json(path)
+        if not isinstance(test, dict):
+            raise RunError(f"{path}: not a file of `test`; move it elsewhere")
+        if _is_same_run(test, result, config):
+            evaluations.append(Evaluation.read(path, test))
+        else:
+            unused.append(path)
+    step = result["steps"] if result else max((line.get("step", 0) for line in read_tail(folder.metrics)), default=0)
+    return FormalRun(folder.path, config, column, result, step, tuple(evaluations), tuple(unused))
+
+
+def _is_same_run(test: Mapping[str, Any], result: Mapping[str, Any], config: Options) -> bool:
+    """Return True if a test used the checkpoint that the run itself tested, and overrides only options of the test."""
+    keys = [key for key, *_ in split_overrides(test.get("overrides", []))]
+    tested_step = result.get("tested_step", result["steps"]) if result else test.get("step")
+    return not any(is_in_recipe(config, key) for key in keys) and test.get("step", tested_step) == tested_step
+
+
+# Cells
+
+
+@dataclass(frozen=True)
+class Cell:
+    """The scored runs of one recipe, one for each seed.
+
+    `pending` are runs of the recipe that are unfinished or not tested over the lengths, `duplicates` repeat a seed, and
+    `other_recipes` were not chosen.
+    """
+
+    task: str
+    column: str
+    lengths: Lengths
+    runs: list[FormalRun] = field(default_factory=list)
+    pending: list[FormalRun] = field(default_factory=list)
+    duplicates: list[FormalRun] = field(default_factory=list)
+    other_recipes: list[list[FormalRun]] = field(default_factory=list)
+
+    @cached_property
+    def scores(self) -> list[float]:
+        """The scores of the runs."""
+        return [score for run in self.runs if (score := run.compute_score(self.lengths)) is not None]
+
+    @cached_property
+    def evaluations(self) -> list[Evaluation]:
+        """The evaluations that the scores come from."""
+        return [evaluation for run in self.runs if (evaluation := run.find_evaluation(self.lengths))]
+
+    @property
+    def paper(self) -> float | None:
+        """The paper's score."""
+        return get_printed_score(self.task, self.column)
+
+    @property
+    def reaches_paper(self) -> bool | None:
+        """True if our best score, rounded to two decimals, is at least the paper's; None if one is missing."""
+        return round(max(self.scores), 2) >= self.paper if self.scores and self.paper is not None else None
+
+    @property
+    def unfinished(self) -> list[FormalRun]:
+        """The runs of the recipe that are unfinished or not tested over the lengths."""
+        return [*self.pending, *(run for run in self.runs if not run.is_finished)]
+
+
+@dataclass(frozen=True)
+class Results:
+    """The cells by (task, column), all runs that were found, and notes about skipped folders and files."""
+
+    lengths: Lengths
+    runs: list[FormalRun]
+    cells: dict[tuple[str, str], Cell]
+    skipped: list[str]
+
+    @cached_property
+    def finest(self) -> Evaluation:
+        """The most thorough evaluation in the table."""
+        evaluations = [evaluation for cell in self.cells.values() for evaluation in cell.evaluations]
+        return max(evaluations, key=lambda evaluation: evaluation.count_strings(self.lengths))
+
+    def find_coarse(self, cell: Cell) -> list[Evaluation]:
+        """Return the evaluations of a cell that are less thorough than others in the table."""
+        most = self.finest.count_strings(self.lengths)
+        return [evaluation for evaluation in cell.evaluations if evaluation.count_strings(self.lengths) < most]
+
+
+def collect_results(paths: Sequence[Path | str], lengths: Lengths) -> Results:
+    """Build the table of the runs in these folders.
+
+    Raises RunError for a folder without runs, and if no run is finished and tested over the lengths.
+    """
+    runs, skipped = [], defaultdict(list)
+    folders = find_runs(paths)
+    for path in paths:
+        if not any(folder.path.resolve().is_relative_to(Path(path).resolve()) for folder in folders):
+            raise RunError(f"{path}: no run folder in it or below; give runs/<name>/<id>, or a folder of run folders")
+    for folder in folders:
+        try:
+            config = folder.read_options()
+        except (ConfigError, RunError) as error:
+            skipped[str(error)].append(folder.path)
+            continue
+        if config.get("data.kind") != "formal_language":
+            skipped["not a formal language"].append(folder.path)
+        elif column := find_column(config):
+            runs.append(read_run(folder, config, column))
+        else:
+            skipped["the table has no column for this model"].append(folder.path)
+    if unused := [path for run in runs for path in run.unused]:
+        skipped["test of another checkpoint, or with overrides that change more than the test"] = unused
+    notes = [f"skipped, {reason}: {_join_paths(found)}" for reason, found in skipped.items()]
+    groups = defaultdict(list)
+    for run in runs:
+        groups[run.task, run.column].append(run)
+    keys = [(task, column) for task in TASKS for column in COLUMNS]
+    cells = {key: _build_cell(*key, lengths, groups[key]) for key in keys}
+    if not any(cell.scores for cell in cells.values()):
+        unscored = f"{len(runs)} runs are unfinished or not tested over {lengths[0]}..{lengths[1]}"
+        raise RunError(
+            f"{_join_paths(paths)}: no finished run on a formal language ({'; '.join([unscored, *notes])}); finish or "
+            "test one"
+        )
+    return Results(lengths, runs, cells, notes)
+
+
+def _build_cell(task: str, column: str, lengths: Lengths, runs: list[FormalRun]) -> Cell:
+    """Choose the recipe of a cell by its results on validation strings, never by its test score.
+
+    The criteria, in this order: at least three seeds, the best median validation accuracy, the lowest median validation
+    loss (which separates recipes without errors), more seeds, fewer steps. If a seed has several runs, the more
+    thoroughly tested one counts, then the later one.
+    """
+    recipes: dict[str, list[FormalRun]] = defaultdict(list)
+    for run in runs:
+        recipes[json.dumps(run.recipe, sort_keys=True, default=str)].append(run)
+    if not recipes:
+        return Cell(task, column, lengths)
+    order = sorted(recipes, key=lambda recipe: (*_rank(recipes[recipe], lengths), recipe))
+    chosen = recipes[order[0]]
+    scored = [(run, evaluation) for run in chosen if (evaluation := run.find_evaluation(lengths))]
+    by_seed: dict[int, FormalRun] = {}
+    for run, _ in sorted(scored, key=lambda item: (item[0].seed, item[0].is_finished, item[1].count_strings(lengths))):
+        by_seed[run.seed] = run
+    return Cell(
+        task,
+        column,
+        lengths,
+        runs=list(by_seed.values()),
+        pending=[run for run in chosen if not run.find_evaluation(lengths) and run.seed not in by_seed],
+        duplicates=[run for run, _ in scored if run is not by_seed[run.seed]],
+        other_recipes=[recipes[recipe] for recipe in order[1:]],
+    )
+
+
+def _rank(runs: list[FormalRun], lengths: Lengths) -> tuple[int, float, float, int, int]:
+    """Return the sort key of a recipe, the lowest for the best."""
+    scored = [run for run in runs if run.find_evaluation(lengths)]
+    seeds = len({run.seed for run in scored})
+    accuracy, loss = (compute_median(scored, key) for key in ("validation_accuracy", "validation_loss"))
+    return (
+        -min(seeds, ENOUGH_SEEDS),
+        1.0 if accuracy is None else -accuracy,
+        math.inf if loss is None else loss,
+        -seeds,
+        max(run.step for run in runs),
+    )
+
+
+def compute_median(runs: list[FormalRun], key: str) -> float | None:
+    """Return the median of a result over the runs that have it, or None."""
+    values = [run.result[key] for run in runs if run.result.get(key) is not None]
+    return statistics.median(values) if values else None
+
+
+def _join_paths(paths: Sequence[Path | str]) -> str:
+    """Return the first three paths and how many more there are."""
+    shown = ", ".join(map(str, paths[:3]))
+    return shown if len(paths) <= 3 else f"{shown} and {len(paths) - 3} more"

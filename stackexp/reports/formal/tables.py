@@ -1,18 +1,29 @@
 """The report on formal languages: Table 1 of the paper with our scores, recipes and notes."""
 
+import functools
 import shlex
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable
+from typing import Any
 
-from stackexp.reports.formal.cells import Cell, Results, compute_medians
+from stackexp.config.affects import flatten_config
+from stackexp.config.compose import compose
+from stackexp.errors import ConfigError
 from stackexp.reports.formal.figures import draw_bars
-from stackexp.reports.formal.paper import CLASSES, COLUMNS
-from stackexp.reports.formal.recipes import find_differences, format_overrides, name_recipe
-from stackexp.reports.formal.records import build_records
-from stackexp.reports.formal.runs import Evaluation, FormalRun
+from stackexp.reports.formal.records import (
+    CLASSES,
+    COLUMNS,
+    Cell,
+    Evaluation,
+    FormalRun,
+    Options,
+    Results,
+    compute_median,
+    select_recipe,
+)
 from stackexp.reports.report import Report, Table
-from stackexp.runs import RunFolder, format_resume_command
+from stackexp.sweeps.grid import format_value
 from stackexp.tables import ABSENT
 from stackexp.tasks import TASKS
 
@@ -25,10 +36,14 @@ LEGEND = (
     "Tested on {thoroughness}. paper: the best seed in Table 1 of arXiv 2507.15343; {absent}: not printed. StackTrans: "
     "any axis except depth."
 )
-FULL_TABLE = "python -m stackexp sweep run formal_table"
-"""The shipped sweep that fills every cell."""
+FULL_TABLE = "`python -m stackexp sweep run formal_table` fills missing cells and finishes its runs"
 RECIPE_HEADER = ["model", "tasks", "steps", "recipe"]
+TASK_OPTIONS = ("data.task", "data.vocab_size", "data.output_vocab_size", "model.vocab_size", "model.output_vocab_size")
+MAX_OVERRIDES = 4
+"""A recipe that differs in more options from the shipped config is named by its run folder."""
 MAX_SHOWN_DIFFERENCES = 6
+RANGES = ((41, 100), (41, 500))
+"""The CSV has scores over these lengths and over those of the table."""
 
 CellKey = tuple[str, str]
 """Task and column."""
@@ -44,8 +59,9 @@ def build_formal(results: Results) -> Report:
     ]
     legend = LEGEND.format(thoroughness=_format_thoroughness(results.finest), absent=ABSENT)
     notes = [legend, *_describe_marks(results), *_describe_unused_runs(results), *results.skipped]
-    notes += _describe_commands(results)
-    return Report(tables, notes, build_records(results), lambda: draw_bars(results))
+    if any(cell.unfinished or not cell.runs for cell in results.cells.values()):
+        notes.append(FULL_TABLE)
+    return Report(tables, notes, _build_records(results), lambda: draw_bars(results))
 
 
 # Rows of the table
@@ -77,9 +93,9 @@ def _build_rows(results: Results) -> list[list[str]]:
 
 def _format_cell(results: Results, cell: Cell) -> str:
     if not cell.scores:
-        return "missing" + UNFINISHED * cell.is_unfinished
+        return "missing" + UNFINISHED * bool(cell.unfinished)
     best = f"{max(cell.scores):.2f}"
-    marks = COARSE * bool(results.find_coarse(cell)) + UNFINISHED * cell.is_unfinished
+    marks = COARSE * bool(results.find_coarse(cell)) + UNFINISHED * bool(cell.unfinished)
     rest = f"{BELOW * (cell.reaches_paper is False)} / {statistics.median(cell.scores):.2f} ({len(cell.scores)}){marks}"
     return (f"**{best}**" if cell.reaches_paper else best) + rest
 
@@ -111,37 +127,46 @@ def _build_recipe_rows(results: Results) -> list[list[str]]:
         for cell in (results.cells[task, column] for task in TASKS):
             if cell.runs:
                 cells[column, name_recipe(cell.runs[0])].append(cell)
-    return [
-        [column, _format_tasks([cell.task for cell in group]), _format_steps(group), f"`{recipe}`"]
-        for (column, recipe), group in cells.items()
-    ]
+    rows = []
+    for (column, recipe), group in cells.items():
+        steps = {run.step for cell in group for run in cell.runs}
+        shown = " to ".join(f"{step:,}" for step in dict.fromkeys([min(steps), max(steps)]))
+        rows.append([column, _format_tasks([cell.task for cell in group]), shown, f"`{recipe}`"])
+    return rows
 
 
-def _format_steps(cells: list[Cell]) -> str:
-    steps = [run.step for cell in cells for run in cell.runs]
-    return f"{min(steps):,}" if min(steps) == max(steps) else f"{min(steps):,} to {max(steps):,}"
+def name_recipe(run: FormalRun) -> str:
+    """Return the shipped config with the overrides that reproduce a run, or the run's config if that is shorter."""
+    name = f"formal/{COLUMNS[run.column]}" + f"/{run.task}" * (run.column == "StackTrans")
+    shipped = _compose_recipe(name)
+    changes = find_differences(run, shipped) if shipped else {}
+    if shipped is None or len(changes) > MAX_OVERRIDES:
+        return f"{run.path}/config.yaml"
+    return f"{name} {_format_overrides(changes)}".strip()
+
+
+@functools.cache
+def _compose_recipe(name: str) -> Options | None:
+    """Return the recipe of a shipped config, or None if this version does not ship it."""
+    try:
+        return select_recipe(flatten_config(compose([name])))
+    except ConfigError:
+        return None
+
+
+def find_differences(run: FormalRun, recipe: Options) -> dict[str, Any]:
+    """Return the options in which a run differs from a recipe, except those of the task; None for missing ones."""
+    keys = [key for key in {**recipe, **run.recipe} if key not in TASK_OPTIONS]
+    absent = object()
+    return {key: run.config.get(key) for key in keys if run.recipe.get(key, absent) != recipe.get(key, absent)}
+
+
+def _format_overrides(options: dict[str, Any]) -> str:
+    """Return options as overrides for the command line."""
+    return " ".join(shlex.quote(f"{key}={format_value(value)}") for key, value in options.items())
 
 
 # Notes
-
-
-def _describe_commands(results: Results) -> list[str]:
-    """Return a line for each command that finishes runs, and one for the cells without runs."""
-    cells = results.cells.values()
-    lines = [
-        f"`{'; '.join(map(_resume_run, cell.pending))}` finishes {cell.column}: {cell.task}"
-        for cell in cells
-        if cell.pending
-    ]
-    if not all(cell.runs or cell.pending for cell in cells):
-        lines.append(f"`{FULL_TABLE}` fills the missing cells")
-    return lines
-
-
-def _resume_run(run: FormalRun) -> str:
-    if run.is_finished:
-        return f"python -m stackexp test --run {shlex.quote(str(run.path))} data.eval_max_length={run.lengths[1]}"
-    return format_resume_command(RunFolder(run.path))
 
 
 def _describe_unused_runs(results: Results) -> list[str]:
@@ -166,16 +191,11 @@ def _describe_marks(results: Results) -> list[str]:
     trained = [key for key, cell in items if any(run.config["data.max_length"] >= first for run in cell.runs)]
     if trained:
         notes.append(f"trained on lengths that the score includes, {first} and more: {_format_cells(trained)}")
-    unfinished = [cell for cell in results.cells.values() if cell.is_unfinished]
+    unfinished = [run for cell in results.cells.values() for run in cell.unfinished]
     if unfinished:
-        runs = "; ".join(map(_describe_unfinished, unfinished))
+        runs = "; ".join(f"{run.path} ({_describe_state(run)})" for run in unfinished)
         notes.append(f"{UNFINISHED} some runs are not finished and tested: {runs}")
     return notes
-
-
-def _describe_unfinished(cell: Cell) -> str:
-    runs = [*cell.pending, *(run for run in cell.runs if not run.is_finished)]
-    return f"{cell.column} {cell.task}: " + ", ".join(f"{run.path} ({_describe_state(run)})" for run in runs)
 
 
 def _describe_state(run: FormalRun) -> str:
@@ -186,18 +206,44 @@ def _describe_state(run: FormalRun) -> str:
 
 def _describe_other_recipe(cell: Cell, runs: list[FormalRun]) -> str:
     """Describe a recipe that was not chosen: its differences, its seeds and the validation scores that decided."""
-    chosen = [*cell.runs, *cell.pending][0]
-    changes = find_differences(runs[0].recipe, chosen.recipe)
-    shown = format_overrides(dict(list(changes.items())[:MAX_SHOWN_DIFFERENCES]))
+    changes = find_differences(runs[0], [*cell.runs, *cell.pending][0].recipe)
+    shown = _format_overrides(dict(list(changes.items())[:MAX_SHOWN_DIFFERENCES]))
     shown += " ..." * (len(changes) > MAX_SHOWN_DIFFERENCES)
-    finished = [run for run in runs if run.score is not None]
-    if not finished:
+    scored = [run for run in runs if run.find_evaluation(cell.lengths)]
+    if not scored:
         return f"`{shown}` ({_describe_state(runs[0])}; {runs[0].path})"
-    seeds = len({run.seed for run in finished})
-    validation = f"validation {_format_validation(finished)}, chosen {_format_validation(cell.runs)}"
+    seeds = len({run.seed for run in scored})
+    validation = f"validation {_format_validation(scored)}, chosen {_format_validation(cell.runs)}"
     return f"`{shown}` ({seeds} seed{'s' * (seeds != 1)}, {validation}; {runs[0].path})"
 
 
 def _format_validation(runs: list[FormalRun]) -> str:
-    accuracy, loss = (ABSENT if value is None else f"{value:.3g}" for value in compute_medians(runs))
+    medians = [compute_median(runs, key) for key in ("validation_accuracy", "validation_loss")]
+    accuracy, loss = (ABSENT if value is None else f"{value:.3g}" for value in medians)
     return f"accuracy {accuracy} and loss {loss}"
+
+
+# CSV
+
+
+def _build_records(results: Results) -> list[dict[str, Any]]:
+    """Return scores and options of each run found, also without scores; `in_table` is True if it counts in a cell."""
+    cells = list(results.cells)
+    runs = sorted(results.runs, key=lambda run: (cells.index((run.task, run.column)), run.seed, str(run.path)))
+    return [_build_record(results, run) for run in runs]
+
+
+def _build_record(results: Results, run: FormalRun) -> dict[str, Any]:
+    cell, evaluation = results.cells[run.task, run.column], run.find_evaluation(results.lengths)
+    scores = {f"score_{a}_{b}": run.compute_score((a, b)) for a, b in dict.fromkeys((*RANGES, results.lengths))}
+    keys = ("parameters", "memory_parameters", "train_accuracy", "validation_accuracy", "validation_loss")
+    return {
+        **{"task": run.task, "class": TASKS[run.task].chomsky_class, "model": run.column, "seed": run.seed},
+        **{"steps": run.step, "finished": run.is_finished, "in_table": run in cell.runs, **scores, "paper": cell.paper},
+        **{key: run.result.get(key) for key in keys},
+        "sequences_per_length": evaluation and evaluation.sequences,
+        "length_stride": evaluation and evaluation.stride,
+        "tested_in": evaluation and evaluation.path.name,
+        **{"recipe": name_recipe(run), "run": str(run.path)},
+        **run.config,
+    }
