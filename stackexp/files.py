@@ -2,11 +2,14 @@
 
 import fcntl
 import hashlib
+import io
 import json
 import math
 import os
+import secrets
+import shutil
+import stat
 import sys
-import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,20 +19,63 @@ from typing import IO, Any
 from stackexp.errors import RunError
 
 
+def open_regular(path: Path, mode: str = "r") -> IO[Any]:
+    """Open a file for reading, or with "r+" or "a+" also for writing. A missing file is created by "a+" only.
+
+    Raises RunError for a pipe or a device, which could block forever, and OSError if the file cannot be opened.
+    """
+
+    def open_without_waiting(name: str, flags: int) -> int:
+        return os.open(name, flags | os.O_NONBLOCK, 0o666)
+
+    encoding = None if "b" in mode else "utf-8"
+    try:
+        file = open(path, mode, encoding=encoding, opener=open_without_waiting)  # noqa: SIM115
+    except io.UnsupportedOperation:  # a pipe cannot be opened for appending
+        raise RunError(f"{path}: not a regular file; replace it by one") from None
+    if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        return file
+    file.close()
+    raise RunError(f"{path}: not a regular file; replace it by one")
+
+
+def make_temporary_path(path: Path) -> Path:
+    """Return a hidden name beside `path` that no other process uses."""
+    return path.with_name(f".{path.name[:200]}.{secrets.token_hex(6)}")
+
+
 @contextmanager
 def open_atomically(path: Path, mode: str = "w") -> Iterator[IO[Any]]:
     """Open a temporary file that replaces `path` when the context ends without an error.
 
     The contents are on disk before the rename, so a crash leaves either the old file or the complete new one.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}")
+    temporary = make_temporary_path(path)
+    file = open(temporary, mode.replace("w", "x"), encoding=None if "b" in mode else "utf-8")  # noqa: SIM115
     try:
-        with open(temporary, mode, encoding=None if "b" in mode else "utf-8") as file:
+        with file:
             yield file
             sync_file(file)
         os.replace(temporary, path)
-    finally:
+    except BaseException:
         temporary.unlink(missing_ok=True)
+        raise
+
+
+@contextmanager
+def create_folder_atomically(path: Path) -> Iterator[Path]:
+    """Create a temporary folder that becomes `path` when the context ends without an error, or else is deleted.
+
+    Raises OSError if `path` is a file or a folder with files.
+    """
+    temporary = make_temporary_path(path)
+    temporary.mkdir(parents=True)
+    try:
+        yield temporary
+        temporary.rename(path)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -55,7 +101,7 @@ def sync_folder(path: Path) -> None:
 
 def compute_sha256(path: Path) -> str:
     """Return the SHA-256 of a file's contents in hexadecimal."""
-    with open(path, "rb") as file:
+    with open_regular(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
@@ -67,9 +113,10 @@ def get_cache_root() -> Path:
 
 
 def read_json(path: Path) -> Any:
-    """Read a JSON file. Raises RunError if it is not valid JSON, and OSError if it cannot be read."""
+    """Read a JSON file. Raises RunError if it is not valid JSON or no regular file, and OSError if it is missing."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        with open_regular(path) as file:
+            return json.load(file)
     except (ValueError, RecursionError) as error:
         raise RunError(f"{path}: not valid JSON: {error}") from error
 
@@ -95,23 +142,25 @@ def read_json_lines(
     not valid JSON, unless `skip_damaged` is set. With `last_bytes`, only the complete lines in that many bytes at the
     end are read, and errors count lines from there.
     """
-    if not path.is_file():
+    if not path.exists():
         return
-    with open(path, "rb") as file:
-        start = 0 if last_bytes is None else max(0, file.seek(0, os.SEEK_END) - last_bytes)
-        file.seek(start)
-        lines = file.read().split(b"\n")[:-1]
-    for number, line in enumerate(lines[1:] if start else lines, 1):
-        if not line.strip():
-            continue
-        try:
-            value = json.loads(line)
-        except (ValueError, RecursionError):
-            value = None
-        if isinstance(value, dict):
-            yield value
-        elif not skip_damaged:
-            raise RunError(f"{path}: line {number} is damaged; delete the line")
+    with open_regular(path, "rb") as file:
+        if last_bytes is not None and file.seek(0, os.SEEK_END) > last_bytes:
+            file.seek(-last_bytes, os.SEEK_END)
+            file.readline()
+        else:
+            file.seek(0)
+        for number, line in enumerate(file, 1):
+            if not line.strip() or not line.endswith(b"\n"):
+                continue
+            try:
+                value = json.loads(line)
+            except (ValueError, RecursionError):
+                value = None
+            if isinstance(value, dict):
+                yield value
+            elif not skip_damaged:
+                raise RunError(f"{path}: line {number} is damaged; delete the line")
 
 
 def write_json_lines(path: Path, objects: list[dict[str, Any]]) -> None:
@@ -188,7 +237,7 @@ def is_locked(path: Path, *, count_shared: bool = False) -> bool:
 
 def _lock(path: Path, shared: bool, flags: int, mode: str = "a+") -> IO[str] | None:
     # On NFS a shared lock needs read access and an exclusive lock needs write access.
-    file = open(path, mode, encoding="utf-8")  # noqa: SIM115
+    file = open_regular(path, mode)
     _locked_files.add(file)
     try:
         fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | flags)

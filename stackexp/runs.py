@@ -1,13 +1,13 @@
 """The run folder, `<root>/<name>/<id>/`: the only record of a run. Imports no torch, except for environment.json.
 
-.stackexp          marks the folder as ours; see `claim`
+.stackexp          marks the folder as a run folder, with the contents MARKER_TEXT
 config.yaml        resolved; enough to repeat the run
 config.step-N.yaml the config before step N, if a resumed run has changed it there
-environment.json   commit, versions, hardware and command of each session
+environment.json   commit, versions, hardware, command and tokenizer hash of each session
 metrics.jsonl      one line per optimizer step (`step`, `tokens`, TensorBoard tags), and one per validation
 events.out.*       TensorBoard's copy of the metrics
 tokenizer.json     the tokenizer of the training data
-checkpoints/       <step>/
+checkpoints/       <step>/ with manifest.json and validation.json, see the end of this file; and `models.checkpoints`
 result.json        written last, atomically; if it exists, the run is finished
 """
 
@@ -23,17 +23,20 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-from stackexp import __version__
+from stackexp import __version__, run_result
 from stackexp.config.compose import to_yaml
 from stackexp.config.experiment import ExperimentConfig
 from stackexp.config.yaml_files import flatten, read_file
-from stackexp.errors import FolderBusyError, RunError, mask_secrets
+from stackexp.errors import DamagedCheckpointError, FolderBusyError, RunError, first_line, mask_secrets
 from stackexp.files import (
+    compute_sha256,
     is_locked,
+    open_regular,
     read_json,
     read_json_lines,
     try_lock,
@@ -42,9 +45,12 @@ from stackexp.files import (
     write_json_lines,
 )
 from stackexp.metric_tags import AVERAGE_ACCURACY, AVERAGE_LOSS
-from stackexp.run_result import NewerVersionError, RunResult, compute_sha256
+from stackexp.run_result import NewerVersionError, RunResult
 
 MARKER = ".stackexp"
+MARKER_TEXT = "A run folder of stackexp: `fit --run` resumes it, `runs remove` deletes it.\n"
+MANIFEST = "manifest.json"
+VALIDATION = "validation.json"
 STAMP = "%Y%m%d-%H%M%S"
 RETRY_SECONDS = 0.2
 
@@ -92,8 +98,7 @@ class RunFolder:
 
     def write_result(self, result: RunResult) -> None:
         """Write result.json, which marks the run as finished."""
-        contents = result.to_dict()
-        write_json(self.result, contents | {"sha256": compute_sha256(contents)})
+        write_json(self.result, _seal(result.to_dict()))
 
     def read_sessions(self) -> list[dict[str, Any]]:
         """Read environment.json: commit, versions, hardware and command of each session. Raises RunError for damage."""
@@ -113,16 +118,53 @@ class RunFolder:
     def best_checkpoint(self) -> Path | None:
         """Return the validated checkpoint with the lowest mean validation loss, or None.
 
-        The latest with an accuracy of 1 is the best. The loss on whole sets is not compared with losses on samples.
+        The latest with an accuracy of 1 is the best. Each checkpoint has the scores of its own validation. Those of
+        earlier versions have none; their losses are read from metrics.jsonl.
+        """
+        paths = self.list_checkpoints()
+        losses = {path: read_validation(path) for path in paths if _is_bound(path)}
+        if old := [path for path in paths if path not in losses]:
+            logged = self._read_logged_losses()
+            losses |= {path: logged.get(int(path.name)) for path in old}
+        validated = {path: loss for path, loss in losses.items() if loss is not None}
+        return min(sorted(validated, reverse=True), key=validated.__getitem__, default=None)
+
+    def _read_logged_losses(self) -> dict[int, float]:
+        """Return the validation losses in metrics.jsonl by step.
+
+        The final loss counts, too. A loss on whole sets is not compared with losses on samples.
         """
         lines = (line for line in self.read_metrics() if line.get(AVERAGE_LOSS) is not None)  # null: not finite
-        losses = {line["step"]: 0.0 if line.get(AVERAGE_ACCURACY) == 1 else line[AVERAGE_LOSS] for line in lines}
+        losses = {line["step"]: _rank_validation(line[AVERAGE_LOSS], line.get(AVERAGE_ACCURACY)) for line in lines}
         if self.is_finished and not self.read_options().get("data.eval_sequences"):
-            result = self.read_result()  # of the final validation, which may be between two intervals
+            result = self.read_result()
             if (final := result.figures.get("average", {}).get("loss")) is not None:
                 losses.setdefault(result.steps, final)
-        validated = [p for p in self.list_checkpoints() if int(p.name) in losses]
-        return min(reversed(validated), key=lambda p: losses[int(p.name)], default=None)
+        return losses
+
+    def find_tokenizer(self, checkpoint: Path | None = None) -> Path | None:
+        """Return the path of tokenizer.json, or None if the run has no tokenizer.
+
+        Every reader opens the tokenizer of a run through this method. It compares the file with the hash in
+        environment.json and with that of `checkpoint`; runs of earlier versions have none. Raises RunError if the file
+        is missing or has changed.
+        """
+        hashes = {f"{self.environment.name} records": self.read_tokenizer_hash()}
+        if checkpoint and (folder := checkpoint.parent if checkpoint.name == "ema" else checkpoint).is_dir():
+            hashes[f"{folder} was trained with"] = read_manifest(folder)["tokenizer"]
+        recorded = {source: sha256 for source, sha256 in hashes.items() if sha256}
+        if not self.tokenizer.is_file():
+            if recorded:
+                raise RunError(f"{self.tokenizer}: missing; restore the file, such as from the training data")
+            return None
+        for source, sha256 in recorded.items():
+            if compute_sha256(self.tokenizer) != sha256:
+                raise RunError(f"{self.tokenizer}: not the tokenizer that {source} ({sha256[:12]}); restore the file")
+        return self.tokenizer
+
+    def read_tokenizer_hash(self) -> str | None:
+        """Return the SHA-256 of the run's tokenizer.json as the last session has recorded it."""
+        return next((session.get("tokenizer_sha256") for session in self.read_sessions()[-1:]), None)
 
     def read_metrics(self) -> Iterator[dict[str, Any]]:
         """Yield the lines of metrics.jsonl, except a last line cut off by a kill. Raises RunError for damage."""
@@ -142,6 +184,15 @@ class RunFolder:
                 remove_checkpoint(path)
         write_json_lines(self.metrics, [line for line in self.read_metrics() if line["step"] <= step])
 
+    @property
+    def is_marked(self) -> bool:
+        """Return True if the folder has the marker with the contents that this program writes."""
+        try:
+            with open_regular(self.path / MARKER) as file:
+                return file.read(len(MARKER_TEXT) + 1) == MARKER_TEXT
+        except (OSError, RunError, UnicodeDecodeError):
+            return False
+
     def claim(self) -> None:
         """Create the folder and mark it as a run folder. Raises RunError if it contains other files."""
         self.check_ownership()
@@ -150,20 +201,33 @@ class RunFolder:
     def mark(self) -> None:
         """Create the folder and mark it as a run folder without checking its contents, for the trials of a sweep."""
         self.path.mkdir(parents=True, exist_ok=True)
-        (self.path / MARKER).touch()
+        if not self.is_marked:
+            write_atomically(self.path / MARKER, MARKER_TEXT)
+
+    def adopt(self) -> None:
+        """Mark a run folder of an earlier version. Raises RunError unless config and sessions are those of a run."""
+        options, sessions = self.read_options(), self.read_sessions()
+        is_config = {"name", "seed", "model.kind", "data.kind", "trainer.max_steps"} <= options.keys()
+        if not is_config or not sessions or not all({"command", "versions"} <= session.keys() for session in sessions):
+            raise RunError(
+                f"{self.path}: not a run folder; its config.yaml and environment.json are not those of a run"
+            )
+        self.mark()
 
     def check_ownership(self) -> None:
-        """Raise RunError if the folder exists, is not empty, and is not a run folder.
-
-        A run folder has the file .stackexp, or, as a copy without hidden files, two of the other files.
-        """
-        is_ours = (self.path / MARKER).exists() or (self.config.exists() and self.environment.exists())
+        """Raise RunError if the folder exists, is not empty, and does not have the marker of a run folder."""
         try:
-            file = next((path.name for path in sorted(self.path.iterdir()) if path.name != ".lock"), None)
+            names = {path.name for path in self.path.iterdir()} - {".lock"}
         except FileNotFoundError:
-            file = None
-        if file and not is_ours:
-            raise RunError(f"{self.path}: not a run folder, and not empty ({file}); choose another --run")
+            return
+        if not names or self.is_marked:
+            return
+        if MARKER in names or {self.config.name, self.environment.name} <= names:
+            command = f"python -m stackexp runs adopt {shlex.quote(str(self.path))}"
+            raise RunError(
+                f"{self.path}: not marked as a run folder; if it is a run of an earlier version, `{command}`"
+            )
+        raise RunError(f"{self.path}: not a run folder, and not empty ({min(names)}); choose another --run")
 
     @contextlib.contextmanager
     def start_session(
@@ -172,14 +236,17 @@ class RunFolder:
         step: int = 0,
         newest: Path | None = None,
         origin: dict[str, Any] | None = None,
+        tokenizer: str | None = None,
     ) -> Iterator[None]:
         """Create or reopen the folder, and lock it within the context. The session starts after `step`.
 
-        `newest` is the newest checkpoint that the caller has seen in the folder. `origin` has path, step and SHA-256 of
-        the weights that a new run starts from; environment.json records it.
+        `newest` is the newest checkpoint that the caller has found in the folder. `origin` has path, step and SHA-256
+        of the weights that a new run starts from; environment.json records it, and the hash of `tokenizer`, the text
+        of tokenizer.json.
 
-        Writes config.yaml, adds this process to environment.json (one entry per session) and deletes partial
-        checkpoints that a kill left behind. If the config has changed, the old one is kept as config.step-N.yaml.
+        Writes config.yaml and tokenizer.json, adds this process to environment.json (one entry per session) and deletes
+        partial checkpoints that a kill left behind. If the config has changed, the old one is kept as
+        config.step-N.yaml.
 
         Raises:
             FolderBusyError: Another process uses the folder, or has saved another checkpoint than `newest`.
@@ -198,6 +265,11 @@ class RunFolder:
                 os.replace(self.config, self.path / f"config.step-{step}.yaml")
             write_atomically(self.config, to_yaml(config))
             session = describe_environment() | ({"origin": origin} if origin else {})
+            if tokenizer is not None:
+                if self.read_tokenizer_hash() is None or not self.tokenizer.exists():
+                    write_atomically(self.tokenizer, tokenizer)
+                self.find_tokenizer()  # raises if it has changed since the first session
+                session["tokenizer_sha256"] = compute_sha256(self.tokenizer)
             write_json(self.environment, [*self.read_sessions(), session])
             yield
 
@@ -298,3 +370,107 @@ def _read_cpu_model() -> str:
     info = Path("/proc/cpuinfo")
     found = re.search(r"^model name\s*: (.*)", info.read_text(), re.MULTILINE) if info.exists() else None
     return found[1] if found else platform.processor()
+
+
+# Checkpoints. The manifest, written last, holds the step, the run's tokenizer and the SHA-256 of every file. It detects
+# a changed bit, a missing file, a file of another checkpoint, and a folder renamed to another step. Earlier versions
+# wrote only the hashes. A validation after the checkpoint adds its scores, bound to the manifest.
+
+
+def write_manifest(folder: Path, step: int, tokenizer: str | None) -> None:
+    """Write the manifest of a complete checkpoint, atomically. `tokenizer` is the SHA-256 of the run's tokenizer."""
+    files = sorted(path for path in folder.iterdir() if path.name not in (MANIFEST, VALIDATION))
+    with ThreadPoolExecutor() as threads:
+        hashes = dict(zip((file.name for file in files), threads.map(compute_sha256, files), strict=True))
+    write_json(folder / MANIFEST, _seal({"step": step, "tokenizer": tokenizer, "files": hashes}))
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """Read step, tokenizer and files of a checkpoint; earlier versions stored no step and no tokenizer (None).
+
+    Raises DamagedCheckpointError if the manifest is missing or damaged, or the step is not that of the folder's name.
+    """
+    if not (folder / MANIFEST).exists():
+        raise damaged_error(folder, f"{MANIFEST} is missing")
+    try:
+        manifest = read_json(folder / MANIFEST)
+    except (OSError, RunError) as error:
+        raise damaged_error(folder, error) from None
+    if not isinstance(manifest, dict):
+        raise damaged_error(folder, f"{MANIFEST} is not an object")
+    if not isinstance(manifest.get("files"), dict):
+        manifest = {"step": None, "tokenizer": None, "files": manifest}
+    elif not _is_sealed(manifest):
+        raise damaged_error(folder, f"{MANIFEST} has changed since it was written")
+    check_step(folder, manifest["step"])
+    return manifest
+
+
+def check_step(folder: Path, step: int | None) -> None:
+    """Raise DamagedCheckpointError if a folder named like a step has a checkpoint of another step; None is unknown."""
+    if step is not None and folder.name.isdecimal() and int(folder.name) != step:
+        raise damaged_error(folder, f"the checkpoint of step {step} under another name")
+
+
+def verify_manifest(folder: Path, only: str | None = None) -> None:
+    """Raise DamagedCheckpointError if a file, or the file `only`, does not have the hash in the manifest.
+
+    Reads every byte: about 1 second per GB and core.
+    """
+    hashes = read_manifest(folder)["files"]
+    names = sorted(hashes) if only is None else [only]
+    try:
+        with ThreadPoolExecutor() as threads:
+            found = list(threads.map(lambda name: compute_sha256(folder / name), names))
+    except (OSError, RunError) as error:
+        raise damaged_error(folder, error) from None
+    if changed := [name for name, sha256 in zip(names, found, strict=True) if hashes.get(name) != sha256]:
+        raise damaged_error(folder, f"{changed[0]} has changed since it was written")
+
+
+def damaged_error(path: Path, reason: BaseException | str) -> DamagedCheckpointError:
+    """Return the error for a checkpoint that cannot be read."""
+    reason = reason if isinstance(reason, str) else first_line(reason)
+    return DamagedCheckpointError(f"{path}: damaged ({reason}); use an older one")
+
+
+def write_validation(checkpoint: Path, loss: float, accuracy: float | None) -> None:
+    """Write the mean scores of the validation of a checkpoint; `best_checkpoint` compares them."""
+    scores = {"loss": loss, "accuracy": accuracy, "manifest_sha256": compute_sha256(checkpoint / MANIFEST)}
+    write_json(checkpoint / VALIDATION, _seal(scores))
+
+
+def read_validation(checkpoint: Path) -> float | None:
+    """Return the loss of a checkpoint's validation, 0 for an accuracy of 1; None if it is not validated or not finite.
+
+    Raises RunError if the scores have been edited, or are those of another checkpoint.
+    """
+    path = checkpoint / VALIDATION
+    if not path.exists():
+        return None
+    scores = read_json(path)
+    if not _is_sealed(scores) or scores["manifest_sha256"] != compute_sha256(checkpoint / MANIFEST):
+        raise RunError(f"{path}: not the scores that were written for this checkpoint; delete the file")
+    return None if scores["loss"] is None else _rank_validation(scores["loss"], scores["accuracy"])
+
+
+def _seal(contents: dict[str, Any]) -> dict[str, Any]:
+    """Return the contents and their SHA-256, which detects an edited value."""
+    return contents | {"sha256": run_result.compute_sha256(contents)}
+
+
+def _is_sealed(contents: Any) -> bool:
+    return isinstance(contents, dict) and contents == _seal({k: v for k, v in contents.items() if k != "sha256"})
+
+
+def _rank_validation(loss: float, accuracy: float | None) -> float:
+    """Return the loss by which validations are compared: all without a mistake are equally good."""
+    return 0.0 if accuracy == 1 else loss
+
+
+def _is_bound(checkpoint: Path) -> bool:
+    """Return True if the manifest of a checkpoint names its step, so that its validation is beside it."""
+    try:
+        return read_manifest(checkpoint)["step"] is not None
+    except DamagedCheckpointError:
+        return False

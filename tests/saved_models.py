@@ -16,10 +16,10 @@ from stackexp.models.checkpoints import CheckpointWriter
 QUICKSTART = compose(["quickstart"])
 
 
-def make_state(config=QUICKSTART, **changes: Any) -> dict[str, Any]:
+def make_state(config=QUICKSTART, step: int = 3, **changes: Any) -> dict[str, Any]:
     """Return the part of `state.pt` that these tests read."""
     state = {"version": checkpoints.VERSION, "config": to_dict(config)}
-    return {"global_step": 3, "stackexp": state | changes}
+    return {"global_step": step, "stackexp": state | changes}
 
 
 def make_model() -> tuple[nn.Module, torch.optim.Optimizer]:

@@ -1,5 +1,6 @@
 """The files of a checkpoint: damage is detected, and code in them is not run."""
 
+import json
 import pickle
 import random
 import shutil
@@ -12,7 +13,8 @@ from saved_models import collect_tensors, get_error, make_model, make_state, sav
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 
 from stackexp.models import checkpoints
-from stackexp.models.checkpoint_files import Reader, write_manifest
+from stackexp.models.checkpoints import Reader
+from stackexp.runs import MANIFEST, read_manifest, write_manifest
 
 
 @pytest.fixture
@@ -23,7 +25,7 @@ def saved(tmp_path) -> Path:
 def rewrite_state(path: Path, state: Any) -> None:
     """Replace the state of a checkpoint, and its hash."""
     torch.save(state, path / "state.pt")
-    write_manifest(path)
+    write_manifest(path, 3, None)
 
 
 def read_all(path: Path) -> None:
@@ -50,7 +52,7 @@ def test_file_of_another_checkpoint_is_detected(saved, tmp_path, name):
     model, optimizer = make_model()
     take_step(model, optimizer)
     other = tmp_path / "00000004"
-    save(other, collect_tensors(model, optimizer), make_state(number=4))
+    save(other, collect_tensors(model, optimizer), make_state(step=4))
     shutil.copy(other / name, saved / name)
     assert f"damaged ({name} has changed since it was written)" in get_error(read_all, saved)
 
@@ -59,6 +61,18 @@ def test_a_missing_manifest_is_detected(saved):
     (saved / "manifest.json").unlink()
     for read in (checkpoints.load_state, checkpoints.check_files):
         assert "00000003: damaged (manifest.json is missing)" in get_error(read, saved)
+
+
+@pytest.mark.parametrize("is_old", [False, True])
+def test_a_checkpoint_copied_over_another_step_is_refused(saved, is_old):
+    if is_old:  # earlier versions wrote only the hashes
+        (saved / MANIFEST).write_text(json.dumps(read_manifest(saved)["files"]))
+        read_all(saved)
+    copied = saved.rename(saved.with_name("00000060"))
+    assert "00000060: damaged (the checkpoint of step 3 under another name)" in get_error(
+        checkpoints.load_state, copied
+    )
+    read_all(copied.rename(saved.with_name("my-copy")))
 
 
 class Malicious:
@@ -84,7 +98,7 @@ def test_code_in_a_checkpoint_is_not_run(tmp_path, location):
     save(path, tensors, make_state())
     if location == "metadata":
         (path / ".metadata").write_bytes(pickle.dumps(Malicious(marker)))
-        write_manifest(path)
+        write_manifest(path, 3, None)
     if location == "state":
         rewrite_state(path, make_state() | {"x": Malicious(marker)})
     assert "damaged" in get_error(read_all, path)
@@ -108,7 +122,7 @@ def test_memory_formats_are_the_only_attributes_in_metadata(saved):
     assert Reader(saved).read_metadata().planner_data is _MEM_FORMAT_ENCODING.TORCH_CONTIGUOUS_FORMAT
     metadata.planner_data = Attribute(torch.Size, "__new__")
     (saved / ".metadata").write_bytes(pickle.dumps(metadata))
-    write_manifest(saved)
+    write_manifest(saved, 3, None)
     assert "contains an attribute of <class 'torch.Size'>" in get_error(checkpoints.check_files, saved)
 
 
@@ -117,7 +131,7 @@ def test_tensor_file_outside_the_checkpoint_is_refused(saved):
     for item in metadata.storage_data.values():
         item.relative_path = "../elsewhere"
     (saved / ".metadata").write_bytes(pickle.dumps(metadata))
-    write_manifest(saved)
+    write_manifest(saved, 3, None)
     assert "../elsewhere is outside its folder" in get_error(checkpoints.check_files, saved)
 
 
@@ -139,7 +153,7 @@ def test_incompatible_checkpoints_are_refused_in_one_line(saved, tmp_path):
 def test_a_damaged_state_is_reported_in_one_line(saved, length):
     state = saved / "state.pt"
     state.write_bytes(state.read_bytes()[:length])
-    write_manifest(saved)
+    write_manifest(saved, 3, None)
     message = get_error(checkpoints.load_state, saved)
     assert "00000003: damaged" in message
     assert "use an older one" in message

@@ -106,7 +106,7 @@ def write_forever(folder: Path) -> None:
     writer = CheckpointWriter()
     for number in range(10**6):
         tensors = {"model": {"x": torch.full((10**6,), number), "y": torch.full((10,), number)}}
-        writer.save(folder / f"{number:08d}", tensors, make_state(number=number), lambda: None)
+        writer.save(folder / f"{number:08d}", tensors, make_state(step=number, number=number), lambda: None)
 
 
 def test_a_kill_while_writing_leaves_complete_checkpoints_only(tmp_path):
@@ -160,7 +160,7 @@ def test_an_average_is_the_mean_of_the_weights(tmp_path):
     folders, expected = [tmp_path / f"0000000{step}" for step in (3, 4, 5)], {}
     for folder in folders:
         take_step(model, optimizer)
-        save(folder, collect_tensors(model, optimizer), make_state())
+        save(folder, collect_tensors(model, optimizer), make_state(step=int(folder.name)))
         expected = {name: expected.get(name, 0) + weight / 3 for name, weight in model.state_dict().items()}
     file = tmp_path / "average.safetensors"
     assert weight_files.average_checkpoints(folders, file, QUICKSTART) == 4

@@ -42,6 +42,29 @@ def test_failed_atomic_write_keeps_the_old_file(tmp_path):
     assert os.listdir(tmp_path) == ["result.json"]
 
 
+def test_only_regular_files_are_read(tmp_path):
+    pipe, device = tmp_path / "pipe", tmp_path / "device"
+    os.mkfifo(pipe)
+    device.symlink_to("/dev/zero")
+    readers = (files.read_json, files.compute_sha256, lambda path: list(files.read_json_lines(path)), files.is_locked)
+    for path in (pipe, device):
+        for read in (*readers, files.try_lock):
+            with pytest.raises(RunError, match="not a regular file"):
+                read(path)
+
+
+def test_temporary_names_are_unique_and_do_not_replace_files_of_others(tmp_path):
+    path = tmp_path / "export"
+    assert files.make_temporary_path(path) != files.make_temporary_path(path)
+    with files.create_folder_atomically(path) as folder:
+        (folder / "a").touch()
+        assert not path.exists()
+    with pytest.raises(OSError, match="not empty"), files.create_folder_atomically(path) as folder:
+        (folder / "b").touch()
+    assert os.listdir(path) == ["a"]
+    assert os.listdir(tmp_path) == ["export"]
+
+
 def test_json_round_trip(tmp_path):
     path = tmp_path / "value.json"
     files.write_json(path, {"name": "größe", "count": 2})

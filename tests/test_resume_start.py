@@ -65,10 +65,33 @@ def test_new_and_empty_folders_become_run_folders(config, tmp_path):
         assert find_start(config, None, str(tmp_path / name)).step == 0, "the mark is there"
 
 
-def test_folder_of_an_older_version_has_no_mark_and_is_accepted(config, unfinished):
-    (unfinished.path / ".stackexp").unlink()
+@pytest.mark.parametrize("marker", [None, "", "another program"])
+def test_run_without_our_marker_must_be_adopted_once(config, unfinished, marker):
+    if marker is None:
+        (unfinished.path / ".stackexp").unlink()
+    else:
+        (unfinished.path / ".stackexp").write_text(marker)
+    command = f"runs adopt {unfinished.path}"
+    assert command in get_error(config, None, str(unfinished.path))
+    assert main(["runs", "remove", str(unfinished.path), "--yes"]) == 1
+    assert main(command.split()) == 0
     assert find_start(config, None, str(unfinished.path)).step == 12
-    assert (unfinished.path / ".stackexp").exists()
+
+
+def test_folder_of_the_user_with_the_names_of_a_run_is_not_touched(config, tmp_path, capsys):
+    folder = tmp_path / "mine"
+    (folder / "checkpoints" / ".0keep").mkdir(parents=True)
+    (folder / "config.yaml").write_text("name: mine\n")
+    (folder / "environment.json").write_text('[{"conda": "env"}]')
+    before = {path: path.is_dir() or path.read_text() for path in folder.rglob("*")}
+    assert "not marked as a run folder" in get_error(config, None, str(folder))
+    for command in (
+        ["fit", "--run", str(folder)],
+        ["runs", "remove", str(folder), "--yes"],
+        ["runs", "adopt", str(folder)],
+    ):
+        assert main(command) != 0
+    assert {path: path.is_dir() or path.read_text() for path in folder.rglob("*")} == before
 
 
 def test_hidden_folders_of_the_user_are_kept(config, unfinished):

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import shutil
 import threading
 from datetime import datetime
 from types import SimpleNamespace
@@ -122,6 +123,48 @@ def test_latest_checkpoint_without_mistakes_is_best(config):
         lines.append({"step": step, "val/loss/average": loss, "val/accuracy/average": accuracy})
     write_metrics(folder, "".join(json.dumps(line) + "\n" for line in lines))
     assert folder.best_checkpoint().name == "00000020"
+
+
+def test_best_is_chosen_by_the_scores_beside_each_checkpoint(config):
+    folder = write_metrics(create_run(config), '{"step": 30, "val/loss/average": 0.1}\n')
+    for step, loss, accuracy in ((10, 3.0, 0.5), (20, 2.0, None), (30, 2.5, 0.9)):
+        path = folder.checkpoints / runs.format_checkpoint_name(step)
+        add_checkpoint(folder, path.name)
+        runs.write_manifest(path, step, None)
+        runs.write_validation(path, loss, accuracy)
+    assert folder.best_checkpoint().name == "00000020", "metrics.jsonl can be edited"
+    scores = folder.checkpoints / "00000030" / "validation.json"
+    shutil.copy(folder.checkpoints / "00000020" / "validation.json", scores)
+    with pytest.raises(RunError, match=r"validation.json: not the scores"):
+        folder.best_checkpoint()
+    scores.write_text(scores.read_text().replace("2.0", "1.0"))
+    with pytest.raises(RunError, match=r"validation.json: not the scores"):
+        folder.best_checkpoint()
+
+
+def test_the_tokenizer_is_bound_to_the_run_and_its_checkpoints(config, tmp_path):
+    folder = runs.allocate_run(config)
+    with folder.start_session(config, tokenizer="{}"):
+        pass
+    checkpoint = folder.checkpoints / "00000010"
+    add_checkpoint(folder, checkpoint.name)
+    runs.write_manifest(checkpoint, 10, folder.read_tokenizer_hash())
+    assert folder.find_tokenizer(checkpoint) == folder.find_tokenizer(checkpoint / "ema") == folder.tokenizer
+    folder.tokenizer.write_text("[]")
+    with pytest.raises(RunError, match=r"not the tokenizer that environment.json records"):
+        folder.find_tokenizer()
+    with (
+        pytest.raises(RunError, match="not the tokenizer"),
+        folder.start_session(config, 10, checkpoint, tokenizer="{}"),
+    ):
+        pass
+    folder.environment.write_text("[]")
+    with pytest.raises(RunError, match=r"not the tokenizer that .*00000010 was trained with"):
+        folder.find_tokenizer(checkpoint)
+    folder.tokenizer.unlink()
+    with pytest.raises(RunError, match=r"tokenizer.json: missing"):
+        folder.find_tokenizer(checkpoint)
+    assert folder.find_tokenizer() is None, "a run of an earlier version, or of formal languages"
 
 
 def test_a_folder_in_use_is_refused(config):

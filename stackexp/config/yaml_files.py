@@ -9,7 +9,8 @@ from typing import Any, TypeVar
 
 import yaml
 
-from stackexp.errors import ConfigError
+from stackexp.errors import ConfigError, RunError
+from stackexp.files import open_regular
 
 PACKAGE = Path(__file__).parents[1]
 T = TypeVar("T")
@@ -126,8 +127,9 @@ def read_file(path: Path) -> tuple[list[Leaf], Tree]:
     """Return the `defaults:` list and the keys of a file. Raises ConfigError with file and line."""
     name = display_path(path)
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        with open_regular(path) as file:
+            text = file.read()
+    except (OSError, UnicodeDecodeError, RunError) as error:
         raise ConfigError(f"{name}: cannot read the file: {getattr(error, 'strerror', None) or error}") from error
     return _parse(text, lambda line: f"{name}:{line}", _read_root)
 

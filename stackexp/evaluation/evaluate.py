@@ -27,8 +27,8 @@ def evaluate(request: EvaluationRequest) -> None:
     config = request.config
     objective = build_objective(config)
     with start_processes(config.trainer, find_device_type(config)) as processes:
-        data = processes.run_on_all(lambda: open_data(request))
         checkpoint = processes.run_on_first(lambda: _find_checkpoint(request, objective))
+        data = processes.run_on_all(lambda: open_data(request, checkpoint))
         if processes.is_first:
             objective.warn_about_limits(request.stage)
         evaluation = ResumableEvaluation(request.stage, config, data, processes, checkpoint, request.output)
@@ -47,11 +47,11 @@ def evaluate(request: EvaluationRequest) -> None:
             evaluation.delete_partial_results()
 
 
-def open_data(request: EvaluationRequest) -> ExperimentData:
-    """Open the requested sets. Raises RunError if there are none."""
+def open_data(request: EvaluationRequest, checkpoint: Path | None = None) -> ExperimentData:
+    """Open the requested sets. Raises RunError if there are none, or the run's tokenizer has changed."""
     data = registry.build("data", request.config.data, seed=request.config.seed)
-    if request.run and request.run.tokenizer.is_file():
-        data.tokenizer_file = request.run.tokenizer
+    if request.run:
+        data.tokenizer_file = request.run.find_tokenizer(checkpoint)
     if request.sets:
         data.select_sets(request.stage, list(request.sets))
     if not data.list_set_names(request.stage):

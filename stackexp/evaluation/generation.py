@@ -20,9 +20,11 @@ def run(run: str, ckpt_path: str | None, prompt: str, **sampling: Any) -> int:
     folder, config = open_text_run(run)
     if config.data.objective == "arithmetic":
         check_symbols("generate: --prompt", prompt)
-    module = build_objective(config).build_module(weights=checkpoints.find_checkpoint(folder, ckpt_path))
+    checkpoint = checkpoints.find_checkpoint(folder, ckpt_path)
+    tokenizer = load_tokenizer(folder.find_tokenizer(checkpoint) or folder.tokenizer)
+    module = build_objective(config).build_module(weights=checkpoint)
     module.to(find_device_type(config))
-    print(continue_text(module.model, load_tokenizer(folder.tokenizer), prompt, **sampling))
+    print(continue_text(module.model, tokenizer, prompt, **sampling))
     return 0
 
 

@@ -50,7 +50,8 @@ def load_run(path: str | Path, checkpoint: str | Path | None = None) -> LoadedRu
     chosen = str(checkpoint) if checkpoint else "best" if folder.best_checkpoint() else "last"
     found = checkpoints.find_checkpoint(folder, chosen)
     model = build_objective(config).build_module(weights=found).model.eval()
-    tokenizer = load_tokenizer(folder.tokenizer) if folder.tokenizer.is_file() else None
+    tokenizer_file = folder.find_tokenizer(found)
+    tokenizer = load_tokenizer(tokenizer_file) if tokenizer_file else None
     return LoadedRun(folder, config, found, model, tokenizer, _read_metrics(folder))
 
 

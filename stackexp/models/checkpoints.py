@@ -3,13 +3,18 @@
 <step>/
   state.pt               config, loops, schedule, data position, random number generators: everything but tensors
   .metadata, *.distcp    weights and optimizer state in torch.distributed.checkpoint's format, one file per process
-  manifest.json          the SHA-256 of each of these files; see `checkpoint_files`
+  manifest.json          step, tokenizer and the SHA-256 of each of these files; see `stackexp.runs`
+  validation.json        loss and accuracy of the validation at this step
 
 Any number of processes can load a checkpoint, whatever number wrote it. The path <step>/ema is that of the averaged
 weights in a checkpoint, which can be loaded wherever only weights are needed.
+
+torch.distributed.checkpoint pickles its metadata and plain values. The readers accept only a list of permitted types,
+so they never run code stored in a file.
 """
 
 import contextlib
+import io
 import os
 import pickle
 import shutil
@@ -27,19 +32,13 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import ReadItem
 
 from stackexp.errors import RunError, first_line
 from stackexp.files import sync_file, sync_folder
-from stackexp.models.checkpoint_files import (
-    LoadPlanner,
-    Reader,
-    damaged_error,
-    verify_manifest,
-    write_manifest,
-)
 from stackexp.models.initialization import copy_full_
-from stackexp.runs import RunFolder
+from stackexp.runs import RunFolder, check_step, damaged_error, verify_manifest, write_manifest
 
 VERSION = 3
 POLL_SECONDS = 1.0
@@ -47,6 +46,16 @@ STATE = "state.pt"
 EMA = "ema"  # see `split_path`
 WEIGHTS = ".safetensors"
 CONFIG_KEY = "stackexp_config"  # in the metadata of a safetensors file: the YAML of the config
+_DCP_TYPES = {
+    "torch.distributed.checkpoint.metadata": (
+        *("Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata", "BytesStorageMetadata"),
+        *("ChunkStorageMetadata", "TensorProperties", "_MEM_FORMAT_ENCODING"),
+    ),
+    "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
+    "torch.serialization": ("_get_layout",),
+    "torch": ("Size",),
+    "pathlib": ("Path", "PosixPath"),
+}
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # a single process has checkpoints too
 
 
@@ -80,7 +89,8 @@ class CheckpointWriter:
         written: Any = dcp.async_save(
             tensors, storage_writer=writer, process_group=self._group, no_dist=not dist.is_initialized()
         )
-        self._pending = self._executor.submit(_commit, written, partial, path, on_saved)
+        manifest = (state["global_step"], state["stackexp"].get("tokenizer_sha256"))
+        self._pending = self._executor.submit(_commit, written, partial, path, manifest, on_saved)
 
     def wait(self) -> None:
         """Wait until the pending checkpoint is complete. Raises OSError or RunError if it could not be written."""
@@ -108,12 +118,14 @@ def _write_state(partial: Path, state: dict[str, Any]) -> None:
         raise error.__context__ if isinstance(error.__context__, OSError) else error from None
 
 
-def _commit(written: Future, partial: Path, path: Path, on_saved: Callable[[], None]) -> None:
+def _commit(
+    written: Future, partial: Path, path: Path, manifest: tuple[int, str | None], on_saved: Callable[[], None]
+) -> None:
     """Rename a complete checkpoint into place, or delete an incomplete one."""
     try:
         written.result()
         if _is_first_rank():
-            write_manifest(partial)
+            write_manifest(partial, *manifest)
     except (CheckpointException, Exception) as error:  # CheckpointException is a BaseException
         if _is_first_rank():
             shutil.rmtree(partial, ignore_errors=True)
@@ -189,6 +201,7 @@ def load_state(path: Path) -> dict[str, Any]:
     version = state["stackexp"]["version"]
     if version != VERSION:
         raise RunError(f"{path}: checkpoint version {version} is not supported; use the stackexp that wrote it")
+    check_step(path, state.get("global_step"))
     return state
 
 
@@ -291,3 +304,43 @@ def _check_shapes(path: Path, stored: Mapping[str, torch.Size], weights: Mapping
                 f"{path}: different architecture: {name} is {theirs} in the checkpoint, {ours} in the config's model; "
                 "use the run's own config.yaml"
             )
+
+
+class Reader(dcp.FileSystemReader):
+    """A checkpoint reader whose metadata may contain only types of torch.distributed.checkpoint."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Read the file .metadata. Raises pickle.UnpicklingError if it contains another type."""
+        metadata = _MetadataUnpickler(io.BytesIO((Path(self.path) / ".metadata").read_bytes())).load()
+        if not isinstance(metadata, Metadata):
+            raise pickle.UnpicklingError(f"{type(metadata).__name__} instead of Metadata")
+        metadata.storage_meta = metadata.storage_meta or StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+
+class LoadPlanner(dcp.DefaultLoadPlanner):
+    """A planner that loads tensors and plain values."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Load a plain value. Raises pickle.UnpicklingError if it is of a type that can run code."""
+        torch.load(value, weights_only=True)
+        value.seek(0)
+        super().load_bytes(read_item, value)
+
+
+def _get_memory_format(enum: type, name: str) -> Any:
+    """Return a memory format by its name, and nothing else: a few versions of Python pickle it with `getattr`."""
+    if enum is not _MEM_FORMAT_ENCODING:
+        raise pickle.UnpicklingError(f".metadata contains an attribute of {enum!r:.60}, which no checkpoint needs")
+    return _MEM_FORMAT_ENCODING[name]
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):
+            return _get_memory_format
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if is_dtype or name in _DCP_TYPES.get(module, ()):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f".metadata contains {module}.{name}, which no checkpoint needs")

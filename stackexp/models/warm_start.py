@@ -18,11 +18,10 @@ from stackexp.config.yaml_files import flatten
 from stackexp.errors import RunError
 from stackexp.files import compute_sha256
 from stackexp.models import checkpoints
-from stackexp.models.checkpoint_files import MANIFEST
 from stackexp.models.initialization import full_parameters
 from stackexp.models.memories.base import Memory
 from stackexp.models.weight_files import read_config
-from stackexp.runs import RunFolder
+from stackexp.runs import MANIFEST, RunFolder
 
 log = logging.getLogger(__name__)
 SHAPELESS = ("num_heads", "norm_eps", "positional", "rope_theta", "causal", "tie_embeddings")

@@ -12,10 +12,9 @@ from stackexp.config import registry
 from stackexp.config.experiment import ExperimentConfig
 from stackexp.errors import RunError, StoppedError, first_line
 from stackexp.files import compute_sha256
-from stackexp.models.checkpoint_files import MANIFEST
 from stackexp.models.warm_start import prepare_warm_start
 from stackexp.modules.base import TrainingModule
-from stackexp.runs import RunFolder, format_resume_command
+from stackexp.runs import MANIFEST, RunFolder, format_resume_command
 from stackexp.terminal import set_up_log, wrap_text
 from stackexp.training.callbacks import build_callbacks
 from stackexp.training.callbacks.downstream import load_tasks
@@ -95,7 +94,9 @@ def _work_in_folder(session: Session, start: Start, objective: Objective) -> Ite
         origin = {"path": str(path), "step": start.step, "sha256": compute_sha256(path / MANIFEST), "is_branch": True}
     with contextlib.ExitStack() as stack:
         if is_first:
-            stack.enter_context(start.folder.start_session(objective.config, start.step, start.newest, origin))
+            tokenizer = session.data.tokenizer.to_str(pretty=True) if session.data.tokenizer else None
+            new = start.folder.start_session(objective.config, start.step, start.newest, origin, tokenizer)
+            stack.enter_context(new)
             print(_format_header(objective, session.module, start), flush=True)
             objective.warn_about_limits("fit")
         with _append_newest_checkpoint(start.folder):

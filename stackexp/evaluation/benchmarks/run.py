@@ -69,7 +69,7 @@ def open_run_model(run: str, ckpt_path: str | None, batch_size: int) -> Model:
         model = build_objective(config).build_module(weights=checkpoint).to(find_device_type(config)).model
         return RunModel(
             model,
-            load_tokenizer(folder.tokenizer),
+            load_tokenizer(folder.find_tokenizer(checkpoint) or folder.tokenizer),
             config.data.context_length,
             batch_size=batch_size,
             precision=config.trainer.precision,

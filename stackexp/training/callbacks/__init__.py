@@ -50,7 +50,7 @@ def build_callbacks(
         metrics_log,
         Progress(config.logging, metrics_log),
         MissedValidation(start.folder, config.trainer, start.step),
-        RunState(),
+        RunState(start.folder),
         StepCheckpoint(start.folder, config.trainer, stop),
         *([Downstream(config, list(tasks), start.folder, metrics_log, stop)] if tasks else []),
     ]

@@ -11,9 +11,10 @@ import torch.distributed as dist
 from stackexp.config.compose import to_dict
 from stackexp.config.trainer import TrainerConfig
 from stackexp.errors import StoppedError, first_line
+from stackexp.metric_tags import AVERAGE_ACCURACY, AVERAGE_LOSS
 from stackexp.models.checkpoints import VERSION, CheckpointWriter
 from stackexp.modules.base import TrainingModule
-from stackexp.runs import RunFolder, format_checkpoint_name, remove_checkpoint
+from stackexp.runs import RunFolder, format_checkpoint_name, remove_checkpoint, write_validation
 from stackexp.training.callbacks.step import StepCallback
 from stackexp.training.signals import StopRequest
 from stackexp.training.watchdog import note_progress
@@ -24,6 +25,15 @@ log = logging.getLogger(__name__)
 class RunState(pl.Callback):
     """Saves config, tokens and random states with every checkpoint; restores the random states on resume."""
 
+    def __init__(self, folder: RunFolder):
+        self._folder = folder
+        self._tokenizer_sha256: str | None = None
+
+    def on_fit_start(self, trainer: pl.Trainer, module: TrainingModule) -> None:
+        """Read the hash of the run's tokenizer, which checkpoints include."""
+        if trainer.is_global_zero:
+            self._tokenizer_sha256 = self._folder.read_tokenizer_hash()
+
     def on_save_checkpoint(self, trainer: pl.Trainer, module: TrainingModule, checkpoint: dict[str, Any]) -> None:
         """Add the run state to a checkpoint."""
         device = trainer.strategy.root_device
@@ -32,6 +42,7 @@ class RunState(pl.Callback):
             "config": to_dict(module.config),
             "accumulate_grad_batches": module.config.accumulate_grad_batches,
             "tokens": module.tokens,
+            "tokenizer_sha256": self._tokenizer_sha256,
             "python_rng": random.getstate(),
             "torch_rng": torch.get_rng_state(),
             "cuda_rng": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
@@ -88,6 +99,17 @@ class StepCheckpoint(StepCallback, pl.callbacks.Checkpoint):
         if "stop" in requests and not is_last:
             self._writer.wait()
             raise self._stop.build_error()
+
+    def on_validation_epoch_end(self, trainer: pl.Trainer, module: TrainingModule) -> None:
+        """Store the scores with the checkpoint of this step, if there is one, before the log has them."""
+        path = self._folder.checkpoints / format_checkpoint_name(trainer.global_step)
+        if trainer.state.fn != "fit":
+            return
+        self._writer.wait()
+        if trainer.is_global_zero and path.is_dir():
+            tags = module.validation_tags()
+            if AVERAGE_LOSS in tags:
+                write_validation(path, tags[AVERAGE_LOSS], tags.get(AVERAGE_ACCURACY))
 
     def _delete_old(self) -> None:
         best = self._folder.best_checkpoint()

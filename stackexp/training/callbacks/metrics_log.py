@@ -35,8 +35,6 @@ class MetricsLog(StepCallback):
         super().on_train_start(trainer, module)
         if not trainer.is_global_zero:
             return
-        if trainer.datamodule.tokenizer is not None:
-            trainer.datamodule.tokenizer.save(str(self._run.tokenizer))
         self._run.truncate_after(self._step)
         self._file = open(self._run.metrics, "a", encoding="utf-8")  # noqa: SIM115
         if self._config.logging.tensorboard:

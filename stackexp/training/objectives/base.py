@@ -18,7 +18,7 @@ from stackexp.metric_tags import AVERAGED_STEPS, TRAIN_LOSS
 from stackexp.models import checkpoints
 from stackexp.modules.base import TrainingModule
 from stackexp.run_result import RunResult
-from stackexp.runs import RunFolder
+from stackexp.runs import RunFolder, read_validation, write_validation
 from stackexp.training.callbacks.metrics_log import MetricsLog
 from stackexp.training.processes import Processes
 
@@ -114,6 +114,14 @@ class Objective(ABC):
         evaluation.run(session.trainer, session.module, self.find_scored_sets(session))
         return evaluation
 
+    def _store_final_validation(self, folder: RunFolder, result: dict[str, Any]) -> None:
+        """Store the final loss with the last checkpoint, unless it was validated or validations score only samples."""
+        newest, loss = folder.newest_checkpoint(), result.get("average", {}).get("loss")
+        is_sample = getattr(self.config.data, "eval_sequences", None) is not None
+        is_last = newest is not None and int(newest.name) == result["steps"]
+        if is_last and loss is not None and not is_sample and read_validation(newest) is None:
+            write_validation(newest, loss, result["average"].get("accuracy"))
+
     def write_result(self, session: Session, sets: Sets) -> None:
         """Write the final scores to TensorBoard, then to result.json, and print them. Call it on rank 0 only.
 
@@ -139,6 +147,7 @@ class Objective(ABC):
         session.metrics_log.finish(hyperparameters, scores, train_loss, result.get("sample"))
         if self.config.logging.tensorboard:
             self.write_events(session.folder, result)
+        self._store_final_validation(session.folder, result)
         session.folder.write_result(final)
         print(
             f"\ntraining loss {losses[0]:.3f} (first step), {average_last(losses):.3f} (mean of the last "
