@@ -39,6 +39,7 @@ setup(
     install_requires=[
         "torch>=2.11",
         "numpy>=2",
+        "pandas>=2.2",
         "numba>=0.63",  # the scan over tokens on CPUs: compiles without a compiler
         "lightning>=2.6,!=2.6.2,!=2.6.3",  # 2.6.2 and 2.6.3 on PyPI were malicious
         "torchmetrics>=1.9",

@@ -57,7 +57,7 @@ class RunResult:
         for name, value in (contents.get("train_loss") or {}).items():
             _check_type(f"train_loss.{name}", value, float | None)
         figures = {key: value for key, value in contents.items() if key not in (*fields, "version")}
-        _check_scores(figures)
+        check_scores(figures)
         return cls(**{name: contents.get(name) for name in fields}, figures=figures)
 
 
@@ -66,7 +66,7 @@ def compute_sha256(contents: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(replace_non_finite(contents)).encode()).hexdigest()
 
 
-def _check_scores(figures: dict[str, Any]) -> None:
+def check_scores(figures: dict[str, Any]) -> None:
     """Raise ValueError unless `sets` and `average` hold numbers, as far as they are present."""
     _check_type("sets", figures.get("sets", {}), dict)
     _check_type("average", figures.get("average", {}), dict)

@@ -31,7 +31,7 @@ from typing import Any
 from stackexp import __version__, run_result
 from stackexp.config.compose import to_yaml
 from stackexp.config.experiment import ExperimentConfig
-from stackexp.config.yaml_files import flatten, read_file
+from stackexp.config.yaml_files import read_options
 from stackexp.errors import DamagedCheckpointError, FolderBusyError, RunError, first_line, mask_secrets
 from stackexp.files import (
     compute_sha256,
@@ -85,7 +85,7 @@ class RunFolder:
 
     def read_options(self) -> dict[str, Any]:
         """Read config.yaml without checking it: {key with dots: value}."""
-        return flatten(read_file(self.config)[1])
+        return read_options(self.config)
 
     def read_result(self) -> RunResult:
         """Read result.json. Raises RunError if it is damaged or has a newer version."""

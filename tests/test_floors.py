@@ -16,6 +16,7 @@ FLOORS = [
         "run_result",
         "metric_tags",
         "files",
+        "frame",
         "tables",
         "terminal",
         "progress_bar",
@@ -43,11 +44,12 @@ LIGHT = {
     "run_result",
     "metric_tags",
     "files",
+    "frame",
     "tables",
     "progress_bar",
     "terminal",
 }  # heavy imports only within functions
-HEAVY = {"torch", "lightning", "streaming", "numpy"}
+HEAVY = {"torch", "lightning", "streaming", "numpy", "pandas"}
 FILES = {str(path.relative_to(ROOT)): path for path in sorted(ROOT.rglob("*.py"))}
 MODULES = {
     f"stackexp.{name.removesuffix('.py').replace('/', '.')}".removesuffix(".__init__"): FILES[name] for name in FILES

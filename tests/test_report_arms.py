@@ -12,8 +12,9 @@ from stackexp.config.affects import flatten_config
 from stackexp.config.compose import compose
 from stackexp.errors import RunError
 from stackexp.evaluation.chunk_losses import write_chunk_losses
+from stackexp.frame import name_arm
 from stackexp.reports.ablation import build_ablation
-from stackexp.reports.arms import name_arm, name_memory, read_arms
+from stackexp.reports.arms import name_memory, read_arms
 from stackexp.reports.differences import compare_arms, compute_difference
 from stackexp.reports.paper import CHOICES, find_variant
 

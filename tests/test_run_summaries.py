@@ -9,8 +9,9 @@ import pytest
 
 from stackexp.cli import main
 from stackexp.errors import RunError
+from stackexp.frame import find_runs
 from stackexp.models.checkpoints import find_checkpoint
-from stackexp.reports.summaries import RunStatus, find_runs, format_size, summarize
+from stackexp.reports.summaries import RunStatus, format_size, summarize
 from stackexp.run_result import RunResult
 from stackexp.runs import RunFolder
 

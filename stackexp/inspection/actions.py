@@ -11,6 +11,7 @@ import torch
 
 from stackexp.errors import ConfigError, RunError
 from stackexp.evaluation.loading import LoadedRun, load_run
+from stackexp.frame import find_runs
 from stackexp.inspection.batches import InspectionInput, open_run_data, open_set, open_task
 from stackexp.inspection.inspect import record
 from stackexp.models.memories.residual_stack import ResidualStack
@@ -18,7 +19,6 @@ from stackexp.models.stack_recording import ACTIONS, find_stacks
 from stackexp.reports.arms import describe_unfinished, read_arms
 from stackexp.reports.figures import new_figure
 from stackexp.reports.report import MARKERS, PALETTE, Report, Table
-from stackexp.reports.summaries import find_runs
 
 MAX_REASONS = 3  # in an error
 PARTS = ("first", "middle", "last")

@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import re
 import statistics
 from collections import defaultdict
 from collections.abc import Sequence
@@ -18,15 +17,13 @@ from stackexp.config.layers import split_overrides
 from stackexp.config.registry import get_entry, list_kinds
 from stackexp.data.olmo import NAMES
 from stackexp.errors import ConfigError, RunError
-from stackexp.files import read_json
+from stackexp.frame import find_runs, name_arm, read_validations
 from stackexp.reports.compare import GENERATED_DATA
 from stackexp.reports.paper import CHOICES, find_stack_changes, find_variant
-from stackexp.reports.summaries import find_runs
 from stackexp.runs import RunFolder, format_resume_command
 
 OLMO_GROUPS = tuple(f"{group}/" for group in NAMES)
 MAX_NAMED_OPTIONS = 3  # in the name of a run
-RUN_ID = r"\d{8}-\d{6}-[0-9a-f]{4}"
 
 
 @dataclass(frozen=True)
@@ -123,15 +120,6 @@ def _find_differences(ours: dict[str, Any], theirs: dict[str, Any]) -> list[str]
     return [key for key in changed if key != "seed"] + length
 
 
-def name_arm(path: Path) -> str:
-    """Return the name of a run without id, seed and hash: the trial's label, or the config's name."""
-    name, parent = path.resolve().name, path.resolve().parent.name
-    trial = re.fullmatch(r"(.*?)-?(?:seed=\d+)?-[0-9a-f]{8}", name)
-    if re.fullmatch(RUN_ID, name):
-        return parent
-    return (trial[1] or parent) if trial else name
-
-
 def read_finished_run(folder: RunFolder, config: dict[str, Any]) -> ArmRun:
     """Read a finished run and the later validations of its last weights. Raises RunError for damage.
 
@@ -150,19 +138,6 @@ def read_finished_run(folder: RunFolder, config: dict[str, Any]) -> ArmRun:
     sets = later | own
     finite = {name: scores for name, scores in sets.items() if math.isfinite(scores.get("loss") or math.nan)}
     return ArmRun(folder, config, result, {name: _drop_missing(scores) for name, scores in finite.items()})
-
-
-def read_validations(folder: RunFolder) -> list[dict[str, Any]]:
-    """Return the records of `validate` on checkpoints of the run, the newest last. Raises RunError for damage."""
-    records = []
-    for path in folder.path.glob("validate*.json"):
-        record = read_json(path)
-        if not isinstance(record, dict) or not isinstance(record.get("checkpoint"), str):
-            raise RunError(f"{path}: not a file of `validate`; move it elsewhere")
-        *parents, step = Path(record["checkpoint"]).parts  # .../RUN/checkpoints/STEP; in a copy of the run, only STEP
-        if step.isdecimal() and parents[-2:] in ([], [folder.path.resolve().name, folder.checkpoints.name]):
-            records.append(record | {"file": path.name})
-    return sorted(records, key=lambda record: (record.get("time", ""), record["file"]))
 
 
 def _drop_missing(scores: dict[str, Any]) -> dict[str, float]:

@@ -18,12 +18,11 @@ from stackexp.evaluation.benchmarks.results import (
     read_evaluations,
 )
 from stackexp.files import read_json
+from stackexp.frame import find_runs, name_arm
 from stackexp.metric_tags import DOWNSTREAM
 from stackexp.reports import paper_benchmarks
-from stackexp.reports.arms import name_arm
 from stackexp.reports.figures import abbreviate_thousands, new_figure
 from stackexp.reports.report import LINE_STYLES, MARKERS, PALETTE, Report, Table
-from stackexp.reports.summaries import find_runs
 from stackexp.runs import RunFolder
 from stackexp.tables import ABSENT
 

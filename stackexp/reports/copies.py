@@ -4,8 +4,7 @@ import shutil
 from pathlib import Path
 
 from stackexp.files import append_json_line, read_json, read_json_lines, write_json
-from stackexp.reports.arms import read_validations
-from stackexp.reports.summaries import list_tests
+from stackexp.frame import list_tests, read_validations
 from stackexp.runs import RunFolder
 
 

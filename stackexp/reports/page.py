@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from stackexp.errors import ConfigError, RunError
+from stackexp.frame import find_runs
 from stackexp.reports.ablation import build_ablation
 from stackexp.reports.benchmarks import build_benchmarks
 from stackexp.reports.dynamics import build_dynamics
@@ -20,7 +21,6 @@ from stackexp.reports.grid import build_grid
 from stackexp.reports.missing_runs import find_sweeps
 from stackexp.reports.report import Report, Table
 from stackexp.reports.scaling import build_scaling
-from stackexp.reports.summaries import find_runs
 
 LENGTHS = (41, 500)
 STYLE = """

@@ -3,7 +3,7 @@
 import contextlib
 import math
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
@@ -38,32 +38,6 @@ class RunSummary:
     bytes: int  # on disk
     last_change: float  # seconds since 1970
     problem: str = ""  # why the state is damaged
-
-
-def list_tests(run: RunFolder) -> list[Path]:
-    """Return the files of `test` on the final checkpoint: test.json, and those of fewer lengths or strings."""
-    return [*run.path.glob("test.json"), *sorted(run.path.glob("test-to-*.json"))]
-
-
-def find_runs(paths: Iterable[Path | str]) -> list[RunFolder]:
-    """Return all run folders at or below these paths, each once, sorted below each path.
-
-    Raises RunError for a path that does not exist.
-    """
-    found: dict[Path, RunFolder] = {}
-    for path in paths:
-        if not Path(path).is_dir():
-            raise RunError(f"{path}: no such folder; give run folders or folders of them")
-        for folder in sorted(_walk_runs(path)):
-            found.setdefault(folder.resolve(), RunFolder(folder))
-    return list(found.values())
-
-
-def _walk_runs(root: Path | str) -> Iterator[Path]:
-    for folder, folders, files in os.walk(root):
-        if "config.yaml" in files and ("environment.json" in files or ".stackexp" in files):
-            folders.clear()
-            yield Path(folder)
 
 
 def summarize(run: RunFolder) -> RunSummary:

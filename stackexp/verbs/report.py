@@ -29,8 +29,9 @@ class Compare(Verb):
     def run(self, args: Namespace) -> int:
         args.parser.check_output("--figure", args.figure, FIGURE_SUFFIXES)
         from stackexp import runs
+        from stackexp.frame import find_runs
         from stackexp.reports.compare import check_same_data, draw_losses, format_runs
-        from stackexp.reports.summaries import find_runs, summarize
+        from stackexp.reports.summaries import summarize
 
         folders = []
         for path in args.runs:

@@ -23,7 +23,8 @@ class List(Verb):
         parser.add_argument("--json", action="store_true", help="print a list of objects")
 
     def run(self, args: Namespace) -> int:
-        from stackexp.reports.summaries import find_runs, format_summaries, summarize
+        from stackexp.frame import find_runs
+        from stackexp.reports.summaries import format_summaries, summarize
 
         for folder in args.folders:
             if not Path(folder).is_dir():
@@ -107,8 +108,8 @@ class Copy(Verb):
         parser.add_argument("--to", type=Path, required=True, metavar="FOLDER", help="folder of the copies")
 
     def run(self, args: Namespace) -> int:
+        from stackexp.frame import find_runs
         from stackexp.reports.copies import copy_run
-        from stackexp.reports.summaries import find_runs
         from stackexp.runs import RunFolder
 
         folders = [folder for folder in find_runs(args.runs) if folder.is_finished]

@@ -17,7 +17,7 @@ from stackexp.config.layers import split_overrides
 from stackexp.errors import ConfigError, RunError
 from stackexp.evaluation.accuracy import Lengths, average_accuracy, parse_accuracy
 from stackexp.files import read_json
-from stackexp.reports.summaries import find_runs, list_tests
+from stackexp.frame import find_runs, list_tests
 from stackexp.runs import RunFolder
 from stackexp.sweeps.trials import read_tail
 from stackexp.tasks import TASKS

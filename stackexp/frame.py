@@ -1,0 +1,333 @@
+"""All runs as one table: `load_runs` returns a pandas DataFrame with one row per run folder.
+
+Everything that lists or compares runs reads this table. Its columns, each empty where a run has no such value:
+
+path, arm                    the folder; its name without id, seed and hash, which all seeds of a trial share
+state, problem               finished, running, unfinished or damaged; why it is damaged
+step, max_steps, tokens      progress
+train_loss                   mean over the last 20 steps; every loss is in nats per token
+best_loss                    lowest mean validation loss, the final evaluation included
+bytes, last_change           size on disk; seconds since 1970
+platform                     device and torch version of the first session
+<key of an option>           each option in config.yaml, such as seed and model.hidden_size; None for null
+<key of result.json>         such as parameters, memory_parameters, seconds_of_last_session, score_41_500
+val/<set>/<score>            loss, perplexity and bits_per_byte of the final weights on a set
+val/average/<score>          their means over the sets of the run
+bigrams/<set>/<score>        loss and perplexity of bigram counts of the training tokens, bigrams/average included
+"""
+
+import contextlib
+import json
+import math
+import os
+import re
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from stackexp.config.affects import changes_scores
+from stackexp.config.layers import split_overrides
+from stackexp.errors import ConfigError, RunError
+from stackexp.files import read_json
+from stackexp.metric_tags import AVERAGE_LOSS, AVERAGED_STEPS, TRAIN_LOSS
+from stackexp.run_result import check_scores
+from stackexp.runs import RunFolder
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+Row = dict[str, Any]
+"""The values of a run: {column: value}, without the empty ones."""
+STATES = ("finished", "running", "unfinished", "damaged")
+_EMPTY = object()
+SUMMARY = (
+    *("path", "arm", "state", "problem", "step", "max_steps", "tokens", "train_loss", "best_loss"),
+    *("bytes", "last_change", "platform"),
+)
+"""The columns that a table always has. Options, figures of result.json and scores follow."""
+OLMO_GROUPS = ("v2/", "v3/")
+SCORES = ("loss", "perplexity", "bits_per_byte")
+RUN_ID = re.compile(r"\d{8}-\d{6}-[0-9a-f]{4}")
+TRIAL_NAME = re.compile(r"(.*?)-?(?:seed=\d+)?-[0-9a-f]{8}")
+SCORE_COLUMN = re.compile(r"(val|bigrams)/(.+)/([a-z_]+)")
+
+
+def load_runs(paths: Path | str | Iterable[Path | str]) -> "pd.DataFrame":
+    """Return a table of all runs at or below `paths`, sorted below each path.
+
+    A damaged run has the state "damaged", a problem, and the values that could be read. Raises RunError for a path that
+    does not exist.
+    """
+    import pandas as pd
+
+    rows = [read_run(folder) for folder in find_runs([paths] if isinstance(paths, Path | str) else paths)]
+    keys = dict.fromkeys(key for row in rows for key in row)
+    columns = [*SUMMARY, *sorted((key for key in keys if key not in SUMMARY), key=_rank_column)]
+    return pd.DataFrame({key: _build_column([row.get(key, _EMPTY) for row in rows]) for key in columns})
+
+
+def _rank_column(key: str) -> tuple[bool, bool]:
+    return key.startswith(("val/", "bigrams/")), not is_option(key)
+
+
+def _build_column(values: list[Any]) -> "pd.Series":
+    """Return a column of nullable integers, of floats or of booleans if all its values are; otherwise of objects."""
+    import pandas as pd
+
+    kinds = set(map(type, values))
+    dtype = "boolean" if kinds <= {bool, object} else "Int64" if kinds <= {int, object} else object
+    if object in kinds:
+        values = [math.nan if value is _EMPTY else value for value in values]
+    with contextlib.suppress(OverflowError):  # a number of 400 digits stays an object
+        return pd.Series(values, dtype="float64" if kinds <= {float, int, object} and float in kinds else dtype)
+    return pd.Series(values, dtype=object)
+
+
+def _is_nan(value: Any) -> bool:
+    return isinstance(value, float) and math.isnan(value)
+
+
+def list_rows(frame: "pd.DataFrame") -> list[Row]:
+    """Return the rows of a table, without the empty cells. A null option is not empty, but None."""
+    import pandas as pd
+
+    columns = {key: column.tolist() for key, column in frame.items()}
+    rows = (zip(columns, values, strict=True) for values in zip(*columns.values(), strict=True))
+    return [{key: value for key, value in row if value is not pd.NA and not _is_nan(value)} for row in rows]
+
+
+def is_option(column: str) -> bool:
+    """Return True for the key of an option."""
+    return column in ("name", "seed", "plugins") or ("." in column and not column.startswith(("val/", "bigrams/")))
+
+
+def get_options(row: Row) -> dict[str, Any]:
+    """Return the config of a run, {full key: value}."""
+    return {key: value for key, value in row.items() if is_option(key)}
+
+
+def get_scores(row: Row, kind: str = "val") -> dict[str, dict[str, float]]:
+    """Return the scores of a run by set, {set: {score: value}}, or with `kind` "bigrams" those of bigram counts."""
+    scores: dict[str, dict[str, float]] = {}
+    for key, value in row.items():
+        if (match := SCORE_COLUMN.fullmatch(key)) and match[1] == kind and match[2] != "average":
+            scores.setdefault(match[2], {})[match[3]] = value
+    return scores
+
+
+# Run folders
+
+
+def find_runs(paths: Iterable[Path | str]) -> list[RunFolder]:
+    """Return all run folders at or below these paths, each once, sorted below each path.
+
+    A path with a config.yaml is a run folder. Raises RunError for a path that does not exist.
+    """
+    found: dict[Path, RunFolder] = {}
+    for path in paths:
+        if not Path(path).is_dir():
+            raise RunError(f"{path}: no such folder; give run folders or folders of them")
+        is_run = (Path(path) / "config.yaml").exists()
+        for folder in [Path(path)] if is_run else sorted(_walk_runs(path)):
+            found.setdefault(folder.resolve(), RunFolder(folder))
+    return list(found.values())
+
+
+def _walk_runs(root: Path | str) -> Iterator[Path]:
+    for folder, folders, files in os.walk(root):
+        if "config.yaml" in files and ("environment.json" in files or ".stackexp" in files):
+            folders.clear()
+            yield Path(folder)
+
+
+def name_arm(path: Path) -> str:
+    """Return the name of a run without id, seed and hash: the trial's label, or the config's name."""
+    path = path.resolve()
+    trial = TRIAL_NAME.fullmatch(path.name)
+    if RUN_ID.fullmatch(path.name):
+        return path.parent.name
+    return (trial[1] or path.parent.name) if trial else path.name
+
+
+def list_tests(folder: RunFolder) -> list[Path]:
+    """Return the files of `test` on the final checkpoint: test.json, and those of fewer lengths or strings."""
+    return [*folder.path.glob("test.json"), *sorted(folder.path.glob("test-to-*.json"))]
+
+
+def read_run(folder: RunFolder) -> Row:
+    """Return the row of a run. Damage is reported in its state and problem, not raised."""
+    row: Row = {"path": str(folder.path), "arm": name_arm(folder.path), "problem": "", "step": 0}
+    sizes = list(_stat_files(folder.path))
+    row |= {"bytes": sum(s.st_size for s in sizes), "last_change": max((s.st_mtime for s in sizes), default=0.0)}
+    for read in (_read_config, _read_metrics, _read_result, _read_platform):
+        try:
+            row |= read(folder, row)
+        except (RunError, ConfigError, OSError) as error:
+            row["problem"] = row["problem"] or str(error)
+    if row["problem"]:
+        return row | {"state": "damaged"}
+    state = "running" if folder.is_running else "finished" if folder.is_finished else "unfinished"
+    return row | {"state": state}
+
+
+def _stat_files(folder: Path) -> Iterator[os.stat_result]:
+    """Yield the properties of all files; a running training may delete some in the meantime."""
+    for root, _, files in os.walk(folder):
+        for name in files:
+            with contextlib.suppress(FileNotFoundError):
+                yield os.lstat(os.path.join(root, name))
+
+
+def _read_config(folder: RunFolder, row: Row) -> Row:
+    options = folder.read_options()
+    steps = options.get("trainer.max_steps")
+    return options | ({"max_steps": steps} if type(steps) is int else {})
+
+
+def _read_platform(folder: RunFolder, row: Row) -> Row:
+    session = next(iter(folder.read_sessions()), {})
+    gpus, versions = session.get("gpus", []), session.get("versions", {})
+    if not isinstance(gpus, list) or not isinstance(versions, dict):
+        raise RunError(f"{folder.environment}: not a list of sessions; delete the file")
+    device = "" if row.get("trainer.accelerator") == "cpu" else ", ".join(sorted(set(map(str, gpus))))
+    return {"platform": f"{device or 'a CPU'} with torch {versions['torch']}"} if "torch" in versions else {}
+
+
+# Progress and losses in metrics.jsonl
+
+
+def _read_metrics(folder: RunFolder, row: Row) -> Row:
+    """Read progress, the last training losses and the best validation loss, in bounded memory.
+
+    Only the lines with these figures are parsed. Of the other lines, only the last character is checked.
+    """
+    last, best = b"", math.inf
+    recent: deque[bytes] = deque(maxlen=AVERAGED_STEPS)
+    training, validation = (f'"{tag}":'.encode() for tag in (TRAIN_LOSS, AVERAGE_LOSS))
+    if not folder.metrics.is_file():
+        return {}
+    with open(folder.metrics, "rb") as file:
+        for line in file:
+            if not line.endswith(b"}\n"):
+                _check_incomplete(folder.metrics, line)
+                continue
+            if training in line:
+                recent.append(line)
+            if validation in line:
+                loss = _parse_metrics(folder.metrics, line).get(AVERAGE_LOSS)
+                best = best if loss is None else min(best, loss)
+            last = line
+    if not last:
+        return {}
+    end = _parse_metrics(folder.metrics, last)
+    losses = [_parse_metrics(folder.metrics, line)[TRAIN_LOSS] for line in recent]
+    known = [loss for loss in losses if loss is not None]
+    figures = {"step": end["step"], "tokens": end.get("tokens"), "best_loss": best if best < math.inf else None}
+    return _drop_null(figures | {"train_loss": math.fsum(known) / len(known) if known else None})
+
+
+def _check_incomplete(path: Path, line: bytes) -> None:
+    """Raise RunError unless the line is blank, or the last one, which a kill has cut off."""
+    if line.endswith(b"\n") and line.strip():
+        _parse_metrics(path, line)
+
+
+def _parse_metrics(path: Path, line: bytes) -> dict[str, Any]:
+    try:
+        values = json.loads(line)
+    except (ValueError, RecursionError):
+        values = None
+    if (
+        not isinstance(values, dict)
+        or type(values.get("step")) is not int
+        or any(isinstance(value, str | dict | list) for value in values.values())
+    ):
+        raise RunError(f"{path}: a line is damaged: {line[:60].decode(errors='replace').strip()}; delete the line")
+    return values
+
+
+def _drop_null(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values that are known: a figure that is not finite is null in a file."""
+    return {key: value for key, value in values.items() if value is not None}
+
+
+# Final figures in result.json and validate.json
+
+
+def _read_result(folder: RunFolder, row: Row) -> Row:
+    """Read the figures of a finished run and the later validations of its last weights."""
+    if not folder.is_finished:
+        return {}
+    contents = folder.read_result().to_dict()
+    average, bigrams, training = (contents.pop(key, {}) for key in ("average", "bigrams", "train_loss"))
+    try:
+        check_scores(bigrams)
+    except (ValueError, AttributeError) as error:
+        raise RunError(f"{folder.result}: bigrams: {error}; delete it and resume the run") from None
+    sets = _merge_sets(folder, row, contents)
+    named = {name: scores for name, scores in sets.items() if not name.startswith(OLMO_GROUPS)} or sets
+    average = average or {key: _average(named, key) for key in SCORES}
+    columns = _list_scores("val", sets | {"average": average})
+    columns |= _list_scores("bigrams", bigrams.get("sets", {}) | {"average": bigrams.get("average", {})})
+    used = ("version", "sets", "groups", "steps", *(key for key in row if key != "tokens"))
+    rest = {key: value for key, value in contents.items() if key not in used}
+    progress = {"step": contents.get("steps"), "train_loss": training.get("last_20_steps")}
+    final = columns.get("val/average/loss", contents.get("validation_loss"))
+    if final is not None and ("best_loss" not in row or row.get("data.eval_sequences") is None):
+        progress["best_loss"] = min(final, row.get("best_loss", math.inf))  # not compared with losses on samples
+    return _drop_null(rest | {"train_loss_first": training.get("first")} | progress) | columns
+
+
+def _merge_sets(folder: RunFolder, row: Row, result: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the scores of the last weights by set.
+
+    Of a later validation, sets outside V2 and V3 count only if the run has none of its own: otherwise they would
+    change its average. Sets without a finite loss, of a run that diverged, are left out.
+    """
+    own = result.get("sets", {})
+    later: dict[str, dict[str, Any]] = {}
+    for record in read_validations(folder):
+        keys = [key for key, *_ in split_overrides(record["overrides"])]
+        if record.get("step") == result.get("steps") and not any(changes_scores(row, key) for key in keys):
+            later |= record["sets"]
+    if any(not name.startswith(OLMO_GROUPS) for name in own):
+        later = {name: scores for name, scores in later.items() if name.startswith(OLMO_GROUPS)}
+    sets = later | own
+    return {name: scores for name, scores in sets.items() if math.isfinite(scores.get("loss") or math.nan)}
+
+
+def _average(sets: Mapping[str, Mapping[str, Any]], key: str) -> float | None:
+    values = [scores.get(key) for scores in sets.values()]
+    return None if not values or None in values else math.fsum(values) / len(values)
+
+
+def _list_scores(kind: str, sets: Mapping[str, Mapping[str, Any]]) -> Row:
+    scores = {f"{kind}/{name}/{key}": figures.get(key) for name, figures in sets.items() for key in SCORES}
+    return _drop_null(scores)
+
+
+def read_validations(folder: RunFolder) -> list[dict[str, Any]]:
+    """Return the records of `validate` on checkpoints of the run, the newest last. Raises RunError for damage."""
+    records = []
+    for path in folder.path.glob("validate*.json"):
+        record = read_json(path)
+        if not _is_validation(record):
+            raise RunError(f"{path}: not a file of `validate`; move it elsewhere")
+        record = {"overrides": [], "sets": {}, "time": ""} | record
+        *parents, step = Path(record["checkpoint"]).parts  # .../RUN/checkpoints/STEP; in a copy of the run, only STEP
+        if step.isdecimal() and parents[-2:] in ([], [folder.path.resolve().name, folder.checkpoints.name]):
+            records.append(record | {"file": path.name})
+    return sorted(records, key=lambda record: (record["time"], record["file"]))
+
+
+def _is_validation(record: Any) -> bool:
+    types = {"checkpoint": str, "time": str, "overrides": list}
+    if not isinstance(record, dict) or not all(
+        isinstance(record.get(key, kind()), kind) for key, kind in types.items()
+    ):
+        return False
+    with contextlib.suppress(ValueError):
+        check_scores({"sets": record.get("sets", {})})
+        return "checkpoint" in record and all(isinstance(text, str) for text in record.get("overrides", []))
+    return False

@@ -1,0 +1,178 @@
+"""`load_runs`: one row per run folder, with its state, options, results and scores."""
+
+import json
+import math
+import os
+import time
+import tracemalloc
+from pathlib import Path
+
+import pandas as pd
+import pytest
+from language_runs import finish, write_run
+
+import stackexp
+from stackexp.errors import RunError
+from stackexp.frame import get_options, get_scores, list_rows, load_runs, name_arm, read_run
+from stackexp.runs import RunFolder
+
+V2_SCORES = {"v2/c4": {"loss": 3.0, "perplexity": 21.0}}
+
+
+@pytest.fixture
+def runs(tmp_path) -> Path:
+    """A finished run of two, in a folder."""
+    finish(write_run(tmp_path / "runs/a/20260101-000000-0000", "model.memory=null", losses=[5.0, 4.0, 3.0]), 3.5)
+    write_run(tmp_path / "runs/queue-seed=1-0123abcd", "model.memory=queue", seed=1, losses=[6.0])
+    return tmp_path / "runs"
+
+
+def add_validation(run: Path, sets: dict, **record) -> None:
+    contents = {"checkpoint": f"{run.name}/checkpoints/00000010", "step": 10, "sets": sets} | record
+    (run / f"validate-{len(list(run.glob('validate*')))}.json").write_text(json.dumps(contents))
+
+
+def test_a_row_for_each_run(runs):
+    frame = stackexp.load_runs(runs)
+    assert list(frame["arm"]) == ["a", "queue"]
+    assert list(frame["state"]) == ["finished", "unfinished"]
+    assert list(frame["step"]) == [10, 1]
+    assert list(frame["seed"]) == [0, 1]
+    assert frame["seed"].dtype == "Int64"
+    assert list(frame["train_loss"]) == [3.0, 6.0]
+    assert frame["val/held-out/loss"][0] == frame["val/average/loss"][0] == frame["best_loss"][0] == 3.5
+    assert math.isnan(frame["val/held-out/loss"][1])
+    assert frame.loc[frame["state"] == "finished", "parameters"].tolist() == [1000]
+    assert frame["bytes"][1] == sum(path.stat().st_size for path in (runs / "queue-seed=1-0123abcd").iterdir())
+
+
+def test_options_keep_null_apart_from_missing(runs):
+    plain, queue = list_rows(load_runs([runs]))
+    assert plain["model.memory"] is None
+    assert "model.memory" not in queue
+    assert queue["model.memory.discipline"] == "queue"
+    assert get_options(queue) == RunFolder(runs / "queue-seed=1-0123abcd").read_options()
+    assert get_scores(plain) == {"held-out": {"loss": 3.5, "perplexity": 350.0}}
+
+
+def test_columns_of_options_have_types(runs):
+    frame = load_runs([runs])
+    kinds = {"model.hidden_size": "Int64", "optimizer.lr": "float64", "model.causal": "boolean", "name": "object"}
+    assert {key: str(frame[key].dtype) for key in kinds} == kinds
+
+
+def test_no_runs_give_an_empty_table_and_no_folder_an_error(tmp_path):
+    assert len(load_runs(tmp_path)) == 0
+    assert "state" in load_runs([tmp_path])
+    with pytest.raises(RunError, match="nowhere: no such folder"):
+        load_runs("nowhere")
+
+
+@pytest.mark.parametrize(
+    ("changes", "counts"),
+    [
+        ({}, True),
+        ({"step": 5}, False),
+        ({"overrides": ["data.eval_batch_size=2"]}, True),
+        ({"overrides": ["model.memory.eval_num_slots=2"]}, False),
+        ({"checkpoint": "other/00000010"}, False),
+    ],
+)
+def test_later_validations_count_if_they_score_the_last_weights(runs, changes, counts):
+    run = runs / "a/20260101-000000-0000"
+    add_validation(run, V2_SCORES | {"mine": {"loss": 1.0}}, **changes)
+    row = read_run(RunFolder(run))
+    assert ("val/v2/c4/loss" in row) == counts
+    assert "val/mine/loss" not in row  # would change the average
+
+
+def test_a_run_without_own_sets_has_the_scores_of_a_later_validation(runs):
+    run = finish(runs / "queue-seed=1-0123abcd", 3.5, sets={}, average={})
+    assert "best_loss" not in read_run(RunFolder(run))
+    add_validation(run, {"mine": {"loss": 2.0}, "yours": {"loss": 4.0}})
+    row = read_run(RunFolder(run))
+    assert (row["val/average/loss"], row["best_loss"]) == (3.0, 3.0)
+
+
+def test_best_includes_the_final_evaluation_unless_others_are_of_samples(tmp_path):
+    whole = finish(write_run(tmp_path / "a", "data.eval_sequences=null", losses=[4.0]), 3.0)
+    sample = finish(write_run(tmp_path / "b", "data.eval_sequences=8", losses=[4.0]), 3.0)
+    for run in (whole, sample):
+        with (run / "metrics.jsonl").open("a") as file:
+            file.write('{"step": 1, "tokens": 1024, "val/loss/average": 3.2}\n')
+    assert read_run(RunFolder(whole))["best_loss"] == 3.0
+    assert read_run(RunFolder(sample))["best_loss"] == 3.2
+
+
+CONTENTS = ("{", "[]\n", '{"step": "x"}\n', '{"sets": {"a": 3}}\n', "\0\n", "5\n", "")
+VALID = {("metrics.jsonl", "{"), ("metrics.jsonl", ""), ("environment.json", "[]\n")}  # cut off by a kill; no session
+VALID |= {(file, '{"step": "x"}\n') for file in ("config.yaml", "result.json")} | {("config.yaml", CONTENTS[3])}
+
+
+@pytest.mark.parametrize("file", ["config.yaml", "metrics.jsonl", "result.json", "environment.json", "validate.json"])
+@pytest.mark.parametrize("content", CONTENTS)
+def test_damage_is_a_state(runs, file, content):
+    (runs / "a/20260101-000000-0000" / file).write_text(content)
+    row = list_rows(load_runs(runs))[0]
+    assert row["state"] == ("finished" if (file, content) in VALID else "damaged")
+    assert (file in row["problem"]) == (row["state"] == "damaged")
+    assert "\n" not in row["problem"]
+
+
+@pytest.mark.parametrize("file", ["config.yaml", "result.json", "environment.json", "validate.json", ".lock"])
+@pytest.mark.parametrize("kind", ["pipe", "device"])
+def test_only_regular_files_are_read(runs, file, kind):
+    run = runs / "a/20260101-000000-0000"
+    (run / file).unlink(missing_ok=True)
+    if kind == "pipe":
+        os.mkfifo(run / file)
+    else:
+        (run / file).symlink_to("/dev/zero")
+    row = list_rows(load_runs([runs]))[0]
+    assert (row["state"] == "damaged") == (file != ".lock")
+    assert row["problem"] == "" or "not a regular file" in row["problem"]
+
+
+def test_numbers_beyond_64_bits_are_kept(runs):
+    finish(runs / "a/20260101-000000-0000", 3.5, parameters=10**400)
+    assert load_runs(runs)["parameters"][0] == 10**400
+
+
+def test_metrics_are_read_in_bounded_memory(runs):
+    line = json.dumps({"step": 7, "tokens": 7, "train/loss": 2.0, "train/lr": 0.1}) + "\n"
+    (runs / "a/20260101-000000-0000/metrics.jsonl").write_text(line * 200_000)
+    load_runs(runs)  # imports
+    tracemalloc.start()
+    frame = load_runs(runs)
+    assert tracemalloc.get_traced_memory()[1] < 4e6
+    tracemalloc.stop()
+    assert frame["train_loss"][0] == 3.0  # of result.json
+
+
+def test_many_runs_are_read_quickly(tmp_path):
+    for number in range(100):
+        finish(write_run(tmp_path / f"x-seed={number}-{number:08x}", losses=[3.0] * 100), 3.0)
+    start = time.process_time()
+    assert len(load_runs(tmp_path)) == 100
+    assert time.process_time() - start < 1.0  # measured: 0.2
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        ("runs/quickstart/20261123-210406-08a1", "quickstart"),
+        ("runs/ablation/queue-seed=0-20010bb6", "queue"),
+        ("runs/ablation/normalized-identity-seed=1-06471341", "normalized-identity"),
+        ("runs/grid/H=2-d_s=4-seed=0-06471341", "H=2-d_s=4"),
+        ("runs/grid/seed=0-06471341", "grid"),
+        ("runs/mine", "mine"),
+    ],
+)
+def test_arms_are_named_after_the_trial_or_the_config(path, name):
+    assert name_arm(Path(path)) == name
+
+
+def test_the_table_is_a_data_frame(runs):
+    frame = load_runs(runs)
+    assert isinstance(frame, pd.DataFrame)
+    assert frame.groupby("arm")["train_loss"].mean().to_dict() == {"a": 3.0, "queue": 6.0}
