@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 from stackexp.config.affects import changes_scores
 from stackexp.config.layers import split_overrides
 from stackexp.errors import ConfigError, RunError
-from stackexp.files import read_json
+from stackexp.files import open_regular, read_json
 from stackexp.metric_tags import AVERAGE_LOSS, AVERAGED_STEPS, TRAIN_LOSS
 from stackexp.run_result import check_scores
 from stackexp.runs import RunFolder
@@ -205,9 +205,9 @@ def _read_metrics(folder: RunFolder, row: Row) -> Row:
     last, best = b"", math.inf
     recent: deque[bytes] = deque(maxlen=AVERAGED_STEPS)
     training, validation = (f'"{tag}":'.encode() for tag in (TRAIN_LOSS, AVERAGE_LOSS))
-    if not folder.metrics.is_file():
+    if not folder.metrics.exists():
         return {}
-    with open(folder.metrics, "rb") as file:
+    with open_regular(folder.metrics, "rb") as file:
         for line in file:
             if not line.endswith(b"}\n"):
                 _check_incomplete(folder.metrics, line)

@@ -104,12 +104,13 @@ def test_best_includes_the_final_evaluation_unless_others_are_of_samples(tmp_pat
     assert read_run(RunFolder(sample))["best_loss"] == 3.2
 
 
+RECORDS = ("config.yaml", "metrics.jsonl", "result.json", "environment.json", "validate.json")
 CONTENTS = ("{", "[]\n", '{"step": "x"}\n', '{"sets": {"a": 3}}\n', "\0\n", "5\n", "")
 VALID = {("metrics.jsonl", "{"), ("metrics.jsonl", ""), ("environment.json", "[]\n")}  # cut off by a kill; no session
 VALID |= {(file, '{"step": "x"}\n') for file in ("config.yaml", "result.json")} | {("config.yaml", CONTENTS[3])}
 
 
-@pytest.mark.parametrize("file", ["config.yaml", "metrics.jsonl", "result.json", "environment.json", "validate.json"])
+@pytest.mark.parametrize("file", RECORDS)
 @pytest.mark.parametrize("content", CONTENTS)
 def test_damage_is_a_state(runs, file, content):
     (runs / "a/20260101-000000-0000" / file).write_text(content)
@@ -119,7 +120,7 @@ def test_damage_is_a_state(runs, file, content):
     assert "\n" not in row["problem"]
 
 
-@pytest.mark.parametrize("file", ["config.yaml", "result.json", "environment.json", "validate.json", ".lock"])
+@pytest.mark.parametrize("file", [*RECORDS, ".lock"])
 @pytest.mark.parametrize("kind", ["pipe", "device"])
 def test_only_regular_files_are_read(runs, file, kind):
     run = runs / "a/20260101-000000-0000"

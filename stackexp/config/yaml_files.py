@@ -153,10 +153,8 @@ def _read_root(reader: _Reader, node: yaml.Node | None) -> tuple[list[Leaf], Tre
 
 def read_options(path: Path) -> dict[str, Any]:
     """Return the keys of a resolved config as {full key: value}. Twice as fast as `read_file`, same errors."""
-    with contextlib.suppress(OSError):
-        open_regular(path).close()  # raises RunError for a pipe, which could block
-    with contextlib.suppress(Exception):  # PyYAML raises any; `read_file` gives a ConfigError
-        return flatten(_Reader(path.read_text(encoding="utf-8"), lambda line: "").get_single_data())
+    with contextlib.suppress(Exception), open_regular(path) as file:  # PyYAML raises any; `read_file` explains it
+        return flatten(_Reader(file.read(), lambda line: "").get_single_data())
     return flatten(read_file(path)[1])
 
 
