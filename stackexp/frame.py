@@ -160,15 +160,12 @@ def read_run(folder: RunFolder) -> Row:
     row: Row = {"path": str(folder.path), "arm": name_arm(folder.path), "problem": "", "step": 0}
     sizes = list(_stat_files(folder.path))
     row |= {"bytes": sum(s.st_size for s in sizes), "last_change": max((s.st_mtime for s in sizes), default=0.0)}
-    for read in (_read_config, _read_metrics, _read_result, _read_platform):
+    for read in (_read_config, _read_metrics, _read_result, _read_platform, _read_state):
         try:
             row |= read(folder, row)
         except (RunError, ConfigError, OSError) as error:
             row["problem"] = row["problem"] or str(error)
-    if row["problem"]:
-        return row | {"state": "damaged"}
-    state = "running" if folder.is_running else "finished" if folder.is_finished else "unfinished"
-    return row | {"state": state}
+    return row | ({"state": "damaged"} if row["problem"] else {})
 
 
 def _stat_files(folder: Path) -> Iterator[os.stat_result]:
@@ -183,6 +180,10 @@ def _read_config(folder: RunFolder, row: Row) -> Row:
     options = folder.read_options()
     steps = options.get("trainer.max_steps")
     return options | ({"max_steps": steps} if type(steps) is int else {})
+
+
+def _read_state(folder: RunFolder, row: Row) -> Row:
+    return {"state": "running" if folder.is_running else "finished" if folder.is_finished else "unfinished"}
 
 
 def _read_platform(folder: RunFolder, row: Row) -> Row:
