@@ -30,6 +30,15 @@ class ConfigError(ValueError):
     exit_code = 2
 
 
+class SetNameError(ConfigError):
+    """A name of an evaluation set that cannot be used. Verbs with another option than --sets change `option`."""
+
+    option = "--sets"
+
+    def __str__(self) -> str:
+        return f"{self.option}: {self.args[0]}"
+
+
 class RunError(RuntimeError):
     """An error at run time: data, checkpoint, disk or a diverged loss."""
 

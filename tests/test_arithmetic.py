@@ -91,7 +91,7 @@ def test_every_problem_is_scored_once(world_size):
 
 def test_mistakes_are_one_line():
     data = ArithmeticData(ArithmeticConfig())
-    with pytest.raises(ConfigError, match="--sets v2: arithmetic has one set; use --sets held-out"):
+    with pytest.raises(ConfigError, match="--sets: no set 'v2'; the only set of arithmetic is held-out"):
         data.select_sets("validate", ["v2"])
     with pytest.raises(ConfigError, match="test: arithmetic has no test set; use `validate`"):
         data.sets("test")
@@ -173,7 +173,7 @@ def test_inspect_accepts_the_symbols_and_the_set_of_arithmetic(tmp_path, capsys)
     for options, message in (
         (("--text", "37+58=ab"), "inspect: --text: the model has no symbol 'a'; use 0-9 + * ="),
         (("--text", "37+58=95<|endoftext|>"), "inspect: --text: the model has no symbol '<'; use 0-9 + * ="),
-        (("--set", "foo"), "--set foo: arithmetic has one set; use --set held-out"),
+        (("--set", "foo"), "--set: no set 'foo'; the only set of arithmetic is held-out"),
     ):
         assert cli.main([*inspect, *options]) == 2
         assert capsys.readouterr().err == f"error: {message}\n"

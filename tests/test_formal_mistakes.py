@@ -9,7 +9,7 @@ from config_files import compose_error
 from stackexp.cli import main
 from stackexp.config.compose import compose
 from stackexp.errors import ConfigError
-from stackexp.inspection.batches import open_task
+from stackexp.inspection.inspect import open_task
 
 MISTAKES = {
     "data.task=reverse_strings": r"data.task: .*did you mean 'reverse_string'\?",

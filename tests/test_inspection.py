@@ -2,15 +2,24 @@
 
 import json
 
+import numpy as np
 import pytest
 import torch
+from browser import CHROMIUM, Browser, poll
 from stack_memories import decoder_config
 
 from stackexp.config.memory import ResidualStackConfig
 from stackexp.errors import ConfigError
-from stackexp.inspection.batches import InspectionInput, average_values, compute_losses
-from stackexp.inspection.interventions import Intervention, check_heads, clear, intervene, list_interventions
-from stackexp.inspection.page import format_page
+from stackexp.inspection.inspect import average_values
+from stackexp.inspection.interventions import (
+    Intervention,
+    check_heads,
+    clear,
+    compute_losses,
+    intervene,
+    list_interventions,
+)
+from stackexp.inspection.page import MEANS, StackMeans, draw_maps, format_page
 from stackexp.models.memories.residual_stack import ResidualStackOutput
 from stackexp.models.memories.stack import NEVER, PUSH
 from stackexp.models.stack_recording import (
@@ -289,11 +298,34 @@ def test_losses_are_those_of_the_tokens():
 
 def test_page_embeds_any_token():
     model = build_model()
-    labels = ["</script><b>", '"', "\u2028", "é", "x", "y"]
-    page = format_page(InspectionInput("a <b> & {DATA}", "text", [], labels), record(model), max_tokens=4)
-    assert page.count("</script>") == 1
+    labels = ["</script><b>", "<!--<script>", '"', "\u2028", "é", "x"]
+    page = format_page("a <b> & {DATA}", labels, record(model))
+    assert page.count("</script>") == page.count("<script>") == 1
+    assert "<!--" not in page
     assert "<title>Stacks: a &lt;b&gt; &amp; {DATA}</title>" in page
     data = json.loads(page.partition("const data = ")[2].partition(";\n")[0])
-    assert data["tokens"] == labels[:4]
-    assert [len(stack["values"]["push"]) for stack in data["stacks"]] == [4, 4, 4]
+    assert data["tokens"] == labels
+    assert [len(stack["values"]["push"]) for stack in data["stacks"]] == [6, 6, 6]
     assert sum(data["stacks"][0]["values"][action][0][0] for action in ACTIONS) == pytest.approx(1, abs=1e-3)
+
+
+@pytest.mark.process
+@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
+def test_page_shows_every_token_in_a_browser(tmp_path):
+    labels = ["</script><b>", "<!--<script>", '"', "\u2028", "é", "x"]
+    (tmp_path / "tokens.html").write_text(format_page("text", labels, record(build_model())), encoding="utf-8")
+    with Browser(tmp_path / "profile") as browser:
+        browser.open((tmp_path / "tokens.html").as_uri())
+        assert poll(lambda: browser.evaluate("document.querySelectorAll('#text span').length"), 6, seconds=10) == 6
+        shown = "JSON.stringify([...document.querySelectorAll('#text span')].map(span => span.textContent))"
+        assert json.loads(browser.evaluate(shown)) == labels
+
+
+def test_maps_label_each_row_with_its_layer():
+    values = {name: np.full(2, 0.5) for name in MEANS}
+    sites = [(layer, site) for layer in range(2) for site in ("after_attention", "after_block")]
+    figure = draw_maps([StackMeans(layer, site, values) for layer, site in sites])
+    figure.draw_without_rendering()
+    assert figure.axes[0].get_ylabel() == "layer"
+    labels = [label.get_text() for label in figure.axes[0].get_yticklabels()]
+    assert labels == ["0, after_attention", "0", "1, after_attention", "1"]

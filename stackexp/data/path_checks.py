@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from stackexp.config.data import DataConfig, ShardsConfig, explain_set_name
 from stackexp.data import olmo
-from stackexp.errors import ConfigError, RunError, suggest_name
+from stackexp.errors import RunError, SetNameError, suggest_name
 
 
 class DataPaths(NamedTuple):
@@ -35,7 +35,7 @@ def check_requested_sets(requests: Iterable[str], configured: Mapping[str, str |
     """Check the words of --sets. `configured` are the sets in the config; None if they are not known yet.
 
     Raises:
-        ConfigError: A word is malformed, or names no set or group.
+        SetNameError: A word is malformed, or names no set or group.
         RunError: The path of a set does not exist.
     """
     known = {version: olmo.DEFAULT_FOLDER / version for version in olmo.NAMES} | dict(configured or {})
@@ -43,21 +43,21 @@ def check_requested_sets(requests: Iterable[str], configured: Mapping[str, str |
         name, equals, text = request.partition("=")
         group = name.split("/")[0]
         if not name or (equals and not text):
-            raise ConfigError(f"--sets: expected names and NAME=PATH, separated by single commas, found {request!r}")
+            raise SetNameError(f"expected names and NAME=PATH, separated by single commas, found {request!r}")
         if equals and (message := explain_set_name(name)):
-            raise ConfigError(f"--sets: {message}")
+            raise SetNameError(message)
         if not equals and configured is not None and group not in known:
-            raise ConfigError(explain_unknown_set(name, list(known), section))
+            raise SetNameError(explain_unknown_set(name, list(known), section))
         path = Path(text or known.get(group, "."))
         if not path.exists():
             raise RunError(explain_missing_set(group, path))
 
 
 def explain_unknown_set(name: str, known: Sequence[str], section: str) -> str:
-    """Return the message for a name in --sets that names no set."""
+    """Return the message for a name that names no set."""
     hint = suggest_name(name, known) or f"; available: {', '.join(known)}"
     example = f"NAME={name}" if Path(name).exists() else "NAME=PATH"
-    return f"--sets: no set {name!r} in {section}{hint} (or give {example})"
+    return f"no set {name!r} in {section}{hint} (or give {example})"
 
 
 def format_prepare_options(data: DataConfig) -> str:

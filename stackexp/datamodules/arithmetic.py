@@ -11,7 +11,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
 from stackexp.config.data import OPERATORS, PROBLEM_LENGTH, SYMBOLS, ArithmeticConfig
 from stackexp.datamodules.base import ExperimentData, RankBatches, SetBatches, StepBatches
-from stackexp.errors import ConfigError
+from stackexp.errors import ConfigError, SetNameError
 
 HELD_OUT = "held-out"
 
@@ -46,9 +46,9 @@ class ArithmeticData(ExperimentData):
         self.tokenizer = build_tokenizer()
 
     def select_sets(self, stage: str, names: list[str]) -> None:
-        """Accept the only set. Raises ConfigError for other names."""
+        """Accept the only set. Raises SetNameError for other names."""
         if names != [HELD_OUT]:
-            raise ConfigError(f"--sets {','.join(names)}: arithmetic has one set; use --sets {HELD_OUT}")
+            raise SetNameError(f"no set {','.join(names)!r}; the only set of arithmetic is {HELD_OUT}")
 
     def sets(self, stage: str) -> list[ProblemSet]:
         """Return the held-out problems, unless they are skipped. Raises ConfigError for the stage "test"."""

@@ -10,7 +10,7 @@ import torch
 
 from stackexp.config.data import FormalLanguageConfig
 from stackexp.datamodules.base import ExperimentData, RankBatches, SetBatches, StepBatches
-from stackexp.errors import ConfigError
+from stackexp.errors import SetNameError
 from stackexp.tasks import TASKS, Task, TaskBatch
 
 # An evaluation set is sampled from the seed [length, 0, stage seed], a training batch from [seed, step], which numpy
@@ -63,9 +63,9 @@ class FormalLanguageData(ExperimentData):
         self.config, self.seed, self.task = config, seed, TASKS[config.task]
 
     def select_sets(self, stage: str, names: list[str]) -> None:
-        """Raise ConfigError, because the config determines the sets of a formal language."""
-        raise ConfigError(
-            "--sets: sets of a formal language have no files; choose lengths with data.eval_max_length and "
+        """Raise SetNameError, because the config determines the sets of a formal language."""
+        raise SetNameError(
+            "sets of a formal language have no files; choose lengths with data.eval_max_length and "
             "data.eval_length_stride"
         )
 

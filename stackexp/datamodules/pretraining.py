@@ -17,7 +17,7 @@ from stackexp.data.token_files import Chunks
 from stackexp.data.tokenizer import KnownTokenizer, count_token_bytes
 from stackexp.datamodules.base import PADDING, ExperimentData, RankBatches
 from stackexp.datamodules.training_set import TrainingSet
-from stackexp.errors import ConfigError, RunError
+from stackexp.errors import RunError, SetNameError
 
 SECTIONS = {"validate": "validation", "test": "test"}  # stage -> section of the data config
 
@@ -55,7 +55,7 @@ class PretrainingData(ExperimentData):
             names: Names in the config, "v2" or "v3", one set of these such as "v2/4chan", or NAME=PATH.
 
         Raises:
-            ConfigError: If a name is unknown or given twice.
+            SetNameError: If a name is unknown or given twice.
         """
         needs_config = not all("=" in name for name in names)
         section = f"data.{SECTIONS[stage]}"
@@ -66,7 +66,7 @@ class PretrainingData(ExperimentData):
         for name in names:
             found = _select_sets(name, known, section)
             if duplicates := selected.keys() & found.keys():
-                raise ConfigError(f"--sets: {min(duplicates)} is given twice; give each set once, or use other names")
+                raise SetNameError(f"{min(duplicates)} is given twice; give each set once, or use other names")
             selected |= found
         self._paths[stage] = selected
 
@@ -175,7 +175,7 @@ def _select_sets(request: str, known: Mapping[str, Path], section: str) -> dict[
     group = name.split("/")[0]
     members = find_sets(group, known[group], warn_missing=False) if group in known and group != name else {}
     if name not in members:
-        raise ConfigError(explain_unknown_set(name, [*known, *members], section))
+        raise SetNameError(explain_unknown_set(name, [*known, *members], section))
     return {name: members[name]}
 
 

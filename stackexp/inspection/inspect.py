@@ -1,28 +1,37 @@
 """The engine of `inspect`: record the stacks of a run on text or strings, and measure interventions on them."""
 
+import hashlib
 import json
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
+from stackexp.config.data import DataConfig
+from stackexp.data.evaluation_sets import EvaluationSet
+from stackexp.data.token_files import Chunks
+from stackexp.datamodules.arithmetic import check_symbols
+from stackexp.datamodules.base import ExperimentData
+from stackexp.datamodules.formal_language import LengthSet, build_batch
+from stackexp.errors import ConfigError, SetNameError
+from stackexp.evaluation.evaluate import open_data
 from stackexp.evaluation.loading import LoadedRun, load_run
+from stackexp.evaluation.request import EvaluationRequest
 from stackexp.files import write_atomically
-from stackexp.inspection.batches import InspectionInput, average_values, compute_losses, open_set, open_task, open_text
-from stackexp.inspection.interventions import check_heads, intervene, list_interventions
-from stackexp.inspection.page import format_page
+from stackexp.inspection.interventions import TokenBatch, check_heads, format_changes, measure_interventions
+from stackexp.inspection.page import StackMeans, draw_maps, format_means, format_page
 from stackexp.models.checkpoints import load_state
-from stackexp.models.stack_recording import ACTIONS, MEASUREMENTS, Recording, find_stacks, record_stacks
-from stackexp.modules.scores import bootstrap_interval
-from stackexp.reports.figures import new_figure, save_figure
-from stackexp.tables import format_table
+from stackexp.models.memories.stack import compute_action_spread
+from stackexp.models.stack_recording import Recording, find_stacks, record_stacks
+from stackexp.reports.figures import save_figure
+from stackexp.tasks import TASKS
 from stackexp.training.tensorboard import write_image
 
-MAX_PAGE_TOKENS = 256
-MAP_COLUMNS = 5
-MEANS = (*MEASUREMENTS, "action_spread")
-SHARES = (*ACTIONS, "read_sharpness")  # measurements from 0 to 1
+STRINGS = 64
+MAX_LENGTH = 2**16
 
 
 def run(
@@ -50,24 +59,24 @@ def run(
     folder = Path(out) if out else loaded.folder.path / "inspect" / inputs.name
     folder.mkdir(parents=True, exist_ok=True)
 
-    recordings, first = record(loaded, inputs)
+    stacks, first = record(loaded, inputs)
     results: dict[str, Any] = {
         "checkpoint": str(loaded.checkpoint),
         "material": inputs.title,
         "stacks": [
-            {"layer": r.layer, "site": r.site} | {name: v.tolist() for name, v in means.items()}
-            for r, means in recordings
+            {"layer": stack.layer, "site": stack.site} | {name: v.tolist() for name, v in stack.values.items()}
+            for stack in stacks
         ],
     }
-    print(f"{loaded.checkpoint}, {inputs.title}\n\n{format_means(recordings)}")
-    draw_maps(recordings, folder / "stacks.png")
+    print(f"{loaded.checkpoint}, {inputs.title}\n\n{format_means(stacks)}")
+    save_figure(draw_maps(stacks), folder / "stacks.png")
     if loaded.config.logging.tensorboard:
         step = load_state(loaded.checkpoint)["global_step"] if loaded.checkpoint.is_dir() else 0
         events, png = Path(out) if out else folder.parent, (folder / "stacks.png").read_bytes()
         write_image(events, f"inspect.{inputs.name}", f"inspect/{inputs.title}", png, step)
-    write_atomically(folder / "tokens.html", format_page(inputs, first, MAX_PAGE_TOKENS))
+    write_atomically(folder / "tokens.html", format_page(inputs.title, inputs.labels, first))
     if sum(len(batch["tokens"]) for batch in inputs.batches) > 1:
-        changes = measure_interventions(loaded, inputs, heads)
+        changes = measure_interventions(loaded.model, inputs.batches, heads)
         results["interventions"] = changes
         print(f"\n{format_changes(changes)}")
     elif text is None:
@@ -77,72 +86,131 @@ def run(
     return 0
 
 
-def record(
-    loaded: LoadedRun, inputs: InspectionInput
-) -> tuple[list[tuple[Recording, dict[str, np.ndarray]]], list[Recording]]:
-    """Return every stack with its means over all tokens {name: [H]}, and the recordings of the first sequence."""
-    values: list[list[dict[str, torch.Tensor]]] = []
+@torch.no_grad()
+def record(loaded: LoadedRun, inputs: "InspectionInput") -> tuple[list[StackMeans], list[Recording]]:
+    """Return the means of every stack over all tokens, and the recordings of the first sequence."""
+    values: list[list[dict[str, Tensor]]] = []
     with record_stacks(loaded.model) as recordings:
         for batch in inputs.batches:
             loaded.model(batch["tokens"])
             values.append([recording.values for recording in recordings])
-    first = [
-        Recording(recording.layer, recording.site, {name: v[:1] for name, v in values[0][i].items()})
+    stacks = [
+        StackMeans(recording.layer, recording.site, average_values([batch[i] for batch in values]))
         for i, recording in enumerate(recordings)
     ]
-    means = [average_values([batch[i] for batch in values]) for i in range(len(recordings))]
-    return list(zip(recordings, means, strict=True)), first
+    first = [
+        Recording(stack.layer, stack.site, {name: value[:1] for name, value in values[0][i].items()})
+        for i, stack in enumerate(stacks)
+    ]
+    return stacks, first
 
 
-def measure_interventions(loaded: LoadedRun, inputs: InspectionInput, heads: bool) -> list[dict[str, Any]]:
-    """Return the change of the loss under each intervention, in nats, with the paired 95 % interval over sequences."""
-    model = loaded.model
-    tokens = [batch["tokens"] for batch in inputs.batches[:4]]
-    with record_stacks(model) as recordings:
-        model(torch.cat([rows for rows in tokens if rows.shape[1] == tokens[0].shape[1]]))
-        interventions = list_interventions(model, recordings, heads)
-    losses, counts = compute_losses(model, inputs.batches)
-    changes = [{"intervention": "none", "loss": float(losses.sum() / counts.sum())}]
-    for intervention in interventions:
-        with intervene(model, intervention):
-            changed, _ = compute_losses(model, inputs.batches)
-        low, high = bootstrap_interval(changed - losses, counts)
-        change = float((changed - losses).sum() / counts.sum())
-        changes.append({"intervention": intervention.name, "change": change, "low": low, "high": high})
-    return changes
+def average_values(values: list[dict[str, Tensor]]) -> dict[str, np.ndarray]:
+    """Return the means of recorded values {name: [B, T, H]} of several batches: {name: [H]}.
+
+    Adds action_spread, the standard deviation of the actions over the tokens of a sequence.
+    """
+    means = {name: torch.cat([v[name].flatten(0, 1) for v in values]).mean(0).numpy() for name in values[0]}
+    spreads = [compute_action_spread(torch.stack([v[name] for name in ("push", "pop", "no_op")], -1)) for v in values]
+    return means | {"action_spread": torch.cat(spreads).mean(0).numpy()}
 
 
-def format_means(recordings: list[tuple[Recording, dict[str, np.ndarray]]]) -> str:
-    """Return a table with a row for each stack: means over tokens and heads."""
-    header = ["layer", "site", *MEANS]
-    rows = [[str(r.layer), r.site, *(f"{means[name].mean():.3f}" for name in MEANS)] for r, means in recordings]
-    return format_table(rows, header=header, align="><" + ">" * len(MEANS))
+# What to run through the model
 
 
-def format_changes(changes: list[dict[str, Any]]) -> str:
-    """Return a table of the interventions; an asterisk marks an interval that excludes zero."""
-    rows = []
-    for change in changes[1:]:
-        mark = "*" if change["low"] > 0 or change["high"] < 0 else ""
-        interval = f"{change['low']:+z.4f} to {change['high']:+z.4f}"
-        rows.append([change["intervention"], f"{change['change']:+z.4f}", interval, mark])
-    header = ("intervention", "change of the loss", "95 % interval", "")
-    return f"loss {changes[0]['loss']:.4f}\n\n{format_table(rows, header=header, align='<>><')}"
+@dataclass
+class InspectionInput:
+    """Batches of sequences, with a title, a name for files, and a label for each token of the first sequence."""
+
+    title: str
+    name: str
+    batches: list[TokenBatch]
+    labels: list[str]
 
 
-def draw_maps(recordings: list[tuple[Recording, dict[str, np.ndarray]]], path: Path) -> None:
-    """Draw a map of each measurement: a row for each stack, a column for each head, means over tokens."""
-    from matplotlib.ticker import MaxNLocator
+def open_text(run: LoadedRun, text: str) -> InspectionInput:
+    """Return one sequence: the first tokens of a text, up to the context length.
 
-    rows = -(-len(MEANS) // MAP_COLUMNS)
-    figure, panels = new_figure(14, 2.4 * rows, rows, MAP_COLUMNS)
-    for panel, name in zip(panels.flat, MEANS, strict=False):
-        values = np.stack([means[name] for _, means in recordings])  # [stacks, H]
-        largest = 1.0 if name in SHARES else values.max() or 1.0
-        image = panel.imshow(values, aspect="auto", vmin=0, vmax=largest, cmap="cividis", origin="lower")
-        panel.set(title=name.replace("_", "-" if name == "no_op" else " "), xlabel="head", ylabel="stack")
-        panel.set_xticks(range(values.shape[1]))
-        panel.yaxis.set_major_locator(MaxNLocator(integer=True))
-        panel.grid(visible=False)
-        figure.colorbar(image, ax=panel)
-    save_figure(figure, path)
+    Raises ConfigError if the model is not one of text, or the text has fewer than two tokens or an unknown symbol.
+    """
+    if run.tokenizer is None:
+        raise ConfigError("inspect: --text requires a model of text; use --task for one of formal languages")
+    if run.config.data.objective == "arithmetic":
+        check_symbols("inspect: --text", text)
+    ids = run.tokenizer.encode(text).ids[: run.config.data.context_length]
+    if len(ids) < 2:
+        raise ConfigError("inspect: --text has fewer than two tokens; give a longer text")
+    batch = {"tokens": torch.tensor([ids]), "length": torch.tensor([len(ids)])}
+    name = f"text-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
+    return InspectionInput("text", name, [batch], _label_tokens(run, ids))
+
+
+def open_run_data(run: LoadedRun, name: str | None) -> ExperimentData:
+    """Open all validation sets of the run, or the one of --set. Their chunks include the remainder."""
+    config = run.config
+    if isinstance(config.data, DataConfig):
+        config = replace(config, data=replace(config.data, score_remainder=True))
+    try:
+        return open_data(EvaluationRequest("validate", config, run.folder, sets=() if name is None else (name,)))
+    except SetNameError as error:
+        error.option = "--set"
+        raise
+
+
+def open_set(run: LoadedRun, name: str, num_chunks: int) -> InspectionInput:
+    """Return evenly spaced chunks of a validation set of the run, or of NAME=PATH.
+
+    A set with fewer than two whole chunks includes its remainder, as a shorter sequence.
+
+    Raises ConfigError if the model is not one of text, the run has no such set, or the name is that of a group.
+    """
+    if run.tokenizer is None:
+        raise ConfigError("inspect: --set requires a model of text; use --task for one of formal languages")
+    data = open_run_data(run, name)
+    data.eval_limit = num_chunks
+    dataset, *others = data.sets("validate")
+    if others:
+        remedy = "give the path of one file" if "=" in name else f"name one, such as {dataset.name}"
+        raise ConfigError(f"inspect: --set {name}: a group of {1 + len(others)} sets; {remedy}")
+    if isinstance(dataset, EvaluationSet):
+        whole = Chunks(dataset.chunks.tokens, dataset.chunks.context_length, run.config.data.score_remainder)
+        dataset = replace(dataset, chunks=whole) if len(whole) > 1 else dataset
+    loader = data.build_eval_loader(dataset, rank=0, world_size=1)
+    batches = [part for batch in loader for part in _remove_padding(batch)]
+    labels = _label_tokens(run, batches[0]["tokens"][0].tolist())
+    return InspectionInput(dataset.name, f"set-{dataset.name.replace('/', '-')}", batches, labels)
+
+
+def _remove_padding(batch: TokenBatch) -> list[TokenBatch]:
+    """Return the sequences of a batch without padding: one batch for each length, the longest first."""
+    is_sequence = batch["index"] >= 0
+    kept: TokenBatch = {key: batch[key][is_sequence] for key in ("tokens", "length", "targets") if key in batch}
+    if "length" not in kept:
+        return [kept]
+    parts = [(length, kept["length"] == length) for length in kept["length"].unique().flip(0)]
+    return [{"tokens": kept["tokens"][rows, :length], "length": kept["length"][rows]} for length, rows in parts]
+
+
+def open_task(run: LoadedRun, name: str) -> InspectionInput:
+    """Return strings of a formal language, NAME or NAME:LENGTH. The default is the maximal training length.
+
+    Raises ConfigError if the run was not trained on this language, or it has no strings of this length.
+    """
+    name, _, length = name.partition(":")
+    known = getattr(run.config.data, "task", None)
+    if known is None:
+        raise ConfigError("inspect: --task requires a model of a formal language; use --text or --set")
+    if name != known:
+        raise ConfigError(f"inspect: --task {name}: the run was trained on {known}; use --task {known}")
+    shortest = TASKS[name].min_length
+    if length and not (length.isascii() and length.isdigit() and shortest <= int(length) <= MAX_LENGTH):
+        raise ConfigError(f"inspect: --task {name}:{length}: the length must be from {shortest} to {MAX_LENGTH}")
+    strings = LengthSet(TASKS[name], "validate", int(length or run.config.data.max_length), STRINGS)
+    batch = build_batch(strings.sample(), strings.task)
+    labels = [str(token) if token < strings.task.num_symbols else "_" for token in batch["tokens"][0].tolist()]
+    return InspectionInput(f"{name}, {strings.length} symbols", f"task-{name}-{strings.length}", [batch], labels)
+
+
+def _label_tokens(run: LoadedRun, ids: list[int]) -> list[str]:
+    assert run.tokenizer is not None
+    return [run.tokenizer.decode([token], skip_special_tokens=False) for token in ids]

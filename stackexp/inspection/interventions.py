@@ -2,17 +2,24 @@
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from stackexp.errors import ConfigError
 from stackexp.models.memories.residual_stack import ResidualStack
 from stackexp.models.memories.stack import NEVER
-from stackexp.models.stack_recording import ACTIONS, Recording, Stack, find_stacks, wrap_updates
+from stackexp.models.stack_recording import ACTIONS, Recording, Stack, find_stacks, record_stacks, wrap_updates
+from stackexp.modules.scores import bootstrap_interval
+from stackexp.tables import format_table
+
+TokenBatch = dict[str, Any]
+"""tokens [B, T], and length [B] or, for formal languages, targets [B, answer symbols]."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +35,52 @@ class Intervention:
     state: Callable[[Stack, Any], Any] | None = None
     read: Callable[[Stack, Tensor], Tensor] | None = None
     layer: int | None = None
+
+
+def measure_interventions(model: nn.Module, batches: list[TokenBatch], heads: bool) -> list[dict[str, Any]]:
+    """Return the change of the loss under each intervention, in nats, with the paired 95 % interval over sequences."""
+    tokens = [batch["tokens"] for batch in batches[:4]]
+    with record_stacks(model) as recordings:
+        model(torch.cat([rows for rows in tokens if rows.shape[1] == tokens[0].shape[1]]))
+        interventions = list_interventions(model, recordings, heads)
+    losses, counts = compute_losses(model, batches)
+    changes: list[dict[str, Any]] = [{"intervention": "none", "loss": float(losses.sum() / counts.sum())}]
+    for intervention in interventions:
+        with intervene(model, intervention):
+            differences = compute_losses(model, batches)[0] - losses
+        low, high = bootstrap_interval(differences, counts)
+        change = float(differences.sum() / counts.sum())
+        changes.append({"intervention": intervention.name, "change": change, "low": low, "high": high})
+    return changes
+
+
+@torch.no_grad()
+def compute_losses(model: nn.Module, batches: Iterable[TokenBatch]) -> tuple[np.ndarray, np.ndarray]:
+    """Return the loss in nats and the number of predictions of each sequence, float64 [N]."""
+    losses, counts = [], []
+    for batch in batches:
+        tokens = batch["tokens"]
+        if "targets" in batch:
+            targets, is_counted = batch["targets"], torch.ones_like(batch["targets"], dtype=torch.bool)
+            logits = model(tokens).logits[:, -targets.shape[1] :]
+        else:
+            targets, logits = tokens[:, 1:], model(tokens).logits[:, :-1]
+            is_counted = torch.arange(1, tokens.shape[1]) < batch["length"][:, None]
+        nats = F.cross_entropy(logits.float().transpose(1, 2), targets, reduction="none").double()
+        losses.append(nats.where(is_counted, 0.0).sum(1))
+        counts.append(is_counted.double().sum(1))
+    return torch.cat(losses).numpy(), torch.cat(counts).numpy()
+
+
+def format_changes(changes: list[dict[str, Any]]) -> str:
+    """Return a table of the interventions; an asterisk marks an interval that excludes zero."""
+    rows = []
+    for change in changes[1:]:
+        mark = "*" if change["low"] > 0 or change["high"] < 0 else ""
+        interval = f"{change['low']:+z.4f} to {change['high']:+z.4f}"
+        rows.append([change["intervention"], f"{change['change']:+z.4f}", interval, mark])
+    header = ("intervention", "change of the loss", "95 % interval", "")
+    return f"loss {changes[0]['loss']:.4f}\n\n{format_table(rows, header=header, align='<>><')}"
 
 
 def check_heads(model: nn.Module) -> None:

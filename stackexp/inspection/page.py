@@ -1,19 +1,75 @@
-"""A self-contained HTML page that shows, token by token, what each stack pushes, pops and reads."""
+"""Show recorded stacks: means as a table and as maps, and an HTML page of every token."""
 
 import html
 import json
 import re
+from dataclasses import dataclass
+from typing import Any
 
-from stackexp.inspection.batches import InspectionInput
-from stackexp.models.stack_recording import MEASUREMENTS, Recording
+import numpy as np
+
+from stackexp.models.stack_recording import ACTIONS, MEASUREMENTS, Recording
+from stackexp.reports.figures import new_figure
+from stackexp.tables import format_table
+
+MAX_PAGE_TOKENS = 256
+MAP_COLUMNS = 5
+MEANS = (*MEASUREMENTS, "action_spread")
+SHARES = (*ACTIONS, "read_sharpness")  # measurements from 0 to 1
 
 
-def format_page(inputs: InspectionInput, recordings: list[Recording], max_tokens: int) -> str:
-    """Return the page of the first sequence, up to `max_tokens` tokens."""
-    labels = inputs.labels[:max_tokens]
+@dataclass(frozen=True)
+class StackMeans:
+    """The means of the measurements of one stack over all tokens: {name: [H]}."""
+
+    layer: int
+    site: str
+    values: dict[str, np.ndarray]
+
+
+def format_means(stacks: list[StackMeans]) -> str:
+    """Return a table with a row for each stack: means over tokens and heads."""
+    rows = [[str(s.layer), s.site, *(f"{s.values[name].mean():.3f}" for name in MEANS)] for s in stacks]
+    return format_table(rows, header=["layer", "site", *MEANS], align="><" + ">" * len(MEANS))
+
+
+def draw_maps(stacks: list[StackMeans]) -> Any:
+    """Draw a map of each measurement: a row for each stack, a column for each head, means over tokens."""
+    from matplotlib.ticker import FixedLocator
+
+    labels = [_name_stack(stack).removeprefix("layer ") for stack in stacks]
+    rows = -(-len(MEANS) // MAP_COLUMNS)
+    figure, panels = new_figure(14, 2.4 * rows, rows, MAP_COLUMNS, sharey=True)
+    for panel, name in zip(panels.flat, MEANS, strict=False):
+        values = np.stack([stack.values[name] for stack in stacks])  # [stacks, H]
+        largest = 1.0 if name in SHARES else values.max() or 1.0
+        image = panel.imshow(values, aspect="auto", vmin=0, vmax=largest, cmap="cividis", origin="lower")
+        panel.set(title=name.replace("_", "-" if name == "no_op" else " "), xlabel="head")
+        panel.set_xticks(range(values.shape[1]))
+        panel.grid(visible=False)
+        figure.colorbar(image, ax=panel)
+    for panel in panels[:, 0]:
+        panel.set_ylabel("layer")
+        panel.yaxis.set_major_locator(FixedLocator(range(len(stacks)), nbins=8))
+        panel.yaxis.set_major_formatter(lambda y, _: labels[round(y)] if 0 <= round(y) < len(labels) else "")
+    for panel in panels.flat[len(MEANS) :]:
+        panel.set_visible(False)
+    return figure
+
+
+def _name_stack(stack: StackMeans | Recording) -> str:
+    return f"layer {stack.layer}" + (f", {stack.site}" if stack.site != "after_block" else "")
+
+
+def format_page(title: str, labels: list[str], recordings: list[Recording]) -> str:
+    """Return a self-contained HTML page that shows what each stack pushes, pops and reads at each token.
+
+    The tokens are the first MAX_PAGE_TOKENS `labels` of the first sequence of the recordings.
+    """
+    labels = labels[:MAX_PAGE_TOKENS]
     stacks = [
         {
-            "name": f"layer {recording.layer}" + (f", {recording.site}" if recording.site != "after_block" else ""),
+            "name": _name_stack(recording),
             "values": {
                 name: [[round(x, 4) for x in row] for row in value[0, : len(labels)].tolist()]
                 for name, value in recording.values.items()
@@ -21,8 +77,10 @@ def format_page(inputs: InspectionInput, recordings: list[Recording], max_tokens
         }
         for recording in recordings
     ]
-    data = json.dumps({"tokens": labels, "stacks": stacks, "titles": MEASUREMENTS}).replace("</", "<\\/")
-    values = {"DATA": data, "TITLE": html.escape(inputs.title)}
+    data = json.dumps(
+        {"tokens": labels, "stacks": stacks, "titles": MEASUREMENTS, "shares": SHARES, "actions": ACTIONS}
+    )
+    values = {"DATA": data.replace("<", "\\u003c"), "TITLE": html.escape(title)}  # no tag can begin inside the script
     return re.sub(r"\{(DATA|TITLE)\}", lambda match: values[match[1]], PAGE)
 
 
@@ -35,7 +93,8 @@ body { font: 14px system-ui, sans-serif; margin: 24px; max-width: 1100px; color:
 #text { line-height: 1.9; font-family: ui-monospace, monospace; margin: 16px 0; border: 1px solid #ddd; padding: 12px }
 select { font: inherit; margin-right: 16px }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums }
-td, th { padding: 3px 10px; text-align: right; border-bottom: 1px solid #eee }
+td, th { padding: 3px 10px; text-align: right; border-bottom: 1px solid #eee; vertical-align: bottom }
+td { white-space: nowrap }
 .bar { display: inline-block; height: 10px }
 .push { background: #0072b2 } .pop { background: #d55e00 } .no_op { background: #bbb }
 </style>
@@ -64,8 +123,7 @@ function color(fraction) {  // white to blue, readable without color vision
 function draw() {
   const [name, stack, head] = [byId("measure").value, byId("stack").value, byId("head").value];
   const values = data.tokens.map((_, t) => valueAt(stack, name, t, head));
-  const isShare = ["push", "pop", "no_op", "read_sharpness"].includes(name);
-  const largest = isShare ? 1 : Math.max(...values, 1e-9);
+  const largest = data.shares.includes(name) ? 1 : Math.max(...values, 1e-9);
   byId("legend").textContent = `white: 0, blue: ${largest.toPrecision(3)}`;
   byId("text").replaceChildren(...data.tokens.map((token, t) => {
     const span = document.createElement("span");
@@ -81,17 +139,18 @@ function draw() {
   drawDetail();
 }
 function drawDetail() {
+  const names = Object.keys(data.titles).filter(name => !data.actions.includes(name));
   const rows = data.stacks.flatMap((stack, i) => stack.values.push[chosen].map((_, head) => {
     const at = name => stack.values[name][chosen][head];
-    const bar = ["push", "pop", "no_op"].map(name =>
+    const bar = data.actions.map(name =>
       `<span class="bar ${name}" style="width:${60 * at(name)}px" title="${name} ${at(name)}"></span>`).join("");
-    const cells = ["entropy", "occupancy", "overflow", "read_slot", "read_sharpness", "read_share"];
     return `<tr><td>${stack.name}</td><td>${head}</td><td style="text-align:left">${bar}</td>` +
-      cells.map(name => `<td>${at(name)}</td>`).join("") + "</tr>";
+      names.map(name => `<td>${at(name)}</td>`).join("") + "</tr>";
   }));
   byId("detail").innerHTML = `<h2>Token ${chosen}</h2><table><tr><th>stack</th><th>head</th>` +
-    `<th style="text-align:left">push, pop, no-op</th><th>entropy</th><th>occupancy</th><th>overflow</th>` +
-    `<th>slot read</th><th>sharpness</th><th>|read| / |h|</th></tr>${rows.join("")}</table>`;
+    `<th style="text-align:left">push, pop, no-op</th>` +
+    names.map(name => `<th title="${data.titles[name]}">${name.replace("_", " ")}</th>`).join("") +
+    `</tr>${rows.join("")}</table>`;
 }
 ["measure", "stack", "head"].forEach(id => byId(id).onchange = draw);
 draw();

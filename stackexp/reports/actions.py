@@ -12,8 +12,7 @@ import torch
 from stackexp.errors import ConfigError, RunError
 from stackexp.evaluation.loading import LoadedRun, load_run
 from stackexp.frame import find_runs
-from stackexp.inspection.batches import InspectionInput, open_run_data, open_set, open_task
-from stackexp.inspection.inspect import record
+from stackexp.inspection.inspect import InspectionInput, open_run_data, open_set, open_task, record
 from stackexp.models.memories.residual_stack import ResidualStack
 from stackexp.models.stack_recording import ACTIONS, find_stacks
 from stackexp.reports.arms import describe_unfinished, read_arms
@@ -112,12 +111,12 @@ def _explain_skipped(notes: list[str], reasons: list[str]) -> str:
 @torch.no_grad()
 def _measure(run: LoadedRun, set_name: str | None, num_chunks: int) -> Profile:
     inputs = _open_input(run, set_name, num_chunks)
-    recordings, _ = record(run, inputs)
+    stacks, _ = record(run, inputs)
     if isinstance(find_stacks(run.model)[0], ResidualStack):  # its slots are equal before the first action
-        recordings = recordings[1:]
-    if len(recordings) < len(PARTS):
-        raise RunError(f"a study of layers requires {len(PARTS)} stacks, found {len(recordings)}; use more layers")
-    means = np.stack([[values[action].mean() for action in ACTIONS] for _, values in recordings])
+        stacks = stacks[1:]
+    if len(stacks) < len(PARTS):
+        raise RunError(f"a study of layers requires {len(PARTS)} stacks, found {len(stacks)}; use more layers")
+    means = np.stack([[stack.values[action].mean() for action in ACTIONS] for stack in stacks])
     return Profile(run.config.seed, run.folder.path, inputs.title, means)
 
 
