@@ -222,9 +222,43 @@ def test_generated_data_and_feedback_are_refused():
         huggingface.check_support(config)
 
 
-def test_existing_folder_is_kept(tmp_path, capsys):
-    assert main(["checkpoint", "export", "--run", "runs/x", "--to", str(tmp_path)]) == 2
-    assert f"--to {tmp_path}: already exists" in capsys.readouterr().err
+def test_nothing_but_the_new_folder_is_written(trained, tmp_path, capsys):
+    """A hidden folder of the user stays; an existing target is refused, also if it appears during the export."""
+    (tmp_path / ".hf.partial").mkdir()
+    (tmp_path / ".hf.partial" / "mine").touch()
+    export = ["checkpoint", "export", "--run", str(trained), "--to", str(tmp_path / "hf")]
+    assert main(export) == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".hf.partial", "hf"]
+    assert (tmp_path / ".hf.partial" / "mine").exists()
+    assert main(export) == 2
+    assert f"--to {tmp_path / 'hf'}: already exists" in capsys.readouterr().err
+    before = (tmp_path / "hf" / "README.md").read_bytes()
+    with pytest.raises(OSError, match="not empty"):
+        huggingface.export_run(str(trained), None, tmp_path / "hf", "float32", "mit")
+    assert (tmp_path / "hf" / "README.md").read_bytes() == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".hf.partial", "hf"]
+
+
+@pytest.mark.parametrize("change", ["missing", "changed"])
+def test_the_tokenizer_of_the_training_is_required(trained, tmp_path, capsys, change):
+    run = shutil.copytree(trained, tmp_path / trained.name)
+    contents = json.loads((run / "tokenizer.json").read_text())
+    (run / "tokenizer.json").unlink()
+    if change == "changed":
+        (run / "tokenizer.json").write_text(json.dumps(contents | {"post_processor": {"type": "ByteLevel"}}))
+    assert main(["checkpoint", "export", "--run", str(run), "--to", str(tmp_path / "hf")]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"{run / 'tokenizer.json'}: {'missing' if change == 'missing' else 'not the tokenizer'}" in line
+    assert not (tmp_path / "hf").exists()
+
+
+def test_random_weights_without_a_tokenizer_are_refused(tmp_path):
+    folder, _ = write_run(tmp_path / "runs")
+    folder.tokenizer.unlink()
+    with pytest.raises(RunError, match=r"tokenizer.json: missing; restore"):
+        huggingface.export_run(
+            str(folder.path), str(folder.path / "weights.safetensors"), tmp_path / "hf", "float32", "mit"
+        )
 
 
 @pytest.mark.slow

@@ -23,7 +23,7 @@ from stackexp.data.tokenizer import get_end_of_text_id
 from stackexp.errors import RunError
 from stackexp.evaluation.loading import load_run
 from stackexp.export.model_card import build_model_card
-from stackexp.files import write_json
+from stackexp.files import make_temporary_path, write_json
 from stackexp.models.llama_import import to_llama_name
 
 MODELING_FILE = Path(__file__).with_name("modeling_stacktrans.py")
@@ -45,15 +45,17 @@ def export_run(run: str, ckpt_path: str | None, target: Path, dtype: str, licens
         license_name: The license in the model card.
 
     Raises:
-        RunError: The model has an option that the exported code does not support, or the checkpoint is unusable.
+        RunError: The model has an option that the exported code does not support, the checkpoint is unusable, or
+            tokenizer.json is missing or differs from that of the training.
     """
     check_support(load_config(runs.open_run(run).config))
     loaded = load_run(run, ckpt_path or "last")
-    partial = target.with_name(f".{target.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
+    if loaded.tokenizer is None:
+        raise RunError(f"{loaded.folder.tokenizer}: missing; restore the tokenizer of the training data")
+    partial = make_temporary_path(target)
     partial.mkdir(parents=True)
     try:
-        end = None if loaded.tokenizer is None else get_end_of_text_id(loaded.tokenizer)
+        end = get_end_of_text_id(loaded.tokenizer)
         config = build_hf_config(loaded.config, end, dtype)
         write_json(partial / "config.json", config)
         write_json(partial / "generation_config.json", _list_special_ids(end) | {"pad_token_id": end})
@@ -62,12 +64,12 @@ def export_run(run: str, ckpt_path: str | None, target: Path, dtype: str, licens
         weights = convert_weights(loaded.model.state_dict(), loaded.config.model)
         weights = {name: tensor.to(getattr(torch, dtype)).contiguous() for name, tensor in weights.items()}
         save_torch_state_dict(weights, partial, max_shard_size=MAX_SHARD_SIZE)
-        if loaded.tokenizer is not None:
-            _write_tokenizer(partial, loaded.tokenizer, loaded.config.data.context_length)
+        _write_tokenizer(partial, loaded.tokenizer, loaded.config.data.context_length)
         (partial / "README.md").write_text(build_model_card(loaded, license_name, target.name), encoding="utf-8")
-        partial.rename(target)
-    finally:
+        partial.rename(target)  # fails if another process has written files there
+    except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
+        raise
     return loaded.checkpoint
 
 
@@ -95,7 +97,7 @@ def check_support(config: ExperimentConfig) -> None:
         raise RunError(reason)
 
 
-def build_hf_config(config: ExperimentConfig, end_of_text: int | None, dtype: str) -> dict[str, Any]:
+def build_hf_config(config: ExperimentConfig, end_of_text: int, dtype: str) -> dict[str, Any]:
     """Return the contents of config.json for transformers 4.57 and 5."""
     model, memory = config.model, config.model.memory
     contents: dict[str, Any] = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
@@ -128,7 +130,7 @@ def build_hf_config(config: ExperimentConfig, end_of_text: int | None, dtype: st
     }
 
 
-def _list_special_ids(end_of_text: int | None) -> dict[str, int | None]:
+def _list_special_ids(end_of_text: int) -> dict[str, int]:
     """Return the ids that start and end a document. The padding id stays unset: Llama would not train its embedding."""
     return {"bos_token_id": end_of_text, "eos_token_id": end_of_text}
 
