@@ -4,6 +4,8 @@ import difflib
 import re
 from collections.abc import Iterable
 
+MAX_LENGTH = 3000
+"""Characters of an error line: a value from the command line or a file can be longer."""
 SECRET_NAMES = ("password", "passwd", "secret", "token", "api_?key", "access_?key", "sig", "signature", "credential")
 """Names of values that must not be stored or printed, as regular expressions."""
 
@@ -17,6 +19,12 @@ def mask_secrets(text: str) -> str:
     """Return `text` with passwords, tokens and signatures in URLs and NAME=VALUE words replaced by `***`."""
     text = re.sub(r"(://)[^/@\s]+@", r"\1***@", text)
     return re.sub(rf"((?:^|[?&\s_.-])(?:{'|'.join(SECRET_NAMES)})=)[^&\s]+", r"\1***", text, flags=re.IGNORECASE)
+
+
+def shorten(line: str) -> str:
+    """Return a line of at most MAX_LENGTH characters: without its middle if it is longer."""
+    half = MAX_LENGTH // 2 - 3
+    return line if len(line) <= MAX_LENGTH else f"{line[:half]} ... {line[-half:]}"
 
 
 def first_line(error: BaseException) -> str:

@@ -42,3 +42,11 @@ def test_error_line_is_escaped_and_masked(capsys):
     assert line.isprintable()
     assert main(["validate", "--run", "s3://me:pw@host/run"]) == 2
     assert "pw" not in capsys.readouterr().err
+
+
+def test_long_error_lines_keep_both_ends(capsys):
+    assert main(["fit", "--config", "quickstart", f"data.{'x' * 9000}=1"]) == 2
+    line = capsys.readouterr().err.removesuffix("\n")
+    assert line.startswith("error: data.xxx")
+    assert " ... " in line
+    assert len(line) <= len("error: ") + 3000

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Collection
 
 import stackexp
-from stackexp.errors import ConfigError, escape, first_line, mask_secrets, suggest_name
+from stackexp.errors import ConfigError, escape, first_line, mask_secrets, shorten, suggest_name
 from stackexp.verbs.parser import Parser, Verb
 
 EPILOG = """
@@ -122,7 +122,7 @@ def _report(error: BaseException) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     code, line = _explain(error)
-    line = mask_secrets(escape(line))
+    line = shorten(mask_secrets(escape(line)))
     rank = os.environ.get("RANK", "0")  # set once the processes of a run are connected
     if rank == "0":
         print(line if code in (75, 130) else f"error: {line}", file=sys.stderr)
