@@ -40,7 +40,7 @@ def open_regular(path: Path, mode: str = "r") -> IO[Any]:
 
 
 def make_temporary_path(path: Path) -> Path:
-    """Return a hidden name beside `path` that no other process uses."""
+    """Return a hidden name in the folder of `path` that no other process uses."""
     return path.with_name(f".{path.name[:200]}.{secrets.token_hex(6)}")
 
 

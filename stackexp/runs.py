@@ -469,7 +469,7 @@ def _rank_validation(loss: float, accuracy: float | None) -> float:
 
 
 def _is_bound(checkpoint: Path) -> bool:
-    """Return True if the manifest of a checkpoint names its step, so that its validation is beside it."""
+    """Return True if the manifest of a checkpoint names its step, so that its folder has its validation."""
     try:
         return read_manifest(checkpoint)["step"] is not None
     except DamagedCheckpointError:

@@ -47,6 +47,6 @@ def test_error_line_is_escaped_and_masked(capsys):
 def test_long_error_lines_keep_both_ends(capsys):
     assert main(["fit", "--config", "quickstart", f"data.{'x' * 9000}=1"]) == 2
     line = capsys.readouterr().err.removesuffix("\n")
-    assert line.startswith("error: data.xxx")
+    assert line.startswith("error: override data.xxx")
     assert " ... " in line
     assert len(line) <= len("error: ") + 3000
