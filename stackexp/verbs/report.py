@@ -232,7 +232,7 @@ class Actions(Verb):
         add_output_arguments(parser)
 
     def run(self, args: Namespace) -> int:
-        from stackexp.reports.actions import build_actions
+        from stackexp.inspection.actions import build_actions
 
         return print_report(args, lambda: build_actions(args.runs, args.set_name, args.chunks))
 
@@ -293,7 +293,7 @@ class All(Verb):
         if not args.folder.is_dir():
             args.parser.error(f"{args.folder}: no such folder; give a folder of runs, such as runs/")
         args.parser.check_output("--out", args.out, [".html"])
-        from stackexp.reports.actions import build_arithmetic_actions
+        from stackexp.inspection.actions import build_arithmetic_actions
         from stackexp.reports.page import build_page
 
         others = {"Actions in arithmetic": lambda: build_arithmetic_actions(args.folder)}
