@@ -13,7 +13,7 @@ from argparse import Namespace
 import torch
 from torch.nn import functional as F
 
-from stackexp.benchmarking.harness import (
+from stackexp.benchmarking import (
     build_parser,
     choose_device,
     measure_peak_bytes,

@@ -18,7 +18,7 @@ import torch
 from torch.nn import functional as F
 
 from stackexp import stack
-from stackexp.benchmarking.harness import alternate, build_parser, choose_clock, measure_seconds, write_record
+from stackexp.benchmarking import alternate, build_parser, choose_clock, measure_seconds, write_record
 from stackexp.config import registry
 from stackexp.config.compose import compose
 from stackexp.models.memories import Memory

@@ -37,7 +37,7 @@ PAPER_ROWS = f"--only={','.join(IN_PAPER)}"
 OTHER_ROWS = f"--only={','.join(name for name in MEMORIES if name not in IN_PAPER)}"
 COMPILED = "trainer.compile=true", "model.num_layers=8"
 """With all 32 layers, compilation alone takes longer than a step may."""
-STACK = [*BENCH, "stack", "--config", "pretrain/stacktrans-360m", "data.micro_batch_size=8"]
+STACK = [sys.executable, "benchmarks/stack_step.py", "--config", "pretrain/stacktrans-360m", "data.micro_batch_size=8"]
 QUICKSTART = [sys.executable, "-m", "stackexp", "fit", "--config", "quickstart", "trainer.accelerator=cuda"]
 QUICKSTART += ["trainer.precision=bf16-mixed"]
 FIT = [*QUICKSTART, "data.micro_batch_size=64", "data.global_batch_tokens=16384"]

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from stackexp import stack
-from stackexp.benchmarking.harness import build_parser, choose_clock, measure_peak_bytes, time_alternating, write_record
+from stackexp.benchmarking import build_parser, choose_clock, measure_peak_bytes, time_alternating, write_record
 from stackexp.tables import format_table
 
 GATED_UNITS = 128

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
-from stackexp.benchmarking.harness import build_parser, time_alternating, write_record
+from stackexp.benchmarking import build_parser, time_alternating, write_record
 from stackexp.config.compose import compose
 from stackexp.models.transformer import Transformer
 from stackexp.tables import format_table

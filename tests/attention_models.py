@@ -5,7 +5,7 @@ import functools
 import small_models
 import torch
 
-from stackexp.models import attention_backends
+from stackexp.models import attention
 from stackexp.models.transformer import Transformer
 
 END = 0
@@ -20,5 +20,5 @@ def make_model(backend, memory=None, dtype=torch.float64, **options) -> Transfor
         for layer in model.layers:
             kernel, groups, window = layer.attention.attend.args
             assert groups, "the replacement kernel supports grouped queries"
-            layer.attention.attend = functools.partial(attention_backends.varlen, kernel, False, window)
+            layer.attention.attend = functools.partial(attention.varlen, kernel, False, window)
     return model

@@ -13,7 +13,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from stackexp import stack
-from stackexp.stack.triton import depth_step_kernels, depth_step_launch
+from stackexp.stack.triton import depth_step, depth_step_kernels
 
 
 def use_compiler_only() -> None:
@@ -25,7 +25,7 @@ def use_compiler_only() -> None:
     )
     driver.set_active(h100)
     JITFunction.__getitem__ = lambda self, grid: functools.partial(self.run, grid=grid, warmup=True)
-    depth_step_launch._load_kernel = lambda name, device: getattr(depth_step_kernels, name)
+    depth_step._load_kernel = lambda name, device: getattr(depth_step_kernels, name)
 
 
 def compile_depth_steps() -> None:

@@ -15,9 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from stackexp.data.documents import compute_document_ids, find_document_bounds
 from stackexp.datamodules.loader import collate
-from stackexp.models import attention_backends
-from stackexp.models.activation_checkpointing import SAVED_OPERATOR_PREFIXES
+from stackexp.models import attention
 from stackexp.models.generation import generate
+from stackexp.models.layers import SAVED_OPERATOR_PREFIXES
 from stackexp.models.transformer import Cache
 
 BACKENDS = ["flex", "varlen", "varlen of torch 2.11", "flash_attn"]
@@ -66,8 +66,8 @@ def replacement_kernels(monkeypatch):
     monkeypatch.setitem(sys.modules, "flash_attn", package)
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
     monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *_: None)
-    monkeypatch.setattr(attention_backends, "check_backend", lambda *_: None)
-    monkeypatch.setattr(attention_backends, "_require_backward", lambda *_: None)
+    monkeypatch.setattr(attention, "check_backend", lambda *_: None)
+    monkeypatch.setattr(attention, "_require_backward", lambda *_: None)
 
 
 def test_document_bounds_are_document_starts():
@@ -246,7 +246,7 @@ def test_varlen_and_flash_attn_compile_to_one_graph():
         sys.modules["flash_attn"].flash_attn_varlen_func = kernel
         model = make_model(backend, dtype=torch.float32, num_layers=1)
         for layer in model.layers if backend == "varlen" else []:
-            layer.attention.attend = functools.partial(attention_backends.varlen, kernel, True, (-1, 0))
+            layer.attention.attend = functools.partial(attention.varlen, kernel, True, (-1, 0))
         compiled = torch.compile(model, fullgraph=True, backend="eager")
         options = {"documents": documents, "document_bounds": find_document_bounds(documents)}
         torch.testing.assert_close(compiled(TOKENS, **options).logits, model(TOKENS, **options).logits)

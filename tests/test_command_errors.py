@@ -60,8 +60,6 @@ MISTAKES = {
     "bench efficiency --out no/x.json": "bench efficiency: --out no/x.json: the folder no does not exist; create",
     "bench efficiency model.hidden_size=7": "bench efficiency: with model.memory=null: ",
     "bench efficiency --config formal/quick": "bench efficiency: data.kind formal_language has no text; use a config",
-    "bench stack model.memory=null": "bench stack: requires a stack over the depth; set model.memory=stacktrans",
-    "bench stack model.memory.axis=time": "bench stack: requires a stack over the depth",
     "data inspect a --samples -1": "data inspect: argument --samples: expected an integer >= 0, found -1",
     "data inspect a --samples x": "data inspect: argument --samples: expected an integer >= 0, found x",
     "data inspect a --figure x.jpeg": "data inspect: --figure x.jpeg: must end in .png, .pdf, .svg",

@@ -13,10 +13,9 @@ from stackexp.config.compose import compose
 from stackexp.errors import RunError
 from stackexp.models.cross_entropy import NextTokenLoss
 from stackexp.modules.optimizers import build_adamw
-from stackexp.planning import cost, memory_tracker, memory_use
-from stackexp.planning.cost import make_plan
-from stackexp.planning.devices import DEVICES, HEADROOM, Device
-from stackexp.planning.memory_tracker import MemoryTracker
+from stackexp.planning import cost, memory_use
+from stackexp.planning.cost import DEVICES, HEADROOM, Device, make_plan
+from stackexp.planning.memory_use import MemoryTracker
 from stackexp.planning.suggestions import suggest_changes
 from stackexp.stack import use_implementation
 
@@ -70,9 +69,7 @@ def test_fake_tensor_memory_matches_real_tensors(stack, precision, checkpointing
     mixed = precision == "bf16-mixed"
     length = 16 if stack == "time" else 64
     counted = run_pass(real, length, mixed, fused_norm=True)
-    assert (
-        memory_tracker.measure_pass(cost.build_meta_model(config), (2, length), mixed, NextTokenLoss()) == counted.peak
-    )
+    assert memory_use.track_pass(cost.build_meta_model(config), (2, length), mixed, NextTokenLoss()) == counted.peak
 
 
 @pytest.mark.parametrize("checkpointing", ["true", "false"])
@@ -88,7 +85,7 @@ def test_counted_memory_matches_the_allocator(stack, checkpointing, tmp_path):
         memory._forward_pre_hooks.clear()
     with use_implementation("eager"), torch.profiler.profile(profile_memory=True) as profiler:
         before = torch.zeros(1)  # an event with the total so far
-        loss = memory_tracker.compute_loss(model, torch.zeros(2, 64, dtype=torch.int64), NextTokenLoss())
+        loss = memory_use.compute_loss(model, torch.zeros(2, 64, dtype=torch.int64), NextTokenLoss())
         loss.backward()
     del before
     profiler.export_chrome_trace(str(tmp_path / "trace.json"))
@@ -100,12 +97,12 @@ def test_counted_memory_matches_the_allocator(stack, checkpointing, tmp_path):
 def run_pass(model, length=64, mixed=False, fused_norm=False) -> MemoryTracker:
     """Run forward and backward on real tensors, freeing each weight gradient once it is computed."""
     if fused_norm:
-        memory_tracker.fuse_norms(model)
-    memory_tracker.free_gradients(model)
+        memory_use.fuse_norms(model)
+    memory_use.free_gradients(model)
     with MemoryTracker(model) as counted:
         tokens = torch.zeros(2, length, dtype=torch.int64)
         with torch.autocast("cpu", torch.bfloat16, enabled=mixed):
-            loss = memory_tracker.compute_loss(model, tokens, NextTokenLoss())
+            loss = memory_use.compute_loss(model, tokens, NextTokenLoss())
         loss.backward()
     return counted
 
@@ -120,16 +117,16 @@ def test_gpu_memory_matches_the_count(stack, checkpointing):
     )
     model = cost.build_meta_model(config).to_empty(device="cuda")
     model.init_weights()
-    memory_tracker.free_gradients(model)
+    memory_use.free_gradients(model)
     for _ in range(2):  # the first pass initializes cuBLAS
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         tokens = torch.zeros(8, 1024, dtype=torch.int64, device="cuda")
         with torch.autocast("cuda", torch.bfloat16):
-            loss = memory_tracker.compute_loss(model, tokens, NextTokenLoss())
+            loss = memory_use.compute_loss(model, tokens, NextTokenLoss())
         loss.backward()
     with use_implementation("triton"):
-        counted = memory_tracker.measure_pass(cost.build_meta_model(config), (8, 1024), True, NextTokenLoss()).total()
+        counted = memory_use.track_pass(cost.build_meta_model(config), (8, 1024), True, NextTokenLoss()).total()
     tolerance = 0.1 if stack == "full_dim" else 0.05  # summing the query's gradient takes 34 MB
     assert counted == pytest.approx(torch.cuda.max_memory_allocated() - before, rel=tolerance)
 

@@ -215,3 +215,18 @@ def test_liger_kernel_on_gpu_matches_chunked(z_loss):
     torch.testing.assert_close((losses.total, losses.cross_entropy), expected[:2], rtol=1e-3, atol=1e-4)
     gradients = torch.autograd.grad(losses.total, inputs)
     torch.testing.assert_close(gradients, torch.autograd.grad(expected[0], inputs), rtol=1e-2, atol=1e-4)
+
+
+def test_chunked_loss_in_float64_has_no_float32_constant():
+    """1 / count in float32 had a relative error of 1e-8."""
+    torch.manual_seed(0)
+    hidden, weight = (
+        torch.randn(1, 8, 4, dtype=torch.float64),
+        torch.randn(9, 4, dtype=torch.float64, requires_grad=True),
+    )
+    tokens = torch.randint(0, 9, (1, 8))
+    losses = linear_cross_entropy(hidden, Head(weight), tokens)
+    (gradient,) = torch.autograd.grad(losses.total, weight)
+    expected = F.cross_entropy((hidden @ weight.T)[0, :-1], tokens[0, 1:])
+    torch.testing.assert_close(losses.total, expected, rtol=1e-14, atol=0)
+    torch.testing.assert_close(gradient, torch.autograd.grad(expected, weight)[0], rtol=1e-13, atol=1e-15)

@@ -159,7 +159,7 @@ def test_hyper_connections_match_the_equations(name):
             output = output + memory.scale[1] * changes[:, n]
             weights = weights + memory.scale[2] * changes[:, n + 1]
         if config.kind == "mhc":
-            return normalize_sinkhorn(residual.exp()), 2 * output.sigmoid(), weights.sigmoid()
+            return normalize_sinkhorn(residual), 2 * output.sigmoid(), weights.sigmoid()
         return residual, output, weights
 
     for b, t in ((0, 0), (1, 4)):
@@ -171,11 +171,17 @@ def test_hyper_connections_match_the_equations(name):
             torch.testing.assert_close(inputs[k + 1][b, t], expected, rtol=1e-5, atol=1e-5)
 
 
-def test_sinkhorn_gives_doubly_stochastic_matrices():
-    matrix = normalize_sinkhorn(torch.randn(5, 4, 4, generator=torch.Generator().manual_seed(0)).exp())
-    assert (matrix > 0).all()
-    torch.testing.assert_close(matrix.sum(-2), torch.ones(5, 4))
-    torch.testing.assert_close(matrix.sum(-1), torch.ones(5, 4), rtol=1e-3, atol=1e-3)
+def test_sinkhorn_ends_with_the_rows_as_in_the_paper():
+    logits = 4 * torch.randn(50, 4, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    expected = logits.exp()
+    for _ in range(20):
+        expected = expected / expected.sum(-2, keepdim=True)
+        expected = expected / expected.sum(-1, keepdim=True)
+    matrix = normalize_sinkhorn(logits)
+    torch.testing.assert_close(matrix, expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(matrix.sum(-1), torch.ones(50, 4, dtype=torch.float64), rtol=1e-12, atol=0)
+    assert ((matrix.sum(-2) - 1).abs() < 0.2).all()
+    torch.testing.assert_close(normalize_sinkhorn(90 * torch.eye(4)), torch.eye(4))  # exp(90) overflows in float32
 
 
 @pytest.mark.parametrize(

@@ -80,8 +80,8 @@ def test_no_documents_builds_no_mask_or_positions(monkeypatch):
         masks.append((mask, options["is_causal"]))
         return attention(q, k, v, mask, **options)
 
-    monkeypatch.setattr("stackexp.models.attention_backends.F.scaled_dot_product_attention", record_mask)
-    monkeypatch.setattr("stackexp.models.attention_backends.build_document_mask", None)
+    monkeypatch.setattr("stackexp.models.attention.F.scaled_dot_product_attention", record_mask)
+    monkeypatch.setattr("stackexp.models.attention.build_document_mask", None)
     monkeypatch.setattr("stackexp.models.transformer.compute_document_positions", None)
     make_model(DEPTH)(TOKENS)
     assert masks == [(None, True)] * 3

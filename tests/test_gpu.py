@@ -9,8 +9,7 @@ from torch.nn import functional as F
 
 from stackexp.config.memory import StackMemoryConfig
 from stackexp.config.model import TransformerConfig
-from stackexp.models.attention import Positions
-from stackexp.models.positional import build_rope_table
+from stackexp.models.attention import Positions, build_rope_table
 from stackexp.models.transformer import Cache, Transformer
 
 pytestmark = [

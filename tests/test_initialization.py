@@ -8,7 +8,7 @@ import torch
 
 from stackexp.config.compose import compose
 from stackexp.config.model import TransformerConfig
-from stackexp.models.initialization import init_weight_
+from stackexp.models.layers import init_weight_
 from stackexp.models.transformer import Transformer
 
 FAN_IN, FAN_OUT = 64, 20_000  # 1.3 million draws: the estimate of a sigma is good to 0.1 %

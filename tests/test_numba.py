@@ -15,31 +15,31 @@ from numba.core.caching import CacheImpl, NullCache
 from scans import Case, make_inputs, run
 
 from stackexp.stack import StackState
-from stackexp.stack.numba import kernel_cache, threads, time_scan
+from stackexp.stack.numba import launch, time_scan
 from stackexp.stack.numba.vectors import OPTIONS, tanh_into
 
-PACKAGE = Path(kernel_cache.__file__).parents[1]
+PACKAGE = Path(launch.__file__).parents[1]
 
 
 def test_digest_depends_on_every_source_file_of_the_kernels(tmp_path):
     shutil.copytree(PACKAGE, tmp_path, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
-    digests = {kernel_cache.digest_sources(tmp_path)}
+    digests = {launch.digest_sources(tmp_path)}
     sources = [tmp_path / "reference.py", *(tmp_path / "numba").glob("*.py")]
     for source in sources:
         source.write_text(source.read_text() + "# changed\n")
-        digests.add(kernel_cache.digest_sources(tmp_path))
+        digests.add(launch.digest_sources(tmp_path))
     assert len(digests) == 1 + len(sources)
-    kernel = kernel_cache.load_kernel(np.float32, False)
-    assert kernel_cache.digest_sources() in [cell.cell_contents for cell in kernel._pyfunc.__closure__]
+    kernel = launch.load_kernel(np.float32, False)
+    assert launch.digest_sources() in [cell.cell_contents for cell in kernel._pyfunc.__closure__]
 
 
 SCAN = """
 import numpy
 import torch
-from stackexp.stack.numba import kernel_cache, time_scan
+from stackexp.stack.numba import launch, time_scan
 x = torch.zeros(1, 1, 1, 1)
 time_scan.scan(time_scan.empty((1, 1), 1, 1, x), x, torch.zeros(1, 1, 1, 3), None, num_slots=1, read="top")
-print(kernel_cache.load_kernel(numpy.float32, False).cache_hits)
+print(launch.load_kernel(numpy.float32, False).cache_hits)
 """
 
 
@@ -62,7 +62,7 @@ def test_cached_kernel_is_compiled_again_after_a_source_change(tmp_path):
 
 def test_kernels_compile_without_a_writable_cache(monkeypatch):
     monkeypatch.setattr(CacheImpl, "_locator_classes", [])
-    assert isinstance(kernel_cache.compile_kernel(lambda address: 0)._cache, NullCache)
+    assert isinstance(launch.compile_kernel(lambda address: 0)._cache, NullCache)
 
 
 @pytest.mark.parametrize(("dtype", "roundings"), [(np.float32, 2), (np.float64, 10)])
@@ -80,21 +80,21 @@ def test_tanh_is_accurate_relative_to_its_value(dtype, roundings):
 @pytest.fixture
 def set_threads(monkeypatch):
     """Return a function that sets the number of threads, without a minimum work per thread."""
-    monkeypatch.setattr(threads, "MIN_WORK_PER_THREAD", 1)
+    monkeypatch.setattr(launch, "MIN_WORK_PER_THREAD", 1)
     previous = torch.get_num_threads()
     yield torch.set_num_threads
     torch.set_num_threads(previous)
 
 
 def test_results_do_not_depend_on_the_number_of_threads(monkeypatch, set_threads):
-    team, parts, results = threads._find_team(), [], []
+    team, parts, results = launch._find_team(), [], []
 
     def record_parts(kernel, job, *size_and_flags):
         parts.append(job[1])
         team(kernel, job, *size_and_flags)
         assert job[0] == job[1] + torch.get_num_threads()  # all parts were taken; then each thread found none
 
-    monkeypatch.setattr(threads, "_find_team", lambda: record_parts)
+    monkeypatch.setattr(launch, "_find_team", lambda: record_parts)
     for number in (1, 2, 4):
         set_threads(number)
         results.append(run("numba", Case(7, 3, 2, 9, feedback="tanh", filled=2, batch_size=5)))
@@ -109,13 +109,13 @@ def test_scan_without_openmp_runs_in_one_thread_and_logs_it(monkeypatch, set_thr
     set_threads(2)
     case = Case(7, 3, 2, 9, batch_size=5)
     expected = run("numba", case)
-    threads._find_team.cache_clear()
-    monkeypatch.setattr(threads.ctypes, "CDLL", lambda name: object())
+    launch._find_team.cache_clear()
+    monkeypatch.setattr(launch.ctypes, "CDLL", lambda name: object())
     try:
         for ours, theirs in zip(run("numba", case), expected, strict=True):
             assert torch.equal(ours, theirs)
     finally:
-        threads._find_team.cache_clear()
+        launch._find_team.cache_clear()
     messages = [record.message for record in caplog.records if "thread" in record.message]
     assert messages == ["the stack runs in one thread: OpenMP is not available"]
 

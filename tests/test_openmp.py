@@ -6,15 +6,15 @@ import sys
 
 import pytest
 
-from stackexp.verbs import openmp
-from stackexp.verbs.openmp import choose_wait_policy, count_idle_cpus
+from stackexp.verbs import dispatch
+from stackexp.verbs.dispatch import choose_wait_policy, count_idle_cpus
 
 
 @pytest.fixture(autouse=True)
 def _clean_environment(monkeypatch):
-    for name in (*openmp.CHOICES, "OMP_NUM_THREADS"):
+    for name in (*dispatch.CHOICES, "OMP_NUM_THREADS"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(openmp.os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
+    monkeypatch.setattr(dispatch.os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
 
 
 @pytest.mark.parametrize(
@@ -22,7 +22,7 @@ def _clean_environment(monkeypatch):
     [(4.0, None, None), (3.0, None, "0"), (3.0, "2", None), (0.0, "1", None), (2.0, "3,1", "0")],
 )
 def test_threads_sleep_only_if_they_share_cpus(monkeypatch, idle, threads, expected):
-    monkeypatch.setattr(openmp, "count_idle_cpus", lambda: idle)
+    monkeypatch.setattr(dispatch, "count_idle_cpus", lambda: idle)
     if threads:
         monkeypatch.setenv("OMP_NUM_THREADS", threads)
     monkeypatch.setenv("GOMP_SPINCOUNT", "x")  # restored after the test
@@ -31,9 +31,9 @@ def test_threads_sleep_only_if_they_share_cpus(monkeypatch, idle, threads, expec
     assert os.environ.get("GOMP_SPINCOUNT") == expected
 
 
-@pytest.mark.parametrize("name", openmp.CHOICES)
+@pytest.mark.parametrize("name", dispatch.CHOICES)
 def test_a_choice_of_the_user_is_kept(monkeypatch, name):
-    monkeypatch.setattr(openmp, "count_idle_cpus", lambda: 0.0)
+    monkeypatch.setattr(dispatch, "count_idle_cpus", lambda: 0.0)
     monkeypatch.setenv(name, "7")
     before = dict(os.environ)
     choose_wait_policy()
@@ -43,10 +43,10 @@ def test_a_choice_of_the_user_is_kept(monkeypatch, name):
 def test_busy_processes_are_measured(tmp_path, monkeypatch):
     process = subprocess.Popen([sys.executable, "-c", "while True: pass"])
     try:
-        monkeypatch.setattr(openmp, "SAMPLE_SECONDS", 0.5)
+        monkeypatch.setattr(dispatch, "SAMPLE_SECONDS", 0.5)
         assert count_idle_cpus() < os.cpu_count() - 0.4
     finally:
         process.kill()
         process.wait()
-    monkeypatch.setattr(openmp, "CPU_TIMES", tmp_path / "missing")
+    monkeypatch.setattr(dispatch, "CPU_TIMES", tmp_path / "missing")
     assert count_idle_cpus() == float("inf")

@@ -10,7 +10,9 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 from stackexp.config import registry
 from stackexp.config.compose import compose
 from stackexp.config.optimizer import AdamWConfig, MuonConfig
-from stackexp.modules.optimizers import _is_map, build_adamw, build_muon
+from stackexp.errors import RunError
+from stackexp.models.memories.base import Memory
+from stackexp.modules.optimizers import build_adamw, build_muon
 
 SMALL = ["model.hidden_size=32", "model.intermediate_size=32"]
 
@@ -86,9 +88,18 @@ def test_muon_updates_matrices_and_adamw_the_rest():
         assert torch.equal(value, others[name]) is (name not in matrices), name
 
 
-def test_muon_takes_maps_from_several_hidden_states_and_no_single_rows():
-    matrices = {(1, 64): False, (3, 64): True, (3, 4 * 64): True, (64, 3): True, (64, 1): False, (4, 16): False}
-    assert {shape: _is_map(torch.empty(shape), 64) for shape in matrices} == matrices
+class Undeclared(Memory):
+    def __init__(self):
+        super().__init__(None, None, 0)
+        self.weight = nn.Parameter(torch.zeros(3, 32))
+
+
+def test_muon_requires_the_fans_of_a_memory():
+    model = build_decoder()
+    model.layers[0].memory = Undeclared()
+    assert build_adamw(AdamWConfig(), model), "without muP, AdamW needs no fans"
+    with pytest.raises(RunError, match=r"Undeclared: muP and Muon require the fan of weight \[3, 32\]; add it to"):
+        build_muon(MuonConfig(), model)
 
 
 def test_muon_resumes_bit_for_bit():

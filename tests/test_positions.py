@@ -8,8 +8,14 @@ import torch
 from small_models import VOCAB, B, T, make_tokens
 from torch.nn import functional as F
 
-from stackexp.models.attention_backends import build_mask
-from stackexp.models.positional import build_alibi_bias, build_sinusoidal_table, compute_alibi_slopes
+from stackexp.config.model import TransformerConfig
+from stackexp.models.attention import (
+    build_alibi_bias,
+    build_mask,
+    build_sinusoidal_table,
+    compute_alibi_slopes,
+    compute_query_scale,
+)
 from stackexp.models.transformer import Cache
 
 HEADS, HIDDEN = 4, 16
@@ -196,3 +202,12 @@ def test_activation_checkpointing_preserves_gradients(positional):
     for model.checkpoint_blocks in (False, True):
         gradients.append(torch.autograd.grad(model(make_tokens()).logits.logsumexp(-1).sum(), model.parameters()))
     torch.testing.assert_close(gradients[0], gradients[1], rtol=0, atol=0)
+
+
+def test_score_scaling_has_the_precision_of_the_model():
+    config = TransformerConfig(vocab_size=9, attention_log_base=5)
+    scale = compute_query_scale(config, torch.arange(7), like=torch.zeros(1, dtype=torch.float64))
+    assert (scale[:, 0] - torch.arange(1, 8, dtype=torch.float64).log() / math.log(5)).abs().max() < 1e-15
+    assert (
+        compute_query_scale(config, torch.arange(7), like=torch.zeros(1, dtype=torch.bfloat16)).dtype == torch.float32
+    )

@@ -13,7 +13,7 @@ from stackexp.config.compose import compose
 from stackexp.config.model import LSTMConfig, StackRNNConfig
 from stackexp.models.transformer import Cache
 from stackexp.planning import cost
-from stackexp.planning.memory_tracker import MemoryTracker, free_gradients, fuse_norms
+from stackexp.planning.memory_use import MemoryTracker, free_gradients, fuse_norms
 
 VOCAB, OUTPUTS, B, T = 7, 3, 2, 9
 KINDS = {"lstm": LSTMConfig, "stack_rnn": StackRNNConfig}

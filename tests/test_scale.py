@@ -85,7 +85,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from stackexp.config.compose import compose
-from stackexp.planning import memory_tracker as allocations
+from stackexp.planning import memory_use as allocations
 from stackexp.planning.cost import build_meta_model
 from stackexp.models.cross_entropy import NextTokenLoss
 from stackexp.models.sharding import build_mesh, shard_model

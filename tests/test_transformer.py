@@ -12,8 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from stackexp.config.memory import StackMemoryConfig
 from stackexp.config.model import TransformerConfig
-from stackexp.models.attention import Positions
-from stackexp.models.positional import build_rope_table
+from stackexp.models.attention import Positions, build_rope_table
 from stackexp.models.transformer import Cache, Transformer
 
 AXES = ["depth", "time", "token_major"]

@@ -26,8 +26,8 @@ from stack_traffic import compute_traffic
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from stackexp.stack.triton import depth_step_launch
-from stackexp.stack.triton.depth_step_launch import StepBackward, StepForward, StepInputs
+from stackexp.stack.triton import depth_step
+from stackexp.stack.triton.depth_step import StepBackward, StepForward, StepInputs
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
 
@@ -191,7 +191,7 @@ def test_kernels_compile_for_an_h100_and_spill_at_most_one_register(compiler, na
     function = getattr(depth_step_kernels, name)
     x, logits, slots = (torch.empty(shape, dtype=BF16) for shape in [(1, 4, 16), (1, 4, 3), (24, 1, 4, 16)])
     inputs = StepInputs(x, logits, None, slots, slots.float(), x, x, [], [], 24, "stack", "global", "multiply", False)
-    options = depth_step_launch.make_options(inputs)
+    options = depth_step.make_options(inputs)
     arguments = StepForward if name == "forward" else StepBackward
     halves = {"query", "slots", "read", "rest", "new_slots", "grad_read", "grad_slots", "to_x", "to_logits", "to_slots"}
     kinds = {field: "*bf16" if field in halves else "*fp32" for field in arguments._fields}
@@ -206,7 +206,7 @@ def test_kernels_compile_for_an_h100_and_spill_at_most_one_register(compiler, na
     aligned = {path: [["tt.divisibility", 16]] for path in paths}
     source = triton.compiler.ASTSource(fn=function, signature=signature, constexprs=constants, attrs=aligned)
     target = GPUTarget("cuda", 90, 32)
-    compiled = triton.compile(source, target=target, options=depth_step_launch.compiler_options(16))
+    compiled = triton.compile(source, target=target, options=depth_step.compiler_options(16))
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()

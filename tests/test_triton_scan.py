@@ -79,8 +79,8 @@ def test_kernels_compile_for_an_h100_without_spilling(kernel, feedback, hidden):
     names = ("stack", "global", "log", feedback)
     options = time_scan.make_options(x, logits, 24, hidden or 32, names)
     tensors = ScanForward if kernel == "forward" else ScanBackward
-    missing = {"given", "from_read", "to_given"} if not hidden else set()
-    missing |= {"feedback_x", "feedback_logits", "fed", "grad_fed_logits"} if not feedback else set()
+    missing = {"token_bias", "read_weight", "grad_token_bias"} if not hidden else set()
+    missing |= {"feedback_x", "feedback_logits", "fed", "grad_logits_with_feedback"} if not feedback else set()
     kinds = {field: "constexpr" if field in missing else "*fp32" for field in tensors._fields}
     signature = {"tensors": tensors(**kinds), "settings": "constexpr"}
     signature |= dict.fromkeys(time_scan_kernels.DYNAMIC, "i32")

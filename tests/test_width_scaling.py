@@ -8,7 +8,12 @@ from torch.nn import functional as F
 
 from stackexp.config.memory import (
     AttentionResidualConfig,
+    DenseFormerConfig,
+    HyperConnectionsConfig,
     ManifoldHyperConnectionsConfig,
+    ResidualScaleConfig,
+    ResidualStackConfig,
+    StackAttentionConfig,
     StackMemoryConfig,
     ValueSkipConfig,
 )
@@ -20,21 +25,12 @@ from stackexp.modules.optimizers import build_adamw, build_muon
 WIDTHS = (64, 128, 256, 512)
 
 
-def build(width, is_scaled, memory=None):
+def build(width, is_scaled, memory=None, **options):
     torch.manual_seed(0)
-    return Transformer(
-        TransformerConfig(
-            vocab_size=64,
-            hidden_size=width,
-            num_layers=2,
-            num_heads=width // 16,
-            num_kv_heads=width // 16,
-            intermediate_size=2 * width,
-            embedding_std=0.1,
-            mup_base_size=WIDTHS[0] if is_scaled else None,
-            memory=memory,
-        )
-    )
+    sizes = {"vocab_size": 64, "hidden_size": width, "num_layers": 2, "intermediate_size": 2 * width}
+    sizes |= {"num_heads": width // 16, "num_kv_heads": width // 16, "embedding_std": 0.1}
+    sizes |= {"mup_base_size": WIDTHS[0] if is_scaled else None}
+    return Transformer(TransformerConfig(memory=memory, **(sizes | options)))
 
 
 def compute_outputs(model, tokens):
@@ -91,23 +87,72 @@ def test_changes_do_not_grow_with_the_width(memory):
     assert min(layers) > 0.3
 
 
+STACK = {"num_heads": 2, "head_dim": 8}
+WIDE = {"num_heads": 2, "head_dim": WIDTHS[1] // 2, "projection": "none"}
+HIDDEN = {"feedback_activation": "gated", "feedback_hidden_size": 8, "axis": "time", "feedback": True}
+
+
 @pytest.mark.parametrize(
-    ("memory", "names"),
+    ("memory", "adamw", "muon"),
     [
-        (StackMemoryConfig(num_heads=2, head_dim=WIDTHS[1] // 2, projection="none"), {"actions", "query"}),
-        (StackMemoryConfig(num_heads=2, head_dim=8, projection="shared_slices"), {"down"}),
-        (StackMemoryConfig(num_heads=2, head_dim=8), {"down"}),
-        (AttentionResidualConfig(), {"query"}),
-        (ManifoldHyperConnectionsConfig(), {"maps"}),
-        (ValueSkipConfig(), {"down.weight"}),
+        (StackMemoryConfig(**STACK), {"down"}, {"down": 2, "up": 1}),
+        (StackMemoryConfig(num_heads=4, head_dim=WIDTHS[1] // 4), {"down"}, {"down": 2, "up": 1}),  # H d_s = d
+        (StackMemoryConfig(**WIDE), {"actions", "query"}, {}),
+        (StackMemoryConfig(**STACK, projection="shared_slices"), {"down"}, {"down": 2, "up": 1}),
+        (StackMemoryConfig(**STACK, action_input="hidden"), {"down", "actions"}, {"down": 2, "up": 1}),
+        (StackMemoryConfig(**STACK, axis="time", feedback=True), {"down"}, {"down": 2, "up": 1, "feedback": 1}),
+        (StackMemoryConfig(**STACK, **HIDDEN), {"down", "feedback_token"}, {"down": 2, "up": 1, "feedback_token": 2}),
+        (StackAttentionConfig(), {"actions.weight"}, {"actions.weight": 2}),
+        (AttentionResidualConfig(), {"query"}, {}),
+        (HyperConnectionsConfig(), {"maps"}, {"maps": 2}),
+        (ManifoldHyperConnectionsConfig(), {"maps"}, {"maps": 2}),
+        (ResidualStackConfig(), {"maps", "actions"}, {"maps": 2, "actions": 2}),
+        (ValueSkipConfig(), {"down.weight"}, {"down.weight": 2, "up.weight": 1}),
+        (DenseFormerConfig(), set(), {}),
+        (ResidualScaleConfig(), set(), {}),
     ],
 )
-def test_weights_of_memories_scale_if_their_inputs_grow_with_the_width(memory, names):
-    """Others, such as W_up [d, H d_s], have the same number of inputs at every width."""
+def test_rates_of_memory_weights_follow_their_fans_and_not_their_shapes(memory, adamw, muon):
+    """At twice the base width: AdamW halves the rate of `adamw`; Muon divides those of its matrices by `muon`."""
     model = build(WIDTHS[1], is_scaled=True, memory=memory)
+    parameters = dict(model.memories[0].named_parameters())
     rates = {p: group["lr"] for group in build_adamw(AdamWConfig(), model).param_groups for p in group["params"]}
-    found = {name for name, p in model.memories[0].named_parameters() if rates[p] == AdamWConfig().lr / 2}
-    assert found == names
+    assert {name for name, p in parameters.items() if rates[p] == AdamWConfig().lr / 2} == adamw
+    groups = build_muon(MuonConfig(), model)._muon.param_groups
+    rates = {p: group["lr"] for group in groups for p in group["params"]}
+    assert {name: MuonConfig().lr / rates[p] for name, p in parameters.items() if p in rates} == muon
+
+
+@pytest.mark.parametrize(
+    ("memory", "name"),
+    [
+        (StackMemoryConfig(num_heads=2, head_dim=8, num_slots=2, entropy_weight=0.0), "down"),
+        (ManifoldHyperConnectionsConfig(), "maps"),
+        (ResidualStackConfig(), "actions"),
+        (ValueSkipConfig(rank=8), "down.weight"),
+    ],
+)
+def test_maps_with_few_rows_change_equally_at_every_width_under_muon(memory, name):
+    changes, widths = [], (32, 128)
+    tokens = torch.randint(0, 32, (4, 24), generator=torch.Generator().manual_seed(0))
+    for width in widths:
+        model = build(width, is_scaled=True, memory=memory, num_layers=1, embedding_std=1.0, mup_base_size=32)
+        optimizer = build_muon(MuonConfig(lr=3e-3, weight_decay=0.0, eps=1e-12), model)
+        weight, states = model.memories[-1].get_parameter(name), []
+        hook = model.memories[-1].register_forward_pre_hook(lambda module, args, states=states: states.append(args[0]))
+        with torch.no_grad():
+            model(tokens)
+        hook.remove()
+        before = weight.detach().clone()
+        for _ in range(3):
+            logits = model(tokens).logits[:, :-1]
+            optimizer.zero_grad()
+            F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
+            optimizer.step()
+        inputs = F.rms_norm(states[0].repeat(1, 1, weight.shape[1] // width), weight.shape[1:])
+        changes.append((inputs @ (weight.detach() - before).T).square().mean().sqrt().item())
+    slope = np.polyfit(np.log(widths), np.log(changes), 1)[0]
+    assert abs(slope) < 0.25, changes  # 0.45 to 0.53 if the rate fell as 1 / sqrt(d)
 
 
 def test_the_base_width_is_unchanged():

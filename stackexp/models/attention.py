@@ -1,14 +1,319 @@
-"""Grouped-query attention."""
+"""Grouped-query attention, its backends and the positional encodings.
 
-from typing import Any, NamedTuple
+A backend is one function per choice of `model.attention`:
+
+    sdpa        torch's scaled_dot_product_attention; a document mask is dense, [B, 1, T, T]
+    flex        torch's flex_attention, which skips fully masked blocks; forward only on CPUs
+    varlen      torch.nn.attention.varlen over concatenated documents; CUDA, bfloat16
+    flash_attn  the package flash-attn (`pip install 'stackexp[flash]'`); CUDA, bfloat16
+
+It takes q [B, heads, T, D], k and v [B, kv heads, T, D], the mask from `build_mask` in its own format, and whether
+attention is causal. It returns [B, heads, T, D].
+"""
+
+import functools
+import importlib
+import inspect
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from stackexp.config.model import TransformerConfig
-from stackexp.models.attention_backends import load_backend, sdpa_with_cache
+from stackexp.data.documents import build_document_mask, find_document_bounds
+from stackexp.errors import ConfigError, first_line
 from stackexp.models.layers import Linear
-from stackexp.models.positional import apply_rope
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
+
+SINUSOIDAL_BASE = 10_000.0
+
+
+def build_rope_table(config: TransformerConfig, start: int, length: int, like: Tensor) -> Tensor:
+    """Return cosines and sines for positions start .. start+length-1: [2, length, head size / 2], at least float32."""
+    dtype = torch.promote_types(like.dtype, torch.float32)
+    head_size = config.hidden_size // config.num_heads
+    frequencies = config.rope_theta ** (-torch.arange(0, head_size, 2, device=like.device, dtype=dtype) / head_size)
+    angles = torch.arange(start, start + length, device=like.device, dtype=dtype).outer(frequencies)
+    return torch.stack([angles.cos(), angles.sin()])
+
+
+def apply_rope(x: Tensor, rope: Tensor) -> Tensor:
+    """Rotate x [B, heads, T, head size] by a table from `build_rope_table`.
+
+    The table is [2, T, head size / 2], or [2, B, 1, T, head size / 2] if each sequence has its own positions. The two
+    elements of a pair are half a head apart, as in Llama.
+    """
+    first, second = x.chunk(2, -1)
+    cos, sin = rope
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)
+
+
+def build_sinusoidal_table(size: int, start: int, length: int, like: Tensor) -> Tensor:
+    """Return the encodings of positions start .. start+length-1: [length, size], at least float32.
+
+    Element 2i of position p is sin(p / 10000^(2i/size)), element 2i+1 the cosine (Vaswani et al. 2017, section 3.5).
+    """
+    dtype = torch.promote_types(like.dtype, torch.float32)
+    frequencies = SINUSOIDAL_BASE ** (-torch.arange(0, size, 2, device=like.device, dtype=dtype) / size)
+    angles = torch.arange(start, start + length, device=like.device, dtype=dtype).outer(frequencies)
+    return torch.stack([angles.sin(), angles.cos()], -1).flatten(-2)
+
+
+def compute_alibi_slopes(num_heads: int) -> list[float]:
+    """Return one slope per head (Press et al. 2022).
+
+    For n heads, n a power of two, they are 2^(-8 h / n), h = 1 .. n. For other n, take the slopes for the next lower
+    power of two, then every second slope for the next higher one.
+    """
+    lower = 2 ** int(math.log2(num_heads))
+    slopes = [2 ** (-8 * h / lower) for h in range(1, lower + 1)]
+    return slopes + [2 ** (-8 * h / (2 * lower)) for h in range(1, 2 * lower, 2)][: num_heads - lower]
+
+
+def build_alibi_bias(num_heads: int, start: int, length: int, causal: bool, like: Tensor) -> Tensor:
+    """Return the score bias -slope |i - j| of query i and key j: [1, heads, length, start+length], at least float32.
+
+    The queries are the last `length` of start+length tokens. Keys after a query have -inf if `causal`.
+    """
+    dtype = torch.promote_types(like.dtype, torch.float32)
+    positions = torch.arange(start + length, device=like.device, dtype=dtype)
+    offset = positions - positions[start:, None]  # j - i [T, S]
+    slopes = torch.tensor(compute_alibi_slopes(num_heads), dtype=dtype)
+    slopes = slopes.to(like.device, non_blocking=True)  # torch.tensor(..., device="cuda") waits for the GPU
+    bias = -slopes[:, None, None] * offset.abs()
+    return (bias.masked_fill(offset > 0, -torch.inf) if causal else bias)[None]
+
+
+def build_window_mask(window: int, start: int, length: int, device: torch.device) -> Tensor:
+    """Return a causal mask, bool [1, 1, length, start+length]: a query attends to its own key and `window` - 1 before.
+
+    The queries are the last `length` of start+length tokens.
+    """
+    positions = torch.arange(start + length, device=device)
+    distance = positions[start:, None] - positions  # i - j [T, S]
+    return ((distance >= 0) & (distance < window))[None, None]
+
+
+def compute_query_scale(config: TransformerConfig, positions: Tensor, like: Tensor) -> Tensor:
+    """Return log n / log(attention_log_base) for queries at positions [..., T] that attend to n keys: [..., T, 1].
+
+    At least float32; 0 for a query that attends only to itself (Chiang & Cholak 2022).
+    """
+    num_keys = positions + 1 if config.causal else torch.full_like(positions, positions.shape[-1])
+    if config.attention_window:
+        num_keys = num_keys.clamp(max=config.attention_window)
+    dtype = torch.promote_types(like.dtype, torch.float32)
+    return num_keys.unsqueeze(-1).to(dtype).log() / math.log(config.attention_log_base)
+
+
+Backend = Callable[[Tensor, Tensor, Tensor, Any, bool], Tensor]
+
+
+class FlexMask(NamedTuple):
+    """The mask of flex_attention."""
+
+    blocks: "BlockMask | None"  # None: every query attends to every key
+    slopes: Tensor | None  # ALiBi slopes [heads]
+
+
+def load_backend(config: TransformerConfig) -> Backend:
+    """Return the attention function of a model. The package flash-attn is imported at its first call."""
+    if config.attention == "sdpa":
+        return sdpa
+    if config.attention == "flex":
+        from torch.nn.attention.flex_attention import flex_attention
+
+        return functools.partial(flex, flex_attention)
+    window = _kernel_window(config)
+    if config.attention == "varlen":
+        from torch.nn.attention.varlen import varlen_attn
+
+        has_gqa = "enable_gqa" in inspect.signature(varlen_attn).parameters  # torch 2.11 lacks it
+        return functools.partial(varlen, varlen_attn, has_gqa, window)
+    return functools.partial(flash_attn, window)
+
+
+def check_backend(backend: str, device_type: str) -> None:
+    """Raise ConfigError if a backend cannot run on this device type in this installation."""
+    if backend not in ("varlen", "flash_attn"):
+        return
+    if device_type != "cuda":
+        raise ConfigError(f"model.attention={backend} needs a CUDA device, not {device_type}; set model.attention=sdpa")
+    if backend == "flash_attn":
+        try:
+            importlib.import_module("flash_attn")
+        except ImportError as error:  # missing, or built for another torch
+            raise ConfigError(
+                f"model.attention=flash_attn needs the package flash-attn ({first_line(error)}); "
+                "pip install 'stackexp[flash]', or set model.attention=varlen"
+            ) from None
+
+
+def build_mask(
+    config: TransformerConfig,
+    h: Tensor,
+    num_cached: int | None = None,
+    documents: Tensor | None = None,
+    document_bounds: Tensor | None = None,
+) -> Any:
+    """Return the attention mask of h [B, T, d] in the backend's format; all layers share it.
+
+    With sdpa, it is None without documents, window and ALiBi; with varlen and flash_attn, without documents.
+
+    Args:
+        config: The model's options.
+        h: Hidden states of T tokens.
+        num_cached: The number of keys in the cache; None without a cache. With a cache the format is that of sdpa.
+        documents: Document ids [B, T]; see `Transformer.forward`.
+        document_bounds: The result of `find_document_bounds(documents)`, if known.
+    """
+    if config.attention == "sdpa" or num_cached is not None:
+        return _build_dense_mask(config, h, num_cached or 0, documents)
+    if config.attention == "flex":
+        return _build_flex_mask(config, h, documents)
+    if documents is None:
+        return None
+    return find_document_bounds(documents) if document_bounds is None else document_bounds
+
+
+def _build_dense_mask(config: TransformerConfig, h: Tensor, num_cached: int, documents: Tensor | None) -> Tensor | None:
+    """Return a mask [B or 1, heads or 1, T, S]: True for keys to attend to, or with ALiBi a float score bias."""
+    length = h.shape[1]
+    mask = None if documents is None else build_document_mask(documents)
+    if config.attention_window:
+        window = build_window_mask(config.attention_window, num_cached, length, h.device)
+        mask = window if mask is None else mask & window
+    if config.positional != "alibi":
+        return mask
+    bias = build_alibi_bias(config.num_heads, num_cached, length, config.causal, h)
+    return bias if mask is None else bias.masked_fill(~mask, -torch.inf)
+
+
+def _build_flex_mask(config: TransformerConfig, h: Tensor, documents: Tensor | None) -> FlexMask:
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    has_alibi = config.positional == "alibi"
+    slopes = torch.tensor(compute_alibi_slopes(config.num_heads)) if has_alibi else None
+    slopes = slopes if slopes is None else slopes.to(h.device, non_blocking=True)
+    if not config.causal:
+        return FlexMask(None, slopes)
+
+    length = h.shape[1]
+    window = config.attention_window or length
+
+    def is_in_window(b: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (query >= key) & (query - key < window)
+
+    def is_in_document(b: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return is_in_window(b, head, query, key) & (documents[b, query] == documents[b, key])
+
+    rule, batch = (is_in_window, None) if documents is None else (is_in_document, h.shape[0])
+    return FlexMask(create_block_mask(rule, batch, None, length, length, device=h.device), slopes)
+
+
+def _kernel_window(config: TransformerConfig) -> tuple[int, int]:
+    """Return how many keys before and after a query it attends to; -1: all."""
+    before = -1 if config.attention_window is None else config.attention_window - 1
+    return before, 0 if config.causal else -1
+
+
+def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
+    """Attend with torch's scaled_dot_product_attention. A mask replaces `causal`."""
+    if mask is not None and mask.is_floating_point():
+        mask = mask.to(q.dtype)
+    causal = causal and mask is None
+    return F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, enable_gqa=_is_grouped(q, k))
+
+
+def sdpa_with_cache(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    """Attend causally from T queries to k and v [B, kv heads, S, D], whose last T tokens are those of the queries."""
+    num_queries, num_keys = q.shape[2], k.shape[2]
+    if num_queries == num_keys:
+        return sdpa(q, k, v, mask, causal=True)
+    if mask is None and num_queries > 1:
+        mask = torch.ones(num_queries, num_keys, dtype=torch.bool, device=q.device).tril(num_keys - num_queries)
+    return sdpa(q, k, v, mask, causal=False)
+
+
+def flex(kernel: Callable, q: Tensor, k: Tensor, v: Tensor, mask: FlexMask, causal: bool) -> Tensor:
+    """Attend with torch's flex_attention; its block mask includes causality."""
+    if q.requires_grad and torch.is_grad_enabled():
+        _require_backward(q)
+    slopes = mask.slopes
+
+    def add_alibi(score: Tensor, b: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return score - slopes[head] * (query - key).abs()
+
+    if q.device.type == "cuda" and not torch.compiler.is_compiling():  # uncompiled, it materializes all scores
+        kernel = _compile(kernel)
+    return kernel(q, k, v, None if slopes is None else add_alibi, mask.blocks, enable_gqa=_is_grouped(q, k))
+
+
+def varlen(
+    kernel: Callable,
+    has_gqa: bool,
+    window: tuple[int, int],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bounds: Tensor | None,
+    causal: bool,
+) -> Tensor:
+    """Attend with torch's varlen_attn, within documents.
+
+    `has_gqa`: the kernel accepts fewer heads in k and v than in q. `window`: the result of `_kernel_window`, which
+    includes causality. `bounds`: int32 [n + 1], the document bounds in the concatenated sequences; None: one document
+    per sequence.
+    """
+    if q.device.type != "cuda":
+        check_backend("varlen", q.device.type)
+    batch, _, length, _ = q.shape
+    if bounds is None:
+        bounds = torch.arange(0, batch * length + 1, length, dtype=torch.int32, device=q.device)
+    options = {"enable_gqa": _is_grouped(q, k)} if has_gqa else {}
+    if _is_grouped(q, k) and not has_gqa:
+        k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    y = kernel(*_concatenate(q, k, v), bounds, bounds, length, length, window_size=window, **options)
+    return y.unflatten(0, (batch, length)).transpose(1, 2)
+
+
+def flash_attn(window: tuple[int, int], q: Tensor, k: Tensor, v: Tensor, bounds: Tensor | None, causal: bool) -> Tensor:
+    """Attend with the package flash-attn; `window` and `bounds` are those of `varlen`."""
+    if q.device.type != "cuda":
+        check_backend("flash_attn", q.device.type)
+    from flash_attn import flash_attn_func, flash_attn_varlen_func
+
+    batch, _, length, _ = q.shape
+    options = {"causal": causal, "window_size": window}
+    if bounds is None:
+        return flash_attn_func(*(x.transpose(1, 2) for x in (q, k, v)), **options).transpose(1, 2)
+    y = flash_attn_varlen_func(*_concatenate(q, k, v), bounds, bounds, length, length, **options)
+    return y.unflatten(0, (batch, length)).transpose(1, 2)
+
+
+def _concatenate(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Reshape [B, heads, T, D] to [B * T, heads, D]."""
+    return tuple(x.transpose(1, 2).flatten(0, 1) for x in tensors)
+
+
+def _is_grouped(q: Tensor, k: Tensor) -> bool:
+    return q.shape[1] != k.shape[1]
+
+
+def _require_backward(q: Tensor) -> None:
+    if q.device.type == "cpu":
+        raise ConfigError("model.attention=flex has no backward pass on CPUs; set model.attention=sdpa")
+
+
+@functools.cache
+def _compile(kernel: Callable) -> Callable:
+    return torch.compile(kernel)
+
 
 KeysValues = tuple[Tensor, Tensor]
 """Keys and values of one layer, each [B, kv heads, S, head size]."""
@@ -20,8 +325,8 @@ LayerCache = KeysValues | tuple[()] | None
 class Positions(NamedTuple):
     """Positional inputs of attention, computed once for all layers."""
 
-    rope: Tensor | None = None  # see `positional.apply_rope`
-    query_scale: Tensor | None = None  # [T, 1], or [B, 1, T, 1] with documents; see `positional.compute_query_scale`
+    rope: Tensor | None = None  # see `apply_rope`
+    query_scale: Tensor | None = None  # [T, 1], or [B, 1, T, 1] with documents; see `compute_query_scale`
 
 
 class Attention(nn.Module):

@@ -37,7 +37,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 
 from stackexp.errors import RunError, first_line
 from stackexp.files import sync_file, sync_folder
-from stackexp.models.initialization import copy_full_
+from stackexp.models.layers import copy_full_
 from stackexp.runs import RunFolder, check_step, damaged_error, verify_manifest, write_manifest
 
 VERSION = 3

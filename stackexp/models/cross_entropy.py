@@ -167,7 +167,7 @@ class LinearCrossEntropy(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Compute losses and gradients for hidden [N, d], weight [V, d], bias [V] and targets [N]."""
         z_loss, chunk, compiled, needs_gradient = options
-        scale = 1 / (targets >= 0).sum()
+        scale = 1 / (targets >= 0).sum().to(widen(hidden[:0]).dtype)
         run_chunk = _compile(_compute_chunk) if compiled else _compute_chunk
         x, w, b = _cast(hidden, weight, bias)
         sums, grad_weight, grad_bias = 0, None, None

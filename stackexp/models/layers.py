@@ -1,8 +1,19 @@
-"""Layers that do not initialize themselves: the model draws all weights in `init_weights`."""
+"""Layers, the initialization of their weights (sharded or not), and activation checkpointing.
+
+Layers do not initialize themselves: the model draws all weights in a fixed order.
+"""
+
+import contextlib
+import functools
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn import functional as F
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from stackexp.config.model import TransformerConfig
 
@@ -50,3 +61,114 @@ class FeedForward(nn.Module):
 def widen(x: Tensor) -> Tensor:
     """Return x in float32, or unchanged in float64."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def init_weight_(weight: Tensor, config: TransformerConfig, output_of_layer: int | None = None) -> None:
+    """Initialize a weight [..., fan_in] in place.
+
+    `init: fan_in` draws from a normal distribution truncated at 3 sigma, sigma = 1/sqrt(fan_in). A projection of layer
+    `output_of_layer` back into the residual stream has sigma = 1/sqrt(2 fan_in (layer+1)). `init: normal` uses
+    sigma = init_std for all weights.
+    """
+    if config.init == "normal":
+        nn.init.normal_(weight, std=config.init_std)
+        return
+    scale = 1 if output_of_layer is None else 2 * (output_of_layer + 1)
+    sigma = 1 / math.sqrt(weight.shape[-1] * scale)
+    nn.init.trunc_normal_(weight, std=sigma, a=-3 * sigma, b=3 * sigma)
+
+
+@contextlib.contextmanager
+def full_parameters(module: nn.Module, *, keep_values: bool = False) -> Iterator[None]:
+    """Replace the sharded parameters of a module by full CPU tensors within the context; then shard them again.
+
+    The tensors are uninitialized without `keep_values`. Every rank must write the same values. So weights do not depend
+    on the number of ranks, and only one module at a time is held in full.
+    """
+    sharded = [
+        (owner, name, parameter)
+        for owner in module.modules()
+        for name, parameter in owner.named_parameters(recurse=False)
+        if isinstance(parameter, DTensor)
+    ]
+    for owner, name, parameter in sharded:
+        full = parameter.full_tensor().cpu() if keep_values else torch.empty(parameter.shape, dtype=parameter.dtype)
+        owner._parameters[name] = nn.Parameter(full.detach())
+    try:
+        yield
+    finally:
+        for owner, name, parameter in sharded:
+            full, owner._parameters[name] = owner._parameters[name], parameter
+            copy_full_(parameter, full)
+
+
+def copy_full_(tensor: Tensor, full: Tensor) -> None:
+    """Copy a full tensor, the same on every rank, into a tensor of the same shape, sharded or not."""
+    full = full.detach()
+    if isinstance(tensor, DTensor):
+        full = distribute_tensor(full, tensor.device_mesh, tensor.placements, src_data_rank=None).to_local()
+        tensor = tensor.to_local()
+    tensor.detach().copy_(full)
+
+
+def init_backbone(model: nn.Module) -> None:
+    """Initialize all parameters of a decoder except those of its memories, in a fixed order."""
+    config = model.config
+    if config.embedding_std is None:
+        _init_linear(model.embedding, config)
+    else:
+        with full_parameters(model.embedding):
+            nn.init.normal_(model.embedding.weight, std=config.embedding_std)
+    for i, layer in enumerate(model.layers):
+        attention, ffn = layer.attention, layer.feed_forward
+        for linear in (attention.q_proj, attention.k_proj, attention.v_proj, ffn.gate_proj, ffn.up_proj):
+            _init_linear(linear, config)
+        for linear in (attention.o_proj, ffn.down_proj):
+            _init_linear(linear, config, output_of_layer=i)
+        nn.init.ones_(layer.attention_norm.weight)
+        nn.init.ones_(layer.feed_forward_norm.weight)
+    nn.init.ones_(model.norm.weight)
+    if model.head:
+        _init_linear(model.head, config)
+
+
+def _init_linear(module: nn.Module, config: TransformerConfig, output_of_layer: int | None = None) -> None:
+    with full_parameters(module):
+        init_weight_(module.weight, config, output_of_layer)
+        if getattr(module, "bias", None) is not None:
+            nn.init.zeros_(module.bias)
+
+
+Recompute = bool | Literal["selective"]
+
+aten = torch.ops.aten
+SAVED_OPERATORS = {
+    *(aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default),
+    *(aten._scaled_dot_product_flash_attention.default, aten._scaled_dot_product_flash_attention_for_cpu.default),
+    *(aten._scaled_dot_product_efficient_attention.default, aten._scaled_dot_product_cudnn_attention.default),
+    *(aten._scaled_dot_product_fused_attention_overrideable.default, aten._flash_attention_forward.default),
+}
+"""Operators whose outputs selective checkpointing saves: matrix products and attention."""
+SAVED_OPERATOR_PREFIXES = ("flex_attention", "torch_attn._varlen_attn", "flash_attn._flash_attn")
+"""Name prefixes of attention operators that exist only once their module is imported."""
+
+
+def run_recomputed(layer: Callable, *args: Any, selective: bool, preserve_rng: bool = False) -> Any:
+    """Return layer(*args) without saving its activations; the backward pass recomputes them.
+
+    Args:
+        layer: The module or function to run.
+        args: Its arguments, which are kept for the backward pass.
+        selective: Save the outputs of matrix products and attention, and recompute the rest. Do not use it for layers
+            that scan over tokens: under its dispatch mode, the scan runs operator by operator.
+        preserve_rng: Restore the random state before recomputing, for layers that use random numbers.
+    """
+    contexts = functools.partial(create_selective_checkpoint_contexts, _choose_policy)
+    options = {"context_fn": contexts} if selective else {}
+    return checkpoint(layer, *args, use_reentrant=False, preserve_rng_state=preserve_rng, **options)
+
+
+def _choose_policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    if operator in SAVED_OPERATORS or str(operator).startswith(SAVED_OPERATOR_PREFIXES):
+        return CheckpointPolicy.MUST_SAVE
+    return CheckpointPolicy.PREFER_RECOMPUTE

@@ -8,9 +8,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from stackexp.config.model import LSTMConfig, RecurrentConfig, StackRNNConfig
-from stackexp.models.activation_checkpointing import run_recomputed
 from stackexp.models.cross_entropy import Head
-from stackexp.models.initialization import full_parameters
+from stackexp.models.layers import full_parameters, run_recomputed
 from stackexp.models.memories.base import Stats
 from stackexp.models.transformer import Cache, DecoderOutput
 

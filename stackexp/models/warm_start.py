@@ -18,7 +18,7 @@ from stackexp.config.yaml_files import flatten
 from stackexp.errors import RunError
 from stackexp.files import compute_sha256
 from stackexp.models import checkpoints
-from stackexp.models.initialization import full_parameters
+from stackexp.models.layers import full_parameters
 from stackexp.models.memories.base import Memory
 from stackexp.models.weight_files import read_config
 from stackexp.runs import MANIFEST, RunFolder

@@ -19,7 +19,7 @@ from stackexp.config import registry
 from stackexp.config.experiment import ExperimentConfig
 from stackexp.errors import RunError
 from stackexp.metric_tags import TRAIN_LOSS
-from stackexp.models.attention_backends import check_backend
+from stackexp.models.attention import check_backend
 from stackexp.models.checkpoints import load_weights
 from stackexp.models.cross_entropy import Losses
 from stackexp.models.memories.base import Stats

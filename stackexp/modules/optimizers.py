@@ -1,11 +1,13 @@
 """Optimizers and their parameter groups."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from stackexp.config.optimizer import AdamWConfig, MuonConfig
+from stackexp.errors import RunError
 
 
 def build_adamw(config: AdamWConfig, model: nn.Module) -> torch.optim.AdamW:
@@ -20,18 +22,20 @@ def build_adamw(config: AdamWConfig, model: nn.Module) -> torch.optim.AdamW:
 def build_muon(config: MuonConfig, model: nn.Module) -> "MuonAdamW":
     """Build Muon for the matrices between embedding and output projection, and AdamW for everything else.
 
-    Matrices of memories count if they map from hidden states or to one: a query per head is a list of vectors. With
-    muP, Muon's learning rates fall as 1/sqrt(d): the spectral norm of an update grows with sqrt(d), not with d as
-    AdamW's.
+    Matrices of memories count if they map from hidden states or to one (`Memory.fans`); a single row or column is a
+    vector. Raises RunError if a memory does not state the fans of its weights.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
-    size = getattr(getattr(model, "config", None), "hidden_size", None)
-    excluded = _find_embeddings(model) | _find_named(model, "no_decay")
-    excluded |= set(model.head.parameters() if getattr(model, "head", None) else ())
-    matrices = {p for p in parameters if p.ndim == 2 and p not in excluded and _is_map(p, size)}
+    fans = _find_fans(model, is_required=True)
+    excluded = _find_named(model, "no_decay")
+    matrices = {
+        p
+        for p in parameters
+        if p.ndim == 2 and min(p.shape) > 1 and fans.get(p) in MUON_EXPONENTS and p not in excluded
+    }
     others = [p for p in parameters if p not in matrices]
     muon = torch.optim.Muon(
-        group_parameters(config, model, [p for p in parameters if p in matrices], width_exponent=0.5),
+        group_parameters(config, model, [p for p in parameters if p in matrices], MUON_EXPONENTS),
         lr=config.lr,
         momentum=config.momentum,
         adjust_lr_fn="match_rms_adamw",  # updates as large as AdamW's, so that lr and weight_decay keep their meaning
@@ -39,43 +43,59 @@ def build_muon(config: MuonConfig, model: nn.Module) -> "MuonAdamW":
     return MuonAdamW(muon, _build_adamw(config, group_parameters(config, model, others)))
 
 
+ADAMW_EXPONENTS = {"in": 1.0, "both": 1.0, "vectors": 1.0}
+MUON_EXPONENTS = {"in": 1.0, "both": 0.5, "out": 0.0}
+"""With muP, the learning rate falls as d to the power of minus this, by the fan of a weight; 0 for other fans.
+
+An update [m, n] should change each output equally at every d. An update of AdamW and an input of n elements of size 1
+change an output in proportion to n. One of Muon has the spectral norm 0.2 sqrt(max(m, n)), and the input the norm
+sqrt(n), so it changes an output in proportion to sqrt(max(m, n) n / m).
+"""
+
+
 def group_parameters(
-    config: AdamWConfig, model: nn.Module, parameters: list[nn.Parameter], width_exponent: float = 1.0
+    config: AdamWConfig,
+    model: nn.Module,
+    parameters: list[nn.Parameter],
+    exponents: Mapping[str, float] = ADAMW_EXPONENTS,
 ) -> list[dict[str, Any]]:
     """Return one group for each pair of learning rate and weight decay.
 
-    With muP, matrices have the learning rate lr (mup_base_size / d)^width_exponent.
+    With muP, the learning rate of a weight is lr (mup_base_size / d)^exponent, with the exponent of its fan.
     """
-    memories = list(getattr(model, "memories", ()))
+    options = getattr(model, "config", None)
+    base = getattr(options, "mup_base_size", None)
+    width_scale = 1.0 if options is None or base is None else base / options.hidden_size
+    fans = _find_fans(model, is_required=base is not None)
     constant = _find_embeddings(model) | _find_named(model, "no_decay")
-    in_memories = {p for memory in memories for p in memory.parameters()}
-    width_scale, scaled = _find_scaled(model, in_memories)
+    in_memories = {p for memory in getattr(model, "memories", ()) for p in memory.parameters()}
     groups: dict[tuple[float, float], list[nn.Parameter]] = {}
     for p in parameters:
         lr = config.memory_lr if config.memory_lr and p in in_memories else config.lr
-        lr *= width_scale**width_exponent if p in scaled else 1
+        lr *= width_scale ** exponents.get(fans.get(p, "none"), 0.0)
         decay = config.weight_decay if p.ndim >= 2 and p not in constant else 0.0
         groups.setdefault((lr, decay), []).append(p)
     return [{"params": members, "lr": lr, "weight_decay": decay} for (lr, decay), members in groups.items()]
 
 
-def _is_map(matrix: Tensor, hidden_size: int | None) -> bool:
-    """Return True for a matrix to a hidden state, or from one or several; a single row or column is a vector."""
-    rows, columns = matrix.shape
-    return min(rows, columns) > 1 and (hidden_size is None or rows == hidden_size or columns % hidden_size == 0)
+def _find_fans(model: nn.Module, is_required: bool) -> dict[nn.Parameter, str]:
+    """Return the fan of each weight between embedding and output projection; see `memories.base.Fan`.
 
-
-def _find_scaled(model: nn.Module, in_memories: set[nn.Parameter]) -> tuple[float, set[Tensor]]:
-    """Return the learning rate factor of `mup_base_size`, and the matrices whose fan-in grows with d."""
-    config = getattr(model, "config", None)
-    base = getattr(config, "mup_base_size", None)
-    if config is None or base is None:
-        return 1.0, set()
-    head = model.head.weight if model.head else None
-    linears = {m.weight for layer in model.layers for m in layer.modules() if isinstance(m, nn.Linear)}
-    of_memories = {p for p in in_memories if p.ndim >= 2 and p.shape[-1] % config.hidden_size == 0}
-    of_memories |= _find_named(model, "wide_inputs")
-    return base / config.hidden_size, (linears - in_memories - {head}) | of_memories
+    Raises RunError if a memory does not state that of a weight and it `is_required`.
+    """
+    fans: dict[nn.Parameter, str] = {}
+    for memory in getattr(model, "memories", ()):
+        for name, parameter in memory.named_parameters():
+            if name in memory.fans:
+                fans[parameter] = memory.fans[name]
+            elif parameter.ndim > 1 and is_required:
+                raise RunError(
+                    f"{type(memory).__name__}: muP and Muon require the fan of {name} {list(parameter.shape)}; add it "
+                    "to the class attribute `fans`, see stackexp/models/memories/base.py"
+                )
+    in_memories = {p for memory in getattr(model, "memories", ()) for p in memory.parameters()}
+    linears = {m.weight for layer in getattr(model, "layers", ()) for m in layer.modules() if isinstance(m, nn.Linear)}
+    return fans | dict.fromkeys(linears - in_memories, "both")
 
 
 def _find_embeddings(model: nn.Module) -> set[nn.Parameter]:

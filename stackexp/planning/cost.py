@@ -1,11 +1,12 @@
-"""Predict size, speed, time and memory of a training run."""
+"""Predict size, speed, time and memory of a training run, and format the plan."""
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
+from stackexp.config.compose import to_yaml
 from stackexp.config.data import ShardsConfig
 from stackexp.config.experiment import ExperimentConfig
-from stackexp.planning.devices import DEVICES, Device
 from stackexp.planning.memory_use import (
     MemoryUse,
     build_meta_model,
@@ -13,6 +14,35 @@ from stackexp.planning.memory_use import (
     compute_optimizer_bytes,
     sum_bytes,
 )
+from stackexp.tables import RULE, format_table
+
+HEADROOM = 0.06
+"""Share of device memory reserved for the CUDA context, NCCL, cuBLAS and fragmentation."""
+
+
+@dataclass(frozen=True)
+class Device:
+    """The specification of one GPU."""
+
+    card: str  # part of the name that CUDA reports
+    peak_flops: float  # FLOP/s in dense bfloat16, from the data sheet
+    memory: float  # GiB available to a process, as torch.cuda.get_device_properties reports
+
+    @property
+    def usable_bytes(self) -> int:
+        """Bytes available to tensors."""
+        return int(self.memory * (1 - HEADROOM) * 2**30)
+
+
+DEVICES = {
+    "a100": Device("A100", 312e12, 79.1),
+    "h100-pcie": Device("H100 PCIe", 756e12, 79.1),
+    "h100": Device("H100", 989e12, 79.1),
+    "h200": Device("H200", 989e12, 139.8),
+    "b200": Device("B200", 2250e12, 178.4),
+}
+"""The 80 GB variant where there are several. The first entry whose `card` is part of a device's name applies."""
+
 
 MIN_PARAMETERS = 100_000_000
 """The speed of smaller models is not estimated: launches and memory traffic take most of their time."""
@@ -121,3 +151,92 @@ def make_plan(config: ExperimentConfig, device: str = "h100", mfu: float = 0.4) 
 def format_bytes(size: int) -> str:
     """Format a number of bytes: 74.35 GiB, 512.00 MiB."""
     return f"{size / 2**30:,.2f} GiB" if abs(size) >= 2**30 else f"{size / 2**20:,.2f} MiB"
+
+
+KINDS = {
+    "weights": "weights",
+    "gradients": "gradients",
+    "optimizer": "optimizer state",
+    "gathered": "gathered and cast weights",
+    "activations": "activations",
+    "stack": "stack",
+    "logits": "logits",
+}
+"""The fields of `MemoryUse` and their names in the table."""
+
+
+def to_dict(plan: Plan) -> dict[str, Any]:
+    """Return a plan as plain numbers: bytes, FLOPs, tokens, hours."""
+    trainer = plan.config.trainer
+    names = ("parameters", "memory_parameters", "flops_per_token", "flops", "tokens", "tokens_per_second", "hours")
+    return {
+        "name": plan.config.name,
+        "device": plan.device,
+        "devices": trainer.devices,
+        "num_nodes": trainer.num_nodes,
+        "strategy": plan.strategy,
+        "precision": trainer.precision,
+        "mfu": plan.mfu,
+        **{name: getattr(plan, name) for name in (*names, "gpu_hours", "checkpoint_bytes", "peak")},
+        "room": plan.usable_bytes,
+        "fits": plan.fits,
+        "training": vars(plan.training),
+        "validation": vars(plan.validation) if plan.validation else None,
+    }
+
+
+def format_plan(plan: Plan) -> str:
+    """Return two tables: the run, and the memory of a rank."""
+    return f"{format_table(_build_run_rows(plan))}\n\n{_format_memory(plan)}"
+
+
+def describe_config(config: ExperimentConfig) -> str:
+    """Return a resolved config as YAML, followed by its size and cost."""
+    plan = make_plan(config)
+    memory, about = plan.memory_parameters, "about " if config.data.lengths_vary else ""
+    rows = [
+        ("parameters", f"{plan.parameters:,} = {plan.parameters - memory:,} backbone + {memory:,} memory"),
+        ("tokens", f"{config.total_tokens:,}"),
+        ("steps", f"{config.trainer.max_steps:,} of {about}{config.data.global_batch_tokens:,} tokens"),
+        _build_flops_row(plan),
+    ]
+    return f"{to_yaml(config)}\n{format_table(rows)}"
+
+
+def _build_run_rows(plan: Plan) -> list[tuple[str, str]]:
+    config, trainer = plan.config, plan.config.trainer
+    count = f"{trainer.num_nodes} x {trainer.devices}" if trainer.num_nodes > 1 else f"{trainer.devices}"
+    num_checkpoints = trainer.keep_checkpoints + 1
+    all_checkpoints = format_bytes(num_checkpoints * plan.checkpoint_bytes)
+    about, up_to = ("about ", "up to ") if config.data.lengths_vary else ("", "")
+    num_passes = config.accumulate_grad_batches
+    micro_batches = f"{num_passes} micro-batch{'es' * (num_passes != 1)} of {config.micro_batch_size}"
+    tokens = f"{about}{config.data.global_batch_tokens:,} tokens, {plan.tokens:,} in total"
+    rows = [
+        ("run", f"{config.name} on {count} {plan.device}, {plan.strategy}, {trainer.precision}"),
+        ("parameters", f"{plan.parameters:,}, including {plan.memory_parameters:,} of the memory"),
+        ("steps", f"{trainer.max_steps:,} of {tokens}"),
+        ("one step", f"{micro_batches} x {up_to}{config.data.context_length:,} tokens on each device"),
+        _build_flops_row(plan),
+    ]
+    if plan.tokens_per_second is None or plan.hours is None or plan.gpu_hours is None:
+        reason = f"not estimated on CPUs or below {MIN_PARAMETERS // 10**6}M parameters; run fit to measure"
+        rows.append(("speed", reason))
+    else:
+        hours = plan.hours
+        duration = f"{hours:,.1f} hours" if hours >= 1 else f"{hours * 3600:,.1f} seconds"
+        rows.append(("speed", f"{plan.tokens_per_second:,.0f} tokens/s at an MFU of {plan.mfu:.0%}"))
+        rows.append(("time", f"{duration}, {plan.gpu_hours:,.1f} GPU-hours"))
+    kept = f"{format_bytes(plan.checkpoint_bytes)}, up to {num_checkpoints} kept: {all_checkpoints}"
+    return [*rows, ("checkpoint", kept)]
+
+
+def _build_flops_row(plan: Plan) -> tuple[str, str]:
+    return "FLOPs", f"{plan.flops_per_token:.3e} per token, {plan.flops:.3e} in total"
+
+
+def _format_memory(plan: Plan) -> str:
+    phases = {"training": plan.training} | ({"validation": plan.validation} if plan.validation else {})
+    rows = [(name, *(format_bytes(getattr(m, kind)) for m in phases.values())) for kind, name in KINDS.items()]
+    peak = (f"peak, of {format_bytes(plan.usable_bytes)} usable", *(format_bytes(m.peak) for m in phases.values()))
+    return format_table([*rows, RULE, peak], header=["memory per rank, at most", *phases], align="<>>")

@@ -3,8 +3,7 @@
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from stackexp.planning.cost import Plan, format_bytes
-from stackexp.planning.devices import DEVICES
+from stackexp.planning.cost import DEVICES, Plan, format_bytes
 
 MAX_NODES = 64
 

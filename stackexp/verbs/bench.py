@@ -14,14 +14,6 @@ MEMORIES = (
 )
 
 
-def _add_arguments(parser: Parser) -> None:
-    parser.add_config()
-    steps = "timed rounds (default: %(default)s)"
-    parser.add_argument("--steps", type=at_least(1), default=100, metavar="N", help=steps)
-    out = "also write hardware, versions and all measurements here"
-    parser.add_argument("--out", type=Path, metavar="FILE.json", help=out)
-
-
 class Efficiency(Verb):
     """Measure training, prefill, decode and memory of each variant, in multiples of the plain Transformer.
 
@@ -35,7 +27,11 @@ class Efficiency(Verb):
     )
 
     def add_arguments(self, parser: Parser) -> None:
-        _add_arguments(parser)
+        parser.add_config()
+        steps = "timed rounds (default: %(default)s)"
+        parser.add_argument("--steps", type=at_least(1), default=100, metavar="N", help=steps)
+        out = "also write hardware, versions and all measurements here"
+        parser.add_argument("--out", type=Path, metavar="FILE.json", help=out)
         parser.add_argument("--markdown", action="store_true", help="print a Markdown table")
         parser.add_argument("--only", metavar="MEMORY,...", help=f"some of {', '.join(MEMORIES)} (default: all)")
 
@@ -61,45 +57,14 @@ class Efficiency(Verb):
                 raise ConfigError(
                     f"bench efficiency: data.kind {config.data.kind} has no text; use a config of a language model"
                 )
-        from stackexp.benchmarking import efficiency
-        from stackexp.benchmarking.harness import choose_device, write_record
+        from stackexp.benchmarking import choose_device, measure_efficiency, write_record
         from stackexp.reports.efficiency import build_report
         from stackexp.reports.report import format_report
 
         rows = []
-        for row in efficiency.measure(wanted, args.config, args.overrides, args.steps, choose_device()):
+        for row in measure_efficiency(wanted, args.config, args.overrides, args.steps, choose_device()):
             rows.append(row)
             print(f"{row.get('error', 'measured')}: {row['model']} ({row['implementation']})", flush=True)
             record = write_record(args.out, rows, configs=args.config, overrides=args.overrides)
         print(f"\n{format_report(build_report(record, args.out), 'markdown' if args.markdown else 'terminal')}")
-        return 0
-
-
-class Stack(Verb):
-    """Measure the stack steps of all layers, without the rest of the model, against a lower bound of bytes and FLOPs.
-
-    Without --config the quickstart is measured.
-    """
-
-    usage = "[OPTIONS] [KEY=VALUE ...]"
-    examples = ("bench stack --config pretrain/stacktrans-360m --out stack.json",)
-
-    def add_arguments(self, parser: Parser) -> None:
-        _add_arguments(parser)
-
-    def run(self, args: Namespace) -> int:
-        args.parser.check_output("--out", args.out, [".json"])
-        args.config = args.config or ["quickstart"]
-        from stackexp.config.compose import compose
-
-        config = compose(args.config, args.overrides)
-        memory = config.model.memory
-        if getattr(memory, "kind", None) != "stack" or memory.axis != "depth":
-            args.parser.error("requires a stack over the depth; set model.memory=stacktrans")
-        from stackexp.benchmarking import stack_step
-        from stackexp.benchmarking.harness import choose_device, write_record
-
-        rows = list(stack_step.measure(config, args.steps, choose_device()))
-        print(stack_step.format_rows(rows))
-        write_record(args.out, rows, configs=args.config, overrides=args.overrides)
         return 0

@@ -50,7 +50,7 @@ class Show(Verb):
         from stackexp.config.compose import compose
 
         config = compose([args.name], args.overrides)
-        from stackexp.planning.tables import describe_config
+        from stackexp.planning.cost import describe_config
 
         print(describe_config(config))
         return 0

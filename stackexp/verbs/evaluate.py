@@ -3,7 +3,7 @@
 from argparse import Namespace
 from pathlib import Path
 
-from stackexp.verbs.openmp import choose_wait_policy
+from stackexp.verbs.dispatch import choose_wait_policy
 from stackexp.verbs.parser import Parser, Verb, at_least, split_names
 
 PREFIX = "hf:"

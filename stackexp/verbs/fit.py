@@ -4,7 +4,7 @@ from argparse import Namespace
 from pathlib import Path
 
 from stackexp.errors import RunError
-from stackexp.verbs.openmp import choose_wait_policy
+from stackexp.verbs.dispatch import choose_wait_policy
 from stackexp.verbs.parser import Parser, Verb
 
 

@@ -4,7 +4,7 @@ import json
 from argparse import Namespace
 
 from stackexp.errors import RunError
-from stackexp.planning.devices import DEVICES
+from stackexp.planning.cost import DEVICES
 from stackexp.verbs.parser import Parser, Verb
 
 
@@ -36,9 +36,8 @@ class Plan(Verb):
         from stackexp.config.compose import compose
 
         config = compose(args.config, args.overrides)
-        from stackexp.planning.cost import format_bytes, make_plan
+        from stackexp.planning.cost import format_bytes, format_plan, make_plan, to_dict
         from stackexp.planning.suggestions import suggest_changes
-        from stackexp.planning.tables import format_plan, to_dict
 
         plan = make_plan(config, args.device, args.mfu)
         print(json.dumps(to_dict(plan), indent=2) if args.json else format_plan(plan), flush=True)

@@ -20,7 +20,7 @@ class AttentionResidual(Memory):
     """
 
     site = "each_sublayer"
-    wide_inputs = ("query",)
+    fans = {"query": "vectors"}
 
     def __init__(self, config: AttentionResidualConfig, model: TransformerConfig, layer: int) -> None:
         super().__init__(config, model, layer)

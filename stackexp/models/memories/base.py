@@ -6,7 +6,7 @@ To add a memory, subclass `Memory` in a file of your own, next to a dataclass wi
 """
 
 import inspect
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor, nn
 
@@ -15,6 +15,16 @@ from stackexp.errors import RunError
 
 CONTRACT = "see Memory.forward in stackexp/models/memories/base.py"
 EACH_SUBLAYER = ("after_attention", "after_block")  # the sites of `site = "each_sublayer"`
+
+Fan = Literal["in", "out", "both", "none", "vectors"]
+"""The sides of a weight [..., outputs, inputs] that grow with the hidden size d.
+
+in       the inputs: a map from hidden states
+out      the outputs: a map to hidden states
+both     a map between hidden states
+none     neither
+vectors  not a map, but separate vectors [..., inputs] whose size grows with d; of one dimension, too
+"""
 
 State = Any
 Stats = dict[str, Tensor]
@@ -38,9 +48,7 @@ class Memory(nn.Module):
     axis: str = "depth"
     site: str = "after_block"
     no_decay: tuple[str, ...] = ()  # matrices without weight decay; vectors and scalars never decay
-    wide_inputs: tuple[
-        str, ...
-    ] = ()  # weights, besides matrices [..., d], whose number of inputs grows with d; for muP
+    fans: dict[str, Fan] = {}  # of each parameter with two or more dimensions; muP and Muon require it
     uses_random_numbers: bool = False  # whether `forward` draws random numbers in training
     entropy_weight: float = 0.0  # the loss includes entropy_weight * mean of stats["entropy"] over memories
 

@@ -37,12 +37,17 @@ class ExtendedStackMemory(StackMemory):
         heads, size, hidden = config.num_heads, config.head_dim, model.hidden_size
         if config.action_input == "hidden":
             self.actions = new_parameter(heads, NUM_ACTIONS, hidden)
+            self.fans["actions"] = "in"
+        is_wide = config.projection == "none"
+        self.fans |= {"action_bias": "none", "feedback": "both" if is_wide else "out", "feedback_token": "in"}
+        self.fans["feedback_read"] = "in" if is_wide else "none"
         gate = self._parameters.pop("gate")
         self.action_bias = None if config.action_bias is None else new_parameter(heads, NUM_ACTIONS)
         self.feedback = self.feedback_token = self.feedback_read = None
         if units := config.feedback_hidden_size:
             rows = 2 * units if config.feedback_activation == "gated" else units
             self.feedback = new_parameter(heads * (size + NUM_ACTIONS), units)
+            self.fans["feedback"] = "out" if is_wide else "none"
             self.feedback_token, self.feedback_read = new_parameter(rows, hidden), new_parameter(rows, heads * size)
         elif config.feedback:
             self.feedback = new_parameter(hidden, heads * size)

@@ -35,6 +35,7 @@ class HyperConnections(EmbeddingSkip):
 
     site = "each_sublayer"
     no_decay = ("residual",)
+    fans = {"residual": "none", "maps": "in"}
 
     def __init__(self, config: HyperConnectionsConfig, model: TransformerConfig, layer: int) -> None:
         super().__init__(config, model, layer)

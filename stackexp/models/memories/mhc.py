@@ -7,8 +7,7 @@ from torch.nn import functional as F
 from stackexp.config.memory import ManifoldHyperConnectionsConfig
 from stackexp.config.model import TransformerConfig
 from stackexp.errors import RunError
-from stackexp.models.initialization import init_weight_
-from stackexp.models.layers import widen
+from stackexp.models.layers import init_weight_, widen
 from stackexp.models.memories.hyper_connections import HyperConnections
 
 SINKHORN_STEPS = 20  # the paper's value
@@ -44,7 +43,7 @@ class ManifoldHyperConnections(HyperConnections):
     def compute_residual(self, streams: Tensor) -> tuple[Tensor, Tensor]:
         """Return R [..., n, n] and b [..., n] for streams [B, T, n, d], as float32."""
         residual, output = super().compute_residual(streams)
-        return normalize_sinkhorn(residual.exp()), 2 * output.sigmoid()
+        return normalize_sinkhorn(residual), 2 * output.sigmoid()
 
     def compute_input(self, streams: Tensor) -> Tensor:
         """Return a [..., n] for streams [B, T, n, d], as float32."""
@@ -57,9 +56,15 @@ class ManifoldHyperConnections(HyperConnections):
         return (self.compute_norm_scale(values) * F.linear(values, maps.flatten(0, 1))).unflatten(-1, (n, -1))
 
 
-def normalize_sinkhorn(matrix: Tensor) -> Tensor:
-    """Return positive matrices [..., n, n] scaled to rows and columns that sum to 1 (Sinkhorn & Knopp 1967)."""
-    for _ in range(SINKHORN_STEPS):
+def normalize_sinkhorn(logits: Tensor) -> Tensor:
+    """Return exp(logits) [..., n, n], scaled to columns and rows that sum to 1 (Sinkhorn & Knopp 1967).
+
+    A step normalizes the columns, then the rows, as in the paper: T_r(T_c(M)). So rows sum to 1 exactly, and each new
+    stream is a weighted mean of the old ones.
+    """
+    matrix = logits.softmax(-2)  # the columns of the first step; exp(logits) could overflow
+    for step in range(SINKHORN_STEPS):
+        if step:
+            matrix = matrix / matrix.sum(-2, keepdim=True)
         matrix = matrix / matrix.sum(-1, keepdim=True)
-        matrix = matrix / matrix.sum(-2, keepdim=True)
     return matrix

@@ -44,6 +44,7 @@ class ResidualStack(Memory):
     """
 
     site = "each_sublayer"
+    fans = {"maps": "in", "actions": "in"}
 
     def __init__(self, config: ResidualStackConfig, model: TransformerConfig, layer: int) -> None:
         super().__init__(config, model, layer)

@@ -18,7 +18,7 @@ from stackexp import stack
 from stackexp.config.memory import StackMemoryConfig
 from stackexp.config.model import TransformerConfig
 from stackexp.errors import RunError
-from stackexp.models.initialization import init_weight_
+from stackexp.models.layers import init_weight_
 from stackexp.models.memories.base import Memory, Stats
 
 NUM_ACTIONS, PUSH = 3, 0  # push, pop, no-op
@@ -43,7 +43,9 @@ class StackMemory(Memory):
         self.entropy_weight = 0.0 if self.always_pushes else config.entropy_weight
         heads, size, hidden = config.num_heads, config.head_dim, model.hidden_size
         is_shared = config.projection == "shared_slices"
-        self.wide_inputs = {"none": ("actions", "query"), "shared_slices": ("down",)}.get(config.projection, ())
+        is_wide = config.projection == "none"  # D grows with d
+        self.fans = {"down": "in", "up": "out", "actions": "in" if is_wide else "none"}
+        self.fans["query"] = "vectors" if is_wide else "none"
         self.down = self.up = self.actions = self.query = None
         if config.projection != "none":
             outer, inner = (hidden // heads, size) if is_shared else (hidden, heads * size)

@@ -7,8 +7,7 @@ from torch import Tensor, nn
 
 from stackexp.config.memory import StackAttentionConfig
 from stackexp.config.model import TransformerConfig
-from stackexp.models.initialization import init_weight_
-from stackexp.models.layers import widen
+from stackexp.models.layers import init_weight_, widen
 from stackexp.models.memories.base import Memory, Stats
 
 
@@ -34,6 +33,7 @@ class StackAttention(Memory):
     """
 
     axis = "time"
+    fans = {"actions.weight": "in"}
 
     def __init__(self, config: StackAttentionConfig, model: TransformerConfig, layer: int) -> None:
         super().__init__(config, model, layer)

@@ -4,8 +4,7 @@ from torch import Tensor, nn
 
 from stackexp.config.memory import ValueSkipConfig
 from stackexp.config.model import TransformerConfig
-from stackexp.models.initialization import init_weight_
-from stackexp.models.layers import Linear
+from stackexp.models.layers import Linear, init_weight_
 from stackexp.models.memories.base import EmbeddingSkip, Stats
 
 
@@ -14,6 +13,8 @@ class ValueSkip(EmbeddingSkip):
 
     W_up starts at 0, so the model starts as the plain Transformer.
     """
+
+    fans = {"down.weight": "in", "up.weight": "out"}
 
     def __init__(self, config: ValueSkipConfig, model: TransformerConfig, layer: int) -> None:
         super().__init__(config, model, layer)

@@ -91,12 +91,13 @@ def action_backward(action, grads, grad_entropy, entropy, grad_logits):
 
 @plain
 def _mask_ratio(following, mask, smallest):
+    """Return M[j+1] / M[j], or 0 in the same dtype if M[j] counts as 0."""
     return following / mask if mask >= smallest else smallest - smallest
 
 
 @plain
 def update_stack(old, new, action, count, sizes):
-    """Write the row after an update, with `count` slots; return the sum of M'."""
+    """Write the row after an update, which has `count` slots. Return the sum of M'."""
     push, pop, no_op, size = action[0], action[1], action[2], sizes.head_dim
     total, smallest = count * size, tiny(action)
     above, here, below = view(old.slots, 0, total), view(old.slots, size, total), view(old.slots, 2 * size, total)

@@ -4,7 +4,7 @@ A step of the depth axis is a scan of one token in B x T sequences. A stack stay
 its read, whereas `eager` writes to memory after each operation. The backward pass needs every k-th state, k = sqrt(T);
 without gradients no state is saved.
 
-The first call on a machine compiles for 10 to 20 s per dtype; see `kernel_cache`.
+The first call on a machine compiles for 10 to 20 s per dtype; see `launch`.
 """
 
 import functools
@@ -19,9 +19,16 @@ from torch.nn import functional as F
 
 from stackexp.stack import eager
 from stackexp.stack.feedback import ACTIVATIONS, activate, multiply_gates
-from stackexp.stack.numba import kernel_cache, threads
-from stackexp.stack.numba.arguments import Scratch, Sizes, Tensors
 from stackexp.stack.numba.equations import ADDITIVE, LOG, MULTIPLY, TOP
+from stackexp.stack.numba.launch import (
+    FIXED_WORK_PER_STACK,
+    Scratch,
+    Sizes,
+    Tensors,
+    count_parts,
+    load_kernel,
+    run_job,
+)
 from stackexp.stack.numba.vectors import pad_columns
 from stackexp.stack.reference import StackOutput, StackState
 
@@ -132,11 +139,11 @@ class _Scan(torch.autograd.Function):
         saved = Tensors(*ctx.saved_tensors)
         grad_read, grad_action, grad_entropy, _, grad_last_slots, grad_last_mask = _make_contiguous(grads)
         uses_mask = ctx.sizes.is_queue or ctx.sizes.read != TOP or grad_last_mask is not None
-        sizes, query, given = ctx.sizes._replace(has_mask_grad=int(uses_mask)), saved.query, saved.given
+        sizes, query, token_bias = ctx.sizes._replace(has_mask_grad=int(uses_mask)), saved.query, saved.token_bias
         needs_state_grad = ctx.needs_input_grad[1] or ctx.needs_input_grad[2]
-        last_read, feedback, from_read, fed = _prepare_feedback(sizes, saved)
+        last_read, feedback, read_weight, fed = _prepare_feedback(sizes, saved)
         tensors = Tensors(
-            *(*saved[:4], feedback, from_read, *saved[6:NUM_SAVED]),
+            *(*saved[:4], feedback, read_weight, *saved[6:NUM_SAVED]),
             fed=fed,
             grad_read=grad_read,
             grad_action=grad_action,
@@ -148,12 +155,12 @@ class _Scan(torch.autograd.Function):
             grad_x=torch.empty_like(saved.pushed),
             grad_logits=saved.entropy.new_empty(*saved.entropy.shape, sizes.num_actions),
             grad_query=None if query is None else query.new_zeros(sizes.batch, *query.shape),
-            grad_given=None if given is None else torch.empty_like(given),
+            grad_token_bias=None if token_bias is None else torch.empty_like(token_bias),
         )
         _run_kernel(sizes, tensors, is_backward=True)
         grad_query = None if query is None else tensors.grad_query.sum(0)
         state_grads = (tensors.grad_slots, tensors.grad_mask, tensors.grad_x, tensors.grad_logits, grad_query)
-        return None, *state_grads, *_compute_map_grads(sizes, tensors, last_read), tensors.grad_given
+        return None, *state_grads, *_compute_map_grads(sizes, tensors, last_read), tensors.grad_token_bias
 
 
 def _get_outputs(tensors: Tensors) -> tuple[Tensor, ...]:
@@ -162,15 +169,15 @@ def _get_outputs(tensors: Tensors) -> tuple[Tensor, ...]:
 
 
 def _prepare_feedback(sizes: Sizes, tensors: Tensors) -> tuple[Tensor | None, ...]:
-    """Return R_{t-1} [B, T, H*D], and `feedback`, `from_read` and `fed` of the backward pass."""
+    """Return R_{t-1} [B, T, H*D], and `feedback`, `read_weight` and `fed` of the backward pass."""
     if tensors.feedback is None:
         return None, None, None, None
     last_read = torch.cat([tensors.first_read, tensors.read[:, : sizes.tokens - 1]], 1).flatten(2)
     feedback = tensors.feedback[:, : sizes.heads * (sizes.head_dim + sizes.num_actions)]
-    from_read = None if tensors.from_read is None else tensors.from_read[:, : sizes.inner].T  # V
+    read_weight = None if tensors.read_weight is None else tensors.read_weight[:, : sizes.inner].T  # V
     with torch.autocast("cpu", enabled=False):  # backward may be called under autocast
-        fed = activate(last_read, ACTIVATIONS[sizes.activation], from_read, tensors.given)
-    return last_read, _pad_rows(feedback.T), None if from_read is None else _pad_rows(from_read), fed
+        fed = activate(last_read, ACTIVATIONS[sizes.activation], read_weight, tensors.token_bias)
+    return last_read, _pad_rows(feedback.T), None if read_weight is None else _pad_rows(read_weight), fed
 
 
 def _compute_map_grads(sizes: Sizes, tensors: Tensors, last_read: Tensor | None) -> list[Tensor | None]:
@@ -178,7 +185,7 @@ def _compute_map_grads(sizes: Sizes, tensors: Tensors, last_read: Tensor | None)
     if last_read is None:
         return [None, None, None]
     u = multiply_gates(tensors.fed, ACTIVATIONS[sizes.activation]).flatten(0, 1).T  # [m, B*T]
-    hidden_grad = tensors.grad_given
+    hidden_grad = tensors.grad_token_bias
     with torch.autocast("cpu", enabled=False):
         grads = [u @ grad.flatten(2).flatten(0, 1) for grad in (tensors.grad_x, tensors.grad_logits)]
         grads = [grad.unflatten(1, (sizes.heads, -1)) for grad in grads]
@@ -187,7 +194,7 @@ def _compute_map_grads(sizes: Sizes, tensors: Tensors, last_read: Tensor | None)
 
 def _run_forward(sizes: Sizes, inputs: Sequence[Tensor | None]) -> Tensors:
     """Return the inputs and outputs of the forward kernel."""
-    slots, mask, x, logits, query, to_x, to_logits, from_read, given = _make_contiguous(inputs)
+    slots, mask, x, logits, query, to_x, to_logits, read_weight, token_bias = _make_contiguous(inputs)
     has_feedback, count, new = to_x is not None, sizes.last_slots, x.new_empty
     states = (sizes.tokens - 1) // sizes.save_every
     tensors = Tensors(
@@ -196,8 +203,8 @@ def _run_forward(sizes: Sizes, inputs: Sequence[Tensor | None]) -> Tensors:
         pushed=new(x.shape) if has_feedback else x,
         query=query,
         feedback=_pad_rows(torch.cat([to_x.flatten(1), to_logits.flatten(1)], 1)) if has_feedback else None,
-        from_read=None if from_read is None else _pad_rows(from_read.T),
-        given=given,
+        read_weight=None if read_weight is None else _pad_rows(read_weight.T),
+        token_bias=token_bias,
         read=new(x.shape),
         action=new(*x.shape[:-1], 3),
         entropy=new(x.shape[:-1]),
@@ -216,15 +223,15 @@ def _run_forward(sizes: Sizes, inputs: Sequence[Tensor | None]) -> Tensors:
 
 def _run_kernel(sizes: Sizes, tensors: Tensors, is_backward: bool) -> None:
     like = tensors.slots
-    updates = sizes.head_dim * sizes.last_slots + threads.FIXED_WORK_PER_STACK
-    parts = threads.count_parts(sizes.batch, sizes.batch * sizes.tokens * sizes.heads * updates)
+    updates = sizes.head_dim * sizes.last_slots + FIXED_WORK_PER_STACK
+    parts = count_parts(sizes.batch, sizes.batch * sizes.tokens * sizes.heads * updates)
     starts, length = _lay_out_scratch(sizes, 1 if tensors.feedback is None else sizes.heads, is_backward)
     scratch = like.new_zeros(parts, length)
     first, size = scratch.data_ptr(), scratch.itemsize
     addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
     addresses += [first + start * size for start in starts]
-    kernel = kernel_cache.load_kernel(NUMPY_DTYPES[like.dtype], is_backward)
-    threads.run_job(kernel.ctypes, parts, [length * size, *sizes, *addresses])
+    kernel = load_kernel(NUMPY_DTYPES[like.dtype], is_backward)
+    run_job(kernel.ctypes, parts, [length * size, *sizes, *addresses])
 
 
 @functools.lru_cache(256)

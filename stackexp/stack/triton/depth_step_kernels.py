@@ -6,7 +6,7 @@ the number of slots is an ordinary argument. `depth_step_math` explains how slot
 
 Sizes: `num_occupied` slots of V_0, `num_old` of St, `num_new` of St', `num_slots` S. Probabilities, M and scores are
 rows [ROWS]. `xs` and `logits` are tuples of the layers since V_0: [tokens, H, D] and [tokens, H, 3 or 2]. The other
-tensors are described in `depth_step_launch`.
+tensors are described in `depth_step`.
 """
 
 import triton

@@ -5,8 +5,9 @@ computes the slots V_{i+1} from V_i,
 
     V_{i+1}[j] = a_push V_i[j-1] + a_pop V_i[j+1] + a_noop V_i[j]        V_i[-1] = x_i
 
-so it emits slot j as soon as it receives slot j+1, and keeps only two of the received slots, its window. V_0 is loaded;
-the last stage emits this layer's slots St', the top first. M goes the same way, with M[-1] = 1.
+so it can emit slot j once it has received slot j+1. It keeps the last two received slots, its window. The first stage
+receives V_0 from memory. The last stage emits the slots St' of this layer, the top first. M passes through the same
+stages, with M[-1] = 1.
 
 Sums of products are explicit `tl.fma` calls, and the kernels are compiled without automatic contraction. Forward and
 backward pass must round alike, but which operations a compiler contracts depends on the surrounding code.

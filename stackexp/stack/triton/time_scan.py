@@ -20,7 +20,7 @@ from stackexp.stack import feedback as feedback_math
 from stackexp.stack.eager import empty, step
 from stackexp.stack.feedback import ACTIVATIONS
 from stackexp.stack.reference import StackOutput, StackState
-from stackexp.stack.triton.depth_step_launch import round_up_to_power_of_2
+from stackexp.stack.triton.depth_step import round_up_to_power_of_2
 
 __all__ = ["empty", "scan", "step"]
 
@@ -60,14 +60,14 @@ class ScanForward(NamedTuple):
     mask: Any  # [B, H, N]
     feedback_x: Any  # P [m, H, D]
     feedback_logits: Any  # Q [m, H, 3 or 2]
-    from_read: Any  # V [m, H, D]
-    given: Any  # c [B, T, m]
+    read_weight: Any  # V [m, H, D]
+    token_bias: Any  # c [B, T, m]
     read: Any  # out [B, T, H, D]; with feedback [B, 1 + T, H, D], where the first is the input R_{-1}
     occupancy: Any  # out [B, T, H]
     last_slots: Any  # out [B, H, N, D]
     last_mask: Any  # out [B, H, N]
-    fed_x: Any  # out, with feedback [B, T, H, D]: x + P u
-    fed_logits: Any  # out, with feedback [B, T, H, 3 or 2]: logits + Q u
+    x_with_feedback: Any  # out, with feedback [B, T, H, D]: x + P u
+    logits_with_feedback: Any  # out, with feedback [B, T, H, 3 or 2]: logits + Q u
     saved_slots: Any  # out [C, B, H, N, D]: the states before tokens 0, interval, 2 interval ...
     saved_mask: Any  # out [C, B, H, N]
 
@@ -80,12 +80,12 @@ class ScanBackward(NamedTuple):
     query: Any
     feedback_x: Any
     feedback_logits: Any
-    from_read: Any
+    read_weight: Any
     fed: Any  # with feedback, u [B, T, m]; gated: both factors [B, T, 2 m]
     saved_slots: Any
     saved_mask: Any
     grad_read: Any  # [B, T, H, D]
-    grad_fed_logits: Any  # with feedback [B, T, H, 3 or 2]
+    grad_logits_with_feedback: Any  # with feedback [B, T, H, 3 or 2]
     grad_last_slots: Any  # [B, H, N, D]
     grad_last_mask: Any  # [B, H, N]
     segment_slots: Any  # scratch [interval, B, H, N, D]
@@ -96,7 +96,7 @@ class ScanBackward(NamedTuple):
     to_slots: Any  # out [B, H, N, D]
     to_mask: Any  # out [B, H, N]
     to_read: Any  # with feedback, 0 and out [B, H, D]: of the read before; at the end of R_{-1}
-    to_given: Any  # out, with a hidden layer [B, T, m]
+    grad_token_bias: Any  # out, with a hidden layer [B, T, m]
 
 
 def scan(
@@ -132,8 +132,8 @@ def scan(
     options = make_options(x, logits, kept, units, (discipline, read, read_mask, activation))
     needs_gradient = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
     interval = math.isqrt(num_tokens - 1) + 1 if needs_gradient else num_tokens
-    reads, occupancy, slots, mask, *fed_logits = _Scan.apply(options, num_slots - kept, interval, *tensors)
-    logits = fed_logits[0] if feedback else logits
+    reads, occupancy, slots, mask, *logits_with_feedback = _Scan.apply(options, num_slots - kept, interval, *tensors)
+    logits = logits_with_feedback[0] if feedback else logits
     action, entropy = reference.compute_actions(logits), reference.compute_entropy(logits)
     return StackOutput(reads, action, entropy, occupancy), StackState(slots, mask)
 
@@ -146,22 +146,22 @@ class _Scan(torch.autograd.Function):
         ctx: FunctionCtx, options: ScanOptions, num_empty: int, interval: int, *inputs: Tensor | None
     ) -> tuple[Tensor, ...]:
         """Return reads [B, T, H, D], occupancy [B, T, H], contents, mask; with feedback, also the changed logits."""
-        *given, initial_read = map(_contiguous, inputs)
-        x, logits, query, slots, mask, *feedback = given
-        reads, fed_x, fed_logits = torch.empty_like(x), x, logits
+        *inputs, initial_read = map(_contiguous, inputs)
+        x, logits, query, slots, mask, *feedback = inputs
+        reads, x_with_feedback, logits_with_feedback = torch.empty_like(x), x, logits
         if options.activation:
             reads = torch.cat([initial_read.unsqueeze(1), reads], 1)
-            fed_x, fed_logits = torch.empty_like(x), torch.empty_like(logits)
+            x_with_feedback, logits_with_feedback = torch.empty_like(x), torch.empty_like(logits)
         saved = [tensor.new_empty(-(-x.shape[1] // interval), *tensor.shape) for tensor in (slots, mask)]
         final = torch.empty_like(slots), torch.empty_like(mask)
         occupancy = x.new_empty(x.shape[:3])
-        tensors = ScanForward._make((*given, reads, occupancy, *final, fed_x, fed_logits, *saved))
+        tensors = ScanForward._make((*inputs, reads, occupancy, *final, x_with_feedback, logits_with_feedback, *saved))
         _launch("forward", tensors, options, num_empty, interval)
-        ctx.save_for_backward(fed_x, fed_logits, query, *feedback, reads, *saved)
+        ctx.save_for_backward(x_with_feedback, logits_with_feedback, query, *feedback, reads, *saved)
         ctx.constants = options, num_empty, interval
         ctx.mark_non_differentiable(occupancy)
         if options.activation:
-            return reads[:, 1:], occupancy, *final, fed_logits
+            return reads[:, 1:], occupancy, *final, logits_with_feedback
         return reads, occupancy, *final
 
     @staticmethod
@@ -174,27 +174,27 @@ class _Scan(torch.autograd.Function):
         grad_mask: Tensor,
         grad_logits: Tensor | None = None,
     ) -> tuple[Tensor | None, ...]:
-        x, logits, query, *maps, given, reads, saved_slots, saved_mask = ctx.saved_tensors
+        x, logits, query, *maps, token_bias, reads, saved_slots, saved_mask = ctx.saved_tensors
         options, _, interval = ctx.constants
         fed, last = None, reads[:, :-1].flatten(2)  # with feedback R_{t-1} [B, T, H*D]
         with torch.autocast(x.device.type, enabled=False):  # backward may be called under autocast
             if options.activation:
-                fed = feedback_math.activate(last, options.activation, maps[2], given).contiguous()
+                fed = feedback_math.activate(last, options.activation, maps[2], token_bias).contiguous()
             to_query, to_read = x.new_zeros(2, x.shape[0], *x.shape[2:])  # [B, H, D]
             known = (x, logits, query, *maps, fed, saved_slots, saved_mask)
             incoming = map(_contiguous, (grad_read, grad_logits, grad_slots, grad_mask))
             segment = [states.new_empty(interval, *states.shape[1:]) for states in (saved_slots, saved_mask)]
             to_x, to_logits, to_slots, to_mask = map(torch.empty_like, (x, logits, saved_slots[0], saved_mask[0]))
-            to_given = None if given is None else torch.empty_like(given)
-            outputs = (to_x, to_logits, to_query, to_slots, to_mask, to_read, to_given)
+            grad_token_bias = None if token_bias is None else torch.empty_like(token_bias)
+            outputs = (to_x, to_logits, to_query, to_slots, to_mask, to_read, grad_token_bias)
             tensors = ScanBackward._make((*known, *incoming, *segment, *outputs))
             _launch("backward", tensors, *ctx.constants)
             to_maps: tuple[Tensor | None, ...] = (None,) * 5
             if fed is not None:
                 u = feedback_math.multiply_gates(fed, options.activation)
                 products = [torch.einsum("btm,bthd->mhd", u, grad) for grad in (to_x, to_logits)]
-                hidden = None if given is None else torch.einsum("btm,btk->mk", to_given, last)
-                to_maps = (*products, hidden, to_given, to_read)
+                hidden = None if token_bias is None else torch.einsum("btm,btk->mk", grad_token_bias, last)
+                to_maps = (*products, hidden, grad_token_bias, to_read)
         to_query = None if query is None else to_query.sum(0)
         return None, None, None, to_x, to_logits, to_query, to_slots, to_mask, *to_maps
 

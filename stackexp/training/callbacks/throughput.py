@@ -8,7 +8,7 @@ import torch
 
 from stackexp.metric_tags import TOKENS_PER_SECOND
 from stackexp.modules.base import TrainingModule
-from stackexp.planning.devices import DEVICES
+from stackexp.planning.cost import DEVICES
 from stackexp.training.callbacks.step import StepCallback
 
 

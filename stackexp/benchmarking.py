@@ -1,30 +1,147 @@
-"""The cost of a memory in a whole model, in multiples of the plain Transformer.
+"""The cost of a memory in a whole model, in multiples of the plain Transformer, by paired measurements.
 
-The measurements are a training step (forward, backward, AdamW), a forward pass without gradients (prefill), one token
-after it (decode), and on CUDA the peak memory. Tokens are random, because no measurement depends on their values.
+Subjects alternate in one process, so that changes of the machine's speed affect all. The measurements are a training
+step (forward, backward, AdamW), a forward pass without gradients (prefill), one token after it (decode), and on CUDA
+the peak memory. Tokens are random, because no measurement depends on their values.
 """
 
+import argparse
 import contextlib
 import gc
+import json
 import statistics
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+import time
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from stackexp import stack
-from stackexp.benchmarking.harness import (
-    alternate,
-    compare,
-    measure_peak_bytes,
-    measure_peak_flops,
-    measure_seconds,
-)
 from stackexp.config import registry
 from stackexp.config.compose import compose
 from stackexp.models.cross_entropy import NextTokenLoss
 from stackexp.models.transformer import Cache
+from stackexp.runs import describe_environment
 from stackexp.training.callbacks.throughput import get_peak_flops
+
+WARMUP_ROUNDS = 3  # kernels are compiled, allocators filled
+PEAK_ROUNDS = 10
+Subject = TypeVar("Subject")
+Result = TypeVar("Result")
+Key = TypeVar("Key", bound=Hashable)
+
+
+class Ratio(NamedTuple):
+    """The median of the ratios of neighboring measurements, with their quartiles."""
+
+    median: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.median:.3f} ({self.low:.3f}-{self.high:.3f})"
+
+
+def build_parser(description: str, rounds: int) -> argparse.ArgumentParser:
+    """Return the parser of a benchmark script, with --rounds and --out."""
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=description, formatter_class=formatter)
+    parser.add_argument("--rounds", type=int, default=rounds)
+    parser.add_argument("--out", type=Path, metavar="FILE.json")
+    return parser
+
+
+def choose_device() -> torch.device:
+    """Return the GPU, if there is one."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def alternate(
+    subjects: Sequence[Subject], measure: Callable[[Subject], Result], rounds: int, warmup: int = WARMUP_ROUNDS
+) -> list[list[Result]]:
+    """Return the results of each subject, one per round after the warmup.
+
+    The order reverses from round to round (A B, B A), so that no subject always comes first.
+    """
+    results: list[list[Result]] = [[] for _ in subjects]
+    for number in range(warmup + rounds):
+        order = range(len(subjects)) if number % 2 == 0 else reversed(range(len(subjects)))
+        for i in order:
+            result = measure(subjects[i])
+            if number >= warmup:
+                results[i].append(result)
+    return results
+
+
+def time_alternating(
+    actions: Mapping[Key, Callable[[], object]],
+    rounds: int,
+    *,
+    warmup: int = WARMUP_ROUNDS,
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[Key, list[float]]:
+    """Return the seconds of each action, one value per round."""
+    names = list(actions)
+    times = alternate(names, lambda name: measure_seconds(actions[name], clock=clock), rounds, warmup)
+    return dict(zip(names, times, strict=True))
+
+
+def measure_seconds(action: Callable[[], object], *, clock: Callable[[], float] = time.perf_counter) -> float:
+    """Return the seconds of one call, between two synchronizations of the GPU if there is one."""
+    synchronize()
+    start = clock()
+    action()
+    synchronize()
+    return clock() - start
+
+
+def choose_clock(device: torch.device) -> Callable[[], float]:
+    """Return wall time, or the CPU time of this thread if it does all the work, so other programs do not count."""
+    is_alone = device.type == "cpu" and torch.get_num_threads() == 1
+    return time.thread_time if is_alone else time.perf_counter
+
+
+def synchronize() -> None:
+    """Wait for the GPU, if there is one."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def compare(values: Sequence[float], base: Sequence[float]) -> Ratio:
+    """Return the ratio of paired measurements."""
+    ratios = [value / other for value, other in zip(values, base, strict=True)]
+    if len(ratios) < 2:
+        return Ratio(ratios[0], ratios[0], ratios[0])
+    low, median, high = statistics.quantiles(ratios, n=4, method="inclusive")
+    return Ratio(median, low, high)
+
+
+def measure_peak_bytes(action: Callable[[], object]) -> int | None:
+    """Return the peak bytes that an action allocates on the GPU; None on a CPU, where torch does not count them."""
+    if not torch.cuda.is_available():
+        return None
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    action()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def measure_peak_flops(device: torch.device, dtype: torch.dtype) -> float:
+    """Return the FLOP/s of the fastest of several large matrix products: the most that a model can reach here."""
+    size = 8192 if device.type == "cuda" else 2048
+    a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+    seconds = [measure_seconds(lambda: a @ b) for _ in range(WARMUP_ROUNDS + PEAK_ROUNDS)]
+    return 2 * size**3 / min(seconds)
+
+
+def write_record(path: Path | None, rows: Any, **details: Any) -> dict[str, Any]:
+    """Return rows with environment (hardware, versions, commit, command), and write them as JSON if there is a path."""
+    record = {"environment": describe_environment(), **details, "rows": rows}
+    if path is not None:
+        path.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    return record
+
 
 TRANSFORMER = "transformer"
 ALSO_BY_REFERENCE = ("stacktrans", "full_dim")
@@ -40,7 +157,7 @@ class Case(NamedTuple):
     implementation: str = "auto"
 
 
-class Subject:
+class BenchmarkedModel:
     """One model with its optimizer, and a method for each measured pass. Weights are drawn from seed 0."""
 
     def __init__(self, case: Case, configs: list[str], overrides: list[str], device: torch.device):
@@ -103,7 +220,7 @@ class Subject:
         return result
 
 
-def measure(
+def measure_efficiency(
     memories: list[str], configs: list[str], overrides: list[str], rounds: int, device: torch.device
 ) -> Iterator[dict[str, Any]]:
     """Yield a row for the Transformer against itself, which shows the noise, then one for each memory."""
@@ -111,7 +228,7 @@ def measure(
     for memory in memories:
         cases += [Case(memory), *[Case(memory, "reference")] * (memory in ALSO_BY_REFERENCE)]
     with _limit_graphs(len(cases) + 1, compose(configs, overrides).trainer.compile):
-        base = Subject(cases[0], configs, overrides, device)
+        base = BenchmarkedModel(cases[0], configs, overrides, device)
         dtype = torch.bfloat16 if "bf16" in base.config.trainer.precision else torch.float32
         peak = measure_peak_flops(device, dtype)
         for case in cases:
@@ -130,18 +247,18 @@ def _limit_graphs(num_models: int, is_compiled: bool) -> contextlib.AbstractCont
 
 
 def _measure_case(
-    case: Case, base: Subject, configs: list[str], overrides: list[str], rounds: int, peak: float
+    case: Case, base: BenchmarkedModel, configs: list[str], overrides: list[str], rounds: int, peak: float
 ) -> dict[str, Any]:
     """Return the row of a case; if it does not fit on the GPU, the row has an `error` instead of measurements."""
     try:
-        subject = Subject(case, configs, overrides, base.device)
-        base_results, results = alternate([base, subject], Subject.measure, rounds)
+        subject = BenchmarkedModel(case, configs, overrides, base.device)
+        base_results, results = alternate([base, subject], BenchmarkedModel.measure, rounds)
     except torch.OutOfMemoryError:
         return {"model": case.model, "implementation": case.implementation, "error": "out of memory"}
     return _summarize(subject, results, base_results) | _compute_shares(subject, results, peak)
 
 
-def _summarize(subject: Subject, own: list[dict[str, float]], base: list[dict[str, float]]) -> dict[str, Any]:
+def _summarize(subject: BenchmarkedModel, own: list[dict[str, float]], base: list[dict[str, float]]) -> dict[str, Any]:
     """Return medians, and `<quantity>_ratio` and `<quantity>_spread` (quartiles) over the Transformer."""
     row: dict[str, Any] = {"model": subject.case.model, "implementation": subject.case.implementation}
     row["parameters"] = subject.model.num_parameters()
@@ -154,7 +271,7 @@ def _summarize(subject: Subject, own: list[dict[str, float]], base: list[dict[st
     return row
 
 
-def _compute_shares(subject: Subject, own: list[dict[str, float]], measured_peak: float) -> dict[str, float]:
+def _compute_shares(subject: BenchmarkedModel, own: list[dict[str, float]], measured_peak: float) -> dict[str, float]:
     """Return tokens/s, the model FLOP/s over those of a large matrix product, and MFU: over the vendor's figure."""
     tokens_per_second = subject.tokens.numel() / statistics.median(result["train"] for result in own)
     flops = subject.model.flops_per_token(subject.config.data.context_length) * tokens_per_second

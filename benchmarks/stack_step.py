@@ -1,4 +1,6 @@
-"""Measure the stack steps of all layers, without the rest of the model, against a lower bound of bytes and FLOPs.
+"""The stack steps of all layers, without the rest of the model, against a lower bound of bytes and FLOPs.
+
+    python benchmarks/stack_step.py [--config pretrain/stacktrans-360m] [--rounds 100] [--out FILE.json] [KEY=VALUE ...]
 
 The lower bound counts each byte once that must be read from or written to memory if no data stay on the chip between
 layers. Forward: occupied slots and masks before and after the step, pushed vector, logits and read. Backward: the same
@@ -13,7 +15,8 @@ import torch
 from torch import Tensor
 
 from stackexp import stack
-from stackexp.benchmarking.harness import time_alternating
+from stackexp.benchmarking import build_parser, choose_device, time_alternating, write_record
+from stackexp.config.compose import compose
 from stackexp.config.experiment import ExperimentConfig
 from stackexp.tables import format_table
 
@@ -42,7 +45,7 @@ def choose_dtype(config: ExperimentConfig, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if device.type == "cuda" and "bf16" in config.trainer.precision else torch.float32
 
 
-class Layers:
+class StackSteps:
     """The stack steps of all layers of a config, in order, on random numbers."""
 
     def __init__(self, config: ExperimentConfig, device: torch.device):
@@ -87,7 +90,7 @@ class Layers:
 
 def measure(config: ExperimentConfig, rounds: int, device: torch.device) -> Iterator[dict[str, Any]]:
     """Yield a row for each pass and implementation (auto, reference)."""
-    layers, tokens = Layers(config, device), config.data.micro_batch_size * config.data.context_length
+    layers, tokens = StackSteps(config, device), config.data.micro_batch_size * config.data.context_length
     for name, multiple in PASSES.items():
         num_bytes = multiple * count_lower_bound_bytes(config, tokens, choose_dtype(config, device))
         flops = multiple * count_flops(config, tokens)
@@ -113,3 +116,21 @@ def format_rows(rows: list[dict[str, Any]]) -> str:
         speed += [f"{row['gigaflops_per_second']:.1f}", f"{1e3 * row['copy_seconds']:.3f}"]
         lines.append([row["implementation"], row["pass"], f"{1e3 * row['seconds']:.3f}", *speed])
     return format_table(lines, header=header, align="<<>>>>>")
+
+
+def main() -> None:
+    """Run the benchmark."""
+    parser = build_parser(__doc__, rounds=100)
+    parser.add_argument("--config", default="quickstart", metavar="NAME_OR_PATH")
+    args, overrides = parser.parse_known_args()
+    config = compose([args.config], overrides)
+    memory = config.model.memory
+    if getattr(memory, "kind", None) != "stack" or memory.axis != "depth":
+        parser.error("requires a stack over the depth; set model.memory=stacktrans")
+    rows = list(measure(config, args.rounds, choose_device()))
+    print(format_rows(rows))
+    write_record(args.out, rows, configs=[args.config], overrides=overrides)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,1 +1,0 @@
-"""Paired measurements of the cost of a memory."""
