@@ -2,10 +2,12 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
 from browser import CHROMIUM, Browser, poll
+from formal_runs import MODELS
 from formal_runs import finish as finish_formal
 from formal_runs import write_run as write_formal_run
 from language_runs import finish, write_run
@@ -59,7 +61,7 @@ def test_text_is_escaped(page):
     assert "runs<b>" not in page
     assert "name=queue model.memory=queue</code>" in page
     assert "<code>python -m stackexp sweep run formal_table</code>" in page
-    assert "<td>0.75↓ / 0.75 (1)</td>" in page
+    assert '<td>0.75↓ / 0.75 <span class="whole">(1)</span></td>' in page
 
 
 def test_stars_in_code_are_not_italic():
@@ -102,3 +104,24 @@ def test_the_page_opens_in_a_browser(page, tmp_path):
         )
         assert browser.evaluate(cell).split("\t")[-2:] == ["3.679 / 35.14†", "3.211 / 25.97"]
         assert browser.evaluate("document.documentElement.scrollWidth <= window.innerWidth") is True
+
+
+@pytest.mark.process
+@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
+def test_no_table_is_cut_at_1400_pixels(tmp_path):
+    """The widest tables: efficiency with every column, and formal languages."""
+    results = Path(__file__).parents[1] / "docs/results/efficiency_h200.json"
+    (tmp_path / "runs").mkdir()
+    shutil.copy(results, tmp_path / "runs")
+    for model in MODELS:
+        for seed in range(2):
+            folder = tmp_path / "runs" / "formal" / f"{model}{seed}"
+            finish_formal(write_formal_run(folder, model, "modular_arithmetic_brackets", seed=seed), beyond=0.6)
+    (tmp_path / "report.html").write_text(build_page(tmp_path / "runs"), encoding="utf-8")
+    with Browser(tmp_path / "profile") as browser:
+        size = {"width": 1400, "height": 1000, "deviceScaleFactor": 1, "mobile": False}
+        browser.call("Emulation.setDeviceMetricsOverride", **size)
+        browser.open((tmp_path / "report.html").as_uri())
+        tables = "[...document.querySelectorAll('.wide')]"
+        assert poll(lambda: browser.evaluate(f"{tables}.length"), 3, seconds=30) == 3
+        assert browser.evaluate(f"{tables}.filter(table => table.scrollWidth > table.clientWidth).length") == 0

@@ -31,10 +31,10 @@ def build_efficiency(path: Path) -> Report:
 def build_report(record: dict[str, Any], path: Path | None = None) -> Report:
     """Build the report of a record; `path` is the file it was read from, if any."""
     rows = {_name_row(row): row for row in record["rows"]}
+    base, missing = record["rows"][0], [name for name in PAPER if name not in rows]
     ratios = QUANTITIES | ({"decode": "decode"} if any("decode_ratio" in row for row in rows.values()) else {})
     speeds = {"tokens_per_second": "tokens/s", "peak_share": "share of peak"}
     speeds |= {"mfu": "MFU"} if any("mfu" in row for row in rows.values()) else {}
-    base, missing = record["rows"][0], [name for name in PAPER if name not in rows]
     table = [
         [
             name,
@@ -43,27 +43,32 @@ def build_report(record: dict[str, Any], path: Path | None = None) -> Report:
             *(_format_ratio(row, key) for key in ratios),
             *_format_paper(name),
         ]
-        for name, row in rows.items()
+        for name, row in (rows | {name: {} for name in missing}).items()
     ]
-    ours = ["parameters", "FLOPs/token", *speeds.values(), *ratios.values()]
-    table += [[name, *[ABSENT] * len(ours), *_format_paper(name)] for name in missing]
-    header = ["model", *ours, *(f"paper: {title}" for title in QUANTITIES.values())]
+    header = ["model", "parameters", "FLOPs/token", *speeds.values(), *ratios.values()]
+    header += [f"paper: {title}" for title in QUANTITIES.values()]
     environment = record.get("environment", {})
     hardware = ", ".join(environment.get("gpus") or [environment.get("cpu", {}).get("model", "unknown hardware")])
-    command = shlex.join(
-        ["python", "-m", "stackexp", "bench", "efficiency"]
-        + [word for config in record.get("configs") or [] for word in ("--config", config)]
-        + list(record.get("overrides", []))
-        + ["--only", ",".join(dict.fromkeys([row["model"] for row in record["rows"][1:]] + missing))]
-        + (["--out", str(path)] if path else [])
-    )
     when = f"{environment.get('started', '')[:10]}, commit {environment.get('commit')}"
     notes = [*LEGEND, f"Measured on {hardware}, {when}. The paper's hardware differs."]
-    notes += [f"missing {', '.join(missing)}: `{command}`"] if missing else []
-    if not any("memory_ratio" in row for row in rows.values()):
-        notes.append(f"missing peak memory, which is measured on a GPU: `{command}`")
+    if missing or not any("memory_ratio" in row for row in rows.values()):
+        notes.append(f"`{_format_command(record, missing, path)}` measures missing models, and on a GPU peak memory")
     records = [_build_record(name, row) for name, row in rows.items()]
     return Report([Table("Cost over the Transformer", header, table)], notes, records, lambda: _draw(rows))
+
+
+def _format_command(record: dict[str, Any], missing: list[str], path: Path | None) -> str:
+    """Return the command that measures the models of the record and the missing ones, and replaces the file."""
+    models = dict.fromkeys([row["model"] for row in record["rows"][1:]] + missing)
+    configs = [word for config in record.get("configs") or [] for word in ("--config", config)]
+    words = [
+        *configs,
+        *record.get("overrides", []),
+        "--only",
+        ",".join(models),
+        *(["--out", str(path)] if path else []),
+    ]
+    return f"python -m stackexp bench efficiency {shlex.join(words)}"
 
 
 def _name_row(row: dict[str, Any]) -> str:
@@ -73,13 +78,10 @@ def _name_row(row: dict[str, Any]) -> str:
 
 def _build_record(name: str, row: dict[str, Any]) -> dict[str, Any]:
     """Return a row with the quartiles in columns of their own."""
-    record = {"model": name} | {
-        key: value for key, value in row.items() if key != "model" and not isinstance(value, list)
-    }
-    spreads = {key: value for key, value in row.items() if isinstance(value, list)}
-    return record | {
-        f"{key}_{end}": x for key, ends in spreads.items() for end, x in zip(("low", "high"), ends, strict=True)
-    }
+    record: dict[str, Any] = {}
+    for key, value in (row | {"model": name}).items():
+        record |= {f"{key}_low": value[0], f"{key}_high": value[1]} if isinstance(value, list) else {key: value}
+    return record
 
 
 def read_record(path: Path) -> dict[str, Any]:
@@ -125,18 +127,16 @@ def _draw(rows: dict[str, dict[str, Any]]) -> Any:
     quantities = [key for key in QUANTITIES if any(f"{key}_ratio" in row for row in rows.values())]
     height = 0.8 / len(quantities)
     for i, key in enumerate(quantities):
+        style = {"color": PALETTE[i], "hatch": ("", "///", "...")[i], "alpha": 0.8}
+        axes.barh(0, 0, label=QUANTITIES[key], **style)
         for y, (name, row) in enumerate(rows.items()):
             level = y + (i - (len(quantities) - 1) / 2) * height
             if f"{key}_ratio" in row:
-                axes.barh(
-                    level, row[f"{key}_ratio"], height * 0.9, color=PALETTE[i], hatch=("", "///", "...")[i], alpha=0.8
-                )
+                axes.barh(level, row[f"{key}_ratio"], height * 0.9, **style)
                 axes.plot(row[f"{key}_spread"], [level, level], color="black", linewidth=1)
             if name in PAPER:
-                axes.plot(
-                    PAPER[name][list(QUANTITIES).index(key)], level, "D", color="black", mfc="white", markersize=5
-                )
-        axes.barh(0, 0, color=PALETTE[i], hatch=("", "///", "...")[i], alpha=0.8, label=QUANTITIES[key])
+                value = PAPER[name][list(QUANTITIES).index(key)]
+                axes.plot(value, level, "D", color="black", markerfacecolor="white", markersize=5)
     axes.plot([], [], "D", color="black", markerfacecolor="white", label="paper")
     axes.plot([], [], color="black", linewidth=1, label="quartiles")
     axes.axvline(1, color="black", linestyle=":", linewidth=1)

@@ -23,14 +23,16 @@ from stackexp.reports.report import Report, Table
 from stackexp.reports.scaling import build_scaling
 
 LENGTHS = (41, 500)
+MAX_NOTES = 6
 STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; margin: 2em auto; max-width: 1100px; padding: 0 1em; color: #222 }
+body { font: 15px/1.5 system-ui, sans-serif; margin: 2em auto; max-width: 1340px; padding: 0 1em; color: #222 }
 table { border-collapse: collapse; font-size: 13px; font-variant-numeric: tabular-nums }
 th { border-bottom: 2px solid #222; vertical-align: bottom }
-td, th { padding: 3px 10px; white-space: nowrap } td { border-bottom: 1px solid #ddd }
-td, th { text-align: right } .text { text-align: left }
+td, th { padding: 3px 8px; text-align: right } td { border-bottom: 1px solid #ddd }
+.text { text-align: left } td.text:first-child { white-space: nowrap }
 .wide { overflow-x: auto } img { max-width: 100% } code { background: #f2f2f2; overflow-wrap: anywhere }
-ul { font-size: 13px } figure { margin: 1em 0; break-inside: avoid } nav a { margin-right: 1em }
+ul, summary { font-size: 13px; max-width: 1100px } .whole { white-space: nowrap }
+figure { margin: 1em 0; break-inside: avoid } nav a { margin-right: 1em }
 @media print { .wide { overflow: visible } table { font-size: 9px } td, th { padding: 2px 4px } nav { display: none } }
 """
 
@@ -101,16 +103,25 @@ def _anchor(title: str) -> str:
 def _format_table(table: Table) -> str:
     def row(cells: list[str], tag: str) -> str:
         sides = [' class="text"' if side == "<" else "" for side in table.align]
-        return "<tr>" + "".join(f"<{tag}{s}>{_markup(c)}</{tag}>" for s, c in zip(sides, cells, strict=True)) + "</tr>"
+        found = zip(sides, cells, strict=True)
+        return "<tr>" + "".join(f"<{tag}{side}>{_format_cell(cell)}</{tag}>" for side, cell in found) + "</tr>"
 
-    body = "\n".join(row(cells, "td") for cells in table.rows)
-    return (
-        f'<h3>{_markup(table.title)}</h3>\n<div class="wide"><table>\n{row(table.header, "th")}\n{body}\n</table></div>'
-    )
+    rows = "\n".join([row(table.header, "th"), *(row(cells, "td") for cells in table.rows)])
+    return f'<h3>{_markup(table.title)}</h3>\n<div class="wide"><table>\n{rows}\n</table></div>'
+
+
+def _format_cell(cell: str) -> str:
+    """Return a cell whose lines do not break within parentheses, such as an interval."""
+    return re.sub(r"\([^()]*\)", r'<span class="whole">\g<0></span>', _markup(cell))
 
 
 def _format_notes(notes: list[str]) -> str:
-    return "<ul>" + "\n".join(f"<li>{_markup(note)}</li>" for note in notes) + "</ul>"
+    """Return a list of notes; those after the first MAX_NOTES are folded."""
+    items = [f"<li>{_markup(note)}</li>" for note in notes]
+    text = "<ul>" + "\n".join(items[:MAX_NOTES]) + "</ul>"
+    if folded := "\n".join(items[MAX_NOTES:]):
+        text += f"<details><summary>{len(notes) - MAX_NOTES} more notes</summary><ul>{folded}</ul></details>"
+    return text
 
 
 def _markup(text: str) -> str:
