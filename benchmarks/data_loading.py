@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -31,12 +32,14 @@ COLUMNS = ("first_batch_seconds", "import_seconds", "tokens_per_second", "tokens
 
 def write_random_set(folder: Path, shards: int, sequences_per_shard: int) -> None:
     """Write a prepared set of random tokens."""
-    from stackexp.data import shards as format_
+    from stackexp.data import units
+    from stackexp.data.shards import Corpus
     from stackexp.data.tokenizer import compute_fingerprint, train_tokenizer
+    from stackexp.files import write_json
 
-    format_.SHARD_BYTES = sequences_per_shard * CONTEXT_LENGTH * 2
+    units.SHARD_BYTES = sequences_per_shard * (CONTEXT_LENGTH * 2 + 4) + 1000  # with offsets and header
     folder.mkdir(parents=True)
-    writer = format_.ShardWriter(folder, CONTEXT_LENGTH, np.dtype(np.uint16))
+    writer = units.SequenceWriter(folder, CONTEXT_LENGTH, np.dtype(np.uint16))
     rng = np.random.default_rng(0)
     for _ in range(shards):
         writer.write(rng.integers(0, VOCAB_SIZE, sequences_per_shard * CONTEXT_LENGTH, dtype=np.uint16))
@@ -45,8 +48,8 @@ def write_random_set(folder: Path, shards: int, sequences_per_shard: int) -> Non
     count = shards * sequences_per_shard
     record = {"documents": 1, "bytes": 1, "dropped_tokens": 0, "bad_lines": 0, "sequences": count}
     record |= {"tokens": count * CONTEXT_LENGTH, "vocab_size": VOCAB_SIZE, "context_length": CONTEXT_LENGTH}
-    corpus = format_.Corpus(tokenizer=compute_fingerprint(tokenizer), **record)
-    format_.write_metadata(folder, corpus, writer.shards, tokenizer)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    write_json(folder / "corpus.json", asdict(Corpus(tokenizer=compute_fingerprint(tokenizer), **record)))
 
 
 def copy_to_cache(remote: str) -> str:

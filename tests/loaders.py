@@ -10,9 +10,8 @@ import pytest
 from torch import distributed, multiprocessing
 
 from stackexp.config.data import ShardsConfig
-from stackexp.data import shards
+from stackexp.data import units
 from stackexp.data.tokenizer import train_tokenizer
-from stackexp.data.units import write_documents
 from stackexp.datamodules.pretraining import PretrainingData
 
 T, V, BATCH = 16, 300, 8  # tokens per sequence, vocabulary, sequences per optimizer step
@@ -24,9 +23,9 @@ Sample = tuple[int, int, int]  # index, source, hash
 def write_set(folder: Path, first: int, documents: int) -> Path:
     """Prepare a set of `documents` documents numbered from `first`, in shards of eight sequences."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shards, "SHARD_BYTES", 8 * T * 2)
+        patch.setattr(units, "SHARD_BYTES", 8 * (T * 2 + 4) + 220)  # with offsets and header
         texts = (f"line {n} of {n * n} lines\n" * 3 for n in range(first, first + documents))
-        write_documents(folder, texts, TOKENIZER, T)
+        units.write_documents(folder, texts, TOKENIZER, T)
     return folder
 
 

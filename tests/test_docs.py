@@ -25,6 +25,7 @@ def find_commands(page: Path) -> list[list[str]]:
     cells = [cell for line in text.splitlines() if line.startswith("|") for cell in re.findall(r"`([^`]+)`", line)]
     verbs = {name.split()[0] for name in cli.VERBS}
     lines += [cell for cell in cells if " " in cell and cell.split()[0] in verbs]
+    lines = [line.replace("$SLURM_ARRAY_TASK_ID", "1") for line in lines]
     commands = [shlex.split(re.split(r"`| && |; do|; \w+$|\|| -->", line)[0], comments=True) for line in lines]
     return [command for command in commands if command and not {"VERB", "...", "$v"} & set(command)]
 

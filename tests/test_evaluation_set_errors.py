@@ -42,7 +42,7 @@ BAD = {
     ),
     "ids too large": (
         lambda f: write_raw(f / "x.npy", [1] * 50 + [V]),
-        r"token id 300, but data\.vocab_size is 300",
+        r"token id 300 at position 50 is outside the vocabulary of 300; convert it",
     ),
     "negative ids": (lambda f: np.save(f / "x.npy", np.full(50, -1)), "token id -1"),
     "an unknown suffix": (
@@ -66,7 +66,7 @@ BAD = {
     "a shard cut off": (lambda f: write_damaged_mds(f / "x"), "cut short"),
     "MDS ids too large": (
         lambda f: write_mds(f / "x", "tokens", "ndarray:uint16", [np.array([V], "uint16")]),
-        "token id 300, but the vocabulary size is 300",
+        "token id 300 at position 0 is outside the vocabulary of 300",
     ),
     "MDS floats": (
         lambda f: write_mds(f / "x", "tokens", "ndarray:float32", [np.ones(9, "float32")]),
@@ -156,10 +156,10 @@ def test_olmo_files_need_their_own_vocabulary(tmp_path, known):
         RunError, match=rf"token ids of GPT-NeoX-20B, not of .*/tokenizer\.json; {advice}.*/tokenizer\.json"
     ):
         open_one(path, known, vocab_size=50_304)
-    with pytest.raises(RunError, match=rf"token id 50,279, but data\.vocab_size is 49,152; {advice}"):
+    with pytest.raises(RunError, match=rf"token id 50,279 at position 0 is outside the vocabulary of 49,152; {advice}"):
         open_one(path, None, vocab_size=49_152)
     write_raw(tmp_path / "bare.npy", ids)
-    with pytest.raises(RunError, match=r"token id 50,279, but .*tokenizer\.json has 300 tokens; convert"):
+    with pytest.raises(RunError, match=r"token id 50,279 at position 0 is outside the vocabulary of 300; convert"):
         open_one(tmp_path / "bare.npy", known, vocab_size=50_304)
 
 

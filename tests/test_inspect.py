@@ -13,7 +13,6 @@ from stackexp.cli import main
 from stackexp.data.shards import TokenSet
 from stackexp.data.token_files import write_token_file
 from stackexp.data.tokenizer import compute_fingerprint, load_tokenizer
-from stackexp.data.units import TAIL
 from stackexp.reports.datasets import DocumentLengths
 
 DOCUMENTS = [*TEXTS, "x", "yes"]
@@ -88,7 +87,8 @@ def test_text_output_and_figures(prepared, tmp_path, capsys):
 
 
 def test_damaged_shards_are_reported(copy, capsys):
-    shards = sorted(copy.glob("unit.*/*.mds"))
+    index = json.loads((copy / "index.json").read_text())
+    shards = [copy / shard["raw_data"]["basename"] for shard in index["shards"]]
     shards[0].write_bytes(shards[0].read_bytes()[:-1])
     data = bytearray(shards[1].read_bytes())
     data[-7] ^= 1
@@ -98,25 +98,26 @@ def test_damaged_shards_are_reported(copy, capsys):
     assert main(["data", "inspect", str(copy), "--samples", "1000"]) == 1
     lines = [line.strip() for line in capsys.readouterr().out.splitlines() if "DAMAGED" in line]
     reasons = ("cut short: ", CHANGED, "missing", "too long: ")
-    for line, shard, reason in zip(lines, shards, reasons, strict=True):
+    for line, shard, reason in zip(lines, shards[:4], reasons, strict=True):
         assert line.startswith(f"DAMAGED {shard}: {reason}")
 
 
-def test_damaged_unit_tails_are_reported(copy, capsys):
-    cut, changed, without_tail, without_record = (copy / f"unit.0000{n}" for n in range(4))
-    (cut / TAIL).write_bytes((cut / TAIL).read_bytes()[:-1])
-    (changed / TAIL).write_bytes((changed / TAIL).read_bytes()[:-1] + b"\1")
-    (without_tail / TAIL).unlink()
-    (without_record / "unit.json").write_text("{")
-    assert inspect(capsys, copy, code=1)["damage"] == [
-        f"{cut / TAIL}: {CHANGED}",
-        f"{changed / TAIL}: {CHANGED}",
-        f"{without_tail / TAIL}: missing",
-        f"{without_record}/unit.json: missing or corrupt",
+def test_damaged_unit_records_are_reported(copy, capsys):
+    cut, missing = sorted(copy.glob("unit.*"))[:2]
+    (cut / "unit.json").write_text("{")
+    (missing / "unit.json").unlink()
+    damage = inspect(capsys, copy, code=1)["damage"]
+    assert [line.split(";")[0] for line in damage] == [
+        f"{cut}/unit.json: not valid JSON: Expecting property name enclosed in double quotes: line 1 column 2 (char 1)",
+        f"{missing}/unit.json: missing or corrupt",
     ]
-    for folder in (cut, changed, without_record):
-        (folder / TAIL).unlink()
-    assert inspect(capsys, copy)["lengths"]["longest"], "a copy without any tails is not damaged"
+
+
+def test_a_copy_of_the_shards_or_an_older_set_has_the_lengths_of_its_shards(copy, capsys):
+    for folder in copy.glob("unit.*"):
+        (folder / "index.json").unlink()
+        (folder / "unit.json").write_text('{"documents": 3, "shards": []}')
+    assert inspect(capsys, copy)["lengths"]["longest"]
 
 
 def test_unit_without_a_full_sequence_is_counted(prepared, tmp_path, capsys):

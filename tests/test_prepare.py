@@ -12,10 +12,10 @@ from corpora import TEXTS, json_lines, prepare_set
 
 from stackexp.data import prepare
 from stackexp.data.prepare import Plan, sample_texts, start_set
-from stackexp.data.readers import PIECE_CHARACTERS
 from stackexp.data.shards import TokenSet
 from stackexp.data.sources import find_sources
-from stackexp.data.units import read_unit
+from stackexp.data.tokenizer import PIECE_CHARACTERS
+from stackexp.data.units import name_unit, read_unit
 from stackexp.errors import RunError
 
 T = 64
@@ -55,11 +55,16 @@ def tokens_of(folder: Path) -> np.ndarray:
     return np.concatenate([token_set[i] for i in range(len(token_set))])
 
 
-def test_decoding_restores_the_documents_in_order(prepared):
+def list_units(source: Path, folder: Path, **settings) -> list[Path]:
+    """Return the folders of the units in order."""
+    return [folder / name_unit(unit) for unit in Plan(source, vocab_size=300, **settings).units]
+
+
+def test_decoding_restores_the_documents_in_order(source, prepared):
     token_set = TokenSet(prepared)
     corpus, tokenizer = token_set.corpus, token_set.load_tokenizer()
-    tail = np.load(prepared / "unit.00000" / "tail.npy")
-    tokens = np.concatenate([tokens_of(prepared), tail])
+    tail = read_unit(list_units(source, prepared)[0]).tail
+    tokens = np.concatenate([tokens_of(prepared), tail]).astype(int)
     text = tokenizer.decode(tokens.tolist(), skip_special_tokens=False)
     assert text == "".join(document + "<|endoftext|>" for document in DOCUMENTS)
     assert corpus.documents == len(DOCUMENTS) == (tokens == 0).sum()
@@ -72,9 +77,10 @@ def test_decoding_restores_the_documents_in_order(prepared):
 
 def test_unit_tails_are_packed_together(source, prepared, tmp_path):
     corpus = prepare_set(source, tmp_path / "set", tokenizer=prepared / "tokenizer.json", unit_bytes=1)
-    units = [tmp_path / "set" / f"unit.{n:05}" for n in range(5)]
-    counts = [sum(shard["samples"] for shard in read_unit(unit).shards) for unit in units]
-    tails = [np.load(unit / "tail.npy") for unit in units]
+    units = list_units(source, tmp_path / "set", unit_bytes=1)
+    shards = json.loads((tmp_path / "set" / "index.json").read_text())["shards"]
+    counts = [sum(s["samples"] for s in shards if s["raw_data"]["basename"].startswith(unit.name)) for unit in units]
+    tails = [np.array(read_unit(unit).tail, int) for unit in units]
     body, packed = np.split(tokens_of(tmp_path / "set"), [sum(counts) * T])
     bodies = np.split(body, np.cumsum(counts)[:-1] * T)
     all_tails = np.concatenate(tails)
@@ -82,7 +88,7 @@ def test_unit_tails_are_packed_together(source, prepared, tmp_path):
     assert packed.tolist() == all_tails[: len(packed)].tolist()
     assert corpus.dropped_tokens == len(all_tails) - len(packed) < T
     tokens = np.concatenate([part for pair in zip(bodies, tails, strict=True) for part in pair])
-    expected = np.concatenate([tokens_of(prepared), np.load(prepared / "unit.00000" / "tail.npy")])
+    expected = np.concatenate([tokens_of(prepared), read_unit(list_units(source, prepared)[0]).tail])
     assert tokens.tolist() == expected.tolist()
 
 

@@ -78,7 +78,7 @@ def flip_middle_byte(data: bytes) -> bytes:
         (None, b"", "no such file or folder"),
         ("a.png", b"x", r"nothing to read \(found \.png\)"),
         ("prepared/", b"", "source: contains only prepared sets; give the files from which they were prepared"),
-        ("a.jsonl", b"{}\n" * 5, r"no documents, but 5 bad lines; .*bad_lines.log has the reasons; correct the"),
+        ("a.jsonl", b"{}\n" * 5, r"no documents, but 5 bad lines, the first: a\.jsonl:1: no text; correct the files"),
         ("a.jsonl.gz", gzip.compress(json_lines(TEXTS))[:-9], r"a\.jsonl\.gz: corrupt or cut short"),
         ("a.jsonl.gz", flip_middle_byte(gzip.compress(json_lines(TEXTS))), r"a\.jsonl\.gz: corrupt or cut short"),
         ("a.jsonl.zst", zstandard.compress(json_lines(TEXTS))[:-9], r"a\.jsonl\.zst: corrupt or cut short"),
@@ -112,12 +112,13 @@ def test_all_unreadable_sources_are_reported_and_other_units_are_kept(tmp_path, 
     with pytest.raises(RunError, match=r"3\.jsonl\.gz: corrupt or cut short"):
         prepare_set(source, to, **settings, workers=workers)
     assert "1.jsonl.gz: corrupt or cut short" in capsys.readouterr().err
-    inodes = [(to / f"unit.0000{n}").stat().st_ino for n in (0, 2, 4)]
+    inodes = {path.stat().st_ino for path in to.glob("unit.*")}
+    assert len(inodes) == 3
     (source / "1.jsonl.gz").unlink()
     (source / "3.jsonl.gz").write_bytes(gzip.compress(json_lines([TEXTS[3]])))
     prepare_set(source, to, **settings, workers=workers)
     assert "sources have changed (1.jsonl.gz and 1 more)" in capsys.readouterr().err
-    assert [(to / f"unit.0000{n}").stat().st_ino for n in (0, 1, 3)] == inodes
+    assert inodes < {path.stat().st_ino for path in to.glob("unit.*")}
     prepare_set(source, tmp_path / "fresh", **settings)
     assert read_files(to) == read_files(tmp_path / "fresh")
 

@@ -12,7 +12,6 @@ from corpora import prepare_set, read_files, write_many
 from processes import wait_until
 
 from stackexp.data.shards import TokenSet
-from stackexp.data.units import BAD_LINES, TAIL, find_damaged_file, format_unit_name
 from stackexp.errors import RunError
 
 UNIT_BYTES = 20_000
@@ -53,46 +52,25 @@ def test_parts_in_any_order_prepare_the_same_set(source, whole, tmp_path, count)
 def test_merge_writes_the_missing_units(source, whole, tmp_path):
     folder = tmp_path / "set"
     prepare_set(source, folder, part=(2, 5), unit_bytes=UNIT_BYTES)
-    assert units_in(folder) == [format_unit_name(n) for n in (1, 6, 11)]
+    assert len(units_in(folder)) == 3
     prepare_set(source, folder, unit_bytes=UNIT_BYTES)
     assert read_files(folder) == read_files(whole)
     assert prepare_set(source, folder, part=(1, 5), unit_bytes=UNIT_BYTES) is None
     assert read_files(folder) == read_files(whole)
 
 
-DAMAGE = {
-    "shard.00000.mds": lambda path: path.write_bytes(path.read_bytes()[:-1] + b"\7"),
-    TAIL: lambda path: path.write_bytes(path.read_bytes()[:-2]),
-    BAD_LINES: lambda path: path.unlink(),
-    "unit.json": lambda path: path.write_text(path.read_text()[:-9]),
-}
-
-
-def test_merge_repairs_damaged_units(source, whole, tmp_path, capsys):
-    shutil.copytree(whole, tmp_path / "set")
-    (tmp_path / "set" / "corpus.json").unlink()
-    for number, (name, damage) in enumerate(DAMAGE.items()):
-        folder = tmp_path / "set" / format_unit_name(number)
-        assert find_damaged_file(folder) is None
-        damage(folder / name)
-        assert find_damaged_file(folder) == name
-    capsys.readouterr()
-    prepare_set(source, tmp_path / "set", unit_bytes=UNIT_BYTES)
-    assert read_files(tmp_path / "set") == read_files(whole)
-    assert [line for line in capsys.readouterr().err.splitlines() if "damaged" in line] == [
-        f"{tmp_path}/set/{format_unit_name(n)}/{name}: missing or damaged; {format_unit_name(n)} is prepared again"
-        for n, name in enumerate(DAMAGE)
-    ]
-
-
-@pytest.mark.parametrize(("last", "problem"), [(b"", "missing or not as long"), (b"?", "damaged, its SHA-256 is not")])
-def test_damaged_shard_of_a_finished_set_is_repaired(source, whole, tmp_path, capsys, last, problem):
-    shutil.copytree(whole, tmp_path / "set")
-    shard = tmp_path / "set" / format_unit_name(3) / "shard.00000.mds"
-    shard.write_bytes(shard.read_bytes()[:-1] + last)
-    prepare_set(source, tmp_path / "set", unit_bytes=UNIT_BYTES)
-    assert read_files(tmp_path / "set") == read_files(whole)
-    assert f"damaged, repairing it: {shard}: {problem}" in capsys.readouterr().err
+def test_damaged_unit_of_a_finished_set_is_prepared_again_alone(source, whole, tmp_path):
+    folder = shutil.copytree(whole, tmp_path / "set")
+    shard = next(folder.glob("unit.*/shard.00000.mds"))
+    shard.write_bytes(shard.read_bytes()[:-1])
+    with pytest.raises(
+        RunError, match=r"damaged .*shard\.00000\.mds.*; delete the unit folder of that file and .*json"
+    ):
+        prepare_set(source, folder, unit_bytes=UNIT_BYTES)
+    shutil.rmtree(shard.parent)
+    (folder / "corpus.json").unlink()
+    prepare_set(source, folder, unit_bytes=UNIT_BYTES)
+    assert read_files(folder) == read_files(whole)
 
 
 @pytest.mark.parametrize("given", [True, False])
@@ -107,7 +85,7 @@ def test_replaced_tokenizer_is_refused(source, whole, tmp_path, given):
     else:
         (tmp_path / "set" / "corpus.json").unlink()
     tokenizer.write_text(tokenizer.read_text().replace('"lstrip": false', '"lstrip": true', 1))
-    message = "differs from .*; delete it" if given else "not the tokenizer of unit.00000"
+    message = "differs from .*; delete it" if given else "not the tokenizer of unit"
     with pytest.raises(RunError, match=rf"tokenizer\.json: {message}") as error:
         prepare_set(source, tmp_path / "set", unit_bytes=UNIT_BYTES, **settings)
     assert "\n" not in str(error.value)

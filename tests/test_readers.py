@@ -68,14 +68,22 @@ def test_unreadable_files_and_folders_are_refused(tmp_path, monkeypatch):
     assert "\n" not in str(error.value)
 
 
-def test_text_and_json_files_are_split_identically(tmp_path, monkeypatch):
-    monkeypatch.setattr(readers, "PIECE_CHARACTERS", 50)
+def test_a_text_file_is_read_in_parts(tmp_path, monkeypatch):
+    monkeypatch.setattr(readers, "PART_CHARACTERS", 50)
     text = "a line of it\r\nand more of 東京, " * 30 + "\n"
     (tmp_path / "a.txt").write_bytes(text.encode())
-    (tmp_path / "b.jsonl").write_text(json.dumps({"text": text}))
-    text_pieces, json_pieces = (list(readers.read_pieces(source)) for source in find_sources(tmp_path))
-    assert text_pieces == json_pieces
-    assert "".join(piece.text for piece in text_pieces) == text
+    pieces = list(readers.read_pieces(find_sources(tmp_path)[0]))
+    assert "".join(piece.text for piece in pieces) == text
+    assert [piece.ends_document for piece in pieces] == [False] * (len(pieces) - 1) + [True]
+    assert max(len(piece.text) for piece in pieces) == 50
+
+
+@pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be", "utf-16", "utf-32"])
+def test_text_in_utf16_is_a_bad_line(tmp_path, encoding):
+    (tmp_path / "a.txt").write_text("one line\nand another\n", encoding=encoding)
+    [bad] = readers.read_pieces(find_sources(tmp_path)[0])
+    assert str(bad).startswith("a.txt:1: ")
+    assert "UTF" in bad.reason
 
 
 @pytest.mark.parametrize(
@@ -83,7 +91,7 @@ def test_text_and_json_files_are_split_identically(tmp_path, monkeypatch):
 )
 def test_lines_above_the_limit_are_bad_lines(tmp_path, monkeypatch, name, compress):
     monkeypatch.setattr(readers, "MAX_LINE_BYTES", 100)
-    monkeypatch.setattr(readers, "PIECE_CHARACTERS", 30)
+    monkeypatch.setattr(readers, "PART_CHARACTERS", 30)
     empty = len(json.dumps({"text": ""}))
     good, longest, long = (json.dumps({"text": "x" * n}).encode() for n in (5, 100 - empty - 1, 300))
     (tmp_path / name).write_bytes(compress(b"\n".join([good, long, longest, b" ", long, good])))

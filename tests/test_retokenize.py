@@ -1,27 +1,31 @@
-"""Conversion of token files to another tokenizer, without loss of text."""
+"""Conversion of token files to another tokenizer without loss of text, resume after a kill, and the command line."""
 
 import itertools
 import os
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from processes import kill, wait_until
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from stackexp.data import readers, retokenize
-from stackexp.data.retokenize import Retokenizer, TextCounts
-from stackexp.data.token_files import TokenFile, read_record, write_record, write_token_file
+from stackexp.cli import main
+from stackexp.data import token_files
+from stackexp.data.retokenize import DocumentDecoder, Retokenizer
+from stackexp.data.token_files import TokenFile, read_record, write_token_file
 from stackexp.data.tokenizer import (
     END_OF_TEXT,
     KnownTokenizer,
     compute_fingerprint,
     get_vocab_size,
+    load_tokenizer,
+    tokenize_pieces,
     train_tokenizer,
     treat_special_tokens_as_text,
 )
+from stackexp.errors import RunError
 
 STDLIB = Path(os.__file__).parent
 TEXTS = [(STDLIB / name).read_text() for name in ("ast.py", "bisect.py", "heapq.py", "keyword.py")]
@@ -94,36 +98,26 @@ def test_a_round_trip_restores_the_ids(tmp_path, is_raw):
     assert record.text_bytes == sum(len(text.encode()) for text in DOCUMENTS) == read_record(old).text_bytes
 
 
-class InMemoryFile:
-    """A stand-in for a TokenFile."""
-
-    def __init__(self, tokens: np.ndarray):
-        self.tokens = tokens
-
-    def __len__(self) -> int:
-        return len(self.tokens)
-
-
-def convert_ids(ids: np.ndarray, old: Tokenizer, new: Tokenizer) -> np.ndarray:
-    parts = make_retokenizer(old, new).encode(InMemoryFile(ids), 0, TextCounts(), lambda count: None)
-    return np.concatenate(list(parts))
+def convert_ids(path: Path, ids: np.ndarray, old: Tokenizer, new: Tokenizer) -> np.ndarray:
+    np.save(path, ids)
+    pieces = DocumentDecoder(KnownTokenizer(old, Path("old.json"))).decode(TokenFile(path), end=0)
+    return np.concatenate([block.ids for block in tokenize_pieces(pieces, new)])
 
 
 @given(
     texts=st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=40), min_size=1, max_size=6),
     block=st.integers(1, 9),
-    piece=st.integers(4, 30),
     last_ends=st.booleans(),
 )
 @settings(deadline=None, max_examples=40)
-def test_the_text_does_not_depend_on_where_files_and_documents_are_cut(texts, block, piece, last_ends):
+def test_the_text_does_not_depend_on_blocks(tmp_path_factory, texts, block, last_ends):
     ids = encode(OLD, texts)
     ids = ids if last_ends or not texts[-1] else ids[:-1]
+    path = tmp_path_factory.mktemp("ids") / "a.npy"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(retokenize, "BLOCK_TOKENS", block)
-        patch.setattr(readers, "PIECE_CHARACTERS", piece)
-        new = convert_ids(ids, OLD, NEW)
-        old = convert_ids(new, NEW, OLD)
+        patch.setattr(token_files, "BLOCK_TOKENS", block)
+        new = convert_ids(path, ids, OLD, NEW)
+        old = convert_ids(path, new, NEW, OLD)
     assert decode_documents(NEW, new.tolist()) == decode_documents(OLD, ids.tolist())
     assert decode_documents(OLD, old.tolist()) == decode_documents(OLD, ids.tolist())
 
@@ -174,7 +168,7 @@ def test_a_file_without_end_of_text_is_reported(tmp_path, capsys):
 
 
 def test_invalid_utf8_is_replaced_and_counted(tmp_path, monkeypatch):
-    monkeypatch.setattr(retokenize, "BLOCK_TOKENS", 1)  # characters are split over blocks
+    monkeypatch.setattr(token_files, "BLOCK_TOKENS", 1)  # characters are split over blocks
     byte = {token: OLD.token_to_id(token) for token in ("ð", "Ł")}  # the bytes F0 and 9F
     good, broken = OLD.encode("é🙂\ufffd").ids, [OLD.token_to_id("a"), byte["ð"], byte["Ł"]]
     ids = np.array([*good, 0, *broken, 0, *good, 0, *broken[1:], *OLD.encode("b").ids])
@@ -184,40 +178,6 @@ def test_invalid_utf8_is_replaced_and_counted(tmp_path, monkeypatch):
     record = read_record(new)
     assert (record.documents, record.replaced_documents) == (4, 2)
     assert record.text_bytes == 2 * 9 + 4 + 4
-    assert read_record(source).text_bytes == 2 * 9 + 3 + 3
-
-
-def test_text_bytes_are_added_to_the_record_of_the_source(tmp_path, capsys, monkeypatch):
-    source = write(tmp_path / "a.npy", encode(OLD, DOCUMENTS), documents=7)
-    before = read_record(source)
-    with monkeypatch.context() as patch:
-
-        def fail(path: Path, record: object) -> None:
-            raise IsADirectoryError(21, "Is a directory")
-
-        patch.setattr(retokenize, "write_record", fail)
-        convert(source, tmp_path / "other")
-    assert "cannot add the bytes of text to the record of" in capsys.readouterr().err
-    assert read_record(source) == before
-    new = convert(source, tmp_path / "new")
-    after = read_record(source)
-    assert after.text_bytes == read_record(new).text_bytes
-    assert (after.sha256, after.documents) == (before.sha256, 7)
-    for text_bytes in (None, 7):  # as after a kill between the two records, or an earlier version's mistake
-        write_record(source, replace(before, text_bytes=text_bytes))
-        convert(source, tmp_path / "new")
-        assert read_record(source) == after
-    write_record(source, before)
-    convert(source, tmp_path / "third", end=0)  # the record may mean another id
-    assert read_record(source) == before
-
-
-def test_text_that_the_new_tokenizer_loses_is_reported(tmp_path, capsys):
-    new = Tokenizer(models.BPE({END_OF_TEXT: 0, "a": 1, "b": 2}, []))
-    convert(write(tmp_path / "a.npy", encode(OLD, ["ab é", "b"])), tmp_path / "new", new=new)
-    assert "a.npy: 3 of 6 bytes of text are lost" in capsys.readouterr().err
-    convert(write(tmp_path / "b.npy", encode(OLD, ["ab", "b"])), tmp_path / "new", new=new)
-    assert "are lost" not in capsys.readouterr().err
 
 
 def test_a_tokenizer_that_is_not_byte_level(tmp_path):
@@ -232,3 +192,149 @@ def test_a_tokenizer_that_is_not_byte_level(tmp_path):
     new = convert(write(tmp_path / "a.npy", ids, tokenizer), tmp_path / "new", tokenizer)
     assert decode_documents(NEW, read_ids(new)) == ["a bc", "", "a🙂", "b<unk>", "a\ufffd"]
     assert read_record(new).replaced_documents == 1
+
+
+# Folders and the command line
+
+
+def write_folder(folder: Path, count: int = 3, **record: object) -> dict[str, bytes]:
+    """Write token files below `folder` and return the expected contents of the new files."""
+    expected = {}
+    for n in range(count):
+        name, texts = f"v{n % 2}/set{n}.{'bin' if n % 3 else 'npy'}", [f"text {n}", *ODD_TEXTS[n % 4 :], TEXTS[2]]
+        write(folder / name, encode(OLD, texts), **record)
+        expected[name] = encode(NEW, texts).astype("<u2").tobytes()
+    return expected
+
+
+@pytest.mark.parametrize("tokenizer", ["", "gpt-neox-20b"])
+def test_files_of_another_tokenizer_are_refused_before_anything_is_written(tmp_path, tokenizer):
+    write_folder(tmp_path / "from")
+    record = {"tokenizer": tokenizer} if tokenizer else {}
+    write(tmp_path / "from" / "z.npy", encode(NEW, ["text"]), NEW, **record)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*.*") if path.is_file()}
+    with pytest.raises(RunError, match=r"z\.npy: ids of another tokenizer \(.*\) than old\.json; set --from"):
+        convert(tmp_path / "from", tmp_path / "new")
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*.*") if path.is_file()} == before
+
+
+def test_a_file_that_differs_from_its_record_is_refused(tmp_path):
+    source = write(tmp_path / "a.npy", encode(OLD, ["one", "two"]))
+    source.write_bytes(encode(OLD, ["two", "one"]).astype("<u2").tobytes())
+    with pytest.raises(RunError, match=r"a\.npy: differs from its record"):
+        convert(source, tmp_path / "new")
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [([5, 6, 400, 7], "400 at position 2"), ([5, -1], "-1 at position 1"), ([350, 450], "350 is not in old.json")],
+)
+def test_an_unknown_id_is_refused(tmp_path, ids, message):
+    old = OLD
+    if 450 in ids:  # a vocabulary with a gap at 350
+        vocabulary = {t: i for t, i in OLD.get_vocab().items() if i != 350} | {"filler": 450}
+        old = Tokenizer(models.BPE(vocabulary, []))
+        old.decoder = decoders.ByteLevel()
+    np.save(tmp_path / "a.npy", np.array(ids))
+    with pytest.raises(RunError, match=rf"a\.npy: token id {message}.*set --from"):
+        convert(tmp_path / "a.npy", tmp_path / "new", old)
+    assert [path.name for path in (tmp_path / "new").iterdir()] == [".lock"]
+
+
+def test_raw_ids_of_four_bytes_need_their_type(tmp_path):
+    source, ids = tmp_path / "a.bin", encode(OLD, DOCUMENTS)
+    ids.astype("<u4").tofile(source)
+    with pytest.raises(RunError, match=r"a\.bin: its ids seem to have 4 bytes.*--dtype"):
+        convert(source, tmp_path / "new")
+    Retokenizer(KnownTokenizer(OLD, Path("old.json")), NEW, dtype="uint32").retokenize(source, tmp_path / "new")
+    assert read_ids(tmp_path / "new" / "a.bin") == encode(NEW, DOCUMENTS).tolist()
+
+
+def test_only_changed_files_are_converted_again(tmp_path, capsys):
+    source, to = tmp_path / "from", tmp_path / "to"
+    write_folder(source, tokenizer="unknown")
+
+    def list_written(old: Tokenizer = OLD, new: Tokenizer = NEW, end: int | None = None) -> list[str]:
+        before = {path: path.stat().st_mtime_ns for path in to.rglob("*.json")}
+        make_retokenizer(old, new, end).retokenize(source, to)
+        return sorted(path.name for path in to.rglob("*.json") if before.get(path) != path.stat().st_mtime_ns)
+
+    everything = ["set0.npy.json", "set1.bin.json", "set2.bin.json"]
+    assert list_written() == everything
+    assert list_written() == []
+    assert "set1.bin: already converted" in capsys.readouterr().err
+    (to / "v1/set1.bin").write_bytes(b"cut")
+    assert list_written() == ["set1.bin.json"]
+    write(source / "v0/set2.bin", encode(OLD, [TEXTS[3]]), tokenizer="unknown")
+    assert list_written() == ["set2.bin.json"]
+    assert list_written(new=OLD) == everything
+    assert list_written(old=NEW, new=OLD) == everything
+    assert list_written(old=NEW, new=OLD, end=OLD.token_to_id("e")) == everything
+
+
+def test_a_kill_loses_one_file_at_most(tmp_path, program, capsys):
+    expected = write_folder(tmp_path / "from", 12)
+    old, new, to = tmp_path / "old.json", tmp_path / "new.json", tmp_path / "to"
+    OLD.save(str(old)), NEW.save(str(new))
+    command = ["data", "retokenize", tmp_path / "from", "--to", to, "--from", old, "--tokenizer", new]
+    process = program.start(*command)
+    try:
+        wait_until(lambda: len(list(to.rglob("*.json"))) >= 2, process, 60)
+    finally:
+        kill(process)
+    done = {path: path.stat().st_mtime_ns for path in to.rglob("*.json")}
+    assert 2 <= len(done) < 12
+    (to / "v1").mkdir(exist_ok=True)
+    (to / "v1/.set9.npy.json.1-1").write_text("cut")  # in case the kill did not hit the writing of a record
+    assert main([str(argument) for argument in command]) == 0
+    assert {path: path.stat().st_mtime_ns for path in done} == done
+    assert {name: (to / name).read_bytes() for name in expected} == expected
+    assert capsys.readouterr().err.count("already converted") == len(done)
+    assert [path.name for path in to.rglob(".*")] == [".lock"]
+
+
+def test_the_verb_prints_a_table(tmp_path, capsys):
+    for name, tokenizer in {"old": OLD, "new": NEW}.items():
+        tokenizer.save(str(tmp_path / f"{name}.json"))
+    source = write(tmp_path / "set.npy", encode(OLD, DOCUMENTS))
+    tokenizers = ["--from", str(tmp_path / "old.json"), "--tokenizer", str(tmp_path / "new.json")]
+    assert main(["data", "retokenize", str(source), "--to", str(tmp_path / "new"), *tokenizers]) == 0
+    out = capsys.readouterr().out
+    size, count = sum(len(text.encode()) for text in DOCUMENTS), len(encode(NEW, DOCUMENTS))
+    row = ["set.npy", str(len(DOCUMENTS)), f"{count:,}", f"{size:,}", f"{size / count:.3f}"]
+    assert row in [line.split() for line in out.splitlines()]
+    assert f"data.validation.NAME={tmp_path / 'new'}" in out
+    record = read_record(tmp_path / "new" / "set.npy")
+    assert record.tokenizer == compute_fingerprint(load_tokenizer(tmp_path / "new.json"))  # as validate compares them
+
+
+NEW_TO_NEW = ["--from", "new.json", "--tokenizer", "new.json"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["a.npy", "--to", "x", *NEW_TO_NEW, "--end-of-text", "-1"], 2, "--end-of-text: expected an integer >= 0"),
+        (
+            ["a.npy", "--to", "x", *NEW_TO_NEW, "--end-of-text", "599"],
+            1,
+            "a.npy: contains no id 599; set --end-of-text",
+        ),
+        (["a.npy", "--to", "x", "--from", "a.npy", "--tokenizer", "new.json"], 1, "a.npy: not a readable tokenizer"),
+        (["none", "--to", "x", *NEW_TO_NEW], 1, "none: no such file or folder"),
+        (["empty", "--to", "x", *NEW_TO_NEW], 1, "empty: nothing to read (found no files)"),
+        ([".", "--to", "x", *NEW_TO_NEW], 1, "x: contains the source files"),
+        (["a.npy", "--to", ".", *NEW_TO_NEW], 1, ".: contains the source files"),
+        (["a.npy", "--to", "b.txt", *NEW_TO_NEW], 1, "b.txt: cannot be written"),
+    ],
+)
+def test_errors_are_one_line(arguments, code, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    OLD.save("old.json"), NEW.save("new.json")
+    write(Path("a.npy"), encode(NEW, ["text"]), NEW)
+    Path("b.txt").write_text("")
+    Path("empty").mkdir()
+    assert main(["data", "retokenize", *arguments]) == code
+    [line] = [line for line in capsys.readouterr().err.splitlines() if line.strip()]
+    assert message in line
+    assert not Path("x").exists()

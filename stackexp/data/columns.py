@@ -3,6 +3,7 @@
 import operator
 import re
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Any
 
 COMPARISONS = {
@@ -13,7 +14,6 @@ COMPARISONS = {
     ">": operator.gt,
     "<": operator.lt,
 }
-EQUALITY = ("==", "!=")
 FILTER = re.compile(r"\s*([^=!<>]*[^=!<>\s])\s*(==|!=|>=|<=|>|<)\s*([^=!<>\s].*?)\s*", re.DOTALL)
 
 
@@ -29,33 +29,30 @@ class Filter:
         is_plain = re.fullmatch(r"[^=!<>\s\"'](.*\S)?", self.value, re.DOTALL)
         return f"{self.column}{self.comparison}" + (self.value if is_plain else f'"{self.value}"')
 
-    @property
-    def number(self) -> int | float | None:
-        """The value as a number, or None if it is not one."""
-        for kind in (int, float):
+    def parse_number(self, kind: type) -> Any:
+        """Return the value as a number to compare with numbers of this kind, None if it is none."""
+        for number in {int: (int, float), Decimal: (Decimal,)}.get(kind, (float,)):
             try:
-                return kind(self.value)
-            except ValueError:
+                return number(self.value)
+            except (ValueError, ArithmeticError):
                 continue
         return None
 
-    def find_mismatch(self, kind: str) -> str | None:
-        """Return why values of a kind cannot be compared, or None.
-
-        Kinds are "number", "text", "null" (a column without any value) and names of others.
-        """
-        if kind == "number":
-            return f"{self.column} is a number, {self.value!r} is not" if self.number is None else None
-        if kind == "text":
-            is_ordered_number = self.number is not None and self.comparison not in EQUALITY
-            return f"{self.column} is text, which {self.comparison} compares as letters" if is_ordered_number else None
-        return None if kind == "null" else f"{self.column} is of type {kind}, neither number nor text"
-
     def accepts(self, value: Any) -> bool:
-        """Return True if a number or a text fulfills the condition; None and NaN never do."""
+        """Return True if a number or a text fulfills the condition; None and NaN never do.
+
+        Raises ValueError with the reason if the value cannot be compared.
+        """
         if value is None or value != value:
             return False
-        reference: Any = self.value if isinstance(value, str) else self.number
+        if isinstance(value, str):
+            if self.comparison not in ("==", "!=") and self.parse_number(float) is not None:
+                raise ValueError(f"{self.column} is text, which {self.comparison} compares as letters")
+            return COMPARISONS[self.comparison](value, self.value)
+        if isinstance(value, bool) or not isinstance(value, int | float | Decimal):
+            raise ValueError(f"{self.column} is of type {type(value).__name__}, neither number nor text")
+        if (reference := self.parse_number(type(value))) is None:
+            raise ValueError(f"{self.column} is a number, {self.value!r} is not")
         return COMPARISONS[self.comparison](value, reference)
 
 
@@ -85,16 +82,14 @@ def parse_filter(text: str) -> Filter:
 
 
 def get_value(record: Any, column: str) -> Any:
-    """Return the value of a column in a JSON object. Raises KeyError or TypeError if it has none."""
+    """Return the value of a column in a record, None in a parent that is null.
+
+    Raises KeyError or TypeError if the record has no such column.
+    """
     if column in record:
         return record[column]
     for key in column.split("."):
+        if record is None:
+            return None
         record = record[key]
     return record
-
-
-def name_kind(value: Any) -> str:
-    """Return "number", "text" or the type's name of a JSON value."""
-    if isinstance(value, bool):
-        return "boolean"
-    return "text" if isinstance(value, str) else "number" if isinstance(value, int | float) else type(value).__name__

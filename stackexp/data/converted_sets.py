@@ -81,11 +81,24 @@ def _convert_pieces(
         "source_sha256": digest,
         "end_of_text": get_end_of_text_id(tokenizer),
     }
-    tokens = lambda: (block.ids for block in tokenize_pieces(read(), tokenizer))  # noqa: E731
-    return _convert(path, [digest, fingerprint], tokens, fields)
+    text_bytes = 0
+
+    def tokenize() -> Iterator[np.ndarray]:
+        nonlocal text_bytes
+        for block in tokenize_pieces(read(), tokenizer):
+            text_bytes += block.bytes
+            yield block.ids
+
+    return _convert(path, [digest, fingerprint], tokenize, fields, lambda: {"text_bytes": text_bytes})
 
 
-def _convert(path: Path, key: list, tokens: Callable[[], Iterator[np.ndarray]], fields: dict[str, Any]) -> TokenFile:
+def _convert(
+    path: Path,
+    key: list,
+    tokens: Callable[[], Iterator[np.ndarray]],
+    fields: dict[str, Any],
+    counts: Callable[[], dict[str, Any]] = dict,
+) -> TokenFile:
     """Return the cached file for `key`, written from `tokens()` with the record `fields` if it is not complete."""
     name = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
     target = get_cache_root() / "sets" / f"{path.name.split('.')[0]}-{name}.npy"
@@ -94,7 +107,7 @@ def _convert(path: Path, key: list, tokens: Callable[[], Iterator[np.ndarray]], 
             target.parent.mkdir(parents=True, exist_ok=True)
             with hold_lock(target.with_suffix(".lock"), f"the conversion of {path}"):
                 if (file := _open_complete(target)) is None:
-                    write_token_file(target, _refuse_empty(path, tokens()), source=str(path), **fields)
+                    write_token_file(target, tokens(), source=str(path), counts=counts, **fields)
                     file = TokenFile(target)
     except OSError as error:
         message = f"cannot write {target} ({error.strerror})"
@@ -110,12 +123,3 @@ def _open_complete(path: Path) -> TokenFile | None:
     except RunError:
         return None
     return file if file.record else None
-
-
-def _refuse_empty(path: Path, tokens: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
-    count = 0
-    for ids in tokens:
-        yield ids
-        count += len(ids)
-    if not count:
-        raise RunError(f"{path}: contains no tokens; check the path")

@@ -7,8 +7,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-import numpy as np
-
 from stackexp.data.download import UnreachableServerError, download
 from stackexp.data.olmo import BASE_URL, INSTANCE_LENGTH, TOKENIZER, VOCAB_SIZE, OlmoSet
 from stackexp.data.token_files import (
@@ -24,8 +22,6 @@ from stackexp.data.token_files import (
 from stackexp.errors import RunError
 from stackexp.files import compute_sha256, hold_lock
 from stackexp.progress_bar import open_bar, print_line
-
-BLOCK_TOKENS = 1 << 22
 
 
 @dataclass
@@ -157,36 +153,27 @@ def _report_oddities(olmo_set: OlmoSet, path: Path) -> None:
 
 def check_ids(path: Path, source: str) -> FileRecord:
     """Check every id of a raw OLMo file and return its record. Raises RunError for any other file, naming `source`."""
-    size = path.stat().st_size
-    with open(path, "rb") as file:
-        begin = file.read(256)
+    with open(path, "rb") as raw:
+        begin = raw.read(256)
     if text := _decode_page(begin):
         raise RunError(f"{source}: contains text, not token ids; it begins: {text}; check the URL or the mirror")
     if begin.startswith(NPY_MAGIC):
         raise RunError(
             f"{source}: has a .npy header, unlike OLMo's files; to validate on it, set data.validation.NAME to its path"
         )
-    if not size or size % 2:
-        raise RunError(f"{source}: {size:,} bytes are not a whole number of uint16 token ids; fetch it again")
-    tokens = np.memmap(path, "<u2", "r")
-    for first in range(0, len(tokens), BLOCK_TOKENS):
-        ids = tokens[first : first + BLOCK_TOKENS]
-        if (largest := int(ids.max())) >= VOCAB_SIZE:
-            position = first + int(ids.argmax())
-            raise RunError(
-                f"{source}: id {largest:,} at position {position:,} exceeds GPT-NeoX-20B's vocabulary of "
-                f"{VOCAB_SIZE:,}; use a mirror with OLMo's own files"
-            )
-    end_of_text = find_end_of_text(tokens)
+    file = TokenFile(path, dtype="uint16", name=source)
+    for _ in file.read_blocks(VOCAB_SIZE, "use a mirror with OLMo's own files"):
+        pass
+    end_of_text = find_end_of_text(file.tokens)
     return FileRecord(
         sha256=compute_sha256(path),
-        bytes=size,
-        tokens=len(tokens),
+        bytes=path.stat().st_size,
+        tokens=len(file),
         vocab_size=VOCAB_SIZE,
         tokenizer=TOKENIZER,
         source=source,
         end_of_text=end_of_text,
-        documents=None if end_of_text is None else count_token(tokens, end_of_text),
+        documents=None if end_of_text is None else count_token(file.tokens, end_of_text),
     )
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from stackexp.data.token_files import check_ids
 from stackexp.data.verification import check_basename, find_damage
 from stackexp.errors import RunError, first_line
 from stackexp.files import compute_sha256, read_json
@@ -89,17 +90,15 @@ def read_column(folder: Path, column: str) -> Iterator[Any]:
 
 def read_ids(folder: Path, vocab_size: int) -> Iterator[np.ndarray]:
     """Yield the token ids of each sample, [N]. Raises RunError for ids outside the vocabulary."""
-    values = read_column(folder, "tokens")
+    values, position = read_column(folder, "tokens"), 0
     first = list(itertools.islice(values, TYPE_SAMPLES))
     dtype = _find_dtype(folder, [value for value in first if isinstance(value, bytes)], vocab_size)
     for value in itertools.chain(first, values):
         ids = np.frombuffer(value, dtype) if isinstance(value, bytes) else np.ravel(value)
         if ids.dtype.kind not in "ui":
             raise RunError(f"{folder}: `tokens` have the type {ids.dtype.name}; write the shards again as integers")
-        if len(ids) and not 0 <= ids.min() <= ids.max() < vocab_size:
-            outlier = ids.min() if ids.min() < 0 else ids.max()
-            limit = f"the vocabulary size is {vocab_size:,}"
-            raise RunError(f"{folder}: token id {outlier:,}, but {limit}; tokenize it with the model's tokenizer")
+        check_ids(ids, vocab_size, folder, position, "tokenize it with the model's tokenizer")
+        position += len(ids)
         yield ids
 
 

@@ -66,7 +66,12 @@ def format_prepare_options(data: DataConfig) -> str:
 
 
 def explain_missing_dataset(folder: Path, options: str) -> str:
-    """Return the message for a folder without a prepared set; `options` are those of `data prepare`."""
+    """Return the message for a path without a prepared set; `options` are those of `data prepare`."""
+    is_set = any((folder / name).exists() for name in ("plan.json", "index.json"))
+    if folder.is_file() or (folder.is_dir() and not is_set and any(folder.iterdir())):
+        target = folder.with_name(f"{folder.stem if folder.is_file() else folder.name}-prepared")
+        command = f"stackexp data prepare {folder} --to {target} {options}"
+        return f"{folder}: not a prepared set; prepare it with: {command}, then set data.path={target}"
     state = "holds no finished set" if folder.is_dir() else "no such folder"
     return f"{folder}: {state}; make one with: stackexp data prepare SOURCE --to {folder} {options}"
 

@@ -4,8 +4,7 @@ The source files, sorted by name, are grouped into units. A unit is written to a
 is complete, so a restart after a kill writes only the missing units. The result depends only on the plan, not on the
 number of processes, parts or restarts.
 
-Part i of n writes every n-th unit. Parts share the lock of the folder. The merge takes the lock exclusively, and
-verifies the units that other processes have written.
+Part i of n writes every n-th unit. Parts share the lock of the folder; the merge takes the lock exclusively.
 """
 
 import errno
@@ -20,14 +19,19 @@ from functools import cached_property
 from pathlib import Path
 
 from stackexp.data.columns import ALL_TEXT, Columns
-from stackexp.data.parquet import check_columns
-from stackexp.data.readers import Piece, read_pieces
+from stackexp.data.readers import Piece, check_columns, read_pieces
 from stackexp.data.shards import FORMAT_VERSION, Corpus, TokenSet
-from stackexp.data.sources import Source, find_sources, walk
-from stackexp.data.token_sources import check_token_sources
-from stackexp.data.tokenizer import compute_fingerprint, load_tokenizer, train_tokenizer
+from stackexp.data.sources import TOKEN_SUFFIXES, Source, find_sources, walk
+from stackexp.data.token_files import TokenFile
+from stackexp.data.tokenizer import (
+    KnownTokenizer,
+    compute_fingerprint,
+    get_end_of_text_id,
+    load_tokenizer,
+    train_tokenizer,
+)
 from stackexp.data.unit_workers import UnitJob, write_units
-from stackexp.data.units import merge_units, renumber_units
+from stackexp.data.units import merge_units, name_unit
 from stackexp.errors import RunError
 from stackexp.files import hold_lock, read_json, write_atomically, write_json
 
@@ -49,6 +53,7 @@ class Plan:
     context_length: int = 2048
     unit_bytes: int = UNIT_BYTES
     columns: Columns = ALL_TEXT
+    dtype: str | None = None  # of raw token files
 
     def __post_init__(self) -> None:
         assert (self.tokenizer is None) != (self.vocab_size is None)
@@ -65,8 +70,33 @@ class Plan:
             )
         if files := [source for source in sources if source.is_parquet]:
             check_columns(files[0], self.columns)  # before anything is written
-        check_token_sources(sources, self.source, self.tokenizer)
+        if any(source.has_tokens for source in sources):
+            self._check_token_files(sources)
         return sources
+
+    def _check_token_files(self, sources: list[Source]) -> None:
+        """Raise RunError if only some sources are token files, if one is incomplete, or needs another tokenizer."""
+        first = next(source for source in sources if source.has_tokens)
+        if texts := [source for source in sources if not source.has_tokens]:
+            raise RunError(
+                f"{self.source}: contains both token ids ({first.name}) and text ({texts[0].name}); prepare them "
+                "separately and train on both with data.streams"
+            )
+        if self.tokenizer is None:
+            suffixes = " and ".join(TOKEN_SUFFIXES)
+            remedy = "name the tokenizer that made them with --tokenizer"
+            raise RunError(f"{first.path}: {suffixes} files hold token ids; {remedy}")
+        known = KnownTokenizer.read(self.tokenizer)
+        end = get_end_of_text_id(known.tokenizer)
+        remedy = "give the tokenizer that made them, or convert them with data retokenize"
+        for source in sources:
+            record = TokenFile(source.path, dtype=self.dtype, vocab_size=known.vocab_size).record
+            if record and known.contradicts(record.tokenizer):
+                name = record.tokenizer[:16]
+                raise RunError(f"{source.path}: token ids of another tokenizer ({name}) than {known.path}; {remedy}")
+            if record and record.end_of_text not in (None, end):
+                found = f"documents end with id {record.end_of_text}, but end-of-text of {known.path} is {end}"
+                raise RunError(f"{source.path}: {found}; {remedy}")
 
     @cached_property
     def units(self) -> list[list[Source]]:
@@ -90,6 +120,7 @@ class Plan:
             "context length": self.context_length,
             "unit bytes": self.unit_bytes,
             **self.columns.record(),
+            **({"dtype": self.dtype} if self.dtype else {}),
             "sources": [source.record for source in self.sources],
         }
 
@@ -97,9 +128,11 @@ class Plan:
 def start_set(plan: Plan, folder: Path) -> None:
     """Write the plan into a new folder, or check it against the plan of an existing one.
 
-    The sources of an unfinished set may change; then units of the old sources are deleted. Raises RunError if the
-    folder has other contents, or a set with another plan.
+    The sources of an unfinished set may change; the units of unchanged files are kept. Raises RunError if the folder
+    has other contents, or a set with another plan.
     """
+    if forbidden := set("#?").intersection(str(folder.absolute())):  # for the library, which reads paths as URLs
+        raise RunError(f"{folder}: contains {min(forbidden)!r} in its path; choose another --to")
     record = plan.record()
     with _explain_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -113,7 +146,7 @@ def start_set(plan: Plan, folder: Path) -> None:
                 if _compare_plan(record, folder):  # otherwise another process has made the same change meanwhile
                     if plan.tokenizer is None:  # it was trained on the old sources
                         (folder / "tokenizer.json").unlink(missing_ok=True)
-                    renumber_units(folder, plan.units if plan.tokenizer else [])
+                        _delete_units(folder, keep=set())
                     write_json(folder / "plan.json", record, indent=1)
             again = "their units are" if plan.tokenizer else "the tokenizer and all units are"
             print(f"{folder}: sources have changed ({_list_names(changed)}); {again} prepared again", file=sys.stderr)
@@ -182,21 +215,26 @@ def prepare(
             raise RunError(f"{folder}: sources have changed again ({_list_names(changed)}); run the same command again")
         if is_part and (folder / "corpus.json").exists():
             return None
+        names = [name_unit(unit) for unit in plan.units]
         if not is_part:
-            if finished := _load_finished(folder):
-                return finished
-            for remains in folder.glob(".unit.*"):  # left by killed processes
-                shutil.rmtree(remains)
+            if (folder / "corpus.json").exists():
+                return _load_finished(folder)
+            _delete_units(folder, keep=set(names))
         tokenizer = _write_tokenizer(plan, folder)
-        job = UnitJob(
-            folder, tokenizer, plan.context_length, plan.units, plan.columns, strict=strict, verify=not is_part
-        )
+        job = UnitJob(folder, tokenizer, plan.context_length, plan.columns, plan.dtype, strict)
         first, step = (part[0] - 1, part[1]) if part else (0, 1)
-        write_units(job, range(first, len(plan.units), step), workers or len(os.sched_getaffinity(0)))
+        write_units(job, plan.units[first::step], workers or len(os.sched_getaffinity(0)))
         if is_part:
             return None
-        names = [source.name for source in plan.sources]
-        return merge_units(folder, len(plan.units), load_tokenizer(tokenizer), plan.context_length, names)
+        sources = [source.name for source in plan.sources]
+        return merge_units(folder, names, load_tokenizer(tokenizer), plan.context_length, sources)
+
+
+def _delete_units(folder: Path, keep: set[str]) -> None:
+    """Delete units of files that have changed, and what killed processes have left. No part may be running."""
+    for path in [*folder.glob("unit.*"), *folder.glob(".unit.*")]:
+        if path.name not in keep:
+            shutil.rmtree(path)
 
 
 def _report_skipped(source: Path, sources: list[Source]) -> None:
@@ -207,19 +245,13 @@ def _report_skipped(source: Path, sources: list[Source]) -> None:
         print(f"files not read: {len(skipped)} with other suffixes ({suffixes}), such as {skipped[0]}", file=sys.stderr)
 
 
-def _load_finished(folder: Path) -> Corpus | None:
-    """Return the finished set, if there is one. A damaged set is reopened: its units are verified and merged again."""
-    if not (folder / "corpus.json").exists():
-        return None
+def _load_finished(folder: Path) -> Corpus:
+    """Return the finished set. Raises RunError if a file is missing or cut short; training verifies the hashes."""
     try:
-        finished = TokenSet(folder)
-        for shard in range(len(finished.files)):
-            finished.map_shard(shard)  # checks its hash
-        return finished.corpus
+        return TokenSet(folder).corpus
     except RunError as error:
-        print(f"damaged, repairing it: {error}", file=sys.stderr, flush=True)
-        (folder / "corpus.json").unlink()
-        return None
+        remedy = f"delete the unit folder of that file and {folder}/corpus.json, and run the same command again"
+        raise RunError(f"{folder}: damaged ({str(error).partition(';')[0]}); {remedy}") from error
 
 
 def _write_tokenizer(plan: Plan, folder: Path) -> Path:

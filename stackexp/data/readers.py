@@ -1,7 +1,7 @@
 """Read documents: one per text file, per line of a JSON Lines file, or per row of a parquet file.
 
-Text files of any size are read in pieces. A JSON line is read into memory completely, up to MAX_LINE_BYTES, and a
-parquet file in batches of rows.
+Text files of any size are read in parts. A JSON line is read into memory completely, up to MAX_LINE_BYTES, and a
+parquet file in batches of rows, so that memory does not grow with its row groups.
 """
 
 import codecs
@@ -9,19 +9,25 @@ import gzip
 import io
 import json
 import zlib
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, BinaryIO, NamedTuple, cast
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, cast
 
 import numpy as np
 import zstandard
 
-from stackexp.data.columns import ALL_TEXT, Columns, Filter, get_value, name_kind
-from stackexp.data.parquet import read_rows
+from stackexp.data.columns import ALL_TEXT, Columns, get_value
 from stackexp.data.sources import TEXT_SUFFIXES, Source, UnreadableSourceError
+from stackexp.errors import RunError, first_line, suggest_name
 
-PIECE_CHARACTERS = 1 << 18  # longer documents are split, after a line feed where there is one
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+PART_CHARACTERS = 1 << 18  # read at a time from a text file
 MAX_LINE_BYTES = 1 << 28  # decompressed
 ZSTD_READ_BYTES = 1 << 10  # one byte can decompress to 256 KiB
+BATCH_ROWS = 256
+BUFFER_BYTES = 1 << 20  # per parquet column; without it, pyarrow reads the whole column of a row group
 
 
 class Piece(NamedTuple):
@@ -40,9 +46,7 @@ class TokenBlock(NamedTuple):
 
 
 class FilteredOut(NamedTuple):
-    """Documents that do not fulfill the filters."""
-
-    documents: int = 1
+    """A document that does not fulfill the filters."""
 
 
 class BadLine(NamedTuple):
@@ -55,13 +59,16 @@ class BadLine(NamedTuple):
         return f"{self.location}: {self.reason}"
 
 
-def read_pieces(
-    source: Source, columns: Columns = ALL_TEXT, advance: Callable[[int], object] = lambda size: None
-) -> Iterator[Piece | BadLine | FilteredOut]:
-    """Yield the documents of a text, JSON Lines or parquet file in order, in pieces, and its bad lines.
+Advance = Callable[[int], object]  # called with the number of bytes read since the last call
 
-    `columns` names the text (default: "text") and the filters; text files have neither. `advance` is called with the
-    number of bytes read since the last call. Raises UnreadableSourceError if the file cannot be read, is truncated or
+
+def read_pieces(
+    source: Source, columns: Columns = ALL_TEXT, advance: Advance = lambda size: None
+) -> Iterator[Piece | BadLine | FilteredOut]:
+    """Yield the documents of a text, JSON Lines or parquet file in order, and its bad lines.
+
+    A text file is yielded in several pieces, any other document in one. `columns` names the text (default: "text") and
+    the filters; text files have neither. Raises UnreadableSourceError if the file cannot be read, is truncated or
     corrupt, and RunError if a parquet file lacks a column or a filter cannot compare it.
     """
     name = source.name.lower()
@@ -85,47 +92,65 @@ def read_pieces(
         raise UnreadableSourceError(f"{source.path}: cannot be read ({reason}); fix that or remove the file") from e
 
 
-def cut_into_pieces(parts: Iterable[str]) -> Iterator[Piece]:
-    """Yield a document, given in parts of any size, in pieces of at most PIECE_CHARACTERS."""
-    rest = ""
-    for part in parts:
-        rest += part
-        begin = 0
-        while len(rest) - begin > PIECE_CHARACTERS:
-            end = rest.rfind("\n", begin, begin + PIECE_CHARACTERS) + 1 or begin + PIECE_CHARACTERS
-            yield Piece(rest[begin:end], False)
-            begin = end
-        rest = rest[begin:]
-    yield Piece(rest, True)
-
-
 def _read_text(source: Source, raw: BinaryIO) -> Iterator[Piece | BadLine]:
-    if line := _find_invalid_line(raw):
-        yield BadLine(f"{source.name}:{line}", "invalid UTF-8")
+    if bad := _find_invalid_line(source, raw):
+        yield bad
     elif source.size:
         raw.seek(0)
         text = io.TextIOWrapper(raw, encoding="utf-8-sig", newline="")
-        yield from cut_into_pieces(iter(lambda: text.read(PIECE_CHARACTERS), ""))
+        part = text.read(PART_CHARACTERS)
+        while following := text.read(PART_CHARACTERS):
+            yield Piece(part, False)
+            part = following
+        yield Piece(part, True)
         text.detach()
 
 
-def _find_invalid_line(raw: BinaryIO) -> int | None:
-    """Return the number of the first line that is not UTF-8."""
+def _find_invalid_line(source: Source, raw: BinaryIO) -> BadLine | None:
+    """Return the first line that is not UTF-8 text, or None. Text in UTF-16 or UTF-32 contains NUL bytes."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     line = 1
     while True:
-        chunk = raw.read(PIECE_CHARACTERS)
+        chunk = raw.read(PART_CHARACTERS)
         try:
             decoder.decode(chunk, final=not chunk)
         except UnicodeDecodeError as e:
-            return line + e.object.count(b"\n", 0, e.start)
+            line += e.object.count(b"\n", 0, e.start)
+            return BadLine(f"{source.name}:{line}", "invalid UTF-8")
+        if (position := chunk.find(b"\0")) >= 0:
+            line += chunk.count(b"\n", 0, position)
+            return BadLine(f"{source.name}:{line}", "contains NUL bytes, as UTF-16 does; convert the file to UTF-8")
         if not chunk:
             return None
         line += chunk.count(b"\n")
 
 
 class _BadDocumentError(Exception):
-    """A JSON line without a document; the message is the reason."""
+    """A line or row without a document; the message is the reason."""
+
+
+def _select_text(record: Any, columns: Columns) -> str | None:
+    """Return the text of a record, or None if it is filtered out. Raises _BadDocumentError if it has no text."""
+    for condition in columns.filters:
+        try:
+            value = get_value(record, condition.column)
+        except (KeyError, TypeError) as e:
+            raise _BadDocumentError(f"no {condition.column}") from e
+        try:
+            if not condition.accepts(value):
+                return None
+        except ValueError as e:
+            raise _BadDocumentError(str(e)) from e
+    try:
+        text = get_value(record, columns.text)
+    except (KeyError, TypeError):
+        text = None
+    if not isinstance(text, str) or not text:
+        raise _BadDocumentError(f"no {columns.text}")
+    return text
+
+
+# JSON Lines
 
 
 def _read_json_lines(source: Source, raw: BinaryIO, columns: Columns) -> Iterator[Piece | BadLine | FilteredOut]:
@@ -137,64 +162,33 @@ def _read_json_lines(source: Source, raw: BinaryIO, columns: Columns) -> Iterato
                 _skip_line(line, file)
                 raise _BadDocumentError(f"longer than {MAX_LINE_BYTES:,} bytes")
             if not line.isspace():
-                text = _parse_document(line, columns)
-                yield from [FilteredOut()] if text is None else cut_into_pieces([text])
+                text = _parse_line(line, columns)
+                yield FilteredOut() if text is None else Piece(text, True)
         except _BadDocumentError as e:
             yield BadLine(f"{source.name}:{number}", str(e))
 
 
-def _parse_document(line: bytes, columns: Columns) -> str | None:
+def _parse_line(line: bytes, columns: Columns) -> str | None:
     """Return the text of a JSON line, or None if it is filtered out. Raises _BadDocumentError for an invalid line."""
     try:
-        record = json.loads(line.decode("utf-8-sig"))
-        if not all(condition.accepts(_get_comparable(record, condition)) for condition in columns.filters):
-            return None
-        text = get_value(record, columns.text)
-        text.encode()  # fails for lone surrogates
+        text = _select_text(json.loads(line.decode("utf-8-sig")), columns)
+        if text is not None:
+            text.encode()  # fails for lone surrogates
     except UnicodeError as e:
         raise _BadDocumentError("invalid UTF-8") from e
     except json.JSONDecodeError as e:
         raise _BadDocumentError(f"invalid JSON ({e.msg})") from e
+    except RecursionError as e:
+        raise _BadDocumentError("invalid JSON (nested too deeply)") from e
     except ValueError as e:  # a number with more digits than Python converts
         raise _BadDocumentError(str(e).partition(":")[0]) from e
-    except (KeyError, TypeError, AttributeError, RecursionError) as e:
-        raise _BadDocumentError(f"no {columns.text}") from e
-    if not text:
-        raise _BadDocumentError(f"no {columns.text}")
     return text
-
-
-def _get_comparable(record: Any, condition: Filter) -> Any:
-    """Return the value that a filter compares. Raises _BadDocumentError if it is missing or cannot be compared."""
-    try:
-        value = get_value(record, condition.column)
-    except (KeyError, TypeError) as e:
-        raise _BadDocumentError(f"no {condition.column}") from e
-    if value is not None and (mismatch := condition.find_mismatch(name_kind(value))):
-        raise _BadDocumentError(mismatch)
-    return value
-
-
-def _read_parquet(
-    source: Source, raw: BinaryIO, columns: Columns, advance: Callable[[int], object]
-) -> Iterator[Piece | BadLine | FilteredOut]:
-    for number, (text, encoded) in enumerate(read_rows(source, raw, columns, advance), 1):
-        try:
-            values = [value.decode() if isinstance(value, bytes) else value for value in encoded]
-            if not all(condition.accepts(value) for condition, value in zip(columns.filters, values, strict=True)):
-                yield FilteredOut()
-                continue
-            if not text:
-                raise _BadDocumentError(f"no {columns.text}")
-            yield from cut_into_pieces([text.decode()])
-        except (UnicodeError, _BadDocumentError) as e:
-            yield BadLine(f"{source.name}:{number}", "invalid UTF-8" if isinstance(e, UnicodeError) else str(e))
 
 
 def _skip_line(line: bytes, file: BinaryIO) -> None:
     """Read to the end of a line that starts with `line`."""
     while line and not line.endswith(b"\n"):
-        line = file.readline(PIECE_CHARACTERS)
+        line = file.readline(PART_CHARACTERS)
 
 
 def _decompress(name: str, raw: BinaryIO) -> BinaryIO:
@@ -233,3 +227,119 @@ class _ZstdFile(io.RawIOBase):
         size = min(len(buffer), len(self._output))
         buffer[:size], self._output = self._output[:size], self._output[size:]
         return size
+
+
+# Parquet
+
+
+def check_columns(source: Source, columns: Columns) -> None:
+    """Raise RunError if an intact parquet file lacks a column, or a filter cannot compare it."""
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    try:
+        schema = parquet.read_schema(source.path)
+    except (pa.ArrowException, OSError):  # reported with the other damaged files when they are read
+        return
+    _find_columns(source, schema, columns)
+
+
+def _read_parquet(
+    source: Source, raw: BinaryIO, columns: Columns, advance: Advance
+) -> Iterator[Piece | BadLine | FilteredOut]:
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    try:
+        file = parquet.ParquetFile(raw, pre_buffer=False, buffer_size=BUFFER_BYTES, page_checksum_verification=True)
+        names, columns = _find_columns(source, file.schema_arrow, columns)
+        number = position = 0
+        for batch in file.iter_batches(BATCH_ROWS, columns=names, use_threads=False):
+            for record in _list_records(batch):
+                number += 1
+                try:
+                    if record is None:
+                        raise _BadDocumentError("invalid UTF-8")
+                    text = _select_text(record, columns)
+                    yield FilteredOut() if text is None else Piece(text, True)
+                except _BadDocumentError as e:
+                    yield BadLine(f"{source.name}:{number}", str(e))
+            done = source.size * number // file.metadata.num_rows
+            advance(done - position)
+            position = done
+    except (pa.ArrowException, OSError) as e:
+        if isinstance(e, OSError) and e.errno:  # of the file system
+            raise
+        message = f"{source.path}: corrupt or cut short ({first_line(e)}); replace the file or remove it"
+        raise UnreadableSourceError(message) from e
+
+
+def _list_records(batch: "pa.RecordBatch") -> list[dict[str, Any] | None]:
+    """Return each row as a dictionary, None if its text is not UTF-8."""
+    try:
+        return batch.to_pylist()
+    except UnicodeDecodeError:
+        if batch.num_rows == 1:
+            return [None]
+        return [record for row in range(batch.num_rows) for record in _list_records(batch.slice(row, 1))]
+
+
+def _find_columns(source: Source, schema: "pa.Schema", columns: Columns) -> tuple[list[str], Columns]:
+    """Return the names of the columns to read, and the filters with values rounded to the precision of the columns.
+
+    A stored 32-bit or 16-bit 0.65 is equal to the 0.65 of a filter.
+    """
+    import pyarrow as pa
+
+    name, kind = _find_column(source, schema, columns.text)
+    if not (pa.types.is_null(kind) or _is_text(kind)):
+        raise RunError(f"{source.path}: column {columns.text!r} is {kind}, not text; choose another --text-column")
+    names, filters = [name], []
+    for condition in columns.filters:
+        name, kind = _find_column(source, schema, condition.column)
+        names.append(name)
+        try:
+            condition.accepts(_make_sample(condition.column, kind))
+        except ValueError as e:
+            raise RunError(f"{source.path}: --filter '{condition}': {e}; correct or remove the filter") from e
+        if rounded := {"halffloat": np.float16, "float": np.float32}.get(str(kind)):
+            condition = replace(condition, value=repr(float(rounded(condition.parse_number(float)))))
+        filters.append(condition)
+    return list(dict.fromkeys(names)), Columns(columns.text, tuple(filters))
+
+
+def _make_sample(column: str, kind: "pa.DataType") -> str | int | None:
+    """Return a value of the kind that filters compare. Raises ValueError if they cannot compare it."""
+    import pyarrow as pa
+
+    if _is_text(kind) or pa.types.is_null(kind):
+        return "" if _is_text(kind) else None
+    if pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_decimal(kind):
+        return 0
+    raise ValueError(f"{column} is of type {kind}, neither number nor text")
+
+
+def _is_text(kind: "pa.DataType") -> bool:
+    import pyarrow as pa
+
+    return pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)
+
+
+def _find_column(source: Source, schema: "pa.Schema", name: str) -> tuple[str, "pa.DataType"]:
+    """Return the name under which pyarrow reads a column or the field a.b of one, and its type."""
+    import pyarrow as pa
+
+    path = [name] if name in schema.names else name.split(".")
+    if (count := schema.names.count(path[0])) > 1:
+        raise RunError(f"{source.path}: {count} columns are named {path[0]!r}; rename all but one")
+    fields, kind = list(schema), None
+    for number, part in enumerate(path):
+        kind = next((field.type for field in fields if field.name == part), None)
+        if kind is None:
+            known = [".".join([*path[:number], field.name]) for field in fields]
+            hint = suggest_name(name, known) or f"; it has {', '.join(known[:20]) or 'no such field'}"
+            raise RunError(f"{source.path}: no column {name!r}{hint}")
+        if pa.types.is_null(kind):  # a column without any value, which has no fields either
+            return ".".join(path[: number + 1]), kind
+        fields = list(kind) if pa.types.is_struct(kind) else []
+    return ".".join(path), kind.value_type if pa.types.is_dictionary(kind) else kind

@@ -1,14 +1,14 @@
 """The files of a prepared set: MDS shards of token sequences, index.json, tokenizer.json and corpus.json.
 
 Each sample is one sequence of exactly `context_length` tokens in the column `tokens`: uint16, or uint32 for more than
-65,536 token ids. The shards have the MDS format of mosaicml-streaming. They are written here because importing that
-library takes 5 s.
+65,536 token ids. The shards have the MDS format of mosaicml-streaming; see `stackexp.data.units`. They are read here,
+because importing that library takes seconds.
 """
 
-import hashlib
 import json
+import logging
 import os
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +19,12 @@ from stackexp.data.path_checks import explain_missing_dataset
 from stackexp.data.tokenizer import compute_fingerprint, load_tokenizer
 from stackexp.data.verification import check_basename, verify_file
 from stackexp.errors import RunError
-from stackexp.files import sync_file, write_atomically, write_json
+
+log = logging.getLogger(__name__)
 
 FORMAT_VERSION = 1
-SHARD_BYTES = 1 << 25  # tokens of one shard
+SHARD_BYTES = 1 << 25
+VOCAB_PADDING = 128  # vocabularies are often rounded up to a multiple of this
 
 
 @dataclass
@@ -62,73 +64,6 @@ def describe_columns(dtype: np.dtype, context_length: int) -> dict[str, Any]:
     }
 
 
-def write_shard(path: Path, sequences: np.ndarray) -> dict:
-    """Write sequences [N, T] as one MDS shard and return its entry for index.json.
-
-    Layout: N (uint32), N + 1 offsets (uint32), the columns as JSON, the samples.
-    """
-    samples, length = sequences.shape
-    columns = describe_columns(sequences.dtype, length)
-    header = json.dumps(columns, sort_keys=True).encode()
-    begin = 4 + 4 * (samples + 1) + len(header)
-    offsets = begin + np.arange(samples + 1) * columns["column_sizes"][0]
-    digest = hashlib.sha256()
-    with open(path, "wb") as file:
-        for part in (np.uint32(samples), offsets.astype(np.uint32), header, np.ascontiguousarray(sequences)):
-            file.write(part)  # type: ignore[arg-type]
-            digest.update(part)  # type: ignore[arg-type]
-        sync_file(file)
-    raw = {"basename": path.name, "bytes": int(offsets[-1]), "hashes": {"sha256": digest.hexdigest()}}
-    return columns | {"raw_data": raw, "samples": samples, "zip_data": None}
-
-
-class ShardWriter:
-    """A writer that cuts a stream of tokens into sequences and writes them to `folder` as shards."""
-
-    def __init__(self, folder: Path, context_length: int, dtype: np.dtype) -> None:
-        self.folder, self.context_length, self.dtype = folder, context_length, dtype
-        self.shards: list[dict] = []  # entries for index.json
-        self._tokens_per_shard = max(1, SHARD_BYTES // (context_length * dtype.itemsize)) * context_length
-        self._buffer = np.empty(self._tokens_per_shard, dtype)
-        self._filled = 0
-
-    def write(self, tokens: np.ndarray) -> None:
-        """Append tokens [N]."""
-        while len(tokens):
-            part = tokens[: self._tokens_per_shard - self._filled]
-            self._buffer[self._filled : self._filled + len(part)] = part
-            self._filled += len(part)
-            tokens = tokens[len(part) :]
-            if self._filled == self._tokens_per_shard:
-                self._flush()
-
-    def close(self) -> np.ndarray:
-        """Write the last sequences and return the remaining tokens, fewer than context_length."""
-        self._flush()
-        return self._buffer[: self._filled].copy()
-
-    def _flush(self) -> None:
-        count, rest = divmod(self._filled, self.context_length)
-        whole = count * self.context_length
-        if count:
-            path = self.folder / f"shard.{len(self.shards):05}.mds"
-            self.shards.append(write_shard(path, self._buffer[:whole].reshape(count, self.context_length)))
-        self._buffer[:rest] = self._buffer[whole : self._filled]
-        self._filled = rest
-
-
-def prefix_basenames(shards: list[dict], folder: str) -> list[dict]:
-    """Return index entries whose file names start with the subfolder `folder`."""
-    return [s | {"raw_data": s["raw_data"] | {"basename": f"{folder}/{s['raw_data']['basename']}"}} for s in shards]
-
-
-def write_metadata(folder: Path, corpus: Corpus, shards: list[dict], tokenizer: Tokenizer) -> None:
-    """Turn a folder of shards into a prepared set. corpus.json comes last: its presence marks the set as complete."""
-    write_atomically(folder / "tokenizer.json", tokenizer.to_str(pretty=True))
-    write_json(folder / "index.json", {"version": 2, "shards": shards}, indent=1)
-    write_json(folder / "corpus.json", asdict(corpus), indent=1)
-
-
 class TokenSet:
     """A prepared set opened for reading: `token_set[i]` is sequence i, token ids [T], read from disk on demand.
 
@@ -164,7 +99,7 @@ class TokenSet:
         self._maps: dict[int, np.ndarray] = {}
 
     def _has_format(self, shard: dict[str, Any]) -> bool:
-        """Return True if an entry of index.json has the fields that `write_shard` returns for this corpus."""
+        """Return True if an entry of index.json describes sequences of this corpus."""
         columns = describe_columns(choose_token_dtype(self.corpus.vocab_size), self.corpus.context_length)
         expected = columns | {"size_limit": shard["size_limit"], "zip_data": None}
         described = {key: value for key, value in shard.items() if key not in ("raw_data", "samples")}
@@ -184,12 +119,13 @@ class TokenSet:
             raise RunError(f"{path}: corrupt; prepare the set again") from e
 
     def check_vocab_size(self, limit: int) -> None:
-        """Raise RunError if the set has more token ids than data.vocab_size, `limit`."""
-        if (size := self.corpus.vocab_size) > limit:
-            raise RunError(
-                f"{self.folder}: its tokenizer has {size} tokens, but data.vocab_size is {limit}; set "
-                f"data.vocab_size={size}"
-            )
+        """Raise RunError if the set has more token ids than data.vocab_size, `limit`; warn if it has far fewer."""
+        size = self.corpus.vocab_size
+        message = f"{self.folder}: its tokenizer has {size} tokens, but data.vocab_size is {limit}"
+        if size > limit:
+            raise RunError(f"{message}; set data.vocab_size={size}")
+        if limit >= size + VOCAB_PADDING:
+            log.warning("%s, so %d token ids are never trained; set data.vocab_size=%d", message, limit - size, size)
 
     def load_tokenizer(self) -> Tokenizer:
         """Load the set's tokenizer. Raises RunError if tokenizer.json is not the one named in corpus.json."""

@@ -1,10 +1,13 @@
-"""Memory-mapped files of token ids: raw little-endian uint16 without a header, as OLMo writes them, or real .npy files.
+"""Files of token ids: raw little-endian numbers without a header, as OLMo writes them, real .npy files, or llm.c's.
+
+`TokenFile.read_blocks` is the one reader of ids for preparation, retokenization, evaluation and fetching.
 
 A file that stackexp wrote or fetched has a record next to it, `<file>.json`. The record is written last, so its
 presence means that the file is complete and was checked.
 """
 
 import glob
+import hashlib
 import io
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -21,7 +24,13 @@ from stackexp.files import compute_sha256, read_json, sync_file, write_json
 
 NPY_MAGIC = b"\x93NUMPY"
 REMEDY = "it is truncated or damaged: fetch or make it again"
-BLOCK_TOKENS = 1 << 22
+TYPE_REMEDY = "give --dtype to data prepare or data retokenize, or save the ids with numpy.save"
+BLOCK_TOKENS = 1 << 20
+# llm.c writes 256 int32 (magic number, version, number of ids, ...), then the ids.
+LLM_C_TYPES = {20240520: "<u2", 20240801: "<u4"}
+LLM_C_HEADER_BYTES = 1024
+# A raw file has ids of 4 bytes if the upper halves are below TINY, but not the lower ones.
+TYPE_SAMPLE, MIN_TYPE_SAMPLE, TINY = 1 << 20, 8, 32
 
 
 @dataclass(frozen=True)
@@ -62,44 +71,102 @@ def read_record(path: Path) -> FileRecord | None:
 
 
 class TokenFile:
-    """An open token file. `tokens` is a memory map [N] of uint16, or of the type in the header of a real .npy.
+    """An open token file. `tokens` is a memory map [N] of the ids.
 
-    Raises RunError if the file is missing, empty, has an odd number of bytes, or its length differs from its record.
+    The type is that of the header of a real .npy or of llm.c, or `dtype`. Raw files without a header and without
+    `dtype` are uint16. Messages call the file `name` (default: its path).
+
+    Raises RunError if the file is missing, empty or cut short, its length differs from its record, or its type is
+    unknown: a raw file without a record of a vocabulary of more than 65,536 ids, or one that looks like 4 bytes per id.
     """
 
-    def __init__(self, path: str | Path):
+    def __init__(
+        self, path: str | Path, *, dtype: str | None = None, vocab_size: int | None = None, name: str | None = None
+    ):
         self.path = Path(path)
+        self.name = name or str(path)
         self.record = read_record(self.path)
         try:
             size = self.path.stat().st_size
             if self.record and size != self.record.bytes:
-                raise RunError(f"{self.path}: {size:,} bytes, but its record has {self.record.bytes:,}; {REMEDY}")
-            self.tokens = self._map(size)
+                raise RunError(f"{self.name}: {size:,} bytes, but its record has {self.record.bytes:,}; {REMEDY}")
+            self.tokens = self._map(size, dtype, vocab_size)
         except (OSError, ValueError) as error:
-            raise RunError(f"{self.path}: cannot be read ({getattr(error, 'strerror', None) or error})") from error
-
-    def _map(self, size: int) -> np.memmap:
-        if not size:
-            raise RunError(f"{self.path}: empty; {REMEDY}")
-        with open(self.path, "rb") as file:
-            if file.read(len(NPY_MAGIC)) == NPY_MAGIC:
-                return _map_npy(self.path)
-        if size % 2:
-            raise RunError(f"{self.path}: {size:,} bytes are not a whole number of uint16 token ids; {REMEDY}")
-        return np.memmap(self.path, "<u2", "r")
+            raise RunError(f"{self.name}: cannot be read ({getattr(error, 'strerror', None) or error})") from error
 
     def __len__(self) -> int:
         return len(self.tokens)
 
+    def _map(self, size: int, dtype: str | None, vocab_size: int | None) -> np.memmap:
+        if not size:
+            raise RunError(f"{self.name}: empty; {REMEDY}")
+        with open(self.path, "rb") as file:
+            begin = file.read(12)
+        if begin.startswith(NPY_MAGIC):
+            return self._map_npy()
+        if len(begin) == 12 and (header := np.frombuffer(begin, "<i4"))[0] in LLM_C_TYPES:
+            kind, count = np.dtype(LLM_C_TYPES[header[0]]), int(header[2])
+            if size != LLM_C_HEADER_BYTES + count * kind.itemsize:
+                raise RunError(f"{self.name}: {size:,} bytes, but its header has {count:,} token ids; {REMEDY}")
+            return np.memmap(self.path, kind, "r", LLM_C_HEADER_BYTES, (count,))
+        is_unknown = self.record is None and dtype is None
+        if is_unknown and (vocab_size or 0) > 1 << 16:
+            raise RunError(f"{self.name}: raw ids of a vocabulary of {vocab_size:,}, of unknown type; {TYPE_REMEDY}")
+        kind = np.dtype(dtype or np.uint16).newbyteorder("<")
+        if size % kind.itemsize:
+            raise RunError(f"{self.name}: {size:,} bytes are not a whole number of {kind.name} token ids; {REMEDY}")
+        tokens = np.memmap(self.path, kind, "r")
+        if is_unknown and _looks_like_uint32(tokens):
+            raise RunError(
+                f"{self.name}: its ids seem to have 4 bytes, because every second uint16 is tiny; {TYPE_REMEDY}"
+            )
+        return tokens
 
-def _map_npy(path: Path) -> np.memmap:
-    """Map the integers of a real .npy as [N]. Raises RunError for another type, ValueError for a corrupt file."""
-    array = np.lib.format.open_memmap(path, mode="r")
-    if array.dtype.kind not in "ui" or not array.size or not array.flags.c_contiguous:
-        order = "" if array.flags.c_contiguous else " in Fortran order"
-        found = f"{array.dtype.name} {list(array.shape)}{order}"
-        raise RunError(f"{path}: expected token ids, found {found}; write it as a 1-d array of integers")
-    return np.memmap(path, array.dtype, "r", array.offset, (array.size,))
+    def _map_npy(self) -> np.memmap:
+        """Map the integers of a real .npy as [N]. Raises RunError for another type, ValueError for a corrupt file."""
+        array = np.lib.format.open_memmap(self.path, mode="r")
+        if array.dtype.kind not in "ui" or not array.size or not array.flags.c_contiguous:
+            order = "" if array.flags.c_contiguous else " in Fortran order"
+            found = f"{array.dtype.name} {list(array.shape)}{order}"
+            raise RunError(f"{self.name}: expected token ids, found {found}; write it as a 1-d array of integers")
+        return np.memmap(self.path, array.dtype, "r", array.offset, (array.size,))
+
+    def read_blocks(
+        self, vocab_size: int, advice: str = "give the tokenizer that made the file"
+    ) -> Iterator[np.ndarray]:
+        """Yield all ids in order, in blocks [<= BLOCK_TOKENS].
+
+        Raises RunError for an id outside the vocabulary, and at the end if the file differs from its record.
+        """
+        digest, position = hashlib.sha256(), 0
+        with open(self.path, "rb") as file:  # not the memory map: its pages would count as this process's memory
+            digest.update(file.read(self.tokens.offset))
+            while len(ids := np.fromfile(file, self.tokens.dtype, BLOCK_TOKENS)):
+                if self.record:
+                    digest.update(ids.data)
+                check_ids(ids, vocab_size, self.name, position, advice)
+                yield ids
+                position += len(ids)
+        if self.record and self.record.sha256 != digest.hexdigest():
+            raise RunError(f"{self.name}: differs from its record (another SHA-256); {REMEDY}")
+
+
+def check_ids(ids: np.ndarray, vocab_size: int, name: object, position: int, advice: str) -> None:
+    """Raise RunError if an id [N] is outside the vocabulary. `position` is that of the first in the file."""
+    if len(ids) and not 0 <= ids.min() <= ids.max() < vocab_size:
+        first = int(np.flatnonzero((ids < 0) | (ids >= vocab_size))[0])
+        where = f"token id {ids[first]:,} at position {position + first:,}"
+        raise RunError(f"{name}: {where} is outside the vocabulary of {vocab_size:,}; {advice}")
+
+
+def _looks_like_uint32(words: np.ndarray) -> bool:
+    """Return True if uint16 words [N] are rather the halves of uint32 ids: low, high, low, high ..."""
+    sample = np.asarray(words[: TYPE_SAMPLE - TYPE_SAMPLE % 2])
+    low, high = sample[0::2], sample[1::2]
+    if len(high) < MIN_TYPE_SAMPLE:
+        return False
+    is_zero, is_tiny = not high.any() and low.any(), high.max() < TINY and np.mean(low >= TINY) > 1 / 4
+    return bool(is_zero or is_tiny)
 
 
 class Chunks:
@@ -216,7 +283,7 @@ def write_token_file(
             file.write(_header(dtype, count))
             sync_file(file)
         if not count:
-            raise RunError(f"{path}: no tokens to write; check the source")
+            raise RunError(f"{fields['source']}: contains no tokens; check the path")
         size = temporary.stat().st_size
         record = FileRecord(compute_sha256(temporary), size, count, vocab_size, **fields, **counts())
     except BaseException:

@@ -11,7 +11,7 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 
 import numpy as np
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from stackexp.data import olmo
 from stackexp.data.readers import Piece, TokenBlock
@@ -21,6 +21,11 @@ UNKNOWN_TOKENIZER = "unknown"  # recorded for ids without a tokenizer
 END_OF_TEXT = "<|endoftext|>"
 _END_OF_TEXT_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>")  # names in common tokenizers
 BATCH_PIECES, BATCH_CHARACTERS = 1024, 1 << 21  # limits of one tokenizer call
+PIECE_CHARACTERS = 1 << 18  # longer documents are encoded in pieces where that does not change their ids
+CONTEXT_CHARACTERS = 1 << 10  # on both sides of a cut, on which it is tried
+CUTS = re.compile(r"(?<=\w)(?=[ \n]\w)")  # candidates: before a space or a line feed between words
+MAX_PIECE_CHARACTERS = 1 << 26
+TRAINING_WORD_CHARACTERS = 1000  # longer words, in text without spaces, take time that grows as their square
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
@@ -29,7 +34,9 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     Id 0 is <|endoftext|>, ids 1 to 256 are the bytes. The result depends only on the texts and `vocab_size`.
     """
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    words = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    parts = pre_tokenizers.Split(Regex(f".{{1,{TRAINING_WORD_CHARACTERS}}}"), "isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([words, parts])
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
@@ -38,6 +45,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.pre_tokenizer = words
     return treat_special_tokens_as_text(tokenizer)
 
 
@@ -48,7 +56,17 @@ def load_tokenizer(path: Path) -> Tokenizer:
     except Exception as e:  # the library raises plain Exception
         raise RunError(f"{path}: not a readable tokenizer.json ({first_line(e)}); correct the path") from e
     get_end_of_text_id(tokenizer, path)
-    return treat_special_tokens_as_text(tokenizer)
+    return treat_special_tokens_as_text(_mark_end_of_text_special(tokenizer))
+
+
+def _mark_end_of_text_special(tokenizer: Tokenizer) -> Tokenizer:
+    """Mark end-of-text as special if it is an added token; otherwise text that merely spells it ends documents."""
+    spec, end = json.loads(tokenizer.to_str()), get_end_of_text_id(tokenizer)
+    token = next((token for token in spec["added_tokens"] if token["id"] == end), None)
+    if token is None or token["special"]:
+        return tokenizer
+    token["special"] = True
+    return Tokenizer.from_str(json.dumps(spec))
 
 
 def treat_special_tokens_as_text(tokenizer: Tokenizer) -> Tokenizer:
@@ -128,11 +146,13 @@ def count_token_bytes(tokenizer: Tokenizer, size: int | None = None) -> np.ndarr
 def tokenize_pieces(pieces: Iterable[Piece | TokenBlock], tokenizer: Tokenizer) -> Iterator[TokenBlock]:
     """Yield the tokens of all documents in order, in batches; each document ends with end-of-text.
 
-    Token blocks among the pieces pass through unchanged, so an input holds either text or tokens.
+    The ids are those of the whole documents, even if these come in pieces. Token blocks among the pieces pass through
+    unchanged, so an input holds either text or tokens. Raises RunError if a document is too long to be encoded at once
+    and cannot be cut.
     """
     batch: list[Piece] = []
     characters = 0
-    for piece in pieces:
+    for piece in _cut_documents(pieces, tokenizer):
         if isinstance(piece, TokenBlock):
             yield piece
             continue
@@ -143,6 +163,49 @@ def tokenize_pieces(pieces: Iterable[Piece | TokenBlock], tokenizer: Tokenizer) 
             batch, characters = [], 0
     if batch:
         yield _encode(batch, tokenizer)
+
+
+def _cut_documents(pieces: Iterable[Piece | TokenBlock], tokenizer: Tokenizer) -> Iterator[Piece | TokenBlock]:
+    """Yield documents in the longest pieces that can be encoded apart, one in each PIECE_CHARACTERS if possible."""
+    text, searched = "", 0  # the rest of the document, and the length that has been searched for cuts
+    for piece in pieces:
+        if isinstance(piece, TokenBlock):
+            yield piece
+            continue
+        text, begin = text + piece.text, 0
+        while len(text) > searched + PIECE_CHARACTERS:
+            searched += PIECE_CHARACTERS
+            if cut := _find_cut(text, max(begin + 1, searched - PIECE_CHARACTERS), searched, tokenizer):
+                yield Piece(text[begin:cut], False)
+                begin = cut
+            elif searched - begin >= MAX_PIECE_CHARACTERS:
+                raise RunError(
+                    f"the document {text[:60]!r}... has {searched - begin:,} characters that this tokenizer cannot "
+                    "encode in parts; split the document"
+                )
+        text, searched = text[begin:], searched - begin
+        if piece.ends_document:
+            yield Piece(text, True)
+            text, searched = "", 0
+    if text:  # a document without an end
+        yield Piece(text, False)
+
+
+def _find_cut(text: str, begin: int, end: int, tokenizer: Tokenizer) -> int | None:
+    """Return the last of four candidates before `end` where a text can be cut without another id, or None.
+
+    At a cut, the pre-tokenizer must split, and both sides must have the ids that they have together. Both are tried on
+    CONTEXT_CHARACTERS around it. Tokenizers that change the beginning of each text, such as Llama 2's, have no cuts.
+    """
+    for match in reversed(list(CUTS.finditer(text, max(begin, end - 4 * CONTEXT_CHARACTERS), end))[-4:]):
+        cut = match.start()
+        left, right = text[max(0, cut - CONTEXT_CHARACTERS) : cut], text[cut : cut + CONTEXT_CHARACTERS]
+        both, first, second = (tokenizer.encode(part, add_special_tokens=False) for part in (left + right, left, right))
+        border = len(first.ids)
+        is_split = both.word_ids[border - 1 : border] != both.word_ids[border : border + 1]
+        if is_split and both.ids == first.ids + second.ids:
+            return cut
+    return None
 
 
 def _encode(batch: list[Piece], tokenizer: Tokenizer) -> TokenBlock:

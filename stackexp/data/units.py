@@ -1,12 +1,17 @@
-"""Units of work: the folders `unit.00000`, `unit.00001` ... from which a prepared set is merged.
+"""Units of work: the folders `unit.<hash of the file names>` from which a prepared set is merged.
 
-A unit holds the sequences of its documents as shards. Its last tokens, which do not fill a sequence, are in tail.npy;
-the merge packs the tails of all units together.
+A unit holds the sequences of its documents as MDS shards with an index.json, and in unit.json its counts and its last
+tokens, which do not fill a sequence. The merge packs the last tokens of all units together. A unit folder is renamed
+when it is complete, so a unit that exists is done.
 """
 
+import hashlib
 import json
+import logging
+import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -14,39 +19,71 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from stackexp.data.readers import BadLine, FilteredOut, Piece, TokenBlock
-from stackexp.data.shards import Corpus, ShardWriter, choose_token_dtype, prefix_basenames, write_metadata
+from stackexp.data.shards import SHARD_BYTES, Corpus, choose_token_dtype, describe_columns
 from stackexp.data.sources import Source
 from stackexp.data.tokenizer import compute_fingerprint, get_vocab_size, tokenize_pieces
 from stackexp.errors import RunError
-from stackexp.files import compute_sha256, sync_file, write_json
+from stackexp.files import read_json, sync_file, sync_folder, write_atomically, write_json
 
 BAD_LINES = "bad_lines.log"  # lines "file:line: reason", in each unit and in the merged set
-TAIL = "tail.npy"
+RECORD = "unit.json"
+TAILS = "tails"  # folder of the sequences packed from the last tokens of the units
 
 
 @dataclass
 class Unit:
-    """The contents of unit.json, which is written last."""
+    """The contents of unit.json."""
 
     documents: int = 0
     tokens: int = 0
     bytes: int = 0
     bad_lines: int = 0
     filtered_documents: int = 0
-    shards: list[dict] = field(default_factory=list)  # entries for index.json
-    hashes: dict[str, str] = field(default_factory=dict)  # SHA-256 of the other files
-    tokenizer: str = ""  # fingerprint; not recorded by early versions
+    tail: list[int] = field(default_factory=list)  # the last tokens, fewer than a sequence
+    tokenizer: str = ""  # fingerprint
     sources: list[list] = field(default_factory=list)  # name, size, modification time (ns)
 
 
-def format_unit_name(number: int) -> str:
-    """Return the folder name of a unit."""
-    return f"unit.{number:05}"
+def name_unit(sources: Sequence[Source]) -> str:
+    """Return the folder name of a unit, which depends on the names and sizes of its files."""
+    names = json.dumps([[source.name, source.size] for source in sources])
+    return f"unit.{hashlib.sha256(names.encode()).hexdigest()[:12]}"
 
 
 def read_unit(folder: Path) -> Unit:
-    """Read unit.json. Raises OSError, ValueError or TypeError if it is missing or corrupt."""
-    return Unit(**json.loads((folder / "unit.json").read_text(encoding="utf-8")))
+    """Read unit.json. Raises RunError if it is missing, corrupt or of the earlier format."""
+    try:
+        return Unit(**read_json(folder / RECORD))
+    except (OSError, TypeError) as error:
+        raise RunError(f"{folder / RECORD}: missing or corrupt; delete {folder} and prepare it again") from error
+
+
+class SequenceWriter:
+    """A writer that cuts a stream of tokens into sequences and writes them to `folder` as MDS shards."""
+
+    def __init__(self, folder: Path, context_length: int, dtype: np.dtype) -> None:
+        from streaming import MDSWriter  # the import takes seconds
+
+        (encoding,), size = describe_columns(dtype, context_length)["column_encodings"], context_length * dtype.itemsize
+        self.context_length, self.dtype = context_length, dtype
+        self._rest = np.empty(0, dtype)
+        limit = SHARD_BYTES if 2 * size <= SHARD_BYTES else 2 * size
+        self._writer = MDSWriter(
+            columns={"tokens": encoding}, out=str(folder.absolute()), hashes=["sha256"], size_limit=limit
+        )
+
+    def write(self, tokens: np.ndarray) -> None:
+        """Append tokens [N]."""
+        tokens = np.concatenate([self._rest, tokens.astype(self.dtype, copy=False)])
+        whole = len(tokens) - len(tokens) % self.context_length
+        for sequence in tokens[:whole].reshape(-1, self.context_length):
+            self._writer.write({"tokens": sequence})
+        self._rest = tokens[whole:]
+
+    def close(self) -> np.ndarray:
+        """Write the last shard and index.json, and return the remaining tokens, fewer than context_length."""
+        self._writer.finish()
+        return self._rest
 
 
 def write_unit(
@@ -56,20 +93,20 @@ def write_unit(
     context_length: int,
     sources: Iterable[Source] = (),
 ) -> Unit:
-    """Tokenize documents and write them to `folder`, which exists, as a unit."""
+    """Tokenize documents and write them to `folder`, which is empty, as a unit."""
     unit = Unit(tokenizer=compute_fingerprint(tokenizer), sources=[source.record for source in sources])
-    writer = ShardWriter(folder, context_length, choose_token_dtype(get_vocab_size(tokenizer)))
+    writer = SequenceWriter(folder, context_length, choose_token_dtype(get_vocab_size(tokenizer)))
     for block in tokenize_pieces(_count_others(items, unit, folder / BAD_LINES), tokenizer):
-        writer.write(block.ids.astype(writer.dtype, copy=False))
+        writer.write(block.ids)
         unit.documents += block.documents
         unit.bytes += block.bytes
         unit.tokens += len(block.ids)
-    with open(folder / TAIL, "wb") as file:
-        np.save(file, writer.close())
-        sync_file(file)
-    unit.shards = writer.shards
-    unit.hashes = {name: compute_sha256(folder / name) for name in (TAIL, BAD_LINES)}
-    write_json(folder / "unit.json", asdict(unit), indent=1)
+    unit.tail = writer.close().tolist()
+    write_json(folder / RECORD, asdict(unit), indent=0)
+    for path in folder.iterdir():
+        with open(path, "rb") as file:
+            os.fsync(file.fileno())
+    sync_folder(folder)
     return unit
 
 
@@ -83,66 +120,34 @@ def _count_others(
                 log.write(f"{item}\n")
                 unit.bad_lines += 1
             elif isinstance(item, FilteredOut):
-                unit.filtered_documents += item.documents
+                unit.filtered_documents += 1
             else:
                 yield item
-        sync_file(log)
 
 
-def find_damaged_file(folder: Path) -> str | None:
-    """Return the name of the first file of a finished unit that differs from its recorded hash, or None."""
-    try:
-        unit = read_unit(folder)
-        hashes = {s["raw_data"]["basename"]: s["raw_data"]["hashes"]["sha256"] for s in unit.shards}
-        hashes |= {name: unit.hashes[name] for name in (TAIL, BAD_LINES)}
-    except (OSError, ValueError, TypeError, KeyError):
-        return "unit.json"
-    for name, expected in hashes.items():
-        path = folder / name
-        if not path.exists() or compute_sha256(path) != expected:
-            return name
-    return None
+def merge_units(
+    folder: Path, names: list[str], tokenizer: Tokenizer, context_length: int, sources: list[str]
+) -> Corpus:
+    """Merge the units `names` in `folder` into one prepared set.
 
-
-def renumber_units(folder: Path, units: list[list[Source]]) -> None:
-    """Rename the finished units in `folder` to their numbers in `units`, and delete units of other sources."""
-    targets = {json.dumps([s.record for s in unit]): folder / format_unit_name(n) for n, unit in enumerate(units)}
-    for path in folder.glob("unit.*"):
-        if path != _find_target(path, targets):  # move all out of the way first
-            hidden = path.with_name(f".moved.{path.name}")
-            shutil.rmtree(hidden, ignore_errors=True)
-            path.rename(hidden)
-    for path in folder.glob(".moved.*"):  # includes those of an earlier call that was killed
-        target = _find_target(path, targets)
-        if target and not target.exists():
-            path.rename(target)
-        else:
-            shutil.rmtree(path)
-
-
-def _find_target(path: Path, targets: dict[str, Path]) -> Path | None:
-    """Return the folder where a unit belongs, or None if its sources have changed or are unknown."""
-    try:
-        return targets.get(json.dumps(read_unit(path).sources))
-    except (OSError, ValueError, TypeError):
-        return None
-
-
-def merge_units(folder: Path, count: int, tokenizer: Tokenizer, context_length: int, sources: list[str]) -> Corpus:
-    """Merge the `count` units in `folder` into one prepared set.
-
-    The tails of all units are packed together; the last tokens, which do not fill a sequence, are dropped. Raises
-    RunError if there is less than one sequence, or if a unit was made with another tokenizer.
+    corpus.json is written last: its presence marks the set as complete. The last tokens of all units are packed
+    together; those that do not fill a sequence are dropped. Raises RunError if there is less than one sequence, or if a
+    unit was made with another tokenizer.
     """
-    units = [read_unit(folder / format_unit_name(number)) for number in range(count)]
-    _check_tokenizer(folder, units, tokenizer)
-    tail_shards, dropped = _pack_tails(folder, count, tokenizer, context_length)
-    shards = [entry for n, unit in enumerate(units) for entry in prefix_basenames(unit.shards, format_unit_name(n))]
-    shards += prefix_basenames(tail_shards, "tails")
-    tokens = sum(unit.tokens for unit in units)
+    units = [read_unit(folder / name) for name in names]
+    fingerprint, vocab_size = compute_fingerprint(tokenizer), get_vocab_size(tokenizer)
+    for name, unit in zip(names, units, strict=True):
+        if unit.tokenizer != fingerprint:
+            remedy = f"restore that one, or delete {folder} and prepare it again"
+            raise RunError(f"{folder}/tokenizer.json: not the tokenizer of {name}; {remedy}")
+    shutil.rmtree(folder / TAILS, ignore_errors=True)  # left by a killed merge
+    writer = SequenceWriter(folder / TAILS, context_length, choose_token_dtype(vocab_size))
+    for unit in units:
+        writer.write(np.array(unit.tail, writer.dtype))
+    dropped, tokens = len(writer.close()), sum(unit.tokens for unit in units)
     corpus = Corpus(
-        tokenizer=compute_fingerprint(tokenizer),
-        vocab_size=get_vocab_size(tokenizer),
+        tokenizer=fingerprint,
+        vocab_size=vocab_size,
         context_length=context_length,
         documents=sum(unit.documents for unit in units),
         tokens=tokens,
@@ -153,52 +158,57 @@ def merge_units(folder: Path, count: int, tokenizer: Tokenizer, context_length: 
         filtered_documents=sum(unit.filtered_documents for unit in units),
         sources=sources,
     )
-    if not corpus.sequences:
-        if corpus.bad_lines and not corpus.documents:
-            log_file = folder / format_unit_name(0) / BAD_LINES
-            advice = f"{log_file} has the reasons; correct the files, --text-column or --filter"
-            raise RunError(f"{folder}: no documents, but {corpus.bad_lines:,} bad lines; {advice}")
-        others = f"{corpus.bad_lines} bad lines"
-        if corpus.filtered_documents:
-            others = f"{corpus.filtered_documents:,} more filtered out, {others}"
-        raise RunError(
-            f"{folder}: {tokens} tokens in {corpus.documents} documents ({others}) do not fill one sequence of "
-            f"{context_length}; add text or lower the context length"
-        )
-    assert sum(shard["samples"] for shard in shards) == corpus.sequences
     with open(folder / BAD_LINES, "wb") as log:
-        for number in range(count):
-            with open(folder / format_unit_name(number) / BAD_LINES, "rb") as unit_log:
+        for name in names:
+            with open(folder / name / BAD_LINES, "rb") as unit_log:
                 shutil.copyfileobj(unit_log, log)
-    write_metadata(folder, corpus, shards, tokenizer)
+        sync_file(log)
+    if not corpus.sequences:
+        raise RunError(f"{folder}: {_explain_empty(corpus, folder / BAD_LINES)}")
+    write_atomically(folder / "tokenizer.json", tokenizer.to_str(pretty=True))
+    _merge_indexes(folder, [*names, TAILS])
+    write_json(folder / "corpus.json", asdict(corpus), indent=1)
     return corpus
+
+
+def _explain_empty(corpus: Corpus, log: Path) -> str:
+    """Return why a set has no sequence."""
+    if corpus.bad_lines and not corpus.documents:
+        with open(log, encoding="utf-8") as file:
+            first = file.readline().rstrip()
+        advice = f"correct the files, --text-column or --filter; {log} has all reasons"
+        return f"no documents, but {corpus.bad_lines:,} bad lines, the first: {first}; {advice}"
+    others = f"{corpus.bad_lines} bad lines"
+    if corpus.filtered_documents:
+        others = f"{corpus.filtered_documents:,} more filtered out, {others}"
+    found = f"{corpus.tokens} tokens in {corpus.documents} documents ({others})"
+    return f"{found} do not fill one sequence of {corpus.context_length}; add text or lower the context length"
+
+
+def _merge_indexes(folder: Path, names: list[str]) -> None:
+    """Write index.json of `folder` from those of its subfolders, in their order."""
+    from streaming.base.util import merge_index
+
+    (folder / "index.json").unlink(missing_ok=True)  # the library does not replace a file
+    with _keep_log_handlers():
+        merge_index([str(folder.absolute() / name / "index.json") for name in names], str(folder.absolute()))
+
+
+@contextmanager
+def _keep_log_handlers() -> Iterator[None]:
+    """Hide the library's warning about its temporary folder, and remove the log handler that this warning installs."""
+    handlers, disabled = list(logging.root.handlers), logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(disabled)
+        logging.root.handlers[:] = handlers
 
 
 def write_documents(folder: Path, texts: Iterable[str], tokenizer: Tokenizer, context_length: int) -> Corpus:
     """Write a few documents as a prepared set of one unit. `folder` must not exist."""
-    unit = folder / format_unit_name(0)
-    unit.mkdir(parents=True)
-    write_unit(unit, (Piece(text, True) for text in texts), tokenizer, context_length)
-    return merge_units(folder, 1, tokenizer, context_length, [])
-
-
-def _check_tokenizer(folder: Path, units: list[Unit], tokenizer: Tokenizer) -> None:
-    fingerprint = compute_fingerprint(tokenizer)
-    for number, unit in enumerate(units):
-        if unit.tokenizer not in ("", fingerprint):
-            raise RunError(
-                f"{folder}/tokenizer.json: not the tokenizer of {format_unit_name(number)}; restore that one, or "
-                f"delete {folder} and prepare it again"
-            )
-
-
-def _pack_tails(folder: Path, count: int, tokenizer: Tokenizer, context_length: int) -> tuple[list[dict], int]:
-    """Write the tails of all units as shards in `tails/`; return their index entries and the number of tokens left."""
-    tails = folder / "tails"
-    shutil.rmtree(tails, ignore_errors=True)  # left by a killed merge
-    tails.mkdir()
-    writer = ShardWriter(tails, context_length, choose_token_dtype(get_vocab_size(tokenizer)))
-    for number in range(count):
-        writer.write(np.load(folder / format_unit_name(number) / TAIL))
-    dropped = len(writer.close())
-    return writer.shards, dropped
+    name = "unit.00000"
+    (folder / name).mkdir(parents=True)
+    write_unit(folder / name, (Piece(text, True) for text in texts), tokenizer, context_length)
+    return merge_units(folder, [name], tokenizer, context_length, [])

@@ -16,7 +16,7 @@ from stackexp.data.shards import TokenSet
 from stackexp.data.sources import TOKEN_SUFFIXES
 from stackexp.data.token_files import TokenFile, find_end_of_text, read_record
 from stackexp.data.tokenizer import KnownTokenizer, get_end_of_text_id
-from stackexp.data.units import TAIL, read_unit
+from stackexp.data.units import TAILS, read_unit
 from stackexp.data.verification import find_damage
 from stackexp.errors import RunError
 from stackexp.progress_bar import open_bar
@@ -171,8 +171,8 @@ class Inspection:
             parts += ["", f"{location}:", *(f"  | {line[:SHOWN_COLUMNS]}" for line in lines)]
         parts += ["", *self.notes, *(f"DAMAGED {line}" for line in self.damage)]
         if self.damage and self.kind == "prepared set":
-            path = self.path / "corpus.json"
-            parts.append(f"to repair it, delete {path} and run the same data prepare command again")
+            files = f"the folders of damaged units and {self.path / 'corpus.json'}"
+            parts.append(f"to repair it, delete {files}, and run the same data prepare command again")
         return f"{self.path}: {self.kind}\n" + textwrap.indent("\n".join(parts), "  ")
 
 
@@ -251,19 +251,15 @@ def _inspect_prepared_set(inspection: Inspection, options: InspectOptions) -> No
 
 
 def _read_tails(inspection: Inspection) -> dict[str, np.ndarray]:
-    """Return the tail of each unit, or nothing for a copy of the set without tails."""
-    folders = sorted(inspection.path.glob("unit.*"))
-    if not any((folder / TAIL).exists() for folder in folders):
-        return {}
+    """Return the tail of each unit; nothing for a copy of the set without them, or a set of an earlier version."""
     tails = {}
-    for folder in folders:
+    for folder in sorted(inspection.path.glob("unit.*")):
+        if (folder / "tail.npy").exists() or not (folder / "index.json").exists():
+            return {}
         try:
-            entry = {"hashes": {"sha256": read_unit(folder).hashes[TAIL]}}
-        except (OSError, ValueError, TypeError, KeyError):
-            inspection.damage.append(f"{folder / 'unit.json'}: missing or corrupt")
-            continue
-        if inspection.verify_file(folder / TAIL, entry):
-            tails[folder.name] = np.load(folder / TAIL)
+            tails[folder.name] = np.array(read_unit(folder).tail)
+        except RunError as error:
+            inspection.damage.append(str(error))
     return tails
 
 
@@ -276,7 +272,7 @@ def _measure_documents(
     """
     lengths, has_tails = DocumentLengths(get_end_of_text_id(tokenizer)), bool(tails)
     for number, unit in enumerate(units):
-        if not (has_tails and unit == "tails"):
+        if not (has_tails and unit == TAILS):
             lengths.add_tokens(token_set.map_shard(number).ravel())
             if units[number + 1 : number + 2] != [unit]:
                 lengths.add_tokens(tails.pop(unit, np.empty(0)))

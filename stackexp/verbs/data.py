@@ -2,34 +2,29 @@
 
 import argparse
 import itertools
+import json
 import os
 import re
+import sys
 from argparse import Namespace
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-from stackexp.errors import ConfigError
-from stackexp.verbs.parser import Parser, at_least
-
-if TYPE_CHECKING:
-    from stackexp.data.columns import Filter
-    from stackexp.data.prepare import Plan
-    from stackexp.data.shards import Corpus
-import json
-import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from stackexp.data import olmo
-from stackexp.errors import RunError, suggest_name
-from stackexp.verbs.parser import FIGURE_SUFFIXES, Verb, split_names
+from stackexp.errors import ConfigError, RunError, suggest_name
+from stackexp.verbs.parser import FIGURE_SUFFIXES, Parser, Verb, at_least, split_names
 
-SLURM_OPTIONS = ("partition", "account", "qos", "time")
+if TYPE_CHECKING:
+    from stackexp.data.columns import Filter
+    from stackexp.data.shards import Corpus
+
 SOURCE_OPTIONS = (
     *("to", "tokenizer", "vocab_size", "context_length", "text_column", "filter", "workers", "strict", "unit_bytes"),
-    *("part", "launcher", "tasks", *SLURM_OPTIONS),
+    *("part", "dtype"),
 )
 SHOWN_BAD_LINES = 10
+DTYPES = ("uint16", "uint32", "int32", "int64", "uint64")
 
 
 class Prepare(Verb):
@@ -37,17 +32,16 @@ class Prepare(Verb):
 
     SOURCE is a file or a folder of .txt, .md, .rst or .py files (one document each), of .jsonl, .jsonl.gz, .json.gz or
     .jsonl.zst files (one document per line, under the key "text"), of .parquet files (one document per row, in the
-    column "text"), or of token files (.npy, .bin: raw uint16 like OLMo's, or NumPy's format; documents end with end-of-
-    text). After a kill, the same command resumes. Lines without a document, or longer than 256 MiB, are counted and
-    listed in FOLDER/bad_lines.log.
+    column "text"), or of token files (.npy, .bin: NumPy's or llm.c's format, or raw uint16 like OLMo's, unless --dtype
+    names another type; documents end with end-of-text). After a kill, the same command resumes. Lines without a
+    document, or longer than 256 MiB, are counted and listed in FOLDER/bad_lines.log.
 
     --filter 'COLUMN OPERATOR VALUE' keeps the documents that fulfill a condition on another column of JSON Lines or
     parquet files; several --filter must all be fulfilled. OPERATOR is ==, !=, >=, <=, > or <. a.b is the field b of the
     column a. Documents without a value are left out.
 
-    Several machines can share the work: --launcher slurm submits an array of --tasks with --workers processes each, and
-    a job that merges. Without Slurm, run the command with --part 1/N ... --part N/N on any machines. Then run it once
-    without --part: it verifies the parts, writes missing units, and merges. The result is the same, bit for bit.
+    Several machines can share the work: run the command with --part 1/N ... --part N/N, for example as tasks of a Slurm
+    array. Then run it once without --part: it writes missing units and merges. The result is the same, bit for bit.
     """
 
     usage = "SOURCE --to FOLDER (--tokenizer FILE | --vocab-size N) [OPTIONS] | --config NAME_OR_PATH [KEY=VALUE ...]"
@@ -55,7 +49,6 @@ class Prepare(Verb):
         "data prepare texts/ --to shards/ --vocab-size 32768 --context-length 1024",
         "data prepare dolma/ --to shards/ --tokenizer tokenizer.json --workers 8",
         "data prepare fineweb/ --to shards/ --tokenizer tokenizer.json --filter 'int_score>=4' --filter language==en",
-        "data prepare dolma/ --to shards/ --tokenizer tokenizer.json --launcher slurm --tasks 64 --workers 8",
         "data prepare dolma/ --to shards/ --tokenizer tokenizer.json --part 3/64",
         "data prepare --config quickstart",
     )
@@ -83,25 +76,32 @@ class Prepare(Verb):
         unit_bytes = "source bytes per unit of work (%(default)s)"
         parser.add_argument("--unit-bytes", type=at_least(1), default=1 << 24, metavar="N", help=unit_bytes)
         parser.add_argument("--part", type=_parse_part, metavar="I/N", help="write only part I of N, without merging")
-        parser.add_argument("--launcher", choices=["local", "slurm"], default="local", help="default: %(default)s")
-        parser.add_argument("--tasks", type=at_least(1), metavar="N", help="size of the Slurm array")
-        for name in SLURM_OPTIONS:
-            parser.add_argument(f"--{name}", metavar="D-HH:MM:SS" if name == "time" else "NAME", help="as for sbatch")
+        _add_dtype(parser)
 
     def run(self, args: Namespace) -> int:
-        """Prepare SOURCE here or with Slurm, or prepare the corpus of a config."""
+        """Prepare SOURCE, or the corpus of a config."""
         if args.config:
             return _prepare_config(args)
         source = _check_arguments(args)
         if args.workers:  # limits the threads of tokenizers while it trains, or with a single process
             os.environ.setdefault("RAYON_NUM_THREADS", str(args.workers))
         from stackexp.data.columns import Columns
-        from stackexp.data.prepare import Plan
+        from stackexp.data.prepare import Plan, prepare
 
-        source = source.absolute() if args.launcher == "slurm" else source
         columns = Columns(args.text_column or "text", tuple(args.filter))
-        plan = Plan(source, args.tokenizer, args.vocab_size, args.context_length, args.unit_bytes, columns)
-        return _submit(plan, args) if args.launcher == "slurm" else _prepare(plan, args)
+        plan = Plan(source, args.tokenizer, args.vocab_size, args.context_length, args.unit_bytes, columns, args.dtype)
+        corpus = prepare(plan, args.to, workers=args.workers, strict=args.strict, part=args.part)
+        if corpus is None:
+            number, count = args.part
+            print(f"{args.to}: part {number} of {count} is done; after the last part, run the command without --part")
+        else:
+            _print_corpus(corpus, args.to)
+        return 0
+
+
+def _add_dtype(parser: Parser) -> None:
+    dtype = "integer type of raw token files (default: uint16)"
+    parser.add_argument("--dtype", choices=DTYPES, metavar="TYPE", help=f"{dtype}; one of {', '.join(DTYPES)}")
 
 
 def _parse_part(text: str) -> tuple[int, int]:
@@ -129,26 +129,7 @@ def _check_arguments(args: Namespace) -> Path:
         error("expected SOURCE --to FOLDER, or --config NAME_OR_PATH")
     if (args.tokenizer is None) == (args.vocab_size is None):
         error("give either --tokenizer FILE, or --vocab-size N to train one")
-    if args.launcher == "slurm":
-        if args.tasks is None:
-            error("--launcher slurm requires --tasks N, the number of tasks that share the work")
-        if args.part:
-            error("--part and --launcher slurm exclude each other; each task of the array is a part")
-    elif excess := [name for name in ("tasks", *SLURM_OPTIONS) if getattr(args, name) is not None]:
-        error(f"--{excess[0]} requires --launcher slurm")
     return Path(words[0])
-
-
-def _prepare(plan: "Plan", args: Namespace) -> int:
-    from stackexp.data.prepare import prepare
-
-    corpus = prepare(plan, args.to, workers=args.workers, strict=args.strict, part=args.part)
-    if corpus is None:
-        number, count = args.part
-        print(f"{args.to}: part {number} of {count} is done; after the last part, run the command without --part")
-    else:
-        _print_corpus(corpus, args.to)
-    return 0
 
 
 def _print_corpus(corpus: "Corpus", folder: Path) -> None:
@@ -169,22 +150,6 @@ def _print_corpus(corpus: "Corpus", folder: Path) -> None:
     print(f"  data.vocab_size={corpus.vocab_size} data.context_length={corpus.context_length}")
     print(f"  data.global_batch_tokens={8 * corpus.context_length}")
     print(f"to validate on it:\n  data.validation.NAME={folder}")
-
-
-def _submit(plan: "Plan", args: Namespace) -> int:
-    from stackexp.sweeps.prepare_jobs import submit_preparation
-    from stackexp.sweeps.schema import Resources
-
-    folder = args.to.absolute()
-    resources = Resources(**{name: getattr(args, name) for name in SLURM_OPTIONS}, cpus_per_task=args.workers or 1)
-    jobs = submit_preparation(plan, folder, tasks=args.tasks, resources=resources, strict=args.strict)
-    if jobs is None:  # nothing to do
-        return _prepare(plan, args)
-    print(f"job {jobs.array}: {jobs.tasks} tasks for {len(plan.units)} units of work in {len(plan.sources)} files")
-    print(f"job {jobs.merge}: verifies and merges them into {folder}")
-    print(f"progress:  squeue --jobs={jobs.array},{jobs.merge}\nlogs:      {jobs.logs}")
-    print(f"{folder / 'corpus.json'} marks a finished set; the same command without --launcher writes missing units")
-    return 0
 
 
 def _prepare_config(args: Namespace) -> int:
@@ -357,13 +322,14 @@ class Retokenize(Verb):
         )
         end_of_text = "id that ends documents in SOURCE (default: found in the files)"
         parser.add_argument("--end-of-text", type=at_least(0), metavar="ID", help=end_of_text)
+        _add_dtype(parser)
 
     def run(self, args: Namespace) -> int:
         from stackexp.data.retokenize import Retokenizer
         from stackexp.data.tokenizer import KnownTokenizer, load_tokenizer
 
         old, new = KnownTokenizer.read(args.old), load_tokenizer(args.tokenizer)
-        records = Retokenizer(old, new, args.end_of_text).retokenize(args.source, args.to)
+        records = Retokenizer(old, new, args.end_of_text, args.dtype).retokenize(args.source, args.to)
         print(_format_converted(records))
         if replaced := sum(record.replaced_documents or 0 for record in records.values()):
             print(f"{replaced:,} documents contain bytes that are not UTF-8, replaced by U+FFFD", file=sys.stderr)
