@@ -297,5 +297,5 @@ def test_verb_writes_the_requested_files(report, runs, tmp_path, capsys):
     assert float(line["score_41_100"]) == pytest.approx(0.95)
     assert float(line["score_41_500"]) == pytest.approx((60 * 0.95 + 400 * 0.8) / 460)
     assert float(line["score_41_200"]) == pytest.approx((60 * 0.95 + 100 * 0.8) / 160)
-    started = next(line for line in lines if line["finished"] == "False")
-    assert (started["score_41_500"], started["steps"], started["trainer.max_steps"]) == ("", "0", "10000")
+    started = next(line for line in lines if line["state"] == "unfinished")
+    assert (started["score_41_500"], started["step"], started["trainer.max_steps"]) == ("", "0", "10000")

@@ -14,12 +14,11 @@ from typing import Any
 from stackexp.config.affects import changes_scores, get_effect, is_default
 from stackexp.config.data import get_model_label
 from stackexp.config.layers import split_overrides
-from stackexp.errors import ConfigError, RunError
+from stackexp.errors import RunError
 from stackexp.evaluation.accuracy import Lengths, average_accuracy, parse_accuracy
 from stackexp.files import read_json
-from stackexp.frame import find_runs, list_tests
+from stackexp.frame import Row, get_options, list_rows, list_tests, load_runs
 from stackexp.runs import RunFolder
-from stackexp.sweeps.trials import read_tail
 from stackexp.tasks import TASKS
 
 Options = Mapping[str, Any]
@@ -123,17 +122,16 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class FormalRun:
-    """A run on a formal language. `result` is empty for an unfinished run.
+    """A run on a formal language. `row` is its row in the table of runs, `config` its options.
 
     `evaluations` come from result.json, test.json and test-to-*.json; `unused` are such files of another checkpoint, or
     made with overrides that change more than the test.
     """
 
     path: Path
-    config: Options
     column: str
-    result: Mapping[str, Any]
-    step: int
+    row: Row
+    config: Options
     evaluations: tuple[Evaluation, ...]
     unused: tuple[Path, ...]
 
@@ -150,7 +148,7 @@ class FormalRun:
     @property
     def is_finished(self) -> bool:
         """True if the run has a result."""
-        return bool(self.result)
+        return self.row["state"] == "finished"
 
     @cached_property
     def recipe(self) -> Options:
@@ -178,27 +176,26 @@ def select_recipe(options: Options) -> Options:
     return {k: value for k, value in options.items() if is_in_recipe(options, k) and not is_default(options, k)}
 
 
-def read_run(folder: RunFolder, config: Options, column: str) -> FormalRun:
-    """Read a run folder. Raises RunError for a damaged result.json or file of `test`."""
-    result = folder.read_result().to_dict() if folder.is_finished else {}
-    evaluations = [Evaluation.read(folder.result, result)] if result else []
+def _read_run(row: Row, column: str) -> FormalRun:
+    """Read the tests of a run. Raises RunError for a damaged result.json or file of `test`."""
+    folder, config = RunFolder(Path(row["path"])), get_options(row)
+    evaluations = [Evaluation.read(folder.result, row)] if row["state"] == "finished" else []
     unused = []
     for path in list_tests(folder):
         test = read_json(path)
         if not isinstance(test, dict):
             raise RunError(f"{path}: not a file of `test`; move it elsewhere")
-        if _is_same_run(test, result, config):
+        if _is_same_run(test, row, config):
             evaluations.append(Evaluation.read(path, test))
         else:
             unused.append(path)
-    step = result["steps"] if result else max((line.get("step", 0) for line in read_tail(folder.metrics)), default=0)
-    return FormalRun(folder.path, config, column, result, step, tuple(evaluations), tuple(unused))
+    return FormalRun(folder.path, column, row, config, tuple(evaluations), tuple(unused))
 
 
-def _is_same_run(test: Mapping[str, Any], result: Mapping[str, Any], config: Options) -> bool:
+def _is_same_run(test: Mapping[str, Any], row: Row, config: Options) -> bool:
     """Return True if a test used the checkpoint that the run itself tested, and overrides only options of the test."""
     keys = [key for key, *_ in split_overrides(test.get("overrides", []))]
-    tested_step = result.get("tested_step", result["steps"]) if result else test.get("step")
+    tested_step = row.get("tested_step", row["step"]) if row["state"] == "finished" else test.get("step")
     return not any(is_in_recipe(config, key) for key in keys) and test.get("step", tested_step) == tested_step
 
 
@@ -274,22 +271,19 @@ def collect_results(paths: Sequence[Path | str], lengths: Lengths) -> Results:
     Raises RunError for a folder without runs, and if no run is finished and tested over the lengths.
     """
     runs, skipped = [], defaultdict(list)
-    folders = find_runs(paths)
+    rows = list_rows(load_runs(paths))
     for path in paths:
-        if not any(folder.path.resolve().is_relative_to(Path(path).resolve()) for folder in folders):
+        if not any(Path(row["path"]).resolve().is_relative_to(Path(path).resolve()) for row in rows):
             raise RunError(f"{path}: no run folder in it or below; give runs/<name>/<id>, or a folder of run folders")
-    for folder in folders:
-        try:
-            config = folder.read_options()
-        except (ConfigError, RunError) as error:
-            skipped[str(error)].append(folder.path)
-            continue
-        if config.get("data.kind") != "formal_language":
-            skipped["not a formal language"].append(folder.path)
-        elif column := find_column(config):
-            runs.append(read_run(folder, config, column))
+    for row in rows:
+        if row["state"] == "damaged":
+            skipped[row["problem"]].append(row["path"])
+        elif row.get("data.kind") != "formal_language":
+            skipped["not a formal language"].append(row["path"])
+        elif column := find_column(row):
+            runs.append(_read_run(row, column))
         else:
-            skipped["the table has no column for this model"].append(folder.path)
+            skipped["the table has no column for this model"].append(row["path"])
     if unused := [path for run in runs for path in run.unused]:
         skipped["test of another checkpoint, or with overrides that change more than the test"] = unused
     notes = [f"skipped, {reason}: {_join_paths(found)}" for reason, found in skipped.items()]
@@ -346,13 +340,13 @@ def _rank(runs: list[FormalRun], lengths: Lengths) -> tuple[int, float, float, i
         1.0 if accuracy is None else -accuracy,
         math.inf if loss is None else loss,
         -seeds,
-        max(run.step for run in runs),
+        max(run.row["step"] for run in runs),
     )
 
 
 def compute_median(runs: list[FormalRun], key: str) -> float | None:
     """Return the median of a result over the runs that have it, or None."""
-    values = [run.result[key] for run in runs if run.result.get(key) is not None]
+    values = [run.row[key] for run in runs if key in run.row]
     return statistics.median(values) if values else None
 
 

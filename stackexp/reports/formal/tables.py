@@ -129,7 +129,7 @@ def _build_recipe_rows(results: Results) -> list[list[str]]:
                 cells[column, name_recipe(cell.runs[0])].append(cell)
     rows = []
     for (column, recipe), group in cells.items():
-        steps = {run.step for cell in group for run in cell.runs}
+        steps = {run.row["step"] for cell in group for run in cell.runs}
         shown = " to ".join(f"{step:,}" for step in dict.fromkeys([min(steps), max(steps)]))
         rows.append([column, _format_tasks([cell.task for cell in group]), shown, f"`{recipe}`"])
     return rows
@@ -201,7 +201,7 @@ def _describe_marks(results: Results) -> list[str]:
 def _describe_state(run: FormalRun) -> str:
     if run.is_finished:
         return "not tested over these lengths"
-    return f"at step {run.step:,} of {run.config['trainer.max_steps']:,}"
+    return f"at step {run.row['step']:,} of {run.config['trainer.max_steps']:,}"
 
 
 def _describe_other_recipe(cell: Cell, runs: list[FormalRun]) -> str:
@@ -227,7 +227,7 @@ def _format_validation(runs: list[FormalRun]) -> str:
 
 
 def _build_records(results: Results) -> list[dict[str, Any]]:
-    """Return scores and options of each run found, also without scores; `in_table` is True if it counts in a cell."""
+    """Return scores and row of each run found, also without scores; `in_table` is True if it counts in a cell."""
     cells = list(results.cells)
     runs = sorted(results.runs, key=lambda run: (cells.index((run.task, run.column)), run.seed, str(run.path)))
     return [_build_record(results, run) for run in runs]
@@ -235,15 +235,10 @@ def _build_records(results: Results) -> list[dict[str, Any]]:
 
 def _build_record(results: Results, run: FormalRun) -> dict[str, Any]:
     cell, evaluation = results.cells[run.task, run.column], run.find_evaluation(results.lengths)
-    scores = {f"score_{a}_{b}": run.compute_score((a, b)) for a, b in dict.fromkeys((*RANGES, results.lengths))}
-    keys = ("parameters", "memory_parameters", "train_accuracy", "validation_accuracy", "validation_loss")
-    return {
-        **{"task": run.task, "class": TASKS[run.task].chomsky_class, "model": run.column, "seed": run.seed},
-        **{"steps": run.step, "finished": run.is_finished, "in_table": run in cell.runs, **scores, "paper": cell.paper},
-        **{key: run.result.get(key) for key in keys},
-        "sequences_per_length": evaluation and evaluation.sequences,
-        "length_stride": evaluation and evaluation.stride,
-        "tested_in": evaluation and evaluation.path.name,
-        **{"recipe": name_recipe(run), "run": str(run.path)},
-        **run.config,
-    }
+    record: dict[str, Any] = {"task": run.task, "class": TASKS[run.task].chomsky_class, "model": run.column}
+    record |= {f"score_{a}_{b}": run.compute_score((a, b)) for a, b in dict.fromkeys((*RANGES, results.lengths))}
+    record |= {"paper": cell.paper, "in_table": run in cell.runs, "recipe": name_recipe(run)}
+    record["sequences_per_length"] = evaluation and evaluation.sequences
+    record["length_stride"] = evaluation and evaluation.stride
+    record["tested_in"] = evaluation and evaluation.path.name
+    return record | {key: value for key, value in run.row.items() if key not in (*record, "accuracy")}
