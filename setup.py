@@ -54,6 +54,7 @@ setup(
         "tqdm>=4.66",
         "rich>=13.9",
         "tabulate>=0.9",
+        "argcomplete>=3.6",  # shell completion
         "safetensors>=0.5",
         "huggingface-hub>=0.30",  # split and index the files of an exported model
     ],

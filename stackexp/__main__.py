@@ -1,5 +1,7 @@
 """Run the command line: `python -m stackexp`, or the command `stackexp`."""
 
+# PYTHON_ARGCOMPLETE_OK: the shell may run this file to complete a command line
+
 import signal
 import sys
 from typing import NoReturn

@@ -1,4 +1,4 @@
-"""Shell completion, in a real bash and zsh."""
+"""Shell completion by argcomplete, in a real bash and zsh."""
 
 import os
 import shutil
@@ -7,69 +7,57 @@ import sys
 
 import pytest
 
-from stackexp.cli import VERBS
-from stackexp.verbs.completion import complete
-
-
-@pytest.mark.parametrize(
-    ("line", "expected"),
-    [
-        ("", sorted({verb.split()[0] for verb in VERBS})),
-        ("sweep ", ["results", "run", "status", "stop"]),
-        ("sweep st", ["status", "stop"]),
-        ("fit --conf", ["--config"]),
-        ("fit --config quick", ["quickstart"]),
-        ("sweep run quick", ["quick_grid"]),
-        ("fit --config quickstart model.memory=q", ["model.memory=queue"]),
-        ("configs explain model.memory.num_sl", ["model.memory.num_slots"]),
-        ("configs show quick", ["quickstart"]),
-        ("fit --run ", []),  # the shell completes names of files
-        ("nothing ", []),
-    ],
-)
-def test_words(line, expected):
-    assert complete(line, VERBS) == expected
+CASES = {
+    "stackexp sweep st": "status stop",
+    "stackexp fi": "fit",
+    "stackexp fit --conf": "--config",
+    "stackexp fit --config quick": "quickstart",
+    "stackexp sweep run quick": "quick_grid",
+    "stackexp fit --config quickstart model.memory=pu": "push_only",
+    "stackexp fit --config quickstart model.memory.axis=ti": "time",
+    "stackexp fit --config quickstart trainer.compile=": "true false",
+    "stackexp configs explain model.memory.num_sl": "model.memory.num_slots",
+    "stackexp configs show quick": "quickstart",
+    "stackexp plan --device h1": "h100-pcie h100",
+    "python -m stackexp sweep st": "status stop",
+    "python -m stackexp fit --config quick": "quickstart",
+    "python -m stackexp fit --config quickstart model.memory=pu": "push_only",
+}
 
 
 @pytest.fixture
-def path(tmp_path):
-    """Return PATH with a `stackexp` that runs this package."""
-    command = tmp_path / "bin" / "stackexp"
-    command.parent.mkdir()
-    command.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m stackexp "$@"\n')
-    command.chmod(0o755)
-    return f"{command.parent}:{os.environ['PATH']}"
+def environment(tmp_path):
+    """Return an environment with a `stackexp`, as setup.py installs it, and a `python` that has this package."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    code = "# PYTHON_ARGCOMPLETE_OK\nfrom stackexp.__main__ import run\nrun()\n"
+    (folder / "stackexp").write_text(f"#!{sys.executable}\n{code}")
+    (folder / "python").write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
+    for command in folder.iterdir():
+        command.chmod(0o755)
+    root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    paths = {"PATH": f"{folder}:{os.environ['PATH']}", "PYTHONPATH": root, "HOME": str(tmp_path)}
+    return {**os.environ, **paths}
 
 
-def test_bash_completes_words_with_an_equals_sign(path):
-    script = """
-    eval "$(stackexp completion bash)"
-    ask() {
-        COMP_LINE="$1" COMP_POINT=${#1}
-        COMPREPLY=()
-        _stackexp 2>/dev/null
-        echo "${COMPREPLY[*]}"
-    }
-    ask "stackexp fit --config quick"
-    ask "stackexp fit --config quickstart model.memory=pu"
-    ask "stackexp sweep st"
-    """
-    shell = ["bash", "--norc", "-c", script]
-    result = subprocess.run(shell, env={**os.environ, "PATH": path}, capture_output=True, text=True, check=True)
-    assert result.stdout.splitlines() == ["quickstart", "push_only", "status stop"]
+def test_bash_completes_verbs_names_keys_and_values(environment):
+    lines = ['eval "$(stackexp completion bash)"', "ask() {", 'COMP_LINE="$1" COMP_POINT=${#1} COMP_WORDS=($1)']
+    lines += ["COMPREPLY=()", "_python_argcomplete_global ${COMP_WORDS[0]} 2>/dev/null", "echo ${COMPREPLY[*]}", "}"]
+    script = "\n".join([*lines, *(f"ask '{line}'" for line in CASES)])
+    command = ["bash", "--norc", "-c", script]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert dict(zip(CASES, result.stdout.split("\n"), strict=False)) == CASES, result.stderr
 
 
 @pytest.mark.skipif(shutil.which("zsh") is None, reason="needs zsh")
-def test_zsh_completes(path, tmp_path):
+def test_zsh_completes(environment):
     script = """
     autoload -U compinit && compinit -u
     eval "$(stackexp completion zsh)"
-    compadd() { shift 3; print -l -- $@ }
-    words=(stackexp fit --config quick) CURRENT=4
-    _stackexp
-    words=(stackexp sweep st) CURRENT=3
-    _stackexp
+    _describe() { shift; print -l -- ${(P)1} }
+    BUFFER="stackexp fit --config quick" CURSOR=${#BUFFER}
+    _python_argcomplete_global
     """
-    environment = {**os.environ, "PATH": path, "HOME": str(tmp_path)}
-    result = subprocess.run(["zsh", "-f", "-c", script], env=environment, capture_output=True, text=True, check=True)
-    assert result.stdout.splitlines() == ["quickstart", "status", "stop"]
+    command = ["zsh", "-f", "-c", script]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert result.stdout.startswith("quickstart")

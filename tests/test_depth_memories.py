@@ -202,7 +202,7 @@ def test_every_parameter_gets_a_gradient(name):
     first = "layers.0.attention_memory."  # where all slots and streams are equal, moving or mixing them has no effect
     unused = {
         "residual_stack": [f"{first}actions", f"{first}action_bias"],
-        **dict.fromkeys(("mhc", "mhc_static"), [f"{first}residual"]),
+        **{key: [f"{first}residual"] for key in ("mhc", "mhc_static")},
     }
     assert without == unused.get(name, [])
 

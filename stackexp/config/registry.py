@@ -21,10 +21,12 @@ import traceback
 from collections.abc import Callable
 from dataclasses import is_dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from stackexp.config.fields import config_error
-from stackexp.config.yaml_files import Leaf
+
+if TYPE_CHECKING:  # the help text imports this file, and no YAML
+    from stackexp.config.yaml_files import Leaf
 
 SECTIONS = {
     "model": "model",
@@ -98,7 +100,7 @@ def build(group: str, config: Any, *args: Any, **kwargs: Any) -> Any:
 TRUST_VARIABLE = "STACKEXP_TRUST_PLUGINS"  # set to 1 by --trust-plugins
 
 
-def import_plugin(name: Leaf, folder: Path) -> str:
+def import_plugin(name: "Leaf", folder: Path) -> str:
     """Import a plugin and return its name for config.yaml: an absolute path, or the name of a module.
 
     Raises ConfigError if the plugin is not found, is not trusted, or its import fails.
@@ -128,7 +130,7 @@ def _find_line(error: Exception, file: Path | None) -> str:
     return f"line {lines[-1]}: " if lines else ""
 
 
-def find_trusted_file(name: Leaf, folder: Path) -> Path | None:
+def find_trusted_file(name: "Leaf", folder: Path) -> Path | None:
     """Return the file of a plugin, or None if it is a module. Raises ConfigError if the file is not trusted.
 
     Looks for a Python file, named with or without suffix, in the folder of the config, then in the working directory.

@@ -1,91 +1,81 @@
-"""Shell completion."""
+"""Shell completion with argcomplete, for `stackexp` and `python -m stackexp`."""
 
+import argparse
 import os
 from argparse import Namespace
-from collections.abc import Collection, Iterable
+from collections.abc import Mapping
+from pathlib import Path
 
-from stackexp.config.layers import list_catalog, list_config_names
 from stackexp.verbs.dispatch import find_verb, load_verb
 from stackexp.verbs.parser import Parser, Verb
 
-LINE = "STACKEXP_COMPLETION_LINE"  # the command line up to the cursor, without `stackexp`
-SCRIPTS = {
-    # bash splits words at = and : too, and replaces the last part only.
-    "bash": f"""_stackexp() {{
-    local line="${{COMP_LINE:0:COMP_POINT}}" word IFS=$'\\n'
-    word="${{line##* }}"
-    COMPREPLY=($({LINE}="${{line#* }}" stackexp completion words 2>/dev/null))
-    COMPREPLY=("${{COMPREPLY[@]#"${{word%"${{word##*[=:]}}"}}"}}")
-    [[ "${{COMPREPLY[0]}}" == *= ]] && compopt -o nospace
-}}
-complete -o default -F _stackexp stackexp
-""",
-    "zsh": f"""_stackexp() {{
-    local -a found
-    found=(${{(f)"$({LINE}="${{(j: :)words[2,CURRENT]}}" stackexp completion words 2>/dev/null)"}})
-    (( $#found )) && compadd -S '' -- $found || _files
-}}
-compdef _stackexp stackexp
-""",
+COMMANDS = "stackexp python python3"
+FUNCTION = "_python_argcomplete_global"
+REGISTER = {
+    "bash": f"complete -o default -o bashdefault -F {FUNCTION} {COMMANDS}",
+    "zsh": f"compdef {FUNCTION} {COMMANDS}",
 }
 
 
 class Completion(Verb):
-    """Print a script that completes verbs, options, configs and keys of the `stackexp` command.
+    """Print a script that completes verbs, options, configs, sweeps, keys and their values.
 
-    Add to ~/.bashrc or ~/.zshrc: eval "$(stackexp completion bash)", or zsh.
+    Add to ~/.bashrc or ~/.zshrc: eval "$(stackexp completion bash)", or zsh. The script is argcomplete's; it completes
+    `python -m` for every module that supports argcomplete.
     """
 
     usage = "bash | zsh"
     examples = ("completion bash >> ~/.bash_completion",)
 
     def add_arguments(self, parser: Parser) -> None:
-        choices = [*SCRIPTS, "words"]  # "words" is for the scripts
-        parser.add_argument("shell", choices=choices, metavar="SHELL", help="bash or zsh")
+        parser.add_argument("shell", choices=list(REGISTER), metavar="SHELL", help="bash or zsh")
 
     def run(self, args: Namespace) -> int:
-        """Print the script, or the completions of the last word of a command line."""
-        if args.shell == "words":
-            print("\n".join(complete(os.environ.get(LINE, ""), args.verbs)))
-        else:
-            print(SCRIPTS[args.shell], end="")
+        """Print the script."""
+        import argcomplete
+
+        script = Path(argcomplete.__file__).parent / "bash_completion.d" / "_python-argcomplete"
+        print(script.read_text(encoding="utf-8"))
+        print(REGISTER[args.shell])
         return 0
 
 
-def complete(line: str, verbs: Collection[str]) -> list[str]:
-    """Return the completions of the last word of a command line without `stackexp`; none for the name of a file."""
-    *words, last = line.split(" ")
-    words = [word for word in words if word]
-    if (name := find_verb(words, verbs)) is not None:
-        found = _list_arguments(name, words[len(name.split()) :], last)
-    elif words:
-        found = [verb.split()[1] for verb in verbs if verb.startswith(f"{words[0]} ")] if len(words) == 1 else []
-    else:
-        found = [verb.split()[0] for verb in verbs]
-    return sorted({word for word in found if word.startswith(last)})
+def complete(verbs: Mapping[str, str]) -> None:
+    """Write the completions of the command line in COMP_LINE for the script, and exit."""
+    import argcomplete
+
+    typed = os.environ["COMP_LINE"].encode()[: int(os.environ["COMP_POINT"])].decode(errors="ignore")
+    words = typed.split()[int(os.environ["_ARGCOMPLETE"]) :]
+    argcomplete.autocomplete(_build_parser(words, verbs), always_complete_options="long")
 
 
-def _list_arguments(name: str, words: list[str], last: str) -> Iterable[str]:
-    """Return the options, names and keys that can follow `words`, the arguments of a verb."""
-    _, parser = load_verb(name)
-    flags = {flag: action for action in parser._actions for flag in action.option_strings}
-    if last.startswith("-"):
-        return flags
-    previous = flags.get(words[-1]) if words else None
-    if previous is not None and previous.nargs != 0:  # the value of an option
-        return list_config_names() if "--config" in previous.option_strings else []
-    if not words and name.startswith("sweep "):
-        from stackexp.sweeps.shipped import list_shipped
+def _build_parser(words: list[str], verbs: Mapping[str, str]) -> argparse.ArgumentParser:
+    """Return one parser for all verbs. Only the verb that the words begin with has its options."""
+    root = argparse.ArgumentParser(add_help=False)
+    groups = {"": root.add_subparsers()}
+    for name, description in verbs.items():
+        group, _, word = name.rpartition(" ")
+        if group not in groups:
+            groups[group] = groups[""].add_parser(group, add_help=False).add_subparsers()
+        parents = [load_verb(name)[1]] if name == find_verb(words, verbs) else []
+        options = {"help": description, "add_help": False, "conflict_handler": "resolve", "allow_abbrev": False}
+        parser = groups[group].add_parser(word, parents=parents, **options)
+        if parents and parents[0].accepts_overrides:
+            parser.add_argument("overrides", nargs="*").completer = _list_overrides  # type: ignore[attr-defined]
+    return root
 
-        return list_shipped()
-    if not words and name == "configs show":
-        return list_config_names()
-    if name != "configs explain" and not parser.accepts_overrides:
-        return []
+
+def _list_overrides(prefix: str, **_: object) -> list[str]:
+    """Return `KEY=` for all keys, or `KEY=VALUE` for the choices of the key in the prefix."""
     import stackexp.config.compose  # noqa: F401  (registers the kinds)
+    from stackexp.config.layers import list_catalog
     from stackexp.config.reference import list_keys
 
-    keys = {key.name for key in list_keys()}
-    if name == "configs explain":
-        return keys
-    return [*(f"{key}=" for key in keys), *(entry for kind, entry, _ in list_catalog() if kind == "choice")]
+    found = [name for kind, name, _ in list_catalog() if kind == "choice"]
+    for key in list_keys():
+        found.append(f"{key.name}=")
+        if prefix.startswith(f"{key.name}="):
+            words = key.type.removesuffix(" or null").removeprefix("one of ").replace(" or ", ", ").split(", ")
+            is_choice = key.type.startswith(("one of ", "true or false"))
+            found += [f"{key.name}={word}" for word in words] if is_choice else []
+    return found

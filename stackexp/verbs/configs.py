@@ -5,7 +5,7 @@ from argparse import Namespace
 
 from stackexp.config.layers import list_catalog
 from stackexp.tables import format_table
-from stackexp.verbs.parser import Parser, Verb
+from stackexp.verbs.parser import Parser, Verb, list_configs
 
 INTRODUCTIONS = {  # kind of entry -> the line above its table
     "config": "",
@@ -43,7 +43,8 @@ class Show(Verb):
     examples = ("configs show pretrain/stacktrans-360m", "configs show ablation/queue --seed 1")
 
     def add_arguments(self, parser: Parser) -> None:
-        parser.add_argument("name", metavar="NAME_OR_PATH", help="a shipped config or a YAML file")
+        action = parser.add_argument("name", metavar="NAME_OR_PATH", help="a shipped config or a YAML file")
+        action.completer = list_configs  # type: ignore[attr-defined]
         parser.accepts_overrides = True
 
     def run(self, args: Namespace) -> int:
@@ -56,6 +57,14 @@ class Show(Verb):
         return 0
 
 
+def _list_keys(**_: object) -> list[str]:
+    """Return all keys, for completion."""
+    import stackexp.config.compose  # noqa: F401  (registers the kinds)
+    from stackexp.config.reference import list_keys
+
+    return [key.name for key in list_keys()]
+
+
 class Explain(Verb):
     """Explain a config key: type, limits, default and meaning; of a section, list the keys.
 
@@ -66,8 +75,12 @@ class Explain(Verb):
     examples = ("configs explain model.memory.num_slots", "configs explain > docs/configuration.md")
 
     def add_arguments(self, parser: Parser) -> None:
-        parser.add_argument("key", nargs="?", metavar="KEY", help="a key, such as trainer.max_steps, or a section")
-        parser.add_argument("--config", action="append", default=[], metavar="NAME_OR_PATH")
+        key = parser.add_argument(
+            "key", nargs="?", metavar="KEY", help="a key, such as trainer.max_steps, or a section"
+        )
+        key.completer = _list_keys  # type: ignore[attr-defined]
+        config = parser.add_argument("--config", action="append", default=[], metavar="NAME_OR_PATH")
+        config.completer = list_configs  # type: ignore[attr-defined]
 
     def run(self, args: Namespace) -> int:
         from stackexp.config.compose import compose  # registers the kinds

@@ -44,6 +44,10 @@ NO_MEMORY = "free memory, raise the limit (ulimit -v) or use a smaller batch"
 def dispatch(verbs: dict[str, str], argv: list[str] | None = None) -> int:
     """Run a verb and return the exit code; `verbs` maps each name to its line in the help text."""
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # before torch is loaded: its warnings are stack traces
+    if "_ARGCOMPLETE" in os.environ:
+        from stackexp.verbs.completion import complete
+
+        complete(verbs)
     argv = sys.argv[1:] if argv is None else argv
     if TRUST_FLAG in argv:
         from stackexp.config.registry import TRUST_VARIABLE
@@ -70,9 +74,7 @@ def _run(verbs: dict[str, str], argv: list[str]) -> int:
     if name is None:
         return _print_help(verbs, argv)
     verb, parser = load_verb(name)
-    args = parser.parse(argv[len(name.split()) :])
-    args.verbs = verbs  # for `completion`
-    return verb.run(args)
+    return verb.run(parser.parse(argv[len(name.split()) :]))
 
 
 def find_verb(words: list[str], verbs: Collection[str]) -> str | None:

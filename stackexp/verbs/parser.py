@@ -48,6 +48,20 @@ def split_names(text: str) -> list[str]:
     return [name.strip() for name in text.split(",") if name.strip()]
 
 
+def list_configs(**_: object) -> list[str]:
+    """Return the shipped configs, for completion."""
+    from stackexp.config.layers import list_config_names
+
+    return list_config_names()
+
+
+def list_sweeps(**_: object) -> list[str]:
+    """Return the shipped sweeps, for completion."""
+    from stackexp.sweeps.shipped import list_shipped
+
+    return list_shipped()
+
+
 class Parser(argparse.ArgumentParser):
     """An argument parser that raises a one-line ConfigError and accepts no abbreviations."""
 
@@ -65,12 +79,14 @@ class Parser(argparse.ArgumentParser):
 
     def add_config(self) -> None:
         """Add `--config`, a list of names and paths, and accept overrides."""
-        self.add_argument("--config", action="append", default=[], metavar="NAME_OR_PATH")
+        action = self.add_argument("--config", action="append", default=[], metavar="NAME_OR_PATH")
+        action.completer = list_configs  # type: ignore[attr-defined]
         self.accepts_overrides = True
 
     def add_sweep(self) -> None:
         """Add `SWEEP`, a sweep's name, file or folder, and accept overrides."""
-        self.add_argument("sweep", metavar="SWEEP", help="a shipped name, a YAML file or a sweep's folder")
+        action = self.add_argument("sweep", metavar="SWEEP", help="a shipped name, a YAML file or a sweep's folder")
+        action.completer = list_sweeps  # type: ignore[attr-defined]
         self.accepts_overrides = True
 
     def format_help(self) -> str:
