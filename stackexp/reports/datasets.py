@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tokenizers import Tokenizer
 
 from stackexp.data.evaluation_sets import find_sets
 from stackexp.data.mds import find_column, read_column, read_ids, read_index
@@ -16,7 +15,6 @@ from stackexp.data.shards import TokenSet
 from stackexp.data.sources import TOKEN_SUFFIXES
 from stackexp.data.token_files import TokenFile, find_end_of_text, read_record
 from stackexp.data.tokenizer import KnownTokenizer, get_end_of_text_id
-from stackexp.data.units import TAILS, read_unit
 from stackexp.data.verification import find_damage
 from stackexp.errors import RunError
 from stackexp.progress_bar import open_bar
@@ -235,55 +233,29 @@ def _inspect_prepared_set(inspection: Inspection, options: InspectOptions) -> No
     inspection.figures |= {"sources": f"{len(corpus.sources)}: {' ... '.join(ends)}", "shards": len(entries)}
     inspection.figures["bytes_per_token"] = corpus.bytes / max(corpus.tokens, 1)
     is_intact = inspection.verify_shards(entries, options.show_progress)
-    tails = _read_tails(inspection)
     try:
         tokenizer = token_set.load_tokenizer()
     except RunError as error:
         inspection.damage.append(str(error))
         return
     if not inspection.damage:
-        units = [entry["basename"].rpartition("/")[0] for entry in entries]
-        _measure_documents(inspection, token_set, tokenizer, units, tails)
+        inspection.lengths = _measure_documents(token_set, len(entries), get_end_of_text_id(tokenizer))
     for index in options.choose_samples(len(token_set)):
         if is_intact[int(np.searchsorted(token_set.begins, index, side="right")) - 1]:
             ids = token_set[index][:SAMPLE_LENGTH].tolist()
             inspection.samples[f"sequence {index:,}"] = tokenizer.decode(ids, skip_special_tokens=False)
 
 
-def _read_tails(inspection: Inspection) -> dict[str, np.ndarray]:
-    """Return the tail of each unit; nothing for a copy of the set without them, or a set of an earlier version."""
-    tails = {}
-    for folder in sorted(inspection.path.glob("unit.*")):
-        if (folder / "tail.npy").exists() or not (folder / "index.json").exists():
-            return {}
-        try:
-            tails[folder.name] = np.array(read_unit(folder).tail)
-        except RunError as error:
-            inspection.damage.append(str(error))
-    return tails
+def _measure_documents(token_set: TokenSet, num_shards: int, end: int) -> DocumentLengths:
+    """Return the lengths of the documents in the sequences.
 
-
-def _measure_documents(
-    inspection: Inspection, token_set: TokenSet, tokenizer: Tokenizer, units: list[str], tails: dict[str, np.ndarray]
-) -> None:
-    """Collect the lengths of the documents; `units` has the unit of each shard.
-
-    Documents continue from the shards of a unit into its tail. A copy without tails has only what is in the shards.
+    The last document of each part of the set is cut in two: its end is among the last sequences.
     """
-    lengths, has_tails = DocumentLengths(get_end_of_text_id(tokenizer)), bool(tails)
-    for number, unit in enumerate(units):
-        if not (has_tails and unit == TAILS):
-            lengths.add_tokens(token_set.map_shard(number).ravel())
-            if units[number + 1 : number + 2] != [unit]:
-                lengths.add_tokens(tails.pop(unit, np.empty(0)))
-    for tail in tails.values():  # of units without a whole sequence
-        lengths.add_tokens(tail)
+    lengths = DocumentLengths(end)
+    for number in range(num_shards):
+        lengths.add_tokens(token_set.map_shard(number).ravel())
     lengths.end_stream()
-    inspection.lengths = lengths
-    expected = token_set.corpus.documents
-    if has_tails and lengths.total != expected:
-        path = inspection.path / "corpus.json"
-        inspection.damage.append(f"{path}: records {expected:,} documents, but the set has {lengths.total:,}")
+    return lengths
 
 
 # MDS shards that another program wrote

@@ -19,7 +19,6 @@ from stackexp.reports.formal.records import (
     FormalRun,
     Options,
     Results,
-    compute_median,
     select_recipe,
 )
 from stackexp.reports.report import Report, Table
@@ -173,7 +172,8 @@ def _describe_unused_runs(results: Results) -> list[str]:
     notes = []
     for cell in results.cells.values():
         name = f"{cell.column}, {cell.task}"
-        notes += [f"{name}: recipe not chosen: {_describe_other_recipe(cell, runs)}" for runs in cell.other_recipes]
+        reason = "recipe not chosen by validation accuracy and seeds"
+        notes += [f"{name}: {reason}: {_describe_other_recipe(cell, runs)}" for runs in cell.other_recipes]
         if cell.duplicates:
             paths = ", ".join(f"{run.path} (seed {run.seed})" for run in cell.duplicates)
             notes.append(f"{name}: duplicate seeds, not counted: {paths}")
@@ -205,22 +205,10 @@ def _describe_state(run: FormalRun) -> str:
 
 
 def _describe_other_recipe(cell: Cell, runs: list[FormalRun]) -> str:
-    """Describe a recipe that was not chosen: its differences, its seeds and the validation scores that decided."""
-    changes = find_differences(runs[0], [*cell.runs, *cell.pending][0].recipe)
-    shown = _format_overrides(dict(list(changes.items())[:MAX_SHOWN_DIFFERENCES]))
-    shown += " ..." * (len(changes) > MAX_SHOWN_DIFFERENCES)
-    scored = [run for run in runs if run.find_evaluation(cell.lengths)]
-    if not scored:
-        return f"`{shown}` ({_describe_state(runs[0])}; {runs[0].path})"
-    seeds = len({run.seed for run in scored})
-    validation = f"validation {_format_validation(scored)}, chosen {_format_validation(cell.runs)}"
-    return f"`{shown}` ({seeds} seed{'s' * (seeds != 1)}, {validation}; {runs[0].path})"
-
-
-def _format_validation(runs: list[FormalRun]) -> str:
-    medians = [compute_median(runs, key) for key in ("validation_accuracy", "validation_loss")]
-    accuracy, loss = (ABSENT if value is None else f"{value:.3g}" for value in medians)
-    return f"accuracy {accuracy} and loss {loss}"
+    """Describe a recipe that was not chosen: its differences from the chosen one, and its first run."""
+    changes = list(find_differences(runs[0], [*cell.runs, *cell.pending][0].recipe).items())
+    shown = _format_overrides(dict(changes[:MAX_SHOWN_DIFFERENCES])) + " ..." * (len(changes) > MAX_SHOWN_DIFFERENCES)
+    return f"`{shown}` ({len({run.seed for run in runs})} seeds; {runs[0].path})"
 
 
 # CSV
