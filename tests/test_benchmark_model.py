@@ -1,4 +1,4 @@
-"""The decoder as a language model of lm-eval: batches, shared prefixes, windows and generation."""
+"""The decoder as a language model of lm-eval: batches, windows, answers and generation."""
 
 import pytest
 import torch
@@ -10,8 +10,7 @@ from stackexp.config.memory import StackAttentionConfig, StackMemoryConfig
 from stackexp.config.model import TransformerConfig
 from stackexp.data.tokenizer import train_tokenizer
 from stackexp.errors import RunError
-from stackexp.evaluation.benchmarks.batching import Pair, limit_new_tokens, plan_batches
-from stackexp.evaluation.benchmarks.language_model import RunModel
+from stackexp.evaluation.benchmarks.models import RunModel, limit_new_tokens
 from stackexp.models.generation import generate
 from stackexp.models.transformer import Transformer
 
@@ -32,13 +31,14 @@ PAIRS = [
 ]
 
 
-def build_model(memory="none", *, batch_size=4, **options) -> RunModel:
+def build_model(memory="none", *, batch_size=4, tokenizer=None, **options) -> RunModel:
     torch.manual_seed(0)
-    sizes = {"vocab_size": 257, "hidden_size": 16, "num_layers": 2, "num_heads": 2, "num_kv_heads": 1}
+    sizes = {"vocab_size": 259, "hidden_size": 16, "num_layers": 2, "num_heads": 2, "num_kv_heads": 1}
     model = Transformer(TransformerConfig(**sizes, intermediate_size=24, memory=MEMORIES[memory])).double()
     with torch.no_grad():
         model.embedding.weight.mul_(10)  # far from uniform predictions
-    return RunModel(model, train_tokenizer([], 257), LENGTH, batch_size=batch_size, **options)  # tokens are bytes
+    tokenizer = tokenizer or train_tokenizer([], 257)  # tokens are bytes
+    return RunModel(model, tokenizer, LENGTH, batch_size=batch_size, **options)
 
 
 def ask(kind, *arguments) -> Instance:
@@ -66,14 +66,20 @@ def test_scores_do_not_depend_on_the_batch(memory):
     assert [score for score, _ in together] == pytest.approx([score_alone(lm, *pair) for pair in contexts], abs=1e-8)
 
 
-def test_a_shared_context_is_computed_once_where_it_saves_half_of_the_tokens():
-    long, short = [Pair(i, range(20), [1, 2]) for i in range(4)], [Pair(i, [7, 8], [1] * 9) for i in range(4, 6)]
-    batches = plan_batches([*short, *long], 4, 100)
-    assert [(len(b.prefixes[0]), [pair.index for pair in b.pairs]) for b in batches] == [
-        (19, [0, 1, 2, 3]),
-        (0, [4, 5]),
-    ]
-    assert [len(b.prefixes) for b in plan_batches([*short, *long], 4, 100, shares_prefixes=False)] == [4, 2]
+def test_an_answer_whose_first_token_begins_in_the_prompt_is_scored_as_a_whole():
+    """lm-eval itself would score an empty answer with log-probability 0, which wins."""
+    lm = build_model(tokenizer=train_tokenizer(["ab ab ab 日本 日本"], 259))
+    assert len(lm.tok_encode("ab")) == 1
+    pairs = [("xa", "b"), ("xa", "bc"), ("日"[:1], "本")]
+    scores = [score for score, _ in lm.loglikelihood([ask("loglikelihood", *pair) for pair in pairs])]
+    assert scores == pytest.approx([score_alone(lm, *pair) for pair in pairs], abs=1e-8)
+    assert max(scores) < 0
+
+
+@pytest.mark.parametrize("prompt", ["a question", ""])
+def test_an_empty_answer_names_its_document(prompt):
+    with pytest.raises(RunError, match="task: document 0: the answer '' has no token; remove the document"):
+        build_model().loglikelihood([ask("loglikelihood", prompt, "")])
 
 
 def test_greedy_continuations_are_marked():

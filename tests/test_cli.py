@@ -195,9 +195,9 @@ def calls(monkeypatch) -> list[tuple]:
         calls.append((args, kwargs))
         return 0
 
-    for name in ("training.loop", "evaluation.evaluate", "evaluation.generation"):
+    for name in ("training.loop", "evaluation.evaluate"):
         package, _, module_name = name.partition(".")
-        module = SimpleNamespace(train=record, run=record, evaluate=record)
+        module = SimpleNamespace(train=record, evaluate=record)
         monkeypatch.setitem(sys.modules, f"stackexp.{name}", module)
         monkeypatch.setattr(f"stackexp.{package}.{module_name}", module, raising=False)
     return calls
@@ -230,14 +230,6 @@ def test_validate_and_test_pass_config_sets_and_overrides(calls, tmp_path, monke
     [(request,), _] = calls.pop()
     assert (request.sets, request.out) == (("v2", "v3", "a=b.npy"), Path("x.json"))
     assert request.config.data.score_remainder
-
-
-def test_generate_passes_its_options(calls, tmp_path):
-    (tmp_path / "config.yaml").write_text(to_yaml(compose(["quickstart"])))
-    run = str(tmp_path)
-    assert cli.main(["generate", "--run", run, "--prompt", "def", "--temperature", "0", "--seed", "7"]) == 0
-    options = {"run": run, "ckpt_path": None, "prompt": "def", "max_new_tokens": 128, "temperature": 0.0}
-    assert calls.pop() == ((), {**options, "top_p": 0.95, "seed": 7})
 
 
 def test_version_is_printed(capsys):

@@ -15,7 +15,7 @@ pytest.importorskip("lm_eval")
 from stackexp.cli import main
 from stackexp.config.compose import compose
 from stackexp.errors import ConfigError, RunError
-from stackexp.evaluation.benchmarks import scoring
+from stackexp.evaluation.benchmarks import evaluate as engine
 from stackexp.evaluation.benchmarks.results import read_evaluations
 from stackexp.metric_tags import TOKENS_PER_SECOND
 from stackexp.models.checkpoints import load_state
@@ -66,7 +66,7 @@ def test_tasks_are_scored_without_changing_the_training(options, trained, tmp_pa
 def test_a_stop_between_two_tasks_scores_all_of_them_on_resume(options, step, tmp_path, monkeypatch, capsys):
     reference, run = RunFolder(tmp_path / "reference"), RunFolder(tmp_path / "stopped")
     assert main([*options, "--run", str(reference.path)]) == 0
-    original, calls = scoring.score_task, []
+    original, calls = engine.score_task, []
 
     def score_and_stop(*arguments):
         calls.append(arguments)
@@ -74,7 +74,7 @@ def test_a_stop_between_two_tasks_scores_all_of_them_on_resume(options, step, tm
             os.kill(os.getpid(), signal.SIGTERM)
         return original(*arguments)
 
-    monkeypatch.setattr(scoring, "score_task", score_and_stop)
+    monkeypatch.setattr(engine, "score_task", score_and_stop)
     assert main([*options, "--run", str(run.path)]) == 75
     assert f"newest checkpoint {step:08d}; resume with `python" in capsys.readouterr().err
     assert list(read_scores(run)) == list(range(4, step, 4))
@@ -98,7 +98,7 @@ def test_two_processes_have_the_scores_of_one(options, strategy, tmp_path):
 
 def _fit_with_slow_batches(seconds: float, stops: bool, *arguments: str) -> int:
     """Train while every batch of a benchmark takes `seconds` more; optionally request a stop in the first."""
-    from stackexp.evaluation.benchmarks.language_model import RunModel
+    from stackexp.evaluation.benchmarks.models import RunModel
 
     original = RunModel._score
 
@@ -129,8 +129,8 @@ def test_a_batch_longer_than_the_grace_period_ends_with_a_message(options, tmp_p
 
 
 def test_throughput_excludes_the_scoring(options, tmp_path, monkeypatch):
-    original = scoring.score_task
-    monkeypatch.setattr(scoring, "score_task", lambda *arguments: (time.sleep(1), original(*arguments))[1])
+    original = engine.score_task
+    monkeypatch.setattr(engine, "score_task", lambda *arguments: (time.sleep(1), original(*arguments))[1])
     assert main([*options, "trainer.max_steps=5"]) == 0
     speeds = {line["step"]: line.get(TOKENS_PER_SECOND) for line in only_run(tmp_path / "runs").read_metrics()}
     assert speeds[5] > 256 / 2, "256 tokens, and two tasks that take a second each"

@@ -5,6 +5,7 @@ import io
 import json
 import math
 import os
+import re
 import signal
 from pathlib import Path
 
@@ -20,11 +21,14 @@ from torch.nn import functional as F
 
 from stackexp.cli import main
 from stackexp.config import compose
-from stackexp.evaluation.resumable import PartialResults
+from stackexp.evaluation.evaluate import open_data
+from stackexp.evaluation.request import EvaluationRequest
+from stackexp.evaluation.resumable import PartialResults, compute_keys
 from stackexp.files import read_json, read_json_lines
 from stackexp.models import checkpoints
 from stackexp.modules.language_modeling import LanguageModeling
 from stackexp.runs import RunFolder
+from stackexp.training.processes import Processes
 
 CHUNK, VOCAB = 32, 300
 LENGTHS = {"a": 7 * CHUNK + 5, "b": 3 * CHUNK, "c": 2 * CHUNK - 1}  # tokens
@@ -164,6 +168,15 @@ def test_tensorboard_has_the_scores_at_the_checkpoint_step(fitted, group):
     assert values[8] == pytest.approx(record["sets"]["v2/a"]["loss"])
 
 
+def test_json_is_all_that_is_printed(fitted, capsys):
+    assert main(["validate", "--run", str(fitted.path), "--sets", "left", "--json"]) == 0
+    printed = capsys.readouterr()
+    assert json.loads(printed.out) == read_json(fitted.path / "validate-left.json")
+    assert "average of sets" in printed.err
+    for options in (["--config", "x", "--ckpt_path", "y"], ["--run", str(fitted.path), "--by_position"]):
+        assert main(["validate", *options, "--json"]) == 2
+
+
 def test_evaluation_keeps_the_event_file_of_a_running_fit(fitted):
     for old in fitted.path.glob("*.evaluation"):
         old.unlink()
@@ -192,9 +205,11 @@ def test_sets_can_be_given_on_the_command_line(fitted, corpus, tmp_path, monkeyp
 
 
 def test_long_evaluations_show_progress_on_standard_error(fitted, monkeypatch, capsys):
+    evaluate(fitted, "--sets", "v2")
+    assert capsys.readouterr().err == "", "it took less than QUIET_SECONDS"
     monkeypatch.setattr("stackexp.evaluation.resumable.QUIET_SECONDS", 0)
     evaluate(fitted, "--sets", "v2")
-    assert [line.split(":")[0] for line in capsys.readouterr().err.splitlines()] == ["1/3 v2/a", "2/3 v2/b", "3/3 v2/c"]
+    assert re.fullmatch(r"v2/c: loss \d.*100%.* 4/4 .*", capsys.readouterr().err.splitlines()[-1])
     evaluate(fitted, "--sets", "v2", "logging.progress_bar=false")
     assert capsys.readouterr().err == ""
 
@@ -259,9 +274,10 @@ def test_a_killed_evaluation_resumes_after_the_scored_sets(fitted, many_sets, tm
     assert not out.exists()
     changed = change_losses(partial)
 
+    saved = partial.read_bytes()
     assert main([*map(str, command), "--ckpt_path", str(fitted.checkpoints / "00000008")]) == 0
-    assert all(figures["loss"] < 100 for figures in read_json(out)["sets"].values())
-    assert [line["set"] for line in read_lines(partial)] == list(changed), "another evaluation keeps these lines"
+    assert all(figures["loss"] < 100 for figures in read_json(out)["sets"].values()), "lines of another checkpoint"
+    partial.write_bytes(saved)
 
     assert "resuming, 4 of 12 sets are scored already" in forks.run(*command)
     sets = read_json(out)["sets"]
@@ -288,3 +304,100 @@ def test_a_fit_killed_in_its_final_evaluation_keeps_the_scored_sets(corpus, many
     assert len(sets) == 12
     assert {name: figures["loss"] for name, figures in sets.items() if figures["loss"] >= 100} == changed
     assert not partial.exists()
+
+
+# Requests
+
+
+def make_request(run: RunFolder, *sets: str, overrides: tuple[str, ...] = (), ckpt_path=None) -> EvaluationRequest:
+    config = compose.compose([str(run.config)], overrides)
+    return EvaluationRequest("validate", config, run, ckpt_path, sets)
+
+
+def test_set_key_changes_with_every_input_of_its_scores(fitted, tmp_path):
+    rng = np.random.default_rng(0)
+    for name in ("set00", "set01"):
+        (tmp_path / f"{name}.npy").write_bytes(rng.integers(1, VOCAB, 2 * CHUNK).astype("<u2").tobytes())
+
+    def keys(*overrides: str, checkpoint: str = "00000012") -> dict[str, str]:
+        request = make_request(fitted, f"g={tmp_path}", overrides=overrides)
+        alone = Processes(0, 1, None)
+        return compute_keys("validate", request.config, open_data(request), alone, fitted.checkpoints / checkpoint)
+
+    first = keys()
+    assert list(first) == ["g/set00", "g/set01"]
+    assert keys("data.eval_batch_size=3", "trainer.devices=1", "logging.progress_bar=false") == first
+    others = [keys("data.score_remainder=true"), keys("data.context_length=16"), keys(checkpoint="00000008")]
+    others += [keys("model.memory.eval_num_slots=8"), keys("trainer.precision=bf16-true")]
+    for other in others:
+        assert not set(other.values()) & set(first.values())
+    (tmp_path / "set01.npy").write_bytes((tmp_path / "set01.npy").read_bytes()[: -2 * CHUNK])
+    changed = keys()
+    assert [name for name in first if changed[name] != first[name]] == ["g/set01"]
+
+
+def test_partial_results_of_another_evaluation_are_not_read(tmp_path):
+    path = tmp_path / "x.jsonl"
+    first, second = PartialResults(path, {"a": "1", "b": "3"}), PartialResults(path, {"a": "2"})
+    assert first.load() == {}
+    assert not path.exists(), "an evaluation that fails at once leaves nothing"
+    path.write_text('{"key": "truncated by a ki')
+    first.add("a", {"loss": 1.0})
+    second.add("a", {"loss": 2.0})
+    assert first.load() == {"a": {"loss": 1.0}}
+    assert second.load() == {"a": {"loss": 2.0}}
+    second.delete()
+    assert not path.exists()
+
+
+def test_different_options_use_separate_output_files(fitted, tmp_path):
+    def name(*sets: str, **options) -> str:
+        return make_request(fitted, *sets, **options).output.name
+
+    same_figures = ("data.eval_batch_size=1", "trainer.devices=2", "data.micro_batch_size=2")
+    assert name() == name(overrides=same_figures) == "validate.json"
+    assert name("v2/a", "left") == "validate-v2-a+left.json"
+    assert name(ckpt_path="runs/x/checkpoints/00000008") == "validate-00000008.json"
+    assert name(ckpt_path=str(fitted.checkpoints / "00000008")) == "validate-00000008.json"
+    (tmp_path / "00000008").mkdir()
+    assert re.fullmatch(r"validate-00000008-[0-9a-f]{8}\.json", name(ckpt_path=str(tmp_path / "00000008")))
+    options = ("data.score_remainder=true", "data.validation.left=x")
+    hashed = [name(overrides=(option,)) for option in options] + [name("a=x"), name("a=y"), name("v2/a," * 30)]
+    assert len(set(hashed)) == len(hashed)
+    assert all(re.fullmatch(r"validate-(a-)?[0-9a-f]{8}\.json", each) for each in hashed)
+    request = EvaluationRequest("validate", compose.load_config(fitted.config), fitted, out=Path("x.json"))
+    assert request.output == Path("x.json")
+    assert not request.should_write_events
+
+
+# Mistakes
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "message"),
+    [
+        ("--sets left,left", 2, "--sets: left "),
+        ("--sets v2/aa", 2, "--sets: no set 'v2/aa' in data.validation; did you mean 'v2/a'?"),
+        ("--sets x=large.npy", 1, "large.npy: token id 50,279"),
+        ("--sets x=odd.npy", 1, "odd.npy: 3 bytes"),
+        ("--out figures.txt", 2, "validate: --out figures.txt: must end in .json"),
+        ("--out odd.npy/x.json", 1, "odd.npy: File exists; check the path"),
+        ("--ckpt_path nowhere", 1, "nowhere: no such checkpoint; give a folder in a run's checkpoints/"),
+    ],
+)
+def test_errors_are_one_line(fitted, tmp_path, monkeypatch, capsys, options, code, message):
+    monkeypatch.chdir(tmp_path)
+    np.array([1, 50_279] * 99, "<u2").tofile("large.npy")
+    Path("odd.npy").write_bytes(b"abc")
+    assert main(["validate", "--run", str(fitted.path), *options.split()]) == code
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith(f"error: {message}")
+    assert printed.err.count("\n") == 1
+
+
+def test_error_shared_by_all_processes_is_reported_once(fitted, tmp_path):
+    (tmp_path / "odd.npy").write_bytes(b"abc")
+    command = ("validate", "--run", fitted.path, "--sets", "x=odd.npy", "trainer.devices=2")
+    output = Forks(tmp_path).run(*command, ranks=2, expect=1)
+    assert [line[:14] for line in output.splitlines()] == ["error: odd.npy"]

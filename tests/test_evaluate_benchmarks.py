@@ -1,15 +1,21 @@
-"""`evaluate`: the shipped tasks, resuming after a kill, and mistakes."""
+"""`evaluate`: the shipped tasks, runs and exported folders, kills, and mistakes."""
 
 import json
 import math
+import os
 import shutil
+import signal
 
 import pytest
 from benchmark_files import DATASETS, evaluate, read_error, write_datasets
+from conftest import write_tiny
+from corpora import prepare_set
+from forks import Forks
 
 pytest.importorskip("lm_eval")
+from stackexp import cli
 from stackexp.errors import ConfigError, RunError
-from stackexp.evaluation.benchmarks import prompts, run, tasks
+from stackexp.evaluation.benchmarks import prompts, tasks
 from stackexp.evaluation.benchmarks.results import (
     TaskScores,
     average_tasks,
@@ -144,25 +150,40 @@ def test_tasks_are_added_and_kept_apart_by_checkpoint_and_limit(trained_copy, da
     assert found[1].tasks[SMALL[0]].num_documents == 1
 
 
-def test_an_interrupted_evaluation_scores_only_the_remaining_tasks(trained_copy, datasets, monkeypatch, capsys):
-    scored, original = [], run.score_task
+def score_and_kill(kill_at: int, *arguments: object) -> int:
+    """Evaluate with batches of one request; the process kills itself before request number `kill_at`."""
+    from stackexp.evaluation.benchmarks.models import RunModel
 
-    def interrupt(lm, task, limit):
-        scored.append(task.task_name)
-        if len(scored) == 2:
-            raise KeyboardInterrupt
-        return original(lm, task, limit)
+    original, requests = RunModel._score, []
 
-    monkeypatch.setattr(run, "score_task", interrupt)
-    arguments = ("--run", trained_copy, "--tasks", ",".join(SMALL), "--datasets", datasets)
-    assert evaluate(*arguments) == 130
-    assert "interrupted: 1 of 3 tasks scored; rerun the command" in capsys.readouterr().err
-    assert not (trained_copy / "benchmarks.json").exists()
-    assert evaluate(*arguments) == 0
-    assert scored == [SMALL[0], SMALL[1], SMALL[1], SMALL[2]]
-    assert not list(trained_copy.glob("*.partial.jsonl"))
-    assert evaluate(*arguments) == 0
-    assert len(scored) == 7, "a finished evaluation is repeated"
+    def score(self, batch):
+        requests.extend(batch)
+        if len(requests) == kill_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(self, batch)
+
+    RunModel._score = score
+    try:
+        assert evaluate(*arguments, "--batch_size", 1) == 0
+    finally:
+        RunModel._score = original
+    return len(requests)
+
+
+def test_a_killed_evaluation_computes_only_the_remaining_answers(trained_copy, datasets, tmp_path):
+    command = ("--run", trained_copy, "--tasks", ",".join(SMALL), "--datasets", datasets)
+    output = trained_copy / "benchmarks.json"
+    killed = Forks(tmp_path).start(8, *command, function=score_and_kill)
+    assert killed.join() == [-signal.SIGKILL]
+    assert not output.exists()
+    other = ("--ckpt_path", trained_copy / "checkpoints" / "00000004", "--out", tmp_path / "other.json")
+    assert score_and_kill(0, *command, *other) == 14, "9 + 4 choices and a reference answer: nothing of another model"
+    assert score_and_kill(0, *command) <= 14 - 6, "the last response may be lost"
+    assert not list(trained_copy.glob(".*responses*"))
+    (resumed,) = read_evaluations(output)
+    output.unlink()
+    assert score_and_kill(0, *command) == 14, "a finished evaluation is repeated"
+    assert read_evaluations(output)[0].tasks == resumed.tasks, "bit for bit"
 
 
 def test_a_damaged_file_is_reported(trained_copy, datasets):
@@ -173,6 +194,116 @@ def test_a_damaged_file_is_reported(trained_copy, datasets):
     path.write_text(json.dumps(record))
     with pytest.raises(RunError, match="damaged, or written by another version; delete it"):
         read_evaluations(path)
+
+
+# Hugging Face folders
+
+
+@pytest.mark.parametrize("memory", ["null", "stacktrans"])
+def test_a_run_and_its_exported_folder_have_the_same_scores(corpus, datasets, tmp_path, capsys, memory):
+    long = tmp_path / "long"  # room for the 256 tokens that GSM8K generates
+    prepare_set(
+        corpus["train"].parent / "text" / "train",
+        long,
+        context_length=512,
+        tokenizer=corpus["train"] / "tokenizer.json",
+    )
+    options = (
+        f"model.memory={memory}",
+        "trainer.max_steps=4",
+        f"data.path={long}",
+        "data.context_length=512",
+        "data.global_batch_tokens=1024",
+        "data.micro_batch_size=2",
+    )
+    assert cli.main(["fit", "--config", str(write_tiny(corpus, tmp_path)), *options]) == 0
+    (folder,) = (tmp_path / "runs" / "tiny").iterdir()
+    copy = tmp_path / f"{memory}-hf"
+    assert cli.main(["checkpoint", "export", "--run", str(folder), "--to", str(copy)]) == 0
+    names = ",".join(DATASETS)
+    assert evaluate("--run", folder, "--tasks", names, "--datasets", datasets) == 0
+    output = tmp_path / "hf.json"
+    command = ("--model", f"hf:{copy}", "--tasks", names, "--datasets", datasets, "--out", output)
+    if memory != "null":
+        assert evaluate(*command) == 1
+        assert f"{copy}: contains the code of its model; read it, then add --trust-remote-code" in read_error(capsys)
+    assert evaluate(*command, "--trust-remote-code") == 0
+    (ours,), (theirs,) = read_evaluations(folder / "benchmarks.json"), read_evaluations(output)
+    assert (ours.step, ours.tokens) == (4, 4096)
+    assert ours.tasks.keys() == theirs.tasks.keys()
+    for name, scores in ours.tasks.items():
+        other = theirs.tasks[name]
+        assert scores.accuracy == other.accuracy
+        assert scores.random_guess == other.random_guess
+        assert scores.bits_per_byte == pytest.approx(other.bits_per_byte, abs=1e-5)
+        assert 0 < scores.bits_per_byte < 20
+
+
+def test_what_does_not_fit_into_the_context_is_cut_and_counted(trained, datasets, tmp_path, capsys):
+    run = shutil.copytree(trained, tmp_path / "run")
+    file = datasets / "smollm2_piqa" / "validation.jsonl"
+    long = {"goal": "open a door", "sol1": "turn the handle " * 40, "sol2": "eat the handle", "label": 0}
+    file.write_text(file.read_text() + json.dumps(long) + "\n")
+    copy, output = tmp_path / "hf", tmp_path / "hf.json"
+    assert cli.main(["checkpoint", "export", "--run", str(run), "--to", str(copy)]) == 0
+    names = ("--tasks", "smollm2_piqa,smollm2_gsm8k", "--datasets", datasets)
+    assert evaluate("--run", run, *names) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "note: smollm2_piqa: 2 of 3 documents do not fit into the model's context" in printed, printed
+    assert evaluate("--run", run, "--tasks", "smollm2_piqa", *names[2:], "--exclude_long") == 0
+    assert "smollm2_piqa: 2 documents do not fit" in " ".join(capsys.readouterr().out.split())
+    assert evaluate("--model", f"hf:{copy}", *names, "--out", output, "--trust-remote-code") == 0
+    (ours, fitting), (theirs,) = read_evaluations(run / "benchmarks.json"), read_evaluations(output)
+    (scores,) = fitting.tasks.values()
+    assert (scores.num_documents, scores.num_excluded, scores.num_cut) == (1, 2, 0)
+    for name, cut in {"smollm2_piqa": 2, "smollm2_gsm8k": 1}.items():
+        assert ours.tasks[name].num_cut == theirs.tasks[name].num_cut == cut
+        assert ours.tasks[name].accuracy == theirs.tasks[name].accuracy
+        assert ours.tasks[name].bits_per_byte == pytest.approx(theirs.tasks[name].bits_per_byte, abs=1e-5)
+
+
+# Mistakes
+
+
+def test_a_folder_without_a_model_is_refused(tmp_path, capsys):
+    assert evaluate("--model", f"hf:{tmp_path}", "--tasks", "smollm2") == 2
+    assert "no config.json; give a folder with a Hugging Face model" in read_error(capsys)
+    (tmp_path / "config.json").write_text("{}")
+    score = ("--model", f"hf:{tmp_path}", "--tasks", "smollm2_piqa", "--datasets", tmp_path)
+    assert evaluate(*score) == 1
+    assert "no tokenizer.json; put that of the model there" in read_error(capsys)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    (tmp_path / "config.json").write_text("null")
+    assert evaluate(*score) == 1
+    assert "config.json: not an object; download the file again" in read_error(capsys)
+
+
+def test_a_tokenizer_without_an_end_is_refused(trained, tmp_path, capsys):
+    folder = tmp_path / "hf"
+    assert cli.main(["checkpoint", "export", "--run", str(trained), "--to", str(folder)]) == 0
+    for name in ("tokenizer_config.json", "special_tokens_map.json", "config.json", "generation_config.json"):
+        if (folder / name).is_file():
+            kept = {key: value for key, value in json.loads((folder / name).read_text()).items() if "_token" not in key}
+            (folder / name).write_text(json.dumps(kept))
+    command = ("--tasks", "smollm2_piqa", "--datasets", write_datasets(tmp_path / "sets", "smollm2_piqa"))
+    assert evaluate("--model", f"hf:{folder}", "--trust-remote-code", *command) == 1
+    assert "hf: the tokenizer has no eos_token; name one" in read_error(capsys)
+
+
+@pytest.mark.parametrize(
+    ("task", "changes", "message"),
+    [
+        ("smollm2_hellaswag", {"label": "x"}, "the right answer is 'x', not one of 4 choices"),
+        ("smollm2_piqa", {"label": 2}, "the right answer is 2, not one of 2 choices"),
+        ("smollm2_arc_easy", {"answerKey": "x"}, "'x' is not in list"),
+    ],
+)
+def test_a_document_without_a_right_answer_is_named(trained, datasets, task, changes, message, capsys):
+    (file,) = (datasets / task).iterdir()
+    lines = file.read_text().splitlines()
+    file.write_text("\n".join([*lines[:-1], json.dumps(json.loads(lines[-1]) | changes)]) + "\n")
+    assert evaluate("--run", trained, "--tasks", task, "--datasets", datasets) == 1
+    assert f"{task}: cannot read document {len(lines) - 1} ({message}); correct its fields" in read_error(capsys)
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,14 @@
-"""Text generation: greedy and sampled, with the cache of every memory axis."""
+"""Text generation: greedy and sampled, with the cache of every memory axis, and the verb `generate`."""
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from stackexp.cli import main
 from stackexp.config.memory import StackMemoryConfig
 from stackexp.config.model import TransformerConfig
+from stackexp.evaluation.loading import load_run
 from stackexp.models.generation import generate, keep_nucleus, sample_tokens
 from stackexp.models.transformer import Transformer
 
@@ -83,3 +85,19 @@ def test_top_p_keeps_the_smallest_set_with_the_probability(logits, top_p):
     assert (probabilities[0][kept == 0] <= inside.min()).all()
     drawn = sample_tokens(torch.tensor([logits] * 50), 1.0, top_p, torch.Generator().manual_seed(0))
     assert (kept[drawn] > 0).all()
+
+
+def test_generate_prints_what_a_loaded_run_generates(trained, capsys):
+    options = ("--prompt", "def", "--max_new_tokens", "4", "--seed", "7")
+    assert main(["generate", "--run", str(trained), *options]) == 0
+    printed = capsys.readouterr()
+    expected = load_run(trained, "last").generate("def", max_new_tokens=4, seed=7)
+    assert (printed.out, printed.err) == (expected + "\n", "")
+    assert expected.startswith("def")
+
+
+def test_a_prompt_longer_than_the_context_is_reported(trained, caplog):
+    load_run(trained).generate("x = 1\n" * 40, max_new_tokens=1)
+    (message,) = caplog.messages
+    assert message.startswith("the prompt has ")
+    assert "more than the 32 of a training sequence" in message

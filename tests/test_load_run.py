@@ -58,12 +58,6 @@ def test_load_run_of_a_model_with_a_cuda_kernel_runs_on_a_cpu(tmp_path):
     assert not torch._dynamo.utils.counters["frames"]
 
 
-def test_load_run_without_pandas_returns_lists(folder, monkeypatch):
-    monkeypatch.setitem(sys.modules, "pandas", None)
-    metrics = stackexp.load_run(folder.path, folder.path / "weights.safetensors").metrics
-    assert metrics == {"step": [1, 2], "train/loss": [2.0, None], "v": [None, 0.5]}
-
-
 def test_missing_folder_or_checkpoint_is_one_line(folder, tmp_path):
     with pytest.raises(RunError, match="not a run folder"):
         stackexp.load_run(tmp_path)

@@ -13,7 +13,7 @@ from language_runs import finish, write_run
 from stackexp import cli
 from stackexp.data.olmo import NAMES
 from stackexp.errors import RunError
-from stackexp.evaluation.chunk_losses import write_chunk_losses
+from stackexp.evaluation.scores import write_chunk_losses
 from stackexp.reports.ablation import build_ablation
 from stackexp.reports.arms import read_arms, read_finished_run
 from stackexp.reports.differences import compute_difference

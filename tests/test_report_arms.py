@@ -11,7 +11,7 @@ from language_runs import finish, write_run
 from stackexp.config.affects import flatten_config
 from stackexp.config.compose import compose
 from stackexp.errors import RunError
-from stackexp.evaluation.chunk_losses import write_chunk_losses
+from stackexp.evaluation.scores import write_chunk_losses
 from stackexp.frame import name_arm
 from stackexp.reports.ablation import build_ablation
 from stackexp.reports.arms import name_memory, read_arms

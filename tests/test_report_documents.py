@@ -8,7 +8,7 @@ import pytest
 from language_runs import finish, write_run
 
 from stackexp.cli import main
-from stackexp.evaluation.chunk_losses import write_chunk_losses
+from stackexp.evaluation.scores import write_chunk_losses
 from stackexp.reports.ablation import build_ablation
 
 

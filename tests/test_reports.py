@@ -8,7 +8,7 @@ from formal_runs import write_run
 
 from stackexp.cli import main
 from stackexp.errors import RunError
-from stackexp.evaluation.score_tables import format_scores
+from stackexp.evaluation.scores import format_scores
 from stackexp.files import append_json_line
 from stackexp.reports.compare import check_same_data, draw_losses, format_runs, name_runs
 from stackexp.runs import RunFolder

@@ -6,7 +6,7 @@ import random
 import numpy as np
 import pytest
 
-from stackexp.evaluation.score_tables import format_scores
+from stackexp.evaluation.scores import format_scores
 from stackexp.files import replace_non_finite
 from stackexp.modules import scores
 from stackexp.modules.scores import average_groups, average_scores, bootstrap_interval, compute_set_scores

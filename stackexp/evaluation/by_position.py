@@ -11,7 +11,7 @@ from stackexp.data.token_files import Chunks
 from stackexp.datamodules.pretraining import build_perplexity_loader
 from stackexp.errors import ConfigError, RunError
 from stackexp.evaluation.evaluate import open_data
-from stackexp.evaluation.inference import inference_mode
+from stackexp.evaluation.generation import inference_mode
 from stackexp.evaluation.request import EvaluationRequest, describe_evaluation
 from stackexp.files import write_json
 from stackexp.models import checkpoints
@@ -72,7 +72,7 @@ def score_by_position(request: EvaluationRequest) -> tuple[int, list[PositionLos
 
 
 def get_output(request: EvaluationRequest) -> Path:
-    """Return the JSON file: `request.out`, or one named like that of the scores of the same checkpoint and sets."""
+    """Return the JSON file: `request.out`, or by default `request.output` with "by_position" in place of the stage."""
     assert request.output is not None
     return request.out or request.output.with_name(request.output.name.replace(request.stage, "by_position", 1))
 

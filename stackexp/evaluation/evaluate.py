@@ -1,5 +1,7 @@
 """The engine of `validate` and `test`: score a checkpoint on every named set."""
 
+import contextlib
+import sys
 from pathlib import Path
 
 from stackexp.config import registry
@@ -43,7 +45,10 @@ def evaluate(request: EvaluationRequest) -> None:
         except StoppedError as error:
             raise type(error)(f"{error}; rerun the command to score the remaining sets") from None
         if processes.is_first:
-            objective.report(request, checkpoint, evaluation.sets)
+            with contextlib.redirect_stdout(sys.stderr) if request.as_json else contextlib.nullcontext():
+                objective.report(request, checkpoint, evaluation.sets)
+            if request.as_json and request.output:
+                print(request.output.read_text())
             evaluation.delete_partial_results()
 
 

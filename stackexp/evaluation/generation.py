@@ -1,31 +1,38 @@
-"""The engine of `generate`: continue a prompt with a run's model."""
+"""Run a model for evaluation: without gradients, and to continue a text."""
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from tokenizers import Tokenizer
+from torch import nn
 
-from stackexp.data.tokenizer import get_end_of_text_id, load_tokenizer
-from stackexp.datamodules.arithmetic import check_symbols
-from stackexp.evaluation.loading import open_text_run
-from stackexp.models import checkpoints
+from stackexp.data.tokenizer import get_end_of_text_id
 from stackexp.models.generation import generate
 from stackexp.models.transformer import Transformer
-from stackexp.training.objectives import build_objective
-from stackexp.training.trainer import find_device_type
+
+AUTOCAST = {"bf16-mixed": torch.bfloat16}
 
 
-def run(run: str, ckpt_path: str | None, prompt: str, **sampling: Any) -> int:
-    """Print the prompt and its continuation by a run's newest checkpoint, or by `ckpt_path`."""
-    folder, config = open_text_run(run)
-    if config.data.objective == "arithmetic":
-        check_symbols("generate: --prompt", prompt)
-    checkpoint = checkpoints.find_checkpoint(folder, ckpt_path)
-    tokenizer = load_tokenizer(folder.find_tokenizer(checkpoint) or folder.tokenizer)
-    module = build_objective(config).build_module(weights=checkpoint)
-    module.to(find_device_type(config))
-    print(continue_text(module.model, tokenizer, prompt, **sampling))
-    return 0
+@contextlib.contextmanager
+def inference_mode(model: nn.Module, precision: str) -> Iterator[None]:
+    """Run a model in eval mode, without gradients and compilation, in the precision of `trainer.precision`.
+
+    Compilation is off because inputs of many lengths would each compile again.
+    """
+    was_training, dtype = model.training, AUTOCAST.get(precision)
+    device = next(model.parameters()).device
+    model.eval()
+    try:
+        with (
+            torch.no_grad(),
+            torch.compiler.set_stance("force_eager"),
+            torch.autocast(device.type, dtype, enabled=dtype is not None),
+        ):
+            yield
+    finally:
+        model.train(was_training)
 
 
 def continue_text(model: Transformer, tokenizer: Tokenizer, prompt: str, *, seed: int, **sampling: Any) -> str:

@@ -1,6 +1,8 @@
-"""Load a finished or running experiment from its run folder, for notebooks and scripts."""
+"""Load a finished or running experiment from its run folder: for notebooks, scripts and the verbs that run a model."""
 
+import logging
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -12,26 +14,51 @@ from stackexp.config.compose import load_config
 from stackexp.config.experiment import ExperimentConfig
 from stackexp.config.model import TransformerConfig
 from stackexp.data.tokenizer import load_tokenizer
+from stackexp.datamodules.arithmetic import check_symbols
 from stackexp.errors import RunError
+from stackexp.evaluation.generation import continue_text
 from stackexp.models import checkpoints
 from stackexp.runs import RunFolder
 from stackexp.training.objectives import build_objective
 
+log = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True)
 class LoadedRun:
-    """A run with its weights. `model` is on the CPU in eval mode; `tokenizer` is None for formal languages.
-
-    `metrics` is a pandas DataFrame if pandas is installed, otherwise a dict of lists; both have one row for each line
-    of metrics.jsonl and NaN (None in lists) where a line lacks a metric.
-    """
+    """A run with its weights. `model` is on the CPU in eval mode; `tokenizer` is None for formal languages."""
 
     folder: RunFolder
     config: ExperimentConfig
     checkpoint: Path
     model: nn.Module
     tokenizer: Tokenizer | None
-    metrics: Any
+
+    @cached_property
+    def metrics(self) -> Any:
+        """metrics.jsonl as a pandas DataFrame, with a row for each line and NaN where a line lacks a metric."""
+        import pandas  # takes half a second
+
+        return pandas.DataFrame(list(self.folder.read_metrics()))
+
+    def generate(
+        self,
+        prompt: str = "",
+        max_new_tokens: int = 128,
+        temperature: float = 0.8,
+        top_p: float = 0.95,
+        seed: int = 0,
+    ) -> str:
+        """Return the prompt and its continuation, on the device of the model. Raises RunError for formal languages."""
+        if self.tokenizer is None:
+            raise RunError(f"{self.folder.path}: trained on {self.config.data.kind}, not on text; it cannot generate")
+        if self.config.data.objective == "arithmetic":
+            check_symbols("generate: --prompt", prompt)
+        length, context = len(self.tokenizer.encode(prompt, add_special_tokens=False)), self.config.data.context_length
+        if length > context:
+            log.warning(f"the prompt has {length:,} tokens, more than the {context:,} of a training sequence")
+        sampling = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p, "seed": seed}
+        return continue_text(self.model, self.tokenizer, prompt, **sampling)
 
 
 def load_run(path: str | Path, checkpoint: str | Path | None = None) -> LoadedRun:
@@ -52,7 +79,7 @@ def load_run(path: str | Path, checkpoint: str | Path | None = None) -> LoadedRu
     model = build_objective(config).build_module(weights=found).model.eval()
     tokenizer_file = folder.find_tokenizer(found)
     tokenizer = load_tokenizer(tokenizer_file) if tokenizer_file else None
-    return LoadedRun(folder, config, found, model, tokenizer, _read_metrics(folder))
+    return LoadedRun(folder, config, found, model, tokenizer)
 
 
 def open_text_run(path: str) -> tuple[RunFolder, ExperimentConfig]:
@@ -75,13 +102,3 @@ def _load_config(folder: RunFolder) -> ExperimentConfig:
     if isinstance(config.model, TransformerConfig):
         config.model.attention = "sdpa"  # the other kernels need CUDA, and some need bfloat16
     return config
-
-
-def _read_metrics(folder: RunFolder) -> Any:
-    lines = list(folder.read_metrics())
-    columns = {key: [line.get(key) for line in lines] for key in dict.fromkeys(key for line in lines for key in line)}
-    try:
-        import pandas  # optional
-    except ModuleNotFoundError:
-        return columns
-    return pandas.DataFrame(columns)

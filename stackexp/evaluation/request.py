@@ -1,4 +1,4 @@
-"""Requests to `validate` and `test`: the checkpoint and sets to score, and the output file."""
+"""Requests to `validate` and `test`: the checkpoint and sets to score, the output file, and what scores depend on."""
 
 import contextlib
 import dataclasses
@@ -13,7 +13,7 @@ from typing import Any, Literal
 from stackexp.config import compose
 from stackexp.config.affects import changes_scores, flatten_config
 from stackexp.config.experiment import ExperimentConfig
-from stackexp.errors import FolderBusyError
+from stackexp.errors import FolderBusyError, RunError
 from stackexp.models import checkpoints
 from stackexp.runs import RunFolder
 
@@ -36,6 +36,8 @@ class EvaluationRequest:
     sets: tuple[str, ...] = ()
     out: Path | None = None
     overrides: tuple[str, ...] = ()
+    as_json: bool = False
+    """Print the record in `output` instead of a table."""
 
     @cached_property
     def output(self) -> Path | None:
@@ -118,3 +120,17 @@ def list_figure_options(config: ExperimentConfig) -> list[Any]:
 def hash_values(values: list[Any]) -> str:
     """Return a SHA-256 of values that JSON can represent."""
     return hashlib.sha256(json.dumps(values).encode()).hexdigest()
+
+
+def identify_checkpoint(checkpoint: Path) -> list:
+    """Return the key of the weights, sizes and times of the checkpoint's files, and a hash of its state.
+
+    Raises RunError if it is missing.
+    """
+    path, key = checkpoints.split_path(checkpoint)
+    if not path.exists():
+        raise RunError(f"{path}: no such checkpoint; give a folder in a run's checkpoints/, `last` or `best`")
+    files = sorted(path.rglob("*")) if path.is_dir() else [path]
+    stats = [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files]
+    state = path / checkpoints.STATE
+    return [key, *stats, hashlib.sha256(state.read_bytes()).hexdigest() if state.is_file() else None]

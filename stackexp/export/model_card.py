@@ -6,7 +6,7 @@ import yaml
 
 from stackexp.data import hash_log
 from stackexp.evaluation.loading import LoadedRun
-from stackexp.evaluation.score_tables import format_scores
+from stackexp.evaluation.scores import format_scores
 from stackexp.files import read_json
 from stackexp.models.checkpoints import EMA, split_path
 

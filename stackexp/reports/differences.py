@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from stackexp.config.affects import find_changed_keys, get_value
-from stackexp.evaluation.chunk_losses import read_chunk_losses
+from stackexp.evaluation.scores import read_chunk_losses
 from stackexp.modules.scores import average_groups, average_scores, bootstrap_interval, get_t_quantile
 from stackexp.reports.arms import OLMO_GROUPS, Arm, ArmRun
 from stackexp.reports.compare import explain_other_data

@@ -23,26 +23,19 @@ class Evaluate(Verb):
     )
 
     def add_arguments(self, parser: Parser) -> None:
-        parser.add_argument("--run", metavar="FOLDER", help="run folder")
+        add = parser.add_argument
+        add("--run", metavar="FOLDER", help="run folder")
         parser.add_ckpt_path("best|last|ema|PATH", "checkpoint of the run (default: the newest)")
-        parser.add_argument("--model", metavar="hf:FOLDER", help="folder with a Hugging Face model and its tokenizer")
-        parser.add_argument("--trust-remote-code", action="store_true", help="run the code in the folder of --model")
-        parser.add_argument("--tasks", action="append", default=[], metavar="NAME,...", help="tasks, groups or tags")
-        parser.add_argument(
-            "--limit", type=at_least(1), metavar="N", help="score only the first N documents of each task"
-        )
-        parser.add_argument(
-            "--num_fewshot", type=at_least(0), metavar="N", help="shots, instead of each task's own number"
-        )
-        batch_size = "sequences (default: %(default)s)"
-        parser.add_argument("--batch_size", type=at_least(1), default=16, metavar="N", help=batch_size)
-        parser.add_argument(
-            "--datasets",
-            type=Path,
-            metavar="FOLDER",
-            help="local datasets: FOLDER/<task>/<split>.jsonl (default: download)",
-        )
-        parser.add_argument("--out", type=Path, metavar="FILE.json", help="write here instead of RUN/benchmarks.json")
+        add("--model", metavar="hf:FOLDER", help="folder with a Hugging Face model and its tokenizer")
+        add("--trust-remote-code", action="store_true", help="run the code in the folder of --model")
+        add("--tasks", action="append", default=[], metavar="NAME,...", help="tasks, groups or tags")
+        add("--limit", type=at_least(1), metavar="N", help="score only the first N documents of each task")
+        add("--num_fewshot", type=at_least(0), metavar="N", help="shots, instead of each task's own number")
+        add("--exclude_long", action="store_true", help="leave out documents longer than the model's context")
+        add("--batch_size", type=at_least(1), default=16, metavar="N", help="sequences (default: %(default)s)")
+        datasets = "local datasets: FOLDER/<task>/<split>.jsonl (default: download)"
+        add("--datasets", type=Path, metavar="FOLDER", help=datasets)
+        add("--out", type=Path, metavar="FILE.json", help="write here instead of RUN/benchmarks.json")
 
     def run(self, args: Namespace) -> int:
         parser = args.parser
@@ -64,9 +57,11 @@ class Evaluate(Verb):
 
         check_installed()
         choose_wait_policy()
-        from stackexp.evaluation.benchmarks import run as engine
+        from stackexp.evaluation.benchmarks import evaluate as engine
 
-        options = engine.Options(names, args.limit, args.num_fewshot, args.batch_size, args.datasets, args.out)
+        options = engine.BenchmarkOptions(
+            names, args.limit, args.num_fewshot, args.batch_size, args.datasets, args.exclude_long, args.out
+        )
         if args.run:
             model = engine.open_run_model(args.run, args.ckpt_path, args.batch_size)
         else:

@@ -31,7 +31,12 @@ class Generate(Verb):
             parser.error(f"--seed {args.seed}: must be an integer from 0 to 2^63 - 1")
         parser.check_text("--prompt", args.prompt)
         parser.check_run_folder(args.run)
-        from stackexp.evaluation import generation
+        from stackexp.evaluation.loading import load_run
+        from stackexp.terminal import set_up_log
+        from stackexp.training.trainer import find_device_type
 
-        options = ("run", "ckpt_path", "prompt", "max_new_tokens", "temperature", "top_p", "seed")
-        return generation.run(**{name: getattr(args, name) for name in options})
+        set_up_log()
+        run = load_run(args.run, args.ckpt_path or "last")
+        run.model.to(find_device_type(run.config))
+        print(run.generate(args.prompt, args.max_new_tokens, args.temperature, args.top_p, args.seed))
+        return 0

@@ -38,6 +38,7 @@ class Validate(Verb):
         )
         out = f"write here instead of RUN/{stage}.json; also writes the table of sets as .md"
         parser.add_argument("--out", metavar="FILE.json", help=out)
+        parser.add_argument("--json", action="store_true", help="print the written record instead of the table")
         if stage == "validate":
             by_position = "loss at each position up to 4 x data.context_length, as a table, JSON and a figure"
             parser.add_argument("--by_position", action="store_true", help=by_position)
@@ -68,7 +69,9 @@ class Validate(Verb):
         from stackexp.evaluation.request import EvaluationRequest
 
         folder, out = RunFolder(Path(args.run)) if args.run else None, Path(args.out) if args.out else None
-        request = EvaluationRequest(stage, config, folder, args.ckpt_path, tuple(sets), out, tuple(args.overrides))
+        request = EvaluationRequest(
+            stage, config, folder, args.ckpt_path, tuple(sets), out, tuple(args.overrides), as_json=args.json
+        )
         if getattr(args, "by_position", False):
             _score_by_position(request)
             return 0
@@ -89,11 +92,15 @@ def _check_arguments(args: Namespace) -> None:
         parser.error(f"--ckpt_path {args.ckpt_path} requires --run; give the path of a checkpoint")
     if args.out and not args.out.endswith(".json"):
         parser.error(f"--out {args.out}: must end in .json")
+    if args.json and not (args.run or args.out):
+        parser.error("--json prints the record in --out; give a file")
     if getattr(args, "by_position", False):
         if not args.run:
             parser.error("--by_position requires --run")
         if args.score_remainder:
             parser.error("--by_position scores whole sequences only; omit --score-remainder")
+        if args.json:
+            parser.error("--by_position writes its record to a file only; omit --json")
 
 
 def _score_by_position(request: Any) -> None:

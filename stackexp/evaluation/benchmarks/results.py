@@ -34,6 +34,8 @@ class TaskScores:
     num_fewshot: int
     num_cut: int = 0
     """Documents whose prompt and answer are longer than the model's context, so that the prompt is cut at its start."""
+    num_excluded: int = 0
+    """Documents that do not fit into the model's context, and are not in the scores."""
 
     def flatten(self) -> dict[str, float]:
         """Return the scores that are logged during training."""
@@ -57,11 +59,14 @@ class Evaluation:
     tasks: dict[str, TaskScores]
     model: str = ""
     """A hash of the weights' identity: another model may be written to the same path."""
+    exclude_long: bool = False
+    """True if documents that do not fit into the model's context are not in the scores."""
 
     @property
     def options(self) -> tuple[Any, ...]:
         """The identity of an evaluation; evaluations with the same one share an entry of the file."""
-        return self.checkpoint, self.step, self.limit, self.num_fewshot, self.lm_eval, self.model
+        chosen = self.limit, self.num_fewshot, self.exclude_long
+        return self.checkpoint, self.step, *chosen, self.lm_eval, self.model
 
 
 def read_evaluations(path: Path) -> list[Evaluation]:

@@ -101,11 +101,6 @@ class TaskLoader:
                 raise RunError(f"{name}: no {file}; write one line for each document of {config['dataset_path']!r}")
         return {"custom_dataset": lambda **_: read_dataset(files), "dataset_path": str(folder), **missing}
 
-    def identify(self, name: str) -> list[Any]:
-        """Return what the scores of a task depend on besides the model: files, sizes and times of a local dataset."""
-        files = sorted((self._datasets / name).glob("*.jsonl")) if self._datasets else []
-        return [name, self._num_fewshot, *([str(f), f.stat().st_size, f.stat().st_mtime_ns] for f in files)]
-
 
 def _check_shots(task: Any) -> None:
     """Raise RunError if there are fewer examples than shots. lm-eval draws one more if they are also scored."""

@@ -79,8 +79,8 @@ class Downstream(StepCallback, pl.callbacks.Checkpoint):
 
     @isolate_rng()
     def _score(self, trainer: pl.Trainer, module: TrainingModule) -> None:
-        from stackexp.evaluation.benchmarks.language_model import RunModel
-        from stackexp.evaluation.benchmarks.scoring import score_task
+        from stackexp.evaluation.benchmarks.evaluate import score_task
+        from stackexp.evaluation.benchmarks.models import RunModel
 
         config = self._config
         lm = RunModel(

@@ -10,10 +10,9 @@ import lightning.pytorch as pl
 from stackexp.config.experiment import ExperimentConfig
 from stackexp.config.memory import StackMemoryConfig
 from stackexp.data import hash_log
-from stackexp.evaluation.bigram_baseline import score_bigrams
 from stackexp.evaluation.generation import continue_text
 from stackexp.evaluation.request import EvaluationRequest, Sets, Stage, describe_evaluation
-from stackexp.evaluation.score_tables import format_scores
+from stackexp.evaluation.scores import format_scores, score_bigrams
 from stackexp.files import write_atomically, write_json
 from stackexp.modules.language_modeling import LanguageModeling
 from stackexp.modules.scores import average_groups, average_scores, tag_scores
