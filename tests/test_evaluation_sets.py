@@ -1,6 +1,7 @@
 """Evaluation sets: reading every kind of file, caching and conversion."""
 
 import gzip
+import json
 import math
 import multiprocessing
 import time
@@ -24,6 +25,7 @@ from evaluation_files import (
     write_mds,
     write_raw,
 )
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from stackexp.data import converted_sets
 from stackexp.data.evaluation_sets import EvaluationSet, find_sets, open_set
@@ -187,6 +189,54 @@ def test_bits_per_byte_do_not_depend_on_the_tokenizer(tmp_path, known):
         scores = score_uniform_bytes(dataset, table)
         assert scores["bytes"] == size - table[read_tokens(dataset)[0]], "all but the first token"
         assert scores["bits_per_byte"] == pytest.approx(8, rel=1e-6)
+
+
+def train_word_pieces() -> Tokenizer:
+    """A tokenizer in lower case, whose tokens inside words begin with ##."""
+    tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    tokenizer.normalizer, tokenizer.pre_tokenizer = normalizers.BertNormalizer(), pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece()
+    trainer = trainers.WordPieceTrainer(
+        vocab_size=90, special_tokens=["[UNK]", "<|endoftext|>"], limit_alphabet=20, show_progress=False
+    )
+    tokenizer.train_from_iterator(TEXTS, trainer)
+    return tokenizer
+
+
+def train_with_a_space_before_the_text() -> Tokenizer:
+    """A tokenizer like SentencePiece's: U+2581 is a space, and begins every document."""
+    tokenizer = Tokenizer(models.Unigram())
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    trainer = trainers.UnigramTrainer(
+        vocab_size=90, special_tokens=["<unk>", "</s>"], unk_token="<unk>", show_progress=False
+    )
+    tokenizer.train_from_iterator(TEXTS, trainer)
+    return tokenizer
+
+
+def train_with_normalization() -> Tokenizer:
+    tokenizer = train_tokenizer(TEXTS, V)
+    tokenizer.normalizer = normalizers.NFC()
+    return tokenizer
+
+
+@pytest.mark.parametrize("train", [train_word_pieces, train_with_a_space_before_the_text, train_with_normalization])
+def test_bytes_are_those_of_the_text_for_every_tokenizer(tmp_path, train):
+    """Of ids without a text they are known only if the text that they decode to has as many."""
+    train().save(str(tmp_path / "tokenizer.json"))
+    tokenizer = KnownTokenizer.read(tmp_path / "tokenizer.json")
+    texts = [text.replace("ï", "i\u0308") for text in TEXTS]
+    size = sum(len(text.encode()) for text in texts)
+    (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    write_documents(tmp_path / "prepared", texts, tokenizer.tokenizer, T)
+    for name in ("text.jsonl", "prepared"):
+        dataset = open_one(tmp_path / name, tokenizer)
+        assert not dataset.has_exact_bytes
+        assert dataset.bytes_per_token * len(dataset.chunks.tokens) == pytest.approx(size, rel=0.02), "the last chunk"
+    ids = read_tokens(open_one(tmp_path / "text.jsonl", tokenizer))
+    dataset = open_one(write_raw(tmp_path / "raw.npy", ids), tokenizer)
+    assert dataset.bytes_per_token is None
+    assert dataset.has_exact_bytes == (train is train_with_normalization)
 
 
 def test_without_a_tokenizer_text_bytes_come_from_the_record(tmp_path):

@@ -2,13 +2,17 @@
 
 import math
 import random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
 from stackexp.evaluation.scores import format_scores
 from stackexp.files import replace_non_finite
 from stackexp.modules import scores
+from stackexp.modules.language_modeling import LanguageModeling
+from stackexp.modules.metrics import ChunkLosses
 from stackexp.modules.scores import average_groups, average_scores, bootstrap_interval, compute_set_scores
 
 
@@ -48,6 +52,19 @@ def test_many_chunks_are_resampled_in_blocks():
 def test_a_single_chunk_has_no_interval():
     assert "loss_low" not in compute_set_scores(np.ones((3, 2)), with_interval=False)
     assert "loss_low" not in compute_set_scores(np.array([[3.0], [2.0], [1.0]]))
+
+
+@pytest.mark.parametrize(
+    ("is_exact", "per_token", "expected"), [(True, 9.0, 50), (False, 9.0, 36), (False, None, None)]
+)
+def test_bytes_of_tokens_are_used_only_if_they_are_exact(is_exact, per_token, expected):
+    metric = ChunkLosses(1)
+    metric.update(torch.tensor([0]), torch.tensor([5]), torch.ones(1, 4), torch.tensor([[10, 20, 5, 15]]))
+    module = SimpleNamespace(_scores_whole_sets=False)
+    dataset = SimpleNamespace(name="set", has_exact_bytes=is_exact, bytes_per_token=per_token)
+    found = LanguageModeling.compute_set_scores(module, dataset, metric)
+    assert found.get("bytes") == expected
+    assert ("bits_per_byte" in found) == (expected is not None)
 
 
 def test_average_is_unweighted_over_sets():

@@ -89,7 +89,9 @@ def _convert_pieces(
             text_bytes += block.bytes
             yield block.ids
 
-    return _convert(path, [digest, fingerprint], tokenize, fields, lambda: {"text_bytes": text_bytes})
+    return _convert(
+        path, [digest, fingerprint, "with text_bytes"], tokenize, fields, lambda: {"text_bytes": text_bytes}
+    )
 
 
 def _convert(

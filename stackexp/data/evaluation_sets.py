@@ -15,6 +15,7 @@ Sets are never fully loaded into memory.
 import logging
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -25,7 +26,7 @@ from stackexp.data.path_checks import explain_missing_set, suggest_fetch
 from stackexp.data.shards import TokenSet
 from stackexp.data.sources import COLUMN_SUFFIXES, TEXT_SUFFIXES, TOKEN_SUFFIXES, find_sources
 from stackexp.data.token_files import Chunks, TokenFile
-from stackexp.data.tokenizer import UNKNOWN_TOKENIZER, KnownTokenizer
+from stackexp.data.tokenizer import UNKNOWN_TOKENIZER, KnownTokenizer, decodes_exactly, has_exact_bytes
 from stackexp.data.verification import verify_file
 from stackexp.errors import RunError
 from stackexp.files import compute_sha256, get_cache_root
@@ -33,6 +34,7 @@ from stackexp.files import compute_sha256, get_cache_root
 log = logging.getLogger(__name__)
 
 SET_SUFFIXES = (*TOKEN_SUFFIXES, ".txt", ".text", *COLUMN_SUFFIXES)  # in a folder of sets; README.md is not a set
+CHECKED_TOKENS = 1 << 16  # that are decoded to check the bytes of tokens
 PREPARED_SET_FILES = ("corpus.json", "plan.json")  # finished, in progress
 
 
@@ -44,6 +46,7 @@ class EvaluationSet:
     path: Path
     chunks: Chunks
     bytes_per_token: float | None  # bytes of text; None if unknown
+    has_exact_bytes: bool  # the bytes of its tokens add up to those of its text
     identity: str  # changes with the contents
 
 
@@ -154,7 +157,18 @@ def open_set(name: str, path: Path, config: DataConfig, tokenizer: KnownTokenize
         message = f"{path}: {len(tokens)} tokens do not fill one chunk of data.context_length {config.context_length}"
         remedy = "lower it, or score them with data.score_remainder=true (--score-remainder)"
         raise RunError(f"{message}; {'use a longer text' if config.score_remainder else remedy}")
-    return EvaluationSet(name, path, chunks, bytes_per_token, identity)
+    return EvaluationSet(
+        name, path, chunks, bytes_per_token, _has_exact_bytes(tokenizer, tokens, bytes_per_token), identity
+    )
+
+
+def _has_exact_bytes(tokenizer: KnownTokenizer | None, tokens: Any, bytes_per_token: float | None) -> bool:
+    """Return True if the bytes of each token are right for this set, whatever its text or as it decodes."""
+    if tokenizer is None:
+        return False
+    if has_exact_bytes(tokenizer.tokenizer):
+        return True
+    return not bytes_per_token and decodes_exactly(tokenizer.tokenizer, np.asarray(tokens[:CHECKED_TOKENS]))
 
 
 def _open_prepared(path: Path, config: DataConfig, tokenizer: KnownTokenizer | None) -> tuple[Concatenated, float, str]:

@@ -128,7 +128,7 @@ def _list_byte_characters() -> dict[str, int]:
     return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
 
 
-@lru_cache(maxsize=1)
+@lru_cache(maxsize=2)
 def count_token_bytes(tokenizer: Tokenizer, size: int | None = None) -> np.ndarray:
     """Return the bytes of text per token, int64 [size]; 0 for end-of-text, special tokens and unused ids.
 
@@ -141,6 +141,39 @@ def count_token_bytes(tokenizer: Tokenizer, size: int | None = None) -> np.ndarr
     with contextlib.suppress(RunError):  # a tokenizer without end-of-text
         table[get_end_of_text_id(tokenizer)] = 0  # even if it is not marked special
     return table
+
+
+SAMPLE_TEXTS = (
+    "The CAT sat on the mat; it wasn't 3.14 times as   wide.\n\tEnd ",
+    " Grüße, naïve cafe\u0301 — ﬁ ½ ™",
+    "日本語のテキスト。",
+    "Привет, мир! مرحبا 👩\u200d👧",
+)
+
+
+def has_exact_bytes(tokenizer: Tokenizer) -> bool:
+    """Return True if the bytes of the tokens of a text add up to its size, checked on texts of several scripts.
+
+    They do not where the tokenizer changes the text, adds a space, has no token for a character, or marks the inside
+    of a word.
+    """
+    table = count_token_bytes(tokenizer)
+    encodings = tokenizer.encode_batch(SAMPLE_TEXTS, add_special_tokens=False)
+    sizes = [len(text.encode()) for text in SAMPLE_TEXTS]
+    return [int(table[encoding.ids].sum()) for encoding in encodings] == sizes
+
+
+def decodes_exactly(tokenizer: Tokenizer, ids: np.ndarray) -> bool:
+    """Return True if the bytes of token ids [N] add up to the size of the text that they decode to.
+
+    Checks the beginning of each document. Those with parts of a character are not compared; False if all have some.
+    """
+    end, size = get_end_of_text_id(tokenizer), max(get_vocab_size(tokenizer), int(ids.max()) + 1)
+    table = count_token_bytes(tokenizer, size)
+    documents = [part[part != end][:1000] for part in np.split(ids, np.flatnonzero(ids == end))]
+    texts = tokenizer.decode_batch([document.tolist() for document in documents], skip_special_tokens=False)
+    whole = [(document, text) for document, text in zip(documents, texts, strict=True) if text and "\ufffd" not in text]
+    return bool(whole) and all(int(table[document].sum()) == len(text.encode()) for document, text in whole)
 
 
 def tokenize_pieces(pieces: Iterable[Piece | TokenBlock], tokenizer: Tokenizer) -> Iterator[TokenBlock]:

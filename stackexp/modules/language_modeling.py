@@ -60,6 +60,8 @@ class LanguageModeling(TrainingModule):
         sums, is_whole = metric.compute(), self._scores_whole_sets
         if is_whole:
             self.chunk_losses[dataset.name] = sums[:2]
+        if not dataset.has_exact_bytes:
+            sums[2] = 0
         return compute_set_scores(sums, dataset.bytes_per_token, with_interval=is_whole)
 
     @property

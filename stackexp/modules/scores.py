@@ -24,7 +24,7 @@ def compute_set_scores(chunks: np.ndarray, bytes_per_token: float | None = None,
 
     Args:
         chunks: [3, N] Loss in nats, predictions and bytes of text of each chunk.
-        bytes_per_token: Used where the tokenizer, and so the bytes of each token, is unknown.
+        bytes_per_token: Used where the chunks have no bytes, because those of each token are unknown or not exact.
         with_interval: Add the 95 % interval of the loss if there are two chunks or more.
     """
     total, tokens, num_bytes = (float(math.fsum(row)) for row in chunks)
