@@ -23,7 +23,7 @@ from stackexp.config.compose import compose
 from stackexp.models.cross_entropy import NextTokenLoss
 from stackexp.models.transformer import Cache
 from stackexp.runs import describe_environment
-from stackexp.training.callbacks.throughput import get_peak_flops
+from stackexp.training.callbacks.steps import get_peak_flops
 
 WARMUP_ROUNDS = 3  # kernels are compiled, allocators filled
 PEAK_ROUNDS = 10

@@ -1,6 +1,7 @@
 """The training callbacks, each without a Trainer: throughput, stop and save requests, and their order."""
 
 import signal
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -11,14 +12,15 @@ from stackexp.errors import InterruptedRunError
 from stackexp.modules.step_metrics import StepMetrics
 from stackexp.runs import RunFolder
 from stackexp.training import signals
-from stackexp.training.callbacks import build_callbacks, step_requests, throughput
-from stackexp.training.callbacks.checkpoint import RunState, rescale_progress
+from stackexp.training.callbacks import steps
 from stackexp.training.callbacks.data_record import DataRecord
 from stackexp.training.callbacks.metrics_log import MetricsLog
-from stackexp.training.callbacks.step_requests import StepRequests, raise_if_stopped
-from stackexp.training.callbacks.throughput import Throughput, get_peak_flops
+from stackexp.training.callbacks.steps import StepRequests, Throughput, get_peak_flops, raise_if_stopped
+from stackexp.training.checkpointing import RunState
+from stackexp.training.lightning_internals import rescale_progress
 from stackexp.training.resume import Start
 from stackexp.training.signals import StopRequest, parse_seconds
+from stackexp.training.trainer import build_callbacks
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 TOKENS, CONTEXT, FLOPS = 1024, 64, 2.0**31  # tokens per step, context length, FLOPs per token
@@ -37,7 +39,7 @@ class Clock:
 def clock(monkeypatch) -> Clock:
     """A clock that the callbacks read instead of the real one."""
     clock = Clock()
-    for module in (throughput, step_requests, signals):
+    for module in (steps, signals):
         monkeypatch.setattr(module, "time", clock)
     return clock
 
@@ -166,7 +168,7 @@ def cuda_states(monkeypatch) -> dict[torch.device, torch.Tensor]:
 def save_state(device: torch.device) -> dict:
     checkpoint, config = {}, compose(["quickstart"])
     module = SimpleNamespace(config=config, tokens=0)
-    RunState().on_save_checkpoint(make_trainer(device), module, checkpoint)
+    RunState(RunFolder(Path())).on_save_checkpoint(make_trainer(device), module, checkpoint)
     progress = {name: {"ready": 0, "completed": 0} for name in ("total", "current")}
     return checkpoint | {"loops": {"fit_loop": {"epoch_loop.batch_progress": progress}}}
 
@@ -181,7 +183,9 @@ def test_every_rank_restores_the_cuda_state_of_rank_0(cuda_states):
     checkpoint = save_state(first)
     cuda_states[first] = torch.tensor([8], dtype=torch.uint8)
     for device in cuda_states:
-        RunState().on_load_checkpoint(make_trainer(device), SimpleNamespace(config=compose(["quickstart"])), checkpoint)
+        RunState(RunFolder(Path())).on_load_checkpoint(
+            make_trainer(device), SimpleNamespace(config=compose(["quickstart"])), checkpoint
+        )
     assert [state.item() for state in cuda_states.values()] == [7, 7]
 
 
@@ -189,14 +193,17 @@ def test_a_checkpoint_of_cpus_has_no_cuda_state(cuda_states):
     checkpoint = save_state(CPU)
     assert checkpoint["stackexp"]["cuda_rng"] is None
     for device in (CPU, *cuda_states):
-        RunState().on_load_checkpoint(make_trainer(device), SimpleNamespace(config=compose(["quickstart"])), checkpoint)
+        RunState(RunFolder(Path())).on_load_checkpoint(
+            make_trainer(device), SimpleNamespace(config=compose(["quickstart"])), checkpoint
+        )
     assert [state.item() for state in cuda_states.values()] == [0, 1]
 
 
 def test_progress_is_rescaled_to_another_number_of_micro_batches_per_step():
     """In a checkpoint, Lightning has not completed the last micro-batch."""
     progress = {"total": {"ready": 12, "completed": 11}, "current": {"ready": 8, "completed": 7}}
-    rescale_progress(progress, before=4, now=1)
+    checkpoint = {"loops": {"fit_loop": {"epoch_loop.batch_progress": progress}}}
+    rescale_progress(checkpoint, before=4, now=1)
     assert progress == {"total": {"ready": 3, "completed": 2}, "current": {"ready": 2, "completed": 1}}
-    rescale_progress(progress, before=1, now=2)
+    rescale_progress(checkpoint, before=1, now=2)
     assert progress == {"total": {"ready": 6, "completed": 5}, "current": {"ready": 4, "completed": 3}}

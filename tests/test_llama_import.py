@@ -98,7 +98,7 @@ def test_next_commands_and_the_model_section_are_printed(tmp_path, capsys):
     import_folder(folder)
     printed = capsys.readouterr().out
     assert f"data prepare TEXTS --to DATA --tokenizer {folder}/tokenizer.json" in printed
-    assert f"--config NAME --config {tmp_path}/init.yaml data.path=DATA init.weights={tmp_path}" in printed
+    assert f"--config NAME --config {tmp_path}/init.yaml data.path=DATA warm_start.weights={tmp_path}" in printed
 
 
 def test_a_config_is_compared_with_the_folder(tmp_path, capsys):

@@ -15,8 +15,8 @@ from records import only_run
 from stackexp.cli import main
 from stackexp.config.experiment import LoggingConfig
 from stackexp.terminal import format_duration
-from stackexp.training.callbacks import progress
-from stackexp.training.callbacks.progress import Progress
+from stackexp.training.callbacks import metrics_log
+from stackexp.training.callbacks.metrics_log import Progress
 
 
 @pytest.fixture
@@ -28,6 +28,13 @@ def log() -> SimpleNamespace:
 def trainer() -> SimpleNamespace:
     state = SimpleNamespace(fn="fit")
     return SimpleNamespace(global_step=5, max_steps=20, num_val_batches=[2, 2], is_global_zero=True, state=state)
+
+
+def make_progress(trainer, is_first: bool, config: LoggingConfig, log) -> Progress:
+    trainer.is_global_zero, trainer.sanity_checking = is_first, False
+    callback = Progress(config, log)
+    callback.setup(trainer, None, "fit")
+    return callback
 
 
 def take_steps(callback, trainer, log, steps) -> None:
@@ -44,12 +51,11 @@ def test_bar_counts_steps_and_shows_loss_and_speed(monkeypatch, log, trainer, is
     terminal = io.StringIO()
     terminal.isatty = lambda: True
     monkeypatch.setattr(sys, "stderr", terminal)
-    trainer.is_global_zero = is_first
-    callback = Progress(LoggingConfig(), log)
+    callback = make_progress(trainer, is_first, LoggingConfig(), log)
     callback.on_train_start(trainer, None)
     take_steps(callback, trainer, log, [(5, None), (6, 9.0), (6, 9.0), (7, 2.34567)])
     callback.on_validation_start(trainer, None)
-    callback.on_validation_batch_end(trainer, None)
+    callback.on_validation_batch_end(trainer, None, None, None, 0)
     callback.on_validation_end(trainer, None)
     callback.on_train_end(trainer, None)
     output = terminal.getvalue()
@@ -62,9 +68,8 @@ def test_bar_counts_steps_and_shows_loss_and_speed(monkeypatch, log, trainer, is
 @pytest.mark.parametrize("is_first", [True, False])
 def test_lines_show_the_time_left_without_the_first_step(monkeypatch, log, trainer, capsys, is_first):
     now = 1000.0
-    monkeypatch.setattr(progress.time, "monotonic", lambda: now)
-    trainer.is_global_zero = is_first
-    callback = Progress(LoggingConfig(progress_bar=False, log_interval_seconds=30), log)
+    monkeypatch.setattr(metrics_log.time, "monotonic", lambda: now)
+    callback = make_progress(trainer, is_first, LoggingConfig(progress_bar=False, log_interval_seconds=30), log)
     callback.on_train_start(trainer, None)
     now += 500  # compiles
     take_steps(callback, trainer, log, [(6, 9.0)])
@@ -72,6 +77,7 @@ def test_lines_show_the_time_left_without_the_first_step(monkeypatch, log, train
         now += 10
         take_steps(callback, trainer, log, [(step, 3.0), (step, 3.0)])
     log.last_line |= {"val/loss/average": 2.5}
+    callback.on_validation_start(trainer, None)
     callback.on_validation_end(trainer, None)
     lines = [
         "step 6/20: loss 9.000, 12,346 tokens/s",

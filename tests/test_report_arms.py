@@ -156,9 +156,9 @@ def test_families_of_other_stacks_are_named_by_their_options():
     assert name_memory(flatten_config(config)) == "mhc (dynamic=False)"
     config = compose(["quickstart"], ["model.memory=single_head", "model.memory.action_bias=2"])
     assert name_memory(flatten_config(config)) == "stack (action_bias=2.0, num_heads=1)"
-    config = compose(["quickstart"], ["model.memory.residual_gate=read", "init.memory=identity"])
+    config = compose(["quickstart"], ["model.memory.residual_gate=read", "warm_start.memory=identity"])
     assert name_memory(flatten_config(config)) == "stack (residual_gate=read), identity start"
-    config = compose(["quickstart"], ["model.memory=null", "init.memory=identity"])
+    config = compose(["quickstart"], ["model.memory=null", "warm_start.memory=identity"])
     assert name_memory(flatten_config(config)) == "Transformer"
 
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from stackexp.errors import StoppedError
-from stackexp.training.callbacks import step_requests
-from stackexp.training.callbacks.step_requests import StepRequests
+from stackexp.training.callbacks import steps
+from stackexp.training.callbacks.steps import StepRequests
 from stackexp.training.signals import STOP_SIGNALS, StopRequest
 
 
@@ -62,12 +62,10 @@ def test_an_evaluation_stops_at_once(fn):
 def test_processes_check_for_a_stop_at_least_every_few_seconds(monkeypatch, seconds, expected):
     """Each check is an all-reduce, so batches between two checks depend only on values that all ranks share."""
     now, checks = [0.0], []
-    monkeypatch.setattr(step_requests.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(step_requests.dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(step_requests.dist, "get_world_size", lambda: 2)
-    monkeypatch.setattr(
-        step_requests.dist, "all_reduce", lambda shared: checks.append(now[0] / seconds) or shared.mul_(2)
-    )
+    monkeypatch.setattr(steps.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(steps.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(steps.dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(steps.dist, "all_reduce", lambda shared: checks.append(now[0] / seconds) or shared.mul_(2))
     stop = Stop()
     stop.is_set = False
     requests = StepRequests(stop)

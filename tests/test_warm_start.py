@@ -119,7 +119,7 @@ def test_a_memory_of_a_plugin_may_define_its_start():
 @pytest.fixture
 def config(trained) -> Any:
     """Compose the config of the trained run with overrides and with weights from this run."""
-    return lambda *overrides: compose([str(trained / "config.yaml")], [f"init.weights={trained}", *overrides])
+    return lambda *overrides: compose([str(trained / "config.yaml")], [f"warm_start.weights={trained}", *overrides])
 
 
 def get_error(config: ExperimentConfig) -> str:
@@ -134,9 +134,9 @@ def test_a_run_means_its_last_checkpoint(config, trained, caplog):
     checkpoint = trained / "checkpoints" / "00000012"
     sha256 = compute_sha256(checkpoint / "manifest.json")
     assert start.to_dict() == {"path": str(checkpoint), "step": 12, "sha256": sha256}
-    assert f"init.weights: 30 tensors from {checkpoint}" in caplog.text
+    assert f"warm_start.weights: 30 tensors from {checkpoint}" in caplog.text
     assert "dropped" not in caplog.text
-    earlier = prepare_warm_start(config(f"init.weights={trained}/checkpoints/00000004"))
+    earlier = prepare_warm_start(config(f"warm_start.weights={trained}/checkpoints/00000004"))
     assert (earlier.step, len(earlier.names)) == (4, 30)
 
 
@@ -157,7 +157,7 @@ def test_options_that_change_what_the_weights_compute_are_warned_about(config, c
 
 
 def test_loaded_weights_are_those_of_the_source(config, trained):
-    start = prepare_warm_start(config("model.memory.num_heads=3", "init.skip=[memory,layers.1,embedding]"))
+    start = prepare_warm_start(config("model.memory.num_heads=3", "warm_start.skip=[memory,layers.1,embedding]"))
     source = Transformer(config().model)
     checkpoints.load_weights(source, trained / "checkpoints" / "00000012")
     model = Transformer(config("model.memory.num_heads=3").model)
@@ -176,10 +176,10 @@ def test_loaded_weights_are_those_of_the_source(config, trained):
         (["model.num_layers=3"], "has no layers.*.attention.k_proj.weight, "),
         (["model.tie_embeddings=false"], "has no head.weight; use the model options"),
         (["model.memory.head_dim=3"], "layers.0.memory.down is [8, 32], but [6, 32]"),
-        (["init.skip=[heads]"], "init.skip: 'heads' matches no tensor; the model has embedding.weight, "),
-        (["init.memory=identity"], "init.memory is identity, but the weights include layers.0.memory."),
-        (["init.weights=nowhere"], "init.weights: nowhere: no such file or folder"),
-        (["init.weights=."], ".: not a stackexp checkpoint (no state.pt)"),
+        (["warm_start.skip=[heads]"], "warm_start.skip: 'heads' matches no tensor; the model has embedding.weight, "),
+        (["warm_start.memory=identity"], "warm_start.memory is identity, but the weights include layers.0.memory."),
+        (["warm_start.weights=nowhere"], "warm_start.weights: nowhere: no such file or folder"),
+        (["warm_start.weights=."], ".: not a stackexp checkpoint (no state.pt)"),
     ],
 )
 def test_weights_that_do_not_fit_are_reported_in_one_line(config, tmp_path, monkeypatch, overrides, message):
@@ -190,11 +190,11 @@ def test_weights_that_do_not_fit_are_reported_in_one_line(config, tmp_path, monk
 def test_the_printed_names_can_be_skipped(config):
     for overrides in (["model.num_layers=3"], ["model.tie_embeddings=false"]):
         names = get_error(config(*overrides)).partition("has no ")[2].partition(";")[0].replace(" ", "")
-        start = prepare_warm_start(config(*overrides, f"init.skip=[{names}]"))
+        start = prepare_warm_start(config(*overrides, f"warm_start.skip=[{names}]"))
         assert start.names
         assert not any(".2." in name or "head." in name for name in start.names)
-    names = get_error(config("init.skip=[heads]")).partition("the model has ")[2].replace(" ", "")
-    assert prepare_warm_start(config(f"init.skip=[{names}]")).names == ()
+    names = get_error(config("warm_start.skip=[heads]")).partition("the model has ")[2].replace(" ", "")
+    assert prepare_warm_start(config(f"warm_start.skip=[{names}]")).names == ()
 
 
 def test_damaged_and_foreign_sources_are_reported_in_one_line(config, trained, tmp_path):
@@ -202,18 +202,18 @@ def test_damaged_and_foreign_sources_are_reported_in_one_line(config, trained, t
     shutil.copytree(trained / "checkpoints" / source.name, source)
     (file,) = source.glob("*.distcp")
     file.write_bytes(file.read_bytes()[:-100])
-    assert "00000012: damaged" in get_error(config(f"init.weights={source}"))
+    assert "00000012: damaged" in get_error(config(f"warm_start.weights={source}"))
     (source / "config.json").touch()
-    assert "a Hugging Face folder; convert it" in get_error(config(f"init.weights={source}"))
-    assert "must end in .safetensors" in get_error(config(f"init.weights={trained}/result.json"))
+    assert "a Hugging Face folder; convert it" in get_error(config(f"warm_start.weights={source}"))
+    assert "must end in .safetensors" in get_error(config(f"warm_start.weights={trained}/result.json"))
     weights = tmp_path / "a.safetensors"
     weights.write_bytes(b"12")
-    assert "cannot be read as safetensors" in get_error(config(f"init.weights={weights}"))
+    assert "cannot be read as safetensors" in get_error(config(f"warm_start.weights={weights}"))
 
 
 def test_skip_requires_weights(trained):
-    with pytest.raises(ConfigError, match=r"init.skip: requires init.weights"):
-        compose([str(trained / "config.yaml")], ["init.skip=[embedding]"])
+    with pytest.raises(ConfigError, match=r"warm_start.skip: requires warm_start.weights"):
+        compose([str(trained / "config.yaml")], ["warm_start.skip=[embedding]"])
 
 
 def test_a_formal_language_model_starts_a_text_model(config, tmp_path, caplog):
@@ -221,9 +221,9 @@ def test_a_formal_language_model_starts_a_text_model(config, tmp_path, caplog):
     formal = compose(["formal/transformer"], [*sizes, "model.intermediate_size=64"])
     weights = tmp_path / "formal.safetensors"
     save_file(registry.build("model", formal.model).state_dict(), weights, metadata=None)
-    text = config(f"init.weights={weights}", "model.positional=alibi")
+    text = config(f"warm_start.weights={weights}", "model.positional=alibi")
     assert "embedding.weight is" in get_error(text)
-    start = prepare_warm_start(config(f"init.weights={weights}", "init.skip=[embedding,head]"))
+    start = prepare_warm_start(config(f"warm_start.weights={weights}", "warm_start.skip=[embedding,head]"))
     assert len(start.names) == 19
     assert "dropped: head.weight" in caplog.text
     assert start.sha256 == compute_sha256(weights)
@@ -242,7 +242,7 @@ def test_a_run_starts_from_given_weights_and_resumes_without_them(trained, tmp_p
     source = tmp_path / "source"
     shutil.copytree(trained, source)
     options = ("trainer.max_steps=4", "trainer.checkpoint_interval=2", "schedule.warmup_steps=0")
-    options += (f"init.weights={source}", "init.memory=identity", "model.memory.kind=dense_former")
+    options += (f"warm_start.weights={source}", "warm_start.memory=identity", "model.memory.kind=dense_former")
     run = fit(trained, tmp_path / "a", *options)
     plain = fit(trained, tmp_path / "b", *options, "model.memory=null")
     assert losses(run)[1] == losses(plain)[1] < losses(RunFolder(trained))[1] - 0.5
@@ -267,7 +267,7 @@ def test_a_run_starts_from_given_weights_and_resumes_without_them(trained, tmp_p
 def test_a_stable_phase_is_branched_into_a_decay(trained, tmp_path):
     checkpoint = trained / "checkpoints" / "00000008"
     decay = ("schedule.kind=linear", "schedule.warmup_steps=0", "schedule.final_fraction=0", "trainer.max_steps=4")
-    run = fit(trained, tmp_path, f"init.weights={checkpoint}", *decay, "seed=1")
+    run = fit(trained, tmp_path, f"warm_start.weights={checkpoint}", *decay, "seed=1")
     rates = [line["train/lr"] for line in run.read_metrics() if "train/lr" in line]
     assert rates == pytest.approx([0.003 * factor for factor in (0.75, 0.5, 0.25, 0)])
     assert losses(run)[1] < losses(RunFolder(trained))[4]
@@ -280,8 +280,8 @@ def test_two_sharded_processes_start_like_one(trained, tiny, tmp_path, source):
     if source == "safetensors":
         weights = tmp_path / "init.safetensors"
         assert main(["checkpoint", "consolidate", "--run", str(trained), "--to", str(weights)]) == 0
-    fit = ("fit", "--config", tiny, *CHEAP, "trainer.max_steps=3", f"init.weights={weights}")
-    fit += ("init.memory=identity", "init.skip=[memory]")
+    fit = ("fit", "--config", tiny, *CHEAP, "trainer.max_steps=3", f"warm_start.weights={weights}")
+    fit += ("warm_start.memory=identity", "warm_start.skip=[memory]")
     forks.run(*fit, "name=one")
     forks.run(*fit, "name=two", "trainer.strategy=fsdp", "trainer.devices=2", "data.micro_batch_size=2", ranks=2)
     one, two = (losses(only_run(tmp_path / "runs", name)) for name in ("one", "two"))

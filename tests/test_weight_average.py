@@ -106,7 +106,7 @@ def test_every_reader_of_weights_takes_the_average(averaged, tiny, tmp_path, cap
     card = (folder / "README.md").read_text()
     assert f"exponential moving average with decay {DECAY}" in card
     assert f"{ema['average']['loss']:.4f}" in card
-    weights = f"init.weights={run}/checkpoints/00000016/ema"
+    weights = f"warm_start.weights={run}/checkpoints/00000016/ema"
     assert main(["fit", "--config", str(tiny), "name=next", "trainer.max_steps=3", weights]) == 0
     assert f"weights from {run}/checkpoints/00000016/ema" in capsys.readouterr().out.replace("\n" + " " * 12, " ")
 

@@ -26,19 +26,26 @@ from stackexp.config.fields import (
 from stackexp.config.interpolation import describe_error, find_environment_texts, list_keys, resolve
 from stackexp.config.layers import Layers, find_config, find_origin, list_sections
 from stackexp.config.registry import SECTIONS, find_kinds_with, get_entry, import_plugin, list_kinds
-from stackexp.config.yaml_files import NOT_DECIMAL, Leaf, Tree, explain_not_decimal
+from stackexp.config.yaml_files import NOT_DECIMAL, Leaf, Tree, explain_not_decimal, upgrade_run_options
 from stackexp.errors import find_closest, suggest_name
 
 RENAMED_KEYS = {
     "data.download_timeout": "data.download_timeout_seconds",
     "data.keep_remainder": "data.score_remainder",
+    "init": "warm_start",
+    "logging.mirrors": "logging.loggers",
     "model.memory.action_noise_steps": "model.memory.action_noise_warmup_steps",
     "model.memory.keep_every": "model.memory.checkpoint_every_layers",
     "trainer.checkpoint_minutes": "trainer.checkpoint_interval_minutes",
     "trainer.collective_timeout": "trainer.collective_timeout_seconds",
 }
 RENAMED_VALUES = {("model.positional", "sin_cos"): "sinusoidal"}
-REMOVED_KEYS = {"beside": "run a sweep instead", "model.memory.constrained": "true is now model.memory=mhc"}
+RUN_FILES = (".stackexp", "environment.json")  # of a run folder, whose config.yaml may be of an earlier version
+REMOVED_KEYS = {
+    "beside": "run a sweep instead",
+    "logging.tensorboard": "add tensorboard to logging.loggers, or remove it there",
+    "model.memory.constrained": "true is now model.memory=mhc",
+}
 
 
 def explain_old_key(key: str) -> str:
@@ -67,7 +74,10 @@ def compose(
     """
     layers = Layers()
     for name in configs:
-        layers.add_file(find_config(name))
+        path = find_config(name)
+        layers.add_file(path)
+        if path.name == "config.yaml" and any((path.parent / name).exists() for name in RUN_FILES):
+            upgrade_run_options(layers.tree)
     layers.add_overrides(list(overrides))
     if configs and "name" not in layers.tree:
         names = [Path(name).stem if name.endswith((".yaml", ".yml")) else name for name in configs]

@@ -6,8 +6,7 @@ from typing import Any, ClassVar, Literal, Optional
 
 from stackexp.config.fields import Errors, option
 from stackexp.config.model import FLASH_KERNELS, TransformerConfig
-from stackexp.config.trainer import TrainerConfig
-from stackexp.errors import suggest_name
+from stackexp.config.trainer import TrainerConfig, find_class_errors
 
 
 @dataclass
@@ -32,7 +31,7 @@ class EvaluationConfig:
 
 
 @dataclass
-class InitConfig:
+class WarmStartConfig:
     """The start from given weights. `model.init` is something else: the distribution of random initial weights."""
 
     weights: Optional[str] = None
@@ -50,10 +49,10 @@ class InitConfig:
     def find_errors(self) -> Errors:
         """Yield the errors that involve several options."""
         if self.skip and self.weights is None:
-            yield "skip", "requires init.weights"
+            yield "skip", "requires warm_start.weights"
 
 
-MIRRORS = ("wandb", "mlflow")
+LOGGERS = ("tensorboard", "csv", "wandb", "mlflow")
 MAX_NAME_LENGTH = 200  # folder names; file systems permit 255 bytes
 
 
@@ -63,10 +62,9 @@ class LoggingConfig:
 
     root: str = option("runs", affects="logging")
     """Parent of the run folders, which are <root>/<name>/<id>."""
-    tensorboard: bool = option(True, affects="logging")
-    """Write TensorBoard event files in addition to metrics.jsonl."""
-    mirrors: list[str] = option([], affects="logging")
-    """Services that also receive the metrics: wandb, mlflow."""
+    loggers: list[Any] = option(["tensorboard"], affects="logging")
+    """Lightning loggers that receive the lines of metrics.jsonl: tensorboard, csv, wandb, mlflow, or `module:Class` of
+    your own, also as {class: module:Class, options: {...}}."""
     progress_bar: bool = option(True, affects="logging")
     """Show a progress bar in a terminal; if false, print lines."""
     log_interval_seconds: float = option(30, above=0, affects="logging")
@@ -74,13 +72,14 @@ class LoggingConfig:
     probe_interval: int = option(10, min=1, affects="logging")
     """Steps between two measurements of the memory (entropy, occupancy, action probabilities)."""
 
+    @property
+    def tensorboard(self) -> bool:
+        """Return True if TensorBoard's logger is one of the loggers."""
+        return "tensorboard" in self.loggers
+
     def find_errors(self) -> Errors:
-        """Yield the errors of options that are lists."""
-        for number, name in enumerate(self.mirrors):
-            if name not in MIRRORS:
-                yield "mirrors", f"{name!r} is not one of {', '.join(MIRRORS)}{suggest_name(name, MIRRORS)}"
-            if name in self.mirrors[:number]:
-                yield "mirrors", f"{name} is named twice; name it once"
+        """Yield the errors of the loggers."""
+        yield from find_class_errors("loggers", self.loggers, LOGGERS)
 
 
 @dataclass
@@ -98,7 +97,7 @@ class ExperimentConfig:
     plugins: list[str] = option([], affects="logging")
     """Python files or modules that register more kinds; see docs/security.md."""
     model: Any = field(default_factory=lambda: {"kind": "transformer"})
-    init: InitConfig = field(default_factory=InitConfig)
+    warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
     data: Any = field(default_factory=lambda: {"kind": "shards"})
     optimizer: Any = field(default_factory=lambda: {"kind": "adamw"})
     schedule: Any = field(default_factory=lambda: {"kind": "cosine"})

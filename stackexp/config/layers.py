@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from stackexp.config.experiment import ExperimentConfig
-from stackexp.config.registry import SECTIONS, list_kinds
+from stackexp.config.registry import SECTIONS, list_kinds, locate_class
 from stackexp.config.yaml_files import (
     Leaf,
     Tree,
@@ -104,6 +104,10 @@ def _find_file(name: str, prefix: str, folder: Path) -> Path:
     raise ConfigError(f"{prefix}{name}: file not found")
 
 
+CLASS_LISTS = (("trainer", "callbacks"), ("logging", "loggers"))
+"""Options that name classes; files are relative to the config that names them, or to the working directory."""
+
+
 class Layers:
     """The merged layers of a config: `tree` has the values, `plugins` the plugins to import before validation."""
 
@@ -171,6 +175,11 @@ class Layers:
         for part in reversed(outer):
             tree = {part: tree}
         self._take_plugins(tree, folder)
+        for section, name in CLASS_LISTS:
+            leaf = tree[section].get(name) if isinstance(tree.get(section), dict) else None
+            if isinstance(leaf, Leaf) and isinstance(leaf.value, list):
+                located = [locate_class(entry, leaf.origin, folder) for entry in leaf.value]
+                tree[section][name] = Leaf(located, leaf.origin)
         _merge(self.tree, tree, "")
 
     def _take_plugins(self, tree: Tree, folder: Path) -> None:

@@ -18,12 +18,15 @@ import os
 import pkgutil
 import sys
 import traceback
+import types
 from collections.abc import Callable
 from dataclasses import is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from stackexp.config.fields import config_error
+from stackexp.config.trainer import split_class
+from stackexp.errors import ConfigError
 
 if TYPE_CHECKING:  # the help text imports this file, and no YAML
     from stackexp.config.yaml_files import Leaf
@@ -109,7 +112,8 @@ def import_plugin(name: "Leaf", folder: Path) -> str:
     file = find_trusted_file(name, folder)
     try:
         if file:
-            return _import_file(file)
+            _import_file(file)
+            return str(file)
         importlib.import_module(name.value)
         return name.value
     except Exception as error:
@@ -155,8 +159,36 @@ def _is_trusted(file: Path, origin: str) -> bool:
     return is_named_by_user or os.environ.get(TRUST_VARIABLE) == "1" or file.is_relative_to(find_project())
 
 
-def _import_file(path: Path) -> str:
-    """Import a Python file once per process; return its path."""
+def locate_class(entry: Any, origin: str, folder: Path) -> Any:
+    """Return an entry of trainer.callbacks or logging.loggers with the absolute path of its file, if it names a file.
+
+    The rules are those of plugins: raises ConfigError if the file is not trusted.
+    """
+    from stackexp.config.yaml_files import Leaf
+
+    name, options = split_class(entry)
+    module, colon, attribute = name.rpartition(":") if isinstance(name, str) else ("", "", "")
+    file = find_trusted_file(Leaf(module, origin), folder) if colon else None
+    if file is None:
+        return entry
+    located = f"{file}:{attribute}"
+    return {"class": located, "options": options} if isinstance(entry, dict) else located
+
+
+def build_class(key: str, entry: Any) -> Any:
+    """Build an object of an entry's `module:Class`, which has been located. Raises ConfigError if that fails."""
+    name, options = split_class(entry)
+    module, _, attribute = name.rpartition(":")
+    try:
+        loaded = _import_file(Path(module)) if module.endswith(".py") else importlib.import_module(module)
+        return getattr(loaded, attribute)(**options)
+    except Exception as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ConfigError(f"{key}: cannot build {name}: {reason}") from error
+
+
+def _import_file(path: Path) -> types.ModuleType:
+    """Import a Python file once per process."""
     module_name = f"stackexp_plugin_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
     if module_name not in sys.modules:
         spec = importlib.util.spec_from_file_location(module_name, path)
@@ -168,4 +200,4 @@ def _import_file(path: Path) -> str:
         except BaseException:
             del sys.modules[module_name]
             raise
-    return str(path)
+    return sys.modules[module_name]

@@ -1,10 +1,12 @@
 """Options of the trainer."""
 
 import re
+from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Literal, Optional
+from typing import Any, Literal, Optional
 
 from stackexp.config.fields import Errors, option
+from stackexp.errors import suggest_name
 
 
 @dataclass
@@ -72,11 +74,15 @@ class TrainerConfig:
     cross_entropy_chunk: int = option(4096, min=1, affects="execution")
     """Tokens per chunk of cross_entropy: chunked."""
 
+    callbacks: list[Any] = option([], affects="continuation")
+    """Own Lightning callbacks, called after those of stackexp: `module:Class`, or {class: module:Class, options:
+    {...}}. A module is installed, or a Python file; see docs/security.md."""
     profile: Optional[str] = option(None, affects="logging")
     """Steps to profile, such as 10-15; writes a Chrome trace and, on CUDA, a memory snapshot to the run folder."""
 
     def find_errors(self) -> Errors:
         """Yield the errors that involve several options."""
+        yield from find_class_errors("callbacks", self.callbacks)
         if self.strategy == "single" and self.world_size > 1:
             yield "strategy", f"single supports one device, not {self.world_size}; use ddp, fsdp or hsdp"
         if self.precision == "64-true" and self.is_sharded:
@@ -114,3 +120,23 @@ class TrainerConfig:
 def _is_range(text: str) -> bool:
     numbers = re.fullmatch(r"(\d{1,9})-(\d{1,9})", text)
     return bool(numbers) and 1 <= int(numbers[1]) <= int(numbers[2])
+
+
+def split_class(entry: Any) -> tuple[Any, Any]:
+    """Return name and options of an entry: a name, `module:Class`, or {class: module:Class, options: {...}}."""
+    return (entry.get("class"), entry.get("options", {})) if isinstance(entry, dict) else (entry, {})
+
+
+def find_class_errors(key: str, entries: list[Any], names: Collection[str] = ()) -> Errors:
+    """Yield the errors of a list of callbacks or loggers; `names` are those that need no module."""
+    for number, entry in enumerate(entries):
+        name, options = split_class(entry)
+        if isinstance(entry, dict) and not entry.keys() <= {"class", "options"}:
+            yield key, f"expected the keys class and options, found {', '.join(map(str, entry))}"
+        elif not isinstance(options, dict):
+            yield key, f"options of {name}: expected a mapping, found {options!r}"
+        elif not isinstance(name, str) or (name not in names and not re.fullmatch(r".+:\w+", name)):
+            known = f"one of {', '.join(names)}, or module:Class" if names else "module:Class"
+            yield key, f"expected {known}, found {name!r}{suggest_name(str(name), names)}"
+        elif entry in entries[:number]:
+            yield key, f"{name} is named twice; name it once"

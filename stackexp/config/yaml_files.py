@@ -152,10 +152,24 @@ def _read_root(reader: _Reader, node: yaml.Node | None) -> tuple[list[Leaf], Tre
 
 
 def read_options(path: Path) -> dict[str, Any]:
-    """Return the keys of a resolved config as {full key: value}. Twice as fast as `read_file`, same errors."""
+    """Return the keys of a run's config.yaml as {full key: value}. Twice as fast as `read_file`, same errors."""
     with contextlib.suppress(Exception), open_regular(path) as file:  # PyYAML raises any; `read_file` explains it
-        return flatten(_Reader(file.read(), lambda line: "").get_single_data())
-    return flatten(read_file(path)[1])
+        return flatten(upgrade_run_options(_Reader(file.read(), lambda line: "").get_single_data()))
+    return flatten(upgrade_run_options(read_file(path)[1]))
+
+
+def upgrade_run_options(tree: Tree) -> Tree:
+    """Give the keys that an earlier version wrote to a run's config their current names, in place."""
+    if "init" in tree:
+        tree["warm_start"] = tree.pop("init")
+    logging = tree.get("logging")
+    if isinstance(logging, dict) and logging.keys() & {"tensorboard", "mirrors"}:
+        old = {key: value.value if isinstance(value, Leaf) else value for key, value in logging.items()}
+        names = [*(["tensorboard"] if old.get("tensorboard", True) else []), *old.get("mirrors", [])]
+        for key in old.keys() & {"tensorboard", "mirrors"}:
+            del logging[key]
+        logging["loggers"] = Leaf(names, "")
+    return tree
 
 
 def read_value(text: str, origin: str) -> Leaf | Tree:

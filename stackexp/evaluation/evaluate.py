@@ -12,7 +12,7 @@ from stackexp.evaluation.resumable import ResumableEvaluation
 from stackexp.models import checkpoints
 from stackexp.models.warm_start import warn_about_options
 from stackexp.terminal import set_up_log
-from stackexp.training.callbacks.step_requests import StepRequests
+from stackexp.training.callbacks.steps import StepRequests
 from stackexp.training.objectives import build_objective
 from stackexp.training.objectives.base import Objective
 from stackexp.training.processes import start_processes

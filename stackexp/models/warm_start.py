@@ -33,7 +33,7 @@ SHAPELESS += ("memory.residual_gate", "memory.push_norm", "memory.action_scale",
 
 @dataclass(frozen=True)
 class WarmStart:
-    """The requested start of a new run (section `init`): tensors to load from a file, or only how memories start."""
+    """The requested start of a new run (section `warm_start`): tensors to load from a file, and how memories start."""
 
     memory: str
     path: Path | None = None  # a checkpoint or a safetensors file
@@ -61,45 +61,47 @@ def init_identity(model: nn.Module) -> None:
 
 
 def prepare_warm_start(config: ExperimentConfig) -> WarmStart | None:
-    """Check what `init` requests before anything is trained or written; None if it requests nothing.
+    """Check what `warm_start` requests before anything is trained or written; None if it requests nothing.
 
     Raises RunError if there are no weights, they are damaged, or they do not fit the model; see `match_tensors`.
     """
-    init = config.init
-    if init.weights is None and init.memory == "default":
+    section = config.warm_start
+    if section.weights is None and section.memory == "default":
         return None
     with torch.device("meta"):
         model = registry.build("model", config.model)
-    if init.memory == "identity":
+    if section.memory == "identity":
         init_identity(model)
-    if init.weights is None:
-        return WarmStart(init.memory)
-    path = find_weights(Path(init.weights))
+    if section.weights is None:
+        return WarmStart(section.memory)
+    path = find_weights(Path(section.weights))
     is_file = path.suffix == checkpoints.WEIGHTS
     stored = checkpoints.read_shapes(path)
     state = {} if is_file else checkpoints.load_state(path)
     warn_about_options(path, config)
-    names = match_tensors(path, stored, model, init.skip)
-    if init.memory == "identity" and (found := [name for name in names if name in _list_memory_tensors(model)]):
+    names = match_tensors(path, stored, model, section.skip)
+    if section.memory == "identity" and (found := [name for name in names if name in _list_memory_tensors(model)]):
         raise RunError(
-            f"{path}: init.memory is identity, but the weights include {found[0]}; use default, or add memory to "
-            "init.skip"
+            f"{path}: warm_start.memory is identity, but the weights include {found[0]}; use default, or add memory to "
+            "warm_start.skip"
         )
     hashed = path if is_file else checkpoints.split_path(path)[0] / MANIFEST
-    return WarmStart(init.memory, path, state.get("global_step"), compute_sha256(hashed), tuple(names))
+    return WarmStart(section.memory, path, state.get("global_step"), compute_sha256(hashed), tuple(names))
 
 
 def find_weights(path: Path) -> Path:
     """Return the file or checkpoint at `path`, or the last checkpoint of the run at `path`. Raises RunError."""
     if not checkpoints.split_path(path)[0].exists():
-        raise RunError(f"init.weights: {path}: no such file or folder; give a run, a checkpoint or a .safetensors file")
+        raise RunError(
+            f"warm_start.weights: {path}: no such file or folder; give a run, a checkpoint or a .safetensors file"
+        )
     if RunFolder(path).config.is_file():
         return checkpoints.find_checkpoint(RunFolder(path), "last")
     if path.is_file() and path.suffix != checkpoints.WEIGHTS:
-        raise RunError(f"init.weights: {path}: must end in .safetensors, or be a folder; see `checkpoint import`")
+        raise RunError(f"warm_start.weights: {path}: must end in .safetensors, or be a folder; see `checkpoint import`")
     if (path / "config.json").is_file():
         raise RunError(
-            f"init.weights: {path}: a Hugging Face folder; convert it with `checkpoint import --from {path}`"
+            f"warm_start.weights: {path}: a Hugging Face folder; convert it with `checkpoint import --from {path}`"
         )
     return path
 
@@ -113,25 +115,25 @@ def match_tensors(path: Path, stored: Mapping[str, torch.Size], model: nn.Module
     shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
     for part in skip:
         if not any(_matches(name, [part]) for name in shapes.keys() | stored.keys()):
-            raise RunError(f"init.skip: {part!r} matches no tensor; the model has {', '.join(_group(shapes))}")
+            raise RunError(f"warm_start.skip: {part!r} matches no tensor; the model has {', '.join(_group(shapes))}")
     wanted = {name: shape for name, shape in shapes.items() if not _matches(name, skip)}
     missing = sorted(wanted.keys() - stored.keys() - _list_memory_tensors(model))
     if missing:
         raise RunError(
             f"{path}: has no {', '.join(_group(missing))}; use the model options of these weights, or add the names to "
-            "init.skip"
+            "warm_start.skip"
         )
     names = [name for name in wanted if name in stored]
     for name in names:
         if stored[name] != wanted[name]:
             raise RunError(
                 f"{path}: {name} is {list(stored[name])}, but {list(wanted[name])} in the model of the config; use the "
-                "model options of these weights, or add the name to init.skip"
+                "model options of these weights, or add the name to warm_start.skip"
             )
     new, dropped = _group(shapes.keys() - set(names)), _group(stored.keys() - shapes.keys())
     lists = [("initialized as usual", new), ("dropped", dropped)]
     rest = "".join(f"; {title}: {', '.join(group)}" for title, group in lists if group)
-    log.info("init.weights: %d tensors from %s%s", len(names), path, rest)
+    log.info("warm_start.weights: %d tensors from %s%s", len(names), path, rest)
     return names
 
 

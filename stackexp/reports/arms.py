@@ -199,10 +199,10 @@ def describe_unfinished(arms: Sequence[Arm]) -> list[str]:
 def name_memory(config: dict[str, Any]) -> str:
     """Return the family of a model: the paper's variant, the options of another stack, or the kind of its memory.
 
-    Memories that start without effect (`init.memory: identity`) are a family of their own.
+    Memories that start without effect (`warm_start.memory: identity`) are a family of their own.
     """
     kind = config.get("model.memory.kind")
-    start = ", identity start" if kind and config.get("init.memory") == "identity" else ""
+    start = ", identity start" if kind and config.get("warm_start.memory") == "identity" else ""
     if variant := find_variant(config):
         return variant + start
     if kind == "stack":

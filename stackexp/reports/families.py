@@ -19,7 +19,7 @@ SIZES = {
     *("data.global_batch_tokens", "schedule.warmup_steps", "schedule.decay_steps"),
 }
 """Options that may differ between the sizes of a family. So may the integers of a memory."""
-MEMORY_PREFIXES = ("model.memory.", "init.memory", "optimizer.memory_lr")
+MEMORY_PREFIXES = ("model.memory.", "warm_start.memory", "optimizer.memory_lr")
 Options = dict[str, Any]
 
 

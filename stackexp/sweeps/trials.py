@@ -58,6 +58,8 @@ def compute_config_hash(config: ExperimentConfig) -> str:
     Options at their defaults are omitted, so that a trial keeps its hash when the schema gets a new option.
     """
     tree = remove_defaults(config, exclude=WITHOUT_EFFECT_ON_RESULTS)
+    if "warm_start" in tree:
+        tree["init"] = tree.pop("warm_start")  # its earlier name, so that trials keep their hash
     return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()[:8]
 
 

@@ -16,16 +16,15 @@ from stackexp.models.warm_start import prepare_warm_start
 from stackexp.modules.base import TrainingModule
 from stackexp.runs import MANIFEST, RunFolder, format_resume_command
 from stackexp.terminal import set_up_log, wrap_text
-from stackexp.training.callbacks import build_callbacks
 from stackexp.training.callbacks.downstream import load_tasks
 from stackexp.training.callbacks.metrics_log import MetricsLog
-from stackexp.training.mirrors import check_installed
+from stackexp.training.loggers import build_loggers
 from stackexp.training.objectives import build_objective
 from stackexp.training.objectives.base import Objective, Session
 from stackexp.training.processes import start_processes
 from stackexp.training.resume import Start, find_start
 from stackexp.training.signals import StopRequest
-from stackexp.training.trainer import build_trainer, check_model_fits, find_device_type
+from stackexp.training.trainer import build_callbacks, build_trainer, check_model_fits, find_device_type
 
 
 def train(
@@ -50,7 +49,6 @@ def train(
     stop = StopRequest(config.trainer.max_time, config.trainer.stop_grace_seconds)
     objective = build_objective(config)
     with start_processes(config.trainer, find_device_type(config)) as processes:
-        processes.run_on_first(lambda: check_installed(config))
         start = processes.run_on_first(lambda: find_start(config, ckpt_path, run_folder, overridden))
         if start.is_finished:
             if processes.is_first:
@@ -68,13 +66,15 @@ def train(
         started_at = time.perf_counter()
         module = objective.build_module()
         module.warm_start = warm_start
-        metrics_log = MetricsLog(start.folder, config)
+        loggers = build_loggers(config, start.folder)
+        metrics_log = MetricsLog(start.folder, config, loggers, objective.list_score_tags)
         metric_callbacks = objective.build_metric_callbacks(start.folder)
         callbacks = build_callbacks(config, start, metrics_log, stop, metric_callbacks, tasks)
-        trainer = build_trainer(config, processes, callbacks)
+        trainer = build_trainer(config, processes, callbacks, loggers)
         session = Session(start.folder, processes, data, module, trainer, metrics_log, started_at)
 
         with _work_in_folder(session, start, objective), stop.handle_interrupts(), logging_redirect_tqdm():
+            metrics_log.open_loggers(trainer)
             trainer.fit(module, data, ckpt_path=start.checkpoint, weights_only=True)
             evaluation = objective.evaluate(session)
             stop.end_grace_period()  # everything is saved

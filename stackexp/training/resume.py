@@ -9,7 +9,7 @@ from stackexp import runs
 from stackexp.config.affects import find_changed_keys, flatten_config
 from stackexp.config.compose import load_config
 from stackexp.config.experiment import ExperimentConfig
-from stackexp.config.yaml_files import flatten
+from stackexp.config.yaml_files import flatten, upgrade_run_options
 from stackexp.errors import DamagedCheckpointError, RunError
 from stackexp.metric_tags import TRAIN_LOSS
 from stackexp.models import checkpoints
@@ -133,7 +133,7 @@ def check_resumable(
 
     Options that may change within a run are logged if they are in `overridden`, and refused otherwise.
     """
-    ours, theirs = flatten_config(config), flatten(state["stackexp"]["config"])
+    ours, theirs = flatten_config(config), flatten(upgrade_run_options(state["stackexp"]["config"]))
     for key in find_changed_keys(ours, theirs, ["training"]):
         kind = "different architecture" if key.startswith("model.") else "different run"
         raise RunError(

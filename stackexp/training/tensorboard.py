@@ -1,25 +1,40 @@
-"""TensorBoard's copy of metrics.jsonl, and the event files of evaluations."""
+"""TensorBoard: the logger of a run with its charts and heat maps, and the event files of evaluations."""
 
 import contextlib
+import io
 import threading
 import time
 from collections.abc import Collection, Iterable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+import numpy as np
+from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.utilities import rank_zero_only
 from tensorboard.compat.proto.summary_pb2 import Summary
 from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard.summary import hparams, scalar
 
 from stackexp.config.model import SYMBOLS
 from stackexp.metric_tags import TRAIN_LOSS
-from stackexp.training.heat_map import HeatMaps
 
 EVALUATION = ".evaluation"  # suffix of the event files of `validate` and `test`, which a resumed run keeps
 HPARAM_NAMES = SYMBOLS | {"model.memory.kind": "Memory"}
 NOT_TAGS = ("step", "tokens", "time")
+FINAL_LOSS = "train/final_loss"
 HEAT_MAP_SECONDS = 60  # at least, between two drawings
+MAX_COLUMNS = 400
+TITLES = {  # measurement -> title, and the end of its color scale; None: the largest value
+    "push": ("push probability", 1.0),
+    "pop": ("pop probability", 1.0),
+    "no_op": ("no-op probability", 1.0),
+    "entropy": ("action entropy (nats)", np.log(3)),
+    "occupancy": ("occupancy (sum of M)", None),
+    "read_share": ("read share of the residual", None),
+}
+
 
 Layout = dict[str, dict[str, list[str]]]  # group -> title of a chart -> regular expressions of its tags
 
@@ -75,62 +90,79 @@ def _ignore_disk_errors(failure: threading.ExceptHookArgs) -> None:
 threading.excepthook = _ignore_disk_errors
 
 
-class TensorBoardCopy:
-    """The event files of a run in `folder`. Existing ones are replaced by `lines` of metrics.jsonl.
+class RunTensorBoard(TensorBoardLogger):
+    """Lightning's TensorBoard logger in a run folder, with the charts, heat maps and HParams that it lacks.
 
-    The event files of evaluations, which end in .evaluation, are kept. The Text tab shows `texts` by name, the Images
-    tab heat maps of the memory.
+    Opening it deletes the event files of earlier sessions, because the lines of metrics.jsonl are sent again. The event
+    files of evaluations, which end in .evaluation, are kept.
     """
 
-    def __init__(self, folder: Path, lines: list[dict[str, Any]], layout: Layout, texts: dict[str, str] | None = None):
-        for old in folder.glob("events.out.tfevents.*"):
-            if not old.name.endswith(EVALUATION):
-                old.unlink()
-        self._writer = SummaryWriter(folder)
-        self._writer.add_custom_scalars(
-            {group: {title: ["Multiline", tags] for title, tags in charts.items()} for group, charts in layout.items()}
-        )
-        self._heat_maps, self._drawn_at = HeatMaps(), time.monotonic()
-        for name, text in (texts or {}).items():
-            self.write_text(name, text)
-        for line in lines:
-            self.write(line)
+    def __init__(self, folder: Path):
+        super().__init__(folder, name="", version="")
+        self._folder, self._heat_maps, self._drawn_at = folder, HeatMaps(), time.monotonic()
 
-    def write(self, line: dict[str, Any]) -> None:
+    @property
+    def experiment(self) -> Any:
+        """Return the writer, opened at the first use."""
+        if self._experiment is None and rank_zero_only.rank == 0:
+            for old in self._folder.glob("events.out.tfevents.*"):
+                if not old.name.endswith(EVALUATION):
+                    old.unlink()
+        return super().experiment
+
+    def start(
+        self, layout: Layout, texts: dict[str, str], hyperparameters: dict[str, Any], tags: Collection[str]
+    ) -> None:
+        """Write the charts, the texts of the Text tab and the hyperparameters.
+
+        The HParams tab shows the newest values of `tags` next to the hyperparameters. It sorts the hyperparameters by
+        name and shows only the first few. Capital letters sort first, as in most of HPARAM_NAMES.
+        """
+        charts = {
+            group: {title: ["Multiline", tags] for title, tags in charts.items()} for group, charts in layout.items()
+        }
+        self.experiment.add_custom_scalars(charts)
+        for name, text in texts.items():
+            self.log_text(name, text)
+        values = {
+            HPARAM_NAMES.get(key, key): value if isinstance(value, bool | int | float | str) else str(value)
+            for key, value in hyperparameters.items()
+        }
+        for summary in hparams(values, dict.fromkeys(tags, 0.0)):
+            self._add(summary.value)
+
+    def log_line(self, line: dict[str, Any]) -> None:
         """Write one line of metrics.jsonl: each tag by step, and the training loss also by tokens."""
         tags = {tag: value for tag, value in line.items() if tag not in NOT_TAGS and value is not None}
         values = [value for tag in tags for value in scalar(tag, tags[tag]).value]
         # One event for all tags: passing an event to the writer's thread takes longer than making it.
         self._add(values, line["step"], line["time"])
         if TRAIN_LOSS in line:
-            self._writer.add_scalar("train/loss_by_tokens", line[TRAIN_LOSS], line["tokens"], walltime=line["time"])
+            self.experiment.add_scalar("train/loss_by_tokens", line[TRAIN_LOSS], line["tokens"], walltime=line["time"])
         if self._heat_maps.add(line) and time.monotonic() - self._drawn_at > HEAT_MAP_SECONDS:
             self._write_heat_maps(line["step"])
 
-    def write_text(self, name: str, text: str) -> None:
+    def log_text(self, name: str, text: str) -> None:
         """Write preformatted text for the Text tab."""
-        self._writer.add_text(name, "\n".join(f"    {line}" for line in text.splitlines()))  # Markdown's code block
+        self.experiment.add_text(name, "\n".join(f"    {line}" for line in text.splitlines()))  # Markdown's code block
 
-    def finish(self, hyperparameters: dict[str, Any], scores: Collection[str], train_loss: float, step: int) -> None:
-        """Write the hyperparameters and the final training loss, and close the file.
-
-        The HParams tab shows `scores` (scalar tags) next to the hyperparameters. It sorts the hyperparameters by name
-        and shows only the first few. Capital letters sort first, as in most of HPARAM_NAMES.
-        """
-        values = {
-            HPARAM_NAMES.get(key, key): value if isinstance(value, bool | int | float | str) else str(value)
-            for key, value in hyperparameters.items()
-        }
-        for summary in hparams(values, dict.fromkeys(["train/final_loss", *scores], 0.0)):
-            self._add(summary.value)
-        self._writer.add_scalar("train/final_loss", train_loss, step)
+    def finish(self, train_loss: float, step: int) -> None:
+        """Write the final training loss and the last heat maps."""
+        self.experiment.add_scalar(FINAL_LOSS, train_loss, step)
         if self._heat_maps:
             self._write_heat_maps(step)
-        self.close()
+
+    def save(self) -> None:
+        """Flush the file. Lightning's logger would also write hparams.yaml; the run folder has config.yaml."""
+        self.experiment.flush()
+
+    def finalize(self, status: str) -> None:
+        """Flush the file, which stays open after the fit for the final scores."""
+        self.save()
 
     def close(self) -> None:
         """Write what is buffered, and close the file."""
-        self._writer.close()
+        self.experiment.close()
 
     def _write_heat_maps(self, step: int) -> None:
         for name, png in self._heat_maps.draw():
@@ -138,8 +170,7 @@ class TensorBoardCopy:
         self._drawn_at = time.monotonic()
 
     def _add(self, values: Any, step: int | None = None, walltime: float | None = None) -> None:
-        file_writer: Any = self._writer.file_writer
-        file_writer.add_summary(Summary(value=values), step, walltime=walltime)
+        self.experiment.file_writer.add_summary(Summary(value=values), step, walltime=walltime)
 
 
 def write_points(folder: Path, name: str, points: Iterable[tuple[str, float, int]]) -> None:
@@ -168,3 +199,47 @@ def _replace_events(folder: Path, name: str) -> Iterator[SummaryWriter]:
         yield writer
     for path in before:
         path.unlink()
+
+
+class HeatMaps:
+    """Heat maps of the tags memory/<name>/layer_<number> in metrics.jsonl; empty if there are none."""
+
+    def __init__(self) -> None:
+        self._probes: dict[int, dict[str, list[float]]] = {}  # step -> measurement -> one value per layer
+
+    def __len__(self) -> int:
+        return len(self._probes)
+
+    def add(self, line: dict[str, Any]) -> bool:
+        """Add a line of metrics.jsonl. Returns False if its step was not probed."""
+        probe: dict[str, list[float]] = {}
+        for tag in sorted(tag for tag in line if tag.startswith("memory/")):
+            value = line[tag]
+            probe.setdefault(tag.split("/")[1], []).append(np.nan if value is None else value)
+        if probe:
+            self._probes[line["step"]] = probe
+        return bool(probe)
+
+    def draw(self) -> Iterator[tuple[str, bytes]]:
+        """Yield the name of each measurement and its heat map as PNG. Long runs show evenly spaced probes."""
+        steps = sorted(self._probes)
+        steps = [steps[round(i)] for i in np.linspace(0, len(steps) - 1, min(len(steps), MAX_COLUMNS))]
+        for name in self._probes[steps[0]]:
+            values = np.array([self._probes[step][name] for step in steps]).T  # [layers, steps]
+            yield name, _draw_map(steps, values, *TITLES.get(name, (name, None)))
+
+
+def _draw_map(steps: list[int], values: np.ndarray, title: str, largest: float | None) -> bytes:
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    figure = Figure(figsize=(4.8, 3), layout="constrained")
+    axes = figure.add_subplot()
+    edges = [steps[0] - 0.5, *((a + b) / 2 for a, b in pairwise(steps)), steps[-1] + 0.5]
+    mesh = axes.pcolormesh(edges, np.arange(len(values) + 1) - 0.5, values, vmin=0, vmax=largest)
+    axes.set(title=title, xlabel="step", ylabel="layer")
+    axes.yaxis.set_major_locator(MaxNLocator(integer=True))
+    figure.colorbar(mesh, ax=axes)
+    png = io.BytesIO()
+    figure.savefig(png, format="png", dpi=100)
+    return png.getvalue()

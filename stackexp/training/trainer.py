@@ -1,23 +1,35 @@
-"""The Lightning Trainer of a config (for fit, validate and test), and a check that the model fits into memory."""
+"""The Lightning Trainer of a config (for fit, validate and test), its callbacks, and a check that the model fits."""
 
 import logging
 import sys
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from stackexp.config import registry
 from stackexp.config.experiment import ExperimentConfig
+from stackexp.config.registry import build_class
 from stackexp.errors import RunError, first_line
+from stackexp.training.callbacks.downstream import Downstream
+from stackexp.training.callbacks.metrics_log import MetricsLog, Progress
+from stackexp.training.callbacks.profiler import Profiler
+from stackexp.training.callbacks.steps import AverageWeights, MissedValidation, StepRequests, Throughput
+from stackexp.training.checkpointing import RunState, StepCheckpoint, build_strategy
+from stackexp.training.lightning_internals import keep_signal_handlers
 from stackexp.training.processes import Processes
-from stackexp.training.strategies import build_strategy
+from stackexp.training.resume import Start
+from stackexp.training.signals import StopRequest
 
 
-def build_trainer(config: ExperimentConfig, processes: Processes, callbacks: list[pl.Callback]) -> pl.Trainer:
+def build_trainer(
+    config: ExperimentConfig, processes: Processes, callbacks: list[pl.Callback], loggers: Sequence[Logger] = ()
+) -> pl.Trainer:
     """Build the Trainer for processes that are already connected.
 
     Config steps are optimizer steps, but Lightning counts the validation interval in micro-batches. Raises RunError
@@ -25,13 +37,53 @@ def build_trainer(config: ExperimentConfig, processes: Processes, callbacks: lis
     """
     _silence_libraries()
     try:
-        trainer = pl.Trainer(**_build_options(config, processes, callbacks))
+        trainer = pl.Trainer(**_build_options(config, processes, callbacks), logger=list(loggers))
     except MisconfigurationException as error:
         where = f"trainer.accelerator={config.trainer.accelerator} trainer.devices={config.trainer.devices}"
         raise RunError(f"{where}: {first_line(error)}") from None
-    # Private: Lightning's handlers would run a collective inside a signal handler; `StopRequest` installed ours.
-    trainer._signal_connector.register_signal_handlers = lambda: None  # type: ignore[method-assign]
+    keep_signal_handlers(trainer)
     return trainer
+
+
+def build_callbacks(
+    config: ExperimentConfig,
+    start: Start,
+    metrics_log: MetricsLog,
+    stop: StopRequest,
+    metric_callbacks: list[pl.Callback],
+    tasks: Sequence[Any] = (),
+) -> list[pl.Callback]:
+    """Build the callbacks in the order in which they must run; `metric_callbacks` are the objective's callbacks.
+
+    `tasks` are the benchmarks of `evaluation.tasks`. Raises ConfigError if one of `trainer.callbacks` cannot be built.
+
+    1. Measure: throughput and `metric_callbacks` add their values to `module.step_metrics`; the average of
+       the weights is updated.
+    2. Request: stop and save requests are added to the same metrics.
+    3. Log: one all-reduce shares metrics and requests. Rank 0 writes them to the log, and the progress shows them.
+    4. Save: the checkpoint is written after the log. This callback also acts on the requests shared in step 3.
+    5. Score benchmarks: a stop during them resumes from the checkpoint of step 4.
+
+    The user's own callbacks run after step 3, because Lightning calls those that save and score last. A resumed run
+    first opens the log, then runs the validation that it missed. The profiler comes before all others, so that its
+    trace includes them.
+    """
+    own = [build_class("trainer.callbacks", entry) for entry in config.trainer.callbacks]
+    has_own_bar = any(isinstance(callback, pl.callbacks.ProgressBar) for callback in own)
+    return [
+        *([Profiler(start.folder.path, config.trainer.profile)] if config.trainer.profile else []),
+        Throughput(),
+        *([AverageWeights()] if config.trainer.ema_decay is not None else []),
+        *metric_callbacks,
+        StepRequests(stop, config.trainer.checkpoint_interval_minutes),
+        metrics_log,
+        *([] if has_own_bar else [Progress(config.logging, metrics_log)]),
+        MissedValidation(start.folder, config.trainer, start.step),
+        RunState(start.folder),
+        StepCheckpoint(start.folder, config.trainer, stop),
+        *([Downstream(config, list(tasks), start.folder, metrics_log, stop)] if tasks else []),
+        *own,
+    ]
 
 
 def find_device_type(config: ExperimentConfig) -> str:
@@ -56,9 +108,8 @@ def _build_options(config: ExperimentConfig, processes: Processes, callbacks: li
         "num_sanity_val_steps": 0,
         "use_distributed_sampler": False,
         "plugins": [processes.environment],
-        "logger": False,
         "enable_checkpointing": any(isinstance(callback, pl.callbacks.Checkpoint) for callback in callbacks),
-        "enable_progress_bar": False,
+        "enable_progress_bar": any(isinstance(callback, pl.callbacks.ProgressBar) for callback in callbacks),
         "enable_model_summary": False,
         "callbacks": [*([processes.watchdog] if processes.watchdog else []), *callbacks],
     }

@@ -113,7 +113,7 @@ class Consolidate(Verb):
 class Import(Verb):
     """Import the weights of a Llama-family model from a Hugging Face folder: SmolLM, TinyLlama, Llama, Qwen2.5.
 
-    Writes one safetensors file, from which `init.weights` starts a run, and next to it the model section as YAML.
+    Writes one safetensors file, from which `warm_start.weights` starts a run, and next to it the model section as YAML.
     With --config, checks instead that the model of this config is the same, and names the keys that differ.
     """
 
@@ -178,4 +178,4 @@ def _print_next_commands(tokenizer: Path, weights: Path, configs: list[str]) -> 
         print(f"  python -m stackexp data retokenize TOKENS --to DATA --from OLD.json --tokenizer {tokenizer}")
     else:
         print(f"  put its tokenizer.json into {tokenizer.parent}, for `data prepare --tokenizer`")
-    print(f"  python -m stackexp fit {named} data.path=DATA init.weights={weights} init.memory=identity")
+    print(f"  python -m stackexp fit {named} data.path=DATA warm_start.weights={weights} warm_start.memory=identity")

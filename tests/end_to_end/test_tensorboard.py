@@ -15,7 +15,7 @@ from browser import CHROMIUM, Browser, poll
 from processes import kill, wait_until
 
 from stackexp.modules.scores import tag_scores
-from stackexp.training.tensorboard import TensorBoardCopy, write_points
+from stackexp.training.tensorboard import RunTensorBoard, write_points
 
 LOSSES = {"train/loss": 11, "train/loss_by_tokens": 11}  # segments of 12 steps
 PROBES = {"memory/entropy/layer_00": 2, "memory/entropy/layer_01": 2}  # of steps 1, 5 and 10
@@ -123,8 +123,10 @@ def test_hparams_tab_starts_with_the_papers_symbols(tmp_path):
         sets = {"left": {"loss": 2.5, "perplexity": 12.0, "bits_per_byte": 1.0}}
         figures = tag_scores("val", sets)
         write_points(folder, "validate", [(tag, value, 10) for tag, value in figures.items()])
-        copy = TensorBoardCopy(folder, [], {})
-        copy.finish(hyperparameters | {"model.memory.num_heads": heads}, figures, 2.125, 10)
+        logger = RunTensorBoard(folder)
+        logger.start({}, {}, hyperparameters | {"model.memory.num_heads": heads}, ["train/final_loss", *figures])
+        logger.finish(2.125, 10)
+        logger.close()
     columns = ["H", "Memory", "S", "d_s", "data.context_length", "train/final_loss", "val/loss/average"]
     rows = ["H=1-0123abcd", "H=2-0123abcd"]
 

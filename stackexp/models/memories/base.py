@@ -82,13 +82,15 @@ class Memory(nn.Module):
                 module.reset_parameters()
 
     def init_identity(self) -> None:
-        """Change the initialized parameters so that `forward` returns h, for `init.memory: identity`.
+        """Change the initialized parameters so that `forward` returns h, for `warm_start.memory: identity`.
 
         Some parameter must have a nonzero gradient, so that the memory learns. Raises RunError if there is no such
         start.
         """
         name = type(self).__name__
-        raise RunError(f"init.memory: identity is not supported by {name}; use default, or define {name}.init_identity")
+        raise RunError(
+            f"warm_start.memory: identity is not supported by {name}; use default, or define {name}.init_identity"
+        )
 
     def set_step(self, step: int) -> None:
         """Prepare for training step 0 <= `step` < max_steps; for memories that follow a schedule."""

@@ -38,7 +38,7 @@ class ManifoldHyperConnections(HyperConnections):
 
     def init_identity(self) -> None:
         """Raise RunError: the model starts only near the plain Transformer."""
-        raise RunError("init.memory: identity is not supported by mhc; use default")
+        raise RunError("warm_start.memory: identity is not supported by mhc; use default")
 
     def compute_residual(self, streams: Tensor) -> tuple[Tensor, Tensor]:
         """Return R [..., n, n] and b [..., n] for streams [B, T, n, d], as float32."""

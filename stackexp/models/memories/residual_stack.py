@@ -74,7 +74,9 @@ class ResidualStack(Memory):
         Raises RunError for `update: stack`, which starts with a pop probability of 0.02.
         """
         if self.actions is not None:
-            raise RunError("init.memory: identity is not supported by residual_stack with update: stack; use default")
+            raise RunError(
+                "warm_start.memory: identity does not support residual_stack with update: stack; use default"
+            )
 
     def empty_state(self, h: Tensor) -> Tensor:
         """Return S copies of the embedding [B, T, S, d]."""

@@ -74,7 +74,7 @@ class StackMemory(Memory):
         elif self.config.residual_gate == "read":
             nn.init.zeros_(self.gate)
         else:
-            raise RunError("init.memory: identity with projection: none requires model.memory.residual_gate: read")
+            raise RunError("warm_start.memory: identity and projection: none require model.memory.residual_gate: read")
 
     @property
     def num_slots(self) -> int:

@@ -12,7 +12,7 @@ from stackexp.datamodules.training_set import TrainingSet
 from stackexp.errors import RunError
 from stackexp.files import append_json_line
 from stackexp.modules.base import TrainingModule
-from stackexp.training.callbacks.step import StepCallback
+from stackexp.training.callbacks.steps import StepCallback
 
 KEY = "data_record"  # the entry in checkpoints
 
@@ -55,7 +55,7 @@ class DataRecord(StepCallback):
         if saved and saved.keys() != self._fingerprints.keys():
             raise RunError(
                 f"the run began with the training data {', '.join(saved)}, now it is {', '.join(self._fingerprints)}; "
-                "restore data.path or data.streams, or start a new run from these weights with init.weights"
+                "restore data.path or data.streams, or start a new run from these weights with warm_start.weights"
             )
         for source in train_set.sources:
             if saved.get(source.name, source.fingerprint) != source.fingerprint:

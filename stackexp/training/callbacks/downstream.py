@@ -13,9 +13,7 @@ from stackexp.metric_tags import DOWNSTREAM
 from stackexp.modules.base import TrainingModule
 from stackexp.runs import RunFolder
 from stackexp.training.callbacks.metrics_log import MetricsLog
-from stackexp.training.callbacks.step import StepCallback
-from stackexp.training.callbacks.step_requests import raise_if_stopped
-from stackexp.training.callbacks.throughput import Throughput
+from stackexp.training.callbacks.steps import StepCallback, Throughput, raise_if_stopped
 from stackexp.training.signals import StopRequest
 from stackexp.training.watchdog import note_progress
 

@@ -8,13 +8,12 @@ from typing import Any, ClassVar
 
 import lightning.pytorch as pl
 
-from stackexp.config.affects import flatten_config, select_options
 from stackexp.config.experiment import ExperimentConfig
 from stackexp.datamodules.base import ExperimentData
 from stackexp.errors import RunError
 from stackexp.evaluation.request import EvaluationRequest, Sets, Stage
 from stackexp.evaluation.resumable import ResumableEvaluation
-from stackexp.metric_tags import AVERAGED_STEPS, TRAIN_LOSS
+from stackexp.metric_tags import AVERAGE_ACCURACY, AVERAGE_LOSS, AVERAGED_STEPS, TRAIN_LOSS
 from stackexp.models import checkpoints
 from stackexp.modules.base import TrainingModule
 from stackexp.run_result import RunResult
@@ -66,13 +65,17 @@ class Objective(ABC):
 
     @abstractmethod
     def list_final_scores(self, result: dict[str, Any]) -> dict[str, float]:
-        """Return the scores of result.json by tag. The HParams tab shows them next to the hyperparameters."""
+        """Return the scores of result.json by tag, for the loggers."""
 
     @abstractmethod
     def format_result(self, session: Session, result: dict[str, Any]) -> str:
         """Return the tables that end the output of `fit`."""
 
     # Optional steps
+
+    def list_score_tags(self, set_names: list[str]) -> list[str]:
+        """Return the tags that the HParams tab shows next to the hyperparameters, from the first step on."""
+        return [AVERAGE_ACCURACY, AVERAGE_LOSS]
 
     def warn_about_limits(self, stage: str) -> None:  # noqa: B027 (optional)
         """Warn about limits of the config, such as strings that are longer than the memory can hold."""
@@ -142,9 +145,8 @@ class Objective(ABC):
             figures=self.build_result(session, sets),
         )
         result = final.to_dict()
-        hyperparameters = select_options(flatten_config(self.config), ["training", "continuation"])
         scores, train_loss = self.list_final_scores(result), result["train_loss"]["last_20_steps"]
-        session.metrics_log.finish(hyperparameters, scores, train_loss, result.get("sample"))
+        session.metrics_log.finish(scores, train_loss, result.get("sample"))
         if self.config.logging.tensorboard:
             self.write_events(session.folder, result)
         self._store_final_validation(session.folder, result)

@@ -7,7 +7,7 @@ from typing import Any
 from stackexp.config.affects import flatten_config
 from stackexp.config.data import get_model_label
 from stackexp.errors import RunError
-from stackexp.evaluation.accuracy import compute_scores, format_curves, parse_accuracy
+from stackexp.evaluation.accuracy import compute_scores, format_curves, get_ranges, parse_accuracy
 from stackexp.evaluation.request import EvaluationRequest, Sets, describe_evaluation
 from stackexp.files import read_json, write_json
 from stackexp.models import checkpoints
@@ -76,6 +76,11 @@ class FormalLanguageObjective(Objective):
         accuracies = [line["train/accuracy"] for line in session.folder.read_metrics() if "train/accuracy" in line]
         result = {"train_accuracy": average_last(accuracies), "tested_step": self._tested_step}
         return result | self._validation | self._summarize_test(sets)
+
+    def list_score_tags(self, set_names: list[str]) -> list[str]:
+        """Return the tags of validations, and those of the final test."""
+        scores = [f"test/score_{first}_{end}" for first, end in get_ranges(self.config.data)]
+        return [*super().list_score_tags(set_names), *scores]
 
     def list_final_scores(self, result: dict[str, Any]) -> dict[str, float]:
         """Return the scores, and the validation accuracy of the tested checkpoint."""

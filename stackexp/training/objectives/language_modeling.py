@@ -14,8 +14,9 @@ from stackexp.evaluation.generation import continue_text
 from stackexp.evaluation.request import EvaluationRequest, Sets, Stage, describe_evaluation
 from stackexp.evaluation.scores import format_scores, score_bigrams
 from stackexp.files import write_atomically, write_json
+from stackexp.metric_tags import AVERAGE_LOSS
 from stackexp.modules.language_modeling import LanguageModeling
-from stackexp.modules.scores import average_groups, average_scores, tag_scores
+from stackexp.modules.scores import TAGGED_SCORES, average_groups, average_scores, tag_scores
 from stackexp.runs import RunFolder
 from stackexp.terminal import wrap_text
 from stackexp.training.callbacks.data_record import DataRecord
@@ -74,6 +75,11 @@ class LanguageModelingObjective(Objective):
             model, tokenizer = session.module.model, session.data.tokenizer
             sample = continue_text(model, tokenizer, prompt="", max_new_tokens=60, temperature=0.8, top_p=0.95, seed=0)
         return result | {"sample": sample}
+
+    def list_score_tags(self, set_names: list[str]) -> list[str]:
+        """Return the tags of all sets."""
+        sets = {name: dict.fromkeys(TAGGED_SCORES, 0.0) for name in set_names}
+        return list(dict.fromkeys([AVERAGE_LOSS, *tag_scores(_choose_prefix(self.final_stage, self.config), sets)]))
 
     def list_final_scores(self, result: dict[str, Any]) -> dict[str, float]:
         """Return the scores of the sets."""

@@ -1,25 +1,98 @@
-"""Save and delete checkpoints during training, including the run state that Lightning does not save."""
+"""Checkpoints of a run, saved and resumed.
+
+`StepCheckpoint` decides when to save. The strategy collects the tensors, `RunState` everything else, and
+`stackexp.models.checkpoints` writes both. On resume, the strategy and `RunState` load them again.
+"""
 
 import logging
 import random
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy, Strategy
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 
 from stackexp.config.compose import to_dict
+from stackexp.config.experiment import ExperimentConfig
 from stackexp.config.trainer import TrainerConfig
 from stackexp.errors import StoppedError, first_line
 from stackexp.metric_tags import AVERAGE_ACCURACY, AVERAGE_LOSS
+from stackexp.models import checkpoints
 from stackexp.models.checkpoints import VERSION, CheckpointWriter
 from stackexp.modules.base import TrainingModule
 from stackexp.runs import RunFolder, format_checkpoint_name, remove_checkpoint, write_validation
-from stackexp.training.callbacks.step import StepCallback
+from stackexp.training.callbacks.steps import StepCallback
+from stackexp.training.lightning_internals import rescale_progress
 from stackexp.training.signals import StopRequest
 from stackexp.training.watchdog import note_progress
 
 log = logging.getLogger(__name__)
+
+
+def build_strategy(config: ExperimentConfig, device_type: str) -> Strategy:
+    """Build the strategy of `trainer.strategy`; auto is single on one device, else ddp."""
+    trainer = config.trainer
+    if trainer.is_sharded:
+        return Sharded(data_parallel_size=trainer.world_size, tensor_parallel_size=1)
+    if trainer.strategy == "ddp" or trainer.world_size > 1:
+        return Replicated()
+    return SingleDevice(torch.device(device_type, 0) if device_type == "cuda" else torch.device(device_type))
+
+
+class _DistributedCheckpoints:
+    """A mixin that saves model and optimizer in the background, and loads them, with torch.distributed.checkpoint."""
+
+    restore_checkpoint_after_setup = True
+    lightning_restore_optimizer = False  # `load_checkpoint` restores it
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        return {}
+
+    def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
+        pass
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Start writing a checkpoint; `storage_options` is {"writer": CheckpointWriter, "on_saved": callable}."""
+        writer: CheckpointWriter = storage_options["writer"]
+        writer.save(Path(filepath), self._collect_tensors(), checkpoint, storage_options["on_saved"])
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        path = Path(checkpoint_path)
+        state = checkpoints.load_state(path)
+        tensors = self._collect_tensors()
+        checkpoints.load_tensors(tensors, path)
+        set_model_state_dict(self.lightning_module.model, tensors["model"])
+        set_optimizer_state_dict(self.lightning_module.model, self.optimizers[0], tensors["optimizer"])
+        return state
+
+    def _collect_tensors(self) -> dict[str, Any]:
+        module, (optimizer,) = self.lightning_module, self.optimizers
+        model, average = module.model, module.weight_average
+        tensors = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
+        return tensors | ({checkpoints.EMA: average.tensors} if average else {})
+
+
+class SingleDevice(_DistributedCheckpoints, SingleDeviceStrategy):
+    """One device."""
+
+
+class Replicated(_DistributedCheckpoints, DDPStrategy):
+    """A copy of the model on each device (DDP)."""
+
+
+class Sharded(_DistributedCheckpoints, ModelParallelStrategy):
+    """A shard of every weight on each device (FSDP2); `TrainingModule.configure_model` shards the model."""
 
 
 class RunState(pl.Callback):
@@ -57,18 +130,7 @@ class RunState(pl.Callback):
         device = trainer.strategy.root_device  # `module` may still be on the CPU
         if cuda_rng is not None and device.type == "cuda":
             torch.cuda.set_rng_state(cuda_rng, device)
-        # This edits Lightning's own format, because no public hook converts the progress to another micro-batch count.
-        progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
-        rescale_progress(progress, state["accumulate_grad_batches"], module.config.accumulate_grad_batches)
-
-
-def rescale_progress(progress: dict[str, Any], before: int, now: int) -> None:
-    """Convert Lightning's micro-batch counts in place, from `before` to `now` micro-batches per optimizer step."""
-    for counts in (progress["total"], progress["current"]):
-        ready = counts["ready"]
-        assert ready % before == 0, "checkpoints are saved between two optimizer steps"
-        for key, count in counts.items():  # the last micro-batch is completed after the callbacks that save
-            counts[key] = ready // before * now - (ready - count)
+        rescale_progress(checkpoint, state["accumulate_grad_batches"], module.config.accumulate_grad_batches)
 
 
 class StepCheckpoint(StepCallback, pl.callbacks.Checkpoint):

@@ -1,0 +1,391 @@
+"""Loggers with the real libraries: TensorBoard, CSV, W&B (offline), MLflow (a local database), and own classes."""
+
+import json
+import logging
+import re
+import shutil
+from types import SimpleNamespace
+
+import pytest
+import torch
+from forks import Forks
+from records import only_run
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+from tensorboard.plugins.custom_scalar import layout_pb2
+from tensorboard.plugins.hparams import plugin_data_pb2
+from wandb_files import read_history
+
+from stackexp.cli import main
+from stackexp.config.compose import compose
+from stackexp.errors import ConfigError
+from stackexp.modules.language_modeling import LanguageModeling
+from stackexp.modules.scores import tag_scores
+from stackexp.runs import RunFolder
+from stackexp.training.callbacks.steps import Throughput
+from stackexp.training.loggers import build_loggers
+from stackexp.training.tensorboard import TITLES, HeatMaps, RunTensorBoard, build_layout, write_points
+
+QUIET = ("logging.progress_bar=false", "trainer.keep_checkpoints=9")
+LOSS = "train/loss"
+
+
+def fit(config, *options: str) -> None:
+    assert main(["fit", "--config", str(config), *QUIET, *options]) == 0
+
+
+def read_curve(folder, tag: str) -> list[tuple[int, float]]:
+    return [(point.step, point.value) for point in EventAccumulator(str(folder)).Reload().Scalars(tag)]
+
+
+@pytest.fixture
+def wandb(monkeypatch):
+    library = pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    return library
+
+
+@pytest.fixture
+def client(monkeypatch, tmp_path):
+    """The client of an empty MLflow database."""
+    mlflow = pytest.importorskip("mlflow")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
+    return mlflow.MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
+
+
+def read_lines(run: RunFolder) -> list[dict]:
+    """Return the lines of metrics.jsonl without the clock."""
+    return [{tag: value for tag, value in line.items() if tag != "time"} for line in run.read_metrics()]
+
+
+def stop_at(run: RunFolder, step: int) -> None:
+    """Turn a finished run into one that was killed after the checkpoint of `step`."""
+    run.result.unlink()
+    for path in run.list_checkpoints():
+        if int(path.name) > step:
+            shutil.rmtree(path)
+
+
+def test_wandb_receives_every_line_and_the_final_scores(wandb, tiny, tmp_path):
+    fit(tiny, "logging.loggers=[wandb]")
+    run = only_run(tmp_path / "runs")
+    (folder,) = run.path.glob("wandb/offline-run-*")
+    (file,) = folder.glob("*.wandb")
+    history = read_history(file)
+    lines, figures = read_lines(run), history[-1]
+    steps = [row["trainer/global_step"] for row in history[:-1]]
+    assert steps == [line.pop("step") for line in lines]
+    assert [{tag: row[tag] for tag in line} for line, row in zip(lines, history[:-1], strict=True)] == lines
+    assert figures["val/loss/average"] == json.loads(run.result.read_text())["average"]["loss"]
+
+    stop_at(run, 8)
+    fit(tiny, "logging.loggers=[wandb]", "--run", str(run.path))
+    folders = sorted(run.path.glob("wandb/offline-run-*"))
+    run_id = (run.path / "logger.wandb").read_text()
+    assert len(folders) == 2
+    assert all(path.name.endswith(run_id) for path in folders), "both sessions belong to one run"
+    (file,) = folders[1].glob("*.wandb")
+    assert [row["trainer/global_step"] for row in read_history(file)[:-1]] == steps, "offline runs cannot be continued"
+
+
+def test_mlflow_continues_the_same_run_without_repeated_steps(client, tiny, tmp_path, monkeypatch):
+    monkeypatch.setenv("RUNS", str(tmp_path / "runs"))
+    options = ("logging.loggers=[mlflow]", "logging.root=${oc.env:RUNS}")
+    fit(tiny, *options)
+    run = only_run(tmp_path / "runs")
+    (experiment,) = client.search_experiments(filter_string="name = 'tiny'")
+    (logged,) = client.search_runs([experiment.experiment_id])
+    assert (logged.info.status, logged.info.run_name) == ("FINISHED", run.path.name)
+    assert logged.data.params["model.hidden_size"] == "32"
+    assert logged.data.params["logging.root"] == "${oc.env:RUNS}", "values of the environment may be secrets"
+    for tag in (LOSS, "val/loss/average"):
+        expected = {line["step"]: line[tag] for line in read_lines(run) if tag in line}
+        history = client.get_metric_history(logged.info.run_id, tag)
+        assert {point.step: point.value for point in history} == expected
+
+    stop_at(run, 8)
+    (run.path / "logger.mlflow").rename(run.path / "mirror.mlflow")  # as earlier versions called it
+    fit(tiny, *options, "trainer.max_steps=14", "trainer.val_check_interval=14", "--run", str(run.path))
+    (logged,) = client.search_runs([experiment.experiment_id])
+    points = [(point.step, point.value) for point in client.get_metric_history(logged.info.run_id, LOSS)]
+    assert [step for step, _ in points] == [*range(1, 13), 12, 13, 14], "the last step may be incomplete"
+    lines = {line["step"]: line[LOSS] for line in read_lines(run) if LOSS in line}
+    assert {step: dict(points)[step] for step in (8, 12, 13, 14)} == {step: lines[step] for step in (8, 12, 13, 14)}
+
+
+def test_local_files_have_each_step_once_after_a_kill(tiny, tmp_path):
+    loggers = "logging.loggers=[tensorboard,csv]"
+    fit(tiny, loggers)
+    run = only_run(tmp_path / "runs")
+    expected = [(line["step"], pytest.approx(line[LOSS])) for line in read_lines(run) if LOSS in line]
+    stop_at(run, 8)
+    fit(tiny, loggers, "--run", str(run.path))
+    assert read_curve(run.path, LOSS) == expected
+    rows = [line.split(",") for line in (run.path / "csv" / "metrics.csv").read_text().splitlines()]
+    step, loss = rows[0].index("step"), rows[0].index(LOSS)
+    assert [(int(row[step]), float(row[loss])) for row in rows[1:] if row[loss]] == expected
+    assert not (run.path / "hparams.yaml").exists()
+
+
+@pytest.mark.process
+def test_only_the_first_process_logs(client, tiny, tmp_path):
+    options = ("trainer.devices=2", "trainer.strategy=ddp", "data.micro_batch_size=2", "logging.loggers=[mlflow]")
+    Forks(tmp_path).run("fit", "--config", tiny, *QUIET, *options, ranks=2)
+    (logged,) = client.search_runs([client.get_experiment_by_name("tiny").experiment_id])
+    history = client.get_metric_history(logged.info.run_id, LOSS)
+    assert [point.step for point in history] == list(range(1, 13))
+
+
+OWN = """
+import lightning.pytorch as pl
+from lightning.pytorch.loggers import Logger
+
+class Failing(Logger):
+    name, version = "failing", 0
+    count = 0
+
+    def log_hyperparams(self, params): pass
+
+    def log_metrics(self, metrics, step=None):
+        Failing.count += 1
+        if Failing.count == 2:
+            raise ConnectionError("no route to host\\nmore")
+
+    def finalize(self, status): assert status == "success", "Lightning calls it, too"
+
+class Recorder(pl.Callback):
+    def __init__(self, file):
+        self.file = file
+
+    def on_train_batch_end(self, trainer, module, *_):
+        with open(self.file, "a") as file:
+            names = [type(logger).__name__ for logger in trainer.loggers]
+            print(trainer.global_step, trainer.datamodule is not None, *names, file=file)
+"""
+
+
+@pytest.fixture
+def own(tmp_path):
+    """A Python file of the user with a logger and a callback, in the folder of the config."""
+    (tmp_path / "own.py").write_text(OWN)
+    return tmp_path / "own.py"
+
+
+def test_callbacks_and_loggers_of_the_user(tiny, own, tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("STACKEXP_TRUST_PLUGINS", "1")
+    recorder = f"{{class: '{own}:Recorder', options: {{file: {tmp_path}/steps}}}}"
+    with caplog.at_level(logging.WARNING):
+        fit(tiny, f"trainer.callbacks=[{recorder}]", f"logging.loggers=['{own}:Failing']")
+    run = only_run(tmp_path / "runs")
+    assert len(read_lines(run)) == 14
+    messages = [r.getMessage() for r in caplog.records if "loggers" in r.getMessage()]
+    text = "logging.loggers: Failing: no route to host; nothing more is sent to it, but "
+    assert messages == [f"{text}{run.metrics} has every line"]
+    steps = (tmp_path / "steps").read_text().split("\n")[:-1]
+    assert steps == [f"{batch // 2} True Failing" for batch in range(1, 25)]
+    assert str(own) in run.config.read_text(), "found again by `fit --run` in any folder"
+
+
+def test_files_of_callbacks_follow_the_trust_rules_of_plugins(own, tmp_path, monkeypatch):
+    config, project = tmp_path / "foreign.yaml", tmp_path / "project"
+    (project / ".git").mkdir(parents=True)
+    monkeypatch.chdir(project)
+    config.write_text("defaults: [quickstart]\ntrainer: {callbacks: ['own.py:Recorder']}\n")
+    with pytest.raises(ConfigError, match=r"own.py is outside the project .* add --trust-plugins"):
+        compose([str(config)])
+    monkeypatch.setenv("STACKEXP_TRUST_PLUGINS", "1")
+    assert compose([str(config)]).trainer.callbacks == [f"{own}:Recorder"]
+
+
+@pytest.mark.parametrize("entry", ["own:Missing", "nowhere:X", "{class: 'json:JSONDecoder', options: {strict: 1}}"])
+def test_a_logger_that_cannot_be_built_is_one_line(own, tmp_path, monkeypatch, entry):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"^logging.loggers: ") as caught:
+        build_loggers(compose(["quickstart"], [f"logging.loggers=[{entry}]"]), RunFolder(tmp_path / "run"))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("has_folder", [False, True])
+def test_missing_library_is_one_line(tmp_path, monkeypatch, has_folder):
+    """A folder named wandb, which offline runs leave, is not the library."""
+    if has_folder:
+        (tmp_path / "wandb").mkdir()
+    config = compose(["quickstart"], ["logging.loggers=[wandb]"])
+    monkeypatch.setattr("sys.path", [str(tmp_path)])
+    monkeypatch.delitem(__import__("sys").modules, "wandb", raising=False)
+    with pytest.raises(ConfigError, match=r"wandb: not installed; run pip install 'stackexp\[wandb\]'$"):
+        build_loggers(config, RunFolder(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("logging.loggers=[wandbb]", "found 'wandbb'; did you mean 'wandb'?"),
+        ("logging.loggers=[mlflow,mlflow]", "mlflow is named twice"),
+        ("logging.mirrors=[wandb]", "renamed; use logging.loggers"),
+        ("logging.tensorboard=false", "add tensorboard to logging.loggers"),
+        ("trainer.callbacks=[Recorder]", "expected module:Class, found 'Recorder'"),
+        ("trainer.callbacks=[{class: 'a:B', x: 3}]", "expected the keys class and options"),
+        ("trainer.callbacks=[{class: 'a:B', options: 3}]", "expected a mapping, found 3"),
+    ],
+)
+def test_mistakes_in_the_config(override, words):
+    with pytest.raises(ConfigError) as caught:
+        compose(["quickstart"], [override])
+    assert words in str(caught.value)
+
+
+# TensorBoard
+
+
+def make_probed_line() -> dict[str, float]:
+    """Return everything that a real module and callback log at a probed step, with two layers."""
+    small = ["hidden_size=16", "num_layers=2", "intermediate_size=16", "num_heads=2", "num_kv_heads=1"]
+    overrides = [f"model.{option}" for option in (*small, "vocab_size=300")]
+    module = LanguageModeling(compose(["quickstart"], [*overrides, "data.vocab_size=300", "trainer.z_loss=0.1"]))
+    module.probe = True
+    module.training_step({"tokens": torch.arange(16).view(2, 8), "index": torch.arange(2)}, 0).backward()
+    module.configure_gradient_clipping(module.configure_optimizers()["optimizer"])
+    callback, trainer = Throughput(), SimpleNamespace(global_step=0, world_size=1)
+    callback.on_train_start(trainer, module)
+    trainer.global_step = 1
+    callback.on_train_batch_end(trainer, module)
+    return {"step": 1, "tokens": 16, "time": 1000.0} | module.step_metrics.drain()
+
+
+def set_tags_of(figure: str) -> set[str]:
+    return {f"val/{figure}/{name}" for name in ("left", "right", "average")}
+
+
+V3_AVERAGES = {f"val/whole/v3/average/{figure}" for figure in ("perplexity", "exp_mean_loss")}
+SHOWN_TAGS = {
+    "Training": {
+        "loss": {"train/loss"} | set_tags_of("loss"),
+        "loss by tokens": {"train/loss_by_tokens"},
+        "gradient norm": {"train/grad_norm"},
+        "learning rate": {"train/lr"},
+        "tokens per second": {"train/tokens_per_second"},
+    },
+    "Validation": {
+        "loss": set_tags_of("loss"),
+        "perplexity": set_tags_of("perplexity"),
+        "bits per byte": set_tags_of("bits_per_byte"),
+    },
+    "V2": {
+        "loss": {"val/v2/a", "val/v2/average/loss"},
+        "mean perplexity": {"val/v2/average/perplexity", "val/v2/average/exp_mean_loss"},
+    },
+    "V3": {"loss": {"val/whole/v3/a", "val/whole/v3/average/loss"}, "mean perplexity": V3_AVERAGES},
+    "Formal languages": {
+        "accuracy by length": {"test/accuracy_by_length"},
+        "accuracy": {"train/accuracy", "val/accuracy/average"},
+        "longest training string": {"train/max_length"},
+    },
+}
+
+
+def read_events(folder) -> EventAccumulator:
+    return EventAccumulator(str(folder)).Reload()
+
+
+@pytest.fixture(scope="module")
+def probed_line() -> dict[str, float]:
+    return make_probed_line()
+
+
+@pytest.mark.parametrize("objective", ["language_modeling", "transduction"])
+def test_charts_show_their_tags_and_only_those_of_the_objective(probed_line, tmp_path, objective):
+    names = ["left", "v2/a", "v3/a"] if objective == "language_modeling" else ["length_041"]
+    logger = RunTensorBoard(tmp_path)
+    logger.start(build_layout(objective, names), {"config": "a:\n  b: <i>*c*"}, {}, [])
+    logger.log_line(probed_line)
+    result = {"loss": 2.0, "perplexity": 7.4, "bits_per_byte": 1.0}
+    tags = tag_scores("val/whole", {"v3/a": result}) | tag_scores("val", {"v2/a": result})
+    tags = {tag: value for tag, value in tags.items() if not tag.endswith("/average")}
+    tags |= tag_scores("val", {"left": result, "right": result})
+    tags |= {"train/accuracy": 0.5, "val/accuracy/average": 0.5, "train/max_length": 4.0}
+    logger.log_line({"step": 1, "tokens": 16, "time": 1001.0} | tags)
+    logger.close()
+    write_points(tmp_path, "test.lengths", [("test/accuracy_by_length", 1.0, 1), ("test/accuracy_by_length", 0.5, 2)])
+    events = read_events(tmp_path)
+    [text] = events.Tensors("config/text_summary")
+    assert text.tensor_proto.string_val[0] == b"    a:\n      b: <i>*c*", "texts are shown as they are"
+    tags = events.Tags()["scalars"]
+    [layout] = events.Tensors("custom_scalars__config__")
+    layout = layout_pb2.Layout.FromString(layout.tensor_proto.string_val[0])
+    shown = {
+        category.title: {
+            # TensorBoard's plugin shows a tag if a regex matches from its beginning.
+            chart.title: {tag for tag in tags for regex in chart.multiline.tag if re.match(regex, tag)}
+            for chart in category.chart
+        }
+        for category in layout.category
+    }
+    hidden = ["Formal languages"] if objective == "language_modeling" else ["Validation", "V2", "V3"]
+    assert shown == {group: charts for group, charts in SHOWN_TAGS.items() if group not in hidden}
+
+
+def test_lines_keep_their_time_and_evaluations_their_files(tmp_path):
+    write_points(tmp_path, "test.lengths", [("test/accuracy_by_length", 1.0, 1)])
+    (tmp_path / "events.out.tfevents.1.host").write_text("of an earlier session")
+    logger = RunTensorBoard(tmp_path)
+    for step in (1, 2):
+        logger.log_line({"step": step, "tokens": 16 * step, "time": 1000.0 + step, LOSS: 5.0 - step})
+    logger.close()
+    events = read_events(tmp_path)
+    assert [(p.step, p.value, p.wall_time) for p in events.Scalars(LOSS)] == [(1, 4.0, 1001.0), (2, 3.0, 1002.0)]
+    assert [(p.step, p.value) for p in events.Scalars("train/loss_by_tokens")] == [(16, 4.0), (32, 3.0)]
+    tags = ["test/accuracy_by_length", LOSS, "train/loss_by_tokens"]
+    assert sorted(events.Tags()["scalars"]) == tags, "no step, tokens or time"
+    assert not (tmp_path / "events.out.tfevents.1.host").exists()
+
+
+def test_hyperparameters_are_written_when_the_run_starts(tmp_path):
+    logger = RunTensorBoard(tmp_path)
+    hyperparameters = {"optimizer.lr": 0.5, "model.memory.axis": "depth", "model.memory": None}
+    logger.start({}, {}, hyperparameters, [LOSS, "val/loss/average"])
+    logger.save()
+    [path] = tmp_path.iterdir()
+    values = [value for event in EventFileLoader(str(path)).Load() for value in event.summary.value]
+    tags = [value.tag for value in values if value.tag.startswith("_hparams_/")]
+    assert sorted(tags) == [f"_hparams_/{name}" for name in ("experiment", "session_end_info", "session_start_info")]
+    [start] = [value for value in values if value.tag.endswith("session_start_info")]
+    content = plugin_data_pb2.HParamsPluginData.FromString(start.metadata.plugin_data.content)
+    written = {key: getattr(v, v.WhichOneof("kind")) for key, v in content.session_start_info.hparams.items()}
+    assert written == {"optimizer.lr": 0.5, "model.memory.axis": "depth", "model.memory": "None"}
+    logger.finish(3.0, 9)
+    logger.close()
+    assert read_curve(tmp_path, "train/final_loss") == [(9, 3.0)]
+
+
+def test_only_filled_charts_are_laid_out():
+    assert list(build_layout("language_modeling", [])) == ["Training"]
+    assert list(build_layout("language_modeling", ["left"])) == ["Training", "Validation"]
+    groups = build_layout("language_modeling", ["mine/a", "mine/b"])
+    assert list(groups) == ["Training", "Validation", "MINE"]
+
+
+def make_probes(steps: list[int], layers: int) -> list[dict[str, float]]:
+    names = ("push", "pop", "no_op", "entropy", "occupancy", "read_share")
+    tags = [f"memory/{name}/layer_{layer:02d}" for name in names for layer in range(layers)]
+    return [{"step": s, "tokens": s, "time": 0.0} | {tag: (s + i) % 7 / 7 for i, tag in enumerate(tags)} for s in steps]
+
+
+def test_the_heat_map_is_an_image_of_all_layers_and_probes(tmp_path):
+    logger = RunTensorBoard(tmp_path)
+    for line in make_probes([1, 10, 20], layers=32):
+        logger.log_line(line)
+    logger.finish(3.0, 20)
+    logger.close()
+    events = read_events(tmp_path)
+    assert len(events.Tags()["images"]) == 6
+    [image] = events.Images("memory/heat_map/push")
+    assert image.step == 20
+    assert image.encoded_image_string.startswith(b"\x89PNG")
+    heat_maps = HeatMaps()
+    assert not heat_maps
+    assert not heat_maps.add({"step": 1, "train/loss": 2.0})
+    for line in make_probes(list(range(1, 1200)), layers=2):
+        assert heat_maps.add(line)
+    heat_maps.add(make_probes([1200], layers=2)[0] | {"memory/push/layer_00": None})  # not finite
+    assert [name for name, png in heat_maps.draw() if png.startswith(b"\x89PNG")] == sorted(TITLES)
