@@ -66,8 +66,8 @@ setup(
             *("ruff>=0.12", "mypy>=1.15", "types-PyYAML", "types-tabulate", "types-tqdm", "pre-commit>=4"),
         ],
         "eval": ["lm-eval>=0.4.13", "transformers>=4.57", "accelerate>=1"],  # `evaluate`; the last two for --model hf:
-        "wandb": ["wandb>=0.20"],  # logging.mirrors=[wandb]
-        "mlflow": ["mlflow-skinny>=3", "sqlalchemy>=2", "alembic>=1.10"],  # logging.mirrors=[mlflow]
+        "wandb": ["wandb>=0.20"],  # logging.loggers=[wandb]
+        "mlflow": ["mlflow-skinny>=3", "sqlalchemy>=2", "alembic>=1.10"],  # logging.loggers=[mlflow]
         "optuna": ["optuna>=4"],
         "flash": ["flash-attn>=2.8"],  # model.attention=flash_attn
         "liger": ["liger-kernel>=0.6.2"],  # trainer.cross_entropy=liger

@@ -50,8 +50,8 @@ pytestmark = pytest.mark.usefixtures("empty_folder")
         ("num_slots=3", "override num_slots=3: num_slots: unknown key; did you mean 'model.memory.num_slots'?"),
         (
             "zzz=3",
-            "zzz: unknown key; a config has data, evaluation, init, logging, model, name, optimizer, plugins, "
-            "schedule, seed, trainer",
+            "zzz: unknown key; a config has data, evaluation, logging, model, name, optimizer, plugins, "
+            "schedule, seed, trainer, warm_start",
         ),
         (
             "model.memory=queu",

@@ -1,17 +1,22 @@
 """The start of a run: the folders it may use, and the checkpoints and configs it may resume."""
 
+import json
 import re
 import shutil
 from pathlib import Path
 
 import pytest
+import torch
+import yaml
 from records import record
 from saved_models import make_state
 
+from stackexp import runs
 from stackexp.cli import main
 from stackexp.config.compose import compose, load_config
 from stackexp.errors import FolderBusyError, RunError
-from stackexp.runs import RunFolder
+from stackexp.models import checkpoints
+from stackexp.runs import MANIFEST, RunFolder, read_manifest, write_manifest
 from stackexp.training.callbacks.metrics_log import MetricsLog
 from stackexp.training.resume import check_resumable, find_start
 
@@ -76,6 +81,48 @@ def test_run_without_our_marker_must_be_adopted_once(config, unfinished, marker)
     assert main(["runs", "remove", str(unfinished.path), "--yes"]) == 1
     assert main(command.split()) == 0
     assert find_start(config, None, str(unfinished.path)).step == 12
+
+
+def make_older(run: RunFolder) -> None:
+    """Turn a run into one of the version before: other keys, hashes alone in manifests, no scores of validations."""
+    config = yaml.safe_load(run.config.read_text())
+    for tree in (config, *(checkpoints.load_state(path)["stackexp"]["config"] for path in run.list_checkpoints())):
+        tree["init"] = tree.pop("warm_start")
+        del tree["logging"]["loggers"], tree["trainer"]["callbacks"]
+        tree["logging"] |= {"tensorboard": False, "mirrors": ["wandb"]}
+    run.config.write_text(yaml.safe_dump(config))
+    for path in run.list_checkpoints():
+        state = checkpoints.load_state(path)
+        del state["stackexp"]["tokenizer_sha256"]
+        state["stackexp"]["config"] = config
+        torch.save(state, path / "state.pt")
+        (path / "validation.json").unlink(missing_ok=True)
+        write_manifest(path, int(path.name), None)
+        (path / MANIFEST).write_text(json.dumps(read_manifest(path)["files"]))
+    sessions = run.read_sessions()
+    for session in sessions:
+        del session["tokenizer_sha256"]
+    run.environment.write_text(json.dumps(sessions))
+    (run.path / ".stackexp").write_text("")
+
+
+def test_run_of_the_version_before_is_read_and_resumed(unfinished, monkeypatch):
+    best, expected = unfinished.best_checkpoint(), record(unfinished)
+    assert (unfinished.checkpoints / "00000012" / "validation.json").exists()
+    make_older(unfinished)
+    assert unfinished.best_checkpoint() == best
+    assert unfinished.find_tokenizer(best) == unfinished.tokenizer
+    assert load_config(unfinished.config).logging.loggers == unfinished.read_options()["logging.loggers"] == ["wandb"]
+    assert load_config(unfinished.config).warm_start.weights is None
+    shutil.rmtree(unfinished.checkpoints / "00000012")
+    assert main(["runs", "adopt", str(unfinished.path)]) == 0
+    assert main(["fit", "--run", str(unfinished.path), "logging.loggers=[]"]) == 0
+    assert record(unfinished) == expected
+    assert {path.name: runs.read_validation(path) is not None for path in unfinished.list_checkpoints()} == {
+        "00000004": False,
+        "00000008": False,
+        "00000012": True,
+    }
 
 
 def test_folder_of_the_user_with_the_names_of_a_run_is_not_touched(config, tmp_path, capsys):
