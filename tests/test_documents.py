@@ -113,7 +113,7 @@ def test_document_mask_changes_the_training_loss(tiny, corpus, tmp_path):
         "schedule.warmup_steps=0",
         "trainer.val_check_interval=null",
         "logging.progress_bar=false",
-        "logging.tensorboard=false",
+        "logging.loggers=[]",
     ]
     found = {}
     for mask in (False, True):

@@ -35,7 +35,7 @@ from stackexp.models.warm_start import init_identity, prepare_warm_start
 from stackexp.runs import RunFolder
 
 TOKENS = torch.randint(11, (2, 7), generator=torch.Generator().manual_seed(0))
-CHEAP = ("logging.progress_bar=false", "logging.tensorboard=false", "trainer.val_check_interval=null")
+CHEAP = ("logging.progress_bar=false", "logging.loggers=[]", "trainer.val_check_interval=null")
 
 
 def build(config: Any, seed: int = 3) -> Transformer:
@@ -93,7 +93,7 @@ def test_other_memories_that_start_as_the_identity(memory, tolerance):
         (AttentionResidualConfig(), "not supported by AttentionResidual; use default, or define "),
         (StackAttentionConfig(), "not supported by StackAttention"),
         (ManifoldHyperConnectionsConfig(), "not supported by mhc"),
-        (decoder_config(projection="none").memory, "projection: none requires model.memory.residual_gate: read"),
+        (decoder_config(projection="none").memory, "projection: none require model.memory.residual_gate: read"),
     ],
 )
 def test_memories_without_such_a_start_are_refused(memory, message):
@@ -258,7 +258,7 @@ def test_a_run_starts_from_given_weights_and_resumes_without_them(trained, tmp_p
     assert main(["fit", "--run", str(run.path)]) == 0
     assert record(run) == expected
     ours, theirs = (json.loads(text) for text in ((run.checkpoints / "00000004/manifest.json").read_text(), tensors))
-    assert ours["__0_0.distcp"] == theirs["__0_0.distcp"]
+    assert ours["files"]["__0_0.distcp"] == theirs["__0_0.distcp"]
     assert main(["runs", "show", str(run.path)]) == 0
     shown = capsys.readouterr().out
     assert f"origin       {session['origin']['path']}, step 12, SHA-256 {session['origin']['sha256']}\n" in shown
