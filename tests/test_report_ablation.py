@@ -1,4 +1,4 @@
-"""`report ablation`: the paper's variants, paired differences with intervals, and commands for missing cells."""
+"""`report ablation`: arms and variants, paired differences with intervals, and notes."""
 
 import csv
 import json
@@ -7,18 +7,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import yaml
 from language_runs import finish, write_run
 
 from stackexp import cli
+from stackexp.config.affects import flatten_config
+from stackexp.config.compose import compose
 from stackexp.data.olmo import NAMES
 from stackexp.errors import RunError
 from stackexp.evaluation.scores import write_chunk_losses
-from stackexp.reports.ablation import build_ablation
-from stackexp.reports.arms import read_arms, read_finished_run
-from stackexp.reports.differences import compute_difference
+from stackexp.reports.ablation import PAPER, build_ablation, contradicts_itself
+from stackexp.reports.arms import CHOICES, find_variant, load_arms
+from stackexp.reports.differences import COLUMNS, compare_arms, compute_difference
 from stackexp.reports.report import Report, format_report
-from stackexp.runs import RunFolder
 from stackexp.tables import ABSENT
 
 LOSSES = {"transformer": (3.0, 3.2, 3.1), "stacktrans": (2.9, 3.12, 2.99), "value_skip": (2.0, 3.3, 3.1)}
@@ -93,10 +93,9 @@ def test_differences_are_paired_by_seed_and_data(runs):
     assert float(differences["stacktrans"]["FLOPs/token"].rstrip("%")) == pytest.approx(5.0, abs=0.3)
     assert differences["value_skip"]["pairs"] == "2"
     assert differences["value_skip"]["average"].startswith("-0.450 (-"), "wide, not bold, and without seed 2"
-    assert any(
-        "value_skip, seed 2: not paired with transformer" in note and "differ at step 10" in note
-        for note in report.notes
-    )
+    (note,) = [note for note in report.notes if note.startswith("not paired with transformer")]
+    assert "differ at step 10" in note
+    assert note.endswith("value_skip (seed 2)")
 
 
 def test_other_numbers_of_tokens_and_missing_seeds_are_not_compared(runs):
@@ -108,49 +107,20 @@ def test_other_numbers_of_tokens_and_missing_seeds_are_not_compared(runs):
     assert read_table(report, 1)["stacktrans"]["pairs"] == "1"
     assert read_table(report, 1)["stacktrans"]["average"] == "-0.110"
     notes = "\n".join(report.notes)
-    assert "stacktrans, seed 0: not paired with transformer: trained on 999 tokens, the baseline on 10240" in notes
-    assert "stacktrans, seed 1: not paired with transformer: the baseline has no finished run with this seed" in notes
-    assert f"transformer: unfinished: `python -m stackexp fit --run {transformer}`" in notes
+    assert "trained on 999 tokens, the baseline on 10240, 1 run: stacktrans (seed 0)" in notes
+    assert "no finished run with this seed, 2 runs: stacktrans (seed 1), value_skip (seed 1)" in notes
+    assert f"unfinished, `python -m stackexp fit --run RUN` resumes one: {transformer}" in notes
 
 
-def test_missing_cells_have_commands(runs):
-    trials = [{"name": "queue", "model.memory": "queue"}]
-    sweep = {"name": "s", "config": ["quickstart"], "list": trials, "seeds": [0, 1]}
-    (runs / "sweep.yaml").write_text(yaml.safe_dump(sweep))
-    notes = build_ablation([runs]).notes
-    assert f"missing Queue: `python -m stackexp sweep run {runs}`" in notes
-    (base,) = runs.glob("transformer-seed=0-*")
-    options = f"logging.root={runs} name=push_only model.memory=push_only"
-    assert f"missing Push-Only: `python -m stackexp fit --config {base}/config.yaml {options}`" in notes
-    assert "missing V2 and V3 of all runs: `python -m stackexp validate --run RUN --sets v2,v3` for each RUN" in notes
-    assert any(note.startswith("missing the control adapter: `python -m stackexp fit --config") for note in notes)
-    (wide,) = [
-        note for note in notes if note.startswith("missing a Transformer of equal size: `python -m stackexp match")
-    ]
-    assert "`python -m stackexp match --config" in wide
-
-
-def test_commands_of_other_folders(runs):
+def test_one_line_names_the_sweep_that_fills_the_table(runs):
+    assert "Filled by `python -m stackexp sweep run ablation`" in build_ablation([runs]).notes
     stacktrans = next(runs.glob("stacktrans-seed=0-*"))
-    fit = f"`python -m stackexp fit --config {stacktrans}/config.yaml name=transformer model.memory=null`"
-    assert f"missing Transformer: {fit}" in build_ablation([stacktrans]).notes
-    value_skip = next(runs.glob("value_skip-*"))
-    fit = f"`python -m stackexp fit --config {value_skip}/config.yaml name=queue model.memory=queue`"
-    assert f"missing Queue: {fit}" in build_ablation([value_skip]).notes
+    (runs / "sweep.yaml").touch()
+    for path in (runs, stacktrans):
+        assert f"Filled by `python -m stackexp sweep run {runs}`" in build_ablation([path]).notes
     copies = runs / "ablation_small"
-    copies.mkdir()
-    value_skip.rename(copies / value_skip.name)
-    missing = "Transformer, StackTrans, Queue, Push-Only, Single-Head, Full-Dimension: `python -m stackexp sweep run"
-    assert f"missing {missing} ablation_small`" in build_ablation([copies]).notes
-
-
-def test_missing_variants_have_the_width_of_the_narrowest_run(tmp_path):
-    wide = ("model.memory=null", "model.intermediate_size=3000")
-    finish(write_run(tmp_path / "transformer_wide-0123abcd", *wide), 3.0)
-    finish(write_run(tmp_path / "adapter-0123abcd", "model.memory=adapter"), 3.0)
-    options = f"logging.root={tmp_path} name=stacktrans model.memory=stacktrans"
-    command = f"`python -m stackexp fit --config {tmp_path}/adapter-0123abcd/config.yaml {options}`"
-    assert f"missing StackTrans: {command}" in build_ablation([tmp_path]).notes
+    stacktrans.rename(copies.mkdir() or copies / stacktrans.name)
+    assert "Filled by `python -m stackexp sweep run ablation_small`" in build_ablation([copies]).notes
 
 
 def test_a_config_that_is_invalid_here_has_no_flops(runs):
@@ -158,7 +128,9 @@ def test_a_config_that_is_invalid_here_has_no_flops(runs):
         config.write_text(config.read_text() + "beside: 1\n")
     report = build_ablation([runs])
     assert read_table(report, 1)["stacktrans"]["FLOPs/token"] == ABSENT
-    assert [note.endswith("/config.yaml` says why") for note in report.notes].count(True) == 1
+    (note,) = [note for note in report.notes if note.startswith("no FLOPs per token")]
+    assert "configs show" in note
+    assert note.count("stacktrans-seed=") == 1
 
 
 def test_other_options_than_the_memory_are_named(runs):
@@ -166,8 +138,9 @@ def test_other_options_than_the_memory_are_named(runs):
         options = ("model.memory=stacktrans", "model.embedding_scale=1", "optimizer.lr=0.1")
         finish(write_run(runs / f"unscaled-seed={seed}-0123abc{seed}", *options, seed=seed), 2.0)
     notes = build_ablation([runs]).notes
-    found = "apart from memory and size, differs from transformer in model.embedding_scale=1.0, optimizer.lr=0.1"
-    assert [note for note in notes if "apart from" in note] == [f"unscaled: {found}"]
+    (note,) = [note for note in notes if "apart from" in note]
+    assert "model.embedding_scale=1.0, optimizer.lr=0.1" in note
+    assert note.endswith("2 runs: unscaled (seeds 0, 1)")
 
 
 def test_a_baseline_without_a_finished_run_is_an_error(runs):
@@ -187,9 +160,10 @@ def test_later_validations_fill_v2_and_v3(runs):
     report = build_ablation([runs])
     row = read_table(report, 0)["stacktrans"]
     assert (row["V2"], row["V3"]) == ("3.600 / 39.00", "2.000 / 7.40")
-    commands = [note for note in report.notes if note.startswith("missing V2 and V3")]
-    assert len(commands) == 8
-    assert not any(str(run) in command for command in commands)
+    (note,) = [note for note in report.notes if note.startswith("missing V2 and V3")]
+    assert "`python -m stackexp validate --run RUN --sets v2,v3`" in note
+    assert note.count("seed=") == 8
+    assert str(run) not in note
     (transformer,) = runs.glob("transformer-seed=0-*")
     del sets["v2/pile"]
     (transformer / "validate-v2+v3.json").write_text(json.dumps(record))
@@ -209,8 +183,6 @@ def test_later_sets_do_not_change_the_average(runs):
     report = build_ablation([runs])
     assert read_table(report, 0)["stacktrans"] == before
     assert "average" in read_table(report, 1)["stacktrans"]
-    finish(run, 2.9, sets={})
-    assert read_finished_run(RunFolder(run), {}).sets == sets, "the only sets of a run are its average"
 
 
 def test_unfinished_trials_are_not_in_the_table(runs):
@@ -218,16 +190,19 @@ def test_unfinished_trials_are_not_in_the_table(runs):
     report = build_ablation([runs])
     assert read_table(report, 0)["single_head"]["average"] == ABSENT
     assert "H=1" not in {row[0] for row in report.tables[0].rows}
-    assert f"H=1: unfinished: `python -m stackexp fit --run {failed}`" in report.notes
-    assert not any(note.startswith("missing Queue, Push-Only, Single-Head") for note in report.notes)
+    assert any(note.startswith("unfinished") and note.endswith(str(failed)) for note in report.notes)
 
 
-def test_a_variant_prefers_the_arm_with_its_name(runs):
-    finish(write_run(runs / "small-0123abcd", "model.memory=queue"), 3.0, parameters=10)
-    finish(write_run(runs / "other-0123abcd", "model.memory=null"), 3.0, parameters=10)
-    names = [row[0] for row in build_ablation([runs]).tables[0].rows]
-    assert names[:3] == ["transformer", "stacktrans", "small (Queue)"]
-    assert "other" in names
+def test_only_an_arm_that_stands_out_is_a_variant_of_the_paper(runs):
+    finish(write_run(runs / "small-0123abcd", "model.memory=queue"), 3.0)
+    finish(write_run(runs / "other-0123abcd", "model.memory=null"), 3.0)
+    finish(write_run(runs / "H=1-0123abcd", "model.memory=single_head"), 3.0)  # a cell of a grid
+    for name in ("push-a", "push-b"):
+        finish(write_run(runs / f"{name}-0123abcd", "model.memory=push_only", "optimizer.lr=0.1"), 3.0)
+    rows = [row[:2] for row in build_ablation([runs]).tables[0].rows]
+    assert rows[:3] == [["transformer", "3"], ["stacktrans", "3"], ["small (Queue)", "1"]]
+    assert rows[3:5] == [["push_only", "0"], ["single_head", "0"]]
+    assert [name for name, _ in rows[6:]] == ["H=1", "other", "push-a", "push-b", "value_skip"]
 
 
 def test_diverged_runs_have_no_losses(runs):
@@ -237,7 +212,8 @@ def test_diverged_runs_have_no_losses(runs):
     report = build_ablation([runs])
     row = read_table(report, 0)["stacktrans"]
     assert (row["training loss"], row["average"]) == ("4.000", "4.000")
-    assert sum(note.startswith("without a finite loss, not in the means: ") for note in report.notes) == 2
+    (note,) = [note for note in report.notes if note.startswith("without a finite loss, not in the means: ")]
+    assert note.count("stacktrans-seed=") == 2
     assert set(read_table(report, 1)["stacktrans"].values()) >= {"3", ABSENT}, "no difference without all seeds"
 
 
@@ -259,10 +235,9 @@ def test_bigram_counts_have_a_row(runs):
 def test_the_latest_run_of_a_seed_counts(runs):
     run = write_run(runs / "transformer-seed=0-ffffffff", "model.memory=null")
     finish(run, 3.5)
-    arms, notes = read_arms([runs])
-    transformer = next(arm for arm in arms if arm.name == "transformer")
-    assert sorted(r.result["average"]["loss"] for r in transformer.runs) == [3.1, 3.2, 3.5]
-    assert notes == [f"left out, the same seed as {run}: {runs}/transformer-seed=0-0123abc0"]
+    arms, notes = load_arms([runs])
+    assert sorted(row["val/average/loss"] for row in arms["transformer"]) == [3.1, 3.2, 3.5]
+    assert notes == [f"left out, a later run has the same seed: {runs}/transformer-seed=0-0123abc0"]
 
 
 def test_formats(runs, tmp_path, capsys):
@@ -279,7 +254,7 @@ def test_formats(runs, tmp_path, capsys):
     assert r"\textbf{$-$0.097 ($-$0.135 to $-$0.059)}" in latex
     assert r"push\_only" in latex
     assert r"35.14$\dagger$" in latex
-    assert "% missing Queue: `python" in latex
+    assert "% Filled by `python -m stackexp sweep run ablation`" in latex
     markdown = format_report(build_ablation([runs]), "markdown")
     assert "**-0.097 (-0.135 to -0.059)** |" in markdown
 
@@ -296,3 +271,113 @@ def test_mistakes_are_one_line(runs, tmp_path, capsys):
     assert printed.err == f"{tmp_path}/none.png: not drawn, there is nothing to compare yet\n"
     named = build_ablation([runs], "value_skip")
     assert named.tables[1].title == "Differences from value_skip"
+
+
+def test_arms_of_one_name_are_told_apart_by_their_options(tmp_path):
+    for number, slots in enumerate((6, 24)):
+        write_run(
+            tmp_path / "q" / f"20261124-21565{number}-4dc3",
+            "model.memory=stacktrans",
+            f"model.memory.num_slots={slots}",
+        )
+    write_run(tmp_path / "other", "model.memory=null")
+    assert list(load_arms([tmp_path])[0]) == ["other", "q (num_slots=6)", "q (num_slots=24)"]
+    write_run(tmp_path / "q" / "20261124-215652-4dc3", "model.memory=null")
+    names = list(load_arms([tmp_path])[0])
+    assert names[1:] == [f"q (20261124-21565{number}-4dc3)" for number in range(3)], "too many options to name"
+
+
+def test_arms_of_different_lengths_have_different_names(tmp_path):
+    for number, (steps, rate) in enumerate(((300, 0.004), (600, 0.004), (600, 0.01))):
+        options = (f"trainer.max_steps={steps}", f"optimizer.lr={rate}", "schedule.warmup_steps=10")
+        finish(write_run(tmp_path / "q" / f"20261124-21565{number}-4dc3", *options), loss=5.0 - number)
+    losses = {name: rows[0]["val/held-out/loss"] for name, rows in load_arms([tmp_path])[0].items()}
+    names = [f"q (max_steps={steps}, lr={rate})" for steps, rate in ((300, 0.004), (600, 0.004), (600, 0.01))]
+    assert losses == dict(zip(names, (5.0, 4.0, 3.0), strict=True))
+
+
+def test_means_and_differences_are_over_the_same_sets(tmp_path):
+    losses = {"v2/pile": 4.0, "v2/c4_en": 3.0}
+    for name, memory in (("transformer", "null"), ("queue", "queue")):
+        for seed in (0, 1):
+            sets = {key: {"loss": loss} for key, loss in losses.items() if seed == 0 or key == "v2/pile"}
+            finish(write_run(tmp_path / f"{name}-seed={seed}-0123abc{seed}", f"model.memory={memory}", seed=seed), 5.0)
+            folder = tmp_path / f"{name}-seed={seed}-0123abc{seed}"
+            record = {"checkpoint": "00000010", "step": 10, "sets": sets}
+            (folder / "validate-v2.json").write_text(json.dumps(record))
+    report = build_ablation([tmp_path])
+    assert next(row for row in report.tables[0].rows if row[0] == "queue")[3] == "3.500", "the mean of seed 0"
+    note = "scored on some sets only, not in the mean of V2, 2 runs: queue (seed 1), transformer (seed 1)"
+    assert note in report.notes
+    assert "V2" not in report.tables[1].header
+
+
+@pytest.mark.parametrize("counts", [[[10.0], [10.0]], [[10.0, 10.0], [10.0, 10.0, 10.0]]])
+def test_sets_with_one_chunk_or_other_chunks_have_no_chunk_intervals(tmp_path, counts):
+    for name, memory in (("transformer", "null"), ("queue", "queue")):
+        for seed in (0, 1):
+            run = write_run(tmp_path / f"{name}-seed={seed}-0123abc{seed}", f"model.memory={memory}", seed=seed)
+            finish(run, 5.0)
+            chunks = np.stack([5.0 * np.array(counts[seed]), np.array(counts[seed])])
+            write_chunk_losses(run / "validate.json", "held-out", chunks)
+    assert build_ablation([tmp_path]).tables[1].rows[0][-1] == "+0.000 (+0.000 to +0.000)"
+
+
+def test_runs_from_before_and_after_a_new_option_are_one_arm(tmp_path):
+    runs = [tmp_path / f"q-seed={seed}-0123abc{seed}" for seed in range(3)]
+    for seed, run in enumerate(runs):
+        finish(write_run(run, *(["trainer.z_loss=0.1"] if seed == 2 else []), seed=seed), loss=5.0)
+    config = runs[1] / "config.yaml"
+    config.write_text("".join(line for line in config.open() if "z_loss" not in line))
+    arms, notes = load_arms([tmp_path])
+    assert [[row["seed"] for row in rows] for rows in arms.values()] == [[0, 1], [2]], "0.0 is the default of z_loss"
+    assert not notes
+
+
+def test_damaged_run_is_skipped_with_a_note(tmp_path):
+    for seed in range(2):
+        finish(write_run(tmp_path / f"q-seed={seed}-0123abc{seed}", seed=seed), loss=5.0)
+    (tmp_path / "q-seed=0-0123abc0" / "result.json").write_text("{")
+    arms, notes = load_arms([tmp_path])
+    assert [[row["seed"] for row in rows] for rows in arms.values()] == [[1]]
+    assert [note.startswith("skipped: ") and "result.json" in note for note in notes] == [True]
+
+
+def test_intervals_are_those_of_student():
+    difference = compute_difference([-0.1, -0.08, -0.11])
+    assert difference.mean == pytest.approx(-0.09667, abs=1e-5)
+    assert (difference.low, difference.high) == pytest.approx((-0.13461, -0.05872), abs=1e-5)  # scipy.stats.t
+    assert str(difference) == "**-0.097 (-0.135 to -0.059)**"
+    assert str(compute_difference([0.1, -0.08])) == "+0.010 (-1.134 to +1.154)"
+    assert str(compute_difference([-0.5])) == "-0.500", "one seed is never bold"
+    assert str(compute_difference([-0.0001])) == "+0.000", "zero has no minus sign"
+
+
+def test_variants_are_found_by_their_options():
+    for variant, name in CHOICES.items():
+        memory = "null" if variant == "Transformer" else name
+        assert find_variant(flatten_config(compose(["quickstart"], [f"model.memory={memory}"]))) == variant
+    for memory in ("stacktrans-normalized", "authors_code", "adapter", "value_skip"):
+        assert find_variant(flatten_config(compose(["quickstart"], [f"model.memory={memory}"]))) is None
+    assert find_variant({"model.kind": "lstm"}) is None
+
+
+def test_pairs_from_other_hardware_are_named(tmp_path):
+    for name, seed, gpus in (("null", 0, []), ("null", 1, []), ("queue", 0, ["NVIDIA H200"]), ("queue", 1, [])):
+        run = finish(write_run(tmp_path / f"{name}-seed={seed}-0123abcd", f"model.memory={name}", seed=seed), 3.0)
+        (run / "environment.json").write_text(json.dumps([{"gpus": gpus, "versions": {"torch": "2.11.0"}}]))
+    cpu = "trainer.accelerator=cpu"
+    on_cpu = finish(write_run(tmp_path / "dense-seed=0-0123abcd", "model.memory=dense_former", cpu), 3.0)
+    (on_cpu / "environment.json").write_text(json.dumps([{"gpus": ["NVIDIA H200"], "versions": {"torch": "2.15.0"}}]))
+    arms, _ = load_arms([tmp_path])
+    found = [m for arm in ("queue", "dense") for m in compare_arms(arm, arms[arm], "null", arms["null"]).mismatches]
+    assert [(reason.partition("started ")[2], arm, seed) for reason, arm, seed in found if "started" in reason] == [
+        ("on NVIDIA H200 with torch 2.11.0, null on a CPU with torch 2.11.0", "queue", 0),
+        ("on a CPU with torch 2.15.0, null on a CPU with torch 2.11.0", "dense", 0),
+    ]
+
+
+def test_the_paper_contradicts_itself_in_four_cells():
+    cells = {(name, column): cell for name, row in PAPER.items() for column, cell in zip(COLUMNS, row, strict=False)}
+    found = {key for key, cell in cells.items() if contradicts_itself(*cell)}
+    assert found == {("Queue", "V2"), ("Push-Only", "V2"), ("Push-Only", "V3"), ("Single-Head", "V2")}

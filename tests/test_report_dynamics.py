@@ -8,7 +8,6 @@ from language_runs import finish, write_run
 
 from stackexp import cli
 from stackexp.errors import RunError
-from stackexp.reports.ablation import build_ablation
 from stackexp.reports.dynamics import Curve, build_dynamics, find_crossings
 from stackexp.reports.figures import smooth_losses
 from stackexp.tables import ABSENT
@@ -19,8 +18,7 @@ STEPS = np.arange(1, 101)
 def build_curve(name: str, losses, window: int = 5) -> Curve:
     losses = np.asarray(losses, dtype=float)
     tokens = STEPS[: len(losses)] * 1024
-    runs = {0: dict(zip(tokens.tolist(), losses.tolist(), strict=True))}
-    return Curve(name, runs, window, tokens, losses, smooth_losses(losses, window))
+    return Curve(name, {0: (tokens, losses)}, window, tokens, losses, smooth_losses(losses, window))
 
 
 def test_smoothing_is_a_centered_mean():
@@ -75,7 +73,7 @@ def test_the_mean_over_seeds_is_compared(tmp_path, capsys):
     difference = ["-0.585", "(-0.585", "to", "-0.585)*"]  # the same for both seeds
     assert rows[5][:8] == ["stacktrans", "2", "102,400", "2.915", *difference]
     assert rows[5][8:] == ["102,400", "1", "41,984", "+0.0%", "+5.1%"]
-    assert "stacktrans: unfinished: `python -m stackexp fit --run" in printed
+    assert "unfinished, `python -m stackexp fit --run RUN` resumes one" in printed
     lines = [line for line in csv.DictReader((tmp_path / "curves.csv").open()) if line["run"] == "stacktrans"]
     assert (len(lines), float(lines[0]["loss"])) == (100, pytest.approx(3.895))
     assert (tmp_path / "dynamics.png").read_bytes().startswith(b"\x89PNG")
@@ -102,7 +100,6 @@ def test_the_baseline_and_the_stack_are_finished_runs_with_the_most_tokens(tmp_p
     for i in range(4):
         write_run(tmp_path / f"other{i}-0123abcd", "model.memory=value_skip", losses=[3.0, 2.0])
     assert [row[0] for row in build_dynamics([tmp_path]).tables[0].rows] == ["b", "d"]
-    assert [row[0] for row in build_ablation([tmp_path]).tables[0].rows][:2] == ["b (Transformer)", "d (StackTrans)"]
 
 
 def test_many_arms_leave_the_papers_two(tmp_path):
@@ -128,8 +125,9 @@ def test_other_data_and_budgets_are_not_compared(tmp_path, is_finished):
     report = build_dynamics([tmp_path])
     assert [row[4] for row in report.tables[0].rows] == [ABSENT] * 3, "not subtracted"
     notes = [note for note in report.notes if "not compared" in note]
-    assert "long, seed 0: not compared with transformer: trained for 900 steps, the baseline for 720" in notes
-    assert any(note.startswith("stacktrans, seed 0: not") and "differ at step 10" in note for note in notes)
+    steps = "trained for 900 steps, the baseline for 720"
+    assert f"not compared with transformer: {steps}, 1 run: long (seed 0)" in notes
+    assert any("differ at step 10" in note and note.endswith("1 run: stacktrans (seed 0)") for note in notes)
 
 
 def test_mistakes_are_one_line(tmp_path):
@@ -149,4 +147,8 @@ def test_a_seed_that_has_just_begun_does_not_cut_off_the_others(tmp_path):
             )
     report = build_dynamics([tmp_path])
     assert [row[1:3] for row in report.tables[0].rows] == [["2", f"{90 * 1024:,}"]] * 2
-    assert "stacktrans, seed 2: left out, has not reached half of the tokens of the other seeds" in report.notes
+    reason = "left out, has not reached half of the tokens of the other seeds"
+    assert f"{reason}, 2 runs: stacktrans (seed 2), transformer (seed 2)" in [
+        ", ".join([note.partition(": ")[0], ""])[:-2] + ": " + ", ".join(sorted(note.partition(": ")[2].split(", ")))
+        for note in report.notes
+    ]

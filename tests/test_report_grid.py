@@ -8,9 +8,8 @@ from config_files import build_sweep, finish_trial
 
 from stackexp import cli
 from stackexp.errors import RunError
-from stackexp.reports.grid import build_grid, draw_grid
+from stackexp.reports.grid import build_grid, collect_results, draw_grid
 from stackexp.reports.page import build_page
-from stackexp.reports.sweeps import collect_results
 from stackexp.sweeps.sweep import Sweep
 
 H, D, S = "model.memory.num_heads", "model.memory.head_dim", "model.memory.num_slots"
@@ -34,8 +33,8 @@ def test_curves_and_heat_maps(capsys):
     assert cli.main(["report", "grid", str(sweep.folder), *files]) == 0
     printed = capsys.readouterr().out
     first = printed.splitlines()[4].split()
-    assert first == ["H=1-d_s=4-S=8", "1.6480", "2.1480", "1", "1,000"]
-    assert f"missing H=2, d_s=16, S=24: `python -m stackexp sweep run {sweep.folder}`" in printed
+    assert first == ["H=1-d_s=4-S=8", "1.6480", "2.1480", "1", "1,000", "10"]
+    assert f"1 of 12 trials are not finished: `python -m stackexp sweep run {sweep.folder}`" in printed
     assert Path("grid.png").read_bytes().startswith(b"\x89PNG")
     assert len(list(csv.DictReader(Path("grid.csv").read_text().splitlines()))) == 11
 
@@ -63,7 +62,8 @@ def test_figures_without_the_trial_at_the_center():
 def test_seeds_are_averaged_and_one_key_has_no_map():
     sweep = build(grid={H: [1, 2]}, seeds=[0, 1])
     report = build_grid(str(sweep.folder))
-    assert report.tables[0].rows[0] == ["H=1", "1.7000 ± 0.1414", "2.2000 ± 0.1414", "2", "1,000"]
+    assert report.tables[0].header[1] == "training loss ± std"
+    assert report.tables[0].rows[0] == ["H=1", "1.7000 ± 0.1414", "2.2000 ± 0.1414", "2", "1,000", "10"]
     assert report.draw is not None
     assert len(report.draw().axes) == 1
 
@@ -72,7 +72,7 @@ def test_axes_leave_most_cells_empty():
     sweep = build(axes={H: [1, 2], D: [4, 8]}, center={H: 1, D: 4})
     report = build_grid("study.yaml")
     assert report.notes[-1].startswith("The sweep varies one key at a time")
-    assert not any(note.startswith("missing") for note in report.notes)
+    assert not any("not finished" in note for note in report.notes)
     assert len(collect_results(sweep)) == 3
 
 

@@ -59,7 +59,7 @@ def test_the_page_has_other_sections(folder):
 def test_text_is_escaped(page):
     assert "runs&lt;b&gt;" in page
     assert "runs<b>" not in page
-    assert "name=queue model.memory=queue</code>" in page
+    assert "<code>python -m stackexp sweep run ablation</code>" in page
     assert "<code>python -m stackexp sweep run formal_table</code>" in page
     assert '<td>0.75↓ / 0.75 <span class="whole">(1)</span></td>' in page
 

@@ -8,11 +8,14 @@ from language_runs import finish, write_run
 
 from stackexp import cli
 from stackexp.errors import RunError
-from stackexp.reports.arms import read_finished_run
-from stackexp.reports.families import name_families
-from stackexp.reports.power_law import Point, equivalent_factor, fit_power_law, select_series
-from stackexp.reports.scaling import build_scaling, draw_panels
-from stackexp.runs import RunFolder
+from stackexp.reports.scaling import (
+    Point,
+    build_scaling,
+    draw_panels,
+    equivalent_factor,
+    fit_power_law,
+    select_series,
+)
 from stackexp.tables import ABSENT
 
 SIZES = (15e6, 30e6, 60e6, 125e6)
@@ -110,44 +113,42 @@ def list_families(folder: Path, **options) -> list[tuple[str, ...]]:
     return [tuple(row[:4]) for row in build_scaling([folder], **options).tables[0].rows]
 
 
-def test_a_family_has_the_same_options(tmp_path):
-    plain = ("model.memory=null", "model.embedding_scale=1")
-    scaled = ("model.memory=null", "model.embedding_scale=11.3")
-    for seed in (0, 1):
-        write_size(tmp_path, "transformer", 1000, *plain, seed=seed)
-        write_size(tmp_path, "wide", 1100, *plain, "model.intermediate_size=427", seed=seed)
-        write_size(tmp_path, "scaled", 1100, *scaled, "model.intermediate_size=427", loss=2.5, seed=seed)
-    assert list_families(tmp_path) == [("parameters", "Transformer", "2", "4")]
-    notes = build_scaling([tmp_path]).notes
-    assert "not in loss against parameters, its family has one size, 2 runs: scaled (seeds 0, 1)" in notes
-    write_size(tmp_path, "scaled_large", 2000, *scaled, "optimizer.lr=1e-3")
-    assert list_families(tmp_path)[1] == ("parameters", "Transformer (embedding_scale=sqrt(d))", "2", "3")
-    assert not any("scaled" in note for note in build_scaling([tmp_path]).notes)
+def list_mixed(folder: Path, **options) -> list[str]:
+    """Return the notes about families whose runs have different options."""
+    return [note for note in build_scaling([folder], **options).notes if "different options" in note]
 
 
-def test_the_baseline_has_the_same_options_outside_the_memory(tmp_path):
+def test_families_are_separated_by_options_on_request(tmp_path):
     for size in (1000, 2000):
-        scale = f"model.hidden_size={size // 1000 * 64}"
-        write_size(tmp_path, f"transformer-{size}", size, "model.memory=null", scale, loss=5 - size / 1000)
-        write_size(tmp_path, f"stack-{size}", size, "model.memory=stacktrans", scale, "trainer.z_loss=0.1")
-    rows = build_scaling([tmp_path]).tables[0].rows
-    assert [row[1] for row in rows] == ["Transformer", "StackTrans (z_loss=0.1)"]
-    assert rows[1][6] == ABSENT
-    for size in (1000, 2000):
-        scale = f"model.hidden_size={size // 1000 * 64}"
-        write_size(tmp_path, f"z-{size}", size, "model.memory=null", scale, "trainer.z_loss=0.1", loss=5 - size / 1000)
-    assert build_scaling([tmp_path]).tables[0].rows[2][6] != ABSENT
+        for rate in (0.001, 0.002):
+            scale = f"model.hidden_size={size // 1000 * 64}"
+            for name, memory in (("t", "null"), ("s", "stacktrans")):
+                options = (f"model.memory={memory}", scale, f"optimizer.lr={rate}")
+                write_size(tmp_path, f"{name}{size}-lr={rate}", size, *options, loss=5 - size / 1000)
+    assert list_families(tmp_path) == [("parameters", name, "2", "4") for name in ("Transformer", "StackTrans")]
+    names = ("Transformer", "StackTrans")
+    mixed = [f"{name} has runs with different options, --by separates them: optimizer.lr" for name in names]
+    assert sorted(list_mixed(tmp_path)) == sorted(mixed)
+    by = ["optimizer.lr"]
+    rows = build_scaling([tmp_path], by=by).tables[0].rows
+    assert [row[1] for row in rows] == [f"{name} (lr={rate})" for name in names for rate in (0.001, 0.002)]
+    assert [row[6] != ABSENT for row in rows] == [False, False, True, True], "the Transformer of the same learning rate"
+    assert list_mixed(tmp_path, by=by) == []
+    with pytest.raises(RunError, match=r"--by optimizer.rate: no run has this option"):
+        build_scaling([tmp_path], by=["optimizer.rate"])
 
 
 def test_a_grid_over_memory_sizes_is_not_a_ladder(tmp_path):
     for heads in (2, 4, 8):
         sizes = {"parameters": 1000 + heads, "memory_parameters": heads}
         write_size(tmp_path, f"H={heads}", 0, "model.memory=stacktrans", f"model.memory.num_heads={heads}", **sizes)
-    with pytest.raises(RunError, match=r"^.*: nothing to fit: .*; run `python -m stackexp sweep run ladder`$"):
+    with pytest.raises(RunError, match=r"^.*: nothing to fit: .*; Filled by `python -m stackexp sweep run ladder`$"):
         build_scaling([tmp_path])
     large = {"parameters": 2016, "memory_parameters": 16}
     write_size(tmp_path, "large", 0, "model.memory=stacktrans", "model.memory.num_heads=8", **large)
-    assert list_families(tmp_path) == [("parameters", "StackTrans (H=8)", "2", "2")]
+    assert list_families(tmp_path) == [("parameters", "StackTrans", "2", "4")]
+    (note,) = list_mixed(tmp_path)
+    assert note.endswith("--by separates them: model.memory.num_heads")
 
 
 def test_memory_sizes_and_learning_rates_may_grow_over_a_ladder(tmp_path):
@@ -155,25 +156,9 @@ def test_memory_sizes_and_learning_rates_may_grow_over_a_ladder(tmp_path):
         options = (f"model.memory.num_heads={2 * n}", f"optimizer.lr={4e-3 / n}", f"schedule.warmup_steps={10 * n}")
         write_size(tmp_path, f"stack-{n}", 1000 * n, "model.memory=stacktrans", *options, memory_parameters=10 * n)
     assert list_families(tmp_path) == [("parameters", "StackTrans", "3", "3")]
-
-
-def test_an_embedding_scale_may_grow_with_the_width(tmp_path):
-    for n in (1, 2, 4):
-        width, scale = f"model.hidden_size={64 * n**2}", f"model.embedding_scale={8 * n}"
-        write_size(tmp_path, f"plain-{n}", 1000 * n, "model.memory=null", width, "model.embedding_scale=1")
-        write_size(tmp_path, f"scaled-{n}", 1000 * n, "model.memory=null", width, scale)
-    names = ["Transformer", "Transformer (embedding_scale=sqrt(d))"]
-    assert list_families(tmp_path) == [("parameters", name, "3", "3") for name in names]
-
-
-def test_trials_of_one_size_with_other_learning_rates_are_other_families(tmp_path):
-    for size in (1000, 2000):
-        for rate in (0.001, 0.002):
-            overrides = ("model.memory=null", f"optimizer.lr={rate}", "optimizer.kind=muon")
-            write_size(tmp_path, f"lr={rate}-{size}", size, *overrides)
-    runs = [RunFolder(path) for path in sorted(tmp_path.iterdir())]
-    names = name_families([read_finished_run(run, run.read_options()) for run in runs])
-    assert names == [(name, name) for rate in (0.001, 0.002) for name in [f"Transformer (lr={rate})"] * 2]
+    assert list_mixed(tmp_path) == []
+    write_size(tmp_path, "z", 8000, "model.memory=stacktrans", "model.memory.num_heads=16", "trainer.z_loss=0.1")
+    assert list_mixed(tmp_path)[0].endswith("--by separates them: trainer.z_loss")
 
 
 def test_runs_outside_a_panel_are_counted_and_named(tmp_path):
@@ -197,8 +182,8 @@ def test_runs_on_other_data_are_left_out(tmp_path):
     reason = "trained on other data than most runs with the same seed and data options"
     assert f"left out, {reason}, 1 run: other (seed 0)" in report.notes
     assert len(report.records) == 5
-    records = tmp_path / "t1000-seed=1-0123abcd" / "data.jsonl"
-    note = f"training data not compared, no record of a step that other runs recorded: {records.parent}"
+    records = tmp_path / "t2000-seed=1-0123abcd" / "data.jsonl"
+    note = f"training data not compared, none recorded: {records.parent}"
     assert note not in report.notes
     records.write_text(records.read_text().replace('"step": 10', '"step": 7'))
     assert note in build_scaling([tmp_path]).notes
@@ -259,22 +244,19 @@ def test_an_impossible_irreducible_loss_is_refused(tmp_path, capsys, value, mess
 
 def test_nothing_to_fit_is_an_error_with_the_command_to_run(tmp_path, capsys):
     run = write_run(tmp_path / "one-0123abcd", "model.memory=null")
-    with pytest.raises(RunError, match=r"no finished runs; one: unfinished: `.*fit.*`$"):
+    with pytest.raises(RunError, match=r"no finished runs; .*sweep run ladder`; unfinished, `.*fit.*`"):
         build_scaling([tmp_path])
     finish(run, 3.0)
     assert cli.main(["report", "scaling", str(tmp_path)]) != 0
     output = capsys.readouterr()
     assert "nothing to fit: no family has two sizes" in output.err
-    assert output.err.endswith("run `python -m stackexp sweep run ladder`\n")
+    assert output.err.endswith("`python -m stackexp sweep run ladder`\n")
     assert output.out == ""
 
 
-def test_missing_panels_have_commands(tmp_path):
+def test_runs_below_the_irreducible_loss_are_left_out(tmp_path):
     for size in (1000, 2000):
         write_size(tmp_path, f"t{size}", size, "model.memory=null", loss=4 - size / 1000)
-    missing = [note for note in build_scaling([tmp_path]).notes if note.startswith("missing")]
-    remedy = "needs a family with equal parameters and two budgets: `python -m stackexp sweep run ladder_tokens`"
-    assert missing == [f"missing loss against tokens: {remedy}"]
     write_size(tmp_path, "t3000", 3000, "model.memory=null", loss=1.0)
     assert "left out, no average above 1.5, 1 run: t3000 (seed 0)" in build_scaling([tmp_path], irreducible=1.5).notes
 

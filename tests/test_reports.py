@@ -10,7 +10,9 @@ from stackexp.cli import main
 from stackexp.errors import RunError
 from stackexp.evaluation.scores import format_scores
 from stackexp.files import append_json_line
-from stackexp.reports.compare import check_same_data, draw_losses, format_runs, name_runs
+from stackexp.frame import list_rows, load_runs, read_run
+from stackexp.reports.compare import draw_losses, format_comparison, name_runs
+from stackexp.reports.differences import check_same_data
 from stackexp.runs import RunFolder
 from stackexp.tables import RULE, format_table
 
@@ -69,9 +71,10 @@ def test_runs_are_compared_in_a_table_and_a_figure(tmp_path, capsys):
         scores = {"sets": {"left": build_scores(loss)}, "average": build_scores(loss)}
         language_runs.finish(folder.path, loss, **scores, bigrams={"sets": {"left": bigrams}, "average": bigrams})
         folders.append(folder)
-    rows = format_runs(folders, "markdown").splitlines()
+    runs = [folder.path for folder in folders]
+    rows = format_comparison(list_rows(load_runs(runs)), "markdown").splitlines()
     cells = [cell.strip() for cell in rows[2].split("|")[1:-1]]
-    assert cells[:7] == ["one", "finished", "2", "2,048", "1,000", "0", "2.500"]
+    assert cells[:7] == ["one", "finished", "10", "10,240", "1,000", "0", "1.500"]
     assert cells[7:] == ["2.000 / 4.00", "2.000 / 4.00", "1.000"]
     assert rows[3].split()[1] == "two"
     assert [row.split("|")[1].strip() for row in rows[4:]] == ["bigram counts"], "one row for the same tokens"
@@ -82,19 +85,29 @@ def test_runs_are_compared_in_a_table_and_a_figure(tmp_path, capsys):
     assert "trained on other data than" in capsys.readouterr().err
     other = json.loads(folders[1].result.read_text())
     folders[1].result.write_text(json.dumps(other | {"bigrams": other["bigrams"] | {"average": {"loss": 4.5}}}))
-    names = [row.split("|")[1].strip() for row in format_runs(folders, "markdown").splitlines()[4:]]
+    rows = format_comparison(list_rows(load_runs(runs)), "markdown").splitlines()
+    names = [row.split("|")[1].strip() for row in rows[4:]]
     assert names == ["bigram counts (data of one)", "bigram counts (data of two)"]
     folders[1].result.unlink()
-    rows = format_runs(folders).splitlines()
+    found = list_rows(load_runs(runs))
+    rows = format_comparison(found).splitlines()
     assert rows[3].split() == ["two", "unfinished", "2", "2,048", *"\u2013\u2013", "2.000", *"\u2013\u2013\u2013"]
-    assert name_runs(folders) == {folders[0]: "one", folders[1]: "two"}
-    again = RunFolder(folders[0].path.parent / "later")
-    assert name_runs([folders[0], again]) == {folders[0]: "id", again: "later"}
-    assert name_runs([*folders, again])[again] == "one/later"
-    trial = RunFolder(folders[0].path.parent / "queue-seed=0-20010bb6")
-    assert name_runs([folders[0], trial]) == {folders[0]: "one", trial: "queue-seed=0-20010bb6"}
-    draw_losses(folders, tmp_path / "loss.png")
+    again, trial = ({"path": str(runs[0].parent / name)} for name in ("later", "queue-seed=0-20010bb6"))
+    assert name_runs(found) == ["one", "two"]
+    assert name_runs([found[0], again]) == ["id", "later"]
+    assert name_runs([*found, again]) == ["one/id", "two", "one/later"]
+    assert name_runs([found[0], trial]) == ["one", "queue-seed=0-20010bb6"]
+    draw_losses(found, tmp_path / "loss.png")
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_runs_of_two_seeds_point_to_the_ablation(tmp_path, capsys):
+    for seed in (0, 1):
+        language_runs.write_run(tmp_path / f"queue-seed={seed}-0123abc{seed}", losses=[3.0], seed=seed)
+    assert main(["report", "compare", str(tmp_path), "--different-data"]) == 0
+    assert "`report ablation` gives the means over the seeds" in capsys.readouterr().out
+    assert main(["report", "compare", str(tmp_path / "queue-seed=0-0123abc0")]) == 0
+    assert "report ablation" not in capsys.readouterr().out
 
 
 def test_training_data_are_compared_by_their_hashes(tmp_path):
@@ -103,17 +116,17 @@ def test_training_data_are_compared_by_their_hashes(tmp_path):
     folders = {}
     for name, hashes in records.items():
         (tmp_path / name).mkdir()
-        folders[name] = RunFolder(tmp_path / name)
+        folders[name] = {"path": str(tmp_path / name)}
         lines = [json.dumps({"step": step, "hash": value}) + "\n" for step, value in hashes.items()]
         if lines:
             (tmp_path / name / "data.jsonl").write_text("".join(lines))
     assert check_same_data([folders["a"], folders["b"]]) == []
     (tmp_path / "started").mkdir()
     (tmp_path / "started" / "data.jsonl").touch()
-    (line,) = check_same_data([folders["a"], RunFolder(tmp_path / "started")])
-    assert "it has recorded none yet" in line
+    (line,) = check_same_data([folders["a"], {"path": str(tmp_path / "started")}])
+    assert "started: its training data are not compared; none recorded yet" in line
     (line,) = check_same_data([folders["a"], folders["none"], folders["b"]])
-    assert line.startswith(f"{tmp_path}/none: its data are not compared; it has no record of them")
+    assert line.startswith(f"{tmp_path}/none: its training data are not compared")
     with pytest.raises(
         RunError,
         match=r"/c: trained on other data than .*/a \(they differ at step 30\); compare them anyway with --diff",
@@ -123,7 +136,7 @@ def test_training_data_are_compared_by_their_hashes(tmp_path):
 
 def test_formal_languages_are_compared_by_their_options(tmp_path):
     one, longer, other, again = (
-        RunFolder(write_run(tmp_path / name, model, task, *overrides, seed=seed))
+        read_run(RunFolder(write_run(tmp_path / name, model, task, *overrides, seed=seed)))
         for name, model, task, overrides, seed in [
             ("one", "LSTM", "even_pairs", [], 0),
             ("longer", "StackRNN", "even_pairs", ["data.eval_max_length=600"], 0),
@@ -140,8 +153,8 @@ def test_formal_languages_are_compared_by_their_options(tmp_path):
         RunError, match=r"again: .*/one \(seed is 1, not 0\); compare them anyway with --different-data"
     ):
         check_same_data([one, again])
-    tokens = RunFolder(tmp_path / "tokens")
-    tokens.path.mkdir()
-    (tokens.path / "data.jsonl").write_text('{"step": 10, "hash": "aa"}\n')
-    with pytest.raises(RunError, match=r"tokens: trained on text, but .*/one on generated data"):
+    tokens = {"path": str(tmp_path / "tokens")}
+    (tmp_path / "tokens").mkdir()
+    (tmp_path / "tokens/data.jsonl").write_text('{"step": 10, "hash": "aa"}\n')
+    with pytest.raises(RunError, match=r"tokens: trained on other data than .*/one \(text is not generated data\)"):
         check_same_data([one, tokens])

@@ -9,9 +9,9 @@ import pytest
 
 from stackexp.cli import main
 from stackexp.errors import RunError
-from stackexp.frame import find_runs
+from stackexp.frame import find_runs, read_run
 from stackexp.models.checkpoints import find_checkpoint
-from stackexp.reports.summaries import RunStatus, format_size, summarize
+from stackexp.reports.compare import format_size
 from stackexp.run_result import RunResult
 from stackexp.runs import RunFolder
 
@@ -26,24 +26,25 @@ def run(trained, tmp_path, monkeypatch) -> RunFolder:
     return RunFolder(Path("runs/tiny") / trained.name)
 
 
-def test_summary_has_the_state_and_the_losses(run):
-    summary = summarize(run)
-    assert (summary.state, summary.step, summary.max_steps, summary.tokens) == (RunStatus.FINISHED, 12, 12, 12 * 256)
-    assert summary.train_loss == pytest.approx(run.read_result().train_loss["last_20_steps"])
-    assert summary.best_loss == min(x["val/loss/average"] for x in list(run.read_metrics())[-1:])
-    assert summary.bytes == sum(path.stat().st_size for path in run.path.rglob("*") if path.is_file())
+def test_the_row_of_a_run_that_was_trained(run):
+    row = read_run(run)
+    assert (row["state"], row["step"], row["max_steps"], row["tokens"]) == ("finished", 12, 12, 12 * 256)
+    assert row["train_loss"] == run.read_result().train_loss["last_20_steps"]
+    assert row["best_loss"] == min(x["val/loss/average"] for x in list(run.read_metrics())[-1:])
+    assert row["bytes"] == sum(path.stat().st_size for path in run.path.rglob("*") if path.is_file())
     with run.lock():
-        assert summarize(run).state == RunStatus.RUNNING
+        assert read_run(run)["state"] == "running"
     run.result.unlink()
-    assert summarize(run).state == RunStatus.UNFINISHED
+    unfinished = read_run(run)
+    assert unfinished["state"] == "unfinished"
+    assert [unfinished[key] for key in ("step", "tokens")] == [12, 12 * 256]
+    assert unfinished["train_loss"] == pytest.approx(row["train_loss"])
 
 
 def test_a_copy_has_the_figures_of_its_result(run):
     assert main(["runs", "copy", "runs", "--to", "copies"]) == 0
-    copy, original = summarize(RunFolder(Path("copies") / run.path.name)), summarize(run)
-    assert (copy.state, copy.step, copy.tokens) == (original.state, original.step, original.tokens)
-    assert copy.train_loss == pytest.approx(original.train_loss)
-    assert copy.best_loss == run.read_result().figures["average"]["loss"]
+    copy, original = read_run(RunFolder(Path("copies") / run.path.name)), read_run(run)
+    assert {key for key in copy if copy[key] != original.get(key)} <= {"path", "arm", "bytes", "last_change"}
     with pytest.raises(RunError, match="a copy without checkpoints; give the original run"):
         find_checkpoint(RunFolder(Path("copies") / run.path.name), None)
 

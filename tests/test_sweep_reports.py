@@ -8,7 +8,7 @@ from config_files import build_sweep, finish_trial
 
 from stackexp import cli
 from stackexp.planning import cost
-from stackexp.reports.sweeps import collect_results, draw_results, select_rows
+from stackexp.reports.grid import collect_results, draw_results, select_results
 from stackexp.sweeps.shipped import is_run_as_fit
 from stackexp.sweeps.sweep import load_sweep
 from stackexp.tables import ABSENT
@@ -27,7 +27,7 @@ def test_results_are_grouped_over_seeds_and_sorted(capsys):
         finish_trial(trial, loss)
     assert cli.main(["sweep", "results", "study.yaml"]) == 0
     rows = read_lines(capsys)
-    assert rows[0][:2] == ["trial", "average.loss"]
+    assert rows[0][:4] == ["trial", "average.loss", "±", "std"]
     assert rows[2][:5] == ["H=2", "2.2000", "±", "0.2828", "1.7000"]
     assert [row[0] for row in rows[2:]] == ["H=2", "H=4", "H=1"]
     assert rows[3][1:3] == ["2.9000", "2.4000"]  # one seed so far, and no deviation
@@ -47,7 +47,7 @@ def test_bigram_counts_are_the_last_row(capsys):
     assert cli.main(["sweep", "results", "study.yaml"]) == 0
     assert read_lines(capsys)[-1] == ["bigram", "counts", "4.5000", *[ABSENT] * 4]
     assert cli.main(["report", "grid", "study.yaml"]) == 0
-    assert ["bigram", "counts", ABSENT, "4.5000", *[ABSENT] * 2] in read_lines(capsys)
+    assert ["bigram", "counts", ABSENT, "4.5000", *[ABSENT] * 3] in read_lines(capsys)
     other = sweep.trials[-1]
     finish_trial(other, 2.0, bigrams=bigrams, tokens=2048)
     assert cli.main(["sweep", "results", "study.yaml"]) == 0
@@ -76,10 +76,10 @@ def test_figures_fix_the_other_keys_at_the_center(tmp_path):
     assert [path.name for path in paths] == ["H.png", "H.pdf", "S.png", "S.pdf"]
     assert paths[0].read_bytes().startswith(b"\x89PNG")
     assert paths[1].read_bytes().startswith(b"%PDF")
-    through_center = select_rows(rows, H, sweep.config.center)
-    assert [(row.values[H], row.values[S]) for row in through_center] == [(1, 24), (2, 24), (4, 24), (8, 24)]
-    through_best = select_rows(rows, S, {})  # without a center: through the best trial
-    assert [(row.values[H], row.values[S]) for row in through_best] == [(1, 8), (1, 24)]
+    through_center = select_results(rows, H, sweep.config.center)
+    assert [(row["values"][H], row["values"][S]) for row in through_center] == [(1, 24), (2, 24), (4, 24), (8, 24)]
+    through_best = select_results(rows, S, {})  # without a center: through the best trial
+    assert [(row["values"][H], row["values"][S]) for row in through_best] == [(1, 8), (1, 24)]
 
 
 def test_trials_of_a_list_may_have_different_keys(tmp_path, capsys):
@@ -87,7 +87,7 @@ def test_trials_of_a_list_may_have_different_keys(tmp_path, capsys):
     for trial, loss in zip(sweep.trials, (2.0, 2.1, 2.2), strict=True):
         finish_trial(trial, loss)
     rows = collect_results(sweep)
-    assert [row.name for row in select_rows(rows, H, {})] == ["a", "b"]
+    assert [row["name"] for row in select_results(rows, H, {})] == ["a", "b"]
     assert {path.name for path in draw_results(sweep, rows, tmp_path)} == {"H.png", "H.pdf"}
 
 

@@ -15,7 +15,7 @@ from stackexp.frame import find_runs
 from stackexp.inspection.inspect import InspectionInput, open_run_data, open_set, open_task, record
 from stackexp.models.memories.residual_stack import ResidualStack
 from stackexp.models.stack_recording import ACTIONS, find_stacks
-from stackexp.reports.arms import describe_unfinished, read_arms
+from stackexp.reports.arms import describe_unfinished, load_arms, select_finished
 from stackexp.reports.figures import new_figure
 from stackexp.reports.report import MARKERS, PALETTE, Report, Table
 
@@ -58,11 +58,11 @@ def build_actions(paths: Sequence[Path], set_name: str | None = None, num_chunks
     """
     profiles: dict[str, list[Profile]] = defaultdict(list)
     reasons: dict[str, str] = {}  # error -> the note on the first run with it
-    arms, notes = read_arms(paths, with_generated_data=True)
-    for name, run in [(arm.name, run) for arm in arms for run in arm.runs]:
-        path = run.folder.path
+    arms, notes = load_arms(paths, with_generated_data=True)
+    for name, run in [(name, run) for name, rows in arms.items() for run in select_finished(rows)]:
+        path = Path(run["path"])
         try:
-            if run.config.get("model.memory.kind") not in ("stack", "residual_stack"):
+            if run.get("model.memory.kind") not in ("stack", "residual_stack"):
                 notes.append(f"skipped, without a stack: {path}")
                 continue
             profile = _measure(load_run(path), set_name, num_chunks)
@@ -70,7 +70,7 @@ def build_actions(paths: Sequence[Path], set_name: str | None = None, num_chunks
         except (ConfigError, RunError) as error:
             notes.append(f"skipped {path}: {error}")
             reasons.setdefault(str(error), notes[-1])
-    notes += describe_unfinished(arms)
+    notes += describe_unfinished(row for rows in arms.values() for row in rows)
     if not profiles:
         raise RunError(f"{', '.join(map(str, paths))}: {_explain_skipped(notes, list(reasons.values()))}")
     header = [

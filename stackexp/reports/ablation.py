@@ -1,4 +1,4 @@
-"""The paper's ablation: losses of the variants and of the paper, and paired differences from the baseline."""
+"""The paper's ablation (arXiv 2507.15343): losses of the variants and of the paper, and paired differences."""
 
 import json
 import math
@@ -11,7 +11,21 @@ from typing import Any
 from stackexp.config.affects import select_options
 from stackexp.data.olmo import NAMES
 from stackexp.errors import RunError
-from stackexp.reports.arms import Arm, ArmRun, describe_unfinished, find_arm, rank_arm, read_arms
+from stackexp.frame import Row, get_options, get_scores
+from stackexp.reports.arms import (
+    CHOICES,
+    Arms,
+    describe_sweep,
+    describe_unfinished,
+    find_baseline,
+    find_variant,
+    list_paths,
+    list_seeds,
+    load_arms,
+    rank_arm,
+    select_finished,
+)
+from stackexp.reports.compare import format_loss
 from stackexp.reports.differences import (
     COLUMNS,
     OTHER,
@@ -21,23 +35,23 @@ from stackexp.reports.differences import (
     Losses,
     average_sets,
     compare_arms,
+    compute_flops,
     name_sets,
     read_losses,
 )
 from stackexp.reports.figures import new_figure
-from stackexp.reports.missing_runs import (
-    build_fit_command,
-    describe_sweeps,
-    find_command,
-    find_namesakes,
-    find_sweeps,
-)
-from stackexp.reports.paper import CHOICES, PAPER, contradicts_itself, find_variant
 from stackexp.reports.report import PALETTE, Report, Table
-from stackexp.reports.summaries import format_loss
-from stackexp.runs import format_resume_command
 from stackexp.tables import ABSENT
 
+PAPER = {
+    "Transformer": ((2.411, None), (3.518, 34.38), (3.195, 25.33)),
+    "StackTrans": ((2.359, None), (3.432, 32.89), (3.092, 24.50)),
+    "Queue": ((2.679, None), (3.679, 35.14), (3.211, 25.97)),
+    "Push-Only": ((2.875, None), (4.032, 39.02), (3.407, 27.13)),
+    "Single-Head": ((2.493, None), (3.552, 33.56), (3.130, 24.91)),
+    "Full-Dimension": ((2.370, None), (3.457, 33.05), (3.105, 24.73)),
+}
+"""Variant -> (loss, perplexity) that the paper prints: in training, on V2 and on V3."""
 LEGEND = (
     "Losses are means over the seeds, in nats per token, with perplexity after the slash. Training loss: mean of the "
     "last 20 steps. Average: the run's own sets outside V2 and V3.",
@@ -49,226 +63,189 @@ LEGEND = (
 )
 
 
+def contradicts_itself(loss: float, perplexity: float | None) -> bool:
+    """Return True if a printed mean perplexity is below exp(mean loss), which no average can be."""
+    return perplexity is not None and perplexity < math.exp(loss - 0.0005)
+
+
 def build_ablation(paths: Sequence[Path], baseline: str | None = None) -> Report:
     """Build the report of the runs at or below `paths`.
 
     `baseline` names an arm; by default it is `transformer`, or else the Transformer without a memory that was trained
     on the most tokens, of several the smallest.
     """
-    arms, notes = read_arms(paths)
-    finished = [arm for arm in arms if arm.runs]
+    arms, skipped = load_arms(paths)
+    finished = {name: rows for name in arms if (rows := select_finished(arms[name]))}
+    if baseline in arms and baseline not in finished:
+        command = f"python -m stackexp fit --run {shlex.quote(arms[baseline][0]['path'])}"
+        raise RunError(f"{baseline} has no finished run; finish it with `{command}`, or choose another --baseline")
+    base = find_baseline(finished, baseline)
     variants = _assign_variants(finished)
-    base = _find_baseline(arms, variants, baseline)
-    order = [variants[v] for v in PAPER if v in variants]
-    order += [arm for arm in finished if arm not in order]
-    comparisons = [compare_arms(arm, base) for arm in order if arm is not base] if base else []
-    sweeps = find_sweeps(paths)
-    missing = _find_missing(arms, paths, [*sweeps, *find_namesakes(paths)])
-    notes = [*LEGEND, *missing, *_find_unscored(order), *describe_unfinished(arms), *describe_sweeps(sweeps), *notes]
-    notes += [note for arm in order for note in _average_runs(arm)[1]]
-    diverged = [run for arm in order for run in arm.runs if not read_losses(run)]
-    notes += [f"without a finite loss, not in the means: {run.folder.path}" for run in diverged]
-    unknown = [arm.runs[0].folder.config for arm in order if base and arm.runs[0].flops_per_token is None]
-    command = "python -m stackexp configs show --config"
-    notes += [f"no FLOPs per token: `{command} {shlex.quote(str(config))}` says why" for config in unknown]
-    tables = [_build_losses(order, variants)]
-    waiting = [arm.name for arm in arms if not arm.runs and find_variant(arm.config) == "Transformer"]
-    if base and waiting and baseline is None:
-        notes.append(f"the baseline is {base.name}, because no run of {', '.join(waiting)} is finished")
+    order = [*(variants[v] for v in PAPER if v in variants), *(a for a in finished if a not in variants.values())]
+    comparisons = [compare_arms(a, finished[a], base, finished[base]) for a in order if a != base] if base else []
+    paired = [comparison for comparison in comparisons if comparison.pairs]
+    tables = [_build_losses(finished, order, variants)]
+    if base and paired:
+        tables.append(_build_differences(paired, base))
+    notes = [describe_sweep(paths, "ablation"), *LEGEND]
     if base is None:
         notes.append("no differences: no finished run of a Transformer without a memory; choose another --baseline")
-    has_pairs = base is not None and any(comparison.pairs for comparison in comparisons)
-    if base and has_pairs:
-        tables.append(_build_differences(comparisons, base))
-    notes += [line for comparison in comparisons for line in comparison.mismatches]
-    draw = (lambda: draw_differences(comparisons, base.name)) if base and has_pairs else None
-    return Report(tables, notes, _build_records(order, comparisons), draw)
+    elif baseline is None and (waiting := _list_waiting_baselines(arms, base)):
+        notes.append(f"the baseline is {base}, because no run of {waiting} is finished")
+    notes += list_seeds(mismatch for comparison in comparisons for mismatch in comparison.mismatches)
+    rows = [row for arm in order for row in finished[arm]]
+    notes += [*_describe_incomplete(finished), *_describe_missing(rows)]
+    notes += [*describe_unfinished(row for name in arms for row in arms[name]), *skipped]
+    draw = (lambda: draw_differences(paired, str(base))) if paired else None
+    return Report(tables, notes, _build_records(finished, order, comparisons), draw)
 
 
-def _assign_variants(arms: list[Arm]) -> dict[str, Arm]:
-    """Return the paper's variant -> its arm: of several the first by `rank_arm`."""
-    variants: dict[str, Arm] = {}
-    for arm in sorted(arms, key=rank_arm):
-        if (variant := find_variant(arm.config)) is not None:
-            variants.setdefault(variant, arm)
+def _assign_variants(arms: Arms) -> dict[str, str]:
+    """Return the paper's variant -> its arm: the one with the variant's name, or else the only one with its options.
+
+    A cell of a grid, such as H=2-S=4, is no variant.
+    """
+    variants = {}
+    for variant, name in CHOICES.items():
+        found = [arm for arm, rows in arms.items() if find_variant(rows[0]) == variant and "=" not in arm]
+        if name in found or len(found) == 1:
+            variants[variant] = name if name in found else found[0]
     return variants
 
 
-def _find_missing(arms: list[Arm], paths: Sequence[Path], sweeps: list[Path]) -> list[str]:
-    """Return the commands that run the paper's variants and the controls without an arm.
-
-    They run a sweep, or use the config of the narrowest arm, so that no variant is as wide as transformer_wide.
-    """
-    variants = _assign_variants(arms)
-    narrowest = min(arms, key=lambda arm: (arm.config.get("model.intermediate_size") or math.inf, rank_arm(arm)))
-    commands: dict[str, list[str]] = {}
-    for variant, name in CHOICES.items():
-        if variant not in variants:
-            overrides = [f"name={name}", f"model.memory={'null' if variant == 'Transformer' else name}"]
-            default = build_fit_command(narrowest.folders[0], paths, *overrides)
-            commands.setdefault(find_command(name, sweeps, default), []).append(variant)
-    if "StackTrans" in variants:
-        adapter = build_fit_command(narrowest.folders[0], paths, "name=adapter", "model.memory=adapter")
-        stack = shlex.quote(str(variants["StackTrans"].folders[0].config))
-        match = f"python -m stackexp match --config {stack} model.memory=null --to {stack} --by parameters"
-        if not any(_is_adapter(arm) for arm in arms):
-            commands.setdefault(find_command("adapter", sweeps, adapter), []).append("the control adapter")
-        if not any(_is_equal_transformer(arm, variants["StackTrans"]) for arm in arms):
-            commands.setdefault(find_command("transformer_wide", sweeps, match), []).append(
-                "a Transformer of equal size"
-            )
-    return [f"missing {', '.join(found)}: `{command}`" for command, found in commands.items()]
+def _list_waiting_baselines(arms: Arms, base: str) -> str:
+    """Return the names of the Transformers without a memory that would be the baseline if they were finished."""
+    found = [arm for arm, rows in arms.items() if find_variant(rows[0]) == "Transformer" and not select_finished(rows)]
+    return ", ".join(sorted(found, key=lambda arm: rank_arm(arms, arm)))
 
 
-def _is_adapter(arm: Arm) -> bool:
-    """Return True for a stack without memory: it always pushes and has one slot."""
-    return (arm.config.get("model.memory.discipline"), arm.config.get("model.memory.num_slots")) == ("push_only", 1)
+def _find_partial_columns(rows: Sequence[Row]) -> dict[int, list[str]]:
+    """Return the columns in which runs lack sets that other runs of the arm have: {index of the run: columns}."""
+    names = {c: frozenset().union(*(name_sets(row, c) for row in rows)) for c in COLUMNS}
+    return {i: [c for c in COLUMNS if name_sets(row, c) != names[c]] for i, row in enumerate(rows)}
 
 
-def _is_equal_transformer(arm: Arm, stack: Arm) -> bool:
-    """Return True for a Transformer with the parameters of `stack`, to 1 %; also if one of them is unfinished."""
-    size, wanted = arm.average("parameters"), stack.average("parameters")
-    is_equal = size is None or wanted is None or math.isclose(size, wanted, rel_tol=0.01)
-    return find_variant(arm.config) == "Transformer" and is_equal
-
-
-def _find_baseline(arms: list[Arm], variants: dict[str, Arm], name: str | None) -> Arm | None:
-    base = find_arm(arms, name) if name else variants.get("Transformer")
-    if base and name and not base.runs:
-        command = format_resume_command(base.unfinished[0])
-        raise RunError(f"{name} has no finished run; finish it with `{command}`, or choose another --baseline")
-    return base
-
-
-def _average_runs(arm: Arm) -> tuple[Losses, list[str]]:
-    """Return the mean losses of an arm, and notes about runs that lack sets of a column: they do not count there."""
-    names = {c: set().union(*(name_sets(run, c) for run in arm.runs)) for c in COLUMNS}
-    losses, notes = [], []
-    for run in arm.runs:
-        missing = [c for c in COLUMNS if name_sets(run, c) != names[c]]
-        losses.append({c: loss for c, loss in read_losses(run).items() if c not in missing})
-        if partial := [c for c in missing if name_sets(run, c)]:
-            notes.append(
-                f"{arm.name}, seed {run.seed}: scored on some sets only, not in the mean: {', '.join(partial)}"
-            )
-    return _average_losses(losses), notes
+def _average_runs(rows: Sequence[Row]) -> Losses:
+    """Return the mean losses of an arm, without runs that lack sets of a column."""
+    partial = _find_partial_columns(rows)
+    return _average_losses(
+        [{c: loss for c, loss in read_losses(row).items() if c not in partial[i]} for i, row in enumerate(rows)]
+    )
 
 
 def _average_losses(losses: Sequence[Losses]) -> Losses:
     averages: Losses = {}
     for column in COLUMNS:
-        values = [loss[column] for loss in losses if column in loss]
-        if values:
+        if values := [loss[column] for loss in losses if column in loss]:
             perplexities = [perplexity for _, perplexity in values if perplexity is not None]
             perplexity = statistics.fmean(perplexities) if perplexities else None
             averages[column] = statistics.fmean(loss for loss, _ in values), perplexity
     return averages
 
 
-def _format_losses(losses: Losses, columns: Sequence[str]) -> list[str]:
-    return [format_loss(*losses.get(column, (None, None))) for column in columns]
-
-
-def _build_losses(order: list[Arm], variants: dict[str, Arm]) -> Table:
+def _build_losses(arms: Arms, order: Sequence[str], variants: dict[str, str]) -> Table:
     """Return the table of losses: the paper's variants, missing ones included, other arms and bigram counts."""
-    losses = {arm.name: _average_runs(arm)[0] for arm in order}
+    losses = {arm: _average_runs(arms[arm]) for arm in order}
     columns = [c for c in COLUMNS if c != OTHER or any(OTHER in loss for loss in losses.values())]
+
+    def build_row(name: str, seeds: int, own: Losses, paper: Sequence[str] = (ABSENT,) * 3) -> list[str]:
+        return [name, str(seeds), *(format_loss(*own.get(column, (None, None))) for column in columns), *paper]
+
     rows = []
     for variant, printed in PAPER.items():
-        arm = variants.get(variant)
         paper = [format_loss(*cell) + "†" * contradicts_itself(*cell) for cell in printed]
-        if arm is None:
-            rows.append([CHOICES[variant], "0", *[ABSENT] * len(columns), *paper])
-        else:
-            name = arm.name if arm.name == CHOICES[variant] else f"{arm.name} ({variant})"
-            rows.append([name, str(len(arm.runs)), *_format_losses(losses[arm.name], columns), *paper])
-    for arm in order:
-        if arm not in variants.values():
-            rows.append([arm.name, str(len(arm.runs)), *_format_losses(losses[arm.name], columns), *[ABSENT] * 3])
-    for name, seeds, averages in _average_bigrams(order):
-        rows.append([name, str(seeds), *_format_losses(averages, columns), *[ABSENT] * 3])
+        arm = variants.get(variant, CHOICES[variant])
+        name = arm if arm == CHOICES[variant] else f"{arm} ({variant})"
+        rows.append(build_row(name, len(arms.get(arm, [])), losses.get(arm, {}), paper))
+    rows += [build_row(arm, len(arms[arm]), losses[arm]) for arm in order if arm not in variants.values()]
+    rows += [build_row(*bigrams) for bigrams in _average_bigrams(arms, order)]
     title = "Losses. †: impossible in the paper, because a mean perplexity is at least exp(mean loss)"
     return Table(title, ["run", "seeds", *columns, *(f"paper: {c}" for c in (TRAINING, "V2", "V3"))], rows)
 
 
-def _average_bigrams(arms: Sequence[Arm]) -> list[tuple[str, int, Losses]]:
+def _average_bigrams(arms: Arms, order: Sequence[str]) -> list[tuple[str, int, Losses]]:
     """Return name, number of seeds and losses of the bigram counts of each corpus and number of training tokens."""
     counts: dict[str, tuple[str, dict[int, Losses]]] = {}
-    for arm in arms:
-        for run in arm.runs:
-            if "bigrams" in run.result:
-                data = {k: v for k, v in select_options(run.config, ["training"]).items() if k.startswith("data.")}
-                key = json.dumps([run.result["tokens"], data], sort_keys=True, default=str)
-                counts.setdefault(key, (arm.name, {}))[1][run.seed] = average_sets(run.result["bigrams"]["sets"])
+    for arm, row in ((name, row) for name in order for row in arms[name]):
+        if sets := get_scores(row, "bigrams"):
+            options = select_options(get_options(row), ["training"])
+            data = {key: value for key, value in options.items() if key.startswith("data.")}
+            key = json.dumps([row.get("tokens"), data], sort_keys=True, default=str)
+            counts.setdefault(key, (arm, {}))[1][row["seed"]] = average_sets(sets)
     return [
-        (
-            f"bigram counts (data of {arm})" if len(counts) > 1 else "bigram counts",
-            len(losses),
-            _average_losses([*losses.values()]),
-        )
+        ("bigram counts" + f" (data of {arm})" * (len(counts) > 1), len(losses), _average_losses([*losses.values()]))
         for arm, losses in counts.values()
     ]
 
 
-def _build_differences(comparisons: list[Comparison], base: Arm) -> Table:
-    rows, columns = [], [c for c in COLUMNS if any(c in x.differences for x in comparisons)]
-    for comparison in comparisons:
-        if comparison.pairs:
-            cells = [str(comparison.differences.get(c, ABSENT)) for c in columns]
-            rows.append([comparison.arm.name, str(len(comparison.pairs)), *comparison.format_sizes(base), *cells])
-    return Table(f"Differences from {base.name}", ["run", "pairs", "parameters", "FLOPs/token", *columns], rows)
+def _build_differences(comparisons: list[Comparison], base: str) -> Table:
+    columns = [c for c in COLUMNS if any(c in x.differences for x in comparisons)]
+    rows = [
+        [x.arm, str(len(x.pairs)), *x.sizes, *(str(x.differences.get(c, ABSENT)) for c in columns)] for x in comparisons
+    ]
+    return Table(f"Differences from {base}", ["run", "pairs", "parameters", "FLOPs/token", *columns], rows)
 
 
-def _find_unscored(order: list[Arm]) -> list[str]:
-    """Return the commands that score finished runs on V2 and V3."""
-    runs = [run for arm in order for run in arm.runs]
-    unscored = [run for run in runs if not _is_scored(run)]
-    if len(unscored) == len(runs) > 1:
-        return ["missing V2 and V3 of all runs: `python -m stackexp validate --run RUN --sets v2,v3` for each RUN"]
-    command = "missing V2 and V3: `python -m stackexp validate --run {} --sets v2,v3`"
-    return [command.format(shlex.quote(str(run.folder.path))) for run in unscored]
+def _describe_incomplete(arms: Arms) -> list[str]:
+    """Return notes about the runs and losses that the means do not include."""
+    partial = [
+        (f"scored on some sets only, not in the mean of {column}", arm, rows[i]["seed"])
+        for arm, rows in arms.items()
+        for i, columns in _find_partial_columns(rows).items()
+        for column in columns
+        if name_sets(rows[i], column)
+    ]
+    rows = [row for arm in arms for row in arms[arm]]
+    diverged = list_paths("without a finite loss, not in the means", [row for row in rows if not read_losses(row)])
+    unknown = [arms[arm][0] for arm in arms if compute_flops(arms[arm][0]) is None]
+    command = "`python -m stackexp configs show --config RUN/config.yaml` says why"
+    return [*list_seeds(partial), *diverged, *list_paths(f"no FLOPs per token, {command}", unknown)]
 
 
-def _is_scored(run: ArmRun) -> bool:
-    """Return True if a run has a score on every set of V2 and V3."""
-    return all(f"{group}/{name}" in run.sets for group, names in NAMES.items() for name in names)
+def _describe_missing(rows: Sequence[Row]) -> list[str]:
+    """Return a note with the finished runs that have no score on a set of V2 or V3."""
+    names = {f"{group}/{name}" for group, members in NAMES.items() for name in members}
+    unscored = [row for row in rows if not names <= get_scores(row).keys()]
+    reason = "missing V2 and V3, `python -m stackexp validate --run RUN --sets v2,v3`"
+    if len(unscored) == len(rows) > 1:
+        return [f"{reason}: all runs"]
+    return list_paths(reason, unscored)
 
 
-def _build_records(order: list[Arm], comparisons: list[Comparison]) -> list[dict[str, Any]]:
+def _build_records(arms: Arms, order: Sequence[str], comparisons: list[Comparison]) -> list[dict[str, Any]]:
     """Return a record for each finished run, with the differences of its arm."""
-    differences = {comparison.arm.name: comparison.differences for comparison in comparisons}
+    differences = {comparison.arm: comparison.differences for comparison in comparisons}
     records = []
-    for arm in order:
-        for run in arm.runs:
-            record: dict[str, Any] = {"arm": arm.name, "variant": find_variant(run.config)}
-            record |= {"seed": run.seed, "run": str(run.folder.path)}
-            record |= {key: run.result.get(key) for key in ("tokens", "parameters", "memory_parameters")}
-            record |= {"flops_per_token": arm.runs[0].flops_per_token}
-            for column, (loss, perplexity) in read_losses(run).items():
-                record |= {column: loss} | ({f"{column} perplexity": perplexity} if perplexity is not None else {})
-            for column, difference in differences.get(arm.name, {}).items():
-                names = (f"{column} difference", f"{column} low", f"{column} high")
-                record |= dict(zip(names, difference[:3], strict=True))
-            records.append(record)
+    for arm, row in ((name, row) for name in order for row in arms[name]):
+        record: dict[str, Any] = {"arm": arm, "variant": find_variant(row), "seed": row["seed"], "run": row["path"]}
+        record |= {key: row.get(key) for key in ("tokens", "parameters", "memory_parameters")}
+        record |= {"flops_per_token": compute_flops(arms[arm][0])}
+        for column, (loss, perplexity) in read_losses(row).items():
+            record |= {column: loss} | ({f"{column} perplexity": perplexity} if perplexity is not None else {})
+        for column, difference in differences.get(arm, {}).items():
+            names = (f"{column} difference", f"{column} low", f"{column} high")
+            record |= dict(zip(names, difference[:3], strict=True))
+        records.append(record)
     return records
 
 
 def draw_differences(comparisons: list[Comparison], baseline: str) -> Any:
-    """Draw the difference of each arm from the baseline with its interval, in training and in validation."""
-    found = {c.arm.name: c.differences for c in comparisons if c.pairs}
-    columns = [c for c in COLUMNS if any(c in differences for differences in found.values())]
-    names = list(found)
+    """Draw the difference of each arm from the baseline with its interval, the lowest loss first."""
+    columns = [c for c in COLUMNS if any(c in x.differences for x in comparisons)]
+    last = columns[-1] if columns else TRAINING
+    order = sorted(comparisons, key=lambda x: x.differences[last].mean if last in x.differences else math.inf)
+    names = [comparison.arm for comparison in order]
     figure, axes = new_figure(5.2 + 0.08 * max(map(len, [baseline, *names])), 1.4 + 0.34 * len(names))
     for i, column in enumerate(columns):
-        for row, name in enumerate(names):
-            if column in found[name]:
-                _draw_interval(axes, found[name][column], row + 0.16 * (i - (len(columns) - 1) / 2), i)
-        axes.plot([], [], "os^D"[i], color=PALETTE[i], label=column)
+        for row, comparison in enumerate(order):
+            if column in comparison.differences:
+                _draw_interval(axes, comparison.differences[column], row + 0.16 * (i - (len(columns) - 1) / 2), i)
+        label = "average of the other sets" if column == OTHER else column
+        axes.plot([], [], "os^D"[i], color=PALETTE[i], label=label)
     axes.axvline(0, color="black", linewidth=0.8)
     axes.set_yticks(range(len(names)), names)
-    axes.margins(y=0.12)
+    axes.set_ylim(len(names) - 0.5, -0.5)
     axes.locator_params(axis="x", nbins=7)
-    axes.invert_yaxis()
     axes.set_xlabel(f"Loss minus that of {baseline} (nats per token)")
     axes.set_title("95 % intervals; hollow: one seed, chunks only", fontsize=8)
     if columns:

@@ -1,224 +1,183 @@
-"""Group the language-model runs of folders into arms: runs that differ only in their seed."""
+"""Arms: the language-model runs of a name that differ only in their seed, and the paper's variants."""
 
-import dataclasses
-import math
+import shlex
 import statistics
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from stackexp.config.affects import changes_scores, find_changed_keys, get_value
-from stackexp.config.compose import load_config
-from stackexp.config.data import get_model_label
-from stackexp.config.layers import split_overrides
-from stackexp.config.registry import get_entry, list_kinds
-from stackexp.data.olmo import NAMES
-from stackexp.errors import ConfigError, RunError
-from stackexp.frame import find_runs, name_arm, read_validations
-from stackexp.reports.compare import GENERATED_DATA
-from stackexp.reports.paper import CHOICES, find_stack_changes, find_variant
-from stackexp.runs import RunFolder, format_resume_command
+from stackexp.config.affects import find_changed_keys, get_value
+from stackexp.errors import RunError
+from stackexp.frame import Row, get_options, list_rows, load_runs
+from stackexp.sweeps.shipped import list_shipped
+from stackexp.sweeps.sweep import COPY
 
-OLMO_GROUPS = tuple(f"{group}/" for group in NAMES)
-MAX_NAMED_OPTIONS = 3  # in the name of a run
-
-
-@dataclass(frozen=True)
-class ArmRun:
-    """A finished run. `sets` are the scores of its named sets, and those of V2 and V3 by later validations."""
-
-    folder: RunFolder
-    config: dict[str, Any]
-    result: dict[str, Any]
-    sets: dict[str, dict[str, float]]
-
-    @property
-    def seed(self) -> int:
-        """The seed of weights and data order."""
-        return self.config["seed"]
-
-    @cached_property
-    def flops_per_token(self) -> float | None:
-        """Training FLOPs per token, from the config; None if it is invalid here, such as without its plugins."""
-        from stackexp.planning.cost import make_plan
-
-        try:
-            return make_plan(load_config(self.folder.config)).flops_per_token
-        except (ConfigError, RunError):
-            return None
+GENERATED_DATA = ("formal_language", "arithmetic")
+"""The kinds of data that the config alone determines."""
+MAX_NAMED_OPTIONS = 3  # in the name of an arm
+CHOICES = {
+    **{"Transformer": "transformer", "StackTrans": "stacktrans", "Queue": "queue", "Push-Only": "push_only"},
+    **{"Single-Head": "single_head", "Full-Dimension": "full_dim"},
+}
+"""The variants in the paper's ablation -> names of the trials of the shipped sweep."""
+PAPER_STACK = {
+    **{"axis": "depth", "discipline": "stack", "projection": "low_rank", "read": "global", "read_mask": "multiply"},
+    **{"push_norm": "none", "action_input": "head", "action_bias": None, "site": "after_block", "feedback": False},
+    "residual_gate": "hidden",
+}
+Arms = dict[str, list[Row]]
+"""Name of an arm -> its runs, the finished ones first."""
 
 
-@dataclass(frozen=True)
-class Arm:
-    """The finished runs with the same options, one for each seed, and the runs that are not finished."""
+def load_arms(paths: Sequence[Path], with_generated_data: bool = False) -> tuple[Arms, list[str]]:
+    """Return the arms of all language-model runs at or below `paths`, sorted, and notes about the runs left out.
 
-    name: str
-    runs: list[ArmRun] = field(default_factory=list)
-    unfinished: list[RunFolder] = field(default_factory=list)
-
-    @property
-    def folders(self) -> list[RunFolder]:
-        """The folders of its runs, the finished ones first."""
-        return [*(run.folder for run in self.runs), *self.unfinished]
-
-    @property
-    def config(self) -> dict[str, Any]:
-        """The options of the first run."""
-        return self.runs[0].config if self.runs else self.unfinished[0].read_options()
-
-    def average(self, key: str) -> float | None:
-        """Return the mean of a figure of result.json over the seeds."""
-        values = [run.result[key] for run in self.runs if run.result.get(key) is not None]
-        return statistics.fmean(values) if values else None
-
-
-def read_arms(paths: Sequence[Path], with_generated_data: bool = False) -> tuple[list[Arm], list[str]]:
-    """Return the arms of all language-model runs at or below `paths`, and notes about skipped runs.
-
-    `with_generated_data` includes runs on formal languages and arithmetic. Raises RunError if there are no such runs.
+    `with_generated_data` includes runs on formal languages and arithmetic. Of several finished runs with the same seed,
+    the last one counts, sorted by path. Raises RunError if there are no runs.
     """
-    arms: list[Arm] = []
-    notes: list[str] = []
-    for folder in find_runs(paths):
-        try:
-            config = folder.read_options()
-            if config.get("data.kind") in GENERATED_DATA and not with_generated_data:
-                continue
-            run = read_finished_run(folder, config) if folder.is_finished else None
-            arm = _find_equal_arm(arms, name_arm(folder.path), config)
-            if run is not None:
-                _add_run(arm, run, notes)
-            else:
-                arm.unfinished.append(folder)
-        except (ConfigError, RunError) as error:
-            notes.append(f"skipped: {error}")
+    rows = list_rows(load_runs(paths))
+    rows = [row for row in rows if with_generated_data or row.get("data.kind") not in GENERATED_DATA]
+    notes = [f"skipped: {row['problem']}" for row in rows if row["state"] == "damaged"]
+    groups: dict[str, list[list[Row]]] = defaultdict(list)
+    for row in rows:
+        if row["state"] != "damaged":
+            same = next((group for group in groups[row["arm"]] if not find_differences(group[0], row)), None)
+            groups[row["arm"]].append([row]) if same is None else same.append(row)
+    arms: Arms = {}
+    replaced: list[Row] = []
+    for label, members in sorted(groups.items()):
+        for name, group in zip(_separate_names(label, members), members, strict=True):
+            latest = {row["seed"]: row for row in group if is_finished(row)}
+            replaced += [row for row in group if is_finished(row) and row is not latest[row["seed"]]]
+            arms[name] = [*latest.values(), *(row for row in group if not is_finished(row))]
     if not arms:
         found = "; ".join(notes) or "no run folders of language models"
         raise RunError(f"{', '.join(map(str, paths))}: {found}; give run folders or folders of them")
-    return _separate_names(sorted(arms, key=lambda arm: arm.name)), notes
+    return arms, [*notes, *list_paths("left out, a later run has the same seed", replaced)]
 
 
-def _find_equal_arm(arms: list[Arm], name: str, config: dict[str, Any]) -> Arm:
-    """Return the arm with this name and these options, or append a new one without runs.
+def is_finished(row: Row) -> bool:
+    """Return True for a run with a result."""
+    return row["state"] == "finished"
+
+
+def select_finished(rows: Iterable[Row]) -> list[Row]:
+    """Return the runs with a result."""
+    return [row for row in rows if is_finished(row)]
+
+
+def find_differences(ours: Row, theirs: Row) -> list[str]:
+    """Return the keys in which two runs differ: options of the training, except the seed, and its length.
 
     An option that is newer than a run has its default value there.
     """
-    for arm in (arm for arm in arms if arm.name == name):
-        if not _find_differences(arm.config, config):
-            return arm
-    arms.append(Arm(name))
-    return arms[-1]
-
-
-def _find_differences(ours: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
-    """Return the keys in which the configs of two arms differ: options of the training, and its length."""
-    changed = find_changed_keys(ours, theirs, ["training"])
+    ours, theirs = get_options(ours), get_options(theirs)
     length = ["trainer.max_steps"] if ours.get("trainer.max_steps") != theirs.get("trainer.max_steps") else []
-    return [key for key in changed if key != "seed"] + length
+    return [key for key in find_changed_keys(ours, theirs, ["training"]) if key != "seed"] + length
 
 
-def read_finished_run(folder: RunFolder, config: dict[str, Any]) -> ArmRun:
-    """Read a finished run and the later validations of its last weights. Raises RunError for damage.
+def _separate_names(label: str, groups: list[list[Row]]) -> list[str]:
+    """Return a name for each arm with this label: with the options in which they differ, or the folder of a run."""
+    if len(groups) == 1:
+        return [label]
+    first = [group[0] for group in groups]
+    keys = list(dict.fromkeys(key for row in first for key in find_differences(first[0], row)))
+    every = {key: value for row in first for key, value in get_options(row).items()}
+    folders = [Path(row["path"]).name for row in first]
+    details = folders if len(set(folders)) == len(folders) else [row["path"] for row in first]
+    if len(keys) <= MAX_NAMED_OPTIONS:
+        details = [
+            ", ".join(f"{key.rpartition('.')[2]}={get_value(get_options(row), every, key)}" for key in keys)
+            for row in first
+        ]
+    return [f"{label} ({detail})" for detail in details]
 
-    Of a later validation, sets outside V2 and V3 count only if the run has none of its own: otherwise they would
-    change its average. Sets without a finite loss, of a run that diverged, are left out.
+
+def average(rows: Iterable[Row], key: str) -> float | None:
+    """Return the mean of a column over the finished runs that have it."""
+    values = [row[key] for row in select_finished(rows) if key in row]
+    return statistics.fmean(values) if values else None
+
+
+def find_arm(arms: Arms, name: str) -> str:
+    """Return the name. Raises RunError with the known names if no arm has it."""
+    if name not in arms:
+        raise RunError(f"no run named {name}; choose among {', '.join(arms)}")
+    return name
+
+
+def rank_arm(arms: Arms, name: str) -> tuple[bool, bool, float, float]:
+    """Return a sort key: arms with finished runs first, then a variant's name, many tokens and few parameters."""
+    rows = arms[name]
+    size = average(rows, "parameters") or 0
+    return not select_finished(rows), name not in CHOICES.values(), -(average(rows, "tokens") or 0), size
+
+
+def find_baseline(arms: Arms, name: str | None, variant: str = "Transformer") -> str | None:
+    """Return the named arm, or the first of a variant by `rank_arm`. None if there is no such variant."""
+    if name is not None:
+        return find_arm(arms, name)
+    found = [arm for arm, rows in arms.items() if find_variant(rows[0]) == variant]
+    return min(found, key=lambda arm: rank_arm(arms, arm), default=None)
+
+
+def find_variant(options: Row) -> str | None:
+    """Return the paper's variant that a model is, or None."""
+    kind = options.get("model.memory.kind")
+    if options.get("model.kind") != "transformer" or kind not in (None, "stack"):
+        return None
+    if kind is None:
+        return "Transformer"
+    values = {key: options.get(f"model.memory.{key}", default) for key, default in PAPER_STACK.items()}
+    changes = {key: value for key, value in values.items() if value != PAPER_STACK[key]}
+    if options.get("model.memory.num_heads") == 1:
+        return None if changes else "Single-Head"
+    known: dict[str, Any] = {"StackTrans": {}, "Full-Dimension": {"projection": "none"}}
+    known |= {"Queue": {"discipline": "queue"}, "Push-Only": {"discipline": "push_only"}}
+    return next((variant for variant, expected in known.items() if changes == expected), None)
+
+
+# Notes
+
+
+def list_paths(reason: str, rows: Sequence[Row]) -> list[str]:
+    """Return one note with the paths of these runs, none without runs."""
+    return [f"{reason}: {', '.join(row['path'] for row in rows)}"] if rows else []
+
+
+def list_seeds(reasons: Iterable[tuple[str, str, int]]) -> list[str]:
+    """Return a note for each reason, which counts and names its runs, given as (reason, arm, seed)."""
+    groups: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for reason, arm, seed in reasons:
+        groups[reason][arm].append(seed)
+    notes = []
+    for reason, arms in groups.items():
+        names = (f"{arm} (seed{'s' * (len(s) > 1)} {', '.join(map(str, sorted(s)))})" for arm, s in arms.items())
+        count = sum(map(len, arms.values()))
+        notes.append(f"{reason}, {count} run{'s' * (count > 1)}: {', '.join(names)}")
+    return notes
+
+
+def describe_unfinished(rows: Iterable[Row]) -> list[str]:
+    """Return a note with the running runs, and one with the others that are not finished and how to resume them."""
+    rows = list(rows)
+    resume = "unfinished, `python -m stackexp fit --run RUN` resumes one"
+    return [
+        *list_paths("running now", [row for row in rows if row["state"] == "running"]),
+        *list_paths(resume, [row for row in rows if row["state"] == "unfinished"]),
+    ]
+
+
+def describe_sweep(paths: Sequence[Path], default: str) -> str:
+    """Return the command that fills a report: of the sweep that the runs belong to, or of the shipped sweep `default`.
+
+    Runs belong to the sweep in their folder or in the folder above, or to the shipped sweep that their folder has the
+    name of.
     """
-    result = folder.read_result().to_dict()
-    own = result.get("sets", {})
-    later: dict[str, dict[str, float]] = {}
-    for record in read_validations(folder):
-        keys = [key for key, *_ in split_overrides(record.get("overrides", []))]
-        if record.get("step") == result.get("steps") and not any(changes_scores(config, key) for key in keys):
-            later |= record.get("sets", {})
-    if any(not name.startswith(OLMO_GROUPS) for name in own):
-        later = {name: scores for name, scores in later.items() if name.startswith(OLMO_GROUPS)}
-    sets = later | own
-    finite = {name: scores for name, scores in sets.items() if math.isfinite(scores.get("loss") or math.nan)}
-    return ArmRun(folder, config, result, {name: _drop_missing(scores) for name, scores in finite.items()})
-
-
-def _drop_missing(scores: dict[str, Any]) -> dict[str, float]:
-    """Return the scores that are numbers: a perplexity that overflows is null in the file."""
-    return {key: value for key, value in scores.items() if value is not None}
-
-
-def _add_run(arm: Arm, run: ArmRun, notes: list[str]) -> None:
-    """Add a run. If several runs have the same seed, the last one counts, sorted by path."""
-    for other in [other for other in arm.runs if other.seed == run.seed]:
-        notes.append(f"left out, the same seed as {run.folder.path}: {other.folder.path}")
-        arm.runs.remove(other)
-    arm.runs.append(run)
-
-
-def _separate_names(arms: list[Arm]) -> list[Arm]:
-    """Append the options in which they differ, or else a run's folder, to the names of arms that share a name."""
-    groups: dict[str, list[Arm]] = defaultdict(list)
-    for arm in arms:
-        groups[arm.name].append(arm)
-    separate = []
-    for name, members in groups.items():
-        configs = [arm.config for arm in members]
-        differing = list(dict.fromkeys(key for config in configs for key in _find_differences(configs[0], config)))
-        every = {key: value for config in configs for key, value in config.items()}
-        for arm, config in zip(members, configs, strict=True):
-            values = ", ".join(f"{key.rpartition('.')[2]}={get_value(config, every, key)}" for key in differing)
-            folder = arm.folders[0].path
-            is_unique = [other.folders[0].path.name for other in members].count(folder.name) == 1
-            detail = values if len(differing) <= MAX_NAMED_OPTIONS else folder.name if is_unique else str(folder)
-            separate.append(Arm(f"{name} ({detail})", arm.runs, arm.unfinished) if len(members) > 1 else arm)
-    return separate
-
-
-def find_arm(arms: Sequence[Arm], name: str) -> Arm:
-    """Return the arm with this name. Raises RunError with the known names if there is none."""
-    found = next((arm for arm in arms if arm.name == name), None)
-    if found is None:
-        raise RunError(f"no run named {name}; choose among {', '.join(arm.name for arm in arms)}")
-    return found
-
-
-def rank_arm(arm: Arm) -> tuple[bool, bool, float, float]:
-    """Return a sort key: arms with runs first, then those with a variant's name, many tokens and few parameters."""
-    is_named = arm.name in CHOICES.values()
-    return not arm.runs, not is_named, -(arm.average("tokens") or 0), arm.average("parameters") or 0
-
-
-def describe_unfinished(arms: Sequence[Arm]) -> list[str]:
-    """Return a line for each unfinished run, with the command that completes it."""
-    lines = []
-    for arm in arms:
-        for run in arm.unfinished:
-            command = f"unfinished: `{format_resume_command(run)}`"
-            lines.append(f"{arm.name}: {f'running now in {run.path}' if run.is_running else command}")
-    return lines
-
-
-def name_memory(config: dict[str, Any]) -> str:
-    """Return the family of a model: the paper's variant, the options of another stack, or the kind of its memory.
-
-    Memories that start without effect (`warm_start.memory: identity`) are a family of their own.
-    """
-    kind = config.get("model.memory.kind")
-    start = ", identity start" if kind and config.get("warm_start.memory") == "identity" else ""
-    if variant := find_variant(config):
-        return variant + start
-    if kind == "stack":
-        label = kind
-        changes = find_stack_changes(config) | ({"num_heads": 1} if config["model.memory.num_heads"] == 1 else {})
-    else:
-        label, changes = get_model_label(config), _find_changed_choices(config) if kind else {}
-    options = f" ({', '.join(f'{key}={value}' for key, value in changes.items())})" if changes else ""
-    return label + options + start
-
-
-def _find_changed_choices(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the options of a memory, without its sizes, that differ from the defaults of its kind."""
-    kind = config["model.memory.kind"]
-    if kind not in list_kinds("memory"):  # of a plugin that is not loaded
-        return {}
-    options = {field.name: field.default for field in dataclasses.fields(get_entry("memory", kind).config)}
-    values = {name: config.get(f"model.memory.{name}", default) for name, default in options.items()}
-    return {name: value for name, value in values.items() if isinstance(value, bool | str) and value != options[name]}
+    for folder in (folder for path in paths for folder in (path, path.parent)):
+        if folder.name in list_shipped():
+            return f"Filled by `python -m stackexp sweep run {folder.name}`"
+        if (folder / COPY).is_file():
+            return f"Filled by `python -m stackexp sweep run {shlex.quote(str(folder))}`"
+    return f"Filled by `python -m stackexp sweep run {default}`"

@@ -1,9 +1,8 @@
-"""Benchmarks of several models: a table of tasks, and the average score over the training tokens."""
+"""Benchmarks of several models: the paper's Table 2, a table of tasks, and averages over the training tokens."""
 
 import dataclasses
 import math
-import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,24 +16,60 @@ from stackexp.evaluation.benchmarks.results import (
     format_score,
     read_evaluations,
 )
-from stackexp.files import read_json
 from stackexp.frame import find_runs, name_arm
 from stackexp.metric_tags import DOWNSTREAM
-from stackexp.reports import paper_benchmarks
 from stackexp.reports.figures import abbreviate_thousands, new_figure
 from stackexp.reports.report import LINE_STYLES, MARKERS, PALETTE, Report, Table
 from stackexp.runs import RunFolder
 from stackexp.tables import ABSENT
 
 SCORES = {"accuracy": "Accuracy", "bits_per_byte": "Bits per byte of the right answer"}
+Score = tuple[float, float | None] | None
+"""Mean and standard error."""
+BENCHMARK_TASKS = {
+    "HellaSwag": ("smollm2_hellaswag",),
+    "ARC": ("smollm2_arc_easy", "smollm2_arc_challenge"),
+    "PIQA": ("smollm2_piqa",),
+    "MMLU": ("smollm2_mmlu",),
+    "CommonsenseQA": ("smollm2_commonsense_qa",),
+    "TriviaQA": ("smollm2_trivia_qa",),
+    "Winogrande": ("smollm2_winogrande",),
+    "OpenBookQA": ("smollm2_openbookqa",),
+    "GSM8K (5-shot)": ("smollm2_gsm8k",),
+}
+"""Our tasks for each of the paper's benchmarks. ARC is the mean of its two tasks."""
+TASK_NAMES = tuple(name for names in BENCHMARK_TASKS.values() for name in names)
+
+
+@dataclass(frozen=True)
+class PaperModel:
+    """A model of the table: parameters in billions, training tokens in trillions, accuracies in percent."""
+
+    parameters: float
+    tokens: float
+    accuracies: tuple[float, ...]  # in the order of BENCHMARK_TASKS
+    average: float
+
+
+PAPER_MODELS = {
+    "StackTrans": PaperModel(0.36, 1, (59.5, 59.0, 71.7, 36.5, 37.1, 11.2, 52.8, 37.5, 33.6), 44.3),
+    "SmolLM": PaperModel(0.36, 0.6, (51.8, 50.1, 71.6, 34.4, 35.3, 9.1, 52.8, 37.2, 1.6), 38.2),
+    "SmolLM2": PaperModel(0.36, 4, (54.5, 53.0, 71.7, 35.8, 38.0, 16.9, 52.5, 37.4, 3.2), 40.3),
+    "Qwen2.5": PaperModel(0.5, 18, (51.2, 45.4, 69.9, 33.7, 31.6, 4.3, 54.1, 37.4, 33.4), 40.1),
+    "OLMo": PaperModel(1.1, 2, (60.7, 44.0, 75.2, 31.9, 40.3, 2.8, 53.2, 38.0, 1.8), 38.7),
+    "TinyLLaMA": PaperModel(1.1, 3, (55.2, 43.4, 72.9, 32.2, 37.0, 9.8, 55.7, 33.2, 1.7), 37.9),
+}
+NOTE = (
+    "†: from Table 2 of arXiv 2507.15343v2, scored with lighteval; no standard errors are given. ARC is the mean of "
+    "ARC easy and challenge, as in the evaluations of the paper's baselines; the paper does not specify it."
+)
 
 
 @dataclass(frozen=True)
 class Column:
-    """One model: a run, or the file of `evaluate --out`. `evaluation` is that of its last scored checkpoint."""
+    """One model: a run, or the file of `evaluate --out`."""
 
     name: str
-    source: Path
     folder: RunFolder | None
     evaluations: list[Evaluation]
 
@@ -48,11 +83,10 @@ class Column:
         def rank(evaluation: Evaluation) -> tuple[bool, bool, int, str]:
             return evaluation.limit is None, evaluation.num_fewshot is None, evaluation.step or 0, evaluation.time
 
-        ranked = sorted(self.evaluations, key=rank)
-        if not ranked:
+        if not self.evaluations:
             return None
-        last = ranked[-1]
-        same = [evaluation for evaluation in ranked if evaluation.options[1:] == last.options[1:]]
+        last = max(self.evaluations, key=rank)
+        same = sorted((e for e in self.evaluations if e.options[1:] == last.options[1:]), key=rank)
         return dataclasses.replace(last, tasks={name: scores for e in same for name, scores in e.tasks.items()})
 
     @property
@@ -68,21 +102,26 @@ def build_benchmarks(paths: Sequence[Path]) -> Report:
     """
     columns = _read_columns(paths)
     names = sorted({name for column in columns for name in column.tasks})
+    command = "`python -m stackexp evaluate --run RUN --tasks smollm2`"
     if not names and not any(_read_curve(column, score)[0] for column in columns for score in SCORES):
-        command = f"python -m stackexp evaluate --run {shlex.quote(str(columns[0].source))} --tasks smollm2"
-        raise RunError(f"{', '.join(map(str, paths))}: no benchmarks yet; run `{command}`")
+        raise RunError(f"{', '.join(map(str, paths))}: no benchmarks yet; run {command}")
     common = [name for name in names if all(name in column.tasks for column in columns)]
-    tables = [_build_table(score, title, columns, names, common) for score, title in SCORES.items()] if names else []
-    has_paper = any(name in paper_benchmarks.TASK_NAMES for name in names)
+    tables = [_build_table(score, columns, names, common) for score in SCORES] if names else []
+    has_paper = any(name in TASK_NAMES for name in names)
     if has_paper:
-        names = sorted({*names, *paper_benchmarks.TASK_NAMES})
-        tables.insert(0, paper_benchmarks.build_paper_table({column.name: column.tasks for column in columns}))
-    return Report(
-        tables,
-        [*_describe(columns, names), *([paper_benchmarks.NOTE] if has_paper else [])],
-        [record for column in columns for record in _list_records(column)],
-        lambda: draw_benchmarks(columns),
-    )
+        tables.insert(0, build_paper_table({column.name: column.tasks for column in columns}))
+    wanted = {*names, *(TASK_NAMES if has_paper else ())}
+    missing = [column.name for column in columns if not wanted <= column.tasks.keys()]
+    notes = [f"tasks are missing for {', '.join(missing)}, filled by {command}"] if missing else []
+    notes.append("Values: mean ± standard error over the documents. random: expected accuracy of a guess.")
+    records = [
+        {"model": column.name, "step": e.step, "tokens": e.tokens, "limit": e.limit, "task": name} | vars(scores)
+        for column in columns
+        for e in column.evaluations
+        for name, scores in e.tasks.items()
+    ]
+    notes += [*map(_describe, (c for c in columns if c.evaluation)), *([NOTE] if has_paper else [])]
+    return Report(tables, notes, records, lambda: draw_benchmarks(columns))
 
 
 def _read_columns(paths: Sequence[Path]) -> list[Column]:
@@ -91,76 +130,93 @@ def _read_columns(paths: Sequence[Path]) -> list[Column]:
     for file in files:
         if not file.is_file():
             raise RunError(f"{file}: no such file; write it with `evaluate --out {file}`")
-    sources = [(folder.path, folder) for folder in folders] + [(file, None) for file in files]
+    sources: list[tuple[Path, RunFolder | None]] = [(folder.path, folder) for folder in folders]
+    sources += [(file, None) for file in files]
     choices = [[name_arm(path) if folder else path.stem, path.name, str(path)] for path, folder in sources]
     columns = []
     for names, (path, folder) in zip(choices, sources, strict=True):
         name = next(name for i, name in enumerate(names) if [c[i] for c in choices].count(name) == 1)
-        columns.append(Column(name, path, folder, read_evaluations(folder.path / FILE if folder else path)))
+        columns.append(Column(name, folder, read_evaluations(folder.path / FILE if folder else path)))
     if not columns:
         raise RunError(f"{', '.join(map(str, paths))}: no run folders; give run folders or folders of them")
     return columns
 
 
-def _build_table(score: str, title: str, columns: list[Column], names: list[str], common: list[str]) -> Table:
+def _describe(column: Column) -> str:
+    """Return the checkpoint and the settings that the tables show of a model."""
+    shown = column.evaluation
+    assert shown is not None
+    tokens = "" if shown.tokens is None else f" after {shown.tokens:,} tokens"
+    limit = "" if shown.limit is None else f", only the first {shown.limit} documents of each task"
+    shots = "" if shown.num_fewshot is None else f", {shown.num_fewshot} shots"
+    return f"{column.name}: {shown.checkpoint}{tokens}{limit}{shots}"
+
+
+def _build_table(score: str, columns: list[Column], names: list[str], common: list[str]) -> Table:
     guesses = {name: next(c.tasks[name].random_guess for c in columns if name in c.tasks) for name in names}
     has_guess = score == "accuracy"
-    rows = [
-        [name, *([format_score(guesses[name])] if has_guess else []), *(_format_cell(c, name, score) for c in columns)]
-        for name in names
-    ]
+
+    def build_row(label: str, guess: float | None, values: Sequence[Score]) -> list[str]:
+        cells = [format_score(*(value or (None, None))) for value in values]
+        return [label, *([format_score(guess)] if has_guess else []), *cells]
+
+    def read_score(column: Column, name: str) -> Score:
+        scores = column.tasks.get(name)
+        return scores and (getattr(scores, score), getattr(scores, f"{score}_stderr"))
+
+    rows = [build_row(name, guesses[name], [read_score(c, name) for c in columns]) for name in names]
     if len(common) > 1:
         averages = [average_tasks({name: c.tasks[name] for name in common}, score) for c in columns]
         known = [guess for name in common if (guess := guesses[name]) is not None]
-        guess_cells = [format_score(math.fsum(known) / len(known) if known else None)] if has_guess else []
         label = f"average of {'all' if len(common) == len(names) else f'{len(common)} common'} tasks"
-        rows.append([label, *guess_cells, *(format_score(*(average or (None, None))) for average in averages)])
-    return Table(title, ["task", *(["random"] if has_guess else []), *(c.name for c in columns)], rows)
+        rows.append(build_row(label, math.fsum(known) / len(known) if known else None, averages))
+    return Table(SCORES[score], ["task", *(["random"] if has_guess else []), *(c.name for c in columns)], rows)
 
 
-def _format_cell(column: Column, name: str, score: str) -> str:
-    scores = column.tasks.get(name)
-    return ABSENT if scores is None else format_score(getattr(scores, score), getattr(scores, f"{score}_stderr"))
+# The paper's table
 
 
-def _describe(columns: list[Column], names: list[str]) -> list[str]:
-    """Return notes: what each column shows, and the commands that fill its missing cells."""
-    notes = ["Values: mean ± standard error over the documents. random: expected accuracy of a guess."]
-    for column in columns:
-        if (shown := column.evaluation) is not None:
-            tokens = "" if shown.tokens is None else f" after {shown.tokens:,} tokens"
-            limit = "" if shown.limit is None else f", only the first {shown.limit} documents of each task"
-            shots = "" if shown.num_fewshot is None else f", {shown.num_fewshot} shots"
-            notes.append(f"{column.name}: {shown.checkpoint}{tokens}{limit}{shots}")
-        missing = [name for name in names or ["smollm2"] if name not in column.tasks]
-        if missing:
-            missing = ["smollm2"] if set(missing) == set(paper_benchmarks.TASK_NAMES) else missing
-            notes.append(f"missing for {column.name}: `{_write_command(column, missing)}`")
-    return notes
+def score_benchmark(tasks: Mapping[str, TaskScores], benchmark: str, metric: str = "accuracy") -> Score:
+    """Return the mean of a score over the tasks of a benchmark; None if one is not scored."""
+    chosen = {task: tasks[task] for task in BENCHMARK_TASKS[benchmark] if task in tasks}
+    is_complete = len(chosen) == len(BENCHMARK_TASKS[benchmark])
+    is_complete = is_complete and all(getattr(scores, metric) is not None for scores in chosen.values())
+    return average_tasks(chosen, metric) if is_complete else None
 
 
-def _write_command(column: Column, names: list[str]) -> str:
-    shown = column.evaluation
-    checkpoint = shown.checkpoint if shown else None
-    if column.folder:
-        model = ["--run", str(column.source)]
-        newest = column.folder.newest_checkpoint()
-        model += ["--ckpt_path", checkpoint] if checkpoint and newest and newest.name != Path(checkpoint).name else []
-    else:
-        model = ["--model", f"hf:{checkpoint or 'FOLDER'}", "--out", str(column.source)]
-        config = Path(checkpoint or "", "config.json")
-        model += ["--trust-remote-code"] if config.is_file() and "auto_map" in read_json(config) else []
-    limits = {"--limit": shown.limit, "--num_fewshot": shown.num_fewshot} if shown else {}
-    options = [text for name, value in limits.items() if value is not None for text in (name, str(value))]
-    return shlex.join(["python", "-m", "stackexp", "evaluate", *model, "--tasks", ",".join(names), *options])
+def average_benchmarks(tasks: Mapping[str, TaskScores], metric: str = "accuracy") -> Score:
+    """Return the mean of a score over the nine benchmarks; None if one is not scored."""
+    scores = [score for benchmark in BENCHMARK_TASKS if (score := score_benchmark(tasks, benchmark, metric))]
+    if len(scores) < len(BENCHMARK_TASKS):
+        return None
+    errors = [error for _, error in scores if error is not None]
+    error = math.sqrt(math.fsum(error**2 for error in errors)) / len(scores) if len(errors) == len(scores) else None
+    return math.fsum(mean for mean, _ in scores) / len(scores), error
 
 
-def _list_records(column: Column) -> list[dict[str, Any]]:
-    return [
-        {"model": column.name, "step": e.step, "tokens": e.tokens, "limit": e.limit, "task": name} | vars(scores)
-        for e in column.evaluations
-        for name, scores in e.tasks.items()
+def build_paper_table(models: Mapping[str, Mapping[str, TaskScores]]) -> Table:
+    """Return the paper's table with a column for each of `models`, {name: scores by task}, before the paper's."""
+
+    def build_row(label: str, read: Callable[[Mapping[str, TaskScores]], Score], paper: Sequence[float]) -> list[str]:
+        return [label, *(_format_percent(read(tasks)) for tasks in models.values()), *(f"{x:.1f}" for x in paper)]
+
+    rows = [
+        build_row(name, lambda t, name=name: score_benchmark(t, name), [m.accuracies[i] for m in PAPER_MODELS.values()])
+        for i, name in enumerate(BENCHMARK_TASKS)
     ]
+    rows.append(build_row("average", average_benchmarks, [model.average for model in PAPER_MODELS.values()]))
+    header = ["benchmark", *models, *(f"{name}†" for name in PAPER_MODELS)]
+    return Table("The paper's benchmarks: accuracy in percent", header, rows)
+
+
+def _format_percent(score: Score) -> str:
+    if score is None:
+        return ABSENT
+    mean, error = score
+    return f"{100 * mean:.1f}" if error is None else f"{100 * mean:.1f} ± {100 * error:.1f}"
+
+
+# The figure
 
 
 def _read_curve(column: Column, score: str) -> tuple[dict[int, float], int]:
@@ -169,9 +225,8 @@ def _read_curve(column: Column, score: str) -> tuple[dict[int, float], int]:
     num_tasks = 0
     for line in column.folder.read_metrics() if column.folder else []:
         values = [v for tag, v in line.items() if tag.startswith(f"{DOWNSTREAM}/") and tag.endswith(f"/{score}")]
-        known = [value for value in values if value is not None]
-        if known and len(known) == len(values):
-            curve[line["tokens"]], num_tasks = math.fsum(known) / len(known), len(known)
+        if values and None not in values:
+            curve[line["tokens"]], num_tasks = math.fsum(values) / len(values), len(values)
     return curve, num_tasks
 
 
@@ -182,6 +237,11 @@ def _list_points(column: Column, score: str, names: list[str]) -> list[tuple[int
     complete = [(e.tokens, {name: e.tasks[name] for name in names}) for e in same if e.tasks.keys() >= set(names)]
     averages = [(tokens, _average_common(tasks, score)) for tokens, tasks in complete]
     return [(tokens, average[0]) for tokens, average in averages if average]
+
+
+def _average_common(tasks: dict[str, TaskScores], score: str) -> Score:
+    """Return the mean over the tasks; over the paper's nine benchmarks, if the tasks are those."""
+    return average_benchmarks(tasks, score) if set(tasks) == set(TASK_NAMES) else average_tasks(tasks, score)
 
 
 def draw_benchmarks(columns: list[Column]) -> Any:
@@ -199,8 +259,11 @@ def draw_benchmarks(columns: list[Column]) -> Any:
         guess = _average_common({name: scored[0].tasks[name] for name in names}, "random_guess") if names else None
         if guess and score == "accuracy":
             axes.axhline(guess[0], color="gray", linestyle=":", label="random guess")
-        if score == "accuracy" and set(names) == set(paper_benchmarks.TASK_NAMES):
-            _draw_paper(axes)
+        if score == "accuracy" and set(names) == set(TASK_NAMES):
+            for (name, model), marker in zip(PAPER_MODELS.items(), MARKERS, strict=False):
+                label, point = f"paper: {name}", (model.tokens * 1e12, model.average / 100)
+                axes.plot(*point, marker, color="black", fillstyle="none", linestyle="none", label=label)
+            axes.set_xscale("log")  # up to 18 trillion tokens
         axes.set(xlabel="Tokens", ylabel=f"{title.partition(' of ')[0]}, average")
         abbreviate_thousands(axes.xaxis)
         if axes.lines:
@@ -221,20 +284,6 @@ def _draw_model(axes: Any, column: Column, score: str, names: list[str], number:
         axes.plot(*zip(*known, strict=True), MARKERS[number % len(MARKERS)], color=color, label=label)
     elif points:
         axes.axhline(points[-1][1], color=color, linestyle="--", label=label)
-
-
-def _average_common(tasks: dict[str, TaskScores], score: str) -> tuple[float, float | None] | None:
-    """Return the mean over the tasks; over the paper's nine benchmarks, if the tasks are those."""
-    is_paper = set(tasks) == set(paper_benchmarks.TASK_NAMES)
-    return paper_benchmarks.average_benchmarks(tasks, score) if is_paper else average_tasks(tasks, score)
-
-
-def _draw_paper(axes: Any) -> None:
-    """Draw the models of the paper's table, on a logarithmic axis: they have up to 18 trillion tokens."""
-    for (name, model), marker in zip(paper_benchmarks.PAPER_MODELS.items(), MARKERS, strict=False):
-        point = model.tokens * 1e12, model.average / 100
-        axes.plot(*point, marker, color="black", fillstyle="none", linestyle="none", label=f"paper: {name}")
-    axes.set_xscale("log")
 
 
 def _count_tasks(number: int) -> str:

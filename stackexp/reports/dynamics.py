@@ -8,12 +8,21 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from stackexp.errors import RunError
+from stackexp.frame import Row
 from stackexp.metric_tags import TRAIN_LOSS
-from stackexp.reports.arms import Arm, describe_unfinished, find_arm, rank_arm, read_arms
-from stackexp.reports.compare import explain_other_data
-from stackexp.reports.differences import compare_arms, compute_difference
+from stackexp.reports.arms import (
+    Arms,
+    describe_sweep,
+    describe_unfinished,
+    find_arm,
+    find_baseline,
+    list_seeds,
+    load_arms,
+    rank_arm,
+)
+from stackexp.reports.compare import read_curve
+from stackexp.reports.differences import compare_arms, compute_difference, explain_other_data
 from stackexp.reports.figures import abbreviate_thousands, new_figure, smooth_losses
-from stackexp.reports.paper import find_variant
 from stackexp.reports.report import LINE_STYLES, PALETTE, Report, Table
 from stackexp.runs import RunFolder
 from stackexp.tables import ABSENT
@@ -31,13 +40,13 @@ LEGEND = (
 
 
 class Curve(NamedTuple):
-    """The training loss of an arm: of each run {tokens: loss}, and of their mean tokens, raw and smoothed [N].
+    """The training loss of an arm: of each seed (tokens [N_s], losses [N_s]), and of their mean, raw and smoothed [N].
 
     `late` are the seeds left out because they have not reached half of the tokens of the others.
     """
 
     name: str
-    runs: dict[int, dict[int, float]]
+    runs: dict[int, tuple[Any, Any]]
     window: int
     tokens: Any
     raw: Any
@@ -65,111 +74,102 @@ def build_dynamics(
     `only` names arms; by default all, or the paper's two if there are many. `smooth` is the number of steps in a
     moving average, by default 4 % of the steps.
     """
-    found, notes = read_arms(paths)
-    read = {arm.name: read_curve(arm, smooth) for arm in found}
-    arms = [arm for arm in found if read[arm.name] is not None]
+    found, skipped = load_arms(paths)
+    read = {name: curve for name, rows in found.items() if (curve := read_arm(name, rows, smooth))}
     remedy = "give runs that have made a step, not copies"
     named = [find_arm(found, name) for name in (*only, *([baseline] if baseline else []))]
-    if unread := [arm.name for arm in named if arm not in arms] or ([] if arms else [*map(str, paths)]):
+    if unread := [name for name in named if name not in read] or ([] if read else [*map(str, paths)]):
         raise RunError(f"{', '.join(unread)}: no training losses in metrics.jsonl; {remedy}")
-    if without := [arm.name for arm in found if arm not in arms]:
-        notes.append(f"no training losses in metrics.jsonl: {', '.join(without)}; {remedy}")
-    base = _find_baseline(arms, baseline)
+    arms = {name: found[name] for name in read}
+    base = find_baseline(arms, baseline) or min(arms, key=lambda name: rank_arm(arms, name))
     chosen = _choose_arms(arms, base, only)
-    if len(chosen) < len(arms):
-        left_out = ", ".join(arm.name for arm in arms if arm not in chosen)
-        notes.append(f"not shown (choose with --only): {left_out}")
-    curves = [curve for arm in chosen if (curve := read[arm.name]) is not None]
-    own = curves[0]
-    comparisons = {arm.name: compare_arms(arm, base) for arm in chosen if arm is not base}
-    unpaired = {arm.name: _find_unpaired(arm, base) for arm in chosen if arm is not base}
-    crossings = {c.name: find_crossings(c, own, unpaired.get(c.name, ())) for c in curves if c is not own}
-    sizes = {name: comparison.format_sizes(base) for name, comparison in comparisons.items()}
-    rows = [[*_build_row(c, crossings.get(c.name)), *sizes.get(c.name, [ABSENT] * 2)] for c in curves]
-    header = ["run", "seeds", "tokens", "smoothed loss", f"minus {own.name}", "at tokens", "crossings", "last crossing"]
-    header += ["parameters", "FLOPs/token"]
-    mismatches = [
-        f"{name}, seed {seed}: not compared with {base.name}: {reason}"
-        for name, reasons in unpaired.items()
-        for seed, reason in sorted(reasons.items())
-    ]
-    mismatches += [
-        f"{curve.name}, seed {seed}: left out, has not reached half of the tokens of the other seeds"
+    curves = [read[name] for name in chosen]
+    mismatches: list[tuple[str, str, int]] = [
+        ("left out, has not reached half of the tokens of the other seeds", curve.name, seed)
         for curve in curves
-        for seed in sorted(curve.late)
+        for seed in curve.late
     ]
-    notes = [LEGEND, *mismatches, *describe_unfinished(chosen), *notes]
+    crossings, rows = {}, [[*_build_row(curves[0], None), *[ABSENT] * 2]]
+    for curve in curves[1:]:
+        unpaired = _find_unpaired(arms[curve.name], arms[base])
+        mismatches += [(f"not compared with {base}: {reason}", curve.name, seed) for seed, reason in unpaired.items()]
+        crossings[curve.name] = find_crossings(curve, curves[0], unpaired)
+        sizes = compare_arms(curve.name, arms[curve.name], base, arms[base]).sizes
+        rows.append([*_build_row(curve, crossings[curve.name]), *sizes])
+    header = ["run", "seeds", "tokens", "smoothed loss", f"minus {base}", "at tokens", "crossings", "last crossing"]
+    notes = [describe_sweep(paths, "ablation"), LEGEND, *list_seeds(mismatches)]
+    if left_out := [name for name in arms if name not in chosen]:
+        notes.append(f"not shown (choose with --only): {', '.join(left_out)}")
+    if without := [name for name in found if name not in arms]:
+        notes.append(f"no training losses in metrics.jsonl: {', '.join(without)}; {remedy}")
     records = [
         {"run": curve.name, "tokens": int(t), "loss": raw, "smoothed": smoothed}
         for curve in curves
         for t, raw, smoothed in zip(curve.tokens, curve.raw, curve.smoothed, strict=True)
     ]
     return Report(
-        [Table("Training loss", header, rows)],
-        notes,
+        [Table("Training loss", [*header, "parameters", "FLOPs/token"], rows)],
+        [*notes, *describe_unfinished(row for name in chosen for row in arms[name]), *skipped],
         records,
-        lambda: draw_dynamics(curves, own, crossings),
+        lambda: draw_dynamics(curves, crossings),
     )
 
 
-def _find_baseline(arms: list[Arm], name: str | None) -> Arm:
-    if name is None:
-        transformers = [arm for arm in arms if find_variant(arm.config) == "Transformer"]
-        return min(transformers or arms, key=rank_arm)
-    return find_arm(arms, name)
-
-
-def _find_unpaired(arm: Arm, base: Arm) -> dict[int, str]:
+def _find_unpaired(rows: Sequence[Row], base_rows: Sequence[Row]) -> dict[int, str]:
     """Return why runs of the same seed cannot be compared: {seed: reason}. Unfinished runs are checked, too."""
-    bases = {folder.read_options()["seed"]: folder for folder in reversed(base.folders)}
+    bases = {row["seed"]: row for row in reversed(base_rows)}
     reasons = {}
-    for folder in reversed(arm.folders):
-        seed, other = folder.read_options()["seed"], bases.get(folder.read_options()["seed"])
-        if other and (reason := _find_mismatch(folder, other)):
-            reasons[seed] = reason
+    for row in (row for row in reversed(rows) if row["seed"] in bases):
+        base = bases[row["seed"]]
+        if row["max_steps"] != base["max_steps"]:
+            reasons[row["seed"]] = f"trained for {row['max_steps']:,} steps, the baseline for {base['max_steps']:,}"
+        elif reason := explain_other_data(base, row):
+            reasons[row["seed"]] = reason
     return reasons
 
 
-def _find_mismatch(folder: RunFolder, other: RunFolder) -> str:
-    ours, theirs = (run.read_options()["trainer.max_steps"] for run in (folder, other))
-    if ours != theirs:
-        return f"trained for {ours:,} steps, the baseline for {theirs:,}"
-    return explain_other_data(other, folder)
-
-
-def _choose_arms(arms: list[Arm], base: Arm, only: Sequence[str]) -> list[Arm]:
+def _choose_arms(arms: Arms, base: str, only: Sequence[str]) -> list[str]:
     """Return the baseline and the other arms to show."""
-    chosen = [find_arm(arms, name) for name in only] or arms
+    chosen = list(only or arms)
     if len(chosen) > MAX_CURVES and not only:
-        stacks = sorted((arm for arm in arms if find_variant(arm.config) == "StackTrans"), key=rank_arm)
-        chosen = stacks[:1] or arms[: MAX_CURVES - 1]
-    return [base, *(arm for arm in chosen if arm is not base)]
+        stack = find_baseline(arms, None, "StackTrans")
+        chosen = [stack] if stack else chosen[: MAX_CURVES - 1]
+    return [base, *(name for name in chosen if name != base)]
 
 
-def read_curve(arm: Arm, smooth: int | None = None) -> Curve | None:
+def read_arm(name: str, rows: Sequence[Row], smooth: int | None = None) -> Curve | None:
     """Return the mean curve over the tokens that all seeds have reached, or None if there is no loss yet.
 
     Seeds that have just begun are left out, because they would cut off the curves of the others.
     """
-    runs: dict[int, dict[int, float]] = {}
-    for folder in arm.folders:
-        lines = (line for line in folder.read_metrics() if line.get(TRAIN_LOSS) is not None)
-        if record := {line["tokens"]: line[TRAIN_LOSS] for line in lines}:
-            runs.setdefault(folder.read_options()["seed"], record)
-    reached = {seed: max(record) for seed, record in runs.items()}
-    late = tuple(seed for seed in runs if reached[seed] < max(reached.values()) / 2)
-    curve = average_curves(arm.name, {seed: record for seed, record in runs.items() if seed not in late}, smooth)
+    runs: dict[int, tuple[Any, Any]] = {}
+    for row in rows:
+        tokens, losses = map(np.array, read_curve(RunFolder(Path(row["path"])), TRAIN_LOSS))
+        if len(tokens):
+            runs.setdefault(row["seed"], (tokens, losses))
+    most = max((tokens.max() for tokens, _ in runs.values()), default=0)
+    late = tuple(sorted(seed for seed, (tokens, _) in runs.items() if tokens.max() < most / 2))
+    curve = average_curves(name, {seed: run for seed, run in runs.items() if seed not in late}, smooth)
     return curve and curve._replace(late=late)
 
 
-def average_curves(name: str, runs: dict[int, dict[int, float]], smooth: int | None = None) -> Curve | None:
-    """Return the mean curve of runs {seed: {tokens: loss}} over their common tokens, or None if there are none."""
-    tokens = sorted(set.intersection(*(set(record) for record in runs.values()))) if runs else []
-    if not tokens:
+def _align(runs: Sequence[tuple[Any, Any]]) -> tuple[Any, Any]:
+    """Return the tokens that all runs have [N], and the losses of each run there [runs, N]."""
+    common = runs[0][0]
+    for tokens, _ in runs[1:]:
+        common = np.intersect1d(common, tokens)
+    indices = [np.searchsorted(tokens, common) for tokens, _ in runs]
+    return common, np.array([losses[index] for (_, losses), index in zip(runs, indices, strict=True)])
+
+
+def average_curves(name: str, runs: dict[int, tuple[Any, Any]], smooth: int | None = None) -> Curve | None:
+    """Return the mean curve of runs {seed: (tokens, losses)} over their common tokens, or None if there are none."""
+    tokens, losses = _align(list(runs.values())) if runs else (np.array([]), np.array([]))
+    if not len(tokens):
         return None
-    raw = np.mean([[record[t] for t in tokens] for record in runs.values()], axis=0)
+    raw = losses.mean(axis=0)
     window = smooth or max(1, round(SMOOTHED_FRACTION * len(tokens)))
-    return Curve(name, runs, window, np.array(tokens), raw, smooth_losses(raw, window))
+    return Curve(name, runs, window, tokens, raw, smooth_losses(raw, window))
 
 
 def find_crossings(curve: Curve, baseline: Curve, left_out: Collection[int] = ()) -> Crossing:
@@ -178,18 +178,18 @@ def find_crossings(curve: Curve, baseline: Curve, left_out: Collection[int] = ()
     A crossing is where its sign changes for a whole window.
     """
     seeds = [seed for seed in curve.runs if seed in baseline.runs and seed not in left_out]
-    records = [(curve.runs[seed], baseline.runs[seed]) for seed in seeds]
-    tokens = sorted(set.intersection(*(set(ours) & set(base) for ours, base in records))) if records else []
-    if not tokens:
+    runs = [arm.runs[seed] for arm in (curve, baseline) for seed in seeds]
+    tokens, losses = _align(runs) if runs else (np.array([]), np.array([]))
+    if not len(tokens):
         return Crossing(np.array([]), np.array([]), [], [])
-    differences = [smooth_losses(np.array([ours[t] - base[t] for t in tokens]), curve.window) for ours, base in records]
+    differences = [smooth_losses(d, curve.window) for d in losses[: len(seeds)] - losses[len(seeds) :]]
     difference = np.mean(differences, axis=0)
     is_above = difference > 0
     starts = [0, *(np.flatnonzero(is_above[1:] != is_above[:-1]) + 1)]
     ends = [*starts[1:], len(tokens)]
     lasting = [start for start, end in zip(starts, ends, strict=False) if end - start >= curve.window]
     changes = [i for before, i in pairwise(lasting) if is_above[i] != is_above[before]]
-    return Crossing(np.array(tokens), difference, [tokens[i] for i in changes], [float(d[-1]) for d in differences])
+    return Crossing(tokens, difference, [int(tokens[i]) for i in changes], [float(d[-1]) for d in differences])
 
 
 def _build_row(curve: Curve, crossing: Crossing | None) -> list[str]:
@@ -201,8 +201,8 @@ def _build_row(curve: Curve, crossing: Crossing | None) -> list[str]:
     return [*cells, *difference, str(len(crossing.crossings)), last]
 
 
-def draw_dynamics(curves: list[Curve], baseline: Curve, crossings: dict[str, Crossing]) -> Any:
-    """Draw the losses, and below them the differences from the baseline with their crossings."""
+def draw_dynamics(curves: list[Curve], crossings: dict[str, Crossing]) -> Any:
+    """Draw the losses, the baseline first, and below them the differences from it with their crossings."""
     figure, (top, bottom) = new_figure(6.8, 5.2, rows=2, sharex=True, height_ratios=(2, 1))
     for i, curve in enumerate(curves):
         style = {"color": PALETTE[i % len(PALETTE)], "linestyle": LINE_STYLES[i % len(LINE_STYLES)]}
@@ -212,6 +212,7 @@ def draw_dynamics(curves: list[Curve], baseline: Curve, crossings: dict[str, Cro
             found = crossings[curve.name]
             bottom.plot(found.tokens, found.difference, linewidth=1.2, **style)
             bottom.plot(found.crossings, [0] * len(found.crossings), "o", color=style["color"], markerfacecolor="white")
+    baseline = curves[0]
     skipped = len(baseline.tokens) // 20  # the first steps would set the scale
     top.set_ylim(min(curve.raw.min() for curve in curves) - 0.05, baseline.smoothed[skipped] + 0.05)
     late = [abs(d) for c in crossings.values() for d in c.difference[c.tokens > baseline.tokens[skipped]]]

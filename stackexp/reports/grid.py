@@ -1,112 +1,271 @@
-"""The paper's hyperparameter figure: loss over stack heads, slot size and slots, and heat maps of the grid."""
+"""Results of a sweep: tables, the loss against each searched key, and the paper's hyperparameter figure."""
 
+import json
+import re
+import shlex
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from stackexp.config.affects import flatten_config, select_options
 from stackexp.config.model import SYMBOLS
 from stackexp.errors import RunError
-from stackexp.reports.missing_runs import build_sweep_command
+from stackexp.frame import read_run
+from stackexp.reports.figures import new_figure, save_figure
 from stackexp.reports.report import Report, Table
-from stackexp.reports.sweeps import (
-    LOSSES,
-    MEANINGS,
-    VALIDATION,
-    Row,
-    average_bigrams,
-    collect_results,
-    describe_fixed,
-    describe_unscored,
-    plot_losses,
-    select_rows,
-)
-from stackexp.sweeps.grid import Values, expand, shorten_keys
-from stackexp.sweeps.sweep import Sweep, load_last_run
-from stackexp.tables import ABSENT
+from stackexp.sweeps.grid import Values, format_value, shorten_keys
+from stackexp.sweeps.sweep import COPY, Sweep, load_last_run
+from stackexp.sweeps.trials import Trial, read_objective
+from stackexp.tables import ABSENT, Style, format_table
 
 KEYS = {symbol: key for key, symbol in SYMBOLS.items()}
 """H, d_s and S -> their config keys."""
+MEANINGS = {"H": "stack heads", "d_s": "slot size", "S": "stack slots"}
+LOSSES = {"training loss": "train_loss", "validation loss": "val/average/loss"}
+"""Titles of the plotted losses -> their columns in the table of runs."""
+OBJECTIVES = {"train_loss.last_20_steps": "training loss", "average.loss": "validation loss"}
+"""Objectives that are one of these losses."""
+Result = dict[str, Any]
+"""The finished trials that differ only in their seed: name, values (without the seed), seeds, objective, losses (by
+title), parameters, memory_parameters, trials. Objective and losses have mean and std, 0 for one seed."""
+
+
+def find_sweeps(folder: Path) -> list[Path]:
+    """Return the folders of sweeps at or below a folder."""
+    return sorted(path.parent for path in folder.rglob(COPY) if path.is_file())
+
+
+def collect_results(sweep: Sweep) -> list[Result]:
+    """Return the finished trials, grouped over seeds, the best objective first. Raises RunError if there are none."""
+    finished = [trial for trial in sweep.trials if trial.folder.is_finished]
+    if not finished:
+        raise RunError(f'{sweep.folder}: no finished trials yet; run "sweep status" to see progress')
+    objectives = {trial.name: read_objective(trial, sweep.config.objective) for trial in finished}
+    groups: dict[str, list[Trial]] = defaultdict(list)
+    for trial in finished:
+        if objectives[trial.name][0] is not None:
+            groups[json.dumps(_drop_seed(trial.values), sort_keys=True)].append(trial)
+    if not groups:
+        problem = objectives[finished[0].name][1]
+        raise RunError(f"{sweep.folder}: {problem}; choose another objective in the sweep's YAML")
+    results = [_build_result(trials, [objectives[t.name][0] for t in trials]) for trials in groups.values()]
+    sign = 1 if sweep.config.direction == "minimize" else -1
+    return sorted(results, key=lambda result: sign * result["objective"]["mean"])
+
+
+def _build_result(trials: list[Trial], objectives: list[Any]) -> Result:
+    rows = [read_run(trial.folder) for trial in trials]
+    losses = {title: [row[key] for row in rows if key in row] for title, key in LOSSES.items()}
+    return {
+        "name": re.sub(r"-?seed=\d+$", "", trials[0].name.rpartition("-")[0]) or "trial",
+        "values": _drop_seed(trials[0].values),
+        "seeds": len(trials),
+        "objective": _compute_spread(objectives),
+        "losses": {title: _compute_spread(values) for title, values in losses.items() if values},
+        "parameters": rows[0].get("parameters"),
+        "memory_parameters": rows[0].get("memory_parameters"),
+        "trials": [trial.name for trial in trials],
+    }
+
+
+def _drop_seed(values: Values) -> Values:
+    return {key: value for key, value in values.items() if key != "seed"}
+
+
+def _compute_spread(values: Sequence[float]) -> dict[str, float]:
+    """Return mean and sample standard deviation."""
+    return {"mean": statistics.mean(values), "std": statistics.stdev(values) if len(values) > 1 else 0.0}
+
+
+def _format_spread(spread: dict[str, float] | None) -> str:
+    if spread is None:
+        return ABSENT
+    return f"{spread['mean']:.4f} ± {spread['std']:.4f}" if spread["std"] else f"{spread['mean']:.4f}"
+
+
+def describe_unscored(sweep: Sweep) -> list[str]:
+    """Return a note for each finished trial without an objective, such as one whose loss is not finite."""
+    finished = [trial for trial in sweep.trials if trial.folder.is_finished]
+    problems = [(trial.name, read_objective(trial, sweep.config.objective)[1]) for trial in finished]
+    return [f"left out: {name}: {problem}" for name, problem in problems if problem]
+
+
+def build_table(sweep: Sweep, results: Sequence[Result], titles: Sequence[str], with_objective: bool) -> Table:
+    """Return a table with a line for each result, and one for the bigram counts of each corpus.
+
+    `titles` are the losses to show. ± is the standard deviation over the seeds.
+    """
+    columns = [sweep.config.objective] * with_objective + list(titles)
+    is_repeated = any(result["seeds"] > 1 for result in results)
+    header = ["trial", *(f"{column} ± std" if is_repeated else column for column in columns)]
+    lines = []
+    for result in results:
+        spreads = [result["objective"]] * with_objective + [result["losses"].get(title) for title in titles]
+        sizes = (result["parameters"], result["memory_parameters"])
+        counts = [str(result["seeds"]), *(ABSENT if size is None else f"{size:,}" for size in sizes)]
+        lines.append([result["name"], *map(_format_spread, spreads), *counts])
+    for name, loss in average_bigrams(sweep).items():
+        is_validation = [OBJECTIVES.get(column, column) == "validation loss" for column in columns]
+        lines.append([name, *(f"{loss:.4f}" if shown else ABSENT for shown in is_validation), *[ABSENT] * 3])
+    return Table(f"Sweep {sweep.name}", [*header, "seeds", "parameters", "in the memory"], lines)
+
+
+def format_results(sweep: Sweep, results: Sequence[Result], style: Style = "terminal") -> str:
+    """Return the table of a sweep by objective."""
+    titles = [title for title in _list_titles(results) if title != OBJECTIVES.get(sweep.config.objective)]
+    table = build_table(sweep, results, titles, with_objective=True)
+    return format_table(table.rows, header=table.header, align=table.align, style=style)
+
+
+def _list_titles(results: Iterable[Result]) -> list[str]:
+    found = {title for result in results for title in result["losses"]}
+    return [title for title in LOSSES if title in found]
+
+
+def average_bigrams(sweep: Sweep) -> dict[str, float]:
+    """Return the validation loss of bigram counts of the training tokens, averaged over seeds: {name of row: loss}."""
+    counts: dict[str, dict[int, float]] = defaultdict(dict)
+    for trial in (trial for trial in sweep.trials if trial.folder.is_finished):
+        row = read_run(trial.folder)
+        if "bigrams/average/loss" in row:
+            varied = {key: value for key, value in trial.values.items() if key.startswith("data.")}
+            data = sorted(select_options(flatten_config(trial.config), ["training"]).keys() & varied.keys())
+            names = [f"{row['tokens']:,} tokens", *(f"{key}={format_value(varied[key])}" for key in data)]
+            counts[", ".join(names)][trial.config.seed] = row["bigrams/average/loss"]
+    return {
+        "bigram counts" + f" ({name})" * (len(counts) > 1): statistics.mean(losses.values())
+        for name, losses in counts.items()
+    }
+
+
+# Figures of one key
+
+
+def draw_results(sweep: Sweep, results: Sequence[Result], folder: Path) -> list[Path]:
+    """Plot the losses against each key with several numbers, as <key>.png and <key>.pdf, and return the paths.
+
+    In each figure, the other keys have the values of the sweep's center, or of the best trial if there is no center.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = []
+    for key, name in shorten_keys(results[0]["values"]).items():
+        selected = select_results(results, key, sweep.config.center)
+        if len({result["values"][key] for result in selected}) > 1:
+            figure, axes = new_figure(4.2, 3.2)
+            plot_losses(axes, key, selected)
+            seeds = {result["seeds"] for result in selected}
+            runs = "one seed" if seeds == {1} else f"± std of {'-'.join(map(str, sorted(seeds)))} seeds"
+            fixed = describe_fixed(selected[0]["values"], key)
+            axes.set_title(", ".join(filter(None, [fixed, runs])), fontsize=8)
+            paths += [folder / f"{name}.png", folder / f"{name}.pdf"]
+            for path in paths[-2:]:
+                save_figure(figure, path)
+    return paths
+
+
+def select_results(results: Sequence[Result], key: str, center: Values) -> list[Result]:
+    """Return the results sorted by `key` whose other keys have the values of the center, or else of the best one."""
+    reference = results[0]["values"] | center
+    selected = [r for r in results if all(r["values"].get(k) == reference[k] for k in reference.keys() - {key})]
+    numeric = [result for result in selected if type(result["values"].get(key)) in (int, float)]
+    return sorted(numeric, key=lambda result: result["values"][key])
+
+
+def describe_fixed(values: Values, key: str) -> str:
+    """Return the values of the other keys, such as `d_s = 16, S = 24`."""
+    names = shorten_keys(values)
+    return ", ".join(f"{names[other]} = {format_value(value)}" for other, value in values.items() if other != key)
+
+
+def plot_losses(axes: Any, key: str, results: Sequence[Result]) -> None:
+    """Plot the losses of the results, which are sorted by `key`, with their standard deviations."""
+    symbol = SYMBOLS.get(key)
+    numbers = [result["values"][key] for result in results]
+    for title, fmt in zip(_list_titles(results), ("o-", "s--"), strict=False):
+        points = [(n, r["losses"][title]) for n, r in zip(numbers, results, strict=True) if title in r["losses"]]
+        means, deviations = ([spread[kind] for _, spread in points] for kind in ("mean", "std"))
+        bars = deviations if any(deviations) else None
+        axes.errorbar([number for number, _ in points], means, yerr=bars, fmt=fmt, capsize=3, label=title)
+    if min(numbers) > 0 and max(numbers) / min(numbers) >= 8:
+        axes.set_xscale("log", base=2 if symbol else 10)
+    if symbol:
+        axes.set_xticks(numbers, labels=[f"{number:g}" for number in numbers], minor=False)
+        axes.minorticks_off()
+    axes.set(xlabel=f"{MEANINGS[symbol]} (${symbol}$)" if symbol else key, ylabel="Loss (nats per token)")
+    axes.legend()
+
+
+# The paper's figure
 
 
 def build_grid(target: str) -> Report:
     """Build the report of a sweep over H, d_s and S, given as its folder, its name or its YAML file."""
     sweep = load_last_run(target)
-    rows = collect_results(sweep)
-    varied = [symbol for symbol in KEYS if len(_list_values(rows, symbol)) > 1]
+    results = collect_results(sweep)
+    varied = [symbol for symbol in KEYS if len(_list_values(results, symbol)) > 1]
     if not varied:
         raise RunError(f"{sweep.folder}: the finished trials have one value of H, d_s and S each; run stack_grid")
-    titles = [title for title in LOSSES if title in rows[0].losses]
-    table = [[row.name, *(str(row.losses[t]) for t in titles), str(row.seeds), f"{row.parameters:,}"] for row in rows]
-    for name, loss in average_bigrams(sweep).items():
-        losses = (f"{loss:.4f}" if LOSSES[title] == VALIDATION else ABSENT for title in titles)
-        table.append([name, *losses, *[ABSENT] * 2])
-    notes = ["Mean ± standard deviation over the seeds, in nats per token. The best objective comes first."]
-    notes += [*_describe_missing(sweep, rows), *describe_unscored(sweep)]
-    records = [
-        {"trial": row.name, **row.values, "seeds": row.seeds, "parameters": row.parameters}
-        | {f"{title} {key}": value for title in titles for key, value in vars(row.losses[title]).items()}
-        for row in rows
-    ]
-    header = ["trial", *titles, "seeds", "parameters"]
-    return Report(
-        [Table(f"Sweep {sweep.name}", header, table)],
-        notes,
-        records,
-        lambda: draw_grid(rows, sweep.config.center, varied),
-    )
-
-
-def _list_values(rows: list[Row], symbol: str) -> list[Any]:
-    """Return the numbers that a key takes; none if it was not searched."""
-    return sorted({row.values[KEYS[symbol]] for row in rows if type(row.values.get(KEYS[symbol])) in (int, float)})
-
-
-def _describe_missing(sweep: Sweep, rows: list[Row]) -> list[str]:
-    """Return the planned trials without results, and the cells of the heat maps that are not planned."""
-    if sweep.config.search:
-        return ["A search chooses its trials: cells without a trial stay empty."]
-    planned = [{key: value for key, value in values.items() if key != "seed"} for _, values in expand(sweep.config)]
-    done = [row.values for row in rows]
-    names = shorten_keys(rows[0].values)
-    missing = [values for i, values in enumerate(planned) if values not in done and values not in planned[:i]]
-    lines = [", ".join(f"{names.get(key, key)}={value}" for key, value in values.items()) for values in missing]
-    notes = [f"missing {'; '.join(lines)}: `{build_sweep_command(sweep.folder)}`"] if lines else []
+    titles = _list_titles(results)
+    waiting = sum(not trial.folder.is_finished for trial in sweep.trials)
+    command = f"`python -m stackexp sweep run {shlex.quote(str(sweep.folder))}`"
+    notes = [f"{waiting} of {len(sweep.trials)} trials are not finished: {command}"] if waiting else []
+    notes.append("Losses are means over the seeds, in nats per token. The best objective comes first.")
     if sweep.config.axes:
         notes.append(
             "The sweep varies one key at a time, so most cells of the heat maps are empty: use `grid`, not `axes`."
         )
-    return notes
+    records = [
+        {"trial": result["name"], **result["values"], "seeds": result["seeds"], "parameters": result["parameters"]}
+        | {f"{title} {key}": value for title in titles for key, value in result["losses"].get(title, {}).items()}
+        for result in results
+    ]
+    return Report(
+        [build_table(sweep, results, titles, with_objective=False)],
+        [*notes, *describe_unscored(sweep)],
+        records,
+        lambda: draw_grid(results, sweep.config.center, varied),
+    )
 
 
-def draw_grid(rows: list[Row], center: Values, varied: list[str]) -> Any:
+def _list_values(results: Sequence[Result], symbol: str) -> list[Any]:
+    """Return the numbers that a key takes; none if it was not searched."""
+    values = (result["values"].get(KEYS[symbol]) for result in results)
+    return sorted({value for value in values if type(value) in (int, float)})
+
+
+def draw_grid(results: Sequence[Result], center: Values, varied: Sequence[str]) -> Any:
     """Draw the loss against each varied key; below, if two keys vary, the H x d_s heat map for each S."""
     from matplotlib.figure import Figure
 
-    if not all(select_rows(rows, KEYS[symbol], center) for symbol in varied):  # not finished
+    if not all(select_results(results, KEYS[symbol], center) for symbol in varied):  # not finished
         center = {}
-    slots = _list_values(rows, "S") or [None]
+    slots = _list_values(results, "S") or [None]
     has_maps = len(varied) > 1
     figure: Any = Figure(figsize=(9.5, 6.4 if has_maps else 3.2), layout="constrained")
     top, bottom = figure.subfigures(2, 1) if has_maps else (figure, None)
     for axes, symbol in zip(top.subplots(1, len(varied), squeeze=False)[0], varied, strict=True):
-        selected = select_rows(rows, KEYS[symbol], center)
+        selected = select_results(results, KEYS[symbol], center)
         plot_losses(axes, KEYS[symbol], selected)
-        axes.set_title(describe_fixed(selected[0].values, KEYS[symbol]), fontsize=8)
+        axes.set_title(describe_fixed(selected[0]["values"], KEYS[symbol]), fontsize=8)
         axes.grid(alpha=0.3)
     if has_maps:
-        _draw_maps(bottom, rows, center, slots)
+        _draw_maps(bottom, results, center, slots)
     return figure
 
 
-def _draw_maps(figure: Any, rows: list[Row], center: Values, slots: list[Any]) -> None:
+def _draw_maps(figure: Any, results: Sequence[Result], center: Values, slots: list[Any]) -> None:
     """Draw a heat map for each number of slots. Cells without a finished trial are hatched."""
-    title = next(title for title in reversed(LOSSES) if title in rows[0].losses)
-    heads, sizes = _list_values(rows, "H") or [None], _list_values(rows, "d_s") or [None]
-    others = {key: value for key, value in (rows[0].values | center).items() if key not in KEYS.values()}
+    title = _list_titles(results)[-1]
+    heads, sizes = _list_values(results, "H") or [None], _list_values(results, "d_s") or [None]
+    others = {k: value for k, value in (results[0]["values"] | center).items() if k not in KEYS.values()}
     losses = {
-        tuple(row.values.get(KEYS[symbol]) for symbol in KEYS): row.losses[title].mean
-        for row in rows
-        if all(row.values.get(key) == value for key, value in others.items())
+        tuple(result["values"].get(KEYS[symbol]) for symbol in KEYS): result["losses"][title]["mean"]
+        for result in results
+        if title in result["losses"] and all(result["values"].get(key) == value for key, value in others.items())
     }
     low, high = min(losses.values()), max(losses.values())
     panels = figure.subplots(1, len(slots), squeeze=False, sharey=True)[0]
@@ -117,10 +276,8 @@ def _draw_maps(figure: Any, rows: list[Row], center: Values, slots: list[Any]) -
         image = axes.imshow(cells, cmap="cividis", vmin=low, vmax=high, origin="lower", aspect="auto")
         for (y, x), loss in np.ndenumerate(cells):
             if not np.isnan(loss):
-                is_dark = loss < (low + high) / 2
-                axes.text(
-                    x, y, f"{loss:.3f}", ha="center", va="center", fontsize=7, color="white" if is_dark else "black"
-                )
+                color = "white" if loss < (low + high) / 2 else "black"
+                axes.text(x, y, f"{loss:.3f}", ha="center", va="center", fontsize=7, color=color)
         axes.set_xticks(range(len(heads)), [ABSENT if h is None else f"{h:g}" for h in heads])
         axes.set_yticks(range(len(sizes)), [ABSENT if d is None else f"{d:g}" for d in sizes])
         axes.set_xlabel(f"{MEANINGS['H']} ($H$)")

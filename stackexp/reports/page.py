@@ -17,8 +17,7 @@ from stackexp.reports.efficiency import build_efficiency, read_record
 from stackexp.reports.figures import save_figure
 from stackexp.reports.formal.records import collect_results
 from stackexp.reports.formal.tables import build_formal
-from stackexp.reports.grid import build_grid
-from stackexp.reports.missing_runs import find_sweeps
+from stackexp.reports.grid import build_grid, find_sweeps
 from stackexp.reports.report import Report, Table
 from stackexp.reports.scaling import build_scaling
 
@@ -72,9 +71,8 @@ def _list_builders(folder: Path) -> Iterator[tuple[str, Builder]]:
     yield "Ablation", partial(build_ablation, [folder])
     yield "Scaling", partial(build_scaling, [folder])
     yield "Training dynamics", partial(build_dynamics, [folder])
-    for sweep in find_sweeps([folder]):
-        if sweep.is_relative_to(folder):
-            yield f"Stack hyperparameters: {sweep.name}", partial(build_grid, str(sweep))
+    for sweep in find_sweeps(folder):
+        yield f"Stack hyperparameters: {sweep.name}", partial(build_grid, str(sweep))
     for path in sorted(folder.glob("*.json")):
         try:
             read_record(path)

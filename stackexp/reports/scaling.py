@@ -1,31 +1,59 @@
-"""The paper's scaling figure: loss against parameters and against tokens, a power law for each family of models."""
+"""The paper's scaling figure: loss against parameters and against tokens, a power law for each family of models.
+
+A power law is loss = irreducible + factor / size^exponent, fitted on logarithmic axes, with bootstrap bands.
+"""
 
 import math
 import textwrap
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from stackexp.config.affects import find_changed_keys, select_options
 from stackexp.errors import RunError
-from stackexp.reports.arms import Arm, ArmRun, describe_unfinished, name_memory, read_arms
-from stackexp.reports.compare import check_same_data
-from stackexp.reports.differences import OTHER, TRAINING, name_sets, read_losses
-from stackexp.reports.families import name_families, read_changes
+from stackexp.frame import Row, get_options
+from stackexp.modules.scores import NORMAL_QUANTILE, get_t_quantile
+from stackexp.reports.arms import (
+    describe_sweep,
+    describe_unfinished,
+    find_variant,
+    list_paths,
+    list_seeds,
+    load_arms,
+    select_finished,
+)
+from stackexp.reports.differences import (
+    OTHER,
+    TRAINING,
+    DataRecord,
+    compare_data,
+    name_sets,
+    read_data_record,
+    read_losses,
+)
+from stackexp.reports.differences import SIZES as MODEL_SIZES
 from stackexp.reports.figures import new_figure
-from stackexp.reports.missing_runs import describe_sweeps, find_sweeps
-from stackexp.reports.power_law import BASELINE, QUANTITIES, Point, Series, abbreviate, equivalent_factor, select_series
 from stackexp.reports.report import LINE_STYLES, MARKERS, PALETTE, Report, Table
+from stackexp.sweeps.grid import format_value, shorten_keys
 from stackexp.tables import ABSENT
 
-LEGEND_WIDTH = 36  # characters
-COMMAND = "python -m stackexp sweep run ladder"
-MISSING = {
-    "parameters": f"needs two sizes of a family with equal tokens, or equal tokens per parameter: `{COMMAND}`",
-    "tokens": "needs a family with equal parameters and two budgets: `python -m stackexp sweep run ladder_tokens`",
+BASELINE = "Transformer"
+SIZES = {
+    *(*MODEL_SIZES, "model.slot_size", "model.num_slots", "model.tie_embeddings"),
+    *("optimizer.lr", "optimizer.memory_lr", "data.global_batch_tokens"),
+    *("schedule.warmup_steps", "schedule.decay_steps"),
 }
+"""Options that may differ between the sizes of a family. So may the integers of a memory."""
+SAME_RATIO = 0.1  # tokens per parameter of a ladder differ by less than this much in their logarithm
+QUANTITIES = {"parameters": "tokens", "tokens": "backbone"}
+"""The quantity of each panel -> the quantity that is held fixed there."""
+NUM_RESAMPLES = 2000
+MIN_POINTS = 4
+"""Bands need this many points: fewer residuals say nothing about the spread."""
+LEGEND_WIDTH = 36  # characters
 REMEDIES = {
     **{group: f"run `python -m stackexp validate --run RUN --sets {group.lower()}`" for group in ("V2", "V3")},
     OTHER: "run `python -m stackexp validate --run RUN`",
@@ -34,41 +62,89 @@ REMEDIES = {
 """Column -> how to get its losses."""
 
 
-def build_scaling(paths: Sequence[Path], measure: str | None = None, irreducible: float = 0.0) -> Report:
+class Point(NamedTuple):
+    """A finished run of an arm. `backbone` are its parameters outside the memory; `baseline` is a family."""
+
+    family: str
+    parameters: int
+    backbone: int
+    tokens: int
+    seed: int
+    loss: float
+    arm: str = ""
+    baseline: str = BASELINE
+
+
+class PowerLaw(NamedTuple):
+    """The fit in logarithms, log(loss - irreducible) = intercept - exponent * log(size), and its bootstrap samples.
+
+    `samples` [R, 2] holds intercept and exponent of each resample; R is 0 without a band.
+    """
+
+    intercept: float
+    exponent: float
+    irreducible: float
+    samples: Any
+
+    def predict(self, sizes: Any) -> Any:
+        """Return the losses at these sizes."""
+        return self.irreducible + np.exp(self.intercept - self.exponent * np.log(sizes))
+
+    def predict_band(self, sizes: Any) -> tuple[Any, Any]:
+        """Return the ends of the pointwise 95 % band at these sizes."""
+        logs = self.samples[:, :1] - self.samples[:, 1:] * np.log(sizes)[None]
+        low, high = np.percentile(logs, [2.5, 97.5], axis=0)
+        return self.irreducible + np.exp(low), self.irreducible + np.exp(high)
+
+    def interval(self) -> tuple[float, float] | None:
+        """Return the 95 % interval of the exponent."""
+        return _percentiles(self.samples[:, 1]) if len(self.samples) else None
+
+
+class Series(NamedTuple):
+    """The runs of a panel, the quantity that all of them have in common, and the fit of each family."""
+
+    quantity: str
+    condition: str
+    points: list[Point]
+    laws: dict[str, PowerLaw]
+
+
+def build_scaling(
+    paths: Sequence[Path], measure: str | None = None, irreducible: float = 0.0, by: Sequence[str] = ()
+) -> Report:
     """Build the report of all finished runs at or below `paths`.
 
     `measure` is a column of `report ablation`; by default V2, or the average of the other sets, or the training loss:
-    the first that all runs have. `irreducible` is the loss that no size would remove. Raises RunError if there is
-    nothing to fit.
+    the first that all runs have. `irreducible` is the loss that no size would remove. Families differ in their memory
+    and in the options `by`. Raises RunError if there is nothing to fit.
     """
     if not 0 <= irreducible < math.inf:
         raise RunError(f"--irreducible {irreducible:g}: not a loss; use 0 or a positive number")
-    arms, notes = read_arms(paths)
-    runs, columns = [run for arm in arms for run in arm.runs], [measure] if measure else ["V2", OTHER, TRAINING]
-    column = next((c for c in columns if all(c in read_losses(run) for run in runs)), columns[-1])
-    waiting = [*describe_sweeps(find_sweeps(paths)), *describe_unfinished(arms)]
-    where = ", ".join(map(str, paths))
-    if not runs:
-        raise RunError(f"{where}: no finished runs; {waiting[0]}")
-    points, skipped = _read_points(arms, column, irreducible)
-    panels = [select_series(points, quantity, irreducible) for quantity in QUANTITIES]
-    shown = [panel for panel in panels if panel]
-    if not shown:
-        command = waiting[0] if waiting else f"run `{COMMAND}`"
+    arms, skipped = load_arms(paths)
+    rows = [row | {"arm": arm} for arm in arms for row in select_finished(arms[arm])]
+    if unknown := [key for key in by if not any(key in row for row in rows)]:
+        raise RunError(f"--by {unknown[0]}: no run has this option; use a key such as optimizer.lr")
+    source = describe_sweep(paths, "ladder")
+    notes = [*describe_unfinished(row for arm in arms for row in arms[arm]), *skipped]
+    if not rows:
+        raise RunError("; ".join([f"{', '.join(map(str, paths))}: no finished runs", source, *notes]))
+    columns = [measure] if measure else ["V2", OTHER, TRAINING]
+    column = next((c for c in columns if all(c in read_losses(row) for row in rows)), columns[-1])
+    points, left_out = _read_points(rows, column, irreducible, shorten_keys(by))
+    panels = [panel for quantity in QUANTITIES if (panel := select_series(points, quantity, irreducible))]
+    if not panels:
         reason = "nothing to fit: no family has two sizes with equal tokens, or two lengths with equal parameters"
-        raise RunError("; ".join([f"{where}: {reason}", *skipped, command]))
-    missing = [
-        f"missing loss against {quantity}: {MISSING[quantity]}"
-        for quantity, panel in zip(QUANTITIES, panels, strict=True)
-        if panel is None
-    ]
-    unused = [line for panel in shown for line in _describe_unused(points, panel)]
-    conditions = [f"Loss against {panel.quantity}: runs with {panel.condition}." for panel in shown]
-    notes = [*_explain(column, irreducible), *conditions, *missing, *unused, *skipped, *waiting, *notes]
-    records = [{"measure": column} | p._asdict() for p in points]
-    rows = [row for panel in shown for row in _build_rows(panel)]
-    header = ["panel", "family", "sizes", "runs", "exponent", "95 % interval", "equivalent factor", "95 % interval"]
-    return Report([Table("Power laws", header, rows, num_labels=2)], notes, records, lambda: draw_panels(shown, column))
+        raise RunError("; ".join([f"{', '.join(map(str, paths))}: {reason}", *left_out, source]))
+    conditions = [f"Loss against {panel.quantity}: runs with {panel.condition}." for panel in panels]
+    unused = [line for panel in panels for line in _describe_unused(points, panel)]
+    mixed = _describe_mixed(rows, points)
+    return Report(
+        [Table("Power laws", *_build_table(panels), num_labels=2)],
+        [source, *_explain(column, irreducible), *conditions, *mixed, *unused, *left_out, *notes],
+        [{"measure": column} | p._asdict() for p in points],
+        lambda: draw_panels(panels, column),
+    )
 
 
 def _explain(column: str, irreducible: float) -> list[str]:
@@ -76,21 +152,55 @@ def _explain(column: str, irreducible: float) -> list[str]:
     return [
         f"Loss: {column}. Fit: loss = {irreducible:g} + factor / size^exponent, least squares in logarithms. "
         "Another irreducible loss gives other exponents (--irreducible).",
-        "A family has the same training options, except for sizes, learning rate, batch, warmup and seed. Its name has "
-        "the options that other runs do not share.",
+        "A family is the paper's variant or a kind of memory; --by KEY,... separates families by options as well.",
         "Intervals are 95 %, by bootstrap of the residuals, for families of four runs or more. Bold or *: the interval "
         "excludes 1.",
-        f"Equivalent factor: how many times as many parameters or tokens the {BASELINE} with the same options needs "
-        "for the same loss, at the largest number that both families have. Extrapolated: beyond the numbers run.",
+        f"Equivalent factor: how many times as many parameters or tokens the {BASELINE} needs for the same loss, at "
+        "the largest number that both families have. Extrapolated: beyond the numbers run.",
     ]
 
 
-def _read_points(arms: list[Arm], column: str, irreducible: float) -> tuple[list[Point], list[str]]:
+# Families and points
+
+
+def name_family(row: Row, by: Mapping[str, str]) -> str:
+    """Return the family of a run: the paper's variant or the kind of memory, with its values of options.
+
+    `by` are these options: {key: its short name}.
+    """
+    memory = find_variant(row) or row.get("model.memory.kind") or row.get("model.kind", BASELINE)
+    values = ", ".join(f"{name}={format_value(row.get(key))}" for key, name in by.items())
+    return f"{memory} ({values})" if values else memory
+
+
+def _describe_mixed(rows: Sequence[Row], points: Sequence[Point]) -> list[str]:
+    """Return notes about families whose runs differ in options that are no sizes, or that differ at one size."""
+    used = {(p.arm, p.seed): p for p in points}
+    families: dict[str, list[tuple[Point, dict[str, Any]]]] = defaultdict(list)
+    for row in rows:
+        if point := used.get((row["arm"], row["seed"])):
+            families[point.family].append((point, get_options(row)))
+    notes = []
+    for family, members in families.items():
+        first = {(p.backbone, p.tokens): options for p, options in reversed(members)}
+        mixed: dict[str, None] = {}
+        for p, options in members:
+            for key in find_changed_keys(members[0][1], options, ["training"]):
+                is_memory_size = key.startswith("model.memory.") and type(options.get(key)) is int
+                if key not in SIZES and not is_memory_size:
+                    mixed[key] = None
+            mixed |= dict.fromkeys(find_changed_keys(first[p.backbone, p.tokens], options, ["training"]))
+        if keys := [key for key in mixed if key != "seed"]:
+            notes.append(f"{family} has runs with different options, --by separates them: {', '.join(keys)}")
+    return notes
+
+
+def _read_points(
+    rows: Sequence[Row], column: str, irreducible: float, by: Mapping[str, str]
+) -> tuple[list[Point], list[str]]:
     """Return the points of the finished runs, and notes about those that are left out."""
-    named = [(arm.name, run) for arm in arms for run in arm.runs]
-    runs = [run for _, run in named]
-    sets = [name_sets(run, column) for run in runs]
-    losses = [read_losses(run).get(column, (math.nan, None))[0] for run in runs]
+    sets = [name_sets(row, column) for row in rows]
+    losses = [read_losses(row).get(column, (math.nan, None))[0] for row in rows]
     if all(map(math.isnan, losses)):
         raise RunError(f"no finished run has a loss in column {column!r}; {REMEDIES[column]}")
     if not any(loss > irreducible for loss in losses):
@@ -98,111 +208,197 @@ def _read_points(arms: list[Arm], column: str, irreducible: float) -> tuple[list
         raise RunError(f"--irreducible {irreducible:g}: above every loss ({column}, at most {highest:.3f}); use less")
     scored = [own for own, loss in zip(sets, losses, strict=True) if not math.isnan(loss)]
     most = max(scored, key=scored.count)  # of equally many, the first
-    strangers, notes = _find_other_data(runs)
+    runs_on_other_data, unrecorded = _find_other_data(rows)
     points: list[Point] = []
-    skipped: dict[str, list[tuple[str, int]]] = defaultdict(list)
-    for (name, run), own, loss, family in zip(named, sets, losses, name_families(runs), strict=True):
-        tokens, total, memory = (run.result.get(key) for key in ("tokens", "parameters", "memory_parameters"))
+    skipped: list[tuple[str, str, int]] = []
+    outside = {key: name for key, name in by.items() if not key.startswith(("model.memory.", "warm_start.memory"))}
+    for row, own, loss in zip(rows, sets, losses, strict=True):
+        tokens, total, memory = (row.get(key) for key in ("tokens", "parameters", "memory_parameters"))
+        reason = ""
         if math.isnan(loss):
-            skipped[f"no {column}, {REMEDIES[column]}"].append((name, run.seed))
+            reason = f"no {column}, {REMEDIES[column]}"
         elif own != most:
-            skipped["scored on other sets than most runs"].append((name, run.seed))
+            reason = "scored on other sets than most runs"
         elif loss <= irreducible:
-            skipped[f"no {column} above {irreducible:g}"].append((name, run.seed))
-        elif run.folder.path in strangers:
-            skipped[strangers[run.folder.path]].append((name, run.seed))
+            reason = f"no {column} above {irreducible:g}"
+        elif row["path"] in runs_on_other_data:
+            reason = runs_on_other_data[row["path"]]
         elif not (total and tokens and memory is not None):
-            skipped["no parameters or tokens in result.json"].append((name, run.seed))
+            reason = "no parameters or tokens in result.json"
+        if reason:
+            skipped.append((f"left out, {reason}", row["arm"], row["seed"]))
         else:
-            points.append(Point(family.name, total, total - memory, tokens, run.seed, loss, name, family.baseline))
-    return points, [*_describe_skipped("left out", skipped), *notes]
+            baseline = name_family(row | {"model.memory.kind": None, "model.kind": "transformer"}, outside)
+            sizes = (total, total - memory, tokens)
+            points.append(Point(name_family(row, by), *sizes, row["seed"], loss, row["arm"], baseline))
+    return points, [*list_seeds(skipped), *list_paths("training data not compared, none recorded", unrecorded)]
 
 
-def _describe_skipped(start: str, skipped: Mapping[str, list[tuple[str, int]]]) -> list[str]:
-    """Return a note for each reason, which counts and names its runs by arm and seed."""
-    notes = []
-    for reason, runs in skipped.items():
-        seeds = {name: sorted(seed for other, seed in runs if other == name) for name, _ in runs}
-        names = (f"{name} (seed{'s' * (len(s) > 1)} {', '.join(map(str, s))})" for name, s in seeds.items())
-        notes.append(f"{start}, {reason}, {len(runs)} run{'s' * (len(runs) > 1)}: {', '.join(names)}")
-    return notes
-
-
-def _describe_unused(points: list[Point], panel: Series) -> list[str]:
-    """Return notes about the runs that a panel does not show."""
-    skipped: dict[str, list[tuple[str, int]]] = defaultdict(list)
-    for point in [point for point in points if point not in panel.points]:
-        has_sizes = len({getattr(p, panel.quantity) for p in points if p.family == point.family}) > 1
-        reason = f"not one of two sizes with {panel.condition}" if has_sizes else "its family has one size"
-        skipped[reason].append((point.run, point.seed))
-    return _describe_skipped(f"not in loss against {panel.quantity}", skipped)
-
-
-def _find_other_data(runs: list[ArmRun]) -> tuple[dict[Path, str], list[str]]:
-    """Return why runs are left out because of their training data, by folder, and a note about missing records.
+def _find_other_data(rows: Sequence[Row]) -> tuple[dict[str, str], list[Row]]:
+    """Return why runs are left out because of their training data, by path, and the runs without a record.
 
     Runs with the same seed and data options are compared up to the end of the shorter one. Those that differ from most
     of them are left out; of two halves, the one without a Transformer.
     """
-    reasons: dict[Path, str] = {}
-    unrecorded: list[str] = []
-    groups: dict[str, list[list[ArmRun]]] = defaultdict(list)
-    for run in runs:
+    reasons: dict[str, str] = {}
+    unrecorded = []
+    groups: dict[str, list[list[tuple[Row, DataRecord]]]] = defaultdict(list)
+    for row in rows:
         try:
-            if check_same_data([run.folder]):
-                unrecorded.append(str(run.folder.path))
-                continue
+            record = read_data_record(row)
         except RunError as error:
-            reasons[run.folder.path] = str(error)
+            reasons[row["path"]] = str(error)
             continue
-        data = {key: value for key, value in read_changes(run.config).items() if key.startswith("data.")}
-        parts = groups[repr((run.seed, data))]
-        part = next((part for part in parts if _has_same_data(part[0], run)), [])
-        if not part:
-            parts.append(part)
-        elif check_same_data([part[0].folder, run.folder]):
-            unrecorded.append(str(run.folder.path))
-        part.append(run)
+        options = select_options(get_options(row), ["training"])
+        data = {key: value for key, value in options.items() if key.startswith("data.")}
+        parts = groups[repr((row["seed"], sorted(data.items())))]
+        part = next((part for part in parts if not compare_data(record, part[0][1])[0]), None)
+        if not record.values or (part and compare_data(record, part[0][1])[1]):
+            unrecorded.append(row)
+        if record.values and part is None:
+            parts.append([(row, record)])
+        elif record.values and part is not None:
+            part.append((row, record))
     for parts in groups.values():
-        most = max(parts, key=lambda part: (len(part), any(name_memory(run.config) == BASELINE for run in part)))
-        others = [run.folder.path for part in parts if part is not most for run in part]
+        has_baseline = [any(find_variant(row) == BASELINE for row, _ in part) for part in parts]
+        most = max(zip(map(len, parts), has_baseline, parts, strict=True), key=lambda part: part[:2], default=[[]])[-1]
+        others = [row["path"] for part in parts if part is not most for row, _ in part]
         reasons |= dict.fromkeys(others, "trained on other data than most runs with the same seed and data options")
-    note = f"training data not compared, no record of a step that other runs recorded: {', '.join(unrecorded)}"
-    return reasons, [note] if unrecorded else []
+    return reasons, unrecorded
 
 
-def _has_same_data(run: ArmRun, other: ArmRun) -> bool:
-    try:
-        check_same_data([run.folder, other.folder])
-    except RunError:
-        return False
-    return True
+def _describe_unused(points: list[Point], panel: Series) -> list[str]:
+    """Return notes about the runs that a panel does not show."""
+    skipped = []
+    for point in [point for point in points if point not in panel.points]:
+        has_sizes = len({_get_size(p, panel.quantity) for p in points if p.family == point.family}) > 1
+        reason = f"not one of two sizes with {panel.condition}" if has_sizes else "its family has one size"
+        skipped.append((f"not in loss against {panel.quantity}, {reason}", point.arm, point.seed))
+    return list_seeds(skipped)
 
 
-def _build_rows(panel: Series) -> list[list[str]]:
-    rows, baselines = [], {p.family: p.baseline for p in panel.points}
-    sizes = {f: [getattr(p, panel.quantity) for p in panel.points if p.family == f] for f in panel.laws}
-    for family, law in panel.laws.items():
-        counts = [str(len(set(sizes[family]))), str(len(sizes[family]))]
-        row = [panel.quantity, family, *counts, f"{law.exponent:.4f}", _format_interval(law.interval())]
-        baseline = baselines[family]
-        base = panel.laws.get(baseline)
-        if base and law is not base and base.exponent > 0:
-            size = min(max(sizes[family]), max(sizes[baseline]))
-            factor, interval = equivalent_factor(law, base, size)
-            is_inside = min(sizes[baseline]) <= factor * size <= max(sizes[baseline])
-            text = f"{factor:.3f}" + ("" if is_inside else " extrapolated")
-            excludes_one = interval is not None and (interval[0] > 1 or interval[1] < 1)
-            row += [f"**{text}**" if excludes_one else text, _format_interval(interval)]
-        rows.append(row + [ABSENT] * (8 - len(row)))
-    return rows
+def select_series(points: list[Point], quantity: str, irreducible: float = 0.0) -> Series | None:
+    """Return the runs for one panel: those with equal values of the other quantity that make the best comparison.
+
+    It has the most families with two sizes, then the most sizes. In a ladder, every size has its own budget: if runs
+    with about equal tokens per parameter make a better comparison, loss against parameters uses these. Returns None if
+    no family has two sizes.
+    """
+    fixed = QUANTITIES[quantity]
+    groups: dict[float, list[Point]] = defaultdict(list)
+    for point in points:
+        groups[getattr(point, fixed)].append(point)
+    value, best = max(groups.items(), key=lambda item: _rank_group(item[1], quantity), default=(0, []))
+    condition = f"{abbreviate(value)} {'tokens' if fixed == 'tokens' else 'parameters outside the memory'}"
+    ratios = [p.tokens / p.backbone for p in points]
+    near = [[p for p in points if abs(math.log(p.tokens / p.backbone / ratio)) < SAME_RATIO] for ratio in ratios]
+    ladder = max(near, key=lambda group: _rank_group(group, quantity), default=[])
+    if quantity == "parameters" and _rank_group(ladder, quantity) > _rank_group(best, quantity):
+        ratio = sum(p.tokens for p in ladder) / sum(p.backbone for p in ladder)
+        best, condition = ladder, f"{ratio:.3g} tokens per parameter outside the memory"
+    families = sorted({p.family for p in best}, key=lambda family: (not family.startswith(BASELINE), family))
+    members = {family: [p for p in best if p.family == family] for family in families}
+    members = {family: runs for family, runs in members.items() if _rank_group(runs, quantity) > (0, 0)}
+    laws = {
+        family: fit_power_law([getattr(p, quantity) for p in runs], [p.loss for p in runs], irreducible)
+        for family, runs in members.items()
+    }
+    return Series(quantity, condition, [p for runs in members.values() for p in runs], laws) if laws else None
+
+
+def _get_size(point: Point, quantity: str) -> int:
+    """Return the size that distinguishes runs of a family: models with other memories only are not other sizes."""
+    return point.backbone if quantity == "parameters" else point.tokens
+
+
+def _rank_group(points: list[Point], quantity: str) -> tuple[int, int]:
+    """Return the number of families with two sizes or more, and the largest number of sizes of one of them, or 0."""
+    sizes: dict[str, set[int]] = defaultdict(set)
+    for point in points:
+        sizes[point.family].add(_get_size(point, quantity))
+    counts = [len(own) for own in sizes.values() if len(own) > 1]
+    return len(counts), max(counts, default=0)
+
+
+# Power laws
+
+
+def fit_power_law(sizes: Sequence[float], losses: Sequence[float], irreducible: float = 0.0) -> PowerLaw:
+    """Fit by least squares in logarithms. The band resamples the residuals, widened as for Student's t."""
+    x, y = np.log(sizes), np.log(np.asarray(losses) - irreducible)
+    slope, intercept = np.polyfit(x, y, 1)
+    samples = np.empty((0, 2))
+    if len(x) >= MIN_POINTS:
+        fitted = intercept + slope * x
+        widening = np.sqrt(len(x) / (len(x) - 2)) * get_t_quantile(len(x) - 2) / NORMAL_QUANTILE
+        residuals = (y - fitted) * widening
+        drawn = np.random.default_rng(0).choice(residuals - residuals.mean(), (NUM_RESAMPLES, len(x)))
+        slopes, intercepts = np.polyfit(x, (fitted + drawn).T, 1)
+        samples = np.stack([intercepts, -slopes], axis=1)
+    return PowerLaw(float(intercept), float(-slope), irreducible, samples)
+
+
+def equivalent_factor(law: PowerLaw, baseline: PowerLaw, size: float) -> tuple[float, tuple[float, float] | None]:
+    """Return how many times larger the baseline must be to reach the loss of `law` at `size`, and a 95 % interval.
+
+    The exponent of the baseline must be positive; resamples in which it is not count as infinite factors.
+    """
+
+    def solve(intercept: Any, exponent: Any, base_intercept: Any, base_exponent: Any) -> Any:
+        log_loss = intercept - exponent * np.log(size)
+        with np.errstate(over="ignore"):
+            return np.where(base_exponent > 0, np.exp((base_intercept - log_loss) / base_exponent) / size, np.inf)
+
+    factor = float(solve(law.intercept, law.exponent, baseline.intercept, baseline.exponent))
+    if not (len(law.samples) and len(baseline.samples)):
+        return factor, None
+    order = np.random.default_rng(1).permutation(len(baseline.samples))  # the two fits are independent
+    return factor, _percentiles(solve(*law.samples.T, *baseline.samples[order].T))
+
+
+def _percentiles(values: Any) -> tuple[float, float]:
+    low, high = np.percentile(values, [2.5, 97.5], method="nearest")  # no mean of infinities
+    return float(low), float(high)
+
+
+# Output
+
+
+def _build_table(panels: Sequence[Series]) -> tuple[list[str], list[list[str]]]:
+    header = ["panel", "family", "sizes", "runs", "exponent", "95 % interval", "equivalent factor", "95 % interval"]
+    rows = []
+    for panel in panels:
+        sizes = {f: [getattr(p, panel.quantity) for p in panel.points if p.family == f] for f in panel.laws}
+        baselines = {p.family: p.baseline for p in panel.points}
+        for family, law in panel.laws.items():
+            count = len({_get_size(p, panel.quantity) for p in panel.points if p.family == family})
+            row = [panel.quantity, family, str(count), str(len(sizes[family]))]
+            row += [f"{law.exponent:.4f}", _format_interval(law.interval())]
+            baseline = baselines[family]
+            base = panel.laws.get(baseline)
+            if base and law is not base and base.exponent > 0:
+                size = min(max(sizes[family]), max(sizes[baseline]))
+                factor, interval = equivalent_factor(law, base, size)
+                is_inside = min(sizes[baseline]) <= factor * size <= max(sizes[baseline])
+                text = f"{factor:.3f}" + ("" if is_inside else " extrapolated")
+                excludes_one = interval is not None and (interval[0] > 1 or interval[1] < 1)
+                row += [f"**{text}**" if excludes_one else text, _format_interval(interval)]
+            rows.append(row + [ABSENT] * (len(header) - len(row)))
+    return header, rows
 
 
 def _format_interval(interval: tuple[float, float] | None) -> str:
     return "{:.3f} to {:.3f}".format(*interval) if interval else ABSENT
 
 
-def draw_panels(panels: list[Series], column: str) -> Any:
+def abbreviate(value: float) -> str:
+    """Return a number of tokens or parameters as 283M or 20B."""
+    from matplotlib.ticker import EngFormatter
+
+    return EngFormatter(sep="")(float(f"{value:.3g}")).replace("G", "B")
+
+
+def draw_panels(panels: Sequence[Series], column: str) -> Any:
     """Draw each panel: the runs, the fit of each family and its band. The legend is on the right."""
     from matplotlib.ticker import NullLocator
 

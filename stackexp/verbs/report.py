@@ -22,32 +22,37 @@ class Compare(Verb):
         style = parser.add_mutually_exclusive_group()
         style.add_argument("--markdown", action="store_true", help="print a Markdown table")
         style.add_argument(
-            "--json", action="store_true", help="print a list of objects: summary and result of each run"
+            "--json", action="store_true", help="print a list of objects: state, options, result and scores of each run"
         )
         parser.add_argument("--different-data", action="store_true", help="compare runs even if their data differ")
 
     def run(self, args: Namespace) -> int:
         args.parser.check_output("--figure", args.figure, FIGURE_SUFFIXES)
         from stackexp import runs
-        from stackexp.frame import find_runs
-        from stackexp.reports.compare import check_same_data, draw_losses, format_runs
-        from stackexp.reports.summaries import summarize
+        from stackexp.frame import list_rows, load_runs
+        from stackexp.reports.compare import draw_losses, format_comparison, has_repetitions
+        from stackexp.reports.differences import check_same_data
 
-        folders = []
         for path in args.runs:
-            found = find_runs([path]) if Path(path).is_dir() else []
-            folders += found or [runs.open_run(path)]
+            if not Path(path).is_dir():
+                runs.open_run(path)  # raises an error
+        rows = list_rows(load_runs(args.runs))
+        if not rows:
+            args.parser.error(f"{', '.join(args.runs)}: no run folders; give run folders or folders of them")
+        for row in rows:
+            if row["problem"]:
+                print(f"damaged: {row['problem']}", file=sys.stderr)
         if not args.different_data:
-            for warning in check_same_data(folders):
-                print(warning, file=sys.stderr)
+            for note in check_same_data(rows):
+                print(note, file=sys.stderr)
         if args.json:
-            results = [run.read_result().to_dict() if run.is_finished else None for run in folders]
-            pairs = zip(folders, results, strict=True)
-            print(json.dumps([vars(summarize(run)) | {"result": result} for run, result in pairs], indent=2))
+            print(json.dumps(rows, indent=2))
         else:
-            print(format_runs(folders, "markdown" if args.markdown else "terminal"))
+            print(format_comparison(rows, "markdown" if args.markdown else "terminal"))
+            if has_repetitions(rows):
+                print("\n`report ablation` gives the means over the seeds, and differences with intervals")
         if args.figure:
-            draw_losses(folders, args.figure)
+            draw_losses(rows, args.figure)
         return 0
 
 
@@ -125,13 +130,15 @@ class Ablation(Verb):
 class Scaling(Verb):
     """Fit power laws of the loss against parameters and against tokens, for each family of models.
 
-    RUNS are run folders, folders of run folders, or a sweep's folder. Families are the Transformer and each memory.
+    RUNS are run folders, folders of run folders, or a sweep's folder. Families are the paper's variants and the kinds
+    of memory; --by separates them by options.
     """
 
-    usage = f"RUNS ... [--loss COLUMN] [--irreducible LOSS] {OUTPUT_USAGE}"
+    usage = f"RUNS ... [--loss COLUMN] [--irreducible LOSS] [--by KEY,...] {OUTPUT_USAGE}"
     examples = (
         "report scaling runs/ladder --figure scaling.pdf",
         "report scaling runs/scaling --irreducible 1.7 --latex",
+        "report scaling runs/ladder --by optimizer.lr",
     )
 
     def add_arguments(self, parser: Parser) -> None:
@@ -140,12 +147,14 @@ class Scaling(Verb):
         parser.add_argument("--loss", choices=("training loss", "V2", "V3", "average"), metavar="COLUMN", help=loss)
         irreducible = "loss that no size removes (default: 0)"
         parser.add_argument("--irreducible", type=float, default=0.0, metavar="LOSS", help=irreducible)
+        parser.add_argument("--by", metavar="KEY,...", help="options whose values separate families as well")
         add_output_arguments(parser)
 
     def run(self, args: Namespace) -> int:
         from stackexp.reports.scaling import build_scaling
 
-        return print_report(args, lambda: build_scaling(args.runs, args.loss, args.irreducible))
+        by = split_names(args.by or "")
+        return print_report(args, lambda: build_scaling(args.runs, args.loss, args.irreducible, by))
 
 
 class Benchmarks(Verb):
@@ -286,7 +295,7 @@ class All(Verb):
         if args.update:
             if not args.update.is_file():
                 args.parser.error(f"{args.update}: no such file")
-            from stackexp.reports.documents import update_document
+            from stackexp.reports.publish import update_document
 
             print("\n".join(update_document(args.update)))
             return 0

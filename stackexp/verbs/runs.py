@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import time
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -23,22 +22,28 @@ class List(Verb):
         parser.add_argument("--json", action="store_true", help="print a list of objects")
 
     def run(self, args: Namespace) -> int:
-        from stackexp.frame import find_runs
-        from stackexp.reports.summaries import format_summaries, summarize
+        from stackexp.frame import list_rows, load_runs
+        from stackexp.reports.compare import format_list
 
         for folder in args.folders:
             if not Path(folder).is_dir():
                 args.parser.error(f"{folder}: no such folder; give a folder of runs, such as runs/")
-        summaries = [summarize(run) for run in find_runs(args.folders)]
-        summaries = [summary for summary in summaries if args.state in (None, summary.state.value)]
+        rows = [row for row in list_rows(load_runs(args.folders)) if args.state in (None, row["state"])]
         if args.json:
-            print(json.dumps([vars(summary) for summary in summaries], indent=2))
-        elif summaries:
-            print(format_summaries(summaries))
+            print(json.dumps([_summarize(row) for row in rows], indent=2))
+        elif rows:
+            print(format_list(rows))
         else:
             state = f"{args.state} " if args.state else ""
             print(f"no {state}runs in {', '.join(args.folders)}")
         return 0
+
+
+def _summarize(row: dict[str, Any]) -> dict[str, Any]:
+    """Return the columns that every run has, null where a value is missing."""
+    from stackexp.frame import SUMMARY
+
+    return {key: row.get(key) for key in SUMMARY}
 
 
 class Show(Verb):
@@ -53,43 +58,22 @@ class Show(Verb):
 
     def run(self, args: Namespace) -> int:
         from stackexp import runs
-        from stackexp.reports.summaries import summarize
+        from stackexp.frame import read_run
+        from stackexp.reports.compare import format_run
+        from stackexp.reports.publish import get_origin
 
         folder = runs.open_run(args.run)
-        summary = dict(vars(summarize(folder)))
-        keys = ("started", "command", "commit", "host")
-        sessions = folder.read_sessions()
-        summary["sessions"] = [{key: session.get(key) for key in keys} for session in sessions]
-        summary["origin"] = next((session["origin"] for session in reversed(sessions) if "origin" in session), None)
-        summary["checkpoints"] = [checkpoint.name for checkpoint in folder.list_checkpoints()]
-        if summary["state"] == "unfinished":
-            summary["resume"] = runs.format_resume_command(folder)
-        print(json.dumps(summary, indent=2) if args.json else _format(summary))
+        row, sessions = read_run(folder), folder.read_sessions()
+        origins = filter(None, map(get_origin, reversed(sessions)))
+        details: dict[str, Any] = {
+            "sessions": [{k: session.get(k) for k in ("started", "command", "commit", "host")} for session in sessions],
+            "origin": next(origins, None),
+            "checkpoints": [checkpoint.name for checkpoint in folder.list_checkpoints()],
+        }
+        if row["state"] == "unfinished":
+            details["resume"] = runs.format_resume_command(folder)
+        print(json.dumps(_summarize(row) | details, indent=2) if args.json else format_run(row, details))
         return 0
-
-
-def _format(summary: dict[str, Any]) -> str:
-    from stackexp.reports.summaries import format_loss, format_size
-    from stackexp.tables import format_table
-
-    rows = [
-        ("run", summary["path"]),
-        ("state", f"{summary['state']}{': ' + summary['problem'] if summary['problem'] else ''}"),
-        ("step", f"{summary['step']} of {summary['max_steps']}"),
-        ("tokens", f"{summary['tokens'] or 0:,}"),
-        ("loss", f"{format_loss(summary['train_loss'])} training, {format_loss(summary['best_loss'])} best validation"),
-        ("size", format_size(summary["bytes"])),
-        ("changed", time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(summary["last_change"]))),
-        ("checkpoints", ", ".join(summary["checkpoints"]) or "none"),
-    ]
-    if origin := summary["origin"]:
-        step = "" if origin["step"] is None else f", step {origin['step']}"
-        rows.append(("origin", f"{origin['path']}{step}, SHA-256 {origin['sha256']}"))
-    for session in summary["sessions"]:
-        host = f" on {session['host']}" if session.get("host") else ""
-        rows += [("session", f"{session['started']}{host}"), ("", session["command"])]
-    rows += [("resume", summary["resume"])] if "resume" in summary else []
-    return format_table(rows)
 
 
 class Copy(Verb):
@@ -109,7 +93,7 @@ class Copy(Verb):
 
     def run(self, args: Namespace) -> int:
         from stackexp.frame import find_runs
-        from stackexp.reports.copies import copy_run
+        from stackexp.reports.publish import copy_run
         from stackexp.runs import RunFolder
 
         folders = [folder for folder in find_runs(args.runs) if folder.is_finished]
@@ -124,13 +108,7 @@ class Copy(Verb):
                 args.parser.error(f"{target}: exists already; remove it first, or choose another --to")
             targets[target] = folder
         for target, folder in targets.items():
-            hidden = target.with_name(f".{target.name}.new")
-            shutil.rmtree(hidden, ignore_errors=True)  # of a copy that was killed
-            try:
-                copy_run(folder, RunFolder(hidden))
-                hidden.replace(target)
-            finally:
-                shutil.rmtree(hidden, ignore_errors=True)
+            copy_run(folder, target)
             print(target)
         return 0
 
@@ -170,7 +148,8 @@ class Remove(Verb):
         """Delete the runs, or list them."""
         from stackexp import runs
         from stackexp.errors import FolderBusyError, RunError
-        from stackexp.reports.summaries import format_size, summarize
+        from stackexp.frame import read_run
+        from stackexp.reports.compare import format_size
 
         folders = [runs.open_run(path) for path in args.runs]
         folders = list({folder.path.resolve(): folder for folder in folders}.values())
@@ -178,11 +157,11 @@ class Remove(Verb):
             if folder.path.is_symlink():
                 raise RunError(f"{folder.path}: a symbolic link; give the run folder, {folder.path.resolve()}")
             folder.check_ownership()
-            summary = summarize(folder)
-            if summary.state == "running":
+            row = read_run(folder)
+            if row["state"] == "running":
                 raise FolderBusyError(f"{folder.path}: another process uses this folder; stop it first")
-            size = format_size(summary.bytes)
-            print(f"{folder.path}: {summary.state.value}, step {summary.step}, {size}{'' if args.yes else ' (kept)'}")
+            text = f"{row['state']}, step {row['step']}, {format_size(row['bytes'])}"
+            print(f"{folder.path}: {text}{'' if args.yes else ' (kept)'}")
         if not args.yes:
             print("add --yes to delete these folders")
             return 0

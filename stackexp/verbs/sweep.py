@@ -1,6 +1,5 @@
 """Run sweeps, and show, stop and compare their trials."""
 
-import dataclasses
 import json
 import sys
 from argparse import Namespace
@@ -123,11 +122,11 @@ class Results(Verb):
 
         sweep = load_last_run(args.sweep, args.overrides)
         sweep.check_trials()
-        from stackexp.reports.sweeps import collect_results, describe_unscored, draw_results, format_results
+        from stackexp.reports.grid import collect_results, describe_unscored, draw_results, format_results
 
         rows = collect_results(sweep)
         if args.json:
-            print(json.dumps([dataclasses.asdict(row) for row in rows], indent=2))
+            print(json.dumps(rows, indent=2))
         else:
             print(format_results(sweep, rows, style="markdown" if args.markdown else "terminal"))
         for note in describe_unscored(sweep):

@@ -62,12 +62,31 @@ def test_copies_have_tests_but_no_validations_of_other_runs(runs):
     assert not [name for name in names if "other" in name]
 
 
-def test_an_incomplete_copy_is_deleted(runs, capsys):
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("validate-notes.json", '{"note": 1}', "validate-notes.json: not a file of `validate`; move it elsewhere"),
+        ("environment.json", '[{"origin": 5}]', "the origin of a session is 5"),
+        ("result.json", "{", "result.json: not valid JSON"),
+        ("result.json", None, "result.json: a symbolic link"),
+        ("validate.chunks/held-out.npy", None, "held-out.npy: a symbolic link"),
+        ("validate.json", None, "validate.json: a symbolic link"),
+    ],
+)
+def test_a_run_that_cannot_be_copied_leaves_no_files(runs, capsys, file, content, message):
+    """A link in a run of another person could lead to a private file."""
     run = runs / "stacktrans-seed=0-0123abc1"
-    (run / "validate-notes.json").write_text('{"note": 1}')
+    if content is None:
+        (run / file).rename("private")
+        (run / file).symlink_to(Path("private").resolve())
+    else:
+        (run / file).write_text(content)
+    Path("copies").mkdir()
+    mine = Path("copies", f".{run.name}.new")
+    mine.mkdir()
     assert main(["runs", "copy", str(run), "--to", "copies"]) == 1
-    assert capsys.readouterr().err.endswith("validate-notes.json: not a file of `validate`; move it elsewhere\n")
-    assert not list(Path("copies").iterdir())
+    assert message in capsys.readouterr().err
+    assert list(Path("copies").iterdir()) == [mine]
 
 
 def test_tables_of_a_document_are_replaced(runs, capsys):

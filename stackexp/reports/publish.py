@@ -1,0 +1,87 @@
+"""Results to commit: small copies of runs with only what reports read, and documents with the tables of reports."""
+
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from stackexp.errors import RunError
+from stackexp.files import create_folder_atomically, read_json, read_json_lines, write_json, write_json_lines
+from stackexp.frame import list_tests, read_validations
+from stackexp.runs import RunFolder
+
+BEGIN = r"<!-- (python -m stackexp report [^\n]*?) -->\n"
+END = "<!-- end of report -->"
+"""A table is between a comment with its command and this line."""
+
+
+def copy_run(folder: RunFolder, target: Path) -> None:
+    """Copy a run into the new folder `target`. Raises RunError for damage, and for links, which may lead anywhere."""
+    chunks = list(folder.path.glob("validate*.chunks"))
+    data = folder.path / "data.jsonl"
+    paths = [folder.config, folder.result, folder.environment, data, *folder.path.glob("*.json")]
+    for path in [*paths, *chunks, *(path for root in chunks for path in root.rglob("*"))]:
+        if path.is_symlink():
+            raise RunError(f"{path}: a symbolic link; replace it by the file")
+    records = {record.pop("file"): record for record in read_validations(folder)}
+    records |= {path.name: read_json(path) for path in list_tests(folder)}
+    folder.read_options()  # raises an error for damage
+    folder.read_result()
+    with create_folder_atomically(target) as new:
+        RunFolder(new).mark()
+        for path in (folder.config, folder.result):
+            shutil.copyfile(path, new / path.name)
+        for name, record in records.items():
+            write_json(new / name, record | {"checkpoint": Path(record["checkpoint"]).name})
+        for path in chunks:
+            scores = path.with_suffix(".json")
+            if scores.name in records or not scores.exists():  # not of a checkpoint of another run
+                shutil.copytree(path, new / path.name)
+        write_json(new / "environment.json", [_remove_places(session) for session in folder.read_sessions()])
+        write_json_lines(new / "data.jsonl", list(read_json_lines(data, skip_damaged=True))[-1:])
+
+
+def _remove_places(session: dict[str, Any]) -> dict[str, Any]:
+    """Return a session without the name of the host and the folders of files."""
+    kept = {key: value for key, value in session.items() if key != "host"}
+    if origin := get_origin(session):
+        kept["origin"] = origin | {"path": Path(origin["path"]).name}
+    return kept
+
+
+def get_origin(session: dict[str, Any]) -> dict[str, Any] | None:
+    """Return path, step and SHA-256 of the weights that a run started from, None for none. Raises RunError."""
+    origin = session.get("origin")
+    if origin is not None and not (isinstance(origin, dict) and isinstance(origin.get("path"), str)):
+        raise RunError(f"environment.json: the origin of a session is {origin!r:.60}; delete it")
+    return origin
+
+
+def update_document(path: Path) -> list[str]:
+    """Replace every table of a document by the current output of its command, and return the commands.
+
+    Commands run in the current folder. Raises RunError if there is no table, or a command fails.
+    """
+    text = path.read_text(encoding="utf-8")
+    commands = re.findall(BEGIN, text)
+    if not commands or len(commands) != text.count(END):
+        raise RunError(f"{path}: expected tables between <!-- python -m stackexp report ... --> and {END}")
+    end = 0
+    for command in commands:
+        begin = text.index(f"<!-- {command} -->\n", end) + len(f"<!-- {command} -->\n")
+        table = _run(path, command)
+        text = text[:begin] + table + text[text.index(END, begin) :]
+        end = begin + len(table)
+    path.write_text(text, encoding="utf-8")
+    return commands
+
+
+def _run(path: Path, command: str) -> str:
+    argv = [sys.executable, "-m", "stackexp", *shlex.split(command)[3:]]
+    done = subprocess.run(argv, capture_output=True, text=True)
+    if done.returncode:
+        raise RunError(f"{path}: `{command}` failed: {done.stderr.strip()}")
+    return done.stdout
