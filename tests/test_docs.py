@@ -5,7 +5,7 @@ import shlex
 from pathlib import Path
 
 import pytest
-from stackexp.reports.documents import update_document
+from stackexp.reports.publish import update_document
 
 from stackexp import cli
 from stackexp.config.compose import compose
