@@ -5,10 +5,10 @@ import shlex
 from pathlib import Path
 
 import pytest
-from stackexp.reports.publish import update_document
 
 from stackexp import cli
 from stackexp.config.compose import compose
+from stackexp.reports.publish import update_document
 from stackexp.sweeps.sweep import load_sweep
 from stackexp.verbs.dispatch import find_verb, load_verb
 
