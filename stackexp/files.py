@@ -134,13 +134,13 @@ def replace_non_finite(value: Any) -> Any:
 
 
 def read_json_lines(
-    path: Path, *, skip_damaged: bool = False, last_bytes: int | None = None
+    path: Path, *, skip_damaged: bool = False, last_bytes: int | None = None, is_log: bool = True
 ) -> Iterator[dict[str, Any]]:
     """Yield the objects of a JSON Lines file, none if the file is missing.
 
-    A last line without a line feed was cut off by a kill and is skipped. Raises RunError for any other line that is
-    not valid JSON, unless `skip_damaged` is set. With `last_bytes`, only the complete lines in that many bytes at the
-    end are read, and errors count lines from there.
+    A last line without a line feed is skipped in a log, where a kill has cut it off, but not in a user's file. Raises
+    RunError for any other line that is not valid JSON, unless `skip_damaged` is set. With `last_bytes`, only the
+    complete lines in that many bytes at the end are read, and errors count lines from there.
     """
     if not path.exists():
         return
@@ -151,7 +151,7 @@ def read_json_lines(
         else:
             file.seek(0)
         for number, line in enumerate(file, 1):
-            if not line.strip() or not line.endswith(b"\n"):
+            if not line.strip() or (is_log and not line.endswith(b"\n")):
                 continue
             try:
                 value = json.loads(line)

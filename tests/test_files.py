@@ -157,3 +157,12 @@ def test_shared_and_exclusive_locks(tmp_path):
         assert files.is_locked(path)
         assert files.try_lock(path, shared=True) is None
     assert not files.is_locked(path, count_shared=True)
+
+
+def test_last_line_of_a_users_file_needs_no_line_feed(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"a": 1}\n{"a": 2}')
+    assert list(files.read_json_lines(path, is_log=False)) == [{"a": 1}, {"a": 2}]
+    path.write_text('{"a": 1}\n{"a"')
+    with pytest.raises(RunError, match="line 2 is damaged"):
+        list(files.read_json_lines(path, is_log=False))

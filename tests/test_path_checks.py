@@ -46,6 +46,15 @@ def test_an_unfinished_dataset(run_without_torch, tmp_path):
     assert "shards: holds no finished set; make one" in run_without_torch({}, "fit", "--config", "x.yaml")
 
 
+def test_text_in_place_of_a_dataset(run_without_torch, tmp_path):
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts/a.txt").write_text("text")
+    for path, target in {"texts": "texts-prepared", "texts/a.txt": "texts/a-prepared"}.items():
+        line = run_without_torch({"path": path}, "fit", "--config", "x.yaml")
+        assert f"{path}: not a prepared set; prepare it with: stackexp data prepare {path} --to {target} " in line
+        assert line.endswith(f"then set data.path={target}")
+
+
 def test_missing_validation_sets(run_without_torch, tmp_path):
     (tmp_path / "shards").mkdir()
     (tmp_path / "shards/corpus.json").write_text("{}")

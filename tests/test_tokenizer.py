@@ -1,13 +1,16 @@
 """Training, loading and fingerprints of tokenizers, and bytes per token."""
 
 import json
+import time
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from stackexp.data import tokenizer as tok
+from stackexp.data.readers import Piece
 from stackexp.errors import RunError
 
 TEXTS = ["def main(argv):\n    return 0\n", "naïve café, 東京, 🙂", "for i in range(10): print(i)\r\n"] * 20
@@ -56,12 +59,70 @@ def test_added_text_token_counts_its_bytes(trained):
     assert tok.count_token_bytes(tokenizer)[305] == 4
 
 
-def test_end_of_text_counts_no_bytes_even_if_it_is_not_special(trained):
+def test_end_of_text_that_is_not_special_becomes_special_on_loading(trained, tmp_path):
     spec = json.loads(trained.to_str())
     spec["added_tokens"][0]["special"] = False
-    tokenizer = Tokenizer.from_str(json.dumps(spec))
-    assert tok.list_token_bytes(tokenizer)[0] == b"<|endoftext|>"
+    (tmp_path / "tokenizer.json").write_text(json.dumps(spec))
+    tokenizer = tok.load_tokenizer(tmp_path / "tokenizer.json")
+    assert 0 not in tokenizer.encode("a<|endoftext|>b").ids
+    assert json.loads(tokenizer.to_str())["added_tokens"][0]["special"]
     assert tok.count_token_bytes(tokenizer).tolist() == tok.count_token_bytes(trained).tolist()
+
+
+def make_sentencepiece(prepends: bool) -> Tokenizer:
+    """Make a tokenizer with U+2581 for spaces, which adds one to each text (Llama 2), or splits at them (Unigram)."""
+    characters = sorted({character for text in TEXTS for character in text} - {" "})
+    pieces = ["<unk>", "</s>", "\u2581", *characters, *(f"\u2581{character}" for character in characters)]
+    merges = [("\u2581", character) for character in characters]
+    tokenizer = Tokenizer(models.BPE({piece: n for n, piece in enumerate(pieces)}, merges, unk_token="<unk>"))
+    if prepends:
+        steps = [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
+        tokenizer.normalizer = normalizers.Sequence(steps)
+    else:
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.add_special_tokens(["<unk>", "</s>"])
+    return tok.treat_special_tokens_as_text(tokenizer)
+
+
+FAMILIES = {
+    "byte-level": (lambda: tok.train_tokenizer(TEXTS, 305), True),
+    "Llama 2": (lambda: make_sentencepiece(prepends=True), False),
+    "Metaspace": (lambda: make_sentencepiece(prepends=False), True),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("part", [7, 1000, 10**6])
+def test_ids_are_those_of_the_whole_document(monkeypatch, family, part):
+    monkeypatch.setattr(tok, "PIECE_CHARACTERS", 200)
+    monkeypatch.setattr(tok, "CONTEXT_CHARACTERS", 40)
+    build, has_cuts = FAMILIES[family]
+    tokenizer, document = build(), "".join(TEXTS)
+    starts = range(0, len(document), part)
+    pieces = [Piece(document[i : i + part], i + part >= len(document)) for i in starts]
+    cut = [piece.text for piece in tok._cut_documents(pieces, tokenizer)]
+    assert "".join(cut) == document
+    assert (len(cut) > 5) == has_cuts
+    [block] = tok.tokenize_pieces(pieces, tokenizer)
+    expected = tokenizer.encode(document, add_special_tokens=False).ids
+    assert block.ids.tolist() == [*expected, tok.get_end_of_text_id(tokenizer)]
+    assert (block.documents, block.bytes) == (1, len(document.encode()))
+
+
+def test_document_that_cannot_be_cut_is_refused_above_the_limit(monkeypatch, trained):
+    monkeypatch.setattr(tok, "PIECE_CHARACTERS", 100)
+    monkeypatch.setattr(tok, "MAX_PIECE_CHARACTERS", 1000)
+    assert sum(len(block.ids) for block in tok.tokenize_pieces([Piece("東" * 900, True)], trained))
+    with pytest.raises(RunError, match=r"the document .* characters that this tokenizer cannot encode in parts; split"):
+        list(tok.tokenize_pieces([Piece("東" * 2000, True)], trained))
+
+
+def test_training_on_text_without_spaces_is_not_quadratic():
+    start = time.process_time()
+    tokenizer = tok.train_tokenizer(["東京都" * 200_000, "x" * 300_000], 400)
+    assert time.process_time() - start < 20
+    assert len(tokenizer.encode("東京都" * 8).ids) <= 10
+    assert np.array(tokenizer.encode("x" * 3000).ids).size < 30
 
 
 def test_token_bytes_without_an_end_of_text_token():

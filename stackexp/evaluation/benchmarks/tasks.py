@@ -131,8 +131,8 @@ def read_dataset(files: Mapping[str, Path]) -> Any:
 
     splits = {}
     for split, path in files.items():
-        documents = list(read_json_lines(path))
+        documents = list(read_json_lines(path, is_log=False))
         if not documents:
-            raise RunError(f"{path}: no documents; write one JSON object per line, each ended by a line feed")
+            raise RunError(f"{path}: no documents; write one JSON object per line")
         splits[split] = Dataset.from_list(documents)
     return splits
