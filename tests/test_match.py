@@ -8,7 +8,7 @@ import yaml
 from stackexp.cli import main
 from stackexp.config.compose import compose
 from stackexp.planning.match import QUANTITIES, match_models
-from stackexp.sweeps.shipped import get_shipped_folder
+from stackexp.sweeps import get_shipped_folder
 
 SMALL = ["model.hidden_size=64", "model.num_layers=3", "model.intermediate_size=96", "data.micro_batch_size=2"]
 

@@ -1,274 +1,198 @@
-"""The Slurm launcher on a real two-node Slurm cluster, with shell scripts as trials."""
+"""Workers on a real two-node Slurm cluster, with fast fake trials."""
 
-import json
-import os
-import shutil
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 from processes import wait_until
+from slurm import Slurm
+from sweep_study import ALL_STEPS, Study
 
 from stackexp.cli import main
-from stackexp.config.experiment import ExperimentConfig
-from stackexp.config.trainer import TrainerConfig
-from stackexp.errors import ConfigError, RunError
-from stackexp.runs import RunFolder
-from stackexp.sweeps import slurm as slurm_commands
-from stackexp.sweeps.launchers import slurm as launcher_module
-from stackexp.sweeps.launchers.slurm import SlurmLauncher
-from stackexp.sweeps.launchers.slurm_jobs import Task, find_newest_tasks, read_exit_code, write_exit_code
-from stackexp.sweeps.schema import Resources
-from stackexp.sweeps.sweep import load_sweep
-from stackexp.sweeps.trials import Trial
+from stackexp.sweeps.trials import State, read_claim, read_failure
 
-COUNT = 'echo >>"$0/starts"; '
-UNTIL_STOPPED = f"{COUNT}trap 'sleep 1; exit 75' USR1 TERM; touch $0/ready; until [ -e $0/go ]; do sleep 0.05; done; "
-"""Runs until the file `go` exists; ends with 75 a second after it is stopped."""
+SUBMIT = ("--launcher", "slurm")
 
 
 @pytest.fixture
-def sweep(slurm, tmp_path, monkeypatch) -> "Sweep":
-    monkeypatch.setattr(launcher_module, "SQUEUE_SECONDS", 0)
-    return Sweep(tmp_path / "study")
+def study(slurm, tmp_path) -> Study:
+    """Four trials; d runs on both nodes."""
+    study = Study(tmp_path)
+    return study
 
 
-class Sweep:
-    """A sweep's folder with shell commands as trials; $0 is the trial's folder."""
-
-    def __init__(self, folder: Path):
-        self.folder = folder
-        self.shell: dict[str, str] = {}
-        folder.mkdir()
-
-    def trial(self, name: str, shell: str, **trainer: int) -> Trial:
-        self.shell[name] = shell
-        folder = RunFolder(self.folder / name)
-        folder.path.mkdir()
-        return Trial(folder, ExperimentConfig(trainer=TrainerConfig(**trainer)), {})
-
-    def launcher(self, max_parallel: int | None = None, **resources) -> SlurmLauncher:
-        return SlurmLauncher(self.folder, [], Resources(**resources), max_parallel, self.command)
-
-    def command(self, trial: Trial) -> list[str]:
-        return ["bash", "-c", self.shell[trial.name], str(trial.folder.path)]
+def set_trials(study: Study, names: str, wide: str = "") -> None:
+    """Keep the trials of these names; those in `wide` run on both nodes."""
+    trials = [{"name": name, "model.memory.num_slots": slots} for slots, name in enumerate(names, 1)]
+    for trial in trials:
+        if trial["name"] in wide:
+            trial["trainer.num_nodes"] = 2
+    study.write(list=trials, overrides=["data.micro_batch_size=1"])
 
 
-def wait_for_codes(launcher: SlurmLauncher, number: int = 1) -> dict[str, int]:
-    """Wait until `number` more trials have ended and return their names and exit codes."""
-    found: dict[str, int] = {}
-
-    def has_enough() -> bool:
-        found.update({trial.name: code for trial, code in launcher.collect_ended()})
-        return len(found) >= number
-
-    wait_until(has_enough)
-    return found
+def wait_for_end(slurm: Slurm) -> None:
+    """Wait until the queue is empty; start requeued jobs at once."""
+    wait_until(lambda: not slurm.squeue() or slurm.hurry() or not slurm.squeue())
 
 
-def count_starts(trial: Trial) -> int:
-    path = trial.folder.path / "starts"
-    return len(path.read_text().splitlines()) if path.exists() else 0
+def read_job_logs(study: Study) -> str:
+    return "\n".join(path.read_text() for path in study.folder.glob("jobs/*/*.txt"))
 
 
-def is_ready(trial: Trial) -> bool:
-    return (trial.folder.path / "ready").exists()
+def test_workers_run_every_trial_once(study, slurm, monkeypatch, capsys):
+    """The trial on two nodes waits for the others, because --max-parallel is 2. Rerunning adds no workers."""
+    set_trials(study, "abcd", wide="d")
+    study.set_behavior({name: {"seconds": 4} for name in "abc"})
+    assert main(["sweep", "run", str(study.path), *SUBMIT, "--max-parallel", "2", "--dry-run"]) == 0
+    scripts = capsys.readouterr().out
+    assert "#SBATCH --array=0-1\n" in scripts
+    assert "#SBATCH --nodes=2\n" in scripts
+    output = study.run(*SUBMIT, "--max-parallel", 2)
+    assert "2 workers, each with 1 nodes" in output
+    assert "1 workers, each with 2 nodes" in output
+    assert len(slurm.squeue()) == 3
+    wait_until(lambda: study.count_attempts()[:2] == [1, 1])
+    assert "no more workers are needed" in study.run(*SUBMIT, "--max-parallel", 2)
+    status = study.run(verb="status")
+    assert f"job {read_claim(study.trials[0]).job}" in status
+    assert "Slurm jobs: 1 pending (Dependency), 2 running" in status
+    wait_for_end(slurm)
+    assert study.get_states() == [State.DONE] * 4
+    assert study.count_attempts() == [1] * 4
+    assert (study.trials[3].folder.path / "rank1").exists()
+    assert study.trials[0].log.read_text().count("from step 0") == 1
+    assert "done      a-" in read_job_logs(study)
+    assert "no more workers are needed" in study.run(*SUBMIT)
 
 
-def test_each_trial_ends_with_its_own_code(sweep, monkeypatch):
-    """The highest exit code of several processes counts. The output is in the trial's log, and no process hangs."""
-    endings = {"done": 0, "failed": 1, "config": 2, "busy": 74}
-    trials = [sweep.trial(name, f"echo {name} $SLURM_PROCID; exit {code}") for name, code in endings.items()]
-    trials.append(sweep.trial("killed", "kill -9 $$"))
-    trials.append(sweep.trial("hanging", "((SLURM_PROCID == 1)) && exit 1; sleep 100", num_nodes=2))
-    trials.append(sweep.trial("one-of-two", "((SLURM_PROCID == 1)) && exit 3; sleep 1; exit 1", num_nodes=2))
-    monkeypatch.setattr(launcher_module, "SCRIPT", launcher_module.SCRIPT.replace("--wait=300", "--wait=2"))
-    launcher = sweep.launcher()
-    launcher.start(trials)
-    assert launcher.count_free() == 1000 - 7
-    ended = wait_for_codes(launcher, 7)
-    assert ended.pop("hanging") in (-9, -15)
-    assert ended == endings | {"killed": -9, "one-of-two": 3}
-    assert launcher.count_free() == 1000
-    assert all(f"{trial.name} 0\n" in trial.log.read_text() for trial in trials[:4])
-    record = json.loads((trials[1].folder.path / "exit.json").read_text())
-    assert (record["exit_code"], record["attempt"]) == (1, 1)
-    lines = [json.loads(line) for line in (sweep.folder / "jobs.jsonl").read_text().splitlines()]
-    assert [len(line["trials"]) for line in lines] == [5, 2], "one array job for each shape"
+def test_concurrent_submissions_run_no_trial_twice(study, slurm):
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(lambda _: study.run(*SUBMIT), range(3)))
+    wait_for_end(slurm)
+    assert study.get_states() == [State.DONE] * 4
+    assert study.count_attempts() == [1] * 4
+
+
+@pytest.mark.parametrize("number", ["TERM", "USR1"])
+def test_a_preempted_worker_passes_the_signal_on_and_is_requeued(study, slurm, number):
+    """One trial runs on both nodes."""
+    set_trials(study, "ab", wide="a")
+    study.set_behavior({name: {"seconds": 8} for name in "ab"})
+    study.run(*SUBMIT)
+    wait_until(lambda: all(len(steps) > 1 for steps in study.read_steps()))
+    jobs = [read_claim(trial).job for trial in study.trials]
+    slurm.output("scancel", "--batch", f"--signal={number}", *jobs)
+    wait_until(lambda: slurm.squeue() == dict.fromkeys(jobs, "PENDING"))
+    assert study.get_states() == [State.STOPPED] * 2
+    wait_for_end(slurm)
+    assert study.read_steps() == [ALL_STEPS] * 2
+    assert study.count_attempts() == [2, 2]
+    assert not any(trial.failure.exists() for trial in study.trials)
+
+
+def test_a_cancelled_worker_is_not_requeued(study, slurm):
+    study.set_behavior({name: {"seconds": 20} for name in "abcd"})
+    study.run(*SUBMIT, "--max-parallel", 1)
+    wait_until(lambda: study.read_steps()[0])
+    slurm.output("scancel", *slurm.squeue())
+    wait_until(lambda: not slurm.squeue())
+    time.sleep(2)
+    assert not slurm.squeue()
+    assert study.get_states() == [State.STOPPED] + [State.WAITING] * 3
+    study.set_behavior({})
+    study.run(*SUBMIT)
+    wait_for_end(slurm)
+    assert study.read_steps() == [ALL_STEPS] * 4
+
+
+@pytest.mark.process
+def test_stop_saves_running_trials_and_requeues_none(study, slurm):
+    """Four workers fit on the nodes; the others wait in the queue."""
+    set_trials(study, "abcdef")
+    study.set_behavior({name: {"seconds": 20} for name in "abcdef"})
+    study.run(*SUBMIT)
+    wait_until(lambda: sum(map(bool, study.read_steps())) == 4)
+    output = study.run(verb="stop")
+    assert "6 trials: 2 waiting, 4 stopped" in output
+    assert slurm.squeue() == {}
+    assert sum(study.count_attempts()) == 4
+
+
+@pytest.mark.process
+def test_a_lost_node_loses_no_trial(study, slurm):
+    """Slurm requeues the worker of the lost node. The other workers do not fail."""
+    set_trials(study, "abc", wide="a")
+    study.set_behavior({name: {"seconds": 10} for name in "abc"})
+    study.run(*SUBMIT)
+    wait_until(lambda: any(study.read_steps()))
+    slurm.kill_node("n1")
+    wait_until(lambda: "RUNNING" not in slurm.squeue().values() or "PENDING" in slurm.squeue().values())
+    slurm.start_node("n1")
+    study.set_behavior({})
+    wait_for_end(slurm)
+    assert study.read_steps() == [ALL_STEPS] * 3
+    assert not any(trial.failure.exists() for trial in study.trials)
+
+
+def test_workers_share_the_retries(study, slurm):
+    study.set_behavior({"a": {"first": ["error"] * 9}, "b": {"first": ["kill"]}})
+    study.run(*SUBMIT, "--retries", 1)
+    wait_for_end(slurm)
+    assert study.count_attempts() == [2, 2, 1, 1]
+    assert study.get_states() == [State.FAILED] + [State.DONE] * 3
+    assert read_failure(study.trials[0])["cause"] == "non-finite loss in batch 3"
+
+
+@pytest.mark.process
+def test_a_worker_is_requeued_when_the_controller_is_back(study, slurm):
+    study.set_behavior({"a": {"seconds": 10}})
+    set_trials(study, "a")
+    study.run(*SUBMIT)
+    wait_until(lambda: study.read_steps()[0])
+    slurm.stop_controller()
+    pid = read_claim(study.trials[0]).pid
+    worker = int(slurm.call("ps", "-o", "ppid=", "-p", pid).stdout)
+    slurm.call("kill", "-USR1", worker)
+    wait_until(lambda: study.get_states() == [State.STOPPED])
+    slurm.start_controller()
+    wait_until(lambda: "PENDING" in slurm.squeue().values())
+    wait_for_end(slurm)
+    assert study.read_steps() == [ALL_STEPS]
 
 
 @pytest.mark.slow  # Slurm looks at time limits twice a minute
-def test_trial_is_requeued_before_the_time_limit(sweep, slurm):
-    """The warning comes after 15 seconds. A process that has saved does not end the other one."""
-    save = "((SLURM_PROCID)) && sleep 2 && touch $0/saved; exit 75"
-    shell = f"{COUNT}trap '{save}' USR1; [ -e $0/saved ] || sleep 100 & wait"
-    trials = [sweep.trial("short", COUNT), sweep.trial("long", shell, num_nodes=2)]
-    launcher = sweep.launcher(time="1", signal_seconds=45)
-    launcher.start(trials)
-    assert wait_for_codes(launcher) == {"short": 0}
-    wait_until(lambda: "PENDING" in slurm.squeue().values() and (trials[1].folder.path / "saved").exists())
-    assert launcher.collect_ended() == []
-    wait_until(lambda: slurm.hurry() or count_starts(trials[1]) == 4)
-    assert wait_for_codes(launcher) == {"long": 0}
-    assert json.loads((trials[1].folder.path / "exit.json").read_text())["attempt"] == 2
-    assert count_starts(trials[0]) == 1, "only the task itself is requeued"
+def test_a_worker_is_requeued_before_the_time_limit(study, slurm):
+    """The warning comes after 15 seconds."""
+    set_trials(study, "ab", wide="a")
+    study.write(resources={"time": "0:01:00", "signal_seconds": 45})
+    study.set_behavior({"a": {"seconds": 200}})
+    study.run(*SUBMIT)
+    wait_until(lambda: study.read_steps()[0])
+    study.set_behavior({})
+    wait_until(lambda: list(slurm.squeue().values()) == ["PENDING"])
+    wait_for_end(slurm)
+    assert study.read_steps() == [ALL_STEPS] * 2
+    assert study.count_attempts() == [2, 1]
 
 
-@pytest.mark.process
-def test_trial_keeps_its_job_when_slurm_requeues_it(sweep, slurm, tmp_path, monkeypatch):
-    """Simulate a node failure after which the script cannot requeue the job again."""
-    script = tmp_path / "bin" / "scontrol"
-    script.parent.mkdir()
-    refused = "touch $0.refused; echo 'Job is pending execution' >&2; exit 1"
-    script.write_text(f'#!/bin/bash\n[ -e $0.refused ] || {{ {refused}; }}\nexec {shutil.which("scontrol")} "$@"\n')
-    script.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{script.parent}:{os.environ['PATH']}")
-    trial = sweep.trial("t", f"{COUNT}[ -e $0/saved ] || {{ touch $0/saved; exit 75; }}")
-    launcher = sweep.launcher()
-    launcher.start([trial])
-    wait_until(lambda: slurm.squeue() and "PENDING" in slurm.squeue().values() and count_starts(trial))
-    assert launcher.collect_ended() == []
-    wait_until(lambda: slurm.hurry() or count_starts(trial) == 2)
-    assert wait_for_codes(launcher) == {"t": 0}
-    assert (tmp_path / "bin" / "scontrol.refused").exists()
-    assert len((sweep.folder / "jobs.jsonl").read_text().splitlines()) == 1
+def test_a_worker_refuses_trials_that_have_changed(study, slurm):
+    slurm.output("scontrol", "update", "NodeName=n[0-1]", "State=DRAIN", "Reason=test")
+    study.run(*SUBMIT, "--max-parallel", 1)
+    config = study.path.with_name("tiny.yaml")
+    config.write_text(config.read_text() + "seed: 7\n")
+    slurm.output("scontrol", "update", "NodeName=n[0-1]", "State=RESUME")
+    wait_for_end(slurm)
+    assert study.count_attempts() == [0] * 4
+    assert "have changed since this worker was submitted" in read_job_logs(study)
 
 
-def test_max_parallel_limits_the_running_tasks(sweep):
-    shell = "echo 1 >>$0/../load; sleep 0.5; echo -1 >>$0/../load"
-    trials = [sweep.trial(f"t{i}", shell) for i in range(4)] + [
-        sweep.trial(f"wide{i}", shell, devices=2) for i in (0, 1)
-    ]
-    launcher = sweep.launcher(max_parallel=2)
-    launcher.start(trials[:3])
-    launcher.start(trials[3:])
-    assert set(wait_for_codes(launcher, 6).values()) == {0}
-    load = [int(line) for line in (sweep.folder / "load").read_text().split()]
-    assert len(load) == 2 * (4 + 2 * 2)
-    running = [sum(load[: i + 1]) for i in range(len(load))]
-    assert 2 <= max(running) <= 4, "two trials, of up to two processes"
+def test_refusal_of_slurm_is_reported(study):
+    study.write(resources={"partition": "gpu"})
+    assert "error: sbatch: " in study.run(*SUBMIT, expect=1)
 
 
-def test_drivers_do_not_submit_a_trial_twice(sweep, slurm):
-    """Start drivers at the same time and later; all of them receive the exit code."""
-    trials = [sweep.trial(f"t{i}", UNTIL_STOPPED) for i in range(3)]
-    launchers = [sweep.launcher() for _ in range(4)]
-    with ThreadPoolExecutor() as pool:
-        list(pool.map(lambda launcher: launcher.start(trials), launchers))
-    wait_until(lambda: all(map(is_ready, trials)))
-    later = sweep.launcher()
-    later.start(trials)
-    assert len(slurm.squeue()) == 3
-    for trial in trials:
-        (trial.folder.path / "go").touch()
-    for launcher in (*launchers, later):
-        assert wait_for_codes(launcher, 3) == {"t0": 0, "t1": 0, "t2": 0}
-    assert [count_starts(trial) for trial in trials] == [1, 1, 1]
-
-    for attempt in (2, 3, 4):  # one that has ended may be started again at once
-        later.start(trials[:1])
-        assert wait_for_codes(later) == {"t0": 0}
-        assert count_starts(trials[0]) == attempt
-
-
-@pytest.mark.process
-def test_stop_saves_running_trials_and_requeues_none(sweep, slurm):
-    trials = [sweep.trial(f"t{i}", UNTIL_STOPPED) for i in range(3)]
-    trials.append(sweep.trial("stubborn", f"{COUNT}trap '' TERM; touch $0/ready; sleep 100 & wait; wait"))
-    launcher = sweep.launcher(max_parallel=3, signal_seconds=5)
-    launcher.start([trials[3], *trials[:3]])
-    wait_until(lambda: sum(map(is_ready, trials)) == 3)
-    sweep.launcher(signal_seconds=5).stop()  # as `sweep stop` without a driver
-    assert slurm.squeue() == {}
-    assert wait_for_codes(launcher, 4) == {"t0": 75, "t1": 75, "t2": 75, "stubborn": -9}
-    assert [count_starts(trial) for trial in trials] == [1, 1, 0, 1]
-
-
-def test_cancel_ends_one_trial(sweep, slurm):
-    trials = [sweep.trial("a", UNTIL_STOPPED), sweep.trial("b", UNTIL_STOPPED), sweep.trial("c", UNTIL_STOPPED)]
-    launcher = sweep.launcher(max_parallel=2)
-    launcher.start(trials)
-    wait_until(lambda: is_ready(trials[0]) and is_ready(trials[1]))
-    launcher.cancel(trials[2])
-    launcher.cancel(trials[0])
-    assert wait_for_codes(launcher, 2) == {"a": 75, "c": 75}
-    wait_until(lambda: list(slurm.squeue().values()) == ["RUNNING"])
-
-
-def test_vanished_job_counts_as_killed(sweep, slurm):
-    trial = sweep.trial("a", f"{COUNT}touch $0/ready; sleep 100")
-    launcher = sweep.launcher()
-    launcher.start([trial])
-    wait_until(lambda: is_ready(trial))
-    slurm.output("scancel", *slurm.squeue())
-    assert wait_for_codes(launcher) == {"a": -9}
-    assert slurm.squeue() == {}
-
-
-@pytest.mark.process
-def test_no_trial_ends_while_the_controller_is_down(sweep, slurm, monkeypatch):
-    """Recorded exit codes still count, and a new trial is submitted when the controller is back."""
-    monkeypatch.setattr(slurm_commands, "RETRY_SECONDS", 0.2)
-    trials = [sweep.trial("a", UNTIL_STOPPED), sweep.trial("b", UNTIL_STOPPED), sweep.trial("c", COUNT)]
-    launcher = sweep.launcher()
-    launcher.start(trials[:2])
-    wait_until(lambda: all(map(is_ready, trials[:2])))
-    slurm.stop_controller()
-    assert launcher.collect_ended() == []
-    record = {"exit_code": 0, "job": find_newest_tasks(sweep.folder)["a"].job}
-    (trials[0].folder.path / "exit.json").write_text(json.dumps(record))
-    assert wait_for_codes(launcher) == {"a": 0}
-    with ThreadPoolExecutor() as pool:
-        submission = pool.submit(launcher.start, trials[2:])
-        time.sleep(1)
-        slurm.start_controller()
-        submission.result()
-    for trial in trials[:2]:
-        (trial.folder.path / "go").touch()
-    assert wait_for_codes(launcher, 2) == {"b": 0, "c": 0}
-    assert [count_starts(trial) for trial in trials] == [1, 1, 1]
-
-
-def test_refusal_of_slurm_is_reported(sweep):
-    with pytest.raises(RunError, match=r"^sbatch: .*invalid partition specified: gpu"):
-        sweep.launcher(partition="gpu").start([sweep.trial("a", "true")])
-
-
-def test_missing_slurm_is_a_config_error(tmp_path, monkeypatch):
+def test_missing_slurm_is_a_config_error(tmp_path, monkeypatch, capsys):
+    study = Study(tmp_path)
     monkeypatch.setenv("PATH", "/nowhere")
-    with pytest.raises(ConfigError, match="sbatch not found"):
-        SlurmLauncher(tmp_path, [], Resources())
-
-
-def test_sweep_status_and_stop_without_a_driver(slurm, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    Path("study.yaml").write_text("config: quickstart\ngrid: {model.memory.num_heads: [1, 2]}\n")
-    found = load_sweep("study.yaml")
-    for trial in found.trials:
-        trial.folder.path.mkdir(parents=True)
-    launcher = SlurmLauncher(
-        found.folder,
-        found.trials,
-        Resources(),
-        1,
-        lambda trial: ["bash", "-c", UNTIL_STOPPED, str(trial.folder.path.resolve())],
-    )
-    launcher.start(found.trials)
-    wait_until(lambda: is_ready(found.trials[0]))
-    assert main(["sweep", "status", "study.yaml"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert "running n0, job " in lines[2]
-    assert "pending (JobArrayTaskLimit), job " in lines[3]
-    assert main(["sweep", "stop", "study.yaml"]) == 0
-    assert "stopping its slurm jobs" in capsys.readouterr().out
-    assert slurm.squeue() == {}
-    assert wait_for_codes(launcher, 2) == {trial.name: 75 for trial in found.trials}
-
-
-def test_a_cut_off_record_of_a_full_disk_counts_as_missing(tmp_path):
-    (tmp_path / "exit.json").touch()
-    assert read_exit_code(tmp_path, Task("job", 0)) is None
-    write_exit_code(tmp_path, Task("job", 0), "1_0", 3)
-    assert read_exit_code(tmp_path, Task("job", 0)) == 3
-    assert read_exit_code(tmp_path, Task("other", 0)) is None
+    assert main(["sweep", "run", str(study.path), *SUBMIT]) == 2
+    assert "sbatch not found" in capsys.readouterr().err

@@ -11,8 +11,8 @@ from config_files import BASE, build_sweep, write
 
 from stackexp.config.memory import StackMemoryConfig
 from stackexp.errors import ConfigError
+from stackexp.sweeps import list_shipped
 from stackexp.sweeps.grid import shorten_keys
-from stackexp.sweeps.shipped import list_shipped
 from stackexp.sweeps.sweep import Sweep, load_last_run, load_sweep
 from stackexp.sweeps.trials import compute_config_hash
 
@@ -182,7 +182,7 @@ def test_errors_name_file_line_and_nearest_valid_name():
     assert get_error(grid={"model.memory.nm_heads": [1]}).endswith(f"unknown key; did you mean '{H}'?")
     assert "resorces: unknown key; did you mean 'resources'?" in get_error(resorces={})
     assert "resources.time: expected '24:00:00' or" in get_error(resources={"time": 86400})  # YAML's 24:00:00
-    assert "study.yaml: unknown config 'quickstrt'; did you mean 'quickstart'?" in get_error(config="quickstrt")
+    assert "study.yaml:1: unknown config 'quickstrt'; did you mean 'quickstart'?" in get_error(config="quickstrt")
     assert f"grid.{H}: expected at least one value" in get_error(grid={H: []})
     assert f"set center.{H}" in get_error(axes={H: [1, 2]})
     assert f"center.{S}: no axis or grid has this name" in get_error(axes={H: [1, 2]}, center={H: 1, S: 1})
@@ -194,6 +194,54 @@ def test_errors_name_file_line_and_nearest_valid_name():
     assert "config: name the base config" in get_error(config=None)
     assert "must be smaller than trainer.max_steps 1 " in get_error(tokens=1.0)
     assert "trainer.devices: study.yaml:3" in get_error(resources={"devices": 3})
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"list": [{"config": 5}]}, "study.yaml:3: list: entry 1: config: expected the name of a config"),
+        ({"list": [{"config": []}]}, "list: entry 1: config: expected the name of a config"),
+        ({"list": [{"name": [1]}]}, "list: entry 1: name: expected text, found [1]"),
+        ({"list": [5]}, "list: expected"),
+        ({"grid": {"config": [5]}}, "study.yaml:4: grid.config: expected the name of a config"),
+        ({"grid": {"config": ["quickstrt"]}}, "did you mean 'quickstart'?"),
+        ({"grid": {H: 5}}, f"grid.{H}: expected"),
+        ({"grid": {H: [1.5]}}, f"study.yaml:4: {H}: expected an integer"),
+        ({"list": [{H: "x"}]}, f"study.yaml:3: {H}: expected an integer >= 1, found 'x'"),
+        ({"list": [{"memory": "queue", "model.memory": "queue"}]}, "memory: unknown key"),
+        ({"grid": {H: [b"x"]}}, f"grid.{H}: expected a number, text"),
+        ({"seeds": [1.5]}, "seeds: expected"),
+        ({"axes": {"config": [5]}, "center": {"config": "quickstart"}}, "axes.config: expected the name"),
+        *(({"tokens": value}, "tokens: expected a number > 0") for value in ("x", [1], {"a": 1}, float("nan"))),
+        ({"tokens": float("inf")}, "tokens: expected a number > 0"),
+        *(
+            ({"grid": {"tokens": [value]}}, "study.yaml:4: grid.tokens: expected a number of tokens > 0")
+            for value in ("x", [1], {"a": 1}, float("nan"), float("inf"), 0, True, None)
+        ),
+        ({"list": [{"tokens": "1e6 tokens"}]}, "list: entry 1: tokens: expected a number of tokens > 0"),
+    ],
+)
+def test_invalid_values_are_errors_of_one_line(keys, message):
+    assert message in get_error(**keys)
+
+
+def test_an_unknown_sweep_suggests_the_file_or_folder_of_that_name():
+    write("mine.yaml", "config: quickstart\n")
+    write("runs/earlier/sweep.yaml", "config: quickstart\n")
+    for target, hint in {"mine": "mine.yaml", "earlier": "runs/earlier"}.items():
+        with pytest.raises(ConfigError, match=f"unknown sweep '{target}'.*; did you mean '{hint}'"):
+            load_sweep(target)
+
+
+def test_paths_in_the_list_are_relative_to_the_file_in_its_copy_too(tmp_path, monkeypatch):
+    Path("studies").mkdir()
+    write("studies/base.yaml", Path(BASE).read_text())
+    write("studies/study.yaml", yaml.safe_dump({"config": BASE, "list": [{"name": "a", "config": "base.yaml"}]}))
+    sweep = load_sweep("studies/study.yaml")
+    names = [trial.name for trial in sweep.trials]
+    write("runs/study/sweep.yaml", sweep.to_yaml())
+    monkeypatch.chdir(tmp_path / "runs")
+    assert [trial.name for trial in load_sweep("study").trials] == names
 
 
 def test_errors_for_the_command_line():

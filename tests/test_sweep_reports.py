@@ -9,7 +9,7 @@ from config_files import build_sweep, finish_trial
 from stackexp import cli
 from stackexp.planning import cost
 from stackexp.reports.grid import collect_results, draw_results, select_results
-from stackexp.sweeps.shipped import is_run_as_fit
+from stackexp.sweeps import is_run_as_fit
 from stackexp.sweeps.sweep import load_sweep
 from stackexp.tables import ABSENT
 
@@ -117,7 +117,7 @@ def test_status_shows_states_and_causes(capsys):
     assert rows[3][1:] == ["failed", "7/300", "3.250", "2", "no", "space", "left"]
     assert rows[4][1:] == ["stopped", "7/300", "3.250", "1"]
     assert rows[5][1:] == ["waiting", "0/300"]
-    assert " ".join(rows[-1]).endswith("4 trials: 1 waiting, 1 stopped, 1 failed, 1 done; no driver is running")
+    assert " ".join(rows[-1]).endswith("4 trials: 1 waiting, 1 stopped, 1 failed, 1 done; no worker is running")
 
 
 def test_records_with_values_of_another_type_do_not_end_the_status(capsys):
@@ -175,10 +175,10 @@ def test_errors_of_the_command_line(capsys):
     assert not Path("runs").exists()
 
 
-def test_stop_without_a_driver(capsys):
+def test_stop_without_a_worker(capsys):
     build_sweep(grid={H: [1]})
     assert cli.main(["sweep", "stop", "study.yaml"]) == 0
-    assert capsys.readouterr().out == "runs/study: no driver is running\n1 trials: 1 waiting\n"
+    assert capsys.readouterr().out == "runs/study: nothing to stop\n1 trials: 1 waiting\n"
 
 
 @pytest.mark.parametrize(

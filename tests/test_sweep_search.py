@@ -2,6 +2,7 @@
 
 import io
 import json
+import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
@@ -9,18 +10,15 @@ from pathlib import Path
 import pytest
 from config_files import build_sweep, finish_trial
 from rich.console import Console
-from sweep_driver import build_fake_command
 
 from stackexp.config.compose import to_yaml
 from stackexp.errors import ConfigError
-from stackexp.sweeps import driver
-from stackexp.sweeps.display import Display, format_sweep_status
-from stackexp.sweeps.launchers.local import LocalLauncher
-from stackexp.sweeps.schema import Resources
 from stackexp.sweeps.search import Study, _read_values
+from stackexp.sweeps.status import Display, format_sweep_status
 from stackexp.sweeps.sweep import Sweep, load_sweep
 from stackexp.sweeps.trials import State, Trial, get_state
 
+PROGRAM = Path(__file__).with_name("sweep_program.py")
 S, LR = "model.memory.num_slots", "optimizer.lr"
 SPACE = {S: {"low": 1, "high": 64, "int": True}, LR: {"low": 1e-5, "high": 1e-1, "log": True}}
 pytestmark = pytest.mark.usefixtures("empty_folder")
@@ -35,20 +33,19 @@ def start(trial: Trial) -> None:
     trial.folder.config.write_text(to_yaml(trial.config))
 
 
-def run_all(sweep: Sweep, compute_loss) -> list[Trial]:
-    """Run the trials of a search one at a time and return them in their order."""
+def run_all(sweep: Sweep, compute_loss=None) -> list[Trial]:
+    """Run the trials of a search one at a time and return them in their order; without losses, only start them."""
     study, order = Study(sweep), []
-    while not study.is_complete():
-        study.add_trials(1)
-        for trial in [trial for trial in study.get_trials() if trial not in order]:
-            order.append(trial)
-            start(trial)
+    while not study.is_complete() and (trial := study.draw()):
+        order.append(trial)
+        start(trial)
+        if compute_loss:
             finish_trial(trial, compute_loss(trial.values))
     return order
 
 
-def count_states(study: Study) -> Counter:
-    return Counter(trial.state.name for trial in study._study.trials)
+def count_states(sweep: Sweep) -> Counter:
+    return Counter(trial.state.name for trial in Study(sweep).build_study().trials)
 
 
 def test_search_concentrates_where_results_are_good():
@@ -59,111 +56,117 @@ def test_search_concentrates_where_results_are_good():
     assert order[0].name.startswith("lr=")
 
 
+@pytest.mark.parametrize("kind", ["tpe", "random"])
+def test_an_interrupted_search_draws_the_same_trials(kind):
+    """Every worker draws as if it had drawn all trials before."""
+    compute_loss = lambda values: values[LR]  # noqa: E731
+    once = [trial.values for trial in run_all(build(kind=kind, trials=12, space=SPACE), compute_loss)]
+    assert len({json.dumps(values) for values in once}) == 12
+    again = []
+    for trials in (3, 11, 12):  # TPE is random for the first ten
+        sweep = build_sweep(
+            overrides=["trainer.accelerator=cpu"], name="again", search={"kind": kind, "trials": trials, "space": SPACE}
+        )
+        again += [trial.values for trial in run_all(sweep, compute_loss)]
+    assert again == once
+    other = build_sweep(
+        overrides=["trainer.accelerator=cpu"], name="other", search={"kind": kind, "seed": 1, "space": SPACE}
+    )
+    assert Study(other).draw().values != once[0]
+
+
 def test_study_is_rebuilt_from_the_run_folders():
-    study = Study(build(trials=8, space=SPACE))
-    study.add_trials(5)
-    trials = study.get_trials()
-    for trial in trials:
-        start(trial)
+    trials = run_all(build(trials=5, space=SPACE))
     for loss, trial in enumerate(trials[:3]):
         finish_trial(trial, loss)
     trials[3].pruned.write_text("{}")
     trials[4].folder.result.write_text('{"average": {}}')  # without the objective
-    again = Study(load_sweep("study.yaml"))
-    assert {t.folder: t.values for t in again.get_trials()} == {t.folder: t.values for t in trials}
+    again = build(trials=8, space=SPACE)
+    assert {t.folder: t.values for t in again.trials} == {t.folder: t.values for t in trials}
     assert count_states(again) == {"COMPLETE": 3, "PRUNED": 1, "FAIL": 1}
-    assert again._study.best_value == 0
-    again.add_trials(10)
-    assert len(again.get_trials()) == 8
-    assert again.is_complete()
+    assert Study(again).build_study().best_value == 0
+    assert len(run_all(again)) == 3
+    assert count_states(again)["RUNNING"] == 3
+    assert Study(again).is_complete()
 
 
 def test_trials_outside_a_narrowed_space_belong_to_another_search():
-    study = Study(build(trials=3, space={S: {"values": [1, 2, 3]}}))
-    study.add_trials(3)
-    for trial in study.get_trials():
-        start(trial)
-        finish_trial(trial, 1.0)
-    narrowed = Study(build(trials=3, space={S: {"values": [1, 2]}}))
-    assert sorted(trial.values[S] for trial in narrowed.get_trials()) == [1, 2]
-    assert len(Study(build(trials=3, space={S: {"low": 2, "high": 3, "int": True}})).get_trials()) == 2
+    run_all(build(trials=3, space={S: {"values": [1, 2, 3]}}), lambda values: 1.0)
+    narrowed = build(trials=3, space={S: {"values": [1, 2]}})
+    assert sorted(trial.values[S] for trial in narrowed.trials) == [1, 2]
+    assert len(build(trials=3, space={S: {"low": 2, "high": 3, "int": True}}).trials) == 2
+    assert build(trials=3, space={LR: SPACE[LR]}).trials == []
 
 
 def test_exhausted_space_ends_the_search():
     sweep = build(trials=10, space={S: {"values": [1, 2, 3]}})
-    order = run_all(sweep, lambda values: 1.0)
-    assert sorted(trial.values[S] for trial in order) == [1, 2, 3]
-    assert len(sweep.find_search_trials()) == 3
-    assert build(trials=3, space={LR: SPACE[LR]}).trials == [], "the folders belong to another search"
+    assert sorted(trial.values[S] for trial in run_all(sweep, lambda values: 1.0)) == [1, 2, 3]
+    study = Study(sweep)
+    assert study.draw() is None
+    assert study.is_complete()
 
 
-def test_successive_halving_prunes_bad_trials(monkeypatch):
-    monkeypatch.setattr(driver, "POLL_SECONDS", 0.05)
+def test_workers_draw_different_trials_and_prune_bad_ones():
+    """Successive halving ends trials early. Two workers share the search."""
     Path("runs").mkdir()
-    behavior = {f"S={slots}-": {"loss": slots, "seconds": 0.4} for slots in range(1, 10)}
+    behavior = {f"S={slots}-": {"loss": slots, "seconds": 3} for slots in range(1, 10)}
     Path("runs/behavior.json").write_text(json.dumps(behavior))
-    prune = {"min_steps": 2, "reduction_factor": 2}
-    sweep = build(trials=6, space={S: {"low": 1, "high": 9, "int": True}}, prune=prune)
-    launcher = LocalLauncher(sweep.folder, [sweep.base_trial], Resources(), 2, build_fake_command)
-    show = Display("average.loss").update
-    driver.Driver(sweep.folder, Study(sweep, 2), launcher, retries=0, show_progress=show).run()
-    trials = sweep.find_search_trials()
-    states = {trial.values[S]: get_state(trial) for trial in trials}
+    sweep = build(
+        trials=6, space={S: {"low": 1, "high": 9, "int": True}}, prune={"min_steps": 2, "reduction_factor": 2}
+    )
+    command = [sys.executable, PROGRAM, "sweep", "run", "study.yaml", "--max-parallel", "2"]
+    workers = [subprocess.Popen(command) for _ in range(2)]
+    assert [process.wait() for process in workers] == [0, 0]
+    states = {trial.values[S]: get_state(trial) for trial in sweep.trials}
     assert len(states) == 6
     assert set(states.values()) == {State.DONE, State.PRUNED}
     assert states[min(states)] == State.DONE
-    for trial in trials:
+    for trial in sweep.trials:
+        assert len((trial.folder.path / "attempts").read_text().splitlines()) == 1
         if get_state(trial) == State.PRUNED:
             assert json.loads(trial.pruned.read_text())["val/loss/average"] == trial.values[S]
             assert not trial.folder.is_finished
             assert not trial.failure.exists()
-    # A later driver restores the rungs from the folders.
-    assert min(states) in {trial.system_attrs["completed_rung_0"] for trial in Study(sweep)._study.trials}
 
 
 def test_a_trial_is_pruned_even_if_later_values_arrive_at_once():
     prune = {"metric": "val/loss/average", "min_steps": 100, "reduction_factor": 2}
-    study = Study(build(trials=2, space={S: SPACE[S]}, prune=prune), 2)
-    study.add_trials(2)
-    good, bad = study.get_trials()
+    sweep = build(trials=2, space={S: SPACE[S]}, prune=prune)
+    good, bad = run_all(sweep)
     for trial, loss in ((good, 1.0), (bad, 9.0)):
-        start(trial)
-        lines = ({"step": step, "val/loss/average": loss} for step in (100, 150))
+        lines = ({"step": step, "val/loss/average": loss} for step in (50, 100, 150))
         trial.folder.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert study.find_pruned([good, bad]) == [bad]
-    bad.pruned.unlink()  # the driver was killed before it wrote the file
-    again = Study(load_sweep("study.yaml"), 2)
-    assert [trial.folder for trial in again.find_pruned(again.get_trials())] == [bad.folder]
+    assert Study(sweep).find_pruned([good, bad]) == [bad]
+    assert json.loads(bad.pruned.read_text())["step"] == 100
+    bad.pruned.unlink()  # the worker was killed before it wrote the file
+    again = load_sweep("study.yaml")
+    assert [trial.folder for trial in Study(again).find_pruned(again.trials)] == [bad.folder]
 
 
-@pytest.mark.parametrize(("metric", "expected"), [("val/loss/average", -3.0), ("val/accuracy/average", 3.0)])
-def test_a_search_that_maximizes_prunes_high_losses_and_low_accuracies(metric, expected):
-    sweep = build(trials=1, space={S: SPACE[S]}, prune={"metric": metric, "min_steps": 1})
-    sweep.config.direction = "maximize"
-    study = Study(sweep)
-    study.add_trials(1)
-    (trial,) = study.get_trials()
-    start(trial)
-    lines = ({"step": 4, metric: None}, {"step": 5, metric: 3.0})  # null: not finite
-    trial.folder.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    study.find_pruned([trial])
-    (reported,) = study._study.trials
-    assert reported.intermediate_values == {5: expected}
+@pytest.mark.parametrize(("metric", "best"), [("val/loss/average", 1.0), ("val/accuracy/average", 9.0)])
+def test_a_search_prunes_high_losses_and_low_accuracies(metric, best):
+    prune = {"metric": metric, "min_steps": 5, "reduction_factor": 2}
+    sweep = build(trials=2, space={S: SPACE[S]}, prune=prune)
+    trials = run_all(sweep)
+    for trial, value in zip(trials, (1.0, 9.0), strict=True):
+        lines = ({"step": 4, metric: None}, {"step": 5, metric: value})  # null: not finite
+        trial.folder.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (pruned,) = Study(sweep).find_pruned(trials)
+    assert json.loads(pruned.pruned.read_text())[metric] != best
 
 
 def test_a_search_without_trials_has_a_status():
     sweep = build(space=SPACE)
     with Display("average.loss", Console(file=io.StringIO(), force_terminal=True)) as display:
         display.update(sweep.trials)
-    assert "no trials yet; no driver is running" in format_sweep_status(sweep, [])
+    assert "no trials yet; no worker is running" in format_sweep_status(sweep, [])
 
 
 def test_trials_of_another_search_are_ignored():
     other = build_sweep(overrides=["model.memory=null"], search={"space": {LR: SPACE[LR]}})
     start(other.build_trial({LR: 1e-3}, "lr=0.001"))
     sweep = build(trials=1, space=SPACE)
-    assert sweep.find_search_trials() == []
-    assert len(sweep._foreign) == 1
+    assert sweep.trials == []
 
 
 def test_a_search_over_the_proportions_of_streams_resumes():
@@ -173,19 +176,15 @@ def test_a_search_over_the_proportions_of_streams_resumes():
     sweep = build_sweep(overrides=overrides, search={"space": {key: {"low": 0.1, "high": 0.9}}})
     trial = sweep.build_trial({key: 0.25}, "web=0.25")
     start(trial)
-    assert [found.values for found in sweep.find_search_trials()] == [{key: 0.25}]
+    assert [found.values for found in sweep.trials] == [{key: 0.25}]
 
 
 def test_a_finished_trial_whose_process_still_runs_is_not_pruned():
-    study = Study(build(trials=2, space={S: SPACE[S]}, prune={"metric": "val/loss/average", "min_steps": 1}))
-    study.add_trials(1)
-    (trial,) = study.get_trials()
-    start(trial)
-    finish_trial(trial, 1.0)
-    assert study.get_trials() == [trial], "its result is reported"
-    trial.folder.metrics.write_text(json.dumps({"step": 5, "val/loss/average": 9.0}) + "\n")
-    assert study.find_pruned([trial]) == []
-    assert not trial.pruned.exists()
+    sweep = build(trials=2, space={S: SPACE[S]}, prune={"metric": "val/loss/average", "min_steps": 1})
+    trials = run_all(sweep, lambda values: 1.0)
+    for loss, trial in enumerate(trials):
+        trial.folder.metrics.write_text(json.dumps({"step": 5, "val/loss/average": loss}) + "\n")
+    assert Study(sweep).find_pruned(trials) == []
 
 
 def test_missing_optuna_is_a_config_error(monkeypatch):

@@ -108,6 +108,18 @@ CLASS_LISTS = (("trainer", "callbacks"), ("logging", "loggers"))
 """Options that name classes; files are relative to the config that names them, or to the working directory."""
 
 
+class LocatedOverride(str):
+    """An override KEY=VALUE that errors locate at `origin`, such as a line of a sweep, not on the command line."""
+
+    origin: str
+
+    def __new__(cls, text: str, origin: str) -> "LocatedOverride":
+        """Return the text with its origin."""
+        self = super().__new__(cls, text)
+        self.origin = origin
+        return self
+
+
 class Layers:
     """The merged layers of a config: `tree` has the values, `plugins` the plugins to import before validation."""
 
@@ -240,10 +252,14 @@ def _check_section_value(section: str, leaf: Leaf) -> Leaf | Tree:
 
 
 def split_overrides(arguments: list[str]) -> list[tuple[str, str, str]]:
-    """Return (key, value, origin) of `a.b=c`, `--a.b=c` and `--a.b c`. Raises ConfigError for any other form."""
+    """Return (key, value, origin) of `a.b=c`, `--a.b=c` and `--a.b c`. Raises ConfigError for any other form.
+
+    The origin is that of a `LocatedOverride`, else the override itself.
+    """
     found, rest = [], list(arguments)
     while rest:
         argument = rest.pop(0)
+        origin = getattr(argument, "origin", "")
         key, equals, value = argument.removeprefix("--").partition("=")
         if not equals and argument.startswith("--"):
             if not rest or rest[0].startswith("--"):
@@ -254,7 +270,8 @@ def split_overrides(arguments: list[str]) -> list[tuple[str, str, str]]:
             is_config = argument in list_config_names() or argument.endswith((".yaml", ".yml"))
             hint = f"; for a config write --config {argument}" if is_config else ""
             raise ConfigError(f"override {argument}: expected KEY=VALUE{hint}")
+        origin = origin or f"override {argument}"
         if not all(part.strip() == part != "" for part in key.split(".")):
-            raise ConfigError(f"override {argument}: invalid key {key!r}; expected SECTION.KEY=VALUE")
-        found.append((key, value, f"override {argument}"))
+            raise ConfigError(f"{origin}: invalid key {key!r}; expected SECTION.KEY=VALUE")
+        found.append((key, value, origin))
     return found

@@ -62,7 +62,7 @@ def shorten_keys(keys: Iterable[str]) -> dict[str, str]:
 def _shortest_ending(key: str, keys: list[str]) -> str:
     parts = key.split(".")
     endings = (".".join(parts[-length:]) for length in range(1, len(parts) + 1))
-    return next(end for end in endings if sum(f".{other}".endswith(f".{end}") for other in keys) == 1)
+    return next((end for end in endings if sum(f".{other}".endswith(f".{end}") for other in keys) == 1), key)
 
 
 def format_value(value: Any) -> str:

@@ -1,7 +1,9 @@
 """The schema of a sweep's YAML, checked like that of a config."""
 
+import json
+import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal, Optional
 
@@ -20,14 +22,14 @@ class Resources:
 
     devices: Optional[int] = option(None, min=1)  # per node; None: as in the config
     num_nodes: Optional[int] = option(None, min=1)  # None: as in the config
-    trials_per_gpu: int = option(1, min=1)  # of the local launcher; more for models that are too small to fill a GPU
+    trials_per_gpu: int = option(1, min=1)  # more for models that are too small to fill a GPU
     time: Optional[str] = None  # sbatch --time, such as 1-12:00:00
     partition: Optional[str] = None
     account: Optional[str] = None
     qos: Optional[str] = None
     gres: Optional[str] = None  # such as gpu:h100:8
     cpus_per_task: Optional[int] = option(None, min=1)  # a task is one device
-    signal_seconds: int = option(120, min=1)  # warning before the time limit, for the checkpoint
+    signal_seconds: int = option(120, min=1)  # between the warning and the time limit, to save a checkpoint
 
     def find_errors(self) -> Errors:
         """Check the time limit."""
@@ -78,9 +80,9 @@ class Prune:
 
 @dataclass
 class Search:
-    """Adaptive search: new trials are drawn near the best earlier ones."""
+    """Search: new trials are drawn near the best earlier ones (`tpe`), or independently of them (`random`)."""
 
-    kind: Literal["tpe"] = "tpe"
+    kind: Literal["tpe", "random"] = "tpe"
     trials: int = option(50, min=1)
     seed: int = option(0, min=0)  # seed of the sampler
     space: dict[str, Space] = field(default_factory=dict)
@@ -104,6 +106,7 @@ class SweepConfig:
 
     name: Optional[str] = None  # the sweep's folder is <logging.root>/<name>; None: the file's name
     config: Any = None  # one or several base configs, names or paths
+    folder: Optional[str] = None  # paths of configs are relative to it; None: to the sweep's file
     overrides: list[str] = field(default_factory=list)  # KEY=VALUE, for every trial
     seeds: list[int] = field(default_factory=list)
     tokens: Optional[float] = option(None, above=0)  # budget of each trial; trainer.max_steps follows from it
@@ -118,11 +121,10 @@ class SweepConfig:
     list: "list[dict[str, Any]]" = field(default_factory=list)  # one trial each: `name`, and its keys
 
     def find_errors(self) -> Errors:
-        """Check the base config, the axes, the name, and that no key is set twice."""
-        if not isinstance(self.config, str) and not (
-            isinstance(self.config, Sequence) and self.config and all(isinstance(name, str) for name in self.config)
-        ):
+        """Check the base config, the values, the axes, the name, and that no key is set twice."""
+        if not _is_config(self.config):
             yield "config", "name the base config of the trials, or a list of them"
+        yield from self._find_invalid_values()
         yield from self._find_duplicate_keys()
         for key in self.axes.keys() - self.center.keys():
             yield f"axes.{key}", f"no center; set center.{key}, its value while other axes vary"
@@ -131,11 +133,23 @@ class SweepConfig:
         if self.name is not None and not re.fullmatch(r"[\w+-][\w.+-]*(/[\w+-][\w.+-]*)*", self.name):
             yield "name", f"{self.name!r} cannot name a folder; use letters, digits and . _ - + between slashes"
 
+    def _find_invalid_values(self) -> Errors:
+        """Check the values that the schema of a config does not check."""
+        for place, values in {"grid": self.grid, "axes": self.axes}.items():
+            pairs = ((key, value) for key, listed in values.items() for value in listed)
+            yield from ((f"{place}.{key}", message) for key, message in _check_values(pairs))
+        yield from ((f"center.{key}", message) for key, message in _check_values(self.center.items()))
+        for number, entry in enumerate(self.list, 1):
+            if isinstance(name := entry.get("name", ""), bool) or not isinstance(name, str | int | float):
+                yield "list", f"entry {number}: name: expected text, found {name!r}"
+            values = [(key, value) for key, value in entry.items() if key != "name"]
+            yield from (("list", f"entry {number}: {key}: {message}") for key, message in _check_values(values))
+
     def _find_duplicate_keys(self) -> Errors:
-        for section in (self.grid, self.axes):
-            for key, values in section.items():
+        for section, searched in {"grid": self.grid, "axes": self.axes}.items():
+            for key, values in searched.items():
                 if not values:
-                    yield f"{'grid' if section is self.grid else 'axes'}.{key}", "expected at least one value"
+                    yield f"{section}.{key}", "expected at least one value"
         listed = [key for entry in self.list for key in entry if key != "name"]
         keys = [*self.grid, *self.axes, *dict.fromkeys(listed), *(["seed"] if self.seeds else [])]
         for key in keys:
@@ -144,3 +158,24 @@ class SweepConfig:
                 yield where, f"{key} is set by two of grid, axes, list and seeds"
         if self.search and keys:
             yield "search", "a search chooses its own trials; remove grid, axes, list and seeds"
+
+
+def _check_values(values: Iterable[tuple[str, Any]]) -> Errors:
+    for key, value in values:
+        if key == "config" and not _is_config(value):
+            yield key, f"expected the name of a config, or a list of them, found {value!r}"
+        if key == "tokens" and not _is_budget(value):
+            yield key, f"expected a number of tokens > 0, found {value!r}"
+        try:
+            json.dumps(value)
+        except (TypeError, ValueError):
+            yield key, f"expected a number, text, true, false, null, a list or a mapping, found {value!r}"
+
+
+def _is_config(value: Any) -> bool:
+    names = [value] if isinstance(value, str) else value
+    return isinstance(names, list) and len(names) > 0 and all(isinstance(name, str) for name in names)
+
+
+def _is_budget(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf

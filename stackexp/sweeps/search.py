@@ -1,14 +1,17 @@
-"""Adaptive search with Optuna inside the driver. The study is in memory; the run folders are the record."""
+"""Search with Optuna: draw the next trial from those in the run folders, and end bad ones early.
+
+The run folders are the record. Each draw builds a new study from them, with a seed that depends on the number of
+trials, so a search draws the same trials if it is interrupted. A worker draws under the lock of the sweep.
+"""
 
 import time
 from collections.abc import Iterable
 from typing import Any
 
 from stackexp.errors import ConfigError
-from stackexp.files import write_json
+from stackexp.files import read_json, read_json_lines, write_json
 from stackexp.metric_tags import AVERAGED_STEPS, TRAIN_LOSS
-from stackexp.sweeps.driver import TrialSource
-from stackexp.sweeps.grid import Values, format_label
+from stackexp.sweeps.grid import format_label
 from stackexp.sweeps.schema import Space
 from stackexp.sweeps.sweep import Sweep
 from stackexp.sweeps.trials import State, Trial, get_state, read_objective, read_tail
@@ -17,14 +20,10 @@ MAX_DRAWS = 30
 """The search space counts as exhausted after this many draws in a row without a new trial."""
 
 
-class Study(TrialSource):
-    """The trials of a sweep's `search`: those in its folder, and new ones until there are `search.trials`.
+class Study:
+    """The search of a sweep. Raises ConfigError if Optuna is missing."""
 
-    `parallel` limits the unfinished trials: with fewer of them, more results inform the choice of the next trial.
-    Raises ConfigError if Optuna is missing.
-    """
-
-    def __init__(self, sweep: Sweep, parallel: int | None = None) -> None:
+    def __init__(self, sweep: Sweep) -> None:
         try:
             import optuna
         except ModuleNotFoundError:
@@ -32,104 +31,93 @@ class Study(TrialSource):
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         assert sweep.config.search is not None
         self._optuna, self._sweep, self._search = optuna, sweep, sweep.config.search
-        self._parallel = parallel or self._search.trials
-        prune = self._search.prune
-        pruner: Any = optuna.pruners.NopPruner()
-        if prune:
-            pruner = optuna.pruners.SuccessiveHalvingPruner(prune.min_steps, prune.reduction_factor)
-        self._study = optuna.create_study(direction=sweep.config.direction, pruner=pruner)
-        self._optuna_trials: dict[Trial, Any] = {}
-        self._reported_results: set[Trial] = set()
-        self._reported_steps: dict[Trial, int] = {}
-        self._prune_reasons: dict[Trial, dict[str, Any]] = {}
+        self._judged: dict[Trial, int] = {}  # the newest step of a comparison
         self._is_exhausted = False
-        self.get_trials()
-        seed = self._search.seed + len(self._optuna_trials)  # a resumed search must not repeat its draws
-        self._tpe = optuna.samplers.TPESampler(seed=seed, constant_liar=True)
-        self._random = optuna.samplers.RandomSampler(seed=seed)
-
-    def get_trials(self) -> list[Trial]:
-        """Return the known trials, including those that another driver has added."""
-        for trial in self._sweep.find_search_trials({trial.folder for trial in self._optuna_trials}):
-            self._study.enqueue_trial(trial.values)
-            self._optuna_trials[trial] = self._draw()[1]
-            self._report_progress(trial, trial.folder.read_metrics())
-        self._report_results()
-        return list(self._optuna_trials)
-
-    def add_trials(self, count: int) -> None:
-        """Choose up to `count` new trials, within the limits of the search."""
-        open_trials = self._optuna_trials.keys() - self._reported_results
-        unfinished = sum(get_state(trial) != State.FAILED for trial in open_trials)
-        for _ in range(min(count, self._parallel - unfinished)):
-            if not self.is_complete():
-                self._add_trial()
 
     def is_complete(self) -> bool:
         """Return True if no trial will be added."""
-        return self._is_exhausted or len(self._optuna_trials) >= self._search.trials
+        return self._is_exhausted or len(self._sweep.trials) >= self._search.trials
 
-    def find_pruned(self, running: list[Trial]) -> list[Trial]:
-        """Return the trials whose newest value is not among the best at its step; pruned.json records both."""
-        pruned = []
-        for trial in running:
-            if trial in self._reported_results:  # finished, but its process has not ended yet
-                continue
-            reason = None if trial.pruned.exists() else self._report_progress(trial, read_tail(trial.folder.metrics))
-            if reason:
-                write_json(trial.pruned, reason)
-                pruned.append(trial)
-        return pruned
-
-    def _add_trial(self) -> None:
-        """Draw a new trial. If TPE repeats a trial, the following draws are random."""
+    def draw(self) -> Trial | None:
+        """Draw a new trial; None if the search space is exhausted. If a draw repeats a trial, the next are random."""
+        known, samplers = self._sweep.trials, self._optuna.samplers
+        seed = self._search.seed + len(known)
+        random = samplers.RandomSampler(seed=seed)
+        first = samplers.TPESampler(seed=seed, constant_liar=True) if self._search.kind == "tpe" else random
+        study = self.build_study()
         for draw in range(MAX_DRAWS):
-            self._study.sampler = self._random if draw else self._tpe
-            values, optuna_trial = self._draw()
+            study.sampler = random if draw else first
+            drawn = study.ask()
+            values = {key: _suggest(drawn, key, space) for key, space in self._search.space.items()}
             try:
                 trial = self._sweep.build_trial(values, format_label(values))
             except ConfigError as error:
                 print(f"skipped an invalid trial: {error}", flush=True)
             else:
-                if trial not in self._optuna_trials:
-                    self._optuna_trials[trial] = optuna_trial
-                    return
-            self._study.tell(optuna_trial, state=self._optuna.trial.TrialState.FAIL)
+                if trial not in known:
+                    return trial
+            study.tell(drawn, state=self._optuna.trial.TrialState.FAIL)
         print(f"{MAX_DRAWS} draws gave no new trial: the search space is exhausted", flush=True)
         self._is_exhausted = True
+        return None
 
-    def _draw(self) -> tuple[Values, Any]:
-        trial = self._study.ask()
-        return {key: _suggest(trial, key, space) for key, space in self._search.space.items()}, trial
-
-    def _report_results(self) -> None:
-        """Report the trials that have ended to Optuna."""
-        states = self._optuna.trial.TrialState
-        for trial in self._optuna_trials.keys() - self._reported_results:
+    def build_study(self) -> Any:
+        """Return an Optuna study with the trials in the run folders: finished, pruned and unfinished ones."""
+        study = self._optuna.create_study(direction=self._sweep.config.direction)
+        states, samplers = self._optuna.trial.TrialState, self._optuna.samplers
+        study.sampler = samplers.RandomSampler(seed=0)
+        for trial in self._sweep.trials:
+            study.enqueue_trial(trial.values)
+            enqueued = study.ask()
+            for key, space in self._search.space.items():
+                _suggest(enqueued, key, space)
             state = get_state(trial)
             if state == State.DONE:
                 value, _ = read_objective(trial, self._sweep.config.objective)
-                self._study.tell(self._optuna_trials[trial], value, states.FAIL if value is None else None)
+                study.tell(enqueued, value, states.FAIL if value is None else None)
             elif state == State.PRUNED:
-                self._study.tell(self._optuna_trials[trial], state=states.PRUNED)
-            else:
-                continue
-            self._reported_results.add(trial)
+                self._report_pruned(enqueued, trial)
+                study.tell(enqueued, state=states.PRUNED)
+        return study
 
-    def _report_progress(self, trial: Trial, lines: Iterable[dict[str, Any]]) -> dict[str, Any] | None:
-        """Report new values from lines of metrics.jsonl. Return the record for pruned.json if the trial should end."""
-        if self._search.prune is None:
-            return None
-        metric = self._search.prune.metric
-        is_higher_better = "accuracy" in metric
-        sign = 1 if is_higher_better == (self._sweep.config.direction == "maximize") else -1  # Optuna has one direction
-        for step, value in _read_values(lines, metric):
-            if step > self._reported_steps.get(trial, 0):
-                self._optuna_trials[trial].report(sign * value, step)
-                self._reported_steps[trial] = step
-                if self._optuna_trials[trial].should_prune():  # also records the rung, so it is True only once
-                    self._prune_reasons[trial] = {"step": step, metric: value, "time": time.strftime("%FT%T%z")}
-        return self._prune_reasons.get(trial)
+    def _report_pruned(self, enqueued: Any, trial: Trial) -> None:
+        """Report the last value of a pruned trial, by which Optuna ranks it. Optuna has one direction for all."""
+        record, metric = read_json(trial.pruned), self._search.prune.metric if self._search.prune else ""
+        if metric in record:
+            sign = 1 if ("accuracy" in metric) == (self._sweep.config.direction == "maximize") else -1
+            enqueued.report(sign * record[metric], record["step"])
+
+    def find_pruned(self, running: list[Trial]) -> list[Trial]:
+        """Return the running trials to end early, after writing their pruned.json: the step and its value.
+
+        Successive halving: when a trial reaches one of the steps min_steps * reduction_factor**k, its value there must
+        be among the best 1 / reduction_factor of all trials so far.
+        """
+        prune, pruned = self._search.prune, []
+        if prune is None:
+            return []
+        for trial in running:
+            lines = [] if trial.is_settled else read_tail(trial.folder.metrics)
+            newest = max((step for step, _ in _read_values(lines, prune.metric)), default=0)
+            rung = prune.min_steps
+            while rung * prune.reduction_factor <= newest:
+                rung *= prune.reduction_factor
+            if self._judged.get(trial, 0) < rung <= newest:
+                self._judged[trial] = rung
+                found = {t: value for t in self._sweep.trials if (value := _find_value(t, rung, prune.metric))}
+                sign = -1 if "accuracy" in prune.metric else 1
+                ranked = sorted(sign * value for _, value in found.values())
+                if sign * found[trial][1] > ranked[max(0, len(ranked) // prune.reduction_factor - 1)]:
+                    step, value = found[trial]
+                    write_json(trial.pruned, {"step": step, prune.metric: value, "time": time.strftime("%FT%T%z")})
+                    pruned.append(trial)
+        return pruned
+
+
+def _find_value(trial: Trial, step: int, metric: str) -> tuple[int, float] | None:
+    """Return the first (step, value) of a metric from `step` on, or None."""
+    lines = read_json_lines(trial.folder.metrics, skip_damaged=True)
+    return next((pair for pair in _read_values(lines, metric) if pair[0] >= step), None)
 
 
 def _read_values(lines: Iterable[dict[str, Any]], metric: str) -> list[tuple[int, float]]:

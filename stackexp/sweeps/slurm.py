@@ -1,26 +1,214 @@
-"""Run Slurm's commands sbatch, squeue, scontrol and scancel, for sweeps and `data prepare`."""
+"""Run the workers of a sweep as Slurm array jobs, with plain sbatch, squeue, scontrol and scancel.
 
-import logging
+Each task of an array is one worker with the nodes and devices of one trial. submitit is not used, because it needs
+sacct's accounting and runs pickled functions, but a worker is a command.
+"""
+
+import hashlib
+import json
+import math
 import os
+import shlex
 import shutil
 import subprocess
 import time
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections import Counter
+from dataclasses import asdict
+from typing import Any, NamedTuple
 
-from stackexp.errors import RunError
-from stackexp.sweeps.schema import Resources
+from stackexp.errors import ConfigError, RunError
+from stackexp.sweeps.sweep import Sweep
+from stackexp.sweeps.trials import PROGRAM, Trial, compute_config_hash, read_claim
 
-log = logging.getLogger(__name__)
+ARRAY_SIZE = 1000
+"""Tasks of one job: Slurm's limit where its administrator has set none."""
+REQUEUE_ATTEMPTS, REQUEUE_SECONDS = 20, 3
 
-RETRY_SECONDS = 20
-NO_ANSWER = ("Unable to contact slurm controller", "Socket timed out", "Zero Bytes were transmitted")
-
-T = TypeVar("T")
+Shape = tuple[int, int]
+"""The nodes of a trial, and the devices of each."""
 
 
-class NoAnswerError(RunError):
-    """Raised while Slurm's controller does not answer, for instance because it restarts."""
+class Job(NamedTuple):
+    """An array task in squeue: the job's name, id (`12_3`), state, and why it waits or the nodes it runs on."""
+
+    name: str
+    id: str
+    state: str
+    reason: str
+
+    @property
+    def array_id(self) -> str:
+        """The id of the whole array."""
+        return self.id.split("_")[0]
+
+
+class Array(NamedTuple):
+    """An array of workers to submit. If it is `late`, it starts when the earlier ones have ended."""
+
+    shape: Shape
+    workers: int
+    late: bool
+
+
+# Submit workers
+
+
+def submit_workers(sweep: Sweep, max_parallel: int | None, retries: int) -> list[str]:
+    """Submit workers for the missing trials; return a line for each array. Rerunning adds only missing workers.
+
+    Raises ConfigError if Slurm is not installed, and RunError if it refuses a job or does not answer.
+    """
+    if not is_available():
+        raise ConfigError("--launcher slurm: sbatch not found; run this where Slurm's commands are installed")
+    jobs = find_jobs(sweep)
+    lines, earlier = [], {job.array_id for job in jobs}
+    for array in plan_arrays(sweep, max_parallel, jobs):
+        (sweep.folder / "jobs" / name_job(sweep, array.shape)).mkdir(parents=True, exist_ok=True)
+        after = [f"--dependency=afterany:{':'.join(sorted(earlier))}"] if array.late else []
+        script = build_script(sweep, array, max_parallel, retries)
+        job = run_slurm("sbatch", "--parsable", *after, input=script).strip().split(";")[0]
+        earlier.add(job)
+        nodes, devices = array.shape
+        lines.append(f"job {job}: {array.workers} workers, each with {nodes} nodes and {devices} devices per node")
+    return lines
+
+
+def plan_arrays(sweep: Sweep, max_parallel: int | None, jobs: list[Job]) -> list[Array]:
+    """Return the arrays of workers that are missing besides the waiting and running `jobs`, one for each shape.
+
+    At most `max_parallel` trials run at once: an array that exceeds it starts when the earlier ones have ended.
+    """
+    share = sweep.config.resources.trials_per_gpu
+    limit = max(1, max_parallel // share) if max_parallel else ARRAY_SIZE
+    room, arrays = limit - len(jobs), []
+    for shape, trials in _count_missing(sweep).items():
+        same = [job.state for job in jobs if job.name == name_job(sweep, shape)]
+        missing = math.ceil(trials / share) - same.count("PENDING")
+        workers = min(missing, limit, ARRAY_SIZE) if room <= 0 and not same else min(missing, room, ARRAY_SIZE)
+        if workers > 0:
+            arrays.append(Array(shape, workers, late=room <= 0))
+            room -= workers
+    return arrays
+
+
+def _count_missing(sweep: Sweep) -> Counter[Shape]:
+    """Return the number of unfinished trials that no worker has claimed, by shape."""
+    missing = Counter(trial.shape for trial in sweep.trials if not (trial.is_settled or read_claim(trial)))
+    if sweep.config.search:
+        missing[sweep.base_trial.shape] += max(0, sweep.config.search.trials - len(sweep.trials))
+    return missing
+
+
+def name_job(sweep: Sweep, shape: Shape) -> str:
+    """Return the name of the workers for a shape. It has a hash of the sweep's trials and resources."""
+    trials = [sweep.base_trial] if sweep.config.search else sweep.trials
+    hashes = sorted(compute_config_hash(trial.config) for trial in trials)
+    identity = json.dumps([str(sweep.folder.resolve()), shape, hashes, asdict(sweep.config.resources)])
+    return f"{sweep.folder.name}-{hashlib.sha256(identity.encode()).hexdigest()[:8]}"
+
+
+def build_script(sweep: Sweep, array: Array, max_parallel: int | None, retries: int) -> str:
+    """Return the batch script of an array of workers."""
+    resources, folder, name = sweep.config.resources, sweep.folder.resolve(), name_job(sweep, array.shape)
+    options = {
+        "job-name": name,
+        "array": f"0-{array.workers - 1}",
+        "requeue": None,
+        "open-mode": "append",
+        "output": folder / "jobs" / name / "%a.txt",
+        "signal": f"B:USR1@{resources.signal_seconds}",
+        "nodes": array.shape[0],
+        "ntasks-per-node": array.shape[1],
+    }
+    for key in ("time", "partition", "account", "qos", "gres", "cpus_per_task"):
+        if (value := getattr(resources, key)) is not None:
+            options[key.replace("_", "-")] = value
+    lines = [f"#SBATCH --{key}" + (f"={shlex.quote(str(v))}" if v is not None else "") for key, v in options.items()]
+    parallel = min(resources.trials_per_gpu, max_parallel or resources.trials_per_gpu)
+    command = [*PROGRAM, "sweep", "run", folder, "--worker", "--max-parallel", parallel, "--retries", retries]
+    return "\n".join(
+        [
+            "#!/bin/bash",
+            *lines,
+            "trap '' USR1 # until the worker handles it",
+            f"exec {shlex.join(map(str, command))}\n",
+        ]
+    )
+
+
+def find_jobs(sweep: Sweep) -> list[Job]:
+    """Return the waiting and running workers of a sweep. Raises RunError if Slurm does not answer."""
+    folder = sweep.folder / "jobs"
+    names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+    if not names or not is_available():
+        return []
+    output = run_slurm("squeue", "--noheader", "--array", f"--name={','.join(names)}", "--format=%j|%i|%T|%R")
+    return [Job(*line.split("|", 3)) for line in output.splitlines()]
+
+
+def cancel_waiting(sweep: Sweep) -> None:
+    """Remove the waiting workers of a sweep from the queue."""
+    if waiting := [job.id for job in find_jobs(sweep) if job.state == "PENDING"]:
+        call_slurm("scancel", "--state=PENDING", *waiting)
+
+
+# Inside a job
+
+
+def get_job() -> str:
+    """Return the id of the job around this process, "" outside Slurm.
+
+    SLURM_JOB_ID does not serve: for one of the tasks of an array it is the id of the whole array.
+    """
+    array = os.environ.get("SLURM_ARRAY_JOB_ID")
+    return f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}" if array else os.environ.get("SLURM_JOB_ID", "")
+
+
+def get_shape() -> Shape:
+    """Return the shape of the job around this process."""
+    return int(os.environ.get("SLURM_JOB_NUM_NODES", 1)), int(os.environ.get("SLURM_NTASKS_PER_NODE", 1))
+
+
+def check_worker(sweep: Sweep) -> None:
+    """Raise ConfigError if the trials are not those for which this job was submitted."""
+    if os.environ.get("SLURM_JOB_NAME") != name_job(sweep, get_shape()):
+        raise ConfigError(
+            f"{sweep.folder}: its trials or resources have changed since this worker was submitted, in the sweep or "
+            "in a base config; repeat `sweep run --launcher slurm`"
+        )
+
+
+def build_srun_command(trial: Trial) -> list[str]:
+    """Return the command that runs a trial on all nodes of the job.
+
+    When one process has exited with 75, others are still saving, and --kill-on-bad-exit=1 would kill them. fit itself
+    ends processes that would wait for a failed one.
+    """
+    nodes, devices = trial.shape
+    cpus = os.environ.get("SLURM_CPUS_PER_TASK")
+    options = ["--kill-on-bad-exit=0", "--wait=300", f"--nodes={nodes}", f"--ntasks-per-node={devices}"]
+    return ["srun", *options, *([f"--cpus-per-task={cpus}"] if cpus else []), *trial.command]
+
+
+def are_nodes_alive() -> bool:
+    """Return True if all nodes of the job still start processes."""
+    return subprocess.run(["srun", "--ntasks-per-node=1", "true"], capture_output=True).returncode == 0
+
+
+def requeue_job() -> None:
+    """Put this job back into the queue. Returns if Slurm has cancelled the job, or is about to requeue it itself."""
+    job = get_job()
+    for _ in range(REQUEUE_ATTEMPTS):
+        state = call_slurm("squeue", "--noheader", "--array", f"--jobs={job}", "--format=%T")
+        if state.returncode == 0 and state.stdout.strip() != "RUNNING":
+            return
+        if state.returncode == 0 and call_slurm("scontrol", "requeue", job).returncode == 0:
+            return
+        time.sleep(REQUEUE_SECONDS)
+    raise RunError(f"job {job}: Slurm does not requeue it; repeat `sweep run --launcher slurm`")
+
+
+# Commands
 
 
 def is_available() -> bool:
@@ -28,31 +216,13 @@ def is_available() -> bool:
     return shutil.which("sbatch") is not None
 
 
-def format_resource_options(resources: Resources) -> list[str]:
-    """Return sbatch's options for all resources except the numbers of nodes and devices."""
-    names = ("time", "partition", "account", "qos", "gres", "cpus_per_task")
-    values = {name: getattr(resources, name) for name in names}
-    return [f"--{name.replace('_', '-')}={value}" for name, value in values.items() if value is not None]
-
-
-def submit_job(name: str, script: str, *options: str) -> str:
-    """Submit a job and return its id. Raises RunError if Slurm refuses, NoAnswerError if the job may exist."""
-    return run_slurm("sbatch", "--parsable", f"--job-name={name}", *options, input=script).strip().split(";")[0]
-
-
-def find_job_ids(name: str) -> list[str]:
-    """Return the ids of the waiting and running jobs of this name."""
-    return run_slurm("squeue", "--noheader", f"--name={name}", "--format=%A").split()
-
-
 def run_slurm(*command: str, **options: Any) -> str:
-    """Run a command and return its output. Raises NoAnswerError, or RunError if Slurm refuses."""
+    """Run a command and return its output. Raises RunError if Slurm refuses or does not answer."""
     result = call_slurm(*command, **options)
-    if result.returncode == 0:
-        return result.stdout
-    message = " ".join(result.stderr.splitlines()) or f"exit code {result.returncode}"
-    kind = NoAnswerError if any(text in message for text in NO_ANSWER) else RunError
-    raise kind(f"{command[0]}: {message}")
+    if result.returncode:
+        message = " ".join(result.stderr.splitlines()) or f"exit code {result.returncode}"
+        raise RunError(f"{command[0]}: {message}")
+    return result.stdout
 
 
 def call_slurm(*command: str, **options: Any) -> subprocess.CompletedProcess[str]:
@@ -61,13 +231,3 @@ def call_slurm(*command: str, **options: Any) -> subprocess.CompletedProcess[str
     if "SLURM_CONF" in os.environ:
         environment["SLURM_CONF"] = os.environ["SLURM_CONF"]
     return subprocess.run(command, capture_output=True, text=True, env=environment, **options)
-
-
-def retry_until_answer(call: Callable[[], T]) -> T:
-    """Return the result of `call`, repeated for as long as Slurm does not answer."""
-    while True:
-        try:
-            return call()
-        except NoAnswerError as error:
-            log.warning("%s; trying again", error)
-            time.sleep(RETRY_SECONDS)

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import sys
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -13,14 +13,14 @@ import yaml
 from stackexp.config.affects import flatten_config
 from stackexp.config.compose import build_dataclass, compose, load_config
 from stackexp.config.experiment import ExperimentConfig
-from stackexp.config.layers import find_origin, list_sections, split_overrides
+from stackexp.config.layers import LocatedOverride, find_config, find_origin, list_sections, split_overrides
 from stackexp.config.registry import find_trusted_file
 from stackexp.config.yaml_files import Leaf, Tree, display_path, read_file, read_value
 from stackexp.errors import ConfigError, suggest_name
 from stackexp.runs import RunFolder
+from stackexp.sweeps import get_shipped_folder, list_shipped
 from stackexp.sweeps.grid import Values, expand, format_value, list_extremes
 from stackexp.sweeps.schema import SweepConfig
-from stackexp.sweeps.shipped import get_shipped_folder, list_shipped
 from stackexp.sweeps.trials import Trial, compute_config_hash
 
 COPY = "sweep.yaml"
@@ -57,14 +57,16 @@ class Sweep:
         """<logging.root>/<name>; a copy of the YAML belongs to the folder that holds it."""
         return self.path.parent if self.path.name == COPY else Path(self._base.logging.root, self.name)
 
-    @cached_property
+    @property
     def trials(self) -> list[Trial]:
         """The distinct trials of grid, axes, list and seeds; for a search, the trials in its folder.
 
         Raises ConfigError for an invalid config, and if two labels have the same config.
         """
-        if self.config.search:
-            return self.find_search_trials()
+        return self._find_search_trials() if self.config.search else self._listed_trials
+
+    @cached_property
+    def _listed_trials(self) -> list[Trial]:
         found: dict[str, tuple[str, Trial]] = {}
         for label, values in expand(self.config):
             trial = self.build_trial(values, label)
@@ -89,44 +91,40 @@ class Sweep:
         path = self._existing_folders.get(digest, self.folder / f"{label}-{digest}")
         return Trial(RunFolder(path), config, values)
 
-    @property
+    @cached_property
     def base_trial(self) -> Trial:
-        """The base config as a trial, to estimate the cost of a trial."""
+        """The base config as a trial, to estimate the cost and the shape of a trial."""
         return Trial(RunFolder(self.folder / "base"), self._base, {})
 
     @cached_property
     def _base(self) -> ExperimentConfig:
         return self._compose({})
 
-    def find_search_trials(self, known: Collection[RunFolder] = ()) -> list[Trial]:
-        """Return the trials that a search has started, except the `known` ones.
-
-        A folder belongs to this search if its values are in the search space, and composing them gives its hash.
-        """
-        assert self.config.search is not None
-        trials = []
-        for folder in map(RunFolder, sorted(self.folder.glob("*-*/"))):
-            if folder not in known and folder not in self._foreign and folder.config.is_file():
-                config = load_config(folder.config)
-                options = flatten_config(config)
-                space = self.config.search.space
-                values = {key: options[key] for key in space if key in options and space[key].contains(options[key])}
-                if len(values) == len(space) and self._has_hash(folder, values):
-                    trials.append(Trial(folder, config, values))
-                else:
-                    self._foreign.add(folder)
-        return trials
+    def _find_search_trials(self) -> list[Trial]:
+        """Return the trials that a search has started, sorted by name."""
+        for path in self.folder.glob("*-*/"):
+            if path not in self._search_trials and (path / "config.yaml").is_file():
+                self._search_trials[path] = self._load_search_trial(RunFolder(path))
+        return [trial for path, trial in sorted(self._search_trials.items()) if trial and path.exists()]
 
     @cached_property
-    def _foreign(self) -> set[RunFolder]:
-        """Folders of other searches, which are not checked again."""
-        return set()
+    def _search_trials(self) -> dict[Path, Trial | None]:
+        """The trials in the folder, which are loaded once; None: of another search."""
+        return {}
 
-    def _has_hash(self, folder: RunFolder, values: Values) -> bool:
+    def _load_search_trial(self, folder: RunFolder) -> Trial | None:
+        """Return the trial in a folder if its values are in the search space, and composing them gives its hash."""
+        assert self.config.search is not None
+        config, space = load_config(folder.config), self.config.search.space
+        options = flatten_config(config)
+        values = {key: options[key] for key in space if key in options and space[key].contains(options[key])}
+        if len(values) < len(space):
+            return None
         try:
-            return folder.path.name.endswith(compute_config_hash(self._compose(values)))
-        except ConfigError:  # a trial of another search
-            return False
+            digest = compute_config_hash(self._compose(values))
+        except ConfigError:
+            return None
+        return Trial(folder, config, values) if folder.path.name.endswith(digest) else None
 
     @cached_property
     def _existing_folders(self) -> dict[str, Path]:
@@ -136,7 +134,7 @@ class Sweep:
     def to_yaml(self) -> str:
         """Return the sweep as YAML with all overrides and absolute paths, so that it is valid in any folder."""
         tree = dataclasses.asdict(self.config)
-        tree |= {"name": self.name, "config": self._find_configs({}), "overrides": self.all_overrides}
+        tree |= {"name": self.name, "folder": str(self._config_folder.resolve()), "overrides": self.all_overrides}
         kept = {key: value for key, value in tree.items() if value not in (None, [], {})}
         kept["resources"] = {key: value for key, value in tree["resources"].items() if value is not None}
         return f"# The sweep as it was last run here.\n{yaml.safe_dump(kept, sort_keys=False)}"
@@ -151,23 +149,23 @@ class Sweep:
         resources = {f"trainer.{key}": getattr(self.config.resources, key) for key in ("devices", "num_nodes")}
         options = {key: value for key, value in resources.items() if value is not None}
         options |= {key: value for key, value in values.items() if key not in SWEEP_KEYS}
-        overrides = [*self.all_overrides, *(f"{key}={format_value(value)}" for key, value in options.items())]
+        overrides = [self._locate(text, "overrides") for text in self.config.overrides] + list(self.overrides)
+        overrides += [self._locate(f"{key}={format_value(value)}", key) for key, value in options.items()]
         if self.path.name == COPY:
             overrides.append(f"logging.root={format_value(str(self._get_root()))}")
         overrides += [f"name={self.name}", "logging.progress_bar=false"]
         self._check_plugins(values)
         configs, tokens = self._find_configs(values), values.get("tokens", self.config.tokens)
-        keys = [*values, *(key for key, _, _ in split_overrides(self.all_overrides))]
-        if tokens is not None and STEPS in keys:
+        if tokens is None:
+            return compose(configs, overrides)
+        if STEPS in [*values, *(key for key, _, _ in split_overrides(self.all_overrides))]:
             raise ConfigError(f"{display_path(self.path)}: tokens sets {STEPS}; give only one of them")
-        try:
-            if tokens is None:
-                return compose(configs, overrides)
-            config = compose(configs, [*overrides, f"{STEPS}={ENDLESS}"])  # only to read the batch size
-            steps = math.ceil(float(tokens) / config.data.global_batch_tokens)
-            return compose(configs, [*overrides, f"{STEPS}={steps}"])
-        except ConfigError as error:
-            raise ConfigError(self._locate_error(str(error), values)) from None
+        config = compose(configs, [*overrides, f"{STEPS}={ENDLESS}"])  # only to read the batch size
+        steps = math.ceil(tokens / config.data.global_batch_tokens)
+        return compose(configs, [*overrides, self._locate(f"{STEPS}={steps}", "tokens")])
+
+    def _locate(self, override: str, key: str) -> str:
+        return LocatedOverride(override, self.origins.get(key, display_path(self.path)))
 
     def _check_plugins(self, values: Values) -> None:
         """Raise ConfigError for a plugin that is not trusted; a trial reads those of the command line from a file."""
@@ -183,21 +181,14 @@ class Sweep:
         return parents[min(1 + self.name.count("/"), len(parents) - 1)]
 
     def _find_configs(self, values: Values) -> list[str]:
-        """Return the base configs. A path is relative to the sweep's file, or to the working directory."""
+        """Return the files of the base configs. Paths are relative to the sweep's file or to the working directory."""
         names = values.get("config", self.config.config)
-        paths = {name: self.path.parent / name for name in ([names] if isinstance(names, str) else names)}
-        is_file = {name: path.suffix in (".yaml", ".yml") and path.is_file() for name, path in paths.items()}
-        return [str(path.resolve()) if is_file[name] else name for name, path in paths.items()]
+        names = [names] if isinstance(names, str) else names
+        return [str(find_config(name, self.origins["config"], self._config_folder)) for name in names]
 
-    def _locate_error(self, message: str, values: Values) -> str:
-        """Replace the overrides in an error of `compose` by the lines of this sweep that they come from."""
-        resources = {f"trainer.{key}": value for key, value in dataclasses.asdict(self.config.resources).items()}
-        own = dict.fromkeys(self.config.overrides, "overrides")
-        own |= {f"{key}={format_value(value)}": key for key, value in (resources | values).items()}
-        for override, key in own.items():
-            message = message.replace(f"override {override}", self.origins.get(key, f"override {override}"))
-        has_origin = message.startswith(("override ", f"{display_path(self.path)}:"))
-        return message if has_origin else f"{display_path(self.path)}: {message}"
+    @property
+    def _config_folder(self) -> Path:
+        return Path(self.config.folder or self.path.parent)
 
 
 def load_sweep(target: str, overrides: Iterable[str] = ()) -> Sweep:
@@ -231,7 +222,7 @@ def load_last_run(target: str, overrides: Iterable[str] = ()) -> Sweep:
     if overrides or not (sweep.folder / COPY).is_file():
         return sweep
     last = load_sweep(str(sweep.folder))
-    same: dict = {"name": None, "config": sweep.config.config, "overrides": []}  # the copy has them in another form
+    same: dict = {"name": None, "folder": None, "overrides": []}  # the copy has them in another form
     if dataclasses.replace(last.config, **same) == dataclasses.replace(sweep.config, **same):
         return last
     note = f"note: {display_path(sweep.path)} differs from the last run, {display_path(last.path)}"
@@ -250,13 +241,16 @@ def _find_sweep(target: str) -> Path:
         return Path(target)
     if target.endswith((".yaml", ".yml")):
         raise ConfigError(f"{target}: no such file; give a shipped name, a YAML file or a sweep's folder")
-    hint = suggest_name(target, names) or f"; shipped names: {', '.join(names)}"
+    files = [path for path in (f"{target}.yaml", f"{target}.yml") if Path(path).is_file()]
+    files += [str(path) for path in [Path("runs", target)] if (path / COPY).is_file()]
+    hint = f"; did you mean {files[0]!r}?" if files else suggest_name(target, names)
+    hint = hint or f"; shipped names: {', '.join(names)}"
     raise ConfigError(f"unknown sweep {target!r}; give a YAML file, a sweep's folder or a shipped name{hint}")
 
 
 def _find_origins(config: SweepConfig, tree: Tree) -> dict[str, str]:
     """Return the file and line of each searched key, and of `overrides`."""
-    named = {"seed": "seeds", "tokens": "tokens", "overrides": "overrides"}
+    named = {"config": "config", "seed": "seeds", "tokens": "tokens", "overrides": "overrides"}
     origins = {key: find_origin(tree[name]) for key, name in named.items() if name in tree}
     origins |= {f"trainer.{key}": leaf.origin for key, leaf in tree.get("resources", {}).items()}
     searched = [tree[name] for name in ("center", "axes", "grid") if name in tree]

@@ -1,22 +1,27 @@
-"""A trial of a sweep: its run folder, its state and progress, and the record of its failures."""
+"""A trial of a sweep: its run folder, claim, state and progress, and the record of its failures."""
 
 import hashlib
 import json
 import re
 import signal
+import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from stackexp.config.affects import WITHOUT_EFFECT_ON_RESULTS, remove_defaults
 from stackexp.config.experiment import ExperimentConfig
 from stackexp.errors import RunError
-from stackexp.files import read_json, read_json_lines, write_json
+from stackexp.files import is_locked, read_json, read_json_lines, try_lock, write_json
 from stackexp.metric_tags import TOKENS_PER_SECOND, TRAIN_LOSS
 from stackexp.runs import RunFolder
 
+PROGRAM = [sys.executable, "-m", "stackexp"]
+"""The command line of this program, which workers and Slurm jobs start."""
+WORKERS = ".workers"
+"""Each worker holds a shared lock on this file in the sweep's folder."""
 TAIL_BYTES = 2**16
 """Bytes at the end of metrics.jsonl that `read_tail` reads: some hundred lines."""
 START_MARK = "=== started "
@@ -40,6 +45,26 @@ class Trial:
     def log(self) -> Path:
         """The output of all attempts."""
         return self.folder.path / "log.txt"
+
+    @property
+    def claim(self) -> Path:
+        """The lock file of the worker that runs the trial; it contains a `Claim`."""
+        return self.folder.path / ".claim"
+
+    @property
+    def is_settled(self) -> bool:
+        """Return True if the trial has a result or was ended by the search."""
+        return self.folder.is_finished or self.pruned.exists()
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """The nodes, and the devices of each."""
+        return self.config.trainer.num_nodes, self.config.trainer.devices
+
+    @property
+    def command(self) -> list[str]:
+        """The command that starts the trial or resumes it from its checkpoint; it ends at once if it has a result."""
+        return [*PROGRAM, "fit", "--run", str(self.folder.path)]
 
     @property
     def failure(self) -> Path:
@@ -67,7 +92,7 @@ class State(StrEnum):
     """The state of a trial."""
 
     WAITING = "waiting"  # never started
-    RUNNING = "running"
+    RUNNING = "running"  # or claimed by a worker
     STOPPED = "stopped"  # the next `sweep run` resumes from its checkpoint
     FAILED = "failed"
     PRUNED = "pruned"  # ended early by the search
@@ -125,7 +150,7 @@ def get_state(trial: Trial) -> State:
     """Return the current state of a trial."""
     if trial.folder.is_finished:
         return State.DONE
-    if trial.folder.is_running:
+    if trial.folder.is_running or is_locked(trial.claim):
         return State.RUNNING
     if trial.pruned.exists():
         return State.PRUNED
@@ -138,6 +163,40 @@ def get_state(trial: Trial) -> State:
 def read_tail(path: Path) -> list[dict[str, Any]]:
     """Return the last complete lines of a metrics.jsonl. Skips damaged lines, so that one does not end a display."""
     return list(read_json_lines(path, skip_damaged=True, last_bytes=TAIL_BYTES))
+
+
+# Claims
+
+
+@dataclass(frozen=True)
+class Claim:
+    """Where a trial runs: the host, the Slurm job ("" without Slurm), its process (None for an instant), devices."""
+
+    host: str
+    job: str
+    pid: int | None
+    devices: int
+    gpus: list[str]
+
+    def __str__(self) -> str:
+        return f"{self.host}, job {self.job}" if self.job else f"{self.host}, process {self.pid}"
+
+
+def write_claim(lock: IO[str], claim: Claim) -> None:
+    """Write the contents of a lock file that this process holds."""
+    lock.truncate(0)
+    lock.write(json.dumps(asdict(claim)))
+    lock.flush()
+
+
+def read_claim(trial: Trial) -> Claim | None:
+    """Return the claim of a trial, or None if no living process holds it."""
+    if not is_locked(trial.claim):
+        return None
+    try:
+        return Claim(**read_json(trial.claim))
+    except (OSError, RunError, TypeError):  # this worker has not written it yet
+        return Claim("an unknown host", "", None, 0, [])
 
 
 # Objective
@@ -168,23 +227,44 @@ def get_number(result: dict[str, Any], path: str) -> float:
 
 
 def read_failure(trial: Trial) -> dict[str, Any]:
-    """Return the last failure: exit_code, cause, attempts (failed so far), time, tried_again. Empty if none failed."""
+    """Return the last failure, empty if none: exit_code, cause, attempts, forgiven, time, tried_again.
+
+    `attempts` counts the failed ones. Those up to `forgiven` were before the last `sweep run`, and do not count as
+    retries.
+    """
     if not trial.failure.exists():
         return {}
     try:
         failure = read_json(trial.failure)
-        return failure | {"cause": str(failure["cause"]), "attempts": int(failure["attempts"])}
+        counts = {"attempts": int(failure["attempts"]), "forgiven": int(failure.get("forgiven", 0))}
+        return failure | counts | {"cause": str(failure["cause"])}
     except (RunError, KeyError, TypeError, ValueError):
         cause = f"{trial.failure}: damaged; the next sweep run retries the trial"
-        return {"cause": cause, "attempts": 0, "tried_again": False}
+        return {"cause": cause, "attempts": 0, "forgiven": 0, "tried_again": False}
+
+
+def count_failures(trial: Trial) -> int:
+    """Return the failed attempts since the last `sweep run`."""
+    failure = read_failure(trial)
+    return failure["attempts"] - failure["forgiven"] if failure else 0
+
+
+def forgive_failures(trial: Trial) -> None:
+    """Let a failed trial be tried again, unless a worker runs it."""
+    if count_failures(trial) and (lock := try_lock(trial.claim)):
+        with lock:
+            failure = read_failure(trial)
+            write_json(trial.failure, failure | {"forgiven": failure["attempts"]})
 
 
 def record_failure(trial: Trial, exit_code: int) -> None:
     """Record the failure of the last attempt in failure.json."""
+    before = read_failure(trial)
     failure = {
         "exit_code": exit_code,
         "cause": find_cause(trial, exit_code),
-        "attempts": read_failure(trial).get("attempts", 0) + 1,
+        "attempts": before.get("attempts", 0) + 1,
+        "forgiven": before.get("forgiven", 0),
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "tried_again": False,
     }

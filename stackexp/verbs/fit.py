@@ -42,10 +42,10 @@ class Fit(Verb):
             )
         from stackexp.config import compose, layers
         from stackexp.data.path_checks import check_paths
-        from stackexp.sweeps.shipped import is_run_as_fit
+        from stackexp.sweeps import is_run_as_fit
 
         if is_run_as_fit(args.config) and not (args.run or args.ckpt_path or args.print_config):
-            from stackexp.sweeps.runner import run_as_fit
+            from stackexp.sweeps.worker import run_as_fit
 
             return run_as_fit(args.config[0], args.overrides)
         configs = args.config or [str(args.parser.check_run_folder(args.run))]

@@ -57,7 +57,7 @@ def list_configs(**_: object) -> list[str]:
 
 def list_sweeps(**_: object) -> list[str]:
     """Return the shipped sweeps, for completion."""
-    from stackexp.sweeps.shipped import list_shipped
+    from stackexp.sweeps import list_shipped
 
     return list_shipped()
 

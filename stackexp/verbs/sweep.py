@@ -5,7 +5,6 @@ import sys
 from argparse import Namespace
 from pathlib import Path
 
-from stackexp.sweeps.launchers import LAUNCHERS
 from stackexp.verbs.parser import Parser, Verb, at_least
 
 
@@ -14,34 +13,43 @@ class Run(Verb):
 
     SWEEP is a shipped name (the files in sweeps/), a YAML file, or a sweep's folder in runs/. The overrides apply to
     the base config of every trial. The run folders are the only record: the same command runs the remaining trials, and
-    any number of drivers may run at once.
+    any number of workers may run at once. With --launcher slurm, the workers are submitted as an array job.
     """
 
-    usage = "SWEEP [--launcher NAME] [--max-parallel N] [--retries N] [--dry-run] [KEY=VALUE ...]"
+    usage = "SWEEP [--launcher local|slurm] [--max-parallel N] [--retries N] [--dry-run] [KEY=VALUE ...]"
     examples = ("sweep run quick_grid", "sweep run stack_grid --dry-run", "sweep run mine.yaml --max-parallel 4 seed=1")
 
     def add_arguments(self, parser: Parser) -> None:
         parser.add_sweep()
-        parser.add_argument("--launcher", choices=list(LAUNCHERS), default="local", help="default: local")
+        parser.add_argument("--launcher", choices=["local", "slurm"], default="local", help="default: local")
         max_parallel = "trials at once (default: as many as fit)"
         parser.add_argument("--max-parallel", type=at_least(1), metavar="N", help=max_parallel)
         retries = "retries of a failed trial (default: as in the YAML)"
         parser.add_argument("--retries", type=at_least(0), metavar="N", help=retries)
-        parser.add_argument("--dry-run", action="store_true", help="print the trials and the remaining cost")
+        dry_run = "print the trials and the remaining cost; with --launcher slurm, also the batch scripts"
+        parser.add_argument("--dry-run", action="store_true", help=dry_run)
+        parser.add_argument("--worker", action="store_true", help="run as a worker of a Slurm job, as batch scripts do")
 
     def run(self, args: Namespace) -> int:
         from stackexp.sweeps.sweep import load_sweep
 
         sweep = load_sweep(args.sweep, args.overrides)
         sweep.check_trials()
+        retries = sweep.config.retries if args.retries is None else args.retries
         if args.dry_run:
-            from stackexp.sweeps.dry_run import format_dry_run
+            from stackexp.sweeps.slurm import build_script, plan_arrays
+            from stackexp.sweeps.status import format_dry_run
 
             print(format_dry_run(sweep))
+            for array in plan_arrays(sweep, args.max_parallel, []) if args.launcher == "slurm" else []:
+                print(f"\n{build_script(sweep, array, args.max_parallel, retries)}", end="")
             return 0
-        from stackexp.sweeps.runner import run_sweep
+        from stackexp.sweeps.worker import run_job, run_sweep
 
-        run_sweep(sweep, launcher=args.launcher, max_parallel=args.max_parallel, retries=args.retries)
+        if args.worker:
+            run_job(sweep, max_parallel=args.max_parallel, retries=retries)
+            return 0
+        run_sweep(sweep, launcher=args.launcher, max_parallel=args.max_parallel, retries=retries)
         print(f"\nresults:  python -m stackexp sweep results {sweep.folder}", flush=True)
         print(f"curves:   tensorboard --logdir {sweep.folder}", flush=True)
         return 0
@@ -65,7 +73,7 @@ class Status(Verb):
 
         sweep = load_last_run(args.sweep, args.overrides)
         sweep.check_trials()
-        from stackexp.sweeps.display import format_sweep_status, read_statuses
+        from stackexp.sweeps.status import format_sweep_status, read_statuses
 
         statuses = read_statuses(sweep)
         if args.json:
@@ -88,13 +96,13 @@ class Stop(Verb):
         parser.add_sweep()
 
     def run(self, args: Namespace) -> int:
-        """Stop the drivers, then print the number of trials in each state."""
+        """Stop the workers, then print the number of trials in each state."""
         from stackexp.sweeps.sweep import load_last_run
 
         sweep = load_last_run(args.sweep, args.overrides)
-        from stackexp.sweeps.display import format_summary
-        from stackexp.sweeps.runner import stop_sweep
+        from stackexp.sweeps.status import format_summary
         from stackexp.sweeps.trials import read_status
+        from stackexp.sweeps.worker import stop_sweep
 
         stop_sweep(sweep)
         print(format_summary([read_status(trial, sweep.config.objective) for trial in sweep.trials]))

@@ -1,4 +1,4 @@
-"""A sweep with real trials: after its driver and a trial are killed, the same command finishes it."""
+"""A sweep with real trials: after its worker and a trial are killed, the same command finishes it."""
 
 import json
 import os
@@ -12,7 +12,7 @@ from stackexp.sweeps.sweep import load_sweep
 from stackexp.sweeps.trials import State, get_state
 
 
-@pytest.mark.slow  # two minutes; tests/test_sweep_driver.py kills drivers too
+@pytest.mark.slow  # two minutes; tests/test_sweep_worker.py kills workers too
 def test_same_command_finishes_a_killed_sweep(program: Program, tiny, tmp_path):
     path = tmp_path / "slots.yaml"
     keys = {"config": "tiny.yaml", "overrides": ["trainer.max_steps=40"], "grid": {"model.memory.num_slots": [2, 3, 4]}}
@@ -20,13 +20,13 @@ def test_same_command_finishes_a_killed_sweep(program: Program, tiny, tmp_path):
     trials = load_sweep(str(path)).trials
     first, second, third = (trial.folder for trial in trials)
 
-    driver = program.start("sweep", "run", path, "--max-parallel", "2")
-    wait_until(lambda: first.newest_checkpoint() is not None and (second.path / "environment.json").exists(), driver)
-    os.kill(driver.pid, signal.SIGKILL)
-    driver.wait()
+    worker = program.start("sweep", "run", path, "--max-parallel", "2")
+    wait_until(lambda: first.newest_checkpoint() is not None and (second.path / "environment.json").exists(), worker)
+    os.kill(worker.pid, signal.SIGKILL)
+    worker.wait()
     processes = [int(pid) for pid in os.listdir("/proc") if pid.isdecimal() and _runs(pid, str(first.path))]
     assert processes
-    os.kill(processes[0], signal.SIGKILL)  # the other trial continues without a driver
+    os.kill(processes[0], signal.SIGKILL)  # the other trial continues without a worker
     assert not third.path.exists()
 
     output = program.run("sweep", "run", path, "--max-parallel", "2")

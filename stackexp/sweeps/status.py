@@ -1,4 +1,4 @@
-"""Show the progress of a sweep: a live table on a terminal, otherwise one line for every change of state."""
+"""Show the state of a sweep: a table of its trials, live on a terminal, and its remaining cost."""
 
 import dataclasses
 import time
@@ -7,14 +7,14 @@ from types import TracebackType
 
 from rich.console import Console
 from rich.live import Live
-from rich.table import Table
 from rich.text import Text
 
-from stackexp.sweeps.driver import has_driver
-from stackexp.sweeps.launchers import LAUNCHERS, load_launcher
+from stackexp.errors import RunError
+from stackexp.files import is_locked
+from stackexp.sweeps import slurm
 from stackexp.sweeps.sweep import Sweep
-from stackexp.sweeps.trials import State, Status, Trial, read_status
-from stackexp.tables import format_table
+from stackexp.sweeps.trials import WORKERS, State, Status, Trial, read_claim, read_status
+from stackexp.tables import ABSENT, format_table
 from stackexp.terminal import format_duration
 
 ORDER = [State.RUNNING, State.FAILED, State.STOPPED, State.WAITING, State.PRUNED, State.DONE]
@@ -48,7 +48,8 @@ class Display:
         statuses = [self._settled.get(trial) or read_status(trial, self._objective) for trial in trials]
         self._settled |= {s.trial: s for s in statuses if s.state in (State.DONE, State.PRUNED)}  # read once
         if self._live:
-            self._live.update(_build_table(statuses, self._live.console.width), refresh=True)
+            text = _format_live_table(statuses, self._live.console.width)
+            self._live.update(Text(text, no_wrap=True, overflow="ellipsis"), refresh=True)
         else:
             self._print_changes(statuses)
 
@@ -63,37 +64,40 @@ class Display:
             self._printed[status.trial] = current
 
 
-def _build_table(statuses: list[Status], width: int) -> Table:
+def _format_live_table(statuses: list[Status], width: int) -> str:
     """Return the table of a terminal, the running trials first. Names that do not fit are cut; causes are below."""
     statuses = sorted(statuses, key=lambda status: ORDER.index(status.state))
     header, align, rows = _format_statuses([dataclasses.replace(status, attempts=0, cause="") for status in statuses])
-    causes = [f"{s.trial.name}: {s.cause} (attempt {s.attempts})" for s in statuses if s.cause]
-    table = Table(box=None, header_style="bold", caption_justify="left")
-    table.caption = Text("\n".join([format_summary(statuses), *causes]), style="none")
     rest = sum(2 + max(map(len, column)) for column in list(zip(header, *rows, strict=True))[1:])
-    for title, side in zip(header, align, strict=True):
-        max_width = max(MIN_WIDTH, width - rest - 2) if title == "trial" else None
-        table.add_column(title, justify="left" if side == "<" else "right", no_wrap=True, max_width=max_width)
-    for row in rows:
-        table.add_row(*row)
-    return table
+    names = max(MIN_WIDTH, width - rest)
+    rows = [[name if len(name) <= names else f"{name[: names - 1]}…", *cells] for name, *cells in rows]
+    causes = [f"{s.trial.name}: {s.cause} (attempt {s.attempts})" for s in statuses if s.cause]
+    return "\n".join([format_table(rows, header=header, align=align), "", format_summary(statuses), *causes])
 
 
 def read_statuses(sweep: Sweep) -> list[Status]:
-    """Return the status of each trial. For a queued trial, `cause` names the job."""
-    jobs = {
-        name: job for launcher in LAUNCHERS for name, job in load_launcher(launcher).find_jobs(sweep.folder).items()
-    }
+    """Return the status of each trial. For a running trial, `cause` says where it runs."""
     statuses = [read_status(trial, sweep.config.objective) for trial in sweep.trials]
-    return [dataclasses.replace(s, cause=jobs.get(s.trial.name, s.cause)) for s in statuses]
+    claims = {status.trial: read_claim(status.trial) for status in statuses if status.state == State.RUNNING}
+    return [dataclasses.replace(s, cause=str(claims.get(s.trial) or s.cause)) for s in statuses]
 
 
 def format_sweep_status(sweep: Sweep, statuses: list[Status]) -> str:
-    """Return a table with a row for each trial: state, progress, and queued job or cause of failure."""
+    """Return a table with a row for each trial (state, progress, where it runs or why it failed), and the workers."""
     header, align, rows = _format_statuses(statuses)
-    drivers = "a driver is running" if has_driver(sweep.folder) else "no driver is running"
-    summary = f"{sweep.folder}: {format_summary(statuses)}; {drivers}"
+    summary = f"{sweep.folder}: {format_summary(statuses)}; {_describe_workers(sweep)}"
     return f"{format_table(rows, header=header, align=align)}\n\n{summary}"
+
+
+def _describe_workers(sweep: Sweep) -> str:
+    try:
+        jobs = slurm.find_jobs(sweep)
+    except RunError as error:
+        return str(error)
+    if not jobs:
+        return "a worker is running" if is_locked(sweep.folder / WORKERS, count_shared=True) else "no worker is running"
+    counts = Counter(job.state.lower() + f" {job.reason}" * (job.state == "PENDING") for job in jobs)
+    return "Slurm jobs: " + ", ".join(f"{count} {state}" for state, count in sorted(counts.items()))
 
 
 def _format_statuses(statuses: list[Status]) -> tuple[list[str], str, list[list[str]]]:
@@ -132,3 +136,43 @@ def format_status(status: Status) -> list[str]:
 
 def _format_number(value: float | None, form: str) -> str:
     return "" if value is None else format(value, form)
+
+
+# Cost
+
+
+def format_dry_run(sweep: Sweep) -> str:
+    """Return the trials of a sweep with their estimated cost, and what is left of it, in GPU-hours."""
+    from stackexp.planning.cost import MIN_PARAMETERS, make_plan  # imports torch, which workers do not need
+
+    statuses = [read_status(trial, sweep.config.objective) for trial in sweep.trials]
+    base = make_plan(sweep.base_trial.config)
+    costs: list[tuple[float | None, float | None]] = []
+    rows = []
+    for status in statuses:
+        config = status.trial.config
+        hours = make_plan(config).gpu_hours
+        is_settled = status.state in (State.DONE, State.PRUNED)
+        share = 0.0 if is_settled else 1 - status.step / config.trainer.max_steps
+        costs.append((hours, None if hours is None else hours * share))
+        sizes = [f"{config.trainer.max_steps:,}", f"{config.total_tokens:,}"]
+        rows.append([status.trial.name, status.state, *sizes, *map(_format_hours, costs[-1])])
+    if sweep.config.search:
+        count = max(0, sweep.config.search.trials - len(statuses))
+        costs.append((None if base.gpu_hours is None else count * base.gpu_hours,) * 2)
+        rows.append([f"{count} more", "not chosen", "", "", *map(_format_hours, costs[-1])])
+    header = ["trial", "state", "steps", "tokens", "GPU-hours", "left"]
+    summary = format_summary(statuses)
+    if has_estimates := any(hours is not None for hours, _ in costs):
+        total, left = (_format_hours(sum(hours or 0.0 for hours in column)) for column in zip(*costs, strict=True))
+        summary += f"; {total} GPU-hours in total, {left} left, on {base.device} at {base.mfu:.0%} of its FLOP/s"
+    if any(hours is None for hours, _ in costs):
+        which = "time of the others" if has_estimates else "time"
+        summary += f"; {which} is not estimated on CPUs or below {MIN_PARAMETERS // 10**6}M parameters"
+    return f"{format_table(rows, header=header, align='<<>>>>')}\n\n{summary}"
+
+
+def _format_hours(hours: float | None) -> str:
+    if hours is None:
+        return ABSENT
+    return f"{hours:,.1f}" if hours >= 10 else f"{hours:.3g}"

@@ -1,0 +1,413 @@
+"""The worker of a sweep: claim a trial, run `fit --run FOLDER`, record its end, and repeat until none is left.
+
+Any number of workers may work on one sweep, on any machines, and any of them may be killed. A worker claims a trial by
+a lock on `.claim` in the trial's folder. The trial's process inherits the lock, so a trial whose worker was killed
+remains claimed until it ends. Claims are made one at a time, under a lock of the sweep's folder, so that workers share
+GPUs and draw different trials of a search. All other state is read from the run folders.
+"""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from stackexp.config.compose import to_yaml
+from stackexp.errors import ConfigError, FolderBusyError, RunError, StoppedError
+from stackexp.files import hold_lock, is_locked, try_lock, write_atomically, write_json
+from stackexp.sweeps import slurm
+from stackexp.sweeps.search import Study
+from stackexp.sweeps.status import Display
+from stackexp.sweeps.sweep import COPY, Sweep, load_sweep
+from stackexp.sweeps.trials import (
+    START_MARK,
+    WORKERS,
+    Claim,
+    Trial,
+    count_failures,
+    forgive_failures,
+    read_claim,
+    read_failure,
+    record_failure,
+    write_claim,
+)
+
+STOP = "stop"
+"""A worker stops if this file is in the sweep's folder."""
+POLL_SECONDS = 0.5
+RECHECK_SECONDS = 5
+"""Pause before a worker looks again for a trial that it can claim."""
+GRACE_SECONDS = 120
+"""Time for trials to save before they are killed."""
+STOP_SECONDS = 180
+"""Time that `stop_sweep` waits for the workers."""
+
+
+class Machine:
+    """The devices that a worker may use: GPUs, or CPU cores if no trial uses GPUs or this machine has none.
+
+    In a Slurm job, these are the devices of the job. Raises ConfigError if a trial needs more than there are.
+    """
+
+    def __init__(self, sweep: Sweep, trials: list[Trial], max_parallel: int | None) -> None:
+        self.place = socket.gethostname(), slurm.get_job()
+        self.max_parallel, self.trials_per_gpu = max_parallel, sweep.config.resources.trials_per_gpu
+        self.gpus = [] if all(trial.config.trainer.accelerator == "cpu" for trial in trials) else find_gpus()
+        self.cores = int(os.environ.get("SLURM_CPUS_ON_NODE", 0)) or len(os.sched_getaffinity(0))
+        devices = max((self._count_devices(trial) for trial in trials), default=1)
+        expected = sweep.config.search.trials if sweep.config.search else len(trials)
+        parallel = max(1, min(expected, max_parallel or self.cores // devices))
+        if self.gpus:
+            parallel = max(1, min(parallel, len(self.gpus) * self.trials_per_gpu // devices))
+        self.threads = max(1, self.cores // (parallel * devices))
+
+    def _count_devices(self, trial: Trial) -> int:
+        nodes, devices = trial.shape
+        advice = "use --launcher slurm"
+        if nodes > slurm.get_shape()[0]:
+            raise ConfigError(f"{trial.name}: needs {nodes} nodes, this is one; {advice}")
+        if nodes == 1 and devices > len(self.gpus) and (self.gpus or trial.config.trainer.accelerator == "cuda"):
+            raise ConfigError(f"{trial.name}: needs {devices} GPUs, this machine has {len(self.gpus)}; {advice}")
+        if devices > 1 and self.trials_per_gpu > 1:
+            raise ConfigError(f"resources.trials_per_gpu: trials of {devices} devices cannot share GPUs; set it to 1")
+        return devices
+
+    def reserve(self, trial: Trial, claims: list[Claim]) -> list[str] | None:
+        """Return the GPUs for a trial, the emptiest first; None if it does not fit beside the running trials.
+
+        `claims` are those of the whole sweep. Trials of killed workers and of other workers on this machine count.
+        """
+        here = [claim for claim in claims if (claim.host, claim.job) == self.place]
+        nodes, devices = trial.shape
+        if here and (len(here) >= (self.max_parallel or len(claims) + 1) or nodes > 1):
+            return None
+        if nodes > 1:
+            return []
+        if not self.gpus:
+            used = sum(claim.devices for claim in here)
+            return [] if self.max_parallel or not used or used + devices <= self.cores else None
+        counts = Counter(gpu for claim in here for gpu in claim.gpus)
+        free = [gpu for gpu in self.gpus if counts[gpu] < self.trials_per_gpu]
+        return sorted(free, key=lambda gpu: counts[gpu])[:devices] if len(free) >= devices else None
+
+
+def find_gpus() -> list[str]:
+    """Return the GPU ids for CUDA_VISIBLE_DEVICES: those it has already, or 0, 1, ..."""
+    import torch
+
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    count = torch.cuda.device_count()
+    return [name.strip() for name in visible.split(",")][:count] if visible else [str(i) for i in range(count)]
+
+
+class Worker:
+    """Runs the trials of a sweep that have no result. A failed trial is retried up to `retries` times.
+
+    A worker in a Slurm job, `is_job`, runs the trials of the job's shape, and ends when no unclaimed one is left.
+    Other workers also wait for the trials that are claimed elsewhere.
+    """
+
+    def __init__(
+        self,
+        sweep: Sweep,
+        *,
+        retries: int,
+        max_parallel: int | None = None,
+        is_job: bool = False,
+        show_progress: Callable[[list[Trial]], None],
+    ) -> None:
+        self._sweep, self._retries, self._is_job, self._show_progress = sweep, retries, is_job, show_progress
+        self._study = Study(sweep) if sweep.config.search else None
+        expected = [sweep.base_trial] if self._study else sweep.trials
+        if is_job:
+            expected = [trial for trial in expected if trial.shape == slurm.get_shape()]
+        self._machine = Machine(sweep, expected, max_parallel)
+        self._running: dict[Trial, tuple[subprocess.Popen, IO[str]]] = {}  # processes and claims
+        self._seen: dict[Trial, None] = {}  # trials that ran here, in order
+        self._settled: set[Trial] = set()
+        self._recheck_at = 0.0
+        self._signal = 0
+
+    def run(self) -> None:
+        """Run until every trial is done, is pruned or has no retries left.
+
+        Raises RunError if trials failed, StoppedError after SIGTERM, SIGUSR1 or `sweep stop`, KeyboardInterrupt after
+        SIGINT.
+        """
+        folder = self._sweep.folder
+        with hold_lock(folder / WORKERS, "sweep stop", shared=True), self._catch_signals():
+            is_over = False
+            while self._running or not is_over:
+                self._collect_ended()
+                if self._signal or is_stop_requested(folder):
+                    self._stop()
+                self._prune()
+                is_over = self._start_trials()
+                self._show_progress(list(self._seen) if self._is_job else self._sweep.trials)
+                time.sleep(POLL_SECONDS)
+            self._show_progress(list(self._seen) if self._is_job else self._sweep.trials)
+        trials = list(self._seen) if self._is_job else self._sweep.trials
+        failed = [trial for trial in trials if not trial.is_settled]
+        if failed and not self._is_job:
+            cause = read_failure(failed[0])["cause"]
+            raise RunError(
+                f"{folder}: {len(failed)} of {len(trials)} trials failed, the first {failed[0].name}: {cause}; "
+                "`sweep status` shows all causes; the same command retries them"
+            )
+
+    # Start
+
+    def _start_trials(self) -> bool:
+        """Claim and start trials while there is room. Return True if no trial is left for this worker."""
+        if time.monotonic() < self._recheck_at:
+            return False
+        lock = try_lock(self._sweep.folder / ".claims.lock")
+        if lock is None:
+            return False
+        with lock:
+            while True:
+                missing = [trial for trial in self._find_trials() if not self._is_over(trial)]
+                watched = {*missing, *self._running}  # a finished trial keeps its devices until its process ends
+                claims = {trial: claim for trial in watched if (claim := read_claim(trial))}
+                if not self._start_next([trial for trial in missing if trial not in claims], list(claims.values())):
+                    break
+        self._recheck_at = time.monotonic() + RECHECK_SECONDS
+        is_left = [t for t in missing if not (self._is_job and t in claims and claims[t].job != slurm.get_job())]
+        return not is_left and (self._study is None or self._study.is_complete())
+
+    def _find_trials(self) -> list[Trial]:
+        trials = self._sweep.trials
+        return [trial for trial in trials if trial.shape == slurm.get_shape()] if self._is_job else trials
+
+    def _is_over(self, trial: Trial) -> bool:
+        """Return True if the trial is settled, or has failed too often in this `sweep run`."""
+        if trial not in self._settled and trial.is_settled:
+            self._settled.add(trial)
+        return trial in self._settled or (trial not in self._running and count_failures(trial) > self._retries)
+
+    def _start_next(self, unclaimed: list[Trial], claims: list[Claim]) -> bool:
+        """Start the first unclaimed trial for which there is room, or a new one of a search. Return True if it ran."""
+        for trial in unclaimed:
+            gpus = self._machine.reserve(trial, claims)
+            if gpus is not None and not trial.folder.is_running and self._start(trial, gpus):
+                return True
+        if self._study and not unclaimed and not self._study.is_complete():
+            gpus = self._machine.reserve(self._sweep.base_trial, claims)
+            if gpus is not None and (drawn := self._study.draw()):
+                return self._start(drawn, gpus)
+        return False
+
+    def _start(self, trial: Trial, gpus: list[str]) -> bool:
+        """Claim a trial and start its process. Return False if another worker has it."""
+        trial.folder.mark()
+        lock = try_lock(trial.claim)
+        if lock is None:
+            return False
+        if trial.is_settled:
+            lock.close()
+            return False
+        host, job = self._machine.place
+        claim = Claim(host, job, None, trial.config.trainer.devices, gpus)
+        write_claim(lock, claim)
+        write_atomically(trial.folder.config, to_yaml(trial.config))
+        if failure := read_failure(trial):
+            write_json(trial.failure, failure | {"tried_again": True})
+        environment = {"OMP_NUM_THREADS": str(self._machine.threads)} | os.environ
+        if gpus:
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+        with open(trial.log, "a", encoding="utf-8") as log:
+            log.write(f"{START_MARK}{time.strftime('%Y-%m-%d %H:%M:%S')} by {claim.host} {claim.job}".rstrip() + "\n")
+            log.flush()
+            process = subprocess.Popen(
+                slurm.build_srun_command(trial) if trial.shape[0] > 1 else trial.command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                start_new_session=True,  # Ctrl-C reaches only the worker, and a killed worker does not end its trials
+                pass_fds=[lock.fileno()],
+            )
+        write_claim(lock, Claim(host, job, process.pid, claim.devices, gpus))
+        self._running[trial] = process, lock
+        self._seen[trial] = None
+        return True
+
+    # End
+
+    def _collect_ended(self) -> None:
+        """Record the failures among the trials that have ended, and release their claims."""
+        for trial, (process, lock) in list(self._running.items()):
+            code = process.poll()
+            if code is None:
+                continue
+            if code < 0:  # the trial's other processes have lost the first one
+                _kill_group(process.pid)
+            if 128 < code < 193:  # srun's codes for signals
+                code = 128 - code
+            is_stop = code == StoppedError.exit_code
+            if code in (-signal.SIGTERM, -signal.SIGUSR1):  # stopped before it handled signals
+                is_stop = self._signal != 0 or is_stop_requested(self._sweep.folder)
+            if code and trial.shape[0] > 1 and not is_stop and not slurm.are_nodes_alive():
+                is_stop, self._signal = True, signal.SIGTERM  # not the trial failed: it resumes on other nodes
+            if not (is_stop or trial.is_settled or code == FolderBusyError.exit_code):
+                record_failure(trial, code)
+            lock.close()
+            del self._running[trial]
+            self._recheck_at = 0.0
+
+    def _prune(self) -> None:
+        """End the trials that the search gives up."""
+        for trial in self._study.find_pruned(list(self._running)) if self._study else []:
+            self._send_stop(trial)
+
+    def _send_stop(self, trial: Trial) -> None:
+        """Let a running trial save and exit. srun passes SIGUSR1 on, but SIGTERM ends it."""
+        self._running[trial][0].send_signal(signal.SIGUSR1 if trial.shape[0] > 1 else signal.SIGTERM)
+
+    def _stop(self) -> None:
+        """Pass the signal on to the running trials and wait until they have saved; requeue this job if need be.
+
+        Raises StoppedError or KeyboardInterrupt.
+        """
+        folder, number = self._sweep.folder, self._signal
+        print("stopping: running trials save a checkpoint and end", flush=True)
+        self._signal = self._signal or signal.SIGTERM
+        for trial in self._running:
+            self._send_stop(trial)
+        deadline = time.monotonic() + GRACE_SECONDS
+        while self._running:
+            if time.monotonic() > deadline:
+                for process, _ in self._running.values():
+                    _kill_group(process.pid)
+            time.sleep(POLL_SECONDS / 5)
+            self._collect_ended()
+        self._show_progress(list(self._seen) if self._is_job else self._sweep.trials)
+        if self._is_job and number and not is_stop_requested(folder):
+            slurm.requeue_job()
+        message = f"{folder}: stopped; resume with: python -m stackexp sweep run {folder}"
+        if number == signal.SIGINT:
+            raise KeyboardInterrupt(message)
+        raise StoppedError(message)
+
+    @contextlib.contextmanager
+    def _catch_signals(self) -> Iterator[None]:
+        """Record SIGINT, SIGTERM and SIGUSR1 for the next round. A second SIGINT ends the worker, not its trials."""
+
+        def note(number: int, _: Any) -> None:
+            self._signal = number
+            if number == signal.SIGINT:
+                signal.signal(number, signal.SIG_DFL)
+
+        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+        before = {number: signal.signal(number, note) for number in numbers}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def _kill_group(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
+
+
+# Run and stop sweeps
+
+
+def run_sweep(
+    sweep: Sweep, *, launcher: str = "local", max_parallel: int | None = None, retries: int | None = None
+) -> None:
+    """Run the missing trials of a sweep on this machine, or submit workers to Slurm.
+
+    Raises ConfigError before anything is written, then what `Worker.run` or `slurm.submit_workers` raises.
+    """
+    if sweep.config.search and launcher == "slurm" and not max_parallel:
+        raise ConfigError(
+            "sweep run: --launcher slurm: a search requires --max-parallel N; it chooses each trial by the results "
+            "so far"
+        )
+    retries = sweep.config.retries if retries is None else retries
+    with Display(sweep.config.objective) as display:
+        options = {"max_parallel": max_parallel, "retries": retries}
+        worker = Worker(sweep, show_progress=display.update, **options) if launcher == "local" else None
+        sweep.folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(sweep.folder / COPY, sweep.to_yaml())
+        (sweep.folder / STOP).unlink(missing_ok=True)
+        for trial in sweep.trials:
+            forgive_failures(trial)
+        print(f"sweep folder  {sweep.folder}", flush=True)
+        if worker:
+            worker.run()
+            return
+    lines = slurm.submit_workers(sweep, max_parallel, retries)
+    print("\n".join(lines or ["no more workers are needed; see `sweep status`"]), flush=True)
+
+
+def run_job(sweep: Sweep, *, max_parallel: int | None, retries: int | None) -> None:
+    """Run the worker of a Slurm job. Raises what `Worker.run` raises, and ConfigError if the trials have changed."""
+    slurm.check_worker(sweep)
+    retries = sweep.config.retries if retries is None else retries
+    with Display(sweep.config.objective) as display:
+        options = {"max_parallel": max_parallel, "retries": retries, "is_job": True}
+        Worker(sweep, show_progress=display.update, **options).run()
+
+
+def run_as_fit(name: str, overrides: Sequence[str]) -> int:
+    """Run a small sweep on a formal language as `fit --config NAME`: one trial after the other, then all scores.
+
+    Returns the exit code. Raises what `run_sweep` raises; the same command resumes.
+    """
+    sweep = load_sweep(name, overrides)
+    sweep.check_trials()
+    from stackexp.evaluation.accuracy import format_curves, parse_accuracy
+
+    run_sweep(sweep, max_parallel=1)
+    results = [trial.folder.read_result().to_dict() for trial in sweep.trials]
+    curves = {result["model"]: parse_accuracy(result) for result in results}
+    print(f"\n{format_curves(sweep.trials[0].config.data, curves)}\n")
+    print("\n".join(f"run folder: {trial.folder.path}" for trial in sweep.trials))
+    print(f"curves:     tensorboard --logdir {sweep.folder}", flush=True)
+    return 0
+
+
+def has_worker(folder: Path) -> bool:
+    """Return True if a worker runs trials of the sweep."""
+    return is_locked(folder / WORKERS, count_shared=True)
+
+
+def is_stop_requested(folder: Path) -> bool:
+    """Return True after `sweep stop`, until the next `sweep run`. NFS shows a new file only to a listing."""
+    return STOP in os.listdir(folder)
+
+
+def stop_sweep(sweep: Sweep) -> None:
+    """Stop the workers of a sweep, and trials on this machine without one; wait until the trials have saved.
+
+    Raises RunError if one is still running after STOP_SECONDS.
+    """
+    folder = sweep.folder
+    if not folder.is_dir():
+        print(f"{folder}: nothing to stop", flush=True)
+        return
+    print(f"{folder}: stopping; waiting until running trials have saved a checkpoint", flush=True)
+    deadline, signaled = time.monotonic() + STOP_SECONDS, set()
+    while True:
+        (folder / STOP).touch()  # again, because a `sweep run` that has just started deletes it
+        slurm.cancel_waiting(sweep)
+        claims = {trial: claim for trial in sweep.trials if (claim := read_claim(trial))}
+        for claim in claims.values():
+            if claim.host == socket.gethostname() and not claim.job and claim.pid and claim.pid not in signaled:
+                signaled.add(claim.pid)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(claim.pid, signal.SIGTERM)
+        if not (claims or has_worker(folder) or slurm.find_jobs(sweep)):
+            return
+        if time.monotonic() > deadline:
+            raise RunError(f"{folder}: a worker is still running after {STOP_SECONDS} s; see `sweep status`")
+        time.sleep(POLL_SECONDS)
