@@ -170,7 +170,7 @@ def read_tail(path: Path) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Claim:
-    """Where a trial runs: the host, the Slurm job ("" without Slurm), its process (None for an instant), devices."""
+    """The host and Slurm job ("" without Slurm) of a running trial, its process (None for an instant) and devices."""
 
     host: str
     job: str

@@ -78,7 +78,7 @@ class Machine:
         return devices
 
     def reserve(self, trial: Trial, claims: list[Claim]) -> list[str] | None:
-        """Return the GPUs for a trial, the emptiest first; None if it does not fit beside the running trials.
+        """Return the GPUs for a trial, the emptiest first; None if there is no room now.
 
         `claims` are those of the whole sweep. Trials of killed workers and of other workers on this machine count.
         """
@@ -240,20 +240,22 @@ class Worker:
     # End
 
     def _collect_ended(self) -> None:
-        """Record the failures among the trials that have ended, and release their claims."""
+        """Record the failures among the trials that have ended, and release their claims.
+
+        A trial that ends while the worker stops has not failed: SIGTERM kills it before it handles signals, and it
+        loses its other processes with a node.
+        """
         for trial, (process, lock) in list(self._running.items()):
             code = process.poll()
             if code is None:
                 continue
             if code < 0:  # the trial's other processes have lost the first one
                 _kill_group(process.pid)
+            is_stop = code == StoppedError.exit_code or self._signal != 0 or is_stop_requested(self._sweep.folder)
+            if code and trial.shape[0] > 1 and not is_stop and not slurm.are_nodes_alive():
+                is_stop, self._signal = True, signal.SIGTERM  # the trial resumes on other nodes
             if 128 < code < 193:  # srun's codes for signals
                 code = 128 - code
-            is_stop = code == StoppedError.exit_code
-            if code in (-signal.SIGTERM, -signal.SIGUSR1):  # stopped before it handled signals
-                is_stop = self._signal != 0 or is_stop_requested(self._sweep.folder)
-            if code and trial.shape[0] > 1 and not is_stop and not slurm.are_nodes_alive():
-                is_stop, self._signal = True, signal.SIGTERM  # not the trial failed: it resumes on other nodes
             if not (is_stop or trial.is_settled or code == FolderBusyError.exit_code):
                 record_failure(trial, code)
             lock.close()
