@@ -10,7 +10,7 @@ from typing import Any
 from stackexp.config.affects import find_changed_keys, get_value
 from stackexp.errors import RunError
 from stackexp.frame import Row, get_options, list_rows, load_runs
-from stackexp.sweeps.shipped import list_shipped
+from stackexp.sweeps import list_shipped
 from stackexp.sweeps.sweep import COPY
 
 GENERATED_DATA = ("formal_language", "arithmetic")
