@@ -40,17 +40,28 @@ def run_program(folder: Path, *arguments: str) -> subprocess.CompletedProcess:
         ["fit", "--config", "quickstart", "--ckpt_path", "nowhere"],
         ["configs", "list"],
         ["configs", "explain"],
+        ["validate", "--run", "run", "--ckpt_path", "nowhere"],
+        ["evaluate", "--run", "run", "--ckpt_path", "nowhere", "--tasks", "piqa"],
+        ["generate", "--run", "run", "--ckpt_path", "nowhere"],
+        ["checkpoint", "export", "--run", "nowhere", "--to", "out"],
+        ["checkpoint", "consolidate", "--run", "run", "--ckpt_path", "nowhere", "--to", "out.safetensors"],
+        ["test", "--run", "run"],
+        ["inspect", "--run", "run", "--task", "reverse_strings"],
     ],
 )
-def test_heavy_modules_are_imported_after_config_validation(arguments):
+def test_heavy_modules_are_imported_after_config_validation(arguments, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").write_text("defaults: [ablation/queue]\n")
     code = (
         "import sys, stackexp.cli\n"
         "try: stackexp.cli.main(sys.argv[1:])\n"
         "except SystemExit: pass\n"
         f"print('heavy:', sorted({HEAVY} & set(sys.modules)))"
     )
-    output = subprocess.check_output([sys.executable, "-c", code, *arguments], text=True, stderr=subprocess.DEVNULL)
-    assert output.splitlines()[-1] == "heavy: []"
+    command = [sys.executable, "-c", code, *arguments]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1] == "heavy: []", done.stderr
+    assert done.stderr.count("\n") <= 1
 
 
 @pytest.mark.parametrize(("arguments", "seconds"), [("--help", 0.3), ("fit --config quickstart --print-config", 1)])
@@ -217,6 +228,7 @@ def test_validate_and_test_pass_config_sets_and_overrides(calls, tmp_path, monke
     for name in ("b.npy", "data/olmo/v2", "data/olmo/v3"):
         (tmp_path / name).mkdir(parents=True)
     (tmp_path / "config.yaml").write_text(to_yaml(config))
+    (tmp_path / "a.safetensors").touch()
     assert cli.main(["validate", "--run", run, "data.context_length=48", "trainer.devices=3"]) == 0
     [(request,), _] = calls.pop()
     assert (request.stage, request.run.path, request.sets, request.out) == ("validate", tmp_path, (), None)
@@ -256,3 +268,14 @@ def test_errors_on_a_narrow_terminal(monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "8")
     assert cli.main(["configs", "list", "foo"]) == 2
     assert capsys.readouterr().err.startswith("error: ")
+
+
+def test_a_missing_dependency_is_one_line(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "yaml", None)
+    monkeypatch.delitem(sys.modules, "stackexp.config.yaml_files")
+    monkeypatch.delitem(sys.modules, "stackexp.config.layers")
+    monkeypatch.delitem(sys.modules, "stackexp.verbs.configs")
+    assert cli.main(["configs", "list"]) == 1
+    assert capsys.readouterr().err == (
+        "error: the Python module yaml is not installed; install it, or stackexp with all its dependencies\n"
+    )

@@ -44,6 +44,8 @@ MISTAKES = {
     "inspect --run x --set a --chunks 1": "inspect: argument --chunks: expected an integer >= 2, found 1",
     "inspect --run x --text \udcff": "inspect: --text: not valid UTF-8",
     "inspect --run x --text a": "inspect: --run x: not a run folder (no config.yaml)",
+    "checkpoint export --run x --to y": "checkpoint export: --run x: not a run folder (no config.yaml)",
+    "checkpoint average --run x --last 2 --to y.safetensors": "checkpoint average: --run x: not a run folder",
     "match --config quickstart": "match: give --config and --to",
     "match --config formal/lstm --to quickstart": "match: --vary intermediate_size: model.kind lstm has",
     "match --config quickstart --to quickstart --by size": "match: argument --by: invalid choice: 'size'",

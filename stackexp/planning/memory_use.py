@@ -2,7 +2,7 @@
 
 Weights, gradients and the optimizer state follow from the shards of each parameter, activations from a pass on fake
 tensors, which have shapes but no values. Not included are the CUDA context, NCCL buffers, cuBLAS workspaces and
-fragmentation; `cost.HEADROOM` reserves memory for them. `trainer.compile` has no effect on the prediction.
+fragmentation; `devices.HEADROOM` reserves memory for them. `trainer.compile` has no effect on the prediction.
 """
 
 import contextlib

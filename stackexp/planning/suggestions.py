@@ -3,7 +3,8 @@
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from stackexp.planning.cost import DEVICES, Plan, format_bytes
+from stackexp.planning.cost import Plan, format_bytes
+from stackexp.planning.devices import DEVICES
 
 MAX_NODES = 64
 

@@ -27,6 +27,7 @@ class Average(Verb):
 
     def run(self, args: Namespace) -> int:
         args.parser.check_output("--to", args.to, [".safetensors"])
+        args.parser.check_run_folder(args.run)
         from stackexp import runs
         from stackexp.config import compose
         from stackexp.models import weight_files
@@ -67,6 +68,8 @@ class Export(Verb):
     def run(self, args: Namespace) -> int:
         if args.to.exists():
             args.parser.error(f"--to {args.to}: already exists; remove it or choose another folder")
+        args.parser.check_run_folder(args.run)
+        args.parser.check_checkpoint(args.ckpt_path)
         from stackexp.export.huggingface import export_run
 
         checkpoint = export_run(args.run, args.ckpt_path, args.to, args.dtype, args.license)
@@ -97,6 +100,8 @@ class Consolidate(Verb):
 
     def run(self, args: Namespace) -> int:
         args.parser.check_output("--to", args.to, [".safetensors"])
+        args.parser.check_run_folder(args.run)
+        args.parser.check_checkpoint(args.ckpt_path)
         import yaml
 
         from stackexp import runs

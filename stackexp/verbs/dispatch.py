@@ -142,6 +142,9 @@ def _explain(error: BaseException) -> tuple[int, str]:
         return 130, f"interrupted: {error}" if str(error) else "interrupted"
     if code := getattr(error, "exit_code", None):
         return code, str(error)
+    if isinstance(error, ModuleNotFoundError) and error.name and not error.name.startswith("stackexp"):
+        package = error.name.partition(".")[0]
+        return 1, f"the Python module {package} is not installed; install it, or stackexp with all its dependencies"
     if isinstance(error, OSError):
         path = error.filename2 or error.filename
         if error.errno in EXHAUSTED:

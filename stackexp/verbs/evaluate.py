@@ -74,6 +74,7 @@ class Evaluate(Verb):
 def _check_model(args: Namespace) -> None:
     if args.run:
         args.parser.check_run_folder(args.run)
+        args.parser.check_checkpoint(args.ckpt_path)
     elif not args.model.startswith(PREFIX):
         args.parser.error(f"--model {args.model}: expected hf:FOLDER")
     elif not Path(args.model.removeprefix(PREFIX), "config.json").is_file():

@@ -1,9 +1,7 @@
 """The verb `fit`."""
 
 from argparse import Namespace
-from pathlib import Path
 
-from stackexp.errors import RunError
 from stackexp.verbs.dispatch import choose_wait_policy
 from stackexp.verbs.parser import Parser, Verb
 
@@ -53,8 +51,7 @@ class Fit(Verb):
         if args.print_config:
             print(compose.to_yaml(config), end="")
             return 0
-        if args.ckpt_path not in (None, "last") and not Path(args.ckpt_path).exists():
-            raise RunError(f"{args.ckpt_path}: no such checkpoint; give a folder in a run's checkpoints/, or last")
+        args.parser.check_checkpoint(args.ckpt_path)
         check_paths(config.data, "fit")
         choose_wait_policy()
         from stackexp.training.loop import train

@@ -31,6 +31,7 @@ class Generate(Verb):
             parser.error(f"--seed {args.seed}: must be an integer from 0 to 2^63 - 1")
         parser.check_text("--prompt", args.prompt)
         parser.check_run_folder(args.run)
+        parser.check_checkpoint(args.ckpt_path)
         from stackexp.evaluation.loading import load_run
         from stackexp.terminal import set_up_log
         from stackexp.training.trainer import find_device_type

@@ -2,6 +2,8 @@
 
 from argparse import Namespace
 
+from stackexp.errors import suggest_name
+from stackexp.tasks import TASKS
 from stackexp.verbs.parser import Parser, Verb, at_least
 
 
@@ -38,7 +40,16 @@ class Inspect(Verb):
         if args.heads and args.text is not None:
             parser.error("--heads: a single text has no interval; use --set or --task")
         parser.check_text("--text", args.text or "")
-        parser.check_run_folder(args.run)
+        from stackexp.config.compose import load_config
+
+        config = parser.check_run_folder(args.run)
+        parser.check_checkpoint(args.ckpt_path)
+        task = (args.task or "").partition(":")[0]
+        if task and task not in TASKS:
+            load_config(config)  # imports its plugins
+        if task and task not in TASKS:
+            hint = suggest_name(task, TASKS) or f"; choose {', '.join(TASKS)}"
+            parser.error(f"--task {task}: no such task{hint}")
         from stackexp.inspection import inspect
 
         return inspect.run(

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from stackexp.config.experiment import ExperimentConfig
-from stackexp.errors import ConfigError, suggest_name
+from stackexp.errors import ConfigError, RunError, suggest_name
 
 FIGURE_SUFFIXES = (".png", ".pdf", ".svg")
 OVERRIDES_HELP = """\
@@ -136,6 +136,14 @@ class Parser(argparse.ArgumentParser):
             return text
 
         self.add_argument("--ckpt_path", metavar=metavar, type=parse, help=description)
+
+    def check_checkpoint(self, ckpt_path: str | None) -> None:
+        """Raise RunError if `ckpt_path` is a path that does not exist; <step>/ema is part of the checkpoint <step>."""
+        if ckpt_path in (None, "best", "last", "ema"):
+            return
+        path = Path(ckpt_path)
+        if not path.exists() and not (path.name == "ema" and path.parent.is_dir()):
+            raise RunError(f"{path}: no such checkpoint; give a folder in a run's checkpoints/, `last` or `best`")
 
     def check_output(self, option: str, path: Path | None, suffixes: Sequence[str]) -> None:
         """Raise ConfigError if an output path is given without one of the suffixes, or in a folder that is missing."""

@@ -4,7 +4,7 @@ import json
 from argparse import Namespace
 
 from stackexp.errors import RunError
-from stackexp.planning.cost import DEVICES
+from stackexp.planning.devices import DEVICES
 from stackexp.verbs.parser import Parser, Verb
 
 

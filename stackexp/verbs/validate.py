@@ -4,6 +4,7 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any, Literal
 
+from stackexp.errors import RunError
 from stackexp.verbs.dispatch import choose_wait_policy
 from stackexp.verbs.parser import Parser, Verb
 
@@ -52,6 +53,7 @@ class Validate(Verb):
 
         configs = [str(parser.check_run_folder(args.run))] if args.run else args.config
         config = compose.compose(configs, args.overrides, is_training=False)
+        parser.check_checkpoint(args.ckpt_path)
         if args.score_remainder:
             if config.data.objective != "language_modeling":
                 parser.error("--score-remainder requires a run on text")
@@ -62,6 +64,8 @@ class Validate(Verb):
         sets = [name.strip() for names in args.sets for name in names.split(",")]
         if not sets:
             check_paths(config.data, stage)
+            if not getattr(config.data, "test", {"stdlib": ""}) and stage == "test":
+                raise RunError("data.test: no sets to test on; name some in the config, or with --sets")
         elif config.data.objective == "language_modeling":
             section = "validation" if stage == "validate" else "test"
             check_requested_sets(sets, getattr(config.data, section, None), f"data.{section}")

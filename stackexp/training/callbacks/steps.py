@@ -11,7 +11,7 @@ import torch.distributed as dist
 from stackexp.config.trainer import TrainerConfig
 from stackexp.metric_tags import AVERAGE_LOSS, TOKENS_PER_SECOND, TRAIN_LOSS
 from stackexp.modules.base import TrainingModule
-from stackexp.planning.cost import DEVICES
+from stackexp.planning.devices import DEVICES
 from stackexp.runs import RunFolder
 from stackexp.training.lightning_internals import run_validation, set_max_steps
 from stackexp.training.signals import StopRequest

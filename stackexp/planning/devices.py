@@ -1,0 +1,30 @@
+"""GPUs with known specifications."""
+
+from dataclasses import dataclass
+
+HEADROOM = 0.06
+"""Share of device memory reserved for the CUDA context, NCCL, cuBLAS and fragmentation."""
+
+
+@dataclass(frozen=True)
+class Device:
+    """The specification of one GPU."""
+
+    card: str  # part of the name that CUDA reports
+    peak_flops: float  # FLOP/s in dense bfloat16, from the data sheet
+    memory: float  # GiB available to a process, as torch.cuda.get_device_properties reports
+
+    @property
+    def usable_bytes(self) -> int:
+        """Bytes available to tensors."""
+        return int(self.memory * (1 - HEADROOM) * 2**30)
+
+
+DEVICES = {
+    "a100": Device("A100", 312e12, 79.1),
+    "h100-pcie": Device("H100 PCIe", 756e12, 79.1),
+    "h100": Device("H100", 989e12, 79.1),
+    "h200": Device("H200", 989e12, 139.8),
+    "b200": Device("B200", 2250e12, 178.4),
+}
+"""The 80 GB variant where there are several. The first entry whose `card` is part of a device's name applies."""
