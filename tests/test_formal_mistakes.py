@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 from config_files import compose_error
 
-from stackexp.cli import main
 from stackexp.config.compose import compose
+from stackexp.datamodules.formal_language import FormalLanguageData
 from stackexp.errors import ConfigError
 from stackexp.inspection.inspect import open_task
 
@@ -32,17 +32,10 @@ def test_config_error_names_the_key_and_the_fix(overrides, message):
     assert re.search(message, compose_error(["formal/stacktrans"], *overrides.split()))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code", "message"),
-    [
-        ("test --sets length_041 --run", 2, "data.eval_length_stride"),
-        ("generate --run", 1, "trained on reverse_string, not on text"),
-    ],
-)
-def test_verbs_for_text_reject_formal_languages(arguments, code, message, capsys, tmp_path):
-    (tmp_path / "config.yaml").write_text("defaults: [formal/transformer]\n")
-    assert main([*arguments.split(), str(tmp_path)]) == code
-    assert message in capsys.readouterr().err
+def test_verbs_for_text_reject_formal_languages():
+    config = compose(["formal/transformer"])
+    with pytest.raises(ConfigError, match=r"data\.eval_length_stride"):
+        FormalLanguageData(config.data, seed=0).select_sets("test", ["length_041"])
 
 
 @pytest.mark.parametrize(
