@@ -96,3 +96,24 @@ def test_the_printed_plan_is_current(capsys):
     command, printed = re.search(rf"    {PREFIX}(plan .*)\n\n```text\n((?:.*\n)*?)```", text).groups()
     assert cli.main(shlex.split(command)) == 0
     assert capsys.readouterr().out == printed
+
+
+def test_the_printed_differences_are_current(capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    text = (ROOT / "docs/reports.md").read_text(encoding="utf-8")
+    command, printed = re.search(
+        rf"    {PREFIX}(report ablation .*)\n\nprints.*\n\n```text\n((?:.*\n)*?)```", text
+    ).groups()
+    assert cli.main(shlex.split(command)) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in printed.splitlines() if line not in lines] == []
+
+
+def test_the_example_of_many_runs_prints_its_output(capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    text = (ROOT / "docs/python-api.md").read_text(encoding="utf-8")
+    code, printed = re.search(
+        r"```python\n(runs = stackexp.load_runs.*?)```\n\n```\n(.*?)```", text, re.DOTALL
+    ).groups()
+    exec(f"import stackexp\n{code}", {})
+    assert capsys.readouterr().out == printed

@@ -240,7 +240,7 @@ def draw_differences(comparisons: list[Comparison], baseline: str) -> Any:
         for row, comparison in enumerate(order):
             if column in comparison.differences:
                 _draw_interval(axes, comparison.differences[column], row + 0.16 * (i - (len(columns) - 1) / 2), i)
-        label = "average of the other sets" if column == OTHER else column
+        label = "average (sets outside V2 and V3)" if column == OTHER else column
         axes.plot([], [], "os^D"[i], color=PALETTE[i], label=label)
     axes.axvline(0, color="black", linewidth=0.8)
     axes.set_yticks(range(len(names)), names)
