@@ -193,19 +193,17 @@ def test_a_cleared_stack_reads_only_later_pushes():
     assert abs(get_change(model, Intervention("x", state=lambda _, state: clear(state), layer=2))).min() > 0
 
 
-def test_push_only_has_no_interventions_on_actions():
-    model = build_model(discipline="push_only")
-    names = [i.name for i in list_interventions(model, record(model))]
-    assert not any("push" in name or "actions" in name for name in names)
-    assert "reads dropped" in names
-
-
-def test_actions_that_depend_on_feedback_are_only_forced():
-    model = build_model(axis="time", feedback=True)
-    names = [i.name for i in list_interventions(model, record(model), heads=True)]
-    assert "push = 0" in names
-    assert not any("actions" in name for name in names)
-    assert all(name.endswith(", but fed back") for name in names if "dropped" in name)
+def test_interventions_depend_on_the_memory():
+    """push_only has no actions. With feedback, actions are only forced, and a dropped read is still fed back."""
+    names = {}
+    for memory in ({"discipline": "push_only"}, {"axis": "time", "feedback": True}):
+        model = build_model(**memory)
+        names[next(iter(memory))] = [i.name for i in list_interventions(model, record(model), heads=True)]
+    assert not any("push" in name or "actions" in name for name in names["discipline"])
+    assert "reads dropped" in names["discipline"]
+    assert "push = 0" in names["axis"]
+    assert not any("actions" in name for name in names["axis"])
+    assert all(name.endswith(", but fed back") for name in names["axis"] if "dropped" in name)
 
 
 def build_residual_stack(**options):
@@ -240,31 +238,33 @@ def test_measurements_of_residual_streams_are_on_one_device():
     assert {value.device.type for value in values.values()} == {"meta"}
 
 
-def test_interventions_on_a_residual_stack_equal_changed_weights():
-    def never_push(memory):
-        memory.actions[0], memory.action_bias[0] = 0, -1e4
+def never_push(memory):
+    memory.actions[0], memory.action_bias[0] = 0, -1e4
 
-    def ignore_lower_slots(memory):
-        memory.read[1:], memory.maps[-2:] = 0, 0
 
-    def ignore_lower_slots_of_layer_1(memory):
-        if memory.layer == 1:
-            ignore_lower_slots(memory)
+def ignore_lower_slots(memory):
+    memory.read[1:], memory.maps[-2:] = 0, 0
 
-    for name, change_weights in (
-        ("push = 0", never_push),
-        ("reads dropped", ignore_lower_slots),
-        ("read of layer 1 dropped", ignore_lower_slots_of_layer_1),
-    ):
-        model = build_residual_stack()
-        change = get_change(model, find(model, name))
-        before, _ = compute_losses(model, BATCHES)
-        with torch.no_grad():
-            for memory in model.memories:
+
+@pytest.mark.parametrize(
+    ("name", "change_weights", "layers"),
+    [
+        ("push = 0", never_push, (0, 1, 2)),
+        ("reads dropped", ignore_lower_slots, (0, 1, 2)),
+        ("read of layer 1 dropped", ignore_lower_slots, (1,)),
+    ],
+)
+def test_interventions_on_a_residual_stack_equal_changed_weights(name, change_weights, layers):
+    model = build_residual_stack()
+    change = get_change(model, find(model, name))
+    before, _ = compute_losses(model, BATCHES)
+    with torch.no_grad():
+        for memory in model.memories:
+            if memory.layer in layers:
                 change_weights(memory)
-        after, _ = compute_losses(model, BATCHES)
-        assert abs(change).min() > 1e-6
-        assert change == pytest.approx(after - before, abs=1e-9)
+    after, _ = compute_losses(model, BATCHES)
+    assert abs(change).min() > 1e-6
+    assert change == pytest.approx(after - before, abs=1e-9)
 
 
 def test_a_cleared_residual_stack_keeps_its_top():
@@ -296,15 +296,16 @@ def test_losses_are_those_of_the_tokens():
     assert counts[0] == 5
 
 
+ODD_TOKENS = ["</script><b>", "<!--<script>", '"', "\u2028", "é", "x"]
+
+
 def test_page_embeds_any_token():
-    model = build_model()
-    labels = ["</script><b>", "<!--<script>", '"', "\u2028", "é", "x"]
-    page = format_page("a <b> & {DATA}", labels, record(model))
+    page = format_page("a <b> & {DATA}", ODD_TOKENS, record(build_model()))
     assert page.count("</script>") == page.count("<script>") == 1
     assert "<!--" not in page
     assert "<title>Stacks: a &lt;b&gt; &amp; {DATA}</title>" in page
     data = json.loads(page.partition("const data = ")[2].partition(";\n")[0])
-    assert data["tokens"] == labels
+    assert data["tokens"] == ODD_TOKENS
     assert [len(stack["values"]["push"]) for stack in data["stacks"]] == [6, 6, 6]
     assert sum(data["stacks"][0]["values"][action][0][0] for action in ACTIONS) == pytest.approx(1, abs=1e-3)
 
@@ -312,13 +313,12 @@ def test_page_embeds_any_token():
 @pytest.mark.process
 @pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
 def test_page_shows_every_token_in_a_browser(tmp_path):
-    labels = ["</script><b>", "<!--<script>", '"', "\u2028", "é", "x"]
-    (tmp_path / "tokens.html").write_text(format_page("text", labels, record(build_model())), encoding="utf-8")
+    (tmp_path / "tokens.html").write_text(format_page("text", ODD_TOKENS, record(build_model())), encoding="utf-8")
     with Browser(tmp_path / "profile") as browser:
         browser.open((tmp_path / "tokens.html").as_uri())
         assert poll(lambda: browser.evaluate("document.querySelectorAll('#text span').length"), 6, seconds=10) == 6
         shown = "JSON.stringify([...document.querySelectorAll('#text span')].map(span => span.textContent))"
-        assert json.loads(browser.evaluate(shown)) == labels
+        assert json.loads(browser.evaluate(shown)) == ODD_TOKENS
 
 
 def test_maps_label_each_row_with_its_layer():
