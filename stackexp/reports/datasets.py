@@ -94,7 +94,8 @@ class DocumentLengths:
         )
         rows = []
         for low, high, count, total in zip(edges[:-1], edges[1:], counts, sums, strict=True):
-            bar = "█" * round(BAR_WIDTH * count / counts.max()) or ("▏" if count else "")
+            eighths = max(round(8 * BAR_WIDTH * count / counts.max()), int(count > 0))
+            bar = "█" * (eighths // 8) + ("", *"▏▎▍▌▋▊▉")[eighths % 8]
             rows.append([f"{low:,.0f} - {high - 1:,.0f}", bar, f"{count:,}", f"{total / sums.sum():.0%}"])
         header = [unit, "", "documents", "share of text"]
         return f"{summary}\n{format_table(rows, header=header, align='><>>')}"
@@ -230,7 +231,8 @@ def _inspect_prepared_set(inspection: Inspection, options: InspectOptions) -> No
     inspection.kind, inspection.context_length = "prepared set", corpus.context_length
     ends = dict.fromkeys([*corpus.sources[:1], *corpus.sources[-1:]])
     inspection.figures = {key: value for key, value in asdict(corpus).items() if key != "format_version"}
-    inspection.figures |= {"sources": f"{len(corpus.sources)}: {' ... '.join(ends)}", "shards": len(entries)}
+    sources = f"{len(corpus.sources)}: {' ... '.join(ends)}" if ends else "0"
+    inspection.figures |= {"sources": sources, "shards": len(entries)}
     inspection.figures["bytes_per_token"] = corpus.bytes / max(corpus.tokens, 1)
     is_intact = inspection.verify_shards(entries, options.show_progress)
     try:
