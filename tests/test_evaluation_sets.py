@@ -27,6 +27,7 @@ from evaluation_files import (
 )
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
+from stackexp.cli import main
 from stackexp.data import converted_sets
 from stackexp.data.evaluation_sets import EvaluationSet, find_sets, open_set
 from stackexp.data.olmo import NAMES
@@ -234,9 +235,13 @@ def test_bytes_are_those_of_the_text_for_every_tokenizer(tmp_path, train):
         assert not dataset.has_exact_bytes
         assert dataset.bytes_per_token * len(dataset.chunks.tokens) == pytest.approx(size, rel=0.02), "the last chunk"
     ids = read_tokens(open_one(tmp_path / "text.jsonl", tokenizer))
-    dataset = open_one(write_raw(tmp_path / "raw.npy", ids), tokenizer)
-    assert dataset.bytes_per_token is None
-    assert dataset.has_exact_bytes == (train is train_with_normalization)
+    raw = write_raw(tmp_path / "raw.npy", ids)
+    options = ("--to", tmp_path / "from-ids", "--tokenizer", tokenizer.path, "--context-length", T)
+    assert main(["data", "prepare", str(raw), *map(str, options)]) == 0
+    for name in ("raw.npy", "from-ids"):
+        dataset = open_one(tmp_path / name, tokenizer)
+        is_known = dataset.has_exact_bytes or bool(dataset.bytes_per_token)
+        assert is_known == (train is train_with_normalization)
 
 
 def test_without_a_tokenizer_text_bytes_come_from_the_record(tmp_path):

@@ -34,7 +34,6 @@ from stackexp.files import compute_sha256, get_cache_root
 log = logging.getLogger(__name__)
 
 SET_SUFFIXES = (*TOKEN_SUFFIXES, ".txt", ".text", *COLUMN_SUFFIXES)  # in a folder of sets; README.md is not a set
-CHECKED_TOKENS = 1 << 16  # that are decoded to check the bytes of tokens
 PREPARED_SET_FILES = ("corpus.json", "plan.json")  # finished, in progress
 
 
@@ -168,7 +167,7 @@ def _has_exact_bytes(tokenizer: KnownTokenizer | None, tokens: Any, bytes_per_to
         return False
     if has_exact_bytes(tokenizer.tokenizer):
         return True
-    return not bytes_per_token and decodes_exactly(tokenizer.tokenizer, np.asarray(tokens[:CHECKED_TOKENS]))
+    return not bytes_per_token and decodes_exactly(tokenizer.tokenizer, tokens)
 
 
 def _open_prepared(path: Path, config: DataConfig, tokenizer: KnownTokenizer | None) -> tuple[Concatenated, float, str]:

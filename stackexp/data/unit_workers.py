@@ -21,7 +21,14 @@ from stackexp.data.columns import Columns
 from stackexp.data.readers import Advance, BadLine, FilteredOut, Piece, TokenBlock, read_pieces
 from stackexp.data.sources import Source, UnreadableSourceError
 from stackexp.data.token_files import TokenFile
-from stackexp.data.tokenizer import count_token_bytes, get_end_of_text_id, get_vocab_size, load_tokenizer
+from stackexp.data.tokenizer import (
+    count_token_bytes,
+    decodes_exactly,
+    get_end_of_text_id,
+    get_vocab_size,
+    has_exact_bytes,
+    load_tokenizer,
+)
 from stackexp.data.units import BAD_LINES, name_unit, read_unit, write_unit
 from stackexp.errors import RunError
 from stackexp.progress_bar import open_bar
@@ -114,6 +121,8 @@ class UnitWriter:
         text_bytes, documents, last = count_token_bytes(self.tokenizer), 0, end
         file = TokenFile(source.path, dtype=self.job.dtype, vocab_size=vocab_size)
         for ids in file.read_blocks(vocab_size):
+            if not documents and not has_exact_bytes(self.tokenizer) and not decodes_exactly(self.tokenizer, ids):
+                text_bytes = np.zeros_like(text_bytes)  # unknown without the text
             ends = int((ids == end).sum())
             yield TokenBlock(ids, ends, int(text_bytes[ids].sum()))
             documents, last = documents + ends, ids[-1]
