@@ -196,7 +196,8 @@ def plot_losses(axes: Any, key: str, results: Sequence[Result]) -> None:
         axes.set_xticks(numbers, labels=[f"{number:g}" for number in numbers], minor=False)
         axes.minorticks_off()
     axes.set(xlabel=f"{MEANINGS[symbol]} (${symbol}$)" if symbol else key, ylabel="Loss (nats per token)")
-    axes.legend()
+    axes.margins(y=0.25)  # space for the legend
+    axes.legend(loc="upper center", ncols=2, fontsize=8)
 
 
 # The paper's figure
