@@ -74,6 +74,19 @@ def test_list_grid_and_seeds_multiply_without_duplicates():
     assert get_labels(build_sweep()) == ["trial"]
 
 
+@pytest.mark.parametrize("slots", [4, "${seed}"])
+def test_trials_that_differ_in_the_seed_have_their_own_configs(slots):
+    """They are composed once, except if other options depend on the seed."""
+    base = yaml.safe_load(Path(BASE).read_text())
+    base["seed"], base["model"]["memory"]["num_slots"] = 1, slots
+    write("base.yaml", yaml.safe_dump(base))
+    sweep = build_sweep(config="base.yaml", grid={H: [1, 2]}, seeds=[1, 2, 3])
+    for trial in sweep.trials:
+        assert trial.config == sweep._compose(trial.values)
+    assert [trial.config.model.memory.num_slots for trial in sweep.trials] == ([4] * 6 if slots == 4 else [1, 2, 3] * 2)
+    assert "seed: expected an integer" in get_error(seeds=[0, -1])
+
+
 def test_token_budget_sets_the_steps():
     assert build_sweep(tokens=1e6).trials[0].config.trainer.max_steps == 245  # 1e6 / 4096, rounded up
     sweep = build_sweep(grid={"tokens": [4096e2, 4096e3], "data.global_batch_tokens": [4096, 8192]})

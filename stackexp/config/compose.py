@@ -23,7 +23,13 @@ from stackexp.config.fields import (
     validate,
     wrong_value_error,
 )
-from stackexp.config.interpolation import describe_error, find_environment_texts, list_keys, resolve
+from stackexp.config.interpolation import (
+    describe_error,
+    find_environment_texts,
+    find_interpolated_keys,
+    list_keys,
+    resolve,
+)
 from stackexp.config.layers import Layers, find_config, find_origin, list_sections
 from stackexp.config.registry import SECTIONS, find_kinds_with, get_entry, import_plugin, list_kinds
 from stackexp.config.yaml_files import NOT_DECIMAL, Leaf, Tree, explain_not_decimal, upgrade_run_options
@@ -86,6 +92,7 @@ def compose(
     schema = _build_schema(layers.tree)
     config, origins = _convert(schema, layers.tree)
     config.environment_texts = find_environment_texts(schema)
+    config.interpolated_keys = find_interpolated_keys(schema)
     arguments = {"": (is_training,), "model.memory.": (config.model,), "schedule.": (config.trainer,)}
     validate(config, origins, arguments)
     return config

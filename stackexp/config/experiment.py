@@ -86,10 +86,12 @@ class LoggingConfig:
 class ExperimentConfig:
     """An experiment: the input of `fit`, and the contents of a run folder's config.yaml.
 
-    `environment_texts` has the unresolved text of each value with `${oc.env:NAME}`, by key.
+    `environment_texts` has the unresolved text of each value with `${oc.env:NAME}`, by key; `interpolated_keys` has the
+    keys on which other options depend.
     """
 
     environment_texts: ClassVar[dict[str, str]] = {}
+    interpolated_keys: ClassVar[set[str]] = set()
     name: str = option("unnamed", affects="logging")
     """Name of the experiment and of the folder of its runs; slashes make subfolders."""
     seed: int = option(0, min=0, max=2**32 - 1)

@@ -49,6 +49,12 @@ def _find_names(text: str) -> list[str]:
     return re.findall(r"\$\{([\w.]+)\}", text)
 
 
+def find_interpolated_keys(root: DictConfig) -> set[str]:
+    """Return the keys that other options interpolate."""
+    texts = (node._get_node(name)._value() for _, node, name in _iterate_slots(root))
+    return {key for text in texts if isinstance(text, str) for key in _find_names(text)}
+
+
 def find_environment_texts(root: DictConfig) -> dict[str, str]:
     """Return the unresolved text of paths, URLs and names that contain `${oc.env:NAME}`, by key.
 

@@ -1,6 +1,8 @@
 """Load a sweep's YAML and compose its trials. Imports no torch; every mistake is a ConfigError."""
 
+import copy
 import dataclasses
+import json
 import math
 import sys
 from collections.abc import Iterable
@@ -86,7 +88,7 @@ class Sweep:
 
     def build_trial(self, values: Values, label: str) -> Trial:
         """Compose the trial with these values. An existing folder with the same hash keeps its name."""
-        config = self._compose(values)
+        config = self._compose_seed(values)
         digest = compute_config_hash(config)
         path = self._existing_folders.get(digest, self.folder / f"{label}-{digest}")
         return Trial(RunFolder(path), config, values)
@@ -143,6 +145,22 @@ class Sweep:
     def all_overrides(self) -> list[str]:
         """The overrides of the YAML, then those of the command line."""
         return [*self.config.overrides, *self.overrides]
+
+    def _compose_seed(self, values: Values) -> ExperimentConfig:
+        """Compose the config of a trial, or copy that of a trial with another seed, which is faster."""
+        key, seed = json.dumps(values | {"seed": None}, sort_keys=True), values.get("seed")
+        base = self._composed.get(key)
+        if base and type(seed) is int and 0 <= seed < 2**32 and "seed" not in base.interpolated_keys:
+            config = copy.deepcopy(base)
+            config.seed = seed
+            return config
+        self._composed[key] = config = self._compose(values)
+        return config
+
+    @cached_property
+    def _composed(self) -> dict[str, ExperimentConfig]:
+        """A composed config for each combination of values without the seed."""
+        return {}
 
     def _compose(self, values: Values) -> ExperimentConfig:
         """Compose the config of a trial. Errors name the line of the sweep that set the value."""
