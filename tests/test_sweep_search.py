@@ -1,6 +1,5 @@
 """Adaptive search: Optuna proposes the trials, and the run folders are the record."""
 
-import io
 import json
 import subprocess
 import sys
@@ -9,12 +8,11 @@ from pathlib import Path
 
 import pytest
 from config_files import build_sweep, finish_trial
-from rich.console import Console
 
 from stackexp.config.compose import to_yaml
 from stackexp.errors import ConfigError
 from stackexp.sweeps.search import Study, _read_values
-from stackexp.sweeps.status import Display, format_sweep_status
+from stackexp.sweeps.status import format_sweep_status
 from stackexp.sweeps.sweep import Sweep, load_sweep
 from stackexp.sweeps.trials import State, Trial, get_state
 
@@ -157,8 +155,6 @@ def test_a_search_prunes_high_losses_and_low_accuracies(metric, best):
 
 def test_a_search_without_trials_has_a_status():
     sweep = build(space=SPACE)
-    with Display("average.loss", Console(file=io.StringIO(), force_terminal=True)) as display:
-        display.update(sweep.trials)
     assert "no trials yet; no worker is running" in format_sweep_status(sweep, [])
 
 

@@ -1,6 +1,5 @@
 """Sweep workers with fast fake trials: each trial runs exactly once, even if any process is killed."""
 
-import io
 import os
 import random
 import signal
@@ -9,16 +8,13 @@ import time
 import pytest
 from config_files import build_sweep
 from processes import kill, wait_until
-from rich.console import Console
 from sweep_study import ALL_STEPS, TWO, Study
 
 from stackexp.errors import ConfigError
 from stackexp.sweeps import worker
-from stackexp.sweeps.status import Display
 from stackexp.sweeps.sweep import load_sweep
 from stackexp.sweeps.trials import Claim, State, Trial, find_cause, read_claim, read_failure, read_status
 from stackexp.sweeps.worker import Machine, has_worker
-from stackexp.terminal import format_duration
 
 
 @pytest.fixture
@@ -222,26 +218,3 @@ def test_the_cause_of_a_failure_is_a_signal_or_an_exit_code(study):
     assert find_cause(trial, -9) == "killed by SIGKILL"
     for code in (-127, 255):  # no signals
         assert find_cause(trial, code) == f"exit code {code} without a result: no output"
-
-
-@pytest.mark.parametrize("width", [80, 120])
-def test_live_table_shows_running_trials_first(study, width):
-    done, _, running, _ = study.trials
-    for trial in study.trials:
-        trial.folder.mark()
-    done.folder.result.write_text('{"average": {"loss": 2.5}}')
-    line = '{"step": 10, "tokens": 2560, "time": 0, "train/loss": 3.25, "train/tokens_per_second": 128.0}\n'
-    running.folder.metrics.write_text(line)
-    console = Console(file=io.StringIO(), force_terminal=True, width=width, color_system=None)
-    with running.folder.lock(), Display("average.loss", console) as display:
-        display.update(study.trials)
-    output = console.file.getvalue().splitlines()
-    header = next(line for line in output if "trial" in line and "loss" in line)
-    assert header.split()[-6:] == ["state", "step", "loss", "tokens/s", "left", "objective"]
-    lines = [line.split() for line in output if line[:2] in ("a-", "b-", "c-", "d-")][-4:]
-    assert [row[1] for row in lines] == ["running", "waiting", "waiting", "done"]
-    steps = done.config.trainer.max_steps
-    seconds = (steps - 10) * done.config.data.global_batch_tokens // 128
-    assert lines[0][2:] == [f"10/{steps}", "3.250", "128", *format_duration(seconds).split()]
-    assert lines[-1][2:] == [f"{steps}/{steps}", "2.5000"], "no attempts column, since none was retried"
-    assert "4 trials: 2 waiting, 1 running, 1 done" in console.file.getvalue()

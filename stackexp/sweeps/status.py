@@ -1,13 +1,8 @@
-"""Show the state of a sweep: a table of its trials, live on a terminal, and its remaining cost."""
+"""Show the state of a sweep: lines of changes, a table of its trials, and its remaining cost."""
 
 import dataclasses
 import time
 from collections import Counter
-from types import TracebackType
-
-from rich.console import Console
-from rich.live import Live
-from rich.text import Text
 
 from stackexp.errors import RunError
 from stackexp.files import is_locked
@@ -17,62 +12,30 @@ from stackexp.sweeps.trials import WORKERS, State, Status, Trial, read_claim, re
 from stackexp.tables import ABSENT, format_table
 from stackexp.terminal import format_duration
 
-ORDER = [State.RUNNING, State.FAILED, State.STOPPED, State.WAITING, State.PRUNED, State.DONE]
 COLUMNS = ("trial", "state", "step", "loss", "tokens/s", "left", "objective", "attempts", "cause")
 ALIGN = "<<>>>>>><"
-MIN_WIDTH = 8  # of a shortened name
 
 
-class Display:
-    """The progress of the trials on standard output, within a `with` block."""
+class ChangePrinter:
+    """Prints a line for every change of a trial's state."""
 
-    def __init__(self, objective: str, console: Console | None = None) -> None:
+    def __init__(self, objective: str) -> None:
         self._objective = objective
-        self._settled: dict[Trial, Status] = {}
-        self._printed: dict[Trial, tuple[State, int]] = {}
-        console = console or Console()
-        is_live = console.is_terminal
-        self._live = Live(console=console, auto_refresh=False, vertical_overflow="ellipsis") if is_live else None
-
-    def __enter__(self) -> "Display":
-        if self._live:
-            self._live.start()
-        return self
-
-    def __exit__(self, *_: type | BaseException | TracebackType | None) -> None:
-        if self._live:
-            self._live.stop()
+        self._printed: dict[Trial, tuple[State, int]] = {}  # state and number of attempts
 
     def update(self, trials: list[Trial]) -> None:
-        """Redraw the table, or print the trials whose state or number of attempts has changed."""
-        statuses = [self._settled.get(trial) or read_status(trial, self._objective) for trial in trials]
-        self._settled |= {s.trial: s for s in statuses if s.state in (State.DONE, State.PRUNED)}  # read once
-        if self._live:
-            text = _format_live_table(statuses, self._live.console.width)
-            self._live.update(Text(text, no_wrap=True, overflow="ellipsis"), refresh=True)
-        else:
-            self._print_changes(statuses)
-
-    def _print_changes(self, statuses: list[Status]) -> None:
-        for status in statuses:
-            current = status.state, status.attempts
-            if current != self._printed.get(status.trial, (State.WAITING, 0)):
+        """Print the trials whose state or number of attempts has changed."""
+        for trial in trials:
+            before = self._printed.get(trial, (State.WAITING, 0))
+            if before[0] in (State.DONE, State.PRUNED):
+                continue
+            status = read_status(trial, self._objective)
+            current = self._printed[trial] = status.state, status.attempts
+            if current != before:
                 cells = dict(zip(COLUMNS, format_status(status), strict=True))
                 details = [f"{key} {cells[key]}" for key in ("step", "loss", "objective") if cells[key]]
                 text = ", ".join([*details, *filter(None, [status.cause])])
-                print(f"{time.strftime('%H:%M:%S')}  {status.state:8}  {status.trial.name}  {text}", flush=True)
-            self._printed[status.trial] = current
-
-
-def _format_live_table(statuses: list[Status], width: int) -> str:
-    """Return the table of a terminal, the running trials first. Names that do not fit are cut; causes are below."""
-    statuses = sorted(statuses, key=lambda status: ORDER.index(status.state))
-    header, align, rows = _format_statuses([dataclasses.replace(status, attempts=0, cause="") for status in statuses])
-    rest = sum(2 + max(map(len, column)) for column in list(zip(header, *rows, strict=True))[1:])
-    names = max(MIN_WIDTH, width - rest)
-    rows = [[name if len(name) <= names else f"{name[: names - 1]}…", *cells] for name, *cells in rows]
-    causes = [f"{s.trial.name}: {s.cause} (attempt {s.attempts})" for s in statuses if s.cause]
-    return "\n".join([format_table(rows, header=header, align=align), "", format_summary(statuses), *causes])
+                print(f"{time.strftime('%H:%M:%S')}  {status.state:8}  {trial.name}  {text}", flush=True)
 
 
 def read_statuses(sweep: Sweep) -> list[Status]:
@@ -83,10 +46,19 @@ def read_statuses(sweep: Sweep) -> list[Status]:
 
 
 def format_sweep_status(sweep: Sweep, statuses: list[Status]) -> str:
-    """Return a table with a row for each trial (state, progress, where it runs or why it failed), and the workers."""
-    header, align, rows = _format_statuses(statuses)
+    """Return a table with a row for each trial (state, progress, where it runs or why it failed), and the workers.
+
+    Empty columns are omitted, and attempts if no trial was retried.
+    """
+    columns = dict(zip(COLUMNS, zip(*map(format_status, statuses), strict=True), strict=False))  # {} without rows
+    omitted = {column for column, cells in columns.items() if not any(cells)}
+    if all(status.attempts < 2 for status in statuses):
+        omitted.add("attempts")
+    shown = [column for column in columns if column not in omitted]
+    align = "".join(side for column, side in zip(COLUMNS, ALIGN, strict=True) if column in shown)
+    rows = [list(row) for row in zip(*(columns[column] for column in shown), strict=True)]
     summary = f"{sweep.folder}: {format_summary(statuses)}; {_describe_workers(sweep)}"
-    return f"{format_table(rows, header=header, align=align)}\n\n{summary}"
+    return f"{format_table(rows, header=shown, align=align)}\n\n{summary}"
 
 
 def _describe_workers(sweep: Sweep) -> str:
@@ -98,17 +70,6 @@ def _describe_workers(sweep: Sweep) -> str:
         return "a worker is running" if is_locked(sweep.folder / WORKERS, count_shared=True) else "no worker is running"
     counts = Counter(job.state.lower() + f" {job.reason}" * (job.state == "PENDING") for job in jobs)
     return "Slurm jobs: " + ", ".join(f"{count} {state}" for state, count in sorted(counts.items()))
-
-
-def _format_statuses(statuses: list[Status]) -> tuple[list[str], str, list[list[str]]]:
-    """Return header, alignment and rows, without empty columns, and without attempts if no trial was retried."""
-    columns = dict(zip(COLUMNS, zip(*map(format_status, statuses), strict=True), strict=False))  # {} without rows
-    omitted = {column for column, cells in columns.items() if not any(cells)}
-    if all(status.attempts < 2 for status in statuses):
-        omitted.add("attempts")
-    shown = [column for column in columns if column not in omitted]
-    align = "".join(side for column, side in zip(COLUMNS, ALIGN, strict=True) if column in shown)
-    return shown, align, [list(row) for row in zip(*(columns[column] for column in shown), strict=True)]
 
 
 def format_summary(statuses: list[Status]) -> str:

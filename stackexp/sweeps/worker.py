@@ -13,7 +13,7 @@ import socket
 import subprocess
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -22,7 +22,7 @@ from stackexp.errors import ConfigError, FolderBusyError, RunError, StoppedError
 from stackexp.files import hold_lock, is_locked, try_lock, write_atomically, write_json
 from stackexp.sweeps import slurm
 from stackexp.sweeps.search import Study
-from stackexp.sweeps.status import Display
+from stackexp.sweeps.status import ChangePrinter
 from stackexp.sweeps.sweep import COPY, Sweep, load_sweep
 from stackexp.sweeps.trials import (
     START_MARK,
@@ -119,9 +119,9 @@ class Worker:
         retries: int,
         max_parallel: int | None = None,
         is_job: bool = False,
-        show_progress: Callable[[list[Trial]], None],
     ) -> None:
-        self._sweep, self._retries, self._is_job, self._show_progress = sweep, retries, is_job, show_progress
+        self._sweep, self._retries, self._is_job = sweep, retries, is_job
+        self._changes = ChangePrinter(sweep.config.objective)
         self._study = Study(sweep) if sweep.config.search else None
         expected = [sweep.base_trial] if self._study else sweep.trials
         if is_job:
@@ -148,17 +148,20 @@ class Worker:
                     self._stop()
                 self._prune()
                 is_over = self._start_trials()
-                self._show_progress(list(self._seen) if self._is_job else self._sweep.trials)
+                self._changes.update(self._list_watched())
                 time.sleep(POLL_SECONDS)
-            self._show_progress(list(self._seen) if self._is_job else self._sweep.trials)
-        trials = list(self._seen) if self._is_job else self._sweep.trials
-        failed = [trial for trial in trials if not trial.is_settled]
-        if failed and not self._is_job:
+        trials = self._sweep.trials
+        failed = [] if self._is_job else [trial for trial in trials if not trial.is_settled]
+        if failed:
             cause = read_failure(failed[0])["cause"]
             raise RunError(
                 f"{folder}: {len(failed)} of {len(trials)} trials failed, the first {failed[0].name}: {cause}; "
                 "`sweep status` shows all causes; the same command retries them"
             )
+
+    def _list_watched(self) -> list[Trial]:
+        """Return the trials whose changes are printed: all, in a Slurm job those that ran here."""
+        return list(self._seen) if self._is_job else self._sweep.trials
 
     # Start
 
@@ -288,7 +291,7 @@ class Worker:
                     _kill_group(process.pid)
             time.sleep(POLL_SECONDS / 5)
             self._collect_ended()
-        self._show_progress(list(self._seen) if self._is_job else self._sweep.trials)
+        self._changes.update(self._list_watched())
         if self._is_job and number and not is_stop_requested(folder):
             slurm.requeue_job()
         message = f"{folder}: stopped; resume with: python -m stackexp sweep run {folder}"
@@ -335,29 +338,24 @@ def run_sweep(
             "so far"
         )
     retries = sweep.config.retries if retries is None else retries
-    with Display(sweep.config.objective) as display:
-        options = {"max_parallel": max_parallel, "retries": retries}
-        worker = Worker(sweep, show_progress=display.update, **options) if launcher == "local" else None
-        sweep.folder.mkdir(parents=True, exist_ok=True)
-        write_atomically(sweep.folder / COPY, sweep.to_yaml())
-        (sweep.folder / STOP).unlink(missing_ok=True)
-        for trial in sweep.trials:
-            forgive_failures(trial)
-        print(f"sweep folder  {sweep.folder}", flush=True)
-        if worker:
-            worker.run()
-            return
-    lines = slurm.submit_workers(sweep, max_parallel, retries)
-    print("\n".join(lines or ["no more workers are needed; see `sweep status`"]), flush=True)
+    worker = Worker(sweep, max_parallel=max_parallel, retries=retries) if launcher == "local" else None
+    sweep.folder.mkdir(parents=True, exist_ok=True)
+    write_atomically(sweep.folder / COPY, sweep.to_yaml())
+    (sweep.folder / STOP).unlink(missing_ok=True)
+    for trial in sweep.trials:
+        forgive_failures(trial)
+    print(f"sweep folder  {sweep.folder}", flush=True)
+    if worker:
+        worker.run()
+    else:
+        lines = slurm.submit_workers(sweep, max_parallel, retries)
+        print("\n".join(lines or ["no more workers are needed; see `sweep status`"]), flush=True)
 
 
-def run_job(sweep: Sweep, *, max_parallel: int | None, retries: int | None) -> None:
+def run_job(sweep: Sweep, *, max_parallel: int | None, retries: int) -> None:
     """Run the worker of a Slurm job. Raises what `Worker.run` raises, and ConfigError if the trials have changed."""
     slurm.check_worker(sweep)
-    retries = sweep.config.retries if retries is None else retries
-    with Display(sweep.config.objective) as display:
-        options = {"max_parallel": max_parallel, "retries": retries, "is_job": True}
-        Worker(sweep, show_progress=display.update, **options).run()
+    Worker(sweep, max_parallel=max_parallel, retries=retries, is_job=True).run()
 
 
 def run_as_fit(name: str, overrides: Sequence[str]) -> int:
