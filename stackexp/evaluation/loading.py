@@ -82,18 +82,6 @@ def load_run(path: str | Path, checkpoint: str | Path | None = None) -> LoadedRu
     return LoadedRun(folder, config, found, model, tokenizer)
 
 
-def open_text_run(path: str) -> tuple[RunFolder, ExperimentConfig]:
-    """Return the folder of a language model and its config, with the whole model on one device.
-
-    Raises RunError if `path` is not a run folder, or the run was not trained on text.
-    """
-    folder = runs.open_run(path)
-    config = _load_config(folder)
-    if config.data.objective == "transduction":
-        raise RunError(f"{path}: trained on {config.data.task}, not on text; score it with `test --run {path}`")
-    return folder, config
-
-
 def _load_config(folder: RunFolder) -> ExperimentConfig:
     """Return the config of a run, changed so that the model runs whole and eager, on any device."""
     config = load_config(folder.config)

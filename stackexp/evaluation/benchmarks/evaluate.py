@@ -14,7 +14,8 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.model import CachingLM
 
 import stackexp
-from stackexp.data.tokenizer import load_tokenizer
+from stackexp import runs
+from stackexp.config.compose import load_config
 from stackexp.errors import ConfigError, RunError, first_line
 from stackexp.evaluation.benchmarks.models import RunModel, limit_new_tokens, load_hugging_face_model
 from stackexp.evaluation.benchmarks.results import (
@@ -27,13 +28,12 @@ from stackexp.evaluation.benchmarks.results import (
     format_tasks,
 )
 from stackexp.evaluation.benchmarks.tasks import TaskLoader, check_installed
-from stackexp.evaluation.loading import open_text_run
+from stackexp.evaluation.loading import load_run
 from stackexp.evaluation.request import hash_values, identify_checkpoint, list_figure_options
 from stackexp.files import read_json
 from stackexp.models import checkpoints
 from stackexp.progress_bar import open_bar
 from stackexp.terminal import wrap_text
-from stackexp.training.objectives import build_objective
 from stackexp.training.trainer import find_device_type
 
 METRICS = ("acc_norm", "acc", "exact_match")  # the first that a task has is its accuracy
@@ -67,22 +67,20 @@ class BenchmarkModel:
 
 def open_run_model(run: str, ckpt_path: str | None, batch_size: int) -> BenchmarkModel:
     """Return the model of a run at a checkpoint, by default the newest."""
-    folder, config = open_text_run(run)
+    folder = runs.open_run(run)
+    config = load_config(folder.config)
     if config.data.objective != "language_modeling":
         raise RunError(f"{run}: trained on {config.data.kind}, not on text; benchmarks require a language model")
     checkpoint = checkpoints.find_checkpoint(folder, ckpt_path)
     step = checkpoints.load_state(checkpoint)["global_step"] if checkpoints.is_folder(checkpoint) else None
 
     def load(after_batch: Callable[[int, int], None]) -> RunModel:
-        model = build_objective(config).build_module(weights=checkpoint).to(find_device_type(config)).model
-        return RunModel(
-            model,
-            load_tokenizer(folder.find_tokenizer(checkpoint) or folder.tokenizer),
-            config.data.context_length,
-            batch_size=batch_size,
-            precision=config.trainer.precision,
-            after_batch=after_batch,
-        )
+        loaded = load_run(run, checkpoint)
+        if loaded.tokenizer is None:
+            raise RunError(f"{run}: the tokenizer of the training data is unknown; benchmarks require it")
+        model = loaded.model.to(find_device_type(config))
+        options = {"batch_size": batch_size, "precision": config.trainer.precision, "after_batch": after_batch}
+        return RunModel(model, loaded.tokenizer, config.data.context_length, **options)
 
     tokens = None if step is None else step * config.data.global_batch_tokens
     identity = [identify_checkpoint(checkpoint), list_figure_options(config)]
