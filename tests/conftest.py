@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import signal
+import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -206,17 +207,17 @@ def s3_server():
 @pytest.fixture
 def s3(s3_server, monkeypatch, tmp_path):
     """A server that answers normally, with its address in the environment and cache folders of this test's own."""
-    from stackexp.datamodules import cache_folder, download
+    from stackexp.datamodules import node_storage
 
     for name, value in s3_server.environment.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("STACKEXP_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(cache_folder, "_open_folders", {})
-    monkeypatch.setattr(download, "RETRY_SECONDS", 0.01)
+    monkeypatch.setattr(node_storage, "_open_folders", {})
+    monkeypatch.setattr("streaming.base.util.sleep", lambda seconds: time.sleep(min(seconds, 0.05)))
     s3_server.reset()
     yield s3_server
     s3_server.reset()
-    for folder in cache_folder._open_folders.values():
+    for folder in node_storage._open_folders.values():
         folder.close()
 
 

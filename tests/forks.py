@@ -23,7 +23,7 @@ PRELOAD = [
 ]
 PRELOAD += [
     "stackexp.datamodules.pretraining",
-    "stackexp.datamodules.loader",
+    "stackexp.datamodules.node_storage",
     "stackexp.datamodules.token_stream",
     "stackexp.models.memories.stack",
 ]

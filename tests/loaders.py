@@ -34,11 +34,15 @@ def build_config(**changes: Any) -> ShardsConfig:
     return ShardsConfig(**settings | {"micro_batch_size": 4, "num_workers": 0} | changes)
 
 
-def build_loader(config: ShardsConfig, rank: int = 0, world_size: int = 1):
+def open_data(config: ShardsConfig, rank: int = 0, world_size: int = 1) -> PretrainingData:
     data = PretrainingData(config, seed=5)
     data.setup("fit")
     data.trainer = SimpleNamespace(global_rank=rank, world_size=world_size, num_devices=world_size)
-    return data.train_dataloader()
+    return data
+
+
+def build_loader(config: ShardsConfig, rank: int = 0, world_size: int = 1):
+    return open_data(config, rank, world_size).train_dataloader()
 
 
 def read_samples(loader: Iterable, epochs: int = 1) -> list[Sample]:

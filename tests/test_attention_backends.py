@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from stackexp.data.documents import compute_document_ids, find_document_bounds
-from stackexp.datamodules.loader import collate
+from stackexp.datamodules.token_stream import collate
 from stackexp.models import attention
 from stackexp.models.generation import generate
 from stackexp.models.layers import SAVED_OPERATOR_PREFIXES

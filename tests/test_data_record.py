@@ -49,17 +49,15 @@ def test_the_file_continues_after_the_step_of_the_checkpoint(tmp_path):
     ("names", "message"),
     [
         (["web"], "the run began with the training data web, code, now it is web; restore data.path or data.streams"),
-        (["web", "code"], r"^s3://bucket/code: the sequences have changed since the run began"),
+        (["web", "code"], r"^training data 'code': the sequences have changed since the run began"),
     ],
 )
 def test_other_sources_are_refused_on_resume(tmp_path, names, message):
     record = DataRecord(tmp_path, 10)
     saved = {"hash": "", "sequences": [8, 8], "sources": {"web": "1", "code": "2"}}
     record.on_load_checkpoint(None, None, {KEY: saved})
-    remote = SimpleNamespace(url="s3://bucket/code")
-    sources = [SimpleNamespace(name=name, fingerprint="1", remote=remote, tokens=None) for name in names]
-    train_set = SimpleNamespace(names=names, sources=sources)
-    trainer = SimpleNamespace(datamodule=SimpleNamespace(train_set=train_set), global_step=8)
+    data = SimpleNamespace(training_sources=lambda: dict.fromkeys(names, "1"))
+    trainer = SimpleNamespace(datamodule=data, global_step=8)
     with pytest.raises(RunError, match=message):
         record.on_train_start(trainer, None)
 

@@ -21,8 +21,8 @@ from stackexp.config.data import ShardsConfig, StdlibConfig
 from stackexp.data import stdlib
 from stackexp.data.shards import TokenSet
 from stackexp.data.units import write_documents
+from stackexp.datamodules.node_storage import remove_prefix
 from stackexp.datamodules.pretraining import PretrainingData, StdlibData
-from stackexp.datamodules.shared_memory import remove_lock_files
 from stackexp.datamodules.token_stream import TokenSource, TokenStream
 from stackexp.errors import RunError
 
@@ -196,7 +196,7 @@ def test_lock_files_are_removed(folder):
     stream = open_stream(folder)
     list(stream)
     prefix = stream._shm_prefix_int
-    remove_lock_files(f"{prefix:06}")
+    remove_prefix(f"{prefix:06}")
     assert not list(Path(tempfile.gettempdir()).glob(f"{prefix:06}_*_filelock"))
 
 

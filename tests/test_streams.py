@@ -17,9 +17,9 @@ from stackexp.data import hash_log
 from stackexp.data.shards import TokenSet
 from stackexp.data.tokenizer import train_tokenizer
 from stackexp.data.units import write_documents
-from stackexp.datamodules.cache_folder import METADATA_FILES
-from stackexp.datamodules.download import RemoteFolder, SourceError
-from stackexp.datamodules.training_set import apportion, parse_size
+from stackexp.datamodules.node_storage import SourceError
+from stackexp.datamodules.pretraining import apportion, parse_size
+from stackexp.datamodules.token_stream import TokenSource, find_path
 from stackexp.errors import RunError
 
 PROPORTIONS = {"books": {"proportion": 1}, "code": {"proportion": 2}, "math": {"proportion": 1}}
@@ -104,22 +104,17 @@ def test_resume_with_other_numbers_of_ranks_and_workers(sets, tmp_path):
 def test_shards_are_read_before_they_are_evicted(tmp_path, monkeypatch):
     """Read in order, with space for eight of many shards, few are downloaded twice."""
     names = []
-    download = RemoteFolder.download
-
-    def record_download(self: RemoteFolder, name: str, *rest) -> None:
-        names.append(name)
-        download(self, name, *rest)
-
-    monkeypatch.setattr(RemoteFolder, "download", record_download)
+    prepare_shard = TokenSource.prepare_shard
+    monkeypatch.setattr(
+        TokenSource, "prepare_shard", lambda self, shard: names.append(find_path(shard)) or prepare_shard(self, shard)
+    )
     folder = write_set(tmp_path / "set", 0, 400)
     sizes = [shard["raw_data"]["bytes"] for shard in json.loads((folder / "index.json").read_text())["shards"]]
-    metadata = sum((folder / name).stat().st_size for name in METADATA_FILES)
-    limit = f"{metadata + 8 * max(sizes) + 1000}b"
+    limit = f"{(folder / 'index.json').stat().st_size + 10 * max(sizes)}b"
     cache = str(tmp_path / "cache")
     read_samples(build_loader(build_config(remote=str(folder), path=cache, cache_limit=limit, shuffle=False)))
-    downloads = [name for name in names if "shard" in name]
-    assert len(set(downloads)) == len(sizes)
-    assert len(downloads) <= 1.25 * len(sizes)
+    assert len(set(names)) == len(sizes)
+    assert len(names) <= 1.25 * len(sizes)
 
 
 # Errors

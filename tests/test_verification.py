@@ -16,7 +16,7 @@ from stackexp.data.shards import TokenSet
 from stackexp.data.token_files import write_token_file
 from stackexp.data.tokenizer import compute_fingerprint
 from stackexp.data.verification import DamagedFileError, verify_file
-from stackexp.datamodules.download import SourceError
+from stackexp.datamodules.node_storage import SourceError
 from stackexp.datamodules.pretraining import PretrainingData
 from stackexp.errors import ConfigError, RunError
 from stackexp.files import compute_sha256

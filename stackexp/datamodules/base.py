@@ -10,6 +10,8 @@ import numpy as np
 from tokenizers import Tokenizer
 from torch.utils.data import Sampler
 
+from stackexp.errors import RunError
+
 PADDING = -1  # the index of a row that fills up a batch and is not scored
 
 
@@ -33,8 +35,12 @@ class ExperimentData(pl.LightningDataModule):
     eval_limit: int | None = None
     skipped_sets: frozenset[str] = frozenset()
 
+    def training_sources(self) -> dict[str, str]:
+        """Return name and fingerprint of each source of training data; a resumed run refuses others."""
+        return {"train": ""}
+
     def select_sets(self, stage: str, names: list[str]) -> None:
-        """Evaluate on these sets instead of the config's. Raises ConfigError for unknown names."""
+        """Evaluate on these sets instead of the config's. Raises SetNameError for unknown names."""
         raise NotImplementedError
 
     def sets(self, stage: str) -> list[Any]:
@@ -64,6 +70,16 @@ class ExperimentData(pl.LightningDataModule):
     def rank_and_world_size(self) -> tuple[int, int]:
         """The global rank of this process and the number of processes."""
         return (self.trainer.global_rank, self.trainer.world_size) if self.trainer else (0, 1)
+
+
+def check_resumable(loader: Any) -> None:
+    """Raise RunError for a training loader without a state, because a resumed run would repeat its batches."""
+    has_state = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
+    if not has_state and not isinstance(loader, StepBatches):
+        raise RunError(
+            f"{type(loader).__name__}: the training loader has no state_dict, so a resumed run would repeat batches; "
+            "return StepBatches or a loader with state_dict and load_state_dict"
+        )
 
 
 class RankBatches(Sampler[list[int]]):

@@ -91,8 +91,12 @@ def score_bigrams(config: ExperimentConfig, data: Any) -> dict[str, Scores]:
     """
     if config.total_tokens > MAX_BIGRAM_TOKENS:
         return {}
-    trainer = SimpleNamespace(global_rank=0, world_size=1, num_devices=1, global_step=0)  # all a loader reads
-    loader = data.train_set.build_loader(trainer)
+    trainer = data.trainer
+    try:
+        data.trainer = SimpleNamespace(global_rank=0, world_size=1, num_devices=1, global_step=0)  # all a loader reads
+        loader = data.train_dataloader()
+    finally:
+        data.trainer = trainer
     epochs = itertools.chain.from_iterable(itertools.repeat(loader))
     num_batches = config.total_tokens // (config.micro_batch_size * config.data.context_length)
     batches = (batch["tokens"].numpy() for batch in itertools.islice(epochs, num_batches))
@@ -100,9 +104,10 @@ def score_bigrams(config: ExperimentConfig, data: Any) -> dict[str, Scores]:
     scores = {}
     for dataset in data.sets("validate"):
         total, count = 0.0, 0
-        for i in range(len(dataset.chunks)):
-            losses = model.compute_losses(dataset.chunks[i])
-            total, count = total + math.fsum(losses), count + len(losses)
+        for batch in data.build_eval_loader(dataset, 0, 1):
+            for row, length in zip(batch["tokens"].numpy(), batch["length"].tolist(), strict=True):
+                losses = model.compute_losses(row[:length])
+                total, count = total + math.fsum(losses), count + len(losses)
         loss = total / count
         scores[dataset.name] = {"loss": loss, "perplexity": compute_perplexity(loss)}
     return scores

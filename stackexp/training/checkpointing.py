@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.state_dict import (
 from stackexp.config.compose import to_dict
 from stackexp.config.experiment import ExperimentConfig
 from stackexp.config.trainer import TrainerConfig
+from stackexp.datamodules.base import check_resumable
 from stackexp.errors import StoppedError, first_line
 from stackexp.metric_tags import AVERAGE_ACCURACY, AVERAGE_LOSS
 from stackexp.models import checkpoints
@@ -106,6 +107,10 @@ class RunState(pl.Callback):
         """Read the hash of the run's tokenizer, which checkpoints include."""
         if trainer.is_global_zero:
             self._tokenizer_sha256 = self._folder.read_tokenizer_hash()
+
+    def on_train_start(self, trainer: pl.Trainer, module: TrainingModule) -> None:
+        """Refuse a training loader whose position would not be saved."""
+        check_resumable(trainer.train_dataloader)
 
     def on_save_checkpoint(self, trainer: pl.Trainer, module: TrainingModule, checkpoint: dict[str, Any]) -> None:
         """Add the run state to a checkpoint."""

@@ -7,8 +7,7 @@ import lightning.pytorch as pl
 import numpy as np
 import torch
 
-from stackexp.data.hash_log import FILE_NAME, truncate_hash_log, update_hash
-from stackexp.datamodules.training_set import TrainingSet
+from stackexp.data.hash_log import FILE_NAME, hash_sequence, truncate_hash_log, update_hash
 from stackexp.errors import RunError
 from stackexp.files import append_json_line
 from stackexp.modules.base import TrainingModule
@@ -49,19 +48,18 @@ class DataRecord(StepCallback):
     def on_train_start(self, trainer: pl.Trainer, module: TrainingModule) -> None:
         """Check that the sources have not changed, and open the file."""
         super().on_train_start(trainer, module)
-        train_set: TrainingSet = trainer.datamodule.train_set
-        self._names = train_set.names
-        saved, self._fingerprints = self._fingerprints, {s.name: s.fingerprint for s in train_set.sources}
+        saved, self._fingerprints = self._fingerprints, trainer.datamodule.training_sources()
+        self._names = list(self._fingerprints)
         if saved and saved.keys() != self._fingerprints.keys():
             raise RunError(
                 f"the run began with the training data {', '.join(saved)}, now it is {', '.join(self._fingerprints)}; "
                 "restore data.path or data.streams, or start a new run from these weights with warm_start.weights"
             )
-        for source in train_set.sources:
-            if saved.get(source.name, source.fingerprint) != source.fingerprint:
+        for name, fingerprint in self._fingerprints.items():
+            if saved.get(name, fingerprint) != fingerprint:
                 raise RunError(
-                    f"{source.remote.url if source.remote else source.tokens.folder}: the sequences have changed since "
-                    "the run began; restore the dataset, or start a new run"
+                    f"training data {name!r}: the sequences have changed since the run began; restore the dataset, or "
+                    "start a new run"
                 )
         self._counts = self._counts or [0] * len(self._names)
         if trainer.is_global_zero:
@@ -70,8 +68,11 @@ class DataRecord(StepCallback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, module: TrainingModule, outputs: Any, batch: dict[str, Any], batch_idx: int
     ) -> None:
-        """Collect the hashes of a batch."""
-        self._batches.append((batch["hash"], batch["source"]))
+        """Collect the hashes of a batch; a dataset may leave them out, and `source` if it has only one."""
+        hashes = batch.get("hash")
+        if hashes is None:
+            hashes = np.array([hash_sequence(row) for row in batch["tokens"].cpu().numpy()], np.uint64)
+        self._batches.append((hashes, batch.get("source", np.zeros(len(hashes), np.int64))))
         super().on_train_batch_end(trainer, module)
 
     def on_step_end(self, trainer: pl.Trainer, module: TrainingModule) -> None:

@@ -70,9 +70,10 @@ class LanguageModelingObjective(Objective):
             result |= {"data_hash": {lines[-1]["step"]: lines[-1]["hash"]}, "sequences": lines[-1]["sequences"]}
         if session.processes.size == 1 and (bigrams := score_bigrams(self.config, session.data)):
             result["bigrams"] = {"sets": bigrams, "average": average_scores(bigrams)}
-        sample = None
-        if not self.config.trainer.is_sharded:  # generating needs the whole model on one device
-            model, tokenizer = session.module.model, session.data.tokenizer
+        sample, tokenizer = None, session.data.tokenizer
+        can_generate = not self.config.trainer.is_sharded  # it needs the whole model on one device
+        if tokenizer is not None and can_generate:
+            model = session.module.model
             sample = continue_text(model, tokenizer, prompt="", max_new_tokens=60, temperature=0.8, top_p=0.95, seed=0)
         return result | {"sample": sample}
 
@@ -99,7 +100,9 @@ class LanguageModelingObjective(Objective):
         if bigrams := result.get("bigrams"):
             loss = bigrams["average"]["loss"]
             lines.append(f"bigram counts of the same training tokens: average loss {loss:.4f}")
-        return "\n\n".join([*lines, f"sample:\n{text}"])
+        if session.data.tokenizer is not None:
+            lines.append(f"sample:\n{text}")
+        return "\n\n".join(lines)
 
     def report(self, request: EvaluationRequest, checkpoint: Path, sets: Sets) -> None:
         """Print the scores of the sets; with an output file, also write JSON, Markdown and TensorBoard events."""
