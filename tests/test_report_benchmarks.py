@@ -17,12 +17,15 @@ from stackexp.tables import ABSENT
 GUESSES = {"a": 0.25, "b": 0.5}
 
 
-def write_scores(path, accuracies, step=10, limit=None, checkpoint="runs/x/checkpoints/00000010", num_fewshot=None):
+def write_scores(path, accuracies, step=10, limit=None, checkpoint="runs/x/checkpoints/00000010", shots=None, **more):
+    path, accuracies, step=10, limit=None, checkpoint="runs/x/checkpoints/00000010", num_fewshot=None, **more
+):
     tasks = {
         name: TaskScores(accuracy, 0.03, 2 + accuracy, 0.04, GUESSES.get(name, 0.0), "acc", 100, 0)
         for name, accuracy in accuracies.items()
     }
-    add_evaluation(path, Evaluation(checkpoint, step, step and step * 1024, "now", limit, num_fewshot, "0.4.13", tasks))
+    tokens = step and step * 1024
+    add_evaluation(path, Evaluation(checkpoint, step, tokens, "now", limit, shots, "0.4.13", tasks, **more))
 
 
 @pytest.fixture
@@ -58,6 +61,7 @@ def test_the_table_has_all_tasks_and_the_average_of_common_ones(runs, tmp_path, 
 def test_whole_tasks_are_shown_before_limited_ones_and_later_steps_before_earlier(runs):
     path = runs / "one" / "benchmarks.json"
     write_scores(path, {"a": 0.9, "b": 0.9}, limit=5)
+    write_scores(path, {"a": 0.9, "b": 0.9}, step=30, exclude_long=True)
     write_scores(path, {"a": 0.8, "b": 0.8}, step=5)
     assert find_row(build_benchmarks([runs]), 0, "a")[2] == "0.300 ± 0.030"
     write_scores(path, {"a": 0.7}, step=20)

@@ -75,13 +75,14 @@ class Column:
 
     @property
     def evaluation(self) -> Evaluation | None:
-        """The evaluation that the tables show: of the last step; preferred without --limit and without --num_fewshot.
+        """The evaluation that the tables show: of the last step, if possible without options that change the scores.
 
         Evaluations of one step with the same options are merged: they named the checkpoint in different ways.
         """
 
-        def rank(evaluation: Evaluation) -> tuple[bool, bool, int, str]:
-            return evaluation.limit is None, evaluation.num_fewshot is None, evaluation.step or 0, evaluation.time
+        def rank(evaluation: Evaluation) -> tuple[bool, bool, bool, int, str]:
+            is_plain = evaluation.limit is None, evaluation.num_fewshot is None, not evaluation.exclude_long
+            return *is_plain, evaluation.step or 0, evaluation.time
 
         if not self.evaluations:
             return None
@@ -149,7 +150,8 @@ def _describe(column: Column) -> str:
     tokens = "" if shown.tokens is None else f" after {shown.tokens:,} tokens"
     limit = "" if shown.limit is None else f", only the first {shown.limit} documents of each task"
     shots = "" if shown.num_fewshot is None else f", {shown.num_fewshot} shots"
-    return f"{column.name}: {shown.checkpoint}{tokens}{limit}{shots}"
+    excluded = ", without the documents that exceed its context" if shown.exclude_long else ""
+    return f"{column.name}: {shown.checkpoint}{tokens}{limit}{shots}{excluded}"
 
 
 def _build_table(score: str, columns: list[Column], names: list[str], common: list[str]) -> Table:
@@ -233,7 +235,7 @@ def _read_curve(column: Column, score: str) -> tuple[dict[int, float], int]:
 def _list_points(column: Column, score: str, names: list[str]) -> list[tuple[int | None, float]]:
     """Return tokens and average over the tasks `names` of each evaluation with these tasks and the table's options."""
     shown = column.evaluation
-    same = [e for e in column.evaluations if shown and (e.limit, e.num_fewshot) == (shown.limit, shown.num_fewshot)]
+    same = [e for e in column.evaluations if shown and e.chosen == shown.chosen]
     complete = [(e.tokens, {name: e.tasks[name] for name in names}) for e in same if e.tasks.keys() >= set(names)]
     averages = [(tokens, _average_common(tasks, score)) for tokens, tasks in complete]
     return [(tokens, average[0]) for tokens, average in averages if average]

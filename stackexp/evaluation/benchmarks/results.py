@@ -63,10 +63,14 @@ class Evaluation:
     """True if documents that do not fit into the model's context are not in the scores."""
 
     @property
+    def chosen(self) -> tuple[Any, ...]:
+        """The options of the command line that change the scores."""
+        return self.limit, self.num_fewshot, self.exclude_long
+
+    @property
     def options(self) -> tuple[Any, ...]:
         """The identity of an evaluation; evaluations with the same one share an entry of the file."""
-        chosen = self.limit, self.num_fewshot, self.exclude_long
-        return self.checkpoint, self.step, *chosen, self.lm_eval, self.model
+        return self.checkpoint, self.step, *self.chosen, self.lm_eval, self.model
 
 
 def read_evaluations(path: Path) -> list[Evaluation]:
