@@ -18,8 +18,6 @@ GUESSES = {"a": 0.25, "b": 0.5}
 
 
 def write_scores(path, accuracies, step=10, limit=None, checkpoint="runs/x/checkpoints/00000010", shots=None, **more):
-    path, accuracies, step=10, limit=None, checkpoint="runs/x/checkpoints/00000010", num_fewshot=None, **more
-):
     tasks = {
         name: TaskScores(accuracy, 0.03, 2 + accuracy, 0.04, GUESSES.get(name, 0.0), "acc", 100, 0)
         for name, accuracy in accuracies.items()
