@@ -52,7 +52,6 @@ setup(
         "tokenizers>=0.22",
         "zstandard>=0.23",
         "tqdm>=4.66",
-        "rich>=13.9",
         "tabulate>=0.9",
         "argcomplete>=3.6",  # shell completion
         "safetensors>=0.5",

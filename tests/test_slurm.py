@@ -165,7 +165,7 @@ def test_a_worker_is_requeued_before_the_time_limit(study, slurm):
     """The warning comes after 15 seconds."""
     set_trials(study, "ab", wide="a")
     study.write(resources={"time": "0:01:00", "signal_seconds": 45})
-    study.set_behavior({"a": {"seconds": 200}})
+    study.set_behavior({"a": {"seconds": 90}})
     study.run(*SUBMIT)
     wait_until(lambda: study.read_steps()[0])
     study.set_behavior({})

@@ -7,6 +7,7 @@ GPUs and draw different trials of a search. All other state is read from the run
 """
 
 import contextlib
+import dataclasses
 import os
 import signal
 import socket
@@ -123,13 +124,9 @@ class Worker:
         self._sweep, self._retries, self._is_job = sweep, retries, is_job
         self._changes = ChangePrinter(sweep.config.objective)
         self._study = Study(sweep) if sweep.config.search else None
-        expected = [sweep.base_trial] if self._study else sweep.trials
-        if is_job:
-            expected = [trial for trial in expected if trial.shape == slurm.get_shape()]
-        self._machine = Machine(sweep, expected, max_parallel)
+        self._machine = Machine(sweep, [sweep.base_trial] if self._study else self._find_trials(), max_parallel)
         self._running: dict[Trial, tuple[subprocess.Popen, IO[str]]] = {}  # processes and claims
         self._seen: dict[Trial, None] = {}  # trials that ran here, in order
-        self._settled: set[Trial] = set()
         self._recheck_at = 0.0
         self._signal = 0
 
@@ -180,18 +177,18 @@ class Worker:
                 if not self._start_next([trial for trial in missing if trial not in claims], list(claims.values())):
                     break
         self._recheck_at = time.monotonic() + RECHECK_SECONDS
-        is_left = [t for t in missing if not (self._is_job and t in claims and claims[t].job != slurm.get_job())]
-        return not is_left and (self._study is None or self._study.is_complete())
+        if self._is_job:  # other workers see to their trials; one of this job may outlive its worker
+            missing = [trial for trial in missing if trial not in claims or claims[trial].job == slurm.get_job()]
+        return not missing and (self._study is None or self._study.is_complete())
 
     def _find_trials(self) -> list[Trial]:
+        """Return the trials of the sweep, in a Slurm job those of its shape."""
         trials = self._sweep.trials
         return [trial for trial in trials if trial.shape == slurm.get_shape()] if self._is_job else trials
 
     def _is_over(self, trial: Trial) -> bool:
         """Return True if the trial is settled, or has failed too often in this `sweep run`."""
-        if trial not in self._settled and trial.is_settled:
-            self._settled.add(trial)
-        return trial in self._settled or (trial not in self._running and count_failures(trial) > self._retries)
+        return trial.is_settled or (trial not in self._running and count_failures(trial) > self._retries)
 
     def _start_next(self, unclaimed: list[Trial], claims: list[Claim]) -> bool:
         """Start the first unclaimed trial for which there is room, or a new one of a search. Return True if it ran."""
@@ -214,8 +211,7 @@ class Worker:
         if trial.is_settled:
             lock.close()
             return False
-        host, job = self._machine.place
-        claim = Claim(host, job, None, trial.config.trainer.devices, gpus)
+        claim = Claim(*self._machine.place, pid=None, devices=trial.shape[1], gpus=gpus)
         write_claim(lock, claim)
         write_atomically(trial.folder.config, to_yaml(trial.config))
         if failure := read_failure(trial):
@@ -235,7 +231,7 @@ class Worker:
                 start_new_session=True,  # Ctrl-C reaches only the worker, and a killed worker does not end its trials
                 pass_fds=[lock.fileno()],
             )
-        write_claim(lock, Claim(host, job, process.pid, claim.devices, gpus))
+        write_claim(lock, dataclasses.replace(claim, pid=process.pid))
         self._running[trial] = process, lock
         self._seen[trial] = None
         return True
