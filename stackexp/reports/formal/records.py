@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from stackexp.config.affects import changes_scores, get_effect, is_default
+from stackexp.config.affects import FlatConfig, changes_scores, get_effect, is_default
 from stackexp.config.data import get_model_label
 from stackexp.config.layers import split_overrides
 from stackexp.errors import RunError
@@ -20,9 +20,6 @@ from stackexp.files import read_json
 from stackexp.frame import Row, get_options, list_rows, list_tests, load_runs
 from stackexp.runs import RunFolder
 from stackexp.tasks import TASKS
-
-Options = Mapping[str, Any]
-"""Full config key -> value."""
 
 # The paper's table
 
@@ -74,7 +71,7 @@ def get_printed_score(task: str, column: str) -> float | None:
     return dict(zip(MODELS, TABLE_1.get(task, ()), strict=False)).get(model)
 
 
-def find_column(config: Options) -> str | None:
+def find_column(config: FlatConfig) -> str | None:
     """Return the column of a run, or None if the table has none for its model."""
     label = get_model_label(config)
     return next((column for column in COLUMNS if COLUMNS[column] == label), None)
@@ -131,7 +128,7 @@ class FormalRun:
     path: Path
     column: str
     row: Row
-    config: Options
+    config: FlatConfig
     evaluations: tuple[Evaluation, ...]
     unused: tuple[Path, ...]
 
@@ -151,7 +148,7 @@ class FormalRun:
         return self.row["state"] == "finished"
 
     @cached_property
-    def recipe(self) -> Options:
+    def recipe(self) -> FlatConfig:
         """The options that runs of one recipe share."""
         return select_recipe(self.config)
 
@@ -166,12 +163,12 @@ class FormalRun:
         return average_accuracy(evaluation.accuracy, lengths) if evaluation else None
 
 
-def is_in_recipe(options: Options, key: str) -> bool:
+def is_in_recipe(options: FlatConfig, key: str) -> bool:
     """Return True if runs of one recipe must have equal values of `key`, unlike their seed and options of the test."""
     return key != "seed" and (get_effect(options, key) in ("training", "continuation") or changes_scores(options, key))
 
 
-def select_recipe(options: Options) -> Options:
+def select_recipe(options: FlatConfig) -> FlatConfig:
     """Return the options that runs of one recipe share, without defaults: runs may be older than an option."""
     return {k: value for k, value in options.items() if is_in_recipe(options, k) and not is_default(options, k)}
 
@@ -192,7 +189,7 @@ def _read_run(row: Row, column: str) -> FormalRun:
     return FormalRun(folder.path, column, row, config, tuple(evaluations), tuple(unused))
 
 
-def _is_same_run(test: Mapping[str, Any], row: Row, config: Options) -> bool:
+def _is_same_run(test: Mapping[str, Any], row: Row, config: FlatConfig) -> bool:
     """Return True if a test used the checkpoint that the run itself tested, and overrides only options of the test."""
     keys = [key for key, *_ in split_overrides(test.get("overrides", []))]
     tested_step = row.get("tested_step", row["step"]) if row["state"] == "finished" else test.get("step")

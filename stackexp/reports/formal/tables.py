@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
 
-from stackexp.config.affects import flatten_config
+from stackexp.config.affects import FlatConfig, flatten_config
 from stackexp.config.compose import compose
 from stackexp.errors import ConfigError
 from stackexp.reports.formal.figures import draw_bars
@@ -17,7 +17,6 @@ from stackexp.reports.formal.records import (
     Cell,
     Evaluation,
     FormalRun,
-    Options,
     Results,
     select_recipe,
 )
@@ -145,7 +144,7 @@ def name_recipe(run: FormalRun) -> str:
 
 
 @functools.cache
-def _compose_recipe(name: str) -> Options | None:
+def _compose_recipe(name: str) -> FlatConfig | None:
     """Return the recipe of a shipped config, or None if this version does not ship it."""
     try:
         return select_recipe(flatten_config(compose([name])))
@@ -153,7 +152,7 @@ def _compose_recipe(name: str) -> Options | None:
         return None
 
 
-def find_differences(run: FormalRun, recipe: Options) -> dict[str, Any]:
+def find_differences(run: FormalRun, recipe: FlatConfig) -> dict[str, Any]:
     """Return the options in which a run differs from a recipe, except those of the task; None for missing ones."""
     keys = [key for key in {**recipe, **run.recipe} if key not in TASK_OPTIONS]
     absent = object()
