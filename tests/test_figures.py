@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from formal_runs import ALL_LENGTHS, MODELS, finish, write_run
 
-from stackexp.reports.figures import abbreviate_thousands, label_curves, new_figure
+from stackexp.reports.figures import abbreviate_thousands, label_curves, new_figure, save_figure
 from stackexp.reports.formal.figures import draw_bars, draw_curves
 from stackexp.reports.formal.records import collect_results
 
@@ -29,6 +29,18 @@ def test_names_of_curves_that_coincide_are_apart():
     ordered = sorted(levels.values())
     assert min(b - a for a, b in pairwise(ordered)) >= 0.05
     assert {text.get_color() for text in axes.texts} == {curve.get_color() for curve in curves.values()}
+
+
+def test_names_with_dollar_signs_are_drawn(tmp_path):
+    figure, axes = new_figure(4, 3)
+    curve = axes.plot([0, 1], [2.0, 1.0], label=r"run $\x$")[0]
+    axes.set_yticks([1.0], labels=[r"$\x$"])
+    axes.set_xlabel("$d_s$")
+    axes.legend()
+    label_curves(axes, {r"a $\x$ b $": curve})
+    save_figure(figure, tmp_path / "a.png")
+    assert axes.xaxis.label.get_parse_math()
+    assert not axes.get_legend().get_texts()[0].get_parse_math()
 
 
 @pytest.mark.parametrize("models", [["StackTrans"], list(MODELS)])

@@ -57,7 +57,16 @@ def label_curves(axes: Any, curves: dict[str, Any]) -> None:
 
 
 def save_figure(figure: Any, path: Path) -> None:
-    """Write a figure to a .png, .pdf or .svg file."""
+    """Write a figure to a .png, .pdf or .svg file. Text with dollar signs that are no formula is shown as it is."""
+    from matplotlib.mathtext import MathTextParser
+    from matplotlib.text import Text
+
+    for text in figure.findobj(Text):
+        if text.get_text().count("$") > 1:
+            try:
+                MathTextParser("path").parse(text.get_text())
+            except ValueError:  # the name of a run, not a formula
+                text.set_parse_math(False)
     figure.savefig(path, dpi=200)
 
 
