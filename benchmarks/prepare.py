@@ -4,7 +4,8 @@
 
 The two alternate. The library has the texts in memory and only calls `encode_batch_fast`, with as many threads as `data
 prepare` has processes. `data prepare` also starts its processes, reads .jsonl.gz, parses JSON, and writes shards with
-hashes. Text: the Python source installed here. CPU time is reported too; other programs disturb it less.
+hashes. Text: the Python source installed here. With `--workers 1`, CPU time is reported too; other programs disturb it
+less. More workers are not children of this process, so their CPU time is unknown.
 """
 
 import argparse
@@ -20,7 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from stackexp.benchmarking import build_parser, compare, write_record
-from stackexp.data.prepare import Plan, prepare
+from stackexp.data.prepare import Preparation, prepare
 from stackexp.data.tokenizer import load_tokenizer, train_tokenizer
 from stackexp.tables import format_table
 
@@ -62,7 +63,7 @@ def measure(texts: list[str], folder: Path, args: argparse.Namespace) -> tuple[l
             tokenizer.encode_batch_fast(texts[start : start + DOCUMENTS], add_special_tokens=False)
 
     def run_prepare() -> None:
-        plan = Plan(folder / "source", tokenizer=path, unit_bytes=1)
+        plan = Preparation(folder / "source", tokenizer=path, unit_bytes=1)
         target = folder / f"set{len(corpora)}"
         corpora.append(prepare(plan, target, workers=args.workers))
 
@@ -97,11 +98,11 @@ def main() -> None:
     lines = []
     for key, label in {"alone": "tokenizers alone", "prepare": "data prepare"}.items():
         seconds, cpu = (statistics.median(result[k] for result in results) for k in (key, f"{key}_cpu"))
-        speed = [f"{size / seconds / 1e6:.2f}", f"{tokens / seconds:,.0f}", f"{cpu:.2f}"]
+        speed = [f"{size / seconds / 1e6:.2f}", f"{tokens / seconds:,.0f}", f"{cpu:.2f}" if args.workers == 1 else ""]
         lines.append([label, f"{seconds:.2f}", *speed])
     print(f"{len(texts):,} documents, {size / 1e6:.1f} MB, {tokens:,} tokens, {args.workers} workers")
     print(format_table(lines, header=["", "seconds", "MB/s", "tokens/s", "CPU seconds"], align="<>>>>"))
-    for kind, suffix in {"wall time": "", "CPU time": "_cpu"}.items():
+    for kind, suffix in {"wall time": "", "CPU time": "_cpu"}.items() if args.workers == 1 else [("wall time", "")]:
         share = compare([r[f"alone{suffix}"] for r in results], [r[f"prepare{suffix}"] for r in results])
         print(f"data prepare reaches {share} of the library by {kind}")
     write_record(args.out, results, documents=len(texts), bytes=size, tokens=tokens)

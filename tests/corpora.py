@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from stackexp.data.prepare import Plan, prepare
+from stackexp.data.prepare import Preparation, prepare
 from stackexp.data.shards import Corpus
 
 STDLIB = Path(os.__file__).parent
@@ -33,7 +33,7 @@ def prepare_set(source: Path, folder: Path, **options: Any) -> Corpus | None:
     settings = {"context_length": 64} | {name: options.pop(name) for name in names if name in options}
     if "tokenizer" not in settings:
         settings.setdefault("vocab_size", 300)
-    return prepare(Plan(source, **settings), folder, **{"workers": 1} | options)
+    return prepare(Preparation(source, **settings), folder, **{"workers": 1} | options)
 
 
 def read_files(folder: Path) -> dict[str, bytes]:

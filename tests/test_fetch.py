@@ -11,7 +11,6 @@ from processes import wait_until
 
 from stackexp.cli import main
 from stackexp.data.token_files import TokenFile, read_record
-from stackexp.files import compute_sha256
 
 
 @pytest.fixture
@@ -78,17 +77,6 @@ def test_complete_sets_are_kept(fetch, server, capsys):
     assert fetch("v2", "--only", "ptb", "ice") == 0
     assert len(server.requests) == requests
     assert "v2/ptb: already fetched" in capsys.readouterr().err
-
-
-def test_verify_finds_a_changed_byte(fetch, tmp_path, capsys):
-    fetch("v2", "--only", "ptb")
-    path = PTB.file(tmp_path / "to")
-    path.write_bytes(path.read_bytes()[:-2] + b"\x01\x00")
-    assert fetch("v2", "--only", "ptb") == 0
-    assert compute_sha256(path) != read_record(path).sha256
-    assert fetch("v2", "--only", "ptb", "--verify") == 0
-    assert "fetching it again" in capsys.readouterr().err
-    assert read_fetched(tmp_path, PTB) == CONTENT[PTB]
 
 
 @pytest.mark.parametrize("damage", ["file", "record"])

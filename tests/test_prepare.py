@@ -16,7 +16,7 @@ from corpora import TEXTS, json_lines, prepare_set, read_files, write_many
 
 from stackexp.cli import main
 from stackexp.data import prepare
-from stackexp.data.prepare import Plan, sample_texts, start_set
+from stackexp.data.prepare import Preparation, sample_texts
 from stackexp.data.shards import TokenSet
 from stackexp.data.sources import find_sources
 from stackexp.data.tokenizer import PIECE_CHARACTERS
@@ -62,7 +62,7 @@ def tokens_of(folder: Path) -> np.ndarray:
 
 def list_units(source: Path, folder: Path, **settings) -> list[Path]:
     """Return the folders of the units in order."""
-    return [folder / name_unit(unit) for unit in Plan(source, vocab_size=300, **settings).units]
+    return [folder / name_unit(unit) for unit in Preparation(source, vocab_size=300, **settings).units]
 
 
 def test_decoding_restores_the_documents_in_order(source, prepared):
@@ -146,28 +146,36 @@ def test_changed_sources_of_a_finished_set_are_refused(tmp_path):
         prepare_set(tmp_path, tmp_path / "to")
 
 
-def test_a_resumed_set_with_changed_sources_equals_a_fresh_one(tmp_path, monkeypatch):
-    data = tmp_path / "data"
-    data.mkdir()
-    (data / "a.txt").write_text(TEXTS[1] * 20)
+def stop_before_merge(monkeypatch, source: Path, folder: Path, **settings) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(prepare, "merge_units", Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
-            prepare_set(data, tmp_path / "resumed", vocab_size=300)
-    assert (tmp_path / "resumed" / "tokenizer.json").exists()
-    (data / "a.txt").write_text(TEXTS[2] * 20)
-    for name in ("resumed", "fresh"):
-        prepare_set(data, tmp_path / name, vocab_size=300)
-    resumed, fresh = (tmp_path / name / "tokenizer.json" for name in ("resumed", "fresh"))
-    assert resumed.read_bytes() == fresh.read_bytes()
-    assert tokens_of(resumed.parent).tolist() == tokens_of(fresh.parent).tolist()
+            prepare_set(source, folder, **settings)
 
 
-@pytest.mark.parametrize("name", ["a#b", "what?"])
-def test_folder_that_the_library_would_read_as_a_url_is_refused(tmp_path, name):
-    (tmp_path / "source.txt").write_text(TEXTS[1])
-    with pytest.raises(RunError, match=r"contains '[#?]' in its path; choose another --to"):
-        prepare_set(tmp_path / "source.txt", tmp_path / name)
+def test_a_resumed_set_with_changed_sources_equals_a_fresh_one(prepared, tmp_path, monkeypatch, capsys):
+    data, settings = tmp_path / "data", {"tokenizer": prepared / "tokenizer.json", "unit_bytes": 1}
+    data.mkdir()
+    for n in range(3):
+        (data / f"{n}.txt").write_text(TEXTS[n] * 3)
+    stop_before_merge(monkeypatch, data, tmp_path / "resumed", **settings)
+    (data / "0.txt").write_text(TEXTS[0].swapcase() * 3)  # of the same size
+    (data / "1.txt").unlink()
+    units = {path.name: path.stat().st_ino for path in (tmp_path / "resumed").glob("unit.*")}
+    prepare_set(data, tmp_path / "resumed", **settings)
+    assert "sources have changed (0.txt and 1 more); their units are prepared again" in capsys.readouterr().err
+    kept = [path for path in (tmp_path / "resumed").glob("unit.*") if units[path.name] == path.stat().st_ino]
+    assert len(kept) == 1
+    prepare_set(data, tmp_path / "fresh", **settings)
+    assert read_files(tmp_path / "resumed") == read_files(tmp_path / "fresh")
+
+
+def test_a_tokenizer_trained_on_other_sources_is_refused(tmp_path, monkeypatch):
+    (tmp_path / "a.txt").write_text(TEXTS[1])
+    stop_before_merge(monkeypatch, tmp_path / "a.txt", tmp_path / "to")
+    (tmp_path / "a.txt").write_text(TEXTS[2])
+    with pytest.raises(RunError, match=r"prepared from other sources .*a\.txt.*; delete the folder"):
+        prepare_set(tmp_path / "a.txt", tmp_path / "to")
 
 
 def test_folder_with_other_contents_is_not_touched(tmp_path):
@@ -179,10 +187,11 @@ def test_folder_with_other_contents_is_not_touched(tmp_path):
 
 
 def test_prepared_sets_among_the_sources_are_skipped(tmp_path):
-    """Skip an unfinished set with Slurm logs, and a copy without hidden files."""
+    """Skip an unfinished set with logs, and a copy without hidden files."""
     (tmp_path / "a.txt").write_text("text")
-    start_set(Plan(tmp_path, vocab_size=300, context_length=64), tmp_path / "set")
-    (tmp_path / "set" / "jobs").mkdir()
+    (tmp_path / "set" / "jobs").mkdir(parents=True)
+    for name in ("plan.json", ".plan.lock"):
+        (tmp_path / "set" / name).write_text("{}")
     (tmp_path / "copy").mkdir()
     for name in ("set/jobs/1.txt", "copy/index.json", "copy/corpus.json", "copy/notes.txt"):
         (tmp_path / name).write_text("{}")

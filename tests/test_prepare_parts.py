@@ -96,9 +96,9 @@ def test_replaced_tokenizer_is_refused(source, whole, tmp_path, given):
 SCRIPT = """
 import sys
 from pathlib import Path
-from stackexp.data.prepare import Plan, prepare
+from stackexp.data.prepare import Preparation, prepare
 source, folder, part, workers = sys.argv[1:]
-plan = Plan(Path(source), vocab_size=300, context_length=64, unit_bytes=20_000)
+plan = Preparation(Path(source), vocab_size=300, context_length=64, unit_bytes=20_000)
 part = tuple(map(int, part.split("/"))) if part else None
 prepare(plan, Path(folder), workers=int(workers), part=part)
 """

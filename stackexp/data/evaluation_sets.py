@@ -173,7 +173,7 @@ def _has_exact_bytes(tokenizer: KnownTokenizer | None, tokens: Any, bytes_per_to
 def _open_prepared(path: Path, config: DataConfig, tokenizer: KnownTokenizer | None) -> tuple[Concatenated, float, str]:
     token_set = TokenSet(path, f"--tokenizer {tokenizer.path if tokenizer else 'TOKENIZER.json'}")
     corpus = token_set.corpus
-    if tokenizer and tokenizer.contradicts(corpus.tokenizer):
+    if tokenizer and tokenizer.differs_from(corpus.tokenizer):
         remedy = f"prepare it with --tokenizer {tokenizer.path}, or convert it with data retokenize"
         if path.resolve().is_relative_to(get_cache_root().resolve()):  # the corpus of this Python
             remedy = "this Python or its packages differ from those of the run; use the environment of the run"
@@ -202,7 +202,7 @@ def _check_tokens(path: Path, file: TokenFile, config: DataConfig, tokenizer: Kn
     command = f"data retokenize {path} --to FOLDER --from ITS-TOKENIZER.json --tokenizer {target}"
     advice = f"convert it with: python -m stackexp {command}"
     recorded = file.record.tokenizer if file.record else UNKNOWN_TOKENIZER
-    if tokenizer and tokenizer.contradicts(recorded):
+    if tokenizer and tokenizer.differs_from(recorded):
         owner = "GPT-NeoX-20B" if recorded == olmo.TOKENIZER else "another tokenizer"
         raise RunError(f"{path}: contains token ids of {owner}, not of {target}; {advice}")
     limit = config.vocab_size

@@ -1,7 +1,6 @@
 """Fetch OLMo's perplexity sets from their server, a mirror or a folder, and check them."""
 
 import codecs
-import contextlib
 import shutil
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -34,51 +33,37 @@ class FetchResult:
     reason: str = ""  # why the server could not be reached
 
 
-def fetch(sets: list[OlmoSet], folder: Path, mirror: str | None = None, *, verify: bool = False) -> FetchResult:
+def fetch(sets: list[OlmoSet], folder: Path, mirror: str | None = None) -> FetchResult:
     """Fetch `sets` to `folder`/v2 and `folder`/v3, check them and write a record next to each.
 
     Complete sets are kept. A set that fails is reported on stderr and does not stop the others. If the server cannot
     be reached from the start, the remaining sets are not tried. `mirror` is a URL that replaces BASE_URL, or a folder.
-    With `verify`, the SHA-256 of complete sets is compared with their records. Raises RunError if `folder` cannot be
-    written.
+    Raises RunError if `folder` cannot be written.
     """
     result, was_reached = FetchResult(), False
-    with explain_failed_writes(folder):
-        with ExitStack() as stack:
-            for version in sorted({s.version for s in sets}):
-                (folder / version).mkdir(parents=True, exist_ok=True)
-                stack.enter_context(hold_lock(folder / version / ".lock", f"fetching into {folder / version}"))
-            for olmo_set in sets:
-                try:
-                    record = _find_complete(olmo_set, folder, verify)
-                    if record is None and result.unreachable:
-                        result.unreachable.append(olmo_set)
-                        continue
-                    if record is None:
-                        record, was_reached = _fetch_set(olmo_set, folder, mirror, was_reached), True
-                    result.records[olmo_set] = record
-                except UnreachableServerError as error:
+    with explain_failed_writes(folder), ExitStack() as stack:
+        for version in sorted({s.version for s in sets}):
+            (folder / version).mkdir(parents=True, exist_ok=True)
+            stack.enter_context(hold_lock(folder / version / ".lock", f"fetching into {folder / version}"))
+        for olmo_set in sets:
+            try:
+                record = _find_complete(olmo_set, folder)
+                if record is None and result.unreachable:
                     result.unreachable.append(olmo_set)
-                    result.reason = str(error)
-                except RunError as error:
-                    result.failed.append(olmo_set)
-                    print_line(f"error: {olmo_set}: {error}")
-        if not result.records:
-            _remove_empty_folders(folder, {s.version for s in sets})
+                    continue
+                if record is None:
+                    record, was_reached = _fetch_set(olmo_set, folder, mirror, was_reached), True
+                result.records[olmo_set] = record
+            except UnreachableServerError as error:
+                result.unreachable.append(olmo_set)
+                result.reason = str(error)
+            except RunError as error:
+                result.failed.append(olmo_set)
+                print_line(f"error: {olmo_set}: {error}")
     return result
 
 
-def _remove_empty_folders(folder: Path, versions: set[str]) -> None:
-    """Delete the folders of a fetch that received no file, with their lock files."""
-    for path in (folder / version for version in versions):
-        if [file.name for file in path.iterdir()] == [".lock"]:
-            (path / ".lock").unlink()
-            path.rmdir()
-    with contextlib.suppress(OSError):  # other files, or the root
-        folder.rmdir()
-
-
-def _find_complete(olmo_set: OlmoSet, folder: Path, verify: bool) -> FileRecord | None:
+def _find_complete(olmo_set: OlmoSet, folder: Path) -> FileRecord | None:
     """Return the record of a set that is already complete."""
     path = olmo_set.file(folder)
     try:
@@ -90,7 +75,7 @@ def _find_complete(olmo_set: OlmoSet, folder: Path, verify: bool) -> FileRecord 
         return None
     if record.tokenizer != TOKENIZER:
         raise RunError(f"{path}: exists and belongs to another tokenizer; choose another --to")
-    if path.stat().st_size != record.bytes or (verify and compute_sha256(path) != record.sha256):
+    if path.stat().st_size != record.bytes:
         print_line(f"{path}: differs from its record; fetching it again")
         return None
     print_line(f"{olmo_set}: already fetched")
@@ -114,7 +99,7 @@ def _fetch_set(olmo_set: OlmoSet, folder: Path, mirror: str | None, was_reached:
         publish(part, path, record)
     finally:
         part.unlink(missing_ok=True)
-    _report_oddities(olmo_set, path)
+    _warn_if_truncated(olmo_set, path)
     return record
 
 
@@ -138,7 +123,7 @@ def _copy_from_folder(folder: Path, olmo_set: OlmoSet, part: Path) -> tuple[str,
     return str(file.absolute()), record
 
 
-def _report_oddities(olmo_set: OlmoSet, path: Path) -> None:
+def _warn_if_truncated(olmo_set: OlmoSet, path: Path) -> None:
     """Report signs that a set is truncated or is not OLMo's own file."""
     file, advice = TokenFile(path), "compare its size with the server's, it may be truncated"
     assert file.record

@@ -37,11 +37,12 @@ from stackexp.files import hold_lock, read_json, write_atomically, write_json
 
 UNIT_BYTES = 1 << 24  # source bytes per unit; a larger file is a unit by itself
 TRAINING_BYTES = 1 << 26  # text for training a tokenizer, spread evenly over the source files
+TRAINED = "trained here"  # the tokenizer in plan.json if none was given
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @dataclass(frozen=True)
-class Plan:
+class Preparation:
     """The inputs that determine a prepared set.
 
     Give either `tokenizer`, the path of a tokenizer.json, or the `vocab_size` of a tokenizer to train on the sources.
@@ -91,7 +92,7 @@ class Plan:
         remedy = "give the tokenizer that made them, or convert them with data retokenize"
         for source in sources:
             record = TokenFile(source.path, dtype=self.dtype, vocab_size=known.vocab_size).record
-            if record and known.contradicts(record.tokenizer):
+            if record and known.differs_from(record.tokenizer):
                 name = record.tokenizer[:16]
                 raise RunError(f"{source.path}: token ids of another tokenizer ({name}) than {known.path}; {remedy}")
             if record and record.end_of_text not in (None, end):
@@ -113,7 +114,7 @@ class Plan:
 
     def record(self) -> dict:
         """Return the contents of plan.json."""
-        trained = f"trained here, {self.vocab_size} tokens"
+        trained = f"{TRAINED}, {self.vocab_size} tokens"
         return {
             "format version": FORMAT_VERSION,
             "tokenizer": compute_fingerprint(load_tokenizer(self.tokenizer)) if self.tokenizer else trained,
@@ -125,58 +126,27 @@ class Plan:
         }
 
 
-def start_set(plan: Plan, folder: Path) -> None:
-    """Write the plan into a new folder, or check it against the plan of an existing one.
+def _record_plan(record: dict, folder: Path) -> None:
+    """Write plan.json, or check the record against it. The sources of an unfinished set may change.
 
-    The sources of an unfinished set may change; the units of unchanged files are kept. Raises RunError if the folder
-    has other contents, or a set with another plan.
-    """
-    if forbidden := set("#?").intersection(str(folder.absolute())):  # for the library, which reads paths as URLs
-        raise RunError(f"{folder}: contains {min(forbidden)!r} in its path; choose another --to")
-    record = plan.record()
-    with _explain_errors(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        names = {path.name for path in folder.iterdir() if not path.name.startswith(".")}
-        if names and "plan.json" not in names:
-            raise RunError(f"{folder}: not empty, and not written by data prepare; choose another --to")
-        with hold_lock(folder / ".plan.lock", f"the start of {folder}"):
-            changed = _compare_plan(record, folder)
-        if changed:
-            with hold_lock(folder / ".lock", f"the preparation of {folder}"):
-                if _compare_plan(record, folder):  # otherwise another process has made the same change meanwhile
-                    if plan.tokenizer is None:  # it was trained on the old sources
-                        (folder / "tokenizer.json").unlink(missing_ok=True)
-                        _delete_units(folder, keep=set())
-                    write_json(folder / "plan.json", record, indent=1)
-            again = "their units are" if plan.tokenizer else "the tokenizer and all units are"
-            print(f"{folder}: sources have changed ({_list_names(changed)}); {again} prepared again", file=sys.stderr)
-
-
-def _compare_plan(record: dict, folder: Path) -> list[str]:
-    """Return the names of the sources that differ from the folder's plan.json, which is written if it is missing.
-
-    Raises RunError if anything else differs, or if the set is finished and its sources differ.
+    Raises RunError if anything else differs, if the set is finished, or if its tokenizer was trained on other sources.
     """
     path = folder / "plan.json"
-    if not path.exists():
-        write_json(path, record, indent=1)
-    earlier = read_json(path)
-    differences = set(map(tuple, earlier.get("sources", []))) ^ set(map(tuple, record["sources"]))
-    changed = sorted({name for name, *_ in differences})
+    earlier = read_json(path) if path.exists() else record
     remedy = "delete the folder or choose another --to"
     for key in {**record, **earlier}:
         old, new = earlier.get(key), record.get(key)
         if key != "sources" and old != new:
             raise RunError(f"{folder}: prepared with another {key} ({old or 'none'}, not {new or 'none'}); {remedy}")
-    if changed and (folder / "corpus.json").exists():
-        names = _list_names(changed)
-        raise RunError(f"{folder}: prepared from other sources (added, removed or changed: {names}); {remedy}")
-    return changed
-
-
-def _list_names(names: list[str]) -> str:
-    """Return the first name and how many more there are."""
-    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
+    differences = set(map(tuple, earlier["sources"])) ^ set(map(tuple, record["sources"]))
+    if differences:
+        first, *others = sorted({name for name, *_ in differences})
+        names = f"{first} and {len(others)} more" if others else first
+        if (folder / "corpus.json").exists() or record["tokenizer"].startswith(TRAINED):
+            raise RunError(f"{folder}: prepared from other sources (added, removed or changed: {names}); {remedy}")
+        print(f"{folder}: sources have changed ({names}); their units are prepared again", file=sys.stderr)
+    if differences or not path.exists():
+        write_json(path, record, indent=1)
 
 
 @contextmanager
@@ -194,7 +164,7 @@ def _explain_errors(folder: Path) -> Iterator[None]:
 
 
 def prepare(
-    plan: Plan,
+    plan: Preparation,
     folder: Path,
     *,
     workers: int | None = None,
@@ -208,19 +178,23 @@ def prepare(
     several parts may run at the same time. A call without `part` writes the missing units and merges all. Raises
     RunError if there is nothing to read, a file is damaged, the disk is full, or the folder has other contents.
     """
-    start_set(plan, folder)
-    is_part = part is not None
+    if forbidden := set("#?").intersection(str(folder.absolute())):  # for the library, which reads paths as URLs
+        raise RunError(f"{folder}: contains {min(forbidden)!r} in its path; choose another --to")
+    is_part, record = part is not None, plan.record()
+    with _explain_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        found = {path.name for path in folder.iterdir() if not path.name.startswith(".")}
+        if found and "plan.json" not in found:
+            raise RunError(f"{folder}: not empty, and not written by data prepare; choose another --to")
     with _explain_errors(folder), hold_lock(folder / ".lock", f"the preparation of {folder}", shared=is_part):
-        if changed := _compare_plan(plan.record(), folder):  # while this process waited for the lock
-            raise RunError(f"{folder}: sources have changed again ({_list_names(changed)}); run the same command again")
-        if is_part and (folder / "corpus.json").exists():
-            return None
+        with hold_lock(folder / ".plan.lock", f"the start of {folder}"):  # parts may run at the same time
+            _record_plan(record, folder)
+            if (folder / "corpus.json").exists():
+                return None if is_part else _load_finished(folder)
+            tokenizer = _write_tokenizer(plan, folder)
         names = [name_unit(unit) for unit in plan.units]
         if not is_part:
-            if (folder / "corpus.json").exists():
-                return _load_finished(folder)
             _delete_units(folder, keep=set(names))
-        tokenizer = _write_tokenizer(plan, folder)
         job = UnitJob(folder, tokenizer, plan.context_length, plan.columns, plan.dtype, strict)
         first, step = (part[0] - 1, part[1]) if part else (0, 1)
         write_units(job, plan.units[first::step], workers or len(os.sched_getaffinity(0)))
@@ -254,21 +228,20 @@ def _load_finished(folder: Path) -> Corpus:
         raise RunError(f"{folder}: damaged ({str(error).partition(';')[0]}); {remedy}") from error
 
 
-def _write_tokenizer(plan: Plan, folder: Path) -> Path:
+def _write_tokenizer(plan: Preparation, folder: Path) -> Path:
     """Return the path of the set's tokenizer.json; the first call copies the given tokenizer or trains one."""
     path = folder / "tokenizer.json"
     given = load_tokenizer(plan.tokenizer) if plan.tokenizer else None
-    with hold_lock(folder / ".plan.lock", f"the tokenizer of {folder}"):  # parts may run at the same time
-        if path.exists():
-            if given and compute_fingerprint(load_tokenizer(path)) != compute_fingerprint(given):
-                raise RunError(f"{path}: differs from {plan.tokenizer}; delete it and run the same command again")
-        elif given:
-            write_atomically(path, given.to_str(pretty=True))
-        else:
-            assert plan.vocab_size is not None
-            print(f"training a tokenizer of {plan.vocab_size} tokens", file=sys.stderr, flush=True)
-            trained = train_tokenizer(sample_texts(plan.sources, plan.columns), plan.vocab_size)
-            write_atomically(path, trained.to_str(pretty=True))
+    if path.exists():
+        if given and compute_fingerprint(load_tokenizer(path)) != compute_fingerprint(given):
+            raise RunError(f"{path}: differs from {plan.tokenizer}; delete it and run the same command again")
+    elif given:
+        write_atomically(path, given.to_str(pretty=True))
+    else:
+        assert plan.vocab_size is not None
+        print(f"training a tokenizer of {plan.vocab_size} tokens", file=sys.stderr, flush=True)
+        trained = train_tokenizer(sample_texts(plan.sources, plan.columns), plan.vocab_size)
+        write_atomically(path, trained.to_str(pretty=True))
     return path
 
 

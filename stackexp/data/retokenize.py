@@ -105,7 +105,7 @@ class Retokenizer:
         size = self.old.vocab_size
         files = {name: TokenFile(path, dtype=self.dtype, vocab_size=size) for name, path in found.items()}
         for file in files.values():
-            if file.record and self.old.contradicts(file.record.tokenizer):
+            if file.record and self.old.differs_from(file.record.tokenizer):
                 name = file.record.tokenizer[:16]
                 raise RunError(f"{file.path}: ids of another tokenizer ({name}) than {self.old.path}; {WRONG_IDS}")
         ends = {name: self._find_end_of_text(file) for name, file in files.items()}

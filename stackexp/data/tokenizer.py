@@ -282,7 +282,7 @@ class KnownTokenizer:
         end, padding = (self.tokenizer.token_to_id(token) for token in ("<|endoftext|>", "<|padding|>"))
         return end in olmo.END_OF_TEXT and padding == 1 and 50_254 <= self.vocab_size <= olmo.EMBEDDING_SIZE
 
-    def contradicts(self, recorded: str) -> bool:
+    def differs_from(self, recorded: str) -> bool:
         """Return True if the tokenizer in a record (a fingerprint or a name) differs from this one."""
         if recorded == olmo.TOKENIZER:
             return not self.is_neox

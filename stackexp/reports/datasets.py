@@ -335,7 +335,7 @@ def _inspect_token_file(inspection: Inspection, options: InspectOptions) -> None
             inspection.figures |= {"bytes": record.text_bytes, "bytes_per_token": record.text_bytes / record.tokens}
     if known and known.vocab_size <= largest:
         inspection.damage.append(f"{path}: token id {largest:,} is outside the vocabulary of {known.vocab_size:,}")
-    elif known and record and known.contradicts(record.tokenizer):
+    elif known and record and known.differs_from(record.tokenizer):
         inspection.damage.append(f"{path}: token ids of another tokenizer, {record.tokenizer[:16]}")
     else:
         for index in options.choose_samples(-(-len(tokens) // SAMPLE_LENGTH)):

@@ -86,10 +86,11 @@ class Prepare(Verb):
         if args.workers:  # limits the threads of tokenizers while it trains, or with a single process
             os.environ.setdefault("RAYON_NUM_THREADS", str(args.workers))
         from stackexp.data.columns import Columns
-        from stackexp.data.prepare import Plan, prepare
+        from stackexp.data.prepare import Preparation, prepare
 
         columns = Columns(args.text_column or "text", tuple(args.filter))
-        plan = Plan(source, args.tokenizer, args.vocab_size, args.context_length, args.unit_bytes, columns, args.dtype)
+        names = ("tokenizer", "vocab_size", "context_length", "unit_bytes", "dtype")
+        plan = Preparation(source, columns=columns, **{name: getattr(args, name) for name in names})
         corpus = prepare(plan, args.to, workers=args.workers, strict=args.strict, part=args.part)
         if corpus is None:
             number, count = args.part
@@ -207,7 +208,6 @@ class Fetch(Verb):
             "--to", type=Path, default=olmo.DEFAULT_FOLDER, metavar="FOLDER", help="default: %(default)s"
         )
         parser.add_argument("--mirror", metavar="URL|FOLDER", help="copy the files from here")
-        parser.add_argument("--verify", action="store_true", help="also verify the SHA-256 of complete files")
 
     def run(self, args: Namespace) -> int:
         """Fetch the sets and print a table of them. Raises RunError if sets are still missing."""
@@ -216,7 +216,7 @@ class Fetch(Verb):
             _check_mirror(args.parser, args.mirror)
         from stackexp.data.fetch import fetch
 
-        result = fetch(sets, args.to, args.mirror, verify=args.verify)
+        result = fetch(sets, args.to, args.mirror)
         if result.records:
             print(_format_records(result.records), file=sys.stderr if result.unreachable else sys.stdout)
         if result.unreachable:
