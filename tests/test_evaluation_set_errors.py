@@ -44,6 +44,10 @@ BAD = {
         lambda f: write_raw(f / "x.npy", [1] * 50 + [V]),
         r"token id 300 at position 50 is outside the vocabulary of 300; convert it",
     ),
+    "raw ids of 4 bytes": (
+        lambda f: (f / "x.npy").write_bytes(np.array(IDS, "<u4").tobytes()),
+        "its ids seem to have 4 bytes.* give --dtype to .*data retokenize",
+    ),
     "negative ids": (lambda f: np.save(f / "x.npy", np.full(50, -1)), "token id -1"),
     "an unknown suffix": (
         lambda f: (f / "x.csv").write_bytes(b"x"),

@@ -215,3 +215,9 @@ def test_a_set_with_a_larger_tokenizer_than_the_model_is_refused(prepared):
     message = rf"foreign/tokenizer\.json: has {V - 10} ids, more than data\.vocab_size 100; prepare the set with"
     with pytest.raises(RunError, match=message):
         open_data(prepared, "validate", path=None, validation={"foreign": str(prepared / "foreign")}, vocab_size=100)
+
+
+@pytest.mark.parametrize(("extra", "warns"), [(0, False), (100, False), (128, True)])
+def test_vocabulary_far_above_the_tokenizers_is_reported(prepared, caplog, extra, warns):
+    TokenSet(prepared / "train").check_vocab_size(V + extra)
+    assert ("128 token ids are never trained; set data.vocab_size=300" in caplog.text) == warns
