@@ -299,8 +299,8 @@ def _merge_sets(folder: RunFolder, row: Row, result: dict[str, Any]) -> dict[str
 
 
 def _average(sets: Mapping[str, Mapping[str, Any]], key: str) -> float | None:
-    values = [scores.get(key) for scores in sets.values()]
-    return None if not values or None in values else math.fsum(values) / len(values)
+    values = [scores[key] for scores in sets.values() if scores.get(key) is not None]
+    return math.fsum(values) / len(values) if values and len(values) == len(sets) else None
 
 
 def _list_scores(kind: str, sets: Mapping[str, Mapping[str, Any]]) -> Row:

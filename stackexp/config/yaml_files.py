@@ -155,15 +155,16 @@ def _read_root(reader: _Reader, node: yaml.Node | None) -> tuple[list[Leaf], Tre
 def read_options(path: Path) -> dict[str, Any]:
     """Return the keys of a run's config.yaml as {full key: value}. Raises the errors of `read_file`."""
     with contextlib.suppress(Exception), open_regular(path) as file:  # PyYAML raises any; `read_file` explains it
-        sections = re.split(r"(?m)^(?=[a-z_]+:)", file.read())
-        return {key: value for section in sections if section for key, value in _read_section(section).items()}
+        sections = filter(None, re.split(r"(?m)^(?=[a-z_]+:)", file.read()))
+        if options := {key: value for section in sections for key, value in _read_section(section).items()}:
+            return options
     return flatten(upgrade_run_options(read_file(path)[1]))
 
 
 @functools.lru_cache(maxsize=10_000)
 def _read_section(text: str) -> dict[str, Any]:
     """Return the keys of one section. Most sections of the runs of a sweep are equal, so their values are kept."""
-    return flatten(upgrade_run_options(_Reader(text, lambda line: "").get_single_data() or {}))
+    return flatten(upgrade_run_options(_Reader(text, lambda line: "").get_single_data()))
 
 
 def upgrade_run_options(tree: Tree) -> Tree:

@@ -4,6 +4,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -164,7 +165,7 @@ def _build_table(score: str, columns: list[Column], names: list[str], common: li
 
     def read_score(column: Column, name: str) -> Score:
         scores = column.tasks.get(name)
-        return scores and (getattr(scores, score), getattr(scores, f"{score}_stderr"))
+        return None if scores is None else (getattr(scores, score), getattr(scores, f"{score}_stderr"))
 
     rows = [build_row(name, guesses[name], [read_score(c, name) for c in columns]) for name in names]
     if len(common) > 1:
@@ -203,7 +204,7 @@ def build_paper_table(models: Mapping[str, Mapping[str, TaskScores]]) -> Table:
         return [label, *(_format_percent(read(tasks)) for tasks in models.values()), *(f"{x:.1f}" for x in paper)]
 
     rows = [
-        build_row(name, lambda t, name=name: score_benchmark(t, name), [m.accuracies[i] for m in PAPER_MODELS.values()])
+        build_row(name, partial(score_benchmark, benchmark=name), [m.accuracies[i] for m in PAPER_MODELS.values()])
         for i, name in enumerate(BENCHMARK_TASKS)
     ]
     rows.append(build_row("average", average_benchmarks, [model.average for model in PAPER_MODELS.values()]))

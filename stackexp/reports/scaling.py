@@ -213,7 +213,6 @@ def _read_points(
     skipped: list[tuple[str, str, int]] = []
     outside = {key: name for key, name in by.items() if not key.startswith(("model.memory.", "warm_start.memory"))}
     for row, own, loss in zip(rows, sets, losses, strict=True):
-        tokens, total, memory = (row.get(key) for key in ("tokens", "parameters", "memory_parameters"))
         reason = ""
         if math.isnan(loss):
             reason = f"no {column}, {REMEDIES[column]}"
@@ -223,13 +222,13 @@ def _read_points(
             reason = f"no {column} above {irreducible:g}"
         elif row["path"] in runs_on_other_data:
             reason = runs_on_other_data[row["path"]]
-        elif not (total and tokens and memory is not None):
+        elif not (row.get("tokens") and row.get("parameters") and "memory_parameters" in row):
             reason = "no parameters or tokens in result.json"
         if reason:
             skipped.append((f"left out, {reason}", row["arm"], row["seed"]))
         else:
             baseline = name_family(row | {"model.memory.kind": None, "model.kind": "transformer"}, outside)
-            sizes = (total, total - memory, tokens)
+            sizes = (row["parameters"], row["parameters"] - row["memory_parameters"], row["tokens"])
             points.append(Point(name_family(row, by), *sizes, row["seed"], loss, row["arm"], baseline))
     return points, [*list_seeds(skipped), *list_paths("training data not compared, none recorded", unrecorded)]
 
